@@ -1,0 +1,59 @@
+"""Errors that finish the conversation: what is wrong, the rule, the remedy, the place."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from bloomery.base import exit_codes
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One thing a user must mend."""
+
+    what: str
+    """The fact, with the offending value: `lr.peak is -0.1`."""
+    rule: str = ""
+    """Why it is wrong: `must be greater than 0`."""
+    remedy: str = ""
+    """What to do about it, as an instruction."""
+    place: str = ""
+    """Where it stands: `my.yaml:31`, `command line`, a file."""
+
+    def __str__(self) -> str:
+        place = f"{self.place}: " if self.place else ""
+        parts = [self.what.rstrip(".")] + [part.rstrip(".") for part in (self.rule, self.remedy) if part]
+        return place + ". ".join(part[0].upper() + part[1:] if i else part for i, part in enumerate(parts)) + "."
+
+
+class BloomeryError(Exception):
+    """A mistake that the user can mend. Carries every problem found; printed without a traceback."""
+
+    exit_code = exit_codes.USAGE
+
+    def __init__(self, problems: Problem | Sequence[Problem]) -> None:
+        self.problems = [problems] if isinstance(problems, Problem) else list(problems)
+        super().__init__("\n".join(str(problem) for problem in self.problems))
+
+
+class RecipeError(BloomeryError):
+    """The recipe or the command line is wrong."""
+
+
+class DataError(BloomeryError):
+    """Shards, tokenizer or checkpoint are missing, damaged or do not fit the recipe."""
+
+    exit_code = exit_codes.DATA
+
+
+class DivergedError(BloomeryError):
+    """Training stopped itself because its numbers were no longer numbers."""
+
+    exit_code = exit_codes.DIVERGED
+
+
+class StorageError(BloomeryError):
+    """The run folder cannot be written."""
+
+    exit_code = exit_codes.STORAGE

@@ -1,0 +1,16 @@
+"""What a `bloomery` process returns. Documented in docs/exit-codes.md; a scheduler may rely on these numbers."""
+
+OK = 0
+"""The command did what it was asked. A training that stopped early on request and saved also returns 0."""
+BUG = 1
+"""A mistake of ours; the traceback was printed."""
+USAGE = 2
+"""The recipe or the command line is wrong. Nothing was started."""
+DATA = 3
+"""An input is missing, damaged or does not fit: shards, tokenizer, checkpoint."""
+DIVERGED = 4
+"""Training was stopped by its own numbers: NaN losses, or a loss scale at its minimum. The last good state was saved."""
+STORAGE = 5
+"""The run folder could not be written: read-only, no permission, disk full."""
+INTERRUPTED = 130
+"""A second Ctrl-C: left at once, without the save the first one had promised."""

@@ -1,0 +1,246 @@
+"""Files that are whole or absent: atomic writes, append-only lines that never tear, a run folder proven writable."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import secrets
+import tempfile
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+
+from bloomery.base.errors import Problem, StorageError
+from bloomery.base.units import format_bytes
+
+_NO_SYNC_HERE = {errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.EBADF}
+"""What file systems without fsync answer (some FUSE and network mounts). Not a lost write."""
+_SYNC_AFTER_LINES = 256
+_PROBE_BYTES = 4096
+
+
+def write_atomically(path: str | os.PathLike[str], data: bytes | str) -> None:
+    """Readers see the old file or the new one, also after a power cut. StorageError if it cannot be written."""
+    target = Path(path)
+    content = data.encode() if isinstance(data, str) else data
+    try:
+        _write_beside_and_rename(target, content)
+    except OSError as error:
+        raise storage_error(target, error, wanted_bytes=len(content)) from error
+
+
+def make_run_folder(path: str | os.PathLike[str]) -> Path:
+    """Create the folder and prove, by writing, that a run can live in it."""
+    folder = Path(path)
+    probe = folder / f".probe-{os.getpid()}-{secrets.token_hex(4)}"
+    action = "create the folder"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        action = "write in the folder"
+        _write_beside_and_rename(probe, bytes(_PROBE_BYTES))
+        probe.unlink()
+    except OSError as error:
+        raise storage_error(folder, error, action=action, wanted_bytes=_PROBE_BYTES) from error
+    return folder
+
+
+def storage_error(path: Path, error: OSError, *, action: str = "write", wanted_bytes: int = 0) -> StorageError:
+    """The error a user can act on, for an OSError met while writing `path`."""
+    remedy = _remedy(path, error.errno or 0, wanted_bytes)
+    return StorageError(Problem(f"cannot {action} {path}: {reason(error)}", remedy=remedy))
+
+
+def reason(error: OSError | None) -> str:
+    """`No space left on device (ENOSPC)`."""
+    if error is None or error.errno is None:
+        return str(error or "unknown reason")
+    return f"{os.strerror(error.errno)} ({errno.errorcode.get(error.errno, error.errno)})"
+
+
+def _remedy(path: Path, number: int, wanted_bytes: int) -> str:
+    if number in (errno.ENOSPC, errno.EDQUOT):
+        wanted = f", {format_bytes(wanted_bytes)} wanted" if wanted_bytes else ""
+        quota = " or raise the quota" if number == errno.EDQUOT else ""
+        return f"free space on that file system{quota} ({_free(path)}{wanted}), or choose another --run-dir"
+    if number in (errno.EROFS, errno.EACCES, errno.EPERM):
+        return "the place is read-only for this user: choose another --run-dir, or change its permissions or mount"
+    if number in (errno.ENOTDIR, errno.EEXIST):
+        return "a file stands where a folder is needed: choose another --run-dir, or move that file away"
+    return "check the disk or mount (`df`, `dmesg`), or choose another --run-dir"
+
+
+def _free(path: Path) -> str:
+    """`12 KiB free`, or that the file system has run out of file entries. Looks at the nearest folder that exists."""
+    for folder in (path, *path.absolute().parents):
+        try:
+            facts = os.statvfs(folder)
+        except OSError:
+            continue
+        if facts.f_files and not facts.f_favail and facts.f_bavail:
+            return "it has bytes left but no file entries: delete files"
+        return f"{format_bytes(facts.f_bavail * facts.f_frsize)} free"
+    return "free space unknown"
+
+
+class AppendFile:
+    """Lines appended to one file by one process. A full disk loses nothing: unwritten lines wait in memory."""
+
+    def __init__(self, path: str | os.PathLike[str], *, is_whole: Callable[[bytes], bool] | None = None) -> None:
+        """`is_whole` judges a last line that lacks its newline; without it such a line is text, kept and completed."""
+        self.path = Path(path)
+        self.last_error: OSError | None = None
+        self.repaired = ""
+        """What was mended when the file was opened, for a log; empty when it was in order."""
+        self._waiting: deque[bytes] = deque()
+        self._unsynced: list[bytes] = []
+        self._torn = False
+        self._closed = False
+        try:
+            self._descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
+            self._size = self._synced_size = self._repair(is_whole)
+        except OSError as error:
+            raise storage_error(self.path, error, action="open") from error
+
+    @property
+    def pending_lines(self) -> int:
+        """Lines that are not in the file yet."""
+        return len(self._waiting)
+
+    def append(self, line: str) -> bool:
+        """False if this line, or one before it, could not be written; the next append or flush tries again."""
+        assert "\n" not in line, "a record is one line"
+        assert not self._closed, f"{self.path} is closed"
+        self._waiting.append(line.encode(errors="replace") + b"\n")
+        written = self._write_waiting()
+        return self.flush() if written and len(self._unsynced) >= _SYNC_AFTER_LINES else written
+
+    def flush(self) -> bool:
+        """Write what waits and bring it to the disk. False if that is not possible now."""
+        if not self._write_waiting():
+            return False
+        try:
+            _sync(self._descriptor)
+        except OSError as error:
+            # Network file systems report a full disk only here, and the kernel then forgets the data: write it again.
+            self._waiting.extendleft(reversed(self._unsynced))
+            self._unsynced.clear()
+            self._size = self._synced_size
+            self._fail(error)
+            return False
+        self._synced_size = self._size
+        self._unsynced.clear()
+        return True
+
+    def close(self) -> None:
+        """StorageError if lines remain; it names the rescue file that holds them."""
+        if self._closed:
+            return
+        self._closed = True
+        complete = self.flush()
+        with contextlib.suppress(OSError):  # everything was synced or is waiting
+            os.close(self._descriptor)
+        if complete:
+            return
+        raise StorageError(
+            Problem(
+                what=f"{self.pending_lines} line(s) could not be written to {self.path}: {reason(self.last_error)}",
+                rule=self._rescue(),
+                remedy=_remedy(self.path, getattr(self.last_error, "errno", 0), 0),
+            )
+        )
+
+    def _write_waiting(self) -> bool:
+        try:
+            if self._torn:
+                os.ftruncate(self._descriptor, self._size)
+                self._torn = False
+            while self._waiting:
+                _write_all(self._descriptor, self._waiting[0])
+                self._size += len(self._waiting[0])
+                self._unsynced.append(self._waiting.popleft())
+        except OSError as error:
+            self._fail(error)
+            return False
+        self.last_error = None
+        return True
+
+    def _fail(self, error: OSError) -> None:
+        self.last_error = error
+        self._torn = True  # until the cut below, or one before the next write, succeeds
+        with contextlib.suppress(OSError):
+            os.ftruncate(self._descriptor, self._size)
+            self._torn = False
+
+    def _rescue(self) -> str:
+        try:
+            handle, name = tempfile.mkstemp(prefix="bloomery-rescue-", suffix=f"-{self.path.name}")
+            with os.fdopen(handle, "wb") as file:
+                file.writelines(self._waiting)
+        except OSError as error:
+            return f"these lines are lost, because the system's temporary folder failed too: {reason(error)}"
+        return f"nothing is lost: they are in {name}; append that file to {self.path.name} when there is room"
+
+    def _repair(self, is_whole: Callable[[bytes], bool] | None) -> int:
+        """Mend a last line without newline, as kill -9 or a power cut leave it. Returns the size of the good file."""
+        size = os.fstat(self._descriptor).st_size
+        start, tail = _last_line(self._descriptor, size)
+        if not tail:
+            return size
+        kept = tail.strip(b"\0").decode(errors="ignore").encode()  # a power cut can leave zeros or half a character
+        if is_whole is not None and not is_whole(kept):
+            kept = b""
+        os.ftruncate(self._descriptor, start)
+        if kept:
+            _write_all(self._descriptor, kept + b"\n")
+            self.repaired = f"{self.path}: completed the last line, which lacked its newline"
+            return start + len(kept) + 1
+        self.repaired = f"{self.path}: removed a torn last line of {len(tail)} bytes, left by an earlier crash"
+        return start
+
+
+def _last_line(descriptor: int, size: int) -> tuple[int, bytes]:
+    """Where the text after the last newline starts, and that text: empty for a file in order."""
+    start, tail = size, b""
+    while start > 0:
+        length = min(65536, start)
+        start -= length
+        tail = os.pread(descriptor, length, start) + tail
+        newline = tail.rfind(b"\n")
+        if newline >= 0:
+            return start + newline + 1, tail[newline + 1 :]
+    return 0, tail
+
+
+def _write_beside_and_rename(target: Path, content: bytes) -> None:
+    temporary = target.parent / f".tmp-{os.getpid()}-{secrets.token_hex(4)}"
+    try:
+        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+        try:
+            _write_all(descriptor, content)
+            _sync(descriptor)
+        finally:
+            os.close(descriptor)
+        os.replace(temporary, target)
+        folder = os.open(target.parent, os.O_RDONLY)
+        try:
+            _sync(folder)
+        finally:
+            os.close(folder)
+    finally:
+        with contextlib.suppress(OSError):  # gone already when the rename succeeded
+            temporary.unlink()
+
+
+def _write_all(descriptor: int, data: bytes) -> None:
+    view = memoryview(data)
+    while view:
+        view = view[os.write(descriptor, view) :]
+
+
+def _sync(descriptor: int) -> None:
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in _NO_SYNC_HERE:
+            raise

@@ -1,0 +1,98 @@
+"""Amounts the way people say them: `216_320 samples`, `2000 steps`, `300B tokens`, `19h50m`."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from decimal import Decimal
+from typing import Literal
+
+AmountUnit = Literal["steps", "samples", "tokens"]
+
+_MULTIPLIERS = {"": 1, "k": 10**3, "K": 10**3, "M": 10**6, "B": 10**9, "G": 10**9, "T": 10**12}
+_AMOUNT = re.compile(r"^([0-9][0-9_,]*(?:\.[0-9]+)?)\s*([kKMBGT]?)\s*(steps?|samples?|tokens?)$")
+_DURATION = re.compile(r"^(?:(\d+)d)?\s*(?:(\d+)h)?\s*(?:(\d+)m)?\s*(?:(\d+(?:\.\d+)?)s)?$")
+
+
+@dataclass(frozen=True)
+class Amount:
+    """A count of training: steps, samples or tokens."""
+
+    count: int
+    unit: AmountUnit
+
+    def __str__(self) -> str:
+        return f"{self.count} {self.unit}"
+
+
+@dataclass(frozen=True)
+class Duration:
+    """A length of wall-clock time."""
+
+    seconds: float
+
+    def __str__(self) -> str:
+        whole = int(self.seconds)
+        if whole != self.seconds:
+            return f"{self.seconds}s"
+        hours, minutes, seconds = whole // 3600, whole // 60 % 60, whole % 60
+        parts = [f"{n}{unit}" for n, unit in ((hours, "h"), (minutes, "m"), (seconds, "s")) if n]
+        return "".join(parts) or "0s"
+
+
+def parse_amount(text: str, *, units: tuple[AmountUnit, ...] = ("steps", "samples", "tokens")) -> Amount:
+    """`300B tokens` -> Amount(300_000_000_000, 'tokens'). ValueError names the rule."""
+    wanted = " or ".join(f"'{example}'" for example in _examples(units))
+    match = _AMOUNT.match(text.strip())
+    if not match:
+        raise ValueError(f"an amount is a number and a unit, such as {wanted}")
+    number, multiplier, unit = match.groups()
+    unit = unit.rstrip("s") + "s"
+    if unit not in units:
+        raise ValueError(f"must be counted in {' or '.join(units)}, such as {wanted}")
+    count = Decimal(number.replace("_", "").replace(",", "")) * _MULTIPLIERS[multiplier]
+    if count != int(count):
+        raise ValueError(f"{text!r} is not a whole number of {unit}")
+    return Amount(int(count), unit)  # type: ignore[arg-type]
+
+
+def parse_duration(text: str) -> Duration:
+    """`19h50m` -> Duration(71400). ValueError names the rule."""
+    match = _DURATION.match(text.strip())
+    if not text.strip() or not match:
+        raise ValueError("a duration is written like '19h50m', '90m', '2d' or '45s'")
+    days, hours, minutes, seconds = match.groups()
+    total = int(days or 0) * 86400 + int(hours or 0) * 3600 + int(minutes or 0) * 60 + float(seconds or 0)
+    return Duration(total)
+
+
+def format_count(count: float) -> str:
+    """12_853_386_240 -> '12.85B': three or four significant digits, for people."""
+    for size, suffix in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if abs(count) >= size:
+            return f"{count / size:.4g}{suffix}"
+    return f"{count:.4g}"
+
+
+def format_bytes(size: float) -> str:
+    """Binary units, for people."""
+    for unit_bytes, suffix in ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
+        if abs(size) >= unit_bytes:
+            return f"{size / unit_bytes:.4g} {suffix}"
+    return f"{size:.0f} B"
+
+
+def format_seconds(seconds: float) -> str:
+    """3725 -> '1h02m', 42.3 -> '42s': short, for an ETA."""
+    whole = int(seconds)
+    if whole >= 86400:
+        return f"{whole // 86400}d{whole % 86400 // 3600:02d}h"
+    if whole >= 3600:
+        return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
+    if whole >= 60:
+        return f"{whole // 60}m{whole % 60:02d}s"
+    return f"{seconds:.0f}s"
+
+
+def _examples(units: tuple[AmountUnit, ...]) -> list[str]:
+    return [{"steps": "2000 steps", "samples": "216_320 samples", "tokens": "300B tokens"}[unit] for unit in units]

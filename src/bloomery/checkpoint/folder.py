@@ -1,0 +1,95 @@
+"""The checkpoint folder: names, the manifest that makes a folder whole, and `latest`.
+
+    checkpoints/step-00000100/   tensors (DCP files), state.json, recipe.yaml, and manifest.json, written last
+    checkpoints/latest           the name of a complete checkpoint
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+from bloomery.base.errors import DataError, Problem
+from bloomery.base.storage import write_atomically
+
+MANIFEST = "manifest.json"
+LATEST = "latest"
+_NAME = re.compile(r"^step-(\d{8,})$")
+
+
+def step_name(step: int) -> str:
+    return f"step-{step:08d}"
+
+
+def complete_checkpoints(root: Path) -> list[Path]:
+    """Folders with a manifest, oldest first. Anything else there is debris of a save that never finished."""
+    if not root.is_dir():
+        return []
+    found = [path for path in root.iterdir() if _NAME.match(path.name) and (path / MANIFEST).is_file()]
+    return sorted(found, key=lambda path: int(path.name.removeprefix("step-")))
+
+
+def latest_checkpoint(root: Path) -> Path | None:
+    """The checkpoint to go on from: what `latest` names, or the newest complete one if `latest` is gone."""
+    pointer = root / LATEST
+    if pointer.is_file():
+        named = root / pointer.read_text().strip()
+        if (named / MANIFEST).is_file():
+            return named
+    whole = complete_checkpoints(root)
+    return whole[-1] if whole else None
+
+
+def find_checkpoint(path: Path) -> Path:
+    """What a user means by a checkpoint: a step folder, a `checkpoints` folder, or a run folder. DataError if none."""
+    if (path / MANIFEST).is_file() and (path / "state.json").is_file():
+        return path
+    found = latest_checkpoint(path) or latest_checkpoint(path / "checkpoints")
+    if found is None:
+        rule = "a checkpoint is a folder with a manifest.json, or a run folder that has one"
+        raise DataError(Problem(f"there is no complete checkpoint at {path}", rule, "name another folder", str(path)))
+    return found
+
+
+def write_manifest(folder: Path, facts: dict[str, Any]) -> None:
+    """Name every file with size and hash. Call it last: with it the folder is whole."""
+    files = {
+        str(path.relative_to(folder)): {"bytes": path.stat().st_size, "sha256": _sha256(path)}
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }
+    write_atomically(folder / MANIFEST, json.dumps({"format": 1, **facts, "files": files}, indent=1))
+
+
+def verify(folder: Path) -> None:
+    """Every file of the manifest is there, whole and unchanged; DataError names all that are not."""
+    manifest = json.loads((folder / MANIFEST).read_text())
+    problems = []
+    for name, expected in manifest["files"].items():
+        path = folder / name
+        if not path.is_file():
+            problems.append(Problem(f"{name} is missing", place=str(folder)))
+        elif path.stat().st_size != expected["bytes"]:
+            what = f"{name} has {path.stat().st_size:,} bytes instead of {expected['bytes']:,}"
+            problems.append(Problem(what, place=str(folder)))
+        elif _sha256(path) != expected["sha256"]:
+            problems.append(Problem(f"{name} has been changed since it was saved", place=str(folder)))
+    if problems:
+        whole = [path.name for path in complete_checkpoints(folder.parent) if path != folder]
+        remedy = f"use another checkpoint: {', '.join(whole)}" if whole else "there is no other checkpoint in this folder"
+        raise DataError([*problems, Problem(f"checkpoint {folder.name} is damaged", remedy=remedy, place=str(folder))])
+
+
+def remove(folder: Path) -> None:
+    """Delete a checkpoint; its manifest goes first, so that a half-deleted folder never looks whole."""
+    (folder / MANIFEST).unlink(missing_ok=True)
+    shutil.rmtree(folder)
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

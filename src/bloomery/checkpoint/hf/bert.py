@@ -1,0 +1,61 @@
+"""BertForPreTraining: separate projections, and norms named after the part whose output they follow."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from bloomery.checkpoint.hf.layout import Entry, linear, same, separate_qkv, vocabulary
+from bloomery.config.recipe import ModelSection
+from bloomery.model.families import ARCHITECTURES
+
+PREFIX = "bert."
+
+
+def entries(config: ModelSection) -> list[Entry]:
+    embeddings, predictions = f"{PREFIX}embeddings", "cls.predictions"
+    found = [
+        vocabulary("embed.tokens.weight", f"{embeddings}.word_embeddings.weight", config),
+        same("embed.positions.weight", f"{embeddings}.position_embeddings.weight"),
+        same("embed.token_types.weight", f"{embeddings}.token_type_embeddings.weight"),
+        *linear("embed.norm", f"{embeddings}.LayerNorm"),
+        *linear("head.dense", f"{predictions}.transform.dense"),
+        *linear("head.norm", f"{predictions}.transform.LayerNorm"),
+        vocabulary("head.bias", f"{predictions}.bias", config),
+        *linear("pooler.dense", f"{PREFIX}pooler.dense"),
+        *linear("order_head", "cls.seq_relationship"),
+    ]
+    if not config.tie_embeddings:
+        found.append(vocabulary("head.weight", f"{predictions}.decoder.weight", config))
+    for n in range(config.num_layers):
+        ours, theirs = f"layers.{n}", f"{PREFIX}encoder.layer.{n}"
+        projections = [f"{theirs}.attention.self.{name}" for name in ("query", "key", "value")]
+        found += [
+            *(separate_qkv(f"{ours}.attention.qkv", projections, part, config) for part in ("weight", "bias")),
+            *linear(f"{ours}.attention.out", f"{theirs}.attention.output.dense"),
+            *linear(f"{ours}.attention_norm", f"{theirs}.attention.output.LayerNorm"),
+            *linear(f"{ours}.mlp.up", f"{theirs}.intermediate.dense"),
+            *linear(f"{ours}.mlp.down", f"{theirs}.output.dense"),
+            *linear(f"{ours}.mlp_norm", f"{theirs}.output.LayerNorm"),
+        ]
+    return found
+
+
+def hf_config(config: ModelSection) -> dict[str, Any]:
+    return {
+        "architectures": ["BertForPreTraining"],
+        "model_type": "bert",
+        "hidden_act": "gelu",  # the exact form
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.hidden_size,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_heads,
+        "intermediate_size": config.ffn_hidden_size,
+        "max_position_embeddings": config.seq_length,
+        "type_vocab_size": ARCHITECTURES["bert"].token_types,
+        "hidden_dropout_prob": config.dropout,
+        "attention_probs_dropout_prob": config.dropout,
+        "layer_norm_eps": config.norm_eps,
+        "initializer_range": config.init_std,
+        "tie_word_embeddings": config.tie_embeddings,
+        "pad_token_id": None,
+    }

@@ -1,0 +1,108 @@
+"""How one of our parameters becomes Hugging Face tensors, and back: the moves that all families share.
+
+A family is a list of entries. Nothing here computes: values are renamed, cut, joined and transposed, so a round trip is
+exact.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from bloomery.base.errors import DataError, Problem
+from bloomery.config.recipe import ModelSection
+from bloomery.sizing.vocabulary import padded_vocab_size
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One parameter of ours and the tensors that hold it there."""
+
+    ours: str
+    theirs: tuple[str, ...]
+    export: Callable[[Tensor], Sequence[Tensor]]
+    load: Callable[[Sequence[Tensor]], Tensor]
+
+
+def same(ours: str, theirs: str) -> Entry:
+    return Entry(ours, (theirs,), lambda t: [t], lambda ts: ts[0])
+
+
+def linear(ours: str, theirs: str, *, bias: bool = True) -> list[Entry]:
+    """Weight and bias, as they are."""
+    return [same(f"{ours}.{part}", f"{theirs}.{part}") for part in (("weight", "bias") if bias else ("weight",))]
+
+
+def transposed(ours: str, theirs: str) -> list[Entry]:
+    """A GPT-2 Conv1D: the weight is stored input by output."""
+    weight = Entry(f"{ours}.weight", (f"{theirs}.weight",), lambda t: [t.T], lambda ts: ts[0].T)
+    return [weight, same(f"{ours}.bias", f"{theirs}.bias")]
+
+
+def vocabulary(ours: str, theirs: str, config: ModelSection) -> Entry:
+    """Rows of the vocabulary: the padding is dropped on the way out and zero on the way in."""
+    padding = padded_vocab_size(config) - config.vocab_size
+
+    def pad(tensors: Sequence[Tensor]) -> Tensor:
+        return torch.cat((tensors[0], tensors[0].new_zeros(padding, *tensors[0].shape[1:])))
+
+    return Entry(ours, (theirs,), lambda t: [t[: config.vocab_size]], pad)
+
+
+def separate_qkv(ours: str, theirs: Sequence[str], part: str, config: ModelSection) -> Entry:
+    """Our grouped rows against separate query, key and value tensors (`theirs`, without `.weight`)."""
+    names = tuple(f"{name}.{part}" for name in theirs)
+    return Entry(f"{ours}.{part}", names, lambda t: split_qkv(t, config), lambda ts: join_qkv(ts, config))
+
+
+def split_qkv(fused: Tensor, config: ModelSection) -> list[Tensor]:
+    """Query, key and value rows, each by head, of [num_kv_heads, q_per_kv + 2, head_dim] rows (weight or bias)."""
+    head_dim = config.hidden_size // config.num_heads
+    groups = fused.unflatten(0, (config.num_kv_heads, -1, head_dim))
+    return [part.flatten(0, 2) for part in (groups[:, :-2], groups[:, -2:-1], groups[:, -1:])]
+
+
+def join_qkv(parts: Sequence[Tensor], config: ModelSection) -> Tensor:
+    """The inverse of `split_qkv`."""
+    head_dim = config.hidden_size // config.num_heads
+    groups = [part.unflatten(0, (config.num_kv_heads, -1, head_dim)) for part in parts]
+    return torch.cat(groups, dim=1).flatten(0, 2)
+
+
+def export_state(state: Mapping[str, Tensor], entries: Iterable[Entry]) -> dict[str, Tensor]:
+    """Their names and tensors; contiguous, and where nothing had to move they share memory with `state`."""
+    exported: dict[str, Tensor] = {}
+    for entry in entries:
+        for name, tensor in zip(entry.theirs, entry.export(state[entry.ours]), strict=True):
+            exported[name] = tensor.contiguous()
+    return exported
+
+
+def load_state(
+    state: Mapping[str, Tensor], entries: Iterable[Entry], *, prefix: str, expected: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """Our names and tensors. A state saved from the bare model, without `prefix` before its names, is taken too; other
+    names (buffers, tied copies) are ignored. `expected` has their names and shapes; raises DataError with every tensor
+    that does not fit it."""
+    bare = {name: name.removeprefix(prefix) for name in expected}
+    found = {name: state[key] for name in expected for key in (name, bare[name]) if key in state}
+    missing = [name for name in expected if name not in found]
+    wrong = [
+        f"{name} is {tuple(tensor.shape)} instead of {tuple(expected[name].shape)}"
+        for name, tensor in found.items()
+        if tensor.shape != expected[name].shape
+    ]
+    remedy = "set the model section of the recipe to what the checkpoint's config.json says"
+    problems = []
+    if missing:
+        what = f"the Hugging Face state lacks {len(missing)} of {len(expected)} tensors: {', '.join(missing[:8])}"
+        problems.append(Problem(what, "every parameter of the recipe's model must be there", remedy))
+    if wrong:
+        what = f"{len(wrong)} tensors of the Hugging Face state have another shape: {'; '.join(wrong[:8])}"
+        problems.append(Problem(what, "shapes follow from the recipe's model", remedy))
+    if problems:
+        raise DataError(problems)
+    return {entry.ours: entry.load([found[name] for name in entry.theirs]).contiguous() for entry in entries}

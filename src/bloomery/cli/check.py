@@ -1,0 +1,46 @@
+"""`bloomery check RECIPE`: every problem at once, or a line that says what the recipe amounts to."""
+
+from __future__ import annotations
+
+import argparse
+import json
+
+from bloomery.base import exit_codes
+from bloomery.base.units import format_count
+from bloomery.cli.recipe_argument import add_recipe_arguments, load
+from bloomery.config.describe import explain, fingerprint
+from bloomery.sizing.parameters import count_parameters
+from bloomery.sizing.plan import TrainingPlan
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_recipe_arguments(parser)
+    parser.add_argument("--explain", action="store_true", help="print every resolved value with where it came from")
+    parser.add_argument("--json", action="store_true", help="print the answer as JSON")
+
+
+def run(args: argparse.Namespace) -> int:
+    checked = load(args)
+    values = explain(checked.draft)
+    plan = TrainingPlan.of(checked.recipe)
+    parameters = count_parameters(checked.recipe.model, vocab_size=checked.recipe.model.vocab_size).total
+    if args.json:
+        answer = {
+            "ok": True,
+            "name": checked.recipe.name,
+            "fingerprint": fingerprint(checked.recipe),
+            "warnings": [str(warning) for warning in checked.warnings],
+            "values": {value.path: {"value": value.value, "origin": value.origin} for value in values},
+        }
+        print(json.dumps(answer, indent=2))
+        return exit_codes.OK
+    if args.explain:
+        width = max(len(value.path) for value in values)
+        for value in values:
+            shown = "null" if value.value is None else json.dumps(value.value) if value.value == "" else value.value
+            print(f"{value.path:<{width}}  {shown!s:<24}  {value.origin}")
+    print(
+        f"{checked.recipe.name}: ok. {format_count(parameters)} parameters, {plan.train_steps:,} steps, "
+        f"{format_count(plan.train_tokens)} tokens, fingerprint {fingerprint(checked.recipe)}"
+    )
+    return exit_codes.OK

@@ -1,0 +1,54 @@
+"""`bloomery generate CKPT --prompt TEXT`: let a checkpoint go on."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from bloomery.base import exit_codes
+from bloomery.base.errors import Problem, RecipeError
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("checkpoint", metavar="CKPT", type=Path, help="a checkpoint, or a run folder for its newest")
+    parser.add_argument("--prompt", required=True, help="text to continue")
+    parser.add_argument("--max-new-tokens", type=int, default=100)
+    parser.add_argument("--temperature", type=float, default=0.8, help="0 always takes the likeliest token")
+    parser.add_argument("--top-k", type=int, default=40, help="choose among this many; 0 among all")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--tokenizer", help="folder with tokenizer.json; default: the recipe's")
+    parser.add_argument("--device", help="cpu, cuda, ...; default: this machine's accelerator")
+
+
+def run(args: argparse.Namespace) -> int:
+    print(continue_text(args))
+    return exit_codes.OK
+
+
+def continue_text(args: argparse.Namespace) -> str:
+    """The prompt and what the model adds to it."""
+    import torch
+
+    from bloomery.base.accelerator import pick_device
+    from bloomery.checkpoint.folder import find_checkpoint
+    from bloomery.checkpoint.load import load_model, tokenizer_of
+    from bloomery.model.generate import generate
+
+    device = pick_device(args.device)
+    recipe, model = load_model(find_checkpoint(args.checkpoint), device=device)
+    if recipe.model.family == "bert":
+        raise RecipeError(Problem("this checkpoint is a bert", "an encoder cannot continue a text"))
+    tokenizer = tokenizer_of(recipe, args.tokenizer)
+    ids = tokenizer.encode_batch([args.prompt])[0].tolist() or [tokenizer.eod_id]
+    tokens = generate(
+        model,
+        torch.tensor([ids], device=device),
+        max_new_tokens=args.max_new_tokens,
+        vocab_size=recipe.model.vocab_size,
+        seq_length=recipe.model.seq_length,
+        temperature=args.temperature,
+        top_k=args.top_k or None,
+        seed=args.seed,
+        eod_id=tokenizer.eod_id,
+    )
+    return tokenizer.decode([token for token in tokens[0].tolist() if token != tokenizer.eod_id])

@@ -1,0 +1,69 @@
+"""The `bloomery` command: a table of commands, imported only when asked for, so that --help answers at once."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+
+from bloomery import __version__
+from bloomery.base import clock, exit_codes
+from bloomery.base.errors import BloomeryError
+
+COMMANDS = {
+    "quickstart": "the whole way on this machine's own Python files: tokenizer, shards, training, export, report",
+    "tokenizer train": "a byte-level BPE tokenizer from raw text",
+    "prepare": "raw text to shards",
+    "check": "validate a recipe; --explain prints every value and where it came from",
+    "inspect schedule": "steps, batch levels, learning rate and saves of a recipe",
+    "inspect model": "parameters by group and FLOPs per token of a recipe",
+    "train": "the main job; goes on where it stopped",
+    "generate": "let a checkpoint continue a prompt",
+    "export": "a checkpoint to a Hugging Face folder",
+    "report": "one HTML page for a run",
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code (docs/exit-codes.md)."""
+    clock.job_seconds()
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if not arguments or arguments[0] in ("-h", "--help", "help"):
+        print(_help())
+        return exit_codes.OK if arguments else exit_codes.USAGE
+    if arguments[0] in ("-V", "--version"):
+        print(f"bloomery {__version__}")
+        return exit_codes.OK
+    words = 2 if any(command.startswith(f"{arguments[0]} ") for command in COMMANDS) else 1
+    name = " ".join(arguments[:words])
+    if name not in COMMANDS:
+        guess = difflib.get_close_matches(name, COMMANDS, n=1, cutoff=0.5)
+        remedy = f"did you mean `bloomery {guess[0]}`?" if guess else "see `bloomery --help`."
+        print(f"bloomery: there is no command {name!r}; {remedy}", file=sys.stderr)
+        return exit_codes.USAGE
+    command = importlib.import_module(f"bloomery.cli.{name.replace(' ', '_')}")
+    parser = argparse.ArgumentParser(prog=f"bloomery {name}", description=COMMANDS[name], allow_abbrev=False)
+    command.add_arguments(parser)
+    try:
+        return int(command.run(parser.parse_intermixed_args(arguments[words:])))
+    except BloomeryError as error:
+        for problem in error.problems:
+            print(f"bloomery: {problem}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        print("bloomery: interrupted", file=sys.stderr)
+        return exit_codes.INTERRUPTED
+    except BrokenPipeError:  # `bloomery ... | head`: the reader has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return exit_codes.OK
+
+
+def _help() -> str:
+    rows = "\n".join(f"  {name:<18}{text}" for name, text in COMMANDS.items())
+    return (
+        "usage: bloomery COMMAND [...]\n\nOne recipe, from raw text to a proven language model.\n\n"
+        f"commands:\n{rows}\n\nbloomery COMMAND --help says more. RECIPE is a file or the name of a shipped recipe."
+    )

@@ -1,0 +1,32 @@
+"""`bloomery train RECIPE`: the main job. Starting it again goes on where it stopped."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from bloomery.base import exit_codes
+from bloomery.cli.recipe_argument import add_recipe_arguments, load
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_recipe_arguments(parser)
+    parser.add_argument("--run-dir", type=Path, help="folder of the run; default: runs/<name>")
+    parser.add_argument("--device", help="cpu, cuda, ...; default: this machine's accelerator")
+    parser.add_argument("--quiet", action="store_true", help="say only what is wrong")
+
+
+def run(args: argparse.Namespace) -> int:
+    recipe = load(args).recipe
+    folder = args.run_dir or Path("runs") / recipe.name
+    from bloomery.train.setup import killed_before_start, prepared_run
+
+    if killed_before_start(folder):
+        print(f"Detected kill switch at {folder / 'control' / 'kill'}. Exiting; remove the file to train again.")
+        return exit_codes.OK
+    from bloomery.train.loop import train
+
+    with prepared_run(recipe, folder, device=args.device, quiet=args.quiet) as (prepared, state):
+        stop = train(prepared, state)
+        prepared.journal.notice(f"stopped at step {state.step:,}: {stop.text}. Saved in {folder}")
+    return exit_codes.OK

@@ -1,0 +1,298 @@
+"""The recipe: every field a user may write, its type, its range and its default. Inert: no file, network or device.
+
+Derived numbers live in `bloomery.sizing`, rules between fields in `config/check.py`, and defaults that depend on the
+model family in `config/families.py`.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer
+
+from bloomery.base.units import Amount, AmountUnit, Duration, parse_amount, parse_duration
+
+Family = Literal["gpt2", "bloom", "llama", "bert"]
+Precision = Literal["fp32", "bf16", "fp16", "fp8"]
+Recompute = Literal["none", "selective", "full"]
+Schedule = Literal["constant", "linear", "cosine", "wsd"]
+
+
+def _amount(*units: AmountUnit) -> BeforeValidator:
+    def parse(value: Any) -> Amount:
+        if isinstance(value, Amount):
+            value = str(value)
+        if not isinstance(value, str):
+            examples = " or ".join(f"'{value} {unit}'" for unit in units)
+            raise ValueError(f"needs a unit: write {examples}")
+        return parse_amount(value, units=units)
+
+    return BeforeValidator(parse)
+
+
+def _amount_or_duration(value: Any) -> Amount | Duration:
+    if isinstance(value, Amount | Duration):
+        return value
+    if not isinstance(value, str):
+        raise ValueError(f"needs a unit: write '{value} steps', or a duration such as '19h50m'")
+    if any(unit in value for unit in ("step", "sample", "token")):
+        return parse_amount(value)
+    return parse_duration(value)
+
+
+def _duration(value: Any) -> Duration:
+    if isinstance(value, Duration):
+        return value
+    if not isinstance(value, str):
+        raise ValueError("a duration is written like '19h50m', '90m', '2d' or '45s'")
+    return parse_duration(value)
+
+
+_AS_TEXT = PlainSerializer(str, return_type=str)
+AnyAmount = Annotated[Amount, _amount("steps", "samples", "tokens"), _AS_TEXT]
+Steps = Annotated[Amount, _amount("steps"), _AS_TEXT]
+WallClock = Annotated[Duration, BeforeValidator(_duration), _AS_TEXT]
+AmountOrDuration = Annotated[Amount | Duration, BeforeValidator(_amount_or_duration), _AS_TEXT]
+
+
+class Section(BaseModel):
+    """A part of the recipe: strict types, unknown fields refused, immutable."""
+
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, strict=True, use_attribute_docstrings=True, arbitrary_types_allowed=True
+    )
+
+
+class ModelSection(Section):
+    """The architecture. Fields marked 'by family' get their default from config/families.py."""
+
+    family: Family
+    """gpt2 (learned positions), bloom (ALiBi), llama (rotary, gated MLP) or bert (encoder)."""
+    num_layers: int = Field(gt=0)
+    """Transformer blocks."""
+    hidden_size: int = Field(gt=0)
+    """Width of the residual stream."""
+    num_heads: int = Field(gt=0)
+    """Attention heads; must divide hidden_size."""
+    num_kv_heads: int = Field(gt=0)
+    """Key/value heads (llama only); by family: num_heads."""
+    ffn_hidden_size: int = Field(gt=0)
+    """Width inside the MLP; by family: 4 * hidden_size, or 8/3 of it rounded up to 256 for llama."""
+    seq_length: int = Field(gt=0)
+    """Tokens in a training sample."""
+    vocab_size: int = Field(gt=0)
+    """Entries of the tokenizer. The embedding is padded up to vocab_multiple, whatever the layout."""
+    vocab_multiple: int = Field(default=128, gt=0)
+    """The embedding's rows are a multiple of this, so that every tensor-parallel degree divides them."""
+    dropout: float = Field(ge=0, lt=1)
+    """Probability of dropping an activation (embedding, attention, residual); by family: 0.1, llama 0.0."""
+    init_std: float = Field(default=0.02, gt=0)
+    """Standard deviation of initial weights; output projections are scaled by 1/sqrt(2 * num_layers)."""
+    norm_eps: float = Field(gt=0)
+    """Epsilon of the norms; by family: 1e-5, bert 1e-12."""
+    rope_theta: float = Field(default=10000.0, gt=0)
+    """Base of the rotary frequencies (llama only)."""
+    tie_embeddings: bool
+    """Whether the output head shares the token embedding; by family: true, llama false."""
+
+
+class TokenizerSection(Section):
+    path: str
+    """Folder with a Hugging Face `tokenizer.json`."""
+
+
+class SourceSection(Section):
+    path: str
+    """Shard prefix: `<path>.bin` and `<path>.idx`, relative to the working directory."""
+    weight: float = Field(default=1.0, gt=0)
+    """Share of samples drawn from this source, relative to the others."""
+
+
+class DataSection(Section):
+    order: Literal["timeless", "megatron", "bigscience"] = "timeless"
+    """How samples are ordered; the latter two repeat another system's order, to continue its runs."""
+    train: list[SourceSection] = Field(min_length=1)
+    """What is trained on."""
+    validation: dict[str, list[SourceSection]] = Field(default_factory=dict)
+    """Named groups, each evaluated and logged on its own."""
+    split: str | None = Field(default=None, pattern=r"^\d+(\.\d+)?([,/]\s*\d+(\.\d+)?){1,2}$")
+    """Parts of each training source for train, valid and test, in document order, such as '949,50,1'."""
+    cache_dir: str = "cache"
+    """Where index caches go; the data folder itself may be read-only."""
+
+
+class RampupSection(Section):
+    start: int = Field(gt=0)
+    """Global batch size of the first step."""
+    increment: int = Field(gt=0)
+    """How much each level adds."""
+    samples: int = Field(gt=0)
+    """Samples over which the batch grows to its full size."""
+
+
+class BatchSection(Section):
+    micro_batch_size: int = Field(gt=0)
+    """Samples in one forward pass of one replica."""
+    global_batch_size: int = Field(gt=0)
+    """Samples in one optimizer step, over all replicas."""
+    rampup: RampupSection | None = None
+    """Grow the global batch in equal stages of samples."""
+
+
+class OptimizerSection(Section):
+    name: Literal["adamw"] = "adamw"
+    """The optimizer."""
+    betas: list[Annotated[float, Field(ge=0, lt=1)]] = Field(default=[0.9, 0.95], min_length=2, max_length=2)
+    """Decay rates of the two moments."""
+    eps: float = Field(default=1e-8, gt=0)
+    """Added to the denominator."""
+    weight_decay: float = Field(default=0.1, ge=0)
+    """Decoupled decay; norms and biases are exempt."""
+    clip_grad_norm: float | None = Field(default=1.0, gt=0)
+    """Clip the global gradient norm to this; null turns clipping off."""
+
+
+class LrSection(Section):
+    peak: float = Field(gt=0)
+    """The highest learning rate."""
+    min: float = Field(default=0.0, ge=0)
+    """The learning rate after the decay."""
+    schedule: Schedule = "cosine"
+    """constant, linear, cosine, or wsd (warm-up, stable, decay)."""
+    warmup: AnyAmount = Amount(0, "samples")
+    """Linear rise from zero to the peak."""
+    decay: AnyAmount | None = None
+    """Where the decay has ended, counted from the start of training; default: the end of training."""
+    cooldown: AnyAmount | None = None
+    """Length of the final linear decay (wsd only), ending where `decay` says."""
+
+
+class EvaluateSection(Section):
+    every: Steps
+    """Steps between evaluations."""
+    steps: int = Field(default=5, gt=0)
+    """Global batches evaluated per group; always the same ones, so that values compare."""
+
+
+class TrainSection(Section):
+    for_: AnyAmount = Field(alias="for")
+    """The length of the whole training, in steps, samples or tokens."""
+    exit_after: AmountOrDuration | None = None
+    """End this job (not the training) after a wall-clock time or an amount; it saves and can be resumed."""
+    evaluate: EvaluateSection | None = None
+    """When to evaluate the validation groups; omitted: never."""
+    skip: list[Annotated[str, Field(pattern=r"^\d+-\d+ steps$")]] = Field(default_factory=list)
+    """Ranges of steps whose data is passed over, such as '1000-1010 steps'; they count as consumed."""
+    stop_after_nan_steps: int = Field(default=3, gt=0)
+    """A step with a NaN loss or gradient is skipped; this many in a row stop the training."""
+    compile: bool | Literal["auto"] = "auto"
+    """torch.compile the model; auto: on an accelerator, not on a CPU."""
+
+
+class LossScaleSection(Section):
+    """Dynamic loss scaling, fp16 only."""
+
+    initial: float = Field(default=4096.0, gt=0)
+    """Scale of the first step."""
+    window: Steps = Amount(500, "steps")
+    """Clean steps before the scale doubles."""
+    hysteresis: int = Field(default=2, gt=0)
+    """Overflows tolerated before the scale halves; refilled when it grows."""
+    min: float = Field(default=1.0, gt=0)
+    """An overflow at this scale stops the training."""
+
+
+class ParallelSection(Section):
+    tp: int = Field(default=1, gt=0)
+    """Tensor-parallel ranks."""
+    pp: int = Field(default=1, gt=0)
+    """Pipeline stages."""
+    cp: int = Field(default=1, gt=0)
+    """Context-parallel ranks."""
+    zero: Literal[0, 1, 2, 3] = 1
+    """What data-parallel ranks shard: nothing, optimizer state, + gradients, + weights."""
+    recompute: Recompute = "none"
+    """Recompute activations in the backward pass: nothing, attention only, or whole blocks."""
+
+
+class PhaseSection(Section):
+    until: Steps | None = None
+    """Last step of this phase (always saved); the last phase has none."""
+    every: Steps
+    """Save at every multiple of this."""
+
+
+class KeepSection(Section):
+    last: int = Field(default=3, gt=0)
+    """Newest checkpoints that are kept."""
+    every: Steps | None = None
+    """Also keep every checkpoint at a multiple of this, for good."""
+
+
+class CheckpointSection(Section):
+    phases: list[PhaseSection] = Field(default=[PhaseSection(every=Amount(1000, "steps"))], min_length=1)
+    """When to save. A run also saves when it stops."""
+    keep: KeepSection | None = None
+    """What to keep; omitted: everything."""
+
+
+class CarbonSection(Section):
+    country: str = Field(pattern=r"^[A-Z]{3}$")
+    """ISO code of the country whose grid feeds the machine."""
+
+
+class MonitorSection(Section):
+    log_every: Steps = Amount(10, "steps")
+    """Steps between log lines and metric records."""
+    tensorboard: bool = True
+    """Write TensorBoard event files."""
+    carbon: CarbonSection | None = None
+    """Estimate emissions."""
+
+
+class LaunchSection(Section):
+    on: Literal["local", "hosts", "slurm", "azureml"] = "local"
+    """Where the job runs."""
+    nodes: int = Field(default=1, gt=0)
+    """Machines."""
+    gpus_per_node: int = Field(default=1, gt=0)
+    """Ranks per machine."""
+    time_limit: WallClock | None = None
+    """The scheduler's limit for one job."""
+    array: int = Field(default=1, gt=0)
+    """Jobs in a chain, one after the other."""
+
+
+class PrepareSection(Section):
+    output: str
+    """Shard prefix to write: `<output>.bin`, `.idx` and `.manifest.json`."""
+    sources: list[str] = Field(min_length=1)
+    """Files, folders or globs of text; `python-stdlib` is this machine's own Python standard library."""
+    shuffle: bool = True
+    """Put documents into a seeded random order."""
+    append_eod: bool = True
+    """End every document with the end-of-document token."""
+
+
+class Recipe(Section):
+    """One training, from raw text to checkpoints."""
+
+    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    """Name of the run; its folder is runs/<name>."""
+    seed: int = Field(default=42, ge=0)
+    """Initial weights, data order and dropout follow from it."""
+    model: ModelSection
+    tokenizer: TokenizerSection | None = None
+    prepare: list[PrepareSection] = Field(default_factory=list)
+    data: DataSection | None = None
+    batch: BatchSection
+    optimizer: OptimizerSection = OptimizerSection()
+    lr: LrSection
+    train: TrainSection
+    precision: Precision = "bf16"
+    """Arithmetic of forward and backward; weights and optimizer keep fp32 copies."""
+    loss_scale: LossScaleSection = LossScaleSection()
+    parallel: ParallelSection = ParallelSection()
+    checkpoint: CheckpointSection = CheckpointSection()
+    monitor: MonitorSection = MonitorSection()
+    launch: LaunchSection | None = None

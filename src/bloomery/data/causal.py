@@ -1,0 +1,97 @@
+"""Samples for next-token prediction: a shard's tokens, cut into windows that overlap by one, in timeless order."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from bloomery.base.errors import DataError, Problem
+from bloomery.data.batch import Batch, causal_batch, cut_windows
+from bloomery.data.order import TimelessOrder
+from bloomery.data.shards import ShardReader
+from bloomery.data.split import Part, part_range
+
+
+class CausalSource:
+    """Sample i of the part is tokens [start + i * S, start + i * S + S + 1); documents run on behind each other."""
+
+    def __init__(
+        self,
+        prefix: str,
+        *,
+        seq_length: int,
+        vocab_size: int,
+        seed: int,
+        part: Part | Literal["all"] = "all",
+        split: str | None = None,
+        key: str | None = None,
+    ) -> None:
+        """`key` names the source in the order of samples; by default the prefix, as the recipe writes it."""
+        if (part == "all") != (split is None):
+            raise ValueError(f"part {part!r} with split {split!r}: a split is needed for a part, and only then")
+        self.seq_length = seq_length
+        self.vocab_size = vocab_size
+        self.shard = ShardReader(prefix)
+        try:
+            first, last = 0, self.shard.num_documents
+            if split is not None and part != "all":
+                first, last = part_range(split, part, self.shard.num_documents, place=f"{prefix}.idx")
+            self._start_token = int(self.shard.document_token_starts[first])
+            num_tokens = int(self.shard.document_token_starts[last]) - self._start_token
+            if num_tokens < seq_length + 1:
+                raise DataError(_too_short(prefix, part, last - first, num_tokens, seq_length))
+        except DataError:
+            self.shard.close()
+            raise
+        self.order = TimelessOrder(seed, prefix if key is None else key, (num_tokens - 1) // seq_length)
+
+    @property
+    def num_samples(self) -> int:
+        """Samples of one epoch."""
+        return self.order.num_samples
+
+    def batch(self, first: int, count: int) -> Batch:
+        """The samples at positions [first, first + count) of the run."""
+        return causal_batch(*self.samples(first, count))
+
+    def samples(self, first: int, count: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """(tokens, labels) of shape (count, seq_length) at positions [first, first + count) of the run."""
+        _, samples = self.order.locate(np.arange(first, first + count))
+        starts = self._start_token + samples * self.seq_length
+        rows = np.empty((count, self.seq_length + 1), np.int64)
+        for row, start in zip(rows, starts, strict=True):
+            row[:] = self.shard.read(int(start), self.seq_length + 1)
+        self._check_ids(rows, starts)
+        return cut_windows(rows)
+
+    def close(self) -> None:
+        self.shard.close()
+
+    def _check_ids(self, rows: NDArray[np.int64], starts: NDArray[np.int64]) -> None:
+        # As unsigned numbers, negative ids are large: one maximum finds both mistakes.
+        if rows.size == 0 or rows.view(np.uint64).max() < self.vocab_size:
+            return
+        row, column = np.unravel_index(int(np.argmax(rows.view(np.uint64) >= self.vocab_size)), rows.shape)
+        document, position = self.shard.document_at(int(starts[row] + column))
+        raise DataError(
+            Problem(
+                what=f"document {document} holds token id {rows[row, column]} at position {position}",
+                rule=f"ids must be from 0 to {self.vocab_size - 1}, below the vocabulary size {self.vocab_size}",
+                remedy="use the tokenizer the shard was made with and set model.vocab_size to its size, "
+                "or make the shard again with `bloomery prepare`",
+                place=f"{self.shard.prefix}.bin",
+            )
+        )
+
+
+def _too_short(prefix: str, part: str, documents: int, num_tokens: int, seq_length: int) -> Problem:
+    where = "the shard" if part == "all" else f"its {part} part"
+    return Problem(
+        what=f"{where} has {num_tokens} tokens in {documents} documents",
+        rule=f"one sample takes seq_length + 1 = {seq_length + 1} tokens",
+        remedy="prepare more text, use a shorter model.seq_length"
+        + ("" if part == "all" else f", or give {part} a larger share in data.split"),
+        place=f"{prefix}.bin",
+    )

@@ -1,0 +1,54 @@
+"""Continue a text: a plain loop of full forwards, to look at a model, not to serve it."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+
+@torch.no_grad()
+def generate(
+    model: nn.Module,
+    tokens: Tensor,
+    *,
+    max_new_tokens: int,
+    vocab_size: int,
+    seq_length: int,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    seed: int = 0,
+    eod_id: int | None = None,
+) -> Tensor:
+    """`tokens` (B, S) with up to max_new_tokens appended; ends early once every row has met eod_id (shorter rows are
+    filled with it).
+
+    Temperature 0 takes the likeliest token. Ids from vocab_size on (padding rows) never come out. Beyond seq_length the
+    model sees only the last seq_length tokens. The draws depend on `seed` alone, not on the device. The model is left
+    in the mode it was found in.
+    """
+    was_training = model.training
+    model.eval()
+    random = torch.Generator().manual_seed(seed)
+    done = torch.zeros(tokens.shape[0], dtype=torch.bool, device=tokens.device)
+    try:
+        for _ in range(max_new_tokens):
+            logits = model(tokens[:, -seq_length:])[:, -1, :vocab_size].float().cpu()
+            chosen = _pick(logits, temperature, top_k, random).to(tokens.device)
+            if eod_id is not None:
+                chosen = torch.where(done, eod_id, chosen)
+                done |= chosen == eod_id
+            tokens = torch.cat((tokens, chosen[:, None]), dim=1)
+            if eod_id is not None and bool(done.all()):
+                break
+    finally:
+        model.train(was_training)
+    return tokens
+
+
+def _pick(logits: Tensor, temperature: float, top_k: int | None, random: torch.Generator) -> Tensor:
+    if temperature == 0:
+        return logits.argmax(-1)
+    if top_k is not None:
+        smallest_kept = logits.topk(min(top_k, logits.shape[-1])).values[:, -1:]
+        logits = logits.masked_fill(logits < smallest_kept, float("-inf"))
+    return torch.multinomial((logits / temperature).softmax(-1), 1, generator=random)[:, 0]

@@ -1,0 +1,35 @@
+"""The feed-forward half of a block, plain or gated."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from bloomery.config.recipe import ModelSection
+from bloomery.model.families import Architecture
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "gelu_tanh": functools.partial(F.gelu, approximate="tanh"),
+    "gelu": F.gelu,
+    "silu": F.silu,
+}
+
+
+class MLP(nn.Module):
+    """down(activation(up(x))), or down(activation(gate(x)) * up(x)) for a gated family."""
+
+    def __init__(self, config: ModelSection, architecture: Architecture) -> None:
+        super().__init__()
+        narrow, wide, bias = config.hidden_size, config.ffn_hidden_size, architecture.bias
+        self.activation = ACTIVATIONS[architecture.activation]
+        self.gate = nn.Linear(narrow, wide, bias=bias) if architecture.gated else None
+        self.up = nn.Linear(narrow, wide, bias=bias)
+        self.down = nn.Linear(wide, narrow, bias=bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.gate is None:
+            return self.down(self.activation(self.up(x)))
+        return self.down(self.activation(self.gate(x)) * self.up(x))

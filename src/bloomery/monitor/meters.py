@@ -1,0 +1,93 @@
+"""Averages over a logging interval. Time spent in evaluation and saving does not count as training time."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Interval:
+    """What happened since the last record."""
+
+    losses: dict[str, float]
+    """Mean of each loss over the steps; one NaN makes it NaN, so that it cannot hide."""
+    grad_norm: float
+    """Of the last step."""
+    skipped_steps: int
+    nan_steps: int
+    seconds_per_step: float
+    samples_per_second: float
+
+
+class IntervalMeter:
+    """Fed once per settled step."""
+
+    def __init__(self, partial: Mapping[str, Any] | None = None) -> None:
+        """`partial`: what a checkpoint kept of an interval that a stop cut in two."""
+        self._started = self._last_step_at = time.monotonic()
+        self._clear()
+        if partial:
+            self._losses = dict(partial["losses"])
+            self._steps, self._samples = partial["steps"], partial["samples"]
+            self._skipped, self._nan = partial["skipped"], partial["nan"]
+            self._started -= partial["seconds"]
+
+    def partial(self) -> dict[str, Any]:
+        """The interval so far, for a checkpoint: a resumed run then logs the same averages as an unbroken one."""
+        return {
+            "losses": dict(self._losses),
+            "steps": self._steps,
+            "samples": self._samples,
+            "skipped": self._skipped,
+            "nan": self._nan,
+            "seconds": time.monotonic() - self._started,
+        }
+
+    def add(self, losses: Mapping[str, float], *, grad_norm: float, samples: int, skipped: bool, nan: bool) -> float:
+        """Count one step; returns the seconds since the one before."""
+        now = time.monotonic()
+        seconds, self._last_step_at = now - self._last_step_at, now
+        for name, value in losses.items():
+            self._losses[name] = self._losses.get(name, 0.0) + value
+        self._grad_norm = grad_norm
+        self._steps += 1
+        self._samples += samples
+        self._skipped += skipped
+        self._nan += nan
+        return seconds
+
+    def take(self) -> Interval:
+        """The averages so far, and begin anew."""
+        now = time.monotonic()
+        seconds = max(now - self._started, 1e-9)
+        interval = Interval(
+            losses={name: total / self._steps for name, total in self._losses.items()},
+            grad_norm=self._grad_norm,
+            skipped_steps=self._skipped,
+            nan_steps=self._nan,
+            seconds_per_step=seconds / self._steps,
+            samples_per_second=self._samples / seconds,
+        )
+        self._started = now
+        self._clear()
+        return interval
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Leave out what happens inside."""
+        began = time.monotonic()
+        try:
+            yield
+        finally:
+            away = time.monotonic() - began
+            self._started += away
+            self._last_step_at += away
+
+    def _clear(self) -> None:
+        self._losses: dict[str, float] = {}
+        self._grad_norm = 0.0
+        self._steps = self._samples = self._skipped = self._nan = 0

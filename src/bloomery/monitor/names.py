@@ -1,0 +1,59 @@
+"""Metric and event names, in one place. They are a public contract: dashboards and parsers rely on them."""
+
+from __future__ import annotations
+
+METRICS_FILE = "metrics.jsonl"
+EVENTS_FILE = "events.jsonl"
+TEXT_LOG_FILE = "logs/main_log.txt"
+TENSORBOARD_FOLDER = "tensorboard"
+REPORT_FILE = "report.html"
+RECIPE_FILE = "recipe.yaml"
+
+KIND_STEP = "step"
+KIND_VALIDATION = "validation"
+
+MAIN_LOSS = "lm loss"
+"""The loss that perplexity, the console and the report's headline speak of."""
+
+# Event kinds and facts with a meaning for the report. Any other kind or fact is welcome and listed as it is.
+EVENT_START = "start"
+EVENT_STOP = "stop"
+EVENT_TENSORBOARD_OFF = "tensorboard-off"
+EVENT_STORAGE_TROUBLE = "storage-trouble"
+EVENT_STORAGE_RECOVERED = "storage-recovered"
+EVENT_REPAIRED = "file-repaired"
+FACT_RECIPE = "recipe"
+FACT_PARAMETERS = "parameters"
+FACT_REASON = "reason"
+FACT_REFERENCE_LOSSES = "reference_losses"
+
+# TensorBoard: requirements 10.2. A tag with a suffix has that count as its x axis instead of steps.
+VS_STEPS = ""
+VS_SAMPLES = " vs samples"
+VS_TOKENS = " vs tokens"
+
+TAG_LEARNING_RATE = "learning-rate/learning-rate"
+TAG_BATCH_SIZE = "batch-size/batch-size"
+TAG_GRAD_NORM = "grad-norm/grad-norm"
+TAG_LOSS_SCALE = "loss-scale/loss-scale"
+TAG_ITERATION_TIME = "iteration-time/iteration-time"
+TAG_SAMPLES_PER_SECOND = "iteration-time/samples per second"
+TAG_TOKENS_PER_SECOND = "iteration-time/tokens per second"
+TAG_TFLOPS = "iteration-time/TFLOPs per gpu (estimated)"
+TAG_MFU = "iteration-time/MFU"
+TAG_MEMORY = "memory/allocated bytes"
+TAG_PEAK_MEMORY = "memory/peak allocated bytes"
+TAG_STEPS_BY_SAMPLES = "steps-vs-samples/y=steps,x=samples"
+TAG_SAMPLES_BY_STEPS = "steps-vs-samples/y=samples,x=steps"
+TAG_STEPS_BY_TOKENS = "steps-vs-tokens/y=steps,x=tokens"
+TAG_TOKENS_BY_STEPS = "steps-vs-tokens/y=tokens,x=steps"
+
+
+def training_loss_tag(loss: str) -> str:
+    """`lm-loss-training/lm loss`."""
+    return f"lm-loss-training/{loss}"
+
+
+def validation_loss_tag(group: str, loss: str) -> str:
+    """`lm-loss-validation/{group}/lm loss validation`; its perplexity adds ` ppl`."""
+    return f"lm-loss-validation/{group}/{loss} validation"

@@ -1,0 +1,123 @@
+"""What a run says about one logged step or one validation, and its JSON: one strict line, NaN included."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from bloomery.monitor import names
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """One logged interval of training, named by its last step."""
+
+    step: int
+    train_steps: int
+    consumed_samples: int
+    consumed_tokens: int
+    global_batch: int
+    lr: float
+    losses: dict[str, float]
+    """Mean over the interval, by name: {'lm loss': 2.46}. NaN is written as NaN, never left out."""
+    grad_norm: float
+    loss_scale: float | None
+    """None unless fp16."""
+    skipped_steps: int
+    """Within the interval, as is nan_steps."""
+    nan_steps: int
+    seconds_per_step: float
+    samples_per_second: float
+    tokens_per_second: float
+    tflops: float
+    """Model TFLOP/s per device."""
+    tflops_definition: str
+    mfu: float | None
+    """A fraction of the device's peak; None when that peak is not known."""
+    memory_bytes: int | None
+    peak_memory_bytes: int | None
+    job: int
+    """Which incarnation of the run wrote this; a restart has the next number."""
+    time: float
+    """Unix seconds."""
+
+
+@dataclass(frozen=True)
+class ValidationRecord:
+    """One validation group, evaluated after `step`."""
+
+    step: int
+    consumed_samples: int
+    consumed_tokens: int
+    group: str
+    losses: dict[str, float]
+    perplexity: float
+    """perplexity_of the lm loss."""
+    batches: int
+    job: int
+    time: float
+
+
+Record = StepRecord | ValidationRecord
+
+
+def perplexity_of(loss: float) -> float:
+    """exp(min(20, loss)), the reference's cap; a NaN loss stays NaN."""
+    return math.nan if math.isnan(loss) else math.exp(min(20.0, loss))
+
+
+def to_json(record: Record) -> str:
+    """One line without newline; its `kind` says which class reads it back."""
+    kind = names.KIND_STEP if isinstance(record, StepRecord) else names.KIND_VALIDATION
+    return strict_json({"kind": kind, **dataclasses.asdict(record)})
+
+
+def from_json(line: str | bytes) -> Record:
+    """ValueError if the line is not a whole record. Fields of a newer version are ignored."""
+    fields = json.loads(line)
+    kind = fields.get("kind") if isinstance(fields, dict) else None
+    if kind == names.KIND_STEP:
+        return StepRecord(**_typed_fields(StepRecord, fields))
+    if kind == names.KIND_VALIDATION:
+        return ValidationRecord(**_typed_fields(ValidationRecord, fields))
+    raise ValueError(f"not a metrics record: kind is {kind!r}")
+
+
+def strict_json(value: Any) -> str:
+    """JSON that every parser reads: NaN and infinities become the strings 'NaN', 'Infinity' and '-Infinity'."""
+    return json.dumps(_without_special_floats(value), allow_nan=False, ensure_ascii=False)
+
+
+def _without_special_floats(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {str(key): _without_special_floats(item) for key, item in value.items()}
+    if isinstance(value, list | tuple | set | frozenset):
+        return [_without_special_floats(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if hasattr(value, "item"):  # a numpy or torch scalar
+        return _without_special_floats(value.item())
+    return str(value)
+
+
+def _typed_fields(kind: type, fields: dict[str, Any]) -> dict[str, Any]:
+    known = dataclasses.fields(kind)
+    missing = [field.name for field in known if field.name not in fields]
+    if missing:
+        raise ValueError(f"not a whole {kind.__name__}: {', '.join(missing)} missing")
+    return {field.name: _typed(str(field.type), fields[field.name]) for field in known}
+
+
+def _typed(kind: str, value: Any) -> Any:
+    if value is None and "None" in kind:
+        return None
+    if kind.startswith("dict"):
+        return {key: float(item) for key, item in value.items()}
+    if kind.startswith("float"):
+        return float(value)
+    return value

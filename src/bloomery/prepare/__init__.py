@@ -1,0 +1,1 @@
+"""Floor 4: raw text to shards. Sources, tokenizer training, tokenizing."""

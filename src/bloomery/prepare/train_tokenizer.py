@@ -1,0 +1,53 @@
+"""Trains a byte-level BPE tokenizer, GPT-2's kind: every text can be encoded, and the same texts give the same file."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+
+from tokenizers import Tokenizer as HfTokenizer
+from tokenizers import decoders, models, pre_tokenizers, processors, trainers
+
+from bloomery.base.errors import DataError, Problem, RecipeError
+from bloomery.base.storage import make_run_folder, write_atomically
+from bloomery.data.tokenizer import Tokenizer
+
+END_OF_TEXT = "<|endoftext|>"
+SMALLEST_VOCAB = 257
+"""The 256 bytes and the end of text."""
+
+
+def train_tokenizer(texts: Iterable[str], *, vocab_size: int, output: str) -> Tokenizer:
+    """Writes `<output>/tokenizer.json` with exactly `vocab_size` entries and returns it loaded."""
+    if vocab_size < SMALLEST_VOCAB:
+        raise RecipeError(
+            Problem(
+                what=f"vocab_size is {vocab_size}",
+                rule=f"a byte-level vocabulary holds the 256 bytes and {END_OF_TEXT}, {SMALLEST_VOCAB} entries",
+                remedy=f"use {SMALLEST_VOCAB} or more",
+            )
+        )
+    trained = HfTokenizer(models.BPE())
+    trained.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+    trained.decoder = decoders.ByteLevel()
+    trained.post_processor = processors.ByteLevel(trim_offsets=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    trained.train_from_iterator(texts, trainer)
+    reached = trained.get_vocab_size()
+    if reached != vocab_size:
+        raise DataError(
+            Problem(
+                what=f"the texts give only {reached} entries where vocab_size is {vocab_size}",
+                rule="each entry beyond the bytes is a pair that occurs in the texts",
+                remedy=f"train on more text, or set vocab_size to {reached} or less",
+                place=output,
+            )
+        )
+    make_run_folder(output)
+    write_atomically(os.path.join(output, "tokenizer.json"), trained.to_str(pretty=True))
+    return Tokenizer.load(output)

@@ -1,0 +1,106 @@
+"""The global batch size of every step: Megatron's ramp-up rule to the last float, in O(levels), not O(steps)."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Self
+
+from bloomery.config.recipe import BatchSection
+
+
+@dataclass(frozen=True)
+class BatchLevel:
+    """A stretch of steps with one global batch size."""
+
+    global_batch: int
+    first_step: int
+    """Steps count from 1."""
+    consumed_samples: int
+    """Samples consumed before `first_step`."""
+
+
+@dataclass(frozen=True)
+class BatchPlan:
+    """Converts between steps and samples. A ramp that starts at or above the full batch counts as no ramp."""
+
+    global_batch_size: int
+    ramp_start: int
+    ramp_increment: int
+    ramp_samples: int
+    """0: no ramp."""
+
+    @classmethod
+    def of(cls, batch: BatchSection) -> Self:
+        full, ramp = batch.global_batch_size, batch.rampup
+        if ramp is None or ramp.start >= full:
+            return cls(global_batch_size=full, ramp_start=full, ramp_increment=1, ramp_samples=0)
+        return cls(
+            global_batch_size=full, ramp_start=ramp.start, ramp_increment=ramp.increment, ramp_samples=ramp.samples
+        )
+
+    def global_batch_at(self, consumed_samples: int) -> int:
+        """Batch of the step that starts when this many samples have been consumed."""
+        if not self.ramp_samples or consumed_samples > self.ramp_samples:
+            return self.global_batch_size
+        # Megatron divides floats; integer arithmetic would move some level boundaries by a step.
+        increments = (self.global_batch_size - self.ramp_start) / self.ramp_increment
+        samples_per_increment = self.ramp_samples / increments
+        return self.ramp_start + int(consumed_samples / samples_per_increment) * self.ramp_increment
+
+    def levels(self) -> list[BatchLevel]:
+        """Batch sizes that really occur, in order; a large batch can jump over a level. The last one never ends."""
+        return list(self._levels)
+
+    def global_batch_at_step(self, step: int) -> int:
+        """Batch of this step; steps count from 1."""
+        return self._level_of(step).global_batch
+
+    def consumed_after_step(self, step: int) -> int:
+        """Samples consumed when this step has ended; 0 after step 0."""
+        if step <= 0:
+            return 0
+        level = self._level_of(step)
+        return level.consumed_samples + (step - level.first_step + 1) * level.global_batch
+
+    def first_step_reaching(self, samples: int) -> int:
+        """Smallest step after which at least this many samples have been consumed; 0 for none."""
+        if samples <= 0:
+            return 0
+        index = bisect_right(self._levels, samples - 1, key=lambda level: level.consumed_samples)
+        level = self._levels[index - 1]
+        return level.first_step - 1 + -(-(samples - level.consumed_samples) // level.global_batch)
+
+    def train_steps_for_samples(self, samples: int) -> int:
+        """Steps of a training of this many samples, as Megatron counts them: the last partial batch is dropped.
+
+        Where the training would end inside the ramp, Megatron takes one step off the whole ramp for every full batch
+        that it exceeds, so the run consumes more samples than asked for. We keep its length.
+        """
+        if not self.ramp_samples:
+            return samples // self.global_batch_size
+        ramp_steps = self.first_step_reaching(self.ramp_samples + 1)
+        return ramp_steps + (samples - self.consumed_after_step(ramp_steps)) // self.global_batch_size
+
+    @cached_property
+    def _levels(self) -> tuple[BatchLevel, ...]:
+        levels = [BatchLevel(self.global_batch_at(0), first_step=1, consumed_samples=0)]
+        while levels[-1].global_batch != self.global_batch_size:
+            levels.append(self._level_after(levels[-1]))
+        return tuple(levels)
+
+    def _level_after(self, level: BatchLevel) -> BatchLevel:
+        """Bisects for the number of steps: the batch never falls as samples grow, float rounding included."""
+        too_few, enough = 0, (self.ramp_samples - level.consumed_samples) // level.global_batch + 1
+        while enough - too_few > 1:
+            steps = (too_few + enough) // 2
+            if self.global_batch_at(level.consumed_samples + steps * level.global_batch) > level.global_batch:
+                enough = steps
+            else:
+                too_few = steps
+        consumed_samples = level.consumed_samples + enough * level.global_batch
+        return BatchLevel(self.global_batch_at(consumed_samples), level.first_step + enough, consumed_samples)
+
+    def _level_of(self, step: int) -> BatchLevel:
+        return self._levels[bisect_right(self._levels, step, key=lambda level: level.first_step) - 1]

@@ -1,0 +1,36 @@
+"""START HERE. The training loop: step, evaluate, save, stop.
+
+`Run` (run.py) holds the parts and never changes; `TrainState` (state.py) is all that does. A step is in step.py, how
+the parts are built in setup.py, why a run stops in stop.py.
+"""
+
+from __future__ import annotations
+
+from bloomery.base.errors import DivergedError, Problem
+from bloomery.train.evaluate import evaluate
+from bloomery.train.run import Run
+from bloomery.train.save import save
+from bloomery.train.state import TrainState
+from bloomery.train.step import settle, train_step
+from bloomery.train.stop import StopReason
+
+
+def train(run: Run, state: TrainState) -> StopReason:
+    """Train until a rule says stop; everything is saved and said when this returns. DivergedError if the numbers broke."""
+    run.journal.event("start", state.step, **run.start_facts)
+    with run.stop.listening():
+        while (stop := run.stop.reason(state)) is None:
+            train_step(run, state)
+            if run.evaluates_at(state.step):
+                evaluate(run, state)
+            if run.plan.is_save_step(state.step) or run.stop.take_save_request():
+                save(run, state)
+        settle(run, state)
+        if stop.finished and not run.evaluates_at(state.step):
+            evaluate(run, state)
+        save(run, state, last=True)
+    run.journal.event("stop", state.step, reason=stop.kind, text=stop.text, finished=stop.finished)
+    if stop.kind == "diverged":
+        remedy = "lower lr.peak, or go on from an earlier checkpoint with train.skip around the bad data"
+        raise DivergedError(Problem(f"training stopped at step {state.step}: {stop.text}", remedy=remedy))
+    return stop

@@ -1,0 +1,88 @@
+"""The parts of a run, put together once by setup.py and never changed."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bloomery.base.accelerator import memory_bytes
+from bloomery.config.recipe import Recipe
+from bloomery.data.batch import Source
+from bloomery.data.loader import Loader
+from bloomery.monitor.journal import Journal
+from bloomery.monitor.meters import IntervalMeter
+from bloomery.monitor.record import StepRecord
+from bloomery.parallel.runner import Runner
+from bloomery.sizing.flops import FlopCount, flops_per_token
+from bloomery.sizing.plan import TrainingPlan
+from bloomery.train.optimizer import Optimizer
+from bloomery.train.state import PendingStep
+from bloomery.train.stop import StopRules
+
+LOGGED_FLOPS = FlopCount.MODEL_FULL
+
+
+@dataclass(frozen=True)
+class Run:
+    recipe: Recipe
+    plan: TrainingPlan
+    folder: Path
+    device: torch.device
+    runner: Runner
+    optimizer: Optimizer
+    loader: Loader
+    validation: Mapping[str, Source]
+    validation_samples: Mapping[str, int]
+    """Samples evaluated per group: whole micro-batches, at most one epoch."""
+    journal: Journal
+    meter: IntervalMeter
+    stop: StopRules
+    job: int
+    """Which start of this run this is, from 1."""
+    peak_flops: float | None
+    """Of the device, in the recipe's precision; None if unknown."""
+    start_facts: Mapping[str, Any]
+
+    def evaluates_at(self, step: int) -> bool:
+        every = self.recipe.train.evaluate
+        return every is not None and step % every.every.count == 0
+
+    def log_if_due(self, pending: PendingStep) -> None:
+        """One record per log_every steps, and one for the last step."""
+        if pending.step % self.recipe.monitor.log_every.count and pending.step != self.plan.train_steps:
+            return
+        interval = self.meter.take()
+        consumed = self.plan.batch.consumed_after_step(pending.step)
+        tokens_per_second = interval.samples_per_second * self.plan.seq_length
+        flops_per_second = tokens_per_second * flops_per_token(self.recipe.model, LOGGED_FLOPS)
+        now, peak = memory_bytes(self.device)
+        self.journal.step(
+            StepRecord(
+                step=pending.step,
+                train_steps=self.plan.train_steps,
+                consumed_samples=consumed,
+                consumed_tokens=consumed * self.plan.seq_length,
+                global_batch=pending.global_batch,
+                lr=pending.lr,
+                losses=interval.losses,
+                grad_norm=interval.grad_norm,
+                loss_scale=pending.loss_scale if self.recipe.precision == "fp16" else None,
+                skipped_steps=interval.skipped_steps,
+                nan_steps=interval.nan_steps,
+                seconds_per_step=interval.seconds_per_step,
+                samples_per_second=interval.samples_per_second,
+                tokens_per_second=tokens_per_second,
+                tflops=flops_per_second / 1e12,
+                tflops_definition=LOGGED_FLOPS.value,
+                mfu=flops_per_second / self.peak_flops if self.peak_flops else None,
+                memory_bytes=now,
+                peak_memory_bytes=peak,
+                job=self.job,
+                time=time.time(),
+            )
+        )

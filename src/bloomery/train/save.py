@@ -1,0 +1,42 @@
+"""Save what the loop has: the optimizer's tensors, the state, the recipe. How it reaches the disk is checkpoint/'s."""
+
+from __future__ import annotations
+
+import time
+
+from bloomery.base.errors import StorageError
+from bloomery.checkpoint.save import apply_retention, save_checkpoint
+from bloomery.config.describe import as_yaml
+from bloomery.train.run import Run
+from bloomery.train.state import TrainState
+from bloomery.train.step import settle
+
+
+def save(run: Run, state: TrainState, *, last: bool = False) -> None:
+    """A complete checkpoint of this step, unless it exists.
+
+    A save that fails on the way is an event and a warning, and training goes on: the older checkpoints are untouched.
+    The `last` one of a job is a promise, so there StorageError is raised.
+    """
+    settle(run, state)
+    if state.saved_step == state.step:
+        return
+    root = run.folder / "checkpoints"
+    started = time.monotonic()
+    facts = {**state.to_json(), "interval": run.meter.partial()}
+    with run.meter.paused():
+        try:
+            folder = save_checkpoint(
+                root, step=state.step, tensors=run.optimizer.tensors(), state=facts, recipe_yaml=as_yaml(run.recipe)
+            )
+        except StorageError as error:
+            run.journal.event("save_failed", state.step, reason=str(error))
+            if last:
+                raise
+            run.journal.warning(f"{error} Training goes on.")
+            return
+        removed = apply_retention(root, run.recipe.checkpoint.keep)
+    seconds = time.monotonic() - started
+    state.saved_step = state.step
+    state.save_seconds = max(seconds, state.save_seconds or 0.0)
+    run.journal.event("save", state.step, folder=folder.name, seconds=seconds, removed=[path.name for path in removed])

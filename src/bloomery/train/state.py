@@ -1,0 +1,70 @@
+"""Everything that must survive a restart and is not a tensor, in one small record."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from bloomery.train.loss_scale import LossScale
+
+
+@dataclass(frozen=True)
+class PendingStep:
+    """A step whose numbers the device is still computing. They are read while the next step runs (step.py: settle)."""
+
+    step: int
+    global_batch: int
+    lr: float
+    loss_scale: float
+    loss_names: list[str]
+    values: Tensor
+    """Losses by loss_names, then the gradient norm, then 1.0 if the update was skipped; on its way to the host."""
+    ready: Any
+    """Event that says when `values` has arrived; None on a CPU."""
+
+    def read(self) -> list[float]:
+        if self.ready is not None:
+            self.ready.synchronize()  # sync: with a step that ended while the next one was computing
+        values: list[float] = self.values.tolist()
+        return values
+
+
+@dataclass
+class TrainState:
+    """The only thing the loop changes."""
+
+    step: int = 0
+    """Steps done, skipped ones included."""
+    consumed_samples: int = 0
+    """Samples taken from the data, skipped ones included: the position in the order."""
+    held_samples: int = 0
+    """Samples of updates that were skipped for their numbers: they do not advance the learning rate."""
+    skipped_updates: int = 0
+    nan_steps: int = 0
+    nan_steps_in_a_row: int = 0
+    loss_scale: LossScale | None = None
+    save_seconds: float | None = None
+    """The longest save so far, for the deadline; None before the first."""
+    pending: PendingStep | None = field(default=None, repr=False)
+    saved_step: int | None = None
+    """The step of the newest checkpoint; not saved itself."""
+
+    @property
+    def lr_samples(self) -> int:
+        return self.consumed_samples - self.held_samples
+
+    def to_json(self) -> dict[str, Any]:
+        assert self.pending is None, "settle before saving"
+        facts = asdict(self)
+        del facts["pending"], facts["saved_step"]
+        return facts
+
+    @classmethod
+    def from_json(cls, facts: dict[str, Any]) -> TrainState:
+        own = {key: value for key, value in facts.items() if key not in ("interval", "loss_scale")}
+        scale = facts["loss_scale"]
+        state = cls(**own, loss_scale=LossScale(**scale) if scale else None)
+        state.saved_step = state.step
+        return state

@@ -1,0 +1,84 @@
+"""One optimizer step. Nothing here waits for the device except `settle`, and that waits for the step before."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from bloomery.base.errors import DivergedError
+from bloomery.train.optimizer import UpdateNumbers
+from bloomery.train.run import Run
+from bloomery.train.state import PendingStep, TrainState
+from bloomery.train.stop import StopReason
+
+
+def train_step(run: Run, state: TrainState) -> None:
+    """Forward, backward and update over one global batch; its numbers are read by the next `settle`."""
+    step, size = state.step + 1, run.plan.batch.global_batch_at(state.consumed_samples)
+    if run.plan.is_skipped(step):
+        pass_over(run, state)
+        return
+    if state.loss_scale is not None:
+        settle(run, state)  # fp16 needs to know whether the last step overflowed before it scales this one
+    scale = state.loss_scale.scale if state.loss_scale else 1.0
+    batch = run.loader.take()
+    assert (batch.first_sample, batch.size) == (state.consumed_samples, size), "loader and loop disagree"
+    losses = run.runner.forward_backward(batch, loss_scale=scale, step=step)
+    settle(run, state)
+    lr = run.plan.lr.at(state.lr_samples + size)
+    numbers = run.optimizer.update(run.runner.gradients.tensors(), lr=lr, loss_scale=scale)
+    state.step, state.consumed_samples = step, state.consumed_samples + size
+    state.pending = _pending(losses, numbers, step=step, size=size, lr=lr, scale=scale)
+
+
+def pass_over(run: Run, state: TrainState) -> None:
+    """A step of train.skip: its data counts as consumed, nothing is learned from it."""
+    settle(run, state)
+    if not run.plan.is_skipped(state.step):
+        run.journal.event("skip", state.step + 1, reason="train.skip", first_sample=state.consumed_samples)
+    state.consumed_samples += run.plan.batch.global_batch_at(state.consumed_samples)
+    state.step += 1
+    run.loader.seek(state.consumed_samples)
+
+
+def settle(run: Run, state: TrainState) -> None:
+    """Read the numbers of the step before, count them, judge them, log them. Does nothing when nothing is pending."""
+    pending, state.pending = state.pending, None
+    if pending is None:
+        return
+    *loss_values, grad_norm, skipped_flag = pending.read()
+    losses = dict(zip(pending.loss_names, loss_values, strict=True))
+    skipped = skipped_flag != 0.0
+    is_nan = not all(math.isfinite(value) for value in losses.values()) or (skipped and state.loss_scale is None)
+    state.held_samples += pending.global_batch if skipped else 0
+    state.skipped_updates += skipped
+    state.nan_steps += is_nan
+    state.nan_steps_in_a_row = state.nan_steps_in_a_row + 1 if is_nan else 0
+    run.stop.time_step(run.meter.add(losses, grad_norm=grad_norm, samples=pending.global_batch, skipped=skipped, nan=is_nan))
+    if skipped:
+        run.journal.event("skipped_update", pending.step, losses=losses, grad_norm=grad_norm, loss_scale=pending.loss_scale)
+    if state.nan_steps_in_a_row >= run.recipe.train.stop_after_nan_steps:
+        text = f"{state.nan_steps_in_a_row} steps in a row had a loss or gradient that is not a number"
+        run.stop.request(StopReason("diverged", text))
+    if state.loss_scale is not None:
+        try:
+            state.loss_scale.update(run.recipe.loss_scale, overflow=skipped)
+        except DivergedError as error:
+            run.stop.request(StopReason("diverged", str(error)))
+    run.log_if_due(pending)
+
+
+def _pending(
+    losses: Mapping[str, Tensor], numbers: UpdateNumbers, *, step: int, size: int, lr: float, scale: float
+) -> PendingStep:
+    scalars = [*losses.values(), numbers.grad_norm, numbers.skipped]
+    values = torch.stack([scalar.to(torch.float32) for scalar in scalars])
+    ready = None
+    if values.device.type != "cpu":
+        values = values.to("cpu", non_blocking=True)
+        ready = torch.Event(numbers.grad_norm.device)
+        ready.record()
+    return PendingStep(step, size, lr, scale, list(losses), values, ready)

@@ -1,0 +1,126 @@
+"""When to stop and when to save out of turn: the recipe's amounts, the clock, signals, and files in control/."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+
+from bloomery.base.clock import job_seconds
+from bloomery.base.units import Amount, Duration, format_seconds
+from bloomery.sizing.plan import TrainingPlan
+from bloomery.train.state import TrainState
+
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+_POLL_SECONDS = 0.2
+
+
+@dataclass(frozen=True)
+class StopReason:
+    kind: str
+    """finished, exit_after, deadline, signal, control or diverged."""
+    text: str
+
+    @property
+    def finished(self) -> bool:
+        """Whether the training is complete, so that starting it again would do nothing."""
+        return self.kind == "finished"
+
+
+class StopRules:
+    """Asked once before every step. Signals only set a flag; the loop stops between two steps, with everything saved."""
+
+    def __init__(
+        self, plan: TrainingPlan, *, exit_after: Amount | Duration | None, control: Path, save_seconds_estimate: float
+    ) -> None:
+        self._plan = plan
+        self._exit_after = exit_after
+        self._control = control
+        self._save_seconds_estimate = save_seconds_estimate
+        self._signal: signal.Signals | None = None
+        self._requested: StopReason | None = None
+        self._polled_at = 0.0
+        self._save_seen = False
+        self._steps_timed: list[float] = []
+        self._first_step: int | None = None
+        self._first_samples = 0
+
+    def reason(self, state: TrainState) -> StopReason | None:
+        """Why to stop now, or None."""
+        if self._first_step is None:
+            self._first_step, self._first_samples = state.step, state.consumed_samples
+        self._poll_control_files()
+        if self._requested is not None:
+            return self._requested
+        if self._signal is not None:
+            return StopReason("signal", f"received {self._signal.name}")
+        if state.step >= self._plan.train_steps:
+            return StopReason("finished", f"reached {self._plan.train_steps:,} steps")
+        return self._end_of_job(state)
+
+    def request(self, reason: StopReason) -> None:
+        """Stop before the next step, for a reason found elsewhere. The first reason wins."""
+        self._requested = self._requested or reason
+
+    def take_save_request(self) -> bool:
+        """Whether control/save was touched since the last call; the file is removed."""
+        seen, self._save_seen = self._save_seen, False
+        return seen
+
+    def time_step(self, seconds: float) -> None:
+        """Tell how long a step took; the deadline keeps room for the slowest of the last ten."""
+        self._steps_timed = [*self._steps_timed[-9:], seconds]
+
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        """Catch the stop signals; a second Ctrl-C leaves at once."""
+        before = {number: signal.signal(number, self._on_signal) for number in SIGNALS}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGINT and self._signal == signal.SIGINT:
+            raise KeyboardInterrupt
+        self._signal = signal.Signals(number)
+
+    def _end_of_job(self, state: TrainState) -> StopReason | None:
+        """The length of this job, not of the training."""
+        limit = self._exit_after
+        if limit is None or self._first_step is None:
+            return None
+        if isinstance(limit, Duration):
+            step_seconds = max(self._steps_timed, default=0.0)
+            save_seconds = state.save_seconds if state.save_seconds is not None else self._save_seconds_estimate
+            if job_seconds() + step_seconds + save_seconds > limit.seconds:
+                needed = f"a step ({format_seconds(step_seconds)}) and a save ({format_seconds(save_seconds)})"
+                return StopReason("deadline", f"train.exit_after {limit} leaves no time for {needed}")
+            return None
+        done = {
+            "steps": state.step - self._first_step,
+            "samples": state.consumed_samples - self._first_samples,
+            "tokens": (state.consumed_samples - self._first_samples) * self._plan.seq_length,
+        }[limit.unit]
+        if done >= limit.count:
+            return StopReason("exit_after", f"this job did its {limit}")
+        return None
+
+    def _poll_control_files(self) -> None:
+        now = time.monotonic()
+        if now - self._polled_at < _POLL_SECONDS:
+            return
+        self._polled_at = now
+        if (self._control / "save").exists():
+            (self._control / "save").unlink(missing_ok=True)
+            self._save_seen = True
+        if (self._control / "stop").exists():
+            (self._control / "stop").unlink(missing_ok=True)
+            self.request(StopReason("control", "control/stop was touched"))
+        if (self._control / "kill").exists():
+            self.request(StopReason("control", "control/kill was touched; remove it before the next start"))

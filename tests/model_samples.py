@@ -1,0 +1,54 @@
+"""Small models for the tests of the model and its Hugging Face maps."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from bloomery.config.families import family_defaults
+from bloomery.config.recipe import ModelSection
+from bloomery.model.build import build_model, materialise
+
+FAMILIES = ["gpt2", "bloom", "llama", "bert"]
+DECODERS = ["gpt2", "bloom", "llama"]
+
+
+def small_config(family: str, **changes: Any) -> ModelSection:
+    """2 layers of 8 heads x 8, 150 tokens padded to 160, no dropout; llama has 4 key/value heads."""
+    fields: dict[str, Any] = {
+        "family": family,
+        "num_layers": 2,
+        "hidden_size": 64,
+        "num_heads": 8,
+        "seq_length": 32,
+        "vocab_size": 150,
+        "vocab_multiple": 32,
+        "dropout": 0.0,
+    }
+    if family == "llama":
+        fields["num_kv_heads"] = 4
+    fields |= changes
+    return ModelSection(**fields, **family_defaults(fields))
+
+
+def small_model(config: ModelSection, *, device: str = "cpu", dtype: torch.dtype = torch.float32) -> Any:
+    """A materialised model whose every parameter, norms and biases too, is perturbed, in evaluation mode."""
+    model = build_model(config)
+    materialise(model, config, seed=1, device=device, dtype=dtype)
+    perturb(model)
+    return model.eval()
+
+
+@torch.no_grad()
+def perturb(model: nn.Module) -> None:
+    """Norms and biases start as ones and zeros, which would hide mistakes: move every parameter."""
+    random = torch.Generator().manual_seed(5)
+    for parameter in model.parameters():
+        parameter += 0.1 * torch.randn(parameter.shape, generator=random).to(parameter)
+
+
+def random_tokens(config: ModelSection, batch: int = 2, length: int | None = None) -> Tensor:
+    random = torch.Generator().manual_seed(7)
+    return torch.randint(0, config.vocab_size, (batch, length or config.seq_length), generator=random)

@@ -1,0 +1,80 @@
+"""The timeless order: a bijection in every epoch, the same for ever."""
+
+import time
+
+import numpy as np
+import pytest
+
+from bloomery.data.order import TimelessOrder
+
+
+@pytest.mark.parametrize("num_samples", [1, 2, 3, 7, 64, 1000, 65537, 100003])
+def test_every_epoch_shows_every_sample_once_and_can_be_inverted(num_samples):
+    order = TimelessOrder(42, "shards/a", num_samples)
+    positions = np.arange(3 * num_samples)
+    epochs, samples = order.locate(positions)
+    assert (epochs == positions // num_samples).all()
+    for epoch in range(3):
+        assert (np.sort(samples[epochs == epoch]) == np.arange(num_samples)).all()
+    assert (order.positions(epochs, samples) == positions).all()
+    for position in range(0, 3 * num_samples, max(1, num_samples // 50)):
+        assert order.locate_one(position) == (epochs[position], samples[position])
+
+
+def test_golden_values():
+    """A change here changes the data of every existing run: never adapt these numbers."""
+    for num_samples, golden in [
+        (7, [1, 6, 4, 2, 3, 5, 0]),
+        (1000, [809, 458, 268, 141, 432, 128]),
+        (100003, [60977, 77023, 92540, 29512, 8018, 32751]),
+    ]:
+        _, samples = TimelessOrder(42, "shards/a", num_samples).locate(np.arange(len(golden)))
+        assert samples.tolist() == golden
+    large = TimelessOrder(1234, "shards/oscar-en", 10**12)
+    _, samples = large.locate(np.array([0, 1, 2, 10**12]))
+    assert samples.tolist() == [995716487220, 942066021319, 864999861582, 285292538335]
+
+
+def test_seeds_sources_and_epochs_have_orders_of_their_own():
+    count = 10_000
+    _, base = TimelessOrder(42, "shards/a", count).locate(np.arange(2 * count))
+    _, other_seed = TimelessOrder(43, "shards/a", count).locate(np.arange(count))
+    _, other_source = TimelessOrder(42, "shards/b", count).locate(np.arange(count))
+    for other in (base[count:], other_seed, other_source):
+        assert (base[:count] == other).sum() < 10
+        assert abs(np.corrcoef(base[:count], other)[0, 1]) < 0.05
+
+
+def test_any_place_of_a_trillion_samples_is_found_at_once():
+    started = time.perf_counter()
+    for _ in range(20):
+        epoch, sample = TimelessOrder(7, "web", 10**12).locate_one(5 * 10**12 + 123_456_789_012)
+    assert (time.perf_counter() - started) / 20 < 0.005
+    order = TimelessOrder(7, "web", 10**12)
+    assert epoch == 5
+    assert order.positions(np.array([5]), np.array([sample])).tolist() == [5 * 10**12 + 123_456_789_012]
+
+
+def test_the_order_has_no_visible_structure():
+    count = 100_003
+    _, samples = TimelessOrder(0, "s", count).locate(np.arange(count))
+    displacement = np.abs(samples - np.arange(count)).mean() / count
+    assert abs(displacement - 1 / 3) < 0.01, "the mean distance of a random permutation is a third"
+    assert (samples == np.arange(count)).sum() < 10, "about one fixed point"
+    assert abs(np.corrcoef(samples[:-1], samples[1:])[0, 1]) < 0.02
+    assert abs((np.diff(samples) > 0).mean() - 0.5) < 0.01
+    observed = np.bincount(samples * 50 // count + 50 * (np.arange(count) * 50 // count), minlength=2500)
+    chi_squared = ((observed - count / 2500) ** 2 / (count / 2500)).sum()
+    assert 2401 - 6 * 70 < chi_squared < 2401 + 6 * 70, "49 * 49 degrees of freedom"
+
+
+def test_a_slice_of_the_order_equals_the_order():
+    order = TimelessOrder(1, "s", 50)
+    _, whole = order.locate(np.arange(500))
+    for first in range(0, 500, 37):
+        assert (order.locate(np.arange(first, first + 13))[1][: 500 - first] == whole[first : first + 13]).all()
+
+
+def test_no_samples_have_no_order():
+    with pytest.raises(ValueError, match="at least one sample, not 0"):
+        TimelessOrder(1, "s", 0)

@@ -1,0 +1,188 @@
+"""The .bin/.idx format. The referee is bytes written by hand with struct, never our own writer."""
+
+import struct
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+
+from bloomery.base.errors import DataError, StorageError
+from bloomery.data.shards import ShardReader, ShardWriter, token_dtype
+
+DOCUMENTS = [[5, 6, 7], [8], [9, 10, 11, 12]]
+
+
+def index_bytes(lengths, *, itemsize=2, code=8, magic=b"MMIDIDX\x00\x00", version=1, pointers=None, doc_idx=None):
+    if pointers is None:
+        pointers = [sum(lengths[:i]) * itemsize for i in range(len(lengths))]
+    doc_idx = list(range(len(lengths) + 1)) if doc_idx is None else doc_idx
+    header = magic + struct.pack("<QBQQ", version, code, len(lengths), len(doc_idx))
+    return header + struct.pack(f"<{len(lengths)}i{len(lengths)}q{len(doc_idx)}q", *lengths, *pointers, *doc_idx)
+
+
+def hand_made(tmp_path, idx=None, tokens=b""):
+    (tmp_path / "x.idx").write_bytes(index_bytes([3, 1, 4]) if idx is None else idx)
+    (tmp_path / "x.bin").write_bytes(tokens or struct.pack("<8H", *range(5, 13)))
+    return str(tmp_path / "x")
+
+
+def test_writer_makes_the_bytes_of_the_specification(tmp_path):
+    with ShardWriter(str(tmp_path / "new" / "x"), np.uint16) as writer:
+        for document in DOCUMENTS:
+            writer.append(np.array(document))
+    assert (writer.num_documents, writer.num_tokens) == (3, 8)
+    assert (tmp_path / "new" / "x.idx").read_bytes() == index_bytes([3, 1, 4])
+    assert (tmp_path / "new" / "x.bin").read_bytes() == struct.pack("<8H", *range(5, 13))
+    assert sorted(path.name for path in (tmp_path / "new").iterdir()) == ["x.bin", "x.idx"]
+
+
+@pytest.mark.parametrize(
+    ("code", "letter", "dtype"),
+    [(1, "B", "u1"), (2, "b", "i1"), (3, "h", "i2"), (4, "i", "i4"), (5, "q", "i8"), (8, "H", "u2")],
+)
+def test_reader_knows_every_integer_type(tmp_path, code, letter, dtype):
+    itemsize = struct.calcsize(letter)
+    idx = index_bytes([3, 1, 4], itemsize=itemsize, code=code)
+    prefix = hand_made(tmp_path, idx, struct.pack(f"<8{letter}", *range(5, 13)))
+    with ShardReader(prefix) as shard:
+        assert shard.dtype == np.dtype(dtype)
+        assert shard.read(0, 8).tolist() == list(range(5, 13))
+    with ShardWriter(prefix, dtype) as writer:
+        for document in DOCUMENTS:
+            writer.append(np.array(document))
+    assert (tmp_path / "x.idx").read_bytes() == idx
+
+
+def test_reader_counts_documents_of_several_sequences(tmp_path):
+    with ShardReader(hand_made(tmp_path, index_bytes([3, 0, 1, 4], doc_idx=[0, 2, 2, 4]))) as shard:
+        assert (shard.num_sequences, shard.num_documents, shard.num_tokens) == (4, 3, 8)
+        assert shard.document_token_starts.tolist() == [0, 3, 3, 8]
+        assert shard.document_token_starts.dtype == np.int64
+        assert shard.document_at(2) == (0, 2)
+        assert shard.document_at(3) == (2, 0), "the empty document 1 holds no token"
+        assert shard.read(2, 3).tolist() == [7, 8, 9]
+        assert shard.read(8, 0).tolist() == []
+        with pytest.raises(IndexError, match="of a shard of 8"):
+            shard.read(7, 2)
+
+
+def test_a_shard_without_documents_can_be_written_and_read(tmp_path):
+    prefix = str(tmp_path / "x")
+    ShardWriter(prefix, np.uint16).finish()
+    with ShardReader(prefix) as shard:
+        assert (shard.num_documents, shard.num_tokens) == (0, 0)
+
+
+def test_threads_read_one_shard_at_once(tmp_path):
+    tokens = np.arange(50_000, dtype=np.uint16)
+    with ShardWriter(str(tmp_path / "x"), np.uint16) as writer:
+        writer.append(tokens)
+    with ShardReader(writer.prefix) as shard, ThreadPoolExecutor(4) as pool:
+        starts = np.random.default_rng(0).integers(0, 49_000, 400)
+        for start, got in zip(starts, pool.map(lambda start: shard.read(int(start), 1000), starts), strict=True):
+            assert (got == tokens[start : start + 1000]).all()
+
+
+@pytest.mark.parametrize("vocab_size", [1, 65499, 65500, 70000])
+def test_token_dtype_is_megatrons(vocab_size):
+    assert token_dtype(vocab_size) == (np.uint16 if vocab_size < 65500 else np.int32)
+
+
+def test_an_exception_leaves_the_old_shard_and_no_debris(tmp_path):
+    prefix = hand_made(tmp_path)
+
+    def interrupted():
+        with ShardWriter(prefix, np.uint16) as writer:
+            writer.append(np.array([1, 2]))
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["x.bin", "x.idx"]
+    assert ShardReader(prefix).num_tokens == 8
+
+
+def test_a_failure_while_finishing_leaves_no_index(tmp_path, monkeypatch):
+    writer = ShardWriter(str(tmp_path / "x"), np.uint16)
+    writer.append(np.array([1, 2]))
+
+    def full(_descriptor):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.fsync", full)
+    with pytest.raises(StorageError, match=r"x\.bin: No space left on device"):
+        writer.finish()
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("document", [[], [[1]], [70000], [-1]])
+def test_writer_refuses_what_would_not_come_back(tmp_path, document):
+    writer = ShardWriter(str(tmp_path / "x"), np.uint16)
+    with pytest.raises(ValueError, match=r"a document is a row|do not fit into uint16"):
+        writer.append(np.array(document, dtype=np.int64))
+    writer.abort()
+
+
+def test_writer_names_a_folder_that_cannot_be_made(tmp_path):
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(StorageError, match="cannot create the folder"):
+        ShardWriter(str(tmp_path / "file" / "x"), np.uint16)
+
+
+GOOD = index_bytes([3, 1, 4])
+BROKEN = {
+    "magic": (b"PK\x03\x04 is a zip file, not an index of any kind", r"x\.idx: starts with b'PK.*MMIDIDX"),
+    "legacy": (b"TNTIDX\x00\x00" + bytes(40), "old TNTIDX format.*dataset-impl mmap"),
+    "short header": (GOOD[:20], "holds 20 bytes. The header alone takes 34"),
+    "empty file": (b"", "holds 0 bytes. The header alone takes 34"),
+    "version": (index_bytes([3, 1, 4], version=2), "format version 2. Only version 1"),
+    "dtype": (index_bytes([3, 1, 4], code=6), r"dtype code 6.*8 \(uint16\)"),
+    "cut off": (GOOD[:-5], "holds 97 bytes where its header says 102 .3 sequences, 4 entries.. The index is cut off"),
+    "too long": (GOOD + b"\0", "holds 103 bytes where its header says 102.*longer than it should be"),
+    "modes": (GOOD + bytes(3), "carries a mode for every sequence. Multimodal"),
+    "absurd count": (GOOD[:18] + struct.pack("<Q", 2**62) + GOOD[26:], "cut off"),
+    "negative": (index_bytes([3, -1, 6]), "sequence 1 has length -1"),
+    "pointer": (index_bytes([3, 1, 4], pointers=[0, 6, 10]), "sequence 2 points to byte 10 where .* say 8"),
+    "first document": (index_bytes([3, 1, 4], doc_idx=[1, 2, 3]), "begin at sequence 1 and end at 3 of 3"),
+    "last document": (index_bytes([3, 1, 4], doc_idx=[0, 1, 2]), "begin at sequence 0 and end at 2 of 3"),
+    "falling documents": (index_bytes([3, 1, 4], doc_idx=[0, 2, 1, 3]), "never fall"),
+    "no entries": (index_bytes([3, 1, 4], doc_idx=[]), "no document entries"),
+    "bin too short": (index_bytes([3, 1, 5]), r"x\.bin: holds 16 bytes where its index says 18.*shorter"),
+    "bin too long": (index_bytes([3, 1, 3]), r"x\.bin: holds 16 bytes where its index says 14.*longer"),
+}
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_reader_names_the_damage(tmp_path, case):
+    idx, message = BROKEN[case]
+    with pytest.raises(DataError, match=message) as caught:
+        ShardReader(hand_made(tmp_path, idx))
+    problem = caught.value.problems[0]
+    assert problem.what
+    assert problem.rule
+    assert problem.remedy
+    assert problem.place.startswith(str(tmp_path))
+
+
+def test_missing_files_are_all_named_with_a_hint(tmp_path):
+    with pytest.raises(DataError) as caught:
+        ShardReader(str(tmp_path / "nothing"))
+    assert [problem.place[-4:] for problem in caught.value.problems] == [".bin", ".idx"]
+
+    prefix = hand_made(tmp_path)
+    with pytest.raises(DataError, match=f"without its ending: {prefix}"):
+        ShardReader(f"{prefix}.bin")
+    (tmp_path / "oscar_text_document.idx").touch()
+    with pytest.raises(DataError, match=r"Did you mean .*oscar_text_document\?"):
+        ShardReader(str(tmp_path / "oscar"))
+    (tmp_path / "x.bin").unlink()
+    with pytest.raises(DataError, match=r"x\.bin: no such file.*prepare") as caught:
+        ShardReader(prefix)
+    assert len(caught.value.problems) == 1
+
+
+def test_a_shard_cut_off_while_open_is_named(tmp_path):
+    with ShardReader(hand_made(tmp_path)) as shard:
+        (tmp_path / "x.bin").write_bytes(b"\0\0")
+        with pytest.raises(DataError, match=r"ends at byte 2. It was cut off while it was being read"):
+            shard.read(0, 8)

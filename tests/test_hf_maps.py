@@ -1,0 +1,132 @@
+"""Hugging Face maps: logits equal in both directions, exact round trips, clear refusals."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from model_samples import FAMILIES, perturb, random_tokens, small_config, small_model
+
+from bloomery.base.errors import DataError, RecipeError
+from bloomery.checkpoint.hf.maps import from_hf, hf_config, to_hf
+from bloomery.config.recipe import ModelSection
+
+transformers = pytest.importorskip("transformers")
+
+CASES = {
+    "gpt2": small_config("gpt2"),
+    "gpt2-untied-wide": small_config("gpt2", tie_embeddings=False, ffn_hidden_size=96),
+    "bloom-8-heads": small_config("bloom"),
+    "bloom-6-heads": small_config("bloom", hidden_size=48, num_heads=6),
+    "llama-grouped": small_config("llama"),
+    "llama-one-kv-head-tied": small_config("llama", num_kv_heads=1, tie_embeddings=True, rope_theta=500.0),
+    "bert": small_config("bert"),
+}
+TIED_COPIES = {"lm_head.weight", "cls.predictions.decoder.weight", "cls.predictions.decoder.bias"}
+
+
+def their_model(config: ModelSection) -> Any:
+    fields = hf_config(config)
+    made = transformers.AutoConfig.for_model(**{k: v for k, v in fields.items() if k != "architectures"})
+    return getattr(transformers, fields["architectures"][0])(made).eval()
+
+
+def all_logits(model: Any, config: ModelSection, tokens: torch.Tensor, *, ours: bool) -> list[torch.Tensor]:
+    """Logits of the real vocabulary; for bert with token types and padding, at real tokens only."""
+    if config.family != "bert":
+        logits = model(tokens) if ours else model(tokens).logits
+        return [logits[..., : config.vocab_size]]
+    mask = torch.ones_like(tokens)
+    mask[0, 20:] = 0
+    types = (torch.arange(tokens.shape[1]) > 9).long().expand_as(tokens)
+    if ours:
+        masked, order = model(tokens, token_types=types, attention_mask=mask)
+    else:
+        made = model(tokens, token_type_ids=types, attention_mask=mask)
+        masked, order = made.prediction_logits, made.seq_relationship_logits
+    return [masked[mask.bool()][..., : config.vocab_size], order]
+
+
+@torch.no_grad()
+def assert_same_logits(our_model: Any, hf_model: Any, config: ModelSection) -> None:
+    tokens = random_tokens(config)
+    ours = all_logits(our_model, config, tokens, ours=True)
+    theirs = all_logits(hf_model, config, tokens, ours=False)
+    for mine, other in zip(ours, theirs, strict=True):
+        assert mine.shape == other.shape
+        assert mine.std() > 0.1, "logits too flat to prove anything"
+        assert (mine - other).abs().max() <= 1e-4
+
+
+@pytest.mark.parametrize("config", CASES.values(), ids=CASES.keys())
+def test_our_model_exported_gives_the_same_logits_in_transformers(config: ModelSection) -> None:
+    model, theirs = small_model(config), their_model(config)
+    result = theirs.load_state_dict(to_hf(dict(model.named_parameters()), config), strict=False)
+    assert not result.unexpected_keys
+    assert set(result.missing_keys) <= (TIED_COPIES if config.tie_embeddings else set())
+    theirs.tie_weights()
+    assert_same_logits(model, theirs, config)
+
+
+@pytest.mark.parametrize("config", CASES.values(), ids=CASES.keys())
+def test_their_model_imported_gives_the_same_logits_here(config: ModelSection) -> None:
+    model, theirs = small_model(config), their_model(config)
+    perturb(theirs)
+    result = model.load_state_dict(from_hf(theirs.state_dict(), config), strict=False)
+    assert not result.unexpected_keys
+    assert set(result.missing_keys) <= ({"head.weight"} if config.tie_embeddings else set())
+    assert_same_logits(model, theirs, config)
+
+
+@pytest.mark.parametrize("config", CASES.values(), ids=CASES.keys())
+def test_round_trips_are_exact(config: ModelSection) -> None:
+    ours = {name: p.detach().clone() for name, p in small_model(config).named_parameters()}
+    theirs = to_hf(ours, config)
+    back = from_hf(theirs, config)
+    assert back.keys() == ours.keys()
+    for name, tensor in ours.items():
+        if name in ("embed.tokens.weight", "head.weight", "head.bias"):
+            assert back[name][config.vocab_size :].eq(0).all()
+            tensor[config.vocab_size :] = 0
+        assert torch.equal(back[name], tensor), name
+    again = to_hf(back, config)
+    assert again.keys() == theirs.keys()
+    assert all(torch.equal(again[name], theirs[name]) and again[name].is_contiguous() for name in theirs)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_exported_config_survives_transformers_and_keeps_the_unpadded_vocabulary(family: str) -> None:
+    config = small_config(family, dropout=0.25, norm_eps=1e-3)
+    made = their_model(config).config
+    assert made.vocab_size == 150
+    assert made.tie_word_embeddings == config.tie_embeddings
+    told = made.to_dict()
+    assert {k: told[k] for k in hf_config(config) if k in told and k != "architectures"} == {
+        k: v for k, v in hf_config(config).items() if k in told and k != "architectures"
+    }
+    assert 0.25 in hf_config(config).values()
+    assert 1e-3 in hf_config(config).values()
+
+
+def test_a_state_without_the_prefix_and_with_old_buffers_is_taken() -> None:
+    config = small_config("gpt2")
+    ours = {name: p.detach() for name, p in small_model(config).named_parameters()}
+    bare = {name.removeprefix("transformer."): tensor for name, tensor in to_hf(ours, config).items()}
+    bare["h.0.attn.bias"] = torch.ones(1, 1, 32, 32)
+    assert torch.equal(from_hf(bare, config)["layers.1.mlp.up.weight"], ours["layers.1.mlp.up.weight"])
+
+
+def test_missing_and_misshapen_tensors_are_all_named() -> None:
+    config = small_config("llama")
+    state = to_hf({name: p.detach() for name, p in small_model(config).named_parameters()}, config)
+    del state["model.layers.1.mlp.gate_proj.weight"]
+    state["model.norm.weight"] = torch.ones(3)
+    with pytest.raises(DataError, match=r"gate_proj.weight(.|\n)*model.norm.weight is \(3,\) instead of \(64,\)"):
+        from_hf(state, config)
+
+
+def test_a_bloom_with_another_mlp_width_is_refused() -> None:
+    config = small_config("bloom", ffn_hidden_size=96)
+    with pytest.raises(RecipeError, match="4 \\* hidden_size = 256"):
+        to_hf(dict(small_model(config).named_parameters()), config)

@@ -1,0 +1,160 @@
+"""The model contract: names, meta build, removable parts, causality, documents, tying."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from model_samples import DECODERS, FAMILIES, random_tokens, small_config, small_model
+
+from bloomery.model.build import build_model, materialise
+from bloomery.model.positions import alibi_slopes
+from bloomery.sizing.vocabulary import padded_vocab_size
+
+BLOCK = ["attention_norm", "attention.qkv", "attention.out", "mlp_norm", "mlp.up", "mlp.down"]
+
+
+def both(*names: str) -> set[str]:
+    return {f"{name}.{part}" for name in names for part in ("weight", "bias")}
+
+
+LAYERS = both(*(f"layers.{n}.{name}" for n in range(2) for name in BLOCK))
+NAMES = {
+    "gpt2": {"embed.tokens.weight", "embed.positions.weight"} | LAYERS | both("final_norm"),
+    "bloom": {"embed.tokens.weight"} | both("embed.norm") | LAYERS | both("final_norm"),
+    "llama": {"embed.tokens.weight", "final_norm.weight", "head.weight"}
+    | {f"layers.{n}.{name}.weight" for n in range(2) for name in [*BLOCK, "mlp.gate"]},
+    "bert": {"embed.tokens.weight", "embed.positions.weight", "embed.token_types.weight", "head.bias"}
+    | both("embed.norm", "head.dense", "head.norm", "pooler.dense", "order_head")
+    | LAYERS,
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_parameter_names_are_the_public_contract(family: str) -> None:
+    names = [name for name, _ in build_model(small_config(family)).named_parameters()]
+    assert sorted(names) == sorted(NAMES[family])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_building_a_huge_model_allocates_nothing(family: str) -> None:
+    config = small_config(family, hidden_size=16384, num_heads=128, num_layers=4, vocab_size=250_000)
+    model = build_model(config)
+    assert all(tensor.is_meta for tensor in [*model.parameters(), *model.buffers()])
+    assert model.embed.tokens.weight.shape == (padded_vocab_size(config), 16384)
+
+
+@pytest.mark.parametrize("family", DECODERS)
+@torch.no_grad()
+def test_two_stages_of_a_decoder_keep_their_names_and_compute_the_whole(family: str) -> None:
+    config = small_config(family)
+    whole, first, last = (small_model(config) for _ in range(3))
+    first.final_norm = first.head = None
+    del first.layers["1"]
+    last.embed = None
+    del last.layers["0"]
+    names = {name for name, _ in whole.named_parameters()}
+    assert {name for name, _ in first.named_parameters()} < names
+    left = {name for name, _ in last.named_parameters()}
+    assert left - names == ({"head.weight"} if config.tie_embeddings else set())
+    assert "layers.1.mlp.up.weight" in left
+    assert "layers.0.mlp.up.weight" not in left
+
+    tokens = random_tokens(config)
+    torch.testing.assert_close(last(first(tokens)), whole(tokens), rtol=0, atol=0)
+    first.embed = None
+    hidden = torch.randn(2, 5, 64)
+    assert first(hidden).shape == hidden.shape
+
+
+@torch.no_grad()
+def test_two_stages_of_an_encoder_compute_the_whole() -> None:
+    config = small_config("bert")
+    whole, first, last = (small_model(config) for _ in range(3))
+    first.head = first.pooler = first.order_head = None
+    del first.layers["1"]
+    last.embed = None
+    del last.layers["0"]
+    tokens, mask = random_tokens(config), torch.ones(2, 32, dtype=torch.long)
+    mask[1, 10:] = 0
+    made = last(first(tokens, attention_mask=mask), attention_mask=mask)
+    for mine, right in zip(made, whole(tokens, attention_mask=mask), strict=True):
+        torch.testing.assert_close(mine, right, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("family", DECODERS)
+@torch.no_grad()
+def test_a_changed_token_leaves_earlier_logits_alone(family: str) -> None:
+    config = small_config(family)
+    model, tokens = small_model(config), random_tokens(config)
+    before = model(tokens)
+    tokens[:, 11] = (tokens[:, 11] + 1) % config.vocab_size
+    after = model(tokens)
+    torch.testing.assert_close(after[:, :11], before[:, :11], rtol=0, atol=1e-6)
+    assert (after[:, 11:] - before[:, 11:]).abs().amax(-1).min() > 1e-4, "every later position sees it"
+
+
+@pytest.mark.parametrize("family", DECODERS)
+@torch.no_grad()
+def test_packed_documents_get_the_logits_they_would_get_alone(family: str) -> None:
+    config = small_config(family)
+    model, tokens = small_model(config), random_tokens(config, batch=1)
+    ids = torch.tensor([[0] * 12 + [1] * 20])
+    positions = torch.cat((torch.arange(12), torch.arange(20)))[None]
+    packed = model(tokens, positions=positions, document_ids=ids)
+    alone = torch.cat((model(tokens[:, :12]), model(tokens[:, 12:])), dim=1)
+    torch.testing.assert_close(packed, alone, rtol=1e-4, atol=1e-5)
+    assert (model(tokens) - alone)[:, 12:].abs().max() > 1e-2
+
+
+@torch.no_grad()
+def test_padding_of_an_encoder_changes_nothing_at_real_tokens() -> None:
+    config = small_config("bert")
+    model, tokens = small_model(config), random_tokens(config)
+    mask = torch.ones_like(tokens)
+    mask[:, 20:] = 0
+    masked, order = model(tokens, attention_mask=mask)
+    short_masked, short_order = model(tokens[:, :20])
+    torch.testing.assert_close(masked[:, :20], short_masked, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(order, short_order, rtol=1e-4, atol=1e-5)
+    assert torch.isfinite(masked).all()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_materialising_keeps_weights_tied_and_slopes_right(family: str) -> None:
+    config = small_config(family)
+    model: Any = build_model(config)
+    materialise(model, config, seed=1, device="cpu", dtype=torch.bfloat16)
+    assert all(parameter.dtype == torch.bfloat16 for parameter in model.parameters())
+    assert (model.head.weight is model.embed.tokens.weight) == config.tie_embeddings
+    if family == "bloom":
+        assert torch.equal(model.slopes, alibi_slopes(8))
+        assert model.slopes.dtype == torch.float32
+        assert "slopes" not in model.state_dict()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_dropout_acts_in_training_and_not_in_evaluation(family: str) -> None:
+    config = small_config(family, dropout=0.2)
+    model, tokens = small_model(config), random_tokens(config)
+
+    def first(output: Any) -> torch.Tensor:
+        return output[0] if isinstance(output, tuple) else output
+
+    assert torch.equal(first(model(tokens)), first(model(tokens)))
+    model.train()
+    assert not torch.equal(first(model(tokens)), first(model(tokens)))
+
+
+@pytest.mark.parametrize("family", ["gpt2", "bloom"])
+def test_a_compiled_model_is_one_graph_with_the_same_gradients(family: str) -> None:
+    config = small_config(family)
+    model, tokens = small_model(config), random_tokens(config)
+
+    def gradients(function: Any) -> list[torch.Tensor]:
+        return list(torch.autograd.grad(function(tokens).square().mean(), list(model.parameters())))
+
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    for mine, right in zip(gradients(compiled), gradients(model), strict=True):
+        torch.testing.assert_close(mine, right, rtol=1e-4, atol=1e-6)

@@ -1,0 +1,132 @@
+"""Initial values: one rule a parameter, any slice without the whole, the promised statistics."""
+
+from __future__ import annotations
+
+import re
+
+import numpy as np
+import pytest
+import torch
+from model_samples import FAMILIES, small_config
+
+from bloomery.model.build import build_model, materialise
+from bloomery.model.init import RULES, initial_slice, rule_of
+
+UP = "layers.0.mlp.up.weight"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("tied", [True, False])
+def test_every_parameter_matches_exactly_one_rule(family: str, tied: bool) -> None:
+    for name, _ in build_model(small_config(family, tie_embeddings=tied)).named_parameters():
+        assert [rule for pattern, rule in RULES if re.fullmatch(pattern, name)] == [rule_of(name)], name
+
+
+@pytest.mark.parametrize(
+    ("shape", "offset", "size"),
+    [
+        ((40, 30), (7, 0), (11, 30)),
+        ((40, 30), (0, 10), (40, 10)),
+        ((40, 30), (3, 7), (5, 9)),
+        ((40, 31), (39, 30), (1, 1)),
+        ((40, 31), (12, 1), (20, 29)),
+        ((3, 100_001), (1, 131), (2, 90_000)),
+        ((4, 6, 5), (1, 2, 1), (3, 3, 4)),
+        ((64,), (13,), (9,)),
+    ],
+)
+def test_a_slice_equals_that_slice_of_the_whole(
+    shape: tuple[int, ...], offset: tuple[int, ...], size: tuple[int, ...]
+) -> None:
+    config = small_config("gpt2")
+    whole = initial_slice(config, 3, UP, shape, [0] * len(shape), shape)
+    block = initial_slice(config, 3, UP, shape, offset, size)
+    assert block.dtype == np.float32
+    assert np.array_equal(block, whole[tuple(slice(o, o + s) for o, s in zip(offset, size, strict=True))])
+
+
+def test_threads_do_not_change_a_value() -> None:
+    config, shape = small_config("gpt2"), (300, 1000)
+    one = initial_slice(config, 3, UP, shape, (0, 0), shape)
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        assert np.array_equal(initial_slice(config, 3, UP, shape, (0, 0), shape), one)
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_values_never_change_between_versions() -> None:
+    """Golden values: a checkpoint-free resume or a certificate depends on them."""
+    config = small_config("gpt2")
+    made = initial_slice(config, 42, UP, (2, 3), (0, 0), (2, 3)).ravel().tolist()
+    assert made == pytest.approx(GOLDEN, rel=1e-6)
+
+
+GOLDEN: list[float] = []
+
+
+def test_seed_and_name_and_position_all_matter() -> None:
+    config, shape = small_config("gpt2"), (50, 50)
+
+    def make(seed: int, name: str) -> np.ndarray:
+        return initial_slice(config, seed, name, shape, (0, 0), shape)
+
+    one = make(1, UP)
+    assert np.unique(one).size == one.size
+    for other in (make(2, UP), make(1, "layers.1.mlp.up.weight")):
+        assert abs(np.corrcoef(one.ravel(), other.ravel())[0, 1]) < 0.08
+
+
+def test_values_are_normal_and_independent() -> None:
+    config, shape = small_config("gpt2"), (1000, 1001)
+    x = initial_slice(config, 1, UP, shape, (0, 0), shape).astype(np.float64) / 0.02
+    assert x.mean() == pytest.approx(0, abs=0.004)
+    assert x.std() == pytest.approx(1, abs=0.003)
+    assert (x**3).mean() == pytest.approx(0, abs=0.01)
+    assert (x**4).mean() == pytest.approx(3, abs=0.03)
+    assert (abs(x) > 3).mean() == pytest.approx(0.0027, abs=0.0003)
+    for neighbour in (x[:, 1:] * x[:, :-1], x[1:] * x[:-1], (x**2 - 1)[:, 1:] * (x**2 - 1)[:, :-1]):
+        assert neighbour.mean() == pytest.approx(0, abs=0.008)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_model_starts_with_the_standard_deviations_of_its_family(family: str) -> None:
+    config = small_config(family, hidden_size=128, num_layers=8, init_std=0.05)
+    model = build_model(config)
+    materialise(model, config, seed=1, device="cpu", dtype=torch.float32)
+    residual = 0.05 if family == "bert" else 0.05 / 4
+    for name, parameter in model.named_parameters():
+        if name.endswith(".bias"):
+            assert (parameter == 0).all(), name
+        elif "norm" in name:
+            assert (parameter == 1).all(), name
+        else:
+            std = residual if ("attention.out" in name or "mlp.down" in name) else 0.05
+            if parameter.numel() > 5000:
+                assert parameter.std().item() == pytest.approx(std, rel=0.05), name
+
+
+def test_any_dtype_gets_the_rounded_float32_values() -> None:
+    config = small_config("llama")
+    models = []
+    for dtype in (torch.float32, torch.bfloat16):
+        model = build_model(config)
+        materialise(model, config, seed=9, device="cpu", dtype=dtype)
+        models.append(model)
+    for exact, rounded in zip(models[0].parameters(), models[1].parameters(), strict=True):
+        assert torch.equal(exact.to(torch.bfloat16), rounded)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_head_alone_on_its_stage_starts_like_the_embedding_it_is_tied_to(tied: bool) -> None:
+    config, shape = small_config("gpt2", tie_embeddings=tied), (160, 64)
+    head, embedding = (
+        initial_slice(config, 1, name, shape, (0, 0), shape) for name in ("head.weight", "embed.tokens.weight")
+    )
+    assert np.array_equal(head, embedding) == tied
+
+
+def test_an_unknown_name_is_refused() -> None:
+    with pytest.raises(AssertionError, match="add one to RULES"):
+        rule_of("layers.0.router.weight")

@@ -1,0 +1,55 @@
+"""Losses: sums, counts, and that cutting a batch changes nothing."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from model_samples import random_tokens, small_config, small_model
+from torch.nn import functional as F
+
+from bloomery.model.loss import IGNORE, loss_counts, loss_sums
+
+
+def labels_for(tokens: torch.Tensor) -> torch.Tensor:
+    labels = tokens.roll(-1, dims=1)
+    labels[0, 5:9] = IGNORE
+    labels[1, -1] = IGNORE
+    return labels
+
+
+def test_the_sum_runs_over_valid_tokens_only() -> None:
+    config = small_config("gpt2")
+    tokens = random_tokens(config)
+    labels = labels_for(tokens)
+    logits = small_model(config)(tokens)
+    total = loss_sums(logits, {"lm loss": labels})["lm loss"]
+    chosen = -logits.log_softmax(-1).gather(-1, labels.clamp(min=0)[..., None])[..., 0]
+    torch.testing.assert_close(total, chosen[labels != IGNORE].sum())
+    assert loss_counts({"lm loss": labels}) == {"lm loss": 2 * 32 - 5}
+
+
+def test_cut_batches_add_up_to_the_whole() -> None:
+    config = small_config("llama")
+    model, tokens = small_model(config), random_tokens(config, batch=4)
+    labels = labels_for(tokens)
+    parts = [loss_sums(model(tokens[i : i + 1]), {"lm loss": labels[i : i + 1]})["lm loss"] for i in range(4)]
+    torch.testing.assert_close(sum(parts), loss_sums(model(tokens), {"lm loss": labels})["lm loss"])
+
+
+def test_bert_has_two_losses() -> None:
+    config = small_config("bert")
+    tokens = random_tokens(config)
+    targets = {"lm loss": torch.full_like(tokens, IGNORE), "sop loss": torch.tensor([1, IGNORE])}
+    targets["lm loss"][:, 3] = tokens[:, 3]
+    outputs = small_model(config)(tokens)
+    sums = loss_sums(outputs, targets)
+    assert loss_counts(targets) == {"lm loss": 2, "sop loss": 1}
+    torch.testing.assert_close(sums["lm loss"], F.cross_entropy(outputs[0][:, 3], tokens[:, 3], reduction="sum"))
+    torch.testing.assert_close(sums["sop loss"], -outputs[1][0].log_softmax(-1)[1])
+
+
+def test_sixteen_bit_logits_are_summed_in_fp32() -> None:
+    logits = torch.zeros(1, 4096, 8, dtype=torch.bfloat16)
+    total = loss_sums(logits, {"lm loss": torch.zeros(1, 4096, dtype=torch.long)})["lm loss"]
+    assert total.dtype == torch.float32
+    assert total.item() == pytest.approx(4096 * torch.log(torch.tensor(8.0)).item(), rel=1e-5)

@@ -1,0 +1,99 @@
+"""Every shipped recipe loads, has a plan, has the size it claims, and is the model that gets built."""
+
+from __future__ import annotations
+
+from importlib import resources
+
+import pytest
+
+from bloomery.config.load import load_recipe, shipped_recipes
+from bloomery.config.recipe import Recipe
+from bloomery.model.build import build_model
+from bloomery.sizing.check import load_checked_recipe
+from bloomery.sizing.layout import data_parallel_size, ranks_per_replica, world_size
+from bloomery.sizing.parameters import count_parameters
+from bloomery.sizing.plan import TrainingPlan
+from bloomery.sizing.vocabulary import padded_vocab_size
+
+PARAMETERS = {
+    "bert-large": 336_297_858,
+    "bloom-1.3b": 1_311_629_312,
+    "bloom-176b": 176_247_271_424,
+    "bloom-azure-20b": 23_328_169_984,
+    "bloom-azure-25b": 28_261_044_224,
+    "bloom13b-hostfile": 12_853_626_880,
+    "gpt-1.3b": 1_315_819_520,
+    "gpt3-175b": 174_604_836_864,
+    "gpt3-356m": 355_919_872,
+    "gpt3-64m-smoke": 64_109_568,
+    "llama-1b": 1_100_048_384,
+    "quickstart": 2_197_632,
+    "tr1-13b": 12_853_626_880,
+}
+"""With the padded vocabulary: what is built, trained and saved."""
+
+
+def recipe(name: str) -> Recipe:
+    loaded = load_recipe(name).recipe
+    assert loaded is not None
+    return loaded
+
+
+def test_the_pinned_recipes_are_the_shipped_ones() -> None:
+    assert sorted(PARAMETERS) == shipped_recipes()
+
+
+@pytest.mark.parametrize("name", sorted(PARAMETERS))
+def test_recipe_is_named_after_its_file_and_says_what_it_is(name: str) -> None:
+    text = (resources.files("bloomery") / "recipes" / f"{name}.yaml").read_text(encoding="utf-8")
+    assert text.startswith("# ")
+    assert recipe(name).name == name
+
+
+@pytest.mark.parametrize("name", sorted(PARAMETERS))
+def test_recipe_keeps_every_rule_without_a_warning(name: str) -> None:
+    assert load_checked_recipe(name).warnings == []
+
+
+@pytest.mark.parametrize("name", sorted(PARAMETERS))
+def test_recipe_has_a_plan(name: str) -> None:
+    plan = TrainingPlan.of(recipe(name))
+    assert plan.train_steps > 0
+    assert plan.lr.warmup_samples < plan.lr.decay_samples
+    assert plan.save_steps()
+
+
+@pytest.mark.parametrize("name", sorted(PARAMETERS))
+def test_every_batch_of_the_recipe_divides_over_its_ranks(name: str) -> None:
+    loaded = recipe(name)
+    assert world_size(loaded) == data_parallel_size(loaded) * ranks_per_replica(loaded)
+    samples_at_once = loaded.batch.micro_batch_size * data_parallel_size(loaded)
+    for level in TrainingPlan.of(loaded).batch.levels():
+        assert level.global_batch % samples_at_once == 0, level
+    assert loaded.model.num_heads % loaded.parallel.tp == 0
+    assert padded_vocab_size(loaded.model) % loaded.parallel.tp == 0
+
+
+@pytest.mark.parametrize("name", sorted(PARAMETERS))
+def test_parameter_count_is_pinned(name: str) -> None:
+    model = recipe(name).model
+    assert count_parameters(model, vocab_size=padded_vocab_size(model)).total == PARAMETERS[name]
+
+
+@pytest.mark.parametrize("name", sorted(PARAMETERS))
+def test_the_built_model_has_as_many_parameters_as_counted(name: str) -> None:
+    model = build_model(recipe(name).model)
+    assert sum(parameter.numel() for parameter in model.parameters()) == PARAMETERS[name]
+
+
+def test_tr1_keeps_the_loss_scale_of_its_ds_config() -> None:
+    tr1 = recipe("tr1-13b")
+    scale = tr1.loss_scale
+    assert tr1.precision == "fp16"
+    assert (scale.initial, scale.window.count, scale.hysteresis, scale.min) == (4096.0, 500, 2, 1.0)
+
+
+def test_the_hostfile_recipe_is_tr1_in_bf16_on_other_machines() -> None:
+    tr1, habana = recipe("tr1-13b"), recipe("bloom13b-hostfile")
+    assert (habana.model, habana.batch, habana.lr, habana.seed) == (tr1.model, tr1.batch, tr1.lr, tr1.seed)
+    assert (habana.precision, habana.train.exit_after, data_parallel_size(habana)) == ("bf16", None, 4)
