@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from model_samples import FAMILIES, perturb, random_tokens, small_config, small_model
 
 from bloomery.base.errors import DataError, RecipeError
 from bloomery.checkpoint.hf.maps import from_hf, hf_config, to_hf
 from bloomery.config.recipe import ModelSection
+from model_samples import FAMILIES, perturb, random_tokens, small_config, small_model
 
 transformers = pytest.importorskip("transformers")
 

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from model_samples import DECODERS, FAMILIES, random_tokens, small_config, small_model
 
 from bloomery.model.build import build_model, materialise
 from bloomery.model.positions import alibi_slopes
 from bloomery.sizing.vocabulary import padded_vocab_size
+from model_samples import DECODERS, FAMILIES, random_tokens, small_config, small_model
 
 BLOCK = ["attention_norm", "attention.qkv", "attention.out", "mlp_norm", "mlp.up", "mlp.down"]
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from model_samples import random_tokens, small_config, small_model
 from torch import nn
 
 from bloomery.model.generate import generate
+from model_samples import random_tokens, small_config, small_model
 
 CONFIG = small_config("bloom", seq_length=16)
 LIMITS: dict[str, Any] = {"vocab_size": CONFIG.vocab_size, "seq_length": CONFIG.seq_length}

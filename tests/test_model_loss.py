@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from model_samples import random_tokens, small_config, small_model
 from torch.nn import functional as F
 
 from bloomery.model.loss import IGNORE, loss_counts, loss_sums
+from model_samples import random_tokens, small_config, small_model
 
 
 def labels_for(tokens: torch.Tensor) -> torch.Tensor:

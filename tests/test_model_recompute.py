@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from model_samples import FAMILIES, random_tokens, small_config, small_model
 
 from bloomery.model.recompute import apply_recompute
+from model_samples import FAMILIES, random_tokens, small_config, small_model
 
 
 def measure(model: Any, tokens: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor], int]:

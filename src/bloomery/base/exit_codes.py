@@ -9,7 +9,7 @@ USAGE = 2
 DATA = 3
 """An input is missing, damaged or does not fit: shards, tokenizer, checkpoint."""
 DIVERGED = 4
-"""Training was stopped by its own numbers: NaN losses, or a loss scale at its minimum. The last good state was saved."""
+"""Training stopped itself: NaN losses, or a loss scale at its minimum. The last good state was saved."""
 STORAGE = 5
 """The run folder could not be written: read-only, no permission, disk full."""
 INTERRUPTED = 130

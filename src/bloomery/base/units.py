@@ -53,7 +53,7 @@ def parse_amount(text: str, *, units: tuple[AmountUnit, ...] = ("steps", "sample
     count = Decimal(number.replace("_", "").replace(",", "")) * _MULTIPLIERS[multiplier]
     if count != int(count):
         raise ValueError(f"{text!r} is not a whole number of {unit}")
-    return Amount(int(count), unit)  # type: ignore[arg-type]
+    return Amount(int(count), unit)
 
 
 def parse_duration(text: str) -> Duration:

@@ -1,7 +1,7 @@
 """The checkpoint folder: names, the manifest that makes a folder whole, and `latest`.
 
-    checkpoints/step-00000100/   tensors (DCP files), state.json, recipe.yaml, and manifest.json, written last
-    checkpoints/latest           the name of a complete checkpoint
+checkpoints/step-00000100/   tensors (DCP files), state.json, recipe.yaml, and manifest.json, written last
+checkpoints/latest           the name of a complete checkpoint
 """
 
 from __future__ import annotations
@@ -80,7 +80,9 @@ def verify(folder: Path) -> None:
             problems.append(Problem(f"{name} has been changed since it was saved", place=str(folder)))
     if problems:
         whole = [path.name for path in complete_checkpoints(folder.parent) if path != folder]
-        remedy = f"use another checkpoint: {', '.join(whole)}" if whole else "there is no other checkpoint in this folder"
+        remedy = (
+            f"use another checkpoint: {', '.join(whole)}" if whole else "there is no other checkpoint in this folder"
+        )
         raise DataError([*problems, Problem(f"checkpoint {folder.name} is damaged", remedy=remedy, place=str(folder))])
 
 

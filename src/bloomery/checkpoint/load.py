@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
+import torch.distributed.checkpoint.state_dict_loader as dcp
 from torch import Tensor, nn
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from bloomery.base.errors import DataError, Problem
 from bloomery.checkpoint.folder import verify
@@ -22,7 +24,8 @@ from bloomery.model.build import build_model
 
 def read_state(folder: Path) -> dict[str, Any]:
     """What the training loop saved beside the tensors."""
-    return json.loads((folder / "state.json").read_text())
+    facts: dict[str, Any] = json.loads((folder / "state.json").read_text())
+    return facts
 
 
 def read_recipe_of(folder: Path) -> Recipe:
@@ -34,19 +37,22 @@ def read_recipe_of(folder: Path) -> Recipe:
 
 def load_tensors(folder: Path, tensors: Mapping[str, Tensor]) -> None:
     """Fill the given tensors in place; others in the checkpoint are left alone. DataError names what does not fit."""
-    saved = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
+    saved = FileSystemReader(folder).read_metadata().state_dict_metadata
     problems = []
     for name, tensor in tensors.items():
-        if name not in saved:
+        facts = saved.get(name)
+        if not isinstance(facts, TensorStorageMetadata):
             problems.append(Problem(f"{name} is not in the checkpoint", place=str(folder)))
-        elif tuple(saved[name].size) != tuple(tensor.shape):
-            what = f"{name} is {tuple(saved[name].size)} in the checkpoint and {tuple(tensor.shape)} in the recipe"
+        elif tuple(facts.size) != tuple(tensor.shape):
+            what = f"{name} is {tuple(facts.size)} in the checkpoint and {tuple(tensor.shape)} in the recipe"
             problems.append(Problem(what, place=str(folder)))
     if problems:
-        raise DataError([*problems, Problem("the checkpoint does not fit this recipe", remedy="use the recipe it came from")])
+        raise DataError(
+            [*problems, Problem("the checkpoint does not fit this recipe", remedy="use the recipe it came from")]
+        )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # dcp warns that no process group exists: that is what no_dist says
-        dcp.load(dict(tensors), storage_reader=dcp.FileSystemReader(folder), no_dist=True)
+        dcp.load(dict(tensors), storage_reader=FileSystemReader(folder), no_dist=True)
 
 
 def load_model(folder: Path, *, device: torch.device) -> tuple[Recipe, nn.Module]:

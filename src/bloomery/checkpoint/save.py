@@ -1,4 +1,4 @@
-"""Write a checkpoint so that a crash at any moment leaves the older ones whole and nothing half-made under a real name."""
+"""Write a checkpoint so that a crash at any moment leaves the older ones whole and no half-made one looks real."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
+import torch.distributed.checkpoint.state_dict_saver as dcp
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 from bloomery.base.errors import Problem, StorageError
 from bloomery.base.storage import write_atomically
@@ -35,7 +37,7 @@ def save_checkpoint(
                 shutil.rmtree(debris)
         _require_room(root, tensors)
         draft.mkdir(parents=True)
-        writer = dcp.FileSystemWriter(draft, single_file_per_rank=True, sync_files=True)
+        writer = FileSystemWriter(draft, single_file_per_rank=True, sync_files=True)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # dcp warns that no process group exists: that is what no_dist says
             dcp.save(dict(tensors), storage_writer=writer, no_dist=True)
@@ -47,7 +49,7 @@ def save_checkpoint(
     except StorageError:
         shutil.rmtree(draft, ignore_errors=True)
         raise
-    except (OSError, RuntimeError, dcp.api.CheckpointException) as error:
+    except (OSError, RuntimeError, CheckpointException) as error:
         # torch reports a full disk as a RuntimeError or wraps it; either way the save did not happen.
         shutil.rmtree(draft, ignore_errors=True)
         what = f"the checkpoint of step {step} could not be written: {_first_line(error)}"

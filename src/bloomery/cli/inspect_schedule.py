@@ -37,7 +37,11 @@ def schedule_facts(recipe: Recipe, *, at_steps: list[int], at_samples: list[int]
         "train_samples": plan.train_samples,
         "train_tokens": plan.train_tokens,
         "levels": [
-            {"global_batch": level.global_batch, "first_step": level.first_step, "consumed_samples": level.consumed_samples}
+            {
+                "global_batch": level.global_batch,
+                "first_step": level.first_step,
+                "consumed_samples": level.consumed_samples,
+            }
             for level in plan.batch.levels()
         ],
         "warmup_samples": plan.lr.warmup_samples,
@@ -78,7 +82,9 @@ def _schedule_text(facts: dict[str, Any]) -> str:
         if level is None:
             lines.append(f"{'...':>12}   ({len(levels) - 12} more levels, all with --json)")
         else:
-            lines.append(f"{level['global_batch']:>12,}   {level['first_step']:>10,}   {level['consumed_samples']:>17,}")
+            lines.append(
+                f"{level['global_batch']:>12,}   {level['first_step']:>10,}   {level['consumed_samples']:>17,}"
+            )
     lines += ["", f"warm-up: {facts['warmup_samples']:,} samples, really ends at step {facts['warmup_ends_at_step']:,}"]
     if facts["decay_samples"] is not None:
         lines.append(f"decay ends at {facts['decay_samples']:,} samples")

@@ -1,1 +1,1 @@
-"""Floor 1: the recipe. `recipe` has the sections, `load` reads YAML, `check` has the cross-field rules, `describe` explains."""
+"""Floor 1: the recipe. `recipe` has the sections, `load` reads YAML, `describe` says it back."""

@@ -15,7 +15,13 @@ from bloomery.config.recipe import Recipe
 
 _NOT_SCIENCE = ("name", "prepare", "parallel", "checkpoint", "monitor", "launch")
 """Sections that may change without changing what is learned."""
-_NOT_SCIENCE_FIELDS = ("batch.micro_batch_size", "train.exit_after", "train.evaluate", "train.compile", "data.cache_dir")
+_NOT_SCIENCE_FIELDS = (
+    "batch.micro_batch_size",
+    "train.exit_after",
+    "train.evaluate",
+    "train.compile",
+    "data.cache_dir",
+)
 
 
 @dataclass(frozen=True)

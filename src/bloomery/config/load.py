@@ -92,7 +92,8 @@ def _read_with_bases(name: str, beside: Path | None, draft: Draft, chain: list[s
             draft.problems.append(Problem(f"base goes round in a circle: {loop}", place=base_place))
         else:
             below = _read_with_bases(base, folder, draft, [*chain, file])
-            return _merge(below, raw, "", draft.places, places)
+            merged: dict[str, Any] = _merge(below, raw, "", draft.places, places)
+            return merged
     draft.places.update(places)
     draft.places.pop("", None)
     return raw

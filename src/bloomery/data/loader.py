@@ -7,12 +7,11 @@ from collections.abc import Callable
 from queue import SimpleQueue
 from typing import Self
 
-from bloomery.data.batch import Batch, GlobalBatch, Source, read_batch
-
-__all__ = ["Batch", "GlobalBatch", "Loader", "Source", "read_batch"]
+from bloomery.data.batch import GlobalBatch, Source, read_batch
 
 _DEPTH = 2
-"""Global batches read ahead. One thread and no worker processes: it reads some 100 Mtokens/s, a GPU takes 0.05."""
+"""Global batches read ahead. One thread is enough: with a warm cache it read 6 to 8 Mtokens/s in micro-batches of one
+sample of 2048 tokens and 40 to 89 in those of 64, on one core; a 1B model on an H200 takes 0.05."""
 
 
 class Loader:

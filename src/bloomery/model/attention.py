@@ -138,7 +138,8 @@ class Attention(nn.Module):
         if context.rotary is not None:
             q_BSHD, k_BSKD = rotate(q_BSHD, context.rotary), rotate(k_BSKD, context.rotary)
         o_BHSD = self.core(q_BSHD.transpose(1, 2), k_BSKD.transpose(1, 2), v_BSKD.transpose(1, 2), context)
-        return self.out(o_BHSD.transpose(1, 2).flatten(2))
+        out_BSE: Tensor = self.out(o_BHSD.transpose(1, 2).flatten(2))
+        return out_BSE
 
 
 def _dense_bias(
@@ -158,9 +159,7 @@ def _dense_bias(
     return bias if mask is None else bias.masked_fill(~mask, float("-inf"))
 
 
-def _block_mask(
-    causal: bool, seq_length: int, device: torch.device, document_ids: Tensor | None
-) -> BlockMask | None:
+def _block_mask(causal: bool, seq_length: int, device: torch.device, document_ids: Tensor | None) -> BlockMask | None:
     def is_causal(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         return q >= k
 
@@ -189,21 +188,18 @@ def _compiled_flex() -> Callable[..., Tensor]:
 def _flex(q: Tensor, k: Tensor, v: Tensor, context: AttentionContext, dropout: float) -> Tensor:
     assert dropout == 0, "FlexAttention has no dropout"
     direct = torch.compiler.is_compiling() or q.device.type == "cpu"
-    function = flex_attention if direct else _compiled_flex()
+    function: Any = flex_attention if direct else _compiled_flex()
     grouped = q.shape[1] != k.shape[1]
-    return function(q, k, v, score_mod=context.score_mod, block_mask=context.block_mask, enable_gqa=grouped)
+    out: Tensor = function(q, k, v, score_mod=context.score_mod, block_mask=context.block_mask, enable_gqa=grouped)
+    return out
 
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, context: AttentionContext, dropout: float) -> Tensor:
     grouped = q.shape[1] != k.shape[1]
     if q.device.type != "cuda":
-        return F.scaled_dot_product_attention(
-            q, k, v, dropout_p=dropout, is_causal=context.causal, enable_gqa=grouped
-        )
+        return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=context.causal, enable_gqa=grouped)
     with sdpa_kernel(_FASTEST_FIRST, set_priority=True):
-        return F.scaled_dot_product_attention(
-            q, k, v, dropout_p=dropout, is_causal=context.causal, enable_gqa=grouped
-        )
+        return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=context.causal, enable_gqa=grouped)
 
 
 def _biased(q: Tensor, k: Tensor, v: Tensor, context: AttentionContext, dropout: float) -> Tensor:

@@ -34,7 +34,8 @@ class Block(nn.Module):
 
     def _post_norm(self, x: Tensor, context: AttentionContext) -> Tensor:
         x = self.attention_norm(x + self._drop(self.attention(x, context)))
-        return self.mlp_norm(x + self._drop(self.mlp(x)))
+        out: Tensor = self.mlp_norm(x + self._drop(self.mlp(x)))
+        return out
 
     def _drop(self, x: Tensor) -> Tensor:
         return F.dropout(x, self.dropout, self.training)

@@ -60,8 +60,8 @@ class Decoder(nn.Module):
         tie(self.head, self.embed, self.config)
 
     def rebuild_buffers(self, device: torch.device | str) -> None:
-        """Make the buffers anew: they are not in checkpoints, and `to_empty` leaves garbage in them. Always fp32, always
-        for all heads: cut them afterwards."""
+        """Make the buffers anew: they are not in checkpoints, and `to_empty` leaves garbage in them. Always fp32,
+        always for all heads: cut them afterwards."""
         if self.slopes is not None:
             self.slopes = alibi_slopes(self.config.num_heads).to(device)
 

@@ -33,6 +33,4 @@ def loss_counts(targets: Mapping[str, Tensor]) -> dict[str, int]:
 
 
 def _summed_cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
-    return F.cross_entropy(
-        logits.flatten(0, -2).float(), labels.flatten(), ignore_index=IGNORE, reduction="sum"
-    )
+    return F.cross_entropy(logits.flatten(0, -2).float(), labels.flatten(), ignore_index=IGNORE, reduction="sum")

@@ -30,6 +30,7 @@ class MLP(nn.Module):
         self.down = nn.Linear(wide, narrow, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.gate is None:
-            return self.down(self.activation(self.up(x)))
-        return self.down(self.activation(self.gate(x)) * self.up(x))
+        up: Tensor = self.up(x)
+        wide = self.activation(up) if self.gate is None else self.activation(self.gate(x)) * up
+        narrow: Tensor = self.down(wide)
+        return narrow

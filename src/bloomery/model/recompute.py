@@ -26,6 +26,6 @@ def run(function: Callable[..., Tensor], *args: Any, recompute: bool) -> Tensor:
 def apply_recompute(model: nn.Module, mode: Recompute) -> None:
     """Set what `model` (a Decoder or an Encoder) recomputes: nothing, the attention cores (their scores are not
     stored) or whole blocks (only the input of each is stored). May be called again to change it."""
-    for block in cast(nn.ModuleDict, model.layers).values():
+    for block in cast(Any, model.layers).values():
         block.recompute = mode == "full"
         block.attention.core.recompute = mode == "selective"

@@ -10,7 +10,6 @@ from typing import TextIO
 
 from rich.console import Console as RichConsole
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
-from rich.table import Column
 from rich.text import Text
 
 from bloomery.base.units import format_count, format_seconds
@@ -79,28 +78,33 @@ class Console:
         if self._rich is None or self._file is None:
             return
         elapsed = format_seconds(time.monotonic() - self._started)
+        done = f"{record.step}/{self.train_steps}"
+        bar_width = 16 if self._rich.width >= 120 else 8
+        # Cut here: left to itself, rich gives up the bar and the step before the end of this text.
+        room = max(8, self._rich.width - len(done) - bar_width - 3)
         status = f"{_status(record)} · {elapsed} elapsed"
+        status = status if len(status) <= room else status[: room - 1] + "…"
         try:
             if self._progress is None:
-                # No refresh thread: the bar moves when a step is logged, and a calm terminal can be copied from.
-                columns = (
-                    TextColumn("{task.description}"),
-                    BarColumn(bar_width=16),
-                    _one_line("{task.fields[status]}"),
-                )
-                self._progress = Progress(*columns, console=self._rich, auto_refresh=False, expand=False)
-                self._bar = self._progress.add_task("", total=self.train_steps, status="")
+                self._progress = _progress(self._rich, bar_width=bar_width)
+                self._bar = self._progress.add_task(done, total=self.train_steps, completed=record.step, status=status)
                 self._progress.start()
             assert self._bar is not None
-            description = f"{record.step}/{self.train_steps}"
-            self._progress.update(self._bar, completed=record.step, description=description, status=status)
+            self._progress.update(self._bar, completed=record.step, description=done, status=status)
             self._progress.refresh()
         except (OSError, ValueError):
             self._file = None
 
 
-def _one_line(template: str) -> TextColumn:
-    return TextColumn(template, markup=False, table_column=Column(no_wrap=True, overflow="ellipsis"))
+def _progress(console: RichConsole, *, bar_width: int) -> Progress:
+    """No refresh thread: the bar moves when a step is logged, and a calm terminal can be copied from."""
+    return Progress(
+        TextColumn("{task.description}", markup=False),
+        BarColumn(bar_width),
+        TextColumn("{task.fields[status]}", markup=False),
+        console=console,
+        auto_refresh=False,
+    )
 
 
 def _step_line(record: StepRecord) -> str:
@@ -115,10 +119,11 @@ def _step_line(record: StepRecord) -> str:
 
 
 def _status(record: StepRecord) -> str:
+    """The most important first: a narrow terminal cuts the end."""
     main = record.losses.get(names.MAIN_LOSS, next(iter(record.losses.values()), math.nan))
     return (
-        f"loss {_loss(main)} · lr {record.lr:.3g} · {format_count(record.tokens_per_second)} tok/s"
-        f" · {_number(record.tflops)} TFLOP/s · MFU {_mfu(record)} · ETA {_eta(record)}"
+        f"ETA {_eta(record)} · loss {_loss(main)} · {format_count(record.tokens_per_second)} tok/s"
+        f" · MFU {_mfu(record)} · {_number(record.tflops)} TFLOP/s · lr {record.lr:.3g}"
     )
 
 

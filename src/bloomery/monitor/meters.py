@@ -29,6 +29,7 @@ class IntervalMeter:
     def __init__(self, partial: Mapping[str, Any] | None = None) -> None:
         """`partial`: what a checkpoint kept of an interval that a stop cut in two."""
         self._started = self._last_step_at = time.monotonic()
+        self._losses: dict[str, float] = {}
         self._clear()
         if partial:
             self._losses = dict(partial["losses"])
@@ -88,6 +89,6 @@ class IntervalMeter:
             self._last_step_at += away
 
     def _clear(self) -> None:
-        self._losses: dict[str, float] = {}
+        self._losses = {}
         self._grad_norm = 0.0
         self._steps = self._samples = self._skipped = self._nan = 0

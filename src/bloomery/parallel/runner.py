@@ -34,7 +34,9 @@ class Runner(Protocol):
 class PlainRunner:
     """One process, one device."""
 
-    def __init__(self, model: nn.Module, *, device: torch.device, compile_model: bool, dropout_seed: int | None) -> None:
+    def __init__(
+        self, model: nn.Module, *, device: torch.device, compile_model: bool, dropout_seed: int | None
+    ) -> None:
         self.gradients = GradientSum(list(model.parameters()))
         self._model = model
         self._device = device
@@ -54,7 +56,7 @@ class PlainRunner:
             self._seed_dropout(step, i)
             sums = self._sums_of(*self._on_device(micro_batch))
             means = {name: total / batch.counts[name] for name, total in sums.items()}
-            (torch.stack(list(means.values())).sum() * loss_scale).backward()
+            torch.autograd.backward(torch.stack(list(means.values())).sum() * loss_scale)
             self.gradients.absorb()
             for name, mean in means.items():
                 losses[name] = losses[name] + mean.detach() if name in losses else mean.detach()

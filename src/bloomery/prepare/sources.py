@@ -13,8 +13,10 @@ from bloomery.base.errors import DataError, Problem
 
 STDLIB = "python-stdlib"
 """The source that is on every machine: the source files of this Python's standard library."""
-_NOT_STDLIB = frozenset(("site-packages", "dist-packages", "__pycache__", "test", "tests", "idlelib", "lib2to3"))
-"""Not part of it, or missing from the Pythons of some distributions."""
+_NOT_STDLIB = frozenset(
+    ("site-packages", "dist-packages", "__pycache__", "test", "tests", "idlelib", "lib2to3", "encodings")
+)
+"""Not part of it, missing from the Pythons of some distributions, or (encodings) tables rather than text."""
 
 
 @dataclass(frozen=True)

@@ -305,7 +305,10 @@ def _data(recipe: Recipe, draft: Draft) -> Iterator[Finding]:
     data, evaluate = recipe.data, recipe.train.evaluate
     if recipe.prepare and recipe.tokenizer is None:
         yield Finding(
-            ("prepare", "tokenizer"), "prepare is set but tokenizer is not", "text needs one", "add `tokenizer: {path: ...}`"
+            ("prepare", "tokenizer"),
+            "prepare is set but tokenizer is not",
+            "text needs one",
+            "add `tokenizer: {path: ...}`",
         )
     if data is None:
         return
@@ -356,10 +359,15 @@ def _phases(recipe: Recipe, draft: Draft) -> Iterator[Finding]:
     for i, phase in enumerate(phases):
         path = (f"checkpoint.phases.{i}", "checkpoint.phases", "checkpoint")
         if phase.every.count < 1:
-            yield Finding(path, "a checkpoint phase saves every 0 steps", "it needs at least 1", "use `every: 1000 steps`")
+            yield Finding(
+                path, "a checkpoint phase saves every 0 steps", "it needs at least 1", "use `every: 1000 steps`"
+            )
         if i + 1 < len(phases) and phase.until is None:
             yield Finding(
-                path, f"checkpoint.phases.{i} has no `until`", "only the last phase may go on for ever", "add `until: N steps`"
+                path,
+                f"checkpoint.phases.{i} has no `until`",
+                "only the last phase may go on for ever",
+                "add `until: N steps`",
             )
         elif i + 1 == len(phases) and phase.until is not None:
             yield Finding(

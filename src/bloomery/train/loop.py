@@ -16,7 +16,7 @@ from bloomery.train.stop import StopReason
 
 
 def train(run: Run, state: TrainState) -> StopReason:
-    """Train until a rule says stop; everything is saved and said when this returns. DivergedError if the numbers broke."""
+    """Train until a rule says stop; all is saved and said when this returns. DivergedError if the numbers broke."""
     run.journal.event("start", state.step, **run.start_facts)
     with run.stop.listening():
         while (stop := run.stop.reason(state)) is None:

@@ -1,4 +1,4 @@
-"""Dynamic loss scale for fp16: grows after a window of clean steps, shrinks on overflow once its patience is used up."""
+"""Dynamic loss scale for fp16: grows after a window of clean steps, shrinks on overflow when patience runs out."""
 
 from __future__ import annotations
 
@@ -31,7 +31,9 @@ class LossScale:
                 return
             if self.scale <= section.min:
                 what = f"gradients overflow even at the smallest loss scale, {section.min}"
-                remedy = "lower lr.peak, use bf16, or go back to an earlier checkpoint and skip this data with train.skip"
+                remedy = (
+                    "lower lr.peak, use bf16, or go back to an earlier checkpoint and skip this data with train.skip"
+                )
                 raise DivergedError(Problem(what, "fp16 cannot hold these gradients", remedy))
             self.scale = max(self.scale / 2, section.min)
             return

@@ -25,7 +25,11 @@ class Optimizer:
     """Owns the fp32 truth. If the model computes in 16 bits, its parameters are copies that follow the masters."""
 
     def __init__(
-        self, named_parameters: Iterable[tuple[str, nn.Parameter]], section: OptimizerSection, *, compute_dtype: torch.dtype
+        self,
+        named_parameters: Iterable[tuple[str, nn.Parameter]],
+        section: OptimizerSection,
+        *,
+        compute_dtype: torch.dtype,
     ) -> None:
         self._names, self._parameters = (list(column) for column in zip(*named_parameters, strict=True))
         self._clip_norm = section.clip_grad_norm

@@ -145,9 +145,13 @@ def refuse_what_one_process_cannot_do(recipe: Recipe) -> None:
         remedy = "override parallel.tp=1 parallel.pp=1 parallel.cp=1 launch=null to try it on one device"
         problems.append(Problem(what, "this version trains on one process", remedy))
     if recipe.precision == "fp8":
-        problems.append(Problem("precision is fp8", "this version computes in fp32, bf16 or fp16", "use precision=bf16"))
+        problems.append(
+            Problem("precision is fp8", "this version computes in fp32, bf16 or fp16", "use precision=bf16")
+        )
     if recipe.monitor.carbon is not None:
-        problems.append(Problem("monitor.carbon is set", "this version does not measure emissions", "monitor.carbon=null"))
+        problems.append(
+            Problem("monitor.carbon is set", "this version does not measure emissions", "monitor.carbon=null")
+        )
     if recipe.model.family == "bert":
         rule = "this version has no masked samples yet, so bert can be built, counted and exported but not trained"
         problems.append(Problem("model.family is bert", rule))
@@ -157,11 +161,16 @@ def refuse_what_one_process_cannot_do(recipe: Recipe) -> None:
         if recipe.data.order != "timeless":
             rule = "this version has the timeless order only"
             problems.append(Problem(f"data.order is {recipe.data.order}", rule, "use data.order=timeless"))
-        groups = {"data.train": recipe.data.train, **{f"data.validation.{k}": v for k, v in recipe.data.validation.items()}}
+        groups = {
+            "data.train": recipe.data.train,
+            **{f"data.validation.{k}": v for k, v in recipe.data.validation.items()},
+        }
         for path, sources in groups.items():
             if len(sources) > 1:
                 rule = "this version reads one source per group"
-                problems.append(Problem(f"{path} has {len(sources)} sources", rule, "join them with `bloomery prepare`"))
+                problems.append(
+                    Problem(f"{path} has {len(sources)} sources", rule, "join them with `bloomery prepare`")
+                )
     if problems:
         raise RecipeError(problems)
 
@@ -185,8 +194,11 @@ def open_data(recipe: Recipe) -> Iterator[Data]:
             tokenizer = Tokenizer.load(recipe.tokenizer.path)
             tokenizer_hash = tokenizer.content_hash
             if tokenizer.vocab_size > recipe.model.vocab_size:
-                what = f"the tokenizer has {tokenizer.vocab_size} entries but model.vocab_size is {recipe.model.vocab_size}"
-                problems.append(Problem(what, remedy=f"use model.vocab_size={tokenizer.vocab_size}", place=tokenizer.path))
+                have, room = tokenizer.vocab_size, recipe.model.vocab_size
+                what = f"the tokenizer has {have} entries but model.vocab_size is {room}"
+                problems.append(
+                    Problem(what, remedy=f"use model.vocab_size={tokenizer.vocab_size}", place=tokenizer.path)
+                )
         except DataError as error:
             problems += error.problems
     wanted: list[tuple[str, str, str]] = [("train", recipe.data.train[0].path, "train" if recipe.data.split else "all")]
@@ -213,10 +225,15 @@ def open_data(recipe: Recipe) -> Iterator[Data]:
                 continue  # the same shard, checked already
             manifest = read_manifest(path)
             if manifest is None:
-                warnings.append(f"{path} has no {manifest_path('').lstrip('/')}: tokenizer and vocabulary were not checked")
+                warnings.append(
+                    f"{path} has no {manifest_path('').lstrip('/')}: tokenizer and vocabulary were not checked"
+                )
             else:
                 problems += check_fits(
-                    manifest, tokenizer_hash=tokenizer_hash, vocab_size=recipe.model.vocab_size, place=manifest_path(path)
+                    manifest,
+                    tokenizer_hash=tokenizer_hash,
+                    vocab_size=recipe.model.vocab_size,
+                    place=manifest_path(path),
                 )
         if problems:
             raise DataError(problems)
@@ -309,7 +326,5 @@ def _start_facts(recipe: Recipe, device: torch.device, past: _Past) -> dict[str,
 
 def _greeting(facts: Mapping[str, Any], plan: TrainingPlan, past: _Past) -> str:
     how = f"resumed at step {past.state.step:,}" if past.checkpoint else "from the beginning"
-    return (
-        f"{facts['recipe']}: {format_count(facts['parameters'])} parameters, {facts['precision']} on {facts['device']}, "
-        f"{plan.train_steps:,} steps, {how}"
-    )
+    size, where = format_count(facts["parameters"]), f"{facts['precision']} on {facts['device']}"
+    return f"{facts['recipe']}: {size} parameters, {where}, {plan.train_steps:,} steps, {how}"

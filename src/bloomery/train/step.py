@@ -57,9 +57,13 @@ def settle(run: Run, state: TrainState) -> None:
     state.skipped_updates += skipped
     state.nan_steps += is_nan
     state.nan_steps_in_a_row = state.nan_steps_in_a_row + 1 if is_nan else 0
-    run.stop.time_step(run.meter.add(losses, grad_norm=grad_norm, samples=pending.global_batch, skipped=skipped, nan=is_nan))
+    run.stop.time_step(
+        run.meter.add(losses, grad_norm=grad_norm, samples=pending.global_batch, skipped=skipped, nan=is_nan)
+    )
     if skipped:
-        run.journal.event("skipped_update", pending.step, losses=losses, grad_norm=grad_norm, loss_scale=pending.loss_scale)
+        run.journal.event(
+            "skipped_update", pending.step, losses=losses, grad_norm=grad_norm, loss_scale=pending.loss_scale
+        )
     if state.nan_steps_in_a_row >= run.recipe.train.stop_after_nan_steps:
         text = f"{state.nan_steps_in_a_row} steps in a row had a loss or gradient that is not a number"
         run.stop.request(StopReason("diverged", text))

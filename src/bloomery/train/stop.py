@@ -32,7 +32,7 @@ class StopReason:
 
 
 class StopRules:
-    """Asked once before every step. Signals only set a flag; the loop stops between two steps, with everything saved."""
+    """Asked once before every step. Signals only set a flag; the loop stops between two steps, all saved."""
 
     def __init__(
         self, plan: TrainingPlan, *, exit_after: Amount | Duration | None, control: Path, save_seconds_estimate: float

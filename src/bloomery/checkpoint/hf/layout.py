@@ -61,14 +61,14 @@ def separate_qkv(ours: str, theirs: Sequence[str], part: str, config: ModelSecti
 def split_qkv(fused: Tensor, config: ModelSection) -> list[Tensor]:
     """Query, key and value rows, each by head, of [num_kv_heads, q_per_kv + 2, head_dim] rows (weight or bias)."""
     head_dim = config.hidden_size // config.num_heads
-    groups = fused.unflatten(0, (config.num_kv_heads, -1, head_dim))
+    groups = fused.reshape(config.num_kv_heads, -1, head_dim, *fused.shape[1:])
     return [part.flatten(0, 2) for part in (groups[:, :-2], groups[:, -2:-1], groups[:, -1:])]
 
 
 def join_qkv(parts: Sequence[Tensor], config: ModelSection) -> Tensor:
     """The inverse of `split_qkv`."""
     head_dim = config.hidden_size // config.num_heads
-    groups = [part.unflatten(0, (config.num_kv_heads, -1, head_dim)) for part in parts]
+    groups = [part.reshape(config.num_kv_heads, -1, head_dim, *part.shape[1:]) for part in parts]
     return torch.cat(groups, dim=1).flatten(0, 2)
 
 

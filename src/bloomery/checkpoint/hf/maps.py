@@ -18,8 +18,8 @@ _FAMILIES: dict[Family, ModuleType] = {"gpt2": gpt2, "bloom": bloom, "llama": ll
 
 
 def to_hf(state: Mapping[str, Tensor], config: ModelSection) -> dict[str, Tensor]:
-    """Their state dict from ours (by parameter name). Padded vocabulary rows are dropped. As `save_pretrained` does, tied
-    copies (lm_head.weight) are left out. Tensors may share memory with `state`."""
+    """Their state dict from ours (by parameter name). Padded vocabulary rows are dropped. Tied copies
+    (lm_head.weight) are left out, as `save_pretrained` does. Tensors may share memory with `state`."""
     if config.family == "bloom" and config.ffn_hidden_size != 4 * config.hidden_size:
         raise RecipeError(
             Problem(
@@ -40,7 +40,7 @@ def from_hf(state: Mapping[str, Tensor], config: ModelSection) -> dict[str, Tens
 
 
 def hf_config(config: ModelSection) -> dict[str, Any]:
-    """What goes into config.json. The token ids (bos, eos, pad) are null: only the tokenizer knows them, so the exporter
-    fills them in, with the dtype."""
+    """What goes into config.json. The token ids (bos, eos, pad) are null: only the tokenizer knows them, so the
+    exporter fills them in, with the dtype."""
     config_json: dict[str, Any] = _FAMILIES[config.family].hf_config(config)
     return config_json

@@ -1,0 +1,92 @@
+"""`bloomery quickstart`: the whole way, each part by the command a user would type."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+from pathlib import Path
+
+from bloomery.base import exit_codes
+from bloomery.base.clock import job_seconds
+from bloomery.base.units import format_seconds
+from bloomery.cli.recipe_argument import load
+from bloomery.config.recipe import Recipe
+from bloomery.sizing.plan import TrainingPlan
+
+PROMPT = "def read(self, "
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("overrides", metavar="section.field=value", nargs="*", help="override fields of the recipe")
+    parser.add_argument("--run-dir", type=Path, default=Path("runs/quickstart"), help="folder of the run")
+    parser.add_argument("--device", help="cpu, cuda, ...; default: this machine's accelerator")
+
+
+def run(args: argparse.Namespace) -> int:
+    args.recipe = "quickstart"
+    recipe = load(args).recipe
+    assert recipe.tokenizer is not None
+    run_dir, device = str(args.run_dir), ["--device", args.device] if args.device else []
+    vocabulary = ["--vocab-size", str(recipe.model.vocab_size), "--output", recipe.tokenizer.path]
+    for_data = [text for text in args.overrides if text.split("=")[0].split(".")[0] in ("seed", "tokenizer", "prepare")]
+    train = ["train", "quickstart", *args.overrides, "--run-dir", run_dir, *device]
+    half = f"train.exit_after={TrainingPlan.of(recipe).train_steps // 2} steps"
+    prompt = ["--prompt", PROMPT, "--max-new-tokens", "80", *device]
+    is_new = not (args.run_dir / "checkpoints" / "latest").is_file()
+    chapters: list[tuple[str, list[list[str]]]] = [
+        (
+            "Tokenizer: byte-level BPE from this Python's own source files",
+            [["tokenizer", "train", "python-stdlib", *vocabulary]],
+        ),
+        ("Shards", [["prepare", "quickstart", *for_data]]),
+        ("Training: stopped half way, then resumed", [[*train, half], train] if is_new else [train]),
+        ("Export: a Hugging Face folder", [["export", run_dir, str(args.run_dir / "hf")]]),
+        ("A sample", [["generate", run_dir, *prompt]]),
+    ]
+    from bloomery.cli.main import main
+
+    for number, (title, commands) in enumerate(chapters, 1):
+        print(f"\n[{number}/{len(chapters) + 1}] {title}", flush=True)
+        for command in commands:
+            if command[0] == "tokenizer" and (Path(recipe.tokenizer.path) / "tokenizer.json").is_file():
+                print(f"{recipe.tokenizer.path} is there already")
+            elif code := main(command):
+                return code
+    print(f"\n[6/6] What came of it\n{_results(recipe, args.run_dir)}")
+    return exit_codes.OK
+
+
+def _results(recipe: Recipe, folder: Path) -> str:
+    """Measure the run against a model that knows only frequencies, note it in the ledger, and write the report."""
+    from bloomery.data.shards import ShardReader
+    from bloomery.data.statistics import unigram_entropy
+    from bloomery.monitor import names
+    from bloomery.monitor.history import read_metrics
+    from bloomery.monitor.record import StepRecord
+    from bloomery.monitor.report import write_report
+    from bloomery.monitor.sinks import EventLog
+
+    assert recipe.data is not None
+    with ShardReader(recipe.data.train[0].path) as shard:
+        entropy = unigram_entropy(shard, vocab_size=recipe.model.vocab_size)
+    last = [record for record in read_metrics(folder / names.METRICS_FILE) if not isinstance(record, StepRecord)][-1]
+    ledger = EventLog(folder / names.EVENTS_FILE, job=last.job)
+    ledger.event("note", last.step, reference_losses={"unigram entropy": entropy})
+    ledger.file.close()
+    lines = [
+        f"validation loss {last.losses['lm loss']:.3f} nats per token; knowing only how often each token occurs gives "
+        f"{entropy:.3f}",
+        _proof(folder),
+        f"report: {write_report(folder)}",
+        f"done in {format_seconds(job_seconds())}; next: docs/tour.md",
+    ]
+    return "\n".join(lines)
+
+
+def _proof(folder: Path) -> str:
+    if importlib.util.find_spec("transformers") is None:
+        return f"exported to {folder / 'hf'}; install transformers to see it load there"
+    from bloomery.checkpoint.export import logits_difference
+
+    difference = logits_difference(folder, folder / "hf")
+    return f"exported to {folder / 'hf'}: transformers loads it, largest logit difference {difference:.1e}"

@@ -1,0 +1,113 @@
+"""What needs an accelerator: the fast attention kernels and the compiled model, against the definition."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from bloomery.model import decoder
+from bloomery.model.attention import attend, attention_context
+from bloomery.model.loss import loss_sums
+from bloomery.model.positions import alibi_slopes
+from bloomery.model.recompute import apply_recompute
+from model_samples import random_tokens, small_config, small_model
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.accelerator.is_available(), reason="needs an accelerator"),
+]
+SEQ, HEADS = 320, 8
+
+
+def run(kernel: Any, *, alibi: bool, documents: bool, kv_heads: int, compiled: bool = False) -> list[torch.Tensor]:
+    """Output and gradients of q, k, v, in bf16, from values that bf16 holds exactly."""
+    device = torch.accelerator.current_accelerator()
+    random = torch.Generator().manual_seed(3)
+    made = [torch.randn(2, heads, SEQ, 64, generator=random) for heads in (HEADS, kv_heads, kv_heads, HEADS)]
+    q, k, v, weight = (tensor.to(device, torch.bfloat16) for tensor in made)
+    for tensor in (q, k, v):
+        tensor.requires_grad_()
+    slopes = alibi_slopes(HEADS).to(device) if alibi else None
+    ids = (torch.arange(SEQ, device=device) // torch.tensor([[100], [170]], device=device)) if documents else None
+
+    def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        context = attention_context(
+            kernel, causal=True, seq_length=SEQ, device=q.device, slopes=slopes, document_ids=ids
+        )
+        return attend(q, k, v, context)
+
+    out = (torch.compile(attention, fullgraph=True) if compiled else attention)(q, k, v)
+    return [out, *torch.autograd.grad((out * weight).sum(), (q, k, v))]
+
+
+def assert_near(mine: list[torch.Tensor], right: list[torch.Tensor]) -> None:
+    for one, other in zip(mine, right, strict=True):
+        error = (one.float() - other.float()).norm() / other.float().norm()
+        assert error < 0.01, f"relative error {error:.4f}"
+
+
+@pytest.mark.parametrize("kv_heads", [8, 2])
+@pytest.mark.parametrize("documents", [False, True])
+@pytest.mark.parametrize("alibi", [False, True])
+@pytest.mark.parametrize(("kernel", "compiled"), [("flex", False), ("flex", True), ("bias", False)])
+def test_masked_kernels_agree_with_the_definition(
+    kernel: str, compiled: bool, alibi: bool, documents: bool, kv_heads: int
+) -> None:
+    case = {"alibi": alibi, "documents": documents, "kv_heads": kv_heads}
+    assert_near(run(kernel, **case, compiled=compiled), run("reference", **case))
+
+
+@pytest.mark.parametrize("kv_heads", [8, 2])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_causal_sdpa_agrees_with_the_definition(compiled: bool, kv_heads: int) -> None:
+    case = {"alibi": False, "documents": False, "kv_heads": kv_heads}
+    assert_near(run("sdpa", **case, compiled=compiled), run("reference", **case))
+
+
+def test_causal_sdpa_runs_on_cudnn_or_flash_also_when_compiled() -> None:
+    for compiled in (False, True):
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            run("sdpa", alibi=False, documents=False, kv_heads=8, compiled=compiled)
+        names = {event.name for event in profile.events()}
+        assert names & {"aten::_scaled_dot_product_cudnn_attention", "aten::_scaled_dot_product_flash_attention"}
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+@pytest.mark.parametrize("family", ["gpt2", "bloom", "llama"])
+def test_a_compiled_model_has_the_loss_and_gradients_of_the_reference(
+    family: str, recompute: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = small_config(family, hidden_size=256, seq_length=256)
+    device = str(torch.accelerator.current_accelerator())
+    model = small_model(config, device=device).train()
+    tokens = random_tokens(config).to(device)
+    ids = (torch.arange(256, device=device) // 100).expand(2, -1)
+
+    def measure(function: Any) -> list[torch.Tensor]:
+        with torch.autocast(device, torch.bfloat16):
+            total = loss_sums(function(tokens, document_ids=ids), {"lm loss": tokens.roll(-1, 1)})["lm loss"]
+        return [total, *torch.autograd.grad(total, list(model.parameters()))]
+
+    apply_recompute(model, recompute)
+    mine = measure(torch.compile(model, fullgraph=True))
+    apply_recompute(model, "none")
+    eager = measure(model)
+    monkeypatch.setattr(decoder, "choose_kernel", lambda *args, **kwargs: "reference")
+    right = measure(model)
+    for made in (mine, eager):
+        assert made[0].item() == pytest.approx(right[0].item(), rel=2e-3)
+        for (name, _), one, other in zip(model.named_parameters(), made[1:], right[1:], strict=True):
+            error = (one - other).norm() / other.norm()
+            assert error < 0.05, f"{name}: relative error {error:.4f}"
+
+
+def test_blocks_compiled_one_by_one_take_the_context(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = small_config("bloom", hidden_size=256, seq_length=256)
+    model = small_model(config, device=str(torch.accelerator.current_accelerator()))
+    tokens = random_tokens(config).to(model.embed.tokens.weight.device)
+    right = model(tokens)
+    for block in model.layers.values():
+        block.compile(fullgraph=True)
+    torch.testing.assert_close(model(tokens), right, rtol=1e-2, atol=1e-2)

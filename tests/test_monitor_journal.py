@@ -1,0 +1,228 @@
+"""Promises of the journal and its sinks: every sink agrees, and trouble with one never stops the training."""
+
+from __future__ import annotations
+
+import io
+import math
+import re
+import sys
+from pathlib import Path
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from bloomery.base.errors import BloomeryError, StorageError
+from bloomery.monitor.console import Console
+from bloomery.monitor.history import read_events, read_metrics
+from bloomery.monitor.journal import Journal
+from bloomery.monitor.sinks import TensorBoardSink
+from monitor_samples import fill, mounted, step_record, strict_lines, validation_record
+
+
+def journal(
+    folder: Path, *, job: int = 1, resume_step: int = 0, tensorboard: bool = False
+) -> tuple[Journal, io.StringIO]:
+    screen = io.StringIO()
+    console = Console(100, file=screen)
+    return (
+        Journal(folder, job=job, train_steps=100, tensorboard=tensorboard, resume_step=resume_step, console=console),
+        screen,
+    )
+
+
+def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
+    reader = EventAccumulator(str(folder), size_guidance={"scalars": 0}).Reload()
+    return {tag: [(point.step, point.value) for point in reader.Scalars(tag)] for tag in reader.Tags()["scalars"]}
+
+
+def test_a_nan_is_visible_in_every_sink(tmp_path: Path) -> None:
+    book, screen = journal(tmp_path, tensorboard=True)
+    book.step(step_record(10, loss=math.nan, nan_steps=2, skipped_steps=2))
+    book.validation(validation_record(10, loss=math.nan))
+    book.event("spike", 10, loss=math.nan)
+    book.close()
+    step, validation = strict_lines(tmp_path / "metrics.jsonl")
+    assert step["losses"] == {"lm loss": "NaN"}
+    assert (validation["losses"], validation["perplexity"]) == ({"lm loss": "NaN"}, "NaN")
+    assert strict_lines(tmp_path / "events.jsonl")[0]["loss"] == "NaN"
+    text = (tmp_path / "logs/main_log.txt").read_text()
+    assert "lm loss: NAN |" in text
+    assert "number of nan iterations:   2" in text
+    assert "lm loss value: NAN" in text
+    assert screen.getvalue().count("NaN") == 4  # the loss, the counter, the validation loss and its perplexity
+    assert math.isnan(scalars(tmp_path / "tensorboard")["lm-loss-training/lm loss"][0][1])
+
+
+def test_an_event_carries_its_times_and_job(tmp_path: Path) -> None:
+    book, _ = journal(tmp_path, job=3)
+    book.event("save", 7, path=tmp_path)
+    book.close()
+    (event,) = read_events(tmp_path / "events.jsonl")
+    assert (event["kind"], event["step"], event["job"], event["path"]) == ("save", 7, 3, str(tmp_path))
+    assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ", event["iso_time"])
+    assert isinstance(event["time"], float)
+
+
+def test_notices_and_warnings_reach_the_screen_and_the_log(tmp_path: Path) -> None:
+    book, screen = journal(tmp_path)
+    book.notice("two\nlines")
+    book.warning("slow disk")
+    book.close()
+    book.close()
+    assert screen.getvalue() == "two\nlines\nwarning: slow disk\n"
+    log = (tmp_path / "logs/main_log.txt").read_text()
+    assert re.fullmatch(r"\[\S+Z\] two\n\[\S+Z\] lines\n\[\S+Z\] warning: slow disk\n", log)
+
+
+def test_a_full_disk_is_warned_of_once_and_loses_nothing(tmp_path: Path) -> None:
+    with mounted(tmp_path / "small", "size=128k") as small:
+        book, screen = journal(small)
+        book.step(step_record(1))
+        ballast = fill(small)
+        for step in range(2, 40):
+            book.step(step_record(step))
+        assert screen.getvalue().count("warning:") == 1
+        warning = next(line for line in screen.getvalue().splitlines() if "warning:" in line)
+        assert re.search(
+            r"cannot write \S+(metrics.jsonl|main_log.txt): No space left on device \(ENOSPC\). Training goes on; "
+            r"\d+ records are kept in memory and will be written when there is room\.",
+            warning,
+        )
+        strict_lines(small / "metrics.jsonl")
+        ballast.unlink()
+        book.step(step_record(40))
+        assert "can be written again" in screen.getvalue()
+        book.close()
+        assert [record.step for record in read_metrics(small / "metrics.jsonl")] == list(range(1, 41))
+        assert [event["kind"] for event in strict_lines(small / "events.jsonl")] == [
+            "storage-trouble",
+            "storage-recovered",
+        ]
+        assert (small / "logs/main_log.txt").read_text().count("samples per second") == 40
+
+
+def test_close_on_a_disk_that_stays_full_raises_after_everything_was_closed(tmp_path: Path) -> None:
+    with mounted(tmp_path / "small", "size=128k") as small:
+        book, _ = journal(small, tensorboard=True)
+        book.step(step_record(1))
+        fill(small)
+        for step in range(2, 40):
+            book.step(step_record(step))
+        with pytest.raises(StorageError) as caught:
+            book.close()
+        strict_lines(small / "metrics.jsonl")
+        book.close()
+    message = str(caught.value)
+    rescued = [Path(name) for name in re.findall(r"they are in (\S+);", message)]
+    assert len(rescued) == message.count("could not be written") >= 2
+    assert any(path.name.endswith("metrics.jsonl") for path in rescued)
+    for path in rescued:
+        path.unlink()
+
+
+def test_a_full_disk_turns_tensorboard_off_with_one_warning(tmp_path: Path) -> None:
+    with mounted(tmp_path / "small", "size=64k") as small:
+        (tmp_path / "run").mkdir()
+        (tmp_path / "run/tensorboard").symlink_to(small)
+        book, screen = journal(tmp_path / "run", tensorboard=True)
+        book.step(step_record(1))
+        fill(small)
+        for step in range(2, 20):
+            book.step(step_record(step))
+        book.close()
+        assert screen.getvalue().count("TensorBoard is off for the rest of this job") == 1
+        (event,) = read_events(tmp_path / "run/events.jsonl")
+        assert event["kind"] == "tensorboard-off"
+        assert "ENOSPC" in event["reason"]
+        assert len(strict_lines(tmp_path / "run/metrics.jsonl")) == 19
+        (small / "ballast").unlink()
+        steps = [step for step, _ in scalars(small)["lm-loss-training/lm loss"]]
+        assert steps == list(range(1, len(steps) + 1))  # what is there is whole
+
+
+def test_a_missing_tensorboard_package_is_a_clear_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "tensorboard", None)
+    with pytest.raises(
+        BloomeryError, match=r"not installed. Run `pip install tensorboard`, or set monitor.tensorboard"
+    ):
+        TensorBoardSink(tmp_path)
+
+
+def test_tensorboard_has_the_tags_of_the_reference(tmp_path: Path) -> None:
+    sink = TensorBoardSink(tmp_path / "tensorboard")
+    assert not (tmp_path / "tensorboard").exists()  # started by the first record
+    sink.write(step_record(10, loss_scale=1024.0, mfu=0.5, memory_bytes=5, peak_memory_bytes=6))
+    sink.write(validation_record(10))
+    sink.close()
+    found = scalars(tmp_path / "tensorboard")
+    over_all = [
+        "lm-loss-training/lm loss",
+        "learning-rate/learning-rate",
+        "grad-norm/grad-norm",
+        "loss-scale/loss-scale",
+        "iteration-time/iteration-time",
+        "lm-loss-validation/web/lm loss validation",
+        "lm-loss-validation/web/lm loss validation ppl",
+    ]
+    expected = {tag + axis: x for tag in over_all for axis, x in (("", 10), (" vs samples", 160), (" vs tokens", 5120))}
+    expected |= {"batch-size/batch-size": 10, "batch-size/batch-size vs samples": 160}
+    expected |= {f"iteration-time/{name}": 10 for name in ("samples per second", "tokens per second", "MFU")}
+    expected |= {"iteration-time/TFLOPs per gpu (estimated)": 10}
+    expected |= {"memory/allocated bytes": 10, "memory/peak allocated bytes": 10}
+    expected |= {"steps-vs-samples/y=steps,x=samples": 160, "steps-vs-samples/y=samples,x=steps": 10}
+    expected |= {"steps-vs-tokens/y=steps,x=tokens": 5120, "steps-vs-tokens/y=tokens,x=steps": 10}
+    assert {tag: points[0][0] for tag, points in found.items()} == expected
+    assert found["steps-vs-samples/y=steps,x=samples"] == [(160, 10.0)]
+    assert found["lm-loss-training/lm loss vs tokens"] == [(5120, 2.5)]
+
+
+def test_what_is_not_measured_has_no_tag(tmp_path: Path) -> None:
+    sink = TensorBoardSink(tmp_path)
+    sink.write(step_record(1))
+    sink.close()
+    assert not [tag for tag in scalars(tmp_path) if "loss-scale" in tag or "memory" in tag or "MFU" in tag]
+
+
+def test_a_resume_hides_rolled_back_steps_in_tensorboard_and_keeps_the_past_on_every_axis(tmp_path: Path) -> None:
+    first, _ = journal(tmp_path, tensorboard=True)
+    for step in range(1, 9):
+        first.step(step_record(step, loss=1.0))
+    first.validation(validation_record(4))
+    first.close()
+    second, _ = journal(tmp_path, job=2, resume_step=5, tensorboard=True)
+    second.step(step_record(6, loss=2.0, job=2))
+    second.close()
+    found = scalars(tmp_path / "tensorboard")
+    values = [1.0, 1.0, 1.0, 1.0, 1.0, 2.0]
+    assert found["lm-loss-training/lm loss"] == list(zip(range(1, 7), values, strict=True))
+    assert found["lm-loss-training/lm loss vs samples"] == list(zip(range(16, 97, 16), values, strict=True))
+    assert found["lm-loss-training/lm loss vs tokens"] == list(zip(range(512, 3073, 512), values, strict=True))
+    assert [x for x, _ in found["lm-loss-validation/web/lm loss validation vs samples"]] == [64]
+    assert [record.step for record in read_metrics(tmp_path / "metrics.jsonl")] == [1, 2, 3, 4, 4, 5, 6]
+
+
+def test_a_restart_from_nothing_hides_everything_before(tmp_path: Path) -> None:
+    for job in (1, 2):
+        book, _ = journal(tmp_path, job=job, tensorboard=True)
+        for step in range(1, 4 - job):
+            book.step(step_record(step, job=job))
+        book.close()
+    assert [step for step, _ in scalars(tmp_path / "tensorboard")["learning-rate/learning-rate"]] == [1]
+
+
+def test_a_torn_metrics_file_is_mended_and_the_ledger_says_so(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"kind": "st')
+    book, screen = journal(tmp_path)
+    book.step(step_record(1))
+    book.close()
+    assert "removed a torn last line" in screen.getvalue()
+    assert read_events(tmp_path / "events.jsonl")[0]["kind"] == "file-repaired"
+    assert len(strict_lines(tmp_path / "metrics.jsonl")) == 1
+
+
+def test_a_damaged_past_does_not_stop_a_resume(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text("damaged\n{}\n")
+    book, screen = journal(tmp_path, job=2, resume_step=5, tensorboard=True)
+    book.step(step_record(6, job=2))
+    book.close()
+    assert "line 1 is damaged" in screen.getvalue()

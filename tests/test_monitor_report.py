@@ -1,0 +1,181 @@
+"""Promises of the report: one page, no network, no torch, whatever the run went through."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import subprocess
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from bloomery.base.errors import DataError
+from bloomery.monitor.chart import Chart, Series, chart_html, thin
+from bloomery.monitor.record import to_json
+from bloomery.monitor.report import write_report
+from monitor_samples import step_record, validation_record
+
+VOID = {"meta", "link", "path", "tr", "td", "th", "p"}
+
+
+class Checker(HTMLParser):
+    """Every opened element is closed in order; collects the visible text."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.text = ""
+        self.tags: set[str] = set()
+
+    def handle_starttag(self, tag: str, attrs: object) -> None:
+        self.tags.add(tag)
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag not in VOID:
+            assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if not self.open or self.open[-1] not in ("script", "style"):
+            self.text += data + " "
+
+
+def read_page(path: Path) -> tuple[str, Checker]:
+    page = path.read_text(encoding="utf-8")
+    checker = Checker()
+    checker.feed(page)
+    checker.close()
+    assert checker.open == []
+    return page, checker
+
+
+def make_run(folder: Path, *records: object, events: tuple[dict[str, object], ...] = ()) -> Path:
+    folder.mkdir(exist_ok=True)
+    (folder / "metrics.jsonl").write_text("".join(to_json(record) + "\n" for record in records))  # type: ignore[arg-type]
+    head = {"step": 0, "job": 1, "time": 1_700_000_000.0, "iso_time": "2023-11-14T22:13:20Z"}
+    (folder / "events.jsonl").write_text("".join(json.dumps({**head, **event}) + "\n" for event in events))
+    return folder
+
+
+def test_a_report_tells_the_whole_story_of_a_run(tmp_path: Path) -> None:
+    run = make_run(
+        tmp_path / "run",
+        *(step_record(step, loss=4 - step / 10, mfu=0.4) for step in range(1, 11)),
+        *(validation_record(step, group=group) for step in (5, 10) for group in ("web", "code")),
+        events=(
+            {"kind": "start", "recipe": "tiny-bloom", "parameters": 559_214_592},
+            {"kind": "note", "reference_losses": {"unigram entropy": 7.41}},
+            {"kind": "stop", "step": 10, "reason": "train.for reached"},
+        ),
+    )
+    path = write_report(run)
+    assert path == run / "report.html"
+    page, checker = read_page(path)
+    for words in ("tiny-bloom", "559.2M", "3.0000", "perplexity 7.389", "validation: code", "unigram entropy 7.41"):
+        assert words in checker.text
+    for words in (
+        "stopped at step 10: train.for reached",
+        "MFU 40.0%",
+        "model FLOPs, per device",
+        "2023-11-14 22:13:20",
+    ):
+        assert words in checker.text
+    assert page.count("<svg") == 4
+    assert 'class="reference"' in page
+    assert "prefers-color-scheme: dark" in page
+    assert 'name="viewport"' in page
+    assert not re.search(r"https?://|src=|@import|url\(", page)  # nothing is fetched
+
+
+def test_every_text_is_escaped(tmp_path: Path) -> None:
+    nasty = "</script><img src=x onerror=alert(1)>&\"'"
+    run = make_run(
+        tmp_path / "run",
+        step_record(1, tflops_definition=nasty),
+        step_record(2, losses={nasty: 1.0}, tflops_definition=nasty),
+        validation_record(2, group=nasty),
+        events=(
+            {"kind": nasty, "recipe": nasty, "job": nasty, "iso_time": nasty, nasty: nasty},
+            {"kind": "stop", "reason": nasty, "reference_losses": {nasty: 2.0}, "parameters": nasty},
+        ),
+    )
+    page, checker = read_page(write_report(run))
+    assert "img" not in checker.tags
+    assert "<img" not in page
+    assert nasty in checker.text
+
+
+def test_nan_points_are_gaps_with_red_ticks_and_marked_as_bad(tmp_path: Path) -> None:
+    losses = {1: 3.0, 2: 2.9, 3: math.nan, 4: 2.8, 5: math.inf, 6: math.nan}
+    run = make_run(tmp_path / "run", *(step_record(s, loss=loss, nan_steps=1) for s, loss in losses.items()))
+    page, checker = read_page(write_report(run))
+    first = page.split("<figure", 2)[1]
+    (line,) = re.findall(r'class="line c0" d="([^"]*)"', first)
+    (ticks,) = re.findall(r'class="nan" d="([^"]*)"', first)
+    assert line.count("M") == 2  # steps 1 and 2, then step 4 alone
+    assert ticks.count("M") == 3
+    assert 'class="dots c0" d="M' in first  # a point alone is drawn as a dot
+    assert 'class="bad">NaN' in page
+    assert "6 NaN" in checker.text
+    data = re.search(r'application/json">(.*?)</script>', first)
+    assert data is not None
+    assert json.loads(data[1])["series"][0]["points"][2] == [3, "NaN"]
+
+
+@pytest.mark.parametrize("values", [[], [2.5], [0.0], [math.nan], [2.5, 2.5, 2.5], [1e-9, 1e9], [-1.0, 0.0]])
+def test_any_values_can_be_drawn(tmp_path: Path, values: list[float]) -> None:
+    records = [
+        step_record(n, loss=value, grad_norm=value, lr=value, tokens_per_second=value) for n, value in enumerate(values)
+    ]
+    page, checker = read_page(write_report(make_run(tmp_path / "run", *records)))
+    assert "nan%" not in page
+    assert ("No values yet." in checker.text) == (not values)
+
+
+def test_a_report_needs_only_one_of_the_files(tmp_path: Path) -> None:
+    (tmp_path / "recipe.yaml").write_text("seed: 1\nname: 'from-recipe'\n")
+    path = write_report(tmp_path, output=tmp_path / "elsewhere.html")
+    assert path == tmp_path / "elsewhere.html"
+    assert "from-recipe" in read_page(path)[1].text
+
+
+@pytest.mark.parametrize("name", ["empty", "missing"])
+def test_a_folder_that_is_no_run_is_a_clear_error(tmp_path: Path, name: str) -> None:
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(DataError, match=r"(is not a run|does not exist)\. A run folder holds metrics.jsonl"):
+        write_report(tmp_path / name)
+
+
+def test_a_killed_run_is_said_to_have_no_stop(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", events=({"kind": "stop", "reason": "old"}, {"kind": "start"}))
+    assert "no stop in the ledger: it is running, or it was killed" in read_page(write_report(run))[1].text
+
+
+def test_long_curves_are_thinned_without_losing_their_extremes() -> None:
+    points = [(step, 1.0) for step in range(100_000)]
+    points[50_003] = (50_003, 99.0)
+    points[60_001] = (60_001, math.nan)
+    kept = thin(points)
+    assert len(kept) < 1500
+    assert (50_003, 99.0) in kept
+    assert any(step == 60_001 for step, _ in kept)
+    assert kept[-1][0] == 99_999
+    assert [step for step, _ in kept] == sorted(step for step, _ in kept)
+
+
+def test_a_wide_range_is_drawn_on_a_log_scale() -> None:
+    chart = Chart("norm", [Series("norm", [(1, 0.01), (2, 500.0)])], may_be_logarithmic=True)
+    assert "log scale" in chart_html(chart)
+
+
+def test_the_report_and_the_storage_import_without_torch_or_tensorboard() -> None:
+    code = """
+import sys, bloomery.monitor.report, bloomery.monitor.journal
+print([name for name in ("torch", "tensorboard") if name in sys.modules])
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
