@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from bloomery.model.build import build_model, materialise
-from bloomery.model.positions import alibi_slopes
+from bloomery.sizing.alibi import alibi_slopes
 from bloomery.sizing.vocabulary import padded_vocab_size
 from model_samples import DECODERS, FAMILIES, random_tokens, small_config, small_model
 
@@ -129,7 +129,7 @@ def test_materialising_keeps_weights_tied_and_slopes_right(family: str) -> None:
     assert all(parameter.dtype == torch.bfloat16 for parameter in model.parameters())
     assert (model.head.weight is model.embed.tokens.weight) == config.tie_embeddings
     if family == "bloom":
-        assert torch.equal(model.slopes, alibi_slopes(8))
+        assert torch.equal(model.slopes, torch.tensor(alibi_slopes(8)))
         assert model.slopes.dtype == torch.float32
         assert "slopes" not in model.state_dict()
 

@@ -10,8 +10,8 @@ import torch
 from bloomery.model import decoder
 from bloomery.model.attention import attend, attention_context
 from bloomery.model.loss import loss_sums
-from bloomery.model.positions import alibi_slopes
 from bloomery.model.recompute import apply_recompute
+from bloomery.sizing.alibi import alibi_slopes
 from model_samples import random_tokens, small_config, small_model
 
 pytestmark = [
@@ -21,7 +21,15 @@ pytestmark = [
 SEQ, HEADS = 320, 8
 
 
-def run(kernel: Any, *, alibi: bool, documents: bool, kv_heads: int, compiled: bool = False) -> list[torch.Tensor]:
+@pytest.fixture(autouse=True)
+def _forget_compiled_code() -> None:
+    """Else the cases, compiled from one function, would add up to the recompile limit."""
+    torch._dynamo.reset()
+
+
+def run(
+    kernel: Any, *, alibi: bool, documents: bool, kv_heads: int, compiled: bool = False, dropout: float = 0
+) -> list[torch.Tensor]:
     """Output and gradients of q, k, v, in bf16, from values that bf16 holds exactly."""
     device = torch.accelerator.current_accelerator()
     random = torch.Generator().manual_seed(3)
@@ -29,14 +37,14 @@ def run(kernel: Any, *, alibi: bool, documents: bool, kv_heads: int, compiled: b
     q, k, v, weight = (tensor.to(device, torch.bfloat16) for tensor in made)
     for tensor in (q, k, v):
         tensor.requires_grad_()
-    slopes = alibi_slopes(HEADS).to(device) if alibi else None
+    slopes = torch.tensor(alibi_slopes(HEADS), device=device) if alibi else None
     ids = (torch.arange(SEQ, device=device) // torch.tensor([[100], [170]], device=device)) if documents else None
 
     def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         context = attention_context(
             kernel, causal=True, seq_length=SEQ, device=q.device, slopes=slopes, document_ids=ids
         )
-        return attend(q, k, v, context)
+        return attend(q, k, v, context, dropout)
 
     out = (torch.compile(attention, fullgraph=True) if compiled else attention)(q, k, v)
     return [out, *torch.autograd.grad((out * weight).sum(), (q, k, v))]
@@ -57,6 +65,15 @@ def test_masked_kernels_agree_with_the_definition(
 ) -> None:
     case = {"alibi": alibi, "documents": documents, "kv_heads": kv_heads}
     assert_near(run(kernel, **case, compiled=compiled), run("reference", **case))
+
+
+def test_dropout_with_a_bias_keeps_the_mean() -> None:
+    case = {"alibi": True, "documents": True, "kv_heads": 8}
+    torch.manual_seed(0)
+    mean = sum(run("bias", **case, dropout=0.2)[0].float() for _ in range(200)) / 200
+    whole = run("reference", **case)[0].float()
+    assert (mean - whole).norm() / whole.norm() < 0.05
+    assert not torch.equal(run("bias", **case, dropout=0.2)[0], run("bias", **case, dropout=0.2)[0])
 
 
 @pytest.mark.parametrize("kv_heads", [8, 2])

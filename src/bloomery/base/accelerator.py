@@ -7,11 +7,17 @@ from __future__ import annotations
 
 import os
 import resource
+import sys
+import warnings
 from typing import Any
 
 import torch
 
 from bloomery.base.errors import Problem, RecipeError
+from bloomery.base.units import format_bytes
+
+# Some CPUs have no bf16 matrix units; torch says so with a page of C++ frames and then does the right thing.
+warnings.filterwarnings("ignore", message="mkldnn_matmul failed")
 
 
 def pick_device(wanted: str | None = None) -> torch.device:
@@ -36,17 +42,12 @@ def device_name(device: torch.device) -> str:
 def memory_bytes(device: torch.device) -> tuple[int, int]:
     """(now, peak) bytes held on the device; on a CPU, of this process."""
     if device.type == "cpu":
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+        if not os.path.exists("/proc/self/statm"):
+            return peak, peak
         with open("/proc/self/statm") as statm:
-            now = int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-        return now, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+            return int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE"), peak
     return torch.accelerator.memory_allocated(device), torch.accelerator.max_memory_allocated(device)
-
-
-def total_memory_bytes(device: torch.device) -> int | None:
-    """What the device holds in all; None for a CPU."""
-    if device.type == "cpu":
-        return None
-    return int(_backend(device).get_device_properties(device).total_memory)
 
 
 def synchronize(device: torch.device) -> None:
@@ -55,9 +56,15 @@ def synchronize(device: torch.device) -> None:
         torch.accelerator.synchronize(device)
 
 
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether the device (not the host) ran out of memory."""
-    return isinstance(error, torch.OutOfMemoryError)
+def out_of_memory_problem(error: BaseException, device: torch.device) -> Problem | None:
+    """What to tell a user whose training does not fit the device; None if the error is another one."""
+    if not isinstance(error, torch.OutOfMemoryError):
+        return None
+    total = int(_backend(device).get_device_properties(device).total_memory) if device.type != "cpu" else 0
+    size = f" of {format_bytes(total)}" if total else ""
+    peak = format_bytes(memory_bytes(device)[1])
+    remedy = "use a smaller batch.micro_batch_size, parallel.recompute=full, or a smaller model"
+    return Problem(f"{device_name(device)} ran out of memory at {peak}{size}", remedy=remedy)
 
 
 def _backend(device: torch.device) -> Any:

@@ -23,8 +23,14 @@ class Problem:
 
     def __str__(self) -> str:
         place = f"{self.place}: " if self.place else ""
-        parts = [self.what.rstrip(".")] + [part.rstrip(".") for part in (self.rule, self.remedy) if part]
-        return place + ". ".join(part[0].upper() + part[1:] if i else part for i, part in enumerate(parts)) + "."
+        sentences = [self.what, *(_capitalised(part) for part in (self.rule, self.remedy) if part)]
+        return place + " ".join(text if text.endswith((".", "?", "!")) else f"{text}." for text in sentences)
+
+
+def _capitalised(sentence: str) -> str:
+    """With a capital, unless it begins with a name such as `lr.min`."""
+    first_word = sentence.split()[0].rstrip(".:,")
+    return sentence if "." in first_word or "_" in first_word else sentence[0].upper() + sentence[1:]
 
 
 class BloomeryError(Exception):

@@ -8,10 +8,15 @@ from decimal import Decimal
 from typing import Literal
 
 AmountUnit = Literal["steps", "samples", "tokens"]
+DURATION_RULE = "a duration is written like '19h50m', '90m', '2d' or '45s'"
 
 _MULTIPLIERS = {"": 1, "k": 10**3, "K": 10**3, "M": 10**6, "B": 10**9, "G": 10**9, "T": 10**12}
-_AMOUNT = re.compile(r"^([0-9][0-9_,]*(?:\.[0-9]+)?)\s*([kKMBGT]?)\s*(steps?|samples?|tokens?)$")
-_DURATION = re.compile(r"^(?:(\d+)d)?\s*(?:(\d+)h)?\s*(?:(\d+)m)?\s*(?:(\d+(?:\.\d+)?)s)?$")
+_WHOLE = r"[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+(?:_[0-9]+)*"
+"""A comma stands only before three digits: `1,5M tokens` would be read as 15M by some and 1.5M by others."""
+_AMOUNT = re.compile(rf"^((?:{_WHOLE})(?:\.[0-9]+)?)\s*([kKMBGT]?)\s*(steps?|samples?|tokens?)$")
+_DURATION = re.compile(r"^(?:([0-9]+)d)?\s*(?:([0-9]+)h)?\s*(?:([0-9]+)m)?\s*(?:([0-9]+(?:\.[0-9]+)?)s)?$")
+_LARGEST_AMOUNT = 10**18
+_LONGEST_SECONDS = 10 * 365 * 86400
 
 
 @dataclass(frozen=True)
@@ -34,7 +39,7 @@ class Duration:
     def __str__(self) -> str:
         whole = int(self.seconds)
         if whole != self.seconds:
-            return f"{self.seconds}s"
+            return f"{Decimal(repr(self.seconds)):f}s"  # never `1e-07s`, which would not be read back
         hours, minutes, seconds = whole // 3600, whole // 60 % 60, whole % 60
         parts = [f"{n}{unit}" for n, unit in ((hours, "h"), (minutes, "m"), (seconds, "s")) if n]
         return "".join(parts) or "0s"
@@ -50,7 +55,9 @@ def parse_amount(text: str, *, units: tuple[AmountUnit, ...] = ("steps", "sample
     unit = unit.rstrip("s") + "s"
     if unit not in units:
         raise ValueError(f"must be counted in {' or '.join(units)}, such as {wanted}")
-    count = Decimal(number.replace("_", "").replace(",", "")) * _MULTIPLIERS[multiplier]
+    plain = number.replace("_", "").replace(",", "")
+    if len(plain) > 25 or (count := Decimal(plain) * _MULTIPLIERS[multiplier]) > _LARGEST_AMOUNT:
+        raise ValueError(f"an amount is at most {_LARGEST_AMOUNT:,}")
     if count != int(count):
         raise ValueError(f"{text!r} is not a whole number of {unit}")
     return Amount(int(count), unit)
@@ -60,9 +67,11 @@ def parse_duration(text: str) -> Duration:
     """`19h50m` -> Duration(71400). ValueError names the rule."""
     match = _DURATION.match(text.strip())
     if not text.strip() or not match:
-        raise ValueError("a duration is written like '19h50m', '90m', '2d' or '45s'")
-    days, hours, minutes, seconds = match.groups()
-    total = int(days or 0) * 86400 + int(hours or 0) * 3600 + int(minutes or 0) * 60 + float(seconds or 0)
+        raise ValueError(DURATION_RULE)
+    days, hours, minutes, seconds = (float(number or 0) for number in match.groups())
+    total = days * 86400 + hours * 3600 + minutes * 60 + seconds
+    if total > _LONGEST_SECONDS:
+        raise ValueError("a duration is at most ten years")
     return Duration(total)
 
 

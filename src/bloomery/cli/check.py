@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 import json
+from dataclasses import asdict
 
 from bloomery.base import exit_codes
+from bloomery.base.errors import RecipeError
 from bloomery.base.units import format_count
 from bloomery.cli.recipe_argument import add_recipe_arguments, load
 from bloomery.config.describe import explain, fingerprint
@@ -20,7 +22,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    checked = load(args)
+    try:
+        checked = load(args)
+    except RecipeError as error:
+        if args.json:
+            print(json.dumps({"ok": False, "problems": [asdict(problem) for problem in error.problems]}, indent=2))
+        raise
     values = explain(checked.draft)
     plan = TrainingPlan.of(checked.recipe)
     parameters = count_parameters(checked.recipe.model, vocab_size=checked.recipe.model.vocab_size).total
@@ -37,8 +44,8 @@ def run(args: argparse.Namespace) -> int:
     if args.explain:
         width = max(len(value.path) for value in values)
         for value in values:
-            shown = "null" if value.value is None else json.dumps(value.value) if value.value == "" else value.value
-            print(f"{value.path:<{width}}  {shown!s:<24}  {value.origin}")
+            shown = value.value if isinstance(value.value, str) and value.value else json.dumps(value.value)
+            print(f"{value.path:<{width}}  {shown:<24}  {value.origin}")
     print(
         f"{checked.recipe.name}: ok. {format_count(parameters)} parameters, {plan.train_steps:,} steps, "
         f"{format_count(plan.train_tokens)} tokens, fingerprint {fingerprint(checked.recipe)}"

@@ -58,4 +58,6 @@ def _model_text(facts: dict[str, Any]) -> str:
         "FLOPs per token, by definition:",
     ]
     lines += [f"  {FlopCount(name).description}: {number:,}" for name, number in facts["flops_per_token"].items()]
+    if slopes := facts.get("alibi_slopes"):
+        lines += ["", f"ALiBi slopes: {', '.join(f'{slope:.4g}' for slope in slopes)}"]
     return "\n".join(lines)

@@ -7,7 +7,7 @@ import difflib
 import importlib
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from bloomery import __version__
 from bloomery.base import clock, exit_codes
@@ -31,24 +31,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code (docs/exit-codes.md)."""
     clock.job_seconds()
     arguments = list(sys.argv[1:] if argv is None else argv)
-    if not arguments or arguments[0] in ("-h", "--help", "help"):
-        print(_help())
-        return exit_codes.OK if arguments else exit_codes.USAGE
-    if arguments[0] in ("-V", "--version"):
-        print(f"bloomery {__version__}")
-        return exit_codes.OK
-    words = 2 if any(command.startswith(f"{arguments[0]} ") for command in COMMANDS) else 1
-    name = " ".join(arguments[:words])
-    if name not in COMMANDS:
-        guess = difflib.get_close_matches(name, COMMANDS, n=1, cutoff=0.5)
-        remedy = f"did you mean `bloomery {guess[0]}`?" if guess else "see `bloomery --help`."
-        print(f"bloomery: there is no command {name!r}; {remedy}", file=sys.stderr)
-        return exit_codes.USAGE
-    command = importlib.import_module(f"bloomery.cli.{name.replace(' ', '_')}")
-    parser = argparse.ArgumentParser(prog=f"bloomery {name}", description=COMMANDS[name], allow_abbrev=False)
-    command.add_arguments(parser)
     try:
-        return int(command.run(parser.parse_intermixed_args(arguments[words:])))
+        code = _run(arguments)
+        sys.stdout.flush()  # here, where a closed pipe or a full disk can still be answered
+        return code
     except BloomeryError as error:
         for problem in error.problems:
             print(f"bloomery: {problem}", file=sys.stderr)
@@ -61,8 +47,36 @@ def main(argv: Sequence[str] | None = None) -> int:
         return exit_codes.OK
 
 
-def _help() -> str:
-    rows = "\n".join(f"  {name:<18}{text}" for name, text in COMMANDS.items())
+def _run(arguments: list[str]) -> int:
+    if not arguments or arguments[0] in ("-h", "--help", "help"):
+        print(_help(COMMANDS))
+        return exit_codes.OK if arguments else exit_codes.USAGE
+    if arguments[0] in ("-V", "--version"):
+        print(f"bloomery {__version__}")
+        return exit_codes.OK
+    group = [command for command in COMMANDS if command.startswith(f"{arguments[0]} ")]
+    words = 2 if group else 1
+    if group and arguments[1:2] in ([], ["-h"], ["--help"]):  # `bloomery inspect`: which of them?
+        print(_help(group))
+        return exit_codes.OK if arguments[1:] else exit_codes.USAGE
+    name = " ".join(arguments[:words])
+    if name not in COMMANDS:
+        guess = difflib.get_close_matches(name, group or COMMANDS, n=1, cutoff=0.5)
+        remedy = f"did you mean `bloomery {guess[0]}`?" if guess else "see `bloomery --help`."
+        print(f"bloomery: there is no command {name!r}; {remedy}", file=sys.stderr)
+        return exit_codes.USAGE
+    command = importlib.import_module(f"bloomery.cli.{name.replace(' ', '_')}")
+    parser = argparse.ArgumentParser(prog=f"bloomery {name}", description=COMMANDS[name], allow_abbrev=False)
+    command.add_arguments(parser)
+    try:
+        args = parser.parse_intermixed_args(arguments[words:])
+    except SystemExit as answered:  # by argparse: help, or what is wrong with the arguments
+        return int(answered.code or exit_codes.OK)
+    return int(command.run(args))
+
+
+def _help(commands: Collection[str]) -> str:
+    rows = "\n".join(f"  {name:<18}{COMMANDS[name]}" for name in commands)
     return (
         "usage: bloomery COMMAND [...]\n\nOne recipe, from raw text to a proven language model.\n\n"
         f"commands:\n{rows}\n\nbloomery COMMAND --help says more. RECIPE is a file or the name of a shipped recipe."

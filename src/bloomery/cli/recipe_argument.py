@@ -7,31 +7,37 @@ import sys
 from collections.abc import Collection
 
 from bloomery.base.errors import Problem, RecipeError
+from bloomery.config.draft import COMMAND_LINE
+from bloomery.config.recipe import Recipe
 from bloomery.sizing.check import CheckedRecipe, load_checked_recipe
 
 
 def add_recipe_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("recipe", metavar="RECIPE", help="a recipe file, or the name of a shipped recipe")
-    parser.add_argument("overrides", metavar="section.field=value", nargs="*", help="override fields of the recipe")
+    parser.add_argument(
+        "overrides", metavar="section.field=value", nargs="*", default=[], help="override fields of the recipe"
+    )
 
 
-def load(args: argparse.Namespace, *, reads: Collection[str] | None = None) -> CheckedRecipe:
+def load(args: argparse.Namespace, *, reads: Collection[str] = tuple(Recipe.model_fields)) -> CheckedRecipe:
     """The checked recipe. `reads`: the sections this command uses; overriding any other is an error, not silence."""
-    ignored = [text for text in args.overrides if reads is not None and text.split("=")[0].split(".")[0] not in reads]
-    if ignored:
-        problems = [
-            Problem(
-                f"{text!r} would change nothing",
-                f"this command reads only {', '.join(sorted(reads or ()))}",
-                "remove the override",
-                "command line",
-            )
-            for text in ignored
-            if "=" in text
-        ]
-        if problems:
-            raise RecipeError(problems)
+    problems = [
+        Problem(
+            f"{text!r} would change nothing",
+            f"this command reads only {', '.join(sorted(reads))}",
+            "remove the override",
+            COMMAND_LINE,
+        )
+        for text in args.overrides
+        if _section(text) in Recipe.model_fields and _section(text) not in reads
+    ]
+    if problems:
+        raise RecipeError(problems)
     checked = load_checked_recipe(args.recipe, args.overrides)
     for warning in checked.warnings:
         print(f"bloomery: warning: {warning}", file=sys.stderr)
     return checked
+
+
+def _section(override: str) -> str:
+    return override.partition("=")[0].partition(".")[0].strip()

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from bloomery.base import exit_codes
 from bloomery.cli.recipe_argument import add_recipe_arguments, load
+from bloomery.train.kill_switch import kill_switch
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -19,12 +20,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     recipe = load(args).recipe
     folder = args.run_dir or Path("runs") / recipe.name
-    from bloomery.train.setup import killed_before_start, prepared_run
-
-    if killed_before_start(folder):
-        print(f"Detected kill switch at {folder / 'control' / 'kill'}. Exiting; remove the file to train again.")
+    if switch := kill_switch(folder):
+        print(f"Detected kill switch at {switch}. Exiting; remove the file to train again.")
         return exit_codes.OK
     from bloomery.train.loop import train
+    from bloomery.train.setup import prepared_run
 
     with prepared_run(recipe, folder, device=args.device, quiet=args.quiet) as (prepared, state):
         stop = train(prepared, state)

@@ -1,1 +1,1 @@
-"""Floor 1: the recipe. `recipe` has the sections, `load` reads YAML, `describe` says it back."""
+"""Floor 1: the recipe. `recipe` has the sections, `load` reads YAML, `faults` finds what is wrong, `describe` tells."""

@@ -8,10 +8,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import yaml
-
-from bloomery.config.load import Draft
+from bloomery.config.draft import Draft
 from bloomery.config.recipe import Recipe
+from bloomery.config.yaml_nodes import dump_yaml
 
 _NOT_SCIENCE = ("name", "prepare", "parallel", "checkpoint", "monitor", "launch")
 """Sections that may change without changing what is learned."""
@@ -62,8 +61,7 @@ def fingerprint(recipe: Recipe) -> str:
 
 def as_yaml(recipe: Recipe) -> str:
     """The file a run folder keeps: every field, loadable again, headed by the fingerprint."""
-    body = yaml.safe_dump(as_dict(recipe), sort_keys=False, allow_unicode=True)
-    return f"# Resolved by Bloomery. fingerprint: {fingerprint(recipe)}\n{body}"
+    return f"# Resolved by Bloomery. fingerprint: {fingerprint(recipe)}\n{dump_yaml(as_dict(recipe))}"
 
 
 def _leaves(node: Any, path: str) -> Iterator[tuple[str, Any]]:

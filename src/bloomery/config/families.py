@@ -16,15 +16,14 @@ ONLY_FOR: dict[str, tuple[str, ...]] = {"num_kv_heads": ("llama",), "rope_theta"
 
 
 def family_defaults(model: dict[str, Any]) -> dict[str, Any]:
-    """Values for the `model` fields that the user left out. Skips what cannot be derived from a faulty recipe."""
+    """Values for the `model` fields that the user left out; of a faulty recipe, values that do no further harm."""
     family = model.get("family")
-    if family not in _FIXED:
-        return {}
-    defaults = dict(_FIXED[family])
-    hidden_size, num_heads = model.get("hidden_size"), model.get("num_heads")
-    if isinstance(hidden_size, int):
-        wide = -(-8 * hidden_size // 3 // 256) * 256 if family == "llama" else 4 * hidden_size
-        defaults["ffn_hidden_size"] = wide
-    if isinstance(num_heads, int):
-        defaults["num_kv_heads"] = num_heads
+    fixed = _FIXED.get(family if isinstance(family, str) else "", _FIXED["gpt2"])
+    hidden_size, num_heads = _size(model.get("hidden_size")), _size(model.get("num_heads"))
+    wide = -(-8 * hidden_size // 3 // 256) * 256 if family == "llama" else 4 * hidden_size
+    defaults = {**fixed, "ffn_hidden_size": wide, "num_kv_heads": num_heads}
     return {field: value for field, value in defaults.items() if field not in model}
+
+
+def _size(value: Any) -> int:
+    return value if isinstance(value, int) and value > 0 else 1

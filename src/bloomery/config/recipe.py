@@ -1,6 +1,6 @@
 """The recipe: every field a user may write, its type, its range and its default. Inert: no file, network or device.
 
-Derived numbers live in `bloomery.sizing`, rules between fields in `config/check.py`, and defaults that depend on the
+Derived numbers live in `bloomery.sizing`, rules between fields in `sizing/rules.py`, and defaults that depend on the
 model family in `config/families.py`.
 """
 
@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer
 
-from bloomery.base.units import Amount, AmountUnit, Duration, parse_amount, parse_duration
+from bloomery.base.units import DURATION_RULE, Amount, AmountUnit, Duration, parse_amount, parse_duration
 
 Family = Literal["gpt2", "bloom", "llama", "bert"]
 Precision = Literal["fp32", "bf16", "fp16", "fp8"]
@@ -22,10 +22,10 @@ def _amount(*units: AmountUnit) -> BeforeValidator:
     def parse(value: Any) -> Amount:
         if isinstance(value, Amount):
             value = str(value)
-        if not isinstance(value, str):
+        if type(value) is int and value >= 0:
             examples = " or ".join(f"'{value} {unit}'" for unit in units)
             raise ValueError(f"needs a unit: write {examples}")
-        return parse_amount(value, units=units)
+        return parse_amount(value if isinstance(value, str) else "", units=units)
 
     return BeforeValidator(parse)
 
@@ -33,21 +33,26 @@ def _amount(*units: AmountUnit) -> BeforeValidator:
 def _amount_or_duration(value: Any) -> Amount | Duration:
     if isinstance(value, Amount | Duration):
         return value
-    if not isinstance(value, str):
-        raise ValueError(f"needs a unit: write '{value} steps', or a duration such as '19h50m'")
-    if any(unit in value for unit in ("step", "sample", "token")):
+    if isinstance(value, str) and value.strip().endswith(("step", "steps", "sample", "samples", "token", "tokens")):
         return parse_amount(value)
-    return parse_duration(value)
+    try:
+        return parse_duration(value if isinstance(value, str) else "")
+    except ValueError as error:
+        written = f"'{value} steps'" if type(value) is int and value > 0 else "'500 steps'"
+        raise ValueError(f"{error}; an amount is written like {written}") from None
 
 
 def _duration(value: Any) -> Duration:
     if isinstance(value, Duration):
         return value
     if not isinstance(value, str):
-        raise ValueError("a duration is written like '19h50m', '90m', '2d' or '45s'")
+        raise ValueError(DURATION_RULE)
     return parse_duration(value)
 
 
+Size = Annotated[int, Field(gt=0, le=10**12)]
+"""A whole number of things; the limit only keeps nonsense out of later arithmetic."""
+PathText = Annotated[str, Field(min_length=1)]
 _AS_TEXT = PlainSerializer(str, return_type=str)
 AnyAmount = Annotated[Amount, _amount("steps", "samples", "tokens"), _AS_TEXT]
 Steps = Annotated[Amount, _amount("steps"), _AS_TEXT]
@@ -59,7 +64,12 @@ class Section(BaseModel):
     """A part of the recipe: strict types, unknown fields refused, immutable."""
 
     model_config = ConfigDict(
-        extra="forbid", frozen=True, strict=True, use_attribute_docstrings=True, arbitrary_types_allowed=True
+        extra="forbid",
+        frozen=True,
+        strict=True,
+        use_attribute_docstrings=True,
+        arbitrary_types_allowed=True,
+        allow_inf_nan=False,
     )
 
 
@@ -68,21 +78,21 @@ class ModelSection(Section):
 
     family: Family
     """gpt2 (learned positions), bloom (ALiBi), llama (rotary, gated MLP) or bert (encoder)."""
-    num_layers: int = Field(gt=0)
+    num_layers: Size
     """Transformer blocks."""
-    hidden_size: int = Field(gt=0)
+    hidden_size: Size
     """Width of the residual stream."""
-    num_heads: int = Field(gt=0)
+    num_heads: int = Field(gt=0, le=65536)
     """Attention heads; must divide hidden_size."""
-    num_kv_heads: int = Field(gt=0)
+    num_kv_heads: Size
     """Key/value heads (llama only); by family: num_heads."""
-    ffn_hidden_size: int = Field(gt=0)
+    ffn_hidden_size: Size
     """Width inside the MLP; by family: 4 * hidden_size, or 8/3 of it rounded up to 256 for llama."""
-    seq_length: int = Field(gt=0)
+    seq_length: Size
     """Tokens in a training sample."""
-    vocab_size: int = Field(gt=0)
+    vocab_size: Size
     """Entries of the tokenizer. The embedding is padded up to vocab_multiple, whatever the layout."""
-    vocab_multiple: int = Field(default=128, gt=0)
+    vocab_multiple: Size = 128
     """The embedding's rows are a multiple of this, so that every tensor-parallel degree divides them."""
     dropout: float = Field(ge=0, lt=1)
     """Probability of dropping an activation (embedding, attention, residual); by family: 0.1, llama 0.0."""
@@ -97,12 +107,12 @@ class ModelSection(Section):
 
 
 class TokenizerSection(Section):
-    path: str
+    path: PathText
     """Folder with a Hugging Face `tokenizer.json`."""
 
 
 class SourceSection(Section):
-    path: str
+    path: PathText
     """Shard prefix: `<path>.bin` and `<path>.idx`, relative to the working directory."""
     weight: float = Field(default=1.0, gt=0)
     """Share of samples drawn from this source, relative to the others."""
@@ -115,25 +125,25 @@ class DataSection(Section):
     """What is trained on."""
     validation: dict[str, list[SourceSection]] = Field(default_factory=dict)
     """Named groups, each evaluated and logged on its own."""
-    split: str | None = Field(default=None, pattern=r"^\d+(\.\d+)?([,/]\s*\d+(\.\d+)?){1,2}$")
+    split: str | None = Field(default=None, pattern=r"^[0-9]+(\.[0-9]+)?([,/]\s*[0-9]+(\.[0-9]+)?){1,2}$")
     """Parts of each training source for train, valid and test, in document order, such as '949,50,1'."""
-    cache_dir: str = "cache"
+    cache_dir: PathText = "cache"
     """Where index caches go; the data folder itself may be read-only."""
 
 
 class RampupSection(Section):
-    start: int = Field(gt=0)
+    start: Size
     """Global batch size of the first step."""
-    increment: int = Field(gt=0)
+    increment: Size
     """How much each level adds."""
-    samples: int = Field(gt=0)
+    samples: Size
     """Samples over which the batch grows to its full size."""
 
 
 class BatchSection(Section):
-    micro_batch_size: int = Field(gt=0)
+    micro_batch_size: Size
     """Samples in one forward pass of one replica."""
-    global_batch_size: int = Field(gt=0)
+    global_batch_size: Size
     """Samples in one optimizer step, over all replicas."""
     rampup: RampupSection | None = None
     """Grow the global batch in equal stages of samples."""
@@ -170,7 +180,7 @@ class LrSection(Section):
 class EvaluateSection(Section):
     every: Steps
     """Steps between evaluations."""
-    steps: int = Field(default=5, gt=0)
+    steps: Size = 5
     """Global batches evaluated per group; always the same ones, so that values compare."""
 
 
@@ -181,9 +191,9 @@ class TrainSection(Section):
     """End this job (not the training) after a wall-clock time or an amount; it saves and can be resumed."""
     evaluate: EvaluateSection | None = None
     """When to evaluate the validation groups; omitted: never."""
-    skip: list[Annotated[str, Field(pattern=r"^\d+-\d+ steps$")]] = Field(default_factory=list)
+    skip: list[Annotated[str, Field(pattern=r"^[0-9]{1,12}-[0-9]{1,12} steps$")]] = Field(default_factory=list)
     """Ranges of steps whose data is passed over, such as '1000-1010 steps'; they count as consumed."""
-    stop_after_nan_steps: int = Field(default=3, gt=0)
+    stop_after_nan_steps: Size = 3
     """A step with a NaN loss or gradient is skipped; this many in a row stop the training."""
     compile: bool | Literal["auto"] = "auto"
     """torch.compile the model; auto: on an accelerator, not on a CPU."""
@@ -196,18 +206,18 @@ class LossScaleSection(Section):
     """Scale of the first step."""
     window: Steps = Amount(500, "steps")
     """Clean steps before the scale doubles."""
-    hysteresis: int = Field(default=2, gt=0)
+    hysteresis: Size = 2
     """Overflows tolerated before the scale halves; refilled when it grows."""
     min: float = Field(default=1.0, gt=0)
     """An overflow at this scale stops the training."""
 
 
 class ParallelSection(Section):
-    tp: int = Field(default=1, gt=0)
+    tp: Size = 1
     """Tensor-parallel ranks."""
-    pp: int = Field(default=1, gt=0)
+    pp: Size = 1
     """Pipeline stages."""
-    cp: int = Field(default=1, gt=0)
+    cp: Size = 1
     """Context-parallel ranks."""
     zero: Literal[0, 1, 2, 3] = 1
     """What data-parallel ranks shard: nothing, optimizer state, + gradients, + weights."""
@@ -223,7 +233,7 @@ class PhaseSection(Section):
 
 
 class KeepSection(Section):
-    last: int = Field(default=3, gt=0)
+    last: Size = 3
     """Newest checkpoints that are kept."""
     every: Steps | None = None
     """Also keep every checkpoint at a multiple of this, for good."""
@@ -238,7 +248,7 @@ class CheckpointSection(Section):
 
 class CarbonSection(Section):
     country: str = Field(pattern=r"^[A-Z]{3}$")
-    """ISO code of the country whose grid feeds the machine."""
+    """ISO code of the country whose grid feeds the machine: three capitals, such as FRA."""
 
 
 class MonitorSection(Section):
@@ -253,20 +263,20 @@ class MonitorSection(Section):
 class LaunchSection(Section):
     on: Literal["local", "hosts", "slurm", "azureml"] = "local"
     """Where the job runs."""
-    nodes: int = Field(default=1, gt=0)
+    nodes: Size = 1
     """Machines."""
-    gpus_per_node: int = Field(default=1, gt=0)
+    gpus_per_node: Size = 1
     """Ranks per machine."""
     time_limit: WallClock | None = None
     """The scheduler's limit for one job."""
-    array: int = Field(default=1, gt=0)
+    array: Size = 1
     """Jobs in a chain, one after the other."""
 
 
 class PrepareSection(Section):
-    output: str
+    output: PathText
     """Shard prefix to write: `<output>.bin`, `.idx` and `.manifest.json`."""
-    sources: list[str] = Field(min_length=1)
+    sources: list[PathText] = Field(min_length=1)
     """Files, folders or globs of text; `python-stdlib` is this machine's own Python standard library."""
     shuffle: bool = True
     """Put documents into a seeded random order."""
@@ -277,9 +287,9 @@ class PrepareSection(Section):
 class Recipe(Section):
     """One training, from raw text to checkpoints."""
 
-    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
-    """Name of the run; its folder is runs/<name>."""
-    seed: int = Field(default=42, ge=0)
+    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$")
+    """Name of the run and of its folder runs/<name>: letters, digits, `.`, `_` and `-`, the first no sign."""
+    seed: int = Field(default=42, ge=0, lt=2**63)
     """Initial weights, data order and dropout follow from it."""
     model: ModelSection
     tokenizer: TokenizerSection | None = None

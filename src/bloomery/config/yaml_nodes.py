@@ -1,69 +1,123 @@
 """YAML with a memory: plain values, and for every one of them the file and line it was written on.
 
-Scalars follow YAML 1.2: `on`, `off`, `yes` and `no` are words, `1e-4` is a number, `216_320` is a number.
+Scalars follow YAML 1.2: `on`, `off`, `yes` and `no` are words, `1e-4` is a number; and `216_320` is a number too.
 """
 
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass, field
 from typing import Any
 
 import yaml
 
 from bloomery.base.errors import Problem
 
-_INT = re.compile(r"^[-+]?[0-9][0-9_]*$")
-_FLOAT = re.compile(r"^[-+]?(\.[0-9]+|[0-9][0-9_]*(\.[0-9]*)?)([eE][-+]?[0-9]+)?$")
-_WORDS: dict[str, Any] = {"": None, "~": None, "null": None, "true": True, "false": False}
-_WORDS |= {".nan": float("nan"), ".inf": float("inf"), "-.inf": float("-inf")}
+_INT = re.compile(r"^[-+]?[0-9]+(_[0-9]+)*$")
+_FLOAT = re.compile(r"^[-+]?(\.[0-9]+|[0-9]+(_[0-9]+)*(\.[0-9]*)?)([eE][-+]?[0-9]+)?$")
+_WORDS: dict[str, Any] = {
+    **dict.fromkeys(("", "~", "null", "Null", "NULL"), None),
+    **dict.fromkeys(("true", "True", "TRUE"), True),
+    **dict.fromkeys(("false", "False", "FALSE"), False),
+    **dict.fromkeys((".nan", ".NaN", ".NAN"), float("nan")),
+    **dict.fromkeys((".inf", ".Inf", ".INF", "+.inf", "+.Inf", "+.INF"), float("inf")),
+    **dict.fromkeys(("-.inf", "-.Inf", "-.INF"), float("-inf")),
+}
+_MOST_VALUES = 100_000
+"""More cannot be a recipe: it is aliases of aliases of aliases."""
 
 
-def parse_yaml(text: str, *, file: str) -> tuple[Any, dict[str, str], list[Problem]]:
-    """(value, places by dotted path, problems). Never raises for what a user wrote."""
+@dataclass
+class Parsed:
+    value: Any = None
+    places: dict[str, str] = field(default_factory=dict)
+    """Dotted path -> `file:line`; the whole document is the empty path."""
+    problems: list[Problem] = field(default_factory=list)
+
+
+def parse_yaml(text: str, *, file: str) -> Parsed:
+    """Never raises for what a user wrote."""
     try:
         node = yaml.compose(text, Loader=yaml.SafeLoader)
+        reader = _Reader(file)
+        value = None if node is None else reader.value(node, "", ())
+        return Parsed(value, reader.places, reader.problems)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         place = f"{file}:{mark.line + 1}" if mark else file
         what = f"not valid YAML: {error.problem or error.context}"
-        return None, {}, [Problem(what, remedy="mend the syntax on this line or the one above", place=place)]
-    except yaml.YAMLError as error:
-        return None, {}, [Problem(f"not valid YAML: {error}", remedy="save the file as plain UTF-8 text", place=file)]
-    places: dict[str, str] = {}
-    problems: list[Problem] = []
-    value = None if node is None else _value(node, "", file, places, problems)
-    return value, places, problems
+        return _failure(what, "mend the syntax on this line or the one above", place)
+    except yaml.reader.ReaderError as error:
+        place = f"{file}:{text.count(chr(10), 0, error.position) + 1}"
+        return _failure(f"character U+{int(error.character):04X} cannot stand in YAML", "remove it", place)
+    except (RecursionError, _TooManyValuesError):
+        return _failure("not a recipe: nested too deeply, or too many values", "write it plainly", file)
 
 
-def _value(node: yaml.Node, path: str, file: str, places: dict[str, str], problems: list[Problem]) -> Any:
-    places[path] = f"{file}:{node.start_mark.line + 1}"
-    if isinstance(node, yaml.ScalarNode):
-        return _scalar(node)
-    prefix = f"{path}." if path else ""
-    if isinstance(node, yaml.SequenceNode):
-        return [_value(item, f"{prefix}{i}", file, places, problems) for i, item in enumerate(node.value)]
-    assert isinstance(node, yaml.MappingNode)
-    mapping: dict[str, Any] = {}
-    for key_node, value_node in node.value:
-        key = str(key_node.value)
-        place = f"{file}:{key_node.start_mark.line + 1}"
-        if key in mapping:
-            first = places[f"{prefix}{key}"]
-            what = f"{prefix}{key} is written twice"
-            problems.append(Problem(what, f"it already stands at {first}", "keep one of the two", place))
-        mapping[key] = _value(value_node, f"{prefix}{key}", file, places, problems)
-        places[f"{prefix}{key}"] = place
-    return mapping
+def dump_yaml(value: Any) -> str:
+    """Block style, in the order given; `parse_yaml` reads the same values back."""
+    return yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)
 
 
-def _scalar(node: yaml.ScalarNode) -> Any:
-    text: str = node.value
-    if node.style is not None:
-        return text
+def _failure(what: str, remedy: str, place: str) -> Parsed:
+    return Parsed(problems=[Problem(what, remedy=remedy, place=place)])
+
+
+class _TooManyValuesError(Exception):
+    pass
+
+
+class _Reader:
+    def __init__(self, file: str) -> None:
+        self.file = file
+        self.places: dict[str, str] = {}
+        self.problems: list[Problem] = []
+
+    def value(self, node: yaml.Node, path: str, around: tuple[yaml.Node, ...]) -> Any:
+        place = self.places[path] = f"{self.file}:{node.start_mark.line + 1}"
+        if len(self.places) > _MOST_VALUES or any(node is outer for outer in around):
+            raise _TooManyValuesError
+        if isinstance(node, yaml.ScalarNode):
+            return _scalar(node.value) if node.style is None else node.value
+        prefix, around = f"{path}." if path else "", (*around, node)
+        if isinstance(node, yaml.SequenceNode):
+            return [self.value(item, f"{prefix}{i}", around) for i, item in enumerate(node.value)]
+        assert isinstance(node, yaml.MappingNode)
+        mapping: dict[str, Any] = {}
+        for key_node, value_node in node.value:
+            place = f"{self.file}:{key_node.start_mark.line + 1}"
+            if not isinstance(key_node, yaml.ScalarNode) or not key_node.value.isprintable():
+                what = f"{path or 'the recipe'} has a key that is not a word"
+                self.problems.append(Problem(what, "a key is the name of a field", "write `field: value`", place))
+                continue
+            key = f"{prefix}{key_node.value}"
+            if key_node.value in mapping:
+                rule = f"it already stands at {self.places[key]}"
+                self.problems.append(Problem(f"{key} is written twice", rule, "keep one of the two", place))
+            mapping[key_node.value] = self.value(value_node, key, around)
+            self.places[key] = place
+        return mapping
+
+
+def _scalar(text: str) -> Any:
     if text in _WORDS:
         return _WORDS[text]
-    if _INT.match(text):
-        return int(text.replace("_", ""))
-    if _FLOAT.match(text):
-        return float(text.replace("_", ""))
+    try:
+        if _INT.match(text):
+            return int(text.replace("_", ""))
+        if _FLOAT.match(text):
+            return float(text.replace("_", ""))
+    except ValueError:  # more digits than Python converts: no number that a recipe could hold
+        pass
     return text
+
+
+class _Dumper(yaml.SafeDumper):
+    """Quotes every text that `_scalar` would take for something else; PyYAML's own idea of numbers is YAML 1.1."""
+
+
+def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=None if _scalar(text) is text else "'")
+
+
+_Dumper.add_representer(str, _represent_text)

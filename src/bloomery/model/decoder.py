@@ -12,7 +12,8 @@ from bloomery.model.embeddings import Embeddings
 from bloomery.model.families import Architecture
 from bloomery.model.heads import tie
 from bloomery.model.norm import make_norm
-from bloomery.model.positions import alibi_slopes, rotary_table
+from bloomery.model.positions import rotary_table
+from bloomery.sizing.alibi import alibi_slopes
 from bloomery.sizing.vocabulary import padded_vocab_size
 
 
@@ -36,8 +37,8 @@ class Decoder(nn.Module):
         self.layers = nn.ModuleDict({str(n): Block(config, architecture) for n in range(config.num_layers)})
         self.final_norm = make_norm(config, architecture)
         self.head = nn.Linear(config.hidden_size, padded_vocab_size(config), bias=False)
-        slopes = alibi_slopes(config.num_heads) if architecture.positions == "alibi" else None
-        self.register_buffer("slopes", slopes, persistent=False)
+        has_slopes = architecture.positions == "alibi"
+        self.register_buffer("slopes", torch.empty(config.num_heads) if has_slopes else None, persistent=False)
         self.tie_weights()
 
     def forward(self, tokens: Tensor, positions: Tensor | None = None, document_ids: Tensor | None = None) -> Tensor:
@@ -63,7 +64,7 @@ class Decoder(nn.Module):
         """Make the buffers anew: they are not in checkpoints, and `to_empty` leaves garbage in them. Always fp32,
         always for all heads: cut them afterwards."""
         if self.slopes is not None:
-            self.slopes = alibi_slopes(self.config.num_heads).to(device)
+            self.slopes = torch.tensor(alibi_slopes(self.config.num_heads), dtype=torch.float32, device=device)
 
     def _context(self, x: Tensor, positions: Tensor | None, document_ids: Tensor | None) -> AttentionContext:
         config = self.config

@@ -33,7 +33,10 @@ RULES: tuple[tuple[str, Rule], ...] = (
 )
 """Every parameter name matches exactly one; a test holds that."""
 
-_PAIRS_PER_CHUNK = 1 << 15  # 256 KiB a temporary: the few alive at once stay in the core's cache
+# Values do not depend on these. Alone, temporaries of 256 KiB stay in the core's cache; together, threads need long
+# operations or they queue for the interpreter lock. Million elements a second on the H200's host: one thread 85 with
+# chunks of 2^15 pairs and 29 with 2^18, 16 threads 78 and 336.
+_PAIRS_PER_THREAD, _MOST_PAIRS = 1 << 15, 1 << 18
 _ELEMENTS_PER_COPY = 1 << 24
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 # cos(pi x) and sin(pi x) / x as polynomials of x * x, good to 1e-10 for |x| <= 1/2. Four times as fast as numpy's sine
@@ -97,22 +100,22 @@ def _normal_block(
         row_numbers = (row_numbers[:, None] * np.uint64(length) + place).ravel()
 
     block = np.empty((row_numbers.size, size[-1]), dtype=np.float32)
-    columns = range(first_pair, last_pair, _PAIRS_PER_CHUNK)
-    rows_per_chunk = max(1, _PAIRS_PER_CHUNK // max(1, last_pair - first_pair))
+    threads = torch.get_num_threads()
+    pairs_per_chunk = min(threads * _PAIRS_PER_THREAD, _MOST_PAIRS)
+    rows_per_chunk = max(1, pairs_per_chunk // max(1, last_pair - first_pair))
 
     def fill(row: int) -> None:
         rows = slice(row, row + rows_per_chunk)
-        for start in columns:
-            stop = min(start + _PAIRS_PER_CHUNK, last_pair)
+        for start in range(first_pair, last_pair, pairs_per_chunk):
+            stop = min(start + pairs_per_chunk, last_pair)
             counters = row_numbers[rows, None] * np.uint64(pairs_per_row) + np.arange(start, stop, dtype=np.uint64)
             values = _normal_pairs(key, counters, std)
             left, right = max(2 * start, offset[-1]), min(2 * stop, offset[-1] + size[-1])
             block[rows, left - offset[-1] : right - offset[-1]] = values[:, left - 2 * start : right - 2 * start]
 
     starts = range(0, row_numbers.size, rows_per_chunk)
-    threads = min(torch.get_num_threads(), len(starts))
-    if threads > 1:
-        with ThreadPoolExecutor(threads) as pool:  # numpy lets go of the interpreter lock
+    if threads > 1 and len(starts) > 1:
+        with ThreadPoolExecutor(min(threads, len(starts))) as pool:  # numpy lets go of the interpreter lock
             list(pool.map(fill, starts))
     else:
         for row in starts:

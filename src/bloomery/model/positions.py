@@ -1,27 +1,12 @@
-"""Positions inside attention: ALiBi slopes and rotary embeddings.
+"""Positions inside attention: rotary embeddings. (ALiBi is one slope a head: sizing/alibi.py.)
 
 Shape suffixes: B batch, S sequence, H heads, D head size.
 """
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
-
-
-def alibi_slopes(num_heads: int) -> Tensor:
-    """One fp32 slope a head. Not a power of two: the slopes of the power below, then every second one of the power
-    above (requirements 1.2)."""
-
-    def geometric(count: int) -> list[float]:
-        start = 2.0 ** -(2.0 ** -(math.log2(count) - 3))
-        return [start ** (i + 1) for i in range(count)]
-
-    below = 2 ** math.floor(math.log2(num_heads))
-    slopes = geometric(below) + geometric(2 * below)[0::2][: num_heads - below]
-    return torch.tensor(slopes, dtype=torch.float32)
 
 
 def rotary_table(positions: Tensor, *, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:

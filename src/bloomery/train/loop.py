@@ -17,7 +17,8 @@ from bloomery.train.stop import StopReason
 
 def train(run: Run, state: TrainState) -> StopReason:
     """Train until a rule says stop; all is saved and said when this returns. DivergedError if the numbers broke."""
-    run.journal.event("start", state.step, **run.start_facts)
+    first_step = state.step
+    run.journal.event("start", first_step, **run.start_facts)
     with run.stop.listening():
         while (stop := run.stop.reason(state)) is None:
             train_step(run, state)
@@ -26,7 +27,7 @@ def train(run: Run, state: TrainState) -> StopReason:
             if run.plan.is_save_step(state.step) or run.stop.take_save_request():
                 save(run, state)
         settle(run, state)
-        if stop.finished and not run.evaluates_at(state.step):
+        if stop.finished and state.step > first_step and not run.evaluates_at(state.step):
             evaluate(run, state)
         save(run, state, last=True)
     run.journal.event("stop", state.step, reason=stop.kind, text=stop.text, finished=stop.finished)

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 import bloomery
-from bloomery.base.accelerator import device_name, pick_device
-from bloomery.base.errors import DataError, Problem, RecipeError
+from bloomery.base.accelerator import device_name, out_of_memory_problem, pick_device
+from bloomery.base.errors import BloomeryError, DataError, Problem, RecipeError, StorageError
 from bloomery.base.storage import make_run_folder, write_atomically
 from bloomery.base.units import Duration, format_count
 from bloomery.checkpoint.folder import latest_checkpoint, verify
@@ -47,11 +47,6 @@ from bloomery.train.stop import StopRules
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _FIXED_FOR_A_RUN = ("model", "seed", "tokenizer", "data.order", "data.train", "data.split", "optimizer.name")
 """Fields that a resumed run may not change: they would make it another training."""
-
-
-def killed_before_start(folder: Path) -> bool:
-    """Whether control/kill forbids this run to start. Asked before anything is built."""
-    return (folder / "control" / "kill").exists()
 
 
 @contextmanager
@@ -130,6 +125,17 @@ def prepared_run(
                 start_facts=facts,
             )
             yield run, past.state
+        except Exception as error:
+            journal.event("error", past.state.step, text=str(error) or type(error).__name__)
+            if isinstance(error, BloomeryError):
+                try:
+                    journal.close()
+                except StorageError as more:  # tell both: why it ended, and what could not be written
+                    error.problems += more.problems
+            problem = out_of_memory_problem(error, target)
+            if problem is not None:
+                raise RecipeError(problem) from error
+            raise
         finally:
             if loader is not None:
                 loader.close()
@@ -225,9 +231,8 @@ def open_data(recipe: Recipe) -> Iterator[Data]:
                 continue  # the same shard, checked already
             manifest = read_manifest(path)
             if manifest is None:
-                warnings.append(
-                    f"{path} has no {manifest_path('').lstrip('/')}: tokenizer and vocabulary were not checked"
-                )
+                what = "its tokenizer, vocabulary and end-of-document token could not be checked"
+                warnings.append(f"{path} has no manifest ({manifest_path(path)}): {what}")
             else:
                 problems += check_fits(
                     manifest,

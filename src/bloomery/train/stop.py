@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import time
 from collections.abc import Iterator
@@ -89,6 +90,8 @@ class StopRules:
         if number == signal.SIGINT and self._signal == signal.SIGINT:
             raise KeyboardInterrupt
         self._signal = signal.Signals(number)
+        text = f"\n{self._signal.name}: stopping after this step, with a save. Ctrl-C again leaves without it.\n"
+        os.write(2, text.encode())  # print is not allowed to interrupt itself
 
     def _end_of_job(self, state: TrainState) -> StopReason | None:
         """The length of this job, not of the training."""

@@ -1,0 +1,222 @@
+"""From plain values to a typed recipe, or to one problem per fault, in words that are not pydantic's.
+
+After a fault the recipe is mended with stand-ins and judged again, so that one reading reports everything.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+from pydantic import ValidationError
+
+from bloomery.base.errors import Problem
+from bloomery.config.draft import Draft, is_inside
+from bloomery.config.families import family_defaults
+from bloomery.config.recipe import Recipe
+from bloomery.config.schema import Spot, fields_at, spot_at, stand_in
+from bloomery.config.suggest import closest, meant_paths
+
+_ROUNDS = 12
+_SHOWN_CHARACTERS = 60
+
+
+@dataclass
+class Fault:
+    path: tuple[str, ...]
+    kind: str
+    """Pydantic's name for it, such as `missing` or `int_type`."""
+    limits: dict[str, Any]
+    messages: list[str] = field(default_factory=list)
+
+    @property
+    def dotted(self) -> str:
+        return ".".join(self.path)
+
+
+def validate(raw: dict[str, Any], draft: Draft) -> None:
+    """Set `draft.recipe`, and add to the draft's problems and faulty paths. Puts the family's defaults into `raw`."""
+    _add_family_defaults(raw, draft)
+    try:
+        draft.recipe = Recipe.model_validate(raw)
+        return
+    except ValidationError as error:
+        faults = _faults(error, raw)
+    meant = {fault.dotted: meant_paths(fault.path) for fault in faults if fault.kind == "extra_forbidden"}
+    explained = {path for paths in meant.values() for path in paths}
+    for fault in faults:
+        if not (fault.kind == "missing" and (draft.lacks_base or fault.dotted in explained)):
+            draft.problems.append(_problem(fault, raw, draft))
+    draft.faulty |= explained
+    if draft.lacks_base:
+        return
+    mended = copy.deepcopy(raw)
+    renamed = _rename_sections(mended, meant, draft)
+    _add_family_defaults(mended, draft)
+    _judge_the_rest(mended, [fault for fault in faults if fault.dotted not in renamed], renamed, draft)
+    if any(draft.is_stand_in(f"model.{name}") for name in ("family", "hidden_size", "num_heads")):
+        draft.faulty |= draft.by_family  # they were derived from a stand-in
+
+
+def _add_family_defaults(raw: dict[str, Any], draft: Draft) -> None:
+    model = raw.get("model")
+    if isinstance(model, dict):
+        defaults = family_defaults(model)
+        model.update(defaults)
+        draft.by_family |= {f"model.{key}" for key in defaults}
+
+
+def _judge_the_rest(mended: dict[str, Any], faults: list[Fault], renamed: list[str], draft: Draft) -> None:
+    """Mend until the schema is content. Only misnamed sections can show problems that were not seen before."""
+    tried: set[tuple[str, ...]] = set()
+    for _ in range(_ROUNDS):
+        for fault in faults:
+            _mend(mended, fault, tried, draft)
+        try:
+            draft.recipe = Recipe.model_validate(mended)
+            return
+        except ValidationError as error:
+            faults = _faults(error, mended)
+        for fault in faults:
+            if any(is_inside(fault.dotted, section) for section in renamed) and not draft.is_stand_in(fault.dotted):
+                draft.problems.append(_problem(fault, mended, draft))
+
+
+def _rename_sections(mended: dict[str, Any], meant: dict[str, list[str]], draft: Draft) -> list[str]:
+    """Read a misspelt section as the one that was meant, so that its contents are judged too."""
+    renamed = []
+    for written, paths in meant.items():
+        parent, _, name = written.rpartition(".")
+        if not paths or "." in name or paths[0].rpartition(".")[0] != parent:
+            continue
+        holder, right_name = _value_at(mended, parent.split(".") if parent else []), paths[0].rpartition(".")[2]
+        if not isinstance(holder, dict) or not isinstance(holder.get(name), dict | list) or right_name in holder:
+            continue
+        holder[right_name] = holder.pop(name)
+        places = {f"{paths[0]}{old.removeprefix(written)}": place for old, place in draft.places.items()}
+        draft.places |= {new: place for new, place in places.items() if is_inside(new, paths[0])}
+        draft.faulty.discard(paths[0])
+        renamed.append(paths[0])
+    return renamed
+
+
+def _mend(mended: dict[str, Any], fault: Fault, tried: set[tuple[str, ...]], draft: Draft) -> None:
+    path = list(fault.path)
+    while tuple(path) in tried or (path and isinstance(_value_at(mended, path[:-1]), list)):
+        path.pop()  # a stand-in did not help here, or an item of a list cannot be left out: mend what holds it
+    if not path:
+        return
+    draft.faulty |= {fault.dotted, ".".join(path)}
+    holder = _value_at(mended, path[:-1])
+    if not isinstance(holder, dict):
+        return
+    holder.pop(path[-1], None)
+    spot = spot_at(path)
+    if spot and spot.info and spot.info.is_required():
+        holder[path[-1]] = stand_in(spot.annotation)
+        tried.add(tuple(path))
+
+
+def _faults(error: ValidationError, raw: Any) -> list[Fault]:
+    """One entry per faulty path: pydantic reports each member of a union on its own, under a made-up step."""
+    faults: dict[tuple[str, ...], Fault] = {}
+    for item in error.errors(include_url=False):
+        path: list[str] = []
+        node = raw
+        for part in item["loc"]:
+            if isinstance(node, dict) and (part in node or item["type"] == "missing"):
+                node = node.get(str(part))
+            elif isinstance(node, list) and isinstance(part, int):
+                node = node[part]
+            else:
+                break
+            path.append(str(part))
+        fault = faults.setdefault(tuple(path), Fault(tuple(path), item["type"], item.get("ctx", {})))
+        fault.messages.append(item["msg"].removeprefix("Value error, "))
+    return list(faults.values())
+
+
+def _problem(fault: Fault, raw: Any, draft: Draft) -> Problem:
+    dotted, name = fault.dotted, fault.path[-1] if fault.path else ""
+    parent = ".".join(fault.path[:-1])
+    place = draft.place(dotted)
+    if fault.kind == "extra_forbidden":
+        return Problem(f"{dotted} is not a field of a recipe", remedy=_instead(fault.path), place=place)
+    spot = spot_at(fault.path) or Spot(None, None)
+    if fault.kind == "missing":
+        where = f"`{parent}`" if parent else "the recipe"
+        return Problem(f"{dotted} is missing", spot.meaning, f"add `{name}:` to {where}", place)
+    value = _value_at(raw, fault.path)
+    rule, remedy = _rule(fault, value, spot), ""
+    if isinstance(value, str) and spot.options and (guess := closest(value, spot.options, cutoff=0.5)):
+        remedy = f"did you mean {guess}?"
+    elif isinstance(value, float) and value.is_integer() and fault.kind.startswith("int_"):
+        remedy = f"write {value:.0f}"
+    elif fault.kind == "model_type":
+        remedy = f"its fields are {', '.join(fields_at(fault.path))}"
+    elif fault.kind == "string_type" and isinstance(value, int | float):
+        remedy = f'put it in quotes: "{_shown(value)}"'
+    elif spot.meaning and spot.meaning != rule:
+        remedy = f"`{next(part for part in reversed(fault.path) if not part.isdecimal())}`: {spot.meaning}"
+    return Problem(f"{dotted} is {_shown(value)}", rule, remedy, place)
+
+
+def _rule(fault: Fault, value: Any, spot: Spot) -> str:
+    match fault.kind:
+        case "string_pattern_mismatch" if spot.meaning:
+            return spot.meaning
+        case "bool_type" | "literal_error" if spot.options:
+            also = ["true", "false"] if "bool" in str(spot.annotation) else []
+            return f"must be one of {', '.join([*also, *spot.options])}"
+        case "too_short" | "too_long":
+            least, most = fault.limits.get("min_length"), fault.limits.get("max_length")
+            return (
+                f"must have at least {least} item{'s' * (least != 1)}" if least else f"must have at most {most} items"
+            )
+    plain = {
+        "int_type": "must be a whole number",
+        "int_from_float": "must be a whole number",
+        "float_type": "must be a number",
+        "finite_number": "must be a finite number",
+        "string_type": "must be text",
+        "string_too_short": "must not be empty",
+        "bool_type": "must be true or false",
+        "list_type": "must be a list",
+        "dict_type": "must be a section with fields of its own",
+        "model_type": "must be a section with fields of its own",
+    }
+    return plain.get(fault.kind) or " or ".join(text.replace("Input should be", "must be") for text in fault.messages)
+
+
+def _instead(path: tuple[str, ...]) -> str:
+    if meant := meant_paths(path):
+        return f"did you mean {' or '.join(meant)}?"
+    if path[-1] == "base" or path[-1] == "<<":
+        return "a base is named once, at the top of a recipe file: `base: other-recipe`"
+    fields = fields_at(path[:-1])
+    where = f"`{'.'.join(path[:-1])}`" if len(path) > 1 else "a recipe"
+    return f"{where} has: {', '.join(fields)}" if fields else "remove it"
+
+
+def _value_at(node: Any, path: tuple[str, ...] | list[str]) -> Any:
+    for part in path:
+        if isinstance(node, list):
+            node = node[int(part)]
+        elif isinstance(node, dict):
+            node = node.get(part)
+        else:
+            return None
+    return node
+
+
+def _shown(value: Any) -> str:
+    """The value as YAML writes it, cut short where it is long."""
+    if isinstance(value, dict):
+        return "a section"
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    text = f"'{value}'" if isinstance(value, str) and value.isprintable() else json.dumps(value)
+    return text if len(text) <= _SHOWN_CHARACTERS else f"{text[: _SHOWN_CHARACTERS - 4]} ..."

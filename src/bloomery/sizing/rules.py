@@ -1,0 +1,400 @@
+"""Every rule between fields, in one file. Each yields what it found, with all the paths that it looked at.
+
+The rules stand on this floor, not in `config`, because several of them need the ramp and step arithmetic of `sizing`.
+A field that would be ignored is an error unless it has its default value: that is how a recipe takes back what its
+base had set, and the resolved recipe of a run writes out every field.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+
+from bloomery.base.units import Amount, Duration
+from bloomery.config.draft import Draft
+from bloomery.config.families import ONLY_FOR, family_defaults
+from bloomery.config.recipe import LossScaleSection, LrSection, ModelSection, Recipe
+from bloomery.sizing.finding import Finding, nearby_divisors
+from bloomery.sizing.layout import data_parallel_size, ranks_per_replica, world_size
+from bloomery.sizing.plan import TrainingPlan
+from bloomery.sizing.vocabulary import padded_vocab_size
+
+_MOST_LEVELS = 10_000
+_MOST_STEPS = 100_000_000
+_LAYOUT = ("launch.nodes", "launch.gpus_per_node", "parallel.tp", "parallel.pp", "parallel.cp")
+
+
+def heads(recipe: Recipe, draft: Draft) -> Iterator[Finding]:
+    model = recipe.model
+    if model.hidden_size % model.num_heads:
+        yield Finding(
+            ("model.num_heads", "model.hidden_size"),
+            f"model.num_heads is {model.num_heads} but model.hidden_size is {model.hidden_size}",
+            "heads must divide the hidden size evenly",
+            f"use {nearby_divisors(model.hidden_size, model.num_heads)} heads",
+        )
+    elif model.family == "llama" and (model.hidden_size // model.num_heads) % 2:
+        yield Finding(
+            ("model.num_heads", "model.hidden_size", "model.family"),
+            f"a head is {model.hidden_size // model.num_heads} wide",
+            "rotary positions turn pairs, so the width of a head must be even",
+            "change model.num_heads or model.hidden_size",
+        )
+    if model.num_heads % model.num_kv_heads:
+        yield Finding(
+            ("model.num_kv_heads", "model.num_heads"),
+            f"model.num_kv_heads is {model.num_kv_heads} but model.num_heads is {model.num_heads}",
+            "every key/value head serves the same number of query heads",
+            f"use {nearby_divisors(model.num_heads, model.num_kv_heads)} key/value heads",
+        )
+
+
+def fields_of_another_family(recipe: Recipe, draft: Draft) -> Iterator[Finding]:
+    model = recipe.model
+    derived = family_defaults({"family": model.family, "hidden_size": model.hidden_size, "num_heads": model.num_heads})
+    for name, families in ONLY_FOR.items():
+        path, default = f"model.{name}", derived.get(name, ModelSection.model_fields[name].default)
+        if draft.is_set(path) and model.family not in families and getattr(model, name) != default:
+            yield Finding(
+                (path, "model.family", "model.num_heads"),
+                f"{path} is set but model.family is {model.family}",
+                f"only {' and '.join(families)} reads it, so it would be ignored",
+                f"remove it, or set it back to {default}",
+            )
+
+
+def tensor_parallel(recipe: Recipe, draft: Draft) -> Iterator[Finding]:
+    model, tp = recipe.model, recipe.parallel.tp
+    sizes = {
+        ("model.num_heads",): ("model.num_heads", model.num_heads),
+        ("model.num_kv_heads",): ("model.num_kv_heads", model.num_kv_heads),
+        ("model.ffn_hidden_size",): ("model.ffn_hidden_size", model.ffn_hidden_size),
+        ("model.vocab_multiple", "model.vocab_size"): ("the padded vocabulary", padded_vocab_size(model)),
+    }
+    for paths, (name, size) in sizes.items():
+        if size % tp:
+            yield Finding(
+                ("parallel.tp", *paths),
+                f"parallel.tp is {tp} but {name} is {size}",
+                "it must divide evenly across tensor-parallel ranks",
+                f"use parallel.tp {nearby_divisors(size, tp)}",
+            )
+
+
+def layout(recipe: Recipe, draft: Draft) -> Iterator[Finding]:
+    parallel, model = recipe.parallel, recipe.model
+    if parallel.pp > model.num_layers:
+        yield Finding(
+            ("parallel.pp", "model.num_layers"),
+            f"parallel.pp is {parallel.pp} but model.num_layers is {model.num_layers}",
+            "every pipeline stage owns at least one layer",
+            f"use at most {model.num_layers} stages",
+        )
+    if parallel.pp > 1 and parallel.zero >= 2:
+        yield Finding(
+            ("parallel.zero", "parallel.pp"),
+            f"parallel.zero is {parallel.zero} with parallel.pp {parallel.pp}",
+            "under a pipeline, gradients stay whole between micro-batches, so ZeRO 2 and 3 would act as ZeRO 1",
+            "use parallel.zero=1",
+        )
+    if parallel.cp > 1 and model.seq_length % (2 * parallel.cp):
+        yield Finding(
+            ("parallel.cp", "model.seq_length"),
+            f"parallel.cp is {parallel.cp} but model.seq_length is {model.seq_length}",
+            "a sequence is cut into 2 * cp equal pieces",
+            "use a sequence length that 2 * cp divides",
+        )
+    ranks = ranks_per_replica(recipe)
+    if recipe.launch and world_size(recipe) % ranks:
+        yield Finding(
+            _LAYOUT,
+            f"launch asks for {world_size(recipe)} ranks",
+            f"one replica takes tp * pp * cp = {ranks}, which must divide them",
+            f"use a multiple of {ranks} ranks",
+        )
+
+
+def launch(recipe: Recipe, draft: Draft) -> Iterator[Finding]:
+    if recipe.launch is None:
+        return
+    on, nodes, limit = recipe.launch.on, recipe.launch.nodes, recipe.launch.time_limit
+    if on == "local" and nodes > 1:
+        yield Finding(
+            ("launch.nodes", "launch.on"),
+            f"launch.nodes is {nodes} but launch.on is local",
+            "local means this one machine",
+            "use launch.on hosts, slurm or azureml, or one node",
+        )
+    exit_after = recipe.train.exit_after
+    if limit and isinstance(exit_after, Duration) and exit_after.seconds >= limit.seconds:
+        yield Finding(
+            ("train.exit_after", "launch.time_limit"),
+            f"train.exit_after is {exit_after} but launch.time_limit is {limit}",
+            "the scheduler would kill the job before it saves",
+            "leave train.exit_after some minutes below the limit",
+        )
+
+
+def batch(recipe: Recipe, draft: Draft) -> Iterator[Finding]:
+    full, micro, replicas = recipe.batch.global_batch_size, recipe.batch.micro_batch_size, _replicas(recipe)
+    unit = micro * replicas
+    if full % unit:
+        lower = full // unit * unit
+        yield Finding(
+            ("batch.global_batch_size", "batch.micro_batch_size", *_LAYOUT),
+            f"batch.global_batch_size is {full}",
+            f"it must be a multiple of micro_batch_size {micro} times {replicas} data-parallel replicas",
+            f"use {f'{lower} or ' if lower else ''}{lower + unit}, or change micro_batch_size",
+        )
+
+
+def ramp(recipe: Recipe, draft: Draft) -> Iterator[Finding]:
+    """Every level of the ramp must be fed too: the reference finds out days later, when it reaches the level."""
+    rampup, full = recipe.batch.rampup, recipe.batch.global_batch_size
+    if rampup is None:
+        return
+    unit = recipe.batch.micro_batch_size * _replicas(recipe)
+    levels = range(rampup.start, full, rampup.increment)
+    paths = ("batch.rampup.increment", "batch.rampup.start", "batch.global_batch_size")
+    if rampup.start >= full:
+        yield Finding(
+            ("batch.rampup.start", "batch.global_batch_size"),
+            f"batch.rampup.start is {rampup.start} but batch.global_batch_size is {full}",
+            "a ramp starts below the full batch",
+            "lower the start, or remove the ramp",
+        )
+    elif (full - rampup.start) % rampup.increment:
+        yield Finding(
+            paths,
+            f"batch.rampup.increment is {rampup.increment}",
+            f"it must divide global_batch_size - start = {full - rampup.start}",
+            f"use {nearby_divisors(full - rampup.start, rampup.increment)}",
+        )
+    elif len(levels) > _MOST_LEVELS:
+        yield Finding(
+            paths,
+            f"the batch ramp has {len(levels):,} levels",
+            f"it has at most {_MOST_LEVELS:,}",
+            "use a larger increment",
+        )
+    elif misfits := [level for level in levels if level % unit]:
+        more = f" and {len(misfits) - 6} more" if len(misfits) > 6 else ""
+        yield Finding(
+            ("batch.rampup.start", "batch.rampup.increment", "batch.micro_batch_size", *_LAYOUT),
+            f"{len(misfits)} of {len(levels)} levels of the batch ramp do not fit: "
+            f"{', '.join(str(level) for level in misfits[:6])}{more}",
+            f"every level must be a multiple of micro_batch_size {recipe.batch.micro_batch_size} times "
+            f"{_replicas(recipe)} data-parallel replicas",
+            f"use a start and an increment that are multiples of {unit}, a smaller micro_batch_size, or fewer replicas",
+        )
+
+
+def learning_rate(recipe: Recipe, draft: Draft) -> Iterator[Finding]:
+    lr = recipe.lr
+    if lr.min > lr.peak:
+        yield Finding(
+            ("lr.min", "lr.peak"),
+            f"lr.min is {lr.min} but lr.peak is {lr.peak}",
+            "the minimum lies below the peak",
+            "lower lr.min",
+        )
+    unread = {"constant": ("decay", "min", "cooldown"), "linear": ("cooldown",), "cosine": ("cooldown",)}
+    for name in unread.get(lr.schedule, ()):
+        default = LrSection.model_fields[name].default
+        if getattr(lr, name) != default:
+            yield Finding(
+                (f"lr.{name}", "lr.schedule"),
+                f"lr.{name} is set but lr.schedule is {lr.schedule}",
+                f"a {lr.schedule} rate does not read it, so it would be ignored",
+                f"set it back to {'null' if default is None else default}, or choose a schedule that uses it",
+            )
+    if lr.schedule == "wsd" and lr.cooldown is None:
+        yield Finding(
+            ("lr.cooldown", "lr.schedule"),
+            "lr.cooldown is missing",
+            "wsd needs the length of its final decay",
+            "add for example `cooldown: 1000 steps`",
+        )
+
+
+def lengths(recipe: Recipe, draft: Draft) -> Iterator[Finding]:
+    rampup, full = recipe.batch.rampup, recipe.batch.global_batch_size
+    if rampup and len(range(rampup.start, full, rampup.increment)) > _MOST_LEVELS:
+        return  # the plan would take for ever
+    plan = TrainingPlan.of(recipe)
+    paths = ("train.for", "batch.global_batch_size", "batch.rampup", "model.seq_length")
+    if not 1 <= plan.train_steps <= _MOST_STEPS:
+        yield Finding(
+            paths,
+            f"train.for is {recipe.train.for_}, which makes {plan.train_steps:,} steps",
+            f"one step takes {full} samples of {recipe.model.seq_length} tokens, and a training has 1 to "
+            f"{_MOST_STEPS:,} steps",
+            "train for at least one global batch" if plan.train_steps < 1 else "train for less",
+        )
+        return
+    warmup, decay = plan.lr.warmup_samples, plan.lr.decay_samples
+    if recipe.lr.schedule != "constant" and warmup >= decay:
+        yield Finding(
+            ("lr.warmup", "lr.decay", *paths),
+            f"lr.warmup is {recipe.lr.warmup} = {warmup:,} samples",
+            f"it must be shorter than the decay, which ends at {decay:,} samples",
+            "shorten the warm-up or lengthen lr.decay",
+        )
+    elif recipe.lr.schedule == "wsd" and plan.lr.cooldown_samples > decay - warmup:
+        yield Finding(
+            ("lr.cooldown", "lr.decay", "lr.warmup", *paths),
+            f"lr.cooldown is {recipe.lr.cooldown} = {plan.lr.cooldown_samples:,} samples",
+            f"it must fit between the end of warm-up and {decay:,} samples",
+            "shorten it",
+        )
+    if rampup and recipe.train.for_.unit != "steps" and plan.asked_samples <= rampup.samples:
+        yield Finding(
+            paths,
+            f"train.for ends inside the batch ramp: {plan.asked_samples:,} of {rampup.samples:,} samples",
+            f"steps are counted as Megatron counts them, so the run takes {plan.train_steps:,} steps and "
+            f"{plan.train_samples:,} samples",
+            "give train.for in steps to say exactly where it ends",
+            is_warning=True,
+        )
+
+
+def skips(recipe: Recipe, draft: Draft) -> Iterator[Finding]:
+    last_end = 0
+    for i, text in enumerate(recipe.train.skip):
+        first, last = (int(number) for number in text.removesuffix(" steps").split("-"))
+        path, what = (f"train.skip.{i}",), f"train.skip has '{text}'"
+        if first < 1 or last < first:
+            low, high = sorted((max(first, 1), max(last, 1)))
+            yield Finding(
+                path, what, "a range runs from its first step, at least 1, to its last", f"use '{low}-{high} steps'"
+            )
+        elif first <= last_end:
+            yield Finding(path, what, "ranges ascend and do not overlap", "sort and join them")
+        last_end = max(last_end, last)
+
+
+def data(recipe: Recipe, draft: Draft) -> Iterator[Finding]:
+    if recipe.prepare and recipe.tokenizer is None:
+        yield Finding(
+            ("prepare", "tokenizer"),
+            "prepare is set but tokenizer is not",
+            "text needs one",
+            "add `tokenizer: {path: ...}`",
+        )
+    if recipe.data is None:
+        return
+    split, validation, evaluate = recipe.data.split, recipe.data.validation, recipe.train.evaluate
+    paths = ("data.validation", "data.split", "train.evaluate")
+    shares = [float(share) for share in re.split(r"[,/]", split)] if split else []
+    if split and not (shares[0] > 0 and (shares[1] > 0 or not evaluate)):
+        part = "validation" if shares[0] > 0 else "training"
+        yield Finding(
+            ("data.split", "train.evaluate"),
+            f"data.split is '{split}', which leaves nothing for {part}",
+            "the parts are train, valid and test, in this order",
+            "use for example '949,50,1'",
+        )
+    if split and validation:
+        yield Finding(
+            paths,
+            "data.split and data.validation are both set",
+            "validation comes either from a split of the training sources or from groups of its own",
+            "remove one of them",
+        )
+    if evaluate and not (split or validation):
+        yield Finding(
+            ("train.evaluate", *paths),
+            "train.evaluate is set but there is nothing to evaluate",
+            "it needs data.validation or data.split",
+            "add one, or remove train.evaluate",
+        )
+    for group in [group for group, sources in validation.items() if not sources]:
+        yield Finding(
+            (f"data.validation.{group}",), f"data.validation.{group} is empty", "a group has sources", "add one"
+        )
+    if not evaluate and validation:
+        yield Finding(
+            paths,
+            "data.validation is set but train.evaluate is not",
+            "the groups would be ignored",
+            "add for example `evaluate: {every: 1000 steps}` to `train`",
+        )
+
+
+def loss_scale(recipe: Recipe, draft: Draft) -> Iterator[Finding]:
+    scale = recipe.loss_scale
+    if recipe.precision != "fp16" and draft.is_set("loss_scale") and scale != LossScaleSection():
+        yield Finding(
+            ("loss_scale", "precision"),
+            f"loss_scale is set but precision is {recipe.precision}",
+            "only fp16 scales its loss, so it would be ignored",
+            "remove it, or take it back with loss_scale={}",
+        )
+    if scale.min > scale.initial:
+        yield Finding(
+            ("loss_scale.initial", "loss_scale.min"),
+            f"loss_scale.initial is {scale.initial} but loss_scale.min is {scale.min}",
+            "the scale starts at or above its minimum",
+            "raise the initial scale",
+        )
+
+
+def phases(recipe: Recipe, draft: Draft) -> Iterator[Finding]:
+    last_until = 0
+    for i, phase in enumerate(recipe.checkpoint.phases):
+        path, name = (f"checkpoint.phases.{i}",), f"checkpoint.phases.{i}"
+        is_last = i + 1 == len(recipe.checkpoint.phases)
+        if phase.until is None:
+            if not is_last:
+                rule = "only the last phase may go on for ever"
+                yield Finding(path, f"{name} has no `until`", rule, "add `until: N steps`")
+            continue
+        if is_last:
+            rule = "training would go on unsaved after it"
+            yield Finding(path, f"{name}, the last, ends at {phase.until}", rule, "remove its `until`, or add a phase")
+        if phase.until.count <= last_until:
+            rule = f"the phases before it end at {last_until} steps, so it would never begin"
+            yield Finding(path, f"{name} ends at {phase.until}", rule, "sort the phases by `until`")
+        last_until = max(last_until, phase.until.count)
+
+
+def intervals(recipe: Recipe, draft: Draft) -> Iterator[Finding]:
+    evaluate, keep = recipe.train.evaluate, recipe.checkpoint.keep
+    amounts: dict[str, Amount | Duration | None] = {
+        "monitor.log_every": recipe.monitor.log_every,
+        "train.evaluate.every": evaluate.every if evaluate else None,
+        "train.exit_after": recipe.train.exit_after,
+        "checkpoint.keep.every": keep.every if keep else None,
+        "loss_scale.window": recipe.loss_scale.window,
+        "launch.time_limit": recipe.launch.time_limit if recipe.launch else None,
+    }
+    amounts |= {f"checkpoint.phases.{i}.every": phase.every for i, phase in enumerate(recipe.checkpoint.phases)}
+    for path, amount in amounts.items():
+        size = amount.seconds if isinstance(amount, Duration) else amount.count if amount else 1
+        if size <= 0:
+            example = "1h" if path == "launch.time_limit" else "10 steps"
+            yield Finding(
+                (path,), f"{path} is {amount}", "it must be more than nothing", f"use for example `{example}`"
+            )
+
+
+RULES: list[Callable[[Recipe, Draft], Iterator[Finding]]] = [
+    heads,
+    fields_of_another_family,
+    tensor_parallel,
+    layout,
+    launch,
+    batch,
+    ramp,
+    learning_rate,
+    lengths,
+    skips,
+    data,
+    loss_scale,
+    phases,
+    intervals,
+]
+
+
+def _replicas(recipe: Recipe) -> int:
+    return max(1, data_parallel_size(recipe))

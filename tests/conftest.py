@@ -1,0 +1,126 @@
+"""Shared by all tests: one thread, a small corpus of shards, and a small recipe in a folder of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import yaml
+
+from bloomery.cli.main import main
+from bloomery.data.shards import ShardWriter
+
+torch.set_num_threads(1)
+
+VOCAB = 64
+SMALL: dict[str, Any] = {
+    "name": "small",
+    "seed": 7,
+    "model": {
+        "family": "gpt2",
+        "num_layers": 2,
+        "hidden_size": 32,
+        "num_heads": 2,
+        "seq_length": 16,
+        "vocab_size": VOCAB,
+        "dropout": 0.0,
+    },
+    "data": {"train": [{"path": "train"}]},
+    "batch": {"micro_batch_size": 4, "global_batch_size": 8},
+    "optimizer": {"clip_grad_norm": 0.5},
+    "lr": {"peak": 1e-2, "min": 1e-3, "schedule": "cosine", "warmup": "4 steps", "decay": "20 steps"},
+    "train": {"for": "20 steps"},
+    "precision": "fp32",
+    "monitor": {"log_every": "1 steps", "tensorboard": False},
+}
+
+
+def write_shard(prefix: Path, *, seed: int = 0, documents: int = 60, vocab: int = VOCAB) -> None:
+    """Documents in which each token mostly decides the next, so that a model has something to learn."""
+    random = np.random.default_rng(seed)
+    follower = np.random.default_rng(99).permutation(vocab)
+    with ShardWriter(str(prefix), "uint16") as writer:
+        for _ in range(documents):
+            tokens = [int(random.integers(vocab))]
+            for _ in range(int(random.integers(40, 120))):
+                tokens.append(int(follower[tokens[-1]] if random.random() < 0.8 else random.integers(vocab)))
+            writer.append(np.array(tokens))
+
+
+class Workshop:
+    """A folder with shards and a recipe, where commands are run as a user would."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        write_shard(folder / "train")
+        write_shard(folder / "valid", seed=1, documents=20)
+        self.recipe = folder / "small.yaml"
+        self.recipe.write_text(yaml.safe_dump(SMALL))
+
+    def train(self, *overrides: str, run: str = "run", code: int = 0, device: str | None = "cpu") -> Path:
+        """`bloomery train` in this process; the run folder. Fails unless it ends with `code`."""
+        where = ["--run-dir", str(self.folder / run), "--quiet", *(["--device", device] if device else [])]
+        ended = main(["train", str(self.recipe), *overrides, *where])
+        assert ended == code, f"ended with {ended} instead of {code}"
+        return self.folder / run
+
+    @staticmethod
+    def metrics(run: Path, kind: str = "step") -> list[dict[str, Any]]:
+        records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+        return [record for record in records if record["kind"] == kind]
+
+    @staticmethod
+    def events(run: Path, kind: str) -> list[dict[str, Any]]:
+        events = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
+        return [event for event in events if event["kind"] == kind]
+
+    @staticmethod
+    def losses(run: Path) -> list[float]:
+        return [float(record["losses"]["lm loss"]) for record in Workshop.metrics(run)]
+
+
+def start_training(workshop: Workshop, run: Path, *overrides: str, **environment: str) -> subprocess.Popen[str]:
+    """`bloomery train` in a process of its own, for as long as nothing stops it."""
+    words = [sys.executable, "-m", "bloomery", "train", str(workshop.recipe), "train.for=1000000 steps", *overrides]
+    words += ["lr.decay=null", "--run-dir", str(run), "--device", "cpu", "--quiet"]
+    variables = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
+    return subprocess.Popen(words, env=variables, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def wait_for_steps(run: Path, count: int, process: subprocess.Popen[str]) -> None:
+    """Until that many steps are in metrics.jsonl; fails if the process ends or a minute passes."""
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        if (run / "metrics.jsonl").is_file() and (run / "metrics.jsonl").read_bytes().count(b"\n") >= count:
+            return
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.02)
+    raise AssertionError("no steps within a minute")
+
+
+@pytest.fixture
+def workshop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Workshop:
+    monkeypatch.chdir(tmp_path)
+    return Workshop(tmp_path)
+
+
+@pytest.fixture
+def command(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
+    """Run `bloomery ...` in this process: (exit code, standard output, standard error)."""
+
+    def run(*words: str) -> tuple[int, str, str]:
+        capsys.readouterr()
+        code = main(list(words))
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err
+
+    return run

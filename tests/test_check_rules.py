@@ -1,0 +1,228 @@
+"""Each rule between fields, broken once: what the user is told, where, and what to do about it."""
+
+# ruff: noqa: E501  (a table of cases, one a line)
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from bloomery.base.errors import Problem, RecipeError
+from bloomery.config.load import load_recipe, shipped_recipes
+from bloomery.sizing.check import findings, load_checked_recipe
+from bloomery.sizing.finding import nearby_divisors
+from bloomery.sizing.rules import RULES
+
+SOUND = """\
+name: sound
+model: {family: gpt2, num_layers: 4, hidden_size: 64, num_heads: 8, seq_length: 32, vocab_size: 1000}
+tokenizer: {path: tokenizers/x}
+data:
+  train:
+    - {path: shards/a}
+  validation:
+    main: [{path: shards/b}]
+batch:
+  micro_batch_size: 2
+  global_batch_size: 64
+  rampup: {start: 16, increment: 16, samples: 1000}
+lr: {peak: 1e-3, min: 1e-4, schedule: cosine, warmup: 100 samples, decay: 5000 samples}
+train:
+  for: 6400 samples
+  exit_after: 1h
+  evaluate: {every: 10 steps}
+precision: bf16
+checkpoint:
+  phases:
+    - {until: 10 steps, every: 2 steps}
+    - {every: 20 steps}
+  keep: {last: 2, every: 20 steps}
+launch: {on: slurm, nodes: 2, gpus_per_node: 2, time_limit: 2h}
+"""
+
+LLAMA = "model.family=llama"
+CASES: list[tuple[str, list[str], str, str, str]] = [
+    # rule, overrides, what, rule text, remedy
+    ("heads", ["model.num_heads=6"], "model.num_heads is 6 but model.hidden_size is 64", "divide the hidden size", "use 4 or 8 heads"),
+    ("heads", [LLAMA, "model.hidden_size=24"], "a head is 3 wide", "must be even", "change model.num_heads"),
+    ("heads", [LLAMA, "model.num_kv_heads=3"], "model.num_kv_heads is 3 but model.num_heads is 8", "same number of query heads", "use 2 or 4"),
+    ("heads", [LLAMA, "model.num_kv_heads=16"], "model.num_kv_heads is 16", "same number of query heads", "use 8"),
+    ("fields_of_another_family", ["model.num_kv_heads=4"], "model.num_kv_heads is set but model.family is gpt2", "only llama reads it", "set it back to 8"),
+    ("fields_of_another_family", ["model.rope_theta=5e5"], "model.rope_theta is set", "would be ignored", "set it back to 10000.0"),
+    ("tensor_parallel", ["parallel.tp=3", "launch=null"], "parallel.tp is 3 but model.num_heads is 8", "divide evenly across", "parallel.tp 2 or 4"),
+    ("tensor_parallel", [LLAMA, "model.num_kv_heads=2", "parallel.tp=4"], "parallel.tp is 4 but model.num_kv_heads is 2", "divide evenly", "tp 2"),
+    ("tensor_parallel", ["model.ffn_hidden_size=5", "parallel.tp=2"], "but model.ffn_hidden_size is 5", "divide evenly", "tp 1 or 5"),
+    ("tensor_parallel", ["model.vocab_multiple=1", "model.vocab_size=1001", "parallel.tp=2"], "the padded vocabulary is 1001", "divide evenly", "tp 1 or 7"),
+    ("layout", ["parallel.pp=8", "launch=null"], "parallel.pp is 8 but model.num_layers is 4", "at least one layer", "at most 4 stages"),
+    ("layout", ["parallel.pp=2", "parallel.zero=2"], "parallel.zero is 2 with parallel.pp 2", "would act as ZeRO 1", "parallel.zero=1"),
+    ("layout", ["parallel.cp=4", "model.seq_length=36"], "parallel.cp is 4 but model.seq_length is 36", "2 * cp", "2 * cp divides"),
+    ("layout", ["launch.nodes=3", "parallel.tp=4"], "launch asks for 6 ranks", "tp * pp * cp = 4", "a multiple of 4"),
+    ("launch", ["launch.on=local"], "launch.nodes is 2 but launch.on is local", "this one machine", "or one node"),
+    ("launch", ["train.exit_after=2h"], "train.exit_after is 2h but launch.time_limit is 2h", "kill the job before it saves", "below the limit"),
+    ("batch", ["batch.global_batch_size=60", "batch.rampup=null"], "batch.global_batch_size is 60", "micro_batch_size 2 times 4 data-parallel", "use 56 or 64"),
+    ("batch", ["batch.global_batch_size=4", "batch.rampup=null"], "batch.global_batch_size is 4", "a multiple of", "use 8, or change"),
+    ("ramp", ["batch.rampup.start=64"], "batch.rampup.start is 64 but batch.global_batch_size is 64", "below the full batch", "remove the ramp"),
+    ("ramp", ["batch.rampup.increment=20"], "batch.rampup.increment is 20", "start = 48", "use 16 or 24"),
+    ("ramp", ["batch.rampup.start=8", "batch.rampup.increment=4"], "7 of 14 levels of the batch ramp do not fit: 12, 20, 28, 36, 44, 52 and 1 more", "every level", "multiples of 8"),
+    ("ramp", ["batch.global_batch_size=800000", "batch.rampup.increment=8"], "the batch ramp has 99,998 levels", "at most 10,000", "larger increment"),
+    ("learning_rate", ["lr.min=1e-2"], "lr.min is 0.01 but lr.peak is 0.001", "below the peak", "lower lr.min"),
+    ("learning_rate", ["lr.schedule=constant", "lr.min=0.0"], "lr.decay is set but lr.schedule is constant", "would be ignored", "back to null"),
+    ("learning_rate", ["lr.schedule=constant", "lr.decay=null"], "lr.min is set but lr.schedule is constant", "would be ignored", "back to 0.0"),
+    ("learning_rate", ["lr.cooldown=10 steps"], "lr.cooldown is set but lr.schedule is cosine", "would be ignored", "choose a schedule"),
+    ("learning_rate", ["lr.schedule=wsd"], "lr.cooldown is missing", "wsd needs", "cooldown: 1000 steps"),
+    ("lengths", ["train.for=0 steps"], "train.for is 0 steps, which makes 0 steps", "one step takes 64 samples of 32 tokens", "at least one"),
+    ("lengths", ["train.for=10 tokens", "batch.rampup=null"], "train.for is 10 tokens, which makes 0 steps", "one step takes", "at least one"),
+    ("lengths", ["train.for=1T steps"], "which makes 1,000,000,000,000 steps", "1 to 100,000,000 steps", "train for less"),
+    ("lengths", ["lr.warmup=5000 samples"], "lr.warmup is 5000 samples = 5,000 samples", "ends at 5,000 samples", "shorten the warm-up"),
+    ("lengths", ["lr.warmup=1000 steps", "lr.decay=null"], "lr.warmup is 1000 steps", "shorter than the decay", "lengthen lr.decay"),
+    ("lengths", ["lr.schedule=wsd", "lr.cooldown=4950 samples"], "lr.cooldown is 4950 samples", "between the end of warm-up and 5,000", "shorten it"),
+    ("skips", ["train.skip=['10-5 steps']"], "train.skip has '10-5 steps'", "from its first step", "use '5-10 steps'"),
+    ("skips", ["train.skip=['0-5 steps']"], "train.skip has '0-5 steps'", "at least 1", "use '1-5 steps'"),
+    ("skips", ["train.skip=['1-5 steps','5-6 steps']"], "train.skip has '5-6 steps'", "do not overlap", "sort and join"),
+    ("data", ["prepare=[{output: x, sources: [y]}]", "tokenizer=null"], "prepare is set but tokenizer is not", "text needs one", "add `tokenizer"),
+    ("data", ["data.split='9,1'"], "data.split and data.validation are both set", "either from a split", "remove one"),
+    ("data", ["data.validation={}"], "train.evaluate is set but there is nothing to evaluate", "data.validation or data.split", "remove train.evaluate"),
+    ("data", ["train.evaluate=null"], "data.validation is set but train.evaluate is not", "would be ignored", "evaluate: {every"),
+    ("data", ["data.validation={main: []}"], "data.validation.main is empty", "a group has sources", "add one"),
+    ("data", ["data.validation={}", "data.split='0,1,1'"], "data.split is '0,1,1', which leaves nothing for training", "in this order", "'949,50,1'"),
+    ("data", ["data.validation={}", "data.split='1,0,1'"], "leaves nothing for validation", "train, valid and test", "'949,50,1'"),
+    ("loss_scale", ["loss_scale.initial=2.0"], "loss_scale is set but precision is bf16", "only fp16", "remove it"),
+    ("loss_scale", ["precision=fp16", "loss_scale.min=8192.0"], "loss_scale.initial is 4096.0 but loss_scale.min is 8192.0", "at or above", "raise"),
+    ("phases", ["checkpoint.phases=[{every: 1 step},{every: 2 steps}]"], "checkpoint.phases.0 has no `until`", "only the last", "add `until"),
+    ("phases", ["checkpoint.phases=[{every: 1 step, until: 9 steps}]"], "checkpoint.phases.0, the last, ends at 9 steps", "unsaved", "remove its"),
+    ("phases", ["checkpoint.phases=[{every: 1 step, until: 9 steps},{every: 1 step, until: 9 steps},{every: 2 steps}]"],
+     "checkpoint.phases.1 ends at 9 steps", "end at 9 steps", "sort the phases"),
+    ("phases", ["checkpoint.phases.0.until=0 steps"], "checkpoint.phases.0 ends at 0 steps", "never begin", "sort"),
+    ("intervals", ["checkpoint.phases.1.every=0 steps"], "checkpoint.phases.1.every is 0 steps", "more than nothing", "10 steps"),
+    ("intervals", ["monitor.log_every=0 steps"], "monitor.log_every is 0 steps", "more than nothing", "10 steps"),
+    ("intervals", ["train.evaluate.every=0 steps"], "train.evaluate.every is 0 steps", "more than nothing", "10 steps"),
+    ("intervals", ["train.exit_after=0 steps"], "train.exit_after is 0 steps", "more than nothing", "10 steps"),
+    ("intervals", ["train.exit_after=0s"], "train.exit_after is 0s", "more than nothing", "10 steps"),
+    ("intervals", ["checkpoint.keep.every=0 steps"], "checkpoint.keep.every is 0 steps", "more than nothing", "10 steps"),
+    ("intervals", ["precision=fp16", "loss_scale.window=0 steps"], "loss_scale.window is 0 steps", "more than nothing", "10 steps"),
+    ("intervals", ["launch.time_limit=0s", "train.exit_after=null"], "launch.time_limit is 0s", "more than nothing", "1h"),
+]  # fmt: skip
+
+
+@pytest.fixture
+def sound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.chdir(tmp_path)
+    Path("sound.yaml").write_text(SOUND)
+    return "sound.yaml"
+
+
+def problems(name: str, overrides: Sequence[str]) -> list[Problem]:
+    with pytest.raises(RecipeError) as caught:
+        load_checked_recipe(name, overrides)
+    return caught.value.problems
+
+
+@pytest.mark.parametrize(
+    ("rule", "overrides", "what", "why", "remedy"), CASES, ids=[f"{c[0]}: {c[2][:60]}" for c in CASES]
+)
+def test_a_broken_rule_is_told(sound: str, rule: str, overrides: list[str], what: str, why: str, remedy: str) -> None:
+    told = problems(sound, overrides)
+    found = [problem for problem in told if what in problem.what]
+    assert found, [str(problem) for problem in told]
+    assert why in found[0].rule
+    assert remedy in found[0].remedy
+    assert found[0].place.startswith("command line '")
+
+
+@pytest.mark.parametrize("rule", [rule.__name__ for rule in RULES])
+def test_every_rule_is_broken_by_a_case_that_names_it(sound: str, rule: str) -> None:
+    judge = next(candidate for candidate in RULES if candidate.__name__ == rule)
+    named = [case for case in CASES if case[0] == rule]
+    assert named
+    for _, overrides, what, *_ in named:
+        draft = load_recipe(sound, overrides)
+        assert draft.recipe is not None
+        assert any(what in finding.what for finding in judge(draft.recipe, draft)), (rule, what)
+
+
+def test_the_sound_recipe_breaks_no_rule(sound: str) -> None:
+    assert list(findings(load_recipe(sound))) == []
+    assert load_checked_recipe(sound).warnings == []
+
+
+@pytest.mark.parametrize("name", shipped_recipes())
+def test_no_shipped_recipe_breaks_a_rule(name: str) -> None:
+    assert list(findings(load_recipe(name))) == []
+
+
+def test_tr1_on_64_nodes_fails_because_its_ramp_cannot_feed_32_replicas() -> None:
+    (problem,) = problems("tr1-13b", ["launch.nodes=64"])
+    assert "32 of 63 levels of the batch ramp do not fit: 16, 48, 80" in problem.what
+    assert "micro_batch_size 1 times 32 data-parallel replicas" in problem.rule
+    assert problem.place == "command line 'launch.nodes=64'"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "replicas"),
+    [
+        (["launch.nodes=64", "parallel.tp=4"], 16),
+        (["launch.nodes=64", "batch.rampup.start=32", "batch.rampup.increment=32"], 32),
+        (["launch=null"], 1),
+    ],
+)
+def test_tr1_passes_where_every_level_can_be_fed(overrides: list[str], replicas: int) -> None:
+    recipe = load_checked_recipe("tr1-13b", overrides).recipe
+    assert recipe.batch.rampup is not None
+    levels = range(recipe.batch.rampup.start, 1025, recipe.batch.rampup.increment)
+    assert all(level % replicas == 0 for level in levels)
+
+
+def test_a_training_that_ends_inside_its_ramp_is_a_warning(sound: str) -> None:
+    (warning,) = load_checked_recipe(sound, ["train.for=900 samples", "lr.decay=null"]).warnings
+    assert "train.for ends inside the batch ramp: 900 of 1,000 samples" in warning.what
+    assert warning.place == "command line 'train.for=900 samples'"
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["model.num_kv_heads=8", "model.rope_theta=10000.0"],
+        ["lr.schedule=constant", "lr.decay=null", "lr.min=0.0"],
+        ["loss_scale={}"],
+        ["loss_scale.initial=4096.0"],
+        ["train.evaluate=null", "data.validation={}"],
+    ],
+)
+def test_a_field_at_its_default_takes_back_what_a_base_had_set(sound: str, overrides: list[str]) -> None:
+    load_checked_recipe(sound, overrides)
+
+
+def test_a_finding_points_at_the_line_of_the_first_field_that_was_written(sound: str) -> None:
+    Path("bad.yaml").write_text(SOUND.replace("global_batch_size: 64", "global_batch_size: 60"))
+    places = [problem.place for problem in problems("bad.yaml", ["batch.rampup=null"])]
+    assert places == ["bad.yaml:11"]
+    Path("bad.yaml").write_text(SOUND.replace("decay: 5000 samples}", "decay: 50 samples}"))
+    assert [problem.place for problem in problems("bad.yaml", [])] == ["bad.yaml:13"]
+
+
+def test_rules_of_one_subject_do_not_hide_those_of_another(sound: str) -> None:
+    broken = [
+        "batch.global_batch_size=60",
+        "lr.warmup=9000 samples",
+        "model.num_heads=5",
+        "checkpoint.phases.0.every=0 steps",
+    ]
+    told = "\n".join(problem.what for problem in problems(sound, broken))
+    for path in (
+        "batch.global_batch_size",
+        "batch.rampup.increment",
+        "lr.warmup",
+        "model.num_heads",
+        "checkpoint.phases.0.every",
+    ):
+        assert path in told
+
+
+@pytest.mark.parametrize(
+    ("number", "near", "expected"),
+    [(64, 6, "4 or 8"), (7, 3, "1 or 7"), (10**12, 3, "2 or 4"), (8, 100, "8"), (48, 20, "16 or 24")],
+)
+def test_the_divisors_offered_are_those_around(number: int, near: int, expected: str) -> None:
+    assert nearby_divisors(number, near) == expected

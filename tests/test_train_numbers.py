@@ -1,0 +1,254 @@
+"""The arithmetic of a step: what the loss is the mean of, what decays, what is clipped, what fp32 keeps."""
+
+from __future__ import annotations
+
+import math
+import shutil
+
+import pytest
+import torch
+from torch import nn
+
+from bloomery.base.errors import DivergedError
+from bloomery.base.units import Amount
+from bloomery.config.recipe import LossScaleSection, OptimizerSection
+from bloomery.data.batch import IGNORED_LABEL, Batch, GlobalBatch
+from bloomery.model.loss import IGNORE
+from bloomery.parallel.gradients import GradientSum
+from bloomery.parallel.runner import PlainRunner
+from bloomery.train.loss_scale import LossScale
+from bloomery.train.optimizer import Optimizer
+from checkpoints import tensors_of
+from conftest import Workshop
+
+
+def test_training_learns(workshop: Workshop) -> None:
+    losses = workshop.losses(workshop.train("train.for=60 steps"))
+    assert losses[0] > 4.0  # ln 64 = 4.16
+    assert losses[-1] < losses[0] - 1.0
+
+
+def test_the_micro_batch_size_changes_nothing_but_rounding(workshop: Workshop) -> None:
+    curves = [
+        workshop.losses(workshop.train(f"batch.micro_batch_size={size}", run=f"mbs{size}")) for size in (1, 2, 4, 8)
+    ]
+    for curve in curves[1:]:
+        assert curve == pytest.approx(curves[0], abs=1e-4)
+
+
+class Probe(nn.Module):
+    """Logits straight from a table, so that gradients can be checked by hand."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.randn(5, 5, generator=torch.Generator().manual_seed(0)))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.table[tokens]
+
+
+def test_the_loss_is_the_mean_over_valid_tokens_however_the_batch_is_cut() -> None:
+    tokens = torch.tensor([[0, 1, 2], [3, 4, 0], [1, 1, 1], [2, 3, 4]])
+    labels = torch.tensor([[1, IGNORE, IGNORE], [4, 0, 1], [IGNORE, IGNORE, IGNORE], [3, 4, 0]])
+    found = []
+    for rows in (1, 2, 4):
+        probe = Probe()
+        runner = PlainRunner(probe, device=torch.device("cpu"), compile_model=False, dropout_seed=None)
+        parts = [Batch({"tokens": tokens[i : i + rows]}, {"lm loss": labels[i : i + rows]}) for i in range(0, 4, rows)]
+        batch = GlobalBatch(0, 4, parts, {"lm loss": 7})
+        loss = runner.forward_backward(batch, loss_scale=1.0, step=1)["lm loss"]
+        found.append((loss.item(), runner.gradients.tensors()[0].clone()))
+    expected = nn.functional.cross_entropy(Probe()(tokens).flatten(0, 1), labels.flatten(), ignore_index=IGNORE)
+    for loss, gradient in found:
+        assert loss == pytest.approx(expected.item(), abs=1e-6)
+        torch.testing.assert_close(gradient, found[0][1])
+
+
+def test_data_and_model_agree_on_the_label_without_loss() -> None:
+    assert IGNORED_LABEL == IGNORE
+
+
+def test_updates_equal_torchs_adamw_with_clipping() -> None:
+    def weights() -> list[nn.Parameter]:
+        random = torch.Generator().manual_seed(1)
+        return [nn.Parameter(torch.randn(6, 5, generator=random)), nn.Parameter(torch.randn(5, generator=random))]
+
+    ours, theirs = weights(), weights()
+    section = OptimizerSection(betas=[0.9, 0.99], weight_decay=0.3, clip_grad_norm=0.7)
+    optimizer = Optimizer(list(zip("ab", ours, strict=True)), section, compute_dtype=torch.float32)
+    groups = [{"params": theirs[:1], "weight_decay": 0.3}, {"params": theirs[1:], "weight_decay": 0.0}]
+    reference = torch.optim.AdamW(groups, lr=0.0, betas=(0.9, 0.99), eps=1e-8)
+    random = torch.Generator().manual_seed(2)
+    for step in range(1, 6):
+        gradients = [torch.randn(parameter.shape, generator=random) for parameter in ours]
+        lr = 0.1 / step
+        for parameter, gradient in zip(theirs, gradients, strict=True):
+            parameter.grad = gradient.clone()
+        norm = torch.nn.utils.clip_grad_norm_(theirs, 0.7)
+        for group in reference.param_groups:
+            group["lr"] = lr
+        reference.step()
+        numbers = optimizer.update([gradient.clone() * 8 for gradient in gradients], lr=lr, loss_scale=8.0)
+        assert numbers.grad_norm.item() == pytest.approx(norm.item(), rel=1e-6)
+        assert numbers.skipped.item() == 0.0
+        for a, b in zip(ours, theirs, strict=True):
+            torch.testing.assert_close(a.data, b.data, rtol=1e-5, atol=1e-6)
+
+
+def test_weight_decay_spares_every_bias_and_norm(workshop: Workshop) -> None:
+    quiet = ["train.for=1 steps", "lr={peak: 0.1, schedule: constant}", "optimizer.clip_grad_norm=1e-12"]
+    started = tensors_of(workshop.train(*quiet, "optimizer.weight_decay=0", run="without"))
+    decayed = tensors_of(workshop.train(*quiet, "optimizer.weight_decay=0.5", run="with"))
+    moved = {name for name in started if name.startswith("model.") and not torch.equal(started[name], decayed[name])}
+    assert moved == {name for name, tensor in started.items() if name.startswith("model.") and tensor.ndim > 1}
+
+
+def test_fp32_masters_keep_updates_that_bf16_would_lose() -> None:
+    weight = nn.Parameter(torch.ones(4, 4))
+    optimizer = Optimizer([("w", weight)], OptimizerSection(weight_decay=0.0), compute_dtype=torch.bfloat16)
+    assert weight.dtype == torch.bfloat16
+    for _ in range(20):  # each step moves 1.0 by 1e-4, far below the spacing of bf16 near 1, which is 2^-8
+        optimizer.update([torch.ones(4, 4)], lr=1e-4, loss_scale=1.0)
+    master = optimizer.tensors()["model.w"]
+    assert master.dtype == torch.float32
+    assert master[0, 0].item() == pytest.approx(1 - 20e-4, abs=1e-5)
+
+
+def test_gradients_of_16_bit_weights_are_summed_in_fp32() -> None:
+    weight = nn.Parameter(torch.zeros(1, dtype=torch.bfloat16))
+    total = GradientSum([weight])
+    for value in [256.0] + [1.0] * 100:  # 256 + 1 is 256 in bf16
+        weight.grad = torch.tensor([value], dtype=torch.bfloat16)
+        total.absorb()
+    assert total.tensors()[0].item() == 356.0
+
+
+def test_bf16_follows_fp32_closely(workshop: Workshop) -> None:
+    exact, rounded = (workshop.losses(workshop.train(f"precision={p}", run=p)) for p in ("fp32", "bf16"))
+    assert rounded == pytest.approx(exact, abs=0.05)
+    assert rounded != exact
+
+
+@pytest.mark.parametrize("mode", ["selective", "full"])
+def test_recomputation_changes_nothing(workshop: Workshop, mode: str) -> None:
+    settings = ("train.for=5 steps", "model.dropout=0.1")
+    plain = workshop.losses(workshop.train(*settings, run="plain"))
+    assert workshop.losses(workshop.train(*settings, f"parallel.recompute={mode}", run=mode)) == plain
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile on a CPU needs g++")
+def test_a_compiled_run_equals_an_eager_one(workshop: Workshop) -> None:
+    settings = ("train.for=3 steps", "model.num_layers=1")
+    eager = workshop.losses(workshop.train(*settings, run="eager"))
+    assert workshop.losses(workshop.train(*settings, "train.compile=true", run="compiled")) == pytest.approx(
+        eager, abs=1e-5
+    )
+
+
+def test_the_logged_rate_and_batch_are_those_of_the_plan(workshop: Workshop) -> None:
+    run = workshop.train("batch.rampup={start: 4, increment: 4, samples: 30}", "train.for=120 samples", "lr.decay=null")
+    rows = [(r["consumed_samples"], r["global_batch"], r["lr"]) for r in workshop.metrics(run)]
+    assert [row[:2] for row in rows[:9]] == [
+        (4, 4), (8, 4), (12, 4), (16, 4), (20, 4), (24, 4), (28, 4), (32, 4), (40, 8)
+    ]  # fmt: skip
+    warmup, decay = 16, 120  # four steps of four samples; the end of training
+    for consumed, _, lr in rows:
+        share = (consumed - warmup) / (decay - warmup)
+        cosine = 1e-3 + (1e-2 - 1e-3) * 0.5 * (1 + math.cos(math.pi * share))
+        assert lr == pytest.approx(1e-2 * consumed / warmup if consumed <= warmup else cosine, rel=1e-12)
+
+
+def test_validation_groups_are_evaluated_by_name(workshop: Workshop) -> None:
+    groups = "data.validation={near: [{path: train}], far: [{path: valid}]}"
+    run = workshop.train("train.for=9 steps", groups, "train.evaluate={every: 4 steps, steps: 2}")
+    rows = workshop.metrics(run, "validation")
+    assert [(row["step"], row["group"]) for row in rows] == [
+        (4, "near"), (4, "far"), (8, "near"), (8, "far"), (9, "near"), (9, "far")
+    ]  # fmt: skip
+    for row in rows:
+        assert row["perplexity"] == pytest.approx(math.exp(row["losses"]["lm loss"]))
+    text = (run / "logs" / "main_log.txt").read_text()
+    assert "near loss at iteration 4" in text
+
+
+def test_evaluation_does_not_touch_the_training(workshop: Workshop) -> None:
+    groups = "data.validation={far: [{path: valid}]}"
+    plain = workshop.train("model.dropout=0.1", run="plain")
+    watched = workshop.train("model.dropout=0.1", groups, "train.evaluate={every: 2 steps, steps: 1}", run="watched")
+    assert workshop.losses(watched) == workshop.losses(plain)
+
+
+def test_skipped_steps_count_as_consumed_and_learn_nothing(workshop: Workshop) -> None:
+    plain = workshop.train("train.for=6 steps", "lr={peak: 1e-2, schedule: constant}", run="plain")
+    run = workshop.train(
+        "train.for=6 steps", "lr={peak: 1e-2, schedule: constant}", "train.skip=['2-4 steps']", run="skip"
+    )
+    rows = workshop.metrics(run)
+    assert [row["step"] for row in rows] == [1, 5, 6]
+    assert rows[-1]["consumed_samples"] == workshop.metrics(plain)[-1]["consumed_samples"] == 48
+    assert [event["first_sample"] for event in workshop.events(run, "skip")] == [8]
+    # Step 5 sees its own samples with the weights of step 1: a run of two steps over samples 0-7 and 32-39.
+    assert rows[1]["losses"] != workshop.metrics(plain)[1]["losses"]
+
+
+class TestLossScale:
+    section = LossScaleSection(initial=4096.0, window=Amount(500, "steps"), hysteresis=2, min=1.0)
+
+    def test_the_first_overflow_only_costs_patience(self) -> None:
+        scale = LossScale.start(self.section)
+        seen = []
+        for _ in range(3):
+            scale.update(self.section, overflow=True)
+            seen.append(scale.scale)
+        assert seen == [4096.0, 2048.0, 1024.0]
+
+    def test_it_grows_on_the_501st_clean_step_and_refills_its_patience(self) -> None:
+        scale = LossScale.start(self.section)
+        scale.update(self.section, overflow=True)
+        for _ in range(500):
+            scale.update(self.section, overflow=False)
+        assert (scale.scale, scale.patience) == (4096.0, 1)
+        scale.update(self.section, overflow=False)
+        assert (scale.scale, scale.patience) == (8192.0, 2)
+        for _ in range(500):
+            scale.update(self.section, overflow=False)
+        assert scale.scale == 16384.0
+
+    def test_an_overflow_at_the_minimum_stops_the_training(self) -> None:
+        scale = LossScale(scale=1.0, patience=1)
+        with pytest.raises(DivergedError, match="smallest loss scale"):
+            scale.update(self.section, overflow=True)
+
+
+def test_an_overflow_skips_the_update_and_does_not_advance_the_rate(workshop: Workshop) -> None:
+    settings = (
+        "precision=fp16",
+        "loss_scale={initial: 1e12, hysteresis: 1}",
+        "train.for=40 steps",
+        "lr={peak: 1e-2, warmup: 30 steps}",
+    )
+    run = workshop.train(*settings)
+    rows = workshop.metrics(run)
+    skipped = [row["skipped_steps"] for row in rows]
+    assert skipped[0] == 1
+    assert sum(skipped) == len(workshop.events(run, "skipped_update")) > 3
+    good = 0
+    for row in rows:
+        expected = 1e-2 * (good + 1) / 30
+        assert row["lr"] == pytest.approx(min(expected, row["lr"] if good >= 29 else expected))
+        good += not row["skipped_steps"]
+    assert [row["consumed_samples"] for row in rows] == [8 * (i + 1) for i in range(40)]
+    assert "number of skipped iterations:   1" in (run / "logs" / "main_log.txt").read_text()
+
+
+def test_a_diverging_run_shows_its_nan_saves_and_stops(workshop: Workshop, capsys: pytest.CaptureFixture[str]) -> None:
+    run = workshop.train("lr={peak: 1e38, schedule: constant}", "optimizer.weight_decay=0", code=4)
+    said = capsys.readouterr().err
+    assert "3 steps in a row" in said
+    assert "train.skip" in said
+    assert "Traceback" not in said
+    assert workshop.events(run, "stop")[-1]["reason"] == "diverged"
+    assert (run / "checkpoints" / "latest").is_file()
+    text = (run / "logs" / "main_log.txt").read_text()
+    assert "lm loss: NAN" in text or "lm loss: INF" in text
+    assert "number of nan iterations:   1" in text

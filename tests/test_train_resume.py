@@ -1,0 +1,116 @@
+"""A run that was stopped and resumed is the run that was never stopped, bit by bit."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from checkpoints import assert_same_tensors
+from conftest import Workshop
+
+TIMING = re.compile(r"(elapsed time per iteration \(s\)|samples per second|TFLOPs): [^|]*\|")
+
+
+def log_lines(run: Path) -> list[str]:
+    lines = (run / "logs" / "main_log.txt").read_text().splitlines()
+    return [TIMING.sub("", line) for line in lines if line.startswith(" iteration")]
+
+
+@pytest.mark.parametrize(
+    ("stop_at", "overrides"),
+    [
+        (10, []),
+        (7, ["monitor.log_every=5 steps"]),
+        (7, ["model.dropout=0.2"]),
+        (9, ["batch.rampup={start: 4, increment: 4, samples: 40}", "train.for=150 samples"]),
+        (10, ["precision=bf16"]),
+        (10, ["precision=fp16", "loss_scale={initial: 1048576, window: 4 steps}"]),
+        (5, ["model.family=bloom", "parallel.recompute=full"]),
+        (5, ["model.family=llama", "parallel.recompute=selective"]),
+        (6, ["train.skip=['5-8 steps']"]),
+    ],
+    ids=["plain", "mid-interval", "dropout", "ramp", "bf16", "fp16", "bloom-recompute", "llama-selective", "skip"],
+)
+def test_stop_and_resume_equals_one_unbroken_run(workshop: Workshop, stop_at: int, overrides: list[str]) -> None:
+    whole = workshop.train(*overrides, run="whole")
+    workshop.train(*overrides, f"train.exit_after={stop_at} steps", run="halves")
+    halves = workshop.train(*overrides, run="halves")
+    assert workshop.events(halves, "start")[1]["resumed_from"] == f"step-{stop_at:08d}"
+    assert log_lines(halves) == log_lines(whole)
+    assert len(log_lines(whole)) > 3
+    assert_same_tensors(whole, halves)
+
+
+def test_a_finished_run_started_again_changes_nothing(workshop: Workshop) -> None:
+    settings = ("train.for=3 steps", "data.validation={v: [{path: valid}]}", "train.evaluate={every: 2 steps}")
+    settings += ("lr.warmup=1 steps",)
+    run = workshop.train(*settings)
+    before = (run / "metrics.jsonl").read_bytes()
+    workshop.train(*settings)
+    assert (run / "metrics.jsonl").read_bytes() == before
+    assert [event["reason"] for event in workshop.events(run, "stop")] == ["finished", "finished"]
+
+
+def test_a_longer_training_goes_on_from_a_finished_one(workshop: Workshop) -> None:
+    workshop.train("train.for=3 steps", run="a")
+    longer = workshop.train("train.for=6 steps", run="a")
+    assert_same_tensors(longer, workshop.train("train.for=6 steps", run="b"))
+
+
+def test_resuming_with_another_model_names_every_difference(
+    workshop: Workshop, capsys: pytest.CaptureFixture[str]
+) -> None:
+    workshop.train("train.for=2 steps")
+    workshop.train("train.for=4 steps", "model.num_layers=3", "seed=8", code=3)
+    said = capsys.readouterr().err
+    assert "model.num_layers is 3 but the checkpoint has 2" in said
+    assert "seed is 8 but the checkpoint has 7" in said
+    assert "--run-dir" in said
+    assert "Traceback" not in said
+
+
+@pytest.mark.parametrize("damage", ["missing", "short", "changed"])
+def test_a_damaged_checkpoint_is_refused_by_name(
+    workshop: Workshop, capsys: pytest.CaptureFixture[str], damage: str
+) -> None:
+    run = workshop.train("train.for=4 steps", "checkpoint.phases=[{every: 2 steps}]")
+    tensors = next((run / "checkpoints" / "step-00000004").glob("*.distcp"))
+    if damage == "missing":
+        tensors.unlink()
+    elif damage == "short":
+        tensors.write_bytes(tensors.read_bytes()[:-10])
+    else:
+        content = bytearray(tensors.read_bytes())
+        content[len(content) // 2] ^= 1
+        tensors.write_bytes(content)
+    workshop.train("train.for=6 steps", code=3)
+    said = capsys.readouterr().err
+    assert tensors.name in said
+    assert "step-00000002" in said
+    assert "Traceback" not in said
+
+
+def test_a_half_written_checkpoint_is_ignored_and_replaced(workshop: Workshop) -> None:
+    run = workshop.train("train.for=2 steps")
+    debris = run / "checkpoints" / "step-00000003"
+    debris.mkdir()
+    (debris / "__0_0.distcp").write_bytes(b"half")
+    longer = workshop.train("train.for=3 steps")
+    assert (longer / "checkpoints" / "latest").read_text() == "step-00000003\n"
+    assert (debris / "manifest.json").is_file()
+
+
+def test_only_the_newest_checkpoints_and_the_marked_ones_are_kept(workshop: Workshop) -> None:
+    keep = "checkpoint={phases: [{every: 1 steps}], keep: {last: 2, every: 3 steps}}"
+    run = workshop.train("train.for=8 steps", keep)
+    kept = sorted(path.name for path in (run / "checkpoints").glob("step-*"))
+    assert kept == ["step-00000003", "step-00000006", "step-00000007", "step-00000008"]
+
+
+def test_checkpoints_follow_the_phases(workshop: Workshop) -> None:
+    phases = "checkpoint.phases=[{until: 4 steps, every: 2 steps}, {until: 10 steps, every: 3 steps}, {every: 8 steps}]"
+    run = workshop.train("train.for=17 steps", phases)
+    saved = [int(path.name.removeprefix("step-")) for path in sorted((run / "checkpoints").glob("step-*"))]
+    assert saved == [2, 4, 6, 9, 10, 16, 17]

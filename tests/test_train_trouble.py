@@ -1,0 +1,184 @@
+"""Bad input and bad storage: a clear message, the right exit code, nothing lost."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import signal
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import yaml
+
+from bloomery.base.errors import RecipeError
+from bloomery.checkpoint import folder as folders
+from bloomery.config.load import load_recipe
+from bloomery.data.shards import ShardWriter
+from bloomery.train.setup import prepared_run
+from conftest import SMALL, VOCAB, Workshop, start_training, wait_for_steps, write_shard
+
+
+def said(capsys: pytest.CaptureFixture[str]) -> str:
+    text = capsys.readouterr().err
+    assert "Traceback" not in text
+    return text
+
+
+def test_missing_shards_are_named(workshop: Workshop, capsys: pytest.CaptureFixture[str]) -> None:
+    lost = "data.validation={v: [{path: lost}]}"
+    workshop.train("data.train=[{path: nowhere}]", lost, "train.evaluate={every: 1 steps}", code=3)
+    text = said(capsys)
+    assert "nowhere.idx" in text
+    assert "lost.idx" in text  # all at once
+    assert not (workshop.folder / "run" / "checkpoints").exists()
+
+
+def test_a_truncated_index_is_named(workshop: Workshop, capsys: pytest.CaptureFixture[str]) -> None:
+    index = workshop.folder / "train.idx"
+    index.write_bytes(index.read_bytes()[:-7])
+    workshop.train(code=3)
+    assert "train.idx" in said(capsys)
+
+
+def test_a_token_beyond_the_vocabulary_is_named(workshop: Workshop, capsys: pytest.CaptureFixture[str]) -> None:
+    with ShardWriter(str(workshop.folder / "bad"), "uint16") as writer:
+        for i in range(20):
+            writer.append(np.full(50, 5 if i != 13 else VOCAB + 3))
+    run = workshop.train("data.train=[{path: bad}]", "train.for=8 steps", code=3)
+    text = said(capsys)
+    assert "bad.bin" in text
+    assert f"token id {VOCAB + 3}" in text
+    assert "document 13" in text
+    assert [event["kind"] for event in map(json.loads, (run / "events.jsonl").read_text().splitlines())][-1] == "error"
+
+
+def test_a_missing_tokenizer_is_named(workshop: Workshop, capsys: pytest.CaptureFixture[str]) -> None:
+    workshop.train("tokenizer.path=nowhere", code=3)
+    assert "nowhere/tokenizer.json" in said(capsys)
+
+
+def test_everything_that_one_process_cannot_do_is_refused_at_once(
+    workshop: Workshop, capsys: pytest.CaptureFixture[str]
+) -> None:
+    workshop.train(
+        "parallel.tp=2", "precision=fp8", "data.order=megatron", "data.train=[{path: train}, {path: valid}]",
+        "monitor.carbon={country: FRA}", code=2,
+    )  # fmt: skip
+    text = said(capsys)
+    for part in ("2 ranks", "fp8", "megatron", "2 sources", "monitor.carbon"):
+        assert part in text
+
+
+def test_an_unknown_device_is_refused(workshop: Workshop, command, capsys: pytest.CaptureFixture[str]) -> None:
+    code, _, err = command("train", str(workshop.recipe), "--device", "hpu")
+    assert code == 2
+    assert "--device is hpu" in err
+
+
+def test_a_device_without_enough_memory_is_told_as_a_recipe_problem(workshop: Workshop) -> None:
+    recipe = load_recipe(str(workshop.recipe)).recipe
+    assert recipe is not None
+    with (
+        pytest.raises(RecipeError, match=r"ran out of memory.*micro_batch_size"),
+        prepared_run(recipe, workshop.folder / "run", device="cpu", quiet=True),
+    ):
+        raise torch.OutOfMemoryError("tried to allocate")
+
+
+def test_a_run_folder_below_a_file_is_refused(workshop: Workshop, capsys: pytest.CaptureFixture[str]) -> None:
+    (workshop.folder / "file").write_text("")
+    workshop.train(run="file/run", code=5)
+    assert "--run-dir" in said(capsys)
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 1 MiB, which can be made read-only and full."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", folder], capture_output=True).returncode:
+        pytest.skip("needs the right to mount a tmpfs")
+    yield folder
+    subprocess.run(["umount", "-l", folder], check=True)
+
+
+def fill(path: Path) -> None:
+    """Take all the space that is left."""
+    with path.open("wb", buffering=0) as file, contextlib.suppress(OSError):
+        while file.write(b"x" * 512):
+            pass
+
+
+def test_a_read_only_run_folder_is_refused(
+    workshop: Workshop, small_disk: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    subprocess.run(["mount", "-o", "remount,ro", small_disk], check=True)
+    workshop.train(run="disk/run", code=5)
+    text = said(capsys)
+    assert "Read-only" in text
+    assert "--run-dir" in text
+
+
+def test_a_disk_that_fills_up_with_checkpoints_keeps_the_older_ones(
+    workshop: Workshop, small_disk: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = workshop.train("train.for=16 steps", "checkpoint.phases=[{every: 2 steps}]", run="disk/run", code=5)
+    text = said(capsys)
+    assert "the checkpoint of step 16 could not be written" in text
+    assert "older checkpoints are untouched" in text
+    assert len(workshop.events(run, "save_failed")) >= 2  # it went on after the first
+    assert [record["step"] for record in workshop.metrics(run)] == list(range(1, 17))
+    newest = (run / "checkpoints" / "latest").read_text().strip()
+    folders.verify(run / "checkpoints" / newest)
+    assert not list((run / "checkpoints").glob(".*"))  # no debris
+    subprocess.run(["mount", "-o", "remount,size=8m", small_disk], check=True)
+    workshop.train("train.for=16 steps", run="disk/run")
+    assert (run / "checkpoints" / "latest").read_text() == "step-00000016\n"
+
+
+def test_a_disk_that_is_full_under_a_live_run_loses_no_record(
+    workshop: Workshop, small_disk: Path, tmp_path: Path
+) -> None:
+    rescue = tmp_path / "rescue"
+    rescue.mkdir()
+    run = small_disk / "run"
+    process = start_training(workshop, run, TMPDIR=str(rescue))
+    wait_for_steps(run, 3, process)
+    fill(small_disk / "filler")
+    full_at = (run / "metrics.jsonl").read_bytes().count(b"\n")
+    assert process.stdout is not None
+    assert any("Training goes on" in line for line in process.stdout)  # read until it says so
+    process.send_signal(signal.SIGTERM)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 5, (out, err)
+    assert "could not be written: No space left" in err or "disk full" in err  # the checkpoint
+    assert "Nothing is lost" in err  # the records
+    assert "Traceback" not in err
+    rescued = b"".join(path.read_bytes() for path in rescue.glob("*metrics.jsonl"))
+    steps = [json.loads(line)["step"] for line in ((run / "metrics.jsonl").read_bytes() + rescued).splitlines()]
+    assert steps == list(range(1, len(steps) + 1))
+    assert len(steps) > full_at
+
+
+def test_plain_megatron_shards_are_accepted_with_a_warning(workshop: Workshop) -> None:
+    run = workshop.train("train.for=4 steps")
+    assert "has no manifest" in (run / "logs" / "main_log.txt").read_text()
+
+
+def test_a_recipe_without_data_says_so(tmp_path: Path, command) -> None:
+    recipe = {key: value for key, value in SMALL.items() if key != "data"}
+    (tmp_path / "r.yaml").write_text(yaml.safe_dump(recipe))
+    code, _, err = command("train", str(tmp_path / "r.yaml"), "--run-dir", str(tmp_path / "run"))
+    assert code == 2
+    assert "data is missing" in err
+
+
+def test_too_little_validation_text_is_an_error(workshop: Workshop, capsys: pytest.CaptureFixture[str]) -> None:
+    write_shard(workshop.folder / "tiny", documents=1)
+    few = ("data.validation={few: [{path: tiny}]}", "train.evaluate={every: 2 steps}")
+    workshop.train(*few, "batch={micro_batch_size: 32, global_batch_size: 32}", code=3)
+    assert "validation group few" in said(capsys)
