@@ -27,7 +27,7 @@ PARAMETERS = {
     "gpt3-356m": 355_919_872,
     "gpt3-64m-smoke": 64_109_568,
     "llama-1b": 1_100_048_384,
-    "quickstart": 2_197_632,
+    "quickstart": 1_071_872,
     "tr1-13b": 12_853_626_880,
 }
 """With the padded vocabulary: what is built, trained and saved."""

@@ -134,7 +134,7 @@ def test_what_a_login_node_needs_imports_without_torch(module: str) -> None:
 
 def test_every_recipe_field_is_read_somewhere() -> None:
     """A field that nothing reads would be silence. The schema and its loader do not count as readers."""
-    from bloomery.config.load import all_paths
+    from bloomery.config.schema import all_paths
 
     readers = [path.read_text() for path in PACKAGE.rglob("*.py") if path.parent.name != "config"]
     unread = []

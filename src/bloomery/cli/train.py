@@ -7,6 +7,7 @@ from pathlib import Path
 
 from bloomery.base import exit_codes
 from bloomery.cli.recipe_argument import add_recipe_arguments, load
+from bloomery.config.recipe import Recipe
 from bloomery.train.kill_switch import kill_switch
 
 
@@ -18,7 +19,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    recipe = load(args).recipe
+    recipe = load(args, reads=set(Recipe.model_fields) - {"prepare"}).recipe
     folder = args.run_dir or Path("runs") / recipe.name
     if switch := kill_switch(folder):
         print(f"Detected kill switch at {switch}. Exiting; remove the file to train again.")

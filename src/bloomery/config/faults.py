@@ -150,7 +150,7 @@ def _problem(fault: Fault, raw: Any, draft: Draft) -> Problem:
         where = f"`{parent}`" if parent else "the recipe"
         return Problem(f"{dotted} is missing", spot.meaning, f"add `{name}:` to {where}", place)
     value = _value_at(raw, fault.path)
-    rule, remedy = _rule(fault, value, spot), ""
+    rule, remedy = _rule(fault, spot), ""
     if isinstance(value, str) and spot.options and (guess := closest(value, spot.options, cutoff=0.5)):
         remedy = f"did you mean {guess}?"
     elif isinstance(value, float) and value.is_integer() and fault.kind.startswith("int_"):
@@ -164,7 +164,7 @@ def _problem(fault: Fault, raw: Any, draft: Draft) -> Problem:
     return Problem(f"{dotted} is {_shown(value)}", rule, remedy, place)
 
 
-def _rule(fault: Fault, value: Any, spot: Spot) -> str:
+def _rule(fault: Fault, spot: Spot) -> str:
     match fault.kind:
         case "string_pattern_mismatch" if spot.meaning:
             return spot.meaning
@@ -172,10 +172,8 @@ def _rule(fault: Fault, value: Any, spot: Spot) -> str:
             also = ["true", "false"] if "bool" in str(spot.annotation) else []
             return f"must be one of {', '.join([*also, *spot.options])}"
         case "too_short" | "too_long":
-            least, most = fault.limits.get("min_length"), fault.limits.get("max_length")
-            return (
-                f"must have at least {least} item{'s' * (least != 1)}" if least else f"must have at most {most} items"
-            )
+            bound, limit = ("least", "min_length") if fault.kind == "too_short" else ("most", "max_length")
+            return f"must have at {bound} {fault.limits[limit]} item{'s' * (fault.limits[limit] != 1)}"
     plain = {
         "int_type": "must be a whole number",
         "int_from_float": "must be a whole number",
@@ -194,7 +192,7 @@ def _rule(fault: Fault, value: Any, spot: Spot) -> str:
 def _instead(path: tuple[str, ...]) -> str:
     if meant := meant_paths(path):
         return f"did you mean {' or '.join(meant)}?"
-    if path[-1] == "base" or path[-1] == "<<":
+    if path[-1] in ("base", "<<"):
         return "a base is named once, at the top of a recipe file: `base: other-recipe`"
     fields = fields_at(path[:-1])
     where = f"`{'.'.join(path[:-1])}`" if len(path) > 1 else "a recipe"

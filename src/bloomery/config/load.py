@@ -12,7 +12,6 @@ from bloomery.base.errors import Problem, RecipeError
 from bloomery.config.draft import Draft, by_place
 from bloomery.config.faults import validate
 from bloomery.config.overrides import apply_override
-from bloomery.config.schema import all_paths as all_paths
 from bloomery.config.suggest import closest
 from bloomery.config.yaml_nodes import Parsed, parse_yaml
 

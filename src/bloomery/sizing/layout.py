@@ -1,4 +1,4 @@
-"""How the ranks of a recipe are divided. Whether the division is legal is for config/check.py to say."""
+"""How the ranks of a recipe are divided. Whether the division is legal is for sizing/rules.py to say."""
 
 from __future__ import annotations
 

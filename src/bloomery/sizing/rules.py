@@ -171,12 +171,8 @@ def ramp(recipe: Recipe, draft: Draft) -> Iterator[Finding]:
             f"use {nearby_divisors(full - rampup.start, rampup.increment)}",
         )
     elif len(levels) > _MOST_LEVELS:
-        yield Finding(
-            paths,
-            f"the batch ramp has {len(levels):,} levels",
-            f"it has at most {_MOST_LEVELS:,}",
-            "use a larger increment",
-        )
+        what, rule = f"the batch ramp has {len(levels):,} levels", f"it has at most {_MOST_LEVELS:,}"
+        yield Finding(paths, what, rule, "use a larger increment")
     elif misfits := [level for level in levels if level % unit]:
         more = f" and {len(misfits) - 6} more" if len(misfits) > 6 else ""
         yield Finding(
@@ -342,19 +338,21 @@ def loss_scale(recipe: Recipe, draft: Draft) -> Iterator[Finding]:
 def phases(recipe: Recipe, draft: Draft) -> Iterator[Finding]:
     last_until = 0
     for i, phase in enumerate(recipe.checkpoint.phases):
-        path, name = (f"checkpoint.phases.{i}",), f"checkpoint.phases.{i}"
+        name = f"checkpoint.phases.{i}"
         is_last = i + 1 == len(recipe.checkpoint.phases)
         if phase.until is None:
             if not is_last:
                 rule = "only the last phase may go on for ever"
-                yield Finding(path, f"{name} has no `until`", rule, "add `until: N steps`")
+                yield Finding((name,), f"{name} has no `until`", rule, "add `until: N steps`")
             continue
         if is_last:
             rule = "training would go on unsaved after it"
-            yield Finding(path, f"{name}, the last, ends at {phase.until}", rule, "remove its `until`, or add a phase")
+            yield Finding(
+                (name,), f"{name}, the last, ends at {phase.until}", rule, "remove its `until`, or add a phase"
+            )
         if phase.until.count <= last_until:
             rule = f"the phases before it end at {last_until} steps, so it would never begin"
-            yield Finding(path, f"{name} ends at {phase.until}", rule, "sort the phases by `until`")
+            yield Finding((name,), f"{name} ends at {phase.until}", rule, "sort the phases by `until`")
         last_until = max(last_until, phase.until.count)
 
 

@@ -1,0 +1,150 @@
+"""Write the field tables of docs/recipe.md from the schema: `python docs/generate_recipe_reference.py`.
+
+The tables stand between two markers; the rest of the page is written by hand. A test fails while they are out of date.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+from pydantic.fields import FieldInfo
+from pydantic_core import PydanticUndefined
+
+from bloomery.config import recipe
+from bloomery.config.families import ONLY_FOR, family_defaults
+from bloomery.config.recipe import Recipe, Section
+
+PAGE = Path(__file__).with_name("recipe.md")
+BEGIN, END = "<!-- fields: begin -->", "<!-- fields: end -->"
+_ALIASES = {
+    recipe.AnyAmount: "amount (steps, samples, tokens)",
+    recipe.Steps: "amount (steps)",
+    recipe.WallClock: "duration",
+    recipe.AmountOrDuration: "amount, duration",
+}
+_BY_VALIDATOR = {id(get_args(alias)[1]): words for alias, words in _ALIASES.items()}
+"""An amount is known by its validator: that is where the units it takes are fixed."""
+_WORDS = {int: "whole number", float: "number", str: "text", bool: "true or false"}
+_LIMITS = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
+_NO_LIMIT = 10**12
+"""Limits from here on only keep nonsense out; they would be noise in a table."""
+
+
+def main() -> None:
+    PAGE.write_text(updated(PAGE.read_text()))
+
+
+def updated(page: str) -> str:
+    """The page with fresh tables."""
+    before, rest = page.split(BEGIN)
+    return f"{before}{BEGIN}\n\n{tables()}\n{END}{rest.split(END)[1]}"
+
+
+def tables() -> str:
+    """The top level, then a table for every section, each where the one that holds it names it first."""
+    return "\n".join(_table("", Recipe))
+
+
+def _table(path: str, section: type[Section]) -> Iterator[str]:
+    yield f"### {f'`{path}`' if path else 'Top level'}\n"
+    if section.__doc__ and section.__doc__ != Section.__doc__:
+        yield f"{section.__doc__.strip()}\n"
+    yield "| field | type | default | meaning |\n|---|---|---|---|"
+    inner: list[tuple[str, type[Section]]] = []
+    for name, info in section.model_fields.items():
+        written = info.alias or name
+        found = _section_in(info.annotation)
+        where = f"{path}.{written}" if path else written
+        meaning = info.description or (f"See [`{where}`](#{_anchor(where)})." if found else "")
+        cells = (f"`{written}`", _type(info.annotation, info.metadata), _default(section, name, info), meaning)
+        yield f"| {' | '.join(_cell(text) for text in cells)} |"
+        if found:
+            inner.append((where, found))
+    yield ""
+    for where, found in inner:
+        yield from _table(where, found)
+
+
+def _cell(text: str) -> str:
+    """Markdown: a bar would end the cell, and `<name>` outside of code would be taken for HTML."""
+    parts = text.replace("|", r"\|").split("`")
+    return "`".join(part if i % 2 else part.replace("<", "&lt;") for i, part in enumerate(parts))
+
+
+def _type(annotation: Any, metadata: list[Any]) -> str:
+    for remark in metadata:
+        if words := _BY_VALIDATOR.get(id(remark)):
+            return words
+    origin, parts = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        flat = [remark for part in parts[1:] for remark in getattr(part, "metadata", None) or [part]]
+        return _type(parts[0], flat)
+    if origin in (Union, types.UnionType):
+        kinds = [_type(part, metadata) for part in parts if part is not type(None)]
+        return " or ".join([*kinds, *(["null"] if type(None) in parts else [])])
+    if origin is Literal:
+        return ", ".join(f"`{option}`" for option in parts)
+    if origin is list:
+        limits = "".join(f", {words}" for words in _lengths(metadata))
+        return f"list of: {_type(parts[0], [])}{limits}"
+    if origin is dict:
+        return f"names, each with a {_type(parts[1], [])}"
+    if isinstance(annotation, type) and issubclass(annotation, Section):
+        return "section"
+    if limits := _limits(metadata):
+        return f"{_WORDS[annotation]} {limits}"
+    return _WORDS[annotation]
+
+
+def _limits(metadata: list[Any]) -> str:
+    found = [(sign, getattr(remark, key, None)) for remark in metadata for key, sign in _LIMITS.items()]
+    return ", ".join(f"{sign} {limit}" for sign, limit in found if limit is not None and limit < _NO_LIMIT)
+
+
+def _lengths(metadata: list[Any]) -> Iterator[str]:
+    least = next((r.min_length for r in metadata if hasattr(r, "min_length")), None)
+    most = next((r.max_length for r in metadata if hasattr(r, "max_length")), None)
+    if least is not None:
+        yield f"exactly {least}" if least == most else f"at least {least}"
+
+
+def _default(section: type[Section], name: str, info: FieldInfo) -> str:
+    if section is recipe.ModelSection and name in family_defaults({}):
+        return "by family" if name not in ONLY_FOR else "`num_heads`"
+    if info.default_factory is not None:
+        return f"`{info.default_factory()}`"  # type: ignore[call-arg]
+    default = info.default
+    if default is PydanticUndefined:
+        return "required"
+    if default is None:
+        return "null"
+    if isinstance(default, Section):
+        return "its defaults"
+    if isinstance(default, list) and default and isinstance(default[0], Section):
+        return f"`[{', '.join(_inline(item) for item in default)}]`"
+    if isinstance(default, bool):
+        return f"`{str(default).lower()}`"
+    return f"`{default}`"
+
+
+def _inline(section: Section) -> str:
+    dumped = section.model_dump(mode="json", by_alias=True, exclude_none=True)
+    return "{" + ", ".join(f"{key}: {value}" for key, value in dumped.items()) + "}"
+
+
+def _section_in(annotation: Any) -> type[Section] | None:
+    if isinstance(annotation, type) and issubclass(annotation, Section):
+        return annotation
+    return next((found for part in get_args(annotation) if (found := _section_in(part))), None)
+
+
+def _anchor(where: str) -> str:
+    """GitHub's: lower case, dots dropped."""
+    return where.lower().replace(".", "")
+
+
+if __name__ == "__main__":
+    main()
