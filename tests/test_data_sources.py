@@ -1,4 +1,4 @@
-"""Split, causal samples, synthetic samples, batches and the loader."""
+"""Split, causal samples, batches and the loader."""
 
 import threading
 
@@ -8,11 +8,18 @@ import torch
 
 from bloomery.base.errors import DataError, RecipeError
 from bloomery.data.batch import Batch, read_batch
+from bloomery.data.blend import TimelessBlend
 from bloomery.data.causal import CausalSource
 from bloomery.data.loader import Loader
 from bloomery.data.shards import ShardWriter
 from bloomery.data.split import part_range, split_boundaries
-from bloomery.data.synthetic import SyntheticSource
+from bloomery.data.stream import Stream
+
+
+def windows(source, first=0, count=None):
+    """(tokens, labels) of a source's samples, as arrays."""
+    batch = source.read(np.arange(first, first + (source.num_samples if count is None else count)))
+    return batch.inputs["tokens"].numpy(), batch.targets["lm loss"].numpy()
 
 
 def make_shard(tmp_path, documents):
@@ -56,11 +63,11 @@ def test_an_empty_part_names_itself_and_the_documents():
 def test_samples_are_windows_that_overlap_by_one_and_cover_every_token(counting):
     source = CausalSource(counting, seq_length=8, vocab_size=100, seed=1)
     assert source.num_samples == 99 // 8
-    tokens, labels = source.samples(0, source.num_samples)
+    tokens, labels = windows(source)
     assert tokens.dtype == labels.dtype == np.int64
     assert (labels == tokens + 1).all()
     assert sorted(tokens[:, 0]) == list(range(0, 96, 8)), "each window once in an epoch"
-    again, _ = source.samples(source.num_samples, source.num_samples)
+    again, _ = windows(source, source.num_samples)
     assert sorted(again[:, 0]) == list(range(0, 96, 8))
     assert (again[:, 0] != tokens[:, 0]).any(), "the next epoch has another order"
 
@@ -69,7 +76,7 @@ def test_parts_share_no_token(counting):
     seen = []
     for part, expected in [("train", 70), ("valid", 20), ("test", 10)]:
         source = CausalSource(counting, seq_length=3, vocab_size=100, seed=1, part=part, split="7,2,1")
-        tokens, labels = source.samples(0, source.num_samples)
+        tokens, labels = windows(source)
         ids = set(tokens.ravel()) | set(labels.ravel())
         assert len(ids) == (expected - 1) // 3 * 3 + 1
         seen += sorted(ids)
@@ -77,7 +84,7 @@ def test_parts_share_no_token(counting):
 
 
 def test_the_order_belongs_to_the_name_of_the_source(counting):
-    first = [CausalSource(counting, seq_length=3, vocab_size=100, seed=1, key=key).samples(0, 33)[0] for key in "aab"]
+    first = [windows(CausalSource(counting, seq_length=3, vocab_size=100, seed=1, key=key), 0, 33)[0] for key in "aab"]
     assert (first[0] == first[1]).all()
     assert (first[0] != first[2]).any()
 
@@ -86,7 +93,7 @@ def test_an_id_beyond_the_vocabulary_is_named_with_its_place(tmp_path):
     prefix = make_shard(tmp_path, [[1, 2, 3], [4, 5, 60000, 6], [7, 8]])
     source = CausalSource(prefix, seq_length=8, vocab_size=50257, seed=0)
     with pytest.raises(DataError, match="document 1 holds token id 60000 at position 2") as caught:
-        source.samples(0, 1)
+        source.read(np.arange(1))
     message = str(caught.value)
     assert message.startswith(f"{prefix}.bin: ")
     assert "vocabulary size 50257" in message
@@ -97,7 +104,7 @@ def test_a_negative_id_is_found_too(tmp_path):
     with ShardWriter(str(tmp_path / "x"), np.int32) as writer:
         writer.append(np.array([1, 2, -3, 4]))
     with pytest.raises(DataError, match="holds token id -3 at position 2"):
-        CausalSource(writer.prefix, seq_length=3, vocab_size=10, seed=0).samples(0, 1)
+        CausalSource(writer.prefix, seq_length=3, vocab_size=10, seed=0).read(np.arange(1))
 
 
 def test_too_few_tokens_for_one_sample(counting):
@@ -112,18 +119,6 @@ def test_too_few_tokens_for_one_sample(counting):
 def test_a_part_needs_a_split_and_the_other_way_round(counting, part, split):
     with pytest.raises(ValueError, match="a split is needed for a part"):
         CausalSource(counting, seq_length=3, vocab_size=100, seed=0, part=part, split=split)
-
-
-def test_synthetic_samples_are_uniform_endless_and_repeatable():
-    source = SyntheticSource(vocab_size=50, seq_length=100, seed=3)
-    tokens, labels = source.samples(10**12, 200)
-    assert (tokens[:, 1:] == labels[:, :-1]).all()
-    assert (labels[:-1, -1] == tokens[1:, 0]).all()
-    assert (source.samples(10**12 + 5, 1)[0] == tokens[5]).all()
-    counts = np.bincount(tokens.ravel(), minlength=50)
-    assert len(counts) == 50
-    assert (np.abs(counts - 400) < 6 * 20).all()
-    assert (SyntheticSource(vocab_size=50, seq_length=100, seed=4).samples(10**12, 200)[0] != tokens).any()
 
 
 class PositionSource:
@@ -231,7 +226,8 @@ def test_close_ends_the_thread_at_any_time():
 
 def test_causal_batches_carry_the_names_the_model_and_the_loss_know(counting):
     source = CausalSource(counting, seq_length=8, vocab_size=100, seed=1)
-    batch = read_batch(source, 0, 4, micro_batch_size=2)
+    stream = Stream([source], TimelessBlend.start({source.key: 1.0}))
+    batch = read_batch(stream, 0, 4, micro_batch_size=2)
     assert list(batch.micro_batches[0].inputs) == ["tokens"]
     assert list(batch.micro_batches[0].targets) == ["lm loss"]
     assert batch.micro_batches[0].inputs["tokens"].shape == (2, 8)

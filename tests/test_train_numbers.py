@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import shutil
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -55,7 +56,7 @@ def test_the_loss_is_the_mean_over_valid_tokens_however_the_batch_is_cut() -> No
         probe = Probe()
         runner = PlainRunner(probe, device=torch.device("cpu"), compile_model=False, dropout_seed=None)
         parts = [Batch({"tokens": tokens[i : i + rows]}, {"lm loss": labels[i : i + rows]}) for i in range(0, 4, rows)]
-        batch = GlobalBatch(0, 4, parts, {"lm loss": 7})
+        batch = GlobalBatch(0, 4, parts, {"lm loss": np.array([1, 3, 0, 3])})
         loss = runner.forward_backward(batch, loss_scale=1.0, step=1)["lm loss"]
         found.append((loss.item(), runner.gradients.tensors()[0].clone()))
     expected = nn.functional.cross_entropy(Probe()(tokens).flatten(0, 1), labels.flatten(), ignore_index=IGNORE)

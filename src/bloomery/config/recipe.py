@@ -114,6 +114,8 @@ class TokenizerSection(Section):
 class SourceSection(Section):
     path: PathText
     """Shard prefix: `<path>.bin` and `<path>.idx`, relative to the working directory."""
+    name: str | None = None
+    """Stable name in the order of samples, so that shards may move; default: the path."""
     weight: float = Field(default=1.0, gt=0)
     """Share of samples drawn from this source, relative to the others."""
 

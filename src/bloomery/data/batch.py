@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -22,34 +22,55 @@ class Batch:
     """What the model is called with, such as `tokens`."""
     targets: dict[str, Tensor]
     """Labels by the name of their loss, such as `lm loss`."""
+    sources: NDArray[np.int64] | None = None
+    """Which source of a stream each sample came from; None before a stream has put them together."""
 
-    def counts(self) -> dict[str, int]:
-        """Labels that carry a loss, per target."""
-        return {name: int((labels != IGNORED_LABEL).sum()) for name, labels in self.targets.items()}
+    def row_counts(self) -> dict[str, NDArray[np.int64]]:
+        """Labels that carry a loss, per target and sample."""
+        return {
+            name: (labels != IGNORED_LABEL).reshape(len(labels), -1).sum(1).numpy()
+            for name, labels in self.targets.items()
+        }
 
     def pin_memory(self) -> Batch:
         """A copy in page-locked memory, from which a device can fetch without waiting."""
         return Batch(
             inputs={name: tensor.pin_memory() for name, tensor in self.inputs.items()},
             targets={name: tensor.pin_memory() for name, tensor in self.targets.items()},
+            sources=self.sources,
         )
 
 
-class Source(Protocol):
-    """An endless row of samples in a fixed order. `batch` depends on its arguments alone and may run in a thread."""
+class SampleSource(Protocol):
+    """One corpus in an order of its own. Ordinals count its samples as a run takes them, from 0, epoch after epoch.
 
-    seq_length: int
+    `read` is a pure function and may be called from a thread.
+    """
+
+    key: str
+    """A stable name: with the seed it decides the order, and checkpoints and metrics use it."""
 
     @property
     def num_samples(self) -> int:
         """Samples of one epoch."""
         ...
 
+    def read(self, ordinals: NDArray[np.int64]) -> Batch: ...
+
+    def close(self) -> None: ...
+
+
+class Source(Protocol):
+    """An endless row of samples in a fixed order. `batch` is a pure function and may be called from a thread."""
+
+    @property
+    def num_samples(self) -> int:
+        """Samples of one epoch; of a stream, of all its sources together."""
+        ...
+
     def batch(self, first: int, count: int) -> Batch:
         """The samples at positions [first, first + count) of the run."""
         ...
-
-    def close(self) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -61,18 +82,25 @@ class GlobalBatch:
     size: int
     """Samples of the whole batch, over all replicas."""
     micro_batches: list[Batch]
-    counts: dict[str, int]
-    """Labels that carry a loss, per target, over this replica's micro-batches."""
+    row_counts: dict[str, NDArray[np.int64]]
+    """Labels that carry a loss, per target, for each sample of this replica's micro-batches."""
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """Labels that carry a loss, per target, over this replica's micro-batches."""
+        return {name: int(counts.sum()) for name, counts in self.row_counts.items()}
+
+    @property
+    def sources(self) -> NDArray[np.int64] | None:
+        """The source of each sample of this replica's micro-batches."""
+        parts = [batch.sources for batch in self.micro_batches if batch.sources is not None]
+        return np.concatenate(parts) if parts else None
 
 
-def causal_batch(tokens: NDArray[np.int64], labels: NDArray[np.int64]) -> Batch:
-    """Next-token prediction."""
+def causal_batch(rows: NDArray[np.int64]) -> Batch:
+    """Next-token prediction from rows of S + 1 tokens: each label is the token that follows."""
+    tokens, labels = np.ascontiguousarray(rows[:, :-1]), np.ascontiguousarray(rows[:, 1:])
     return Batch(inputs={"tokens": torch.from_numpy(tokens)}, targets={"lm loss": torch.from_numpy(labels)})
-
-
-def cut_windows(rows: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any]]:
-    """Rows of S + 1 tokens to (tokens, labels) of S: each label is the token that follows."""
-    return np.ascontiguousarray(rows[:, :-1]), np.ascontiguousarray(rows[:, 1:])
 
 
 def read_batch(
@@ -95,14 +123,10 @@ def read_batch(
         raise ValueError(
             f"a batch of {size} samples is not a multiple of {micro_batch_size} per micro-batch x {replicas}"
         )
-    micro_batches = [
-        source.batch(start, micro_batch_size)
-        for start in range(first + replica * micro_batch_size, first + size, window)
-    ]
-    counts: dict[str, int] = {}
-    for micro_batch in micro_batches:
-        for name, count in micro_batch.counts().items():
-            counts[name] = counts.get(name, 0) + count
+    starts = range(first + replica * micro_batch_size, first + size, window)
+    micro_batches = [source.batch(start, micro_batch_size) for start in starts]
+    rows = [micro_batch.row_counts() for micro_batch in micro_batches]
+    row_counts = {name: np.concatenate([counts[name] for counts in rows]) for name in rows[0]}
     if pin_memory:
         micro_batches = [micro_batch.pin_memory() for micro_batch in micro_batches]
-    return GlobalBatch(first_sample=first, size=size, micro_batches=micro_batches, counts=counts)
+    return GlobalBatch(first, size, micro_batches, row_counts)

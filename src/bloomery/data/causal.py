@@ -8,10 +8,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bloomery.base.errors import DataError, Problem
-from bloomery.data.batch import Batch, causal_batch, cut_windows
+from bloomery.data.batch import Batch, causal_batch
 from bloomery.data.order import TimelessOrder
 from bloomery.data.shards import ShardReader
 from bloomery.data.split import Part, part_range
+from bloomery.data.trace import Trace, document_spans
 
 
 class CausalSource:
@@ -29,6 +30,7 @@ class CausalSource:
         key: str | None = None,
     ) -> None:
         """`key` names the source in the order of samples; by default the prefix, as the recipe writes it."""
+        self.key = prefix if key is None else key
         if (part == "all") != (split is None):
             raise ValueError(f"part {part!r} with split {split!r}: a split is needed for a part, and only then")
         self.seq_length = seq_length
@@ -45,26 +47,28 @@ class CausalSource:
         except DataError:
             self.shard.close()
             raise
-        self.order = TimelessOrder(seed, prefix if key is None else key, (num_tokens - 1) // seq_length)
+        self.order = TimelessOrder(seed, self.key, (num_tokens - 1) // seq_length)
 
     @property
     def num_samples(self) -> int:
         """Samples of one epoch."""
         return self.order.num_samples
 
-    def batch(self, first: int, count: int) -> Batch:
-        """The samples at positions [first, first + count) of the run."""
-        return causal_batch(*self.samples(first, count))
-
-    def samples(self, first: int, count: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """(tokens, labels) of shape (count, seq_length) at positions [first, first + count) of the run."""
-        _, samples = self.order.locate(np.arange(first, first + count))
+    def read(self, ordinals: NDArray[np.int64]) -> Batch:
+        """The samples that a run takes from this source at these places."""
+        _, samples = self.order.locate(ordinals)
         starts = self._start_token + samples * self.seq_length
-        rows = np.empty((count, self.seq_length + 1), np.int64)
+        rows = np.empty((len(starts), self.seq_length + 1), np.int64)
         for row, start in zip(rows, starts, strict=True):
             row[:] = self.shard.read(int(start), self.seq_length + 1)
         self._check_ids(rows, starts)
-        return cut_windows(rows)
+        return causal_batch(rows)
+
+    def trace(self, ordinal: int) -> Trace:
+        """Where the sample at this place comes from."""
+        epoch, sample = self.order.locate_one(ordinal)
+        start = self._start_token + sample * self.seq_length
+        return Trace(self.key, epoch, sample, document_spans(self.shard, start, self.seq_length + 1))
 
     def close(self) -> None:
         self.shard.close()

@@ -13,6 +13,7 @@ import torch
 from bloomery.base.accelerator import memory_bytes
 from bloomery.config.recipe import Recipe
 from bloomery.data.batch import Source
+from bloomery.data.blend import TimelessBlend
 from bloomery.data.loader import Loader
 from bloomery.monitor.journal import Journal
 from bloomery.monitor.meters import IntervalMeter
@@ -36,6 +37,8 @@ class Run:
     runner: Runner
     optimizer: Optimizer
     loader: Loader
+    blend: TimelessBlend
+    """Of the training stream: its state belongs into the checkpoint."""
     validation: Mapping[str, Source]
     validation_samples: Mapping[str, int]
     """Samples evaluated per group: whole micro-batches, at most one epoch."""

@@ -23,7 +23,7 @@ def save(run: Run, state: TrainState, *, last: bool = False) -> None:
         return
     root = run.folder / "checkpoints"
     started = time.monotonic()
-    facts = {**state.to_json(), "interval": run.meter.partial()}
+    facts = {**state.to_json(), "interval": run.meter.partial(), "blend": run.blend.state.to_json()}
     with run.meter.paused():
         try:
             folder = save_checkpoint(

@@ -22,10 +22,9 @@ from bloomery.checkpoint.save import estimate_save_seconds
 from bloomery.config.describe import as_dict, as_yaml, fingerprint
 from bloomery.config.recipe import Recipe
 from bloomery.data.batch import Source
-from bloomery.data.causal import CausalSource
+from bloomery.data.blend import BlendState
 from bloomery.data.loader import Loader
-from bloomery.data.manifest import check_fits, manifest_path, read_manifest
-from bloomery.data.tokenizer import Tokenizer
+from bloomery.data.open import open_data
 from bloomery.model.build import build_model, materialise
 from bloomery.model.recompute import apply_recompute
 from bloomery.monitor import names
@@ -45,7 +44,7 @@ from bloomery.train.state import TrainState
 from bloomery.train.stop import StopRules
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-_FIXED_FOR_A_RUN = ("model", "seed", "tokenizer", "data.order", "data.train", "data.split", "optimizer.name")
+_FIXED_FOR_A_RUN = ("model", "seed", "tokenizer", "data.order", "data.split", "optimizer.name")
 """Fields that a resumed run may not change: they would make it another training."""
 
 
@@ -59,8 +58,8 @@ def prepared_run(
     target = pick_device(device)
     make_run_folder(folder)
     (folder / "control").mkdir(exist_ok=True)
-    with open_data(recipe) as data:
-        past = _past_of(recipe, folder)
+    past = _past_of(recipe, folder)
+    with open_data(recipe, blend_state=past.blend, consumed_samples=past.state.consumed_samples) as data:
         job = 1 + _starts_so_far(folder)
         journal = Journal(
             folder,
@@ -110,6 +109,7 @@ def prepared_run(
                 runner=runner,
                 optimizer=optimizer,
                 loader=loader,
+                blend=data.blend,
                 validation=data.validation,
                 validation_samples=_validation_samples(recipe, data.validation),
                 journal=journal,
@@ -167,85 +167,8 @@ def refuse_what_one_process_cannot_do(recipe: Recipe) -> None:
         if recipe.data.order != "timeless":
             rule = "this version has the timeless order only"
             problems.append(Problem(f"data.order is {recipe.data.order}", rule, "use data.order=timeless"))
-        groups = {
-            "data.train": recipe.data.train,
-            **{f"data.validation.{k}": v for k, v in recipe.data.validation.items()},
-        }
-        for path, sources in groups.items():
-            if len(sources) > 1:
-                rule = "this version reads one source per group"
-                problems.append(
-                    Problem(f"{path} has {len(sources)} sources", rule, "join them with `bloomery prepare`")
-                )
     if problems:
         raise RecipeError(problems)
-
-
-@dataclass(frozen=True)
-class Data:
-    train: Source
-    validation: dict[str, Source]
-    warnings: list[str]
-
-
-@contextmanager
-def open_data(recipe: Recipe) -> Iterator[Data]:
-    """Every source, checked against tokenizer and vocabulary; DataError with all that do not fit."""
-    assert recipe.data is not None
-    problems: list[Problem] = []
-    warnings: list[str] = []
-    tokenizer_hash = None
-    if recipe.tokenizer is not None:
-        try:
-            tokenizer = Tokenizer.load(recipe.tokenizer.path)
-            tokenizer_hash = tokenizer.content_hash
-            if tokenizer.vocab_size > recipe.model.vocab_size:
-                have, room = tokenizer.vocab_size, recipe.model.vocab_size
-                what = f"the tokenizer has {have} entries but model.vocab_size is {room}"
-                problems.append(
-                    Problem(what, remedy=f"use model.vocab_size={tokenizer.vocab_size}", place=tokenizer.path)
-                )
-        except DataError as error:
-            problems += error.problems
-    wanted: list[tuple[str, str, str]] = [("train", recipe.data.train[0].path, "train" if recipe.data.split else "all")]
-    if recipe.train.evaluate and recipe.data.split:
-        wanted.append(("valid", recipe.data.train[0].path, "valid"))
-    wanted += [(group, sources[0].path, "all") for group, sources in recipe.data.validation.items()]
-    opened: list[tuple[str, CausalSource]] = []
-    try:
-        for i, (group, path, part) in enumerate(wanted):
-            try:
-                source = CausalSource(
-                    path,
-                    seq_length=recipe.model.seq_length,
-                    vocab_size=recipe.model.vocab_size,
-                    seed=recipe.seed,
-                    part=part,  # type: ignore[arg-type]
-                    split=None if part == "all" else recipe.data.split,
-                )
-            except DataError as error:
-                problems += error.problems
-                continue
-            opened.append((group, source))
-            if i and path == wanted[0][1]:
-                continue  # the same shard, checked already
-            manifest = read_manifest(path)
-            if manifest is None:
-                what = "its tokenizer, vocabulary and end-of-document token could not be checked"
-                warnings.append(f"{path} has no manifest ({manifest_path(path)}): {what}")
-            else:
-                problems += check_fits(
-                    manifest,
-                    tokenizer_hash=tokenizer_hash,
-                    vocab_size=recipe.model.vocab_size,
-                    place=manifest_path(path),
-                )
-        if problems:
-            raise DataError(problems)
-        yield Data(train=opened[0][1], validation=dict(opened[1:]), warnings=warnings)
-    finally:
-        for _, source in opened:
-            source.close()
 
 
 @dataclass(frozen=True)
@@ -253,13 +176,14 @@ class _Past:
     state: TrainState
     checkpoint: Path | None
     interval: Mapping[str, Any] | None
+    blend: BlendState | None
 
 
 def _past_of(recipe: Recipe, folder: Path) -> _Past:
     checkpoint = latest_checkpoint(folder / "checkpoints")
     if checkpoint is None:
         scale = LossScale.start(recipe.loss_scale) if recipe.precision == "fp16" else None
-        return _Past(TrainState(loss_scale=scale), None, None)
+        return _Past(TrainState(loss_scale=scale), None, None, None)
     verify(checkpoint)
     _check_same_training(recipe, read_recipe_of(checkpoint), checkpoint)
     facts = read_state(checkpoint)
@@ -268,7 +192,7 @@ def _past_of(recipe: Recipe, folder: Path) -> _Past:
         state.loss_scale = LossScale.start(recipe.loss_scale)
     elif recipe.precision != "fp16":
         state.loss_scale = None
-    return _Past(state, checkpoint, facts["interval"])
+    return _Past(state, checkpoint, facts["interval"], BlendState.from_json(facts["blend"]))
 
 
 def _check_same_training(recipe: Recipe, saved: Recipe, checkpoint: Path) -> None:

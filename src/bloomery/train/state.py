@@ -63,7 +63,7 @@ class TrainState:
 
     @classmethod
     def from_json(cls, facts: dict[str, Any]) -> TrainState:
-        own = {key: value for key, value in facts.items() if key not in ("interval", "loss_scale")}
+        own = {key: value for key, value in facts.items() if key not in ("interval", "blend", "loss_scale")}
         scale = facts["loss_scale"]
         state = cls(**own, loss_scale=LossScale(**scale) if scale else None)
         state.saved_step = state.step
