@@ -120,6 +120,15 @@ class SourceSection(Section):
     """Share of samples drawn from this source, relative to the others."""
 
 
+class MaskingSection(Section):
+    """Masked language modelling, as BERT and Megatron do it."""
+
+    probability: float = Field(default=0.15, gt=0, lt=1)
+    """Share of tokens to predict."""
+    short_sequence_probability: float = Field(default=0.1, ge=0, le=1)
+    """Share of samples that are made shorter than the sequence, so that the model sees short ones too."""
+
+
 class DataSection(Section):
     order: Literal["timeless", "megatron", "bigscience"] = "timeless"
     """How samples are ordered; the latter two repeat another system's order, to continue its runs."""
@@ -129,6 +138,14 @@ class DataSection(Section):
     """Named groups, each evaluated and logged on its own."""
     split: str | None = Field(default=None, pattern=r"^[0-9]+(\.[0-9]+)?([,/]\s*[0-9]+(\.[0-9]+)?){1,2}$")
     """Parts of each training source for train, valid and test, in document order, such as '949,50,1'."""
+    mask_documents: bool = False
+    """Attention does not cross from one document of a packed sample into the next."""
+    reset_positions: bool = False
+    """Positions start again at 0 with every document of a packed sample."""
+    eod_loss: bool = True
+    """Whether the model is also trained to go on after an end of document; false leaves those labels out."""
+    masking: MaskingSection | None = None
+    """How samples are masked (bert only)."""
     cache_dir: PathText = "cache"
     """Where index caches go; the data folder itself may be read-only."""
 
@@ -279,11 +296,25 @@ class PrepareSection(Section):
     output: PathText
     """Shard prefix to write: `<output>.bin`, `.idx` and `.manifest.json`."""
     sources: list[PathText] = Field(min_length=1)
-    """Files, folders or globs of text; `python-stdlib` is this machine's own Python standard library."""
+    """Files, folders, globs or URLs of text; `python-stdlib` is this machine's own Python standard library."""
+    text_key: PathText = "text"
+    """Where a .jsonl record or a parquet row keeps its document."""
     shuffle: bool = True
     """Put documents into a seeded random order."""
     append_eod: bool = True
     """End every document with the end-of-document token."""
+    special_tokens: Literal["as_text", "as_ids"] = "as_text"
+    """What `<|endoftext|>` written inside a document becomes: plain text, or (as Megatron does) the special token."""
+    split_sentences: bool = False
+    """Store each sentence as a sequence of its own, as bert needs."""
+    min_tokens: int = Field(default=1, ge=1)
+    """Shorter documents are dropped."""
+    max_tokens: int | None = Field(default=None, ge=1)
+    """Longer documents are dropped."""
+    deduplicate: bool = False
+    """Keep only the first of documents with exactly the same text."""
+    bad_records: Literal["stop", "skip"] = "stop"
+    """What a broken line, invalid UTF-8 or a missing text does: end with an error, or be counted and left out."""
 
 
 class Recipe(Section):
