@@ -23,6 +23,7 @@ def step_record(step: int, *, loss: float = 2.5, job: int = 1, **changes: Any) -
         "global_batch": 16,
         "lr": 1e-4,
         "losses": {"lm loss": loss},
+        "source_losses": {},
         "grad_norm": 0.5,
         "loss_scale": None,
         "skipped_steps": 0,

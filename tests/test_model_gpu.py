@@ -9,7 +9,7 @@ import torch
 
 from bloomery.model import decoder
 from bloomery.model.attention import attend, attention_context
-from bloomery.model.loss import loss_sums
+from bloomery.model.loss import row_losses
 from bloomery.model.recompute import apply_recompute
 from bloomery.sizing.alibi import alibi_slopes
 from model_samples import random_tokens, small_config, small_model
@@ -104,7 +104,7 @@ def test_a_compiled_model_has_the_loss_and_gradients_of_the_reference(
 
     def measure(function: Any) -> list[torch.Tensor]:
         with torch.autocast(device, torch.bfloat16):
-            total = loss_sums(function(tokens, document_ids=ids), {"lm loss": tokens.roll(-1, 1)})["lm loss"]
+            total = row_losses(function(tokens, document_ids=ids), {"lm loss": tokens.roll(-1, 1)})["lm loss"].sum()
         return [total, *torch.autograd.grad(total, list(model.parameters()))]
 
     apply_recompute(model, recompute)

@@ -57,7 +57,7 @@ def test_the_loss_is_the_mean_over_valid_tokens_however_the_batch_is_cut() -> No
         runner = PlainRunner(probe, device=torch.device("cpu"), compile_model=False, dropout_seed=None)
         parts = [Batch({"tokens": tokens[i : i + rows]}, {"lm loss": labels[i : i + rows]}) for i in range(0, 4, rows)]
         batch = GlobalBatch(0, 4, parts, {"lm loss": np.array([1, 3, 0, 3])})
-        loss = runner.forward_backward(batch, loss_scale=1.0, step=1)["lm loss"]
+        loss = runner.forward_backward(batch, loss_scale=1.0, step=1).means["lm loss"]
         found.append((loss.item(), runner.gradients.tensors()[0].clone()))
     expected = nn.functional.cross_entropy(Probe()(tokens).flatten(0, 1), labels.flatten(), ignore_index=IGNORE)
     for loss, gradient in found:

@@ -15,6 +15,8 @@ class Interval:
 
     losses: dict[str, float]
     """Mean of each loss over the steps; one NaN makes it NaN, so that it cannot hide."""
+    source_losses: dict[str, float]
+    """Mean language-model loss of each source's tokens in a blend; empty without one."""
     grad_norm: float
     """Of the last step."""
     skipped_steps: int
@@ -30,9 +32,11 @@ class IntervalMeter:
         """`partial`: what a checkpoint kept of an interval that a stop cut in two."""
         self._started = self._last_step_at = time.monotonic()
         self._losses: dict[str, float] = {}
+        self._sources: dict[str, tuple[float, int]] = {}
         self._clear()
         if partial:
             self._losses = dict(partial["losses"])
+            self._sources = {name: (total, tokens) for name, (total, tokens) in partial["sources"].items()}
             self._steps, self._samples = partial["steps"], partial["samples"]
             self._skipped, self._nan = partial["skipped"], partial["nan"]
             self._started -= partial["seconds"]
@@ -41,6 +45,7 @@ class IntervalMeter:
         """The interval so far, for a checkpoint: a resumed run then logs the same averages as an unbroken one."""
         return {
             "losses": dict(self._losses),
+            "sources": dict(self._sources),
             "steps": self._steps,
             "samples": self._samples,
             "skipped": self._skipped,
@@ -48,12 +53,24 @@ class IntervalMeter:
             "seconds": time.monotonic() - self._started,
         }
 
-    def add(self, losses: Mapping[str, float], *, grad_norm: float, samples: int, skipped: bool, nan: bool) -> float:
-        """Count one step; returns the seconds since the one before."""
+    def add(
+        self,
+        losses: Mapping[str, float],
+        *,
+        grad_norm: float,
+        samples: int,
+        skipped: bool,
+        nan: bool,
+        source_losses: Mapping[str, tuple[float, int]],
+    ) -> float:
+        """Count one step; returns the seconds since the one before. `source_losses`: (sum, tokens) per source."""
         now = time.monotonic()
         seconds, self._last_step_at = now - self._last_step_at, now
         for name, value in losses.items():
             self._losses[name] = self._losses.get(name, 0.0) + value
+        for source, (total, tokens) in source_losses.items():
+            before, tokens_before = self._sources.get(source, (0.0, 0))
+            self._sources[source] = (before + total, tokens_before + tokens)
         self._grad_norm = grad_norm
         self._steps += 1
         self._samples += samples
@@ -67,6 +84,7 @@ class IntervalMeter:
         seconds = max(now - self._started, 1e-9)
         interval = Interval(
             losses={name: total / self._steps for name, total in self._losses.items()},
+            source_losses={name: total / tokens for name, (total, tokens) in self._sources.items() if tokens},
             grad_norm=self._grad_norm,
             skipped_steps=self._skipped,
             nan_steps=self._nan,
@@ -90,5 +108,6 @@ class IntervalMeter:
 
     def _clear(self) -> None:
         self._losses = {}
+        self._sources = {}
         self._grad_norm = 0.0
         self._steps = self._samples = self._skipped = self._nan = 0

@@ -23,6 +23,8 @@ class StepRecord:
     lr: float
     losses: dict[str, float]
     """Mean over the interval, by name: {'lm loss': 2.46}. NaN is written as NaN, never left out."""
+    source_losses: dict[str, float]
+    """Of a blend: the mean language-model loss over the tokens of each source in the interval; else empty."""
     grad_norm: float
     loss_scale: float | None
     """None unless fp16."""

@@ -4,14 +4,25 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
 from bloomery.data.batch import Batch, GlobalBatch
-from bloomery.model.loss import loss_sums
+from bloomery.model.loss import LM_LOSS, row_losses
 from bloomery.parallel.gradients import GradientSum
+
+
+@dataclass(frozen=True)
+class StepLosses:
+    """What a forward and backward pass found, still on the device."""
+
+    means: dict[str, Tensor]
+    """Each loss, as the mean over the valid targets of the global batch."""
+    rows: Tensor
+    """The language-model loss summed over each sample of this replica, in the order of its micro-batches."""
 
 
 class Runner(Protocol):
@@ -19,8 +30,8 @@ class Runner(Protocol):
 
     gradients: GradientSum
 
-    def forward_backward(self, batch: GlobalBatch, *, loss_scale: float, step: int) -> dict[str, Tensor]:
-        """Leave loss_scale * d(loss)/d(weights) in `gradients`; return each mean loss of the global batch, unscaled.
+    def forward_backward(self, batch: GlobalBatch, *, loss_scale: float, step: int) -> StepLosses:
+        """Leave loss_scale * d(loss)/d(weights) in `gradients`; return the losses, unscaled.
 
         The loss is the mean over the valid tokens of the whole global batch, however it is cut into micro-batches.
         """
@@ -42,33 +53,36 @@ class PlainRunner:
         self._device = device
         self._dropout_seed = dropout_seed
 
-        def sums_of(inputs: Mapping[str, Tensor], targets: Mapping[str, Tensor]) -> dict[str, Tensor]:
-            return loss_sums(model(**inputs), targets)
+        def rows_of(inputs: Mapping[str, Tensor], targets: Mapping[str, Tensor]) -> dict[str, Tensor]:
+            return row_losses(model(**inputs), targets)
 
         # Compiled together, so that the loss fuses with the head and the logits are never kept in fp32.
-        self._sums_of = torch.compile(sums_of, dynamic=False) if compile_model else sums_of
+        self._rows_of = torch.compile(rows_of, dynamic=False) if compile_model else rows_of
 
-    def forward_backward(self, batch: GlobalBatch, *, loss_scale: float, step: int) -> dict[str, Tensor]:
+    def forward_backward(self, batch: GlobalBatch, *, loss_scale: float, step: int) -> StepLosses:
         self._model.train()
         self.gradients.clear()
-        losses: dict[str, Tensor] = {}
+        counts = batch.counts
+        means: dict[str, Tensor] = {}
+        rows: list[Tensor] = []
         for i, micro_batch in enumerate(batch.micro_batches):
             self._seed_dropout(step, i)
-            sums = self._sums_of(*self._on_device(micro_batch))
-            means = {name: total / batch.counts[name] for name, total in sums.items()}
-            torch.autograd.backward(torch.stack(list(means.values())).sum() * loss_scale)
+            found = self._rows_of(*self._on_device(micro_batch))
+            parts = {name: each.sum() / max(1, counts[name]) for name, each in found.items()}
+            torch.autograd.backward(torch.stack(list(parts.values())).sum() * loss_scale)
             self.gradients.absorb()
-            for name, mean in means.items():
-                losses[name] = losses[name] + mean.detach() if name in losses else mean.detach()
-        return losses
+            for name, part in parts.items():
+                means[name] = means[name] + part.detach() if name in means else part.detach()
+            rows.append(found[LM_LOSS].detach())
+        return StepLosses(means, torch.cat(rows))
 
     @torch.no_grad()
     def evaluate(self, batch: GlobalBatch) -> dict[str, Tensor]:
         self._model.eval()
         totals: dict[str, Tensor] = {}
         for micro_batch in batch.micro_batches:
-            for name, total in self._sums_of(*self._on_device(micro_batch)).items():
-                totals[name] = totals[name] + total if name in totals else total
+            for name, rows in self._rows_of(*self._on_device(micro_batch)).items():
+                totals[name] = totals[name] + rows.sum() if name in totals else rows.sum()
         return totals
 
     def _on_device(self, batch: Batch) -> tuple[dict[str, Tensor], dict[str, Tensor]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,9 +12,10 @@ import torch
 
 from bloomery.base.accelerator import memory_bytes
 from bloomery.config.recipe import Recipe
-from bloomery.data.batch import Source
+from bloomery.data.batch import GlobalBatch, Source
 from bloomery.data.blend import TimelessBlend
 from bloomery.data.loader import Loader
+from bloomery.model.loss import LM_LOSS
 from bloomery.monitor.journal import Journal
 from bloomery.monitor.meters import IntervalMeter
 from bloomery.monitor.record import StepRecord
@@ -39,6 +40,8 @@ class Run:
     loader: Loader
     blend: TimelessBlend
     """Of the training stream: its state belongs into the checkpoint."""
+    source_keys: Sequence[str]
+    """Names of the training sources, as batches number them."""
     validation: Mapping[str, Source]
     validation_samples: Mapping[str, int]
     """Samples evaluated per group: whole micro-batches, at most one epoch."""
@@ -50,6 +53,12 @@ class Run:
     peak_flops: float | None
     """Of the device, in the recipe's precision; None if unknown."""
     start_facts: Mapping[str, Any]
+
+    def sources_of(self, batch: GlobalBatch) -> tuple[list[str], list[int]]:
+        """(source, valid tokens) of each sample of a blend; both empty when there is one source only."""
+        if len(self.source_keys) < 2 or batch.sources is None:
+            return [], []
+        return [self.source_keys[i] for i in batch.sources], batch.row_counts[LM_LOSS].tolist()
 
     def evaluates_at(self, step: int) -> bool:
         every = self.recipe.train.evaluate
@@ -73,6 +82,7 @@ class Run:
                 global_batch=pending.global_batch,
                 lr=pending.lr,
                 losses=interval.losses,
+                source_losses=interval.source_losses,
                 grad_norm=interval.grad_norm,
                 loss_scale=pending.loss_scale if self.recipe.precision == "fp16" else None,
                 skipped_steps=interval.skipped_steps,

@@ -110,6 +110,7 @@ def prepared_run(
                 optimizer=optimizer,
                 loader=loader,
                 blend=data.blend,
+                source_keys=data.train.keys,
                 validation=data.validation,
                 validation_samples=_validation_samples(recipe, data.validation),
                 journal=journal,

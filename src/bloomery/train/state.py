@@ -20,7 +20,12 @@ class PendingStep:
     loss_scale: float
     loss_names: list[str]
     values: Tensor
-    """Losses by loss_names, then the gradient norm, then 1.0 if the update was skipped; on its way to the host."""
+    """Losses by loss_names, the gradient norm, 1.0 if the update was skipped, and then, if the batch is a blend, the
+    loss of each sample; on its way to the host."""
+    sources: list[str]
+    """The source of each of those samples; empty without a blend."""
+    row_counts: list[int]
+    """The valid tokens of each of those samples."""
     ready: Any
     """Event that says when `values` has arrived; None on a CPU."""
 
@@ -29,6 +34,14 @@ class PendingStep:
             self.ready.synchronize()  # sync: with a step that ended while the next one was computing
         values: list[float] = self.values.tolist()
         return values
+
+    def source_losses(self, rows: list[float]) -> dict[str, tuple[float, int]]:
+        """(sum of the loss, valid tokens) per source."""
+        found: dict[str, tuple[float, int]] = {}
+        for source, loss, count in zip(self.sources, rows, self.row_counts, strict=True):
+            total, tokens = found.get(source, (0.0, 0))
+            found[source] = (total + loss, tokens + count)
+        return found
 
 
 @dataclass

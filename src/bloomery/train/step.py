@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from typing import Any
 
 import torch
-from torch import Tensor
 
 from bloomery.base.errors import DivergedError
+from bloomery.parallel.runner import StepLosses
 from bloomery.train.optimizer import UpdateNumbers
 from bloomery.train.run import Run
 from bloomery.train.state import PendingStep, TrainState
@@ -27,11 +27,21 @@ def train_step(run: Run, state: TrainState) -> None:
     batch = run.loader.take()
     assert (batch.first_sample, batch.size) == (state.consumed_samples, size), "loader and loop disagree"
     losses = run.runner.forward_backward(batch, loss_scale=scale, step=step)
+    sources, row_counts = run.sources_of(batch)
     settle(run, state)
     lr = run.plan.lr.at(state.lr_samples + size)
     numbers = run.optimizer.update(run.runner.gradients.tensors(), lr=lr, loss_scale=scale)
     state.step, state.consumed_samples = step, state.consumed_samples + size
-    state.pending = _pending(losses, numbers, step=step, size=size, lr=lr, scale=scale)
+    state.pending = PendingStep(
+        step=step,
+        global_batch=size,
+        lr=lr,
+        loss_scale=scale,
+        loss_names=list(losses.means),
+        sources=sources,
+        row_counts=row_counts,
+        **_on_its_way_to_the_host(losses, numbers, with_rows=bool(sources)),
+    )
 
 
 def pass_over(run: Run, state: TrainState) -> None:
@@ -49,17 +59,24 @@ def settle(run: Run, state: TrainState) -> None:
     pending, state.pending = state.pending, None
     if pending is None:
         return
-    *loss_values, grad_norm, skipped_flag = pending.read()
-    losses = dict(zip(pending.loss_names, loss_values, strict=True))
+    values = pending.read()
+    losses = dict(zip(pending.loss_names, values, strict=False))
+    grad_norm, skipped_flag, *rows = values[len(losses) :]
     skipped = skipped_flag != 0.0
     is_nan = not all(math.isfinite(value) for value in losses.values()) or (skipped and state.loss_scale is None)
     state.held_samples += pending.global_batch if skipped else 0
     state.skipped_updates += skipped
     state.nan_steps += is_nan
     state.nan_steps_in_a_row = state.nan_steps_in_a_row + 1 if is_nan else 0
-    run.stop.time_step(
-        run.meter.add(losses, grad_norm=grad_norm, samples=pending.global_batch, skipped=skipped, nan=is_nan)
+    seconds = run.meter.add(
+        losses,
+        grad_norm=grad_norm,
+        samples=pending.global_batch,
+        skipped=skipped,
+        nan=is_nan,
+        source_losses=pending.source_losses(rows),
     )
+    run.stop.time_step(seconds)
     if skipped:
         run.journal.event(
             "skipped_update", pending.step, losses=losses, grad_norm=grad_norm, loss_scale=pending.loss_scale
@@ -75,14 +92,15 @@ def settle(run: Run, state: TrainState) -> None:
     run.log_if_due(pending)
 
 
-def _pending(
-    losses: Mapping[str, Tensor], numbers: UpdateNumbers, *, step: int, size: int, lr: float, scale: float
-) -> PendingStep:
-    scalars = [*losses.values(), numbers.grad_norm, numbers.skipped]
+def _on_its_way_to_the_host(losses: StepLosses, numbers: UpdateNumbers, *, with_rows: bool) -> dict[str, Any]:
+    """The step's numbers as one small copy that nobody waits for, and the event that says when it has arrived."""
+    scalars = [*losses.means.values(), numbers.grad_norm, numbers.skipped]
     values = torch.stack([scalar.to(torch.float32) for scalar in scalars])
-    ready = None
-    if values.device.type != "cpu":
-        values = values.to("cpu", non_blocking=True)
-        ready = torch.Event(numbers.grad_norm.device)
-        ready.record()
-    return PendingStep(step, size, lr, scale, list(losses), values, ready)
+    if with_rows:
+        values = torch.cat([values, losses.rows])
+    if values.device.type == "cpu":
+        return {"values": values, "ready": None}
+    ready = torch.Event(values.device)
+    values = values.to("cpu", non_blocking=True)
+    ready.record()
+    return {"values": values, "ready": ready}

@@ -1,0 +1,119 @@
+"""Timeless blends: shares by weight, nothing repeated or lost, whatever changes on the way."""
+
+from __future__ import annotations
+
+import random
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from bloomery.data.blend import PERIOD, BlendState, TimelessBlend
+from bloomery.data.order import TimelessOrder
+from conftest import Workshop
+
+
+def test_every_prefix_holds_each_share_to_within_one_sample() -> None:
+    weights = {"a": 0.5, "b": 0.3, "c": 0.19, "d": 0.01}
+    owners, _ = TimelessBlend.start(weights).locate(np.arange(3 * PERIOD))
+    for number, weight in enumerate(weights.values()):
+        taken = np.cumsum(owners == number)
+        drift = np.abs(taken - weight * np.arange(1, len(owners) + 1))
+        assert drift.max() < 1.0 + 3 * PERIOD * 1.0 / PERIOD * 0.5
+
+
+def test_ordinals_of_each_source_count_up_without_gaps() -> None:
+    owners, ordinals = TimelessBlend.start({"a": 3, "b": 1, "c": 1e-9}).locate(np.arange(2 * PERIOD + 77))
+    for number in range(3):
+        assert (ordinals[owners == number] == np.arange((owners == number).sum())).all()
+    assert (owners == 2).sum() >= 2, "the smallest weight still gets a slot in every period"
+
+
+def test_three_hundred_sources_fit() -> None:
+    owners, _ = TimelessBlend.start({f"s{i}": 1 + i % 7 for i in range(300)}).locate(np.arange(PERIOD))
+    assert len(np.unique(owners)) == 300
+
+
+def test_the_billionth_sample_of_thirty_sources_is_there_at_once() -> None:
+    """Order and blend only: no index is built, so the time does not depend on the position."""
+    weights = {f"s{i}": 1.0 + i for i in range(30)}
+
+    def first_batch_at(position: int) -> float:
+        started = time.perf_counter()
+        owners, ordinals = TimelessBlend.start(weights).locate(np.arange(position, position + 16))
+        for owner in np.unique(owners):
+            TimelessOrder(1, f"s{owner}", 10**9).locate(ordinals[owners == owner])
+        return time.perf_counter() - started
+
+    near, far = (min(first_batch_at(position) for _ in range(3)) for position in (0, 10**9))
+    assert far < 3 * near + 0.002
+
+
+def test_changing_weights_sizes_and_layouts_never_repeats_or_loses_a_sample() -> None:
+    """A simulated run that changes its blend, its batch size and its length at random, restarting each time."""
+    dice = random.Random(5)
+    sizes = {"a": 997, "b": 350, "c": 1201, "d": 60}
+    for _ in range(20):
+        consumed, state, seen = 0, None, {key: [] for key in sizes}
+        for _ in range(dice.randint(2, 6)):
+            members = dice.sample(sorted(sizes), dice.randint(1, 4))
+            weights = {key: dice.choice([0.1, 1.0, 2.5, 7.0]) for key in members}
+            if state is None:
+                blend = TimelessBlend.start(weights)
+            else:
+                blend = TimelessBlend.resume(state, weights, consumed_samples=consumed)
+            for _ in range(dice.randint(1, 40)):
+                size = dice.choice([1, 4, 16, 48])
+                replicas = dice.choice([replicas for replicas in (1, 2, 4) if size % replicas == 0])
+                batch = np.arange(consumed, consumed + size).reshape(-1, replicas)
+                for replica in range(replicas):  # every replica asks for its own positions only
+                    for owner, ordinal in zip(*blend.locate(batch[:, replica]), strict=True):
+                        seen[members[owner]].append(int(ordinal))
+                consumed += size
+            state = BlendState.from_json(blend.state.to_json())
+            assert {key: len(ordinals) for key, ordinals in seen.items() if ordinals} == {
+                key: taken for key, taken in blend.taken(consumed).items() if taken
+            }
+        for key, ordinals in seen.items():
+            assert sorted(ordinals) == list(range(len(ordinals)))
+            order = TimelessOrder(3, key, sizes[key])
+            epochs, samples = order.locate(np.array(ordinals, dtype=np.int64))
+            for epoch in set(epochs.tolist()):
+                shown = samples[epochs == epoch]
+                assert len(set(shown.tolist())) == len(shown), "no sample twice in an epoch"
+
+
+def test_resuming_with_the_same_weights_keeps_the_state() -> None:
+    blend = TimelessBlend.start({"a": 2, "b": 6})
+    again = TimelessBlend.resume(blend.state, {"a": 1, "b": 3}, consumed_samples=500)
+    assert again.state == blend.state
+    with pytest.raises(ValueError, match="hold from sample 500"):
+        TimelessBlend.resume(blend.state, {"a": 1, "b": 1}, consumed_samples=500).locate(np.array([499]))
+
+
+def test_a_blend_trains_resumes_exactly_and_says_each_sources_loss(workshop: Workshop, tmp_path: Path) -> None:
+    from checkpoints import assert_same_tensors
+
+    blend = "data.train=[{path: train, weight: 3}, {path: valid, name: other, weight: 1}]"
+    whole = workshop.train(blend, run="whole")
+    workshop.train(blend, "train.exit_after=7 steps", run="halves")
+    halves = workshop.train(blend, run="halves")
+    assert_same_tensors(whole, halves)
+    for record in workshop.metrics(whole):
+        by_source = record["source_losses"]
+        assert set(by_source) == {"train", "other"}
+        assert min(by_source.values()) <= record["losses"]["lm loss"] <= max(by_source.values())
+
+
+def test_changed_weights_hold_from_where_the_run_stands(workshop: Workshop) -> None:
+    def blend(weight: int) -> str:
+        return f"data.train=[{{path: train, weight: {weight}}}, {{path: valid, weight: 1}}]"
+
+    workshop.train(blend(1), "train.exit_after=6 steps")
+    run = workshop.train(blend(7))
+    import json
+
+    state = json.loads((run / "checkpoints" / "step-00000020" / "state.json").read_text())
+    assert state["blend"]["first_sample"] == 48
+    assert state["blend"]["cursors"] == {"train": 24, "valid": 24}
