@@ -15,7 +15,7 @@ import pytest
 from bloomery.base.errors import DataError
 from bloomery.monitor.chart import Chart, Series, chart_html, thin
 from bloomery.monitor.record import to_json
-from bloomery.monitor.report import write_report
+from bloomery.monitor.report import report_html, write_report
 from monitor_samples import step_record, validation_record
 
 VOID = {"meta", "link", "path", "tr", "td", "th", "p"}
@@ -179,3 +179,11 @@ print([name for name in ("torch", "tensorboard") if name in sys.modules])
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_a_blend_has_a_chart_of_each_sources_loss(tmp_path: Path) -> None:
+    records = [step_record(step, source_losses={"oscar-en": 3.0, "wiki <fr>": 2.0}) for step in (1, 2)]
+    page = report_html(tmp_path, list(records), [])
+    assert "training loss by source" in page
+    assert "oscar-en" in page
+    assert "wiki &lt;fr&gt;" in page

@@ -54,6 +54,11 @@ def training_loss_tag(loss: str) -> str:
     return f"lm-loss-training/{loss}"
 
 
+def source_loss_tag(source: str) -> str:
+    """`lm-loss-training/source/shards/oscar-en`."""
+    return f"lm-loss-training/source/{source}"
+
+
 def validation_loss_tag(group: str, loss: str) -> str:
     """`lm-loss-validation/{group}/lm loss validation`; its perplexity adds ` ppl`."""
     return f"lm-loss-validation/{group}/{loss} validation"

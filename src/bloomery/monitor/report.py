@@ -77,6 +77,13 @@ def _charts(steps: list[StepRecord], validations: list[ValidationRecord], refere
             ]
             series.append(Series(f"validation: {group}", points, dotted=True))
         charts.append(Chart(loss, series, references=references if loss == names.MAIN_LOSS else {}))
+    sources = list(dict.fromkeys(source for record in steps for source in record.source_losses))
+    by_source = [
+        Series(source, [(each.step, each.source_losses[source]) for each in steps if source in each.source_losses])
+        for source in sources
+    ]
+    if by_source:
+        charts.append(Chart("training loss by source", by_source))
     return [
         *charts,
         Chart("learning rate", [_series("learning rate", steps, lambda record: record.lr)], from_zero=True),

@@ -190,6 +190,7 @@ def _curves(
     by_step_and_samples = {axis: x for axis, x in every.items() if axis != names.VS_TOKENS}
     return [
         *((names.training_loss_tag(name), loss, every) for name, loss in record.losses.items()),
+        *((names.source_loss_tag(source), loss, by_step) for source, loss in record.source_losses.items()),
         (names.TAG_LEARNING_RATE, record.lr, every),
         (names.TAG_BATCH_SIZE, record.global_batch, by_step_and_samples),
         (names.TAG_GRAD_NORM, record.grad_norm, every),
