@@ -79,6 +79,7 @@ def measure_ours(name: str, batch: int, steps: int, folder: Path, overrides: lis
     command = [sys.executable, "-m", "bloomery", "train", name, *overrides, "--run-dir", str(run), "--quiet"]
     command += ["tokenizer=null", "data={train: [{path: '" + str(shard) + "'}]}", "train.evaluate=null"]
     command += [f"batch={{micro_batch_size: {batch}, global_batch_size: {batch}}}", f"train.exit_after={steps} steps"]
+    command += ["train.for=1000000 steps", "lr.decay=null"]
     command += [
         f"monitor={{log_every: {LOG_EVERY} steps, tensorboard: false}}",
         "checkpoint.phases=[{every: 10000000 steps}]",

@@ -95,8 +95,8 @@ def test_a_full_disk_is_warned_of_once_and_loses_nothing(tmp_path: Path) -> None
         book.close()
         assert [record.step for record in read_metrics(small / "metrics.jsonl")] == list(range(1, 41))
         assert [event["kind"] for event in strict_lines(small / "events.jsonl")] == [
-            "storage-trouble",
-            "storage-recovered",
+            "storage_trouble",
+            "storage_recovered",
         ]
         assert (small / "logs/main_log.txt").read_text().count("samples per second") == 40
 
@@ -132,7 +132,7 @@ def test_a_full_disk_turns_tensorboard_off_with_one_warning(tmp_path: Path) -> N
         book.close()
         assert screen.getvalue().count("TensorBoard is off for the rest of this job") == 1
         (event,) = read_events(tmp_path / "run/events.jsonl")
-        assert event["kind"] == "tensorboard-off"
+        assert event["kind"] == "tensorboard_off"
         assert "ENOSPC" in event["reason"]
         assert len(strict_lines(tmp_path / "run/metrics.jsonl")) == 19
         (small / "ballast").unlink()
@@ -216,7 +216,7 @@ def test_a_torn_metrics_file_is_mended_and_the_ledger_says_so(tmp_path: Path) ->
     book.step(step_record(1))
     book.close()
     assert "removed a torn last line" in screen.getvalue()
-    assert read_events(tmp_path / "events.jsonl")[0]["kind"] == "file-repaired"
+    assert read_events(tmp_path / "events.jsonl")[0]["kind"] == "file_repaired"
     assert len(strict_lines(tmp_path / "metrics.jsonl")) == 1
 
 

@@ -13,4 +13,4 @@ DIVERGED = 4
 STORAGE = 5
 """The run folder could not be written: read-only, no permission, disk full."""
 INTERRUPTED = 130
-"""A second Ctrl-C: left at once, without the save the first one had promised."""
+"""Ctrl-C before training began, or a second one: left at once, without the save the first had promised."""

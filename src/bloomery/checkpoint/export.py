@@ -51,6 +51,9 @@ def export_checkpoint(checkpoint: Path, output: Path, *, tokenizer_path: str | N
 def logits_difference(checkpoint: Path, exported: Path) -> float:
     """Largest absolute difference between our logits and transformers', on one full sequence of random tokens."""
     from transformers import AutoModelForCausalLM, BertForPreTraining  # the heavy extra, only for this
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
 
     recipe, model = load_model(find_checkpoint(checkpoint), device=torch.device("cpu"))
     kind: Any = BertForPreTraining if recipe.model.family == "bert" else AutoModelForCausalLM

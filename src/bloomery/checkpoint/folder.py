@@ -18,6 +18,7 @@ from bloomery.base.storage import write_atomically
 
 MANIFEST = "manifest.json"
 LATEST = "latest"
+FORMAT = 1
 _NAME = re.compile(r"^step-(\d{8,})$")
 
 
@@ -51,7 +52,7 @@ def find_checkpoint(path: Path) -> Path:
     found = latest_checkpoint(path) or latest_checkpoint(path / "checkpoints")
     if found is None:
         rule = "a checkpoint is a folder with a manifest.json, or a run folder that has one"
-        raise DataError(Problem(f"there is no complete checkpoint at {path}", rule, "name another folder", str(path)))
+        raise DataError(Problem(f"there is no complete checkpoint at {path}", rule, "name another folder"))
     return found
 
 
@@ -62,12 +63,16 @@ def write_manifest(folder: Path, facts: dict[str, Any]) -> None:
         for path in sorted(folder.rglob("*"))
         if path.is_file()
     }
-    write_atomically(folder / MANIFEST, json.dumps({"format": 1, **facts, "files": files}, indent=1))
+    write_atomically(folder / MANIFEST, json.dumps({"format": FORMAT, **facts, "files": files}, indent=1))
 
 
 def verify(folder: Path) -> None:
     """Every file of the manifest is there, whole and unchanged; DataError names all that are not."""
     manifest = json.loads((folder / MANIFEST).read_text())
+    if manifest.get("format") != FORMAT:
+        what = f"the checkpoint has format {manifest.get('format')!r}"
+        remedy = "use the version of Bloomery that saved it"
+        raise DataError(Problem(what, f"this Bloomery reads format {FORMAT}", remedy, str(folder)))
     problems = []
     for name, expected in manifest["files"].items():
         path = folder / name

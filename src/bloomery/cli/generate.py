@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import math
+from collections.abc import Callable
 from pathlib import Path
 
 from bloomery.base import exit_codes
@@ -12,12 +14,25 @@ from bloomery.base.errors import Problem, RecipeError
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("checkpoint", metavar="CKPT", type=Path, help="a checkpoint, or a run folder for its newest")
     parser.add_argument("--prompt", required=True, help="text to continue")
-    parser.add_argument("--max-new-tokens", type=int, default=100)
-    parser.add_argument("--temperature", type=float, default=0.8, help="0 always takes the likeliest token")
-    parser.add_argument("--top-k", type=int, default=40, help="choose among this many; 0 among all")
+    parser.add_argument("--max-new-tokens", type=_at_least_zero(int), default=100)
+    parser.add_argument(
+        "--temperature", type=_at_least_zero(float), default=0.8, help="0 always takes the likeliest token"
+    )
+    parser.add_argument("--top-k", type=_at_least_zero(int), default=40, help="choose among this many; 0 among all")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--tokenizer", help="folder with tokenizer.json; default: the recipe's")
     parser.add_argument("--device", help="cpu, cuda, ...; default: this machine's accelerator")
+
+
+def _at_least_zero(kind: type[int] | type[float]) -> Callable[[str], float]:
+    def parse(text: str) -> float:
+        value = kind(text)
+        if not 0 <= value < math.inf:
+            raise argparse.ArgumentTypeError(f"{text} is not a number from 0 on")
+        return value
+
+    parse.__name__ = "number"  # what argparse calls it when `kind` cannot read the text
+    return parse
 
 
 def run(args: argparse.Namespace) -> int:

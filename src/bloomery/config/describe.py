@@ -51,7 +51,9 @@ def explain(draft: Draft) -> list[Value]:
 
 def fingerprint(recipe: Recipe) -> str:
     """Sixteen hex digits over every field that decides what is learned; equal for every layout and every machine."""
-    science = {section: value for section, value in as_dict(recipe).items() if section not in _NOT_SCIENCE}
+    # Without defaults, so that a field added later does not change the fingerprint of every older recipe.
+    written = recipe.model_dump(mode="json", by_alias=True, exclude_defaults=True)
+    science = {section: value for section, value in written.items() if section not in _NOT_SCIENCE}
     for dotted in _NOT_SCIENCE_FIELDS:
         section, name = dotted.split(".")
         if science.get(section):

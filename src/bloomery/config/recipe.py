@@ -74,7 +74,7 @@ class Section(BaseModel):
 
 
 class ModelSection(Section):
-    """The architecture. Fields marked 'by family' get their default from config/families.py."""
+    """The architecture. Fields marked 'by family' have a default that depends on it."""
 
     family: Family
     """gpt2 (learned positions), bloom (ALiBi), llama (rotary, gated MLP) or bert (encoder)."""
@@ -97,7 +97,7 @@ class ModelSection(Section):
     dropout: float = Field(ge=0, lt=1)
     """Probability of dropping an activation (embedding, attention, residual); by family: 0.1, llama 0.0."""
     init_std: float = Field(default=0.02, gt=0)
-    """Standard deviation of initial weights; output projections are scaled by 1/sqrt(2 * num_layers)."""
+    """Standard deviation of initial weights; decoders scale output projections by 1/sqrt(2 * num_layers)."""
     norm_eps: float = Field(gt=0)
     """Epsilon of the norms; by family: 1e-5, bert 1e-12."""
     rope_theta: float = Field(default=10000.0, gt=0)

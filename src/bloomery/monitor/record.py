@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from bloomery.monitor import names
@@ -23,8 +23,6 @@ class StepRecord:
     lr: float
     losses: dict[str, float]
     """Mean over the interval, by name: {'lm loss': 2.46}. NaN is written as NaN, never left out."""
-    source_losses: dict[str, float]
-    """Of a blend: the mean language-model loss over the tokens of each source in the interval; else empty."""
     grad_norm: float
     loss_scale: float | None
     """None unless fp16."""
@@ -45,6 +43,8 @@ class StepRecord:
     """Which incarnation of the run wrote this; a restart has the next number."""
     time: float
     """Unix seconds."""
+    source_losses: dict[str, float] = field(default_factory=dict)
+    """Of a blend: the mean language-model loss over the tokens of each source in the interval; else empty."""
 
 
 @dataclass(frozen=True)
@@ -109,10 +109,11 @@ def _without_special_floats(value: Any) -> Any:
 
 def _typed_fields(kind: type, fields: dict[str, Any]) -> dict[str, Any]:
     known = dataclasses.fields(kind)
-    missing = [field.name for field in known if field.name not in fields]
+    required = [each for each in known if each.default_factory is dataclasses.MISSING]
+    missing = [each.name for each in required if each.name not in fields]
     if missing:
         raise ValueError(f"not a whole {kind.__name__}: {', '.join(missing)} missing")
-    return {field.name: _typed(str(field.type), fields[field.name]) for field in known}
+    return {each.name: _typed(str(each.type), fields[each.name]) for each in known if each.name in fields}
 
 
 def _typed(kind: str, value: Any) -> Any:

@@ -24,7 +24,7 @@ def train(run: Run, state: TrainState) -> StopReason:
             train_step(run, state)
             if run.evaluates_at(state.step):
                 evaluate(run, state)
-            if run.plan.is_save_step(state.step) or run.stop.take_save_request():
+            if run.stop.take_save_request() or run.plan.is_save_step(state.step):
                 save(run, state)
         settle(run, state)
         if stop.finished and state.step > first_step and not run.evaluates_at(state.step):

@@ -59,7 +59,8 @@ def prepared_run(
     make_run_folder(folder)
     (folder / "control").mkdir(exist_ok=True)
     past = _past_of(recipe, folder)
-    with open_data(recipe, blend_state=past.blend, consumed_samples=past.state.consumed_samples) as data:
+    consumed = past.state.consumed_samples
+    with open_data(recipe, blend_state=past.blend, consumed_samples=consumed, before=past.recipe) as data:
         job = 1 + _starts_so_far(folder)
         journal = Journal(
             folder,
@@ -157,17 +158,13 @@ def refuse_what_one_process_cannot_do(recipe: Recipe) -> None:
         )
     if recipe.monitor.carbon is not None:
         problems.append(
-            Problem("monitor.carbon is set", "this version does not measure emissions", "monitor.carbon=null")
+            Problem("monitor.carbon is set", "this version does not measure emissions", "override monitor.carbon=null")
         )
     if recipe.model.family == "bert":
         rule = "this version has no masked samples yet, so bert can be built, counted and exported but not trained"
         problems.append(Problem("model.family is bert", rule))
     if recipe.data is None:
         problems.append(Problem("data is missing", "training needs shards", "add `data:` with `train:` to the recipe"))
-    else:
-        if recipe.data.order != "timeless":
-            rule = "this version has the timeless order only"
-            problems.append(Problem(f"data.order is {recipe.data.order}", rule, "use data.order=timeless"))
     if problems:
         raise RecipeError(problems)
 
@@ -178,22 +175,25 @@ class _Past:
     checkpoint: Path | None
     interval: Mapping[str, Any] | None
     blend: BlendState | None
+    recipe: Recipe | None
 
 
 def _past_of(recipe: Recipe, folder: Path) -> _Past:
     checkpoint = latest_checkpoint(folder / "checkpoints")
     if checkpoint is None:
         scale = LossScale.start(recipe.loss_scale) if recipe.precision == "fp16" else None
-        return _Past(TrainState(loss_scale=scale), None, None, None)
+        return _Past(TrainState(loss_scale=scale), None, None, None, None)
     verify(checkpoint)
-    _check_same_training(recipe, read_recipe_of(checkpoint), checkpoint)
+    saved = read_recipe_of(checkpoint)
+    _check_same_training(recipe, saved, checkpoint)
     facts = read_state(checkpoint)
     state = TrainState.from_json(facts)
     if recipe.precision == "fp16" and state.loss_scale is None:
         state.loss_scale = LossScale.start(recipe.loss_scale)
     elif recipe.precision != "fp16":
         state.loss_scale = None
-    return _Past(state, checkpoint, facts["interval"], BlendState.from_json(facts["blend"]))
+    blend = BlendState.from_json(facts["blend"]) if facts["blend"] else None
+    return _Past(state, checkpoint, facts["interval"], blend, saved)
 
 
 def _check_same_training(recipe: Recipe, saved: Recipe, checkpoint: Path) -> None:
