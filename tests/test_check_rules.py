@@ -43,6 +43,7 @@ launch: {on: slurm, nodes: 2, gpus_per_node: 2, time_limit: 2h}
 """
 
 LLAMA = "model.family=llama"
+BERT = "model.family=bert"
 CASES: list[tuple[str, list[str], str, str, str]] = [
     # rule, overrides, what, rule text, remedy
     ("heads", ["model.num_heads=6"], "model.num_heads is 6 but model.hidden_size is 64", "divide the hidden size", "use 4 or 8 heads"),
@@ -88,6 +89,15 @@ CASES: list[tuple[str, list[str], str, str, str]] = [
     ("data", ["data.validation={main: []}"], "data.validation.main is empty", "a group has sources", "add one"),
     ("data", ["data.validation={}", "data.split='0,1,1'"], "data.split is '0,1,1', which leaves nothing for training", "in this order", "'949,50,1'"),
     ("data", ["data.validation={}", "data.split='1,0,1'"], "leaves nothing for validation", "train, valid and test", "'949,50,1'"),
+    ("samples", ["data.masking={}"], "data.masking is set but model.family is gpt2", "only bert", "data.masking=null"),
+    ("samples", ["model.family=bloom", "data.reset_positions=true"], "data.reset_positions is true but model.family is bloom", "ALiBi", "data.reset_positions=false"),
+    ("samples", [BERT, "data.mask_documents=true"], "data.mask_documents is true but model.family is bert", "would be ignored", "back to false"),
+    ("samples", [BERT, "data.reset_positions=true"], "data.reset_positions is true but model.family is bert", "would be ignored", "back to false"),
+    ("samples", [BERT, "data.eod_loss=false"], "data.eod_loss is false but model.family is bert", "would be ignored", "back to true"),
+    ("samples", [BERT, "data.order=megatron"], "data.order is megatron but model.family is bert", "GPT datasets", "timeless"),
+    ("samples", [BERT, "tokenizer=null"], "model.family is bert but tokenizer is not set", "[MASK]", "add `tokenizer"),
+    ("samples", [BERT, "model.seq_length=4"], "model.seq_length is 4 but model.family is bert", "[CLS] A [SEP] B [SEP]", "at least 5"),
+    ("samples", [BERT, "prepare=[{output: shards/b, sources: [y]}]"], "prepare.0 makes shards/b without split_sentences", "pairs of sentences", "split_sentences: true"),
     ("loss_scale", ["loss_scale.initial=2.0"], "loss_scale is set but precision is bf16", "only fp16", "remove it"),
     ("loss_scale", ["precision=fp16", "loss_scale.min=8192.0"], "loss_scale.initial is 4096.0 but loss_scale.min is 8192.0", "at or above", "raise"),
     ("phases", ["checkpoint.phases=[{every: 1 step},{every: 2 steps}]"], "checkpoint.phases.0 has no `until`", "only the last", "add `until"),
@@ -188,10 +198,23 @@ def test_a_training_that_ends_inside_its_ramp_is_a_warning(sound: str) -> None:
         ["loss_scale={}"],
         ["loss_scale.initial=4096.0"],
         ["train.evaluate=null", "data.validation={}"],
+        ["data.masking=null", "data.mask_documents=false", "data.reset_positions=false", "data.eod_loss=true"],
+        [BERT, "data.mask_documents=false", "data.reset_positions=false", "data.eod_loss=true"],
     ],
 )
 def test_a_field_at_its_default_takes_back_what_a_base_had_set(sound: str, overrides: list[str]) -> None:
     load_checked_recipe(sound, overrides)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "bloom", "llama"])
+def test_decoders_may_keep_their_packed_documents_apart(sound: str, family: str) -> None:
+    apart = [f"model.family={family}", "data.mask_documents=true", "data.eod_loss=false"]
+    load_checked_recipe(sound, apart if family == "bloom" else [*apart, "data.reset_positions=true"])
+
+
+def test_bert_may_be_masked_in_its_own_way(sound: str) -> None:
+    prepare = "prepare=[{output: shards/a, sources: [y], split_sentences: true}]"
+    load_checked_recipe(sound, [BERT, "data.masking={probability: 0.2}", prepare])
 
 
 def test_a_finding_points_at_the_line_of_the_first_field_that_was_written(sound: str) -> None:

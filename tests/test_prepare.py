@@ -1,32 +1,33 @@
-"""Raw text to shards: sources, order, manifest, reuse, and every complaint."""
+"""Raw text to shards: what ends up in them, in which order, what the manifest says, and when a shard is reused."""
 
 import json
+import os
 from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from bloomery.base.errors import DataError, StorageError
 from bloomery.config.recipe import PrepareSection
 from bloomery.data.manifest import check_fits, manifest_path, read_manifest
-from bloomery.data.shards import ShardReader
+from bloomery.data.shards import ShardReader, ShardWriter
 from bloomery.data.tokenizer import Tokenizer
-from bloomery.prepare.run import prepare
-from bloomery.prepare.sources import ReadCounts, iter_documents
-from bloomery.prepare.train_tokenizer import train_tokenizer
+from bloomery.prepare.run import Share, prepare
+from bloomery.prepare.verify import verify
+from prepare_samples import make, make_texts, make_tokenizer, read_texts, shard_bytes, small_units, write_jsonl
+
+EOD = "<|endoftext|>"
 
 
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory) -> Tokenizer:
-    return train_tokenizer(
-        ["some text to learn from, some more text"] * 2, vocab_size=270, output=str(tmp_path_factory.mktemp("t"))
-    )
+    return make_tokenizer(tmp_path_factory.mktemp("t"))
 
 
 @pytest.fixture
 def corpus(tmp_path, monkeypatch):
-    """Eight documents in four files, one of them empty, and a file that is not text."""
+    """Eight documents in four files, one of them empty."""
     monkeypatch.chdir(tmp_path)
     folder = tmp_path / "corpus"
     (folder / "deep" / ".git").mkdir(parents=True)
@@ -34,141 +35,176 @@ def corpus(tmp_path, monkeypatch):
     (folder / "b.txt").write_text("bee")
     (folder / "a.md").write_text("# Aye\r\n")
     (folder / "empty.py").write_text("")
-    (folder / "image.png").write_bytes(b"\x89PNG\xff")
     (folder / "deep" / "z.txt").write_text("zed <|endoftext|> żółć")
     lines = [json.dumps({"text": f"line {i}", "url": "x"}) for i in range(5)]
     (folder / "lines.jsonl").write_text("\n".join(lines) + "\n\n")
     return folder
 
 
-def read_texts(prefix, tokenizer):
-    with ShardReader(prefix) as shard:
-        starts = shard.document_token_starts
-        return [tokenizer.decode(shard.read(int(a), int(b - a))) for a, b in pairwise(starts)]
+@pytest.fixture
+def many(tmp_path, monkeypatch):
+    """1,000 documents in three files, cut into many units."""
+    monkeypatch.chdir(tmp_path)
+    small_units(monkeypatch)
+    texts = make_texts(1000)
+    for number, part in enumerate((texts[:600], texts[600:610], texts[610:])):
+        write_jsonl(tmp_path / "corpus" / f"{number}.jsonl", part)
+    return texts
 
 
-def test_documents_come_in_a_fixed_order_with_stable_names(corpus):
-    counts = ReadCounts()
-    documents = list(iter_documents("corpus", counts))
-    assert [document.name for document in documents] == [
-        "corpus/a.md",
-        "corpus/b.txt",
-        "corpus/deep/z.txt",
-        *(f"corpus/lines.jsonl:{line}" for line in range(1, 6)),
-    ]
-    assert documents[0].text == "# Aye\r\n", "line ends are kept"
-    assert counts == ReadCounts(files=6, empty=1, undecodable=1)
-
-
-def test_files_and_globs(corpus):
-    assert [document.text for document in iter_documents("corpus/b.txt", ReadCounts())] == ["bee"]
-    names = [document.name for document in iter_documents("corpus/**/*.txt", ReadCounts())]
-    assert names == ["corpus/b.txt", "corpus/deep/z.txt"]
-
-
-def test_the_standard_library_is_a_source_on_every_machine():
-    documents = []
-    for document in iter_documents("python-stdlib", ReadCounts()):
-        documents.append(document)
-    names = [document.name for document in documents]
-    assert "python-stdlib/json/decoder.py" in names
-    assert names == sorted(names)
-    assert not [name for name in names if "site-packages" in name or "/test/" in name]
-    assert sum(len(document.text) for document in documents) > 3_000_000
-
-
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        ('{"text": "cut off', r"lines\.jsonl:2: is not JSON: Unterminated string"),
-        ('{"content": "x", "id": 1}', r"lines\.jsonl:2: has no 'text': its keys are content, id"),
-        ('{"text": 5}', r"lines\.jsonl:2: has a 'text' that is no string"),
-        ('["text"]', r"lines\.jsonl:2: has no 'text': it is no object"),
-    ],
-)
-def test_a_broken_line_is_named(corpus, line, message):
-    (corpus / "lines.jsonl").write_text('{"text": "good"}\n' + line + "\n")
-    with pytest.raises(DataError, match=message):
-        list(iter_documents("corpus/lines.jsonl", ReadCounts()))
-
-
-def test_half_a_surrogate_pair_is_counted_as_undecodable(corpus):
-    (corpus / "lines.jsonl").write_text('{"text": "\\ud800 half"}\n{"text": ""}\n{"text": "whole"}\n')
-    counts = ReadCounts()
-    assert [document.text for document in iter_documents("corpus/lines.jsonl", counts)] == ["whole"]
-    assert counts == ReadCounts(files=1, empty=1, undecodable=1)
-
-
-def test_a_source_that_matches_nothing(corpus):
-    for source in ("nowhere", "corpus/*.rst"):
-        with pytest.raises(DataError, match=r"matches no file.*python-stdlib"):
-            list(iter_documents(source, ReadCounts()))
-
-
-def test_prepare_writes_every_document_with_its_end(corpus, tokenizer):
+def test_every_document_is_there_with_its_end_and_the_manifest_says_so(corpus, tokenizer):
     seen = []
     section = PrepareSection(output="out/shards/x", sources=["corpus/b.txt", "corpus"], shuffle=False)
     result = prepare(section, tokenizer=tokenizer, seed=1, progress=seen.append)
-    eod = "<|endoftext|>"
     expected = ["bee", "# Aye\r\n", "bee", "zed <|endoftext|> żółć", *(f"line {i}" for i in range(5))]
-    assert read_texts("out/shards/x", tokenizer) == [text + eod for text in expected]
-    assert (result.reused, result.empty_documents, result.undecodable_documents) == (False, 1, 1)
+    assert read_texts(tokenizer, "out/shards/x") == [text + EOD for text in expected]
+    assert sorted(os.listdir("out/shards")) == ["x.bin", "x.idx", "x.manifest.json"]
+    assert not result.reused
 
     manifest = read_manifest("out/shards/x")
     assert manifest == result.manifest
-    assert (manifest.dtype, manifest.vocab_size, manifest.eod_id) == ("uint16", 270, tokenizer.eod_id)
+    assert (manifest.dtype, manifest.vocab_size, manifest.eod_id) == ("uint16", 300, tokenizer.eod_id)
     assert [(source.name, source.documents, source.bytes) for source in manifest.sources] == [
         ("corpus/b.txt", 1, 3),
         ("corpus", 8, sum(len(text.encode()) for text in expected[1:])),
     ]
+    assert manifest.dropped == {"empty": 1, "short": 0, "long": 0, "duplicate": 0, "bad": 0}
+    names = ["b.txt", "a.md", "b.txt", "deep/z.txt", "empty.py", "lines.jsonl"]
+    assert [file.name for file in manifest.source_files] == [f"corpus/{name}" for name in names]
+    assert [file.bytes for file in manifest.source_files[:2]] == [3, 7]
+    assert manifest.source_files[0].hash == manifest.source_files[2].hash != manifest.source_files[1].hash
+    assert manifest.encoder.startswith("fastokens ")
+    assert manifest.settings["special_tokens"] == "as_text"
     with ShardReader("out/shards/x") as shard:
         assert (shard.num_documents, shard.num_tokens) == (manifest.documents, manifest.tokens)
     assert sum(source.tokens for source in manifest.sources) == manifest.tokens
-    assert (seen[-1].documents, seen[-1].total_documents, seen[-1].tokens) == (9, 9, manifest.tokens)
-    assert seen[-1].bytes == seen[-1].total_bytes
+    assert (seen[-1].documents, seen[-1].tokens, seen[-1].merged) == (9, manifest.tokens, 1.0)
+    assert seen[-1].input_bytes == seen[-1].total_input_bytes
 
 
-def test_without_append_eod_nothing_is_added(corpus, tokenizer):
-    result = prepare(
-        PrepareSection(output="x", sources=["corpus/b.txt"], append_eod=False), tokenizer=tokenizer, seed=1
-    )
-    assert read_texts("x", tokenizer) == ["bee"]
-    assert result.manifest.eod_id is None
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_the_bytes_are_those_of_the_plain_way(many, tokenizer, shuffle):
+    """The referee: Hugging Face's tokenizer, one document at a time, appended one by one."""
+    make(tokenizer, shuffle=shuffle, workers=2)
+    kept = [text for text in many if text]
+    if shuffle:
+        found = read_texts(tokenizer)
+        assert found != [text + EOD for text in kept]
+        assert sorted(found) == sorted(text + EOD for text in kept)
+        kept = [text.removesuffix(EOD) for text in found]
+    with ShardWriter("plain", np.uint16) as writer:
+        for text in kept:
+            writer.append(np.append(tokenizer.encode_batch([text])[0], tokenizer.eod_id))
+    assert shard_bytes("plain") == shard_bytes()
 
 
-def test_shuffling_is_seeded_and_keeps_its_order_when_documents_are_added(corpus, tokenizer):
-    def texts(seed):
-        prepare(PrepareSection(output="x", sources=["corpus"]), tokenizer=tokenizer, seed=seed)
-        return read_texts("x", tokenizer)
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"shuffle": False},
+        {"deduplicate": True, "min_tokens": 5, "max_tokens": 150},
+        {"deduplicate": True, "shuffle": False},
+        {"split_sentences": True, "deduplicate": True},
+    ],
+)
+def test_the_bytes_do_not_know_the_workers_the_shares_or_the_compression(
+    many, tokenizer, tmp_path, fields, monkeypatch
+):
+    make(tokenizer, **fields)
+    right = shard_bytes(manifest=True)
+    make(tokenizer, output="two", workers=2, **fields)
+    assert shard_bytes("two", manifest=True) == right
+    for k in (2, 0, 1):
+        assert make(tokenizer, output="shared", share=Share(k, 3), **fields).manifest is None
+    make(tokenizer, output="shared", **fields)
+    assert shard_bytes("shared", manifest=True) == right
+    for ending in (".zst", ".gz"):
+        folder = tmp_path / f"as{ending}"
+        for number, part in enumerate((many[:600], many[600:610], many[610:])):
+            write_jsonl(folder / "corpus" / f"{number}.jsonl{ending}", part)
+        monkeypatch.chdir(folder)
+        make(tokenizer, **fields)
+        assert shard_bytes() == {name: right[name] for name in (".bin", ".idx")}, ending
 
-    first = texts(1)
-    assert texts(2) != first
-    assert sorted(texts(2)) == sorted(first)
-    assert texts(1) == first
-    (corpus / "new.txt").write_text("new")
-    assert [text for text in texts(1) if not text.startswith("new")] == first
+
+def test_filters_and_exact_duplicates(many, tokenizer):
+    texts = [text for text in many if text]
+    lengths = {text: len(tokenizer.encode_batch([text])[0]) for text in texts}
+    manifest = make(tokenizer, shuffle=False, min_tokens=20, max_tokens=100, deduplicate=True).manifest
+    expected = [text for text in dict.fromkeys(texts) if 20 <= lengths[text] <= 100]
+    assert read_texts(tokenizer) == [text + EOD for text in expected]
+    short, long = (sum(test(lengths[text]) for text in texts) for test in (lambda n: n < 20, lambda n: n > 100))
+    left_out = {"empty": many.count(""), "short": short, "long": long, "bad": 0}
+    duplicates = len(texts) - short - long - len(expected)
+    assert manifest.dropped == {**left_out, "duplicate": duplicates}
+    assert duplicates > 20
+    assert sum(source.bytes for source in manifest.sources) == sum(len(text.encode()) for text in expected)
+    make(tokenizer, output="shuffled", min_tokens=20, max_tokens=100, deduplicate=True)
+    assert sorted(read_texts(tokenizer, "shuffled")) == sorted(text + EOD for text in expected)
+
+
+def test_the_first_of_two_copies_counts_for_its_source(many, tokenizer):
+    manifest = make(tokenizer, sources=["corpus/1.jsonl", "corpus"], deduplicate=True).manifest
+    alone = make(tokenizer, output="y", sources=["corpus/1.jsonl"], deduplicate=True).manifest
+    assert manifest.sources[0] == alone.sources[0]
+    assert manifest.documents == make(tokenizer, output="z", deduplicate=True).manifest.documents
+
+
+def test_shuffling_is_seeded(many, tokenizer):
+    make(tokenizer, seed=1)
+    first = read_texts(tokenizer)
+    make(tokenizer, seed=2)
+    assert read_texts(tokenizer) != first
+    make(tokenizer, seed=1)
+    assert read_texts(tokenizer) == first
+    ranks = [first.index(f"{text}{EOD}") for text in many[:20] if text]
+    assert max(np.diff(ranks)) > 100, "neighbours are far apart"
+
+
+def test_end_of_document_can_be_left_out_and_cannot_be_forged(corpus, tokenizer):
+    assert make(tokenizer, sources=["corpus/deep"], append_eod=False).manifest.eod_id is None
+    with ShardReader("x") as shard:
+        assert tokenizer.eod_id not in shard.read(0, shard.num_tokens)
+    make(tokenizer, sources=["corpus/deep"], special_tokens="as_ids", append_eod=False)
+    with ShardReader("x") as shard:
+        assert (shard.read(0, shard.num_tokens) == tokenizer.eod_id).sum() == 1
+
+
+def test_sentences_become_sequences_and_end_of_document_only_where_it_is_asked_for(corpus, tokenizer):
+    (corpus / "lines.jsonl").write_text('{"text": "One thing. Another thing."}\n{"text": "  "}\n{"text": "Alone."}\n')
+    fields = {"sources": ["corpus/lines.jsonl"], "split_sentences": True, "shuffle": False}
+    manifest = make(tokenizer, **fields).manifest
+    assert (manifest.documents, manifest.sequences, manifest.eod_id) == (2, 3, None)
+    assert [text.strip() for text in read_texts(tokenizer)] == ["One thing.Another thing.", "Alone."]
+    manifest = make(tokenizer, append_eod=True, **fields).manifest
+    assert manifest.sequences == 3
+    assert [text.count(EOD) for text in read_texts(tokenizer)] == [1, 1]
+    make(tokenizer, output="y", append_eod=True, **{**fields, "shuffle": True})
+    assert sorted(read_texts(tokenizer, "y")) == sorted(read_texts(tokenizer))
 
 
 def test_a_finished_shard_is_reused_until_anything_changes(corpus, tokenizer, tmp_path):
-    section = PrepareSection(output="x", sources=["corpus"])
-
-    def reused(section=section, seed=1, tokenizer=tokenizer):
-        return prepare(section, tokenizer=tokenizer, seed=seed).reused
+    def reused(**fields):
+        return make(fields.pop("tokenizer", tokenizer), **fields).reused
 
     assert not reused()
     before = (tmp_path / "x.bin").stat().st_mtime_ns
     assert reused()
     assert (tmp_path / "x.bin").stat().st_mtime_ns == before
+    os.utime(corpus / "b.txt", ns=(1, 1))
+    assert reused(), "another time stamp, but the same content"
     assert not reused(seed=2)
-    assert not reused(PrepareSection(output="x", sources=["corpus"], append_eod=False))
-    assert not reused(PrepareSection(output="x", sources=["corpus"], shuffle=False))
+    assert not reused(append_eod=False)
+    assert not reused(shuffle=False)
+    assert not reused(min_tokens=2)
     assert not reused()
-    (corpus / "b.txt").write_text("other")
+    (corpus / "b.txt").write_text("bea")
     assert not reused()
-    other = train_tokenizer(["quite another text"] * 2, vocab_size=270, output=str(tmp_path / "other"))
-    assert not reused(tokenizer=other)
+    (corpus / "new.txt").write_text("new")
     assert not reused()
-    assert reused()
+    other = make_tokenizer(tmp_path / "other")
+    assert reused(tokenizer=other), "the same content elsewhere"
     (tmp_path / "x.bin").write_bytes(b"damaged")
     assert not reused()
     (tmp_path / "x.manifest.json").write_text("{")
@@ -176,45 +212,60 @@ def test_a_finished_shard_is_reused_until_anything_changes(corpus, tokenizer, tm
     assert reused()
 
 
-def test_a_crash_leaves_the_old_shard_whole(corpus, tokenizer, tmp_path):
-    section = PrepareSection(output="x", sources=["corpus"])
+def test_verify_finds_a_changed_token_a_changed_source_and_a_missing_shard(many, tokenizer, tmp_path):
+    section = PrepareSection(output="x", sources=["corpus"], deduplicate=True)
+    with pytest.raises(DataError, match="has no manifest"):
+        verify(section, tokenizer=tokenizer, seed=1)
     prepare(section, tokenizer=tokenizer, seed=1)
-    files = {path.name: path.read_bytes() for path in tmp_path.glob("x.*")}
+    assert verify(section, tokenizer=tokenizer, seed=1, workers=2).documents
+    assert not list(tmp_path.glob("x.verify*")), "nothing is left behind"
+    data = bytearray((tmp_path / "x.bin").read_bytes())
+    data[5000] ^= 1
+    (tmp_path / "x.bin").write_bytes(data)
+    with pytest.raises(
+        DataError, match=r"x: document \d+ has token \d+ at \d+ where its source gives \d+; it begins '"
+    ):
+        verify(section, tokenizer=tokenizer, seed=1)
+    prepare(section, tokenizer=tokenizer, seed=2)
+    with pytest.raises(DataError, match="its shuffle_seed is 2 where now it would be 1"):
+        verify(section, tokenizer=tokenizer, seed=1)
+    (tmp_path / "corpus" / "1.jsonl").write_text('{"text": "x"}\n')
+    with pytest.raises(DataError, match=r"corpus/1.jsonl has changed since"):
+        verify(section, tokenizer=tokenizer, seed=2)
 
-    def interrupt(_progress):
-        raise KeyboardInterrupt
 
-    with pytest.raises(KeyboardInterrupt):
-        prepare(section, tokenizer=tokenizer, seed=2, progress=interrupt)
-    assert {path.name: path.read_bytes() for path in tmp_path.glob("x.*")} == files
-
-
-def test_a_source_without_text_and_a_folder_that_cannot_be_written(corpus, tokenizer):
-    with pytest.raises(DataError, match=r"'corpus/image.png' holds no text.*1 were not UTF-8"):
-        prepare(PrepareSection(output="x", sources=["corpus/image.png"]), tokenizer=tokenizer, seed=1)
+def test_nothing_left_is_an_error_and_an_empty_source_a_note(corpus, tokenizer):
+    (corpus / "nothing.jsonl").touch()
+    result = make(tokenizer, sources=["corpus/nothing.jsonl", "corpus/b.txt"])
+    assert "the source 'corpus/nothing.jsonl' gave no document" in result.notes
+    assert "1 of 2 files have no bytes" in result.notes
+    with pytest.raises(DataError, match=r"the sources hold no text.*at least one document"):
+        make(tokenizer, sources=["corpus/nothing.jsonl"])
+    with pytest.raises(DataError, match=r"no document is left \(8 short\)|no document is left \(1 empty, 8 short\)"):
+        make(tokenizer, min_tokens=1000)
     with pytest.raises(StorageError, match="cannot create the folder"):
-        prepare(PrepareSection(output="corpus/b.txt/x", sources=["corpus"]), tokenizer=tokenizer, seed=1)
+        make(tokenizer, output="corpus/b.txt/x")
 
 
 def test_manifest_says_when_it_does_not_fit(corpus, tokenizer):
-    manifest = prepare(PrepareSection(output="x", sources=["corpus"]), tokenizer=tokenizer, seed=1).manifest
-    fits = {"tokenizer_hash": tokenizer.content_hash, "vocab_size": 270, "place": "my.yaml:7"}
+    manifest = make(tokenizer).manifest
+    fits = {"tokenizer_hash": tokenizer.content_hash, "vocab_size": 300, "place": "my.yaml:7"}
     assert check_fits(manifest, **fits) == []
-    assert check_fits(manifest, **{**fits, "tokenizer_hash": None, "vocab_size": 300}) == []
+    assert check_fits(manifest, **{**fits, "tokenizer_hash": None, "vocab_size": 400}) == []
     problems = check_fits(manifest, tokenizer_hash="0" * 64, vocab_size=256, place="my.yaml:7")
     assert [problem.place for problem in problems] == ["my.yaml:7"] * 2
     assert "made with another tokenizer" in str(problems[0])
-    assert "has 270 entries but model.vocab_size is 256" in str(problems[1])
+    assert "has 300 entries but model.vocab_size is 256" in str(problems[1])
 
 
 def test_manifest_missing_broken_or_foreign(corpus, tokenizer):
     assert read_manifest("nothing") is None
-    manifest = prepare(PrepareSection(output="x", sources=["corpus"]), tokenizer=tokenizer, seed=1).manifest
+    manifest = make(tokenizer).manifest
     good = json.loads(Path(manifest_path("x")).read_text())
     for content, message in [
         ("{", r"x\.manifest\.json: cannot be read"),
-        ("[]", "has format_version None. This Bloomery reads version 1"),
-        (json.dumps({**good, "format_version": 2}), "has format_version 2"),
+        ("[]", "has format_version None. This Bloomery reads version 2"),
+        (json.dumps({**good, "format_version": 1}), "has format_version 1"),
         (json.dumps({**good, "colour": 1}), "has unknown colour"),
         (json.dumps({key: good[key] for key in good if key != "tokens"}), "lacks tokens"),
         (json.dumps({**good, "sources": [{"name": "x"}]}), "broken list of sources"),

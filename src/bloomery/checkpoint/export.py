@@ -53,7 +53,7 @@ def logits_difference(checkpoint: Path, exported: Path) -> float:
     from transformers import AutoModelForCausalLM, BertForPreTraining  # the heavy extra, only for this
     from transformers.utils import logging
 
-    logging.disable_progress_bar()
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
 
     recipe, model = load_model(find_checkpoint(checkpoint), device=torch.device("cpu"))
     kind: Any = BertForPreTraining if recipe.model.family == "bert" else AutoModelForCausalLM

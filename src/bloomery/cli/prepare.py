@@ -4,16 +4,34 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import sys
+import time
 from dataclasses import asdict
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
 
 from bloomery.base import exit_codes
 from bloomery.base.errors import Problem, RecipeError
-from bloomery.base.units import format_bytes, format_count
+from bloomery.base.units import format_bytes, format_count, format_seconds
 from bloomery.cli.recipe_argument import add_recipe_arguments, load
+
+if TYPE_CHECKING:
+    from bloomery.data.manifest import ShardManifest
+    from bloomery.prepare.run import Progress, Share
+
+_PLAIN_EVERY_SECONDS = 10.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_recipe_arguments(parser)
+    parser.add_argument("--workers", type=int, metavar="N", help="processes; default: one for each processor")
+    parser.add_argument(
+        "--unit",
+        metavar="K/N",
+        help="do only the K-th of N shares of the work (K from 0); afterwards run once without it, to merge",
+    )
+    parser.add_argument("--verify", action="store_true", help="read the sources again and compare them with the shards")
     parser.add_argument("--json", action="store_true", help="print the manifests as JSON")
 
 
@@ -22,24 +40,110 @@ def run(args: argparse.Namespace) -> int:
     if not recipe.prepare:
         remedy = "add `prepare:` with an `output` and its `sources`"
         raise RecipeError(Problem("the recipe has nothing to prepare", remedy=remedy, place=args.recipe))
+    share, workers = _share(args), _workers(args)
     from bloomery.data.tokenizer import Tokenizer
     from bloomery.prepare.run import prepare
+    from bloomery.prepare.verify import verify
 
     assert recipe.tokenizer is not None  # a rule of sizing/check.py
-    tokenizer = Tokenizer.load(recipe.tokenizer.path)
-    manifests = {}
+    tokenizer = Tokenizer.load(recipe.tokenizer.path, lazy=True)
+    manifests: dict[str, Any] = {}
+    manifest: ShardManifest | None
     for section in recipe.prepare:
-        result = prepare(section, tokenizer=tokenizer, seed=recipe.seed)
-        manifest = result.manifest
-        manifests[section.output] = asdict(manifest)
+        with _Display(section.output) as display:
+            settings: Any = {"tokenizer": tokenizer, "seed": recipe.seed, "workers": workers, "progress": display.show}
+            if args.verify:
+                manifest = verify(section, **settings)
+                how, notes = "agrees with its sources", []
+            else:
+                result = prepare(section, share=share, **settings)
+                manifest, notes = result.manifest, result.notes
+                how = "is up to date" if result.reused else "written"
+        for note in notes:
+            print(f"{section.output}: {note}", file=sys.stderr)
+        manifests[section.output] = manifest and asdict(manifest)
         if not args.json:
-            size = format_bytes(sum(source.bytes for source in manifest.sources))
-            how = "is up to date" if result.reused else "written"
             print(
-                f"{section.output}: {how}. {manifest.documents:,} documents, {size}, "
-                f"{format_count(manifest.tokens)} tokens ({result.empty_documents} empty and "
-                f"{result.undecodable_documents} unreadable documents left out)"
+                f"{section.output}: share {args.unit} is done"
+                if manifest is None
+                else _line(section.output, how, manifest)
             )
     if args.json:
         print(json.dumps(manifests, indent=2))
     return exit_codes.OK
+
+
+def _line(output: str, how: str, manifest: ShardManifest) -> str:
+    size = format_bytes(sum(source.bytes for source in manifest.sources))
+    dropped = ", ".join(f"{count:,} {reason}" for reason, count in manifest.dropped.items() if count)
+    return (
+        f"{output}: {how}. {manifest.documents:,} documents, {size}, {format_count(manifest.tokens)} tokens "
+        f"(left out: {dropped or 'none'})"
+    )
+
+
+def _workers(args: argparse.Namespace) -> int:
+    if args.workers is not None and args.workers < 1:
+        raise RecipeError(Problem(f"--workers is {args.workers}", "it counts processes", "use 1 or more"))
+    return int(args.workers or len(os.sched_getaffinity(0)))
+
+
+def _share(args: argparse.Namespace) -> Share | None:
+    from bloomery.prepare.run import Share
+
+    if args.unit is None:
+        return None
+    k, _, n = args.unit.partition("/")
+    if args.verify or not (k.isdecimal() and n.isdecimal() and int(k) < int(n)):
+        rule = "it is K/N: share K of N, the first is 0 and the last N-1; --verify takes no share"
+        raise RecipeError(Problem(f"--unit is {args.unit}", rule, "use for example --unit 0/4"))
+    return Share(int(k), int(n))
+
+
+class _Display:
+    """How far it is, on standard error: a bar on a terminal, else a line now and then."""
+
+    def __init__(self, output: str) -> None:
+        self._output = output
+        self._started = self._told = time.monotonic()
+        self._bar: Any = None
+        self._task: Any = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def show(self, progress: Progress) -> None:
+        seconds = max(time.monotonic() - self._started, 1e-3)
+        done = progress.input_bytes + progress.reused_bytes
+        share = min(done / max(progress.total_input_bytes, 1), 1.0)
+        rate = progress.input_bytes / seconds
+        left = format_seconds((progress.total_input_bytes - done) / rate) if rate else "?"
+        text = (
+            f"merging {progress.merged:.0%}"
+            if progress.merged
+            else f"{progress.text_bytes / seconds / 1e6:.1f} MB/s, {format_count(progress.tokens / seconds)} tokens/s, "
+            f"{left} left"
+        )
+        if sys.stderr.isatty():
+            self._show_bar(share, text)
+        elif time.monotonic() - self._told >= _PLAIN_EVERY_SECONDS:
+            self._told = time.monotonic()
+            print(f"{self._output}: {share:.1%}, {text}", file=sys.stderr, flush=True)
+
+    def _show_bar(self, share: float, text: str) -> None:
+        if self._bar is None:  # only now: its thread must not be there when processes fork
+            from rich.console import Console
+            from rich.progress import BarColumn, TaskProgressColumn, TextColumn
+            from rich.progress import Progress as Bar
+
+            columns = (TextColumn(self._output), BarColumn(), TaskProgressColumn(), TextColumn("{task.fields[text]}"))
+            self._bar = Bar(*columns, console=Console(stderr=True), transient=True)
+            self._task = self._bar.add_task("", total=1.0, text=text)
+            self._bar.start()
+        self._bar.update(self._task, completed=share, text=text)

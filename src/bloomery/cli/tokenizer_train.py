@@ -3,25 +3,39 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterator
 
 from bloomery.base import exit_codes
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("sources", metavar="SOURCE", nargs="+", help="files, folders, globs, or python-stdlib")
+    parser.add_argument("sources", metavar="SOURCE", nargs="+", help="files, folders, globs, URLs, or python-stdlib")
     parser.add_argument("--vocab-size", type=int, required=True, help="entries, special tokens included")
     parser.add_argument("--output", required=True, help="folder for tokenizer.json")
+    parser.add_argument("--text-key", default="text", help="where a .jsonl record or parquet row keeps its document")
 
 
 def run(args: argparse.Namespace) -> int:
-    from bloomery.prepare.sources import ReadCounts, iter_documents
+    from bloomery.prepare.read import UnitReader
+    from bloomery.prepare.sources import find_files
     from bloomery.prepare.train_tokenizer import train_tokenizer
+    from bloomery.prepare.units import plan_units
 
-    counts = ReadCounts()
-    texts = (document.text for source in args.sources for document in iter_documents(source, counts))
-    tokenizer = train_tokenizer(texts, vocab_size=args.vocab_size, output=args.output)
+    files = find_files(args.sources)
+    empty = bad = 0
+
+    def texts() -> Iterator[str]:
+        nonlocal empty, bad
+        for unit in plan_units(files):
+            reader = UnitReader(unit, text_key=args.text_key, skip_bad=True)
+            for block in reader.blocks():
+                empty += block.texts.count("")
+                yield from filter(None, block.texts)
+            bad += reader.bad
+
+    tokenizer = train_tokenizer(texts(), vocab_size=args.vocab_size, output=args.output)
     print(
-        f"{args.output}: {tokenizer.vocab_size:,} entries from {counts.files:,} files "
-        f"({counts.empty} empty and {counts.undecodable} unreadable left out), hash {tokenizer.content_hash[:12]}"
+        f"{args.output}: {tokenizer.vocab_size:,} entries from {len(files):,} files "
+        f"({empty} empty and {bad} unreadable left out), hash {tokenizer.content_hash[:12]}"
     )
     return exit_codes.OK

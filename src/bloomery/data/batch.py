@@ -97,10 +97,37 @@ class GlobalBatch:
         return np.concatenate(parts) if parts else None
 
 
-def causal_batch(rows: NDArray[np.int64]) -> Batch:
+@dataclass(frozen=True)
+class Packing:
+    """What happens where one document of a sample ends and the next begins. Ends are found by their token, as Megatron
+    finds them: the token belongs to the document that it ends."""
+
+    eod_id: int
+    mask_documents: bool = False
+    """Adds the input `document_ids`: attention stays within a document."""
+    reset_positions: bool = False
+    """Adds the input `positions`: they begin at 0 with every document, and with the sample."""
+    eod_loss: bool = True
+    """False: what follows an end of document is not to be predicted from it."""
+
+
+def causal_batch(rows: NDArray[np.int64], packing: Packing | None = None) -> Batch:
     """Next-token prediction from rows of S + 1 tokens: each label is the token that follows."""
     tokens, labels = np.ascontiguousarray(rows[:, :-1]), np.ascontiguousarray(rows[:, 1:])
-    return Batch(inputs={"tokens": torch.from_numpy(tokens)}, targets={"lm loss": torch.from_numpy(labels)})
+    arrays = {"tokens": tokens}
+    if packing is not None:
+        is_end = tokens == packing.eod_id
+        is_first = np.zeros_like(is_end)
+        is_first[:, 1:] = is_end[:, :-1]
+        if packing.mask_documents:
+            arrays["document_ids"] = np.cumsum(is_first, axis=1, dtype=np.int64)
+        if packing.reset_positions:
+            places = np.broadcast_to(np.arange(tokens.shape[1], dtype=np.int64), tokens.shape)
+            arrays["positions"] = places - np.maximum.accumulate(np.where(is_first, places, 0), axis=1)
+        if not packing.eod_loss:
+            labels = np.where(is_end, IGNORED_LABEL, labels)  # a copy: one row alone shares its memory with the tokens
+    inputs = {name: torch.from_numpy(array) for name, array in arrays.items()}
+    return Batch(inputs=inputs, targets={"lm loss": torch.from_numpy(labels)})
 
 
 def read_batch(

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bloomery.base.errors import DataError, Problem
-from bloomery.data.batch import Batch, causal_batch
+from bloomery.data.batch import Batch, Packing, causal_batch
 from bloomery.data.order import TimelessOrder
 from bloomery.data.shards import ShardReader
 from bloomery.data.split import Part, part_range
@@ -28,9 +28,12 @@ class CausalSource:
         part: Part | Literal["all"] = "all",
         split: str | None = None,
         key: str | None = None,
+        packing: Packing | None = None,
     ) -> None:
-        """`key` names the source in the order of samples; by default the prefix, as the recipe writes it."""
+        """`key` names the source in the order of samples; by default the prefix, as the recipe writes it. `packing`
+        keeps documents of one sample apart."""
         self.key = prefix if key is None else key
+        self.packing = packing
         if (part == "all") != (split is None):
             raise ValueError(f"part {part!r} with split {split!r}: a split is needed for a part, and only then")
         self.seq_length = seq_length
@@ -61,8 +64,8 @@ class CausalSource:
         rows = np.empty((len(starts), self.seq_length + 1), np.int64)
         for row, start in zip(rows, starts, strict=True):
             row[:] = self.shard.read(int(start), self.seq_length + 1)
-        self._check_ids(rows, starts)
-        return causal_batch(rows)
+        check_ids(rows, starts, shard=self.shard, vocab_size=self.vocab_size)
+        return causal_batch(rows, self.packing)
 
     def trace(self, ordinal: int) -> Trace:
         """Where the sample at this place comes from."""
@@ -73,21 +76,23 @@ class CausalSource:
     def close(self) -> None:
         self.shard.close()
 
-    def _check_ids(self, rows: NDArray[np.int64], starts: NDArray[np.int64]) -> None:
-        # As unsigned numbers, negative ids are large: one maximum finds both mistakes.
-        if rows.size == 0 or rows.view(np.uint64).max() < self.vocab_size:
-            return
-        row, column = np.unravel_index(int(np.argmax(rows.view(np.uint64) >= self.vocab_size)), rows.shape)
-        document, position = self.shard.document_at(int(starts[row] + column))
-        raise DataError(
-            Problem(
-                what=f"document {document} holds token id {rows[row, column]} at position {position}",
-                rule=f"ids must be from 0 to {self.vocab_size - 1}, below the vocabulary size {self.vocab_size}",
-                remedy="use the tokenizer the shard was made with and set model.vocab_size to its size, "
-                "or make the shard again with `bloomery prepare`",
-                place=f"{self.shard.prefix}.bin",
-            )
+
+def check_ids(rows: NDArray[np.int64], starts: NDArray[np.int64], *, shard: ShardReader, vocab_size: int) -> None:
+    """DataError for an id outside the vocabulary. Each row is a stretch of the shard that begins at its start."""
+    # As unsigned numbers, negative ids are large: one maximum finds both mistakes.
+    if rows.size == 0 or rows.view(np.uint64).max() < vocab_size:
+        return
+    row, column = np.unravel_index(int(np.argmax(rows.view(np.uint64) >= vocab_size)), rows.shape)
+    document, position = shard.document_at(int(starts[row] + column))
+    raise DataError(
+        Problem(
+            what=f"document {document} holds token id {rows[row, column]} at position {position}",
+            rule=f"ids must be from 0 to {vocab_size - 1}, below the vocabulary size {vocab_size}",
+            remedy="use the tokenizer the shard was made with and set model.vocab_size to its size, "
+            "or make the shard again with `bloomery prepare`",
+            place=f"{shard.prefix}.bin",
         )
+    )
 
 
 def _too_short(prefix: str, part: str, documents: int, num_tokens: int, seq_length: int) -> Problem:

@@ -9,7 +9,7 @@ from typing import Any
 from bloomery.base.errors import DataError, Problem
 from bloomery.base.storage import write_atomically
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 
 
 @dataclass(frozen=True)
@@ -26,6 +26,19 @@ class SourceCount:
 
 
 @dataclass(frozen=True)
+class SourceFile:
+    """A file that was read."""
+
+    name: str
+    bytes: int
+    hash: str
+    """xxh3-128 of its bytes; of a large .jsonl, of the hashes of the ranges in which it was read."""
+    stamp: str
+    """Of the moment it was read (modification time, or what its store calls a version): the same stamp and size are
+    taken for the same content."""
+
+
+@dataclass(frozen=True)
 class ShardManifest:
     tokenizer_hash: str
     """`Tokenizer.content_hash`: the same wherever the tokenizer lies."""
@@ -37,11 +50,17 @@ class ShardManifest:
     shuffle_seed: int | None
     """Seed of the documents' order; None when they keep the order of their sources."""
     documents: int
+    sequences: int
+    """More than documents where each sentence is a sequence."""
     tokens: int
     sources: tuple[SourceCount, ...]
-    source_files: int
-    sources_hash: str
-    """Over the names and texts of all documents, in the order of the sources."""
+    source_files: tuple[SourceFile, ...]
+    dropped: dict[str, int]
+    """Documents that were left out, by reason: empty, short, long, duplicate, bad."""
+    settings: dict[str, Any]
+    """The other fields of `prepare:` that decide the content: text_key, special_tokens, split_sentences, ..."""
+    encoder: str
+    """The library that made the ids, with its version; every library gives the same ids."""
     bloomery_version: str
     format_version: int = FORMAT_VERSION
 
@@ -103,11 +122,11 @@ def _parse(path: str, content: dict[str, Any]) -> ShardManifest:
         )
     try:
         sources = tuple(SourceCount(**source) for source in content["sources"])
+        source_files = tuple(SourceFile(**file) for file in content["source_files"])
     except TypeError as error:
-        raise _broken(
-            path, f"has a broken list of sources: {error}", "each has name, documents, tokens and bytes"
-        ) from error
-    return ShardManifest(**{**content, "sources": sources})
+        rule = "each source has name, documents, tokens and bytes, each file name, bytes, hash and stamp"
+        raise _broken(path, f"has a broken list of sources: {error}", rule) from error
+    return ShardManifest(**{**content, "sources": sources, "source_files": source_files})
 
 
 def _broken(path: str, what: str, rule: str) -> DataError:

@@ -5,14 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from bloomery.base.errors import DataError, Problem
 from bloomery.config.recipe import Recipe, SourceSection
-from bloomery.data.batch import SampleSource
+from bloomery.data.batch import Packing, SampleSource
 from bloomery.data.blend import BlendState, TimelessBlend
 from bloomery.data.causal import CausalSource
-from bloomery.data.manifest import check_fits, manifest_path, read_manifest
+from bloomery.data.manifest import ShardManifest, check_fits, manifest_path, read_manifest
+from bloomery.data.masked import MaskedSource
+from bloomery.data.masking import MaskVocabulary
+from bloomery.data.megatron_open import MegatronOpening, Use
 from bloomery.data.split import Part
 from bloomery.data.stream import Stream
 from bloomery.data.tokenizer import Tokenizer
@@ -25,39 +28,51 @@ SPLIT_GROUP = "valid"
 class OpenData:
     train: Stream
     validation: dict[str, Stream]
-    blend: TimelessBlend
-    """The training stream's blend; its state belongs into the checkpoint."""
+    blend: TimelessBlend | None
+    """The training stream's blend, whose state belongs into the checkpoint; None for orders without state."""
     warnings: list[str]
     """What could not be checked."""
 
 
 @contextmanager
 def open_data(
-    recipe: Recipe, *, blend_state: BlendState | None = None, consumed_samples: int = 0
+    recipe: Recipe,
+    *,
+    blend_state: BlendState | None = None,
+    consumed_samples: int = 0,
+    before: Recipe | None = None,
 ) -> Iterator[OpenData]:
     """Every source, checked against tokenizer and vocabulary; DataError with all that do not fit.
 
     `blend_state` is what a checkpoint kept; weights that have changed since hold from `consumed_samples` on.
+    `before` is the checkpoint's recipe, for orders without state: they must come out as they did for it.
     """
     assert recipe.data is not None
     opening = _Opening(recipe)
     try:
         opening.check_tokenizer()
-        split = recipe.data.split
-        train = opening.sources(recipe.data.train, "train" if split else "all")
-        groups = {name: opening.sources(sources, "all") for name, sources in recipe.data.validation.items()}
+        data, split = recipe.data, recipe.data.split
+        train = opening.sources(data.train, "train" if split else "all", "train")
+        sections = dict(data.validation)
+        groups = {name: opening.sources(group, "all", "validation") for name, group in sections.items()}
         if split and recipe.train.evaluate:
-            groups[SPLIT_GROUP] = opening.sources(recipe.data.train, "valid")
+            sections[SPLIT_GROUP] = data.train
+            groups[SPLIT_GROUP] = opening.sources(data.train, "valid", "validation")
         if opening.problems:
             raise DataError(opening.problems)
-        weights = _weights(recipe.data.train)
-        blend = TimelessBlend.start(weights)
+        if opening.megatron:
+            stream = opening.megatron.train_stream(data.train, train, before)
+            validation = {
+                name: opening.megatron.stream(sections[name], sources, "validation") for name, sources in groups.items()
+            }
+            yield OpenData(stream, validation, None, opening.warnings)
+            return
+        blend = TimelessBlend.start(_weights(data.train))
         if blend_state is not None:
-            blend = TimelessBlend.resume(blend_state, weights, consumed_samples=consumed_samples)
-        validation = {}
-        for name, sources in groups.items():
-            sections = recipe.data.train if name == SPLIT_GROUP and split else recipe.data.validation[name]
-            validation[name] = Stream(sources, TimelessBlend.start(_weights(sections)))
+            blend = TimelessBlend.resume(blend_state, _weights(data.train), consumed_samples=consumed_samples)
+        validation = {
+            name: Stream(sources, TimelessBlend.start(_weights(sections[name]))) for name, sources in groups.items()
+        }
         yield OpenData(Stream(train, blend), validation, blend, opening.warnings)
     finally:
         opening.close()
@@ -79,44 +94,59 @@ class _Opening:
         self.problems: list[Problem] = []
         self.warnings: list[str] = []
         self._recipe = recipe
-        self._tokenizer_hash: str | None = None
+        self._tokenizer: Tokenizer | None = None
+        self._mask_vocabulary: MaskVocabulary | None = None
+        self._manifests: dict[str, ShardManifest | None] = {}
         self._opened: list[SampleSource] = []
         self._manifests_seen: set[str] = set()
+        self.megatron: MegatronOpening | None = None
+        if recipe.data is not None and recipe.data.order != "timeless":
+            self.megatron = MegatronOpening(recipe, recipe.data.order)
 
     def check_tokenizer(self) -> None:
         if self._recipe.tokenizer is None:
             return
         try:
             tokenizer = Tokenizer.load(self._recipe.tokenizer.path)
+            if self._recipe.model.family == "bert":
+                self._mask_vocabulary = MaskVocabulary.of(tokenizer)
         except DataError as error:
             self.problems += error.problems
             return
-        self._tokenizer_hash = tokenizer.content_hash
+        self._tokenizer = tokenizer
         have, room = tokenizer.vocab_size, self._recipe.model.vocab_size
         if have > room:
             what = f"the tokenizer has {have} entries but model.vocab_size is {room}"
             self.problems.append(Problem(what, remedy=f"use model.vocab_size={have}", place=tokenizer.path))
 
-    def sources(self, sections: Sequence[SourceSection], part: Part | Literal["all"]) -> list[SampleSource]:
+    def sources(self, sections: Sequence[SourceSection], part: Part | Literal["all"], use: Use) -> list[SampleSource]:
         opened: list[SampleSource] = []
-        for section in sections:
+        samples = self.megatron.member_samples(sections, use) if self.megatron else [0] * len(sections)
+        for section, wanted in zip(sections, samples, strict=True):
             try:
-                opened.append(self._open(section, part))
+                opened.append(self._open(section, part, wanted))
             except DataError as error:
                 self.problems += error.problems
         return opened
 
-    def _open(self, section: SourceSection, part: Part | Literal["all"]) -> SampleSource:
+    def _open(self, section: SourceSection, part: Part | Literal["all"], wanted: int) -> SampleSource:
+        """`wanted` samples are asked of it, which only Megatron's orders need to know."""
         assert self._recipe.data is not None
-        source = CausalSource(
-            section.path,
-            seq_length=self._recipe.model.seq_length,
-            vocab_size=self._recipe.model.vocab_size,
-            seed=self._recipe.seed,
-            part=part,
-            split=None if part == "all" else self._recipe.data.split,
-            key=source_key(section),
-        )
+        settings: dict[str, Any] = {
+            "seq_length": self._recipe.model.seq_length,
+            "vocab_size": self._recipe.model.vocab_size,
+            "seed": self._recipe.seed,
+            "part": part,
+            "split": None if part == "all" else self._recipe.data.split,
+            "key": source_key(section),
+        }
+        source: SampleSource
+        if self.megatron:
+            source = self.megatron.source(section.path, wanted, **settings, **self._packing(section.path))
+        elif self._recipe.model.family == "bert":
+            source = self._masked(section.path, settings)
+        else:
+            source = CausalSource(section.path, **settings, **self._packing(section.path))
         self._opened.append(source)
         if section.path not in self._manifests_seen:
             self._manifests_seen.add(section.path)
@@ -124,13 +154,50 @@ class _Opening:
         return source
 
     def _check_manifest(self, path: str) -> None:
-        manifest, place = read_manifest(path), manifest_path(path)
+        manifest, place = self._manifest(path), manifest_path(path)
         if manifest is None:
             what = "its tokenizer, vocabulary and end-of-document token could not be checked"
             self.warnings.append(f"{path} has no manifest ({place}): {what}")
             return
         vocab_size = self._recipe.model.vocab_size
-        self.problems += check_fits(manifest, tokenizer_hash=self._tokenizer_hash, vocab_size=vocab_size, place=place)
+        tokenizer_hash = None if self._tokenizer is None else self._tokenizer.content_hash
+        self.problems += check_fits(manifest, tokenizer_hash=tokenizer_hash, vocab_size=vocab_size, place=place)
+
+    def _manifest(self, path: str) -> ShardManifest | None:
+        if path not in self._manifests:
+            self._manifests[path] = read_manifest(path)
+        return self._manifests[path]
+
+    def _masked(self, path: str, settings: dict[str, Any]) -> MaskedSource:
+        assert self._recipe.data is not None
+        if self._mask_vocabulary is None:  # a problem that has been told, unless there is no tokenizer at all
+            what, rule = "the recipe names no tokenizer", "masking needs the ids of [CLS], [SEP], [MASK] and [PAD]"
+            raise DataError([] if self.problems else Problem(what, rule, "add `tokenizer: {path: ...}`"))
+        manifest = self._manifest(path)
+        ends_with_eod = manifest is not None and manifest.eod_id is not None
+        masking = self._recipe.data.masking
+        return MaskedSource(
+            path, **settings, vocabulary=self._mask_vocabulary, masking=masking, ends_with_eod=ends_with_eod
+        )
+
+    def _packing(self, path: str) -> dict[str, Any]:
+        """How documents of one sample are kept apart; nothing where they are not."""
+        assert self._recipe.data is not None
+        data = self._recipe.data
+        if data.eod_loss and not data.mask_documents and not data.reset_positions:
+            return {}
+        manifest, eod_id = self._manifest(path), None
+        rule = "data.mask_documents, data.reset_positions and data.eod_loss find the ends of documents by their token"
+        if manifest is not None:
+            eod_id, remedy = manifest.eod_id, "prepare it again with append_eod: true, or turn them off"
+        else:
+            remedy = "name the tokenizer of the shard in the recipe, or turn them off"
+            if self._tokenizer is not None:
+                eod_id = self._tokenizer.eod_id
+        if eod_id is None:
+            raise DataError(Problem("its end-of-document token is not known", rule, remedy, path))
+        packing = Packing(eod_id, data.mask_documents, data.reset_positions, data.eod_loss)
+        return {"packing": packing}
 
     def close(self) -> None:
         for source in self._opened:

@@ -6,6 +6,7 @@ tokens, int64 pointers[N] in bytes, int64 doc_idx[D] (the sequence at which each
 
 from __future__ import annotations
 
+import errno
 import os
 import secrets
 import struct
@@ -15,7 +16,7 @@ from contextlib import contextmanager, suppress
 from glob import escape, glob
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import IO, Any, Self
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
@@ -30,6 +31,9 @@ HEADER = struct.Struct("<9sQBQQ")
 DTYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 """Token types by code. Codes 6 and 7 are floats, which are never tokens."""
 
+PARTIAL = ".partial-"
+"""Between the prefix and a random name: files that a killed writer leaves."""
+_INDEX_ENTRIES = 1 << 20
 _REMAKE = "copy the shard again from where it was made, or make it again with `bloomery prepare`"
 
 
@@ -41,7 +45,8 @@ def token_dtype(vocab_size: int) -> np.dtype[Any]:
 class ShardWriter:
     """Appends documents; `finish` puts both files under their names, `abort` leaves nothing.
 
-    As a context manager it finishes on success and aborts on an exception.
+    As a context manager it finishes on success and aborts on an exception. Keeps 8 bytes in memory for each document
+    of one sequence, 4 for each sequence more.
     """
 
     def __init__(self, prefix: str, dtype: DTypeLike) -> None:
@@ -49,9 +54,11 @@ class ShardWriter:
         self.dtype = np.dtype(dtype).newbyteorder("<")
         self._code = next(code for code, name in DTYPES.items() if np.dtype(name) == self.dtype)
         self._lengths = array("i")
+        self._sequences = array("i")
+        """How many sequences each document has."""
         self.num_tokens = 0
         # Random, so that two writers of one shard never mix their bytes: the last to finish wins.
-        partial = f"{prefix}.partial-{secrets.token_hex(4)}"
+        partial = f"{prefix}{PARTIAL}{secrets.token_hex(4)}"
         self._partial_bin, self._partial_idx = f"{partial}.bin", f"{partial}.idx"
         make_run_folder(os.path.dirname(prefix) or ".")
         with _writing(f"{prefix}.bin"):
@@ -59,6 +66,10 @@ class ShardWriter:
 
     @property
     def num_documents(self) -> int:
+        return len(self._sequences)
+
+    @property
+    def num_sequences(self) -> int:
         return len(self._lengths)
 
     def append(self, document: NDArray[np.integer[Any]]) -> None:
@@ -68,10 +79,42 @@ class ShardWriter:
         limits = np.iinfo(self.dtype)
         if document.dtype != self.dtype and (document.min() < limits.min or document.max() > limits.max):
             raise ValueError(f"token ids {document.min()}..{document.max()} do not fit into {self.dtype}")
-        self._lengths.append(document.size)
-        self.num_tokens += document.size
+        self.append_many(document.astype(self.dtype).data, np.array([document.size], "<i4"))
+
+    def append_many(
+        self, tokens: bytes | memoryview, lengths: NDArray[np.int32], sequences: NDArray[np.int32] | None = None
+    ) -> None:
+        """Many documents at once: their tokens in the shard's dtype, the length of every sequence, and the number of
+        sequences of every document (None: one each)."""
         with _writing(f"{self.prefix}.bin"):
-            self._bin.write(document.astype(self.dtype).data)
+            written = self._bin.write(tokens)
+        self._count(lengths, sequences, written)
+
+    def append_file(
+        self,
+        file: IO[bytes],
+        offset: int,
+        lengths: NDArray[np.int32],
+        sequences: NDArray[np.int32] | None = None,
+    ) -> None:
+        """As `append_many`, with the tokens copied from another file by the kernel."""
+        unwritten = nbytes = int(lengths.sum(dtype=np.int64)) * self.dtype.itemsize
+        with _writing(f"{self.prefix}.bin"):
+            self._bin.flush()
+            while unwritten:
+                copied = _copy(file.fileno(), self._bin.fileno(), offset + nbytes - unwritten, unwritten)
+                if not copied:
+                    raise _damaged(str(file.name), "ends too early", "it was cut off while it was being copied")
+                unwritten -= copied
+        self._count(lengths, sequences, nbytes)
+
+    def _count(self, lengths: NDArray[np.int32], sequences: NDArray[np.int32] | None, written: int) -> None:
+        tokens = int(lengths.sum(dtype=np.int64))
+        assert written == tokens * self.dtype.itemsize, "lengths and tokens differ"
+        assert sequences is None or sequences.sum(dtype=np.int64) == len(lengths), "sequences and documents differ"
+        self.num_tokens += tokens
+        self._lengths.frombytes(lengths.astype("<i4").tobytes())
+        self._sequences.frombytes((np.ones_like(lengths) if sequences is None else sequences).astype("<i4").tobytes())
 
     def finish(self) -> None:
         """The data comes first and the index last: an index under its final name stands for a whole shard."""
@@ -100,14 +143,16 @@ class ShardWriter:
                 os.unlink(partial)
 
     def _write_index(self) -> None:
-        lengths = np.array(self._lengths, dtype="<i4")
-        pointers = np.zeros(len(lengths), dtype="<i8")
-        np.cumsum(lengths[:-1], dtype="<i8", out=pointers[1:])
-        pointers *= self.dtype.itemsize
+        lengths = np.frombuffer(self._lengths, dtype="<i4")
+        sequences = np.frombuffer(self._sequences, dtype="<i4")
         with open(self._partial_idx, "wb") as file:
-            file.write(HEADER.pack(MAGIC, VERSION, self._code, len(lengths), len(lengths) + 1))
-            for part in (lengths, pointers, np.arange(len(lengths) + 1, dtype="<i8")):
-                file.write(part.data)
+            file.write(HEADER.pack(MAGIC, VERSION, self._code, len(lengths), len(sequences) + 1))
+            file.write(lengths.data)
+            for starts in _running_sums(lengths):
+                file.write((starts[:-1] * self.dtype.itemsize).data)
+            file.write(np.zeros(1, "<i8").data)
+            for starts in _running_sums(sequences):
+                file.write(starts[1:].data)
             file.flush()
             os.fsync(file.fileno())
 
@@ -121,6 +166,32 @@ class ShardWriter:
             self.finish()
         else:
             self.abort()
+
+
+def _running_sums(counts: NDArray[np.int32]) -> Iterator[NDArray[np.int64]]:
+    """Piece by piece, so that an index of a billion entries is not held in memory: the sum before each, and after."""
+    before = 0
+    for start in range(0, len(counts), _INDEX_ENTRIES):
+        piece = counts[start : start + _INDEX_ENTRIES]
+        sums = np.zeros(len(piece) + 1, "<i8")
+        np.cumsum(piece, dtype="<i8", out=sums[1:])
+        sums += before
+        yield sums
+        before = int(sums[-1])
+
+
+def _copy(source: int, target: int, offset: int, count: int) -> int:
+    """Bytes copied, at least one where there are any."""
+    try:
+        return os.copy_file_range(source, target, count, offset_src=offset)
+    except OSError as error:
+        if error.errno not in (errno.EXDEV, errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP, errno.EPERM):
+            raise
+    data = os.pread(source, min(count, 1 << 24), offset)
+    view = memoryview(data)
+    while view:
+        view = view[os.write(target, view) :]
+    return len(data)
 
 
 class ShardReader:

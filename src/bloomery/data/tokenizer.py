@@ -1,4 +1,4 @@
-"""A Hugging Face `tokenizer.json` as the rest of Bloomery sees it: text to ids, ids to text, one end-of-document id."""
+"""A tokenizer as the rest of Bloomery sees it: text to ids, ids to text, one end-of-document id."""
 
 from __future__ import annotations
 
@@ -10,66 +10,104 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
+import orjson
 import tokenizers
 from numpy.typing import NDArray
 
 from bloomery.base.errors import DataError, Problem
 from bloomery.base.storage import make_run_folder, write_atomically
+from bloomery.data.tokenizer_files import read_tokenizer_json
 
 END_OF_DOCUMENT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]")
 """Special tokens that end a document, the most specific first."""
 _BEGIN = ("<s>", "<|begin_of_text|>", "<bos>", "[CLS]")
 _UNKNOWN = ("<unk>", "[UNK]")
+_BERT = {"cls_token": "[CLS]", "sep_token": "[SEP]", "mask_token": "[MASK]", "pad_token": "[PAD]"}
 
 
 class Tokenizer:
-    def __init__(self, content: str, *, path: str) -> None:
-        """`content` is a tokenizer.json; `path` is only named in errors."""
+    def __init__(self, content: str, *, path: str, lazy: bool = False) -> None:
+        """`content` is a tokenizer.json; `path` is only named in errors. `lazy`: the library builds it when it is
+        first needed, which takes seconds for a large vocabulary."""
         self.path = path
-        self._content = content
-        try:
-            self._tokenizer: Any = tokenizers.Tokenizer.from_str(content)
-        except Exception as error:  # the library raises bare Exception
-            raise DataError(
-                Problem(
-                    what=f"is not a tokenizer that the tokenizers library {tokenizers.__version__} can read: {error}",
-                    remedy="train one with `bloomery tokenizer train`, or copy the file again",
-                    place=path,
-                )
-            ) from error
-        # A document that merely contains the text '<|endoftext|>' must not end there.
-        self._tokenizer.encode_special_tokens = True
-        # Files saved by others may carry these; they would silently drop or invent tokens.
-        self._tokenizer.no_truncation()
-        self._tokenizer.no_padding()
+        self.content = content
+        if not lazy:
+            _ = self._tokenizer
 
     @classmethod
-    def load(cls, path: str) -> Tokenizer:
-        """From a folder that holds a tokenizer.json."""
-        file_path = os.path.join(path, "tokenizer.json")
+    def load(cls, path: str, *, lazy: bool = False) -> Tokenizer:
+        """From a folder that holds a tokenizer.json, GPT-2's vocab.json and merges.txt, or BERT's vocab.txt."""
+        content, file_path = read_tokenizer_json(path)
+        return cls(content, path=file_path, lazy=lazy)
+
+    @cached_property
+    def _tokenizer(self) -> Any:
         try:
-            with open(file_path, encoding="utf-8") as file:
-                content = file.read()
-        except (OSError, UnicodeDecodeError) as error:
-            raise DataError(
-                Problem(
-                    what=f"cannot be read: {getattr(error, 'strerror', None) or error}",
-                    rule="a tokenizer is a folder with a Hugging Face tokenizer.json",
-                    remedy="correct tokenizer.path, or make one with `bloomery tokenizer train`",
-                    place=file_path,
-                )
-            ) from error
-        return cls(content, path=file_path)
+            tokenizer = tokenizers.Tokenizer.from_str(self.content)
+        except Exception as error:  # the library raises bare Exception
+            raise self._unreadable(error) from error
+        # A document that merely contains the text '<|endoftext|>' must not end there.
+        tokenizer.encode_special_tokens = True
+        # Files saved by others may carry these; they would silently drop or invent tokens.
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        return tokenizer
+
+    @cached_property
+    def parsed(self) -> dict[str, Any]:
+        """The content of the tokenizer.json; not to be changed."""
+        try:
+            parsed = orjson.loads(self.content)
+            if not isinstance(parsed["model"]["vocab"], dict | list):
+                raise TypeError("its vocabulary is no mapping")
+        except (ValueError, KeyError, TypeError) as error:
+            raise self._unreadable(error) from error
+        return dict(parsed)
+
+    def _unreadable(self, error: Exception) -> DataError:
+        what = f"is not a tokenizer that the tokenizers library {tokenizers.__version__} can read: {error}"
+        remedy = "train one with `bloomery tokenizer train`, or copy the file again"
+        return DataError(Problem(what, remedy=remedy, place=self.path))
 
     @cached_property
     def vocab_size(self) -> int:
         """Rows an embedding needs: the highest id plus one, added tokens included."""
-        return int(max(self._tokenizer.get_vocab(with_added_tokens=True).values())) + 1
+        vocab = self.parsed["model"]["vocab"]
+        highest = max(vocab.values(), default=-1) if isinstance(vocab, dict) else len(vocab) - 1
+        return int(max(highest, -1, *(token["id"] for token in self._added_tokens))) + 1
 
     @cached_property
     def special_tokens(self) -> dict[str, int]:
-        added = self._tokenizer.get_added_tokens_decoder()
-        return {token.content: token_id for token_id, token in sorted(added.items()) if token.special}
+        by_id = sorted(self._added_tokens, key=lambda token: token["id"])
+        return {token["content"]: token["id"] for token in by_id if token["special"]}
+
+    @property
+    def _added_tokens(self) -> list[dict[str, Any]]:
+        return list(self.parsed.get("added_tokens") or [])
+
+    def special_id(self, token: str) -> int:
+        """The id of a special token such as `[MASK]`; DataError where the tokenizer has none."""
+        if token not in self.special_tokens:
+            have = ", ".join(self.special_tokens) or "none"
+            remedy = "use a tokenizer that was made for this family of models"
+            raise DataError(Problem(f"has no {token}; its special tokens are {have}", "", remedy, self.path))
+        return self.special_tokens[token]
+
+    @property
+    def cls_id(self) -> int:
+        return self.special_id("[CLS]")
+
+    @property
+    def sep_id(self) -> int:
+        return self.special_id("[SEP]")
+
+    @property
+    def mask_id(self) -> int:
+        return self.special_id("[MASK]")
+
+    @property
+    def pad_id(self) -> int:
+        return self.special_id("[PAD]")
 
     @property
     def eod_token(self) -> str:
@@ -92,15 +130,16 @@ class Tokenizer:
     @cached_property
     def content_hash(self) -> str:
         """sha256 of what decides the ids: moving, reformatting or re-saving the file changes nothing."""
-        content = {
-            key: value for key, value in json.loads(self._content).items() if key not in ("truncation", "padding")
-        }
-        canonical = json.dumps(content, sort_keys=True, separators=(",", ":"))
-        return hashlib.sha256(canonical.encode()).hexdigest()
+        content = {key: value for key, value in self.parsed.items() if key not in ("truncation", "padding")}
+        return hashlib.sha256(orjson.dumps(content, option=orjson.OPT_SORT_KEYS)).hexdigest()
 
-    def encode_batch(self, texts: Sequence[str]) -> list[NDArray[np.int64]]:
-        """Ids of the texts alone: nothing is added, and special tokens in a text are read as text."""
-        encodings = self._tokenizer.encode_batch(list(texts), add_special_tokens=False)
+    def encode_batch(self, texts: Sequence[str], *, special_tokens_as_ids: bool = False) -> list[NDArray[np.int64]]:
+        """Ids of the texts alone: nothing is added, and special tokens in a text are read as text unless asked for."""
+        self._tokenizer.encode_special_tokens = not special_tokens_as_ids
+        try:
+            encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+        finally:
+            self._tokenizer.encode_special_tokens = True
         return [np.array(encoding.ids, dtype=np.int64) for encoding in encodings]
 
     def decode(self, ids: Sequence[int] | NDArray[np.integer[Any]]) -> str:
@@ -113,11 +152,12 @@ class Tokenizer:
             "bos_token": self._first(_BEGIN),
             "eos_token": self.eod_token,
             "unk_token": self._first(_UNKNOWN),
+            **{name: token for name, token in _BERT.items() if token in self.special_tokens},
             "model_max_length": model_max_length,
             "clean_up_tokenization_spaces": False,
         }
         make_run_folder(folder)
-        write_atomically(os.path.join(folder, "tokenizer.json"), self._content)
+        write_atomically(os.path.join(folder, "tokenizer.json"), self.content)
         write_atomically(os.path.join(folder, "tokenizer_config.json"), json.dumps(config, indent=2) + "\n")
 
     def _first(self, candidates: tuple[str, ...]) -> str:

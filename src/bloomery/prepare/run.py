@@ -1,63 +1,70 @@
-"""`bloomery prepare`: read the sources, order the documents, tokenize them, write one shard and its manifest."""
+"""`bloomery prepare`: find the files, cut them into units, make their parts in parallel, merge them into one shard."""
 
 from __future__ import annotations
 
-import hashlib
-import os
-from collections.abc import Callable, Iterator
-from contextlib import suppress
-from dataclasses import dataclass, replace
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from glob import escape, glob
+from pathlib import Path
 
 import numpy as np
 
-from bloomery import __version__
-from bloomery.base.errors import DataError, Problem
+from bloomery.base.errors import DataError, Problem, StorageError
 from bloomery.config.recipe import PrepareSection
-from bloomery.data.manifest import ShardManifest, SourceCount, manifest_path, read_manifest
-from bloomery.data.shards import ShardReader, ShardWriter, token_dtype
+from bloomery.data.manifest import ShardManifest, SourceCount, manifest_path
+from bloomery.data.shards import PARTIAL, ShardWriter, token_dtype
 from bloomery.data.tokenizer import Tokenizer
-from bloomery.prepare.sources import Document, ReadCounts, iter_documents
+from bloomery.prepare.encoder import SAMPLE_BYTES, SAMPLE_DOCUMENTS, Chosen, Judge, choose_encoder
+from bloomery.prepare.merge import Merge
+from bloomery.prepare.origin import finished, planned_manifest, source_files
+from bloomery.prepare.parts import DUPLICATE, REASONS, Part, PartFolder, storing
+from bloomery.prepare.pool import Pool, Report
+from bloomery.prepare.read import Block, UnitReader
+from bloomery.prepare.sources import find_files
+from bloomery.prepare.tokenize import BlockDone, Recheck, Settings, make_part, reusable
+from bloomery.prepare.units import Unit, plan_units
 
-_BATCH_BYTES = 1 << 20
-"""Text tokenized at a time: the library keeps some hundred bytes for each token of a batch."""
+_SHARED = "shared"
+"""A file in the folder of parts: several processes share the units, so no single one may do them all."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class Progress:
     """How far a preparation is."""
 
-    documents: int
-    total_documents: int
-    bytes: int
-    total_bytes: int
-    tokens: int
+    total_input_bytes: int
+    """Of all files, as they lie there."""
+    input_bytes: int = 0
+    reused_bytes: int = 0
+    """Of the input, what an earlier run had done."""
+    text_bytes: int = 0
+    documents: int = 0
+    tokens: int = 0
+    merged: float = 0.0
+    """Share of the shard that is written."""
+
+
+@dataclass(frozen=True)
+class Share:
+    """One of several processes or machines: the units k, k + n, k + 2n, ..."""
+
+    k: int
+    n: int
 
 
 @dataclass(frozen=True)
 class PrepareResult:
-    manifest: ShardManifest
+    manifest: ShardManifest | None
+    """None for a share, which merges nothing."""
     reused: bool
     """True when the shard was already there, made from the same texts in the same way, and was left as it is."""
-    empty_documents: int
-    """Dropped: nothing in them."""
-    undecodable_documents: int
-    """Dropped: not UTF-8."""
+    notes: list[str] = field(default_factory=list)
+    """What a user should know: which encoder was taken and why, empty files, sources that gave nothing."""
 
 
-@dataclass(frozen=True)
-class _Text:
-    """A document on its way, with the source it counts for."""
-
-    source: int
-    document: Document
-    bytes: int
-
-
-@dataclass
-class _Total:
-    documents: int = 0
-    tokens: int = 0
-    bytes: int = 0
+class LyingEncoderError(Exception):
+    """An encoder gave other ids than the judge, in the middle of the work."""
 
 
 def prepare(
@@ -65,136 +72,234 @@ def prepare(
     *,
     tokenizer: Tokenizer,
     seed: int,
+    workers: int = 1,
+    share: Share | None = None,
     progress: Callable[[Progress], None] | None = None,
 ) -> PrepareResult:
-    """Makes the shard `section.output` from its sources. The same inputs always give the same bytes."""
-    counts = ReadCounts()
-    texts = _read_sources(section, counts)
-    sources_hash = _hash(texts)
-    plan = ShardManifest(
-        tokenizer_hash=tokenizer.content_hash,
-        vocab_size=tokenizer.vocab_size,
-        dtype=token_dtype(tokenizer.vocab_size).name,
-        eod_id=tokenizer.eod_id if section.append_eod else None,
-        append_eod=section.append_eod,
-        shuffle_seed=seed if section.shuffle else None,
-        documents=0,
-        tokens=0,
-        sources=(),
-        source_files=counts.files,
-        sources_hash=sources_hash,
-        bloomery_version=__version__,
-    )
-    manifest, reused = _matching(section.output, plan), True
-    if manifest is None:
-        if section.shuffle:
-            texts.sort(key=lambda text: _shuffle_key(seed, text.document.name))
-        manifest, reused = _write(section, plan, texts, tokenizer, counts, progress), False
-    return PrepareResult(manifest, reused, counts.empty, counts.undecodable)
+    """Makes the shard `section.output`. The same inputs always give the same bytes, whoever works on them."""
+    try:
+        return _Preparation(section, tokenizer, seed, workers, progress).run(share)
+    except StorageError as error:
+        raise _advised(error) from error
 
 
-def _read_sources(section: PrepareSection, counts: ReadCounts) -> list[_Text]:
-    texts: list[_Text] = []
-    for number, source in enumerate(section.sources):
-        before = len(texts)
-        for document in iter_documents(source, counts):
-            texts.append(_Text(number, document, len(document.text.encode())))
-        if len(texts) == before:
+class _Preparation:
+    def __init__(
+        self,
+        section: PrepareSection,
+        tokenizer: Tokenizer,
+        seed: int,
+        workers: int,
+        progress: Callable[[Progress], None] | None,
+    ) -> None:
+        self._section, self._tokenizer, self._workers = section, tokenizer, max(1, workers)
+        self._dtype = token_dtype(tokenizer.vocab_size)
+        eod = section.append_eod and ("append_eod" in section.model_fields_set or not section.split_sentences)
+        self._settings = Settings(
+            tokenizer_hash=tokenizer.content_hash,
+            dtype=self._dtype.name,
+            eod_id=tokenizer.eod_id if eod else None,
+            shuffle_seed=seed if section.shuffle else None,
+            text_key=section.text_key,
+            special_tokens=section.special_tokens,
+            split_sentences=section.split_sentences,
+            min_tokens=section.min_tokens,
+            max_tokens=section.max_tokens,
+            deduplicate=section.deduplicate,
+            bad_records=section.bad_records,
+        )
+        self._planned = planned_manifest(self._settings, tokenizer.vocab_size, section.sources)
+        self._files = find_files(section.sources)
+        self._units = plan_units(self._files)
+        self._folder = PartFolder(section.output, self._dtype.itemsize)
+        self._tell = progress or (lambda _: None)
+        self._progress = Progress(sum(file.size for file in self._files))
+        self._notes: list[str] = []
+
+    def run(self, share: Share | None) -> PrepareResult:
+        with self._folder.alone("lock" if share is None else f"lock-{share.k}-of-{share.n}"):
+            if (found := finished(self._planned, self._section.output, self._files, self._units)) is not None:
+                shutil.rmtree(self._folder.path, ignore_errors=True)
+                return PrepareResult(found, True)
+            mine = self._units if share is None else self._units[share.k :: share.n]
+            self._folder.clean(None if share is None else mine)
+            shared = self._folder.path / _SHARED
+            if share is not None:
+                with storing(shared):
+                    shared.write_text(str(share.n))
+            try:
+                manifest = self._work(mine, merge=share is None, shared=shared)
+            except BaseException:  # workers that were ended in the middle of a file
+                self._folder.clean(None if share is None else mine)
+                raise
+            if manifest is not None:
+                shutil.rmtree(self._folder.path, ignore_errors=True)
+        return PrepareResult(manifest, False, self._notes)
+
+    def _work(self, units: Sequence[Unit], *, merge: bool, shared: Path) -> ShardManifest | None:
+        parts = self._parts_there(units)
+        missing = [unit for unit in units if unit.number not in parts]
+        if missing and merge and shared.exists():
+            raise _missing(missing, int(shared.read_text()), self._section.output)
+        if missing:
+            parts = self._new_parts(units, parts)
+        return self._merge([parts[unit.number] for unit in units]) if merge else None
+
+    def _parts_there(self, units: Sequence[Unit]) -> dict[int, Part]:
+        """The parts that earlier runs have made of these units, proven by their hashes."""
+        folder, settings = self._folder, self._settings
+        marked = {unit.number: unit for unit in units if folder.marker(unit.number).exists()}
+
+        def task(number: int, _report: Report) -> Part | None:
+            return reusable(marked[number], settings, folder)
+
+        if not marked:
+            return {}
+        parts: dict[int, Part] = {}
+        with Pool(task, workers=min(self._workers, len(marked))) as pool:
+            for number, part in pool.run(list(marked), lambda _: None):
+                if part is not None:
+                    parts[number] = part
+                    self._progress.reused_bytes += marked[number].input_bytes
+                    self._tell(replace(self._progress))
+        return parts
+
+    def _new_parts(self, units: Sequence[Unit], parts: dict[int, Part]) -> dict[int, Part]:
+        """All parts of these units, of which some are there already. Made by the fastest encoder that agrees with the
+        judge; where one stops agreeing in the middle of the work, its parts are made again by another."""
+        as_ids = self._settings.special_tokens == "as_ids"
+        judge = Judge(self._tokenizer, as_ids=as_ids)
+        try:
+            sample = self._sample()
+            while True:
+                refused = dict.fromkeys(self._folder.liars(), "it gave wrong ids earlier in this work")
+                chosen = choose_encoder(self._tokenizer, judge, sample, as_ids=as_ids, refused=refused)
+                missing = [unit for unit in units if unit.number not in parts]
+                try:
+                    parts |= self._parts_by(chosen, judge, missing)
+                except LyingEncoderError as lie:
+                    self._notes.append(f"{chosen.name} was given up in the middle of the work: {lie}")
+                    self._folder.refuse(chosen.name)
+                    self._progress = Progress(self._progress.total_input_bytes)
+                    parts = self._parts_there(units)
+                    continue
+                self._notes.append(f"encoder: {chosen.name}")
+                self._notes += [f"not {name}: {why}" for name, why in chosen.refused.items()]
+                return parts
+        finally:
+            judge.close()
+
+    def _sample(self) -> list[str]:
+        """The first documents, to try encoders on."""
+        reader = UnitReader(self._units[0], text_key=self._settings.text_key, skip_bad=True)
+        texts: list[str] = []
+        size = 0
+        for text in next(reader.blocks(), Block()).texts[:SAMPLE_DOCUMENTS]:
+            texts.append(text[: SAMPLE_BYTES - size])
+            size += len(texts[-1])
+        return [text for text in texts if text]
+
+    def _parts_by(self, chosen: Chosen, judge: Judge, units: Sequence[Unit]) -> dict[int, Part]:
+        settings, folder, all_units = self._settings, self._folder, self._units
+
+        def task(number: int, report: Report) -> tuple[Part, Recheck]:
+            return make_part(all_units[number], settings, chosen, folder, report)
+
+        parts: dict[int, Part] = {}
+        with Pool(task, workers=min(self._workers, len(units)), strangers=[judge.child.connection]) as pool:
+            for number, (part, recheck) in pool.run([unit.number for unit in units], self._block_done):
+                if wrong := judge.first_difference(recheck.texts, recheck.ids):
+                    raise LyingEncoderError(wrong)
+                folder.mark(part)
+                parts[number] = part
+        return parts
+
+    def _block_done(self, block: BlockDone) -> None:
+        self._progress.input_bytes += block.input_bytes
+        self._progress.text_bytes += block.text_bytes
+        self._progress.documents += block.documents
+        self._progress.tokens += block.tokens
+        self._tell(replace(self._progress))
+
+    def _merge(self, parts: list[Part]) -> ShardManifest:
+        for leftover in glob(f"{escape(self._section.output)}{PARTIAL}*"):
+            Path(leftover).unlink(missing_ok=True)
+        merge = Merge(parts, self._folder, self._dtype)
+        if self._settings.deduplicate:
+            merge.find_duplicates()
+        sources, dropped = self._counts(merge)
+        if not sum(source.documents for source in sources):
+            reasons = ", ".join(f"{count} {reason}" for reason, count in dropped.items() if count)
             raise DataError(
                 Problem(
-                    what=f"the source '{source}' holds no text",
-                    rule=f"of all documents so far {counts.empty} were empty and {counts.undecodable} were not UTF-8",
-                    remedy="remove it from prepare.sources, or correct the path",
-                    place=source,
+                    what="the sources hold no text" if not reasons else f"no document is left ({reasons})",
+                    rule="a shard needs at least one document",
+                    remedy="correct prepare.sources or the filters",
+                    place=self._section.output,
                 )
             )
-    return texts
-
-
-def _hash(texts: list[_Text]) -> str:
-    """Of names and texts: what the shard is made from, wherever the working directory is."""
-    combined = hashlib.sha256()
-    for text in texts:
-        combined.update(hashlib.sha256(text.document.name.encode(errors="surrogateescape")).digest())
-        combined.update(hashlib.sha256(text.document.text.encode()).digest())
-    return combined.hexdigest()
-
-
-def _shuffle_key(seed: int, name: str) -> bytes:
-    """Documents sorted by this stand in a random order that adding or removing others does not change."""
-    return hashlib.sha256(f"{seed}\0{name}".encode(errors="surrogateescape")).digest()
-
-
-def _matching(prefix: str, plan: ShardManifest) -> ShardManifest | None:
-    """The manifest of a shard that was made as planned and is whole."""
-    try:
-        found = read_manifest(prefix)
-        if found is None:
-            return None
-        made_alike = replace(
-            plan,
-            documents=found.documents,
-            tokens=found.tokens,
-            sources=found.sources,
-            bloomery_version=found.bloomery_version,
+        with ShardWriter(self._section.output, self._dtype) as writer:
+            merge.write(writer, shuffle=self._settings.shuffle_seed is not None, done=self._merged)
+            # An older manifest must not describe the new shard, not even for the moment until its own is written.
+            Path(manifest_path(self._section.output)).unlink(missing_ok=True)
+        manifest = replace(
+            self._planned,
+            documents=writer.num_documents,
+            sequences=writer.num_sequences,
+            tokens=writer.num_tokens,
+            sources=sources,
+            source_files=source_files(self._files, self._units, parts),
+            dropped=dropped,
+            encoder=", ".join(sorted({part.encoder for part in parts})),
         )
-        if found != made_alike:
-            return None
-        with ShardReader(prefix) as shard:
-            whole = (shard.num_documents, shard.num_tokens) == (found.documents, found.tokens)
-    except DataError:
-        return None
-    return found if whole else None
+        manifest.write(self._section.output)
+        return manifest
+
+    def _merged(self, share: float) -> None:
+        self._progress.merged = share
+        self._tell(replace(self._progress))
+
+    def _counts(self, merge: Merge) -> tuple[tuple[SourceCount, ...], dict[str, int]]:
+        totals = np.zeros((len(self._section.sources), 3), np.int64)
+        dropped: dict[str, int] = dict.fromkeys(REASONS, 0)
+        for number, (unit, part) in enumerate(zip(self._units, merge.parts, strict=True)):
+            documents, tokens, text_bytes, duplicates = merge.counts(number)
+            totals[unit.source] += (documents, tokens, text_bytes)
+            for reason, count in {**part.dropped, DUPLICATE: part.dropped[DUPLICATE] + duplicates}.items():
+                dropped[reason] += count
+        sources = tuple(
+            SourceCount(name, *map(int, row)) for name, row in zip(self._section.sources, totals, strict=True)
+        )
+        self._notes += [f"the source '{source.name}' gave no document" for source in sources if not source.documents]
+        if empty := sum(not file.size for file in self._files):
+            self._notes.append(f"{empty} of {len(self._files)} files have no bytes")
+        return sources, dropped
 
 
-def _write(
-    section: PrepareSection,
-    plan: ShardManifest,
-    texts: list[_Text],
-    tokenizer: Tokenizer,
-    counts: ReadCounts,
-    progress: Callable[[Progress], None] | None,
-) -> ShardManifest:
-    totals = [_Total() for _ in section.sources]
-    done, done_bytes, all_bytes = 0, 0, sum(text.bytes for text in texts)
-    ending = np.array([] if plan.eod_id is None else [plan.eod_id], dtype=np.int64)
-    with ShardWriter(section.output, plan.dtype) as writer:
-        for batch in _batches(texts):
-            for text, tokens in zip(batch, tokenizer.encode_batch([text.document.text for text in batch]), strict=True):
-                if not len(tokens):  # a normalizer can leave nothing of a text
-                    counts.empty += 1
-                    continue
-                writer.append(np.concatenate((tokens, ending)))
-                total = totals[text.source]
-                total.documents, total.bytes = total.documents + 1, total.bytes + text.bytes
-                total.tokens += len(tokens) + len(ending)
-            done, done_bytes = done + len(batch), done_bytes + sum(text.bytes for text in batch)
-            if progress is not None:
-                progress(Progress(done, len(texts), done_bytes, all_bytes, writer.num_tokens))
-        # An older manifest must not describe the new shard, not even for the moment until its own is written.
-        with suppress(FileNotFoundError):
-            os.unlink(manifest_path(section.output))
-    manifest = replace(
-        plan,
-        documents=writer.num_documents,
-        tokens=writer.num_tokens,
-        sources=tuple(
-            SourceCount(name, total.documents, total.tokens, total.bytes)
-            for name, total in zip(section.sources, totals, strict=True)
-        ),
+def _missing(units: Sequence[Unit], n: int, output: str) -> DataError:
+    shares = sorted({unit.number % n for unit in units})
+    named = ", ".join(f"{unit.number} ({unit.pieces[0].file.name})" for unit in units[:5])
+    more = f" and {len(units) - 5} more" if len(units) > 5 else ""
+    return DataError(
+        Problem(
+            what=f"cannot be merged: of its units {len(units)} are not done: {named}{more}",
+            rule=f"the work is shared by {n} runs with --unit",
+            remedy=f"run `bloomery prepare` with {', '.join(f'--unit {k}/{n}' for k in shares[:8])}"
+            f"{' ...' if len(shares) > 8 else ''}, or delete {output}.parts/{_SHARED} to do them here",
+            place=output,
+        )
     )
-    manifest.write(section.output)
-    return manifest
 
 
-def _batches(texts: list[_Text]) -> Iterator[list[_Text]]:
-    batch: list[_Text] = []
-    size = 0
-    for text in texts:
-        batch.append(text)
-        size += text.bytes
-        if size >= _BATCH_BYTES:
-            yield batch
-            batch, size = [], 0
-    if batch:
-        yield batch
+def _advised(error: StorageError) -> StorageError:
+    """The advice of base/storage.py, in words of this command."""
+    return StorageError(
+        [
+            replace(
+                problem,
+                remedy=problem.remedy.replace("another --run-dir", "another place for prepare.output")
+                + "; then run the command again, which goes on where it stopped",
+            )
+            for problem in error.problems
+        ]
+    )

@@ -1,4 +1,5 @@
-"""Every rule between fields, in one file. Each yields what it found, with all the paths that it looked at.
+"""Every rule between fields; those about data stand in `data_rules.py`. Each yields what it found, with all the paths
+that it looked at.
 
 The rules stand on this floor, not in `config`, because several of them need the ramp and step arithmetic of `sizing`.
 A field that would be ignored is an error unless it has its default value: that is how a recipe takes back what its
@@ -7,13 +8,13 @@ base had set, and the resolved recipe of a run writes out every field.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator
 
 from bloomery.base.units import Amount, Duration
 from bloomery.config.draft import Draft
 from bloomery.config.families import ONLY_FOR, family_defaults
 from bloomery.config.recipe import LossScaleSection, LrSection, ModelSection, Recipe
+from bloomery.sizing.data_rules import data, samples
 from bloomery.sizing.finding import Finding, nearby_divisors
 from bloomery.sizing.layout import data_parallel_size, ranks_per_replica, world_size
 from bloomery.sizing.plan import TrainingPlan
@@ -269,54 +270,6 @@ def skips(recipe: Recipe, draft: Draft) -> Iterator[Finding]:
         last_end = max(last_end, last)
 
 
-def data(recipe: Recipe, draft: Draft) -> Iterator[Finding]:
-    if recipe.prepare and recipe.tokenizer is None:
-        yield Finding(
-            ("prepare", "tokenizer"),
-            "prepare is set but tokenizer is not",
-            "text needs one",
-            "add `tokenizer: {path: ...}`",
-        )
-    if recipe.data is None:
-        return
-    split, validation, evaluate = recipe.data.split, recipe.data.validation, recipe.train.evaluate
-    paths = ("data.validation", "data.split", "train.evaluate")
-    shares = [float(share) for share in re.split(r"[,/]", split)] if split else []
-    if split and not (shares[0] > 0 and (shares[1] > 0 or not evaluate)):
-        part = "validation" if shares[0] > 0 else "training"
-        yield Finding(
-            ("data.split", "train.evaluate"),
-            f"data.split is '{split}', which leaves nothing for {part}",
-            "the parts are train, valid and test, in this order",
-            "use for example '949,50,1'",
-        )
-    if split and validation:
-        yield Finding(
-            paths,
-            "data.split and data.validation are both set",
-            "validation comes either from a split of the training sources or from groups of its own",
-            "remove one of them",
-        )
-    if evaluate and not (split or validation):
-        yield Finding(
-            ("train.evaluate", *paths),
-            "train.evaluate is set but there is nothing to evaluate",
-            "it needs data.validation or data.split",
-            "add one, or remove train.evaluate",
-        )
-    for group in [group for group, sources in validation.items() if not sources]:
-        yield Finding(
-            (f"data.validation.{group}",), f"data.validation.{group} is empty", "a group has sources", "add one"
-        )
-    if not evaluate and validation:
-        yield Finding(
-            paths,
-            "data.validation is set but train.evaluate is not",
-            "the groups would be ignored",
-            "add for example `evaluate: {every: 1000 steps}` to `train`",
-        )
-
-
 def loss_scale(recipe: Recipe, draft: Draft) -> Iterator[Finding]:
     scale = recipe.loss_scale
     if recipe.precision != "fp16" and draft.is_set("loss_scale") and scale != LossScaleSection():
@@ -388,6 +341,7 @@ RULES: list[Callable[[Recipe, Draft], Iterator[Finding]]] = [
     lengths,
     skips,
     data,
+    samples,
     loss_scale,
     phases,
     intervals,

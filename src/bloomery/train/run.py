@@ -38,8 +38,8 @@ class Run:
     runner: Runner
     optimizer: Optimizer
     loader: Loader
-    blend: TimelessBlend
-    """Of the training stream: its state belongs into the checkpoint."""
+    blend: TimelessBlend | None
+    """Of the training stream: its state belongs into the checkpoint. None for orders without state."""
     source_keys: Sequence[str]
     """Names of the training sources, as batches number them."""
     validation: Mapping[str, Source]

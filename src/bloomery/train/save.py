@@ -23,7 +23,8 @@ def save(run: Run, state: TrainState, *, last: bool = False) -> None:
         return
     root = run.folder / "checkpoints"
     started = time.monotonic()
-    facts = {**state.to_json(), "interval": run.meter.partial(), "blend": run.blend.state.to_json()}
+    blend = run.blend.state.to_json() if run.blend else None
+    facts = {**state.to_json(), "interval": run.meter.partial(), "blend": blend}
     with run.meter.paused():
         try:
             folder = save_checkpoint(

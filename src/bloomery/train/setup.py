@@ -160,9 +160,6 @@ def refuse_what_one_process_cannot_do(recipe: Recipe) -> None:
         problems.append(
             Problem("monitor.carbon is set", "this version does not measure emissions", "override monitor.carbon=null")
         )
-    if recipe.model.family == "bert":
-        rule = "this version has no masked samples yet, so bert can be built, counted and exported but not trained"
-        problems.append(Problem("model.family is bert", rule))
     if recipe.data is None:
         problems.append(Problem("data is missing", "training needs shards", "add `data:` with `train:` to the recipe"))
     if problems:

@@ -1,0 +1,58 @@
+"""`bloomery inspect order RECIPE`: how far the training gets in every source, and when it begins to repeat."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from typing import Any
+
+from bloomery.base import exit_codes
+from bloomery.cli.data_argument import add_recipe_and, opened_run, refuse
+from bloomery.cli.inspect_schedule import _numbers
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_recipe_and(parser)
+    parser.add_argument(
+        "--at-samples", metavar="A,B", type=_numbers, default=[], help="where every source stands at these positions"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    with opened_run(args) as inspected:
+        from bloomery.data.inspect import first_position, order_facts
+
+        end, first = inspected.plan.train_samples, first_position(inspected.data.train)
+        if wrong := [number for number in args.at_samples if not first <= number <= end]:
+            raise refuse(f"--at-samples asks for {', '.join(f'{n:,}' for n in wrong)}", f"{first:,} to {end:,}")
+        facts = order_facts(inspected.recipe, inspected.data.train, train_samples=end, at_samples=args.at_samples)
+    print(json.dumps(facts, indent=2) if args.json else _text(facts))
+    return exit_codes.OK
+
+
+def _text(facts: dict[str, Any]) -> str:
+    lines = [f"{facts['name']}: order {facts['order']}, seed {facts['seed']}, {facts['train_samples']:,} samples", ""]
+    if facts["first_sample"]:
+        lines.insert(1, f"the weights hold from sample {facts['first_sample']:,} on")
+    width = max(len("source"), *(len(source["source"]) for source in facts["sources"]))
+    lines.append(f"{'source':<{width}}  samples/epoch      weight    achieved         taken    epochs  repeats from")
+    for source in facts["sources"]:
+        repeat = "never" if source["epochs"] <= 1 else "earlier" if facts["order"] == "timeless" else "mixed"
+        if source["first_repeat_at"] is not None:
+            repeat = f"{source['first_repeat_at']:,}"
+        lines.append(
+            f"{source['source']:<{width}}  {source['samples_per_epoch']:>13,}  {source['weight']:>10.6f}  "
+            f"{source['achieved']:>10.6f}  {source['samples_taken']:>12,}  {source['epochs']:>8.3f}  {repeat:>12}"
+        )
+    for source in facts["sources"]:
+        if documents := source["document_range"]:
+            lines.append(f"{source['source']}: documents in [{documents[0]:,}, {documents[1]:,}) of {source['shard']}")
+    for number, at in enumerate(facts["sources"][0]["at"]):
+        lines += ["", f"before sample {at['samples']:,}:"]
+        for source in facts["sources"]:
+            here = source["at"][number]
+            lines.append(
+                f"  {source['source']:<{width}}  {here['samples_taken']:,} taken: epoch {here['epoch']}, "
+                f"sample {here['sample_of_epoch']:,} of {source['samples_per_epoch']:,}"
+            )
+    return "\n".join(lines)

@@ -1,0 +1,226 @@
+"""Sources and blends in the order of megatron-core or of BigScience's Megatron-DeepSpeed, to continue their runs.
+
+The order follows from how many samples the run asks for: the same recipe with another length is another order. Indices
+are built once and kept in a cache (index_cache.py); how they are built is in megatron_order.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from bloomery.base.errors import DataError, Problem
+from bloomery.data.batch import Batch, causal_batch
+from bloomery.data.index_cache import IndexCache, file_checksum
+from bloomery.data.megatron_order import (
+    BlendRequest,
+    Flavour,
+    OrderShape,
+    SampleIndex,
+    build_blend,
+    build_index,
+    split_boundaries,
+)
+from bloomery.data.shards import HEADER, ShardReader
+from bloomery.data.split import PARTS, Part
+from bloomery.data.trace import DocumentSpan, Trace
+
+
+class MegatronSource:
+    """Ordinals count the samples of the reference's dataset, from 0 to `total_samples`; there it ends."""
+
+    def __init__(
+        self,
+        prefix: str,
+        *,
+        flavour: Flavour,
+        samples: int,
+        seq_length: int,
+        vocab_size: int,
+        seed: int,
+        cache: IndexCache,
+        part: Part | Literal["all"] = "all",
+        split: str | None = None,
+        key: str | None = None,
+    ) -> None:
+        """`samples` is what the run asks of this source: the number of epochs follows from it."""
+        if (part == "all") != (split is None):
+            raise ValueError(f"part {part!r} with split {split!r}: a split is needed for a part, and only then")
+        self.key = prefix if key is None else key
+        self.seq_length = seq_length
+        self.vocab_size = vocab_size
+        self.shard = ShardReader(prefix)
+        try:
+            self._starts = _sequence_starts(self.shard)
+            first, last = 0, self.shard.num_sequences
+            if split is not None and part != "all":
+                first, last = _part_range(self.shard, flavour, split, part)
+            tokens = int(self._starts[last] - self._starts[first])
+            if tokens == 0:
+                raise DataError(_no_tokens(prefix, part))
+            self.shape = OrderShape.of(flavour, tokens_per_epoch=tokens, seq_length=seq_length, samples=samples)
+            self.index = self._index(cache, first=first, last=last, seed=seed)
+        except BaseException:
+            self.shard.close()
+            raise
+
+    @property
+    def num_samples(self) -> int:
+        """Samples of one epoch."""
+        return max(1, (self.shape.tokens_per_epoch - 1) // self.seq_length)
+
+    @property
+    def total_samples(self) -> int:
+        """Samples of all epochs; beyond them there is no order."""
+        return self.shape.num_samples
+
+    def read(self, ordinals: NDArray[np.int64]) -> Batch:
+        """The samples that a run takes from this source at these places."""
+        rows = np.empty((len(ordinals), self.seq_length + 1), np.int64)
+        for row, ordinal in zip(rows, ordinals, strict=True):
+            at = 0
+            for start, stop in self._stretches(int(ordinal)):
+                row[at : at + stop - start] = self.shard.read(start, stop - start)
+                at += stop - start
+        self._check_ids(rows, ordinals)
+        return causal_batch(rows)
+
+    def trace(self, ordinal: int) -> Trace:
+        """Where the sample at this place comes from. `epoch` counts tokens: epochs that are shuffled together mix."""
+        stretches = self._stretches(ordinal)
+        sample = int(self.index.shuffle[ordinal])
+        spans = []
+        for start, stop in stretches:
+            document, position = self.shard.document_at(start)
+            spans.append(DocumentSpan(document, position, stop - start))
+        return Trace(self.key, sample * self.seq_length // self.shape.tokens_per_epoch, sample, spans)
+
+    def close(self) -> None:
+        self.shard.close()
+
+    def _index(self, cache: IndexCache, *, first: int, last: int, seed: int) -> SampleIndex:
+        key = {
+            "idx": file_checksum(f"{self.shard.prefix}.idx"),
+            "sequences": [first, last],
+            "tokens": self.shape.tokens_per_epoch,
+            "seq_length": self.seq_length,
+            "epochs": self.shape.epochs,
+            "separate_last": self.shape.separate_last,
+            "seed": seed,
+        }
+        arrays = cache.arrays(
+            "samples",
+            key,
+            lambda: build_index(self._starts, first=first, last=last, shape=self.shape, seed=seed).as_arrays(),
+        )
+        return SampleIndex(**arrays)
+
+    def _stretches(self, ordinal: int) -> list[tuple[int, int]]:
+        """Tokens [start, stop) of the shard that make up a sample, in order."""
+        if not 0 <= ordinal < self.total_samples:
+            raise DataError(_exhausted(self.key, f"sample {ordinal} is asked for", self.total_samples))
+        sample = int(self.index.shuffle[ordinal])
+        (first, offset), (last, end) = self.index.samples[sample : sample + 2].tolist()
+        sequences = self.index.documents[first : last + 1]
+        starts, stops = self._starts[sequences], self._starts[sequences + 1]
+        stops[-1] = starts[-1] + end + 1
+        starts[0] += offset
+        return [(start, stop) for start, stop in zip(starts.tolist(), stops.tolist(), strict=True) if stop > start]
+
+    def _check_ids(self, rows: NDArray[np.int64], ordinals: NDArray[np.int64]) -> None:
+        # As unsigned numbers, negative ids are large: one maximum finds both mistakes.
+        if rows.size == 0 or rows.view(np.uint64).max() < self.vocab_size:
+            return
+        row, column = divmod(int(np.argmax(rows.view(np.uint64) >= self.vocab_size)), rows.shape[1])
+        before = 0
+        for start, stop in self._stretches(int(ordinals[row])):
+            if column < before + stop - start:
+                break
+            before += stop - start
+        document, position = self.shard.document_at(start + column - before)
+        raise DataError(
+            Problem(
+                what=f"document {document} holds token id {rows[row, column]} at position {position}",
+                rule=f"ids must be from 0 to {self.vocab_size - 1}, below the vocabulary size {self.vocab_size}",
+                remedy="use the tokenizer the shard was made with and set model.vocab_size to its size, "
+                "or make the shard again with `bloomery prepare`",
+                place=f"{self.shard.prefix}.bin",
+            )
+        )
+
+
+class GreedyBlend:
+    """Positions to sources: each takes from the source that is furthest behind its share. Knows `size` positions."""
+
+    def __init__(self, request: BlendRequest, sources: Sequence[MegatronSource], cache: IndexCache) -> None:
+        """DataError if a source has fewer samples than the blend takes from it."""
+        key = {"weights": [weight.hex() for weight in request.weights.tolist()], "size": request.size}
+        arrays = cache.arrays("blend", key, lambda: build_blend(request.weights, request.size))
+        self.size = request.size
+        self._sources, self._ordinals = arrays["sources"], arrays["ordinals"]
+        problems = [
+            _exhausted(source.key, f"the blend takes {count} samples from it", source.total_samples)
+            for source, count in zip(sources, arrays["taken"].tolist(), strict=True)
+            if count > source.total_samples
+        ]
+        if problems:
+            raise DataError(problems)
+
+    def locate(self, positions: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """(index of the source, ordinal within it) of each position."""
+        positions = np.asarray(positions, np.int64)
+        if positions.size and not 0 <= int(positions.min()) <= int(positions.max()) < self.size:
+            what = f"samples {positions.min()} to {positions.max()} are asked for"
+            raise DataError(_exhausted("the blend", what, self.size))
+        return self._sources[positions].astype(np.int64), np.array(self._ordinals[positions])
+
+
+class OneSource:
+    """No blend: the only source, from its first sample on."""
+
+    def __init__(self, source: MegatronSource) -> None:
+        self.size = source.total_samples
+
+    def locate(self, positions: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        positions = np.asarray(positions, np.int64)
+        return np.zeros_like(positions), positions
+
+
+def _sequence_starts(shard: ShardReader) -> NDArray[np.int64]:
+    """The token at which each sequence begins, the total at the end; the shard has checked its index."""
+    lengths = np.fromfile(f"{shard.prefix}.idx", "<i4", shard.num_sequences, offset=HEADER.size)
+    starts = np.zeros(len(lengths) + 1, np.int64)
+    np.cumsum(lengths, dtype=np.int64, out=starts[1:])
+    return starts
+
+
+def _part_range(shard: ShardReader, flavour: Flavour, split: str, part: Part) -> tuple[int, int]:
+    boundaries = split_boundaries(flavour, split, shard.num_sequences)
+    first, last = boundaries[PARTS.index(part)], boundaries[PARTS.index(part) + 1]
+    if 0 <= first < last:
+        return first, last
+    raise DataError(
+        Problem(
+            what=f"the split '{split}' of {shard.num_sequences} documents leaves none for {part} "
+            f"(train, valid, test end at {', '.join(str(end) for end in boundaries[1:])})",
+            rule=f"a part that is used needs at least one document, counted as {flavour} rounds",
+            remedy=f"give {part} a larger share in data.split, or prepare more documents",
+            place=f"{shard.prefix}.idx",
+        )
+    )
+
+
+def _no_tokens(prefix: str, part: str) -> Problem:
+    where = "the shard" if part == "all" else f"its {part} part"
+    return Problem(f"{where} has no tokens", "samples are cut from tokens", "prepare text for it", f"{prefix}.bin")
+
+
+def _exhausted(name: str, what: str, have: int) -> Problem:
+    return Problem(
+        what=f"{name}: {what}, but it has {have}",
+        rule="in the megatron and bigscience orders a source ends after the samples the run asked for",
+        remedy="give train.for the length of the run to be continued, or use data.order=timeless",
+    )

@@ -1,0 +1,114 @@
+"""What a recipe asks of Megatron's orders: samples per source, blends, and that a resumed run asks for the same."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Self, cast
+
+from bloomery.base.errors import DataError, Problem, RecipeError
+from bloomery.config.recipe import Recipe, SourceSection
+from bloomery.data.batch import SampleSource
+from bloomery.data.index_cache import IndexCache
+from bloomery.data.megatron import GreedyBlend, MegatronSource, OneSource
+from bloomery.data.megatron_order import BlendRequest, Flavour, OrderShape
+from bloomery.data.stream import Stream
+from bloomery.sizing.plan import TrainingPlan
+
+Use = Literal["train", "validation"]
+MAX_SEED = 2**32 - 1
+"""RandomState takes no larger one."""
+
+
+@dataclass(frozen=True)
+class WantedSamples:
+    """What Megatron asks of its datasets. Its orders follow from these numbers."""
+
+    train: int
+    validation: int
+    """For all evaluations of the run, one behind the other."""
+
+    @classmethod
+    def of(cls, recipe: Recipe) -> Self:
+        plan, evaluate = TrainingPlan.of(recipe), recipe.train.evaluate
+        steps = (plan.train_steps // evaluate.every.count + 1) * evaluate.steps if evaluate else 0
+        return cls(plan.asked_samples, steps * recipe.batch.global_batch_size)
+
+    def of_use(self, use: Use) -> int:
+        return self.train if use == "train" else self.validation
+
+
+class MegatronOpening:
+    """Opens the sources and blends of one recipe."""
+
+    def __init__(self, recipe: Recipe, flavour: Flavour) -> None:
+        assert recipe.data is not None
+        if recipe.seed > MAX_SEED:
+            rule = f"with data.order={flavour} it is at most {MAX_SEED}"
+            raise RecipeError(Problem(f"seed is {recipe.seed}", rule, "use the seed of the run to be continued"))
+        self._wanted = WantedSamples.of(recipe)
+        self._flavour: Flavour = flavour
+        self._trained_samples = TrainingPlan.of(recipe).train_samples
+        self._cache = IndexCache(recipe.data.cache_dir)
+
+    def member_samples(self, sections: Sequence[SourceSection], use: Use) -> list[int]:
+        """What each of these sources is asked for."""
+        return self._member_samples(sections, self._wanted.of_use(use))
+
+    def source(self, path: str, samples: int, **settings: Any) -> MegatronSource:
+        return MegatronSource(path, flavour=self._flavour, samples=samples, cache=self._cache, **settings)
+
+    def stream(self, sections: Sequence[SourceSection], sources: Sequence[SampleSource], use: Use) -> Stream:
+        """DataError if a source has fewer samples than the blend takes from it."""
+        members = cast(Sequence[MegatronSource], sources)
+        request = self._request(sections, self._wanted.of_use(use))
+        return Stream(sources, GreedyBlend(request, members, self._cache) if request else OneSource(members[0]))
+
+    def train_stream(
+        self, sections: Sequence[SourceSection], sources: Sequence[SampleSource], before: Recipe | None
+    ) -> Stream:
+        """DataError also if the run is longer than its order, or resumes another order than that of `before`."""
+        stream = self.stream(sections, sources, "train")
+        size = cast(GreedyBlend | OneSource, stream.blend).size
+        if self._trained_samples > size:
+            what = f"the training takes {self._trained_samples} samples, but data.order={self._flavour} has {size}"
+            rule = "a training that ends within its batch ramp takes more than train.for says"
+            raise DataError(Problem(what, rule, "use a shorter ramp or a longer train.for"))
+        if before is not None and not self._is_order_of(before, sections, cast(Sequence[MegatronSource], sources)):
+            what = "train.for or the sources or weights of data.train have changed since the checkpoint"
+            rule = f"with data.order={self._flavour} the order of all samples follows from them: some would come twice"
+            remedy = "set these back, or start afresh under another name or --run-dir"
+            raise DataError(Problem(what, rule, remedy))
+        return stream
+
+    def _request(self, sections: Sequence[SourceSection], wanted: int) -> BlendRequest | None:
+        """None for one source: it is not blended."""
+        if len(sections) == 1:
+            return None
+        return BlendRequest.of(self._flavour, [section.weight for section in sections], wanted)
+
+    def _member_samples(self, sections: Sequence[SourceSection], wanted: int) -> list[int]:
+        request = self._request(sections, wanted)
+        return request.member_samples if request else [wanted]
+
+    def _is_order_of(
+        self, before: Recipe, sections: Sequence[SourceSection], sources: Sequence[MegatronSource]
+    ) -> bool:
+        """Whether `before` gave these sources the same epochs and the same blend; its seed and split are the same."""
+        assert before.data is not None
+        earlier, wanted = before.data.train, WantedSamples.of(before).train
+        if len(earlier) != len(sections):
+            return False
+        then, now = self._request(earlier, wanted), self._request(sections, self._wanted.train)
+        if then and now and then.weights.tolist() != now.weights.tolist():
+            return False
+        return all(
+            source.shape
+            == OrderShape.of(
+                self._flavour,
+                tokens_per_epoch=source.shape.tokens_per_epoch,
+                seq_length=source.seq_length,
+                samples=samples,
+            )
+            for source, samples in zip(sources, self._member_samples(earlier, wanted), strict=True)
+        )

@@ -1,0 +1,210 @@
+"""The order of samples that megatron-core and BigScience's Megatron-DeepSpeed give, to the last bit. Arrays only.
+
+Documents are repeated for as many epochs as the samples need and shuffled; their tokens, one document behind the other,
+are cut into samples of S + 1 tokens that overlap by one; the samples are shuffled. One legacy RandomState makes both
+shuffles, in this sequence (its stream is frozen by numpy's NEP 19). A blend takes, step by step, from the source that
+is furthest behind its share. What Megatron calls a document here is a sequence of the shard.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+Flavour = Literal["megatron", "bigscience"]
+
+_SEPARATE_BELOW = {"megatron": 0.80, "bigscience": 0.95}
+"""An incomplete last epoch is kept out of the shuffle of the others if less than this share of it is needed."""
+_SURPLUS = 0.005
+"""What the members of a blend are asked for beyond their share."""
+_MAX_INT32 = 2**31 - 1
+
+
+@dataclass(frozen=True)
+class OrderShape:
+    """How many epochs an order has and how they are shuffled: with documents and seed, all that decides it."""
+
+    tokens_per_epoch: int
+    seq_length: int
+    epochs: int
+    separate_last: bool
+    """The last epoch is shuffled on its own, behind the others."""
+
+    @classmethod
+    def of(cls, flavour: Flavour, *, tokens_per_epoch: int, seq_length: int, samples: int) -> Self:
+        """For a run that asks for this many samples; `tokens_per_epoch` is above 0."""
+        epochs = max(1, -(-(samples * seq_length + 1) // tokens_per_epoch))
+        before_last = ((epochs - 1) * tokens_per_epoch - 1) // seq_length
+        per_epoch = (tokens_per_epoch - 1) // seq_length
+        separate = epochs > 1 and samples - before_last < int(_SEPARATE_BELOW[flavour] * per_epoch)
+        return cls(tokens_per_epoch, seq_length, epochs, separate)
+
+    @property
+    def num_samples(self) -> int:
+        """Samples of all epochs; at least those asked for, since epochs are whole."""
+        return (self.epochs * self.tokens_per_epoch - 1) // self.seq_length
+
+    @property
+    def samples_shuffled_first(self) -> int:
+        """Samples in the first shuffle: all, or all that begin before a separate last epoch."""
+        epochs = self.epochs - self.separate_last
+        return (epochs * self.tokens_per_epoch - 1) // self.seq_length
+
+
+@dataclass(frozen=True)
+class SampleIndex:
+    """Sample j of the order is tokens from `samples[shuffle[j]]` up to and with `samples[shuffle[j] + 1]`."""
+
+    documents: NDArray[np.int32]
+    """Sequences of the shard, shuffled, epoch after epoch."""
+    samples: NDArray[Any]
+    """Where each sample begins: (position in `documents`, token within it); one more row than samples."""
+    shuffle: NDArray[Any]
+
+    def as_arrays(self) -> dict[str, NDArray[Any]]:
+        return {"documents": self.documents, "samples": self.samples, "shuffle": self.shuffle}
+
+
+def build_index(starts: NDArray[np.int64], *, first: int, last: int, shape: OrderShape, seed: int) -> SampleIndex:
+    """The order of sequences [first, last) of a shard whose sequence k begins at token `starts[k]`."""
+    random = np.random.RandomState(seed)
+    part = np.arange(first, last, dtype=np.int32)
+    documents = np.tile(part, shape.epochs)
+    if shape.separate_last:
+        random.shuffle(documents[: -len(part)])
+        random.shuffle(documents[-len(part) :])
+    else:
+        random.shuffle(documents)
+    lengths = np.diff(starts)
+    longest = int(lengths.max())
+    samples = _cut(lengths[documents], seq_length=shape.seq_length, num_samples=shape.num_samples)
+    if max(len(documents), longest) <= _MAX_INT32:
+        samples = samples.astype(np.int32)
+    total, first_part = shape.num_samples, shape.samples_shuffled_first
+    shuffle = np.arange(total, dtype=np.int64 if total >= 2**32 - 2 else np.uint32)
+    random.shuffle(shuffle[:first_part])
+    if first_part != total:
+        random.shuffle(shuffle[first_part:])
+    return SampleIndex(documents, samples, shuffle)
+
+
+def _cut(lengths: NDArray[np.int64], *, seq_length: int, num_samples: int) -> NDArray[np.int64]:
+    """(document, token within it) of every seq_length-th token of documents of these lengths."""
+    ends = np.cumsum(lengths)
+    # The documents that hold the tokens 0, S, 2S, ...: document k holds as many of them as lie before its end and not
+    # before its start. Three times faster than a search for each.
+    before_end = -(-ends // seq_length)
+    owner = np.repeat(np.arange(len(ends)), np.diff(before_end, prepend=0))
+    samples = np.empty((num_samples + 1, 2), np.int64)
+    samples[:, 0] = owner
+    samples[:, 1] = np.arange(num_samples + 1) * seq_length - (ends - lengths)[owner]
+    samples[0] = 0  # also where the first documents are empty
+    return samples
+
+
+def split_boundaries(flavour: Flavour, split: str, num_sequences: int) -> list[int]:
+    """Four sequence numbers: part k is [result[k], result[k + 1]); a part without sequences ends where it begins.
+
+    megatron-core rounds cumulative fractions. BigScience rounds each part and takes the error off all boundaries, by
+    which one can even become negative. Python rounds one half to the even neighbour, and so do both.
+    """
+    weights = [float(number) for number in re.split(r"[,/]", split)]
+    weights += [0.0] * (3 - len(weights))
+    total = _plain_sum(weights)
+    fractions = [weight / total for weight in weights]
+    boundaries = [0]
+    if flavour == "megatron":
+        cumulative = 0.0
+        for fraction in fractions:
+            cumulative += fraction
+            boundaries.append(round(cumulative * num_sequences))
+        return boundaries
+    for fraction in fractions:
+        boundaries.append(boundaries[-1] + round(fraction * num_sequences))
+    error = boundaries[-1] - num_sequences
+    return [0, *(boundary - error for boundary in boundaries[1:])]
+
+
+def _plain_sum(numbers: Sequence[float]) -> float:
+    """From left to right: `sum` of Python 3.12 and later rounds otherwise."""
+    total = 0.0
+    for number in numbers:
+        total += number
+    return total
+
+
+@dataclass(frozen=True)
+class BlendRequest:
+    """What a blend of several sources asks of each of them."""
+
+    weights: NDArray[np.float64]
+    """Shares as the greedy choice sees them: normalised twice, as both systems do."""
+    member_samples: list[int]
+    """Samples to order in each source."""
+    size: int
+    """Length of the blend. BigScience's own goes on to the end of all members; a longer blend begins the same."""
+
+    @classmethod
+    def of(cls, flavour: Flavour, weights: Sequence[float], samples: int) -> Self:
+        if flavour == "megatron":
+            shares = _normalised(np.array(weights))
+            targets = [math.ceil(samples * share) for share in shares.tolist()]
+            members = [math.ceil(target * (1 + _SURPLUS)) for target in targets]
+            return cls(_normalised(shares), members, sum(targets))
+        total = _plain_sum(weights)
+        plain = [weight / total for weight in weights]
+        members = [math.ceil(samples * share * (1 + _SURPLUS)) for share in plain]
+        return cls(_normalised(np.array(plain)), members, samples)
+
+
+def _normalised(weights: NDArray[np.float64]) -> NDArray[np.float64]:
+    return weights / np.sum(weights)  # numpy's sum, since both systems use it: Python's rounds otherwise
+
+
+def build_blend(weights: NDArray[np.float64], size: int) -> dict[str, NDArray[Any]]:
+    """By position: `sources` (which it takes from) and `ordinals` (the how-manieth of it); by source: `taken` in all.
+
+    Position i takes from the source with the largest w * max(i, 1) - taken, the first of equals. The product is rounded
+    before the difference, as on x86; Megatron compiled for aarch64 fuses the two and often gives another order.
+    """
+    sources, ordinals = np.empty(size, _source_dtype(len(weights))), np.empty(size, np.int64)
+    taken = np.zeros(len(weights))
+    step = max(1, (1 << 20) // len(weights))
+    for first in range(0, size, step):
+        positions = np.maximum(np.arange(first, min(first + step, size)), 1).astype(np.float64)
+        before = taken.astype(np.int64)
+        chosen = np.array(_choose(positions[:, None] * weights, taken))
+        sources[first : first + step] = chosen
+        ordinals[first : first + step] = before[chosen] + _occurrences_before(chosen)
+    return {"sources": sources, "ordinals": ordinals, "taken": taken.astype(np.int64)}
+
+
+def _choose(due: NDArray[np.float64], taken: NDArray[np.float64]) -> list[int]:
+    """The source of each row, where `due` is what each source should have given; counts them in `taken`."""
+    chosen = []
+    behind = np.empty_like(taken)
+    for row in due:
+        source = int(np.subtract(row, taken, out=behind).argmax())
+        taken[source] += 1.0
+        chosen.append(source)
+    return chosen
+
+
+def _source_dtype(num_sources: int) -> type[np.integer[Any]]:
+    """The originals stop at 254 (uint8) and 32,766 (int16) sources."""
+    return next(kind for kind in (np.uint8, np.int16, np.int32) if num_sources <= np.iinfo(kind).max)
+
+
+def _occurrences_before(numbers: NDArray[np.int64]) -> NDArray[np.int64]:
+    """For each entry, how often it occurs before its place."""
+    order = np.argsort(numbers, kind="stable")
+    counts = np.bincount(numbers)
+    occurrences = np.empty_like(numbers)
+    occurrences[order] = np.arange(len(numbers)) - np.repeat(np.cumsum(counts) - counts, counts)
+    return occurrences

@@ -1,0 +1,103 @@
+"""The files a tokenizer comes in, each as the text of a Hugging Face `tokenizer.json`."""
+
+from __future__ import annotations
+
+import json
+import os
+from typing import Any
+
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+
+from bloomery.base.errors import DataError, Problem
+
+_END_OF_TEXT = "<|endoftext|>"
+_BERT_SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
+
+
+def read_tokenizer_json(folder: str) -> tuple[str, str]:
+    """(content of a tokenizer.json, the file it came from). DataError where the folder holds no tokenizer."""
+    if not os.path.exists(json_file := os.path.join(folder, "tokenizer.json")):
+        if os.path.exists(merges := os.path.join(folder, "merges.txt")):
+            return _gpt2(folder), merges
+        if os.path.exists(vocab := os.path.join(folder, "vocab.txt")):
+            return _bert(folder), vocab
+    return _read(json_file), json_file
+
+
+def _read(path: str) -> str:
+    try:
+        with open(path, encoding="utf-8") as file:
+            return file.read()
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(
+            Problem(
+                what=f"cannot be read: {getattr(error, 'strerror', None) or error}",
+                rule="a tokenizer is a folder with a Hugging Face tokenizer.json, GPT-2's vocab.json and merges.txt, "
+                "or BERT's vocab.txt",
+                remedy="correct tokenizer.path, or make one with `bloomery tokenizer train`",
+                place=path,
+            )
+        ) from error
+
+
+def _gpt2(folder: str) -> str:
+    vocab_path, merges_path = os.path.join(folder, "vocab.json"), os.path.join(folder, "merges.txt")
+    vocab = _json(vocab_path)
+    lines = [
+        line.split() for line in _read(merges_path).split("\n") if line.strip() and not line.startswith("#version")
+    ]
+    wrong = next((line for line in lines if len(line) != 2), None)
+    if wrong is not None:
+        raise _broken(merges_path, f"has the line {' '.join(wrong)!r}", "each line is a pair of tokens")
+    try:
+        tokenizer = Tokenizer(models.BPE(vocab, [(left, right) for left, right in lines]))
+    except Exception as error:  # the library raises bare Exception
+        raise _broken(merges_path, f"does not fit {vocab_path}: {error}", "both come from one training") from error
+    prefix_space = bool(_config(folder).get("add_prefix_space", False))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=prefix_space)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.post_processor = processors.ByteLevel(trim_offsets=False)
+    if _END_OF_TEXT in vocab:
+        tokenizer.add_special_tokens([_END_OF_TEXT])
+    return str(tokenizer.to_str())
+
+
+def _bert(folder: str) -> str:
+    path = os.path.join(folder, "vocab.txt")
+    tokens = _read(path).removesuffix("\n").split("\n")
+    vocab = {token.rstrip("\r"): number for number, token in enumerate(tokens)}
+    missing = [token for token in _BERT_SPECIAL if token not in vocab]
+    if missing:
+        raise _broken(path, f"lacks {', '.join(missing)}", "BERT's vocabulary has one token a line, these among them")
+    config = _config(folder)
+    lower = bool(config.get("do_lower_case", True))
+    tokenizer = Tokenizer(models.WordPiece(vocab, unk_token="[UNK]", max_input_chars_per_word=100))
+    tokenizer.normalizer = normalizers.BertNormalizer(
+        clean_text=True,
+        handle_chinese_chars=bool(config.get("tokenize_chinese_chars", True)),
+        strip_accents=config.get("strip_accents"),
+        lowercase=lower,
+    )
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    tokenizer.decoder = decoders.WordPiece(prefix="##", cleanup=False)
+    tokenizer.add_special_tokens(list(_BERT_SPECIAL))
+    return str(tokenizer.to_str())
+
+
+def _config(folder: str) -> dict[str, Any]:
+    path = os.path.join(folder, "tokenizer_config.json")
+    return _json(path) if os.path.exists(path) else {}
+
+
+def _json(path: str) -> dict[str, Any]:
+    try:
+        content = json.loads(_read(path))
+    except ValueError as error:
+        raise _broken(path, f"is not JSON: {error}", "it is a JSON object") from error
+    if not isinstance(content, dict):
+        raise _broken(path, "holds no object", "it is a JSON object")
+    return content
+
+
+def _broken(path: str, what: str, rule: str) -> DataError:
+    return DataError(Problem(what, rule, "copy the file again from where the tokenizer came from", path))

@@ -1,0 +1,166 @@
+"""Text to ids by the fastest library that gives the same ids as Hugging Face's tokenizers, which is asked to judge."""
+
+from __future__ import annotations
+
+import importlib.metadata
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import orjson
+from numpy.typing import NDArray
+
+from bloomery.data.tokenizer import Tokenizer
+from bloomery.prepare.pool import Child
+
+SAMPLE_DOCUMENTS = 2000
+SAMPLE_BYTES = 1 << 18
+"""What is compared before anything is encoded: this many of the first documents, or as many as have this much text."""
+RECHECK_EVERY = 1000
+"""Of the documents encoded, one in so many is compared."""
+RECHECK_BYTES = 1 << 20
+"""Longer documents are not: the judge needs a second for each megabyte."""
+
+# fmt: off
+NASTY = (
+    "", " ", "  ", "\n", "\r\n", "\t", "\n\n\n \n", "\x00", "\x00\x01\x02\x7f\x80\x9f", "\u200b\u200d\u2060\ufeff",
+    "a" * 1000, " " * 1000, "\n" * 1000, "7" * 1000, "x " * 500, "1234567890" * 20, "  x   y\n\n  z \t ", "ab" * 700,
+    "it's I'll WE'RE they'd'nt 's 'S ''t \u2019s", "x\u2019s y\u02bcs", "'s" * 200, "9's \ud7a3's 漢's",
+    "<|endoftext|>", "a <|endoftext|>b<|endoftext|><|endoftext|>", "<|endoftext|", "[CLS] [SEP][MASK] [PAD]##s [UNK]",
+    "<s></s><unk><pad><|im_start|>", "<eos><bos>", "👍🏽👩‍👩‍👧‍👦🇫🇷🏴󠁧󠁢󠁥󠁮󠁧󠁿", "e\u0301 é ﬁ ½ ² ① Ⅷ",
+    "\U0003134a\U00031350\U000323af's", "\U000323b0\U00033479's \U00033479", "\U00010940\u0897\u1c89\ua7cb",
+    "\U00011db0's\U00016ea0x", "\ufffd\ufffe\uffff", "\U0010ffff\U000e0001", "\ue000\uf8ff", "\u0378\u0379 \u2fff",
+    "สวัสดีครับ", "हिन्दी में", "مرحبا بالعالم", "שלום עולם", "日本語のテキスト。中文", "한국어 텍스트", "Ελληνικά Ǆ ǅ ß ẞ İ",
+    "\u2028\u2029\x85\xa0\u3000\u1680\u180e", "a\u00a0b\u2003c\u3000d", "\u202eabc\u202c", "x\u0308\u0308\u0308" * 50,
+    "def f(x):\n\treturn x**2  # ok\n\n\n", "<a href='x'>&amp;</a>", "http://x.y/z?a=b&c=%20", "1,234.56e-7 0x1F $9.99",
+    "CamelCaseHTTPServer_snake-case", "!!!???...,,,;;;", "--------====____", "\\n\\t\\u0041", '{"a": [1]}', "A" * 31,
+)
+# fmt: on
+"""Strings on which libraries have been seen to differ, or may."""
+
+
+class Encoder(Protocol):
+    def encode(self, texts: list[str]) -> tuple[NDArray[np.uint32], NDArray[np.int64]]:
+        """(the ids of all texts in a row, how many each has)."""
+
+
+class Fastokens:
+    def __init__(self, tokenizer: Tokenizer, as_ids: bool) -> None:
+        import fastokens  # type: ignore[import-untyped]
+
+        self._tokenizer = fastokens.Tokenizer.from_json_str(_without_limits(tokenizer))
+        self._as_text = not as_ids
+
+    def encode(self, texts: list[str]) -> tuple[NDArray[np.uint32], NDArray[np.int64]]:
+        ids, offsets = self._tokenizer.encode_batch_flat(texts, split_special_tokens=self._as_text)
+        return np.frombuffer(ids, "<u4"), np.diff(np.frombuffer(offsets, "<u8")).astype(np.int64)
+
+
+class Gigatoken:
+    def __init__(self, tokenizer: Tokenizer, as_ids: bool) -> None:
+        import gigatoken
+
+        self._tokenizer = gigatoken.Tokenizer.from_json(_without_limits(tokenizer, special=as_ids))
+
+    def encode(self, texts: list[str]) -> tuple[NDArray[np.uint32], NDArray[np.int64]]:
+        layout = self._tokenizer.encode_batch(texts, parallel=False).layout
+        offsets = np.asarray(layout.offsets.data)
+        return np.asarray(layout.content.data)[offsets[0] : offsets[-1]], np.diff(offsets)
+
+
+class HuggingFace:
+    def __init__(self, tokenizer: Tokenizer, as_ids: bool) -> None:
+        self._tokenizer, self._as_ids = tokenizer, as_ids
+        tokenizer.encode_batch([""])  # load it now, before processes fork
+
+    def encode(self, texts: list[str]) -> tuple[NDArray[np.uint32], NDArray[np.int64]]:
+        ids = self._tokenizer.encode_batch(texts, special_tokens_as_ids=self._as_ids)
+        lengths = np.fromiter(map(len, ids), np.int64, len(ids))
+        return np.concatenate(ids or [np.empty(0, np.int64)]).astype(np.uint32), lengths
+
+
+FAST: dict[str, Callable[[Tokenizer, bool], Encoder]] = {"fastokens": Fastokens, "gigatoken": Gigatoken}
+"""In order of preference. They need not be installed."""
+REFERENCE = "tokenizers"
+
+
+@dataclass(frozen=True)
+class Chosen:
+    name: str
+    """With the version of the library."""
+    encoder: Encoder
+    refused: dict[str, str]
+    """The faster ones, and why not."""
+
+
+class Judge:
+    """A process of its own that holds Hugging Face's tokenizer, so that loading it costs no time here."""
+
+    def __init__(self, tokenizer: Tokenizer, *, as_ids: bool) -> None:
+        def encode(texts: list[str], _report: object) -> list[NDArray[np.int64]]:
+            return tokenizer.encode_batch(texts, special_tokens_as_ids=as_ids)
+
+        self.child = Child(encode)
+
+    def first_difference(self, texts: list[str], ids: list[NDArray[np.uint32]]) -> str:
+        """Empty where these are the ids of these texts."""
+        self.child.ask(texts)
+        return difference(self.child.answer(), texts, ids)
+
+    def close(self) -> None:
+        self.child.close()
+
+
+def difference(expected: list[NDArray[np.int64]], texts: Sequence[str], ids: Sequence[NDArray[np.uint32]]) -> str:
+    for text, right, found in zip(texts, expected, ids, strict=True):
+        if not np.array_equal(right, found):
+            return f"it gives other ids for {text!r:.60}"
+    return ""
+
+
+def choose_encoder(
+    tokenizer: Tokenizer, judge: Judge, sample: Sequence[str], *, as_ids: bool, refused: dict[str, str]
+) -> Chosen:
+    """The first that loads and agrees with the judge. `refused`: those that are out already, and why."""
+    texts = [*NASTY, *tokenizer.special_tokens, *sample]
+    judge.child.ask(texts)
+    expected: list[NDArray[np.int64]] | None = None
+    refused = dict(refused)
+    for name, make in FAST.items():
+        if name in refused:
+            continue
+        try:
+            encoder = make(tokenizer, as_ids)
+            flat, lengths = encoder.encode(texts)
+        except ImportError:
+            refused[name] = "it is not installed"
+            continue
+        except Exception as error:  # each library has its own kinds
+            refused[name] = f"it cannot read this tokenizer: {str(error).splitlines()[0]:.120}"
+            continue
+        expected = expected or judge.child.answer()
+        if not (wrong := difference(expected, texts, np.split(flat, np.cumsum(lengths)[:-1]))):
+            return Chosen(f"{name} {_version(name)}", encoder, refused)
+        refused[name] = wrong
+    if expected is None:
+        judge.child.answer()
+    return Chosen(f"{REFERENCE} {_version(REFERENCE)}", HuggingFace(tokenizer, as_ids), refused)
+
+
+def _version(name: str) -> str:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return "?"
+
+
+def _without_limits(tokenizer: Tokenizer, *, special: bool = True) -> str:
+    """The tokenizer.json without truncation and padding and, if asked, without its special tokens."""
+    content = dict(tokenizer.parsed)
+    added = content.get("added_tokens") or []
+    if special and not content.get("truncation") and not content.get("padding"):
+        return tokenizer.content
+    content |= {"truncation": None, "padding": None}
+    content["added_tokens"] = added if special else [token for token in added if not token["special"]]
+    return orjson.dumps(content).decode()

@@ -1,0 +1,295 @@
+"""Documents of a unit in blocks of about 16 MB: lines, rows or whole files; what is broken is named or counted."""
+
+from __future__ import annotations
+
+import importlib
+import io
+import json
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import IO, Any
+
+import numpy as np
+import orjson
+import xxhash
+from numpy.typing import NDArray
+
+from bloomery.base.errors import BloomeryError, DataError, Problem
+from bloomery.prepare.sources import open_input, unreadable
+from bloomery.prepare.units import Piece, Unit
+
+BLOCK_BYTES = 16 << 20
+_ZSTD_INPUT_BYTES = 1 << 17
+_SKIP = "mend it, or leave such records out with `bad_records: skip`"
+
+
+@dataclass
+class Block:
+    texts: list[str] = field(default_factory=list)
+    places: list[NDArray[np.uint64]] = field(default_factory=list)
+    """For each document two numbers that no other has: of its file, and where it stands in it (byte, row or 0)."""
+    input_bytes: int = 0
+    size: int = 0
+
+
+class UnitReader:
+    """Reads one unit once. `bad` and `hashes` are complete when `blocks` has ended."""
+
+    def __init__(self, unit: Unit, *, text_key: str, skip_bad: bool) -> None:
+        self.unit = unit
+        self.bad = 0
+        """Records that were left out: broken JSON, no text, not UTF-8."""
+        self.hashes: list[str] = []
+        """xxh3-128 of the bytes of each piece."""
+        self._text_key, self._skip_bad = text_key, skip_bad
+
+    def blocks(self) -> Iterator[Block]:
+        block = Block()
+        for piece in self.unit.pieces:
+            hasher = xxhash.xxh3_128()
+            for texts, offsets, input_bytes, size in self._read(piece, hasher):
+                block.texts += texts
+                places = np.empty((len(texts), 2), np.uint64)
+                places[:, 0], places[:, 1] = piece.file.number, offsets
+                block.places.append(places)
+                block.input_bytes += input_bytes
+                block.size += size
+                if block.size >= BLOCK_BYTES:
+                    yield block
+                    block = Block()
+            self.hashes.append(hasher.hexdigest())
+        if block.texts or block.input_bytes:
+            yield block
+
+    def _read(self, piece: Piece, hasher: Any) -> Iterator[tuple[list[str], Any, int, int]]:
+        """(texts, where each stands, bytes of the file, size) again and again."""
+        if not piece.file.size and piece.file.kind != "text":
+            return
+        reader = {"jsonl": self._jsonl, "parquet": self._parquet, "text": self._text}[piece.file.kind]
+        try:
+            with open_input(piece.file.path) as raw:
+                yield from reader(piece, raw, hasher)
+        except (BloomeryError, MemoryError, AssertionError, AttributeError, IndexError):  # ours
+            raise
+        except ImportError as error:
+            remedy = "install it with `pip install 'bloomery[parquet]'`"
+            raise DataError(Problem(f"needs pyarrow: {error}", "", remedy, piece.file.path)) from error
+        except Exception as error:  # files, decompressors, Arrow and URLs each have their own kinds
+            raise _damaged(piece, error) from error
+
+    def _jsonl(self, piece: Piece, raw: IO[bytes], hasher: Any) -> Iterator[tuple[list[str], Any, int, int]]:
+        offset, line_number, told = piece.start, 1, piece.start
+        for data in _whole_lines(_bytes_of(piece, raw, hasher)):
+            lines = data.split(b"\n")
+            if offset == 0 and lines[0].startswith(b"\xef\xbb\xbf"):
+                lines[0] = b"   " + lines[0][3:]  # a byte order mark; JSON may begin with spaces
+            lengths = np.fromiter(map(len, lines), np.int64, len(lines))
+            offsets = offset + np.cumsum(lengths + 1) - lengths - 1
+            try:  # the way of every good block; the slow way below finds and names what is wrong
+                texts = [orjson.loads(line)[self._text_key] for line in lines if line]
+                if not {*map(type, texts)} <= {str}:
+                    raise TypeError
+                offsets = offsets[lengths > 0]
+            except (ValueError, LookupError, TypeError):
+                texts, offsets = self._slow_lines(piece, lines, offsets, line_number)
+            offset += len(data)
+            line_number += data.count(b"\n")
+            consumed = (raw.tell() if piece.file.compression else offset) - told
+            told += consumed
+            yield texts, offsets, consumed, len(data)
+
+    def _slow_lines(
+        self, piece: Piece, lines: list[bytes], offsets: NDArray[np.int64], first_line: int
+    ) -> tuple[list[str], NDArray[np.int64]]:
+        good: list[int] = []
+        texts: list[str] = []
+        for index, line in enumerate(lines):
+            if not line.strip():
+                continue
+            text = _text_of(line, self._text_key)
+            if isinstance(text, Exception):
+                self._bad(piece, str(text), lambda index=index: _line_number(piece, first_line + index))
+                continue
+            texts.append(text)
+            good.append(index)
+        return texts, offsets[good]
+
+    def _parquet(self, piece: Piece, raw: IO[bytes], hasher: Any) -> Iterator[tuple[list[str], Any, int, int]]:
+        import pyarrow.parquet  # type: ignore[import-untyped]
+
+        while chunk := raw.read(BLOCK_BYTES):
+            hasher.update(chunk)
+        raw.seek(0)
+        table = pyarrow.parquet.ParquetFile(raw)
+        if self._text_key not in table.schema_arrow.names:
+            what = f"has no column '{self._text_key}': its columns are {', '.join(table.schema_arrow.names)}"
+            remedy = "set text_key to the column that holds the documents"
+            raise DataError(Problem(what, "each row of a .parquet file is a document", remedy, piece.file.path))
+        row = told = 0
+        rows = max(table.metadata.num_rows, 1)
+        for batch in table.iter_batches(columns=[self._text_key], batch_size=1024, use_threads=False):
+            values = batch.column(0).to_pylist()
+            good = [index for index, value in enumerate(values) if type(value) is str]
+            if len(good) < len(values):
+                first = next(index for index, value in enumerate(values) if type(value) is not str)
+                what = f"has no text in column '{self._text_key}' but {values[first]!r:.40}"
+                self._bad(piece, what, lambda row=row, first=first: f"row {row + first + 1}", len(values) - len(good))
+            offsets = row + np.array(good, np.int64)
+            row += len(values)
+            consumed = piece.file.size * row // rows - told
+            told += consumed
+            texts = [values[index] for index in good]
+            yield texts, offsets, consumed, sum(map(len, texts))
+        yield [], np.empty(0, np.int64), piece.file.size - told, 0
+
+    def _text(self, piece: Piece, raw: IO[bytes], hasher: Any) -> Iterator[tuple[list[str], Any, int, int]]:
+        data = b"".join(_bytes_of(piece, raw, hasher))
+        try:
+            texts = [data.decode("utf-8")]
+        except UnicodeDecodeError as error:
+            line = data.count(b"\n", 0, error.start) + 1
+            self._bad(piece, f"is not UTF-8 at byte {error.start}", lambda: str(line))
+            texts = []
+        yield texts, np.zeros(len(texts), np.int64), piece.end - piece.start, len(data)
+
+    def _bad(self, piece: Piece, what: str, place: Any, count: int = 1) -> None:
+        self.bad += count
+        if not self._skip_bad:
+            rule = "" if piece.file.kind == "text" else f"a document is a string under '{self._text_key}'"
+            raise DataError(Problem(what, rule, _SKIP, f"{piece.file.name}:{place()}"))
+
+
+def hash_piece(piece: Piece) -> str:
+    hasher = xxhash.xxh3_128()
+    try:
+        with open_input(piece.file.path) as raw:
+            for _ in _ranges(piece, raw, hasher):
+                pass
+    except Exception as error:  # an OSError, or what the library of a URL raises
+        raise unreadable(piece.file.path, error) from error
+    return hasher.hexdigest()
+
+
+def _text_of(line: bytes, key: str) -> str | Exception:
+    """The text of a line, or why it has none."""
+    try:
+        # Python's own reader, because it also takes what it writes: NaN, and numbers of any size.
+        record = json.loads(line.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        return ValueError(f"is not UTF-8: byte {error.start} of the line is {line[error.start]:#04x}")
+    except (ValueError, RecursionError) as error:
+        return ValueError(f"is not JSON: {error}")
+    if not isinstance(record, dict):
+        return ValueError(f"has no '{key}': it is no object")
+    if key not in record:
+        return ValueError(f"has no '{key}': its keys are {', '.join(record) or 'none'}")
+    text = record[key]
+    if not isinstance(text, str):
+        return ValueError(f"has a '{key}' that is no string but {text!r:.40}")
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        return ValueError(f"has half a surrogate pair in its '{key}', which is no character")
+    return text
+
+
+def _line_number(piece: Piece, line: int) -> str:
+    """Of the file, not of the range."""
+    if piece.start:
+        with open_input(piece.file.path) as raw:
+            before = Piece(piece.file, 0, piece.start)
+            line += sum(chunk.count(b"\n") for chunk in _ranges(before, raw, xxhash.xxh3_64()))
+    return str(line)
+
+
+def _whole_lines(chunks: Iterator[bytes]) -> Iterator[bytes]:
+    """Blocks that end with a newline, of about BLOCK_BYTES; the last one may lack it."""
+    waiting: list[bytes] = []
+    size = 0
+    for chunk in chunks:
+        waiting.append(chunk)
+        size += len(chunk)
+        if size < BLOCK_BYTES:
+            continue
+        cut = chunk.rfind(b"\n") + 1
+        if not cut:  # inside a long line
+            continue
+        waiting[-1] = chunk[:cut]
+        yield b"".join(waiting)
+        waiting = [chunk[cut:]]
+        size = len(waiting[0])
+    if rest := b"".join(waiting):
+        yield rest
+
+
+def _bytes_of(piece: Piece, raw: IO[bytes], hasher: Any) -> Iterator[bytes]:
+    if piece.file.compression == "zst":
+        return _zst(piece, raw, hasher)
+    if piece.file.compression == "gz":
+        return _gz(raw, hasher)
+    return _ranges(piece, raw, hasher)
+
+
+def _ranges(piece: Piece, raw: IO[bytes], hasher: Any) -> Iterator[bytes]:
+    raw.seek(piece.start)
+    left = piece.end - piece.start
+    while left:
+        chunk = raw.read(min(left, BLOCK_BYTES))
+        if not chunk:
+            raise EOFError(f"it ends {left} bytes before the end it had")
+        hasher.update(chunk)
+        left -= len(chunk)
+        yield chunk
+
+
+def _zst(piece: Piece, raw: IO[bytes], hasher: Any) -> Iterator[bytes]:
+    import zstandard
+
+    # Not stream_reader, which ends without a word where a file was cut off. Small inputs bound what one call returns.
+    decompressor = zstandard.ZstdDecompressor(max_window_size=1 << 31)
+    frame = None
+    while chunk := raw.read(_ZSTD_INPUT_BYTES):
+        hasher.update(chunk)
+        while chunk:
+            frame = frame or decompressor.decompressobj()
+            yield frame.decompress(chunk)
+            chunk = frame.unused_data if frame.eof else b""
+            frame = None if frame.eof else frame
+    if frame is not None:
+        raise EOFError("it ends inside a zst frame")
+
+
+class _Hashed(io.RawIOBase):
+    """A file whose bytes are hashed as they are read."""
+
+    def __init__(self, raw: IO[bytes], hasher: Any) -> None:
+        self._raw, self._hasher = raw, hasher
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        data = self._raw.read(len(buffer))
+        self._hasher.update(data)
+        buffer[: len(data)] = data
+        return len(data)
+
+
+def _gz(raw: IO[bytes], hasher: Any) -> Iterator[bytes]:
+    try:
+        gzip: Any = importlib.import_module("isal.igzip").IGzipFile
+    except ImportError:
+        gzip = importlib.import_module("gzip").GzipFile
+    with gzip(fileobj=_Hashed(raw, hasher)) as file:
+        while chunk := file.read(1 << 20):
+            yield chunk
+
+
+def _damaged(piece: Piece, error: Exception) -> DataError:
+    if isinstance(error, OSError) and error.errno is not None:
+        return unreadable(piece.file.path, error)
+    cut = isinstance(error, EOFError | zlib.error)
+    kind = piece.file.compression or piece.file.kind
+    what = f"is cut off or damaged: {error}" if cut else f"cannot be read as {kind}: {error}"
+    return DataError(Problem(what, "", "copy or download the file again", piece.file.path))

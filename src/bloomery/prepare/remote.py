@@ -1,0 +1,166 @@
+"""Bytes of a URL from some place on: http and https by the standard library, everything else by fsspec."""
+
+from __future__ import annotations
+
+import contextlib
+import email.utils
+import hashlib
+import http.client
+import re
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any
+from urllib.parse import urlsplit, urlunsplit
+
+import fsspec  # type: ignore[import-untyped]
+
+from bloomery import __version__
+from bloomery.prepare.output import PIECE_BYTES
+
+_WORTH_ANOTHER_TRY = {408, 425, 429}
+"""Besides every 5xx."""
+_LONGEST_RETRY_AFTER_SECONDS = 3600.0
+
+
+class FetchError(Exception):
+    """The file cannot be had; the text says why."""
+
+
+class TryAgainError(Exception):
+    """It did not work this time."""
+
+    def __init__(self, reason: str, *, wait_seconds: float | None = None, start_over: bool = False) -> None:
+        super().__init__(reason)
+        self.wait_seconds = wait_seconds
+        """What the server asked for."""
+        self.start_over = start_over
+        """What has arrived so far is worth nothing."""
+
+
+@dataclass(frozen=True)
+class Remote:
+    offset: int
+    """Where in the file its bytes begin: what was asked for, or 0."""
+    total: int | None
+    """Bytes of the whole file, where the server says."""
+    validator: str | None
+    """Changes when the file does."""
+    read: Callable[[], bytes]
+    """Some bytes, as they come; empty at the end, also where that comes too early."""
+
+
+@contextlib.contextmanager
+def open_remote(url: str, *, offset: int, validator: str | None, timeout_seconds: float) -> Iterator[Remote]:
+    """The bytes from `offset` on, if the file is still the one of `validator` (None: not known)."""
+    with contextlib.ExitStack() as closing:
+        if urlsplit(url).scheme in ("http", "https"):
+            yield _open_http(url, offset, validator, timeout_seconds, closing)
+        else:
+            yield _open_fsspec(url, offset, validator, closing)
+
+
+def public_url(url: str) -> str:
+    """Without user, password and query, which may hold secrets."""
+    parts = urlsplit(url)
+    return urlunsplit((parts.scheme, parts.netloc.rpartition("@")[2], parts.path, "", ""))
+
+
+def url_fingerprint(url: str) -> str:
+    """Tells URLs apart without keeping their secrets."""
+    return hashlib.sha256(url.encode()).hexdigest()[:32]
+
+
+def _open_http(
+    url: str, offset: int, validator: str | None, timeout_seconds: float, closing: contextlib.ExitStack
+) -> Remote:
+    headers = {"User-Agent": f"bloomery/{__version__}", "Accept-Encoding": "identity"}
+    if offset:
+        headers["Range"] = f"bytes={offset}-"
+        if validator:
+            headers["If-Range"] = validator  # a changed file then comes whole
+    try:
+        request = urllib.request.Request(url, headers=headers)
+        response = closing.enter_context(urllib.request.urlopen(request, timeout=timeout_seconds))
+    except urllib.error.HTTPError as error:
+        with error:
+            reason, code = f"the server answers {error.code} {error.reason}", error.code
+            if code not in _WORTH_ANOTHER_TRY and code < 500 and code != 416:
+                raise FetchError(reason) from error
+            wait_seconds = _retry_after(error.headers.get("Retry-After"))
+            raise TryAgainError(reason, wait_seconds=wait_seconds, start_over=code == 416) from error
+    except (OSError, http.client.HTTPException) as error:
+        raise TryAgainError(f"no connection: {_why(error)}") from error
+    start, total = _range_of(response, offset)
+    etag = response.headers.get("ETag", "W/")
+    validator = response.headers.get("Last-Modified") if etag.startswith("W/") else etag
+
+    def read() -> bytes:
+        try:
+            return bytes(response.read1(PIECE_BYTES))
+        except (OSError, http.client.HTTPException) as error:
+            raise TryAgainError(f"the connection was lost: {_why(error)}") from error
+
+    return Remote(start, total, validator, read)
+
+
+def _range_of(response: Any, offset: int) -> tuple[int, int | None]:
+    """(first byte, bytes of the whole file) of an answer; a server may ignore the wish for a range."""
+    if response.status == 200:
+        length = response.headers.get("Content-Length", "")
+        return 0, int(length) if length.isdigit() else None
+    if response.status != 206:
+        raise TryAgainError(f"the server answers {response.status} {response.reason}")
+    found = re.fullmatch(r"bytes (\d+)-\d+/(\d+|\*)", response.headers.get("Content-Range", "").strip())
+    if found is None or int(found[1]) != offset:
+        raise TryAgainError(f"the server sent another range than the one from byte {offset}", start_over=True)
+    return offset, None if found[2] == "*" else int(found[2])
+
+
+def _open_fsspec(url: str, offset: int, validator: str | None, closing: contextlib.ExitStack) -> Remote:
+    try:
+        system, path = fsspec.core.url_to_fs(url)
+        facts = system.info(path)
+        if facts.get("type") == "directory":
+            raise FetchError("it is a folder, not a file")
+        now = next((str(facts[name]) for name in ("ETag", "etag", "mtime") if facts.get(name) is not None), None)
+        if validator not in (None, now):
+            offset = 0
+        file = closing.enter_context(system.open(path, "rb"))
+        file.seek(offset)
+    except FetchError:
+        raise
+    except FileNotFoundError as error:
+        raise FetchError("there is no such file") from error
+    except (ImportError, ValueError, PermissionError) as error:
+        raise FetchError(f"it cannot be opened: {error}") from error
+    except Exception as error:  # every file system has its own
+        raise TryAgainError(f"it cannot be opened: {_why(error)}") from error
+
+    def read() -> bytes:
+        try:
+            return bytes(file.read(PIECE_BYTES))
+        except Exception as error:
+            raise TryAgainError(f"it cannot be read: {_why(error)}") from error
+
+    return Remote(offset, facts.get("size"), now, read)
+
+
+def _retry_after(text: str | None) -> float | None:
+    """Seconds, from a number or a date."""
+    if text is None:
+        return None
+    seconds = 0.0
+    if text.strip().isdigit():
+        seconds = float(text)
+    else:
+        with contextlib.suppress(ValueError, TypeError):
+            seconds = (email.utils.parsedate_to_datetime(text) - datetime.now(UTC)).total_seconds()
+    return min(max(seconds, 0.0), _LONGEST_RETRY_AFTER_SECONDS)
+
+
+def _why(error: BaseException) -> str:
+    inner = getattr(error, "reason", None)
+    return str(inner or error) or type(error).__name__

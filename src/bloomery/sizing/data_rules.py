@@ -1,0 +1,127 @@
+"""Rules about what is prepared and what is trained on; `rules.py` lists them with the others."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from bloomery.config.draft import Draft
+from bloomery.config.recipe import DataSection, Recipe
+from bloomery.sizing.finding import Finding
+
+_SHORTEST_PAIR = 5
+"""[CLS], a token, [SEP], a token, [SEP]."""
+
+
+def data(recipe: Recipe, draft: Draft) -> Iterator[Finding]:
+    if recipe.prepare and recipe.tokenizer is None:
+        yield Finding(
+            ("prepare", "tokenizer"),
+            "prepare is set but tokenizer is not",
+            "text needs one",
+            "add `tokenizer: {path: ...}`",
+        )
+    if recipe.data is None:
+        return
+    split, validation, evaluate = recipe.data.split, recipe.data.validation, recipe.train.evaluate
+    paths = ("data.validation", "data.split", "train.evaluate")
+    shares = [float(share) for share in re.split(r"[,/]", split)] if split else []
+    if split and not (shares[0] > 0 and (shares[1] > 0 or not evaluate)):
+        part = "validation" if shares[0] > 0 else "training"
+        yield Finding(
+            ("data.split", "train.evaluate"),
+            f"data.split is '{split}', which leaves nothing for {part}",
+            "the parts are train, valid and test, in this order",
+            "use for example '949,50,1'",
+        )
+    if split and validation:
+        yield Finding(
+            paths,
+            "data.split and data.validation are both set",
+            "validation comes either from a split of the training sources or from groups of its own",
+            "remove one of them",
+        )
+    if evaluate and not (split or validation):
+        yield Finding(
+            ("train.evaluate", *paths),
+            "train.evaluate is set but there is nothing to evaluate",
+            "it needs data.validation or data.split",
+            "add one, or remove train.evaluate",
+        )
+    for group in [group for group, sources in validation.items() if not sources]:
+        yield Finding(
+            (f"data.validation.{group}",), f"data.validation.{group} is empty", "a group has sources", "add one"
+        )
+    if not evaluate and validation:
+        yield Finding(
+            paths,
+            "data.validation is set but train.evaluate is not",
+            "the groups would be ignored",
+            "add for example `evaluate: {every: 1000 steps}` to `train`",
+        )
+
+
+def samples(recipe: Recipe, draft: Draft) -> Iterator[Finding]:
+    """That the options of `data:` belong to the samples of this family."""
+    if recipe.data is None:
+        return
+    family, data = recipe.model.family, recipe.data
+    if family == "bert":
+        yield from _masked_samples(recipe, data)
+    elif data.masking is not None:
+        yield Finding(
+            ("data.masking", "model.family"),
+            f"data.masking is set but model.family is {family}",
+            "only bert is trained on masked tokens, so it would be ignored",
+            "remove it, or take it back with data.masking=null",
+        )
+    if family == "bloom" and data.reset_positions:
+        yield Finding(
+            ("data.reset_positions", "model.family"),
+            "data.reset_positions is true but model.family is bloom",
+            "ALiBi knows distances only: there is no position to reset",
+            "set data.reset_positions=false; data.mask_documents=true keeps documents apart",
+        )
+
+
+def _masked_samples(recipe: Recipe, data: DataSection) -> Iterator[Finding]:
+    for name in ("mask_documents", "reset_positions", "eod_loss"):
+        value, default = getattr(data, name), DataSection.model_fields[name].default
+        if value != default:
+            yield Finding(
+                (f"data.{name}", "model.family"),
+                f"data.{name} is {str(value).lower()} but model.family is bert",
+                "a masked sample never leaves its document, so it would be ignored",
+                f"set it back to {str(default).lower()}",
+            )
+    if data.order != "timeless":
+        yield Finding(
+            ("data.order", "model.family"),
+            f"data.order is {data.order} but model.family is bert",
+            "the orders of other systems are those of their GPT datasets",
+            "use data.order=timeless",
+        )
+    if recipe.tokenizer is None:
+        yield Finding(
+            ("tokenizer", "model.family"),
+            "model.family is bert but tokenizer is not set",
+            "masking needs the ids of [CLS], [SEP], [MASK] and [PAD], and which tokens continue a word",
+            "add `tokenizer: {path: ...}`",
+        )
+    if recipe.model.seq_length < _SHORTEST_PAIR:
+        yield Finding(
+            ("model.seq_length", "model.family"),
+            f"model.seq_length is {recipe.model.seq_length} but model.family is bert",
+            "a sample is [CLS] A [SEP] B [SEP] with at least one token in A and in B",
+            f"use at least {_SHORTEST_PAIR}",
+        )
+    groups = [data.train, *data.validation.values()]
+    read = {source.path for sources in groups for source in sources}
+    for i, section in enumerate(recipe.prepare):
+        if section.output in read and not section.split_sentences:
+            yield Finding(
+                (f"prepare.{i}.split_sentences", f"prepare.{i}", "model.family"),
+                f"prepare.{i} makes {section.output} without split_sentences but model.family is bert",
+                "its samples are pairs of sentences, so the shard must keep them apart",
+                f"add `split_sentences: true` to prepare.{i}",
+            )

@@ -1,0 +1,183 @@
+"""BERT on a CPU, the whole way: text, sentence shards, masked samples, training, resume, export, transformers."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import yaml
+
+from bloomery.checkpoint.export import logits_difference
+from bloomery.cli.main import main
+from bloomery.data.open import open_data
+from bloomery.data.shards import ShardReader
+from bloomery.data.tokenizer import Tokenizer
+from bloomery.sizing.check import load_checked_recipe
+from checkpoints import assert_same_tensors
+from conftest import Workshop
+
+TIMES = ["at dawn", "in the morning", "at noon", "in the afternoon", "at dusk", "at night"]
+PEOPLE = {"anna": "mill", "bruno": "forge", "clara": "river", "dario": "market", "emma": "school", "felix": "harbour"}
+VERBS = ["walk", "work", "talk", "rest", "look"]
+PIECES = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", ".", "the", "in", "near", "at", "dr", *VERBS, "##ed", "##ing"]
+PIECES += ["was", "dawn", "morning", "noon", "afternoon", "dusk", "night", *PEOPLE, *PEOPLE.values()]
+
+RECIPE: dict[str, Any] = {
+    "name": "small-bert",
+    "seed": 3,
+    "model": {
+        "family": "bert", "num_layers": 2, "hidden_size": 64, "num_heads": 4, "seq_length": 48,
+        "vocab_size": len(PIECES), "vocab_multiple": 16,
+    },
+    "tokenizer": {"path": "wordpiece"},
+    "prepare": [{"output": "days", "sources": ["days.jsonl"], "split_sentences": True}],
+    "data": {"train": [{"path": "days"}], "split": "9,1", "masking": {"probability": 0.15}},
+    "batch": {"micro_batch_size": 16, "global_batch_size": 32},
+    "optimizer": {"weight_decay": 0.01},
+    "lr": {"peak": 3e-3, "schedule": "linear", "warmup": "10 steps"},
+    "train": {"for": "120 steps", "evaluate": {"every": "60 steps", "steps": 3}},
+    "precision": "fp32",
+    "checkpoint": {"phases": [{"every": "60 steps"}]},
+    "monitor": {"log_every": "1 steps", "tensorboard": False},
+}  # fmt: skip
+
+
+def a_day(chance: random.Random) -> str:
+    """A story in the order of the day: who it is tells where, and the hour tells the order."""
+    who = chance.choice(list(PEOPLE))
+    hours = sorted(chance.sample(range(len(TIMES)), chance.randint(2, 5)))
+    sentences = []
+    for hour in hours:
+        verb = chance.choice([f"{chance.choice(VERBS)}ed", f"was {chance.choice(VERBS)}ing"])
+        sentences.append(f"{TIMES[hour].capitalize()} Dr. {who.capitalize()} {verb} near the {PEOPLE[who]}.")
+    return " ".join(sentences)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Text, a BERT vocabulary, a recipe, and what `prepare` makes of them."""
+    here = tmp_path_factory.mktemp("bert")
+    chance = random.Random(0)
+    with open(here / "days.jsonl", "w") as file:
+        for _ in range(1200):
+            file.write(json.dumps({"text": a_day(chance)}) + "\n")
+    (here / "wordpiece").mkdir()
+    (here / "wordpiece" / "vocab.txt").write_text("\n".join(PIECES) + "\n")
+    (here / "bert.yaml").write_text(yaml.safe_dump(RECIPE))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(here)
+        assert main(["prepare", "bert.yaml", "--workers", "1"]) == 0
+    return here
+
+
+@pytest.fixture
+def inside(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(folder)
+    return folder
+
+
+def train(run: str, *overrides: str) -> Path:
+    assert main(["train", "bert.yaml", *overrides, "--run-dir", run, "--quiet", "--device", "cpu"]) == 0
+    return Path(run).absolute()
+
+
+@pytest.fixture(scope="module")
+def trained(folder: Path) -> Path:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        return train("run")
+
+
+def test_every_sentence_is_a_sequence(inside: Path) -> None:
+    stories = [json.loads(line)["text"] for line in (inside / "days.jsonl").read_text().splitlines()]
+    with ShardReader("days") as shard:
+        assert shard.num_documents == 1200
+        assert shard.num_sequences == sum(story.count("Dr.") for story in stories), "`Dr.` ends no sentence"
+
+
+def test_a_sample_reads_as_a_pair_of_masked_segments(inside: Path) -> None:
+    recipe = load_checked_recipe("bert.yaml").recipe
+    tokenizer = Tokenizer.load("wordpiece")
+    with open_data(recipe) as data:
+        batch = data.train.batch(0, 64)
+        labels = batch.targets["lm loss"].numpy()
+        whole = np.where(labels >= 0, labels, batch.inputs["tokens"].numpy())
+        for tokens, exchanged in zip(whole, batch.targets["sop loss"].tolist(), strict=True):
+            text = tokenizer.decode(tokens)
+            assert text.startswith("[CLS] ")
+            assert text.count("[SEP]") == 2, "the end-of-document token of the shard is not in the sample"
+            first, second = text.removeprefix("[CLS]").split("[SEP]")[:2]
+            hours = [min(part.find(time) for time in TIMES if time in part) for part in (first, second)]
+            assert hours == [1, 1], "segments begin with sentences"
+            latest, earliest = (
+                [hour for hour, time in enumerate(TIMES) if f" {time} " in part] for part in (first, second)
+            )
+            assert (max(latest) > min(earliest)) == bool(exchanged)
+
+
+def test_both_losses_fall_and_are_logged(trained: Path) -> None:
+    rows = Workshop.metrics(trained)
+    assert all(set(row["losses"]) == {"lm loss", "sop loss"} for row in rows)
+    for name, start, end in [("lm loss", 3.5, 1.5), ("sop loss", 0.6, 0.35)]:
+        values = [row["losses"][name] for row in rows]
+        assert np.mean(values[:3]) > start
+        assert np.mean(values[-10:]) < end, name
+    line = (trained / "logs" / "main_log.txt").read_text()
+    assert "| lm loss: " in line
+    assert "| sop loss: " in line
+
+
+def test_validation_has_both_losses_and_the_perplexity_of_the_first(trained: Path) -> None:
+    rows = Workshop.metrics(trained, "validation")
+    assert [row["step"] for row in rows] == [60, 120]
+    assert rows[1]["perplexity"] == pytest.approx(np.exp(rows[1]["losses"]["lm loss"]))
+    assert rows[1]["losses"]["sop loss"] < 0.4, "it learned the order of the day, not the training stories"
+
+
+def test_resume_is_exact_to_the_bit(trained: Path, inside: Path) -> None:
+    run = train("resumed", "train.exit_after=60 steps")
+    assert len(Workshop.metrics(run)) == 60
+    train("resumed")
+    assert [row["losses"] for row in Workshop.metrics(run)] == [row["losses"] for row in Workshop.metrics(trained)]
+    assert_same_tensors(trained, run)
+
+
+def test_the_micro_batch_size_changes_nothing_but_rounding(trained: Path, inside: Path) -> None:
+    run = train("micro", "batch.micro_batch_size=4", "train.for=5 steps", "model.dropout=0.0", "lr.warmup=1 steps")
+    other = train("macro", "batch.micro_batch_size=32", "train.for=5 steps", "model.dropout=0.0", "lr.warmup=1 steps")
+    for a, b in zip(Workshop.metrics(run), Workshop.metrics(other), strict=True):
+        assert a["losses"] == pytest.approx(b["losses"], abs=1e-4)
+
+
+def test_the_exported_folder_is_bert_for_pretraining(
+    trained: Path, inside: Path, command: Callable[..., tuple[int, str, str]]
+) -> None:
+    code, out, error = command("export", str(trained), "exported")
+    assert code == 0, out + error
+    assert logits_difference(trained, Path("exported")) < 1e-4
+    from transformers import AutoTokenizer, BertForPreTraining
+
+    model = BertForPreTraining.from_pretrained("exported").eval()
+    tokenizer = AutoTokenizer.from_pretrained("exported")
+    words = (
+        "[CLS] at dawn dr . anna walked near the [MASK] . [SEP] at night dr . anna was resting near the mill . [SEP]"
+    )
+    ids = torch.tensor([[tokenizer.convert_tokens_to_ids(piece) for piece in tokenizer.tokenize(words)]])
+    types = (ids == tokenizer.sep_token_id).cumsum(1) - (ids == tokenizer.sep_token_id).long()
+    with torch.no_grad():
+        straight = model(ids, token_type_ids=types)
+        second = ids[0, types[0] == 1].tolist()
+        first = ids[0, 1 : len(ids[0]) - len(second)].tolist()
+        turned = torch.tensor([[int(ids[0, 0]), *second, *first]])
+        turned_types = torch.tensor([[0] * (1 + len(second)) + [1] * len(first)])
+        exchanged = model(turned, token_type_ids=turned_types)
+    place = int((ids[0] == tokenizer.mask_token_id).nonzero())
+    assert tokenizer.convert_ids_to_tokens(int(straight.prediction_logits[0, place].argmax())) == "mill"
+    assert straight.seq_relationship_logits.argmax().item() == 0
+    assert exchanged.seq_relationship_logits.argmax().item() == 1

@@ -1,0 +1,505 @@
+"""`bloomery download` against a real server that does everything servers do wrong."""
+
+from __future__ import annotations
+
+import email.utils
+import hashlib
+import json
+import os
+import random
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from datetime import UTC, datetime, timedelta
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+import xxhash
+
+from bloomery.base.errors import DataError, StorageError
+from bloomery.prepare import fetch as fetch_module
+from bloomery.prepare.download import STATE_FILE, DownloadResult, download, read_download_manifest
+from bloomery.prepare.fetch import Patience
+
+Command = Callable[..., tuple[int, str, str]]
+QUICK = Patience(retries=4, timeout_seconds=0.5, first_wait_seconds=0.01, longest_wait_seconds=0.05)
+
+
+class Server(ThreadingHTTPServer):
+    """Files by name. `mischief[name]` is a list of what goes wrong with the next requests for it, in order."""
+
+    daemon_threads = True
+    request_queue_size = 64
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.contents: dict[str, bytes] = {}
+        self.etags: dict[str, str] = {}
+        self.mischief: dict[str, list[Any]] = {}
+        self.requests: list[tuple[str, str | None]] = []
+        """(name, Range header) of every request."""
+        self.times: list[float] = []
+
+    def add(self, name: str, size: int = 5000, *mischief: Any) -> dict[str, Any]:
+        """An entry for the manifest."""
+        content = self.contents[name] = random.Random(name).randbytes(size)
+        self.mischief[name] = list(mischief)
+        url = f"http://127.0.0.1:{self.server_port}/{name}"
+        return {"url": url, "size": size, "sha256": hashlib.sha256(content).hexdigest()}
+
+    def ranges(self, name: str) -> list[str | None]:
+        return [asked for requested, asked in self.requests if requested == name]
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        pass  # clients that go away are part of the game
+
+
+class Handler(BaseHTTPRequestHandler):
+    server: Server
+    protocol_version = "HTTP/1.1"
+
+    def do_GET(self) -> None:
+        name, asked = self.path.lstrip("/").partition("?")[0], self.headers.get("Range")
+        self.server.requests.append((name, asked))
+        self.server.times.append(time.monotonic())
+        self.close_connection = True
+        if name not in self.server.contents:
+            self.answer(404)
+            return
+        content, queue = self.server.contents[name], self.server.mischief[name]
+        what, *details = queue.pop(0) if queue else ("good",)
+        start = int(asked.removeprefix("bytes=").removesuffix("-")) if asked else 0
+        etag = self.server.etags.get(name)
+        if self.headers.get("If-Range") not in (None, etag) or what == "ignores range":
+            start = 0
+        if start > len(content):
+            what, details = "status", [416]
+        if what == "status":
+            self.answer(details[0], **(details[1] if len(details) > 1 else {}))
+        elif what == "redirect":
+            self.answer(302, Location=f"/{details[0]}")
+        elif what == "wrong content":
+            self.send(bytes(len(content)), 0)
+        elif what == "other file":
+            self.send(b"<html>sorry</html>", 0)
+        elif what == "wrong range":
+            self.answer(206, b"xxxx", Content_Range=f"bytes {start + 1}-{len(content) - 1}/{len(content)}")
+        elif what == "chunked":
+            self.send_response(200)
+            self.send_header("Transfer-Encoding", "chunked")
+            self.end_headers()
+            for piece in (content[:100], content[100:]):
+                self.wfile.write(b"%x\r\n%s\r\n" % (len(piece), piece))
+            if details != ["cut"]:
+                self.wfile.write(b"0\r\n\r\n")
+        elif what == "no length":
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(content)
+        else:
+            limit = {"truncated": details, "reset": details, "slow": details}.get(what, [len(content)])[0]
+            self.send(content, start, start + limit, etag=etag)
+            if what == "slow":
+                time.sleep(1.0)
+            if what == "reset":
+                self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+
+    def send(self, content: bytes, start: int, stop: int | None = None, etag: str | None = None) -> None:
+        self.send_response(206 if start else 200)
+        if start:
+            self.send_header("Content-Range", f"bytes {start}-{len(content) - 1}/{len(content)}")
+        if etag:
+            self.send_header("ETag", etag)
+        self.send_header("Content-Length", str(len(content) - start))
+        self.end_headers()
+        self.wfile.write(content[start:stop])
+        self.wfile.flush()
+
+    def answer(self, code: int, body: bytes = b"", **headers: str) -> None:
+        self.send_response(code)
+        for name, value in headers.items():
+            self.send_header(name.replace("_", "-"), value)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        pass
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    with Server() as running:
+        threading.Thread(target=running.serve_forever, args=(0.02,), daemon=True).start()
+        yield running
+        running.shutdown()
+
+
+def manifest(folder: Path, entries: list[dict[str, Any]], name: str = "files.json") -> str:
+    (folder / name).write_text(json.dumps(entries))
+    return str(folder / name)
+
+
+def get(tmp_path: Path, entries: list[dict[str, Any]], jobs: int = 4, patience: Patience = QUICK) -> DownloadResult:
+    wanted = read_download_manifest(manifest(tmp_path, entries))
+    return download(wanted, tmp_path / "out", jobs=jobs, patience=patience)
+
+
+def assert_whole(tmp_path: Path, server: Server, *names: str) -> None:
+    """These files and nothing else but the state."""
+    for name in names:
+        assert (tmp_path / "out" / name).read_bytes() == server.contents[name], name
+    there = {str(path.relative_to(tmp_path / "out")) for path in (tmp_path / "out").rglob("*") if path.is_file()}
+    assert there == {*names, STATE_FILE}
+
+
+# ---------------------------------------------------------------- what servers do
+
+
+@pytest.mark.parametrize(
+    "mischief",
+    [
+        [("status", 500)],
+        [("status", 503), ("status", 502), ("status", 429)],
+        [("status", 408)],
+        [("truncated", 1000)],
+        [("truncated", 0), ("truncated", 10), ("truncated", 4000)],
+        [("reset", 2000)],
+        [("slow", 100)],
+        [("wrong content",)],
+        [("other file",)],
+        [("truncated", 1000), ("wrong range",)],
+        [("truncated", 1000), ("ignores range",)],
+        [("truncated", 1000), ("wrong content",)],
+        [("truncated", 1000), ("status", 416)],
+        [("chunked",)],
+        [("chunked", "cut")],
+        [("truncated", 1000), ("status", 500), ("reset", 10), ("slow", 20), ("wrong range",)],
+        [("redirect", "elsewhere")],
+        [("no length",)],
+    ],
+    ids=lambda mischief: " then ".join(str(one[0]) + str(one[-1]) for one in mischief),
+)
+def test_a_file_arrives_whole_whatever_the_server_does(tmp_path: Path, server: Server, mischief: list[Any]) -> None:
+    entry = server.add("a.bin", 5000, *mischief)
+    server.add("elsewhere")
+    server.contents["elsewhere"] = server.contents["a.bin"]
+    result = get(tmp_path, [entry])
+    assert not result.failures
+    assert (result.files, result.bytes, result.downloaded, result.already_there) == (1, 5000, 1, 0)
+    assert_whole(tmp_path, server, "a.bin")
+
+
+def test_what_has_arrived_is_not_asked_for_again(tmp_path: Path, server: Server) -> None:
+    entry = server.add("a.bin", 5000, ("truncated", 1000), ("reset", 500), ("truncated", 2000))
+    get(tmp_path, [entry])
+    first, *others = server.ranges("a.bin")
+    assert first is None
+    assert len(others) == 3
+    starts = [int(str(asked).removeprefix("bytes=").removesuffix("-")) for asked in others]
+    assert starts[0] == 1000
+    assert 1000 <= starts[1] <= 1500  # a reset may take back what was on its way
+    assert starts[2] == starts[1] + 2000
+    assert_whole(tmp_path, server, "a.bin")
+
+
+def test_attempts_that_bring_a_file_further_do_not_use_up_the_patience(tmp_path: Path, server: Server) -> None:
+    entry = server.add("a.bin", 5000, *[("truncated", 300)] * 16)
+    assert not get(tmp_path, [entry], patience=Patience(1, 1.0, 0.001, 0.01)).failures
+    assert len(server.ranges("a.bin")) == 17
+
+
+def test_a_host_that_asks_for_a_pause_gets_it_from_every_thread(tmp_path: Path, server: Server) -> None:
+    entries = [server.add(f"{n}.bin", 10) for n in range(6)]
+    server.mischief["0.bin"] = [("status", 429, {"Retry_After": "1"})]
+    begin = time.monotonic()
+    get(tmp_path, entries, jobs=1)
+    assert time.monotonic() - begin >= 1.0
+    gaps = [after - before for before, after in zip(server.times, server.times[1:], strict=False)]
+    assert max(gaps) >= 1.0
+    assert_whole(tmp_path, server, *(f"{n}.bin" for n in range(6)))
+
+
+def test_retry_after_may_be_a_date(tmp_path: Path, server: Server) -> None:
+    date = email.utils.format_datetime(datetime.now(UTC) + timedelta(seconds=2), usegmt=True)
+    entry = server.add("a.bin", 10, ("status", 503, {"Retry_After": date}))
+    get(tmp_path, [entry])
+    assert server.times[1] - server.times[0] > 0.5
+
+
+def test_a_file_that_changed_meanwhile_starts_over(tmp_path: Path, server: Server) -> None:
+    """Without a checksum only the server's ETag tells."""
+    entry = server.add("a.bin", 5000, ("truncated", 1000), *[("status", 500)] * 5)
+    server.etags["a.bin"] = '"one"'
+    del entry["sha256"], entry["size"]
+    assert get(tmp_path, [entry]).failures
+    server.contents["a.bin"], server.etags["a.bin"] = random.Random(5).randbytes(5000), '"two"'
+    result = get(tmp_path, [entry])
+    assert not result.failures
+    assert server.ranges("a.bin")[-1] == "bytes=1000-"
+    assert result.without_checksum == 1
+    assert_whole(tmp_path, server, "a.bin")
+
+
+# ---------------------------------------------------------------- what cannot be had
+
+
+@pytest.mark.parametrize(
+    ("mischief", "reason"),
+    [
+        ([("status", 403)], "the server answers 403 Forbidden"),
+        ([("status", 500)] * 9, "the server answers 500 Internal Server Error (given up after 5 attempts)"),
+        ([("wrong content",)] * 9, "its sha256 is "),
+        ([("other file",)] * 9, "the server has 18 bytes, the manifest says 5000"),
+        ([("truncated", 0)] * 9, "only 0 of 5000 bytes arrived"),
+    ],
+)
+def test_a_file_that_cannot_be_had_is_named_and_the_others_arrive(
+    tmp_path: Path, server: Server, command: Command, mischief: list[Any], reason: str
+) -> None:
+    entries = [server.add("good.bin", 10), server.add("bad.bin", 5000, *mischief), server.add("late.bin", 10)]
+    entries.append({"url": f"http://127.0.0.1:{server.server_port}/missing.bin?secret=1"})
+    result = get(tmp_path, entries)
+    assert [failure.path for failure in result.failures] == ["bad.bin", "missing.bin"]
+    assert result.failures[0].reason.startswith(reason)
+    assert result.failures[1].reason == "the server answers 404 Not Found"
+    assert "secret" not in result.failures[1].url
+    assert (result.files, result.downloaded, result.bytes) == (4, 2, 20)
+    names = {path.name for path in (tmp_path / "out").iterdir() if not path.name.startswith(".")}
+    assert names == {"good.bin", "late.bin"}
+
+
+def test_the_command_ends_with_3_and_names_every_lost_file(tmp_path: Path, server: Server, command: Command) -> None:
+    entries = [server.add("good.bin", 10), server.add("a.bin"), server.add("b.bin")]
+    del server.contents["a.bin"], server.contents["b.bin"]
+    words = ["download", manifest(tmp_path, entries), "--output", str(tmp_path / "out")]
+    code, out, err = command(*words)
+    assert code == 3
+    assert "3 files, 10 B complete (1 downloaded, 0 already there), 2 failed" in out
+    assert "a.bin: the server answers 404" in err
+    assert "b.bin: the server answers 404" in err
+    assert "2 of 3 files could not be downloaded" in err
+    code, out, err = command(*words, "--json", "--jobs", "1", "--retries", "0", "--timeout", "5")
+    assert code == 3
+    facts = json.loads(out)
+    assert (facts["files"], facts["bytes"], facts["failed"], facts["already_there"]) == (3, 10, 2, 1)
+    assert [failure["path"] for failure in facts["failures"]] == ["a.bin", "b.bin"]
+
+
+def test_a_length_that_nobody_knows_is_no_success(tmp_path: Path, server: Server) -> None:
+    entry = server.add("a.bin", 100, ("no length",))
+    (failure,) = get(tmp_path, [{"url": entry["url"]}]).failures
+    assert "does not say how long it is" in failure.reason
+
+
+def test_no_server_at_all(tmp_path: Path) -> None:
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{unused.getsockname()[1]}/a.bin"
+    (failure,) = get(tmp_path, [{"url": url}]).failures
+    assert "no connection" in failure.reason
+
+
+# ---------------------------------------------------------------- running it again
+
+
+def test_complete_files_are_hashed_once_and_then_skipped(
+    tmp_path: Path, server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entries = [server.add(f"{n}.bin") for n in range(3)]
+    get(tmp_path, entries)
+    requests = len(server.requests)
+    hashed: list[Path] = []
+    monkeypatch.setattr("bloomery.prepare.download.file_hashes", lambda path, names: hashed.append(path))
+    result = get(tmp_path, entries)
+    assert (result.already_there, result.downloaded, result.bytes) == (3, 0, 15000)
+    assert len(server.requests) == requests
+    assert not hashed
+
+
+def test_a_file_changed_on_disk_is_found_and_mended(tmp_path: Path, server: Server) -> None:
+    names = ["same.bin", "flipped.bin", "short.bin", "gone.bin", "touched.bin"]
+    entries = [server.add(name) for name in names]
+    get(tmp_path, entries)
+    flipped = bytearray(server.contents["flipped.bin"])
+    flipped[77] ^= 1
+    (tmp_path / "out" / "flipped.bin").write_bytes(flipped)
+    (tmp_path / "out" / "short.bin").write_bytes(server.contents["short.bin"][:99])
+    (tmp_path / "out" / "gone.bin").unlink()
+    os.utime(tmp_path / "out" / "touched.bin", (1, 1))
+    server.requests.clear()
+    result = get(tmp_path, entries)
+    assert (result.already_there, result.downloaded) == (2, 3)
+    assert Counter(name for name, _ in server.requests) == Counter(["flipped.bin", "short.bin", "gone.bin"])
+    assert_whole(tmp_path, server, *names)
+
+
+def test_files_that_others_brought_are_proven_not_fetched(tmp_path: Path, server: Server) -> None:
+    entry = server.add("a.bin")
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "a.bin").write_bytes(server.contents["a.bin"])
+    assert get(tmp_path, [entry]).already_there == 1
+    assert not server.requests
+    bare = {"url": entry["url"], "path": "b.bin"}
+    (tmp_path / "out" / "b.bin").write_bytes(b"who knows")
+    assert get(tmp_path, [entry, bare]).downloaded == 1  # nothing says that it is whole
+    assert get(tmp_path, [entry, bare]).already_there == 2  # we do
+
+
+def test_every_checksum_and_a_changed_one(tmp_path: Path, server: Server) -> None:
+    entry = server.add("a.bin")
+    content = server.contents["a.bin"]
+    sums = {
+        "sha256": hashlib.sha256(content).hexdigest().upper(),
+        "md5": hashlib.md5(content).hexdigest(),
+        "xxh3": xxhash.xxh3_64(content).hexdigest(),
+    }
+    assert not get(tmp_path, [{"url": entry["url"], **sums}]).failures
+    assert not get(tmp_path, [{"url": entry["url"], "xxh3": xxhash.xxh3_128(content).hexdigest()}]).failures
+    for name in sums:
+        (failure,) = get(tmp_path, [{"url": entry["url"], name: "0" * len(sums[name])}]).failures
+        assert failure.reason.startswith(f"its {name} is {sums[name].lower()}, the manifest says 000")
+
+
+KILLED = """
+import os, sys, threading, time
+from pathlib import Path
+from bloomery.prepare.download import download, read_download_manifest
+from bloomery.prepare.fetch import Patience
+threading.Timer(float(sys.argv[3]), lambda: os.kill(os.getpid(), 9)).start()
+download(read_download_manifest(sys.argv[1]), Path(sys.argv[2]), jobs=3, patience=Patience(50, 2.0, 0.01, 0.05))
+time.sleep(60)
+"""
+
+
+def test_kill_9_at_any_moment_then_again(tmp_path: Path, server: Server) -> None:
+    entries = [server.add(f"{n}.bin", 300_000, *[("truncated", 40_000 + 1000 * n)] * 3) for n in range(12)]
+    path = manifest(tmp_path, entries)
+    for number in range(8):
+        words = [sys.executable, "-c", KILLED, path, str(tmp_path / "out"), str(0.005 + 0.02 * number)]
+        assert subprocess.run(words, stderr=subprocess.DEVNULL).returncode == -9
+        for file in (tmp_path / "out").glob("*.bin"):  # whatever has its name is whole
+            assert file.read_bytes() == server.contents[file.name]
+    assert not get(tmp_path, entries).failures
+    assert_whole(tmp_path, server, *(f"{n}.bin" for n in range(12)))
+
+
+def test_two_at_once_in_one_folder_are_refused(tmp_path: Path, server: Server) -> None:
+    entries = [server.add("a.bin", 5000, ("slow", 100))]
+    other = threading.Thread(target=get, args=(tmp_path, entries))
+    other.start()
+    while not server.requests:
+        time.sleep(0.01)
+    with pytest.raises(DataError, match="another process is at work"):
+        get(tmp_path, entries)
+    other.join()
+    assert_whole(tmp_path, server, "a.bin")
+
+
+def test_a_full_disk_ends_it_at_once_and_clearly(
+    tmp_path: Path, server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    entries = [server.add(f"{n}.bin", 5000) for n in range(50)]
+    with monkeypatch.context() as patch:
+        patch.setattr(fetch_module, "publish", full)
+        with pytest.raises(StorageError, match=r"No space left on device.*--output.*run the command again"):
+            get(tmp_path, entries, jobs=2)
+    assert len(server.requests) < 20
+    assert not get(tmp_path, entries).failures
+
+
+# ---------------------------------------------------------------- manifests and other places
+
+
+def test_any_kind_of_manifest_and_of_place(tmp_path: Path, server: Server, command: Command) -> None:
+    (tmp_path / "local.txt").write_text("here")
+    entries = [
+        server.add("dir%20x/a%2Bb.bin"),
+        {"url": f"file://{tmp_path}/local.txt"},
+        {"url": str(tmp_path / "files.yaml"), "path": "deep/er/list.yaml"},
+    ]
+    text = "".join(json.dumps(entry) + "\n\n" for entry in entries)
+    (tmp_path / "files.jsonl").write_text(text)
+    (tmp_path / "files.yaml").write_text("".join(f"- {json.dumps(entry)}\n" for entry in entries))
+    for name in ("files.jsonl", "files.yaml"):
+        code, out, err = command("download", str(tmp_path / name), "--output", str(tmp_path / name[6:]))
+        assert code == 0, err
+        assert "3 files" in out
+        assert "proven by size only: 2" in out
+        files = [path for path in (tmp_path / name[6:]).rglob("*") if path.is_file() and path.name[0] != "."]
+        assert {str(path.relative_to(tmp_path / name[6:])) for path in files} == {
+            "a+b.bin",
+            "local.txt",
+            "deep/er/list.yaml",
+        }
+    assert (tmp_path / "yaml" / "local.txt").read_text() == "here"
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("[]", "lists no file"),
+        ("{}", "holds a dict"),
+        ("[", "cannot be read"),
+        ('["http://a/b"]', 'entry 1: is "http://a/b", not an object'),
+        ('[{"size": 5}]', "has the url None"),
+        ('[{"url": "http://a/b", "sha265": "00"}]', "has unknown sha265"),
+        ('[{"url": "http://a/b", "size": -1}]', "has the size -1"),
+        ('[{"url": "http://a/b", "size": "5"}]', "has the size '5'"),
+        ('[{"url": "http://a/b", "sha256": "00"}]', "which is not 64 hexadecimal digits"),
+        ('[{"url": "http://a/b", "path": "../b"}]', "has the path '../b'"),
+        ('[{"url": "http://a/b", "path": "/b"}]', "has the path '/b'"),
+        ('[{"url": "http://a/"}]', "has the path ''"),
+        ('[{"url": "http://a/b"}, {"url": "http://c/b"}]', "its path b is in the way of that of"),
+        ('[{"url": "http://a/b"}, {"url": "http://c/d", "path": "b/c"}]', "its path b/c is in the way"),
+        ('[{"url": "http://c/d", "path": "b/c"}, {"url": "http://a/b"}]', "its path b is in the way"),
+        (f'[{{"url": "http://a/{STATE_FILE}"}}]', "not a name below the output folder"),
+    ],
+)
+def test_a_wrong_manifest_is_refused(tmp_path: Path, command: Command, content: str, message: str) -> None:
+    (tmp_path / "files.json").write_text(content)
+    code, _, err = command("download", str(tmp_path / "files.json"), "--output", str(tmp_path / "out"))
+    assert code == 3
+    assert message in err
+    assert "Traceback" not in err
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_missing_manifest_and_a_broken_line(tmp_path: Path, command: Command) -> None:
+    assert "No such file" in command("download", "nowhere.json", "--output", str(tmp_path))[2]
+    (tmp_path / "files.jsonl").write_text('{"url": "http://a/b"}\n{"url": \n')
+    assert "files.jsonl:2: is" in command("download", str(tmp_path / "files.jsonl"), "--output", str(tmp_path))[2]
+    (tmp_path / "files.txt").write_text("")
+    assert "is no manifest" in command("download", str(tmp_path / "files.txt"), "--output", str(tmp_path))[2]
+
+
+def test_a_local_file_that_is_not_there(tmp_path: Path) -> None:
+    entries = [{"url": f"file://{tmp_path}/nowhere"}, {"url": f"file://{tmp_path}", "path": "x"}, {"url": "zz://a/b"}]
+    reasons = [failure.reason for failure in get(tmp_path, entries).failures]
+    assert reasons[:2] == ["there is no such file", "it is a folder, not a file"]
+    assert "zz" in reasons[2]
+
+
+def test_memory_stays_small(tmp_path: Path, server: Server) -> None:
+    """A file of 64 MiB through a process that may not grow by half of that."""
+    entry = server.add("large.bin", 64 << 20)
+    code = (
+        "import resource, sys; from pathlib import Path; from bloomery.prepare.download import *; "
+        "from bloomery.prepare.fetch import Patience; before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss; "
+        "download(read_download_manifest(sys.argv[1]), Path(sys.argv[2]), jobs=2, patience=Patience()); "
+        "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)"
+    )
+    words = [sys.executable, "-c", code, manifest(tmp_path, [entry]), str(tmp_path / "out")]
+    done = subprocess.run(words, capture_output=True, text=True, check=True)
+    assert int(done.stdout) < 32 << 10
+    assert (tmp_path / "out" / "large.bin").stat().st_size == 64 << 20

@@ -1,0 +1,478 @@
+"""`bloomery inspect data | sample | step | order`: what they show is what a training consumes."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tokenizers
+import torch
+
+from bloomery.config.load import load_recipe
+from bloomery.data.batch import IGNORED_LABEL, Batch, GlobalBatch
+from bloomery.data.inspect import read_samples
+from bloomery.data.loader import Loader
+from bloomery.data.manifest import manifest_path
+from bloomery.data.open import open_data
+from bloomery.data.shards import ShardReader, ShardWriter
+from bloomery.data.tokenizer import Tokenizer
+from bloomery.data.trace import DocumentSpan, Trace
+from conftest import Workshop, write_shard
+
+Command = Callable[..., tuple[int, str, str]]
+
+
+def answer(command: Command, *words: str) -> Any:
+    code, out, err = command(*words, "--json")
+    assert code == 0, err
+    return json.loads(out)
+
+
+@pytest.fixture
+def consumed(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
+    """What trainings take from their loader, sample by sample: the inputs and the last label."""
+    rows: list[list[int]] = []
+    take = Loader.take
+
+    def watched(self: Loader) -> GlobalBatch:
+        batch = take(self)
+        for part in batch.micro_batches:
+            whole = torch.cat([part.inputs["tokens"], part.targets["lm loss"][:, -1:]], dim=1)
+            rows.extend(whole.tolist())
+        return batch
+
+    monkeypatch.setattr(Loader, "take", watched)
+    return rows
+
+
+BLEND = "data.train=[{path: train, weight: 3}, {path: valid, name: books, weight: 1.5}]"
+
+
+# ---------------------------------------------------------------- sample and step
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        [],
+        [BLEND],
+        [BLEND, "batch.micro_batch_size=2", "batch.rampup={start: 4, increment: 2, samples: 40}"],
+        ["data.split='80,20,0'", "train.evaluate={every: 5 steps, steps: 1}"],
+        ["train.for=70 steps"],
+        [BLEND, "data.order=megatron", "train.for=70 steps"],
+        [BLEND, "data.order=bigscience"],
+    ],
+    ids=["one source", "blend", "ramp-up", "split", "second epoch", "megatron", "bigscience"],
+)
+def test_inspect_shows_what_the_training_consumes(
+    workshop: Workshop, command: Command, consumed: list[list[int]], overrides: list[str]
+) -> None:
+    run = workshop.train(*overrides)
+    steps = workshop.metrics(run)
+    total = steps[-1]["consumed_samples"]
+    assert len(consumed) == total
+    shown = answer(command, "inspect", "sample", str(workshop.recipe), f"0-{total - 1}", *overrides)
+    assert [sample["tokens"] for sample in shown] == consumed
+    assert [sample["index"] for sample in shown] == list(range(total))
+    before = 0
+    for record in (steps[0], steps[3], steps[-1]):
+        before = record["consumed_samples"] - record["global_batch"]
+        part = answer(command, "inspect", "step", str(workshop.recipe), str(record["step"]), *overrides)
+        assert part == shown[before : record["consumed_samples"]]
+        assert {sample["step"] for sample in part} == {record["step"]}
+
+
+def test_documents_and_epochs_lead_to_the_very_tokens(workshop: Workshop, command: Command) -> None:
+    samples = answer(command, "inspect", "sample", str(workshop.recipe), "280-320", BLEND, "train.for=100 steps")
+    assert {sample["source"] for sample in samples} == {"train", "books"}
+    assert {sample["epoch"] for sample in samples if sample["source"] == "train"} == {0}
+    with ShardReader("train") as train, ShardReader("valid") as valid:
+        for sample in samples:
+            shard = {"train": train, "valid": valid}[sample["shard"]]
+            tokens: list[int] = []
+            for span in sample["documents"]:
+                assert set(span) == {"document", "start", "tokens"}
+                start = int(shard.document_token_starts[span["document"]]) + span["start"]
+                tokens += shard.read(start, span["tokens"]).tolist()
+            assert tokens == sample["tokens"]
+    late = answer(command, "inspect", "sample", str(workshop.recipe), "700-799", BLEND, "train.for=100 steps")
+    assert {sample["epoch"] for sample in late if sample["source"] == "books"} == {2}
+
+
+def test_an_epoch_shows_every_sample_once(workshop: Workshop, command: Command) -> None:
+    samples = answer(command, "inspect", "sample", str(workshop.recipe), "0-593", "train.for=100 steps")
+    for epoch in (0, 1):
+        mine = [sample["sample"] for sample in samples if sample["epoch"] == epoch]
+        assert sorted(mine) == list(range(297))
+
+
+def test_a_run_that_changed_its_weights_is_shown_by_its_checkpoint(
+    workshop: Workshop, command: Command, consumed: list[list[int]]
+) -> None:
+    other = "data.train=[{path: train, weight: 1}, {path: valid, name: books, weight: 3}]"
+    run = workshop.train(BLEND, "train.exit_after=10 steps")
+    assert len(consumed) == 80
+    workshop.train(other)
+    assert len(consumed) == 160
+    words = ["inspect", "sample", str(workshop.recipe)]
+    shown = answer(command, *words, "80-159", other, "--run-dir", str(run))
+    assert [sample["tokens"] for sample in shown] == consumed[80:]
+    assert [sample["tokens"] for sample in answer(command, *words, "0-79", BLEND)] == consumed[:80]
+    code, _, err = command(*words, "79-80", other, "--run-dir", str(run))
+    assert code == 3
+    assert "sample 79 lies before sample 80, where the run's weights changed" in err
+    order = answer(command, "inspect", "order", str(workshop.recipe), other, "--run-dir", str(run))
+    assert order["first_sample"] == 80
+    assert [source["achieved"] for source in order["sources"]] == pytest.approx([0.25, 0.75], abs=0.02)
+
+
+def test_steps_that_are_passed_over_are_marked(workshop: Workshop, command: Command) -> None:
+    skip = "train.skip=['3-4 steps']"
+    marked = answer(command, "inspect", "step", str(workshop.recipe), "3", skip)
+    assert all(sample["skipped"] for sample in marked)
+    assert "skipped" not in answer(command, "inspect", "step", str(workshop.recipe), "5", skip)[0]
+    assert "step 3, passed over by train.skip" in command("inspect", "sample", str(workshop.recipe), "16", skip)[1]
+
+
+@pytest.fixture
+def text_recipe(tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A tokenizer, two shards made by `prepare`, and a recipe that trains on them."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("fables", "laws"):
+        lines = [json.dumps({"text": f"{name} number {n}: the fox and the raven.\n" * 3}) for n in range(40)]
+        Path(f"{name}.jsonl").write_text("\n".join(lines) + "\n")
+    code, _, err = command("tokenizer", "train", "*.jsonl", "--vocab-size", "300", "--output", "tok")
+    assert code == 0, err
+    recipe = tmp_path / "text.yaml"
+    recipe.write_text(
+        "name: text\nseed: 1\ntokenizer: {path: tok}\n"
+        "prepare:\n"
+        "- {output: both, sources: [fables.jsonl, laws.jsonl], shuffle: false}\n"
+        "- {output: mixed, sources: [fables.jsonl, laws.jsonl]}\n"
+        "data: {train: [{path: both}, {path: mixed, name: the mixture}]}\n"
+        "model: {family: gpt2, num_layers: 1, hidden_size: 16, num_heads: 1, seq_length: 24, vocab_size: 300}\n"
+        "batch: {micro_batch_size: 2, global_batch_size: 4}\nlr: {peak: 1e-3}\ntrain: {for: 5 steps}\n"
+    )
+    code, _, err = command("prepare", str(recipe))
+    assert code == 0, err
+    return recipe
+
+
+def test_samples_are_shown_as_text_with_their_origin(text_recipe: Path, command: Command) -> None:
+    code, out, err = command("inspect", "sample", str(text_recipe), "0-7")
+    assert code == 0, err
+    assert out.count("\nsample ") == 7
+    assert "sample 0 (step 1): " in out
+    assert "25 tokens of both.bin" in out
+    assert "25 tokens of mixed.bin" in out
+    assert "the raven." in out
+    assert not err
+    tokenizer = Tokenizer.load("tok")
+    samples = answer(command, "inspect", "sample", str(text_recipe), "0-19")
+    for sample in samples:
+        assert sample["text"] == tokenizer.decode(sample["tokens"])
+        for span in sample["documents"]:
+            if sample["shard"] == "both":
+                assert span["origin"] == ("fables.jsonl" if span["document"] < 40 else "laws.jsonl")
+    spans = [span for sample in samples if sample["shard"] == "both" for span in sample["documents"]]
+    assert {span["origin"] for span in spans} == {"fables.jsonl", "laws.jsonl"}
+
+
+def test_a_masked_training_is_shown_as_it_is(tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", ".", "The", "fox", "sees", "a", "raven", "and", "runs"]
+    tokenizer = tokenizers.Tokenizer(
+        tokenizers.models.WordPiece({word: n for n, word in enumerate(words)}, unk_token="[UNK]")
+    )
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.BertPreTokenizer()
+    tokenizer.add_special_tokens(words[:5])
+    Path("tok").mkdir()
+    tokenizer.save("tok/tokenizer.json")
+    text = "The fox sees a raven. " * 5
+    Path("text.jsonl").write_text(
+        "".join(json.dumps({"text": text.replace(" a ", " and ", n)}) + "\n" for n in range(20))
+    )
+    Path("bert.yaml").write_text(
+        "name: bert\nprecision: fp32\ntokenizer: {path: tok}\n"
+        "prepare: [{output: shard, sources: [text.jsonl], split_sentences: true}]\ndata: {train: [{path: shard}]}\n"
+        "model: {family: bert, num_layers: 1, hidden_size: 16, num_heads: 1, seq_length: 24, vocab_size: 13}\n"
+        "batch: {micro_batch_size: 2, global_batch_size: 4}\nlr: {peak: 1e-3}\ntrain: {for: 5 steps}\n"
+    )
+    code, _, err = command("prepare", "bert.yaml")
+    assert code == 0, err
+    recipe = load_recipe("bert.yaml").recipe
+    assert recipe is not None
+    with open_data(recipe) as data:
+        batch = data.train.batch(0, 20)
+    for row, sample in enumerate(answer(command, "inspect", "sample", "bert.yaml", "0-19")):
+        length = len(sample["tokens"])
+        assert batch.inputs["tokens"][row].tolist() == sample["tokens"] + [0] * (24 - length)
+        labels = batch.targets["lm loss"][row].tolist()
+        assert {at["position"]: at["token"] for at in sample["labels"]["lm loss"]} == {
+            position: label for position, label in enumerate(labels) if label != IGNORED_LABEL
+        }
+        assert sample["labels"]["sop loss"] == int(batch.targets["sop loss"][row])
+        assert sum(span["tokens"] for span in sample["documents"]) == length - 3
+    out = command("inspect", "step", "bert.yaml", "1")[1]
+    assert "| [CLS] " in out
+    assert "[MASK]" in out
+    assert "  sop loss: " in out
+    assert "  lm loss: " in out
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["sample", "160"], "sample 160 is asked for. For this training the range is 0 to 159"),
+        (["sample", "150-1000"], "sample 1,000 is asked for"),
+        (["sample", "5-3"], "ends before it begins"),
+        (["sample", "-3"], "is not a position such as 0"),
+        (["sample", "x"], "is not a position such as 0"),
+        (["step", "0"], "step 0 is asked for. For this training the range is 1 to 20"),
+        (["step", "21"], "step 21 is asked for"),
+        (["step", "1-2"], "is not the number of a step"),
+        (["order", "--at-samples", "161"], "--at-samples asks for 161. For this training the range is 0 to 160"),
+        (["sample", "0", "lr.peak=1"], "would change nothing"),
+        (["sample", "0", "data=null"], "the recipe has no data"),
+    ],
+)
+def test_numbers_beyond_the_training_are_refused(
+    workshop: Workshop, command: Command, words: list[str], message: str
+) -> None:
+    code, out, err = command("inspect", words[0], str(workshop.recipe), *words[1:])
+    assert code == 2, err
+    assert message in err
+    assert not out
+
+
+def test_missing_data_is_an_error_that_names_it(workshop: Workshop, command: Command) -> None:
+    for words in (
+        ["sample", str(workshop.recipe), "0"],
+        ["order", str(workshop.recipe)],
+        ["data", str(workshop.recipe)],
+    ):
+        code, _, err = command("inspect", *words, "data.train=[{path: nowhere}]")
+        assert code == 3
+        assert "nowhere.bin: no such file" in err
+    code, _, err = command("inspect", "order", str(workshop.recipe), "--run-dir", "nowhere")
+    assert code == 3
+    assert "nowhere" in err
+
+
+# ---------------------------------------------------------------- other kinds of samples
+
+
+class OddSource:
+    """One sample whose batch is given; its tokens stand in the shard `train`."""
+
+    key = "odd"
+    num_samples = 1
+
+    def __init__(self, batch: Batch) -> None:
+        self.shard = ShardReader("train")
+        self._batch = batch
+
+    def read(self, ordinals: Any) -> Batch:
+        return self._batch
+
+    def trace(self, ordinal: int) -> Trace:
+        return Trace(self.key, 0, 0, [DocumentSpan(0, 2, 5)])
+
+    def close(self) -> None:
+        self.shard.close()
+
+
+def shown(batch: Batch) -> dict[str, Any]:
+    from bloomery.config.recipe import SourceSection
+    from bloomery.data.blend import TimelessBlend
+    from bloomery.data.stream import Stream
+
+    source = OddSource(batch)
+    stream = Stream([source], TimelessBlend.start({"odd": 1.0}))
+    (sample,) = read_samples(stream, [SourceSection(path="train")], 0, 0, tokenizer=None)
+    source.close()
+    return sample
+
+
+def test_labels_without_loss_are_told_and_the_last_token_is_not_lost(workshop: Workshop) -> None:
+    with ShardReader("train") as shard:
+        tokens = shard.read(2, 5).tolist()
+    labels = [IGNORED_LABEL, *tokens[2:4], IGNORED_LABEL]
+    sample = shown(Batch({"tokens": torch.tensor([tokens[:4]])}, {"lm loss": torch.tensor([labels])}))
+    assert sample["tokens"] == tokens
+    assert sample["no_loss"] == [0, 3]
+
+
+def test_masked_samples_show_what_the_model_sees_and_what_it_has_to_find(workshop: Workshop) -> None:
+    inputs = {
+        "tokens": torch.tensor([[2, 9, 4, 7, 3, 0, 0]]),
+        "token_types": torch.zeros(1, 7),
+        "attention_mask": torch.tensor([[1, 1, 1, 1, 1, 0, 0]]),
+    }
+    labels = torch.full((1, 7), IGNORED_LABEL)
+    labels[0, 2] = 11
+    sample = shown(Batch(inputs, {"lm loss": labels, "sop loss": torch.tensor([1])}))
+    assert sample["tokens"] == [2, 9, 4, 7, 3]
+    assert sample["labels"] == {"lm loss": [{"position": 2, "token": 11}], "sop loss": 1}
+
+
+# ---------------------------------------------------------------- order
+
+
+def test_the_order_counts_what_the_samples_are(workshop: Workshop, command: Command) -> None:
+    words = [str(workshop.recipe), BLEND, "train.for=100 steps"]
+    samples = answer(command, "inspect", "sample", words[0], "0-799", *words[1:])
+    facts = answer(command, "inspect", "order", *words, "--at-samples", "0,333,800")
+    assert (facts["order"], facts["train_samples"], facts["first_sample"]) == ("timeless", 800, 0)
+    for source in facts["sources"]:
+        mine = [sample for sample in samples if sample["source"] == source["source"]]
+        assert source["samples_taken"] == len(mine)
+        assert source["achieved"] == len(mine) / 800
+        assert source["epochs"] == len(mine) / source["samples_per_epoch"]
+        first_repeat = next((sample["index"] for sample in mine if sample["epoch"] == 1), None)
+        assert source["first_repeat_at"] == first_repeat
+        for at in source["at"]:
+            taken = sum(sample["index"] < at["samples"] for sample in mine)
+            assert at["samples_taken"] == taken
+            assert divmod(taken, source["samples_per_epoch"]) == (at["epoch"], at["sample_of_epoch"])
+    assert [source["weight"] for source in facts["sources"]] == pytest.approx([2 / 3, 1 / 3])
+
+
+def test_the_orders_of_megatron_are_counted_too(workshop: Workshop, command: Command) -> None:
+    words = [str(workshop.recipe), BLEND, "train.for=100 steps", "data.order=megatron"]
+    samples = answer(command, "inspect", "sample", words[0], "0-799", *words[1:])
+    facts = answer(command, "inspect", "order", *words)
+    for source in facts["sources"]:
+        assert source["samples_taken"] == sum(sample["source"] == source["source"] for sample in samples)
+        assert source["first_repeat_at"] is None
+    assert "mixed" in command("inspect", "order", *words)[1]
+
+
+def test_the_order_in_words(workshop: Workshop, command: Command) -> None:
+    words = ["data.split='80,20,0'", "train.evaluate={every: 5 steps, steps: 1}", "train.for=100 steps"]
+    code, out, _ = command("inspect", "order", str(workshop.recipe), *words, "--at-samples", "100")
+    assert code == 0
+    assert "order timeless, seed 7, 800 samples" in out
+    assert "train: documents in [0, 48) of train" in out
+    assert "before sample 100:\n  train   100 taken: epoch 0, sample 100 of " in out
+
+
+def test_a_very_long_training_is_answered_at_once(workshop: Workshop, command: Command) -> None:
+    facts = answer(command, "inspect", "order", str(workshop.recipe), BLEND, "train.for=100000000 steps")
+    assert facts["train_samples"] == 8 * 10**8
+    assert sum(source["samples_taken"] for source in facts["sources"]) == 8 * 10**8
+    last = answer(command, "inspect", "sample", str(workshop.recipe), "799999999", "train.for=100000000 steps")
+    assert last[0]["epoch"] == (8 * 10**8 - 1) // 297
+
+
+# ---------------------------------------------------------------- data
+
+
+def test_data_of_shards_is_counted(workshop: Workshop, command: Command) -> None:
+    facts = answer(command, "inspect", "data", "train", "valid.bin")
+    assert [source["shard"] for source in facts["sources"]] == ["train", "valid"]
+    for source in facts["sources"]:
+        with ShardReader(source["shard"]) as shard:
+            tokens = shard.read(0, shard.num_tokens)
+            lengths = np.diff(shard.document_token_starts)
+        assert source["documents"] == len(lengths)
+        assert (source["tokens"], source["bytes"], source["dtype"]) == (len(tokens), 2 * len(tokens), "uint16")
+        assert source["document_tokens"] == {
+            "mean": pytest.approx(lengths.mean()),
+            "median": float(np.median(lengths)),
+            "max": int(lengths.max()),
+        }
+        used = source["vocabulary"]
+        assert (used["distinct_ids"], used["max_id"]) == (len(Counter(tokens.tolist())), int(tokens.max()))
+        assert (used["eod_id"], used["eod_share"], source["manifest"]) == (None, None, None)
+    code, out, err = command("inspect", "data", "train", "--quick")
+    assert code == 0
+    assert "vocabulary:" not in out
+    assert "no manifest" in out
+    assert "has no manifest" in err
+
+
+def test_data_of_a_recipe_says_how_often_each_source_is_taken(workshop: Workshop, command: Command) -> None:
+    words = [str(workshop.recipe), BLEND, "train.for=100 steps", "data.validation={held-out: [{path: valid}]}"]
+    words.append("train.evaluate={every: 5 steps, steps: 1}")
+    facts = answer(command, "inspect", "data", *words)
+    train, books, held_out = facts["sources"]
+    order = answer(command, "inspect", "order", *words)
+    for row, source in zip((train, books), order["sources"], strict=True):
+        assert (row["epochs"], row["weight"]) == (source["epochs"], source["weight"])
+        assert (row["group"], row["samples_per_epoch"]) == ("train", source["samples_per_epoch"])
+    assert (held_out["group"], held_out["source"]) == ("held-out", "valid")
+    assert "weight" not in held_out
+    assert facts["train_samples"] == 800
+    code, out, _ = command("inspect", "data", *words)
+    assert code == 0
+    assert "held-out: valid" in out
+    assert "64 of 64 ids used, the highest 63" in out
+
+
+def test_data_with_a_manifest(text_recipe: Path, command: Command) -> None:
+    facts = answer(command, "inspect", "data", str(text_recipe))
+    both = facts["sources"][0]
+    assert both["documents"] == 80
+    assert both["vocabulary"]["eod_share"] == pytest.approx(80 / both["tokens"])
+    assert [source["name"] for source in both["manifest"]["sources"]] == ["fables.jsonl", "laws.jsonl"]
+    code, out, err = command("inspect", "data", str(text_recipe))
+    assert code == 0
+    assert not err
+    assert "from laws.jsonl: 40 documents" in out
+    assert "manifest: made by bloomery" in out
+    Path(manifest_path("both")).unlink()
+    facts = answer(command, "inspect", "data", str(text_recipe))
+    assert facts["sources"][0]["vocabulary"] == both["vocabulary"]  # the tokenizer tells the end of documents
+    assert facts["sources"][0]["manifest"] is None
+
+
+def test_ids_that_are_no_ids_are_told(tmp_path: Path, command: Command) -> None:
+    with ShardWriter(str(tmp_path / "odd"), "int32") as writer:
+        writer.append(np.array([1, 2, 2_000_000_000, -5, 3]))
+    used = answer(command, "inspect", "data", str(tmp_path / "odd"))["sources"][0]["vocabulary"]
+    assert (used["distinct_ids"], used["max_id"], used["min_id"], used["ids_that_are_none"]) == (3, 2 * 10**9, -5, 2)
+    assert (
+        "DAMAGED: 2 tokens are no ids, from -5 to 2,000,000,000" in command("inspect", "data", str(tmp_path / "odd"))[1]
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "message"),
+    [
+        (["trian"], 3, "trian is no recipe either. The shipped ones are"),
+        (["train", "nowhere"], 3, "nowhere.bin: no such file"),
+        (["small.yaml", "train"], 2, "train stands behind a recipe"),
+        (["nowhere.yaml"], 2, "nowhere.yaml"),
+        (["small.yaml", "data=null"], 2, "the recipe has no data"),
+    ],
+)
+def test_what_is_neither_recipe_nor_shard_is_told(
+    workshop: Workshop, command: Command, words: list[str], code: int, message: str
+) -> None:
+    ended, _, err = command("inspect", "data", *words)
+    assert ended == code, err
+    assert message in err
+
+
+def test_many_sources_are_all_listed(workshop: Workshop, command: Command) -> None:
+    write_shard(workshop.folder / "tiny", documents=2)
+    paths = ", ".join(f"{{path: tiny, name: s{n}, weight: {n + 1}}}" for n in range(300))
+    facts = answer(command, "inspect", "order", str(workshop.recipe), f"data.train=[{paths}]", "train.for=1000 steps")
+    assert len(facts["sources"]) == 300
+    assert sum(source["samples_taken"] for source in facts["sources"]) == 8000
+
+
+def test_opening_by_hand_gives_the_same(workshop: Workshop, command: Command) -> None:
+    """The command adds nothing to what data.open yields."""
+    recipe = load_recipe(str(workshop.recipe)).recipe
+    assert recipe is not None
+    with open_data(recipe) as data:
+        tokens = data.train.batch(40, 8).inputs["tokens"].tolist()
+    samples = answer(command, "inspect", "step", str(workshop.recipe), "6")
+    assert [sample["tokens"][:-1] for sample in samples] == tokens

@@ -1,0 +1,114 @@
+"""Encoders: a fast one is taken only where it agrees with Hugging Face's tokenizers, and given up when it stops."""
+
+import numpy as np
+import pytest
+
+from bloomery.data.tokenizer import Tokenizer
+from bloomery.prepare import encoder
+from bloomery.prepare.encoder import NASTY, Fastokens, Gigatoken, HuggingFace, Judge, choose_encoder
+from prepare_samples import make, make_texts, make_tokenizer, shard_bytes, small_units, write_jsonl
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory) -> Tokenizer:
+    return make_tokenizer(tmp_path_factory.mktemp("t"))
+
+
+@pytest.fixture
+def corpus(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    small_units(monkeypatch)
+    texts = make_texts(400)
+    write_jsonl(tmp_path / "corpus" / "a.jsonl", texts)
+    return texts
+
+
+class Liar(HuggingFace):
+    """Right for the texts of the first check, wrong for one that comes later."""
+
+    wrong_for = ""
+
+    def encode(self, texts):
+        ids, lengths = super().encode(texts)
+        if self.wrong_for in texts:
+            ids = ids.copy()
+            end = int(np.cumsum(lengths)[texts.index(self.wrong_for)])
+            ids[end - 1] = 0
+        return ids, lengths
+
+
+class AlwaysWrong(HuggingFace):
+    def encode(self, texts):
+        ids, lengths = super().encode(texts)
+        return ids + 1, lengths
+
+
+class Refuses:
+    def __init__(self, tokenizer, as_ids):
+        raise ValueError("no such pre-tokenizer\nmore")
+
+
+class Absent:
+    def __init__(self, tokenizer, as_ids):
+        raise ImportError("fastokens")
+
+
+def choose(tokenizer, *, as_ids=False):
+    judge = Judge(tokenizer, as_ids=as_ids)
+    try:
+        return choose_encoder(tokenizer, judge, ["some text"], as_ids=as_ids, refused={})
+    finally:
+        judge.close()
+
+
+@pytest.mark.parametrize("as_ids", [False, True])
+@pytest.mark.parametrize("make_encoder", [Fastokens, Gigatoken, HuggingFace])
+def test_special_tokens_in_a_text_on_every_encoder(tokenizer, make_encoder, as_ids):
+    pytest.importorskip(make_encoder.__name__.lower() if make_encoder is not HuggingFace else "tokenizers")
+    ids, lengths = make_encoder(tokenizer, as_ids).encode(["a<|endoftext|>b", "", "x"])
+    assert (tokenizer.eod_id in ids) == as_ids
+    assert lengths.tolist() == [3 if as_ids else int(lengths[0]), 0, 1]
+    assert len(ids) == lengths.sum()
+    assert make_encoder(tokenizer, as_ids).encode([])[1].tolist() == []
+
+
+@pytest.mark.parametrize("as_ids", [False, True])
+def test_fastokens_equals_the_reference_on_nasty_strings(tokenizer, as_ids):
+    pytest.importorskip("fastokens")
+    fast, slow = Fastokens(tokenizer, as_ids).encode(list(NASTY)), HuggingFace(tokenizer, as_ids).encode(list(NASTY))
+    assert all(np.array_equal(*pair) for pair in zip(fast, slow, strict=True))
+    assert choose(tokenizer, as_ids=as_ids).name.startswith("fastokens ")
+
+
+def test_those_that_are_absent_refuse_or_differ_are_passed_over_with_the_reason(tokenizer, monkeypatch):
+    monkeypatch.setattr(encoder, "FAST", {"one": Absent, "two": Refuses, "three": AlwaysWrong})
+    chosen = choose(tokenizer)
+    assert chosen.name.startswith("tokenizers ")
+    assert chosen.refused["one"] == "it is not installed"
+    assert chosen.refused["two"] == "it cannot read this tokenizer: no such pre-tokenizer"
+    assert chosen.refused["three"].startswith("it gives other ids for ")
+
+
+def test_the_bytes_do_not_know_the_encoder(corpus, tokenizer, monkeypatch):
+    manifest = make(tokenizer).manifest
+    assert manifest.encoder.startswith("fastokens ")
+    monkeypatch.setattr(encoder, "FAST", {})
+    slow = make(tokenizer, output="slow")
+    assert slow.manifest.encoder.startswith("tokenizers ")
+    assert shard_bytes("slow") == shard_bytes()
+    assert "encoder: tokenizers" in slow.notes[0]
+
+
+def test_an_encoder_that_lies_later_is_given_up_and_its_work_done_again(corpus, tokenizer, monkeypatch, tmp_path):
+    monkeypatch.setattr("bloomery.prepare.run.SAMPLE_DOCUMENTS", 5)
+    monkeypatch.setattr("bloomery.prepare.tokenize.RECHECK_EVERY", 3)
+    monkeypatch.setattr(encoder, "FAST", {})
+    make(tokenizer, output="right")
+    Liar.wrong_for = corpus[330]
+    monkeypatch.setattr(encoder, "FAST", {"liar": Liar})
+    monkeypatch.setattr("bloomery.prepare.tokenize.RECHECK_EVERY", 1)
+    result = make(tokenizer, workers=2)
+    assert shard_bytes() == shard_bytes("right")
+    assert result.manifest.encoder.startswith("tokenizers ")
+    assert result.notes[0].startswith("liar ? was given up in the middle of the work: it gives other ids for '330 ")
+    assert not list(tmp_path.glob("x.parts*"))

@@ -1,0 +1,254 @@
+"""`bloomery prepare` that is killed, shared, starved of disk or disturbed: the result is the same, or nothing."""
+
+import contextlib
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+
+from bloomery.base.errors import DataError, StorageError
+from bloomery.data.tokenizer import Tokenizer
+from bloomery.prepare import tokenize
+from bloomery.prepare.run import Share
+from prepare_samples import make, make_texts, make_tokenizer, shard_bytes, small_units, write_jsonl
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory) -> Tokenizer:
+    return make_tokenizer(tmp_path_factory.mktemp("t"))
+
+
+@pytest.fixture
+def corpus(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    small_units(monkeypatch)
+    write_jsonl(tmp_path / "corpus" / "a.jsonl", make_texts(600))
+    write_jsonl(tmp_path / "corpus" / "b.jsonl.zst", make_texts(200, seed=1))
+    return tmp_path
+
+
+FIELDS = {"deduplicate": True, "workers": 2}
+
+
+def in_a_process(work, *, kill_after=None):
+    """Run it in a process of its own group and kill that with SIGKILL; True if it had ended by itself."""
+    pid = os.fork()
+    if not pid:
+        os.setpgid(0, 0)
+        with contextlib.suppress(BaseException):
+            work()
+            os._exit(0)
+        os._exit(1)
+    if kill_after is not None:
+        time.sleep(kill_after)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)  # the process alone: its workers must notice by themselves
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+
+
+def test_killed_at_twenty_random_moments_the_result_is_the_same(corpus, tokenizer):
+    started = time.monotonic()
+    make(tokenizer, output="right", **FIELDS)
+    seconds = time.monotonic() - started
+    right = shard_bytes("right", manifest=True)
+    moments = random.Random(7)
+    for output in range(4):
+        ended = 0
+        for _ in range(5):
+            after = moments.uniform(0, seconds)
+            ended += in_a_process(lambda name=f"x{output}": make(tokenizer, output=name, **FIELDS), kill_after=after)
+            there = sorted(path.name for path in corpus.glob(f"x{output}.*") if path.is_file())
+            finished = [f"x{output}{ending}" for ending in (".bin", ".idx", ".manifest.json")]
+            assert finished[2] not in there or there == finished, "a manifest stands for a whole shard"
+        make(tokenizer, output=f"x{output}", **FIELDS)
+        assert shard_bytes(f"x{output}", manifest=True) == right
+        assert sorted(path.name for path in corpus.glob(f"x{output}.*")) == finished, "nothing else is left"
+
+
+def test_the_command_itself_survives_kill(corpus, tokenizer, monkeypatch):
+    recipe = {
+        "base": "quickstart",
+        "tokenizer": {"path": os.path.dirname(tokenizer.path)},
+        "model": {"vocab_size": 300},
+        "prepare": [{"output": "x", "sources": ["corpus"]}],
+    }
+    Path("r.yaml").write_text(yaml.safe_dump(recipe))
+    words = [sys.executable, "-m", "bloomery", "prepare", "r.yaml", "--workers", "2"]
+    process = subprocess.Popen(words, stderr=subprocess.DEVNULL, start_new_session=True)
+    while not list(corpus.glob("x.parts/*")) and process.poll() is None:
+        time.sleep(0.01)
+    process.kill()
+    process.wait()
+    assert not Path("x.idx").exists()
+    ended = subprocess.run([*words, "--json"], capture_output=True, text=True, check=True)
+    assert json.loads(ended.stdout)["x"]["documents"] > 700
+    make(tokenizer, output="y", seed=42)
+    assert shard_bytes() == shard_bytes("y")
+    assert subprocess.run([*words, "--verify"], check=False).returncode == 0
+    Path("x.bin").write_bytes(b"\0" * Path("x.bin").stat().st_size)
+    broken = subprocess.run([*words, "--verify"], capture_output=True, text=True, check=False)
+    assert broken.returncode == 3
+    assert "where its source gives" in broken.stderr
+
+
+def count_made(monkeypatch, tmp_path):
+    """A function that says which units were made since it was last asked."""
+    log = tmp_path / "made.log"
+    real = tokenize.make_part
+
+    def logged(unit, *rest):
+        with open(log, "a") as file:
+            file.write(f"{unit.number}\n")
+        return real(unit, *rest)
+
+    def made():
+        numbers = sorted(map(int, log.read_text().split())) if log.exists() else []
+        log.unlink(missing_ok=True)
+        return numbers
+
+    monkeypatch.setattr("bloomery.prepare.run.make_part", logged)
+    return made
+
+
+def test_only_what_is_missing_or_damaged_is_made_again(corpus, tokenizer, monkeypatch):
+    made = count_made(monkeypatch, corpus)
+    make(tokenizer, output="right")
+    all_units = made()
+    assert all_units == list(range(len(all_units)))
+    for k in (0, 1):
+        make(tokenizer, share=Share(k, 2))
+    assert made() == all_units
+    for k in (0, 1):
+        make(tokenizer, share=Share(k, 2))
+    assert made() == [], "shares that are done are not done again"
+    parts = corpus / "x.parts"
+    (parts / "000001.part").write_bytes((parts / "000001.part").read_bytes()[:-1])
+    (parts / "000002.part").unlink()
+    (parts / "000003.done").write_text("{")
+    marker = json.loads((parts / "000004.done").read_text())
+    (parts / "000004.done").write_text(json.dumps({**marker, "key": "of other settings"}))
+    (parts / "000005.tmp-123-abc").write_bytes(b"half")
+    os.utime(corpus / "corpus" / "a.jsonl")
+    (parts / "shared").unlink()
+    make(tokenizer)
+    assert made() == [1, 2, 3, 4]
+    assert shard_bytes() == shard_bytes("right")
+    assert not parts.exists()
+
+
+def test_a_changed_input_or_setting_makes_parts_worthless(corpus, tokenizer, monkeypatch):
+    made = count_made(monkeypatch, corpus)
+    make(tokenizer, share=Share(0, 1))
+    units = made()
+    make(tokenizer, share=Share(0, 1), min_tokens=3)
+    assert made() == units
+    path = corpus / "corpus" / "a.jsonl"
+    path.write_bytes(path.read_bytes().replace(b"text", b"TEXT").replace(b"TEXT", b"text").replace(b"the", b"eht", 1))
+    make(tokenizer, share=Share(0, 1), min_tokens=3)
+    assert made() == [0], "the ranges of the file that are as they were"
+
+
+def test_merging_names_the_units_that_are_missing(corpus, tokenizer):
+    make(tokenizer, share=Share(1, 3))
+    with pytest.raises(DataError) as caught:
+        make(tokenizer)
+    text = str(caught.value)
+    assert "cannot be merged: of its units" in text
+    assert "0 (corpus/a.jsonl), 2 (corpus/a.jsonl)" in text
+    assert "--unit 0/3, --unit 2/3, or delete x.parts/shared" in text
+    assert not Path("x.idx").exists()
+
+
+def test_one_run_at_a_time(corpus, tokenizer, monkeypatch):
+    import fcntl
+
+    monkeypatch.setattr("bloomery.prepare.parts._LOCK_PATIENCE_SECONDS", 0.2)
+    (corpus / "x.parts").mkdir()
+    with open(corpus / "x.parts" / "lock", "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        with pytest.raises(DataError, match=r"x.parts: another run is at work on this.*--unit k/n"):
+            make(tokenizer)
+
+
+def test_a_broken_line_leaves_no_marker_and_the_rest_is_kept(corpus, tokenizer, monkeypatch):
+    path = corpus / "corpus" / "a.jsonl"
+    good = path.read_bytes()
+    position = good.index(b'{"id": 200,')
+    path.write_bytes(good[:position] + b'["id"]      ' + good[position + 12 :])
+    with pytest.raises(DataError, match=r"corpus/a.jsonl:201: is not JSON"):
+        make(tokenizer)
+    markers = {marker.stem for marker in corpus.glob("x.parts/*.done")}
+    assert markers
+    assert not Path("x.bin").exists()
+    assert not list(corpus.glob("x.parts/*.tmp-*"))
+    assert make(tokenizer, bad_records="skip").manifest.dropped["bad"] == 1
+    path.write_bytes(good)
+    make(tokenizer)
+    make(tokenizer, output="right")
+    assert shard_bytes() == shard_bytes("right")
+
+
+def test_a_worker_that_is_killed_is_an_error_not_a_hang(corpus, tokenizer, monkeypatch):
+    def die(*_):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    monkeypatch.setattr("bloomery.prepare.run.make_part", die)
+    with pytest.raises(DataError, match=r"a worker process ended unexpectedly \(SIGKILL\).*fewer --workers"):
+        make(tokenizer, workers=2)
+
+
+def test_an_interrupt_leaves_the_old_shard_whole(corpus, tokenizer, monkeypatch):
+    make(tokenizer)
+    before = shard_bytes(manifest=True)
+
+    def interrupt(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("bloomery.prepare.merge.Merge.write", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        make(tokenizer, seed=2)
+    assert shard_bytes(manifest=True) == before
+
+
+@contextlib.contextmanager
+def file_system(folder, options):
+    """A small file system of its own, in memory."""
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(folder)]
+    if os.geteuid() or subprocess.run(mount, capture_output=True, check=False).returncode:
+        pytest.skip("needs the right to mount a small file system")
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+def test_an_unwritable_folder_is_named(corpus, tokenizer):
+    with (
+        file_system(corpus / "locked", "ro"),
+        pytest.raises(StorageError, match=r"cannot create the folder locked/x.parts: Read-only.*prepare.output"),
+    ):
+        make(tokenizer, output="locked/x")
+
+
+@pytest.mark.parametrize("kilobytes", [4, 48, 120])
+def test_a_full_disk_is_named_and_nothing_half_written_is_left(corpus, tokenizer, kilobytes):
+    """The sizes fill the disk while parts are made, and while they are merged."""
+    small = corpus / "small"
+    with file_system(small, f"size={kilobytes}k"):
+        with pytest.raises(StorageError, match=r"No space left.*place for prepare.output.*goes on where") as caught:
+            make(tokenizer, output="small/x", workers=2)
+        assert "--run-dir" not in str(caught.value)
+        assert not [path for path in small.iterdir() if path.is_file()], "nothing under a final or partial name"
+        assert not list(small.glob("x.parts/*.tmp-*"))
+        subprocess.run(["mount", "-o", "remount,size=4m", str(small)], check=True)
+        make(tokenizer, output="small/x")
+        make(tokenizer, output="right")
+        assert shard_bytes("small/x") == shard_bytes("right")

@@ -1,0 +1,223 @@
+"""What `bloomery prepare` reads: files, folders, globs, URLs, every format; and every complaint about them."""
+
+import builtins
+import gzip
+import json
+
+import pytest
+import zstandard
+
+from bloomery.base.errors import DataError
+from bloomery.prepare.read import UnitReader
+from bloomery.prepare.sources import find_files
+from bloomery.prepare.units import plan_units
+from prepare_samples import jsonl, make_texts, small_units, write_jsonl
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def read(*sources, skip_bad=False, text_key="text"):
+    """(texts, records left out)."""
+    texts, bad = [], 0
+    for unit in plan_units(find_files(sources)):
+        reader = UnitReader(unit, text_key=text_key, skip_bad=skip_bad)
+        for block in reader.blocks():
+            texts += block.texts
+            assert sum(map(len, block.places)) == len(block.texts)
+        bad += reader.bad
+    return texts, bad
+
+
+def test_files_folders_and_globs_come_in_a_fixed_order(folder):
+    for name in ("b.txt", "a.md", "deep/z.txt", "deep/.git/config", ".hidden"):
+        (folder / "corpus" / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / "corpus" / name).write_text(name)
+    names = [file.name for file in find_files(["corpus", "corpus/**/*.txt", "corpus/b.txt"])]
+    assert names == [f"corpus/{name}" for name in ("a.md", "b.txt", "deep/z.txt", "b.txt", "deep/z.txt", "b.txt")]
+    assert read("corpus")[0] == ["a.md", "b.txt", "deep/z.txt"]
+
+
+def test_the_standard_library_is_a_source_on_every_machine():
+    names = [file.name for file in find_files(["python-stdlib"])]
+    assert "python-stdlib/json/decoder.py" in names
+    assert names == sorted(names)
+    assert not [name for name in names if "site-packages" in name or "/test/" in name]
+    texts, bad = read("python-stdlib")
+    assert (len(texts), bad) == (len(names), 0)
+    assert sum(map(len, texts)) > 3_000_000
+
+
+@pytest.mark.parametrize("ending", ["", ".zst", ".gz"])
+def test_every_way_to_store_lines_gives_the_same_texts(folder, ending, monkeypatch):
+    texts = make_texts(500)
+    write_jsonl(folder / f"a.jsonl{ending}", texts)
+    assert read(f"a.jsonl{ending}") == (texts, 0)
+    small_units(monkeypatch)
+    assert read(f"a.jsonl{ending}") == (texts, 0)
+    assert len(plan_units(find_files([f"a.jsonl{ending}"]))) > 5 or ending
+    assert len({piece.file.kind for unit in plan_units(find_files(["a.*"])) for piece in unit.pieces}) == 1
+
+
+def test_gzip_without_isal(folder, monkeypatch):
+    write_jsonl(folder / "a.jsonl.gz", ["one", "two"])
+    monkeypatch.setitem(__import__("sys").modules, "isal.igzip", None)
+    assert read("a.jsonl.gz") == (["one", "two"], 0)
+
+
+def test_rows_of_a_parquet_file(folder):
+    arrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    texts = make_texts(3000)
+    parquet.write_table(arrow.table({"id": range(3000), "text": texts}), "a.parquet", row_group_size=700)
+    assert read("a.parquet") == (texts, 0)
+    with pytest.raises(DataError, match=r"a.parquet: has no column 'content': its columns are id, text"):
+        read("a.parquet", text_key="content")
+    parquet.write_table(arrow.table({"text": ["x", None, "y"]}), "null.parquet")
+    with pytest.raises(DataError, match=r"null.parquet:row 2: has no text in column 'text' but None"):
+        read("null.parquet")
+    assert read("null.parquet", skip_bad=True) == (["x", "y"], 1)
+    data = (folder / "a.parquet").read_bytes()
+    (folder / "cut.parquet").write_bytes(data[: len(data) // 2])
+    with pytest.raises(DataError, match=r"cut.parquet: cannot be read as parquet"):
+        read("cut.parquet")
+
+
+def test_urls_are_read_through_fsspec(folder, monkeypatch):
+    fsspec = pytest.importorskip("fsspec")
+    small_units(monkeypatch)
+    store = fsspec.filesystem("memory")
+    texts = make_texts(300)
+    store.pipe("/bucket/deep/a.jsonl", jsonl(texts))
+    store.pipe("/bucket/b.jsonl.zst", zstandard.compress(jsonl(["last"])))
+    store.pipe("/bucket/.hidden/c.jsonl", jsonl(["no"]))
+    assert read("memory://bucket") == (["last", *texts], 0)
+    assert len(plan_units(find_files(["memory://bucket/deep/a.jsonl"]))) > 3
+    assert read("memory://bucket/*/a.jsonl") == (texts, 0)
+    write_jsonl(folder / "local.jsonl", ["here"])
+    assert read(f"file://{folder}/local.jsonl") == (["here"], 0)
+    with pytest.raises(DataError, match="matches no file"):
+        read("memory://nowhere/*.jsonl")
+    with pytest.raises(DataError, match="cannot be read: Protocol not known: nonsense"):
+        read("nonsense://x")
+
+
+def test_a_missing_package_for_a_url_is_named(monkeypatch):
+    real = builtins.__import__
+
+    def without_s3fs(name, *args, **kwargs):
+        if name == "s3fs":
+            raise ModuleNotFoundError("No module named 's3fs'")
+        return real(name, *args, **kwargs)
+
+    monkeypatch.setattr(builtins, "__import__", without_s3fs)
+    with pytest.raises(DataError, match=r"needs a package that is not installed.*[Ii]nstall s3fs"):
+        read("s3://bucket/x.jsonl")
+
+
+def test_odd_but_valid_lines(folder):
+    lines = [
+        '{"text": "windows"}\r',
+        "",
+        "  ",
+        '{"text": "score", "loss": NaN}',
+        '{"text": "big", "n": ' + "9" * 40 + "}",
+    ]
+    (folder / "a.jsonl").write_bytes(b"\xef\xbb\xbf" + "\n".join([*lines, '{"text": "no newline"}']).encode())
+    assert read("a.jsonl") == (["windows", "score", "big", "no newline"], 0)
+
+
+BROKEN = {
+    b'{"text": "cut off': r"a\.jsonl:3: is not JSON: Unterminated string",
+    b'{"content": "x", "id": 1}': r"a\.jsonl:3: has no 'text': its keys are content, id",
+    b'{"text": 5}': r"a\.jsonl:3: has a 'text' that is no string but 5",
+    b'{"text": null}': r"a\.jsonl:3: has a 'text' that is no string but None",
+    b'["text"]': r"a\.jsonl:3: has no 'text': it is no object",
+    b'{"text": "\xff\xfe"}': r"a\.jsonl:3: is not UTF-8: byte 10 of the line is 0xff",
+    b'{"text": "\\ud800 half"}': r"a\.jsonl:3: has half a surrogate pair",
+    b"[" * 100_000: r"a\.jsonl:3: is not JSON",
+}
+
+
+@pytest.mark.parametrize("line", BROKEN, ids=lambda line: line[:12].decode(errors="replace"))
+def test_a_broken_line_is_named_or_counted(folder, line):
+    (folder / "a.jsonl").write_bytes(b'{"text": "good"}\n\n' + line + b'\n{"text": "also"}\n')
+    with pytest.raises(DataError, match=BROKEN[line]) as caught:
+        read("a.jsonl")
+    assert "bad_records: skip" in str(caught.value)
+    assert read("a.jsonl", skip_bad=True) == (["good", "also"], 1)
+
+
+def test_the_line_number_is_that_of_the_file_even_in_a_later_unit(folder, monkeypatch):
+    small_units(monkeypatch)
+    lines = jsonl(make_texts(400)).splitlines()
+    lines[321] = b"{"
+    for name, content in (("a.jsonl", b"\n".join(lines)), ("a.jsonl.zst", zstandard.compress(b"\n".join(lines)))):
+        (folder / name).write_bytes(content)
+        with pytest.raises(DataError, match=rf"{name}:322: is not JSON"):
+            read(name)
+
+
+def test_what_is_not_text_is_named_or_counted(folder):
+    (folder / "c").mkdir()
+    (folder / "c" / "a.png").write_bytes(b"\x89PNG\n\xff")
+    (folder / "c" / "b.py").write_text("x = 1\n")
+    with pytest.raises(DataError, match=r"c/a.png:1: is not UTF-8 at byte 0.*bad_records: skip"):
+        read("c")
+    assert read("c", skip_bad=True) == (["x = 1\n"], 1)
+
+
+@pytest.mark.parametrize("pack", [zstandard.compress, gzip.compress])
+def test_a_truncated_or_damaged_archive_is_an_error_even_when_skipping(folder, pack):
+    ending = "zst" if pack is zstandard.compress else "gz"
+    good = pack(jsonl(make_texts(2000)))
+    for content, message in [
+        (good[:-10], "is cut off or damaged"),
+        (good[: len(good) // 2], "is cut off or damaged"),
+        (good + good[:-5], "is cut off or damaged"),
+        (b"plain text, not an archive", f"cannot be read as {ending}"),
+    ]:
+        (folder / f"a.jsonl.{ending}").write_bytes(content)
+        with pytest.raises(DataError, match=rf"a.jsonl.{ending}: {message}"):
+            read(f"a.jsonl.{ending}", skip_bad=True)
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.zst", "a.jsonl.gz", "a.parquet"])
+def test_a_file_without_bytes_holds_no_document(folder, name):
+    (folder / name).touch()
+    assert read(name) == ([], 0)
+
+
+def test_sources_that_match_nothing_are_all_named():
+    with pytest.raises(DataError, match=r"matches no file.*python-stdlib") as caught:
+        read("nowhere", "also/*.rst")
+    assert [problem.place for problem in caught.value.problems] == ["nowhere", "also/*.rst"]
+
+
+def test_a_file_that_cannot_be_opened_is_named(folder, monkeypatch):
+    write_jsonl(folder / "a.jsonl", ["x"])
+    files = plan_units(find_files(["a.jsonl"]))
+    (folder / "a.jsonl").unlink()
+    with pytest.raises(DataError, match=r"a.jsonl: cannot be read: No such file"):
+        list(UnitReader(files[0], text_key="text", skip_bad=True).blocks())
+    (folder / "a.jsonl").write_text("{")
+    with pytest.raises(DataError, match=r"is cut off or damaged: it ends 22 bytes before the end it had"):
+        list(UnitReader(files[0], text_key="text", skip_bad=True).blocks())
+
+
+def test_units_follow_from_the_files_alone(folder):
+    for number in range(20):
+        (folder / "c" / str(number)).parent.mkdir(exist_ok=True)
+        (folder / "c" / str(number)).write_text("x" * 1000)
+    write_jsonl(folder / "c" / "big.jsonl", ["y" * 100] * 100_000)
+    units = plan_units(find_files(["c", "c/0"]))
+    assert [unit.number for unit in units] == list(range(len(units)))
+    assert [piece.file.number for unit in units for piece in unit.pieces] == [*range(20), 20, 20, 20, 20, 21]
+    ranges = [(piece.start, piece.end) for unit in units for piece in unit.pieces if piece.file.number == 20]
+    content = (folder / "c" / "big.jsonl").read_bytes()
+    assert b"".join(content[start:end] for start, end in ranges) == content
+    assert all(content[end - 1 : end] == b"\n" for _, end in ranges)
+    assert json.loads(content[ranges[1][0] :].split(b"\n")[0])["text"] == "y" * 100
