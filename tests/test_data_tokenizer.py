@@ -120,3 +120,119 @@ def test_impossible_vocabularies_say_what_is_possible(tmp_path):
 def test_moving_the_folder_changes_nothing(tokenizer, folder, tmp_path):
     shutil.copytree(folder, tmp_path / "moved")
     assert Tokenizer.load(str(tmp_path / "moved")).content_hash == tokenizer.content_hash
+
+
+def test_lazy_loading_says_the_same_and_complains_when_it_is_used(tokenizer, folder, tmp_path):
+    lazy = Tokenizer.load(str(folder), lazy=True)
+    assert (lazy.vocab_size, lazy.special_tokens, lazy.content_hash) == (
+        tokenizer.vocab_size,
+        tokenizer.special_tokens,
+        tokenizer.content_hash,
+    )
+    assert lazy.vocab_size == max(tokenizer._tokenizer.get_vocab(with_added_tokens=True).values()) + 1
+    (tmp_path / "tokenizer.json").write_text('{"model": {"vocab": {}}}')
+    broken = Tokenizer.load(str(tmp_path), lazy=True)
+    with pytest.raises(DataError, match="is not a tokenizer that"):
+        broken.encode_batch(["x"])
+
+
+def test_special_tokens_become_ids_only_where_asked_for(tokenizer):
+    (ids,) = tokenizer.encode_batch(["a<|endoftext|>b"], special_tokens_as_ids=True)
+    assert ids.tolist().count(tokenizer.eod_id) == 1
+    assert tokenizer.eod_id not in tokenizer.encode_batch(["a<|endoftext|>b"])[0]
+
+
+@pytest.fixture
+def gpt2_folder(folder, tmp_path):
+    """The same tokenizer as GPT-2's two files."""
+    model = json.loads((folder / "tokenizer.json").read_text())["model"]
+    (tmp_path / "vocab.json").write_text(json.dumps(model["vocab"]))
+    merges = "\n".join(pair if isinstance(pair, str) else " ".join(pair) for pair in model["merges"])
+    (tmp_path / "merges.txt").write_text(f"#version: 0.2\n{merges}\n")
+    return tmp_path
+
+
+def test_gpt2_vocabulary_and_merges(gpt2_folder, tokenizer):
+    loaded = Tokenizer.load(str(gpt2_folder))
+    texts = [*TEXTS, "żółć 漢字 🙂 \x00", "a <|endoftext|> b", " # x"]
+    for right, found in zip(tokenizer.encode_batch(texts), loaded.encode_batch(texts), strict=True):
+        assert right.tolist() == found.tolist()
+    assert (loaded.vocab_size, loaded.eod_id) == (tokenizer.vocab_size, tokenizer.eod_id)
+    assert loaded.decode(loaded.encode_batch(["the end"])[0]) == "the end"
+    assert Tokenizer.load(str(gpt2_folder)).content_hash == loaded.content_hash
+
+
+def test_gpt2_files_equal_transformers(gpt2_folder):
+    transformers = pytest.importorskip("transformers")
+    theirs = transformers.GPT2TokenizerFast(str(gpt2_folder / "vocab.json"), str(gpt2_folder / "merges.txt"))
+    ours = Tokenizer.load(str(gpt2_folder))
+    for text in TEXTS:
+        assert theirs(text)["input_ids"] == ours.encode_batch([text])[0].tolist()
+
+
+def test_broken_gpt2_files_are_named(gpt2_folder):
+    (gpt2_folder / "merges.txt").write_text("a b c\n")
+    with pytest.raises(DataError, match=r"merges.txt: has the line 'a b c'. Each line is a pair"):
+        Tokenizer.load(str(gpt2_folder))
+    (gpt2_folder / "merges.txt").write_text("nobody knows\n")
+    with pytest.raises(DataError, match=r"merges.txt: does not fit .*vocab.json"):
+        Tokenizer.load(str(gpt2_folder))
+    (gpt2_folder / "vocab.json").write_text("[]")
+    with pytest.raises(DataError, match=r"vocab.json: holds no object"):
+        Tokenizer.load(str(gpt2_folder))
+    (gpt2_folder / "vocab.json").unlink()
+    with pytest.raises(DataError, match=r"vocab.json: cannot be read: No such file"):
+        Tokenizer.load(str(gpt2_folder))
+
+
+@pytest.fixture
+def bert_folder(tmp_path):
+    pieces = [
+        "[PAD]",
+        "[UNK]",
+        "[CLS]",
+        "[SEP]",
+        "[MASK]",
+        "un",
+        "##aff",
+        "##able",
+        "cafe",
+        "café",
+        "Hello",
+        "hello",
+        ",",
+        "漢",
+    ]
+    (tmp_path / "vocab.txt").write_text("\n".join(pieces) + "\n")
+    return tmp_path
+
+
+def test_bert_wordpiece_lower_case_and_cased(bert_folder):
+    loaded = Tokenizer.load(str(bert_folder))
+    assert loaded.vocab_size == 14
+    assert (loaded.pad_id, loaded.cls_id, loaded.sep_id, loaded.mask_id, loaded.eod_id) == (0, 2, 3, 4, 3)
+    assert loaded.encode_batch(["Hello, UNAFFABLE café 漢x", ""])[0].tolist() == [11, 12, 5, 6, 7, 8, 13, 1]
+    assert 4 not in loaded.encode_batch(["[MASK]"])[0]
+    (bert_folder / "tokenizer_config.json").write_text('{"do_lower_case": false}')
+    cased = Tokenizer.load(str(bert_folder))
+    assert cased.encode_batch(["Hello, hello café"])[0].tolist() == [10, 12, 11, 9]
+    assert cased.content_hash != loaded.content_hash
+
+
+def test_bert_files_equal_transformers(bert_folder, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    theirs = transformers.BertTokenizerFast(str(bert_folder / "vocab.txt"))
+    ours = Tokenizer.load(str(bert_folder))
+    for text in ("Hello, unaffable CAFÉ", "un\u0301 漢 hello\tx", "a" * 200):
+        assert theirs(text, add_special_tokens=False)["input_ids"] == ours.encode_batch([text])[0].tolist()
+    ours.save_hf_files(str(tmp_path / "export"), model_max_length=8)
+    again = transformers.AutoTokenizer.from_pretrained(str(tmp_path / "export"))
+    assert (again.mask_token_id, again.cls_token_id, again.pad_token_id) == (4, 2, 0)
+
+
+def test_a_bert_vocabulary_without_its_special_tokens_is_named(bert_folder, tokenizer):
+    (bert_folder / "vocab.txt").write_text("a\nb\n")
+    with pytest.raises(DataError, match=r"vocab.txt: lacks \[PAD\], \[UNK\]"):
+        Tokenizer.load(str(bert_folder))
+    with pytest.raises(DataError, match=r"has no \[MASK\]; its special tokens are <\|endoftext\|>"):
+        tokenizer.mask_id  # noqa: B018

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 from bloomery.base.errors import DataError
+from bloomery.data.batch import IGNORED_LABEL, Packing
 from bloomery.data.index_cache import IndexCache
 from bloomery.data.megatron import GreedyBlend, MegatronSource
 from bloomery.data.megatron_order import BlendRequest, build_blend, split_boundaries
@@ -34,17 +35,21 @@ SPLITS = ["969,30,1", "949,50,1", "90/5/5", "7,2,1", "1,1,1", "0.5,0.25,0.25", "
 SEEDS = [0, 1, 42, 1234, 2**31, 2**32 - 1]
 
 
+EOD = 5
+
+
 def configured(prefixes: list[str], weights: list[float] | None, split: str, **settings: int) -> Any:
-    tokenizer = SimpleNamespace(vocab_size=VOCAB, eod=0, unique_identifiers={"class": "none"})
+    tokenizer = SimpleNamespace(vocab_size=VOCAB, eod=EOD, unique_identifiers={"class": "none"})
+    packing = bool(settings.get("packing", False))
     return core.GPTDatasetConfig(
         random_seed=settings["seed"],
         sequence_length=settings["seq_length"],
         blend=(prefixes, weights),
         split=split,
         tokenizer=tokenizer,
-        reset_position_ids=False,
+        reset_position_ids=packing,
         reset_attention_mask=False,
-        eod_mask_loss=False,
+        eod_mask_loss=packing,
         create_attention_mask=False,
     )
 
@@ -120,6 +125,30 @@ def test_every_index_and_sample_of_one_source(tmp_path: Path, case: int) -> None
         assert mine.total_samples == len(dataset)
         assert_same_samples(mine, dataset)
         mine.close()
+
+
+def test_positions_and_loss_at_the_ends_of_documents(tmp_path: Path) -> None:
+    prefix = write_lengths(tmp_path / "x", [9, 30, 4, 17] * 20, vocab=11)
+    packing = Packing(EOD, reset_positions=True, eod_loss=False)
+    settings = {"seed": 3, "seq_length": 24}
+    ours = MegatronSource(
+        prefix,
+        flavour="megatron",
+        samples=100,
+        vocab_size=11,
+        cache=IndexCache(tmp_path / "cache"),
+        packing=packing,
+        **settings,
+    )
+    theirs = build([prefix], None, "1,0,0", [100, 0, 0], packing=1, **settings)[0]
+    batch = ours.read(np.arange(ours.total_samples))
+    for i in range(ours.total_samples):
+        sample = theirs[i]
+        assert (batch.inputs["positions"][i] == sample["position_ids"]).all()
+        has_loss = batch.targets["lm loss"][i] != IGNORED_LABEL
+        assert (has_loss == (sample["loss_mask"] > 0)).all()
+        assert not has_loss.all()
+        assert (batch.targets["lm loss"][i][has_loss] == sample["labels"][has_loss]).all()
 
 
 def rounds_once() -> bool:

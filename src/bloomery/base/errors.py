@@ -42,6 +42,9 @@ class BloomeryError(Exception):
         self.problems = [problems] if isinstance(problems, Problem) else list(problems)
         super().__init__("\n".join(str(problem) for problem in self.problems))
 
+    def __reduce__(self) -> tuple[type[BloomeryError], tuple[list[Problem]]]:
+        return type(self), (self.problems,)  # so that it comes whole out of a worker process
+
 
 class RecipeError(BloomeryError):
     """The recipe or the command line is wrong."""

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import os
 import secrets
+import socket
 import tempfile
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from bloomery.base.errors import Problem, StorageError
@@ -43,6 +45,33 @@ def make_run_folder(path: str | os.PathLike[str]) -> Path:
     except OSError as error:
         raise storage_error(folder, error, action=action, wanted_bytes=_PROBE_BYTES) from error
     return folder
+
+
+@contextlib.contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Hold the folder against other processes that ask the same way; StorageError names the one that has it.
+
+    The lock goes with the process, however it ends. File systems without locks let everyone in.
+    """
+    path = folder / ".lock"
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+    except OSError as error:
+        raise storage_error(path, error) from error
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
+                holder = os.pread(descriptor, 200, 0).decode(errors="replace").strip() or "another process"
+                remedy = "wait for it or stop it, or use another --run-dir"
+                raise StorageError(Problem(f"{folder} is in use by {holder}", remedy=remedy)) from error
+        with contextlib.suppress(OSError):  # only for that message
+            os.ftruncate(descriptor, 0)
+            os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def storage_error(path: Path, error: OSError, *, action: str = "write", wanted_bytes: int = 0) -> StorageError:

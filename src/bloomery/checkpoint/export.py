@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from bloomery.base.errors import Problem, StorageError
@@ -31,11 +32,12 @@ def export_checkpoint(checkpoint: Path, output: Path, *, tokenizer_path: str | N
     tokenizer = tokenizer_of(recipe, tokenizer_path)
     tensors = to_hf(dict(model.named_parameters()), recipe.model)
     make_run_folder(output)
+    (output / "config.json").unlink(missing_ok=True)  # an older export must not lend its config to new weights
     try:
         save_file(
             {name: tensor.detach().contiguous() for name, tensor in tensors.items()}, output / "model.safetensors"
         )
-    except OSError as error:
+    except (OSError, SafetensorError) as error:
         raise StorageError(
             Problem(f"cannot write {output / 'model.safetensors'}: {error}", place=str(output))
         ) from error

@@ -19,6 +19,8 @@ from bloomery.base.storage import write_atomically
 MANIFEST = "manifest.json"
 LATEST = "latest"
 FORMAT = 1
+RETIRED = "retired"
+"""Folder of checkpoints whose branch of the run was left."""
 _NAME = re.compile(r"^step-(\d{8,})$")
 
 
@@ -38,7 +40,7 @@ def latest_checkpoint(root: Path) -> Path | None:
     """The checkpoint to go on from: what `latest` names, or the newest complete one if `latest` is gone."""
     pointer = root / LATEST
     if pointer.is_file():
-        named = root / pointer.read_text().strip()
+        named = root / pointer.read_text(errors="replace").strip("\0 \n")
         if (named / MANIFEST).is_file():
             return named
     whole = complete_checkpoints(root)
@@ -68,7 +70,7 @@ def write_manifest(folder: Path, facts: dict[str, Any]) -> None:
 
 def verify(folder: Path) -> None:
     """Every file of the manifest is there, whole and unchanged; DataError names all that are not."""
-    manifest = json.loads((folder / MANIFEST).read_text())
+    manifest = _read_manifest(folder)
     if manifest.get("format") != FORMAT:
         what = f"the checkpoint has format {manifest.get('format')!r}"
         remedy = "use the version of Bloomery that saved it"
@@ -86,9 +88,62 @@ def verify(folder: Path) -> None:
     if problems:
         whole = [path.name for path in complete_checkpoints(folder.parent) if path != folder]
         remedy = (
-            f"use another checkpoint: {', '.join(whole)}" if whole else "there is no other checkpoint in this folder"
+            f"go on from another with --from: {', '.join(whole)}"
+            if whole
+            else "there is no other checkpoint in this folder"
         )
         raise DataError([*problems, Problem(f"checkpoint {folder.name} is damaged", remedy=remedy, place=str(folder))])
+
+
+def checkpoint_named(root: Path, name: str) -> Path:
+    """The complete checkpoint `step-00000100`, also called `100`. DataError lists those there are."""
+    wanted = step_name(int(name)) if name.isdigit() else name
+    for path in complete_checkpoints(root):
+        if path.name == wanted:
+            return path
+    have = ", ".join(path.name for path in complete_checkpoints(root)) or "none"
+    raise DataError(Problem(f"there is no complete checkpoint {wanted}", f"there are: {have}", "name one", str(root)))
+
+
+def sweep_debris(root: Path) -> list[str]:
+    """Delete what saves and deletions that were killed left behind; the names. For the holder of the run's lock."""
+    if not root.is_dir():
+        return []
+    complete = set(complete_checkpoints(root))
+    debris = [
+        path
+        for path in root.iterdir()
+        if path.is_dir() and path not in complete and (_NAME.match(path.name) or path.name.startswith(".step-"))
+    ]
+    for path in debris:
+        shutil.rmtree(path, ignore_errors=True)
+    return sorted(path.name for path in debris)
+
+
+def retire_later(root: Path, step: int) -> list[str]:
+    """Move complete checkpoints beyond `step` aside, so that they are neither resumed from nor counted; their names."""
+    later = [path for path in complete_checkpoints(root) if int(path.name.removeprefix("step-")) > step]
+    for path in later:
+        (root / RETIRED).mkdir(exist_ok=True)
+        place = root / RETIRED / path.name
+        number = 1
+        while place.exists():
+            number += 1
+            place = root / RETIRED / f"{path.name}.{number}"
+        path.rename(place)
+    return [path.name for path in later]
+
+
+def _read_manifest(folder: Path) -> dict[str, Any]:
+    try:
+        manifest = json.loads((folder / MANIFEST).read_text())
+        if not isinstance(manifest, dict) or not isinstance(manifest.get("files"), dict):
+            raise ValueError("it has no list of files")
+    except (OSError, ValueError) as error:
+        whole = ", ".join(path.name for path in complete_checkpoints(folder.parent) if path != folder) or "none"
+        remedy = f"go on from another checkpoint with --from: {whole}"
+        raise DataError(Problem(f"{MANIFEST} cannot be read: {error}", remedy=remedy, place=str(folder))) from error
+    return manifest
 
 
 def remove(folder: Path) -> None:

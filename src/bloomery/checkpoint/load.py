@@ -72,4 +72,10 @@ def tokenizer_of(recipe: Recipe, path: str | None = None) -> Tokenizer:
     where = path or (recipe.tokenizer.path if recipe.tokenizer else None)
     if where is None:
         raise DataError(Problem("the recipe names no tokenizer", remedy="give one with --tokenizer"))
-    return Tokenizer.load(where)
+    tokenizer = Tokenizer.load(where)
+    if tokenizer.vocab_size > recipe.model.vocab_size:
+        what = (
+            f"the tokenizer has {tokenizer.vocab_size} entries but the model's vocabulary is {recipe.model.vocab_size}"
+        )
+        raise DataError(Problem(what, remedy="give the one it was trained with, with --tokenizer", place=where))
+    return tokenizer

@@ -28,8 +28,6 @@ def save_checkpoint(
 ) -> Path:
     """The new folder, complete and named by `latest`. StorageError if there is no room; then nothing has changed."""
     final = root / folders.step_name(step)
-    if (final / folders.MANIFEST).is_file():
-        return final
     draft = root / f".{final.name}.tmp"
     try:
         for debris in (draft, final):
@@ -82,6 +80,8 @@ def estimate_save_seconds(root: Path, tensors: Mapping[str, Tensor], *, probe_by
             file.write(os.urandom(probe_bytes))
             file.flush()
             os.fsync(file.fileno())
+    except OSError:
+        return 0.0  # no room to measure; the save itself will say so
     finally:
         probe.unlink(missing_ok=True)
     return (time.monotonic() - started) * max(1.0, _bytes_of(tensors) / probe_bytes)
@@ -99,4 +99,6 @@ def _require_room(root: Path, tensors: Mapping[str, Tensor]) -> None:
 
 
 def _first_line(error: BaseException) -> str:
+    if isinstance(error, CheckpointException):  # its own text names ranks; the cause is inside
+        error = next(iter(error.failures.values()))[0]
     return (str(error).strip() or type(error).__name__).splitlines()[0]

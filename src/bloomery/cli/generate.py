@@ -54,6 +54,8 @@ def continue_text(args: argparse.Namespace) -> str:
     if recipe.model.family == "bert":
         raise RecipeError(Problem("this checkpoint is a bert", "an encoder cannot continue a text"))
     tokenizer = tokenizer_of(recipe, args.tokenizer)
+    if any("\ud800" <= letter <= "\udfff" for letter in args.prompt):
+        raise RecipeError(Problem("--prompt is not UTF-8", remedy="write it in UTF-8", place="command line"))
     ids = tokenizer.encode_batch([args.prompt])[0].tolist() or [tokenizer.eod_id]
     tokens = generate(
         model,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import errno
 import importlib
 import os
 import sys
@@ -39,7 +40,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
         code = _run(arguments)
-        sys.stdout.flush()  # here, where a closed pipe or a full disk can still be answered
+        if sys.stdout is not None:
+            sys.stdout.flush()  # here, where a closed pipe or a full disk can still be answered
         return code
     except BloomeryError as error:
         for problem in error.problems:
@@ -48,9 +50,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("bloomery: interrupted", file=sys.stderr)
         return exit_codes.INTERRUPTED
-    except BrokenPipeError:  # `bloomery ... | head`: the reader has seen enough
+    except BrokenPipeError:  # `bloomery ... | head`: the reader has seen enough. (A training never ends up here.)
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return exit_codes.OK
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        print(f"bloomery: the answer could not be written to standard output: {error.strerror}", file=sys.stderr)
+        return exit_codes.STORAGE
 
 
 def _run(arguments: list[str]) -> int:

@@ -75,10 +75,12 @@ def run(args: argparse.Namespace) -> int:
 
 def _line(output: str, how: str, manifest: ShardManifest) -> str:
     size = format_bytes(sum(source.bytes for source in manifest.sources))
-    dropped = ", ".join(f"{count:,} {reason}" for reason, count in manifest.dropped.items() if count)
+    counts = {**manifest.dropped}
+    usual = f"{counts.pop('empty')} empty and {counts.pop('bad')} unreadable documents left out"
+    others = "".join(f", {count:,} {reason}" for reason, count in counts.items() if count)
     return (
         f"{output}: {how}. {manifest.documents:,} documents, {size}, {format_count(manifest.tokens)} tokens "
-        f"(left out: {dropped or 'none'})"
+        f"({usual}{others})"
     )
 
 

@@ -52,6 +52,9 @@ def run(args: argparse.Namespace) -> int:
                 print(f"{recipe.tokenizer.path} is there already")
             elif code := main(command):
                 return code
+            elif command[0] == "train" and (stopped := _stopped_by_hand(args.run_dir)):
+                print(f"quickstart ends here, because training was stopped: {stopped}. Run it again to go on.")
+                return exit_codes.INTERRUPTED
     print(f"\n[6/6] What came of it\n{_results(recipe, args.run_dir)}")
     return exit_codes.OK
 
@@ -69,18 +72,29 @@ def _results(recipe: Recipe, folder: Path) -> str:
     assert recipe.data is not None
     with ShardReader(recipe.data.train[0].path) as shard:
         entropy = unigram_entropy(shard, vocab_size=recipe.model.vocab_size)
-    last = [record for record in read_metrics(folder / names.METRICS_FILE) if not isinstance(record, StepRecord)][-1]
+    records = read_metrics(folder / names.METRICS_FILE)
+    last = next((each for each in reversed(records) if not isinstance(each, StepRecord)), records[-1])
+    kind = "training" if isinstance(last, StepRecord) else "validation"
     ledger = EventLog(folder / names.EVENTS_FILE, job=last.job)
     ledger.event("note", last.step, reference_losses={"unigram entropy": entropy})
     ledger.file.close()
     lines = [
-        f"validation loss {last.losses['lm loss']:.3f} nats per token; knowing only how often each token occurs gives "
+        f"{kind} loss {last.losses['lm loss']:.3f} nats per token; knowing only how often each token occurs gives "
         f"{entropy:.3f}",
         _proof(folder),
         f"report: {write_report(folder)}",
         f"done in {format_seconds(job_seconds())}; next: docs/tour.md",
     ]
     return "\n".join(lines)
+
+
+def _stopped_by_hand(folder: Path) -> str | None:
+    """Why the newest job stopped, if a person or the system asked it to."""
+    from bloomery.monitor import names
+    from bloomery.monitor.history import read_events
+
+    stops = [event for event in read_events(folder / names.EVENTS_FILE) if event["kind"] == names.EVENT_STOP]
+    return str(stops[-1]["text"]) if stops and stops[-1]["reason"] in ("signal", "control") else None
 
 
 def _proof(folder: Path) -> str:

@@ -14,6 +14,7 @@ from bloomery.train.kill_switch import kill_switch
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_recipe_arguments(parser)
     parser.add_argument("--run-dir", type=Path, help="folder of the run; default: runs/<name>")
+    parser.add_argument("--from", dest="start_from", metavar="CKPT", help="go on from this checkpoint: step-00000100")
     parser.add_argument("--device", help="cpu, cuda, ...; default: this machine's accelerator")
     parser.add_argument("--quiet", action="store_true", help="say only what is wrong")
 
@@ -27,7 +28,9 @@ def run(args: argparse.Namespace) -> int:
     from bloomery.train.loop import train
     from bloomery.train.setup import prepared_run
 
-    with prepared_run(recipe, folder, device=args.device, quiet=args.quiet) as (prepared, state):
-        stop = train(prepared, state)
-        prepared.journal.notice(f"stopped at step {state.step:,}: {stop.text}. Saved in {folder}")
+    with prepared_run(recipe, folder, device=args.device, quiet=args.quiet, start_from=args.start_from) as (
+        prepared,
+        state,
+    ):
+        train(prepared, state)
     return exit_codes.OK

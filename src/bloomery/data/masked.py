@@ -180,12 +180,12 @@ def index_samples(
         short_target = 2 + (splitmix64(numbers) % np.uint64(room - 1)).astype(np.int64)
         target = before[first] + np.where(is_short, short_target, room)
         last = np.searchsorted(before, target, side="right") - 1
-        # Two sentences at least where two fit, for they have an order; and no lonely one left for the end.
+        # Two sentences at least where two fit, for they have an order; and no lonely one left for the end: it joins the
+        # others where it can, or they give it one of theirs.
         two = np.minimum(first + 2, stop)
         last = np.maximum(last, np.where(before[two] - before[first] <= room, two, first + 1))
         last = np.minimum(last, stop)
-        joins = (before[stop] - before[last] == 1) & (before[stop] - before[first] <= room)
-        last = np.where(joins, stop, last)
+        last = np.where((stop - last == 1) & (before[stop] - before[first] <= room), stop, last)
         lends = (stop - last == 1) & (last - first >= 3) & (before[stop] - before[stop - 2] <= room)
         last = last - lends
         found.append((first, last))

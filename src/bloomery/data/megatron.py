@@ -6,14 +6,15 @@ are built once and kept in a cache (index_cache.py); how they are built is in me
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from bloomery.base.errors import DataError, Problem
-from bloomery.data.batch import Batch, causal_batch
+from bloomery.data.batch import Batch, Packing, causal_batch
+from bloomery.data.causal import check_ids
 from bloomery.data.index_cache import IndexCache, file_checksum
 from bloomery.data.megatron_order import (
     BlendRequest,
@@ -45,11 +46,14 @@ class MegatronSource:
         part: Part | Literal["all"] = "all",
         split: str | None = None,
         key: str | None = None,
+        packing: Packing | None = None,
     ) -> None:
-        """`samples` is what the run asks of this source: the number of epochs follows from it."""
+        """`samples` is what the run asks of this source: the number of epochs follows from it. The rest is as in
+        CausalSource."""
         if (part == "all") != (split is None):
             raise ValueError(f"part {part!r} with split {split!r}: a split is needed for a part, and only then")
         self.key = prefix if key is None else key
+        self.packing = packing
         self.seq_length = seq_length
         self.vocab_size = vocab_size
         self.shard = ShardReader(prefix)
@@ -81,12 +85,13 @@ class MegatronSource:
         """The samples that a run takes from this source at these places."""
         rows = np.empty((len(ordinals), self.seq_length + 1), np.int64)
         for row, ordinal in zip(rows, ordinals, strict=True):
-            at = 0
-            for start, stop in self._stretches(int(ordinal)):
-                row[at : at + stop - start] = self.shard.read(start, stop - start)
-                at += stop - start
-        self._check_ids(rows, ordinals)
-        return causal_batch(rows)
+            for start, tokens in self._cut(row, int(ordinal)):
+                tokens[:] = self.shard.read(start, len(tokens))
+        if rows.size and rows.view(np.uint64).max() >= self.vocab_size:
+            for row, ordinal in zip(rows, ordinals, strict=True):
+                for start, tokens in self._cut(row, int(ordinal)):
+                    check_ids(tokens[None], np.array([start]), shard=self.shard, vocab_size=self.vocab_size)
+        return causal_batch(rows, self.packing)
 
     def trace(self, ordinal: int) -> Trace:
         """Where the sample at this place comes from. `epoch` counts tokens: epochs that are shuffled together mix."""
@@ -118,6 +123,13 @@ class MegatronSource:
         )
         return SampleIndex(**arrays)
 
+    def _cut(self, row: NDArray[np.int64], ordinal: int) -> Iterator[tuple[int, NDArray[np.int64]]]:
+        """(first token in the shard, place in the row) of each stretch of a sample."""
+        at = 0
+        for start, stop in self._stretches(ordinal):
+            yield start, row[at : at + stop - start]
+            at += stop - start
+
     def _stretches(self, ordinal: int) -> list[tuple[int, int]]:
         """Tokens [start, stop) of the shard that make up a sample, in order."""
         if not 0 <= ordinal < self.total_samples:
@@ -129,27 +141,6 @@ class MegatronSource:
         stops[-1] = starts[-1] + end + 1
         starts[0] += offset
         return [(start, stop) for start, stop in zip(starts.tolist(), stops.tolist(), strict=True) if stop > start]
-
-    def _check_ids(self, rows: NDArray[np.int64], ordinals: NDArray[np.int64]) -> None:
-        # As unsigned numbers, negative ids are large: one maximum finds both mistakes.
-        if rows.size == 0 or rows.view(np.uint64).max() < self.vocab_size:
-            return
-        row, column = divmod(int(np.argmax(rows.view(np.uint64) >= self.vocab_size)), rows.shape[1])
-        before = 0
-        for start, stop in self._stretches(int(ordinals[row])):
-            if column < before + stop - start:
-                break
-            before += stop - start
-        document, position = self.shard.document_at(start + column - before)
-        raise DataError(
-            Problem(
-                what=f"document {document} holds token id {rows[row, column]} at position {position}",
-                rule=f"ids must be from 0 to {self.vocab_size - 1}, below the vocabulary size {self.vocab_size}",
-                remedy="use the tokenizer the shard was made with and set model.vocab_size to its size, "
-                "or make the shard again with `bloomery prepare`",
-                place=f"{self.shard.prefix}.bin",
-            )
-        )
 
 
 class GreedyBlend:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -80,7 +81,7 @@ def open_data(
 
 def source_key(section: SourceSection) -> str:
     """What names a source in orders, checkpoints and metrics."""
-    return section.name or section.path
+    return section.name or os.path.normpath(section.path)
 
 
 def _weights(sections: Sequence[SourceSection]) -> dict[str, float]:

@@ -32,13 +32,17 @@ class Tokenizer:
         self.path = path
         self.content = content
         if not lazy:
-            _ = self._tokenizer
+            self.build()
 
     @classmethod
     def load(cls, path: str, *, lazy: bool = False) -> Tokenizer:
         """From a folder that holds a tokenizer.json, GPT-2's vocab.json and merges.txt, or BERT's vocab.txt."""
         content, file_path = read_tokenizer_json(path)
         return cls(content, path=file_path, lazy=lazy)
+
+    def build(self) -> None:
+        """What `lazy` had put off."""
+        _ = self._tokenizer
 
     @cached_property
     def _tokenizer(self) -> Any:

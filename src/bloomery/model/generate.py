@@ -51,4 +51,5 @@ def _pick(logits: Tensor, temperature: float, top_k: int | None, random: torch.G
     if top_k is not None:
         smallest_kept = logits.topk(min(top_k, logits.shape[-1])).values[:, -1:]
         logits = logits.masked_fill(logits < smallest_kept, float("-inf"))
-    return torch.multinomial((logits / temperature).softmax(-1), 1, generator=random)[:, 0]
+    scaled = (logits - logits.max(-1, keepdim=True).values) / temperature  # so that a tiny temperature cannot overflow
+    return torch.multinomial(scaled.softmax(-1), 1, generator=random)[:, 0]

@@ -28,7 +28,8 @@ class Console:
         self._rich: RichConsole | None = None
         self._progress: Progress | None = None
         self._bar: TaskID | None = None
-        if self._file.isatty() and os.environ.get("TERM", "dumb") != "dumb":
+        is_terminal = self._file is not None and self._file.isatty()
+        if is_terminal and os.environ.get("TERM", "dumb") != "dumb":
             self._rich = RichConsole(file=self._file, force_terminal=True, highlight=False)
 
     def step(self, record: StepRecord) -> None:

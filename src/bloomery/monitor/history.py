@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
 from bloomery.base.errors import DataError, Problem
+from bloomery.monitor import names
 from bloomery.monitor.record import Record, ValidationRecord, from_json
 
 T = TypeVar("T")
 
 
 def read_metrics(path: Path) -> list[Record]:
-    """The run as it counts, by step: what a newer job did again replaces what an older job had done."""
-    return surviving(_read_lines(path, from_json))
+    """The run as it counts, by step: what a newer job did again replaces what an older job had done.
+
+    Where each job began is in the ledger beside it; without one, a job is taken to begin just before its first record.
+    """
+    ledger = path.with_name(names.EVENTS_FILE)
+    events = read_events(ledger) if ledger.is_file() else []
+    starts = {event["job"]: event["step"] for event in events if event["kind"] == names.EVENT_START}
+    return surviving(_read_lines(path, from_json), starts)
 
 
 def read_events(path: Path) -> list[dict[str, Any]]:
@@ -23,17 +30,18 @@ def read_events(path: Path) -> list[dict[str, Any]]:
     return _read_lines(path, _event)
 
 
-def surviving(records: list[Record]) -> list[Record]:
+def surviving(records: list[Record], starts: Mapping[int, int] | None = None) -> list[Record]:
     """Drops the steps that a restart rolled back; of one step (and validation group) the newest job's stays."""
     first_step: dict[int, int] = {}
     for record in records:
         first_step[record.job] = min(record.step, first_step.get(record.job, record.step))
-    # Before which step a job's records count: the earliest first step among all newer jobs.
+    began_after = {**first_step, **(starts or {})}
+    # Up to which step a job's records count: where the earliest of all newer jobs began.
     last_valid: dict[int, float] = {}
     earliest = float("inf")
-    for job in sorted(first_step, reverse=True):
+    for job in sorted(began_after, reverse=True):
         last_valid[job] = earliest
-        earliest = min(earliest, first_step[job])
+        earliest = min(earliest, began_after[job])
     newest: dict[tuple[int, bool, str], Record] = {}
     for record in records:
         is_validation = isinstance(record, ValidationRecord)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -17,6 +18,8 @@ from bloomery.prepare.pool import Child
 SAMPLE_DOCUMENTS = 2000
 SAMPLE_BYTES = 1 << 18
 """What is compared before anything is encoded: this many of the first documents, or as many as have this much text."""
+_PATIENCE_SECONDS = 60.0
+"""For an encoder to encode the sample, which takes a fraction of one."""
 RECHECK_EVERY = 1000
 """Of the documents encoded, one in so many is compared."""
 RECHECK_BYTES = 1 << 20
@@ -72,7 +75,7 @@ class Gigatoken:
 class HuggingFace:
     def __init__(self, tokenizer: Tokenizer, as_ids: bool) -> None:
         self._tokenizer, self._as_ids = tokenizer, as_ids
-        tokenizer.encode_batch([""])  # load it now, before processes fork
+        tokenizer.build()  # now, before processes fork
 
     def encode(self, texts: list[str]) -> tuple[NDArray[np.uint32], NDArray[np.int64]]:
         ids = self._tokenizer.encode_batch(texts, special_tokens_as_ids=self._as_ids)
@@ -132,12 +135,16 @@ def choose_encoder(
             continue
         try:
             encoder = make(tokenizer, as_ids)
-            flat, lengths = encoder.encode(texts)
         except ImportError:
             refused[name] = "it is not installed"
             continue
         except Exception as error:  # each library has its own kinds
             refused[name] = f"it cannot read this tokenizer: {str(error).splitlines()[0]:.120}"
+            continue
+        try:
+            flat, lengths = _encoded_elsewhere(encoder, texts, judge)
+        except Exception as error:
+            refused[name] = f"it fails: {str(error).splitlines()[-1]:.120}"
             continue
         expected = expected or judge.child.answer()
         if not (wrong := difference(expected, texts, np.split(flat, np.cumsum(lengths)[:-1]))):
@@ -146,6 +153,24 @@ def choose_encoder(
     if expected is None:
         judge.child.answer()
     return Chosen(f"{REFERENCE} {_version(REFERENCE)}", HuggingFace(tokenizer, as_ids), refused)
+
+
+def _encoded_elsewhere(
+    encoder: Encoder, texts: list[str], judge: Judge
+) -> tuple[NDArray[np.uint32], NDArray[np.int64]]:
+    """In a process like those that will do the work. Never here: fastokens would start threads for large vocabularies,
+    which a fork does not copy, and every worker would wait for them for ever."""
+
+    def encode(texts: list[str], _report: object) -> tuple[NDArray[np.uint32], NDArray[np.int64]]:
+        return encoder.encode(texts)
+
+    child = Child(encode, cpu=min(os.sched_getaffinity(0)), strangers=[judge.child.connection])
+    try:
+        child.ask(texts)
+        ids, lengths = child.answer(patience_seconds=_PATIENCE_SECONDS)
+        return ids, lengths
+    finally:
+        child.close()
 
 
 def _version(name: str) -> str:

@@ -38,13 +38,11 @@ class Child:
         self.argument = argument
         self.connection.send(argument)
 
-    def answer(self, report: Report = lambda _: None) -> Any:
-        """The result; an error of the child is raised here."""
-        while True:
-            kind, content = self.receive()
-            if kind == "result":
-                return content
-            report(content)
+    def answer(self, *, patience_seconds: float | None = None) -> Any:
+        """The result; an error of the child is raised here, and TimeoutError if it says nothing for so long."""
+        if not self.connection.poll(patience_seconds):
+            raise TimeoutError(f"it has not answered for {patience_seconds} seconds")
+        return self.receive()[1]
 
     def receive(self) -> tuple[str, Any]:
         """('report' or 'result', content)."""

@@ -16,6 +16,7 @@ def evaluate(run: Run, state: TrainState) -> None:
     """Evaluate each group once and log it. Does nothing for a recipe without validation data."""
     settle(run, state)
     size = run.recipe.batch.micro_batch_size
+    started = time.monotonic()
     with run.meter.paused():
         for group, source in run.validation.items():
             sums: dict[str, float] = {}
@@ -40,3 +41,4 @@ def evaluate(run: Run, state: TrainState) -> None:
                     time=time.time(),
                 )
             )
+    run.stop.time_evaluation(time.monotonic() - started)

@@ -6,7 +6,7 @@ the parts are built in setup.py, why a run stops in stop.py.
 
 from __future__ import annotations
 
-from bloomery.base.errors import DivergedError, Problem
+from bloomery.base.errors import BloomeryError, DataError, DivergedError, Problem
 from bloomery.train.evaluate import evaluate
 from bloomery.train.run import Run
 from bloomery.train.save import save
@@ -16,22 +16,29 @@ from bloomery.train.stop import StopReason
 
 
 def train(run: Run, state: TrainState) -> StopReason:
-    """Train until a rule says stop; all is saved and said when this returns. DivergedError if the numbers broke."""
+    """Train until a rule says stop; all is saved and said when this returns, or raises what went wrong."""
     first_step = state.step
+    failure: BloomeryError | None = None
     run.journal.event("start", first_step, **run.start_facts)
     with run.stop.listening():
-        while (stop := run.stop.reason(state)) is None:
-            train_step(run, state)
-            if run.evaluates_at(state.step):
-                evaluate(run, state)
-            if run.stop.take_save_request() or run.plan.is_save_step(state.step):
-                save(run, state)
+        try:
+            while (stop := run.stop.reason(state)) is None:
+                train_step(run, state)
+                if run.evaluates_at(state.step):
+                    evaluate(run, state)
+                if run.stop.take_save_request() or run.plan.is_save_step(state.step):
+                    save(run, state)
+        except DataError as error:  # before this step changed anything: what was learned so far is saved
+            stop, failure = StopReason("error", str(error)), error
         settle(run, state)
         if stop.finished and state.step > first_step and not run.evaluates_at(state.step):
             evaluate(run, state)
-        save(run, state, last=True)
+        save(run, state, last=True, keep_all=stop.kind == "diverged")
     run.journal.event("stop", state.step, reason=stop.kind, text=stop.text, finished=stop.finished)
+    run.journal.notice(f"stopped at step {state.step:,}: {stop.text}. Saved in {run.folder}")
     if stop.kind == "diverged":
-        remedy = "lower lr.peak, or go on from an earlier checkpoint with train.skip around the bad data"
-        raise DivergedError(Problem(f"training stopped at step {state.step}: {stop.text}", remedy=remedy))
+        remedy = "lower lr.peak, or go on with --from an earlier checkpoint and train.skip around the bad data"
+        failure = DivergedError(Problem(f"training stopped at step {state.step}: {stop.text}", remedy=remedy))
+    if failure is not None:
+        raise failure
     return stop

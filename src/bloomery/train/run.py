@@ -64,12 +64,13 @@ class Run:
         every = self.recipe.train.evaluate
         return every is not None and step % every.every.count == 0
 
-    def log_if_due(self, pending: PendingStep) -> None:
-        """One record per log_every steps, and one for the last step."""
-        if pending.step % self.recipe.monitor.log_every.count and pending.step != self.plan.train_steps:
+    def log_if_due(self, pending: PendingStep, *, force: bool) -> None:
+        """One record per log_every steps, one for the last step, and one for every step with a NaN."""
+        due = pending.step % self.recipe.monitor.log_every.count == 0 or pending.step == self.plan.train_steps
+        if not (due or force):
             return
         interval = self.meter.take()
-        consumed = self.plan.batch.consumed_after_step(pending.step)
+        consumed = pending.consumed_samples
         tokens_per_second = interval.samples_per_second * self.plan.seq_length
         flops_per_second = tokens_per_second * flops_per_token(self.recipe.model, LOGGED_FLOPS)
         now, peak = memory_bytes(self.device)

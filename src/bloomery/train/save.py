@@ -12,11 +12,12 @@ from bloomery.train.state import TrainState
 from bloomery.train.step import settle
 
 
-def save(run: Run, state: TrainState, *, last: bool = False) -> None:
+def save(run: Run, state: TrainState, *, last: bool = False, keep_all: bool = False) -> None:
     """A complete checkpoint of this step, unless it exists.
 
     A save that fails on the way is an event and a warning, and training goes on: the older checkpoints are untouched.
-    The `last` one of a job is a promise, so there StorageError is raised.
+    The `last` one of a job is a promise, so there StorageError is raised. `keep_all`: delete nothing, because this
+    state may be worse than the older ones.
     """
     settle(run, state)
     if state.saved_step == state.step:
@@ -36,7 +37,9 @@ def save(run: Run, state: TrainState, *, last: bool = False) -> None:
                 raise
             run.journal.warning(f"{error} Training goes on.")
             return
-        removed = apply_retention(root, run.recipe.checkpoint.keep)
+        run.journal.flush()  # records of steps that a checkpoint holds are on the disk before it counts
+        suspicious = keep_all or state.nan_steps_in_a_row > 0
+        removed = [] if suspicious else apply_retention(root, run.recipe.checkpoint.keep)
     seconds = time.monotonic() - started
     state.saved_step = state.step
     state.save_seconds = max(seconds, state.save_seconds or 0.0)

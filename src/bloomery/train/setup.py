@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +13,14 @@ import torch
 import bloomery
 from bloomery.base.accelerator import device_name, out_of_memory_problem, pick_device
 from bloomery.base.errors import BloomeryError, DataError, Problem, RecipeError, StorageError
-from bloomery.base.storage import make_run_folder, write_atomically
+from bloomery.base.storage import locked, make_run_folder, write_atomically
 from bloomery.base.units import Duration, format_count
-from bloomery.checkpoint.folder import latest_checkpoint, verify
-from bloomery.checkpoint.load import load_tensors, read_recipe_of, read_state
+from bloomery.checkpoint.folder import RETIRED, retire_later, sweep_debris
+from bloomery.checkpoint.load import load_tensors
 from bloomery.checkpoint.save import estimate_save_seconds
-from bloomery.config.describe import as_dict, as_yaml, fingerprint
+from bloomery.config.describe import as_yaml, fingerprint
 from bloomery.config.recipe import Recipe
 from bloomery.data.batch import Source
-from bloomery.data.blend import BlendState
 from bloomery.data.loader import Loader
 from bloomery.data.open import open_data
 from bloomery.model.build import build_model, materialise
@@ -37,111 +35,137 @@ from bloomery.sizing.hardware import peak_flops
 from bloomery.sizing.layout import world_size
 from bloomery.sizing.parameters import count_parameters
 from bloomery.sizing.plan import TrainingPlan
-from bloomery.train.loss_scale import LossScale
 from bloomery.train.optimizer import Optimizer
+from bloomery.train.past import Past, find_past
 from bloomery.train.run import Run
 from bloomery.train.state import TrainState
 from bloomery.train.stop import StopRules
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-_FIXED_FOR_A_RUN = ("model", "seed", "tokenizer", "data.order", "data.split", "optimizer.name")
-"""Fields that a resumed run may not change: they would make it another training."""
 
 
 @contextmanager
 def prepared_run(
-    recipe: Recipe, folder: Path, *, device: str | None = None, quiet: bool = False
+    recipe: Recipe, folder: Path, *, device: str | None = None, quiet: bool = False, start_from: str | None = None
 ) -> Iterator[tuple[Run, TrainState]]:
-    """A run ready for `train`, resumed from its newest checkpoint if it has one; closed at the end, come what may."""
+    """A run ready for `train`, resumed from its newest checkpoint, or from the one named `start_from`; closed at the
+    end, come what may. One process at a time may hold a run folder."""
     refuse_what_one_process_cannot_do(recipe)
-    plan = TrainingPlan.of(recipe)
-    target = pick_device(device)
-    make_run_folder(folder)
-    (folder / "control").mkdir(exist_ok=True)
-    past = _past_of(recipe, folder)
-    consumed = past.state.consumed_samples
-    with open_data(recipe, blend_state=past.blend, consumed_samples=consumed, before=past.recipe) as data:
+    plan, target = TrainingPlan.of(recipe), pick_device(device)
+    with ExitStack() as closing:
+        make_run_folder(folder / "control")
+        closing.enter_context(locked(folder))
+        past = find_past(recipe, folder / "checkpoints", wanted=start_from)
+        state = past.state
+        data = closing.enter_context(
+            open_data(recipe, blend_state=past.blend, consumed_samples=state.consumed_samples, before=past.recipe)
+        )
         job = 1 + _starts_so_far(folder)
         journal = Journal(
             folder,
             job=job,
             train_steps=plan.train_steps,
             tensorboard=recipe.monitor.tensorboard,
-            resume_step=past.state.step,
+            resume_step=state.step,
             console=Console(plan.train_steps, quiet=quiet),
         )
-        loader: Loader | None = None
-        try:
+        closing.callback(journal.close)
+        with _errors_told(journal, state, target):
             for warning in data.warnings:
                 journal.warning(warning)
+            _clean_checkpoints(folder / "checkpoints", past, journal)
             write_atomically(folder / "recipe.yaml", as_yaml(recipe))
-            model = build_model(recipe.model)
-            materialise(model, recipe.model, seed=recipe.seed, device=target, dtype=torch.float32)
-            apply_recompute(model, recipe.parallel.recompute)
-            optimizer = Optimizer(
-                list(model.named_parameters()), recipe.optimizer, compute_dtype=_DTYPES[recipe.precision]
-            )
-            if past.checkpoint is not None:
-                load_tensors(past.checkpoint, optimizer.tensors())
-                optimizer.restored()
-            runner = PlainRunner(
-                model,
-                device=target,
-                compile_model=target.type != "cpu" if recipe.train.compile == "auto" else recipe.train.compile,
-                dropout_seed=recipe.seed if recipe.model.dropout > 0 else None,
-            )
+            runner, optimizer = _runner_and_optimizer(recipe, target, past)
             loader = Loader(
                 data.train,
                 micro_batch_size=recipe.batch.micro_batch_size,
                 batch_size_at=plan.batch.global_batch_at,
                 pin_memory=target.type != "cpu",
             )
-            loader.seek(past.state.consumed_samples)
-            estimate = 0.0
-            if isinstance(recipe.train.exit_after, Duration):
-                estimate = estimate_save_seconds(folder, optimizer.tensors())
+            closing.callback(loader.close)
+            loader.seek(state.consumed_samples)
             facts = _start_facts(recipe, target, past)
             journal.notice(_greeting(facts, plan, past))
-            run = Run(
-                recipe=recipe,
-                plan=plan,
-                folder=folder,
-                device=target,
-                runner=runner,
-                optimizer=optimizer,
-                loader=loader,
-                blend=data.blend,
-                source_keys=data.train.keys,
-                validation=data.validation,
-                validation_samples=_validation_samples(recipe, data.validation),
-                journal=journal,
-                meter=IntervalMeter(past.interval),
-                stop=StopRules(
-                    plan,
-                    exit_after=recipe.train.exit_after,
-                    control=folder / "control",
-                    save_seconds_estimate=estimate,
+            yield (
+                Run(
+                    recipe=recipe,
+                    plan=plan,
+                    folder=folder,
+                    device=target,
+                    runner=runner,
+                    optimizer=optimizer,
+                    loader=loader,
+                    blend=data.blend,
+                    source_keys=data.train.keys,
+                    validation=data.validation,
+                    validation_samples=_validation_samples(recipe, data.validation),
+                    journal=journal,
+                    meter=IntervalMeter(past.interval),
+                    stop=_stop_rules(recipe, plan, folder, optimizer),
+                    job=job,
+                    peak_flops=peak_flops(device_name(target), recipe.precision),
+                    start_facts=facts,
                 ),
-                job=job,
-                peak_flops=peak_flops(device_name(target), recipe.precision),
-                start_facts=facts,
+                state,
             )
-            yield run, past.state
-        except Exception as error:
-            journal.event("error", past.state.step, text=str(error) or type(error).__name__)
-            if isinstance(error, BloomeryError):
-                try:
-                    journal.close()
-                except StorageError as more:  # tell both: why it ended, and what could not be written
-                    error.problems += more.problems
-            problem = out_of_memory_problem(error, target)
-            if problem is not None:
-                raise RecipeError(problem) from error
-            raise
-        finally:
-            if loader is not None:
-                loader.close()
-            journal.close()
+
+
+@contextmanager
+def _errors_told(journal: Journal, state: TrainState, device: torch.device) -> Iterator[None]:
+    """Whatever ends the run early stands in the ledger; a device out of memory is told as a problem of the recipe."""
+    try:
+        yield
+    except Exception as error:
+        journal.event("error", state.step, text=str(error) or type(error).__name__)
+        if isinstance(error, BloomeryError):
+            try:
+                journal.close()
+            except StorageError as more:  # tell both: why it ended, and what could not be written
+                error.problems += more.problems
+        problem = out_of_memory_problem(error, device)
+        if problem is not None:
+            raise RecipeError(problem) from error
+        raise
+
+
+def _clean_checkpoints(root: Path, past: Past, journal: Journal) -> None:
+    """Remove what killed saves left behind, and put aside the checkpoints of a branch that this start leaves."""
+    removed = sweep_debris(root)
+    if removed:
+        journal.event("debris_removed", past.state.step, folders=removed)
+    retired = retire_later(root, past.state.step)
+    if retired:
+        journal.event("retired", past.state.step, folders=retired)
+        journal.notice(f"later checkpoints belong to a branch that is left now; they are in {root / RETIRED}")
+
+
+def _runner_and_optimizer(recipe: Recipe, device: torch.device, past: Past) -> tuple[PlainRunner, Optimizer]:
+    model = build_model(recipe.model)
+    materialise(model, recipe.model, seed=recipe.seed, device=device, dtype=torch.float32)
+    apply_recompute(model, recipe.parallel.recompute)
+    optimizer = Optimizer(list(model.named_parameters()), recipe.optimizer, compute_dtype=_DTYPES[recipe.precision])
+    if past.checkpoint is not None:
+        load_tensors(past.checkpoint, optimizer.tensors())
+        optimizer.restored()
+    runner = PlainRunner(
+        model,
+        device=device,
+        compile_model=device.type != "cpu" if recipe.train.compile == "auto" else recipe.train.compile,
+        dropout_seed=recipe.seed if recipe.model.dropout > 0 else None,
+    )
+    return runner, optimizer
+
+
+def _stop_rules(recipe: Recipe, plan: TrainingPlan, folder: Path, optimizer: Optimizer) -> StopRules:
+    exit_after, evaluate = recipe.train.exit_after, recipe.train.evaluate
+    is_deadline = isinstance(exit_after, Duration)
+    return StopRules(
+        plan,
+        exit_after=exit_after,
+        control=folder / "control",
+        save_seconds_estimate=estimate_save_seconds(folder, optimizer.tensors()) if is_deadline else 0.0,
+        evaluate_every=evaluate.every.count if evaluate else None,
+    )
 
 
 def refuse_what_one_process_cannot_do(recipe: Recipe) -> None:
@@ -166,55 +190,6 @@ def refuse_what_one_process_cannot_do(recipe: Recipe) -> None:
         raise RecipeError(problems)
 
 
-@dataclass(frozen=True)
-class _Past:
-    state: TrainState
-    checkpoint: Path | None
-    interval: Mapping[str, Any] | None
-    blend: BlendState | None
-    recipe: Recipe | None
-
-
-def _past_of(recipe: Recipe, folder: Path) -> _Past:
-    checkpoint = latest_checkpoint(folder / "checkpoints")
-    if checkpoint is None:
-        scale = LossScale.start(recipe.loss_scale) if recipe.precision == "fp16" else None
-        return _Past(TrainState(loss_scale=scale), None, None, None, None)
-    verify(checkpoint)
-    saved = read_recipe_of(checkpoint)
-    _check_same_training(recipe, saved, checkpoint)
-    facts = read_state(checkpoint)
-    state = TrainState.from_json(facts)
-    if recipe.precision == "fp16" and state.loss_scale is None:
-        state.loss_scale = LossScale.start(recipe.loss_scale)
-    elif recipe.precision != "fp16":
-        state.loss_scale = None
-    blend = BlendState.from_json(facts["blend"]) if facts["blend"] else None
-    return _Past(state, checkpoint, facts["interval"], blend, saved)
-
-
-def _check_same_training(recipe: Recipe, saved: Recipe, checkpoint: Path) -> None:
-    now, then = as_dict(recipe), as_dict(saved)
-    problems = []
-    for path in _FIXED_FOR_A_RUN:
-        old, new = _at(then, path), _at(now, path)
-        if isinstance(old, dict) and isinstance(new, dict):
-            pairs = [(f"{path}.{key}", old.get(key), new.get(key)) for key in new]
-        else:
-            pairs = [(path, old, new)]
-        rule = "it would make this another training"
-        problems += [Problem(f"{name} is {b} but the checkpoint has {a}", rule) for name, a, b in pairs if a != b]
-    if problems:
-        remedy = "set these back, or start afresh under another name or --run-dir"
-        raise DataError([*problems, Problem(f"cannot resume from {checkpoint}", remedy=remedy)])
-
-
-def _at(tree: Any, path: str) -> Any:
-    for key in path.split("."):
-        tree = tree.get(key) if isinstance(tree, dict) else None
-    return tree
-
-
 def _starts_so_far(folder: Path) -> int:
     events = folder / names.EVENTS_FILE
     return sum(event["kind"] == "start" for event in read_events(events)) if events.is_file() else 0
@@ -235,7 +210,7 @@ def _validation_samples(recipe: Recipe, validation: Mapping[str, Source]) -> dic
     return samples
 
 
-def _start_facts(recipe: Recipe, device: torch.device, past: _Past) -> dict[str, Any]:
+def _start_facts(recipe: Recipe, device: torch.device, past: Past) -> dict[str, Any]:
     return {
         "recipe": recipe.name,
         "fingerprint": fingerprint(recipe),
@@ -251,7 +226,7 @@ def _start_facts(recipe: Recipe, device: torch.device, past: _Past) -> dict[str,
     }
 
 
-def _greeting(facts: Mapping[str, Any], plan: TrainingPlan, past: _Past) -> str:
+def _greeting(facts: Mapping[str, Any], plan: TrainingPlan, past: Past) -> str:
     how = f"resumed at step {past.state.step:,}" if past.checkpoint else "from the beginning"
     size, where = format_count(facts["parameters"]), f"{facts['precision']} on {facts['device']}"
     return f"{facts['recipe']}: {size} parameters, {where}, {plan.train_steps:,} steps, {how}"

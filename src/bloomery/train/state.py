@@ -15,6 +15,8 @@ class PendingStep:
     """A step whose numbers the device is still computing. They are read while the next step runs (step.py: settle)."""
 
     step: int
+    consumed_samples: int
+    """After this step."""
     global_batch: int
     lr: float
     loss_scale: float

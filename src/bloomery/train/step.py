@@ -34,6 +34,7 @@ def train_step(run: Run, state: TrainState) -> None:
     state.step, state.consumed_samples = step, state.consumed_samples + size
     state.pending = PendingStep(
         step=step,
+        consumed_samples=state.consumed_samples,
         global_batch=size,
         lr=lr,
         loss_scale=scale,
@@ -89,7 +90,7 @@ def settle(run: Run, state: TrainState) -> None:
             state.loss_scale.update(run.recipe.loss_scale, overflow=skipped)
         except DivergedError as error:
             run.stop.request(StopReason("diverged", str(error)))
-    run.log_if_due(pending)
+    run.log_if_due(pending, force=is_nan)
 
 
 def _on_its_way_to_the_host(losses: StepLosses, numbers: UpdateNumbers, *, with_rows: bool) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import time
@@ -36,7 +37,13 @@ class StopRules:
     """Asked once before every step. Signals only set a flag; the loop stops between two steps, all saved."""
 
     def __init__(
-        self, plan: TrainingPlan, *, exit_after: Amount | Duration | None, control: Path, save_seconds_estimate: float
+        self,
+        plan: TrainingPlan,
+        *,
+        exit_after: Amount | Duration | None,
+        control: Path,
+        save_seconds_estimate: float,
+        evaluate_every: int | None = None,
     ) -> None:
         self._plan = plan
         self._exit_after = exit_after
@@ -46,7 +53,10 @@ class StopRules:
         self._requested: StopReason | None = None
         self._polled_at = 0.0
         self._save_seen = False
+        self._stuck: set[str] = set()
         self._steps_timed: list[float] = []
+        self._evaluate_every = evaluate_every
+        self._evaluation_seconds = 0.0
         self._first_step: int | None = None
         self._first_samples = 0
 
@@ -60,7 +70,7 @@ class StopRules:
         if self._signal is not None:
             return StopReason("signal", f"received {self._signal.name}")
         if state.step >= self._plan.train_steps:
-            return StopReason("finished", f"reached {self._plan.train_steps:,} steps")
+            return StopReason("finished", f"train.for is {self._plan.train_steps:,} steps")
         return self._end_of_job(state)
 
     def request(self, reason: StopReason) -> None:
@@ -76,6 +86,10 @@ class StopRules:
         """Tell how long a step took; the deadline keeps room for the slowest of the last ten."""
         self._steps_timed = [*self._steps_timed[-9:], seconds]
 
+    def time_evaluation(self, seconds: float) -> None:
+        """Tell how long an evaluation took; the deadline keeps room for the slowest."""
+        self._evaluation_seconds = max(seconds, self._evaluation_seconds)
+
     @contextmanager
     def listening(self) -> Iterator[None]:
         """Catch the stop signals; a second Ctrl-C leaves at once."""
@@ -90,8 +104,9 @@ class StopRules:
         if number == signal.SIGINT and self._signal == signal.SIGINT:
             raise KeyboardInterrupt
         self._signal = signal.Signals(number)
-        text = f"\n{self._signal.name}: stopping after this step, with a save. Ctrl-C again leaves without it.\n"
-        os.write(2, text.encode())  # print is not allowed to interrupt itself
+        again = " Ctrl-C again leaves without it." if number == signal.SIGINT else ""
+        with contextlib.suppress(OSError):  # nobody may be left to read it
+            os.write(2, f"\n{self._signal.name}: stopping after this step, with a save.{again}\n".encode())
 
     def _end_of_job(self, state: TrainState) -> StopReason | None:
         """The length of this job, not of the training."""
@@ -100,6 +115,8 @@ class StopRules:
             return None
         if isinstance(limit, Duration):
             step_seconds = max(self._steps_timed, default=0.0)
+            if self._evaluate_every and (state.step + 1) % self._evaluate_every == 0:
+                step_seconds += self._evaluation_seconds
             save_seconds = state.save_seconds if state.save_seconds is not None else self._save_seconds_estimate
             if job_seconds() + step_seconds + save_seconds > limit.seconds:
                 needed = f"a step ({format_seconds(step_seconds)}) and a save ({format_seconds(save_seconds)})"
@@ -114,16 +131,24 @@ class StopRules:
             return StopReason("exit_after", f"this job did its {limit}")
         return None
 
+    def _take(self, name: str) -> bool:
+        """Whether this control file is there; it is removed, if that is possible."""
+        path = self._control / name
+        if name in self._stuck or not path.exists():
+            return False
+        try:
+            path.unlink()
+        except OSError:  # a folder, or a read-only place: obey once
+            self._stuck.add(name)
+        return True
+
     def _poll_control_files(self) -> None:
         now = time.monotonic()
         if now - self._polled_at < _POLL_SECONDS:
             return
         self._polled_at = now
-        if (self._control / "save").exists():
-            (self._control / "save").unlink(missing_ok=True)
-            self._save_seen = True
-        if (self._control / "stop").exists():
-            (self._control / "stop").unlink(missing_ok=True)
+        self._save_seen |= self._take("save")
+        if self._take("stop"):
             self.request(StopReason("control", "control/stop was touched"))
-        if (self._control / "kill").exists():
+        if (self._control / "kill").exists():  # stays: it also forbids the next start
             self.request(StopReason("control", "control/kill was touched; remove it before the next start"))

@@ -1,0 +1,236 @@
+"""`bloomery prepare` against the route Megatron's tool takes, as ratios in one run; output compared byte for byte.
+
+The reference: json.loads, Hugging Face's tokenizers one document at a time, a process pool with imap in chunks of 25,
+one write a document. It is kinder than Megatron's tool, which needs 11 seconds more to start. Rounds are interleaved.
+CPU seconds (of all processes, from the difference of a large and a small input, so without start-up) hardly depend on
+what else the machine does; wall times do, so the load is printed.
+
+    python benchmarks/prepare.py                                   # Python's own library, a tokenizer trained on it
+    python benchmarks/prepare.py --corpus books.jsonl --tokenizer gpt2-folder --memory-mb 4000
+"""
+
+from __future__ import annotations
+
+import argparse
+import filecmp
+import json
+import multiprocessing
+import os
+import resource
+import statistics
+import struct
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import zstandard
+
+from bloomery.data.tokenizer import Tokenizer
+
+RECIPE = """
+base: quickstart
+name: benchmark
+tokenizer: {{path: {tokenizer}}}
+model: {{vocab_size: 300000}}
+prepare: [{{output: {output}, sources: [{source}], {settings}}}]
+"""
+
+
+@dataclass(frozen=True)
+class Cost:
+    wall: float
+    cpu: float
+    """Seconds of all processes."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--corpus", help=".jsonl, repeated to the sizes needed; default: python-stdlib")
+    parser.add_argument("--tokenizer", help="folder; default: one trained on python-stdlib")
+    parser.add_argument("--small-mb", type=int, default=40, help="the whole command is compared at this size")
+    parser.add_argument("--large-mb", type=int, default=360, help="steady state of ours: from small to large")
+    parser.add_argument("--reference-mb", type=int, default=20, help="steady state of the reference: from half of it")
+    parser.add_argument("--memory-mb", type=int, default=0, help="also measure memory at this size")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--reference", nargs=4, metavar=("SOURCE", "TOKENIZER", "OUTPUT", "WORKERS"), help="internal")
+    args = parser.parse_args()
+    if args.reference:
+        reference(*args.reference[:3], workers=int(args.reference[3]))
+        return
+    with tempfile.TemporaryDirectory(prefix="bloomery-prepare-") as folder:
+        measure(args, Path(folder))
+
+
+def measure(args: argparse.Namespace, folder: Path) -> None:
+    bench = Bench(folder, args)
+    small, large = bench.corpus(args.small_mb), bench.corpus(args.large_mb)
+    half, whole = bench.corpus(args.reference_mb // 2), bench.corpus(args.reference_mb)
+    packed = folder / "large.jsonl.zst"
+    with open(large, "rb") as source, open(packed, "wb") as target:
+        zstandard.ZstdCompressor(level=3).copy_stream(source, target)
+    packed_small = folder / "small.jsonl.zst"
+    packed_small.write_bytes(zstandard.compress(small.read_bytes()))
+    for _ in range(args.rounds):
+        command = bench.reference(small), bench.ours(small)
+        bench.same_output()
+        slow = bench.per_megabyte(bench.reference, half, whole)
+        fast = bench.per_megabyte(bench.ours, small, large)
+        zst = bench.per_megabyte(bench.ours, packed_small, packed, large.stat().st_size - small.stat().st_size)
+        bench.note(f"whole command, {args.small_mb} MB, wall", command[0].wall / command[1].wall, command)
+        bench.note("steady state, CPU seconds (per core)", slow.cpu / fast.cpu, (slow, fast))
+        bench.note("steady state, wall", slow.wall / fast.wall, (slow, fast))
+        bench.note("speed from .zst / from plain, CPU seconds", fast.cpu / zst.cpu, (fast, zst))
+        bench.note("speed from .zst / from plain, wall", fast.wall / zst.wall, (fast, zst))
+    bench.summary()
+    if args.memory_mb:
+        peak = bench.peak_memory(bench.corpus(args.memory_mb))
+        print(f"memory: at most {peak / 2**20:.0f} MiB over all processes for {args.memory_mb} MB of input")
+
+
+class Bench:
+    def __init__(self, folder: Path, args: argparse.Namespace) -> None:
+        self._folder, self._workers = folder, args.workers
+        self._ratios: dict[str, list[float]] = {}
+        self._base = self._base_corpus(args.corpus)
+        self._tokenizer = os.path.abspath(args.tokenizer) if args.tokenizer else self._train()
+
+    def corpus(self, megabytes: int) -> Path:
+        """About this much of the base corpus, over and over, in whole lines."""
+        path, wanted = self._folder / f"{megabytes}.jsonl", megabytes * 10**6
+        with open(path, "wb") as file:
+            while file.tell() < wanted:
+                rest = wanted - file.tell()
+                end = len(self._base) if rest >= len(self._base) else self._base.index(b"\n", rest - 1) + 1
+                file.write(self._base[:end])
+        return path
+
+    def ours(self, source: Path) -> Cost:
+        return _run(self._command(source))
+
+    def _command(self, source: Path, settings: str = "shuffle: false") -> list[str]:
+        recipe, output = self._folder / "r.yaml", self._folder / "ours"
+        recipe.write_text(RECIPE.format(tokenizer=self._tokenizer, output=output, source=source, settings=settings))
+        for leftover in self._folder.glob("ours.*"):
+            leftover.unlink()
+        return [sys.executable, "-m", "bloomery", "prepare", str(recipe), "--workers", str(self._workers)]
+
+    def reference(self, source: Path) -> Cost:
+        words = [str(source), self._tokenizer, str(self._folder / "reference"), str(self._workers)]
+        return _run([sys.executable, __file__, "--reference", *words])
+
+    def same_output(self) -> None:
+        for ending in (".bin", ".idx"):
+            ours, theirs = (self._folder / f"{name}{ending}" for name in ("ours", "reference"))
+            assert filecmp.cmp(ours, theirs, shallow=False), f"the outputs differ: {ending}"
+
+    @staticmethod
+    def per_megabyte(run: Callable[[Path], Cost], small: Path, large: Path, text_bytes: int | None = None) -> Cost:
+        """Seconds for each megabyte of text beyond the small input."""
+        costs = [run(small), run(large)]
+        megabytes = (text_bytes or large.stat().st_size - small.stat().st_size) / 1e6
+        return Cost((costs[1].wall - costs[0].wall) / megabytes, (costs[1].cpu - costs[0].cpu) / megabytes)
+
+    def note(self, what: str, ratio: float, costs: tuple[Cost, Cost]) -> None:
+        self._ratios.setdefault(what, []).append(ratio)
+        shown = " and ".join(f"{cost.wall:.4g} s wall, {cost.cpu:.4g} s CPU" for cost in costs)
+        print(f"{what}: {ratio:.2f} ({shown}; load {os.getloadavg()[0]:.1f})", flush=True)
+
+    def summary(self) -> None:
+        print(f"\nmedians of {len(next(iter(self._ratios.values())))} rounds; outputs byte-identical")
+        for what, ratios in self._ratios.items():
+            print(f"{what}: {statistics.median(ratios):.2f} ({min(ratios):.2f} .. {max(ratios):.2f})")
+
+    def peak_memory(self, source: Path) -> int:
+        """Over all processes, with documents shuffled and duplicates looked for, which needs most."""
+        filters = "shuffle: true, deduplicate: true"
+        process, peak = subprocess.Popen(self._command(source, filters), stdout=subprocess.DEVNULL), 0
+        while process.poll() is None:
+            peak = max(peak, sum(map(_proportional_bytes, _family(process.pid))))
+            time.sleep(0.05)
+        assert process.returncode == 0
+        return peak
+
+    def _base_corpus(self, path: str | None) -> bytes:
+        if path:
+            content = Path(path).read_bytes()
+            return content if content.endswith(b"\n") else content + b"\n"
+        from bloomery.prepare.sources import find_files
+
+        texts = [Path(file.path).read_text() for file in find_files(["python-stdlib"])]
+        return "".join(json.dumps({"text": text}) + "\n" for text in texts).encode()
+
+    def _train(self) -> str:
+        output = str(self._folder / "tokenizer")
+        words = ["tokenizer", "train", "python-stdlib", "--vocab-size", "32000", "--output", output]
+        subprocess.run([sys.executable, "-m", "bloomery", *words], check=True, stdout=subprocess.DEVNULL)
+        return output
+
+
+def _run(words: list[str]) -> Cost:
+    before, started = resource.getrusage(resource.RUSAGE_CHILDREN), time.monotonic()
+    subprocess.run(words, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    wall, after = time.monotonic() - started, resource.getrusage(resource.RUSAGE_CHILDREN)
+    return Cost(wall, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
+
+
+def _family(pid: int) -> Iterator[int]:
+    yield pid
+    try:
+        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    except OSError:
+        return
+    for child in children:
+        yield from _family(int(child))
+
+
+def _proportional_bytes(pid: int) -> int:
+    """Pages that processes share are counted once."""
+    try:
+        lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+    except OSError:
+        return 0
+    return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith("Pss:"))
+
+
+def reference(source: str, folder: str, output: str, *, workers: int) -> None:
+    """Megatron's preprocess_data.py --append-eod, without its start-up."""
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    global _tokenizer
+    _tokenizer = Tokenizer.load(folder)
+    eod, size = _tokenizer.eod_id, 2 if _tokenizer.vocab_size < 65500 else 4
+    lengths: list[int] = []
+    with (
+        multiprocessing.Pool(workers) as pool,
+        open(source, encoding="utf-8") as lines,
+        open(f"{output}.bin", "wb") as bin_,
+    ):
+        import numpy as np
+
+        for ids in pool.imap(_encode, lines, 25):
+            if ids:
+                bin_.write(np.array([*ids, eod], dtype=np.uint16 if size == 2 else np.int32).tobytes(order="C"))
+                lengths.append(len(ids) + 1)
+    pointers, at = [], 0
+    for length in lengths:
+        pointers.append(at)
+        at += length * size
+    with open(f"{output}.idx", "wb") as idx:
+        count = len(lengths)
+        idx.write(b"MMIDIDX\x00\x00" + struct.pack("<QBQQ", 1, 8 if size == 2 else 4, count, count + 1))
+        idx.write(np.array(lengths, dtype=np.int32).tobytes() + np.array(pointers, dtype=np.int64).tobytes())
+        idx.write(np.arange(count + 1, dtype=np.int64).tobytes())
+
+
+def _encode(line: str) -> list[int]:
+    return list(_tokenizer._tokenizer.encode(json.loads(line)["text"], add_special_tokens=False).ids)
+
+
+_tokenizer: Tokenizer
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,168 @@
+"""Going back to an earlier checkpoint, two processes in one folder, and what a failing run leaves behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from bloomery.data.shards import ShardWriter
+from bloomery.monitor.history import read_metrics
+from checkpoints import assert_same_tensors, tensors_of
+from conftest import VOCAB, Workshop, start_training, wait_for_steps
+
+EVERY_FIVE = "checkpoint.phases=[{every: 5 steps}]"
+
+
+def checkpoints(run) -> list[str]:  # type: ignore[no-untyped-def]
+    return sorted(path.name for path in (run / "checkpoints").glob("step-*"))
+
+
+def test_going_back_leaves_the_old_branch_aside_and_saves_the_new_one(workshop: Workshop) -> None:
+    run = workshop.train(EVERY_FIVE)
+    old = tensors_of(run)
+    workshop.train(EVERY_FIVE, "train.skip=['11-13 steps']", run="run", start_from="10")
+    assert checkpoints(run) == ["step-00000005", "step-00000010", "step-00000015", "step-00000020"]
+    assert sorted(path.name for path in (run / "checkpoints" / "retired").iterdir()) == [
+        "step-00000015",
+        "step-00000020",
+    ]
+    assert (run / "checkpoints" / "latest").read_text() == "step-00000020\n"
+    new = tensors_of(run)
+    assert any(not np.array_equal(old[name], new[name]) for name in old)
+    assert_same_tensors(run, workshop.train(EVERY_FIVE, "train.skip=['11-13 steps']", run="fresh"))
+    assert [record.job for record in read_metrics(run / "metrics.jsonl")][10:] == [2] * 7
+
+
+def test_retention_after_going_back_keeps_what_was_just_saved(workshop: Workshop) -> None:
+    workshop.train(EVERY_FIVE)
+    keep = "checkpoint={phases: [{every: 4 steps}], keep: {last: 1}}"
+    run = workshop.train(keep, "train.exit_after=3 steps", start_from="step-00000010")
+    assert (run / "checkpoints" / "latest").read_text() == "step-00000013\n"
+    assert "step-00000013" in checkpoints(run)
+
+
+def test_an_unknown_checkpoint_is_told_with_those_there_are(
+    workshop: Workshop, capsys: pytest.CaptureFixture[str]
+) -> None:
+    workshop.train("train.for=5 steps", EVERY_FIVE)
+    workshop.train("train.for=9 steps", start_from="7", code=3)
+    assert "there are: step-00000005" in capsys.readouterr().err.lower()
+
+
+def test_two_trainings_in_one_folder_are_refused(workshop: Workshop, capsys: pytest.CaptureFixture[str]) -> None:
+    run = workshop.folder / "run"
+    process = start_training(workshop, run)
+    wait_for_steps(run, 3, process)
+    workshop.train(code=5)
+    assert f"is in use by process {process.pid}" in capsys.readouterr().err
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=60)
+    assert process.returncode == 0
+
+
+def test_a_signal_with_nobody_left_to_read_still_saves(workshop: Workshop) -> None:
+    run = workshop.folder / "run"
+    process = start_training(workshop, run)
+    assert process.stderr is not None
+    process.stderr.close()
+    wait_for_steps(run, 3, process)
+    process.send_signal(signal.SIGTERM)
+    process.wait(timeout=60)
+    assert workshop.events(run, "stop")[-1]["reason"] == "signal"
+    assert (run / "checkpoints" / "latest").is_file()
+
+
+def test_bad_data_in_mid_run_saves_what_was_learned(workshop: Workshop, capsys: pytest.CaptureFixture[str]) -> None:
+    with ShardWriter(str(workshop.folder / "bad"), "uint16") as writer:
+        for i in range(120):
+            writer.append(np.full(50, 5 if i != 77 else VOCAB + 3))
+    run = workshop.train("data.train=[{path: bad}]", "train.for=60 steps", code=3)
+    stop = workshop.events(run, "stop")[-1]
+    assert stop["reason"] == "error"
+    assert stop["step"] > 0
+    assert (run / "checkpoints" / "latest").read_text() == f"step-{stop['step']:08d}\n"
+    assert "document 77" in capsys.readouterr().err
+
+
+def test_divergence_deletes_no_checkpoint_and_shows_its_nan(workshop: Workshop) -> None:
+    keep = "checkpoint={phases: [{every: 1 steps}], keep: {last: 1}}"
+    run = workshop.train("lr={peak: 1e38, schedule: constant}", "monitor.log_every=100 steps", keep, code=4)
+    assert len(checkpoints(run)) >= 2
+    records = workshop.metrics(run)
+    assert [record["nan_steps"] for record in records] == [1, 1, 1]
+    text = (run / "logs" / "main_log.txt").read_text()
+    assert "lm loss: NAN" in text
+    assert "stopped at step" in text
+
+
+def test_a_changed_batch_is_refused_on_resume(workshop: Workshop, capsys: pytest.CaptureFixture[str]) -> None:
+    workshop.train("train.exit_after=5 steps")
+    workshop.train("batch.global_batch_size=16", code=3)
+    assert "batch.global_batch_size is 16 but the checkpoint has 8" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", "\0\0"])
+def test_a_broken_checkpoint_manifest_is_an_error_with_the_others_named(
+    workshop: Workshop, capsys: pytest.CaptureFixture[str], content: str
+) -> None:
+    run = workshop.train("train.for=10 steps", EVERY_FIVE)
+    (run / "checkpoints" / "step-00000010" / "manifest.json").write_text(content)
+    workshop.train("train.for=12 steps", code=3)
+    said = capsys.readouterr().err
+    assert "step-00000005" in said
+    assert "Traceback" not in said
+    workshop.train("train.for=12 steps", start_from="5")
+
+
+def test_debris_of_killed_saves_is_swept(workshop: Workshop) -> None:
+    run = workshop.train("train.for=5 steps")
+    for name in (".step-00000004.tmp", "step-00000003"):
+        (run / "checkpoints" / name).mkdir()
+        (run / "checkpoints" / name / "x").write_text("half")
+    workshop.train("train.for=6 steps")
+    assert checkpoints(run) == ["step-00000005", "step-00000006"]
+    assert workshop.events(run, "debris_removed")[-1]["folders"] == [".step-00000004.tmp", "step-00000003"]
+
+
+def test_a_folder_in_place_of_a_control_file_is_obeyed_once(workshop: Workshop) -> None:
+    (workshop.folder / "run" / "control" / "stop").mkdir(parents=True)
+    run = workshop.train()
+    assert workshop.events(run, "stop")[-1]["reason"] == "control"
+
+
+def test_a_training_without_standard_output_trains(workshop: Workshop) -> None:
+    words = [sys.executable, "-m", "bloomery", "train", str(workshop.recipe), "train.for=5 steps", "--device", "cpu"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(["sh", "-c", 'exec "$@" >&-', "sh", *words], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert (workshop.folder / "runs" / "small" / "checkpoints" / "latest").is_file()
+
+
+def test_the_deadline_keeps_room_for_an_evaluation(workshop: Workshop, monkeypatch: pytest.MonkeyPatch) -> None:
+    from bloomery.base.units import Duration
+    from bloomery.config.load import load_recipe
+    from bloomery.sizing.plan import TrainingPlan
+    from bloomery.train import stop as stop_module
+    from bloomery.train.state import TrainState
+
+    plan = TrainingPlan.of(load_recipe(str(workshop.recipe)).recipe)  # type: ignore[arg-type]
+    rules = stop_module.StopRules(
+        plan, exit_after=Duration(100.0), control=workshop.folder, save_seconds_estimate=0.0, evaluate_every=4
+    )
+    rules.time_evaluation(20.0)
+    monkeypatch.setattr(stop_module, "job_seconds", lambda: 90.0)
+    assert rules.reason(TrainState(step=1)) is None
+    assert rules.reason(TrainState(step=3)) is not None
+
+
+def test_the_records_of_a_left_branch_do_not_come_back(workshop: Workshop) -> None:
+    run = workshop.train("checkpoint.phases=[{every: 6 steps}]", "train.exit_after=14 steps")
+    workshop.train("monitor.log_every=20 steps", start_from="6")
+    assert [record.step for record in read_metrics(run / "metrics.jsonl")] == [1, 2, 3, 4, 5, 6, 20]
+    assert json.loads((run / "metrics.jsonl").read_text().splitlines()[13])["step"] == 14
