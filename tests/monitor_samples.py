@@ -20,11 +20,13 @@ def step_record(step: int, *, loss: float = 2.5, job: int = 1, **changes: Any) -
         "train_steps": 100,
         "consumed_samples": step * 16,
         "consumed_tokens": step * 16 * 32,
+        "consumed_gigaflops": step * 3,
         "global_batch": 16,
         "lr": 1e-4,
         "losses": {"lm loss": loss},
         "source_losses": {},
         "grad_norm": 0.5,
+        "num_zeros": 0.0,
         "loss_scale": None,
         "skipped_steps": 0,
         "nan_steps": 0,
@@ -43,9 +45,8 @@ def step_record(step: int, *, loss: float = 2.5, job: int = 1, **changes: Any) -
 
 
 def validation_record(step: int, *, group: str = "web", loss: float = 2.0, job: int = 1) -> ValidationRecord:
-    return ValidationRecord(
-        step, step * 16, step * 512, group, {"lm loss": loss}, perplexity_of(loss), 5, job, 1_700_000_000.0 + step
-    )
+    counts = (step, step * 16, step * 512, step * 3)
+    return ValidationRecord(*counts, group, {"lm loss": loss}, perplexity_of(loss), 5, job, 1_700_000_000.0 + step)
 
 
 @contextmanager

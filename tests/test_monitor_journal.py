@@ -159,12 +159,17 @@ def test_tensorboard_has_the_tags_of_the_reference(tmp_path: Path) -> None:
         "lm-loss-training/lm loss",
         "learning-rate/learning-rate",
         "grad-norm/grad-norm",
+        "num-zeros/num-zeros",
         "loss-scale/loss-scale",
         "iteration-time/iteration-time",
         "lm-loss-validation/web/lm loss validation",
         "lm-loss-validation/web/lm loss validation ppl",
     ]
     expected = {tag + axis: x for tag in over_all for axis, x in (("", 10), (" vs samples", 160), (" vs tokens", 5120))}
+    flops = " vs gigaflos (without embeddings)"
+    expected |= {tag + flops: 30 for tag in over_all if "loss-training" in tag or "loss-validation" in tag}
+    expected |= {"iteration-time/world_size": 0}
+    expected |= {f"iteration-time/{name} per second per replica": 10 for name in ("samples", "tokens")}
     expected |= {"batch-size/batch-size": 10, "batch-size/batch-size vs samples": 160}
     expected |= {f"iteration-time/{name}": 10 for name in ("samples per second", "tokens per second", "MFU")}
     expected |= {"iteration-time/TFLOPs per gpu (estimated)": 10}

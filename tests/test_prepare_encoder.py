@@ -1,5 +1,9 @@
 """Encoders: a fast one is taken only where it agrees with Hugging Face's tokenizers, and given up when it stops."""
 
+import os
+import signal
+import time
+
 import numpy as np
 import pytest
 
@@ -43,6 +47,16 @@ class AlwaysWrong(HuggingFace):
         return ids + 1, lengths
 
 
+class Crashes(HuggingFace):
+    def encode(self, texts):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+class Hangs(HuggingFace):
+    def encode(self, texts):
+        time.sleep(60)
+
+
 class Refuses:
     def __init__(self, tokenizer, as_ids):
         raise ValueError("no such pre-tokenizer\nmore")
@@ -78,6 +92,25 @@ def test_fastokens_equals_the_reference_on_nasty_strings(tokenizer, as_ids):
     fast, slow = Fastokens(tokenizer, as_ids).encode(list(NASTY)), HuggingFace(tokenizer, as_ids).encode(list(NASTY))
     assert all(np.array_equal(*pair) for pair in zip(fast, slow, strict=True))
     assert choose(tokenizer, as_ids=as_ids).name.startswith("fastokens ")
+
+
+def test_no_library_starts_threads_before_the_workers_fork(tokenizer):
+    """A fork copies one thread only: workers of a process in which fastokens had encoded waited for ever."""
+    before = len(os.listdir("/proc/self/task"))
+    for name, make_encoder in encoder.FAST.items():
+        pytest.importorskip(name)
+        make_encoder(tokenizer, False)
+    choose(tokenizer)
+    assert len(os.listdir("/proc/self/task")) == before
+
+
+def test_an_encoder_that_crashes_or_hangs_is_passed_over(tokenizer, monkeypatch):
+    monkeypatch.setattr(encoder, "_PATIENCE_SECONDS", 0.5)
+    monkeypatch.setattr(encoder, "FAST", {"one": Crashes, "two": Hangs})
+    chosen = choose(tokenizer)
+    assert chosen.name.startswith("tokenizers ")
+    assert "a worker process ended unexpectedly (SIGKILL)" in chosen.refused["one"]
+    assert chosen.refused["two"] == "it fails: it has not answered for 0.5 seconds"
 
 
 def test_those_that_are_absent_refuse_or_differ_are_passed_over_with_the_reason(tokenizer, monkeypatch):

@@ -27,9 +27,11 @@ class Journal:
         tensorboard: bool,
         resume_step: int,
         console: Console | None = None,
+        recipe_text: str = "",
     ) -> None:
         """`resume_step`: the step this job continues from; what an older job logged beyond it no longer counts."""
         self.run_folder = run_folder
+        self._recipe_text = recipe_text
         self.console = console or Console(train_steps)
         self._step = resume_step
         self._in_trouble = False
@@ -118,7 +120,8 @@ class Journal:
                 history = read_metrics(self._metrics.file.path)
             except DataError as error:
                 self.warning(f"the past of TensorBoard curves over samples and tokens is not drawn again: {error}")
-        return TensorBoardSink(self.run_folder / names.TENSORBOARD_FOLDER, resume_step=resume_step, history=history)
+        folder = self.run_folder / names.TENSORBOARD_FOLDER
+        return TensorBoardSink(folder, resume_step=resume_step, history=history, recipe_text=self._recipe_text)
 
     def _watch_storage(self) -> None:
         """One warning when writing starts to fail, one notice when it works again."""

@@ -19,9 +19,10 @@ def iteration_line(record: StepRecord) -> str:
     fields += [f"{name}: {value:.6E}" for name, value in record.losses.items()]
     if record.loss_scale is not None:
         fields.append(f"loss scale: {record.loss_scale:.1f}")
-    # `num zeros` is left out: it is a constant 0.0 in the reference under DeepSpeed, and parsers match by key.
+    fields.append(f"grad norm: {record.grad_norm:.3f}")
+    if record.num_zeros is not None:
+        fields.append(f"num zeros: {record.num_zeros:.1f}")
     fields += [
-        f"grad norm: {record.grad_norm:.3f}",
         f"number of skipped iterations: {record.skipped_steps:3d}",
         f"number of nan iterations: {record.nan_steps:3d}",
         f"samples per second: {record.samples_per_second:.3f}",

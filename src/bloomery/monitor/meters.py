@@ -19,6 +19,8 @@ class Interval:
     """Mean language-model loss of each source's tokens in a blend; empty without one."""
     grad_norm: float
     """Of the last step."""
+    num_zeros: float | None
+    """Zeros among the gradients of the last step; None if they were not counted."""
     skipped_steps: int
     nan_steps: int
     seconds_per_step: float
@@ -33,6 +35,7 @@ class IntervalMeter:
         self._started = self._last_step_at = time.monotonic()
         self._losses: dict[str, float] = {}
         self._sources: dict[str, tuple[float, int]] = {}
+        self._num_zeros: float | None = None
         self._clear()
         if partial:
             self._losses = dict(partial["losses"])
@@ -58,6 +61,7 @@ class IntervalMeter:
         losses: Mapping[str, float],
         *,
         grad_norm: float,
+        num_zeros: float | None,
         samples: int,
         skipped: bool,
         nan: bool,
@@ -71,7 +75,7 @@ class IntervalMeter:
         for source, (total, tokens) in source_losses.items():
             before, tokens_before = self._sources.get(source, (0.0, 0))
             self._sources[source] = (before + total, tokens_before + tokens)
-        self._grad_norm = grad_norm
+        self._grad_norm, self._num_zeros = grad_norm, num_zeros
         self._steps += 1
         self._samples += samples
         self._skipped += skipped
@@ -86,6 +90,7 @@ class IntervalMeter:
             losses={name: total / self._steps for name, total in self._losses.items()},
             source_losses={name: total / tokens for name, (total, tokens) in self._sources.items() if tokens},
             grad_norm=self._grad_norm,
+            num_zeros=self._num_zeros,
             skipped_steps=self._skipped,
             nan_steps=self._nan,
             seconds_per_step=seconds / self._steps,
@@ -110,4 +115,5 @@ class IntervalMeter:
         self._losses = {}
         self._sources = {}
         self._grad_norm = 0.0
+        self._num_zeros = None
         self._steps = self._samples = self._skipped = self._nan = 0

@@ -19,11 +19,15 @@ class StepRecord:
     train_steps: int
     consumed_samples: int
     consumed_tokens: int
+    consumed_gigaflops: int
+    """6 * tokens * parameters without embeddings / 1e9, as the seeds count it."""
     global_batch: int
     lr: float
     losses: dict[str, float]
     """Mean over the interval, by name: {'lm loss': 2.46}. NaN is written as NaN, never left out."""
     grad_norm: float
+    num_zeros: float | None
+    """Gradient entries that are exactly zero, at the last step of the interval; None if not counted."""
     loss_scale: float | None
     """None unless fp16."""
     skipped_steps: int
@@ -43,6 +47,8 @@ class StepRecord:
     """Which incarnation of the run wrote this; a restart has the next number."""
     time: float
     """Unix seconds."""
+    replicas: int = 1
+    """Data-parallel copies of the model."""
     source_losses: dict[str, float] = field(default_factory=dict)
     """Of a blend: the mean language-model loss over the tokens of each source in the interval; else empty."""
 
@@ -54,6 +60,7 @@ class ValidationRecord:
     step: int
     consumed_samples: int
     consumed_tokens: int
+    consumed_gigaflops: int
     group: str
     losses: dict[str, float]
     perplexity: float
@@ -109,7 +116,8 @@ def _without_special_floats(value: Any) -> Any:
 
 def _typed_fields(kind: type, fields: dict[str, Any]) -> dict[str, Any]:
     known = dataclasses.fields(kind)
-    required = [each for each in known if each.default_factory is dataclasses.MISSING]
+    none = dataclasses.MISSING
+    required = [each for each in known if each.default is none and each.default_factory is none]
     missing = [each.name for each in required if each.name not in fields]
     if missing:
         raise ValueError(f"not a whole {kind.__name__}: {', '.join(missing)} missing")

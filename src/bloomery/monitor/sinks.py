@@ -71,8 +71,17 @@ class TensorBoardSink:
     # Event files are written here rather than by torch's SummaryWriter: its thread prints a traceback when the disk
     # is full, and it needs one event per scalar where one per axis will do. The format and bytes are the same.
 
-    def __init__(self, folder: Path, *, resume_step: int = 0, history: Sequence[Record] = ()) -> None:
-        """`history`: the records up to `resume_step`, from which purged curves are drawn again."""
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        resume_step: int = 0,
+        history: Sequence[Record] = (),
+        recipe_text: str = "",
+        world_size: int = 1,
+    ) -> None:
+        """`history`: the records up to `resume_step`, from which purged curves are drawn again. Recipe and world size
+        are written once, where this job begins."""
         if importlib.util.find_spec("tensorboard") is None:
             raise BloomeryError(
                 Problem(
@@ -84,6 +93,7 @@ class TensorBoardSink:
         self.failure = ""
         """Why the sink is off; empty while it works."""
         self._purge_step = resume_step + 1
+        self._recipe_text, self._world_size = recipe_text, world_size
         self._history = _thin([record for record in history if record.step <= resume_step])
         self._descriptor: int | None = None
 
@@ -119,6 +129,7 @@ class TensorBoardSink:
         now = time.time()
         self._write_events([Event(wall_time=now, file_version="brain.Event:2")])
         if not earlier:
+            self._introduce(now)
             return
         start = SessionLog(status=SessionLog.START)
         self._write_events([Event(wall_time=now, step=self._purge_step, session_log=start)])
@@ -128,10 +139,26 @@ class TensorBoardSink:
             lost = [scalar for scalar in _scalars(record) if scalar[1] != names.VS_STEPS]
             self._add(record.time, [scalar for scalar in lost if scalar[2] >= self._purge_step])
         self._history = []
+        self._introduce(now)
+
+    def _introduce(self, now: float) -> None:
+        """What this job is: its recipe and its world size."""
+        from tensorboard.compat.proto.event_pb2 import Event
+        from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata  # type: ignore[import-untyped]
+        from tensorboard.compat.proto.tensor_pb2 import TensorProto  # type: ignore[import-untyped]
+        from tensorboard.compat.proto.types_pb2 import DT_STRING  # type: ignore[import-untyped]
+
+        values = [Summary.Value(tag=names.TAG_WORLD_SIZE, simple_value=float(self._world_size))]
+        if self._recipe_text:
+            lines = "\n".join(f"    {line}" for line in self._recipe_text.splitlines())  # Markdown's way to say: as is
+            metadata = SummaryMetadata(plugin_data=SummaryMetadata.PluginData(plugin_name="text"))
+            text = TensorProto(dtype=DT_STRING, string_val=[lines.encode()])
+            values.append(Summary.Value(tag=names.TAG_RECIPE, metadata=metadata, tensor=text))
+        self._write_events([Event(wall_time=now, step=self._purge_step - 1, summary=Summary(value=values))])
 
     def _add(self, wall_time: float, scalars: list[Scalar]) -> None:
         from tensorboard.compat.proto.event_pb2 import Event
-        from tensorboard.compat.proto.summary_pb2 import Summary  # type: ignore[import-untyped]
+        from tensorboard.compat.proto.summary_pb2 import Summary
 
         events = []
         for axis, x in dict.fromkeys((axis, x) for _, axis, x, _ in scalars):
@@ -169,7 +196,8 @@ def _scalars(record: Record) -> Iterator[Scalar]:
         names.VS_TOKENS: record.consumed_tokens,
     }
     by_step = {names.VS_STEPS: record.step}
-    for tag, y, axes in _curves(record, every, by_step):
+    losses = {**every, names.VS_GIGAFLOPS: record.consumed_gigaflops}
+    for tag, y, axes in _curves(record, every, by_step, losses):
         if y is not None:
             yield from ((tag + axis, axis, x, float(y)) for axis, x in axes.items())
     if isinstance(record, StepRecord):
@@ -178,26 +206,29 @@ def _scalars(record: Record) -> Iterator[Scalar]:
 
 
 def _curves(
-    record: Record, every: dict[str, int], by_step: dict[str, int]
+    record: Record, every: dict[str, int], by_step: dict[str, int], losses: dict[str, int]
 ) -> list[tuple[str, float | None, dict[str, int]]]:
     """Tag, y (None: not measured) and the axes it is drawn over."""
     if not isinstance(record, StepRecord):
         curves: list[tuple[str, float | None, dict[str, int]]] = []
         for name, loss in record.losses.items():
             tag = names.validation_loss_tag(record.group, name)
-            curves += [(tag, loss, every), (f"{tag} ppl", perplexity_of(loss), every)]
+            curves += [(tag, loss, losses), (f"{tag} ppl", perplexity_of(loss), losses)]
         return curves
     by_step_and_samples = {axis: x for axis, x in every.items() if axis != names.VS_TOKENS}
     return [
-        *((names.training_loss_tag(name), loss, every) for name, loss in record.losses.items()),
+        *((names.training_loss_tag(name), loss, losses) for name, loss in record.losses.items()),
         *((names.source_loss_tag(source), loss, by_step) for source, loss in record.source_losses.items()),
         (names.TAG_LEARNING_RATE, record.lr, every),
         (names.TAG_BATCH_SIZE, record.global_batch, by_step_and_samples),
         (names.TAG_GRAD_NORM, record.grad_norm, every),
+        (names.TAG_NUM_ZEROS, record.num_zeros, every),
         (names.TAG_LOSS_SCALE, record.loss_scale, every),
         (names.TAG_ITERATION_TIME, record.seconds_per_step, every),
         (names.TAG_SAMPLES_PER_SECOND, record.samples_per_second, by_step),
         (names.TAG_TOKENS_PER_SECOND, record.tokens_per_second, by_step),
+        (names.TAG_SAMPLES_PER_REPLICA, record.samples_per_second / record.replicas, by_step),
+        (names.TAG_TOKENS_PER_REPLICA, record.tokens_per_second / record.replicas, by_step),
         (names.TAG_TFLOPS, record.tflops, by_step),
         (names.TAG_MFU, record.mfu, by_step),
         (names.TAG_MEMORY, record.memory_bytes, by_step),

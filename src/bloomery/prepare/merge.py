@@ -1,9 +1,9 @@
 """All parts to one shard: duplicates out, documents in order. The bytes follow from the parts alone.
 
 Without shuffling, the tokens of a part are copied as they are. With it, every run of a part is sorted by the keys of
-its documents, so the documents of a range of keys (a bucket, of about BUCKET_BYTES) are a slice of every run: they are
-read, sorted and appended, one bucket after the other. Memory, however large the input: three buckets, and the 8 bytes a
-document of ShardWriter (9 where duplicates are removed).
+its documents, so the documents of a range of keys (a bucket) are a slice of every run: they are read, sorted and
+appended, one bucket after the other. Memory: two buckets of 64 MB (up to 512 MB for shards beyond 32 GB, whose slices
+would get too small), and the 8 bytes a document of ShardWriter (9 where duplicates are removed).
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ from bloomery.data.shards import ShardWriter
 from bloomery.prepare.parts import COLUMNS, Part, PartFolder, storing
 from bloomery.prepare.ragged import gather, sums
 
-BUCKET_BYTES = 128 << 20
+BUCKET_BYTES = 64 << 20
+_LARGEST_BUCKET_BYTES = 512 << 20
+_BUCKETS = 512
 _HASH_ENTRY_BYTES = 64
 """Of one document while duplicates are looked for."""
 
@@ -119,13 +121,12 @@ class Merge:
             np.empty(0, self._dtype),
         )
         runs = list(self._runs(self.parts))
-        tokens = sum(part.tokens for part in self.parts)
-        buckets = max(1, -(-tokens * self._dtype.itemsize // BUCKET_BYTES))
+        total = sum(part.tokens for part in self.parts) * self._dtype.itemsize
+        buckets = max(1, -(-total // min(max(BUCKET_BYTES, total // _BUCKETS), _LARGEST_BUCKET_BYTES)))
         for number in range(1, buckets + 1):
             edge = (1 << 64) * number // buckets if number < buckets else None
-            taken = [self._take(run, known, edge) for run in runs if run.document < run.end]
-            if taken:
-                bucket = _joined(taken)
+            if left := [run for run in runs if run.document < run.end]:
+                bucket = _joined([self._take(run, known, edge) for run in left])
                 _append(writer, bucket, np.argsort(bucket.keys, kind="stable"))
             done(number / buckets)
 

@@ -33,6 +33,7 @@ def evaluate(run: Run, state: TrainState) -> None:
                     step=state.step,
                     consumed_samples=state.consumed_samples,
                     consumed_tokens=state.consumed_samples * run.plan.seq_length,
+                    consumed_gigaflops=run.gigaflops_at(state.consumed_samples),
                     group=group,
                     losses=losses,
                     perplexity=perplexity_of(losses[LM_LOSS]),

@@ -19,6 +19,8 @@ class UpdateNumbers:
     """Global L2 norm of the unscaled gradients, before clipping."""
     skipped: Tensor
     """1.0 if the gradients were not finite and nothing was changed, else 0.0."""
+    num_zeros: Tensor
+    """Gradient entries that are exactly zero; NaN if they were not counted."""
 
 
 class Optimizer:
@@ -55,11 +57,17 @@ class Optimizer:
                 "exp_avg_sq": torch.zeros_like(master),
             }
 
-    def update(self, gradients: list[Tensor], *, lr: float, loss_scale: float) -> UpdateNumbers:
+    def update(
+        self, gradients: list[Tensor], *, lr: float, loss_scale: float, count_zeros: bool = False
+    ) -> UpdateNumbers:
         """One step, unless a gradient is not finite: then nothing changes. Decided on the device, without waiting."""
         norm = torch.nn.utils.get_total_norm(gradients) / loss_scale
         clip = torch.ones_like(norm) if self._clip_norm is None else (norm / self._clip_norm).clamp(min=1.0)
         skipped = (~torch.isfinite(norm)).to(torch.float32)
+        num_zeros = torch.full_like(norm, float("nan"))
+        if count_zeros:  # one more pass over the gradients, so only for steps that are logged
+            nonzero = torch.stack([torch.count_nonzero(gradient) for gradient in gradients]).sum()
+            num_zeros = (sum(gradient.numel() for gradient in gradients) - nonzero).to(torch.float32)
         for master, gradient in zip(self._masters, gradients, strict=True):
             master.grad = gradient
         for group in self._adamw.param_groups:
@@ -71,7 +79,7 @@ class Optimizer:
         self._follow_masters()
         for master in self._masters:
             master.grad = None
-        return UpdateNumbers(norm, skipped)
+        return UpdateNumbers(norm, skipped, num_zeros)
 
     def tensors(self) -> dict[str, Tensor]:
         """What a checkpoint holds, under stable names; the very tensors, so loading into them restores."""

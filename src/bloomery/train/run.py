@@ -21,6 +21,7 @@ from bloomery.monitor.meters import IntervalMeter
 from bloomery.monitor.record import StepRecord
 from bloomery.parallel.runner import Runner
 from bloomery.sizing.flops import FlopCount, flops_per_token
+from bloomery.sizing.parameters import count_parameters
 from bloomery.sizing.plan import TrainingPlan
 from bloomery.train.optimizer import Optimizer
 from bloomery.train.state import PendingStep
@@ -64,10 +65,18 @@ class Run:
         every = self.recipe.train.evaluate
         return every is not None and step % every.every.count == 0
 
+    def logs_at(self, step: int) -> bool:
+        return step % self.recipe.monitor.log_every.count == 0 or step == self.plan.train_steps
+
+    def gigaflops_at(self, consumed_samples: int) -> int:
+        """Work done so far by the seeds' rule: 6 FLOPs per token and parameter outside the embeddings."""
+        model = self.recipe.model
+        parameters = count_parameters(model, vocab_size=model.vocab_size).without_embeddings
+        return 6 * consumed_samples * self.plan.seq_length * parameters // 10**9
+
     def log_if_due(self, pending: PendingStep, *, force: bool) -> None:
         """One record per log_every steps, one for the last step, and one for every step with a NaN."""
-        due = pending.step % self.recipe.monitor.log_every.count == 0 or pending.step == self.plan.train_steps
-        if not (due or force):
+        if not (self.logs_at(pending.step) or force):
             return
         interval = self.meter.take()
         consumed = pending.consumed_samples
@@ -80,11 +89,13 @@ class Run:
                 train_steps=self.plan.train_steps,
                 consumed_samples=consumed,
                 consumed_tokens=consumed * self.plan.seq_length,
+                consumed_gigaflops=self.gigaflops_at(consumed),
                 global_batch=pending.global_batch,
                 lr=pending.lr,
                 losses=interval.losses,
                 source_losses=interval.source_losses,
                 grad_norm=interval.grad_norm,
+                num_zeros=interval.num_zeros,
                 loss_scale=pending.loss_scale if self.recipe.precision == "fp16" else None,
                 skipped_steps=interval.skipped_steps,
                 nan_steps=interval.nan_steps,

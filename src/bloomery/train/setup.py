@@ -68,6 +68,7 @@ def prepared_run(
             tensorboard=recipe.monitor.tensorboard,
             resume_step=state.step,
             console=Console(plan.train_steps, quiet=quiet),
+            recipe_text=as_yaml(recipe),
         )
         closing.callback(journal.close)
         with _errors_told(journal, state, target):

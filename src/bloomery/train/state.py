@@ -22,8 +22,8 @@ class PendingStep:
     loss_scale: float
     loss_names: list[str]
     values: Tensor
-    """Losses by loss_names, the gradient norm, 1.0 if the update was skipped, and then, if the batch is a blend, the
-    loss of each sample; on its way to the host."""
+    """Losses by loss_names, the gradient norm, 1.0 if the update was skipped, the zeros among the gradients, and of a
+    blend the loss of each sample; on its way to the host."""
     sources: list[str]
     """The source of each of those samples; empty without a blend."""
     row_counts: list[int]

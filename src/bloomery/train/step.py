@@ -30,7 +30,8 @@ def train_step(run: Run, state: TrainState) -> None:
     sources, row_counts = run.sources_of(batch)
     settle(run, state)
     lr = run.plan.lr.at(state.lr_samples + size)
-    numbers = run.optimizer.update(run.runner.gradients.tensors(), lr=lr, loss_scale=scale)
+    gradients = run.runner.gradients.tensors()
+    numbers = run.optimizer.update(gradients, lr=lr, loss_scale=scale, count_zeros=run.logs_at(step))
     state.step, state.consumed_samples = step, state.consumed_samples + size
     state.pending = PendingStep(
         step=step,
@@ -62,7 +63,7 @@ def settle(run: Run, state: TrainState) -> None:
         return
     values = pending.read()
     losses = dict(zip(pending.loss_names, values, strict=False))
-    grad_norm, skipped_flag, *rows = values[len(losses) :]
+    grad_norm, skipped_flag, num_zeros, *rows = values[len(losses) :]
     skipped = skipped_flag != 0.0
     is_nan = not all(math.isfinite(value) for value in losses.values()) or (skipped and state.loss_scale is None)
     state.held_samples += pending.global_batch if skipped else 0
@@ -72,6 +73,7 @@ def settle(run: Run, state: TrainState) -> None:
     seconds = run.meter.add(
         losses,
         grad_norm=grad_norm,
+        num_zeros=None if math.isnan(num_zeros) else num_zeros,
         samples=pending.global_batch,
         skipped=skipped,
         nan=is_nan,
@@ -95,7 +97,7 @@ def settle(run: Run, state: TrainState) -> None:
 
 def _on_its_way_to_the_host(losses: StepLosses, numbers: UpdateNumbers, *, with_rows: bool) -> dict[str, Any]:
     """The step's numbers as one small copy that nobody waits for, and the event that says when it has arrived."""
-    scalars = [*losses.means.values(), numbers.grad_norm, numbers.skipped]
+    scalars = [*losses.means.values(), numbers.grad_norm, numbers.skipped, numbers.num_zeros]
     values = torch.stack([scalar.to(torch.float32) for scalar in scalars])
     if with_rows:
         values = torch.cat([values, losses.rows])
