@@ -70,7 +70,8 @@ class StopRules:
         if self._signal is not None:
             return StopReason("signal", f"received {self._signal.name}")
         if state.step >= self._plan.train_steps:
-            return StopReason("finished", f"train.for is {self._plan.train_steps:,} steps")
+            verb = "reached" if state.step == self._plan.train_steps else "is beyond"
+            return StopReason("finished", f"{verb} {self._plan.train_steps:,} steps")
         return self._end_of_job(state)
 
     def request(self, reason: StopReason) -> None:
