@@ -1,4 +1,4 @@
-"""Documents of a unit in blocks of about 16 MB: lines, rows or whole files; what is broken is named or counted."""
+"""Documents of a unit in blocks of about 8 MB: lines, rows or whole files; what is broken is named or counted."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from bloomery.base.errors import BloomeryError, DataError, Problem
 from bloomery.prepare.sources import open_input, unreadable
 from bloomery.prepare.units import Piece, Unit
 
-BLOCK_BYTES = 16 << 20
+BLOCK_BYTES = 8 << 20
 _ZSTD_INPUT_BYTES = 1 << 17
 _SKIP = "mend it, or leave such records out with `bad_records: skip`"
 
@@ -56,6 +56,7 @@ class UnitReader:
                 block.input_bytes += input_bytes
                 block.size += size
                 if block.size >= BLOCK_BYTES:
+                    del texts  # else the next block is read while this one is still held
                     yield block
                     block = Block()
             self.hashes.append(hasher.hexdigest())
@@ -97,7 +98,10 @@ class UnitReader:
             line_number += data.count(b"\n")
             consumed = (raw.tell() if piece.file.compression else offset) - told
             told += consumed
-            yield texts, offsets, consumed, len(data)
+            size = len(data)
+            del data, lines
+            yield texts, offsets, consumed, size
+            del texts
 
     def _slow_lines(
         self, piece: Piece, lines: list[bytes], offsets: NDArray[np.int64], first_line: int

@@ -89,6 +89,7 @@ def make_part(
             if documents:
                 writer.append(tokens, columns, documents=documents)
             report(BlockDone(block.input_bytes, work.text_bytes - before, documents, len(tokens)))
+            del block, tokens, columns  # before the next block is read
         inputs = [(digest, piece.file.stamp) for digest, piece in zip(reader.hashes, unit.pieces, strict=True)]
         dropped = {**work.dropped, BAD: reader.bad}
         key = settings.key(unit)
