@@ -6,7 +6,7 @@ import pytest
 
 from bloomery.config.load import load_recipe
 from bloomery.config.recipe import Recipe
-from bloomery.sizing.layout import data_parallel_size, micro_batches, world_size
+from bloomery.sizing.layout import data_parallel_size, world_size
 from bloomery.sizing.lr import LrPlan
 from bloomery.sizing.phases import PhaseSummary
 from bloomery.sizing.plan import TrainingPlan
@@ -140,4 +140,3 @@ def test_layout_of_the_published_runs() -> None:
     assert (world_size(quickstart), data_parallel_size(quickstart)) == (1, 1)
     assert (world_size(recipe("bloom-176b")), data_parallel_size(recipe("bloom-176b"))) == (384, 8)
     assert world_size(recipe("quickstart", "parallel.tp=2", "parallel.pp=2")) == 4
-    assert micro_batches(1024, micro_batch_size=1, replicas=16) == 64

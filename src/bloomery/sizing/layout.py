@@ -20,8 +20,3 @@ def ranks_per_replica(recipe: Recipe) -> int:
 def data_parallel_size(recipe: Recipe) -> int:
     """Replicas: what remains of the world, rounded down; 0 when the world is smaller than one replica."""
     return world_size(recipe) // ranks_per_replica(recipe)
-
-
-def micro_batches(global_batch: int, *, micro_batch_size: int, replicas: int) -> int:
-    """Micro-batches that each replica runs for one step of `global_batch` samples, rounded down."""
-    return global_batch // (micro_batch_size * replicas)

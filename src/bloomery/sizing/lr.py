@@ -1,4 +1,4 @@
-"""The learning rate as a closed form of the samples consumed, as Megatron's scheduler computes it."""
+"""The learning rate as a closed form of the samples consumed: the value Megatron prints beside that count."""
 
 from __future__ import annotations
 

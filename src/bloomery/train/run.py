@@ -20,7 +20,7 @@ from bloomery.monitor.journal import Journal
 from bloomery.monitor.meters import IntervalMeter
 from bloomery.monitor.record import StepRecord
 from bloomery.parallel.runner import Runner
-from bloomery.sizing.flops import FlopCount, flops_per_token
+from bloomery.sizing.flops import FlopCount, tflops_per_device
 from bloomery.sizing.parameters import count_parameters
 from bloomery.sizing.plan import TrainingPlan
 from bloomery.train.optimizer import Optimizer
@@ -81,7 +81,8 @@ class Run:
         interval = self.meter.take()
         consumed = pending.consumed_samples
         tokens_per_second = interval.samples_per_second * self.plan.seq_length
-        flops_per_second = tokens_per_second * flops_per_token(self.recipe.model, LOGGED_FLOPS)
+        model = self.recipe.model
+        tflops = tflops_per_device(model, LOGGED_FLOPS, tokens_per_second=tokens_per_second, num_devices=1)
         now, peak = memory_bytes(self.device)
         self.journal.step(
             StepRecord(
@@ -102,9 +103,9 @@ class Run:
                 seconds_per_step=interval.seconds_per_step,
                 samples_per_second=interval.samples_per_second,
                 tokens_per_second=tokens_per_second,
-                tflops=flops_per_second / 1e12,
+                tflops=tflops,
                 tflops_definition=LOGGED_FLOPS.value,
-                mfu=flops_per_second / self.peak_flops if self.peak_flops else None,
+                mfu=tflops * 1e12 / self.peak_flops if self.peak_flops else None,
                 memory_bytes=now,
                 peak_memory_bytes=peak,
                 job=self.job,

@@ -1,0 +1,64 @@
+"""Mistakes around finished runs: each is told once, without a traceback, with its exit code."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from bloomery.prepare.train_tokenizer import train_tokenizer
+from conftest import Workshop
+
+Command = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def run(workshop: Workshop) -> Path:
+    train_tokenizer(["a b c " * 50, "the cat sat " * 50], vocab_size=257, output=str(workshop.folder / "large"))
+    return workshop.train("train.for=5 steps")
+
+
+@pytest.mark.parametrize("verb", ["export", "generate"])
+def test_a_tokenizer_larger_than_the_model_is_refused(run: Path, command: Command, verb: str) -> None:
+    rest = ("out",) if verb == "export" else ("--prompt", "a")
+    code, _, err = command(verb, str(run), *rest, "--tokenizer", "large")
+    assert code == 3
+    assert "the tokenizer has 257 entries" in err
+
+
+@pytest.mark.parametrize(("option", "value"), [("--temperature", "-1"), ("--top-k", "-5"), ("--max-new-tokens", "nan")])
+def test_generate_refuses_numbers_that_mean_nothing(run: Path, command: Command, option: str, value: str) -> None:
+    code, _, err = command("generate", str(run), "--prompt", "a", option, value)
+    assert code == 2
+    assert option in err
+
+
+def test_a_prompt_that_is_not_utf8_is_refused(run: Path, command: Command) -> None:
+    code, _, err = command("generate", str(run), "--prompt", "caf\udce9")
+    assert code == 2
+    assert "--prompt is not UTF-8" in err
+
+
+def test_a_checkpoint_of_another_format_is_refused(
+    run: Path, workshop: Workshop, capsys: pytest.CaptureFixture[str]
+) -> None:
+    manifest = run / "checkpoints" / "step-00000005" / "manifest.json"
+    manifest.write_text(json.dumps({**json.loads(manifest.read_text()), "format": 99}))
+    workshop.train("train.for=6 steps", code=3)
+    assert "has format 99" in capsys.readouterr().err
+
+
+def test_a_full_standard_output_is_told(workshop: Workshop) -> None:
+    if not os.path.exists("/dev/full"):
+        pytest.skip("needs /dev/full")
+    with open("/dev/full", "w") as full:
+        words = [sys.executable, "-m", "bloomery", "check", "tr1-13b"]
+        done = subprocess.run(words, stdout=full, stderr=subprocess.PIPE, text=True)
+    assert done.returncode == 5
+    assert "could not be written to standard output" in done.stderr
+    assert "Traceback" not in done.stderr
