@@ -6,23 +6,19 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from bloomery.base.piece import Piece
 from bloomery.checkpoint.folder import find_checkpoint
-from bloomery.checkpoint.load import load_tensors
+from bloomery.checkpoint.index import read_index
+from bloomery.checkpoint.load import load_pieces
+from bloomery.checkpoint.tensor_file import DTYPES
 
 
 def tensors_of(run: Path) -> dict[str, Tensor]:
     """Everything in the newest checkpoint of a run."""
     folder = find_checkpoint(run)
-    saved = FileSystemReader(folder).read_metadata().state_dict_metadata
-    tensors = {
-        name: torch.empty(facts.size, dtype=facts.properties.dtype)
-        for name, facts in saved.items()
-        if isinstance(facts, TensorStorageMetadata)
-    }
-    load_tensors(folder, tensors)
+    tensors = {name: torch.empty(facts.shape, dtype=DTYPES[facts.dtype]) for name, facts in read_index(folder).items()}
+    load_pieces(folder, {name: Piece.whole(tensor) for name, tensor in tensors.items()})
     return tensors
 
 

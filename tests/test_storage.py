@@ -30,7 +30,7 @@ class Disk:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.write_error = self.sync_error = 0
         self._write, self._fsync = os.write, os.fsync
-        monkeypatch.setattr(storage, "_write_all", self.write_all)
+        monkeypatch.setattr(storage, "write_all", self.write_all)
         monkeypatch.setattr(os, "fsync", self.fsync)
 
     def write_all(self, descriptor: int, data: bytes) -> None:

@@ -110,7 +110,7 @@ def test_fp32_masters_keep_updates_that_bf16_would_lose() -> None:
     assert weight.dtype == torch.bfloat16
     for _ in range(20):  # each step moves 1.0 by 1e-4, far below the spacing of bf16 near 1, which is 2^-8
         optimizer.update([torch.ones(4, 4)], lr=1e-4, loss_scale=1.0)
-    master = optimizer.tensors()["model.w"]
+    master = optimizer.pieces()["model.w"].tensor
     assert master.dtype == torch.float32
     assert master[0, 0].item() == pytest.approx(1 - 20e-4, abs=1e-5)
 

@@ -76,7 +76,7 @@ def test_a_damaged_checkpoint_is_refused_by_name(
     workshop: Workshop, capsys: pytest.CaptureFixture[str], damage: str
 ) -> None:
     run = workshop.train("train.for=4 steps", "checkpoint.phases=[{every: 2 steps}]")
-    tensors = next((run / "checkpoints" / "step-00000004").glob("*.distcp"))
+    tensors = next((run / "checkpoints" / "step-00000004").glob("*.safetensors"))
     if damage == "missing":
         tensors.unlink()
     elif damage == "short":
@@ -96,7 +96,7 @@ def test_a_half_written_checkpoint_is_ignored_and_replaced(workshop: Workshop) -
     run = workshop.train("train.for=2 steps")
     debris = run / "checkpoints" / "step-00000003"
     debris.mkdir()
-    (debris / "__0_0.distcp").write_bytes(b"half")
+    (debris / "tensors-00000.safetensors").write_bytes(b"half")
     longer = workshop.train("train.for=3 steps")
     assert (longer / "checkpoints" / "latest").read_text() == "step-00000003\n"
     assert (debris / "manifest.json").is_file()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import fcntl
 import os
@@ -149,7 +150,7 @@ class AppendFile:
         if not self._write_waiting():
             return False
         try:
-            _sync(self._descriptor)
+            sync(self._descriptor)
         except OSError as error:
             # Network file systems report a full disk only here, and the kernel then forgets the data: write it again.
             self._waiting.extendleft(reversed(self._unsynced))
@@ -185,7 +186,7 @@ class AppendFile:
                 os.ftruncate(self._descriptor, self._size)
                 self._torn = False
             while self._waiting:
-                _write_all(self._descriptor, self._waiting[0])
+                write_all(self._descriptor, self._waiting[0])
                 self._size += len(self._waiting[0])
                 self._unsynced.append(self._waiting.popleft())
         except OSError as error:
@@ -221,7 +222,7 @@ class AppendFile:
             kept = b""
         os.ftruncate(self._descriptor, start)
         if kept:
-            _write_all(self._descriptor, kept + b"\n")
+            write_all(self._descriptor, kept + b"\n")
             self.repaired = f"{self.path}: completed the last line, which lacked its newline"
             return start + len(kept) + 1
         self.repaired = f"{self.path}: removed a torn last line of {len(tail)} bytes, left by an earlier crash"
@@ -246,30 +247,52 @@ def _write_beside_and_rename(target: Path, content: bytes) -> None:
     try:
         descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
         try:
-            _write_all(descriptor, content)
-            _sync(descriptor)
+            write_all(descriptor, content)
+            sync(descriptor)
         finally:
             os.close(descriptor)
         os.replace(temporary, target)
-        folder = os.open(target.parent, os.O_RDONLY)
-        try:
-            _sync(folder)
-        finally:
-            os.close(folder)
+        sync_folder(target.parent)
     finally:
         with contextlib.suppress(OSError):  # gone already when the rename succeeded
             temporary.unlink()
 
 
-def _write_all(descriptor: int, data: bytes) -> None:
+def write_all(descriptor: int, data: bytes | memoryview) -> None:
+    """However small the portions are in which the system takes it."""
     view = memoryview(data)
     while view:
         view = view[os.write(descriptor, view) :]
 
 
-def _sync(descriptor: int) -> None:
+def sync(descriptor: int) -> None:
+    """Bring a file or folder to the disk."""
     try:
         os.fsync(descriptor)
     except OSError as error:
         if error.errno not in _NO_SYNC_HERE:
             raise
+
+
+def sync_folder(path: Path) -> None:
+    """Bring the names in a folder to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        sync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def reserve(descriptor: int, size: int) -> None:
+    """Take the room that a file will need, so that a full disk is known before the first byte. OSError if it is.
+
+    The system call, not posix_fallocate: that one writes into every block where the file system cannot reserve.
+    """
+    fallocate = getattr(ctypes.CDLL(None, use_errno=True), "fallocate64", None)
+    if fallocate is None or size == 0:
+        return
+    fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
+    if fallocate(descriptor, 0, 0, size) != 0:
+        number = ctypes.get_errno()
+        if number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO):
+            raise OSError(number, os.strerror(number))

@@ -1,6 +1,6 @@
 """The checkpoint folder: names, the manifest that makes a folder whole, and `latest`.
 
-checkpoints/step-00000100/   tensors (DCP files), state.json, recipe.yaml, and manifest.json, written last
+checkpoints/step-00000100/   tensors-*.safetensors, index.json, state.json, recipe.yaml, and manifest.json, written last
 checkpoints/latest           the name of a complete checkpoint
 """
 
@@ -10,15 +10,19 @@ import hashlib
 import json
 import re
 import shutil
+from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from bloomery.base.errors import DataError, Problem
-from bloomery.base.storage import write_atomically
+from bloomery.base.ranks import ALONE, Ranks
+from bloomery.base.storage import reason, write_atomically
+from bloomery.checkpoint.tensor_file import FileFacts
 
 MANIFEST = "manifest.json"
 LATEST = "latest"
-FORMAT = 1
+FORMAT = 2
 RETIRED = "retired"
 """Folder of checkpoints whose branch of the run was left."""
 _NAME = re.compile(r"^step-(\d{8,})$")
@@ -58,33 +62,30 @@ def find_checkpoint(path: Path) -> Path:
     return found
 
 
-def write_manifest(folder: Path, facts: dict[str, Any]) -> None:
+def facts_of(text: str) -> FileFacts:
+    content = text.encode()
+    return FileFacts(len(content), hashlib.sha256(content).hexdigest())
+
+
+def write_manifest(folder: Path, facts: dict[str, Any], files: Mapping[str, FileFacts]) -> None:
     """Name every file with size and hash. Call it last: with it the folder is whole."""
-    files = {
-        str(path.relative_to(folder)): {"bytes": path.stat().st_size, "sha256": _sha256(path)}
-        for path in sorted(folder.rglob("*"))
-        if path.is_file()
-    }
-    write_atomically(folder / MANIFEST, json.dumps({"format": FORMAT, **facts, "files": files}, indent=1))
+    listed = {name: asdict(files[name]) for name in sorted(files)}
+    write_atomically(folder / MANIFEST, json.dumps({"format": FORMAT, **facts, "files": listed}, indent=1))
 
 
-def verify(folder: Path) -> None:
-    """Every file of the manifest is there, whole and unchanged; DataError names all that are not."""
+def verify(folder: Path, *, ranks: Ranks = ALONE) -> None:
+    """Every file of the manifest is there, whole and unchanged; DataError names all that are not.
+
+    All ranks call it: each reads its share of the files, and all of them return or raise the same.
+    """
     manifest = _read_manifest(folder)
     if manifest.get("format") != FORMAT:
         what = f"the checkpoint has format {manifest.get('format')!r}"
         remedy = "use the version of Bloomery that saved it"
         raise DataError(Problem(what, f"this Bloomery reads format {FORMAT}", remedy, str(folder)))
-    problems = []
-    for name, expected in manifest["files"].items():
-        path = folder / name
-        if not path.is_file():
-            problems.append(Problem(f"{name} is missing", place=str(folder)))
-        elif path.stat().st_size != expected["bytes"]:
-            what = f"{name} has {path.stat().st_size:,} bytes instead of {expected['bytes']:,}"
-            problems.append(Problem(what, place=str(folder)))
-        elif _sha256(path) != expected["sha256"]:
-            problems.append(Problem(f"{name} has been changed since it was saved", place=str(folder)))
+    share = sorted(manifest["files"].items())[ranks.rank :: ranks.size]
+    found = [_damage(folder / name, expected) for name, expected in share]
+    problems = [Problem(text, place=str(folder)) for told in ranks.gather(found) for text in told if text]
     if problems:
         whole = [path.name for path in complete_checkpoints(folder.parent) if path != folder]
         remedy = (
@@ -93,6 +94,21 @@ def verify(folder: Path) -> None:
             else "there is no other checkpoint in this folder"
         )
         raise DataError([*problems, Problem(f"checkpoint {folder.name} is damaged", remedy=remedy, place=str(folder))])
+
+
+def _damage(path: Path, expected: dict[str, Any]) -> str:
+    """What is wrong with a file; empty if nothing is."""
+    try:
+        size = path.stat().st_size
+        if size != expected["bytes"]:
+            return f"{path.name} has {size:,} bytes instead of {expected['bytes']:,}"
+        with path.open("rb") as file:
+            same = hashlib.file_digest(file, "sha256").hexdigest() == expected["sha256"]
+    except FileNotFoundError:
+        return f"{path.name} is missing"
+    except OSError as error:
+        return f"{path.name} cannot be read: {reason(error)}"
+    return "" if same else f"{path.name} has been changed since it was saved"
 
 
 def checkpoint_named(root: Path, name: str) -> Path:
@@ -150,8 +166,3 @@ def remove(folder: Path) -> None:
     """Delete a checkpoint; its manifest goes first, so that a half-deleted folder never looks whole."""
     (folder / MANIFEST).unlink(missing_ok=True)
     shutil.rmtree(folder)
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

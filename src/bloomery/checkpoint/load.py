@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import json
-import warnings
 from collections.abc import Mapping
+from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint.state_dict_loader as dcp
-from torch import Tensor, nn
-from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch import nn
 
 from bloomery.base.errors import DataError, Problem
+from bloomery.base.piece import Piece
 from bloomery.checkpoint.folder import verify
+from bloomery.checkpoint.index import SavedPiece, box_of, read_index
+from bloomery.checkpoint.tensor_file import TensorFile
 from bloomery.config.load import load_recipe
 from bloomery.config.recipe import Recipe
 from bloomery.data.tokenizer import Tokenizer
@@ -35,24 +35,45 @@ def read_recipe_of(folder: Path) -> Recipe:
     return recipe
 
 
-def load_tensors(folder: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Fill the given tensors in place; others in the checkpoint are left alone. DataError names what does not fit."""
-    saved = FileSystemReader(folder).read_metadata().state_dict_metadata
+def load_pieces(folder: Path, pieces: Mapping[str, Piece]) -> None:
+    """Fill the given pieces in place, however the checkpoint was cut; read no more than they need. For one rank.
+
+    Other tensors in the checkpoint are left alone. DataError names everything that does not fit.
+    """
+    saved = read_index(folder)
+    wanted = {name: piece for name, piece in pieces.items() if prod(piece.shape)}
     problems = []
-    for name, tensor in tensors.items():
+    for name, piece in wanted.items():
         facts = saved.get(name)
-        if not isinstance(facts, TensorStorageMetadata):
+        if facts is None:
             problems.append(Problem(f"{name} is not in the checkpoint", place=str(folder)))
-        elif tuple(facts.size) != tuple(tensor.shape):
-            what = f"{name} is {tuple(facts.size)} in the checkpoint and {tuple(tensor.shape)} in the recipe"
+        elif facts.shape != tuple(piece.shape):
+            what = f"{name} is {facts.shape} in the checkpoint and {tuple(piece.shape)} in the recipe"
             problems.append(Problem(what, place=str(folder)))
     if problems:
         raise DataError(
             [*problems, Problem("the checkpoint does not fit this recipe", remedy="use the recipe it came from")]
         )
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # dcp warns that no process group exists: that is what no_dist says
-        dcp.load(dict(tensors), storage_reader=FileSystemReader(folder), no_dist=True)
+    parts: dict[str, list[tuple[SavedPiece, Piece]]] = {}
+    for name, piece in wanted.items():
+        for part in saved[name].pieces:
+            if part.box.meet(box_of(piece)) is not None:
+                parts.setdefault(part.file, []).append((part, piece))
+    for file, found in sorted(parts.items()):
+        with TensorFile(folder / file) as source:
+            for part, piece in found:
+                _copy(source, part, piece)
+
+
+@torch.no_grad()
+def _copy(source: TensorFile, part: SavedPiece, piece: Piece) -> None:
+    """What the saved part and the piece have in common, from the one to the other."""
+    shared = part.box.meet(box_of(piece))
+    assert shared is not None
+    into = piece.tensor.detach()[tuple(map(slice, *shared.range_within(box_of(piece))))]
+    begin, end = shared.range_within(part.box)
+    for where, values in source.blocks(part.key, part.box.size, begin, end):
+        into[where].copy_(values)
 
 
 def load_model(folder: Path, *, device: torch.device) -> tuple[Recipe, nn.Module]:
@@ -63,7 +84,7 @@ def load_model(folder: Path, *, device: torch.device) -> tuple[Recipe, nn.Module
     model.to_empty(device=device)
     model.tie_weights()
     model.rebuild_buffers(device)
-    load_tensors(folder, {f"model.{name}": parameter.data for name, parameter in model.named_parameters()})
+    load_pieces(folder, {f"model.{name}": Piece.whole(parameter.data) for name, parameter in model.named_parameters()})
     return recipe, model.eval()
 
 

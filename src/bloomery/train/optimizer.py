@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from bloomery.base.piece import Piece
 from bloomery.config.recipe import OptimizerSection
 
 
@@ -81,17 +82,23 @@ class Optimizer:
             master.grad = None
         return UpdateNumbers(norm, skipped, num_zeros)
 
-    def tensors(self) -> dict[str, Tensor]:
+    def pieces(self) -> dict[str, Piece]:
         """What a checkpoint holds, under stable names; the very tensors, so loading into them restores."""
-        flat: dict[str, Tensor] = {}
+        flat = {"optim.step": self._steps()[0]}  # the same for all parameters
         for name, master in zip(self._names, self._masters, strict=True):
             flat[f"model.{name}"] = master
-            flat |= {f"optim.{name}.{key}": value for key, value in self._adamw.state[master].items()}
-        return flat
+            flat |= {f"optim.{name}.{key}": self._adamw.state[master][key] for key in ("exp_avg", "exp_avg_sq")}
+        return {name: Piece.whole(tensor) for name, tensor in flat.items()}
 
     def restored(self) -> None:
-        """Call after tensors() were overwritten."""
+        """Call after pieces() were overwritten."""
+        first, *others = self._steps()
+        for step in others:
+            step.copy_(first)
         self._follow_masters()
+
+    def _steps(self) -> list[Tensor]:
+        return [self._adamw.state[master]["step"] for master in self._masters]
 
     @torch.no_grad()
     def _follow_masters(self) -> None:

@@ -29,7 +29,7 @@ def save(run: Run, state: TrainState, *, last: bool = False, keep_all: bool = Fa
     with run.meter.paused():
         try:
             folder = save_checkpoint(
-                root, step=state.step, tensors=run.optimizer.tensors(), state=facts, recipe_yaml=as_yaml(run.recipe)
+                root, step=state.step, pieces=run.optimizer.pieces(), state=facts, recipe_yaml=as_yaml(run.recipe)
             )
         except StorageError as error:
             run.journal.event("save_failed", state.step, reason=str(error))

@@ -16,7 +16,7 @@ from bloomery.base.errors import BloomeryError, DataError, Problem, RecipeError,
 from bloomery.base.storage import locked, make_run_folder, write_atomically
 from bloomery.base.units import Duration, format_count
 from bloomery.checkpoint.folder import RETIRED, retire_later, sweep_debris
-from bloomery.checkpoint.load import load_tensors
+from bloomery.checkpoint.load import load_pieces
 from bloomery.checkpoint.save import estimate_save_seconds
 from bloomery.config.describe import as_yaml, fingerprint
 from bloomery.config.recipe import Recipe
@@ -146,7 +146,7 @@ def _runner_and_optimizer(recipe: Recipe, device: torch.device, past: Past) -> t
     apply_recompute(model, recipe.parallel.recompute)
     optimizer = Optimizer(list(model.named_parameters()), recipe.optimizer, compute_dtype=_DTYPES[recipe.precision])
     if past.checkpoint is not None:
-        load_tensors(past.checkpoint, optimizer.tensors())
+        load_pieces(past.checkpoint, optimizer.pieces())
         optimizer.restored()
     runner = PlainRunner(
         model,
@@ -164,7 +164,7 @@ def _stop_rules(recipe: Recipe, plan: TrainingPlan, folder: Path, optimizer: Opt
         plan,
         exit_after=exit_after,
         control=folder / "control",
-        save_seconds_estimate=estimate_save_seconds(folder, optimizer.tensors()) if is_deadline else 0.0,
+        save_seconds_estimate=estimate_save_seconds(folder, optimizer.pieces()) if is_deadline else 0.0,
         evaluate_every=evaluate.every.count if evaluate else None,
     )
 

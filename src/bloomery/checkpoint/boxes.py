@@ -1,0 +1,74 @@
+"""Boxes of a tensor: where two meet, and whether many of them make a whole."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+
+
+@dataclass(frozen=True)
+class Box:
+    """The part of a tensor that begins at `offset` and is `size` large. A number has the box of no dimensions."""
+
+    offset: tuple[int, ...]
+    size: tuple[int, ...]
+
+    @property
+    def volume(self) -> int:
+        return prod(self.size)
+
+    def meet(self, other: Box) -> Box | None:
+        """The part that both hold, in the coordinates of the whole tensor; None if there is none."""
+        start = tuple(map(max, self.offset, other.offset))
+        size = tuple(
+            min(a + m, b + n) - s
+            for a, m, b, n, s in zip(self.offset, self.size, other.offset, other.size, start, strict=True)
+        )
+        return Box(start, size) if all(length > 0 for length in size) else None
+
+    def range_within(self, outer: Box) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """(first, one beyond the last) in each dimension, counted from the beginning of a box around this one."""
+        begin = tuple(a - b for a, b in zip(self.offset, outer.offset, strict=True))
+        return begin, tuple(a + n for a, n in zip(begin, self.size, strict=True))
+
+    def inside(self, shape: tuple[int, ...]) -> bool:
+        return len(shape) == len(self.offset) == len(self.size) and all(
+            start >= 0 and start + length <= end
+            for start, length, end in zip(self.offset, self.size, shape, strict=True)
+        )
+
+    def __str__(self) -> str:
+        ranges = (f"{start}:{start + length}" for start, length in zip(self.offset, self.size, strict=True))
+        return f"[{', '.join(ranges)}]"
+
+
+def why_not_whole(shape: tuple[int, ...], boxes: Sequence[Box]) -> str:
+    """What is wrong with boxes that should cover a tensor of this shape exactly once; empty if nothing is."""
+    for box in boxes:
+        if not box.inside(shape):
+            return f"{box} does not lie within {shape}"
+    twice = _overlap(boxes)
+    if twice is not None:
+        return f"{twice} is there twice"
+    missing = prod(shape) - sum(box.volume for box in boxes)
+    return f"{missing:,} of {prod(shape):,} elements are nowhere" if missing else ""
+
+
+def _overlap(boxes: Sequence[Box]) -> Box | None:
+    """The first part that two boxes share. Sweeps along the dimension with the most cuts, so 1000 shards are cheap."""
+    if len(boxes) < 2:
+        return None
+    dimensions = range(len(boxes[0].offset))
+    along = max(dimensions, key=lambda d: len({box.offset[d] for box in boxes}), default=None)
+    if along is None:
+        return boxes[0]
+    active: list[Box] = []
+    for box in sorted(boxes, key=lambda box: box.offset[along]):
+        active = [other for other in active if other.offset[along] + other.size[along] > box.offset[along]]
+        for other in active:
+            shared = box.meet(other)
+            if shared is not None:
+                return shared
+        active.append(box)
+    return None

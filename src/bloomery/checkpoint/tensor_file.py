@@ -1,0 +1,180 @@
+"""One file of tensors in the safetensors layout, written as a stream and read by ranges. Nothing in it is code.
+
+The layout: eight bytes with the length of the header, the header as JSON, the bytes of the tensors. Any safetensors
+reader opens it. Written here so that each byte is hashed once, on its way to the disk, and no second copy is made.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import product
+from math import prod
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from bloomery.base.errors import DataError, Problem
+from bloomery.base.storage import reserve, sync, write_all
+
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_BLOCK_BYTES = 2**24
+_SHORT_BYTES = 2**16
+"""Stretches shorter than this are not worth a read of their own."""
+_LARGEST_HEADER = 100_000_000
+"""Of the safetensors format."""
+
+
+@dataclass(frozen=True)
+class FileFacts:
+    """What a manifest says of a file."""
+
+    bytes: int
+    sha256: str
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> FileFacts:
+    """Write a new file, reserved before and on the disk after. OSError if that fails."""
+    order = sorted(tensors, key=lambda name: -tensors[name].element_size())  # so that every tensor is aligned
+    header, data_bytes = _header({name: tensors[name] for name in order})
+    hasher = hashlib.sha256()
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+    try:
+        reserve(descriptor, len(header) + data_bytes)
+        write_all(descriptor, header)
+        hasher.update(header)
+        for name in order:
+            content = raw_bytes(tensors[name])
+            for start in range(0, len(content), _BLOCK_BYTES):
+                block = content[start : start + _BLOCK_BYTES]
+                hasher.update(block)
+                write_all(descriptor, block)
+        sync(descriptor)
+    finally:
+        os.close(descriptor)
+    return FileFacts(len(header) + data_bytes, hasher.hexdigest())
+
+
+def file_bytes(tensors: Mapping[str, Tensor]) -> int:
+    """The size of the file that `write_tensors` would make."""
+    header, data_bytes = _header(tensors)
+    return len(header) + data_bytes
+
+
+def raw_bytes(tensor: Tensor) -> memoryview:
+    """The tensor's memory, or that of a copy if it lies on a device or not in one stretch."""
+    flat = tensor.detach().to("cpu").contiguous().reshape(-1)
+    return flat.view(torch.uint8).numpy().data
+
+
+def _header(tensors: Mapping[str, Tensor]) -> tuple[bytes, int]:
+    entries: dict[str, Any] = {}
+    end = 0
+    for name, tensor in tensors.items():
+        start, end = end, end + tensor.numel() * tensor.element_size()
+        entries[name] = {
+            "dtype": DTYPE_NAMES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [start, end],
+        }
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text, end
+
+
+class TensorFile:
+    """A file of tensors, open for reading. DataError if it is not one."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            self._descriptor = os.open(path, os.O_RDONLY)
+        except OSError as error:
+            raise self._damaged(str(error)) from error
+        try:
+            length = int.from_bytes(self._read(0, 8).numpy().tobytes(), "little")
+            if length > _LARGEST_HEADER:
+                raise self._damaged(f"its header claims {length:,} bytes")
+            self._entries: dict[str, Any] = json.loads(self._read(8, length).numpy().tobytes())
+        except (ValueError, DataError) as error:
+            self.close()
+            raise self._damaged(str(error)) from error
+        self._data_begins = 8 + length
+
+    def close(self) -> None:
+        os.close(self._descriptor)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def blocks(
+        self, key: str, shape: tuple[int, ...], begin: tuple[int, ...], end: tuple[int, ...]
+    ) -> Iterator[tuple[tuple[int | slice, ...], Tensor]]:
+        """The elements from `begin` to `end` of a tensor of this shape: (where in that range, values), in portions.
+
+        Reads long stretches only: what lies between short ones is read too and thrown away.
+        """
+        entry = self._entries.get(key)
+        if entry is None or tuple(entry["shape"]) != shape:
+            raise self._damaged(f"it holds no {key} of shape {shape}")
+        if not shape:
+            yield (), self._elements(entry, 0, 1).reshape(())
+            return
+        strides = [prod(shape[dimension + 1 :]) for dimension in range(len(shape))]
+        size = [last - first for first, last in zip(begin, end, strict=True)]
+        itemsize = DTYPES[entry["dtype"]].itemsize
+        level = len(shape) - 1  # the dimension whose rows lie one after the other in a stretch
+        while level > 0 and (size[level] == shape[level] or size[level] * strides[level] * itemsize < _SHORT_BYTES):
+            level -= 1
+        rows = max(1, _BLOCK_BYTES // (strides[level] * itemsize))
+        inner = tuple(map(slice, begin[level + 1 :], end[level + 1 :]))
+        for outer in product(*map(range, size[:level])):
+            corner = sum((begin[d] + index) * strides[d] for d, index in enumerate(outer))
+            for row in range(0, size[level], rows):
+                count = min(rows, size[level] - row)
+                first = corner + (begin[level] + row) * strides[level]
+                values = self._elements(entry, first, count * strides[level]).reshape(count, *shape[level + 1 :])
+                yield (*outer, slice(row, row + count)), values[(slice(None), *inner)]
+
+    def _elements(self, entry: dict[str, Any], first: int, count: int) -> Tensor:
+        """`count` elements from number `first` on, in row-major order."""
+        dtype = DTYPES[entry["dtype"]]
+        begin = self._data_begins + entry["data_offsets"][0]
+        return self._read(begin + first * dtype.itemsize, count * dtype.itemsize).view(dtype)
+
+    def _read(self, start: int, count: int) -> Tensor:
+        """That many bytes."""
+        found = torch.empty(count, dtype=torch.uint8)
+        rest = found.numpy().data
+        while rest:
+            got = os.preadv(self._descriptor, [rest[:_BLOCK_BYTES]], start)
+            if got == 0:
+                raise self._damaged(f"it ends before byte {start + len(rest):,}")
+            start, rest = start + got, rest[got:]
+        return found
+
+    def _damaged(self, reason: str) -> DataError:
+        remedy = "go on from another checkpoint with --from"
+        return DataError(Problem(f"{self.path.name} cannot be read: {reason}", "", remedy, str(self.path.parent)))
