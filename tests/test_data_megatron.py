@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from bloomery.base.errors import DataError, RecipeError
 from bloomery.checkpoint.folder import find_checkpoint
@@ -392,8 +393,10 @@ def test_a_training_follows_the_order_and_resumes_bit_by_bit(workshop: Workshop,
     below = {"megatron": 0.80, "bigscience": 0.95}[flavour]
     places = ordered_samples(lengths, part, samples=160, seq_length=16, seed=7, separate_below=below)
     expected = np.fromfile(workshop.folder / "train.bin", "<u2")[np.array(places[:24])]
-    with prepared_run(recipe_of(workshop, *order), workshop.folder / "third", device="cpu", quiet=True) as (run, _):
-        batches = [run.loader.take() for _ in range(3)]
+    with prepared_run(
+        recipe_of(workshop, *order), workshop.folder / "third", device=torch.device("cpu"), quiet=True
+    ) as (run, _):
+        batches = [run.feed.take() for _ in range(3)]
     rows = np.concatenate([m.inputs["tokens"].numpy() for batch in batches for m in batch.micro_batches])
     assert (rows == expected[:, :-1]).all()
 

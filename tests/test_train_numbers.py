@@ -11,12 +11,16 @@ import torch
 from torch import nn
 
 from bloomery.base.errors import DivergedError
+from bloomery.base.piece import Piece
 from bloomery.base.units import Amount
 from bloomery.config.recipe import LossScaleSection, OptimizerSection
 from bloomery.data.batch import IGNORED_LABEL, Batch, GlobalBatch
-from bloomery.model.loss import IGNORE
-from bloomery.parallel.gradients import GradientSum
-from bloomery.parallel.runner import PlainRunner
+from bloomery.model.loss import IGNORE, token_losses
+from bloomery.parallel.gradients import Gradients
+from bloomery.parallel.mesh import alone
+from bloomery.parallel.plain import PlainExecution
+from bloomery.parallel.runner import Runner
+from bloomery.parallel.weights import Weight
 from bloomery.train.loss_scale import LossScale
 from bloomery.train.optimizer import Optimizer
 from checkpoints import tensors_of
@@ -37,6 +41,21 @@ def test_the_micro_batch_size_changes_nothing_but_rounding(workshop: Workshop) -
         assert curve == pytest.approx(curves[0], abs=1e-4)
 
 
+def weights_of(**parameters: nn.Parameter) -> list[Weight]:
+    return [
+        Weight(name, parameter, Piece.whole(parameter.data), summed_over_tp=False, tied_over_pp=False)
+        for name, parameter in parameters.items()
+    ]
+
+
+def gradients_of(weights: list[Weight], values: list[torch.Tensor]) -> Gradients:
+    gradients = Gradients(weights, alone())
+    for weight, value in zip(weights, values, strict=True):
+        weight.parameter.grad = value.to(weight.parameter.dtype)
+    gradients.absorb()
+    return gradients
+
+
 class Probe(nn.Module):
     """Logits straight from a table, so that gradients can be checked by hand."""
 
@@ -54,9 +73,12 @@ def test_the_loss_is_the_mean_over_valid_tokens_however_the_batch_is_cut() -> No
     found = []
     for rows in (1, 2, 4):
         probe = Probe()
-        runner = PlainRunner(probe, device=torch.device("cpu"), compile_model=False, dropout_seed=None)
+        gradients = Gradients(weights_of(table=probe.table), alone())
+        execution = PlainExecution(probe, gradients, token_losses, zero=0, compile_model=False)
+        cpu = torch.device("cpu")
+        runner = Runner(execution, gradients, alone(), device=cpu, seq_length=3, num_sources=1, dropout_seed=None)
         parts = [Batch({"tokens": tokens[i : i + rows]}, {"lm loss": labels[i : i + rows]}) for i in range(0, 4, rows)]
-        batch = GlobalBatch(0, 4, parts, {"lm loss": np.array([1, 3, 0, 3])})
+        batch = GlobalBatch(0, 4, parts, {"lm loss": np.array([1, 3, 0, 3])}, {"lm loss": 7})
         loss = runner.forward_backward(batch, loss_scale=1.0, step=1).means["lm loss"]
         found.append((loss.item(), runner.gradients.tensors()[0].clone()))
     expected = nn.functional.cross_entropy(Probe()(tokens).flatten(0, 1), labels.flatten(), ignore_index=IGNORE)
@@ -76,7 +98,8 @@ def test_updates_equal_torchs_adamw_with_clipping() -> None:
 
     ours, theirs = weights(), weights()
     section = OptimizerSection(betas=[0.9, 0.99], weight_decay=0.3, clip_grad_norm=0.7)
-    optimizer = Optimizer(list(zip("ab", ours, strict=True)), section, compute_dtype=torch.float32)
+    held = weights_of(a=ours[0], b=ours[1])
+    optimizer = Optimizer(held, section, compute_dtype=torch.float32)
     groups = [{"params": theirs[:1], "weight_decay": 0.3}, {"params": theirs[1:], "weight_decay": 0.0}]
     reference = torch.optim.AdamW(groups, lr=0.0, betas=(0.9, 0.99), eps=1e-8)
     random = torch.Generator().manual_seed(2)
@@ -89,7 +112,8 @@ def test_updates_equal_torchs_adamw_with_clipping() -> None:
         for group in reference.param_groups:
             group["lr"] = lr
         reference.step()
-        numbers = optimizer.update([gradient.clone() * 8 for gradient in gradients], lr=lr, loss_scale=8.0)
+        scaled = gradients_of(held, [gradient.clone() * 8 for gradient in gradients])
+        numbers = optimizer.update(scaled, lr=lr, loss_scale=8.0)
         assert numbers.grad_norm.item() == pytest.approx(norm.item(), rel=1e-6)
         assert numbers.skipped.item() == 0.0
         for a, b in zip(ours, theirs, strict=True):
@@ -106,10 +130,11 @@ def test_weight_decay_spares_every_bias_and_norm(workshop: Workshop) -> None:
 
 def test_fp32_masters_keep_updates_that_bf16_would_lose() -> None:
     weight = nn.Parameter(torch.ones(4, 4))
-    optimizer = Optimizer([("w", weight)], OptimizerSection(weight_decay=0.0), compute_dtype=torch.bfloat16)
+    held = weights_of(w=weight)
+    optimizer = Optimizer(held, OptimizerSection(weight_decay=0.0), compute_dtype=torch.bfloat16)
     assert weight.dtype == torch.bfloat16
     for _ in range(20):  # each step moves 1.0 by 1e-4, far below the spacing of bf16 near 1, which is 2^-8
-        optimizer.update([torch.ones(4, 4)], lr=1e-4, loss_scale=1.0)
+        optimizer.update(gradients_of(held, [torch.ones(4, 4)]), lr=1e-4, loss_scale=1.0)
     master = optimizer.pieces()["model.w"].tensor
     assert master.dtype == torch.float32
     assert master[0, 0].item() == pytest.approx(1 - 20e-4, abs=1e-5)
@@ -117,7 +142,7 @@ def test_fp32_masters_keep_updates_that_bf16_would_lose() -> None:
 
 def test_gradients_of_16_bit_weights_are_summed_in_fp32() -> None:
     weight = nn.Parameter(torch.zeros(1, dtype=torch.bfloat16))
-    total = GradientSum([weight])
+    total = Gradients(weights_of(w=weight), alone())
     for value in [256.0] + [1.0] * 100:  # 256 + 1 is 256 in bf16
         weight.grad = torch.tensor([value], dtype=torch.bfloat16)
         total.absorb()

@@ -61,14 +61,21 @@ def test_a_missing_tokenizer_is_named(workshop: Workshop, capsys: pytest.Capture
     assert "nowhere/tokenizer.json" in said(capsys)
 
 
-def test_everything_that_one_process_cannot_do_is_refused_at_once(
+def test_everything_that_cannot_be_done_is_refused_at_once(
     workshop: Workshop, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    workshop.train(
-        "parallel.tp=2", "precision=fp8", "monitor.carbon={country: FRA}", code=2,
-    )  # fmt: skip
+    workshop.train("precision=fp8", "monitor.carbon={country: FRA}", code=2)
     text = said(capsys)
-    for part in ("2 ranks", "fp8", "monitor.carbon"):
+    for part in ("fp8", "monitor.carbon"):
+        assert part in text
+
+
+def test_a_recipe_for_a_cluster_is_not_started_as_one_process(
+    workshop: Workshop, capsys: pytest.CaptureFixture[str]
+) -> None:
+    workshop.train("launch={on: slurm, nodes: 2, gpus_per_node: 4}", code=2)
+    text = said(capsys)
+    for part in ("8 ranks on slurm", "srun", "launch.on=local"):
         assert part in text
 
 
@@ -83,7 +90,7 @@ def test_a_device_without_enough_memory_is_told_as_a_recipe_problem(workshop: Wo
     assert recipe is not None
     with (
         pytest.raises(RecipeError, match=r"ran out of memory.*micro_batch_size"),
-        prepared_run(recipe, workshop.folder / "run", device="cpu", quiet=True),
+        prepared_run(recipe, workshop.folder / "run", device=torch.device("cpu"), quiet=True),
     ):
         raise torch.OutOfMemoryError("tried to allocate")
 
@@ -176,8 +183,15 @@ def test_a_recipe_without_data_says_so(tmp_path: Path, command) -> None:
     assert "data is missing" in err
 
 
-def test_too_little_validation_text_is_an_error(workshop: Workshop, capsys: pytest.CaptureFixture[str]) -> None:
+def test_validation_uses_every_sample_of_a_small_group_whatever_the_batch(workshop: Workshop) -> None:
     write_shard(workshop.folder / "tiny", documents=1)
-    few = ("data.validation={few: [{path: tiny}]}", "train.evaluate={every: 2 steps}")
-    workshop.train(*few, "batch={micro_batch_size: 32, global_batch_size: 32}", code=3)
-    assert "validation group few" in said(capsys)
+    few = (
+        "data.validation={few: [{path: tiny}]}",
+        "train.evaluate={every: 20 steps}",
+        "lr={peak: 1e-9, schedule: constant}",
+    )
+    losses = []
+    for size in (1, 2, 4):
+        folder = workshop.train(*few, f"batch={{micro_batch_size: {size}, global_batch_size: 8}}", run=f"run-{size}")
+        losses += [record["losses"]["lm loss"] for record in workshop.metrics(folder, "validation")]
+    assert losses == pytest.approx([losses[0]] * 3, rel=1e-6)

@@ -32,6 +32,18 @@ def pick_device(wanted: str | None = None) -> torch.device:
     raise RecipeError(problem)
 
 
+def device_of_rank(device: torch.device, local_rank: int, local_size: int) -> torch.device:
+    """The device of one of several ranks on this machine, made the current one. Ranks may share a CPU, nothing else."""
+    if device.type == "cpu":
+        return device
+    count = torch.accelerator.device_count()
+    if local_size > count:
+        what = f"{local_size} ranks were started on this machine, which has {count} devices of type {device.type}"
+        raise RecipeError(Problem(what, "every rank needs its own", "start fewer, or use --device cpu"))
+    torch.accelerator.set_device_index(local_rank)
+    return torch.device(device.type, local_rank)
+
+
 def device_name(device: torch.device) -> str:
     """What the maker calls it: `NVIDIA H200`; `cpu` for a CPU."""
     if device.type == "cpu":

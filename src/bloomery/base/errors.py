@@ -37,6 +37,8 @@ class BloomeryError(Exception):
     """A mistake that the user can mend. Carries every problem found; printed without a traceback."""
 
     exit_code = exit_codes.USAGE
+    told_by_rank_0 = False
+    """Whether all ranks raise this very error, so that this one need not print it."""
 
     def __init__(self, problems: Problem | Sequence[Problem]) -> None:
         self.problems = [problems] if isinstance(problems, Problem) else list(problems)
@@ -66,3 +68,9 @@ class StorageError(BloomeryError):
     """The run folder cannot be written."""
 
     exit_code = exit_codes.STORAGE
+
+
+class LostRankError(BloomeryError):
+    """Another rank of this training is gone, so this one cannot go on."""
+
+    exit_code = exit_codes.LOST_RANK

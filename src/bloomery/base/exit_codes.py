@@ -12,5 +12,7 @@ DIVERGED = 4
 """Training stopped itself: NaN losses, or a loss scale at its minimum. The last good state was saved."""
 STORAGE = 5
 """The run folder could not be written: read-only, no permission, disk full."""
+LOST_RANK = 6
+"""Another rank of the same training died or stopped answering. Starting again goes on from the newest checkpoint."""
 INTERRUPTED = 130
 """Ctrl-C before training began, or a second one: left at once, without the save the first had promised."""

@@ -5,7 +5,12 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, TypeVar, cast
+
+from bloomery.base.errors import BloomeryError
+
+T = TypeVar("T")
 
 
 class Ranks(Protocol):
@@ -25,6 +30,10 @@ class Ranks(Protocol):
         """What rank 0 gave."""
         ...
 
+    def sum(self, values: Sequence[float]) -> list[float]:
+        """The sum over all ranks of each number. Cheap enough for every step."""
+        ...
+
 
 class _Alone:
     rank = 0
@@ -36,5 +45,41 @@ class _Alone:
     def broadcast(self, value: Any) -> Any:
         return value
 
+    def sum(self, values: Sequence[float]) -> list[float]:
+        return list(values)
+
 
 ALONE: Ranks = _Alone()
+
+
+def first_rank_does(ranks: Ranks, function: Callable[[], T]) -> T:
+    """What `function` returns on rank 0, on every rank. A mistake of the user's is raised on every rank."""
+    answer: T | None = None
+    error: BloomeryError | None = None
+    if ranks.rank == 0:
+        try:
+            answer = function()
+        except BloomeryError as found:
+            error = found
+    error, answer = ranks.broadcast((error, answer))
+    if error is not None:
+        error.told_by_rank_0 = ranks.rank > 0
+        raise error
+    return cast(T, answer)
+
+
+def every_rank_does(ranks: Ranks, function: Callable[[], T]) -> T:
+    """What `function` returns on this rank, if it worked on all; else all raise what went wrong on any."""
+    answer: T | None = None
+    error: BloomeryError | None = None
+    try:
+        answer = function()
+    except BloomeryError as found:
+        error = found
+    errors = [each for each in ranks.gather(error) if each is not None]
+    if errors:
+        problems = list(dict.fromkeys(problem for each in errors for problem in each.problems))
+        common = type(errors[0])(problems)
+        common.told_by_rank_0 = ranks.rank > 0
+        raise common
+    return cast(T, answer)

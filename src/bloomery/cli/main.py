@@ -44,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             sys.stdout.flush()  # here, where a closed pipe or a full disk can still be answered
         return code
     except BloomeryError as error:
-        for problem in error.problems:
+        for problem in error.problems if not error.told_by_rank_0 else ():
             print(f"bloomery: {problem}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
@@ -86,6 +86,7 @@ def _run(arguments: list[str]) -> int:
         args = parser.parse_intermixed_args(arguments[words:])
     except SystemExit as answered:  # by argparse: help, or what is wrong with the arguments
         return int(answered.code or exit_codes.OK)
+    args.command_line = arguments
     return int(command.run(args))
 
 

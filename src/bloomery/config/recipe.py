@@ -16,6 +16,7 @@ Family = Literal["gpt2", "bloom", "llama", "bert"]
 Precision = Literal["fp32", "bf16", "fp16", "fp8"]
 Recompute = Literal["none", "selective", "full"]
 Schedule = Literal["constant", "linear", "cosine", "wsd"]
+PipelineSchedule = Literal["gpipe", "1f1b", "interleaved", "zero_bubble"]
 
 
 def _amount(*units: AmountUnit) -> BeforeValidator:
@@ -232,16 +233,26 @@ class LossScaleSection(Section):
 
 
 class ParallelSection(Section):
+    """How ranks share the work; data-parallel replicas are what remains of the world."""
+
     tp: Size = 1
-    """Tensor-parallel ranks."""
+    """Tensor-parallel ranks: they share every layer, and between layers the sequence."""
     pp: Size = 1
-    """Pipeline stages."""
+    """Pipeline-parallel ranks: each owns some of the layers."""
     cp: Size = 1
-    """Context-parallel ranks."""
+    """Context-parallel ranks: they share the tokens of every sample."""
     zero: Literal[0, 1, 2, 3] = 1
     """What data-parallel ranks shard: nothing, optimizer state, + gradients, + weights."""
+    shard_size: Size | None = None
+    """Ranks that share one sharded copy; fewer than all data- and context-parallel ranks makes copies of it (HSDP)."""
+    schedule: PipelineSchedule = "1f1b"
+    """Order of forward and backward passes in a pipeline."""
+    chunks: Size = 1
+    """Pipeline stages per rank: at least 2 for interleaved and zero_bubble, 1 for the others."""
     recompute: Recompute = "none"
     """Recompute activations in the backward pass: nothing, attention only, or whole blocks."""
+    offload: bool = False
+    """Keep master weights and optimizer moments in host memory, and update them there."""
 
 
 class PhaseSection(Section):

@@ -84,11 +84,8 @@ class GlobalBatch:
     micro_batches: list[Batch]
     row_counts: dict[str, NDArray[np.int64]]
     """Labels that carry a loss, per target, for each sample of this replica's micro-batches."""
-
-    @property
-    def counts(self) -> dict[str, int]:
-        """Labels that carry a loss, per target, over this replica's micro-batches."""
-        return {name: int(counts.sum()) for name, counts in self.row_counts.items()}
+    counts: dict[str, int]
+    """Labels that carry a loss, per target: of this replica as it is read, of all replicas as it is trained on."""
 
     @property
     def sources(self) -> NDArray[np.int64] | None:
@@ -139,8 +136,9 @@ def read_batch(
     replica: int = 0,
     replicas: int = 1,
     pin_memory: bool = False,
+    end: int | None = None,
 ) -> GlobalBatch:
-    """Samples [first, first + size) of the run, this replica's share of them.
+    """Samples [first, first + size) of the run, this replica's share of them; those from `end` on carry no loss.
 
     Each window of micro_batch_size * replicas samples is dealt out to the replicas in their order, so the set of
     samples in a global batch depends on neither number.
@@ -152,8 +150,24 @@ def read_batch(
         )
     starts = range(first + replica * micro_batch_size, first + size, window)
     micro_batches = [source.batch(start, micro_batch_size) for start in starts]
+    if end is not None:
+        micro_batches = [
+            _without_loss_from(end - start, batch) for start, batch in zip(starts, micro_batches, strict=True)
+        ]
     rows = [micro_batch.row_counts() for micro_batch in micro_batches]
     row_counts = {name: np.concatenate([counts[name] for counts in rows]) for name in rows[0]}
     if pin_memory:
         micro_batches = [micro_batch.pin_memory() for micro_batch in micro_batches]
-    return GlobalBatch(first, size, micro_batches, row_counts)
+    counts = {name: int(each.sum()) for name, each in row_counts.items()}
+    return GlobalBatch(first, size, micro_batches, row_counts, counts)
+
+
+def _without_loss_from(row: int, batch: Batch) -> Batch:
+    """The batch with no labels from this row on."""
+    rows = len(next(iter(batch.targets.values())))
+    if row >= rows:
+        return batch
+    targets = {name: labels.clone() for name, labels in batch.targets.items()}
+    for labels in targets.values():
+        labels[max(0, row) :] = IGNORED_LABEL
+    return Batch(batch.inputs, targets, batch.sources)

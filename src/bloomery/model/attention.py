@@ -47,8 +47,10 @@ class AttentionContext:
     """ALiBi slopes (H,) fp32, of the heads that are present."""
     document_ids: Tensor | None = None
     """(B, S): a token sees only tokens of its own id."""
+    query_places: Tensor | None = None
+    """(queries,): where each query stands in the sequence, if they are only a part of it; keys are always all."""
     bias: Tensor | None = None
-    """Kernel `bias`: (B or 1, H or 1, S, S), boolean (True is seen) or additive fp32."""
+    """Kernel `bias`: (B or 1, H or 1, queries, S), boolean (True is seen) or additive fp32."""
     block_mask: BlockMask | None = None
     """Kernel `flex`."""
     score_mod: Callable[..., Tensor] | None = None
@@ -57,13 +59,21 @@ class AttentionContext:
 
 
 def choose_kernel(
-    device_type: str, *, alibi: bool, documents: bool, dropout: float, seq_length: int, head_dim: int
+    device_type: str,
+    *,
+    alibi: bool,
+    documents: bool,
+    dropout: float,
+    seq_length: int,
+    head_dim: int,
+    some_queries: bool = False,
 ) -> Kernel:
-    """The fastest kernel that can do it. `dropout` is the probability in force: 0 in evaluation.
+    """The fastest kernel that can do it. `dropout` is the probability in force: 0 in evaluation. `some_queries`: the
+    queries are a part of the sequence, which SDPA's own causal mask does not know.
 
     FlexAttention has no dropout, no training kernel on CPUs, none for head sizes under 16, and works in blocks of 128.
     """
-    if not alibi and not documents:
+    if not alibi and not documents and not some_queries:
         return "sdpa"
     if device_type != "cpu" and dropout == 0 and head_dim >= 16 and seq_length >= _FLEX_BLOCK:
         return "flex"
@@ -79,19 +89,23 @@ def attention_context(
     slopes: Tensor | None = None,
     document_ids: Tensor | None = None,
     rotary: tuple[Tensor, Tensor] | None = None,
+    query_places: Tensor | None = None,
 ) -> AttentionContext:
-    """Prepare one forward pass: the S x S bias or the block mask is made here, once for all layers."""
+    """Prepare one forward pass: the bias or the block mask is made here, once for all layers. `seq_length` counts the
+    keys."""
     if kernel == "bias":
-        extra: dict[str, Any] = {"bias": _dense_bias(causal, seq_length, device, slopes, document_ids)}
+        extra: dict[str, Any] = {"bias": _dense_bias(causal, seq_length, device, slopes, document_ids, query_places)}
     elif kernel == "flex":
+        places = torch.arange(seq_length, device=device) if query_places is None else query_places
         extra = {
-            "block_mask": _block_mask(causal, seq_length, device, document_ids),
-            "score_mod": None if slopes is None else _alibi_score(slopes),
+            "block_mask": _block_mask(causal, seq_length, device, document_ids, places),
+            "score_mod": None if slopes is None else _alibi_score(slopes, query_places),
         }
     else:
-        assert kernel == "reference" or (slopes is None and document_ids is None), "sdpa takes neither"
+        plain = slopes is None and document_ids is None and query_places is None
+        assert kernel == "reference" or plain, "sdpa takes none of these"
         extra = {}
-    return AttentionContext(kernel, causal, slopes, document_ids, rotary=rotary, **extra)
+    return AttentionContext(kernel, causal, slopes, document_ids, query_places, rotary=rotary, **extra)
 
 
 def attend(q_BHSD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, context: AttentionContext, dropout: float = 0.0) -> Tensor:
@@ -144,41 +158,54 @@ class Attention(nn.Module):
 
 
 def _dense_bias(
-    causal: bool, seq_length: int, device: torch.device, slopes: Tensor | None, document_ids: Tensor | None
+    causal: bool,
+    seq_length: int,
+    device: torch.device,
+    slopes: Tensor | None,
+    document_ids: Tensor | None,
+    query_places: Tensor | None,
 ) -> Tensor | None:
+    keys = torch.arange(seq_length, device=device)
+    queries = keys if query_places is None else query_places
     mask: Tensor | None = None
     if causal:
-        mask = torch.ones(seq_length, seq_length, dtype=torch.bool, device=device).tril()[None, None]
+        mask = (keys[None, :] <= queries[:, None])[None, None]
     if document_ids is not None:
-        same = document_ids[:, None, :, None] == document_ids[:, None, None, :]
+        same = document_ids[:, None, queries, None] == document_ids[:, None, None, :]
         mask = same if mask is None else mask & same
     if slopes is None:
         return mask
     # slope * (k - q) equals Megatron's slope * k after the softmax, and is exact in 16 bits where it matters: nearby.
-    place = torch.arange(seq_length, device=device)
-    bias = slopes[None, :, None, None] * (place[None, :] - place[:, None])
+    bias = slopes[None, :, None, None] * (keys[None, :] - queries[:, None])
     return bias if mask is None else bias.masked_fill(~mask, float("-inf"))
 
 
-def _block_mask(causal: bool, seq_length: int, device: torch.device, document_ids: Tensor | None) -> BlockMask | None:
+def _block_mask(
+    causal: bool, seq_length: int, device: torch.device, document_ids: Tensor | None, places: Tensor
+) -> BlockMask | None:
     def is_causal(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        return q >= k
+        return places[q] >= k
 
     def same_document(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         assert document_ids is not None
-        same = document_ids[b, q] == document_ids[b, k]
-        return same & (q >= k) if causal else same
+        same = document_ids[b, places[q]] == document_ids[b, k]
+        return same & (places[q] >= k) if causal else same
 
+    queries = len(places)
     if document_ids is None:
-        return create_block_mask(is_causal, None, None, seq_length, seq_length, device=device) if causal else None
-    return create_block_mask(same_document, document_ids.shape[0], None, seq_length, seq_length, device=device)
+        return create_block_mask(is_causal, None, None, queries, seq_length, device=device) if causal else None
+    return create_block_mask(same_document, document_ids.shape[0], None, queries, seq_length, device=device)
 
 
-def _alibi_score(slopes: Tensor) -> Callable[..., Tensor]:
+def _alibi_score(slopes: Tensor, query_places: Tensor | None) -> Callable[..., Tensor]:
     def alibi(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         return score + slopes[h] * (k - q)
 
-    return alibi
+    def alibi_of_some(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        assert query_places is not None
+        return score + slopes[h] * (k - query_places[q])
+
+    return alibi if query_places is None else alibi_of_some
 
 
 @functools.cache
@@ -222,12 +249,13 @@ def _reference(q: Tensor, k: Tensor, v: Tensor, context: AttentionContext, dropo
     groups = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(groups, dim=1).float(), v.repeat_interleave(groups, dim=1).float()
     scores = q.float() @ k.mT / q.shape[-1] ** 0.5
-    place = torch.arange(q.shape[2], device=q.device)
+    keys = torch.arange(k.shape[2], device=q.device)
+    queries = keys if context.query_places is None else context.query_places
     if context.slopes is not None:
-        scores = scores + context.slopes[:, None, None] * place
+        scores = scores + context.slopes[:, None, None] * keys
     if context.causal:
-        scores = scores.masked_fill(place[None, :] > place[:, None], float("-inf"))
+        scores = scores.masked_fill(keys[None, :] > queries[:, None], float("-inf"))
     if context.document_ids is not None:
-        other = context.document_ids[:, None, :, None] != context.document_ids[:, None, None, :]
+        other = context.document_ids[:, None, queries, None] != context.document_ids[:, None, None, :]
         scores = scores.masked_fill(other, float("-inf"))
     return (F.dropout(scores.softmax(-1), dropout) @ v).to(q.dtype)

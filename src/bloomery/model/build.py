@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from bloomery.base.piece import Piece
 from bloomery.config.recipe import ModelSection
 from bloomery.model.decoder import Decoder
 from bloomery.model.encoder import Encoder
@@ -29,4 +30,4 @@ def materialise(
     model.to_empty(device=device)
     model.tie_weights()
     model.rebuild_buffers(device)
-    initialise(model, config, seed)
+    initialise(((name, Piece.whole(each.data)) for name, each in model.named_parameters()), config, seed)

@@ -41,15 +41,24 @@ class Decoder(nn.Module):
         self.register_buffer("slopes", torch.empty(config.num_heads) if has_slopes else None, persistent=False)
         self.tie_weights()
 
-    def forward(self, tokens: Tensor, positions: Tensor | None = None, document_ids: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        tokens: Tensor,
+        positions: Tensor | None = None,
+        document_ids: Tensor | None = None,
+        places: Tensor | None = None,
+    ) -> Tensor:
         """Logits (B, S, padded vocabulary) of tokens (B, S). A stage without `embed` takes hidden states instead of
         tokens, one without `head` returns them.
 
-        positions (B, S): default 0..S-1; attention is causal by place whatever they say, and ALiBi ignores them.
-        document_ids (B, S): tokens see only their own document.
+        positions (B, S): default the places; attention is causal by place whatever they say, and ALiBi ignores them.
+        document_ids (B, seq_length): tokens see only their own document.
+        places (S,): where the tokens stand, if they are a part of a sequence of seq_length whose other keys and values
+        the attention cores get from elsewhere; default 0..S-1, and that is all there is.
         """
+        positions = places if positions is None else positions
         x = tokens if self.embed is None else self.embed(tokens, positions)
-        context = self._context(x, positions, document_ids)
+        context = self._context(x, positions, document_ids, places)
         for layer in self.layers.values():
             x = layer(x, context)
         if self.final_norm is not None:
@@ -66,11 +75,14 @@ class Decoder(nn.Module):
         if self.slopes is not None:
             self.slopes = torch.tensor(alibi_slopes(self.config.num_heads), dtype=torch.float32, device=device)
 
-    def _context(self, x: Tensor, positions: Tensor | None, document_ids: Tensor | None) -> AttentionContext:
+    def _context(
+        self, x: Tensor, positions: Tensor | None, document_ids: Tensor | None, places: Tensor | None
+    ) -> AttentionContext:
         config = self.config
         head_dim = config.hidden_size // config.num_heads
-        # Positions know the length even when sequence parallelism has cut the hidden states.
-        seq_length = x.shape[1] if positions is None else positions.shape[-1]
+        # Hidden states do not tell the length: between attentions they may be cut along the sequence.
+        seq_length = x.shape[1] if places is None else config.seq_length
+        some = places if places is not None and len(places) < seq_length else None
         rotary = None
         if self.architecture.positions == "rotary":
             if positions is None:
@@ -83,6 +95,7 @@ class Decoder(nn.Module):
             dropout=config.dropout if self.training else 0.0,
             seq_length=seq_length,
             head_dim=head_dim,
+            some_queries=some is not None,
         )
         return attention_context(
             kernel,
@@ -92,4 +105,5 @@ class Decoder(nn.Module):
             slopes=self.slopes,
             document_ids=document_ids,
             rotary=rotary,
+            query_places=some,
         )

@@ -37,25 +37,31 @@ class Encoder(nn.Module):
         self.tie_weights()
 
     def forward(
-        self, tokens: Tensor, token_types: Tensor | None = None, attention_mask: Tensor | None = None
+        self,
+        tokens: Tensor,
+        token_types: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        places: Tensor | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """(masked-token logits (B, S, padded vocabulary), order logits (B, 2)) of tokens (B, S). A stage without
         `embed` takes hidden states instead of tokens, one without `head` returns them.
 
         attention_mask (B, S): 1 for a real token. Padding sees only padding, so no row of the softmax is empty; what it
         computes there means nothing.
+        places (S,): 0..S-1, needed where hidden states do not tell the length because they are cut.
         """
-        x = tokens if self.embed is None else self.embed(tokens, token_types=token_types)
+        x = tokens if self.embed is None else self.embed(tokens, places, token_types)
+        seq_length = x.shape[1] if places is None else len(places)
         kernel = choose_kernel(
             x.device.type,
             alibi=False,
             documents=attention_mask is not None,
             dropout=self.config.dropout if self.training else 0.0,
-            seq_length=x.shape[1],
+            seq_length=seq_length,
             head_dim=self.config.hidden_size // self.config.num_heads,
         )
         context = attention_context(
-            kernel, causal=False, seq_length=x.shape[1], device=x.device, document_ids=attention_mask
+            kernel, causal=False, seq_length=seq_length, device=x.device, document_ids=attention_mask
         )
         for layer in self.layers.values():
             x = layer(x, context)

@@ -10,14 +10,14 @@ from __future__ import annotations
 import hashlib
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Literal
 
 import numpy as np
 import torch
-from torch import nn
 
+from bloomery.base.piece import Piece
 from bloomery.config.recipe import ModelSection
 from bloomery.model.families import ARCHITECTURES
 
@@ -71,16 +71,16 @@ def initial_slice(
 
 
 @torch.no_grad()
-def initialise(model: nn.Module, config: ModelSection, seed: int) -> None:
-    """Fill the parameters of a materialised, unsharded model in place; the same values on any device, rounded to the
-    parameter's dtype."""
-    for name, parameter in model.named_parameters():
-        shape = tuple(parameter.shape)
-        rows = max(1, _ELEMENTS_PER_COPY // math.prod(shape[1:]))
-        for row in range(0, shape[0], rows):
-            size = (min(rows, shape[0] - row), *shape[1:])
-            values = initial_slice(config, seed, name, shape, (row, *(0 for _ in shape[1:])), size)
-            parameter[row : row + rows].copy_(torch.from_numpy(values))
+def initialise(pieces: Iterable[tuple[str, Piece]], config: ModelSection, seed: int) -> None:
+    """Fill pieces of parameters in place, each rank its own; the same values on any device, rounded to the dtype."""
+    for name, piece in pieces:
+        size = tuple(piece.tensor.shape)
+        rows = max(1, _ELEMENTS_PER_COPY // max(1, math.prod(size[1:])))
+        for row in range(0, size[0], rows):
+            block = (min(rows, size[0] - row), *size[1:])
+            offset = (piece.offset[0] + row, *piece.offset[1:])
+            values = initial_slice(config, seed, name, piece.shape, offset, block)
+            piece.tensor[row : row + rows].copy_(torch.from_numpy(values))
 
 
 def _key(seed: int, name: str) -> np.uint64:

@@ -144,3 +144,24 @@ class Journal:
         else:
             self.event(names.EVENT_STORAGE_RECOVERED, self._step)
             self.notice("the run folder can be written again; every kept record is in its file")
+
+
+class SilentJournal(Journal):
+    """Of a rank that leaves the telling to rank 0."""
+
+    def __init__(self, run_folder: Path) -> None:
+        self.run_folder = run_folder
+
+    def step(self, record: StepRecord) -> None: ...
+
+    def validation(self, record: ValidationRecord) -> None: ...
+
+    def event(self, kind: str, step: int, **facts: Any) -> None: ...
+
+    def notice(self, text: str) -> None: ...
+
+    def warning(self, text: str) -> None: ...
+
+    def flush(self) -> None: ...
+
+    def close(self) -> None: ...

@@ -1,48 +1,121 @@
-"""Gradients of one global batch, summed in fp32 whatever the precision of the weights."""
+"""Gradients of one global batch: summed in fp32 over micro-batches and ranks, and their norm, every element once."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from bloomery.parallel.mesh import Mesh
+from bloomery.parallel.weights import Weight, local_of
 
-class GradientSum:
-    """Owns the fp32 sum. fp32 weights let autograd add into `.grad`; 16-bit weights get an fp32 buffer beside them,
-    because adding many micro-batches in 16 bits loses the small ones."""
 
-    def __init__(self, parameters: Sequence[Tensor]) -> None:
-        self._parameters = list(parameters)
+class Gradients:
+    """Owns the fp32 sums of what this rank trains, in the order of its weights.
+
+    fp32 weights let autograd add into `.grad`, and FSDP adds in fp32 by itself. Plain 16-bit weights get fp32 buffers
+    beside them, because adding many micro-batches in 16 bits loses the small ones.
+    """
+
+    def __init__(self, weights: Sequence[Weight], mesh: Mesh) -> None:
+        self._weights = list(weights)
+        self._mesh = mesh
         self._buffers: list[Tensor] | None = None
-        self._empty = True
-        if any(parameter.dtype != torch.float32 for parameter in self._parameters):
-            self._buffers = [torch.zeros_like(parameter, dtype=torch.float32) for parameter in self._parameters]
+        self._empty = set(range(len(self._weights)))
+        """Buffers that hold nothing yet."""
+        if any(weight.parameter.dtype != torch.float32 for weight in weights):
+            self._buffers = [torch.zeros_like(weight.parameter, dtype=torch.float32) for weight in weights]
 
     def absorb(self) -> None:
-        """Take in the gradients that one backward pass left behind. Call it after every micro-batch."""
+        """Take in the gradients that a backward pass left behind. Call it after every one."""
         if self._buffers is None:
             return
-        fresh = [_grad(parameter) for parameter in self._parameters]
-        if self._empty:
-            torch._foreach_copy_(self._buffers, fresh)
-        else:
-            torch._foreach_add_(self._buffers, fresh)
-        self._empty = False
-        for parameter in self._parameters:
-            parameter.grad = None
+        for is_first in (True, False):
+            chosen = [
+                i
+                for i, weight in enumerate(self._weights)
+                if weight.parameter.grad is not None and (i in self._empty) == is_first
+            ]
+            if chosen:
+                add = torch._foreach_copy_ if is_first else torch._foreach_add_
+                add([self._buffers[i] for i in chosen], [_grad(self._weights[i]) for i in chosen])
+            for i in chosen:
+                self._weights[i].parameter.grad = None
+                self._empty.discard(i)
+
+    def complete(self) -> None:
+        """After the last micro-batch: add what other ranks have of the same gradients."""
+        sums = self.tensors()
+        parts = [each for weight, each in zip(self._weights, sums, strict=True) if weight.summed_over_tp]
+        if self._mesh.tp_group is not None and parts:
+            _all_reduce_together(parts, self._mesh.tp_group)
+        for weight, each in zip(self._weights, sums, strict=True):
+            if weight.tied_over_pp:
+                self._add_the_other_end(each)
 
     def tensors(self) -> list[Tensor]:
-        """The sums, in the order of the parameters."""
-        return self._buffers if self._buffers is not None else [_grad(parameter) for parameter in self._parameters]
+        """The sums, in the order of the weights."""
+        if self._buffers is None:
+            return [_grad(weight) for weight in self._weights]
+        assert not self._empty, f"{self._weights[min(self._empty)].name} took no part in the loss"
+        return self._buffers
+
+    def norm(self) -> Tensor:
+        """Global L2 norm: every element of every logical tensor counts once, whoever holds it."""
+        owned = self._owned()
+        norm = torch.nn.utils.get_total_norm(owned) if owned else self.tensors()[0].new_zeros(())
+        if self._mesh.layout.world == 1:
+            return norm
+        total = norm.square()
+        dist.all_reduce(total)
+        return total.sqrt()
+
+    def num_zeros(self) -> Tensor:
+        """Entries that are exactly zero, counted like the norm."""
+        owned = self._owned()
+        zeros = [each.numel() - torch.count_nonzero(each) for each in owned]
+        total = torch.stack(zeros).sum() if zeros else torch.zeros((), device=self.tensors()[0].device)
+        total = total.to(torch.float32)
+        if self._mesh.layout.world > 1:
+            dist.all_reduce(total)
+        return total
 
     def clear(self) -> None:
         """Forget them, before the next global batch."""
-        self._empty = True
-        for parameter in self._parameters:
-            parameter.grad = None
+        self._empty = set(range(len(self._weights)))
+        for weight in self._weights:
+            weight.parameter.grad = None
+
+    def _owned(self) -> list[Tensor]:
+        pairs = zip(self._weights, self.tensors(), strict=True)
+        return [each for weight, each in pairs if weight.piece.owned and each.numel()]
+
+    def _add_the_other_end(self, gradient: Tensor) -> None:
+        """First and last stage swap their parts of a tied gradient; a sum of two is the same from either side."""
+        mesh = self._mesh
+        assert mesh.pp_group is not None
+        other = dist.get_global_rank(mesh.pp_group, mesh.layout.pp - 1 if mesh.pp == 0 else 0)
+        theirs = torch.empty_like(gradient)
+        swap = [
+            dist.P2POp(dist.isend, gradient, other, mesh.pp_group),
+            dist.P2POp(dist.irecv, theirs, other, mesh.pp_group),
+        ]
+        for work in dist.batch_isend_irecv(swap):
+            work.wait()
+        gradient.add_(theirs)
 
 
-def _grad(parameter: Tensor) -> Tensor:
-    assert parameter.grad is not None, "a parameter took no part in the loss"
-    return parameter.grad
+def _all_reduce_together(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> None:
+    """One collective for many small tensors."""
+    flat = torch.cat([tensor.flatten() for tensor in tensors])
+    dist.all_reduce(flat, group=group)
+    sums = torch.split(flat, [tensor.numel() for tensor in tensors])
+    torch._foreach_copy_(list(tensors), [part.view_as(tensor) for part, tensor in zip(sums, tensors, strict=True)])
+
+
+def _grad(weight: Weight) -> Tensor:
+    grad = weight.parameter.grad
+    assert grad is not None, f"{weight.name} took no part in the loss"
+    return local_of(grad)

@@ -1,98 +1,146 @@
-"""Runs a global batch through the model. One interface for every layout; today the plain one of a single process."""
+"""Runs a global batch through the model, whatever the layout: the one interface that training sees of the machine."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
-from torch import Tensor, nn
+import torch.distributed as dist
+from torch import Tensor
 
 from bloomery.data.batch import Batch, GlobalBatch
-from bloomery.model.loss import LM_LOSS, row_losses
-from bloomery.parallel.gradients import GradientSum
+from bloomery.model.loss import LM_LOSS
+from bloomery.parallel.context import own_tokens
+from bloomery.parallel.gradients import Gradients
+from bloomery.parallel.mesh import Mesh
+
+RowLosses = dict[str, Tensor]
+"""By name, the loss of each sample of a micro-batch: (B,)."""
 
 
 @dataclass(frozen=True)
 class StepLosses:
-    """What a forward and backward pass found, still on the device."""
+    """What a forward and backward pass found over all ranks, still on the device."""
 
     means: dict[str, Tensor]
     """Each loss, as the mean over the valid targets of the global batch."""
-    rows: Tensor
-    """The language-model loss summed over each sample of this replica, in the order of its micro-batches."""
+    by_source: Tensor | None
+    """Of a blend: (2, sources), the sum of the language-model loss and the tokens it was summed over."""
 
 
-class Runner(Protocol):
-    """What the training step sees of the machine."""
+class Execution(Protocol):
+    """How micro-batches go through what this rank has of the model: one after the other, or through a pipeline."""
 
-    gradients: GradientSum
+    def train(
+        self, micro_batches: Sequence[Batch], loss_of: Callable[[RowLosses], Tensor], seed: Seed
+    ) -> list[RowLosses]:
+        """Forward and backward, of `loss_of(rows)`. The row losses of each, where this rank has the end of the model;
+        otherwise nothing. Calls `seed(i)` before micro-batch i."""
+        ...
+
+    def evaluate(self, micro_batches: Sequence[Batch]) -> list[RowLosses]:
+        """Forward only, without dropout."""
+        ...
+
+
+Seed = Callable[[int], None]
+
+
+class Runner:
+    def __init__(
+        self,
+        execution: Execution,
+        gradients: Gradients,
+        mesh: Mesh,
+        *,
+        device: torch.device,
+        seq_length: int,
+        num_sources: int,
+        dropout_seed: int | None,
+    ) -> None:
+        self.gradients = gradients
+        self._execution = execution
+        self._mesh = mesh
+        self._device = device
+        self._seq_length = seq_length
+        self._num_sources = num_sources
+        self._dropout_seed = dropout_seed
 
     def forward_backward(self, batch: GlobalBatch, *, loss_scale: float, step: int) -> StepLosses:
         """Leave loss_scale * d(loss)/d(weights) in `gradients`; return the losses, unscaled.
 
-        The loss is the mean over the valid tokens of the whole global batch, however it is cut into micro-batches.
+        The loss is the mean over the valid tokens of the whole global batch, however it is cut.
         """
-        ...
 
-    def evaluate(self, batch: GlobalBatch) -> dict[str, Tensor]:
-        """The sum of each loss over the batch, without gradients or dropout."""
-        ...
+        def loss_of(rows: RowLosses) -> Tensor:
+            parts = [each.sum() / max(1, batch.counts[name]) for name, each in rows.items()]
+            return torch.stack(parts).sum() * loss_scale
 
-
-class PlainRunner:
-    """One process, one device."""
-
-    def __init__(
-        self, model: nn.Module, *, device: torch.device, compile_model: bool, dropout_seed: int | None
-    ) -> None:
-        self.gradients = GradientSum(list(model.parameters()))
-        self._model = model
-        self._device = device
-        self._dropout_seed = dropout_seed
-
-        def rows_of(inputs: Mapping[str, Tensor], targets: Mapping[str, Tensor]) -> dict[str, Tensor]:
-            return row_losses(model(**inputs), targets)
-
-        # Compiled together, so that the loss fuses with the head and the logits are never kept in fp32.
-        self._rows_of = torch.compile(rows_of, dynamic=False) if compile_model else rows_of
-
-    def forward_backward(self, batch: GlobalBatch, *, loss_scale: float, step: int) -> StepLosses:
-        self._model.train()
         self.gradients.clear()
-        counts = batch.counts
-        means: dict[str, Tensor] = {}
-        rows: list[Tensor] = []
-        for i, micro_batch in enumerate(batch.micro_batches):
-            self._seed_dropout(step, i)
-            found = self._rows_of(*self._on_device(micro_batch))
-            parts = {name: each.sum() / max(1, counts[name]) for name, each in found.items()}
-            torch.autograd.backward(torch.stack(list(parts.values())).sum() * loss_scale)
-            self.gradients.absorb()
-            for name, part in parts.items():
-                means[name] = means[name] + part.detach() if name in means else part.detach()
-            rows.append(found[LM_LOSS].detach())
-        return StepLosses(means, torch.cat(rows))
+        found = self._execution.train(self._own(batch), loss_of, lambda i: self._seed_dropout(step, i))
+        self.gradients.complete()
+        sums = self._sums(found, list(batch.counts))
+        sources = self._by_source(found, batch)
+        if self._mesh.layout.world > 1:
+            together = torch.cat([sums, *([] if sources is None else [sources.flatten()])])
+            dist.all_reduce(together)
+            sums, rest = together[: len(sums)], together[len(sums) :]
+            sources = None if sources is None else rest.view_as(sources)
+        means = {name: sums[i] / max(1, count) for i, (name, count) in enumerate(batch.counts.items())}
+        return StepLosses(means, sources)
 
     @torch.no_grad()
-    def evaluate(self, batch: GlobalBatch) -> dict[str, Tensor]:
-        self._model.eval()
-        totals: dict[str, Tensor] = {}
-        for micro_batch in batch.micro_batches:
-            for name, rows in self._rows_of(*self._on_device(micro_batch)).items():
-                totals[name] = totals[name] + rows.sum() if name in totals else rows.sum()
-        return totals
+    def evaluate(self, batch: GlobalBatch) -> Tensor:
+        """(2, losses): over all replicas the sum of each loss and the labels it was summed over; in the order of
+        `batch.counts`. Without gradients or dropout."""
+        sums = self._sums(self._execution.evaluate(self._own(batch)), list(batch.counts))
+        counts = torch.zeros_like(sums)
+        if self._mesh.reports_loss and self._mesh.cp == 0:
+            counts = torch.tensor(list(batch.counts.values()), dtype=sums.dtype, device=self._device)
+        both = torch.stack([sums, counts])
+        if self._mesh.layout.world > 1:
+            dist.all_reduce(both)
+        return both
 
-    def _on_device(self, batch: Batch) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    def _own(self, batch: GlobalBatch) -> list[Batch]:
+        """This rank's part of each micro-batch, on its device."""
+
         def move(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
             return {name: tensor.to(self._device, non_blocking=True) for name, tensor in tensors.items()}
 
-        return move(batch.inputs), move(batch.targets)
+        mine = [own_tokens(each, self._mesh, self._seq_length) for each in batch.micro_batches]
+        return [replace(each, inputs=move(each.inputs), targets=move(each.targets)) for each in mine]
+
+    def _sums(self, found: Sequence[RowLosses], names: Sequence[str]) -> Tensor:
+        """Each loss summed over this rank's samples; zeros where another rank reports the same."""
+        if not found or not self._mesh.reports_loss:
+            return torch.zeros(len(names), device=self._device)
+        # A loss over whole samples is known to every context-parallel rank, one over tokens only in parts.
+        is_mine = [name == LM_LOSS or self._mesh.cp == 0 for name in names]
+        totals = [torch.stack([rows[name].detach().sum() for rows in found]).sum() for name in names]
+        return torch.stack(
+            [total if mine else torch.zeros_like(total) for total, mine in zip(totals, is_mine, strict=True)]
+        )
+
+    def _by_source(self, found: Sequence[RowLosses], batch: GlobalBatch) -> Tensor | None:
+        if self._num_sources < 2 or batch.sources is None:
+            return None
+        sums = torch.zeros(2, self._num_sources, device=self._device)
+        if found and self._mesh.reports_loss:
+            index = torch.from_numpy(batch.sources).to(self._device, non_blocking=True)
+            sums[0].index_add_(0, index, torch.cat([rows[LM_LOSS].detach() for rows in found]))
+            if self._mesh.cp == 0:
+                tokens = torch.from_numpy(batch.row_counts[LM_LOSS]).to(self._device, torch.float32, non_blocking=True)
+                sums[1].index_add_(0, index, tokens)
+        return sums
 
     def _seed_dropout(self, step: int, micro_batch: int) -> None:
-        """Dropout depends on where training stands, not on what ran before: a resumed run drops the same units."""
+        """Dropout depends on where training stands, not on what ran before: a resumed run drops the same units. Ranks
+        that see other tokens, heads or layers drop others, so masks depend on the layout."""
         if self._dropout_seed is not None:
-            key = f"{self._dropout_seed}/{step}/{micro_batch}".encode()
-            torch.manual_seed(int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "little") >> 1)
+            place = f"{self._mesh.pp}/{self._mesh.dp}/{self._mesh.cp}/{self._mesh.tp}"
+            key = f"{self._dropout_seed}/{step}/{micro_batch}" + ("" if place == "0/0/0/0" else f"/{place}")
+            torch.manual_seed(int.from_bytes(hashlib.blake2b(key.encode(), digest_size=8).digest(), "little") >> 1)

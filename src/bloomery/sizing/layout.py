@@ -1,8 +1,72 @@
-"""How the ranks of a recipe are divided. Whether the division is legal is for sizing/rules.py to say."""
+"""How the ranks of a recipe are divided. Whether the division is legal is for sizing/layout_rules.py to say."""
 
 from __future__ import annotations
 
+import re
+from dataclasses import dataclass
+
 from bloomery.config.recipe import Recipe
+
+_FACTOR = re.compile(
+    r"(tp|pp|cp|dp|zero|shard|chunks)(\d+)|(gpipe|1f1b|interleaved|zero_bubble|full|selective|offload)"
+)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The factors of the world: pp * dp * cp * tp ranks, tensor-parallel ones next to each other."""
+
+    dp: int = 1
+    tp: int = 1
+    pp: int = 1
+    cp: int = 1
+    shard: int = 1
+    """Ranks that share one copy of what ZeRO shards; it divides dp * cp. With zero 0 it is 1."""
+
+    @classmethod
+    def of(cls, recipe: Recipe, world: int) -> Layout:
+        parallel = recipe.parallel
+        dp = world // ranks_per_replica(recipe)
+        shard = 1 if parallel.zero == 0 else parallel.shard_size or dp * parallel.cp
+        return cls(dp=dp, tp=parallel.tp, pp=parallel.pp, cp=parallel.cp, shard=shard)
+
+    @property
+    def world(self) -> int:
+        return self.pp * self.dp * self.cp * self.tp
+
+    @property
+    def copies(self) -> int:
+        """Ranks that hold the same piece of a weight because of data parallelism."""
+        return self.dp * self.cp // self.shard
+
+
+def layout_overrides(name: str) -> list[str]:
+    """The recipe overrides that a layout's name stands for: `pp2-dp2-tp2`, `zero3-dp2`, `pp2-interleaved-chunks2`.
+
+    A layout is its factors joined by dashes; what is not named is 1, and ZeRO is 1 unless it is named.
+    """
+    values: dict[str, str] = {"tp": "1", "pp": "1", "cp": "1", "dp": "1", "zero": "1"}
+    for part in [] if name == "single" else name.split("-"):
+        match = _FACTOR.fullmatch(part)
+        if match is None or (match[2] == "0" and match[1] != "zero"):
+            raise ValueError(f"{part!r} is not a factor of a layout")
+        if match[1]:
+            values[{"shard": "shard_size"}.get(match[1], match[1])] = match[2]
+        elif match[3] in ("full", "selective"):
+            values["recompute"] = match[3]
+        elif match[3] == "offload":
+            values["offload"] = "true"
+        else:
+            values["schedule"] = match[3]
+    if values.get("schedule") in ("interleaved", "zero_bubble"):
+        values.setdefault("chunks", "2")
+    ranks = int(values["tp"]) * int(values["pp"]) * int(values["cp"]) * int(values.pop("dp"))
+    return [
+        *(f"parallel.{key}={value}" for key, value in values.items()),
+        "launch.on=local",
+        "launch.nodes=1",
+        f"launch.gpus_per_node={ranks}",
+    ]
 
 
 def world_size(recipe: Recipe) -> int:

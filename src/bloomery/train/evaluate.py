@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 
-from bloomery.data.batch import read_batch
+from torch import Tensor
+
 from bloomery.model.loss import LM_LOSS
 from bloomery.monitor.record import ValidationRecord, perplexity_of
 from bloomery.train.run import Run
@@ -15,19 +16,19 @@ from bloomery.train.step import settle
 def evaluate(run: Run, state: TrainState) -> None:
     """Evaluate each group once and log it. Does nothing for a recipe without validation data."""
     settle(run, state)
-    size = run.recipe.batch.micro_batch_size
     started = time.monotonic()
     with run.meter.paused():
-        for group, source in run.validation.items():
-            sums: dict[str, float] = {}
-            counts: dict[str, int] = {}
-            batches = run.validation_samples[group] // size
-            for i in range(batches):
-                batch = read_batch(source, i * size, size, micro_batch_size=size)
-                for name, total in run.runner.evaluate(batch).items():
-                    sums[name] = sums.get(name, 0.0) + total.item()  # sync: evaluation is off the training path
-                    counts[name] = counts.get(name, 0) + batch.counts[name]
-            losses = {name: sums[name] / counts[name] for name in sums}
+        for group in run.validation:
+            total: Tensor | None = None
+            names: list[str] = []
+            batches = 0
+            for batch in run.validation_batches(group):
+                found = run.runner.evaluate(batch)
+                total = found.double() if total is None else total + found
+                names, batches = list(batch.counts), batches + 1
+            assert total is not None, "set-up refuses empty groups"
+            sums, counts = total.tolist()  # sync: evaluation is off the training path
+            losses = {name: sums[i] / counts[i] for i, name in enumerate(names)}
             run.journal.validation(
                 ValidationRecord(
                     step=state.step,

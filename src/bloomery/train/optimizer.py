@@ -1,15 +1,18 @@
-"""AdamW over fp32 master weights, with clipping, loss scaling and the skipping of broken steps done on the device."""
+"""AdamW over the fp32 pieces of this rank; clipping, unscaling and the skipping of broken steps on the device."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from bloomery.base.piece import Piece
 from bloomery.config.recipe import OptimizerSection
+from bloomery.parallel.gradients import Gradients
+from bloomery.parallel.weights import Weight
 
 
 @dataclass(frozen=True)
@@ -25,24 +28,38 @@ class UpdateNumbers:
 
 
 class Optimizer:
-    """Owns the fp32 truth. If the model computes in 16 bits, its parameters are copies that follow the masters."""
+    """Owns the fp32 truth. Where the model computes with other tensors, those follow the masters."""
 
     def __init__(
         self,
-        named_parameters: Iterable[tuple[str, nn.Parameter]],
+        weights: Sequence[Weight],
         section: OptimizerSection,
         *,
         compute_dtype: torch.dtype,
+        offload: bool = False,
+        counts_steps: bool = True,
     ) -> None:
-        self._names, self._parameters = (list(column) for column in zip(*named_parameters, strict=True))
+        """Turns plain parameters into `compute_dtype`; sharded ones are turned by FSDP. `offload`: masters and moments
+        live in host memory. `counts_steps`: whether this rank saves the number of updates, as one of them must."""
         self._clip_norm = section.clip_grad_norm
+        self._weights = list(weights)
+        self._counts_steps = counts_steps
         self._masters: list[Tensor] = []
-        for parameter in self._parameters:
-            assert parameter.dtype == torch.float32, "masters must not start from rounded weights"
-            self._masters.append(parameter.data if compute_dtype == torch.float32 else parameter.data.clone())
-            parameter.data = parameter.data.to(compute_dtype)
-        decayed = [master for master in self._masters if master.ndim > 1]
-        exempt = [master for master in self._masters if master.ndim <= 1]  # every bias and every norm
+        self._followers: list[tuple[Tensor, Tensor]] = []
+        """(what is computed with, its master) where these are two tensors."""
+        for weight in weights:
+            value = weight.piece.tensor
+            assert value.dtype == torch.float32, "masters must not start from rounded weights"
+            master = value.to("cpu", copy=True) if offload else value
+            if compute_dtype != torch.float32 and not isinstance(weight.parameter, DTensor):
+                weight.parameter.data = value.to(compute_dtype)
+                self._followers.append((weight.parameter.data, master))
+            elif offload:
+                self._followers.append((value, master))
+            self._masters.append(master)
+        pairs = [(weight, master) for weight, master in zip(weights, self._masters, strict=True) if master.numel()]
+        decayed = [master for weight, master in pairs if len(weight.piece.shape) > 1]
+        exempt = [master for weight, master in pairs if len(weight.piece.shape) <= 1]  # every bias and every norm
         groups = [
             {"params": decayed, "weight_decay": section.weight_decay},
             {"params": exempt, "weight_decay": 0.0},
@@ -58,24 +75,22 @@ class Optimizer:
                 "exp_avg_sq": torch.zeros_like(master),
             }
 
-    def update(
-        self, gradients: list[Tensor], *, lr: float, loss_scale: float, count_zeros: bool = False
-    ) -> UpdateNumbers:
-        """One step, unless a gradient is not finite: then nothing changes. Decided on the device, without waiting."""
-        norm = torch.nn.utils.get_total_norm(gradients) / loss_scale
+    def update(self, gradients: Gradients, *, lr: float, loss_scale: float, count_zeros: bool = False) -> UpdateNumbers:
+        """One step, unless a gradient is not finite: then nothing changes. Decided on the device, without waiting, and
+        on all ranks alike, because they share the norm."""
+        norm = gradients.norm() / loss_scale
         clip = torch.ones_like(norm) if self._clip_norm is None else (norm / self._clip_norm).clamp(min=1.0)
         skipped = (~torch.isfinite(norm)).to(torch.float32)
-        num_zeros = torch.full_like(norm, float("nan"))
-        if count_zeros:  # one more pass over the gradients, so only for steps that are logged
-            nonzero = torch.stack([torch.count_nonzero(gradient) for gradient in gradients]).sum()
-            num_zeros = (sum(gradient.numel() for gradient in gradients) - nonzero).to(torch.float32)
-        for master, gradient in zip(self._masters, gradients, strict=True):
-            master.grad = gradient
+        # One more pass over the gradients, so only for steps that are logged.
+        num_zeros = gradients.num_zeros() if count_zeros else torch.full_like(norm, float("nan"))
+        for master, gradient in zip(self._masters, gradients.tensors(), strict=True):
+            master.grad = gradient.to(master.device) if master.numel() else None
         for group in self._adamw.param_groups:
             group["lr"] = lr
         # The fused kernel divides by grad_scale while it reads the gradient: unscaling and clipping cost no extra pass.
-        self._adamw.grad_scale = clip * loss_scale  # type: ignore[attr-defined]
-        self._adamw.found_inf = skipped  # type: ignore[attr-defined]
+        device = self._masters[0].device
+        self._adamw.grad_scale = (clip * loss_scale).to(device)  # type: ignore[attr-defined]
+        self._adamw.found_inf = skipped.to(device)  # type: ignore[attr-defined]
         self._adamw.step()
         self._follow_masters()
         for master in self._masters:
@@ -84,11 +99,13 @@ class Optimizer:
 
     def pieces(self) -> dict[str, Piece]:
         """What a checkpoint holds, under stable names; the very tensors, so loading into them restores."""
-        flat = {"optim.step": self._steps()[0]}  # the same for all parameters
-        for name, master in zip(self._names, self._masters, strict=True):
-            flat[f"model.{name}"] = master
-            flat |= {f"optim.{name}.{key}": self._adamw.state[master][key] for key in ("exp_avg", "exp_avg_sq")}
-        return {name: Piece.whole(tensor) for name, tensor in flat.items()}
+        steps = self._steps()[0]  # the same for all parameters
+        flat = {"optim.step": Piece(steps, (), (), owned=self._counts_steps)}
+        for weight, master in zip(self._weights, self._masters, strict=True):
+            flat[f"model.{weight.name}"] = weight.piece.with_tensor(master)
+            for key in ("exp_avg", "exp_avg_sq"):
+                flat[f"optim.{weight.name}.{key}"] = weight.piece.with_tensor(self._adamw.state[master][key])
+        return flat
 
     def restored(self) -> None:
         """Call after pieces() were overwritten."""
@@ -102,5 +119,6 @@ class Optimizer:
 
     @torch.no_grad()
     def _follow_masters(self) -> None:
-        if self._parameters[0].dtype != torch.float32:
-            torch._foreach_copy_([parameter.data for parameter in self._parameters], self._masters)
+        if self._followers:
+            followers, masters = zip(*self._followers, strict=True)
+            torch._foreach_copy_(list(followers), list(masters))

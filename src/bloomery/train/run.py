@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,14 +11,14 @@ from typing import Any
 import torch
 
 from bloomery.base.accelerator import memory_bytes
+from bloomery.base.ranks import Ranks
 from bloomery.config.recipe import Recipe
 from bloomery.data.batch import GlobalBatch, Source
 from bloomery.data.blend import TimelessBlend
-from bloomery.data.loader import Loader
-from bloomery.model.loss import LM_LOSS
 from bloomery.monitor.journal import Journal
 from bloomery.monitor.meters import IntervalMeter
 from bloomery.monitor.record import StepRecord
+from bloomery.parallel.feed import Feed
 from bloomery.parallel.runner import Runner
 from bloomery.sizing.flops import FlopCount, tflops_per_device
 from bloomery.sizing.parameters import count_parameters
@@ -38,14 +38,17 @@ class Run:
     device: torch.device
     runner: Runner
     optimizer: Optimizer
-    loader: Loader
+    feed: Feed
     blend: TimelessBlend | None
     """Of the training stream: its state belongs into the checkpoint. None for orders without state."""
     source_keys: Sequence[str]
     """Names of the training sources, as batches number them."""
     validation: Mapping[str, Source]
     validation_samples: Mapping[str, int]
-    """Samples evaluated per group: whole micro-batches, at most one epoch."""
+    """Samples evaluated per group: at most one epoch."""
+    validation_batches: Callable[[str], Iterator[GlobalBatch]]
+    """This process's share of a group's samples."""
+    ranks: Ranks
     journal: Journal
     meter: IntervalMeter
     stop: StopRules
@@ -54,12 +57,6 @@ class Run:
     peak_flops: float | None
     """Of the device, in the recipe's precision; None if unknown."""
     start_facts: Mapping[str, Any]
-
-    def sources_of(self, batch: GlobalBatch) -> tuple[list[str], list[int]]:
-        """(source, valid tokens) of each sample of a blend; both empty when there is one source only."""
-        if len(self.source_keys) < 2 or batch.sources is None:
-            return [], []
-        return [self.source_keys[i] for i in batch.sources], batch.row_counts[LM_LOSS].tolist()
 
     def evaluates_at(self, step: int) -> bool:
         every = self.recipe.train.evaluate
@@ -82,7 +79,9 @@ class Run:
         consumed = pending.consumed_samples
         tokens_per_second = interval.samples_per_second * self.plan.seq_length
         model = self.recipe.model
-        tflops = tflops_per_device(model, LOGGED_FLOPS, tokens_per_second=tokens_per_second, num_devices=1)
+        tflops = tflops_per_device(
+            model, LOGGED_FLOPS, tokens_per_second=tokens_per_second, num_devices=self.ranks.size
+        )
         now, peak = memory_bytes(self.device)
         self.journal.step(
             StepRecord(

@@ -29,7 +29,12 @@ def save(run: Run, state: TrainState, *, last: bool = False, keep_all: bool = Fa
     with run.meter.paused():
         try:
             folder = save_checkpoint(
-                root, step=state.step, pieces=run.optimizer.pieces(), state=facts, recipe_yaml=as_yaml(run.recipe)
+                root,
+                step=state.step,
+                pieces=run.optimizer.pieces(),
+                state=facts,
+                recipe_yaml=as_yaml(run.recipe),
+                ranks=run.ranks,
             )
         except StorageError as error:
             run.journal.event("save_failed", state.step, reason=str(error))
@@ -39,7 +44,8 @@ def save(run: Run, state: TrainState, *, last: bool = False, keep_all: bool = Fa
             return
         run.journal.flush()  # records of steps that a checkpoint holds are on the disk before it counts
         suspicious = keep_all or state.nan_steps_in_a_row > 0
-        removed = [] if suspicious else apply_retention(root, run.recipe.checkpoint.keep)
+        deletes = run.ranks.rank == 0 and not suspicious
+        removed = apply_retention(root, run.recipe.checkpoint.keep) if deletes else []
     seconds = time.monotonic() - started
     state.saved_step = state.step
     state.save_seconds = max(seconds, state.save_seconds or 0.0)

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 
 import bloomery
-from bloomery.base.accelerator import device_name, out_of_memory_problem, pick_device
-from bloomery.base.errors import BloomeryError, DataError, Problem, RecipeError, StorageError
+from bloomery.base.accelerator import device_name, out_of_memory_problem
+from bloomery.base.errors import BloomeryError, Problem, RecipeError, StorageError
+from bloomery.base.ranks import ALONE, Ranks, every_rank_does, first_rank_does
 from bloomery.base.storage import locked, make_run_folder, write_atomically
 from bloomery.base.units import Duration, format_count
 from bloomery.checkpoint.folder import RETIRED, retire_later, sweep_debris
@@ -22,17 +23,18 @@ from bloomery.config.describe import as_yaml, fingerprint
 from bloomery.config.recipe import Recipe
 from bloomery.data.batch import Source
 from bloomery.data.loader import Loader
-from bloomery.data.open import open_data
-from bloomery.model.build import build_model, materialise
-from bloomery.model.recompute import apply_recompute
+from bloomery.data.open import OpenData, open_data
 from bloomery.monitor import names
 from bloomery.monitor.console import Console
 from bloomery.monitor.history import read_events
-from bloomery.monitor.journal import Journal
+from bloomery.monitor.journal import Journal, SilentJournal
 from bloomery.monitor.meters import IntervalMeter
-from bloomery.parallel.runner import PlainRunner
+from bloomery.parallel.apply import DTYPES, make_runner, parallelise
+from bloomery.parallel.feed import Feed, validation_batches
+from bloomery.parallel.mesh import Mesh, alone, make_mesh
+from bloomery.parallel.runner import Runner
 from bloomery.sizing.hardware import peak_flops
-from bloomery.sizing.layout import world_size
+from bloomery.sizing.layout import Layout
 from bloomery.sizing.parameters import count_parameters
 from bloomery.sizing.plan import TrainingPlan
 from bloomery.train.optimizer import Optimizer
@@ -41,74 +43,111 @@ from bloomery.train.run import Run
 from bloomery.train.state import TrainState
 from bloomery.train.stop import StopRules
 
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-
 
 @contextmanager
 def prepared_run(
-    recipe: Recipe, folder: Path, *, device: str | None = None, quiet: bool = False, start_from: str | None = None
+    recipe: Recipe,
+    folder: Path,
+    *,
+    device: torch.device,
+    ranks: Ranks = ALONE,
+    quiet: bool = False,
+    start_from: str | None = None,
 ) -> Iterator[tuple[Run, TrainState]]:
     """A run ready for `train`, resumed from its newest checkpoint, or from the one named `start_from`; closed at the
-    end, come what may. One process at a time may hold a run folder."""
-    refuse_what_one_process_cannot_do(recipe)
-    plan, target = TrainingPlan.of(recipe), pick_device(device)
+    end, come what may. One training at a time may hold a run folder; its rank 0 holds it and does the telling."""
+    refuse_what_cannot_be_done(recipe, device)
+    plan, layout = TrainingPlan.of(recipe), Layout.of(recipe, ranks.size)
     with ExitStack() as closing:
-        make_run_folder(folder / "control")
-        closing.enter_context(locked(folder))
-        past = find_past(recipe, folder / "checkpoints", wanted=start_from)
+        first_rank_does(ranks, lambda: _take_folder(folder, closing))
+        past = first_rank_does(ranks, lambda: find_past(recipe, folder / "checkpoints", wanted=start_from))
         state = past.state
-        data = closing.enter_context(
-            open_data(recipe, blend_state=past.blend, consumed_samples=state.consumed_samples, before=past.recipe)
-        )
-        job = 1 + _starts_so_far(folder)
-        journal = Journal(
-            folder,
-            job=job,
-            train_steps=plan.train_steps,
-            tensorboard=recipe.monitor.tensorboard,
-            resume_step=state.step,
-            console=Console(plan.train_steps, quiet=quiet),
-            recipe_text=as_yaml(recipe),
-        )
+        data = every_rank_does(ranks, lambda: closing.enter_context(_data_of(recipe, past)))
+        job = first_rank_does(ranks, lambda: 1 + _starts_so_far(folder))
+        journal = _journal_of_rank(recipe, folder, ranks, plan, job=job, step=state.step, quiet=quiet)
         closing.callback(journal.close)
-        with _errors_told(journal, state, target):
+        with _errors_told(journal, state, device):
             for warning in data.warnings:
                 journal.warning(warning)
-            _clean_checkpoints(folder / "checkpoints", past, journal)
-            write_atomically(folder / "recipe.yaml", as_yaml(recipe))
-            runner, optimizer = _runner_and_optimizer(recipe, target, past)
+            first_rank_does(ranks, lambda: _clean_folder(recipe, folder, past, journal))
+            mesh = make_mesh(layout, device) if ranks.size > 1 else alone()
+            num_sources = len(data.train.keys)
+            runner, optimizer = _runner_and_optimizer(recipe, mesh, ranks, device, past, num_sources=num_sources)
             loader = Loader(
                 data.train,
                 micro_batch_size=recipe.batch.micro_batch_size,
                 batch_size_at=plan.batch.global_batch_at,
-                pin_memory=target.type != "cpu",
+                replica=mesh.dp,
+                replicas=layout.dp,
+                pin_memory=device.type != "cpu",
             )
             closing.callback(loader.close)
             loader.seek(state.consumed_samples)
-            facts = _start_facts(recipe, target, past)
+            facts = _start_facts(recipe, device, ranks, past)
             journal.notice(_greeting(facts, plan, past))
+            samples = _validation_samples(recipe, data.validation)
             yield (
                 Run(
                     recipe=recipe,
                     plan=plan,
                     folder=folder,
-                    device=target,
+                    device=device,
                     runner=runner,
                     optimizer=optimizer,
-                    loader=loader,
+                    feed=Feed(loader, ranks, mesh),
                     blend=data.blend,
                     source_keys=data.train.keys,
                     validation=data.validation,
-                    validation_samples=_validation_samples(recipe, data.validation),
+                    validation_samples=samples,
+                    validation_batches=lambda group: validation_batches(
+                        data.validation[group],
+                        samples[group],
+                        micro_batch_size=recipe.batch.micro_batch_size,
+                        mesh=mesh,
+                    ),
+                    ranks=ranks,
                     journal=journal,
                     meter=IntervalMeter(past.interval),
-                    stop=_stop_rules(recipe, plan, folder, optimizer),
+                    stop=_stop_rules(recipe, plan, folder, optimizer, ranks),
                     job=job,
-                    peak_flops=peak_flops(device_name(target), recipe.precision),
+                    peak_flops=peak_flops(device_name(device), recipe.precision),
                     start_facts=facts,
                 ),
                 state,
             )
+
+
+def _take_folder(folder: Path, closing: ExitStack) -> None:
+    make_run_folder(folder / "control")
+    closing.enter_context(locked(folder))
+
+
+def _data_of(recipe: Recipe, past: Past) -> AbstractContextManager[OpenData]:
+    consumed = past.state.consumed_samples
+    return open_data(recipe, blend_state=past.blend, consumed_samples=consumed, before=past.recipe)
+
+
+def _journal_of_rank(
+    recipe: Recipe, folder: Path, ranks: Ranks, plan: TrainingPlan, *, job: int, step: int, quiet: bool
+) -> Journal:
+    """The journal of rank 0, and silence for the others."""
+    journal: list[Journal] = []
+
+    def make() -> None:
+        journal.append(
+            Journal(
+                folder,
+                job=job,
+                train_steps=plan.train_steps,
+                tensorboard=recipe.monitor.tensorboard,
+                resume_step=step,
+                console=Console(plan.train_steps, quiet=quiet),
+                recipe_text=as_yaml(recipe),
+            )
+        )
+
+    first_rank_does(ranks, make)
+    return journal[0] if journal else SilentJournal(folder)
 
 
 @contextmanager
@@ -129,8 +168,10 @@ def _errors_told(journal: Journal, state: TrainState, device: torch.device) -> I
         raise
 
 
-def _clean_checkpoints(root: Path, past: Past, journal: Journal) -> None:
-    """Remove what killed saves left behind, and put aside the checkpoints of a branch that this start leaves."""
+def _clean_folder(recipe: Recipe, folder: Path, past: Past, journal: Journal) -> None:
+    """Remove what killed saves left behind, put aside the checkpoints of a branch that this start leaves, and write
+    down what is trained now."""
+    root = folder / "checkpoints"
     removed = sweep_debris(root)
     if removed:
         journal.event("debris_removed", past.state.step, folders=removed)
@@ -138,45 +179,48 @@ def _clean_checkpoints(root: Path, past: Past, journal: Journal) -> None:
     if retired:
         journal.event("retired", past.state.step, folders=retired)
         journal.notice(f"later checkpoints belong to a branch that is left now; they are in {root / RETIRED}")
+    write_atomically(folder / "recipe.yaml", as_yaml(recipe))
 
 
-def _runner_and_optimizer(recipe: Recipe, device: torch.device, past: Past) -> tuple[PlainRunner, Optimizer]:
-    model = build_model(recipe.model)
-    materialise(model, recipe.model, seed=recipe.seed, device=device, dtype=torch.float32)
-    apply_recompute(model, recipe.parallel.recompute)
-    optimizer = Optimizer(list(model.named_parameters()), recipe.optimizer, compute_dtype=_DTYPES[recipe.precision])
-    if past.checkpoint is not None:
-        load_pieces(past.checkpoint, optimizer.pieces())
-        optimizer.restored()
-    runner = PlainRunner(
-        model,
-        device=device,
-        compile_model=device.type != "cpu" if recipe.train.compile == "auto" else recipe.train.compile,
-        dropout_seed=recipe.seed if recipe.model.dropout > 0 else None,
+def _runner_and_optimizer(
+    recipe: Recipe, mesh: Mesh, ranks: Ranks, device: torch.device, past: Past, *, num_sources: int
+) -> tuple[Runner, Optimizer]:
+    compile_model = device.type != "cpu" if recipe.train.compile == "auto" else recipe.train.compile
+    parts = parallelise(recipe, mesh, device=device, compile_model=compile_model)
+    optimizer = Optimizer(
+        parts.weights,
+        recipe.optimizer,
+        compute_dtype=DTYPES[recipe.precision],
+        offload=recipe.parallel.offload,
+        counts_steps=ranks.rank == 0,
     )
+    checkpoint = past.checkpoint
+    if checkpoint is not None:
+        every_rank_does(ranks, lambda: load_pieces(checkpoint, optimizer.pieces()))
+        optimizer.restored()
+    runner = make_runner(recipe, parts, device=device, compile_model=compile_model, num_sources=num_sources)
     return runner, optimizer
 
 
-def _stop_rules(recipe: Recipe, plan: TrainingPlan, folder: Path, optimizer: Optimizer) -> StopRules:
+def _stop_rules(recipe: Recipe, plan: TrainingPlan, folder: Path, optimizer: Optimizer, ranks: Ranks) -> StopRules:
     exit_after, evaluate = recipe.train.exit_after, recipe.train.evaluate
-    is_deadline = isinstance(exit_after, Duration)
+    estimate = 0.0
+    if isinstance(exit_after, Duration):
+        seconds = first_rank_does(ranks, lambda: estimate_save_seconds(folder, optimizer.pieces()))
+        estimate = max(ranks.gather(seconds))
     return StopRules(
         plan,
         exit_after=exit_after,
         control=folder / "control",
-        save_seconds_estimate=estimate_save_seconds(folder, optimizer.pieces()) if is_deadline else 0.0,
+        save_seconds_estimate=estimate,
         evaluate_every=evaluate.every.count if evaluate else None,
+        ranks=ranks,
     )
 
 
-def refuse_what_one_process_cannot_do(recipe: Recipe) -> None:
+def refuse_what_cannot_be_done(recipe: Recipe, device: torch.device) -> None:
     """RecipeError for everything in the recipe that this version of `train` would have to ignore."""
     problems = []
-    ranks = recipe.parallel.tp * recipe.parallel.pp * recipe.parallel.cp
-    if ranks > 1 or world_size(recipe) > 1:
-        what = f"the recipe asks for {max(ranks, world_size(recipe))} ranks"
-        remedy = "override parallel.tp=1 parallel.pp=1 parallel.cp=1 launch=null to try it on one device"
-        problems.append(Problem(what, "this version trains on one process", remedy))
     if recipe.precision == "fp8":
         problems.append(
             Problem("precision is fp8", "this version computes in fp32, bf16 or fp16", "use precision=bf16")
@@ -197,26 +241,18 @@ def _starts_so_far(folder: Path) -> int:
 
 
 def _validation_samples(recipe: Recipe, validation: Mapping[str, Source]) -> dict[str, int]:
-    evaluate, size = recipe.train.evaluate, recipe.batch.micro_batch_size
+    evaluate = recipe.train.evaluate
     wanted = evaluate.steps * recipe.batch.global_batch_size if evaluate else 0
-    problems = []
-    samples = {}
-    for group, source in validation.items():
-        samples[group] = min(wanted, source.num_samples) // size * size
-        if samples[group] == 0:
-            what = f"validation group {group} has {source.num_samples} samples"
-            problems.append(Problem(what, f"one micro-batch takes {size}", "give it more text or a larger split"))
-    if problems:
-        raise DataError(problems)
-    return samples
+    return {group: min(wanted, source.num_samples) for group, source in validation.items()}
 
 
-def _start_facts(recipe: Recipe, device: torch.device, past: Past) -> dict[str, Any]:
+def _start_facts(recipe: Recipe, device: torch.device, ranks: Ranks, past: Past) -> dict[str, Any]:
     return {
         "recipe": recipe.name,
         "fingerprint": fingerprint(recipe),
         "parameters": count_parameters(recipe.model, vocab_size=recipe.model.vocab_size).total,
         "device": device_name(device),
+        "ranks": ranks.size,
         "precision": recipe.precision,
         "resumed_from": past.checkpoint.name if past.checkpoint else None,
         "versions": {
@@ -229,5 +265,6 @@ def _start_facts(recipe: Recipe, device: torch.device, past: Past) -> dict[str, 
 
 def _greeting(facts: Mapping[str, Any], plan: TrainingPlan, past: Past) -> str:
     how = f"resumed at step {past.state.step:,}" if past.checkpoint else "from the beginning"
-    size, where = format_count(facts["parameters"]), f"{facts['precision']} on {facts['device']}"
+    many = f"{facts['ranks']} x " if facts["ranks"] > 1 else ""
+    size, where = format_count(facts["parameters"]), f"{facts['precision']} on {many}{facts['device']}"
     return f"{facts['recipe']}: {size} parameters, {where}, {plan.train_steps:,} steps, {how}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -23,11 +24,9 @@ class PendingStep:
     loss_names: list[str]
     values: Tensor
     """Losses by loss_names, the gradient norm, 1.0 if the update was skipped, the zeros among the gradients, and of a
-    blend the loss of each sample; on its way to the host."""
-    sources: list[str]
-    """The source of each of those samples; empty without a blend."""
-    row_counts: list[int]
-    """The valid tokens of each of those samples."""
+    blend the sum of the loss of each source and the tokens of each; on its way to the host."""
+    sources: Sequence[str]
+    """The names of those sources; empty without a blend."""
     ready: Any
     """Event that says when `values` has arrived; None on a CPU."""
 
@@ -37,13 +36,11 @@ class PendingStep:
         values: list[float] = self.values.tolist()
         return values
 
-    def source_losses(self, rows: list[float]) -> dict[str, tuple[float, int]]:
-        """(sum of the loss, valid tokens) per source."""
-        found: dict[str, tuple[float, int]] = {}
-        for source, loss, count in zip(self.sources, rows, self.row_counts, strict=True):
-            total, tokens = found.get(source, (0.0, 0))
-            found[source] = (total + loss, tokens + count)
-        return found
+    def source_losses(self, values: Sequence[float]) -> dict[str, tuple[float, int]]:
+        """(sum of the loss, valid tokens) of each source that took part."""
+        totals, tokens = values[: len(self.sources)], values[len(self.sources) :]
+        found = zip(self.sources, totals, tokens, strict=True)
+        return {source: (total, int(count)) for source, total, count in found if count}
 
 
 @dataclass

@@ -24,14 +24,12 @@ def train_step(run: Run, state: TrainState) -> None:
     if state.loss_scale is not None:
         settle(run, state)  # fp16 needs to know whether the last step overflowed before it scales this one
     scale = state.loss_scale.scale if state.loss_scale else 1.0
-    batch = run.loader.take()
+    batch = run.feed.take()
     assert (batch.first_sample, batch.size) == (state.consumed_samples, size), "loader and loop disagree"
     losses = run.runner.forward_backward(batch, loss_scale=scale, step=step)
-    sources, row_counts = run.sources_of(batch)
     settle(run, state)
     lr = run.plan.lr.at(state.lr_samples + size)
-    gradients = run.runner.gradients.tensors()
-    numbers = run.optimizer.update(gradients, lr=lr, loss_scale=scale, count_zeros=run.logs_at(step))
+    numbers = run.optimizer.update(run.runner.gradients, lr=lr, loss_scale=scale, count_zeros=run.logs_at(step))
     state.step, state.consumed_samples = step, state.consumed_samples + size
     state.pending = PendingStep(
         step=step,
@@ -40,9 +38,8 @@ def train_step(run: Run, state: TrainState) -> None:
         lr=lr,
         loss_scale=scale,
         loss_names=list(losses.means),
-        sources=sources,
-        row_counts=row_counts,
-        **_on_its_way_to_the_host(losses, numbers, with_rows=bool(sources)),
+        sources=run.source_keys if losses.by_source is not None else (),
+        **_on_its_way_to_the_host(losses, numbers),
     )
 
 
@@ -53,7 +50,7 @@ def pass_over(run: Run, state: TrainState) -> None:
         run.journal.event("skip", state.step + 1, reason="train.skip", first_sample=state.consumed_samples)
     state.consumed_samples += run.plan.batch.global_batch_at(state.consumed_samples)
     state.step += 1
-    run.loader.seek(state.consumed_samples)
+    run.feed.seek(state.consumed_samples)
 
 
 def settle(run: Run, state: TrainState) -> None:
@@ -63,7 +60,7 @@ def settle(run: Run, state: TrainState) -> None:
         return
     values = pending.read()
     losses = dict(zip(pending.loss_names, values, strict=False))
-    grad_norm, skipped_flag, num_zeros, *rows = values[len(losses) :]
+    grad_norm, skipped_flag, num_zeros, *by_source = values[len(losses) :]
     skipped = skipped_flag != 0.0
     is_nan = not all(math.isfinite(value) for value in losses.values()) or (skipped and state.loss_scale is None)
     state.held_samples += pending.global_batch if skipped else 0
@@ -77,7 +74,7 @@ def settle(run: Run, state: TrainState) -> None:
         samples=pending.global_batch,
         skipped=skipped,
         nan=is_nan,
-        source_losses=pending.source_losses(rows),
+        source_losses=pending.source_losses(by_source),
     )
     run.stop.time_step(seconds)
     if skipped:
@@ -95,12 +92,12 @@ def settle(run: Run, state: TrainState) -> None:
     run.log_if_due(pending, force=is_nan)
 
 
-def _on_its_way_to_the_host(losses: StepLosses, numbers: UpdateNumbers, *, with_rows: bool) -> dict[str, Any]:
+def _on_its_way_to_the_host(losses: StepLosses, numbers: UpdateNumbers) -> dict[str, Any]:
     """The step's numbers as one small copy that nobody waits for, and the event that says when it has arrived."""
     scalars = [*losses.means.values(), numbers.grad_norm, numbers.skipped, numbers.num_zeros]
     values = torch.stack([scalar.to(torch.float32) for scalar in scalars])
-    if with_rows:
-        values = torch.cat([values, losses.rows])
+    if losses.by_source is not None:
+        values = torch.cat([values, losses.by_source.flatten()])
     if values.device.type == "cpu":
         return {"values": values, "ready": None}
     ready = torch.Event(values.device)

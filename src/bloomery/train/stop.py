@@ -13,6 +13,7 @@ from pathlib import Path
 from types import FrameType
 
 from bloomery.base.clock import job_seconds
+from bloomery.base.ranks import ALONE, Ranks
 from bloomery.base.units import Amount, Duration, format_seconds
 from bloomery.sizing.plan import TrainingPlan
 from bloomery.train.state import TrainState
@@ -44,7 +45,9 @@ class StopRules:
         control: Path,
         save_seconds_estimate: float,
         evaluate_every: int | None = None,
+        ranks: Ranks = ALONE,
     ) -> None:
+        self._ranks = ranks
         self._plan = plan
         self._exit_after = exit_after
         self._control = control
@@ -53,6 +56,7 @@ class StopRules:
         self._requested: StopReason | None = None
         self._polled_at = 0.0
         self._save_seen = False
+        self._save_agreed = False
         self._stuck: set[str] = set()
         self._steps_timed: list[float] = []
         self._evaluate_every = evaluate_every
@@ -61,14 +65,25 @@ class StopRules:
         self._first_samples = 0
 
     def reason(self, state: TrainState) -> StopReason | None:
-        """Why to stop now, or None."""
+        """Why to stop now, or None. All ranks get the same answer: what one of them sees, all act on."""
+        mine = self._own_reason(state)
+        stops, saves = self._ranks.sum([float(mine is not None), float(self._save_seen)])
+        self._save_agreed, self._save_seen = self._save_agreed or saves > 0, False
+        if not stops:
+            return None
+        reasons: list[StopReason | None] = self._ranks.gather(mine)
+        return next(reason for reason in reasons if reason is not None)
+
+    def _own_reason(self, state: TrainState) -> StopReason | None:
         if self._first_step is None:
             self._first_step, self._first_samples = state.step, state.consumed_samples
-        self._poll_control_files()
+        if self._ranks.rank == 0:  # the files are one for all, and taken away when they were seen
+            self._poll_control_files()
         if self._requested is not None:
             return self._requested
         if self._signal is not None:
-            return StopReason("signal", f"received {self._signal.name}")
+            where = f" on rank {self._ranks.rank}" if self._ranks.size > 1 else ""
+            return StopReason("signal", f"received {self._signal.name}{where}")
         if state.step >= self._plan.train_steps:
             verb = "reached" if state.step == self._plan.train_steps else "is beyond"
             return StopReason("finished", f"{verb} {self._plan.train_steps:,} steps")
@@ -79,9 +94,9 @@ class StopRules:
         self._requested = self._requested or reason
 
     def take_save_request(self) -> bool:
-        """Whether control/save was touched since the last call; the file is removed."""
-        seen, self._save_seen = self._save_seen, False
-        return seen
+        """Whether control/save was touched since the last call; the file is removed. Agreed in `reason`."""
+        agreed, self._save_agreed = self._save_agreed, False
+        return agreed
 
     def time_step(self, seconds: float) -> None:
         """Tell how long a step took; the deadline keeps room for the slowest of the last ten."""

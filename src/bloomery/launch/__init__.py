@@ -1,0 +1,1 @@
+"""Floor 3: starting ranks and jobs; never imports torch."""

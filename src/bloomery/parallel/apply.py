@@ -1,0 +1,125 @@
+"""From a recipe and a mesh to a model that trains: the steps in their order."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from bloomery.config.recipe import Recipe
+from bloomery.model.families import ARCHITECTURES
+from bloomery.model.init import initialise
+from bloomery.model.loss import token_losses
+from bloomery.model.recompute import apply_recompute
+from bloomery.parallel.context import apply_context_parallel
+from bloomery.parallel.gradients import Gradients
+from bloomery.parallel.mesh import Mesh
+from bloomery.parallel.pipeline import PipelineExecution
+from bloomery.parallel.plain import PlainExecution
+from bloomery.parallel.runner import Execution, Runner
+from bloomery.parallel.sharding import apply_sharding, settle_memory
+from bloomery.parallel.stages import build_stages
+from bloomery.parallel.tensor import apply_tensor_parallel, cut_buffers
+from bloomery.parallel.vocabulary import vocabulary_parallel_losses
+from bloomery.parallel.weights import Weight, logical_shapes, weights_of
+from bloomery.sizing.vocabulary import padded_vocab_size
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(frozen=True)
+class Parallelised:
+    """What one rank holds of a model, with memory and initial values, all in fp32."""
+
+    stages: Mapping[int, nn.Module]
+    weights: list[Weight]
+    mesh: Mesh
+
+
+def parallelise(recipe: Recipe, mesh: Mesh, *, device: torch.device, compile_model: bool) -> Parallelised:
+    """Build, cut, attach, wrap; only then give it memory: no rank ever holds more than its part."""
+    stages = build_stages(recipe, mesh)
+    shapes = logical_shapes(stages.values())
+    for model in stages.values():
+        apply_tensor_parallel(model, mesh)
+        apply_context_parallel(model, mesh, recipe.model.seq_length)
+        apply_recompute(model, recipe.parallel.recompute)
+        if compile_model and not _compiles_whole(mesh):
+            _compile_blocks(model)
+        apply_sharding(model, mesh, zero=recipe.parallel.zero, dtype=DTYPES[recipe.precision])
+        _give_memory(model, mesh, device)
+    weights = weights_of(stages.values(), shapes, mesh, tied=recipe.model.tie_embeddings)
+    initialise(((weight.name, weight.piece) for weight in weights), recipe.model, recipe.seed)
+    return Parallelised(stages, weights, mesh)
+
+
+def make_runner(
+    recipe: Recipe, parts: Parallelised, *, device: torch.device, compile_model: bool, num_sources: int
+) -> Runner:
+    """How this model is run. Call it when the parameters have the type they compute in."""
+    mesh, parallel = parts.mesh, recipe.parallel
+    gradients = Gradients(parts.weights, mesh)
+    losses = token_losses if mesh.tp_group is None else vocabulary_parallel_losses(mesh.tp_group)
+    execution: Execution
+    if mesh.layout.pp == 1:
+        whole = compile_model and _compiles_whole(mesh)
+        execution = PlainExecution(parts.stages[0], gradients, losses, zero=parallel.zero, compile_model=whole)
+    else:
+        execution = PipelineExecution(
+            parts.stages,
+            gradients,
+            losses,
+            mesh,
+            kind=parallel.schedule,
+            num_stages=mesh.layout.pp * parallel.chunks,
+            hidden=_hidden(recipe, mesh),
+            outputs=_outputs(recipe, mesh),
+            device=device,
+        )
+    return Runner(
+        execution,
+        gradients,
+        mesh,
+        device=device,
+        seq_length=recipe.model.seq_length,
+        num_sources=num_sources,
+        dropout_seed=recipe.seed if recipe.model.dropout > 0 else None,
+    )
+
+
+def _give_memory(model: nn.Module, mesh: Mesh, device: torch.device) -> None:
+    """`to_empty` makes new parameters, which separates tied ones, and leaves garbage in buffers."""
+    model.to_empty(device=device)
+    cast(Any, model).tie_weights()
+    cast(Any, model).rebuild_buffers(device)
+    cut_buffers(model, mesh)
+    settle_memory(model)
+
+
+def _compiles_whole(mesh: Mesh) -> bool:
+    """One graph, loss included, unless FSDP or a pipeline must step in between the blocks."""
+    return mesh.data is None and mesh.layout.pp == 1
+
+
+def _compile_blocks(model: nn.Module) -> None:
+    for block in cast(Any, model).layers.values():
+        block.forward = torch.compile(block.forward, dynamic=False)
+
+
+def _hidden(recipe: Recipe, mesh: Mesh) -> Tensor:
+    """What travels between stages: the tokens of this rank, between blocks. Gradients travel back."""
+    tokens = recipe.model.seq_length // (mesh.layout.cp * mesh.layout.tp)
+    shape = (recipe.batch.micro_batch_size, tokens, recipe.model.hidden_size)
+    return torch.empty(shape, dtype=DTYPES[recipe.precision], device="meta", requires_grad=True)
+
+
+def _outputs(recipe: Recipe, mesh: Mesh) -> tuple[Tensor, ...]:
+    """What the last stage returns."""
+    rows, dtype = recipe.batch.micro_batch_size, DTYPES[recipe.precision]
+    words = padded_vocab_size(recipe.model) // mesh.layout.tp
+    logits = torch.empty((rows, recipe.model.seq_length // mesh.layout.cp, words), dtype=dtype, device="meta")
+    order = torch.empty((rows, 2), dtype=dtype, device="meta")
+    return (logits, order) if ARCHITECTURES[recipe.model.family].encoder else (logits,)

@@ -1,0 +1,64 @@
+"""Batches for a replica: each reads its own samples, and all know when one of them cannot."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from bloomery.base.errors import DataError, Problem
+from bloomery.base.ranks import Ranks
+from bloomery.data.batch import GlobalBatch, Source, read_batch
+from bloomery.data.loader import Loader
+from bloomery.parallel.mesh import Mesh
+
+_MOST_TARGETS = 2
+
+
+class Feed:
+    """What the training loop takes its batches from."""
+
+    def __init__(self, loader: Loader, ranks: Ranks, mesh: Mesh) -> None:
+        self._loader = loader
+        self._ranks = ranks
+        self._speaks = mesh.pp == mesh.cp == mesh.tp == 0  # one rank counts for its replica
+
+    def take(self) -> GlobalBatch:
+        """The next global batch, its counts summed over all replicas. DataError on every rank if any could not read."""
+        batch, problems = None, None
+        try:
+            batch = self._loader.take()
+        except DataError as error:
+            problems = error.problems
+        counts = list(batch.counts.values()) if batch is not None and self._speaks else []
+        told = [float(problems is not None), *counts, *[0.0] * (_MOST_TARGETS - len(counts))]
+        failed, *totals = self._ranks.sum(told)
+        if failed:
+            raise DataError(_told_by_all(self._ranks.gather(problems)))
+        assert batch is not None
+        return replace(batch, counts={name: int(total) for name, total in zip(batch.counts, totals, strict=False)})
+
+    def seek(self, consumed_samples: int) -> None:
+        self._loader.seek(consumed_samples)
+
+    def close(self) -> None:
+        self._loader.close()
+
+
+def validation_batches(source: Source, num_samples: int, *, micro_batch_size: int, mesh: Mesh) -> Iterator[GlobalBatch]:
+    """This replica's share of exactly the first `num_samples`, one micro-batch at a time, whatever the layout."""
+    window = micro_batch_size * mesh.layout.dp
+    for first in range(0, num_samples, window):
+        yield read_batch(
+            source,
+            first,
+            window,
+            micro_batch_size=micro_batch_size,
+            replica=mesh.dp,
+            replicas=mesh.layout.dp,
+            end=num_samples,
+        )
+
+
+def _told_by_all(told: list[list[Problem] | None]) -> list[Problem]:
+    """Every problem once; who cannot go on because of another says nothing new."""
+    return list(dict.fromkeys(problem for problems in told for problem in problems or ()))

@@ -1,0 +1,174 @@
+"""Micro-batches through a pipeline of stages, by the schedules of torch.distributed.pipelining.
+
+What travels between stages are plain hidden states of a fixed shape. Everything else (tokens, masks, labels) every rank
+reads for itself, so the schedule is only given the number of each micro-batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+)
+
+from bloomery.config.recipe import PipelineSchedule
+from bloomery.data.batch import Batch
+from bloomery.model.loss import row_losses
+from bloomery.parallel.gradients import Gradients
+from bloomery.parallel.mesh import Mesh
+from bloomery.parallel.runner import RowLosses, Seed
+
+_SCHEDULES: dict[PipelineSchedule, Any] = {
+    "gpipe": ScheduleGPipe,
+    "1f1b": Schedule1F1B,
+    "interleaved": ScheduleInterleaved1F1B,
+    "zero_bubble": ScheduleInterleavedZeroBubble,
+}
+
+
+class PipelineExecution:
+    def __init__(
+        self,
+        stages: Mapping[int, nn.Module],
+        gradients: Gradients,
+        vocabulary_losses: Callable[[Tensor, Tensor], Tensor],
+        mesh: Mesh,
+        *,
+        kind: PipelineSchedule,
+        num_stages: int,
+        hidden: Tensor,
+        outputs: Tensor | tuple[Tensor, ...],
+        device: torch.device,
+    ) -> None:
+        """`hidden`: the shape and type of what travels between stages; `outputs`: of what the last one returns. Both on
+        the meta device."""
+        self._stages = dict(stages)
+        self._gradients = gradients
+        self._vocabulary_losses = vocabulary_losses
+        self._mesh = mesh
+        self._kind = kind
+        self._num_stages = num_stages
+        self._hidden = hidden
+        self._outputs = outputs
+        self._device = device
+        self._micro_batches: Sequence[Batch] = ()
+        self._seed: Seed = lambda i: None
+        self._loss_of: Callable[[RowLosses], Tensor] | None = None
+        self._found: dict[int, RowLosses] = {}
+        self._schedule: tuple[int, Any] | None = None
+        for number, stage in self._stages.items():
+            stage.register_forward_pre_hook(self._feeder(is_first=number == 0), with_kwargs=True, prepend=True)
+
+    def train(
+        self, micro_batches: Sequence[Batch], loss_of: Callable[[RowLosses], Tensor], seed: Seed
+    ) -> list[RowLosses]:
+        self._micro_batches, self._seed, self._loss_of, self._found = micro_batches, seed, loss_of, {}
+        for stage in self._stages.values():
+            stage.train()
+        numbers = torch.arange(len(micro_batches))
+        args = (numbers,) if 0 in self._stages else ()
+        targets = {"target": numbers, "losses": []} if self._has_end else {}
+        self._schedule_for(len(micro_batches)).step(*args, **targets, micro_batch=numbers, return_outputs=False)
+        return [self._found[i] for i in sorted(self._found)]
+
+    def evaluate(self, micro_batches: Sequence[Batch]) -> list[RowLosses]:
+        """One micro-batch after the other: rare enough for a bubble, and the same for every schedule."""
+        self._micro_batches, self._seed = micro_batches, lambda i: None
+        for stage in self._stages.values():
+            stage.eval()
+        found = []
+        for i, batch in enumerate(micro_batches):
+            hidden: Any = None
+            for number in range(self._num_stages):
+                if number not in self._stages:
+                    continue
+                stage = self._stages[number]
+                if number > 0 and number - 1 not in self._stages:
+                    hidden = torch.empty_like(self._hidden, device=self._device)
+                    dist.recv(hidden, self._rank_of(number - 1), self._mesh.pp_group)
+                hidden = stage(*([] if number == 0 else [hidden]), micro_batch=torch.tensor([i]))
+                if number == self._num_stages - 1:
+                    found.append(row_losses(hidden, batch.targets, self._vocabulary_losses))
+                elif number + 1 not in self._stages:
+                    dist.send(hidden, self._rank_of(number + 1), self._mesh.pp_group)
+        return found
+
+    @property
+    def _has_end(self) -> bool:
+        return self._num_stages - 1 in self._stages
+
+    def _rank_of(self, stage: int) -> int:
+        assert self._mesh.pp_group is not None
+        return dist.get_global_rank(self._mesh.pp_group, stage % self._mesh.layout.pp)
+
+    def _feeder(self, *, is_first: bool) -> Callable[..., tuple[tuple[Tensor, ...], dict[str, Tensor]]]:
+        """A hook that turns (hidden states, number of the micro-batch) into what the model is called with."""
+
+        def feed(
+            _: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Any]
+        ) -> tuple[tuple[Tensor, ...], dict[str, Tensor]]:
+            number = int(kwargs["micro_batch"])
+            self._seed(number)
+            inputs = dict(self._micro_batches[number].inputs)
+            tokens = inputs.pop("tokens")
+            return (tokens if is_first else args[0],), inputs
+
+        return feed
+
+    def _loss(self, outputs: Tensor | tuple[Tensor, Tensor], target: Tensor) -> Tensor:
+        number = int(target)
+        rows = row_losses(outputs, self._micro_batches[number].targets, self._vocabulary_losses)
+        self._found[number] = {name: each.detach() for name, each in rows.items()}
+        assert self._loss_of is not None
+        return self._loss_of(rows)
+
+    def _schedule_for(self, num_micro_batches: int) -> Any:
+        """Made anew when a batch ramp changes the number of micro-batches: torch fixes it for a schedule's life."""
+        if self._schedule is None or self._schedule[0] != num_micro_batches:
+            stages = [self._stage(number, stage) for number, stage in self._stages.items()]
+            several = self._kind in ("interleaved", "zero_bubble")
+            schedule = _SCHEDULES[self._kind](
+                stages if several else stages[0], num_micro_batches, loss_fn=self._loss, scale_grads=False
+            )
+            self._schedule = (num_micro_batches, schedule)
+        return self._schedule[1]
+
+    def _stage(self, number: int, stage: nn.Module) -> PipelineStage:
+        return _AbsorbingStage(
+            stage,
+            number,
+            self._num_stages,
+            self._device,
+            input_args=(torch.empty(1, dtype=torch.int64, device="meta") if number == 0 else self._hidden,),
+            output_args=self._outputs if number == self._num_stages - 1 else (self._hidden,),
+            group=self._mesh.pp_group,
+            gradients=self._gradients,
+        )
+
+
+class _AbsorbingStage(PipelineStage):
+    """Hands 16-bit gradients to their fp32 sums after every backward pass, instead of adding them in 16 bits."""
+
+    def __init__(self, *args: Any, gradients: Gradients, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._gradients = gradients
+
+    def backward_one_chunk(
+        self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
+    ) -> None:
+        super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
+        if full_backward:
+            self._gradients.absorb()
+
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
+        super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
+        self._gradients.absorb()

@@ -1,0 +1,47 @@
+"""Data parallelism and ZeRO, both FSDP2. Where there is one data-parallel rank, nothing is wrapped at all.
+
+ZeRO 0 is a shard group of one rank. With fewer shards than ranks the rest are copies (HSDP).
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+from bloomery.parallel.mesh import Mesh
+
+
+def apply_sharding(model: nn.Module, mesh: Mesh, *, zero: int, dtype: torch.dtype) -> None:
+    """Shard a meta-device model over the data-parallel ranks, a block at a time, so that communication overlaps.
+
+    Weights are fp32 and computed with in `dtype`; gradients are summed, not averaged, in fp32.
+    """
+    if mesh.data is None:
+        return
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    for block in cast(Any, model).layers.values():
+        fully_shard(block, mesh=mesh.data, mp_policy=policy, reshard_after_forward=zero == 3)
+    fully_shard(model, mesh=mesh.data, mp_policy=policy, reshard_after_forward=zero == 3)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)  # gloo has no pre-multiplied sum, and 1.0 needs none
+
+
+def announce_backward(model: nn.Module, *, zero: int, last: bool) -> None:
+    """Tell FSDP what the next backward pass is for: ZeRO 0 and 1 communicate once a step, 2 and 3 every micro-batch."""
+    if isinstance(model, FSDPModule):
+        model.set_is_last_backward(last)
+        model.set_requires_gradient_sync(last or zero >= 2)
+        model.set_requires_all_reduce(last)
+        model.set_reshard_after_backward(last or zero == 3)
+
+
+def settle_memory(model: nn.Module) -> None:
+    """Call it once the parameters have memory: FSDP then moves what it must pad, which it would do in the first forward
+    pass, behind the back of everybody who holds a piece."""
+    if isinstance(model, FSDPModule):
+        model._get_fsdp_state()._lazy_init()

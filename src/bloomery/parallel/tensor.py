@@ -1,0 +1,132 @@
+"""Tensor parallelism: which parameters are cut how, and what the cut modules do differently.
+
+Between attention and MLP the sequence is cut too (sequence parallelism), so a rank computes norms, dropout and
+residuals only for its part of the tokens. Modules compute on plain local tensors; what has to be communicated is
+attached to them here. Two tables say it all; a new family needs neither unless it brings a new kind of layer.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any, Literal, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from bloomery.parallel.collectives import gather, gather_alike, own_part, sum_and_cut
+from bloomery.parallel.mesh import Mesh
+
+Cut = Literal["rows", "columns", "summed", "alike"]
+"""rows, columns: cut along dimension 0 or 1. summed: whole on every rank, but each sees a part of the tokens, so that
+gradients are to be summed. alike: whole, and every rank computes the same with it."""
+
+CUTS: tuple[tuple[str, Cut], ...] = (
+    (r"embed\.tokens\.weight|head\.(weight|bias)|slopes", "rows"),
+    (r"layers\.\d+\.(attention\.qkv|mlp\.up|mlp\.gate)\.(weight|bias)", "rows"),
+    (r"layers\.\d+\.(attention\.out|mlp\.down)\.weight", "columns"),
+    (r"layers\.\d+\.(attention\.out|mlp\.down)\.bias", "summed"),
+    (
+        r"(layers\.\d+\.(attention_norm|mlp_norm)|embed\.norm|final_norm|head\.norm|head\.dense)\.(weight|bias)",
+        "summed",
+    ),
+    (r"embed\.(positions|token_types)\.weight", "summed"),
+    (r"(pooler\.dense|order_head)\.(weight|bias)", "alike"),
+)
+"""Every parameter and buffer of every family matches exactly one; a test holds that."""
+
+
+def cut_of(name: str) -> Cut:
+    """How the parameter or buffer called `name` lies on tensor-parallel ranks."""
+    for pattern, cut in CUTS:
+        if re.fullmatch(pattern, name):
+            return cut
+    raise AssertionError(f"no tensor-parallel rule for {name}: add one to CUTS")
+
+
+def cut_dimension(name: str) -> int | None:
+    """The dimension along which it is cut; None if every rank has all of it."""
+    return {"rows": 0, "columns": 1}.get(cut_of(name))
+
+
+def apply_tensor_parallel(model: nn.Module, mesh: Mesh) -> None:
+    """Cut the parameters of a meta-device model to this rank's part and make its modules communicate."""
+    if mesh.tp_group is None:
+        return
+    for module_name, module in model.named_modules():
+        for name, parameter in module.named_parameters(module_name, recurse=False):
+            dim = cut_dimension(name)
+            if dim is not None:
+                part = parameter.data.chunk(mesh.layout.tp, dim)[mesh.tp]
+                setattr(module, name.rpartition(".")[2], nn.Parameter(torch.empty_like(part)))
+        for pattern, kind, attach in BEHAVIOURS:
+            if re.fullmatch(pattern, module_name) and isinstance(module, kind):
+                attach(module, mesh.tp_group)
+    cast(Any, model).tie_weights()
+
+
+def cut_buffers(model: nn.Module, mesh: Mesh) -> None:
+    """Cut freshly rebuilt buffers, such as the slopes of all heads, to this rank's part."""
+    if mesh.tp_group is not None:
+        for name, buffer in list(model.named_buffers()):
+            dim = cut_dimension(name)
+            assert dim is not None, f"buffer {name} has no dimension to cut"
+            setattr(model, name, buffer.chunk(mesh.layout.tp, dim)[mesh.tp].contiguous())
+
+
+def _gather_input(module: nn.Module, group: dist.ProcessGroup) -> None:
+    """The module sees all tokens and computes a part of the features from them."""
+    module.register_forward_pre_hook(lambda _, args: (gather(args[0], 1, group), *args[1:]))
+
+
+def _gather_input_alike(module: nn.Module, group: dist.ProcessGroup) -> None:
+    """The module sees all tokens and computes on every rank the same."""
+    module.register_forward_pre_hook(lambda _, args: (gather_alike(args[0], 1, group), *args[1:]))
+
+
+def _gather_output(module: nn.Module, group: dist.ProcessGroup) -> None:
+    """What follows the module sees all tokens."""
+    module.register_forward_hook(lambda _, args, output: gather(output, 1, group))
+
+
+def _keep_own_tokens(module: nn.Module, group: dist.ProcessGroup) -> None:
+    """The module is asked for all tokens and answers for its own: its output ends in (tokens, features)."""
+    module.register_forward_hook(lambda _, args, output: own_part(output, output.ndim - 2, group))
+
+
+def _sum_output(linear: nn.Module, group: dist.ProcessGroup) -> None:
+    """A linear layer whose inputs lie on all ranks: the products are summed, then the bias is added once."""
+
+    def forward(x: Tensor) -> Tensor:
+        weight, bias = cast(Tensor, linear.weight), cast("Tensor | None", linear.bias)
+        out = sum_and_cut(F.linear(x, weight), 1, group)
+        return out if bias is None else out + bias
+
+    linear.forward = forward
+
+
+def _look_up_own_words(embedding: nn.Module, group: dist.ProcessGroup) -> None:
+    """An embedding of which each rank has some rows: who has a word's row gives it, the others give zeros."""
+
+    def forward(tokens: Tensor) -> Tensor:
+        weight = cast(Tensor, embedding.weight)
+        own = tokens - group.rank() * weight.shape[0]
+        absent = (own < 0) | (own >= weight.shape[0])
+        found = F.embedding(own.masked_fill(absent, 0), weight)
+        return sum_and_cut(found.masked_fill(absent[..., None], 0.0), 1, group)
+
+    embedding.forward = forward
+
+
+BEHAVIOURS: tuple[tuple[str, type[nn.Module], Callable[[nn.Module, dist.ProcessGroup], None]], ...] = (
+    (r"embed\.tokens", nn.Embedding, _look_up_own_words),
+    (r"embed\.(positions|token_types)", nn.Embedding, _keep_own_tokens),
+    (r"layers\.\d+\.(attention|mlp)", nn.Module, _gather_input),
+    (r"layers\.\d+\.(attention\.out|mlp\.down)", nn.Linear, _sum_output),
+    (r"head", nn.Linear, _gather_input),
+    (r"head\.norm", nn.Module, _gather_output),
+    (r"pooler", nn.Module, _gather_input_alike),
+)
+"""What is attached to which modules, by name and kind."""
