@@ -73,7 +73,7 @@ def test_everything_that_cannot_be_done_is_refused_at_once(
 def test_a_recipe_for_a_cluster_is_not_started_as_one_process(
     workshop: Workshop, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    workshop.train("launch={on: slurm, nodes: 2, gpus_per_node: 4}", code=2)
+    workshop.train("launch={on: slurm, nodes: 2, gpus_per_node: 4}", "batch.global_batch_size=32", code=2)
     text = said(capsys)
     for part in ("8 ranks on slurm", "srun", "launch.on=local"):
         assert part in text
