@@ -16,13 +16,12 @@ from bloomery.config.families import ONLY_FOR, family_defaults
 from bloomery.config.recipe import LossScaleSection, LrSection, ModelSection, Recipe
 from bloomery.sizing.data_rules import data, samples
 from bloomery.sizing.finding import Finding, nearby_divisors
-from bloomery.sizing.layout import data_parallel_size, ranks_per_replica, world_size
+from bloomery.sizing.layout import data_parallel_size
+from bloomery.sizing.layout_rules import LAYOUT, context, data_parallel, launch, pipeline, tensor_parallel
 from bloomery.sizing.plan import TrainingPlan
-from bloomery.sizing.vocabulary import padded_vocab_size
 
 _MOST_LEVELS = 10_000
 _MOST_STEPS = 100_000_000
-_LAYOUT = ("launch.nodes", "launch.gpus_per_node", "parallel.tp", "parallel.pp", "parallel.cp")
 
 
 def heads(recipe: Recipe, draft: Draft) -> Iterator[Finding]:
@@ -64,85 +63,13 @@ def fields_of_another_family(recipe: Recipe, draft: Draft) -> Iterator[Finding]:
             )
 
 
-def tensor_parallel(recipe: Recipe, draft: Draft) -> Iterator[Finding]:
-    model, tp = recipe.model, recipe.parallel.tp
-    sizes = {
-        ("model.num_heads",): ("model.num_heads", model.num_heads),
-        ("model.num_kv_heads",): ("model.num_kv_heads", model.num_kv_heads),
-        ("model.ffn_hidden_size",): ("model.ffn_hidden_size", model.ffn_hidden_size),
-        ("model.vocab_multiple", "model.vocab_size"): ("the padded vocabulary", padded_vocab_size(model)),
-    }
-    for paths, (name, size) in sizes.items():
-        if size % tp:
-            yield Finding(
-                ("parallel.tp", *paths),
-                f"parallel.tp is {tp} but {name} is {size}",
-                "it must divide evenly across tensor-parallel ranks",
-                f"use parallel.tp {nearby_divisors(size, tp)}",
-            )
-
-
-def layout(recipe: Recipe, draft: Draft) -> Iterator[Finding]:
-    parallel, model = recipe.parallel, recipe.model
-    if parallel.pp > model.num_layers:
-        yield Finding(
-            ("parallel.pp", "model.num_layers"),
-            f"parallel.pp is {parallel.pp} but model.num_layers is {model.num_layers}",
-            "every pipeline stage owns at least one layer",
-            f"use at most {model.num_layers} stages",
-        )
-    if parallel.pp > 1 and parallel.zero >= 2:
-        yield Finding(
-            ("parallel.zero", "parallel.pp"),
-            f"parallel.zero is {parallel.zero} with parallel.pp {parallel.pp}",
-            "under a pipeline, gradients stay whole between micro-batches, so ZeRO 2 and 3 would act as ZeRO 1",
-            "use parallel.zero=1",
-        )
-    if parallel.cp > 1 and model.seq_length % (2 * parallel.cp):
-        yield Finding(
-            ("parallel.cp", "model.seq_length"),
-            f"parallel.cp is {parallel.cp} but model.seq_length is {model.seq_length}",
-            "a sequence is cut into 2 * cp equal pieces",
-            "use a sequence length that 2 * cp divides",
-        )
-    ranks = ranks_per_replica(recipe)
-    if recipe.launch and world_size(recipe) % ranks:
-        yield Finding(
-            _LAYOUT,
-            f"launch asks for {world_size(recipe)} ranks",
-            f"one replica takes tp * pp * cp = {ranks}, which must divide them",
-            f"use a multiple of {ranks} ranks",
-        )
-
-
-def launch(recipe: Recipe, draft: Draft) -> Iterator[Finding]:
-    if recipe.launch is None:
-        return
-    on, nodes, limit = recipe.launch.on, recipe.launch.nodes, recipe.launch.time_limit
-    if on == "local" and nodes > 1:
-        yield Finding(
-            ("launch.nodes", "launch.on"),
-            f"launch.nodes is {nodes} but launch.on is local",
-            "local means this one machine",
-            "use launch.on hosts, slurm or azureml, or one node",
-        )
-    exit_after = recipe.train.exit_after
-    if limit and isinstance(exit_after, Duration) and exit_after.seconds >= limit.seconds:
-        yield Finding(
-            ("train.exit_after", "launch.time_limit"),
-            f"train.exit_after is {exit_after} but launch.time_limit is {limit}",
-            "the scheduler would kill the job before it saves",
-            "leave train.exit_after some minutes below the limit",
-        )
-
-
 def batch(recipe: Recipe, draft: Draft) -> Iterator[Finding]:
     full, micro, replicas = recipe.batch.global_batch_size, recipe.batch.micro_batch_size, _replicas(recipe)
     unit = micro * replicas
     if full % unit:
         lower = full // unit * unit
         yield Finding(
-            ("batch.global_batch_size", "batch.micro_batch_size", *_LAYOUT),
+            ("batch.global_batch_size", "batch.micro_batch_size", *LAYOUT),
             f"batch.global_batch_size is {full}",
             f"it must be a multiple of micro_batch_size {micro} times {replicas} data-parallel replicas",
             f"use {f'{lower} or ' if lower else ''}{lower + unit}, or change micro_batch_size",
@@ -177,7 +104,7 @@ def ramp(recipe: Recipe, draft: Draft) -> Iterator[Finding]:
     elif misfits := [level for level in levels if level % unit]:
         more = f" and {len(misfits) - 6} more" if len(misfits) > 6 else ""
         yield Finding(
-            ("batch.rampup.start", "batch.rampup.increment", "batch.micro_batch_size", *_LAYOUT),
+            ("batch.rampup.start", "batch.rampup.increment", "batch.micro_batch_size", *LAYOUT),
             f"{len(misfits)} of {len(levels)} levels of the batch ramp do not fit: "
             f"{', '.join(str(level) for level in misfits[:6])}{more}",
             f"every level must be a multiple of micro_batch_size {recipe.batch.micro_batch_size} times "
@@ -333,7 +260,9 @@ RULES: list[Callable[[Recipe, Draft], Iterator[Finding]]] = [
     heads,
     fields_of_another_family,
     tensor_parallel,
-    layout,
+    context,
+    pipeline,
+    data_parallel,
     launch,
     batch,
     ramp,

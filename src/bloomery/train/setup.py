@@ -185,7 +185,9 @@ def _clean_folder(recipe: Recipe, folder: Path, past: Past, journal: Journal) ->
 def _runner_and_optimizer(
     recipe: Recipe, mesh: Mesh, ranks: Ranks, device: torch.device, past: Past, *, num_sources: int
 ) -> tuple[Runner, Optimizer]:
-    compile_model = device.type != "cpu" if recipe.train.compile == "auto" else recipe.train.compile
+    compile_model = recipe.train.compile
+    if compile_model == "auto":
+        compile_model = device.type != "cpu" and recipe.parallel.schedule != "zero_bubble"
     parts = parallelise(recipe, mesh, device=device, compile_model=compile_model)
     optimizer = Optimizer(
         parts.weights,
