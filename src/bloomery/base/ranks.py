@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeVar, cast
 
-from bloomery.base.errors import BloomeryError
+from bloomery.base.errors import BloomeryError, LostRankError
 
 T = TypeVar("T")
 
@@ -34,6 +34,10 @@ class Ranks(Protocol):
         """The sum over all ranks of each number. Cheap enough for every step."""
         ...
 
+    def lost(self, error: Exception) -> LostRankError | None:
+        """Whom we lost, if that is what the error means. Not collective."""
+        ...
+
 
 class _Alone:
     rank = 0
@@ -47,6 +51,9 @@ class _Alone:
 
     def sum(self, values: Sequence[float]) -> list[float]:
         return list(values)
+
+    def lost(self, error: Exception) -> LostRankError | None:
+        return None
 
 
 ALONE: Ranks = _Alone()

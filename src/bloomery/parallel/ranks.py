@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import re
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -11,15 +13,16 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import TCPStore
+from torch.distributed.distributed_c10d import _get_default_store
 
 from bloomery.base.errors import LostRankError, Problem
 from bloomery.parallel.environment import Started
 
 _TIMEOUT = timedelta(minutes=10)
 """How long a rank waits for another in a collective. A rank that dies is noticed at once, by its closed connection."""
-_ROLL_CALL_SECONDS = 3.0
+_ROLL_CALL_SECONDS = 2.0
 _COMMUNICATION_ERRORS = (dist.DistBackendError, dist.DistNetworkError, dist.DistStoreError)
+_COMMUNICATION_WORDS = ("connection", "gloo", "timed out", "socket", "nccl")
 
 
 class DistributedRanks:
@@ -28,6 +31,7 @@ class DistributedRanks:
     def __init__(self) -> None:
         self.rank = dist.get_rank()
         self.size = dist.get_world_size()
+        self._store = _get_default_store()
 
     def gather(self, value: Any) -> list[Any]:
         values: list[Any] = [None] * self.size
@@ -44,49 +48,70 @@ class DistributedRanks:
         dist.all_reduce(total)
         return total.tolist()
 
+    def lost(self, error: Exception) -> LostRankError | None:
+        """If the error is a broken collective: who is missing. Everybody who is left answers a roll call."""
+        if not _is_communication(error):
+            return None
+        answers = self._roll_call()
+        missing = [str(rank) for rank, answer in enumerate(answers) if not answer]
+        what = f"rank {', '.join(missing) or '?'} of {self.size} is lost"
+        if not answers:
+            what = f"rank 0 of {self.size} is gone: it was lost, or it left because another rank was"
+        rule = f"rank {self.rank} cannot go on alone ({_short(error)})"
+        remedy = "look at what that rank said last; start again to go on from the newest checkpoint"
+        lost = LostRankError(Problem(what, rule, remedy))
+        lost.told_by_rank_0 = True in answers and self.rank != answers.index(True)
+        return lost
+
+    def _roll_call(self) -> list[bool]:
+        """Who answers, by rank; nothing when the store that answers go to is gone."""
+        keys = [f"bloomery/here/{rank}" for rank in range(self.size)]
+        try:
+            self._store.set(keys[self.rank], "1")
+            with contextlib.suppress(Exception):
+                dist.destroy_process_group()  # its closed connections wake those who still wait for us
+            # The store may live in rank 0, which therefore stays a little longer.
+            deadline = time.monotonic() + _ROLL_CALL_SECONDS + (self.rank == 0)
+            while time.monotonic() < deadline and not self._store.check(keys):
+                time.sleep(0.05)
+            return [self._store.check([key]) for key in keys]
+        except Exception:
+            return []
+
 
 @contextmanager
 def joined(started: Started, device: torch.device) -> Iterator[DistributedRanks]:
-    """Be one of the ranks until the end of the block.
-
-    A collective that breaks becomes a LostRankError that names who is missing. The group is left behind then: taking
-    it apart could wait for a rank that will not answer.
-    """
+    """Be one of the ranks until the end of the block. A collective that breaks becomes a LostRankError."""
     backend = (
         "gloo" if device.type == "cpu" else f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device)}"
     )
-    os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")  # restarted workers would read stale addresses
-    is_host = started.rank == 0
-    store = TCPStore(started.address, started.port, started.size, is_host, timeout=_TIMEOUT, multi_tenant=True)
-    dist.init_process_group(backend, store=store, rank=started.rank, world_size=started.size, timeout=_TIMEOUT)
+    os.environ |= {
+        "RANK": str(started.rank),
+        "WORLD_SIZE": str(started.size),
+        "MASTER_ADDR": started.address,
+        "MASTER_PORT": str(started.port),
+    }
+    dist.init_process_group(backend, timeout=_TIMEOUT)
+    ranks = DistributedRanks()
     try:
-        yield DistributedRanks()
-    except (RuntimeError, *_COMMUNICATION_ERRORS) as error:
-        if not _is_communication(error):
+        yield ranks
+    except Exception as error:
+        lost = ranks.lost(error)
+        if lost is None:
             raise
-        raise LostRankError(_problem_of_lost(error, store, started)) from error
-    dist.destroy_process_group()
+        raise lost from error
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def _is_communication(error: Exception) -> bool:
     """Gloo reports a closed connection as a bare RuntimeError."""
-    words = ("connection", "gloo", "timed out", "socket", "nccl")
-    return isinstance(error, _COMMUNICATION_ERRORS) or any(word in str(error).lower() for word in words)
+    if isinstance(error, LostRankError) or not isinstance(error, RuntimeError):
+        return False
+    return isinstance(error, _COMMUNICATION_ERRORS) or any(word in str(error).lower() for word in _COMMUNICATION_WORDS)
 
 
-def _problem_of_lost(error: Exception, store: TCPStore, started: Started) -> Problem:
-    """Who does not answer a roll call within a few seconds is the lost one."""
-    missing: list[int] | None = None
-    try:
-        store.set(f"bloomery/here/{started.rank}", "1")
-        deadline = time.monotonic() + _ROLL_CALL_SECONDS
-        keys = {rank: f"bloomery/here/{rank}" for rank in range(started.size)}
-        while time.monotonic() < deadline and not all(store.check([key]) for key in keys.values()):
-            time.sleep(0.1)
-        missing = [rank for rank, key in keys.items() if not store.check([key])]
-    except Exception:  # the store lives in rank 0: it is gone with it
-        missing = [0]
-    who = f"rank {', '.join(map(str, missing))}" if missing else "a rank"
-    reason = str(error).strip().splitlines()[0][:200]
-    remedy = "look at the log of that rank; start again to go on from the newest checkpoint"
-    return Problem(f"rank {started.rank} lost {who}: {reason}", "every rank must live for the others to go on", remedy)
+def _short(error: Exception) -> str:
+    """`Connection closed by peer`, out of a line that begins with a C++ file and ends with advice."""
+    line = re.sub(r"^\[[^\]]*\]\s*", "", str(error).strip().splitlines()[0])
+    return line.split(". ")[0][:160]

@@ -66,7 +66,7 @@ def prepared_run(
         job = first_rank_does(ranks, lambda: 1 + _starts_so_far(folder))
         journal = _journal_of_rank(recipe, folder, ranks, plan, job=job, step=state.step, quiet=quiet)
         closing.callback(journal.close)
-        with _errors_told(journal, state, device):
+        with _errors_told(journal, state, device, ranks):
             for warning in data.warnings:
                 journal.warning(warning)
             first_rank_does(ranks, lambda: _clean_folder(recipe, folder, past, journal))
@@ -151,11 +151,13 @@ def _journal_of_rank(
 
 
 @contextmanager
-def _errors_told(journal: Journal, state: TrainState, device: torch.device) -> Iterator[None]:
-    """Whatever ends the run early stands in the ledger; a device out of memory is told as a problem of the recipe."""
+def _errors_told(journal: Journal, state: TrainState, device: torch.device, ranks: Ranks) -> Iterator[None]:
+    """Whatever ends the run early stands in the ledger; a device out of memory is told as a problem of the recipe, a
+    broken collective by the rank that was lost."""
     try:
         yield
-    except Exception as error:
+    except Exception as found:
+        error = ranks.lost(found) or found
         journal.event("error", state.step, text=str(error) or type(error).__name__)
         if isinstance(error, BloomeryError):
             try:
@@ -164,8 +166,10 @@ def _errors_told(journal: Journal, state: TrainState, device: torch.device) -> I
                 error.problems += more.problems
         problem = out_of_memory_problem(error, device)
         if problem is not None:
-            raise RecipeError(problem) from error
-        raise
+            raise RecipeError(problem) from found
+        if error is found:
+            raise
+        raise error from found
 
 
 def _clean_folder(recipe: Recipe, folder: Path, past: Past, journal: Journal) -> None:
