@@ -117,6 +117,7 @@ CASES: list[tuple[str, list[str], str, str, str]] = [
      "checkpoint.phases.1 ends at 9 steps", "end at 9 steps", "sort the phases"),
     ("phases", ["checkpoint.phases.0.until=0 steps"], "checkpoint.phases.0 ends at 0 steps", "never begin", "sort"),
     ("intervals", ["checkpoint.phases.1.every=0 steps"], "checkpoint.phases.1.every is 0 steps", "more than nothing", "10 steps"),
+    ("intervals", ["monitor.drift.every=0 steps"], "monitor.drift.every is 0 steps", "more than nothing", "10 steps"),
     ("intervals", ["monitor.log_every=0 steps"], "monitor.log_every is 0 steps", "more than nothing", "10 steps"),
     ("intervals", ["train.evaluate.every=0 steps"], "train.evaluate.every is 0 steps", "more than nothing", "10 steps"),
     ("intervals", ["train.exit_after=0 steps"], "train.exit_after is 0 steps", "more than nothing", "10 steps"),

@@ -43,7 +43,7 @@ def test_the_micro_batch_size_changes_nothing_but_rounding(workshop: Workshop) -
 
 def weights_of(**parameters: nn.Parameter) -> list[Weight]:
     return [
-        Weight(name, parameter, Piece.whole(parameter.data), summed_over_tp=False, tied_over_pp=False)
+        Weight(name, parameter, Piece.whole(parameter.data), is_shared=False, summed_over_tp=False, tied_over_pp=False)
         for name, parameter in parameters.items()
     ]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Self
 
 from bloomery.base import exit_codes
 
@@ -43,6 +44,11 @@ class BloomeryError(Exception):
     def __init__(self, problems: Problem | Sequence[Problem]) -> None:
         self.problems = [problems] if isinstance(problems, Problem) else list(problems)
         super().__init__("\n".join(str(problem) for problem in self.problems))
+
+    def told_once(self, rank: int) -> Self:
+        """This error, which every rank raises: only rank 0 prints it."""
+        self.told_by_rank_0 = rank > 0
+        return self
 
     def __reduce__(self) -> tuple[type[BloomeryError], tuple[list[Problem]]]:
         return type(self), (self.problems,)  # so that it comes whole out of a worker process

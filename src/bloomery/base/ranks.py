@@ -70,8 +70,7 @@ def first_rank_does(ranks: Ranks, function: Callable[[], T]) -> T:
             error = found
     error, answer = ranks.broadcast((error, answer))
     if error is not None:
-        error.told_by_rank_0 = ranks.rank > 0
-        raise error
+        raise error.told_once(ranks.rank)
     return cast(T, answer)
 
 
@@ -86,7 +85,5 @@ def every_rank_does(ranks: Ranks, function: Callable[[], T]) -> T:
     errors = [each for each in ranks.gather(error) if each is not None]
     if errors:
         problems = list(dict.fromkeys(problem for each in errors for problem in each.problems))
-        common = type(errors[0])(problems)
-        common.told_by_rank_0 = ranks.rank > 0
-        raise common
+        raise type(errors[0])(problems).told_once(ranks.rank)
     return cast(T, answer)

@@ -118,7 +118,7 @@ def _agree(ranks: Ranks, trouble: Exception | None, draft: Path, *, step: int, t
     free = f"{_free(root)} are free, about {format_bytes(total)} are needed"
     remedy = "make room or name another --run-dir, then start again; older checkpoints are untouched"
     problems[-1] = Problem(problems[-1].what, free, remedy, str(root))
-    raise StorageError(problems) from trouble
+    raise StorageError(problems).told_once(ranks.rank) from trouble
 
 
 def _told(error: Exception) -> list[str]:

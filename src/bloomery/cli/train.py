@@ -27,7 +27,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # a lost rank is told once, not in pages of C++ frames
     started = started_as()
-    recipe = _recipe(args, started)
+    try:
+        recipe = _recipe(args, started)
+    except RecipeError as error:
+        raise error.told_once(started.rank if started else 0) from None
     folder = args.run_dir or Path("runs") / recipe.name
     if switch := kill_switch(folder):
         print(f"Detected kill switch at {switch}. Exiting; remove the file to train again.")

@@ -281,11 +281,22 @@ class CarbonSection(Section):
     """ISO code of the country whose grid feeds the machine: three capitals, such as FRA."""
 
 
+class DriftSection(Section):
+    """Hashes of what several ranks should hold alike: copies of weights and moments, and the state of the training."""
+
+    every: Steps = Amount(100, "steps")
+    """Steps between two comparisons."""
+    action: Literal["stop", "warn"] = "stop"
+    """What a difference does."""
+
+
 class MonitorSection(Section):
     log_every: Steps = Amount(10, "steps")
     """Steps between log lines and metric records."""
     tensorboard: bool = True
     """Write TensorBoard event files."""
+    drift: DriftSection | None = DriftSection()
+    """Watch for ranks that drift apart; null: never."""
     carbon: CarbonSection | None = None
     """Estimate emissions."""
 

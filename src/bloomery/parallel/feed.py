@@ -33,7 +33,7 @@ class Feed:
         told = [float(problems is not None), *counts, *[0.0] * (_MOST_TARGETS - len(counts))]
         failed, *totals = self._ranks.sum(told)
         if failed:
-            raise DataError(_told_by_all(self._ranks.gather(problems)))
+            raise DataError(_told_by_all(self._ranks.gather(problems))).told_once(self._ranks.rank)
         assert batch is not None
         return replace(batch, counts={name: int(total) for name, total in zip(batch.counts, totals, strict=False)})
 

@@ -30,7 +30,8 @@ class Mesh:
     cp_group: dist.ProcessGroup | None
     pp_group: dist.ProcessGroup | None
     data: DeviceMesh | None
-    """(copy, shard): the ranks between which gradients are summed. None when that is one rank."""
+    """(copy, shard), or only (shard) when there is one copy: the ranks between which gradients are summed. None when
+    that is one rank."""
 
     @property
     def is_last_stage(self) -> bool:
@@ -70,8 +71,14 @@ def make_mesh(layout: Layout, device: torch.device) -> Mesh:
         tp_group=mesh["tp"].get_group() if layout.tp > 1 else None,
         cp_group=_context_group(layout, rank) if layout.cp > 1 else None,
         pp_group=mesh["pp"].get_group() if layout.pp > 1 else None,
-        data=mesh["copy", "shard"] if layout.dp * layout.cp > 1 else None,
+        data=_data_mesh(mesh, layout),
     )
+
+
+def _data_mesh(mesh: DeviceMesh, layout: Layout) -> DeviceMesh | None:
+    if layout.dp * layout.cp == 1:
+        return None
+    return mesh["shard"] if layout.copies == 1 else mesh["copy", "shard"]
 
 
 def _context_group(layout: Layout, rank: int) -> dist.ProcessGroup:

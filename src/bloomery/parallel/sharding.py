@@ -24,7 +24,8 @@ def apply_sharding(model: nn.Module, mesh: Mesh, *, zero: int, dtype: torch.dtyp
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     for block in cast(Any, model).layers.values():
         fully_shard(block, mesh=mesh.data, mp_policy=policy, reshard_after_forward=zero == 3)
-    fully_shard(model, mesh=mesh.data, mp_policy=policy, reshard_after_forward=zero == 3)
+    # What is left, embedding and head, is needed at both ends of a pass: gathered once.
+    fully_shard(model, mesh=mesh.data, mp_policy=policy, reshard_after_forward=False)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)

@@ -23,6 +23,8 @@ class Weight:
     """What the module computes with; under data parallelism a DTensor."""
     piece: Piece
     """The fp32 values of this rank."""
+    is_shared: bool
+    """Whether other ranks hold the same piece, which must stay the same."""
     summed_over_tp: bool
     """Each tensor-parallel rank has a part of the gradient."""
     tied_over_pp: bool
@@ -55,6 +57,9 @@ def weights_of(
                         offset=_offset(name, parameter, shapes[name], mesh),
                         owned=mesh.copy == 0 and not is_copy and (mesh.tp == 0 or not whole_on_tp),
                     ),
+                    is_shared=mesh.layout.copies > 1
+                    or (mesh.layout.tp > 1 and whole_on_tp)
+                    or (across and name in (_EMBEDDING, _HEAD)),
                     summed_over_tp=mesh.layout.tp > 1 and cut == "summed",
                     tied_over_pp=is_copy or (across and name == _EMBEDDING),
                 )

@@ -240,6 +240,7 @@ def intervals(recipe: Recipe, draft: Draft) -> Iterator[Finding]:
     evaluate, keep = recipe.train.evaluate, recipe.checkpoint.keep
     amounts: dict[str, Amount | Duration | None] = {
         "monitor.log_every": recipe.monitor.log_every,
+        "monitor.drift.every": recipe.monitor.drift.every if recipe.monitor.drift else None,
         "train.evaluate.every": evaluate.every if evaluate else None,
         "train.exit_after": recipe.train.exit_after,
         "checkpoint.keep.every": keep.every if keep else None,

@@ -6,7 +6,8 @@ the parts are built in setup.py, why a run stops in stop.py.
 
 from __future__ import annotations
 
-from bloomery.base.errors import BloomeryError, DataError, DivergedError, Problem
+from bloomery.base.errors import BloomeryError, DataError
+from bloomery.train.drift import watch_drift
 from bloomery.train.evaluate import evaluate
 from bloomery.train.run import Run
 from bloomery.train.save import save
@@ -24,6 +25,7 @@ def train(run: Run, state: TrainState) -> StopReason:
         try:
             while (stop := run.stop.reason(state)) is None:
                 train_step(run, state)
+                watch_drift(run, state)
                 if run.evaluates_at(state.step):
                     evaluate(run, state)
                 if run.stop.take_save_request() or run.plan.is_save_step(state.step):
@@ -33,12 +35,10 @@ def train(run: Run, state: TrainState) -> StopReason:
         settle(run, state)
         if stop.finished and state.step > first_step and not run.evaluates_at(state.step):
             evaluate(run, state)
-        save(run, state, last=True, keep_all=stop.kind == "diverged")
+        save(run, state, last=True, keep_all=stop.is_failure)
     run.journal.event("stop", state.step, reason=stop.kind, text=stop.text, finished=stop.finished)
     run.journal.notice(f"stopped at step {state.step:,}: {stop.text}. Saved in {run.folder}")
-    if stop.kind == "diverged":
-        remedy = "lower lr.peak, or go on with --from an earlier checkpoint and train.skip around the bad data"
-        failure = DivergedError(Problem(f"training stopped at step {state.step}: {stop.text}", remedy=remedy))
+    failure = failure or run.stop.failure(stop, state.step)
     if failure is not None:
         raise failure
     return stop

@@ -107,6 +107,12 @@ class Optimizer:
                 flat[f"optim.{weight.name}.{key}"] = weight.piece.with_tensor(self._adamw.state[master][key])
         return flat
 
+    def shared_pieces(self) -> dict[str, Piece]:
+        """Those that other ranks hold too, moments included: they must stay the same."""
+        prefixes = [(f"model.{weight.name}", f"optim.{weight.name}.") for weight in self._weights if weight.is_shared]
+        names, starts = {model for model, _ in prefixes}, tuple(start for _, start in prefixes)
+        return {name: piece for name, piece in self.pieces().items() if name in names or name.startswith(starts)}
+
     def restored(self) -> None:
         """Call after pieces() were overwritten."""
         first, *others = self._steps()

@@ -13,6 +13,7 @@ from pathlib import Path
 from types import FrameType
 
 from bloomery.base.clock import job_seconds
+from bloomery.base.errors import DivergedError, Problem
 from bloomery.base.ranks import ALONE, Ranks
 from bloomery.base.units import Amount, Duration, format_seconds
 from bloomery.sizing.plan import TrainingPlan
@@ -20,18 +21,27 @@ from bloomery.train.state import TrainState
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 _POLL_SECONDS = 0.2
+_REMEDIES = {
+    "diverged": "lower lr.peak, or go on with --from an earlier checkpoint and train.skip around the bad data",
+    "drift": "check the machines of these ranks, then go on with --from a checkpoint from before the drift",
+}
 
 
 @dataclass(frozen=True)
 class StopReason:
     kind: str
-    """finished, exit_after, deadline, signal, control or diverged."""
+    """finished, exit_after, deadline, signal, control, error, diverged or drift."""
     text: str
 
     @property
     def finished(self) -> bool:
         """Whether the training is complete, so that starting it again would do nothing."""
         return self.kind == "finished"
+
+    @property
+    def is_failure(self) -> bool:
+        """Whether the state may be worse than that of older checkpoints."""
+        return self.kind in _REMEDIES
 
 
 class StopRules:
@@ -88,6 +98,13 @@ class StopRules:
             verb = "reached" if state.step == self._plan.train_steps else "is beyond"
             return StopReason("finished", f"{verb} {self._plan.train_steps:,} steps")
         return self._end_of_job(state)
+
+    def failure(self, reason: StopReason, step: int) -> DivergedError | None:
+        """What a failed training ends with; None if it did not fail."""
+        if not reason.is_failure:
+            return None
+        what = f"training stopped at step {step}: {reason.text}"
+        return DivergedError(Problem(what, remedy=_REMEDIES[reason.kind])).told_once(self._ranks.rank)
 
     def request(self, reason: StopReason) -> None:
         """Stop before the next step, for a reason found elsewhere. The first reason wins."""

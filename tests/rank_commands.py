@@ -1,0 +1,117 @@
+"""What tests let ranks run instead of `bloomery`: the same, with something planted on one of them."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from bloomery.cli.main import main
+
+
+def logged(command: Callable[[Sequence[str]], int], log: str, arguments: Sequence[str]) -> int:
+    """The fork server keeps the standard output it was born with, which is another test's."""
+    file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+    return command(arguments)
+
+
+def is_rank(number: int) -> bool:
+    return int(os.environ["RANK"]) == number
+
+
+def after_step(step: int, action: Any) -> None:
+    """Call `action(run, state)` in this process when step `step` is done."""
+    from bloomery.train import loop
+
+    train_step = loop.train_step
+
+    def then(run: Any, state: Any) -> None:
+        train_step(run, state)
+        if state.step == step:
+            action(run, state)
+
+    loop.train_step = then
+
+
+def drift_on_rank_1(arguments: Sequence[str]) -> int:
+    """One bit of one norm changes on rank 1, after step 3."""
+    if is_rank(1):
+
+        def flip(run: Any, state: Any) -> None:
+            weight = run.optimizer.pieces()["model.layers.1.mlp_norm.weight"].tensor
+            with torch.no_grad():
+                weight.view(torch.int32)[5] ^= 1
+
+        after_step(3, flip)
+    return main(arguments)
+
+
+def signal_to_rank_1(arguments: Sequence[str]) -> int:
+    if is_rank(1):
+        after_step(3, lambda run, state: os.kill(os.getpid(), signal.SIGUSR1))
+    return main(arguments)
+
+
+def kill_rank_1(arguments: Sequence[str]) -> int:
+    if is_rank(1):
+        after_step(7, lambda run, state: os.kill(os.getpid(), signal.SIGKILL))
+    return main(arguments)
+
+
+def broken_data_on_rank_1(arguments: Sequence[str]) -> int:
+    """Rank 1 cannot read its fourth batch."""
+    if is_rank(1):
+        from bloomery.base.errors import DataError, Problem
+        from bloomery.data import loader
+
+        take, taken = loader.Loader.take, Counter[str]()
+
+        def fail(self: Any) -> Any:
+            taken["batches"] += 1
+            if taken["batches"] == 4:
+                raise DataError(Problem("shard train.bin has gone"))
+            return take(self)
+
+        loader.Loader.take = fail  # type: ignore[method-assign]
+    return main(arguments)
+
+
+class CollectiveCounter(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace in ("c10d", "_c10d_functional"):
+            self.counts[func.__name__.split(".")[0]] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def count_collectives(arguments: Sequence[str]) -> int:
+    """Writes how many collectives the forward and backward passes of step 2 needed to counts.json beside the recipe."""
+    from bloomery.parallel import plain
+
+    train = plain.PlainExecution.train
+    calls = Counter[str]()
+
+    def counted(self: Any, *args: Any) -> Any:
+        calls["steps"] += 1
+        if calls["steps"] != 2:
+            return train(self, *args)
+        with CollectiveCounter() as counter:
+            found = train(self, *args)
+        if is_rank(0):
+            Path(arguments[1]).with_name("counts.json").write_text(json.dumps(counter.counts))
+        return found
+
+    plain.PlainExecution.train = counted  # type: ignore[method-assign]
+    return main(arguments)

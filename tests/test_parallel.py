@@ -1,0 +1,235 @@
+"""Ranks that agree: one decision for all, nothing lost, nobody left waiting. Parity of layouts is in test_verify.py."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import pytest
+import torch
+import yaml
+
+import rank_commands
+from bloomery.base import exit_codes
+from bloomery.config.recipe import ModelSection
+from bloomery.launch.local import run_local_ranks
+from bloomery.model.build import build_model
+from bloomery.parallel.environment import Started, first_host, started_as
+from bloomery.parallel.tensor import CUTS, cut_of
+from bloomery.sizing.layout import layout_overrides
+from bloomery.sizing.stages import stage_layers, stages_of_rank
+from conftest import SMALL, Workshop
+
+FAMILIES = ("gpt2", "bloom", "llama", "bert")
+TWO = ("launch={on: local, gpus_per_node: 2}", "batch={micro_batch_size: 2, global_batch_size: 8}")
+PRELOAD = ["bloomery.train.loop", "bloomery.train.setup"]
+
+
+def run_ranks(
+    workshop: Workshop,
+    *overrides: str,
+    run: str = "run",
+    size: int = 2,
+    command: Callable[[Sequence[str]], int] = rank_commands.main,
+) -> int:
+    arguments = ["train", str(workshop.recipe), *overrides, "--run-dir", str(workshop.folder / run), "--device", "cpu"]
+    logged = partial(rank_commands.logged, command, str(workshop.folder / "said.txt"))
+    return run_local_ranks(size, logged, [*arguments, "--quiet"], preload=PRELOAD)
+
+
+def said(workshop: Workshop) -> str:
+    return (workshop.folder / "said.txt").read_text()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_parameter_and_buffer_matches_exactly_one_cut(family: str) -> None:
+    model = build_model(ModelSection.model_validate({**_model(family)}))
+    names = [name for name, _ in [*model.named_parameters(), *model.named_buffers()]]
+    assert len(names) > 15
+    for name in names:
+        assert sum(re.fullmatch(pattern, name) is not None for pattern, _ in CUTS) == 1, name
+
+
+def test_a_parameter_without_a_cut_is_named() -> None:
+    with pytest.raises(AssertionError, match=r"layers\.0\.router\.weight"):
+        cut_of("layers.0.router.weight")
+
+
+def _model(family: str) -> dict[str, object]:
+    from bloomery.config.families import family_defaults
+
+    given = {**SMALL["model"], "family": family}
+    return {**family_defaults(given), **given}
+
+
+def test_blooms_stages_count_embedding_and_head_as_work() -> None:
+    assert [len(layers) for layers in stage_layers(70, 12)] == [5, *[6] * 10, 5]
+
+
+@pytest.mark.parametrize(("layers", "stages"), [(4, 2), (5, 3), (7, 4), (4, 4), (3, 1), (40, 4), (96, 16), (13, 5)])
+def test_stages_own_every_layer_once_and_are_balanced(layers: int, stages: int) -> None:
+    owned = stage_layers(layers, stages)
+    assert [layer for each in owned for layer in each] == list(range(layers))
+    assert all(len(each) for each in owned)
+    work = [len(each) + (i == 0) + (i == stages - 1) for i, each in enumerate(owned)]
+    assert max(work) == max(-(-(layers + 2) // stages), 2 if stages > 1 else layers + 2)
+
+
+def test_stages_are_dealt_out_in_turn() -> None:
+    assert [stages_of_rank(rank, 2, 3) for rank in range(2)] == [[0, 2, 4], [1, 3, 5]]
+
+
+def test_a_layouts_name_is_its_factors() -> None:
+    assert layout_overrides("pp2-dp2-tp2")[-1] == "launch.gpus_per_node=8"
+    assert "parallel.zero=3" in layout_overrides("zero3-dp2")
+    assert "parallel.chunks=2" in layout_overrides("pp2-interleaved")
+    for wrong in ("tp", "xp2", "tp0", "tp2--pp2", ""):
+        with pytest.raises(ValueError, match="is not a factor"):
+            layout_overrides(wrong)
+
+
+def test_ranks_are_read_from_torchrun_and_from_srun_but_not_from_a_batch_script() -> None:
+    torchrun = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}
+    address = {"MASTER_ADDR": "head", "MASTER_PORT": "1234"}
+    assert started_as({**torchrun, **address}) == Started(5, 8, 1, 4, "head", 1234)
+    batch = {"SLURM_JOB_ID": "77", "SLURM_PROCID": "0", "SLURM_NTASKS": "8", "SLURM_LOCALID": "0"}
+    assert started_as(batch) is None
+    step = {
+        "SLURM_JOB_ID": "77",
+        "SLURM_STEP_ID": "0",
+        "SLURM_PROCID": "6",
+        "SLURM_LOCALID": "2",
+        "SLURM_NODEID": "1",
+        "SLURM_STEP_NUM_TASKS": "8",
+        "SLURM_STEP_NODELIST": "gpu[017-018]",
+        "SLURM_STEP_TASKS_PER_NODE": "4(x2)",
+    }
+    assert started_as(step) == Started(6, 8, 2, 4, "gpu017", 15_077)
+    assert started_as({**step, **address}) == Started(6, 8, 2, 4, "head", 1234)
+    assert first_host("a1-[3,5]-x,b") == "a1-3-x"
+    assert first_host("node7") == "node7"
+
+
+def test_a_signal_to_one_rank_stops_all_at_one_step_with_a_save(workshop: Workshop) -> None:
+    assert run_ranks(workshop, *TWO, command=rank_commands.signal_to_rank_1) == exit_codes.OK
+    folder = workshop.folder / "run"
+    (stop,) = workshop.events(folder, "stop")
+    assert (stop["step"], stop["reason"], stop["text"]) == (3, "signal", "received SIGUSR1 on rank 1")
+    assert (folder / "checkpoints" / "latest").read_text().strip() == "step-00000003"
+    assert run_ranks(workshop, *TWO) == exit_codes.OK
+    assert run_ranks(workshop, *TWO, run="undisturbed") == exit_codes.OK
+    assert workshop.losses(folder) == workshop.losses(workshop.folder / "undisturbed")
+
+
+def test_a_killed_rank_is_named_ends_the_job_and_costs_only_the_steps_since_the_save(
+    workshop: Workshop, capsys: pytest.CaptureFixture[str]
+) -> None:
+    saves = "checkpoint={phases: [{every: 5 steps}]}"
+    assert run_ranks(workshop, *TWO, saves, command=rank_commands.kill_rank_1) == exit_codes.LOST_RANK
+    assert "rank 1 of 2 is lost" in said(workshop)
+    assert "rank 1 was killed by SIGKILL" in capsys.readouterr().err
+    folder = workshop.folder / "run"
+    (error,) = workshop.events(folder, "error")
+    assert "rank 1 of 2 is lost" in error["text"]
+    assert run_ranks(workshop, *TWO, saves) == exit_codes.OK
+    assert workshop.events(folder, "start")[1]["resumed_from"] == "step-00000005"
+    assert run_ranks(workshop, *TWO, run="undisturbed") == exit_codes.OK
+    last = {record["step"]: record["losses"]["lm loss"] for record in workshop.metrics(folder)}
+    whole = {
+        record["step"]: record["losses"]["lm loss"] for record in workshop.metrics(workshop.folder / "undisturbed")
+    }
+    assert last == whole
+
+
+def test_data_that_one_rank_cannot_read_is_an_error_of_all_after_a_save(workshop: Workshop) -> None:
+    assert run_ranks(workshop, *TWO, command=rank_commands.broken_data_on_rank_1) == exit_codes.DATA
+    assert said(workshop).count("shard train.bin has gone") == 1
+    assert (workshop.folder / "run" / "checkpoints" / "latest").read_text().strip() == "step-00000003"
+
+
+@pytest.mark.parametrize(("action", "code"), [("stop", exit_codes.DIVERGED), ("warn", exit_codes.OK)])
+def test_one_flipped_bit_of_a_replicated_norm_is_found_and_named(workshop: Workshop, action: str, code: int) -> None:
+    watch = f"monitor.drift={{every: 2 steps, action: {action}}}"
+    command = rank_commands.drift_on_rank_1
+    assert run_ranks(workshop, "parallel.tp=2", "train.for=6 steps", watch, command=command) == code
+    text = "model.layers.1.mlp_norm.weight on rank 1 differs from rank 0"
+    assert text in said(workshop)
+    first = workshop.events(workshop.folder / "run", "drift")[0]
+    assert (first["step"], first["drifts"][0]["ranks"]) == (4, [1])
+
+
+def test_the_sentinel_is_silent_when_nothing_drifts(workshop: Workshop) -> None:
+    layout = ("parallel.pp=2", "model.family=bloom", "monitor.drift.every=1 steps", "train.for=4 steps")
+    assert run_ranks(workshop, *layout) == exit_codes.OK
+    assert workshop.events(workshop.folder / "run", "drift") == []
+
+
+@pytest.mark.parametrize(("zero", "gathers", "scatters"), [(0, 0, 0), (1, 3, 3), (2, 3, 12), (3, 20, 12)])
+def test_micro_batches_communicate_no_more_than_their_zero_stage_needs(
+    workshop: Workshop, zero: int, gathers: int, scatters: int
+) -> None:
+    """Two blocks and the rest of the model make three groups; a step has four micro-batches."""
+    layout = ("launch={on: local, gpus_per_node: 2}", "batch={micro_batch_size: 1, global_batch_size: 8}")
+    command = rank_commands.count_collectives
+    assert run_ranks(workshop, *layout, f"parallel.zero={zero}", "train.for=2 steps", command=command) == exit_codes.OK
+    counts = json.loads((workshop.folder / "counts.json").read_text())
+    found = {
+        key: sum(n for name, n in counts.items() if key in name) for key in ("allgather", "reduce_scatter", "allreduce")
+    }
+    assert (found["allgather"], found["reduce_scatter"]) == (gathers, scatters), counts
+    assert found["allreduce"] == (3 if zero == 0 else 0), counts
+
+
+def test_torchrun_starts_the_same_training(workshop: Workshop) -> None:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--master-port=0", "--standalone"]
+    arguments = [str(workshop.recipe), "parallel.tp=2", "train.for=4 steps", "--device", "cpu", "--quiet"]
+    script = [*torchrun, "-m", "bloomery", "train", *arguments, "--run-dir", str(workshop.folder / "theirs")]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(script, env=environment, capture_output=True, text=True, cwd=workshop.folder, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert run_ranks(workshop, "parallel.tp=2", "train.for=4 steps", run="ours") == exit_codes.OK
+    assert workshop.losses(workshop.folder / "theirs") == workshop.losses(workshop.folder / "ours")
+    (start,) = workshop.events(workshop.folder / "theirs", "start")
+    assert start["ranks"] == 2
+
+
+def test_more_ranks_than_the_recipe_says_become_replicas(workshop: Workshop) -> None:
+    """A launcher's world wins: the recipe names no launch section, and tp 1 on 2 ranks makes 2 replicas."""
+    assert run_ranks(workshop, "train.for=4 steps") == exit_codes.OK
+    resolved = yaml.safe_load((workshop.folder / "run" / "recipe.yaml").read_text())
+    assert resolved["launch"]["gpus_per_node"] == 2
+    one = workshop.losses(workshop.train("train.for=4 steps", run="one"))
+    assert workshop.losses(workshop.folder / "run") == pytest.approx(one, rel=1e-6)
+
+
+def test_a_world_that_does_not_fit_is_refused_once_by_rank_0(workshop: Workshop) -> None:
+    assert run_ranks(workshop, "parallel.tp=2", size=3) == exit_codes.USAGE
+    assert said(workshop).count("a multiple of 2 ranks, such as 2 or 4") == 1
+    assert not (workshop.folder / "run").exists()
+
+
+def test_no_rank_of_a_large_model_holds_more_than_its_part() -> None:
+    """Every tensor of a stage is cut before it has memory: the largest one that `to_empty` makes is a rank's own."""
+    from bloomery.parallel.mesh import Mesh
+    from bloomery.parallel.tensor import apply_tensor_parallel
+    from bloomery.sizing.layout import Layout
+
+    class Group:
+        def size(self) -> int:
+            return 4
+
+        def rank(self) -> int:
+            return 1
+
+    mesh = Mesh(Layout(tp=4), 1, 0, 0, 0, 1, 0, 0, Group(), None, None, None)  # type: ignore[arg-type]
+    config = ModelSection.model_validate({**_model("bloom"), "hidden_size": 64, "num_heads": 4})
+    model = build_model(config)
+    whole = max(parameter.numel() for parameter in model.parameters())
+    apply_tensor_parallel(model, mesh)
+    assert max(parameter.numel() for parameter in model.parameters()) == whole // 4
+    assert all(parameter.device == torch.device("meta") for parameter in model.parameters())
