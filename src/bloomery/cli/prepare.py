@@ -17,7 +17,10 @@ from bloomery.base.units import format_bytes, format_count, format_seconds
 from bloomery.cli.recipe_argument import add_recipe_arguments, load
 
 if TYPE_CHECKING:
+    from bloomery.config.recipe import PrepareSection, Recipe
     from bloomery.data.manifest import ShardManifest
+    from bloomery.data.tokenizer import Tokenizer
+    from bloomery.prepare.early import EarlyStart
     from bloomery.prepare.run import Progress, Share
 
 _PLAIN_EVERY_SECONDS = 10.0
@@ -42,11 +45,37 @@ def run(args: argparse.Namespace) -> int:
         raise RecipeError(Problem("the recipe has nothing to prepare", remedy=remedy, place=args.recipe))
     share, workers = _share(args), _workers(args)
     from bloomery.data.tokenizer import Tokenizer
-    from bloomery.prepare.run import prepare
-    from bloomery.prepare.verify import verify
 
     assert recipe.tokenizer is not None  # a rule of sizing/check.py
     tokenizer = Tokenizer.load(recipe.tokenizer.path, lazy=True)
+    early = None if args.verify else _early_start(recipe.prepare[0], tokenizer)
+    try:
+        return _run(args, recipe, tokenizer, share, workers, early)
+    finally:
+        if early is not None:
+            early.close()
+
+
+def _early_start(section: PrepareSection, tokenizer: Tokenizer) -> EarlyStart | None:
+    """None where something of the shard is there, so that perhaps nothing needs to be encoded."""
+    if any(os.path.exists(f"{section.output}{ending}") for ending in (".manifest.json", ".parts")):
+        return None
+    from bloomery.prepare.early import EarlyStart
+
+    return EarlyStart(tokenizer, as_ids=section.special_tokens == "as_ids")
+
+
+def _run(
+    args: argparse.Namespace,
+    recipe: Recipe,
+    tokenizer: Tokenizer,
+    share: Share | None,
+    workers: int,
+    early: EarlyStart | None,
+) -> int:
+    from bloomery.prepare.run import prepare
+    from bloomery.prepare.verify import verify
+
     manifests: dict[str, Any] = {}
     manifest: ShardManifest | None
     for section in recipe.prepare:
@@ -56,7 +85,7 @@ def run(args: argparse.Namespace) -> int:
                 manifest = verify(section, **settings)
                 how, notes = "agrees with its sources", []
             else:
-                result = prepare(section, share=share, **settings)
+                result = prepare(section, share=share, early=early, **settings)
                 manifest, notes = result.manifest, result.notes
                 how = "is up to date" if result.reused else "written"
         for note in notes:
@@ -91,10 +120,10 @@ def _workers(args: argparse.Namespace) -> int:
 
 
 def _share(args: argparse.Namespace) -> Share | None:
-    from bloomery.prepare.run import Share
-
     if args.unit is None:
         return None
+    from bloomery.prepare.run import Share
+
     k, _, n = args.unit.partition("/")
     if args.verify or not (k.isdecimal() and n.isdecimal() and int(k) < int(n)):
         rule = "it is K/N: share K of N, the first is 0 and the last N-1; --verify takes no share"

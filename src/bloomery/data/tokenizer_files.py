@@ -48,7 +48,9 @@ def _gpt2(folder: str) -> str:
         raise _broken(merges_path, f"has the line {' '.join(wrong.split())!r}", "each line is a pair of tokens")
     words = " ".join(lines).split()
     merges = list(zip(words[::2], words[1::2], strict=True))
-    if not all(type(number) is int and number >= 0 for number in vocab.values()) or len(set(vocab.values())) < len(vocab):
+    if not all(type(number) is int and number >= 0 for number in vocab.values()) or len(set(vocab.values())) < len(
+        vocab
+    ):
         raise _broken(vocab_path, "gives a token no id, or two tokens the same", "each token has an id of its own")
     unknown = {*words, *map("".join, merges)} - vocab.keys()
     if unknown:
