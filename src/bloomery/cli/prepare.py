@@ -17,9 +17,8 @@ from bloomery.base.units import format_bytes, format_count, format_seconds
 from bloomery.cli.recipe_argument import add_recipe_arguments, load
 
 if TYPE_CHECKING:
-    from bloomery.config.recipe import PrepareSection, Recipe
+    from bloomery.config.recipe import Recipe
     from bloomery.data.manifest import ShardManifest
-    from bloomery.data.tokenizer import Tokenizer
     from bloomery.prepare.early import EarlyStart
     from bloomery.prepare.run import Progress, Share
 
@@ -39,43 +38,32 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    recipe = load(args, reads=("name", "seed", "tokenizer", "prepare")).recipe
-    if not recipe.prepare:
-        remedy = "add `prepare:` with an `output` and its `sources`"
-        raise RecipeError(Problem("the recipe has nothing to prepare", remedy=remedy, place=args.recipe))
+    early: list[EarlyStart] = []
+
+    def first(values: dict[str, Any]) -> None:
+        from bloomery.prepare.early import early_start
+
+        early.extend(early_start(values))
+
+    try:
+        recipe = load(args, reads=("name", "seed", "tokenizer", "prepare"), first=None if args.verify else first).recipe
+        if not recipe.prepare:
+            remedy = "add `prepare:` with an `output` and its `sources`"
+            raise RecipeError(Problem("the recipe has nothing to prepare", remedy=remedy, place=args.recipe))
+        return _run(args, recipe, early[0] if early else None)
+    finally:
+        for started in early:
+            started.close()
+
+
+def _run(args: argparse.Namespace, recipe: Recipe, early: EarlyStart | None) -> int:
     share, workers = _share(args), _workers(args)
     from bloomery.data.tokenizer import Tokenizer
-
-    assert recipe.tokenizer is not None  # a rule of sizing/check.py
-    tokenizer = Tokenizer.load(recipe.tokenizer.path, lazy=True)
-    early = None if args.verify else _early_start(recipe.prepare[0], tokenizer)
-    try:
-        return _run(args, recipe, tokenizer, share, workers, early)
-    finally:
-        if early is not None:
-            early.close()
-
-
-def _early_start(section: PrepareSection, tokenizer: Tokenizer) -> EarlyStart | None:
-    """None where something of the shard is there, so that perhaps nothing needs to be encoded."""
-    if any(os.path.exists(f"{section.output}{ending}") for ending in (".manifest.json", ".parts")):
-        return None
-    from bloomery.prepare.early import EarlyStart
-
-    return EarlyStart(tokenizer, as_ids=section.special_tokens == "as_ids")
-
-
-def _run(
-    args: argparse.Namespace,
-    recipe: Recipe,
-    tokenizer: Tokenizer,
-    share: Share | None,
-    workers: int,
-    early: EarlyStart | None,
-) -> int:
     from bloomery.prepare.run import prepare
     from bloomery.prepare.verify import verify
 
+    assert recipe.tokenizer is not None  # a rule of sizing/check.py
+    tokenizer = early.tokenizer if early else Tokenizer.load(recipe.tokenizer.path, lazy=True)
     manifests: dict[str, Any] = {}
     manifest: ShardManifest | None
     for section in recipe.prepare:

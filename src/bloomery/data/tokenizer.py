@@ -146,12 +146,17 @@ class Tokenizer:
         """Ids of the texts alone: nothing is added, and special tokens in a text are read as text unless asked for."""
         import numpy as np
 
+        ids = self.encode_lists(texts, special_tokens_as_ids=special_tokens_as_ids)
+        return [np.array(one, dtype=np.int64) for one in ids]
+
+    def encode_lists(self, texts: Sequence[str], *, special_tokens_as_ids: bool = False) -> list[list[int]]:
+        """The same as plain lists, for a process that has no other use for numpy."""
         self._tokenizer.encode_special_tokens = not special_tokens_as_ids
         try:
             encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         finally:
             self._tokenizer.encode_special_tokens = True
-        return [np.array(encoding.ids, dtype=np.int64) for encoding in encodings]
+        return [encoding.ids for encoding in encodings]
 
     def decode(self, ids: Sequence[int] | NDArray[np.integer[Any]]) -> str:
         return str(self._tokenizer.decode([int(token) for token in ids], skip_special_tokens=False))

@@ -88,7 +88,7 @@ def choose_encoder(
     first of them, if it is being loaded already."""
     texts = [*NASTY, *tokenizer.special_tokens, *sample]
     judge.child.ask(texts)
-    expected: list[NDArray[np.int64]] | None = None
+    expected: list[list[int]] | None = None
     refused = dict(refused)
     for name, make in FAST.items() if early is None else {**FAST, "fastokens": early.fastokens}.items():
         if name in refused:

@@ -17,8 +17,8 @@ class Judge:
     """Loading it costs no time here."""
 
     def __init__(self, tokenizer: Tokenizer, *, as_ids: bool) -> None:
-        def encode(texts: list[str], _report: object) -> list[NDArray[np.int64]]:
-            return tokenizer.encode_batch(texts, special_tokens_as_ids=as_ids)
+        def encode(texts: list[str], _report: object) -> list[list[int]]:
+            return tokenizer.encode_lists(texts, special_tokens_as_ids=as_ids)
 
         self.child = Child(encode, first=tokenizer.build)
 
@@ -31,7 +31,7 @@ class Judge:
         self.child.close()
 
 
-def difference(expected: list[NDArray[np.int64]], texts: Sequence[str], ids: Sequence[NDArray[np.uint32]]) -> str:
+def difference(expected: list[list[int]], texts: Sequence[str], ids: Sequence[NDArray[np.uint32]]) -> str:
     """Empty where there is none."""
     import numpy as np
 
