@@ -175,6 +175,17 @@ def test_gpt2_files_become_what_the_library_would_save(gpt2_folder, tokenizer, p
     assert Tokenizer.load(str(gpt2_folder)).parsed == json.loads(theirs.to_str())
 
 
+def test_gpt2_merges_may_have_odd_spaces_empty_lines_and_no_last_newline(gpt2_folder):
+    plain = Tokenizer.load(str(gpt2_folder))
+    merges = (gpt2_folder / "merges.txt").read_text()
+    (gpt2_folder / "merges.txt").write_text(merges.replace(" ", "  \t").replace("\n", " \r\n\n").rstrip())
+    odd = Tokenizer.load(str(gpt2_folder))
+    assert len(odd.parsed["model"]["merges"]) > 10
+    assert odd.content == plain.content
+    (gpt2_folder / "merges.txt").write_text(merges + merges)  # of a pair that is there twice, the last counts
+    assert Tokenizer.load(str(gpt2_folder)).content == plain.content
+
+
 def test_gpt2_files_equal_transformers(gpt2_folder):
     transformers = pytest.importorskip("transformers")
     theirs = transformers.GPT2TokenizerFast(str(gpt2_folder / "vocab.json"), str(gpt2_folder / "merges.txt"))
@@ -188,7 +199,7 @@ def test_broken_gpt2_files_are_named(gpt2_folder):
     with pytest.raises(DataError, match=r"merges.txt: has the line 'a b c'. Each line is a pair"):
         Tokenizer.load(str(gpt2_folder))
     (gpt2_folder / "merges.txt").write_text("nobody knows\n")
-    with pytest.raises(DataError, match=r"merges.txt: does not fit .*vocab.json: that one has no token 'knows'"):
+    with pytest.raises(DataError, match=r"merges.txt: does not fit .*vocab.json: that one has no token 'nobody'"):
         Tokenizer.load(str(gpt2_folder))
     for broken in ('{"a": 0, "b": 0}', '{"a": "0"}', '{"a": -1}', '{"a": 1.5}', '{"a": true}'):
         (gpt2_folder / "vocab.json").write_text(broken)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import sys
@@ -38,6 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    gc.disable()  # what is made until the work begins stays to the end: classes, a vocabulary
     early: list[EarlyStart] = []
 
     def first(values: dict[str, Any]) -> None:
@@ -52,6 +54,7 @@ def run(args: argparse.Namespace) -> int:
             raise RecipeError(Problem("the recipe has nothing to prepare", remedy=remedy, place=args.recipe))
         return _run(args, recipe, early[0] if early else None)
     finally:
+        gc.enable()
         for started in early:
             started.close()
 
@@ -64,6 +67,8 @@ def _run(args: argparse.Namespace, recipe: Recipe, early: EarlyStart | None) -> 
 
     assert recipe.tokenizer is not None  # a rule of sizing/check.py
     tokenizer = early.tokenizer if early else Tokenizer.load(recipe.tokenizer.path, lazy=True)
+    gc.freeze()
+    gc.enable()
     manifests: dict[str, Any] = {}
     manifest: ShardManifest | None
     for section in recipe.prepare:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+from itertools import chain, filterfalse
 from typing import Any
 
 import orjson
@@ -10,6 +12,8 @@ import orjson
 from bloomery.base.errors import DataError, Problem
 
 _END_OF_TEXT = "<|endoftext|>"
+_PAIR = re.compile(r"^(?!#version)[^\S\n]*(\S+)[^\S\n]+(\S+)[^\S\n]*$", re.MULTILINE)
+"""A line of merges.txt."""
 _BERT_SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 
 
@@ -42,20 +46,20 @@ def _read(path: str) -> str:
 def _gpt2(folder: str) -> str:
     vocab_path, merges_path = os.path.join(folder, "vocab.json"), os.path.join(folder, "merges.txt")
     vocab = _json(vocab_path)
-    lines = [line for line in _read(merges_path).split("\n") if line.strip() and not line.startswith("#version")]
-    wrong = next((line for line in lines if len(line.split()) != 2), None)
-    if wrong is not None:
-        raise _broken(merges_path, f"has the line {' '.join(wrong.split())!r}", "each line is a pair of tokens")
-    words = " ".join(lines).split()
-    merges = list(zip(words[::2], words[1::2], strict=True))
-    if not all(type(number) is int and number >= 0 for number in vocab.values()) or len(set(vocab.values())) < len(
-        vocab
-    ):
+    text = _read(merges_path)
+    merges = _PAIR.findall(text)
+    comments = f"\n{text}".count("\n#version")
+    if len(merges) != text.count("\n") + (not text.endswith("\n")) - comments:  # then look at each line
+        lines = [line.split() for line in text.split("\n") if line.strip() and not line.startswith("#version")]
+        if wrong := next((line for line in lines if len(line) != 2), None):
+            raise _broken(merges_path, f"has the line {' '.join(wrong)!r}", "each line is a pair of tokens")
+    ids = vocab.values()
+    if not all(type(number) is int and number >= 0 for number in ids) or len(set(ids)) < len(vocab):
         raise _broken(vocab_path, "gives a token no id, or two tokens the same", "each token has an id of its own")
-    unknown = {*words, *map("".join, merges)} - vocab.keys()
-    if unknown:
+    needed = chain(chain.from_iterable(merges), map("".join, merges))
+    if unknown := next(filterfalse(vocab.__contains__, needed), None):
         rule = "both come from one training"
-        raise _broken(merges_path, f"does not fit {vocab_path}: that one has no token {min(unknown)!r}", rule)
+        raise _broken(merges_path, f"does not fit {vocab_path}: that one has no token {unknown!r}", rule)
     merges = list(dict.fromkeys(reversed(merges)))[::-1]  # of a pair that is there twice, the last counts
     return _gpt2_json(vocab, merges, prefix_space=bool(_config(folder).get("add_prefix_space", False)))
 
