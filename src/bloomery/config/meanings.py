@@ -18,7 +18,7 @@ def meaning(section: type[BaseModel], name: str) -> str:
 
 @cache
 def _all() -> dict[tuple[str, str], str]:
-    # pydantic's use_attribute_docstrings does the same at every import, which costs every command a tenth of a second.
+    # pydantic's use_attribute_docstrings does the same at every import, which cost every command 60 ms.
     found = {}
     for section in ast.parse(inspect.getsource(recipe)).body:
         if isinstance(section, ast.ClassDef):
