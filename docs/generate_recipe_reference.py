@@ -15,6 +15,7 @@ from pydantic_core import PydanticUndefined
 
 from bloomery.config import recipe
 from bloomery.config.families import ONLY_FOR, family_defaults
+from bloomery.config.meanings import meaning
 from bloomery.config.recipe import Recipe, Section
 
 PAGE = Path(__file__).with_name("recipe.md")
@@ -58,8 +59,8 @@ def _table(path: str, section: type[Section]) -> Iterator[str]:
         written = info.alias or name
         found = _section_in(info.annotation)
         where = f"{path}.{written}" if path else written
-        meaning = info.description or (f"See [`{where}`](#{_anchor(where)})." if found else "")
-        cells = (f"`{written}`", _type(info.annotation, info.metadata), _default(section, name, info), meaning)
+        words = meaning(section, name) or (f"See [`{where}`](#{_anchor(where)})." if found else "")
+        cells = (f"`{written}`", _type(info.annotation, info.metadata), _default(section, name, info), words)
         yield f"| {' | '.join(_cell(text) for text in cells)} |"
         if found:
             inner.append((where, found))

@@ -21,6 +21,16 @@ def test_every_epoch_shows_every_sample_once_and_can_be_inverted(num_samples):
         assert order.locate_one(position) == (epochs[position], samples[position])
 
 
+def test_few_positions_are_found_as_many_are():
+    order = TimelessOrder(42, "shards/a", 1000)
+    many = order.locate(np.arange(990, 1040))
+    for few in (np.array([1005, 995]), np.array([[995], [1005]]), np.empty(0, np.int64)):
+        for found, right in zip(order.locate(few), many, strict=True):
+            assert found.dtype == right.dtype
+            assert (found == right[few - 990]).all()
+            assert found.shape == few.shape
+
+
 def test_golden_values():
     """A change here changes the data of every existing run: never adapt these numbers."""
     for num_samples, golden in [

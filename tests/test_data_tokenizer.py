@@ -5,6 +5,7 @@ import shutil
 
 import numpy as np
 import pytest
+import tokenizers
 
 from bloomery.base.errors import DataError, RecipeError, StorageError
 from bloomery.data.tokenizer import Tokenizer
@@ -162,6 +163,29 @@ def test_gpt2_vocabulary_and_merges(gpt2_folder, tokenizer):
     assert Tokenizer.load(str(gpt2_folder)).content_hash == loaded.content_hash
 
 
+@pytest.mark.parametrize("prefix_space", [False, True])
+def test_gpt2_files_become_what_the_library_would_save(gpt2_folder, tokenizer, prefix_space):
+    (gpt2_folder / "tokenizer_config.json").write_text(json.dumps({"add_prefix_space": prefix_space}))
+    model = tokenizers.models.BPE.from_file(str(gpt2_folder / "vocab.json"), str(gpt2_folder / "merges.txt"))
+    theirs = tokenizers.Tokenizer(model)
+    theirs.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=prefix_space)
+    theirs.decoder = tokenizers.decoders.ByteLevel()
+    theirs.post_processor = tokenizers.processors.ByteLevel(trim_offsets=False)
+    theirs.add_special_tokens(["<|endoftext|>"])
+    assert Tokenizer.load(str(gpt2_folder)).parsed == json.loads(theirs.to_str())
+
+
+def test_gpt2_merges_may_have_odd_spaces_empty_lines_and_no_last_newline(gpt2_folder):
+    plain = Tokenizer.load(str(gpt2_folder))
+    merges = (gpt2_folder / "merges.txt").read_text()
+    (gpt2_folder / "merges.txt").write_text(merges.replace(" ", "  \t").replace("\n", " \r\n\n").rstrip())
+    odd = Tokenizer.load(str(gpt2_folder))
+    assert len(odd.parsed["model"]["merges"]) > 10
+    assert odd.content == plain.content
+    (gpt2_folder / "merges.txt").write_text(merges + merges)  # of a pair that is there twice, the last counts
+    assert Tokenizer.load(str(gpt2_folder)).content == plain.content
+
+
 def test_gpt2_files_equal_transformers(gpt2_folder):
     transformers = pytest.importorskip("transformers")
     theirs = transformers.GPT2TokenizerFast(str(gpt2_folder / "vocab.json"), str(gpt2_folder / "merges.txt"))
@@ -175,8 +199,12 @@ def test_broken_gpt2_files_are_named(gpt2_folder):
     with pytest.raises(DataError, match=r"merges.txt: has the line 'a b c'. Each line is a pair"):
         Tokenizer.load(str(gpt2_folder))
     (gpt2_folder / "merges.txt").write_text("nobody knows\n")
-    with pytest.raises(DataError, match=r"merges.txt: does not fit .*vocab.json"):
+    with pytest.raises(DataError, match=r"merges.txt: does not fit .*vocab.json: that one has no token 'nobody'"):
         Tokenizer.load(str(gpt2_folder))
+    for broken in ('{"a": 0, "b": 0}', '{"a": "0"}', '{"a": -1}', '{"a": 1.5}', '{"a": true}'):
+        (gpt2_folder / "vocab.json").write_text(broken)
+        with pytest.raises(DataError, match=r"vocab.json: gives a token no id, or two tokens the same"):
+            Tokenizer.load(str(gpt2_folder))
     (gpt2_folder / "vocab.json").write_text("[]")
     with pytest.raises(DataError, match=r"vocab.json: holds no object"):
         Tokenizer.load(str(gpt2_folder))

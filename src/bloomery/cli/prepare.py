@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import sys
@@ -17,7 +18,9 @@ from bloomery.base.units import format_bytes, format_count, format_seconds
 from bloomery.cli.recipe_argument import add_recipe_arguments, load
 
 if TYPE_CHECKING:
+    from bloomery.config.recipe import Recipe
     from bloomery.data.manifest import ShardManifest
+    from bloomery.prepare.early import EarlyStart
     from bloomery.prepare.run import Progress, Share
 
 _PLAIN_EVERY_SECONDS = 10.0
@@ -36,17 +39,36 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    recipe = load(args, reads=("name", "seed", "tokenizer", "prepare")).recipe
-    if not recipe.prepare:
-        remedy = "add `prepare:` with an `output` and its `sources`"
-        raise RecipeError(Problem("the recipe has nothing to prepare", remedy=remedy, place=args.recipe))
+    gc.disable()  # what is made until the work begins stays to the end: classes, a vocabulary
+    early: list[EarlyStart] = []
+
+    def first(values: dict[str, Any]) -> None:
+        from bloomery.prepare.early import early_start
+
+        early.extend(early_start(values))
+
+    try:
+        recipe = load(args, reads=("name", "seed", "tokenizer", "prepare"), first=None if args.verify else first).recipe
+        if not recipe.prepare:
+            remedy = "add `prepare:` with an `output` and its `sources`"
+            raise RecipeError(Problem("the recipe has nothing to prepare", remedy=remedy, place=args.recipe))
+        return _run(args, recipe, early[0] if early else None)
+    finally:
+        gc.enable()
+        for started in early:
+            started.close()
+
+
+def _run(args: argparse.Namespace, recipe: Recipe, early: EarlyStart | None) -> int:
     share, workers = _share(args), _workers(args)
     from bloomery.data.tokenizer import Tokenizer
     from bloomery.prepare.run import prepare
     from bloomery.prepare.verify import verify
 
     assert recipe.tokenizer is not None  # a rule of sizing/check.py
-    tokenizer = Tokenizer.load(recipe.tokenizer.path, lazy=True)
+    tokenizer = early.tokenizer if early else Tokenizer.load(recipe.tokenizer.path, lazy=True)
+    gc.freeze()
+    gc.enable()
     manifests: dict[str, Any] = {}
     manifest: ShardManifest | None
     for section in recipe.prepare:
@@ -56,7 +78,7 @@ def run(args: argparse.Namespace) -> int:
                 manifest = verify(section, **settings)
                 how, notes = "agrees with its sources", []
             else:
-                result = prepare(section, share=share, **settings)
+                result = prepare(section, share=share, early=early, **settings)
                 manifest, notes = result.manifest, result.notes
                 how = "is up to date" if result.reused else "written"
         for note in notes:
@@ -91,10 +113,10 @@ def _workers(args: argparse.Namespace) -> int:
 
 
 def _share(args: argparse.Namespace) -> Share | None:
-    from bloomery.prepare.run import Share
-
     if args.unit is None:
         return None
+    from bloomery.prepare.run import Share
+
     k, _, n = args.unit.partition("/")
     if args.verify or not (k.isdecimal() and n.isdecimal() and int(k) < int(n)):
         rule = "it is K/N: share K of N, the first is 0 and the last N-1; --verify takes no share"

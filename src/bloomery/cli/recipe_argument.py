@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Collection
+from collections.abc import Callable, Collection
+from typing import Any
 
 from bloomery.base.errors import Problem, RecipeError
 from bloomery.config.draft import COMMAND_LINE
-from bloomery.config.recipe import Recipe
 from bloomery.sizing.check import CheckedRecipe, load_checked_recipe
 
 
@@ -19,8 +19,25 @@ def add_recipe_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def load(args: argparse.Namespace, *, reads: Collection[str] = tuple(Recipe.model_fields)) -> CheckedRecipe:
-    """The checked recipe. `reads`: the sections this command uses; overriding any other is an error, not silence."""
+def load(
+    args: argparse.Namespace,
+    *,
+    reads: Collection[str] | None = None,
+    first: Callable[[dict[str, Any]], None] | None = None,
+) -> CheckedRecipe:
+    """The checked recipe. `reads`: the sections this command uses, where it is not all of them; overriding any other is
+    an error, not silence. `first`: see config/load.py."""
+    if reads is not None and args.overrides:
+        _refuse_what_is_not_read(args.overrides, reads)
+    checked = load_checked_recipe(args.recipe, args.overrides, first=first)
+    for warning in checked.warnings:
+        print(f"bloomery: warning: {warning}", file=sys.stderr)
+    return checked
+
+
+def _refuse_what_is_not_read(overrides: list[str], reads: Collection[str]) -> None:
+    from bloomery.config.recipe import Recipe
+
     problems = [
         Problem(
             f"{text!r} would change nothing",
@@ -28,15 +45,11 @@ def load(args: argparse.Namespace, *, reads: Collection[str] = tuple(Recipe.mode
             "remove the override",
             COMMAND_LINE,
         )
-        for text in args.overrides
+        for text in overrides
         if _section(text) in Recipe.model_fields and _section(text) not in reads
     ]
     if problems:
         raise RecipeError(problems)
-    checked = load_checked_recipe(args.recipe, args.overrides)
-    for warning in checked.warnings:
-        print(f"bloomery: warning: {warning}", file=sys.stderr)
-    return checked
 
 
 def _section(override: str) -> str:

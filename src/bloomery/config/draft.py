@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from bloomery.base.errors import Problem
-from bloomery.config.recipe import Recipe
+
+if TYPE_CHECKING:  # slow to import; see read_recipe
+    from bloomery.config.recipe import Recipe
 
 COMMAND_LINE = "command line"
 

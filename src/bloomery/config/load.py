@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
@@ -10,9 +10,7 @@ from typing import Any
 
 from bloomery.base.errors import Problem, RecipeError
 from bloomery.config.draft import Draft, by_place
-from bloomery.config.faults import validate
 from bloomery.config.overrides import apply_override
-from bloomery.config.suggest import closest
 from bloomery.config.yaml_nodes import Parsed, parse_yaml
 
 
@@ -43,14 +41,21 @@ def load_recipe(name: str, overrides: Sequence[str] = ()) -> Draft:
     return draft
 
 
-def read_recipe(name: str, overrides: Sequence[str] = ()) -> Draft:
-    """Everything that can be known about the recipe, problems included."""
+def read_recipe(
+    name: str, overrides: Sequence[str] = (), *, first: Callable[[dict[str, Any]], None] | None = None
+) -> Draft:
+    """Everything that can be known about the recipe, problems included. `first` sees the plain values before the schema
+    is even imported, and may begin what takes long; nothing of them is proven."""
     draft = Draft(source=name)
     raw = _read_with_bases(name, draft, chain=[])
     if raw is None:
         return draft
     for override in overrides:
         apply_override(raw, override, draft)
+    if first is not None:
+        first(raw)
+    from bloomery.config.faults import validate
+
     validate(raw, draft)
     return draft
 
@@ -156,6 +161,8 @@ def _no_such_recipe(name: str, folder: Path | None, path: Path) -> Problem:
         resolved = folder / "recipe.yaml"
         remedy = f"did you mean {resolved}?" if resolved.is_file() else "name the file inside it"
         return Problem(f"{folder} is a folder", "a recipe is a file", remedy)
+    from bloomery.config.suggest import closest
+
     files = [str(path.with_name(f"{path.name}{suffix}")) for suffix in (".yaml", ".yml") if path.name]
     guess = next((file for file in files if Path(file).is_file()), None)
     guess = guess or closest(name.removesuffix(".yaml"), shipped_recipes()) or closest(str(path), _recipes_near(path))

@@ -1,7 +1,8 @@
 """The recipe: every field a user may write, its type, its range and its default. Inert: no file, network or device.
 
 Derived numbers live in `bloomery.sizing`, rules between fields in `sizing/rules.py`, and defaults that depend on the
-model family in `config/families.py`.
+model family in `config/families.py`. The text below a field is its meaning, in messages (`config/meanings.py`) and in
+docs/recipe.md.
 """
 
 from __future__ import annotations
@@ -68,7 +69,6 @@ class Section(BaseModel):
         extra="forbid",
         frozen=True,
         strict=True,
-        use_attribute_docstrings=True,
         arbitrary_types_allowed=True,
         allow_inf_nan=False,
     )

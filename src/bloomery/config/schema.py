@@ -11,6 +11,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from bloomery.base.units import Amount, Duration
+from bloomery.config.meanings import meaning
 from bloomery.config.recipe import Recipe
 
 
@@ -21,10 +22,15 @@ class Spot:
     annotation: Any
     info: FieldInfo | None
     """The field, or for an item of a list the field that holds the list."""
+    holder: type[BaseModel] | None = None
+    """The section that has the field."""
 
     @property
     def meaning(self) -> str:
-        return ((self.info.description if self.info else "") or "").rstrip(".")
+        for name, info in (self.holder.model_fields if self.holder else {}).items():
+            if self.holder and info is self.info:
+                return meaning(self.holder, name).rstrip(".")
+        return ""
 
     @property
     def options(self) -> list[str]:
@@ -37,9 +43,10 @@ def spot_at(path: Sequence[str]) -> Spot | None:
     """None for a path that a recipe cannot have."""
     annotation: Any = Recipe
     info: FieldInfo | None = None
+    holder: type[BaseModel] | None = None
     for part in path:
         if section := _section(annotation):
-            info = _fields(section).get(part)
+            info, holder = _fields(section).get(part), section
             if info is None:
                 return None
             annotation = info.annotation
@@ -48,7 +55,7 @@ def spot_at(path: Sequence[str]) -> Spot | None:
             if items is None:
                 return None
             annotation = items
-    return Spot(annotation, info)
+    return Spot(annotation, info, holder)
 
 
 def fields_at(path: Sequence[str]) -> list[str]:

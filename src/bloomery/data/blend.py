@@ -43,10 +43,11 @@ class TimelessBlend:
         self.state = state
         self._keys = list(state.weights)
         self._counts = _slot_counts(np.array([state.weights[key] for key in self._keys]))
-        owner = np.repeat(np.arange(len(self._keys)), self._counts)
-        rank = np.concatenate([np.arange(count) for count in self._counts])
-        place = (rank + 0.5) / self._counts[owner]
-        by_place = np.lexsort((owner, place))
+        owner = np.repeat(np.arange(len(self._keys), dtype=np.int32), self._counts)
+        ranks = [np.arange(count, dtype=np.int32) for count in self._counts]
+        place = np.concatenate([(rank + 0.5) / len(rank) for rank in ranks])
+        rank = np.concatenate(ranks)
+        by_place = np.argsort(place, kind="stable")  # of equals, the first source first
         self._owner, self._rank = owner[by_place], rank[by_place]
         self._cursors = np.array([state.cursors.get(key, 0) for key in self._keys])
 
@@ -68,7 +69,7 @@ class TimelessBlend:
         if local.size and int(local.min()) < 0:
             raise ValueError(f"these weights hold from sample {self.state.first_sample}")
         period, slot = np.divmod(local, PERIOD)
-        owner = self._owner[slot]
+        owner = self._owner[slot].astype(np.int64)
         return owner, self._cursors[owner] + period * self._counts[owner] + self._rank[slot]
 
     def taken(self, consumed_samples: int) -> dict[str, int]:

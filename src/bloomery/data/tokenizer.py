@@ -7,16 +7,17 @@ import json
 import os
 from collections.abc import Sequence
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import orjson
-import tokenizers
-from numpy.typing import NDArray
 
 from bloomery.base.errors import DataError, Problem
 from bloomery.base.storage import make_run_folder, write_atomically
 from bloomery.data.tokenizer_files import read_tokenizer_json
+
+if TYPE_CHECKING:  # slow to import; `bloomery prepare` begins to load an encoder before it does
+    import numpy as np
+    from numpy.typing import NDArray
 
 END_OF_DOCUMENT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]")
 """Special tokens that end a document, the most specific first."""
@@ -46,6 +47,8 @@ class Tokenizer:
 
     @cached_property
     def _tokenizer(self) -> Any:
+        import tokenizers
+
         try:
             tokenizer = tokenizers.Tokenizer.from_str(self.content)
         except Exception as error:  # the library raises bare Exception
@@ -69,6 +72,8 @@ class Tokenizer:
         return dict(parsed)
 
     def _unreadable(self, error: Exception) -> DataError:
+        import tokenizers
+
         what = f"is not a tokenizer that the tokenizers library {tokenizers.__version__} can read: {error}"
         remedy = "train one with `bloomery tokenizer train`, or copy the file again"
         return DataError(Problem(what, remedy=remedy, place=self.path))
@@ -139,12 +144,19 @@ class Tokenizer:
 
     def encode_batch(self, texts: Sequence[str], *, special_tokens_as_ids: bool = False) -> list[NDArray[np.int64]]:
         """Ids of the texts alone: nothing is added, and special tokens in a text are read as text unless asked for."""
+        import numpy as np
+
+        ids = self.encode_lists(texts, special_tokens_as_ids=special_tokens_as_ids)
+        return [np.array(one, dtype=np.int64) for one in ids]
+
+    def encode_lists(self, texts: Sequence[str], *, special_tokens_as_ids: bool = False) -> list[list[int]]:
+        """The same as plain lists, for a process that has no other use for numpy."""
         self._tokenizer.encode_special_tokens = not special_tokens_as_ids
         try:
             encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         finally:
             self._tokenizer.encode_special_tokens = True
-        return [np.array(encoding.ids, dtype=np.int64) for encoding in encodings]
+        return [encoding.ids for encoding in encodings]
 
     def decode(self, ids: Sequence[int] | NDArray[np.integer[Any]]) -> str:
         return str(self._tokenizer.decode([int(token) for token in ids], skip_special_tokens=False))

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import os
+import re
+from itertools import chain, filterfalse
 from typing import Any
 
-from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+import orjson
 
 from bloomery.base.errors import DataError, Problem
 
 _END_OF_TEXT = "<|endoftext|>"
+_PAIR = re.compile(r"^(?!#version)[^\S\n]*(\S+)[^\S\n]+(\S+)[^\S\n]*$", re.MULTILINE)
+"""A line of merges.txt."""
 _BERT_SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 
 
@@ -43,26 +46,48 @@ def _read(path: str) -> str:
 def _gpt2(folder: str) -> str:
     vocab_path, merges_path = os.path.join(folder, "vocab.json"), os.path.join(folder, "merges.txt")
     vocab = _json(vocab_path)
-    lines = [
-        line.split() for line in _read(merges_path).split("\n") if line.strip() and not line.startswith("#version")
-    ]
-    wrong = next((line for line in lines if len(line) != 2), None)
-    if wrong is not None:
-        raise _broken(merges_path, f"has the line {' '.join(wrong)!r}", "each line is a pair of tokens")
-    try:
-        tokenizer = Tokenizer(models.BPE(vocab, [(left, right) for left, right in lines]))
-    except Exception as error:  # the library raises bare Exception
-        raise _broken(merges_path, f"does not fit {vocab_path}: {error}", "both come from one training") from error
-    prefix_space = bool(_config(folder).get("add_prefix_space", False))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=prefix_space)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.post_processor = processors.ByteLevel(trim_offsets=False)
-    if _END_OF_TEXT in vocab:
-        tokenizer.add_special_tokens([_END_OF_TEXT])
-    return str(tokenizer.to_str())
+    text = _read(merges_path)
+    merges = _PAIR.findall(text)
+    comments = f"\n{text}".count("\n#version")
+    if len(merges) != text.count("\n") + (not text.endswith("\n")) - comments:  # then look at each line
+        lines = [line.split() for line in text.split("\n") if line.strip() and not line.startswith("#version")]
+        if wrong := next((line for line in lines if len(line) != 2), None):
+            raise _broken(merges_path, f"has the line {' '.join(wrong)!r}", "each line is a pair of tokens")
+    ids = vocab.values()
+    if not all(type(number) is int and number >= 0 for number in ids) or len(set(ids)) < len(vocab):
+        raise _broken(vocab_path, "gives a token no id, or two tokens the same", "each token has an id of its own")
+    needed = chain(chain.from_iterable(merges), map("".join, merges))
+    if unknown := next(filterfalse(vocab.__contains__, needed), None):
+        rule = "both come from one training"
+        raise _broken(merges_path, f"does not fit {vocab_path}: that one has no token {unknown!r}", rule)
+    merges = list(dict.fromkeys(reversed(merges)))[::-1]  # of a pair that is there twice, the last counts
+    return _gpt2_json(vocab, merges, prefix_space=bool(_config(folder).get("add_prefix_space", False)))
+
+
+def _gpt2_json(vocab: dict[str, int], merges: list[tuple[str, str]], *, prefix_space: bool) -> str:
+    """What the tokenizers library would save, without the time that it takes to build one."""
+    byte_level = {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True}
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    end = {"id": vocab.get(_END_OF_TEXT), "content": _END_OF_TEXT, **flags, "special": True}
+    nothing = dict.fromkeys(("dropout", "unk_token", "continuing_subword_prefix", "end_of_word_suffix"))
+    options = dict.fromkeys(("fuse_unk", "byte_fallback", "ignore_merges"), False)
+    content = {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [end] if _END_OF_TEXT in vocab else [],
+        "normalizer": None,
+        "pre_tokenizer": {**byte_level, "add_prefix_space": prefix_space},
+        "post_processor": {**byte_level, "trim_offsets": False},
+        "decoder": byte_level,
+        "model": {"type": "BPE", **nothing, **options, "vocab": vocab, "merges": merges},
+    }
+    return orjson.dumps(content).decode()
 
 
 def _bert(folder: str) -> str:
+    from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
+
     path = os.path.join(folder, "vocab.txt")
     tokens = _read(path).removesuffix("\n").split("\n")
     vocab = {token.rstrip("\r"): number for number, token in enumerate(tokens)}
@@ -91,7 +116,7 @@ def _config(folder: str) -> dict[str, Any]:
 
 def _json(path: str) -> dict[str, Any]:
     try:
-        content = json.loads(_read(path))
+        content = orjson.loads(_read(path))
     except ValueError as error:
         raise _broken(path, f"is not JSON: {error}", "it is a JSON object") from error
     if not isinstance(content, dict):

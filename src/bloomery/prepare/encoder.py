@@ -9,10 +9,12 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
-import orjson
 from numpy.typing import NDArray
 
 from bloomery.data.tokenizer import Tokenizer
+from bloomery.prepare.early import EarlyStart
+from bloomery.prepare.fast import Fastokens, Gigatoken
+from bloomery.prepare.judge import Judge, difference
 from bloomery.prepare.pool import Child
 
 SAMPLE_DOCUMENTS = 2000
@@ -48,30 +50,6 @@ class Encoder(Protocol):
         """(the ids of all texts in a row, how many each has)."""
 
 
-class Fastokens:
-    def __init__(self, tokenizer: Tokenizer, as_ids: bool) -> None:
-        import fastokens  # type: ignore[import-untyped]
-
-        self._tokenizer = fastokens.Tokenizer.from_json_str(_without_limits(tokenizer))
-        self._as_text = not as_ids
-
-    def encode(self, texts: list[str]) -> tuple[NDArray[np.uint32], NDArray[np.int64]]:
-        ids, offsets = self._tokenizer.encode_batch_flat(texts, split_special_tokens=self._as_text)
-        return np.frombuffer(ids, "<u4"), np.diff(np.frombuffer(offsets, "<u8")).astype(np.int64)
-
-
-class Gigatoken:
-    def __init__(self, tokenizer: Tokenizer, as_ids: bool) -> None:
-        import gigatoken
-
-        self._tokenizer = gigatoken.Tokenizer.from_json(_without_limits(tokenizer, special=as_ids))
-
-    def encode(self, texts: list[str]) -> tuple[NDArray[np.uint32], NDArray[np.int64]]:
-        layout = self._tokenizer.encode_batch(texts, parallel=False).layout
-        offsets = np.asarray(layout.offsets.data)
-        return np.asarray(layout.content.data)[offsets[0] : offsets[-1]], np.diff(offsets)
-
-
 class HuggingFace:
     def __init__(self, tokenizer: Tokenizer, as_ids: bool) -> None:
         self._tokenizer, self._as_ids = tokenizer, as_ids
@@ -97,40 +75,22 @@ class Chosen:
     """The faster ones, and why not."""
 
 
-class Judge:
-    """A process of its own that holds Hugging Face's tokenizer, so that loading it costs no time here."""
-
-    def __init__(self, tokenizer: Tokenizer, *, as_ids: bool) -> None:
-        def encode(texts: list[str], _report: object) -> list[NDArray[np.int64]]:
-            return tokenizer.encode_batch(texts, special_tokens_as_ids=as_ids)
-
-        self.child = Child(encode)
-
-    def first_difference(self, texts: list[str], ids: list[NDArray[np.uint32]]) -> str:
-        """Empty where these are the ids of these texts."""
-        self.child.ask(texts)
-        return difference(self.child.answer(), texts, ids)
-
-    def close(self) -> None:
-        self.child.close()
-
-
-def difference(expected: list[NDArray[np.int64]], texts: Sequence[str], ids: Sequence[NDArray[np.uint32]]) -> str:
-    for text, right, found in zip(texts, expected, ids, strict=True):
-        if not np.array_equal(right, found):
-            return f"it gives other ids for {text!r:.60}"
-    return ""
-
-
 def choose_encoder(
-    tokenizer: Tokenizer, judge: Judge, sample: Sequence[str], *, as_ids: bool, refused: dict[str, str]
+    tokenizer: Tokenizer,
+    judge: Judge,
+    sample: Sequence[str],
+    *,
+    as_ids: bool,
+    refused: dict[str, str],
+    early: EarlyStart | None = None,
 ) -> Chosen:
-    """The first that loads and agrees with the judge. `refused`: those that are out already, and why."""
+    """The first that loads and agrees with the judge. `refused`: those that are out already, and why. `early`: the
+    first of them, if it is being loaded already."""
     texts = [*NASTY, *tokenizer.special_tokens, *sample]
     judge.child.ask(texts)
-    expected: list[NDArray[np.int64]] | None = None
+    expected: list[list[int]] | None = None
     refused = dict(refused)
-    for name, make in FAST.items():
+    for name, make in FAST.items() if early is None else {**FAST, "fastokens": early.fastokens}.items():
         if name in refused:
             continue
         try:
@@ -178,14 +138,3 @@ def _version(name: str) -> str:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
         return "?"
-
-
-def _without_limits(tokenizer: Tokenizer, *, special: bool = True) -> str:
-    """The tokenizer.json without truncation and padding and, if asked, without its special tokens."""
-    content = dict(tokenizer.parsed)
-    added = content.get("added_tokens") or []
-    if special and not content.get("truncation") and not content.get("padding"):
-        return tokenizer.content
-    content |= {"truncation": None, "padding": None}
-    content["added_tokens"] = added if special else [token for token in added if not token["special"]]
-    return orjson.dumps(content).decode()

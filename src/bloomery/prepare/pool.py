@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import multiprocessing
 import os
@@ -23,12 +24,20 @@ _PR_SET_PDEATHSIG = 1
 class Child:
     """One forked process that runs `task`. It sees everything the parent had loaded."""
 
-    def __init__(self, task: Task, *, cpu: int | None = None, strangers: Sequence[Connection] = ()) -> None:
-        """`strangers`: the parent's ends of other children, which this one must not keep open."""
+    def __init__(
+        self,
+        task: Task,
+        *,
+        cpu: int | None = None,
+        strangers: Sequence[Connection] = (),
+        first: Callable[[], object] | None = None,
+    ) -> None:
+        """`strangers`: the parent's ends of other children, which this one must not keep open. `first`: what the child
+        does before it is asked; an error in it is left to the task."""
         context = multiprocessing.get_context("fork")
         self.connection, theirs = context.Pipe()
         self.process = context.Process(
-            target=_serve, args=(task, theirs, [self.connection, *strangers], cpu, os.getpid()), daemon=True
+            target=_serve, args=(task, theirs, [self.connection, *strangers], cpu, os.getpid(), first), daemon=True
         )
         self.process.start()
         theirs.close()
@@ -119,7 +128,14 @@ class Pool:
         self.close()
 
 
-def _serve(task: Task, connection: Connection, not_mine: Sequence[Connection], cpu: int | None, parent: int) -> None:
+def _serve(
+    task: Task,
+    connection: Connection,
+    not_mine: Sequence[Connection],
+    cpu: int | None,
+    parent: int,
+    first: Callable[[], object] | None,
+) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent ends its children
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
@@ -129,6 +145,9 @@ def _serve(task: Task, connection: Connection, not_mine: Sequence[Connection], c
     if cpu is not None:
         os.sched_setaffinity(0, {cpu})  # fastokens starts a thread for every processor it may use
         os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    if first is not None:
+        with contextlib.suppress(Exception):
+            first()
     try:
         while True:
             argument = connection.recv()

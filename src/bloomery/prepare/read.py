@@ -95,7 +95,7 @@ class UnitReader:
             except (ValueError, LookupError, TypeError):
                 texts, offsets = self._slow_lines(piece, lines, offsets, line_number)
             offset += len(data)
-            line_number += data.count(b"\n")
+            line_number += len(lines) - 1
             consumed = (raw.tell() if piece.file.compression else offset) - told
             told += consumed
             size = len(data)

@@ -15,7 +15,9 @@ from bloomery.config.recipe import PrepareSection
 from bloomery.data.manifest import ShardManifest, SourceCount, manifest_path
 from bloomery.data.shards import PARTIAL, ShardWriter, token_dtype
 from bloomery.data.tokenizer import Tokenizer
-from bloomery.prepare.encoder import SAMPLE_BYTES, SAMPLE_DOCUMENTS, Chosen, Judge, choose_encoder
+from bloomery.prepare.early import EarlyStart
+from bloomery.prepare.encoder import SAMPLE_BYTES, SAMPLE_DOCUMENTS, Chosen, choose_encoder
+from bloomery.prepare.judge import Judge
 from bloomery.prepare.merge import Merge
 from bloomery.prepare.origin import finished, planned_manifest, source_files
 from bloomery.prepare.parts import DUPLICATE, REASONS, Part, PartFolder, storing
@@ -75,10 +77,12 @@ def prepare(
     workers: int = 1,
     share: Share | None = None,
     progress: Callable[[Progress], None] | None = None,
+    early: EarlyStart | None = None,
 ) -> PrepareResult:
-    """Makes the shard `section.output`. The same inputs always give the same bytes, whoever works on them."""
+    """Makes the shard `section.output`. The same inputs always give the same bytes, whoever works on them. `early`: the
+    judge and an encoder of this tokenizer, which the caller closes."""
     try:
-        return _Preparation(section, tokenizer, seed, workers, progress).run(share)
+        return _Preparation(section, tokenizer, seed, workers, progress, early).run(share)
     except StorageError as error:
         raise _advised(error) from error
 
@@ -91,7 +95,9 @@ class _Preparation:
         seed: int,
         workers: int,
         progress: Callable[[Progress], None] | None,
+        early: EarlyStart | None,
     ) -> None:
+        self._early = early
         self._section, self._tokenizer, self._workers = section, tokenizer, max(1, workers)
         self._dtype = token_dtype(tokenizer.vocab_size)
         eod = section.append_eod and ("append_eod" in section.model_fields_set or not section.split_sentences)
@@ -155,6 +161,8 @@ class _Preparation:
 
         if not marked:
             return {}
+        if self._early:
+            self._early.wait()  # before processes fork
         parts: dict[int, Part] = {}
         with Pool(task, workers=min(self._workers, len(marked))) as pool:
             for number, part in pool.run(list(marked), lambda _: None):
@@ -168,12 +176,13 @@ class _Preparation:
         """All parts of these units, of which some are there already. Made by the fastest encoder that agrees with the
         judge; where one stops agreeing in the middle of the work, its parts are made again by another."""
         as_ids = self._settings.special_tokens == "as_ids"
-        judge = Judge(self._tokenizer, as_ids=as_ids)
+        early = self._early if self._early and self._early.as_ids == as_ids else None
+        judge = early.judge if early else Judge(self._tokenizer, as_ids=as_ids)
         try:
             sample = self._sample()
             while True:
                 refused = dict.fromkeys(self._folder.liars(), "it gave wrong ids earlier in this work")
-                chosen = choose_encoder(self._tokenizer, judge, sample, as_ids=as_ids, refused=refused)
+                chosen = choose_encoder(self._tokenizer, judge, sample, as_ids=as_ids, refused=refused, early=early)
                 missing = [unit for unit in units if unit.number not in parts]
                 try:
                     parts |= self._parts_by(chosen, judge, missing)
@@ -187,7 +196,8 @@ class _Preparation:
                 self._notes += [f"not {name}: {why}" for name, why in chosen.refused.items()]
                 return parts
         finally:
-            judge.close()
+            if not early:
+                judge.close()
 
     def _sample(self) -> list[str]:
         """The first documents, to try encoders on."""

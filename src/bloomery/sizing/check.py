@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 from bloomery.base.errors import Problem, RecipeError
 from bloomery.config.draft import Draft, by_place
 from bloomery.config.load import read_recipe
-from bloomery.config.recipe import Recipe
-from bloomery.sizing.finding import Finding
-from bloomery.sizing.rules import RULES
+
+if TYPE_CHECKING:  # slow to import; see read_recipe
+    from bloomery.config.recipe import Recipe
+    from bloomery.sizing.finding import Finding
 
 
 @dataclass(frozen=True)
@@ -22,9 +24,11 @@ class CheckedRecipe:
     warnings: list[Problem]
 
 
-def load_checked_recipe(name: str, overrides: Sequence[str] = ()) -> CheckedRecipe:
-    """The recipe, or RecipeError with every problem in the order of the file."""
-    draft = read_recipe(name, overrides)
+def load_checked_recipe(
+    name: str, overrides: Sequence[str] = (), *, first: Callable[[dict[str, Any]], None] | None = None
+) -> CheckedRecipe:
+    """The recipe, or RecipeError with every problem in the order of the file. `first`: see read_recipe."""
+    draft = read_recipe(name, overrides, first=first)
     problems = list(draft.problems)
     warnings: list[Problem] = []
     for finding in findings(draft):
@@ -40,6 +44,8 @@ def findings(draft: Draft) -> Iterator[Finding]:
     """Every broken rule, less those that judged a stand-in instead of what the user wrote."""
     if draft.recipe is None:
         return
+    from bloomery.sizing.rules import RULES
+
     for rule in RULES:
         for finding in rule(draft.recipe, draft):
             if not any(draft.is_stand_in(path) for path in finding.paths):

@@ -1,0 +1,131 @@
+"""How long the first batch of a resumed run takes: sample 10^9 of a blend of 30 sources with 10^9 samples in all.
+
+Ours: open the 30 shards, build the blend and the orders, read the batch; each round from nothing. The shards are files
+with holes (4 TB that take no space), so tokens are zeros and nothing waits for a disk. They have few documents: reading
+an `.idx` takes time and memory of its own for each document, which the last lines measure.
+The peer: the indices that megatron-core builds before its first batch (documents and samples of every source, shuffled
+with numpy as there; our own code, bit-identical to it), at --peer-samples. Its greedy blend is left out, because
+megatron-core has it in C++ and we do not, so the peer is better off here than it is. What is said of 10^9 samples is
+the measured time times the ratio of the sizes.
+
+    python benchmarks/order.py
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import os
+import statistics
+import tempfile
+import time
+import tracemalloc
+from pathlib import Path
+
+import numpy as np
+
+from bloomery.data.blend import TimelessBlend
+from bloomery.data.causal import CausalSource
+from bloomery.data.megatron_order import OrderShape, build_index
+from bloomery.data.order import TimelessOrder
+from bloomery.data.shards import HEADER, MAGIC, VERSION, ShardReader
+from bloomery.data.stream import Stream
+
+SOURCES, SAMPLES, SEQ_LENGTH = 30, 10**9, 2048
+LONGEST = 2**31 - 1
+"""Tokens of a document, the most that an index can say."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--batch", type=int, default=16, help="samples read at once: a micro-batch of gpt-1.3b")
+    parser.add_argument("--peer-samples", type=int, default=10**7)
+    parser.add_argument("--documents", type=int, default=10**6, help="of the one shard whose opening is measured")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="bloomery-order-") as folder:
+        prefixes = [f"{folder}/{number}" for number in range(SOURCES)]
+        per_source = SAMPLES // SOURCES * SEQ_LENGTH + 1
+        for prefix in prefixes:
+            write_holes(prefix, [LONGEST] * (per_source // LONGEST) + [per_source % LONGEST])
+        first_batch(prefixes, args.batch)  # imports and caches of the libraries
+        seconds = [timed(lambda: first_batch(prefixes, args.batch)) for _ in range(args.rounds)]
+        order_only = [timed(lambda: first_places(args.batch)) for _ in range(args.rounds)]
+        tracemalloc.start()
+        first_batch(prefixes, args.batch)
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        what = f"the first batch ({args.batch} x {SEQ_LENGTH}) at sample {SAMPLES:,} of {SOURCES} sources"
+        print(f"{what}: {spread(seconds)}, at most {peak / 1e6:.1f} MB (load {os.getloadavg()[0]:.1f})")
+        print(f"of that, to know which samples they are: {spread(order_only)}")
+        peer, memory = indices(args.peer_samples)
+        scale = SAMPLES / args.peer_samples
+        print(
+            f"Megatron's indices for {args.peer_samples:,} samples: {peer:.3g} s, {memory / 1e6:.0f} MB; "
+            f"in proportion {peer * scale:.3g} s and {memory * scale / 1e9:.3g} GB for {SAMPLES:,}"
+        )
+        print(f"ratio at the peer's size: {peer / statistics.median(seconds):.0f}")
+        write_holes(f"{folder}/many", [1000] * args.documents)
+        opening = timed(lambda: ShardReader(f"{folder}/many").close())
+        print(f"opening a shard of {args.documents:,} documents: {opening * 1e3:.1f} ms, whatever the order")
+
+
+def first_batch(prefixes: list[str], size: int) -> None:
+    sources = [CausalSource(prefix, seq_length=SEQ_LENGTH, vocab_size=50257, seed=42) for prefix in prefixes]
+    stream = Stream(sources, TimelessBlend.start(weights([source.key for source in sources])))
+    batch = stream.batch(SAMPLES, size)
+    assert batch.inputs["tokens"].shape == (size, SEQ_LENGTH)
+    stream.close()
+
+
+def first_places(size: int) -> None:
+    names = [f"source {number}" for number in range(SOURCES)]
+    orders = [TimelessOrder(42, name, SAMPLES // SOURCES) for name in names]
+    owners, ordinals = TimelessBlend.start(weights(names)).locate(np.arange(SAMPLES, SAMPLES + size))
+    for owner in np.unique(owners):
+        orders[owner].locate(ordinals[owners == owner])
+
+
+def weights(names: list[str]) -> dict[str, float]:
+    return {name: 1.0 + number for number, name in enumerate(names)}
+
+
+def indices(samples: int) -> tuple[float, int]:
+    """(seconds, bytes) of what megatron-core builds for every source; documents of 1,000 tokens."""
+    per_source = samples // SOURCES
+    starts = np.arange(per_source * SEQ_LENGTH // 1000 + 2) * 1000
+    shape = OrderShape.of("megatron", tokens_per_epoch=int(starts[-1]), seq_length=SEQ_LENGTH, samples=per_source)
+    began, size = time.perf_counter(), 0
+    for number in range(SOURCES):
+        built = build_index(starts, first=0, last=len(starts) - 1, shape=shape, seed=number)
+        size += sum(array.nbytes for array in built.as_arrays().values())
+    return time.perf_counter() - began, size
+
+
+def write_holes(prefix: str, lengths: list[int]) -> None:
+    """A shard of zeros in documents of these lengths, whose .bin takes no space."""
+    counts = np.array(lengths, np.int64)
+    ends = np.cumsum(counts)
+    Path(f"{prefix}.bin").touch()
+    os.truncate(f"{prefix}.bin", int(ends[-1]) * 2)
+    with open(f"{prefix}.idx", "wb") as idx:
+        idx.write(HEADER.pack(MAGIC, VERSION, 8, len(counts), len(counts) + 1))
+        idx.write(counts.astype("<i4").tobytes() + ((ends - counts) * 2).tobytes())
+        idx.write(np.arange(len(counts) + 1).tobytes())
+
+
+def timed(work: object) -> float:
+    assert callable(work)
+    gc.collect()
+    began = time.perf_counter()
+    work()
+    return time.perf_counter() - began
+
+
+def spread(seconds: list[float]) -> str:
+    low, middle, high = min(seconds), statistics.median(seconds), max(seconds)
+    return f"{middle * 1e3:.1f} ms ({low * 1e3:.1f} .. {high * 1e3:.1f}, {len(seconds)} rounds)"
+
+
+if __name__ == "__main__":
+    main()
