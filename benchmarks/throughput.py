@@ -29,6 +29,14 @@ from bloomery.sizing.flops import FlopCount, flops_per_token
 from bloomery.sizing.hardware import peak_flops
 
 LOG_EVERY = 5
+WRAPPED = str(Path(__file__).with_name("wrapped_rank.py"))
+OURS = {
+    "bloomery train": ["-m", "bloomery"],
+    "one rank by torchrun": ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1", "-m", "bloomery"],
+    "one rank, FSDP2": [WRAPPED, "data"],
+    "one rank, FSDP2, TP, CP": [WRAPPED, "all"],
+}
+"""Ways to run the same training on one device."""
 
 
 def main() -> None:
@@ -42,6 +50,7 @@ def main() -> None:
     )
     parser.add_argument("--output", type=Path, help="write the rows as JSON")
     parser.add_argument("--override", action="append", default=[], help="of the recipe, for both sides")
+    parser.add_argument("--wrapped", action="store_true", help="also as the one rank of a group, wrapped and unwrapped")
     parser.add_argument("--peer", metavar="MODEL:BATCH", help="internal: measure the peer in this process")
     args = parser.parse_args()
     if args.peer:
@@ -52,8 +61,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=args.work_dir) as folder:
         for name in args.models:
             for batch in args.batches:
-                rows.append(measure_ours(name, batch, args.steps, Path(folder), args.override))
-                print(describe(rows[-1]), flush=True)
+                for who in OURS if args.wrapped else ["bloomery train"]:
+                    rows.append(measure_ours(name, batch, args.steps, Path(folder), args.override, who))
+                    print(describe(rows[-1]), flush=True)
             for batch in args.peer_batches:
                 command = [sys.executable, __file__, "--peer", f"{name}:{batch}", "--steps", str(args.steps)]
                 command += [word for text in args.override for word in ("--override", text)]
@@ -67,7 +77,7 @@ def main() -> None:
         args.output.write_text(json.dumps(rows, indent=1))
 
 
-def measure_ours(name: str, batch: int, steps: int, folder: Path, overrides: list[str]) -> dict[str, object]:
+def measure_ours(name: str, batch: int, steps: int, folder: Path, overrides: list[str], who: str) -> dict[str, object]:
     """`bloomery train` for some steps; figures from its metrics.jsonl, the first half left out as warm-up."""
     model = load_checked_recipe(name, overrides).recipe.model
     shard, run = folder / f"random-{model.vocab_size}", folder / f"{name}-{batch}"
@@ -76,7 +86,7 @@ def measure_ours(name: str, batch: int, steps: int, folder: Path, overrides: lis
         with ShardWriter(str(shard), "uint16") as writer:
             for _ in range(2000):
                 writer.append(random.integers(0, model.vocab_size, 4096))
-    command = [sys.executable, "-m", "bloomery", "train", name, *overrides, "--run-dir", str(run), "--quiet"]
+    command = [sys.executable, *OURS[who], "train", name, *overrides, "--run-dir", str(run), "--quiet"]
     command += ["tokenizer=null", "data={train: [{path: '" + str(shard) + "'}]}", "train.evaluate=null"]
     command += [f"batch={{micro_batch_size: {batch}, global_batch_size: {batch}}}", f"train.exit_after={steps} steps"]
     command += ["train.for=1000000 steps", "lr.decay=null"]
@@ -86,7 +96,7 @@ def measure_ours(name: str, batch: int, steps: int, folder: Path, overrides: lis
     ]
     started = time.monotonic()
     done = subprocess.run(command, capture_output=True, text=True)
-    row: dict[str, object] = {"model": name, "who": "bloomery train", "batch": batch}
+    row: dict[str, object] = {"model": name, "who": who, "batch": batch}
     if done.returncode:
         return {**row, "failed": done.stderr.strip().splitlines()[-1][:300]}
     records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
@@ -191,6 +201,9 @@ def summary(rows: list[dict[str, object]], models: list[str]) -> str:
             lines.append(
                 f"{name}: {ours:,.0f} tokens/s, {ours / peer:.2f}x transformers + compile at its best batch size"
             )
+        for who in list(OURS)[1:]:
+            if ours and who in best:
+                lines.append(f"{name}: {who} {best[who] / ours:.3f}x of bloomery train alone")
     return "\n".join(lines) or "nothing to compare"
 
 

@@ -49,9 +49,15 @@ def alone() -> Mesh:
     return Mesh(Layout(), 0, 0, 0, 0, 0, 0, 0, None, None, None, None)
 
 
-def make_mesh(layout: Layout, device: torch.device) -> Mesh:
-    """Collective: every rank of the default process group calls it with the same layout."""
+def make_mesh(layout: Layout, device: torch.device, *, groups_of_one: bool = False) -> Mesh:
+    """Collective: every rank of the default process group calls it with the same layout.
+
+    `groups_of_one`: wrap and communicate even where there is nobody to talk to. That is of no use, except to measure
+    what wrapping costs and to run every collective of a backend on one device.
+    """
     assert dist.get_world_size() == layout.world, "sizing decided the layout from this very world"
+    if layout.world == 1 and not groups_of_one:
+        return alone()
     shape = (layout.pp, layout.copies, layout.shard, layout.tp)
     mesh = init_device_mesh(device.type, shape, mesh_dim_names=("pp", "copy", "shard", "tp"))
     rank = dist.get_rank()
@@ -68,16 +74,14 @@ def make_mesh(layout: Layout, device: torch.device) -> Mesh:
         tp=tp,
         copy=copy,
         shard=shard,
-        tp_group=mesh["tp"].get_group() if layout.tp > 1 else None,
-        cp_group=_context_group(layout, rank) if layout.cp > 1 else None,
+        tp_group=mesh["tp"].get_group() if layout.tp > 1 or groups_of_one else None,
+        cp_group=_context_group(layout, rank) if layout.cp > 1 or groups_of_one else None,
         pp_group=mesh["pp"].get_group() if layout.pp > 1 else None,
-        data=_data_mesh(mesh, layout),
+        data=_data_mesh(mesh, layout) if layout.dp * layout.cp > 1 or groups_of_one else None,
     )
 
 
-def _data_mesh(mesh: DeviceMesh, layout: Layout) -> DeviceMesh | None:
-    if layout.dp * layout.cp == 1:
-        return None
+def _data_mesh(mesh: DeviceMesh, layout: Layout) -> DeviceMesh:
     return mesh["shard"] if layout.copies == 1 else mesh["copy", "shard"]
 
 

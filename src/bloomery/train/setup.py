@@ -70,7 +70,7 @@ def prepared_run(
             for warning in data.warnings:
                 journal.warning(warning)
             first_rank_does(ranks, lambda: _clean_folder(recipe, folder, past, journal))
-            mesh = make_mesh(layout, device) if ranks.size > 1 else alone()
+            mesh = alone() if ranks is ALONE else make_mesh(layout, device)
             num_sources = len(data.train.keys)
             runner, optimizer = _runner_and_optimizer(recipe, mesh, ranks, device, past, num_sources=num_sources)
             loader = Loader(
