@@ -28,7 +28,8 @@ def tensor_parallel(recipe: Recipe, draft: Draft) -> Iterator[Finding]:
     }
     legal = nearby_divisors(math.gcd(*(size for _, size in sizes.values())), tp)
     for paths, (name, size) in sizes.items():
-        if size % tp:
+        is_told = name == "model.num_kv_heads" and size == model.num_heads
+        if size % tp and not is_told:
             yield Finding(
                 ("parallel.tp", *paths),
                 f"parallel.tp is {tp} but {name} is {size}",
