@@ -69,13 +69,13 @@ class UnitReader:
             return
         reader = {"jsonl": self._jsonl, "parquet": self._parquet, "text": self._text}[piece.file.kind]
         try:
-            with open_input(piece.file.path) as raw:
+            with open_input(piece.file) as raw:
                 yield from reader(piece, raw, hasher)
         except (BloomeryError, MemoryError, AssertionError, AttributeError, IndexError):  # ours
             raise
         except ImportError as error:
             remedy = "install it with `pip install 'bloomery[parquet]'`"
-            raise DataError(Problem(f"needs pyarrow: {error}", "", remedy, piece.file.path)) from error
+            raise DataError(Problem(f"needs pyarrow: {error}", "", remedy, piece.file.name)) from error
         except Exception as error:  # files, decompressors, Arrow and URLs each have their own kinds
             raise _damaged(piece, error) from error
 
@@ -129,7 +129,7 @@ class UnitReader:
         if self._text_key not in table.schema_arrow.names:
             what = f"has no column '{self._text_key}': its columns are {', '.join(table.schema_arrow.names)}"
             remedy = "set text_key to the column that holds the documents"
-            raise DataError(Problem(what, "each row of a .parquet file is a document", remedy, piece.file.path))
+            raise DataError(Problem(what, "each row of a .parquet file is a document", remedy, piece.file.name))
         row = told = 0
         rows = max(table.metadata.num_rows, 1)
         for batch in table.iter_batches(columns=[self._text_key], batch_size=1024, use_threads=False):
@@ -150,7 +150,7 @@ class UnitReader:
     def _text(self, piece: Piece, raw: IO[bytes], hasher: Any) -> Iterator[tuple[list[str], Any, int, int]]:
         data = b"".join(_bytes_of(piece, raw, hasher))
         try:
-            texts = [data.decode("utf-8")]
+            texts = [data.decode("utf-8").removeprefix("\ufeff")]  # a byte order mark is no text
         except UnicodeDecodeError as error:
             line = data.count(b"\n", 0, error.start) + 1
             self._bad(piece, f"is not UTF-8 at byte {error.start}", lambda: str(line))
@@ -167,11 +167,11 @@ class UnitReader:
 def hash_piece(piece: Piece) -> str:
     hasher = xxhash.xxh3_128()
     try:
-        with open_input(piece.file.path) as raw:
+        with open_input(piece.file) as raw:
             for _ in _ranges(piece, raw, hasher):
                 pass
     except Exception as error:  # an OSError, or what the library of a URL raises
-        raise unreadable(piece.file.path, error) from error
+        raise unreadable(piece.file.name, error) from error
     return hasher.hexdigest()
 
 
@@ -201,7 +201,7 @@ def _text_of(line: bytes, key: str) -> str | Exception:
 def _line_number(piece: Piece, line: int) -> str:
     """Of the file, not of the range."""
     if piece.start:
-        with open_input(piece.file.path) as raw:
+        with open_input(piece.file) as raw:
             before = Piece(piece.file, 0, piece.start)
             line += sum(chunk.count(b"\n") for chunk in _ranges(before, raw, xxhash.xxh3_64()))
     return str(line)
@@ -292,8 +292,8 @@ def _gz(raw: IO[bytes], hasher: Any) -> Iterator[bytes]:
 
 def _damaged(piece: Piece, error: Exception) -> DataError:
     if isinstance(error, OSError) and error.errno is not None:
-        return unreadable(piece.file.path, error)
+        return unreadable(piece.file.name, error)
     cut = isinstance(error, EOFError | zlib.error)
     kind = piece.file.compression or piece.file.kind
     what = f"is cut off or damaged: {error}" if cut else f"cannot be read as {kind}: {error}"
-    return DataError(Problem(what, "", "copy or download the file again", piece.file.path))
+    return DataError(Problem(what, "", "copy or download the file again", piece.file.name))
