@@ -23,7 +23,7 @@ quickstart: install
 
 # Azure's emulator, for the tests of abfs:// URLs. They say why they are skipped where there is no npm.
 $(AZURITE): | install
-	-command -v npm > /dev/null && npm install --silent --no-fund --no-audit --prefix $(VENV)/azurite azurite@3.37.0
+	-command -v npm > /dev/null && npm install --silent --no-fund --no-audit --prefix $(VENV)/azurite azurite@3.35.0
 
 test: install check $(AZURITE)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest

@@ -1,5 +1,6 @@
 """Raw text to shards: what ends up in them, in which order, what the manifest says, and when a shard is reused."""
 
+import gzip
 import json
 import os
 from dataclasses import replace
@@ -10,7 +11,7 @@ import pytest
 
 from bloomery.base.errors import DataError, StorageError
 from bloomery.config.recipe import PrepareSection
-from bloomery.data.manifest import check_fits, manifest_path, read_manifest
+from bloomery.data.manifest import check_describes, check_fits, manifest_path, read_manifest
 from bloomery.data.shards import ShardReader, ShardWriter
 from bloomery.data.tokenizer import Tokenizer
 from bloomery.prepare.run import Share, prepare
@@ -226,6 +227,11 @@ def test_verify_finds_a_changed_token_a_changed_source_and_a_missing_shard(many,
         DataError, match=r"x: document \d+ has token \d+ at \d+ where its source gives \d+; it begins '"
     ):
         verify(section, tokenizer=tokenizer, seed=1)
+    with pytest.raises(DataError, match=r"[Dd]elete x.manifest.json.*and make it again with `bloomery prepare`"):
+        verify(section, tokenizer=tokenizer, seed=1)
+    (tmp_path / "x.manifest.json").unlink()
+    prepare(section, tokenizer=tokenizer, seed=1)
+    assert verify(section, tokenizer=tokenizer, seed=1).documents, "the remedy is one"
     prepare(section, tokenizer=tokenizer, seed=2)
     with pytest.raises(DataError, match="its shuffle_seed is 2 where now it would be 1"):
         verify(section, tokenizer=tokenizer, seed=1)
@@ -256,6 +262,24 @@ def test_manifest_says_when_it_does_not_fit(corpus, tokenizer):
     assert [problem.place for problem in problems] == ["my.yaml:7"] * 2
     assert "made with another tokenizer" in str(problems[0])
     assert "has 300 entries but model.vocab_size is 256" in str(problems[1])
+
+
+def test_a_manifest_beside_the_files_of_another_shard_is_found(corpus, tokenizer):
+    manifest = make(tokenizer).manifest
+    make(tokenizer, output="y", append_eod=False)
+    with ShardReader("x") as shard, ShardReader("y") as other:
+        assert check_describes(manifest, shard, place="x") == []
+        (problem,) = check_describes(manifest, other, place="x.manifest.json")
+    assert f"it says tokens {manifest.tokens} where it is {manifest.tokens - manifest.documents}" in problem.what
+    for ending in (".bin", ".idx"):
+        os.replace(f"y{ending}", f"x{ending}")
+    assert not make(tokenizer).reused
+
+
+def test_json_that_is_no_jsonl_is_noted(corpus, tokenizer):
+    for name in ("a.json", "b.JSON.gz"):
+        (corpus / name).write_bytes(b'{"text": "x"}\n' if name == "a.json" else gzip.compress(b"{}"))
+    assert "2 .json files were taken for one text each: lines of JSON need the ending .jsonl" in make(tokenizer).notes
 
 
 def test_manifest_missing_broken_or_foreign(corpus, tokenizer):

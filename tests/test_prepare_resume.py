@@ -10,13 +10,17 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 import yaml
 
 from bloomery.base.errors import DataError, StorageError
 from bloomery.data.tokenizer import Tokenizer
 from bloomery.prepare import tokenize
+from bloomery.prepare.parts import PartFolder, PartWriter
 from bloomery.prepare.run import Share
+from bloomery.prepare.sources import find_files
+from bloomery.prepare.units import plan_units
 from prepare_samples import make, make_texts, make_tokenizer, shard_bytes, small_units, write_jsonl
 
 
@@ -166,6 +170,18 @@ def test_merging_names_the_units_that_are_missing(corpus, tokenizer):
     assert not Path("x.idx").exists()
 
 
+def test_a_merge_that_comes_too_early_leaves_the_shares_at_work_alone(corpus, tokenizer):
+    unit = plan_units(find_files(["corpus"]))[0]
+    (corpus / "x.parts").mkdir()
+    at_work = PartWriter(PartFolder("x", 2), unit)  # the share that has unit 0
+    make(tokenizer, share=Share(1, 2))
+    with pytest.raises(DataError, match="cannot be merged"):
+        make(tokenizer)
+    at_work.append(np.zeros(3, np.uint16), {"lengths": np.array([3])}, documents=1)
+    part = at_work.finish(key="k", encoder="e", inputs=[], text_bytes=3, dropped={})
+    assert PartFolder("x", 2).is_whole(part)
+
+
 def test_one_run_at_a_time(corpus, tokenizer, monkeypatch):
     import fcntl
 
@@ -238,7 +254,7 @@ def test_an_unwritable_folder_is_named(corpus, tokenizer):
         make(tokenizer, output="locked/x")
 
 
-@pytest.mark.parametrize("kilobytes", [4, 48, 120])
+@pytest.mark.parametrize("kilobytes", [4, 48, 76, 80, 84, 88, 120])
 def test_a_full_disk_is_named_and_nothing_half_written_is_left(corpus, tokenizer, kilobytes):
     """The sizes fill the disk while parts are made, and while they are merged."""
     small = corpus / "small"

@@ -125,7 +125,7 @@ def test_a_store_gives_the_bytes_that_local_files_give(store, folder):
 def test_what_is_not_there_or_broken_is_named(store, folder):
     tokenizer = make_tokenizer(folder / "t")
     for url in (f"{store}/nothing/*.jsonl", f"{store}/nothing", f"{store}-of-nobody/a.jsonl"):
-        with pytest.raises(DataError, match="matches no file|cannot be read") as caught:
+        with pytest.raises(DataError, match=r"matches no file|cannot be read") as caught:
             find_files([url])
         assert caught.value.problems[0].place == url
     put(f"{store}/broken/a.jsonl", jsonl(["fine"]) + b"{")

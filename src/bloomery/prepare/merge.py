@@ -163,7 +163,7 @@ class Merge:
         path = self._folder.temporary(0).with_suffix(f".{name}")
         with storing(path), open(path, "wb") as file:
             for part in self.parts:
-                self._column(part, name).tofile(file)
+                file.write(self._column(part, name).data)  # not tofile, which does not say why it fails
             file.flush()
             empty = not file.tell()
         column = np.empty(0, COLUMNS[name]) if empty else np.memmap(path, COLUMNS[name], "r")

@@ -17,7 +17,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 import xxhash
@@ -122,9 +122,10 @@ class PartFolder:
     def mark(self, part: Part) -> None:
         """From now on the part counts."""
         with storing(self.path):
-            temporary = self.temporary(part.unit)
-            temporary.write_text(json.dumps(dataclasses.asdict(part)))
-            os.replace(temporary, self.marker(part.unit))
+            temporary, file = self.begin(part.unit)
+            with file:
+                file.write(json.dumps(dataclasses.asdict(part)).encode())
+                os.replace(temporary, self.marker(part.unit))
 
     def read(self, unit: int) -> Part | None:
         """The marker, whatever it says; None where there is none that can be read."""
@@ -157,12 +158,34 @@ class PartFolder:
     def temporary(self, unit: int) -> Path:
         return self.path / f"{unit:06d}{_TEMPORARY}{os.getpid()}-{secrets.token_hex(4)}"
 
+    def begin(self, unit: int) -> tuple[Path, IO[bytes]]:
+        """A new temporary file, held until it is closed, so that nobody cleans it away."""
+        while True:
+            path = self.temporary(unit)
+            file = open(path, "xb", buffering=0)  # noqa: SIM115 - closed by the caller
+            with contextlib.suppress(OSError):  # file systems without locks
+                fcntl.flock(file, fcntl.LOCK_EX)
+            if os.fstat(file.fileno()).st_nlink:
+                return path, file
+            file.close()  # cleaned away between the two
+
     def clean(self, units: list[Unit] | None) -> None:
-        """Remove what killed runs left behind for these units; None: for all."""
+        """Remove what killed runs left behind for these units; None: for all. What a living run holds stays."""
         prefixes = None if units is None else {f"{unit.number:06d}" for unit in units}
         for leftover in self.path.glob(f"*{_TEMPORARY}*"):
             if prefixes is None or leftover.name.partition(_TEMPORARY)[0] in prefixes:
-                leftover.unlink(missing_ok=True)
+                _remove_unless_held(leftover)
+
+
+def _remove_unless_held(path: Path) -> None:
+    with contextlib.suppress(FileNotFoundError), open(path, "rb") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return
+        except OSError:  # file systems without locks: then the user has to know
+            pass
+        path.unlink()
 
 
 class PartWriter:
@@ -174,8 +197,7 @@ class PartWriter:
         self._runs: list[tuple[int, int, int]] = []
         self._columns: dict[str, list[NDArray[Any]]] = {}
         with storing(folder.path):
-            self._temporary = folder.temporary(unit.number)
-            self._file = open(self._temporary, "wb", buffering=0)  # noqa: SIM115 - closed by finish and abort
+            self._temporary, self._file = folder.begin(unit.number)
 
     def append(self, tokens: NDArray[Any], columns: dict[str, NDArray[Any]], *, documents: int) -> None:
         self._write(tokens)
@@ -191,8 +213,8 @@ class PartWriter:
             for piece in values:
                 self._write(piece)
         with storing(self._folder.path):
+            os.replace(self._temporary, self._folder.file(self._unit.number))  # while it is still held
             self._file.close()
-            os.replace(self._temporary, self._folder.file(self._unit.number))
         entries = {name: sum(map(len, values)) for name, values in columns.items()}
         digest = self._hasher.hexdigest()
         return Part(self._unit.number, key, encoder, inputs, digest, self._runs, entries, text_bytes, dropped)

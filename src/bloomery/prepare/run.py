@@ -273,6 +273,10 @@ class _Preparation:
         self._notes += [f"the source '{source.name}' gave no document" for source in sources if not source.documents]
         if empty := sum(not file.size for file in self._files):
             self._notes.append(f"{empty} of {len(self._files)} files have no bytes")
+        if whole := sum(file.is_json_text for file in self._files):
+            self._notes.append(
+                f"{whole} .json files were taken for one text each: lines of JSON need the ending .jsonl"
+            )
         return sources, dropped
 
 

@@ -44,8 +44,16 @@ class InputFile:
     @property
     def kind(self) -> str:
         """jsonl, parquet, or text: one document."""
-        stem = self.path.lower().removesuffix(f".{self.compression}")
-        return next((kind for kind in ("jsonl", "parquet") if stem.endswith(f".{kind}")), "text")
+        return next((kind for kind in ("jsonl", "parquet") if self._stem.endswith(f".{kind}")), "text")
+
+    @property
+    def is_json_text(self) -> bool:
+        """A text that other tools might take for lines of JSON."""
+        return self._stem.endswith(".json")
+
+    @property
+    def _stem(self) -> str:
+        return self.path.lower().removesuffix(f".{self.compression}")
 
 
 def find_files(sources: Sequence[str]) -> list[InputFile]:
