@@ -11,6 +11,7 @@ import socket
 import tempfile
 from collections import deque
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 from bloomery.base.errors import Problem, StorageError
@@ -72,6 +73,34 @@ def locked(folder: Path) -> Iterator[None]:
         yield
     finally:
         os.close(descriptor)
+
+
+@contextlib.contextmanager
+def writing(path: str | os.PathLike[str], action: str = "write") -> Iterator[None]:
+    """An OSError inside becomes the StorageError that says what to do about `path`."""
+    try:
+        yield
+    except OSError as error:
+        raise storage_error(Path(path), error, action=action) from error
+
+
+@contextlib.contextmanager
+def written_to(option: str, then: str = "") -> Iterator[None]:
+    """For commands whose place is not chosen by --run-dir: a StorageError inside names `option`, and adds `then`."""
+    try:
+        yield
+    except StorageError as error:
+        remedies = [problem.remedy.replace("--run-dir", option) + then for problem in error.problems]
+        pairs = zip(error.problems, remedies, strict=True)
+        raise StorageError([replace(problem, remedy=remedy) for problem, remedy in pairs]) from error
+
+
+def publish(partial: Path, final: Path) -> None:
+    """Give a written file its name: whoever sees the name sees all of it, also after a power cut."""
+    with open(partial, "rb") as file:
+        _sync(file.fileno())
+    os.replace(partial, final)
+    _sync_folder(final.parent)
 
 
 def storage_error(path: Path, error: OSError, *, action: str = "write", wanted_bytes: int = 0) -> StorageError:
@@ -251,11 +280,7 @@ def _write_beside_and_rename(target: Path, content: bytes) -> None:
         finally:
             os.close(descriptor)
         os.replace(temporary, target)
-        folder = os.open(target.parent, os.O_RDONLY)
-        try:
-            _sync(folder)
-        finally:
-            os.close(folder)
+        _sync_folder(target.parent)
     finally:
         with contextlib.suppress(OSError):  # gone already when the rename succeeded
             temporary.unlink()
@@ -265,6 +290,14 @@ def _write_all(descriptor: int, data: bytes) -> None:
     view = memoryview(data)
     while view:
         view = view[os.write(descriptor, view) :]
+
+
+def _sync_folder(path: Path) -> None:
+    folder = os.open(path, os.O_RDONLY)
+    try:
+        _sync(folder)
+    finally:
+        os.close(folder)
 
 
 def _sync(descriptor: int) -> None:

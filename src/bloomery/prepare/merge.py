@@ -15,8 +15,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from bloomery.base.storage import writing
 from bloomery.data.shards import ShardWriter
-from bloomery.prepare.parts import COLUMNS, Part, PartFolder, storing
+from bloomery.prepare.parts import COLUMNS, Part, PartFolder
 from bloomery.prepare.ragged import gather, sums
 
 BUCKET_BYTES = 64 << 20
@@ -161,7 +162,7 @@ class Merge:
     def _spooled(self, name: str) -> NDArray[Any]:
         """A column of all parts, in a file, so that it needs no memory."""
         path = self._folder.temporary(0).with_suffix(f".{name}")
-        with storing(path), open(path, "wb") as file:
+        with writing(path), open(path, "wb") as file:
             for part in self.parts:
                 file.write(self._column(part, name).data)  # not tofile, which does not say why it fails
             file.flush()

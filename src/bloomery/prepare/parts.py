@@ -24,7 +24,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from bloomery.base.errors import DataError, Problem
-from bloomery.base.storage import storage_error
+from bloomery.base.storage import writing
 from bloomery.prepare.units import Unit
 
 EMPTY, SHORT, LONG, DUPLICATE, BAD = "empty", "short", "long", "duplicate", "bad"
@@ -84,9 +84,9 @@ class PartFolder:
         """Nobody else does this work meanwhile; the lock ends with the process and its children."""
         give_up = time.monotonic() + _LOCK_PATIENCE_SECONDS
         while True:
-            with storing(self.path, "create the folder"):
+            with writing(self.path, "create the folder"):
                 self.path.mkdir(parents=True, exist_ok=True)
-            with storing(self.path), open(self.path / name, "w") as file:
+            with writing(self.path), open(self.path / name, "w") as file:
                 try:
                     fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 except BlockingIOError as error:
@@ -121,7 +121,7 @@ class PartFolder:
 
     def mark(self, part: Part) -> None:
         """From now on the part counts."""
-        with storing(self.path):
+        with writing(self.path):
             temporary, file = self.begin(part.unit)
             with file:
                 file.write(json.dumps(dataclasses.asdict(part)).encode())
@@ -149,7 +149,7 @@ class PartFolder:
 
     def refuse(self, encoder: str) -> None:
         """No part that this encoder made counts any more, on no machine, even if this run is killed now."""
-        with storing(self.path):
+        with writing(self.path):
             (self.path / f"{_LIAR}{encoder.split()[0]}").touch()
 
     def liars(self) -> list[str]:
@@ -196,7 +196,7 @@ class PartWriter:
         self._hasher = xxhash.xxh3_128()
         self._runs: list[tuple[int, int, int]] = []
         self._columns: dict[str, list[NDArray[Any]]] = {}
-        with storing(folder.path):
+        with writing(folder.path):
             self._temporary, self._file = folder.begin(unit.number)
 
     def append(self, tokens: NDArray[Any], columns: dict[str, NDArray[Any]], *, documents: int) -> None:
@@ -212,7 +212,7 @@ class PartWriter:
         for values in columns.values():
             for piece in values:
                 self._write(piece)
-        with storing(self._folder.path):
+        with writing(self._folder.path):
             os.replace(self._temporary, self._folder.file(self._unit.number))  # while it is still held
             self._file.close()
         entries = {name: sum(map(len, values)) for name, values in columns.items()}
@@ -230,15 +230,6 @@ class PartWriter:
             return
         view = np.ascontiguousarray(values).data.cast("B")
         self._hasher.update(view)
-        with storing(self._folder.path):
+        with writing(self._folder.path):
             while view:
                 view = view[self._file.write(view) :]
-
-
-@contextlib.contextmanager
-def storing(path: Path, action: str = "write") -> Iterator[None]:
-    """An OSError inside becomes a StorageError."""
-    try:
-        yield
-    except OSError as error:
-        raise storage_error(path, error, action=action) from error

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-import io
 import json
 import zlib
 from collections.abc import Iterator
@@ -18,9 +16,9 @@ from numpy.typing import NDArray
 from bloomery.base.errors import BloomeryError, DataError, Problem
 from bloomery.prepare.sources import open_input, unreadable
 from bloomery.prepare.units import Piece, Unit
+from bloomery.prepare.unpack import HashedFile, unpacked
 
 BLOCK_BYTES = 8 << 20
-_ZSTD_INPUT_BYTES = 1 << 17
 _SKIP = "mend it, or leave such records out with `bad_records: skip`"
 
 
@@ -228,10 +226,8 @@ def _whole_lines(chunks: Iterator[bytes]) -> Iterator[bytes]:
 
 
 def _bytes_of(piece: Piece, raw: IO[bytes], hasher: Any) -> Iterator[bytes]:
-    if piece.file.compression == "zst":
-        return _zst(piece, raw, hasher)
-    if piece.file.compression == "gz":
-        return _gz(raw, hasher)
+    if piece.file.compression:
+        return unpacked(HashedFile(raw, hasher), piece.file.compression)
     return _ranges(piece, raw, hasher)
 
 
@@ -245,49 +241,6 @@ def _ranges(piece: Piece, raw: IO[bytes], hasher: Any) -> Iterator[bytes]:
         hasher.update(chunk)
         left -= len(chunk)
         yield chunk
-
-
-def _zst(piece: Piece, raw: IO[bytes], hasher: Any) -> Iterator[bytes]:
-    import zstandard
-
-    # Not stream_reader, which ends without a word where a file was cut off. Small inputs bound what one call returns.
-    decompressor = zstandard.ZstdDecompressor(max_window_size=1 << 31)
-    frame = None
-    while chunk := raw.read(_ZSTD_INPUT_BYTES):
-        hasher.update(chunk)
-        while chunk:
-            frame = frame or decompressor.decompressobj()
-            yield frame.decompress(chunk)
-            chunk = frame.unused_data if frame.eof else b""
-            frame = None if frame.eof else frame
-    if frame is not None:
-        raise EOFError("it ends inside a zst frame")
-
-
-class _Hashed(io.RawIOBase):
-    """A file whose bytes are hashed as they are read."""
-
-    def __init__(self, raw: IO[bytes], hasher: Any) -> None:
-        self._raw, self._hasher = raw, hasher
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        data = self._raw.read(len(buffer))
-        self._hasher.update(data)
-        buffer[: len(data)] = data
-        return len(data)
-
-
-def _gz(raw: IO[bytes], hasher: Any) -> Iterator[bytes]:
-    try:
-        gzip: Any = importlib.import_module("isal.igzip").IGzipFile
-    except ImportError:
-        gzip = importlib.import_module("gzip").GzipFile
-    with gzip(fileobj=_Hashed(raw, hasher)) as file:
-        while chunk := file.read(1 << 20):
-            yield chunk
 
 
 def _damaged(piece: Piece, error: Exception) -> DataError:

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import numpy as np
 
-from bloomery.base.errors import DataError, Problem, StorageError
+from bloomery.base.errors import DataError, Problem
+from bloomery.base.storage import writing, written_to
 from bloomery.config.recipe import PrepareSection
 from bloomery.data.manifest import ShardManifest, SourceCount, manifest_path
 from bloomery.data.shards import PARTIAL, ShardWriter, token_dtype
@@ -18,7 +19,7 @@ from bloomery.data.tokenizer import Tokenizer
 from bloomery.prepare.encoder import SAMPLE_BYTES, SAMPLE_DOCUMENTS, Chosen, Judge, choose_encoder
 from bloomery.prepare.merge import Merge
 from bloomery.prepare.origin import finished, planned_manifest, source_files
-from bloomery.prepare.parts import DUPLICATE, REASONS, Part, PartFolder, storing
+from bloomery.prepare.parts import DUPLICATE, REASONS, Part, PartFolder
 from bloomery.prepare.pool import Pool, Report
 from bloomery.prepare.read import Block, UnitReader
 from bloomery.prepare.sources import find_files
@@ -77,10 +78,8 @@ def prepare(
     progress: Callable[[Progress], None] | None = None,
 ) -> PrepareResult:
     """Makes the shard `section.output`. The same inputs always give the same bytes, whoever works on them."""
-    try:
+    with written_to("place for prepare.output", "; then run the command again, which goes on where it stopped"):
         return _Preparation(section, tokenizer, seed, workers, progress).run(share)
-    except StorageError as error:
-        raise _advised(error) from error
 
 
 class _Preparation:
@@ -125,7 +124,7 @@ class _Preparation:
             self._folder.clean(None if share is None else mine)
             shared = self._folder.path / _SHARED
             if share is not None:
-                with storing(shared):
+                with writing(shared):
                     shared.write_text(str(share.n))
             try:
                 manifest = self._work(mine, merge=share is None, shared=shared)
@@ -292,18 +291,4 @@ def _missing(units: Sequence[Unit], n: int, output: str) -> DataError:
             f"{' ...' if len(shares) > 8 else ''}, or delete {output}.parts/{_SHARED} to do them here",
             place=output,
         )
-    )
-
-
-def _advised(error: StorageError) -> StorageError:
-    """The advice of base/storage.py, in words of this command."""
-    return StorageError(
-        [
-            replace(
-                problem,
-                remedy=problem.remedy.replace("another --run-dir", "another place for prepare.output")
-                + "; then run the command again, which goes on where it stopped",
-            )
-            for problem in error.problems
-        ]
     )
