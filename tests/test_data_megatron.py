@@ -23,14 +23,13 @@ from bloomery.data.megatron import GreedyBlend, MegatronSource
 from bloomery.data.megatron_open import WantedSamples
 from bloomery.data.megatron_order import (
     BlendRequest,
-    Flavour,
     OrderShape,
     _cut,
     build_blend,
     build_index,
 )
 from bloomery.data.open import open_data
-from bloomery.data.split import PARTS, split_boundaries
+from bloomery.data.split import PARTS, Flavour, split_boundaries
 from bloomery.sizing.check import load_checked_recipe
 from bloomery.train.setup import prepared_run
 from checkpoints import assert_same_tensors

@@ -112,8 +112,8 @@ def write_manifest(prefix: Path, *, eod_id: int | None) -> None:
     with ShardReader(str(prefix)) as shard:
         counts = {"documents": shard.num_documents, "sequences": shard.num_sequences, "tokens": shard.num_tokens}
     values: dict[str, Any] = {
-        "tokenizer_hash": "", "vocab_size": VOCAB, "dtype": "uint16", "eod_id": eod_id, "append_eod": eod_id is not None,
-        **counts,
+        "tokenizer_hash": "", "vocab_size": VOCAB, "dtype": "uint16", "eod_id": eod_id,
+        "append_eod": eod_id is not None, **counts,
     }  # fmt: skip
     stand_ins: dict[str, Any] = {"tuple": (), "dict": {}, "int": 0, "str": ""}
     for field in dataclasses.fields(ShardManifest):

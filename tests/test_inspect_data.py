@@ -189,8 +189,15 @@ def test_samples_are_shown_as_text_with_their_origin(text_recipe: Path, command:
         for span in sample["documents"]:
             if sample["shard"] == "both":
                 assert span["origin"] == ("fables.jsonl" if span["document"] < 40 else "laws.jsonl")
-    spans = [span for sample in samples if sample["shard"] == "both" for span in sample["documents"]]
-    assert {span["origin"] for span in spans} == {"fables.jsonl", "laws.jsonl"}
+            with ShardReader(sample["shard"]) as shard:
+                begin = int(shard.document_token_starts[span["document"]])
+                assert tokenizer.decode(shard.read(begin, 12)).startswith(span["origin"].removesuffix(".jsonl"))
+    for name in ("both", "mixed"):
+        spans = [span for sample in samples if sample["shard"] == name for span in sample["documents"]]
+        assert {span["origin"] for span in spans} == {"fables.jsonl", "laws.jsonl"}
+    Path("mixed.origins").unlink()
+    (sample,) = answer(command, "inspect", "sample", str(text_recipe), "1")
+    assert (sample["shard"], "origin" in sample["documents"][0]) == ("mixed", False), "only inspect misses it"
 
 
 def test_a_masked_training_is_shown_as_it_is(tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch) -> None:

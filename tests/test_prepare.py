@@ -12,9 +12,13 @@ import pytest
 from bloomery.base.errors import DataError, StorageError
 from bloomery.config.recipe import PrepareSection
 from bloomery.data.manifest import check_describes, check_fits, manifest_path, read_manifest
+from bloomery.data.origins import file_of
 from bloomery.data.shards import ShardReader, ShardWriter
 from bloomery.data.tokenizer import Tokenizer
+from bloomery.prepare.read import UnitReader
 from bloomery.prepare.run import Share, prepare
+from bloomery.prepare.sources import find_files
+from bloomery.prepare.units import plan_units
 from bloomery.prepare.verify import verify
 from prepare_samples import make, make_texts, make_tokenizer, read_texts, shard_bytes, small_units, write_jsonl
 
@@ -59,7 +63,7 @@ def test_every_document_is_there_with_its_end_and_the_manifest_says_so(corpus, t
     result = prepare(section, tokenizer=tokenizer, seed=1, progress=seen.append)
     expected = ["bee", "# Aye\r\n", "bee", "zed <|endoftext|> żółć", *(f"line {i}" for i in range(5))]
     assert read_texts(tokenizer, "out/shards/x") == [text + EOD for text in expected]
-    assert sorted(os.listdir("out/shards")) == ["x.bin", "x.idx", "x.manifest.json"]
+    assert sorted(os.listdir("out/shards")) == ["x.bin", "x.idx", "x.manifest.json", "x.origins"]
     assert not result.reused
 
     manifest = read_manifest("out/shards/x")
@@ -274,6 +278,24 @@ def test_a_manifest_beside_the_files_of_another_shard_is_found(corpus, tokenizer
     for ending in (".bin", ".idx"):
         os.replace(f"y{ending}", f"x{ending}")
     assert not make(tokenizer).reused
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+@pytest.mark.parametrize("deduplicate", [True, False])
+def test_every_document_knows_its_file(many, tokenizer, shuffle, deduplicate):
+    manifest = make(tokenizer, workers=2, shuffle=shuffle, deduplicate=deduplicate).manifest
+    by_text: dict[str, set[str]] = {}
+    for file in manifest.source_files:
+        for unit in plan_units(find_files([file.name])):
+            for block in UnitReader(unit, text_key="text", skip_bad=False).blocks():
+                for text in block.texts:
+                    by_text.setdefault(text, set()).add(file.name)
+    texts = read_texts(tokenizer)
+    assert len(texts) == manifest.documents
+    found = [file_of(number, manifest, "x") for number in range(len(texts))]
+    assert all(name in by_text[text.removesuffix(EOD)] for name, text in zip(found, texts, strict=True))
+    assert len(set(found)) > 1
+    assert file_of(0, replace(manifest, documents=1), "x") is None, "of another shard"
 
 
 def test_json_that_is_no_jsonl_is_noted(corpus, tokenizer):

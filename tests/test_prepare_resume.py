@@ -70,7 +70,7 @@ def test_killed_at_twenty_random_moments_the_result_is_the_same(corpus, tokenize
             after = moments.uniform(0, seconds)
             ended += in_a_process(lambda name=f"x{output}": make(tokenizer, output=name, **FIELDS), kill_after=after)
             there = sorted(path.name for path in corpus.glob(f"x{output}.*") if path.is_file())
-            finished = [f"x{output}{ending}" for ending in (".bin", ".idx", ".manifest.json")]
+            finished = [f"x{output}{ending}" for ending in (".bin", ".idx", ".manifest.json", ".origins")]
             assert finished[2] not in there or there == finished, "a manifest stands for a whole shard"
         make(tokenizer, output=f"x{output}", **FIELDS)
         assert shard_bytes(f"x{output}", manifest=True) == right

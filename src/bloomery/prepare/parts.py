@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 
 from bloomery.base.errors import DataError, Problem
 from bloomery.base.storage import writing
+from bloomery.data.origins import DTYPE
 from bloomery.prepare.units import Unit
 
 EMPTY, SHORT, LONG, DUPLICATE, BAD = "empty", "short", "long", "duplicate", "bad"
@@ -39,10 +40,11 @@ COLUMNS: dict[str, np.dtype[Any]] = {
     "keys": np.dtype("<u8"),
     "hashes": np.dtype("<u8"),
     "text_bytes": np.dtype("<i8"),
+    "files": DTYPE,
 }
 """Behind the tokens, one after the other: the length of every sequence; and of every document its number of sequences
 (where sentences are split), its place in the shuffled order, the two halves of its hash and its size (where duplicates
-are removed)."""
+are removed), and the number of its file."""
 
 
 @dataclass(frozen=True)

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from glob import escape, glob
 from pathlib import Path
+from typing import IO
 
 import numpy as np
 
 from bloomery.base.errors import DataError, Problem
-from bloomery.base.storage import writing, written_to
+from bloomery.base.storage import publish, writing, written_to
 from bloomery.config.recipe import PrepareSection
 from bloomery.data.manifest import ShardManifest, SourceCount, manifest_path
+from bloomery.data.origins import origins_path
 from bloomery.data.shards import PARTIAL, ShardWriter, token_dtype
 from bloomery.data.tokenizer import Tokenizer
 from bloomery.prepare.encoder import SAMPLE_BYTES, SAMPLE_DOCUMENTS, Chosen, Judge, choose_encoder
@@ -237,10 +240,16 @@ class _Preparation:
                     place=self._section.output,
                 )
             )
-        with ShardWriter(self._section.output, self._dtype) as writer:
-            merge.write(writer, shuffle=self._settings.shuffle_seed is not None, done=self._merged)
+        partial, final = Path(f"{self._section.output}{PARTIAL}origins"), Path(origins_path(self._section.output))
+        with ShardWriter(self._section.output, self._dtype) as writer, _origins(partial) as origins:
+            merge.write(writer, origins, shuffle=self._settings.shuffle_seed is not None, done=self._merged)
             # An older manifest must not describe the new shard, not even for the moment until its own is written.
             Path(manifest_path(self._section.output)).unlink(missing_ok=True)
+            final.unlink(missing_ok=True)
+            if len(self._files) > 1:
+                with writing(final):
+                    origins.flush()
+                    publish(partial, final)
         manifest = replace(
             self._planned,
             documents=writer.num_documents,
@@ -277,6 +286,16 @@ class _Preparation:
                 f"{whole} .json files were taken for one text each: lines of JSON need the ending .jsonl"
             )
         return sources, dropped
+
+
+@contextlib.contextmanager
+def _origins(partial: Path) -> Iterator[IO[bytes]]:
+    """The file that says where documents came from; gone at the end unless it was given its name."""
+    try:
+        with writing(partial), open(partial, "wb") as file:
+            yield file
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 def _missing(units: Sequence[Unit], n: int, output: str) -> DataError:
