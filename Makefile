@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+AZURITE := $(VENV)/azurite/node_modules/.bin/azurite-blob
 
 .PHONY: install quickstart test check clean
 
@@ -20,7 +21,11 @@ $(STAMP): pyproject.toml constraints.txt
 quickstart: install
 	$(BIN)/bloomery quickstart
 
-test: install check
+# Azure's emulator, for the tests of abfs:// URLs. They say why they are skipped where there is no npm.
+$(AZURITE): | install
+	-command -v npm > /dev/null && npm install --silent --no-fund --no-audit --prefix $(VENV)/azurite azurite@3.35.0
+
+test: install check $(AZURITE)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
 check: install

@@ -24,16 +24,13 @@ from bloomery.data.megatron import GreedyBlend, MegatronSource
 from bloomery.data.megatron_open import WantedSamples
 from bloomery.data.megatron_order import (
     BlendRequest,
-    Flavour,
     OrderShape,
     _cut,
     build_blend,
     build_index,
-    split_boundaries,
 )
 from bloomery.data.open import open_data
-from bloomery.data.split import PARTS
-from bloomery.data.split import split_boundaries as split_in_timeless_order
+from bloomery.data.split import PARTS, Flavour, split_boundaries
 from bloomery.sizing.check import load_checked_recipe
 from bloomery.train.setup import prepared_run
 from checkpoints import assert_same_tensors
@@ -108,7 +105,7 @@ def test_every_sample_equals_the_plain_referee(tmp_path: Path, flavour: Flavour,
     split = str(random.choice(["969,30,1", "90/5/5", "7,2,1", "1,1,1", "98,2,0"]))
     seq_length, seed = int(random.choice([1, 3, 7, 16, 50])), int(random.choice([0, 1234, 2**32 - 1]))
     prefix = write_lengths(tmp_path / "x", lengths)
-    ends = split_boundaries(flavour, split, len(lengths))
+    ends = split_boundaries(split, len(lengths), flavour)
     for part, (first, last) in zip(PARTS, pairwise(ends), strict=True):
         tokens = sum(lengths[max(first, 0) : last])
         samples = int(tokens / seq_length * random.choice([0.3, 1, 1.5, 1.85, 2.9])) + 1
@@ -202,16 +199,16 @@ def test_an_id_beyond_the_vocabulary_is_named_with_its_place(tmp_path: Path) -> 
     ],
 )
 def test_bigscience_rounds_the_parts(split: str, documents: int, boundaries: list[int]) -> None:
-    assert split_boundaries("bigscience", split, documents) == boundaries
+    assert split_boundaries(split, documents, "bigscience") == boundaries
 
 
 def test_splits_of_every_size_equal_the_referees() -> None:
     differ = 0
     for documents in range(1, 2000):
         for split in ("969,30,1", "949,50,1", "90/5/5", "95,5"):
-            megatron = split_boundaries("megatron", split, documents)
-            bigscience = split_boundaries("bigscience", split, documents)
-            assert megatron == split_in_timeless_order(split, documents)
+            megatron = split_boundaries(split, documents, "megatron")
+            bigscience = split_boundaries(split, documents, "bigscience")
+            assert megatron == split_boundaries(split, documents), "as in the timeless order"
             assert bigscience == bigscience_split(split, documents)
             differ += megatron != bigscience
     assert differ > 500, "the two systems do round differently"
@@ -343,7 +340,7 @@ def test_parts_and_blends_of_a_recipe_follow_the_referee(workshop: Workshop, fla
             expected = {}
             for number, name in enumerate(("train", "other")):
                 lengths = lengths_of(workshop.folder / name)
-                ends = split_boundaries(flavour, "80,20,0", len(lengths))
+                ends = split_boundaries("80,20,0", len(lengths), flavour)
                 places = ordered_samples(
                     lengths,
                     range(ends[part], ends[part + 1]),
@@ -389,7 +386,7 @@ def test_a_training_follows_the_order_and_resumes_bit_by_bit(workshop: Workshop,
     assert json.loads((find_checkpoint(whole) / "state.json").read_text())["blend"] is None
     assert list((workshop.folder / "cache").glob("samples-*")), "kept in data.cache_dir"
     lengths = lengths_of(workshop.folder / "train")
-    part = range(split_boundaries(flavour, "80,20,0", len(lengths))[1])
+    part = range(split_boundaries("80,20,0", len(lengths), flavour)[1])
     below = {"megatron": 0.80, "bigscience": 0.95}[flavour]
     places = ordered_samples(lengths, part, samples=160, seq_length=16, seed=7, separate_below=below)
     expected = np.fromfile(workshop.folder / "train.bin", "<u2")[np.array(places[:24])]

@@ -18,7 +18,7 @@ from bloomery.data.batch import IGNORED_LABEL, Batch, Packing, causal_batch
 from bloomery.data.causal import CausalSource
 from bloomery.data.manifest import ShardManifest
 from bloomery.data.open import open_data
-from bloomery.data.shards import ShardWriter
+from bloomery.data.shards import ShardReader, ShardWriter
 from bloomery.model.loss import row_losses
 from bloomery.sizing.check import load_checked_recipe
 from conftest import VOCAB, Workshop
@@ -108,9 +108,12 @@ def test_packed_documents_train_as_they_would_alone(family: str, tmp_path: Path)
 
 
 def write_manifest(prefix: Path, *, eod_id: int | None) -> None:
-    """A manifest that says only what these tests are about."""
+    """A manifest that says only what these tests are about, and fits the shard."""
+    with ShardReader(str(prefix)) as shard:
+        counts = {"documents": shard.num_documents, "sequences": shard.num_sequences, "tokens": shard.num_tokens}
     values: dict[str, Any] = {
-        "tokenizer_hash": "", "vocab_size": VOCAB, "dtype": "uint16", "eod_id": eod_id, "append_eod": eod_id is not None
+        "tokenizer_hash": "", "vocab_size": VOCAB, "dtype": "uint16", "eod_id": eod_id,
+        "append_eod": eod_id is not None, **counts,
     }  # fmt: skip
     stand_ins: dict[str, Any] = {"tuple": (), "dict": {}, "int": 0, "str": ""}
     for field in dataclasses.fields(ShardManifest):

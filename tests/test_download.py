@@ -391,6 +391,14 @@ def test_kill_9_at_any_moment_then_again(tmp_path: Path, server: Server) -> None
     assert_whole(tmp_path, server, *(f"{n}.bin" for n in range(12)))
 
 
+def test_what_a_kill_leaves_beside_a_finished_file_is_removed(tmp_path: Path, server: Server) -> None:
+    entries = [server.add("a.bin", 5000)]
+    assert not get(tmp_path, entries).failures
+    (tmp_path / "out" / ".a.bin.part.json").write_text("{}")
+    assert get(tmp_path, entries).already_there == 1
+    assert_whole(tmp_path, server, "a.bin")
+
+
 def test_two_at_once_in_one_folder_are_refused(tmp_path: Path, server: Server) -> None:
     entries = [server.add("a.bin", 5000, ("slow", 100))]
     other = threading.Thread(target=get, args=(tmp_path, entries))

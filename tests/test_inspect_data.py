@@ -163,6 +163,16 @@ def text_recipe(tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatc
     return recipe
 
 
+def test_files_that_the_manifest_does_not_describe_are_refused(text_recipe: Path, command: Command) -> None:
+    assert command("prepare", str(text_recipe), "prepare.0.append_eod=false", "prepare.0.output=other")[0] == 0
+    for ending in (".bin", ".idx"):
+        Path(f"other{ending}").replace(f"both{ending}")
+    for words in (["inspect", "sample", str(text_recipe), "0"], ["train", str(text_recipe), "--device", "cpu"]):
+        code, _, err = command(*words)
+        assert code == 3
+        assert "both.manifest.json: the manifest belongs to another shard: it says tokens" in err
+
+
 def test_samples_are_shown_as_text_with_their_origin(text_recipe: Path, command: Command) -> None:
     code, out, err = command("inspect", "sample", str(text_recipe), "0-7")
     assert code == 0, err
@@ -179,8 +189,15 @@ def test_samples_are_shown_as_text_with_their_origin(text_recipe: Path, command:
         for span in sample["documents"]:
             if sample["shard"] == "both":
                 assert span["origin"] == ("fables.jsonl" if span["document"] < 40 else "laws.jsonl")
-    spans = [span for sample in samples if sample["shard"] == "both" for span in sample["documents"]]
-    assert {span["origin"] for span in spans} == {"fables.jsonl", "laws.jsonl"}
+            with ShardReader(sample["shard"]) as shard:
+                begin = int(shard.document_token_starts[span["document"]])
+                assert tokenizer.decode(shard.read(begin, 12)).startswith(span["origin"].removesuffix(".jsonl"))
+    for name in ("both", "mixed"):
+        spans = [span for sample in samples if sample["shard"] == name for span in sample["documents"]]
+        assert {span["origin"] for span in spans} == {"fables.jsonl", "laws.jsonl"}
+    Path("mixed.origins").unlink()
+    (sample,) = answer(command, "inspect", "sample", str(text_recipe), "1")
+    assert (sample["shard"], "origin" in sample["documents"][0]) == ("mixed", False), "only inspect misses it"
 
 
 def test_a_masked_training_is_shown_as_it_is(tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -233,6 +250,7 @@ def test_a_masked_training_is_shown_as_it_is(tmp_path: Path, command: Command, m
         (["sample", "5-3"], "ends before it begins"),
         (["sample", "-3"], "is not a position such as 0"),
         (["sample", "x"], "is not a position such as 0"),
+        (["sample", "_"], "is not a position such as 0"),
         (["step", "0"], "step 0 is asked for. For this training the range is 1 to 20"),
         (["step", "21"], "step 21 is asked for"),
         (["step", "1-2"], "is not the number of a step"),

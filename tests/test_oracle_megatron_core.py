@@ -19,8 +19,8 @@ from bloomery.base.errors import DataError
 from bloomery.data.batch import IGNORED_LABEL, Packing
 from bloomery.data.index_cache import IndexCache
 from bloomery.data.megatron import GreedyBlend, MegatronSource
-from bloomery.data.megatron_order import BlendRequest, build_blend, split_boundaries
-from bloomery.data.split import PARTS
+from bloomery.data.megatron_order import BlendRequest, build_blend
+from bloomery.data.split import PARTS, split_boundaries
 from megatron_referee import greedy, random_lengths, write_lengths
 
 REASON = "needs the package megatron-core (pip install --no-deps megatron-core==0.16.1), see docs/orders.md"
@@ -94,7 +94,7 @@ def test_every_index_and_sample_of_one_source(tmp_path: Path, case: int) -> None
     prefix = write_lengths(tmp_path / "x", lengths)
     split = str(random.choice(SPLITS))
     settings = {"seed": int(random.choice(SEEDS)), "seq_length": int(random.choice([1, 2, 3, 5, 8, 13, 32, 100]))}
-    ends = split_boundaries("megatron", split, len(lengths))
+    ends = split_boundaries(split, len(lengths), "megatron")
     parts = [range(first, last) for first, last in pairwise(ends)]
     epoch_samples = [sum(lengths[document] for document in part) // settings["seq_length"] for part in parts]
     wanted = [int(samples * random.choice([0, 0.5, 1, 1.5, 1.9, 2.3, 4])) + 1 for samples in epoch_samples]

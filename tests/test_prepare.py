@@ -1,5 +1,6 @@
 """Raw text to shards: what ends up in them, in which order, what the manifest says, and when a shard is reused."""
 
+import gzip
 import json
 import os
 from dataclasses import replace
@@ -10,10 +11,14 @@ import pytest
 
 from bloomery.base.errors import DataError, StorageError
 from bloomery.config.recipe import PrepareSection
-from bloomery.data.manifest import check_fits, manifest_path, read_manifest
+from bloomery.data.manifest import check_describes, check_fits, manifest_path, read_manifest
+from bloomery.data.origins import file_of
 from bloomery.data.shards import ShardReader, ShardWriter
 from bloomery.data.tokenizer import Tokenizer
+from bloomery.prepare.read import UnitReader
 from bloomery.prepare.run import Share, prepare
+from bloomery.prepare.sources import find_files
+from bloomery.prepare.units import plan_units
 from bloomery.prepare.verify import verify
 from prepare_samples import make, make_texts, make_tokenizer, read_texts, shard_bytes, small_units, write_jsonl
 
@@ -58,7 +63,7 @@ def test_every_document_is_there_with_its_end_and_the_manifest_says_so(corpus, t
     result = prepare(section, tokenizer=tokenizer, seed=1, progress=seen.append)
     expected = ["bee", "# Aye\r\n", "bee", "zed <|endoftext|> żółć", *(f"line {i}" for i in range(5))]
     assert read_texts(tokenizer, "out/shards/x") == [text + EOD for text in expected]
-    assert sorted(os.listdir("out/shards")) == ["x.bin", "x.idx", "x.manifest.json"]
+    assert sorted(os.listdir("out/shards")) == ["x.bin", "x.idx", "x.manifest.json", "x.origins"]
     assert not result.reused
 
     manifest = read_manifest("out/shards/x")
@@ -226,6 +231,11 @@ def test_verify_finds_a_changed_token_a_changed_source_and_a_missing_shard(many,
         DataError, match=r"x: document \d+ has token \d+ at \d+ where its source gives \d+; it begins '"
     ):
         verify(section, tokenizer=tokenizer, seed=1)
+    with pytest.raises(DataError, match=r"[Dd]elete x.manifest.json.*and make it again with `bloomery prepare`"):
+        verify(section, tokenizer=tokenizer, seed=1)
+    (tmp_path / "x.manifest.json").unlink()
+    prepare(section, tokenizer=tokenizer, seed=1)
+    assert verify(section, tokenizer=tokenizer, seed=1).documents, "the remedy is one"
     prepare(section, tokenizer=tokenizer, seed=2)
     with pytest.raises(DataError, match="its shuffle_seed is 2 where now it would be 1"):
         verify(section, tokenizer=tokenizer, seed=1)
@@ -256,6 +266,42 @@ def test_manifest_says_when_it_does_not_fit(corpus, tokenizer):
     assert [problem.place for problem in problems] == ["my.yaml:7"] * 2
     assert "made with another tokenizer" in str(problems[0])
     assert "has 300 entries but model.vocab_size is 256" in str(problems[1])
+
+
+def test_a_manifest_beside_the_files_of_another_shard_is_found(corpus, tokenizer):
+    manifest = make(tokenizer).manifest
+    make(tokenizer, output="y", append_eod=False)
+    with ShardReader("x") as shard, ShardReader("y") as other:
+        assert check_describes(manifest, shard, place="x") == []
+        (problem,) = check_describes(manifest, other, place="x.manifest.json")
+    assert f"it says tokens {manifest.tokens} where it is {manifest.tokens - manifest.documents}" in problem.what
+    for ending in (".bin", ".idx"):
+        os.replace(f"y{ending}", f"x{ending}")
+    assert not make(tokenizer).reused
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+@pytest.mark.parametrize("deduplicate", [True, False])
+def test_every_document_knows_its_file(many, tokenizer, shuffle, deduplicate):
+    manifest = make(tokenizer, workers=2, shuffle=shuffle, deduplicate=deduplicate).manifest
+    by_text: dict[str, set[str]] = {}
+    for file in manifest.source_files:
+        for unit in plan_units(find_files([file.name])):
+            for block in UnitReader(unit, text_key="text", skip_bad=False).blocks():
+                for text in block.texts:
+                    by_text.setdefault(text, set()).add(file.name)
+    texts = read_texts(tokenizer)
+    assert len(texts) == manifest.documents
+    found = [file_of(number, manifest, "x") for number in range(len(texts))]
+    assert all(name in by_text[text.removesuffix(EOD)] for name, text in zip(found, texts, strict=True))
+    assert len(set(found)) > 1
+    assert file_of(0, replace(manifest, documents=1), "x") is None, "of another shard"
+
+
+def test_json_that_is_no_jsonl_is_noted(corpus, tokenizer):
+    for name in ("a.json", "b.JSON.gz"):
+        (corpus / name).write_bytes(b'{"text": "x"}\n' if name == "a.json" else gzip.compress(b"{}"))
+    assert "2 .json files were taken for one text each: lines of JSON need the ending .jsonl" in make(tokenizer).notes
 
 
 def test_manifest_missing_broken_or_foreign(corpus, tokenizer):

@@ -10,13 +10,18 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 import yaml
 
 from bloomery.base.errors import DataError, StorageError
 from bloomery.data.tokenizer import Tokenizer
 from bloomery.prepare import tokenize
+from bloomery.prepare.merge import Merge
+from bloomery.prepare.parts import Part, PartFolder, PartWriter
 from bloomery.prepare.run import Share
+from bloomery.prepare.sources import find_files
+from bloomery.prepare.units import plan_units
 from prepare_samples import make, make_texts, make_tokenizer, shard_bytes, small_units, write_jsonl
 
 
@@ -65,7 +70,7 @@ def test_killed_at_twenty_random_moments_the_result_is_the_same(corpus, tokenize
             after = moments.uniform(0, seconds)
             ended += in_a_process(lambda name=f"x{output}": make(tokenizer, output=name, **FIELDS), kill_after=after)
             there = sorted(path.name for path in corpus.glob(f"x{output}.*") if path.is_file())
-            finished = [f"x{output}{ending}" for ending in (".bin", ".idx", ".manifest.json")]
+            finished = [f"x{output}{ending}" for ending in (".bin", ".idx", ".manifest.json", ".origins")]
             assert finished[2] not in there or there == finished, "a manifest stands for a whole shard"
         make(tokenizer, output=f"x{output}", **FIELDS)
         assert shard_bytes(f"x{output}", manifest=True) == right
@@ -166,6 +171,18 @@ def test_merging_names_the_units_that_are_missing(corpus, tokenizer):
     assert not Path("x.idx").exists()
 
 
+def test_a_merge_that_comes_too_early_leaves_the_shares_at_work_alone(corpus, tokenizer):
+    unit = plan_units(find_files(["corpus"]))[0]
+    (corpus / "x.parts").mkdir()
+    at_work = PartWriter(PartFolder("x", 2), unit)  # the share that has unit 0
+    make(tokenizer, share=Share(1, 2))
+    with pytest.raises(DataError, match="cannot be merged"):
+        make(tokenizer)
+    at_work.append(np.zeros(3, np.uint16), {"lengths": np.array([3])}, documents=1)
+    part = at_work.finish(key="k", encoder="e", inputs=[], text_bytes=3, dropped={})
+    assert PartFolder("x", 2).is_whole(part)
+
+
 def test_one_run_at_a_time(corpus, tokenizer, monkeypatch):
     import fcntl
 
@@ -252,3 +269,13 @@ def test_a_full_disk_is_named_and_nothing_half_written_is_left(corpus, tokenizer
         make(tokenizer, output="small/x")
         make(tokenizer, output="right")
         assert shard_bytes("small/x") == shard_bytes("right")
+
+
+def test_a_disk_that_fills_up_while_documents_are_sorted_is_named(corpus, monkeypatch):
+    part = Part(0, "k", "e", [], "", [(20_000, 20_000, 0)], {"keys": 20_000}, 0)
+    monkeypatch.setattr(PartFolder, "column", lambda *_: np.zeros(20_000, np.uint64))
+    with file_system(corpus / "small", "size=64k"):
+        (corpus / "small" / "x.parts").mkdir()
+        merge = Merge([part], PartFolder("small/x", 2), np.dtype(np.uint16))
+        with pytest.raises(StorageError, match="No space left on device"):
+            merge._spooled("keys")

@@ -1,6 +1,5 @@
 """What `bloomery prepare` reads: files, folders, globs, URLs, every format; and every complaint about them."""
 
-import builtins
 import gzip
 import json
 
@@ -105,17 +104,13 @@ def test_urls_are_read_through_fsspec(folder, monkeypatch):
         read("nonsense://x")
 
 
-def test_a_missing_package_for_a_url_is_named(monkeypatch):
-    real = builtins.__import__
-
-    def without_s3fs(name, *args, **kwargs):
-        if name == "s3fs":
-            raise ModuleNotFoundError("No module named 's3fs'")
-        return real(name, *args, **kwargs)
-
-    monkeypatch.setattr(builtins, "__import__", without_s3fs)
-    with pytest.raises(DataError, match=r"needs a package that is not installed.*[Ii]nstall s3fs"):
-        read("s3://bucket/x.jsonl")
+def test_a_server_that_does_not_tell_the_length_is_an_error_not_an_empty_file(monkeypatch):
+    store = pytest.importorskip("fsspec").filesystem("memory")
+    store.pipe("/bucket/long.jsonl", jsonl(["x"]))
+    info = store.info("/bucket/long.jsonl")
+    monkeypatch.setattr(type(store), "info", lambda self, path, **_: {**info, "size": None})
+    with pytest.raises(DataError, match=r"memory://.*/long.jsonl: its server does not say how long it is"):
+        read("memory://bucket/long.jsonl")
 
 
 def test_odd_but_valid_lines(folder):
@@ -159,6 +154,13 @@ def test_the_line_number_is_that_of_the_file_even_in_a_later_unit(folder, monkey
         (folder / name).write_bytes(content)
         with pytest.raises(DataError, match=rf"{name}:322: is not JSON"):
             read(name)
+
+
+def test_endings_in_capitals_and_a_byte_order_mark_in_a_text(folder):
+    write_jsonl(folder / "A.JSONL", ["one", "two"])
+    (folder / "B.JSONL.GZ").write_bytes(gzip.compress(jsonl(["three"])))
+    (folder / "c.txt").write_bytes(b"\xef\xbb\xbffour")
+    assert read("A.JSONL", "B.JSONL.GZ", "c.txt") == (["one", "two", "three", "four"], 0)
 
 
 def test_what_is_not_text_is_named_or_counted(folder):

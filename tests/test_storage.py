@@ -6,13 +6,14 @@ import errno
 import json
 import os
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from bloomery.base import exit_codes, storage
 from bloomery.base.errors import StorageError
-from bloomery.base.storage import AppendFile, make_run_folder, write_atomically
+from bloomery.base.storage import AppendFile, make_run_folder, write_atomically, written_to
 from monitor_samples import fill, mounted
 
 
@@ -277,3 +278,17 @@ def test_a_long_torn_tail_is_found(tmp_path: Path) -> None:
 def test_append_file_that_cannot_be_opened_says_so(tmp_path: Path) -> None:
     with pytest.raises(StorageError, match="cannot open"):
         AppendFile(tmp_path / "missing" / "log")
+
+
+def test_advice_names_the_option_of_the_command(tmp_path: Path, command: Callable[..., tuple[int, str, str]]) -> None:
+    (tmp_path / "file").write_text("x y " * 500)
+    words = ["tokenizer", "train", str(tmp_path / "file"), "--vocab-size", "257"]
+    code, _, err = command(*words, "--output", str(tmp_path / "file" / "t"))
+    assert code == 5
+    assert "another --output" in err
+    assert "--run-dir" not in err
+    with (
+        pytest.raises(StorageError, match=r"choose another --there, or move that file away; then wait\.$"),
+        written_to("--there", "; then wait"),
+    ):
+        write_atomically(tmp_path / "file" / "x", "")

@@ -12,6 +12,7 @@ import socket
 import tempfile
 from collections import deque
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 from bloomery.base.errors import Problem, StorageError
@@ -73,6 +74,34 @@ def locked(folder: Path) -> Iterator[None]:
         yield
     finally:
         os.close(descriptor)
+
+
+@contextlib.contextmanager
+def writing(path: str | os.PathLike[str], action: str = "write") -> Iterator[None]:
+    """An OSError inside becomes the StorageError that says what to do about `path`."""
+    try:
+        yield
+    except OSError as error:
+        raise storage_error(Path(path), error, action=action) from error
+
+
+@contextlib.contextmanager
+def written_to(option: str, then: str = "") -> Iterator[None]:
+    """For commands whose place is not chosen by --run-dir: a StorageError inside names `option`, and adds `then`."""
+    try:
+        yield
+    except StorageError as error:
+        remedies = [problem.remedy.replace("--run-dir", option) + then for problem in error.problems]
+        pairs = zip(error.problems, remedies, strict=True)
+        raise StorageError([replace(problem, remedy=remedy) for problem, remedy in pairs]) from error
+
+
+def publish(partial: Path, final: Path) -> None:
+    """Give a written file its name: whoever sees the name sees all of it, also after a power cut."""
+    with open(partial, "rb") as file:
+        sync(file.fileno())
+    os.replace(partial, final)
+    sync_folder(final.parent)
 
 
 def storage_error(path: Path, error: OSError, *, action: str = "write", wanted_bytes: int = 0) -> StorageError:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -61,6 +62,19 @@ def opened_run(args: argparse.Namespace) -> Iterator[InspectedRun]:
 def refuse(what: str, valid: str) -> RecipeError:
     """The error for a number that this training does not have."""
     return RecipeError(Problem(what, f"for this training the range is {valid}", "stay within it", COMMAND_LINE))
+
+
+def refuse_numbers(option: str, wrong: list[int], valid: str) -> None:
+    if wrong:
+        raise refuse(f"{option} asks for {', '.join(f'{number:,}' for number in wrong)}", valid)
+
+
+def whole_numbers(text: str) -> list[int]:
+    """The type of an option such as `--at-samples 100,2000`."""
+    parts = [part.strip().replace("_", "") for part in text.split(",")]
+    if not all(re.fullmatch("-?[0-9]{1,18}", part) for part in parts):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of whole numbers such as 100,2000")
+    return [int(part) for part in parts]
 
 
 def print_samples(run: InspectedRun, first: int, last: int, *, as_json: bool, **facts: Any) -> None:

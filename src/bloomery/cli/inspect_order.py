@@ -7,14 +7,17 @@ import json
 from typing import Any
 
 from bloomery.base import exit_codes
-from bloomery.cli.data_argument import add_recipe_and, opened_run, refuse
-from bloomery.cli.inspect_schedule import _numbers
+from bloomery.cli.data_argument import add_recipe_and, opened_run, refuse_numbers, whole_numbers
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_recipe_and(parser)
     parser.add_argument(
-        "--at-samples", metavar="A,B", type=_numbers, default=[], help="where every source stands at these positions"
+        "--at-samples",
+        metavar="A,B",
+        type=whole_numbers,
+        default=[],
+        help="where every source stands at these positions",
     )
 
 
@@ -23,8 +26,7 @@ def run(args: argparse.Namespace) -> int:
         from bloomery.data.inspect import first_position, order_facts
 
         end, first = inspected.plan.train_samples, first_position(inspected.data.train)
-        if wrong := [number for number in args.at_samples if not first <= number <= end]:
-            raise refuse(f"--at-samples asks for {', '.join(f'{n:,}' for n in wrong)}", f"{first:,} to {end:,}")
+        refuse_numbers("--at-samples", [n for n in args.at_samples if not first <= n <= end], f"{first:,} to {end:,}")
         facts = order_facts(inspected.recipe, inspected.data.train, train_samples=end, at_samples=args.at_samples)
     print(json.dumps(facts, indent=2) if args.json else _text(facts))
     return exit_codes.OK

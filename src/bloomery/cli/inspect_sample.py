@@ -25,11 +25,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _range(text: str) -> tuple[int, int]:
-    found = re.fullmatch(r"([0-9_]{1,18})(?:-([0-9_]{1,18}))?", text)
+    found = re.fullmatch(r"([0-9][0-9_]{0,17})(?:-([0-9][0-9_]{0,17}))?", text)
     if not found:
         raise argparse.ArgumentTypeError(f"{text!r} is not a position such as 0, or a range such as 16-31")
-    first = int(found[1])
-    last = int(found[2]) if found[2] else first
+    first, last = (int((number or found[1]).replace("_", "")) for number in found.groups())
     if last < first:
         raise argparse.ArgumentTypeError(f"the range {text!r} ends before it begins")
     return first, last

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 from typing import Any
 
 from bloomery.base import exit_codes
-from bloomery.base.errors import Problem, RecipeError
+from bloomery.cli.data_argument import refuse_numbers, whole_numbers
 from bloomery.cli.recipe_argument import add_recipe_arguments, load
-from bloomery.config.draft import COMMAND_LINE
 from bloomery.config.recipe import Recipe
 from bloomery.sizing.plan import TrainingPlan
 
@@ -19,8 +17,10 @@ READS = ("name", "model", "batch", "lr", "train", "checkpoint", "parallel", "lau
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_recipe_arguments(parser)
-    parser.add_argument("--at-steps", metavar="A,B", type=_numbers, default=[], help="samples, batch and LR at steps")
-    parser.add_argument("--at-samples", metavar="A,B", type=_numbers, default=[], help="LR at sample counts")
+    parser.add_argument(
+        "--at-steps", metavar="A,B", type=whole_numbers, default=[], help="samples, batch and LR at steps"
+    )
+    parser.add_argument("--at-samples", metavar="A,B", type=whole_numbers, default=[], help="LR at sample counts")
     parser.add_argument("--json", action="store_true", help="print the answer as JSON")
 
 
@@ -34,8 +34,8 @@ def schedule_facts(recipe: Recipe, *, at_steps: list[int], at_samples: list[int]
     """The JSON of `inspect schedule`: a public contract. `consumed_samples` of a level is before its first step, of a
     step after it. A rate is defined beyond the last sample too, because the decay may end there."""
     plan = TrainingPlan.of(recipe)
-    _refuse("--at-steps", [n for n in at_steps if not 1 <= n <= plan.train_steps], f"1 to {plan.train_steps:,}")
-    _refuse("--at-samples", [n for n in at_samples if n < 0], "0 or more")
+    refuse_numbers("--at-steps", [n for n in at_steps if not 1 <= n <= plan.train_steps], f"1 to {plan.train_steps:,}")
+    refuse_numbers("--at-samples", [n for n in at_samples if n < 0], "0 or more")
     return {
         "name": recipe.name,
         "train_steps": plan.train_steps,
@@ -107,16 +107,3 @@ def _schedule_text(facts: dict[str, Any]) -> str:
         lines += ["", "     samples   learning rate"]
         lines += [f"{row['samples']:>12,}   {row['lr']:>13.6e}" for row in facts["at_samples"]]
     return "\n".join(lines)
-
-
-def _refuse(option: str, numbers: list[int], valid: str) -> None:
-    if numbers:
-        what = f"{option} asks for {', '.join(f'{number:,}' for number in numbers)}"
-        raise RecipeError(Problem(what, f"for this training the range is {valid}", "stay within it", COMMAND_LINE))
-
-
-def _numbers(text: str) -> list[int]:
-    parts = [part.strip().replace("_", "") for part in text.split(",")]
-    if not all(re.fullmatch("-?[0-9]{1,18}", part) for part in parts):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a list of whole numbers such as 100,2000")
-    return [int(part) for part in parts]

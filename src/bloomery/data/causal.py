@@ -34,20 +34,16 @@ class CausalSource:
         keeps documents of one sample apart."""
         self.key = prefix if key is None else key
         self.packing = packing
-        if (part == "all") != (split is None):
-            raise ValueError(f"part {part!r} with split {split!r}: a split is needed for a part, and only then")
         self.seq_length = seq_length
         self.vocab_size = vocab_size
         self.shard = ShardReader(prefix)
         try:
-            first, last = 0, self.shard.num_documents
-            if split is not None and part != "all":
-                first, last = part_range(split, part, self.shard.num_documents, place=f"{prefix}.idx")
+            first, last = part_range(split, part, self.shard.num_documents, place=f"{prefix}.idx")
             self._start_token = int(self.shard.document_token_starts[first])
             num_tokens = int(self.shard.document_token_starts[last]) - self._start_token
             if num_tokens < seq_length + 1:
                 raise DataError(_too_short(prefix, part, last - first, num_tokens, seq_length))
-        except DataError:
+        except BaseException:
             self.shard.close()
             raise
         self.order = TimelessOrder(seed, self.key, (num_tokens - 1) // seq_length)

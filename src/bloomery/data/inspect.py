@@ -14,6 +14,7 @@ from bloomery.config.recipe import Recipe, SourceSection
 from bloomery.data.batch import IGNORED_LABEL, Batch, SampleSource
 from bloomery.data.blend import TimelessBlend
 from bloomery.data.manifest import ShardManifest, read_manifest
+from bloomery.data.origins import file_of
 from bloomery.data.split import Part, part_range
 from bloomery.data.stream import Stream
 from bloomery.data.tokenizer import Tokenizer
@@ -47,7 +48,7 @@ def read_samples(
                 "epoch": trace.epoch,
                 "sample": trace.sample,
                 "shard": section.path,
-                "documents": [_span(span, manifests[section.path]) for span in trace.documents],
+                "documents": [_span(span, manifests[section.path], section.path) for span in trace.documents],
                 "tokens": tokens,
                 **extra,
                 "text": None if tokenizer is None else tokenizer.decode(tokens),
@@ -194,20 +195,8 @@ def _manifest(path: str) -> ShardManifest | None:
         return None
 
 
-def _span(span: Any, manifest: ShardManifest | None) -> dict[str, Any]:
+def _span(span: Any, manifest: ShardManifest | None, prefix: str) -> dict[str, Any]:
     facts: dict[str, Any] = {"document": span.document, "start": span.start, "tokens": span.tokens}
-    if origin := _origin(span.document, manifest):
+    if manifest is not None and (origin := file_of(span.document, manifest, prefix)):
         facts["origin"] = origin
     return facts
-
-
-def _origin(document: int, manifest: ShardManifest | None) -> str | None:
-    """The source that `prepare` made a document of, where the manifest tells."""
-    sources: Sequence[Any] = manifest.sources if manifest else ()
-    if manifest is None or (manifest.shuffle_seed is not None and len(sources) > 1):
-        return None
-    for source in sources:
-        if document < source.documents:
-            return str(source.name)
-        document -= source.documents
-    return None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import numpy as np
@@ -18,7 +18,6 @@ from bloomery.data.split import Part
 from bloomery.data.stream import Stream
 from bloomery.data.tokenizer import Tokenizer
 
-_READ_TOKENS = 1 << 22
 _COUNTED_IDS = 1 << 24
 """Larger ids are no vocabulary; a table of counts for them could fill the memory."""
 
@@ -100,8 +99,7 @@ def _eod_id(recipe: Recipe) -> int | None:
 def _vocabulary(shard: ShardReader, eod_id: int | None) -> dict[str, Any]:
     counts = np.zeros(1, np.int64)
     largest, smallest, outside = 0, 0, 0
-    for start in range(0, shard.num_tokens, _READ_TOKENS):
-        tokens = shard.read(start, min(_READ_TOKENS, shard.num_tokens - start))
+    for tokens in shard.blocks():
         high, low = int(tokens.max()), int(tokens.min())
         largest, smallest = max(largest, high), min(smallest, low)
         if high >= _COUNTED_IDS or low < 0:
@@ -120,6 +118,4 @@ def _vocabulary(shard: ShardReader, eod_id: int | None) -> dict[str, Any]:
 
 def _manifest_facts(manifest: ShardManifest) -> dict[str, Any]:
     """Without the list of files, of which there may be many thousands."""
-    facts = asdict(manifest)
-    files = facts.get("source_files")
-    return {**facts, "source_files": files if isinstance(files, int) else len(files or ())}
+    return {**asdict(replace(manifest, source_files=())), "source_files": len(manifest.source_files)}

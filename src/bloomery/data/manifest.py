@@ -8,6 +8,7 @@ from typing import Any
 
 from bloomery.base.errors import DataError, Problem
 from bloomery.base.storage import write_atomically
+from bloomery.data.shards import ShardReader
 
 FORMAT_VERSION = 2
 
@@ -111,6 +112,23 @@ def check_fits(manifest: ShardManifest, *, tokenizer_hash: str | None, vocab_siz
             )
         )
     return problems
+
+
+def check_describes(manifest: ShardManifest, shard: ShardReader, *, place: str) -> list[Problem]:
+    """Why the manifest does not belong to the shard beside it; empty when it does."""
+    counts = {
+        "dtype": (manifest.dtype, shard.dtype.name),
+        "documents": (manifest.documents, shard.num_documents),
+        "sequences": (manifest.sequences, shard.num_sequences),
+        "tokens": (manifest.tokens, shard.num_tokens),
+    }
+    wrong = [f"{name} {said} where it is {found}" for name, (said, found) in counts.items() if said != found]
+    if not wrong:
+        return []
+    what = f"the manifest belongs to another shard: it says {', '.join(wrong)}"
+    rule = "tokenizer and vocabulary are checked by it, so it must describe the .bin and .idx beside it"
+    remedy = "copy all three files from where the shard was made, or run `bloomery prepare` again"
+    return [Problem(what, rule, remedy, place)]
 
 
 def _parse(path: str, content: dict[str, Any]) -> ShardManifest:

@@ -19,7 +19,7 @@ from bloomery.data.batch import IGNORED_LABEL, Batch
 from bloomery.data.causal import check_ids
 from bloomery.data.masking import MaskVocabulary, fractions, mask_tokens, random_numbers
 from bloomery.data.order import TimelessOrder, splitmix64, splitmix64_one, stream_key
-from bloomery.data.shards import HEADER, ShardReader
+from bloomery.data.shards import ShardReader
 from bloomery.data.split import Part, part_range
 from bloomery.data.trace import Trace, document_spans
 
@@ -50,8 +50,6 @@ class MaskedSource:
     ) -> None:
         """`ends_with_eod`: each document ends with a token that says so, which is left out. `key` names the source in
         the order of samples; by default the prefix, as the recipe writes it."""
-        if (part == "all") != (split is None):
-            raise ValueError(f"part {part!r} with split {split!r}: a split is needed for a part, and only then")
         self.key = prefix if key is None else key
         self.seq_length = seq_length
         self.vocab_size = min(vocab_size, vocabulary.size)
@@ -60,14 +58,12 @@ class MaskedSource:
         self._chance = stream_key(seed, f"{self.key}\0masked")
         self.shard = ShardReader(prefix)
         try:
-            first, last = 0, self.shard.num_documents
-            if split is not None and part != "all":
-                first, last = part_range(split, part, last, place=f"{prefix}.idx")
+            documents = part_range(split, part, self.shard.num_documents, place=f"{prefix}.idx")
             if self.shard.num_sequences <= self.shard.num_documents:
                 raise DataError(_no_sentences(self.shard))
             self.index = index_samples(
                 self.shard,
-                documents=(first, last),
+                documents=documents,
                 room=seq_length - _SPECIAL,
                 short_probability=self.masking.short_sequence_probability,
                 ends_with_eod=ends_with_eod,
@@ -75,7 +71,7 @@ class MaskedSource:
             )
             if not len(self.index.first):
                 raise DataError(_nothing(prefix, part))
-        except DataError:
+        except BaseException:
             self.shard.close()
             raise
         self.order = TimelessOrder(seed, self.key, len(self.index.first))
@@ -203,8 +199,8 @@ def _sentences(
     """(first token of each sentence, its length, the sentence at which each document begins with the total at the end),
     without the ends of documents; sentences over `longest` are cut into equal pieces."""
     document_starts = shard.document_token_starts[documents[0] : documents[1] + 1]
-    lengths = np.fromfile(f"{shard.prefix}.idx", "<i4", shard.num_sequences, offset=HEADER.size).astype(np.int64)
-    starts = np.concatenate(([0], np.cumsum(lengths)))[:-1]
+    starts = shard.sequence_starts()
+    starts, lengths = starts[:-1], np.diff(starts)
     inside = (lengths > 0) & (starts >= document_starts[0]) & (starts < document_starts[-1])
     starts, lengths = starts[inside], lengths[inside]
     if ends_with_eod:

@@ -18,15 +18,13 @@ from bloomery.data.causal import check_ids
 from bloomery.data.index_cache import IndexCache, file_checksum
 from bloomery.data.megatron_order import (
     BlendRequest,
-    Flavour,
     OrderShape,
     SampleIndex,
     build_blend,
     build_index,
-    split_boundaries,
 )
-from bloomery.data.shards import HEADER, ShardReader
-from bloomery.data.split import PARTS, Part
+from bloomery.data.shards import ShardReader
+from bloomery.data.split import Flavour, Part, part_range
 from bloomery.data.trace import DocumentSpan, Trace
 
 
@@ -50,18 +48,14 @@ class MegatronSource:
     ) -> None:
         """`samples` is what the run asks of this source: the number of epochs follows from it. The rest is as in
         CausalSource."""
-        if (part == "all") != (split is None):
-            raise ValueError(f"part {part!r} with split {split!r}: a split is needed for a part, and only then")
         self.key = prefix if key is None else key
         self.packing = packing
         self.seq_length = seq_length
         self.vocab_size = vocab_size
         self.shard = ShardReader(prefix)
         try:
-            self._starts = _sequence_starts(self.shard)
-            first, last = 0, self.shard.num_sequences
-            if split is not None and part != "all":
-                first, last = _part_range(self.shard, flavour, split, part)
+            self._starts = self.shard.sequence_starts()
+            first, last = part_range(split, part, self.shard.num_sequences, place=f"{prefix}.idx", flavour=flavour)
             tokens = int(self._starts[last] - self._starts[first])
             if tokens == 0:
                 raise DataError(_no_tokens(prefix, part))
@@ -178,30 +172,6 @@ class OneSource:
     def locate(self, positions: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         positions = np.asarray(positions, np.int64)
         return np.zeros_like(positions), positions
-
-
-def _sequence_starts(shard: ShardReader) -> NDArray[np.int64]:
-    """The token at which each sequence begins, the total at the end; the shard has checked its index."""
-    lengths = np.fromfile(f"{shard.prefix}.idx", "<i4", shard.num_sequences, offset=HEADER.size)
-    starts = np.zeros(len(lengths) + 1, np.int64)
-    np.cumsum(lengths, dtype=np.int64, out=starts[1:])
-    return starts
-
-
-def _part_range(shard: ShardReader, flavour: Flavour, split: str, part: Part) -> tuple[int, int]:
-    boundaries = split_boundaries(flavour, split, shard.num_sequences)
-    first, last = boundaries[PARTS.index(part)], boundaries[PARTS.index(part) + 1]
-    if 0 <= first < last:
-        return first, last
-    raise DataError(
-        Problem(
-            what=f"the split '{split}' of {shard.num_sequences} documents leaves none for {part} "
-            f"(train, valid, test end at {', '.join(str(end) for end in boundaries[1:])})",
-            rule=f"a part that is used needs at least one document, counted as {flavour} rounds",
-            remedy=f"give {part} a larger share in data.split, or prepare more documents",
-            place=f"{shard.prefix}.idx",
-        )
-    )
 
 
 def _no_tokens(prefix: str, part: str) -> Problem:

@@ -11,7 +11,8 @@ from bloomery.config.recipe import Recipe, SourceSection
 from bloomery.data.batch import SampleSource
 from bloomery.data.index_cache import IndexCache
 from bloomery.data.megatron import GreedyBlend, MegatronSource, OneSource
-from bloomery.data.megatron_order import BlendRequest, Flavour, OrderShape
+from bloomery.data.megatron_order import BlendRequest, OrderShape
+from bloomery.data.split import Flavour
 from bloomery.data.stream import Stream
 from bloomery.sizing.plan import TrainingPlan
 

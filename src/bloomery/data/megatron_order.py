@@ -9,15 +9,14 @@ is furthest behind its share. What Megatron calls a document here is a sequence 
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Self
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
-Flavour = Literal["megatron", "bigscience"]
+from bloomery.data.split import Flavour, plain_sum
 
 _SEPARATE_BELOW = {"megatron": 0.80, "bigscience": 0.95}
 """An incomplete last epoch is kept out of the shuffle of the others if less than this share of it is needed."""
@@ -108,37 +107,6 @@ def _cut(lengths: NDArray[np.int64], *, seq_length: int, num_samples: int) -> ND
     return samples
 
 
-def split_boundaries(flavour: Flavour, split: str, num_sequences: int) -> list[int]:
-    """Four sequence numbers: part k is [result[k], result[k + 1]); a part without sequences ends where it begins.
-
-    megatron-core rounds cumulative fractions. BigScience rounds each part and takes the error off all boundaries, by
-    which one can even become negative. Python rounds one half to the even neighbour, and so do both.
-    """
-    weights = [float(number) for number in re.split(r"[,/]", split)]
-    weights += [0.0] * (3 - len(weights))
-    total = _plain_sum(weights)
-    fractions = [weight / total for weight in weights]
-    boundaries = [0]
-    if flavour == "megatron":
-        cumulative = 0.0
-        for fraction in fractions:
-            cumulative += fraction
-            boundaries.append(round(cumulative * num_sequences))
-        return boundaries
-    for fraction in fractions:
-        boundaries.append(boundaries[-1] + round(fraction * num_sequences))
-    error = boundaries[-1] - num_sequences
-    return [0, *(boundary - error for boundary in boundaries[1:])]
-
-
-def _plain_sum(numbers: Sequence[float]) -> float:
-    """From left to right: `sum` of Python 3.12 and later rounds otherwise."""
-    total = 0.0
-    for number in numbers:
-        total += number
-    return total
-
-
 @dataclass(frozen=True)
 class BlendRequest:
     """What a blend of several sources asks of each of them."""
@@ -157,7 +125,7 @@ class BlendRequest:
             targets = [math.ceil(samples * share) for share in shares.tolist()]
             members = [math.ceil(target * (1 + _SURPLUS)) for target in targets]
             return cls(_normalised(shares), members, sum(targets))
-        total = _plain_sum(weights)
+        total = plain_sum(weights)
         plain = [weight / total for weight in weights]
         members = [math.ceil(samples * share * (1 + _SURPLUS)) for share in plain]
         return cls(_normalised(np.array(plain)), members, samples)

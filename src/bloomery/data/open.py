@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from bloomery.base.errors import DataError, Problem
 from bloomery.config.recipe import Recipe, SourceSection
 from bloomery.data.batch import Packing, SampleSource
 from bloomery.data.blend import BlendState, TimelessBlend
 from bloomery.data.causal import CausalSource
-from bloomery.data.manifest import ShardManifest, check_fits, manifest_path, read_manifest
+from bloomery.data.manifest import ShardManifest, check_describes, check_fits, manifest_path, read_manifest
 from bloomery.data.masked import MaskedSource
 from bloomery.data.masking import MaskVocabulary
 from bloomery.data.megatron_open import MegatronOpening, Use
+from bloomery.data.shards import ShardReader
 from bloomery.data.split import Part
 from bloomery.data.stream import Stream
 from bloomery.data.tokenizer import Tokenizer
+from bloomery.sizing.data_rules import source_key
 
 SPLIT_GROUP = "valid"
 """Name of the validation group that `data.split` makes."""
@@ -77,11 +78,6 @@ def open_data(
         yield OpenData(Stream(train, blend), validation, blend, opening.warnings)
     finally:
         opening.close()
-
-
-def source_key(section: SourceSection) -> str:
-    """What names a source in orders, checkpoints and metrics."""
-    return section.name or os.path.normpath(section.path)
 
 
 def _weights(sections: Sequence[SourceSection]) -> dict[str, float]:
@@ -151,10 +147,10 @@ class _Opening:
         self._opened.append(source)
         if section.path not in self._manifests_seen:
             self._manifests_seen.add(section.path)
-            self._check_manifest(section.path)
+            self._check_manifest(section.path, cast(Any, source).shard)
         return source
 
-    def _check_manifest(self, path: str) -> None:
+    def _check_manifest(self, path: str, shard: ShardReader) -> None:
         manifest, place = self._manifest(path), manifest_path(path)
         if manifest is None:
             what = "its tokenizer, vocabulary and end-of-document token could not be checked"
@@ -163,6 +159,7 @@ class _Opening:
         vocab_size = self._recipe.model.vocab_size
         tokenizer_hash = None if self._tokenizer is None else self._tokenizer.content_hash
         self.problems += check_fits(manifest, tokenizer_hash=tokenizer_hash, vocab_size=vocab_size, place=place)
+        self.problems += check_describes(manifest, shard, place=place)
 
     def _manifest(self, path: str) -> ShardManifest | None:
         if path not in self._manifests:

@@ -12,9 +12,8 @@ import secrets
 import struct
 from array import array
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from glob import escape, glob
-from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, Self
 
@@ -22,7 +21,7 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from bloomery.base.errors import DataError, Problem
-from bloomery.base.storage import make_run_folder, storage_error
+from bloomery.base.storage import make_run_folder, writing
 
 MAGIC = b"MMIDIDX\x00\x00"
 LEGACY_MAGIC = b"TNTIDX\x00\x00"
@@ -34,6 +33,7 @@ DTYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 PARTIAL = ".partial-"
 """Between the prefix and a random name: files that a killed writer leaves."""
 _INDEX_ENTRIES = 1 << 20
+_BLOCK_TOKENS = 1 << 22
 _REMAKE = "copy the shard again from where it was made, or make it again with `bloomery prepare`"
 
 
@@ -61,7 +61,7 @@ class ShardWriter:
         partial = f"{prefix}{PARTIAL}{secrets.token_hex(4)}"
         self._partial_bin, self._partial_idx = f"{partial}.bin", f"{partial}.idx"
         make_run_folder(os.path.dirname(prefix) or ".")
-        with _writing(f"{prefix}.bin"):
+        with writing(f"{prefix}.bin"):
             self._bin = open(self._partial_bin, "wb", buffering=1 << 20)  # noqa: SIM115 - closed by finish and abort
 
     @property
@@ -86,7 +86,7 @@ class ShardWriter:
     ) -> None:
         """Many documents at once: their tokens in the shard's dtype, the length of every sequence, and the number of
         sequences of every document (None: one each)."""
-        with _writing(f"{self.prefix}.bin"):
+        with writing(f"{self.prefix}.bin"):
             written = self._bin.write(tokens)
         self._count(lengths, sequences, written)
 
@@ -99,7 +99,7 @@ class ShardWriter:
     ) -> None:
         """As `append_many`, with the tokens copied from another file by the kernel."""
         unwritten = nbytes = int(lengths.sum(dtype=np.int64)) * self.dtype.itemsize
-        with _writing(f"{self.prefix}.bin"):
+        with writing(f"{self.prefix}.bin"):
             self._bin.flush()
             while unwritten:
                 copied = _copy(file.fileno(), self._bin.fileno(), offset + nbytes - unwritten, unwritten)
@@ -119,11 +119,11 @@ class ShardWriter:
     def finish(self) -> None:
         """The data comes first and the index last: an index under its final name stands for a whole shard."""
         try:
-            with _writing(f"{self.prefix}.bin"):
+            with writing(f"{self.prefix}.bin"):
                 self._bin.flush()
                 os.fsync(self._bin.fileno())
                 self._bin.close()
-            with _writing(f"{self.prefix}.idx"):
+            with writing(f"{self.prefix}.idx"):
                 self._write_index()
                 # An older shard of this name loses its index first, so that it never describes the new data.
                 with suppress(FileNotFoundError):
@@ -250,6 +250,16 @@ class ShardReader:
             unread, offset = unread[got:], offset + got
         return tokens
 
+    def blocks(self) -> Iterator[NDArray[Any]]:
+        """All tokens, some after the other."""
+        for start in range(0, self.num_tokens, _BLOCK_TOKENS):
+            yield self.read(start, min(_BLOCK_TOKENS, self.num_tokens - start))
+
+    def sequence_starts(self) -> NDArray[np.int64]:
+        """The token at which each sequence begins, the total at the end. Read anew: only some samples need it."""
+        lengths = np.fromfile(f"{self.prefix}.idx", "<i4", self.num_sequences, offset=HEADER.size)
+        return _starts(lengths)
+
     def document_at(self, token: int) -> tuple[int, int]:
         """(document, position inside it) of a token of the shard."""
         document = int(np.searchsorted(self.document_token_starts, token, side="right")) - 1
@@ -263,14 +273,6 @@ class ShardReader:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-@contextmanager
-def _writing(path: str) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise storage_error(Path(path), error) from error
 
 
 def _damaged(place: str, what: str, rule: str, remedy: str = _REMAKE) -> DataError:
@@ -310,8 +312,7 @@ def _read_index(path: str) -> tuple[np.dtype[Any], NDArray[np.int64], NDArray[np
     if num_sequences and lengths.min() < 0:
         bad = int(np.argmax(lengths < 0))
         raise _damaged(path, f"sequence {bad} has length {lengths[bad]}", "lengths must not be negative")
-    starts = np.zeros(num_sequences + 1, np.int64)
-    np.cumsum(lengths, dtype=np.int64, out=starts[1:])
+    starts = _starts(lengths)
     wrong = pointers != starts[:-1] * dtype.itemsize
     if wrong.any():
         bad = int(np.argmax(wrong))
@@ -328,6 +329,12 @@ def _read_index(path: str) -> tuple[np.dtype[Any], NDArray[np.int64], NDArray[np
             "doc_idx must start with 0, never fall and end with the number of sequences",
         )
     return dtype, starts, doc_idx
+
+
+def _starts(lengths: NDArray[np.int32]) -> NDArray[np.int64]:
+    starts = np.zeros(len(lengths) + 1, np.int64)
+    np.cumsum(lengths, dtype=np.int64, out=starts[1:])
+    return starts
 
 
 def _read_header(path: str, header: bytes, found: int) -> tuple[np.dtype[Any], int, int]:

@@ -3,43 +3,61 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import Literal
 
 from bloomery.base.errors import DataError, Problem, RecipeError
 
 Part = Literal["train", "valid", "test"]
 PARTS: tuple[Part, ...] = ("train", "valid", "test")
+Flavour = Literal["megatron", "bigscience"]
+"""Whose rounding: megatron-core's, which the timeless order has too, or that of BigScience's Megatron-DeepSpeed."""
 
 
-def split_boundaries(split: str, num_documents: int) -> list[int]:
-    """Four document numbers: part k is [result[k], result[k + 1]).
+def split_boundaries(split: str, num_documents: int, flavour: Flavour = "megatron") -> list[int]:
+    """Four document numbers: part k is [result[k], result[k + 1]); an empty part ends where it begins, or before.
 
-    Megatron-LM's rule: each boundary is int(round(cumulative fraction * documents)) in double precision, and Python's
-    round goes to the even neighbour at exactly one half. (Megatron-DeepSpeed rounds the parts instead, which differs.)
+    megatron-core rounds cumulative fractions. BigScience rounds each part and takes the error off all boundaries, by
+    which one can even become negative. Python rounds one half to the even neighbour, and so do both.
     """
     weights = [float(number) for number in re.split(r"[,/]", split)]
     weights += [0.0] * (len(PARTS) - len(weights))
-    total = sum(weights)
+    total = plain_sum(weights)
     if total <= 0:
         raise RecipeError(Problem(f"data.split is '{split}'", "one part at least must be above 0", "use '949,50,1'"))
-    boundaries, fraction = [0], 0.0
-    for weight in weights:
-        fraction += weight / total
-        boundaries.append(round(fraction * num_documents))
-    return boundaries
+    fractions = [weight / total for weight in weights]
+    if flavour == "megatron":
+        return [0, *(round(plain_sum(fractions[: k + 1]) * num_documents) for k in range(len(fractions)))]
+    ends = [sum(round(fraction * num_documents) for fraction in fractions[: k + 1]) for k in range(len(fractions))]
+    return [0, *(end - (ends[-1] - num_documents) for end in ends)]
 
 
-def part_range(split: str, part: Part, num_documents: int, *, place: str) -> tuple[int, int]:
+def plain_sum(numbers: Sequence[float]) -> float:
+    """From left to right: `sum` of Python 3.12 and later rounds otherwise."""
+    total = 0.0
+    for number in numbers:
+        total += number
+    return total
+
+
+def part_range(
+    split: str | None, part: Part | Literal["all"], num_documents: int, *, place: str, flavour: Flavour = "megatron"
+) -> tuple[int, int]:
     """The documents [first, last) of a part. An empty part is an error: whoever asks for it means to read it."""
-    boundaries = split_boundaries(split, num_documents)
+    if (part == "all") != (split is None):
+        raise ValueError(f"part {part!r} with split {split!r}: a split is needed for a part, and only then")
+    if split is None or part == "all":
+        return 0, num_documents
+    boundaries = split_boundaries(split, num_documents, flavour)
     number = PARTS.index(part)
     first, last = boundaries[number], boundaries[number + 1]
-    if first == last:
+    if not 0 <= first < last:
         raise DataError(
             Problem(
                 what=f"the split '{split}' of {num_documents} documents leaves none for {part} "
                 f"(train, valid, test end at {', '.join(str(end) for end in boundaries[1:])})",
-                rule="a part that is used needs at least one document",
+                rule="a part that is used needs at least one document"
+                + (f", counted as {flavour} rounds" if flavour != "megatron" else ""),
                 remedy=f"give {part} a larger share in data.split, or prepare more documents",
                 place=place,
             )

@@ -6,14 +6,11 @@ import numpy as np
 
 from bloomery.data.shards import ShardReader
 
-_READ_TOKENS = 1 << 22
-
 
 def unigram_entropy(shard: ShardReader, *, vocab_size: int) -> float:
     """Nats per token of a model that knows only how often each token occurs: the loss to beat."""
     counts = np.zeros(vocab_size, dtype=np.int64)
-    for start in range(0, shard.num_tokens, _READ_TOKENS):
-        tokens = shard.read(start, min(_READ_TOKENS, shard.num_tokens - start))
+    for tokens in shard.blocks():
         counts += np.bincount(tokens, minlength=vocab_size)[:vocab_size]
     shares = counts[counts > 0] / counts.sum()
     return float(-(shares * np.log(shares)).sum())

@@ -16,9 +16,9 @@ from urllib.parse import unquote, urlsplit
 import yaml
 
 from bloomery.base.errors import DataError, Problem
-from bloomery.base.storage import AppendFile
-from bloomery.prepare.fetch import Patience, RemoteFile, Stopped, Traffic, fetch
-from bloomery.prepare.output import file_hashes, held_alone, writing
+from bloomery.base.storage import AppendFile, writing, written_to
+from bloomery.prepare.fetch import Patience, RemoteFile, Stopped, Traffic, fetch, tidy
+from bloomery.prepare.output import AGAIN, file_hashes, held_alone
 from bloomery.prepare.remote import FetchError, public_url, url_fingerprint
 
 STATE_FILE = ".bloomery-download.jsonl"
@@ -75,6 +75,7 @@ def read_download_manifest(path: str) -> list[RemoteFile]:
     return wanted
 
 
+@written_to("--output", AGAIN)
 def download(
     wanted: Sequence[RemoteFile],
     folder: Path,
@@ -118,7 +119,10 @@ def _one(wanted: RemoteFile, folder: Path, state: _State, patience: Patience, tr
     if traffic.stop.is_set():
         raise Stopped
     is_new = not state.proves(wanted)
-    if is_new:
+    if not is_new:
+        with writing(folder / wanted.path):
+            tidy(wanted, folder)
+    else:
         hashes = fetch(wanted, folder, patience=patience, traffic=traffic)
         state.remember(wanted, hashes)
     return (folder / wanted.path).stat().st_size, is_new

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from bloomery.base.errors import BloomeryError, DataError, Problem, StorageError
-from bloomery.base.storage import write_atomically
+from bloomery.base.storage import publish, write_atomically, writing, written_to
 from bloomery.prepare.jsonl_lines import ENDINGS, InputCount, copy_lines
-from bloomery.prepare.output import file_hashes, held_alone, publish, writing
+from bloomery.prepare.output import AGAIN, file_hashes, held_alone
 
 MANIFEST = "manifest.json"
 FORMAT_VERSION = 1
@@ -59,6 +59,7 @@ class ExtractResult:
     """Written once every chunk is complete, by whichever unit sees that first."""
 
 
+@written_to("--output", AGAIN)
 def extract(
     sources: Sequence[str], output: Path, *, chunks: int, unit: int = 0, units: int = 1, jobs: int = 1
 ) -> ExtractResult:

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from bloomery.prepare.output import file_hashes, publish, writing
+from bloomery.base.storage import publish, writing
+from bloomery.prepare.output import file_hashes
 from bloomery.prepare.remote import FetchError, Remote, TryAgainError, open_remote, url_fingerprint
 
 
@@ -84,6 +85,11 @@ def fetch(wanted: RemoteFile, folder: Path, *, patience: Patience, traffic: Traf
                 traffic.pause(wanted.url, error.wait_seconds)
             longest = min(patience.longest_wait_seconds, patience.first_wait_seconds * 2 ** (failures - 1))
             wait_seconds = (error.wait_seconds or 0.0) + random.uniform(0.5, 1.0) * longest
+
+
+def tidy(wanted: RemoteFile, folder: Path) -> None:
+    """Remove what a download leaves beside a finished file if it is killed just after naming it."""
+    _Part(folder / wanted.path).discard()
 
 
 class _Part:

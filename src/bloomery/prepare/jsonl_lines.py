@@ -3,34 +3,22 @@
 from __future__ import annotations
 
 import codecs
-import contextlib
 import gzip
 import hashlib
-import io
 import json
 import os
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, BinaryIO, cast
 
 import zstandard
 
 from bloomery.base.errors import DataError, Problem
-
-_GzipFile: Any = gzip.GzipFile
-_GZ_ERRORS: tuple[type[BaseException], ...] = (EOFError, zlib.error, gzip.BadGzipFile)
-with contextlib.suppress(ImportError):  # three times as fast
-    from isal import igzip, isal_zlib
-
-    _GzipFile = igzip.GzipFile
-    _GZ_ERRORS = (*_GZ_ERRORS, cast(Any, isal_zlib).error)
+from bloomery.prepare.unpack import HashedFile, unpacked
 
 ENDINGS = (".jsonl", ".jsonl.gz", ".jsonl.zst")
-MAX_WINDOW_BYTES = 1 << 27
+_ZST_WINDOW_BYTES = 1 << 27
 """What `zstd --long` uses; SlimPajama needs it."""
-_BLOCK_BYTES = 1 << 20
-_ZST_PIECE_BYTES = 1 << 17
 _AGAIN = "download or copy it again"
 
 
@@ -50,25 +38,6 @@ class InputCount:
     """Left out."""
 
 
-class _HashedFile(io.RawIOBase):
-    """Hashes what is read from a file."""
-
-    def __init__(self, file: BinaryIO) -> None:
-        self._file = file
-        self.sha256 = hashlib.sha256()
-        self.bytes = 0
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        view = memoryview(buffer).cast("B")
-        count = int(cast(Any, self._file).readinto(view))
-        self.sha256.update(view[:count])
-        self.bytes += count
-        return count
-
-
 def copy_lines(path: str, counts: list[InputCount]) -> Iterator[bytes]:
     """Blocks of whole lines, each line with its newline, blank ones left out; the file's counts are appended at its
     end. DataError where the file is cut off or damaged."""
@@ -77,9 +46,10 @@ def copy_lines(path: str, counts: list[InputCount]) -> Iterator[bytes]:
             facts = os.fstat(raw.fileno())
             if facts.st_size == 0:
                 raise _damaged(path, "is empty (0 bytes)")
-            file = _HashedFile(raw)
+            hasher = hashlib.sha256()
+            file = HashedFile(raw, hasher)
             documents = text_bytes = blank = number = 0
-            for lines, size, is_open in _split(_unpacked(path, file)):
+            for lines, size, is_open in _split(_content(path, file)):
                 if number == 0:
                     lines[0] = lines[0].removeprefix(codecs.BOM_UTF8)  # inside a chunk it would break a line
                 if is_open and lines[0].strip() and not _is_json(lines[0]):
@@ -95,44 +65,17 @@ def copy_lines(path: str, counts: list[InputCount]) -> Iterator[bytes]:
                 raise _damaged(path, f"had {facts.st_size} bytes and now {file.bytes}: it is being written")
     except OSError as error:
         raise DataError(Problem(f"cannot be read: {error.strerror or error}", "", "mend it", path)) from error
-    counts.append(
-        InputCount(path, file.bytes, file.sha256.hexdigest(), facts.st_mtime_ns, documents, text_bytes, blank)
-    )
+    counts.append(InputCount(path, file.bytes, hasher.hexdigest(), facts.st_mtime_ns, documents, text_bytes, blank))
 
 
-def _unpacked(path: str, file: _HashedFile) -> Iterator[bytes]:
+def _content(path: str, file: HashedFile) -> Iterator[bytes]:
+    compression = next((ending for ending in ("zst", "gz") if path.endswith(f".{ending}")), "")
     try:
-        if path.endswith(".zst"):
-            yield from _zst_blocks(file)
-        elif path.endswith(".gz"):
-            with _GzipFile(fileobj=file, mode="rb") as unpacked:
-                while block := unpacked.read(_BLOCK_BYTES):
-                    yield block
-            while file.read(_BLOCK_BYTES):  # padding after the last member
-                pass
-        else:
-            while block := file.read(_BLOCK_BYTES):
-                yield block
-    except _GZ_ERRORS as error:
+        yield from unpacked(file, compression, zst_window_bytes=_ZST_WINDOW_BYTES)
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise _damaged(path, f"is cut off or damaged: {error}") from error
     except zstandard.ZstdError as error:
         raise _damaged(path, f"is damaged: {error}") from error
-
-
-def _zst_blocks(file: _HashedFile) -> Iterator[bytes]:
-    """Frame by frame, as many as there are. Not zstandard's stream_reader: it takes a cut-off file for a whole one."""
-    decompressor = zstandard.ZstdDecompressor(max_window_size=MAX_WINDOW_BYTES)
-    frame: Any = None
-    while piece := file.read(_ZST_PIECE_BYTES):
-        while piece:
-            frame = frame or decompressor.decompressobj()
-            if block := frame.decompress(piece):
-                yield block
-            piece = b""
-            if frame.eof:
-                piece, frame = frame.unused_data, None
-    if frame is not None:
-        raise EOFError("it ends inside a frame")
 
 
 def _split(blocks: Iterator[bytes]) -> Iterator[tuple[list[bytes], int, bool]]:

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from bloomery.base.storage import writing
 from bloomery.data.shards import ShardWriter
-from bloomery.prepare.parts import COLUMNS, Part, PartFolder, storing
+from bloomery.prepare.parts import COLUMNS, Part, PartFolder
 from bloomery.prepare.ragged import gather, sums
 
 BUCKET_BYTES = 64 << 20
@@ -33,6 +34,7 @@ class _Documents:
     lengths: NDArray[np.int32]
     sequences: NDArray[np.int32] | None
     keys: NDArray[np.uint64]
+    files: NDArray[np.uint32]
     duplicate: NDArray[np.bool_]
     tokens: NDArray[Any]
 
@@ -87,36 +89,39 @@ class Merge:
         left_out = int(duplicate.sum())
         return part.documents - left_out, int(tokens[~duplicate].sum(dtype=np.int64)), int(text_bytes), left_out
 
-    def write(self, writer: ShardWriter, *, shuffle: bool, done: Callable[[float], None]) -> None:
-        """`done` is told the share that is written."""
+    def write(self, writer: ShardWriter, origins: IO[bytes], *, shuffle: bool, done: Callable[[float], None]) -> None:
+        """`origins` gets the number of the file of each document; `done` is told the share that is written."""
         if shuffle:
-            self._write_shuffled(writer, done)
+            self._write_shuffled(writer, origins, done)
             return
         for number, part in enumerate(self.parts):
             if part.documents:
-                self._write_part(writer, part, int(self.first_document[number]))
+                self._write_part(writer, origins, part, int(self.first_document[number]))
             done((number + 1) / len(self.parts))
 
-    def _write_part(self, writer: ShardWriter, part: Part, first: int) -> None:
+    def _write_part(self, writer: ShardWriter, origins: IO[bytes], part: Part, first: int) -> None:
         lengths = self._column(part, "lengths")
         sequences = self._column(part, "sequences") if "sequences" in part.columns else None
         duplicate = self.duplicate[first : first + part.documents]
+        files = self._column(part, "files")
+        origins.write(files[~duplicate].data)
         if not duplicate.any():
             with open(self._folder.file(part.unit), "rb", buffering=0) as file:
                 writer.append_file(file, 0, lengths, sequences)
             return
         keys = np.zeros(part.documents, np.uint64)
-        known = _Documents(lengths, sequences, keys, duplicate, np.empty(0, self._dtype))
+        known = _Documents(lengths, sequences, keys, files, duplicate, np.empty(0, self._dtype))
         for run in self._runs([part]):
             documents = self._take(run, known, None)
             _append(writer, documents, np.arange(len(documents.keys)))
 
-    def _write_shuffled(self, writer: ShardWriter, done: Callable[[float], None]) -> None:
+    def _write_shuffled(self, writer: ShardWriter, origins: IO[bytes], done: Callable[[float], None]) -> None:
         sentences = any("sequences" in part.columns for part in self.parts)
         known = _Documents(
             self._spooled("lengths"),
             self._spooled("sequences") if sentences else None,
             self._spooled("keys"),
+            self._spooled("files"),
             self.duplicate,
             np.empty(0, self._dtype),
         )
@@ -127,7 +132,9 @@ class Merge:
             edge = (1 << 64) * number // buckets if number < buckets else None
             if left := [run for run in runs if run.document < run.end]:
                 bucket = _joined([self._take(run, known, edge) for run in left])
-                _append(writer, bucket, np.argsort(bucket.keys, kind="stable"))
+                order = np.argsort(bucket.keys, kind="stable")
+                origins.write(bucket.files[order[~bucket.duplicate[order]]].data)
+                _append(writer, bucket, order)
             done(number / buckets)
 
     def _runs(self, parts: list[Part]) -> Iterator[_Run]:
@@ -153,7 +160,7 @@ class Merge:
             values = np.fromfile(self._folder.file(run.part.unit), self._dtype, tokens, offset=run.offset)
         run.offset += tokens * self._dtype.itemsize
         run.document, run.sequence = documents.stop, end
-        return _Documents(lengths, sequences, keys[:count], known.duplicate[documents], values)
+        return _Documents(lengths, sequences, keys[:count], known.files[documents], known.duplicate[documents], values)
 
     def _column(self, part: Part, name: str) -> NDArray[Any]:
         return self._folder.column(part, name) if name in part.columns else np.empty(0, COLUMNS[name])
@@ -161,9 +168,9 @@ class Merge:
     def _spooled(self, name: str) -> NDArray[Any]:
         """A column of all parts, in a file, so that it needs no memory."""
         path = self._folder.temporary(0).with_suffix(f".{name}")
-        with storing(path), open(path, "wb") as file:
+        with writing(path), open(path, "wb") as file:
             for part in self.parts:
-                self._column(part, name).tofile(file)
+                file.write(self._column(part, name).data)  # not tofile, which does not say why it fails
             file.flush()
             empty = not file.tell()
         column = np.empty(0, COLUMNS[name]) if empty else np.memmap(path, COLUMNS[name], "r")
@@ -177,6 +184,7 @@ def _joined(pieces: list[_Documents]) -> _Documents:
         np.concatenate([piece.lengths for piece in pieces]),
         np.concatenate(sequences) if sequences else None,
         np.concatenate([piece.keys for piece in pieces]),
+        np.concatenate([piece.files for piece in pieces]),
         np.concatenate([piece.duplicate for piece in pieces]),
         np.concatenate([piece.tokens for piece in pieces]),
     )

@@ -9,7 +9,7 @@ import xxhash
 
 from bloomery import __version__
 from bloomery.base.errors import DataError
-from bloomery.data.manifest import ShardManifest, SourceCount, SourceFile, read_manifest
+from bloomery.data.manifest import ShardManifest, SourceCount, SourceFile, check_describes, read_manifest
 from bloomery.data.shards import ShardReader
 from bloomery.prepare.parts import Part
 from bloomery.prepare.read import hash_piece
@@ -60,7 +60,7 @@ def finished(
         if not _same_files(found.source_files, files, units):
             return None
         with ShardReader(output) as shard:
-            whole = (shard.num_documents, shard.num_tokens) == (found.documents, found.tokens)
+            whole = not check_describes(found, shard, place=output)
     except DataError:
         return None
     return found if whole else None

@@ -1,4 +1,4 @@
-"""Files under an `--output` folder: written beside their name, brought to the disk, and only then given it."""
+"""Files under an `--output` folder: held by one process at a time, and proven by their hashes."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ import fcntl
 import hashlib
 import os
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any
 
 import xxhash
 
-from bloomery.base.errors import DataError, Problem, StorageError
-from bloomery.base.storage import storage_error
+from bloomery.base.errors import DataError, Problem
 
+AGAIN = "; run the command again afterwards: what is complete is kept"
+"""What `download` and `extract` add to errors of the disk."""
 PIECE_BYTES = 1 << 20
 """Read and written at a time."""
 HASHES: dict[str, Callable[[], Any]] = {
@@ -25,22 +25,6 @@ HASHES: dict[str, Callable[[], Any]] = {
     "xxh3": xxhash.xxh3_64,
     "xxh3_128": xxhash.xxh3_128,
 }
-
-
-@contextlib.contextmanager
-def writing(path: Path) -> Iterator[None]:
-    """An OSError inside becomes the StorageError that says what to do about `path`."""
-    try:
-        yield
-    except OSError as error:
-        told = storage_error(path, error)
-        again = "run the command again afterwards: what is complete is kept"
-        raise StorageError(
-            [
-                replace(problem, remedy=f"{problem.remedy.replace('--run-dir', '--output')}; {again}")
-                for problem in told.problems
-            ]
-        ) from error
 
 
 @contextlib.contextmanager
@@ -60,18 +44,6 @@ def held_alone(file: IO[Any], path: Path) -> Iterator[None]:
     yield
 
 
-def publish(partial: Path, final: Path) -> None:
-    """Give a written file its name: whoever sees the name sees all of it, also after a power cut."""
-    with open(partial, "rb") as file:
-        _sync(file.fileno())
-    os.replace(partial, final)
-    folder = os.open(final.parent, os.O_RDONLY)
-    try:
-        _sync(folder)
-    finally:
-        os.close(folder)
-
-
 def file_hashes(path: Path, names: set[str]) -> dict[str, str]:
     """The hexadecimal hashes of a file, by their names in HASHES; all in one reading."""
     hashers = {name: HASHES[name]() for name in sorted(names)}
@@ -80,11 +52,3 @@ def file_hashes(path: Path, names: set[str]) -> dict[str, str]:
             for hasher in hashers.values():
                 hasher.update(piece)
     return {name: hasher.hexdigest() for name, hasher in hashers.items()}
-
-
-def _sync(descriptor: int) -> None:
-    try:
-        os.fsync(descriptor)
-    except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.EBADF):
-            raise

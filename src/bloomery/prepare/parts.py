@@ -17,14 +17,15 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
 from bloomery.base.errors import DataError, Problem
-from bloomery.base.storage import storage_error
+from bloomery.base.storage import writing
+from bloomery.data.origins import DTYPE
 from bloomery.prepare.units import Unit
 
 EMPTY, SHORT, LONG, DUPLICATE, BAD = "empty", "short", "long", "duplicate", "bad"
@@ -39,10 +40,11 @@ COLUMNS: dict[str, np.dtype[Any]] = {
     "keys": np.dtype("<u8"),
     "hashes": np.dtype("<u8"),
     "text_bytes": np.dtype("<i8"),
+    "files": DTYPE,
 }
 """Behind the tokens, one after the other: the length of every sequence; and of every document its number of sequences
 (where sentences are split), its place in the shuffled order, the two halves of its hash and its size (where duplicates
-are removed)."""
+are removed), and the number of its file."""
 
 
 @dataclass(frozen=True)
@@ -84,9 +86,9 @@ class PartFolder:
         """Nobody else does this work meanwhile; the lock ends with the process and its children."""
         give_up = time.monotonic() + _LOCK_PATIENCE_SECONDS
         while True:
-            with storing(self.path, "create the folder"):
+            with writing(self.path, "create the folder"):
                 self.path.mkdir(parents=True, exist_ok=True)
-            with storing(self.path), open(self.path / name, "w") as file:
+            with writing(self.path), open(self.path / name, "w") as file:
                 try:
                     fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 except BlockingIOError as error:
@@ -121,10 +123,11 @@ class PartFolder:
 
     def mark(self, part: Part) -> None:
         """From now on the part counts."""
-        with storing(self.path):
-            temporary = self.temporary(part.unit)
-            temporary.write_text(json.dumps(dataclasses.asdict(part)))
-            os.replace(temporary, self.marker(part.unit))
+        with writing(self.path):
+            temporary, file = self.begin(part.unit)
+            with file:
+                file.write(json.dumps(dataclasses.asdict(part)).encode())
+                os.replace(temporary, self.marker(part.unit))
 
     def read(self, unit: int) -> Part | None:
         """The marker, whatever it says; None where there is none that can be read."""
@@ -148,7 +151,7 @@ class PartFolder:
 
     def refuse(self, encoder: str) -> None:
         """No part that this encoder made counts any more, on no machine, even if this run is killed now."""
-        with storing(self.path):
+        with writing(self.path):
             (self.path / f"{_LIAR}{encoder.split()[0]}").touch()
 
     def liars(self) -> list[str]:
@@ -157,12 +160,34 @@ class PartFolder:
     def temporary(self, unit: int) -> Path:
         return self.path / f"{unit:06d}{_TEMPORARY}{os.getpid()}-{secrets.token_hex(4)}"
 
+    def begin(self, unit: int) -> tuple[Path, IO[bytes]]:
+        """A new temporary file, held until it is closed, so that nobody cleans it away."""
+        while True:
+            path = self.temporary(unit)
+            file = open(path, "xb", buffering=0)  # noqa: SIM115 - closed by the caller
+            with contextlib.suppress(OSError):  # file systems without locks
+                fcntl.flock(file, fcntl.LOCK_EX)
+            if os.fstat(file.fileno()).st_nlink:
+                return path, file
+            file.close()  # cleaned away between the two
+
     def clean(self, units: list[Unit] | None) -> None:
-        """Remove what killed runs left behind for these units; None: for all."""
+        """Remove what killed runs left behind for these units; None: for all. What a living run holds stays."""
         prefixes = None if units is None else {f"{unit.number:06d}" for unit in units}
         for leftover in self.path.glob(f"*{_TEMPORARY}*"):
             if prefixes is None or leftover.name.partition(_TEMPORARY)[0] in prefixes:
-                leftover.unlink(missing_ok=True)
+                _remove_unless_held(leftover)
+
+
+def _remove_unless_held(path: Path) -> None:
+    with contextlib.suppress(FileNotFoundError), open(path, "rb") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return
+        except OSError:  # file systems without locks: then the user has to know
+            pass
+        path.unlink()
 
 
 class PartWriter:
@@ -173,9 +198,8 @@ class PartWriter:
         self._hasher = xxhash.xxh3_128()
         self._runs: list[tuple[int, int, int]] = []
         self._columns: dict[str, list[NDArray[Any]]] = {}
-        with storing(folder.path):
-            self._temporary = folder.temporary(unit.number)
-            self._file = open(self._temporary, "wb", buffering=0)  # noqa: SIM115 - closed by finish and abort
+        with writing(folder.path):
+            self._temporary, self._file = folder.begin(unit.number)
 
     def append(self, tokens: NDArray[Any], columns: dict[str, NDArray[Any]], *, documents: int) -> None:
         self._write(tokens)
@@ -190,9 +214,9 @@ class PartWriter:
         for values in columns.values():
             for piece in values:
                 self._write(piece)
-        with storing(self._folder.path):
+        with writing(self._folder.path):
+            os.replace(self._temporary, self._folder.file(self._unit.number))  # while it is still held
             self._file.close()
-            os.replace(self._temporary, self._folder.file(self._unit.number))
         entries = {name: sum(map(len, values)) for name, values in columns.items()}
         digest = self._hasher.hexdigest()
         return Part(self._unit.number, key, encoder, inputs, digest, self._runs, entries, text_bytes, dropped)
@@ -208,15 +232,6 @@ class PartWriter:
             return
         view = np.ascontiguousarray(values).data.cast("B")
         self._hasher.update(view)
-        with storing(self._folder.path):
+        with writing(self._folder.path):
             while view:
                 view = view[self._file.write(view) :]
-
-
-@contextlib.contextmanager
-def storing(path: Path, action: str = "write") -> Iterator[None]:
-    """An OSError inside becomes a StorageError."""
-    try:
-        yield
-    except OSError as error:
-        raise storage_error(path, error, action=action) from error

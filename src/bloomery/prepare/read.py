@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-import io
 import json
 import zlib
 from collections.abc import Iterator
@@ -18,9 +16,9 @@ from numpy.typing import NDArray
 from bloomery.base.errors import BloomeryError, DataError, Problem
 from bloomery.prepare.sources import open_input, unreadable
 from bloomery.prepare.units import Piece, Unit
+from bloomery.prepare.unpack import HashedFile, unpacked
 
 BLOCK_BYTES = 8 << 20
-_ZSTD_INPUT_BYTES = 1 << 17
 _SKIP = "mend it, or leave such records out with `bad_records: skip`"
 
 
@@ -69,13 +67,13 @@ class UnitReader:
             return
         reader = {"jsonl": self._jsonl, "parquet": self._parquet, "text": self._text}[piece.file.kind]
         try:
-            with open_input(piece.file.path) as raw:
+            with open_input(piece.file) as raw:
                 yield from reader(piece, raw, hasher)
         except (BloomeryError, MemoryError, AssertionError, AttributeError, IndexError):  # ours
             raise
         except ImportError as error:
             remedy = "install it with `pip install 'bloomery[parquet]'`"
-            raise DataError(Problem(f"needs pyarrow: {error}", "", remedy, piece.file.path)) from error
+            raise DataError(Problem(f"needs pyarrow: {error}", "", remedy, piece.file.name)) from error
         except Exception as error:  # files, decompressors, Arrow and URLs each have their own kinds
             raise _damaged(piece, error) from error
 
@@ -129,7 +127,7 @@ class UnitReader:
         if self._text_key not in table.schema_arrow.names:
             what = f"has no column '{self._text_key}': its columns are {', '.join(table.schema_arrow.names)}"
             remedy = "set text_key to the column that holds the documents"
-            raise DataError(Problem(what, "each row of a .parquet file is a document", remedy, piece.file.path))
+            raise DataError(Problem(what, "each row of a .parquet file is a document", remedy, piece.file.name))
         row = told = 0
         rows = max(table.metadata.num_rows, 1)
         for batch in table.iter_batches(columns=[self._text_key], batch_size=1024, use_threads=False):
@@ -150,7 +148,7 @@ class UnitReader:
     def _text(self, piece: Piece, raw: IO[bytes], hasher: Any) -> Iterator[tuple[list[str], Any, int, int]]:
         data = b"".join(_bytes_of(piece, raw, hasher))
         try:
-            texts = [data.decode("utf-8")]
+            texts = [data.decode("utf-8").removeprefix("\ufeff")]  # a byte order mark is no text
         except UnicodeDecodeError as error:
             line = data.count(b"\n", 0, error.start) + 1
             self._bad(piece, f"is not UTF-8 at byte {error.start}", lambda: str(line))
@@ -167,11 +165,11 @@ class UnitReader:
 def hash_piece(piece: Piece) -> str:
     hasher = xxhash.xxh3_128()
     try:
-        with open_input(piece.file.path) as raw:
+        with open_input(piece.file) as raw:
             for _ in _ranges(piece, raw, hasher):
                 pass
     except Exception as error:  # an OSError, or what the library of a URL raises
-        raise unreadable(piece.file.path, error) from error
+        raise unreadable(piece.file.name, error) from error
     return hasher.hexdigest()
 
 
@@ -201,7 +199,7 @@ def _text_of(line: bytes, key: str) -> str | Exception:
 def _line_number(piece: Piece, line: int) -> str:
     """Of the file, not of the range."""
     if piece.start:
-        with open_input(piece.file.path) as raw:
+        with open_input(piece.file) as raw:
             before = Piece(piece.file, 0, piece.start)
             line += sum(chunk.count(b"\n") for chunk in _ranges(before, raw, xxhash.xxh3_64()))
     return str(line)
@@ -228,10 +226,8 @@ def _whole_lines(chunks: Iterator[bytes]) -> Iterator[bytes]:
 
 
 def _bytes_of(piece: Piece, raw: IO[bytes], hasher: Any) -> Iterator[bytes]:
-    if piece.file.compression == "zst":
-        return _zst(piece, raw, hasher)
-    if piece.file.compression == "gz":
-        return _gz(raw, hasher)
+    if piece.file.compression:
+        return unpacked(HashedFile(raw, hasher), piece.file.compression)
     return _ranges(piece, raw, hasher)
 
 
@@ -247,53 +243,10 @@ def _ranges(piece: Piece, raw: IO[bytes], hasher: Any) -> Iterator[bytes]:
         yield chunk
 
 
-def _zst(piece: Piece, raw: IO[bytes], hasher: Any) -> Iterator[bytes]:
-    import zstandard
-
-    # Not stream_reader, which ends without a word where a file was cut off. Small inputs bound what one call returns.
-    decompressor = zstandard.ZstdDecompressor(max_window_size=1 << 31)
-    frame = None
-    while chunk := raw.read(_ZSTD_INPUT_BYTES):
-        hasher.update(chunk)
-        while chunk:
-            frame = frame or decompressor.decompressobj()
-            yield frame.decompress(chunk)
-            chunk = frame.unused_data if frame.eof else b""
-            frame = None if frame.eof else frame
-    if frame is not None:
-        raise EOFError("it ends inside a zst frame")
-
-
-class _Hashed(io.RawIOBase):
-    """A file whose bytes are hashed as they are read."""
-
-    def __init__(self, raw: IO[bytes], hasher: Any) -> None:
-        self._raw, self._hasher = raw, hasher
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        data = self._raw.read(len(buffer))
-        self._hasher.update(data)
-        buffer[: len(data)] = data
-        return len(data)
-
-
-def _gz(raw: IO[bytes], hasher: Any) -> Iterator[bytes]:
-    try:
-        gzip: Any = importlib.import_module("isal.igzip").IGzipFile
-    except ImportError:
-        gzip = importlib.import_module("gzip").GzipFile
-    with gzip(fileobj=_Hashed(raw, hasher)) as file:
-        while chunk := file.read(1 << 20):
-            yield chunk
-
-
 def _damaged(piece: Piece, error: Exception) -> DataError:
     if isinstance(error, OSError) and error.errno is not None:
-        return unreadable(piece.file.path, error)
+        return unreadable(piece.file.name, error)
     cut = isinstance(error, EOFError | zlib.error)
     kind = piece.file.compression or piece.file.kind
     what = f"is cut off or damaged: {error}" if cut else f"cannot be read as {kind}: {error}"
-    return DataError(Problem(what, "", "copy or download the file again", piece.file.path))
+    return DataError(Problem(what, "", "copy or download the file again", piece.file.name))

@@ -15,10 +15,10 @@ from datetime import UTC, datetime
 from typing import Any
 from urllib.parse import urlsplit, urlunsplit
 
-import fsspec  # type: ignore[import-untyped]
-
 from bloomery import __version__
+from bloomery.base.errors import DataError
 from bloomery.prepare.output import PIECE_BYTES
+from bloomery.prepare.stores import first_line, open_store, version_of
 
 _WORTH_ANOTHER_TRY = {408, 425, 429}
 """Besides every 5xx."""
@@ -121,20 +121,22 @@ def _range_of(response: Any, offset: int) -> tuple[int, int | None]:
 
 def _open_fsspec(url: str, offset: int, validator: str | None, closing: contextlib.ExitStack) -> Remote:
     try:
-        system, path = fsspec.core.url_to_fs(url)
+        system, path = open_store(url)
         facts = system.info(path)
         if facts.get("type") == "directory":
             raise FetchError("it is a folder, not a file")
-        now = next((str(facts[name]) for name in ("ETag", "etag", "mtime") if facts.get(name) is not None), None)
+        now = version_of(facts) or None
         if validator not in (None, now):
             offset = 0
         file = closing.enter_context(system.open(path, "rb"))
         file.seek(offset)
     except FetchError:
         raise
+    except DataError as error:
+        raise FetchError(f"it {error.problems[0].what}: {error.problems[0].remedy}") from error
     except FileNotFoundError as error:
         raise FetchError("there is no such file") from error
-    except (ImportError, ValueError, PermissionError) as error:
+    except (ValueError, PermissionError) as error:
         raise FetchError(f"it cannot be opened: {error}") from error
     except Exception as error:  # every file system has its own
         raise TryAgainError(f"it cannot be opened: {_why(error)}") from error
@@ -163,4 +165,4 @@ def _retry_after(text: str | None) -> float | None:
 
 def _why(error: BaseException) -> str:
     inner = getattr(error, "reason", None)
-    return str(inner or error) or type(error).__name__
+    return str(inner) if inner else first_line(error)

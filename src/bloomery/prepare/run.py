@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from glob import escape, glob
 from pathlib import Path
+from typing import IO
 
 import numpy as np
 
-from bloomery.base.errors import DataError, Problem, StorageError
+from bloomery.base.errors import DataError, Problem
+from bloomery.base.storage import publish, writing, written_to
 from bloomery.config.recipe import PrepareSection
 from bloomery.data.manifest import ShardManifest, SourceCount, manifest_path
+from bloomery.data.origins import origins_path
 from bloomery.data.shards import PARTIAL, ShardWriter, token_dtype
 from bloomery.data.tokenizer import Tokenizer
 from bloomery.prepare.early import EarlyStart
@@ -20,7 +24,7 @@ from bloomery.prepare.encoder import SAMPLE_BYTES, SAMPLE_DOCUMENTS, Chosen, cho
 from bloomery.prepare.judge import Judge
 from bloomery.prepare.merge import Merge
 from bloomery.prepare.origin import finished, planned_manifest, source_files
-from bloomery.prepare.parts import DUPLICATE, REASONS, Part, PartFolder, storing
+from bloomery.prepare.parts import DUPLICATE, REASONS, Part, PartFolder
 from bloomery.prepare.pool import Pool, Report
 from bloomery.prepare.read import Block, UnitReader
 from bloomery.prepare.sources import find_files
@@ -81,10 +85,8 @@ def prepare(
 ) -> PrepareResult:
     """Makes the shard `section.output`. The same inputs always give the same bytes, whoever works on them. `early`: the
     judge and an encoder of this tokenizer, which the caller closes."""
-    try:
+    with written_to("place for prepare.output", "; then run the command again, which goes on where it stopped"):
         return _Preparation(section, tokenizer, seed, workers, progress, early).run(share)
-    except StorageError as error:
-        raise _advised(error) from error
 
 
 class _Preparation:
@@ -131,7 +133,7 @@ class _Preparation:
             self._folder.clean(None if share is None else mine)
             shared = self._folder.path / _SHARED
             if share is not None:
-                with storing(shared):
+                with writing(shared):
                     shared.write_text(str(share.n))
             try:
                 manifest = self._work(mine, merge=share is None, shared=shared)
@@ -248,10 +250,16 @@ class _Preparation:
                     place=self._section.output,
                 )
             )
-        with ShardWriter(self._section.output, self._dtype) as writer:
-            merge.write(writer, shuffle=self._settings.shuffle_seed is not None, done=self._merged)
+        partial, final = Path(f"{self._section.output}{PARTIAL}origins"), Path(origins_path(self._section.output))
+        with ShardWriter(self._section.output, self._dtype) as writer, _origins(partial) as origins:
+            merge.write(writer, origins, shuffle=self._settings.shuffle_seed is not None, done=self._merged)
             # An older manifest must not describe the new shard, not even for the moment until its own is written.
             Path(manifest_path(self._section.output)).unlink(missing_ok=True)
+            final.unlink(missing_ok=True)
+            if len(self._files) > 1:
+                with writing(final):
+                    origins.flush()
+                    publish(partial, final)
         manifest = replace(
             self._planned,
             documents=writer.num_documents,
@@ -283,7 +291,21 @@ class _Preparation:
         self._notes += [f"the source '{source.name}' gave no document" for source in sources if not source.documents]
         if empty := sum(not file.size for file in self._files):
             self._notes.append(f"{empty} of {len(self._files)} files have no bytes")
+        if whole := sum(file.is_json_text for file in self._files):
+            self._notes.append(
+                f"{whole} .json files were taken for one text each: lines of JSON need the ending .jsonl"
+            )
         return sources, dropped
+
+
+@contextlib.contextmanager
+def _origins(partial: Path) -> Iterator[IO[bytes]]:
+    """The file that says where documents came from; gone at the end unless it was given its name."""
+    try:
+        with writing(partial), open(partial, "wb") as file:
+            yield file
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 def _missing(units: Sequence[Unit], n: int, output: str) -> DataError:
@@ -298,18 +320,4 @@ def _missing(units: Sequence[Unit], n: int, output: str) -> DataError:
             f"{' ...' if len(shares) > 8 else ''}, or delete {output}.parts/{_SHARED} to do them here",
             place=output,
         )
-    )
-
-
-def _advised(error: StorageError) -> StorageError:
-    """The advice of base/storage.py, in words of this command."""
-    return StorageError(
-        [
-            replace(
-                problem,
-                remedy=problem.remedy.replace("another --run-dir", "another place for prepare.output")
-                + "; then run the command again, which goes on where it stopped",
-            )
-            for problem in error.problems
-        ]
     )

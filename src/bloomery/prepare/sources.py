@@ -7,9 +7,10 @@ import sysconfig
 from collections.abc import Sequence
 from dataclasses import dataclass
 from glob import glob
-from typing import IO, Any, cast
+from typing import IO, cast
 
 from bloomery.base.errors import DataError, Problem
+from bloomery.prepare.stores import first_line, is_url, open_store, version_of
 
 STDLIB = "python-stdlib"
 """The source that is on every machine: the source files of this Python's standard library."""
@@ -17,6 +18,7 @@ _NOT_STDLIB = frozenset(
     ("site-packages", "dist-packages", "__pycache__", "test", "tests", "idlelib", "lib2to3", "encodings")
 )
 """Not part of it, missing from the Pythons of some distributions, or (encodings) tables rather than text."""
+_READ_AHEAD_BYTES = 1 << 23
 
 
 @dataclass(frozen=True)
@@ -28,20 +30,30 @@ class InputFile:
     name: str
     """The source as the recipe writes it, and the path below it."""
     path: str
-    """A local path or a URL."""
+    """Where it lies on this machine, or in its store."""
     size: int
     stamp: str
     """Changes when the file does: its modification time, or what its store says about it."""
+    store: str = ""
+    """The URL it was found by, which also says how to log in; empty for local files."""
 
     @property
     def compression(self) -> str:
-        return next((ending for ending in ("zst", "gz") if self.path.endswith(f".{ending}")), "")
+        return next((ending for ending in ("zst", "gz") if self.path.lower().endswith(f".{ending}")), "")
 
     @property
     def kind(self) -> str:
         """jsonl, parquet, or text: one document."""
-        stem = self.path.removesuffix(f".{self.compression}")
-        return next((kind for kind in ("jsonl", "parquet") if stem.endswith(f".{kind}")), "text")
+        return next((kind for kind in ("jsonl", "parquet") if self._stem.endswith(f".{kind}")), "text")
+
+    @property
+    def is_json_text(self) -> bool:
+        """A text that other tools might take for lines of JSON."""
+        return self._stem.endswith(".json")
+
+    @property
+    def _stem(self) -> str:
+        return self.path.lower().removesuffix(f".{self.compression}")
 
 
 def find_files(sources: Sequence[str]) -> list[InputFile]:
@@ -67,21 +79,16 @@ def find_files(sources: Sequence[str]) -> list[InputFile]:
     return files
 
 
-def open_input(path: str) -> IO[bytes]:
-    """OSError or, for URLs, whatever their library raises."""
-    if not is_url(path):
-        return open(path, "rb", buffering=0)
-    import fsspec  # type: ignore[import-untyped]
-
-    return cast(IO[bytes], fsspec.open(path, "rb", block_size=1 << 23).open())
-
-
-def is_url(source: str) -> bool:
-    return "://" in source
+def open_input(file: InputFile) -> IO[bytes]:
+    """OSError or, in a store, whatever its library raises."""
+    if not file.store:
+        return open(file.path, "rb", buffering=0)
+    # The store is opened anew: this may be a forked worker, where the parent's connections are of no use.
+    return cast(IO[bytes], open_store(file.store)[0].open(file.path, "rb", block_size=_READ_AHEAD_BYTES))
 
 
-_Found = tuple[str, str, int, str]
-"""name, path, size, stamp"""
+_Found = tuple[str, str, int, str, str]
+"""name, path, size, stamp, store"""
 
 
 def _stdlib() -> list[_Found]:
@@ -110,14 +117,12 @@ def _facts(name: str, path: str) -> _Found:
         facts = os.stat(path)
     except OSError as error:
         raise unreadable(path, error) from error
-    return name, path, facts.st_size, str(facts.st_mtime_ns)
+    return name, path, facts.st_size, str(facts.st_mtime_ns), ""
 
 
 def _remote(source: str) -> list[_Found]:
-    import fsspec
-
     try:
-        store, path = fsspec.core.url_to_fs(source)
+        store, path = open_store(source)
         if store.isfile(path):
             listing = {path: store.info(path)}
         elif store.isdir(path):
@@ -125,30 +130,23 @@ def _remote(source: str) -> list[_Found]:
         else:
             listing = {name: info for name, info in store.glob(path, detail=True).items() if info["type"] == "file"}
         root = path.rstrip("/")
-        shown = {
-            name: info
-            for name, info in listing.items()
-            if not any(part.startswith(".") for part in name.removeprefix(root).split("/"))
-        }
-        return [
-            (store.unstrip_protocol(name), store.unstrip_protocol(name), int(info["size"] or 0), _stamp(info))
-            for name, info in sorted(shown.items())
-        ]
-    except ImportError as error:
-        remedy = f"install what is missing ({error}) beside Bloomery with pip"
-        raise DataError(Problem("needs a package that is not installed", str(error), remedy, source)) from error
+        found: list[_Found] = []
+        for name, info in sorted(listing.items()):
+            if any(part.startswith(".") for part in name.removeprefix(root).split("/")):
+                continue
+            url = store.unstrip_protocol(name)
+            if info["size"] is None:
+                what, remedy = "its server does not say how long it is", "fetch it with `bloomery download` first"
+                raise DataError(Problem(what, "a file that ends early must be noticed", remedy, url))
+            found.append((url, name, int(info["size"]), version_of(info), source))
+        return found
+    except DataError:
+        raise
     except Exception as error:  # every store has its own kinds
         raise unreadable(source, error) from error
 
 
-def _stamp(info: dict[str, Any]) -> str:
-    for key in ("ETag", "etag", "content_md5", "md5Hash", "last_commit", "LastModified", "mtime", "created"):
-        if info.get(key) is not None:
-            return str(info[key])
-    return ""
-
-
 def unreadable(path: str, error: Exception) -> DataError:
-    reason = (error.strerror if isinstance(error, OSError) else None) or str(error) or type(error).__name__
+    reason = (error.strerror if isinstance(error, OSError) else None) or first_line(error)
     remedy = "check the address and what it needs to log in" if is_url(path) else "mend its permissions or its storage"
     return DataError(Problem(f"cannot be read: {reason}", "", remedy, path))

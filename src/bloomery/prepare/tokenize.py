@@ -18,7 +18,7 @@ from bloomery.prepare.ragged import gather, sums
 from bloomery.prepare.read import Block, UnitReader, hash_piece
 from bloomery.prepare.units import Unit
 
-_FORMAT = 1
+_FORMAT = 2
 """Of parts; another number makes older ones worthless."""
 
 
@@ -120,7 +120,8 @@ class _Work:
         hashes = _hashes(texts) if settings.deduplicate else None
         keep = self._judge(document_tokens, hashes)
         sizes = np.fromiter((len(t) if t.isascii() else len(t.encode()) for t in texts), np.int64, len(texts))
-        keys = shuffle_keys(settings.shuffle_seed, np.concatenate(block.places)) if block.places else None
+        places = np.concatenate(block.places or [np.empty((0, 2), np.uint64)])
+        keys = shuffle_keys(settings.shuffle_seed, places) if len(places) else None
         order = np.flatnonzero(keep)
         if settings.shuffle_seed is not None and keys is not None:
             order = order[np.argsort(keys[order], kind="stable")]
@@ -141,6 +142,7 @@ class _Work:
             "keys": None if settings.shuffle_seed is None or keys is None else keys[order],
             "hashes": None if hashes is None else hashes[order],
             "text_bytes": None if hashes is None else sizes[order],
+            "files": places[order, 0],
         }
         return tokens, {name: values for name, values in columns.items() if values is not None}, len(order)
 

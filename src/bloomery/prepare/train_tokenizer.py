@@ -9,7 +9,7 @@ from tokenizers import Tokenizer as HfTokenizer
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
 from bloomery.base.errors import DataError, Problem, RecipeError
-from bloomery.base.storage import make_run_folder, write_atomically
+from bloomery.base.storage import make_run_folder, write_atomically, written_to
 from bloomery.data.tokenizer import Tokenizer
 
 END_OF_TEXT = "<|endoftext|>"
@@ -17,6 +17,7 @@ SMALLEST_VOCAB = 257
 """The 256 bytes and the end of text."""
 
 
+@written_to("--output")
 def train_tokenizer(texts: Iterable[str], *, vocab_size: int, output: str) -> Tokenizer:
     """Writes `<output>/tokenizer.json` with exactly `vocab_size` entries and returns it loaded."""
     if vocab_size < SMALLEST_VOCAB:

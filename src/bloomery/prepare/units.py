@@ -72,11 +72,11 @@ def _lines(file: InputFile, target: int) -> list[Piece]:
     cuts = [0]
     if count > 1:
         try:
-            with open_input(file.path) as raw:
+            with open_input(file) as raw:
                 for index in range(1, count):
                     cuts.append(max(cuts[-1], _after_newline(raw, file.size * index // count)))
         except Exception as error:  # an OSError, or what the library of a URL raises
-            raise unreadable(file.path, error) from error
+            raise unreadable(file.name, error) from error
     cuts.append(file.size)
     return [Piece(file, start, end) for start, end in pairwise(cuts) if end > start]
 

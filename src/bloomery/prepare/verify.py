@@ -10,7 +10,7 @@ import numpy as np
 
 from bloomery.base.errors import DataError, Problem
 from bloomery.config.recipe import PrepareSection
-from bloomery.data.manifest import ShardManifest, read_manifest
+from bloomery.data.manifest import ShardManifest, manifest_path, read_manifest
 from bloomery.data.shards import ShardReader
 from bloomery.data.tokenizer import Tokenizer
 from bloomery.prepare.run import Progress, prepare
@@ -76,9 +76,12 @@ def _compare_shards(shard: ShardReader, right: ShardReader, tokenizer: Tokenizer
                 shard.prefix,
                 f"document {document} has token {shard.read(start + int(wrong[0]), 1)[0]} at {position} where its "
                 f"source gives {right.read(start + int(wrong[0]), 1)[0]}; it begins {text!r:.80}",
+                f"delete {manifest_path(shard.prefix)}, by which the shard counts as up to date, and ",
             )
 
 
-def _differs(place: str, what: str) -> DataError:
+def _differs(place: str, what: str, first: str = "") -> DataError:
+    """`first`: what to do before the shard can be made again."""
     rule = "the shard must hold exactly what its sources give"
-    return DataError(Problem(what, rule, "make it again with `bloomery prepare`, or restore the sources", place))
+    remedy = f"{first}make it again with `bloomery prepare`, or restore the sources"
+    return DataError(Problem(what, rule, remedy, place))

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import fnmatch
+import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from bloomery.config.draft import Draft
-from bloomery.config.recipe import DataSection, Recipe
+from bloomery.config.recipe import DataSection, Recipe, SourceSection
 from bloomery.sizing.finding import Finding
 
 _SHORTEST_PAIR = 5
@@ -21,8 +23,12 @@ def data(recipe: Recipe, draft: Draft) -> Iterator[Finding]:
             "text needs one",
             "add `tokenizer: {path: ...}`",
         )
+    yield from _preparations(recipe)
     if recipe.data is None:
         return
+    yield from _sources("data.train", recipe.data.train)
+    for group, sources in recipe.data.validation.items():
+        yield from _sources(f"data.validation.{group}", sources)
     split, validation, evaluate = recipe.data.split, recipe.data.validation, recipe.train.evaluate
     paths = ("data.validation", "data.split", "train.evaluate")
     shares = [float(share) for share in re.split(r"[,/]", split)] if split else []
@@ -59,6 +65,61 @@ def data(recipe: Recipe, draft: Draft) -> Iterator[Finding]:
             "the groups would be ignored",
             "add for example `evaluate: {every: 1000 steps}` to `train`",
         )
+
+
+def source_key(section: SourceSection) -> str:
+    """What names a source in orders, checkpoints and metrics."""
+    return section.name or os.path.normpath(section.path)
+
+
+def _sources(place: str, sections: Sequence[SourceSection]) -> Iterator[Finding]:
+    first: dict[str, int] = {}
+    for number, section in enumerate(sections):
+        if (before := first.setdefault(source_key(section), number)) != number:
+            yield Finding(
+                (f"{place}.{number}.name", f"{place}.{number}.path", f"{place}.{number}"),
+                f"{place}.{number} and {place}.{before} are both called '{source_key(section)}'",
+                "orders, checkpoints and metrics tell sources apart by `name`, by default the path",
+                "add up their weights in one, or give each a `name`",
+            )
+
+
+def _preparations(recipe: Recipe) -> Iterator[Finding]:
+    first: dict[str, int] = {}
+    for i, section in enumerate(recipe.prepare):
+        output = os.path.normpath(section.output)
+        if (before := first.setdefault(output, i)) != i:
+            what = f"prepare.{i} and prepare.{before} both write {section.output}"
+            rule = "the later one would replace the shard of the earlier one"
+            yield Finding((f"prepare.{i}.output", f"prepare.{i}"), what, rule, "give each an output of its own")
+        for j, other in enumerate(recipe.prepare):
+            for k, source in enumerate(other.sources):
+                if _reads(source, section.output):
+                    what = f"prepare.{i}.output is {section.output}, which the source '{source}' would take for text"
+                    rule = "the next run would read the shard"
+                    remedy = "choose an output outside of all sources"
+                    yield Finding((f"prepare.{i}.output", f"prepare.{j}.sources.{k}"), what, rule, remedy)
+        if section.output.endswith("/"):
+            what, rule = f"prepare.{i}.output is '{section.output}'", "it is a prefix, such as shards/books"
+            yield Finding((f"prepare.{i}.output", f"prepare.{i}"), what, rule, "add a name behind the last /")
+        if section.max_tokens is not None and section.min_tokens > section.max_tokens:
+            yield Finding(
+                (f"prepare.{i}.min_tokens", f"prepare.{i}.max_tokens"),
+                f"prepare.{i}.min_tokens is {section.min_tokens} and max_tokens is {section.max_tokens}",
+                "no document is that long and that short",
+                "exchange them, or remove one",
+            )
+
+
+def _reads(source: str, output: str) -> bool:
+    """Whether the files of a shard are among those of a source: below its folder, or matched by its glob."""
+    if "://" in source:
+        return False
+    source, output = os.path.abspath(source), os.path.abspath(output)
+    if "/." in output.removeprefix(source):
+        return False  # hidden from folders
+    made = [f"{output}{ending}" for ending in (".bin", ".idx", ".manifest.json")]
+    return any(name.startswith(f"{source}/") or fnmatch.fnmatch(name, source) for name in made)
 
 
 def samples(recipe: Recipe, draft: Draft) -> Iterator[Finding]:
