@@ -9,7 +9,7 @@ USAGE = 2
 DATA = 3
 """An input is missing, damaged or does not fit: shards, tokenizer, checkpoint."""
 DIVERGED = 4
-"""Training stopped itself: NaN losses, a loss scale at its minimum, or ranks that drifted apart. The state was saved."""
+"""Training stopped itself: NaN losses, a loss scale at its minimum, or ranks that drifted apart. All is saved."""
 STORAGE = 5
 """The run folder could not be written: read-only, no permission, disk full."""
 LOST_RANK = 6
