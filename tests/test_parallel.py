@@ -21,6 +21,8 @@ from bloomery.launch.local import run_local_ranks
 from bloomery.model.build import build_model
 from bloomery.parallel.environment import Started, first_host, started_as
 from bloomery.parallel.tensor import CUTS, cut_of
+from bloomery.sizing.check import load_checked_recipe
+from bloomery.sizing.elastic import fit
 from bloomery.sizing.layout import layout_overrides
 from bloomery.sizing.stages import stage_layers, stages_of_rank
 from conftest import SMALL, Workshop
@@ -209,8 +211,60 @@ def test_more_ranks_than_the_recipe_says_become_replicas(workshop: Workshop) -> 
 
 def test_a_world_that_does_not_fit_is_refused_once_by_rank_0(workshop: Workshop) -> None:
     assert run_ranks(workshop, "parallel.tp=2", size=3) == exit_codes.USAGE
-    assert said(workshop).count("a multiple of 2 ranks, such as 2 or 4") == 1
+    assert said(workshop).count("3 ranks were started, and no layout of them can train this recipe") == 1
     assert not (workshop.folder / "run").exists()
+
+
+def test_another_number_of_ranks_goes_on_with_a_layout_that_fits(workshop: Workshop) -> None:
+    """Four ranks stop, two go on: the recipe's layout needs four, so another is chosen and explained."""
+    four = ("parallel={tp: 2, pp: 2}", "checkpoint={phases: [{every: 5 steps}]}")
+    assert run_ranks(workshop, *four, "train.exit_after=10 steps", size=4) == exit_codes.OK
+    assert run_ranks(workshop, *four, size=2) == exit_codes.OK
+    assert "2 ranks instead of 4: one replica takes 4 ranks; parallel.pp 1 instead of 2" in said(workshop)
+    one = workshop.losses(workshop.train(run="one"))
+    assert workshop.losses(workshop.folder / "run") == pytest.approx(one, rel=2e-6)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "world", "expected"),
+    [
+        ([], 4, []),  # replicas only
+        (["parallel.tp=2"], 6, ["parallel.pp 3 instead of 1"]),  # three replicas cannot share 64 samples in twos
+        (["model.num_layers=2"], 3, None),  # nor can three stages share two layers
+        (["parallel.tp=4"], 2, ["parallel.tp 2 instead of 4"]),
+        (
+            ["parallel={pp: 4, schedule: gpipe}"],
+            1,
+            ["parallel.pp 1 instead of 4", "parallel.schedule 1f1b instead of gpipe"],
+        ),
+        (["parallel={tp: 2, pp: 2}"], 2, ["parallel.pp 1 instead of 2"]),
+        (
+            ["parallel={cp: 2, shard_size: 2}"],
+            1,
+            ["parallel.cp 1 instead of 2", "parallel.shard_size None instead of 2"],
+        ),
+        (["batch={micro_batch_size: 16, global_batch_size: 64}"], 8, ["batch.micro_batch_size 8 instead of 16"]),
+    ],
+)
+def test_as_little_as_possible_changes(overrides: list[str], world: int, expected: list[str] | None) -> None:
+    whole = ["model={family: gpt2, num_layers: 4, hidden_size: 64, num_heads: 8, seq_length: 32, vocab_size: 1000}"]
+    checked = load_checked_recipe(
+        "quickstart", [*whole, "batch={micro_batch_size: 2, global_batch_size: 64}", "parallel={}", "launch=null"]
+    )
+    recipe = checked.recipe
+    for text in overrides:
+        section, _, value = text.partition("=")
+        given = yaml.safe_load(value)
+        if "." in section:
+            section, _, field = section.partition(".")
+            given = {field: given}
+        recipe = recipe.model_copy(update={section: getattr(recipe, section).model_copy(update=given)})
+    fitted = fit(recipe, checked.draft, nodes=1, ranks_per_node=world)
+    if expected is None:
+        assert fitted is None
+    else:
+        assert fitted is not None
+        assert fitted.reasons[1:] == expected
 
 
 def test_no_rank_of_a_large_model_holds_more_than_its_part() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 from pathlib import Path
 
 from bloomery.base import exit_codes
@@ -12,7 +13,8 @@ from bloomery.cli.recipe_argument import add_recipe_arguments, load
 from bloomery.config.recipe import Recipe
 from bloomery.launch.local import run_local_ranks
 from bloomery.parallel.environment import Started, started_as
-from bloomery.sizing.layout import world_size
+from bloomery.sizing.elastic import fit
+from bloomery.sizing.layout import ranks_per_replica, world_size
 from bloomery.train.kill_switch import kill_switch
 
 
@@ -60,15 +62,20 @@ def run(args: argparse.Namespace) -> int:
 
 def _recipe(args: argparse.Namespace, started: Started | None) -> Recipe:
     """The recipe, for the ranks that were really started."""
-    reads = set(Recipe.model_fields) - {"prepare"}
-    recipe = load(args, reads=reads).recipe
-    if started is not None and started.size != world_size(recipe):
-        nodes = started.size // started.local_size
-        args.overrides += [f"launch.nodes={nodes}", f"launch.gpus_per_node={started.size // nodes}"]
-        if recipe.launch is None and nodes > 1:
-            args.overrides.append("launch.on=hosts")
-        recipe = load(args, reads=reads).recipe
-    return recipe
+    checked = load(args, reads=set(Recipe.model_fields) - {"prepare"})
+    recipe = checked.recipe
+    if started is None or started.size == world_size(recipe):
+        return recipe
+    nodes = max(1, started.size // started.local_size)
+    fitted = fit(recipe, checked.draft, nodes=nodes, ranks_per_node=started.size // nodes)
+    if fitted is None:
+        what = f"{started.size} ranks were started, and no layout of them can train this recipe"
+        rule = f"the global batch is {recipe.batch.global_batch_size} samples and never changes"
+        near = ranks_per_replica(recipe)
+        raise RecipeError(Problem(what, rule, f"start a multiple of {near} ranks, or as many as divide the batch"))
+    if fitted.reasons and started.rank == 0:
+        print(f"bloomery: another layout, the same training: {'; '.join(fitted.reasons)}", file=sys.stderr)
+    return fitted.recipe
 
 
 def _run_here(recipe: Recipe, args: argparse.Namespace) -> int:
