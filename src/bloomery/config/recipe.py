@@ -256,6 +256,10 @@ class KeepSection(Section):
     """Newest checkpoints that are kept."""
     every: Steps | None = None
     """Also keep every checkpoint at a multiple of this, for good."""
+    steps: list[Size] = []
+    """Also keep the checkpoints of these steps, for good: `[1000, 5000]`."""
+    best: int = Field(default=0, ge=0)
+    """Also keep this many with the lowest validation loss, of those evaluated at their own step."""
 
 
 class CheckpointSection(Section):

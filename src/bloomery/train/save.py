@@ -5,7 +5,8 @@ from __future__ import annotations
 import time
 
 from bloomery.base.errors import StorageError
-from bloomery.checkpoint.save import apply_retention, save_checkpoint
+from bloomery.checkpoint.retention import apply_retention
+from bloomery.checkpoint.save import save_checkpoint
 from bloomery.config.describe import as_yaml
 from bloomery.train.run import Run
 from bloomery.train.state import TrainState
@@ -43,4 +44,4 @@ def save(run: Run, state: TrainState, *, last: bool = False, keep_all: bool = Fa
     seconds = time.monotonic() - started
     state.saved_step = state.step
     state.save_seconds = max(seconds, state.save_seconds or 0.0)
-    run.journal.event("save", state.step, folder=folder.name, seconds=seconds, removed=[path.name for path in removed])
+    run.journal.event("save", state.step, folder=folder.name, seconds=seconds, removed=removed)
