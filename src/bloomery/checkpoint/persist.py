@@ -198,9 +198,9 @@ def _wait_for_parts(job: SaveJob, troubles: list[Trouble]) -> list[RankReport]:
                     found[rank] = RankReport.from_json(told)
         if troubles:
             deadline = min(deadline, time.monotonic() + _GRACE_SECONDS)
-        if not missing or time.monotonic() > deadline:
+        if not missing or time.monotonic() >= deadline:
             break
-        time.sleep(pause)
+        time.sleep(min(pause, max(0.0, deadline - time.monotonic())))
         pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
     if missing and not troubles:
         patience = format_seconds(job.timeout_seconds)

@@ -42,6 +42,19 @@ def _amount_or_duration(value: Any) -> Amount | Duration:
         raise ValueError(f"{error}; an amount is written like {written}") from None
 
 
+def _steps_or_auto(value: Any) -> Amount | str:
+    if value == "auto":
+        return "auto"
+    if isinstance(value, Amount):
+        value = str(value)
+    if type(value) is int and value >= 0:
+        raise ValueError(f"needs a unit: write '{value} steps'")
+    try:
+        return parse_amount(value if isinstance(value, str) else "", units=("steps",))
+    except ValueError as error:
+        raise ValueError(f"{error}, or `auto`") from None
+
+
 def _duration(value: Any) -> Duration:
     if isinstance(value, Duration):
         return value
@@ -57,6 +70,7 @@ _AS_TEXT = PlainSerializer(str, return_type=str)
 AnyAmount = Annotated[Amount, _amount("steps", "samples", "tokens"), _AS_TEXT]
 Steps = Annotated[Amount, _amount("steps"), _AS_TEXT]
 WallClock = Annotated[Duration, BeforeValidator(_duration), _AS_TEXT]
+StepsOrAuto = Annotated[Amount | Literal["auto"], BeforeValidator(_steps_or_auto), _AS_TEXT]
 AmountOrDuration = Annotated[Amount | Duration, BeforeValidator(_amount_or_duration), _AS_TEXT]
 
 
@@ -247,8 +261,8 @@ class ParallelSection(Section):
 class PhaseSection(Section):
     until: Steps | None = None
     """Last step of this phase (always saved); the last phase has none."""
-    every: Steps
-    """Save at every multiple of this."""
+    every: StepsOrAuto
+    """Save at every multiple of this; `auto`: as often as failures make it worth (`checkpoint.failure_every`)."""
 
 
 class KeepSection(Section):
@@ -262,11 +276,28 @@ class KeepSection(Section):
     """Also keep this many with the lowest validation loss, of those evaluated at their own step."""
 
 
+class LocalTierSection(Section):
+    path: PathText
+    """Folder on fast storage that all ranks see, such as NVMe or /dev/shm of one node."""
+    every: Steps
+    """Save there at every multiple of this, unless the step is also saved in the run folder."""
+    keep: Size = 1
+    """Newest checkpoints that are kept there."""
+
+
 class CheckpointSection(Section):
     phases: list[PhaseSection] = Field(default=[PhaseSection(every=Amount(1000, "steps"))], min_length=1)
     """When to save. A run also saves when it stops."""
     keep: KeepSection | None = None
     """What to keep; omitted: everything."""
+    local: LocalTierSection | None = None
+    """A faster place, saved to more often; a restart goes on from the newest complete checkpoint of both."""
+    failure_every: WallClock | None = None
+    """Mean time between failures of the whole job, for `every: auto`; omitted: 50,000 hours divided by the devices."""
+    timeout: WallClock = Duration(1800.0)
+    """A save that is not on the disk by then is told as trouble; training goes on."""
+    debris: Literal["remove", "keep"] = "remove"
+    """What a start does with the remains of killed saves: delete them, or keep them in `debris/`."""
 
 
 class CarbonSection(Section):
