@@ -28,7 +28,8 @@ CPU = torch.device("cpu")
 
 
 def begin(saver: Saver, root: Path, step: int, pieces: dict[str, Piece], **more: Any) -> None:
-    saver.begin(root, step=step, pieces=pieces, state={"step": step}, recipe_yaml="name: x\n", **more)
+    saver.stage(pieces)
+    saver.persist(root, step=step, state={"step": step}, recipe_yaml="name: x\n", **more)
 
 
 def value_in(folder: Path, size: int = 4) -> list[float]:

@@ -10,7 +10,7 @@ import hashlib
 import json
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -142,14 +142,17 @@ def _damage(path: Path, expected: dict[str, Any]) -> str:
     return "" if same else f"{path.name} has been changed since it was saved"
 
 
-def checkpoint_named(root: Path, name: str) -> Path:
-    """The complete checkpoint `step-00000100`, also called `100`. DataError lists those there are."""
+def checkpoint_named(roots: Sequence[Path], name: str) -> Path:
+    """The complete checkpoint `step-00000100`, also called `100`, in the first place that has it. DataError lists those
+    there are."""
     wanted = step_name(int(name)) if name.isdigit() else name
-    for path in complete_checkpoints(root):
+    whole = [path for root in roots for path in complete_checkpoints(root)]
+    for path in whole:
         if path.name == wanted:
             return path
-    have = ", ".join(path.name for path in complete_checkpoints(root)) or "none"
-    raise DataError(Problem(f"there is no complete checkpoint {wanted}", f"there are: {have}", "name one", str(root)))
+    have = ", ".join(path.name for path in whole) or "none"
+    place = ", ".join(map(str, roots))
+    raise DataError(Problem(f"there is no complete checkpoint {wanted}", f"there are: {have}", "name one", place))
 
 
 def sweep_debris(root: Path, *, keep: bool = False) -> list[str]:

@@ -11,7 +11,7 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ import torch
 
 import bloomery
 from bloomery.base.errors import BloomeryError, Problem, StorageError
-from bloomery.base.storage import reason, sync_folder, write_atomically
+from bloomery.base.storage import reason, sync, sync_folder, write_atomically
 from bloomery.base.units import format_bytes, format_seconds
 from bloomery.checkpoint import folder as folders
 from bloomery.checkpoint.fence import FencedError, Writer
@@ -50,6 +50,8 @@ class SaveJob:
     facts: Mapping[str, Any] = field(default_factory=dict)
     """More for the manifest."""
     writer: Writer | None = None
+    after: Sequence[Path] = ()
+    """Files that must be on the disk before this save counts: records of the steps that it holds."""
     timeout_seconds: float = 1800.0
     """How long rank 0 waits for the parts of the others."""
 
@@ -143,6 +145,8 @@ def complete(job: SaveJob, mine: Exception | None = None) -> Path:
     for name, facts in files.items():
         if (job.draft / name).stat().st_size != facts.bytes:
             raise OSError(f"{name} does not have the {facts.bytes:,} bytes that were written")
+    for path in job.after:
+        _sync(path)
     versions = {"bloomery": bloomery.__version__, "torch": torch.__version__}
     folders.write_manifest(job.draft, {"step": job.step, "ranks": job.ranks, "versions": versions, **job.facts}, files)
     with job.writer.holding() if job.writer is not None else contextlib.nullcontext():
@@ -209,6 +213,15 @@ def _wait_for_parts(job: SaveJob, troubles: list[Trouble]) -> list[RankReport]:
     if troubles:
         raise PartsError(Trouble.sum(troubles))
     return [found[rank] for rank in range(job.ranks)]
+
+
+def _sync(path: Path) -> None:
+    with contextlib.suppress(FileNotFoundError):
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            sync(descriptor)  # brings the file to the disk, whoever wrote it
+        finally:
+            os.close(descriptor)
 
 
 def _read_part(path: Path) -> dict[str, Any] | None:

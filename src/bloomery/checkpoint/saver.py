@@ -1,7 +1,8 @@
 """Save behind the back of training: a picture in host memory in an instant, the disk in a thread, one at a time.
 
     saver = Saver(pieces, ranks=ranks, device=device)      once, before the first step: allocates the host memory
-    saver.begin(root, step=..., pieces=..., ...)           after the optimizer's step; returns at once
+    saver.stage(pieces)                                    after the optimizer's step: queues the copies
+    saver.persist(root, step=..., state=..., ...)          begins to write them
     saver.wait_staged()                                    before the optimizer changes what is being copied
     saver.poll()                                           now and then: what has come of it
 
@@ -13,7 +14,7 @@ from __future__ import annotations
 import secrets
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -78,6 +79,8 @@ class Saver:
         self._total_bytes = sum(ranks.gather(self._image.layout.file_bytes))
         self._nonce = ranks.broadcast(secrets.token_hex(4))
         self._attempts = 0
+        self._staged = False
+        self._stage_seconds = 0.0
         self._flight: _Flight | None = None
         self._finished: list[SaveOutcome] = []
 
@@ -91,23 +94,32 @@ class Saver:
         """The step whose save has begun last, if nobody has heard yet what came of it. The same on all ranks."""
         return self._flight.job.step if self._flight else None
 
-    def begin(
+    def stage(self, pieces: Mapping[str, Piece]) -> None:
+        """Take the picture: the pieces as they are when the work queued on the device so far is done. `persist` must
+        follow. All ranks call it in the same order; none waits for another.
+
+        If the save before is still being written, this waits for it: that is the price of one image in memory.
+        """
+        started = time.monotonic()
+        self._staged = self._land(wait=True)
+        if self._staged:
+            self._image.take(written_tensors(pieces))
+        self._stage_seconds = time.monotonic() - started
+
+    def persist(
         self,
         root: Path,
         *,
         step: int,
-        pieces: Mapping[str, Piece],
         state: Mapping[str, Any],
         recipe_yaml: str,
         writer: Writer | None = None,
         facts: Mapping[str, Any] | None = None,
+        after: Sequence[Path] = (),
         then: Callable[[], list[str]] | None = None,
     ) -> None:
-        """Save what the pieces hold now. All ranks call it in the same order; none waits for another.
-
-        If the save before is still being written, this waits for it: that is the price of one image in memory. If it
-        hangs beyond its time, this save is not made and `poll` says so. `then` runs on rank 0 when the checkpoint is
-        complete, for retention, and returns what it removed.
+        """Begin to write the picture, and return. If the save before hangs beyond its time there is none, and `poll`
+        says so. `then` runs on rank 0 when the checkpoint is complete, for retention, and returns what it removed.
         """
         started = time.monotonic()
         self._attempts += 1
@@ -122,23 +134,22 @@ class Saver:
             recipe_yaml=recipe_yaml,
             facts=facts or {},
             writer=writer,
+            after=after,
             timeout_seconds=_PATIENCE * self._timeout_seconds,
         )
-        if not self._land(wait=True):
+        if not self._staged:
             assert self._flight is not None
             what = f"the checkpoint of step {step} was not made: the save of step {self._flight.job.step} still hangs"
             error = StorageError(Problem(what, remedy="look at the storage", place=str(root)))
-            waited = time.monotonic() - started
-            self._finished.append(SaveOutcome(step, job.final, error, waited, 0.0, job.total_bytes))
+            self._finished.append(SaveOutcome(step, job.final, error, self._stage_seconds, 0.0, job.total_bytes))
             return
-        self._image.take(written_tensors(pieces))
         thread = threading.Thread(target=self._persist, args=(then,), name="bloomery-save", daemon=True)
         self._flight = _Flight(job, thread, deadline=time.monotonic() + self._timeout_seconds)
         thread.start()
-        self._flight.blocking_seconds = time.monotonic() - started
+        self._flight.blocking_seconds = self._stage_seconds + time.monotonic() - started
 
     def wait_staged(self) -> None:
-        """What the device is told from now on happens after the copies of the last `begin`. Does not wait itself."""
+        """What the device is told from now on happens after the copies of the last `stage`. Does not wait itself."""
         self._image.hold_back()
 
     def poll(self) -> list[SaveOutcome]:
@@ -164,17 +175,18 @@ class Saver:
         finished, self._finished = self._finished, []
         return finished
 
-    def wait(self) -> list[SaveOutcome]:
+    def wait(self, *, at_most_seconds: float | None = None) -> list[SaveOutcome]:
         """Until the save in flight has come to its end, or its time is over; then as `poll`."""
-        self._land(wait=True)
+        self._land(wait=True, at_most_seconds=at_most_seconds)
         return self.poll()
 
-    def _land(self, *, wait: bool) -> bool:
+    def _land(self, *, wait: bool, at_most_seconds: float | None = None) -> bool:
         """Take up what a finished save has left. False if one is still on its way."""
         flight = self._flight
         if flight is None:
             return True
-        flight.thread.join(max(0.0, flight.deadline - time.monotonic()) if wait else 0.0)
+        left = max(0.0, flight.deadline - time.monotonic()) if wait else 0.0
+        flight.thread.join(left if at_most_seconds is None else min(left, at_most_seconds))
         if flight.thread.is_alive():
             return False
         assert flight.outcome is not None

@@ -27,8 +27,8 @@ class Tier:
 
 
 def tier_roots(section: CheckpointSection, run_folder: Path) -> dict[str, Path]:
-    """Where checkpoints lie, by tier. The local place of a run carries a mark of the run's folder, so that two runs of one
-    name do not take each other's."""
+    """Where checkpoints lie, by tier. The local place carries a mark of the run's folder: two runs of one name must not
+    take each other's."""
     roots = {"durable": run_folder / CHECKPOINTS}
     if section.local is not None:
         mark = hashlib.sha256(str(run_folder.absolute()).encode()).hexdigest()[:8]
