@@ -17,6 +17,7 @@ def evaluate(run: Run, state: TrainState) -> None:
     settle(run, state)
     size = run.recipe.batch.micro_batch_size
     started = time.monotonic()
+    main_losses: list[float] = []
     with run.meter.paused():
         for group, source in run.validation.items():
             sums: dict[str, float] = {}
@@ -28,6 +29,7 @@ def evaluate(run: Run, state: TrainState) -> None:
                     sums[name] = sums.get(name, 0.0) + total.item()  # sync: evaluation is off the training path
                     counts[name] = counts.get(name, 0) + batch.counts[name]
             losses = {name: sums[name] / counts[name] for name in sums}
+            main_losses.append(losses[LM_LOSS])
             run.journal.validation(
                 ValidationRecord(
                     step=state.step,
@@ -42,4 +44,6 @@ def evaluate(run: Run, state: TrainState) -> None:
                     time=time.time(),
                 )
             )
+    if main_losses:
+        state.validation = {"step": state.step, "loss": sum(main_losses) / len(main_losses)}
     run.stop.time_evaluation(time.monotonic() - started)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from bloomery.base.errors import BloomeryError, DataError, DivergedError, Problem
 from bloomery.train.evaluate import evaluate
 from bloomery.train.run import Run
-from bloomery.train.save import save
+from bloomery.train.save import save, save_if_due
 from bloomery.train.state import TrainState
 from bloomery.train.step import settle, train_step
 from bloomery.train.stop import StopReason
@@ -26,8 +26,7 @@ def train(run: Run, state: TrainState) -> StopReason:
                 train_step(run, state)
                 if run.evaluates_at(state.step):
                     evaluate(run, state)
-                if run.stop.take_save_request() or run.plan.is_save_step(state.step):
-                    save(run, state)
+                save_if_due(run, state)
         except DataError as error:  # before this step changed anything: what was learned so far is saved
             stop, failure = StopReason("error", str(error)), error
         settle(run, state)

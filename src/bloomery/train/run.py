@@ -11,6 +11,8 @@ from typing import Any
 import torch
 
 from bloomery.base.accelerator import memory_bytes
+from bloomery.checkpoint.saver import Saver
+from bloomery.checkpoint.tiers import Tier
 from bloomery.config.recipe import Recipe
 from bloomery.data.batch import GlobalBatch, Source
 from bloomery.data.blend import TimelessBlend
@@ -46,6 +48,11 @@ class Run:
     validation: Mapping[str, Source]
     validation_samples: Mapping[str, int]
     """Samples evaluated per group: whole micro-batches, at most one epoch."""
+    saver: Saver
+    durable: Tier
+    local: Tier | None
+    """A faster place for checkpoints, saved to more often."""
+    recipe_text: str
     journal: Journal
     meter: IntervalMeter
     stop: StopRules

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -15,9 +15,13 @@ from bloomery.base.accelerator import device_name, out_of_memory_problem, pick_d
 from bloomery.base.errors import BloomeryError, DataError, Problem, RecipeError, StorageError
 from bloomery.base.storage import locked, make_run_folder, write_atomically
 from bloomery.base.units import Duration, format_count
-from bloomery.checkpoint.folder import RETIRED, retire_later, sweep_debris
+from bloomery.checkpoint.choose import tidy
+from bloomery.checkpoint.fence import take_over
+from bloomery.checkpoint.folder import RETIRED
 from bloomery.checkpoint.load import load_pieces
 from bloomery.checkpoint.save import estimate_save_seconds
+from bloomery.checkpoint.saver import Saver
+from bloomery.checkpoint.tiers import Tier, kept_in, tier_roots
 from bloomery.config.describe import as_yaml, fingerprint
 from bloomery.config.recipe import Recipe
 from bloomery.data.batch import Source
@@ -41,6 +45,7 @@ from bloomery.train.run import Run
 from bloomery.train.state import TrainState
 from bloomery.train.stop import StopRules
 
+_LAST_MOMENT_SECONDS = 60.0
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -55,7 +60,8 @@ def prepared_run(
     with ExitStack() as closing:
         make_run_folder(folder / "control")
         closing.enter_context(locked(folder))
-        past = find_past(recipe, folder / "checkpoints", wanted=start_from)
+        roots = tier_roots(recipe.checkpoint, folder)
+        past = find_past(recipe, list(roots.values()), wanted=start_from)
         state = past.state
         data = closing.enter_context(
             open_data(recipe, blend_state=past.blend, consumed_samples=state.consumed_samples, before=past.recipe)
@@ -74,9 +80,12 @@ def prepared_run(
         with _errors_told(journal, state, target):
             for warning in data.warnings:
                 journal.warning(warning)
-            _clean_checkpoints(folder / "checkpoints", past, journal)
+            tiers = _tiers(recipe, roots, past, journal)
             write_atomically(folder / "recipe.yaml", as_yaml(recipe))
             runner, optimizer = _runner_and_optimizer(recipe, target, past)
+            timeout_seconds = recipe.checkpoint.timeout.seconds
+            saver = Saver(optimizer.pieces(), device=target, timeout_seconds=timeout_seconds)
+            closing.push(_finishing(saver))
             loader = Loader(
                 data.train,
                 micro_batch_size=recipe.batch.micro_batch_size,
@@ -100,6 +109,10 @@ def prepared_run(
                     source_keys=data.train.keys,
                     validation=data.validation,
                     validation_samples=_validation_samples(recipe, data.validation),
+                    saver=saver,
+                    durable=tiers["durable"],
+                    local=tiers.get("local"),
+                    recipe_text=as_yaml(recipe),
                     journal=journal,
                     meter=IntervalMeter(past.interval),
                     stop=_stop_rules(recipe, plan, folder, optimizer),
@@ -129,15 +142,37 @@ def _errors_told(journal: Journal, state: TrainState, device: torch.device) -> I
         raise
 
 
-def _clean_checkpoints(root: Path, past: Past, journal: Journal) -> None:
-    """Remove what killed saves left behind, and put aside the checkpoints of a branch that this start leaves."""
-    removed = sweep_debris(root)
-    if removed:
-        journal.event("debris_removed", past.state.step, folders=removed)
-    retired = retire_later(root, past.state.step)
-    if retired:
-        journal.event("retired", past.state.step, folders=retired)
-        journal.notice(f"later checkpoints belong to a branch that is left now; they are in {root / RETIRED}")
+def _finishing(saver: Saver) -> Callable[..., None]:
+    """Whatever ended the training, a save on its way is worth a moment; unless a user wants to leave at once."""
+
+    def finish(kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None or issubclass(kind, Exception):
+            saver.wait(at_most_seconds=_LAST_MOMENT_SECONDS)
+
+    return finish
+
+
+def _tiers(recipe: Recipe, roots: Mapping[str, Path], past: Past, journal: Journal) -> dict[str, Tier]:
+    """Become the one that writes checkpoints, and put the places where they lie in order."""
+    tiers = {}
+    for name, root in roots.items():
+        tiers[name] = Tier(name, root, take_over(root), kept_in(name, recipe.checkpoint))
+        keep_debris = recipe.checkpoint.debris == "keep"
+        done = tidy(root, step=past.state.step, damaged=past.damaged, keep_debris=keep_debris)
+        if done.debris:
+            journal.event("debris_removed", past.state.step, folders=done.debris, kept=keep_debris)
+        if done.retired:
+            journal.event("retired", past.state.step, folders=done.retired)
+            journal.notice(f"later checkpoints belong to a branch that is left now; they are in {root / RETIRED}")
+        if done.latest_said is not None and past.checkpoint is not None:
+            journal.event("latest_mended", past.state.step, said=done.latest_said, place=str(root))
+    for path, reasons in past.damaged.items():
+        journal.event("damaged", past.state.step, folder=path.name, reasons=reasons, place=str(path.parent))
+        used = past.checkpoint.name if past.checkpoint else "nothing"
+        journal.warning(
+            f"{path} is damaged ({'; '.join(reasons)}). It is called damaged-{path.name} now; {used} is used"
+        )
+    return tiers
 
 
 def _runner_and_optimizer(recipe: Recipe, device: torch.device, past: Past) -> tuple[PlainRunner, Optimizer]:

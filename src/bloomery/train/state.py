@@ -63,8 +63,16 @@ class TrainState:
     save_seconds: float | None = None
     """The longest save so far, for the deadline; None before the first."""
     pending: PendingStep | None = field(default=None, repr=False)
+    validation: dict[str, float] | None = None
+    """The newest validation: `step`, and `loss`, the mean over its groups."""
+    auto_every_steps: int | None = None
+    """Of `every: auto`, as decided last."""
+    save_costs: tuple[float, float] | None = None
+    """(blocking seconds, persist seconds) of the newest save."""
     saved_step: int | None = None
     """The step of the newest checkpoint; not saved itself."""
+    saving_step: int | None = None
+    """The step whose checkpoint is being written; not saved itself."""
 
     @property
     def lr_samples(self) -> int:
@@ -73,7 +81,7 @@ class TrainState:
     def to_json(self) -> dict[str, Any]:
         assert self.pending is None, "settle before saving"
         facts = asdict(self)
-        del facts["pending"], facts["saved_step"]
+        del facts["pending"], facts["saved_step"], facts["saving_step"]
         return facts
 
     @classmethod

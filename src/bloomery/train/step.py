@@ -31,6 +31,7 @@ def train_step(run: Run, state: TrainState) -> None:
     settle(run, state)
     lr = run.plan.lr.at(state.lr_samples + size)
     gradients = run.runner.gradients.tensors()
+    run.saver.wait_staged()  # what a save copies must not change under it
     numbers = run.optimizer.update(gradients, lr=lr, loss_scale=scale, count_zeros=run.logs_at(step))
     state.step, state.consumed_samples = step, state.consumed_samples + size
     state.pending = PendingStep(
