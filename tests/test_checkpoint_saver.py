@@ -226,15 +226,14 @@ def test_a_rank_whose_part_never_comes_is_named(tmp_path: Path) -> None:
 def test_a_rank_that_cannot_even_say_that_it_failed_does_not_hold_up_the_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    original_file, original_word = persist_module.write_file, persist_module.write_atomically
+    original = persist_module._tell
 
-    def fails(path: Path, *rest: Any) -> Any:
-        if path.name.startswith(("tensors-00001", "rank-00001")):
-            raise StorageError([]) if path.name.startswith("rank") else OSError(28, "full")
-        return (original_file if path.name.startswith("tensors") else original_word)(path, *rest)
+    def fails(job: persist_module.SaveJob, word: Any) -> None:
+        if job.rank == 1:
+            raise OSError(28, "full")
+        original(job, word)
 
-    monkeypatch.setattr(persist_module, "write_file", fails)
-    monkeypatch.setattr(persist_module, "write_atomically", fails)
+    monkeypatch.setattr(persist_module, "_tell", fails)
     errors = on_ranks(2, tmp_path, saved(tmp_path), timeout_seconds=0.5)
     assert all("on rank 1: its part did not come" in str(error) for error in errors)
 

@@ -117,13 +117,12 @@ def write_part(job: SaveJob, held: RankReport, layout: FileLayout, blocks: Itera
         _require_room(job, layout)
         facts = write_file(job.draft / name, layout, blocks) if layout.data_bytes else None
         done = replace(held, file=name if facts else "", facts=facts)
-        write_atomically(job.done_file(job.rank), json.dumps(done.to_json()))
+        _tell(job, done.to_json())
     except Exception as error:
         with contextlib.suppress(OSError):  # makes room for the word on a full disk
             (job.draft / name).unlink(missing_ok=True)
-        with contextlib.suppress(StorageError):  # then rank 0 hears of it when its patience ends
-            word = {"trouble": _reasons(error), "fenced": isinstance(error, FencedError)}
-            write_atomically(job.done_file(job.rank), json.dumps(word))
+        with contextlib.suppress(OSError):  # then rank 0 hears of it when its patience ends
+            _tell(job, {"trouble": _reasons(error), "fenced": isinstance(error, FencedError)})
         raise
 
 
@@ -137,7 +136,7 @@ def complete(job: SaveJob, mine: Exception | None = None) -> Path:
         "recipe.yaml": job.recipe_yaml,
     }
     for name, text in texts.items():
-        write_atomically(job.draft / name, text)
+        _write(job.draft / name, text)
     for rank in range(job.ranks):
         job.done_file(rank).unlink()
     files = {found.file: found.facts for found in reports if found.facts is not None}
@@ -159,6 +158,22 @@ def complete(job: SaveJob, mine: Exception | None = None) -> Path:
         write_atomically(job.root / folders.LATEST, job.final.name + "\n")
     shutil.rmtree(old, ignore_errors=True)
     return job.final
+
+
+def _tell(job: SaveJob, word: Mapping[str, Any]) -> None:
+    """Say what came of this rank's part. Readers see all of it or nothing; it need not outlive a power cut."""
+    path = job.done_file(job.rank)
+    hidden = path.with_name(f".{path.name}")
+    hidden.write_text(json.dumps(word))
+    os.replace(hidden, path)
+
+
+def _write(path: Path, text: str) -> None:
+    """A file on the disk. Its name gets there with the manifest's, before anything but this save can see it."""
+    with path.open("x") as file:
+        file.write(text)
+        file.flush()
+        sync(file.fileno())
 
 
 def abandon(job: SaveJob) -> None:
