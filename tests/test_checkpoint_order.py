@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from math import isclose, sqrt
 from pathlib import Path
 
 import pytest
 import torch
+from pydantic import ValidationError
 
 from bloomery.base.errors import DataError
 from bloomery.base.piece import Piece
@@ -175,6 +177,17 @@ def test_a_phase_of_auto_saves_at_its_end_only_by_plan() -> None:
     assert list(auto.steps(train_steps=100)) == [50]
     assert list(auto.steps(train_steps=30)) == []
     assert list(last.steps(train_steps=100)) == [60, 80, 100]
+
+
+@pytest.mark.parametrize(
+    ("every", "said"),
+    [(7, "write '7 steps'"), ("often", "or `auto`"), ("7 tokens", "must be counted in steps"), (None, "or `auto`")],
+)
+def test_an_interval_is_steps_or_auto(every: object, said: str) -> None:
+    with pytest.raises(ValidationError, match=re.escape(said)):
+        PhaseSection.model_validate({"every": every})
+    assert PhaseSection.model_validate({"every": "auto"}).every == "auto"
+    assert PhaseSection(every=Amount(7, "steps")).model_dump() == {"until": None, "every": "7 steps"}
 
 
 def test_the_interval_of_daly() -> None:

@@ -327,7 +327,7 @@ def intervals(recipe: Recipe, draft: Draft) -> Iterator[Finding]:
     for path, amount in amounts.items():
         size = amount.seconds if isinstance(amount, Duration) else amount.count if amount else 1
         if size <= 0:
-            example = "1h" if isinstance(amount, Duration) else "10 steps"
+            example = "1h" if isinstance(amount, Duration) and path != "train.exit_after" else "10 steps"
             yield Finding(
                 (path,), f"{path} is {amount}", "it must be more than nothing", f"use for example `{example}`"
             )
