@@ -115,6 +115,7 @@ CASES: list[tuple[str, list[str], str, str, str]] = [
     ("intervals", ["checkpoint.timeout=0s"], "checkpoint.timeout is 0s", "more than nothing", "1h"),
     ("intervals", ["checkpoint.failure_every=0s"], "checkpoint.failure_every is 0s", "more than nothing", "1h"),
     ("intervals", ["checkpoint.local={path: x, every: 0 steps}"], "checkpoint.local.every is 0 steps", "more than nothing", "10 steps"),
+    ("intervals", ["checkpoint.upload={to: x, every: 0 steps}"], "checkpoint.upload.every is 0 steps", "more than nothing", "10 steps"),
     ("intervals", ["launch.time_limit=0s", "train.exit_after=null"], "launch.time_limit is 0s", "more than nothing", "1h"),
 ]  # fmt: skip
 

@@ -32,6 +32,10 @@ def step_name(step: int) -> str:
     return f"step-{step:08d}"
 
 
+def is_step_name(name: str) -> bool:
+    return _NAME.match(name) is not None
+
+
 def step_of(folder: Path) -> int:
     return int(folder.name.removeprefix("step-"))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 from bloomery.checkpoint import folder as folders
@@ -12,8 +12,11 @@ from bloomery.checkpoint.fence import Writer
 from bloomery.config.recipe import KeepSection
 
 
-def apply_retention(root: Path, keep: KeepSection | None, *, writer: Writer | None = None) -> list[str]:
-    """Delete the complete checkpoints that `keep` does not ask for, never the newest; their names, oldest first."""
+def apply_retention(
+    root: Path, keep: KeepSection | None, *, writer: Writer | None = None, spare: Collection[int] = ()
+) -> list[str]:
+    """Delete the complete checkpoints that `keep` does not ask for, never the newest and none of `spare`; their names,
+    oldest first."""
     if keep is None:
         return []
     found = {folders.step_of(path): path for path in folders.complete_checkpoints(root)}
@@ -21,7 +24,7 @@ def apply_retention(root: Path, keep: KeepSection | None, *, writer: Writer | No
     kept = kept_steps(list(found), keep, losses)
     removed = []
     for step, path in sorted(found.items()):
-        if step not in kept:
+        if step not in kept and step not in spare:
             with writer.holding() if writer is not None else contextlib.nullcontext():
                 folders.condemn(path)
             folders.remove(path)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,9 +22,9 @@ class Tier:
     writer: Writer
     keep: KeepSection | None
 
-    def retain(self) -> list[str]:
+    def retain(self, spare: Collection[int] = ()) -> list[str]:
         """Delete what this tier need not keep; the names."""
-        return apply_retention(self.root, self.keep, writer=self.writer)
+        return apply_retention(self.root, self.keep, writer=self.writer, spare=spare)
 
 
 def tier_roots(section: CheckpointSection, run_folder: Path) -> dict[str, Path]:

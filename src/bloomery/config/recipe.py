@@ -285,6 +285,13 @@ class LocalTierSection(Section):
     """Newest checkpoints that are kept there."""
 
 
+class UploadSection(Section):
+    to: PathText
+    """Folder or fsspec URL for the checkpoints of this run alone, such as `s3://bucket/run`."""
+    every: Steps | None = None
+    """Only checkpoints at a multiple of this; omitted: all of the run folder."""
+
+
 class CheckpointSection(Section):
     phases: list[PhaseSection] = Field(default=[PhaseSection(every=Amount(1000, "steps"))], min_length=1)
     """When to save. A run also saves when it stops."""
@@ -292,6 +299,8 @@ class CheckpointSection(Section):
     """What to keep; omitted: everything."""
     local: LocalTierSection | None = None
     """A faster place, saved to more often; a restart goes on from the newest complete checkpoint of both."""
+    upload: UploadSection | None = None
+    """Copy complete checkpoints to another place; a start fetches the newest from there if it has none as new."""
     failure_every: WallClock | None = None
     """Mean time between failures of the whole job, for `every: auto`; omitted: 50,000 hours divided by the devices."""
     timeout: WallClock = Duration(1800.0)

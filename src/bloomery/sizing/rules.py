@@ -324,6 +324,7 @@ def intervals(recipe: Recipe, draft: Draft) -> Iterator[Finding]:
     amounts |= {path: every for path, every in phases.items() if every != "auto"}
     amounts |= {"checkpoint.failure_every": checkpoint.failure_every, "checkpoint.timeout": checkpoint.timeout}
     amounts |= {"checkpoint.local.every": checkpoint.local.every if checkpoint.local else None}
+    amounts |= {"checkpoint.upload.every": checkpoint.upload.every if checkpoint.upload else None}
     for path, amount in amounts.items():
         size = amount.seconds if isinstance(amount, Duration) else amount.count if amount else 1
         if size <= 0:

@@ -13,6 +13,7 @@ import torch
 from bloomery.base.accelerator import memory_bytes
 from bloomery.checkpoint.saver import Saver
 from bloomery.checkpoint.tiers import Tier
+from bloomery.checkpoint.upload import Uploader
 from bloomery.config.recipe import Recipe
 from bloomery.data.batch import GlobalBatch, Source
 from bloomery.data.blend import TimelessBlend
@@ -52,6 +53,7 @@ class Run:
     durable: Tier
     local: Tier | None
     """A faster place for checkpoints, saved to more often."""
+    uploader: Uploader | None
     recipe_text: str
     journal: Journal
     meter: IntervalMeter

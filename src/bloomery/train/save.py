@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import time
+from functools import partial
 
 from bloomery.base.ranks import ALONE
 from bloomery.checkpoint.fence import FencedError
+from bloomery.checkpoint.folder import step_name
 from bloomery.checkpoint.save import agreed
 from bloomery.checkpoint.saver import SaveOutcome
 from bloomery.checkpoint.tiers import Tier
+from bloomery.checkpoint.upload import UploadOutcome
 from bloomery.monitor import names
 from bloomery.sizing.cadence import cadence, seconds_between_failures
 from bloomery.train.run import Run
@@ -22,6 +25,8 @@ _FIRST_AUTO_STEPS = 20
 def save_if_due(run: Run, state: TrainState) -> None:
     """Asked once after every step: tell what came of saves, and begin one if the plan or a user wants it."""
     hear_of_saves(run, state, run.saver.poll())
+    if run.uploader is not None:
+        hear_of_uploads(run, run.uploader.poll())
     asked = run.stop.take_save_request()
     if asked or run.plan.is_save_step(state.step) or _auto_due(run, state):
         save(run, state)
@@ -38,11 +43,15 @@ def save(run: Run, state: TrainState, *, last: bool = False, keep_all: bool = Fa
     """
     if last:
         hear_of_saves(run, state, run.saver.wait())
-    if state.step in (state.saved_step, state.saving_step):
-        return
-    _begin(run, state, run.durable, keep_all=keep_all)
-    if not last:
-        return
+    if state.step not in (state.saved_step, state.saving_step):
+        _begin(run, state, run.durable, keep_all=keep_all)
+        if last:
+            _wait_for_last_save(run, state)
+    if last and run.uploader is not None:
+        hear_of_uploads(run, run.uploader.wait(run.recipe.checkpoint.timeout.seconds))
+
+
+def _wait_for_last_save(run: Run, state: TrainState) -> None:
     outcomes = run.saver.wait()
     error = agreed(ALONE, outcomes[-1].error)
     hear_of_saves(run, state, outcomes, last=True)
@@ -106,8 +115,26 @@ def _begin(run: Run, state: TrainState, tier: Tier, *, keep_all: bool = False) -
                 "validation": state.validation,
             },
             after=[run.folder / names.METRICS_FILE, run.folder / names.EVENTS_FILE],
-            then=None if suspicious else tier.retain,
+            then=partial(_after_save, run, tier, state.step, suspicious=suspicious),
         )
+
+
+def _after_save(run: Run, tier: Tier, step: int, *, suspicious: bool) -> list[str]:
+    """In the thread, when a checkpoint is complete: send it away, and delete what need not be kept."""
+    uploader = run.uploader if tier is run.durable else None
+    if uploader is not None:
+        uploader.offer(tier.root / step_name(step))
+    return [] if suspicious else tier.retain(spare=uploader.protected() if uploader else ())
+
+
+def hear_of_uploads(run: Run, outcomes: list[UploadOutcome]) -> None:
+    for outcome in outcomes:
+        facts = {"to": outcome.to, "seconds": outcome.seconds}
+        if outcome.error:
+            run.journal.event("upload_failed", outcome.step, reason=outcome.error, **facts)
+            run.journal.warning(f"step {outcome.step:,} could not be copied to {outcome.to}: {outcome.error}")
+        else:
+            run.journal.event("upload", outcome.step, **facts)
 
 
 def _local_due(run: Run, state: TrainState) -> bool:

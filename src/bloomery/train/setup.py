@@ -17,11 +17,12 @@ from bloomery.base.storage import locked, make_run_folder, write_atomically
 from bloomery.base.units import Duration, format_count
 from bloomery.checkpoint.choose import tidy
 from bloomery.checkpoint.fence import take_over
-from bloomery.checkpoint.folder import RETIRED
+from bloomery.checkpoint.folder import RETIRED, complete_checkpoints, step_of
 from bloomery.checkpoint.load import load_pieces
 from bloomery.checkpoint.save import estimate_save_seconds
 from bloomery.checkpoint.saver import Saver
 from bloomery.checkpoint.tiers import Tier, kept_in, tier_roots
+from bloomery.checkpoint.upload import Uploader, fetch_newest
 from bloomery.config.describe import as_yaml, fingerprint
 from bloomery.config.recipe import Recipe
 from bloomery.data.batch import Source
@@ -61,6 +62,7 @@ def prepared_run(
         make_run_folder(folder / "control")
         closing.enter_context(locked(folder))
         roots = tier_roots(recipe.checkpoint, folder)
+        fetched = _fetch(recipe, roots)
         past = find_past(recipe, list(roots.values()), wanted=start_from)
         state = past.state
         data = closing.enter_context(
@@ -81,6 +83,8 @@ def prepared_run(
             for warning in data.warnings:
                 journal.warning(warning)
             tiers = _tiers(recipe, roots, past, journal)
+            if fetched is not None and recipe.checkpoint.upload is not None:
+                journal.event("fetched", past.state.step, folder=fetched.name, source=recipe.checkpoint.upload.to)
             write_atomically(folder / "recipe.yaml", as_yaml(recipe))
             runner, optimizer = _runner_and_optimizer(recipe, target, past)
             timeout_seconds = recipe.checkpoint.timeout.seconds
@@ -112,6 +116,7 @@ def prepared_run(
                     saver=saver,
                     durable=tiers["durable"],
                     local=tiers.get("local"),
+                    uploader=_uploader(recipe, tiers["durable"]),
                     recipe_text=as_yaml(recipe),
                     journal=journal,
                     meter=IntervalMeter(past.interval),
@@ -140,6 +145,22 @@ def _errors_told(journal: Journal, state: TrainState, device: torch.device) -> I
         if problem is not None:
             raise RecipeError(problem) from error
         raise
+
+
+def _fetch(recipe: Recipe, roots: Mapping[str, Path]) -> Path | None:
+    """Bring the newest checkpoint from where they are copied to, if it is newer than all that are here."""
+    upload = recipe.checkpoint.upload
+    if upload is None:
+        return None
+    newest = max((step_of(path) for root in roots.values() for path in complete_checkpoints(root)), default=-1)
+    return fetch_newest(upload.to, roots["durable"], newer_than=newest)
+
+
+def _uploader(recipe: Recipe, tier: Tier) -> Uploader | None:
+    upload = recipe.checkpoint.upload
+    if upload is None:
+        return None
+    return Uploader(upload.to, every_steps=upload.every.count if upload.every else None, writer=tier.writer)
 
 
 def _finishing(saver: Saver) -> Callable[..., None]:
