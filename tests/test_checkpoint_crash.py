@@ -82,6 +82,9 @@ def test_kill_9_at_random_points_leaves_a_complete_newest_checkpoint(
         ranks = [FORK.Process(target=save_for_ever, args=args) for args in arguments]
         for process in ranks:
             process.start()
+        deadline = time.monotonic() + 20  # every other round succeeds at least once, however slow the machine is
+        while i % 2 and folders.read_latest(tmp_path) in (None, folders.step_name(newest)):
+            assert time.monotonic() < deadline
         time.sleep(0.02 + 0.15 * chance.random())  # the random point, not a proof
         dying = ranks if victims == "all" else [chance.choice(ranks)]
         for process in [*dying, *ranks]:
@@ -109,7 +112,7 @@ def test_kill_9_at_random_points_leaves_a_complete_newest_checkpoint(
         assert torch.equal(found, torch.full_like(found, float(step)))
         left = {path.name for path in tmp_path.iterdir()} - {"latest", ".writer", ".writer.lock"}
         assert left == {path.name for path in folders.complete_checkpoints(tmp_path)}
-    assert newest > rounds / 2  # saves did succeed in between
+    assert newest >= rounds // 2  # saves did succeed in between
 
 
 def test_a_training_that_is_killed_again_and_again_is_the_one_that_never_was(workshop: Workshop) -> None:
@@ -119,7 +122,7 @@ def test_a_training_that_is_killed_again_and_again_is_the_one_that_never_was(wor
     for _ in range(3):
         process = start_training(workshop, run, every)
         steps = (run / "metrics.jsonl").read_bytes().count(b"\n") if (run / "metrics.jsonl").exists() else 0
-        wait_for_steps(run, steps + chance.randint(1, 20), process)
+        wait_for_steps(run, steps + chance.randint(1, 6), process)
         process.kill()
         process.communicate()
     end = folders.step_of(folders.latest_checkpoint(run / "checkpoints") or Path("step-0")) + 2
@@ -201,22 +204,22 @@ def test_a_zombie_training_is_stopped_by_a_newer_start(workshop: Workshop) -> No
 
 def test_a_faster_place_is_saved_to_more_often_and_gone_on_from(workshop: Workshop) -> None:
     local = workshop.folder / "nvme"
-    tiers = f"checkpoint={{phases: [{{every: 10 steps}}], local: {{path: {local}, every: 2 steps, keep: 2}}}}"
+    tiers = f"checkpoint={{phases: [{{every: 6 steps}}], local: {{path: {local}, every: 2 steps, keep: 2}}}}"
     run = workshop.folder / "run"
     process = start_training(workshop, run, tiers)
-    wait_for_steps(run, 17, process)
+    wait_for_steps(run, 9, process)
     process.kill()
     process.communicate()
     (place,) = local.iterdir()
     fast = [folders.step_of(path) for path in folders.complete_checkpoints(place)]
-    assert fast[-1] >= 14
+    assert fast[-1] >= 4  # a save waits for the one before: 4 was whole when 6 began
     assert len(fast) <= 3  # two, and one that the kill kept from being deleted
-    assert all(step % 2 == 0 and step % 10 for step in fast)
+    assert all(step % 2 == 0 and step % 6 for step in fast)
     same = ("train.for=1000000 steps", "lr.decay=null", tiers)
     workshop.train(*same, "train.exit_after=1 steps")
     resumed = workshop.events(run, "start")[-1]["resumed_from"]
-    newest = max(*fast, folders.step_of(folders.complete_checkpoints(run / "checkpoints")[-2]))
-    assert resumed == folders.step_name(newest)
+    durable = [folders.step_of(path) for path in folders.complete_checkpoints(run / "checkpoints")][:-1]
+    assert resumed == folders.step_name(max(fast + durable))
     assert {event["tier"] for event in workshop.events(run, "save")} == {"durable", "local"}
     end = folders.step_of(folders.latest_checkpoint(run / "checkpoints") or Path("step-0"))
     assert_same_tensors(run, workshop.train(*same, f"train.exit_after={end} steps", run="whole"))

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from bloomery.base.errors import DataError, Problem
+from bloomery.base.ranks import ALONE, Ranks
 from bloomery.checkpoint.choose import Choice, newest_good
 from bloomery.checkpoint.folder import checkpoint_named, verify
 from bloomery.checkpoint.load import read_recipe_of, read_state
@@ -47,14 +48,16 @@ class Past:
     """Newer checkpoints that cannot be used, and why."""
 
 
-def find_past(recipe: Recipe, roots: Sequence[Path], *, wanted: str | None) -> Past:
-    """The checkpoint called `wanted`, else the newest that is whole; of this very training. DataError if it is not."""
+def find_past(recipe: Recipe, roots: Sequence[Path], *, wanted: str | None, ranks: Ranks = ALONE) -> Past:
+    """The checkpoint called `wanted`, else the newest that is whole; of this very training. DataError if it is not.
+
+    All ranks call it: they share the work of verifying."""
     if wanted:
         named = checkpoint_named(roots, wanted)
-        verify(named)
+        verify(named, ranks=ranks)
         choice = Choice(named)
     else:
-        choice = newest_good(roots)
+        choice = newest_good(roots, ranks=ranks)
     checkpoint = choice.folder
     if checkpoint is None:
         scale = LossScale.start(recipe.loss_scale) if recipe.precision == "fp16" else None

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from bloomery.base.accelerator import memory_bytes
+from bloomery.base.ranks import Ranks
 from bloomery.checkpoint.saver import Saver
 from bloomery.checkpoint.tiers import Tier
 from bloomery.checkpoint.upload import Uploader
@@ -49,6 +50,7 @@ class Run:
     validation: Mapping[str, Source]
     validation_samples: Mapping[str, int]
     """Samples evaluated per group: whole micro-batches, at most one epoch."""
+    ranks: Ranks
     saver: Saver
     durable: Tier
     local: Tier | None

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from functools import partial
 
-from bloomery.base.ranks import ALONE
 from bloomery.checkpoint.fence import FencedError
 from bloomery.checkpoint.folder import step_name
 from bloomery.checkpoint.save import agreed
@@ -13,7 +12,7 @@ from bloomery.checkpoint.saver import SaveOutcome
 from bloomery.checkpoint.tiers import Tier
 from bloomery.checkpoint.upload import UploadOutcome
 from bloomery.monitor import names
-from bloomery.sizing.cadence import cadence, seconds_between_failures
+from bloomery.sizing.cadence import Cadence, cadence, seconds_between_failures
 from bloomery.train.run import Run
 from bloomery.train.state import TrainState
 from bloomery.train.step import settle
@@ -43,6 +42,7 @@ def save(run: Run, state: TrainState, *, last: bool = False, keep_all: bool = Fa
     """
     if last:
         hear_of_saves(run, state, run.saver.wait())
+        state.saved_step = run.ranks.broadcast(state.saved_step)  # the first one knows what came of it
     if state.step not in (state.saved_step, state.saving_step):
         _begin(run, state, run.durable, keep_all=keep_all)
         if last:
@@ -53,7 +53,7 @@ def save(run: Run, state: TrainState, *, last: bool = False, keep_all: bool = Fa
 
 def _wait_for_last_save(run: Run, state: TrainState) -> None:
     outcomes = run.saver.wait()
-    error = agreed(ALONE, outcomes[-1].error)
+    error = agreed(run.ranks, outcomes[-1].error)
     hear_of_saves(run, state, outcomes, last=True)
     if error is not None:
         raise error
@@ -95,7 +95,7 @@ def _begin(run: Run, state: TrainState, tier: Tier, *, keep_all: bool = False) -
         run.saver.stage(run.optimizer.pieces())  # the copies are queued before `settle` waits for the step to end
     settle(run, state)
     if tier is run.durable:
-        state.saving_step = state.step
+        state.saving_step = state.begun_step = state.step
         _choose_cadence(run, state)
     blend = run.blend.state.to_json() if run.blend else None
     suspicious = keep_all or state.nan_steps_in_a_row > 0
@@ -110,7 +110,7 @@ def _begin(run: Run, state: TrainState, tier: Tier, *, keep_all: bool = False) -
                 "consumed_samples": state.consumed_samples,
                 "consumed_tokens": state.consumed_samples * run.plan.seq_length,
                 "fingerprint": run.start_facts["fingerprint"],
-                "layout": run.recipe.parallel.model_dump(),
+                "layout": {"ranks": run.ranks.size, **run.recipe.parallel.model_dump()},
                 "time": time.time(),
                 "validation": state.validation,
             },
@@ -143,25 +143,28 @@ def _local_due(run: Run, state: TrainState) -> bool:
 
 
 def _auto_due(run: Run, state: TrainState) -> bool:
-    if not run.plan.decides_saves_at(state.step):
-        return False
-    newest = state.saving_step if state.saving_step is not None else state.saved_step or 0
-    return state.step - newest >= (state.auto_every_steps or _FIRST_AUTO_STEPS)
+    every = state.auto_every_steps or _FIRST_AUTO_STEPS
+    return run.plan.decides_saves_at(state.step) and state.step - state.begun_step >= every
 
 
 def _choose_cadence(run: Run, state: TrainState) -> None:
     """Decide, at a save of `every: auto`, when the next one will be, from what the saves before have cost."""
-    if not run.plan.decides_saves_at(state.step) or state.save_costs is None or not run.stop.step_seconds:
+    if not run.plan.decides_saves_at(state.step):
         return
-    failure_seconds = seconds_between_failures(run.recipe.checkpoint.failure_every, num_devices=1)
-    blocking, persist = state.save_costs
-    chosen = cadence(
-        blocking_seconds=blocking,
-        persist_seconds=persist,
-        step_seconds=run.stop.step_seconds,
-        failure_seconds=failure_seconds,
-    )
-    if chosen.every_steps != state.auto_every_steps:
+    chosen = run.ranks.broadcast(_cadence_as_measured(run, state))
+    if chosen is not None and chosen.every_steps != state.auto_every_steps:
         state.auto_every_steps = chosen.every_steps
         run.journal.event("cadence", state.step, every_steps=chosen.every_steps, reasoning=chosen.reasoning)
         run.journal.notice(f"checkpoints every {chosen.every_steps:,} steps: {chosen.reasoning}")
+
+
+def _cadence_as_measured(run: Run, state: TrainState) -> Cadence | None:
+    if state.save_costs is None or not run.stop.step_seconds:
+        return None
+    blocking, persist = state.save_costs
+    return cadence(
+        blocking_seconds=blocking,
+        persist_seconds=persist,
+        step_seconds=run.stop.step_seconds,
+        failure_seconds=seconds_between_failures(run.recipe.checkpoint.failure_every, num_devices=run.ranks.size),
+    )

@@ -13,6 +13,7 @@ import torch
 import bloomery
 from bloomery.base.accelerator import device_name, out_of_memory_problem, pick_device
 from bloomery.base.errors import BloomeryError, DataError, Problem, RecipeError, StorageError
+from bloomery.base.ranks import ALONE, Ranks
 from bloomery.base.storage import locked, make_run_folder, write_atomically
 from bloomery.base.units import Duration, format_count
 from bloomery.checkpoint.choose import tidy
@@ -62,8 +63,9 @@ def prepared_run(
         make_run_folder(folder / "control")
         closing.enter_context(locked(folder))
         roots = tier_roots(recipe.checkpoint, folder)
-        fetched = _fetch(recipe, roots)
-        past = find_past(recipe, list(roots.values()), wanted=start_from)
+        ranks = ALONE
+        fetched = _fetch(recipe, roots, ranks)
+        past = find_past(recipe, list(roots.values()), wanted=start_from, ranks=ranks)
         state = past.state
         data = closing.enter_context(
             open_data(recipe, blend_state=past.blend, consumed_samples=state.consumed_samples, before=past.recipe)
@@ -88,7 +90,7 @@ def prepared_run(
             write_atomically(folder / "recipe.yaml", as_yaml(recipe))
             runner, optimizer = _runner_and_optimizer(recipe, target, past)
             timeout_seconds = recipe.checkpoint.timeout.seconds
-            saver = Saver(optimizer.pieces(), device=target, timeout_seconds=timeout_seconds)
+            saver = Saver(optimizer.pieces(), device=target, ranks=ranks, timeout_seconds=timeout_seconds)
             closing.push(_finishing(saver))
             loader = Loader(
                 data.train,
@@ -113,6 +115,7 @@ def prepared_run(
                     source_keys=data.train.keys,
                     validation=data.validation,
                     validation_samples=_validation_samples(recipe, data.validation),
+                    ranks=ranks,
                     saver=saver,
                     durable=tiers["durable"],
                     local=tiers.get("local"),
@@ -147,13 +150,13 @@ def _errors_told(journal: Journal, state: TrainState, device: torch.device) -> I
         raise
 
 
-def _fetch(recipe: Recipe, roots: Mapping[str, Path]) -> Path | None:
+def _fetch(recipe: Recipe, roots: Mapping[str, Path], ranks: Ranks) -> Path | None:
     """Bring the newest checkpoint from where they are copied to, if it is newer than all that are here."""
     upload = recipe.checkpoint.upload
     if upload is None:
         return None
     newest = max((step_of(path) for root in roots.values() for path in complete_checkpoints(root)), default=-1)
-    return fetch_newest(upload.to, roots["durable"], newer_than=newest)
+    return fetch_newest(upload.to, roots["durable"], newer_than=ranks.broadcast(newest), ranks=ranks)
 
 
 def _uploader(recipe: Recipe, tier: Tier) -> Uploader | None:

@@ -73,6 +73,8 @@ class TrainState:
     """The step of the newest checkpoint; not saved itself."""
     saving_step: int | None = None
     """The step whose checkpoint is being written; not saved itself."""
+    begun_step: int = 0
+    """The step of the newest checkpoint that was begun, whatever came of it; not saved itself."""
 
     @property
     def lr_samples(self) -> int:
@@ -81,7 +83,7 @@ class TrainState:
     def to_json(self) -> dict[str, Any]:
         assert self.pending is None, "settle before saving"
         facts = asdict(self)
-        del facts["pending"], facts["saved_step"], facts["saving_step"]
+        del facts["pending"], facts["saved_step"], facts["saving_step"], facts["begun_step"]
         return facts
 
     @classmethod
@@ -89,5 +91,5 @@ class TrainState:
         own = {key: value for key, value in facts.items() if key not in ("interval", "blend", "loss_scale")}
         scale = facts["loss_scale"]
         state = cls(**own, loss_scale=LossScale(**scale) if scale else None)
-        state.saved_step = state.step
+        state.saved_step = state.begun_step = state.step
         return state
