@@ -163,6 +163,28 @@ def test_what_follows_a_complete_save_runs_in_the_thread(tmp_path: Path) -> None
     assert set(manifest["versions"]) == {"bloomery", "torch"}
 
 
+def test_older_ones_that_cannot_be_deleted_do_not_undo_a_save(tmp_path: Path) -> None:
+    pieces = {"w": Piece.whole(torch.ones(4))}
+    saver = Saver(pieces, device=CPU)
+
+    def then() -> list[str]:
+        raise PermissionError(13, "Permission denied", "step-00000000")
+
+    begin(saver, tmp_path, 1, pieces, then=then)
+    (outcome,) = saver.wait()
+    assert outcome.error is None
+    assert "Permission denied" in outcome.retention_trouble
+    folders.verify(outcome.folder)
+
+
+def in_the_end(saver: Saver) -> SaveOutcome:
+    """What came of it, also if it was late on the way."""
+    outcomes = saver.wait()
+    while saver.step_in_flight is not None:
+        outcomes += saver.wait()
+    return outcomes[-1]
+
+
 def shard(rank: int, ranks: int) -> dict[str, Piece]:
     return {"w": Piece(torch.full((2,), float(rank)), (2 * ranks,), (2 * rank,))}
 
@@ -178,7 +200,7 @@ def on_ranks(size: int, root: Path, act: Callable[[Saver, Any, dict[str, Piece]]
 def saved(root: Path) -> Callable[[Saver, Any, dict[str, Piece]], StorageError | None]:
     def act(saver: Saver, ranks: Any, pieces: dict[str, Piece]) -> StorageError | None:
         begin(saver, root, 5, pieces)
-        return agreed(ranks, saver.wait()[-1].error)
+        return agreed(ranks, in_the_end(saver).error)
 
     return act
 
@@ -214,7 +236,7 @@ def test_a_rank_whose_part_never_comes_is_named(tmp_path: Path) -> None:
         if ranks.rank == 1:
             return None
         begin(saver, tmp_path, 5, pieces)
-        return saver.wait()[-1]
+        return in_the_end(saver)
 
     first, _, third = on_ranks(3, tmp_path, act, timeout_seconds=0.5)
     assert "on rank 1: its part did not come within" in str(first.error)

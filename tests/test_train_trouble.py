@@ -181,3 +181,16 @@ def test_too_little_validation_text_is_an_error(workshop: Workshop, capsys: pyte
     few = ("data.validation={few: [{path: tiny}]}", "train.evaluate={every: 2 steps}")
     workshop.train(*few, "batch={micro_batch_size: 32, global_batch_size: 32}", code=3)
     assert "validation group few" in said(capsys)
+
+
+def test_checkpoints_that_cannot_be_deleted_are_a_warning(
+    workshop: Workshop, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuses(folder: Path) -> None:
+        raise PermissionError(13, "Permission denied", str(folder))
+
+    monkeypatch.setattr(folders, "condemn", refuses)
+    run = workshop.train("train.for=4 steps", "checkpoint={phases: [{every: 1 steps}], keep: {last: 1}}")
+    assert "older checkpoints could not be deleted" in capsys.readouterr().out
+    assert workshop.events(run, "retention_failed")
+    assert len(folders.complete_checkpoints(run / "checkpoints")) == 4

@@ -50,6 +50,8 @@ class SaveOutcome:
     """Of all ranks."""
     removed: tuple[str, ...] = ()
     """Checkpoints that retention deleted afterwards."""
+    retention_trouble: str = ""
+    """The checkpoint is complete, but older ones could not be deleted."""
 
 
 @dataclass
@@ -200,6 +202,7 @@ class Saver:
         job, started = flight.job, time.monotonic()
         trouble: Exception | None = None
         removed: list[str] = []
+        retention_trouble = ""
         try:
             self._image.wait()
             write_part(job, self._held, self._image.layout, self._image.blocks())
@@ -208,10 +211,15 @@ class Saver:
         if job.rank == 0:
             try:
                 complete(job, trouble)
-                removed = then() if then else []
+                try:
+                    removed = then() if then else []
+                except OSError as caught:
+                    retention_trouble = str(caught)
             except Exception as caught:
                 trouble = caught
                 abandon(job)
         error = job.failed(Trouble.of(trouble, job.rank)) if trouble is not None else None
         seconds = time.monotonic() - started
-        flight.outcome = SaveOutcome(job.step, job.final, error, 0.0, seconds, job.total_bytes, tuple(removed))
+        flight.outcome = SaveOutcome(
+            job.step, job.final, error, 0.0, seconds, job.total_bytes, tuple(removed), retention_trouble
+        )

@@ -77,6 +77,9 @@ def hear_of_saves(run: Run, state: TrainState, outcomes: list[SaveOutcome], *, l
             state.saved_step = outcome.step
             state.save_seconds = max(seconds, state.save_seconds or 0.0)
             state.save_costs = (outcome.blocking_seconds, outcome.persist_seconds)
+        if outcome.retention_trouble:
+            run.journal.event("retention_failed", outcome.step, reason=outcome.retention_trouble)
+            run.journal.warning(f"older checkpoints could not be deleted: {outcome.retention_trouble}")
         run.journal.event(
             "save",
             outcome.step,
