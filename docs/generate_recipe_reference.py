@@ -25,6 +25,7 @@ _ALIASES = {
     recipe.Steps: "amount (steps)",
     recipe.WallClock: "duration",
     recipe.AmountOrDuration: "amount, duration",
+    recipe.StepsOrAuto: "amount (steps), `auto`",
 }
 _BY_VALIDATOR = {id(get_args(alias)[1]): words for alias, words in _ALIASES.items()}
 """An amount is known by its validator: that is where the units it takes are fixed."""

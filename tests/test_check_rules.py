@@ -133,6 +133,10 @@ CASES: list[tuple[str, list[str], str, str, str]] = [
     ("intervals", ["train.exit_after=0s"], "train.exit_after is 0s", "more than nothing", "10 steps"),
     ("intervals", ["checkpoint.keep.every=0 steps"], "checkpoint.keep.every is 0 steps", "more than nothing", "10 steps"),
     ("intervals", ["precision=fp16", "loss_scale.window=0 steps"], "loss_scale.window is 0 steps", "more than nothing", "10 steps"),
+    ("intervals", ["checkpoint.timeout=0s"], "checkpoint.timeout is 0s", "more than nothing", "1h"),
+    ("intervals", ["checkpoint.failure_every=0s"], "checkpoint.failure_every is 0s", "more than nothing", "1h"),
+    ("intervals", ["checkpoint.local={path: x, every: 0 steps}"], "checkpoint.local.every is 0 steps", "more than nothing", "10 steps"),
+    ("intervals", ["checkpoint.upload={to: x, every: 0 steps}"], "checkpoint.upload.every is 0 steps", "more than nothing", "10 steps"),
     ("intervals", ["launch.time_limit=0s", "train.exit_after=null"], "launch.time_limit is 0s", "more than nothing", "1h"),
 ]  # fmt: skip
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +18,13 @@ from bloomery.base.errors import DataError, StorageError
 from bloomery.base.piece import Piece
 from bloomery.base.ranks import ALONE
 from bloomery.checkpoint import folder as folders
+from bloomery.checkpoint import persist as persist_module
 from bloomery.checkpoint import save as save_module
 from bloomery.checkpoint.boxes import Box, why_not_whole
 from bloomery.checkpoint.index import index_text, merge, read_index, report
 from bloomery.checkpoint.load import load_pieces
 from bloomery.checkpoint.save import estimate_save_seconds, save_checkpoint
-from bloomery.checkpoint.tensor_file import DTYPES, TensorFile, write_tensors
+from bloomery.checkpoint.tensor_file import DTYPES, FileLayout, TensorFile, raw_bytes, write_file
 from threads_as_ranks import together
 
 WHOLE: dict[str, Tensor] = {
@@ -117,8 +119,10 @@ def test_a_thousand_pieces_load_like_one(tmp_path: Path) -> None:
     reports = []
     for rank, own in enumerate(held):
         name = f"tensors-{rank:05d}.safetensors"
-        facts = write_tensors(tmp_path / name, {key: piece.tensor for key, piece in own.items()})
-        reports.append(report(own, name, facts))
+        tensors_of_rank = {key: piece.tensor for key, piece in own.items()}
+        layout = FileLayout.of(tensors_of_rank)
+        facts = write_file(tmp_path / name, layout, (raw_bytes(tensors_of_rank[key]) for key in layout.order))
+        reports.append(replace(report(own), file=name, facts=facts))
     (tmp_path / "index.json").write_text(index_text(merge(reports)))
     for ranks in (1, 12):
         wanted = blank(cuttings(tensors, ranks, 5))
@@ -220,17 +224,17 @@ def test_ranks_that_disagree_about_a_tensor_are_refused(tmp_path: Path) -> None:
 def test_trouble_on_one_rank_is_the_same_error_on_all(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: int
 ) -> None:
-    original = save_module.write_tensors
+    original = persist_module.write_file
 
-    def fails(path: Path, tensors: Mapping[str, Tensor]) -> Any:
+    def fails(path: Path, *rest: Any) -> Any:
         if path.name == f"tensors-{failing:05d}.safetensors":
             path.write_bytes(b"half")
             raise OSError(28, "No space left on device")
-        return original(path, tensors)
+        return original(path, *rest)
 
     held = [{"w": Piece(torch.ones(2), (8,), (2 * rank,))} for rank in range(4)]
     (first, *_) = save(tmp_path, held, step=1)
-    monkeypatch.setattr(save_module, "write_tensors", fails)
+    monkeypatch.setattr(persist_module, "write_file", fails)
     raised = save(tmp_path, held, step=2)
     texts = {str(error).split("KiB")[0] for error in raised}
     assert all(isinstance(error, StorageError) for error in raised)

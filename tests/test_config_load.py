@@ -352,7 +352,7 @@ def test_an_error_names_place_value_rule_and_remedy(write: Write) -> None:
         # the right name in the wrong section
         (SMALL + "micro_batch_size: 4\n", 19, "micro_batch_size", "batch.micro_batch_size"),
         (changed("  peak: 1e-3", "  peak: 1e-3\n  eps: 1e-8"), 17, "lr.eps", "optimizer.eps"),
-        (SMALL + "checkpoint: {every: 10 steps}\n", 19, "checkpoint.every", "checkpoint.phases.0.every or checkpoint.keep.every"),
+        (SMALL + "checkpoint: {every: 10 steps}\n", 19, "checkpoint.every", "checkpoint.phases.0.every or checkpoint.keep.every or checkpoint.local.every"),
         (SMALL + "global_batchsize: 4\n", 19, "global_batchsize", "batch.global_batch_size"),
         (SMALL + "batch.micro_batch_size: 4\n", 19, "batch.micro_batch_size", "batch.micro_batch_size"),
     ],

@@ -71,12 +71,11 @@ def test_resuming_with_another_model_names_every_difference(
     assert "Traceback" not in said
 
 
-@pytest.mark.parametrize("damage", ["missing", "short", "changed"])
-def test_a_damaged_checkpoint_is_refused_by_name(
-    workshop: Workshop, capsys: pytest.CaptureFixture[str], damage: str
-) -> None:
-    run = workshop.train("train.for=4 steps", "checkpoint.phases=[{every: 2 steps}]")
-    tensors = next((run / "checkpoints" / "step-00000004").glob("*.safetensors"))
+DAMAGES = ["missing", "short", "changed"]
+
+
+def do_damage(folder: Path, damage: str) -> Path:
+    tensors = next(folder.glob("*.safetensors"))
     if damage == "missing":
         tensors.unlink()
     elif damage == "short":
@@ -85,11 +84,67 @@ def test_a_damaged_checkpoint_is_refused_by_name(
         content = bytearray(tensors.read_bytes())
         content[len(content) // 2] ^= 1
         tensors.write_bytes(content)
-    workshop.train("train.for=6 steps", code=3)
+    return tensors
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_checkpoint_is_named_put_aside_and_the_one_before_is_used(
+    workshop: Workshop, capsys: pytest.CaptureFixture[str], damage: str
+) -> None:
+    every_two = "checkpoint.phases=[{every: 2 steps}]"
+    run = workshop.train("train.for=6 steps", "train.exit_after=4 steps", every_two)
+    do_damage(run / "checkpoints" / "step-00000004", damage)
+    workshop.train("train.for=6 steps", every_two)
+    assert workshop.events(run, "start")[1]["resumed_from"] == "step-00000002"
+    event = workshop.events(run, "damaged")[-1]
+    assert event["folder"] == "step-00000004"
+    assert "tensors-00000.safetensors" in event["reasons"][0]
+    said = capsys.readouterr().out
+    assert "step-00000004 is damaged (tensors-00000.safetensors" in said
+    names = sorted(path.name for path in (run / "checkpoints").iterdir() if not path.name.startswith("."))
+    assert names == ["damaged-step-00000004", "latest", "step-00000002", "step-00000004", "step-00000006"]
+    assert_same_tensors(run, workshop.train("train.for=6 steps", run="whole"))
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_checkpoint_that_was_asked_for_is_refused_by_name(
+    workshop: Workshop, capsys: pytest.CaptureFixture[str], damage: str
+) -> None:
+    run = workshop.train("train.for=4 steps", "checkpoint.phases=[{every: 2 steps}]")
+    tensors = do_damage(run / "checkpoints" / "step-00000004", damage)
+    workshop.train("train.for=6 steps", start_from="4", code=3)
     said = capsys.readouterr().err
     assert tensors.name in said
     assert "step-00000002" in said
     assert "Traceback" not in said
+
+
+def test_a_run_whose_checkpoints_are_all_damaged_does_not_start_from_the_beginning(
+    workshop: Workshop, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = workshop.train("train.for=4 steps", "checkpoint.phases=[{every: 2 steps}]")
+    for folder in (run / "checkpoints").glob("step-*"):
+        do_damage(folder, "changed")
+    for _ in range(2):  # the second start says the same
+        workshop.train("train.for=6 steps", code=3)
+        said = capsys.readouterr().err
+        assert "all checkpoints of this run are damaged" in said
+        assert "step-00000002" in said
+        assert "step-00000004" in said
+
+
+@pytest.mark.parametrize("content", ["step-00000099\n", "", "\0\0\0", None, "step-00000002\n"])
+def test_latest_that_points_nowhere_or_back_is_mended(workshop: Workshop, content: str | None) -> None:
+    every_two = "checkpoint.phases=[{every: 2 steps}]"
+    run = workshop.train("train.for=6 steps", "train.exit_after=4 steps", every_two)
+    latest = run / "checkpoints" / "latest"
+    latest.unlink()
+    if content is not None:
+        latest.write_text(content)
+    workshop.train("train.for=6 steps", every_two, "train.exit_after=1 steps")
+    assert workshop.events(run, "start")[1]["resumed_from"] == "step-00000004"
+    assert workshop.events(run, "latest_mended")[-1]["said"] == (content or "").strip("\0\n")
+    assert latest.read_text() == "step-00000005\n"
 
 
 def test_a_half_written_checkpoint_is_ignored_and_replaced(workshop: Workshop) -> None:

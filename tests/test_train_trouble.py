@@ -140,7 +140,7 @@ def test_a_disk_that_fills_up_with_checkpoints_keeps_the_older_ones(
     assert [record["step"] for record in workshop.metrics(run)] == list(range(1, 17))
     newest = (run / "checkpoints" / "latest").read_text().strip()
     folders.verify(run / "checkpoints" / newest)
-    assert not list((run / "checkpoints").glob(".*"))  # no debris
+    assert not list((run / "checkpoints").glob(".step*"))  # no debris
     subprocess.run(["mount", "-o", "remount,size=8m", small_disk], check=True)
     workshop.train("train.for=16 steps", run="disk/run")
     assert (run / "checkpoints" / "latest").read_text() == "step-00000016\n"
@@ -195,3 +195,16 @@ def test_validation_uses_every_sample_of_a_small_group_whatever_the_batch(worksh
         folder = workshop.train(*few, f"batch={{micro_batch_size: {size}, global_batch_size: 8}}", run=f"run-{size}")
         losses += [record["losses"]["lm loss"] for record in workshop.metrics(folder, "validation")]
     assert losses == pytest.approx([losses[0]] * 3, rel=1e-6)
+
+
+def test_checkpoints_that_cannot_be_deleted_are_a_warning(
+    workshop: Workshop, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuses(folder: Path) -> None:
+        raise PermissionError(13, "Permission denied", str(folder))
+
+    monkeypatch.setattr(folders, "condemn", refuses)
+    run = workshop.train("train.for=4 steps", "checkpoint={phases: [{every: 1 steps}], keep: {last: 1}}")
+    assert "older checkpoints could not be deleted" in capsys.readouterr().out
+    assert workshop.events(run, "retention_failed")
+    assert len(folders.complete_checkpoints(run / "checkpoints")) == 4

@@ -9,9 +9,12 @@ import os
 import resource
 import sys
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from bloomery.base.errors import Problem, RecipeError
 from bloomery.base.units import format_bytes
@@ -66,6 +69,43 @@ def synchronize(device: torch.device) -> None:
     """Wait until the device is idle."""
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
+
+
+def host_memory(size: int, device: torch.device) -> Tensor:
+    """Bytes on the host that the device can copy into without the processor; the system cannot page them out. All of
+    them are really there: the first use is as fast as the next."""
+    return torch.empty(size, dtype=torch.uint8, pin_memory=device.type != "cpu").zero_()
+
+
+class CopyQueue:
+    """Copies from the device to the host that run beside its computation. On a CPU they are done at once."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.Stream(device) if device.type != "cpu" else None
+        self._done: torch.Event | None = None
+
+    @contextmanager
+    def after_all_so_far(self) -> Iterator[None]:
+        """Copies (`non_blocking=True`) within begin when the work queued so far is done, and hold nothing up."""
+        if self._stream is None:
+            yield
+            return
+        self._stream.wait_stream(torch.accelerator.current_stream(self._device))
+        with self._stream:
+            yield
+            self._done = torch.Event(self._device)
+            self._done.record(self._stream)
+
+    def hold_back(self) -> None:
+        """Let what is queued on the device from now on wait for the copies. Does not wait itself."""
+        if self._done is not None:
+            torch.accelerator.current_stream(self._device).wait_event(self._done)
+
+    def wait(self) -> None:
+        """Until the copies have arrived on the host."""
+        if self._done is not None:
+            self._done.synchronize()
 
 
 def out_of_memory_problem(error: BaseException, device: torch.device) -> Problem | None:

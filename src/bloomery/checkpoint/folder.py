@@ -10,7 +10,7 @@ import hashlib
 import json
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -32,23 +32,39 @@ def step_name(step: int) -> str:
     return f"step-{step:08d}"
 
 
+def is_step_name(name: str) -> bool:
+    return _NAME.match(name) is not None
+
+
+def step_of(folder: Path) -> int:
+    return int(folder.name.removeprefix("step-"))
+
+
 def complete_checkpoints(root: Path) -> list[Path]:
     """Folders with a manifest, oldest first. Anything else there is debris of a save that never finished."""
     if not root.is_dir():
         return []
     found = [path for path in root.iterdir() if _NAME.match(path.name) and (path / MANIFEST).is_file()]
-    return sorted(found, key=lambda path: int(path.name.removeprefix("step-")))
+    return sorted(found, key=step_of)
 
 
 def latest_checkpoint(root: Path) -> Path | None:
-    """The checkpoint to go on from: what `latest` names, or the newest complete one if `latest` is gone."""
-    pointer = root / LATEST
-    if pointer.is_file():
-        named = root / pointer.read_text(errors="replace").strip("\0 \n")
-        if (named / MANIFEST).is_file():
-            return named
+    """The newest complete one: what `latest` names, unless a crash or a hand came between."""
     whole = complete_checkpoints(root)
     return whole[-1] if whole else None
+
+
+def read_latest(root: Path) -> str | None:
+    """What `latest` says; None if there is no such file."""
+    try:
+        return (root / LATEST).read_text(errors="replace").strip("\0 \n")
+    except OSError:
+        return None
+
+
+def point_latest(folder: Path) -> None:
+    """Let `latest` name this checkpoint."""
+    write_atomically(folder.parent / LATEST, folder.name + "\n")
 
 
 def find_checkpoint(path: Path) -> Path:
@@ -74,26 +90,45 @@ def write_manifest(folder: Path, facts: dict[str, Any], files: Mapping[str, File
 
 
 def verify(folder: Path, *, ranks: Ranks = ALONE) -> None:
-    """Every file of the manifest is there, whole and unchanged; DataError names all that are not.
-
-    All ranks call it: each reads its share of the files, and all of them return or raise the same.
-    """
-    manifest = _read_manifest(folder)
-    if manifest.get("format") != FORMAT:
-        what = f"the checkpoint has format {manifest.get('format')!r}"
-        remedy = "use the version of Bloomery that saved it"
-        raise DataError(Problem(what, f"this Bloomery reads format {FORMAT}", remedy, str(folder)))
-    share = sorted(manifest["files"].items())[ranks.rank :: ranks.size]
-    found = [_damage(folder / name, expected) for name, expected in share]
-    problems = [Problem(text, place=str(folder)) for told in ranks.gather(found) for text in told if text]
-    if problems:
+    """DataError names every file that is missing, short or changed. All ranks call it, and all return or raise."""
+    found = damage(folder, ranks=ranks)
+    if found:
         whole = [path.name for path in complete_checkpoints(folder.parent) if path != folder]
         remedy = (
             f"go on from another with --from: {', '.join(whole)}"
             if whole
             else "there is no other checkpoint in this folder"
         )
+        problems = [Problem(text, place=str(folder)) for text in found]
         raise DataError([*problems, Problem(f"checkpoint {folder.name} is damaged", remedy=remedy, place=str(folder))])
+
+
+def damage(folder: Path, *, ranks: Ranks = ALONE) -> list[str]:
+    """What is wrong with the files of a checkpoint; nothing if it is whole and unchanged.
+
+    All ranks call it: each reads its share, all return the same. DataError if its format is not this version's.
+    """
+    manifest: dict[str, Any] | str = _manifest_or_damage(folder) if ranks.rank == 0 else ""
+    manifest = ranks.broadcast(manifest)
+    if isinstance(manifest, str):
+        return [manifest]
+    if manifest.get("format") != FORMAT:
+        what = f"the checkpoint has format {manifest.get('format')!r}"
+        remedy = "use the version of Bloomery that saved it"
+        raise DataError(Problem(what, f"this Bloomery reads format {FORMAT}", remedy, str(folder)))
+    share = sorted(manifest["files"].items())[ranks.rank :: ranks.size]
+    found = [_damage(folder / name, expected) for name, expected in share]
+    return sorted(text for told in ranks.gather(found) for text in told if text)
+
+
+def _manifest_or_damage(folder: Path) -> dict[str, Any] | str:
+    try:
+        manifest = json.loads((folder / MANIFEST).read_text())
+        if not isinstance(manifest, dict) or not isinstance(manifest.get("files"), dict):
+            raise ValueError("it has no list of files")
+    except (OSError, ValueError) as error:
+        return f"{MANIFEST} cannot be read: {error}"
+    return manifest
 
 
 def _damage(path: Path, expected: dict[str, Any]) -> str:
@@ -111,18 +146,24 @@ def _damage(path: Path, expected: dict[str, Any]) -> str:
     return "" if same else f"{path.name} has been changed since it was saved"
 
 
-def checkpoint_named(root: Path, name: str) -> Path:
-    """The complete checkpoint `step-00000100`, also called `100`. DataError lists those there are."""
+def checkpoint_named(roots: Sequence[Path], name: str) -> Path:
+    """The complete checkpoint `step-00000100`, also called `100`, in the first place that has it. DataError lists those
+    there are."""
     wanted = step_name(int(name)) if name.isdigit() else name
-    for path in complete_checkpoints(root):
+    whole = [path for root in roots for path in complete_checkpoints(root)]
+    for path in whole:
         if path.name == wanted:
             return path
-    have = ", ".join(path.name for path in complete_checkpoints(root)) or "none"
-    raise DataError(Problem(f"there is no complete checkpoint {wanted}", f"there are: {have}", "name one", str(root)))
+    have = ", ".join(path.name for path in whole) or "none"
+    place = ", ".join(map(str, roots))
+    raise DataError(Problem(f"there is no complete checkpoint {wanted}", f"there are: {have}", "name one", place))
 
 
-def sweep_debris(root: Path) -> list[str]:
-    """Delete what saves and deletions that were killed left behind; the names. For the holder of the run's lock."""
+def sweep_debris(root: Path, *, keep: bool = False) -> list[str]:
+    """Delete what saves and deletions that were killed left behind; the names. For the one that may write here.
+
+    `keep`: put it into `debris/` instead.
+    """
     if not root.is_dir():
         return []
     complete = set(complete_checkpoints(root))
@@ -131,38 +172,50 @@ def sweep_debris(root: Path) -> list[str]:
         for path in root.iterdir()
         if path.is_dir() and path not in complete and (_NAME.match(path.name) or path.name.startswith(".step-"))
     ]
+    for path in root.glob(".tmp-*"):  # of a file that was being replaced
+        path.unlink(missing_ok=True)
     for path in debris:
-        shutil.rmtree(path, ignore_errors=True)
+        if keep:
+            _move(path, root / "debris")
+        else:
+            shutil.rmtree(path, ignore_errors=True)
     return sorted(path.name for path in debris)
 
 
 def retire_later(root: Path, step: int) -> list[str]:
     """Move complete checkpoints beyond `step` aside, so that they are neither resumed from nor counted; their names."""
-    later = [path for path in complete_checkpoints(root) if int(path.name.removeprefix("step-")) > step]
+    later = [path for path in complete_checkpoints(root) if step_of(path) > step]
     for path in later:
-        (root / RETIRED).mkdir(exist_ok=True)
-        place = root / RETIRED / path.name
-        number = 1
-        while place.exists():
-            number += 1
-            place = root / RETIRED / f"{path.name}.{number}"
-        path.rename(place)
+        _move(path, root / RETIRED)
     return [path.name for path in later]
 
 
-def _read_manifest(folder: Path) -> dict[str, Any]:
-    try:
-        manifest = json.loads((folder / MANIFEST).read_text())
-        if not isinstance(manifest, dict) or not isinstance(manifest.get("files"), dict):
-            raise ValueError("it has no list of files")
-    except (OSError, ValueError) as error:
-        whole = ", ".join(path.name for path in complete_checkpoints(folder.parent) if path != folder) or "none"
-        remedy = f"go on from another checkpoint with --from: {whole}"
-        raise DataError(Problem(f"{MANIFEST} cannot be read: {error}", remedy=remedy, place=str(folder))) from error
-    return manifest
+def quarantine(folder: Path) -> Path:
+    """Give a damaged checkpoint a name that nothing goes on from; the new path."""
+    place = _free_name(folder.with_name(f"damaged-{folder.name}"))
+    folder.rename(place)
+    return place
+
+
+def _move(path: Path, into: Path) -> None:
+    into.mkdir(exist_ok=True)
+    path.rename(_free_name(into / path.name))
+
+
+def _free_name(wanted: Path) -> Path:
+    place, number = wanted, 1
+    while place.exists():
+        number += 1
+        place = wanted.with_name(f"{wanted.name}.{number}")
+    return place
+
+
+def condemn(folder: Path) -> None:
+    """Take a checkpoint's manifest away: from now on it is debris."""
+    (folder / MANIFEST).unlink(missing_ok=True)
 
 
 def remove(folder: Path) -> None:
     """Delete a checkpoint; its manifest goes first, so that a half-deleted folder never looks whole."""
-    (folder / MANIFEST).unlink(missing_ok=True)
+    condemn(folder)
     shutil.rmtree(folder)

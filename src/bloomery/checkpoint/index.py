@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from bloomery.base.errors import DataError, Problem, StorageError
 from bloomery.base.piece import Piece
@@ -49,6 +49,18 @@ class RankReport:
     owned: dict[str, tuple[tuple[int, ...], tuple[int, ...]]]
     """(offset, size) of every piece in its file."""
 
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, told: dict[str, Any]) -> Self:
+        return cls(
+            file=told["file"],
+            facts=FileFacts(**told["facts"]) if told["facts"] is not None else None,
+            held={name: (tuple(shape), dtype) for name, (shape, dtype) in told["held"].items()},
+            owned={name: (tuple(offset), tuple(size)) for name, (offset, size) in told["owned"].items()},
+        )
+
 
 def box_of(piece: Piece) -> Box:
     return Box(tuple(piece.offset), tuple(piece.tensor.shape))
@@ -58,10 +70,11 @@ def is_written(piece: Piece) -> bool:
     return piece.owned and piece.tensor.numel() > 0
 
 
-def report(pieces: Mapping[str, Piece], file: str, facts: FileFacts | None) -> RankReport:
+def report(pieces: Mapping[str, Piece]) -> RankReport:
+    """Before anything is written."""
     return RankReport(
-        file=file,
-        facts=facts,
+        file="",
+        facts=None,
         held={
             name: (tuple(piece.shape), DTYPE_NAMES[piece.tensor.dtype])
             for name, piece in pieces.items()

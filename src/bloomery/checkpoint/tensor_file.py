@@ -9,9 +9,9 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import product
+from itertools import chain, product
 from math import prod
 from pathlib import Path
 from typing import Any, Self
@@ -52,18 +52,41 @@ class FileFacts:
     sha256: str
 
 
-def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> FileFacts:
-    """Write a new file, reserved before and on the disk after. OSError if that fails."""
-    order = sorted(tensors, key=lambda name: -tensors[name].element_size())  # so that every tensor is aligned
-    header, data_bytes = _header({name: tensors[name] for name in order})
+@dataclass(frozen=True)
+class FileLayout:
+    """How tensors will lie in a file, known before the first byte is written."""
+
+    order: list[str]
+    header: bytes
+    data_bytes: int
+
+    @classmethod
+    def of(cls, tensors: Mapping[str, Tensor]) -> Self:
+        order = sorted(tensors, key=lambda name: -tensors[name].element_size())  # so that every tensor is aligned
+        entries: dict[str, Any] = {}
+        end = 0
+        for name in order:
+            tensor = tensors[name]
+            start, end = end, end + tensor.numel() * tensor.element_size()
+            kind = DTYPE_NAMES[tensor.dtype]
+            entries[name] = {"dtype": kind, "shape": list(tensor.shape), "data_offsets": [start, end]}
+        text = json.dumps(entries, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)
+        return cls(order, len(text).to_bytes(8, "little") + text, end)
+
+    @property
+    def file_bytes(self) -> int:
+        return len(self.header) + self.data_bytes
+
+
+def write_file(path: Path, layout: FileLayout, blocks: Iterable[memoryview]) -> FileFacts:
+    """Write a new file, reserved before and on the disk after. `blocks` are the bytes of the tensors in the layout's
+    order, cut anywhere. OSError if that fails."""
     hasher = hashlib.sha256()
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
     try:
-        reserve(descriptor, len(header) + data_bytes)
-        write_all(descriptor, header)
-        hasher.update(header)
-        for name in order:
-            content = raw_bytes(tensors[name])
+        reserve(descriptor, layout.file_bytes)
+        for content in chain([memoryview(layout.header)], blocks):
             for start in range(0, len(content), _BLOCK_BYTES):
                 block = content[start : start + _BLOCK_BYTES]
                 hasher.update(block)
@@ -71,34 +94,17 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> FileFacts:
         sync(descriptor)
     finally:
         os.close(descriptor)
-    return FileFacts(len(header) + data_bytes, hasher.hexdigest())
-
-
-def file_bytes(tensors: Mapping[str, Tensor]) -> int:
-    """The size of the file that `write_tensors` would make."""
-    header, data_bytes = _header(tensors)
-    return len(header) + data_bytes
+    return FileFacts(layout.file_bytes, hasher.hexdigest())
 
 
 def raw_bytes(tensor: Tensor) -> memoryview:
     """The tensor's memory, or that of a copy if it lies on a device or not in one stretch."""
-    flat = tensor.detach().to("cpu").contiguous().reshape(-1)
-    return flat.view(torch.uint8).numpy().data
+    return as_bytes(tensor.detach().to("cpu").contiguous()).numpy().data
 
 
-def _header(tensors: Mapping[str, Tensor]) -> tuple[bytes, int]:
-    entries: dict[str, Any] = {}
-    end = 0
-    for name, tensor in tensors.items():
-        start, end = end, end + tensor.numel() * tensor.element_size()
-        entries[name] = {
-            "dtype": DTYPE_NAMES[tensor.dtype],
-            "shape": list(tensor.shape),
-            "data_offsets": [start, end],
-        }
-    text = json.dumps(entries, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text, end
+def as_bytes(tensor: Tensor) -> Tensor:
+    """The same memory in one dimension of bytes, for a tensor that lies in one stretch."""
+    return tensor.detach().view(-1).view(torch.uint8)
 
 
 class TensorFile:

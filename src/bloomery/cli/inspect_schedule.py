@@ -96,7 +96,9 @@ def _schedule_text(facts: dict[str, Any]) -> str:
     lines += ["", "checkpoints:"]
     for phase in facts["phases"]:
         span = f"steps {phase['first_step']:,} to {phase['last_step']:,}"
-        lines.append(f"  {span}: every {phase['every_steps']:,} steps, {phase['saves']:,} saves")
+        every = phase["every_steps"]
+        how = f"every {every:,} steps, {phase['saves']:,} saves" if every else "as often as failures make it worth"
+        lines.append(f"  {span}: {how}")
     if facts["at_steps"]:
         lines += ["", "        step        samples   global batch   learning rate"]
         lines += [

@@ -44,6 +44,19 @@ def _amount_or_duration(value: Any) -> Amount | Duration:
         raise ValueError(f"{error}; an amount is written like {written}") from None
 
 
+def _steps_or_auto(value: Any) -> Amount | str:
+    if value == "auto":
+        return "auto"
+    if isinstance(value, Amount):
+        value = str(value)
+    if type(value) is int and value >= 0:
+        raise ValueError(f"needs a unit: write '{value} steps'")
+    try:
+        return parse_amount(value if isinstance(value, str) else "", units=("steps",))
+    except ValueError as error:
+        raise ValueError(f"{error}, or `auto`") from None
+
+
 def _duration(value: Any) -> Duration:
     if isinstance(value, Duration):
         return value
@@ -59,6 +72,7 @@ _AS_TEXT = PlainSerializer(str, return_type=str)
 AnyAmount = Annotated[Amount, _amount("steps", "samples", "tokens"), _AS_TEXT]
 Steps = Annotated[Amount, _amount("steps"), _AS_TEXT]
 WallClock = Annotated[Duration, BeforeValidator(_duration), _AS_TEXT]
+StepsOrAuto = Annotated[Amount | Literal["auto"], BeforeValidator(_steps_or_auto), _AS_TEXT]
 AmountOrDuration = Annotated[Amount | Duration, BeforeValidator(_amount_or_duration), _AS_TEXT]
 
 
@@ -258,8 +272,8 @@ class ParallelSection(Section):
 class PhaseSection(Section):
     until: Steps | None = None
     """Last step of this phase (always saved); the last phase has none."""
-    every: Steps
-    """Save at every multiple of this."""
+    every: StepsOrAuto
+    """Save at every multiple of this; `auto`: as often as failures make it worth (`checkpoint.failure_every`)."""
 
 
 class KeepSection(Section):
@@ -267,6 +281,26 @@ class KeepSection(Section):
     """Newest checkpoints that are kept."""
     every: Steps | None = None
     """Also keep every checkpoint at a multiple of this, for good."""
+    steps: list[Size] = []
+    """Also keep the checkpoints of these steps, for good: `[1000, 5000]`."""
+    best: int = Field(default=0, ge=0)
+    """Also keep this many with the lowest validation loss, of those evaluated at their own step."""
+
+
+class LocalTierSection(Section):
+    path: PathText
+    """Folder on fast storage that all ranks see, such as NVMe or /dev/shm of one node."""
+    every: Steps
+    """Save there at every multiple of this, unless the step is also saved in the run folder."""
+    keep: Size = 1
+    """Newest checkpoints that are kept there."""
+
+
+class UploadSection(Section):
+    to: PathText
+    """Folder or fsspec URL for the checkpoints of this run alone, such as `s3://bucket/run`."""
+    every: Steps | None = None
+    """Only checkpoints at a multiple of this; omitted: all of the run folder."""
 
 
 class CheckpointSection(Section):
@@ -274,6 +308,16 @@ class CheckpointSection(Section):
     """When to save. A run also saves when it stops."""
     keep: KeepSection | None = None
     """What to keep; omitted: everything."""
+    local: LocalTierSection | None = None
+    """A faster place, saved to more often; a restart goes on from the newest complete checkpoint of both."""
+    upload: UploadSection | None = None
+    """Copy complete checkpoints to another place; a start fetches the newest from there if it has none as new."""
+    failure_every: WallClock | None = None
+    """Mean time between failures of the whole job, for `every: auto`; omitted: 50,000 hours divided by the devices."""
+    timeout: WallClock = Duration(1800.0)
+    """A save that is not on the disk by then is told as trouble; training goes on."""
+    debris: Literal["remove", "keep"] = "remove"
+    """What a start does with the remains of killed saves: delete them, or keep them in `debris/`."""
 
 
 class CarbonSection(Section):

@@ -61,6 +61,15 @@ class TrainingPlan:
         """Whether the schedule saves after this step; a run also saves when it stops."""
         return any(phase.saves_at(step) for phase in self.save_phases)
 
+    def decides_saves_at(self, step: int) -> bool:
+        """Whether this step is in a phase of `every: auto`."""
+        return any(
+            phase.every_steps is None
+            and phase.first_step <= step
+            and (phase.last_step is None or step <= phase.last_step)
+            for phase in self.save_phases
+        )
+
     def save_steps(self) -> list[int]:
         """All steps of the training after which the schedule saves."""
         return [step for phase in self.save_phases for step in phase.steps(train_steps=self.train_steps)]

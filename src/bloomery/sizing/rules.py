@@ -247,11 +247,16 @@ def intervals(recipe: Recipe, draft: Draft) -> Iterator[Finding]:
         "loss_scale.window": recipe.loss_scale.window,
         "launch.time_limit": recipe.launch.time_limit if recipe.launch else None,
     }
-    amounts |= {f"checkpoint.phases.{i}.every": phase.every for i, phase in enumerate(recipe.checkpoint.phases)}
+    checkpoint = recipe.checkpoint
+    phases = {f"checkpoint.phases.{i}.every": phase.every for i, phase in enumerate(checkpoint.phases)}
+    amounts |= {path: every for path, every in phases.items() if every != "auto"}
+    amounts |= {"checkpoint.failure_every": checkpoint.failure_every, "checkpoint.timeout": checkpoint.timeout}
+    amounts |= {"checkpoint.local.every": checkpoint.local.every if checkpoint.local else None}
+    amounts |= {"checkpoint.upload.every": checkpoint.upload.every if checkpoint.upload else None}
     for path, amount in amounts.items():
         size = amount.seconds if isinstance(amount, Duration) else amount.count if amount else 1
         if size <= 0:
-            example = "1h" if path == "launch.time_limit" else "10 steps"
+            example = "1h" if isinstance(amount, Duration) and path != "train.exit_after" else "10 steps"
             yield Finding(
                 (path,), f"{path} is {amount}", "it must be more than nothing", f"use for example `{example}`"
             )

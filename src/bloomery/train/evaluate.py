@@ -17,6 +17,7 @@ def evaluate(run: Run, state: TrainState) -> None:
     """Evaluate each group once and log it. Does nothing for a recipe without validation data."""
     settle(run, state)
     started = time.monotonic()
+    main_losses: list[float] = []
     with run.meter.paused():
         for group in run.validation:
             total: Tensor | None = None
@@ -29,6 +30,7 @@ def evaluate(run: Run, state: TrainState) -> None:
             assert total is not None, "set-up refuses empty groups"
             sums, counts = total.tolist()  # sync: evaluation is off the training path
             losses = {name: sums[i] / counts[i] for i, name in enumerate(names)}
+            main_losses.append(losses[LM_LOSS])
             run.journal.validation(
                 ValidationRecord(
                     step=state.step,
@@ -43,4 +45,6 @@ def evaluate(run: Run, state: TrainState) -> None:
                     time=time.time(),
                 )
             )
+    if main_losses:
+        state.validation = {"step": state.step, "loss": sum(main_losses) / len(main_losses)}
     run.stop.time_evaluation(time.monotonic() - started)

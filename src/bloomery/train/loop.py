@@ -10,7 +10,7 @@ from bloomery.base.errors import BloomeryError, DataError
 from bloomery.train.drift import watch_drift
 from bloomery.train.evaluate import evaluate
 from bloomery.train.run import Run
-from bloomery.train.save import save
+from bloomery.train.save import save, save_if_due
 from bloomery.train.state import TrainState
 from bloomery.train.step import settle, train_step
 from bloomery.train.stop import StopReason
@@ -28,8 +28,7 @@ def train(run: Run, state: TrainState) -> StopReason:
                 watch_drift(run, state)
                 if run.evaluates_at(state.step):
                     evaluate(run, state)
-                if run.stop.take_save_request() or run.plan.is_save_step(state.step):
-                    save(run, state)
+                save_if_due(run, state)
         except DataError as error:  # before this step changed anything: what was learned so far is saved
             stop, failure = StopReason("error", str(error)), error
         settle(run, state)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from bloomery.base.errors import DataError, Problem
-from bloomery.checkpoint.folder import checkpoint_named, latest_checkpoint, verify
+from bloomery.base.ranks import ALONE, Ranks
+from bloomery.checkpoint.choose import Choice, newest_good
+from bloomery.checkpoint.folder import checkpoint_named, verify
 from bloomery.checkpoint.load import read_recipe_of, read_state
 from bloomery.config.describe import as_dict
 from bloomery.config.recipe import Recipe
@@ -42,15 +44,24 @@ class Past:
     interval: Mapping[str, Any] | None = None
     """The logging interval that the stop cut in two."""
     blend: BlendState | None = None
+    damaged: Mapping[Path, list[str]] = field(default_factory=dict)
+    """Newer checkpoints that cannot be used, and why."""
 
 
-def find_past(recipe: Recipe, checkpoints: Path, *, wanted: str | None) -> Past:
-    """The checkpoint called `wanted`, else the newest; whole, and of this very training. DataError if it is not."""
-    checkpoint = checkpoint_named(checkpoints, wanted) if wanted else latest_checkpoint(checkpoints)
+def find_past(recipe: Recipe, roots: Sequence[Path], *, wanted: str | None, ranks: Ranks = ALONE) -> Past:
+    """The checkpoint called `wanted`, else the newest that is whole; of this very training. DataError if it is not.
+
+    All ranks call it: they share the work of verifying."""
+    if wanted:
+        named = checkpoint_named(roots, wanted)
+        verify(named, ranks=ranks)
+        choice = Choice(named)
+    else:
+        choice = newest_good(roots, ranks=ranks)
+    checkpoint = choice.folder
     if checkpoint is None:
         scale = LossScale.start(recipe.loss_scale) if recipe.precision == "fp16" else None
         return Past(TrainState(loss_scale=scale))
-    verify(checkpoint)
     saved = read_recipe_of(checkpoint)
     _check_same_training(recipe, saved, checkpoint)
     facts = read_state(checkpoint)
@@ -60,7 +71,7 @@ def find_past(recipe: Recipe, checkpoints: Path, *, wanted: str | None) -> Past:
     elif state.loss_scale is None:
         state.loss_scale = LossScale.start(recipe.loss_scale)
     blend = BlendState.from_json(facts["blend"]) if facts["blend"] is not None else None
-    return Past(state, checkpoint, saved, facts["interval"], blend)
+    return Past(state, checkpoint, saved, facts["interval"], blend, choice.damaged)
 
 
 def _check_same_training(recipe: Recipe, saved: Recipe, checkpoint: Path) -> None:

@@ -12,6 +12,9 @@ import torch
 
 from bloomery.base.accelerator import memory_bytes
 from bloomery.base.ranks import Ranks
+from bloomery.checkpoint.saver import Saver
+from bloomery.checkpoint.tiers import Tier
+from bloomery.checkpoint.upload import Uploader
 from bloomery.config.recipe import Recipe
 from bloomery.data.batch import GlobalBatch, Source
 from bloomery.data.blend import TimelessBlend
@@ -49,6 +52,12 @@ class Run:
     validation_batches: Callable[[str], Iterator[GlobalBatch]]
     """This process's share of a group's samples."""
     ranks: Ranks
+    saver: Saver
+    durable: Tier
+    local: Tier | None
+    """A faster place for checkpoints, saved to more often."""
+    uploader: Uploader | None
+    recipe_text: str
     journal: Journal
     meter: IntervalMeter
     stop: StopRules

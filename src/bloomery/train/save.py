@@ -1,52 +1,173 @@
-"""Save what the loop has: the optimizer's tensors, the state, the recipe. How it reaches the disk is checkpoint/'s."""
+"""When to save, what belongs into a checkpoint, and what to say of it. How it reaches the disk is checkpoint/'s."""
 
 from __future__ import annotations
 
 import time
+from functools import partial
 
-from bloomery.base.errors import StorageError
-from bloomery.checkpoint.save import apply_retention, save_checkpoint
-from bloomery.config.describe import as_yaml
+from bloomery.checkpoint.fence import FencedError
+from bloomery.checkpoint.folder import step_name
+from bloomery.checkpoint.save import agreed
+from bloomery.checkpoint.saver import SaveOutcome
+from bloomery.checkpoint.tiers import Tier
+from bloomery.checkpoint.upload import UploadOutcome
+from bloomery.monitor import names
+from bloomery.sizing.cadence import Cadence, cadence, seconds_between_failures
 from bloomery.train.run import Run
 from bloomery.train.state import TrainState
 from bloomery.train.step import settle
 
+_FIRST_AUTO_STEPS = 20
+"""`every: auto` knows nothing before its first save."""
+
+
+def save_if_due(run: Run, state: TrainState) -> None:
+    """Asked once after every step: tell what came of saves, and begin one if the plan or a user wants it."""
+    hear_of_saves(run, state, run.saver.poll())
+    if run.uploader is not None:
+        hear_of_uploads(run, run.uploader.poll())
+    asked = run.stop.take_save_request()
+    if asked or run.plan.is_save_step(state.step) or _auto_due(run, state):
+        save(run, state)
+    elif run.local is not None and _local_due(run, state):
+        _begin(run, state, run.local)
+
 
 def save(run: Run, state: TrainState, *, last: bool = False, keep_all: bool = False) -> None:
-    """A complete checkpoint of this step, unless it exists.
+    """A checkpoint of this step, unless there is one; training goes on while it is written.
 
-    A save that fails on the way is an event and a warning, and training goes on: the older checkpoints are untouched.
-    The `last` one of a job is a promise, so there StorageError is raised. `keep_all`: delete nothing, because this
-    state may be worse than the older ones.
+    A save that fails is an event and a warning, and training goes on: the older checkpoints are untouched. The `last`
+    one of a job is a promise, so it is waited for, and there StorageError is raised. `keep_all`: delete nothing,
+    because this state may be worse than the older ones.
     """
-    settle(run, state)
-    if state.saved_step == state.step:
-        return
-    root = run.folder / "checkpoints"
-    started = time.monotonic()
-    blend = run.blend.state.to_json() if run.blend else None
-    facts = {**state.to_json(), "interval": run.meter.partial(), "blend": blend}
+    if last:
+        hear_of_saves(run, state, run.saver.wait())
+        state.saved_step = run.ranks.broadcast(state.saved_step)  # the first one knows what came of it
+    if state.step not in (state.saved_step, state.saving_step):
+        _begin(run, state, run.durable, keep_all=keep_all)
+        if last:
+            _wait_for_last_save(run, state)
+    if last and run.uploader is not None:
+        hear_of_uploads(run, run.uploader.wait(run.recipe.checkpoint.timeout.seconds))
+
+
+def _wait_for_last_save(run: Run, state: TrainState) -> None:
+    outcomes = run.saver.wait()
+    error = agreed(run.ranks, outcomes[-1].error)
+    hear_of_saves(run, state, outcomes, last=True)
+    if error is not None:
+        raise error.told_once(run.ranks.rank)
+
+
+def hear_of_saves(run: Run, state: TrainState, outcomes: list[SaveOutcome], *, last: bool = False) -> None:
+    """Events and warnings for saves that have come to an end. FencedError if this process has lost its run."""
+    for outcome in outcomes:
+        durable = outcome.folder.parent == run.durable.root
+        if state.saving_step == outcome.step:
+            state.saving_step = None
+        if outcome.error is not None:
+            run.journal.event("save_failed", outcome.step, reason=str(outcome.error))
+            if isinstance(outcome.error, FencedError):
+                raise outcome.error
+            if not last:
+                run.journal.warning(f"{outcome.error} Training goes on.")
+            continue
+        seconds = outcome.blocking_seconds + outcome.persist_seconds
+        if durable:
+            state.saved_step = outcome.step
+            state.save_seconds = max(seconds, state.save_seconds or 0.0)
+            state.save_costs = (outcome.blocking_seconds, outcome.persist_seconds)
+        if outcome.retention_trouble:
+            run.journal.event("retention_failed", outcome.step, reason=outcome.retention_trouble)
+            run.journal.warning(f"older checkpoints could not be deleted: {outcome.retention_trouble}")
+        run.journal.event(
+            "save",
+            outcome.step,
+            folder=outcome.folder.name,
+            tier="durable" if durable else "local",
+            seconds=seconds,
+            blocking_seconds=outcome.blocking_seconds,
+            persist_seconds=outcome.persist_seconds,
+            bytes=outcome.bytes,
+            removed=list(outcome.removed),
+        )
+
+
+def _begin(run: Run, state: TrainState, tier: Tier, *, keep_all: bool = False) -> None:
     with run.meter.paused():
-        try:
-            folder = save_checkpoint(
-                root,
-                step=state.step,
-                pieces=run.optimizer.pieces(),
-                state=facts,
-                recipe_yaml=as_yaml(run.recipe),
-                ranks=run.ranks,
-            )
-        except StorageError as error:
-            run.journal.event("save_failed", state.step, reason=str(error))
-            if last:
-                raise
-            run.journal.warning(f"{error} Training goes on.")
-            return
-        run.journal.flush()  # records of steps that a checkpoint holds are on the disk before it counts
-        suspicious = keep_all or state.nan_steps_in_a_row > 0
-        deletes = run.ranks.rank == 0 and not suspicious
-        removed = apply_retention(root, run.recipe.checkpoint.keep) if deletes else []
-    seconds = time.monotonic() - started
-    state.saved_step = state.step
-    state.save_seconds = max(seconds, state.save_seconds or 0.0)
-    run.journal.event("save", state.step, folder=folder.name, seconds=seconds, removed=[path.name for path in removed])
+        run.saver.stage(run.optimizer.pieces())  # the copies are queued before `settle` waits for the step to end
+    settle(run, state)
+    if tier is run.durable:
+        state.saving_step = state.begun_step = state.step
+        _choose_cadence(run, state)
+    blend = run.blend.state.to_json() if run.blend else None
+    suspicious = keep_all or state.nan_steps_in_a_row > 0
+    with run.meter.paused():
+        run.saver.persist(
+            tier.root,
+            step=state.step,
+            state={**state.to_json(), "interval": run.meter.partial(), "blend": blend},
+            recipe_yaml=run.recipe_text,
+            writer=tier.writer,
+            facts={
+                "consumed_samples": state.consumed_samples,
+                "consumed_tokens": state.consumed_samples * run.plan.seq_length,
+                "fingerprint": run.start_facts["fingerprint"],
+                "layout": {"ranks": run.ranks.size, **run.recipe.parallel.model_dump()},
+                "time": time.time(),
+                "validation": state.validation,
+            },
+            after=[run.folder / names.METRICS_FILE, run.folder / names.EVENTS_FILE],
+            then=partial(_after_save, run, tier, state.step, suspicious=suspicious),
+        )
+
+
+def _after_save(run: Run, tier: Tier, step: int, *, suspicious: bool) -> list[str]:
+    """In the thread, when a checkpoint is complete: send it away, and delete what need not be kept."""
+    uploader = run.uploader if tier is run.durable else None
+    if uploader is not None:
+        uploader.offer(tier.root / step_name(step))
+    return [] if suspicious else tier.retain(spare=uploader.protected() if uploader else ())
+
+
+def hear_of_uploads(run: Run, outcomes: list[UploadOutcome]) -> None:
+    for outcome in outcomes:
+        facts = {"to": outcome.to, "seconds": outcome.seconds}
+        if outcome.error:
+            run.journal.event("upload_failed", outcome.step, reason=outcome.error, **facts)
+            run.journal.warning(f"step {outcome.step:,} could not be copied to {outcome.to}: {outcome.error}")
+        else:
+            run.journal.event("upload", outcome.step, **facts)
+
+
+def _local_due(run: Run, state: TrainState) -> bool:
+    local = run.recipe.checkpoint.local
+    return local is not None and state.step % local.every.count == 0 and state.step != state.saved_step
+
+
+def _auto_due(run: Run, state: TrainState) -> bool:
+    every = state.auto_every_steps or _FIRST_AUTO_STEPS
+    return run.plan.decides_saves_at(state.step) and state.step - state.begun_step >= every
+
+
+def _choose_cadence(run: Run, state: TrainState) -> None:
+    """Decide, at a save of `every: auto`, when the next one will be, from what the saves before have cost."""
+    if not run.plan.decides_saves_at(state.step):
+        return
+    chosen = run.ranks.broadcast(_cadence_as_measured(run, state))
+    if chosen is not None and chosen.every_steps != state.auto_every_steps:
+        state.auto_every_steps = chosen.every_steps
+        run.journal.event("cadence", state.step, every_steps=chosen.every_steps, reasoning=chosen.reasoning)
+        run.journal.notice(f"checkpoints every {chosen.every_steps:,} steps: {chosen.reasoning}")
+
+
+def _cadence_as_measured(run: Run, state: TrainState) -> Cadence | None:
+    if state.save_costs is None or not run.stop.step_seconds:
+        return None
+    blocking, persist = state.save_costs
+    return cadence(
+        blocking_seconds=blocking,
+        persist_seconds=persist,
+        step_seconds=run.stop.step_seconds,
+        failure_seconds=seconds_between_failures(run.recipe.checkpoint.failure_every, num_devices=run.ranks.size),
+    )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -16,9 +16,14 @@ from bloomery.base.errors import BloomeryError, Problem, RecipeError, StorageErr
 from bloomery.base.ranks import ALONE, Ranks, every_rank_does, first_rank_does
 from bloomery.base.storage import locked, make_run_folder, write_atomically
 from bloomery.base.units import Duration, format_count
-from bloomery.checkpoint.folder import RETIRED, retire_later, sweep_debris
+from bloomery.checkpoint.choose import tidy
+from bloomery.checkpoint.fence import take_over
+from bloomery.checkpoint.folder import RETIRED, complete_checkpoints, step_of
 from bloomery.checkpoint.load import load_pieces
 from bloomery.checkpoint.save import estimate_save_seconds
+from bloomery.checkpoint.saver import Saver
+from bloomery.checkpoint.tiers import Tier, kept_in, tier_roots
+from bloomery.checkpoint.upload import Uploader, fetch_newest
 from bloomery.config.describe import as_yaml, fingerprint
 from bloomery.config.recipe import Recipe
 from bloomery.data.batch import Source
@@ -43,6 +48,8 @@ from bloomery.train.run import Run
 from bloomery.train.state import TrainState
 from bloomery.train.stop import StopRules
 
+_LAST_MOMENT_SECONDS = 60.0
+
 
 @contextmanager
 def prepared_run(
@@ -60,7 +67,10 @@ def prepared_run(
     plan, layout = TrainingPlan.of(recipe), Layout.of(recipe, ranks.size)
     with ExitStack() as closing:
         first_rank_does(ranks, lambda: _take_folder(folder, closing))
-        past = first_rank_does(ranks, lambda: find_past(recipe, folder / "checkpoints", wanted=start_from))
+        roots = tier_roots(recipe.checkpoint, folder)
+        fetched = every_rank_does(ranks, lambda: _fetch(recipe, roots, ranks))
+        places = list(roots.values())
+        past = every_rank_does(ranks, lambda: find_past(recipe, places, wanted=start_from, ranks=ranks))
         state = past.state
         data = every_rank_does(ranks, lambda: closing.enter_context(_data_of(recipe, past)))
         job = first_rank_does(ranks, lambda: 1 + _starts_so_far(folder))
@@ -69,10 +79,16 @@ def prepared_run(
         with _errors_told(journal, state, device, ranks):
             for warning in data.warnings:
                 journal.warning(warning)
-            first_rank_does(ranks, lambda: _clean_folder(recipe, folder, past, journal))
+            tiers = first_rank_does(ranks, lambda: _tiers(recipe, roots, past, journal))
+            if fetched is not None and recipe.checkpoint.upload is not None:
+                journal.event("fetched", past.state.step, folder=fetched.name, source=recipe.checkpoint.upload.to)
+            first_rank_does(ranks, lambda: write_atomically(folder / "recipe.yaml", as_yaml(recipe)))
             mesh = alone() if ranks is ALONE else make_mesh(layout, device)
             num_sources = len(data.train.keys)
             runner, optimizer = _runner_and_optimizer(recipe, mesh, ranks, device, past, num_sources=num_sources)
+            timeout_seconds = recipe.checkpoint.timeout.seconds
+            saver = Saver(optimizer.pieces(), device=device, ranks=ranks, timeout_seconds=timeout_seconds)
+            closing.push(_finishing(saver))
             loader = Loader(
                 data.train,
                 micro_batch_size=recipe.batch.micro_batch_size,
@@ -106,6 +122,11 @@ def prepared_run(
                         mesh=mesh,
                     ),
                     ranks=ranks,
+                    saver=saver,
+                    durable=tiers["durable"],
+                    local=tiers.get("local"),
+                    uploader=_uploader(recipe, tiers["durable"]) if ranks.rank == 0 else None,
+                    recipe_text=as_yaml(recipe),
                     journal=journal,
                     meter=IntervalMeter(past.interval),
                     stop=_stop_rules(recipe, plan, folder, optimizer, ranks),
@@ -172,18 +193,53 @@ def _errors_told(journal: Journal, state: TrainState, device: torch.device, rank
         raise error from found
 
 
-def _clean_folder(recipe: Recipe, folder: Path, past: Past, journal: Journal) -> None:
-    """Remove what killed saves left behind, put aside the checkpoints of a branch that this start leaves, and write
-    down what is trained now."""
-    root = folder / "checkpoints"
-    removed = sweep_debris(root)
-    if removed:
-        journal.event("debris_removed", past.state.step, folders=removed)
-    retired = retire_later(root, past.state.step)
-    if retired:
-        journal.event("retired", past.state.step, folders=retired)
-        journal.notice(f"later checkpoints belong to a branch that is left now; they are in {root / RETIRED}")
-    write_atomically(folder / "recipe.yaml", as_yaml(recipe))
+def _fetch(recipe: Recipe, roots: Mapping[str, Path], ranks: Ranks) -> Path | None:
+    """Bring the newest checkpoint from where they are copied to, if it is newer than all that are here."""
+    upload = recipe.checkpoint.upload
+    if upload is None:
+        return None
+    newest = max((step_of(path) for root in roots.values() for path in complete_checkpoints(root)), default=-1)
+    return fetch_newest(upload.to, roots["durable"], newer_than=ranks.broadcast(newest), ranks=ranks)
+
+
+def _uploader(recipe: Recipe, tier: Tier) -> Uploader | None:
+    upload = recipe.checkpoint.upload
+    if upload is None:
+        return None
+    return Uploader(upload.to, every_steps=upload.every.count if upload.every else None, writer=tier.writer)
+
+
+def _finishing(saver: Saver) -> Callable[..., None]:
+    """Whatever ended the training, a save on its way is worth a moment; unless a user wants to leave at once."""
+
+    def finish(kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None or issubclass(kind, Exception):
+            saver.wait(at_most_seconds=_LAST_MOMENT_SECONDS)
+
+    return finish
+
+
+def _tiers(recipe: Recipe, roots: Mapping[str, Path], past: Past, journal: Journal) -> dict[str, Tier]:
+    """Become the one that writes checkpoints, and put the places where they lie in order."""
+    tiers = {}
+    for name, root in roots.items():
+        tiers[name] = Tier(name, root, take_over(root), kept_in(name, recipe.checkpoint))
+        keep_debris = recipe.checkpoint.debris == "keep"
+        done = tidy(root, step=past.state.step, damaged=past.damaged, keep_debris=keep_debris)
+        if done.debris:
+            journal.event("debris_removed", past.state.step, folders=done.debris, kept=keep_debris)
+        if done.retired:
+            journal.event("retired", past.state.step, folders=done.retired)
+            journal.notice(f"later checkpoints belong to a branch that is left now; they are in {root / RETIRED}")
+        if done.latest_said is not None and past.checkpoint is not None:
+            journal.event("latest_mended", past.state.step, said=done.latest_said, place=str(root))
+    for path, reasons in past.damaged.items():
+        journal.event("damaged", past.state.step, folder=path.name, reasons=reasons, place=str(path.parent))
+        used = past.checkpoint.name if past.checkpoint else "nothing"
+        journal.warning(
+            f"{path} is damaged ({'; '.join(reasons)}). It is called damaged-{path.name} now; {used} is used"
+        )
+    return tiers
 
 
 def _runner_and_optimizer(

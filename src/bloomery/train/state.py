@@ -60,8 +60,18 @@ class TrainState:
     save_seconds: float | None = None
     """The longest save so far, for the deadline; None before the first."""
     pending: PendingStep | None = field(default=None, repr=False)
+    validation: dict[str, float] | None = None
+    """The newest validation: `step`, and `loss`, the mean over its groups."""
+    auto_every_steps: int | None = None
+    """Of `every: auto`, as decided last."""
+    save_costs: tuple[float, float] | None = None
+    """(blocking seconds, persist seconds) of the newest save."""
     saved_step: int | None = None
     """The step of the newest checkpoint; not saved itself."""
+    saving_step: int | None = None
+    """The step whose checkpoint is being written; not saved itself."""
+    begun_step: int = 0
+    """The step of the newest checkpoint that was begun, whatever came of it; not saved itself."""
 
     @property
     def lr_samples(self) -> int:
@@ -70,7 +80,7 @@ class TrainState:
     def to_json(self) -> dict[str, Any]:
         assert self.pending is None, "settle before saving"
         facts = asdict(self)
-        del facts["pending"], facts["saved_step"]
+        del facts["pending"], facts["saved_step"], facts["saving_step"], facts["begun_step"]
         return facts
 
     @classmethod
@@ -78,5 +88,5 @@ class TrainState:
         own = {key: value for key, value in facts.items() if key not in ("interval", "blend", "loss_scale")}
         scale = facts["loss_scale"]
         state = cls(**own, loss_scale=LossScale(**scale) if scale else None)
-        state.saved_step = state.step
+        state.saved_step = state.begun_step = state.step
         return state

@@ -29,6 +29,7 @@ def train_step(run: Run, state: TrainState) -> None:
     losses = run.runner.forward_backward(batch, loss_scale=scale, step=step)
     settle(run, state)
     lr = run.plan.lr.at(state.lr_samples + size)
+    run.saver.wait_staged()  # what a save copies must not change under it
     numbers = run.optimizer.update(run.runner.gradients, lr=lr, loss_scale=scale, count_zeros=run.logs_at(step))
     state.step, state.consumed_samples = step, state.consumed_samples + size
     state.pending = PendingStep(

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 from types import FrameType
 
 from bloomery.base.clock import job_seconds
@@ -119,6 +120,11 @@ class StopRules:
         """Tell how long a step took; the deadline keeps room for the slowest of the last ten."""
         self._steps_timed = [*self._steps_timed[-9:], seconds]
 
+    @property
+    def step_seconds(self) -> float:
+        """The middle of the last ten steps; 0 before the first."""
+        return median(self._steps_timed) if self._steps_timed else 0.0
+
     def time_evaluation(self, seconds: float) -> None:
         """Tell how long an evaluation took; the deadline keeps room for the slowest."""
         self._evaluation_seconds = max(seconds, self._evaluation_seconds)
@@ -151,6 +157,7 @@ class StopRules:
             if self._evaluate_every and (state.step + 1) % self._evaluate_every == 0:
                 step_seconds += self._evaluation_seconds
             save_seconds = state.save_seconds if state.save_seconds is not None else self._save_seconds_estimate
+            save_seconds *= 2 if state.saving_step is not None else 1  # the last save waits for the one on its way
             if job_seconds() + step_seconds + save_seconds > limit.seconds:
                 needed = f"a step ({format_seconds(step_seconds)}) and a save ({format_seconds(save_seconds)})"
                 return StopReason("deadline", f"train.exit_after {limit} leaves no time for {needed}")

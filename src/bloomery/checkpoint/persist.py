@@ -1,0 +1,254 @@
+"""Bring one save to the disk without a word between the ranks: each writes its part, rank 0 sees them and completes.
+
+A part is a tensor file and, after it, a small `rank-00003.json` that says what it holds or why it failed. When all of
+them are there, rank 0 checks that together they are whole, writes the manifest last and gives the folder its name.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import bloomery
+from bloomery.base.errors import BloomeryError, Problem, StorageError
+from bloomery.base.storage import reason, sync, sync_folder, write_atomically
+from bloomery.base.units import format_bytes, format_seconds
+from bloomery.checkpoint import folder as folders
+from bloomery.checkpoint.fence import FencedError, Writer
+from bloomery.checkpoint.index import INDEX, RankReport, index_text, merge
+from bloomery.checkpoint.tensor_file import FileLayout, write_file
+
+_FIRST_PAUSE_SECONDS = 0.005
+_LONGEST_PAUSE_SECONDS = 1.0
+_GRACE_SECONDS = 60.0
+"""How long a failed save waits for ranks that are still writing."""
+
+
+@dataclass(frozen=True)
+class SaveJob:
+    """One save as one rank sees it."""
+
+    root: Path
+    step: int
+    rank: int
+    ranks: int
+    nonce: str
+    """Of this attempt, the same on all ranks: a part of another attempt is never taken for one of this."""
+    total_bytes: int
+    """Of the files of all ranks."""
+    state: Mapping[str, Any]
+    recipe_yaml: str
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    """More for the manifest."""
+    writer: Writer | None = None
+    after: Sequence[Path] = ()
+    """Files that must be on the disk before this save counts: records of the steps that it holds."""
+    timeout_seconds: float = 1800.0
+    """How long rank 0 waits for the parts of the others."""
+
+    @property
+    def final(self) -> Path:
+        return self.root / folders.step_name(self.step)
+
+    @property
+    def draft(self) -> Path:
+        return self.root / f".{self.final.name}-{self.nonce}.tmp"
+
+    def done_file(self, rank: int) -> Path:
+        return self.draft / f"rank-{rank:05d}.json"
+
+    def failed(self, trouble: Trouble) -> StorageError:
+        """The error that all ranks raise when some had this trouble."""
+        problems = []
+        for rank, texts in sorted(trouble.reasons.items()):
+            on_rank = f" on rank {rank}" if self.ranks > 1 else ""
+            problems += [f"the checkpoint of step {self.step} could not be written{on_rank}: {text}" for text in texts]
+        free = f"{_free(self.root)} are free, about {format_bytes(self.total_bytes)} are needed"
+        remedy = "make room or name another --run-dir, then start again; older checkpoints are untouched"
+        kind = FencedError if trouble.fenced else StorageError
+        if trouble.fenced:
+            free, remedy = "", "stop this process: the newer start goes on"
+        return kind([*map(Problem, problems[:-1]), Problem(problems[-1], free, remedy, str(self.root))])
+
+
+@dataclass(frozen=True)
+class Trouble:
+    """What went wrong with a save, by rank, as plain values."""
+
+    reasons: dict[int, list[str]]
+    fenced: bool = False
+
+    @classmethod
+    def of(cls, error: BaseException, rank: int) -> Trouble:
+        if isinstance(error, PartsError):
+            return error.trouble
+        return cls({rank: _reasons(error)}, isinstance(error, FencedError))
+
+    @classmethod
+    def sum(cls, troubles: Iterable[Trouble]) -> Trouble:
+        found = list(troubles)
+        return cls({rank: texts for one in found for rank, texts in one.reasons.items()}, any(t.fenced for t in found))
+
+
+class PartsError(Exception):
+    """Ranks have failed to deliver their parts."""
+
+    def __init__(self, trouble: Trouble) -> None:
+        super().__init__(trouble)
+        self.trouble = trouble
+
+
+def write_part(job: SaveJob, held: RankReport, layout: FileLayout, blocks: Iterable[memoryview]) -> None:
+    """This rank's tensors and the word that they are there. What goes wrong is left as the word, and raised."""
+    name = f"tensors-{job.rank:05d}.safetensors"
+    try:
+        if job.writer is not None:
+            job.writer.require()
+        job.draft.mkdir(parents=True, exist_ok=True)
+        _require_room(job, layout)
+        facts = write_file(job.draft / name, layout, blocks) if layout.data_bytes else None
+        done = replace(held, file=name if facts else "", facts=facts)
+        _tell(job, done.to_json())
+    except Exception as error:
+        with contextlib.suppress(OSError):  # makes room for the word on a full disk
+            (job.draft / name).unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # then rank 0 hears of it when its patience ends
+            _tell(job, {"trouble": _reasons(error), "fenced": isinstance(error, FencedError)})
+        raise
+
+
+def complete(job: SaveJob, mine: Exception | None = None) -> Path:
+    """Wait for all parts, make the draft whole and give it its name: for rank 0, whose own part failed with `mine`.
+    PartsError names the ranks that failed or never came; the draft is the caller's to remove."""
+    reports = _wait_for_parts(job, [] if mine is None else [Trouble.of(mine, 0)])
+    texts = {
+        INDEX: index_text(merge(reports)),
+        "state.json": json.dumps(dict(job.state), indent=1),
+        "recipe.yaml": job.recipe_yaml,
+    }
+    for name, text in texts.items():
+        _write(job.draft / name, text)
+    for rank in range(job.ranks):
+        job.done_file(rank).unlink()
+    files = {found.file: found.facts for found in reports if found.facts is not None}
+    files |= {name: folders.facts_of(text) for name, text in texts.items()}
+    for name, facts in files.items():
+        if (job.draft / name).stat().st_size != facts.bytes:
+            raise OSError(f"{name} does not have the {facts.bytes:,} bytes that were written")
+    for path in job.after:
+        _sync(path)
+    versions = {"bloomery": bloomery.__version__, "torch": torch.__version__}
+    folders.write_manifest(job.draft, {"step": job.step, "ranks": job.ranks, "versions": versions, **job.facts}, files)
+    with job.writer.holding() if job.writer is not None else contextlib.nullcontext():
+        old = job.root / f".{job.final.name}.old"
+        if job.final.exists():  # debris, or a save of the same step that is replaced now
+            shutil.rmtree(old, ignore_errors=True)
+            os.rename(job.final, old)
+        os.rename(job.draft, job.final)
+        sync_folder(job.root)
+        write_atomically(job.root / folders.LATEST, job.final.name + "\n")
+    shutil.rmtree(old, ignore_errors=True)
+    return job.final
+
+
+def _tell(job: SaveJob, word: Mapping[str, Any]) -> None:
+    """Say what came of this rank's part. Readers see all of it or nothing; it need not outlive a power cut."""
+    path = job.done_file(job.rank)
+    hidden = path.with_name(f".{path.name}")
+    hidden.write_text(json.dumps(word))
+    os.replace(hidden, path)
+
+
+def _write(path: Path, text: str) -> None:
+    """A file on the disk. Its name gets there with the manifest's, before anything but this save can see it."""
+    with path.open("x") as file:
+        file.write(text)
+        file.flush()
+        sync(file.fileno())
+
+
+def abandon(job: SaveJob) -> None:
+    """Remove what a failed save has left. A rank that still writes into it fails, and its word is lost with it."""
+    shutil.rmtree(job.draft, ignore_errors=True)
+
+
+def _reasons(error: BaseException) -> list[str]:
+    if isinstance(error, BloomeryError):
+        return [str(problem) for problem in error.problems]
+    if isinstance(error, OSError) and error.errno is not None:
+        return [reason(error)]
+    return [str(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"]
+
+
+def _require_room(job: SaveJob, layout: FileLayout) -> None:
+    """Before the first byte: rank 0 asks for all of them, each rank for itself; `reserve` then takes it for real."""
+    needed = job.total_bytes if job.rank == 0 else layout.file_bytes
+    free = shutil.disk_usage(job.root).free
+    if free < needed:
+        raise OSError(f"disk full: {format_bytes(free)} of {format_bytes(needed)} are free")
+
+
+def _wait_for_parts(job: SaveJob, troubles: list[Trouble]) -> list[RankReport]:
+    """Every rank's word. PartsError when one has failed, or when patience ends.
+
+    After a failure the others are still waited for, for a while: what they write must not be left behind.
+    """
+    deadline = time.monotonic() + job.timeout_seconds
+    pause = _FIRST_PAUSE_SECONDS
+    missing = set(range(job.ranks)) - {rank for trouble in troubles for rank in trouble.reasons}
+    found: dict[int, RankReport] = {}
+    while True:
+        for rank in sorted(missing):
+            told = _read_part(job.done_file(rank))
+            if told is not None:
+                missing.remove(rank)
+                if "trouble" in told:
+                    troubles.append(Trouble({rank: told["trouble"]}, told["fenced"]))
+                else:
+                    found[rank] = RankReport.from_json(told)
+        if troubles:
+            deadline = min(deadline, time.monotonic() + _GRACE_SECONDS)
+        if not missing or time.monotonic() >= deadline:
+            break
+        time.sleep(min(pause, max(0.0, deadline - time.monotonic())))
+        pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
+    if missing and not troubles:
+        patience = format_seconds(job.timeout_seconds)
+        text = f"its part did not come within {patience}: it hangs, or this is no folder that all ranks share"
+        troubles.append(Trouble({rank: [text] for rank in missing}))
+    if troubles:
+        raise PartsError(Trouble.sum(troubles))
+    return [found[rank] for rank in range(job.ranks)]
+
+
+def _sync(path: Path) -> None:
+    with contextlib.suppress(FileNotFoundError):
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            sync(descriptor)  # brings the file to the disk, whoever wrote it
+        finally:
+            os.close(descriptor)
+
+
+def _read_part(path: Path) -> dict[str, Any] | None:
+    try:
+        told: dict[str, Any] = json.loads(path.read_text())
+    except FileNotFoundError:
+        return None
+    return told
+
+
+def _free(root: Path) -> str:
+    try:
+        return format_bytes(shutil.disk_usage(root).free)
+    except OSError:
+        return "an unknown number of bytes"

@@ -1,0 +1,51 @@
+"""What is kept: the newest, the marked, the named and the best. Nothing is deleted before something newer is whole."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Collection, Mapping
+from pathlib import Path
+
+from bloomery.checkpoint import folder as folders
+from bloomery.checkpoint.fence import Writer
+from bloomery.config.recipe import KeepSection
+
+
+def apply_retention(
+    root: Path, keep: KeepSection | None, *, writer: Writer | None = None, spare: Collection[int] = ()
+) -> list[str]:
+    """Delete the complete checkpoints that `keep` does not ask for, never the newest and none of `spare`; their names,
+    oldest first."""
+    if keep is None:
+        return []
+    found = {folders.step_of(path): path for path in folders.complete_checkpoints(root)}
+    losses = {step: loss for step, path in found.items() if (loss := _validation_loss(path, step)) is not None}
+    kept = kept_steps(list(found), keep, losses)
+    removed = []
+    for step, path in sorted(found.items()):
+        if step not in kept and step not in spare:
+            with writer.holding() if writer is not None else contextlib.nullcontext():
+                folders.condemn(path)
+            folders.remove(path)
+            removed.append(path.name)
+    return removed
+
+
+def kept_steps(steps: list[int], keep: KeepSection, losses: Mapping[int, float]) -> set[int]:
+    """Which of these steps to keep. `losses`: of those that were evaluated."""
+    newest = sorted(steps)[-max(1, keep.last) :]
+    kept = set(newest) | (set(keep.steps) & set(steps))
+    if keep.every is not None:
+        kept |= {step for step in steps if step % keep.every.count == 0}
+    best = sorted(losses, key=lambda step: (losses[step], step))
+    return kept | set(best[: keep.best])
+
+
+def _validation_loss(folder: Path, step: int) -> float | None:
+    """The loss that was measured at this very step; None if none was."""
+    try:
+        measured = json.loads((folder / folders.MANIFEST).read_text()).get("validation")
+    except (OSError, ValueError):
+        return None
+    return float(measured["loss"]) if measured and measured["step"] == step else None

@@ -1,0 +1,181 @@
+"""A second home for checkpoints, far away: any folder or URL that fsspec knows. Copied to behind training."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from bloomery.base.errors import DataError, Problem
+from bloomery.base.ranks import ALONE, Ranks
+from bloomery.checkpoint import folder as folders
+from bloomery.checkpoint.fence import Writer
+
+_AT_A_TIME = 8
+"""Files that are on their way at once."""
+
+
+@dataclass(frozen=True)
+class UploadOutcome:
+    step: int
+    to: str
+    seconds: float
+    error: str = ""
+
+
+class Uploader:
+    """Copies complete checkpoints, one at a time, in a thread. Of those that wait, only the newest is copied."""
+
+    def __init__(self, to: str, *, every_steps: int | None = None, writer: Writer | None = None) -> None:
+        self.to = to
+        self._every_steps = every_steps
+        self._writer = writer
+        self._changed = threading.Condition()
+        self._waiting: Path | None = None
+        self._current: Path | None = None
+        self._outcomes: list[UploadOutcome] = []
+
+    def offer(self, folder: Path) -> None:
+        """A complete checkpoint. It must stay until `protected` no longer names its step."""
+        if self._every_steps is not None and folders.step_of(folder) % self._every_steps:
+            return
+        with self._changed:
+            self._waiting = folder
+            if self._current is None:
+                self._current, self._waiting = folder, None
+                threading.Thread(target=self._work, name="bloomery-upload", daemon=True).start()
+
+    def protected(self) -> set[int]:
+        """Steps that retention must leave alone for now."""
+        with self._changed:
+            return {folders.step_of(path) for path in (self._current, self._waiting) if path is not None}
+
+    def poll(self) -> list[UploadOutcome]:
+        """What has come of uploads since the last call."""
+        with self._changed:
+            outcomes, self._outcomes = self._outcomes, []
+        return outcomes
+
+    def wait(self, at_most_seconds: float) -> list[UploadOutcome]:
+        """Until nothing is on its way, or the time is over; then as `poll`."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._current is None, at_most_seconds)
+        return self.poll()
+
+    def _work(self) -> None:
+        while True:
+            folder, started, error = self._current, time.monotonic(), ""
+            assert folder is not None
+            try:
+                _upload(folder, self.to, self._writer)
+            except Exception as caught:  # whatever a store may raise: it is told, and training goes on
+                error = f"{type(caught).__name__}: {caught}"
+            with self._changed:
+                self._outcomes.append(
+                    UploadOutcome(folders.step_of(folder), self.to, time.monotonic() - started, error)
+                )
+                self._current, self._waiting = self._waiting, None
+                self._changed.notify_all()
+                if self._current is None:
+                    return
+
+
+def _upload(folder: Path, to: str, writer: Writer | None) -> None:
+    """The manifest goes last, so that a copy without one is debris there too."""
+    store, path = _store(to)
+    place = f"{path.rstrip('/')}/{folder.name}"
+    manifest = (folder / folders.MANIFEST).read_bytes()
+    if store.exists(f"{place}/{folders.MANIFEST}"):
+        store.rm_file(f"{place}/{folders.MANIFEST}")  # an older branch of the run
+    store.makedirs(place, exist_ok=True)
+    _all([_putting(store, folder / name, f"{place}/{name}") for name in json.loads(manifest)["files"]])
+    if writer is not None:
+        writer.require()
+    store.pipe_file(f"{place}/{folders.MANIFEST}", manifest)
+
+
+def fetch_newest(source: str, root: Path, *, newer_than: int, ranks: Ranks = ALONE) -> Path | None:
+    """Bring the newest complete checkpoint of a far place here, if its step is beyond `newer_than`; else None.
+
+    All ranks call it, each fetches its share, and all of them return or raise DataError. Verified when it is used.
+    """
+    found: tuple[str, list[str], str] | str | None = None
+    if ranks.rank == 0:
+        try:
+            found = _newest_there(source, newer_than)
+        except Exception as error:  # whatever a store may raise
+            found = f"{type(error).__name__}: {error}"
+    found = ranks.broadcast(found)
+    if found is None:
+        return None
+    if isinstance(found, str):
+        raise _unreachable(source, [found])
+    name, files, manifest = found
+    draft = root / f".{name}-fetch.tmp"
+    trouble = ""
+    try:
+        draft.mkdir(parents=True, exist_ok=True)
+        store, path = _store(source)
+        place = f"{path.rstrip('/')}/{name}"
+        _all([_getting(store, f"{place}/{file}", draft / file) for file in files[ranks.rank :: ranks.size]])
+    except Exception as caught:
+        trouble = f"{type(caught).__name__}: {caught}"
+    errors = [text for text in ranks.gather(trouble) if text]
+    if not errors and ranks.rank == 0:
+        (draft / folders.MANIFEST).write_text(manifest)
+        draft.rename(root / name)
+    elif ranks.rank == 0:
+        shutil.rmtree(draft, ignore_errors=True)
+    if errors:
+        raise _unreachable(source, errors)
+    ranks.gather(None)  # nobody looks before it has its name
+    return root / name
+
+
+def _newest_there(source: str, newer_than: int) -> tuple[str, list[str], str] | None:
+    """(name, files, manifest)."""
+    store, path = _store(source)
+    if not store.exists(path):
+        return None
+    names = [entry.rstrip("/").rsplit("/", 1)[-1] for entry in store.ls(path, detail=False)]
+    steps = [name for name in names if folders.is_step_name(name) and folders.step_of(Path(name)) > newer_than]
+    for name in sorted(steps, key=lambda name: -folders.step_of(Path(name))):
+        manifest = f"{path.rstrip('/')}/{name}/{folders.MANIFEST}"
+        if store.exists(manifest):
+            text = store.cat_file(manifest).decode()
+            return name, sorted(json.loads(text)["files"]), text
+    return None
+
+
+def _unreachable(source: str, errors: Sequence[str]) -> DataError:
+    rule = "a newer checkpoint may lie there"
+    remedy = "mend the connection, or go on without it: checkpoint.upload=null"
+    return DataError([Problem(f"checkpoints at {source} cannot be read: {error}", rule, remedy) for error in errors])
+
+
+def _store(url: str) -> tuple[Any, str]:
+    import fsspec  # type: ignore[import-untyped]
+
+    store, path = fsspec.core.url_to_fs(url)
+    store.invalidate_cache()
+    return store, str(path)
+
+
+def _putting(store: Any, source: Path, target: str) -> Callable[[], None]:
+    return lambda: store.put_file(str(source), target)
+
+
+def _getting(store: Any, source: str, target: Path) -> Callable[[], None]:
+    return lambda: store.get_file(source, str(target))
+
+
+def _all(tasks: Sequence[Callable[[], None]]) -> None:
+    with ThreadPoolExecutor(_AT_A_TIME) as pool:
+        for done in [pool.submit(task) for task in tasks]:
+            done.result()

@@ -1,0 +1,247 @@
+"""kill -9 around saves, full and read-only file systems, a zombie that comes back: nothing is lost and nothing lies."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import random
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from bloomery.base.piece import Piece
+from bloomery.checkpoint import folder as folders
+from bloomery.checkpoint.choose import newest_good, tidy
+from bloomery.checkpoint.fence import Writer, take_over
+from bloomery.checkpoint.load import load_pieces
+from bloomery.checkpoint.retention import apply_retention
+from bloomery.checkpoint.saver import Saver
+from bloomery.config.recipe import KeepSection
+from checkpoints import assert_same_tensors
+from conftest import Workshop, start_training, wait_for_steps
+
+CPU = torch.device("cpu")
+FORK = multiprocessing.get_context("fork")
+ROWS = 4000
+
+
+class Apart:
+    """A rank in a process of its own that never speaks to another: all of them have equal shares."""
+
+    def __init__(self, rank: int, size: int, nonce: str) -> None:
+        self.rank, self.size, self._nonce = rank, size, nonce
+
+    def gather(self, value: Any) -> list[Any]:
+        return [value] * self.size
+
+    def broadcast(self, value: Any) -> Any:
+        return self._nonce
+
+
+def save_for_ever(root: Path, rank: int, size: int, first_step: int, nonce: str, writer: Writer) -> None:
+    share = ROWS // size
+    weight = torch.zeros(share, 16)
+    pieces = {"w": Piece(weight, (ROWS, 16), (rank * share, 0)), "step": Piece(torch.zeros(()), (), (), rank == 0)}
+    saver = Saver(pieces, device=CPU, ranks=Apart(rank, size, nonce), timeout_seconds=0.5)  # type: ignore[arg-type]
+    for step in range(first_step, first_step + 10_000):
+        weight.fill_(float(step))
+        pieces["step"].tensor.fill_(float(step))
+        saver.stage(pieces)
+        saver.persist(
+            root,
+            step=step,
+            state={"step": step},
+            recipe_yaml="",
+            writer=writer,
+            then=lambda: apply_retention(root, KeepSection(last=2), writer=writer),
+        )
+        saver.wait_staged()
+        weight.fill_(-1.0)  # training goes on
+        saver.wait()
+        deadline = time.monotonic() + 0.5  # about in step with the others, as training would be
+        while size > 1 and time.monotonic() < deadline and not (root / folders.step_name(step)).exists():
+            time.sleep(0.001)
+
+
+@pytest.mark.parametrize(("size", "victims", "rounds"), [(1, "all", 50), (4, "all", 25), (4, "one", 12)])
+def test_kill_9_at_random_points_leaves_a_complete_newest_checkpoint(
+    tmp_path: Path, size: int, victims: str, rounds: int
+) -> None:
+    chance = random.Random(size + rounds)
+    newest = 0
+    for i in range(rounds):
+        writer = take_over(tmp_path)
+        arguments = [(tmp_path, rank, size, newest + 1, f"nonce{i}", writer) for rank in range(size)]
+        ranks = [FORK.Process(target=save_for_ever, args=args) for args in arguments]
+        for process in ranks:
+            process.start()
+        deadline = time.monotonic() + 20  # every other round succeeds at least once, however slow the machine is
+        while i % 2 and folders.read_latest(tmp_path) in (None, folders.step_name(newest)):
+            assert time.monotonic() < deadline
+        time.sleep(0.02 + 0.15 * chance.random())  # the random point, not a proof
+        dying = ranks if victims == "all" else [chance.choice(ranks)]
+        for process in [*dying, *ranks]:
+            if process in dying or victims == "all":
+                process.kill()
+        if victims == "one":
+            time.sleep(0.6)  # the others go on for a while, and fail to complete
+            for process in ranks:
+                process.kill()
+        for process in ranks:
+            process.join()
+        said = folders.read_latest(tmp_path)
+        assert said is None or (tmp_path / said / "manifest.json").is_file()  # `latest` at the instant of the crash
+        choice = newest_good([tmp_path])
+        assert not choice.damaged
+        tidy(tmp_path, step=folders.step_of(choice.folder) if choice.folder else 0)
+        if choice.folder is None:
+            assert newest == 0
+            continue
+        step = folders.step_of(choice.folder)
+        assert step >= newest
+        newest = step
+        found = torch.zeros(ROWS, 16)
+        load_pieces(choice.folder, {"w": Piece.whole(found)})
+        assert torch.equal(found, torch.full_like(found, float(step)))
+        left = {path.name for path in tmp_path.iterdir()} - {"latest", ".writer", ".writer.lock"}
+        assert left == {path.name for path in folders.complete_checkpoints(tmp_path)}
+    assert newest >= rounds // 2  # saves did succeed in between
+
+
+def test_a_training_that_is_killed_again_and_again_is_the_one_that_never_was(workshop: Workshop) -> None:
+    run = workshop.folder / "run"
+    every = "checkpoint={phases: [{every: 1 steps}], keep: {last: 2}}"
+    chance = random.Random(5)
+    for _ in range(3):
+        process = start_training(workshop, run, every)
+        steps = (run / "metrics.jsonl").read_bytes().count(b"\n") if (run / "metrics.jsonl").exists() else 0
+        wait_for_steps(run, steps + chance.randint(1, 6), process)
+        process.kill()
+        process.communicate()
+    end = folders.step_of(folders.latest_checkpoint(run / "checkpoints") or Path("step-0")) + 2
+    same = ("train.for=1000000 steps", "lr.decay=null", every)
+    workshop.train(*same, "train.exit_after=2 steps")
+    assert folders.read_latest(run / "checkpoints") == folders.step_name(end)
+    assert_same_tensors(run, workshop.train(*same, f"train.exit_after={end} steps", run="whole"))
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 1 MiB, which can be made read-only and full."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", folder], capture_output=True).returncode:
+        pytest.skip("needs the right to mount a tmpfs")
+    yield folder
+    subprocess.run(["umount", "-l", folder], check=True)
+
+
+def attempt(saver: Saver, root: Path, step: int, pieces: dict[str, Piece]) -> str:
+    saver.stage(pieces)
+    saver.persist(root, step=step, state={}, recipe_yaml="")
+    return str(saver.wait()[-1].error)
+
+
+def test_a_full_disk_is_known_before_the_first_byte_and_ends_when_there_is_room(
+    small_disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pieces = {"w": Piece.whole(torch.ones(100_000))}
+    saver = Saver(pieces, device=CPU)
+    root = small_disk / "checkpoints"
+    assert attempt(saver, root, 1, pieces) == "None"
+    assert attempt(saver, root, 2, pieces) == "None"
+    said = attempt(saver, root, 3, pieces)
+    assert "the checkpoint of step 3 could not be written: disk full" in said
+    assert "about 390.7 KiB are needed" in said.lower() or "are needed" in said.lower()
+    monkeypatch.setattr("bloomery.checkpoint.persist._require_room", lambda *_: None)  # as where room cannot be asked
+    said = attempt(saver, root, 3, pieces)
+    assert "No space left on device (ENOSPC)" in said  # the reservation
+    assert {path.name for path in root.iterdir()} == {"latest", "step-00000001", "step-00000002"}
+    folders.verify(root / "step-00000002")
+    subprocess.run(["mount", "-o", "remount,size=8m", small_disk], check=True)
+    assert attempt(saver, root, 3, pieces) == "None"
+
+
+def test_a_disk_that_turns_read_only_fails_the_save_and_keeps_the_older(small_disk: Path) -> None:
+    pieces = {"w": Piece.whole(torch.ones(100))}
+    saver = Saver(pieces, device=CPU)
+    assert attempt(saver, small_disk / "c", 1, pieces) == "None"
+    subprocess.run(["mount", "-o", "remount,ro", small_disk], check=True)
+    assert "Read-only file system (EROFS)" in attempt(saver, small_disk / "c", 2, pieces)
+    assert newest_good([small_disk / "c"]).folder == small_disk / "c" / "step-00000001"
+    subprocess.run(["mount", "-o", "remount,rw", small_disk], check=True)
+    assert attempt(saver, small_disk / "c", 2, pieces) == "None"
+
+
+def test_a_zombie_training_is_stopped_by_a_newer_start(workshop: Workshop) -> None:
+    run = workshop.folder / "run"
+    every = "checkpoint={phases: [{every: 1 steps}], keep: {last: 1}}"
+    process = start_training(workshop, run, every)
+    wait_for_steps(run, 3, process)
+    os.kill(process.pid, signal.SIGSTOP)  # thought dead
+    with suppress(FileNotFoundError):
+        (run / ".lock").unlink()  # as on another node whose file system has no locks
+    before = {path.name for path in folders.complete_checkpoints(run / "checkpoints")}
+    workshop.train("train.for=1000000 steps", "lr.decay=null", every, "train.exit_after=3 steps")
+    after = {path.name for path in folders.complete_checkpoints(run / "checkpoints")}
+    assert len(after) == 1
+    assert after != before
+    os.kill(process.pid, signal.SIGCONT)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 5
+    assert "has taken over" in err
+    assert "Traceback" not in err
+    assert {path.name for path in folders.complete_checkpoints(run / "checkpoints")} == after
+    assert folders.read_latest(run / "checkpoints") in after
+
+
+def test_a_faster_place_is_saved_to_more_often_and_gone_on_from(workshop: Workshop) -> None:
+    local = workshop.folder / "nvme"
+    tiers = f"checkpoint={{phases: [{{every: 6 steps}}], local: {{path: {local}, every: 2 steps, keep: 2}}}}"
+    run = workshop.folder / "run"
+    process = start_training(workshop, run, tiers)
+    wait_for_steps(run, 9, process)
+    process.kill()
+    process.communicate()
+    (place,) = local.iterdir()
+    fast = [folders.step_of(path) for path in folders.complete_checkpoints(place)]
+    assert fast[-1] >= 4  # a save waits for the one before: 4 was whole when 6 began
+    assert len(fast) <= 3  # two, and one that the kill kept from being deleted
+    assert all(step % 2 == 0 and step % 6 for step in fast)
+    same = ("train.for=1000000 steps", "lr.decay=null", tiers)
+    workshop.train(*same, "train.exit_after=1 steps")
+    resumed = workshop.events(run, "start")[-1]["resumed_from"]
+    durable = [folders.step_of(path) for path in folders.complete_checkpoints(run / "checkpoints")][:-1]
+    assert resumed == folders.step_name(max(fast + durable))
+    assert {event["tier"] for event in workshop.events(run, "save")} == {"durable", "local"}
+    end = folders.step_of(folders.latest_checkpoint(run / "checkpoints") or Path("step-0"))
+    assert_same_tensors(run, workshop.train(*same, f"train.exit_after={end} steps", run="whole"))
+
+
+def test_auto_saves_as_often_as_failures_make_it_worth_and_says_why(workshop: Workshop) -> None:
+    auto = "checkpoint={phases: [{every: auto}], failure_every: 10s}"
+    run = workshop.train("train.for=60 steps", "lr.decay=60 steps", auto)
+    chosen = workshop.events(run, "cadence")
+    assert chosen
+    assert "Young/Daly" in chosen[0]["reasoning"]
+    assert "a failure is expected every 10s" in (run / "logs" / "main_log.txt").read_text()
+    saved = [event["step"] for event in workshop.events(run, "save")]
+    assert saved[:2] == [20, 40]
+    again = workshop.train("train.for=70 steps", "lr.decay=60 steps", auto)  # what was decided outlives the job
+    assert folders.latest_checkpoint(again / "checkpoints") == again / "checkpoints" / "step-00000070"
+
+
+def test_the_best_checkpoint_by_validation_is_kept(workshop: Workshop) -> None:
+    keep = "checkpoint={phases: [{every: 2 steps}], keep: {last: 1, best: 1}}"
+    settings = ("data.validation={v: [{path: valid}]}", "train.evaluate={every: 4 steps}")
+    run = workshop.train("train.for=20 steps", "lr={peak: 1e-2, schedule: constant}", keep, *settings)
+    losses = {record["step"]: record["losses"]["lm loss"] for record in workshop.metrics(run, "validation")}
+    kept = [folders.step_of(path) for path in folders.complete_checkpoints(run / "checkpoints")]
+    assert set(kept) == {min(losses, key=lambda step: losses[step]), 20}

@@ -1,0 +1,319 @@
+"""Saving behind the back of training: `begin` is the moment that is saved, trouble is told, nothing waits forever."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from bloomery.base.errors import StorageError
+from bloomery.base.piece import Piece
+from bloomery.checkpoint import folder as folders
+from bloomery.checkpoint import persist as persist_module
+from bloomery.checkpoint import staging as staging_module
+from bloomery.checkpoint.fence import FencedError, take_over
+from bloomery.checkpoint.load import load_pieces
+from bloomery.checkpoint.save import agreed
+from bloomery.checkpoint.saver import SaveOutcome, Saver
+from bloomery.checkpoint.staging import HostImage
+from threads_as_ranks import together
+
+CPU = torch.device("cpu")
+
+
+def begin(saver: Saver, root: Path, step: int, pieces: dict[str, Piece], **more: Any) -> None:
+    saver.stage(pieces)
+    saver.persist(root, step=step, state={"step": step}, recipe_yaml="name: x\n", **more)
+
+
+def value_in(folder: Path, size: int = 4) -> list[float]:
+    found = torch.zeros(size)
+    load_pieces(folder, {"w": Piece.whole(found)})
+    return found.tolist()
+
+
+class Gate:
+    """Holds the writing of tensor files until it is opened."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.open = threading.Event()
+        self.reached = threading.Event()
+        original = persist_module.write_file
+
+        def held(*arguments: Any) -> Any:
+            self.reached.set()
+            assert self.open.wait(60)
+            return original(*arguments)
+
+        monkeypatch.setattr(persist_module, "write_file", held)
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
+    gate = Gate(monkeypatch)
+    yield gate
+    gate.open.set()
+
+
+def test_what_was_there_at_begin_is_saved_while_training_goes_on(tmp_path: Path, gate: Gate) -> None:
+    weight = torch.full((4,), 1.0)
+    pieces = {"w": Piece.whole(weight)}
+    saver = Saver(pieces, device=CPU)
+    begin(saver, tmp_path, 1, pieces)
+    assert saver.step_in_flight == 1
+    saver.wait_staged()
+    weight.fill_(2.0)  # the optimizer's next step, long before anything is on the disk
+    assert gate.reached.wait(60)
+    assert saver.poll() == []
+    assert folders.complete_checkpoints(tmp_path) == []
+    gate.open.set()
+    (outcome,) = saver.wait()
+    assert outcome.error is None
+    assert outcome.folder == folders.latest_checkpoint(tmp_path)
+    assert saver.step_in_flight is None
+    assert value_in(outcome.folder) == [1.0] * 4
+    assert saver.host_bytes == 16
+    assert outcome.bytes == (outcome.folder / "tensors-00000.safetensors").stat().st_size
+
+
+def test_one_save_is_in_flight_and_the_next_waits_for_it(tmp_path: Path, gate: Gate) -> None:
+    weight = torch.full((4,), 1.0)
+    pieces = {"w": Piece.whole(weight)}
+    saver = Saver(pieces, device=CPU)
+    begin(saver, tmp_path, 1, pieces)
+    weight.fill_(2.0)
+    second = threading.Thread(target=begin, args=(saver, tmp_path, 2, pieces))
+    second.start()
+    second.join(0.2)
+    assert second.is_alive()  # back-pressure
+    gate.open.set()
+    second.join(60)
+    first_outcome, second_outcome = saver.wait()
+    assert [first_outcome.step, second_outcome.step] == [1, 2]
+    assert second_outcome.blocking_seconds > 0.1
+    assert value_in(tmp_path / "step-00000001") == [1.0] * 4
+    assert value_in(tmp_path / "step-00000002") == [2.0] * 4
+
+
+def test_storage_that_hangs_is_told_once_and_training_goes_on(tmp_path: Path, gate: Gate) -> None:
+    pieces = {"w": Piece.whole(torch.ones(4))}
+    saver = Saver(pieces, device=CPU, timeout_seconds=2.0)
+    begin(saver, tmp_path, 1, pieces)
+    assert gate.reached.wait(60)
+    begin(saver, tmp_path, 2, pieces)  # waits until the time of the first is over, then goes on without a save
+    skipped, late = saver.poll()
+    assert "the checkpoint of step 2 was not made: the save of step 1 still hangs" in str(skipped.error)
+    assert "the save of step 1 is not on the disk after 2s" in str(late.error)
+    assert saver.poll() == []
+    gate.open.set()
+    while not (outcomes := saver.wait()):  # its deadline is over, so `wait` only looks
+        pass
+    assert outcomes[0].error is None  # slow, not lost
+    begin(saver, tmp_path, 3, pieces)
+    assert [outcome.error for outcome in saver.wait()] == [None]
+
+
+def test_tensors_across_blocks_and_views_are_staged_right(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(staging_module, "_BLOCK_BYTES", 64)
+    tensors = {
+        "a": torch.randn(7, 5),
+        "b": torch.randn(6, 4).t(),
+        "c": torch.randn(33).to(torch.bfloat16),
+        "n": torch.tensor(3.0),
+        "d": torch.randn(2).double(),
+    }
+    pieces = {name: Piece.whole(tensor) for name, tensor in tensors.items()}
+    saver = Saver(pieces, device=CPU)
+    for step in (1, 2):
+        tensors["a"].add_(1.0)
+        begin(saver, tmp_path, step, pieces)
+        (outcome,) = saver.wait()
+        found = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
+        load_pieces(outcome.folder, {name: Piece.whole(tensor) for name, tensor in found.items()})
+        assert all(torch.equal(found[name], tensor) for name, tensor in tensors.items())
+
+
+def test_tensors_that_change_between_saves_are_a_mistake() -> None:
+    image = HostImage({"a": torch.ones(2)}, CPU)
+    with pytest.raises(AssertionError, match="do not change"):
+        image.take({"b": torch.ones(2)})
+
+
+def test_what_follows_a_complete_save_runs_in_the_thread(tmp_path: Path) -> None:
+    pieces = {"w": Piece.whole(torch.ones(4))}
+    saver = Saver(pieces, device=CPU)
+    where: list[str] = []
+
+    def then() -> list[str]:
+        where.append(threading.current_thread().name)
+        return ["step-00000000"]
+
+    begin(saver, tmp_path, 1, pieces, then=then, facts={"tokens": 12})
+    (outcome,) = saver.wait()
+    assert where == ["bloomery-save"]
+    assert outcome.removed == ("step-00000000",)
+    manifest = json.loads((outcome.folder / "manifest.json").read_text())
+    assert (manifest["tokens"], manifest["step"], manifest["ranks"]) == (12, 1, 1)
+    assert set(manifest["versions"]) == {"bloomery", "torch"}
+
+
+def test_older_ones_that_cannot_be_deleted_do_not_undo_a_save(tmp_path: Path) -> None:
+    pieces = {"w": Piece.whole(torch.ones(4))}
+    saver = Saver(pieces, device=CPU)
+
+    def then() -> list[str]:
+        raise PermissionError(13, "Permission denied", "step-00000000")
+
+    begin(saver, tmp_path, 1, pieces, then=then)
+    (outcome,) = saver.wait()
+    assert outcome.error is None
+    assert "Permission denied" in outcome.retention_trouble
+    folders.verify(outcome.folder)
+
+
+def in_the_end(saver: Saver) -> SaveOutcome:
+    """What came of it, also if it was late on the way."""
+    outcomes = saver.wait()
+    while saver.step_in_flight is not None:
+        outcomes += saver.wait()
+    return outcomes[-1]
+
+
+def shard(rank: int, ranks: int) -> dict[str, Piece]:
+    return {"w": Piece(torch.full((2,), float(rank)), (2 * ranks,), (2 * rank,))}
+
+
+def on_ranks(size: int, root: Path, act: Callable[[Saver, Any, dict[str, Piece]], Any], **settings: Any) -> list[Any]:
+    def one(ranks: Any) -> Any:
+        pieces = shard(ranks.rank, size)
+        return act(Saver(pieces, device=CPU, ranks=ranks, **settings), ranks, pieces)
+
+    return together(size, one)
+
+
+def saved(root: Path) -> Callable[[Saver, Any, dict[str, Piece]], StorageError | None]:
+    def act(saver: Saver, ranks: Any, pieces: dict[str, Piece]) -> StorageError | None:
+        begin(saver, root, 5, pieces)
+        return agreed(ranks, in_the_end(saver).error)
+
+    return act
+
+
+def test_many_ranks_save_without_a_word_between_their_threads(tmp_path: Path) -> None:
+    assert on_ranks(8, tmp_path, saved(tmp_path)) == [None] * 8
+    folder = folders.latest_checkpoint(tmp_path)
+    assert folder is not None
+    folders.verify(folder)
+    assert value_in(folder, 16) == [float(i // 2) for i in range(16)]
+    assert sorted(path.name for path in folder.glob("rank-*")) == []
+
+
+@pytest.mark.parametrize("failing", [0, 2])
+def test_a_rank_that_fails_tells_the_others_through_the_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: int
+) -> None:
+    original = persist_module.write_file
+
+    def fails(path: Path, *rest: Any) -> Any:
+        if path.name == f"tensors-{failing:05d}.safetensors":
+            raise OSError(122, "Disk quota exceeded")
+        return original(path, *rest)
+
+    monkeypatch.setattr(persist_module, "write_file", fails)
+    errors = on_ranks(4, tmp_path, saved(tmp_path))
+    assert all(f"on rank {failing}: Disk quota exceeded (EDQUOT)" in str(error) for error in errors)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_rank_whose_part_never_comes_is_named(tmp_path: Path) -> None:
+    def act(saver: Saver, ranks: Any, pieces: dict[str, Piece]) -> SaveOutcome | None:
+        if ranks.rank == 1:
+            return None
+        begin(saver, tmp_path, 5, pieces)
+        return in_the_end(saver)
+
+    first, _, third = on_ranks(3, tmp_path, act, timeout_seconds=0.5)
+    assert "on rank 1: its part did not come within" in str(first.error)
+    assert "folder that all ranks share" in str(first.error)
+    assert third.error is None  # its own part was written; rank 0 knows the truth
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_rank_that_cannot_even_say_that_it_failed_does_not_hold_up_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = persist_module._tell
+
+    def fails(job: persist_module.SaveJob, word: Any) -> None:
+        if job.rank == 1:
+            raise OSError(28, "full")
+        original(job, word)
+
+    monkeypatch.setattr(persist_module, "_tell", fails)
+    errors = on_ranks(2, tmp_path, saved(tmp_path), timeout_seconds=0.5)
+    assert all("on rank 1: its part did not come" in str(error) for error in errors)
+
+
+def test_an_older_start_can_neither_complete_nor_write(tmp_path: Path, gate: Gate) -> None:
+    pieces = {"w": Piece.whole(torch.ones(4))}
+    old = take_over(tmp_path)
+    saver = Saver(pieces, device=CPU)
+    begin(saver, tmp_path, 1, pieces, writer=old)
+    assert gate.reached.wait(60)
+    new = take_over(tmp_path)
+    assert (old.incarnation, new.incarnation) == (1, 2)
+    gate.open.set()
+    (outcome,) = saver.wait()
+    assert isinstance(outcome.error, FencedError)
+    assert "start 2 (process" in str(outcome.error)
+    assert folders.complete_checkpoints(tmp_path) == []
+    begin(saver, tmp_path, 2, pieces, writer=old)
+    assert isinstance(saver.wait()[0].error, FencedError)
+    begin(saver, tmp_path, 3, pieces, writer=new)
+    assert saver.wait()[0].error is None
+    with pytest.raises(FencedError), old.holding():
+        pass
+    assert [path.name for path in folders.complete_checkpoints(tmp_path)] == ["step-00000003"]
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{"])
+def test_a_torn_writer_file_fences_nobody(tmp_path: Path, content: str) -> None:
+    writer = take_over(tmp_path)
+    (tmp_path / ".writer").write_text(content)
+    writer.require()
+    (tmp_path / ".writer").unlink()
+    writer.require()
+    assert take_over(tmp_path).incarnation == 1
+
+
+def test_a_read_only_place_is_an_outcome_not_a_crash(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    pieces = {"w": Piece.whole(torch.ones(4))}
+    saver = Saver(pieces, device=CPU)
+    begin(saver, tmp_path / "file" / "root", 1, pieces)
+    (outcome,) = saver.wait()
+    assert "could not be written: Not a directory" in str(outcome.error)
+    assert "an unknown number of bytes are free" in str(outcome.error).lower()
+    assert os.listdir(tmp_path) == ["file"]
+
+
+def test_a_file_that_shrinks_behind_our_back_is_not_completed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    original = persist_module.write_file
+
+    def shrinks(path: Path, *rest: Any) -> Any:
+        facts = original(path, *rest)
+        os.truncate(path, 3)
+        return facts
+
+    monkeypatch.setattr(persist_module, "write_file", shrinks)
+    pieces = {"w": Piece.whole(torch.ones(4))}
+    saver = Saver(pieces, device=CPU)
+    begin(saver, tmp_path, 1, pieces)
+    assert "does not have the" in str(saver.wait()[0].error)
+    assert list(tmp_path.iterdir()) == []
