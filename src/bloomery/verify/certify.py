@@ -1,0 +1,223 @@
+"""The certificate of a recipe: shrink it, train it in every layout, compare, judge."""
+
+from __future__ import annotations
+
+import platform
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import bloomery
+from bloomery.config.describe import as_yaml, fingerprint
+from bloomery.config.recipe import Recipe
+from bloomery.config.yaml_nodes import dump_yaml
+from bloomery.sizing.check import load_checked_recipe
+from bloomery.verify.compare import TOLERANCES, Recorded, whole_tensors
+from bloomery.verify.judge import Row, judge_continuation, judge_failure, judge_reshard, judge_training
+from bloomery.verify.layouts import SINGLE, VerifiedLayout
+from bloomery.verify.shrink import CLIP, Shrunk, middle, shrink
+from bloomery.verify.synthetic import write_data
+from bloomery.verify.trials import RESUME_PREFIX, TRAIN_PREFIX, Outcome, RankCommand, Trial, run_all
+
+FORMAT = 1
+GRADIENT_STEPS = 2
+
+
+@dataclass(frozen=True)
+class Certificate:
+    recipe: Recipe
+    shrunk: Shrunk
+    steps: int
+    clip: float
+    device: str
+    reference: Row
+    rows: list[Row]
+    left_out: dict[str, str]
+    smallest_norm: float
+    """Of the reference's steps; clipping binds where it is above `clip`."""
+    first_loss: float
+    last_loss: float
+    seconds: float
+
+    @property
+    def clip_always_binds(self) -> bool:
+        return self.smallest_norm > self.clip
+
+    @property
+    def reasons(self) -> list[str]:
+        found = [f"{row.layout}: {reason}" for row in (self.reference, *self.rows) for reason in row.reasons]
+        if not self.clip_always_binds:
+            text = (
+                f"clipping did not bind on every step: the smallest grad norm is {self.smallest_norm:.3g} and the clip "
+                f"{self.clip:g}. A wrong norm would not have been seen"
+            )
+            found.append(text)
+        return found
+
+    @property
+    def verdict(self) -> str:
+        return "fail" if self.reasons else "pass"
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "verdict": self.verdict,
+            "reasons": self.reasons,
+            "recipe": self.recipe.name,
+            "fingerprint": fingerprint(self.recipe),
+            "made": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+            "versions": {
+                "bloomery": bloomery.__version__,
+                "torch": torch.__version__,
+                "python": platform.python_version(),
+                "machine": f"{platform.system()} {platform.machine()}",
+                "certificate": FORMAT,
+            },
+            "device": self.device,
+            "steps": self.steps,
+            "shrunk": {path: {"from": old, "to": new} for path, (old, new) in self.shrunk.changes.items()},
+            "remarks": self.shrunk.remarks,
+            "tolerances": TOLERANCES,
+            "clipping": {
+                "clip_grad_norm": self.clip,
+                "smallest_grad_norm": self.smallest_norm,
+                "bound_on_every_step": self.clip_always_binds,
+            },
+            "learned": {"first_loss": self.first_loss, "last_loss": self.last_loss},
+            "reference": _plain(self.reference),
+            "layouts": [_plain(row) for row in self.rows],
+            "left_out": self.left_out,
+            "seconds": self.seconds,
+        }
+
+
+def certify(
+    recipe: Recipe,
+    layouts: Sequence[VerifiedLayout],
+    work: Path,
+    command: RankCommand,
+    *,
+    steps: int = 20,
+    clip: float = CLIP,
+    device: str = "cpu",
+    left_out: dict[str, str] | None = None,
+    quiet: bool = True,
+) -> Certificate:
+    """Everything happens below `work`, an empty folder. `command` is run by every rank: cli.verify_trials.run_trials."""
+    started = time.monotonic()
+    shrunk = shrink(recipe, layouts, work, steps=steps, clip=clip)
+    write_data(shrunk.values, work)
+    trainings = _trainings(shrunk, layouts, work, steps)
+    options: dict[str, Any] = {"device": device, "quiet": quiet}
+    outcomes = run_all(trainings, command, work, **options)
+    whole = [trial for trial in trainings if not outcomes[trial.folder].error]
+    resumptions = _resumptions(whole, work, steps)
+    outcomes |= run_all(resumptions, command, work, **options)
+    rows = _rows(trainings, resumptions, outcomes, steps)
+    reference, trained = rows[0], not outcomes[trainings[0].folder].error
+    recorded = Recorded(trainings[0]) if trained else None
+    losses = [loss for (_, name), loss in recorded.losses.items() if name == "lm loss"] if recorded else [float("nan")]
+    return Certificate(
+        recipe=recipe,
+        shrunk=shrunk,
+        steps=steps,
+        clip=clip,
+        device=device,
+        reference=reference,
+        rows=rows[1:],
+        left_out=left_out or {},
+        smallest_norm=min(recorded.norms.values()) if recorded else float("nan"),
+        first_loss=losses[0],
+        last_loss=losses[-1],
+        seconds=time.monotonic() - started,
+    )
+
+
+def _trainings(shrunk: Shrunk, layouts: Sequence[VerifiedLayout], work: Path, steps: int) -> list[Trial]:
+    """The reference first, then by the number of ranks."""
+    small = work / "small.yaml"
+    small.write_text(dump_yaml(shrunk.values))
+    whole = f"batch.micro_batch_size={shrunk.reference_micro_batch}"
+    plain = ["parallel.recompute=none", "parallel.offload=false", whole]
+    chosen = [(SINGLE, 1, plain), *((each.name, each.world, list(each.overrides)) for each in layouts)]
+    trials = []
+    for name, world, overrides in sorted(chosen, key=lambda each: each[1]):
+        folder = work / f"{TRAIN_PREFIX}{name}"
+        folder.mkdir()
+        file = folder / "recipe.yaml"
+        file.write_text(as_yaml(load_checked_recipe(str(small), overrides).recipe))
+        trials.append(Trial(name, world, str(folder), str(file), GRADIENT_STEPS, steps))
+    return trials
+
+
+def _resumptions(whole: Sequence[Trial], work: Path, steps: int) -> list[Trial]:
+    """Each layout loads the checkpoints of all others and goes on from its neighbour's; the largest world first, whose
+    checkpoint the single rank goes on from."""
+    at = middle(steps)
+    trials = []
+    for i, trial in enumerate(whole):
+        others = [other for other in whole if other is not trial]
+        if not others:
+            continue
+        folder = work / f"{RESUME_PREFIX}{trial.layout}"
+        folder.mkdir()
+        trials.append(
+            Trial(
+                layout=trial.layout,
+                world=trial.world,
+                folder=str(folder),
+                recipe=trial.recipe,
+                gradient_steps=0,
+                sample_steps=steps,
+                resume_from=str(whole[i - 1].checkpoint(at)),
+                reload={other.layout: str(other.checkpoint(at)) for other in others},
+            )
+        )
+    return trials[::-1]
+
+
+def _rows(
+    trainings: Sequence[Trial], resumptions: Sequence[Trial], outcomes: dict[str, Outcome], steps: int
+) -> list[Row]:
+    at = middle(steps)
+    resumed = {trial.layout: trial for trial in resumptions}
+    reference = trainings[0]
+    expected = Recorded(reference) if not outcomes[reference.folder].error else None
+    saved = {
+        trial.layout: whole_tensors(trial.checkpoint(at)) for trial in trainings if not outcomes[trial.folder].error
+    }
+    rows = []
+    for trial in trainings:
+        row = Row(trial.layout, trial.world)
+        rows.append(row)
+        outcome = outcomes[trial.folder]
+        row.seconds = outcome.seconds
+        if outcome.error:
+            judge_failure(row, trial, outcome)
+            continue
+        if expected is None:
+            row.reasons.append("there is no reference to compare with")
+            continue
+        if trial is not reference:
+            judge_training(row, Recorded(trial), expected)
+        again = resumed.get(trial.layout)
+        if again is None:
+            row.reasons.append("no other layout left a checkpoint to go on from")
+            continue
+        row.seconds += outcomes[again.folder].seconds
+        if outcomes[again.folder].error:
+            judge_failure(row, again, outcomes[again.folder])
+            continue
+        reloaded = whole_tensors(again.reloaded / "step-00000000")
+        judge_reshard(row, reloaded, {name: saved[name] for name in again.reload})
+        assert again.resume_from is not None
+        source = Path(again.resume_from).parents[2].name.removeprefix(TRAIN_PREFIX)
+        judge_continuation(row, Recorded(again), expected, source, at)
+    return rows
+
+
+def _plain(row: Row) -> dict[str, Any]:
+    return {**row.to_json(), **{name: asdict(each) for name, each in vars(row).items() if hasattr(each, "difference")}}

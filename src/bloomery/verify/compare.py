@@ -1,0 +1,160 @@
+"""What two trainings of one recipe differ in: losses, gradient norms, gradients, samples, weights."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from bloomery.checkpoint.folder import complete_checkpoints
+from bloomery.checkpoint.index import read_index
+from bloomery.monitor.history import read_metrics
+from bloomery.monitor.record import StepRecord
+from bloomery.verify.trials import Trial
+
+LOSS_RELATIVE = 1e-6
+LOSS_ABSOLUTE = 1e-5
+NORM_RELATIVE = 1e-5
+GRADIENT_RELATIVE = 1e-5
+GRADIENT_FLOOR = 1e-3
+"""Share of the global norm below which a gradient's own norm is no measure: key biases have a gradient of zero, and
+what is computed of it is rounding."""
+
+TOLERANCES = {
+    "loss_relative": LOSS_RELATIVE,
+    "loss_absolute_at_worst": LOSS_ABSOLUTE,
+    "grad_norm_relative": NORM_RELATIVE,
+    "gradient_relative_to_its_norm": GRADIENT_RELATIVE,
+    "gradient_floor_as_share_of_global_norm": GRADIENT_FLOOR,
+    "weights_after_reshard": "bit-exact",
+    "data_order": "equal",
+}
+
+
+@dataclass(frozen=True)
+class Worst:
+    """The largest difference that was found, and where."""
+
+    difference: float = 0.0
+    name: str = ""
+    step: int = 0
+    found: float = 0.0
+    expected: float = 0.0
+
+    @property
+    def absolute(self) -> float:
+        return abs(self.found - self.expected)
+
+
+class Recorded:
+    """What a trial wrote down."""
+
+    def __init__(self, trial: Trial) -> None:
+        self.losses: dict[tuple[int, str], float] = {}
+        self.norms: dict[int, float] = {}
+        for record in read_metrics(trial.run / "metrics.jsonl"):
+            if isinstance(record, StepRecord):
+                self.norms[record.step] = record.grad_norm
+                of_sources = {f"lm loss of {name}": loss for name, loss in record.source_losses.items()}
+                found = record.losses | of_sources
+            else:
+                found = {f"{name} of validation group {record.group}": loss for name, loss in record.losses.items()}
+            self.losses |= {(record.step, name): loss for name, loss in found.items()}
+        self.samples: dict[int, dict[str, str]] = {}
+        for line in (trial.trace / "samples.jsonl").read_text().splitlines():
+            facts = json.loads(line)
+            self.samples[facts["step"]] = facts["samples"]
+        self.gradients = {int(path.name.removeprefix("step-")): path for path in complete_checkpoints(trial.trace)}
+
+
+def worst_loss(found: Recorded, expected: Recorded, after: int = 0) -> Worst:
+    """Over all losses of all steps beyond `after`: relative."""
+    keys = [key for key in expected.losses if key[0] > after]
+    pairs = [(key, found.losses.get(key, float("nan")), expected.losses[key]) for key in keys]
+    return _worst(Worst(_relative(value, right), name, step, value, right) for (step, name), value, right in pairs)
+
+
+def worst_norm(found: Recorded, expected: Recorded, after: int = 0) -> Worst:
+    steps = [step for step in expected.norms if step > after]
+    pairs = [(step, found.norms.get(step, float("nan")), expected.norms[step]) for step in steps]
+    return _worst(Worst(_relative(value, right), "grad norm", step, value, right) for step, value, right in pairs)
+
+
+def first_other_sample(found: Recorded, expected: Recorded, after: int = 0) -> str:
+    """Where the samples of two runs part; empty if nowhere."""
+    for step, samples in expected.samples.items():
+        if step <= after:
+            continue
+        mine = found.samples.get(step, {})
+        if mine != samples:
+            place = next(place for place in {**samples, **mine} if mine.get(place) != samples.get(place))
+            return f"step {step}, sample {place}: {mine.get(place, 'not read')} instead of {samples.get(place, 'none')}"
+    return ""
+
+
+def gradient_differences(found: Recorded, expected: Recorded) -> list[Worst]:
+    """Of every gradient of every traced step, the largest first."""
+    differences = []
+    for step, folder in expected.gradients.items():
+        right = whole_tensors(folder)
+        mine = whole_tensors(found.gradients[step]) if step in found.gradients else {}
+        total = torch.stack([each.norm() for each in right.values()]).norm().item()
+        for name, each in right.items():
+            size = max(each.norm().item(), GRADIENT_FLOOR * total)
+            other = mine.get(name)
+            same_shape = other is not None and other.shape == each.shape
+            difference = ((other - each).norm().item() / size) if same_shape and other is not None else float("inf")
+            norm = other.norm().item() if other is not None else 0.0
+            differences.append(Worst(difference, name.removeprefix("grad."), step, norm, each.norm().item()))
+    return sorted(differences, key=_by_size, reverse=True)
+
+
+def reshard_differences(reloaded: Mapping[str, Tensor], source: str, original: Mapping[str, Tensor]) -> list[str]:
+    """Names of tensors of `source`'s checkpoint that did not come back bit by bit."""
+    wrong = [
+        name
+        for name, tensor in original.items()
+        if not _same_bits(reloaded.get(f"{source}/{name}"), tensor)
+    ]
+    invented = [key for key in reloaded if key.startswith(f"{source}/") and key[len(source) + 1 :] not in original]
+    return wrong + invented
+
+
+def whole_tensors(folder: Path) -> dict[str, Tensor]:
+    """A checkpoint put together from its pieces, on purpose not by the loader that is verified here."""
+    files = {path.name: load_file(path) for path in folder.glob("*.safetensors")}
+    whole = {}
+    for name, saved in read_index(folder).items():
+        tensor = None
+        for piece in saved.pieces:
+            values = files[piece.file][piece.key]
+            if tensor is None:
+                tensor = torch.zeros(saved.shape, dtype=values.dtype)
+            box = tuple(slice(a, a + n) for a, n in zip(piece.box.offset, piece.box.size, strict=True))
+            tensor[box] = values
+        assert tensor is not None
+        whole[name] = tensor
+    return whole
+
+
+def _same_bits(a: Tensor | None, b: Tensor) -> bool:
+    if a is None or a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    return torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))
+
+
+def _relative(value: float, right: float) -> float:
+    return abs(value - right) / max(abs(right), 1e-12)
+
+
+def _worst(differences: Iterator[Worst]) -> Worst:
+    return max(differences, key=_by_size, default=Worst(float("inf"), "nothing was recorded"))
+
+
+def _by_size(worst: Worst) -> float:
+    return float("inf") if worst.difference != worst.difference else worst.difference
