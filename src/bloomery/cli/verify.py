@@ -35,9 +35,7 @@ def run(args: argparse.Namespace) -> int:
 
     names = [name.strip() for name in args.layouts.split(",")] if args.layouts is not None else None
     device = pick_device(args.device)
-    layouts, left_out = choose_layouts(
-        args.recipe, args.overrides, recipe, names, most_ranks=device_count(device)
-    )
+    layouts, left_out = choose_layouts(args.recipe, args.overrides, recipe, names, most_ranks=device_count(device))
     with tempfile.TemporaryDirectory(prefix="bloomery-verify-") as folder:
         certificate = certify(
             recipe,

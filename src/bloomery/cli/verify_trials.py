@@ -14,6 +14,7 @@ import torch
 from bloomery.base import exit_codes
 from bloomery.base.accelerator import device_of_rank, pick_device
 from bloomery.base.errors import BloomeryError
+from bloomery.base.piece import Piece
 from bloomery.base.ranks import ALONE, Ranks, first_rank_does
 from bloomery.checkpoint.load import load_pieces
 from bloomery.checkpoint.save import save_checkpoint
@@ -58,7 +59,11 @@ def _run_each(plan: TrialPlan, device: torch.device, ranks: Ranks) -> int:
         if ranks.rank == 0:
             (Path(trial.folder) / RESULT).write_text(json.dumps({"seconds": seconds}))
             if not plan.quiet:
-                what = f"continues from {Path(trial.resume_from).parents[2].name.removeprefix(TRAIN_PREFIX)}" if trial.resume_from else "trains"
+                what = (
+                    f"continues from {Path(trial.resume_from).parents[2].name.removeprefix(TRAIN_PREFIX)}"
+                    if trial.resume_from
+                    else "trains"
+                )
                 print(f"{trial.layout} {what}: {seconds:.1f} s", file=sys.stderr)
     return exit_codes.OK
 
@@ -79,7 +84,7 @@ def _reload(trial: Trial, run: Run) -> None:
     """Load every checkpoint into this layout's own tensors and save what they then hold, all of it in one folder."""
     pieces = run.optimizer.pieces()
     before = {name: piece.tensor.clone() for name, piece in pieces.items()}
-    found = {}
+    found: dict[str, Piece] = {}
     for source, folder in trial.reload.items():
         for piece in pieces.values():
             piece.tensor.fill_(float("nan"))  # nothing may remain of what was there

@@ -19,7 +19,7 @@ from bloomery.sizing.check import load_checked_recipe
 from bloomery.verify.compare import TOLERANCES, Recorded, whole_tensors
 from bloomery.verify.judge import Row, judge_continuation, judge_failure, judge_reshard, judge_training
 from bloomery.verify.layouts import SINGLE, VerifiedLayout
-from bloomery.verify.shrink import CLIP, Shrunk, middle, shrink
+from bloomery.verify.shrink import CLIP, Shrunk, micro_batch_of, middle, shrink
 from bloomery.verify.synthetic import write_data
 from bloomery.verify.trials import RESUME_PREFIX, TRAIN_PREFIX, Outcome, RankCommand, Trial, run_all
 
@@ -106,7 +106,7 @@ def certify(
     left_out: dict[str, str] | None = None,
     quiet: bool = True,
 ) -> Certificate:
-    """Everything happens below `work`, an empty folder. `command` is run by every rank: cli.verify_trials.run_trials."""
+    """Everything happens below `work`, an empty folder. Every rank runs `command`: cli.verify_trials.run_trials."""
     started = time.monotonic()
     shrunk = shrink(recipe, layouts, work, steps=steps, clip=clip)
     write_data(shrunk.values, work)
@@ -140,9 +140,10 @@ def _trainings(shrunk: Shrunk, layouts: Sequence[VerifiedLayout], work: Path, st
     """The reference first, then by the number of ranks."""
     small = work / "small.yaml"
     small.write_text(dump_yaml(shrunk.values))
-    whole = f"batch.micro_batch_size={shrunk.reference_micro_batch}"
-    plain = ["parallel.recompute=none", "parallel.offload=false", whole]
-    chosen = [(SINGLE, 1, plain), *((each.name, each.world, list(each.overrides)) for each in layouts)]
+    chosen = [(SINGLE, 1, ["parallel.recompute=none", "parallel.offload=false"])]
+    for layout in layouts:
+        cut = f"batch.micro_batch_size={micro_batch_of(layout, shrunk)}"
+        chosen.append((layout.name, layout.world, [*layout.overrides, cut]))
     trials = []
     for name, world, overrides in sorted(chosen, key=lambda each: each[1]):
         folder = work / f"{TRAIN_PREFIX}{name}"

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -37,14 +38,14 @@ TOLERANCES = {
 
 
 @dataclass(frozen=True)
-class Worst:
-    """The largest difference that was found, and where."""
+class Difference:
+    """Between a number of a layout and the reference's. NaN where the layout has none."""
 
-    difference: float = 0.0
-    name: str = ""
-    step: int = 0
-    found: float = 0.0
-    expected: float = 0.0
+    difference: float
+    name: str
+    step: int
+    found: float
+    expected: float
 
     @property
     def absolute(self) -> float:
@@ -72,17 +73,22 @@ class Recorded:
         self.gradients = {int(path.name.removeprefix("step-")): path for path in complete_checkpoints(trial.trace)}
 
 
-def worst_loss(found: Recorded, expected: Recorded, after: int = 0) -> Worst:
-    """Over all losses of all steps beyond `after`: relative."""
-    keys = [key for key in expected.losses if key[0] > after]
-    pairs = [(key, found.losses.get(key, float("nan")), expected.losses[key]) for key in keys]
-    return _worst(Worst(_relative(value, right), name, step, value, right) for (step, name), value, right in pairs)
+def loss_differences(found: Recorded, expected: Recorded, after: int = 0) -> list[Difference]:
+    """Of all losses of all steps beyond `after`, in their order: relative."""
+    return [
+        Difference(_relative(value := found.losses.get(key, float("nan")), right), key[1], key[0], value, right)
+        for key, right in sorted(expected.losses.items())
+        if key[0] > after
+    ]
 
 
-def worst_norm(found: Recorded, expected: Recorded, after: int = 0) -> Worst:
-    steps = [step for step in expected.norms if step > after]
-    pairs = [(step, found.norms.get(step, float("nan")), expected.norms[step]) for step in steps]
-    return _worst(Worst(_relative(value, right), "grad norm", step, value, right) for step, value, right in pairs)
+def norm_differences(found: Recorded, expected: Recorded, after: int = 0) -> list[Difference]:
+    """Of the global gradient norm of all steps beyond `after`, in their order: relative."""
+    return [
+        Difference(_relative(value := found.norms.get(step, float("nan")), right), "grad norm", step, value, right)
+        for step, right in sorted(expected.norms.items())
+        if step > after
+    ]
 
 
 def first_other_sample(found: Recorded, expected: Recorded, after: int = 0) -> str:
@@ -97,8 +103,8 @@ def first_other_sample(found: Recorded, expected: Recorded, after: int = 0) -> s
     return ""
 
 
-def gradient_differences(found: Recorded, expected: Recorded) -> list[Worst]:
-    """Of every gradient of every traced step, the largest first."""
+def gradient_differences(found: Recorded, expected: Recorded) -> list[Difference]:
+    """Of every gradient of every traced step, relative to its norm."""
     differences = []
     for step, folder in expected.gradients.items():
         right = whole_tensors(folder)
@@ -110,17 +116,13 @@ def gradient_differences(found: Recorded, expected: Recorded) -> list[Worst]:
             same_shape = other is not None and other.shape == each.shape
             difference = ((other - each).norm().item() / size) if same_shape and other is not None else float("inf")
             norm = other.norm().item() if other is not None else 0.0
-            differences.append(Worst(difference, name.removeprefix("grad."), step, norm, each.norm().item()))
-    return sorted(differences, key=_by_size, reverse=True)
+            differences.append(Difference(difference, name.removeprefix("grad."), step, norm, each.norm().item()))
+    return differences
 
 
 def reshard_differences(reloaded: Mapping[str, Tensor], source: str, original: Mapping[str, Tensor]) -> list[str]:
     """Names of tensors of `source`'s checkpoint that did not come back bit by bit."""
-    wrong = [
-        name
-        for name, tensor in original.items()
-        if not _same_bits(reloaded.get(f"{source}/{name}"), tensor)
-    ]
+    wrong = [name for name, tensor in original.items() if not _same_bits(reloaded.get(f"{source}/{name}"), tensor)]
     invented = [key for key in reloaded if key.startswith(f"{source}/") and key[len(source) + 1 :] not in original]
     return wrong + invented
 
@@ -152,9 +154,14 @@ def _relative(value: float, right: float) -> float:
     return abs(value - right) / max(abs(right), 1e-12)
 
 
-def _worst(differences: Iterator[Worst]) -> Worst:
-    return max(differences, key=_by_size, default=Worst(float("inf"), "nothing was recorded"))
+def worst(differences: Sequence[Difference]) -> Difference:
+    """The largest; what is no number is larger than any."""
+    return max(differences, key=_size)
 
 
-def _by_size(worst: Worst) -> float:
-    return float("inf") if worst.difference != worst.difference else worst.difference
+def largest_first(differences: Sequence[Difference]) -> list[Difference]:
+    return sorted(differences, key=_size, reverse=True)
+
+
+def _size(each: Difference) -> float:
+    return float("inf") if math.isnan(each.difference) else each.difference

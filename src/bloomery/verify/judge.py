@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from bloomery.verify import compare
-from bloomery.verify.compare import Recorded, Worst
+from bloomery.verify.compare import Difference, Recorded
 from bloomery.verify.trials import Outcome, Trial
 
 _MOST_NAMED = 3
@@ -21,13 +21,13 @@ class Row:
 
     layout: str
     ranks: int
-    loss: Worst | None = None
-    grad_norm: Worst | None = None
-    gradient: Worst | None = None
+    loss: Difference | None = None
+    grad_norm: Difference | None = None
+    gradient: Difference | None = None
     data_order: str = "not compared"
     continued_from: str | None = None
-    continued_loss: Worst | None = None
-    continued_grad_norm: Worst | None = None
+    continued_loss: Difference | None = None
+    continued_grad_norm: Difference | None = None
     resharded_from: int = 0
     """Layouts whose checkpoints it loaded bit by bit."""
     resharded_of: int = 0
@@ -45,41 +45,43 @@ class Row:
 
 
 def judge_training(row: Row, found: Recorded, expected: Recorded) -> None:
-    """Compare a training from the beginning with the reference."""
-    row.loss, row.grad_norm = compare.worst_loss(found, expected), compare.worst_norm(found, expected)
+    """Compare a training from the beginning with the reference. What went wrong first is told."""
+    losses, norms = compare.loss_differences(found, expected), compare.norm_differences(found, expected)
     gradients = compare.gradient_differences(found, expected)
-    row.gradient = gradients[0]
-    wrong = [each for each in gradients if not each.difference <= compare.GRADIENT_RELATIVE]
-    norm_is_wrong = not row.grad_norm.difference <= compare.NORM_RELATIVE
+    row.loss, row.grad_norm, row.gradient = map(compare.worst, (losses, norms, gradients))
     other = compare.first_other_sample(found, expected)
     row.data_order = "differs" if other else "equal"
     if other:
         row.reasons.append(f"data order: {other}")
+    wrong = [each for each in gradients if not each.difference <= compare.GRADIENT_RELATIVE]
     if wrong:
         row.reasons.append(_gradients_text(wrong, gradients))
-    if norm_is_wrong:
-        at = row.grad_norm
-        text = f"global grad norm of step {at.step} is {at.found:.7g} instead of {at.expected:.7g}"
-        if not wrong and at.step <= gradients[0].step:
-            text += ", though every gradient agrees: some are counted twice or not at all"
+    norm = _first_wrong_norm(norms)
+    if norm is not None:
+        text = _instead("global grad norm", norm)
+        if norm.step <= max(each.step for each in gradients) and all(each.step > norm.step for each in wrong):
+            text += ", though every gradient of that step agrees: some are counted twice or not at all"
         row.reasons.append(text)
-    _judge_loss(row, row.loss, "")
+    _judge_losses(row, losses, "")
 
 
 def judge_continuation(row: Row, found: Recorded, expected: Recorded, source: str, after: int) -> None:
     """Compare what came after another layout's checkpoint with the uninterrupted reference."""
+    is_new = not row.reasons  # else it is most likely the same mistake once more
+    losses = compare.loss_differences(found, expected, after)
+    norms = compare.norm_differences(found, expected, after)
     row.continued_from = source
-    row.continued_loss = compare.worst_loss(found, expected, after)
-    row.continued_grad_norm = compare.worst_norm(found, expected, after)
+    row.continued_loss, row.continued_grad_norm = compare.worst(losses), compare.worst(norms)
     where = f"continued from {source} at step {after}: "
     other = compare.first_other_sample(found, expected, after)
-    if other:
+    if other and is_new:
         row.data_order = "differs"
         row.reasons.append(f"{where}data order: {other}")
-    at = row.continued_grad_norm
-    if not at.difference <= compare.NORM_RELATIVE:
-        row.reasons.append(f"{where}global grad norm of step {at.step} is {at.found:.7g} instead of {at.expected:.7g}")
-    _judge_loss(row, row.continued_loss, where)
+    norm = _first_wrong_norm(norms)
+    if norm is not None and is_new:
+        row.reasons.append(_instead(f"{where}global grad norm", norm))
+    if is_new:
+        _judge_losses(row, losses, where)
 
 
 def judge_reshard(row: Row, reloaded: Mapping[str, Tensor], originals: Mapping[str, Mapping[str, Tensor]]) -> None:
@@ -98,25 +100,33 @@ def judge_failure(row: Row, trial: Trial, outcome: Outcome) -> None:
     row.details = outcome.details
 
 
-def _judge_loss(row: Row, worst: Worst, where: str) -> None:
-    if worst.difference <= compare.LOSS_RELATIVE:
-        return
-    if worst.absolute <= compare.LOSS_ABSOLUTE:
+def _first_wrong_norm(norms: Sequence[Difference]) -> Difference | None:
+    return next((each for each in norms if not each.difference <= compare.NORM_RELATIVE), None)
+
+
+def _judge_losses(row: Row, losses: Sequence[Difference], where: str) -> None:
+    beyond = [each for each in losses if not each.difference <= compare.LOSS_RELATIVE]
+    wrong = [each for each in beyond if not each.absolute <= compare.LOSS_ABSOLUTE]
+    if wrong:
+        row.reasons.append(_instead(f"{where}{wrong[0].name}", wrong[0]))
+    elif beyond:
+        at = compare.worst(beyond)
         text = (
-            f"{where}{worst.name} of step {worst.step} differs by {worst.absolute:.1e}, within {compare.LOSS_ABSOLUTE} "
+            f"{where}{at.name} of step {at.step} differs by {at.absolute:.1e}, within {compare.LOSS_ABSOLUTE:g} "
             "absolute: sums in another order, amplified by the steps before"
         )
         row.remarks.append(text)
-        return
-    text = f"{where}{worst.name} of step {worst.step} is {worst.found:.7g} instead of {worst.expected:.7g}"
-    row.reasons.append(text)
 
 
-def _gradients_text(wrong: Sequence[Worst], gradients: Sequence[Worst]) -> str:
+def _instead(name: str, at: Difference) -> str:
+    return f"{name} of step {at.step} is {at.found:.7g} instead of {at.expected:.7g}"
+
+
+def _gradients_text(wrong: Sequence[Difference], gradients: Sequence[Difference]) -> str:
     first = min(each.step for each in wrong)
-    names = [each.name for each in wrong if each.step == first]
+    of_step = compare.largest_first([each for each in wrong if each.step == first])
+    names, at = [each.name for each in of_step], of_step[0]
     of = sum(each.step == first for each in gradients)
-    at = next(each for each in wrong if each.step == first)
     size = f"{at.name} by {at.difference:.1e} of its norm"
     return f"gradients of step {first}: {len(names)} of {of} differ, {size}" + (
         f"; also {_listed(names[1:])}" if len(names) > 1 else ""

@@ -1,4 +1,5 @@
-"""Which layouts are verified: what the user names, or the standard matrix; each legal for the recipe before it starts."""
+"""Which layouts are verified: those that the user names, or the standard matrix. Each is legal for the recipe before
+anything starts."""
 
 from __future__ import annotations
 
@@ -90,9 +91,6 @@ def _legal(source: str, overrides: Sequence[str], recipe: Recipe, name: str) -> 
     except ValueError as error:
         guess = closest(name, STANDARD)
         raise RecipeError(Problem(str(error), _RULE, f"did you mean {guess}?" if guess else "mend it")) from None
-    if recipe.model.family == "bert" and any(part.startswith("cp") and part != "cp1" for part in name.split("-")):
-        rule = "a masked sample is short, and context parallelism is for long sequences: bert has none"
-        raise RecipeError(Problem("cp with model.family bert", rule, "use tp or pp"))
     own = f"parallel={{recompute: {recipe.parallel.recompute}, offload: {str(recipe.parallel.offload).lower()}}}"
     # The micro-batch is no part of the science: it is chosen anew for the small recipe.
     checked = load_checked_recipe(source, [*overrides, own, *factors, "batch.micro_batch_size=1"]).recipe

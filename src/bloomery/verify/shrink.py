@@ -15,9 +15,12 @@ from bloomery.verify.layouts import VerifiedLayout
 
 CLIP = 0.05
 """Small enough to bind on every step: Adam hides a wrong gradient norm unless it is clipped with."""
+EPS = 1e-5
+"""Where a gradient is zero, as of key biases, the rounding of it must not become a full step of Adam's."""
 PEAK_LR = 5e-3
 _MOST_SOURCES = 4
 _SHORTEST = 32
+_SMALLEST_BATCH = 8
 _MOST_GROUPED = 8
 _WORDS = 300
 _REPORTED = ("model", "data", "batch", "optimizer", "lr", "train", "precision")
@@ -27,8 +30,9 @@ _REPORTED = ("model", "data", "batch", "optimizer", "lr", "train", "precision")
 class Shrunk:
     values: dict[str, Any]
     """The small recipe as plain YAML values."""
-    reference_micro_batch: int
-    """The reference takes a whole global batch at once, so that how it is cut is compared too."""
+    batch: int
+    """Samples of a global batch, at the start of a ramp. The reference takes them all at once, so that how a batch is
+    cut is compared too."""
     changes: dict[str, tuple[Any, Any]]
     """Path -> (the user's value, the small one)."""
     remarks: list[str]
@@ -39,8 +43,7 @@ def shrink(recipe: Recipe, layouts: Sequence[VerifiedLayout], folder: Path, *, s
     """Shards and a tokenizer are expected in `folder` (synthetic.py)."""
     before = as_dict(recipe)
     sources = _sources(recipe, folder)
-    micro_batch = min(recipe.batch.micro_batch_size, 2)
-    batch = _global_batch(layouts, micro_batch)
+    batch = -(-_SMALLEST_BATCH // (unit := math.lcm(*(_micro_batches(each) for each in layouts)))) * unit
     evaluates = recipe.train.evaluate is not None and recipe.data is not None
     data = before["data"] or {}
     validation = {"valid": [{"path": str(folder / "valid")}]} if evaluates and data.get("validation") else {}
@@ -56,8 +59,8 @@ def shrink(recipe: Recipe, layouts: Sequence[VerifiedLayout], folder: Path, *, s
             "split": "90,10" if data.get("split") else None,
             "cache_dir": str(folder / "cache"),
         },
-        "batch": _batch(recipe, batch, micro_batch, steps),
-        "optimizer": before["optimizer"] | {"clip_grad_norm": clip},
+        "batch": _batch(recipe, batch, steps),
+        "optimizer": before["optimizer"] | {"clip_grad_norm": clip, "eps": max(EPS, recipe.optimizer.eps)},
         "lr": _lr(recipe, steps),
         "train": before["train"]
         | {
@@ -108,19 +111,21 @@ def _model(model: ModelSection, layouts: Sequence[VerifiedLayout]) -> dict[str, 
     }
 
 
-def _global_batch(layouts: Sequence[VerifiedLayout], micro_batch: int) -> int:
-    """At least two micro-batches for every replica, and two for every rank of a pipeline."""
-    unit = micro_batch * math.lcm(*(layout.dp for layout in layouts))
-    needed = max(micro_batch * layout.dp * 2 * layout.pp for layout in layouts)
-    return -(-max(needed, 8) // unit) * unit
+def micro_batch_of(layout: VerifiedLayout, shrunk: Shrunk) -> int:
+    return shrunk.batch // _micro_batches(layout)
 
 
-def _batch(recipe: Recipe, batch: int, micro_batch: int, steps: int) -> dict[str, Any]:
+def _micro_batches(layout: VerifiedLayout) -> int:
+    """Over all replicas: two for each, so that gradients are accumulated, and two for every rank of a pipeline."""
+    return layout.dp * 2 * layout.pp
+
+
+def _batch(recipe: Recipe, batch: int, steps: int) -> dict[str, Any]:
     """A ramp stays one: it doubles the batch after a quarter of the steps."""
     if recipe.batch.rampup is None:
-        return {"micro_batch_size": micro_batch, "global_batch_size": batch, "rampup": None}
+        return {"micro_batch_size": batch, "global_batch_size": batch, "rampup": None}
     rampup = {"start": batch, "increment": batch, "samples": batch * max(1, steps // 4)}
-    return {"micro_batch_size": micro_batch, "global_batch_size": 2 * batch, "rampup": rampup}
+    return {"micro_batch_size": batch, "global_batch_size": 2 * batch, "rampup": rampup}
 
 
 def _lr(recipe: Recipe, steps: int) -> dict[str, Any]:
@@ -157,6 +162,11 @@ def _remarks(recipe: Recipe) -> list[str]:
         )
     if recipe.parallel.recompute != "none":
         remarks.append(f"recompute {recipe.parallel.recompute}: in every layout, and not in the reference")
+    if recipe.optimizer.eps < EPS:
+        remarks.append(
+            f"optimizer.eps {recipe.optimizer.eps:g}: verified with {EPS:g}, or Adam would make steps of rounding "
+            "where gradients are zero"
+        )
     return remarks
 
 
@@ -172,5 +182,5 @@ def _leaves(node: Any, path: str) -> Iterator[tuple[str, Any]]:
             yield from _leaves(value, f"{path}.{key}" if path else key)
     elif path == "data.train":
         yield "data.train", f"{len(node)} source{'s' if len(node) > 1 else ''}"
-    elif path not in ("data.cache_dir", "train.compile"):
+    elif path not in ("data.cache_dir", "train.compile", "batch.micro_batch_size"):
         yield path, node

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from bloomery.verify.certify import Certificate
-from bloomery.verify.compare import GRADIENT_RELATIVE, LOSS_RELATIVE, Worst
-from bloomery.verify.judge import Row
 from bloomery.config.describe import fingerprint
+from bloomery.verify.certify import Certificate
+from bloomery.verify.compare import GRADIENT_RELATIVE, LOSS_RELATIVE, Difference
+from bloomery.verify.judge import Row
 
 _HEADINGS = ("layout", "ranks", "loss", "grad norm", "worst gradient", "data order", "reshard", "verdict", "seconds")
 
@@ -53,7 +53,7 @@ def _cells(row: Row) -> tuple[str, ...]:
     )
 
 
-def _largest(*found: Worst | None) -> str:
+def _largest(*found: Difference | None) -> str:
     differences = [each.difference for each in found if each is not None]
     return f"{max(differences):.0e}" if differences else "-"
 

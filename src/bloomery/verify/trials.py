@@ -95,11 +95,11 @@ def run_all(
             code = run_local_ranks(world, command, [str(plan)], preload=_PRELOAD)
             if code == exit_codes.INTERRUPTED:
                 raise KeyboardInterrupt
-            for done, trial in enumerate(waiting, 1):
-                outcomes[trial.folder] = outcome = _outcome(trial, code)
-                if outcome.error:
+            while waiting:
+                trial = waiting.pop(0)
+                outcomes[trial.folder] = _outcome(trial, code)
+                if outcomes[trial.folder].error:
                     break
-            waiting = waiting[done:]
     return outcomes
 
 
