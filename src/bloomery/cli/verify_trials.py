@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import sys
 import time
 import traceback
@@ -25,11 +26,13 @@ from bloomery.train.loop import train
 from bloomery.train.run import Run
 from bloomery.train.setup import prepared_run
 from bloomery.train.trace import TraceRequest
-from bloomery.verify.trials import RESULT, TRAIN_PREFIX, Trial, TrialPlan, start_folder
+from bloomery.verify.compare import judge_reloaded
+from bloomery.verify.trials import RESULT, TRAIN_PREFIX, Trial, TrialPlan, start_folder, tidy_folder
 
 
 def run_trials(arguments: Sequence[str]) -> int:
     """Exit code of a rank: OK when all its trials ended. A trial that fails leaves a file, and ends the process."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # verify as a whole ends, not one layout of it
     plan = TrialPlan.read(Path(arguments[0]))
     started = started_as()
     assert started is not None
@@ -41,6 +44,8 @@ def run_trials(arguments: Sequence[str]) -> int:
             return _run_each(plan, device, ranks)
     except BloomeryError as error:
         return error.exit_code
+    except KeyboardInterrupt:
+        return exit_codes.INTERRUPTED
     except Exception:
         return exit_codes.BUG
 
@@ -77,7 +82,9 @@ def _run(trial: Trial, device: torch.device, ranks: Ranks) -> bool:
     with prepared_run(recipe, trial.run, device=device, ranks=ranks, quiet=True, trace=trace) as (run, state):
         if trial.reload:
             _reload(trial, run)
-        return train(run, state).finished
+        finished = train(run, state).finished
+    first_rank_does(ranks, lambda: tidy_folder(trial))
+    return finished
 
 
 def _reload(trial: Trial, run: Run) -> None:
@@ -90,7 +97,8 @@ def _reload(trial: Trial, run: Run) -> None:
             piece.tensor.fill_(float("nan"))  # nothing may remain of what was there
         load_pieces(Path(folder), pieces)
         found |= {f"{source}/{name}": piece.with_tensor(piece.tensor.clone()) for name, piece in pieces.items()}
-    save_checkpoint(trial.reloaded, step=0, pieces=found, state={}, recipe_yaml="", ranks=run.ranks)
+    saved = save_checkpoint(trial.reloaded, step=0, pieces=found, state={}, recipe_yaml="", ranks=run.ranks)
+    first_rank_does(run.ranks, lambda: judge_reloaded(trial, saved))
     for name, piece in pieces.items():
         piece.tensor.copy_(before[name])
     run.optimizer.restored()

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import platform
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from bloomery.config.describe import as_yaml, fingerprint
 from bloomery.config.recipe import Recipe
 from bloomery.config.yaml_nodes import dump_yaml
 from bloomery.sizing.check import load_checked_recipe
-from bloomery.verify.compare import TOLERANCES, Recorded, whole_tensors
+from bloomery.verify.compare import TOLERANCES, Recorded
 from bloomery.verify.judge import Row, judge_continuation, judge_failure, judge_reshard, judge_training
 from bloomery.verify.layouts import SINGLE, VerifiedLayout
 from bloomery.verify.shrink import CLIP, Shrunk, micro_batch_of, middle, shrink
@@ -87,8 +88,8 @@ class Certificate:
                 "bound_on_every_step": self.clip_always_binds,
             },
             "learned": {"first_loss": self.first_loss, "last_loss": self.last_loss},
-            "reference": _plain(self.reference),
-            "layouts": [_plain(row) for row in self.rows],
+            "reference": self.reference.to_json(),
+            "layouts": [row.to_json() for row in self.rows],
             "left_out": self.left_out,
             "seconds": self.seconds,
         }
@@ -150,7 +151,7 @@ def _trainings(shrunk: Shrunk, layouts: Sequence[VerifiedLayout], work: Path, st
         folder.mkdir()
         file = folder / "recipe.yaml"
         file.write_text(as_yaml(load_checked_recipe(str(small), overrides).recipe))
-        trials.append(Trial(name, world, str(folder), str(file), GRADIENT_STEPS, steps))
+        trials.append(Trial(name, world, str(folder), str(file), GRADIENT_STEPS, steps, middle(steps)))
     return trials
 
 
@@ -187,9 +188,6 @@ def _rows(
     resumed = {trial.layout: trial for trial in resumptions}
     reference = trainings[0]
     expected = Recorded(reference) if not outcomes[reference.folder].error else None
-    saved = {
-        trial.layout: whole_tensors(trial.checkpoint(at)) for trial in trainings if not outcomes[trial.folder].error
-    }
     rows = []
     for trial in trainings:
         row = Row(trial.layout, trial.world)
@@ -212,13 +210,8 @@ def _rows(
         if outcomes[again.folder].error:
             judge_failure(row, again, outcomes[again.folder])
             continue
-        reloaded = whole_tensors(again.reloaded / "step-00000000")
-        judge_reshard(row, reloaded, {name: saved[name] for name in again.reload})
+        judge_reshard(row, json.loads(again.resharded.read_text()))
         assert again.resume_from is not None
         source = Path(again.resume_from).parents[2].name.removeprefix(TRAIN_PREFIX)
         judge_continuation(row, Recorded(again), expected, source, at)
     return rows
-
-
-def _plain(row: Row) -> dict[str, Any]:
-    return {**row.to_json(), **{name: asdict(each) for name, each in vars(row).items() if hasattr(each, "difference")}}

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+import shutil
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -120,11 +121,18 @@ def gradient_differences(found: Recorded, expected: Recorded) -> list[Difference
     return differences
 
 
-def reshard_differences(reloaded: Mapping[str, Tensor], source: str, original: Mapping[str, Tensor]) -> list[str]:
-    """Names of tensors of `source`'s checkpoint that did not come back bit by bit."""
-    wrong = [name for name, tensor in original.items() if not _same_bits(reloaded.get(f"{source}/{name}"), tensor)]
-    invented = [key for key in reloaded if key.startswith(f"{source}/") and key[len(source) + 1 :] not in original]
-    return wrong + invented
+def judge_reloaded(trial: Trial, saved: Path) -> None:
+    """Write down which tensors of which layout's checkpoint did not come back bit by bit in `saved`, and delete that.
+    For one rank."""
+    reloaded = whole_tensors(saved)
+    wrong = {}
+    for source, folder in trial.reload.items():
+        original = {f"{source}/{name}": tensor for name, tensor in whole_tensors(Path(folder)).items()}
+        mine = {name: tensor for name, tensor in reloaded.items() if name.startswith(f"{source}/")}
+        names = sorted(name for name in {**original, **mine} if not _same_bits(mine.get(name), original.get(name)))
+        wrong[source] = [name.removeprefix(f"{source}/") for name in names]
+    trial.resharded.write_text(json.dumps(wrong))
+    shutil.rmtree(saved)
 
 
 def whole_tensors(folder: Path) -> dict[str, Tensor]:
@@ -144,8 +152,8 @@ def whole_tensors(folder: Path) -> dict[str, Tensor]:
     return whole
 
 
-def _same_bits(a: Tensor | None, b: Tensor) -> bool:
-    if a is None or a.shape != b.shape or a.dtype != b.dtype:
+def _same_bits(a: Tensor | None, b: Tensor | None) -> bool:
+    if a is None or b is None or a.shape != b.shape or a.dtype != b.dtype:
         return False
     return torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))
 

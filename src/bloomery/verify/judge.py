@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
-
-from torch import Tensor
 
 from bloomery.verify import compare
 from bloomery.verify.compare import Difference, Recorded
@@ -41,7 +40,8 @@ class Row:
         return "fail" if self.reasons else "pass"
 
     def to_json(self) -> dict[str, Any]:
-        return {"layout": self.layout, "ranks": self.ranks, "verdict": self.verdict, **asdict(self)}
+        facts = {"layout": self.layout, "ranks": self.ranks, "verdict": self.verdict, **asdict(self)}
+        return {key: _finite(value) for key, value in facts.items()}
 
 
 def judge_training(row: Row, found: Recorded, expected: Recorded) -> None:
@@ -84,10 +84,10 @@ def judge_continuation(row: Row, found: Recorded, expected: Recorded, source: st
         _judge_losses(row, losses, where)
 
 
-def judge_reshard(row: Row, reloaded: Mapping[str, Tensor], originals: Mapping[str, Mapping[str, Tensor]]) -> None:
-    row.resharded_of = len(originals)
-    for source, original in originals.items():
-        wrong = compare.reshard_differences(reloaded, source, original)
+def judge_reshard(row: Row, resharded: Mapping[str, Sequence[str]]) -> None:
+    """`resharded`: by layout, the tensors of its checkpoint that did not come back bit by bit."""
+    row.resharded_of = len(resharded)
+    for source, wrong in resharded.items():
         row.resharded_from += not wrong
         if wrong:
             names = _listed(wrong)
@@ -98,6 +98,13 @@ def judge_failure(row: Row, trial: Trial, outcome: Outcome) -> None:
     what = "the training" if trial.resume_from is None else "going on from another layout's checkpoint"
     row.reasons.append(f"{what} failed on {outcome.error}")
     row.details = outcome.details
+
+
+def _finite(value: Any) -> Any:
+    """As JSON has it: what is no number is null."""
+    if isinstance(value, dict):
+        return {key: _finite(inner) for key, inner in value.items()}
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _first_wrong_norm(norms: Sequence[Difference]) -> Difference | None:

@@ -12,7 +12,7 @@ from pathlib import Path
 from bloomery.base import exit_codes
 from bloomery.launch.local import run_local_ranks
 
-RESULT = "trial.json"
+RESULT, RESHARDED = "trial.json", "resharded.json"
 TRAIN_PREFIX, RESUME_PREFIX = "train-", "resume-"
 RUN, TRACE, RELOADED = "run", "trace", "reloaded"
 """Folders of a trial."""
@@ -33,6 +33,8 @@ class Trial:
     """File of its complete recipe."""
     gradient_steps: int
     sample_steps: int
+    keep_step: int | None = None
+    """Whose checkpoint remains for other layouts to load."""
     resume_from: str | None = None
     """Checkpoint to go on from."""
     reload: dict[str, str] = field(default_factory=dict)
@@ -48,8 +50,13 @@ class Trial:
 
     @property
     def reloaded(self) -> Path:
-        """Checkpoint of all that was loaded, each tensor under `<layout>/<name>`."""
+        """Where the checkpoint of all that was loaded is saved, each tensor under `<layout>/<name>`."""
         return Path(self.folder) / RELOADED
+
+    @property
+    def resharded(self) -> Path:
+        """JSON: by layout, the tensors of its checkpoint that did not come back bit by bit."""
+        return Path(self.folder) / RESHARDED
 
     def checkpoint(self, step: int) -> Path:
         return self.run / "checkpoints" / f"step-{step:08d}"
@@ -120,3 +127,10 @@ def start_folder(trial: Trial) -> None:
     if trial.resume_from is not None:
         source = Path(trial.resume_from)
         shutil.copytree(source, trial.run / "checkpoints" / source.name)
+
+
+def tidy_folder(trial: Trial) -> None:
+    """Leave of a trial that has ended what others need. For one rank."""
+    for path in (trial.run / "checkpoints").iterdir():
+        if path.is_dir() and (trial.keep_step is None or path != trial.checkpoint(trial.keep_step)):
+            shutil.rmtree(path)
