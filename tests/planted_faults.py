@@ -11,13 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from bloomery.base.piece import Piece
 from bloomery.cli.verify_trials import run_trials
 from bloomery.data.batch import Batch
-from bloomery.parallel import apply, feed, tensor, weights
+from bloomery.parallel import apply, feed, tensor
 from bloomery.parallel.gradients import Gradients
 from bloomery.parallel.mesh import Mesh
 from bloomery.parallel.plain import PlainExecution
-from bloomery.parallel.weights import Weight
+from bloomery.train.optimizer import Optimizer
 
 
 def tied_gradients_are_not_added(arguments: Sequence[str]) -> int:
@@ -84,22 +85,21 @@ def replicas_read_the_same_samples(arguments: Sequence[str]) -> int:
 
 
 def pieces_lie_elsewhere(arguments: Sequence[str]) -> int:
-    """The first two rows of shards of one weight are exchanged between ranks wherever they are saved or loaded."""
-    original = weights.weights_of
+    """A layout saves and loads one weight with the rows of its two ranks exchanged: among its like nobody notices."""
+    original = Optimizer.pieces
 
-    def weights_of(*args: Any, **kwargs: Any) -> list[Weight]:
-        return [_moved(weight, args[2]) for weight in original(*args, **kwargs)]
+    def pieces(self: Optimizer) -> dict[str, Piece]:
+        return {
+            name: _moved(piece) if "layers.0.mlp.up.weight" in name else piece for name, piece in original(self).items()
+        }
 
-    apply.weights_of = weights_of  # type: ignore[attr-defined]
+    Optimizer.pieces = pieces  # type: ignore[method-assign]
     return run_trials(arguments)
 
 
-def _moved(weight: Weight, mesh: Mesh) -> Weight:
-    if weight.name != "layers.0.mlp.up.weight" or mesh.layout.tp == 1:
-        return weight
-    rows = weight.piece.tensor.shape[0]
-    piece = dataclasses.replace(weight.piece, offset=((1 - mesh.tp) * rows, 0))
-    return dataclasses.replace(weight, piece=piece)
+def _moved(piece: Piece) -> Piece:
+    rows = piece.tensor.shape[0]
+    return dataclasses.replace(piece, offset=(0 if piece.offset[0] else piece.shape[0] - rows, 0))
 
 
 def rank_one_dies(arguments: Sequence[str]) -> int:

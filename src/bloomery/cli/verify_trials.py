@@ -27,7 +27,7 @@ from bloomery.train.run import Run
 from bloomery.train.setup import prepared_run
 from bloomery.train.trace import TraceRequest
 from bloomery.verify.compare import judge_reloaded
-from bloomery.verify.trials import RESULT, TRAIN_PREFIX, Trial, TrialPlan, start_folder, tidy_folder
+from bloomery.verify.trials import RESULT, Trial, TrialPlan, start_folder, tidy_folder
 
 
 def run_trials(arguments: Sequence[str]) -> int:
@@ -64,11 +64,7 @@ def _run_each(plan: TrialPlan, device: torch.device, ranks: Ranks) -> int:
         if ranks.rank == 0:
             (Path(trial.folder) / RESULT).write_text(json.dumps({"seconds": seconds}))
             if not plan.quiet:
-                what = (
-                    f"continues from {Path(trial.resume_from).parents[2].name.removeprefix(TRAIN_PREFIX)}"
-                    if trial.resume_from
-                    else "trains"
-                )
+                what = f"continues from {trial.source}" if trial.resume_from else "trains"
                 print(f"{trial.layout} {what}: {seconds:.1f} s", file=sys.stderr)
     return exit_codes.OK
 

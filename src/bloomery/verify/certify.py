@@ -188,21 +188,21 @@ def _rows(
     resumed = {trial.layout: trial for trial in resumptions}
     reference = trainings[0]
     expected = Recorded(reference) if not outcomes[reference.folder].error else None
-    rows = []
+    rows = {trial.layout: Row(trial.layout, trial.world) for trial in trainings}
     for trial in trainings:
-        row = Row(trial.layout, trial.world)
-        rows.append(row)
-        outcome = outcomes[trial.folder]
+        row, outcome = rows[trial.layout], outcomes[trial.folder]
         row.seconds = outcome.seconds
         if outcome.error:
             judge_failure(row, trial, outcome)
-            continue
-        if expected is None:
+        elif expected is None:
             row.reasons.append("there is no reference to compare with")
-            continue
-        if trial is not reference:
+        elif trial is not reference:
             judge_training(row, Recorded(trial), expected)
-        again = resumed.get(trial.layout)
+    wrong = {row.layout for row in rows.values() if row.reasons}
+    for trial in trainings:
+        row, again = rows[trial.layout], resumed.get(trial.layout)
+        if outcomes[trial.folder].error or expected is None:
+            continue
         if again is None:
             row.reasons.append("no other layout left a checkpoint to go on from")
             continue
@@ -211,7 +211,8 @@ def _rows(
             judge_failure(row, again, outcomes[again.folder])
             continue
         judge_reshard(row, json.loads(again.resharded.read_text()))
-        assert again.resume_from is not None
-        source = Path(again.resume_from).parents[2].name.removeprefix(TRAIN_PREFIX)
-        judge_continuation(row, Recorded(again), expected, source, at)
-    return rows
+        if again.source in wrong and not row.reasons:
+            row.remarks.append(f"continued from {again.source}: not judged, because {again.source} differs itself")
+        else:
+            judge_continuation(row, Recorded(again), expected, again.source, at)
+    return list(rows.values())

@@ -92,16 +92,17 @@ def norm_differences(found: Recorded, expected: Recorded, after: int = 0) -> lis
     ]
 
 
-def first_other_sample(found: Recorded, expected: Recorded, after: int = 0) -> str:
-    """Where the samples of two runs part; empty if nowhere."""
+def first_other_sample(found: Recorded, expected: Recorded, after: int = 0) -> tuple[int, str] | None:
+    """(step, description) of where the samples of two runs part; None if nowhere."""
     for step, samples in expected.samples.items():
         if step <= after:
             continue
         mine = found.samples.get(step, {})
         if mine != samples:
             place = next(place for place in {**samples, **mine} if mine.get(place) != samples.get(place))
-            return f"step {step}, sample {place}: {mine.get(place, 'not read')} instead of {samples.get(place, 'none')}"
-    return ""
+            seen, right = mine.get(place, "not read"), samples.get(place, "none")
+            return step, f"step {step}, sample {place}: {seen} instead of {right}"
+    return None
 
 
 def gradient_differences(found: Recorded, expected: Recorded) -> list[Difference]:

@@ -51,37 +51,38 @@ def judge_training(row: Row, found: Recorded, expected: Recorded) -> None:
     row.loss, row.grad_norm, row.gradient = map(compare.worst, (losses, norms, gradients))
     other = compare.first_other_sample(found, expected)
     row.data_order = "differs" if other else "equal"
-    if other:
-        row.reasons.append(f"data order: {other}")
+    reasons = [(other[0], f"data order: {other[1]}")] if other else []
     wrong = [each for each in gradients if not each.difference <= compare.GRADIENT_RELATIVE]
     if wrong:
-        row.reasons.append(_gradients_text(wrong, gradients))
+        first = min(each.step for each in wrong)
+        reasons.append((first, _gradients_text(first, wrong, gradients)))
     norm = _first_wrong_norm(norms)
     if norm is not None:
         text = _instead("global grad norm", norm)
         if norm.step <= max(each.step for each in gradients) and all(each.step > norm.step for each in wrong):
             text += ", though every gradient of that step agrees: some are counted twice or not at all"
-        row.reasons.append(text)
-    _judge_losses(row, losses, "")
+        reasons.append((norm.step, text))
+    reasons += _judge_losses(row, losses, "")
+    row.reasons += [text for _, text in sorted(reasons, key=lambda reason: reason[0])]
 
 
 def judge_continuation(row: Row, found: Recorded, expected: Recorded, source: str, after: int) -> None:
-    """Compare what came after another layout's checkpoint with the uninterrupted reference."""
-    is_new = not row.reasons  # else it is most likely the same mistake once more
+    """Compare what came after the checkpoint of `source`, which was right itself, with the uninterrupted reference."""
     losses = compare.loss_differences(found, expected, after)
     norms = compare.norm_differences(found, expected, after)
     row.continued_from = source
     row.continued_loss, row.continued_grad_norm = compare.worst(losses), compare.worst(norms)
     where = f"continued from {source} at step {after}: "
+    if row.reasons:
+        return  # most likely the same mistake once more
     other = compare.first_other_sample(found, expected, after)
-    if other and is_new:
+    if other:
         row.data_order = "differs"
-        row.reasons.append(f"{where}data order: {other}")
+        row.reasons.append(f"{where}data order: {other[1]}")
     norm = _first_wrong_norm(norms)
-    if norm is not None and is_new:
+    if norm is not None:
         row.reasons.append(_instead(f"{where}global grad norm", norm))
-    if is_new:
-        _judge_losses(row, losses, where)
+    row.reasons += [text for _, text in _judge_losses(row, losses, where)]
 
 
 def judge_reshard(row: Row, resharded: Mapping[str, Sequence[str]]) -> None:
@@ -111,26 +112,27 @@ def _first_wrong_norm(norms: Sequence[Difference]) -> Difference | None:
     return next((each for each in norms if not each.difference <= compare.NORM_RELATIVE), None)
 
 
-def _judge_losses(row: Row, losses: Sequence[Difference], where: str) -> None:
+def _judge_losses(row: Row, losses: Sequence[Difference], where: str) -> list[tuple[int, str]]:
+    """(step, what is wrong), if something is; what is only just right becomes a remark."""
     beyond = [each for each in losses if not each.difference <= compare.LOSS_RELATIVE]
     wrong = [each for each in beyond if not each.absolute <= compare.LOSS_ABSOLUTE]
     if wrong:
-        row.reasons.append(_instead(f"{where}{wrong[0].name}", wrong[0]))
-    elif beyond:
+        return [(wrong[0].step, _instead(f"{where}{wrong[0].name}", wrong[0]))]
+    if beyond:
         at = compare.worst(beyond)
         text = (
             f"{where}{at.name} of step {at.step} differs by {at.absolute:.1e}, within {compare.LOSS_ABSOLUTE:g} "
             "absolute: sums in another order, amplified by the steps before"
         )
         row.remarks.append(text)
+    return []
 
 
 def _instead(name: str, at: Difference) -> str:
     return f"{name} of step {at.step} is {at.found:.7g} instead of {at.expected:.7g}"
 
 
-def _gradients_text(wrong: Sequence[Difference], gradients: Sequence[Difference]) -> str:
-    first = min(each.step for each in wrong)
+def _gradients_text(first: int, wrong: Sequence[Difference], gradients: Sequence[Difference]) -> str:
     of_step = compare.largest_first([each for each in wrong if each.step == first])
     names, at = [each.name for each in of_step], of_step[0]
     of = sum(each.step == first for each in gradients)

@@ -177,6 +177,8 @@ def _changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, t
 
 
 def _leaves(node: Any, path: str) -> Iterator[tuple[str, Any]]:
+    if path == "data.validation":
+        return
     if isinstance(node, dict):
         for key, value in node.items():
             yield from _leaves(value, f"{path}.{key}" if path else key)

@@ -41,6 +41,12 @@ class Trial:
     """Layout -> its checkpoint: each is loaded and saved again before anything is trained."""
 
     @property
+    def source(self) -> str:
+        """The layout whose checkpoint it goes on from."""
+        assert self.resume_from is not None
+        return Path(self.resume_from).parents[2].name.removeprefix(TRAIN_PREFIX)
+
+    @property
     def run(self) -> Path:
         return Path(self.folder) / RUN
 
