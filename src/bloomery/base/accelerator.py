@@ -47,6 +47,11 @@ def device_of_rank(device: torch.device, local_rank: int, local_size: int) -> to
     return torch.device(device.type, local_rank)
 
 
+def device_count(device: torch.device) -> int | None:
+    """Devices of this kind here; None for a CPU, which any number of ranks may share."""
+    return None if device.type == "cpu" else torch.accelerator.device_count()
+
+
 def device_name(device: torch.device) -> str:
     """What the maker calls it: `NVIDIA H200`; `cpu` for a CPU."""
     if device.type == "cpu":

@@ -23,6 +23,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--run-dir", type=Path, help="folder of the run; default: runs/<name>")
     parser.add_argument("--from", dest="start_from", metavar="CKPT", help="go on from this checkpoint: step-00000100")
     parser.add_argument("--device", help="cpu, cuda, ...; default: this machine's accelerator")
+    parser.add_argument("--trace", type=Path, metavar="DIR", help="write the first steps' gradients and samples here")
+    parser.add_argument("--trace-steps", type=int, default=2, metavar="N", help="how many steps; default: 2")
     parser.add_argument("--quiet", action="store_true", help="say only what is wrong")
 
 
@@ -42,9 +44,11 @@ def run(args: argparse.Namespace) -> int:
     from bloomery.base.accelerator import device_of_rank, pick_device
     from bloomery.train.loop import train
     from bloomery.train.setup import prepared_run
+    from bloomery.train.trace import TraceRequest
 
     device = pick_device(args.device)
-    options = {"quiet": args.quiet, "start_from": args.start_from}
+    trace = TraceRequest(args.trace, args.trace_steps, args.trace_steps) if args.trace else None
+    options = {"quiet": args.quiet, "start_from": args.start_from, "trace": trace}
     if started is None:
         with prepared_run(recipe, folder, device=device, **options) as (prepared, state):
             train(prepared, state)

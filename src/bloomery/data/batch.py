@@ -86,6 +86,8 @@ class GlobalBatch:
     """Labels that carry a loss, per target, for each sample of this replica's micro-batches."""
     counts: dict[str, int]
     """Labels that carry a loss, per target: of this replica as it is read, of all replicas as it is trained on."""
+    starts: tuple[int, ...] = ()
+    """Position in the run of the first sample of each micro-batch."""
 
     @property
     def sources(self) -> NDArray[np.int64] | None:
@@ -159,7 +161,7 @@ def read_batch(
     if pin_memory:
         micro_batches = [micro_batch.pin_memory() for micro_batch in micro_batches]
     counts = {name: int(each.sum()) for name, each in row_counts.items()}
-    return GlobalBatch(first, size, micro_batches, row_counts, counts)
+    return GlobalBatch(first, size, micro_batches, row_counts, counts, tuple(starts))
 
 
 def _without_loss_from(row: int, batch: Batch) -> Batch:

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from bloomery.base.piece import Piece
 from bloomery.parallel.mesh import Mesh
 from bloomery.parallel.weights import Weight, local_of
 
@@ -61,6 +62,11 @@ class Gradients:
             return [_grad(weight) for weight in self._weights]
         assert not self._empty, f"{self._weights[min(self._empty)].name} took no part in the loss"
         return self._buffers
+
+    def pieces(self, *, scale: float) -> dict[str, Piece]:
+        """A scaled copy of what this rank has of every gradient, by the logical name of its weight."""
+        pairs = zip(self._weights, self.tensors(), strict=True)
+        return {weight.name: weight.piece.with_tensor(each.detach() * scale) for weight, each in pairs}
 
     def norm(self) -> Tensor:
         """Global L2 norm: every element of every logical tensor counts once, whoever holds it."""

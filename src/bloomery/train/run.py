@@ -29,6 +29,7 @@ from bloomery.sizing.plan import TrainingPlan
 from bloomery.train.optimizer import Optimizer
 from bloomery.train.state import PendingStep
 from bloomery.train.stop import StopRules
+from bloomery.train.trace import Tracer
 
 LOGGED_FLOPS = FlopCount.MODEL_FULL
 
@@ -66,6 +67,8 @@ class Run:
     peak_flops: float | None
     """Of the device, in the recipe's precision; None if unknown."""
     start_facts: Mapping[str, Any]
+    trace: Tracer | None = None
+    """Writes down the gradients and samples of the first steps, where that was asked for."""
 
     def evaluates_at(self, step: int) -> bool:
         every = self.recipe.train.evaluate

@@ -47,6 +47,7 @@ from bloomery.train.past import Past, find_past
 from bloomery.train.run import Run
 from bloomery.train.state import TrainState
 from bloomery.train.stop import StopRules
+from bloomery.train.trace import TraceRequest
 
 _LAST_MOMENT_SECONDS = 60.0
 
@@ -60,6 +61,7 @@ def prepared_run(
     ranks: Ranks = ALONE,
     quiet: bool = False,
     start_from: str | None = None,
+    trace: TraceRequest | None = None,
 ) -> Iterator[tuple[Run, TrainState]]:
     """A run ready for `train`, resumed from its newest checkpoint, or from the one named `start_from`; closed at the
     end, come what may. One training at a time may hold a run folder; its rank 0 holds it and does the telling."""
@@ -133,6 +135,7 @@ def prepared_run(
                     job=job,
                     peak_flops=peak_flops(device_name(device), recipe.precision),
                     start_facts=facts,
+                    trace=trace.begin(recipe, ranks) if trace else None,
                 ),
                 state,
             )

@@ -27,6 +27,8 @@ def train_step(run: Run, state: TrainState) -> None:
     batch = run.feed.take()
     assert (batch.first_sample, batch.size) == (state.consumed_samples, size), "loader and loop disagree"
     losses = run.runner.forward_backward(batch, loss_scale=scale, step=step)
+    if run.trace is not None:
+        run.trace.step(step, batch, run.runner.gradients, loss_scale=scale)
     settle(run, state)
     lr = run.plan.lr.at(state.lr_samples + size)
     run.saver.wait_staged()  # what a save copies must not change under it

@@ -1,0 +1,87 @@
+"""A trace of the first steps: every gradient and the samples it came from, to compare runs that ought to be equal.
+
+trace/step-00000001/    the gradients of a step, as a checkpoint of `grad.<name>`: fp32, unscaled, before clipping
+trace/samples.jsonl     {"step": 1, "samples": {"0": "<hash>", ...}}: every sample by its position in the run
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from bloomery.base.ranks import Ranks, first_rank_does
+from bloomery.base.storage import make_run_folder, storage_error
+from bloomery.checkpoint.save import save_checkpoint
+from bloomery.config.describe import as_yaml
+from bloomery.config.recipe import Recipe
+from bloomery.data.batch import GlobalBatch
+from bloomery.parallel.gradients import Gradients
+
+SAMPLES = "samples.jsonl"
+DIFFERENT = "differs between ranks"
+"""Stands instead of a hash where two ranks saw different samples at one position."""
+
+
+@dataclass(frozen=True)
+class TraceRequest:
+    """What to write down, and where. Steps are counted from the start of this job, also when it resumes."""
+
+    folder: Path
+    gradient_steps: int
+    sample_steps: int
+
+    def begin(self, recipe: Recipe, ranks: Ranks) -> Tracer:
+        first_rank_does(ranks, lambda: make_run_folder(self.folder))
+        return Tracer(self, as_yaml(recipe), ranks)
+
+
+class Tracer:
+    def __init__(self, request: TraceRequest, recipe_yaml: str, ranks: Ranks) -> None:
+        self._request = request
+        self._recipe_yaml = recipe_yaml
+        self._ranks = ranks
+        self._seen = 0
+
+    def step(self, step: int, batch: GlobalBatch, gradients: Gradients, *, loss_scale: float) -> None:
+        """Write down a step whose gradients are complete. All ranks call it."""
+        self._seen += 1
+        wanted, ranks = self._request, self._ranks
+        if self._seen <= wanted.sample_steps:
+            everybody = ranks.gather(sample_hashes(batch))
+            first_rank_does(ranks, lambda: self._write_samples(step, everybody))
+        if self._seen <= wanted.gradient_steps:
+            pieces = {f"grad.{name}": piece for name, piece in gradients.pieces(scale=1.0 / loss_scale).items()}
+            save_checkpoint(
+                wanted.folder, step=step, pieces=pieces, state={}, recipe_yaml=self._recipe_yaml, ranks=ranks
+            )
+
+    def _write_samples(self, step: int, everybody: list[dict[int, str]]) -> None:
+        samples: dict[int, str] = {}
+        for found in everybody:
+            for position, hashed in found.items():
+                if samples.setdefault(position, hashed) != hashed:
+                    samples[position] = DIFFERENT
+        record: dict[str, Any] = {"step": step, "samples": {str(place): samples[place] for place in sorted(samples)}}
+        path = self._request.folder / SAMPLES
+        try:
+            with path.open("a") as file:
+                file.write(json.dumps(record) + "\n")
+        except OSError as error:
+            raise storage_error(path, error) from error
+
+
+def sample_hashes(batch: GlobalBatch) -> dict[int, str]:
+    """A hash of everything that is known of each sample of this replica, by its position in the run."""
+    found = {}
+    for start, micro_batch in zip(batch.starts, batch.micro_batches, strict=True):
+        tensors = [*sorted(micro_batch.inputs.items()), *sorted(micro_batch.targets.items())]
+        for row in range(len(tensors[0][1])):
+            hasher = hashlib.blake2b(digest_size=8)
+            for name, tensor in tensors:
+                hasher.update(name.encode())
+                hasher.update(tensor[row].contiguous().numpy().tobytes())
+            found[start + row] = hasher.hexdigest()
+    return found

@@ -1,0 +1,218 @@
+"""The certificate of a recipe: shrink it, train it in every layout, compare, judge."""
+
+from __future__ import annotations
+
+import json
+import platform
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import bloomery
+from bloomery.config.describe import as_yaml, fingerprint
+from bloomery.config.recipe import Recipe
+from bloomery.config.yaml_nodes import dump_yaml
+from bloomery.sizing.check import load_checked_recipe
+from bloomery.verify.compare import TOLERANCES, Recorded
+from bloomery.verify.judge import Row, judge_continuation, judge_failure, judge_reshard, judge_training
+from bloomery.verify.layouts import SINGLE, VerifiedLayout
+from bloomery.verify.shrink import CLIP, Shrunk, micro_batch_of, middle, shrink
+from bloomery.verify.synthetic import write_data
+from bloomery.verify.trials import RESUME_PREFIX, TRAIN_PREFIX, Outcome, RankCommand, Trial, run_all
+
+FORMAT = 1
+GRADIENT_STEPS = 2
+
+
+@dataclass(frozen=True)
+class Certificate:
+    recipe: Recipe
+    shrunk: Shrunk
+    steps: int
+    clip: float
+    device: str
+    reference: Row
+    rows: list[Row]
+    left_out: dict[str, str]
+    smallest_norm: float
+    """Of the reference's steps; clipping binds where it is above `clip`."""
+    first_loss: float
+    last_loss: float
+    seconds: float
+
+    @property
+    def clip_always_binds(self) -> bool:
+        return self.smallest_norm > self.clip
+
+    @property
+    def reasons(self) -> list[str]:
+        found = [f"{row.layout}: {reason}" for row in (self.reference, *self.rows) for reason in row.reasons]
+        if not self.clip_always_binds:
+            text = (
+                f"clipping did not bind on every step: the smallest grad norm is {self.smallest_norm:.3g} and the clip "
+                f"{self.clip:g}. A wrong norm would not have been seen"
+            )
+            found.append(text)
+        return found
+
+    @property
+    def verdict(self) -> str:
+        return "fail" if self.reasons else "pass"
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "verdict": self.verdict,
+            "reasons": self.reasons,
+            "recipe": self.recipe.name,
+            "fingerprint": fingerprint(self.recipe),
+            "made": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+            "versions": {
+                "bloomery": bloomery.__version__,
+                "torch": torch.__version__,
+                "python": platform.python_version(),
+                "machine": f"{platform.system()} {platform.machine()}",
+                "certificate": FORMAT,
+            },
+            "device": self.device,
+            "steps": self.steps,
+            "shrunk": {path: {"from": old, "to": new} for path, (old, new) in self.shrunk.changes.items()},
+            "remarks": self.shrunk.remarks,
+            "tolerances": TOLERANCES,
+            "clipping": {
+                "clip_grad_norm": self.clip,
+                "smallest_grad_norm": self.smallest_norm,
+                "bound_on_every_step": self.clip_always_binds,
+            },
+            "learned": {"first_loss": self.first_loss, "last_loss": self.last_loss},
+            "reference": self.reference.to_json(),
+            "layouts": [row.to_json() for row in self.rows],
+            "left_out": self.left_out,
+            "seconds": self.seconds,
+        }
+
+
+def certify(
+    recipe: Recipe,
+    layouts: Sequence[VerifiedLayout],
+    work: Path,
+    command: RankCommand,
+    *,
+    steps: int = 20,
+    clip: float = CLIP,
+    device: str = "cpu",
+    left_out: dict[str, str] | None = None,
+    quiet: bool = True,
+) -> Certificate:
+    """Everything happens below `work`, an empty folder. Every rank runs `command`: cli.verify_trials.run_trials."""
+    started = time.monotonic()
+    shrunk = shrink(recipe, layouts, work, steps=steps, clip=clip)
+    write_data(shrunk.values, work)
+    trainings = _trainings(shrunk, layouts, work, steps)
+    options: dict[str, Any] = {"device": device, "quiet": quiet}
+    outcomes = run_all(trainings, command, work, **options)
+    whole = [trial for trial in trainings if not outcomes[trial.folder].error]
+    resumptions = _resumptions(whole, work, steps)
+    outcomes |= run_all(resumptions, command, work, **options)
+    rows = _rows(trainings, resumptions, outcomes, steps)
+    reference, trained = rows[0], not outcomes[trainings[0].folder].error
+    recorded = Recorded(trainings[0]) if trained else None
+    losses = [loss for (_, name), loss in recorded.losses.items() if name == "lm loss"] if recorded else [float("nan")]
+    return Certificate(
+        recipe=recipe,
+        shrunk=shrunk,
+        steps=steps,
+        clip=clip,
+        device=device,
+        reference=reference,
+        rows=rows[1:],
+        left_out=left_out or {},
+        smallest_norm=min(recorded.norms.values()) if recorded else float("nan"),
+        first_loss=losses[0],
+        last_loss=losses[-1],
+        seconds=time.monotonic() - started,
+    )
+
+
+def _trainings(shrunk: Shrunk, layouts: Sequence[VerifiedLayout], work: Path, steps: int) -> list[Trial]:
+    """The reference first, then by the number of ranks."""
+    small = work / "small.yaml"
+    small.write_text(dump_yaml(shrunk.values))
+    chosen = [(SINGLE, 1, ["parallel.recompute=none", "parallel.offload=false"])]
+    for layout in layouts:
+        cut = f"batch.micro_batch_size={micro_batch_of(layout, shrunk)}"
+        chosen.append((layout.name, layout.world, [*layout.overrides, cut]))
+    trials = []
+    for name, world, overrides in sorted(chosen, key=lambda each: each[1]):
+        folder = work / f"{TRAIN_PREFIX}{name}"
+        folder.mkdir()
+        file = folder / "recipe.yaml"
+        file.write_text(as_yaml(load_checked_recipe(str(small), overrides).recipe))
+        trials.append(Trial(name, world, str(folder), str(file), GRADIENT_STEPS, steps, middle(steps)))
+    return trials
+
+
+def _resumptions(whole: Sequence[Trial], work: Path, steps: int) -> list[Trial]:
+    """Each layout loads the checkpoints of all others and goes on from its neighbour's; the largest world first, whose
+    checkpoint the single rank goes on from."""
+    at = middle(steps)
+    trials = []
+    for i, trial in enumerate(whole):
+        others = [other for other in whole if other is not trial]
+        if not others:
+            continue
+        folder = work / f"{RESUME_PREFIX}{trial.layout}"
+        folder.mkdir()
+        trials.append(
+            Trial(
+                layout=trial.layout,
+                world=trial.world,
+                folder=str(folder),
+                recipe=trial.recipe,
+                gradient_steps=0,
+                sample_steps=steps,
+                resume_from=str(whole[i - 1].checkpoint(at)),
+                reload={other.layout: str(other.checkpoint(at)) for other in others},
+            )
+        )
+    return trials[::-1]
+
+
+def _rows(
+    trainings: Sequence[Trial], resumptions: Sequence[Trial], outcomes: dict[str, Outcome], steps: int
+) -> list[Row]:
+    at = middle(steps)
+    resumed = {trial.layout: trial for trial in resumptions}
+    reference = trainings[0]
+    expected = Recorded(reference) if not outcomes[reference.folder].error else None
+    rows = {trial.layout: Row(trial.layout, trial.world) for trial in trainings}
+    for trial in trainings:
+        row, outcome = rows[trial.layout], outcomes[trial.folder]
+        row.seconds = outcome.seconds
+        if outcome.error:
+            judge_failure(row, trial, outcome)
+        elif expected is None:
+            row.reasons.append("there is no reference to compare with")
+        elif trial is not reference:
+            judge_training(row, Recorded(trial), expected)
+    wrong = {row.layout for row in rows.values() if row.reasons}
+    for trial in trainings:
+        row, again = rows[trial.layout], resumed.get(trial.layout)
+        if outcomes[trial.folder].error or expected is None:
+            continue
+        if again is None:
+            row.reasons.append("no other layout left a checkpoint to go on from")
+            continue
+        row.seconds += outcomes[again.folder].seconds
+        if outcomes[again.folder].error:
+            judge_failure(row, again, outcomes[again.folder])
+            continue
+        judge_reshard(row, json.loads(again.resharded.read_text()))
+        if again.source in wrong and not row.reasons:
+            row.remarks.append(f"continued from {again.source}: not judged, because {again.source} differs itself")
+        else:
+            judge_continuation(row, Recorded(again), expected, again.source, at)
+    return list(rows.values())

@@ -1,0 +1,188 @@
+"""From a user's recipe to a small one of the same structure, which every requested layout can train in seconds."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from bloomery.config.describe import as_dict
+from bloomery.config.recipe import LossScaleSection, ModelSection, Recipe
+from bloomery.data.open import source_key
+from bloomery.verify.layouts import VerifiedLayout
+
+CLIP = 0.05
+"""Small enough to bind on every step: Adam hides a wrong gradient norm unless it is clipped with."""
+EPS = 1e-5
+"""Where a gradient is zero, as of key biases, the rounding of it must not become a full step of Adam's."""
+PEAK_LR = 5e-3
+_MOST_SOURCES = 4
+_SHORTEST = 32
+_SMALLEST_BATCH = 8
+_MOST_GROUPED = 8
+_WORDS = 300
+_REPORTED = ("model", "data", "batch", "optimizer", "lr", "train", "precision")
+
+
+@dataclass(frozen=True)
+class Shrunk:
+    values: dict[str, Any]
+    """The small recipe as plain YAML values."""
+    batch: int
+    """Samples of a global batch, at the start of a ramp. The reference takes them all at once, so that how a batch is
+    cut is compared too."""
+    changes: dict[str, tuple[Any, Any]]
+    """Path -> (the user's value, the small one)."""
+    remarks: list[str]
+    """What is not verified, and why."""
+
+
+def shrink(recipe: Recipe, layouts: Sequence[VerifiedLayout], folder: Path, *, steps: int, clip: float) -> Shrunk:
+    """Shards and a tokenizer are expected in `folder` (synthetic.py)."""
+    before = as_dict(recipe)
+    sources = _sources(recipe, folder)
+    batch = -(-_SMALLEST_BATCH // (unit := math.lcm(*(_micro_batches(each) for each in layouts)))) * unit
+    evaluates = recipe.train.evaluate is not None and recipe.data is not None
+    data = before["data"] or {}
+    validation = {"valid": [{"path": str(folder / "valid")}]} if evaluates and data.get("validation") else {}
+    after = {
+        **before,
+        "model": before["model"] | _model(recipe.model, layouts),
+        "tokenizer": {"path": str(folder / "tokenizer")} if recipe.model.family == "bert" else None,
+        "prepare": [],
+        "data": data
+        | {
+            "train": sources,
+            "validation": validation,
+            "split": "90,10" if data.get("split") else None,
+            "cache_dir": str(folder / "cache"),
+        },
+        "batch": _batch(recipe, batch, steps),
+        "optimizer": before["optimizer"] | {"clip_grad_norm": clip, "eps": max(EPS, recipe.optimizer.eps)},
+        "lr": _lr(recipe, steps),
+        "train": before["train"]
+        | {
+            "for": f"{steps} steps",
+            "evaluate": {"every": f"{steps} steps", "steps": 1} if evaluates else None,
+            "exit_after": None,
+            "skip": [],
+            "compile": False,
+        },
+        "precision": "fp32",
+        "loss_scale": LossScaleSection().model_dump(mode="json"),
+        "parallel": {"recompute": recipe.parallel.recompute, "offload": recipe.parallel.offload},
+        "checkpoint": {"phases": [{"every": f"{middle(steps)} steps"}]},
+        "monitor": {"log_every": "1 steps", "tensorboard": False},
+        "launch": None,
+    }
+    return Shrunk(after, batch, _changes(before, after), _remarks(recipe))
+
+
+def middle(steps: int) -> int:
+    """The step whose checkpoint is resharded and continued from."""
+    return max(1, steps // 2)
+
+
+def _model(model: ModelSection, layouts: Sequence[VerifiedLayout]) -> dict[str, Any]:
+    tp = math.lcm(*(layout.tp for layout in layouts))
+    grouped = min(model.num_heads // model.num_kv_heads, _MOST_GROUPED)
+    # ALiBi slopes have another formula for heads that are no power of two, so that is kept.
+    odd = 3 if model.num_heads & (model.num_heads - 1) else 2
+    kv_heads = tp * (1 if grouped >= 4 else odd)
+    heads = kv_heads * grouped
+    hidden = heads * (8 if heads <= 16 else 4)
+    tokens = math.lcm(*(2 * layout.cp * layout.tp for layout in layouts))
+    multiple = math.lcm(8, tp)
+    stages = max(layout.stages for layout in layouts)
+    return {
+        # One more than stages where the user's layers do not divide evenly either.
+        "num_layers": max(2, stages) + (model.num_layers % stages > 0),
+        "hidden_size": hidden,
+        "num_heads": heads,
+        "num_kv_heads": kv_heads if model.family == "llama" else heads,
+        "ffn_hidden_size": max(1, round(model.ffn_hidden_size / model.hidden_size * hidden / tp)) * tp,
+        "seq_length": -(-_SHORTEST // tokens) * tokens,
+        "vocab_size": -(-_WORDS // multiple) * multiple - 3,
+        "vocab_multiple": multiple,
+        "dropout": 0.0,
+        "init_std": float(f"{model.init_std * math.sqrt(model.hidden_size / hidden):.3g}"),
+    }
+
+
+def micro_batch_of(layout: VerifiedLayout, shrunk: Shrunk) -> int:
+    return shrunk.batch // _micro_batches(layout)
+
+
+def _micro_batches(layout: VerifiedLayout) -> int:
+    """Over all replicas: two for each, so that gradients are accumulated, and two for every rank of a pipeline."""
+    return layout.dp * 2 * layout.pp
+
+
+def _batch(recipe: Recipe, batch: int, steps: int) -> dict[str, Any]:
+    """A ramp stays one: it doubles the batch after a quarter of the steps."""
+    if recipe.batch.rampup is None:
+        return {"micro_batch_size": batch, "global_batch_size": batch, "rampup": None}
+    rampup = {"start": batch, "increment": batch, "samples": batch * max(1, steps // 4)}
+    return {"micro_batch_size": batch, "global_batch_size": 2 * batch, "rampup": rampup}
+
+
+def _lr(recipe: Recipe, steps: int) -> dict[str, Any]:
+    lr = recipe.lr
+    fades = lr.schedule != "constant"
+    return {
+        "peak": PEAK_LR,
+        "min": float(f"{PEAK_LR * lr.min / lr.peak:.3g}") if fades else 0.0,
+        "schedule": lr.schedule,
+        "warmup": f"{min(2, steps - 1) if lr.warmup.count else 0} steps",
+        "decay": None,
+        "cooldown": f"{max(1, steps // 4)} steps" if lr.schedule == "wsd" else None,
+    }
+
+
+def _sources(recipe: Recipe, folder: Path) -> list[dict[str, Any]]:
+    """The heaviest of a blend; a source of its own for a recipe that names none."""
+    if recipe.data is None:
+        return [{"path": str(folder / "source-0"), "name": "source-0"}]
+    heaviest = sorted(recipe.data.train, key=lambda source: -source.weight)[:_MOST_SOURCES]
+    return [
+        {"path": str(folder / f"source-{i}"), "name": source_key(source), "weight": source.weight}
+        for i, source in enumerate(heaviest)
+    ]
+
+
+def _remarks(recipe: Recipe) -> list[str]:
+    remarks = []
+    if recipe.model.dropout:
+        remarks.append(f"dropout {recipe.model.dropout}: masks depend on the layout, verified with dropout 0")
+    if recipe.precision != "fp32":
+        remarks.append(
+            f"precision {recipe.precision}: its rounding depends on the order of sums, so equality is shown in fp32"
+        )
+    if recipe.parallel.recompute != "none":
+        remarks.append(f"recompute {recipe.parallel.recompute}: in every layout, and not in the reference")
+    if recipe.optimizer.eps < EPS:
+        remarks.append(
+            f"optimizer.eps {recipe.optimizer.eps:g}: verified with {EPS:g}, or Adam would make steps of rounding "
+            "where gradients are zero"
+        )
+    return remarks
+
+
+def _changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    old = dict(_leaves({key: before[key] for key in _REPORTED}, ""))
+    new = dict(_leaves({key: after[key] for key in _REPORTED}, ""))
+    return {path: (old.get(path), new.get(path)) for path in {**old, **new} if old.get(path) != new.get(path)}
+
+
+def _leaves(node: Any, path: str) -> Iterator[tuple[str, Any]]:
+    if path == "data.validation":
+        return
+    if isinstance(node, dict):
+        for key, value in node.items():
+            yield from _leaves(value, f"{path}.{key}" if path else key)
+    elif path == "data.train":
+        yield "data.train", f"{len(node)} source{'s' if len(node) > 1 else ''}"
+    elif path not in ("data.cache_dir", "train.compile", "batch.micro_batch_size"):
+        yield path, node

@@ -1,0 +1,277 @@
+"""`bloomery verify`: real ranks train small copies of recipes; planted mistakes are found and named."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+import planted_faults
+from bloomery.base.errors import RecipeError
+from bloomery.checkpoint.folder import verify as check_whole
+from bloomery.cli.main import main
+from bloomery.cli.verify_trials import run_trials
+from bloomery.config.describe import fingerprint
+from bloomery.config.load import shipped_recipes
+from bloomery.sizing.check import load_checked_recipe
+from bloomery.verify import compare
+from bloomery.verify.certify import Certificate, certify
+from bloomery.verify.layouts import STANDARD, choose_layouts
+from bloomery.verify.shrink import CLIP, micro_batch_of, shrink
+from bloomery.verify.synthetic import write_data
+from bloomery.verify.table import table
+from bloomery.verify.trials import RankCommand
+from conftest import SMALL, Workshop
+
+Command = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def recipe_file(tmp_path: Path) -> Callable[..., str]:
+    """A recipe like the small one of all tests, with another model or other data."""
+
+    def write(*, model: dict[str, Any] | None = None, data: dict[str, Any] | None = None) -> str:
+        values = SMALL | {"model": SMALL["model"] | {"num_heads": 4, "num_layers": 4} | (model or {})}
+        values |= {"data": SMALL["data"] | (data or {}), "batch": {"micro_batch_size": 4, "global_batch_size": 16}}
+        path = tmp_path / "recipe.yaml"
+        path.write_text(yaml.safe_dump(values))
+        return str(path)
+
+    return write
+
+
+def certificate_of(source: str, layouts: str, work: Path, command: RankCommand, **options: Any) -> Certificate:
+    recipe = load_checked_recipe(source).recipe
+    chosen, _ = choose_layouts(source, [], recipe, layouts.split(","))
+    (work / "work").mkdir()
+    return certify(recipe, chosen, work / "work", command, **{"steps": 2, **options})
+
+
+# ---------------------------------------------------------------- layouts that are right
+
+
+def test_the_command_passes_and_writes_its_certificate(
+    recipe_file: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Command
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    sources = {"train": [{"path": "a", "weight": 0.7}, {"path": "b", "weight": 0.3}], "eod_loss": False}
+    source = recipe_file(model={"dropout": 0.1}, data=sources)
+    code, out, _ = command("verify", source, "--layouts", "tp2,pp2,zero3-dp2", "--steps", "4")
+    assert code == 0, out
+    assert "3 of 3 layouts equal one rank" in out
+    assert "dropout 0.1: masks depend on the layout, verified with dropout 0" in out
+    written = json.loads((tmp_path / "certificate.json").read_text())
+    assert written["verdict"] == "pass"
+    assert not written["reasons"]
+    assert written["fingerprint"] == fingerprint(load_checked_recipe(source).recipe)
+    assert written["clipping"]["bound_on_every_step"] is True
+    assert written["shrunk"]["model.dropout"] == {"from": 0.1, "to": 0.0}
+    assert written["versions"]["torch"] == torch.__version__
+    assert [row["layout"] for row in written["layouts"]] == ["tp2", "pp2", "zero3-dp2"]
+    for row in [written["reference"], *written["layouts"]]:
+        assert row["verdict"] == "pass"
+        assert row["resharded_from"] == row["resharded_of"] == 3, "every ordered pair of layouts"
+        assert row["continued_from"] not in (None, row["layout"])
+    for row in written["layouts"]:
+        assert row["loss"]["difference"] <= compare.LOSS_RELATIVE
+        assert 0 < row["gradient"]["difference"] <= compare.GRADIENT_RELATIVE
+        assert row["data_order"] == "equal"
+
+
+def test_json_is_the_certificate(
+    recipe_file: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Command
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    code, out, err = command(
+        "verify", recipe_file(), "--layouts", "dp2", "--steps", "2", "--json", "--output", "here.json"
+    )
+    assert code == 0, err
+    assert json.loads(out) == json.loads((tmp_path / "here.json").read_text())
+
+
+def test_bert_passes(tmp_path: Path) -> None:
+    certificate = certificate_of("bert-large", "pp2", tmp_path, run_trials)
+    assert certificate.verdict == "pass", table(certificate)
+    assert certificate.shrunk.values["data"]["masking"] is None
+
+
+# ---------------------------------------------------------------- layouts that are wrong
+
+
+def reasons(certificate: Certificate, layout: str) -> str:
+    """What is wrong with a layout."""
+    assert certificate.verdict == "fail"
+    (row,) = [row for row in certificate.rows if row.layout == layout]
+    assert row.verdict == "fail", table(certificate)
+    return "\n".join(row.reasons)
+
+
+def test_a_missing_sync_of_tied_weights_is_named(recipe_file: Callable[..., str], tmp_path: Path) -> None:
+    fault = planted_faults.tied_gradients_are_not_added
+    certificate = certificate_of(recipe_file(), "pp2", tmp_path, fault)
+    found = reasons(certificate, "pp2")
+    assert certificate.reference.verdict == "pass", "it went on from what was wrong already"
+    assert "not judged, because pp2 differs itself" in certificate.reference.remarks[0]
+    assert found.startswith("gradients of step 1: 1 of 28 differ, embed.tokens.weight by")
+
+
+def test_a_norm_that_is_not_reduced_is_named(recipe_file: Callable[..., str], tmp_path: Path) -> None:
+    found = reasons(certificate_of(recipe_file(), "tp2", tmp_path, planted_faults.norms_are_not_summed), "tp2")
+    assert "gradients of step 1: 4 of" in found, "weight and bias of two layers"
+    assert "attention_norm" in found.splitlines()[0]
+
+
+def test_a_loss_averaged_by_micro_batch_is_found(recipe_file: Callable[..., str], tmp_path: Path) -> None:
+    source = recipe_file(data={"eod_loss": False})
+    fault = planted_faults.losses_are_averaged_by_micro_batch
+    found = reasons(certificate_of(source, "tp2", tmp_path, fault), "tp2")
+    assert ": 28 of 28 differ" in found
+    assert "lm loss of step 1" not in found, "the mistake is in what is learned, not in what is reported"
+
+
+def test_a_norm_that_counts_copies_twice_is_named(recipe_file: Callable[..., str], tmp_path: Path) -> None:
+    fault = planted_faults.replicated_weights_count_twice
+    found = reasons(certificate_of(recipe_file(), "tp2", tmp_path, fault), "tp2")
+    assert found.startswith("global grad norm of step 1 is ")
+    assert "though every gradient of that step agrees: some are counted twice or not at all" in found
+
+
+def test_a_buffer_with_the_wrong_offset_is_found(recipe_file: Callable[..., str], tmp_path: Path) -> None:
+    fault = planted_faults.every_rank_takes_the_first_slopes
+    found = reasons(certificate_of(recipe_file(model={"family": "bloom"}), "tp2", tmp_path, fault), "tp2")
+    assert "gradients of step 1: 29 of 29 differ, layers.0.attention.qkv.weight" in found
+
+
+def test_replicas_that_read_the_same_are_named(recipe_file: Callable[..., str], tmp_path: Path) -> None:
+    fault = planted_faults.replicas_read_the_same_samples
+    found = reasons(certificate_of(recipe_file(), "dp2", tmp_path, fault), "dp2")
+    assert "data order: step 1, sample" in found
+    assert "not read" in found
+
+
+def test_pieces_that_lie_elsewhere_are_found(recipe_file: Callable[..., str], tmp_path: Path) -> None:
+    """What is exchanged on the way out and on the way in comes back bit by bit; only going on elsewhere tells."""
+    certificate = certificate_of(recipe_file(), "tp2", tmp_path, planted_faults.pieces_lie_elsewhere)
+    found = reasons(certificate, "tp2")
+    assert found.startswith("continued from single at step 1: ")
+    assert certificate.reference.reasons[0].startswith("continued from tp2 at step 1: ")
+
+
+def test_clipping_that_never_binds_is_a_failure_of_its_own(recipe_file: Callable[..., str], tmp_path: Path) -> None:
+    certificate = certificate_of(recipe_file(), "dp2", tmp_path, run_trials, clip=1000.0)
+    assert [row.verdict for row in certificate.rows] == ["pass"], table(certificate)
+    assert certificate.verdict == "fail"
+    assert "clipping did not bind on every step" in certificate.reasons[-1]
+    assert "FAIL: clipping did not bind" in table(certificate)
+
+
+def test_a_layout_that_crashes_does_not_take_the_others_along(recipe_file: Callable[..., str], tmp_path: Path) -> None:
+    certificate = certificate_of(recipe_file(), "tp2,pp2", tmp_path, planted_faults.rank_one_dies)
+    assert "AssertionError: planted: rank 1 stumbles" in reasons(certificate, "tp2")
+    (pp2,) = [row for row in certificate.rows if row.layout == "pp2"]
+    assert pp2.verdict == "pass", table(certificate)
+    assert pp2.continued_from == "single"
+    assert "Traceback" in certificate.rows[0].details
+
+
+# ---------------------------------------------------------------- what is refused
+
+
+def test_unknown_and_illegal_layouts_are_refused_before_anything_starts(
+    recipe_file: Callable[..., str], command: Command
+) -> None:
+    code, out, err = command("verify", recipe_file(), "--layouts", "tp3,pipeline2,dp12,zero3-pp2-dp2")
+    assert code == 2
+    assert not out
+    assert "--layouts tp3: parallel.tp is 3 but model.num_heads is 4." in err
+    assert "parallel.tp 2 or 4" in err, "the nearest legal values"
+    assert "--layouts pipeline2: 'pipeline2' is not a factor of a layout. A layout is its factors" in err
+    assert "--layouts dp12: batch.global_batch_size is 16." in err
+    assert "12 or 24" in err
+    assert "--layouts zero3-pp2-dp2: parallel.zero is 3 with parallel.pp 2." in err
+
+
+def test_too_few_steps_are_refused(recipe_file: Callable[..., str], command: Command) -> None:
+    code, _, err = command("verify", recipe_file(), "--steps", "1")
+    assert code == 2
+    assert "--steps is 1" in err
+
+
+def test_the_standard_matrix_leaves_out_what_a_recipe_does_not_allow(recipe_file: Callable[..., str]) -> None:
+    source = recipe_file(model={"num_heads": 2, "hidden_size": 34})
+    recipe = load_checked_recipe(source).recipe
+    chosen, left_out = choose_layouts(source, [], recipe, None)
+    assert "parallel.tp is 4 but model.num_heads is 2" in left_out["tp4"]
+    assert {layout.name for layout in chosen} | set(left_out) == set(STANDARD)
+    with pytest.raises(RecipeError, match="no layout is left"):
+        choose_layouts(source, [], recipe, ["single"])
+
+
+# ---------------------------------------------------------------- the small recipe
+
+
+@pytest.mark.parametrize("name", shipped_recipes())
+def test_every_shipped_recipe_keeps_its_structure_when_it_is_shrunk(name: str, tmp_path: Path) -> None:
+    recipe = load_checked_recipe(name).recipe
+    layouts, left_out = choose_layouts(name, [], recipe, None)
+    assert not {each for each in left_out if "cp" not in each.replace("cp2", "cp")} - set(STANDARD)
+    shrunk = shrink(recipe, layouts, tmp_path, steps=20, clip=CLIP)
+    file = tmp_path / "small.yaml"
+    file.write_text(yaml.safe_dump(shrunk.values))
+    for layout in layouts:
+        cut = f"batch.micro_batch_size={micro_batch_of(layout, shrunk)}"
+        small = load_checked_recipe(str(file), [*layout.overrides, cut]).recipe
+    was, now = recipe.model, small.model
+    assert (now.family, now.tie_embeddings) == (was.family, was.tie_embeddings)
+    grouped = was.num_heads // was.num_kv_heads
+    assert now.num_heads // now.num_kv_heads == min(grouped, 8)
+    assert now.ffn_hidden_size / now.hidden_size == pytest.approx(was.ffn_hidden_size / was.hidden_size, rel=0.05)
+    assert math.log2(now.num_heads).is_integer() == math.log2(was.num_heads).is_integer()
+    assert now.vocab_size % now.vocab_multiple, "the vocabulary is padded"
+    assert (small.batch.rampup is None) == (recipe.batch.rampup is None)
+    assert small.lr.schedule == recipe.lr.schedule
+    assert small.optimizer.betas == recipe.optimizer.betas
+    assert recipe.data is not None
+    assert small.data is not None
+    assert len(small.data.train) == min(4, len(recipe.data.train))
+    assert (small.data.split is None) == (recipe.data.split is None)
+    assert small.seed == recipe.seed
+
+
+def test_the_same_data_is_written_every_time(recipe_file: Callable[..., str], tmp_path: Path) -> None:
+    recipe = load_checked_recipe(recipe_file()).recipe
+    layouts, _ = choose_layouts(recipe_file(), [], recipe, ["tp2"])
+    contents = []
+    for name in ("first", "second"):
+        folder = tmp_path / name
+        folder.mkdir()
+        write_data(shrink(recipe, layouts, folder, steps=2, clip=CLIP).values, folder)
+        contents.append((folder / "source-0.bin").read_bytes())
+    assert contents[0] == contents[1]
+
+
+# ---------------------------------------------------------------- the trace
+
+
+def test_train_writes_a_trace_of_its_first_steps(workshop: Workshop) -> None:
+    trace = workshop.folder / "trace"
+    words = ["--run-dir", "run", "--quiet", "--device", "cpu", "--trace", str(trace), "--trace-steps", "1"]
+    assert main(["train", str(workshop.recipe), "train.for=3 steps", "lr.warmup=1 steps", *words]) == 0
+    (line,) = (trace / "samples.jsonl").read_text().splitlines()
+    record = json.loads(line)
+    assert record["step"] == 1
+    assert list(record["samples"]) == [str(i) for i in range(8)]
+    assert len(set(record["samples"].values())) == 8
+    check_whole(trace / "step-00000001")
+    assert not (trace / "step-00000002").exists()
+    gradients = compare.whole_tensors(trace / "step-00000001")
+    weights = compare.whole_tensors(workshop.folder / "run" / "checkpoints" / "step-00000003")
+    assert {name.replace("grad.", "model.") for name in gradients} == {name for name in weights if "model." in name}
+    norm = torch.stack([gradient.norm() for gradient in gradients.values()]).norm().item()
+    assert norm == pytest.approx(workshop.metrics(workshop.folder / "run")[0]["grad_norm"], rel=1e-6), "not clipped"
