@@ -11,6 +11,7 @@ from bloomery.base import exit_codes
 from bloomery.base.errors import Problem, RecipeError
 from bloomery.base.storage import write_atomically
 from bloomery.cli.recipe_argument import add_recipe_arguments, load
+from bloomery.cli.verify_simulate import add_simulate_arguments, run_simulation
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -19,10 +20,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", type=int, default=20, help="steps of every training; default: 20")
     parser.add_argument("--output", type=Path, default=Path("certificate.json"), help="default: certificate.json")
     parser.add_argument("--device", default="cpu", help="cpu (default), cuda, ...: one device for each rank")
+    add_simulate_arguments(parser)
     parser.add_argument("--json", action="store_true", help="print the certificate as JSON")
 
 
 def run(args: argparse.Namespace) -> int:
+    if args.simulate_world is not None or args.rank is not None:
+        return run_simulation(args)
     if args.steps < 2:
         rule = "one part is trained before a checkpoint is resharded and one after it"
         raise RecipeError(Problem(f"--steps is {args.steps}", rule, "use at least 2"))

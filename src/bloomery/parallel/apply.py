@@ -31,6 +31,15 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass(frozen=True)
+class Outline:
+    """What one rank will hold of a model: modules cut and wrapped, without memory."""
+
+    stages: Mapping[int, nn.Module]
+    shapes: Mapping[str, tuple[int, ...]]
+    """Of all parameters before anything was cut."""
+
+
+@dataclass(frozen=True)
 class Parallelised:
     """What one rank holds of a model, with memory and initial values, all in fp32."""
 
@@ -40,7 +49,14 @@ class Parallelised:
 
 
 def parallelise(recipe: Recipe, mesh: Mesh, *, device: torch.device, compile_model: bool) -> Parallelised:
-    """Build, cut, attach, wrap; only then give it memory: no rank ever holds more than its part."""
+    """Build, cut, attach, wrap; only then give it memory and values: no rank ever holds more than its part."""
+    parts = give_memory(outline(recipe, mesh, compile_model=compile_model), recipe, mesh, device=device)
+    initialise(((weight.name, weight.piece) for weight in parts.weights), recipe.model, recipe.seed)
+    return parts
+
+
+def outline(recipe: Recipe, mesh: Mesh, *, compile_model: bool) -> Outline:
+    """Build, cut, attach, wrap, on the meta device."""
     stages = build_stages(recipe, mesh)
     shapes = logical_shapes(stages.values())
     for model in stages.values():
@@ -50,10 +66,15 @@ def parallelise(recipe: Recipe, mesh: Mesh, *, device: torch.device, compile_mod
         if compile_model and not _compiles_whole(mesh):
             _compile_blocks(model)
         apply_sharding(model, mesh, zero=recipe.parallel.zero, dtype=DTYPES[recipe.precision])
+    return Outline(stages, shapes)
+
+
+def give_memory(outlined: Outline, recipe: Recipe, mesh: Mesh, *, device: torch.device) -> Parallelised:
+    """Memory without values. (Inside a FakeTensorMode it is as fake as a simulation needs it.)"""
+    for model in outlined.stages.values():
         _give_memory(model, mesh, device)
-    weights = weights_of(stages.values(), shapes, mesh, tied=recipe.model.tie_embeddings)
-    initialise(((weight.name, weight.piece) for weight in weights), recipe.model, recipe.seed)
-    return Parallelised(stages, weights, mesh)
+    weights = weights_of(outlined.stages.values(), outlined.shapes, mesh, tied=recipe.model.tie_embeddings)
+    return Parallelised(outlined.stages, weights, mesh)
 
 
 def make_runner(

@@ -35,6 +35,12 @@ _SCHEDULES: dict[PipelineSchedule, Any] = {
 }
 
 
+def schedule_in_force(kind: PipelineSchedule, *, num_stages: int, num_micro_batches: int) -> PipelineSchedule:
+    """torch's 1F1B refuses fewer micro-batches than stages, as a batch ramp may begin with. GPipe does not, and what it
+    holds is then no more than 1F1B may hold anyway: a micro-batch for every stage."""
+    return "gpipe" if kind == "1f1b" and num_micro_batches < num_stages else kind
+
+
 class PipelineExecution:
     def __init__(
         self,
@@ -135,8 +141,9 @@ class PipelineExecution:
         """Made anew when a batch ramp changes the number of micro-batches: torch fixes it for a schedule's life."""
         if self._schedule is None or self._schedule[0] != num_micro_batches:
             stages = [self._stage(number, stage) for number, stage in self._stages.items()]
-            several = self._kind in ("interleaved", "zero_bubble")
-            schedule = _SCHEDULES[self._kind](
+            kind = schedule_in_force(self._kind, num_stages=self._num_stages, num_micro_batches=num_micro_batches)
+            several = kind in ("interleaved", "zero_bubble")
+            schedule = _SCHEDULES[kind](
                 stages if several else stages[0], num_micro_batches, loss_fn=self._loss, scale_grads=False
             )
             self._schedule = (num_micro_batches, schedule)

@@ -1,1 +1,1 @@
-"""Floor 5: the certificate that the layout of the machine changes nothing but speed. Trains nothing itself."""
+"""Floor 5: the certificate that a layout changes nothing but speed, and machines that are not there. Trains nothing."""

@@ -10,7 +10,7 @@ from typing import Any
 
 from bloomery.config.describe import as_dict
 from bloomery.config.recipe import LossScaleSection, ModelSection, Recipe
-from bloomery.data.open import source_key
+from bloomery.sizing.data_rules import source_key
 from bloomery.verify.layouts import VerifiedLayout
 
 CLIP = 0.05

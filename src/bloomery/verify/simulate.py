@@ -1,0 +1,351 @@
+"""One rank of a world that is not there: built by the code that trains, with a process group and tensors that are fake.
+
+How memory is found. Weights, gradients and optimizer state are counted from the pieces that the rank holds. For the
+rest, micro-batches really go forward and backward through the rank's stages, as fake tensors, while a meter adds up
+every storage: first one, that leaves gradients behind; then one that shows what a micro-batch keeps and what its
+backward pass needs; then the last of a step, with its reductions. What is kept counts as often as the pipeline's
+schedule holds micro-batches at once. Attention and dropout keep what the kernels of an accelerator keep; nothing is
+compiled, and there is no allocator: real memory is rounded up and fragmented, compiled code keeps less.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from bloomery.base.errors import Problem, RecipeError
+from bloomery.config.recipe import Recipe
+from bloomery.data.batch import Batch, Packing, causal_batch
+from bloomery.model.families import ARCHITECTURES
+from bloomery.model.loss import LM_LOSS, SOP_LOSS, row_losses, token_losses
+from bloomery.parallel.apply import DTYPES, Parallelised, give_memory, outline
+from bloomery.parallel.context import own_tokens
+from bloomery.parallel.gradients import Gradients
+from bloomery.parallel.mesh import Mesh, make_mesh
+from bloomery.parallel.pipeline import schedule_in_force
+from bloomery.parallel.sharding import announce_backward
+from bloomery.parallel.tensor import cut_dimension
+from bloomery.parallel.vocabulary import vocabulary_parallel_losses
+from bloomery.parallel.weights import weights_of
+from bloomery.sizing.layout import Layout, ranks_per_replica
+from bloomery.sizing.parameters import count_parameters
+from bloomery.sizing.stages import stage_layers, stages_of_rank
+from bloomery.sizing.vocabulary import padded_vocab_size
+from bloomery.verify.fused import fused_dropout, pretend_accelerator
+from bloomery.verify.in_flight import most_held, passes_of_rank
+from bloomery.verify.memory import MemoryMeter
+
+_CPU = torch.device("cpu")
+_FP32 = 4
+_MOMENTS = 2
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """Bytes on the device of one rank."""
+
+    masters: int
+    """Its fp32 weights."""
+    compute_copies: int
+    """Weights in the precision that is computed in, where those are other tensors; all that it computes with at once,
+    except under ZeRO 3, which gathers one block at a time (in `activations`)."""
+    gradients: int
+    """fp32 sums that are kept between micro-batches."""
+    reduced_gradients: int
+    """fp32, after data-parallel ranks have added theirs, where those are other tensors."""
+    optimizer: int
+    """Moments and step counts; 0 with parallel.offload, which keeps them in `host`."""
+    kept_per_micro_batch: int
+    """What one micro-batch keeps from its forward to its backward pass, in all stages of the rank."""
+    receive_buffers: int
+    """For hidden states and their gradients from other stages: torch keeps them for all micro-batches of a step."""
+    activations: int
+    """At the peak: kept by all micro-batches in flight, and the working memory of a backward pass."""
+    peak: int
+    """Everything, at the fullest moment of a step."""
+    host: int
+    """In host memory: masters and moments with parallel.offload."""
+
+
+@dataclass(frozen=True)
+class SimulatedRank:
+    rank: int
+    place: dict[str, int]
+    """Its coordinates pp, dp, cp and tp."""
+    layers: list[range]
+    """Of each of its pipeline stages."""
+    has_embedding: bool
+    has_head: bool
+    elements: int
+    """Elements of all its pieces."""
+    owned_elements: int
+    """Elements of the pieces that it alone counts and saves."""
+    in_flight: int
+    """Forward passes that are held at once."""
+    memory: RankMemory
+
+
+@dataclass(frozen=True)
+class SimulatedWorld:
+    name: str
+    world: int
+    layout: Layout
+    micro_batches: int
+    """Per step and replica."""
+    parameters: int
+    """Of the whole model, by the formula, vocabulary padded."""
+    built_parameters: int
+    """The same, added up from what the ranks of all pipeline stages hold."""
+    ranks: list[SimulatedRank]
+    seconds: float
+
+
+def simulate_world(recipe: Recipe, world: int, rank: int | None = None) -> SimulatedWorld:
+    """Build ranks of a world of `world` ranks: the given one, or those of the first, a middle and the last stage.
+
+    RecipeError if the world or the rank is impossible. Everything else must have been checked for this very world.
+    """
+    check_world(recipe, world, rank)
+    began = time.monotonic()
+    layout = Layout.of(recipe, world)
+    stage_size = world // layout.pp
+    chosen = [rank] if rank is not None else sorted({0, layout.pp // 2 * stage_size, world - stage_size})
+    parameters = count_parameters(recipe.model, vocab_size=padded_vocab_size(recipe.model)).total
+    built = sum(_elements_of_stage(recipe, layout, pp * stage_size) for pp in range(layout.pp))
+    assert built == parameters, f"the ranks of all stages hold {built:,} parameters, the formula says {parameters:,}"
+    return SimulatedWorld(
+        name=recipe.name,
+        world=world,
+        layout=layout,
+        micro_batches=_micro_batches(recipe, layout),
+        parameters=parameters,
+        built_parameters=built,
+        ranks=[simulate_rank(recipe, layout, each) for each in chosen],
+        seconds=time.monotonic() - began,
+    )
+
+
+def check_world(recipe: Recipe, world: int, rank: int | None) -> None:
+    """RecipeError, with the nearest legal values, if the recipe cannot have such a world or such a rank."""
+    parallel, unit = recipe.parallel, ranks_per_replica(recipe)
+    problems = []
+    if world < 1 or world % unit:
+        below, above = world // unit * unit, (max(world, 0) // unit + 1) * unit
+        factors = f"tp {parallel.tp} * pp {parallel.pp} * cp {parallel.cp} = {unit}"
+        near = f"{below} or {above}" if below > 0 else f"{above}"
+        rule = f"one replica takes {factors} ranks, which must divide the world"
+        problems.append(Problem(f"--simulate-world is {world}", rule, f"use {near}"))
+    if rank is not None and not 0 <= rank < world:
+        near = f"use {min(max(rank, 0), max(world - 1, 0))}"
+        problems.append(Problem(f"--rank is {rank}", f"ranks of this world are 0 to {world - 1}", near))
+    if problems:
+        raise RecipeError(problems)
+
+
+def simulate_rank(recipe: Recipe, layout: Layout, rank: int) -> SimulatedRank:
+    with _fake_world(layout, rank) as mesh:
+        outlined = outline(recipe, mesh, compile_model=False)
+        for model in outlined.stages.values():
+            pretend_accelerator(model)
+        with FakeTensorMode(allow_non_fake_inputs=True), fused_dropout(), MemoryMeter().running() as meter:
+            parts = give_memory(outlined, recipe, mesh, device=_CPU)
+            _compute_in(recipe, parts)
+            gradients = Gradients(parts.weights, mesh)
+            memory, in_flight = _measure(recipe, parts, gradients, meter)
+    numbers = stages_of_rank(mesh.pp, layout.pp, recipe.parallel.chunks)
+    owned = stage_layers(recipe.model.num_layers, layout.pp * recipe.parallel.chunks)
+    return SimulatedRank(
+        rank=rank,
+        place={"pp": mesh.pp, "dp": mesh.dp, "cp": mesh.cp, "tp": mesh.tp},
+        layers=[owned[number] for number in numbers],
+        has_embedding=0 in numbers,
+        has_head=len(owned) - 1 in numbers,
+        elements=sum(weight.piece.tensor.numel() for weight in parts.weights),
+        owned_elements=sum(weight.piece.tensor.numel() for weight in parts.weights if weight.piece.owned),
+        in_flight=in_flight,
+        memory=memory,
+    )
+
+
+@contextmanager
+def _fake_world(layout: Layout, rank: int) -> Iterator[Mesh]:
+    """A process group whose other ranks never answer, and of which nobody notices that they do not."""
+    assert not dist.is_initialized(), "a simulation needs a process without a process group"
+    excepthook = sys.excepthook  # torch puts the rank before every line of a traceback, once more with every group
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=layout.world)
+    try:
+        yield make_mesh(layout, _CPU)
+    finally:
+        dist.destroy_process_group()
+        sys.excepthook = excepthook
+
+
+def _elements_of_stage(recipe: Recipe, layout: Layout, rank: int) -> int:
+    """What all ranks of a pipeline rank's stages own, from the first of them: it owns a part of everything they do."""
+    with _fake_world(layout, rank) as mesh:
+        outlined = outline(recipe, mesh, compile_model=False)
+        weights = weights_of(outlined.stages.values(), outlined.shapes, mesh, tied=recipe.model.tie_embeddings)
+    return sum(
+        weight.parameter.numel() * (1 if cut_dimension(weight.name) is None else layout.tp)
+        for weight in weights
+        if weight.piece.owned
+    )
+
+
+def _micro_batches(recipe: Recipe, layout: Layout) -> int:
+    return recipe.batch.global_batch_size // (recipe.batch.micro_batch_size * layout.dp)
+
+
+def _compute_in(recipe: Recipe, parts: Parallelised) -> None:
+    """Turn plain parameters into what is computed in, beside their masters, as train/optimizer.py does."""
+    dtype = DTYPES[recipe.precision]
+    if parts.mesh.data is None and dtype != torch.float32:
+        for weight in parts.weights:
+            weight.parameter.data = weight.piece.tensor.to(dtype)
+
+
+def _measure(recipe: Recipe, parts: Parallelised, gradients: Gradients, meter: MemoryMeter) -> tuple[RankMemory, int]:
+    mesh, parallel = parts.mesh, recipe.parallel
+    micro_batches = _micro_batches(recipe, mesh.layout)
+    passes = _Passes(recipe, parts, gradients)
+    peak, in_flight, kept = 0, 1, [0] * len(parts.stages)
+    if micro_batches > 1:
+        for stage in parts.stages:
+            passes.backward(passes.forward(stage, last=False))
+        base = meter.live_bytes
+        sizes = [passes.measure(stage, meter) for stage in parts.stages]
+        kept, working = [size[0] for size in sizes], [size[1] for size in sizes]
+        pp, chunks = mesh.layout.pp, parallel.chunks
+        kind = schedule_in_force(parallel.schedule, num_stages=pp * chunks, num_micro_batches=micro_batches)
+        order = passes_of_rank(
+            kind,
+            pp=pp,
+            pp_rank=mesh.pp,
+            chunks=chunks,
+            micro_batches=micro_batches,
+        )
+        held, in_flight = most_held(order, kept, working)
+        peak = base + held
+    meter.restart()
+    for stage in parts.stages:
+        passes.backward(passes.forward(stage, last=True))
+    gradients.complete()
+    peak = max(peak, meter.peak_bytes)
+    known = _known_memory(recipe, parts, micro_batches)
+    buffers = micro_batches * passes.received_bytes
+    peak += known["optimizer"] + buffers - passes.received_bytes
+    activations = peak - buffers - sum(known[name] for name in ("masters", "compute_copies", "gradients", "optimizer"))
+    memory = RankMemory(
+        **known, kept_per_micro_batch=sum(kept), receive_buffers=buffers, activations=activations, peak=peak
+    )
+    return memory, in_flight
+
+
+def _known_memory(recipe: Recipe, parts: Parallelised, micro_batches: int) -> dict[str, int]:
+    """What the pieces of a rank say, by the rules of parallel/ and train/optimizer.py; tests hold it to both."""
+    dtype, zero = DTYPES[recipe.precision], recipe.parallel.zero
+    pieces = sum(weight.piece.tensor.numel() for weight in parts.weights)
+    whole = sum(weight.parameter.numel() for weight in parts.weights)
+    state = _FP32 * (_MOMENTS * pieces + len(parts.weights))
+    offload = recipe.parallel.offload
+    known = {
+        "masters": _FP32 * pieces,
+        "compute_copies": 0 if dtype == torch.float32 else dtype.itemsize * pieces,
+        "gradients": _FP32 * pieces,
+        "reduced_gradients": 0,
+        "optimizer": 0 if offload else state,
+        "host": _FP32 * pieces + state if offload else 0,
+    }
+    if parts.mesh.data is not None:
+        known["compute_copies"] = 0 if zero == 3 else dtype.itemsize * whole
+        if zero < 2:
+            known["gradients"] = _FP32 * whole if micro_batches > 1 else 0
+            known["reduced_gradients"] = _FP32 * pieces
+    return known
+
+
+@dataclass(frozen=True)
+class _Held:
+    """A forward pass that waits for its backward pass, and all that it keeps."""
+
+    root: Tensor
+    gradient: Tensor | None
+    received: Tensor | None
+    outputs: Any
+
+
+class _Passes:
+    """Fake micro-batches through the stages of a rank, as parallel/plain.py and parallel/pipeline.py send real ones."""
+
+    def __init__(self, recipe: Recipe, parts: Parallelised, gradients: Gradients) -> None:
+        self._stages = parts.stages
+        self._gradients = gradients
+        self._mesh = parts.mesh
+        self._zero = recipe.parallel.zero if parts.mesh.layout.pp == 1 else min(1, recipe.parallel.zero)
+        self._num_stages = parts.mesh.layout.pp * recipe.parallel.chunks
+        group = parts.mesh.tp_group
+        self._losses = token_losses if group is None else vocabulary_parallel_losses(group)
+        self._batch = own_tokens(_batch(recipe), parts.mesh, recipe.model.seq_length)
+        layout = parts.mesh.layout
+        tokens = recipe.model.seq_length // (layout.cp * layout.tp)
+        shape = (recipe.batch.micro_batch_size, tokens, recipe.model.hidden_size)
+        self._from_before = {n: torch.empty(shape, dtype=DTYPES[recipe.precision]) for n in parts.stages if n > 0}
+        self._from_behind = {
+            n: torch.empty(shape, dtype=DTYPES[recipe.precision]) for n in parts.stages if n < self._num_stages - 1
+        }
+
+    @property
+    def received_bytes(self) -> int:
+        """What torch's pipeline keeps per micro-batch to receive into."""
+        buffers = [*self._from_before.values(), *self._from_behind.values()]
+        return sum(buffer.untyped_storage().nbytes() for buffer in buffers)
+
+    def forward(self, stage: int, *, last: bool) -> _Held:
+        """`last`: it is the last micro-batch of a step."""
+        model = self._stages[stage]
+        model.train()
+        announce_backward(model, zero=self._zero, last=last)
+        inputs = dict(self._batch.inputs)
+        tokens = inputs.pop("tokens")
+        received = self._from_before[stage].detach().requires_grad_() if stage > 0 else None
+        outputs = model(tokens if received is None else received, **inputs)
+        kept = outputs if self._num_stages > 1 else None  # a pipeline holds on to what its stages return
+        if stage < self._num_stages - 1:
+            return _Held(outputs, self._from_behind[stage], received, kept)
+        rows = row_losses(outputs, self._batch.targets, self._losses)
+        return _Held(torch.stack([each.sum() for each in rows.values()]).sum(), None, received, kept)
+
+    def backward(self, held: _Held) -> None:
+        torch.autograd.backward(held.root, held.gradient)
+        self._gradients.absorb()
+
+    def measure(self, stage: int, meter: MemoryMeter) -> tuple[int, int]:
+        """(bytes that a micro-batch keeps, bytes that its passes need on top of that)."""
+        start = meter.live_bytes
+        meter.restart()
+        held = self.forward(stage, last=False)
+        kept = meter.live_bytes - start
+        self.backward(held)
+        return kept, meter.peak_bytes - start - kept
+
+
+def _batch(recipe: Recipe) -> Batch:
+    """A micro-batch of the recipe's shape."""
+    rows, length, data = recipe.batch.micro_batch_size, recipe.model.seq_length, recipe.data
+    if not ARCHITECTURES[recipe.model.family].encoder:
+        packing = Packing(0, data.mask_documents, data.reset_positions, data.eod_loss) if data else None
+        return causal_batch(np.zeros((rows, length + 1), dtype=np.int64), packing)
+    words = {name: torch.zeros(rows, length, dtype=torch.int64) for name in ("tokens", "token_types", "attention_mask")}
+    targets = {LM_LOSS: torch.zeros(rows, length, dtype=torch.int64), SOP_LOSS: torch.zeros(rows, dtype=torch.int64)}
+    return Batch(words, targets)

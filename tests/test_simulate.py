@@ -1,0 +1,305 @@
+"""`bloomery verify --simulate-world`: ranks of worlds that are not there hold exactly what real ones would."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.pipelining import ScheduleGPipe
+
+from bloomery.config.recipe import Recipe
+from bloomery.data.batch import GlobalBatch
+from bloomery.model.loss import LM_LOSS
+from bloomery.parallel.apply import DTYPES, give_memory, make_runner, outline, parallelise
+from bloomery.parallel.gradients import Gradients
+from bloomery.parallel.mesh import alone
+from bloomery.parallel.weights import weights_of
+from bloomery.sizing.check import load_checked_recipe
+from bloomery.sizing.layout import Layout, layout_overrides, world_size
+from bloomery.sizing.parameters import count_parameters
+from bloomery.sizing.vocabulary import padded_vocab_size
+from bloomery.train.optimizer import Optimizer
+from bloomery.verify import simulate
+from bloomery.verify.fused import fused_dropout, pretend_accelerator
+from bloomery.verify.in_flight import most_held, passes_of_rank
+from bloomery.verify.memory import MemoryMeter
+from bloomery.verify.simulate import simulate_rank
+
+Command = Callable[..., tuple[int, str, str]]
+
+SMALL: dict[str, Any] = {
+    "name": "small",
+    "model": {
+        "family": "bloom",
+        "num_layers": 5,
+        "hidden_size": 48,
+        "num_heads": 4,
+        "seq_length": 32,
+        "vocab_size": 250,
+        "vocab_multiple": 8,
+        "dropout": 0.1,
+    },
+    "batch": {"micro_batch_size": 2, "global_batch_size": 96},
+    "lr": {"peak": 1e-3},
+    "train": {"for": "10 steps"},
+    "precision": "bf16",
+}
+
+
+@pytest.fixture
+def recipe_of(tmp_path: Path) -> Callable[..., Recipe]:
+    (tmp_path / "small.yaml").write_text(yaml.safe_dump(SMALL))
+
+    def load(layout: str, *overrides: str) -> Recipe:
+        return load_checked_recipe(str(tmp_path / "small.yaml"), [*layout_overrides(layout), *overrides]).recipe
+
+    return load
+
+
+def elements(recipe: Recipe, rank: int) -> tuple[int, int]:
+    """(held, owned) by a rank, from its outline alone."""
+    with simulate._fake_world(Layout.of(recipe, world_size(recipe)), rank) as mesh:
+        outlined = outline(recipe, mesh, compile_model=False)
+        weights = weights_of(outlined.stages.values(), outlined.shapes, mesh, tied=recipe.model.tie_embeddings)
+        pieces = [weight.piece for weight in weights]
+    return sum(each.tensor.numel() for each in pieces), sum(each.tensor.numel() for each in pieces if each.owned)
+
+
+# ---------------------------------------------------------------- exact bytes
+
+
+def test_bloom_176b_holds_what_was_counted_by_hand(command: Command) -> None:
+    code, out, err = command("verify", "bloom-176b", "--simulate-world", "384", "--rank", "192", "--json")
+    assert code == 0, err
+    facts = json.loads(out)
+    assert facts["parameters"] == facts["built_parameters"] == 176_247_271_424
+    (middle,) = facts["ranks"]
+    assert middle["layers"] == [[35, 36, 37, 38, 39, 40]]
+    assert middle["elements"] == 462_505_344
+    assert middle["forward_passes_held"] == 6
+    memory = middle["memory_bytes"]
+    assert memory["masters"] == memory["reduced_gradients"] == 4 * 462_505_344
+    assert memory["compute_copies"] == 2 * 8 * 462_505_344
+    assert memory["gradients"] == 4 * 8 * 462_505_344
+    assert memory["optimizer"] == 8 * 462_505_344 + 4 * 6 * 12
+    assert memory["receive_buffers"] == 128 * 2 * (2 * 512 * 14336 * 2)
+    assert sum(memory[name] for name in ("masters", "compute_copies", "gradients", "optimizer")) < memory["peak"]
+    recipe = load_checked_recipe("bloom-176b").recipe
+    assert elements(recipe, 0)[0] == elements(recipe, 352)[0] == 497_818_944
+
+
+@pytest.mark.parametrize(
+    ("family", "layout"),
+    [
+        ("bloom", "tp2"),
+        ("bloom", "zero3-dp12"),
+        ("bloom", "pp3-tp2-dp2"),
+        ("bloom", "pp2-interleaved-zero0-dp2"),
+        ("bloom", "cp2-dp2-tp2"),
+        ("gpt2", "zero2-dp4-shard2-tp2"),
+        ("llama", "pp5-dp2"),
+        ("bert", "pp2-tp4-zero0-dp1"),
+        ("bert", "zero1-dp3"),
+    ],
+)
+def test_what_all_ranks_own_is_the_model(recipe_of: Callable[..., Recipe], family: str, layout: str) -> None:
+    recipe = recipe_of(layout, f"model.family={family}")
+    owned = sum(elements(recipe, rank)[1] for rank in range(world_size(recipe)))
+    assert owned == count_parameters(recipe.model, vocab_size=padded_vocab_size(recipe.model)).total
+
+
+@pytest.mark.parametrize(
+    ("layout", "precision"),
+    [
+        ("tp2", "bf16"),
+        ("zero0-dp2", "fp32"),
+        ("zero1-dp2", "bf16"),
+        ("zero1-dp2-tp2-pp2", "bf16"),
+        ("zero2-dp2", "bf16"),
+    ],
+)
+def test_known_memory_is_what_lives_between_micro_batches(
+    recipe_of: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch, layout: str, precision: str
+) -> None:
+    found: list[int] = []
+    measure = simulate._Passes.measure
+
+    def spy(passes: Any, stage: int, meter: MemoryMeter) -> tuple[int, int]:
+        found.append(meter.live_bytes - passes.received_bytes)
+        return measure(passes, stage, meter)
+
+    monkeypatch.setattr(simulate._Passes, "measure", spy)
+    recipe = recipe_of(layout, f"precision={precision}")
+    memory = simulate_rank(recipe, Layout.of(recipe, world_size(recipe)), 0).memory
+    known = memory.masters + memory.compute_copies + memory.gradients
+    # Besides: tokens and slopes, and under ZeRO 2 what a reduction left behind for the next.
+    allowed = 2048 if recipe.parallel.zero < 2 else memory.masters
+    assert 0 <= found[0] - known <= allowed
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_known_memory_is_what_a_real_optimizer_holds(recipe_of: Callable[..., Recipe], precision: str) -> None:
+    recipe = recipe_of("single", f"precision={precision}")
+    parts = parallelise(recipe, alone(), device=torch.device("cpu"), compile_model=False)
+    optimizer = Optimizer(parts.weights, recipe.optimizer, compute_dtype=DTYPES[precision])
+    held = [weight.parameter.data for weight in parts.weights] + [weight.piece.tensor for weight in parts.weights]
+    held += [each for state in optimizer._adamw.state.values() for each in state.values()]
+    held += Gradients(parts.weights, parts.mesh)._buffers or [torch.empty_like(w.piece.tensor) for w in parts.weights]
+    storages = {each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in held}
+    known = simulate._known_memory(recipe, parts, micro_batches=2)
+    assert sum(storages.values()) == sum(known.values())
+
+
+def test_offloaded_state_is_counted_on_the_host(recipe_of: Callable[..., Recipe]) -> None:
+    recipe = recipe_of("single", "parallel.offload=true")
+    parts = parallelise(recipe, alone(), device=torch.device("cpu"), compile_model=False)
+    known = simulate._known_memory(recipe, parts, micro_batches=2)
+    assert (known["optimizer"], known["host"]) == (0, 3 * known["masters"] + 4 * len(parts.weights))
+
+
+# ---------------------------------------------------------------- activations
+
+
+class NumberingMeter(MemoryMeter):
+    """Knows what a pipeline reads from fake tensors: which micro-batch it is, an element of 0, 1, 2, ...; and (torch
+    2.13, int32) whether all stages agree that shapes are static."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default:
+            return args[0].storage_offset() if args[0].dtype == torch.int64 else 1
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+@pytest.mark.parametrize(
+    ("layout", "recompute"),
+    [
+        ("pp3-dp2", "none"),
+        ("pp2-tp2-dp2", "full"),
+        ("pp2-interleaved-dp2", "none"),
+        ("pp2-gpipe", "selective"),
+        ("zero3-dp2", "none"),
+    ],
+)
+def test_the_peak_is_that_of_the_real_schedule(recipe_of: Callable[..., Recipe], layout: str, recompute: str) -> None:
+    """The very runner that trains, over all micro-batches of a step, in the same fake world."""
+    recipe = recipe_of(layout, f"parallel.recompute={recompute}", "batch.global_batch_size=24")
+    world = Layout.of(recipe, world_size(recipe))
+    simulated = simulate_rank(recipe, world, 0).memory
+    with simulate._fake_world(world, 0) as mesh:
+        outlined = outline(recipe, mesh, compile_model=False)
+        for model in outlined.stages.values():
+            pretend_accelerator(model)
+        with FakeTensorMode(allow_non_fake_inputs=True), fused_dropout(), NumberingMeter().running() as meter:
+            parts = give_memory(outlined, recipe, mesh, device=torch.device("cpu"))
+            simulate._compute_in(recipe, parts)
+            runner = make_runner(recipe, parts, device=torch.device("cpu"), compile_model=False, num_sources=1)
+            batch = simulate._batch(recipe)
+            count = 24 // (2 * world.dp)
+            runner.forward_backward(GlobalBatch(0, 24, [batch] * count, {}, {LM_LOSS: 1}), loss_scale=1.0, step=1)
+    beside = count * 300  # places of tokens, which a simulation makes once
+    assert 0 <= meter.peak_bytes - (simulated.peak - simulated.optimizer) <= beside
+
+
+def test_recomputation_keeps_less(recipe_of: Callable[..., Recipe]) -> None:
+    kept = {
+        mode: simulate_rank(recipe_of("single", f"parallel.recompute={mode}"), Layout(), 0).memory
+        for mode in ("none", "selective", "full")
+    }
+    assert kept["none"].kept_per_micro_batch > kept["selective"].kept_per_micro_batch
+    assert kept["selective"].kept_per_micro_batch > kept["full"].kept_per_micro_batch
+    assert kept["none"].peak > kept["full"].peak
+
+
+@pytest.mark.parametrize(
+    ("layout", "micro_batches"), [("pp3-1f1b", 7), ("pp2-interleaved-chunks2", 8), ("pp3-gpipe", 4)]
+)
+def test_forward_passes_held_are_those_of_torch(
+    recipe_of: Callable[..., Recipe], layout: str, micro_batches: int
+) -> None:
+    recipe = recipe_of(layout, f"batch.global_batch_size={2 * micro_batches}")
+    parallel, world = recipe.parallel, Layout.of(recipe, world_size(recipe))
+    for rank in range(world.pp):
+        ours = list(
+            passes_of_rank(
+                parallel.schedule,
+                pp=world.pp,
+                pp_rank=rank,
+                chunks=parallel.chunks,
+                micro_batches=micro_batches,
+            )
+        )
+        assert ours.count(("forward", 0)) == ours.count(("backward", 0)) == micro_batches
+        held = most_held(iter(ours), [1] * parallel.chunks, [0] * parallel.chunks)
+        assert held[0] == held[1] == _held_by_torch(recipe, world, rank, micro_batches)
+
+
+def _held_by_torch(recipe: Recipe, world: Layout, rank: int, micro_batches: int) -> int:
+    if recipe.parallel.schedule != "interleaved":
+        return micro_batches if recipe.parallel.schedule == "gpipe" else min(micro_batches, world.pp - rank)
+    order = _schedule(recipe, world, rank, micro_batches).pipeline_order[rank]
+    held = most = 0
+    for action in order:
+        if action is not None:
+            held += {"FORWARD": 1, "FULL_BACKWARD": -1}[action.computation_type.name]
+            most = max(most, held)
+    return most
+
+
+def _schedule(recipe: Recipe, world: Layout, rank: int, micro_batches: int) -> Any:
+    with simulate._fake_world(world, rank) as mesh:
+        outlined = outline(recipe, mesh, compile_model=False)
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            parts = give_memory(outlined, recipe, mesh, device=torch.device("cpu"))
+        runner: Any = make_runner(recipe, parts, device=torch.device("cpu"), compile_model=False, num_sources=1)
+        return runner._execution._schedule_for(micro_batches)
+
+
+def test_a_ramp_may_begin_with_fewer_micro_batches_than_stages(recipe_of: Callable[..., Recipe]) -> None:
+    recipe = recipe_of("pp3", "batch.global_batch_size=4")
+    world = Layout.of(recipe, 3)
+    assert isinstance(_schedule(recipe, world, 0, 2), ScheduleGPipe)
+    assert not isinstance(_schedule(recipe, world, 0, 3), ScheduleGPipe)
+    assert simulate_rank(recipe, world, 2).in_flight == 2
+
+
+# ---------------------------------------------------------------- the command
+
+
+def test_the_three_stages_of_a_pipeline_are_shown(
+    recipe_of: Callable[..., Recipe], tmp_path: Path, command: Command
+) -> None:
+    words = ["verify", str(tmp_path / "small.yaml"), "parallel.pp=5", "parallel.tp=2", "--simulate-world", "20"]
+    code, out, err = command(*words)
+    assert code == 0, err
+    assert "small on 20 simulated ranks: tp 2 x cp 1 x dp 2 x pp 5, ZeRO 1 over 2, 1f1b" in out
+    assert " ".join(out.splitlines()[3].split()) == "rank 0 rank 8 rank 16"
+    assert "embedding + 0" in out
+    assert "4 + head" in out
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--simulate-world", "13"], "--simulate-world is 13. One replica takes tp 2 * pp 3 * cp 1 = 6"),
+        (["--simulate-world", "13"], "Use 12 or 18."),
+        (["--simulate-world", "0"], "Use 6."),
+        (["--simulate-world", "12", "--rank", "12"], "--rank is 12. Ranks of this world are 0 to 11. Use 11."),
+        (["--rank", "3"], "Add --simulate-world N."),
+        (["--simulate-world", "30"], "it must be a multiple of micro_batch_size 2 times 5 data-parallel replicas"),
+        (["batch.global_batch_size=95", "--simulate-world", "12"], "batch.global_batch_size is 95"),
+        (["parallel.tp=3", "--simulate-world", "9"], "parallel.tp is 3 but model.num_heads is 4"),
+    ],
+)
+def test_impossible_worlds_are_refused(
+    recipe_of: Callable[..., Recipe], tmp_path: Path, command: Command, words: list[str], said: str
+) -> None:
+    overrides = ["parallel.tp=2", "parallel.pp=3"]
+    code, _, err = command("verify", str(tmp_path / "small.yaml"), *overrides, *words)
+    assert code == 2
+    assert said.lower() in err.lower()
