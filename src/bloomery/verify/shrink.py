@@ -10,7 +10,6 @@ from typing import Any
 
 from bloomery.config.describe import as_dict
 from bloomery.config.recipe import LossScaleSection, ModelSection, Recipe
-from bloomery.sizing.data_rules import source_key
 from bloomery.verify.layouts import VerifiedLayout
 
 CLIP = 0.05
@@ -147,7 +146,7 @@ def _sources(recipe: Recipe, folder: Path) -> list[dict[str, Any]]:
         return [{"path": str(folder / "source-0"), "name": "source-0"}]
     heaviest = sorted(recipe.data.train, key=lambda source: -source.weight)[:_MOST_SOURCES]
     return [
-        {"path": str(folder / f"source-{i}"), "name": source_key(source), "weight": source.weight}
+        {"path": str(folder / f"source-{i}"), "name": source.name or source.path, "weight": source.weight}
         for i, source in enumerate(heaviest)
     ]
 
