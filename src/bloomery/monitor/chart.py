@@ -37,6 +37,7 @@ class Chart:
     """Log scale when the values span more than two decades."""
     references: dict[str, float] = field(default_factory=dict)
     """Dashed horizontal lines, by name."""
+    x_name: str = "step"
 
 
 @dataclass(frozen=True)
@@ -78,8 +79,8 @@ def chart_html(chart: Chart) -> str:
         f'<div class="plot" tabindex="0" aria-label="{escape(chart.title)}: {escape(_summary(series))}">'
         f'<svg viewBox="0 0 1000 1000" preserveAspectRatio="none" aria-hidden="true">{"".join(shapes)}</svg>'
         f'{_reference_labels(chart.references, y_scale)}<div class="cursor"></div><div class="tip"></div></div>'
-        f'<div class="x-name">step</div><div class="x-labels">{"".join(steps)}</div></div>'
-        f'<script type="application/json">{_hover_data(series, x_scale)}</script></figure>'
+        f'<div class="x-name">{escape(chart.x_name)}</div><div class="x-labels">{"".join(steps)}</div></div>'
+        f'<script type="application/json">{_hover_data(chart, series, x_scale)}</script></figure>'
     )
 
 
@@ -180,9 +181,10 @@ def _summary(series: Sequence[Series]) -> str:
     return "; ".join(f"{each.name} ends at {number(each.points[-1][1])}" for each in series)
 
 
-def _hover_data(series: Sequence[Series], x_scale: _Scale) -> str:
+def _hover_data(chart: Chart, series: Sequence[Series], x_scale: _Scale) -> str:
     shown = [{"name": each.name, "points": [(x, _rounded(y)) for x, y in each.points]} for each in series]
-    return strict_json({"low": x_scale.low, "high": x_scale.high, "series": shown}).replace("<", "\\u003c")
+    facts = {"x": chart.x_name, "low": x_scale.low, "high": x_scale.high, "series": shown}
+    return strict_json(facts).replace("<", "\\u003c")
 
 
 def _rounded(value: float) -> float:

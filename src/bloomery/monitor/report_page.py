@@ -69,6 +69,9 @@ th { color: var(--soft); font-weight: 500; position: sticky; top: 0; background:
 td.number, th.number { text-align: right; white-space: nowrap; }
 td.when { white-space: nowrap; color: var(--soft); }
 td.facts-cell { overflow-wrap: anywhere; min-width: 180px; }
+.bars { display: grid; grid-template-columns: auto 1fr auto; gap: 6px 12px; align-items: center; font-size: 13.5px; }
+.bars .bar { display: flex; height: 18px; border-radius: 4px; overflow: hidden; }
+.bars .bar i { display: block; background: currentColor; min-width: 1px; }
 footer { color: var(--soft); font-size: 13px; margin-top: 28px; }
 """
 
@@ -87,7 +90,7 @@ for (const figure of document.querySelectorAll('figure')) {
     cursor.style.left = left + '%';
     tip.replaceChildren();
     const title = document.createElement('b');
-    title.textContent = 'step ' + step.toLocaleString();
+    title.textContent = data.x + ' ' + step.toLocaleString();
     tip.append(title);
     data.series.forEach((series, index) => {
       const point = nearest(series.points, step, p => p[0]);
