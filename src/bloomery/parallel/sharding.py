@@ -5,6 +5,7 @@ ZeRO 0 is a shard group of one rank. With fewer shards than ranks the rest are c
 
 from __future__ import annotations
 
+import warnings
 from typing import Any, cast
 
 import torch
@@ -12,6 +13,9 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from bloomery.parallel.mesh import Mesh
+
+# It warns of changes in place to what a module returned; the losses make none.
+warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module .* returned a view tensor")
 
 
 def apply_sharding(model: nn.Module, mesh: Mesh, *, zero: int, dtype: torch.dtype) -> None:

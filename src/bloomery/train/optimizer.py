@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -42,7 +42,6 @@ class Optimizer:
         """Turns plain parameters into `compute_dtype`; sharded ones are turned by FSDP. `offload`: masters and moments
         live in host memory. `counts_steps`: whether this rank saves the number of updates, as one of them must."""
         self._clip_norm = section.clip_grad_norm
-        self._weights = list(weights)
         self._counts_steps = counts_steps
         self._masters: list[Tensor] = []
         self._followers: list[tuple[Tensor, Tensor]] = []
@@ -57,6 +56,11 @@ class Optimizer:
             elif offload:
                 self._followers.append((value, master))
             self._masters.append(master)
+        self.weights = [
+            replace(weight, piece=weight.piece.with_tensor(master))
+            for weight, master in zip(weights, self._masters, strict=True)
+        ]
+        """As given, but their pieces are the masters: whoever goes on with these keeps no other copy alive."""
         pairs = [(weight, master) for weight, master in zip(weights, self._masters, strict=True) if master.numel()]
         decayed = [master for weight, master in pairs if len(weight.piece.shape) > 1]
         exempt = [master for weight, master in pairs if len(weight.piece.shape) <= 1]  # every bias and every norm
@@ -101,15 +105,16 @@ class Optimizer:
         """What a checkpoint holds, under stable names; the very tensors, so loading into them restores."""
         steps = self._steps()[0]  # the same for all parameters
         flat = {"optim.step": Piece(steps, (), (), owned=self._counts_steps)}
-        for weight, master in zip(self._weights, self._masters, strict=True):
-            flat[f"model.{weight.name}"] = weight.piece.with_tensor(master)
+        for weight in self.weights:
+            flat[f"model.{weight.name}"] = weight.piece
             for key in ("exp_avg", "exp_avg_sq"):
-                flat[f"optim.{weight.name}.{key}"] = weight.piece.with_tensor(self._adamw.state[master][key])
+                moment = self._adamw.state[weight.piece.tensor][key]
+                flat[f"optim.{weight.name}.{key}"] = weight.piece.with_tensor(moment)
         return flat
 
     def shared_pieces(self) -> dict[str, Piece]:
         """Those that other ranks hold too, moments included: they must stay the same."""
-        prefixes = [(f"model.{weight.name}", f"optim.{weight.name}.") for weight in self._weights if weight.is_shared]
+        prefixes = [(f"model.{weight.name}", f"optim.{weight.name}.") for weight in self.weights if weight.is_shared]
         names, starts = {model for model, _ in prefixes}, tuple(start for _, start in prefixes)
         return {name: piece for name, piece in self.pieces().items() if name in names or name.startswith(starts)}
 

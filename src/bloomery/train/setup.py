@@ -5,6 +5,7 @@ from __future__ import annotations
 import platform
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -263,6 +264,7 @@ def _runner_and_optimizer(
     if checkpoint is not None:
         every_rank_does(ranks, lambda: load_pieces(checkpoint, optimizer.pieces()))
         optimizer.restored()
+    parts = replace(parts, weights=optimizer.weights)
     runner = make_runner(recipe, parts, device=device, compile_model=compile_model, num_sources=num_sources)
     return runner, optimizer
 
