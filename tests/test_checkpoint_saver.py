@@ -82,6 +82,18 @@ def test_what_was_there_at_begin_is_saved_while_training_goes_on(tmp_path: Path,
     assert outcome.bytes == (outcome.folder / "tensors-00000.safetensors").stat().st_size
 
 
+def test_the_state_is_that_of_the_moment_too(tmp_path: Path, gate: Gate) -> None:
+    pieces = {"w": Piece.whole(torch.ones(4))}
+    saver = Saver(pieces, device=CPU)
+    cursors = {"books": 5}
+    saver.stage(pieces)
+    saver.persist(tmp_path, step=1, state={"cursors": cursors}, recipe_yaml="")
+    cursors["books"] = 6  # training goes on
+    gate.open.set()
+    (outcome,) = saver.wait()
+    assert json.loads((outcome.folder / "state.json").read_text()) == {"cursors": {"books": 5}}
+
+
 def test_one_save_is_in_flight_and_the_next_waits_for_it(tmp_path: Path, gate: Gate) -> None:
     weight = torch.full((4,), 1.0)
     pieces = {"w": Piece.whole(weight)}

@@ -45,7 +45,8 @@ class SaveJob:
     """Of this attempt, the same on all ranks: a part of another attempt is never taken for one of this."""
     total_bytes: int
     """Of the files of all ranks."""
-    state: Mapping[str, Any]
+    state_text: str
+    """As JSON: it must not change while the thread is at work."""
     recipe_yaml: str
     facts: Mapping[str, Any] = field(default_factory=dict)
     """More for the manifest."""
@@ -132,7 +133,7 @@ def complete(job: SaveJob, mine: Exception | None = None) -> Path:
     reports = _wait_for_parts(job, [] if mine is None else [Trouble.of(mine, 0)])
     texts = {
         INDEX: index_text(merge(reports)),
-        "state.json": json.dumps(dict(job.state), indent=1),
+        "state.json": job.state_text,
         "recipe.yaml": job.recipe_yaml,
     }
     for name, text in texts.items():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import secrets
 import time
@@ -42,7 +43,7 @@ def save_checkpoint(
         ranks=ranks.size,
         nonce=ranks.broadcast(secrets.token_hex(4)),
         total_bytes=sum(ranks.gather(layout.file_bytes)),
-        state=state,
+        state_text=json.dumps(dict(state), indent=1),
         recipe_yaml=recipe_yaml,
         facts=facts or {},
         writer=writer,

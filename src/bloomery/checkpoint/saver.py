@@ -11,6 +11,7 @@ No rank speaks to another in the thread (see persist.py), so it never meets the 
 
 from __future__ import annotations
 
+import json
 import secrets
 import threading
 import time
@@ -132,7 +133,7 @@ class Saver:
             ranks=self._ranks,
             nonce=f"{self._nonce}-{self._attempts}",
             total_bytes=self._total_bytes,
-            state=state,
+            state_text=json.dumps(dict(state), indent=1),
             recipe_yaml=recipe_yaml,
             facts=facts or {},
             writer=writer,
