@@ -30,6 +30,7 @@ COMMANDS = {
     "train": "the main job; goes on where it stopped",
     "generate": "let a checkpoint continue a prompt",
     "export": "a checkpoint to a Hugging Face folder",
+    "import megatron": "a Megatron command line, launch script and ds_config to a recipe",
     "report": "one HTML page for a run",
 }
 
@@ -83,7 +84,8 @@ def _run(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog=f"bloomery {name}", description=COMMANDS[name], allow_abbrev=False)
     command.add_arguments(parser)
     try:
-        args = parser.parse_intermixed_args(arguments[words:])
+        parse = getattr(command, "parse", argparse.ArgumentParser.parse_intermixed_args)  # its own, if it has one
+        args = parse(parser, arguments[words:])
     except SystemExit as answered:  # by argparse: help, or what is wrong with the arguments
         return int(answered.code or exit_codes.OK)
     args.command_line = arguments
