@@ -30,6 +30,7 @@ COMMANDS = {
     "train": "the main job; goes on where it stopped",
     "generate": "let a checkpoint continue a prompt",
     "export": "a checkpoint to a Hugging Face folder",
+    "import hf": "a Hugging Face folder as the beginning of a run",
     "import megatron": "a Megatron command line, launch script and ds_config to a recipe",
     "report": "one HTML page for a run",
 }
