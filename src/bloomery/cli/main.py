@@ -95,7 +95,7 @@ def _run(arguments: list[str]) -> int:
 
 
 def _help(commands: Collection[str]) -> str:
-    rows = "\n".join(f"  {name:<18}{COMMANDS[name]}" for name in commands)
+    rows = "\n".join(f"  {name:<20}{COMMANDS[name]}" for name in commands)
     return (
         "usage: bloomery COMMAND [...]\n\nOne recipe, from raw text to a proven language model.\n\n"
         f"commands:\n{rows}\n\nbloomery COMMAND --help says more. RECIPE is a file or the name of a shipped recipe."
