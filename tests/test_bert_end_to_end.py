@@ -13,7 +13,7 @@ import pytest
 import torch
 import yaml
 
-from bloomery.checkpoint.export import logits_difference
+from bloomery.checkpoint.hf.proof import logits_difference
 from bloomery.cli.main import main
 from bloomery.data.open import open_data
 from bloomery.data.shards import ShardReader

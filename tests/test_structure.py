@@ -125,7 +125,17 @@ def test_the_loop_fits_a_screen_and_knows_no_ranks() -> None:
 
 
 @pytest.mark.parametrize(
-    "module", ["config.load", "sizing.check", "monitor.report", "cli.main", "cli.check", "base.storage"]
+    "module",
+    [
+        "config.load",
+        "sizing.check",
+        "monitor.report",
+        "cli.main",
+        "cli.check",
+        "cli.import_megatron",
+        "checkpoint.megatron.importer",
+        "base.storage",
+    ],
 )
 def test_what_a_login_node_needs_imports_without_torch(module: str) -> None:
     code = f"import sys, bloomery.{module}; assert 'torch' not in sys.modules, 'torch was imported'"

@@ -1,71 +1,113 @@
-"""A checkpoint as a Hugging Face folder: safetensors, config and tokenizer. Needs neither transformers nor a GPU."""
+"""A checkpoint as a Hugging Face folder: safetensors, config, tokenizer, card and proof. Holds one tensor at a time."""
 
 from __future__ import annotations
 
 import json
+import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import save_file
+from torch import Tensor
 
-from bloomery.base.errors import Problem, StorageError
-from bloomery.base.storage import make_run_folder, write_atomically
-from bloomery.checkpoint.folder import find_checkpoint
-from bloomery.checkpoint.hf.maps import hf_config, to_hf
-from bloomery.checkpoint.load import load_model, read_state, tokenizer_of
+from bloomery.base.errors import DataError, Problem
+from bloomery.base.storage import make_run_folder, write_atomically, writing, written_to
+from bloomery.base.units import format_bytes
+from bloomery.checkpoint.folder import find_checkpoint, verify
+from bloomery.checkpoint.hf.card import model_card
+from bloomery.checkpoint.hf.maps import entries_of, hf_config, to_hf
+from bloomery.checkpoint.hf.proof import PROOF_FILE, Proof, has_transformers, prove
+from bloomery.checkpoint.hf.shards import plan_shards, write_shards
+from bloomery.checkpoint.load import read_recipe_of, read_state, tokenizer_of
+from bloomery.checkpoint.reader import CheckpointReader
+from bloomery.config.recipe import Recipe
+from bloomery.data.tokenizer import Tokenizer
+from bloomery.model.build import build_model
+from bloomery.sizing.parameters import count_parameters
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+_NAMES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+SHARD_BYTES = 5 * 10**9
+_BYTES_TO_PROVE = 10
+"""A parameter: both models in fp32, and some room for logits."""
 
 
 @dataclass(frozen=True)
 class Exported:
     architecture: str
     tensors: int
+    files: int
     step: int
+    proof: Proof
 
 
-def export_checkpoint(checkpoint: Path, output: Path, *, tokenizer_path: str | None = None) -> Exported:
-    """Write `output`, fp32, with the recipe's own vocabulary. config.json comes last: without it nothing loads."""
+def export_checkpoint(
+    checkpoint: Path,
+    output: Path,
+    *,
+    tokenizer_path: str | None = None,
+    dtype: str = "fp32",
+    shard_bytes: int = SHARD_BYTES,
+    with_proof: bool = True,
+) -> Exported:
+    """Write `output` with the recipe's own vocabulary. config.json comes last: without it nothing loads.
+
+    DataError if the proof fails; the folder then holds it, to look at.
+    """
     folder = find_checkpoint(checkpoint)
-    recipe, model = load_model(folder, device=torch.device("cpu"))
+    verify(folder)
+    recipe, state = read_recipe_of(folder), read_state(folder)
     tokenizer = tokenizer_of(recipe, tokenizer_path)
-    tensors = to_hf(dict(model.named_parameters()), recipe.model)
-    make_run_folder(output)
-    (output / "config.json").unlink(missing_ok=True)  # an older export must not lend its config to new weights
-    try:
-        save_file(
-            {name: tensor.detach().contiguous() for name, tensor in tensors.items()}, output / "model.safetensors"
-        )
-    except (OSError, SafetensorError) as error:
-        raise StorageError(
-            Problem(f"cannot write {output / 'model.safetensors'}: {error}", place=str(output))
-        ) from error
+    shapes = {
+        name: tuple(t.shape)
+        for name, t in to_hf(dict(build_model(recipe.model).named_parameters()), recipe.model).items()
+    }
+    shards = plan_shards(shapes, DTYPES[dtype], shard_bytes=shard_bytes)
+    with written_to("folder"):
+        make_run_folder(output)
+        for name in ("config.json", PROOF_FILE):  # an older export must not lend its config to new weights
+            (output / name).unlink(missing_ok=True)
+        with CheckpointReader(folder) as reader, writing(output):
+            write_shards(output, shards, DTYPES[dtype], _their_tensors(recipe, reader))
+        config = _write_configs(output, recipe, tokenizer, dtype)
+        proof = _proof(folder, output, recipe, tokenizer, dtype) if with_proof else Proof(False, "--no-proof")
+        write_atomically(output / PROOF_FILE, json.dumps(proof.to_json(), indent=2) + "\n")
+        card = model_card(recipe, folder, state, architecture=config["architectures"][0], dtype=dtype, proof=str(proof))
+        write_atomically(output / "README.md", card)
+    if not proof.proven and proof.max_logit_difference is not None:
+        rule = f"the limit is {proof.limit:.1e}, and every prompt is continued alike"
+        remedy = f"this is a bug: report it with {output / PROOF_FILE}"
+        raise DataError(Problem(f"transformers computes something else: {proof}", rule, remedy, str(output)))
+    return Exported(config["architectures"][0], len(shapes), len(shards), int(state["step"]), proof)
+
+
+def _their_tensors(recipe: Recipe, reader: CheckpointReader) -> Iterator[tuple[str, Tensor]]:
+    for entry in entries_of(recipe.model):
+        made = entry.export(reader.read(f"model.{entry.ours}"))
+        yield from zip(entry.theirs, made, strict=True)
+
+
+def _write_configs(output: Path, recipe: Recipe, tokenizer: Tokenizer, dtype: str) -> dict[str, Any]:
     tokenizer.save_hf_files(str(output), model_max_length=recipe.model.seq_length)
     config = hf_config(recipe.model)
-    ids = {"bos_token_id": tokenizer.eod_id, "eos_token_id": tokenizer.eod_id}
-    config |= {**ids, "dtype": "float32"}
-    write_atomically(output / "generation_config.json", json.dumps(ids, indent=2) + "\n")
-    write_atomically(output / "config.json", json.dumps(config, indent=2) + "\n")
-    return Exported(config["architectures"][0], len(tensors), int(read_state(folder)["step"]))
-
-
-def logits_difference(checkpoint: Path, exported: Path) -> float:
-    """Largest absolute difference between our logits and transformers', on one full sequence of random tokens."""
-    from transformers import AutoModelForCausalLM, BertForPreTraining  # the heavy extra, only for this
-    from transformers.utils import logging
-
-    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-
-    recipe, model = load_model(find_checkpoint(checkpoint), device=torch.device("cpu"))
-    kind: Any = BertForPreTraining if recipe.model.family == "bert" else AutoModelForCausalLM
-    theirs = kind.from_pretrained(exported).eval()
-    random = torch.Generator().manual_seed(0)
-    tokens = torch.randint(recipe.model.vocab_size, (1, recipe.model.seq_length), generator=random)
-    with torch.no_grad():
-        ours, other = model(tokens), theirs(tokens)
+    ids: dict[str, Any] = {"bos_token_id": tokenizer.eod_id, "eos_token_id": tokenizer.eod_id}
     if recipe.model.family == "bert":
-        ours, other = ours[0], other.prediction_logits
+        pad = tokenizer.special_tokens.get("[PAD]")
+        ids |= {"pad_token_id": pad} if pad is not None else {}
     else:
-        other = other.logits
-    return float((ours[..., : recipe.model.vocab_size] - other).abs().max())
+        write_atomically(output / "generation_config.json", json.dumps(ids, indent=2) + "\n")
+    config |= {**ids, "dtype": _NAMES[dtype]}
+    write_atomically(output / "config.json", json.dumps(config, indent=2) + "\n")
+    return config
+
+
+def _proof(folder: Path, output: Path, recipe: Recipe, tokenizer: Tokenizer, dtype: str) -> Proof:
+    if not has_transformers():
+        return Proof(False, "transformers is not installed here")
+    needed = _BYTES_TO_PROVE * count_parameters(recipe.model, vocab_size=recipe.model.vocab_size).total
+    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if needed > free:
+        return Proof(False, f"it needs about {format_bytes(needed)} of memory, and {format_bytes(free)} are free")
+    return prove(folder, output, tokenizer, DTYPES[dtype])

@@ -26,12 +26,15 @@ COMMANDS = {
     "inspect sample": "exactly what is trained at some positions of the run, as text",
     "inspect step": "exactly what one step trains on, as text",
     "inspect order": "epochs, ranges and shares of every source",
+    "inspect checkpoint": "contents of a checkpoint; --verify, --diff OTHER, --list",
     "inspect model": "parameters by group and FLOPs per token of a recipe",
     "train": "the main job; goes on where it stopped",
     "verify": "prove that every layout trains what one rank trains, for a small copy of a recipe",
     "scale": "efficiency against the number of ranks, by short trainings",
     "generate": "let a checkpoint continue a prompt",
     "export": "a checkpoint to a Hugging Face folder",
+    "import hf": "a Hugging Face folder as the beginning of a run",
+    "import megatron": "a Megatron command line, launch script and ds_config to a recipe",
     "report": "one HTML page for a run",
 }
 
@@ -85,7 +88,8 @@ def _run(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog=f"bloomery {name}", description=COMMANDS[name], allow_abbrev=False)
     command.add_arguments(parser)
     try:
-        args = parser.parse_intermixed_args(arguments[words:])
+        parse = getattr(command, "parse", argparse.ArgumentParser.parse_intermixed_args)  # its own, if it has one
+        args = parse(parser, arguments[words:])
     except SystemExit as answered:  # by argparse: help, or what is wrong with the arguments
         return int(answered.code or exit_codes.OK)
     args.command_line = arguments
@@ -93,7 +97,7 @@ def _run(arguments: list[str]) -> int:
 
 
 def _help(commands: Collection[str]) -> str:
-    rows = "\n".join(f"  {name:<18}{COMMANDS[name]}" for name in commands)
+    rows = "\n".join(f"  {name:<20}{COMMANDS[name]}" for name in commands)
     return (
         "usage: bloomery COMMAND [...]\n\nOne recipe, from raw text to a proven language model.\n\n"
         f"commands:\n{rows}\n\nbloomery COMMAND --help says more. RECIPE is a file or the name of a shipped recipe."

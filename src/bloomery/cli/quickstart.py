@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
+import json
 from pathlib import Path
 
 from bloomery.base import exit_codes
@@ -98,9 +98,8 @@ def _stopped_by_hand(folder: Path) -> str | None:
 
 
 def _proof(folder: Path) -> str:
-    if importlib.util.find_spec("transformers") is None:
-        return f"exported to {folder / 'hf'}; install transformers to see it load there"
-    from bloomery.checkpoint.export import logits_difference
-
-    difference = logits_difference(folder, folder / "hf")
+    proof = json.loads((folder / "hf" / "export-proof.json").read_text())
+    if not proof["proven"]:
+        return f"exported to {folder / 'hf'}; {proof['reason']}, so nobody has seen it load"
+    difference = proof["max_logit_difference"]
     return f"exported to {folder / 'hf'}: transformers loads it, largest logit difference {difference:.1e}"

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from bloomery.base.errors import Problem, RecipeError
 from bloomery.checkpoint.hf import bert, bloom, gpt2, llama
-from bloomery.checkpoint.hf.layout import export_state, load_state
+from bloomery.checkpoint.hf.layout import Entry, export_state, load_state
 from bloomery.config.recipe import Family, ModelSection
 from bloomery.model.build import build_model
 
@@ -20,6 +20,11 @@ _FAMILIES: dict[Family, ModuleType] = {"gpt2": gpt2, "bloom": bloom, "llama": ll
 def to_hf(state: Mapping[str, Tensor], config: ModelSection) -> dict[str, Tensor]:
     """Their state dict from ours (by parameter name). Padded vocabulary rows are dropped. Tied copies
     (lm_head.weight) are left out, as `save_pretrained` does. Tensors may share memory with `state`."""
+    return export_state(state, entries_of(config))
+
+
+def entries_of(config: ModelSection) -> list[Entry]:
+    """How each parameter becomes tensors there, one by one. RecipeError if Hugging Face has no such model."""
     if config.family == "bloom" and config.ffn_hidden_size != 4 * config.hidden_size:
         raise RecipeError(
             Problem(
@@ -28,7 +33,8 @@ def to_hf(state: Mapping[str, Tensor], config: ModelSection) -> dict[str, Tensor
                 "train with that width, or keep the checkpoint as it is",
             )
         )
-    return export_state(state, _FAMILIES[config.family].entries(config))
+    found: list[Entry] = _FAMILIES[config.family].entries(config)
+    return found
 
 
 def from_hf(state: Mapping[str, Tensor], config: ModelSection) -> dict[str, Tensor]:

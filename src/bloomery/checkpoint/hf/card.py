@@ -1,0 +1,127 @@
+"""The model card: what a reader of the exported folder should know, from the recipe, the checkpoint and the run."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import bloomery
+from bloomery.checkpoint.folder import MANIFEST
+from bloomery.config.describe import fingerprint
+from bloomery.config.recipe import Recipe
+from bloomery.monitor import names
+from bloomery.monitor.history import read_events, read_metrics
+from bloomery.monitor.record import StepRecord, ValidationRecord
+from bloomery.sizing.parameters import count_parameters
+
+
+def model_card(
+    recipe: Recipe, checkpoint: Path, state: Mapping[str, Any], *, architecture: str, dtype: str, proof: str
+) -> str:
+    """Markdown with the head that hubs read. Says only what was recorded."""
+    run = checkpoint.parent.parent
+    parameters = count_parameters(recipe.model, vocab_size=recipe.model.vocab_size).total
+    tokens = state["consumed_samples"] * recipe.model.seq_length
+    pipeline = "fill-mask" if recipe.model.family == "bert" else "text-generation"
+    sections = [
+        f"---\nlibrary_name: transformers\npipeline_tag: {pipeline}\ntags: [bloomery, {recipe.model.family}]\n---",
+        f"# {recipe.name}",
+        f"`{architecture}` with {parameters:,} parameters, pretrained with Bloomery "
+        f"{bloomery.__version__} on {tokens:,} tokens in {state['step']:,} steps. Weights in {dtype}.",
+        "## Model\n\n" + _table(_model_rows(recipe)),
+        "## Data\n\n" + _data(recipe),
+        "## Training\n\n" + _table(_training_rows(recipe, state)),
+        "## Losses\n\n" + _losses(run, int(state["step"])),
+        "## Energy\n\nNot recorded.",
+        "## Lineage\n\n" + _table(_lineage(recipe, checkpoint, run)),
+        f"## Proof\n\n{proof[:1].upper()}{proof[1:]}. Details: `export-proof.json`.",
+    ]
+    return "\n\n".join(sections) + "\n"
+
+
+def _table(rows: Mapping[str, Any]) -> str:
+    return "| | |\n|---|---|\n" + "\n".join(f"| {name} | {value} |" for name, value in rows.items())
+
+
+def _model_rows(recipe: Recipe) -> dict[str, Any]:
+    model = recipe.model
+    rows: dict[str, Any] = {
+        "family": model.family,
+        "layers": model.num_layers,
+        "hidden size": model.hidden_size,
+        "heads": model.num_heads,
+        "key/value heads": model.num_kv_heads,
+        "MLP width": model.ffn_hidden_size,
+        "sequence length": model.seq_length,
+        "vocabulary": model.vocab_size,
+        "embedding and head": "tied" if model.tie_embeddings else "untied",
+    }
+    return rows
+
+
+def _data(recipe: Recipe) -> str:
+    if recipe.data is None:
+        return "Not recorded."
+    lines = ["| source | weight |", "|---|---|"]
+    lines += [f"| `{source.name or source.path}` | {source.weight:g} |" for source in recipe.data.train]
+    return "\n".join([*lines, "", f"Order `{recipe.data.order}`, seed {recipe.seed}."])
+
+
+def _training_rows(recipe: Recipe, state: Mapping[str, Any]) -> dict[str, Any]:
+    optimizer, lr, ramp = recipe.optimizer, recipe.lr, recipe.batch.rampup
+    batch = f"{recipe.batch.global_batch_size} samples"
+    if ramp is not None:
+        batch += f", from {ramp.start} in steps of {ramp.increment} over {ramp.samples:,} samples"
+    return {
+        "steps": f"{state['step']:,}",
+        "samples": f"{state['consumed_samples']:,}",
+        "tokens": f"{state['consumed_samples'] * recipe.model.seq_length:,}",
+        "updates skipped": state.get("skipped_updates", 0),
+        "global batch": batch,
+        "optimizer": f"{optimizer.name}, betas {optimizer.betas}, eps {optimizer.eps:g}, "
+        f"weight decay {optimizer.weight_decay:g}, gradient norm clipped to {optimizer.clip_grad_norm}",
+        "learning rate": f"{lr.schedule}, peak {lr.peak:g}, min {lr.min:g}, warm-up {lr.warmup}, decay {lr.decay}",
+        "dropout": recipe.model.dropout,
+        "precision": recipe.precision,
+        "layout": f"tp {recipe.parallel.tp}, pp {recipe.parallel.pp}, cp {recipe.parallel.cp}, "
+        f"ZeRO {recipe.parallel.zero}",
+    }
+
+
+def _losses(run: Path, step: int) -> str:
+    if not (run / names.METRICS_FILE).is_file():
+        return "The run folder was not beside the checkpoint."
+    records = [record for record in read_metrics(run / names.METRICS_FILE) if record.step <= step]
+    trained = [record for record in records if isinstance(record, StepRecord)]
+    lines = ["| | step | loss |", "|---|---|---|"]
+    if trained:
+        lines += [f"| training, {name} | {trained[-1].step:,} | {x:.4f} |" for name, x in trained[-1].losses.items()]
+    newest = {record.group: record for record in records if isinstance(record, ValidationRecord)}
+    for group, record in newest.items():
+        lines += [f"| validation {group}, {name} | {record.step:,} | {x:.4f} |" for name, x in record.losses.items()]
+    return "\n".join(lines) if len(lines) > 2 else "No step up to this checkpoint was logged."
+
+
+def _lineage(recipe: Recipe, checkpoint: Path, run: Path) -> dict[str, Any]:
+    content = (checkpoint / MANIFEST).read_bytes()
+    saved = json.loads(content)
+    rows = {
+        "run": f"`{recipe.name}`",
+        "recipe fingerprint": f"`{fingerprint(recipe)}`",
+        "checkpoint": f"`{checkpoint.name}`",
+        "sha256 of its manifest": f"`{hashlib.sha256(content).hexdigest()}`",
+        "saved by": f"torch {saved.get('torch', 'unknown')}, {saved.get('ranks', 1)} rank(s)",
+        "exported by": f"Bloomery {bloomery.__version__}, torch {torch.__version__}",
+    }
+    ledger = run / names.EVENTS_FILE
+    starts = [event for event in read_events(ledger) if event["kind"] == names.EVENT_START] if ledger.is_file() else []
+    if starts:
+        rows["trained by"] = ", ".join(f"{name} {version}" for name, version in starts[-1].get("versions", {}).items())
+        rows["trained on"] = f"{starts[-1].get('ranks', 1)} x {starts[-1].get('device', 'unknown')}"
+        rows["jobs"] = str(len(starts))
+    return rows

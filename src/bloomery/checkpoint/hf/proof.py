@@ -1,0 +1,159 @@
+"""The proof of an export: the folder as transformers loads it against the checkpoint as we load it."""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from bloomery.checkpoint.load import load_model
+from bloomery.config.recipe import Recipe
+from bloomery.data.tokenizer import Tokenizer
+from bloomery.model.generate import generate
+
+PROOF_FILE = "export-proof.json"
+LIMIT = 1e-4
+"""Of the difference of logits, for logits up to 1; larger ones in proportion."""
+PROMPTS = ("The", "def main(", "Once upon a time", "1 + 1 =", "In the beginning was the word, and")
+_NEW_TOKENS = 16
+
+
+@dataclass
+class Proof:
+    proven: bool
+    reason: str = ""
+    """Why there is no proof."""
+    transformers: str = ""
+    """Its version."""
+    max_logit_difference: float | None = None
+    """Between both, in fp32, with the weights of the folder."""
+    limit: float | None = None
+    rounding_difference: float | None = None
+    """What --dtype changed: between the checkpoint's fp32 weights and those of the folder."""
+    sequences: int = 0
+    greedy_equal: int = 0
+    """Prompts that both continue alike, token by token."""
+    prompts: list[dict[str, str]] = field(default_factory=list)
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def __str__(self) -> str:
+        if self.max_logit_difference is None:
+            return f"not proven: {self.reason}"
+        rounding = f", rounding changed them by {self.rounding_difference:.1e}" if self.rounding_difference else ""
+        return (
+            f"proof: largest logit difference {self.max_logit_difference:.1e} on {self.sequences} sequences{rounding}; "
+            f"greedy continuations equal for {self.greedy_equal} of {len(self.prompts)} prompts"
+        )
+
+
+def has_transformers() -> bool:
+    return importlib.util.find_spec("transformers") is not None
+
+
+@torch.no_grad()
+def prove(checkpoint: Path, exported: Path, tokenizer: Tokenizer, dtype: torch.dtype) -> Proof:
+    """Both models are held in fp32 at once: 8 bytes a parameter and more."""
+    import transformers
+
+    recipe, model = load_model(checkpoint, device=torch.device("cpu"))
+    theirs = _their_model(recipe, exported)
+    prompts = _prompt_tokens(recipe, tokenizer)
+    random = torch.Generator().manual_seed(0)
+    full = torch.randint(recipe.model.vocab_size, (1, recipe.model.seq_length), generator=random)
+    sequences = [full, *(tokens for _, tokens in prompts)]
+    before = [_ours(model, recipe, tokens) for tokens in sequences] if dtype != torch.float32 else []
+    for parameter in model.parameters():
+        parameter.copy_(parameter.to(dtype).to(torch.float32))
+    ours = [_ours(model, recipe, tokens) for tokens in sequences]
+    others = [_theirs(theirs, recipe, tokens) for tokens in sequences]
+    difference = _largest(ours, others)
+    limit = LIMIT * max(1.0, max(float(logits.abs().max()) for logits in ours))
+    proof = Proof(
+        proven=difference <= limit,
+        transformers=transformers.__version__,
+        max_logit_difference=difference,
+        limit=limit,
+        rounding_difference=_largest(before, ours) if before else None,
+        sequences=len(sequences),
+    )
+    for text, tokens in prompts:
+        a, b = _continued(model, theirs, recipe, tokenizer, tokens)
+        proof.greedy_equal += a == b
+        proof.prompts.append({"prompt": text, "ours": tokenizer.decode(a), "transformers": tokenizer.decode(b)})
+    proof.proven = proof.proven and proof.greedy_equal == len(prompts)
+    proof.reason = "" if proof.proven else "the two models do not compute the same"
+    return proof
+
+
+def logits_difference(checkpoint: Path, exported: Path) -> float:
+    """Largest absolute difference between our logits and transformers', on one full sequence of random tokens."""
+    from bloomery.checkpoint.folder import find_checkpoint
+
+    recipe, model = load_model(find_checkpoint(checkpoint), device=torch.device("cpu"))
+    random = torch.Generator().manual_seed(0)
+    tokens = torch.randint(recipe.model.vocab_size, (1, recipe.model.seq_length), generator=random)
+    with torch.no_grad():
+        return _largest([_ours(model, recipe, tokens)], [_theirs(_their_model(recipe, exported), recipe, tokens)])
+
+
+def _their_model(recipe: Recipe, exported: Path) -> Any:
+    from transformers import AutoModelForCausalLM, BertForPreTraining  # the heavy extra, only for this
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    kind: Any = BertForPreTraining if recipe.model.family == "bert" else AutoModelForCausalLM
+    return kind.from_pretrained(exported, dtype=torch.float32).eval()
+
+
+def _ours(model: nn.Module, recipe: Recipe, tokens: Tensor) -> Tensor:
+    made = model(tokens)
+    logits: Tensor = made[0] if recipe.model.family == "bert" else made
+    return logits[..., : recipe.model.vocab_size]
+
+
+def _theirs(model: Any, recipe: Recipe, tokens: Tensor) -> Tensor:
+    made = model(tokens)
+    logits: Tensor = made.prediction_logits if recipe.model.family == "bert" else made.logits
+    return logits
+
+
+def _largest(left: list[Tensor], right: list[Tensor]) -> float:
+    """NaN counts as infinitely far."""
+    return max(float((a - b).abs().nan_to_num(nan=float("inf")).max()) for a, b in zip(left, right, strict=True))
+
+
+def _prompt_tokens(recipe: Recipe, tokenizer: Tokenizer) -> list[tuple[str, Tensor]]:
+    room = max(1, recipe.model.seq_length - _NEW_TOKENS)
+    ids = ((text, tokenizer.encode_lists([text])[0][:room]) for text in PROMPTS)
+    return [(text, torch.tensor([one])) for text, one in ids if one]
+
+
+def _continued(
+    model: nn.Module, theirs: Any, recipe: Recipe, tokenizer: Tokenizer, tokens: Tensor
+) -> tuple[list[int], list[int]]:
+    """What each makes of a prompt: the likeliest next tokens, or for bert the likeliest token at each place."""
+    if recipe.model.family == "bert":
+        return _ours(model, recipe, tokens)[0].argmax(-1).tolist(), _theirs(theirs, recipe, tokens)[0].argmax(
+            -1
+        ).tolist()
+    sizes = {"vocab_size": recipe.model.vocab_size, "seq_length": recipe.model.seq_length}
+    count = min(_NEW_TOKENS, recipe.model.seq_length - tokens.shape[1])
+    if count < 1:
+        return [], []
+    end = tokenizer.eod_id
+    ours = generate(model, tokens, max_new_tokens=count, temperature=0, eod_id=end, **sizes)
+    other = theirs.generate(
+        tokens,
+        attention_mask=torch.ones_like(tokens),
+        max_new_tokens=count,
+        do_sample=False,
+        eos_token_id=end,
+        pad_token_id=end,
+    )
+    return ours[0, tokens.shape[1] :].tolist(), other[0, tokens.shape[1] :].tolist()

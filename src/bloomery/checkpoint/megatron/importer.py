@@ -1,0 +1,229 @@
+"""From a command line, or a script that holds one, to a recipe that keeps every rule."""
+
+from __future__ import annotations
+
+import copy
+import difflib
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from bloomery.base.errors import Problem, RecipeError
+from bloomery.checkpoint.megatron.builder import Builder
+from bloomery.checkpoint.megatron.ds_config import DsConfig, contradictions, read_ds_config
+from bloomery.checkpoint.megatron.flags import ARITY, NOT_NEEDED, CommandLine, Row, parse_command
+from bloomery.checkpoint.megatron.launch import fill_launch
+from bloomery.checkpoint.megatron.recipe import fill
+from bloomery.checkpoint.megatron.shell import Command, Script, read_script
+from bloomery.checkpoint.megatron.shell_expand import shown
+from bloomery.checkpoint.megatron.shell_words import ShellError
+from bloomery.config.draft import COMMAND_LINE, Draft, by_place
+from bloomery.config.faults import validate
+from bloomery.config.recipe import Recipe
+from bloomery.config.yaml_nodes import dump_yaml
+from bloomery.sizing.check import findings
+
+_ORDER = (
+    "name", "seed", "model", "tokenizer", "data", "batch", "optimizer", "lr", "train", "precision", "loss_scale",
+    "parallel", "checkpoint", "monitor", "launch",
+)  # fmt: skip
+_KINDS = ("mapped", "default", "differs", "left out", "not needed", "not understood")
+
+
+@dataclass(frozen=True)
+class Imported:
+    recipe: Recipe
+    raw: dict[str, Any]
+    """What is written: the fields that the flags decide."""
+    rows: list[Row]
+    warnings: list[Problem]
+    source: str
+
+    def rows_of(self, *kinds: str) -> list[Row]:
+        return [row for row in self.rows if row.kind in kinds]
+
+    def yaml(self) -> str:
+        """The recipe file; what did not come across stands at its head."""
+        lines = [f"# Imported by `bloomery import megatron` from {self.source}."]
+        for kind in ("differs", "left out", "not understood"):
+            told = self.rows_of(kind)
+            lines += [f"#\n# {kind.capitalize()}:"] if told else []
+            for row in told:
+                became = f" -> {row.field}: {row.result}" if row.result else ""
+                lines.append(f"#   {f'{row.flag} {row.value}'.strip()}{became}  ({row.remark})")
+        return "\n".join(lines) + "\n" + dump_yaml(self.raw)
+
+
+def import_megatron(
+    words: Sequence[str],
+    *,
+    ds_config: Path | None = None,
+    given: Mapping[str, str] | None = None,
+    name: str | None = None,
+) -> Imported:
+    """`words`: the command line itself, or a file with it, more flags behind it. RecipeError with every problem."""
+    script, line, source = _read(words, given or {})
+    reasons = script.reasons if script is not None else {}
+    b = Builder(line, reasons)
+    ds = _find_ds_config(b, script, ds_config, source)
+    fill(b, ds)
+    fill_launch(b, script, source)
+    if ds is not None:
+        b.problems += contradictions(ds, _said_by_flags(b))
+        b.rows += ds.rows
+    _rest(b)
+    job = script.sbatch.get("job-name", ("", 0))[0] if script is not None else ""
+    b.raw["name"] = name or _as_name(job or Path(source).stem if script is not None else "imported")
+    raw = {key: b.raw[key] for key in _ORDER if key in b.raw}
+    recipe, warnings = _checked(raw, b, source)
+    warnings += [
+        Problem(f"{before.flag} is {before.text} and then {after.text}", "the last one counts", place=after.place)
+        for before, after in line.repeated
+    ]
+    warnings += [Problem(f"{word!r} belongs to no flag", "it was passed over") for word in line.stray]
+    if script is not None:
+        unset = [n for n in reasons if any(f"${n}" in row.result for row in b.rows)]
+        warnings += [Problem(f"${n} is in a path: {reasons[n]}", "", f"give it with --set {n}=VALUE") for n in unset]
+        warnings += [Problem(what, place=f"{source}:{at}") for at, what in script.unread]
+    rows = sorted(b.rows, key=lambda row: _KINDS.index(row.kind))
+    return Imported(recipe, raw, rows, warnings, source)
+
+
+def _read(words: Sequence[str], given: Mapping[str, str]) -> tuple[Script | None, CommandLine, str]:
+    if not words:
+        remedy = "bloomery import megatron SCRIPT, or the flags themselves"
+        raise RecipeError(Problem("there is nothing to import", remedy=remedy))
+    first = Path(words[0])
+    if words[0].startswith("-") or (words[0].endswith(".py") and len(words) > 1):
+        return None, parse_command(words, COMMAND_LINE), COMMAND_LINE
+    try:
+        text = first.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        rule = "the first word is a flag, a program such as pretrain_gpt.py, or a file with the command line"
+        raise RecipeError(Problem(f"cannot read {first}: {error}", rule, "correct the path")) from error
+    try:
+        script = read_script(text, given)
+    except ShellError as error:
+        remedy = "mend that line, or give the flags themselves: bloomery import megatron --num-layers ..."
+        place = f"{first}:{error.line}"
+        raise RecipeError(Problem(f"this script cannot be read: {error}", "", remedy, place)) from error
+    command = _training_command(script, first)
+    line = parse_command(command.words, f"{first}:{command.line}")
+    more = parse_command(["x.py", *words[1:]], COMMAND_LINE)
+    line.flags |= more.flags
+    line.stray += more.stray
+    return script, line, str(first)
+
+
+def _training_command(script: Script, file: Path) -> Command:
+    """The command that trains: the one with a model's size."""
+    found = [command for command in script.commands if any(w.startswith("--num-layers") for w in command.words)]
+    found = [command for command in found if command.words[0] != "echo"]
+    if not found:
+        unread = "; ".join(f"line {line}: {what}" for line, what in script.unread)
+        rule = f"none of its {len(script.commands)} commands has --num-layers" + (
+            f". Not read: {unread}" if unread else ""
+        )
+        remedy = "give variables that it needs with --set NAME=VALUE, or name the script that starts the training"
+        raise RecipeError(Problem("there is no training in this script", rule, remedy, str(file)))
+    command = found[-1]
+    if command.doubt:
+        rule, remedy = command.doubt, "give the variable of that condition with --set NAME=VALUE"
+        raise RecipeError(Problem("this command may not be run", rule, remedy, f"{file}:{command.line}"))
+    return command
+
+
+def _find_ds_config(b: Builder, script: Script | None, named: Path | None, source: str) -> DsConfig | None:
+    flag = b.given("deepspeed_config")
+    if named is not None:
+        try:
+            return read_ds_config(named.read_text(encoding="utf-8"), str(named))
+        except (OSError, UnicodeDecodeError) as error:
+            raise RecipeError(Problem(f"cannot read {named}: {error}", remedy="correct --ds-config")) from error
+    if flag is None:
+        return None
+    b.tell("not needed", "deepspeed_config", "read for what it says and compared with the flags")
+    path = flag.text
+    if script is not None and path in script.files:
+        text, line = script.files[path]
+        return read_ds_config(text, f"{source}:{line}")
+    for place in (Path(path), Path(source).parent / path):
+        if place.is_file():
+            return read_ds_config(place.read_text(encoding="utf-8"), str(place))
+    b.rows[-1] = Row(
+        "left out", flag.flag, shown(path), remark="not here, so it was not compared: give --ds-config FILE"
+    )
+    return None
+
+
+def _said_by_flags(b: Builder) -> dict[str, tuple[str, Any, str]]:
+    """Subject -> (flag as written, value, place) of everything that a ds_config says too."""
+    said: dict[str, tuple[str, Any, str]] = {}
+
+    def say(subject: str, flag: str, value: Any) -> None:
+        given = b.line.flags.get(f"--{flag}")
+        if given is not None:
+            said[subject] = (f"{given.flag} {given.text}".strip(), value, given.place)
+
+    batch, optimizer = b.raw["batch"], b.raw["optimizer"]
+    say("zero_stage", "zero-stage", int(b.value("zero-stage", float, 0.0)))
+    say("global_batch_size", "global-batch-size", batch["global_batch_size"])
+    say("micro_batch_size", "micro-batch-size", batch["micro_batch_size"])
+    say("clip_grad", "clip-grad", b.value("clip-grad", float, 1.0))
+    say("lr", "lr", b.raw["lr"]["peak"])
+    say("betas", "adam-beta1", optimizer["betas"])
+    say("eps", "adam-eps", optimizer["eps"])
+    say("weight_decay", "weight-decay", optimizer["weight_decay"])
+    place = next((given.place for given in b.line.flags.values()), COMMAND_LINE)
+    for precision in ("fp16", "bf16"):
+        is_set = b.has(precision)
+        said[precision] = (f"--{precision}" if is_set else f"no --{precision}", is_set, place)
+    launch, parallel = b.raw.get("launch"), b.raw["parallel"]
+    if launch and "rampup" not in batch:
+        ranks = parallel["tp"] * parallel["pp"] * parallel.get("cp", 1)
+        replicas = launch["nodes"] * launch["gpus_per_node"] // max(1, ranks)
+        unit = batch["micro_batch_size"] * replicas
+        if unit and batch["global_batch_size"] % unit == 0:
+            steps = batch["global_batch_size"] // unit
+            text = f"--global-batch-size {batch['global_batch_size']}, which takes {steps} with {replicas} replicas"
+            said["accumulation_steps"] = (text, steps, place)
+    return said
+
+
+def _rest(b: Builder) -> None:
+    """Rows for the flags that no section asked for."""
+    for flag, given in b.line.flags.items():
+        name = flag.removeprefix("--")
+        if name in NOT_NEEDED:
+            b.tell("not needed", name, NOT_NEEDED[name][1])
+        elif name not in ARITY:
+            near = difflib.get_close_matches(name, [*ARITY, *NOT_NEEDED], n=1, cutoff=0.8)
+            hint = f"did you mean --{near[0]}?" if near else "no version of Megatron known here has it"
+            b.tell("not understood", name, hint)
+        elif not any(row.flag == flag for row in b.rows):
+            remark = "implied by the other flags" if given.values else "decided with the other flags"
+            b.tell("not needed", name, remark)
+
+
+def _checked(raw: dict[str, Any], b: Builder, source: str) -> tuple[Recipe, list[Problem]]:
+    """The recipe that `bloomery check` would accept. Problems of flags come first: they may explain those of fields."""
+    problems = list(b.problems)
+    draft = Draft(source=source, places=dict(b.places))
+    warnings: list[Problem] = []
+    if not problems:
+        validate(copy.deepcopy(raw), draft)
+        problems += draft.problems
+        for found in findings(draft):
+            problem = Problem(found.what, found.rule, found.remedy, draft.place(*found.paths))
+            (warnings if found.is_warning else problems).append(problem)
+    if problems:
+        raise RecipeError(sorted(problems, key=by_place))
+    assert draft.recipe is not None
+    return draft.recipe, warnings
+
+
+def _as_name(text: str) -> str:
+    name = re.sub(r"[^A-Za-z0-9._-]+", "-", text.removesuffix(".slurm").removesuffix(".sh")).strip("-._")
+    return name[:100] or "imported"

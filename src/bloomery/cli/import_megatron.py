@@ -1,0 +1,106 @@
+"""`bloomery import megatron SCRIPT|FLAGS...`: a Megatron command line becomes a recipe, flag by flag."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from bloomery.base import exit_codes
+from bloomery.base.errors import Problem, RecipeError
+from bloomery.base.storage import write_atomically, written_to
+from bloomery.base.units import format_count
+
+if TYPE_CHECKING:
+    from bloomery.checkpoint.megatron.importer import Imported
+
+_OWN = {"--ds-config": 1, "--output": 1, "--name": 1, "--set": 1, "--json": 0, "-h": 0, "--help": 0}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.usage = (
+        "bloomery import megatron SCRIPT|FLAGS... [--ds-config FILE] [--output FILE] [--set NAME=VALUE] [--json]"
+    )
+    parser.add_argument(
+        "--ds-config", metavar="FILE", type=Path, help="ds_config.json; default: the one the script writes"
+    )
+    parser.add_argument("--output", metavar="FILE", type=Path, help="recipe to write; default: printed")
+    parser.add_argument("--name", help="of the recipe; default: the job's name")
+    parser.add_argument(
+        "--set", metavar="NAME=VALUE", action="append", default=[], help="a variable that the script takes from outside"
+    )
+    parser.add_argument("--json", action="store_true", help="print the answer as JSON")
+
+
+def parse(parser: argparse.ArgumentParser, arguments: list[str]) -> argparse.Namespace:
+    """Our own options out of a command line whose other flags are Megatron's, in their order."""
+    mine, theirs = [], []
+    rest = list(arguments)
+    while rest:
+        word = rest.pop(0)
+        takes = _OWN.get(word.partition("=")[0])
+        if takes is None:
+            theirs.append(word)
+            continue
+        mine.append(word)
+        if takes and "=" not in word and rest:
+            mine.append(rest.pop(0))
+    args = parser.parse_args(mine)
+    args.words = theirs
+    return args
+
+
+def run(args: argparse.Namespace) -> int:
+    from bloomery.checkpoint.megatron.importer import import_megatron
+
+    wrong = [text for text in args.set if "=" not in text]
+    if wrong:
+        raise RecipeError([Problem(f"--set {text}", "it is NAME=VALUE", "add the value") for text in wrong])
+    given = dict(text.split("=", 1) for text in args.set)
+    done = import_megatron(args.words, ds_config=args.ds_config, given=given, name=args.name)
+    if args.output is not None:
+        with written_to("--output"):
+            write_atomically(args.output, done.yaml())
+    for warning in done.warnings:
+        print(f"bloomery: warning: {warning}", file=sys.stderr)
+    if args.json:
+        rows = [asdict(row) for row in done.rows]
+        print(json.dumps({"recipe": done.raw, "rows": rows, "warnings": [str(w) for w in done.warnings]}, indent=2))
+        return exit_codes.OK
+    print(_table(done))
+    if args.output is None:
+        print(f"\n{done.yaml()}", end="")
+    print(f"\n{_summary(done, args.output)}")
+    return exit_codes.OK
+
+
+def _table(done: Imported) -> str:
+    cells = [("flag", "value", "recipe field", "value", "")]
+    for row in done.rows:
+        kind = "" if row.kind in ("mapped", "default") else f"{row.kind}: "
+        cells.append((row.flag or "-", _cut(row.value), row.field or "-", _cut(row.result), f"{kind}{row.remark}"))
+    widths = [max(len(row[i]) for row in cells) for i in range(4)]
+    lines = ["  ".join([*(f"{text:<{w}}" for text, w in zip(row, widths, strict=False)), row[4]]) for row in cells]
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= 44 else f"{text[:20]} ... {text[-19:]}"
+
+
+def _summary(done: Imported, output: Path | None) -> str:
+    from bloomery.sizing.parameters import count_parameters
+    from bloomery.sizing.plan import TrainingPlan
+
+    plan, model = TrainingPlan.of(done.recipe), done.recipe.model
+    parameters = count_parameters(model, vocab_size=model.vocab_size).total
+    unknown = [row.flag for row in done.rows_of("not understood")]
+    told = f"; not understood: {', '.join(unknown)}" if unknown else ""
+    where = f"{output}: " if output is not None else ""
+    return (
+        f"{where}{done.recipe.name}, {format_count(parameters)} parameters, {plan.train_steps:,} steps, "
+        f"warm-up ends at step {plan.warmup_ends_at_step:,}{told}"
+    )

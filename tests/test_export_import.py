@@ -1,0 +1,344 @@
+"""Export with its proof, import, and back: bit by bit, for every family; every refusal."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from bloomery.base.errors import DataError
+from bloomery.base.piece import Piece
+from bloomery.checkpoint import export as exporting
+from bloomery.checkpoint.export import export_checkpoint
+from bloomery.checkpoint.hf.configs import model_section
+from bloomery.checkpoint.hf.maps import hf_config
+from bloomery.checkpoint.import_hf import read_model
+from bloomery.checkpoint.save import save_checkpoint
+from bloomery.config.load import load_recipe
+from bloomery.config.recipe import ModelSection
+from bloomery.config.yaml_nodes import dump_yaml
+from bloomery.train.state import TrainState
+from checkpoints import tensors_of
+from conftest import Workshop
+from model_samples import small_config, small_model
+
+pytest.importorskip("transformers")
+Command = Callable[..., tuple[int, str, str]]
+CASES: dict[str, ModelSection] = {
+    "gpt2": small_config("gpt2", vocab_size=300),
+    "gpt2-untied": small_config("gpt2", vocab_size=300, tie_embeddings=False, ffn_hidden_size=96),
+    "bloom": small_config("bloom", vocab_size=300),
+    "llama-grouped": small_config("llama", vocab_size=300),
+    "llama-tied": small_config("llama", vocab_size=300, tie_embeddings=True, num_kv_heads=1, rope_theta=500.0),
+    "bert": small_config("bert", vocab_size=300),
+}
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    import tokenizers
+
+    made = tokenizers.Tokenizer(tokenizers.models.BPE())
+    made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = tokenizers.decoders.ByteLevel()
+    special = ["<|endoftext|>", "[CLS]", "[SEP]", "[MASK]", "[PAD]"]
+    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=290, special_tokens=special, initial_alphabet=alphabet, show_progress=False
+    )
+    made.train_from_iterator(["once upon a time there was a word and the word was main"] * 5, trainer)
+    folder = tmp_path_factory.mktemp("tokenizer")
+    made.save(str(folder / "tokenizer.json"))
+    return folder
+
+
+def checkpoint_of(config: ModelSection, folder: Path, tokenizer: Path) -> Path:
+    """A checkpoint of a perturbed model at step 7."""
+    model = {
+        key: value for key, value in config.model_dump().items() if key != "num_kv_heads" or config.family == "llama"
+    }
+    if config.family != "llama":
+        del model["rope_theta"]
+    recipe = {
+        "name": "small",
+        "model": model,
+        "tokenizer": {"path": str(tokenizer)},
+        "batch": {"micro_batch_size": 1, "global_batch_size": 8},
+        "lr": {"peak": 1e-3},
+        "train": {"for": "20 steps"},
+    }
+    weights = {f"model.{name}": Piece.whole(p.detach()) for name, p in small_model(config).named_parameters()}
+    state = {**TrainState(step=7, consumed_samples=56).to_json(), "interval": None, "blend": None}
+    return save_checkpoint(folder / "checkpoints", step=7, pieces=weights, state=state, recipe_yaml=dump_yaml(recipe))
+
+
+def weights_of(folder: Path) -> dict[str, torch.Tensor]:
+    found: dict[str, torch.Tensor] = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        found |= load_file(path)
+    return found
+
+
+@pytest.mark.parametrize("config", CASES.values(), ids=CASES.keys())
+def test_export_proves_itself_and_export_import_export_is_bit_equal(
+    config: ModelSection, tmp_path: Path, tokenizer: Path, command: Command
+) -> None:
+    checkpoint = checkpoint_of(config, tmp_path / "run", tokenizer)
+    first, second = tmp_path / "first", tmp_path / "second"
+    code, out, err = command("export", str(checkpoint), str(first))
+    assert code == 0, err
+    assert "proof: largest logit difference" in out
+    assert "greedy continuations equal for 5 of 5 prompts" in out
+    proof = json.loads((first / "export-proof.json").read_text())
+    assert proof["proven"]
+    assert proof["max_logit_difference"] <= 1e-4
+    code, out, err = command("import", "hf", str(first), str(tmp_path / "back"))
+    assert code == 0, err
+    assert "step-00000000" in out
+    code, out, err = command("export", str(tmp_path / "back"), str(second))
+    assert code == 0, err
+    for name in ("model.safetensors", "config.json", "tokenizer.json", "tokenizer_config.json"):
+        assert (first / name).read_bytes() == (second / name).read_bytes(), name
+    moments = {name: t for name, t in tensors_of(tmp_path / "back").items() if name.startswith("optim.")}
+    assert len(moments) > 20
+    assert all(not tensor.any() for tensor in moments.values())
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_half_precision_is_proven_and_round_trips(
+    dtype: str, tmp_path: Path, tokenizer: Path, command: Command
+) -> None:
+    checkpoint = checkpoint_of(CASES["llama-grouped"], tmp_path / "run", tokenizer)
+    code, out, err = command("export", str(checkpoint), str(tmp_path / "a"), "--dtype", dtype)
+    assert code == 0, err
+    assert "rounding changed them by" in out
+    kind = {"bf16": torch.bfloat16, "fp16": torch.float16}[dtype]
+    assert {tensor.dtype for tensor in weights_of(tmp_path / "a").values()} == {kind}
+    assert json.loads((tmp_path / "a" / "config.json").read_text())["dtype"] == str(kind).removeprefix("torch.")
+    command("import", "hf", str(tmp_path / "a"), str(tmp_path / "back"))
+    command("export", str(tmp_path / "back"), str(tmp_path / "b"), "--dtype", dtype, "--no-proof")
+    assert (tmp_path / "a" / "model.safetensors").read_bytes() == (tmp_path / "b" / "model.safetensors").read_bytes()
+
+
+def test_shards_hold_the_same_tensors_and_an_older_export_leaves_nothing(
+    tmp_path: Path, tokenizer: Path, command: Command
+) -> None:
+    checkpoint = checkpoint_of(CASES["gpt2"], tmp_path / "run", tokenizer)
+    command("export", str(checkpoint), str(tmp_path / "one"), "--no-proof")
+    code, out, err = command("export", str(checkpoint), str(tmp_path / "many"), "--shard-size", "100KB")
+    assert code == 0, err
+    files = sorted(path.name for path in (tmp_path / "many").glob("*.safetensors"))
+    assert len(files) > 2
+    assert f"in {len(files)} files" in out
+    index = json.loads((tmp_path / "many" / "model.safetensors.index.json").read_text())
+    one, many = weights_of(tmp_path / "one"), weights_of(tmp_path / "many")
+    assert one.keys() == many.keys() == index["weight_map"].keys()
+    assert all(torch.equal(one[name], many[name]) for name in one)
+    for path in (tmp_path / "many").glob("*.safetensors"):
+        with safe_open(path, framework="pt") as file:
+            assert file.metadata() == {"format": "pt"}
+    command("import", "hf", str(tmp_path / "many"), str(tmp_path / "back"))
+    command("export", str(tmp_path / "back"), str(tmp_path / "many"), "--no-proof")
+    assert sorted(path.name for path in (tmp_path / "many").glob("model*")) == ["model.safetensors"]
+    assert (tmp_path / "many" / "model.safetensors").read_bytes() == (
+        tmp_path / "one" / "model.safetensors"
+    ).read_bytes()
+
+
+def test_an_export_holds_one_tensor_at_a_time(tmp_path: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights that are alive while others are read would add up to a model."""
+    import weakref
+
+    alive: list[weakref.ref[torch.Tensor]] = []
+    most = 0
+    read = exporting.CheckpointReader.read
+
+    def watched(self: Any, name: str) -> torch.Tensor:
+        nonlocal most
+        most = max(most, sum(ref() is not None for ref in alive))
+        tensor = read(self, name)
+        alive.append(weakref.ref(tensor))
+        return tensor
+
+    monkeypatch.setattr(exporting.CheckpointReader, "read", watched)
+    checkpoint = checkpoint_of(CASES["llama-grouped"], tmp_path / "run", tokenizer)
+    export_checkpoint(checkpoint, tmp_path / "hf", with_proof=False)
+    assert len(alive) > 15
+    assert most <= 1
+
+
+def test_the_card_tells_the_run(workshop: Workshop, tokenizer: Path, tmp_path: Path, command: Command) -> None:
+    run = workshop.train(
+        "train.for=4 steps", "lr.decay=4 steps", "lr.warmup=1 steps", "model.vocab_size=300",
+        f"tokenizer.path={tokenizer}", "data.validation.held=[{path: valid}]",
+        "train.evaluate={every: 2 steps, steps: 1}",
+    )  # fmt: skip
+    code, out, err = command("export", str(run), str(tmp_path / "hf"))
+    assert code == 0, out + err
+    card = (tmp_path / "hf" / "README.md").read_text()
+    for text in ("# small", "512 tokens in 4 steps", "| training, lm loss | 4 |", "| validation held, lm loss | 4 |",
+                 "| `train` | 1 |", "recipe fingerprint", "sha256 of its manifest", "Not recorded.",
+                 "Proof: largest logit",
+                 "cosine, peak 0.01", "tags: [bloomery, gpt2]", "| trained on | 1 x cpu |"):  # fmt: skip
+        assert text in card
+    elsewhere = tmp_path / "alone" / "step-00000004"
+    (run / "checkpoints" / "step-00000004").rename(tmp_path / "step-00000004")
+    elsewhere.parent.mkdir()
+    (tmp_path / "step-00000004").rename(elsewhere)
+    command("export", str(elsewhere), str(tmp_path / "hf"), "--no-proof")
+    assert "The run folder was not beside the checkpoint." in (tmp_path / "hf" / "README.md").read_text()
+
+
+def test_a_run_starts_from_an_imported_model(
+    workshop: Workshop, tokenizer: Path, tmp_path: Path, command: Command
+) -> None:
+    config = small_config("gpt2", vocab_size=300, seq_length=16)
+    export_checkpoint(checkpoint_of(config, tmp_path / "old", tokenizer), tmp_path / "hf", with_proof=False)
+    code, out, err = command(
+        "import", "hf", str(tmp_path / "hf"), str(tmp_path / "new"), "--recipe", str(workshop.recipe), "seed=3"
+    )
+    assert code == 0, err
+    assert f"next: bloomery train {tmp_path / 'new' / 'recipe.yaml'} --run-dir {tmp_path / 'new'}" in out
+    before = tensors_of(tmp_path / "new")
+    words = ["train", str(tmp_path / "new" / "recipe.yaml"), "--run-dir", str(tmp_path / "new"), "--quiet"]
+    code, out, err = command(*words, "--device", "cpu", "train.for=2 steps", "lr.decay=null", "lr.warmup=0 steps")
+    assert code == 0, err
+    after = tensors_of(tmp_path / "new")
+    assert after["optim.step"] == 2
+    moved = (after["model.layers.0.mlp.up.weight"] - before["model.layers.0.mlp.up.weight"]).abs().max()
+    assert 0 < moved < 0.05
+    assert [record["step"] for record in Workshop.metrics(tmp_path / "new")] == [1, 2]
+
+
+# ---------------------------------------------------------------- refusals
+
+
+def test_a_failed_proof_is_an_error_and_stays_to_be_looked_at(
+    tmp_path: Path, tokenizer: Path, command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(exporting, "hf_config", lambda config: {**hf_config(config), "activation_function": "relu"})
+    checkpoint = checkpoint_of(CASES["gpt2"], tmp_path / "run", tokenizer)
+    code, _, err = command("export", str(checkpoint), str(tmp_path / "hf"))
+    assert code == 3
+    assert "transformers computes something else" in err
+    assert not json.loads((tmp_path / "hf" / "export-proof.json").read_text())["proven"]
+
+
+def test_no_proof_is_said_by_name_and_a_missing_one_is_a_warning(
+    tmp_path: Path, tokenizer: Path, command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoint = checkpoint_of(CASES["gpt2"], tmp_path / "run", tokenizer)
+    code, out, _ = command("export", str(checkpoint), str(tmp_path / "hf"), "--no-proof")
+    assert code == 0
+    assert "not proven: --no-proof" in out
+    assert json.loads((tmp_path / "hf" / "export-proof.json").read_text())["reason"] == "--no-proof"
+    monkeypatch.setattr(exporting, "has_transformers", lambda: False)
+    code, out, err = command("export", str(checkpoint), str(tmp_path / "hf"))
+    assert code == 0
+    assert "warning: not proven: transformers is not installed here" in err
+    monkeypatch.setattr(exporting, "has_transformers", lambda: True)
+    monkeypatch.setattr(exporting, "_BYTES_TO_PROVE", 10**12)
+    _, _, err = command("export", str(checkpoint), str(tmp_path / "hf"))
+    assert "warning: not proven: it needs about" in err
+
+
+def test_values_that_fp16_cannot_hold_are_refused(tmp_path: Path, tokenizer: Path, command: Command) -> None:
+    export_checkpoint(checkpoint_of(CASES["gpt2"], tmp_path / "run", tokenizer), tmp_path / "hf", with_proof=False)
+    state = load_file(tmp_path / "hf" / "model.safetensors")
+    state["transformer.wpe.weight"][0, 0] = 1e6
+    save_file(state, tmp_path / "hf" / "model.safetensors")
+    command("import", "hf", str(tmp_path / "hf"), str(tmp_path / "run2"))
+    code, _, err = command("export", str(tmp_path / "run2"), str(tmp_path / "half"), "--dtype", "fp16")
+    assert code == 3
+    assert "transformer.wpe.weight has a value of 1e+06. Fp16 holds at most 65504. Use --dtype bf16 or fp32." in err
+
+
+@pytest.mark.parametrize("text", ["big", "0GB", "5XB"])
+def test_a_size_that_is_none_is_refused(text: str, command: Command) -> None:
+    code, _, err = command("export", "a", "b", "--shard-size", text)
+    assert code == 2
+    assert "is not a size: write for example 5GB" in err
+
+
+def config_of(family: str, **changes: Any) -> dict[str, Any]:
+    return {**hf_config(CASES[{"llama": "llama-grouped"}.get(family, family)]), **changes}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_config_becomes_the_model_it_came_from(name: str) -> None:
+    section = model_section(hf_config(CASES[name]), "config.json")
+    made = CASES[name].model_dump()
+    assert section == {key: made[key] for key in section}
+
+
+@pytest.mark.parametrize(
+    ("config", "messages"),
+    [
+        (config_of("llama", rope_scaling={"rope_type": "llama3", "factor": 8}, sliding_window=64, attention_bias=True,
+                   hidden_act="gelu", head_dim=3, mlp_bias=True, rope_parameters={"partial_rotary_factor": 0.5}),
+         ["'llama3'", "sliding_window is 64", "attention_bias", "hidden_act is 'gelu'", "head_dim is 3", "mlp_bias",
+          "partial_rotary_factor is 0.5"]),
+        (config_of("gpt2", activation_function="gelu", scale_attn_weights=False, n_layer=0, attn_pdrop=0.5,
+                   add_cross_attention=True, scale_attn_by_inverse_layer_idx=True, layer_norm_epsilon="x"),
+         ["activation_function is 'gelu'", "scale_attn_weights", "n_layer is 0", "dropouts differ",
+          "add_cross_attention", "scale_attn_by_inverse_layer_idx", "layer_norm_epsilon is 'x'"]),
+        (config_of("bloom", apply_residual_connection_post_layernorm=True, vocab_size=None,
+                   quantization_config={"a": 1}),
+         ["apply_residual_connection_post_layernorm is True", "vocab_size is missing", "quantization_config"]),
+        (config_of("bert", position_embedding_type="relative_key", type_vocab_size=1, is_decoder=True,
+                   hidden_act="relu"),
+         ["position_embedding_type", "type_vocab_size is 1", "is_decoder", "hidden_act is 'relu'"]),
+        ({"model_type": "mamba"}, ["model_type is 'mamba'. There are maps for gpt2, bloom, llama, bert"]),
+    ],
+    ids=["llama", "gpt2", "bloom", "bert", "other"],
+)  # fmt: skip
+def test_everything_unsupported_is_told_at_once(config: dict[str, Any], messages: list[str]) -> None:
+    with pytest.raises(DataError) as caught:
+        model_section(config, "config.json")
+    assert len(caught.value.problems) == len(messages)
+    for message in messages:
+        assert message in str(caught.value)
+
+
+def test_folders_that_hold_no_model_are_refused(tmp_path: Path, tokenizer: Path, command: Command) -> None:
+    assert "config.json cannot be read" in command("import", "hf", str(tmp_path), str(tmp_path / "x"))[2]
+    (tmp_path / "config.json").write_text("[]")
+    with pytest.raises(DataError, match="no JSON object"):
+        read_model(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(hf_config(CASES["gpt2"])))
+    (tmp_path / "pytorch_model.bin").write_bytes(b"x")
+    code, _, err = command("import", "hf", str(tmp_path), str(tmp_path / "x"))
+    assert code == 3
+    assert "pickled files can run code and are never loaded" in err
+    (tmp_path / "model.safetensors").write_bytes(b"short")
+    assert "model.safetensors cannot be read" in command("import", "hf", str(tmp_path), str(tmp_path / "x"))[2]
+    save_file({"transformer.wte.weight": torch.zeros(300, 64, dtype=torch.float64)}, tmp_path / "model.safetensors")
+    assert "transformer.wte.weight is torch.float64" in command("import", "hf", str(tmp_path), str(tmp_path / "x"))[2]
+    save_file({"transformer.wte.weight": torch.zeros(300, 64)}, tmp_path / "model.safetensors")
+    assert "lacks 27 of 28 tensors" in command("import", "hf", str(tmp_path), str(tmp_path / "x"))[2]
+    (tmp_path / "model.safetensors.index.json").write_text("{}")
+    assert "index.json cannot be read" in command("import", "hf", str(tmp_path), str(tmp_path / "x"))[2]
+
+
+def test_a_run_that_has_begun_is_not_imported_into(tmp_path: Path, tokenizer: Path, command: Command) -> None:
+    export_checkpoint(checkpoint_of(CASES["gpt2"], tmp_path / "run", tokenizer), tmp_path / "hf", with_proof=False)
+    code, _, err = command("import", "hf", str(tmp_path / "hf"), str(tmp_path / "run"))
+    assert code == 5
+    assert "already has step-00000007. An import is the beginning of a run." in err
+
+
+def test_the_json_and_a_model_without_a_tokenizer(tmp_path: Path, tokenizer: Path, command: Command) -> None:
+    export_checkpoint(checkpoint_of(CASES["gpt2"], tmp_path / "run", tokenizer), tmp_path / "hf", with_proof=False)
+    (tmp_path / "hf" / "tokenizer.json").unlink()
+    code, out, err = command("import", "hf", str(tmp_path / "hf"), str(tmp_path / "new"), "--json")
+    assert code == 0, err
+    assert json.loads(out)["model"]["num_layers"] == 2
+    assert load_recipe(str(tmp_path / "new" / "recipe.yaml")).recipe is not None
+    code, out, _ = command("import", "hf", str(tmp_path / "hf"), str(tmp_path / "newer"))
+    assert "no tokenizer" in out

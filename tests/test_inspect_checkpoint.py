@@ -1,0 +1,171 @@
+"""`bloomery inspect checkpoint`: contents, hashes, differences, and the state of every checkpoint of a run."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from bloomery.base.errors import DataError
+from bloomery.base.piece import Piece
+from bloomery.checkpoint.look import compare_checkpoints, list_checkpoints
+from bloomery.checkpoint.reader import CheckpointReader
+from bloomery.checkpoint.save import save_checkpoint
+from checkpoints import tensors_of
+from conftest import Workshop
+from threads_as_ranks import together
+
+Command = Callable[..., tuple[int, str, str]]
+SHORT = ("lr.decay=null", "lr.warmup=1 steps", "checkpoint.phases=[{every: 2 steps}]")
+
+
+@pytest.fixture
+def run(workshop: Workshop) -> Path:
+    return workshop.train("train.for=4 steps", *SHORT)
+
+
+def test_the_contents_are_told(run: Path, command: Command) -> None:
+    code, out, err = command("inspect", "checkpoint", str(run), "--verify")
+    assert code == 0, err
+    lines = [" ".join(line.split()) for line in out.splitlines()]
+    assert lines[0].startswith(f"{run}/checkpoints/step-00000004: small, step 4,")
+    assert lines[0].endswith("every file is whole")
+    assert "samples 32" in lines
+    assert "tokens 512" in lines
+    assert "saved by 1 rank(s), tp 1, pp 1, cp 1, zero 1" in lines
+    facts = json.loads(command("inspect", "checkpoint", str(run), "--json")[1])
+    assert facts["groups"]["optimizer"]["elements"] == 2 * facts["groups"]["model"]["elements"] + 1
+    names = list(facts["tensors"])
+    assert names[0].startswith("model.embed")
+    assert names.index("model.layers.1.mlp.up.weight") < names.index("model.final_norm.weight") < len(names) / 2
+
+
+def test_a_flipped_bit_is_found_only_by_its_hash(run: Path, command: Command) -> None:
+    file = next((run / "checkpoints" / "step-00000002").glob("tensors-*.safetensors"))
+    content = bytearray(file.read_bytes())
+    content[-3] ^= 1
+    file.write_bytes(content)
+    checkpoint = str(file.parent)
+    assert command("inspect", "checkpoint", checkpoint)[0] == 0
+    code, _, err = command("inspect", "checkpoint", checkpoint, "--verify")
+    assert code == 3
+    assert f"{file.name} has been changed since it was saved" in err
+    assert [one.state for one in list_checkpoints(run)] == ["complete", "complete"]
+    assert [one.state for one in list_checkpoints(run, check_hashes=True)] == ["damaged", "complete"]
+    assert command("inspect", "checkpoint", str(run), "--diff", checkpoint, "--verify")[0] == 3
+
+
+def test_the_list_says_the_state_of_each(run: Path, command: Command) -> None:
+    root = run / "checkpoints"
+    for number in (6, 8, 10, 12, 14):
+        shutil.copytree(root / "step-00000004", root / f"step-{number:08d}")
+    (root / "step-00000006" / "manifest.json").unlink()
+    (root / "step-00000008" / "state.json").unlink()
+    (root / "step-00000010" / "state.json").write_text("{}")
+    (root / "retired").mkdir()
+    (root / "step-00000012").rename(root / "retired" / "step-00000012")
+    (root / "step-00000014").rename(root / "damaged-step-00000014")
+    shutil.copytree(root / "step-00000004", root / ".step-00000016.tmp")
+    shutil.copytree(root / "step-00000004", root / "step-00000018")
+    (root / "step-00000018" / "manifest.json").write_text("{}")
+    code, out, err = command("inspect", "checkpoint", str(run), "--list")
+    assert code == 0, err
+    rows = {line.split()[0]: line for line in out.splitlines()[1:]}
+    assert {name: row.split()[1] for name, row in rows.items()} == {
+        "step-00000002": "complete",
+        "step-00000004": "complete",
+        "step-00000006": "debris",
+        "step-00000008": "damaged",
+        "step-00000010": "damaged",
+        "retired/step-00000012": "retired",
+        "damaged-step-00000014": "damaged",
+        ".step-00000016.tmp": "debris",
+        "step-00000018": "damaged",
+    }
+    assert rows["step-00000004"].endswith("latest")
+    assert "state.json is missing" in rows["step-00000008"]
+    assert "bytes instead of" in rows["step-00000010"]
+    assert len(json.loads(command("inspect", "checkpoint", str(run), "--list", "--json")[1])) == 9
+    assert list_checkpoints(root / "step-00000004") == list_checkpoints(root) == list_checkpoints(run)
+
+
+def test_two_runs_with_one_seed_are_equal_and_another_seed_is_not(
+    run: Path, workshop: Workshop, command: Command
+) -> None:
+    twin = workshop.train("train.for=4 steps", *SHORT, run="twin")
+    code, out, _ = command("inspect", "checkpoint", str(run), "--diff", str(twin))
+    assert code == 0
+    assert out.startswith("equal: ")
+    other = workshop.train("train.for=4 steps", *SHORT, "seed=8", "model.vocab_size=70", run="other")
+    code, out, _ = command("inspect", "checkpoint", str(run), "--diff", str(other))
+    assert "the first is model.embed.positions.weight, at [0, 0]: " in out
+    assert "recipe seed: 7 and 8" in out
+    facts = json.loads(command("inspect", "checkpoint", str(run), "--diff", str(other), "--json")[1])
+    assert not facts["equal"]
+    assert facts["recipe"]["model.vocab_size"] == [64, 70]
+
+
+def saved(root: Path, **tensors: torch.Tensor) -> Path:
+    recipe = (
+        "name: x\nmodel: {family: gpt2, num_layers: 1, hidden_size: 8, num_heads: 1, seq_length: 8, vocab_size: 8}\n"
+    )
+    recipe += "batch: {micro_batch_size: 1, global_batch_size: 1}\nlr: {peak: 1.0}\ntrain: {for: 1 steps}\n"
+    pieces = {f"model.{name}": Piece.whole(tensor) for name, tensor in tensors.items()}
+    return save_checkpoint(root, step=1, pieces=pieces, state={"step": 1, "consumed_samples": 1}, recipe_yaml=recipe)
+
+
+def test_numbers_of_a_difference(tmp_path: Path, command: Command) -> None:
+    a = torch.tensor([[3.0, 4.0], [0.0, 0.0]])
+    left = saved(tmp_path / "a", **{"layers.10.w": a, "layers.9.w": a, "head.w": a, "here": a, "cut": a, "zero": a * 0})
+    b = a.clone()
+    b[1, 0] = 2.0
+    nan = a.clone()
+    nan[0, 1] = torch.nan
+    right = saved(
+        tmp_path / "b", **{"layers.10.w": b, "layers.9.w": nan, "head.w": a, "there": a, "cut": a[:1], "zero": -a * 0}
+    )
+    found = compare_checkpoints(left, right)
+    assert (found.only_a, found.only_b) == (["model.here"], ["model.there"])
+    assert found.reshaped == ["model.cut: F32 [2, 2] and F32 [1, 2]"]
+    assert [one.name for one in found.tensors] == ["model.layers.9.w", "model.layers.10.w"]
+    wrong, moved = found.tensors
+    assert (moved.elements, moved.norm, moved.largest, moved.first_index) == (1, 2.0, 2.0, (1, 0))
+    assert moved.relative == pytest.approx(0.4)
+    assert wrong.norm != wrong.norm
+    out = command("inspect", "checkpoint", str(left), "--diff", str(right))[1]
+    assert "2 of 4 tensors differ; the first is model.layers.9.w, at [0, 1]: 4 and nan" in out
+    assert "only in the first: model.here" in out
+
+
+def test_a_checkpoint_of_many_ranks_is_read_and_compared_whole(tmp_path: Path) -> None:
+    whole = torch.arange(24.0).reshape(4, 6)
+
+    def save(ranks: object) -> Path:
+        rank = ranks.rank  # type: ignore[attr-defined]
+        piece = Piece(whole[:, rank * 2 : rank * 2 + 2], (4, 6), (0, rank * 2))
+        count = Piece(torch.tensor(5.0), (), (), owned=rank == 0)
+        text = (one / "recipe.yaml").read_text()
+        state = {"step": 1, "consumed_samples": 1}
+        pieces = {"model.w": piece, "model.n": count}
+        return save_checkpoint(tmp_path / "many", step=1, pieces=pieces, state=state, recipe_yaml=text, ranks=ranks)  # type: ignore[arg-type]
+
+    one = saved(tmp_path / "one", w=whole, n=torch.tensor(5.0))
+    many = together(3, save)[0]
+    with CheckpointReader(many) as reader:
+        assert torch.equal(reader.read("model.w"), whole)
+        with pytest.raises(DataError, match=r"model\.x is not in the checkpoint"):
+            reader.read("model.x")
+    assert torch.equal(tensors_of(many)["model.w"], whole)
+    assert compare_checkpoints(one, many).is_equal
+
+
+def test_where_there_is_no_checkpoint(tmp_path: Path, command: Command) -> None:
+    code, _, err = command("inspect", "checkpoint", str(tmp_path), "--list")
+    assert code == 3
+    assert "there are no checkpoints at" in err
+    assert command("inspect", "checkpoint", str(tmp_path))[0] == 3
+    assert command("inspect", "checkpoint", str(tmp_path), "--list", "--diff", "x")[0] == 2
