@@ -429,14 +429,22 @@ def test_a_script_of_arrays_with_data_that_only_the_machine_knows(tmp_path: Path
 readarray -t TRAIN < <(find data -name '*.bin' | sort)
 DIST=(--nproc_per_node "$SLURM_GPUS_PER_NODE" --nnodes "$SLURM_NNODES")
 MODEL=( {" ".join(SMALL).replace("batch-size 8", "batch-size 16")} ) # sizes
-DATA=(--train-data-path $(echo "${{TRAIN[@]}}") --eval-interval 10)
+DATA=(--train-data-path $(echo "${{TRAIN[@]}}") --valid-data-path v --eval-interval 10 --eod-mask-loss)
 srun torchrun "${{DIST[@]}}" pretrain_gpt.py "${{MODEL[@]}}" "${{DATA[@]}}" --fp16
 """
     done = import_text(text, tmp_path, given={"SLURM_NNODES": "1"})
     assert done.recipe.launch is not None
     assert (done.recipe.launch.nodes, done.recipe.launch.gpus_per_node) == (1, 8)
     assert done.recipe.data is None
-    assert {row.flag for row in done.rows_of("left out")} == {"--train-data-path", "--eval-interval"}
+    assert {row.flag for row in done.rows_of("left out")} == {
+        "--train-data-path", "--valid-data-path", "--eval-interval", "--eod-mask-loss"
+    }  # fmt: skip
+    assert any(row.remark == "add it to `data:` as eod_loss: false" for row in done.rows)
+    odd = import_megatron([*SMALL, "--rotary-base", "500", "--lr-wsd-decay-iters", "3"])
+    assert {row.flag for row in odd.rows if "does not read it" in row.remark} == {
+        "--rotary-base",
+        "--lr-wsd-decay-iters",
+    }
 
 
 def test_the_json_says_what_the_table_says(command: Command) -> None:

@@ -194,7 +194,7 @@ def _said_by_flags(b: Builder) -> dict[str, tuple[str, Any, str]]:
 
 def _rest(b: Builder) -> None:
     """Rows for the flags that no section asked for."""
-    for flag, given in b.line.flags.items():
+    for flag in b.line.flags:
         name = flag.removeprefix("--")
         if name in NOT_NEEDED:
             b.tell("not needed", name, NOT_NEEDED[name][1])
@@ -203,7 +203,8 @@ def _rest(b: Builder) -> None:
             hint = f"did you mean --{near[0]}?" if near else "no version of Megatron known here has it"
             b.tell("not understood", name, hint)
         elif not any(row.flag == flag for row in b.rows):
-            remark = "implied by the other flags" if given.values else "decided with the other flags"
+            was_read = name in b.read
+            remark = "decided together with the other flags" if was_read else "this kind of model does not read it"
             b.tell("not needed", name, remark)
 
 

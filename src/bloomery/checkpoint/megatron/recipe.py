@@ -7,6 +7,7 @@ from typing import Any
 
 from bloomery.checkpoint.megatron.builder import Builder
 from bloomery.checkpoint.megatron.ds_config import DsConfig
+from bloomery.checkpoint.megatron.flags import Row
 from bloomery.checkpoint.megatron.model import fill_model, fill_tokenizer
 from bloomery.checkpoint.megatron.shell_expand import shown
 
@@ -170,15 +171,19 @@ def _sources(b: Builder, flag: str) -> list[dict[str, Any]]:
 
 
 def _no_data(b: Builder) -> bool:
-    weighted = [name for name in ("train-weighted-split-paths", "train-weighted-split-paths-path") if b.has(name)]
-    for name in (*weighted, *(n.replace("train", "valid", 1) for n in weighted)):
+    """Without sources there is no `data` section, so whatever belongs to it is left out, and told."""
+    named = ("weighted-split-paths", "weighted-split-paths-path")
+    for name in (*(f"{part}-{kind}" for kind in named for part in ("train", "valid")), "valid-data-path", "split"):
         if b.has(name):
-            b.tell(
-                "left out", name, "weighted ranges of documents: add `data:` with train and validation to the recipe"
-            )
-    b.raw.pop("data", None)
+            what = "weighted ranges of documents: " if "weighted" in name else ""
+            b.tell("left out", name, f"{what}add `data:` with train and validation to the recipe")
+    for number, row in enumerate(b.rows):
+        if row.field.startswith("data.") and row.flag:
+            remark = f"add it to `data:` as {row.field.removeprefix('data.')}: {row.result}"
+            b.rows[number] = Row("left out", row.flag, row.value, remark=remark)
+    b.rows = [row for row in b.rows if not row.field.startswith("data.")]
     b.places = {path: place for path, place in b.places.items() if not path.startswith("data.")}
-    b.rows = [row for row in b.rows if not (row.field.startswith("data.") and row.kind in ("mapped", "default"))]
+    b.raw.pop("data", None)
     return False
 
 
