@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -20,6 +21,8 @@ from bloomery.config.recipe import ModelSection
 from bloomery.launch.local import run_local_ranks
 from bloomery.model.build import build_model
 from bloomery.parallel.environment import Started, first_host, started_as
+from bloomery.parallel.mesh import alone
+from bloomery.parallel.runner import Runner
 from bloomery.parallel.tensor import CUTS, cut_of
 from bloomery.sizing.check import load_checked_recipe
 from bloomery.sizing.elastic import fit
@@ -114,6 +117,8 @@ def test_ranks_are_read_from_torchrun_and_from_srun_but_not_from_a_batch_script(
     assert started_as(step) == Started(6, 8, 2, 4, "gpu017", 15_077)
     assert started_as({**step, **address}) == Started(6, 8, 2, 4, "head", 1234)
     assert first_host("a1-[3,5]-x,b") == "a1-3-x"
+    assert first_host("r[1-2]n[3-4],s1") == "r1n3"
+    assert started_as({**step, "SLURM_STEP_NUM_TASKS": "1"}) is None
     assert first_host("node7") == "node7"
 
 
@@ -152,6 +157,38 @@ def test_data_that_one_rank_cannot_read_is_an_error_of_all_after_a_save(workshop
     assert run_ranks(workshop, *TWO, command=rank_commands.broken_data_on_rank_1) == exit_codes.DATA
     assert said(workshop).count("shard train.bin has gone") == 1
     assert (workshop.folder / "run" / "checkpoints" / "latest").read_text().strip() == "step-00000003"
+
+
+def test_validation_that_one_rank_cannot_read_is_an_error_of_all_after_a_save(workshop: Workshop) -> None:
+    evaluates = ("data.validation={v: [{path: valid}]}", "train.evaluate={every: 3 steps}")
+    command = rank_commands.broken_validation_on_rank_1
+    assert run_ranks(workshop, *TWO, *evaluates, command=command) == exit_codes.DATA
+    assert said(workshop).count("shard valid.bin has gone") == 1
+    assert (workshop.folder / "run" / "checkpoints" / "latest").read_text().strip() == "step-00000003"
+
+
+def test_no_two_ranks_and_stages_draw_the_same_dropout() -> None:
+    """Ranks that see other tokens, heads or layers must drop other units; one that is resumed must drop the same."""
+    drawn = {}
+    for stage in range(4):
+        for dp in range(2):
+            for cp in range(2):
+                for tp in range(2):
+                    mesh = replace(alone(), pp=stage % 2, dp=dp, cp=cp, tp=tp)
+                    options = {"device": torch.device("cpu"), "seq_length": 4, "num_sources": 1, "dropout_seed": 7}
+                    runner = Runner(None, None, mesh, **options)  # type: ignore[arg-type]
+                    draws = []
+                    for _ in range(2):
+                        runner._seed_dropout(3, 1, stage)
+                        draws.append(tuple(torch.rand(3).tolist()))
+                    assert draws[0] == draws[1]
+                    drawn[stage, dp, cp, tp] = draws[0]
+    assert len(set(drawn.values())) == len(drawn) == 32
+
+
+def test_a_mistake_that_all_ranks_see_is_told_once(workshop: Workshop) -> None:
+    assert run_ranks(workshop, "parallel.tp=2", "precision=fp8") == exit_codes.USAGE
+    assert said(workshop).count("precision is fp8") == 1
 
 
 @pytest.mark.parametrize(("action", "code"), [("stop", exit_codes.DIVERGED), ("warn", exit_codes.OK)])

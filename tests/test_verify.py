@@ -66,9 +66,11 @@ def test_the_command_passes_and_writes_its_certificate(
     assert code == 0, out
     assert "3 of 3 layouts equal one rank" in out
     assert "dropout 0.1: masks depend on the layout, verified with dropout 0" in out
+    assert "; not verified: dropout 0.1. Certificate" in out
     written = json.loads((tmp_path / "certificate.json").read_text())
     assert written["verdict"] == "pass"
     assert not written["reasons"]
+    assert written["not_verified"] == ["dropout 0.1"]
     assert written["fingerprint"] == fingerprint(load_checked_recipe(source).recipe)
     assert written["clipping"]["bound_on_every_step"] is True
     assert written["shrunk"]["model.dropout"] == {"from": 0.1, "to": 0.0}

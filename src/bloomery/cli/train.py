@@ -70,7 +70,7 @@ def _recipe(args: argparse.Namespace, started: Started | None) -> Recipe:
     recipe = checked.recipe
     if started is None or started.size == world_size(recipe):
         return recipe
-    nodes = max(1, started.size // started.local_size)
+    nodes = started.size // started.local_size if started.size % started.local_size == 0 else 1  # uneven: all as one
     fitted = fit(recipe, checked.draft, nodes=nodes, ranks_per_node=started.size // nodes)
     if fitted is None:
         what = f"{started.size} ranks were started, and no layout of them can train this recipe"

@@ -73,6 +73,8 @@ def _stop_with_launcher(alive: Connection) -> None:
         alive.recv()
     except (EOFError, OSError):
         os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(_LAST_WORDS_SECONDS)  # who waits for another rank cannot hear a signal
+        os._exit(exit_codes.LOST_RANK)
 
 
 def _watch(ranks: Sequence[BaseProcess]) -> int:
@@ -116,9 +118,15 @@ def _code(rank: BaseProcess) -> int:
 
 @contextmanager
 def _signals_forwarded(ranks: Sequence[BaseProcess]) -> Iterator[None]:
+    asked_before = False
+
     def forward(number: int, frame: Any) -> None:
+        """A second request to end does not wait for ranks that do not answer."""
+        nonlocal asked_before
+        again = asked_before and number != signal.SIGUSR1
+        asked_before = asked_before or number != signal.SIGUSR1
         for rank in ranks:
-            _signal(rank, signal.Signals(number))
+            _signal(rank, signal.SIGKILL if again else signal.Signals(number))
 
     if threading.current_thread() is not threading.main_thread():
         yield

@@ -26,7 +26,7 @@ def started_as(environment: Mapping[str, str] = os.environ) -> Started | None:
     """The rank that a launcher gave this process; None when it was started alone.
 
     torchrun's names come first, so that a user's own MASTER_ADDR and MASTER_PORT win. Slurm counts only inside `srun`:
-    a batch script carries SLURM_PROCID too, but is one process.
+    a batch script carries SLURM_PROCID too, but is one process, and so is a step of one task.
     """
     if "RANK" in environment and "WORLD_SIZE" in environment:
         size = int(environment["WORLD_SIZE"])
@@ -38,8 +38,8 @@ def started_as(environment: Mapping[str, str] = os.environ) -> Started | None:
             address=environment.get("MASTER_ADDR", "127.0.0.1"),
             port=int(environment.get("MASTER_PORT", "29500")),
         )
-    if "SLURM_STEP_NUM_TASKS" in environment and "SLURM_STEP_ID" in environment:
-        job = int(environment.get("SLURM_JOB_ID", "0"))
+    if int(environment.get("SLURM_STEP_NUM_TASKS", "1")) > 1 and "SLURM_STEP_ID" in environment:
+        job = int(environment.get("SLURM_JOB_ID", "0")) + 101 * int(environment["SLURM_STEP_ID"])
         nodes = environment.get("SLURM_STEP_NODELIST", "127.0.0.1")
         return Started(
             rank=int(environment["SLURM_PROCID"]),
@@ -54,8 +54,8 @@ def started_as(environment: Mapping[str, str] = os.environ) -> Started | None:
 
 def first_host(nodes: str) -> str:
     """The first name of a Slurm node list: `gpu[017-020,031],login1` gives gpu017."""
-    head = re.match(r"([^,\[]+)(?:\[(\w+)[^\]]*\]([^,]*))?", nodes)
-    return "127.0.0.1" if head is None else head[1] + (head[2] or "") + (head[3] or "")
+    first = re.match(r"(?:[^,\[]|\[[^\]]*\])+", nodes)
+    return re.sub(r"\[(\w+)[^\]]*\]", r"\1", first[0]) if first else "127.0.0.1"
 
 
 def _tasks_here(environment: Mapping[str, str]) -> int:

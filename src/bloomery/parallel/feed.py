@@ -33,7 +33,7 @@ class Feed:
         told = [float(problems is not None), *counts, *[0.0] * (_MOST_TARGETS - len(counts))]
         failed, *totals = self._ranks.sum(told)
         if failed:
-            raise DataError(_told_by_all(self._ranks.gather(problems))).told_once(self._ranks.rank)
+            raise _common_error(self._ranks, problems)
         assert batch is not None
         return replace(batch, counts={name: int(total) for name, total in zip(batch.counts, totals, strict=False)})
 
@@ -44,21 +44,33 @@ class Feed:
         self._loader.close()
 
 
-def validation_batches(source: Source, num_samples: int, *, micro_batch_size: int, mesh: Mesh) -> Iterator[GlobalBatch]:
-    """This replica's share of exactly the first `num_samples`, one micro-batch at a time, whatever the layout."""
+def validation_batches(
+    source: Source, num_samples: int, *, micro_batch_size: int, mesh: Mesh, ranks: Ranks
+) -> Iterator[GlobalBatch]:
+    """This replica's share of exactly the first `num_samples`, one micro-batch at a time, whatever the layout.
+    DataError on every rank if any could not read."""
     window = micro_batch_size * mesh.layout.dp
     for first in range(0, num_samples, window):
-        yield read_batch(
-            source,
-            first,
-            window,
-            micro_batch_size=micro_batch_size,
-            replica=mesh.dp,
-            replicas=mesh.layout.dp,
-            end=num_samples,
-        )
+        batch, problems = None, None
+        try:
+            batch = read_batch(
+                source,
+                first,
+                window,
+                micro_batch_size=micro_batch_size,
+                replica=mesh.dp,
+                replicas=mesh.layout.dp,
+                end=num_samples,
+            )
+        except DataError as error:
+            problems = error.problems
+        if ranks.sum([float(problems is not None)])[0]:
+            raise _common_error(ranks, problems)
+        assert batch is not None
+        yield batch
 
 
-def _told_by_all(told: list[list[Problem] | None]) -> list[Problem]:
-    """Every problem once; who cannot go on because of another says nothing new."""
-    return list(dict.fromkeys(problem for problems in told for problem in problems or ()))
+def _common_error(ranks: Ranks, problems: list[Problem] | None) -> DataError:
+    """Every problem of every rank once; who cannot go on because of another says nothing new."""
+    told: list[list[Problem] | None] = ranks.gather(problems)
+    return DataError(list(dict.fromkeys(one for each in told for one in each or ()))).told_once(ranks.rank)

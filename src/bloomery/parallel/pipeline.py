@@ -67,12 +67,12 @@ class PipelineExecution:
         self._outputs = outputs
         self._device = device
         self._micro_batches: Sequence[Batch] = ()
-        self._seed: Seed = lambda i: None
+        self._seed: Seed = lambda i, stage: None
         self._loss_of: Callable[[RowLosses], Tensor] | None = None
         self._found: dict[int, RowLosses] = {}
         self._schedule: tuple[int, Any] | None = None
         for number, stage in self._stages.items():
-            stage.register_forward_pre_hook(self._feeder(is_first=number == 0), with_kwargs=True, prepend=True)
+            stage.register_forward_pre_hook(self._feeder(number), with_kwargs=True, prepend=True)
 
     def train(
         self, micro_batches: Sequence[Batch], loss_of: Callable[[RowLosses], Tensor], seed: Seed
@@ -88,7 +88,7 @@ class PipelineExecution:
 
     def evaluate(self, micro_batches: Sequence[Batch]) -> list[RowLosses]:
         """One micro-batch after the other: rare enough for a bubble, and the same for every schedule."""
-        self._micro_batches, self._seed = micro_batches, lambda i: None
+        self._micro_batches, self._seed = micro_batches, lambda i, stage: None
         for stage in self._stages.values():
             stage.eval()
         found = []
@@ -116,17 +116,17 @@ class PipelineExecution:
         assert self._mesh.pp_group is not None
         return dist.get_global_rank(self._mesh.pp_group, stage % self._mesh.layout.pp)
 
-    def _feeder(self, *, is_first: bool) -> Callable[..., tuple[tuple[Tensor, ...], dict[str, Tensor]]]:
+    def _feeder(self, stage: int) -> Callable[..., tuple[tuple[Tensor, ...], dict[str, Tensor]]]:
         """A hook that turns (hidden states, number of the micro-batch) into what the model is called with."""
 
         def feed(
             _: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Any]
         ) -> tuple[tuple[Tensor, ...], dict[str, Tensor]]:
             number = int(kwargs["micro_batch"])
-            self._seed(number)
+            self._seed(number, stage)
             inputs = dict(self._micro_batches[number].inputs)
             tokens = inputs.pop("tokens")
-            return (tokens if is_first else args[0],), inputs
+            return (tokens if stage == 0 else args[0],), inputs
 
         return feed
 

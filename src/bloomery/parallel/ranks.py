@@ -55,6 +55,8 @@ class DistributedRanks:
         answers = self._roll_call()
         missing = [str(rank) for rank, answer in enumerate(answers) if not answer]
         what = f"rank {', '.join(missing) or '?'} of {self.size} is lost"
+        if answers and not missing:
+            what = f"all {self.size} ranks are alive, but they waited for different things or one was too slow"
         if not answers:
             what = f"rank 0 of {self.size} is gone: it was lost, or it left because another rank was"
         rule = f"rank {self.rank} cannot go on alone ({_short(error)})"

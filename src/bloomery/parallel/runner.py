@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -38,7 +39,7 @@ class Execution(Protocol):
         self, micro_batches: Sequence[Batch], loss_of: Callable[[RowLosses], Tensor], seed: Seed
     ) -> list[RowLosses]:
         """Forward and backward, of `loss_of(rows)`. The row losses of each, where this rank has the end of the model;
-        otherwise nothing. Calls `seed(i)` before micro-batch i."""
+        otherwise nothing. Calls `seed(i, stage)` before micro-batch i enters a stage."""
         ...
 
     def evaluate(self, micro_batches: Sequence[Batch]) -> list[RowLosses]:
@@ -46,7 +47,7 @@ class Execution(Protocol):
         ...
 
 
-Seed = Callable[[int], None]
+Seed = Callable[[int, int], None]
 
 
 class Runner:
@@ -80,7 +81,7 @@ class Runner:
             return torch.stack(parts).sum() * loss_scale
 
         self.gradients.clear()
-        found = self._execution.train(self._own(batch), loss_of, lambda i: self._seed_dropout(step, i))
+        found = self._execution.train(self._own(batch), loss_of, partial(self._seed_dropout, step))
         self.gradients.complete()
         sums = self._sums(found, list(batch.counts))
         sources = self._by_source(found, batch)
@@ -137,10 +138,10 @@ class Runner:
                 sums[1].index_add_(0, index, tokens)
         return sums
 
-    def _seed_dropout(self, step: int, micro_batch: int) -> None:
+    def _seed_dropout(self, step: int, micro_batch: int, stage: int) -> None:
         """Dropout depends on where training stands, not on what ran before: a resumed run drops the same units. Ranks
         that see other tokens, heads or layers drop others, so masks depend on the layout."""
         if self._dropout_seed is not None:
-            place = f"{self._mesh.pp}/{self._mesh.dp}/{self._mesh.cp}/{self._mesh.tp}"
+            place = f"{stage}/{self._mesh.dp}/{self._mesh.cp}/{self._mesh.tp}"
             key = f"{self._dropout_seed}/{step}/{micro_batch}" + ("" if place == "0/0/0/0" else f"/{place}")
             torch.manual_seed(int.from_bytes(hashlib.blake2b(key.encode(), digest_size=8).digest(), "little") >> 1)

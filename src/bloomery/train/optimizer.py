@@ -70,7 +70,11 @@ class Optimizer:
         ]
         beta1, beta2 = section.betas
         self._adamw = torch.optim.AdamW(
-            [group for group in groups if group["params"]], lr=0.0, betas=(beta1, beta2), eps=section.eps, fused=True
+            [group for group in groups if group["params"]] or [{"params": self._masters[:1]}],  # all of them empty
+            lr=0.0,
+            betas=(beta1, beta2),
+            eps=section.eps,
+            fused=True,
         )
         for master in self._masters:  # made now, so that a checkpoint can be loaded before the first step
             self._adamw.state[master] = {

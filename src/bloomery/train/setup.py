@@ -13,7 +13,7 @@ import torch
 
 import bloomery
 from bloomery.base.accelerator import device_name, out_of_memory_problem
-from bloomery.base.errors import BloomeryError, Problem, RecipeError, StorageError
+from bloomery.base.errors import BloomeryError, LostRankError, Problem, RecipeError, StorageError
 from bloomery.base.ranks import ALONE, Ranks, every_rank_does, first_rank_does
 from bloomery.base.storage import locked, make_run_folder, write_atomically
 from bloomery.base.units import Duration, format_count
@@ -66,7 +66,7 @@ def prepared_run(
 ) -> Iterator[tuple[Run, TrainState]]:
     """A run ready for `train`, resumed from its newest checkpoint, or from the one named `start_from`; closed at the
     end, come what may. One training at a time may hold a run folder; its rank 0 holds it and does the telling."""
-    refuse_what_cannot_be_done(recipe, device)
+    every_rank_does(ranks, lambda: refuse_what_cannot_be_done(recipe))
     plan, layout = TrainingPlan.of(recipe), Layout.of(recipe, ranks.size)
     with ExitStack() as closing:
         first_rank_does(ranks, lambda: _take_folder(folder, closing))
@@ -123,6 +123,7 @@ def prepared_run(
                         samples[group],
                         micro_batch_size=recipe.batch.micro_batch_size,
                         mesh=mesh,
+                        ranks=ranks,
                     ),
                     ranks=ranks,
                     saver=saver,
@@ -217,7 +218,8 @@ def _finishing(saver: Saver) -> Callable[..., None]:
     """Whatever ended the training, a save on its way is worth a moment; unless a user wants to leave at once."""
 
     def finish(kind: type[BaseException] | None, *_: object) -> None:
-        if kind is None or issubclass(kind, Exception):
+        lost = kind is not None and issubclass(kind, LostRankError)  # its part will never come
+        if kind is None or (issubclass(kind, Exception) and not lost):
             saver.wait(at_most_seconds=_LAST_MOMENT_SECONDS)
 
     return finish
@@ -285,7 +287,7 @@ def _stop_rules(recipe: Recipe, plan: TrainingPlan, folder: Path, optimizer: Opt
     )
 
 
-def refuse_what_cannot_be_done(recipe: Recipe, device: torch.device) -> None:
+def refuse_what_cannot_be_done(recipe: Recipe) -> None:
     """RecipeError for everything in the recipe that this version of `train` would have to ignore."""
     problems = []
     if recipe.precision == "fp8":

@@ -63,6 +63,12 @@ class Certificate:
     def verdict(self) -> str:
         return "fail" if self.reasons else "pass"
 
+    @property
+    def not_verified(self) -> list[str]:
+        """What the recipe uses and no layout promises to repeat."""
+        dropout = self.recipe.model.dropout
+        return [f"dropout {dropout}"] if dropout else []
+
     def to_json(self) -> dict[str, Any]:
         return {
             "verdict": self.verdict,
@@ -80,6 +86,7 @@ class Certificate:
             "device": self.device,
             "steps": self.steps,
             "shrunk": {path: {"from": old, "to": new} for path, (old, new) in self.shrunk.changes.items()},
+            "not_verified": self.not_verified,
             "remarks": self.shrunk.remarks,
             "tolerances": TOLERANCES,
             "clipping": {

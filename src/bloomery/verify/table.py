@@ -72,6 +72,6 @@ def _foot(certificate: Certificate) -> list[str]:
     passed = sum(not row.reasons for row in certificate.rows)
     lines.append(
         f"{certificate.verdict}: {passed} of {len(certificate.rows)} layouts equal one rank ({bounds}) in "
-        f"{certificate.seconds:.0f} s"
+        f"{certificate.seconds:.0f} s" + "".join(f"; not verified: {each}" for each in certificate.not_verified)
     )
     return lines
