@@ -99,7 +99,8 @@ def test_the_page_is_whole_and_fetches_nothing() -> None:
 def test_two_ranks_are_really_trained(workshop: Workshop, command: Command) -> None:
     recipe = yaml.safe_load(workshop.recipe.read_text())
     recipe |= {
-        "train": {"for": "100 steps"},
+        "train": {"for": "100 steps", "evaluate": {"every": "2 steps"}},
+        "data": {"train": [{"path": "train"}], "validation": {"v": [{"path": "valid"}]}},
         "lr": {"peak": 1e-3},
         "batch": {"micro_batch_size": 2, "global_batch_size": 8},
     }

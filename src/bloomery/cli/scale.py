@@ -122,6 +122,8 @@ def _recipes(args: argparse.Namespace, counts: Sequence[int]) -> dict[int, tuple
             *(f"train.exit_after={args.steps + _WARM_UP_STEPS} steps", "train.evaluate=null"),
             *("monitor.carbon=null", "monitor.tensorboard=false"),
         ]
+        if draft is not None and draft.data is not None and draft.data.validation:
+            overrides.append("data.validation={}")
         if args.weak and draft is not None:
             overrides.append(f"batch.global_batch_size={draft.batch.global_batch_size * count // counts[0]}")
         try:
