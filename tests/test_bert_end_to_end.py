@@ -182,3 +182,17 @@ def test_the_exported_folder_is_bert_for_pretraining(
     assert tokenizer.convert_ids_to_tokens(int(straight.prediction_logits[0, place].argmax())) in PEOPLE.values()
     assert straight.seq_relationship_logits.argmax().item() == 0
     assert exchanged.seq_relationship_logits.argmax().item() == 1
+
+
+def test_an_export_with_another_tokenizer_is_refused(
+    trained: Path, inside: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of the same size, so that only its content tells it apart from the one it was trained with."""
+    (inside / "other").mkdir()
+    *words, first, last = PIECES
+    (inside / "other" / "vocab.txt").write_text("\n".join([*words, last, first]) + "\n")
+    assert main(["export", str(trained), "refused", "--tokenizer", "other"]) == 3
+    said = capsys.readouterr().err
+    assert "was trained with" in said
+    assert "--tokenizer" in said
+    assert not (inside / "refused").exists()

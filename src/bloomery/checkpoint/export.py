@@ -59,7 +59,7 @@ def export_checkpoint(
     folder = find_checkpoint(checkpoint)
     verify(folder)
     recipe, state = read_recipe_of(folder), read_state(folder)
-    tokenizer = tokenizer_of(recipe, tokenizer_path)
+    tokenizer = tokenizer_of(folder, recipe, tokenizer_path)
     shapes = {
         name: tuple(t.shape)
         for name, t in to_hf(dict(build_model(recipe.model).named_parameters()), recipe.model).items()

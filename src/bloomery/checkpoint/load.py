@@ -13,7 +13,7 @@ from torch import nn
 
 from bloomery.base.errors import DataError, Problem
 from bloomery.base.piece import Piece
-from bloomery.checkpoint.folder import verify
+from bloomery.checkpoint.folder import MANIFEST, verify
 from bloomery.checkpoint.index import SavedPiece, box_of, read_index
 from bloomery.checkpoint.tensor_file import TensorFile
 from bloomery.config.load import load_recipe
@@ -88,8 +88,8 @@ def load_model(folder: Path, *, device: torch.device) -> tuple[Recipe, nn.Module
     return recipe, model.eval()
 
 
-def tokenizer_of(recipe: Recipe, path: str | None = None) -> Tokenizer:
-    """The tokenizer at `path`, else the recipe's."""
+def tokenizer_of(folder: Path, recipe: Recipe, path: str | None = None) -> Tokenizer:
+    """The tokenizer at `path`, else the recipe's; the one that this checkpoint was trained with, or DataError."""
     where = path or (recipe.tokenizer.path if recipe.tokenizer else None)
     if where is None:
         raise DataError(Problem("the recipe names no tokenizer", remedy="give one with --tokenizer"))
@@ -99,4 +99,10 @@ def tokenizer_of(recipe: Recipe, path: str | None = None) -> Tokenizer:
             f"the tokenizer has {tokenizer.vocab_size} entries but the model's vocabulary is {recipe.model.vocab_size}"
         )
         raise DataError(Problem(what, remedy="give the one it was trained with, with --tokenizer", place=where))
+    trained_with = json.loads((folder / MANIFEST).read_text()).get("tokenizer")
+    if trained_with is not None and tokenizer.content_hash != trained_with:
+        own, other = tokenizer.content_hash[:12], trained_with[:12]
+        what = f"the tokenizer has the hash {own}, but {folder.name} was trained with {other}"
+        rule = "with another one its tokens would mean other texts"
+        raise DataError(Problem(what, rule, "give the one it was trained with, with --tokenizer", where))
     return tokenizer

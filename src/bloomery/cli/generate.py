@@ -52,10 +52,11 @@ def continue_text(args: argparse.Namespace) -> str:
     if any("\ud800" <= letter <= "\udfff" for letter in args.prompt):
         raise RecipeError(Problem("--prompt is not UTF-8", remedy="write it in UTF-8", place="command line"))
     device = pick_device(args.device)
-    recipe, model = load_model(find_checkpoint(args.checkpoint), device=device)
+    folder = find_checkpoint(args.checkpoint)
+    recipe, model = load_model(folder, device=device)
     if recipe.model.family == "bert":
         raise RecipeError(Problem("this checkpoint is a bert", "an encoder cannot continue a text"))
-    tokenizer = tokenizer_of(recipe, args.tokenizer)
+    tokenizer = tokenizer_of(folder, recipe, args.tokenizer)
     ids = tokenizer.encode_batch([args.prompt])[0].tolist() or [tokenizer.eod_id]
     tokens = generate(
         model,

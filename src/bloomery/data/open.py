@@ -34,6 +34,8 @@ class OpenData:
     """The training stream's blend, whose state belongs into the checkpoint; None for orders without state."""
     warnings: list[str]
     """What could not be checked."""
+    tokenizer_hash: str | None
+    """Of the tokenizer whose tokens are trained on; None if that is not known."""
 
 
 @contextmanager
@@ -67,7 +69,7 @@ def open_data(
             validation = {
                 name: opening.megatron.stream(sections[name], sources, "validation") for name, sources in groups.items()
             }
-            yield OpenData(stream, validation, None, opening.warnings)
+            yield OpenData(stream, validation, None, opening.warnings, opening.tokenizer_hash())
             return
         blend = TimelessBlend.start(_weights(data.train))
         if blend_state is not None:
@@ -75,7 +77,7 @@ def open_data(
         validation = {
             name: Stream(sources, TimelessBlend.start(_weights(sections[name]))) for name, sources in groups.items()
         }
-        yield OpenData(Stream(train, blend), validation, blend, opening.warnings)
+        yield OpenData(Stream(train, blend), validation, blend, opening.warnings, opening.tokenizer_hash())
     finally:
         opening.close()
 
@@ -157,9 +159,16 @@ class _Opening:
             self.warnings.append(f"{path} has no manifest ({place}): {what}")
             return
         vocab_size = self._recipe.model.vocab_size
-        tokenizer_hash = None if self._tokenizer is None else self._tokenizer.content_hash
-        self.problems += check_fits(manifest, tokenizer_hash=tokenizer_hash, vocab_size=vocab_size, place=place)
+        own = None if self._tokenizer is None else self._tokenizer.content_hash
+        self.problems += check_fits(manifest, tokenizer_hash=own, vocab_size=vocab_size, place=place)
         self.problems += check_describes(manifest, shard, place=place)
+
+    def tokenizer_hash(self) -> str | None:
+        """The recipe's tokenizer; without one, what the manifests say."""
+        if self._tokenizer is not None:
+            return self._tokenizer.content_hash
+        told = [manifest.tokenizer_hash for manifest in self._manifests.values() if manifest is not None]
+        return told[0] if told else None
 
     def _manifest(self, path: str) -> ShardManifest | None:
         if path not in self._manifests:

@@ -113,6 +113,7 @@ def _begin(run: Run, state: TrainState, tier: Tier, *, keep_all: bool = False) -
                 "consumed_samples": state.consumed_samples,
                 "consumed_tokens": state.consumed_samples * run.plan.seq_length,
                 "fingerprint": run.start_facts["fingerprint"],
+                "tokenizer": run.start_facts["tokenizer"],
                 "layout": {"ranks": run.ranks.size, **run.recipe.parallel.model_dump()},
                 "time": time.time(),
                 "validation": state.validation,

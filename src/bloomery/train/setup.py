@@ -102,7 +102,7 @@ def prepared_run(
             )
             closing.callback(loader.close)
             loader.seek(state.consumed_samples)
-            facts = _start_facts(recipe, device, ranks, past)
+            facts = {**_start_facts(recipe, device, ranks, past), "tokenizer": data.tokenizer_hash}
             journal.notice(_greeting(facts, plan, past))
             samples = _validation_samples(recipe, data.validation)
             yield (
