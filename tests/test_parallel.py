@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -28,7 +29,7 @@ from bloomery.sizing.check import load_checked_recipe
 from bloomery.sizing.elastic import fit
 from bloomery.sizing.layout import layout_overrides
 from bloomery.sizing.stages import stage_layers, stages_of_rank
-from conftest import SMALL, Workshop
+from conftest import SMALL, Workshop, start_training, wait_for_steps
 
 FAMILIES = ("gpt2", "bloom", "llama", "bert")
 TWO = ("launch={on: local, gpus_per_node: 2}", "batch={micro_batch_size: 2, global_batch_size: 8}")
@@ -131,6 +132,19 @@ def test_a_signal_to_one_rank_stops_all_at_one_step_with_a_save(workshop: Worksh
     assert run_ranks(workshop, *TWO) == exit_codes.OK
     assert run_ranks(workshop, *TWO, run="undisturbed") == exit_codes.OK
     assert workshop.losses(folder) == workshop.losses(workshop.folder / "undisturbed")
+
+
+def test_one_interrupt_that_arrives_twice_still_saves(workshop: Workshop) -> None:
+    """As from a terminal through `timeout` or a script, which pass on what the launcher has got already."""
+    run = workshop.folder / "run"
+    process = start_training(workshop, run, "parallel.tp=2")
+    wait_for_steps(run, 2, process)
+    process.send_signal(signal.SIGINT)
+    process.send_signal(signal.SIGINT)
+    assert process.wait(60) == exit_codes.OK
+    (stop,) = workshop.events(run, "stop")
+    assert stop["reason"] == "signal"
+    assert (run / "checkpoints" / "latest").exists()
 
 
 def test_a_killed_rank_is_named_ends_the_job_and_costs_only_the_steps_since_the_save(

@@ -20,6 +20,7 @@ from bloomery.base import exit_codes
 _FORWARDED = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 _GRACE_SECONDS = 6.0
 """After a rank died the others notice by themselves and say so; who has not after this time is waiting for ever."""
+_ONE_REQUEST_SECONDS = 3.0
 _LAST_WORDS_SECONDS = 120.0
 """After a rank ended with an error that all agreed on, the others finish what they are writing."""
 
@@ -118,13 +119,17 @@ def _code(rank: BaseProcess) -> int:
 
 @contextmanager
 def _signals_forwarded(ranks: Sequence[BaseProcess]) -> Iterator[None]:
-    asked_before = False
+    asked: float | None = None
 
     def forward(number: int, frame: Any) -> None:
-        """A second request to end does not wait for ranks that do not answer."""
-        nonlocal asked_before
-        again = asked_before and number != signal.SIGUSR1
-        asked_before = asked_before or number != signal.SIGUSR1
+        """A wrapper passes on what the terminal has sent already: at once, it is one request. A later one means that
+        the ranks do not answer."""
+        nonlocal asked
+        ends = number != signal.SIGUSR1
+        again = ends and asked is not None
+        if again and time.monotonic() - (asked or 0.0) < _ONE_REQUEST_SECONDS:
+            return
+        asked = time.monotonic() if ends and not again else asked
         for rank in ranks:
             _signal(rank, signal.SIGKILL if again else signal.Signals(number))
 

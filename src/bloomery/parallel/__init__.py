@@ -1,1 +1,1 @@
-"""Floor 4: everything that knows more than one rank; today the plain runner of one process."""
+"""Floor 4: everything that knows more than one rank. Begin with apply.py."""
