@@ -53,7 +53,7 @@ def save_for_ever(root: Path, rank: int, size: int, first_step: int, nonce: str,
     for step in range(first_step, first_step + 10_000):
         weight.fill_(float(step))
         pieces["step"].tensor.fill_(float(step))
-        saver.stage(pieces)
+        saver.stage()
         saver.persist(
             root,
             step=step,
@@ -143,8 +143,8 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", "-l", folder], check=True)
 
 
-def attempt(saver: Saver, root: Path, step: int, pieces: dict[str, Piece]) -> str:
-    saver.stage(pieces)
+def attempt(saver: Saver, root: Path, step: int) -> str:
+    saver.stage()
     saver.persist(root, step=step, state={}, recipe_yaml="")
     return str(saver.wait()[-1].error)
 
@@ -155,29 +155,29 @@ def test_a_full_disk_is_known_before_the_first_byte_and_ends_when_there_is_room(
     pieces = {"w": Piece.whole(torch.ones(100_000))}
     saver = Saver(pieces, device=CPU)
     root = small_disk / "checkpoints"
-    assert attempt(saver, root, 1, pieces) == "None"
-    assert attempt(saver, root, 2, pieces) == "None"
-    said = attempt(saver, root, 3, pieces)
+    assert attempt(saver, root, 1) == "None"
+    assert attempt(saver, root, 2) == "None"
+    said = attempt(saver, root, 3)
     assert "the checkpoint of step 3 could not be written: disk full" in said
     assert "about 390.7 KiB are needed" in said.lower() or "are needed" in said.lower()
     monkeypatch.setattr("bloomery.checkpoint.persist._require_room", lambda *_: None)  # as where room cannot be asked
-    said = attempt(saver, root, 3, pieces)
+    said = attempt(saver, root, 3)
     assert "No space left on device (ENOSPC)" in said  # the reservation
     assert {path.name for path in root.iterdir()} == {"latest", "step-00000001", "step-00000002"}
     folders.verify(root / "step-00000002")
     subprocess.run(["mount", "-o", "remount,size=8m", small_disk], check=True)
-    assert attempt(saver, root, 3, pieces) == "None"
+    assert attempt(saver, root, 3) == "None"
 
 
 def test_a_disk_that_turns_read_only_fails_the_save_and_keeps_the_older(small_disk: Path) -> None:
     pieces = {"w": Piece.whole(torch.ones(100))}
     saver = Saver(pieces, device=CPU)
-    assert attempt(saver, small_disk / "c", 1, pieces) == "None"
+    assert attempt(saver, small_disk / "c", 1) == "None"
     subprocess.run(["mount", "-o", "remount,ro", small_disk], check=True)
-    assert "Read-only file system (EROFS)" in attempt(saver, small_disk / "c", 2, pieces)
+    assert "Read-only file system (EROFS)" in attempt(saver, small_disk / "c", 2)
     assert newest_good([small_disk / "c"]).folder == small_disk / "c" / "step-00000001"
     subprocess.run(["mount", "-o", "remount,rw", small_disk], check=True)
-    assert attempt(saver, small_disk / "c", 2, pieces) == "None"
+    assert attempt(saver, small_disk / "c", 2) == "None"
 
 
 def test_a_zombie_training_is_stopped_by_a_newer_start(workshop: Workshop) -> None:

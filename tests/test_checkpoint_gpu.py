@@ -28,7 +28,7 @@ def test_the_moment_of_staging_is_saved_though_the_weights_change_at_once(tmp_pa
     for step in (1, 2, 3):
         for tensor in tensors.values():
             tensor.fill_(float(step))
-        saver.stage(pieces)
+        saver.stage()
         saver.persist(tmp_path, step=step, state={}, recipe_yaml="")
         saver.wait_staged()
         for tensor in tensors.values():
@@ -46,7 +46,7 @@ def test_staging_does_not_wait_for_the_device(tmp_path: Path) -> None:
     weight = torch.zeros(4096, 4096, device=device)
     pieces = {"w": Piece.whole(weight)}
     saver = Saver(pieces, device=device)
-    saver.stage(pieces)
+    saver.stage()
     saver.persist(tmp_path, step=0, state={}, recipe_yaml="")
     saver.wait()
     synchronize(device)
@@ -56,7 +56,7 @@ def test_staging_does_not_wait_for_the_device(tmp_path: Path) -> None:
     for _ in range(100):
         matrix = matrix @ matrix * 1e-4
     ended.record()
-    saver.stage(pieces)
+    saver.stage()
     saver.persist(tmp_path, step=1, state={}, recipe_yaml="")
     busy = not ended.query()  # the host came back while the device still computed
     (outcome,) = saver.wait()

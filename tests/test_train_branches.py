@@ -7,12 +7,16 @@ import os
 import signal
 import subprocess
 import sys
+from typing import Any
 
 import numpy as np
 import pytest
 
+from bloomery.checkpoint.saver import Saver
 from bloomery.data.shards import ShardWriter
 from bloomery.monitor.history import read_metrics
+from bloomery.parallel.runner import Runner
+from bloomery.train.state import PendingStep
 from checkpoints import assert_same_tensors, tensors_of
 from conftest import VOCAB, Workshop, start_training, wait_for_steps
 
@@ -95,7 +99,7 @@ def test_divergence_deletes_no_checkpoint_and_shows_its_nan(workshop: Workshop) 
     run = workshop.train("lr={peak: 1e38, schedule: constant}", "monitor.log_every=100 steps", keep, code=4)
     assert len(checkpoints(run)) >= 2
     records = workshop.metrics(run)
-    assert [record["nan_steps"] for record in records] == [1, 1, 1]
+    assert [record["nan_steps"] for record in records] == [1, 1, 1, 1]  # three, and the one that was under way
     text = (run / "logs" / "main_log.txt").read_text()
     assert "lm loss: NAN" in text
     assert "stopped at step" in text
@@ -173,3 +177,20 @@ def test_the_records_of_a_left_branch_do_not_come_back(workshop: Workshop) -> No
     workshop.train("monitor.log_every=20 steps", start_from="6")
     assert [record.step for record in read_metrics(run / "metrics.jsonl")] == [1, 2, 3, 4, 5, 6, 20]
     assert json.loads((run / "metrics.jsonl").read_text().splitlines()[13])["step"] == 14
+
+
+def test_a_save_does_not_wait_for_its_step(workshop: Workshop, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The device would be idle, and an idle stream starts again only behind the copies."""
+    calls: list[str] = []
+    for owner, name in ((Saver, "stage"), (Saver, "persist"), (Runner, "forward_backward"), (PendingStep, "read")):
+        original = getattr(owner, name)
+
+        def noted(*args: Any, original: Any = original, name: str = name, **named: Any) -> Any:
+            calls.append(name)
+            return original(*args, **named)
+
+        monkeypatch.setattr(owner, name, noted)
+    workshop.train("train.for=3 steps", "checkpoint.phases=[{every: 2 steps}]", "train.evaluate=null")
+    second = ["forward_backward", "read", "stage"]
+    third = ["forward_backward", "read", "persist"]
+    assert calls == ["forward_backward", *second, *third, "read", "stage", "persist"]

@@ -1,7 +1,7 @@
 """Save behind the back of training: a picture in host memory in an instant, the disk in a thread, one at a time.
 
     saver = Saver(pieces, ranks=ranks, device=device)      once, before the first step: allocates the host memory
-    saver.stage(pieces)                                    after the optimizer's step: queues the copies
+    saver.stage()                                          after the optimizer's step: queues the copies
     saver.persist(root, step=..., state=..., ...)          begins to write them
     saver.wait_staged()                                    before the optimizer changes what is being copied
     saver.poll()                                           now and then: what has come of it
@@ -97,7 +97,7 @@ class Saver:
         """The step whose save has begun last, if nobody has heard yet what came of it. The same on all ranks."""
         return self._flight.job.step if self._flight else None
 
-    def stage(self, pieces: Mapping[str, Piece]) -> None:
+    def stage(self) -> None:
         """Take the picture: the pieces as they are when the work queued on the device so far is done. `persist` must
         follow. All ranks call it in the same order; none waits for another.
 
@@ -106,7 +106,7 @@ class Saver:
         started = time.monotonic()
         self._staged = self._land(wait=True)
         if self._staged:
-            self._image.take(written_tensors(pieces))
+            self._image.take()
         self._stage_seconds = time.monotonic() - started
 
     def persist(

@@ -15,7 +15,8 @@ _BLOCK_BYTES = 2**28
 
 
 class HostImage:
-    """The bytes of a tensor file, in blocks of host memory that are allocated once and used again for every save."""
+    """The bytes of a file of these tensors, in blocks of host memory that are allocated once and used again for every
+    save."""
 
     def __init__(self, tensors: Mapping[str, Tensor], device: torch.device) -> None:
         self.layout = FileLayout.of(tensors)
@@ -23,30 +24,34 @@ class HostImage:
         rest = self.layout.data_bytes
         sizes = [_BLOCK_BYTES] * (rest // _BLOCK_BYTES) + ([rest % _BLOCK_BYTES] if rest % _BLOCK_BYTES else [])
         self._blocks = [host_memory(size, device) for size in sizes]
-        self._whole: dict[str, Tensor] = {}
-        """Where each tensor goes; those that lie across two blocks are not here but in `_cut`."""
-        self._cut: dict[str, list[Tensor]] = {}
+        self._copies: list[tuple[Tensor, Tensor]] = []
+        """(where to, what): tensors that lie in one block, and parts of those that lie across two."""
+        self._scattered: list[tuple[list[Tensor], Tensor]] = []
+        """The same for tensors across two blocks that do not lie in one stretch themselves: copied together first."""
         position = 0
         for name in self.layout.order:
-            parts = self._parts(position, tensors[name].nbytes)
-            position += tensors[name].nbytes
+            tensor = tensors[name]
+            parts = self._parts(position, tensor.nbytes)
+            position += tensor.nbytes
             if len(parts) == 1:
-                self._whole[name] = parts[0].view(tensors[name].dtype).view(tensors[name].shape)
-            else:
-                self._cut[name] = parts
+                self._copies.append((parts[0].view(tensor.dtype).view(tensor.shape), tensor))
+            elif tensor.is_contiguous():
+                self._copies += zip(
+                    parts, as_bytes(tensor).split_with_sizes([len(part) for part in parts]), strict=True
+                )
+            elif parts:
+                self._scattered.append((parts, tensor))
 
     @torch.no_grad()
-    def take(self, tensors: Mapping[str, Tensor]) -> None:
-        """Copy these tensors as they are when the work queued so far is done. They must be shaped like the first."""
-        assert tensors.keys() == self._whole.keys() | self._cut.keys(), "the tensors of a save do not change"
+    def take(self) -> None:
+        """Copy the tensors as they are when the work queued so far is done."""
+        targets, sources = ([pair[side] for pair in self._copies] for side in (0, 1))
         with self._queue.after_all_so_far():
-            for name, target in self._whole.items():
-                target.copy_(tensors[name], non_blocking=True)
-            for name, parts in self._cut.items():
-                source = as_bytes(tensors[name].contiguous())
-                for part in parts:
-                    part.copy_(source[: len(part)], non_blocking=True)
-                    source = source[len(part) :]
+            if targets:
+                torch._foreach_copy_(targets, sources, non_blocking=True)  # a loop in C++: a third of the host's time
+            for parts, tensor in self._scattered:
+                pieces = as_bytes(tensor.contiguous()).split_with_sizes([len(part) for part in parts])
+                torch._foreach_copy_(parts, pieces, non_blocking=True)
 
     def hold_back(self) -> None:
         """Whatever the device is told from now on happens after the copies. Costs the host nothing."""

@@ -10,6 +10,7 @@ import hashlib
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import chain, product
 from math import prod
@@ -86,11 +87,13 @@ def write_file(path: Path, layout: FileLayout, blocks: Iterable[memoryview]) -> 
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
     try:
         reserve(descriptor, layout.file_bytes)
-        for content in chain([memoryview(layout.header)], blocks):
-            for start in range(0, len(content), _BLOCK_BYTES):
-                block = content[start : start + _BLOCK_BYTES]
-                hasher.update(block)
-                write_all(descriptor, block)
+        with ThreadPoolExecutor(1, "bloomery-hash") as beside:  # hashing and writing take about the same time
+            for content in chain([memoryview(layout.header)], blocks):
+                for start in range(0, len(content), _BLOCK_BYTES):
+                    block = content[start : start + _BLOCK_BYTES]
+                    hashed = beside.submit(hasher.update, block)
+                    write_all(descriptor, block)
+                    hashed.result()
         sync(descriptor)
     finally:
         os.close(descriptor)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from functools import partial
 
 from bloomery.checkpoint.fence import FencedError
@@ -46,6 +47,7 @@ def save(run: Run, state: TrainState, *, last: bool = False, keep_all: bool = Fa
     if state.step not in (state.saved_step, state.saving_step):
         _begin(run, state, run.durable, keep_all=keep_all)
         if last:
+            settle(run, state)
             _wait_for_last_save(run, state)
     if last and run.uploader is not None:
         hear_of_uploads(run, run.uploader.wait(run.recipe.checkpoint.timeout.seconds))
@@ -94,11 +96,22 @@ def hear_of_saves(run: Run, state: TrainState, outcomes: list[SaveOutcome], *, l
 
 
 def _begin(run: Run, state: TrainState, tier: Tier, *, keep_all: bool = False) -> None:
+    """Take the picture now, and begin to write it when the numbers of this step are known, which is while the device
+    computes the next one. To wait for them here would leave the device idle, and more: on an H200 the main stream,
+    once idle, did not start again before the copies beside it were done (0.29 s for 16 GB)."""
     with run.meter.paused():
-        run.saver.stage(run.optimizer.pieces())  # the copies are queued before `settle` waits for the step to end
-    settle(run, state)
+        run.saver.stage()
     if tier is run.durable:
         state.saving_step = state.begun_step = state.step
+    persist = partial(_persist, run, state, tier, keep_all=keep_all)
+    if state.pending is None:
+        persist()
+    else:
+        state.pending = replace(state.pending, then=persist)
+
+
+def _persist(run: Run, state: TrainState, tier: Tier, *, keep_all: bool) -> None:
+    if tier is run.durable:
         _choose_cadence(run, state)
     blend = run.blend.state.to_json() if run.blend else None
     suspicious = keep_all or state.nan_steps_in_a_row > 0

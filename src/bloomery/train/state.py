@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -29,6 +29,8 @@ class PendingStep:
     """The names of those sources; empty without a blend."""
     ready: Any
     """Event that says when `values` has arrived; None on a CPU."""
+    then: Callable[[], None] | None = None
+    """What was put off until the numbers are counted: to begin writing a checkpoint."""
 
     def read(self) -> list[float]:
         if self.ready is not None:

@@ -57,7 +57,8 @@ def pass_over(run: Run, state: TrainState) -> None:
 
 
 def settle(run: Run, state: TrainState) -> None:
-    """Read the numbers of the step before, count them, judge them, log them. Does nothing when nothing is pending."""
+    """Read the numbers of the step before, count them, judge them, log them, and do what was put off until then. Does
+    nothing when nothing is pending."""
     pending, state.pending = state.pending, None
     if pending is None:
         return
@@ -93,6 +94,8 @@ def settle(run: Run, state: TrainState) -> None:
         except DivergedError as error:
             run.stop.request(StopReason("diverged", str(error)))
     run.log_if_due(pending, force=is_nan)
+    if pending.then is not None:
+        pending.then()
 
 
 def _on_its_way_to_the_host(losses: StepLosses, numbers: UpdateNumbers) -> dict[str, Any]:
