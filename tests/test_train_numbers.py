@@ -16,7 +16,7 @@ from bloomery.base.units import Amount
 from bloomery.config.recipe import LossScaleSection, OptimizerSection
 from bloomery.data.batch import IGNORED_LABEL, Batch, GlobalBatch
 from bloomery.model.loss import IGNORE, token_losses
-from bloomery.parallel.gradients import Gradients
+from bloomery.parallel.gradients import Gradients, count_zeros
 from bloomery.parallel.mesh import alone
 from bloomery.parallel.plain import PlainExecution
 from bloomery.parallel.runner import Runner
@@ -278,3 +278,11 @@ def test_a_diverging_run_shows_its_nan_saves_and_stops(workshop: Workshop, capsy
     text = (run / "logs" / "main_log.txt").read_text()
     assert "lm loss: NAN" in text or "lm loss: INF" in text
     assert "number of nan iterations:   1" in text
+
+
+def test_zeros_are_counted_one_by_one_in_large_tensors_too() -> None:
+    large = torch.ones(2**25 + 3)  # more than fp32 can count
+    large[[0, 5, 2**24, 2**25 + 2]] = 0.0
+    odd = torch.tensor([[0.0, -0.0, float("nan")], [float("inf"), 1e-45, 0.0]])
+    assert count_zeros([large, odd.T], device=odd.device).item() == 4 + 3
+    assert count_zeros([], device=odd.device).item() == 0
