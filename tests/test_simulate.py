@@ -13,6 +13,7 @@ import yaml
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.pipelining import ScheduleGPipe
 
+from bloomery.checkpoint.saver import Saver
 from bloomery.config.recipe import Recipe
 from bloomery.data.batch import GlobalBatch
 from bloomery.model.loss import LM_LOSS
@@ -153,7 +154,10 @@ def test_known_memory_is_what_a_real_optimizer_holds(recipe_of: Callable[..., Re
     held += Gradients(parts.weights, parts.mesh)._buffers or [torch.empty_like(w.piece.tensor) for w in parts.weights]
     storages = {each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in held}
     known = simulate._known_memory(recipe, parts, micro_batches=2)
+    saves = known.pop("saves")
     assert sum(storages.values()) == sum(known.values())
+    step_count = 4
+    assert Saver(optimizer.pieces(), device=torch.device("cpu")).host_bytes == saves + step_count
 
 
 def test_offloaded_state_is_counted_on_the_host(recipe_of: Callable[..., Recipe]) -> None:

@@ -103,6 +103,7 @@ def prepared_run(
             closing.callback(loader.close)
             loader.seek(state.consumed_samples)
             facts = {**_start_facts(recipe, device, ranks, past), "tokenizer": data.tokenizer_hash}
+            facts["save_host_bytes"] = saver.host_bytes
             journal.notice(_greeting(facts, plan, past))
             samples = _validation_samples(recipe, data.validation)
             yield (

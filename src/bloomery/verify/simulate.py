@@ -76,6 +76,8 @@ class RankMemory:
     """Everything, at the fullest moment of a step."""
     host: int
     """In host memory: masters and moments with parallel.offload."""
+    saves: int
+    """In host memory, pinned: the picture that a save writes, of the pieces that the rank alone saves."""
 
 
 @dataclass(frozen=True)
@@ -259,6 +261,7 @@ def _known_memory(recipe: Recipe, parts: Parallelised, micro_batches: int) -> di
     whole = sum(weight.parameter.numel() for weight in parts.weights)
     state = _FP32 * (_MOMENTS * pieces + len(parts.weights))
     offload = recipe.parallel.offload
+    saved = sum(weight.piece.tensor.numel() for weight in parts.weights if weight.piece.owned)
     known = {
         "masters": _FP32 * pieces,
         "compute_copies": 0 if dtype == torch.float32 else dtype.itemsize * pieces,
@@ -266,6 +269,7 @@ def _known_memory(recipe: Recipe, parts: Parallelised, micro_batches: int) -> di
         "reduced_gradients": 0,
         "optimizer": 0 if offload else state,
         "host": _FP32 * pieces + state if offload else 0,
+        "saves": _FP32 * (1 + _MOMENTS) * saved,
     }
     if parts.mesh.data is not None:
         known["compute_copies"] = 0 if zero == 3 else dtype.itemsize * whole

@@ -28,6 +28,7 @@ _MEMORY = {
     "activations": "activations, at peak",
     "peak": "peak of a step",
     "host": "host memory (offload)",
+    "saves": "host memory (saves)",
 }
 
 
