@@ -18,14 +18,19 @@ from bloomery.prepare.judge import Judge, difference
 from bloomery.prepare.pool import Child
 
 SAMPLE_DOCUMENTS = 2000
-SAMPLE_BYTES = 1 << 18
-"""What is compared before anything is encoded: this many of the first documents, or as many as have this much text."""
+"""What is compared before anything is encoded: at most so many of the first documents."""
 _PATIENCE_SECONDS = 60.0
 """For an encoder to encode the sample, which takes a fraction of one."""
 RECHECK_EVERY = 1000
 """Of the documents encoded, one in so many is compared."""
 RECHECK_BYTES = 1 << 20
 """Longer documents are not: the judge needs a second for each megabyte."""
+
+
+def sample_bytes(input_bytes: int) -> int:
+    """How much text of them: 64 to 256 KiB, so that checking takes a small part of the time also where all is quick."""
+    return min(max(input_bytes // 512, 1 << 16), 1 << 18)
+
 
 # fmt: off
 NASTY = (

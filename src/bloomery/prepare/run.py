@@ -20,7 +20,7 @@ from bloomery.data.origins import origins_path
 from bloomery.data.shards import PARTIAL, ShardWriter, token_dtype
 from bloomery.data.tokenizer import Tokenizer
 from bloomery.prepare.early import EarlyStart
-from bloomery.prepare.encoder import SAMPLE_BYTES, SAMPLE_DOCUMENTS, Chosen, choose_encoder
+from bloomery.prepare.encoder import SAMPLE_DOCUMENTS, Chosen, choose_encoder, sample_bytes
 from bloomery.prepare.judge import Judge
 from bloomery.prepare.merge import Merge
 from bloomery.prepare.origin import finished, planned_manifest, source_files
@@ -205,10 +205,10 @@ class _Preparation:
         """The first documents, to try encoders on."""
         reader = UnitReader(self._units[0], text_key=self._settings.text_key, skip_bad=True)
         texts: list[str] = []
-        size = 0
+        room = sample_bytes(sum(file.size for file in self._files))
         for text in next(reader.blocks(), Block()).texts[:SAMPLE_DOCUMENTS]:
-            texts.append(text[: SAMPLE_BYTES - size])
-            size += len(texts[-1])
+            texts.append(text[:room])
+            room -= len(texts[-1])
         return [text for text in texts if text]
 
     def _parts_by(self, chosen: Chosen, judge: Judge, units: Sequence[Unit]) -> dict[int, Part]:
