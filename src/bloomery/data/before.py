@@ -42,8 +42,8 @@ def blend_after(
 ) -> tuple[TimelessBlend, list[str]]:
     """The blend that goes on, and what to tell about it.
 
-    Samples of another length are other samples: no cursor can say which of them have been seen, and how much of them. So
-    a source whose cursor counts another length begins its next epoch, in which again every sample comes once.
+    Samples of another length are other samples, and no cursor can say which of them have been seen. So a source whose
+    cursor counts another length begins its next epoch, in which again every sample comes once.
     """
     assert before.blend is not None
     state, notices = before.blend, list[str]()

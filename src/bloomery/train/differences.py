@@ -10,6 +10,7 @@ from bloomery.base.units import Amount
 from bloomery.config.describe import as_dict
 from bloomery.config.families import ONLY_FOR
 from bloomery.config.recipe import DataSection, Recipe, SourceSection
+from bloomery.config.yaml_nodes import inline_yaml
 from bloomery.sizing.data_rules import source_key
 from bloomery.sizing.plan import TrainingPlan
 from bloomery.train.contract import Difference, rule_of
@@ -65,7 +66,7 @@ def _sequence_length(now: Recipe, then: Recipe, step: int) -> Iterator[Differenc
         return
     why = ""
     if now.model.family in _LEARNED_POSITIONS:
-        why = f"{now.model.family} has learned a vector for each of its {old} positions"
+        why = f"positions are learned in {now.model.family}: the checkpoint has a vector for each of its {old}"
     elif step and now.data is not None and now.data.order != "timeless":
         why = f"with data.order={now.data.order} the order of all samples follows from it: some would come twice"
     yield Difference("model.seq_length", old, new, why, is_fixed=bool(why))
@@ -99,15 +100,13 @@ def _cooldown_to_come(now: Side, then: Side, step: int) -> bool:
 
 
 def _amount(name: str, old: int, new: int, now: Recipe, then: Recipe) -> Difference:
-    written: Amount | None = getattr(now.lr, name)
-    before: Amount | None = getattr(then.lr, name)
-    if written is None and before is None:
-        why = f"it is the end of training, and train.for is {now.train.for_} and was {then.train.for_}"
-    elif written == before:
-        why = f"{written} come to another number of samples"
-    else:
-        why = f"the recipe says {written or 'null'} and said {before or 'null'}"
+    is_now, was = _said(getattr(now.lr, name), now), _said(getattr(then.lr, name), then)
+    why = f"it is {is_now} and was {was}" if is_now != was else f"it is {is_now}, which comes to other samples now"
     return Difference(f"lr.{name}", f"{old} samples", f"{new} samples", why)
+
+
+def _said(amount: Amount | None, recipe: Recipe) -> str:
+    return f"the end of training ({recipe.train.for_})" if amount is None else str(amount)
 
 
 def _sources(now: Recipe, then: Recipe) -> Iterator[Difference]:
@@ -142,6 +141,10 @@ def _skips(now: Side, then: Side, step: int) -> Iterator[Difference]:
     new, old = (
         [(first, min(last, step)) for first, last in side.plan.skip_ranges if first <= step] for side in (now, then)
     )
-    if new != old:
-        why = f"steps up to {step} are done: go back with --from to pass over one of them"
-        yield Difference("train.skip", then.recipe.train.skip, now.recipe.train.skip, why)
+    if new == old:
+        return
+    why = f"steps up to {step} are done: go back with --from to pass over one of them"
+    to_come = [(max(first, step + 1), last) for first, last in now.plan.skip_ranges if last > step]
+    back = [f"{first}-{last} steps" for first, last in [*old, *to_come]]
+    overrides = (f"train.skip={inline_yaml(back)}",)
+    yield Difference("train.skip", then.recipe.train.skip, now.recipe.train.skip, why, back=overrides)
