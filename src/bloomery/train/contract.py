@@ -1,5 +1,5 @@
 """What may change when a run goes on. Every field of the recipe is free, or changes only when it is asked for by name
-(`--change lr.peak`), or is fixed. This table is the only owner of that; docs/checkpoints.md shows it."""
+(`--change lr.peak`), or is fixed. This table is the only owner of that; docs/training.md shows it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ CONTRACT = (
     Rule(
         ("parallel", "launch", "batch.micro_batch_size", "train.compile"),
         "free",
-        "other ways to the same numbers",
+        "other ways to the same training; dropout is drawn anew for another micro-batch",
     ),
     Rule(
         ("train.for", "train.exit_after", "train.stop_after_nan_steps"),
@@ -58,11 +58,12 @@ CONTRACT = (
         "what is trained on; shares hold from the next sample on. Fixed with the orders `megatron` and `bigscience`",
     ),
     Rule(
-        ("model.seq_length", "model.rope_theta"),
+        ("model.seq_length",),
         "by name",
         "tokens of a sample; each source begins its next epoch. Fixed with learned positions (gpt2, bert) and with the "
         "orders `megatron` and `bigscience`",
     ),
+    Rule(("model.rope_theta",), "by name", "the rotary frequencies, which go with the sequence length"),
     Rule(("precision", "loss_scale", "model.dropout"), "by name", "how a step is computed"),
     Rule(("train.skip",), "by name", "only the part that lies in the past; ranges of steps to come are free"),
     Rule(
