@@ -84,7 +84,7 @@ def _recipe(args: argparse.Namespace, started: Started | None) -> Recipe:
     fitted = fit(recipe, checked.draft, nodes=nodes, ranks_per_node=started.size // nodes)
     if fitted is None:
         what = f"{started.size} ranks were started, and no layout of them can train this recipe"
-        rule = f"the global batch is {recipe.batch.global_batch_size} samples and never changes"
+        rule = f"the global batch is {recipe.batch.global_batch_size} samples, whatever the number of ranks"
         near = ranks_per_replica(recipe)
         raise RecipeError(Problem(what, rule, f"start a multiple of {near} ranks, or as many as divide the batch"))
     if fitted.reasons and started.rank == 0:
