@@ -65,6 +65,7 @@ def find_past(
     different = differences(now, then, step=state.step, same_tokenizer=same_tokenizer)
     if problems := refusals(different, changes, checkpoint=str(checkpoint)):
         raise DataError(problems)
+    assert then.plan.batch.consumed_after_step(state.step) == state.consumed_samples, "plan and checkpoint disagree"
     state.history = now.plan.history
     if recipe.precision != "fp16":
         state.loss_scale = None
