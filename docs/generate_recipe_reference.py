@@ -1,6 +1,7 @@
-"""Write the field tables of docs/recipe.md from the schema: `python docs/generate_recipe_reference.py`.
+"""Write the field tables of docs/recipe.md from the schema, and the table of docs/training.md that says what a run that
+goes on may change: `python docs/generate_recipe_reference.py`.
 
-The tables stand between two markers; the rest of the page is written by hand. A test fails while they are out of date.
+The tables stand between two markers; the rest of a page is written by hand. A test fails while they are out of date.
 """
 
 from __future__ import annotations
@@ -17,9 +18,9 @@ from bloomery.config import recipe
 from bloomery.config.families import ONLY_FOR, family_defaults
 from bloomery.config.meanings import meaning
 from bloomery.config.recipe import Recipe, Section
+from bloomery.train.contract import CONTRACT
 
-PAGE = Path(__file__).with_name("recipe.md")
-BEGIN, END = "<!-- fields: begin -->", "<!-- fields: end -->"
+PAGE, CONTRACT_PAGE = Path(__file__).with_name("recipe.md"), Path(__file__).with_name("training.md")
 _ALIASES = {
     recipe.AnyAmount: "amount (steps, samples, tokens)",
     recipe.Steps: "amount (steps)",
@@ -37,12 +38,20 @@ _NO_LIMIT = 10**12
 
 def main() -> None:
     PAGE.write_text(updated(PAGE.read_text()))
+    CONTRACT_PAGE.write_text(updated(CONTRACT_PAGE.read_text(), "contract", contract()))
 
 
-def updated(page: str) -> str:
-    """The page with fresh tables."""
-    before, rest = page.split(BEGIN)
-    return f"{before}{BEGIN}\n\n{tables()}\n{END}{rest.split(END)[1]}"
+def updated(page: str, name: str = "fields", table: str = "") -> str:
+    """The page with a fresh table between the markers of this name; by default, all fields of the recipe."""
+    begin, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
+    before, rest = page.split(begin)
+    return f"{before}{begin}\n\n{table or tables()}\n{end}{rest.split(end)[1]}"
+
+
+def contract() -> str:
+    """Who may change what when a run goes on: one row for each rule."""
+    rows = [f"| {rule.kind} | {', '.join(f'`{name}`' for name in rule.fields)} | {rule.why} |" for rule in CONTRACT]
+    return "\n".join(["| may change | fields | why |", "|---|---|---|", *rows, ""])
 
 
 def tables() -> str:

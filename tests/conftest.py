@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -73,10 +73,12 @@ class Workshop:
         code: int = 0,
         device: str | None = "cpu",
         start_from: str | None = None,
+        changes: Sequence[str] = (),
     ) -> Path:
         """`bloomery train` in this process; the run folder. Fails unless it ends with `code`."""
         where = ["--run-dir", str(self.folder / run), "--quiet", *(["--device", device] if device else [])]
         where += ["--from", start_from] if start_from else []
+        where += [word for field in changes for word in ("--change", field)]
         ended = main(["train", str(self.recipe), *overrides, *where])
         assert ended == code, f"ended with {ended} instead of {code}"
         return self.folder / run

@@ -107,7 +107,7 @@ def test_changed_weights_hold_from_where_the_run_stands(workshop: Workshop) -> N
         return f"data.train=[{{path: train, weight: {weight}}}, {{path: valid, weight: 1}}]"
 
     workshop.train(blend(1), "train.exit_after=6 steps")
-    run = workshop.train(blend(7))
+    run = workshop.train(blend(7), changes=["data.train"])
     import json
 
     state = json.loads((run / "checkpoints" / "step-00000020" / "state.json").read_text())

@@ -32,6 +32,7 @@ from bloomery.data.megatron_order import (
 from bloomery.data.open import open_data
 from bloomery.data.split import PARTS, Flavour, split_boundaries
 from bloomery.sizing.check import load_checked_recipe
+from bloomery.sizing.plan import TrainingPlan
 from bloomery.train.setup import prepared_run
 from checkpoints import assert_same_tensors
 from conftest import Workshop, write_shard
@@ -319,9 +320,12 @@ def lengths_of(prefix: Path) -> list[int]:
 
 def test_a_recipe_asks_what_megatron_asks(workshop: Workshop) -> None:
     evaluate = ("data.split=7,2,1", "train.evaluate={every: 6 steps, steps: 3}")
-    assert WantedSamples.of(recipe_of(workshop, *evaluate)) == WantedSamples(160, (20 // 6 + 1) * 3 * 8)
+    evaluating = recipe_of(workshop, *evaluate)
+    assert WantedSamples.of(evaluating, TrainingPlan.of(evaluating)) == WantedSamples(160, (20 // 6 + 1) * 3 * 8)
     uneven = recipe_of(workshop, "train.for=163 samples")
-    assert WantedSamples.of(uneven) == WantedSamples(163, 0), "more than the 160 that whole steps take"
+    assert WantedSamples.of(uneven, TrainingPlan.of(uneven)) == WantedSamples(163, 0), (
+        "more than the 160 that whole steps take"
+    )
 
 
 @pytest.mark.parametrize("flavour", FLAVOURS)
@@ -408,5 +412,5 @@ def test_a_resumed_run_may_not_change_its_order(workshop: Workshop, capsys: pyte
     assert "data.order=megatron the order of all samples follows" in capsys.readouterr().err
     weights = "data.train=[{path: train, weight: 2}, {path: other}]"
     workshop.train("data.order=megatron", weights, "train.for=8 steps", code=3)
-    assert "weights of data.train have changed" in capsys.readouterr().err
+    assert "data.train.0.weight is 2.0 but the checkpoint has 1.0. With data.order=megatron" in capsys.readouterr().err
     workshop.train("data.order=megatron", "train.for=8 steps", code=3)

@@ -263,6 +263,12 @@ def test_the_recipe_reference_is_up_to_date() -> None:
     assert generator().updated(page) == page, "run `python docs/generate_recipe_reference.py`"
 
 
+def test_the_table_of_what_may_change_is_up_to_date() -> None:
+    page = (DOCS / "training.md").read_text()
+    made = generator()
+    assert made.updated(page, "contract", made.contract()) == page, "run `python docs/generate_recipe_reference.py`"
+
+
 def test_the_run_folder_page_names_every_field_event_and_tag() -> None:
     page = (DOCS / "run-folder.md").read_text()
     fields = {item.name for kind in (StepRecord, ValidationRecord) for item in dataclasses.fields(kind)}

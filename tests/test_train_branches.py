@@ -105,7 +105,9 @@ def test_divergence_deletes_no_checkpoint_and_shows_its_nan(workshop: Workshop) 
     assert "stopped at step" in text
 
 
-def test_a_changed_batch_is_refused_on_resume(workshop: Workshop, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_changed_batch_that_was_not_asked_for_is_refused_on_resume(
+    workshop: Workshop, capsys: pytest.CaptureFixture[str]
+) -> None:
     workshop.train("train.exit_after=5 steps")
     workshop.train("batch.global_batch_size=16", code=3)
     assert "batch.global_batch_size is 16 but the checkpoint has 8" in capsys.readouterr().err

@@ -20,6 +20,8 @@ from bloomery.config.load import load_recipe
 from bloomery.config.recipe import Recipe
 from bloomery.data.tokenizer import Tokenizer
 from bloomery.model.build import build_model
+from bloomery.sizing.history import History
+from bloomery.sizing.plan import TrainingPlan
 
 
 def read_state(folder: Path) -> dict[str, Any]:
@@ -33,6 +35,16 @@ def read_recipe_of(folder: Path) -> Recipe:
     recipe = load_recipe(str(folder / "recipe.yaml")).recipe
     assert recipe is not None
     return recipe
+
+
+def plan_of(recipe: Recipe, state: Mapping[str, Any]) -> TrainingPlan:
+    """The plan that the training of this checkpoint followed."""
+    return TrainingPlan.of(recipe, History.from_json(state.get("history")))
+
+
+def consumed_tokens(recipe: Recipe, state: Mapping[str, Any]) -> int:
+    """Tokens that the training of this checkpoint has taken, whatever sequence lengths it has had."""
+    return plan_of(recipe, state).tokens_at(state["consumed_samples"])
 
 
 def load_pieces(folder: Path, pieces: Mapping[str, Piece]) -> None:

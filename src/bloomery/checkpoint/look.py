@@ -15,7 +15,7 @@ from torch import Tensor
 from bloomery.base.errors import DataError, Problem
 from bloomery.checkpoint.folder import LATEST, MANIFEST, RETIRED, find_checkpoint, verify
 from bloomery.checkpoint.index import SavedTensor, read_index
-from bloomery.checkpoint.load import read_recipe_of, read_state
+from bloomery.checkpoint.load import consumed_tokens, read_recipe_of, read_state
 from bloomery.checkpoint.reader import CheckpointReader
 from bloomery.checkpoint.tensor_file import DTYPES
 from bloomery.config.describe import as_dict, fingerprint
@@ -90,7 +90,7 @@ def describe_checkpoint(path: Path, *, check_hashes: bool = False) -> dict[str, 
         "folder": str(folder),
         "step": state["step"],
         "consumed_samples": state["consumed_samples"],
-        "consumed_tokens": state["consumed_samples"] * recipe.model.seq_length,
+        "consumed_tokens": consumed_tokens(recipe, state),
         "name": recipe.name,
         "fingerprint": fingerprint(recipe),
         "format": manifest["format"],

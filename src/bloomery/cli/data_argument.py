@@ -19,6 +19,7 @@ from bloomery.config.recipe import DataSection, Recipe
 from bloomery.sizing.plan import TrainingPlan
 
 if TYPE_CHECKING:
+    from bloomery.data.before import Before
     from bloomery.data.open import OpenData
 
 READS = ("name", "seed", "model", "tokenizer", "data", "batch", "train")
@@ -40,8 +41,13 @@ def add_recipe_and(parser: argparse.ArgumentParser, *between: tuple[str, dict[st
     parser.add_argument(
         "overrides", metavar="section.field=value", nargs="*", default=[], help="override fields of the recipe"
     )
-    parser.add_argument("--run-dir", type=Path, help="a run that has changed its weights: go by its newest checkpoint")
+    add_run_dir(parser)
     parser.add_argument("--json", action="store_true", help="print the answer as JSON")
+
+
+def add_run_dir(parser: argparse.ArgumentParser) -> None:
+    text = "a run that has changed weights, batch or sequence length: go by its newest checkpoint"
+    parser.add_argument("--run-dir", type=Path, help=text)
 
 
 @contextmanager
@@ -53,10 +59,12 @@ def opened_run(args: argparse.Namespace) -> Iterator[InspectedRun]:
         raise RecipeError(Problem("the recipe has no data", remedy=remedy, place=args.recipe))
     from bloomery.data.open import open_data
 
-    with open_data(recipe, **_past(args.run_dir)) as data:
+    before = past_of(args.run_dir)
+    plan = planned(recipe, before)
+    with open_data(recipe, plan=plan, before=before if before and before.blend else None) as data:
         for warning in data.warnings:
             print(f"bloomery: warning: {warning}", file=sys.stderr)
-        yield InspectedRun(recipe, section, TrainingPlan.of(recipe), data)
+        yield InspectedRun(recipe, section, plan, data)
 
 
 def refuse(what: str, valid: str) -> RecipeError:
@@ -120,15 +128,21 @@ def _labels(label: Any, tokenizer: Any) -> str:
     return ", ".join(f"{position} {word!r}" for position, word in words)
 
 
-def _past(run_dir: Path | None) -> dict[str, Any]:
-    """What a checkpoint says about the order; nothing without one."""
+def past_of(run_dir: Path | None) -> Before | None:
+    """What the newest checkpoint of a run has taken; None without one."""
     if run_dir is None:
-        return {}
+        return None
     from bloomery.checkpoint.folder import find_checkpoint
-    from bloomery.checkpoint.load import read_state
+    from bloomery.checkpoint.load import plan_of, read_recipe_of, read_state
+    from bloomery.data.before import Before
     from bloomery.data.blend import BlendState
 
-    state = read_state(find_checkpoint(run_dir))
-    if state.get("blend") is None:
-        return {}
-    return {"blend_state": BlendState.from_json(state["blend"]), "consumed_samples": state["consumed_samples"]}
+    folder = find_checkpoint(run_dir)
+    recipe, state = read_recipe_of(folder), read_state(folder)
+    blend = BlendState.from_json(state["blend"]) if state.get("blend") is not None else None
+    return Before(recipe, plan_of(recipe, state), state["step"], state["consumed_samples"], blend)
+
+
+def planned(recipe: Recipe, before: Before | None) -> TrainingPlan:
+    """Counted on from a run that has changed its batch or its sequence length."""
+    return TrainingPlan.of(recipe) if before is None else TrainingPlan.going_on(recipe, before.plan, before.step)

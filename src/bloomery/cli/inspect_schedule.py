@@ -7,7 +7,7 @@ import json
 from typing import Any
 
 from bloomery.base import exit_codes
-from bloomery.cli.data_argument import refuse_numbers, whole_numbers
+from bloomery.cli.data_argument import add_run_dir, past_of, planned, refuse_numbers, whole_numbers
 from bloomery.cli.recipe_argument import add_recipe_arguments, load
 from bloomery.config.recipe import Recipe
 from bloomery.sizing.plan import TrainingPlan
@@ -21,19 +21,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--at-steps", metavar="A,B", type=whole_numbers, default=[], help="samples, batch and LR at steps"
     )
     parser.add_argument("--at-samples", metavar="A,B", type=whole_numbers, default=[], help="LR at sample counts")
+    add_run_dir(parser)
     parser.add_argument("--json", action="store_true", help="print the answer as JSON")
 
 
 def run(args: argparse.Namespace) -> int:
-    facts = schedule_facts(load(args, reads=READS).recipe, at_steps=args.at_steps, at_samples=args.at_samples)
+    recipe = load(args, reads=READS).recipe
+    plan = planned(recipe, past_of(args.run_dir))
+    facts = schedule_facts(recipe, plan, at_steps=args.at_steps, at_samples=args.at_samples)
     print(json.dumps(facts, indent=2) if args.json else _schedule_text(facts))
     return exit_codes.OK
 
 
-def schedule_facts(recipe: Recipe, *, at_steps: list[int], at_samples: list[int]) -> dict[str, Any]:
+def schedule_facts(recipe: Recipe, plan: TrainingPlan, *, at_steps: list[int], at_samples: list[int]) -> dict[str, Any]:
     """The JSON of `inspect schedule`: a public contract. `consumed_samples` of a level is before its first step, of a
     step after it. A rate is defined beyond the last sample too, because the decay may end there."""
-    plan = TrainingPlan.of(recipe)
     refuse_numbers("--at-steps", [n for n in at_steps if not 1 <= n <= plan.train_steps], f"1 to {plan.train_steps:,}")
     refuse_numbers("--at-samples", [n for n in at_samples if n < 0], "0 or more")
     return {

@@ -15,6 +15,7 @@ from bloomery.launch.local import run_local_ranks
 from bloomery.parallel.environment import Started, started_as
 from bloomery.sizing.elastic import fit
 from bloomery.sizing.layout import ranks_per_replica, world_size
+from bloomery.train.contract import check_asked
 from bloomery.train.kill_switch import kill_switch
 
 
@@ -22,6 +23,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_recipe_arguments(parser)
     parser.add_argument("--run-dir", type=Path, help="folder of the run; default: runs/<name>")
     parser.add_argument("--from", dest="start_from", metavar="CKPT", help="go on from this checkpoint: step-00000100")
+    parser.add_argument(
+        "--change",
+        dest="changes",
+        metavar="FIELD",
+        action="append",
+        default=[],
+        help="this field or section may differ from the checkpoint; repeatable",
+    )
     parser.add_argument("--device", help="cpu, cuda, ...; default: this machine's accelerator")
     parser.add_argument("--trace", type=Path, metavar="DIR", help="write the first steps' gradients and samples here")
     parser.add_argument("--trace-steps", type=int, default=2, metavar="N", help="how many steps; default: 2")
@@ -32,6 +41,7 @@ def run(args: argparse.Namespace) -> int:
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # a lost rank is told once, not in pages of C++ frames
     started = started_as()
     try:
+        check_asked(args.changes)
         recipe = _recipe(args, started)
     except RecipeError as error:
         raise error.told_once(started.rank if started else 0) from None
@@ -48,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
 
     device = pick_device(args.device)
     trace = TraceRequest(args.trace, args.trace_steps, args.trace_steps) if args.trace else None
-    options = {"quiet": args.quiet, "start_from": args.start_from, "trace": trace}
+    options = {"quiet": args.quiet, "start_from": args.start_from, "changes": args.changes, "trace": trace}
     if started is None:
         with prepared_run(recipe, folder, device=device, **options) as (prepared, state):
             train(prepared, state)
@@ -74,7 +84,7 @@ def _recipe(args: argparse.Namespace, started: Started | None) -> Recipe:
     fitted = fit(recipe, checked.draft, nodes=nodes, ranks_per_node=started.size // nodes)
     if fitted is None:
         what = f"{started.size} ranks were started, and no layout of them can train this recipe"
-        rule = f"the global batch is {recipe.batch.global_batch_size} samples and never changes"
+        rule = f"the global batch is {recipe.batch.global_batch_size} samples, whatever the number of ranks"
         near = ranks_per_replica(recipe)
         raise RecipeError(Problem(what, rule, f"start a multiple of {near} ranks, or as many as divide the batch"))
     if fitted.reasons and started.rank == 0:

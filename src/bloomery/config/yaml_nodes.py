@@ -59,6 +59,12 @@ def dump_yaml(value: Any) -> str:
     return yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)
 
 
+def inline_yaml(value: Any) -> str:
+    """On one line, as an override takes it: `[0.9, 0.95]`, `{path: train}`, `null`."""
+    text = yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True, default_flow_style=True, width=10**9)
+    return text.removesuffix("...\n").rstrip("\n")
+
+
 def _failure(what: str, remedy: str, place: str) -> Parsed:
     return Parsed(problems=[Problem(what, remedy=remedy, place=place)])
 

@@ -8,7 +8,7 @@ of weights starts a new segment there and repeats or loses nothing of the past.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any, Self
 
 import numpy as np
@@ -27,13 +27,16 @@ class BlendState:
     cursors: dict[str, int]
     """Samples taken from each source before that; sources no longer in the blend are remembered."""
     weights: dict[str, float]
+    lengths: dict[str, int] = field(default_factory=dict)
+    """Sequence lengths of cursors that count samples of another length than the run's: of sources that were not in the
+    blend when it changed."""
 
     def to_json(self) -> dict[str, Any]:
-        return {"first_sample": self.first_sample, "cursors": self.cursors, "weights": self.weights}
+        return asdict(self)
 
     @classmethod
     def from_json(cls, facts: Mapping[str, Any]) -> Self:
-        return cls(int(facts["first_sample"]), dict(facts["cursors"]), dict(facts["weights"]))
+        return cls(int(facts["first_sample"]), *(dict(facts.get(key, {})) for key in ("cursors", "weights", "lengths")))
 
 
 class TimelessBlend:
@@ -61,7 +64,8 @@ class TimelessBlend:
         """Go on after `consumed_samples`. Changed weights hold from there; every source goes on where it stood."""
         if _normalised(weights) == state.weights and list(weights) == list(state.weights):
             return cls(state)
-        return cls(BlendState(consumed_samples, cls(state).taken(consumed_samples), _normalised(weights)))
+        taken = cls(state).taken(consumed_samples)
+        return cls(BlendState(consumed_samples, taken, _normalised(weights), state.lengths))
 
     def locate(self, positions: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """(index of the source, ordinal within it) of each position."""

@@ -40,18 +40,22 @@ class CausalSource:
         try:
             first, last = part_range(split, part, self.shard.num_documents, place=f"{prefix}.idx")
             self._start_token = int(self.shard.document_token_starts[first])
-            num_tokens = int(self.shard.document_token_starts[last]) - self._start_token
+            self._num_tokens = num_tokens = int(self.shard.document_token_starts[last]) - self._start_token
             if num_tokens < seq_length + 1:
                 raise DataError(_too_short(prefix, part, last - first, num_tokens, seq_length))
         except BaseException:
             self.shard.close()
             raise
-        self.order = TimelessOrder(seed, self.key, (num_tokens - 1) // seq_length)
+        self.order = TimelessOrder(seed, self.key, self.num_samples_at(seq_length))
 
     @property
     def num_samples(self) -> int:
         """Samples of one epoch."""
         return self.order.num_samples
+
+    def num_samples_at(self, seq_length: int) -> int:
+        """Samples of one epoch, if they had this length."""
+        return (self._num_tokens - 1) // seq_length
 
     def read(self, ordinals: NDArray[np.int64]) -> Batch:
         """The samples that a run takes from this source at these places."""

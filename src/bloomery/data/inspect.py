@@ -133,8 +133,8 @@ def _locate(stream: Stream, positions: np.ndarray) -> tuple[list[int], list[int]
     if int(positions[0]) < first:
         raise DataError(
             Problem(
-                what=f"sample {positions[0]} lies before sample {first}, where the run's weights changed",
-                rule="the newest checkpoint knows the present weights only",
+                what=f"sample {positions[0]} lies before sample {first}, where weights or sequence length changed",
+                rule="the newest checkpoint knows the present ones only",
                 remedy="leave out --run-dir and give the recipe as it was then",
             )
         )

@@ -9,6 +9,7 @@ from typing import Any, Literal, Self, cast
 from bloomery.base.errors import DataError, Problem, RecipeError
 from bloomery.config.recipe import Recipe, SourceSection
 from bloomery.data.batch import SampleSource
+from bloomery.data.before import Before
 from bloomery.data.index_cache import IndexCache
 from bloomery.data.megatron import GreedyBlend, MegatronSource, OneSource
 from bloomery.data.megatron_order import BlendRequest, OrderShape
@@ -30,8 +31,8 @@ class WantedSamples:
     """For all evaluations of the run, one behind the other."""
 
     @classmethod
-    def of(cls, recipe: Recipe) -> Self:
-        plan, evaluate = TrainingPlan.of(recipe), recipe.train.evaluate
+    def of(cls, recipe: Recipe, plan: TrainingPlan) -> Self:
+        evaluate = recipe.train.evaluate
         steps = (plan.train_steps // evaluate.every.count + 1) * evaluate.steps if evaluate else 0
         return cls(plan.asked_samples, steps * recipe.batch.global_batch_size)
 
@@ -42,14 +43,14 @@ class WantedSamples:
 class MegatronOpening:
     """Opens the sources and blends of one recipe."""
 
-    def __init__(self, recipe: Recipe, flavour: Flavour) -> None:
+    def __init__(self, recipe: Recipe, plan: TrainingPlan, flavour: Flavour) -> None:
         assert recipe.data is not None
         if recipe.seed > MAX_SEED:
             rule = f"with data.order={flavour} it is at most {MAX_SEED}"
             raise RecipeError(Problem(f"seed is {recipe.seed}", rule, "use the seed of the run to be continued"))
-        self._wanted = WantedSamples.of(recipe)
+        self._wanted = WantedSamples.of(recipe, plan)
         self._flavour: Flavour = flavour
-        self._trained_samples = TrainingPlan.of(recipe).train_samples
+        self._length, self._plan = recipe.train.for_, plan
         self._cache = IndexCache(recipe.data.cache_dir)
 
     def member_samples(self, sections: Sequence[SourceSection], use: Use) -> list[int]:
@@ -66,21 +67,28 @@ class MegatronOpening:
         return Stream(sources, GreedyBlend(request, members, self._cache) if request else OneSource(members[0]))
 
     def train_stream(
-        self, sections: Sequence[SourceSection], sources: Sequence[SampleSource], before: Recipe | None
+        self, sections: Sequence[SourceSection], sources: Sequence[SampleSource], before: Before | None
     ) -> Stream:
         """DataError also if the run is longer than its order, or resumes another order than that of `before`."""
         stream = self.stream(sections, sources, "train")
         size = cast(GreedyBlend | OneSource, stream.blend).size
-        if self._trained_samples > size:
-            what = f"the training takes {self._trained_samples} samples, but data.order={self._flavour} has {size}"
+        if self._plan.train_samples > size:
+            what = f"the training takes {self._plan.train_samples} samples, but data.order={self._flavour} has {size}"
             rule = "a training that ends within its batch ramp takes more than train.for says"
             raise DataError(Problem(what, rule, "use a shorter ramp or a longer train.for"))
         if before is not None and not self._is_order_of(before, sections, cast(Sequence[MegatronSource], sources)):
-            what = "train.for or the sources or weights of data.train have changed since the checkpoint"
-            rule = f"with data.order={self._flavour} the order of all samples follows from them: some would come twice"
-            remedy = "set these back, or start afresh under another name or --run-dir"
-            raise DataError(Problem(what, rule, remedy))
+            raise DataError(self._other_order(before))
         return stream
+
+    def _other_order(self, before: Before) -> Problem:
+        then, now = before.recipe.train.for_, self._length
+        then_samples, now_samples = WantedSamples.of(before.recipe, before.plan).train, self._wanted.train
+        back = then if before.plan.batch == self._plan.batch else f"{then_samples} samples"
+        return Problem(
+            f"train.for is {now} = {now_samples} samples but the checkpoint has {then} = {then_samples} samples",
+            f"with data.order={self._flavour} the order of all samples follows from it: some would come twice",
+            f"use 'train.for={back}' to go on, or start afresh under another name or --run-dir",
+        )
 
     def _request(self, sections: Sequence[SourceSection], wanted: int) -> BlendRequest | None:
         """None for one source: it is not blended."""
@@ -93,16 +101,10 @@ class MegatronOpening:
         return request.member_samples if request else [wanted]
 
     def _is_order_of(
-        self, before: Recipe, sections: Sequence[SourceSection], sources: Sequence[MegatronSource]
+        self, before: Before, sections: Sequence[SourceSection], sources: Sequence[MegatronSource]
     ) -> bool:
-        """Whether `before` gave these sources the same epochs and the same blend; its seed and split are the same."""
-        assert before.data is not None
-        earlier, wanted = before.data.train, WantedSamples.of(before).train
-        if len(earlier) != len(sections):
-            return False
-        then, now = self._request(earlier, wanted), self._request(sections, self._wanted.train)
-        if then and now and then.weights.tolist() != now.weights.tolist():
-            return False
+        """Whether `before` gave these sources the same epochs and the same blend; all but the length is the same."""
+        wanted = WantedSamples.of(before.recipe, before.plan).train
         return all(
             source.shape
             == OrderShape.of(
@@ -111,5 +113,5 @@ class MegatronOpening:
                 seq_length=source.seq_length,
                 samples=samples,
             )
-            for source, samples in zip(sources, self._member_samples(earlier, wanted), strict=True)
+            for source, samples in zip(sources, self._member_samples(sections, wanted), strict=True)
         )

@@ -10,7 +10,8 @@ from typing import Any, Literal, cast
 from bloomery.base.errors import DataError, Problem
 from bloomery.config.recipe import Recipe, SourceSection
 from bloomery.data.batch import Packing, SampleSource
-from bloomery.data.blend import BlendState, TimelessBlend
+from bloomery.data.before import Before, Windows, blend_after
+from bloomery.data.blend import TimelessBlend
 from bloomery.data.causal import CausalSource
 from bloomery.data.manifest import ShardManifest, check_describes, check_fits, manifest_path, read_manifest
 from bloomery.data.masked import MaskedSource
@@ -21,6 +22,7 @@ from bloomery.data.split import Part
 from bloomery.data.stream import Stream
 from bloomery.data.tokenizer import Tokenizer
 from bloomery.sizing.data_rules import source_key
+from bloomery.sizing.plan import TrainingPlan
 
 SPLIT_GROUP = "valid"
 """Name of the validation group that `data.split` makes."""
@@ -34,25 +36,21 @@ class OpenData:
     """The training stream's blend, whose state belongs into the checkpoint; None for orders without state."""
     warnings: list[str]
     """What could not be checked."""
+    notices: list[str]
+    """What has changed in the order since the checkpoint."""
     tokenizer_hash: str | None
     """Of the tokenizer whose tokens are trained on; None if that is not known."""
 
 
 @contextmanager
-def open_data(
-    recipe: Recipe,
-    *,
-    blend_state: BlendState | None = None,
-    consumed_samples: int = 0,
-    before: Recipe | None = None,
-) -> Iterator[OpenData]:
+def open_data(recipe: Recipe, *, plan: TrainingPlan | None = None, before: Before | None = None) -> Iterator[OpenData]:
     """Every source, checked against tokenizer and vocabulary; DataError with all that do not fit.
 
-    `blend_state` is what a checkpoint kept; weights that have changed since hold from `consumed_samples` on.
-    `before` is the checkpoint's recipe, for orders without state: they must come out as they did for it.
+    `before` is what a checkpoint has taken: weights that have changed since hold from there on, and orders without
+    state must come out as they did for it. `plan` is the recipe's, of a run that goes on.
     """
     assert recipe.data is not None
-    opening = _Opening(recipe)
+    opening = _Opening(recipe, plan or TrainingPlan.of(recipe))
     try:
         opening.check_tokenizer()
         data, split = recipe.data, recipe.data.split
@@ -69,15 +67,16 @@ def open_data(
             validation = {
                 name: opening.megatron.stream(sections[name], sources, "validation") for name, sources in groups.items()
             }
-            yield OpenData(stream, validation, None, opening.warnings, opening.tokenizer_hash())
+            yield OpenData(stream, validation, None, opening.warnings, [], opening.tokenizer_hash())
             return
-        blend = TimelessBlend.start(_weights(data.train))
-        if blend_state is not None:
-            blend = TimelessBlend.resume(blend_state, _weights(data.train), consumed_samples=consumed_samples)
+        blend, notices = TimelessBlend.start(_weights(data.train)), list[str]()
+        if before is not None and before.blend is not None:
+            windows = cast(Sequence[Windows], train)  # bert has others, but never another length
+            blend, notices = blend_after(before, _weights(data.train), windows, seq_length=recipe.model.seq_length)
         validation = {
             name: Stream(sources, TimelessBlend.start(_weights(sections[name]))) for name, sources in groups.items()
         }
-        yield OpenData(Stream(train, blend), validation, blend, opening.warnings, opening.tokenizer_hash())
+        yield OpenData(Stream(train, blend), validation, blend, opening.warnings, notices, opening.tokenizer_hash())
     finally:
         opening.close()
 
@@ -89,7 +88,7 @@ def _weights(sections: Sequence[SourceSection]) -> dict[str, float]:
 class _Opening:
     """Collects what is open and what is wrong."""
 
-    def __init__(self, recipe: Recipe) -> None:
+    def __init__(self, recipe: Recipe, plan: TrainingPlan) -> None:
         self.problems: list[Problem] = []
         self.warnings: list[str] = []
         self._recipe = recipe
@@ -100,7 +99,7 @@ class _Opening:
         self._manifests_seen: set[str] = set()
         self.megatron: MegatronOpening | None = None
         if recipe.data is not None and recipe.data.order != "timeless":
-            self.megatron = MegatronOpening(recipe, recipe.data.order)
+            self.megatron = MegatronOpening(recipe, plan, recipe.data.order)
 
     def check_tokenizer(self) -> None:
         if self._recipe.tokenizer is None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Self
 
 from bloomery.config.recipe import BatchSection
+from bloomery.sizing.history import NO_HISTORY, History
 
 
 @dataclass(frozen=True)
@@ -23,25 +24,32 @@ class BatchLevel:
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """Converts between steps and samples. A ramp that starts at or above the full batch counts as no ramp."""
+    """Converts between steps and samples. A ramp that starts at or above the full batch counts as no ramp.
+
+    What the history says has been; the rest of the fields hold from its end on."""
 
     global_batch_size: int
     ramp_start: int
     ramp_increment: int
     ramp_samples: int
-    """0: no ramp."""
+    """0: no ramp. Counted from the start of the run, like all samples."""
+    history: History = NO_HISTORY
 
     @classmethod
-    def of(cls, batch: BatchSection) -> Self:
+    def of(cls, batch: BatchSection, history: History = NO_HISTORY) -> Self:
         full, ramp = batch.global_batch_size, batch.rampup
         if ramp is None or ramp.start >= full:
-            return cls(global_batch_size=full, ramp_start=full, ramp_increment=1, ramp_samples=0)
-        return cls(
-            global_batch_size=full, ramp_start=ramp.start, ramp_increment=ramp.increment, ramp_samples=ramp.samples
-        )
+            return cls(full, ramp_start=full, ramp_increment=1, ramp_samples=0, history=history)
+        return cls(full, ramp.start, ramp.increment, ramp.samples, history)
+
+    def is_rule_of(self, other: BatchPlan) -> bool:
+        """Whether both give the same batch to the same samples, their histories apart."""
+        return replace(self, history=other.history) == other
 
     def global_batch_at(self, consumed_samples: int) -> int:
         """Batch of the step that starts when this many samples have been consumed."""
+        if consumed_samples < self.history.samples:
+            return self._level_at(consumed_samples).global_batch
         if not self.ramp_samples or consumed_samples > self.ramp_samples:
             return self.global_batch_size
         # Megatron divides floats; integer arithmetic would move some level boundaries by a step.
@@ -68,8 +76,7 @@ class BatchPlan:
         """Smallest step after which at least this many samples have been consumed; 0 for none."""
         if samples <= 0:
             return 0
-        index = bisect_right(self._levels, samples - 1, key=lambda level: level.consumed_samples)
-        level = self._levels[index - 1]
+        level = self._level_at(samples - 1)
         return level.first_step - 1 + -(-(samples - level.consumed_samples) // level.global_batch)
 
     def train_steps_for_samples(self, samples: int) -> int:
@@ -78,17 +85,25 @@ class BatchPlan:
         Where the training would end inside the ramp, Megatron takes one step off the whole ramp for every full batch
         that it exceeds, so the run consumes more samples than asked for. We keep its length.
         """
-        if not self.ramp_samples:
-            return samples // self.global_batch_size
-        ramp_steps = self.first_step_reaching(self.ramp_samples + 1)
+        if samples < self.history.samples:
+            level = self._level_at(samples)
+            return level.first_step - 1 + (samples - level.consumed_samples) // level.global_batch
+        ramp_steps = self.history.steps
+        if self.ramp_samples:
+            ramp_steps = max(ramp_steps, self.first_step_reaching(self.ramp_samples + 1))
         return ramp_steps + (samples - self.consumed_after_step(ramp_steps)) // self.global_batch_size
 
     @cached_property
     def _levels(self) -> tuple[BatchLevel, ...]:
-        levels = [BatchLevel(self.global_batch_at(0), first_step=1, consumed_samples=0)]
+        past = [
+            BatchLevel(stretch.global_batch, stretch.first_step, stretch.consumed_samples)
+            for stretch in self.history.stretches
+        ]
+        done = self.history
+        levels = [BatchLevel(self.global_batch_at(done.samples), done.steps + 1, done.samples)]
         while levels[-1].global_batch != self.global_batch_size:
             levels.append(self._level_after(levels[-1]))
-        return tuple(levels)
+        return (*past, *levels)
 
     def _level_after(self, level: BatchLevel) -> BatchLevel:
         """Bisects for the number of steps: the batch never falls as samples grow, float rounding included."""
@@ -101,6 +116,10 @@ class BatchPlan:
                 too_few = steps
         consumed_samples = level.consumed_samples + enough * level.global_batch
         return BatchLevel(self.global_batch_at(consumed_samples), level.first_step + enough, consumed_samples)
+
+    def _level_at(self, consumed_samples: int) -> BatchLevel:
+        index = bisect_right(self._levels, consumed_samples, key=lambda level: level.consumed_samples)
+        return self._levels[index - 1]
 
     def _level_of(self, step: int) -> BatchLevel:
         return self._levels[bisect_right(self._levels, step, key=lambda level: level.first_step) - 1]

@@ -8,6 +8,7 @@ from typing import Self
 from bloomery.base.units import Amount
 from bloomery.config.recipe import LrSection, Recipe
 from bloomery.sizing.batch import BatchPlan
+from bloomery.sizing.history import NO_HISTORY, History, Stretch
 from bloomery.sizing.lr import LrPlan
 from bloomery.sizing.phases import PhaseSummary, SavePhase, resolve_phases
 
@@ -31,8 +32,9 @@ class TrainingPlan:
     """First and last step of each range whose data is passed over, both included."""
 
     @classmethod
-    def of(cls, recipe: Recipe) -> Self:
-        batch, seq_length = BatchPlan.of(recipe.batch), recipe.model.seq_length
+    def of(cls, recipe: Recipe, history: History = NO_HISTORY) -> Self:
+        """`history`: of a run that has changed its batch or its sequence length on the way."""
+        batch, seq_length = BatchPlan.of(recipe.batch, history), recipe.model.seq_length
         train_steps = amount_in_steps(recipe.train.for_, batch=batch, seq_length=seq_length)
         train_samples = batch.consumed_after_step(train_steps)
         lr = _lr_plan(recipe.lr, batch=batch, seq_length=seq_length, train_samples=train_samples)
@@ -48,10 +50,25 @@ class TrainingPlan:
             skip_ranges=tuple(_skip_range(text) for text in recipe.train.skip),
         )
 
+    @classmethod
+    def going_on(cls, recipe: Recipe, then: TrainingPlan, step: int) -> Self:
+        """The plan of a run that has done `step` steps as `then` planned them. They stay counted as they were."""
+        batch, seq_length = BatchPlan.of(recipe.batch), recipe.model.seq_length
+        same = batch.is_rule_of(then.batch) and seq_length == then.seq_length
+        return cls.of(recipe, then.history if same else then._history_at(step))
+
+    @property
+    def history(self) -> History:
+        return self.batch.history
+
     @property
     def train_tokens(self) -> int:
         """Tokens consumed after the last step."""
-        return self.train_samples * self.seq_length
+        return self.tokens_at(self.train_samples)
+
+    def tokens_at(self, consumed_samples: int) -> int:
+        """Tokens in the first samples of the run."""
+        return self.history.tokens_at(consumed_samples, seq_length=self.seq_length)
 
     def lr_at_step(self, step: int) -> float:
         """The rate that the update of this step uses: that of the samples consumed once the step has ended."""
@@ -91,6 +108,22 @@ class TrainingPlan:
         """Whether this step's data is passed over: it counts as consumed, and no update is made."""
         return any(first <= step <= last for first, last in self.skip_ranges)
 
+    def _history_at(self, step: int) -> History:
+        """What has been after this step."""
+        samples = self.batch.consumed_after_step(step)
+        lived = [level for level in self.batch.levels() if self.history.steps < level.first_step <= step]
+        stretches = [
+            Stretch(
+                level.first_step,
+                level.consumed_samples,
+                self.tokens_at(level.consumed_samples),
+                level.global_batch,
+                self.seq_length,
+            )
+            for level in lived
+        ]
+        return History(step, samples, self.tokens_at(samples), (*self.history.stretches, *stretches))
+
 
 def amount_in_steps(amount: Amount, *, batch: BatchPlan, seq_length: int) -> int:
     """Length of a training of this amount, in steps; a partial last batch is dropped."""
@@ -107,7 +140,7 @@ def amount_in_samples(amount: Amount, *, batch: BatchPlan, seq_length: int) -> i
         case "samples":
             return amount.count
         case "tokens":
-            return amount.count // seq_length
+            return batch.history.samples_at(amount.count, seq_length=seq_length)
 
 
 def _lr_plan(lr: LrSection, *, batch: BatchPlan, seq_length: int, train_samples: int) -> LrPlan:
@@ -128,8 +161,14 @@ def _cooldown_samples(cooldown: Amount | None, decay_samples: int, *, batch: Bat
     """A cooldown is a length that ends at `decay_samples`, so its steps have the batch size of that place."""
     if cooldown is None:
         return 0
-    if cooldown.unit != "steps":
-        return amount_in_samples(cooldown, batch=batch, seq_length=seq_length)
+    if cooldown.unit == "samples":
+        return cooldown.count
+    if cooldown.unit == "tokens":
+        past, length = batch.history, cooldown.count // seq_length
+        if length <= decay_samples - past.samples or not past.stretches:
+            return length
+        begins_after = past.tokens_at(decay_samples, seq_length=seq_length) - cooldown.count  # in the past
+        return decay_samples - past.samples_at(max(0, begins_after), seq_length=seq_length)
     begins_after_step = batch.first_step_reaching(decay_samples) - cooldown.count
     return decay_samples - batch.consumed_after_step(begins_after_step)
 

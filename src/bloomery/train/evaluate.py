@@ -35,7 +35,7 @@ def evaluate(run: Run, state: TrainState) -> None:
                 ValidationRecord(
                     step=state.step,
                     consumed_samples=state.consumed_samples,
-                    consumed_tokens=state.consumed_samples * run.plan.seq_length,
+                    consumed_tokens=run.plan.tokens_at(state.consumed_samples),
                     consumed_gigaflops=run.gigaflops_at(state.consumed_samples),
                     group=group,
                     losses=losses,

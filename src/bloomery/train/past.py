@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,46 +11,40 @@ from typing import Any
 from bloomery.base.errors import DataError, Problem
 from bloomery.base.ranks import ALONE, Ranks
 from bloomery.checkpoint.choose import Choice, newest_good
-from bloomery.checkpoint.folder import checkpoint_named, verify
+from bloomery.checkpoint.folder import MANIFEST, checkpoint_named, verify
 from bloomery.checkpoint.load import read_recipe_of, read_state
-from bloomery.config.describe import as_dict
 from bloomery.config.recipe import Recipe
+from bloomery.data.before import Before
 from bloomery.data.blend import BlendState
+from bloomery.data.tokenizer import Tokenizer
+from bloomery.sizing.plan import TrainingPlan
+from bloomery.train.contract import Difference, refusals
+from bloomery.train.differences import Side, differences
 from bloomery.train.loss_scale import LossScale
 from bloomery.train.state import TrainState
-
-_FIXED_FOR_A_RUN = (
-    "model",
-    "seed",
-    "tokenizer",
-    "data.order",
-    "data.split",
-    "data.masking",
-    "data.mask_documents",
-    "data.reset_positions",
-    "data.eod_loss",
-    "batch.global_batch_size",
-    "batch.rampup",
-    "optimizer.name",
-)
-"""Fields that a resumed run may not change: they would make it another training, or miscount its samples."""
 
 
 @dataclass(frozen=True)
 class Past:
     state: TrainState
+    plan: TrainingPlan
+    """Of the recipe that goes on: it counts on from what has been."""
     checkpoint: Path | None = None
-    recipe: Recipe | None = None
-    """As it was when the checkpoint was saved."""
+    before: Before | None = None
+    """What was taken from the data; None if nothing was."""
+    changes: Sequence[Difference] = ()
+    """What differs from the checkpoint's recipe because it was asked for by name."""
     interval: Mapping[str, Any] | None = None
     """The logging interval that the stop cut in two."""
-    blend: BlendState | None = None
     damaged: Mapping[Path, list[str]] = field(default_factory=dict)
     """Newer checkpoints that cannot be used, and why."""
 
 
-def find_past(recipe: Recipe, roots: Sequence[Path], *, wanted: str | None, ranks: Ranks = ALONE) -> Past:
-    """The checkpoint called `wanted`, else the newest that is whole; of this very training. DataError if it is not.
+def find_past(
+    recipe: Recipe, roots: Sequence[Path], *, wanted: str | None, changes: Sequence[str] = (), ranks: Ranks = ALONE
+) -> Past:
+    """The checkpoint called `wanted`, else the newest that is whole; of this very training. DataError if it is not,
+    less the fields named by `changes`.
 
     All ranks call it: they share the work of verifying."""
     if wanted:
@@ -61,36 +56,53 @@ def find_past(recipe: Recipe, roots: Sequence[Path], *, wanted: str | None, rank
     checkpoint = choice.folder
     if checkpoint is None:
         scale = LossScale.start(recipe.loss_scale) if recipe.precision == "fp16" else None
-        return Past(TrainState(loss_scale=scale))
-    saved = read_recipe_of(checkpoint)
-    _check_same_training(recipe, saved, checkpoint)
-    facts = read_state(checkpoint)
+        return Past(TrainState(loss_scale=scale), TrainingPlan.of(recipe))
+    saved, facts = read_recipe_of(checkpoint), read_state(checkpoint)
     state = TrainState.from_json(facts)
+    then = Side(saved, TrainingPlan.of(saved, state.history))
+    now = Side(recipe, TrainingPlan.going_on(recipe, then.plan, state.step))
+    same_tokenizer = recipe.tokenizer == saved.tokenizer or _is_tokenizer_of(checkpoint, recipe)
+    different = differences(now, then, step=state.step, same_tokenizer=same_tokenizer)
+    if problems := refusals(different, changes, checkpoint=str(checkpoint)):
+        raise DataError(problems)
+    assert then.plan.batch.consumed_after_step(state.step) == state.consumed_samples, "plan and checkpoint disagree"
+    state.history = now.plan.history
     if recipe.precision != "fp16":
         state.loss_scale = None
     elif state.loss_scale is None:
         state.loss_scale = LossScale.start(recipe.loss_scale)
     blend = BlendState.from_json(facts["blend"]) if facts["blend"] is not None else None
-    return Past(state, checkpoint, saved, facts["interval"], blend, choice.damaged)
+    same_length = saved.model.seq_length == recipe.model.seq_length
+    return Past(
+        state,
+        now.plan,
+        checkpoint=checkpoint,
+        before=Before(saved, then.plan, state.step, state.consumed_samples, blend) if state.step else None,
+        changes=different,
+        interval=facts["interval"] if same_length else None,  # tokens per second would be of neither length
+        damaged=choice.damaged,
+    )
 
 
-def _check_same_training(recipe: Recipe, saved: Recipe, checkpoint: Path) -> None:
-    now, then = as_dict(recipe), as_dict(saved)
-    problems = []
-    for path in _FIXED_FOR_A_RUN:
-        old, new = _at(then, path), _at(now, path)
-        if isinstance(old, dict) and isinstance(new, dict):
-            pairs = [(f"{path}.{key}", old.get(key), new.get(key)) for key in new]
-        else:
-            pairs = [(path, old, new)]
-        rule = "it would make this another training"
-        problems += [Problem(f"{name} is {b} but the checkpoint has {a}", rule) for name, a, b in pairs if a != b]
-    if problems:
-        remedy = "set these back, or start afresh under another name or --run-dir"
-        raise DataError([*problems, Problem(f"cannot resume from {checkpoint}", remedy=remedy)])
+def check_tokenizer(past: Past, tokenizer_hash: str | None) -> None:
+    """DataError if the data turns out to be of another tokenizer than the checkpoint's, under the same path."""
+    if past.checkpoint is None or tokenizer_hash is None:
+        return
+    then = _tokenizer_hash_of(past.checkpoint)
+    if then is not None and then != tokenizer_hash:
+        what = (
+            f"the tokenizer has the hash {tokenizer_hash[:12]}, but {past.checkpoint.name} was trained with {then[:12]}"
+        )
+        rule = "with another one its tokens would mean other texts"
+        raise DataError(Problem(what, rule, "put the tokenizer back that it was trained with"))
 
 
-def _at(tree: Any, path: str) -> Any:
-    for key in path.split("."):
-        tree = tree.get(key) if isinstance(tree, dict) else None
-    return tree
+def _is_tokenizer_of(checkpoint: Path, recipe: Recipe) -> bool:
+    """Whether the recipe's tokenizer is that of the checkpoint, by content."""
+    then = _tokenizer_hash_of(checkpoint)
+    return recipe.tokenizer is not None and Tokenizer.load(recipe.tokenizer.path).content_hash == then
+
+
+def _tokenizer_hash_of(checkpoint: Path) -> str | None:
+    found: str | None = json.loads((checkpoint / MANIFEST).read_text()).get("tokenizer")
+    return found

@@ -81,7 +81,7 @@ class Run:
         """Work done so far by the seeds' rule: 6 FLOPs per token and parameter outside the embeddings."""
         model = self.recipe.model
         parameters = count_parameters(model, vocab_size=model.vocab_size).without_embeddings
-        return 6 * consumed_samples * self.plan.seq_length * parameters // 10**9
+        return 6 * self.plan.tokens_at(consumed_samples) * parameters // 10**9
 
     def log_if_due(self, pending: PendingStep, *, force: bool) -> None:
         """One record per log_every steps, one for the last step, and one for every step with a NaN."""
@@ -100,7 +100,7 @@ class Run:
                 step=pending.step,
                 train_steps=self.plan.train_steps,
                 consumed_samples=consumed,
-                consumed_tokens=consumed * self.plan.seq_length,
+                consumed_tokens=self.plan.tokens_at(consumed),
                 consumed_gigaflops=self.gigaflops_at(consumed),
                 global_batch=pending.global_batch,
                 lr=pending.lr,

@@ -124,7 +124,7 @@ def _persist(run: Run, state: TrainState, tier: Tier, *, keep_all: bool) -> None
             writer=tier.writer,
             facts={
                 "consumed_samples": state.consumed_samples,
-                "consumed_tokens": state.consumed_samples * run.plan.seq_length,
+                "consumed_tokens": run.plan.tokens_at(state.consumed_samples),
                 "fingerprint": run.start_facts["fingerprint"],
                 "tokenizer": run.start_facts["tokenizer"],
                 "layout": {"ranks": run.ranks.size, **run.recipe.parallel.model_dump()},

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -44,7 +44,7 @@ from bloomery.sizing.layout import Layout
 from bloomery.sizing.parameters import count_parameters
 from bloomery.sizing.plan import TrainingPlan
 from bloomery.train.optimizer import Optimizer
-from bloomery.train.past import Past, find_past
+from bloomery.train.past import Past, check_tokenizer, find_past
 from bloomery.train.run import Run
 from bloomery.train.state import TrainState
 from bloomery.train.stop import StopRules
@@ -62,20 +62,26 @@ def prepared_run(
     ranks: Ranks = ALONE,
     quiet: bool = False,
     start_from: str | None = None,
+    changes: Sequence[str] = (),
     trace: TraceRequest | None = None,
 ) -> Iterator[tuple[Run, TrainState]]:
     """A run ready for `train`, resumed from its newest checkpoint, or from the one named `start_from`; closed at the
-    end, come what may. One training at a time may hold a run folder; its rank 0 holds it and does the telling."""
+    end, come what may. `changes`: the fields that may differ from the checkpoint's because the user asks for it.
+
+    One training at a time may hold a run folder; its rank 0 holds it and does the telling."""
     every_rank_does(ranks, lambda: refuse_what_cannot_be_done(recipe))
-    plan, layout = TrainingPlan.of(recipe), Layout.of(recipe, ranks.size)
+    layout = Layout.of(recipe, ranks.size)
     with ExitStack() as closing:
         first_rank_does(ranks, lambda: _take_folder(folder, closing))
         roots = tier_roots(recipe.checkpoint, folder)
         fetched = every_rank_does(ranks, lambda: _fetch(recipe, roots, ranks))
         places = list(roots.values())
-        past = every_rank_does(ranks, lambda: find_past(recipe, places, wanted=start_from, ranks=ranks))
-        state = past.state
+        past = every_rank_does(
+            ranks, lambda: find_past(recipe, places, wanted=start_from, changes=changes, ranks=ranks)
+        )
+        state, plan = past.state, past.plan
         data = every_rank_does(ranks, lambda: closing.enter_context(_data_of(recipe, past)))
+        every_rank_does(ranks, lambda: check_tokenizer(past, data.tokenizer_hash))
         job = first_rank_does(ranks, lambda: 1 + _starts_so_far(folder))
         journal = _journal_of_rank(recipe, folder, ranks, plan, job=job, step=state.step, quiet=quiet)
         closing.callback(journal.close)
@@ -105,6 +111,7 @@ def prepared_run(
             facts = {**_start_facts(recipe, device, ranks, past), "tokenizer": data.tokenizer_hash}
             facts["save_host_bytes"] = saver.host_bytes
             journal.notice(_greeting(facts, plan, past))
+            _tell_changes(past, data, journal)
             samples = _validation_samples(recipe, data.validation)
             yield (
                 Run(
@@ -150,8 +157,7 @@ def _take_folder(folder: Path, closing: ExitStack) -> None:
 
 
 def _data_of(recipe: Recipe, past: Past) -> AbstractContextManager[OpenData]:
-    consumed = past.state.consumed_samples
-    return open_data(recipe, blend_state=past.blend, consumed_samples=consumed, before=past.recipe)
+    return open_data(recipe, plan=past.plan, before=past.before)
 
 
 def _journal_of_rank(
@@ -224,6 +230,16 @@ def _finishing(saver: Saver) -> Callable[..., None]:
             saver.wait(at_most_seconds=_LAST_MOMENT_SECONDS)
 
     return finish
+
+
+def _tell_changes(past: Past, data: OpenData, journal: Journal) -> None:
+    step = past.state.step
+    for change in past.changes:
+        journal.event("changed", step, field=change.field, old=change.old, new=change.new)
+    if past.changes:
+        journal.notice(f"changed from step {step + 1:,} on, as asked: {', '.join(map(str, past.changes))}")
+    for notice in data.notices:
+        journal.notice(notice)
 
 
 def _tiers(recipe: Recipe, roots: Mapping[str, Path], past: Past, journal: Journal) -> dict[str, Tier]:

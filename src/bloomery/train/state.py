@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
+from bloomery.sizing.history import NO_HISTORY, History
 from bloomery.train.loss_scale import LossScale
 
 
@@ -59,6 +60,8 @@ class TrainState:
     nan_steps: int = 0
     nan_steps_in_a_row: int = 0
     loss_scale: LossScale | None = None
+    history: History = NO_HISTORY
+    """Of a run that has changed its batch or its sequence length; changes only when a job starts."""
     save_seconds: float | None = None
     """The longest save so far, for the deadline; None before the first."""
     pending: PendingStep | None = field(default=None, repr=False)
@@ -87,8 +90,8 @@ class TrainState:
 
     @classmethod
     def from_json(cls, facts: dict[str, Any]) -> TrainState:
-        own = {key: value for key, value in facts.items() if key not in ("interval", "blend", "loss_scale")}
-        scale = facts["loss_scale"]
-        state = cls(**own, loss_scale=LossScale(**scale) if scale else None)
+        own = {key: value for key, value in facts.items() if key not in ("interval", "blend", "loss_scale", "history")}
+        scale, history = facts["loss_scale"], History.from_json(facts.get("history"))
+        state = cls(**own, loss_scale=LossScale(**scale) if scale else None, history=history)
         state.saved_step = state.begun_step = state.step
         return state

@@ -12,6 +12,7 @@ import torch
 
 import bloomery
 from bloomery.checkpoint.folder import MANIFEST
+from bloomery.checkpoint.load import consumed_tokens
 from bloomery.config.describe import fingerprint
 from bloomery.config.recipe import Recipe
 from bloomery.monitor import names
@@ -26,7 +27,7 @@ def model_card(
     """Markdown with the head that hubs read. Says only what was recorded."""
     run = checkpoint.parent.parent
     parameters = count_parameters(recipe.model, vocab_size=recipe.model.vocab_size).total
-    tokens = state["consumed_samples"] * recipe.model.seq_length
+    tokens = consumed_tokens(recipe, state)
     pipeline = "fill-mask" if recipe.model.family == "bert" else "text-generation"
     sections = [
         f"---\nlibrary_name: transformers\npipeline_tag: {pipeline}\ntags: [bloomery, {recipe.model.family}]\n---",
@@ -80,7 +81,7 @@ def _training_rows(recipe: Recipe, state: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "steps": f"{state['step']:,}",
         "samples": f"{state['consumed_samples']:,}",
-        "tokens": f"{state['consumed_samples'] * recipe.model.seq_length:,}",
+        "tokens": f"{consumed_tokens(recipe, state):,}",
         "updates skipped": state.get("skipped_updates", 0),
         "global batch": batch,
         "optimizer": f"{optimizer.name}, betas {optimizer.betas}, eps {optimizer.eps:g}, "

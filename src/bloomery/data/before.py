@@ -1,0 +1,66 @@
+"""What a run that goes on has taken from its data, and how its order goes on at another sequence length."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from bloomery.config.recipe import Recipe
+from bloomery.data.blend import BlendState, TimelessBlend
+from bloomery.sizing.plan import TrainingPlan
+
+
+@dataclass(frozen=True)
+class Before:
+    """Of a checkpoint."""
+
+    recipe: Recipe
+    plan: TrainingPlan
+    step: int
+    consumed_samples: int
+    blend: BlendState | None
+    """None for orders without state, and for a run that has taken nothing."""
+
+
+class Windows(Protocol):
+    """A source whose samples are stretches of `seq_length` tokens."""
+
+    key: str
+    seq_length: int
+
+    @property
+    def num_samples(self) -> int: ...
+
+    def num_samples_at(self, seq_length: int) -> int:
+        """Samples of one epoch, if they had this length."""
+        ...
+
+
+def blend_after(
+    before: Before, weights: Mapping[str, float], sources: Sequence[Windows], *, seq_length: int
+) -> tuple[TimelessBlend, list[str]]:
+    """The blend that goes on, and what to tell about it.
+
+    Samples of another length are other samples, and no cursor can say which of them have been seen. So a source whose
+    cursor counts another length begins its next epoch, in which again every sample comes once.
+    """
+    assert before.blend is not None
+    state, notices = before.blend, list[str]()
+    lengths = dict.fromkeys({**state.cursors, **state.weights}, before.recipe.model.seq_length) | state.lengths
+    strangers = [source for source in sources if lengths.get(source.key, seq_length) != seq_length]
+    if not strangers and before.recipe.model.seq_length == seq_length:
+        return TimelessBlend.resume(state, weights, consumed_samples=before.consumed_samples), notices
+    cursors = TimelessBlend(state).taken(before.consumed_samples)
+    for source in strangers:
+        length = lengths.pop(source.key)
+        epoch_samples = source.num_samples_at(length)
+        unread = -cursors[source.key] % epoch_samples
+        epochs = (cursors[source.key] + unread) // epoch_samples
+        cursors[source.key] = epochs * source.num_samples
+        rest = f"{unread * length:,} tokens of epoch {epochs - 1} stay" if unread else "nothing stays"
+        notices.append(f"{source.key}: samples of {seq_length:,} tokens begin with epoch {epochs}; {rest} unread")
+    lengths = {key: length for key, length in lengths.items() if length != seq_length}
+    start = TimelessBlend.start(weights).state
+    state = replace(start, first_sample=before.consumed_samples, cursors=cursors, lengths=lengths)
+    return TimelessBlend(state), notices
