@@ -183,7 +183,8 @@ def test_the_card_tells_the_run(workshop: Workshop, tokenizer: Path, tmp_path: P
     assert code == 0, out + err
     card = (tmp_path / "hf" / "README.md").read_text()
     for text in ("# small", "512 tokens in 4 steps", "| training, lm loss | 4 |", "| validation held, lm loss | 4 |",
-                 "| `train` | 1 |", "recipe fingerprint", "sha256 of its manifest", "Not recorded.",
+                 "| `train` | 1 |", "recipe fingerprint", "sha256 of its manifest",
+                 "## Energy", "device-hours", "| began with | random weights |",
                  "Proof: largest logit",
                  "cosine, peak 0.01", "tags: [bloomery, gpt2]", "| trained on | 1 x cpu |"):  # fmt: skip
         assert text in card

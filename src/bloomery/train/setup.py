@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 import bloomery
-from bloomery.base.accelerator import device_name, out_of_memory_problem
+from bloomery.base.accelerator import device_name, energy_sensor, out_of_memory_problem
 from bloomery.base.errors import BloomeryError, LostRankError, Problem, RecipeError, StorageError
 from bloomery.base.ranks import ALONE, Ranks, every_rank_does, first_rank_does
 from bloomery.base.storage import locked, make_run_folder, write_atomically
@@ -32,6 +32,7 @@ from bloomery.data.loader import Loader
 from bloomery.data.open import OpenData, open_data
 from bloomery.monitor import names
 from bloomery.monitor.console import Console
+from bloomery.monitor.energy import EnergyMeter, spent_before, start_meter
 from bloomery.monitor.history import read_events
 from bloomery.monitor.journal import Journal, SilentJournal
 from bloomery.monitor.meters import IntervalMeter
@@ -70,11 +71,14 @@ def prepared_run(
     plan, layout = TrainingPlan.of(recipe), Layout.of(recipe, ranks.size)
     with ExitStack() as closing:
         first_rank_does(ranks, lambda: _take_folder(folder, closing))
+        energy, sensor = start_meter(energy_sensor(device), ranks)
+        closing.enter_context(energy.watching())
         roots = tier_roots(recipe.checkpoint, folder)
         fetched = every_rank_does(ranks, lambda: _fetch(recipe, roots, ranks))
         places = list(roots.values())
         past = every_rank_does(ranks, lambda: find_past(recipe, places, wanted=start_from, ranks=ranks))
         state = past.state
+        state.energy = energy.before = first_rank_does(ranks, lambda: spent_before(folder, state.energy))
         data = every_rank_does(ranks, lambda: closing.enter_context(_data_of(recipe, past)))
         job = first_rank_does(ranks, lambda: 1 + _starts_so_far(folder))
         journal = _journal_of_rank(recipe, folder, ranks, plan, job=job, step=state.step, quiet=quiet)
@@ -102,7 +106,12 @@ def prepared_run(
             )
             closing.callback(loader.close)
             loader.seek(state.consumed_samples)
-            facts = {**_start_facts(recipe, device, ranks, past), "tokenizer": data.tokenizer_hash}
+            facts = {
+                **_start_facts(recipe, device, ranks, past),
+                "tokenizer": data.tokenizer_hash,
+                names.FACT_ENERGY: energy.before.to_json(),
+                names.FACT_ENERGY_SENSOR: sensor,
+            }
             journal.notice(_greeting(facts, plan, past))
             samples = _validation_samples(recipe, data.validation)
             yield (
@@ -133,7 +142,7 @@ def prepared_run(
                     recipe_text=as_yaml(recipe),
                     journal=journal,
                     meter=IntervalMeter(past.interval),
-                    stop=_stop_rules(recipe, plan, folder, optimizer, ranks),
+                    stop=_stop_rules(recipe, plan, folder, optimizer, ranks, energy),
                     job=job,
                     peak_flops=peak_flops(device_name(device), recipe.precision),
                     start_facts=facts,
@@ -271,7 +280,9 @@ def _runner_and_optimizer(
     return runner, optimizer
 
 
-def _stop_rules(recipe: Recipe, plan: TrainingPlan, folder: Path, optimizer: Optimizer, ranks: Ranks) -> StopRules:
+def _stop_rules(
+    recipe: Recipe, plan: TrainingPlan, folder: Path, optimizer: Optimizer, ranks: Ranks, energy: EnergyMeter
+) -> StopRules:
     exit_after, evaluate = recipe.train.exit_after, recipe.train.evaluate
     estimate = 0.0
     if isinstance(exit_after, Duration):
@@ -284,6 +295,7 @@ def _stop_rules(recipe: Recipe, plan: TrainingPlan, folder: Path, optimizer: Opt
         save_seconds_estimate=estimate,
         evaluate_every=evaluate.every.count if evaluate else None,
         ranks=ranks,
+        energy=energy,
     )
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
+from bloomery.base.energy import Energy
 from bloomery.train.loss_scale import LossScale
 
 
@@ -61,6 +62,10 @@ class TrainState:
     loss_scale: LossScale | None = None
     save_seconds: float | None = None
     """The longest save so far, for the deadline; None before the first."""
+    energy: Energy = field(default_factory=Energy)
+    """What the run has spent so far, on all ranks and in all jobs."""
+    imported_from: dict[str, str] | None = None
+    """The model that the run began with; None if it began with random weights."""
     pending: PendingStep | None = field(default=None, repr=False)
     validation: dict[str, float] | None = None
     """The newest validation: `step`, and `loss`, the mean over its groups."""
@@ -87,8 +92,8 @@ class TrainState:
 
     @classmethod
     def from_json(cls, facts: dict[str, Any]) -> TrainState:
-        own = {key: value for key, value in facts.items() if key not in ("interval", "blend", "loss_scale")}
-        scale = facts["loss_scale"]
-        state = cls(**own, loss_scale=LossScale(**scale) if scale else None)
+        own = {key: value for key, value in facts.items() if key not in ("interval", "blend", "loss_scale", "energy")}
+        scale, energy = facts["loss_scale"], Energy.from_json(facts.get("energy"))
+        state = cls(**own, loss_scale=LossScale(**scale) if scale else None, energy=energy)
         state.saved_step = state.begun_step = state.step
         return state
