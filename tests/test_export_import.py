@@ -320,7 +320,7 @@ def test_folders_that_hold_no_model_are_refused(tmp_path: Path, tokenizer: Path,
     (tmp_path / "model.safetensors").write_bytes(b"short")
     assert "model.safetensors cannot be read" in command("import", "hf", str(tmp_path), str(tmp_path / "x"))[2]
     save_file({"transformer.wte.weight": torch.zeros(300, 64, dtype=torch.float64)}, tmp_path / "model.safetensors")
-    assert "transformer.wte.weight is torch.float64" in command("import", "hf", str(tmp_path), str(tmp_path / "x"))[2]
+    assert "transformer.wte.weight is F64" in command("import", "hf", str(tmp_path), str(tmp_path / "x"))[2]
     save_file({"transformer.wte.weight": torch.zeros(300, 64)}, tmp_path / "model.safetensors")
     assert "lacks 27 of 28 tensors" in command("import", "hf", str(tmp_path), str(tmp_path / "x"))[2]
     (tmp_path / "model.safetensors.index.json").write_text("{}")
