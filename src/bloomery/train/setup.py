@@ -21,6 +21,7 @@ from bloomery.checkpoint.choose import tidy
 from bloomery.checkpoint.fence import take_over
 from bloomery.checkpoint.folder import RETIRED, complete_checkpoints, step_of
 from bloomery.checkpoint.load import load_pieces
+from bloomery.checkpoint.remote import retire_later_there
 from bloomery.checkpoint.save import estimate_save_seconds
 from bloomery.checkpoint.saver import Saver
 from bloomery.checkpoint.tiers import Tier, kept_in, tier_roots
@@ -87,6 +88,7 @@ def prepared_run(
             for warning in data.warnings:
                 journal.warning(warning)
             tiers = first_rank_does(ranks, lambda: _tiers(recipe, roots, past, journal))
+            first_rank_does(ranks, lambda: _leave_branch_there(recipe, state.step, journal))
             if fetched is not None and recipe.checkpoint.upload is not None:
                 journal.event("fetched", past.state.step, folder=fetched.name, source=recipe.checkpoint.upload.to)
             first_rank_does(ranks, lambda: write_atomically(folder / "recipe.yaml", as_yaml(recipe)))
@@ -220,7 +222,25 @@ def _uploader(recipe: Recipe, tier: Tier) -> Uploader | None:
     upload = recipe.checkpoint.upload
     if upload is None:
         return None
-    return Uploader(upload.to, every_steps=upload.every.count if upload.every else None, writer=tier.writer)
+    every_steps = upload.every.count if upload.every else None
+    return Uploader(upload.to, every_steps=every_steps, keep=upload.keep, writer=tier.writer)
+
+
+def _leave_branch_there(recipe: Recipe, step: int, journal: Journal) -> None:
+    """What lies far away beyond the step that this job begins at belongs to a branch that is left."""
+    upload = recipe.checkpoint.upload
+    if upload is None:
+        return
+    try:
+        retired = retire_later_there(upload.to, step)
+    except Exception as error:  # whatever a store may raise
+        text = f"{type(error).__name__}: {error}"
+        journal.warning(
+            f"later checkpoints in {upload.to} could not be put aside: {text}. A later start may fetch them"
+        )
+        return
+    if retired:
+        journal.event("retired", step, folders=retired, place=upload.to)
 
 
 def _finishing(saver: Saver) -> Callable[..., None]:
