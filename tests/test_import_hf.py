@@ -17,6 +17,7 @@ from bloomery.checkpoint.hf.maps import hf_config, to_hf
 from bloomery.config.recipe import ModelSection
 from bloomery.model.build import build_model
 from checkpoints import tensors_of
+from export_samples import small_tokenizer
 from model_samples import small_config, small_model
 from monitor_samples import mounted
 
@@ -273,13 +274,24 @@ def test_a_llama_that_is_computed_otherwise_is_refused(
 
 def test_a_full_disk_leaves_no_run(tmp_path: Path, command: Command) -> None:
     folder = hf_folder(tmp_path / "hf")
-    (folder / "tokenizer.json").write_text("{}")
+    small_tokenizer(folder)
     with mounted(tmp_path / "small", "size=600k") as small:
         code, _, err = command("import", "hf", str(folder), str(small / "run"))
         assert code == 5
         assert "disk full" in err
         assert "or name another OUT" in err
         assert sorted(path.name for path in small.rglob("*") if path.is_file()) == []
+
+
+def test_a_tokenizer_that_cannot_be_used_is_refused(tmp_path: Path, command: Command) -> None:
+    folder = hf_folder(tmp_path / "hf")
+    (folder / "tokenizer.json").write_text("{}")
+    told = refused(command, folder, tmp_path / "run")
+    assert "the tokenizer of" in told
+    assert "or import a copy of the folder without it" in told
+    folder = hf_folder(tmp_path / "few", small_config("gpt2", vocab_size=200))
+    small_tokenizer(folder)
+    assert "entries but vocab_size is 200. Every token needs a row" in refused(command, folder, tmp_path / "run")
 
 
 def test_an_output_that_is_a_file_is_told(tmp_path: Path, command: Command) -> None:

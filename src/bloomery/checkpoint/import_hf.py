@@ -23,6 +23,7 @@ from bloomery.checkpoint.hf.reader import HfWeights
 from bloomery.checkpoint.save import save_checkpoint
 from bloomery.config.describe import as_yaml
 from bloomery.config.recipe import ModelSection, Recipe
+from bloomery.data.tokenizer import Tokenizer
 from bloomery.model.build import build_model
 
 _TOKENIZER_FILES = (
@@ -88,6 +89,7 @@ def import_weights(folder: Path, output: Path, recipe: Recipe, state: Mapping[st
         remedy = "name another folder, or move its checkpoints away"
         what = f"{output} already has {', '.join(path.name for path in begun)}"
         raise StorageError(Problem(what, "an import is the beginning of a run", remedy))
+    _check_tokenizer(folder, recipe.model.vocab_size)
     with HfWeights(folder) as weights, written_to("OUT"):
         sources = _checked_sources(weights, recipe.model)
         shapes = {name: tuple(p.shape) for name, p in build_model(recipe.model).named_parameters()}
@@ -104,6 +106,20 @@ def import_weights(folder: Path, output: Path, recipe: Recipe, state: Mapping[st
             raise
         write_atomically(output / "recipe.yaml", yaml)
     return Imported(recipe, checkpoint, len(sources), recipe.tokenizer is not None)
+
+
+def _check_tokenizer(folder: Path, vocab_size: int) -> None:
+    """DataError if the folder's tokenizer could not be trained with: better now than after the import."""
+    if not tokenizer_files(folder):
+        return
+    remedy = "mend it, or import a copy of the folder without it and name one with tokenizer.path=..."
+    try:
+        found = Tokenizer.load(str(folder)).vocab_size
+    except DataError as error:
+        raise DataError([*error.problems, Problem(f"the tokenizer of {folder} cannot be used", "", remedy)]) from error
+    if found > vocab_size:
+        what = f"the tokenizer has {found} entries but vocab_size is {vocab_size}"
+        raise DataError(Problem(what, "every token needs a row of the embedding", remedy, str(folder)))
 
 
 def _checked_sources(weights: HfWeights, config: ModelSection) -> list[Source]:

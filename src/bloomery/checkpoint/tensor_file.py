@@ -115,7 +115,7 @@ def as_bytes(tensor: Tensor) -> Tensor:
 class TensorFile:
     """A file of tensors, open for reading. DataError if it is not one."""
 
-    def __init__(self, path: Path, *, remedy: str = "go on from another checkpoint with --from") -> None:
+    def __init__(self, path: Path, *, remedy: str = "use another checkpoint, `bloomery train` with --from") -> None:
         """`remedy`: what to do about a file that cannot be read."""
         self.path = path
         self._remedy = remedy
