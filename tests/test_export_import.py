@@ -162,6 +162,11 @@ def test_a_run_starts_from_an_imported_model(
     moved = (after["model.layers.0.mlp.up.weight"] - before["model.layers.0.mlp.up.weight"]).abs().max()
     assert 0 < moved < 0.05
     assert [record["step"] for record in Workshop.metrics(tmp_path / "new")] == [1, 2]
+    code, _, err = command("export", str(tmp_path / "new"), str(tmp_path / "again"), "--no-proof")
+    assert code == 0, err
+    card = (tmp_path / "again" / "README.md").read_text()
+    assert f"| began with | the weights of `{tmp_path / 'hf'}`, whose own training is not counted here" in card
+    assert "| jobs | 1: from `step-00000000` |" in card
 
 
 # ---------------------------------------------------------------- refusals
