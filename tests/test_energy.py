@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from bloomery.base import energy as counters
-from bloomery.base.accelerator import energy_sensor, pick_device
+from bloomery.base.accelerator import NvmlSensor, energy_sensor, pick_device
 from bloomery.base.energy import Energy, Rapl, find_rapl, format_device_hours, format_joules
 from bloomery.checkpoint.hf.card import model_card
 from bloomery.checkpoint.load import read_recipe_of, read_state
@@ -109,6 +109,24 @@ def test_a_counter_that_vanishes_keeps_what_it_counted(powercap: Path) -> None:
     assert after.joules == before.joules
     assert after.measured_seconds == before.measured_seconds
     assert after.device_seconds > before.device_seconds
+
+
+def test_nvml_counts_in_millijoules_and_an_error_of_it_ends_the_measurement() -> None:
+    class Nvml:
+        NVMLError = RuntimeError
+        millijoules = 2_000
+
+        def nvmlDeviceGetTotalEnergyConsumption(self, handle: str) -> int:  # noqa: N802
+            if self.millijoules < 0:
+                raise RuntimeError("GPU is lost")
+            return self.millijoules
+
+    nvml = Nvml()
+    meter = EnergyMeter(NvmlSensor(nvml, "a board"))
+    nvml.millijoules = 9_500
+    assert meter.own(fresh=True).joules == pytest.approx(7.5)
+    nvml.millijoules = -1
+    assert meter.own(fresh=True).joules == pytest.approx(7.5)
 
 
 @pytest.mark.gpu

@@ -280,7 +280,7 @@ def test_a_full_disk_leaves_no_run(tmp_path: Path, command: Command) -> None:
         assert code == 5
         assert "disk full" in err
         assert "or name another OUT" in err
-        assert sorted(path.name for path in small.rglob("*") if path.is_file()) == []
+        assert list(small.iterdir()) == []
 
 
 def test_a_tokenizer_that_cannot_be_used_is_refused(tmp_path: Path, command: Command) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -103,6 +104,9 @@ def import_weights(folder: Path, output: Path, recipe: Recipe, state: Mapping[st
         except BaseException:
             for path in copied:  # a folder without weights is not to look like a run
                 path.unlink(missing_ok=True)
+            for empty in (output / TOKENIZER, root, output):
+                with suppress(OSError):  # it is not there, or not empty
+                    empty.rmdir()
             raise
         write_atomically(output / "recipe.yaml", yaml)
     return Imported(recipe, checkpoint, len(sources), recipe.tokenizer is not None)
