@@ -128,3 +128,18 @@ def count_collectives(arguments: Sequence[str]) -> int:
 
     plain.PlainExecution.train = counted  # type: ignore[method-assign]
     return main(arguments)
+
+
+def spend_energy(arguments: Sequence[str]) -> int:
+    """A machine with one package, in the folder powercap beside the recipe: each reading finds a joule more."""
+    from bloomery.base import energy
+
+    readings = Counter[str]()
+
+    def counter(zone: Path) -> int:
+        readings["all"] += 1
+        return int((zone / "energy_uj").read_text()) + 1_000_000 * readings["all"]
+
+    energy.POWERCAP = Path(arguments[1]).with_name("powercap")
+    energy._counter = counter
+    return main(arguments)

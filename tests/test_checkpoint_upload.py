@@ -14,23 +14,27 @@ import torch
 
 from bloomery.base.errors import DataError
 from bloomery.base.piece import Piece
+from bloomery.base.units import Amount
 from bloomery.checkpoint import folder as folders
 from bloomery.checkpoint import upload as upload_module
-from bloomery.checkpoint.fence import take_over
+from bloomery.checkpoint.fence import FencedError, take_over
+from bloomery.checkpoint.remote import TOMBSTONE, complete_there, retain_there, retire_later_there, store_of
 from bloomery.checkpoint.retention import apply_retention
 from bloomery.checkpoint.save import save_checkpoint
-from bloomery.checkpoint.upload import Uploader, fetch_newest
+from bloomery.checkpoint.upload import Uploader, UploadOutcome, fetch_newest
 from bloomery.config.recipe import KeepSection
 from checkpoints import assert_same_tensors
 from conftest import Workshop
+from object_stores import bucket_in
 from threads_as_ranks import together
 
 URL = "memory://bucket/run"
 
 
-def save(root: Path, step: int) -> Path:
+def save(root: Path, step: int, *, loss: float | None = None) -> Path:
     pieces = {"w": Piece.whole(torch.full((3,), float(step)))}
-    return save_checkpoint(root, step=step, pieces=pieces, state={}, recipe_yaml="")
+    facts = {"validation": {"step": step, "loss": loss}} if loss is not None else {}
+    return save_checkpoint(root, step=step, pieces=pieces, state={}, recipe_yaml="", facts=facts)
 
 
 @pytest.fixture(autouse=True)
@@ -138,3 +142,156 @@ def test_a_copy_that_fails_stops_nothing(workshop: Workshop, capsys: pytest.Capt
     assert {event["step"] for event in workshop.events(run, "upload_failed")} <= {2}
     assert workshop.events(run, "upload")[-1]["step"] == 4
     assert (run / "checkpoints" / "latest").read_text() == "step-00000004\n"
+
+
+# ---------------------------------------------------------------- what is kept there
+
+
+@pytest.fixture(scope="module")
+def s3() -> Iterator[str]:
+    """The URL of an empty bucket."""
+    with bucket_in("s3", "checkpoints") as url:
+        yield url
+
+
+@pytest.fixture(params=["memory", "file", "s3"])
+def far(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    if request.param == "s3":
+        return f"{request.getfixturevalue('s3')}/{tmp_path.name}"
+    return URL if request.param == "memory" else str(tmp_path / "far")
+
+
+def put(url: str, text: str) -> None:
+    store, path = fsspec.core.url_to_fs(url)
+    store.makedirs(path.rsplit("/", 1)[0], exist_ok=True)
+    store.pipe_file(path, text.encode())
+
+
+def files_at(url: str) -> list[str]:
+    store, path = fsspec.core.url_to_fs(url)
+    store.invalidate_cache()
+    return sorted(name.removeprefix(path).removeprefix("/") for name in store.find(path))
+
+
+def steps_at(url: str) -> list[int]:
+    return [there.step for there in complete_there(*store_of(url))]
+
+
+def copy_to(url: str, *checkpoints: Path, **settings: Any) -> list[UploadOutcome]:
+    uploader = Uploader(url, **settings)
+    outcomes = []
+    for folder in checkpoints:
+        uploader.offer(folder)
+        outcomes += uploader.wait(60)
+    assert [outcome.error for outcome in outcomes] == [""] * len(outcomes)
+    return outcomes
+
+
+def test_copies_are_kept_by_the_same_rules_as_checkpoints(far: str, tmp_path: Path) -> None:
+    keep = KeepSection(last=2, every=Amount(4, "steps"), steps=[1], best=1)
+    losses = {1: 5.0, 2: 4.0, 3: 1.0, 4: 2.0, 5: 3.0, 6: 3.0, 7: 3.0, 8: 3.0, 9: 3.0}
+    outcomes = copy_to(far, *(save(tmp_path / "here", step, loss=loss) for step, loss in losses.items()), keep=keep)
+    assert steps_at(far) == [1, 3, 4, 8, 9]  # named, best, every, every and last, last
+    removed = {outcome.step: outcome.removed for outcome in outcomes if outcome.removed}
+    # At step 3 the second was the best but one, and the newest two are 2 and 3.
+    assert removed == {4: ("step-00000002",), 7: ("step-00000005",), 8: ("step-00000006",), 9: ("step-00000007",)}
+    for step in (2, 5, 6, 7):
+        assert not [name for name in files_at(far) if name.startswith(f"step-{step:08d}")]
+    for step in steps_at(far):
+        store, path = fsspec.core.url_to_fs(far)
+        store.get(f"{path}/step-{step:08d}", str(tmp_path / "back" / f"step-{step:08d}"), recursive=True)
+        folders.verify(tmp_path / "back" / f"step-{step:08d}")
+
+
+def test_without_keep_nothing_is_deleted_there(far: str, tmp_path: Path) -> None:
+    copy_to(far, *(save(tmp_path / "here", step) for step in (1, 2, 3)))
+    assert steps_at(far) == [1, 2, 3]
+
+
+def test_only_what_a_manifest_of_ours_names_is_deleted(far: str, tmp_path: Path) -> None:
+    copy_to(far, save(tmp_path / "here", 1))
+    put(f"{far}/step-00000001/notes.txt", "of somebody")
+    put(f"{far}/step-00000002/manifest.json", '{"format": 2, "step": 77, "files": {"a": {}}}')
+    put(f"{far}/step-00000003/manifest.json", "not JSON")
+    put(f"{far}/step-00000004/weights.bin", "no manifest")
+    put(f"{far}/step-00000005/manifest.json", '{"format": 2, "step": 5, "files": {"../../secret": {}}}')
+    put(f"{far}/backup/manifest.json", "{}")
+    (outcome,) = copy_to(far, save(tmp_path / "here", 9), keep=KeepSection(last=1))
+    assert outcome.removed == ("step-00000001",)
+    left = [name for name in files_at(far) if not name.startswith("step-00000009/")]
+    manifests = [f"step-{step:08d}/manifest.json" for step in (2, 3, 5)]
+    assert left == sorted(["backup/manifest.json", "step-00000001/notes.txt", "step-00000004/weights.bin", *manifests])
+
+
+def test_nothing_is_deleted_before_a_newer_one_is_whole_there(far: str, tmp_path: Path) -> None:
+    copy_to(far, save(tmp_path / "here", 1), save(tmp_path / "here", 2))
+    put(f"{far}/step-00000002/state.json", "shorter or longer")
+    with pytest.raises(OSError, match=r"step-00000002 is not whole in .*, so nothing older was deleted there"):
+        retain_there(far, KeepSection(last=1), 2)
+    with pytest.raises(OSError, match="step-00000003 is not whole"):
+        retain_there(far, KeepSection(last=1), 3)
+    assert steps_at(far) == [1, 2]
+
+
+def test_a_deletion_that_was_cut_off_is_finished_by_the_next(
+    far: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copy_to(far, save(tmp_path / "here", 1))
+    store, path = store_of(far)
+    store.pipe_file(f"{path}/step-00000001/{TOMBSTONE}", store.cat_file(f"{path}/step-00000001/manifest.json"))
+    store.rm_file(f"{path}/step-00000001/manifest.json")
+    store.rm_file(f"{path}/step-00000001/state.json")
+    assert fetch_newest(far, tmp_path / "there", newer_than=-1) is None
+    copy_to(far, save(tmp_path / "here", 2), keep=KeepSection(last=5))
+    assert not [name for name in files_at(far) if name.startswith("step-00000001")]
+    copy_to(far, save(tmp_path / "here", 1))  # and a step that comes again is complete again
+    assert steps_at(far) == [1, 2]
+
+
+def test_a_start_that_was_overtaken_deletes_nothing_there(far: str, tmp_path: Path) -> None:
+    old = take_over(tmp_path)
+    copy_to(far, save(tmp_path, 1), save(tmp_path, 2), writer=old)
+    take_over(tmp_path)
+    with pytest.raises(FencedError, match="has taken over"):
+        retain_there(far, KeepSection(last=1), 2, old)
+    assert steps_at(far) == [1, 2]
+
+
+def test_a_branch_that_is_left_is_neither_fetched_nor_deleted(far: str, tmp_path: Path) -> None:
+    copy_to(far, *(save(tmp_path / "here", step) for step in (2, 8, 9)))
+    assert retire_later_there(far, 2) == ["step-00000008", "step-00000009"]
+    assert fetch_newest(far, tmp_path / "there", newer_than=2) is None
+    copy_to(far, save(tmp_path / "here", 3), save(tmp_path / "here", 4), keep=KeepSection(last=1))
+    assert steps_at(far) == [4]
+    assert "step-00000009/manifest.retired.json" in files_at(far)
+    copy_to(far, save(tmp_path / "here", 8), keep=KeepSection(last=1))  # the new branch comes to the same step
+    assert steps_at(far) == [8]
+    assert "step-00000008/manifest.retired.json" not in files_at(far)
+
+
+def test_a_state_that_may_be_worse_deletes_nothing(tmp_path: Path) -> None:
+    uploader = Uploader(URL, keep=KeepSection(last=1))
+    for step, is_suspicious in ((1, False), (2, True), (3, False)):
+        uploader.offer(save(tmp_path, step), keep_all=is_suspicious)
+        uploader.wait(60)
+        assert steps_at(URL) == {1: [1], 2: [1, 2], 3: [3]}[step]
+
+
+def test_a_run_keeps_what_its_recipe_says_and_goes_back_without_the_later_ones(
+    workshop: Workshop, tmp_path: Path
+) -> None:
+    far = tmp_path / "far"
+    upload = f"{{to: {far}, keep: {{last: 1, steps: [2]}}}}"
+    settings = ("train.for=6 steps", f"checkpoint={{phases: [{{every: 1 steps}}], upload: {upload}}}")
+    run = workshop.train(*settings)
+    assert steps_at(str(far))[-1] == 6
+    assert len(steps_at(str(far))) <= 2
+    removed = [name for event in workshop.events(run, "upload") for name in event["removed"]]
+    assert "step-00000006" not in removed
+    workshop.train(*settings, "train.exit_after=1 steps", start_from="3")
+    assert workshop.events(run, "retired")[-1]["place"] == str(far)
+    assert steps_at(str(far))[-1] == 4
+    assert (far / "step-00000006" / "manifest.retired.json").is_file()
+    shutil.rmtree(run / "checkpoints")  # a new machine goes on with the branch that was chosen
+    workshop.train(*settings, "train.exit_after=1 steps")
+    assert workshop.events(run, "start")[-1]["resumed_from"] == "step-00000004"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,76 +12,24 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from bloomery.base.errors import DataError
-from bloomery.base.piece import Piece
 from bloomery.checkpoint import export as exporting
 from bloomery.checkpoint.export import export_checkpoint
 from bloomery.checkpoint.hf.configs import model_section
 from bloomery.checkpoint.hf.maps import hf_config
 from bloomery.checkpoint.import_hf import read_model
-from bloomery.checkpoint.save import save_checkpoint
 from bloomery.config.load import load_recipe
 from bloomery.config.recipe import ModelSection
-from bloomery.config.yaml_nodes import dump_yaml
-from bloomery.train.state import TrainState
 from checkpoints import tensors_of
 from conftest import Workshop
-from model_samples import small_config, small_model
+from export_samples import CASES, Command, checkpoint_of, small_tokenizer, weights_of
+from model_samples import small_config
 
 pytest.importorskip("transformers")
-Command = Callable[..., tuple[int, str, str]]
-CASES: dict[str, ModelSection] = {
-    "gpt2": small_config("gpt2", vocab_size=300),
-    "gpt2-untied": small_config("gpt2", vocab_size=300, tie_embeddings=False, ffn_hidden_size=96),
-    "bloom": small_config("bloom", vocab_size=300),
-    "llama-grouped": small_config("llama", vocab_size=300),
-    "llama-tied": small_config("llama", vocab_size=300, tie_embeddings=True, num_kv_heads=1, rope_theta=500.0),
-    "bert": small_config("bert", vocab_size=300),
-}
 
 
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    import tokenizers
-
-    made = tokenizers.Tokenizer(tokenizers.models.BPE())
-    made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    made.decoder = tokenizers.decoders.ByteLevel()
-    special = ["<|endoftext|>", "[CLS]", "[SEP]", "[MASK]", "[PAD]"]
-    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
-    trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=290, special_tokens=special, initial_alphabet=alphabet, show_progress=False
-    )
-    made.train_from_iterator(["once upon a time there was a word and the word was main"] * 5, trainer)
-    folder = tmp_path_factory.mktemp("tokenizer")
-    made.save(str(folder / "tokenizer.json"))
-    return folder
-
-
-def checkpoint_of(config: ModelSection, folder: Path, tokenizer: Path) -> Path:
-    """A checkpoint of a perturbed model at step 7."""
-    model = {
-        key: value for key, value in config.model_dump().items() if key != "num_kv_heads" or config.family == "llama"
-    }
-    if config.family != "llama":
-        del model["rope_theta"]
-    recipe = {
-        "name": "small",
-        "model": model,
-        "tokenizer": {"path": str(tokenizer)},
-        "batch": {"micro_batch_size": 1, "global_batch_size": 8},
-        "lr": {"peak": 1e-3},
-        "train": {"for": "20 steps"},
-    }
-    weights = {f"model.{name}": Piece.whole(p.detach()) for name, p in small_model(config).named_parameters()}
-    state = {**TrainState(step=7, consumed_samples=56).to_json(), "interval": None, "blend": None}
-    return save_checkpoint(folder / "checkpoints", step=7, pieces=weights, state=state, recipe_yaml=dump_yaml(recipe))
-
-
-def weights_of(folder: Path) -> dict[str, torch.Tensor]:
-    found: dict[str, torch.Tensor] = {}
-    for path in sorted(folder.glob("*.safetensors")):
-        found |= load_file(path)
-    return found
+    return small_tokenizer(tmp_path_factory.mktemp("tokenizer"))
 
 
 @pytest.mark.parametrize("config", CASES.values(), ids=CASES.keys())
@@ -183,7 +130,8 @@ def test_the_card_tells_the_run(workshop: Workshop, tokenizer: Path, tmp_path: P
     assert code == 0, out + err
     card = (tmp_path / "hf" / "README.md").read_text()
     for text in ("# small", "512 tokens in 4 steps", "| training, lm loss | 4 |", "| validation held, lm loss | 4 |",
-                 "| `train` | 1 |", "recipe fingerprint", "sha256 of its manifest", "Not recorded.",
+                 "| `train` | 1 |", "recipe fingerprint", "sha256 of its manifest",
+                 "## Energy", "device-hours", "| began with | random weights |",
                  "Proof: largest logit",
                  "cosine, peak 0.01", "tags: [bloomery, gpt2]", "| trained on | 1 x cpu |"):  # fmt: skip
         assert text in card
@@ -214,6 +162,11 @@ def test_a_run_starts_from_an_imported_model(
     moved = (after["model.layers.0.mlp.up.weight"] - before["model.layers.0.mlp.up.weight"]).abs().max()
     assert 0 < moved < 0.05
     assert [record["step"] for record in Workshop.metrics(tmp_path / "new")] == [1, 2]
+    code, _, err = command("export", str(tmp_path / "new"), str(tmp_path / "again"), "--no-proof")
+    assert code == 0, err
+    card = (tmp_path / "again" / "README.md").read_text()
+    assert f"| began with | the weights of `{tmp_path / 'hf'}`, whose own training is not counted here" in card
+    assert "| jobs | 1: from `step-00000000` |" in card
 
 
 # ---------------------------------------------------------------- refusals
@@ -257,13 +210,6 @@ def test_values_that_fp16_cannot_hold_are_refused(tmp_path: Path, tokenizer: Pat
     code, _, err = command("export", str(tmp_path / "run2"), str(tmp_path / "half"), "--dtype", "fp16")
     assert code == 3
     assert "transformer.wpe.weight has a value of 1e+06. Fp16 holds at most 65504. Use --dtype bf16 or fp32." in err
-
-
-@pytest.mark.parametrize("text", ["big", "0GB", "5XB"])
-def test_a_size_that_is_none_is_refused(text: str, command: Command) -> None:
-    code, _, err = command("export", "a", "b", "--shard-size", text)
-    assert code == 2
-    assert "is not a size: write for example 5GB" in err
 
 
 def config_of(family: str, **changes: Any) -> dict[str, Any]:
@@ -319,7 +265,7 @@ def test_folders_that_hold_no_model_are_refused(tmp_path: Path, tokenizer: Path,
     (tmp_path / "model.safetensors").write_bytes(b"short")
     assert "model.safetensors cannot be read" in command("import", "hf", str(tmp_path), str(tmp_path / "x"))[2]
     save_file({"transformer.wte.weight": torch.zeros(300, 64, dtype=torch.float64)}, tmp_path / "model.safetensors")
-    assert "transformer.wte.weight is torch.float64" in command("import", "hf", str(tmp_path), str(tmp_path / "x"))[2]
+    assert "transformer.wte.weight is F64" in command("import", "hf", str(tmp_path), str(tmp_path / "x"))[2]
     save_file({"transformer.wte.weight": torch.zeros(300, 64)}, tmp_path / "model.safetensors")
     assert "lacks 27 of 28 tensors" in command("import", "hf", str(tmp_path), str(tmp_path / "x"))[2]
     (tmp_path / "model.safetensors.index.json").write_text("{}")

@@ -294,6 +294,131 @@ def test_missing_flags_and_vocabulary_are_told_at_once() -> None:
         assert text in told
 
 
+# ---------------------------------------------------------------- weighted split paths
+
+
+def data_of(done: Imported) -> dict[str, Any]:
+    data: dict[str, Any] = done.raw["data"]
+    return data
+
+
+TRAIN_FILE = '"TRAIN: 0.7 0:0.950 shards/en, 0.3 0:0.950 shards/fr"\n'
+VALID_FILE = (
+    '"ALL: 0.7 0.950:1.0 shards/en, 0.3 0.950:1.0 shards/fr" "en: 1 0.950:1.0 shards/en" "fr: 1 0.950:1.0 shards/fr"\n'
+)
+
+
+def test_tr11_converts_with_its_files_of_splits_and_tells_the_groups_that_a_recipe_cannot_have(tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "train-splits.txt").write_text(TRAIN_FILE)
+    (tmp_path / "data" / "valid-splits.txt").write_text(VALID_FILE)
+    done = import_text(TR11, tmp_path, given={"MEGATRON": str(tmp_path)})
+    assert data_of(done) == {
+        "train": [{"path": "shards/en", "weight": 0.7}, {"path": "shards/fr", "weight": 0.3}],
+        "split": "0.95,0.05,0",
+    }
+    assert done.recipe.train.evaluate is not None
+    told = {(row.flag, row.value): row.remark for row in done.rows_of("left out")}
+    flag = "--valid-weighted-split-paths-path"
+    assert told.keys() == {(flag, "en"), (flag, "fr")}
+    assert "documents 0.950:1.0 of shards/en" in told[flag, "en"]
+    assert "prepare these documents as a shard of their own and add it to data.validation.en" in told[flag, "en"]
+    (differs,) = [row for row in done.rows_of("differs") if row.flag == flag]
+    assert (differs.value, differs.field, differs.remark) == ("ALL", "data.split", "its group is called valid")
+    assert "#   --valid-weighted-split-paths-path fr  (" in done.yaml()
+
+
+def test_tr11_without_its_files_says_what_is_missing(tmp_path: Path) -> None:
+    told = {row.flag: row.remark for row in import_text(TR11, tmp_path).rows_of("left out")}
+    for part in ("train", "valid"):
+        remark = told[f"--{part}-weighted-split-paths-path"]
+        assert "the file is not here" in remark
+        assert f"add --{part}-weighted-split-paths-path FILE behind the script" in remark
+
+
+def test_groups_on_the_command_line_become_training_and_validation_groups() -> None:
+    words = [*SMALL, "--train-weighted-split-paths", "TRAIN: 2 0:1 a, 1 0:1.0 b", "--valid-weighted-split-paths"]
+    done = import_megatron(
+        [*words, "books: 1 0:1 held/books", "web: 3 0:1 held/web,1 0:1 held/news", "--eval-iters", "3"]
+    )
+    assert data_of(done) == {
+        "train": [{"path": "a", "weight": 2.0}, {"path": "b", "weight": 1.0}],
+        "validation": {
+            "books": [{"path": "held/books", "weight": 1.0}],
+            "web": [{"path": "held/web", "weight": 3.0}, {"path": "held/news", "weight": 1.0}],
+        },
+    }
+    assert done.recipe.train.evaluate is not None
+    assert not done.rows_of("left out", "not understood")
+
+
+def test_a_range_of_a_shard_that_validation_cannot_have_is_left_out_by_name() -> None:
+    words = [*SMALL, "--train-weighted-split-paths", "T: 1 0:1 a", "--valid-weighted-split-paths"]
+    done = import_megatron([*words, "whole: 1 0:1 b", "cut: 1 0.5:1 c"])
+    assert list(data_of(done)["validation"]) == ["whole"]
+    (row,) = done.rows_of("left out")
+    assert (row.flag, row.value) == ("--valid-weighted-split-paths", "cut")
+    assert row.remark.startswith("documents 0.5:1 of c, but a group reads whole shards: prepare these documents")
+
+
+def test_training_without_validation_keeps_its_cut() -> None:
+    done = import_megatron([*SMALL, "--train-weighted-split-paths", "T: 1 0:0.9 a"])
+    assert data_of(done) == {"train": [{"path": "a", "weight": 1.0}], "split": "0.9,0,0.1"}
+    assert done.recipe.train.evaluate is None
+    with_test = import_megatron(
+        [*SMALL, "--train-weighted-split-paths", "T: 1 0:0.9 a", "--valid-weighted-split-paths", "valid: 1 0.9:0.98 a"]
+    )
+    assert data_of(with_test)["split"] == "0.9,0.08,0.02"
+    assert not with_test.rows_of("left out")
+
+
+def test_words_that_a_shell_took_apart_are_put_together_again() -> None:
+    done = import_megatron([*SMALL, "--train-weighted-split-paths", *["T:", "1", "0:1", "a,", "2", "0:1", "b"]])
+    assert [source["path"] for source in data_of(done)["train"]] == ["a", "b"]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["T: 1 0.1:1 a"], "asks for documents 0.1:1 of a. A recipe cuts all training sources at the same place"),
+        (["T: 1 0:0.9 a, 1 0:0.8 b"], "documents 0:0.9 of a, 0:0.8 of b"),
+        (["T: 1 0:1 a", "U: 1 0:1 b"], "has 2 groups: T, U. A training has one"),
+        (["T: 1 0:1 a", "T: 1 0:1 b"], "two groups are called 'T'"),
+        (["1 a, 2 b"], "'1 a, 2 b' has no name"),
+        (["T: 1 a"], "'1 a' is no part of a group. A group is"),
+        (["T: 1 0.9:0.5 a"], "'1 0.9:0.5 a' is no part of a group"),
+        (["T: 1 0:1.5 a"], "'1 0:1.5 a' is no part of a group"),
+        (["T: -1 0:1 a"], "'-1 0:1 a' is no part of a group"),
+        (["T: x 0:1 a"], "'x 0:1 a' is no part of a group"),
+        (["T: $W 0:1 a"], "--train-weighted-split-paths is $W 0:1 a"),
+        (["T: 1 0:1 a", "--data-path", "b"], "--data-path and --train-weighted-split-paths are both set"),
+        (["T: 1 0:1 a", "--split", "9,1,0"], "--split and --train-weighted-split-paths are both set"),
+        (["T: 1 0:1 a", "--train-weighted-split-paths-path", "b"], "-paths-path are both set"),
+    ],
+)  # fmt: skip
+def test_a_split_that_a_recipe_cannot_have_is_refused(words: list[str], message: str) -> None:
+    assert message in refused(*SMALL, "--train-weighted-split-paths", *words)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "train.txt is empty"),
+        ('"T: 1 0:1 a', "train.txt cannot be read: No closing quotation"),
+        ("T: 1 0:1 a", "is no part of a group"),
+    ],
+)
+def test_a_file_of_splits_that_is_none_is_refused(text: str, message: str, tmp_path: Path) -> None:
+    (tmp_path / "train.txt").write_text(text)
+    assert message in refused(*SMALL, "--train-weighted-split-paths-path", str(tmp_path / "train.txt"))
+
+
+def test_validation_groups_without_training_groups_are_told() -> None:
+    done = import_megatron([*SMALL, "--data-path", "a", "--valid-weighted-split-paths", "v: 1 0:1 b"])
+    (row,) = done.rows_of("left out")
+    assert row.flag == "--valid-weighted-split-paths"
+
+
 # ---------------------------------------------------------------- the shell
 
 

@@ -238,6 +238,21 @@ def test_micro_batches_communicate_no_more_than_their_zero_stage_needs(
     assert found["allreduce"] == (3 if zero == 0 else 0), counts
 
 
+def test_ranks_that_share_a_machine_share_its_energy_counter(workshop: Workshop) -> None:
+    zone = workshop.folder / "powercap" / "intel-rapl:0"
+    zone.mkdir(parents=True)
+    for name, text in {"name": "package-0", "max_energy_range_uj": "65532610987", "energy_uj": "7"}.items():
+        (zone / name).write_text(f"{text}\n")
+    assert run_ranks(workshop, *TWO, "train.for=4 steps", command=rank_commands.spend_energy) == exit_codes.OK
+    (start,), (stop,) = (workshop.events(workshop.folder / "run", kind) for kind in ("start", "stop"))
+    assert start["energy_sensor"] == "RAPL (package-0)"
+    spent = stop["energy"]
+    assert 1 <= spent["joules"] < 20  # readings of one rank, about one a second
+    assert spent["device_seconds"] > 2 * (stop["time"] - start["time"])
+    assert spent["measured_seconds"] == pytest.approx(spent["device_seconds"], rel=0.2)
+    assert workshop.metrics(workshop.folder / "run")[-1]["energy"]["device_seconds"] <= spent["device_seconds"]
+
+
 def test_torchrun_starts_the_same_training(workshop: Workshop) -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--master-port=0", "--standalone"]
     arguments = [str(workshop.recipe), "parallel.tp=2", "train.for=4 steps", "--device", "cpu", "--quiet"]

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bloomery.base.energy import NO_SENSOR, Sensor, find_rapl
 from bloomery.base.errors import Problem, RecipeError
 from bloomery.base.units import format_bytes
 
@@ -68,6 +69,43 @@ def memory_bytes(device: torch.device) -> tuple[int, int]:
         with open("/proc/self/statm") as statm:
             return int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE"), peak
     return torch.accelerator.memory_allocated(device), torch.accelerator.max_memory_allocated(device)
+
+
+class NvmlSensor:
+    """The total energy counter of one NVIDIA board, since its driver was loaded."""
+
+    name = "NVML"
+    shared = False
+
+    def __init__(self, nvml: Any, handle: Any) -> None:
+        self._nvml, self._handle = nvml, handle
+
+    def joules(self) -> float:
+        try:
+            return int(self._nvml.nvmlDeviceGetTotalEnergyConsumption(self._handle)) / 1000
+        except self._nvml.NVMLError as error:
+            raise OSError(f"NVML: {error}") from error
+
+
+def energy_sensor(device: torch.device) -> Sensor | str:
+    """What counts the energy of this device, or why nothing does. For a CPU the counters of the whole machine."""
+    if device.type == "cpu":
+        return find_rapl()
+    if device.type != "cuda" or torch.version.cuda is None:
+        return f"{NO_SENSOR} is known for {device_name(device)}"
+    try:
+        import pynvml  # type: ignore[import-untyped,import-not-found,unused-ignore]
+    except ImportError:
+        return f"{NO_SENSOR} can be read without the package nvidia-ml-py: `pip install bloomery[energy]`"
+    try:
+        pynvml.nvmlInit()
+        # By its identity: NVML's numbers know nothing of CUDA_VISIBLE_DEVICES.
+        uuid = f"GPU-{_backend(device).get_device_properties(device).uuid}"
+        sensor = NvmlSensor(pynvml, pynvml.nvmlDeviceGetHandleByUUID(uuid))
+        sensor.joules()
+    except (pynvml.NVMLError, OSError) as error:  # boards before Volta, and slices of a board (MIG)
+        return f"{NO_SENSOR} that answers: {error}"
+    return sensor
 
 
 def synchronize(device: torch.device) -> None:

@@ -13,10 +13,11 @@ import torch
 from torch import Tensor
 
 from bloomery.base.errors import DataError, Problem
-from bloomery.base.storage import make_run_folder, write_atomically, writing, written_to
+from bloomery.base.storage import write_atomically, writing, written_to
 from bloomery.base.units import format_bytes
 from bloomery.checkpoint.folder import find_checkpoint, verify
 from bloomery.checkpoint.hf.card import model_card
+from bloomery.checkpoint.hf.draft import drafted, require_own
 from bloomery.checkpoint.hf.maps import entries_of, hf_config, to_hf
 from bloomery.checkpoint.hf.proof import PROOF_FILE, Proof, has_transformers, prove
 from bloomery.checkpoint.hf.shards import plan_shards, write_shards
@@ -52,10 +53,12 @@ def export_checkpoint(
     shard_bytes: int = SHARD_BYTES,
     with_proof: bool = True,
 ) -> Exported:
-    """Write `output` with the recipe's own vocabulary. config.json comes last: without it nothing loads.
+    """Write `output` with the recipe's own vocabulary, a new folder, an empty one or an older export. Files get their
+    names when all are written and proven, config.json last: without it nothing loads.
 
-    DataError if the proof fails; the folder then holds it, to look at.
+    DataError if the proof fails; the folder then holds it, to look at. After any other error it is as it was.
     """
+    require_own(output)
     folder = find_checkpoint(checkpoint)
     verify(folder)
     recipe, state = read_recipe_of(folder), read_state(folder)
@@ -65,17 +68,14 @@ def export_checkpoint(
         for name, t in to_hf(dict(build_model(recipe.model).named_parameters()), recipe.model).items()
     }
     shards = plan_shards(shapes, DTYPES[dtype], shard_bytes=shard_bytes)
-    with written_to("folder"):
-        make_run_folder(output)
-        for name in ("config.json", PROOF_FILE):  # an older export must not lend its config to new weights
-            (output / name).unlink(missing_ok=True)
+    with written_to("folder"), drafted(output) as draft:
         with CheckpointReader(folder) as reader, writing(output):
-            write_shards(output, shards, DTYPES[dtype], _their_tensors(recipe, reader))
-        config = _write_configs(output, recipe, tokenizer, dtype)
-        proof = _proof(folder, output, recipe, tokenizer, dtype) if with_proof else Proof(False, "--no-proof")
-        write_atomically(output / PROOF_FILE, json.dumps(proof.to_json(), indent=2) + "\n")
+            write_shards(draft, shards, DTYPES[dtype], _their_tensors(recipe, reader))
+        config = _write_configs(draft, recipe, tokenizer, dtype)
+        proof = _proof(folder, draft, recipe, tokenizer, dtype) if with_proof else Proof(False, "--no-proof")
+        write_atomically(draft / PROOF_FILE, json.dumps(proof.to_json(), indent=2) + "\n")
         card = model_card(recipe, folder, state, architecture=config["architectures"][0], dtype=dtype, proof=str(proof))
-        write_atomically(output / "README.md", card)
+        write_atomically(draft / "README.md", card)
     if not proof.proven and proof.max_logit_difference is not None:
         rule = f"the limit is {proof.limit:.1e}, and every prompt is continued alike"
         remedy = f"this is a bug: report it with {output / PROOF_FILE}"
@@ -110,4 +110,9 @@ def _proof(folder: Path, output: Path, recipe: Recipe, tokenizer: Tokenizer, dty
     free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if needed > free:
         return Proof(False, f"it needs about {format_bytes(needed)} of memory, and {format_bytes(free)} are free")
-    return prove(folder, output, tokenizer, DTYPES[dtype])
+    try:
+        return prove(folder, output, tokenizer, DTYPES[dtype])
+    except Exception as error:  # whatever transformers may raise
+        what = f"transformers cannot load or run the export: {type(error).__name__}: {error}"
+        remedy = "report it as a bug; --no-proof exports without asking transformers"
+        raise DataError(Problem(what, "an export is proven by running it", remedy)) from error

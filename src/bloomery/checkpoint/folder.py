@@ -95,7 +95,7 @@ def verify(folder: Path, *, ranks: Ranks = ALONE) -> None:
     if found:
         whole = [path.name for path in complete_checkpoints(folder.parent) if path != folder]
         remedy = (
-            f"go on from another with --from: {', '.join(whole)}"
+            f"use another one, `bloomery train` with --from: {', '.join(whole)}"
             if whole
             else "there is no other checkpoint in this folder"
         )

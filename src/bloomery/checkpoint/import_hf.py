@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
-import shutil
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from bloomery.base.errors import DataError, Problem, StorageError
@@ -19,17 +19,23 @@ from bloomery.base.piece import Piece
 from bloomery.base.storage import make_run_folder, write_atomically, writing, written_to
 from bloomery.checkpoint.folder import complete_checkpoints
 from bloomery.checkpoint.hf.configs import model_section
-from bloomery.checkpoint.hf.maps import from_hf
-from bloomery.checkpoint.hf.shards import INDEX, SINGLE
+from bloomery.checkpoint.hf.maps import Source, sources_of, strangers
+from bloomery.checkpoint.hf.reader import HfWeights
 from bloomery.checkpoint.save import save_checkpoint
 from bloomery.config.describe import as_yaml
 from bloomery.config.recipe import ModelSection, Recipe
+from bloomery.data.tokenizer import Tokenizer
+from bloomery.model.build import build_model
 
 _TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.json", "merges.txt", "vocab.txt",
     "added_tokens.json",
 )  # fmt: skip
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+TOKENIZER = "tokenizer"
+_WEIGHTS = ("F32", "BF16", "F16")
+_BUFFERS = ("I64", "I32", "U8", "BOOL")
+"""Of masks and positions, which no parameter is made of."""
+_MOMENTS = ("exp_avg", "exp_avg_sq")
 START = {
     "name": "imported",
     "batch": {"micro_batch_size": 1, "global_batch_size": 8},
@@ -60,24 +66,23 @@ def read_model(folder: Path) -> dict[str, Any]:
     return model_section(content, str(path))
 
 
-def copy_tokenizer(folder: Path, output: Path) -> Path | None:
-    """The folder's tokenizer beside the run; None if it has none."""
-    files = [name for name in _TOKENIZER_FILES if (folder / name).is_file()]
-    if not {"tokenizer.json", "merges.txt", "vocab.txt"} & set(files):
-        return None
-    place = output / "tokenizer"
-    with written_to("OUT"):
-        make_run_folder(place)
-        for name in files:
-            with writing(place / name):
-                shutil.copyfile(folder / name, place / name)
-    return place
+def origin_of(folder: Path) -> dict[str, str]:
+    """What a card says of the model that a run began with."""
+    content = (folder / "config.json").read_bytes()
+    return {"folder": str(folder), "sha256 of its config.json": hashlib.sha256(content).hexdigest()}
+
+
+def tokenizer_files(folder: Path) -> list[Path]:
+    """The folder's tokenizer; nothing if it has none."""
+    files = [folder / name for name in _TOKENIZER_FILES if (folder / name).is_file()]
+    return files if {"tokenizer.json", "merges.txt", "vocab.txt"} & {path.name for path in files} else []
 
 
 def import_weights(folder: Path, output: Path, recipe: Recipe, state: Mapping[str, Any]) -> Imported:
-    """Write `output`/checkpoints/step-00000000 and the recipe. `state`: that of a training which has done nothing.
+    """Write `output`: the tokenizer, checkpoints/step-00000000, and the recipe last. `state`: that of a training which
+    has done nothing. All is checked before the first byte, and one tensor at a time is in memory.
 
-    Holds the weights in fp32: four bytes a parameter. StorageError if the run has begun already.
+    DataError names everything in the folder that does not fit; StorageError if the run has begun already.
     """
     root = output / "checkpoints"
     begun = complete_checkpoints(root)
@@ -85,55 +90,86 @@ def import_weights(folder: Path, output: Path, recipe: Recipe, state: Mapping[st
         remedy = "name another folder, or move its checkpoints away"
         what = f"{output} already has {', '.join(path.name for path in begun)}"
         raise StorageError(Problem(what, "an import is the beginning of a run", remedy))
-    weights = _load(folder, recipe.model)
-    pieces = {"optim.step": Piece.whole(torch.zeros((), dtype=torch.float32))}
-    for name, tensor in weights.items():
-        pieces[f"model.{name}"] = Piece.whole(tensor)
-        zeros = Piece.whole(torch.zeros((), dtype=torch.float32).expand(tensor.shape))  # takes no memory
-        pieces |= {f"optim.{name}.{moment}": zeros for moment in ("exp_avg", "exp_avg_sq")}
-    with written_to("OUT"):
+    _check_tokenizer(folder, recipe.model.vocab_size)
+    with HfWeights(folder) as weights, written_to("OUT"):
+        sources = _checked_sources(weights, recipe.model)
+        shapes = {name: tuple(p.shape) for name, p in build_model(recipe.model).named_parameters()}
         make_run_folder(output)
-        checkpoint = save_checkpoint(root, step=0, pieces=pieces, state=state, recipe_yaml=as_yaml(recipe))
-        write_atomically(output / "recipe.yaml", as_yaml(recipe))
-    return Imported(recipe, checkpoint, len(weights), recipe.tokenizer is not None)
-
-
-def _load(folder: Path, config: ModelSection) -> dict[str, Tensor]:
-    """Our weights in fp32. DataError names every tensor that is missing or of another shape or kind."""
-    with ExitStack() as closing:
-        state: dict[str, Tensor] = {}
-        for path in _weight_files(folder):
-            try:
-                file = closing.enter_context(safe_open(path, framework="pt"))
-                names: list[str] = list(file.keys())
-                state |= {name: file.get_tensor(name) for name in names}
-            except (OSError, SafetensorError) as error:
-                raise DataError(Problem(f"{path.name} cannot be read: {error}", place=str(folder))) from error
-        odd = [f"{name} is {tensor.dtype}" for name, tensor in state.items() if _is_odd(tensor)]
-        if odd:
-            rule = "weights must be fp32, bf16 or fp16"
-            raise DataError(
-                Problem(f"{len(odd)} tensors are of another kind: {', '.join(odd[:5])}", rule, "", str(folder))
-            )
-        made = from_hf(state, config)
-        return {name: made.pop(name).to(torch.float32).contiguous() for name in list(made)}
-
-
-def _is_odd(tensor: Tensor) -> bool:
-    return tensor.is_floating_point() and tensor.dtype not in _DTYPES
-
-
-def _weight_files(folder: Path) -> Sequence[Path]:
-    index = folder / INDEX
-    if index.is_file():
+        copied = _copy(tokenizer_files(folder), output / TOKENIZER)
         try:
-            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-        except (OSError, ValueError, KeyError, AttributeError) as error:
-            raise DataError(Problem(f"{index} cannot be read: {error}", "", "copy it again")) from error
-        return [folder / name for name in names]
-    if (folder / SINGLE).is_file():
-        return [folder / SINGLE]
-    pickled = sorted(path.name for path in folder.glob("*.bin"))
-    rule = f"there is {', '.join(pickled)}, but pickled files can run code and are never loaded" if pickled else ""
-    remedy = "save it again with transformers: model.save_pretrained(folder, safe_serialization=True)"
-    raise DataError(Problem(f"there is no {SINGLE} in {folder}", rule, remedy))
+            values = partial(_value, weights, {f"model.{each.entry.ours}": each for each in sources}, shapes)
+            yaml = as_yaml(recipe)
+            pieces = {name: Piece.whole(tensor) for name, tensor in _without_memory(shapes).items()}
+            checkpoint = save_checkpoint(root, step=0, pieces=pieces, state=state, recipe_yaml=yaml, values=values)
+        except BaseException:
+            for path in copied:  # a folder without weights is not to look like a run
+                path.unlink(missing_ok=True)
+            for empty in (output / TOKENIZER, root, output):
+                with suppress(OSError):  # it is not there, or not empty
+                    empty.rmdir()
+            raise
+        write_atomically(output / "recipe.yaml", yaml)
+    return Imported(recipe, checkpoint, len(sources), recipe.tokenizer is not None)
+
+
+def _check_tokenizer(folder: Path, vocab_size: int) -> None:
+    """DataError if the folder's tokenizer could not be trained with: better now than after the import."""
+    if not tokenizer_files(folder):
+        return
+    remedy = "mend it, or import a copy of the folder without it and name one with tokenizer.path=..."
+    try:
+        found = Tokenizer.load(str(folder)).vocab_size
+    except DataError as error:
+        raise DataError([*error.problems, Problem(f"the tokenizer of {folder} cannot be used", "", remedy)]) from error
+    if found > vocab_size:
+        what = f"the tokenizer has {found} entries but vocab_size is {vocab_size}"
+        raise DataError(Problem(what, "every token needs a row of the embedding", remedy, str(folder)))
+
+
+def _checked_sources(weights: HfWeights, config: ModelSection) -> list[Source]:
+    odd = [f"{name} is {dtype}" for name, dtype in weights.dtypes.items() if dtype not in (*_WEIGHTS, *_BUFFERS)]
+    if odd:
+        what = f"{len(odd)} tensors are of another kind: {', '.join(odd[:5])}"
+        remedy = "import the model as it was before it was quantized or converted"
+        raise DataError(Problem(what, "weights must be fp32, bf16 or fp16", remedy, str(weights.folder)))
+    sources = sources_of(weights.shapes, config)
+    unused = strangers(weights.shapes, sources, config)
+    if unused:
+        what = f"{len(unused)} tensors have no place in a {config.family} model: {', '.join(unused[:5])}"
+        remedy = "import a plain model of this family, or save this one again without them"
+        raise DataError(Problem(what, "without them it would compute something else", remedy, str(weights.folder)))
+    whole = [key for each in sources for key in each.keys if weights.dtypes[key] in _BUFFERS]
+    if whole:
+        what = f"{len(whole)} weights are whole numbers: {', '.join(whole[:5])}"
+        raise DataError(
+            Problem(what, "weights must be fp32, bf16 or fp16", "import another model", str(weights.folder))
+        )
+    return sources
+
+
+def _without_memory(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:
+    """All tensors of a first checkpoint, as shapes: weights, moments, and the optimizer's steps."""
+    with torch.device("meta"):
+        made = {f"model.{name}": torch.empty(shape) for name, shape in shapes.items()}
+        made |= {f"optim.{name}.{part}": torch.empty(s) for name, s in shapes.items() for part in _MOMENTS}
+        return {"optim.step": torch.empty(()), **made}
+
+
+def _value(
+    weights: HfWeights, sources: Mapping[str, Source], shapes: Mapping[str, tuple[int, ...]], name: str
+) -> Tensor:
+    """A tensor of the first checkpoint."""
+    if name in sources:
+        return sources[name].load(weights.read).to(torch.float32)
+    moment_of = name.removeprefix("optim.").rpartition(".")[0]
+    return torch.zeros(shapes.get(moment_of, ()))
+
+
+def _copy(files: Sequence[Path], place: Path) -> list[Path]:
+    """The copies, whole or not there."""
+    if files:
+        make_run_folder(place)
+    for path in files:
+        with writing(place / path.name):
+            write_atomically(place / path.name, path.read_bytes())
+    return [place / path.name for path in files]

@@ -131,7 +131,7 @@ def read_index(folder: Path) -> dict[str, SavedTensor]:
         return {name: _tensor(facts) for name, facts in content.items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         reason = f"{type(error).__name__}: {error}"
-        remedy = "go on from another checkpoint with --from"
+        remedy = "use another checkpoint, `bloomery train` with --from"
         raise DataError(Problem(f"{INDEX} cannot be read: {reason}", remedy=remedy, place=str(folder))) from error
 
 

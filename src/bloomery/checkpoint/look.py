@@ -230,7 +230,9 @@ def _kind(tensor: SavedTensor) -> tuple[str, tuple[int, ...]]:
 
 def _plain(state: dict[str, Any]) -> dict[str, Any]:
     """Without what a clock measured."""
-    return {key: value for key, value in state.items() if key not in ("save_seconds", "save_costs", "interval")}
+    return {
+        key: value for key, value in state.items() if key not in ("save_seconds", "save_costs", "interval", "energy")
+    }
 
 
 def _fields(a: Any, b: Any, path: str = "") -> dict[str, tuple[Any, Any]]:

@@ -6,6 +6,7 @@ import contextlib
 import json
 from collections.abc import Collection, Mapping
 from pathlib import Path
+from typing import Any
 
 from bloomery.checkpoint import folder as folders
 from bloomery.checkpoint.fence import Writer
@@ -43,9 +44,13 @@ def kept_steps(steps: list[int], keep: KeepSection, losses: Mapping[int, float])
 
 
 def _validation_loss(folder: Path, step: int) -> float | None:
-    """The loss that was measured at this very step; None if none was."""
     try:
-        measured = json.loads((folder / folders.MANIFEST).read_text()).get("validation")
+        return loss_at(json.loads((folder / folders.MANIFEST).read_text()), step)
     except (OSError, ValueError):
         return None
+
+
+def loss_at(manifest: Mapping[str, Any], step: int) -> float | None:
+    """The validation loss that was measured at this very step; None if none was."""
+    measured = manifest.get("validation")
     return float(measured["loss"]) if measured and measured["step"] == step else None

@@ -6,7 +6,7 @@ import json
 import os
 import secrets
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -31,9 +31,10 @@ def save_checkpoint(
     ranks: Ranks = ALONE,
     writer: Writer | None = None,
     facts: Mapping[str, Any] | None = None,
+    values: Callable[[str], Tensor] | None = None,
 ) -> Path:
     """The new folder, complete and named by `latest`. All ranks call it, and all of them return or raise StorageError;
-    then nothing has changed."""
+    then nothing has changed. `values`: gives each tensor when its turn comes, for pieces on the meta device."""
     tensors = written_tensors(pieces)
     layout = FileLayout.of(tensors)
     job = SaveJob(
@@ -50,7 +51,8 @@ def save_checkpoint(
     )
     trouble: Exception | None = None
     try:
-        write_part(job, report(pieces), layout, (raw_bytes(tensors[name]) for name in layout.order))
+        give = values or tensors.__getitem__
+        write_part(job, report(pieces), layout, (raw_bytes(give(name)) for name in layout.order))
     except Exception as error:  # of any kind: the other ranks must not be left waiting
         trouble = error
     _agree(job, ranks, trouble)

@@ -94,6 +94,8 @@ def write_file(path: Path, layout: FileLayout, blocks: Iterable[memoryview]) -> 
                     hashed = beside.submit(hasher.update, block)
                     write_all(descriptor, block)
                     hashed.result()
+                    del block
+                del content  # the memory of a tensor that need not be there while the next one is made
         sync(descriptor)
     finally:
         os.close(descriptor)
@@ -113,8 +115,10 @@ def as_bytes(tensor: Tensor) -> Tensor:
 class TensorFile:
     """A file of tensors, open for reading. DataError if it is not one."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, remedy: str = "use another checkpoint, `bloomery train` with --from") -> None:
+        """`remedy`: what to do about a file that cannot be read."""
         self.path = path
+        self._remedy = remedy
         try:
             self._descriptor = os.open(path, os.O_RDONLY)
         except OSError as error:
@@ -124,6 +128,8 @@ class TensorFile:
             if length > _LARGEST_HEADER:
                 raise self._damaged(f"its header claims {length:,} bytes")
             self._entries: dict[str, Any] = json.loads(self._read(8, length).numpy().tobytes())
+            if not isinstance(self._entries, dict):
+                raise ValueError("its header is no JSON object")
         except (ValueError, DataError) as error:
             self.close()
             raise self._damaged(str(error)) from error
@@ -137,6 +143,31 @@ class TensorFile:
 
     def __exit__(self, *exception: object) -> None:
         self.close()
+
+    def kinds(self) -> dict[str, tuple[str, tuple[int, ...]]]:
+        """(dtype, shape) of every tensor, all of whose bytes are there. DataError if the header says what cannot be."""
+        size = os.fstat(self._descriptor).st_size - self._data_begins
+        found = {}
+        for name, entry in self._entries.items():
+            if name == "__metadata__":
+                continue
+            try:
+                dtype, shape, (start, end) = str(entry["dtype"]), tuple(entry["shape"]), entry["data_offsets"]
+                known = DTYPES.get(dtype)
+                is_right = (
+                    all(type(each) is int and each >= 0 for each in (*shape, start, end)) and start <= end <= size
+                )
+            except (KeyError, TypeError, ValueError) as error:
+                raise self._damaged(f"its header says of {name}: {entry!r}"[:300]) from error
+            if not is_right or (known is not None and prod(shape) * known.itemsize != end - start):
+                raise self._damaged(f"{name} should be {dtype} {shape} at bytes {start} to {end} of {size:,}")
+            found[name] = (dtype, shape)
+        return found
+
+    def whole(self, key: str) -> Tensor:
+        """One tensor that `kinds` names."""
+        entry = self._entries[key]
+        return self._elements(entry, 0, prod(entry["shape"])).reshape(entry["shape"])
 
     def blocks(
         self, key: str, shape: tuple[int, ...], begin: tuple[int, ...], end: tuple[int, ...]
@@ -185,5 +216,5 @@ class TensorFile:
         return found
 
     def _damaged(self, reason: str) -> DataError:
-        remedy = "go on from another checkpoint with --from"
-        return DataError(Problem(f"{self.path.name} cannot be read: {reason}", "", remedy, str(self.path.parent)))
+        what = f"{self.path.name} cannot be read: {reason}"
+        return DataError(Problem(what, "", self._remedy, str(self.path.parent)))

@@ -16,6 +16,8 @@ from bloomery.base.errors import DataError, Problem
 from bloomery.base.ranks import ALONE, Ranks
 from bloomery.checkpoint import folder as folders
 from bloomery.checkpoint.fence import Writer
+from bloomery.checkpoint.remote import complete_there, forget_marks, is_plain_name, retain_there, store_of
+from bloomery.config.recipe import KeepSection
 
 _AT_A_TIME = 8
 """Files that are on their way at once."""
@@ -27,34 +29,54 @@ class UploadOutcome:
     to: str
     seconds: float
     error: str = ""
+    removed: tuple[str, ...] = ()
+    """Older copies that were deleted there."""
+    retention_trouble: str = ""
+    """Why older copies could not be deleted; this one is complete."""
+
+
+@dataclass(frozen=True)
+class _Offer:
+    folder: Path
+    keep_all: bool
 
 
 class Uploader:
     """Copies complete checkpoints, one at a time, in a thread. Of those that wait, only the newest is copied."""
 
-    def __init__(self, to: str, *, every_steps: int | None = None, writer: Writer | None = None) -> None:
+    def __init__(
+        self,
+        to: str,
+        *,
+        every_steps: int | None = None,
+        keep: KeepSection | None = None,
+        writer: Writer | None = None,
+    ) -> None:
+        """`keep`: which copies stay there; None: all."""
         self.to = to
         self._every_steps = every_steps
+        self._keep = keep
         self._writer = writer
         self._changed = threading.Condition()
-        self._waiting: Path | None = None
-        self._current: Path | None = None
+        self._waiting: _Offer | None = None
+        self._current: _Offer | None = None
         self._outcomes: list[UploadOutcome] = []
 
-    def offer(self, folder: Path) -> None:
-        """A complete checkpoint. It must stay until `protected` no longer names its step."""
+    def offer(self, folder: Path, *, keep_all: bool = False) -> None:
+        """A complete checkpoint. It must stay until `protected` no longer names its step. `keep_all`: delete nothing
+        for it, because it may be worse than the older ones."""
         if self._every_steps is not None and folders.step_of(folder) % self._every_steps:
             return
         with self._changed:
-            self._waiting = folder
+            self._waiting = _Offer(folder, keep_all)
             if self._current is None:
-                self._current, self._waiting = folder, None
+                self._current, self._waiting = self._waiting, None
                 threading.Thread(target=self._work, name="bloomery-upload", daemon=True).start()
 
     def protected(self) -> set[int]:
         """Steps that retention must leave alone for now."""
         with self._changed:
-            return {folders.step_of(path) for path in (self._current, self._waiting) if path is not None}
+            return {folders.step_of(each.folder) for each in (self._current, self._waiting) if each is not None}
 
     def poll(self) -> list[UploadOutcome]:
         """What has come of uploads since the last call."""
@@ -70,16 +92,22 @@ class Uploader:
 
     def _work(self) -> None:
         while True:
-            folder, started, error = self._current, time.monotonic(), ""
-            assert folder is not None
+            offer, started = self._current, time.monotonic()
+            assert offer is not None
+            step = folders.step_of(offer.folder)
+            error, trouble, removed = "", "", []
             try:
-                _upload(folder, self.to, self._writer)
+                _upload(offer.folder, self.to, self._writer)
             except Exception as caught:  # whatever a store may raise: it is told, and training goes on
                 error = f"{type(caught).__name__}: {caught}"
+            seconds = time.monotonic() - started
+            if self._keep is not None and not offer.keep_all and not error:
+                try:
+                    removed = retain_there(self.to, self._keep, step, self._writer)
+                except Exception as caught:
+                    trouble = f"{type(caught).__name__}: {caught}"
             with self._changed:
-                self._outcomes.append(
-                    UploadOutcome(folders.step_of(folder), self.to, time.monotonic() - started, error)
-                )
+                self._outcomes.append(UploadOutcome(step, self.to, seconds, error, tuple(removed), trouble))
                 self._current, self._waiting = self._waiting, None
                 self._changed.notify_all()
                 if self._current is None:
@@ -88,11 +116,10 @@ class Uploader:
 
 def _upload(folder: Path, to: str, writer: Writer | None) -> None:
     """The manifest goes last, so that a copy without one is debris there too."""
-    store, path = _store(to)
-    place = f"{path.rstrip('/')}/{folder.name}"
+    store, path = store_of(to)
+    place = f"{path}/{folder.name}"
     manifest = (folder / folders.MANIFEST).read_bytes()
-    if store.exists(f"{place}/{folders.MANIFEST}"):
-        store.rm_file(f"{place}/{folders.MANIFEST}")  # an older branch of the run
+    forget_marks(store, place)  # of an older branch of the run
     store.makedirs(place, exist_ok=True)
     _all([_putting(store, folder / name, f"{place}/{name}") for name in json.loads(manifest)["files"]])
     if writer is not None:
@@ -121,8 +148,8 @@ def fetch_newest(source: str, root: Path, *, newer_than: int, ranks: Ranks = ALO
     trouble = ""
     try:
         draft.mkdir(parents=True, exist_ok=True)
-        store, path = _store(source)
-        place = f"{path.rstrip('/')}/{name}"
+        store, path = store_of(source)
+        place = f"{path}/{name}"
         _all([_getting(store, f"{place}/{file}", draft / file) for file in files[ranks.rank :: ranks.size]])
     except Exception as caught:
         trouble = f"{type(caught).__name__}: {caught}"
@@ -140,31 +167,19 @@ def fetch_newest(source: str, root: Path, *, newer_than: int, ranks: Ranks = ALO
 
 def _newest_there(source: str, newer_than: int) -> tuple[str, list[str], str] | None:
     """(name, files, manifest)."""
-    store, path = _store(source)
-    if not store.exists(path):
+    found = [there for there in complete_there(*store_of(source)) if there.step > newer_than]
+    if not found:
         return None
-    names = [entry.rstrip("/").rsplit("/", 1)[-1] for entry in store.ls(path, detail=False)]
-    steps = [name for name in names if folders.is_step_name(name) and folders.step_of(Path(name)) > newer_than]
-    for name in sorted(steps, key=lambda name: -folders.step_of(Path(name))):
-        manifest = f"{path.rstrip('/')}/{name}/{folders.MANIFEST}"
-        if store.exists(manifest):
-            text = store.cat_file(manifest).decode()
-            return name, sorted(json.loads(text)["files"]), text
-    return None
+    files = sorted(found[-1].manifest["files"])
+    if not all(map(is_plain_name, files)):
+        raise ValueError(f"the manifest of {found[-1].name} names files of other folders")
+    return found[-1].name, files, found[-1].text
 
 
 def _unreachable(source: str, errors: Sequence[str]) -> DataError:
     rule = "a newer checkpoint may lie there"
     remedy = "mend the connection, or go on without it: checkpoint.upload=null"
     return DataError([Problem(f"checkpoints at {source} cannot be read: {error}", rule, remedy) for error in errors])
-
-
-def _store(url: str) -> tuple[Any, str]:
-    import fsspec  # type: ignore[import-untyped]
-
-    store, path = fsspec.core.url_to_fs(url)
-    store.invalidate_cache()
-    return store, str(path)
 
 
 def _putting(store: Any, source: Path, target: str) -> Callable[[], None]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import re
 import sys
+from fractions import Fraction
 from pathlib import Path
 
 from bloomery.base import exit_codes
@@ -24,12 +25,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def size(text: str) -> int:
-    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)", text)
-    if (
-        match is None
-        or match[2].upper() not in _UNITS
-        or (found := int(float(match[1]) * _UNITS[match[2].upper()])) < 1
-    ):
+    match = re.fullmatch(r"([0-9]{1,30}(?:\.[0-9]{1,30})?)\s*([A-Za-z]*)", text)
+    if match is None or (unit := _UNITS.get(match[2].upper())) is None or (found := int(Fraction(match[1]) * unit)) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a size: write for example 5GB or 500MB")
     return found
 

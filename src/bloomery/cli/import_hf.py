@@ -26,15 +26,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from bloomery.checkpoint.import_hf import copy_tokenizer, import_weights, read_model
+    from bloomery.checkpoint.import_hf import TOKENIZER, import_weights, origin_of, read_model, tokenizer_files
     from bloomery.sizing.parameters import count_parameters
     from bloomery.train.state import TrainState
 
     model = read_model(args.folder)
-    checked = _recipe(args, model, copy_tokenizer(args.folder, args.output))
+    checked = _recipe(args, model, args.output / TOKENIZER if tokenizer_files(args.folder) else None)
     for warning in checked.warnings:
         print(f"bloomery: warning: {warning}", file=sys.stderr)
-    state = {**TrainState().to_json(), "interval": None, "blend": None}
+    state = {**TrainState(imported_from=origin_of(args.folder)).to_json(), "interval": None, "blend": None}
     done = import_weights(args.folder, args.output, checked.recipe, state)
     section = done.recipe.model
     parameters = count_parameters(section, vocab_size=section.vocab_size).total

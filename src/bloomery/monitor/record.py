@@ -51,6 +51,9 @@ class StepRecord:
     """Data-parallel copies of the model."""
     source_losses: dict[str, float] = field(default_factory=dict)
     """Of a blend: the mean language-model loss over the tokens of each source in the interval; else empty."""
+    energy: dict[str, float] = field(default_factory=dict)
+    """What the run has spent until then, on all ranks and in all jobs: `joules`, and the device-seconds that they cover
+    (`measured_seconds`) of all (`device_seconds`). Empty in records of older versions."""
 
 
 @dataclass(frozen=True)

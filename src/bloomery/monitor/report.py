@@ -11,11 +11,13 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+from bloomery.base.energy import Energy, format_device_hours, format_joules
 from bloomery.base.errors import DataError, Problem
 from bloomery.base.storage import write_atomically
 from bloomery.base.units import format_count, format_seconds
 from bloomery.monitor import names
 from bloomery.monitor.chart import Chart, Series, chart_html, number
+from bloomery.monitor.energy import is_whole
 from bloomery.monitor.history import read_events, read_metrics
 from bloomery.monitor.record import Record, StepRecord, ValidationRecord, perplexity_of
 from bloomery.monitor.report_page import page
@@ -132,11 +134,25 @@ def _facts(steps: list[StepRecord], validations: list[ValidationRecord], events:
         )
         skipped, nan = sum(record.skipped_steps for record in steps), sum(record.nan_steps for record in steps)
         facts.append(_fact("Skipped steps", f"{skipped:,}", f"{nan:,} NaN", math.nan if nan else 0.0))
+    facts += _energy_fact(steps, events)
     times = [event["time"] for event in events if _is_number(event.get("time"))] + [record.time for record in steps]
     if times:
         jobs = len({event.get("job") for event in events} | {record.job for record in steps})
         facts.append(_fact("Wall clock", format_seconds(max(times) - min(times)), f"{jobs} job{'s' * (jobs != 1)}"))
     return facts
+
+
+def _energy_fact(steps: list[StepRecord], events: list[dict[str, Any]]) -> list[str]:
+    """What all jobs have spent, as the newest record or event says; nothing for runs that did not count it."""
+    told = [event.get(names.FACT_ENERGY) for event in events] + [record.energy for record in steps]
+    spent = max((Energy.from_json(each) for each in told), key=lambda each: each.device_seconds, default=Energy())
+    if not spent.device_seconds:
+        return []
+    hours = format_device_hours(spent.device_seconds)
+    if spent.measured_joules is None:
+        return [_fact("Energy", "not measured", f"{_newest_fact(events, names.FACT_ENERGY_SENSOR)} · {hours}")]
+    part = "" if is_whole(spent) else f" · measured {spent.coverage:.0%}"
+    return [_fact("Energy", format_joules(spent.measured_joules), f"{hours}{part}")]
 
 
 def _fact(name: str, value: str, note: str = "", alarm: float = 0.0) -> str:

@@ -13,6 +13,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from bloomery.base.energy import Energy
 from bloomery.base.errors import BloomeryError, Problem
 from bloomery.base.storage import AppendFile, reason
 from bloomery.monitor import names
@@ -233,6 +234,7 @@ def _curves(
         (names.TAG_MFU, record.mfu, by_step),
         (names.TAG_MEMORY, record.memory_bytes, by_step),
         (names.TAG_PEAK_MEMORY, record.peak_memory_bytes, by_step),
+        (names.TAG_ENERGY, Energy.from_json(record.energy).measured_joules, by_step),
         (names.TAG_SAMPLES_BY_STEPS, record.consumed_samples, by_step),
         (names.TAG_TOKENS_BY_STEPS, record.consumed_tokens, by_step),
     ]

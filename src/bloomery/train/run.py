@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from bloomery.base.accelerator import memory_bytes
+from bloomery.base.energy import Energy
 from bloomery.base.ranks import Ranks
 from bloomery.checkpoint.saver import Saver
 from bloomery.checkpoint.tiers import Tier
@@ -83,7 +84,7 @@ class Run:
         parameters = count_parameters(model, vocab_size=model.vocab_size).without_embeddings
         return 6 * self.plan.tokens_at(consumed_samples) * parameters // 10**9
 
-    def log_if_due(self, pending: PendingStep, *, force: bool) -> None:
+    def log_if_due(self, pending: PendingStep, energy: Energy, *, force: bool) -> None:
         """One record per log_every steps, one for the last step, and one for every step with a NaN."""
         if not (self.logs_at(pending.step) or force):
             return
@@ -121,5 +122,6 @@ class Run:
                 peak_memory_bytes=peak,
                 job=self.job,
                 time=time.time(),
+                energy=energy.to_json(),
             )
         )

@@ -140,7 +140,7 @@ def _after_save(run: Run, tier: Tier, step: int, *, suspicious: bool) -> list[st
     """In the thread, when a checkpoint is complete: send it away, and delete what need not be kept."""
     uploader = run.uploader if tier is run.durable else None
     if uploader is not None:
-        uploader.offer(tier.root / step_name(step))
+        uploader.offer(tier.root / step_name(step), keep_all=suspicious)
     return [] if suspicious else tier.retain(spare=uploader.protected() if uploader else ())
 
 
@@ -151,7 +151,10 @@ def hear_of_uploads(run: Run, outcomes: list[UploadOutcome]) -> None:
             run.journal.event("upload_failed", outcome.step, reason=outcome.error, **facts)
             run.journal.warning(f"step {outcome.step:,} could not be copied to {outcome.to}: {outcome.error}")
         else:
-            run.journal.event("upload", outcome.step, **facts)
+            run.journal.event("upload", outcome.step, removed=list(outcome.removed), **facts)
+        if outcome.retention_trouble:
+            run.journal.event("retention_failed", outcome.step, reason=outcome.retention_trouble, place=outcome.to)
+            run.journal.warning(f"older copies could not be deleted: {outcome.retention_trouble}")
 
 
 def _local_due(run: Run, state: TrainState) -> bool:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 import bloomery
-from bloomery.base.accelerator import device_name, out_of_memory_problem
+from bloomery.base.accelerator import device_name, energy_sensor, out_of_memory_problem
 from bloomery.base.errors import BloomeryError, LostRankError, Problem, RecipeError, StorageError
 from bloomery.base.ranks import ALONE, Ranks, every_rank_does, first_rank_does
 from bloomery.base.storage import locked, make_run_folder, write_atomically
@@ -21,6 +21,7 @@ from bloomery.checkpoint.choose import tidy
 from bloomery.checkpoint.fence import take_over
 from bloomery.checkpoint.folder import RETIRED, complete_checkpoints, step_of
 from bloomery.checkpoint.load import load_pieces
+from bloomery.checkpoint.remote import retire_later_there
 from bloomery.checkpoint.save import estimate_save_seconds
 from bloomery.checkpoint.saver import Saver
 from bloomery.checkpoint.tiers import Tier, kept_in, tier_roots
@@ -32,6 +33,7 @@ from bloomery.data.loader import Loader
 from bloomery.data.open import OpenData, open_data
 from bloomery.monitor import names
 from bloomery.monitor.console import Console
+from bloomery.monitor.energy import EnergyMeter, spent_before, start_meter
 from bloomery.monitor.history import read_events
 from bloomery.monitor.journal import Journal, SilentJournal
 from bloomery.monitor.meters import IntervalMeter
@@ -73,6 +75,8 @@ def prepared_run(
     layout = Layout.of(recipe, ranks.size)
     with ExitStack() as closing:
         first_rank_does(ranks, lambda: _take_folder(folder, closing))
+        energy, sensor = start_meter(energy_sensor(device), ranks)
+        closing.enter_context(energy.watching())
         roots = tier_roots(recipe.checkpoint, folder)
         fetched = every_rank_does(ranks, lambda: _fetch(recipe, roots, ranks))
         places = list(roots.values())
@@ -80,6 +84,7 @@ def prepared_run(
             ranks, lambda: find_past(recipe, places, wanted=start_from, changes=changes, ranks=ranks)
         )
         state, plan = past.state, past.plan
+        state.energy = energy.before = first_rank_does(ranks, lambda: spent_before(folder, state.energy))
         data = every_rank_does(ranks, lambda: closing.enter_context(_data_of(recipe, past)))
         every_rank_does(ranks, lambda: check_tokenizer(past, data.tokenizer_hash))
         job = first_rank_does(ranks, lambda: 1 + _starts_so_far(folder))
@@ -89,6 +94,7 @@ def prepared_run(
             for warning in data.warnings:
                 journal.warning(warning)
             tiers = first_rank_does(ranks, lambda: _tiers(recipe, roots, past, journal))
+            first_rank_does(ranks, lambda: _leave_branch_there(recipe, state.step, journal))
             if fetched is not None and recipe.checkpoint.upload is not None:
                 journal.event("fetched", past.state.step, folder=fetched.name, source=recipe.checkpoint.upload.to)
             first_rank_does(ranks, lambda: write_atomically(folder / "recipe.yaml", as_yaml(recipe)))
@@ -108,8 +114,13 @@ def prepared_run(
             )
             closing.callback(loader.close)
             loader.seek(state.consumed_samples)
-            facts = {**_start_facts(recipe, device, ranks, past), "tokenizer": data.tokenizer_hash}
-            facts["save_host_bytes"] = saver.host_bytes
+            facts = {
+                **_start_facts(recipe, device, ranks, past),
+                "tokenizer": data.tokenizer_hash,
+                "save_host_bytes": saver.host_bytes,
+                names.FACT_ENERGY: energy.before.to_json(),
+                names.FACT_ENERGY_SENSOR: sensor,
+            }
             journal.notice(_greeting(facts, plan, past))
             _tell_changes(past, data, journal)
             samples = _validation_samples(recipe, data.validation)
@@ -141,7 +152,7 @@ def prepared_run(
                     recipe_text=as_yaml(recipe),
                     journal=journal,
                     meter=IntervalMeter(past.interval),
-                    stop=_stop_rules(recipe, plan, folder, optimizer, ranks),
+                    stop=_stop_rules(recipe, plan, folder, optimizer, ranks, energy),
                     job=job,
                     peak_flops=peak_flops(device_name(device), recipe.precision),
                     start_facts=facts,
@@ -218,7 +229,25 @@ def _uploader(recipe: Recipe, tier: Tier) -> Uploader | None:
     upload = recipe.checkpoint.upload
     if upload is None:
         return None
-    return Uploader(upload.to, every_steps=upload.every.count if upload.every else None, writer=tier.writer)
+    every_steps = upload.every.count if upload.every else None
+    return Uploader(upload.to, every_steps=every_steps, keep=upload.keep, writer=tier.writer)
+
+
+def _leave_branch_there(recipe: Recipe, step: int, journal: Journal) -> None:
+    """What lies far away beyond the step that this job begins at belongs to a branch that is left."""
+    upload = recipe.checkpoint.upload
+    if upload is None:
+        return
+    try:
+        retired = retire_later_there(upload.to, step)
+    except Exception as error:  # whatever a store may raise
+        text = f"{type(error).__name__}: {error}"
+        journal.warning(
+            f"later checkpoints in {upload.to} could not be put aside: {text}. A later start may fetch them"
+        )
+        return
+    if retired:
+        journal.event("retired", step, folders=retired, place=upload.to)
 
 
 def _finishing(saver: Saver) -> Callable[..., None]:
@@ -288,7 +317,9 @@ def _runner_and_optimizer(
     return runner, optimizer
 
 
-def _stop_rules(recipe: Recipe, plan: TrainingPlan, folder: Path, optimizer: Optimizer, ranks: Ranks) -> StopRules:
+def _stop_rules(
+    recipe: Recipe, plan: TrainingPlan, folder: Path, optimizer: Optimizer, ranks: Ranks, energy: EnergyMeter
+) -> StopRules:
     exit_after, evaluate = recipe.train.exit_after, recipe.train.evaluate
     estimate = 0.0
     if isinstance(exit_after, Duration):
@@ -301,6 +332,7 @@ def _stop_rules(recipe: Recipe, plan: TrainingPlan, folder: Path, optimizer: Opt
         save_seconds_estimate=estimate,
         evaluate_every=evaluate.every.count if evaluate else None,
         ranks=ranks,
+        energy=energy,
     )
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
+from bloomery.base.energy import Energy
 from bloomery.sizing.history import NO_HISTORY, History
 from bloomery.train.loss_scale import LossScale
 
@@ -64,6 +65,10 @@ class TrainState:
     """Of a run that has changed its batch or its sequence length; changes only when a job starts."""
     save_seconds: float | None = None
     """The longest save so far, for the deadline; None before the first."""
+    energy: Energy = field(default_factory=Energy)
+    """What the run has spent so far, on all ranks and in all jobs."""
+    imported_from: dict[str, str] | None = None
+    """The model that the run began with; None if it began with random weights."""
     pending: PendingStep | None = field(default=None, repr=False)
     validation: dict[str, float] | None = None
     """The newest validation: `step`, and `loss`, the mean over its groups."""
@@ -90,8 +95,14 @@ class TrainState:
 
     @classmethod
     def from_json(cls, facts: dict[str, Any]) -> TrainState:
-        own = {key: value for key, value in facts.items() if key not in ("interval", "blend", "loss_scale", "history")}
-        scale, history = facts["loss_scale"], History.from_json(facts.get("history"))
-        state = cls(**own, loss_scale=LossScale(**scale) if scale else None, history=history)
+        other = ("interval", "blend", "loss_scale", "history", "energy")
+        own = {key: value for key, value in facts.items() if key not in other}
+        scale = facts["loss_scale"]
+        state = cls(
+            **own,
+            loss_scale=LossScale(**scale) if scale else None,
+            history=History.from_json(facts.get("history")),
+            energy=Energy.from_json(facts.get("energy")),
+        )
         state.saved_step = state.begun_step = state.step
         return state

@@ -93,7 +93,7 @@ def settle(run: Run, state: TrainState) -> None:
             state.loss_scale.update(run.recipe.loss_scale, overflow=skipped)
         except DivergedError as error:
             run.stop.request(StopReason("diverged", str(error)))
-    run.log_if_due(pending, force=is_nan)
+    run.log_if_due(pending, state.energy, force=is_nan)
     if pending.then is not None:
         pending.then()
 

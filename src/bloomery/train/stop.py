@@ -14,9 +14,11 @@ from statistics import median
 from types import FrameType
 
 from bloomery.base.clock import job_seconds
+from bloomery.base.energy import Energy
 from bloomery.base.errors import DivergedError, Problem
 from bloomery.base.ranks import ALONE, Ranks
 from bloomery.base.units import Amount, Duration, format_seconds
+from bloomery.monitor.energy import EnergyMeter
 from bloomery.sizing.plan import TrainingPlan
 from bloomery.train.state import TrainState
 
@@ -57,8 +59,10 @@ class StopRules:
         save_seconds_estimate: float,
         evaluate_every: int | None = None,
         ranks: Ranks = ALONE,
+        energy: EnergyMeter | None = None,
     ) -> None:
         self._ranks = ranks
+        self._energy = energy or EnergyMeter()
         self._plan = plan
         self._exit_after = exit_after
         self._control = control
@@ -76,9 +80,14 @@ class StopRules:
         self._first_samples = 0
 
     def reason(self, state: TrainState) -> StopReason | None:
-        """Why to stop now, or None. All ranks get the same answer: what one of them sees, all act on."""
+        """Why to stop now, or None. All ranks get the same answer: what one of them sees, all act on. What they have
+        spent in energy travels with it."""
         mine = self._own_reason(state)
-        stops, saves = self._ranks.sum([float(mine is not None), float(self._save_seen)])
+        spent = self._energy.own(fresh=mine is not None)
+        stops, saves, *total = self._ranks.sum(
+            [float(mine is not None), float(self._save_seen), *spent.to_json().values()]
+        )
+        state.energy = self._energy.before + Energy(*total)
         self._save_agreed, self._save_seen = self._save_agreed or saves > 0, False
         if not stops:
             return None
@@ -99,6 +108,11 @@ class StopRules:
             verb = "reached" if state.step == self._plan.train_steps else "is beyond"
             return StopReason("finished", f"{verb} {self._plan.train_steps:,} steps")
         return self._end_of_job(state)
+
+    def count_energy(self, state: TrainState) -> None:
+        """What all ranks have spent until this very moment. Collective, for the end of a job."""
+        own = self._energy.own(fresh=True)
+        state.energy = self._energy.before + Energy(*self._ranks.sum(list(own.to_json().values())))
 
     def failure(self, reason: StopReason, step: int) -> DivergedError | None:
         """What a failed training ends with; None if it did not fail."""

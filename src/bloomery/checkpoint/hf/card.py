@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,11 +12,13 @@ from typing import Any
 import torch
 
 import bloomery
+from bloomery.base.energy import NO_SENSOR, Energy, format_device_hours, format_joules
 from bloomery.checkpoint.folder import MANIFEST
 from bloomery.checkpoint.load import consumed_tokens
 from bloomery.config.describe import fingerprint
 from bloomery.config.recipe import Recipe
 from bloomery.monitor import names
+from bloomery.monitor.energy import is_whole
 from bloomery.monitor.history import read_events, read_metrics
 from bloomery.monitor.record import StepRecord, ValidationRecord
 from bloomery.sizing.parameters import count_parameters
@@ -26,6 +29,7 @@ def model_card(
 ) -> str:
     """Markdown with the head that hubs read. Says only what was recorded."""
     run = checkpoint.parent.parent
+    jobs = _jobs(run, checkpoint, int(state["step"]))
     parameters = count_parameters(recipe.model, vocab_size=recipe.model.vocab_size).total
     tokens = consumed_tokens(recipe, state)
     pipeline = "fill-mask" if recipe.model.family == "bert" else "text-generation"
@@ -38,8 +42,8 @@ def model_card(
         "## Data\n\n" + _data(recipe),
         "## Training\n\n" + _table(_training_rows(recipe, state)),
         "## Losses\n\n" + _losses(run, int(state["step"])),
-        "## Energy\n\nNot recorded.",
-        "## Lineage\n\n" + _table(_lineage(recipe, checkpoint, run)),
+        "## Energy\n\n" + _energy(Energy.from_json(state.get("energy")), jobs),
+        "## Lineage\n\n" + _table(_lineage(recipe, checkpoint, state, jobs)),
         f"## Proof\n\n{proof[:1].upper()}{proof[1:]}. Details: `export-proof.json`.",
     ]
     return "\n\n".join(sections) + "\n"
@@ -108,7 +112,37 @@ def _losses(run: Path, step: int) -> str:
     return "\n".join(lines) if len(lines) > 2 else "No step up to this checkpoint was logged."
 
 
-def _lineage(recipe: Recipe, checkpoint: Path, run: Path) -> dict[str, Any]:
+def _jobs(run: Path, checkpoint: Path, step: int) -> list[dict[str, Any]]:
+    """Starts of the run that came before this checkpoint, as the ledger has them; none if it is not there."""
+    ledger = run / names.EVENTS_FILE
+    if not ledger.is_file():
+        return []
+    saved_at = json.loads((checkpoint / MANIFEST).read_text()).get("time", math.inf)
+    starts = [event for event in read_events(ledger) if event["kind"] == names.EVENT_START]
+    return [event for event in starts if event["step"] <= step and event["time"] <= saved_at]
+
+
+def _energy(spent: Energy, jobs: list[dict[str, Any]]) -> str:
+    if not spent.device_seconds:
+        return "Not recorded."
+    hours, joules = format_device_hours(spent.device_seconds), spent.measured_joules
+    sensors = list(dict.fromkeys(job[names.FACT_ENERGY_SENSOR] for job in jobs if names.FACT_ENERGY_SENSOR in job))
+    if joules is None:
+        return f"Not measured: {'; '.join(sensors) or NO_SENSOR}. Training took {hours}."
+    rows = {
+        "measured": f"{format_joules(joules)} ({joules:,.0f} J)",
+        "device time": hours,
+        "of which measured": f"{1 if is_whole(spent) else spent.coverage:.0%}",
+    }
+    rows |= {"sensor": "; ".join(sensors)} if sensors else {}
+    remark = (
+        "Of all jobs of the run up to this checkpoint, steps that were done again included. "
+        "Of the devices that trained, without the machines around them, network and cooling."
+    )
+    return f"{_table(rows)}\n\n{remark}"
+
+
+def _lineage(recipe: Recipe, checkpoint: Path, state: Mapping[str, Any], jobs: list[dict[str, Any]]) -> dict[str, Any]:
     content = (checkpoint / MANIFEST).read_bytes()
     saved = json.loads(content)
     rows = {
@@ -116,13 +150,18 @@ def _lineage(recipe: Recipe, checkpoint: Path, run: Path) -> dict[str, Any]:
         "recipe fingerprint": f"`{fingerprint(recipe)}`",
         "checkpoint": f"`{checkpoint.name}`",
         "sha256 of its manifest": f"`{hashlib.sha256(content).hexdigest()}`",
-        "saved by": f"torch {saved.get('torch', 'unknown')}, {saved.get('ranks', 1)} rank(s)",
+        "saved by": f"torch {saved.get('versions', {}).get('torch', 'unknown')}, {saved.get('ranks', 1)} rank(s)",
         "exported by": f"Bloomery {bloomery.__version__}, torch {torch.__version__}",
     }
-    ledger = run / names.EVENTS_FILE
-    starts = [event for event in read_events(ledger) if event["kind"] == names.EVENT_START] if ledger.is_file() else []
-    if starts:
-        rows["trained by"] = ", ".join(f"{name} {version}" for name, version in starts[-1].get("versions", {}).items())
-        rows["trained on"] = f"{starts[-1].get('ranks', 1)} x {starts[-1].get('device', 'unknown')}"
-        rows["jobs"] = str(len(starts))
+    origin = state.get("imported_from")
+    rows["began with"] = "random weights"
+    if origin:
+        told = ", ".join(f"{key} `{value}`" for key, value in origin.items() if key != "folder")
+        rows["began with"] = f"the weights of `{origin['folder']}`, whose own training is not counted here ({told})"
+    if jobs:
+        rows["trained by"] = ", ".join(f"{name} {version}" for name, version in jobs[-1].get("versions", {}).items())
+        rows["trained on"] = f"{jobs[-1].get('ranks', 1)} x {jobs[-1].get('device', 'unknown')}"
+        rows["jobs"] = f"{len(jobs)}: " + ", ".join(
+            f"from `{job['resumed_from']}`" if job.get("resumed_from") else "from the beginning" for job in jobs
+        )
     return rows

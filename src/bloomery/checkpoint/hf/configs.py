@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -36,10 +37,25 @@ class Config:
         value = self.content.get(name)
         if value is None:
             return default
-        if isinstance(value, bool) or not isinstance(value, int | float):
+        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
             self.problem(f"{name} is {value!r}", "it must be a number")
             return default
         return float(value)
+
+    def flag(self, name: str, default: bool) -> bool:
+        value = self.content.get(name)
+        if value is None or isinstance(value, bool):
+            return default if value is None else value
+        self.problem(f"{name} is {value!r}", "it must be true or false")
+        return default
+
+    def part(self, name: str) -> Config:
+        """A section of the file; empty if it is not there. Shares the list of problems."""
+        value = self.content.get(name)
+        if value is not None and not isinstance(value, dict):
+            self.problem(f"{name} is {value!r}", "it must be an object")
+            value = None
+        return Config(value or {}, self.place, self.problems)
 
     def only(self, name: str, *allowed: Any, rule: str) -> None:
         """A field that may be missing, but says nothing else."""
@@ -92,7 +108,7 @@ def _gpt2(c: Config) -> dict[str, Any]:
         "dropout": c.dropout("resid_pdrop", "embd_pdrop", "attn_pdrop", default=0.1),
         "norm_eps": c.number("layer_norm_epsilon", 1e-5),
         "init_std": c.number("initializer_range", 0.02),
-        "tie_embeddings": bool(c.content.get("tie_word_embeddings", True)),
+        "tie_embeddings": c.flag("tie_word_embeddings", True),
     }
 
 
@@ -110,7 +126,7 @@ def _bloom(c: Config) -> dict[str, Any]:
         "dropout": c.dropout("hidden_dropout", "attention_dropout", default=0.0),
         "norm_eps": c.number("layer_norm_epsilon", 1e-5),
         "init_std": c.number("initializer_range", 0.02),
-        "tie_embeddings": bool(c.content.get("tie_word_embeddings", True)),
+        "tie_embeddings": c.flag("tie_word_embeddings", True),
     }
 
 
@@ -123,16 +139,15 @@ def _llama(c: Config) -> dict[str, Any]:
     c.only(
         "head_dim", hidden // heads, rule=f"a head is hidden_size / num_attention_heads = {hidden // heads} wide here"
     )
-    rope: dict[str, Any] = {}
+    theta = c.number("rope_theta", 10000.0)
     for name in ("rope_scaling", "rope_parameters"):
-        found = c.content.get(name) or {}
-        kind = found.get("rope_type", found.get("type", "default"))
+        rope = c.part(name)
+        kind = rope.content.get("rope_type", rope.content.get("type", "default"))
         if kind != "default":
             c.problem(f"{name} is of the type {kind!r}", "positions are not scaled here", "import a model without it")
-        rope |= found
-    partial = rope.get("partial_rotary_factor", c.content.get("partial_rotary_factor"))
-    if partial not in (None, 1, 1.0):
-        c.problem(f"partial_rotary_factor is {partial!r}", "positions turn the whole head here")
+        rope.only("partial_rotary_factor", 1, rule="positions turn the whole head here")
+        theta = rope.number("rope_theta", theta)
+    c.only("partial_rotary_factor", 1, rule="positions turn the whole head here")
     return {
         "num_layers": c.size("num_hidden_layers"),
         "hidden_size": hidden,
@@ -144,8 +159,8 @@ def _llama(c: Config) -> dict[str, Any]:
         "dropout": c.number("attention_dropout", 0.0),
         "norm_eps": c.number("rms_norm_eps", 1e-6),
         "init_std": c.number("initializer_range", 0.02),
-        "rope_theta": float(rope.get("rope_theta") or c.number("rope_theta", 10000.0)),
-        "tie_embeddings": bool(c.content.get("tie_word_embeddings", False)),
+        "rope_theta": theta,
+        "tie_embeddings": c.flag("tie_word_embeddings", False),
     }
 
 
@@ -164,7 +179,7 @@ def _bert(c: Config) -> dict[str, Any]:
         "dropout": c.dropout("hidden_dropout_prob", "attention_probs_dropout_prob", default=0.1),
         "norm_eps": c.number("layer_norm_eps", 1e-12),
         "init_std": c.number("initializer_range", 0.02),
-        "tie_embeddings": bool(c.content.get("tie_word_embeddings", True)),
+        "tie_embeddings": c.flag("tie_word_embeddings", True),
     }
 
 

@@ -47,6 +47,8 @@ def vocabulary(ours: str, theirs: str, config: ModelSection) -> Entry:
     padding = padded_vocab_size(config) - config.vocab_size
 
     def pad(tensors: Sequence[Tensor]) -> Tensor:
+        if not padding:
+            return tensors[0]
         return torch.cat((tensors[0], tensors[0].new_zeros(padding, *tensors[0].shape[1:])))
 
     return Entry(ours, (theirs,), lambda t: [t[: config.vocab_size]], pad)
@@ -81,21 +83,19 @@ def export_state(state: Mapping[str, Tensor], entries: Iterable[Entry]) -> dict[
     return exported
 
 
-def load_state(
-    state: Mapping[str, Tensor], entries: Iterable[Entry], *, prefix: str, expected: Mapping[str, Tensor]
-) -> dict[str, Tensor]:
-    """Our names and tensors. A state saved from the bare model, without `prefix` before its names, is taken too; other
-    names (buffers, tied copies) are ignored. `expected` has their names and shapes; raises DataError with every tensor
-    that does not fit it."""
-    bare = {name: name.removeprefix(prefix) for name in expected}
-    found = {name: state[key] for name in expected for key in (name, bare[name]) if key in state}
-    missing = [name for name in expected if name not in found]
+def match_names(
+    shapes: Mapping[str, tuple[int, ...]], *, prefix: str, expected: Mapping[str, tuple[int, ...]]
+) -> dict[str, str]:
+    """Their names, and under which key a state of these shapes has each. One of the bare model, without `prefix`
+    before its names, is taken too. DataError with every tensor that is missing or of another shape than `expected`."""
+    keys = {name: key for name in expected for key in (name.removeprefix(prefix), name) if key in shapes}
+    missing = [name for name in expected if name not in keys]
     wrong = [
-        f"{name} is {tuple(tensor.shape)} instead of {tuple(expected[name].shape)}"
-        for name, tensor in found.items()
-        if tensor.shape != expected[name].shape
+        f"{name} is {shapes[key]} instead of {expected[name]}"
+        for name, key in keys.items()
+        if shapes[key] != expected[name]
     ]
-    remedy = "set the model section of the recipe to what the checkpoint's config.json says"
+    remedy = "config.json and weights must be of one model: copy them together"
     problems = []
     if missing:
         what = f"the Hugging Face state lacks {len(missing)} of {len(expected)} tensors: {', '.join(missing[:8])}"
@@ -105,4 +105,4 @@ def load_state(
         problems.append(Problem(what, "shapes follow from the recipe's model", remedy))
     if problems:
         raise DataError(problems)
-    return {entry.ours: entry.load([found[name] for name in entry.theirs]).contiguous() for entry in entries}
+    return keys

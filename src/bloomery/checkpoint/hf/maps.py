@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
@@ -10,11 +12,13 @@ from torch import Tensor
 
 from bloomery.base.errors import Problem, RecipeError
 from bloomery.checkpoint.hf import bert, bloom, gpt2, llama
-from bloomery.checkpoint.hf.layout import Entry, export_state, load_state
+from bloomery.checkpoint.hf.layout import Entry, export_state, match_names
 from bloomery.config.recipe import Family, ModelSection
 from bloomery.model.build import build_model
 
 _FAMILIES: dict[Family, ModuleType] = {"gpt2": gpt2, "bloom": bloom, "llama": llama, "bert": bert}
+_BUFFER = re.compile(r"(^|\.)(attn\.bias|attn\.masked_bias|rotary_emb\.inv_freq|position_ids|token_type_ids)$")
+"""Constants that versions of transformers have saved with the weights."""
 
 
 def to_hf(state: Mapping[str, Tensor], config: ModelSection) -> dict[str, Tensor]:
@@ -39,10 +43,37 @@ def entries_of(config: ModelSection) -> list[Entry]:
 
 def from_hf(state: Mapping[str, Tensor], config: ModelSection) -> dict[str, Tensor]:
     """Our state from theirs; padded vocabulary rows are zero. Raises DataError if a tensor is missing or its shape does
-    not fit the config."""
-    family = _FAMILIES[config.family]
-    expected = to_hf(dict(build_model(config).named_parameters()), config)
-    return load_state(state, family.entries(config), prefix=family.PREFIX, expected=expected)
+    not fit the config; other tensors are left alone."""
+    sources = sources_of({name: tuple(tensor.shape) for name, tensor in state.items()}, config)
+    return {each.entry.ours: each.load(state.__getitem__) for each in sources}
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where one of our parameters comes from."""
+
+    entry: Entry
+    keys: tuple[str, ...]
+    """Of the tensors in the state that it is made of."""
+
+    def load(self, read: Callable[[str], Tensor]) -> Tensor:
+        return self.entry.load([read(key) for key in self.keys]).contiguous()
+
+
+def sources_of(shapes: Mapping[str, tuple[int, ...]], config: ModelSection) -> list[Source]:
+    """How to make each of our parameters of a state that has tensors of these shapes. DataError as `from_hf`."""
+    made = to_hf(dict(build_model(config).named_parameters()), config)
+    expected = {name: tuple(tensor.shape) for name, tensor in made.items()}
+    keys = match_names(shapes, prefix=_FAMILIES[config.family].PREFIX, expected=expected)
+    return [Source(entry, tuple(keys[name] for name in entry.theirs)) for entry in entries_of(config)]
+
+
+def strangers(keys: Iterable[str], sources: Iterable[Source], config: ModelSection) -> list[str]:
+    """Tensors of a state that no parameter is made of, and that are neither buffers nor copies of tied weights."""
+    used = {key for source in sources for key in source.keys}
+    copies = {"cls.predictions.decoder.bias"}
+    copies |= {"lm_head.weight", "cls.predictions.decoder.weight"} if config.tie_embeddings else set()
+    return sorted(key for key in keys if key not in used and key not in copies and not _BUFFER.search(key))
 
 
 def hf_config(config: ModelSection) -> dict[str, Any]:

@@ -45,7 +45,6 @@ def plan_shards(shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype, *, sh
 def write_shards(folder: Path, shards: list[Shard], dtype: torch.dtype, tensors: Iterable[tuple[str, Tensor]]) -> None:
     """Write the tensors, which come in the order of the plan; only one is in memory. OSError if that fails, DataError
     if a value does not fit `dtype`."""
-    remove_shards(folder)
     source = iter(tensors)
     for shard in shards:
         descriptor = os.open(folder / shard.file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
@@ -65,12 +64,6 @@ def write_shards(folder: Path, shards: list[Shard], dtype: torch.dtype, tensors:
         places = {name: shard.file for shard in shards for name in shard.shapes}
         index = {"metadata": {"total_size": total}, "weight_map": places}
         write_atomically(folder / INDEX, json.dumps(index, indent=2) + "\n")
-
-
-def remove_shards(folder: Path) -> None:
-    """Those of an older export: two models in one folder would be taken for one."""
-    for path in (folder / INDEX, folder / SINGLE, *folder.glob("model-*-of-*.safetensors")):
-        path.unlink(missing_ok=True)
 
 
 def _rounded(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:

@@ -25,6 +25,8 @@ class Builder:
     rows: list[Row] = field(default_factory=list)
     problems: list[Problem] = field(default_factory=list)
     read: set[str] = field(default_factory=set)
+    find_file: Callable[[str], tuple[str, str] | None] = lambda path: None
+    """(text, place) of a file that a flag names; None if it is not here."""
 
     def has(self, name: str) -> bool:
         """Whether a flag without a value stands there; it counts as read."""

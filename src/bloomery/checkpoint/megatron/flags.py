@@ -105,7 +105,7 @@ NOT_NEEDED: dict[str, tuple[int, str]] = {
                      "no-scatter-gather-tensors-in-pipeline", "use-tp-pp-dp-mapping"), (0, _RANKS)),
     **dict.fromkeys(("save", "load"), (1, _RUN)),
     "kill-switch-path": (1, "touch control/kill in the run folder"),
-    "codecarbon-dir": (1, "this version measures no emissions"),
+    "codecarbon-dir": (1, "energy is in metrics.jsonl where a sensor counts it; emissions are not estimated"),
     **dict.fromkeys(("override-lr-scheduler", "use-checkpoint-lr-scheduler", "override-opt_param-scheduler",
                      "use-checkpoint-opt_param-scheduler", "universal-checkpoint", "no-load-optim", "no-load-rng",
                      "no-save-optim", "no-save-rng", "finetune", "exit-on-missing-checkpoint"), (0, _RUN)),

@@ -66,7 +66,7 @@ def import_megatron(
     """`words`: the command line itself, or a file with it, more flags behind it. RecipeError with every problem."""
     script, line, source = _read(words, given or {})
     reasons = script.reasons if script is not None else {}
-    b = Builder(line, reasons)
+    b = Builder(line, reasons, find_file=lambda path: _text_of(path, script, source))
     ds = _find_ds_config(b, script, ds_config, source)
     fill(b, ds)
     fill_launch(b, script, source)
@@ -145,16 +145,25 @@ def _find_ds_config(b: Builder, script: Script | None, named: Path | None, sourc
     if flag is None:
         return None
     b.tell("not needed", "deepspeed_config", "read for what it says and compared with the flags")
-    path = flag.text
+    found = b.find_file(flag.text)
+    if found is not None:
+        return read_ds_config(*found)
+    remark = "not here, so it was not compared: give --ds-config FILE"
+    b.rows[-1] = Row("left out", flag.flag, shown(flag.text), remark=remark)
+    return None
+
+
+def _text_of(path: str, script: Script | None, source: str) -> tuple[str, str] | None:
+    """(text, place) of a file that the script writes in a here-document, or that lies here or beside it."""
     if script is not None and path in script.files:
         text, line = script.files[path]
-        return read_ds_config(text, f"{source}:{line}")
+        return text, f"{source}:{line}"
     for place in (Path(path), Path(source).parent / path):
         if place.is_file():
-            return read_ds_config(place.read_text(encoding="utf-8"), str(place))
-    b.rows[-1] = Row(
-        "left out", flag.flag, shown(path), remark="not here, so it was not compared: give --ds-config FILE"
-    )
+            try:
+                return place.read_text(encoding="utf-8"), str(place)
+            except (OSError, UnicodeDecodeError) as error:
+                raise RecipeError(Problem(f"cannot read {place}: {error}", remedy="correct the path")) from error
     return None
 
 

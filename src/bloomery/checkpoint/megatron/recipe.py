@@ -10,6 +10,7 @@ from bloomery.checkpoint.megatron.ds_config import DsConfig
 from bloomery.checkpoint.megatron.flags import Row
 from bloomery.checkpoint.megatron.model import fill_model, fill_tokenizer
 from bloomery.checkpoint.megatron.shell_expand import shown
+from bloomery.checkpoint.megatron.splits import fill_weighted_splits, split_flags
 
 
 def fill(b: Builder, ds: DsConfig | None) -> None:
@@ -144,8 +145,11 @@ def _data(b: Builder, family: str) -> bool:
         given = b.given(flag)
         if given is not None and (sources := _sources(b, flag)):
             b.put("data.train", sources, flag)
+    evaluates = fill_weighted_splits(b)
     if "train" not in b.raw.get("data", {}):
         return _no_data(b)
+    if any(b.has(flag) for flag in split_flags("train")):
+        return evaluates
     if b.given("valid-data-path") is not None:
         b.put("data.validation", {"valid": _sources(b, "valid-data-path")}, "valid-data-path")
         return True
@@ -172,11 +176,10 @@ def _sources(b: Builder, flag: str) -> list[dict[str, Any]]:
 
 def _no_data(b: Builder) -> bool:
     """Without sources there is no `data` section, so whatever belongs to it is left out, and told."""
-    named = ("weighted-split-paths", "weighted-split-paths-path")
-    for name in (*(f"{part}-{kind}" for kind in named for part in ("train", "valid")), "valid-data-path", "split"):
-        if b.has(name):
-            what = "weighted ranges of documents: " if "weighted" in name else ""
-            b.tell("left out", name, f"{what}add `data:` with train and validation to the recipe")
+    told = {row.flag for row in b.rows if row.kind == "left out"}
+    for name in (*split_flags("train"), *split_flags("valid"), "valid-data-path", "split"):
+        if b.has(name) and f"--{name}" not in told:
+            b.tell("left out", name, "add `data:` with train and validation to the recipe")
     for number, row in enumerate(b.rows):
         if row.field.startswith("data.") and row.flag:
             remark = f"add it to `data:` as {row.field.removeprefix('data.')}: {row.result}"

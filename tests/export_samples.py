@@ -1,0 +1,70 @@
+"""Checkpoints of small models, and a tokenizer for them, for the tests of export and import."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+
+from bloomery.base.piece import Piece
+from bloomery.checkpoint.save import save_checkpoint
+from bloomery.config.recipe import ModelSection
+from bloomery.config.yaml_nodes import dump_yaml
+from bloomery.train.state import TrainState
+from model_samples import small_config, small_model
+
+Command = Callable[..., tuple[int, str, str]]
+CASES: dict[str, ModelSection] = {
+    "gpt2": small_config("gpt2", vocab_size=300),
+    "gpt2-untied": small_config("gpt2", vocab_size=300, tie_embeddings=False, ffn_hidden_size=96),
+    "bloom": small_config("bloom", vocab_size=300),
+    "llama-grouped": small_config("llama", vocab_size=300),
+    "llama-tied": small_config("llama", vocab_size=300, tie_embeddings=True, num_kv_heads=1, rope_theta=500.0),
+    "bert": small_config("bert", vocab_size=300),
+}
+
+
+def small_tokenizer(folder: Path, *, vocab_size: int = 290) -> Path:
+    """A byte-level BPE with the special tokens of all families."""
+    import tokenizers
+
+    made = tokenizers.Tokenizer(tokenizers.models.BPE())
+    made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = tokenizers.decoders.ByteLevel()
+    special = ["<|endoftext|>", "[CLS]", "[SEP]", "[MASK]", "[PAD]"]
+    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=vocab_size, special_tokens=special, initial_alphabet=alphabet, show_progress=False
+    )
+    made.train_from_iterator(["once upon a time there was a word and the word was main"] * 5, trainer)
+    made.save(str(folder / "tokenizer.json"))
+    return folder
+
+
+def checkpoint_of(config: ModelSection, folder: Path, tokenizer: Path) -> Path:
+    """A checkpoint of a perturbed model at step 7."""
+    model = {
+        key: value for key, value in config.model_dump().items() if key != "num_kv_heads" or config.family == "llama"
+    }
+    if config.family != "llama":
+        del model["rope_theta"]
+    recipe = {
+        "name": "small",
+        "model": model,
+        "tokenizer": {"path": str(tokenizer)},
+        "batch": {"micro_batch_size": 1, "global_batch_size": 8},
+        "lr": {"peak": 1e-3},
+        "train": {"for": "20 steps"},
+    }
+    weights = {f"model.{name}": Piece.whole(p.detach()) for name, p in small_model(config).named_parameters()}
+    state = {**TrainState(step=7, consumed_samples=56).to_json(), "interval": None, "blend": None}
+    return save_checkpoint(folder / "checkpoints", step=7, pieces=weights, state=state, recipe_yaml=dump_yaml(recipe))
+
+
+def weights_of(folder: Path) -> dict[str, torch.Tensor]:
+    found: dict[str, torch.Tensor] = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        found |= load_file(path)
+    return found

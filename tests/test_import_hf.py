@@ -1,0 +1,301 @@
+"""Import from Hugging Face: tensor by tensor, every refusal in one message, and nothing left behind by one."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from bloomery.checkpoint.hf.maps import hf_config, to_hf
+from bloomery.config.recipe import ModelSection
+from bloomery.model.build import build_model
+from checkpoints import tensors_of
+from export_samples import small_tokenizer
+from model_samples import small_config, small_model
+from monitor_samples import mounted
+
+Command = Callable[..., tuple[int, str, str]]
+GPT2 = small_config("gpt2", vocab_size=300)
+
+
+def hf_folder(folder: Path, config: ModelSection = GPT2, **changes: Any) -> Path:
+    """A model as transformers saves it, with `changes` in its config.json."""
+    folder.mkdir(parents=True)
+    state = to_hf({name: p.detach() for name, p in small_model(config).named_parameters()}, config)
+    save_file(state, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps({**hf_config(config), **changes}))
+    return folder
+
+
+def change(folder: Path, **tensors: torch.Tensor | None) -> None:
+    """Replace, add or (None) remove tensors of a folder; __ stands for a dot."""
+    state = load_file(folder / "model.safetensors")
+    for name, tensor in tensors.items():
+        key = name.replace("__", ".")
+        state.pop(key, None)
+        if tensor is not None:
+            state[key] = tensor
+    save_file(state, folder / "model.safetensors")
+
+
+def in_shards(folder: Path, count: int) -> dict[str, str]:
+    """Cut the one file of a folder into `count` and an index; the index."""
+    state = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    places = {name: f"model-{i % count + 1:05d}-of-{count:05d}.safetensors" for i, name in enumerate(state)}
+    for file in set(places.values()):
+        save_file({name: state[name] for name in state if places[name] == file}, folder / file)
+    write_index(folder, places)
+    return places
+
+
+def write_index(folder: Path, places: dict[str, Any]) -> None:
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
+
+
+# ---------------------------------------------------------------- one tensor at a time
+
+
+PEAK = """
+import resource, sys
+from bloomery.cli.main import main
+assert main(["import", "hf", sys.argv[1], sys.argv[2]]) == 0
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+"""
+
+
+def peak_bytes(folder: Path, output: Path) -> int:
+    done = subprocess.run([sys.executable, "-c", PEAK, folder, output], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return int(done.stdout.split()[-1])
+
+
+def test_an_import_holds_a_few_tensors_and_not_the_model(tmp_path: Path) -> None:
+    """Weights of 168 MB as fp32 need little more than weights of 34 MB: far less than the difference."""
+    peaks = {}
+    for layers in (8, 40):
+        config = small_config("llama", num_layers=layers, hidden_size=256, num_heads=4, ffn_hidden_size=1024)
+        folder = tmp_path / f"hf-{layers}"
+        folder.mkdir()
+        shapes = to_hf(dict(build_model(config).named_parameters()), config)
+        names = list(shapes)
+        places = {name: f"model-{i // 50 + 1:05d}-of-00009.safetensors" for i, name in enumerate(names)}
+        for file in set(places.values()):
+            part = {
+                name: torch.full(shapes[name].shape, 0.5, dtype=torch.bfloat16)
+                for name in names
+                if places[name] == file
+            }
+            save_file(part, folder / file)
+        write_index(folder, places)
+        (folder / "config.json").write_text(json.dumps(hf_config(config)))
+        peaks[layers] = peak_bytes(folder, tmp_path / f"run-{layers}")
+    model_bytes = 4 * sum(t.numel() for t in shapes.values())
+    assert model_bytes > 160e6
+    assert peaks[40] - peaks[8] < model_bytes / 3, f"{(peaks[40] - peaks[8]) / 1e6:.0f} MB more"
+    made = tensors_of(tmp_path / "run-40")
+    assert all(bool((tensor == 0.5).all()) for name, tensor in made.items() if name.startswith("model.layers."))
+
+
+@pytest.mark.parametrize("family", ["gpt2", "bloom", "llama", "bert"])
+def test_shards_and_one_file_give_the_same_checkpoint(family: str, tmp_path: Path, command: Command) -> None:
+    config = small_config(family, vocab_size=300)  # type: ignore[arg-type]
+    hf_folder(tmp_path / "one", config)
+    hf_folder(tmp_path / "many", config)
+    in_shards(tmp_path / "many", 5)
+    for name in ("one", "many"):
+        code, _, err = command("import", "hf", str(tmp_path / name), str(tmp_path / f"run-{name}"))
+        assert code == 0, err
+    one, many = (next((tmp_path / f"run-{name}").rglob("tensors-*")) for name in ("one", "many"))
+    assert one.read_bytes() == many.read_bytes()
+    weights = tensors_of(tmp_path / "run-one")
+    for name, parameter in small_model(config).named_parameters():
+        if "tokens" not in name and "head" not in name:  # those have padded rows
+            assert torch.equal(weights[f"model.{name}"], parameter.detach()), name
+
+
+def test_an_import_says_where_it_came_from(tmp_path: Path, command: Command) -> None:
+    folder = hf_folder(tmp_path / "hf")
+    command("import", "hf", str(folder), str(tmp_path / "run"))
+    origin = json.loads((tmp_path / "run/checkpoints/step-00000000/state.json").read_text())["imported_from"]
+    assert origin["folder"] == str(folder)
+    assert len(origin["sha256 of its config.json"]) == 64
+
+
+# ---------------------------------------------------------------- refusals
+
+
+def refused(command: Command, folder: Path, output: Path) -> str:
+    """The message; nothing was made."""
+    code, out, err = command("import", "hf", str(folder), str(output))
+    assert code == 3, out + err
+    assert "Traceback" not in err
+    assert not output.exists(), list(output.rglob("*"))
+    return err
+
+
+CHANGES: dict[str, tuple[dict[str, torch.Tensor | None], str]] = {
+    "missing": ({"transformer__wpe__weight": None}, "lacks 1 of 28 tensors: transformer.wpe.weight"),
+    "shape": ({"transformer__wpe__weight": torch.zeros(3, 4)}, "transformer.wpe.weight is (3, 4) instead of (32, 64)"),
+    "extra": (
+        {"transformer__h__0__attn__q__bias": torch.zeros(4)},
+        "1 tensors have no place in a gpt2 model: transformer.h.0.attn.q.bias",
+    ),
+    "double": ({"transformer__wpe__weight": torch.zeros(32, 64).double()}, "transformer.wpe.weight is F64"),
+    "whole": ({"transformer__wpe__weight": torch.zeros(32, 64).int()}, "1 weights are whole numbers"),
+    "fp8": ({"transformer__wpe__weight": torch.zeros(32, 64).to(torch.float8_e4m3fn)}, "is F8_E4M3"),
+}
+
+
+@pytest.mark.parametrize(("tensors", "message"), CHANGES.values(), ids=CHANGES.keys())
+def test_weights_that_do_not_fit_are_named_before_anything_is_written(
+    tensors: dict[str, torch.Tensor | None], message: str, tmp_path: Path, command: Command
+) -> None:
+    folder = hf_folder(tmp_path / "hf")
+    change(folder, **tensors)
+    assert message in refused(command, folder, tmp_path / "run")
+
+
+def test_constants_and_tied_copies_are_passed_over(tmp_path: Path, command: Command) -> None:
+    folder = hf_folder(tmp_path / "hf")
+    copies = {"lm_head__weight": load_file(folder / "model.safetensors")["transformer.wte.weight"].clone()}
+    mask = {f"transformer__h__{n}__attn__bias": torch.ones(1, 1, 64, 64, dtype=torch.bool) for n in (0, 1)}
+    change(folder, **copies, **mask)
+    assert command("import", "hf", str(folder), str(tmp_path / "run"))[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("places", "message"),
+    [
+        ({}, "its weight_map is empty"),
+        ([], "its weight_map is empty or no object"),
+        ({"a": "../../etc/passwd"}, "'../../etc/passwd' is no name of a file in this folder"),
+        ({"a": 3}, "3 is no name of a file"),
+        ({"a": "model-9.safetensors"}, "model-9.safetensors cannot be read"),
+    ],
+)
+def test_an_index_that_cannot_be_is_refused(places: Any, message: str, tmp_path: Path, command: Command) -> None:
+    folder = hf_folder(tmp_path / "hf")
+    write_index(folder, places)
+    assert message in refused(command, folder, tmp_path / "run")
+
+
+def test_shards_that_do_not_agree_with_the_index_are_refused(tmp_path: Path, command: Command) -> None:
+    folder = hf_folder(tmp_path / "hf")
+    places = in_shards(folder, 2)
+    first, second = sorted(set(places.values()))
+    write_index(
+        folder, {**places, "transformer.wpe.weight": {first: second, second: first}[places["transformer.wpe.weight"]]}
+    )
+    assert "1 tensors are not in the file that model.safetensors.index.json names" in refused(
+        command, folder, tmp_path / "run"
+    )
+    write_index(folder, places)
+    (folder / second).write_bytes((folder / first).read_bytes())
+    assert f"is in {first} and in {second}" in refused(command, folder, tmp_path / "run")
+    content = (folder / first).read_bytes()
+    (folder / second).write_bytes(content[:-7])
+    assert f"{second} cannot be read" in refused(command, folder, tmp_path / "run")
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        b"[1]",
+        b"{",
+        b'{"a": 3}',
+        b'{"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 4]}}',
+        b'{"a": {"dtype": "F32", "shape": [-1], "data_offsets": [0, 4]}}',
+        b'{"a": {"dtype": "F32", "shape": ["x"], "data_offsets": [0, 4]}}',
+        b'{"a": {"dtype": "F32", "shape": [1], "data_offsets": [9, 13]}}',
+        b'{"a": {"dtype": "F32", "shape": [1], "data_offsets": [0]}}',
+        b'{"a": {"shape": [1], "data_offsets": [0, 4]}}',
+    ],
+)
+def test_a_header_that_cannot_be_is_refused(header: bytes, tmp_path: Path, command: Command) -> None:
+    folder = hf_folder(tmp_path / "hf")
+    (folder / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(4))
+    told = refused(command, folder, tmp_path / "run")
+    assert "model.safetensors cannot be read" in told
+    assert "Copy the folder again" in told
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("n_embd", None, "n_embd is missing"),
+        ("n_layer", "two", "n_layer is 'two'"),
+        ("vocab_size", -1, "vocab_size is -1"),
+        ("n_head", 5, "model.hidden_size is 64"),
+        ("model_type", None, "model_type is None"),
+        ("model_type", ["gpt2"], "model_type is ['gpt2']"),
+        ("model_type", "t5", "model_type is 't5'. There are maps for gpt2, bloom, llama, bert"),
+        ("resid_pdrop", 3, "dropouts differ"),
+    ],
+)
+def test_a_config_that_is_no_model_is_refused(
+    name: str, value: Any, message: str, tmp_path: Path, command: Command
+) -> None:
+    folder = hf_folder(tmp_path / "hf", **{name: value})
+    code, _, err = command("import", "hf", str(folder), str(tmp_path / "run"))
+    assert code in (2, 3)
+    assert message in err
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"rope_scaling": "linear"}, "rope_scaling is 'linear'"),
+        ({"rope_scaling": {"type": "yarn"}}, "rope_scaling is of the type 'yarn'"),
+        ({"rope_parameters": {"rope_theta": "x"}}, "rope_theta is 'x'"),
+        ({"num_attention_heads": 0}, "num_attention_heads is 0"),
+        ({"num_key_value_heads": 3}, "model.num_kv_heads is 3"),
+        ({"tie_word_embeddings": "no"}, "tie_word_embeddings is 'no'"),
+    ],
+)
+def test_a_llama_that_is_computed_otherwise_is_refused(
+    changes: dict[str, Any], message: str, tmp_path: Path, command: Command
+) -> None:
+    folder = hf_folder(tmp_path / "hf", small_config("llama", vocab_size=300), **changes)
+    code, _, err = command("import", "hf", str(folder), str(tmp_path / "run"))
+    assert code in (2, 3)
+    assert message in err
+    assert "Traceback" not in err
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_full_disk_leaves_no_run(tmp_path: Path, command: Command) -> None:
+    folder = hf_folder(tmp_path / "hf")
+    small_tokenizer(folder)
+    with mounted(tmp_path / "small", "size=600k") as small:
+        code, _, err = command("import", "hf", str(folder), str(small / "run"))
+        assert code == 5
+        assert "disk full" in err
+        assert "or name another OUT" in err
+        assert list(small.iterdir()) == []
+
+
+def test_a_tokenizer_that_cannot_be_used_is_refused(tmp_path: Path, command: Command) -> None:
+    folder = hf_folder(tmp_path / "hf")
+    (folder / "tokenizer.json").write_text("{}")
+    told = refused(command, folder, tmp_path / "run")
+    assert "the tokenizer of" in told
+    assert "or import a copy of the folder without it" in told
+    folder = hf_folder(tmp_path / "few", small_config("gpt2", vocab_size=200))
+    small_tokenizer(folder)
+    assert "entries but vocab_size is 200. Every token needs a row" in refused(command, folder, tmp_path / "run")
+
+
+def test_an_output_that_is_a_file_is_told(tmp_path: Path, command: Command) -> None:
+    (tmp_path / "file").write_text("")
+    code, _, err = command("import", "hf", str(hf_folder(tmp_path / "hf")), str(tmp_path / "file"))
+    assert code == 5
+    assert "A file stands where a folder is needed: choose another OUT" in err
