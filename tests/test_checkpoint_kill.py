@@ -24,7 +24,7 @@ from bloomery.base import exit_codes
 from bloomery.checkpoint import folder as folders
 from bloomery.cli.main import main
 from bloomery.launch.local import run_local_ranks
-from bloomery.monitor.history import read_metrics
+from bloomery.monitor.history import read_events, read_metrics
 from checkpoints import assert_same_tensors
 from conftest import Workshop
 from kill_points import KillPoint, end, train_until_killed
@@ -111,6 +111,12 @@ def assert_good(run: Path, known_step: int) -> int:
     return newest
 
 
+def starts_of(run: Path) -> list[dict[str, Any]]:
+    """As a reader of the ledger sees it: a torn last line is none."""
+    ledger = run / "events.jsonl"
+    return [event for event in read_events(ledger) if event["kind"] == "start"] if ledger.exists() else []
+
+
 def counted_metrics(run: Path) -> list[dict[str, Any]]:
     return [
         {key: value for key, value in asdict(record).items() if key not in CHANGING}
@@ -149,7 +155,7 @@ def test_a_training_that_is_killed_at_any_point_goes_on_as_if_it_never_was(
         expected = -9 if size == 1 else exit_codes.LOST_RANK
         assert code == expected, (point, code, victims.said())
         known = assert_good(victims.run, known)
-        begun = workshop.events(victims.run, "start") if (victims.run / "events.jsonl").exists() else []
+        begun = starts_of(victims.run)
         for event in begun[starts:]:
             assert event["resumed_from"] == (folders.step_name(newest) if newest else None), (point, event)
         starts = len(begun)
