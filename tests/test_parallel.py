@@ -167,6 +167,21 @@ def test_a_killed_rank_is_named_ends_the_job_and_costs_only_the_steps_since_the_
     assert last == whole
 
 
+@pytest.mark.parametrize("seen_by", [[0], [1], [0, 1]])
+def test_a_newer_start_ends_all_ranks_of_the_older_one_together(workshop: Workshop, seen_by: list[int]) -> None:
+    saves = ("checkpoint={phases: [{every: 2 steps}]}", "train.for=100000 steps", "lr.decay=null")
+    command = partial(rank_commands.newer_start_seen_by, seen_by)
+    assert run_ranks(workshop, *TWO, *saves, command=command) == exit_codes.STORAGE
+    assert said(workshop).count("has taken over") == 1
+    assert "lost" not in said(workshop)
+    assert "Traceback" not in said(workshop)
+    folder = workshop.folder / "run"
+    assert (folder / "checkpoints" / "latest").read_text().strip() == "step-00000002"
+    assert not (folder / "checkpoints" / "step-00000004").exists()
+    (error,) = workshop.events(folder, "error")
+    assert "has taken over" in error["text"]
+
+
 def test_data_that_one_rank_cannot_read_is_an_error_of_all_after_a_save(workshop: Workshop) -> None:
     assert run_ranks(workshop, *TWO, command=rank_commands.broken_data_on_rank_1) == exit_codes.DATA
     assert said(workshop).count("shard train.bin has gone") == 1

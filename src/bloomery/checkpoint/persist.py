@@ -201,7 +201,8 @@ def _require_room(job: SaveJob, layout: FileLayout) -> None:
 def _wait_for_parts(job: SaveJob, troubles: list[Trouble]) -> list[RankReport]:
     """Every rank's word. PartsError when one has failed, or when patience ends.
 
-    After a failure the others are still waited for, for a while: what they write must not be left behind.
+    After a failure the others are still waited for, for a while: what they write must not be left behind. Not so when
+    a newer start has taken over: it sweeps what is left, and an older one may have lost the folder of its draft.
     """
     deadline = time.monotonic() + job.timeout_seconds
     pause = _FIRST_PAUSE_SECONDS
@@ -216,6 +217,8 @@ def _wait_for_parts(job: SaveJob, troubles: list[Trouble]) -> list[RankReport]:
                     troubles.append(Trouble({rank: told["trouble"]}, told["fenced"]))
                 else:
                     found[rank] = RankReport.from_json(told)
+        if missing and job.writer is not None:
+            job.writer.require()
         if troubles:
             deadline = min(deadline, time.monotonic() + _GRACE_SECONDS)
         if not missing or time.monotonic() >= deadline:
