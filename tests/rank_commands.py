@@ -151,3 +151,16 @@ def count_collectives(arguments: Sequence[str]) -> int:
 
     plain.PlainExecution.train = counted  # type: ignore[method-assign]
     return main(arguments)
+
+
+def on_two_nodes(mount: str, disks: Sequence[str], arguments: Sequence[str]) -> int:
+    """Each half of the ranks has a disk of its own at one path, `mount`: what the others write there it cannot see."""
+    import ctypes
+
+    system = ctypes.CDLL(None, use_errno=True)
+    own_namespace, private, bind = 0x20000, 0x4000 | 0x40000, 0x1000
+    half = int(os.environ["RANK"]) * 2 // int(os.environ["WORLD_SIZE"])
+    assert system.unshare(own_namespace) == 0
+    assert system.mount(b"none", b"/", None, private, None) == 0
+    assert system.mount(disks[half].encode(), mount.encode(), None, bind, None) == 0
+    return main(arguments)

@@ -148,7 +148,7 @@ def test_a_training_that_is_killed_at_any_point_goes_on_as_if_it_never_was(
     operations = {rank: victims.operations(rank) for rank in range(size)}
     known, starts = 0, 0
     for point, after_seconds in points(random.Random(17 * size + count), operations, count):
-        places = [victims.run / "checkpoints", *local.glob("run-*")]
+        places = [victims.run / "checkpoints", victims.run / "checkpoints-local"]
         whole = [folders.step_of(path) for place in places for path in folders.complete_checkpoints(place)]
         newest = max(whole, default=0)
         code = victims.start(point=point, after_seconds=after_seconds)

@@ -167,6 +167,11 @@ class TensorFile:
                 values = self._elements(entry, first, count * strides[level]).reshape(count, *shape[level + 1 :])
                 yield (*outer, slice(row, row + count)), values[(slice(None), *inner)]
 
+    def whole(self, key: str) -> Tensor:
+        """All of a tensor."""
+        entry = self._entries[key]
+        return self._elements(entry, 0, prod(entry["shape"])).reshape(entry["shape"])
+
     def _elements(self, entry: dict[str, Any], first: int, count: int) -> Tensor:
         """`count` elements from number `first` on, in row-major order."""
         dtype = DTYPES[entry["dtype"]]

@@ -38,9 +38,9 @@ class DistributedRanks:
         dist.all_gather_object(values, value)
         return values
 
-    def broadcast(self, value: Any) -> Any:
+    def broadcast(self, value: Any, source: int = 0) -> Any:
         values = [value]
-        dist.broadcast_object_list(values, src=0)
+        dist.broadcast_object_list(values, src=source)
         return values[0]
 
     def sum(self, values: Sequence[float]) -> list[float]:

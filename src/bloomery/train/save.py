@@ -132,6 +132,7 @@ def _persist(run: Run, state: TrainState, tier: Tier, *, keep_all: bool) -> None
                 "time": time.time(),
                 "validation": state.validation,
             },
+            parts_root=tier.parts_root,
             after=[run.folder / names.METRICS_FILE, run.folder / names.EVENTS_FILE],
             then=partial(_after_save, run, tier, state.step, suspicious=suspicious),
         )
