@@ -71,7 +71,7 @@ def hear_of_saves(run: Run, state: TrainState, outcomes: list[SaveOutcome], *, l
         if outcome.error is not None:
             run.journal.event("save_failed", outcome.step, reason=str(outcome.error))
             if isinstance(outcome.error, FencedError):
-                run.stop.request(StopReason("fenced", str(outcome.error), outcome.error))
+                run.stop.request(StopReason("error", str(outcome.error), outcome.error))
             elif not last:
                 run.journal.warning(f"{outcome.error} Training goes on.")
             continue

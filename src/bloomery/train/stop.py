@@ -31,7 +31,7 @@ _REMEDIES = {
 @dataclass(frozen=True)
 class StopReason:
     kind: str
-    """finished, exit_after, deadline, signal, control, error, diverged, drift or fenced."""
+    """finished, exit_after, deadline, signal, control, error, diverged or drift."""
     text: str
     error: BloomeryError | None = None
     """If the run is no longer ours: what to end with, at once and without a save."""
