@@ -99,12 +99,12 @@ def _exit_with(command: Callable[[Sequence[str]], int], arguments: list[str]) ->
 
 def assert_good(run: Path, known_step: int) -> int:
     """The step of the newest complete checkpoint at the instant of a crash; all that `latest` and names promise."""
-    root = run / "checkpoints"
+    root, fast = run / "checkpoints", run / "checkpoints-local"
     whole = folders.complete_checkpoints(root)
     said = folders.read_latest(root)
     assert said is None or root / said in whole
     assert said is not None or not whole[1:]  # only the first may be complete and not named yet
-    for path in whole:
+    for path in [*whole, *folders.complete_checkpoints(fast)]:
         assert main(["inspect", "checkpoint", str(path), "--verify"]) == exit_codes.OK
     newest = folders.step_of(whole[-1]) if whole else 0
     assert newest >= known_step
@@ -165,6 +165,8 @@ def test_a_training_that_is_killed_at_any_point_goes_on_as_if_it_never_was(
     assert victims.start(f"train.exit_after={end_step} steps", run="whole") == exit_codes.OK, victims.said()
     assert_same_tensors(victims.run, workshop.folder / "whole")
     assert counted_metrics(victims.run) == counted_metrics(workshop.folder / "whole")
-    left = {path.name for path in (victims.run / "checkpoints").iterdir()} - {"latest", ".writer", ".writer.lock"}
-    assert left == {path.name for path in folders.complete_checkpoints(victims.run / "checkpoints")}
+    for root in (victims.run / "checkpoints", victims.run / "checkpoints-local"):
+        left = {path.name for path in root.iterdir()} - {"latest", ".writer", ".writer.lock"}
+        assert left == {path.name for path in folders.complete_checkpoints(root)}
+    assert len(list(local.glob("run-*/*"))) <= 2
     print(f"{count} kills on {size} rank(s): {starts} starts got to training, {end_step} steps")

@@ -179,7 +179,7 @@ def sweep_debris(root: Path, *, keep: bool = False) -> list[str]:
         for path in root.iterdir()
         if path.is_dir() and path not in complete and (_NAME.match(path.name) or path.name.startswith(".step-"))
     ]
-    for path in root.glob(".tmp-*"):  # of a file that was being replaced
+    for path in [*root.glob(".tmp-*"), *root.glob(".probe-*")]:  # of files that were being replaced or tried out
         path.unlink(missing_ok=True)
     for path in debris:
         if keep:
