@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import ctypes
+import json
 import multiprocessing
 import os
 import shutil
 from functools import partial
+from pathlib import Path
 
 import pytest
 
 import rank_commands
 from bloomery.base import exit_codes
 from bloomery.checkpoint import folder as folders
+from bloomery.checkpoint.parts import sweep_parts
 from bloomery.launch.local import run_local_ranks
 from checkpoints import assert_same_tensors
 from conftest import Workshop
@@ -112,6 +115,24 @@ def test_a_damaged_file_on_one_node_is_found_there(nodes: Nodes) -> None:
     (event,) = nodes.workshop.events(nodes.run, "damaged")
     assert event["reasons"] == ["tensors-00003.safetensors has been changed since it was saved"]
     assert nodes.workshop.events(nodes.run, "start")[1]["resumed_from"] == "step-00000004"
+
+
+def test_only_what_no_checkpoint_needs_is_swept(tmp_path: Path) -> None:
+    root, disk = tmp_path / "checkpoints-local", tmp_path / "disk"
+    for name in ("needed", "retired", "on-its-way", "left"):
+        (disk / name).mkdir(parents=True)
+    for folder, parts in (("step-00000002", "needed"), ("retired/step-00000009", "retired")):
+        (root / folder).mkdir(parents=True)
+        (root / folder / "manifest.json").write_text(json.dumps({"parts": str(disk / parts)}))
+    manifests = folders.manifests_with_parts(root)
+    (root / "step-00000002" / "manifest.json").rename(tmp_path / "manifest.json")
+    (root / "step-00000002" / "manifest.json").write_text("{")
+    sweep_parts(disk, manifests, spare=["on-its-way"])
+    assert len(list(disk.iterdir())) == 4, "a manifest that cannot be read may need any of them"
+    (tmp_path / "manifest.json").rename(root / "step-00000002" / "manifest.json")
+    sweep_parts(disk, manifests, spare=["on-its-way"])
+    assert {path.name for path in disk.iterdir()} == {"needed", "retired", "on-its-way"}
+    sweep_parts(tmp_path / "nowhere", manifests)
 
 
 def test_a_fast_checkpoint_is_no_promise_so_a_run_that_stops_there_still_saves(workshop: Workshop) -> None:

@@ -47,10 +47,9 @@ def load_pieces(folder: Path, pieces: Mapping[str, Piece]) -> None:
 def load_on_all(folder: Path, pieces: Mapping[str, Piece], *, ranks: Ranks) -> None:
     """Fill the pieces of every rank, as `load_pieces`. All ranks call it: what lies on the disk of another node is sent
     from there, one tensor at a time."""
-    saved = read_index(folder)
-    parts = every_rank_does(ranks, lambda: _parts(saved, folder, pieces))
+    parts = every_rank_does(ranks, lambda: _parts(read_index(folder), folder, pieces))
     here = {file for file in parts if (folder / file).exists()}
-    _read(folder, {file: parts[file] for file in here})
+    every_rank_does(ranks, lambda: _read(folder, {file: parts[file] for file in here}))
     lacking = {(file, part.key): (part, piece) for file in parts.keys() - here for part, piece in parts[file]}
     asked = sorted({each for told in ranks.gather(list(lacking)) for each in told})
     files = {file for file, _ in asked}

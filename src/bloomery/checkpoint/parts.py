@@ -55,15 +55,19 @@ def shares(manifest: Mapping[str, Any], ranks: Ranks) -> tuple[list[str], list[s
 
 def sweep_parts(parts_root: Path, manifests: Iterable[Path], *, spare: Collection[str] = ()) -> None:
     """Delete what lies on this node's disk and belongs to none of these manifests. `spare`: folders of saves on their
-    way. Ranks of one node may do it at once."""
-    if not parts_root.is_dir():
-        return
+    way. Ranks of one node may do it at once. Never fails: what cannot be deleted now is for the next time."""
     kept = set(spare)
     for path in manifests:
         try:
             kept.add(Path(json.loads(path.read_text()).get(PARTS, "")).name)
         except FileNotFoundError:  # retention was faster
             continue
-    for path in parts_root.iterdir():
-        if path.name not in kept:
-            shutil.rmtree(path, ignore_errors=True)
+        except (OSError, ValueError):  # it may name any of them
+            return
+    try:
+        names = os.listdir(parts_root)
+    except OSError:
+        return
+    for name in names:
+        if name not in kept:
+            shutil.rmtree(parts_root / name, ignore_errors=True)

@@ -211,7 +211,8 @@ def _reasons(error: BaseException) -> list[str]:
 
 
 def _require_room(job: SaveJob, layout: FileLayout) -> None:
-    """Before the first byte: rank 0 asks for all of them, each rank for itself; `reserve` then takes it for real."""
+    """Before the first byte: rank 0 asks for all of them if they share a disk, each rank for itself;
+    `reserve` then takes it for real."""
     needed = job.total_bytes if job.rank == 0 and job.parts_root is None else layout.file_bytes
     free = shutil.disk_usage(job.parts).free
     if free < needed:

@@ -106,7 +106,8 @@ def judge_followed(row: Row, losses: Mapping[str, Sequence[Difference]], after: 
         wrong = _judge_losses(row, differences, f"next losses after {source}'s step {after}: ")
         row.followed_from += not wrong
         row.reasons += [text for _, text in wrong]
-    row.followed_loss = compare.worst([each for differences in losses.values() for each in differences])
+    compared = [each for differences in losses.values() for each in differences]
+    row.followed_loss = compare.worst(compared) if compared else None
 
 
 def judge_failure(row: Row, trial: Trial, outcome: Outcome) -> None:
