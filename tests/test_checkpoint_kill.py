@@ -132,7 +132,8 @@ def points(chance: random.Random, operations: dict[int, int], count: int) -> lis
         outside = i % 3 == 2
         operation = None if outside else chance.randint(1, operations[victim])
         together = len(operations) == 1 or i % 2 == 0
-        found.append((KillPoint(victim, operation, together), 2.0 * chance.random() if outside else None))
+        seconds = (2.0 if len(operations) == 1 else 4.0) * chance.random()
+        found.append((KillPoint(victim, operation, together), seconds if outside else None))
     return found
 
 
