@@ -89,7 +89,9 @@ def run_alone(command: Callable[[Sequence[str]], int], arguments: list[str]) -> 
     process = context.Process(target=_exit_with, args=(command, arguments))
     process.start()
     process.join(120)
-    assert process.exitcode is not None
+    if process.exitcode is None:
+        process.kill()
+    assert process.exitcode is not None, "it hangs"
     return process.exitcode
 
 
