@@ -138,6 +138,7 @@ def write_part(job: SaveJob, held: RankReport, layout: FileLayout, blocks: Itera
         with contextlib.suppress(OSError):  # makes room for the word on a full disk
             (job.parts / name).unlink(missing_ok=True)
         with contextlib.suppress(OSError):  # then rank 0 hears of it when its patience ends
+            job.draft.mkdir(parents=True, exist_ok=True)  # a trouble before there was one must be told too
             _tell(job, {"trouble": _reasons(error), "fenced": isinstance(error, FencedError)})
         raise
 
