@@ -67,6 +67,29 @@ def kill_rank_1(arguments: Sequence[str]) -> int:
     return main(arguments)
 
 
+def newer_start_seen_by(numbers: Sequence[int], arguments: Sequence[str]) -> int:
+    """A newer start takes the checkpoints over during the save of step 4, and only these ranks find out by themselves:
+    before they write their part, or, rank 0 alone, before it completes the save."""
+    from bloomery.checkpoint import saver
+    from bloomery.checkpoint.fence import Writer, take_over
+    from bloomery.checkpoint.persist import SaveJob
+
+    where = "complete" if numbers == [0] else "write_part"
+    original = getattr(saver, where)
+
+    def taken_over(job: SaveJob, *rest: Any) -> Any:
+        if job.step == 4 and is_rank(numbers[0]):
+            assert job.writer is not None
+            job.draft.mkdir(parents=True, exist_ok=True)  # so that its word reaches the others
+            take_over(job.writer.root)
+        return original(job, *rest)
+
+    setattr(saver, where, taken_over)
+    if not any(map(is_rank, numbers)):
+        Writer.require = lambda self: None  # type: ignore[method-assign]
+    return main(arguments)
+
+
 def broken_data_on_rank_1(arguments: Sequence[str]) -> int:
     """Rank 1 cannot read its fourth batch."""
     if is_rank(1):
@@ -142,4 +165,17 @@ def spend_energy(arguments: Sequence[str]) -> int:
 
     energy.POWERCAP = Path(arguments[1]).with_name("powercap")
     energy._counter = counter
+    return main(arguments)
+
+
+def on_two_nodes(mount: str, disks: Sequence[str], arguments: Sequence[str]) -> int:
+    """Each half of the ranks has a disk of its own at one path, `mount`: what the others write there it cannot see."""
+    import ctypes
+
+    system = ctypes.CDLL(None, use_errno=True)
+    own_namespace, private, bind = 0x20000, 0x4000 | 0x40000, 0x1000
+    half = int(os.environ["RANK"]) * 2 // int(os.environ["WORLD_SIZE"])
+    assert system.unshare(own_namespace) == 0
+    assert system.mount(b"none", b"/", None, private, None) == 0
+    assert system.mount(disks[half].encode(), mount.encode(), None, bind, None) == 0
     return main(arguments)

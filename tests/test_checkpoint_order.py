@@ -20,7 +20,7 @@ from bloomery.checkpoint.choose import newest_good, tidy
 from bloomery.checkpoint.fence import FencedError, take_over
 from bloomery.checkpoint.retention import apply_retention, kept_steps
 from bloomery.checkpoint.save import save_checkpoint
-from bloomery.checkpoint.tiers import kept_in, tier_roots
+from bloomery.checkpoint.tiers import kept_in, parts_in, tier_roots
 from bloomery.config.recipe import CheckpointSection, KeepSection, LocalTierSection, PhaseSection
 from bloomery.sizing.cadence import cadence, daly_seconds, seconds_between_failures
 from bloomery.sizing.phases import resolve_phases
@@ -148,9 +148,12 @@ def test_tidying_puts_everything_in_its_place_and_latest_never_names_what_moves(
 
 def test_the_local_place_of_a_run_is_its_own(tmp_path: Path) -> None:
     section = CheckpointSection(local=LocalTierSection(path=str(tmp_path), every=Amount(5, "steps"), keep=2))
-    here, there = (tier_roots(section, tmp_path / side / "run")["local"] for side in ("a", "b"))
+    here, there = (parts_in("local", section, tmp_path / side / "run") for side in ("a", "b"))
+    assert here is not None
     assert here != there
     assert here.parent == tmp_path
+    assert parts_in("durable", section, tmp_path) is None
+    assert tier_roots(section, tmp_path)["local"] == tmp_path / "checkpoints-local"
     assert kept_in("local", section) == KeepSection(last=2)
     assert kept_in("durable", section) is None
     assert list(tier_roots(CheckpointSection(), tmp_path)) == ["durable"]

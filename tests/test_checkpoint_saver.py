@@ -17,7 +17,7 @@ from bloomery.base.piece import Piece
 from bloomery.checkpoint import folder as folders
 from bloomery.checkpoint import persist as persist_module
 from bloomery.checkpoint import staging as staging_module
-from bloomery.checkpoint.fence import FencedError, take_over
+from bloomery.checkpoint.fence import FencedError, Writer, take_over
 from bloomery.checkpoint.load import load_pieces
 from bloomery.checkpoint.save import agreed
 from bloomery.checkpoint.saver import SaveOutcome, Saver
@@ -263,6 +263,28 @@ def test_a_rank_that_cannot_even_say_that_it_failed_does_not_hold_up_the_others(
     monkeypatch.setattr(persist_module, "_tell", fails)
     errors = on_ranks(2, tmp_path, saved(tmp_path), timeout_seconds=0.5)
     assert all("on rank 1: its part did not come" in str(error) for error in errors)
+
+
+def test_a_trouble_before_there_is_a_draft_is_told_at_once(tmp_path: Path) -> None:
+    """Rank 1 sees a newer start first; rank 0's own view of the folder is old, as on some network file systems."""
+    old = take_over(tmp_path)
+    stale = StaleWriter(old.root, old.incarnation, old.token)
+    take_over(tmp_path)
+
+    def act(saver: Saver, ranks: Any, pieces: dict[str, Piece]) -> SaveOutcome:
+        begin(saver, tmp_path, 5, writer=stale if ranks.rank == 0 else old)
+        return in_the_end(saver)
+
+    first, second = on_ranks(2, tmp_path, act)
+    assert isinstance(first.error, FencedError)
+    assert isinstance(second.error, FencedError)
+    assert first.persist_seconds < 30  # its patience is 24 minutes
+    assert folders.complete_checkpoints(tmp_path) == []
+
+
+class StaleWriter(Writer):
+    def require(self) -> None:
+        """It does not see the newer start yet."""
 
 
 def test_an_older_start_can_neither_complete_nor_write(tmp_path: Path, gate: Gate) -> None:

@@ -14,15 +14,18 @@ from functools import partial
 
 import pytest
 import torch
+import torch.distributed as dist
 import yaml
 
 import rank_commands
 from bloomery.base import exit_codes
+from bloomery.base.errors import LostRankError
 from bloomery.config.recipe import ModelSection
 from bloomery.launch.local import run_local_ranks
 from bloomery.model.build import build_model
 from bloomery.parallel.environment import Started, first_host, started_as
 from bloomery.parallel.mesh import alone
+from bloomery.parallel.ranks import joined
 from bloomery.parallel.runner import Runner
 from bloomery.parallel.tensor import CUTS, cut_of
 from bloomery.sizing.check import load_checked_recipe
@@ -165,6 +168,35 @@ def test_a_killed_rank_is_named_ends_the_job_and_costs_only_the_steps_since_the_
         record["step"]: record["losses"]["lm loss"] for record in workshop.metrics(workshop.folder / "undisturbed")
     }
     assert last == whole
+
+
+@pytest.mark.parametrize("rank", [0, 1, 2])
+def test_a_rank_that_dies_while_the_ranks_join_is_no_traceback(monkeypatch: pytest.MonkeyPatch, rank: int) -> None:
+    def breaks(*_: object, **__: object) -> None:
+        raise dist.DistNetworkError("Failed to recv, got 0 bytes. Connection was likely closed. Did it crash?")
+
+    monkeypatch.setattr(dist, "init_process_group", breaks)
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    with pytest.raises(LostRankError) as caught, joined(Started(rank, 4, rank, 4, "head", 1234), torch.device("cpu")):
+        pass
+    assert "the 4 ranks could not join at head:1234 (Failed to recv, got 0 bytes)" in str(caught.value)
+    assert caught.value.exit_code == exit_codes.LOST_RANK
+    assert caught.value.told_by_rank_0 == (rank == 2)
+
+
+@pytest.mark.parametrize("seen_by", [[0], [1], [0, 1]])
+def test_a_newer_start_ends_all_ranks_of_the_older_one_together(workshop: Workshop, seen_by: list[int]) -> None:
+    saves = ("checkpoint={phases: [{every: 2 steps}]}", "train.for=100000 steps", "lr.decay=null")
+    command = partial(rank_commands.newer_start_seen_by, seen_by)
+    assert run_ranks(workshop, *TWO, *saves, command=command) == exit_codes.STORAGE
+    assert said(workshop).count("has taken over") == 1
+    assert "lost" not in said(workshop)
+    assert "Traceback" not in said(workshop)
+    folder = workshop.folder / "run"
+    assert (folder / "checkpoints" / "latest").read_text().strip() == "step-00000002"
+    assert not (folder / "checkpoints" / "step-00000004").exists()
+    (error,) = workshop.events(folder, "error")
+    assert "has taken over" in error["text"]
 
 
 def test_data_that_one_rank_cannot_read_is_an_error_of_all_after_a_save(workshop: Workshop) -> None:

@@ -86,6 +86,19 @@ def test_the_command_passes_and_writes_its_certificate(
         assert row["data_order"] == "equal"
 
 
+def test_every_layout_learns_from_every_checkpoint_what_its_owner_learns(
+    recipe_file: Callable[..., str], tmp_path: Path
+) -> None:
+    layouts = "zero3-dp2,tp2,pp2"
+    certificate = certificate_of(recipe_file(), layouts, tmp_path, run_trials, steps=4, pair_steps=2)
+    assert certificate.verdict == "pass", table(certificate)
+    for row in [certificate.reference, *certificate.rows]:
+        assert (row.followed_from, row.followed_of) == (3, 3)
+        assert row.followed_loss is not None
+        assert row.followed_loss.difference <= compare.LOSS_RELATIVE
+    assert "3 of 3 exact, 3 of 3 go on" in table(certificate)
+
+
 def test_json_is_the_certificate(
     recipe_file: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Command
 ) -> None:
@@ -165,6 +178,15 @@ def test_pieces_that_lie_elsewhere_are_found(recipe_file: Callable[..., str], tm
     assert certificate.reference.reasons[0].startswith("continued from tp2 at step 1: ")
 
 
+def test_a_pair_that_learns_something_else_is_named(recipe_file: Callable[..., str], tmp_path: Path) -> None:
+    """What single saved comes back bit by bit, but other samples follow; pp2 goes on from tp2 as it should."""
+    fault = planted_faults.other_samples_after_the_checkpoint_of_single
+    certificate = certificate_of(recipe_file(), "tp2,pp2", tmp_path, fault, pair_steps=1)
+    (row,) = [row for row in certificate.rows if row.layout == "pp2"]
+    assert (row.continued_from, row.followed_from, row.followed_of) == ("tp2", 1, 2)
+    assert reasons(certificate, "pp2").startswith("next losses after single's step 1: lm loss of step 2 is ")
+
+
 def test_clipping_that_never_binds_is_a_failure_of_its_own(recipe_file: Callable[..., str], tmp_path: Path) -> None:
     certificate = certificate_of(recipe_file(), "dp2", tmp_path, run_trials, clip=1000.0)
     assert [row.verdict for row in certificate.rows] == ["pass"], table(certificate)
@@ -203,6 +225,9 @@ def test_too_few_steps_are_refused(recipe_file: Callable[..., str], command: Com
     code, _, err = command("verify", recipe_file(), "--steps", "1")
     assert code == 2
     assert "--steps is 1" in err
+    code, _, err = command("verify", recipe_file(), "--steps", "8", "--pairs")
+    assert code == 2
+    assert "--steps is 8. With --pairs, 5 steps must follow the checkpoint in the middle. Use at least 9." in err
 
 
 def test_the_standard_matrix_leaves_out_what_a_recipe_does_not_allow(recipe_file: Callable[..., str]) -> None:

@@ -27,8 +27,8 @@ class ThreadRanks:
         self._barrier.wait(SECONDS)
         return values
 
-    def broadcast(self, value: Any) -> Any:
-        return self.gather(value)[0]
+    def broadcast(self, value: Any, source: int = 0) -> Any:
+        return self.gather(value)[source]
 
 
 def together(size: int, act: Callable[[ThreadRanks], Any]) -> list[Any]:

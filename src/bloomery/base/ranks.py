@@ -26,8 +26,8 @@ class Ranks(Protocol):
         """What every rank gave, in the order of ranks, on every rank. Plain Python values."""
         ...
 
-    def broadcast(self, value: Any) -> Any:
-        """What rank 0 gave."""
+    def broadcast(self, value: Any, source: int = 0) -> Any:
+        """What that rank gave."""
         ...
 
     def sum(self, values: Sequence[float]) -> list[float]:
@@ -46,7 +46,7 @@ class _Alone:
     def gather(self, value: Any) -> list[Any]:
         return [value]
 
-    def broadcast(self, value: Any) -> Any:
+    def broadcast(self, value: Any, source: int = 0) -> Any:
         return value
 
     def sum(self, values: Sequence[float]) -> list[float]:

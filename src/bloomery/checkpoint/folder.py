@@ -18,6 +18,7 @@ from typing import Any
 from bloomery.base.errors import DataError, Problem
 from bloomery.base.ranks import ALONE, Ranks
 from bloomery.base.storage import reason, write_atomically
+from bloomery.checkpoint.parts import shares
 from bloomery.checkpoint.tensor_file import FileFacts
 
 MANIFEST = "manifest.json"
@@ -46,6 +47,11 @@ def complete_checkpoints(root: Path) -> list[Path]:
         return []
     found = [path for path in root.iterdir() if _NAME.match(path.name) and (path / MANIFEST).is_file()]
     return sorted(found, key=step_of)
+
+
+def manifests_with_parts(root: Path) -> list[Path]:
+    """Manifests of checkpoints whose tensor files must stay: of complete ones, and of those put aside by hand."""
+    return [*(path / MANIFEST for path in complete_checkpoints(root)), *root.glob(f"{RETIRED}/*/{MANIFEST}")]
 
 
 def latest_checkpoint(root: Path) -> Path | None:
@@ -116,9 +122,10 @@ def damage(folder: Path, *, ranks: Ranks = ALONE) -> list[str]:
         what = f"the checkpoint has format {manifest.get('format')!r}"
         remedy = "use the version of Bloomery that saved it"
         raise DataError(Problem(what, f"this Bloomery reads format {FORMAT}", remedy, str(folder)))
-    share = sorted(manifest["files"].items())[ranks.rank :: ranks.size]
-    found = [_damage(folder / name, expected) for name, expected in share]
-    return sorted(text for told in ranks.gather(found) for text in told if text)
+    share, nowhere = shares(manifest, ranks)
+    found = [_damage(folder / name, manifest["files"][name]) for name in share]
+    lost = [f"{name} is on none of the nodes" for name in nowhere]
+    return sorted([*lost, *(text for told in ranks.gather(found) for text in told if text)])
 
 
 def _manifest_or_damage(folder: Path) -> dict[str, Any] | str:
@@ -172,7 +179,7 @@ def sweep_debris(root: Path, *, keep: bool = False) -> list[str]:
         for path in root.iterdir()
         if path.is_dir() and path not in complete and (_NAME.match(path.name) or path.name.startswith(".step-"))
     ]
-    for path in root.glob(".tmp-*"):  # of a file that was being replaced
+    for path in [*root.glob(".tmp-*"), *root.glob(".probe-*")]:  # of files that were being replaced or tried out
         path.unlink(missing_ok=True)
     for path in debris:
         if keep:

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from bloomery.base.errors import DataError, Problem
 from bloomery.base.piece import Piece
+from bloomery.base.ranks import Ranks, every_rank_does
 from bloomery.checkpoint.folder import MANIFEST, verify
-from bloomery.checkpoint.index import SavedPiece, box_of, read_index
+from bloomery.checkpoint.index import SavedPiece, SavedTensor, box_of, read_index
 from bloomery.checkpoint.tensor_file import TensorFile
 from bloomery.config.load import load_recipe
 from bloomery.config.recipe import Recipe
@@ -52,7 +53,34 @@ def load_pieces(folder: Path, pieces: Mapping[str, Piece]) -> None:
 
     Other tensors in the checkpoint are left alone. DataError names everything that does not fit.
     """
-    saved = read_index(folder)
+    _read(folder, _parts(read_index(folder), folder, pieces))
+
+
+def load_on_all(folder: Path, pieces: Mapping[str, Piece], *, ranks: Ranks) -> None:
+    """Fill the pieces of every rank, as `load_pieces`. All ranks call it: what lies on the disk of another node is sent
+    from there, one tensor at a time."""
+    parts = every_rank_does(ranks, lambda: _parts(read_index(folder), folder, pieces))
+    here = {file for file in parts if (folder / file).exists()}
+    every_rank_does(ranks, lambda: _read(folder, {file: parts[file] for file in here}))
+    lacking = {(file, part.key): (part, piece) for file in parts.keys() - here for part, piece in parts[file]}
+    asked = sorted({each for told in ranks.gather(list(lacking)) for each in told})
+    files = {file for file, _ in asked}
+    holders: list[set[str]] = ranks.gather({file for file in files if (folder / file).exists()})
+    for file, key in asked:
+        sender = next(rank for rank, held in enumerate(holders) if file in held)  # `damage` has found one
+        values = None
+        if sender == ranks.rank:
+            with TensorFile(folder / file) as source:
+                values = source.whole(key)
+        values = ranks.broadcast(values, sender)
+        if (file, key) in lacking:
+            _copy_from(values, *lacking[file, key])
+
+
+def _parts(
+    saved: Mapping[str, SavedTensor], folder: Path, pieces: Mapping[str, Piece]
+) -> dict[str, list[tuple[SavedPiece, Piece]]]:
+    """By file, what must be copied from it into which piece."""
     wanted = {name: piece for name, piece in pieces.items() if prod(piece.shape)}
     problems = []
     for name, piece in wanted.items():
@@ -71,6 +99,10 @@ def load_pieces(folder: Path, pieces: Mapping[str, Piece]) -> None:
         for part in saved[name].pieces:
             if part.box.meet(box_of(piece)) is not None:
                 parts.setdefault(part.file, []).append((part, piece))
+    return parts
+
+
+def _read(folder: Path, parts: Mapping[str, Sequence[tuple[SavedPiece, Piece]]]) -> None:
     for file, found in sorted(parts.items()):
         with TensorFile(folder / file) as source:
             for part, piece in found:
@@ -86,6 +118,15 @@ def _copy(source: TensorFile, part: SavedPiece, piece: Piece) -> None:
     begin, end = shared.range_within(part.box)
     for where, values in source.blocks(part.key, part.box.size, begin, end):
         into[where].copy_(values)
+
+
+@torch.no_grad()
+def _copy_from(values: Tensor, part: SavedPiece, piece: Piece) -> None:
+    """As `_copy`, out of the part in memory."""
+    shared = part.box.meet(box_of(piece))
+    assert shared is not None
+    into = piece.tensor.detach()[tuple(map(slice, *shared.range_within(box_of(piece))))]
+    into.copy_(values[tuple(map(slice, *shared.range_within(part.box)))])
 
 
 def load_model(folder: Path, *, device: torch.device) -> tuple[Recipe, nn.Module]:

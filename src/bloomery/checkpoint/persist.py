@@ -11,7 +11,7 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from bloomery.base.units import format_bytes, format_seconds
 from bloomery.checkpoint import folder as folders
 from bloomery.checkpoint.fence import FencedError, Writer
 from bloomery.checkpoint.index import INDEX, RankReport, index_text, merge
+from bloomery.checkpoint.parts import PARTS, link_parts, sweep_parts
 from bloomery.checkpoint.tensor_file import FileLayout, write_file
 
 _FIRST_PAUSE_SECONDS = 0.005
@@ -55,6 +56,10 @@ class SaveJob:
     """Files that must be on the disk before this save counts: records of the steps that it holds."""
     timeout_seconds: float = 1800.0
     """How long rank 0 waits for the parts of the others."""
+    parts_root: Path | None = None
+    """Folder on this node's disk for the tensor files (parts.py); None: they lie with all else."""
+    spare: Collection[str] = ()
+    """Folders in it that belong to saves on their way."""
 
     @property
     def final(self) -> Path:
@@ -63,6 +68,11 @@ class SaveJob:
     @property
     def draft(self) -> Path:
         return self.root / f".{self.final.name}-{self.nonce}.tmp"
+
+    @property
+    def parts(self) -> Path:
+        """Where this rank's tensor file is written."""
+        return self.draft if self.parts_root is None else self.parts_root / f"{self.final.name}-{self.nonce}"
 
     def done_file(self, rank: int) -> Path:
         return self.draft / f"rank-{rank:05d}.json"
@@ -73,7 +83,7 @@ class SaveJob:
         for rank, texts in sorted(trouble.reasons.items()):
             on_rank = f" on rank {rank}" if self.ranks > 1 else ""
             problems += [f"the checkpoint of step {self.step} could not be written{on_rank}: {text}" for text in texts]
-        free = f"{_free(self.root)} are free, about {format_bytes(self.total_bytes)} are needed"
+        free = f"{_free(self.parts_root or self.root)} are free, about {format_bytes(self.total_bytes)} are needed"
         remedy = "make room or name another --run-dir, then start again; older checkpoints are untouched"
         kind = FencedError if trouble.fenced else StorageError
         if trouble.fenced:
@@ -115,14 +125,20 @@ def write_part(job: SaveJob, held: RankReport, layout: FileLayout, blocks: Itera
         if job.writer is not None:
             job.writer.require()
         job.draft.mkdir(parents=True, exist_ok=True)
+        if job.parts_root is not None:
+            sweep_parts(job.parts_root, folders.manifests_with_parts(job.root), spare={*job.spare, job.parts.name})
+            job.parts.mkdir(parents=True, exist_ok=True)
         _require_room(job, layout)
-        facts = write_file(job.draft / name, layout, blocks) if layout.data_bytes else None
+        facts = write_file(job.parts / name, layout, blocks) if layout.data_bytes else None
+        if job.parts_root is not None:
+            sync_folder(job.parts)  # elsewhere rank 0 does it for all, with the manifest
         done = replace(held, file=name if facts else "", facts=facts)
         _tell(job, done.to_json())
     except Exception as error:
         with contextlib.suppress(OSError):  # makes room for the word on a full disk
-            (job.draft / name).unlink(missing_ok=True)
+            (job.parts / name).unlink(missing_ok=True)
         with contextlib.suppress(OSError):  # then rank 0 hears of it when its patience ends
+            job.draft.mkdir(parents=True, exist_ok=True)  # a trouble before there was one must be told too
             _tell(job, {"trouble": _reasons(error), "fenced": isinstance(error, FencedError)})
         raise
 
@@ -140,15 +156,20 @@ def complete(job: SaveJob, mine: Exception | None = None) -> Path:
         _write(job.draft / name, text)
     for rank in range(job.ranks):
         job.done_file(rank).unlink()
-    files = {found.file: found.facts for found in reports if found.facts is not None}
+    files = {told.file: told.facts for told in reports if told.facts is not None}
+    where = {}
+    if job.parts_root is not None:
+        link_parts(job.draft, job.parts.absolute(), files)
+        where = {PARTS: str(job.parts.absolute())}
     files |= {name: folders.facts_of(text) for name, text in texts.items()}
-    for name, facts in files.items():
-        if (job.draft / name).stat().st_size != facts.bytes:
-            raise OSError(f"{name} does not have the {facts.bytes:,} bytes that were written")
+    for name, found in files.items():
+        if not where and (job.draft / name).stat().st_size != found.bytes:
+            raise OSError(f"{name} does not have the {found.bytes:,} bytes that were written")
     for path in job.after:
         _sync(path)
     versions = {"bloomery": bloomery.__version__, "torch": torch.__version__}
-    folders.write_manifest(job.draft, {"step": job.step, "ranks": job.ranks, "versions": versions, **job.facts}, files)
+    facts = {"step": job.step, "ranks": job.ranks, "versions": versions, **where, **job.facts}
+    folders.write_manifest(job.draft, facts, files)
     with job.writer.holding() if job.writer is not None else contextlib.nullcontext():
         old = job.root / f".{job.final.name}.old"
         if job.final.exists():  # debris, or a save of the same step that is replaced now
@@ -191,9 +212,10 @@ def _reasons(error: BaseException) -> list[str]:
 
 
 def _require_room(job: SaveJob, layout: FileLayout) -> None:
-    """Before the first byte: rank 0 asks for all of them, each rank for itself; `reserve` then takes it for real."""
-    needed = job.total_bytes if job.rank == 0 else layout.file_bytes
-    free = shutil.disk_usage(job.root).free
+    """Before the first byte: rank 0 asks for all of them if they share a disk, each rank for itself;
+    `reserve` then takes it for real."""
+    needed = job.total_bytes if job.rank == 0 and job.parts_root is None else layout.file_bytes
+    free = shutil.disk_usage(job.parts).free
     if free < needed:
         raise OSError(f"disk full: {format_bytes(free)} of {format_bytes(needed)} are free")
 
@@ -201,7 +223,8 @@ def _require_room(job: SaveJob, layout: FileLayout) -> None:
 def _wait_for_parts(job: SaveJob, troubles: list[Trouble]) -> list[RankReport]:
     """Every rank's word. PartsError when one has failed, or when patience ends.
 
-    After a failure the others are still waited for, for a while: what they write must not be left behind.
+    After a failure the others are still waited for, for a while: what they write must not be left behind. Not so when
+    a newer start has taken over: it sweeps what is left, and an older one may have lost the folder of its draft.
     """
     deadline = time.monotonic() + job.timeout_seconds
     pause = _FIRST_PAUSE_SECONDS
@@ -216,6 +239,8 @@ def _wait_for_parts(job: SaveJob, troubles: list[Trouble]) -> list[RankReport]:
                     troubles.append(Trouble({rank: told["trouble"]}, told["fenced"]))
                 else:
                     found[rank] = RankReport.from_json(told)
+        if missing and job.writer is not None:
+            job.writer.require()
         if troubles:
             deadline = min(deadline, time.monotonic() + _GRACE_SECONDS)
         if not missing or time.monotonic() >= deadline:

@@ -82,6 +82,8 @@ class Saver:
         self._total_bytes = sum(ranks.gather(self._image.layout.file_bytes))
         self._nonce = ranks.broadcast(secrets.token_hex(4))
         self._attempts = 0
+        self._parts_before: list[str] = []
+        """Of the save before, which rank 0 may still be completing when this rank has long done its part."""
         self._staged = False
         self._stage_seconds = 0.0
         self._flight: _Flight | None = None
@@ -119,11 +121,12 @@ class Saver:
         writer: Writer | None = None,
         facts: Mapping[str, Any] | None = None,
         after: Sequence[Path] = (),
+        parts_root: Path | None = None,
         then: Callable[[], list[str]] | None = None,
     ) -> None:
         """Begin to write the picture, and return. If the save before hangs beyond its time there is none, and `poll`
-        says so. `then` runs on rank 0 when the checkpoint is complete, for retention, and returns what it removed.
-        """
+        says so. `parts_root`: this node's own disk, for tensor files that no folder shares (parts.py). `then` runs on
+        rank 0 when the checkpoint is complete, for retention, and returns what it removed."""
         started = time.monotonic()
         self._attempts += 1
         job = SaveJob(
@@ -139,7 +142,11 @@ class Saver:
             writer=writer,
             after=after,
             timeout_seconds=_PATIENCE * self._timeout_seconds,
+            parts_root=parts_root,
+            spare=self._parts_before,
         )
+        if parts_root is not None:
+            self._parts_before = [job.parts.name]
         if not self._staged:
             assert self._flight is not None
             what = f"the checkpoint of step {step} was not made: the save of step {self._flight.job.step} still hangs"

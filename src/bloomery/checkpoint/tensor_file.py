@@ -165,7 +165,7 @@ class TensorFile:
         return found
 
     def whole(self, key: str) -> Tensor:
-        """One tensor that `kinds` names."""
+        """All of a tensor that is there."""
         entry = self._entries[key]
         return self._elements(entry, 0, prod(entry["shape"])).reshape(entry["shape"])
 

@@ -8,10 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bloomery.checkpoint.fence import Writer
+from bloomery.checkpoint.folder import manifests_with_parts
+from bloomery.checkpoint.parts import sweep_parts
 from bloomery.checkpoint.retention import apply_retention
 from bloomery.config.recipe import CheckpointSection, KeepSection
 
-CHECKPOINTS = "checkpoints"
+CHECKPOINTS, LOCAL_CHECKPOINTS = "checkpoints", "checkpoints-local"
 
 
 @dataclass(frozen=True)
@@ -21,20 +23,36 @@ class Tier:
     root: Path
     writer: Writer
     keep: KeepSection | None
+    parts_root: Path | None = None
+    """Where on each node's own disk its tensor files lie (parts.py); None: in `root`."""
 
     def retain(self, spare: Collection[int] = ()) -> list[str]:
         """Delete what this tier need not keep; the names."""
         return apply_retention(self.root, self.keep, writer=self.writer, spare=spare)
 
+    def sweep(self) -> None:
+        """Delete what earlier starts have left on this node and no checkpoint needs. Every rank may call it, after one
+        of them has put `root` in order."""
+        if self.parts_root is not None:
+            sweep_parts(self.parts_root, manifests_with_parts(self.root))
+
 
 def tier_roots(section: CheckpointSection, run_folder: Path) -> dict[str, Path]:
-    """Where checkpoints lie, by tier. The local place carries a mark of the run's folder: two runs of one name must not
-    take each other's."""
+    """Where checkpoints are listed, by tier; all ranks see these."""
     roots = {"durable": run_folder / CHECKPOINTS}
     if section.local is not None:
-        mark = hashlib.sha256(str(run_folder.absolute()).encode()).hexdigest()[:8]
-        roots["local"] = Path(section.local.path) / f"{run_folder.name}-{mark}"
+        roots["local"] = run_folder / LOCAL_CHECKPOINTS
     return roots
+
+
+def parts_in(name: str, section: CheckpointSection, run_folder: Path) -> Path | None:
+    """Where a tier's tensor files lie on each node. The place carries a mark of the run's folder: two runs of one name
+    must not take each other's."""
+    if name != "local":
+        return None
+    assert section.local is not None
+    mark = hashlib.sha256(str(run_folder.absolute()).encode()).hexdigest()[:8]
+    return Path(section.local.path).absolute() / f"{run_folder.name}-{mark}"
 
 
 def kept_in(name: str, section: CheckpointSection) -> KeepSection | None:

@@ -39,7 +39,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # nothing here multiplies matrices; its threads spin at the start
+    os.environ.setdefault(
+        "OPENBLAS_NUM_THREADS", "1"
+    )  # nothing here multiplies matrices; its threads spin at the start
     gc.disable()  # what is made until the work begins stays to the end: classes, a vocabulary
     early: list[EarlyStart] = []
 

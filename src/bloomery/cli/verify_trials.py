@@ -8,6 +8,7 @@ import sys
 import time
 import traceback
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -17,14 +18,19 @@ from bloomery.base.accelerator import device_of_rank, pick_device
 from bloomery.base.errors import BloomeryError
 from bloomery.base.piece import Piece
 from bloomery.base.ranks import ALONE, Ranks, first_rank_does
-from bloomery.checkpoint.load import load_pieces
+from bloomery.checkpoint.load import load_pieces, read_state
 from bloomery.checkpoint.save import save_checkpoint
 from bloomery.config.load import load_recipe
+from bloomery.monitor.journal import SilentJournal
+from bloomery.monitor.meters import IntervalMeter
+from bloomery.monitor.record import StepRecord
 from bloomery.parallel.environment import started_as
 from bloomery.parallel.ranks import joined
 from bloomery.train.loop import train
 from bloomery.train.run import Run
 from bloomery.train.setup import prepared_run
+from bloomery.train.state import TrainState
+from bloomery.train.step import settle, train_step
 from bloomery.train.trace import TraceRequest
 from bloomery.verify.compare import judge_reloaded
 from bloomery.verify.trials import RESULT, Trial, TrialPlan, start_folder, tidy_folder
@@ -77,27 +83,57 @@ def _run(trial: Trial, device: torch.device, ranks: Ranks) -> bool:
     trace = TraceRequest(trial.trace, trial.gradient_steps, trial.sample_steps)
     with prepared_run(recipe, trial.run, device=device, ranks=ranks, quiet=True, trace=trace) as (run, state):
         if trial.reload:
-            _reload(trial, run)
+            _reload(trial, run, state)
         finished = train(run, state).finished
     first_rank_does(ranks, lambda: tidy_folder(trial))
     return finished
 
 
-def _reload(trial: Trial, run: Run) -> None:
-    """Load every checkpoint into this layout's own tensors and save what they then hold, all of it in one folder."""
+def _reload(trial: Trial, run: Run, state: TrainState) -> None:
+    """Load every checkpoint into this layout's own tensors and save what they then hold, all of it in one folder; if
+    asked for, also train a few steps from each."""
     pieces = run.optimizer.pieces()
     before = {name: piece.tensor.clone() for name, piece in pieces.items()}
     found: dict[str, Piece] = {}
+    followed: dict[str, list[tuple[int, str, float]]] = {}
     for source, folder in trial.reload.items():
         for piece in pieces.values():
             piece.tensor.fill_(float("nan"))  # nothing may remain of what was there
         load_pieces(Path(folder), pieces)
         found |= {f"{source}/{name}": piece.with_tensor(piece.tensor.clone()) for name, piece in pieces.items()}
+        if trial.follow_steps:
+            followed[source] = _losses_after(Path(folder), run, trial.follow_steps)
     saved = save_checkpoint(trial.reloaded, step=0, pieces=found, state={}, recipe_yaml="", ranks=run.ranks)
     first_rank_does(run.ranks, lambda: judge_reloaded(trial, saved))
+    first_rank_does(run.ranks, lambda: trial.followed.write_text(json.dumps(followed)))
     for name, piece in pieces.items():
         piece.tensor.copy_(before[name])
     run.optimizer.restored()
+    run.feed.seek(state.consumed_samples)
+
+
+def _losses_after(checkpoint: Path, run: Run, steps: int) -> list[tuple[int, str, float]]:
+    """(step, name, loss) of the steps that follow a checkpoint, whose tensors are loaded. The run's own records know
+    nothing of them."""
+    run.optimizer.restored()
+    state, losses = TrainState.from_json(read_state(checkpoint)), _Losses(run.folder)
+    aside = replace(run, journal=losses, meter=IntervalMeter(), trace=None)
+    run.feed.seek(state.consumed_samples)
+    for _ in range(steps):
+        train_step(aside, state)
+        settle(aside, state)
+    return losses.found
+
+
+class _Losses(SilentJournal):
+    """Keeps what a training would log."""
+
+    def __init__(self, run_folder: Path) -> None:
+        super().__init__(run_folder)
+        self.found: list[tuple[int, str, float]] = []
+
+    def step(self, record: StepRecord) -> None:
+        self.found += [(record.step, name, loss) for name, loss in record.losses.items()]
 
 
 def _tell(trial: Trial, error: Exception, ranks: Ranks) -> None:

@@ -234,7 +234,7 @@ class KeepSection(Section):
 
 class LocalTierSection(Section):
     path: PathText
-    """Folder on fast storage that all ranks see, such as NVMe or /dev/shm of one node."""
+    """Folder on the fast storage of every node, such as NVMe or /dev/shm; nodes need not share it."""
     every: Steps
     """Save there at every multiple of this, unless the step is also saved in the run folder."""
     keep: Size = 1

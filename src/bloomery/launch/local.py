@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any, cast
@@ -18,15 +19,31 @@ from typing import Any, cast
 from bloomery.base import exit_codes
 
 _FORWARDED = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
-_GRACE_SECONDS = 6.0
-"""After a rank died the others notice by themselves and say so; who has not after this time is waiting for ever."""
-_ONE_REQUEST_SECONDS = 3.0
-_LAST_WORDS_SECONDS = 120.0
-"""After a rank ended with an error that all agreed on, the others finish what they are writing."""
+
+
+@dataclass(frozen=True)
+class Patience:
+    """How long the launcher and the ranks wait for each other when something ends."""
+
+    lost_seconds: float = 6.0
+    """After a rank died the others notice by themselves and say so; who has not after this time waits for ever."""
+    one_request_seconds: float = 3.0
+    """Signals within this time are one request, passed on twice; a later one means that the ranks do not answer."""
+    last_words_seconds: float = 120.0
+    """After a rank ended with an error that all agreed on, or the launcher is gone, the ranks finish what they are
+    writing."""
+
+
+USUAL = Patience()
 
 
 def run_local_ranks(
-    size: int, command: Callable[[Sequence[str]], int], arguments: Sequence[str], *, preload: Sequence[str] = ()
+    size: int,
+    command: Callable[[Sequence[str]], int],
+    arguments: Sequence[str],
+    *,
+    preload: Sequence[str] = (),
+    patience: Patience = USUAL,
 ) -> int:
     """Run `command(arguments)` as ranks 0..size-1 and return the exit code of all: the first failure's, if any.
 
@@ -36,21 +53,25 @@ def run_local_ranks(
     context.set_forkserver_preload(list(preload))
     port = _free_port()
     alive, watched = context.Pipe(duplex=False)
-    ranks = [
-        context.Process(target=_be_rank, args=(rank, size, port, command, list(arguments), alive), name=f"rank {rank}")
-        for rank in range(size)
-    ]
+    what = (size, port, command, list(arguments), alive, patience)
+    ranks = [context.Process(target=_be_rank, args=(rank, *what), name=f"rank {rank}") for rank in range(size)]
     for rank in ranks:
         rank.start()
     alive.close()
-    with _signals_forwarded(ranks):
-        code = _watch(ranks)
+    with _signals_forwarded(ranks, patience):
+        code = _watch(ranks, patience)
     watched.close()
     return code
 
 
 def _be_rank(
-    rank: int, size: int, port: int, command: Callable[[Sequence[str]], int], arguments: list[str], alive: Connection
+    rank: int,
+    size: int,
+    port: int,
+    command: Callable[[Sequence[str]], int],
+    arguments: list[str],
+    alive: Connection,
+    patience: Patience,
 ) -> None:
     os.setpgid(0, 0)  # a Ctrl-C reaches the launcher, which passes it on: once
     os.environ |= {
@@ -65,20 +86,20 @@ def _be_rank(
         import torch  # the server has imported it already, with the threads of one process
 
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // size))
-    threading.Thread(target=_stop_with_launcher, args=(alive,), daemon=True).start()
+    threading.Thread(target=_stop_with_launcher, args=(alive, patience), daemon=True).start()
     sys.exit(command(arguments))
 
 
-def _stop_with_launcher(alive: Connection) -> None:
+def _stop_with_launcher(alive: Connection, patience: Patience) -> None:
     try:
         alive.recv()
     except (EOFError, OSError):
         os.kill(os.getpid(), signal.SIGTERM)
-        time.sleep(_LAST_WORDS_SECONDS)  # who waits for another rank cannot hear a signal
+        time.sleep(patience.last_words_seconds)  # who waits for another rank cannot hear a signal
         os._exit(exit_codes.LOST_RANK)
 
 
-def _watch(ranks: Sequence[BaseProcess]) -> int:
+def _watch(ranks: Sequence[BaseProcess], patience: Patience) -> int:
     """Wait for all; when one fails, for the others only a while."""
     running = {rank.sentinel: number for number, rank in enumerate(ranks)}
     failed: list[int] = []
@@ -96,7 +117,7 @@ def _watch(ranks: Sequence[BaseProcess]) -> int:
             if ranks[number].exitcode:
                 failed.append(number)
                 abrupt = _code(ranks[number]) in (exit_codes.LOST_RANK, exit_codes.BUG)
-                wait_seconds = _GRACE_SECONDS if abrupt else _LAST_WORDS_SECONDS
+                wait_seconds = patience.lost_seconds if abrupt else patience.last_words_seconds
                 deadline = min(deadline or float("inf"), time.monotonic() + wait_seconds)
     if not failed:
         return exit_codes.OK
@@ -118,7 +139,7 @@ def _code(rank: BaseProcess) -> int:
 
 
 @contextmanager
-def _signals_forwarded(ranks: Sequence[BaseProcess]) -> Iterator[None]:
+def _signals_forwarded(ranks: Sequence[BaseProcess], patience: Patience) -> Iterator[None]:
     asked: float | None = None
 
     def forward(number: int, frame: Any) -> None:
@@ -127,7 +148,7 @@ def _signals_forwarded(ranks: Sequence[BaseProcess]) -> Iterator[None]:
         nonlocal asked
         ends = number != signal.SIGUSR1
         again = ends and asked is not None
-        if again and time.monotonic() - (asked or 0.0) < _ONE_REQUEST_SECONDS:
+        if again and time.monotonic() - (asked or 0.0) < patience.one_request_seconds:
             return
         asked = time.monotonic() if ends and not again else asked
         for rank in ranks:

@@ -38,9 +38,9 @@ class DistributedRanks:
         dist.all_gather_object(values, value)
         return values
 
-    def broadcast(self, value: Any) -> Any:
+    def broadcast(self, value: Any, source: int = 0) -> Any:
         values = [value]
-        dist.broadcast_object_list(values, src=0)
+        dist.broadcast_object_list(values, src=source)
         return values[0]
 
     def sum(self, values: Sequence[float]) -> list[float]:
@@ -93,7 +93,12 @@ def joined(started: Started, device: torch.device) -> Iterator[DistributedRanks]
         "MASTER_ADDR": started.address,
         "MASTER_PORT": str(started.port),
     }
-    dist.init_process_group(backend, timeout=_TIMEOUT)
+    try:
+        dist.init_process_group(backend, timeout=_TIMEOUT)
+    except RuntimeError as error:
+        if not _is_communication(error):
+            raise
+        raise _not_joined(started, error) from error
     ranks = DistributedRanks()
     try:
         yield ranks
@@ -104,6 +109,15 @@ def joined(started: Started, device: torch.device) -> Iterator[DistributedRanks]
         raise lost from error
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def _not_joined(started: Started, error: Exception) -> LostRankError:
+    """Without a common store there is no roll call: rank 0 keeps it, so most likely that one is gone."""
+    what = f"the {started.size} ranks could not join at {started.address}:{started.port} ({_short(error)})"
+    rule = "rank 0 is gone or cannot be reached there, or another rank died before it had joined"
+    lost = LostRankError(Problem(what, rule, "look at what the ranks said last, and start again"))
+    lost.told_by_rank_0 = started.rank > 1  # nobody knows which of the first two is left
+    return lost
 
 
 def _is_communication(error: Exception) -> bool:

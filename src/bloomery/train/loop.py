@@ -31,6 +31,8 @@ def train(run: Run, state: TrainState) -> StopReason:
                 save_if_due(run, state)
         except DataError as error:  # before this step changed anything: what was learned so far is saved
             stop, failure = StopReason("error", str(error)), error
+        if stop.error is not None:  # the run is not ours any more: nothing may be saved or begun
+            raise stop.error
         settle(run, state)
         if stop.finished and state.step > first_step and not run.evaluates_at(state.step):
             evaluate(run, state)

@@ -17,6 +17,7 @@ from bloomery.sizing.cadence import Cadence, cadence, seconds_between_failures
 from bloomery.train.run import Run
 from bloomery.train.state import TrainState
 from bloomery.train.step import settle
+from bloomery.train.stop import StopReason
 
 _FIRST_AUTO_STEPS = 20
 """`every: auto` knows nothing before its first save."""
@@ -62,7 +63,7 @@ def _wait_for_last_save(run: Run, state: TrainState) -> None:
 
 
 def hear_of_saves(run: Run, state: TrainState, outcomes: list[SaveOutcome], *, last: bool = False) -> None:
-    """Events and warnings for saves that have come to an end. FencedError if this process has lost its run."""
+    """Events and warnings for saves that have come to an end. If this process has lost its run, all stop together."""
     for outcome in outcomes:
         durable = outcome.folder.parent == run.durable.root
         if state.saving_step == outcome.step:
@@ -70,8 +71,8 @@ def hear_of_saves(run: Run, state: TrainState, outcomes: list[SaveOutcome], *, l
         if outcome.error is not None:
             run.journal.event("save_failed", outcome.step, reason=str(outcome.error))
             if isinstance(outcome.error, FencedError):
-                raise outcome.error
-            if not last:
+                run.stop.request(StopReason("error", str(outcome.error), outcome.error))
+            elif not last:
                 run.journal.warning(f"{outcome.error} Training goes on.")
             continue
         seconds = outcome.blocking_seconds + outcome.persist_seconds
@@ -131,6 +132,7 @@ def _persist(run: Run, state: TrainState, tier: Tier, *, keep_all: bool) -> None
                 "time": time.time(),
                 "validation": state.validation,
             },
+            parts_root=tier.parts_root,
             after=[run.folder / names.METRICS_FILE, run.folder / names.EVENTS_FILE],
             then=partial(_after_save, run, tier, state.step, suspicious=suspicious),
         )

@@ -20,11 +20,11 @@ from bloomery.base.units import Duration, format_count
 from bloomery.checkpoint.choose import tidy
 from bloomery.checkpoint.fence import take_over
 from bloomery.checkpoint.folder import RETIRED, complete_checkpoints, step_of
-from bloomery.checkpoint.load import load_pieces
+from bloomery.checkpoint.load import load_on_all
 from bloomery.checkpoint.remote import retire_later_there
 from bloomery.checkpoint.save import estimate_save_seconds
 from bloomery.checkpoint.saver import Saver
-from bloomery.checkpoint.tiers import Tier, kept_in, tier_roots
+from bloomery.checkpoint.tiers import Tier, kept_in, parts_in, tier_roots
 from bloomery.checkpoint.upload import Uploader, fetch_newest
 from bloomery.config.describe import as_yaml, fingerprint
 from bloomery.config.recipe import Recipe
@@ -85,6 +85,8 @@ def prepared_run(
         )
         state, plan = past.state, past.plan
         state.energy = energy.before = first_rank_does(ranks, lambda: spent_before(folder, state.energy))
+        if past.checkpoint is not None and past.checkpoint.parent != roots["durable"]:
+            state.saved_step = None  # a fast place is no promise: a run that stops here still saves
         data = every_rank_does(ranks, lambda: closing.enter_context(_data_of(recipe, past)))
         every_rank_does(ranks, lambda: check_tokenizer(past, data.tokenizer_hash))
         job = first_rank_does(ranks, lambda: 1 + _starts_so_far(folder))
@@ -93,7 +95,9 @@ def prepared_run(
         with _errors_told(journal, state, device, ranks):
             for warning in data.warnings:
                 journal.warning(warning)
-            tiers = first_rank_does(ranks, lambda: _tiers(recipe, roots, past, journal))
+            tiers = first_rank_does(ranks, lambda: _tiers(recipe, folder, roots, past, journal))
+            for tier in tiers.values():
+                tier.sweep()
             first_rank_does(ranks, lambda: _leave_branch_there(recipe, state.step, journal))
             if fetched is not None and recipe.checkpoint.upload is not None:
                 journal.event("fetched", past.state.step, folder=fetched.name, source=recipe.checkpoint.upload.to)
@@ -271,11 +275,12 @@ def _tell_changes(past: Past, data: OpenData, journal: Journal) -> None:
         journal.notice(notice)
 
 
-def _tiers(recipe: Recipe, roots: Mapping[str, Path], past: Past, journal: Journal) -> dict[str, Tier]:
+def _tiers(recipe: Recipe, folder: Path, roots: Mapping[str, Path], past: Past, journal: Journal) -> dict[str, Tier]:
     """Become the one that writes checkpoints, and put the places where they lie in order."""
     tiers = {}
     for name, root in roots.items():
-        tiers[name] = Tier(name, root, take_over(root), kept_in(name, recipe.checkpoint))
+        section = recipe.checkpoint
+        tiers[name] = Tier(name, root, take_over(root), kept_in(name, section), parts_in(name, section, folder))
         keep_debris = recipe.checkpoint.debris == "keep"
         done = tidy(root, step=past.state.step, damaged=past.damaged, keep_debris=keep_debris)
         if done.debris:
@@ -310,7 +315,7 @@ def _runner_and_optimizer(
     )
     checkpoint = past.checkpoint
     if checkpoint is not None:
-        every_rank_does(ranks, lambda: load_pieces(checkpoint, optimizer.pieces()))
+        load_on_all(checkpoint, optimizer.pieces(), ranks=ranks)
         optimizer.restored()
     parts = replace(parts, weights=optimizer.weights)
     runner = make_runner(recipe, parts, device=device, compile_model=compile_model, num_sources=num_sources)

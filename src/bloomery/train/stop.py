@@ -15,7 +15,7 @@ from types import FrameType
 
 from bloomery.base.clock import job_seconds
 from bloomery.base.energy import Energy
-from bloomery.base.errors import DivergedError, Problem
+from bloomery.base.errors import BloomeryError, DivergedError, Problem
 from bloomery.base.ranks import ALONE, Ranks
 from bloomery.base.units import Amount, Duration, format_seconds
 from bloomery.monitor.energy import EnergyMeter
@@ -35,6 +35,8 @@ class StopReason:
     kind: str
     """finished, exit_after, deadline, signal, control, error, diverged or drift."""
     text: str
+    error: BloomeryError | None = None
+    """If the run is no longer ours: what to end with, at once and without a save."""
 
     @property
     def finished(self) -> bool:
@@ -92,7 +94,10 @@ class StopRules:
         if not stops:
             return None
         reasons: list[StopReason | None] = self._ranks.gather(mine)
-        return next(reason for reason in reasons if reason is not None)
+        chosen = next(reason for reason in reasons if reason is not None)
+        if chosen.error is not None:
+            chosen.error.told_once(self._ranks.rank)
+        return chosen
 
     def _own_reason(self, state: TrainState) -> StopReason | None:
         if self._first_step is None:

@@ -17,8 +17,8 @@ from bloomery.config.describe import as_yaml, fingerprint
 from bloomery.config.recipe import Recipe
 from bloomery.config.yaml_nodes import dump_yaml
 from bloomery.sizing.check import load_checked_recipe
-from bloomery.verify.compare import TOLERANCES, Recorded
-from bloomery.verify.judge import Row, judge_continuation, judge_failure, judge_reshard, judge_training
+from bloomery.verify.compare import TOLERANCES, Recorded, followed_differences
+from bloomery.verify.judge import Row, judge_continuation, judge_failure, judge_followed, judge_reshard, judge_training
 from bloomery.verify.layouts import SINGLE, VerifiedLayout
 from bloomery.verify.shrink import CLIP, Shrunk, micro_batch_of, middle, shrink
 from bloomery.verify.synthetic import write_data
@@ -26,6 +26,8 @@ from bloomery.verify.trials import RESUME_PREFIX, TRAIN_PREFIX, Outcome, RankCom
 
 FORMAT = 1
 GRADIENT_STEPS = 2
+PAIR_STEPS = 5
+"""Trained by each layout from the checkpoint of each other one, where that is asked for."""
 
 
 @dataclass(frozen=True)
@@ -111,10 +113,12 @@ def certify(
     steps: int = 20,
     clip: float = CLIP,
     device: str = "cpu",
+    pair_steps: int = 0,
     left_out: dict[str, str] | None = None,
     quiet: bool = True,
 ) -> Certificate:
-    """Everything happens below `work`, an empty folder. Every rank runs `command`: cli.verify_trials.run_trials."""
+    """Everything happens below `work`, an empty folder. Every rank runs `command`: cli.verify_trials.run_trials.
+    `pair_steps`: so many are trained by each layout from the checkpoint of each other one."""
     started = time.monotonic()
     shrunk = shrink(recipe, layouts, work, steps=steps, clip=clip)
     write_data(shrunk.values, work)
@@ -122,7 +126,7 @@ def certify(
     options: dict[str, Any] = {"device": device, "quiet": quiet}
     outcomes = run_all(trainings, command, work, **options)
     whole = [trial for trial in trainings if not outcomes[trial.folder].error]
-    resumptions = _resumptions(whole, work, steps)
+    resumptions = _resumptions(whole, work, steps, pair_steps)
     outcomes |= run_all(resumptions, command, work, **options)
     rows = _rows(trainings, resumptions, outcomes, steps)
     reference, trained = rows[0], not outcomes[trainings[0].folder].error
@@ -162,7 +166,7 @@ def _trainings(shrunk: Shrunk, layouts: Sequence[VerifiedLayout], work: Path, st
     return trials
 
 
-def _resumptions(whole: Sequence[Trial], work: Path, steps: int) -> list[Trial]:
+def _resumptions(whole: Sequence[Trial], work: Path, steps: int, pair_steps: int) -> list[Trial]:
     """Each layout loads the checkpoints of all others and goes on from its neighbour's; the largest world first, whose
     checkpoint the single rank goes on from."""
     at = middle(steps)
@@ -183,6 +187,7 @@ def _resumptions(whole: Sequence[Trial], work: Path, steps: int) -> list[Trial]:
                 sample_steps=steps,
                 resume_from=str(whole[i - 1].checkpoint(at)),
                 reload={other.layout: str(other.checkpoint(at)) for other in others},
+                follow_steps=pair_steps,
             )
         )
     return trials[::-1]
@@ -195,6 +200,7 @@ def _rows(
     resumed = {trial.layout: trial for trial in resumptions}
     reference = trainings[0]
     expected = Recorded(reference) if not outcomes[reference.folder].error else None
+    trials = {trial.layout: trial for trial in trainings}
     rows = {trial.layout: Row(trial.layout, trial.world) for trial in trainings}
     for trial in trainings:
         row, outcome = rows[trial.layout], outcomes[trial.folder]
@@ -222,4 +228,7 @@ def _rows(
             row.remarks.append(f"continued from {again.source}: not judged, because {again.source} differs itself")
         else:
             judge_continuation(row, Recorded(again), expected, again.source, at)
+        if again.follow_steps and not row.reasons:
+            right = {name: Recorded(trials[name]) for name in again.reload if name not in wrong}
+            judge_followed(row, followed_differences(again, right), at)
     return list(rows.values())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -81,6 +81,18 @@ def loss_differences(found: Recorded, expected: Recorded, after: int = 0) -> lis
         for key, right in sorted(expected.losses.items())
         if key[0] > after
     ]
+
+
+def followed_differences(trial: Trial, sources: Mapping[str, Recorded]) -> dict[str, list[Difference]]:
+    """Of each loss that `trial` found after the checkpoint of each of these layouts: relative to that layout's own."""
+    told = json.loads(trial.followed.read_text())
+    return {
+        source: [
+            Difference(_relative(loss, right := recorded.losses[step, name]), name, step, loss, right)
+            for step, name, loss in told[source]
+        ]
+        for source, recorded in sources.items()
+    }
 
 
 def norm_differences(found: Recorded, expected: Recorded, after: int = 0) -> list[Difference]:

@@ -30,6 +30,10 @@ class Row:
     resharded_from: int = 0
     """Layouts whose checkpoints it loaded bit by bit."""
     resharded_of: int = 0
+    followed_from: int = 0
+    """Layouts from whose checkpoints it learns what they learn."""
+    followed_of: int = 0
+    followed_loss: Difference | None = None
     seconds: float = 0.0
     reasons: list[str] = field(default_factory=list)
     remarks: list[str] = field(default_factory=list)
@@ -93,6 +97,17 @@ def judge_reshard(row: Row, resharded: Mapping[str, Sequence[str]]) -> None:
         if wrong:
             names = _listed(wrong)
             row.reasons.append(f"reshard: {len(wrong)} tensors saved by {source} did not come back bit by bit: {names}")
+
+
+def judge_followed(row: Row, losses: Mapping[str, Sequence[Difference]], after: int) -> None:
+    """`losses`: by layout, how the next losses from its checkpoint differ from those that it had itself."""
+    row.followed_of = len(losses)
+    for source, differences in losses.items():
+        wrong = _judge_losses(row, differences, f"next losses after {source}'s step {after}: ")
+        row.followed_from += not wrong
+        row.reasons += [text for _, text in wrong]
+    compared = [each for differences in losses.values() for each in differences]
+    row.followed_loss = compare.worst(compared) if compared else None
 
 
 def judge_failure(row: Row, trial: Trial, outcome: Outcome) -> None:

@@ -39,11 +39,13 @@ def _head(certificate: Certificate) -> list[str]:
 
 def _cells(row: Row) -> tuple[str, ...]:
     reshard = f"{row.resharded_from} of {row.resharded_of} exact" if row.resharded_of else "-"
+    if row.followed_of:
+        reshard += f", {row.followed_from} of {row.followed_of} go on"
     is_reference = row.layout == "single"
     return (
         f"{row.layout} (reference)" if is_reference else row.layout,
         str(row.ranks),
-        _largest(row.loss, row.continued_loss),
+        _largest(row.loss, row.continued_loss, row.followed_loss),
         _largest(row.grad_norm, row.continued_grad_norm),
         f"{row.gradient.difference:.0e} {row.gradient.name}" if row.gradient else "-",
         "-" if is_reference else row.data_order,

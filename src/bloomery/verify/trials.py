@@ -12,7 +12,7 @@ from pathlib import Path
 from bloomery.base import exit_codes
 from bloomery.launch.local import run_local_ranks
 
-RESULT, RESHARDED = "trial.json", "resharded.json"
+RESULT, RESHARDED, FOLLOWED = "trial.json", "resharded.json", "followed.json"
 TRAIN_PREFIX, RESUME_PREFIX = "train-", "resume-"
 RUN, TRACE, RELOADED = "run", "trace", "reloaded"
 """Folders of a trial."""
@@ -39,6 +39,8 @@ class Trial:
     """Checkpoint to go on from."""
     reload: dict[str, str] = field(default_factory=dict)
     """Layout -> its checkpoint: each is loaded and saved again before anything is trained."""
+    follow_steps: int = 0
+    """So many steps are trained from each of them, aside."""
 
     @property
     def source(self) -> str:
@@ -63,6 +65,11 @@ class Trial:
     def resharded(self) -> Path:
         """JSON: by layout, the tensors of its checkpoint that did not come back bit by bit."""
         return Path(self.folder) / RESHARDED
+
+    @property
+    def followed(self) -> Path:
+        """JSON: by layout, a list of (step, name, loss) of what was trained from its checkpoint."""
+        return Path(self.folder) / FOLLOWED
 
     def checkpoint(self, step: int) -> Path:
         return self.run / "checkpoints" / f"step-{step:08d}"

@@ -1,0 +1,32 @@
+"""Ranks that do not answer: they note a SIGTERM and go on waiting. Without torch, so that they start at once."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+from bloomery.launch.local import Patience, run_local_ranks
+
+
+def wait_for_ever(arguments: Sequence[str]) -> int:
+    """Leaves `here-<rank>` in the folder when it waits, and `asked-<rank>` when somebody wants it to stop."""
+    folder, rank = Path(arguments[0]), os.environ["RANK"]
+    signal.signal(signal.SIGTERM, lambda *_: (folder / f"asked-{rank}").touch())
+    (folder / f"here-{rank}").touch()
+    while True:
+        threading.Event().wait(0.1)  # returns to Python for the handler
+
+
+def rank_1_dies(arguments: Sequence[str]) -> int:
+    """The others do not notice."""
+    if os.environ["RANK"] == "1":
+        os.kill(os.getpid(), signal.SIGKILL)
+    return wait_for_ever(arguments)
+
+
+if __name__ == "__main__":  # a launcher to be killed
+    sys.exit(run_local_ranks(2, wait_for_ever, sys.argv[1:], patience=Patience(last_words_seconds=2.0)))

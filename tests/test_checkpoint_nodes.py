@@ -1,0 +1,159 @@
+"""A fast place that is each node's own: two nodes are two mount namespaces, with another disk at the same path."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import multiprocessing
+import os
+import shutil
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+import rank_commands
+from bloomery.base import exit_codes
+from bloomery.checkpoint import folder as folders
+from bloomery.checkpoint.parts import sweep_parts
+from bloomery.launch.local import run_local_ranks
+from checkpoints import assert_same_tensors
+from conftest import Workshop
+
+DP = ("launch={on: local, gpus_per_node: 4}", "batch={micro_batch_size: 2, global_batch_size: 8}")
+LAYOUTS = {"replicas": (*DP, "parallel.zero=0"), "pipeline": (*DP, "parallel.pp=2")}
+"""In both a rank needs what a rank of the other node has written: the weights, or only the number of updates."""
+
+
+class Nodes:
+    """Two nodes with two ranks each, and what lies on their disks."""
+
+    def __init__(self, workshop: Workshop) -> None:
+        self.workshop, self.run = workshop, workshop.folder / "run"
+        self.mount = workshop.folder / "nvme"
+        self.disks = [workshop.folder / "disk-0", workshop.folder / "disk-1"]
+        for path in (self.mount, *self.disks):
+            path.mkdir()
+
+    def train(self, *overrides: str, run: str = "run", size: int = 4) -> int:
+        saves = f"checkpoint={{phases: [{{every: 4 steps}}], local: {{path: {self.mount}, every: 1 steps, keep: 1}}}}"
+        place = ["--run-dir", str(self.workshop.folder / run), "--device", "cpu", "--quiet"]
+        arguments = ["train", str(self.workshop.recipe), saves, *overrides, *place]
+        command = partial(rank_commands.on_two_nodes, str(self.mount), [str(disk) for disk in self.disks])
+        logged = partial(rank_commands.logged, command, str(self.workshop.folder / "said.txt"))
+        preload = ["bloomery.train.loop", "bloomery.train.setup"]
+        return run_local_ranks(size, logged, arguments, preload=preload)
+
+    def said(self) -> str:
+        return (self.workshop.folder / "said.txt").read_text()
+
+    def files(self, node: int) -> list[str]:
+        """Of this run, as `step-00000006/tensors-00002.safetensors`."""
+        found = self.disks[node].glob("run-*/*/*")
+        return sorted(f"{path.parent.name[:13]}/{path.name}" for path in found)
+
+    def kill_after(self, step: int) -> None:
+        """As if the job had been killed there: what is newer in the run folder is gone."""
+        for path in folders.complete_checkpoints(self.run / "checkpoints"):
+            if folders.step_of(path) > step:
+                folders.remove(path)
+
+
+def _may_mount() -> None:
+    os._exit(0 if ctypes.CDLL(None).unshare(0x20000) == 0 else 1)
+
+
+@pytest.fixture
+def nodes(workshop: Workshop) -> Nodes:
+    process = multiprocessing.get_context("fork").Process(target=_may_mount)
+    process.start()
+    process.join()
+    if process.exitcode:
+        pytest.skip("needs the right to mount")
+    return Nodes(workshop)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_nodes_with_disks_of_their_own_go_on_from_them(nodes: Nodes, layout: str) -> None:
+    assert nodes.train(*LAYOUTS[layout], "train.exit_after=6 steps") == exit_codes.OK, nodes.said()
+    for node in (0, 1):
+        assert {int(name[-17:-12]) // 2 for name in nodes.files(node)} <= {node}, "each node keeps its ranks' files"
+        assert {name[:13] for name in nodes.files(node)} <= {"step-00000005", "step-00000006"}, "older ones are swept"
+    nodes.kill_after(4)
+    assert nodes.train(*LAYOUTS[layout], "train.exit_after=3 steps") == exit_codes.OK, nodes.said()
+    assert nodes.workshop.events(nodes.run, "start")[1]["resumed_from"] == "step-00000006"
+    assert nodes.train(*LAYOUTS[layout], "train.exit_after=9 steps", run="whole") == exit_codes.OK
+    assert_same_tensors(nodes.run, nodes.workshop.folder / "whole")
+
+
+def test_a_node_that_lost_its_disk_means_the_run_folder(nodes: Nodes) -> None:
+    assert nodes.train(*DP, "train.exit_after=6 steps") == exit_codes.OK, nodes.said()
+    nodes.kill_after(4)
+    shutil.rmtree(next(nodes.disks[1].iterdir()))
+    assert nodes.train(*DP, "train.exit_after=1 steps") == exit_codes.OK, nodes.said()
+    assert nodes.workshop.events(nodes.run, "start")[1]["resumed_from"] == "step-00000004"
+    (event,) = nodes.workshop.events(nodes.run, "damaged")
+    lost = [f"tensors-0000{rank}.safetensors is on none of the nodes" for rank in (2, 3)]
+    assert (event["folder"], event["reasons"]) == ("step-00000006", lost)
+    assert "tensors-00002.safetensors is on none of the nodes" in nodes.said()
+    assert not any(name.startswith("step-00000006") for name in nodes.files(0)), "what is left of it is swept"
+
+
+def test_another_number_of_ranks_goes_on_from_the_disks_of_all_nodes(nodes: Nodes) -> None:
+    assert nodes.train(*DP, "train.exit_after=6 steps") == exit_codes.OK, nodes.said()
+    nodes.kill_after(4)
+    assert nodes.train("train.exit_after=1 steps", size=2) == exit_codes.OK, nodes.said()
+    assert nodes.workshop.events(nodes.run, "start")[1]["resumed_from"] == "step-00000006"
+
+
+def test_a_damaged_file_on_one_node_is_found_there(nodes: Nodes) -> None:
+    assert nodes.train(*DP, "train.exit_after=6 steps") == exit_codes.OK, nodes.said()
+    nodes.kill_after(4)
+    file = max(nodes.disks[1].glob("run-*/*/tensors-00003.safetensors"))
+    file.write_bytes(file.read_bytes()[:-1] + b"?")
+    assert nodes.train(*DP, "train.exit_after=1 steps") == exit_codes.OK, nodes.said()
+    (event,) = nodes.workshop.events(nodes.run, "damaged")
+    assert event["reasons"] == ["tensors-00003.safetensors has been changed since it was saved"]
+    assert nodes.workshop.events(nodes.run, "start")[1]["resumed_from"] == "step-00000004"
+
+
+def test_only_what_no_checkpoint_needs_is_swept(tmp_path: Path) -> None:
+    root, disk = tmp_path / "checkpoints-local", tmp_path / "disk"
+    for name in ("needed", "retired", "on-its-way", "left"):
+        (disk / name).mkdir(parents=True)
+    for folder, parts in (("step-00000002", "needed"), ("retired/step-00000009", "retired")):
+        (root / folder).mkdir(parents=True)
+        (root / folder / "manifest.json").write_text(json.dumps({"parts": str(disk / parts)}))
+    manifests = folders.manifests_with_parts(root)
+    (root / "step-00000002" / "manifest.json").rename(tmp_path / "manifest.json")
+    (root / "step-00000002" / "manifest.json").write_text("{")
+    sweep_parts(disk, manifests, spare=["on-its-way"])
+    assert len(list(disk.iterdir())) == 4, "a manifest that cannot be read may need any of them"
+    (tmp_path / "manifest.json").rename(root / "step-00000002" / "manifest.json")
+    sweep_parts(disk, manifests, spare=["on-its-way"])
+    assert {path.name for path in disk.iterdir()} == {"needed", "retired", "on-its-way"}
+    sweep_parts(tmp_path / "nowhere", manifests)
+
+
+def test_a_fast_checkpoint_is_no_promise_so_a_run_that_stops_there_still_saves(workshop: Workshop) -> None:
+    fast = workshop.folder / "nvme"
+    settings = ("train.for=4 steps", "lr.warmup=1 steps", f"checkpoint.local={{path: {fast}, every: 2 steps}}")
+    run = workshop.train(*settings)
+    folders.remove(run / "checkpoints" / "step-00000004")  # as if it had been killed between the two saves
+    (run / "checkpoints" / "latest").unlink()
+    workshop.train(*settings)
+    assert workshop.events(run, "start")[1]["resumed_from"] == "step-00000004"
+    assert folders.read_latest(run / "checkpoints") == "step-00000004"
+    folders.verify(run / "checkpoints" / "step-00000004")
+
+
+def test_a_disk_that_was_emptied_is_told_and_the_run_folder_is_used(workshop: Workshop) -> None:
+    """As a memory disk after a restart of the machine."""
+    fast = workshop.folder / "shm"
+    settings = ("checkpoint.phases=[{every: 4 steps}]", f"checkpoint.local={{path: {fast}, every: 1 steps}}")
+    run = workshop.train(*settings, "train.exit_after=6 steps")
+    folders.remove(run / "checkpoints" / "step-00000006")
+    shutil.rmtree(fast)
+    workshop.train(*settings, "train.exit_after=1 steps")
+    assert workshop.events(run, "start")[1]["resumed_from"] == "step-00000004"
+    assert workshop.events(run, "damaged")[0]["reasons"] == ["tensors-00000.safetensors is on none of the nodes"]

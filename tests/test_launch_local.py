@@ -1,0 +1,62 @@
+"""The last resorts of the launcher: ranks that do not answer are ended, and none outlives its launcher for long."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+import stubborn_ranks
+from bloomery.base import exit_codes
+from bloomery.launch.local import Patience, run_local_ranks
+
+
+def wait_for(folder: Path, *names: str) -> None:
+    deadline = time.monotonic() + 60
+    while not all((folder / name).exists() for name in names):
+        assert time.monotonic() < deadline, f"{names} did not come"
+        time.sleep(0.01)
+
+
+def test_a_later_second_signal_kills_ranks_that_do_not_answer(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def ask_twice() -> None:
+        wait_for(tmp_path, "here-0", "here-1")
+        os.kill(os.getpid(), signal.SIGTERM)
+        wait_for(tmp_path, "asked-0", "asked-1")  # and they go on
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    asking = threading.Thread(target=ask_twice)
+    asking.start()
+    patience = Patience(one_request_seconds=0.0)
+    code = run_local_ranks(2, stubborn_ranks.wait_for_ever, [str(tmp_path)], patience=patience)
+    asking.join()
+    assert code == exit_codes.LOST_RANK
+    assert "was killed by SIGKILL" in capsys.readouterr().err
+
+
+def test_a_rank_that_does_not_notice_the_loss_of_another_is_ended(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    patience = Patience(lost_seconds=0.1)
+    code = run_local_ranks(2, stubborn_ranks.rank_1_dies, [str(tmp_path)], patience=patience)
+    assert code == exit_codes.LOST_RANK
+    assert "rank 1 was killed by SIGKILL, so the others stopped" in capsys.readouterr().err
+
+
+def test_ranks_that_do_not_answer_end_soon_after_their_launcher(tmp_path: Path) -> None:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    words = [sys.executable, stubborn_ranks.__file__, str(tmp_path)]
+    launcher = subprocess.Popen(words, env=environment, stdout=subprocess.PIPE)
+    wait_for(tmp_path, "here-0", "here-1")
+    launcher.kill()
+    launcher.communicate(timeout=60)  # all of them hold its standard output: it ends with the last one
+    assert (tmp_path / "asked-0").exists()
+    assert (tmp_path / "asked-1").exists()
