@@ -1,5 +1,5 @@
 """`python -m bloomery` is the `bloomery` command."""
 
-from bloomery.cli.main import main
+from bloomery.cli.main import command
 
-raise SystemExit(main())
+command()

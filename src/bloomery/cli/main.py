@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import difflib
 import errno
 import importlib
 import os
 import sys
+import threading
 from collections.abc import Collection, Sequence
+from typing import NoReturn
 
 from bloomery import __version__
 from bloomery.base import clock, exit_codes
@@ -64,6 +67,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         print(f"bloomery: the answer could not be written to standard output: {error.strerror}", file=sys.stderr)
         return exit_codes.STORAGE
+
+
+def command() -> NoReturn:
+    """`main` as a process of its own. It ends at once where nothing is left to wait for: to free every object one by
+    one would take longer than many a command."""
+    code = main()
+    multiprocessing = sys.modules.get("multiprocessing")
+    if threading.active_count() > 1 or (multiprocessing and multiprocessing.active_children()):
+        sys.exit(code)
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError, AttributeError):  # closed, full or none: `main` has answered
+            stream.flush()
+    os._exit(code)
 
 
 def _run(arguments: list[str]) -> int:

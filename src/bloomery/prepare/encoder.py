@@ -135,7 +135,7 @@ def _encoded_elsewhere(
         ids, lengths = child.answer(patience_seconds=_PATIENCE_SECONDS)
         return ids, lengths
     finally:
-        child.close()
+        child.leave()
 
 
 def _version(name: str) -> str:

@@ -28,7 +28,7 @@ class Judge:
         return difference(self.child.answer(), texts, ids)
 
     def close(self) -> None:
-        self.child.close()
+        self.child.leave()
 
 
 def difference(expected: list[list[int]], texts: Sequence[str], ids: Sequence[NDArray[np.uint32]]) -> str:

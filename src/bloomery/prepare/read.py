@@ -34,8 +34,9 @@ class Block:
 class UnitReader:
     """Reads one unit once. `bad` and `hashes` are complete when `blocks` has ended."""
 
-    def __init__(self, unit: Unit, *, text_key: str, skip_bad: bool) -> None:
+    def __init__(self, unit: Unit, *, text_key: str, skip_bad: bool, block_bytes: int = BLOCK_BYTES) -> None:
         self.unit = unit
+        self._block_bytes = block_bytes
         self.bad = 0
         """Records that were left out: broken JSON, no text, not UTF-8."""
         self.hashes: list[str] = []
@@ -53,7 +54,7 @@ class UnitReader:
                 block.places.append(places)
                 block.input_bytes += input_bytes
                 block.size += size
-                if block.size >= BLOCK_BYTES:
+                if block.size >= self._block_bytes:
                     del texts  # else the next block is read while this one is still held
                     yield block
                     block = Block()
@@ -79,7 +80,7 @@ class UnitReader:
 
     def _jsonl(self, piece: Piece, raw: IO[bytes], hasher: Any) -> Iterator[tuple[list[str], Any, int, int]]:
         offset, line_number, told = piece.start, 1, piece.start
-        for data in _whole_lines(_bytes_of(piece, raw, hasher)):
+        for data in _whole_lines(_bytes_of(piece, raw, hasher, self._block_bytes), self._block_bytes):
             lines = data.split(b"\n")
             if offset == 0 and lines[0].startswith(b"\xef\xbb\xbf"):
                 lines[0] = b"   " + lines[0][3:]  # a byte order mark; JSON may begin with spaces
@@ -146,7 +147,7 @@ class UnitReader:
         yield [], np.empty(0, np.int64), piece.file.size - told, 0
 
     def _text(self, piece: Piece, raw: IO[bytes], hasher: Any) -> Iterator[tuple[list[str], Any, int, int]]:
-        data = b"".join(_bytes_of(piece, raw, hasher))
+        data = b"".join(_bytes_of(piece, raw, hasher, self._block_bytes))
         try:
             texts = [data.decode("utf-8").removeprefix("\ufeff")]  # a byte order mark is no text
         except UnicodeDecodeError as error:
@@ -205,14 +206,14 @@ def _line_number(piece: Piece, line: int) -> str:
     return str(line)
 
 
-def _whole_lines(chunks: Iterator[bytes]) -> Iterator[bytes]:
-    """Blocks that end with a newline, of about BLOCK_BYTES; the last one may lack it."""
+def _whole_lines(chunks: Iterator[bytes], block_bytes: int) -> Iterator[bytes]:
+    """Blocks that end with a newline, of about `block_bytes`; the last one may lack it."""
     waiting: list[bytes] = []
     size = 0
     for chunk in chunks:
         waiting.append(chunk)
         size += len(chunk)
-        if size < BLOCK_BYTES:
+        if size < block_bytes:
             continue
         cut = chunk.rfind(b"\n") + 1
         if not cut:  # inside a long line
@@ -225,17 +226,17 @@ def _whole_lines(chunks: Iterator[bytes]) -> Iterator[bytes]:
         yield rest
 
 
-def _bytes_of(piece: Piece, raw: IO[bytes], hasher: Any) -> Iterator[bytes]:
+def _bytes_of(piece: Piece, raw: IO[bytes], hasher: Any, block_bytes: int) -> Iterator[bytes]:
     if piece.file.compression:
         return unpacked(HashedFile(raw, hasher), piece.file.compression)
-    return _ranges(piece, raw, hasher)
+    return _ranges(piece, raw, hasher, block_bytes)
 
 
-def _ranges(piece: Piece, raw: IO[bytes], hasher: Any) -> Iterator[bytes]:
+def _ranges(piece: Piece, raw: IO[bytes], hasher: Any, block_bytes: int = BLOCK_BYTES) -> Iterator[bytes]:
     raw.seek(piece.start)
     left = piece.end - piece.start
     while left:
-        chunk = raw.read(min(left, BLOCK_BYTES))
+        chunk = raw.read(min(left, block_bytes))
         if not chunk:
             raise EOFError(f"it ends {left} bytes before the end it had")
         hasher.update(chunk)

@@ -203,9 +203,9 @@ class _Preparation:
 
     def _sample(self) -> list[str]:
         """The first documents, to try encoders on."""
-        reader = UnitReader(self._units[0], text_key=self._settings.text_key, skip_bad=True)
-        texts: list[str] = []
         room = sample_bytes(sum(file.size for file in self._files))
+        reader = UnitReader(self._units[0], text_key=self._settings.text_key, skip_bad=True, block_bytes=room)
+        texts: list[str] = []
         for text in next(reader.blocks(), Block()).texts[:SAMPLE_DOCUMENTS]:
             texts.append(text[:room])
             room -= len(texts[-1])
