@@ -1,9 +1,10 @@
 """`bloomery prepare` against the route Megatron's tool takes, as ratios in one run; output compared byte for byte.
 
-The reference: json.loads, Hugging Face's tokenizers one document at a time, a process pool with imap in chunks of 25,
-one write a document. It is kinder than Megatron's tool, which imports all of Megatron before it starts (11 s were
-seen); one line adds the imports that no version of that tool can avoid. Rounds are interleaved; the whole command of
-ours is short, so a round takes the median of five.
+The reference: json.loads, Hugging Face's tokenizer one document at a time, a process pool with imap in chunks of 25,
+one write a document. Two of them: `transformers` loads and calls the tokenizer through torch and transformers, as
+Megatron's tool does; `tokenizers` without them, which is kinder than any version of that tool. Neither imports Megatron
+itself, which took 11 s more where it was seen. Rounds are interleaved; the whole command of ours is short, so a round
+takes the median of five.
 CPU seconds (of all processes, from the difference of a large and a small input, so without start-up) hardly depend on
 what else the machine does; wall times do, so the load is printed.
 
@@ -41,6 +42,8 @@ model: {{vocab_size: 300000}}
 prepare: [{{output: {output}, sources: [{source}], {settings}}}]
 """
 
+LIBRARIES = ("transformers", "tokenizers")
+
 
 @dataclass(frozen=True)
 class Cost:
@@ -60,10 +63,10 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--command-only", action="store_true", help="only the whole command, no steady state")
     parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--reference", nargs=4, metavar=("SOURCE", "TOKENIZER", "OUTPUT", "WORKERS"), help="internal")
+    parser.add_argument("--reference", nargs=5, metavar="WORD", help="internal: library, source, tokenizer, output, N")
     args = parser.parse_args()
     if args.reference:
-        reference(*args.reference[:3], workers=int(args.reference[3]))
+        reference(*args.reference[:4], workers=int(args.reference[4]))
         return
     with tempfile.TemporaryDirectory(prefix="bloomery-prepare-") as folder:
         measure(args, Path(folder))
@@ -73,15 +76,16 @@ def measure(args: argparse.Namespace, folder: Path) -> None:
     bench = Bench(folder, args)
     small = bench.corpus(args.small_mb)
     for _ in range(args.rounds):
-        command = bench.reference(small), middle([bench.ours(small) for _ in range(5)])
-        bench.same_output()
-        imports = _run([sys.executable, "-c", "import torch; from transformers import AutoTokenizer"])
-        as_there = Cost(command[0].wall + imports.wall, command[0].cpu + imports.cpu)
-        bench.note(f"whole command, {args.small_mb} MB, wall", command[0].wall / command[1].wall, command)
-        bench.note(f"whole command, {args.small_mb} MB, CPU seconds", command[0].cpu / command[1].cpu, command)
-        bench.note(
-            "wall, with torch and transformers imported first", as_there.wall / command[1].wall, (as_there, command[1])
-        )
+        ours = middle([bench.ours(small) for _ in range(5)])
+        for library in LIBRARIES:
+            theirs = bench.reference(small, library)
+            bench.same_output()
+            bench.note(
+                f"whole command, {args.small_mb} MB, against {library}, wall", theirs.wall / ours.wall, (theirs, ours)
+            )
+            bench.note(
+                f"whole command, {args.small_mb} MB, against {library}, CPU", theirs.cpu / ours.cpu, (theirs, ours)
+            )
     if not args.command_only:
         measure_steady_state(args, bench, folder, small)
     bench.summary()
@@ -139,8 +143,8 @@ class Bench:
             leftover.unlink()
         return [sys.executable, "-m", "bloomery", "prepare", str(recipe), "--workers", str(self._workers)]
 
-    def reference(self, source: Path) -> Cost:
-        words = [str(source), self._tokenizer, str(self._folder / "reference"), str(self._workers)]
+    def reference(self, source: Path, library: str = "tokenizers") -> Cost:
+        words = [library, str(source), self._tokenizer, str(self._folder / "reference"), str(self._workers)]
         return _run([sys.executable, __file__, "--reference", *words])
 
     def same_output(self) -> None:
@@ -217,12 +221,21 @@ def _proportional_bytes(pid: int) -> int:
     return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith("Pss:"))
 
 
-def reference(source: str, folder: str, output: str, *, workers: int) -> None:
-    """Megatron's preprocess_data.py --append-eod, without its start-up."""
+def reference(library: str, source: str, folder: str, output: str, *, workers: int) -> None:
+    """Megatron's preprocess_data.py --append-eod, without the start-up of Megatron."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    global _tokenizer
-    _tokenizer = Tokenizer.load(folder)
-    eod, size = _tokenizer.eod_id, 2 if _tokenizer.vocab_size < 65500 else 4
+    global _ids_of
+    tokenizer = Tokenizer.load(folder)
+    eod, size = tokenizer.eod_id, 2 if tokenizer.vocab_size < 65500 else 4
+    plain = tokenizer._tokenizer
+    if library == "transformers":
+        import torch  # noqa: F401 - the tool needs it for its index builder
+        from transformers import PreTrainedTokenizerFast
+
+        through = PreTrainedTokenizerFast(tokenizer_object=plain)
+        _ids_of = lambda text: through(text, add_special_tokens=False).input_ids  # noqa: E731
+    else:
+        _ids_of = lambda text: plain.encode(text, add_special_tokens=False).ids  # noqa: E731
     lengths: list[int] = []
     with (
         multiprocessing.Pool(workers) as pool,
@@ -247,10 +260,10 @@ def reference(source: str, folder: str, output: str, *, workers: int) -> None:
 
 
 def _encode(line: str) -> list[int]:
-    return list(_tokenizer._tokenizer.encode(json.loads(line)["text"], add_special_tokens=False).ids)
+    return list(_ids_of(json.loads(line)["text"]))
 
 
-_tokenizer: Tokenizer
+_ids_of: Callable[[str], list[int]]
 
 if __name__ == "__main__":
     main()

@@ -34,7 +34,7 @@ PRELOAD = ["kill_points", "bloomery.train.loop", "bloomery.train.setup"]
 NOBODY = KillPoint(victim=0, operation=None, all_ranks=False)
 FOUR = ("parallel.tp=2", "launch={on: local, gpus_per_node: 4}", "batch={micro_batch_size: 2, global_batch_size: 8}")
 CHANGING = ("seconds_per_step", "samples_per_second", "tokens_per_second", "tflops", "mfu", "job", "time")
-CHANGING += ("memory_bytes", "peak_memory_bytes")
+CHANGING += ("memory_bytes", "peak_memory_bytes", "energy")
 """What two equal trainings may differ in."""
 
 
