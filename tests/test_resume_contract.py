@@ -311,3 +311,39 @@ def test_a_recipe_that_wants_several_ranks_passes_the_change_on(
     run = workshop.train(*two, "lr.peak=0.005", changes=["lr.peak"])
     assert workshop.events(run, "start")[-1]["ranks"] == 2
     assert workshop.events(run, "changed")[-1]["new"] == 0.005
+
+
+@pytest.mark.parametrize("order", ["timeless", "megatron"])
+def test_another_shard_under_the_same_name_is_refused(
+    workshop: Workshop, capsys: pytest.CaptureFixture[str], order: str
+) -> None:
+    settings = (f"data.order={order}", "data.train=[{path: train, name: web}]")
+    workshop.train(*settings, "train.exit_after=5 steps")
+    write_shard(workshop.folder / "other", seed=5)
+    for ending in (".bin", ".idx"):
+        (workshop.folder / f"train{ending}").rename(workshop.folder / f"kept{ending}")
+        (workshop.folder / f"other{ending}").rename(workshop.folder / f"train{ending}")
+    capsys.readouterr()
+    workshop.train(*settings, code=3)
+    said = capsys.readouterr().err
+    assert "the source 'web' has 60 documents and " in said
+    assert "but step-00000005 was trained on one with 60 documents and " in said
+    assert "Put the shard back, or add the new one under another `name` with --change data.train" in said
+    if order == "timeless":
+        both = "data.train=[{path: kept, name: web}, {path: train, name: more}]"
+        workshop.train("data.order=timeless", both, changes=["data.train"])
+    else:
+        workshop.train(settings[0], "data.train=[{path: kept, name: web}]")  # it may lie elsewhere
+
+
+def test_one_other_token_in_a_shard_of_the_same_size_is_noticed(
+    workshop: Workshop, capsys: pytest.CaptureFixture[str]
+) -> None:
+    workshop.train("train.exit_after=5 steps")
+    path = workshop.folder / "train.bin"
+    content = bytearray(path.read_bytes())
+    content[100] ^= 1
+    path.write_bytes(content)
+    capsys.readouterr()
+    workshop.train(code=3)
+    assert "was trained on one with as many, but others" in capsys.readouterr().err

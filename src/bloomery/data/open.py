@@ -41,6 +41,10 @@ class OpenData:
     tokenizer_hash: str | None
     """Of the tokenizer whose tokens are trained on; None if that is not known."""
 
+    def shards(self) -> dict[str, dict[str, Any]]:
+        """By source, what tells the shard that is trained on from another."""
+        return {source.key: cast(Any, source).shard.facts() for source in self.train.sources}
+
 
 @contextmanager
 def open_data(recipe: Recipe, *, plan: TrainingPlan | None = None, before: Before | None = None) -> Iterator[OpenData]:

@@ -97,6 +97,27 @@ def check_tokenizer(past: Past, tokenizer_hash: str | None) -> None:
         raise DataError(Problem(what, rule, "put the tokenizer back that it was trained with"))
 
 
+def checked_shards(past: Past, shards: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """The same. DataError if a source is another shard than the checkpoint was trained on, under the same name."""
+    if past.checkpoint is None or past.before is None:
+        return shards
+    told: dict[str, dict[str, Any]] = _manifest_of(past.checkpoint).get("shards", {})
+    problems = []
+    for name, now in shards.items():
+        then = told.get(name, now)
+        if now["digest"] == then["digest"]:
+            continue
+        sizes = [f"{facts['documents']:,} documents and {facts['tokens']:,} tokens" for facts in (now, then)]
+        had = sizes[1] if sizes[0] != sizes[1] else "as many, but others"
+        what = f"the source '{name}' has {sizes[0]}, but {past.checkpoint.name} was trained on one with {had}"
+        rule = "the place that training has reached in it would mean other samples"
+        remedy = "put the shard back, or add the new one under another `name` with --change data.train"
+        problems.append(Problem(what, rule, remedy))
+    if problems:
+        raise DataError(problems)
+    return shards
+
+
 def _is_tokenizer_of(checkpoint: Path, recipe: Recipe) -> bool:
     """Whether the recipe's tokenizer is that of the checkpoint, by content."""
     then = _tokenizer_hash_of(checkpoint)
@@ -104,5 +125,10 @@ def _is_tokenizer_of(checkpoint: Path, recipe: Recipe) -> bool:
 
 
 def _tokenizer_hash_of(checkpoint: Path) -> str | None:
-    found: str | None = json.loads((checkpoint / MANIFEST).read_text()).get("tokenizer")
+    found: str | None = _manifest_of(checkpoint).get("tokenizer")
     return found
+
+
+def _manifest_of(checkpoint: Path) -> dict[str, Any]:
+    facts: dict[str, Any] = json.loads((checkpoint / MANIFEST).read_text())
+    return facts

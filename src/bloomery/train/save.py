@@ -128,6 +128,7 @@ def _persist(run: Run, state: TrainState, tier: Tier, *, keep_all: bool) -> None
                 "consumed_tokens": run.plan.tokens_at(state.consumed_samples),
                 "fingerprint": run.start_facts["fingerprint"],
                 "tokenizer": run.start_facts["tokenizer"],
+                "shards": run.start_facts["shards"],
                 "layout": {"ranks": run.ranks.size, **run.recipe.parallel.model_dump()},
                 "time": time.time(),
                 "validation": state.validation,

@@ -46,7 +46,7 @@ from bloomery.sizing.layout import Layout
 from bloomery.sizing.parameters import count_parameters
 from bloomery.sizing.plan import TrainingPlan
 from bloomery.train.optimizer import Optimizer
-from bloomery.train.past import Past, check_tokenizer, find_past
+from bloomery.train.past import Past, check_tokenizer, checked_shards, find_past
 from bloomery.train.run import Run
 from bloomery.train.state import TrainState
 from bloomery.train.stop import StopRules
@@ -89,6 +89,7 @@ def prepared_run(
             state.saved_step = None  # a fast place is no promise: a run that stops here still saves
         data = every_rank_does(ranks, lambda: closing.enter_context(_data_of(recipe, past)))
         every_rank_does(ranks, lambda: check_tokenizer(past, data.tokenizer_hash))
+        shards = first_rank_does(ranks, lambda: checked_shards(past, data.shards()))
         job = first_rank_does(ranks, lambda: 1 + _starts_so_far(folder))
         journal = _journal_of_rank(recipe, folder, ranks, plan, job=job, step=state.step, quiet=quiet)
         closing.callback(journal.close)
@@ -121,6 +122,7 @@ def prepared_run(
             facts = {
                 **_start_facts(recipe, device, ranks, past),
                 "tokenizer": data.tokenizer_hash,
+                "shards": shards,
                 "save_host_bytes": saver.host_bytes,
                 names.FACT_ENERGY: energy.before.to_json(),
                 names.FACT_ENERGY_SENSOR: sensor,
