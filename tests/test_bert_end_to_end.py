@@ -184,6 +184,40 @@ def test_the_exported_folder_is_bert_for_pretraining(
     assert exchanged.seq_relationship_logits.argmax().item() == 1
 
 
+def test_the_exported_tokenizer_puts_texts_together_as_they_were_trained(
+    trained: Path, inside: Path, command: Callable[..., tuple[int, str, str]]
+) -> None:
+    from transformers import AutoTokenizer, BertForPreTraining
+
+    assert command("export", str(trained), "pairs")[0] == 0
+    tokenizer = AutoTokenizer.from_pretrained("pairs")
+    pair = tokenizer("At dawn", "at noon")
+    assert " ".join(tokenizer.convert_ids_to_tokens(pair["input_ids"])) == "[CLS] at dawn [SEP] at noon [SEP]"
+    assert pair["token_type_ids"] == [0, 0, 0, 0, 1, 1, 1]
+    assert tokenizer.decode(pair["input_ids"], skip_special_tokens=True) == "at dawn at noon"
+    text = "at dawn dr. anna walked near the [MASK]."
+    filled = tokenizer(text, return_tensors="pt")
+    pieces = tokenizer.convert_ids_to_tokens(filled["input_ids"][0].tolist())
+    assert (pieces[0], pieces[-1], pieces.count("[MASK]")) == ("[CLS]", "[SEP]", 1)
+    with torch.no_grad():
+        logits = BertForPreTraining.from_pretrained("pairs").eval()(**filled).prediction_logits
+    place = pieces.index("[MASK]")
+    assert tokenizer.convert_ids_to_tokens(int(logits[0, place].argmax())) in PEOPLE.values()
+    ours, exported = Tokenizer.load("wordpiece"), Tokenizer.load("pairs")
+    assert exported.content_hash == ours.content_hash, "the shards are still those of this tokenizer"
+    assert exported.encode_lists(["At dawn"]) == ours.encode_lists(["At dawn"])
+
+
+def test_a_bert_that_goes_out_and_in_and_out_is_the_same_to_the_byte(
+    trained: Path, inside: Path, command: Callable[..., tuple[int, str, str]]
+) -> None:
+    for words in (("export", str(trained), "out"), ("import", "hf", "out", "in"), ("export", "in", "again")):
+        code, out, error = command(*words)
+        assert code == 0, out + error
+    for name in ("tokenizer.json", "tokenizer_config.json", "config.json", "model.safetensors"):
+        assert Path("out", name).read_bytes() == Path("again", name).read_bytes(), name
+
+
 def test_an_export_with_another_tokenizer_is_refused(
     trained: Path, inside: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

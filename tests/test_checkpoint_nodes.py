@@ -157,3 +157,15 @@ def test_a_disk_that_was_emptied_is_told_and_the_run_folder_is_used(workshop: Wo
     workshop.train(*settings, "train.exit_after=1 steps")
     assert workshop.events(run, "start")[1]["resumed_from"] == "step-00000004"
     assert workshop.events(run, "damaged")[0]["reasons"] == ["tensors-00000.safetensors is on none of the nodes"]
+
+
+def test_a_local_place_that_cannot_be_written_is_named_with_its_field(
+    workshop: Workshop, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fast = workshop.folder / "file"
+    fast.write_text("")
+    run = workshop.train(f"checkpoint.local={{path: {fast}, every: 1 steps}}", "train.exit_after=3 steps")
+    said = str(capsys.readouterr()) + (run / "events.jsonl").read_text() + (run / "logs" / "main_log.txt").read_text()
+    assert f"{fast}/run-" in said
+    assert "name another checkpoint.local.path" in said
+    assert "--run-dir" not in said

@@ -143,6 +143,30 @@ def test_the_card_tells_the_run(workshop: Workshop, tokenizer: Path, tmp_path: P
     assert "The run folder was not beside the checkpoint." in (tmp_path / "hf" / "README.md").read_text()
 
 
+def test_the_card_lists_what_was_changed_on_the_way_and_says_no_none(
+    workshop: Workshop, tokenizer: Path, tmp_path: Path, command: Command
+) -> None:
+    settings = [
+        "model.vocab_size=300", f"tokenizer.path={tokenizer}", "lr.schedule=constant", "lr.min=0.0", "lr.decay=null",
+        "lr.warmup=0 steps", "optimizer.clip_grad_norm=null", "checkpoint={phases: [{every: 2 steps}]}",
+    ]  # fmt: skip
+    workshop.train(*settings, "train.for=2 steps")
+    workshop.train(*settings, "train.for=4 steps", "lr.peak=0.005", changes=["lr.peak"])
+    # Then back before that change, and another way on: the first change is no part of this model.
+    workshop.train(*settings, "train.for=4 steps", "lr.peak=0.005", start_from="step-00000002", changes=["lr.peak"])
+    run = workshop.train(*settings, "train.for=6 steps", "lr.peak=0.002", changes=["lr.peak"])
+    assert command("export", str(run), str(tmp_path / "hf"), "--no-proof")[0] == 0
+    card = (tmp_path / "hf" / "README.md").read_text()
+    assert card.count("`lr.peak`") == 2
+    assert "| 3 | `lr.peak` | 0.01 | 0.005 |\n| 5 | `lr.peak` | 0.005 | 0.002 |" in card
+    assert "warm-up 0 steps, no decay |" in card
+    assert "gradients not clipped" in card
+    assert "None" not in card
+    first = run / "checkpoints" / "step-00000002"
+    assert command("export", str(first), str(tmp_path / "first"), "--no-proof")[0] == 0
+    assert "lr.peak" not in (tmp_path / "first" / "README.md").read_text(), "that was changed later"
+
+
 def test_a_run_starts_from_an_imported_model(
     workshop: Workshop, tokenizer: Path, tmp_path: Path, command: Command
 ) -> None:

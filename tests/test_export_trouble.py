@@ -174,3 +174,37 @@ def test_a_tokenizer_that_is_not_there_or_does_not_fit_is_named(
     told = refused(command, checkpoint, tmp_path / "hf", "--tokenizer", str(tmp_path / "nowhere"), code=3)
     assert str(tmp_path / "nowhere") in told
     assert not (tmp_path / "hf").exists()
+
+
+@pytest.mark.parametrize("options", [(), ("--no-proof",), ("--dtype", "bf16")])
+def test_a_model_that_has_diverged_is_named_with_its_first_tensor(
+    options: tuple[str, ...], checkpoint: Path, tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read = CheckpointReader.read
+
+    def broken(self: CheckpointReader, name: str, *more: Any, **others: Any) -> torch.Tensor:
+        tensor = read(self, name, *more, **others)
+        return torch.full_like(tensor, torch.nan) if name.startswith("model.layers.1.mlp.") else tensor
+
+    monkeypatch.setattr(CheckpointReader, "read", broken)
+    code, _, err = command("export", str(checkpoint), str(tmp_path / "hf"), *options)
+    assert code == 3
+    assert "the checkpoint holds values that are not finite" in err
+    assert "in transformer.h.1.mlp.c_fc.weight" in err
+    assert "Export an earlier checkpoint" in err
+    assert "bug" not in err
+    assert not (tmp_path / "hf").exists()
+
+
+def test_finite_weights_with_logits_that_are_not_are_no_bug(
+    tokenizer: Path, tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from bloomery.checkpoint.hf import proof
+
+    checkpoint = checkpoint_of(CASES["gpt2"], tmp_path / "run", tokenizer)
+    ours = proof._ours
+    monkeypatch.setattr(proof, "_ours", lambda *words: ours(*words) * torch.inf)
+    code, _, err = command("export", str(checkpoint), str(tmp_path / "hf"))
+    assert code == 3
+    assert "logits that are not finite, though its weights are" in err
+    assert "bug" not in err

@@ -90,10 +90,11 @@ def _their_tensors(recipe: Recipe, reader: CheckpointReader) -> Iterator[tuple[s
 
 
 def _write_configs(output: Path, recipe: Recipe, tokenizer: Tokenizer, dtype: str) -> dict[str, Any]:
-    tokenizer.save_hf_files(str(output), model_max_length=recipe.model.seq_length)
+    is_bert = recipe.model.family == "bert"
+    tokenizer.save_hf_files(str(output), model_max_length=recipe.model.seq_length, pairs=is_bert)
     config = hf_config(recipe.model)
     ids: dict[str, Any] = {"bos_token_id": tokenizer.eod_id, "eos_token_id": tokenizer.eod_id}
-    if recipe.model.family == "bert":
+    if is_bert:
         pad = tokenizer.special_tokens.get("[PAD]")
         ids |= {"pad_token_id": pad} if pad is not None else {}
     else:
@@ -112,6 +113,8 @@ def _proof(folder: Path, output: Path, recipe: Recipe, tokenizer: Tokenizer, dty
         return Proof(False, f"it needs about {format_bytes(needed)} of memory, and {format_bytes(free)} are free")
     try:
         return prove(folder, output, tokenizer, DTYPES[dtype])
+    except DataError:
+        raise
     except Exception as error:  # whatever transformers may raise
         what = f"transformers cannot load or run the export: {type(error).__name__}: {error}"
         remedy = "report it as a bug; --no-proof exports without asking transformers"

@@ -84,11 +84,14 @@ class SaveJob:
             on_rank = f" on rank {rank}" if self.ranks > 1 else ""
             problems += [f"the checkpoint of step {self.step} could not be written{on_rank}: {text}" for text in texts]
         free = f"{_free(self.parts_root or self.root)} are free, about {format_bytes(self.total_bytes)} are needed"
-        remedy = "make room or name another --run-dir, then start again; older checkpoints are untouched"
+        where, other = str(self.root), "--run-dir"
+        if self.parts_root is not None:
+            where, other = str(self.parts_root), "checkpoint.local.path"
+        remedy = f"make room or name another {other}, then start again; older checkpoints are untouched"
         kind = FencedError if trouble.fenced else StorageError
         if trouble.fenced:
             free, remedy = "", "stop this process: the newer start goes on"
-        return kind([*map(Problem, problems[:-1]), Problem(problems[-1], free, remedy, str(self.root))])
+        return kind([*map(Problem, problems[:-1]), Problem(problems[-1], free, remedy, where)])
 
 
 @dataclass(frozen=True)

@@ -13,10 +13,14 @@ from bloomery.cli.recipe_argument import add_recipe_arguments, load
 from bloomery.config.recipe import Recipe
 from bloomery.launch.local import run_local_ranks
 from bloomery.parallel.environment import Started, started_as
+from bloomery.sizing.check import CheckedRecipe
 from bloomery.sizing.elastic import fit
-from bloomery.sizing.layout import ranks_per_replica, world_size
+from bloomery.sizing.layout import world_size
 from bloomery.train.contract import check_asked
 from bloomery.train.kill_switch import kill_switch
+
+_TRIES = 16
+"""Numbers of ranks to try, in each direction, for one that fits."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -85,11 +89,27 @@ def _recipe(args: argparse.Namespace, started: Started | None) -> Recipe:
     if fitted is None:
         what = f"{started.size} ranks were started, and no layout of them can train this recipe"
         rule = f"the global batch is {recipe.batch.global_batch_size} samples, whatever the number of ranks"
-        near = ranks_per_replica(recipe)
-        raise RecipeError(Problem(what, rule, f"start a multiple of {near} ranks, or as many as divide the batch"))
+        ranks = started.size // nodes
+        near = " or ".join(str(count * ranks) for count in _fitting(checked, nodes, ranks)) if nodes > 1 else ""
+        near = near or " or ".join(str(count) for count in _fitting(checked, 1, started.size))
+        raise RecipeError(Problem(what, rule, f"start {near} ranks" if near else "start as many as divide the batch"))
     if fitted.reasons and started.rank == 0:
         print(f"bloomery: another layout, the same training: {'; '.join(fitted.reasons)}", file=sys.stderr)
     return fitted.recipe
+
+
+def _fitting(checked: CheckedRecipe, nodes: int, ranks: int) -> list[int]:
+    """The nearest counts, below and above, that can train: of nodes with so many ranks, or of ranks on one node."""
+
+    def first(counts: range) -> list[int]:
+        for n in counts:
+            world = (n, ranks) if nodes > 1 else (1, n)
+            if fit(checked.recipe, checked.draft, nodes=world[0], ranks_per_node=world[1]) is not None:
+                return [n]
+        return []
+
+    size = nodes if nodes > 1 else ranks
+    return first(range(size - 1, max(0, size - 1 - _TRIES), -1)) + first(range(size + 1, size + 1 + _TRIES))
 
 
 def _run_here(recipe: Recipe, args: argparse.Namespace) -> int:

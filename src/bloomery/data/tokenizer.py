@@ -138,8 +138,10 @@ class Tokenizer:
 
     @cached_property
     def content_hash(self) -> str:
-        """sha256 of what decides the ids: moving, reformatting or re-saving the file changes nothing."""
+        """sha256 of what decides the ids: moving, reformatting, re-saving or exporting the file changes nothing."""
         content = {key: value for key, value in self.parsed.items() if key not in ("truncation", "padding")}
+        if content.get("post_processor") == self._pairs:  # our export's: only transformers applies it
+            content["post_processor"] = None
         return hashlib.sha256(orjson.dumps(content, option=orjson.OPT_SORT_KEYS)).hexdigest()
 
     def encode_batch(self, texts: Sequence[str], *, special_tokens_as_ids: bool = False) -> list[NDArray[np.int64]]:
@@ -161,8 +163,23 @@ class Tokenizer:
     def decode(self, ids: Sequence[int] | NDArray[np.integer[Any]]) -> str:
         return str(self._tokenizer.decode([int(token) for token in ids], skip_special_tokens=False))
 
-    def save_hf_files(self, folder: str, *, model_max_length: int) -> None:
-        """What `transformers.AutoTokenizer.from_pretrained(folder)` needs."""
+    @property
+    def _pairs(self) -> dict[str, Any] | None:
+        """A post-processor that makes `[CLS] A [SEP] B [SEP]` with token types 0 and 1. Not the TemplateProcessing that
+        BERT's own files have: the hash must tell the export's from a file of others."""
+        special = self.special_tokens
+        if not {"[CLS]", "[SEP]"} <= set(special):
+            return None
+        return {"type": "BertProcessing", "sep": ["[SEP]", special["[SEP]"]], "cls": ["[CLS]", special["[CLS]"]]}
+
+    def save_hf_files(self, folder: str, *, model_max_length: int, pairs: bool = False) -> None:
+        """What `transformers.AutoTokenizer.from_pretrained(folder)` needs. `pairs`: there it puts texts together as the
+        samples of BERT are; a file that says how is left as it is."""
+        content, inputs = self.content, {}
+        if pairs:
+            inputs = {"model_input_names": ["input_ids", "token_type_ids", "attention_mask"]}
+        if pairs and self.parsed.get("post_processor") is None and self._pairs is not None:
+            content = json.dumps({**json.loads(content), "post_processor": self._pairs}, ensure_ascii=False, indent=2)
         config = {
             "tokenizer_class": "PreTrainedTokenizerFast",
             "bos_token": self._first(_BEGIN),
@@ -171,9 +188,10 @@ class Tokenizer:
             **{name: token for name, token in _BERT.items() if token in self.special_tokens},
             "model_max_length": model_max_length,
             "clean_up_tokenization_spaces": False,
+            **inputs,
         }
         make_run_folder(folder)
-        write_atomically(os.path.join(folder, "tokenizer.json"), self.content)
+        write_atomically(os.path.join(folder, "tokenizer.json"), content)
         write_atomically(os.path.join(folder, "tokenizer_config.json"), json.dumps(config, indent=2) + "\n")
 
     def _first(self, candidates: tuple[str, ...]) -> str:

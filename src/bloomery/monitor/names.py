@@ -18,6 +18,7 @@ MAIN_LOSS = "lm loss"
 # Event kinds and facts with a meaning for the report. Any other kind or fact is welcome and listed as it is.
 EVENT_START = "start"
 EVENT_STOP = "stop"
+EVENT_CHANGED = "changed"
 EVENT_TENSORBOARD_OFF = "tensorboard_off"
 EVENT_STORAGE_TROUBLE = "storage_trouble"
 EVENT_STORAGE_RECOVERED = "storage_recovered"

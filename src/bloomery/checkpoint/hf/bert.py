@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
+from bloomery.base.errors import DataError, Problem
 from bloomery.checkpoint.hf.layout import Entry, linear, same, separate_qkv, vocabulary
 from bloomery.config.recipe import ModelSection
 from bloomery.model.families import ARCHITECTURES
@@ -38,6 +40,25 @@ def entries(config: ModelSection) -> list[Entry]:
             *linear(f"{ours}.mlp_norm", f"{theirs}.output.LayerNorm"),
         ]
     return found
+
+
+def require_heads(names: Iterable[str]) -> None:
+    """DataError for a BERT of another architecture, such as BertForMaskedLM, which is not all that is trained here."""
+    parts = {
+        "masked-word head (cls.predictions.transform)": "cls.predictions.transform.dense.weight",
+        "pooler (bert.pooler)": "pooler.dense.weight",
+        "next-sentence head (cls.seq_relationship)": "cls.seq_relationship.weight",
+    }
+    found = list(names)
+    missing = [part for part, name in parts.items() if not any(each.endswith(name) for each in found)]
+    if missing and any(each.endswith("embeddings.word_embeddings.weight") for each in found):
+        what = f"this BERT has no {' and no '.join(missing)}"
+        rule = "a bert here is a BertForPreTraining; BertForMaskedLM and others lack parts of it"
+        remedy = (
+            "import a BertForPreTraining, or make one, whose missing parts are then new: "
+            "transformers' BertForPreTraining.from_pretrained(DIR).save_pretrained(NEW)"
+        )
+        raise DataError(Problem(what, rule, remedy))
 
 
 def hf_config(config: ModelSection) -> dict[str, Any]:

@@ -40,7 +40,7 @@ def model_card(
         f"{bloomery.__version__} on {tokens:,} tokens in {state['step']:,} steps. Weights in {dtype}.",
         "## Model\n\n" + _table(_model_rows(recipe)),
         "## Data\n\n" + _data(recipe),
-        "## Training\n\n" + _table(_training_rows(recipe, state)),
+        "## Training\n\n" + _table(_training_rows(recipe, state)) + _changes(run, checkpoint, int(state["step"])),
         "## Losses\n\n" + _losses(run, int(state["step"])),
         "## Energy\n\n" + _energy(Energy.from_json(state.get("energy")), jobs),
         "## Lineage\n\n" + _table(_lineage(recipe, checkpoint, state, jobs)),
@@ -82,6 +82,9 @@ def _training_rows(recipe: Recipe, state: Mapping[str, Any]) -> dict[str, Any]:
     batch = f"{recipe.batch.global_batch_size} samples"
     if ramp is not None:
         batch += f", from {ramp.start} in steps of {ramp.increment} over {ramp.samples:,} samples"
+    clip = optimizer.clip_grad_norm
+    clipping = f"gradient norm clipped to {clip:g}" if clip else "gradients not clipped"
+    decay = f"decay {lr.decay}" if lr.decay else "no decay" if lr.schedule == "constant" else "decay to the end"
     return {
         "steps": f"{state['step']:,}",
         "samples": f"{state['consumed_samples']:,}",
@@ -89,8 +92,8 @@ def _training_rows(recipe: Recipe, state: Mapping[str, Any]) -> dict[str, Any]:
         "updates skipped": state.get("skipped_updates", 0),
         "global batch": batch,
         "optimizer": f"{optimizer.name}, betas {optimizer.betas}, eps {optimizer.eps:g}, "
-        f"weight decay {optimizer.weight_decay:g}, gradient norm clipped to {optimizer.clip_grad_norm}",
-        "learning rate": f"{lr.schedule}, peak {lr.peak:g}, min {lr.min:g}, warm-up {lr.warmup}, decay {lr.decay}",
+        f"weight decay {optimizer.weight_decay:g}, {clipping}",
+        "learning rate": f"{lr.schedule}, peak {lr.peak:g}, min {lr.min:g}, warm-up {lr.warmup}, {decay}",
         "dropout": recipe.model.dropout,
         "precision": recipe.precision,
         "layout": f"tp {recipe.parallel.tp}, pp {recipe.parallel.pp}, cp {recipe.parallel.cp}, "
@@ -113,13 +116,32 @@ def _losses(run: Path, step: int) -> str:
 
 
 def _jobs(run: Path, checkpoint: Path, step: int) -> list[dict[str, Any]]:
-    """Starts of the run that came before this checkpoint, as the ledger has them; none if it is not there."""
+    """Starts of the run that came before this checkpoint."""
+    return _events(run, checkpoint, step, names.EVENT_START)
+
+
+def _events(run: Path, checkpoint: Path, step: int, kind: str) -> list[dict[str, Any]]:
+    """What came before this checkpoint, as the ledger has it; nothing if it is not there."""
     ledger = run / names.EVENTS_FILE
     if not ledger.is_file():
         return []
     saved_at = json.loads((checkpoint / MANIFEST).read_text()).get("time", math.inf)
-    starts = [event for event in read_events(ledger) if event["kind"] == names.EVENT_START]
-    return [event for event in starts if event["step"] <= step and event["time"] <= saved_at]
+    found = [event for event in read_events(ledger) if event["kind"] == kind]
+    return [event for event in found if event["step"] <= step and event["time"] <= saved_at]
+
+
+def _changes(run: Path, checkpoint: Path, step: int) -> str:
+    """What `--change` changed on the way here, without what a later job went back before."""
+    starts = _jobs(run, checkpoint, step)
+    rows = {}
+    for event in _events(run, checkpoint, step, names.EVENT_CHANGED):
+        if not any(start["time"] > event["time"] and start["step"] < event["step"] for start in starts):
+            line = f"| {event['step'] + 1:,} | `{event['field']}` | {event['old']} | {event['new']} |"
+            rows[(event["step"], event["field"])] = line
+    if not rows:
+        return ""
+    head = "Changed on the way, and shown above as it was at the end:\n\n| from step | field | before | then |"
+    return "\n\n" + "\n".join([head, "|---|---|---|---|", *(rows[key] for key in sorted(rows))])
 
 
 def _energy(spent: Energy, jobs: list[dict[str, Any]]) -> str:

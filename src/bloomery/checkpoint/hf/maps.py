@@ -64,6 +64,8 @@ def sources_of(shapes: Mapping[str, tuple[int, ...]], config: ModelSection) -> l
     """How to make each of our parameters of a state that has tensors of these shapes. DataError as `from_hf`."""
     made = to_hf(dict(build_model(config).named_parameters()), config)
     expected = {name: tuple(tensor.shape) for name, tensor in made.items()}
+    if config.family == "bert":
+        bert.require_heads(shapes)
     keys = match_names(shapes, prefix=_FAMILIES[config.family].PREFIX, expected=expected)
     return [Source(entry, tuple(keys[name] for name in entry.theirs)) for entry in entries_of(config)]
 

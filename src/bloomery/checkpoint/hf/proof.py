@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from bloomery.base.errors import DataError, Problem
 from bloomery.checkpoint.load import load_model
 from bloomery.config.recipe import Recipe
 from bloomery.data.tokenizer import Tokenizer
@@ -71,6 +72,10 @@ def prove(checkpoint: Path, exported: Path, tokenizer: Tokenizer, dtype: torch.d
     for parameter in model.parameters():
         parameter.copy_(parameter.to(dtype).to(torch.float32))
     ours = [_ours(model, recipe, tokens) for tokens in sequences]
+    if not all(bool(logits.isfinite().all()) for logits in ours):
+        what = "the model of this checkpoint computes logits that are not finite, though its weights are"
+        rule = "it has diverged, and there is nothing to compare"
+        raise DataError(Problem(what, rule, "export an earlier checkpoint; --no-proof exports this one as it is"))
     others = [_theirs(theirs, recipe, tokens) for tokens in sequences]
     difference = _largest(ours, others)
     limit = LIMIT * max(1.0, max(float(logits.abs().max()) for logits in ours))

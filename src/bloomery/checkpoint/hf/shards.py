@@ -68,6 +68,11 @@ def write_shards(folder: Path, shards: list[Shard], dtype: torch.dtype, tensors:
 
 def _rounded(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
     made = tensor.to(dtype)
+    if not bool(tensor.isfinite().all()):
+        wrong = int((~tensor.isfinite()).sum())
+        what = f"the checkpoint holds values that are not finite: {wrong:,} of {tensor.numel():,} in {name}"
+        rule = "a model that has diverged computes nothing, and no other weights follow from it"
+        raise DataError(Problem(what, rule, "export an earlier checkpoint, by its folder"))
     if dtype == torch.float16 and bool((made.isinf() & ~tensor.isinf()).any()):
         largest = float(tensor.abs().max())
         rule = "fp16 holds at most 65504"

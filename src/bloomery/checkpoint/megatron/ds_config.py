@@ -16,6 +16,11 @@ _NO_MATTER = (
     "activation_checkpointing", "flops_profiler", "comms_logger", "tensorboard", "wandb", "csv_monitor", "aio",
     "zero_force_ds_cpu_optimizer", "seq_parallel_communication_data_type", "checkpoint",
 )  # fmt: skip
+_OPTIMIZERS = ("adam", "adamw", "fusedadam", "deepspeedcpuadam")
+_NOT_READ = "Megatron passes DeepSpeed its own optimizer, so this section is not read"
+_LOSS_SCALE = {"initial_scale_power": "initial", "loss_scale_window": "window", "hysteresis": "hysteresis",
+               "min_loss_scale": "min"}  # fmt: skip
+_SECTIONS = ("zero_optimization", "fp16", "bf16", "bfloat16", "optimizer")
 _ZERO_NO_MATTER = (
     "contiguous_gradients", "overlap_comm", "reduce_scatter", "reduce_bucket_size", "allgather_partitions",
     "allgather_bucket_size", "round_robin_gradients", "sub_group_size", "stage3_max_live_parameters",
@@ -42,8 +47,22 @@ class DsConfig:
     optimizer: dict[str, Any] = field(default_factory=dict)
     """`lr`, `betas`, `eps`, `weight_decay`."""
     offload: bool = False
-    rows: list[Row] = field(default_factory=list)
-    """What it does not decide, or this reader does not understand."""
+    content: dict[str, Any] = field(default_factory=dict)
+    """The whole file."""
+
+
+@dataclass(frozen=True)
+class Said:
+    """What the command line says, or Megatron's default, of something that a ds_config can say too."""
+
+    value: Any
+    written: str
+    """The flag with its value, to read."""
+    flag: str = ""
+    """How to write another value, with `{}` for it; empty where the flag is there."""
+    place: str = ""
+    field: str = ""
+    """Of the recipe."""
 
 
 def read_ds_config(text: str, place: str) -> DsConfig:
@@ -56,7 +75,7 @@ def read_ds_config(text: str, place: str) -> DsConfig:
         raise RecipeError(Problem(f"not valid JSON: {error.msg} ({where})", rule, "mend it", place)) from error
     if not isinstance(content, dict):
         raise RecipeError(Problem(f"it holds {type(content).__name__}", "a ds_config is a JSON object", "", place))
-    found = DsConfig(place)
+    found = DsConfig(place, content=content)
     problems: list[Problem] = []
 
     def take(holder: Mapping[str, Any], key: str, kinds: tuple[type, ...], path: str) -> Any:
@@ -93,63 +112,129 @@ def read_ds_config(text: str, place: str) -> DsConfig:
         "hysteresis": take(fp16, "hysteresis", (int,), "fp16.hysteresis") or 2,
         "min": float(take(fp16, "min_loss_scale", number, "fp16.min_loss_scale") or 1.0),
     }
-    params = section("optimizer").get("params") or {}
+    optimizer = section("optimizer")
+    kind = take(optimizer, "type", (str,), "optimizer.type")
+    if kind is not None and kind.lower().replace("_", "") not in _OPTIMIZERS:
+        what = f"optimizer.type is {json.dumps(kind)}, but Megatron's optimizer is adam, and a recipe has adamw"
+        problems.append(Problem(what, _NOT_READ, "remove `optimizer` from it", place))
+    params = take(optimizer, "params", (dict,), "optimizer.params") or {}
     found.optimizer = {
         key: params[key] for key in ("lr", "betas", "eps", "weight_decay") if params.get(key) not in (None, "auto")
     }
-    found.rows = list(_other_rows(content, zero))
+    scheduler = section("scheduler").get("type")
+    if scheduler not in (None, "auto"):
+        what = f"scheduler.type is {json.dumps(scheduler)}, and the flags give Megatron's schedule"
+        rule = "DeepSpeed would take its own instead of Megatron's, and a recipe has only Megatron's"
+        problems.append(Problem(what, rule, "say it with --lr-decay-style and --lr-warmup-*, and remove it", place))
+    for key, value in (
+        ("train_batch_size", found.train_batch_size),
+        ("train_micro_batch_size_per_gpu", found.micro_batch_size),
+        ("gradient_accumulation_steps", found.accumulation_steps),
+    ):
+        if value is not None and value < 1:
+            problems.append(Problem(f"{key} is {value}", "must be at least 1", "", place))
     if problems:
         raise RecipeError(problems)
     return found
 
 
-def contradictions(config: DsConfig, flags: Mapping[str, tuple[str, Any, str]]) -> list[Problem]:
-    """Where the two say different things. `flags`: subject -> (flag as written, its value, its place)."""
-    pairs = {
-        "zero_optimization.stage": (config.zero_stage, "zero_stage"),
-        "train_batch_size": (config.train_batch_size, "global_batch_size"),
-        "train_micro_batch_size_per_gpu": (config.micro_batch_size, "micro_batch_size"),
-        "gradient_accumulation_steps": (config.accumulation_steps, "accumulation_steps"),
-        "gradient_clipping": (config.gradient_clipping, "clip_grad"),
-        "fp16.enabled": (config.fp16, "fp16"),
-        "bf16.enabled": (config.bf16, "bf16"),
-        "optimizer.params.lr": (config.optimizer.get("lr"), "lr"),
-        "optimizer.params.betas": (config.optimizer.get("betas"), "betas"),
-        "optimizer.params.eps": (config.optimizer.get("eps"), "eps"),
-        "optimizer.params.weight_decay": (config.optimizer.get("weight_decay"), "weight_decay"),
+def compare(config: DsConfig, flags: Mapping[str, Said]) -> tuple[list[Problem], list[Row]]:
+    """Where the two say different things, and a row for every key of the file. `flags`: by path in the file."""
+    values = {
+        "zero_optimization.stage": config.zero_stage,
+        "train_batch_size": config.train_batch_size,
+        "train_micro_batch_size_per_gpu": config.micro_batch_size,
+        "gradient_accumulation_steps": config.accumulation_steps,
+        "gradient_clipping": config.gradient_clipping,
+        "fp16.enabled": config.fp16,
+        "bf16.enabled": config.bf16,
+        **{f"optimizer.params.{name}": value for name, value in config.optimizer.items()},
     }
     problems = []
-    for path, (value, subject) in pairs.items():
-        written, other, place = flags.get(subject, ("", None, ""))
-        if value is None or other is None or value == other:
+    for path, value in values.items():
+        said = flags.get(path)
+        if value is None or said is None or value == said.value:
             continue
-        problems.append(
-            Problem(
-                f"{path} is {json.dumps(value)} in {config.place} but the command line says {written}",
-                "DeepSpeed asserts that the two agree, or silently takes one of them",
-                "make them equal",
-                place,
-            )
+        what = f"{path} is {json.dumps(value)} in {config.place} but the command line says {said.written}"
+        rule, remedy = "DeepSpeed asserts that the two agree, or silently takes one of them", "make them equal"
+        if said.flag:
+            what = f"{path} is {json.dumps(value)} in {config.place} but {said.written}"
+            rule = _NOT_READ if path.startswith("optimizer") else rule
+            written = " ".join(map(str, value)) if isinstance(value, list) else str(value)
+            remedy = f"write {said.flag.format(*written.split())}, or remove it from {config.place}"
+        problems.append(Problem(what, rule, remedy, said.place))
+    return [*problems, *_batch_problems(config, flags)], list(_rows(config, flags))
+
+
+def _batch_problems(config: DsConfig, flags: Mapping[str, Said]) -> Iterator[Problem]:
+    """train_batch_size = micro batch x accumulation x replicas; the flags speak where the file does not."""
+    steps = config.accumulation_steps
+    if steps is None:
+        return
+    whole = config.train_batch_size or flags["train_batch_size"].value
+    micro = config.micro_batch_size or flags["train_micro_batch_size_per_gpu"].value
+    if whole % (micro * steps):
+        what = (
+            f"a batch of {whole} samples is no whole number of replicas times {micro} samples "
+            f"(micro batch) times {steps} (gradient_accumulation_steps)"
         )
-    return problems
+        rule = "train_batch_size = train_micro_batch_size_per_gpu x gradient_accumulation_steps x replicas"
+        remedy = "remove gradient_accumulation_steps: it follows from the other numbers"
+        yield Problem(what, rule, remedy, config.place)
 
 
-def _other_rows(content: Mapping[str, Any], zero: Mapping[str, Any]) -> Iterator[Row]:
-    read = {
-        "zero_optimization", "fp16", "bf16", "bfloat16", "train_batch_size", "train_micro_batch_size_per_gpu",
-        "gradient_accumulation_steps", "gradient_clipping", "optimizer",
-    }  # fmt: skip
+def _rows(config: DsConfig, flags: Mapping[str, Said]) -> Iterator[Row]:
+    for path, value in _leaves(config.content):
+        section, _, key = path.rpartition(".")
+        flag, said = f"ds_config {path}", flags.get(path.replace("bfloat16", "bf16"))
+        if value is None or value == "auto":
+            remark = "Hugging Face's Trainer fills it in; here it says nothing"
+            yield Row("not needed", flag, _short(value), remark=remark)
+        elif said is not None:
+            yield Row("mapped", flag, _short(value), said.field, _short(said.value), f"agrees: {said.written}")
+        elif path == "gradient_accumulation_steps":
+            remark = "follows from the batch, the micro batch and the replicas; checked with those that are known"
+            yield Row("not needed", flag, _short(value), remark=remark)
+        elif section == "fp16" and (key in _LOSS_SCALE or key == "loss_scale"):
+            yield from _loss_scale_row(config, flag, key, value)
+        elif path in ("zero_optimization.cpu_offload", "zero_optimization.offload_optimizer"):
+            yield Row("mapped", flag, _short(value), "parallel.offload", str(config.offload).lower())
+        elif path == "zero_optimization.offload_param":
+            remark = "with weights go the optimizer's moments; weights stay on the device here"
+            yield Row("differs", flag, _short(value), "parallel.offload", str(config.offload).lower(), remark)
+        elif path == "optimizer.type":
+            yield Row("mapped", flag, _short(value), "optimizer.name", "adamw", f"checked only: {_NOT_READ}")
+        elif section.startswith("optimizer"):
+            yield Row("left out", flag, _short(value), remark=_NOT_READ)
+        elif path in _NO_MATTER:
+            yield Row("not needed", flag, _short(value), remark="DeepSpeed's own bookkeeping")
+        elif section == "zero_optimization" and key in _ZERO_NO_MATTER:
+            yield Row("not needed", flag, _short(value), remark="how DeepSpeed moves what it shards")
+        else:
+            yield Row("not understood", flag, _short(value), remark="nothing here reads it")
+
+
+def _loss_scale_row(config: DsConfig, flag: str, key: str, value: Any) -> Iterator[Row]:
+    if not config.fp16:
+        yield Row("not needed", flag, _short(value), remark="fp16 is off")
+    elif key == "loss_scale":
+        yield Row("mapped", flag, _short(value), "loss_scale", "dynamic", "0 is a dynamic scale")
+    else:
+        field_name = _LOSS_SCALE[key]
+        yield Row("mapped", flag, _short(value), f"loss_scale.{field_name}", str(config.loss_scale[field_name]))
+
+
+def _leaves(content: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """(path, value) of all that can be told of one by one."""
     for key, value in content.items():
-        if key not in read:
-            known = key in _NO_MATTER
-            remark = "DeepSpeed's own bookkeeping" if known else "nothing here reads it"
-            yield Row("not needed" if known else "not understood", f"ds_config {key}", _short(value), remark=remark)
-    for key, value in zero.items():
-        if key not in ("stage", "offload_optimizer", "offload_param", "cpu_offload"):
-            known = key in _ZERO_NO_MATTER
-            remark = "how DeepSpeed moves what it shards" if known else "nothing here reads it"
-            kind = "not needed" if known else "not understood"
-            yield Row(kind, f"ds_config zero_optimization.{key}", _short(value), remark=remark)  # type: ignore[arg-type]
+        if key not in _SECTIONS or not isinstance(value, dict):
+            yield key, value
+            continue
+        for inner, each in value.items():
+            if (key, inner) == ("optimizer", "params") and isinstance(each, dict):
+                yield from ((f"optimizer.params.{name}", leaf) for name, leaf in each.items())
+            else:
+                yield f"{key}.{inner}", each
 
 
 def _short(value: Any) -> str:

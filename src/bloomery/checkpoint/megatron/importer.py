@@ -12,10 +12,10 @@ from typing import Any
 
 from bloomery.base.errors import Problem, RecipeError
 from bloomery.checkpoint.megatron.builder import Builder
-from bloomery.checkpoint.megatron.ds_config import DsConfig, contradictions, read_ds_config
+from bloomery.checkpoint.megatron.ds_config import DsConfig, Said, compare, read_ds_config
 from bloomery.checkpoint.megatron.flags import ARITY, NOT_NEEDED, CommandLine, Row, parse_command
 from bloomery.checkpoint.megatron.launch import fill_launch
-from bloomery.checkpoint.megatron.recipe import fill
+from bloomery.checkpoint.megatron.recipe import clips_as_ds_config, fill
 from bloomery.checkpoint.megatron.shell import Command, Script, read_script
 from bloomery.checkpoint.megatron.shell_expand import shown
 from bloomery.checkpoint.megatron.shell_words import ShellError
@@ -71,8 +71,10 @@ def import_megatron(
     fill(b, ds)
     fill_launch(b, script, source)
     if ds is not None:
-        b.problems += contradictions(ds, _said_by_flags(b))
-        b.rows += ds.rows
+        problems, rows = compare(ds, _said_by_flags(b, ds))
+        b.problems += problems
+        told = {row.flag for row in b.rows}
+        b.rows += [row for row in rows if row.flag not in told]
     _rest(b)
     job = script.sbatch.get("job-name", ("", 0))[0] if script is not None else ""
     b.raw["name"] = name or _as_name(job or Path(source).stem if script is not None else "imported")
@@ -123,16 +125,41 @@ def _training_command(script: Script, file: Path) -> Command:
     found = [command for command in found if command.words[0] != "echo"]
     if not found:
         unread = "; ".join(f"line {line}: {what}" for line, what in script.unread)
-        rule = f"none of its {len(script.commands)} commands has --num-layers" + (
+        rule = f"none of its {len(script.commands)} commands that are run has --num-layers" + (
             f". Not read: {unread}" if unread else ""
         )
         remedy = "give variables that it needs with --set NAME=VALUE, or name the script that starts the training"
         raise RecipeError(Problem("there is no training in this script", rule, remedy, str(file)))
+    found = [command for command in found if _trains(command)] or found
     command = found[-1]
+    others = [other for other in found if other.words != command.words]
+    if others and not all(each.doubt for each in found):
+        raise RecipeError(_several(others, command, file))
     if command.doubt:
-        rule, remedy = command.doubt, "give the variable of that condition with --set NAME=VALUE"
+        rule = command.doubt
+        remedy = "give the variable of that condition with --set NAME=VALUE; if it has none, give the flags themselves"
         raise RecipeError(Problem("this command may not be run", rule, remedy, f"{file}:{command.line}"))
     return command
+
+
+def _trains(command: Command) -> bool:
+    return any(Path(word).name.startswith("pretrain") and word.endswith(".py") for word in command.words)
+
+
+def _several(others: Sequence[Command], last: Command, file: Path) -> Problem:
+    """Two trainings: which one is meant?"""
+    one, two = others[-1], last
+    told = []
+    for a, b in ((one, two), (two, one)):
+        mine, other = parse_command(a.words, "").flags, parse_command(b.words, "").flags
+        own = [f"{flag} {given.text}".strip() for flag, given in mine.items() if other.get(flag) != given]
+        told.append(shown(" ".join(own))[:120] or "nothing of its own but the launcher")
+    lines = " and ".join(str(each.line) for each in (*others, last))
+    what = f"lines {lines} are different trainings: line {one.line} has {told[0]}, line {two.line} has {told[1]}"
+    remedy = (
+        "import a copy of the script with one of them, or choose with the variable of a condition: --set NAME=VALUE"
+    )
+    return Problem(what, "a recipe is one training", remedy, f"{file}:{two.line}")
 
 
 def _find_ds_config(b: Builder, script: Script | None, named: Path | None, source: str) -> DsConfig | None:
@@ -167,28 +194,40 @@ def _text_of(path: str, script: Script | None, source: str) -> tuple[str, str] |
     return None
 
 
-def _said_by_flags(b: Builder) -> dict[str, tuple[str, Any, str]]:
-    """Subject -> (flag as written, value, place) of everything that a ds_config says too."""
-    said: dict[str, tuple[str, Any, str]] = {}
+def _said_by_flags(b: Builder, ds: DsConfig) -> dict[str, Said]:
+    """By path in a ds_config: what the flags, or Megatron's defaults, say of it."""
+    said: dict[str, Said] = {}
+    start = next((given.place for given in b.line.flags.values()), COMMAND_LINE)
 
-    def say(subject: str, flag: str, value: Any) -> None:
-        given = b.line.flags.get(f"--{flag}")
-        if given is not None:
-            said[subject] = (f"{given.flag} {given.text}".strip(), value, given.place)
+    def say(path: str, field: str, value: Any, *flags: str) -> None:
+        found = [given for name in flags if (given := b.line.flags.get(f"--{name}")) is not None]
+        if found:
+            written = " ".join(f"{given.flag} {given.text}".strip() for given in found)
+            said[path] = Said(value, written, place=found[0].place, field=field)
+        else:
+            names = " ".join(f"--{name}" for name in flags)
+            example = " ".join(f"--{name} {{}}" for name in flags)
+            said[path] = Said(value, f"Megatron takes {value} without {names}", example, start, field)
 
     batch, optimizer = b.raw["batch"], b.raw["optimizer"]
-    say("zero_stage", "zero-stage", int(b.value("zero-stage", float, 0.0)))
-    say("global_batch_size", "global-batch-size", batch["global_batch_size"])
-    say("micro_batch_size", "micro-batch-size", batch["micro_batch_size"])
-    say("clip_grad", "clip-grad", b.value("clip-grad", float, 1.0))
-    say("lr", "lr", b.raw["lr"]["peak"])
-    say("betas", "adam-beta1", optimizer["betas"])
-    say("eps", "adam-eps", optimizer["eps"])
-    say("weight_decay", "weight-decay", optimizer["weight_decay"])
-    place = next((given.place for given in b.line.flags.values()), COMMAND_LINE)
+    say("train_batch_size", "batch.global_batch_size", batch["global_batch_size"], "global-batch-size")
+    say("train_micro_batch_size_per_gpu", "batch.micro_batch_size", batch["micro_batch_size"], "micro-batch-size")
+    say("gradient_clipping", "optimizer.clip_grad_norm", b.value("clip-grad", float, 1.0), "clip-grad")
+    say("optimizer.params.lr", "lr.peak", b.raw["lr"]["peak"], "lr")
+    say("optimizer.params.betas", "optimizer.betas", optimizer["betas"], "adam-beta1", "adam-beta2")
+    say("optimizer.params.eps", "optimizer.eps", optimizer["eps"], "adam-eps")
+    say("optimizer.params.weight_decay", "optimizer.weight_decay", optimizer["weight_decay"], "weight-decay")
+    if b.has("zero-stage"):
+        stage = int(b.value("zero-stage", float, 0.0))
+        say("zero_optimization.stage", "parallel.zero", stage, "zero-stage")
+    elif ds.zero_stage is not None:
+        said["zero_optimization.stage"] = Said(ds.zero_stage, "no flag says another", field="parallel.zero")
+    if ds.gradient_clipping is not None and clips_as_ds_config(b):
+        said["gradient_clipping"] = Said(ds.gradient_clipping, "no flag", field="optimizer.clip_grad_norm")
     for precision in ("fp16", "bf16"):
         is_set = b.has(precision)
-        said[precision] = (f"--{precision}" if is_set else f"no --{precision}", is_set, place)
+        written = f"--{precision}" if is_set else f"no --{precision}"
+        said[f"{precision}.enabled"] = Said(is_set, written, place=start, field="precision")
     launch, parallel = b.raw.get("launch"), b.raw["parallel"]
     if launch and "rampup" not in batch:
         ranks = parallel["tp"] * parallel["pp"] * parallel.get("cp", 1)
@@ -197,7 +236,7 @@ def _said_by_flags(b: Builder) -> dict[str, tuple[str, Any, str]]:
         if unit and batch["global_batch_size"] % unit == 0:
             steps = batch["global_batch_size"] // unit
             text = f"--global-batch-size {batch['global_batch_size']}, which takes {steps} with {replicas} replicas"
-            said["accumulation_steps"] = (text, steps, place)
+            said["gradient_accumulation_steps"] = Said(steps, text, place=start)
     return said
 
 

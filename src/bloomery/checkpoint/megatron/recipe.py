@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from bloomery.checkpoint.megatron.builder import Builder
+from bloomery.checkpoint.megatron.builder import Builder, say
 from bloomery.checkpoint.megatron.ds_config import DsConfig
 from bloomery.checkpoint.megatron.flags import Row
 from bloomery.checkpoint.megatron.model import fill_model, fill_tokenizer
@@ -19,7 +19,7 @@ def fill(b: Builder, ds: DsConfig | None) -> None:
     family = fill_model(b)
     fill_tokenizer(b, family)
     _batch(b)
-    _optimizer(b)
+    _optimizer(b, ds)
     _lr(b)
     has_validation = _data(b, family)
     _train(b, has_validation)
@@ -51,7 +51,7 @@ def _batch(b: Builder) -> None:
     b.put("batch.rampup", dict(zip(("start", "increment", "samples"), numbers, strict=True)), "rampup-batch-size")
 
 
-def _optimizer(b: Builder) -> None:
+def _optimizer(b: Builder, ds: DsConfig | None) -> None:
     name = b.value("optimizer", str, "adam")
     if name not in ("adam", "adamw"):
         b.problem(b.given("optimizer"), f"--optimizer is {name}", "a recipe has adamw", "use --optimizer adam")
@@ -60,7 +60,32 @@ def _optimizer(b: Builder) -> None:
     b.put("optimizer.betas", betas, "adam-beta1", "adam-beta2")
     b.put("optimizer.eps", b.value("adam-eps", float, 1e-8), "adam-eps")
     b.put("optimizer.weight_decay", b.value("weight-decay", float, 0.01), "weight-decay")
-    b.put("optimizer.clip_grad_norm", b.value("clip-grad", float, 1.0) or None, "clip-grad")
+    _clipping(b, ds)
+
+
+def clips_as_ds_config(b: Builder) -> bool:
+    """Whether only a ds_config says where gradients are clipped: DeepSpeed's engine clips, and never at a default of
+    Megatron's."""
+    return b.has("deepspeed") and not b.has("clip-grad")
+
+
+def _clipping(b: Builder, ds: DsConfig | None) -> None:
+    path, clip = "optimizer.clip_grad_norm", b.value("clip-grad", float, 1.0)
+    if ds is None or not b.has("deepspeed"):
+        b.put(path, clip or None, "clip-grad")
+        return
+    if ds.gradient_clipping is None:
+        remark = "DeepSpeed clips where ds_config says gradient_clipping, and it does not: it would not clip at all"
+        b.put(path, clip or None, "clip-grad", kind="differs" if clip else "mapped", remark=remark)
+    elif clips_as_ds_config(b):
+        remark = "DeepSpeed clips, not Megatron, whose default is 1.0"
+        b.put(path, float(ds.gradient_clipping) or None)
+        value = f"{ds.gradient_clipping:g}"
+        b.rows[-1] = Row(
+            "mapped", "ds_config gradient_clipping", value, path, say(b.raw["optimizer"]["clip_grad_norm"]), remark
+        )
+    else:
+        b.put(path, clip or None, "clip-grad")
 
 
 def _lr(b: Builder) -> None:
@@ -295,9 +320,13 @@ def _zero(b: Builder, ds: DsConfig | None) -> None:
         distributed = b.has("use-distributed-optimizer")
         b.put("parallel.zero", int(distributed), "use-distributed-optimizer")
         return
-    stage = int(b.value("zero-stage", float, float(ds.zero_stage if ds and ds.zero_stage is not None else 1)))
+    stage, remark = 1, "" if ds is None else "DeepSpeed's default: ds_config does not say zero_optimization.stage"
+    if ds is not None:
+        stage = ds.zero_stage or 0
+        remark = remark if ds.zero_stage is None else "ds_config zero_optimization.stage"
+    if b.has("zero-stage"):
+        stage, remark = int(b.value("zero-stage", float, 1.0)), ""
     if stage == 0 and b.has("bf16"):
         remark = "DeepSpeed's bf16 optimizer shards the optimizer state at stage 0"
-        b.put("parallel.zero", 1, "zero-stage", remark=remark)
-    else:
-        b.put("parallel.zero", stage, "zero-stage", remark="" if b.has("zero-stage") else "ds_config")
+        stage = 1
+    b.put("parallel.zero", stage, "zero-stage", remark=remark)

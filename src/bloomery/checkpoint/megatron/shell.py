@@ -21,6 +21,7 @@ Mode = Literal["run", "skip", "doubt"]
 _ENDS = ("\n", ";", "&", "|", "&&", "||", ";;", "(", ")")
 _REDIRECTIONS = (">", ">>", "<", ">&", "<&", "&>", "&>>", "<<<")
 _DECLARES = ("export", "declare", "local", "readonly", "typeset")
+_CONSTANTS = {"true": True, ":": True, "false": False}
 _SHELLS = ("bash", "sh", "zsh")
 _DIRECTIVE = re.compile(r"^#SBATCH\s+--?([A-Za-z-]+)(?:[=\s]+(\S+))?", re.MULTILINE)
 _SHORT = {"N": "nodes", "t": "time", "J": "job-name", "a": "array"}
@@ -131,6 +132,8 @@ class _Reader:
                 is_test = True
             else:
                 at, status = self.simple(tokens, at, here, reason)
+                status = None if status is None else status is not negated
+                is_test = word in _CONSTANTS
         if ends:
             raise ShellError(self.line, f"`{ends[0]}` is missing")
         return at, status
@@ -208,7 +211,7 @@ class _Reader:
         if heredoc is not None and target and mode == "run":
             self.script.files[target] = (self.variables.text(heredoc.parts), self.fixed_line or heredoc.line)
         self.command(self.variables.words([token for token in rest if token.kind == "word"]), mode, why)
-        return at, None
+        return at, _CONSTANTS.get(str(words[0].plain))
 
     def assignments(self, words: list[Token], mode: Mode, why: str) -> list[Token] | None:
         """Take note of `A=1 B=2` or `export A=1`; the words of the command, None if there is none."""
