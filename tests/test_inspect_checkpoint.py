@@ -15,7 +15,7 @@ from bloomery.base.piece import Piece
 from bloomery.checkpoint.look import compare_checkpoints, list_checkpoints
 from bloomery.checkpoint.reader import CheckpointReader
 from bloomery.checkpoint.save import save_checkpoint
-from checkpoints import tensors_of
+from checkpoints import change_manifest, tensors_of
 from conftest import Workshop
 from threads_as_ranks import together
 
@@ -63,6 +63,7 @@ def test_the_list_says_the_state_of_each(run: Path, command: Command) -> None:
     root = run / "checkpoints"
     for number in (6, 8, 10, 12, 14):
         shutil.copytree(root / "step-00000004", root / f"step-{number:08d}")
+        change_manifest(root / f"step-{number:08d}", step=number)
     (root / "step-00000006" / "manifest.json").unlink()
     (root / "step-00000008" / "state.json").unlink()
     (root / "step-00000010" / "state.json").write_text("{}")

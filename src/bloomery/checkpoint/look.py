@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from dataclasses import dataclass
@@ -13,9 +12,10 @@ import torch
 from torch import Tensor
 
 from bloomery.base.errors import DataError, Problem
-from bloomery.checkpoint.folder import LATEST, MANIFEST, RETIRED, find_checkpoint, verify
+from bloomery.checkpoint.folder import LATEST, MANIFEST, RETIRED, damage, find_checkpoint, verify
 from bloomery.checkpoint.index import SavedTensor, read_index
 from bloomery.checkpoint.load import consumed_tokens, read_recipe_of, read_state
+from bloomery.checkpoint.manifest import read_manifest
 from bloomery.checkpoint.reader import CheckpointReader
 from bloomery.checkpoint.tensor_file import DTYPES
 from bloomery.config.describe import as_dict, fingerprint
@@ -72,9 +72,8 @@ class Difference:
 def describe_checkpoint(path: Path, *, check_hashes: bool = False) -> dict[str, Any]:
     """The JSON of `inspect checkpoint`. DataError if the checkpoint is damaged."""
     folder = find_checkpoint(path)
-    if check_hashes:
-        verify(folder)
-    manifest = json.loads((folder / MANIFEST).read_text())
+    verify(folder, tensors=check_hashes)
+    manifest = read_manifest(folder)
     recipe, state, tensors = read_recipe_of(folder), read_state(folder), read_index(folder)
     groups: dict[str, dict[str, int]] = {}
     for name, tensor in tensors.items():
@@ -85,7 +84,6 @@ def describe_checkpoint(path: Path, *, check_hashes: bool = False) -> dict[str, 
         group["bytes"] += tensor_bytes(tensor)
         group["pieces"] += len(tensor.pieces)
     parallel = recipe.parallel
-    known = ("format", "step", "ranks", "files")
     return {
         "folder": str(folder),
         "step": state["step"],
@@ -96,7 +94,10 @@ def describe_checkpoint(path: Path, *, check_hashes: bool = False) -> dict[str, 
         "format": manifest["format"],
         "ranks": manifest.get("ranks"),
         "layout": {"tp": parallel.tp, "pp": parallel.pp, "cp": parallel.cp, "zero": parallel.zero},
-        "versions": {key: value for key, value in manifest.items() if key not in known},
+        "versions": manifest.get("versions") or {},
+        "time": manifest.get("time"),
+        "validation": manifest.get("validation"),
+        "tokenizer": manifest.get("tokenizer"),
         "verified": check_hashes,
         "bytes": sum(file["bytes"] for file in manifest["files"].values()),
         "files": {name: file["bytes"] for name, file in sorted(manifest["files"].items())},
@@ -130,6 +131,8 @@ def list_checkpoints(path: Path, *, check_hashes: bool = False) -> list[Listed]:
 def compare_checkpoints(a: Path, b: Path) -> Difference:
     """All that differs; one tensor of each is in memory at a time. Meets any two layouts."""
     left, right = find_checkpoint(a), find_checkpoint(b)
+    for folder in (left, right):
+        verify(folder, tensors=False)
     with CheckpointReader(left) as one, CheckpointReader(right) as other:
         shared = [(name, t) for name, t in in_order(one.tensors) if name in other.tensors]
         alike = [name for name, t in shared if _kind(t) == _kind(other.tensors[name])]
@@ -169,20 +172,11 @@ def _state_of(folder: Path, *, check_hashes: bool) -> tuple[State, str]:
         return "damaged", "put aside by a restart"
     if folder.name.startswith(".") or not (folder / MANIFEST).is_file():
         return "debris", "it has no manifest: the save or the deletion was cut off"
-    try:
-        manifest = json.loads((folder / MANIFEST).read_text())
-        files: dict[str, Any] = manifest["files"]
-        wrong = [_wrong(folder / name, int(facts["bytes"])) for name, facts in sorted(files.items())]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        return "damaged", f"{MANIFEST} cannot be read: {error}"
-    reasons = [text for text in wrong if text]
-    if not reasons and check_hashes:
-        try:
-            verify(folder)
-        except DataError as error:
-            reasons = [
-                problem.what for problem in error.problems if problem.what != f"checkpoint {folder.name} is damaged"
-            ]
+    reasons = damage(folder, tensors=False)
+    if not reasons:
+        sizes = {name: facts["bytes"] for name, facts in read_manifest(folder)["files"].items()}
+        wrong = [_wrong(folder / name, size) for name, size in sorted(sizes.items())]
+        reasons = [text for text in wrong if text] or (damage(folder) if check_hashes else [])
     return ("damaged", "; ".join(reasons)) if reasons else ("complete", "")
 
 

@@ -25,6 +25,7 @@ from bloomery.base.units import format_bytes, format_seconds
 from bloomery.checkpoint import folder as folders
 from bloomery.checkpoint.fence import FencedError, Writer
 from bloomery.checkpoint.index import INDEX, RankReport, index_text, merge
+from bloomery.checkpoint.manifest import RECIPE, STATE, facts_of, write_manifest
 from bloomery.checkpoint.parts import PARTS, link_parts, sweep_parts
 from bloomery.checkpoint.tensor_file import FileLayout, write_file
 
@@ -149,8 +150,8 @@ def complete(job: SaveJob, mine: Exception | None = None) -> Path:
     reports = _wait_for_parts(job, [] if mine is None else [Trouble.of(mine, 0)])
     texts = {
         INDEX: index_text(merge(reports)),
-        "state.json": job.state_text,
-        "recipe.yaml": job.recipe_yaml,
+        STATE: job.state_text,
+        RECIPE: job.recipe_yaml,
     }
     for name, text in texts.items():
         _write(job.draft / name, text)
@@ -161,7 +162,7 @@ def complete(job: SaveJob, mine: Exception | None = None) -> Path:
     if job.parts_root is not None:
         link_parts(job.draft, job.parts.absolute(), files)
         where = {PARTS: str(job.parts.absolute())}
-    files |= {name: folders.facts_of(text) for name, text in texts.items()}
+    files |= {name: facts_of(text) for name, text in texts.items()}
     for name, found in files.items():
         if not where and (job.draft / name).stat().st_size != found.bytes:
             raise OSError(f"{name} does not have the {found.bytes:,} bytes that were written")
@@ -169,7 +170,7 @@ def complete(job: SaveJob, mine: Exception | None = None) -> Path:
         _sync(path)
     versions = {"bloomery": bloomery.__version__, "torch": torch.__version__}
     facts = {"step": job.step, "ranks": job.ranks, "versions": versions, **where, **job.facts}
-    folders.write_manifest(job.draft, facts, files)
+    write_manifest(job.draft, facts, files)
     with job.writer.holding() if job.writer is not None else contextlib.nullcontext():
         old = job.root / f".{job.final.name}.old"
         if job.final.exists():  # debris, or a save of the same step that is replaced now

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,8 +10,9 @@ from typing import Any
 from bloomery.base.errors import DataError, Problem
 from bloomery.base.ranks import ALONE, Ranks
 from bloomery.checkpoint.choose import Choice, newest_good
-from bloomery.checkpoint.folder import MANIFEST, checkpoint_named, verify
+from bloomery.checkpoint.folder import checkpoint_named, verify
 from bloomery.checkpoint.load import read_recipe_of, read_state
+from bloomery.checkpoint.manifest import read_manifest
 from bloomery.config.recipe import Recipe
 from bloomery.data.before import Before
 from bloomery.data.blend import BlendState
@@ -104,5 +104,5 @@ def _is_tokenizer_of(checkpoint: Path, recipe: Recipe) -> bool:
 
 
 def _tokenizer_hash_of(checkpoint: Path) -> str | None:
-    found: str | None = json.loads((checkpoint / MANIFEST).read_text()).get("tokenizer")
+    found: str | None = read_manifest(checkpoint).get("tokenizer")
     return found

@@ -95,16 +95,17 @@ def prepared_run(
         with _errors_told(journal, state, device, ranks):
             for warning in data.warnings:
                 journal.warning(warning)
-            tiers = first_rank_does(ranks, lambda: _tiers(recipe, folder, roots, past, journal))
-            for tier in tiers.values():
-                tier.sweep()
-            first_rank_does(ranks, lambda: _leave_branch_there(recipe, state.step, journal))
             if fetched is not None and recipe.checkpoint.upload is not None:
                 journal.event("fetched", past.state.step, folder=fetched.name, source=recipe.checkpoint.upload.to)
             first_rank_does(ranks, lambda: write_atomically(folder / "recipe.yaml", as_yaml(recipe)))
             mesh = alone() if ranks is ALONE else make_mesh(layout, device)
             num_sources = len(data.train.keys)
             runner, optimizer = _runner_and_optimizer(recipe, mesh, ranks, device, past, num_sources=num_sources)
+            # Not before the past is loaded: a start that fails leaves every checkpoint where it was.
+            tiers = first_rank_does(ranks, lambda: _tiers(recipe, folder, roots, past, journal))
+            for tier in tiers.values():
+                tier.sweep()
+            first_rank_does(ranks, lambda: _leave_branch_there(recipe, state.step, journal))
             timeout_seconds = recipe.checkpoint.timeout.seconds
             saver = Saver(optimizer.pieces(), device=device, ranks=ranks, timeout_seconds=timeout_seconds)
             closing.push(_finishing(saver))
