@@ -9,14 +9,15 @@ from typing import Any
 
 from bloomery.base.errors import DataError, Problem
 from bloomery.base.ranks import ALONE, Ranks
-from bloomery.checkpoint.choose import Choice, newest_good
-from bloomery.checkpoint.folder import checkpoint_named, verify
+from bloomery.checkpoint.choose import Choice, newest_good, tidy
+from bloomery.checkpoint.folder import RETIRED, checkpoint_named, verify
 from bloomery.checkpoint.load import read_recipe_of, read_state
 from bloomery.checkpoint.manifest import read_manifest
 from bloomery.config.recipe import Recipe
 from bloomery.data.before import Before
 from bloomery.data.blend import BlendState
 from bloomery.data.tokenizer import Tokenizer
+from bloomery.monitor.journal import Journal
 from bloomery.sizing.plan import TrainingPlan
 from bloomery.train.contract import Difference, refusals
 from bloomery.train.differences import Side, differences
@@ -95,6 +96,27 @@ def check_tokenizer(past: Past, tokenizer_hash: str | None) -> None:
         )
         rule = "with another one its tokens would mean other texts"
         raise DataError(Problem(what, rule, "put the tokenizer back that it was trained with"))
+
+
+def put_in_order(recipe: Recipe, roots: Sequence[Path], past: Past, journal: Journal) -> None:
+    """Move aside what this run does not go on from, and tell it. Not before the past is loaded: a start that fails must
+    leave every checkpoint where it was."""
+    keep_debris = recipe.checkpoint.debris == "keep"
+    for root in roots:
+        done = tidy(root, step=past.state.step, damaged=past.damaged, keep_debris=keep_debris)
+        if done.debris:
+            journal.event("debris_removed", past.state.step, folders=done.debris, kept=keep_debris)
+        if done.retired:
+            journal.event("retired", past.state.step, folders=done.retired)
+            journal.notice(f"later checkpoints belong to a branch that is left now; they are in {root / RETIRED}")
+        if done.latest_said is not None and past.checkpoint is not None:
+            journal.event("latest_mended", past.state.step, said=done.latest_said, place=str(root))
+    for path, reasons in past.damaged.items():
+        journal.event("damaged", past.state.step, folder=path.name, reasons=reasons, place=str(path.parent))
+        used = past.checkpoint.name if past.checkpoint else "nothing"
+        journal.warning(
+            f"{path} is damaged ({'; '.join(reasons)}). It is called damaged-{path.name} now; {used} is used"
+        )
 
 
 def _is_tokenizer_of(checkpoint: Path, recipe: Recipe) -> bool:
