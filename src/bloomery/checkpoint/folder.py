@@ -22,6 +22,8 @@ from bloomery.checkpoint.manifest import MANIFEST as MANIFEST
 from bloomery.checkpoint.manifest import parse_manifest
 from bloomery.checkpoint.parts import is_part, shares
 
+CHECKPOINTS, LOCAL_CHECKPOINTS = "checkpoints", "checkpoints-local"
+"""Where a run lists its checkpoints, and those in a faster place."""
 LATEST = "latest"
 RETIRED = "retired"
 """Folder of checkpoints whose branch of the run was left."""
@@ -73,14 +75,23 @@ def point_latest(folder: Path) -> None:
 
 
 def find_checkpoint(path: Path) -> Path:
-    """What a user means by a checkpoint: a step folder, a `checkpoints` folder, or a run folder. DataError if none."""
+    """What a user means by a checkpoint: a step folder, a `checkpoints` folder, or a run folder for its newest,
+    which may lie in its fast place if all of that is on this machine. DataError if none."""
     if (path / MANIFEST).is_file() and (path / "state.json").is_file():
         return path
-    found = latest_checkpoint(path) or latest_checkpoint(path / "checkpoints")
+    found = latest_checkpoint(path) or latest_checkpoint(path / CHECKPOINTS)
+    local = [each for each in complete_checkpoints(path / LOCAL_CHECKPOINTS) if _is_all_here(each)]
+    if local and (found is None or step_of(local[-1]) > step_of(found)):
+        return local[-1]
     if found is None:
         rule = "a checkpoint is a folder with a manifest.json, or a run folder that has one"
         raise DataError(Problem(f"there is no complete checkpoint at {path}", rule, "name another folder"))
     return found
+
+
+def _is_all_here(folder: Path) -> bool:
+    """Whether no tensor file is a link to the disk of another node."""
+    return all(path.exists() for path in folder.iterdir())
 
 
 def verify(folder: Path, *, ranks: Ranks = ALONE, tensors: bool = True) -> None:

@@ -12,7 +12,16 @@ import torch
 from torch import Tensor
 
 from bloomery.base.errors import DataError, Problem
-from bloomery.checkpoint.folder import LATEST, MANIFEST, RETIRED, damage, find_checkpoint, verify
+from bloomery.checkpoint.folder import (
+    CHECKPOINTS,
+    LOCAL_CHECKPOINTS,
+    MANIFEST,
+    RETIRED,
+    damage,
+    find_checkpoint,
+    read_latest,
+    verify,
+)
 from bloomery.checkpoint.index import SavedTensor, read_index
 from bloomery.checkpoint.load import consumed_tokens, read_recipe_of, read_state
 from bloomery.checkpoint.manifest import read_manifest
@@ -28,7 +37,7 @@ _ORDER = ("model.embed", "model.layers", "model.", "optim.")
 @dataclass(frozen=True)
 class Listed:
     name: str
-    """Within the checkpoints folder."""
+    """Within the checkpoints folder, or that of the run for those in its fast place."""
     state: State
     step: int | None
     bytes: int
@@ -111,8 +120,12 @@ def describe_checkpoint(path: Path, *, check_hashes: bool = False) -> dict[str, 
 
 def list_checkpoints(path: Path, *, check_hashes: bool = False) -> list[Listed]:
     """Every checkpoint of a run, whatever became of it, oldest first. DataError if there is no such folder."""
-    root = _checkpoints_folder(path)
-    latest = (root / LATEST).read_text(errors="replace").strip("\0 \n") if (root / LATEST).is_file() else ""
+    found = [one for root in _checkpoint_folders(path) for one in _listed_in(root, check_hashes=check_hashes)]
+    return sorted(found, key=lambda one: (one.step or 0, one.name))
+
+
+def _listed_in(root: Path, *, check_hashes: bool) -> list[Listed]:
+    latest = read_latest(root)
     found = []
     for place in (root, root / RETIRED, root / "debris"):
         for folder in sorted(place.iterdir()) if place.is_dir() else ():
@@ -124,8 +137,9 @@ def list_checkpoints(path: Path, *, check_hashes: bool = False) -> list[Listed]:
                 state, reason = "retired", "its branch of the run was left"
             size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
             name = str(folder.relative_to(root))
-            found.append(Listed(name, state, int(match[1]), size, reason, is_latest=name == latest))
-    return sorted(found, key=lambda one: (one.step or 0, one.name))
+            shown = f"{LOCAL_CHECKPOINTS}/{name}" if root.name == LOCAL_CHECKPOINTS else name
+            found.append(Listed(shown, state, int(match[1]), size, reason, is_latest=name == latest))
+    return found
 
 
 def compare_checkpoints(a: Path, b: Path) -> Difference:
@@ -175,6 +189,9 @@ def _state_of(folder: Path, *, check_hashes: bool) -> tuple[State, str]:
     reasons = damage(folder, tensors=False)
     if not reasons:
         sizes = {name: facts["bytes"] for name, facts in read_manifest(folder)["files"].items()}
+        away = [name for name in sizes if (folder / name).is_symlink() and not (folder / name).exists()]
+        if away:
+            return "complete", f"{len(away)} of its files lie on other nodes and were not looked at"
         wrong = [_wrong(folder / name, size) for name, size in sorted(sizes.items())]
         reasons = [text for text in wrong if text] or (damage(folder) if check_hashes else [])
     return ("damaged", "; ".join(reasons)) if reasons else ("complete", "")
@@ -187,12 +204,17 @@ def _wrong(path: Path, size: int) -> str:
     return "" if found == size else f"{path.name} has {found:,} bytes instead of {size:,}"
 
 
-def _checkpoints_folder(path: Path) -> Path:
-    for place in (path / "checkpoints", path, path.parent):
-        if place.is_dir() and any(_STEP.search(entry.name) for entry in place.iterdir()):
-            return place
+def _checkpoint_folders(path: Path) -> list[Path]:
+    for places in ([path / CHECKPOINTS, path / LOCAL_CHECKPOINTS], [path], [path.parent]):
+        found = [place for place in places if place.is_dir() and any(map(_is_of_step, place.iterdir()))]
+        if found:
+            return found
     rule = "a run folder has checkpoints/step-00000100 and the like"
     raise DataError(Problem(f"there are no checkpoints at {path}", rule, "name a run folder"))
+
+
+def _is_of_step(path: Path) -> bool:
+    return _STEP.search(path.name) is not None
 
 
 def _difference(name: str, a: Tensor, b: Tensor) -> TensorDifference | None:
