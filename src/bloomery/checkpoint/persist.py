@@ -11,7 +11,7 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -61,6 +61,8 @@ class SaveJob:
     """Folder on this node's disk for the tensor files (parts.py); None: they lie with all else."""
     spare: Collection[str] = ()
     """Folders in it that belong to saves on their way."""
+    make_room: Callable[[], object] | None = None
+    """Delete what need not be kept, for rank 0 of a save that finds the disk full."""
 
     @property
     def final(self) -> Path:
@@ -78,14 +80,15 @@ class SaveJob:
     def done_file(self, rank: int) -> Path:
         return self.draft / f"rank-{rank:05d}.json"
 
-    def failed(self, trouble: Trouble) -> StorageError:
-        """The error that all ranks raise when some had this trouble."""
+    def failed(self, trouble: Trouble, removed: Sequence[str] = ()) -> StorageError:
+        """The error that all ranks raise when some had this trouble. `removed`: what was deleted to make room."""
         problems = []
         for rank, texts in sorted(trouble.reasons.items()):
             on_rank = f" on rank {rank}" if self.ranks > 1 else ""
             problems += [f"the checkpoint of step {self.step} could not be written{on_rank}: {text}" for text in texts]
         free = f"{_free(self.parts_root or self.root)} are free, about {format_bytes(self.total_bytes)} are needed"
-        remedy = "make room or name another --run-dir, then start again; older checkpoints are untouched"
+        kept = f"{', '.join(removed)} had to go, as `keep` allows" if removed else "older checkpoints are untouched"
+        remedy = f"make room or name another --run-dir, then start again; {kept}"
         kind = FencedError if trouble.fenced else StorageError
         if trouble.fenced:
             free, remedy = "", "stop this process: the newer start goes on"
@@ -217,6 +220,10 @@ def _require_room(job: SaveJob, layout: FileLayout) -> None:
     `reserve` then takes it for real."""
     needed = job.total_bytes if job.rank == 0 and job.parts_root is None else layout.file_bytes
     free = shutil.disk_usage(job.parts).free
+    if free < needed and job.make_room is not None and job.rank == 0:
+        with contextlib.suppress(OSError):  # the trouble to tell is the lack of room
+            job.make_room()
+        free = shutil.disk_usage(job.parts).free
     if free < needed:
         raise OSError(f"disk full: {format_bytes(free)} of {format_bytes(needed)} are free")
 
