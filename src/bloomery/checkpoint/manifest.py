@@ -62,7 +62,7 @@ def parse_manifest(content: bytes) -> dict[str, Any]:
         raise ValueError(f"it has format {number}. {rule}. Use the version of Bloomery that saved it")
     wrong = [name for name, is_right in _RIGHT.items() if not is_right(said.get(name))]
     if wrong:
-        raise ValueError(f"it does not say in the right way: {', '.join(wrong)}")
+        raise ValueError(f"entries are missing or malformed: {', '.join(wrong)}")
     lacking = [name for name in (INDEX, STATE, RECIPE) if name not in said["files"]]
     if lacking:
         raise ValueError(f"it does not list {', '.join(lacking)}")
