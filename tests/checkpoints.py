@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,7 +13,8 @@ from bloomery.base.piece import Piece
 from bloomery.checkpoint.folder import find_checkpoint
 from bloomery.checkpoint.index import read_index
 from bloomery.checkpoint.load import load_pieces
-from bloomery.checkpoint.tensor_file import DTYPES
+from bloomery.checkpoint.manifest import MANIFEST, write_manifest
+from bloomery.checkpoint.tensor_file import DTYPES, FileFacts
 
 
 def tensors_of(run: Path) -> dict[str, Tensor]:
@@ -28,3 +31,18 @@ def assert_same_tensors(left: Path, right: Path) -> None:
     assert a.keys() == b.keys()
     different = [name for name in a if not torch.equal(a[name], b[name])]
     assert not different, f"{len(different)} of {len(a)} tensors differ: {different[:5]}"
+
+
+def change_manifest(folder: Path, **changes: Any) -> None:
+    """Let it say something else, as if it had been saved so."""
+    said = json.loads((folder / MANIFEST).read_text())
+    said.pop("sha256", None)
+    said |= changes
+    files = {name: FileFacts(**facts) for name, facts in said.pop("files").items()}
+    write_manifest(folder, said, files)
+
+
+def flip_bit(path: Path, bit: int) -> None:
+    content = bytearray(path.read_bytes())
+    content[bit // 8] ^= 1 << bit % 8
+    path.write_bytes(content)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 import re
 from math import isclose, sqrt
@@ -24,6 +25,7 @@ from bloomery.checkpoint.tiers import kept_in, parts_in, tier_roots
 from bloomery.config.recipe import CheckpointSection, KeepSection, LocalTierSection, PhaseSection
 from bloomery.sizing.cadence import cadence, daly_seconds, seconds_between_failures
 from bloomery.sizing.phases import resolve_phases
+from checkpoints import change_manifest
 from threads_as_ranks import together
 
 
@@ -103,7 +105,7 @@ def test_the_newest_good_one_of_all_places_is_chosen(tmp_path: Path) -> None:
     (local / "step-00000020" / "state.json").unlink()
     (durable / "step-00000010" / "manifest.json").write_text("")
     before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
-    with pytest.raises(DataError, match="all checkpoints of this run are damaged") as caught:
+    with pytest.raises(DataError, match="no checkpoint of this run can be used") as caught:
         newest_good([durable, local])
     assert "state.json is missing" in str(caught.value)
     assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before  # nothing was moved
@@ -118,12 +120,28 @@ def test_all_ranks_choose_the_same(tmp_path: Path) -> None:
     assert choices[0].folder == tmp_path / "step-00000002"
 
 
-def test_an_older_format_is_refused_not_called_damaged(tmp_path: Path) -> None:
-    folder = save(tmp_path, 1)
-    manifest = json.loads((folder / "manifest.json").read_text())
-    (folder / "manifest.json").write_text(json.dumps({**manifest, "format": 1}))
-    with pytest.raises(DataError, match="format 1"):
+def test_another_format_is_told_by_number_and_stops_no_run_that_has_an_older_checkpoint(tmp_path: Path) -> None:
+    change_manifest(save(tmp_path, 2), format=99)
+    with pytest.raises(DataError, match="format 99"):
         newest_good([tmp_path])
+    older = save(tmp_path, 1)
+    choice = newest_good([tmp_path])
+    assert choice.folder == older
+    assert "it has format 99. This Bloomery reads format 2" in choice.damaged[tmp_path / "step-00000002"][0]
+
+
+def test_a_loss_that_is_no_number_is_never_the_best(tmp_path: Path) -> None:
+    keep = KeepSection(last=1, best=1)
+    losses = {1: 3.0, 2: math.nan, 3: 2.0, 4: 2.5, 5: -math.inf}
+    assert kept_steps([1, 2, 3, 4, 5, 6], keep, losses) == {3, 6}
+    assert kept_steps([1, 2], keep, {1: math.nan}) == {2}
+    for step, loss in losses.items():
+        change_manifest(save(tmp_path, step), validation={"step": step, "loss": loss})
+        strict = json.loads((tmp_path / f"step-{step:08d}" / "manifest.json").read_text(), parse_constant=pytest.fail)
+        assert strict["validation"]["loss"] == loss or isinstance(strict["validation"]["loss"], str)
+    save(tmp_path, 6)
+    apply_retention(tmp_path, keep)
+    assert [path.name for path in folders.complete_checkpoints(tmp_path)] == ["step-00000003", "step-00000006"]
 
 
 def test_tidying_puts_everything_in_its_place_and_latest_never_names_what_moves(tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ from bloomery.checkpoint.index import index_text, merge, read_index, report
 from bloomery.checkpoint.load import load_pieces
 from bloomery.checkpoint.save import estimate_save_seconds, save_checkpoint
 from bloomery.checkpoint.tensor_file import DTYPES, FileLayout, TensorFile, raw_bytes, write_file
+from checkpoints import change_manifest
 from threads_as_ranks import together
 
 WHOLE: dict[str, Tensor] = {
@@ -274,8 +275,7 @@ def test_no_code_is_in_a_checkpoint(tmp_path: Path) -> None:
 
 def test_the_old_format_is_refused_by_number(tmp_path: Path) -> None:
     folder = save_checkpoint(tmp_path, step=1, pieces={"w": Piece.whole(torch.ones(2))}, state={}, recipe_yaml="")
-    manifest = json.loads((folder / "manifest.json").read_text())
-    (folder / "manifest.json").write_text(json.dumps({**manifest, "format": 1}))
+    change_manifest(folder, format=1)
     with pytest.raises(DataError, match=r"format 1. This Bloomery reads format 2. Use the version"):
         folders.verify(folder)
 
@@ -325,7 +325,7 @@ def test_a_file_that_cannot_be_read_is_damage(tmp_path: Path) -> None:
     (folder / "state.json").mkdir()
     manifest = json.loads((folder / "manifest.json").read_text())
     manifest["files"]["state.json"]["bytes"] = (folder / "state.json").stat().st_size
-    (folder / "manifest.json").write_text(json.dumps(manifest))
+    change_manifest(folder, files=manifest["files"])
     with pytest.raises(DataError, match=r"state.json cannot be read: Is a directory"):
         folders.verify(folder, ranks=ALONE)
     assert size == 2

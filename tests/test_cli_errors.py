@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -12,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from bloomery.prepare.train_tokenizer import train_tokenizer
+from checkpoints import change_manifest
 from conftest import Workshop
 
 Command = Callable[..., tuple[int, str, str]]
@@ -47,8 +47,7 @@ def test_a_prompt_that_is_not_utf8_is_refused(run: Path, command: Command) -> No
 def test_a_checkpoint_of_another_format_is_refused(
     run: Path, workshop: Workshop, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    manifest = run / "checkpoints" / "step-00000005" / "manifest.json"
-    manifest.write_text(json.dumps({**json.loads(manifest.read_text()), "format": 99}))
+    change_manifest(run / "checkpoints" / "step-00000005", format=99)
     workshop.train("train.for=6 steps", code=3)
     assert "has format 99" in capsys.readouterr().err
 

@@ -12,10 +12,11 @@ import torch
 
 from bloomery.base.errors import DataError
 from bloomery.base.piece import Piece
+from bloomery.checkpoint.folder import find_checkpoint
 from bloomery.checkpoint.look import compare_checkpoints, list_checkpoints
 from bloomery.checkpoint.reader import CheckpointReader
 from bloomery.checkpoint.save import save_checkpoint
-from checkpoints import tensors_of
+from checkpoints import change_manifest, flip_bit, tensors_of
 from conftest import Workshop
 from threads_as_ranks import together
 
@@ -63,6 +64,7 @@ def test_the_list_says_the_state_of_each(run: Path, command: Command) -> None:
     root = run / "checkpoints"
     for number in (6, 8, 10, 12, 14):
         shutil.copytree(root / "step-00000004", root / f"step-{number:08d}")
+        change_manifest(root / f"step-{number:08d}", step=number)
     (root / "step-00000006" / "manifest.json").unlink()
     (root / "step-00000008" / "state.json").unlink()
     (root / "step-00000010" / "state.json").write_text("{}")
@@ -169,3 +171,63 @@ def test_where_there_is_no_checkpoint(tmp_path: Path, command: Command) -> None:
     assert "there are no checkpoints at" in err
     assert command("inspect", "checkpoint", str(tmp_path))[0] == 3
     assert command("inspect", "checkpoint", str(tmp_path), "--list", "--diff", "x")[0] == 2
+
+
+def test_facts_of_a_checkpoint_have_lines_of_their_own(run: Path, command: Command) -> None:
+    change_manifest(run / "checkpoints" / "step-00000004", validation={"step": 4, "loss": 2.5}, tokenizer="abcd")
+    lines = [" ".join(line.split()) for line in command("inspect", "checkpoint", str(run))[1].splitlines()]
+    (versions,) = [line for line in lines if line.startswith("versions")]
+    assert versions.startswith("versions format 2, bloomery ")
+    assert "layout" not in versions
+    assert "validation loss 2.5 at step 4" in lines
+    assert "tokenizer abcd" in lines
+    facts = json.loads(command("inspect", "checkpoint", str(run), "--json")[1])
+    assert set(facts["versions"]) == {"bloomery", "torch"}
+    assert facts["validation"] == {"step": 4, "loss": 2.5}
+
+
+def test_every_flipped_bit_of_a_header_is_one_clear_message(tmp_path: Path) -> None:
+    left, right = saved(tmp_path / "a", w=torch.ones(2)), saved(tmp_path / "b", w=torch.ones(2))
+    file = right / "tensors-00000.safetensors"
+    whole = file.read_bytes()
+    told = 0
+    for bit in range(8 * (len(whole) - 8)):
+        flip_bit(file, bit)
+        try:
+            compare_checkpoints(left, right)
+        except DataError:
+            told += 1
+        file.write_bytes(whole)
+    assert told > 4 * len(whole)
+
+
+@pytest.mark.parametrize("name", ["state.json", "index.json", "recipe.yaml"])
+def test_looking_never_trusts_a_small_file_that_was_changed(run: Path, command: Command, name: str) -> None:
+    flip_bit(run / "checkpoints" / "step-00000004" / name, 99)
+    other = str(run / "checkpoints" / "step-00000002")
+    for words in ([str(run)], [str(run), "--diff", other], [other, "--diff", str(run)]):
+        code, _, err = command("inspect", "checkpoint", *words)
+        assert code == 3
+        assert f"{name} has been changed since it was saved" in err
+    assert list_checkpoints(run)[1].reason == f"{name} has been changed since it was saved"
+
+
+def test_the_fast_place_of_a_run_is_known_where_its_files_are_here(
+    workshop: Workshop, command: Command, tmp_path: Path
+) -> None:
+    fast = tmp_path / "fast"
+    run = workshop.train("train.exit_after=5 steps", f"checkpoint.local={{path: {fast}, every: 1 steps, keep: 2}}")
+    shutil.rmtree(run / "checkpoints" / "step-00000005")
+    assert find_checkpoint(run) == run / "checkpoints-local" / "step-00000005"
+    assert command("inspect", "checkpoint", str(run), "--verify")[1].startswith(f"{run}/checkpoints-local/step-0000000")
+    listed = {one.name: one for one in list_checkpoints(run, check_hashes=True)}
+    assert listed["checkpoints-local/step-00000005"].state == "complete"
+    assert listed["checkpoints-local/step-00000005"].is_latest
+    save_checkpoint(run / "checkpoints", step=5, pieces={}, state={}, recipe_yaml="")
+    assert find_checkpoint(run) == run / "checkpoints" / "step-00000005"  # of one step, the durable one
+    shutil.rmtree(run / "checkpoints" / "step-00000005")
+    fast.rename(tmp_path / "of-another-node")
+    with pytest.raises(DataError, match="there is no complete checkpoint"):
+        find_checkpoint(run)
+    (*_, newest) = list_checkpoints(run, check_hashes=True)
+    assert (newest.state, newest.reason) == ("complete", "1 of its files lie on other nodes and were not looked at")

@@ -120,7 +120,7 @@ def test_a_broken_checkpoint_manifest_is_damage(
     run = workshop.train("train.for=10 steps", EVERY_FIVE)
     (run / "checkpoints" / "step-00000010" / "manifest.json").write_text(content)
     workshop.train("train.for=12 steps")
-    assert "manifest.json cannot be read" in capsys.readouterr().out
+    assert "manifest.json cannot be used" in capsys.readouterr().out
     assert workshop.events(run, "start")[-1]["resumed_from"] == "step-00000005"
 
 

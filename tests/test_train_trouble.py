@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import signal
 import subprocess
 from collections.abc import Iterator
@@ -112,11 +113,12 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", "-l", folder], check=True)
 
 
-def fill(path: Path) -> None:
-    """Take all the space that is left."""
+def fill(path: Path, leave: int = 0) -> None:
+    """Take all the space that is left, but for some bytes."""
     with path.open("wb", buffering=0) as file, contextlib.suppress(OSError):
         while file.write(b"x" * 512):
             pass
+    os.truncate(path, path.stat().st_size - leave)
 
 
 def test_a_read_only_run_folder_is_refused(
@@ -144,6 +146,17 @@ def test_a_disk_that_fills_up_with_checkpoints_keeps_the_older_ones(
     subprocess.run(["mount", "-o", "remount,size=8m", small_disk], check=True)
     workshop.train("train.for=16 steps", run="disk/run")
     assert (run / "checkpoints" / "latest").read_text() == "step-00000016\n"
+
+
+def test_a_tighter_keep_makes_room_on_a_full_disk(workshop: Workshop, small_disk: Path) -> None:
+    subprocess.run(["mount", "-o", "remount,size=8m", small_disk], check=True)
+    run = workshop.train("train.exit_after=4 steps", "checkpoint.phases=[{every: 2 steps}]", run="disk/run")
+    fill(small_disk / "filler", leave=100_000)
+    workshop.train("train.exit_after=2 steps", run="disk/run", code=5)  # nothing says that one of them may go
+    assert len(folders.complete_checkpoints(run / "checkpoints")) == 2
+    workshop.train("train.exit_after=2 steps", "checkpoint.keep={last: 1}", run="disk/run")
+    assert workshop.events(run, "save")[-1]["removed"] == ["step-00000002", "step-00000004"]
+    assert [path.name for path in folders.complete_checkpoints(run / "checkpoints")] == ["step-00000006"]
 
 
 def test_a_disk_that_is_full_under_a_live_run_loses_no_record(

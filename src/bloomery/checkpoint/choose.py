@@ -20,7 +20,7 @@ class Choice:
 
 
 def newest_good(roots: Sequence[Path], *, ranks: Ranks = ALONE) -> Choice:
-    """Verify from the newest on. DataError if there are checkpoints but all of them are damaged: starting from the
+    """Verify from the newest on. DataError if there are checkpoints but none that can be used: starting from the
     beginning would be a lie. All ranks call it, each reads its share of the files."""
     found = [path for root in roots for path in folders.complete_checkpoints(root)]
     order = sorted(found, key=lambda path: -folders.step_of(path))  # stable: of one step the first root's
@@ -34,7 +34,7 @@ def newest_good(roots: Sequence[Path], *, ranks: Ranks = ALONE) -> Choice:
     if damaged:
         problems = [Problem(text, place=str(path)) for path, texts in damaged.items() for text in texts]
         remedy = "bring one back from a backup, or move them away to start from the beginning"
-        raise DataError([*problems, Problem("all checkpoints of this run are damaged", remedy=remedy)])
+        raise DataError([*problems, Problem("no checkpoint of this run can be used", remedy=remedy)])
     return Choice(None)
 
 

@@ -1,4 +1,4 @@
-"""The checkpoint folder: names, the manifest that makes a folder whole, and `latest`.
+"""The checkpoint folder: names, whether it is whole, and `latest`.
 
 checkpoints/step-00000100/   tensors-*.safetensors, index.json, state.json, recipe.yaml, and manifest.json, written last
 checkpoints/latest           the name of a complete checkpoint
@@ -7,23 +7,24 @@ checkpoints/latest           the name of a complete checkpoint
 from __future__ import annotations
 
 import hashlib
-import json
 import re
 import shutil
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from bloomery.base.errors import DataError, Problem
 from bloomery.base.ranks import ALONE, Ranks
 from bloomery.base.storage import reason, write_atomically
-from bloomery.checkpoint.parts import shares
-from bloomery.checkpoint.tensor_file import FileFacts
+from bloomery.checkpoint.index import read_index
+from bloomery.checkpoint.manifest import FORMAT as FORMAT
+from bloomery.checkpoint.manifest import MANIFEST as MANIFEST
+from bloomery.checkpoint.manifest import parse_manifest
+from bloomery.checkpoint.parts import is_part, shares
 
-MANIFEST = "manifest.json"
+CHECKPOINTS, LOCAL_CHECKPOINTS = "checkpoints", "checkpoints-local"
+"""Where a run lists its checkpoints, and those in a faster place."""
 LATEST = "latest"
-FORMAT = 2
 RETIRED = "retired"
 """Folder of checkpoints whose branch of the run was left."""
 _NAME = re.compile(r"^step-(\d{8,})$")
@@ -74,30 +75,28 @@ def point_latest(folder: Path) -> None:
 
 
 def find_checkpoint(path: Path) -> Path:
-    """What a user means by a checkpoint: a step folder, a `checkpoints` folder, or a run folder. DataError if none."""
+    """What a user means by a checkpoint: a step folder, a `checkpoints` folder, or a run folder for its newest,
+    which may lie in its fast place if all of that is on this machine. DataError if none."""
     if (path / MANIFEST).is_file() and (path / "state.json").is_file():
         return path
-    found = latest_checkpoint(path) or latest_checkpoint(path / "checkpoints")
+    found = latest_checkpoint(path) or latest_checkpoint(path / CHECKPOINTS)
+    local = [each for each in complete_checkpoints(path / LOCAL_CHECKPOINTS) if _is_all_here(each)]
+    if local and (found is None or step_of(local[-1]) > step_of(found)):
+        return local[-1]
     if found is None:
         rule = "a checkpoint is a folder with a manifest.json, or a run folder that has one"
         raise DataError(Problem(f"there is no complete checkpoint at {path}", rule, "name another folder"))
     return found
 
 
-def facts_of(text: str) -> FileFacts:
-    content = text.encode()
-    return FileFacts(len(content), hashlib.sha256(content).hexdigest())
+def _is_all_here(folder: Path) -> bool:
+    """Whether no tensor file is a link to the disk of another node."""
+    return all(path.exists() for path in folder.iterdir())
 
 
-def write_manifest(folder: Path, facts: dict[str, Any], files: Mapping[str, FileFacts]) -> None:
-    """Name every file with size and hash. Call it last: with it the folder is whole."""
-    listed = {name: asdict(files[name]) for name in sorted(files)}
-    write_atomically(folder / MANIFEST, json.dumps({"format": FORMAT, **facts, "files": listed}, indent=1))
-
-
-def verify(folder: Path, *, ranks: Ranks = ALONE) -> None:
+def verify(folder: Path, *, ranks: Ranks = ALONE, tensors: bool = True) -> None:
     """DataError names every file that is missing, short or changed. All ranks call it, and all return or raise."""
-    found = damage(folder, ranks=ranks)
+    found = damage(folder, ranks=ranks, tensors=tensors)
     if found:
         whole = [path.name for path in complete_checkpoints(folder.parent) if path != folder]
         remedy = (
@@ -106,36 +105,43 @@ def verify(folder: Path, *, ranks: Ranks = ALONE) -> None:
             else "there is no other checkpoint in this folder"
         )
         problems = [Problem(text, place=str(folder)) for text in found]
-        raise DataError([*problems, Problem(f"checkpoint {folder.name} is damaged", remedy=remedy, place=str(folder))])
+        what = f"checkpoint {folder.name} cannot be used"
+        raise DataError([*problems, Problem(what, remedy=remedy, place=str(folder))])
 
 
-def damage(folder: Path, *, ranks: Ranks = ALONE) -> list[str]:
-    """What is wrong with the files of a checkpoint; nothing if it is whole and unchanged.
+def damage(folder: Path, *, ranks: Ranks = ALONE, tensors: bool = True) -> list[str]:
+    """Why a checkpoint cannot be used; nothing if it is whole, unchanged and of this version's format.
 
-    All ranks call it: each reads its share, all return the same. DataError if its format is not this version's.
+    All ranks call it: each reads its share, all return the same. `tensors`: read the files of tensors too.
     """
     manifest: dict[str, Any] | str = _manifest_or_damage(folder) if ranks.rank == 0 else ""
     manifest = ranks.broadcast(manifest)
     if isinstance(manifest, str):
         return [manifest]
-    if manifest.get("format") != FORMAT:
-        what = f"the checkpoint has format {manifest.get('format')!r}"
-        remedy = "use the version of Bloomery that saved it"
-        raise DataError(Problem(what, f"this Bloomery reads format {FORMAT}", remedy, str(folder)))
     share, nowhere = shares(manifest, ranks)
-    found = [_damage(folder / name, manifest["files"][name]) for name in share]
-    lost = [f"{name} is on none of the nodes" for name in nowhere]
-    return sorted([*lost, *(text for told in ranks.gather(found) for text in told if text)])
+    found = [_damage(folder / name, manifest["files"][name]) for name in share if tensors or not is_part(name)]
+    lost = [f"{name} is on none of the nodes" for name in nowhere if tensors]
+    told = sorted([*lost, *(text for texts in ranks.gather(found) for text in texts if text)])
+    return told or ranks.broadcast(_unlisted(folder, manifest) if ranks.rank == 0 else [])
 
 
 def _manifest_or_damage(folder: Path) -> dict[str, Any] | str:
     try:
-        manifest = json.loads((folder / MANIFEST).read_text())
-        if not isinstance(manifest, dict) or not isinstance(manifest.get("files"), dict):
-            raise ValueError("it has no list of files")
+        manifest = parse_manifest((folder / MANIFEST).read_bytes())
     except (OSError, ValueError) as error:
-        return f"{MANIFEST} cannot be read: {error}"
+        return f"{MANIFEST} cannot be used: {error}"
+    if is_step_name(folder.name) and manifest["step"] != step_of(folder):
+        return f"its manifest says step {manifest['step']}: the folder was copied or renamed"
     return manifest
+
+
+def _unlisted(folder: Path, manifest: dict[str, Any]) -> list[str]:
+    """Files that the index needs and the manifest does not vouch for."""
+    try:
+        needed = {piece.file for tensor in read_index(folder).values() for piece in tensor.pieces}
+    except DataError as error:
+        return [problem.what for problem in error.problems]
+    return [f"{MANIFEST} does not list {name}" for name in sorted(needed - manifest["files"].keys())]
 
 
 def _damage(path: Path, expected: dict[str, Any]) -> str:

@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from bloomery.base.errors import DataError, Problem
 from bloomery.base.piece import Piece
 from bloomery.base.ranks import Ranks, every_rank_does
-from bloomery.checkpoint.folder import MANIFEST, verify
+from bloomery.checkpoint.folder import verify
 from bloomery.checkpoint.index import SavedPiece, SavedTensor, box_of, read_index
+from bloomery.checkpoint.manifest import read_manifest
 from bloomery.checkpoint.tensor_file import TensorFile
 from bloomery.config.load import load_recipe
 from bloomery.config.recipe import Recipe
@@ -152,7 +153,7 @@ def tokenizer_of(folder: Path, recipe: Recipe, path: str | None = None) -> Token
             f"the tokenizer has {tokenizer.vocab_size} entries but the model's vocabulary is {recipe.model.vocab_size}"
         )
         raise DataError(Problem(what, remedy="give the one it was trained with, with --tokenizer", place=where))
-    trained_with = json.loads((folder / MANIFEST).read_text()).get("tokenizer")
+    trained_with = read_manifest(folder).get("tokenizer")
     if trained_with is not None and tokenizer.content_hash != trained_with:
         own, other = tokenizer.content_hash[:12], trained_with[:12]
         what = f"the tokenizer has the hash {own}, but {folder.name} was trained with {other}"

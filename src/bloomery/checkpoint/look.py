@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from dataclasses import dataclass
@@ -13,9 +12,19 @@ import torch
 from torch import Tensor
 
 from bloomery.base.errors import DataError, Problem
-from bloomery.checkpoint.folder import LATEST, MANIFEST, RETIRED, find_checkpoint, verify
+from bloomery.checkpoint.folder import (
+    CHECKPOINTS,
+    LOCAL_CHECKPOINTS,
+    MANIFEST,
+    RETIRED,
+    damage,
+    find_checkpoint,
+    read_latest,
+    verify,
+)
 from bloomery.checkpoint.index import SavedTensor, read_index
 from bloomery.checkpoint.load import consumed_tokens, read_recipe_of, read_state
+from bloomery.checkpoint.manifest import read_manifest
 from bloomery.checkpoint.reader import CheckpointReader
 from bloomery.checkpoint.tensor_file import DTYPES
 from bloomery.config.describe import as_dict, fingerprint
@@ -28,7 +37,7 @@ _ORDER = ("model.embed", "model.layers", "model.", "optim.")
 @dataclass(frozen=True)
 class Listed:
     name: str
-    """Within the checkpoints folder."""
+    """Within the checkpoints folder, or that of the run for those in its fast place."""
     state: State
     step: int | None
     bytes: int
@@ -72,9 +81,8 @@ class Difference:
 def describe_checkpoint(path: Path, *, check_hashes: bool = False) -> dict[str, Any]:
     """The JSON of `inspect checkpoint`. DataError if the checkpoint is damaged."""
     folder = find_checkpoint(path)
-    if check_hashes:
-        verify(folder)
-    manifest = json.loads((folder / MANIFEST).read_text())
+    verify(folder, tensors=check_hashes)
+    manifest = read_manifest(folder)
     recipe, state, tensors = read_recipe_of(folder), read_state(folder), read_index(folder)
     groups: dict[str, dict[str, int]] = {}
     for name, tensor in tensors.items():
@@ -85,7 +93,6 @@ def describe_checkpoint(path: Path, *, check_hashes: bool = False) -> dict[str, 
         group["bytes"] += tensor_bytes(tensor)
         group["pieces"] += len(tensor.pieces)
     parallel = recipe.parallel
-    known = ("format", "step", "ranks", "files")
     return {
         "folder": str(folder),
         "step": state["step"],
@@ -96,7 +103,10 @@ def describe_checkpoint(path: Path, *, check_hashes: bool = False) -> dict[str, 
         "format": manifest["format"],
         "ranks": manifest.get("ranks"),
         "layout": {"tp": parallel.tp, "pp": parallel.pp, "cp": parallel.cp, "zero": parallel.zero},
-        "versions": {key: value for key, value in manifest.items() if key not in known},
+        "versions": manifest.get("versions") or {},
+        "time": manifest.get("time"),
+        "validation": manifest.get("validation"),
+        "tokenizer": manifest.get("tokenizer"),
         "verified": check_hashes,
         "bytes": sum(file["bytes"] for file in manifest["files"].values()),
         "files": {name: file["bytes"] for name, file in sorted(manifest["files"].items())},
@@ -110,8 +120,12 @@ def describe_checkpoint(path: Path, *, check_hashes: bool = False) -> dict[str, 
 
 def list_checkpoints(path: Path, *, check_hashes: bool = False) -> list[Listed]:
     """Every checkpoint of a run, whatever became of it, oldest first. DataError if there is no such folder."""
-    root = _checkpoints_folder(path)
-    latest = (root / LATEST).read_text(errors="replace").strip("\0 \n") if (root / LATEST).is_file() else ""
+    found = [one for root in _checkpoint_folders(path) for one in _listed_in(root, check_hashes=check_hashes)]
+    return sorted(found, key=lambda one: (one.step or 0, one.name))
+
+
+def _listed_in(root: Path, *, check_hashes: bool) -> list[Listed]:
+    latest = read_latest(root)
     found = []
     for place in (root, root / RETIRED, root / "debris"):
         for folder in sorted(place.iterdir()) if place.is_dir() else ():
@@ -123,13 +137,16 @@ def list_checkpoints(path: Path, *, check_hashes: bool = False) -> list[Listed]:
                 state, reason = "retired", "its branch of the run was left"
             size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
             name = str(folder.relative_to(root))
-            found.append(Listed(name, state, int(match[1]), size, reason, is_latest=name == latest))
-    return sorted(found, key=lambda one: (one.step or 0, one.name))
+            shown = f"{LOCAL_CHECKPOINTS}/{name}" if root.name == LOCAL_CHECKPOINTS else name
+            found.append(Listed(shown, state, int(match[1]), size, reason, is_latest=name == latest))
+    return found
 
 
 def compare_checkpoints(a: Path, b: Path) -> Difference:
     """All that differs; one tensor of each is in memory at a time. Meets any two layouts."""
     left, right = find_checkpoint(a), find_checkpoint(b)
+    for folder in (left, right):
+        verify(folder, tensors=False)
     with CheckpointReader(left) as one, CheckpointReader(right) as other:
         shared = [(name, t) for name, t in in_order(one.tensors) if name in other.tensors]
         alike = [name for name, t in shared if _kind(t) == _kind(other.tensors[name])]
@@ -169,20 +186,14 @@ def _state_of(folder: Path, *, check_hashes: bool) -> tuple[State, str]:
         return "damaged", "put aside by a restart"
     if folder.name.startswith(".") or not (folder / MANIFEST).is_file():
         return "debris", "it has no manifest: the save or the deletion was cut off"
-    try:
-        manifest = json.loads((folder / MANIFEST).read_text())
-        files: dict[str, Any] = manifest["files"]
-        wrong = [_wrong(folder / name, int(facts["bytes"])) for name, facts in sorted(files.items())]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        return "damaged", f"{MANIFEST} cannot be read: {error}"
-    reasons = [text for text in wrong if text]
-    if not reasons and check_hashes:
-        try:
-            verify(folder)
-        except DataError as error:
-            reasons = [
-                problem.what for problem in error.problems if problem.what != f"checkpoint {folder.name} is damaged"
-            ]
+    reasons = damage(folder, tensors=False)
+    if not reasons:
+        sizes = {name: facts["bytes"] for name, facts in read_manifest(folder)["files"].items()}
+        away = [name for name in sizes if (folder / name).is_symlink() and not (folder / name).exists()]
+        if away:
+            return "complete", f"{len(away)} of its files lie on other nodes and were not looked at"
+        wrong = [_wrong(folder / name, size) for name, size in sorted(sizes.items())]
+        reasons = [text for text in wrong if text] or (damage(folder) if check_hashes else [])
     return ("damaged", "; ".join(reasons)) if reasons else ("complete", "")
 
 
@@ -193,12 +204,17 @@ def _wrong(path: Path, size: int) -> str:
     return "" if found == size else f"{path.name} has {found:,} bytes instead of {size:,}"
 
 
-def _checkpoints_folder(path: Path) -> Path:
-    for place in (path / "checkpoints", path, path.parent):
-        if place.is_dir() and any(_STEP.search(entry.name) for entry in place.iterdir()):
-            return place
+def _checkpoint_folders(path: Path) -> list[Path]:
+    for places in ([path / CHECKPOINTS, path / LOCAL_CHECKPOINTS], [path], [path.parent]):
+        found = [place for place in places if place.is_dir() and any(map(_is_of_step, place.iterdir()))]
+        if found:
+            return found
     rule = "a run folder has checkpoints/step-00000100 and the like"
     raise DataError(Problem(f"there are no checkpoints at {path}", rule, "name a run folder"))
+
+
+def _is_of_step(path: Path) -> bool:
+    return _STEP.search(path.name) is not None
 
 
 def _difference(name: str, a: Tensor, b: Tensor) -> TensorDifference | None:

@@ -37,7 +37,7 @@ def shares(manifest: Mapping[str, Any], ranks: Ranks) -> tuple[list[str], list[s
     """(files of a checkpoint that this rank should read, those on no node at all). All ranks call it: every file is one
     rank's to read, of a rank that can."""
     names = sorted(manifest["files"])
-    if PARTS not in manifest:
+    if manifest.get(PARTS) is None:
         return names[ranks.rank :: ranks.size], []
     try:
         here = set(os.listdir(manifest[PARTS]))
@@ -62,7 +62,7 @@ def sweep_parts(parts_root: Path, manifests: Iterable[Path], *, spare: Collectio
             kept.add(Path(json.loads(path.read_text()).get(PARTS, "")).name)
         except FileNotFoundError:  # retention was faster
             continue
-        except (OSError, ValueError):  # it may name any of them
+        except (OSError, ValueError, AttributeError, TypeError):  # it may name any of them
             return
     try:
         names = os.listdir(parts_root)

@@ -11,7 +11,7 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from bloomery.base.units import format_bytes, format_seconds
 from bloomery.checkpoint import folder as folders
 from bloomery.checkpoint.fence import FencedError, Writer
 from bloomery.checkpoint.index import INDEX, RankReport, index_text, merge
+from bloomery.checkpoint.manifest import RECIPE, STATE, facts_of, write_manifest
 from bloomery.checkpoint.parts import PARTS, link_parts, sweep_parts
 from bloomery.checkpoint.tensor_file import FileLayout, write_file
 
@@ -60,6 +61,8 @@ class SaveJob:
     """Folder on this node's disk for the tensor files (parts.py); None: they lie with all else."""
     spare: Collection[str] = ()
     """Folders in it that belong to saves on their way."""
+    make_room: Callable[[], object] | None = None
+    """Delete what need not be kept, for rank 0 of a save that finds the disk full."""
 
     @property
     def final(self) -> Path:
@@ -77,17 +80,18 @@ class SaveJob:
     def done_file(self, rank: int) -> Path:
         return self.draft / f"rank-{rank:05d}.json"
 
-    def failed(self, trouble: Trouble) -> StorageError:
-        """The error that all ranks raise when some had this trouble."""
+    def failed(self, trouble: Trouble, removed: Sequence[str] = ()) -> StorageError:
+        """The error that all ranks raise when some had this trouble. `removed`: what was deleted to make room."""
         problems = []
         for rank, texts in sorted(trouble.reasons.items()):
             on_rank = f" on rank {rank}" if self.ranks > 1 else ""
             problems += [f"the checkpoint of step {self.step} could not be written{on_rank}: {text}" for text in texts]
         free = f"{_free(self.parts_root or self.root)} are free, about {format_bytes(self.total_bytes)} are needed"
+        kept = f"{', '.join(removed)} had to go, as `keep` allows" if removed else "older checkpoints are untouched"
         where, other = str(self.root), "--run-dir"
         if self.parts_root is not None:
             where, other = str(self.parts_root), "checkpoint.local.path"
-        remedy = f"make room or name another {other}, then start again; older checkpoints are untouched"
+        remedy = f"make room or name another {other}, then start again; {kept}"
         kind = FencedError if trouble.fenced else StorageError
         if trouble.fenced:
             free, remedy = "", "stop this process: the newer start goes on"
@@ -152,8 +156,8 @@ def complete(job: SaveJob, mine: Exception | None = None) -> Path:
     reports = _wait_for_parts(job, [] if mine is None else [Trouble.of(mine, 0)])
     texts = {
         INDEX: index_text(merge(reports)),
-        "state.json": job.state_text,
-        "recipe.yaml": job.recipe_yaml,
+        STATE: job.state_text,
+        RECIPE: job.recipe_yaml,
     }
     for name, text in texts.items():
         _write(job.draft / name, text)
@@ -164,7 +168,7 @@ def complete(job: SaveJob, mine: Exception | None = None) -> Path:
     if job.parts_root is not None:
         link_parts(job.draft, job.parts.absolute(), files)
         where = {PARTS: str(job.parts.absolute())}
-    files |= {name: folders.facts_of(text) for name, text in texts.items()}
+    files |= {name: facts_of(text) for name, text in texts.items()}
     for name, found in files.items():
         if not where and (job.draft / name).stat().st_size != found.bytes:
             raise OSError(f"{name} does not have the {found.bytes:,} bytes that were written")
@@ -172,7 +176,7 @@ def complete(job: SaveJob, mine: Exception | None = None) -> Path:
         _sync(path)
     versions = {"bloomery": bloomery.__version__, "torch": torch.__version__}
     facts = {"step": job.step, "ranks": job.ranks, "versions": versions, **where, **job.facts}
-    folders.write_manifest(job.draft, facts, files)
+    write_manifest(job.draft, facts, files)
     with job.writer.holding() if job.writer is not None else contextlib.nullcontext():
         old = job.root / f".{job.final.name}.old"
         if job.final.exists():  # debris, or a save of the same step that is replaced now
@@ -219,6 +223,10 @@ def _require_room(job: SaveJob, layout: FileLayout) -> None:
     `reserve` then takes it for real."""
     needed = job.total_bytes if job.rank == 0 and job.parts_root is None else layout.file_bytes
     free = shutil.disk_usage(job.parts).free
+    if free < needed and job.make_room is not None and job.rank == 0:
+        with contextlib.suppress(OSError):  # the trouble to tell is the lack of room
+            job.make_room()
+        free = shutil.disk_usage(job.parts).free
     if free < needed:
         raise OSError(f"disk full: {format_bytes(free)} of {format_bytes(needed)} are free")
 

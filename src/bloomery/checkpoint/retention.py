@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import json
+import math
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
+from bloomery.base.errors import DataError
 from bloomery.checkpoint import folder as folders
 from bloomery.checkpoint.fence import Writer
+from bloomery.checkpoint.manifest import read_manifest
 from bloomery.config.recipe import KeepSection
 
 
@@ -34,19 +36,20 @@ def apply_retention(
 
 
 def kept_steps(steps: list[int], keep: KeepSection, losses: Mapping[int, float]) -> set[int]:
-    """Which of these steps to keep. `losses`: of those that were evaluated."""
+    """Which of these steps to keep. `losses`: of those that were evaluated; one that is no number is never the best."""
     newest = sorted(steps)[-max(1, keep.last) :]
     kept = set(newest) | (set(keep.steps) & set(steps))
     if keep.every is not None:
         kept |= {step for step in steps if step % keep.every.count == 0}
-    best = sorted(losses, key=lambda step: (losses[step], step))
+    numbers = [step for step, loss in losses.items() if math.isfinite(loss)]
+    best = sorted(numbers, key=lambda step: (losses[step], step))
     return kept | set(best[: keep.best])
 
 
 def _validation_loss(folder: Path, step: int) -> float | None:
     try:
-        return loss_at(json.loads((folder / folders.MANIFEST).read_text()), step)
-    except (OSError, ValueError):
+        return loss_at(read_manifest(folder), step)
+    except DataError:
         return None
 
 

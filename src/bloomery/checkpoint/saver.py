@@ -50,7 +50,7 @@ class SaveOutcome:
     bytes: int
     """Of all ranks."""
     removed: tuple[str, ...] = ()
-    """Checkpoints that retention deleted afterwards."""
+    """Checkpoints that retention deleted, to make room or afterwards."""
     retention_trouble: str = ""
     """The checkpoint is complete, but older ones could not be deleted."""
 
@@ -123,11 +123,14 @@ class Saver:
         after: Sequence[Path] = (),
         parts_root: Path | None = None,
         then: Callable[[], list[str]] | None = None,
+        make_room: Callable[[], list[str]] | None = None,
     ) -> None:
         """Begin to write the picture, and return. If the save before hangs beyond its time there is none, and `poll`
         says so. `parts_root`: this node's own disk, for tensor files that no folder shares (parts.py). `then` runs on
-        rank 0 when the checkpoint is complete, for retention, and returns what it removed."""
+        rank 0 when the checkpoint is complete, for retention, and returns what it removed; so does `make_room`, before
+        the first byte, if the disk has no room for it."""
         started = time.monotonic()
+        removed: list[str] = []
         self._attempts += 1
         job = SaveJob(
             root=root,
@@ -144,6 +147,7 @@ class Saver:
             timeout_seconds=_PATIENCE * self._timeout_seconds,
             parts_root=parts_root,
             spare=self._parts_before,
+            make_room=None if make_room is None else lambda: removed.extend(make_room()),
         )
         if parts_root is not None:
             self._parts_before = [job.parts.name]
@@ -153,7 +157,7 @@ class Saver:
             error = StorageError(Problem(what, remedy="look at the storage", place=str(root)))
             self._finished.append(SaveOutcome(step, job.final, error, self._stage_seconds, 0.0, job.total_bytes))
             return
-        thread = threading.Thread(target=self._persist, args=(then,), name="bloomery-save", daemon=True)
+        thread = threading.Thread(target=self._persist, args=(then, removed), name="bloomery-save", daemon=True)
         self._flight = _Flight(job, thread, deadline=time.monotonic() + self._timeout_seconds)
         thread.start()
         self._flight.blocking_seconds = self._stage_seconds + time.monotonic() - started
@@ -204,12 +208,11 @@ class Saver:
         self._flight = None
         return True
 
-    def _persist(self, then: Callable[[], list[str]] | None) -> None:
+    def _persist(self, then: Callable[[], list[str]] | None, removed: list[str]) -> None:
         flight = self._flight
         assert flight is not None
         job, started = flight.job, time.monotonic()
         trouble: Exception | None = None
-        removed: list[str] = []
         retention_trouble = ""
         try:
             self._image.wait()
@@ -220,13 +223,13 @@ class Saver:
             try:
                 complete(job, trouble)
                 try:
-                    removed = then() if then else []
+                    removed += then() if then else []
                 except OSError as caught:
                     retention_trouble = str(caught)
             except Exception as caught:
                 trouble = caught
                 abandon(job)
-        error = job.failed(Trouble.of(trouble, job.rank)) if trouble is not None else None
+        error = job.failed(Trouble.of(trouble, job.rank), removed) if trouble is not None else None
         seconds = time.monotonic() - started
         flight.outcome = SaveOutcome(
             job.step, job.final, error, 0.0, seconds, job.total_bytes, tuple(removed), retention_trouble

@@ -146,27 +146,36 @@ class TensorFile:
 
     def kinds(self) -> dict[str, tuple[str, tuple[int, ...]]]:
         """(dtype, shape) of every tensor, all of whose bytes are there. DataError if the header says what cannot be."""
+        return {name: self._kind(name) for name in self._entries if name != "__metadata__"}
+
+    def _kind(self, name: str) -> tuple[str, tuple[int, ...]]:
+        entry = self._entries[name]
         size = os.fstat(self._descriptor).st_size - self._data_begins
-        found = {}
-        for name, entry in self._entries.items():
-            if name == "__metadata__":
-                continue
-            try:
-                dtype, shape, (start, end) = str(entry["dtype"]), tuple(entry["shape"]), entry["data_offsets"]
-                known = DTYPES.get(dtype)
-                is_right = (
-                    all(type(each) is int and each >= 0 for each in (*shape, start, end)) and start <= end <= size
-                )
-            except (KeyError, TypeError, ValueError) as error:
-                raise self._damaged(f"its header says of {name}: {entry!r}"[:300]) from error
-            if not is_right or (known is not None and prod(shape) * known.itemsize != end - start):
-                raise self._damaged(f"{name} should be {dtype} {shape} at bytes {start} to {end} of {size:,}")
-            found[name] = (dtype, shape)
-        return found
+        try:
+            dtype, shape, (start, end) = str(entry["dtype"]), tuple(entry["shape"]), entry["data_offsets"]
+            known = DTYPES.get(dtype)
+            is_right = all(type(each) is int and each >= 0 for each in (*shape, start, end)) and start <= end <= size
+        except (KeyError, TypeError, ValueError) as error:
+            raise self._damaged(f"its header says of {name}: {entry!r}"[:300]) from error
+        if not is_right or (known is not None and prod(shape) * known.itemsize != end - start):
+            raise self._damaged(f"{name} should be {dtype} {shape} at bytes {start} to {end} of {size:,}")
+        return dtype, shape
+
+    def _entry(self, key: str, shape: tuple[int, ...] | None = None) -> dict[str, Any]:
+        """What the header says of a tensor, of this shape if one is given. DataError if it cannot be."""
+        if key not in self._entries:
+            raise self._damaged(f"it holds no {key}" + (f" of shape {shape}" if shape is not None else ""))
+        dtype, found = self._kind(key)
+        if shape is not None and found != shape:
+            raise self._damaged(f"it holds no {key} of shape {shape}")
+        if dtype not in DTYPES:
+            raise self._damaged(f"{key} is of the unknown kind {dtype}")
+        entry: dict[str, Any] = self._entries[key]
+        return entry
 
     def whole(self, key: str) -> Tensor:
         """All of a tensor that is there."""
-        entry = self._entries[key]
+        entry = self._entry(key)
         return self._elements(entry, 0, prod(entry["shape"])).reshape(entry["shape"])
 
     def blocks(
@@ -176,9 +185,7 @@ class TensorFile:
 
         Reads long stretches only: what lies between short ones is read too and thrown away.
         """
-        entry = self._entries.get(key)
-        if entry is None or tuple(entry["shape"]) != shape:
-            raise self._damaged(f"it holds no {key} of shape {shape}")
+        entry = self._entry(key, shape)
         if not shape:
             yield (), self._elements(entry, 0, 1).reshape(())
             return

@@ -8,12 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bloomery.checkpoint.fence import Writer
-from bloomery.checkpoint.folder import manifests_with_parts
+from bloomery.checkpoint.folder import CHECKPOINTS, LOCAL_CHECKPOINTS, manifests_with_parts
 from bloomery.checkpoint.parts import sweep_parts
 from bloomery.checkpoint.retention import apply_retention
 from bloomery.config.recipe import CheckpointSection, KeepSection
-
-CHECKPOINTS, LOCAL_CHECKPOINTS = "checkpoints", "checkpoints-local"
 
 
 @dataclass(frozen=True)

@@ -132,12 +132,13 @@ def past_of(run_dir: Path | None) -> Before | None:
     """What the newest checkpoint of a run has taken; None without one."""
     if run_dir is None:
         return None
-    from bloomery.checkpoint.folder import find_checkpoint
+    from bloomery.checkpoint.folder import find_checkpoint, verify
     from bloomery.checkpoint.load import plan_of, read_recipe_of, read_state
     from bloomery.data.before import Before
     from bloomery.data.blend import BlendState
 
     folder = find_checkpoint(run_dir)
+    verify(folder, tensors=False)
     recipe, state = read_recipe_of(folder), read_state(folder)
     blend = BlendState.from_json(state["blend"]) if state.get("blend") is not None else None
     return Before(recipe, plan_of(recipe, state), state["step"], state["consumed_samples"], blend)

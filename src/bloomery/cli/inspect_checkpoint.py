@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from dataclasses import asdict
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -57,8 +58,14 @@ def _text(facts: dict[str, Any]) -> str:
         f"  fingerprint  {facts['fingerprint']}",
         f"  saved by     {facts['ranks']} rank(s), {layout}",
         f"  versions     format {facts['format']}, {versions}",
-        "",
     ]
+    if facts["time"] is not None:
+        lines.append(f"  saved at     {datetime.fromtimestamp(facts['time'], UTC):%Y-%m-%d %H:%M:%S} UTC")
+    if facts["validation"] is not None:
+        lines.append(f"  validation   loss {facts['validation']['loss']} at step {facts['validation']['step']:,}")
+    if facts["tokenizer"] is not None:
+        lines.append(f"  tokenizer    {facts['tokenizer']}")
+    lines.append("")
     for name, group in facts["groups"].items():
         pieces = f" in {group['pieces']:,} pieces" if group["pieces"] > group["tensors"] else ""
         lines.append(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,13 +9,15 @@ from typing import Any
 
 from bloomery.base.errors import DataError, Problem
 from bloomery.base.ranks import ALONE, Ranks
-from bloomery.checkpoint.choose import Choice, newest_good
-from bloomery.checkpoint.folder import MANIFEST, checkpoint_named, verify
+from bloomery.checkpoint.choose import Choice, newest_good, tidy
+from bloomery.checkpoint.folder import RETIRED, checkpoint_named, verify
 from bloomery.checkpoint.load import read_recipe_of, read_state
+from bloomery.checkpoint.manifest import read_manifest
 from bloomery.config.recipe import Recipe
 from bloomery.data.before import Before
 from bloomery.data.blend import BlendState
 from bloomery.data.tokenizer import Tokenizer
+from bloomery.monitor.journal import Journal
 from bloomery.sizing.plan import TrainingPlan
 from bloomery.train.contract import Difference, refusals
 from bloomery.train.differences import Side, differences
@@ -101,7 +102,7 @@ def checked_shards(past: Past, shards: dict[str, dict[str, Any]]) -> dict[str, d
     """The same. DataError if a source is another shard than the checkpoint was trained on, under the same name."""
     if past.checkpoint is None or past.before is None:
         return shards
-    told: dict[str, dict[str, Any]] = _manifest_of(past.checkpoint).get("shards", {})
+    told: dict[str, dict[str, Any]] = read_manifest(past.checkpoint).get("shards", {})
     problems = []
     for name, now in shards.items():
         then = told.get(name, now)
@@ -118,6 +119,27 @@ def checked_shards(past: Past, shards: dict[str, dict[str, Any]]) -> dict[str, d
     return shards
 
 
+def put_in_order(recipe: Recipe, roots: Sequence[Path], past: Past, journal: Journal) -> None:
+    """Move aside what this run does not go on from, and tell it. Not before the past is loaded: a start that fails must
+    leave every checkpoint where it was."""
+    keep_debris = recipe.checkpoint.debris == "keep"
+    for root in roots:
+        done = tidy(root, step=past.state.step, damaged=past.damaged, keep_debris=keep_debris)
+        if done.debris:
+            journal.event("debris_removed", past.state.step, folders=done.debris, kept=keep_debris)
+        if done.retired:
+            journal.event("retired", past.state.step, folders=done.retired)
+            journal.notice(f"later checkpoints belong to a branch that is left now; they are in {root / RETIRED}")
+        if done.latest_said is not None and past.checkpoint is not None:
+            journal.event("latest_mended", past.state.step, said=done.latest_said, place=str(root))
+    for path, reasons in past.damaged.items():
+        journal.event("damaged", past.state.step, folder=path.name, reasons=reasons, place=str(path.parent))
+        used = past.checkpoint.name if past.checkpoint else "nothing"
+        journal.warning(
+            f"{path} is damaged ({'; '.join(reasons)}). It is called damaged-{path.name} now; {used} is used"
+        )
+
+
 def _is_tokenizer_of(checkpoint: Path, recipe: Recipe) -> bool:
     """Whether the recipe's tokenizer is that of the checkpoint, by content."""
     then = _tokenizer_hash_of(checkpoint)
@@ -125,10 +147,5 @@ def _is_tokenizer_of(checkpoint: Path, recipe: Recipe) -> bool:
 
 
 def _tokenizer_hash_of(checkpoint: Path) -> str | None:
-    found: str | None = _manifest_of(checkpoint).get("tokenizer")
+    found: str | None = read_manifest(checkpoint).get("tokenizer")
     return found
-
-
-def _manifest_of(checkpoint: Path) -> dict[str, Any]:
-    facts: dict[str, Any] = json.loads((checkpoint / MANIFEST).read_text())
-    return facts

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
@@ -69,7 +70,7 @@ def hear_of_saves(run: Run, state: TrainState, outcomes: list[SaveOutcome], *, l
         if state.saving_step == outcome.step:
             state.saving_step = None
         if outcome.error is not None:
-            run.journal.event("save_failed", outcome.step, reason=str(outcome.error))
+            run.journal.event("save_failed", outcome.step, reason=str(outcome.error), removed=list(outcome.removed))
             if isinstance(outcome.error, FencedError):
                 run.stop.request(StopReason("error", str(outcome.error), outcome.error))
             elif not last:
@@ -136,7 +137,22 @@ def _persist(run: Run, state: TrainState, tier: Tier, *, keep_all: bool) -> None
             parts_root=tier.parts_root,
             after=[run.folder / names.METRICS_FILE, run.folder / names.EVENTS_FILE],
             then=partial(_after_save, run, tier, state.step, suspicious=suspicious),
+            make_room=_room_maker(run, state, tier, suspicious=suspicious),
         )
+
+
+def _room_maker(run: Run, state: TrainState, tier: Tier, *, suspicious: bool) -> Callable[[], list[str]] | None:
+    """What retention would delete after this save, less what this job has loaded or saved: for a save without room for
+    it, which otherwise would fail again and again. None where no checkpoint of the place is known to be good."""
+    if suspicious or tier is not run.durable or state.saved_step is None:
+        return None
+    known = state.saved_step
+    uploader = run.uploader
+
+    def make_room() -> list[str]:
+        return tier.retain(spare={known, *(uploader.protected() if uploader else ())})
+
+    return make_room
 
 
 def _after_save(run: Run, tier: Tier, step: int, *, suspicious: bool) -> list[str]:

@@ -17,9 +17,8 @@ from bloomery.base.errors import BloomeryError, LostRankError, Problem, RecipeEr
 from bloomery.base.ranks import ALONE, Ranks, every_rank_does, first_rank_does
 from bloomery.base.storage import locked, make_run_folder, write_atomically
 from bloomery.base.units import Duration, format_count
-from bloomery.checkpoint.choose import tidy
 from bloomery.checkpoint.fence import take_over
-from bloomery.checkpoint.folder import RETIRED, complete_checkpoints, step_of
+from bloomery.checkpoint.folder import complete_checkpoints, step_of
 from bloomery.checkpoint.load import load_on_all
 from bloomery.checkpoint.remote import retire_later_there
 from bloomery.checkpoint.save import estimate_save_seconds
@@ -46,7 +45,7 @@ from bloomery.sizing.layout import Layout
 from bloomery.sizing.parameters import count_parameters
 from bloomery.sizing.plan import TrainingPlan
 from bloomery.train.optimizer import Optimizer
-from bloomery.train.past import Past, check_tokenizer, checked_shards, find_past
+from bloomery.train.past import Past, check_tokenizer, checked_shards, find_past, put_in_order
 from bloomery.train.run import Run
 from bloomery.train.state import TrainState
 from bloomery.train.stop import StopRules
@@ -96,16 +95,17 @@ def prepared_run(
         with _errors_told(journal, state, device, ranks):
             for warning in data.warnings:
                 journal.warning(warning)
-            tiers = first_rank_does(ranks, lambda: _tiers(recipe, folder, roots, past, journal))
-            for tier in tiers.values():
-                tier.sweep()
-            first_rank_does(ranks, lambda: _leave_branch_there(recipe, state.step, journal))
+            tiers = first_rank_does(ranks, lambda: _tiers(recipe, folder, roots))
             if fetched is not None and recipe.checkpoint.upload is not None:
                 journal.event("fetched", past.state.step, folder=fetched.name, source=recipe.checkpoint.upload.to)
             first_rank_does(ranks, lambda: write_atomically(folder / "recipe.yaml", as_yaml(recipe)))
             mesh = alone() if ranks is ALONE else make_mesh(layout, device)
             num_sources = len(data.train.keys)
             runner, optimizer = _runner_and_optimizer(recipe, mesh, ranks, device, past, num_sources=num_sources)
+            first_rank_does(ranks, lambda: put_in_order(recipe, places, past, journal))
+            for tier in tiers.values():
+                tier.sweep()
+            first_rank_does(ranks, lambda: _leave_branch_there(recipe, state.step, journal))
             timeout_seconds = recipe.checkpoint.timeout.seconds
             saver = Saver(optimizer.pieces(), device=device, ranks=ranks, timeout_seconds=timeout_seconds)
             closing.push(_finishing(saver))
@@ -277,28 +277,13 @@ def _tell_changes(past: Past, data: OpenData, journal: Journal) -> None:
         journal.notice(notice)
 
 
-def _tiers(recipe: Recipe, folder: Path, roots: Mapping[str, Path], past: Past, journal: Journal) -> dict[str, Tier]:
-    """Become the one that writes checkpoints, and put the places where they lie in order."""
-    tiers = {}
-    for name, root in roots.items():
-        section = recipe.checkpoint
-        tiers[name] = Tier(name, root, take_over(root), kept_in(name, section), parts_in(name, section, folder))
-        keep_debris = recipe.checkpoint.debris == "keep"
-        done = tidy(root, step=past.state.step, damaged=past.damaged, keep_debris=keep_debris)
-        if done.debris:
-            journal.event("debris_removed", past.state.step, folders=done.debris, kept=keep_debris)
-        if done.retired:
-            journal.event("retired", past.state.step, folders=done.retired)
-            journal.notice(f"later checkpoints belong to a branch that is left now; they are in {root / RETIRED}")
-        if done.latest_said is not None and past.checkpoint is not None:
-            journal.event("latest_mended", past.state.step, said=done.latest_said, place=str(root))
-    for path, reasons in past.damaged.items():
-        journal.event("damaged", past.state.step, folder=path.name, reasons=reasons, place=str(path.parent))
-        used = past.checkpoint.name if past.checkpoint else "nothing"
-        journal.warning(
-            f"{path} is damaged ({'; '.join(reasons)}). It is called damaged-{path.name} now; {used} is used"
-        )
-    return tiers
+def _tiers(recipe: Recipe, folder: Path, roots: Mapping[str, Path]) -> dict[str, Tier]:
+    """Become the one that writes checkpoints."""
+    section = recipe.checkpoint
+    return {
+        name: Tier(name, root, take_over(root), kept_in(name, section), parts_in(name, section, folder))
+        for name, root in roots.items()
+    }
 
 
 def _runner_and_optimizer(
