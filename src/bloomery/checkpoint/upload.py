@@ -3,24 +3,17 @@
 from __future__ import annotations
 
 import json
-import shutil
 import threading
 import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bloomery.base.errors import DataError, Problem
-from bloomery.base.ranks import ALONE, Ranks
 from bloomery.checkpoint import folder as folders
 from bloomery.checkpoint.fence import Writer
-from bloomery.checkpoint.remote import complete_there, forget_marks, is_plain_name, retain_there, store_of
+from bloomery.checkpoint.remote import all_at_once, forget_marks, retain_there, store_of
 from bloomery.config.recipe import KeepSection
-
-_AT_A_TIME = 8
-"""Files that are on their way at once."""
 
 
 @dataclass(frozen=True)
@@ -121,76 +114,11 @@ def _upload(folder: Path, to: str, writer: Writer | None) -> None:
     manifest = (folder / folders.MANIFEST).read_bytes()
     forget_marks(store, place)  # of an older branch of the run
     store.makedirs(place, exist_ok=True)
-    _all([_putting(store, folder / name, f"{place}/{name}") for name in json.loads(manifest)["files"]])
+    all_at_once([_putting(store, folder / name, f"{place}/{name}") for name in json.loads(manifest)["files"]])
     if writer is not None:
         writer.require()
     store.pipe_file(f"{place}/{folders.MANIFEST}", manifest)
 
 
-def fetch_newest(source: str, root: Path, *, newer_than: int, ranks: Ranks = ALONE) -> Path | None:
-    """Bring the newest complete checkpoint of a far place here, if its step is beyond `newer_than`; else None.
-
-    All ranks call it, each fetches its share, and all of them return or raise DataError. Verified when it is used.
-    """
-    found: tuple[str, list[str], str] | str | None = None
-    if ranks.rank == 0:
-        try:
-            found = _newest_there(source, newer_than)
-        except Exception as error:  # whatever a store may raise
-            found = f"{type(error).__name__}: {error}"
-    found = ranks.broadcast(found)
-    if found is None:
-        return None
-    if isinstance(found, str):
-        raise _unreachable(source, [found])
-    name, files, manifest = found
-    draft = root / f".{name}-fetch.tmp"
-    trouble = ""
-    try:
-        draft.mkdir(parents=True, exist_ok=True)
-        store, path = store_of(source)
-        place = f"{path}/{name}"
-        _all([_getting(store, f"{place}/{file}", draft / file) for file in files[ranks.rank :: ranks.size]])
-    except Exception as caught:
-        trouble = f"{type(caught).__name__}: {caught}"
-    errors = [text for text in ranks.gather(trouble) if text]
-    if not errors and ranks.rank == 0:
-        (draft / folders.MANIFEST).write_text(manifest)
-        draft.rename(root / name)
-    elif ranks.rank == 0:
-        shutil.rmtree(draft, ignore_errors=True)
-    if errors:
-        raise _unreachable(source, errors)
-    ranks.gather(None)  # nobody looks before it has its name
-    return root / name
-
-
-def _newest_there(source: str, newer_than: int) -> tuple[str, list[str], str] | None:
-    """(name, files, manifest)."""
-    found = [there for there in complete_there(*store_of(source)) if there.step > newer_than]
-    if not found:
-        return None
-    files = sorted(found[-1].manifest["files"])
-    if not all(map(is_plain_name, files)):
-        raise ValueError(f"the manifest of {found[-1].name} names files of other folders")
-    return found[-1].name, files, found[-1].text
-
-
-def _unreachable(source: str, errors: Sequence[str]) -> DataError:
-    rule = "a newer checkpoint may lie there"
-    remedy = "mend the connection, or go on without it: checkpoint.upload=null"
-    return DataError([Problem(f"checkpoints at {source} cannot be read: {error}", rule, remedy) for error in errors])
-
-
 def _putting(store: Any, source: Path, target: str) -> Callable[[], None]:
     return lambda: store.put_file(str(source), target)
-
-
-def _getting(store: Any, source: str, target: Path) -> Callable[[], None]:
-    return lambda: store.get_file(source, str(target))
-
-
-def _all(tasks: Sequence[Callable[[], None]]) -> None:
-    with ThreadPoolExecutor(_AT_A_TIME) as pool:
-        for done in [pool.submit(task) for task in tasks]:
-            done.result()

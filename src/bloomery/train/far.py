@@ -1,0 +1,89 @@
+"""What a start has to do with the place far away where checkpoints are copied to: fetch, leave a branch, copy."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from bloomery.base.errors import DataError, Problem
+from bloomery.base.ranks import ALONE, Ranks
+from bloomery.checkpoint.fence import Writer
+from bloomery.checkpoint.fetch import Fetched, fetch_newest
+from bloomery.checkpoint.folder import complete_checkpoints, is_step_name, step_name, step_of
+from bloomery.checkpoint.remote import retire_later_there
+from bloomery.checkpoint.upload import Uploader
+from bloomery.config.recipe import Recipe
+from bloomery.monitor.journal import Journal
+
+
+class Far:
+    """Of one start. All ranks have one, and fetch together; rank 0 does the rest."""
+
+    def __init__(self, recipe: Recipe, folder: Path, root: Path, ranks: Ranks = ALONE) -> None:
+        """`folder`: of the run. `root`: where its checkpoints lie that are copied."""
+        assert recipe.checkpoint.upload is not None
+        self._upload = recipe.checkpoint.upload
+        self._folder = folder
+        self._root = root
+        self._ranks = ranks
+        self._fetched = Fetched(None)
+        self._replaced: Sequence[str] = ()
+        """What was wrong with the one here whose place the fetched one took."""
+
+    def fetch_newer(self, newer_than: int, damaged: Mapping[Path, list[str]]) -> Path | None:
+        """Collective. DataError if neither here nor there is a good one, but damaged ones are."""
+        self._fetched = found = fetch_newest(self._upload.to, self._root, newer_than=newer_than, ranks=self._ranks)
+        if found.folder is None and found.damaged and newer_than < 0:
+            here = [Problem(text, place=str(path)) for path, texts in damaged.items() for text in texts]
+            there = [Problem(text, place=self._there(name)) for name, texts in found.damaged.items() for text in texts]
+            remedy = "bring one back from a backup, or move them away to start from the beginning"
+            what = "all checkpoints of this run are damaged, also the copies"
+            raise DataError([*here, *there, Problem(what, remedy=remedy)])
+        if found.folder is not None:
+            self._replaced = damaged.get(found.folder, ())
+        return found.folder
+
+    def fetch_named(self, name: str, roots: Sequence[Path]) -> None:
+        """The one that a user names, if it is there and not here. Collective."""
+        wanted = step_name(int(name)) if name.isdigit() else name
+        is_here = any(path.name == wanted for root in roots for path in complete_checkpoints(root))
+        if is_step_name(wanted) and not self._ranks.broadcast(is_here):
+            step = step_of(Path(wanted))
+            self._fetched = fetch_newest(self._upload.to, self._root, newer_than=-1, only=step, ranks=self._ranks)
+
+    def tell(self, step: int, journal: Journal) -> None:
+        """What came of fetching."""
+        found = self._fetched
+        for name, reasons in found.damaged.items():
+            journal.event("damaged", step, folder=name, reasons=reasons, place=self._upload.to)
+            journal.warning(f"the copy {self._there(name)} is damaged ({'; '.join(reasons)}). It is not used")
+        if found.folder is None:
+            return
+        journal.event("fetched", step, folder=found.folder.name, source=self._upload.to)
+        if found.put_aside:
+            reasons = list(self._replaced)
+            journal.event("damaged", step, folder=found.folder.name, reasons=reasons, place=str(self._root))
+            journal.warning(
+                f"{found.folder} was damaged ({'; '.join(reasons)}). It is called {found.put_aside} now; "
+                f"its copy from {self._upload.to} is used"
+            )
+
+    def leave_branch(self, step: int, writer: Writer, journal: Journal) -> None:
+        """What lies there beyond the step that this job begins at belongs to a branch that is left."""
+        try:
+            retired = retire_later_there(self._upload.to, step)
+        except Exception as error:  # whatever a store may raise
+            text = f"{type(error).__name__}: {error}"
+            journal.warning(
+                f"later checkpoints in {self._upload.to} could not be put aside: {text}. A later start may fetch them"
+            )
+            return
+        if retired:
+            journal.event("retired", step, folders=retired, place=self._upload.to)
+
+    def uploader(self, writer: Writer) -> Uploader:
+        every_steps = self._upload.every.count if self._upload.every else None
+        return Uploader(self._upload.to, every_steps=every_steps, keep=self._upload.keep, writer=writer)
+
+    def _there(self, name: str) -> str:
+        return f"{self._upload.to.rstrip('/')}/{name}"
