@@ -92,15 +92,29 @@ def retain_there(url: str, keep: KeepSection, newest: int, writer: Writer | None
     return [found[step].name for step in doomed]
 
 
-def retire_later_there(url: str, step: int) -> list[str]:
+def retire_later_there(
+    url: str, step: int, writer: Writer | None = None, *, is_left: Callable[[There], bool] = lambda there: False
+) -> list[str]:
     """Put aside what lies there beyond `step`: the run goes on from an earlier checkpoint, so no start may fetch it.
-    All files stay, and the manifest under another name; the names."""
+    Likewise what `is_left` names. All files stay, and the manifest under another name; the names."""
     store, path = store_of(url)
-    later = [there for there in complete_there(store, path) if there.step > step and is_ours(there)]
+    ours = filter(is_ours, complete_there(store, path))
+    later = [there for there in ours if there.step > step or is_left(there)]
     for there in later:
+        if writer is not None:
+            writer.require()
         store.pipe_file(there.path(RETIRED), there.text.encode())
         store.rm_file(there.path(folders.MANIFEST))
     return [there.name for there in later]
+
+
+def holds(store: Any, place: str, manifest: bytes) -> bool:
+    """Whether a folder there is whole, has this very manifest, and is not about to be deleted."""
+    try:
+        there = There(place, folders.step_of(Path(place)), store.cat_file(f"{place}/{folders.MANIFEST}").decode())
+    except (FileNotFoundError, NotADirectoryError, UnicodeDecodeError):
+        return False
+    return there.text.encode() == manifest and not store.exists(there.path(TOMBSTONE)) and _is_whole(store, there)
 
 
 def forget_marks(store: Any, place: str) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 from bloomery.checkpoint import folder as folders
 from bloomery.checkpoint.fence import Writer
-from bloomery.checkpoint.remote import all_at_once, forget_marks, retain_there, store_of
+from bloomery.checkpoint.remote import all_at_once, forget_marks, holds, retain_there, store_of
 from bloomery.config.recipe import KeepSection
 
 
@@ -24,6 +24,8 @@ class UploadOutcome:
     error: str = ""
     removed: tuple[str, ...] = ()
     """Older copies that were deleted there."""
+    was_there: bool = False
+    """Nothing was copied, because the very same lies there."""
     retention_trouble: str = ""
     """Why older copies could not be deleted; this one is complete."""
 
@@ -55,10 +57,14 @@ class Uploader:
         self._current: _Offer | None = None
         self._outcomes: list[UploadOutcome] = []
 
-    def offer(self, folder: Path, *, keep_all: bool = False) -> None:
+    def wants(self, folder: Path) -> bool:
+        """Whether it is one of those that are copied, by its step."""
+        return self._every_steps is None or folders.step_of(folder) % self._every_steps == 0
+
+    def offer(self, folder: Path, *, keep_all: bool = False, final: bool = False) -> None:
         """A complete checkpoint. It must stay until `protected` no longer names its step. `keep_all`: delete nothing
-        for it, because it may be worse than the older ones."""
-        if self._every_steps is not None and folders.step_of(folder) % self._every_steps:
+        for it, because it may be worse than the older ones. `final`: the last one of the run, copied at any step."""
+        if not (final or self.wants(folder)):
             return
         with self._changed:
             self._waiting = _Offer(folder, keep_all)
@@ -88,9 +94,9 @@ class Uploader:
             offer, started = self._current, time.monotonic()
             assert offer is not None
             step = folders.step_of(offer.folder)
-            error, trouble, removed = "", "", []
+            error, trouble, removed, was_there = "", "", [], False
             try:
-                _upload(offer.folder, self.to, self._writer)
+                was_there = _upload(offer.folder, self.to, self._writer)
             except Exception as caught:  # whatever a store may raise: it is told, and training goes on
                 error = f"{type(caught).__name__}: {caught}"
             seconds = time.monotonic() - started
@@ -100,25 +106,37 @@ class Uploader:
                 except Exception as caught:
                     trouble = f"{type(caught).__name__}: {caught}"
             with self._changed:
-                self._outcomes.append(UploadOutcome(step, self.to, seconds, error, tuple(removed), trouble))
+                self._outcomes.append(
+                    UploadOutcome(step, self.to, seconds, error, tuple(removed), was_there, retention_trouble=trouble)
+                )
                 self._current, self._waiting = self._waiting, None
                 self._changed.notify_all()
                 if self._current is None:
                     return
 
 
-def _upload(folder: Path, to: str, writer: Writer | None) -> None:
-    """The manifest goes last, so that a copy without one is debris there too."""
+def _upload(folder: Path, to: str, writer: Writer | None) -> bool:
+    """The manifest goes last, so that a copy without one is debris there too. True: the very same was there already.
+
+    Every change there is asked for: one that a newer start has made must not be touched by an older one."""
+    require = writer.require if writer is not None else lambda: None
     store, path = store_of(to)
     place = f"{path}/{folder.name}"
     manifest = (folder / folders.MANIFEST).read_bytes()
+    if holds(store, place, manifest):
+        return True
+    require()
     forget_marks(store, place)  # of an older branch of the run
     store.makedirs(place, exist_ok=True)
-    all_at_once([_putting(store, folder / name, f"{place}/{name}") for name in json.loads(manifest)["files"]])
-    if writer is not None:
-        writer.require()
+    all_at_once([_putting(store, folder / name, f"{place}/{name}", require) for name in json.loads(manifest)["files"]])
+    require()
     store.pipe_file(f"{place}/{folders.MANIFEST}", manifest)
+    return False
 
 
-def _putting(store: Any, source: Path, target: str) -> Callable[[], None]:
-    return lambda: store.put_file(str(source), target)
+def _putting(store: Any, source: Path, target: str, require: Callable[[], None]) -> Callable[[], None]:
+    def put() -> None:
+        require()
+        store.put_file(str(source), target)
+
+    return put

@@ -23,7 +23,7 @@ from bloomery.checkpoint.folder import RETIRED
 from bloomery.checkpoint.load import load_on_all
 from bloomery.checkpoint.save import estimate_save_seconds
 from bloomery.checkpoint.saver import Saver
-from bloomery.checkpoint.tiers import Tier, kept_in, parts_in, tier_roots
+from bloomery.checkpoint.tiers import Tier, all_roots, kept_in, parts_in, tier_roots
 from bloomery.config.describe import as_yaml, fingerprint
 from bloomery.config.recipe import Recipe
 from bloomery.data.batch import Source
@@ -119,6 +119,7 @@ def prepared_run(
             loader.seek(state.consumed_samples)
             facts = {
                 **_start_facts(recipe, device, ranks, past),
+                "start": tiers["durable"].writer.token,
                 "tokenizer": data.tokenizer_hash,
                 "save_host_bytes": saver.host_bytes,
                 names.FACT_ENERGY: energy.before.to_json(),
@@ -127,6 +128,9 @@ def prepared_run(
             journal.notice(_greeting(facts, plan, past))
             _tell_changes(past, data, journal)
             samples = _validation_samples(recipe, data.validation)
+            uploader = None
+            if far is not None and ranks.rank == 0:
+                uploader = far.uploader(tiers["durable"].writer, plan.train_steps)
             yield (
                 Run(
                     recipe=recipe,
@@ -151,7 +155,7 @@ def prepared_run(
                     saver=saver,
                     durable=tiers["durable"],
                     local=tiers.get("local"),
-                    uploader=far.uploader(tiers["durable"].writer) if far is not None and ranks.rank == 0 else None,
+                    uploader=uploader,
                     recipe_text=as_yaml(recipe),
                     journal=journal,
                     meter=IntervalMeter(past.interval),
@@ -243,9 +247,11 @@ def _tell_changes(past: Past, data: OpenData, journal: Journal) -> None:
 def _tiers(recipe: Recipe, folder: Path, roots: Mapping[str, Path], past: Past, journal: Journal) -> dict[str, Tier]:
     """Become the one that writes checkpoints, and put the places where they lie in order."""
     tiers = {}
-    for name, root in roots.items():
-        section = recipe.checkpoint
-        tiers[name] = Tier(name, root, take_over(root), kept_in(name, section), parts_in(name, section, folder))
+    absent = [root for root in all_roots(folder) if root.is_dir() and root not in roots.values()]
+    for name, root in [*roots.items(), *(("", root) for root in absent)]:  # a branch is left in all of them
+        section, writer = recipe.checkpoint, take_over(root)
+        if name:
+            tiers[name] = Tier(name, root, writer, kept_in(name, section), parts_in(name, section, folder))
         keep_debris = recipe.checkpoint.debris == "keep"
         done = tidy(root, step=past.state.step, damaged=past.damaged, keep_debris=keep_debris)
         if done.debris:
