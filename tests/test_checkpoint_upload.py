@@ -18,10 +18,11 @@ from bloomery.base.units import Amount
 from bloomery.checkpoint import folder as folders
 from bloomery.checkpoint import upload as upload_module
 from bloomery.checkpoint.fence import FencedError, take_over
+from bloomery.checkpoint.fetch import fetch_newest
 from bloomery.checkpoint.remote import TOMBSTONE, complete_there, retain_there, retire_later_there, store_of
 from bloomery.checkpoint.retention import apply_retention
 from bloomery.checkpoint.save import save_checkpoint
-from bloomery.checkpoint.upload import Uploader, UploadOutcome, fetch_newest
+from bloomery.checkpoint.upload import Uploader, UploadOutcome
 from bloomery.config.recipe import KeepSection
 from checkpoints import assert_same_tensors
 from conftest import Workshop
@@ -58,16 +59,16 @@ def upload(*folders_: Path, **settings: Any) -> list[str]:
 def test_a_copy_comes_back_whole(tmp_path: Path, ranks: int) -> None:
     assert upload(save(tmp_path / "here", 1), save(tmp_path / "here", 2)) == ["", ""]
     there = tmp_path / "there"
-    fetched = together(ranks, lambda rank: fetch_newest(URL, there, newer_than=-1, ranks=rank))
+    fetched = together(ranks, lambda rank: fetch_newest(URL, there, newer_than=-1, ranks=rank).folder)
     assert fetched == [there / "step-00000002"] * ranks
     folders.verify(there / "step-00000002")
-    assert fetch_newest(URL, there, newer_than=2) is None
-    assert fetch_newest("memory://nothing", there, newer_than=-1) is None
+    assert fetch_newest(URL, there, newer_than=2).folder is None
+    assert fetch_newest("memory://nothing", there, newer_than=-1).folder is None
 
 
 def test_only_marked_steps_are_copied(tmp_path: Path) -> None:
     assert upload(save(tmp_path, 3), save(tmp_path, 4), every_steps=4) == [""]
-    assert fetch_newest(URL, tmp_path / "there", newer_than=0) == tmp_path / "there" / "step-00000004"
+    assert fetch_newest(URL, tmp_path / "there", newer_than=0).folder == tmp_path / "there" / "step-00000004"
 
 
 def test_a_copy_without_manifest_is_debris(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -77,7 +78,7 @@ def test_a_copy_without_manifest_is_debris(tmp_path: Path, monkeypatch: pytest.M
     take_over(tmp_path)
     (error,) = upload(newer, writer=old)  # a zombie copies, but its copy does not count
     assert "has taken over" in error
-    assert fetch_newest(URL, tmp_path / "there", newer_than=-1) == tmp_path / "there" / "step-00000001"
+    assert fetch_newest(URL, tmp_path / "there", newer_than=-1).folder == tmp_path / "there" / "step-00000001"
 
 
 def test_copies_wait_for_each_other_and_retention_for_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -114,10 +115,17 @@ def test_a_place_that_fails_is_told(tmp_path: Path) -> None:
     assert "checkpoint.upload=null" in str(raised[0])
 
 
-def test_a_copy_that_breaks_off_while_it_is_fetched_leaves_nothing(tmp_path: Path) -> None:
+def test_a_copy_that_breaks_off_while_it_is_fetched_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     upload(save(tmp_path / "here", 1))
-    fsspec.filesystem("memory").rm_file("/bucket/run/step-00000001/state.json")
-    with pytest.raises(DataError, match=r"cannot be read.*state.json"):
+    store = fsspec.filesystem("memory")
+
+    def break_off(source: str, target: str) -> None:
+        raise ConnectionError(f"lost at {source}")
+
+    monkeypatch.setattr(store, "get_file", break_off)
+    with pytest.raises(DataError, match=r"cannot be read: ConnectionError: lost"):
         fetch_newest(URL, tmp_path / "there", newer_than=-1)
     assert list((tmp_path / "there").iterdir()) == []
 
@@ -241,7 +249,7 @@ def test_a_deletion_that_was_cut_off_is_finished_by_the_next(
     store.pipe_file(f"{path}/step-00000001/{TOMBSTONE}", store.cat_file(f"{path}/step-00000001/manifest.json"))
     store.rm_file(f"{path}/step-00000001/manifest.json")
     store.rm_file(f"{path}/step-00000001/state.json")
-    assert fetch_newest(far, tmp_path / "there", newer_than=-1) is None
+    assert fetch_newest(far, tmp_path / "there", newer_than=-1).folder is None
     copy_to(far, save(tmp_path / "here", 2), keep=KeepSection(last=5))
     assert not [name for name in files_at(far) if name.startswith("step-00000001")]
     copy_to(far, save(tmp_path / "here", 1))  # and a step that comes again is complete again
@@ -260,7 +268,7 @@ def test_a_start_that_was_overtaken_deletes_nothing_there(far: str, tmp_path: Pa
 def test_a_branch_that_is_left_is_neither_fetched_nor_deleted(far: str, tmp_path: Path) -> None:
     copy_to(far, *(save(tmp_path / "here", step) for step in (2, 8, 9)))
     assert retire_later_there(far, 2) == ["step-00000008", "step-00000009"]
-    assert fetch_newest(far, tmp_path / "there", newer_than=2) is None
+    assert fetch_newest(far, tmp_path / "there", newer_than=2).folder is None
     copy_to(far, save(tmp_path / "here", 3), save(tmp_path / "here", 4), keep=KeepSection(last=1))
     assert steps_at(far) == [4]
     assert "step-00000009/manifest.retired.json" in files_at(far)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -19,18 +19,30 @@ class Choice:
     """Newer ones that cannot be used, and why. They still lie where they lay."""
 
 
-def newest_good(roots: Sequence[Path], *, ranks: Ranks = ALONE) -> Choice:
-    """Verify from the newest on. DataError if there are checkpoints but none that can be used: starting from the
-    beginning would be a lie. All ranks call it, each reads its share of the files."""
+Elsewhere = Callable[[int, Mapping[Path, list[str]]], Path | None]
+"""Brings a checkpoint that is newer than a step and whole, given the damaged ones here; it may take the place of one of
+those. None if there is none. Collective."""
+
+
+def newest_good(roots: Sequence[Path], *, ranks: Ranks = ALONE, elsewhere: Elsewhere | None = None) -> Choice:
+    """Verify from the newest on; a newer one from `elsewhere` wins. DataError if there are checkpoints but none that
+    can be used: starting from the beginning would be a lie. All ranks call it, each reads its share of the files."""
     found = [path for root in roots for path in folders.complete_checkpoints(root)]
     order = sorted(found, key=lambda path: -folders.step_of(path))  # stable: of one step the first root's
     candidates: list[Path] = ranks.broadcast(order)
     damaged: dict[Path, list[str]] = {}
+    good: Path | None = None
     for candidate in candidates:
         damage = folders.damage(candidate, ranks=ranks)
         if not damage:
-            return Choice(candidate, damaged)
+            good = candidate
+            break
         damaged[candidate] = damage
+    brought = elsewhere(folders.step_of(good) if good else -1, damaged) if elsewhere else None
+    if brought is not None:
+        return Choice(brought, {path: texts for path, texts in damaged.items() if path != brought})
+    if good is not None:
+        return Choice(good, damaged)
     if damaged:
         problems = [Problem(text, place=str(path)) for path, texts in damaged.items() for text in texts]
         remedy = "bring one back from a backup, or move them away to start from the beginning"

@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -101,13 +101,27 @@ def _is_validation(value: Any) -> bool:
     return True
 
 
-_RIGHT = {
+def _are_shards(value: Any) -> bool:
+    return value is None or (
+        isinstance(value, dict)
+        and all(
+            isinstance(facts, dict)
+            and _is_count(facts.get("documents"))
+            and _is_count(facts.get("tokens"))
+            and isinstance(facts.get("digest"), str)
+            for facts in value.values()
+        )
+    )
+
+
+_RIGHT: dict[str, Callable[[Any], bool]] = {
     "format": lambda value: type(value) is int,
     "step": _is_count,
     "ranks": lambda value: _is_count(value) and value > 0,
     "files": _are_files,
     "versions": lambda value: value is None or isinstance(value, dict),
     "tokenizer": lambda value: value is None or isinstance(value, str),
+    "shards": _are_shards,
     "time": lambda value: value is None or type(value) in (int, float),
     "validation": _is_validation,
     PARTS: lambda value: value is None or isinstance(value, str),

@@ -8,15 +8,20 @@ from __future__ import annotations
 
 import contextlib
 import json
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from bloomery.checkpoint import folder as folders
 from bloomery.checkpoint.fence import Writer
 from bloomery.checkpoint.retention import kept_steps, loss_at
 from bloomery.config.recipe import KeepSection
 
+T = TypeVar("T")
+_AT_A_TIME = 8
+"""Files that are on their way at once."""
 TOMBSTONE = "manifest.deleted.json"
 RETIRED = "manifest.retired.json"
 """The manifest of a checkpoint whose branch of the run was left."""
@@ -62,7 +67,9 @@ def complete_there(store: Any, path: str, *, marker: str = folders.MANIFEST) -> 
     for name in filter(folders.is_step_name, names):
         place = f"{path}/{name}"
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):  # debris, or a file in the way
-            found.append(There(place, folders.step_of(Path(name)), store.cat_file(f"{place}/{marker}").decode()))
+            found.append(
+                There(place, folders.step_of(Path(name)), store.cat_file(f"{place}/{marker}").decode(errors="replace"))
+            )
     return sorted(found, key=lambda there: there.step)
 
 
@@ -73,9 +80,9 @@ def retain_there(url: str, keep: KeepSection, newest: int, writer: Writer | None
     it is not whole there.
     """
     store, path = store_of(url)
-    for cut_off in filter(_is_ours, complete_there(store, path, marker=TOMBSTONE)):
+    for cut_off in filter(is_ours, complete_there(store, path, marker=TOMBSTONE)):
         _delete(store, cut_off, writer)
-    found = {there.step: there for there in complete_there(store, path) if there.step <= newest and _is_ours(there)}
+    found = {there.step: there for there in complete_there(store, path) if there.step <= newest and is_ours(there)}
     if newest not in found or not _is_whole(store, found[newest]):
         raise OSError(f"{folders.step_name(newest)} is not whole in {url}, so nothing older was deleted there")
     losses = {step: loss for step, there in found.items() if (loss := loss_at(there.manifest, step)) is not None}
@@ -85,15 +92,29 @@ def retain_there(url: str, keep: KeepSection, newest: int, writer: Writer | None
     return [found[step].name for step in doomed]
 
 
-def retire_later_there(url: str, step: int) -> list[str]:
+def retire_later_there(
+    url: str, step: int, writer: Writer | None = None, *, is_left: Callable[[There], bool] = lambda there: False
+) -> list[str]:
     """Put aside what lies there beyond `step`: the run goes on from an earlier checkpoint, so no start may fetch it.
-    All files stay, and the manifest under another name; the names."""
+    Likewise what `is_left` names. All files stay, and the manifest under another name; the names."""
     store, path = store_of(url)
-    later = [there for there in complete_there(store, path) if there.step > step and _is_ours(there)]
+    ours = filter(is_ours, complete_there(store, path))
+    later = [there for there in ours if there.step > step or is_left(there)]
     for there in later:
+        if writer is not None:
+            writer.require()
         store.pipe_file(there.path(RETIRED), there.text.encode())
         store.rm_file(there.path(folders.MANIFEST))
     return [there.name for there in later]
+
+
+def holds(store: Any, place: str, manifest: bytes) -> bool:
+    """Whether a folder there is whole, has this very manifest, and is not about to be deleted."""
+    try:
+        there = There(place, folders.step_of(Path(place)), store.cat_file(f"{place}/{folders.MANIFEST}").decode())
+    except (FileNotFoundError, NotADirectoryError, UnicodeDecodeError):
+        return False
+    return there.text.encode() == manifest and not store.exists(there.path(TOMBSTONE)) and _is_whole(store, there)
 
 
 def forget_marks(store: Any, place: str) -> None:
@@ -108,7 +129,8 @@ def is_plain_name(file: str) -> bool:
     return Path(file).name == file != ""
 
 
-def _is_ours(there: There) -> bool:
+def is_ours(there: There) -> bool:
+    """Whether its manifest is that of a checkpoint of this step."""
     try:
         manifest = there.manifest
         return (
@@ -134,3 +156,9 @@ def _delete(store: Any, there: There, writer: Writer | None) -> None:
             store.rm_file(there.path(file))
     with contextlib.suppress(Exception):  # a store without folders has none to remove, and a file of somebody's stays
         store.rmdir(there.place)
+
+
+def all_at_once(tasks: Sequence[Callable[[], T]]) -> list[T]:
+    """What the tasks return, done side by side."""
+    with ThreadPoolExecutor(_AT_A_TIME) as pool:
+        return [done.result() for done in [pool.submit(task) for task in tasks]]

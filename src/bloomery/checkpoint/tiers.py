@@ -43,6 +43,11 @@ def tier_roots(section: CheckpointSection, run_folder: Path) -> dict[str, Path]:
     return roots
 
 
+def all_roots(run_folder: Path) -> list[Path]:
+    """Where checkpoints may be listed, whatever the recipe has now."""
+    return [run_folder / CHECKPOINTS, run_folder / LOCAL_CHECKPOINTS]
+
+
 def parts_in(name: str, section: CheckpointSection, run_folder: Path) -> Path | None:
     """Where a tier's tensor files lie on each node. The place carries a mark of the run's folder: two runs of one name
     must not take each other's."""

@@ -3,24 +3,17 @@
 from __future__ import annotations
 
 import json
-import shutil
 import threading
 import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bloomery.base.errors import DataError, Problem
-from bloomery.base.ranks import ALONE, Ranks
 from bloomery.checkpoint import folder as folders
 from bloomery.checkpoint.fence import Writer
-from bloomery.checkpoint.remote import complete_there, forget_marks, is_plain_name, retain_there, store_of
+from bloomery.checkpoint.remote import all_at_once, forget_marks, holds, retain_there, store_of
 from bloomery.config.recipe import KeepSection
-
-_AT_A_TIME = 8
-"""Files that are on their way at once."""
 
 
 @dataclass(frozen=True)
@@ -31,6 +24,8 @@ class UploadOutcome:
     error: str = ""
     removed: tuple[str, ...] = ()
     """Older copies that were deleted there."""
+    was_there: bool = False
+    """Nothing was copied, because the very same lies there."""
     retention_trouble: str = ""
     """Why older copies could not be deleted; this one is complete."""
 
@@ -62,10 +57,14 @@ class Uploader:
         self._current: _Offer | None = None
         self._outcomes: list[UploadOutcome] = []
 
-    def offer(self, folder: Path, *, keep_all: bool = False) -> None:
+    def wants(self, folder: Path) -> bool:
+        """Whether it is one of those that are copied, by its step."""
+        return self._every_steps is None or folders.step_of(folder) % self._every_steps == 0
+
+    def offer(self, folder: Path, *, keep_all: bool = False, final: bool = False) -> None:
         """A complete checkpoint. It must stay until `protected` no longer names its step. `keep_all`: delete nothing
-        for it, because it may be worse than the older ones."""
-        if self._every_steps is not None and folders.step_of(folder) % self._every_steps:
+        for it, because it may be worse than the older ones. `final`: the last one of the run, copied at any step."""
+        if not (final or self.wants(folder)):
             return
         with self._changed:
             self._waiting = _Offer(folder, keep_all)
@@ -95,9 +94,9 @@ class Uploader:
             offer, started = self._current, time.monotonic()
             assert offer is not None
             step = folders.step_of(offer.folder)
-            error, trouble, removed = "", "", []
+            error, trouble, removed, was_there = "", "", [], False
             try:
-                _upload(offer.folder, self.to, self._writer)
+                was_there = _upload(offer.folder, self.to, self._writer)
             except Exception as caught:  # whatever a store may raise: it is told, and training goes on
                 error = f"{type(caught).__name__}: {caught}"
             seconds = time.monotonic() - started
@@ -107,90 +106,37 @@ class Uploader:
                 except Exception as caught:
                     trouble = f"{type(caught).__name__}: {caught}"
             with self._changed:
-                self._outcomes.append(UploadOutcome(step, self.to, seconds, error, tuple(removed), trouble))
+                self._outcomes.append(
+                    UploadOutcome(step, self.to, seconds, error, tuple(removed), was_there, retention_trouble=trouble)
+                )
                 self._current, self._waiting = self._waiting, None
                 self._changed.notify_all()
                 if self._current is None:
                     return
 
 
-def _upload(folder: Path, to: str, writer: Writer | None) -> None:
-    """The manifest goes last, so that a copy without one is debris there too."""
+def _upload(folder: Path, to: str, writer: Writer | None) -> bool:
+    """The manifest goes last, so that a copy without one is debris there too. True: the very same was there already.
+
+    Every change there is asked for: one that a newer start has made must not be touched by an older one."""
+    require = writer.require if writer is not None else lambda: None
     store, path = store_of(to)
     place = f"{path}/{folder.name}"
     manifest = (folder / folders.MANIFEST).read_bytes()
+    if holds(store, place, manifest):
+        return True
+    require()
     forget_marks(store, place)  # of an older branch of the run
     store.makedirs(place, exist_ok=True)
-    _all([_putting(store, folder / name, f"{place}/{name}") for name in json.loads(manifest)["files"]])
-    if writer is not None:
-        writer.require()
+    all_at_once([_putting(store, folder / name, f"{place}/{name}", require) for name in json.loads(manifest)["files"]])
+    require()
     store.pipe_file(f"{place}/{folders.MANIFEST}", manifest)
+    return False
 
 
-def fetch_newest(source: str, root: Path, *, newer_than: int, ranks: Ranks = ALONE) -> Path | None:
-    """Bring the newest complete checkpoint of a far place here, if its step is beyond `newer_than`; else None.
+def _putting(store: Any, source: Path, target: str, require: Callable[[], None]) -> Callable[[], None]:
+    def put() -> None:
+        require()
+        store.put_file(str(source), target)
 
-    All ranks call it, each fetches its share, and all of them return or raise DataError. Verified when it is used.
-    """
-    found: tuple[str, list[str], str] | str | None = None
-    if ranks.rank == 0:
-        try:
-            found = _newest_there(source, newer_than)
-        except Exception as error:  # whatever a store may raise
-            found = f"{type(error).__name__}: {error}"
-    found = ranks.broadcast(found)
-    if found is None:
-        return None
-    if isinstance(found, str):
-        raise _unreachable(source, [found])
-    name, files, manifest = found
-    draft = root / f".{name}-fetch.tmp"
-    trouble = ""
-    try:
-        draft.mkdir(parents=True, exist_ok=True)
-        store, path = store_of(source)
-        place = f"{path}/{name}"
-        _all([_getting(store, f"{place}/{file}", draft / file) for file in files[ranks.rank :: ranks.size]])
-    except Exception as caught:
-        trouble = f"{type(caught).__name__}: {caught}"
-    errors = [text for text in ranks.gather(trouble) if text]
-    if not errors and ranks.rank == 0:
-        (draft / folders.MANIFEST).write_text(manifest)
-        draft.rename(root / name)
-    elif ranks.rank == 0:
-        shutil.rmtree(draft, ignore_errors=True)
-    if errors:
-        raise _unreachable(source, errors)
-    ranks.gather(None)  # nobody looks before it has its name
-    return root / name
-
-
-def _newest_there(source: str, newer_than: int) -> tuple[str, list[str], str] | None:
-    """(name, files, manifest)."""
-    found = [there for there in complete_there(*store_of(source)) if there.step > newer_than]
-    if not found:
-        return None
-    files = sorted(found[-1].manifest["files"])
-    if not all(map(is_plain_name, files)):
-        raise ValueError(f"the manifest of {found[-1].name} names files of other folders")
-    return found[-1].name, files, found[-1].text
-
-
-def _unreachable(source: str, errors: Sequence[str]) -> DataError:
-    rule = "a newer checkpoint may lie there"
-    remedy = "mend the connection, or go on without it: checkpoint.upload=null"
-    return DataError([Problem(f"checkpoints at {source} cannot be read: {error}", rule, remedy) for error in errors])
-
-
-def _putting(store: Any, source: Path, target: str) -> Callable[[], None]:
-    return lambda: store.put_file(str(source), target)
-
-
-def _getting(store: Any, source: str, target: Path) -> Callable[[], None]:
-    return lambda: store.get_file(source, str(target))
-
-
-def _all(tasks: Sequence[Callable[[], None]]) -> None:
-    with ThreadPoolExecutor(_AT_A_TIME) as pool:
-        for done in [pool.submit(task) for task in tasks]:
-            done.result()
+    return put

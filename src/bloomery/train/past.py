@@ -21,6 +21,7 @@ from bloomery.monitor.journal import Journal
 from bloomery.sizing.plan import TrainingPlan
 from bloomery.train.contract import Difference, refusals
 from bloomery.train.differences import Side, differences
+from bloomery.train.far import Far
 from bloomery.train.loss_scale import LossScale
 from bloomery.train.state import TrainState
 
@@ -42,18 +43,26 @@ class Past:
 
 
 def find_past(
-    recipe: Recipe, roots: Sequence[Path], *, wanted: str | None, changes: Sequence[str] = (), ranks: Ranks = ALONE
+    recipe: Recipe,
+    roots: Sequence[Path],
+    *,
+    wanted: str | None,
+    changes: Sequence[str] = (),
+    ranks: Ranks = ALONE,
+    far: Far | None = None,
 ) -> Past:
-    """The checkpoint called `wanted`, else the newest that is whole; of this very training. DataError if it is not,
-    less the fields named by `changes`.
+    """The checkpoint called `wanted`, else the newest that is whole, here or `far` away; of this very training.
+    DataError if it is not, less the fields named by `changes`.
 
     All ranks call it: they share the work of verifying."""
     if wanted:
+        if far is not None:
+            far.fetch_named(wanted, roots)
         named = checkpoint_named(roots, wanted)
         verify(named, ranks=ranks)
         choice = Choice(named)
     else:
-        choice = newest_good(roots, ranks=ranks)
+        choice = newest_good(roots, ranks=ranks, elsewhere=far.fetch_newer if far else None)
     checkpoint = choice.folder
     if checkpoint is None:
         scale = LossScale.start(recipe.loss_scale) if recipe.precision == "fp16" else None
@@ -102,7 +111,7 @@ def checked_shards(past: Past, shards: dict[str, dict[str, Any]]) -> dict[str, d
     """The same. DataError if a source is another shard than the checkpoint was trained on, under the same name."""
     if past.checkpoint is None or past.before is None:
         return shards
-    told: dict[str, dict[str, Any]] = read_manifest(past.checkpoint).get("shards", {})
+    told: dict[str, dict[str, Any]] = read_manifest(past.checkpoint).get("shards") or {}
     problems = []
     for name, now in shards.items():
         then = told.get(name, now)

@@ -7,12 +7,13 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
+from bloomery.base.units import format_seconds
 from bloomery.checkpoint.fence import FencedError
 from bloomery.checkpoint.folder import step_name
 from bloomery.checkpoint.save import agreed
 from bloomery.checkpoint.saver import SaveOutcome
 from bloomery.checkpoint.tiers import Tier
-from bloomery.checkpoint.upload import UploadOutcome
+from bloomery.checkpoint.upload import Uploader, UploadOutcome
 from bloomery.monitor import names
 from bloomery.sizing.cadence import Cadence, cadence, seconds_between_failures
 from bloomery.train.run import Run
@@ -52,7 +53,7 @@ def save(run: Run, state: TrainState, *, last: bool = False, keep_all: bool = Fa
             settle(run, state)
             _wait_for_last_save(run, state)
     if last and run.uploader is not None:
-        hear_of_uploads(run, run.uploader.wait(run.recipe.checkpoint.timeout.seconds))
+        _wait_for_uploads(run, run.uploader)
 
 
 def _wait_for_last_save(run: Run, state: TrainState) -> None:
@@ -127,6 +128,8 @@ def _persist(run: Run, state: TrainState, tier: Tier, *, keep_all: bool) -> None
             facts={
                 "consumed_samples": state.consumed_samples,
                 "consumed_tokens": run.plan.tokens_at(state.consumed_samples),
+                "run": run.recipe.name,
+                "start": run.start_facts["start"],
                 "fingerprint": run.start_facts["fingerprint"],
                 "tokenizer": run.start_facts["tokenizer"],
                 "shards": run.start_facts["shards"],
@@ -159,12 +162,24 @@ def _after_save(run: Run, tier: Tier, step: int, *, suspicious: bool) -> list[st
     """In the thread, when a checkpoint is complete: send it away, and delete what need not be kept."""
     uploader = run.uploader if tier is run.durable else None
     if uploader is not None:
-        uploader.offer(tier.root / step_name(step), keep_all=suspicious)
+        uploader.offer(tier.root / step_name(step), keep_all=suspicious, final=step >= run.plan.train_steps)
     return [] if suspicious else tier.retain(spare=uploader.protected() if uploader else ())
+
+
+def _wait_for_uploads(run: Run, uploader: Uploader) -> None:
+    """At the end of a job, for as long as it may last; what is not there by then is told."""
+    seconds = min(run.recipe.checkpoint.timeout.seconds, run.stop.seconds_left())
+    hear_of_uploads(run, uploader.wait(seconds))
+    for step in sorted(uploader.protected()):
+        reason = f"the job ended before it was done, after a wait of {format_seconds(seconds)}"
+        run.journal.event("upload_failed", step, reason=reason, to=uploader.to, seconds=seconds)
+        run.journal.warning(f"step {step:,} was not copied to {uploader.to}: {reason}. The next start tries the newest")
 
 
 def hear_of_uploads(run: Run, outcomes: list[UploadOutcome]) -> None:
     for outcome in outcomes:
+        if outcome.was_there and not outcome.retention_trouble:
+            continue
         facts = {"to": outcome.to, "seconds": outcome.seconds}
         if outcome.error:
             run.journal.event("upload_failed", outcome.step, reason=outcome.error, **facts)

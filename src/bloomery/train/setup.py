@@ -18,13 +18,10 @@ from bloomery.base.ranks import ALONE, Ranks, every_rank_does, first_rank_does
 from bloomery.base.storage import locked, make_run_folder, write_atomically
 from bloomery.base.units import Duration, format_count
 from bloomery.checkpoint.fence import take_over
-from bloomery.checkpoint.folder import complete_checkpoints, step_of
 from bloomery.checkpoint.load import load_on_all
-from bloomery.checkpoint.remote import retire_later_there
 from bloomery.checkpoint.save import estimate_save_seconds
 from bloomery.checkpoint.saver import Saver
-from bloomery.checkpoint.tiers import Tier, kept_in, parts_in, tier_roots
-from bloomery.checkpoint.upload import Uploader, fetch_newest
+from bloomery.checkpoint.tiers import Tier, all_roots, kept_in, parts_in, tier_roots
 from bloomery.config.describe import as_yaml, fingerprint
 from bloomery.config.recipe import Recipe
 from bloomery.data.batch import Source
@@ -44,6 +41,7 @@ from bloomery.sizing.hardware import peak_flops
 from bloomery.sizing.layout import Layout
 from bloomery.sizing.parameters import count_parameters
 from bloomery.sizing.plan import TrainingPlan
+from bloomery.train.far import Far
 from bloomery.train.optimizer import Optimizer
 from bloomery.train.past import Past, check_tokenizer, checked_shards, find_past, put_in_order
 from bloomery.train.run import Run
@@ -77,10 +75,10 @@ def prepared_run(
         energy, sensor = start_meter(energy_sensor(device), ranks)
         closing.enter_context(energy.watching())
         roots = tier_roots(recipe.checkpoint, folder)
-        fetched = every_rank_does(ranks, lambda: _fetch(recipe, roots, ranks))
+        far = Far(recipe, folder, roots["durable"], ranks) if recipe.checkpoint.upload else None
         places = list(roots.values())
         past = every_rank_does(
-            ranks, lambda: find_past(recipe, places, wanted=start_from, changes=changes, ranks=ranks)
+            ranks, lambda: find_past(recipe, places, wanted=start_from, changes=changes, ranks=ranks, far=far)
         )
         state, plan = past.state, past.plan
         state.energy = energy.before = first_rank_does(ranks, lambda: spent_before(folder, state.energy))
@@ -96,16 +94,18 @@ def prepared_run(
             for warning in data.warnings:
                 journal.warning(warning)
             tiers = first_rank_does(ranks, lambda: _tiers(recipe, folder, roots))
-            if fetched is not None and recipe.checkpoint.upload is not None:
-                journal.event("fetched", past.state.step, folder=fetched.name, source=recipe.checkpoint.upload.to)
+            if far is not None:
+                far.tell(state.step, journal)
             first_rank_does(ranks, lambda: write_atomically(folder / "recipe.yaml", as_yaml(recipe)))
             mesh = alone() if ranks is ALONE else make_mesh(layout, device)
             num_sources = len(data.train.keys)
             runner, optimizer = _runner_and_optimizer(recipe, mesh, ranks, device, past, num_sources=num_sources)
-            first_rank_does(ranks, lambda: put_in_order(recipe, places, past, journal))
+            all_places = [*places, *_not_named(folder, roots)]
+            first_rank_does(ranks, lambda: put_in_order(recipe, all_places, past, journal))
             for tier in tiers.values():
                 tier.sweep()
-            first_rank_does(ranks, lambda: _leave_branch_there(recipe, state.step, journal))
+            if far is not None:
+                first_rank_does(ranks, lambda: far.leave_branch(state.step, tiers["durable"].writer, journal))
             timeout_seconds = recipe.checkpoint.timeout.seconds
             saver = Saver(optimizer.pieces(), device=device, ranks=ranks, timeout_seconds=timeout_seconds)
             closing.push(_finishing(saver))
@@ -121,6 +121,7 @@ def prepared_run(
             loader.seek(state.consumed_samples)
             facts = {
                 **_start_facts(recipe, device, ranks, past),
+                "start": tiers["durable"].writer.token,
                 "tokenizer": data.tokenizer_hash,
                 "shards": shards,
                 "save_host_bytes": saver.host_bytes,
@@ -130,6 +131,9 @@ def prepared_run(
             journal.notice(_greeting(facts, plan, past))
             _tell_changes(past, data, journal)
             samples = _validation_samples(recipe, data.validation)
+            uploader = None
+            if far is not None and ranks.rank == 0:
+                uploader = far.uploader(tiers["durable"].writer, plan.train_steps)
             yield (
                 Run(
                     recipe=recipe,
@@ -154,7 +158,7 @@ def prepared_run(
                     saver=saver,
                     durable=tiers["durable"],
                     local=tiers.get("local"),
-                    uploader=_uploader(recipe, tiers["durable"]) if ranks.rank == 0 else None,
+                    uploader=uploader,
                     recipe_text=as_yaml(recipe),
                     journal=journal,
                     meter=IntervalMeter(past.interval),
@@ -222,40 +226,6 @@ def _errors_told(journal: Journal, state: TrainState, device: torch.device, rank
         raise error from found
 
 
-def _fetch(recipe: Recipe, roots: Mapping[str, Path], ranks: Ranks) -> Path | None:
-    """Bring the newest checkpoint from where they are copied to, if it is newer than all that are here."""
-    upload = recipe.checkpoint.upload
-    if upload is None:
-        return None
-    newest = max((step_of(path) for root in roots.values() for path in complete_checkpoints(root)), default=-1)
-    return fetch_newest(upload.to, roots["durable"], newer_than=ranks.broadcast(newest), ranks=ranks)
-
-
-def _uploader(recipe: Recipe, tier: Tier) -> Uploader | None:
-    upload = recipe.checkpoint.upload
-    if upload is None:
-        return None
-    every_steps = upload.every.count if upload.every else None
-    return Uploader(upload.to, every_steps=every_steps, keep=upload.keep, writer=tier.writer)
-
-
-def _leave_branch_there(recipe: Recipe, step: int, journal: Journal) -> None:
-    """What lies far away beyond the step that this job begins at belongs to a branch that is left."""
-    upload = recipe.checkpoint.upload
-    if upload is None:
-        return
-    try:
-        retired = retire_later_there(upload.to, step)
-    except Exception as error:  # whatever a store may raise
-        text = f"{type(error).__name__}: {error}"
-        journal.warning(
-            f"later checkpoints in {upload.to} could not be put aside: {text}. A later start may fetch them"
-        )
-        return
-    if retired:
-        journal.event("retired", step, folders=retired, place=upload.to)
-
-
 def _finishing(saver: Saver) -> Callable[..., None]:
     """Whatever ended the training, a save on its way is worth a moment; unless a user wants to leave at once."""
 
@@ -277,9 +247,16 @@ def _tell_changes(past: Past, data: OpenData, journal: Journal) -> None:
         journal.notice(notice)
 
 
+def _not_named(folder: Path, roots: Mapping[str, Path]) -> list[Path]:
+    """Places of this run that its recipe named once: a branch is left in all of them."""
+    return [root for root in all_roots(folder) if root.is_dir() and root not in roots.values()]
+
+
 def _tiers(recipe: Recipe, folder: Path, roots: Mapping[str, Path]) -> dict[str, Tier]:
-    """Become the one that writes checkpoints."""
+    """Become the one that writes checkpoints, also in the places that this recipe does not name."""
     section = recipe.checkpoint
+    for root in _not_named(folder, roots):
+        take_over(root)
     return {
         name: Tier(name, root, take_over(root), kept_in(name, section), parts_in(name, section, folder))
         for name, root in roots.items()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import signal
 import time
@@ -113,6 +114,11 @@ class StopRules:
             verb = "reached" if state.step == self._plan.train_steps else "is beyond"
             return StopReason("finished", f"{verb} {self._plan.train_steps:,} steps")
         return self._end_of_job(state)
+
+    def seconds_left(self) -> float:
+        """Until the deadline of this job; infinite if it has none."""
+        limit = self._exit_after
+        return max(0.0, limit.seconds - job_seconds()) if isinstance(limit, Duration) else math.inf
 
     def count_energy(self, state: TrainState) -> None:
         """What all ranks have spent until this very moment. Collective, for the end of a job."""
