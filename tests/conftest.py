@@ -117,6 +117,13 @@ def wait_for_steps(run: Path, count: int, process: subprocess.Popen[str]) -> Non
     raise AssertionError("no steps within a minute")
 
 
+@pytest.fixture(autouse=True)
+def _same_kernels_as_a_new_process() -> None:
+    """Where a processor has no bf16 units, torch gives up oneDNN for good at the first bf16 product that fails, and
+    fp32 products come out otherwise from then on."""
+    torch._C._set_mkldnn_enabled(True)
+
+
 @pytest.fixture
 def workshop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Workshop:
     monkeypatch.chdir(tmp_path)
