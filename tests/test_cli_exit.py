@@ -34,6 +34,9 @@ def test_threads_and_processes_are_waited_for() -> None:
     code, said = run("--version", before=slow)
     assert code == 0
     assert said.endswith("the thread is done\ntidied up\n")
-    code, said = run("--version", before="import multiprocessing as m; m.Process(target=print, args=('done',)).start()")
+    child = (
+        "import multiprocessing as m; m.get_context('fork').Process(target=threading.Event().wait, args=(1,)).start()"
+    )
+    code, said = run("--version", before=child)
     assert code == 0
-    assert "done\n" in said
+    assert said.endswith("tidied up\n")
