@@ -23,11 +23,21 @@ def test_fp32_training_equals_the_cpu(workshop: Workshop) -> None:
 
 
 @pytest.mark.parametrize("family", ["gpt2", "bloom", "llama"])
-def test_compiled_bf16_training_follows_eager_fp32(workshop: Workshop, family: str) -> None:
-    settings = (*WIDE, f"model.family={family}")
-    exact = workshop.losses(workshop.train(*settings, "train.compile=false", run="exact", device=None))
-    fast = workshop.losses(workshop.train(*settings, "precision=bf16", run="fast", device=None))
-    assert fast == pytest.approx(exact, abs=0.15)  # half of what a step gains; gpt2 was seen 0.10 away on an H200
+def test_compiled_and_bf16_training_follow_eager_fp32(workshop: Workshop, family: str) -> None:
+    # A calm learning rate: at 1e-2 the loss bumps and any rounding grows a hundredfold, in eager mode as well.
+    settings = (*WIDE, "lr.peak=2e-3", f"model.family={family}")
+    exact, compiled, fast = (
+        workshop.losses(
+            workshop.train(*settings, f"precision={precision}", f"train.compile={on}", run=run, device=None)
+        )
+        for precision, on, run in (
+            ("fp32", "false", "exact"),
+            ("fp32", "true", "compiled"),
+            ("bf16", "true", "fast"),
+        )
+    )
+    assert compiled == pytest.approx(exact, abs=1e-4)
+    assert fast == pytest.approx(exact, abs=5e-3)  # an H200 was 0.001 away
 
 
 @pytest.mark.parametrize("recompute", ["selective", "full"])
