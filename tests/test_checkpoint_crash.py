@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import multiprocessing
 import os
 import random
@@ -16,16 +17,19 @@ from typing import Any
 import pytest
 import torch
 
+from bloomery.base.errors import StorageError
 from bloomery.base.piece import Piece
 from bloomery.checkpoint import folder as folders
 from bloomery.checkpoint.choose import newest_good, tidy
 from bloomery.checkpoint.fence import Writer, take_over
 from bloomery.checkpoint.load import load_pieces
 from bloomery.checkpoint.retention import apply_retention
+from bloomery.checkpoint.save import save_checkpoint
 from bloomery.checkpoint.saver import Saver
 from bloomery.config.recipe import KeepSection
 from checkpoints import assert_same_tensors
 from conftest import Workshop, start_training, wait_for_steps
+from kill_points import OPERATIONS
 
 CPU = torch.device("cpu")
 FORK = multiprocessing.get_context("fork")
@@ -100,6 +104,7 @@ def test_kill_9_at_random_points_leaves_a_complete_newest_checkpoint(
         assert said is None or (tmp_path / said / "manifest.json").is_file()  # `latest` at the instant of the crash
         choice = newest_good([tmp_path])
         assert not choice.damaged
+        take_over(tmp_path)
         tidy(tmp_path, step=folders.step_of(choice.folder) if choice.folder else 0)
         if choice.folder is None:
             assert newest == 0
@@ -110,7 +115,7 @@ def test_kill_9_at_random_points_leaves_a_complete_newest_checkpoint(
         found = torch.zeros(ROWS, 16)
         load_pieces(choice.folder, {"w": Piece.whole(found)})
         assert torch.equal(found, torch.full_like(found, float(step)))
-        left = {path.name for path in tmp_path.iterdir()} - {"latest", ".writer", ".writer.lock"}
+        left = {path.name for path in tmp_path.iterdir() if not path.name.startswith(".writer")} - {"latest"}
         assert left == {path.name for path in folders.complete_checkpoints(tmp_path)}
     assert newest >= rounds // 2  # saves did succeed in between
 
@@ -161,6 +166,63 @@ def test_a_disk_that_turns_read_only_fails_the_save_and_keeps_the_older(small_di
     assert newest_good([small_disk / "c"]).folder == small_disk / "c" / "step-00000001"
     subprocess.run(["mount", "-o", "remount,rw", small_disk], check=True)
     assert attempt(saver, small_disk / "c", 2) == "None"
+
+
+def held(root: Path) -> dict[str, Any]:
+    """What a folder of checkpoints says: `latest`, and the weight of each that is complete."""
+    weights = {}
+    for folder in folders.complete_checkpoints(root):
+        folders.verify(folder)
+        load_pieces(folder, {"w": Piece.whole(weight := torch.zeros(()))})
+        weights[folder.name] = float(weight)
+    return {"latest": folders.read_latest(root), **weights}
+
+
+def write(root: Path, step: int, weight: float, writer: Writer) -> None:
+    pieces = {"w": Piece.whole(torch.tensor(weight))}
+    save_checkpoint(root, step=step, pieces=pieces, state={}, recipe_yaml="", writer=writer)
+
+
+def test_a_zombie_stopped_at_any_operation_neither_completes_nor_deletes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It stops before the n-th thing that it does to the disk, for every n; a newer start goes on; it comes back."""
+    originals = {name: getattr(os, name) for name in OPERATIONS}
+    for stop_before in itertools.count(1):
+        root = tmp_path / str(stop_before)
+        old = take_over(root)
+        for step in (1, 2):
+            write(root, step, 1.0, old)
+        done, after_the_newer = 0, {}
+
+        def newer_start(root: Path = root) -> dict[str, Any]:
+            new = take_over(root)
+            step = folders.step_of(newest_good([root]).folder or Path("step-0"))
+            assert step >= 2
+            tidy(root, step=step)
+            write(root, step + 1, 2.0, new)
+            return held(root)
+
+        def counting(name: str, stop_before: int = stop_before) -> Any:
+            def counted(*arguments: Any, **options: Any) -> Any:
+                nonlocal done, after_the_newer
+                done += 1
+                if done == stop_before:
+                    after_the_newer = newer_start()
+                return originals[name](*arguments, **options)
+
+            return counted
+
+        for name in OPERATIONS:
+            monkeypatch.setattr(os, name, counting(name))
+        with suppress(StorageError, OSError):
+            write(root, 3, 1.0, old)
+            apply_retention(root, KeepSection(last=1), writer=old)
+        monkeypatch.undo()
+        if done < stop_before:
+            break
+        assert held(root) == after_the_newer, f"stopped before operation {stop_before}"
+    assert stop_before > 20
 
 
 def test_a_zombie_training_is_stopped_by_a_newer_start(workshop: Workshop) -> None:

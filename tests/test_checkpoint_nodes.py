@@ -56,7 +56,7 @@ class Nodes:
         """As if the job had been killed there: what is newer in the run folder is gone."""
         for path in folders.complete_checkpoints(self.run / "checkpoints"):
             if folders.step_of(path) > step:
-                folders.remove(path)
+                shutil.rmtree(path)
 
 
 def _may_mount() -> None:
@@ -139,7 +139,7 @@ def test_a_fast_checkpoint_is_no_promise_so_a_run_that_stops_there_still_saves(w
     fast = workshop.folder / "nvme"
     settings = ("train.for=4 steps", "lr.warmup=1 steps", f"checkpoint.local={{path: {fast}, every: 2 steps}}")
     run = workshop.train(*settings)
-    folders.remove(run / "checkpoints" / "step-00000004")  # as if it had been killed between the two saves
+    shutil.rmtree(run / "checkpoints" / "step-00000004")  # as if it had been killed between the two saves
     (run / "checkpoints" / "latest").unlink()
     workshop.train(*settings)
     assert workshop.events(run, "start")[1]["resumed_from"] == "step-00000004"
@@ -152,7 +152,7 @@ def test_a_disk_that_was_emptied_is_told_and_the_run_folder_is_used(workshop: Wo
     fast = workshop.folder / "shm"
     settings = ("checkpoint.phases=[{every: 4 steps}]", f"checkpoint.local={{path: {fast}, every: 1 steps}}")
     run = workshop.train(*settings, "train.exit_after=6 steps")
-    folders.remove(run / "checkpoints" / "step-00000006")
+    shutil.rmtree(run / "checkpoints" / "step-00000006")
     shutil.rmtree(fast)
     workshop.train(*settings, "train.exit_after=1 steps")
     assert workshop.events(run, "start")[1]["resumed_from"] == "step-00000004"

@@ -304,7 +304,7 @@ def test_an_older_start_can_neither_complete_nor_write(tmp_path: Path, gate: Gat
     assert isinstance(saver.wait()[0].error, FencedError)
     begin(saver, tmp_path, 3, writer=new)
     assert saver.wait()[0].error is None
-    with pytest.raises(FencedError), old.holding():
+    with pytest.raises(FencedError), old.acting():
         pass
     assert [path.name for path in folders.complete_checkpoints(tmp_path)] == ["step-00000003"]
 

@@ -213,10 +213,10 @@ def test_validation_uses_every_sample_of_a_small_group_whatever_the_batch(worksh
 def test_checkpoints_that_cannot_be_deleted_are_a_warning(
     workshop: Workshop, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def refuses(folder: Path) -> None:
+    def refuses(folder: Path, desk: Path) -> None:
         raise PermissionError(13, "Permission denied", str(folder))
 
-    monkeypatch.setattr(folders, "condemn", refuses)
+    monkeypatch.setattr(folders, "remove", refuses)
     run = workshop.train("train.for=4 steps", "checkpoint={phases: [{every: 1 steps}], keep: {last: 1}}")
     assert "older checkpoints could not be deleted" in capsys.readouterr().out
     assert workshop.events(run, "retention_failed")

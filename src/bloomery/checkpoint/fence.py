@@ -1,13 +1,15 @@
 """Who may write here: the newest start of a run, and nobody else.
 
-A start takes the folder over by writing `.writer`. A process that was believed dead and comes back (a zombie) finds a
-newer name there and can neither complete nor delete anything.
+A start takes the folder over by writing its name into `.writer`, and gets a desk there, `.writer-<its token>`. All that
+changes which checkpoints the folder holds is one rename from that desk or to it: a draft becomes a checkpoint, a
+checkpoint goes to be deleted. Taking over moves the desks of older starts away, so a process that was believed dead
+and comes back (a zombie) can neither complete nor delete anything, wherever it was stopped. There is no lock, which a
+stopped process would hold for ever.
 """
 
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import os
 import secrets
@@ -18,10 +20,12 @@ from pathlib import Path
 from typing import Any
 
 from bloomery.base.errors import Problem, StorageError
-from bloomery.base.storage import make_run_folder, write_atomically
+from bloomery.base.storage import make_run_folder, storage_error, write_atomically
 
 WRITER = ".writer"
-_LOCK = ".writer.lock"
+DESK = ".writer-"
+LEFT = ".left-"
+"""What the names of desks begin with: of the start that writes, and of older ones."""
 
 
 class FencedError(StorageError):
@@ -46,24 +50,37 @@ class Writer:
             rule = "an older start may neither complete nor delete a checkpoint"
             raise FencedError(Problem(what, rule, "stop this process; the newer one goes on"))
 
+    @property
+    def desk(self) -> Path:
+        """Where this start's drafts are made, and what it deletes goes to."""
+        return self.root / f"{DESK}{self.token}"
+
     @contextlib.contextmanager
-    def holding(self) -> Iterator[None]:
-        """Nobody can take over within. FencedError if somebody has."""
-        with _locked(self.root):
-            self.require()
+    def acting(self) -> Iterator[None]:
+        """For renames from the desk or to it. FencedError if a newer start has taken over, before or within."""
+        self.require()
+        try:
             yield
+        except FileNotFoundError:
+            self.require()
+            raise
 
 
 def take_over(root: Path) -> Writer:
     """Become the one that writes here. Call it on one rank and tell the others."""
     make_run_folder(root)
-    with _locked(root):
-        newest = _read(root)
-        incarnation = 1 + int(newest.get("incarnation", 0) if newest else 0)
-        writer = Writer(root, incarnation, secrets.token_hex(8))
-        who = f"process {os.getpid()} on {socket.gethostname()}"
-        facts = {"incarnation": incarnation, "token": writer.token, "who": who}
-        write_atomically(root / WRITER, json.dumps(facts) + "\n")
+    newest = _read(root)
+    incarnation = 1 + int(newest.get("incarnation", 0) if newest else 0)
+    writer = Writer(root, incarnation, secrets.token_hex(8))
+    who = f"process {os.getpid()} on {socket.gethostname()}"
+    facts = {"incarnation": incarnation, "token": writer.token, "who": who}
+    write_atomically(root / WRITER, json.dumps(facts) + "\n")
+    try:
+        for desk in root.glob(f"{DESK}*"):
+            desk.rename(root / f"{LEFT}{desk.name.removeprefix(DESK)}-{secrets.token_hex(4)}")
+        writer.desk.mkdir()
+    except OSError as error:
+        raise storage_error(root, error, action="take over the folder") from error
     return writer
 
 
@@ -74,15 +91,3 @@ def _read(root: Path) -> dict[str, Any] | None:
     except (FileNotFoundError, ValueError):
         return None
     return facts if isinstance(facts, dict) else None
-
-
-@contextlib.contextmanager
-def _locked(root: Path) -> Iterator[None]:
-    """One process at a time, where the file system has locks; elsewhere the window is the moment of a rename."""
-    descriptor = os.open(root / _LOCK, os.O_RDWR | os.O_CREAT, 0o666)
-    try:
-        with contextlib.suppress(OSError):
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(descriptor)

@@ -7,7 +7,9 @@ checkpoints/latest           the name of a complete checkpoint
 from __future__ import annotations
 
 import hashlib
+import os
 import re
+import secrets
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,6 +18,7 @@ from typing import Any
 from bloomery.base.errors import DataError, Problem
 from bloomery.base.ranks import ALONE, Ranks
 from bloomery.base.storage import reason, write_atomically
+from bloomery.checkpoint.fence import LEFT
 from bloomery.checkpoint.index import read_index
 from bloomery.checkpoint.manifest import FORMAT as FORMAT
 from bloomery.checkpoint.manifest import MANIFEST as MANIFEST
@@ -185,6 +188,8 @@ def sweep_debris(root: Path, *, keep: bool = False) -> list[str]:
         for path in root.iterdir()
         if path.is_dir() and path not in complete and (_NAME.match(path.name) or path.name.startswith(".step-"))
     ]
+    left = list(root.glob(f"{LEFT}*"))
+    debris += [path for desk in left for path in desk.iterdir() if path.is_dir()]
     for path in [*root.glob(".tmp-*"), *root.glob(".probe-*")]:  # of files that were being replaced or tried out
         path.unlink(missing_ok=True)
     for path in debris:
@@ -192,6 +197,8 @@ def sweep_debris(root: Path, *, keep: bool = False) -> list[str]:
             _move(path, root / "debris")
         else:
             shutil.rmtree(path, ignore_errors=True)
+    for desk in left:
+        shutil.rmtree(desk, ignore_errors=True)
     return sorted(path.name for path in debris)
 
 
@@ -223,12 +230,8 @@ def _free_name(wanted: Path) -> Path:
     return place
 
 
-def condemn(folder: Path) -> None:
-    """Take a checkpoint's manifest away: from now on it is debris."""
-    (folder / MANIFEST).unlink(missing_ok=True)
-
-
-def remove(folder: Path) -> None:
-    """Delete a checkpoint; its manifest goes first, so that a half-deleted folder never looks whole."""
-    condemn(folder)
-    shutil.rmtree(folder)
+def remove(folder: Path, desk: Path) -> None:
+    """Delete a checkpoint: one rename takes it out of its folder, to a desk in the same file system."""
+    gone = desk / f".{folder.name}-{secrets.token_hex(4)}.old"
+    os.rename(folder, gone)
+    shutil.rmtree(gone)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from bloomery.base.errors import DataError, Problem
+from bloomery.checkpoint.fence import DESK, LEFT
 from bloomery.checkpoint.folder import (
     CHECKPOINTS,
     LOCAL_CHECKPOINTS,
@@ -127,7 +128,7 @@ def list_checkpoints(path: Path, *, check_hashes: bool = False) -> list[Listed]:
 def _listed_in(root: Path, *, check_hashes: bool) -> list[Listed]:
     latest = read_latest(root)
     found = []
-    for place in (root, root / RETIRED, root / "debris"):
+    for place in (root, root / RETIRED, root / "debris", *root.glob(f"{DESK}*"), *root.glob(f"{LEFT}*")):
         for folder in sorted(place.iterdir()) if place.is_dir() else ():
             match = _STEP.search(folder.name)
             if not folder.is_dir() or match is None:
@@ -185,7 +186,7 @@ def _state_of(folder: Path, *, check_hashes: bool) -> tuple[State, str]:
     if folder.name.startswith("damaged-"):
         return "damaged", "put aside by a restart"
     if folder.name.startswith(".") or not (folder / MANIFEST).is_file():
-        return "debris", "it has no manifest: the save or the deletion was cut off"
+        return "debris", "the save or the deletion was cut off, or still goes on"
     reasons = damage(folder, tensors=False)
     if not reasons:
         sizes = {name: facts["bytes"] for name, facts in read_manifest(folder)["files"].items()}

@@ -20,7 +20,7 @@ import torch
 
 import bloomery
 from bloomery.base.errors import BloomeryError, Problem, StorageError
-from bloomery.base.storage import reason, sync, sync_folder, write_atomically
+from bloomery.base.storage import reason, sync, sync_folder
 from bloomery.base.units import format_bytes, format_seconds
 from bloomery.checkpoint import folder as folders
 from bloomery.checkpoint.fence import FencedError, Writer
@@ -69,13 +69,21 @@ class SaveJob:
         return self.root / folders.step_name(self.step)
 
     @property
+    def desk(self) -> Path:
+        return self.root if self.writer is None else self.writer.desk
+
+    @property
     def draft(self) -> Path:
-        return self.root / f".{self.final.name}-{self.nonce}.tmp"
+        return self.desk / f".{self.final.name}-{self.nonce}.tmp"
 
     @property
     def parts(self) -> Path:
         """Where this rank's tensor file is written."""
         return self.draft if self.parts_root is None else self.parts_root / f"{self.final.name}-{self.nonce}"
+
+    def acting(self) -> contextlib.AbstractContextManager[None]:
+        """Within it the trouble of a start that lost its desk to a newer one is a FencedError."""
+        return contextlib.nullcontext() if self.writer is None else self.writer.acting()
 
     def done_file(self, rank: int) -> Path:
         return self.draft / f"rank-{rank:05d}.json"
@@ -129,18 +137,17 @@ def write_part(job: SaveJob, held: RankReport, layout: FileLayout, blocks: Itera
     """This rank's tensors and the word that they are there. What goes wrong is left as the word, and raised."""
     name = f"tensors-{job.rank:05d}.safetensors"
     try:
-        if job.writer is not None:
-            job.writer.require()
-        job.draft.mkdir(parents=True, exist_ok=True)
-        if job.parts_root is not None:
-            sweep_parts(job.parts_root, folders.manifests_with_parts(job.root), spare={*job.spare, job.parts.name})
-            job.parts.mkdir(parents=True, exist_ok=True)
-        _require_room(job, layout)
-        facts = write_file(job.parts / name, layout, blocks) if layout.data_bytes else None
-        if job.parts_root is not None:
-            sync_folder(job.parts)  # elsewhere rank 0 does it for all, with the manifest
-        done = replace(held, file=name if facts else "", facts=facts)
-        _tell(job, done.to_json())
+        with job.acting():
+            job.draft.mkdir(parents=True, exist_ok=True)
+            if job.parts_root is not None:
+                sweep_parts(job.parts_root, folders.manifests_with_parts(job.root), spare={*job.spare, job.parts.name})
+                job.parts.mkdir(parents=True, exist_ok=True)
+            _require_room(job, layout)
+            facts = write_file(job.parts / name, layout, blocks) if layout.data_bytes else None
+            if job.parts_root is not None:
+                sync_folder(job.parts)  # elsewhere rank 0 does it for all, with the manifest
+            done = replace(held, file=name if facts else "", facts=facts)
+            _tell(job, done.to_json())
     except Exception as error:
         with contextlib.suppress(OSError):  # makes room for the word on a full disk
             (job.parts / name).unlink(missing_ok=True)
@@ -154,6 +161,15 @@ def complete(job: SaveJob, mine: Exception | None = None) -> Path:
     """Wait for all parts, make the draft whole and give it its name: for rank 0, whose own part failed with `mine`.
     PartsError names the ranks that failed or never came; the draft is the caller's to remove."""
     reports = _wait_for_parts(job, [] if mine is None else [Trouble.of(mine, 0)])
+    with job.acting():
+        _make_whole(job, reports)
+    with job.acting():
+        _name(job)
+    return job.final
+
+
+def _make_whole(job: SaveJob, reports: Sequence[RankReport]) -> None:
+    """All that a draft still lacks, the manifest last."""
     texts = {
         INDEX: index_text(merge(reports)),
         STATE: job.state_text,
@@ -177,16 +193,19 @@ def complete(job: SaveJob, mine: Exception | None = None) -> Path:
     versions = {"bloomery": bloomery.__version__, "torch": torch.__version__}
     facts = {"step": job.step, "ranks": job.ranks, "versions": versions, **where, **job.facts}
     write_manifest(job.draft, facts, files)
-    with job.writer.holding() if job.writer is not None else contextlib.nullcontext():
-        old = job.root / f".{job.final.name}.old"
-        if job.final.exists():  # debris, or a save of the same step that is replaced now
-            shutil.rmtree(old, ignore_errors=True)
-            os.rename(job.final, old)
-        os.rename(job.draft, job.final)
-        sync_folder(job.root)
-        write_atomically(job.root / folders.LATEST, job.final.name + "\n")
+
+
+def _name(job: SaveJob) -> None:
+    """Let the draft be the checkpoint of its step, and the latest."""
+    old, latest = job.desk / f".{job.final.name}-{job.nonce}.old", job.desk / f".tmp-{folders.LATEST}-{job.nonce}"
+    if job.final.exists():  # debris, or a save of the same step that is replaced now
+        os.rename(job.final, old)
+    os.rename(job.draft, job.final)
+    sync_folder(job.root)
+    _write(latest, job.final.name + "\n")
+    os.replace(latest, job.root / folders.LATEST)
+    sync_folder(job.root)
     shutil.rmtree(old, ignore_errors=True)
-    return job.final
 
 
 def _tell(job: SaveJob, word: Mapping[str, Any]) -> None:

@@ -28,9 +28,8 @@ def apply_retention(
     removed = []
     for step, path in sorted(found.items()):
         if step not in kept and step not in spare:
-            with writer.holding() if writer is not None else contextlib.nullcontext():
-                folders.condemn(path)
-            folders.remove(path)
+            with writer.acting() if writer is not None else contextlib.nullcontext():
+                folders.remove(path, root if writer is None else writer.desk)
             removed.append(path.name)
     return removed
 
