@@ -13,7 +13,7 @@ import orjson
 
 from bloomery.base.errors import DataError, Problem
 from bloomery.base.storage import make_run_folder, write_atomically
-from bloomery.data.tokenizer_files import read_tokenizer_json
+from bloomery.data.tokenizer_files import misfit, read_tokenizer_json
 
 if TYPE_CHECKING:  # slow to import; `bloomery prepare` begins to load an encoder before it does
     import numpy as np
@@ -27,19 +27,21 @@ _BERT = {"cls_token": "[CLS]", "sep_token": "[SEP]", "mask_token": "[MASK]", "pa
 
 
 class Tokenizer:
-    def __init__(self, content: str, *, path: str, lazy: bool = False) -> None:
+    def __init__(self, content: str, *, path: str, lazy: bool = False, parsed: dict[str, Any] | None = None) -> None:
         """`content` is a tokenizer.json; `path` is only named in errors. `lazy`: the library builds it when it is
-        first needed, which takes seconds for a large vocabulary."""
+        first needed, which takes seconds for a large vocabulary. `parsed`: the content, if the caller has it."""
         self.path = path
         self.content = content
+        if parsed is not None:
+            self.parsed = parsed
         if not lazy:
             self.build()
 
     @classmethod
     def load(cls, path: str, *, lazy: bool = False) -> Tokenizer:
         """From a folder that holds a tokenizer.json, GPT-2's vocab.json and merges.txt, or BERT's vocab.txt."""
-        content, file_path = read_tokenizer_json(path)
-        return cls(content, path=file_path, lazy=lazy)
+        file = read_tokenizer_json(path)
+        return cls(file.content, path=file.path, lazy=lazy, parsed=file.parsed)
 
     def build(self) -> None:
         """What `lazy` had put off."""
@@ -52,7 +54,7 @@ class Tokenizer:
         try:
             tokenizer = tokenizers.Tokenizer.from_str(self.content)
         except Exception as error:  # the library raises bare Exception
-            raise self._unreadable(error) from error
+            raise misfit(self.path, self.parsed) or self._unreadable(error) from error
         # A document that merely contains the text '<|endoftext|>' must not end there.
         tokenizer.encode_special_tokens = True
         # Files saved by others may carry these; they would silently drop or invent tokens.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from dataclasses import dataclass
 from itertools import chain, filterfalse
 from typing import Any
 
@@ -17,14 +18,24 @@ _PAIR = re.compile(r"^(?!#version)[^\S\n]*(\S+)[^\S\n]+(\S+)[^\S\n]*$", re.MULTI
 _BERT_SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 
 
-def read_tokenizer_json(folder: str) -> tuple[str, str]:
-    """(content of a tokenizer.json, the file it came from). DataError where the folder holds no tokenizer."""
+@dataclass(frozen=True)
+class TokenizerFile:
+    path: str
+    content: str
+    """Of a tokenizer.json."""
+    parsed: dict[str, Any] | None = None
+    """The same as values, where it was made here."""
+
+
+def read_tokenizer_json(folder: str) -> TokenizerFile:
+    """DataError where the folder holds no tokenizer."""
     if not os.path.exists(json_file := os.path.join(folder, "tokenizer.json")):
         if os.path.exists(merges := os.path.join(folder, "merges.txt")):
-            return _gpt2(folder), merges
+            content = _gpt2(folder)
+            return TokenizerFile(merges, orjson.dumps(content).decode(), content)
         if os.path.exists(vocab := os.path.join(folder, "vocab.txt")):
-            return _bert(folder), vocab
-    return _read(json_file), json_file
+            return TokenizerFile(vocab, _bert(folder))
+    return TokenizerFile(json_file, _read(json_file))
 
 
 def _read(path: str) -> str:
@@ -43,7 +54,7 @@ def _read(path: str) -> str:
         ) from error
 
 
-def _gpt2(folder: str) -> str:
+def _gpt2(folder: str) -> dict[str, Any]:
     vocab_path, merges_path = os.path.join(folder, "vocab.json"), os.path.join(folder, "merges.txt")
     vocab = _json(vocab_path)
     text = _read(merges_path)
@@ -56,22 +67,30 @@ def _gpt2(folder: str) -> str:
     ids = vocab.values()
     if not all(type(number) is int and number >= 0 for number in ids) or len(set(ids)) < len(vocab):
         raise _broken(vocab_path, "gives a token no id, or two tokens the same", "each token has an id of its own")
-    needed = chain(chain.from_iterable(merges), map("".join, merges))
-    if unknown := next(filterfalse(vocab.__contains__, needed), None):
-        rule = "both come from one training"
-        raise _broken(merges_path, f"does not fit {vocab_path}: that one has no token {unknown!r}", rule)
     merges = list(dict.fromkeys(reversed(merges)))[::-1]  # of a pair that is there twice, the last counts
     return _gpt2_json(vocab, merges, prefix_space=bool(_config(folder).get("add_prefix_space", False)))
 
 
-def _gpt2_json(vocab: dict[str, int], merges: list[tuple[str, str]], *, prefix_space: bool) -> str:
+def misfit(path: str, parsed: dict[str, Any]) -> DataError | None:
+    """What a merges.txt that the library refuses has that its vocab.json has not. Only then is it looked for."""
+    vocab, merges = parsed["model"]["vocab"], parsed["model"].get("merges") or []
+    if not path.endswith("merges.txt"):
+        return None
+    needed = chain(chain.from_iterable(merges), map("".join, merges))
+    unknown = next(filterfalse(vocab.__contains__, needed), None)
+    other = os.path.join(os.path.dirname(path), "vocab.json")
+    what = f"does not fit {other}: that one has no token {unknown!r}"
+    return None if unknown is None else _broken(path, what, "both come from one training")
+
+
+def _gpt2_json(vocab: dict[str, int], merges: list[tuple[str, str]], *, prefix_space: bool) -> dict[str, Any]:
     """What the tokenizers library would save, without the time that it takes to build one."""
     byte_level = {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True}
     flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
     end = {"id": vocab.get(_END_OF_TEXT), "content": _END_OF_TEXT, **flags, "special": True}
     nothing = dict.fromkeys(("dropout", "unk_token", "continuing_subword_prefix", "end_of_word_suffix"))
     options = dict.fromkeys(("fuse_unk", "byte_fallback", "ignore_merges"), False)
-    content = {
+    return {
         "version": "1.0",
         "truncation": None,
         "padding": None,
@@ -82,7 +101,6 @@ def _gpt2_json(vocab: dict[str, int], merges: list[tuple[str, str]], *, prefix_s
         "decoder": byte_level,
         "model": {"type": "BPE", **nothing, **options, "vocab": vocab, "merges": merges},
     }
-    return orjson.dumps(content).decode()
 
 
 def _bert(folder: str) -> str:

@@ -20,7 +20,7 @@ class Fastokens:
     def __init__(self, tokenizer: Tokenizer, as_ids: bool) -> None:
         import fastokens  # type: ignore[import-untyped]
 
-        self._tokenizer = fastokens.Tokenizer.from_json_str(_without_limits(tokenizer))
+        self._tokenizer = fastokens.Tokenizer.from_json_str(_quick_to_read(tokenizer))
         self._as_text = not as_ids
 
     def encode(self, texts: list[str]) -> tuple[NDArray[np.uint32], NDArray[np.int64]]:
@@ -42,6 +42,17 @@ class Gigatoken:
         layout = self._tokenizer.encode_batch(texts, parallel=False).layout
         offsets = np.asarray(layout.offsets.data)
         return np.asarray(layout.content.data)[offsets[0] : offsets[-1]], np.diff(offsets)
+
+
+def _quick_to_read(tokenizer: Tokenizer) -> str:
+    """The tokenizer.json without truncation and padding, each merge as one string: fastokens reads that faster than
+    pairs. A token with a space in it needs the pairs."""
+    model = tokenizer.parsed["model"]
+    merges = model.get("merges") or []
+    if not merges or isinstance(merges[0], str) or " " in "".join(model["vocab"]):
+        return _without_limits(tokenizer)
+    content = {**tokenizer.parsed, "truncation": None, "padding": None}
+    return orjson.dumps(content | {"model": {**model, "merges": list(map(" ".join, merges))}}).decode()
 
 
 def _without_limits(tokenizer: Tokenizer, *, special: bool = True) -> str:
