@@ -68,7 +68,7 @@ def _gpt2(folder: str) -> dict[str, Any]:
     if not all(type(number) is int and number >= 0 for number in ids) or len(set(ids)) < len(vocab):
         raise _broken(vocab_path, "gives a token no id, or two tokens the same", "each token has an id of its own")
     merges = list(dict.fromkeys(reversed(merges)))[::-1]  # of a pair that is there twice, the last counts
-    return _gpt2_json(vocab, merges, prefix_space=bool(_config(folder).get("add_prefix_space", False)))
+    return _gpt2_json(vocab, list(map(list, merges)), prefix_space=bool(_config(folder).get("add_prefix_space", False)))
 
 
 def misfit(path: str, parsed: dict[str, Any]) -> DataError | None:
@@ -83,7 +83,7 @@ def misfit(path: str, parsed: dict[str, Any]) -> DataError | None:
     return None if unknown is None else _broken(path, what, "both come from one training")
 
 
-def _gpt2_json(vocab: dict[str, int], merges: list[tuple[str, str]], *, prefix_space: bool) -> dict[str, Any]:
+def _gpt2_json(vocab: dict[str, int], merges: list[list[str]], *, prefix_space: bool) -> dict[str, Any]:
     """What the tokenizers library would save, without the time that it takes to build one."""
     byte_level = {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True}
     flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
