@@ -168,6 +168,34 @@ def test_a_disk_that_turns_read_only_fails_the_save_and_keeps_the_older(small_di
     assert attempt(saver, small_disk / "c", 2) == "None"
 
 
+def test_a_mount_that_vanishes_is_not_written_beneath(small_disk: Path) -> None:
+    writer = take_over(small_disk / "c")
+    saver = Saver({"w": Piece.whole(torch.ones(4))}, device=CPU)
+
+    def attempt_as(step: int) -> str:
+        saver.stage()
+        saver.persist(small_disk / "c", step=step, state={}, recipe_yaml="", writer=writer)
+        return str(saver.wait()[-1].error)
+
+    assert attempt_as(1) == "None"
+    beneath = small_disk.with_name("moved")
+    beneath.mkdir()
+    subprocess.run(["mount", "--move", small_disk, beneath], check=True)
+    try:
+        assert "the folder that this start took over is gone" in attempt_as(2).lower()
+        assert list(small_disk.iterdir()) == []
+    finally:
+        subprocess.run(["mount", "--move", beneath, small_disk], check=True)
+    assert attempt_as(3) == "None"
+
+
+def test_a_writer_file_that_is_a_folder_is_named(workshop: Workshop, capsys: pytest.CaptureFixture[str]) -> None:
+    (workshop.folder / "run" / "checkpoints" / ".writer").mkdir(parents=True)
+    workshop.train("train.for=2 steps", code=5)
+    assert "cannot read" in (err := capsys.readouterr().err)
+    assert "checkpoints/.writer" in err
+
+
 def held(root: Path) -> dict[str, Any]:
     """What a folder of checkpoints says: `latest`, and the weight of each that is complete."""
     weights = {}

@@ -190,6 +190,9 @@ def test_a_start_of_another_run_does_not_go_on_from_its_copies(site: Site, capsy
     assert "is of the run 'small', and this is 'other'" in capsys.readouterr().err
     site.train("name=small")
     assert site.resumed_from() == "step-00000006"
+    site.workshop.train(STEPS, "name=other", run="other")
+    upload = f"checkpoint.upload={{to: {site.far}}}"
+    site.workshop.train(STEPS, "name=other", upload, run="other", code=3)  # also where none of them is newer
 
 
 # ---------------------------------------------------------------- the end of a job, and the next start
@@ -264,18 +267,18 @@ def test_a_start_that_was_overtaken_changes_nothing_there(site: Site) -> None:
     take_over(site.here)
     before = {path: path.read_bytes() for path in site.far.rglob("*") if path.is_file()}
     other = site.workshop.train(STEPS, "seed=5", "checkpoint={phases: [{every: 2 steps}]}", run="other")
-    uploader = Uploader(str(site.far), writer=zombie)
+    uploader = Uploader(str(site.far), run="small", writer=zombie)
     uploader.offer(other / "checkpoints" / "step-00000006")
     (outcome,) = uploader.wait(60)
     assert "has taken over" in outcome.error
     with pytest.raises(FencedError):
-        retire_later_there(str(site.far), 2, zombie)
+        retire_later_there(str(site.far), 2, "small", zombie)
     assert {path: path.read_bytes() for path in site.far.rglob("*") if path.is_file()} == before
 
 
 def test_what_lies_there_already_is_not_copied_again(site: Site) -> None:
     before = {path: path.stat().st_mtime_ns for path in site.far.rglob("*") if path.is_file()}
-    uploader = Uploader(str(site.far))
+    uploader = Uploader(str(site.far), run="small")
     uploader.offer(site.here / "step-00000006")
     (outcome,) = uploader.wait(60)
     assert (outcome.was_there, outcome.error) == (True, "")

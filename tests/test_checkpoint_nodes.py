@@ -7,6 +7,7 @@ import json
 import multiprocessing
 import os
 import shutil
+import subprocess
 from functools import partial
 from pathlib import Path
 
@@ -159,13 +160,30 @@ def test_a_disk_that_was_emptied_is_told_and_the_run_folder_is_used(workshop: Wo
     assert workshop.events(run, "damaged")[0]["reasons"] == ["tensors-00000.safetensors is on none of the nodes"]
 
 
+def test_a_local_place_that_is_too_small_for_what_it_should_keep_keeps_the_newest(workshop: Workshop) -> None:
+    fast = workshop.folder / "nvme"
+    fast.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1200k", "tmpfs", fast], capture_output=True).returncode:
+        pytest.skip("needs the right to mount a tmpfs")
+    try:
+        tiers = f"checkpoint={{phases: [{{every: 100 steps}}], local: {{path: {fast}, every: 1 steps, keep: 9}}}}"
+        run = workshop.train(tiers, "train.exit_after=12 steps")
+        saved = [event["step"] for event in workshop.events(run, "save") if event["tier"] == "local"]
+        assert saved[-1] == 11
+        assert workshop.events(run, "save")[-1]["step"] == 12
+        assert len(folders.complete_checkpoints(run / "checkpoints-local")) < 9
+    finally:
+        subprocess.run(["umount", "-l", fast], check=True)
+
+
 def test_a_local_place_that_cannot_be_written_is_named_with_its_field(
     workshop: Workshop, capsys: pytest.CaptureFixture[str]
 ) -> None:
     fast = workshop.folder / "file"
     fast.write_text("")
-    run = workshop.train(f"checkpoint.local={{path: {fast}, every: 1 steps}}", "train.exit_after=3 steps")
-    said = str(capsys.readouterr()) + (run / "events.jsonl").read_text() + (run / "logs" / "main_log.txt").read_text()
+    run = workshop.train(f"checkpoint.local={{path: {fast}, every: 1 steps}}", "train.exit_after=3 steps", code=5)
+    said = capsys.readouterr().err
     assert f"{fast}/run-" in said
-    assert "name another checkpoint.local.path" in said
+    assert "choose another checkpoint.local.path" in said
     assert "--run-dir" not in said
+    assert not workshop.metrics(run)  # before the first step

@@ -29,12 +29,14 @@ from conftest import Workshop
 from object_stores import bucket_in
 from threads_as_ranks import together
 
+RUN = "mine"
 URL = "memory://bucket/run"
 
 
 def save(root: Path, step: int, *, loss: float | None = None) -> Path:
     pieces = {"w": Piece.whole(torch.full((3,), float(step)))}
-    facts = {"validation": {"step": step, "loss": loss}} if loss is not None else {}
+    facts: dict[str, Any] = {"run": RUN}
+    facts |= {"validation": {"step": step, "loss": loss}} if loss is not None else {}
     return save_checkpoint(root, step=step, pieces=pieces, state={}, recipe_yaml="", facts=facts)
 
 
@@ -47,7 +49,7 @@ def empty_bucket() -> Iterator[None]:
 
 
 def upload(*folders_: Path, **settings: Any) -> list[str]:
-    uploader = Uploader(URL, **settings)
+    uploader = Uploader(URL, run=RUN, **settings)
     errors = []
     for folder in folders_:
         uploader.offer(folder)
@@ -91,7 +93,7 @@ def test_copies_wait_for_each_other_and_retention_for_them(tmp_path: Path, monke
         original(*arguments)
 
     monkeypatch.setattr(upload_module, "_upload", held)
-    uploader = Uploader(URL)
+    uploader = Uploader(URL, run=RUN)
     for step in (1, 2, 3, 4):
         uploader.offer(save(tmp_path, step))
         assert reached.wait(60)
@@ -106,7 +108,7 @@ def test_copies_wait_for_each_other_and_retention_for_them(tmp_path: Path, monke
 
 
 def test_a_place_that_fails_is_told(tmp_path: Path) -> None:
-    uploader = Uploader("nosuchstore://x")
+    uploader = Uploader("nosuchstore://x", run=RUN)
     uploader.offer(save(tmp_path, 1))
     (outcome,) = uploader.wait(60)
     assert "nosuchstore" in outcome.error
@@ -186,7 +188,7 @@ def steps_at(url: str) -> list[int]:
 
 
 def copy_to(url: str, *checkpoints: Path, **settings: Any) -> list[UploadOutcome]:
-    uploader = Uploader(url, **settings)
+    uploader = Uploader(url, run=RUN, **settings)
     outcomes = []
     for folder in checkpoints:
         uploader.offer(folder)
@@ -235,9 +237,9 @@ def test_nothing_is_deleted_before_a_newer_one_is_whole_there(far: str, tmp_path
     copy_to(far, save(tmp_path / "here", 1), save(tmp_path / "here", 2))
     put(f"{far}/step-00000002/state.json", "shorter or longer")
     with pytest.raises(OSError, match=r"step-00000002 is not whole in .*, so nothing older was deleted there"):
-        retain_there(far, KeepSection(last=1), 2)
+        retain_there(far, KeepSection(last=1), 2, RUN)
     with pytest.raises(OSError, match="step-00000003 is not whole"):
-        retain_there(far, KeepSection(last=1), 3)
+        retain_there(far, KeepSection(last=1), 3, RUN)
     assert steps_at(far) == [1, 2]
 
 
@@ -261,13 +263,13 @@ def test_a_start_that_was_overtaken_deletes_nothing_there(far: str, tmp_path: Pa
     copy_to(far, save(tmp_path, 1), save(tmp_path, 2), writer=old)
     take_over(tmp_path)
     with pytest.raises(FencedError, match="has taken over"):
-        retain_there(far, KeepSection(last=1), 2, old)
+        retain_there(far, KeepSection(last=1), 2, RUN, old)
     assert steps_at(far) == [1, 2]
 
 
 def test_a_branch_that_is_left_is_neither_fetched_nor_deleted(far: str, tmp_path: Path) -> None:
     copy_to(far, *(save(tmp_path / "here", step) for step in (2, 8, 9)))
-    assert retire_later_there(far, 2) == ["step-00000008", "step-00000009"]
+    assert retire_later_there(far, 2, RUN) == ["step-00000008", "step-00000009"]
     assert fetch_newest(far, tmp_path / "there", newer_than=2).folder is None
     copy_to(far, save(tmp_path / "here", 3), save(tmp_path / "here", 4), keep=KeepSection(last=1))
     assert steps_at(far) == [4]
@@ -277,8 +279,61 @@ def test_a_branch_that_is_left_is_neither_fetched_nor_deleted(far: str, tmp_path
     assert "step-00000008/manifest.retired.json" not in files_at(far)
 
 
+def test_copies_of_another_run_are_left_alone(far: str, tmp_path: Path) -> None:
+    theirs = Uploader(far, run="theirs")
+    save_checkpoint(
+        tmp_path / "a",
+        step=1,
+        pieces={"w": Piece.whole(torch.ones(3))},
+        state={},
+        recipe_yaml="",
+        facts={"run": "theirs"},
+    )
+    theirs.offer(tmp_path / "a" / "step-00000001")
+    assert theirs.wait(60)[0].error == ""
+    for step in (2, 3):
+        uploader = Uploader(far, run=RUN, keep=KeepSection(last=1))
+        uploader.offer(save(tmp_path, step))
+        (outcome,) = uploader.wait(60)
+        assert (outcome.error, outcome.retention_trouble) == ("", "")
+    assert retire_later_there(far, 0, RUN) == ["step-00000003"]
+    assert [there.name for there in complete_there(*store_of(far))] == ["step-00000001"]
+
+
+def test_what_a_copy_that_was_cut_off_has_left_is_deleted(
+    far: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At once if it can be, else with the next copy."""
+    original = upload_module._putting
+
+    def failing(store: Any, source: Path, target: str, require: Any) -> Any:
+        def put() -> None:
+            original(store, source, target, require)()
+            if source.name == "index.json":
+                raise OSError(28, "full")
+
+        return put
+
+    monkeypatch.setattr(upload_module, "_putting", failing)
+    uploader = Uploader(far, run=RUN)
+    uploader.offer(save(tmp_path, 1))
+    assert "full" in uploader.wait(60)[0].error
+    store, path = store_of(far)
+    assert not store.exists(f"{path}/step-00000001/index.json")
+    monkeypatch.setattr(upload_module, "sweep_cut_off", lambda *_: None)
+    uploader.offer(save(tmp_path, 2))
+    assert "full" in uploader.wait(60)[0].error
+    assert store.exists(f"{path}/step-00000002/index.json")
+    monkeypatch.undo()
+    uploader.offer(save(tmp_path, 3))
+    assert uploader.wait(60)[0].error == ""
+    store, path = store_of(far)
+    assert not store.exists(f"{path}/step-00000002/index.json")
+    assert not store.exists(f"{path}/step-00000003/manifest.arriving.json")
+
+
 def test_a_state_that_may_be_worse_deletes_nothing(tmp_path: Path) -> None:
-    uploader = Uploader(URL, keep=KeepSection(last=1))
+    uploader = Uploader(URL, run=RUN, keep=KeepSection(last=1))
     for step, is_suspicious in ((1, False), (2, True), (3, False)):
         uploader.offer(save(tmp_path, step), keep_all=is_suspicious)
         uploader.wait(60)

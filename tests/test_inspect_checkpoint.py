@@ -80,7 +80,7 @@ def test_the_list_says_the_state_of_each(run: Path, command: Command) -> None:
     assert {name: row.split()[1] for name, row in rows.items()} == {
         "step-00000002": "complete",
         "step-00000004": "complete",
-        "step-00000006": "debris",
+        "step-00000006": "damaged",
         "step-00000008": "damaged",
         "step-00000010": "damaged",
         "retired/step-00000012": "retired",

@@ -12,7 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from bloomery.checkpoint import folder as folders
 from bloomery.checkpoint.saver import Saver
+from bloomery.cli.main import main
 from bloomery.data.shards import ShardWriter
 from bloomery.monitor.history import read_metrics
 from bloomery.parallel.runner import Runner
@@ -126,21 +128,72 @@ def test_a_broken_checkpoint_manifest_is_damage(
 
 def test_debris_of_killed_saves_is_swept(workshop: Workshop) -> None:
     run = workshop.train("train.for=5 steps")
-    for name in (".step-00000004.tmp", "step-00000003"):
-        (run / "checkpoints" / name).mkdir()
-        (run / "checkpoints" / name / "x").write_text("half")
+    (desk,) = (run / "checkpoints").glob(".writer-*")
+    for place, name in ((run / "checkpoints", ".step-00000004.tmp"), (desk, ".step-00000003.tmp")):
+        (place / name).mkdir()
+        (place / name / "x").write_text("half")
     workshop.train("train.for=6 steps")
     assert checkpoints(run) == ["step-00000005", "step-00000006"]
-    assert workshop.events(run, "debris_removed")[-1]["folders"] == [".step-00000004.tmp", "step-00000003"]
+    assert workshop.events(run, "debris_removed")[-1]["folders"] == [".step-00000003.tmp", ".step-00000004.tmp"]
+    assert not desk.exists()
 
 
 def test_debris_can_be_kept_for_the_curious(workshop: Workshop) -> None:
     run = workshop.train("train.for=5 steps")
     for _ in range(2):
-        (run / "checkpoints" / "step-00000003").mkdir()
+        (run / "checkpoints" / ".step-00000003.tmp").mkdir()
         workshop.train("train.for=6 steps", "checkpoint.debris=keep")
     kept = sorted(path.name for path in (run / "checkpoints" / "debris").iterdir())
-    assert kept == ["step-00000003", "step-00000003.2"]
+    assert kept == [".step-00000003.tmp", ".step-00000003.tmp.2"]
+
+
+def test_a_checkpoint_that_lost_its_manifest_is_damaged_and_never_deleted(
+    workshop: Workshop, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = workshop.train("train.for=10 steps", EVERY_FIVE)
+    (run / "checkpoints" / "step-00000010" / "manifest.json").unlink()
+    workshop.train("train.for=12 steps", EVERY_FIVE)
+    assert "manifest.json is missing" in capsys.readouterr().out
+    assert workshop.events(run, "start")[-1]["resumed_from"] == "step-00000005"
+    assert workshop.events(run, "damaged")[-1]["folder"] == "step-00000010"
+    assert (run / "checkpoints" / "damaged-step-00000010" / "state.json").is_file()
+    older = run / "checkpoints" / "step-00000005" / "manifest.json"
+    older.unlink()
+    workshop.train("train.for=13 steps", EVERY_FIVE)
+    assert workshop.events(run, "damaged")[-1]["folder"] == "step-00000005"
+    for path in (run / "checkpoints").glob("step-*/manifest.json"):
+        path.unlink()
+    workshop.train("train.for=14 steps", EVERY_FIVE, code=3)  # not from the beginning
+    assert "no checkpoint of this run can be used" in capsys.readouterr().err
+    assert (run / "checkpoints" / "step-00000013" / "state.json").is_file()
+
+
+def test_the_fast_place_is_gone_on_from_when_the_recipe_no_longer_has_it(workshop: Workshop) -> None:
+    local = (
+        f"checkpoint={{phases: [{{every: 100 steps}}], local: {{path: {workshop.folder / 'nvme'}, every: 1 steps}}}}"
+    )
+    process = start_training(workshop, workshop.folder / "run", local)
+    wait_for_steps(workshop.folder / "run", 4, process)
+    process.kill()
+    process.communicate()
+    newest = folders.complete_checkpoints(workshop.folder / "run" / "checkpoints-local")[-1].name
+    run = workshop.train("train.for=1000000 steps", "lr.decay=null", "train.exit_after=1 steps")
+    assert workshop.events(run, "start")[-1]["resumed_from"] == newest
+
+
+@pytest.mark.parametrize("name", ["²", "", "step-00000099", "99"])
+def test_a_checkpoint_that_is_not_there_is_named_and_the_others_are(
+    workshop: Workshop, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    run = workshop.train("train.for=5 steps")
+    assert main(["train", str(workshop.recipe), "--run-dir", str(run), "--device", "cpu", "--from", name]) == 3
+    assert "there are: step-00000005" in capsys.readouterr().err.lower()
+
+
+def test_a_checkpoint_may_be_named_by_its_path(workshop: Workshop) -> None:
+    run = workshop.train("train.for=10 steps", EVERY_FIVE)
+    workshop.train("train.for=12 steps", start_from=str(run / "checkpoints" / "step-00000005"))
+    assert workshop.events(run, "start")[-1]["resumed_from"] == "step-00000005"
 
 
 def test_a_folder_in_place_of_a_control_file_is_obeyed_once(workshop: Workshop) -> None:

@@ -121,7 +121,7 @@ def _remedy(path: Path, number: int, wanted_bytes: int) -> str:
     if number in (errno.ENOSPC, errno.EDQUOT):
         wanted = f", {format_bytes(wanted_bytes)} wanted" if wanted_bytes else ""
         quota = " or raise the quota" if number == errno.EDQUOT else ""
-        return f"free space on that file system{quota} ({_free(path)}{wanted}), or choose another --run-dir"
+        return f"free space on that file system{quota} ({free_space(path)}{wanted}), or choose another --run-dir"
     if number in (errno.EROFS, errno.EACCES, errno.EPERM):
         return "the place is read-only for this user: choose another --run-dir, or change its permissions or mount"
     if number in (errno.ENOTDIR, errno.EEXIST):
@@ -129,7 +129,7 @@ def _remedy(path: Path, number: int, wanted_bytes: int) -> str:
     return "check the disk or mount (`df`, `dmesg`), or choose another --run-dir"
 
 
-def _free(path: Path) -> str:
+def free_space(path: Path) -> str:
     """`12 KiB free`, or that the file system has run out of file entries. Looks at the nearest folder that exists."""
     for folder in (path, *path.absolute().parents):
         try:

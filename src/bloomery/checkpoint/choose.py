@@ -16,7 +16,8 @@ class Choice:
     folder: Path | None
     """None: there is no checkpoint, so the run starts from the beginning."""
     damaged: dict[Path, list[str]] = field(default_factory=dict)
-    """Newer ones that cannot be used, and why. They still lie where they lay."""
+    """Those that cannot be used, and why: newer ones, and any that have lost their manifest. They still lie where they
+    lay."""
 
 
 Elsewhere = Callable[[int, Mapping[Path, list[str]]], Path | None]
@@ -27,17 +28,20 @@ those. None if there is none. Collective."""
 def newest_good(roots: Sequence[Path], *, ranks: Ranks = ALONE, elsewhere: Elsewhere | None = None) -> Choice:
     """Verify from the newest on; a newer one from `elsewhere` wins. DataError if there are checkpoints but none that
     can be used: starting from the beginning would be a lie. All ranks call it, each reads its share of the files."""
-    found = [path for root in roots for path in folders.complete_checkpoints(root)]
+    found = [path for root in roots for path in folders.step_folders(root)]
     order = sorted(found, key=lambda path: -folders.step_of(path))  # stable: of one step the first root's
-    candidates: list[Path] = ranks.broadcast(order)
+    has_manifest = [(path, (path / folders.MANIFEST).is_file()) for path in order]
+    candidates: list[tuple[Path, bool]] = ranks.broadcast(has_manifest)
     damaged: dict[Path, list[str]] = {}
     good: Path | None = None
-    for candidate in candidates:
+    for candidate, is_complete in candidates:
+        if good is not None and is_complete:
+            continue
         damage = folders.damage(candidate, ranks=ranks)
-        if not damage:
+        if damage:
+            damaged[candidate] = damage
+        else:
             good = candidate
-            break
-        damaged[candidate] = damage
     brought = elsewhere(folders.step_of(good) if good else -1, damaged) if elsewhere else None
     if brought is not None:
         return Choice(brought, {path: texts for path, texts in damaged.items() if path != brought})

@@ -70,13 +70,13 @@ def take_over(root: Path) -> Writer:
     """Become the one that writes here. Call it on one rank and tell the others."""
     make_run_folder(root)
     newest = _read(root)
-    incarnation = 1 + int(newest.get("incarnation", 0) if newest else 0)
+    incarnation = 1 + (newest["incarnation"] if newest else 0)
     writer = Writer(root, incarnation, secrets.token_hex(8))
     who = f"process {os.getpid()} on {socket.gethostname()}"
     facts = {"incarnation": incarnation, "token": writer.token, "who": who}
     write_atomically(root / WRITER, json.dumps(facts) + "\n")
     try:
-        for desk in root.glob(f"{DESK}*"):
+        for desk in filter(Path.is_dir, root.glob(f"{DESK}*")):
             desk.rename(root / f"{LEFT}{desk.name.removeprefix(DESK)}-{secrets.token_hex(4)}")
         writer.desk.mkdir()
     except OSError as error:
@@ -90,4 +90,6 @@ def _read(root: Path) -> dict[str, Any] | None:
         facts = json.loads((root / WRITER).read_text())
     except (FileNotFoundError, ValueError):
         return None
-    return facts if isinstance(facts, dict) else None
+    except OSError as error:
+        raise storage_error(root / WRITER, error, action="read") from error
+    return facts if isinstance(facts, dict) and isinstance(facts.get("incarnation"), int) else None

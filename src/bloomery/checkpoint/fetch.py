@@ -39,15 +39,14 @@ def fetch_newest(
     """Bring the newest checkpoint of a far place here that is whole and whose step is beyond `newer_than`.
 
     All ranks call it, each fetches its share, and all of them return or raise DataError: if the place cannot be read.
-    `only`: no other step. `refused`: asked on rank 0, the newest first; those count as not there, and it may raise
-    DataError.
+    `only`: no other step. `refused`: asked on rank 0 of all that are there, the newest first; those count as not
+    there, and it may raise DataError.
     """
     found: list[There] | str | DataError = []
     if ranks.rank == 0:
         try:
-            there = [each for each in complete_there(*store_of(source)) if each.step > newer_than]
-            there = [each for each in there if only in (None, each.step)]
-            found = [each for each in reversed(there) if not refused(each)]
+            there = [each for each in reversed(complete_there(*store_of(source))) if not refused(each)]
+            found = [each for each in there if each.step > newer_than and only in (None, each.step)]
         except DataError as error:
             found = error
         except Exception as error:  # whatever a store may raise

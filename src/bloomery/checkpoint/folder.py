@@ -46,11 +46,16 @@ def step_of(folder: Path) -> int:
 
 
 def complete_checkpoints(root: Path) -> list[Path]:
-    """Folders with a manifest, oldest first. Anything else there is debris of a save that never finished."""
+    """Folders with a manifest, oldest first."""
+    return [path for path in step_folders(root) if (path / MANIFEST).is_file()]
+
+
+def step_folders(root: Path) -> list[Path]:
+    """All that have the name of a checkpoint, oldest first. Neither saves nor deletions leave one without a manifest:
+    such a folder has lost it."""
     if not root.is_dir():
         return []
-    found = [path for path in root.iterdir() if _NAME.match(path.name) and (path / MANIFEST).is_file()]
-    return sorted(found, key=step_of)
+    return sorted((path for path in root.iterdir() if _NAME.match(path.name) and path.is_dir()), key=step_of)
 
 
 def manifests_with_parts(root: Path) -> list[Path]:
@@ -101,7 +106,8 @@ def verify(folder: Path, *, ranks: Ranks = ALONE, tensors: bool = True) -> None:
     """DataError names every file that is missing, short or changed. All ranks call it, and all return or raise."""
     found = damage(folder, ranks=ranks, tensors=tensors)
     if found:
-        whole = [path.name for path in complete_checkpoints(folder.parent) if path != folder]
+        others = [path for path in complete_checkpoints(folder.parent) if path != folder]
+        whole = [path.name for path in others if not damage(path, tensors=False)]
         remedy = (
             f"use another one, `bloomery train` with --from: {', '.join(whole)}"
             if whole
@@ -115,14 +121,16 @@ def verify(folder: Path, *, ranks: Ranks = ALONE, tensors: bool = True) -> None:
 def damage(folder: Path, *, ranks: Ranks = ALONE, tensors: bool = True) -> list[str]:
     """Why a checkpoint cannot be used; nothing if it is whole, unchanged and of this version's format.
 
-    All ranks call it: each reads its share, all return the same. `tensors`: read the files of tensors too.
+    All ranks call it: each reads its share, all return the same. `tensors`: read the files of tensors too; without it
+    only their sizes are looked at, of those on this node.
     """
     manifest: dict[str, Any] | str = _manifest_or_damage(folder) if ranks.rank == 0 else ""
     manifest = ranks.broadcast(manifest)
     if isinstance(manifest, str):
         return [manifest]
     share, nowhere = shares(manifest, ranks)
-    found = [_damage(folder / name, manifest["files"][name]) for name in share if tensors or not is_part(name)]
+    files = manifest["files"]
+    found = [_damage(folder / name, files[name], read=tensors or not is_part(name)) for name in share]
     lost = [f"{name} is on none of the nodes" for name in nowhere if tensors]
     told = sorted([*lost, *(text for texts in ranks.gather(found) for text in texts if text)])
     return told or ranks.broadcast(_unlisted(folder, manifest) if ranks.rank == 0 else [])
@@ -131,6 +139,8 @@ def damage(folder: Path, *, ranks: Ranks = ALONE, tensors: bool = True) -> list[
 def _manifest_or_damage(folder: Path) -> dict[str, Any] | str:
     try:
         manifest = parse_manifest((folder / MANIFEST).read_bytes())
+    except FileNotFoundError:
+        return f"{MANIFEST} is missing"
     except (OSError, ValueError) as error:
         return f"{MANIFEST} cannot be used: {error}"
     if is_step_name(folder.name) and manifest["step"] != step_of(folder):
@@ -147,12 +157,14 @@ def _unlisted(folder: Path, manifest: dict[str, Any]) -> list[str]:
     return [f"{MANIFEST} does not list {name}" for name in sorted(needed - manifest["files"].keys())]
 
 
-def _damage(path: Path, expected: dict[str, Any]) -> str:
+def _damage(path: Path, expected: dict[str, Any], *, read: bool) -> str:
     """What is wrong with a file; empty if nothing is."""
     try:
         size = path.stat().st_size
         if size != expected["bytes"]:
             return f"{path.name} has {size:,} bytes instead of {expected['bytes']:,}"
+        if not read:
+            return ""
         with path.open("rb") as file:
             same = hashlib.file_digest(file, "sha256").hexdigest() == expected["sha256"]
     except FileNotFoundError:
@@ -162,13 +174,18 @@ def _damage(path: Path, expected: dict[str, Any]) -> str:
     return "" if same else f"{path.name} has been changed since it was saved"
 
 
+def name_of(wanted: str) -> str:
+    """`step-00000100` for what a user calls `100`."""
+    return step_name(int(wanted)) if wanted.isascii() and wanted.isdecimal() else wanted
+
+
 def checkpoint_named(roots: Sequence[Path], name: str) -> Path:
     """The complete checkpoint `step-00000100`, also called `100`, in the first place that has it. DataError lists those
     there are."""
-    wanted = step_name(int(name)) if name.isdigit() else name
+    wanted = name_of(name)
     whole = [path for root in roots for path in complete_checkpoints(root)]
     for path in whole:
-        if path.name == wanted:
+        if path.name == wanted or ("/" in wanted and path.resolve() == Path(wanted).resolve()):
             return path
     have = ", ".join(path.name for path in whole) or "none"
     place = ", ".join(map(str, roots))
@@ -182,13 +199,8 @@ def sweep_debris(root: Path, *, keep: bool = False) -> list[str]:
     """
     if not root.is_dir():
         return []
-    complete = set(complete_checkpoints(root))
-    debris = [
-        path
-        for path in root.iterdir()
-        if path.is_dir() and path not in complete and (_NAME.match(path.name) or path.name.startswith(".step-"))
-    ]
-    left = list(root.glob(f"{LEFT}*"))
+    debris = [path for path in root.glob(".step-*") if path.is_dir()]
+    left = [path for path in root.glob(f"{LEFT}*") if path.is_dir()]
     debris += [path for desk in left for path in desk.iterdir() if path.is_dir()]
     for path in [*root.glob(".tmp-*"), *root.glob(".probe-*")]:  # of files that were being replaced or tried out
         path.unlink(missing_ok=True)

@@ -16,7 +16,6 @@ from bloomery.checkpoint.fence import DESK, LEFT
 from bloomery.checkpoint.folder import (
     CHECKPOINTS,
     LOCAL_CHECKPOINTS,
-    MANIFEST,
     RETIRED,
     damage,
     find_checkpoint,
@@ -131,7 +130,7 @@ def _listed_in(root: Path, *, check_hashes: bool) -> list[Listed]:
     for place in (root, root / RETIRED, root / "debris", *root.glob(f"{DESK}*"), *root.glob(f"{LEFT}*")):
         for folder in sorted(place.iterdir()) if place.is_dir() else ():
             match = _STEP.search(folder.name)
-            if not folder.is_dir() or match is None:
+            if match is None or not folder.is_dir():
                 continue
             state, reason = _state_of(folder, check_hashes=check_hashes)
             if place.name == RETIRED and state == "complete":
@@ -185,24 +184,16 @@ def tensor_bytes(tensor: SavedTensor) -> int:
 def _state_of(folder: Path, *, check_hashes: bool) -> tuple[State, str]:
     if folder.name.startswith("damaged-"):
         return "damaged", "put aside by a restart"
-    if folder.name.startswith(".") or not (folder / MANIFEST).is_file():
+    if folder.name.startswith("."):
         return "debris", "the save or the deletion was cut off, or still goes on"
     reasons = damage(folder, tensors=False)
     if not reasons:
-        sizes = {name: facts["bytes"] for name, facts in read_manifest(folder)["files"].items()}
-        away = [name for name in sizes if (folder / name).is_symlink() and not (folder / name).exists()]
+        names = read_manifest(folder)["files"]
+        away = [name for name in names if (folder / name).is_symlink() and not (folder / name).exists()]
         if away:
             return "complete", f"{len(away)} of its files lie on other nodes and were not looked at"
-        wrong = [_wrong(folder / name, size) for name, size in sorted(sizes.items())]
-        reasons = [text for text in wrong if text] or (damage(folder) if check_hashes else [])
+        reasons = damage(folder) if check_hashes else []
     return ("damaged", "; ".join(reasons)) if reasons else ("complete", "")
-
-
-def _wrong(path: Path, size: int) -> str:
-    if not path.is_file():
-        return f"{path.name} is missing"
-    found = path.stat().st_size
-    return "" if found == size else f"{path.name} has {found:,} bytes instead of {size:,}"
 
 
 def _checkpoint_folders(path: Path) -> list[Path]:
@@ -215,7 +206,7 @@ def _checkpoint_folders(path: Path) -> list[Path]:
 
 
 def _is_of_step(path: Path) -> bool:
-    return _STEP.search(path.name) is not None
+    return path.is_dir() and _STEP.search(path.name) is not None
 
 
 def _difference(name: str, a: Tensor, b: Tensor) -> TensorDifference | None:

@@ -20,7 +20,7 @@ import torch
 
 import bloomery
 from bloomery.base.errors import BloomeryError, Problem, StorageError
-from bloomery.base.storage import reason, sync, sync_folder
+from bloomery.base.storage import free_space, reason, sync, sync_folder
 from bloomery.base.units import format_bytes, format_seconds
 from bloomery.checkpoint import folder as folders
 from bloomery.checkpoint.fence import FencedError, Writer
@@ -31,6 +31,9 @@ from bloomery.checkpoint.tensor_file import FileLayout, write_file
 
 _FIRST_PAUSE_SECONDS = 0.005
 _LONGEST_PAUSE_SECONDS = 1.0
+_INDEX_BYTES = 256
+"""Of index and manifest, for each tensor of a rank."""
+_FULL = ("disk full", "ENOSPC", "EDQUOT")
 _GRACE_SECONDS = 60.0
 """How long a failed save waits for ranks that are still writing."""
 
@@ -68,6 +71,10 @@ class SaveJob:
     def final(self) -> Path:
         return self.root / folders.step_name(self.step)
 
+    def text_bytes(self, layout: FileLayout) -> int:
+        """About what index, state, recipe and manifest will take."""
+        return len(self.state_text) + len(self.recipe_yaml) + _INDEX_BYTES * (1 + len(layout.order)) * self.ranks
+
     @property
     def desk(self) -> Path:
         return self.root if self.writer is None else self.writer.desk
@@ -80,6 +87,15 @@ class SaveJob:
     def parts(self) -> Path:
         """Where this rank's tensor file is written."""
         return self.draft if self.parts_root is None else self.parts_root / f"{self.final.name}-{self.nonce}"
+
+    def make_draft(self) -> None:
+        """A desk that is gone is not made again: what is beneath a mount that vanished is another place."""
+        self.draft.mkdir(parents=self.writer is None, exist_ok=True)
+
+    def sweep_parts(self) -> None:
+        """Delete what no checkpoint needs on this node's disk."""
+        assert self.parts_root is not None
+        sweep_parts(self.parts_root, folders.manifests_with_parts(self.root), spare={*self.spare, self.parts.name})
 
     def acting(self) -> contextlib.AbstractContextManager[None]:
         """Within it the trouble of a start that lost its desk to a newer one is a FencedError."""
@@ -94,16 +110,29 @@ class SaveJob:
         for rank, texts in sorted(trouble.reasons.items()):
             on_rank = f" on rank {rank}" if self.ranks > 1 else ""
             problems += [f"the checkpoint of step {self.step} could not be written{on_rank}: {text}" for text in texts]
-        free = f"{_free(self.parts_root or self.root)} are free, about {format_bytes(self.total_bytes)} are needed"
-        kept = f"{', '.join(removed)} had to go, as `keep` allows" if removed else "older checkpoints are untouched"
-        where, other = str(self.root), "--run-dir"
-        if self.parts_root is not None:
-            where, other = str(self.parts_root), "checkpoint.local.path"
-        remedy = f"make room or name another {other}, then start again; {kept}"
+        rule, remedy = self._advice(trouble)
+        if not trouble.fenced:
+            kept = f"{', '.join(removed)} had to go, as `keep` allows" if removed else "older checkpoints are untouched"
+            remedy = f"{remedy}; {kept}"
         kind = FencedError if trouble.fenced else StorageError
+        where = str(self.parts_root or self.root)
+        return kind([*map(Problem, problems[:-1]), Problem(problems[-1], rule, remedy, where)])
+
+    def _advice(self, trouble: Trouble) -> tuple[str, str]:
+        """(rule, remedy)."""
+        place, option = (
+            self.parts_root or self.root,
+            "--run-dir" if self.parts_root is None else "checkpoint.local.path",
+        )
         if trouble.fenced:
-            free, remedy = "", "stop this process: the newer start goes on"
-        return kind([*map(Problem, problems[:-1]), Problem(problems[-1], free, remedy, where)])
+            return "", "stop this process: the newer start goes on"
+        if not (place if self.parts_root else self.desk).is_dir() and (self.writer or self.parts_root):
+            rule = "the folder that this start took over is gone"
+            return rule, "bring it back (is it mounted?), and saves go on, or start again"
+        if any(word in text for texts in trouble.reasons.values() for text in texts for word in _FULL):
+            rule = f"{free_space(place)}, about {format_bytes(self.total_bytes)} are needed"
+            return rule, f"make room or name another {option}, then start again"
+        return "", f"see to the storage (`df`, `dmesg`, its permissions) or name another {option}, then start again"
 
 
 @dataclass(frozen=True)
@@ -138,10 +167,10 @@ def write_part(job: SaveJob, held: RankReport, layout: FileLayout, blocks: Itera
     name = f"tensors-{job.rank:05d}.safetensors"
     try:
         with job.acting():
-            job.draft.mkdir(parents=True, exist_ok=True)
+            job.make_draft()
             if job.parts_root is not None:
-                sweep_parts(job.parts_root, folders.manifests_with_parts(job.root), spare={*job.spare, job.parts.name})
-                job.parts.mkdir(parents=True, exist_ok=True)
+                job.sweep_parts()
+                job.parts.mkdir(exist_ok=True)
             _require_room(job, layout)
             facts = write_file(job.parts / name, layout, blocks) if layout.data_bytes else None
             if job.parts_root is not None:
@@ -152,7 +181,7 @@ def write_part(job: SaveJob, held: RankReport, layout: FileLayout, blocks: Itera
         with contextlib.suppress(OSError):  # makes room for the word on a full disk
             (job.parts / name).unlink(missing_ok=True)
         with contextlib.suppress(OSError):  # then rank 0 hears of it when its patience ends
-            job.draft.mkdir(parents=True, exist_ok=True)  # a trouble before there was one must be told too
+            job.make_draft()  # a trouble before there was one must be told too
             _tell(job, {"trouble": _reasons(error), "fenced": isinstance(error, FencedError)})
         raise
 
@@ -240,11 +269,13 @@ def _reasons(error: BaseException) -> list[str]:
 def _require_room(job: SaveJob, layout: FileLayout) -> None:
     """Before the first byte: rank 0 asks for all of them if they share a disk, each rank for itself;
     `reserve` then takes it for real."""
-    needed = job.total_bytes if job.rank == 0 and job.parts_root is None else layout.file_bytes
+    needed = job.total_bytes + job.text_bytes(layout) if job.rank == 0 and job.parts_root is None else layout.file_bytes
     free = shutil.disk_usage(job.parts).free
     if free < needed and job.make_room is not None and job.rank == 0:
         with contextlib.suppress(OSError):  # the trouble to tell is the lack of room
             job.make_room()
+            if job.parts_root is not None:
+                job.sweep_parts()
         free = shutil.disk_usage(job.parts).free
     if free < needed:
         raise OSError(f"disk full: {format_bytes(free)} of {format_bytes(needed)} are free")
@@ -272,7 +303,8 @@ def _wait_for_parts(job: SaveJob, troubles: list[Trouble]) -> list[RankReport]:
         if missing and job.writer is not None:
             job.writer.require()
         if troubles:
-            deadline = min(deadline, time.monotonic() + _GRACE_SECONDS)
+            grace = _GRACE_SECONDS if job.desk.is_dir() else 0.0
+            deadline = min(deadline, time.monotonic() + grace)
         if not missing or time.monotonic() >= deadline:
             break
         time.sleep(min(pause, max(0.0, deadline - time.monotonic())))
@@ -301,10 +333,3 @@ def _read_part(path: Path) -> dict[str, Any] | None:
     except FileNotFoundError:
         return None
     return told
-
-
-def _free(root: Path) -> str:
-    try:
-        return format_bytes(shutil.disk_usage(root).free)
-    except OSError:
-        return "an unknown number of bytes"

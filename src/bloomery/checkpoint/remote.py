@@ -25,6 +25,8 @@ _AT_A_TIME = 8
 TOMBSTONE = "manifest.deleted.json"
 RETIRED = "manifest.retired.json"
 """The manifest of a checkpoint whose branch of the run was left."""
+ARRIVING = "manifest.arriving.json"
+"""The manifest of a checkpoint whose files are on their way there."""
 
 
 @dataclass(frozen=True)
@@ -73,16 +75,18 @@ def complete_there(store: Any, path: str, *, marker: str = folders.MANIFEST) -> 
     return sorted(found, key=lambda there: there.step)
 
 
-def retain_there(url: str, keep: KeepSection, newest: int, writer: Writer | None = None) -> list[str]:
+def retain_there(url: str, keep: KeepSection, newest: int, run: str, writer: Writer | None = None) -> list[str]:
     """Delete there what `keep` does not ask for, now that the checkpoint of step `newest` has arrived; the names.
 
-    Never touches that one, nor later ones: those are of another branch of the run. OSError, and nothing is deleted, if
-    it is not whole there.
+    Never touches that one, nor later ones: those are of another branch of the run; nor those of another run. OSError,
+    and nothing is deleted, if it is not whole there.
     """
     store, path = store_of(url)
-    for cut_off in filter(is_ours, complete_there(store, path, marker=TOMBSTONE)):
-        _delete(store, cut_off, writer)
-    found = {there.step: there for there in complete_there(store, path) if there.step <= newest and is_ours(there)}
+    for cut_off in complete_there(store, path, marker=TOMBSTONE):
+        if is_ours(cut_off, run):
+            _delete(store, cut_off, writer)
+    ours = [there for there in complete_there(store, path) if is_ours(there, run)]
+    found = {there.step: there for there in ours if there.step <= newest}
     if newest not in found or not _is_whole(store, found[newest]):
         raise OSError(f"{folders.step_name(newest)} is not whole in {url}, so nothing older was deleted there")
     losses = {step: loss for step, there in found.items() if (loss := loss_at(there.manifest, step)) is not None}
@@ -93,12 +97,17 @@ def retain_there(url: str, keep: KeepSection, newest: int, writer: Writer | None
 
 
 def retire_later_there(
-    url: str, step: int, writer: Writer | None = None, *, is_left: Callable[[There], bool] = lambda there: False
+    url: str,
+    step: int,
+    run: str,
+    writer: Writer | None = None,
+    *,
+    is_left: Callable[[There], bool] = lambda there: False,
 ) -> list[str]:
     """Put aside what lies there beyond `step`: the run goes on from an earlier checkpoint, so no start may fetch it.
     Likewise what `is_left` names. All files stay, and the manifest under another name; the names."""
     store, path = store_of(url)
-    ours = filter(is_ours, complete_there(store, path))
+    ours = [there for there in complete_there(store, path) if is_ours(there, run)]
     later = [there for there in ours if there.step > step or is_left(there)]
     for there in later:
         if writer is not None:
@@ -117,9 +126,20 @@ def holds(store: Any, place: str, manifest: bytes) -> bool:
     return there.text.encode() == manifest and not store.exists(there.path(TOMBSTONE)) and _is_whole(store, there)
 
 
+def sweep_cut_off(store: Any, path: str, run: str, writer: Writer | None = None) -> None:
+    """Delete what copies of this run that were cut off have left there."""
+    for there in complete_there(store, path, marker=ARRIVING):
+        if not is_ours(there, run):
+            continue
+        if store.exists(there.path(folders.MANIFEST)):  # only the mark was left behind
+            store.rm_file(there.path(ARRIVING))
+        else:
+            _delete(store, there, writer)
+
+
 def forget_marks(store: Any, place: str) -> None:
     """Before a folder there is written again: it is no longer complete, deleted or retired."""
-    for mark in (folders.MANIFEST, TOMBSTONE, RETIRED):
+    for mark in (folders.MANIFEST, TOMBSTONE, RETIRED, ARRIVING):
         if store.exists(f"{place}/{mark}"):
             store.rm_file(f"{place}/{mark}")
 
@@ -129,13 +149,14 @@ def is_plain_name(file: str) -> bool:
     return Path(file).name == file != ""
 
 
-def is_ours(there: There) -> bool:
-    """Whether its manifest is that of a checkpoint of this step."""
+def is_ours(there: There, run: str | None = None) -> bool:
+    """Whether its manifest is that of a checkpoint of this step, and of this run if one is named."""
     try:
         manifest = there.manifest
         return (
             manifest["format"] == folders.FORMAT
             and manifest["step"] == there.step
+            and (run is None or manifest.get("run", run) == run)
             and all(is_plain_name(file) for file in manifest["files"])
         )
     except (ValueError, KeyError, TypeError):
@@ -151,7 +172,7 @@ def _delete(store: Any, there: There, writer: Writer | None) -> None:
     if writer is not None:
         writer.require()
     store.pipe_file(there.path(TOMBSTONE), there.text.encode())
-    for file in (folders.MANIFEST, *there.manifest["files"], TOMBSTONE):
+    for file in (folders.MANIFEST, *there.manifest["files"], ARRIVING, TOMBSTONE):
         with contextlib.suppress(FileNotFoundError):
             store.rm_file(there.path(file))
     with contextlib.suppress(Exception):  # a store without folders has none to remove, and a file of somebody's stays

@@ -130,7 +130,10 @@ class TensorFile:
             self._entries: dict[str, Any] = json.loads(self._read(8, length).numpy().tobytes())
             if not isinstance(self._entries, dict):
                 raise ValueError("its header is no JSON object")
-        except (ValueError, DataError) as error:
+        except DataError:
+            self.close()
+            raise
+        except ValueError as error:
             self.close()
             raise self._damaged(str(error)) from error
         self._data_begins = 8 + length

@@ -7,6 +7,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
+from bloomery.base.storage import make_run_folder, written_to
 from bloomery.checkpoint.fence import Writer
 from bloomery.checkpoint.folder import CHECKPOINTS, LOCAL_CHECKPOINTS, manifests_with_parts
 from bloomery.checkpoint.parts import sweep_parts
@@ -28,10 +29,12 @@ class Tier:
         """Delete what this tier need not keep; the names."""
         return apply_retention(self.root, self.keep, writer=self.writer, spare=spare)
 
-    def sweep(self) -> None:
-        """Delete what earlier starts have left on this node and no checkpoint needs. Every rank may call it, after one
-        of them has put `root` in order."""
+    def settle(self) -> None:
+        """Make the folder on this node, and delete what earlier starts have left there and no checkpoint needs. Every
+        rank calls it, after one of them has put `root` in order. StorageError if nothing can be written there."""
         if self.parts_root is not None:
+            with written_to("checkpoint.local.path"):
+                make_run_folder(self.parts_root)
             sweep_parts(self.parts_root, manifests_with_parts(self.root))
 
 

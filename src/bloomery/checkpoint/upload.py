@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import threading
 import time
@@ -11,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from bloomery.checkpoint import folder as folders
-from bloomery.checkpoint.fence import Writer
-from bloomery.checkpoint.remote import all_at_once, forget_marks, holds, retain_there, store_of
+from bloomery.checkpoint.fence import FencedError, Writer
+from bloomery.checkpoint.remote import ARRIVING, all_at_once, forget_marks, holds, retain_there, store_of, sweep_cut_off
 from bloomery.config.recipe import KeepSection
 
 
@@ -43,12 +44,14 @@ class Uploader:
         self,
         to: str,
         *,
+        run: str,
         every_steps: int | None = None,
         keep: KeepSection | None = None,
         writer: Writer | None = None,
     ) -> None:
-        """`keep`: which copies stay there; None: all."""
+        """`run`: its name. `keep`: which of its copies stay there; None: all."""
         self.to = to
+        self._run = run
         self._every_steps = every_steps
         self._keep = keep
         self._writer = writer
@@ -96,13 +99,13 @@ class Uploader:
             step = folders.step_of(offer.folder)
             error, trouble, removed, was_there = "", "", [], False
             try:
-                was_there = _upload(offer.folder, self.to, self._writer)
+                was_there = _upload(offer.folder, self.to, self._run, self._writer)
             except Exception as caught:  # whatever a store may raise: it is told, and training goes on
                 error = f"{type(caught).__name__}: {caught}"
             seconds = time.monotonic() - started
             if self._keep is not None and not offer.keep_all and not error:
                 try:
-                    removed = retain_there(self.to, self._keep, step, self._writer)
+                    removed = retain_there(self.to, self._keep, step, self._run, self._writer)
                 except Exception as caught:
                     trouble = f"{type(caught).__name__}: {caught}"
             with self._changed:
@@ -115,8 +118,9 @@ class Uploader:
                     return
 
 
-def _upload(folder: Path, to: str, writer: Writer | None) -> bool:
-    """The manifest goes last, so that a copy without one is debris there too. True: the very same was there already.
+def _upload(folder: Path, to: str, run: str, writer: Writer | None) -> bool:
+    """The manifest goes last, so that a copy without one is debris there too; a mark that names its files goes first,
+    so that the next copy can delete it. True: the very same was there already.
 
     Every change there is asked for: one that a newer start has made must not be touched by an older one."""
     require = writer.require if writer is not None else lambda: None
@@ -126,11 +130,23 @@ def _upload(folder: Path, to: str, writer: Writer | None) -> bool:
     if holds(store, place, manifest):
         return True
     require()
+    sweep_cut_off(store, path, run, writer)
     forget_marks(store, place)  # of an older branch of the run
     store.makedirs(place, exist_ok=True)
-    all_at_once([_putting(store, folder / name, f"{place}/{name}", require) for name in json.loads(manifest)["files"]])
-    require()
-    store.pipe_file(f"{place}/{folders.MANIFEST}", manifest)
+    store.pipe_file(f"{place}/{ARRIVING}", manifest)
+    try:
+        files = json.loads(manifest)["files"]
+        all_at_once([_putting(store, folder / name, f"{place}/{name}", require) for name in files])
+        require()
+        store.pipe_file(f"{place}/{folders.MANIFEST}", manifest)
+    except FencedError:
+        raise
+    except Exception:
+        with contextlib.suppress(Exception):  # else the next copy does it
+            sweep_cut_off(store, path, run, writer)
+        raise
+    with contextlib.suppress(Exception):
+        store.rm_file(f"{place}/{ARRIVING}")
     return False
 
 

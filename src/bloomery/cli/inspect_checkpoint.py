@@ -30,6 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     from bloomery.checkpoint.folder import find_checkpoint, verify
     from bloomery.checkpoint.look import compare_checkpoints, describe_checkpoint, list_checkpoints
+    from bloomery.monitor.record import strict_json
 
     if args.list:
         found = list_checkpoints(args.path, check_hashes=args.verify)
@@ -39,7 +40,7 @@ def run(args: argparse.Namespace) -> int:
             verify(find_checkpoint(path))
         difference = compare_checkpoints(args.path, args.diff)
         answer = {"equal": difference.is_equal, **asdict(difference)}
-        print(json.dumps(answer, indent=2) if args.json else _diff_text(difference))
+        print(strict_json(answer, indent=2) if args.json else _diff_text(difference))
     else:
         facts = describe_checkpoint(args.path, check_hashes=args.verify)
         print(json.dumps(facts, indent=2) if args.json else _text(facts))

@@ -98,9 +98,9 @@ def from_json(line: str | bytes) -> Record:
     raise ValueError(f"not a metrics record: kind is {kind!r}")
 
 
-def strict_json(value: Any) -> str:
+def strict_json(value: Any, *, indent: int | None = None) -> str:
     """JSON that every parser reads: NaN and infinities become the strings 'NaN', 'Infinity' and '-Infinity'."""
-    return json.dumps(_without_special_floats(value), allow_nan=False, ensure_ascii=False)
+    return json.dumps(_without_special_floats(value), allow_nan=False, ensure_ascii=False, indent=indent)
 
 
 def _without_special_floats(value: Any) -> Any:

@@ -38,9 +38,10 @@ def cadence(*, blocking_seconds: float, persist_seconds: float, step_seconds: fl
     best = daly_seconds(blocking_seconds, failure_seconds)
     least = persist_seconds / _STORAGE_SHARE
     steps = max(1, ceil(max(best, least) / step_seconds))
+    shown = format_seconds(best) if best >= 10 else f"{best:.2g}s"
     why = (
         f"a save stops training for {blocking_seconds:.3g}s and a failure is expected every "
-        f"{format_seconds(failure_seconds)}, so an interval of {format_seconds(best)} loses the least (Young/Daly)"
+        f"{format_seconds(failure_seconds)}, so an interval of {shown} loses the least (Young/Daly)"
     )
     if least > best:
         why += f"; storage needs {persist_seconds:.3g}s for a save, so not more often than every {least:.3g}s"

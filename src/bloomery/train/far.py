@@ -10,7 +10,7 @@ from bloomery.base.errors import DataError, Problem
 from bloomery.base.ranks import ALONE, Ranks
 from bloomery.checkpoint.fence import FencedError, Writer
 from bloomery.checkpoint.fetch import Fetched, fetch_newest
-from bloomery.checkpoint.folder import complete_checkpoints, is_step_name, step_name, step_of
+from bloomery.checkpoint.folder import complete_checkpoints, is_step_name, name_of, step_of
 from bloomery.checkpoint.remote import There, is_ours, retire_later_there
 from bloomery.checkpoint.upload import Uploader
 from bloomery.config.recipe import Recipe
@@ -51,7 +51,7 @@ class Far:
 
     def fetch_named(self, name: str, roots: Sequence[Path]) -> None:
         """The one that a user names, if it is there and not here. Collective."""
-        wanted = step_name(int(name)) if name.isdigit() else name
+        wanted = name_of(name)
         is_here = any(path.name == wanted for root in roots for path in complete_checkpoints(root))
         if is_step_name(wanted) and not self._ranks.broadcast(is_here):
             step = step_of(Path(wanted))
@@ -77,7 +77,7 @@ class Far:
     def leave_branch(self, step: int, writer: Writer, journal: Journal) -> None:
         """What lies there beyond the step that this job begins at belongs to a branch that is left."""
         try:
-            retired = retire_later_there(self._upload.to, step, writer, is_left=self._is_left)
+            retired = retire_later_there(self._upload.to, step, self._name, writer, is_left=self._is_left)
         except FencedError:
             raise
         except Exception as error:  # whatever a store may raise
@@ -93,7 +93,9 @@ class Far:
         """Begins with the newest checkpoint here, if it is not there: an earlier job may have failed to copy it, or had
         no place to copy to. For it nothing is deleted there."""
         every_steps = self._upload.every.count if self._upload.every else None
-        uploader = Uploader(self._upload.to, every_steps=every_steps, keep=self._upload.keep, writer=writer)
+        uploader = Uploader(
+            self._upload.to, run=self._name, every_steps=every_steps, keep=self._upload.keep, writer=writer
+        )
         for folder in reversed(complete_checkpoints(self._root)):
             is_final = step_of(folder) >= train_steps
             if is_final or uploader.wants(folder):

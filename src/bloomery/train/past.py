@@ -55,7 +55,7 @@ def find_past(
     DataError if it is not, less the fields named by `changes`.
 
     All ranks call it: they share the work of verifying."""
-    if wanted:
+    if wanted is not None:
         if far is not None:
             far.fetch_named(wanted, roots)
         named = checkpoint_named(roots, wanted)

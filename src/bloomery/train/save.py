@@ -10,10 +10,12 @@ from functools import partial
 from bloomery.base.units import format_seconds
 from bloomery.checkpoint.fence import FencedError
 from bloomery.checkpoint.folder import step_name
+from bloomery.checkpoint.retention import apply_retention
 from bloomery.checkpoint.save import agreed
 from bloomery.checkpoint.saver import SaveOutcome
 from bloomery.checkpoint.tiers import Tier
 from bloomery.checkpoint.upload import Uploader, UploadOutcome
+from bloomery.config.recipe import KeepSection
 from bloomery.monitor import names
 from bloomery.sizing.cadence import Cadence, cadence, seconds_between_failures
 from bloomery.train.run import Run
@@ -146,8 +148,11 @@ def _persist(run: Run, state: TrainState, tier: Tier, *, keep_all: bool) -> None
 
 def _room_maker(run: Run, state: TrainState, tier: Tier, *, suspicious: bool) -> Callable[[], list[str]] | None:
     """What retention would delete after this save, less what this job has loaded or saved: for a save without room for
-    it, which otherwise would fail again and again. None where no checkpoint of the place is known to be good."""
-    if suspicious or tier is not run.durable or state.saved_step is None:
+    it, which otherwise would fail again and again. None where no checkpoint of the place is known to be good. A fast
+    place without room for all that it should keep keeps the newest."""
+    if tier is not run.durable:
+        return partial(apply_retention, tier.root, KeepSection(last=1), writer=tier.writer)
+    if suspicious or state.saved_step is None:
         return None
     known = state.saved_step
     uploader = run.uploader

@@ -76,7 +76,7 @@ def prepared_run(
         closing.enter_context(energy.watching())
         roots = tier_roots(recipe.checkpoint, folder)
         far = Far(recipe, folder, roots["durable"], ranks) if recipe.checkpoint.upload else None
-        places = list(roots.values())
+        places = [*roots.values(), *_not_named(folder, roots)]
         past = every_rank_does(
             ranks, lambda: find_past(recipe, places, wanted=start_from, changes=changes, ranks=ranks, far=far)
         )
@@ -100,10 +100,9 @@ def prepared_run(
             mesh = alone() if ranks is ALONE else make_mesh(layout, device)
             num_sources = len(data.train.keys)
             runner, optimizer = _runner_and_optimizer(recipe, mesh, ranks, device, past, num_sources=num_sources)
-            all_places = [*places, *_not_named(folder, roots)]
-            first_rank_does(ranks, lambda: put_in_order(recipe, all_places, past, journal))
+            first_rank_does(ranks, lambda: put_in_order(recipe, places, past, journal))
             for tier in tiers.values():
-                tier.sweep()
+                every_rank_does(ranks, tier.settle)
             if far is not None:
                 first_rank_does(ranks, lambda: far.leave_branch(state.step, tiers["durable"].writer, journal))
             timeout_seconds = recipe.checkpoint.timeout.seconds
@@ -248,7 +247,7 @@ def _tell_changes(past: Past, data: OpenData, journal: Journal) -> None:
 
 
 def _not_named(folder: Path, roots: Mapping[str, Path]) -> list[Path]:
-    """Places of this run that its recipe named once: a branch is left in all of them."""
+    """Places of this run that its recipe named once: it goes on from them too, and leaves a branch in all of them."""
     return [root for root in all_roots(folder) if root.is_dir() and root not in roots.values()]
 
 
