@@ -19,11 +19,12 @@ from bloomery.base.units import Amount, Duration
 from bloomery.checkpoint import folder as folders
 from bloomery.checkpoint.choose import newest_good, tidy
 from bloomery.checkpoint.fence import FencedError, take_over
-from bloomery.checkpoint.retention import apply_retention, kept_steps
+from bloomery.checkpoint.retention import apply_retention
 from bloomery.checkpoint.save import save_checkpoint
 from bloomery.checkpoint.tiers import kept_in, parts_in, tier_roots
 from bloomery.config.recipe import CheckpointSection, KeepSection, LocalTierSection, PhaseSection
 from bloomery.sizing.cadence import cadence, daly_seconds, seconds_between_failures
+from bloomery.sizing.kept import kept_steps
 from bloomery.sizing.phases import resolve_phases
 from checkpoints import change_manifest
 from threads_as_ranks import together

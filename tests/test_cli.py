@@ -69,6 +69,7 @@ def test_help_answers_in_less_than_a_third_of_a_second() -> None:
 @pytest.mark.parametrize(
     "words",
     [["--help"], ["--version"], ["check", "tr1-13b", "--explain"], ["inspect", "schedule", "tr1-13b"], ["inspect", "model", "tr1-13b"],
+     ["plan", "tr1-13b"],
      ["train", "--help"], ["generate", "--help"], ["quickstart", "--help"], ["nonsense"]],
 )  # fmt: skip
 def test_what_only_answers_imports_no_torch(words: list[str]) -> None:

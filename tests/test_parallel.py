@@ -27,8 +27,8 @@ from bloomery.parallel.environment import Started, first_host, started_as
 from bloomery.parallel.mesh import alone
 from bloomery.parallel.ranks import joined
 from bloomery.parallel.runner import Runner
-from bloomery.parallel.tensor import CUTS, cut_of
 from bloomery.sizing.check import load_checked_recipe
+from bloomery.sizing.cuts import CUTS, cut_of
 from bloomery.sizing.elastic import fit
 from bloomery.sizing.layout import layout_overrides
 from bloomery.sizing.stages import stage_layers, stages_of_rank

@@ -23,6 +23,7 @@ from bloomery.parallel.mesh import alone
 from bloomery.parallel.weights import weights_of
 from bloomery.sizing.check import load_checked_recipe
 from bloomery.sizing.layout import Layout, layout_overrides, world_size
+from bloomery.sizing.memory import weight_bytes
 from bloomery.sizing.parameters import count_parameters
 from bloomery.sizing.vocabulary import padded_vocab_size
 from bloomery.train.optimizer import Optimizer
@@ -153,18 +154,32 @@ def test_known_memory_is_what_a_real_optimizer_holds(recipe_of: Callable[..., Re
     held += [each for state in optimizer._adamw.state.values() for each in state.values()]
     held += Gradients(parts.weights, parts.mesh)._buffers or [torch.empty_like(w.piece.tensor) for w in parts.weights]
     storages = {each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in held}
-    known = simulate._known_memory(recipe, parts, micro_batches=2)
-    saves = known.pop("saves")
-    assert sum(storages.values()) == sum(known.values())
+    known = weight_bytes(recipe, Layout(), simulate._held_elements(parts))
+    assert sum(storages.values()) == known.device
     step_count = 4
-    assert Saver(optimizer.pieces(), device=torch.device("cpu")).host_bytes == saves + step_count
+    assert Saver(optimizer.pieces(), device=torch.device("cpu")).host_bytes == known.saves + step_count
 
 
-def test_offloaded_state_is_counted_on_the_host(recipe_of: Callable[..., Recipe]) -> None:
+@pytest.mark.parametrize(("layout", "precision"), [("single", "bf16"), ("single", "fp32"), ("dp2", "bf16")])
+def test_offloaded_state_is_on_the_host_and_not_on_the_device(
+    recipe_of: Callable[..., Recipe], layout: str, precision: str
+) -> None:
+    recipes = [recipe_of(layout, f"precision={precision}", f"parallel.offload={flag}") for flag in ("false", "true")]
+    here, away = (simulate_rank(recipe, Layout.of(recipe, world_size(recipe)), 0).memory for recipe in recipes)
+    assert (here.host, away.optimizer) == (0, 0)
+    assert away.host == 2 * here.masters + here.optimizer  # masters, their gradients while they are applied, moments
+    # What is computed with stays: the fp32 weights themselves, where no 16-bit copies stand for them.
+    assert away.masters == (0 if (layout, precision) == ("single", "bf16") else here.masters)
+    assert here.peak - away.peak == here.optimizer + here.masters - away.masters
+
+
+def test_masters_that_are_offloaded_leave_the_device(recipe_of: Callable[..., Recipe]) -> None:
     recipe = recipe_of("single", "parallel.offload=true")
     parts = parallelise(recipe, alone(), device=torch.device("cpu"), compile_model=False)
-    known = simulate._known_memory(recipe, parts, micro_batches=2)
-    assert (known["optimizer"], known["host"]) == (0, 3 * known["masters"] + 4 * len(parts.weights))
+    on_device = {weight.piece.tensor.data_ptr() for weight in parts.weights}
+    optimizer = Optimizer(parts.weights, recipe.optimizer, compute_dtype=torch.bfloat16, offload=True)
+    held = [each for weight in optimizer.weights for each in (weight.parameter.data, weight.piece.tensor)]
+    assert not on_device & {each.data_ptr() for each in held}
 
 
 # ---------------------------------------------------------------- activations
@@ -298,6 +313,10 @@ def test_the_three_stages_of_a_pipeline_are_shown(
         (["--simulate-world", "30"], "it must be a multiple of micro_batch_size 2 times 5 data-parallel replicas"),
         (["batch.global_batch_size=95", "--simulate-world", "12"], "batch.global_batch_size is 95"),
         (["parallel.tp=3", "--simulate-world", "9"], "parallel.tp is 3 but model.num_heads is 4"),
+        (
+            ["precision=fp8", "--simulate-world", "12"],
+            "This version computes in fp32, bf16 or fp16. Use precision=bf16.",
+        ),
     ],
 )
 def test_impossible_worlds_are_refused(

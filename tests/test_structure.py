@@ -132,6 +132,7 @@ def test_the_loop_fits_a_screen_and_knows_no_ranks() -> None:
         "monitor.report",
         "cli.main",
         "cli.check",
+        "cli.plan",
         "cli.import_megatron",
         "checkpoint.megatron.importer",
         "base.storage",

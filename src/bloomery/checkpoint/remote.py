@@ -16,8 +16,9 @@ from typing import Any, TypeVar
 
 from bloomery.checkpoint import folder as folders
 from bloomery.checkpoint.fence import Writer
-from bloomery.checkpoint.retention import kept_steps, loss_at
+from bloomery.checkpoint.retention import loss_at
 from bloomery.config.recipe import KeepSection
+from bloomery.sizing.kept import kept_steps
 
 T = TypeVar("T")
 _AT_A_TIME = 8

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from bloomery.checkpoint import folder as folders
 from bloomery.checkpoint.fence import Writer
 from bloomery.checkpoint.manifest import read_manifest
 from bloomery.config.recipe import KeepSection
+from bloomery.sizing.kept import kept_steps
 
 
 def apply_retention(
@@ -32,17 +32,6 @@ def apply_retention(
                 folders.remove(path, root if writer is None else writer.desk)
             removed.append(path.name)
     return removed
-
-
-def kept_steps(steps: list[int], keep: KeepSection, losses: Mapping[int, float]) -> set[int]:
-    """Which of these steps to keep. `losses`: of those that were evaluated; one that is no number is never the best."""
-    newest = sorted(steps)[-max(1, keep.last) :]
-    kept = set(newest) | (set(keep.steps) & set(steps))
-    if keep.every is not None:
-        kept |= {step for step in steps if step % keep.every.count == 0}
-    numbers = [step for step, loss in losses.items() if math.isfinite(loss)]
-    best = sorted(numbers, key=lambda step: (losses[step], step))
-    return kept | set(best[: keep.best])
 
 
 def _validation_loss(folder: Path, step: int) -> float | None:

@@ -24,6 +24,7 @@ COMMANDS = {
     "extract": "many compressed .jsonl files to N plain ones",
     "prepare": "raw text to shards",
     "check": "validate a recipe; --explain prints every value and where it came from",
+    "plan": "parameters, memory and checkpoints of the layout of a recipe, before anything is rented",
     "inspect schedule": "steps, batch levels, learning rate and saves of a recipe",
     "inspect data": "documents, tokens and vocabulary of shards; what the training takes of each source",
     "inspect sample": "exactly what is trained at some positions of the run, as text",

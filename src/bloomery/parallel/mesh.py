@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import torch
 import torch.distributed as dist
@@ -13,8 +13,7 @@ from bloomery.sizing.layout import Layout
 
 @dataclass(frozen=True)
 class Mesh:
-    """Where this rank stands. Ranks are numbered with tensor parallelism fastest, then context, data and pipeline, so
-    that those who talk most are neighbours. A group is None where there is nobody to talk to."""
+    """Where this rank stands (`Layout.place_of`). A group is None where there is nobody to talk to."""
 
     layout: Layout
     rank: int
@@ -61,19 +60,10 @@ def make_mesh(layout: Layout, device: torch.device, *, groups_of_one: bool = Fal
     shape = (layout.pp, layout.copies, layout.shard, layout.tp)
     mesh = init_device_mesh(device.type, shape, mesh_dim_names=("pp", "copy", "shard", "tp"))
     rank = dist.get_rank()
-    rest, tp = divmod(rank, layout.tp)
-    rest, cp = divmod(rest, layout.cp)
-    pp, dp = divmod(rest, layout.dp)
-    copy, shard = divmod(dp * layout.cp + cp, layout.shard)
     return Mesh(
         layout=layout,
         rank=rank,
-        pp=pp,
-        dp=dp,
-        cp=cp,
-        tp=tp,
-        copy=copy,
-        shard=shard,
+        **asdict(layout.place_of(rank)),
         tp_group=mesh["tp"].get_group() if layout.tp > 1 or groups_of_one else None,
         cp_group=_context_group(layout, rank) if layout.cp > 1 or groups_of_one else None,
         pp_group=mesh["pp"].get_group() if layout.pp > 1 else None,

@@ -1,15 +1,16 @@
-"""Tensor parallelism: which parameters are cut how, and what the cut modules do differently.
+"""Tensor parallelism: parameters are cut, and the cut modules do some things differently.
 
 Between attention and MLP the sequence is cut too (sequence parallelism), so a rank computes norms, dropout and
 residuals only for its part of the tokens. Modules compute on plain local tensors; what has to be communicated is
-attached to them here. Two tables say it all; a new family needs neither unless it brings a new kind of layer.
+attached to them here. Two tables say it all, CUTS (sizing/cuts.py) and BEHAVIOURS; a new family needs neither unless it
+brings a new kind of layer.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -18,37 +19,7 @@ from torch.nn import functional as F
 
 from bloomery.parallel.collectives import gather, gather_alike, own_part, sum_and_cut
 from bloomery.parallel.mesh import Mesh
-
-Cut = Literal["rows", "columns", "summed", "alike"]
-"""rows, columns: cut along dimension 0 or 1. summed: whole on every rank, but each sees a part of the tokens, so that
-gradients are to be summed. alike: whole, and every rank computes the same with it."""
-
-CUTS: tuple[tuple[str, Cut], ...] = (
-    (r"embed\.tokens\.weight|head\.(weight|bias)|slopes", "rows"),
-    (r"layers\.\d+\.(attention\.qkv|mlp\.up|mlp\.gate)\.(weight|bias)", "rows"),
-    (r"layers\.\d+\.(attention\.out|mlp\.down)\.weight", "columns"),
-    (r"layers\.\d+\.(attention\.out|mlp\.down)\.bias", "summed"),
-    (
-        r"(layers\.\d+\.(attention_norm|mlp_norm)|embed\.norm|final_norm|head\.norm|head\.dense)\.(weight|bias)",
-        "summed",
-    ),
-    (r"embed\.(positions|token_types)\.weight", "summed"),
-    (r"(pooler\.dense|order_head)\.(weight|bias)", "alike"),
-)
-"""Every parameter and buffer of every family matches exactly one; a test holds that."""
-
-
-def cut_of(name: str) -> Cut:
-    """How the parameter or buffer called `name` lies on tensor-parallel ranks."""
-    for pattern, cut in CUTS:
-        if re.fullmatch(pattern, name):
-            return cut
-    raise AssertionError(f"no tensor-parallel rule for {name}: add one to CUTS")
-
-
-def cut_dimension(name: str) -> int | None:
-    """The dimension along which it is cut; None if every rank has all of it."""
-    return {"rows": 0, "columns": 1}.get(cut_of(name))
+from bloomery.sizing.cuts import cut_dimension
 
 
 def apply_tensor_parallel(model: nn.Module, mesh: Mesh) -> None:

@@ -1,1 +1,1 @@
-"""Floor 2: arithmetic from a recipe: parameters, FLOPs, batch ramp, learning rate, the whole plan. No torch."""
+"""Floor 2: arithmetic from a recipe: parameters, FLOPs, memory, batch ramp, learning rate, the whole plan. No torch."""

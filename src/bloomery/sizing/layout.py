@@ -13,6 +13,20 @@ _FACTOR = re.compile(
 
 
 @dataclass(frozen=True)
+class Place:
+    """Where a rank stands in a layout."""
+
+    pp: int = 0
+    dp: int = 0
+    cp: int = 0
+    tp: int = 0
+    copy: int = 0
+    """Which of the equal copies of the weights' shards it belongs to."""
+    shard: int = 0
+    """Which shard of a copy it holds."""
+
+
+@dataclass(frozen=True)
 class Layout:
     """The factors of the world: pp * dp * cp * tp ranks, tensor-parallel ones next to each other."""
 
@@ -38,6 +52,15 @@ class Layout:
     def copies(self) -> int:
         """Ranks that hold the same piece of a weight because of data parallelism."""
         return self.dp * self.cp // self.shard
+
+    def place_of(self, rank: int) -> Place:
+        """Ranks are numbered with tensor parallelism fastest, then context, data and pipeline, so that those who talk
+        most are neighbours."""
+        rest, tp = divmod(rank, self.tp)
+        rest, cp = divmod(rest, self.cp)
+        pp, dp = divmod(rest, self.dp)
+        copy, shard = divmod(dp * self.cp + cp, self.shard)
+        return Place(pp=pp, dp=dp, cp=cp, tp=tp, copy=copy, shard=shard)
 
 
 def layout_overrides(name: str) -> list[str]:
@@ -74,6 +97,16 @@ def world_size(recipe: Recipe) -> int:
     if recipe.launch is None:
         return ranks_per_replica(recipe)
     return recipe.launch.nodes * recipe.launch.gpus_per_node
+
+
+def ranks_per_node(recipe: Recipe) -> int:
+    """Ranks of one machine; without a launch section there is one machine."""
+    return world_size(recipe) if recipe.launch is None else recipe.launch.gpus_per_node
+
+
+def micro_batches(recipe: Recipe, layout: Layout) -> int:
+    """Per replica, in a step of the full global batch."""
+    return recipe.batch.global_batch_size // (recipe.batch.micro_batch_size * layout.dp)
 
 
 def ranks_per_replica(recipe: Recipe) -> int:

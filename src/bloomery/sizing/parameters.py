@@ -5,10 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from bloomery.config.recipe import ModelSection
+from bloomery.sizing.shapes import model_shapes
 
 _EMBEDDING_TABLES = ("token_embedding", "position_embedding", "token_type_embedding")
-_BERT_TOKEN_TYPES = 2
-_BERT_ORDER_CLASSES = 2
 
 
 @dataclass(frozen=True)
@@ -30,54 +29,13 @@ class ParameterCount:
 
 def count_parameters(model: ModelSection, *, vocab_size: int) -> ParameterCount:
     """Count with `vocab_size` embedding rows: padded for what is built and saved, unpadded to compare with papers."""
-    h, layers = model.hidden_size, model.num_layers
-    head = 0 if model.tie_embeddings else vocab_size * h
-    groups = {
-        "token_embedding": vocab_size * h,
-        "position_embedding": model.seq_length * h if model.family in ("gpt2", "bert") else 0,
-        "token_type_embedding": _BERT_TOKEN_TYPES * h if model.family == "bert" else 0,
-        "embedding_norm": _norm(model) if model.family in ("bloom", "bert") else 0,
-        "attention": layers * _attention(model),
-        "mlp": layers * _mlp(model),
-        "norms": layers * 2 * _norm(model),
-        "final_norm": 0 if model.family == "bert" else _norm(model),
-        "head": 0 if model.family == "bert" else head,
-    }
-    if model.family == "bert":
-        groups["pooler"] = h * h + h
-        groups["mlm_head"] = h * h + h + _norm(model) + vocab_size + head
-        groups["order_head"] = _BERT_ORDER_CLASSES * (h + 1)
-    return ParameterCount(groups={name: count for name, count in groups.items() if count})
+    groups: dict[str, int] = {}
+    for weight in model_shapes(model, vocab_size=vocab_size, num_layers=model.num_layers):
+        groups[weight.group] = groups.get(weight.group, 0) + weight.count * weight.elements
+    return ParameterCount(groups)
 
 
 def matmul_parameters_per_layer(model: ModelSection) -> int:
     """Weights of one block that multiply every token: projections of attention and MLP, no biases, no norms."""
-    return _attention_weights(model) + _mlp_weights(model)
-
-
-def _attention(model: ModelSection) -> int:
-    biases = 0 if model.family == "llama" else 2 * model.hidden_size + 2 * _kv_width(model)
-    return _attention_weights(model) + biases
-
-
-def _attention_weights(model: ModelSection) -> int:
-    """Query and output projections are square; keys and values are narrower with grouped heads."""
-    return 2 * model.hidden_size**2 + 2 * model.hidden_size * _kv_width(model)
-
-
-def _kv_width(model: ModelSection) -> int:
-    return model.hidden_size // model.num_heads * model.num_kv_heads
-
-
-def _mlp(model: ModelSection) -> int:
-    biases = 0 if model.family == "llama" else model.ffn_hidden_size + model.hidden_size
-    return _mlp_weights(model) + biases
-
-
-def _mlp_weights(model: ModelSection) -> int:
-    matrices = 3 if model.family == "llama" else 2
-    return matrices * model.hidden_size * model.ffn_hidden_size
-
-
-def _norm(model: ModelSection) -> int:
-    return model.hidden_size if model.family == "llama" else 2 * model.hidden_size
+    block = model_shapes(model, vocab_size=model.vocab_size, num_layers=1, embedding=False, head=False)
+    return sum(weight.elements for weight in block if len(weight.shape) == 2)

@@ -39,6 +39,7 @@ from bloomery.parallel.mesh import Mesh, alone, make_mesh
 from bloomery.parallel.runner import Runner
 from bloomery.sizing.hardware import peak_flops
 from bloomery.sizing.layout import Layout
+from bloomery.sizing.memory import precision_problems
 from bloomery.sizing.parameters import count_parameters
 from bloomery.sizing.plan import TrainingPlan
 from bloomery.train.far import Far
@@ -306,11 +307,7 @@ def _stop_rules(
 
 def refuse_what_cannot_be_done(recipe: Recipe) -> None:
     """RecipeError for everything in the recipe that this version of `train` would have to ignore."""
-    problems = []
-    if recipe.precision == "fp8":
-        problems.append(
-            Problem("precision is fp8", "this version computes in fp32, bf16 or fp16", "use precision=bf16")
-        )
+    problems = precision_problems(recipe)
     if recipe.monitor.carbon is not None:
         problems.append(
             Problem("monitor.carbon is set", "this version does not measure emissions", "override monitor.carbon=null")

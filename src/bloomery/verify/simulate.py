@@ -14,7 +14,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -35,10 +35,11 @@ from bloomery.parallel.gradients import Gradients
 from bloomery.parallel.mesh import Mesh, make_mesh
 from bloomery.parallel.pipeline import schedule_in_force
 from bloomery.parallel.sharding import announce_backward
-from bloomery.parallel.tensor import cut_dimension
 from bloomery.parallel.vocabulary import vocabulary_parallel_losses
 from bloomery.parallel.weights import weights_of
-from bloomery.sizing.layout import Layout, ranks_per_replica
+from bloomery.sizing.cuts import cut_dimension
+from bloomery.sizing.layout import Layout, micro_batches, ranks_per_replica
+from bloomery.sizing.memory import HeldElements, WeightBytes, precision_problems, weight_bytes
 from bloomery.sizing.parameters import count_parameters
 from bloomery.sizing.stages import stage_layers, stages_of_rank
 from bloomery.sizing.vocabulary import padded_vocab_size
@@ -47,25 +48,12 @@ from bloomery.verify.in_flight import most_held, passes_of_rank
 from bloomery.verify.memory import MemoryMeter
 
 _CPU = torch.device("cpu")
-_FP32 = 4
-_MOMENTS = 2
 
 
 @dataclass(frozen=True)
-class RankMemory:
-    """Bytes on the device of one rank."""
+class RankMemory(WeightBytes):
+    """Bytes of one rank, activations and all."""
 
-    masters: int
-    """Its fp32 weights."""
-    compute_copies: int
-    """Weights in the precision that is computed in, where those are other tensors; all that it computes with at once,
-    except under ZeRO 3, which gathers one block at a time (in `activations`)."""
-    gradients: int
-    """fp32 sums that are kept between micro-batches."""
-    reduced_gradients: int
-    """fp32, after data-parallel ranks have added theirs, where those are other tensors."""
-    optimizer: int
-    """Moments and step counts; 0 with parallel.offload, which keeps them in `host`."""
     kept_per_micro_batch: int
     """What one micro-batch keeps from its forward to its backward pass, in all stages of the rank."""
     receive_buffers: int
@@ -73,11 +61,7 @@ class RankMemory:
     activations: int
     """At the peak: kept by all micro-batches in flight, and the working memory of a backward pass."""
     peak: int
-    """Everything, at the fullest moment of a step."""
-    host: int
-    """In host memory: masters and moments with parallel.offload."""
-    saves: int
-    """In host memory, pinned: the picture that a save writes, of the pieces that the rank alone saves."""
+    """Everything on the device, at the fullest moment of a step."""
 
 
 @dataclass(frozen=True)
@@ -130,7 +114,7 @@ def simulate_world(recipe: Recipe, world: int, rank: int | None = None) -> Simul
         name=recipe.name,
         world=world,
         layout=layout,
-        micro_batches=_micro_batches(recipe, layout),
+        micro_batches=micro_batches(recipe, layout),
         parameters=parameters,
         built_parameters=built,
         ranks=[simulate_rank(recipe, layout, each) for each in chosen],
@@ -141,7 +125,7 @@ def simulate_world(recipe: Recipe, world: int, rank: int | None = None) -> Simul
 def check_world(recipe: Recipe, world: int, rank: int | None) -> None:
     """RecipeError, with the nearest legal values, if the recipe cannot have such a world or such a rank."""
     parallel, unit = recipe.parallel, ranks_per_replica(recipe)
-    problems = []
+    problems = precision_problems(recipe)
     if world < 1 or world % unit:
         below, above = world // unit * unit, (max(world, 0) // unit + 1) * unit
         factors = f"tp {parallel.tp} * pp {parallel.pp} * cp {parallel.cp} = {unit}"
@@ -162,9 +146,9 @@ def simulate_rank(recipe: Recipe, layout: Layout, rank: int) -> SimulatedRank:
             pretend_accelerator(model)
         with FakeTensorMode(allow_non_fake_inputs=True), fused_dropout(), MemoryMeter().running() as meter:
             parts = give_memory(outlined, recipe, mesh, device=_CPU)
-            _compute_in(recipe, parts)
-            gradients = Gradients(parts.weights, mesh)
-            memory, in_flight = _measure(recipe, parts, gradients, meter)
+            parts = _compute_in(recipe, parts)
+            gradients, held = Gradients(parts.weights, mesh), _held_elements(parts)
+            memory, in_flight = _measure(recipe, parts, gradients, meter, weight_bytes(recipe, layout, held))
     numbers = stages_of_rank(mesh.pp, layout.pp, recipe.parallel.chunks)
     owned = stage_layers(recipe.model.num_layers, layout.pp * recipe.parallel.chunks)
     return SimulatedRank(
@@ -173,8 +157,8 @@ def simulate_rank(recipe: Recipe, layout: Layout, rank: int) -> SimulatedRank:
         layers=[owned[number] for number in numbers],
         has_embedding=0 in numbers,
         has_head=len(owned) - 1 in numbers,
-        elements=sum(weight.piece.tensor.numel() for weight in parts.weights),
-        owned_elements=sum(weight.piece.tensor.numel() for weight in parts.weights if weight.piece.owned),
+        elements=held.pieces,
+        owned_elements=held.owned,
         in_flight=in_flight,
         memory=memory,
     )
@@ -205,37 +189,42 @@ def _elements_of_stage(recipe: Recipe, layout: Layout, rank: int) -> int:
     )
 
 
-def _micro_batches(recipe: Recipe, layout: Layout) -> int:
-    return recipe.batch.global_batch_size // (recipe.batch.micro_batch_size * layout.dp)
-
-
-def _compute_in(recipe: Recipe, parts: Parallelised) -> None:
-    """Turn plain parameters into what is computed in, beside their masters, as train/optimizer.py does."""
+def _compute_in(recipe: Recipe, parts: Parallelised) -> Parallelised:
+    """Turn plain parameters into what is computed in, beside their masters, as train/optimizer.py does. Masters that
+    are offloaded leave the device, and no host is simulated."""
     dtype = DTYPES[recipe.precision]
-    if parts.mesh.data is None and dtype != torch.float32:
-        for weight in parts.weights:
-            weight.parameter.data = weight.piece.tensor.to(dtype)
+    if parts.mesh.data is not None or dtype == torch.float32:
+        return parts
+    for weight in parts.weights:
+        weight.parameter.data = weight.piece.tensor.to(dtype)
+    if not recipe.parallel.offload:
+        return parts
+    elsewhere = [replace(each, piece=each.piece.with_tensor(each.piece.tensor.to("meta"))) for each in parts.weights]
+    return replace(parts, weights=elsewhere)
 
 
-def _measure(recipe: Recipe, parts: Parallelised, gradients: Gradients, meter: MemoryMeter) -> tuple[RankMemory, int]:
+def _measure(
+    recipe: Recipe, parts: Parallelised, gradients: Gradients, meter: MemoryMeter, known: WeightBytes
+) -> tuple[RankMemory, int]:
+    """(what the rank holds, forward passes that are held at once). `known`: what needs no simulation."""
     mesh, parallel = parts.mesh, recipe.parallel
-    micro_batches = _micro_batches(recipe, mesh.layout)
+    count = micro_batches(recipe, mesh.layout)
     passes = _Passes(recipe, parts, gradients)
     peak, in_flight, kept = 0, 1, [0] * len(parts.stages)
-    if micro_batches > 1:
+    if count > 1:
         for stage in parts.stages:
             passes.backward(passes.forward(stage, last=False))
         base = meter.live_bytes
         sizes = [passes.measure(stage, meter) for stage in parts.stages]
         kept, working = [size[0] for size in sizes], [size[1] for size in sizes]
         pp, chunks = mesh.layout.pp, parallel.chunks
-        kind = schedule_in_force(parallel.schedule, num_stages=pp * chunks, num_micro_batches=micro_batches)
+        kind = schedule_in_force(parallel.schedule, num_stages=pp * chunks, num_micro_batches=count)
         order = passes_of_rank(
             kind,
             pp=pp,
             pp_rank=mesh.pp,
             chunks=chunks,
-            micro_batches=micro_batches,
+            micro_batches=count,
         )
         held, in_flight = most_held(order, kept, working)
         peak = base + held
@@ -244,39 +233,24 @@ def _measure(recipe: Recipe, parts: Parallelised, gradients: Gradients, meter: M
         passes.backward(passes.forward(stage, last=True))
     gradients.complete()
     peak = max(peak, meter.peak_bytes)
-    known = _known_memory(recipe, parts, micro_batches)
-    buffers = micro_batches * passes.received_bytes
-    peak += known["optimizer"] + buffers - passes.received_bytes
-    activations = peak - buffers - sum(known[name] for name in ("masters", "compute_copies", "gradients", "optimizer"))
+    buffers = count * passes.received_bytes
+    peak += known.optimizer + buffers - passes.received_bytes
+    activations = peak - buffers - known.masters - known.compute_copies - known.gradients - known.optimizer
     memory = RankMemory(
-        **known, kept_per_micro_batch=sum(kept), receive_buffers=buffers, activations=activations, peak=peak
+        **asdict(known), kept_per_micro_batch=sum(kept), receive_buffers=buffers, activations=activations, peak=peak
     )
     return memory, in_flight
 
 
-def _known_memory(recipe: Recipe, parts: Parallelised, micro_batches: int) -> dict[str, int]:
-    """What the pieces of a rank say, by the rules of parallel/ and train/optimizer.py; tests hold it to both."""
-    dtype, zero = DTYPES[recipe.precision], recipe.parallel.zero
-    pieces = sum(weight.piece.tensor.numel() for weight in parts.weights)
-    whole = sum(weight.parameter.numel() for weight in parts.weights)
-    state = _FP32 * (_MOMENTS * pieces + len(parts.weights))
-    offload = recipe.parallel.offload
-    saved = sum(weight.piece.tensor.numel() for weight in parts.weights if weight.piece.owned)
-    known = {
-        "masters": _FP32 * pieces,
-        "compute_copies": 0 if dtype == torch.float32 else dtype.itemsize * pieces,
-        "gradients": _FP32 * pieces,
-        "reduced_gradients": 0,
-        "optimizer": 0 if offload else state,
-        "host": _FP32 * pieces + state if offload else 0,
-        "saves": _FP32 * (1 + _MOMENTS) * saved,
-    }
-    if parts.mesh.data is not None:
-        known["compute_copies"] = 0 if zero == 3 else dtype.itemsize * whole
-        if zero < 2:
-            known["gradients"] = _FP32 * whole if micro_batches > 1 else 0
-            known["reduced_gradients"] = _FP32 * pieces
-    return known
+def _held_elements(parts: Parallelised) -> HeldElements:
+    """Counted from the pieces themselves."""
+    pieces = [weight.piece for weight in parts.weights]
+    return HeldElements(
+        pieces=sum(piece.tensor.numel() for piece in pieces),
+        whole=sum(weight.parameter.numel() for weight in parts.weights),
+        owned=sum(piece.tensor.numel() for piece in pieces if piece.owned),
+        tensors=len(pieces),
+    )
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,191 @@
+"""What a rank's part of the weights takes, on the device, in host memory and in a checkpoint: to the byte.
+
+Tests hold it to ranks that the code of training builds (verify/simulate.py). Activations are no arithmetic: they are
+found there.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from math import prod
+from operator import add
+from typing import Self
+
+from bloomery.base.errors import Problem
+from bloomery.config.recipe import Recipe
+from bloomery.sizing.cuts import cut_dimension
+from bloomery.sizing.layout import Layout, Place, micro_batches, ranks_per_node
+from bloomery.sizing.shapes import HEAD, model_shapes
+from bloomery.sizing.stages import stage_layers, stages_of_rank
+from bloomery.sizing.vocabulary import padded_vocab_size
+
+_FP32 = 4
+_MOMENTS = 2
+_COMPUTE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
+SAVED_BYTES_PER_PARAMETER = _FP32 * (1 + _MOMENTS)
+
+
+@dataclass(frozen=True)
+class HeldElements:
+    """Elements of the weights of one rank."""
+
+    pieces: int
+    """What it holds of them."""
+    whole: int
+    """The same weights before data-parallel ranks have cut them."""
+    owned: int
+    """Of its pieces, those that it alone counts and saves."""
+    tensors: int
+    """How many weights these are."""
+
+
+@dataclass(frozen=True)
+class WeightBytes:
+    """Bytes of one rank, all but activations."""
+
+    masters: int
+    """Its fp32 weights on the device."""
+    compute_copies: int
+    """Weights in the precision that is computed in, where those are other tensors; all that it computes with at once,
+    except under ZeRO 3, which gathers one block at a time (that counts as activations)."""
+    gradients: int
+    """fp32 sums that are kept between micro-batches."""
+    reduced_gradients: int
+    """fp32, after data-parallel ranks have added theirs, where those are other tensors."""
+    optimizer: int
+    """Moments and step counts; 0 with parallel.offload, which keeps them in `host`."""
+    host: int
+    """In host memory with parallel.offload: masters, moments, and gradients while they are applied."""
+    saves: int
+    """In host memory, pinned: the picture that a save writes, of the pieces that the rank alone saves. (Rank 0 adds a
+    step count of 4 bytes.)"""
+
+    @property
+    def device(self) -> int:
+        """At least this much at once on the device: sums of gradients go as reduced ones come."""
+        sums = max(self.gradients, self.reduced_gradients)
+        return self.masters + self.compute_copies + sums + self.optimizer
+
+
+@dataclass(frozen=True)
+class StagePart:
+    """What a pipeline rank has of the model."""
+
+    num_layers: int
+    has_embedding: bool
+    has_head: bool
+
+    @classmethod
+    def of(cls, recipe: Recipe, layout: Layout, pp: int) -> Self:
+        layers = stage_layers(recipe.model.num_layers, layout.pp * recipe.parallel.chunks)
+        numbers = stages_of_rank(pp, layout.pp, recipe.parallel.chunks)
+        return cls(sum(len(layers[number]) for number in numbers), 0 in numbers, len(layers) - 1 in numbers)
+
+
+@dataclass(frozen=True)
+class StageMemory:
+    """Pipeline ranks whose parts are alike, and what the fullest rank of them holds."""
+
+    part: StagePart
+    pipeline_ranks: list[int]
+    elements: HeldElements
+    bytes: WeightBytes
+
+
+@dataclass(frozen=True)
+class NodeBytes:
+    """Host memory of all ranks of a node together, of the node that needs most."""
+
+    saves: int
+    offload: int
+    host: int
+    """Both together."""
+
+
+def precision_problems(recipe: Recipe) -> list[Problem]:
+    """A precision that this version cannot compute in."""
+    if recipe.precision in _COMPUTE_BYTES:
+        return []
+    rule = "this version computes in fp32, bf16 or fp16"
+    return [Problem(f"precision is {recipe.precision}", rule, "use precision=bf16")]
+
+
+def weight_bytes(recipe: Recipe, layout: Layout, held: HeldElements) -> WeightBytes:
+    """By the rules of parallel/ and of train/optimizer.py."""
+    itemsize, zero, offload = _COMPUTE_BYTES[recipe.precision], recipe.parallel.zero, recipe.parallel.offload
+    pieces, whole = _FP32 * held.pieces, _FP32 * held.whole
+    state = _MOMENTS * pieces + _FP32 * held.tensors
+    if layout.dp * layout.cp > 1:  # then FSDP computes with copies, and adds up gradients before it reduces them
+        masters, copies = pieces, 0 if zero == 3 else itemsize * held.whole
+        sums = whole if micro_batches(recipe, layout) > 1 else 0
+        gradients, reduced = (sums, pieces) if zero < 2 else (pieces, 0)
+    else:
+        copies = 0 if itemsize == _FP32 else itemsize * held.pieces
+        masters = 0 if copies and offload else pieces
+        gradients, reduced = pieces, 0
+    return WeightBytes(
+        masters=masters,
+        compute_copies=copies,
+        gradients=gradients,
+        reduced_gradients=reduced,
+        optimizer=0 if offload else state,
+        host=2 * pieces + state if offload else 0,
+        saves=SAVED_BYTES_PER_PARAMETER * held.owned,
+    )
+
+
+def held_elements(recipe: Recipe, layout: Layout, part: StagePart, place: Place) -> HeldElements:
+    """As parallel/weights.py: FSDP cuts rows, after tensor parallelism has cut what it cuts, into equal portions, of
+    which the last may be short or empty."""
+    model = recipe.model
+    weights = model_shapes(
+        model,
+        vocab_size=padded_vocab_size(model),
+        num_layers=part.num_layers,
+        embedding=part.has_embedding,
+        head=part.has_head,
+    )
+    pieces = whole = owned = 0
+    for weight in weights:
+        cut = cut_dimension(weight.name)
+        rows, *others = (size // layout.tp if dim == cut else size for dim, size in enumerate(weight.shape))
+        portion = -(-rows // layout.shard)
+        own_rows = max(0, min(portion, rows - place.shard * portion))
+        row_elements = weight.count * prod(others)
+        is_copy = model.tie_embeddings and weight.name == HEAD
+        is_owned = place.copy == 0 and not is_copy and (place.tp == 0 or cut is not None)
+        pieces += own_rows * row_elements
+        whole += rows * row_elements
+        owned += own_rows * row_elements if is_owned else 0
+    return HeldElements(pieces, whole, owned, tensors=sum(weight.count for weight in weights))
+
+
+def stage_memories(recipe: Recipe, layout: Layout) -> list[StageMemory]:
+    """Of every kind of pipeline rank, in their order."""
+    kinds: dict[StagePart, list[int]] = {}
+    for pp in range(layout.pp):
+        kinds.setdefault(StagePart.of(recipe, layout, pp), []).append(pp)
+    first = Place()  # of all ranks of a stage, none holds or owns more
+    held = {part: held_elements(recipe, layout, part, first) for part in kinds}
+    return [
+        StageMemory(part, pipeline_ranks, held[part], weight_bytes(recipe, layout, held[part]))
+        for part, pipeline_ranks in kinds.items()
+    ]
+
+
+def node_bytes(recipe: Recipe, layout: Layout) -> NodeBytes:
+    @cache
+    def used(part: StagePart, place: Place) -> WeightBytes:
+        return weight_bytes(recipe, layout, held_elements(recipe, layout, part, place))
+
+    parts = [StagePart.of(recipe, layout, pp) for pp in range(layout.pp)]
+    size = ranks_per_node(recipe)
+    saves, offload = [0] * (layout.world // size), [0] * (layout.world // size)
+    for rank in range(layout.world):
+        place = layout.place_of(rank)
+        alike = Place(tp=min(place.tp, 1), copy=min(place.copy, 1), shard=place.shard)
+        found = used(parts[place.pp], alike)
+        saves[rank // size] += found.saves
+        offload[rank // size] += found.host
+    return NodeBytes(saves=max(saves), offload=max(offload), host=max(map(add, saves, offload)))

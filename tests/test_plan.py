@@ -1,0 +1,325 @@
+"""`bloomery plan`: what a rank, a node and a disk must hold is what the code that trains puts there."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from bloomery.config.families import family_defaults
+from bloomery.config.load import shipped_recipes
+from bloomery.config.recipe import KeepSection, ModelSection, Recipe
+from bloomery.model.build import build_model
+from bloomery.parallel.apply import Parallelised, outline
+from bloomery.parallel.weights import weights_of
+from bloomery.sizing.check import load_checked_recipe
+from bloomery.sizing.kept import kept_checkpoints
+from bloomery.sizing.layout import Layout, layout_overrides, world_size
+from bloomery.sizing.memory import HeldElements, StagePart, held_elements, node_bytes, stage_memories
+from bloomery.sizing.shapes import model_shapes
+from bloomery.sizing.vocabulary import padded_vocab_size
+from bloomery.verify import simulate
+from bloomery.verify.simulate import simulate_rank
+from conftest import Workshop
+
+Command = Callable[..., tuple[int, str, str]]
+Load = Callable[..., Recipe]
+
+FAMILIES = ("gpt2", "bloom", "llama", "bert")
+STEP_COUNT = 4
+"""Bytes that rank 0 saves besides."""
+SMALL: dict[str, Any] = {
+    "name": "small",
+    "model": {
+        "family": "bloom",
+        "num_layers": 5,
+        "hidden_size": 48,
+        "num_heads": 4,
+        "ffn_hidden_size": 100,
+        "seq_length": 32,
+        "vocab_size": 250,
+        "vocab_multiple": 4,
+    },
+    "batch": {"micro_batch_size": 2, "global_batch_size": 96},
+    "lr": {"peak": 1e-3},
+    "train": {"for": "1000 steps"},
+    "checkpoint": {"phases": [{"every": "100 steps"}]},
+}
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> Path:
+    (tmp_path / "small.yaml").write_text(yaml.safe_dump(SMALL))
+    return tmp_path / "small.yaml"
+
+
+@pytest.fixture
+def recipe_of(small: Path) -> Load:
+    def load(layout: str, *overrides: str) -> Recipe:
+        return load_checked_recipe(str(small), [*layout_overrides(layout), *overrides]).recipe
+
+    return load
+
+
+def layout_of(recipe: Recipe) -> Layout:
+    return Layout.of(recipe, world_size(recipe))
+
+
+def planned(recipe: Recipe, rank: int) -> HeldElements:
+    layout = layout_of(recipe)
+    place = layout.place_of(rank)
+    return held_elements(recipe, layout, StagePart.of(recipe, layout, place.pp), place)
+
+
+def built(recipe: Recipe, rank: int) -> HeldElements:
+    """Counted from a rank that the code of training outlines."""
+    with simulate._fake_world(layout_of(recipe), rank) as mesh:
+        outlined = outline(recipe, mesh, compile_model=False)
+        weights = weights_of(outlined.stages.values(), outlined.shapes, mesh, tied=recipe.model.tie_embeddings)
+        return simulate._held_elements(Parallelised(outlined.stages, weights, mesh))
+
+
+# ---------------------------------------------------------------- the table of shapes
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_shapes_are_those_of_the_built_model(family: str, tied: bool) -> None:
+    given = {**SMALL["model"], "family": family, "num_layers": 1, "tie_embeddings": tied}
+    given |= {"num_kv_heads": 2} if family == "llama" else {}
+    model = ModelSection.model_validate(given | family_defaults(given))
+    shapes = model_shapes(model, vocab_size=padded_vocab_size(model), num_layers=1)
+    real = {name: tuple(each.shape) for name, each in build_model(model).named_parameters()}
+    assert {weight.name: weight.shape for weight in shapes} == real
+    assert len(shapes) == len(real)
+
+
+# ---------------------------------------------------------------- against what training builds
+
+LAYOUTS = (
+    "single",
+    "dp4",
+    "zero0-dp2",
+    "zero3-dp2",
+    "tp2",
+    "pp2",
+    "pp2-dp2-tp2",
+    "dp4-shard2-tp2",
+    "pp2-interleaved-dp2",
+    "dp16",
+    "dp48",
+)
+
+
+@pytest.mark.parametrize(
+    ("family", "layout"),
+    [
+        *((family, layout) for family in FAMILIES for layout in LAYOUTS),
+        *((family, "cp2-dp2") for family in FAMILIES if family != "bert"),
+    ],
+)
+def test_every_rank_holds_and_owns_what_is_planned(recipe_of: Load, family: str, layout: str) -> None:
+    recipe = recipe_of(layout, f"model.family={family}")
+    world = world_size(recipe)
+    for rank in {*range(min(world, 8)), world // 2 + 1 if world > 2 else 0, world - 1}:
+        assert planned(recipe, rank) == built(recipe, rank), f"rank {rank}"
+
+
+@pytest.mark.parametrize("layout", ["pp2-tp2", "pp5-dp2", "pp2-interleaved-chunks2-tp2"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_an_untied_head_is_owned_and_a_tied_copy_is_not(recipe_of: Load, family: str, layout: str) -> None:
+    for tied in ("true", "false"):
+        recipe = recipe_of(layout, f"model.family={family}", f"model.tie_embeddings={tied}")
+        for rank in range(world_size(recipe)):
+            assert planned(recipe, rank) == built(recipe, rank), f"rank {rank}, tied {tied}"
+
+
+@pytest.mark.parametrize(
+    ("family", "layout", "overrides"),
+    [
+        ("gpt2", "single", ["precision=fp16"]),
+        ("bloom", "single", ["precision=fp32"]),
+        ("llama", "single", ["parallel.offload=true"]),
+        ("bloom", "dp4", []),
+        ("bloom", "dp4", ["batch.global_batch_size=8"]),
+        ("gpt2", "zero0-dp2", ["precision=fp32"]),
+        ("llama", "zero2-dp2", []),
+        ("llama", "zero3-dp2", []),
+        ("bert", "tp2", ["precision=fp16"]),
+        ("bert", "pp2", []),
+        ("bloom", "pp2-dp2-tp2", ["parallel.offload=true"]),
+        ("llama", "cp2-dp2", []),
+        ("gpt2", "dp4-shard2", ["precision=fp32"]),
+        ("bloom", "pp2-interleaved-chunks2-dp2", []),
+        ("gpt2", "zero1-dp3", ["model.hidden_size=52"]),
+    ],
+)
+def test_the_bytes_are_those_of_a_simulated_rank(
+    recipe_of: Load, family: str, layout: str, overrides: list[str]
+) -> None:
+    recipe = recipe_of(layout, f"model.family={family}", *overrides)
+    world = layout_of(recipe)
+    for stage in stage_memories(recipe, world):
+        first_rank = stage.pipeline_ranks[0] * world.world // world.pp
+        simulated = simulate_rank(recipe, world, first_rank)
+        known = asdict(simulated.memory)
+        assert asdict(stage.bytes) == {name: known[name] for name in asdict(stage.bytes)}
+        assert (stage.elements.pieces, stage.elements.owned) == (simulated.elements, simulated.owned_elements)
+        assert stage.part.num_layers == sum(map(len, simulated.layers))
+        assert (stage.part.has_embedding, stage.part.has_head) == (simulated.has_embedding, simulated.has_head)
+        assert stage.bytes.device <= simulated.memory.peak
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_stage_shows_its_fullest_rank_and_a_node_all_of_its_ranks(recipe_of: Load, layout: str) -> None:
+    world = world_size(recipe_of(layout))
+    nodes = 2 if world % 2 == 0 else 1
+    places = ["launch.on=slurm", f"launch.nodes={nodes}", f"launch.gpus_per_node={world // nodes}"]
+    recipe = recipe_of(layout, *places, "parallel.offload=true")
+    ranks = [planned(recipe, rank) for rank in range(world)]
+    stages = stage_memories(recipe, layout_of(recipe))
+    assert max(stage.elements.pieces for stage in stages) == max(rank.pieces for rank in ranks)
+    assert max(stage.elements.owned for stage in stages) == max(rank.owned for rank in ranks)
+    size = world // nodes
+    halves = [ranks[first : first + size] for first in range(0, world, size)]
+    saves = [sum(12 * rank.owned for rank in half) for half in halves]
+    offload = [sum(16 * rank.pieces + 4 * rank.tensors for rank in half) for half in halves]
+    found = node_bytes(recipe, layout_of(recipe))
+    assert (found.saves, found.offload) == (max(saves), max(offload))
+    assert found.host == max(map(sum, zip(saves, offload, strict=True)))
+
+
+def test_a_real_training_takes_and_writes_what_is_planned(workshop: Workshop, command: Command) -> None:
+    words = ["launch={on: local, gpus_per_node: 4}", "parallel={tp: 2, pp: 2}"]
+    run = workshop.train(*words, "train.exit_after=2 steps")
+    recipe = load_checked_recipe(str(workshop.recipe), words).recipe
+    (start,) = workshop.events(run, "start")
+    ranks = [12 * planned(recipe, rank).owned + STEP_COUNT * (rank == 0) for rank in range(4)]
+    assert start["save_host_bytes"] == ranks[0]
+    files = sorted((run / "checkpoints" / "step-00000002").glob("*.safetensors"))
+    assert [data_bytes(file) for file in files] == ranks
+    facts = json.loads(command("plan", str(workshop.recipe), *words, "--json")[1])
+    assert facts["stages"][0]["memory_bytes"]["saves"] == ranks[0] - STEP_COUNT
+    assert facts["checkpoint_bytes"] == facts["node_memory_bytes"]["saves"] == sum(ranks) - STEP_COUNT
+
+
+def data_bytes(file: Path) -> int:
+    with file.open("rb") as opened:
+        return file.stat().st_size - 8 - int.from_bytes(opened.read(8), "little")
+
+
+# ---------------------------------------------------------------- what is kept
+
+
+@pytest.mark.parametrize(
+    ("keep", "count", "being_written", "bound"),
+    [
+        ("null", 11, 0, "at least"),
+        ("{last: 3}", 3, 1, "up to"),
+        ("{last: 3, best: 2, steps: [100, 200]}", 7, 1, "up to"),
+        ("{last: 3, every: 500 steps}", 4, 1, "at least"),
+        ("{last: 3, every: 500 steps, steps: [100, 700]}", 6, 1, "at least"),
+    ],
+)
+def test_the_run_folder_keeps_what_retention_leaves(
+    recipe_of: Load, keep: str, count: int, being_written: int, bound: str
+) -> None:
+    recipe = recipe_of("single", "train.for=1050 steps", f"checkpoint.keep={keep}")
+    kept = kept_checkpoints(recipe)["durable"]
+    assert (kept.count, kept.being_written, kept.bound) == (count, being_written, bound)
+
+
+def test_every_place_has_its_own_rule(small: Path, command: Command) -> None:
+    overrides = [
+        "checkpoint.local={path: /nvme, every: 10 steps, keep: 2}",
+        "checkpoint.upload={to: far, every: 300 steps}",
+        "parallel={tp: 2, pp: 2}",
+        "launch={on: slurm, nodes: 2, gpus_per_node: 2}",
+    ]
+    code, out, err = command("plan", str(small), *overrides, "--json")
+    assert code == 0, err
+    facts = json.loads(out)
+    kept, checkpoint, node = facts["kept"], facts["checkpoint_bytes"], facts["node_memory_bytes"]
+    assert kept["durable"] == {"count": 10, "being_written": 0, "bound": "at least", "bytes": 10 * checkpoint}
+    assert kept["local"] == {"count": 2, "being_written": 1, "bound": "up to", "bytes": 3 * node["saves"]}
+    assert kept["upload"] == {"count": 4, "being_written": 0, "bound": "about", "bytes": 4 * checkpoint}
+    assert checkpoint / 2 < node["saves"] < checkpoint
+    _, text, _ = command("plan", str(small), *overrides)
+    assert "\nCheckpoints in the run folder: at least 10, " in text
+    assert "\nCheckpoints on each node (local): up to 2 and one being written, " in text
+    assert "\nCheckpoints far away (upload): about 4, " in text
+
+
+def test_the_default_of_keep_is_counted(recipe_of: Load) -> None:
+    assert kept_checkpoints(recipe_of("single", "checkpoint.keep={}"))["durable"].count == KeepSection().last
+
+
+# ---------------------------------------------------------------- the command
+
+
+def test_bloom_176b_needs_what_was_counted_by_hand(command: Command) -> None:
+    facts = json.loads(command("plan", "bloom-176b", "--json")[1])
+    first, middle, last = facts["stages"]
+    assert facts["padded_parameters"] == 176_247_271_424
+    assert facts["checkpoint_bytes"] == 12 * 176_247_271_424
+    assert middle["pipeline_ranks"] == list(range(1, 11))
+    assert middle["elements"] == middle["owned_elements"] == 462_505_344
+    assert middle["memory_bytes"]["saves"] == 12 * 462_505_344
+    assert first["elements"] == last["elements"] == 497_818_944
+    head_rows = 250_880 * 14_336 // 4 // 8  # a copy of the embedding, cut by 4 and by 8, that another rank saves
+    assert last["owned_elements"] == 497_818_944 - head_rows
+    assert facts["fullest_pipeline_ranks"] == [0, 11]
+    assert facts["not_counted"] == ["activations"]
+
+
+def test_the_answer_for_people(command: Command) -> None:
+    code, out, err = command("plan", "bloom-176b")
+    assert (code, err) == (0, "")
+    lines = [" ".join(line.split()) for line in out.splitlines()]
+    assert lines[0] == "bloom-176b (bloom): 176,247,271,424 parameters, the vocabulary padded to 250,880"
+    assert lines[1].startswith("384 ranks on 48 nodes of 8: tp 4 x cp 1 x dp 8 x pp 12, ZeRO 1 over 8, bf16, 128 micro")
+    assert "pipeline ranks 1 2-11 12" in lines
+    assert "blocks embedding + 5 6 5 + head" in lines
+    assert "fp32 masters 1.855 GiB 1.723 GiB 1.855 GiB" in lines
+    assert "device, no activations 27.82 GiB 25.84 GiB 27.82 GiB" in lines
+    assert "Fullest device, without activations: 27.82 GiB, of pipeline rank 1, 12" in lines
+    assert "Host memory of the fullest node: 44.5 GiB for saves (pinned)" in lines
+    assert "Checkpoints in the run folder: at least 113 and one being written, 219.3 TiB" in lines
+    measures = "bloomery verify bloom-176b --simulate-world 384"
+    assert lines[-1] == f"Activations are not counted. This measures them: {measures}"
+
+
+def test_offload_is_told_beside_saves(small: Path, command: Command) -> None:
+    code, out, _ = command("plan", str(small), "parallel.offload=true")
+    assert code == 0
+    assert "optimizer state" not in out
+    assert "fp32 masters" not in out  # nor do they stay on the device, where there are 16-bit copies
+    assert "Host memory of the fullest node: 2.912 MiB, of it 1.248 MiB for saves (pinned) and 1.664 MiB for off" in out
+    assert f"bloomery verify {small} parallel.offload=true --simulate-world 1" in out
+
+
+@pytest.mark.parametrize("name", shipped_recipes())
+def test_every_shipped_recipe_is_planned(name: str, command: Command) -> None:
+    code, out, err = command("plan", name)
+    assert code == 0, err
+    assert "One checkpoint: " in out
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("parallel.tp=3", "parallel.tp is 3 but model.num_heads is 4"),
+        ("precision=fp8", "precision is fp8. This version computes in fp32, bf16 or fp16. Use precision=bf16."),
+        ("lr.peak=1", "'lr.peak=1' would change nothing"),
+        ("model.layers=3", "did you mean"),
+    ],
+)
+def test_a_bad_recipe_is_refused_as_check_refuses_it(small: Path, command: Command, override: str, said: str) -> None:
+    code, out, err = command("plan", str(small), override)
+    assert (code, out) == (2, "")
+    assert said.lower() in err.lower()
