@@ -169,8 +169,7 @@ def test_a_local_place_that_is_too_small_for_what_it_should_keep_keeps_the_newes
         tiers = f"checkpoint={{phases: [{{every: 100 steps}}], local: {{path: {fast}, every: 1 steps, keep: 9}}}}"
         run = workshop.train(tiers, "train.exit_after=12 steps")
         saved = [event["step"] for event in workshop.events(run, "save") if event["tier"] == "local"]
-        assert saved[-1] == 11
-        assert workshop.events(run, "save")[-1]["step"] == 12
+        assert saved == list(range(1, 13))
         assert len(folders.complete_checkpoints(run / "checkpoints-local")) < 9
     finally:
         subprocess.run(["umount", "-l", fast], check=True)
