@@ -300,7 +300,7 @@ def test_a_run_that_has_begun_is_not_imported_into(tmp_path: Path, tokenizer: Pa
     export_checkpoint(checkpoint_of(CASES["gpt2"], tmp_path / "run", tokenizer), tmp_path / "hf", with_proof=False)
     code, _, err = command("import", "hf", str(tmp_path / "hf"), str(tmp_path / "run"))
     assert code == 5
-    assert "already has step-00000007. An import is the beginning of a run." in err
+    assert "is not empty: it holds checkpoints. An import is the beginning of a run and replaces nothing." in err
 
 
 def test_the_json_and_a_model_without_a_tokenizer(tmp_path: Path, tokenizer: Path, command: Command) -> None:

@@ -17,7 +17,7 @@ from bloomery.base.storage import write_atomically, writing, written_to
 from bloomery.base.units import format_bytes
 from bloomery.checkpoint.folder import find_checkpoint, verify
 from bloomery.checkpoint.hf.card import model_card
-from bloomery.checkpoint.hf.draft import drafted, require_own
+from bloomery.checkpoint.hf.draft import drafted, replace_export, require_own
 from bloomery.checkpoint.hf.maps import entries_of, hf_config, to_hf
 from bloomery.checkpoint.hf.proof import PROOF_FILE, Proof, has_transformers, prove
 from bloomery.checkpoint.hf.shards import plan_shards, write_shards
@@ -68,7 +68,7 @@ def export_checkpoint(
         for name, t in to_hf(dict(build_model(recipe.model).named_parameters()), recipe.model).items()
     }
     shards = plan_shards(shapes, DTYPES[dtype], shard_bytes=shard_bytes)
-    with written_to("folder"), drafted(output) as draft:
+    with written_to("folder"), drafted(output, replace_export) as draft:
         with CheckpointReader(folder) as reader, writing(output):
             write_shards(draft, shards, DTYPES[dtype], _their_tensors(recipe, reader))
         config = _write_configs(draft, recipe, tokenizer, dtype)

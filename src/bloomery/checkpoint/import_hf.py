@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -14,11 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bloomery.base.errors import DataError, Problem, StorageError
+from bloomery.base.errors import DataError, Problem
 from bloomery.base.piece import Piece
 from bloomery.base.storage import make_run_folder, write_atomically, writing, written_to
-from bloomery.checkpoint.folder import complete_checkpoints
+from bloomery.checkpoint.folder import CHECKPOINTS
 from bloomery.checkpoint.hf.configs import model_section
+from bloomery.checkpoint.hf.draft import drafted, move_all, require_empty
 from bloomery.checkpoint.hf.maps import Source, sources_of, strangers
 from bloomery.checkpoint.hf.reader import HfWeights
 from bloomery.checkpoint.save import save_checkpoint
@@ -32,6 +32,7 @@ _TOKENIZER_FILES = (
     "added_tokens.json",
 )  # fmt: skip
 TOKENIZER = "tokenizer"
+_RECIPE = "recipe.yaml"
 _WEIGHTS = ("F32", "BF16", "F16")
 _BUFFERS = ("I64", "I32", "U8", "BOOL")
 """Of masks and positions, which no parameter is made of."""
@@ -82,34 +83,32 @@ def import_weights(folder: Path, output: Path, recipe: Recipe, state: Mapping[st
     """Write `output`: the tokenizer, checkpoints/step-00000000, and the recipe last. `state`: that of a training which
     has done nothing. All is checked before the first byte, and one tensor at a time is in memory.
 
-    DataError names everything in the folder that does not fit; StorageError if the run has begun already.
+    DataError names everything in the folder that does not fit; StorageError if `output` holds something. After any
+    error it is as it was.
     """
-    root = output / "checkpoints"
-    begun = complete_checkpoints(root)
-    if begun:
-        remedy = "name another folder, or move its checkpoints away"
-        what = f"{output} already has {', '.join(path.name for path in begun)}"
-        raise StorageError(Problem(what, "an import is the beginning of a run", remedy))
+    _require_new(output)
     _check_tokenizer(folder, recipe.model.vocab_size)
     with HfWeights(folder) as weights, written_to("OUT"):
         sources = _checked_sources(weights, recipe.model)
         shapes = {name: tuple(p.shape) for name, p in build_model(recipe.model).named_parameters()}
-        make_run_folder(output)
-        copied = _copy(tokenizer_files(folder), output / TOKENIZER)
-        try:
+        with drafted(output, _publish) as draft:
+            _copy(tokenizer_files(folder), draft / TOKENIZER)
             values = partial(_value, weights, {f"model.{each.entry.ours}": each for each in sources}, shapes)
-            yaml = as_yaml(recipe)
+            yaml, root = as_yaml(recipe), draft / CHECKPOINTS
             pieces = {name: Piece.whole(tensor) for name, tensor in _without_memory(shapes).items()}
             checkpoint = save_checkpoint(root, step=0, pieces=pieces, state=state, recipe_yaml=yaml, values=values)
-        except BaseException:
-            for path in copied:  # a folder without weights is not to look like a run
-                path.unlink(missing_ok=True)
-            for empty in (output / TOKENIZER, root, output):
-                with suppress(OSError):  # it is not there, or not empty
-                    empty.rmdir()
-            raise
-        write_atomically(output / "recipe.yaml", yaml)
-    return Imported(recipe, checkpoint, len(sources), recipe.tokenizer is not None)
+            write_atomically(draft / _RECIPE, yaml)
+    return Imported(recipe, output / CHECKPOINTS / checkpoint.name, len(sources), recipe.tokenizer is not None)
+
+
+def _require_new(output: Path) -> None:
+    require_empty(output, "an import is the beginning of a run and replaces nothing")
+
+
+def _publish(draft: Path, output: Path) -> None:
+    """With the recipe, by which the folder is a run, last."""
+    _require_new(output)  # still
+    move_all(draft, output, last=_RECIPE)
 
 
 def _check_tokenizer(folder: Path, vocab_size: int) -> None:
@@ -165,11 +164,9 @@ def _value(
     return torch.zeros(shapes.get(moment_of, ()))
 
 
-def _copy(files: Sequence[Path], place: Path) -> list[Path]:
-    """The copies, whole or not there."""
+def _copy(files: Sequence[Path], place: Path) -> None:
     if files:
         make_run_folder(place)
     for path in files:
         with writing(place / path.name):
             write_atomically(place / path.name, path.read_bytes())
-    return [place / path.name for path in files]
