@@ -19,11 +19,11 @@ from bloomery.base.storage import make_run_folder, write_atomically, writing, wr
 from bloomery.checkpoint.folder import CHECKPOINTS
 from bloomery.checkpoint.hf.configs import model_section
 from bloomery.checkpoint.hf.draft import drafted, move_all, require_empty
-from bloomery.checkpoint.hf.maps import Source, sources_of, strangers
+from bloomery.checkpoint.hf.maps import Source, embedding_and_head, sources_of, strangers
 from bloomery.checkpoint.hf.reader import HfWeights
 from bloomery.checkpoint.save import save_checkpoint
 from bloomery.config.describe import as_yaml
-from bloomery.config.recipe import ModelSection, Recipe
+from bloomery.config.recipe import Family, ModelSection, Recipe
 from bloomery.data.tokenizer import Tokenizer
 from bloomery.model.build import build_model
 
@@ -54,17 +54,40 @@ class Imported:
     has_tokenizer: bool
 
 
-def read_model(folder: Path) -> dict[str, Any]:
-    """The recipe's `model` section of a Hugging Face folder. DataError lists everything that is not supported."""
+@dataclass(frozen=True)
+class Model:
+    section: dict[str, Any]
+    """`model` of a recipe."""
+    warnings: list[str]
+
+
+def read_model(folder: Path) -> Model:
+    """The model of a Hugging Face folder. DataError lists everything that is not supported."""
     path = folder / "config.json"
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(path.read_text(encoding="utf-8-sig"))
         if not isinstance(content, dict):
             raise ValueError("it is no JSON object")
     except (OSError, ValueError) as error:
         rule = "a Hugging Face folder has config.json and *.safetensors"
         raise DataError(Problem(f"{path} cannot be read: {error}", rule, "name another folder")) from error
-    return model_section(content, str(path))
+    section = model_section(content, str(path))
+    if section["tie_embeddings"] and (pair := _unequal_pair(folder, section["family"])):
+        # As transformers 5 loads all families; 4 dropped the head.
+        told = f"{path}: tie_word_embeddings is true, but {pair}: both are kept, and model.tie_embeddings is false"
+        return Model({**section, "tie_embeddings": False}, [told])
+    return Model(section, [])
+
+
+def _unequal_pair(folder: Path, family: Family) -> str:
+    """What a head of its own is, in a folder that says it is the embedding; empty if there is none."""
+    with HfWeights(folder) as weights:
+        pair = embedding_and_head(weights.shapes, family)
+        if pair is None or not {weights.dtypes[key] for key in pair} <= {*_WEIGHTS}:
+            return ""
+        embedding, head = (weights.read(key) for key in pair)
+        is_same = embedding.shape == head.shape and bool((embedding == head).all())
+        return "" if is_same else f"{pair[1]} differs from {pair[0]}"
 
 
 def origin_of(folder: Path) -> dict[str, str]:
@@ -88,8 +111,12 @@ def import_weights(folder: Path, output: Path, recipe: Recipe, state: Mapping[st
     """
     _require_new(output)
     _check_tokenizer(folder, recipe.model.vocab_size)
+    if recipe.model.tie_embeddings and (pair := _unequal_pair(folder, recipe.model.family)):
+        rule = "a tied model has one tensor for both"
+        raise DataError(Problem(pair, rule, "leave out model.tie_embeddings=true", str(folder)))
     with HfWeights(folder) as weights, written_to("OUT"):
         sources = _checked_sources(weights, recipe.model)
+        _require_finite(weights, sources)
         shapes = {name: tuple(p.shape) for name, p in build_model(recipe.model).named_parameters()}
         with drafted(output, _publish) as draft:
             _copy(tokenizer_files(folder), draft / TOKENIZER)
@@ -144,6 +171,15 @@ def _checked_sources(weights: HfWeights, config: ModelSection) -> list[Source]:
             Problem(what, "weights must be fp32, bf16 or fp16", "import another model", str(weights.folder))
         )
     return sources
+
+
+def _require_finite(weights: HfWeights, sources: Sequence[Source]) -> None:
+    keys = dict.fromkeys(key for each in sources for key in each.keys)
+    wrong = [key for key in keys if not bool(weights.read(key).isfinite().all())]
+    if wrong:
+        what = f"{len(wrong)} tensors hold values that are not finite: {', '.join(wrong[:5])}"
+        rule = "a model with NaN or infinity computes nothing, and no training mends it"
+        raise DataError(Problem(what, rule, "import a model that has not diverged", str(weights.folder)))
 
 
 def _without_memory(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:
