@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bloomery.base.accelerator import available_host_bytes
 from bloomery.base.errors import DataError, Problem
 from bloomery.base.storage import write_atomically, writing, written_to
 from bloomery.base.units import format_bytes
@@ -108,9 +108,9 @@ def _proof(folder: Path, output: Path, recipe: Recipe, tokenizer: Tokenizer, dty
     if not has_transformers():
         return Proof(False, "transformers is not installed here")
     needed = _BYTES_TO_PROVE * count_parameters(recipe.model, vocab_size=recipe.model.vocab_size).total
-    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    free = available_host_bytes()
     if needed > free:
-        return Proof(False, f"it needs about {format_bytes(needed)} of memory, and {format_bytes(free)} are free")
+        return Proof(False, f"it needs about {format_bytes(needed)} of memory, and {format_bytes(free)} are available")
     try:
         return prove(folder, output, tokenizer, DTYPES[dtype])
     except DataError:
