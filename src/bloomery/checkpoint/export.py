@@ -21,6 +21,7 @@ from bloomery.checkpoint.hf.draft import drafted, replace_export, require_own
 from bloomery.checkpoint.hf.maps import entries_of, hf_config, to_hf
 from bloomery.checkpoint.hf.proof import PROOF_FILE, Proof, has_transformers, prove
 from bloomery.checkpoint.hf.shards import plan_shards, write_shards
+from bloomery.checkpoint.hf.tokenizer import write_tokenizer
 from bloomery.checkpoint.load import read_recipe_of, read_state, tokenizer_of
 from bloomery.checkpoint.reader import CheckpointReader
 from bloomery.config.recipe import Recipe
@@ -91,15 +92,13 @@ def _their_tensors(recipe: Recipe, reader: CheckpointReader) -> Iterator[tuple[s
 
 def _write_configs(output: Path, recipe: Recipe, tokenizer: Tokenizer, dtype: str) -> dict[str, Any]:
     is_bert = recipe.model.family == "bert"
-    tokenizer.save_hf_files(str(output), model_max_length=recipe.model.seq_length, pairs=is_bert)
-    config = hf_config(recipe.model)
-    ids: dict[str, Any] = {"bos_token_id": tokenizer.eod_id, "eos_token_id": tokenizer.eod_id}
-    if is_bert:
-        pad = tokenizer.special_tokens.get("[PAD]")
-        ids |= {"pad_token_id": pad} if pad is not None else {}
-    else:
-        write_atomically(output / "generation_config.json", json.dumps(ids, indent=2) + "\n")
-    config |= {**ids, "dtype": _NAMES[dtype]}
+    ids = write_tokenizer(tokenizer, output, model_max_length=recipe.model.seq_length, pairs=is_bert)
+    if not is_bert:
+        # What ended documents in training ends a text, also where the tokenizer's folder names another end (of a turn).
+        ends = list(dict.fromkeys((ids["eos_token_id"], tokenizer.eod_id)))
+        generation = {**ids, "eos_token_id": ends if len(ends) > 1 else ends[0]}
+        write_atomically(output / "generation_config.json", json.dumps(generation, indent=2) + "\n")
+    config = {**hf_config(recipe.model), **ids, "dtype": _NAMES[dtype]}
     write_atomically(output / "config.json", json.dumps(config, indent=2) + "\n")
     return config
 

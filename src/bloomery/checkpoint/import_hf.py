@@ -21,6 +21,7 @@ from bloomery.checkpoint.hf.configs import model_section
 from bloomery.checkpoint.hf.draft import drafted, move_all, require_empty
 from bloomery.checkpoint.hf.maps import Source, embedding_and_head, sources_of, strangers
 from bloomery.checkpoint.hf.reader import HfWeights
+from bloomery.checkpoint.hf.tokenizer import CHAT_TEMPLATE, read_settings
 from bloomery.checkpoint.save import save_checkpoint
 from bloomery.config.describe import as_yaml
 from bloomery.config.recipe import Family, ModelSection, Recipe
@@ -29,7 +30,7 @@ from bloomery.model.build import build_model
 
 _TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.json", "merges.txt", "vocab.txt",
-    "added_tokens.json",
+    "added_tokens.json", CHAT_TEMPLATE,
 )  # fmt: skip
 TOKENIZER = "tokenizer"
 _RECIPE = "recipe.yaml"
@@ -145,6 +146,7 @@ def _check_tokenizer(folder: Path, vocab_size: int) -> None:
     remedy = "mend it, or import a copy of the folder without it and name one with tokenizer.path=..."
     try:
         found = Tokenizer.load(str(folder)).vocab_size
+        read_settings(str(folder))
     except DataError as error:
         raise DataError([*error.problems, Problem(f"the tokenizer of {folder} cannot be used", "", remedy)]) from error
     if found > vocab_size:

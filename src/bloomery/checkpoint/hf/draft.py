@@ -13,12 +13,13 @@ from bloomery.base.errors import Problem, StorageError
 from bloomery.base.storage import make_run_folder, sync_folder, writing
 from bloomery.checkpoint.hf.proof import PROOF_FILE
 from bloomery.checkpoint.hf.shards import INDEX, SINGLE
+from bloomery.checkpoint.hf.tokenizer import CHAT_TEMPLATE
 
 _PREFIX = ".draft-"
 _CONFIG = "config.json"
 _OWN = (
-    _CONFIG, "generation_config.json", "tokenizer.json", "tokenizer_config.json", "README.md", PROOF_FILE, INDEX,
-    SINGLE,
+    _CONFIG, "generation_config.json", "tokenizer.json", "tokenizer_config.json", CHAT_TEMPLATE, "README.md",
+    PROOF_FILE, INDEX, SINGLE,
 )  # fmt: skip
 
 
