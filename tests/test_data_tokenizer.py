@@ -8,6 +8,7 @@ import pytest
 import tokenizers
 
 from bloomery.base.errors import DataError, RecipeError, StorageError
+from bloomery.checkpoint.hf.tokenizer import write_tokenizer
 from bloomery.data.tokenizer import Tokenizer
 from bloomery.prepare.train_tokenizer import train_tokenizer
 
@@ -80,7 +81,7 @@ def test_truncation_and_padding_of_the_file_are_not_obeyed(tokenizer, folder, tm
 
 def test_transformers_reads_what_was_saved(tokenizer, tmp_path):
     transformers = pytest.importorskip("transformers")
-    tokenizer.save_hf_files(str(tmp_path / "export"), model_max_length=128)
+    write_tokenizer(tokenizer, tmp_path / "export", model_max_length=128)
     theirs = transformers.AutoTokenizer.from_pretrained(str(tmp_path / "export"))
     assert theirs("the end of it")["input_ids"] == tokenizer.encode_batch(["the end of it"])[0].tolist()
     assert theirs.eos_token_id == theirs.bos_token_id == tokenizer.eod_id
@@ -253,7 +254,7 @@ def test_bert_files_equal_transformers(bert_folder, tmp_path):
     ours = Tokenizer.load(str(bert_folder))
     for text in ("Hello, unaffable CAFÉ", "un\u0301 漢 hello\tx", "a" * 200):
         assert theirs(text, add_special_tokens=False)["input_ids"] == ours.encode_batch([text])[0].tolist()
-    ours.save_hf_files(str(tmp_path / "export"), model_max_length=8)
+    write_tokenizer(ours, tmp_path / "export", model_max_length=8)
     again = transformers.AutoTokenizer.from_pretrained(str(tmp_path / "export"))
     assert (again.mask_token_id, again.cls_token_id, again.pad_token_id) == (4, 2, 0)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+from bloomery.base.accelerator import available_host_bytes
 from bloomery.base.errors import DataError
 from bloomery.checkpoint import export as exporting
 from bloomery.checkpoint.export import export_checkpoint
@@ -225,6 +227,23 @@ def test_no_proof_is_said_by_name_and_a_missing_one_is_a_warning(
     assert "warning: not proven: it needs about" in err
 
 
+def test_memory_that_only_caches_files_does_not_prevent_the_proof(
+    tmp_path: Path, tokenizer: Path, command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = os.sysconf
+    monkeypatch.setattr(os, "sysconf", lambda name: 1 if name == "SC_AVPHYS_PAGES" else real(name))
+    checkpoint = checkpoint_of(CASES["gpt2"], tmp_path / "run", tokenizer)
+    _, out, err = command("export", str(checkpoint), str(tmp_path / "hf"))
+    assert "proof: largest logit difference" in out, err
+    meminfo = tmp_path / "meminfo"
+    meminfo.write_text("MemTotal: 9000 kB\nMemFree: 10 kB\nMemAvailable:   8000 kB\n")
+    assert available_host_bytes(str(meminfo)) == 8000 * 1024
+    for without in ("MemFree: 10 kB\n", ""):
+        meminfo.write_text(without)
+        assert available_host_bytes(str(meminfo)) == real("SC_PAGE_SIZE")
+    assert available_host_bytes(str(tmp_path / "none")) == real("SC_PAGE_SIZE")
+
+
 def test_values_that_fp16_cannot_hold_are_refused(tmp_path: Path, tokenizer: Path, command: Command) -> None:
     export_checkpoint(checkpoint_of(CASES["gpt2"], tmp_path / "run", tokenizer), tmp_path / "hf", with_proof=False)
     state = load_file(tmp_path / "hf" / "model.safetensors")
@@ -300,7 +319,7 @@ def test_a_run_that_has_begun_is_not_imported_into(tmp_path: Path, tokenizer: Pa
     export_checkpoint(checkpoint_of(CASES["gpt2"], tmp_path / "run", tokenizer), tmp_path / "hf", with_proof=False)
     code, _, err = command("import", "hf", str(tmp_path / "hf"), str(tmp_path / "run"))
     assert code == 5
-    assert "already has step-00000007. An import is the beginning of a run." in err
+    assert "is not empty: it holds checkpoints. An import is the beginning of a run and replaces nothing." in err
 
 
 def test_the_json_and_a_model_without_a_tokenizer(tmp_path: Path, tokenizer: Path, command: Command) -> None:

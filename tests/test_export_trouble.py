@@ -79,7 +79,7 @@ def test_an_older_export_is_replaced_and_what_was_added_to_it_stays(
     command("export", str(checkpoint), str(tmp_path / "hf"), "--no-proof", "--shard-size", "10KB")
     (tmp_path / "hf" / "LICENSE").write_text("of the user")
     (tmp_path / "hf" / ".git").mkdir()
-    (tmp_path / "hf" / ".export-dead.tmp").mkdir()
+    (tmp_path / "hf" / ".draft-dead.tmp").mkdir()
     code, _, err = command("export", str(checkpoint), str(tmp_path / "hf"), "--no-proof")
     assert code == 0, err
     assert names(tmp_path / "hf") == [

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,51 +13,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from bloomery.checkpoint.hf.maps import hf_config, to_hf
-from bloomery.config.recipe import ModelSection
 from bloomery.model.build import build_model
 from checkpoints import tensors_of
 from export_samples import small_tokenizer
+from hf_samples import Command, change, hf_folder, in_shards, write_index
 from model_samples import small_config, small_model
 from monitor_samples import mounted
-
-Command = Callable[..., tuple[int, str, str]]
-GPT2 = small_config("gpt2", vocab_size=300)
-
-
-def hf_folder(folder: Path, config: ModelSection = GPT2, **changes: Any) -> Path:
-    """A model as transformers saves it, with `changes` in its config.json."""
-    folder.mkdir(parents=True)
-    state = to_hf({name: p.detach() for name, p in small_model(config).named_parameters()}, config)
-    save_file(state, folder / "model.safetensors")
-    (folder / "config.json").write_text(json.dumps({**hf_config(config), **changes}))
-    return folder
-
-
-def change(folder: Path, **tensors: torch.Tensor | None) -> None:
-    """Replace, add or (None) remove tensors of a folder; __ stands for a dot."""
-    state = load_file(folder / "model.safetensors")
-    for name, tensor in tensors.items():
-        key = name.replace("__", ".")
-        state.pop(key, None)
-        if tensor is not None:
-            state[key] = tensor
-    save_file(state, folder / "model.safetensors")
-
-
-def in_shards(folder: Path, count: int) -> dict[str, str]:
-    """Cut the one file of a folder into `count` and an index; the index."""
-    state = load_file(folder / "model.safetensors")
-    (folder / "model.safetensors").unlink()
-    places = {name: f"model-{i % count + 1:05d}-of-{count:05d}.safetensors" for i, name in enumerate(state)}
-    for file in set(places.values()):
-        save_file({name: state[name] for name in state if places[name] == file}, folder / file)
-    write_index(folder, places)
-    return places
-
-
-def write_index(folder: Path, places: dict[str, Any]) -> None:
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
-
 
 # ---------------------------------------------------------------- one tensor at a time
 
@@ -281,6 +241,70 @@ def test_a_full_disk_leaves_no_run(tmp_path: Path, command: Command) -> None:
         assert "disk full" in err
         assert "or name another OUT" in err
         assert list(small.iterdir()) == []
+
+
+def contents(folder: Path) -> dict[str, bytes | None]:
+    return {str(path): path.read_bytes() if path.is_file() else None for path in folder.rglob("*")}
+
+
+@pytest.mark.parametrize("name", ["recipe.yaml", "tokenizer/tokenizer.json", "checkpoints/latest", "notes.txt"])
+def test_an_output_that_holds_something_is_left_alone(name: str, tmp_path: Path, command: Command) -> None:
+    folder = small_tokenizer(hf_folder(tmp_path / "hf"))
+    mine = tmp_path / "run" / name
+    mine.parent.mkdir(parents=True)
+    mine.write_text("mine")
+    before = contents(tmp_path / "run")
+    code, _, err = command("import", "hf", str(folder), str(tmp_path / "run"))
+    assert code == 5
+    assert f"{tmp_path / 'run'} is not empty: it holds {name.split('/')[0]}. An import is the beginning of a run" in err
+    assert "Name another folder, or empty this one." in err
+    assert contents(tmp_path / "run") == before
+
+
+@pytest.mark.parametrize("failing", ["save_checkpoint", "write_atomically", "move_all"])
+def test_an_import_that_fails_removes_what_it_wrote_and_nothing_else(
+    failing: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Command
+) -> None:
+    from bloomery.base.errors import Problem, StorageError
+    from bloomery.checkpoint import import_hf
+
+    real = getattr(import_hf, failing)
+
+    def broken(place: Path, *words: Any, **others: Any) -> None:
+        """The tokenizer is copied, but neither checkpoint nor recipe can be written."""
+        if failing == "write_atomically" and place.name != "recipe.yaml":
+            return real(place, *words, **others)
+        raise StorageError(Problem("the disk is gone"))
+
+    monkeypatch.setattr(import_hf, failing, broken)
+    folder = small_tokenizer(hf_folder(tmp_path / "hf"))
+    (tmp_path / "run" / ".git").mkdir(parents=True)
+    before = contents(tmp_path / "run")
+    for output in ("run", "new"):
+        code, _, err = command("import", "hf", str(folder), str(tmp_path / output))
+        assert code == 5
+        assert "the disk is gone" in err
+    assert contents(tmp_path / "run") == before
+    assert not (tmp_path / "new").exists()
+
+
+def test_what_appears_in_the_output_meanwhile_is_not_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Command
+) -> None:
+    from bloomery.checkpoint import import_hf
+
+    real = import_hf.save_checkpoint
+
+    def slow(*words: Any, **others: Any) -> Path:
+        (tmp_path / "run" / "recipe.yaml").write_text("mine")
+        return real(*words, **others)
+
+    monkeypatch.setattr(import_hf, "save_checkpoint", slow)
+    code, _, err = command("import", "hf", str(hf_folder(tmp_path / "hf")), str(tmp_path / "run"))
+    assert code == 5
+    assert "it holds recipe.yaml" in err
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["recipe.yaml"]
+    assert (tmp_path / "run" / "recipe.yaml").read_text() == "mine"
 
 
 def test_a_tokenizer_that_cannot_be_used_is_refused(tmp_path: Path, command: Command) -> None:

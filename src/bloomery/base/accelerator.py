@@ -71,6 +71,16 @@ def memory_bytes(device: torch.device) -> tuple[int, int]:
     return torch.accelerator.memory_allocated(device), torch.accelerator.max_memory_allocated(device)
 
 
+def available_host_bytes(meminfo: str = "/proc/meminfo") -> int:
+    """Bytes that a process can still take here. On Linux with the page cache, which is given back when asked for."""
+    try:
+        with open(meminfo) as file:
+            return next(int(line.split()[1]) * 1024 for line in file if line.startswith("MemAvailable:"))
+    except (OSError, StopIteration):
+        pages = "SC_AVPHYS_PAGES" if "SC_AVPHYS_PAGES" in os.sysconf_names else "SC_PHYS_PAGES"  # macOS has only this
+        return os.sysconf(pages) * os.sysconf("SC_PAGE_SIZE")
+
+
 class NvmlSensor:
     """The total energy counter of one NVIDIA board, since its driver was loaded."""
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,15 +11,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bloomery.base.accelerator import available_host_bytes
 from bloomery.base.errors import DataError, Problem
 from bloomery.base.storage import write_atomically, writing, written_to
 from bloomery.base.units import format_bytes
 from bloomery.checkpoint.folder import find_checkpoint, verify
 from bloomery.checkpoint.hf.card import model_card
-from bloomery.checkpoint.hf.draft import drafted, require_own
+from bloomery.checkpoint.hf.draft import drafted, replace_export, require_own
 from bloomery.checkpoint.hf.maps import entries_of, hf_config, to_hf
 from bloomery.checkpoint.hf.proof import PROOF_FILE, Proof, has_transformers, prove
 from bloomery.checkpoint.hf.shards import plan_shards, write_shards
+from bloomery.checkpoint.hf.tokenizer import write_tokenizer
 from bloomery.checkpoint.load import read_recipe_of, read_state, tokenizer_of
 from bloomery.checkpoint.reader import CheckpointReader
 from bloomery.config.recipe import Recipe
@@ -68,7 +69,7 @@ def export_checkpoint(
         for name, t in to_hf(dict(build_model(recipe.model).named_parameters()), recipe.model).items()
     }
     shards = plan_shards(shapes, DTYPES[dtype], shard_bytes=shard_bytes)
-    with written_to("folder"), drafted(output) as draft:
+    with written_to("folder"), drafted(output, replace_export) as draft:
         with CheckpointReader(folder) as reader, writing(output):
             write_shards(draft, shards, DTYPES[dtype], _their_tensors(recipe, reader))
         config = _write_configs(draft, recipe, tokenizer, dtype)
@@ -91,15 +92,13 @@ def _their_tensors(recipe: Recipe, reader: CheckpointReader) -> Iterator[tuple[s
 
 def _write_configs(output: Path, recipe: Recipe, tokenizer: Tokenizer, dtype: str) -> dict[str, Any]:
     is_bert = recipe.model.family == "bert"
-    tokenizer.save_hf_files(str(output), model_max_length=recipe.model.seq_length, pairs=is_bert)
-    config = hf_config(recipe.model)
-    ids: dict[str, Any] = {"bos_token_id": tokenizer.eod_id, "eos_token_id": tokenizer.eod_id}
-    if is_bert:
-        pad = tokenizer.special_tokens.get("[PAD]")
-        ids |= {"pad_token_id": pad} if pad is not None else {}
-    else:
-        write_atomically(output / "generation_config.json", json.dumps(ids, indent=2) + "\n")
-    config |= {**ids, "dtype": _NAMES[dtype]}
+    ids = write_tokenizer(tokenizer, output, model_max_length=recipe.model.seq_length, pairs=is_bert)
+    if not is_bert:
+        # What ended documents in training ends a text, also where the tokenizer's folder names another end (of a turn).
+        ends = list(dict.fromkeys((ids["eos_token_id"], tokenizer.eod_id)))
+        generation = {**ids, "eos_token_id": ends if len(ends) > 1 else ends[0]}
+        write_atomically(output / "generation_config.json", json.dumps(generation, indent=2) + "\n")
+    config = {**hf_config(recipe.model), **ids, "dtype": _NAMES[dtype]}
     write_atomically(output / "config.json", json.dumps(config, indent=2) + "\n")
     return config
 
@@ -108,9 +107,9 @@ def _proof(folder: Path, output: Path, recipe: Recipe, tokenizer: Tokenizer, dty
     if not has_transformers():
         return Proof(False, "transformers is not installed here")
     needed = _BYTES_TO_PROVE * count_parameters(recipe.model, vocab_size=recipe.model.vocab_size).total
-    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    free = available_host_bytes()
     if needed > free:
-        return Proof(False, f"it needs about {format_bytes(needed)} of memory, and {format_bytes(free)} are free")
+        return Proof(False, f"it needs about {format_bytes(needed)} of memory, and {format_bytes(free)} are available")
     try:
         return prove(folder, output, tokenizer, DTYPES[dtype])
     except DataError:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -14,24 +13,27 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bloomery.base.errors import DataError, Problem, StorageError
+from bloomery.base.errors import DataError, Problem
 from bloomery.base.piece import Piece
 from bloomery.base.storage import make_run_folder, write_atomically, writing, written_to
-from bloomery.checkpoint.folder import complete_checkpoints
+from bloomery.checkpoint.folder import CHECKPOINTS
 from bloomery.checkpoint.hf.configs import model_section
-from bloomery.checkpoint.hf.maps import Source, sources_of, strangers
+from bloomery.checkpoint.hf.draft import drafted, move_all, require_empty
+from bloomery.checkpoint.hf.maps import Source, embedding_and_head, sources_of, strangers
 from bloomery.checkpoint.hf.reader import HfWeights
+from bloomery.checkpoint.hf.tokenizer import CHAT_TEMPLATE, read_settings
 from bloomery.checkpoint.save import save_checkpoint
 from bloomery.config.describe import as_yaml
-from bloomery.config.recipe import ModelSection, Recipe
+from bloomery.config.recipe import Family, ModelSection, Recipe
 from bloomery.data.tokenizer import Tokenizer
 from bloomery.model.build import build_model
 
 _TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.json", "merges.txt", "vocab.txt",
-    "added_tokens.json",
+    "added_tokens.json", CHAT_TEMPLATE,
 )  # fmt: skip
 TOKENIZER = "tokenizer"
+_RECIPE = "recipe.yaml"
 _WEIGHTS = ("F32", "BF16", "F16")
 _BUFFERS = ("I64", "I32", "U8", "BOOL")
 """Of masks and positions, which no parameter is made of."""
@@ -53,17 +55,40 @@ class Imported:
     has_tokenizer: bool
 
 
-def read_model(folder: Path) -> dict[str, Any]:
-    """The recipe's `model` section of a Hugging Face folder. DataError lists everything that is not supported."""
+@dataclass(frozen=True)
+class Model:
+    section: dict[str, Any]
+    """`model` of a recipe."""
+    warnings: list[str]
+
+
+def read_model(folder: Path) -> Model:
+    """The model of a Hugging Face folder. DataError lists everything that is not supported."""
     path = folder / "config.json"
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(path.read_text(encoding="utf-8-sig"))
         if not isinstance(content, dict):
             raise ValueError("it is no JSON object")
     except (OSError, ValueError) as error:
         rule = "a Hugging Face folder has config.json and *.safetensors"
         raise DataError(Problem(f"{path} cannot be read: {error}", rule, "name another folder")) from error
-    return model_section(content, str(path))
+    section = model_section(content, str(path))
+    if section["tie_embeddings"] and (pair := _unequal_pair(folder, section["family"])):
+        # As transformers 5 loads all families; 4 dropped the head.
+        told = f"{path}: tie_word_embeddings is true, but {pair}: both are kept, and model.tie_embeddings is false"
+        return Model({**section, "tie_embeddings": False}, [told])
+    return Model(section, [])
+
+
+def _unequal_pair(folder: Path, family: Family) -> str:
+    """What a head of its own is, in a folder that says it is the embedding; empty if there is none."""
+    with HfWeights(folder) as weights:
+        pair = embedding_and_head(weights.shapes, family)
+        if pair is None or not {weights.dtypes[key] for key in pair} <= {*_WEIGHTS}:
+            return ""
+        embedding, head = (weights.read(key) for key in pair)
+        is_same = embedding.shape == head.shape and bool((embedding == head).all())
+        return "" if is_same else f"{pair[1]} differs from {pair[0]}"
 
 
 def origin_of(folder: Path) -> dict[str, str]:
@@ -82,34 +107,36 @@ def import_weights(folder: Path, output: Path, recipe: Recipe, state: Mapping[st
     """Write `output`: the tokenizer, checkpoints/step-00000000, and the recipe last. `state`: that of a training which
     has done nothing. All is checked before the first byte, and one tensor at a time is in memory.
 
-    DataError names everything in the folder that does not fit; StorageError if the run has begun already.
+    DataError names everything in the folder that does not fit; StorageError if `output` holds something. After any
+    error it is as it was.
     """
-    root = output / "checkpoints"
-    begun = complete_checkpoints(root)
-    if begun:
-        remedy = "name another folder, or move its checkpoints away"
-        what = f"{output} already has {', '.join(path.name for path in begun)}"
-        raise StorageError(Problem(what, "an import is the beginning of a run", remedy))
+    _require_new(output)
     _check_tokenizer(folder, recipe.model.vocab_size)
+    if recipe.model.tie_embeddings and (pair := _unequal_pair(folder, recipe.model.family)):
+        rule = "a tied model has one tensor for both"
+        raise DataError(Problem(pair, rule, "leave out model.tie_embeddings=true", str(folder)))
     with HfWeights(folder) as weights, written_to("OUT"):
         sources = _checked_sources(weights, recipe.model)
+        _require_finite(weights, sources)
         shapes = {name: tuple(p.shape) for name, p in build_model(recipe.model).named_parameters()}
-        make_run_folder(output)
-        copied = _copy(tokenizer_files(folder), output / TOKENIZER)
-        try:
+        with drafted(output, _publish) as draft:
+            _copy(tokenizer_files(folder), draft / TOKENIZER)
             values = partial(_value, weights, {f"model.{each.entry.ours}": each for each in sources}, shapes)
-            yaml = as_yaml(recipe)
+            yaml, root = as_yaml(recipe), draft / CHECKPOINTS
             pieces = {name: Piece.whole(tensor) for name, tensor in _without_memory(shapes).items()}
             checkpoint = save_checkpoint(root, step=0, pieces=pieces, state=state, recipe_yaml=yaml, values=values)
-        except BaseException:
-            for path in copied:  # a folder without weights is not to look like a run
-                path.unlink(missing_ok=True)
-            for empty in (output / TOKENIZER, root, output):
-                with suppress(OSError):  # it is not there, or not empty
-                    empty.rmdir()
-            raise
-        write_atomically(output / "recipe.yaml", yaml)
-    return Imported(recipe, checkpoint, len(sources), recipe.tokenizer is not None)
+            write_atomically(draft / _RECIPE, yaml)
+    return Imported(recipe, output / CHECKPOINTS / checkpoint.name, len(sources), recipe.tokenizer is not None)
+
+
+def _require_new(output: Path) -> None:
+    require_empty(output, "an import is the beginning of a run and replaces nothing")
+
+
+def _publish(draft: Path, output: Path) -> None:
+    """With the recipe, by which the folder is a run, last."""
+    _require_new(output)  # still
+    move_all(draft, output, last=_RECIPE)
 
 
 def _check_tokenizer(folder: Path, vocab_size: int) -> None:
@@ -119,6 +146,7 @@ def _check_tokenizer(folder: Path, vocab_size: int) -> None:
     remedy = "mend it, or import a copy of the folder without it and name one with tokenizer.path=..."
     try:
         found = Tokenizer.load(str(folder)).vocab_size
+        read_settings(str(folder))
     except DataError as error:
         raise DataError([*error.problems, Problem(f"the tokenizer of {folder} cannot be used", "", remedy)]) from error
     if found > vocab_size:
@@ -147,6 +175,15 @@ def _checked_sources(weights: HfWeights, config: ModelSection) -> list[Source]:
     return sources
 
 
+def _require_finite(weights: HfWeights, sources: Sequence[Source]) -> None:
+    keys = dict.fromkeys(key for each in sources for key in each.keys)
+    wrong = [key for key in keys if not bool(weights.read(key).isfinite().all())]
+    if wrong:
+        what = f"{len(wrong)} tensors hold values that are not finite: {', '.join(wrong[:5])}"
+        rule = "a model with NaN or infinity computes nothing, and no training mends it"
+        raise DataError(Problem(what, rule, "import a model that has not diverged", str(weights.folder)))
+
+
 def _without_memory(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:
     """All tensors of a first checkpoint, as shapes: weights, moments, and the optimizer's steps."""
     with torch.device("meta"):
@@ -165,11 +202,9 @@ def _value(
     return torch.zeros(shapes.get(moment_of, ()))
 
 
-def _copy(files: Sequence[Path], place: Path) -> list[Path]:
-    """The copies, whole or not there."""
+def _copy(files: Sequence[Path], place: Path) -> None:
     if files:
         make_run_folder(place)
     for path in files:
         with writing(place / path.name):
             write_atomically(place / path.name, path.read_bytes())
-    return [place / path.name for path in files]

@@ -31,15 +31,20 @@ def run(args: argparse.Namespace) -> int:
     from bloomery.train.state import TrainState
 
     model = read_model(args.folder)
-    checked = _recipe(args, model, args.output / TOKENIZER if tokenizer_files(args.folder) else None)
-    for warning in checked.warnings:
+    checked = _recipe(args, model.section, args.output / TOKENIZER if tokenizer_files(args.folder) else None)
+    for warning in (*model.warnings, *checked.warnings):
         print(f"bloomery: warning: {warning}", file=sys.stderr)
     state = {**TrainState(imported_from=origin_of(args.folder)).to_json(), "interval": None, "blend": None}
     done = import_weights(args.folder, args.output, checked.recipe, state)
     section = done.recipe.model
     parameters = count_parameters(section, vocab_size=section.vocab_size).total
     if args.json:
-        facts = {"checkpoint": str(done.checkpoint), "parameters": parameters, "model": model, "tensors": done.tensors}
+        facts = {
+            "checkpoint": str(done.checkpoint),
+            "parameters": parameters,
+            "model": model.section,
+            "tensors": done.tensors,
+        }
         print(json.dumps(facts, indent=2))
         return exit_codes.OK
     tokenizer = "" if done.has_tokenizer else ", no tokenizer"

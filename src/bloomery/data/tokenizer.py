@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
-import os
 from collections.abc import Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -12,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 import orjson
 
 from bloomery.base.errors import DataError, Problem
-from bloomery.base.storage import make_run_folder, write_atomically
 from bloomery.data.tokenizer_files import misfit, read_tokenizer_json
 
 if TYPE_CHECKING:  # slow to import; `bloomery prepare` begins to load an encoder before it does
@@ -21,14 +18,11 @@ if TYPE_CHECKING:  # slow to import; `bloomery prepare` begins to load an encode
 
 END_OF_DOCUMENT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]")
 """Special tokens that end a document, the most specific first."""
-_BEGIN = ("<s>", "<|begin_of_text|>", "<bos>", "[CLS]")
-_UNKNOWN = ("<unk>", "[UNK]")
-_BERT = {"cls_token": "[CLS]", "sep_token": "[SEP]", "mask_token": "[MASK]", "pad_token": "[PAD]"}
 
 
 class Tokenizer:
     def __init__(self, content: str, *, path: str, lazy: bool = False, parsed: dict[str, Any] | None = None) -> None:
-        """`content` is a tokenizer.json; `path` is only named in errors. `lazy`: the library builds it when it is
+        """`content` is a tokenizer.json; `path` the file it was read from. `lazy`: the library builds it when it is
         first needed, which takes seconds for a large vocabulary. `parsed`: the content, if the caller has it."""
         self.path = path
         self.content = content
@@ -104,6 +98,11 @@ class Tokenizer:
             raise DataError(Problem(f"has no {token}; its special tokens are {have}", "", remedy, self.path))
         return self.special_tokens[token]
 
+    def id_of(self, token: str) -> int | None:
+        """The id of any token of the vocabulary."""
+        found: int | None = self._tokenizer.token_to_id(token)
+        return found
+
     @property
     def cls_id(self) -> int:
         return self.special_id("[CLS]")
@@ -142,7 +141,7 @@ class Tokenizer:
     def content_hash(self) -> str:
         """sha256 of what decides the ids: moving, reformatting, re-saving or exporting the file changes nothing."""
         content = {key: value for key, value in self.parsed.items() if key not in ("truncation", "padding")}
-        if content.get("post_processor") == self._pairs:  # our export's: only transformers applies it
+        if content.get("post_processor") == self.pairs:  # our export's: only transformers applies it
             content["post_processor"] = None
         return hashlib.sha256(orjson.dumps(content, option=orjson.OPT_SORT_KEYS)).hexdigest()
 
@@ -166,36 +165,10 @@ class Tokenizer:
         return str(self._tokenizer.decode([int(token) for token in ids], skip_special_tokens=False))
 
     @property
-    def _pairs(self) -> dict[str, Any] | None:
+    def pairs(self) -> dict[str, Any] | None:
         """A post-processor that makes `[CLS] A [SEP] B [SEP]` with token types 0 and 1. Not the TemplateProcessing that
         BERT's own files have: the hash must tell the export's from a file of others."""
         special = self.special_tokens
         if not {"[CLS]", "[SEP]"} <= set(special):
             return None
         return {"type": "BertProcessing", "sep": ["[SEP]", special["[SEP]"]], "cls": ["[CLS]", special["[CLS]"]]}
-
-    def save_hf_files(self, folder: str, *, model_max_length: int, pairs: bool = False) -> None:
-        """What `transformers.AutoTokenizer.from_pretrained(folder)` needs. `pairs`: there it puts texts together as the
-        samples of BERT are; a file that says how is left as it is."""
-        content, inputs = self.content, {}
-        if pairs:
-            inputs = {"model_input_names": ["input_ids", "token_type_ids", "attention_mask"]}
-        if pairs and self.parsed.get("post_processor") is None and self._pairs is not None:
-            content = json.dumps({**json.loads(content), "post_processor": self._pairs}, ensure_ascii=False, indent=2)
-        config = {
-            "tokenizer_class": "PreTrainedTokenizerFast",
-            "bos_token": self._first(_BEGIN),
-            "eos_token": self.eod_token,
-            "unk_token": self._first(_UNKNOWN),
-            **{name: token for name, token in _BERT.items() if token in self.special_tokens},
-            "model_max_length": model_max_length,
-            "clean_up_tokenization_spaces": False,
-            **inputs,
-        }
-        make_run_folder(folder)
-        write_atomically(os.path.join(folder, "tokenizer.json"), content)
-        write_atomically(os.path.join(folder, "tokenizer_config.json"), json.dumps(config, indent=2) + "\n")
-
-    def _first(self, candidates: tuple[str, ...]) -> str:
-        """As in GPT-2, the end-of-document token also plays the parts for which there is no token."""
-        return next((token for token in candidates if token in self.special_tokens), self.eod_token)

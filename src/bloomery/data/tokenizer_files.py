@@ -128,7 +128,12 @@ def _bert(folder: str) -> str:
 
 
 def _config(folder: str) -> dict[str, Any]:
-    path = os.path.join(folder, "tokenizer_config.json")
+    return read_beside(folder, "tokenizer_config.json")
+
+
+def read_beside(folder: str, name: str) -> dict[str, Any]:
+    """The object in a JSON file of a tokenizer's folder; empty if there is no such file."""
+    path = os.path.join(folder, name)
     return _json(path) if os.path.exists(path) else {}
 
 

@@ -11,23 +11,28 @@ from bloomery.config.recipe import ModelSection
 from bloomery.model.families import ARCHITECTURES
 
 PREFIX = "bert."
+EMBEDDING, HEAD = f"{PREFIX}embeddings.word_embeddings.weight", "cls.predictions.decoder.weight"
+_BIASES = ("cls.predictions.bias", "cls.predictions.decoder.bias")
+TWINS = dict.fromkeys(_BIASES, _BIASES)
+"""The head's bias under two names: transformers computes with the second, and takes the first where that is missing."""
 
 
 def entries(config: ModelSection) -> list[Entry]:
     embeddings, predictions = f"{PREFIX}embeddings", "cls.predictions"
     found = [
-        vocabulary("embed.tokens.weight", f"{embeddings}.word_embeddings.weight", config),
+        vocabulary("embed.tokens.weight", EMBEDDING, config),
         same("embed.positions.weight", f"{embeddings}.position_embeddings.weight"),
         same("embed.token_types.weight", f"{embeddings}.token_type_embeddings.weight"),
         *linear("embed.norm", f"{embeddings}.LayerNorm"),
         *linear("head.dense", f"{predictions}.transform.dense"),
         *linear("head.norm", f"{predictions}.transform.LayerNorm"),
-        vocabulary("head.bias", f"{predictions}.bias", config),
         *linear("pooler.dense", f"{PREFIX}pooler.dense"),
         *linear("order_head", "cls.seq_relationship"),
     ]
-    if not config.tie_embeddings:
-        found.append(vocabulary("head.weight", f"{predictions}.decoder.weight", config))
+    if config.tie_embeddings:
+        found.append(vocabulary("head.bias", _BIASES[0], config))
+    else:  # then the biases are not tied either
+        found += [vocabulary("head.weight", HEAD, config), vocabulary("head.bias", _BIASES, config)]
     for n in range(config.num_layers):
         ours, theirs = f"layers.{n}", f"{PREFIX}encoder.layer.{n}"
         projections = [f"{theirs}.attention.self.{name}" for name in ("query", "key", "value")]

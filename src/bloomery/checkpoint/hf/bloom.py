@@ -8,16 +8,17 @@ from bloomery.checkpoint.hf.layout import Entry, linear, vocabulary
 from bloomery.config.recipe import ModelSection
 
 PREFIX = "transformer."
+EMBEDDING, HEAD = f"{PREFIX}word_embeddings.weight", "lm_head.weight"
 
 
 def entries(config: ModelSection) -> list[Entry]:
     found = [
-        vocabulary("embed.tokens.weight", f"{PREFIX}word_embeddings.weight", config),
+        vocabulary("embed.tokens.weight", EMBEDDING, config),
         *linear("embed.norm", f"{PREFIX}word_embeddings_layernorm"),
         *linear("final_norm", f"{PREFIX}ln_f"),
     ]
     if not config.tie_embeddings:
-        found.append(vocabulary("head.weight", "lm_head.weight", config))
+        found.append(vocabulary("head.weight", HEAD, config))
     for n in range(config.num_layers):
         ours, theirs = f"layers.{n}", f"{PREFIX}h.{n}"
         found += [

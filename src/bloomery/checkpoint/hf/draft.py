@@ -1,11 +1,11 @@
-"""An export on its way: written in a hidden folder inside its own; files get their names when all of it is there."""
+"""A folder on its way, of an export or an import: written hidden inside its place, named when all of it is there."""
 
 from __future__ import annotations
 
 import os
 import secrets
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -13,12 +13,13 @@ from bloomery.base.errors import Problem, StorageError
 from bloomery.base.storage import make_run_folder, sync_folder, writing
 from bloomery.checkpoint.hf.proof import PROOF_FILE
 from bloomery.checkpoint.hf.shards import INDEX, SINGLE
+from bloomery.checkpoint.hf.tokenizer import CHAT_TEMPLATE
 
-_PREFIX = ".export-"
+_PREFIX = ".draft-"
 _CONFIG = "config.json"
 _OWN = (
-    _CONFIG, "generation_config.json", "tokenizer.json", "tokenizer_config.json", "README.md", PROOF_FILE, INDEX,
-    SINGLE,
+    _CONFIG, "generation_config.json", "tokenizer.json", "tokenizer_config.json", CHAT_TEMPLATE, "README.md",
+    PROOF_FILE, INDEX, SINGLE,
 )  # fmt: skip
 
 
@@ -26,21 +27,30 @@ def require_own(output: Path) -> None:
     """StorageError if the folder holds something that is not an older export: a README.md there may be somebody's.
 
     Hidden files are left alone: an export may lie in a clone of a hub's repository."""
-    with writing(output, "read"):
-        found = [path for path in output.iterdir() if not path.name.startswith(".")] if output.is_dir() else []
-    if found and PROOF_FILE not in {path.name for path in found}:
-        names = ", ".join(sorted(path.name for path in found)[:5])
-        what = f"{output} is not empty: it holds {names}" + (" and more" if len(found) > 5 else "")
-        rule = f"an export replaces an older export (with {PROOF_FILE}) and nothing else"
+    if PROOF_FILE not in _visible(output):
+        require_empty(output, f"an export replaces an older export (with {PROOF_FILE}) and nothing else")
+
+
+def require_empty(output: Path, rule: str) -> None:
+    """StorageError if the folder holds anything that is not hidden: it is somebody's."""
+    found = _visible(output)
+    if found:
+        what = f"{output} is not empty: it holds {', '.join(found[:5])}" + (" and more" if len(found) > 5 else "")
         raise StorageError(Problem(what, rule, "name another folder, or empty this one"))
 
 
+def _visible(output: Path) -> list[str]:
+    with writing(output, "read"):
+        found = output.iterdir() if output.is_dir() else []
+        return sorted(path.name for path in found if not path.name.startswith("."))
+
+
 @contextmanager
-def drafted(output: Path) -> Iterator[Path]:
-    """A folder to write into; its files then replace those of an older export. After an error all is as before."""
+def drafted(output: Path, publish: Callable[[Path, Path], None]) -> Iterator[Path]:
+    """A folder to write into; `publish(it, output)` gives its files their names. After an error all is as before."""
     is_new = not output.exists()
     make_run_folder(output)
-    for debris in output.glob(f"{_PREFIX}*.tmp"):  # of an export that was killed
+    for debris in output.glob(f"{_PREFIX}*.tmp"):  # of one that was killed
         shutil.rmtree(debris, ignore_errors=True)
     draft = output / f"{_PREFIX}{secrets.token_hex(4)}.tmp"
     try:
@@ -48,18 +58,22 @@ def drafted(output: Path) -> Iterator[Path]:
             draft.mkdir()
         yield draft
         with writing(output):
-            _publish(draft, output)
+            publish(draft, output)
     finally:
         shutil.rmtree(draft, ignore_errors=True)
         if is_new:
-            with suppress(OSError):  # it holds an export
+            with suppress(OSError):  # it is not empty
                 output.rmdir()
 
 
-def _publish(draft: Path, output: Path) -> None:
+def replace_export(draft: Path, output: Path) -> None:
     """The older config goes first and the new one comes last: in between nothing loads."""
     for path in (*(output / name for name in _OWN), *output.glob("model-*-of-*.safetensors")):
         path.unlink(missing_ok=True)
-    for path in sorted(draft.iterdir(), key=lambda path: path.name == _CONFIG):
+    move_all(draft, output, last=_CONFIG)
+
+
+def move_all(draft: Path, output: Path, *, last: str) -> None:
+    for path in sorted(draft.iterdir(), key=lambda path: path.name == last):
         os.rename(path, output / path.name)
     sync_folder(output)

@@ -12,6 +12,7 @@ from bloomery.checkpoint.hf.layout import Entry, join_qkv, linear, same, split_q
 from bloomery.config.recipe import ModelSection
 
 PREFIX = "transformer."
+EMBEDDING, HEAD = f"{PREFIX}wte.weight", "lm_head.weight"
 
 
 def entries(config: ModelSection) -> list[Entry]:
@@ -22,12 +23,12 @@ def entries(config: ModelSection) -> list[Entry]:
         return join_qkv(ts[0].t().chunk(3), config)
 
     found = [
-        vocabulary("embed.tokens.weight", f"{PREFIX}wte.weight", config),
+        vocabulary("embed.tokens.weight", EMBEDDING, config),
         same("embed.positions.weight", f"{PREFIX}wpe.weight"),
         *linear("final_norm", f"{PREFIX}ln_f"),
     ]
     if not config.tie_embeddings:
-        found.append(vocabulary("head.weight", "lm_head.weight", config))
+        found.append(vocabulary("head.weight", HEAD, config))
     for n in range(config.num_layers):
         ours, theirs = f"layers.{n}", f"{PREFIX}h.{n}"
         for part in ("weight", "bias"):

@@ -42,16 +42,18 @@ def transposed(ours: str, theirs: str) -> list[Entry]:
     return [weight, same(f"{ours}.bias", f"{theirs}.bias")]
 
 
-def vocabulary(ours: str, theirs: str, config: ModelSection) -> Entry:
-    """Rows of the vocabulary: the padding is dropped on the way out and zero on the way in."""
+def vocabulary(ours: str, theirs: str | tuple[str, ...], config: ModelSection) -> Entry:
+    """Rows of the vocabulary: the padding is dropped on the way out and zero on the way in. Several names there get the
+    same values; the last is read."""
     padding = padded_vocab_size(config) - config.vocab_size
+    names = (theirs,) if isinstance(theirs, str) else theirs
 
     def pad(tensors: Sequence[Tensor]) -> Tensor:
         if not padding:
-            return tensors[0]
-        return torch.cat((tensors[0], tensors[0].new_zeros(padding, *tensors[0].shape[1:])))
+            return tensors[-1]
+        return torch.cat((tensors[-1], tensors[-1].new_zeros(padding, *tensors[-1].shape[1:])))
 
-    return Entry(ours, (theirs,), lambda t: [t[: config.vocab_size]], pad)
+    return Entry(ours, names, lambda t: [t[: config.vocab_size]] * len(names), pad)
 
 
 def separate_qkv(ours: str, theirs: Sequence[str], part: str, config: ModelSection) -> Entry:
@@ -83,15 +85,32 @@ def export_state(state: Mapping[str, Tensor], entries: Iterable[Entry]) -> dict[
     return exported
 
 
+def spellings(name: str, prefix: str) -> list[str]:
+    """Keys under which folders have this tensor, the best last: also that of the bare model, without `prefix`, and the
+    names of norms that came from TensorFlow (bert-base-uncased has them)."""
+    old = name.replace("LayerNorm.weight", "LayerNorm.gamma").replace("LayerNorm.bias", "LayerNorm.beta")
+    return [key for each in (old, name) for key in (each.removeprefix(prefix), each)]
+
+
 def match_names(
-    shapes: Mapping[str, tuple[int, ...]], *, prefix: str, expected: Mapping[str, tuple[int, ...]]
+    shapes: Mapping[str, tuple[int, ...]],
+    *,
+    prefix: str,
+    expected: Mapping[str, tuple[int, ...]],
+    twins: Mapping[str, Sequence[str]],
 ) -> dict[str, str]:
-    """Their names, and under which key a state of these shapes has each. One of the bare model, without `prefix`
-    before its names, is taken too. DataError with every tensor that is missing or of another shape than `expected`."""
-    keys = {name: key for name in expected for key in (name.removeprefix(prefix), name) if key in shapes}
+    """Their names, and under which key a state of these shapes has each. `twins`: names for the same values, the best
+    last. DataError with every tensor that is missing or of another shape than `expected`."""
+    keys = {
+        name: key
+        for name in expected
+        for twin in twins.get(name, (name,))
+        for key in spellings(twin, prefix)
+        if key in shapes
+    }
     missing = [name for name in expected if name not in keys]
     wrong = [
-        f"{name} is {shapes[key]} instead of {expected[name]}"
+        f"{key} is {shapes[key]} instead of {expected[name]}"
         for name, key in keys.items()
         if shapes[key] != expected[name]
     ]

@@ -8,15 +8,16 @@ from bloomery.checkpoint.hf.layout import Entry, same, separate_qkv, vocabulary
 from bloomery.config.recipe import ModelSection
 
 PREFIX = "model."
+EMBEDDING, HEAD = f"{PREFIX}embed_tokens.weight", "lm_head.weight"
 
 
 def entries(config: ModelSection) -> list[Entry]:
     found = [
-        vocabulary("embed.tokens.weight", f"{PREFIX}embed_tokens.weight", config),
+        vocabulary("embed.tokens.weight", EMBEDDING, config),
         same("final_norm.weight", f"{PREFIX}norm.weight"),
     ]
     if not config.tie_embeddings:
-        found.append(vocabulary("head.weight", "lm_head.weight", config))
+        found.append(vocabulary("head.weight", HEAD, config))
     for n in range(config.num_layers):
         ours, theirs = f"layers.{n}", f"{PREFIX}layers.{n}"
         projections = [f"{theirs}.self_attn.{letter}_proj" for letter in "qkv"]

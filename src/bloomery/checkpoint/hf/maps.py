@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from bloomery.base.errors import Problem, RecipeError
 from bloomery.checkpoint.hf import bert, bloom, gpt2, llama
-from bloomery.checkpoint.hf.layout import Entry, export_state, match_names
+from bloomery.checkpoint.hf.layout import Entry, export_state, match_names, spellings
 from bloomery.config.recipe import Family, ModelSection
 from bloomery.model.build import build_model
 
@@ -66,16 +66,27 @@ def sources_of(shapes: Mapping[str, tuple[int, ...]], config: ModelSection) -> l
     expected = {name: tuple(tensor.shape) for name, tensor in made.items()}
     if config.family == "bert":
         bert.require_heads(shapes)
-    keys = match_names(shapes, prefix=_FAMILIES[config.family].PREFIX, expected=expected)
+    prefix, twins = _FAMILIES[config.family].PREFIX, _twins(config)
+    keys = match_names(shapes, prefix=prefix, expected=expected, twins=twins)
     return [Source(entry, tuple(keys[name] for name in entry.theirs)) for entry in entries_of(config)]
 
 
 def strangers(keys: Iterable[str], sources: Iterable[Source], config: ModelSection) -> list[str]:
     """Tensors of a state that no parameter is made of, and that are neither buffers nor copies of tied weights."""
-    used = {key for source in sources for key in source.keys}
-    copies = {"cls.predictions.decoder.bias"}
-    copies |= {"lm_head.weight", "cls.predictions.decoder.weight"} if config.tie_embeddings else set()
-    return sorted(key for key in keys if key not in used and key not in copies and not _BUFFER.search(key))
+    known = {key for source in sources for key in source.keys} | _twins(config).keys()
+    known |= {_FAMILIES[config.family].HEAD} if config.tie_embeddings else set()
+    return sorted(key for key in keys if key not in known and not _BUFFER.search(key))
+
+
+def _twins(config: ModelSection) -> Mapping[str, tuple[str, ...]]:
+    return bert.TWINS if config.family == "bert" else {}
+
+
+def embedding_and_head(keys: Container[str], family: Family) -> tuple[str, str] | None:
+    """Under which keys a state has both; None if it has one, which is then both."""
+    module = _FAMILIES[family]
+    found = [key for key in spellings(module.EMBEDDING, module.PREFIX) if key in keys]
+    return (found[-1], module.HEAD) if found and module.HEAD in keys else None
 
 
 def hf_config(config: ModelSection) -> dict[str, Any]:

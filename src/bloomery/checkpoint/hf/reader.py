@@ -67,7 +67,7 @@ def _read_index(folder: Path) -> dict[str, str] | None:
     if not path.is_file():
         return None
     try:
-        places = json.loads(path.read_text())["weight_map"]
+        places = json.loads(path.read_text(encoding="utf-8-sig"))["weight_map"]
         if not isinstance(places, dict) or not places:
             raise ValueError("its weight_map is empty or no object")
         strange = [file for file in places.values() if not isinstance(file, str) or Path(file).name != file]
