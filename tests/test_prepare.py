@@ -315,7 +315,7 @@ def test_manifest_missing_broken_or_foreign(corpus, tokenizer):
         (json.dumps({**good, "colour": 1}), "has unknown colour"),
         (json.dumps({key: good[key] for key in good if key != "tokens"}), "lacks tokens"),
         ("[" * 100_000, "cannot be read"),
-        (json.dumps({**good, "sources": [{"name": "x"}]}), r"has sources\[0\] .*which is not an object with bytes, doc"),
+        (json.dumps({**good, "sources": [{"name": "x"}]}), r"has sources\[0\] .*which is not an object with bytes"),
         (json.dumps({**good, "vocab_size": None}), "has vocab_size null, which is not a count"),
         (json.dumps({**good, "vocab_size": "300"}), 'has vocab_size "300", which is not a count'),
         (json.dumps({**good, "vocab_size": True}), "has vocab_size true, which is not a count"),

@@ -118,6 +118,25 @@ def check_fits(manifest: ShardManifest, *, tokenizer_hash: str | None, vocab_siz
     return problems
 
 
+def check_alike(manifests: Mapping[str, ShardManifest]) -> list[Problem]:
+    """Why shards, by their prefixes, cannot be trained on together; empty when they can. A shard whose documents have
+    no end fits every other."""
+    problems = []
+    for name in ("tokenizer_hash", "vocab_size", "eod_id"):
+        told = [(prefix, value) for prefix, shard in manifests.items() if (value := getattr(shard, name)) is not None]
+        for prefix, value in told[1:]:
+            first, expected = told[0]
+            if value == expected:
+                continue
+            what = f"the shard has {name} {value!s:.12} but {first} has {expected!s:.12}"
+            rule = "shards that are trained on together need one tokenizer: an id means another token in another"
+            remedy = (
+                "make them with the same tokenizer by `bloomery prepare`, and name it in the recipe as `tokenizer:`"
+            )
+            problems.append(Problem(what, rule, remedy, manifest_path(prefix)))
+    return problems
+
+
 def check_describes(manifest: ShardManifest, shard: ShardReader, *, place: str) -> list[Problem]:
     """Why the manifest does not belong to the shard beside it; empty when it does."""
     counts = {
