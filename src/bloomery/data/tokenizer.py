@@ -14,6 +14,7 @@ import orjson
 from bloomery.base.errors import DataError, Problem
 from bloomery.base.storage import make_run_folder, write_atomically
 from bloomery.data.tokenizer_files import misfit, read_tokenizer_json
+from bloomery.data.tokenizer_spellings import as_saved
 
 if TYPE_CHECKING:  # slow to import; `bloomery prepare` begins to load an encoder before it does
     import numpy as np
@@ -141,8 +142,11 @@ class Tokenizer:
     @cached_property
     def content_hash(self) -> str:
         """sha256 of what decides the ids: moving, reformatting, re-saving or exporting the file changes nothing."""
-        content = {key: value for key, value in self.parsed.items() if key not in ("truncation", "padding")}
-        if content.get("post_processor") == self._pairs:  # our export's: only transformers applies it
+        try:
+            content = as_saved(self.parsed)
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise self._unreadable(error) from error
+        if content["post_processor"] == self._pairs:  # our export's: only transformers applies it
             content["post_processor"] = None
         return hashlib.sha256(orjson.dumps(content, option=orjson.OPT_SORT_KEYS)).hexdigest()
 
