@@ -86,15 +86,16 @@ class Tokenizer:
         """Rows an embedding needs: the highest id plus one, added tokens included."""
         vocab = self.parsed["model"]["vocab"]
         highest = max(vocab.values(), default=-1) if isinstance(vocab, dict) else len(vocab) - 1
-        return int(max(highest, -1, *(token["id"] for token in self._added_tokens))) + 1
+        return int(max(highest, -1, *(token["id"] for token in self.added_tokens))) + 1
 
     @cached_property
     def special_tokens(self) -> dict[str, int]:
-        by_id = sorted(self._added_tokens, key=lambda token: token["id"])
+        by_id = sorted(self.added_tokens, key=lambda token: token["id"])
         return {token["content"]: token["id"] for token in by_id if token["special"]}
 
     @property
-    def _added_tokens(self) -> list[dict[str, Any]]:
+    def added_tokens(self) -> list[dict[str, Any]]:
+        """Those that are looked for in a text before the model sees it: content, id, special and other flags."""
         return list(self.parsed.get("added_tokens") or [])
 
     def special_id(self, token: str) -> int:
