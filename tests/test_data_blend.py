@@ -8,18 +8,52 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bloomery.data.blend import PERIOD, BlendState, TimelessBlend
+from bloomery.data.blend import DRIFT, PERIOD, BlendState, TimelessBlend
 from bloomery.data.order import TimelessOrder
 from conftest import Workshop
 
 
-def test_every_prefix_holds_each_share_to_within_one_sample() -> None:
+def _drift(blend: TimelessBlend, sources: int) -> float:
+    """The most samples by which any source is off its share of the slots, in any prefix of a period."""
+    owners, _ = blend.locate(np.arange(PERIOD))
+    length = np.arange(1, PERIOD + 1)
+    return max(
+        float(np.abs(np.cumsum(owners == number) - length * ((owners == number).sum() / PERIOD)).max())
+        for number in range(sources)
+    )
+
+
+def test_every_prefix_holds_each_share_to_within_two_samples() -> None:
+    dice = random.Random(11)
+    fibonacci = [1.0, 1.0]
+    for _ in range(20):
+        fibonacci.append(fibonacci[-1] + fibonacci[-2])
+    blends = [fibonacci, [299.0] + [1.0] * 299, [29.0] + [1.0] * 29, [1.0] * 7, [1.0]]
+    blends += [
+        [dice.random() ** power + dice.choice([0, 0, number]) for _ in range(number)]
+        for number in (2, 3, 5, 16, 30, 61)
+        for power in (0.1, 1, 4)
+    ]
+    for weights in blends:
+        blend = TimelessBlend.start({f"s{number}": weight for number, weight in enumerate(weights)})
+        assert _drift(blend, len(weights)) < DRIFT, weights
+
+
+def test_shares_hold_over_several_periods() -> None:
     weights = {"a": 0.5, "b": 0.3, "c": 0.19, "d": 0.01}
     owners, _ = TimelessBlend.start(weights).locate(np.arange(3 * PERIOD))
     for number, weight in enumerate(weights.values()):
-        taken = np.cumsum(owners == number)
-        drift = np.abs(taken - weight * np.arange(1, len(owners) + 1))
-        assert drift.max() < 1.0 + 3 * PERIOD * 1.0 / PERIOD * 0.5
+        drift = np.abs(np.cumsum(owners == number) - weight * np.arange(1, len(owners) + 1))
+        assert drift.max() < DRIFT + 3, "weights are exact to one sample a period"
+
+
+def test_many_equal_light_sources_do_not_come_in_bursts() -> None:
+    blend = TimelessBlend.start({"heavy": 299, **{f"s{number}": 1 for number in range(299)}})
+    owners, _ = blend.locate(np.arange(256 * 256))
+    heavy = (owners == 0).reshape(256, 256).sum(axis=1)
+    assert (np.abs(heavy - 128) <= 1).all(), "half of every batch"
+    light = owners[owners != 0][: 299 * 100].reshape(100, 299)
+    assert min(len(np.unique(turn)) for turn in light) > 200, "and the others take turns"
 
 
 def test_ordinals_of_each_source_count_up_without_gaps() -> None:

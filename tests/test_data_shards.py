@@ -145,7 +145,10 @@ BROKEN = {
     "pointer": (index_bytes([3, 1, 4], pointers=[0, 6, 10]), "sequence 2 points to byte 10 where .* say 8"),
     "first document": (index_bytes([3, 1, 4], doc_idx=[1, 2, 3]), "begin at sequence 1 and end at 3 of 3"),
     "last document": (index_bytes([3, 1, 4], doc_idx=[0, 1, 2]), "begin at sequence 0 and end at 2 of 3"),
-    "falling documents": (index_bytes([3, 1, 4], doc_idx=[0, 2, 1, 3]), "never fall"),
+    "falling documents": (
+        index_bytes([3, 1, 4], doc_idx=[0, 2, 1, 3]),
+        "document 2 begins at sequence 1, the one .* 2.*never fall",
+    ),
     "no entries": (index_bytes([3, 1, 4], doc_idx=[]), "no document entries"),
     "bin too short": (index_bytes([3, 1, 5]), r"x\.bin: holds 16 bytes where its index says 18.*shorter"),
     "bin too long": (index_bytes([3, 1, 3]), r"x\.bin: holds 16 bytes where its index says 14.*longer"),

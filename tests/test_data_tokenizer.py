@@ -1,9 +1,11 @@
 """The tokenizer folder: ids, the end of a document, what is never an id, and what transformers reads."""
 
+import hashlib
 import json
 import shutil
 
 import numpy as np
+import orjson
 import pytest
 import tokenizers
 
@@ -60,6 +62,55 @@ def test_the_hash_knows_the_content_not_the_place_or_the_layout(tokenizer, folde
     content["model"]["merges"] = content["model"]["merges"][:-1]
     (tmp_path / "tokenizer.json").write_text(json.dumps(content))
     assert Tokenizer.load(str(tmp_path)).content_hash != tokenizer.content_hash
+
+
+def spelling(model=None, **parts):
+    """A tokenizer.json with nothing in it that can be left out."""
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    added = [{"id": number, "content": token, **flags, "special": True} for number, token in ((1, "b"), (0, "a"))]
+    model = model or {"type": "BPE", "vocab": {"a": 0, "b": 1, "ab": 2}, "merges": ["a b"]}
+    return {"added_tokens": added, "model": model, **parts}
+
+
+BYTES = {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True}
+METASPACE = {"type": "Metaspace", "replacement": "\u2581"}
+SPELLINGS = {
+    "merges as strings": spelling(),
+    "merges of quotes and commas": spelling(
+        {"type": "BPE", "vocab": {"a": 0, "b": 1, '"': 2, ",": 3, "\\": 4, '",': 5, '",\\': 6, '\\"': 7, '\\",\\': 8},
+         "merges": ['" ,', '", \\', '\\ "', '\\ ",\\']}
+    ),
+    "dropout as a whole number": spelling({**spelling()["model"], "dropout": 0}),
+    "no type": spelling({"vocab": {"a": 0, "b": 1, "ab": 2}, "merges": ["a b"]}),
+    "no merges": spelling({"type": "BPE", "vocab": {"a": 0, "b": 1, "c": 2}, "merges": []}),
+    "some nulls": spelling(normalizer=None, truncation=None, decoder=None),
+    "no added tokens": {"model": {"type": "BPE", "vocab": {"a": 0}, "merges": []}},
+    "unigram": spelling({"type": "Unigram", "vocab": [["a", 0], ["b", -1.5], ["c", -2]]}),
+    "byte level": spelling(pre_tokenizer=BYTES, decoder=BYTES, post_processor=BYTES),
+    "byte level inside": spelling(
+        pre_tokenizer={"type": "Sequence", "pretokenizers": [{"type": "Punctuation"}, BYTES, {"type": "FixedLength"}]}
+    ),
+    "byte level normalizer": spelling(normalizer={"type": "Sequence", "normalizers": [{"type": "ByteLevel"}]}),
+    "old metaspace": spelling(pre_tokenizer={**METASPACE, "str_rep": "\u2581", "add_prefix_space": True}),
+    "new metaspace": spelling(pre_tokenizer={**METASPACE, "prepend_scheme": "first"}, decoder=METASPACE),
+    "bert": spelling(
+        {"type": "WordPiece", "vocab": {"a": 0, "b": 1, "[UNK]": 2}, "unk_token": "[UNK]",
+         "continuing_subword_prefix": "##", "max_input_chars_per_word": 100},
+        normalizer={"type": "BertNormalizer", "clean_text": True, "handle_chinese_chars": True, "lowercase": True},
+        pre_tokenizer={"type": "BertPreTokenizer"},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SPELLINGS)
+def test_the_hash_does_not_change_when_the_library_saves_the_file_again(name):
+    content = json.dumps(SPELLINGS[name])
+    saved = tokenizers.Tokenizer.from_str(content).to_str()
+    assert json.loads(saved) != json.loads(content)
+    assert Tokenizer(content, path="x").content_hash == Tokenizer(saved, path="x").content_hash
+    whole = {key: value for key, value in json.loads(saved).items() if key not in ("truncation", "padding")}
+    plain = hashlib.sha256(orjson.dumps(whole, option=orjson.OPT_SORT_KEYS)).hexdigest()
+    assert Tokenizer(saved, path="x").content_hash == plain, "what the library saves is hashed as it is"
 
 
 def test_truncation_and_padding_of_the_file_are_not_obeyed(tokenizer, folder, tmp_path):

@@ -77,14 +77,14 @@ class Handler(BaseHTTPRequestHandler):
         what, *details = queue.pop(0) if queue else ("good",)
         start = int(asked.removeprefix("bytes=").removesuffix("-")) if asked else 0
         etag = self.server.etags.get(name)
-        if self.headers.get("If-Range") not in (None, etag) or what == "ignores range":
+        if (self.headers.get("If-Range") not in (None, etag) and what != "ignores if-range") or what == "ignores range":
             start = 0
         if start > len(content):
             what, details = "status", [416]
         if what == "status":
             self.answer(details[0], **(details[1] if len(details) > 1 else {}))
         elif what == "redirect":
-            self.answer(302, Location=f"/{details[0]}")
+            self.answer(302, Location=details[0] if ":" in details[0] else f"/{details[0]}")
         elif what == "wrong content":
             self.send(bytes(len(content)), 0)
         elif what == "other file":
@@ -248,7 +248,55 @@ def test_a_file_that_changed_meanwhile_starts_over(tmp_path: Path, server: Serve
     assert_whole(tmp_path, server, "a.bin")
 
 
+@pytest.mark.parametrize("size", [True, False])
+def test_a_server_that_ignores_if_range_does_not_glue_two_files(tmp_path: Path, server: Server, size: bool) -> None:
+    entry = server.add("a.bin", 5000, ("truncated", 1000), *[("status", 500)] * 5)
+    server.etags["a.bin"] = '"one"'
+    entry = {key: entry[key] for key in ("url", "size") if key == "url" or size}
+    assert get(tmp_path, [entry]).failures
+    server.contents["a.bin"], server.etags["a.bin"] = random.Random(5).randbytes(5000), '"two"'
+    server.mischief["a.bin"] = [("ignores if-range",)]
+    assert not get(tmp_path, [entry]).failures
+    assert server.ranges("a.bin")[-2:] == ["bytes=1000-", None]
+    assert_whole(tmp_path, server, "a.bin")
+
+
+@pytest.mark.parametrize("have", [1000, 5000])
+def test_bytes_of_unknown_origin_are_kept_only_where_a_checksum_proves_them(
+    tmp_path: Path, server: Server, have: int
+) -> None:
+    entries = [server.add("sized.bin"), server.add("summed.bin")]
+    del entries[0]["sha256"]
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / ".sized.bin.part").write_bytes(bytes(have))
+    (tmp_path / "out" / ".summed.bin.part").write_bytes(server.contents["summed.bin"][:have])
+    assert not get(tmp_path, entries).failures
+    assert server.ranges("sized.bin") == [None]
+    assert server.ranges("summed.bin") == (["bytes=1000-"] if have == 1000 else [])
+    assert_whole(tmp_path, server, "sized.bin", "summed.bin")
+
+
 # ---------------------------------------------------------------- what cannot be had
+
+
+@pytest.mark.parametrize("with_path", [True, False])
+def test_urls_that_are_none_are_named_and_the_others_arrive(tmp_path: Path, server: Server, with_path: bool) -> None:
+    port = server.server_port
+    bad = [f"http://127.0.0.1:{port}/caf\xe9", "http://[abc/x", f"http://{'a' * 64}.example/y", "http://u:secret@h:p/z"]
+    entries = [
+        server.add("good.bin"),
+        server.add("sent.bin", 10, ("redirect", "http://[bad/x")),
+        server.add("late.bin"),
+    ]
+    entries[1:1] = [{"url": url, **({"path": f"{n}.bin"} if with_path else {})} for n, url in enumerate(bad)]
+    result = get(tmp_path, entries)
+    names = ["0.bin", "1.bin", "2.bin", "3.bin"] if with_path else ["caf\xe9", "x", "y", "z"]
+    assert [failure.path for failure in result.failures] == [*names, "sent.bin"]
+    for failure in result.failures:
+        assert failure.reason.startswith("its URL, or one that the server sends it on to, is not valid")
+        assert "secret" not in failure.reason + failure.url
+    assert result.failures[1].url == "http://[abc/x"
+    assert_whole(tmp_path, server, "good.bin", "late.bin")
 
 
 @pytest.mark.parametrize(
@@ -471,6 +519,8 @@ def test_any_kind_of_manifest_and_of_place(tmp_path: Path, server: Server, comma
         ('[{"url": "http://a/b"}, {"url": "http://c/b"}]', "its path b is in the way of that of"),
         ('[{"url": "http://a/b"}, {"url": "http://c/d", "path": "b/c"}]', "its path b/c is in the way"),
         ('[{"url": "http://c/d", "path": "b/c"}, {"url": "http://a/b"}]', "its path b is in the way"),
+        ('[{"url": "http://a/\\ud800"}]', "has the url 'http://a/\\ud800'"),
+        ('[{"url": "http://a/b", "path": "\\ud800"}]', "has the path '\\ud800'"),
         (f'[{{"url": "http://a/{STATE_FILE}"}}]', "not a name below the output folder"),
     ],
 )

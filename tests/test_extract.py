@@ -214,6 +214,29 @@ def damaged(raw: Path, name: str, change: Callable[[bytes], bytes]) -> None:
         ("s0.jsonl", lambda data: data + b"\0" * 100, "s0.jsonl:21: ends in the middle of a line"),
         ("s0.jsonl", lambda data: data.replace(b"}}\n", b"\n", 1), "s0.jsonl:1: is no JSON object"),
         ("s0.jsonl", lambda data: data + b"<html>\n", "s0.jsonl:21: is no JSON object: '<html>'"),
+        (
+            "s0.jsonl",
+            lambda data: data + b'{"text": broken}\n',
+            "s0.jsonl:21: is no JSON object: '{\"text\": broken}' (Expecting",
+        ),
+        (
+            "s0.jsonl",
+            lambda data: data + b'\n{"a" 1}\n{}\n',
+            "s0.jsonl:22: is no JSON object: '{\"a\" 1}' (Expecting ':'",
+        ),
+        (
+            "s0.jsonl",
+            lambda data: b'{"a": "\xff"}\n' + data,
+            's0.jsonl:1: is no JSON object: \'{"a": "\ufffd"}\' (byte 7 is not UTF-8)',
+        ),
+        ("s0.jsonl", lambda data: data + b"[1]\n", "s0.jsonl:21: is no JSON object: '[1]'."),
+        ("s0.jsonl", lambda data: data + b"[1]", "s0.jsonl:21: is no JSON object: '[1]'."),
+        (
+            "s0.jsonl",
+            lambda data: data + b"[" * 100_000,
+            "s0.jsonl:21: ends in the middle of a line (maximum recursion",
+        ),
+        ("s0.jsonl", lambda data: data + b"{}" * 2 + b"\n", "s0.jsonl:21: is no JSON object: '{}{}' (Extra data"),
         ("s0.jsonl", lambda data: b"", "s0.jsonl: is empty (0 bytes)"),
         ("s2.jsonl.zst", lambda data: b"", "s2.jsonl.zst: is empty (0 bytes)"),
     ],
@@ -256,6 +279,13 @@ def test_blank_lines_are_left_out_and_counted(tmp_path: Path) -> None:
     assert outputs(tmp_path / "out")["chunk-00000-of-00001.jsonl"] == b'{"text": "one"}\r\n{"text": "two"}\n{}\n'
     (chunk,) = json.loads((tmp_path / "out" / "manifest.json").read_text())["chunks"]
     assert [(count["documents"], count["blank_lines"]) for count in chunk["inputs"]] == [(2, 4), (0, 2), (1, 0)]
+
+
+def test_what_python_writes_as_json_is_taken(tmp_path: Path) -> None:
+    lines = b'{"a": NaN}\n {"b": 123456789012345678901234567890} \n{"c": "\\ud800"}\n'
+    (tmp_path / "a.jsonl").write_bytes(lines)
+    extract([str(tmp_path / "a.jsonl")], tmp_path / "out", chunks=1)
+    assert outputs(tmp_path / "out")["chunk-00000-of-00001.jsonl"] == lines
 
 
 def test_lines_longer_than_any_buffer(tmp_path: Path) -> None:

@@ -173,6 +173,46 @@ def test_files_that_the_manifest_does_not_describe_are_refused(text_recipe: Path
         assert "both.manifest.json: the manifest belongs to another shard: it says tokens" in err
 
 
+def test_shards_of_two_tokenizers_do_not_train_together(text_recipe: Path, command: Command) -> None:
+    assert command("tokenizer", "train", "fables.jsonl", "--vocab-size", "290", "--output", "tok2")[0] == 0
+    other = ["tokenizer.path=tok2", "prepare.0.output=other", "prepare.1.output=other2"]
+    assert command("prepare", str(text_recipe), *other)[0] == 0
+    gone = ("tokenizer:", "prepare:", "- ")
+    lines = [line for line in text_recipe.read_text().splitlines() if not line.startswith(gone)]
+    text_recipe.write_text("\n".join(lines))
+    assert command("inspect", "sample", str(text_recipe), "0")[0] == 0, "one tokenizer is fine"
+    hashes = {name: json.loads(Path(manifest_path(name)).read_text())["tokenizer_hash"] for name in ("both", "other")}
+    where = ["train.evaluate={every: 5 steps}", "--device", "cpu", "--run-dir", "bad"]
+    for data in (
+        "data={train: [{path: both}, {path: other}], validation: {held: [{path: mixed}]}}",
+        "data.validation={held: [{path: other}]}",
+    ):
+        code, _, err = command("train", str(text_recipe), data, *where)
+        assert code == 3, err
+        expected = f"tokenizer_hash {hashes['other'][:12]} but both has {hashes['both'][:12]}"
+        assert f"other.manifest.json: the shard has {expected}" in err
+        assert "other.manifest.json: the shard has vocab_size 290 but both has 300" in err, "all at once"
+        assert not list(Path("bad").glob("checkpoints/*"))
+    facts = json.loads(Path(manifest_path("mixed")).read_text())
+    Path(manifest_path("mixed")).write_text(json.dumps({**facts, "eod_id": 7}))
+    code, _, err = command("train", str(text_recipe), "--device", "cpu", "--run-dir", "bad")
+    assert code == 3
+    assert "mixed.manifest.json: the shard has eod_id 7 but both has 0" in err
+
+
+def test_a_shard_is_compared_with_its_manifest(text_recipe: Path, command: Command) -> None:
+    facts = json.loads(Path(manifest_path("mixed")).read_text())
+    Path(manifest_path("mixed")).write_text(json.dumps({**facts, "dtype": "int32", "documents": 7}))
+    code, _, err = command("inspect", "data", "mixed")
+    assert code == 3
+    assert "mixed.manifest.json: the manifest belongs to another shard: it says dtype int32 where it is uint16" in err
+    assert "documents 7 where it is 80" in err
+    Path(manifest_path("mixed")).write_text(json.dumps({**facts, "dtype": 5}))
+    code, _, err = command("inspect", "data", "mixed")
+    assert code == 3
+    assert "mixed.manifest.json: has dtype 5, which is not a string" in err
+
+
 def test_samples_are_shown_as_text_with_their_origin(text_recipe: Path, command: Command) -> None:
     code, out, err = command("inspect", "sample", str(text_recipe), "0-7")
     assert code == 0, err

@@ -314,7 +314,18 @@ def test_manifest_missing_broken_or_foreign(corpus, tokenizer):
         (json.dumps({**good, "format_version": 1}), "has format_version 1"),
         (json.dumps({**good, "colour": 1}), "has unknown colour"),
         (json.dumps({key: good[key] for key in good if key != "tokens"}), "lacks tokens"),
-        (json.dumps({**good, "sources": [{"name": "x"}]}), "broken list of sources"),
+        ("[" * 100_000, "cannot be read"),
+        (json.dumps({**good, "sources": [{"name": "x"}]}), r"has sources\[0\] .*which is not an object with bytes"),
+        (json.dumps({**good, "vocab_size": None}), "has vocab_size null, which is not a count"),
+        (json.dumps({**good, "vocab_size": "300"}), 'has vocab_size "300", which is not a count'),
+        (json.dumps({**good, "vocab_size": True}), "has vocab_size true, which is not a count"),
+        (json.dumps({**good, "tokenizer_hash": None}), "has tokenizer_hash null, which is not a string"),
+        (json.dumps({**good, "eod_id": "x"}), 'has eod_id "x", which is not a whole number or null'),
+        (json.dumps({**good, "eod_id": 300}), "has eod_id 300, which is no id of a vocabulary of 300"),
+        (json.dumps({**good, "dropped": []}), r"has dropped \[\], which is not an object of counts"),
+        (json.dumps({**good, "dtype": 5, "tokens": -1}), "has dtype 5, .*; tokens -1, which is not a count"),
+        (json.dumps({**good, "source_files": 3}), "has source_files 3, which is not a list"),
+        (json.dumps({**good, "settings": None}), "has settings null, which is not an object"),
     ]:
         Path(manifest_path("x")).write_text(content)
         with pytest.raises(DataError, match=message):

@@ -6,6 +6,7 @@ import time
 
 import numpy as np
 import pytest
+import tokenizers
 
 from bloomery.data.tokenizer import Tokenizer
 from bloomery.prepare import encoder
@@ -120,6 +121,27 @@ def test_those_that_are_absent_refuse_or_differ_are_passed_over_with_the_reason(
     assert chosen.refused["one"] == "it is not installed"
     assert chosen.refused["two"] == "it cannot read this tokenizer: no such pre-tokenizer"
     assert chosen.refused["three"].startswith("it gives other ids for ")
+
+
+@pytest.mark.parametrize("flag", ["single_word", "lstrip", "rstrip", "normalized"])
+@pytest.mark.parametrize("special", [True, False])
+@pytest.mark.parametrize("library", ["fastokens", "gigatoken"])
+def test_added_tokens_are_tried_with_all_their_flags(tokenizer, monkeypatch, flag, special, library):
+    """Whoever passes gives the right ids where the one token of its kind, the last of many, may hide."""
+    hugging = tokenizers.Tokenizer.from_str(tokenizer.content)
+    add = hugging.add_special_tokens if special else hugging.add_tokens
+    odd = tokenizers.AddedToken("walk", **{"normalized": False, flag: True})
+    add([*(tokenizers.AddedToken(f"tok{number}") for number in range(300)), odd])
+    other = Tokenizer(hugging.to_str(), path="x")
+    monkeypatch.setattr(encoder, "FAST", {library: encoder.FAST[library]})
+    monkeypatch.setattr(encoder, "NASTY", ())  # on which this version of a library may fail already
+    for as_ids in (False, True):
+        chosen = choose(other, as_ids=as_ids)
+        texts = ["cakewalk", "walks", "we walk it", "a  walk \n b", "awalkb walkwalk.", "tok7 tok299 stok299"]
+        ids, lengths = chosen.encoder.encode(texts)
+        expected = other.encode_batch(texts, special_tokens_as_ids=as_ids)
+        found = np.split(ids, np.cumsum(lengths)[:-1])
+        assert all(map(np.array_equal, found, expected)), chosen.name
 
 
 def test_the_bytes_do_not_know_the_encoder(corpus, tokenizer, monkeypatch):

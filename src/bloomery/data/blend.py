@@ -1,12 +1,14 @@
 """Timeless blend: which source the sample at a position comes from, and the how-manieth of that source it is.
 
-One period of slots is spread evenly by weight; any position is answered at once, and a prefix of any length holds each
-source's share to within one sample. The state is one cursor per source, taken when the weights last changed: a change
-of weights starts a new segment there and repeats or loses nothing of the past.
+One period of slots is spread evenly by weight, and any position is answered at once. In a prefix of any length each
+source is less than DRIFT samples off its share, however many sources there are. The state is one cursor per source,
+taken when the weights last changed: a change of weights starts a new segment there and repeats or loses nothing of the
+past.
 """
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Self
@@ -16,6 +18,8 @@ from numpy.typing import NDArray
 
 PERIOD = 1 << 16
 """Slots: weights are exact to 1 / PERIOD."""
+DRIFT = 1.68
+"""Samples that a source may be off its share of slots; `_spread` says why."""
 
 
 @dataclass(frozen=True)
@@ -46,12 +50,7 @@ class TimelessBlend:
         self.state = state
         self._keys = list(state.weights)
         self._counts = _slot_counts(np.array([state.weights[key] for key in self._keys]))
-        owner = np.repeat(np.arange(len(self._keys), dtype=np.int32), self._counts)
-        ranks = [np.arange(count, dtype=np.int32) for count in self._counts]
-        place = np.concatenate([(rank + 0.5) / len(rank) for rank in ranks])
-        rank = np.concatenate(ranks)
-        by_place = np.argsort(place, kind="stable")  # of equals, the first source first
-        self._owner, self._rank = owner[by_place], rank[by_place]
+        self._owner, self._rank = _spread(self._counts.tolist())
         self._cursors = np.array([state.cursors.get(key, 0) for key in self._keys])
 
     @classmethod
@@ -99,3 +98,48 @@ def _slot_counts(weights: NDArray[np.float64]) -> NDArray[np.int64]:
     for _ in range(-missing):  # many tiny sources took a slot each: the largest give way
         counts[np.argmax(counts)] -= 1
     return counts
+
+
+def _spread(counts: list[int]) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+    """(source, how-manieth of that source in the period) of each slot.
+
+    Sources are paired, the lightest first, until one node holds all: Huffman's tree. Of every prefix of a node's slots,
+    each of its two children gets its share to within half a slot. It also inherits its parent's error, by the part that
+    it is of the parent. So a source is off by at most the sum of own / ancestor over itself and its ancestors below the
+    root, halved. In this tree no node is lighter than its sibling's children, so they weigh at least 1, 1, 2, 3, 5, 8,
+    ... times what the source does: half the sum of the reciprocal Fibonacci numbers, DRIFT, is never reached.
+    """
+    heap = [(count, number) for number, count in enumerate(counts)]
+    heapq.heapify(heap)
+    pairs: list[tuple[tuple[int, int], tuple[int, int]]] = []
+    """(slots, node) of the lighter one, and of the heavier."""
+    while len(heap) > 1:
+        pair = (heapq.heappop(heap), heapq.heappop(heap))
+        heapq.heappush(heap, (pair[0][0] + pair[1][0], len(counts) + len(pairs)))
+        pairs.append(pair)
+    starts = [0] * (len(counts) + len(pairs))
+    """In a row in which the slots of every node, sources first and the root last, stand side by side."""
+    for node, ((less, lighter), (_, heavier)) in reversed([*enumerate(pairs, len(counts))]):
+        starts[lighter], starts[heavier] = starts[node], starts[node] + less
+    numbers = np.argsort(starts[: len(counts)])
+    lengths = np.array(counts)[numbers]
+    owners = np.repeat(numbers.astype(np.int32), lengths)
+    ranks = np.arange(PERIOD, dtype=np.int32) - np.array(starts, np.int32)[owners]
+    places = ranks.astype(np.float64)
+    """Among the slots of the source, then of its parent, and so on. In place: new arrays would take longest."""
+    for (less, lighter), (more, heavier) in pairs:
+        first = places[starts[lighter] : starts[lighter] + less]
+        second = places[starts[heavier] : starts[heavier] + more]
+        # The n-th slot comes where the share reaches n - 1/2, of the lighter one if both are due. Floats are exact
+        # here: what is no whole number is at least 1 / (2 * PERIOD) away from one.
+        for part, size in ((first, less), (second, more)):
+            part += 0.5
+            part *= less + more
+            part /= size
+        np.ceil(first, out=first)
+        first -= 1
+        np.floor(second, out=second)
+    slots = places.astype(np.intp)
+    owner, rank = np.empty_like(owners), np.empty_like(ranks)
+    owner[slots], rank[slots] = owners, ranks
+    return owner, rank

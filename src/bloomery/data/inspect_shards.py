@@ -11,7 +11,7 @@ import numpy as np
 from bloomery.base.errors import DataError
 from bloomery.config.recipe import Recipe
 from bloomery.data.inspect import document_range, samples_taken
-from bloomery.data.manifest import ShardManifest, read_manifest
+from bloomery.data.manifest import ShardManifest, check_describes, manifest_path, read_manifest
 from bloomery.data.open import SPLIT_GROUP, OpenData
 from bloomery.data.shards import ShardReader
 from bloomery.data.split import Part
@@ -23,10 +23,13 @@ _COUNTED_IDS = 1 << 24
 
 
 def shard_facts(prefix: str, *, quick: bool, eod_id: int | None = None) -> dict[str, Any]:
-    """One shard, from its index and, unless `quick`, from all its tokens. DataError where it is damaged."""
+    """One shard, from its index and, unless `quick`, from all its tokens. DataError where it is damaged or its
+    manifest is of another."""
     with ShardReader(prefix) as shard:
         lengths = np.diff(shard.document_token_starts)
         manifest = read_manifest(prefix)
+        if manifest and (problems := check_describes(manifest, shard, place=manifest_path(prefix))):
+            raise DataError(problems)
         eod_id = manifest.eod_id if manifest else eod_id
         return {
             "shard": prefix,

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from bloomery.base.errors import DataError, Problem
 from bloomery.base.storage import write_atomically
 from bloomery.data.shards import ShardReader
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 FORMAT_VERSION = 2
 
@@ -81,7 +85,7 @@ def read_manifest(prefix: str) -> ShardManifest | None:
             content = json.loads(file.read())
     except FileNotFoundError:
         return None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise _broken(path, f"cannot be read: {error}", "a manifest is a JSON file") from error
     version = content.get("format_version") if isinstance(content, dict) else None
     if version != FORMAT_VERSION:
@@ -114,6 +118,25 @@ def check_fits(manifest: ShardManifest, *, tokenizer_hash: str | None, vocab_siz
     return problems
 
 
+def check_alike(manifests: Mapping[str, ShardManifest]) -> list[Problem]:
+    """Why shards, by their prefixes, cannot be trained on together; empty when they can. A shard whose documents have
+    no end fits every other."""
+    problems = []
+    for name in ("tokenizer_hash", "vocab_size", "eod_id"):
+        told = [(prefix, value) for prefix, shard in manifests.items() if (value := getattr(shard, name)) is not None]
+        for prefix, value in told[1:]:
+            first, expected = told[0]
+            if value == expected:
+                continue
+            what = f"the shard has {name} {value!s:.12} but {first} has {expected!s:.12}"
+            rule = "shards that are trained on together need one tokenizer: an id means another token in another"
+            remedy = (
+                "make them with the same tokenizer by `bloomery prepare`, and name it in the recipe as `tokenizer:`"
+            )
+            problems.append(Problem(what, rule, remedy, manifest_path(prefix)))
+    return problems
+
+
 def check_describes(manifest: ShardManifest, shard: ShardReader, *, place: str) -> list[Problem]:
     """Why the manifest does not belong to the shard beside it; empty when it does."""
     counts = {
@@ -138,13 +161,59 @@ def _parse(path: str, content: dict[str, Any]) -> ShardManifest:
         raise _broken(
             path, f"{kind} {', '.join(sorted(difference))}", "a manifest holds exactly the fields of its version"
         )
-    try:
-        sources = tuple(SourceCount(**source) for source in content["sources"])
-        source_files = tuple(SourceFile(**file) for file in content["source_files"])
-    except TypeError as error:
-        rule = "each source has name, documents, tokens and bytes, each file name, bytes, hash and stamp"
-        raise _broken(path, f"has a broken list of sources: {error}", rule) from error
+    wrong = _wrong_values(ShardManifest, content)
+    if not wrong and content["eod_id"] is not None and not 0 <= content["eod_id"] < content["vocab_size"]:
+        wrong = [f"eod_id {content['eod_id']}, which is no id of a vocabulary of {content['vocab_size']}"]
+    if wrong:
+        raise _broken(path, f"has {'; '.join(wrong)}", "it was damaged or changed by hand")
+    sources = tuple(SourceCount(**source) for source in content["sources"])
+    source_files = tuple(SourceFile(**file) for file in content["source_files"])
     return ShardManifest(**{**content, "sources": sources, "source_files": source_files})
+
+
+_KINDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    "str": ("a string", lambda value: isinstance(value, str)),
+    "bool": ("true or false", lambda value: isinstance(value, bool)),
+    "int": ("a count", lambda value: type(value) is int and value >= 0),
+    "int | None": ("a whole number or null", lambda value: value is None or type(value) is int),
+    "dict[str, Any]": ("an object", lambda value: isinstance(value, dict)),
+    "dict[str, int]": (
+        "an object of counts",
+        lambda value: isinstance(value, dict) and all(type(count) is int and count >= 0 for count in value.values()),
+    ),
+}
+"""By the types of the fields above: what a value is, and whether it is that."""
+_ENTRIES = {"tuple[SourceCount, ...]": SourceCount, "tuple[SourceFile, ...]": SourceFile}
+
+
+def _wrong_values(kind: type[DataclassInstance], content: Mapping[str, Any], where: str = "") -> list[str]:
+    """Fields that are not of their type."""
+    wrong: list[str] = []
+    for field in fields(kind):
+        name, value = f"{where}{field.name}", content[field.name]
+        if entry := _ENTRIES.get(str(field.type)):
+            wrong += _wrong_entries(entry, name, value)
+            continue
+        rule, is_right = _KINDS[str(field.type)]
+        if not is_right(value):
+            wrong.append(f"{name} {_shown(value)}, which is not {rule}")
+    return wrong
+
+
+def _wrong_entries(kind: type[DataclassInstance], name: str, value: Any) -> list[str]:
+    if not isinstance(value, list):
+        return [f"{name} {_shown(value)}, which is not a list"]
+    names, wrong = {field.name for field in fields(kind)}, []
+    for number, entry in enumerate(value):
+        if isinstance(entry, dict) and set(entry) == names:
+            wrong += _wrong_values(kind, entry, f"{name}[{number}].")
+        else:
+            wrong.append(f"{name}[{number}] {_shown(entry)}, which is not an object with {', '.join(sorted(names))}")
+    return wrong
+
+
+def _shown(value: Any) -> str:
+    return f"{json.dumps(value):.80}"
 
 
 def _broken(path: str, what: str, rule: str) -> DataError:

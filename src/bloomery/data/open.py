@@ -13,7 +13,14 @@ from bloomery.data.batch import Packing, SampleSource
 from bloomery.data.before import Before, Windows, blend_after
 from bloomery.data.blend import TimelessBlend
 from bloomery.data.causal import CausalSource
-from bloomery.data.manifest import ShardManifest, check_describes, check_fits, manifest_path, read_manifest
+from bloomery.data.manifest import (
+    ShardManifest,
+    check_alike,
+    check_describes,
+    check_fits,
+    manifest_path,
+    read_manifest,
+)
 from bloomery.data.masked import MaskedSource
 from bloomery.data.masking import MaskVocabulary
 from bloomery.data.megatron_open import MegatronOpening, Use
@@ -64,6 +71,7 @@ def open_data(recipe: Recipe, *, plan: TrainingPlan | None = None, before: Befor
         if split and recipe.train.evaluate:
             sections[SPLIT_GROUP] = data.train
             groups[SPLIT_GROUP] = opening.sources(data.train, "valid", "validation")
+        opening.check_together()
         if opening.problems:
             raise DataError(opening.problems)
         if opening.megatron:
@@ -166,12 +174,19 @@ class _Opening:
         self.problems += check_fits(manifest, tokenizer_hash=own, vocab_size=vocab_size, place=place)
         self.problems += check_describes(manifest, shard, place=place)
 
+    def check_together(self) -> None:
+        """All shards against each other, less those that do not fit the recipe's tokenizer, which has been told."""
+        own = self.tokenizer_hash() if self._tokenizer else None
+        known = {path: manifest for path, manifest in self._manifests.items() if manifest is not None}
+        self.problems += check_alike(
+            {path: manifest for path, manifest in known.items() if own in (None, manifest.tokenizer_hash)}
+        )
+
     def tokenizer_hash(self) -> str | None:
-        """The recipe's tokenizer; without one, what the manifests say."""
+        """The recipe's tokenizer; without one, what the manifests say, which all say the same."""
         if self._tokenizer is not None:
             return self._tokenizer.content_hash
-        told = [manifest.tokenizer_hash for manifest in self._manifests.values() if manifest is not None]
-        return told[0] if told else None
+        return next((manifest.tokenizer_hash for manifest in self._manifests.values() if manifest is not None), None)
 
     def _manifest(self, path: str) -> ShardManifest | None:
         if path not in self._manifests:

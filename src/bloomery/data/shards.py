@@ -333,12 +333,15 @@ def _read_index(path: str) -> tuple[np.dtype[Any], NDArray[np.int64], NDArray[np
             f"{starts[bad] * dtype.itemsize}",
             "sequences must follow each other without gaps",
         )
-    if doc_idx[0] != 0 or doc_idx[-1] != num_sequences or (np.diff(doc_idx) < 0).any():
-        raise _damaged(
-            path,
-            f"its documents begin at sequence {doc_idx[0]} and end at {doc_idx[-1]} of {num_sequences}",
-            "doc_idx must start with 0, never fall and end with the number of sequences",
-        )
+    rule = "doc_idx must start with 0, never fall and end with the number of sequences"
+    if doc_idx[0] != 0 or doc_idx[-1] != num_sequences:
+        what = f"its documents begin at sequence {doc_idx[0]} and end at {doc_idx[-1]} of {num_sequences}"
+        raise _damaged(path, what, rule)
+    falls = doc_idx[1:] < doc_idx[:-1]
+    if falls.any():
+        bad = int(np.argmax(falls)) + 1
+        what = f"document {bad} begins at sequence {doc_idx[bad]}, the one before it at {doc_idx[bad - 1]}"
+        raise _damaged(path, what, rule)
     return dtype, starts, doc_idx
 
 

@@ -11,6 +11,7 @@ import orjson
 
 from bloomery.base.errors import DataError, Problem
 from bloomery.data.tokenizer_files import misfit, read_tokenizer_json
+from bloomery.data.tokenizer_spellings import as_saved
 
 if TYPE_CHECKING:  # slow to import; `bloomery prepare` begins to load an encoder before it does
     import numpy as np
@@ -79,15 +80,16 @@ class Tokenizer:
         """Rows an embedding needs: the highest id plus one, added tokens included."""
         vocab = self.parsed["model"]["vocab"]
         highest = max(vocab.values(), default=-1) if isinstance(vocab, dict) else len(vocab) - 1
-        return int(max(highest, -1, *(token["id"] for token in self._added_tokens))) + 1
+        return int(max(highest, -1, *(token["id"] for token in self.added_tokens))) + 1
 
     @cached_property
     def special_tokens(self) -> dict[str, int]:
-        by_id = sorted(self._added_tokens, key=lambda token: token["id"])
+        by_id = sorted(self.added_tokens, key=lambda token: token["id"])
         return {token["content"]: token["id"] for token in by_id if token["special"]}
 
     @property
-    def _added_tokens(self) -> list[dict[str, Any]]:
+    def added_tokens(self) -> list[dict[str, Any]]:
+        """Those that are looked for in a text before the model sees it: content, id, special and other flags."""
         return list(self.parsed.get("added_tokens") or [])
 
     def special_id(self, token: str) -> int:
@@ -140,8 +142,11 @@ class Tokenizer:
     @cached_property
     def content_hash(self) -> str:
         """sha256 of what decides the ids: moving, reformatting, re-saving or exporting the file changes nothing."""
-        content = {key: value for key, value in self.parsed.items() if key not in ("truncation", "padding")}
-        if content.get("post_processor") == self.pairs:  # our export's: only transformers applies it
+        try:
+            content = as_saved(self.parsed)
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise self._unreadable(error) from error
+        if content["post_processor"] == self.pairs:  # our export's: only transformers applies it
             content["post_processor"] = None
         return hashlib.sha256(orjson.dumps(content, option=orjson.OPT_SORT_KEYS)).hexdigest()
 

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any
-from urllib.parse import unquote, urlsplit
+from urllib.parse import unquote
 
 import yaml
 
@@ -19,7 +19,7 @@ from bloomery.base.errors import DataError, Problem
 from bloomery.base.storage import AppendFile, writing, written_to
 from bloomery.prepare.fetch import Patience, RemoteFile, Stopped, Traffic, fetch, tidy
 from bloomery.prepare.output import AGAIN, file_hashes, held_alone
-from bloomery.prepare.remote import FetchError, public_url, url_fingerprint
+from bloomery.prepare.remote import FetchError, public_url, split_url, url_fingerprint
 
 STATE_FILE = ".bloomery-download.jsonl"
 """What has been proven so far: a line for each file, the last one of a path holds."""
@@ -243,7 +243,7 @@ def _parse(entry: Any) -> RemoteFile:
     if unknown := [str(key) for key in entry if key not in _FIELDS]:
         raise ValueError(f"has unknown {', '.join(unknown)}")
     url = entry.get("url")
-    if not isinstance(url, str) or not url.strip() or any(char.isspace() for char in url):
+    if not isinstance(url, str) or not url.strip() or any(char.isspace() for char in url) or not _is_text(url):
         raise ValueError(f"has the url {url!r}")
     size = entry.get("size")
     if size is not None and (type(size) is not int or size < 0):
@@ -256,14 +256,26 @@ def _parse(entry: Any) -> RemoteFile:
             digits = " or ".join(str(length) for length in lengths)
             raise ValueError(f"has the {name} {value!r}, which is not {digits} hexadecimal digits")
         hashes["xxh3_128" if name == "xxh3" and len(value) == 32 else name] = value.lower()
-    path = entry.get("path") or unquote(urlsplit(url).path).rpartition("/")[2]
+    path = entry.get("path") or unquote(split_url(url).path).rpartition("/")[2]
     if not isinstance(path, str) or not _is_safe(path):
         raise ValueError(f"has the path {path!r}, which is not a name below the output folder")
     return RemoteFile(url, str(PurePosixPath(path)), size, hashes)
+
+
+def _is_text(text: str) -> bool:
+    """Not with half a surrogate pair, which JSON can spell but no file name or request can hold."""
+    return not any("\ud800" <= char <= "\udfff" for char in text)
 
 
 def _is_safe(path: str) -> bool:
     """Inside the folder, and not the name of a file of ours."""
     parts = PurePosixPath(path).parts
     hidden = bool(parts) and (parts[-1] == STATE_FILE or (parts[-1][0] == "." and ".part" in parts[-1]))
-    return bool(parts) and not path.startswith("/") and ".." not in parts and "\0" not in path and not hidden
+    return (
+        bool(parts)
+        and not path.startswith("/")
+        and ".." not in parts
+        and "\0" not in path
+        and not hidden
+        and _is_text(path)
+    )

@@ -6,6 +6,7 @@ import importlib.metadata
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Protocol
 
 import numpy as np
@@ -19,6 +20,8 @@ from bloomery.prepare.pool import Child
 
 SAMPLE_DOCUMENTS = 2000
 """What is compared before anything is encoded: at most so many of the first documents."""
+ADDED_TOKENS = 200
+"""And texts around so many of the tokenizer's added tokens."""
 _PATIENCE_SECONDS = 60.0
 """For an encoder to encode the sample, which takes a fraction of one."""
 RECHECK_EVERY = 1000
@@ -91,7 +94,7 @@ def choose_encoder(
 ) -> Chosen:
     """The first that loads and agrees with the judge. `refused`: those that are out already, and why. `early`: the
     first of them, if it is being loaded already."""
-    texts = [*NASTY, *tokenizer.special_tokens, *sample]
+    texts = [*NASTY, *_around_added_tokens(tokenizer), *sample]
     judge.child.ask(texts)
     expected: list[list[int]] | None = None
     refused = dict(refused)
@@ -118,6 +121,22 @@ def choose_encoder(
     if expected is None:
         judge.child.answer()
     return Chosen(f"{REFERENCE} {_version(REFERENCE)}", HuggingFace(tokenizer, as_ids), refused)
+
+
+def _around_added_tokens(tokenizer: Tokenizer) -> list[str]:
+    """Each added token alone, inside words and in sentences, where libraries find it or not by its flags. Where there
+    are too many tokens, some of every kind."""
+    kinds: dict[tuple[object, ...], list[str]] = {}
+    for token in tokenizer.added_tokens:
+        kind = tuple(token.get(flag) for flag in ("special", "single_word", "lstrip", "rstrip", "normalized"))
+        kinds.setdefault(kind, []).append(token["content"])
+    in_turn = [text for row in zip_longest(*kinds.values()) for text in row if text is not None]
+    return [
+        form
+        for text in in_turn[:ADDED_TOKENS]
+        for form in (text, f"x{text}", f"{text}y", f"  {text}  ", f"a{text}b {text}c d{text} 1{text}_ {text}{text}",
+                     f"One {text}, \u00e9{text}\u00e9\n{text}\n {text.upper()} {text.lower()}.")
+    ]  # fmt: skip
 
 
 def _encoded_elsewhere(

@@ -10,11 +10,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 from bloomery.base.storage import publish, writing
 from bloomery.prepare.output import file_hashes
-from bloomery.prepare.remote import FetchError, Remote, TryAgainError, open_remote, url_fingerprint
+from bloomery.prepare.remote import FetchError, Remote, TryAgainError, open_remote, split_url, url_fingerprint
 
 
 @dataclass(frozen=True)
@@ -50,12 +49,12 @@ class Traffic:
         self._not_before: dict[str, float] = {}
 
     def pause(self, url: str, seconds: float) -> None:
-        host, until = urlsplit(url).netloc, time.monotonic() + seconds
+        host, until = split_url(url).netloc, time.monotonic() + seconds
         self._not_before[host] = max(until, self._not_before.get(host, 0.0))
 
     def wait(self, url: str, seconds: float = 0.0) -> None:
         """At least this long, and until the host of the URL may be asked again."""
-        until = max(time.monotonic() + seconds, self._not_before.get(urlsplit(url).netloc, 0.0))
+        until = max(time.monotonic() + seconds, self._not_before.get(split_url(url).netloc, 0.0))
         if self.stop.wait(max(0.0, until - time.monotonic())):
             raise Stopped
 
@@ -143,8 +142,10 @@ class _Part:
 
     @staticmethod
     def _can_be_trusted(wanted: RemoteFile, facts: Mapping[str, Any]) -> bool:
+        """A checksum will prove what has arrived, or it is known to be of the file that the server still has. A size
+        proves nothing."""
         same_remote = facts.get("url") == url_fingerprint(wanted.url) and facts.get("validator") is not None
-        return bool(wanted.hashes) or wanted.size is not None or same_remote
+        return bool(wanted.hashes) or same_remote
 
 
 def _copy(remote: Remote, part: _Part, wanted: RemoteFile, traffic: Traffic) -> None:

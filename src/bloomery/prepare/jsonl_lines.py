@@ -11,6 +11,7 @@ import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import orjson
 import zstandard
 
 from bloomery.base.errors import DataError, Problem
@@ -52,10 +53,13 @@ def copy_lines(path: str, counts: list[InputCount]) -> Iterator[bytes]:
             for lines, size, is_open in _split(_content(path, file)):
                 if number == 0:
                     lines[0] = lines[0].removeprefix(codecs.BOM_UTF8)  # inside a chunk it would break a line
-                if is_open and lines[0].strip() and not _is_json(lines[0]):
-                    raise _damaged(f"{path}:{number + 1}", "ends in the middle of a line")
                 kept = [line for line in lines if line and not line.isspace()]
-                _check_objects(path, number, lines)
+                try:  # the way of every good block; what is wrong is found and named below
+                    good = {*map(type, map(orjson.loads, kept))} <= {dict}
+                except ValueError:
+                    good = False
+                if not good:
+                    _check_objects(path, number, lines, is_open=is_open)
                 number, text_bytes = number + len(lines), text_bytes + size
                 documents, blank = documents + len(kept), blank + len(lines) - len(kept)
                 if kept:
@@ -95,23 +99,28 @@ def _split(blocks: Iterator[bytes]) -> Iterator[tuple[list[bytes], int, bool]]:
         yield [last], len(last), True
 
 
-def _check_objects(path: str, before: int, lines: list[bytes]) -> None:
+def _check_objects(path: str, before: int, lines: list[bytes], *, is_open: bool) -> None:
+    """`is_open`: the last line has no newline."""
     for number, line in enumerate(lines, before + 1):
-        if line[:1] == b"{" and line[-1:] == b"}":
-            continue
         text = line.strip()
-        if text and not (text[:1] == b"{" and text[-1:] == b"}"):
-            shown = text[:40].decode(errors="replace")
-            what = f"is no JSON object: {shown!r}"
-            raise DataError(Problem(what, "each line of a .jsonl file is one", _AGAIN, f"{path}:{number}"))
+        if not text or (why := _why_no_object(text)) is None:
+            continue
+        place = f"{path}:{number}"
+        if is_open and why:
+            raise _damaged(place, f"ends in the middle of a line ({why})")
+        what = f"is no JSON object: {text[:40].decode(errors='replace')!r}" + (f" ({why})" if why else "")
+        raise DataError(Problem(what, "each line of a .jsonl file is one", _AGAIN, place))
 
 
-def _is_json(line: bytes) -> bool:
+def _why_no_object(line: bytes) -> str | None:
+    """None of an object, empty of other JSON."""
     try:
-        json.loads(line)
-    except ValueError:
-        return False
-    return True
+        # Python's own reader, as in `prepare`: it also takes NaN, and numbers of any size.
+        return None if isinstance(json.loads(line.decode("utf-8")), dict) else ""
+    except UnicodeDecodeError as error:
+        return f"byte {error.start} is not UTF-8"
+    except (ValueError, RecursionError) as error:
+        return str(error)
 
 
 def _damaged(place: str, what: str) -> DataError:

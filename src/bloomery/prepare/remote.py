@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
-from urllib.parse import urlsplit, urlunsplit
+from urllib.parse import SplitResult, urlsplit, urlunsplit
 
 from bloomery import __version__
 from bloomery.base.errors import DataError
@@ -56,15 +56,25 @@ class Remote:
 def open_remote(url: str, *, offset: int, validator: str | None, timeout_seconds: float) -> Iterator[Remote]:
     """The bytes from `offset` on, if the file is still the one of `validator` (None: not known)."""
     with contextlib.ExitStack() as closing:
-        if urlsplit(url).scheme in ("http", "https"):
+        if split_url(url).scheme in ("http", "https"):
             yield _open_http(url, offset, validator, timeout_seconds, closing)
         else:
             yield _open_fsspec(url, offset, validator, closing)
 
 
+def split_url(url: str) -> SplitResult:
+    """As urlsplit, also of what is no URL, so that it can be named."""
+    try:
+        return urlsplit(url)
+    except ValueError:  # its host has strange brackets or letters
+        scheme, _, rest = url.partition("://")
+        host, slash, path = re.split("[?#]", rest)[0].partition("/")
+        return SplitResult(scheme.lower(), host, slash + path, "", "")
+
+
 def public_url(url: str) -> str:
     """Without user, password and query, which may hold secrets."""
-    parts = urlsplit(url)
+    parts = split_url(url)
     return urlunsplit((parts.scheme, parts.netloc.rpartition("@")[2], parts.path, "", ""))
 
 
@@ -91,11 +101,17 @@ def _open_http(
                 raise FetchError(reason) from error
             wait_seconds = _retry_after(error.headers.get("Retry-After"))
             raise TryAgainError(reason, wait_seconds=wait_seconds, start_over=code == 416) from error
+    except (ValueError, http.client.InvalidURL) as error:
+        # The text of other errors may hold a part of the URL, and so a secret.
+        why = f" ({first_line(error)})" if isinstance(error, UnicodeError) else ""
+        raise FetchError(f"its URL, or one that the server sends it on to, is not valid{why}") from error
     except (OSError, http.client.HTTPException) as error:
         raise TryAgainError(f"no connection: {_why(error)}") from error
     start, total = _range_of(response, offset)
     etag = response.headers.get("ETag", "W/")
-    validator = response.headers.get("Last-Modified") if etag.startswith("W/") else etag
+    now = response.headers.get("Last-Modified") if etag.startswith("W/") else etag
+    if start and validator and now and now != validator:  # the server does not know If-Range
+        raise TryAgainError("the file has changed since its first bytes came", start_over=True)
 
     def read() -> bytes:
         try:
@@ -103,14 +119,14 @@ def _open_http(
         except (OSError, http.client.HTTPException) as error:
             raise TryAgainError(f"the connection was lost: {_why(error)}") from error
 
-    return Remote(start, total, validator, read)
+    return Remote(start, total, now or (validator if start else None), read)
 
 
 def _range_of(response: Any, offset: int) -> tuple[int, int | None]:
     """(first byte, bytes of the whole file) of an answer; a server may ignore the wish for a range."""
     if response.status == 200:
         length = response.headers.get("Content-Length", "")
-        return 0, int(length) if length.isdigit() else None
+        return 0, int(length) if length.isdecimal() else None
     if response.status != 206:
         raise TryAgainError(f"the server answers {response.status} {response.reason}")
     found = re.fullmatch(r"bytes (\d+)-\d+/(\d+|\*)", response.headers.get("Content-Range", "").strip())
