@@ -59,7 +59,8 @@ def many(tmp_path, monkeypatch):
 
 def test_every_document_is_there_with_its_end_and_the_manifest_says_so(corpus, tokenizer):
     seen = []
-    section = PrepareSection(output="out/shards/x", sources=["corpus/b.txt", "corpus"], shuffle=False)
+    section = PrepareSection(output="out/shards/x", sources=["bee.txt", "corpus"], shuffle=False)
+    Path("bee.txt").write_text("bee")
     result = prepare(section, tokenizer=tokenizer, seed=1, progress=seen.append)
     expected = ["bee", "# Aye\r\n", "bee", "zed <|endoftext|> żółć", *(f"line {i}" for i in range(5))]
     assert read_texts(tokenizer, "out/shards/x") == [text + EOD for text in expected]
@@ -70,12 +71,12 @@ def test_every_document_is_there_with_its_end_and_the_manifest_says_so(corpus, t
     assert manifest == result.manifest
     assert (manifest.dtype, manifest.vocab_size, manifest.eod_id) == ("uint16", 300, tokenizer.eod_id)
     assert [(source.name, source.documents, source.bytes) for source in manifest.sources] == [
-        ("corpus/b.txt", 1, 3),
+        ("bee.txt", 1, 3),
         ("corpus", 8, sum(len(text.encode()) for text in expected[1:])),
     ]
     assert manifest.dropped == {"empty": 1, "short": 0, "long": 0, "duplicate": 0, "bad": 0}
-    names = ["b.txt", "a.md", "b.txt", "deep/z.txt", "empty.py", "lines.jsonl"]
-    assert [file.name for file in manifest.source_files] == [f"corpus/{name}" for name in names]
+    names = ["a.md", "b.txt", "deep/z.txt", "empty.py", "lines.jsonl"]
+    assert [file.name for file in manifest.source_files] == ["bee.txt", *(f"corpus/{name}" for name in names)]
     assert [file.bytes for file in manifest.source_files[:2]] == [3, 7]
     assert manifest.source_files[0].hash == manifest.source_files[2].hash != manifest.source_files[1].hash
     assert manifest.encoder.startswith("fastokens ")
@@ -150,8 +151,9 @@ def test_filters_and_exact_duplicates(many, tokenizer):
 
 
 def test_the_first_of_two_copies_counts_for_its_source(many, tokenizer):
-    manifest = make(tokenizer, sources=["corpus/1.jsonl", "corpus"], deduplicate=True).manifest
-    alone = make(tokenizer, output="y", sources=["corpus/1.jsonl"], deduplicate=True).manifest
+    Path("copy.jsonl").write_bytes(Path("corpus/1.jsonl").read_bytes())
+    manifest = make(tokenizer, sources=["copy.jsonl", "corpus"], deduplicate=True).manifest
+    alone = make(tokenizer, output="y", sources=["copy.jsonl"], deduplicate=True).manifest
     assert manifest.sources[0] == alone.sources[0]
     assert manifest.documents == make(tokenizer, output="z", deduplicate=True).manifest.documents
 

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
-from glob import glob
 from hashlib import sha256
 from multiprocessing import get_context
 from pathlib import Path
@@ -18,6 +16,7 @@ from bloomery.base.errors import BloomeryError, DataError, Problem, StorageError
 from bloomery.base.storage import publish, write_atomically, writing, written_to
 from bloomery.prepare.jsonl_lines import ENDINGS, InputCount, copy_lines
 from bloomery.prepare.output import AGAIN, file_hashes, held_alone
+from bloomery.prepare.sources import find_local
 
 MANIFEST = "manifest.json"
 FORMAT_VERSION = 1
@@ -123,30 +122,24 @@ def _inputs(sources: Sequence[str]) -> list[str]:
     found: dict[str, str] = {}
     problems = []
     for source in sources:
-        paths = [source] if os.path.exists(source) else glob(source, recursive=True)
-        files = [file for path in paths for file in (_below(path) if os.path.isdir(path) else [path])]
+        try:
+            files = find_local(source, wanted=lambda name: name.endswith(ENDINGS))
+        except DataError as error:
+            problems += error.problems
+            continue
         if not files:
             rule = f"a source is a file, a folder or a glob of {', '.join(ENDINGS)}"
             problems.append(Problem("matches no file", rule, "correct the path", source))
         problems += [
-            Problem("is no .jsonl file", f"a source ends in {', '.join(ENDINGS)}", "leave it out", file)
+            Problem("is no .jsonl file", f"a source ends in {', '.join(ENDINGS)}", "leave it out", file.path)
             for file in files
-            if not file.endswith(ENDINGS)
+            if not file.path.endswith(ENDINGS)
         ]
         for file in files:
-            found.setdefault(os.path.realpath(file), file)  # globs may overlap
+            found.setdefault(file.real, file.path)  # globs may overlap
     if problems:
         raise DataError(problems)
     return sorted(found.values(), key=lambda path: (natural_key(path), path))
-
-
-def _below(folder: str) -> list[str]:
-    """The .jsonl files of a folder; hidden files and folders are passed over."""
-    found = []
-    for parent, folders, files in os.walk(folder):
-        folders[:] = [name for name in folders if not name.startswith(".")]
-        found += [os.path.join(parent, file) for file in files if file.endswith(ENDINGS) and file[0] != "."]
-    return found
 
 
 def _refuse_a_mixture(output: Path, chunks: int) -> None:
