@@ -13,7 +13,7 @@ import orjson
 
 from bloomery.base.errors import DataError, Problem
 from bloomery.base.storage import make_run_folder, write_atomically
-from bloomery.data.tokenizer_files import misfit, read_tokenizer_json
+from bloomery.data.tokenizer_files import check_ids, misfit, read_tokenizer_json
 
 if TYPE_CHECKING:  # slow to import; `bloomery prepare` begins to load an encoder before it does
     import numpy as np
@@ -67,8 +67,7 @@ class Tokenizer:
         """The content of the tokenizer.json; not to be changed."""
         try:
             parsed = orjson.loads(self.content)
-            if not isinstance(parsed["model"]["vocab"], dict | list):
-                raise TypeError("its vocabulary is no mapping")
+            check_ids(parsed)
         except (ValueError, KeyError, TypeError) as error:
             raise self._unreadable(error) from error
         return dict(parsed)
