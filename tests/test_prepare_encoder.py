@@ -1,5 +1,6 @@
 """Encoders: a fast one is taken only where it agrees with Hugging Face's tokenizers, and given up when it stops."""
 
+import json
 import os
 import signal
 import time
@@ -7,6 +8,7 @@ import time
 import numpy as np
 import pytest
 
+from bloomery.base.errors import DataError
 from bloomery.data.tokenizer import Tokenizer
 from bloomery.prepare import encoder
 from bloomery.prepare.encoder import NASTY, Fastokens, Gigatoken, HuggingFace, Judge, choose_encoder
@@ -145,3 +147,21 @@ def test_an_encoder_that_lies_later_is_given_up_and_its_work_done_again(corpus, 
     assert result.manifest.encoder.startswith("tokenizers ")
     assert result.notes[0].startswith("liar ? was given up in the middle of the work: it gives other ids for '330 ")
     assert not list(tmp_path.glob("x.parts*"))
+
+
+def test_a_tokenizer_with_dropout_is_refused(corpus, tokenizer):
+    content = json.loads(tokenizer.content)
+    content["model"]["dropout"] = 0.5
+    with pytest.raises(
+        DataError, match=r't.json: has a model with dropout 0.5.*other ids each time. Set "dropout" to null'
+    ):
+        make(Tokenizer(json.dumps(content), path="t.json"))
+    content["model"]["dropout"] = 0.0
+    assert make(Tokenizer(json.dumps(content), path="t.json")).manifest.documents
+
+
+def test_a_reference_that_disagrees_with_itself_is_an_error_not_an_endless_loop(corpus, tokenizer, monkeypatch):
+    monkeypatch.setattr(encoder, "FAST", {})
+    monkeypatch.setattr(encoder, "HuggingFace", AlwaysWrong)
+    with pytest.raises(DataError, match=r"disagrees with itself: it gives other ids for '0 .*Look for chance"):
+        make(tokenizer)

@@ -11,6 +11,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from bloomery.base.errors import DataError, Problem
 from bloomery.data.tokenizer import Tokenizer
 from bloomery.prepare.early import EarlyStart
 from bloomery.prepare.fast import Fastokens, Gigatoken
@@ -78,6 +79,18 @@ class Chosen:
     encoder: Encoder
     refused: dict[str, str]
     """The faster ones, and why not."""
+
+    @property
+    def is_reference(self) -> bool:
+        return self.name.split()[0] == REFERENCE
+
+
+def refuse_chance(tokenizer: Tokenizer) -> None:
+    """DataError for a tokenizer that throws dice."""
+    if dropout := tokenizer.parsed["model"].get("dropout"):
+        rule = "the same text would get other ids each time"
+        what, remedy = f"has a model with dropout {dropout}", 'set "dropout" to null in a copy of it'
+        raise DataError(Problem(what, rule, remedy, tokenizer.path))
 
 
 def choose_encoder(

@@ -20,7 +20,7 @@ from bloomery.data.origins import origins_path
 from bloomery.data.shards import PARTIAL, ShardWriter, token_dtype
 from bloomery.data.tokenizer import Tokenizer
 from bloomery.prepare.early import EarlyStart
-from bloomery.prepare.encoder import SAMPLE_DOCUMENTS, Chosen, choose_encoder, sample_bytes
+from bloomery.prepare.encoder import SAMPLE_DOCUMENTS, Chosen, choose_encoder, refuse_chance, sample_bytes
 from bloomery.prepare.judge import Judge
 from bloomery.prepare.merge import Merge
 from bloomery.prepare.origin import finished, planned_manifest, source_files
@@ -99,6 +99,7 @@ class _Preparation:
         progress: Callable[[Progress], None] | None,
         early: EarlyStart | None,
     ) -> None:
+        refuse_chance(tokenizer)
         self._early = early
         self._section, self._tokenizer, self._workers = section, tokenizer, max(1, workers)
         self._dtype = token_dtype(tokenizer.vocab_size)
@@ -189,6 +190,10 @@ class _Preparation:
                 try:
                     parts |= self._parts_by(chosen, judge, missing)
                 except LyingEncoderError as lie:
+                    if chosen.is_reference:  # nobody is left
+                        rule = f"{chosen.name}, whose ids are the right ones, must always give the same"
+                        what, place = f"disagrees with itself: {lie}", self._tokenizer.path
+                        raise DataError(Problem(what, rule, "look for chance in its settings", place)) from lie
                     self._notes.append(f"{chosen.name} was given up in the middle of the work: {lie}")
                     self._folder.refuse(chosen.name)
                     self._progress = Progress(self._progress.total_input_bytes)
