@@ -92,6 +92,14 @@ class Tokenizer:
         return {token["content"]: token["id"] for token in by_id if token["special"]}
 
     @property
+    def unknown_id(self) -> int | None:
+        """Of what the model has no token for; None where there is always one."""
+        model = self.parsed["model"]
+        vocab = model["vocab"]
+        found = model.get("unk_id") if isinstance(vocab, list) else vocab.get(model.get("unk_token"))
+        return found if isinstance(found, int) else None
+
+    @property
     def _added_tokens(self) -> list[dict[str, Any]]:
         return list(self.parsed.get("added_tokens") or [])
 
