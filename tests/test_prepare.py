@@ -246,6 +246,47 @@ def test_verify_finds_a_changed_token_a_changed_source_and_a_missing_shard(many,
         verify(section, tokenizer=tokenizer, seed=2)
 
 
+def swapped_lengths(path: Path) -> None:
+    """Two sequences of the first document share their tokens in another way; the index is consistent in itself."""
+    data = bytearray(path.read_bytes())
+    count = int.from_bytes(data[18:26], "little")
+    lengths = np.frombuffer(data, "<i4", count, 34)
+    pointers = np.frombuffer(data, "<i8", count, 34 + 4 * count)
+    lengths[0] += 1
+    lengths[1] -= 1
+    pointers[1] += 2
+    path.write_bytes(data)
+
+
+def falsified(path: Path, **fields) -> None:
+    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+
+
+@pytest.mark.parametrize(
+    ("name", "damage", "message"),
+    [
+        ("x.idx", swapped_lengths, r"sequence 0 has another length than its source gives \(x.idx\)"),
+        ("x.origins", lambda path: path.write_bytes(b"\0" * path.stat().st_size), "x.origins is missing, or names"),
+        ("x.origins", Path.unlink, "x.origins is missing, or names"),
+        ("x.manifest.json", lambda path: falsified(path, vocab_size=299), "its vocab_size is 299 where .* be 300"),
+        ("x.manifest.json", lambda path: falsified(path, dropped={}), "its dropped is {} where now"),
+        ("x.manifest.json", lambda path: falsified(path, append_eod=True), "its append_eod is True where"),
+        ("x.manifest.json", lambda path: falsified(path, sequences=1), "its sequences is 1 where"),
+    ],
+)
+def test_verify_compares_all_that_is_written(many, tokenizer, tmp_path, name, damage, message):
+    section = PrepareSection(output="x", sources=["corpus"], split_sentences=True, shuffle=False)
+    prepare(section, tokenizer=tokenizer, seed=1)
+    assert verify(section, tokenizer=tokenizer, seed=1).documents
+    falsified(tmp_path / "x.manifest.json", encoder="another", bloomery_version="0")
+    (tmp_path / "x.verify").mkdir()
+    assert verify(section, tokenizer=tokenizer, seed=1).documents
+    assert sorted(tmp_path.glob("x.verify*")) == [tmp_path / "x.verify"], "somebody else's"
+    damage(tmp_path / name)
+    with pytest.raises(DataError, match=message):
+        verify(section, tokenizer=tokenizer, seed=1)
+
+
 def test_nothing_left_is_an_error_and_an_empty_source_a_note(corpus, tokenizer):
     (corpus / "nothing.jsonl").touch()
     result = make(tokenizer, sources=["corpus/nothing.jsonl", "corpus/b.txt"])
