@@ -162,6 +162,18 @@ def test_rows_of_a_parquet_file(folder):
         read("cut.parquet")
 
 
+@pytest.mark.parametrize("kind", ["string", "large_string"])
+def test_a_row_of_a_parquet_file_that_is_not_utf_8_is_named_or_counted(folder, kind):
+    arrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    raw = arrow.array([b"one", b"tw\xffo", None, b"three"], getattr(arrow, kind.replace("string", "binary"))())
+    column = arrow.Array.from_buffers(getattr(arrow, kind)(), len(raw), raw.buffers())
+    parquet.write_table(arrow.table({"text": column}), "a.parquet")
+    with pytest.raises(DataError, match=r"a.parquet:row 2: is not UTF-8 at byte 2 of column 'text'.*bad_records: skip"):
+        read("a.parquet")
+    assert read("a.parquet", skip_bad=True) == (["one", "three"], 2)
+
+
 def test_urls_are_read_through_fsspec(folder, monkeypatch):
     fsspec = pytest.importorskip("fsspec")
     small_units(monkeypatch)

@@ -132,11 +132,13 @@ class UnitReader:
         row = told = 0
         rows = max(table.metadata.num_rows, 1)
         for batch in table.iter_batches(columns=[self._text_key], batch_size=1024, use_threads=False):
-            values = batch.column(0).to_pylist()
+            values = _rows(batch.column(0))
             good = [index for index, value in enumerate(values) if type(value) is str]
             if len(good) < len(values):
                 first = next(index for index, value in enumerate(values) if type(value) is not str)
                 what = f"has no text in column '{self._text_key}' but {values[first]!r:.40}"
+                if isinstance(values[first], UnicodeDecodeError):
+                    what = f"is not UTF-8 at byte {values[first].start} of column '{self._text_key}'"
                 self._bad(piece, what, lambda row=row, first=first: f"row {row + first + 1}", len(values) - len(good))
             offsets = row + np.array(good, np.int64)
             row += len(values)
@@ -161,6 +163,21 @@ class UnitReader:
         if not self._skip_bad:
             rule = "" if piece.file.kind == "text" else f"a document is a string under '{self._text_key}'"
             raise DataError(Problem(what, rule, _SKIP, f"{piece.file.name}:{place()}"))
+
+
+def _rows(column: Any) -> list[Any]:
+    """Of a column of Arrow; the error in place of a text that is not UTF-8."""
+    try:
+        return list(column.to_pylist())
+    except UnicodeDecodeError:
+        return [_value(scalar) for scalar in column]
+
+
+def _value(scalar: Any) -> Any:
+    try:
+        return scalar.as_py()
+    except UnicodeDecodeError as error:
+        return error
 
 
 def hash_piece(piece: Piece) -> str:
