@@ -246,6 +246,13 @@ def test_verify_finds_a_changed_token_a_changed_source_and_a_missing_shard(many,
         verify(section, tokenizer=tokenizer, seed=2)
 
 
+def test_a_finished_shard_is_up_to_date_where_nothing_can_be_written(corpus, tokenizer, monkeypatch):
+    make(tokenizer)
+    monkeypatch.setattr("bloomery.prepare.parts.PartFolder.alone", None)
+    assert make(tokenizer).reused
+    assert make(tokenizer, share=Share(1, 3)).reused
+
+
 def swapped_lengths(path: Path) -> None:
     """Two sequences of the first document share their tokens in another way; the index is consistent in itself."""
     data = bytearray(path.read_bytes())

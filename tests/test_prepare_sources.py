@@ -9,7 +9,7 @@ import pytest
 import zstandard
 
 from bloomery.base.errors import DataError
-from bloomery.prepare.extract import plan_chunks
+from bloomery.prepare.extract import extract, plan_chunks
 from bloomery.prepare.read import UnitReader
 from bloomery.prepare.sources import find_files, find_local
 from bloomery.prepare.units import plan_units
@@ -138,6 +138,25 @@ def test_every_way_to_store_lines_gives_the_same_texts(folder, ending, monkeypat
     assert len({piece.file.kind for unit in plan_units(find_files(["a.*"])) for piece in unit.pieces}) == 1
 
 
+@pytest.mark.parametrize("ending", ["ndjson", "jsonlines", "NDJSON.zst", "JsonLines.gz"])
+def test_lines_of_json_under_other_names(folder, ending):
+    write_jsonl(folder / "in" / f"a.{ending.lower()}", ["one", "two"])
+    (folder / "in" / f"a.{ending.lower()}").rename(folder / "in" / f"a.{ending}")
+    assert read("in") == (["one", "two"], 0)
+    assert extract(["in"], folder / "out", chunks=1).documents == 2
+
+
+@pytest.mark.parametrize("name", ["a.jsonl.bz2", "A.NDJSON.XZ", "a.parquet.lz4"])
+def test_records_packed_by_other_tools_are_an_error_even_when_skipping(folder, name):
+    write_jsonl(folder / "in" / "b.jsonl", ["x"])
+    (folder / "in" / name).write_bytes(b"plain enough to be one text")
+    for find in (lambda sources: read(*sources, skip_bad=True), lambda s: plan_chunks(s, folder / "out", chunks=1)):
+        with pytest.raises(DataError, match=rf"in/{name}: is packed as .\w+. Only .zst and .gz are read. Unpack it"):
+            find(["in"])
+    (folder / "in" / name).rename(folder / "in" / "notes.bz2")
+    assert read("in")[0] == ["x", "plain enough to be one text"]
+
+
 def test_gzip_without_isal(folder, monkeypatch):
     write_jsonl(folder / "a.jsonl.gz", ["one", "two"])
     monkeypatch.setitem(__import__("sys").modules, "isal.igzip", None)
@@ -233,6 +252,13 @@ def test_a_broken_line_is_named_or_counted(folder, line):
         read("a.jsonl")
     assert "bad_records: skip" in str(caught.value)
     assert read("a.jsonl", skip_bad=True) == (["good", "also"], 1)
+
+
+@pytest.mark.parametrize("digits", [20, 4300, 4301, 100_000])
+def test_numbers_beside_the_text_may_have_any_size(folder, digits):
+    (folder / "a.jsonl").write_text(f'{{"id": {"7" * digits}, "text": "x"}}\n{{"id": -{"7" * digits}, "text": "y"}}')
+    assert read("a.jsonl") == (["x", "y"], 0)
+    assert extract(["a.jsonl"], folder / "out", chunks=1).documents == 2
 
 
 def test_the_line_number_is_that_of_the_file_even_in_a_later_unit(folder, monkeypatch):

@@ -1,4 +1,4 @@
-"""The lines of a .jsonl, .jsonl.gz or .jsonl.zst file: all of them, or an error that names the file."""
+"""The lines of a .jsonl file, packed with .gz or .zst or not: all of them, or an error that names the file."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from dataclasses import dataclass
 import zstandard
 
 from bloomery.base.errors import DataError, Problem
+from bloomery.prepare.sources import compression_of
 from bloomery.prepare.unpack import HashedFile, unpacked
 
-ENDINGS = (".jsonl", ".jsonl.gz", ".jsonl.zst")
 _ZST_WINDOW_BYTES = 1 << 27
 """What `zstd --long` uses; SlimPajama needs it."""
 _AGAIN = "download or copy it again"
@@ -69,9 +69,8 @@ def copy_lines(path: str, counts: list[InputCount]) -> Iterator[bytes]:
 
 
 def _content(path: str, file: HashedFile) -> Iterator[bytes]:
-    compression = next((ending for ending in ("zst", "gz") if path.endswith(f".{ending}")), "")
     try:
-        yield from unpacked(file, compression, zst_window_bytes=_ZST_WINDOW_BYTES)
+        yield from unpacked(file, compression_of(path), zst_window_bytes=_ZST_WINDOW_BYTES)
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise _damaged(path, f"is cut off or damaged: {error}") from error
     except zstandard.ZstdError as error:
@@ -108,7 +107,7 @@ def _check_objects(path: str, before: int, lines: list[bytes]) -> None:
 
 def _is_json(line: bytes) -> bool:
     try:
-        json.loads(line)
+        json.loads(line, parse_int=str)  # of any size
     except ValueError:
         return False
     return True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -191,11 +192,20 @@ def hash_piece(piece: Piece) -> str:
     return hasher.hexdigest()
 
 
+def _integer(digits: str) -> int | float:
+    """Nobody looks at one that is longer; Python refuses it where its limit of digits is the lowest."""
+    return int(digits) if len(digits) <= _MOST_DIGITS else math.inf
+
+
+_MOST_DIGITS = 640
+_JSON = json.JSONDecoder(parse_int=_integer)
+
+
 def _text_of(line: bytes, key: str) -> str | Exception:
     """The text of a line, or why it has none."""
     try:
         # Python's own reader, because it also takes what it writes: NaN, and numbers of any size.
-        record = json.loads(line.decode("utf-8"))
+        record = _JSON.decode(line.decode("utf-8"))
     except UnicodeDecodeError as error:
         return ValueError(f"is not UTF-8: byte {error.start} of the line is {line[error.start]:#04x}")
     except (ValueError, RecursionError) as error:

@@ -126,8 +126,10 @@ class _Preparation:
         self._notes: list[str] = []
 
     def run(self, share: Share | None) -> PrepareResult:
+        if not self._folder.path.exists() and (found := self._finished()):  # nothing to write, not even a lock
+            return PrepareResult(found, True)
         with self._folder.alone("lock" if share is None else f"lock-{share.k}-of-{share.n}"):
-            if (found := finished(self._planned, self._section.output, self._files, self._units)) is not None:
+            if found := self._finished():
                 shutil.rmtree(self._folder.path, ignore_errors=True)
                 return PrepareResult(found, True)
             mine = self._units if share is None else self._units[share.k :: share.n]
@@ -144,6 +146,9 @@ class _Preparation:
             if manifest is not None:
                 shutil.rmtree(self._folder.path, ignore_errors=True)
         return PrepareResult(manifest, False, self._notes)
+
+    def _finished(self) -> ShardManifest | None:
+        return finished(self._planned, self._section.output, self._files, self._units)
 
     def _work(self, units: Sequence[Unit], *, merge: bool, shared: Path) -> ShardManifest | None:
         parts = self._parts_there(units)

@@ -21,6 +21,9 @@ _NOT_STDLIB = frozenset(
     ("site-packages", "dist-packages", "__pycache__", "test", "tests", "idlelib", "lib2to3", "encodings")
 )
 """Not part of it, missing from the Pythons of some distributions, or (encodings) tables rather than text."""
+LINES = (".jsonl", ".ndjson", ".jsonlines")
+"""Files with a record of JSON on each line, in capitals too."""
+_NOT_READ = ("bz2", "xz", "lzma", "lz4", "lzo", "br", "sz", "snappy", "z", "zip", "7z", "rar")
 _READ_AHEAD_BYTES = 1 << 23
 
 
@@ -42,21 +45,40 @@ class InputFile:
 
     @property
     def compression(self) -> str:
-        return next((ending for ending in ("zst", "gz") if self.path.lower().endswith(f".{ending}")), "")
+        return compression_of(self.path)
 
     @property
     def kind(self) -> str:
-        """jsonl, parquet, or text: one document."""
-        return next((kind for kind in ("jsonl", "parquet") if self._stem.endswith(f".{kind}")), "text")
+        return kind_of(self.path)
 
     @property
     def is_json_text(self) -> bool:
         """A text that other tools might take for lines of JSON."""
-        return self._stem.endswith(".json")
+        return _stem(self.path).endswith(".json")
 
-    @property
-    def _stem(self) -> str:
-        return self.path.lower().removesuffix(f".{self.compression}")
+
+def compression_of(path: str) -> str:
+    """zst, gz or nothing."""
+    return next((ending for ending in ("zst", "gz") if path.lower().endswith(f".{ending}")), "")
+
+
+def kind_of(path: str) -> str:
+    """jsonl, parquet, or text: one document."""
+    stem = _stem(path)
+    return "jsonl" if stem.endswith(LINES) else "parquet" if stem.endswith(".parquet") else "text"
+
+
+def packing_problem(path: str) -> list[Problem]:
+    """For records packed by a tool whose files are not read: as a text they would be one broken document."""
+    stem, _, ending = path.rpartition(".")
+    if ending.lower() not in _NOT_READ or kind_of(stem) == "text":
+        return []
+    remedy = "unpack it, or pack it again with zstd or gzip"
+    return [Problem(f"is packed as .{ending}", "only .zst and .gz are read", remedy, path)]
+
+
+def _stem(path: str) -> str:
+    return path.lower().removesuffix(f".{compression_of(path)}")
 
 
 def find_files(sources: Sequence[str]) -> list[InputFile]:
@@ -83,6 +105,7 @@ def find_files(sources: Sequence[str]) -> list[InputFile]:
             what = f"is in the source '{source}' and in '{sources[owners[twice[0].real]]}'{more}"
             remedy = "leave it out of one; to train more often on a text, give a shard of its own a `weight`"
             problems.append(Problem(what, "each file counts once", remedy, twice[0].name))
+        problems += [problem for file in found for problem in packing_problem(file.name)]
         files += [InputFile(number, len(files) + index, *file[:-1]) for index, file in enumerate(found)]
     if problems:
         raise DataError(problems)
