@@ -71,7 +71,8 @@ def test_a_folder_that_may_not_be_read_is_an_error_that_names_it(folder, monkeyp
 
     for name in ("scandir", "listdir", "stat", "lstat"):
         monkeypatch.setattr(os, name, refusing(getattr(os, name)))
-    for find in (find_files, lambda sources: plan_chunks(sources, folder / "out", chunks=1)):
+    url = [f"file://{folder}/{source}"]
+    for find in (find_files, lambda _: find_files(url), lambda sources: plan_chunks(sources, folder / "out", chunks=1)):
         with pytest.raises(DataError, match=r"tree/closed(/b.jsonl)?: cannot be read: Permission denied"):
             find([source])
 
@@ -102,7 +103,7 @@ def test_a_file_of_two_sources_is_an_error_that_names_both(folder, other):
     with pytest.raises(DataError, match=r"jsonl: is in the source .* and in 'in/a.jsonl'. Each file counts once"):
         find_files(["in/a.jsonl", other])
     write_jsonl(folder / "in" / "b.jsonl", ["y"])
-    with pytest.raises(DataError, match=r"in/a.jsonl: is in the source 'in' and in 'in/\*' and 1 more"):
+    with pytest.raises(DataError, match=r"in/a.jsonl: is in the source 'in' and in 'in/\*' \(1 more are in two\)"):
         find_files(["in/*", "in"])
 
 

@@ -101,7 +101,7 @@ def find_files(sources: Sequence[str]) -> list[InputFile]:
             problems.append(Problem(f"the source '{source}' matches no file", rule, remedy, source))
         twice = [file for file in found if owners.setdefault(file.real, number) != number]
         if twice:
-            more = f" and {len(twice) - 1} more" if len(twice) > 1 else ""
+            more = f" ({len(twice) - 1} more are in two)" if len(twice) > 1 else ""
             what = f"is in the source '{source}' and in '{sources[owners[twice[0].real]]}'{more}"
             remedy = "leave it out of one; to train more often on a text, give a shard of its own a `weight`"
             problems.append(Problem(what, "each file counts once", remedy, twice[0].name))
@@ -147,6 +147,8 @@ def _found(file: LocalFile) -> _Found:
 def _remote(source: str) -> list[_Found]:
     try:
         store, path = open_store(source)
+        if source.startswith("file://"):
+            return [_found(file)._replace(name=f"file://{file.path}") for file in find_local(path)]
         if store.isfile(path):
             listing = {path: store.info(path)}
         elif store.isdir(path):
@@ -162,8 +164,7 @@ def _remote(source: str) -> list[_Found]:
             if info["size"] is None:
                 what, remedy = "its server does not say how long it is", "fetch it with `bloomery download` first"
                 raise DataError(Problem(what, "a file that ends early must be noticed", remedy, url))
-            real = os.path.realpath(name) if url.startswith("file://") else url
-            found.append(_Found(url, name, int(info["size"]), version_of(info), source, real))
+            found.append(_Found(url, name, int(info["size"]), version_of(info), source, url))
         return found
     except DataError:
         raise
