@@ -10,7 +10,7 @@ from dataclasses import fields
 import numpy as np
 
 from bloomery.base.errors import DataError, Problem
-from bloomery.base.storage import writing
+from bloomery.base.storage import writing, written_to
 from bloomery.config.recipe import PrepareSection
 from bloomery.data.manifest import ShardManifest, manifest_path, read_manifest
 from bloomery.data.origins import origins_path
@@ -41,7 +41,7 @@ def verify(
         remedy = "run `bloomery prepare` without --verify"
         raise DataError(Problem("has no manifest", "there is nothing to compare", remedy, section.output))
     folder, name = os.path.split(section.output)
-    with writing(section.output):
+    with written_to("place for prepare.output"), writing(section.output):
         beside = tempfile.TemporaryDirectory(prefix=f"{name}.verify-", dir=folder or ".", ignore_cleanup_errors=True)
     with beside:
         again = section.model_copy(update={"output": os.path.join(beside.name, "again")})
