@@ -159,6 +159,31 @@ def test_missing_and_broken_files_are_named(tmp_path):
         Tokenizer.load(str(tmp_path))
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"model": {"vocab": {"a": "x"}}}, "has a token whose id is no number"),
+        ({"model": {"vocab": {"a": None}}}, "has a token whose id is no number"),
+        ({"model": {"vocab": {"a": True}}}, "has a token whose id is no number"),
+        ({"model": {"vocab": {"a": -1}}}, "has a token whose id is no number"),
+        ({"model": {"vocab": 5}}, "its vocabulary is no mapping"),
+        ({"model": {}}, "vocab"),
+        ({"model": None}, "can read"),
+        ({"added_tokens": [{"content": "x", "special": True}]}, "its added token .* lacks an id"),
+        ({"added_tokens": [{"content": "x", "special": True, "id": None}]}, "its added token .* lacks an id"),
+        ({"added_tokens": [{"content": "x", "id": 1}]}, "its added token .* lacks"),
+        ({"added_tokens": ["<s>"]}, "its added token '<s>' lacks"),
+        ({"added_tokens": 7}, "can read"),
+    ],
+)
+def test_nonsense_in_a_tokenizer_is_named_before_the_library_has_seen_it(tokenizer, tmp_path, change, message):
+    (tmp_path / "tokenizer.json").write_text(json.dumps(json.loads(tokenizer.content) | change))
+    loaded = Tokenizer.load(str(tmp_path), lazy=True)
+    for read in (lambda: loaded.vocab_size, lambda: loaded.special_tokens, lambda: loaded.content_hash):
+        with pytest.raises(DataError, match=rf"tokenizer.json: is not a tokenizer that .*{message}"):
+            read()
+
+
 def test_impossible_vocabularies_say_what_is_possible(tmp_path):
     with pytest.raises(DataError, match=r"only (\d+) entries where vocab_size is 5000.*set vocab_size to \1 or less"):
         train_tokenizer(["the end"], vocab_size=5000, output=str(tmp_path / "a"))

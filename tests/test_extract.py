@@ -303,6 +303,8 @@ def test_lines_longer_than_any_buffer(tmp_path: Path) -> None:
         (["raw", "note.txt"], 3, "note.txt: is no .jsonl file"),
         (["raw", "--chunks", "13"], 3, "12 input files cannot fill 13 chunks"),
         (["raw", "--chunks", "0"], 2, "is not a whole number"),
+        (["raw", "--chunks", "²"], 2, "is not a whole number"),
+        (["raw", "--unit", "٣/4"], 2, "is not a unit such as"),
         (["raw", "--output", "raw"], 3, "lie in the output folder"),
         (["raw", "--output", "other"], 3, "holds 1 chunk(s) of another extraction"),
         (["raw", "--output", "strange"], 3, "manifest.json: is not from `bloomery extract`"),

@@ -59,7 +59,8 @@ def many(tmp_path, monkeypatch):
 
 def test_every_document_is_there_with_its_end_and_the_manifest_says_so(corpus, tokenizer):
     seen = []
-    section = PrepareSection(output="out/shards/x", sources=["corpus/b.txt", "corpus"], shuffle=False)
+    section = PrepareSection(output="out/shards/x", sources=["bee.txt", "corpus"], shuffle=False)
+    Path("bee.txt").write_text("bee")
     result = prepare(section, tokenizer=tokenizer, seed=1, progress=seen.append)
     expected = ["bee", "# Aye\r\n", "bee", "zed <|endoftext|> żółć", *(f"line {i}" for i in range(5))]
     assert read_texts(tokenizer, "out/shards/x") == [text + EOD for text in expected]
@@ -70,12 +71,12 @@ def test_every_document_is_there_with_its_end_and_the_manifest_says_so(corpus, t
     assert manifest == result.manifest
     assert (manifest.dtype, manifest.vocab_size, manifest.eod_id) == ("uint16", 300, tokenizer.eod_id)
     assert [(source.name, source.documents, source.bytes) for source in manifest.sources] == [
-        ("corpus/b.txt", 1, 3),
+        ("bee.txt", 1, 3),
         ("corpus", 8, sum(len(text.encode()) for text in expected[1:])),
     ]
     assert manifest.dropped == {"empty": 1, "short": 0, "long": 0, "duplicate": 0, "bad": 0}
-    names = ["b.txt", "a.md", "b.txt", "deep/z.txt", "empty.py", "lines.jsonl"]
-    assert [file.name for file in manifest.source_files] == [f"corpus/{name}" for name in names]
+    names = ["a.md", "b.txt", "deep/z.txt", "empty.py", "lines.jsonl"]
+    assert [file.name for file in manifest.source_files] == ["bee.txt", *(f"corpus/{name}" for name in names)]
     assert [file.bytes for file in manifest.source_files[:2]] == [3, 7]
     assert manifest.source_files[0].hash == manifest.source_files[2].hash != manifest.source_files[1].hash
     assert manifest.encoder.startswith("fastokens ")
@@ -150,8 +151,9 @@ def test_filters_and_exact_duplicates(many, tokenizer):
 
 
 def test_the_first_of_two_copies_counts_for_its_source(many, tokenizer):
-    manifest = make(tokenizer, sources=["corpus/1.jsonl", "corpus"], deduplicate=True).manifest
-    alone = make(tokenizer, output="y", sources=["corpus/1.jsonl"], deduplicate=True).manifest
+    Path("copy.jsonl").write_bytes(Path("corpus/1.jsonl").read_bytes())
+    manifest = make(tokenizer, sources=["copy.jsonl", "corpus"], deduplicate=True).manifest
+    alone = make(tokenizer, output="y", sources=["copy.jsonl"], deduplicate=True).manifest
     assert manifest.sources[0] == alone.sources[0]
     assert manifest.documents == make(tokenizer, output="z", deduplicate=True).manifest.documents
 
@@ -242,6 +244,54 @@ def test_verify_finds_a_changed_token_a_changed_source_and_a_missing_shard(many,
     (tmp_path / "corpus" / "1.jsonl").write_text('{"text": "x"}\n')
     with pytest.raises(DataError, match=r"corpus/1.jsonl has changed since"):
         verify(section, tokenizer=tokenizer, seed=2)
+
+
+def test_a_finished_shard_is_up_to_date_where_nothing_can_be_written(corpus, tokenizer, monkeypatch):
+    make(tokenizer)
+    monkeypatch.setattr("bloomery.prepare.parts.PartFolder.alone", None)
+    assert make(tokenizer).reused
+    assert make(tokenizer, share=Share(1, 3)).reused
+
+
+def swapped_lengths(path: Path) -> None:
+    """Two sequences of the first document share their tokens in another way; the index is consistent in itself."""
+    data = bytearray(path.read_bytes())
+    count = int.from_bytes(data[18:26], "little")
+    lengths = np.frombuffer(data, "<i4", count, 34)
+    pointers = np.frombuffer(data, "<i8", count, 34 + 4 * count)
+    lengths[0] += 1
+    lengths[1] -= 1
+    pointers[1] += 2
+    path.write_bytes(data)
+
+
+def falsified(path: Path, **fields) -> None:
+    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+
+
+@pytest.mark.parametrize(
+    ("name", "damage", "message"),
+    [
+        ("x.idx", swapped_lengths, r"sequence 0 has another length than its source gives \(x.idx\)"),
+        ("x.origins", lambda path: path.write_bytes(b"\0" * path.stat().st_size), "x.origins is missing, or names"),
+        ("x.origins", Path.unlink, "x.origins is missing, or names"),
+        ("x.manifest.json", lambda path: falsified(path, vocab_size=299), "its vocab_size is 299 where .* be 300"),
+        ("x.manifest.json", lambda path: falsified(path, dropped={}), "its dropped is {} where now"),
+        ("x.manifest.json", lambda path: falsified(path, append_eod=True), "its append_eod is True where"),
+        ("x.manifest.json", lambda path: falsified(path, sequences=1), "its sequences is 1 where"),
+    ],
+)
+def test_verify_compares_all_that_is_written(many, tokenizer, tmp_path, name, damage, message):
+    section = PrepareSection(output="x", sources=["corpus"], split_sentences=True, shuffle=False)
+    prepare(section, tokenizer=tokenizer, seed=1)
+    assert verify(section, tokenizer=tokenizer, seed=1).documents
+    falsified(tmp_path / "x.manifest.json", encoder="another", bloomery_version="0")
+    (tmp_path / "x.verify").mkdir()
+    assert verify(section, tokenizer=tokenizer, seed=1).documents
+    assert sorted(tmp_path.glob("x.verify*")) == [tmp_path / "x.verify"], "somebody else's"
+    damage(tmp_path / name)
+    with pytest.raises(DataError, match=message):
+        verify(section, tokenizer=tokenizer, seed=1)
 
 
 def test_nothing_left_is_an_error_and_an_empty_source_a_note(corpus, tokenizer):

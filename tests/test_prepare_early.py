@@ -79,6 +79,7 @@ def test_nothing_is_begun_where_something_is_there(tokenizer, command, started):
         ("prepare.0.min_tokens=0", 2, "prepare.0.min_tokens is 0"),
         ("prepare.0.sources=[nowhere]", 3, "nowhere"),
         ("tokenizer.path=nowhere", 3, "nowhere/tokenizer.json: cannot be read"),
+        ("--unit=٣/4", 2, "--unit is ٣/4"),
     ],
 )
 def test_errors_are_the_same_and_end_what_was_begun(tokenizer, command, started, override, code, message):

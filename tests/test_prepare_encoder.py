@@ -1,5 +1,6 @@
 """Encoders: a fast one is taken only where it agrees with Hugging Face's tokenizers, and given up when it stops."""
 
+import json
 import os
 import signal
 import time
@@ -8,6 +9,7 @@ import numpy as np
 import pytest
 import tokenizers
 
+from bloomery.base.errors import DataError
 from bloomery.data.tokenizer import Tokenizer
 from bloomery.prepare import encoder
 from bloomery.prepare.encoder import NASTY, Fastokens, Gigatoken, HuggingFace, Judge, choose_encoder
@@ -167,3 +169,64 @@ def test_an_encoder_that_lies_later_is_given_up_and_its_work_done_again(corpus, 
     assert result.manifest.encoder.startswith("tokenizers ")
     assert result.notes[0].startswith("liar ? was given up in the middle of the work: it gives other ids for '330 ")
     assert not list(tmp_path.glob("x.parts*"))
+
+
+def test_a_tokenizer_with_dropout_is_refused(corpus, tokenizer):
+    content = json.loads(tokenizer.content)
+    content["model"]["dropout"] = 0.5
+    with pytest.raises(
+        DataError, match=r't.json: has a model with dropout 0.5.*other ids each time. Set "dropout" to null'
+    ):
+        make(Tokenizer(json.dumps(content), path="t.json"))
+    content["model"]["dropout"] = 0.0
+    assert make(Tokenizer(json.dumps(content), path="t.json")).manifest.documents
+
+
+def test_a_reference_that_disagrees_with_itself_is_an_error_not_an_endless_loop(corpus, tokenizer, monkeypatch):
+    monkeypatch.setattr(encoder, "FAST", {})
+    monkeypatch.setattr(encoder, "HuggingFace", AlwaysWrong)
+    with pytest.raises(DataError, match=r"disagrees with itself: it gives other ids for '0 .*Look for chance"):
+        make(tokenizer)
+
+
+def forging(kind: str) -> Tokenizer:
+    """Tokenizers whose model has `</s>` among its own tokens and can reach it."""
+    words = {"<unk>": 0, "</s>": 1, "the": 2, "fox": 3, "sees": 4}
+    letters = {letter: 5 + number for number, letter in enumerate("</s>thefoxu nk")}
+    if kind == "unigram":
+        pieces = [("<unk>", 0.0), ("</s>", 0.0), ("▁", -2.0), *((letter, -5.0) for letter in "</s>thefox")]
+        model = tokenizers.models.Unigram(pieces, unk_id=0)
+    elif kind == "words":
+        model = tokenizers.models.WordLevel(words, unk_token="<unk>")
+    else:
+        model = tokenizers.models.BPE(words | letters, [], ignore_merges=True, unk_token="<unk>")
+    made = tokenizers.Tokenizer(model)
+    split = tokenizers.pre_tokenizers.Metaspace() if kind == "unigram" else tokenizers.pre_tokenizers.WhitespaceSplit()
+    made.pre_tokenizer = split
+    made.add_special_tokens(["<unk>", "</s>"])
+    return Tokenizer(made.to_str(), path="t.json")
+
+
+@pytest.mark.parametrize("kind", ["unigram", "words", "merges ignored"])
+def test_no_model_lets_a_text_forge_an_end_of_document(tmp_path, monkeypatch, kind):
+    monkeypatch.chdir(tmp_path)
+    tokenizer = forging(kind)
+    assert tokenizer.unknown_id == 0
+    write_jsonl(tmp_path / "corpus" / "a.jsonl", ["the fox sees", "what the <unk> sees", "the fox </s> sees"])
+    with pytest.raises(
+        DataError, match=r"a.jsonl:byte 7\d: has a text that gives the special token 1; it begins 'the fox </s> sees'"
+    ):
+        make(tokenizer)
+    manifest = make(tokenizer, bad_records="skip").manifest
+    assert (manifest.documents, manifest.dropped["bad"], manifest.dropped["short"]) == (2, 1, 0)
+    assert (np.fromfile("x.bin", np.uint16) == 1).sum() == 2, "the two ends"
+    assert make(tokenizer, output="y", special_tokens="as_ids").manifest.documents == 3
+    write_jsonl(tmp_path / "corpus" / "a.jsonl", ["the </s> fox"])
+    with pytest.raises(DataError, match="forge an end"):
+        make(tokenizer, append_eod=False)
+
+
+def test_no_text_is_refused_where_the_model_cannot_give_special_tokens(tokenizer):
+    assert not choose(tokenizer).forgeable
+    assert not choose(tokenizer, as_ids=True).forgeable
+    assert choose(forging("words")).forgeable == {1}

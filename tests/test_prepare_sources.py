@@ -1,14 +1,17 @@
 """What `bloomery prepare` reads: files, folders, globs, URLs, every format; and every complaint about them."""
 
+import errno
 import gzip
 import json
+import os
 
 import pytest
 import zstandard
 
 from bloomery.base.errors import DataError
+from bloomery.prepare.extract import extract, plan_chunks
 from bloomery.prepare.read import UnitReader
-from bloomery.prepare.sources import find_files
+from bloomery.prepare.sources import find_files, find_local
 from bloomery.prepare.units import plan_units
 from prepare_samples import jsonl, make_texts, small_units, write_jsonl
 
@@ -35,9 +38,84 @@ def test_files_folders_and_globs_come_in_a_fixed_order(folder):
     for name in ("b.txt", "a.md", "deep/z.txt", "deep/.git/config", ".hidden"):
         (folder / "corpus" / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / "corpus" / name).write_text(name)
-    names = [file.name for file in find_files(["corpus", "corpus/**/*.txt", "corpus/b.txt"])]
-    assert names == [f"corpus/{name}" for name in ("a.md", "b.txt", "deep/z.txt", "b.txt", "deep/z.txt", "b.txt")]
+    for source, names in [
+        ("corpus", ["a.md", "b.txt", "deep/z.txt"]),
+        ("corpus/**/*.txt", ["b.txt", "deep/z.txt"]),
+        ("corpus/*", ["a.md", "b.txt", "deep/z.txt"]),
+        ("corpus/**", ["a.md", "b.txt", "deep/z.txt"]),
+        ("corpus/*/", ["deep/z.txt"]),
+        ("corpus/[ab].*", ["a.md", "b.txt"]),
+        ("corpus/.h*", [".hidden"]),
+        ("corpus/b.txt", ["b.txt"]),
+        (f"{folder}/cor*/d??p/z.txt", ["deep/z.txt"]),
+        ("corpus/b.txt/**", []),
+        ("corpus/b.txt/*", []),
+    ]:
+        assert [file.path.rpartition("corpus/")[2] for file in find_local(source)] == names, source
+    assert [file.name for file in find_files(["**/b.*", "./corpus/d*"])] == ["corpus/b.txt", "./corpus/deep/z.txt"]
     assert read("corpus")[0] == ["a.md", "b.txt", "deep/z.txt"]
+
+
+@pytest.mark.parametrize("source", ["tree", "tree/**/*.jsonl", "tree/*/b.jsonl", "tree/c*/*", "tree/**"])
+def test_a_folder_that_may_not_be_read_is_an_error_that_names_it(folder, monkeypatch, source):
+    write_jsonl(folder / "tree" / "a.jsonl", ["x"])
+    write_jsonl(folder / "tree" / "closed" / "b.jsonl", ["y"])
+
+    def refusing(call):
+        def checked(path=".", *args, **kwargs):
+            if "closed" in str(path).split("/")[: None if call in (os.scandir, os.listdir) else -1]:
+                raise PermissionError(errno.EACCES, "Permission denied", path)
+            return call(path, *args, **kwargs)
+
+        return checked
+
+    for name in ("scandir", "listdir", "stat", "lstat"):
+        monkeypatch.setattr(os, name, refusing(getattr(os, name)))
+    url = [f"file://{folder}/{source}"]
+    for find in (find_files, lambda _: find_files(url), lambda sources: plan_chunks(sources, folder / "out", chunks=1)):
+        with pytest.raises(DataError, match=r"tree/closed(/b.jsonl)?: cannot be read: Permission denied"):
+            find([source])
+
+
+def test_links_are_followed_and_nothing_is_reached_twice(folder):
+    write_jsonl(folder / "tree" / "real" / "a.jsonl", ["a"])
+    write_jsonl(folder / "elsewhere" / "b.jsonl", ["b"])
+    (folder / "tree" / "also").symlink_to("real")
+    (folder / "tree" / "far").symlink_to(folder / "elsewhere")
+    (folder / "tree" / "real" / "up").symlink_to("..")
+    (folder / "tree" / "same.jsonl").symlink_to("real/a.jsonl")
+    assert read("tree")[0] == ["b", "a"]
+    assert [file.name for file in find_files(["tree"])] == ["tree/far/b.jsonl", "tree/real/a.jsonl"]
+    assert [file.name for file in find_files(["tree/**/a.*"])] == ["tree/real/a.jsonl"]
+    (chunk,) = plan_chunks(["tree"], folder / "out", chunks=1)
+    assert chunk.inputs == ("tree/far/b.jsonl", "tree/real/a.jsonl")
+    (folder / "tree" / "broken.jsonl").symlink_to("nowhere")
+    for find in (find_files, lambda sources: plan_chunks(sources, folder / "out", chunks=1)):
+        with pytest.raises(DataError, match=r"tree/broken.jsonl: cannot be read: No such file"):
+            find(["tree"])
+
+
+@pytest.mark.parametrize("other", ["in/a.jsonl", "./in/a.jsonl", "in/a.*", "in", "link.jsonl", "in/../in", "file"])
+def test_a_file_of_two_sources_is_an_error_that_names_both(folder, other):
+    write_jsonl(folder / "in" / "a.jsonl", ["x"])
+    (folder / "link.jsonl").symlink_to("in/a.jsonl")
+    other = f"file://{folder}/in" if other == "file" else other
+    with pytest.raises(DataError, match=r"jsonl: is in the source .* and in 'in/a.jsonl'. Each file counts once"):
+        find_files(["in/a.jsonl", other])
+    write_jsonl(folder / "in" / "b.jsonl", ["y"])
+    with pytest.raises(DataError, match=r"in/a.jsonl: is in the source 'in' and in 'in/\*' \(1 more are in two\)"):
+        find_files(["in/*", "in"])
+
+
+def test_a_pipe_is_an_error_and_no_hang(folder):
+    (folder / "tree").mkdir()
+    (folder / "tree" / "a.py").write_text("x")
+    os.mkfifo(folder / "tree" / "pipe.jsonl")
+    for source in ("tree", "tree/pipe.jsonl", "tree/*"):
+        for find in (find_files, lambda sources: plan_chunks(sources, folder / "out", chunks=1)):
+            with pytest.raises(DataError, match=r"tree/pipe.jsonl: is no regular file.*name the files with a glob"):
+                find([source])
+    assert read("tree/**/*.py")[0] == ["x"]
 
 
 def test_the_standard_library_is_a_source_on_every_machine():
@@ -59,6 +137,25 @@ def test_every_way_to_store_lines_gives_the_same_texts(folder, ending, monkeypat
     assert read(f"a.jsonl{ending}") == (texts, 0)
     assert len(plan_units(find_files([f"a.jsonl{ending}"]))) > 5 or ending
     assert len({piece.file.kind for unit in plan_units(find_files(["a.*"])) for piece in unit.pieces}) == 1
+
+
+@pytest.mark.parametrize("ending", ["ndjson", "jsonlines", "NDJSON.zst", "JsonLines.gz"])
+def test_lines_of_json_under_other_names(folder, ending):
+    write_jsonl(folder / "in" / f"a.{ending.lower()}", ["one", "two"])
+    (folder / "in" / f"a.{ending.lower()}").rename(folder / "in" / f"a.{ending}")
+    assert read("in") == (["one", "two"], 0)
+    assert extract(["in"], folder / "out", chunks=1).documents == 2
+
+
+@pytest.mark.parametrize("name", ["a.jsonl.bz2", "A.NDJSON.XZ", "a.parquet.lz4"])
+def test_records_packed_by_other_tools_are_an_error_even_when_skipping(folder, name):
+    write_jsonl(folder / "in" / "b.jsonl", ["x"])
+    (folder / "in" / name).write_bytes(b"plain enough to be one text")
+    for find in (lambda sources: read(*sources, skip_bad=True), lambda s: plan_chunks(s, folder / "out", chunks=1)):
+        with pytest.raises(DataError, match=rf"in/{name}: is packed as .\w+. Only .zst and .gz are read. Unpack it"):
+            find(["in"])
+    (folder / "in" / name).rename(folder / "in" / "notes.bz2")
+    assert read("in")[0] == ["x", "plain enough to be one text"]
 
 
 def test_gzip_without_isal(folder, monkeypatch):
@@ -83,6 +180,18 @@ def test_rows_of_a_parquet_file(folder):
     (folder / "cut.parquet").write_bytes(data[: len(data) // 2])
     with pytest.raises(DataError, match=r"cut.parquet: cannot be read as parquet"):
         read("cut.parquet")
+
+
+@pytest.mark.parametrize("kind", ["string", "large_string"])
+def test_a_row_of_a_parquet_file_that_is_not_utf_8_is_named_or_counted(folder, kind):
+    arrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    raw = arrow.array([b"one", b"tw\xffo", None, b"three"], getattr(arrow, kind.replace("string", "binary"))())
+    column = arrow.Array.from_buffers(getattr(arrow, kind)(), len(raw), raw.buffers())
+    parquet.write_table(arrow.table({"text": column}), "a.parquet")
+    with pytest.raises(DataError, match=r"a.parquet:row 2: is not UTF-8 at byte 2 of column 'text'.*bad_records: skip"):
+        read("a.parquet")
+    assert read("a.parquet", skip_bad=True) == (["one", "three"], 2)
 
 
 def test_urls_are_read_through_fsspec(folder, monkeypatch):
@@ -144,6 +253,13 @@ def test_a_broken_line_is_named_or_counted(folder, line):
         read("a.jsonl")
     assert "bad_records: skip" in str(caught.value)
     assert read("a.jsonl", skip_bad=True) == (["good", "also"], 1)
+
+
+@pytest.mark.parametrize("digits", [20, 4300, 4301, 100_000])
+def test_numbers_beside_the_text_may_have_any_size(folder, digits):
+    (folder / "a.jsonl").write_text(f'{{"id": {"7" * digits}, "text": "x"}}\n{{"id": -{"7" * digits}, "text": "y"}}')
+    assert read("a.jsonl") == (["x", "y"], 0)
+    assert extract(["a.jsonl"], folder / "out", chunks=1).documents == 2
 
 
 def test_the_line_number_is_that_of_the_file_even_in_a_later_unit(folder, monkeypatch):
@@ -215,7 +331,8 @@ def test_units_follow_from_the_files_alone(folder):
         (folder / "c" / str(number)).parent.mkdir(exist_ok=True)
         (folder / "c" / str(number)).write_text("x" * 1000)
     write_jsonl(folder / "c" / "big.jsonl", ["y" * 100] * 100_000)
-    units = plan_units(find_files(["c", "c/0"]))
+    (folder / "d").write_text("of another source")
+    units = plan_units(find_files(["c", "d"]))
     assert [unit.number for unit in units] == list(range(len(units)))
     assert [piece.file.number for unit in units for piece in unit.pieces] == [*range(20), 20, 20, 20, 20, 21]
     ranges = [(piece.start, piece.end) for unit in units for piece in unit.pieces if piece.file.number == 20]

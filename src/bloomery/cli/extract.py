@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    endings = ".jsonl, .jsonl.gz or .jsonl.zst"
+    endings = ".jsonl, .ndjson or .jsonlines, plain or with .gz or .zst"
     parser.add_argument("sources", metavar="SOURCE", nargs="+", help=f"files, folders or globs of {endings}")
     parser.add_argument("--output", metavar="DIR", type=Path, required=True, help="folder for the chunks")
     parser.add_argument("--chunks", metavar="N", type=_positive, required=True, help="how many files to write")
@@ -51,13 +51,13 @@ def _text(args: argparse.Namespace, result: ExtractResult) -> str:
 
 
 def _positive(text: str) -> int:
-    if not text.isdigit() or not 1 <= int(text) <= 99_999:
+    if not (text.isascii() and text.isdigit()) or not 1 <= int(text) <= 99_999:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1 to 99999")
     return int(text)
 
 
 def _unit(text: str) -> tuple[int, int]:
-    found = re.fullmatch(r"(\d{1,6})/(\d{1,6})", text)
+    found = re.fullmatch(r"([0-9]{1,6})/([0-9]{1,6})", text)
     if not found or not int(found[1]) < int(found[2]):
         raise argparse.ArgumentTypeError(f"{text!r} is not a unit such as 0/4, 1/4, 2/4 or 3/4")
     return int(found[1]), int(found[2])

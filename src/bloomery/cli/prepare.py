@@ -121,7 +121,7 @@ def _share(args: argparse.Namespace) -> Share | None:
     from bloomery.prepare.run import Share
 
     k, _, n = args.unit.partition("/")
-    if args.verify or not (k.isdecimal() and n.isdecimal() and int(k) < int(n)):
+    if args.verify or not (args.unit.isascii() and k.isdecimal() and n.isdecimal() and int(k) < int(n)):
         rule = "it is K/N: share K of N, the first is 0 and the last N-1; --verify takes no share"
         raise RecipeError(Problem(f"--unit is {args.unit}", rule, "use for example --unit 0/4"))
     return Share(int(k), int(n))

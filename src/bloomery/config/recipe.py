@@ -327,7 +327,7 @@ class PrepareSection(Section):
     deduplicate: bool = False
     """Keep only the first of documents with exactly the same text."""
     bad_records: Literal["stop", "skip"] = "stop"
-    """What a broken line, invalid UTF-8 or a missing text does: end with an error, or be counted and left out."""
+    """What a broken line, invalid UTF-8, a missing text or a forged end does: end with an error, or be left out."""
 
 
 class Recipe(Section):

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import orjson
 
 from bloomery.base.errors import DataError, Problem
-from bloomery.data.tokenizer_files import misfit, read_tokenizer_json
+from bloomery.data.tokenizer_files import check_ids, misfit, read_tokenizer_json
 from bloomery.data.tokenizer_spellings import as_saved
 
 if TYPE_CHECKING:  # slow to import; `bloomery prepare` begins to load an encoder before it does
@@ -62,8 +62,7 @@ class Tokenizer:
         """The content of the tokenizer.json; not to be changed."""
         try:
             parsed = orjson.loads(self.content)
-            if not isinstance(parsed["model"]["vocab"], dict | list):
-                raise TypeError("its vocabulary is no mapping")
+            check_ids(parsed)
         except (ValueError, KeyError, TypeError) as error:
             raise self._unreadable(error) from error
         return dict(parsed)
@@ -86,6 +85,14 @@ class Tokenizer:
     def special_tokens(self) -> dict[str, int]:
         by_id = sorted(self.added_tokens, key=lambda token: token["id"])
         return {token["content"]: token["id"] for token in by_id if token["special"]}
+
+    @property
+    def unknown_id(self) -> int | None:
+        """Of what the model has no token for; None where there is always one."""
+        model = self.parsed["model"]
+        vocab = model["vocab"]
+        found = model.get("unk_id") if isinstance(vocab, list) else vocab.get(model.get("unk_token"))
+        return found if isinstance(found, int) else None
 
     @property
     def added_tokens(self) -> list[dict[str, Any]]:

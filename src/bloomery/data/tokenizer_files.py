@@ -71,6 +71,19 @@ def _gpt2(folder: str) -> dict[str, Any]:
     return _gpt2_json(vocab, list(map(list, merges)), prefix_space=bool(_config(folder).get("add_prefix_space", False)))
 
 
+def check_ids(parsed: Any) -> None:
+    """Of what is read here before the library has looked at it: KeyError or TypeError where it makes no sense."""
+    vocab = parsed["model"]["vocab"]
+    if not isinstance(vocab, dict | list):
+        raise TypeError("its vocabulary is no mapping")
+    if isinstance(vocab, dict) and not ({*map(type, vocab.values())} <= {int} and min(vocab.values(), default=0) >= 0):
+        raise TypeError("its vocabulary has a token whose id is no number")
+    kinds = {"id": int, "content": str, "special": bool}
+    for token in parsed.get("added_tokens") or []:
+        if not isinstance(token, dict) or any(type(token.get(name)) is not kind for name, kind in kinds.items()):
+            raise TypeError(f"its added token {token!r:.60} lacks an id, its content or whether it is special")
+
+
 def misfit(path: str, parsed: dict[str, Any]) -> DataError | None:
     """What a merges.txt that the library refuses has that its vocab.json has not. Only then is it looked for."""
     vocab, merges = parsed["model"]["vocab"], parsed["model"].get("merges") or []

@@ -12,7 +12,8 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from bloomery.data.tokenizer import Tokenizer
+from bloomery.base.errors import DataError, Problem
+from bloomery.data.tokenizer import END_OF_DOCUMENT, Tokenizer
 from bloomery.prepare.early import EarlyStart
 from bloomery.prepare.fast import Fastokens, Gigatoken
 from bloomery.prepare.judge import Judge, difference
@@ -81,6 +82,20 @@ class Chosen:
     encoder: Encoder
     refused: dict[str, str]
     """The faster ones, and why not."""
+    forgeable: frozenset[int]
+    """Ids of special tokens that the model also gives for their text (Unigram, or words), where that must not be."""
+
+    @property
+    def is_reference(self) -> bool:
+        return self.name.split()[0] == REFERENCE
+
+
+def refuse_chance(tokenizer: Tokenizer) -> None:
+    """DataError for a tokenizer that throws dice."""
+    if dropout := tokenizer.parsed["model"].get("dropout"):
+        rule = "the same text would get other ids each time"
+        what, remedy = f"has a model with dropout {dropout}", 'set "dropout" to null in a copy of it'
+        raise DataError(Problem(what, rule, remedy, tokenizer.path))
 
 
 def choose_encoder(
@@ -94,8 +109,14 @@ def choose_encoder(
 ) -> Chosen:
     """The first that loads and agrees with the judge. `refused`: those that are out already, and why. `early`: the
     first of them, if it is being loaded already."""
-    texts = [*NASTY, *_around_added_tokens(tokenizer), *sample]
+    probes = [text for token in tokenizer.special_tokens for text in (token, f"a {token} b", f"a{token}b")]
+    texts = [*probes, *NASTY, *_around_added_tokens(tokenizer), *sample]
     judge.child.ask(texts)
+
+    def chosen(name: str, encoder: Encoder, expected: list[list[int]]) -> Chosen:
+        given = {number for ids in expected[: len(probes)] for number in ids}
+        return Chosen(f"{name} {_version(name)}", encoder, refused, _forgeable(tokenizer, given, as_ids=as_ids))
+
     expected: list[list[int]] | None = None
     refused = dict(refused)
     for name, make in FAST.items() if early is None else {**FAST, "fastokens": early.fastokens}.items():
@@ -116,11 +137,16 @@ def choose_encoder(
             continue
         expected = expected or judge.child.answer()
         if not (wrong := difference(expected, texts, np.split(flat, np.cumsum(lengths)[:-1]))):
-            return Chosen(f"{name} {_version(name)}", encoder, refused)
+            return chosen(name, encoder, expected)
         refused[name] = wrong
-    if expected is None:
-        judge.child.answer()
-    return Chosen(f"{REFERENCE} {_version(REFERENCE)}", HuggingFace(tokenizer, as_ids), refused)
+    return chosen(REFERENCE, HuggingFace(tokenizer, as_ids), expected or judge.child.answer())
+
+
+def _forgeable(tokenizer: Tokenizer, given: set[int], *, as_ids: bool) -> frozenset[int]:
+    """`given`: ids of the texts of special tokens. The token for the unknown may be given, unless it ends documents."""
+    special = tokenizer.special_tokens
+    unknown, ends = {tokenizer.unknown_id}, {special.get(token) for token in END_OF_DOCUMENT}
+    return frozenset() if as_ids else frozenset(special.values()) & ((given | unknown) - (unknown - ends))
 
 
 def _around_added_tokens(tokenizer: Tokenizer) -> list[str]:

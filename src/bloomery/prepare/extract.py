@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
-from glob import glob
 from hashlib import sha256
 from multiprocessing import get_context
 from pathlib import Path
@@ -16,11 +14,13 @@ from typing import Any
 
 from bloomery.base.errors import BloomeryError, DataError, Problem, StorageError
 from bloomery.base.storage import publish, write_atomically, writing, written_to
-from bloomery.prepare.jsonl_lines import ENDINGS, InputCount, copy_lines
+from bloomery.prepare.jsonl_lines import InputCount, copy_lines
 from bloomery.prepare.output import AGAIN, file_hashes, held_alone
+from bloomery.prepare.sources import LINES, find_local, kind_of, packing_problem
 
 MANIFEST = "manifest.json"
 FORMAT_VERSION = 1
+_ENDINGS = f"{', '.join(LINES)}, plain or with .gz or .zst"
 
 
 @dataclass(frozen=True)
@@ -123,30 +123,26 @@ def _inputs(sources: Sequence[str]) -> list[str]:
     found: dict[str, str] = {}
     problems = []
     for source in sources:
-        paths = [source] if os.path.exists(source) else glob(source, recursive=True)
-        files = [file for path in paths for file in (_below(path) if os.path.isdir(path) else [path])]
+        try:
+            files = find_local(source, wanted=lambda name: _is_lines(name) or bool(packing_problem(name)))
+        except DataError as error:
+            problems += error.problems
+            continue
         if not files:
-            rule = f"a source is a file, a folder or a glob of {', '.join(ENDINGS)}"
+            rule = f"a source is a file, a folder or a glob of {_ENDINGS}"
             problems.append(Problem("matches no file", rule, "correct the path", source))
-        problems += [
-            Problem("is no .jsonl file", f"a source ends in {', '.join(ENDINGS)}", "leave it out", file)
-            for file in files
-            if not file.endswith(ENDINGS)
-        ]
+        for path in (file.path for file in files if not _is_lines(file.path)):
+            no_lines = Problem("is no .jsonl file", f"a source ends in {_ENDINGS}", "leave it out", path)
+            problems += packing_problem(path) or [no_lines]
         for file in files:
-            found.setdefault(os.path.realpath(file), file)  # globs may overlap
+            found.setdefault(file.real, file.path)  # globs may overlap
     if problems:
         raise DataError(problems)
     return sorted(found.values(), key=lambda path: (natural_key(path), path))
 
 
-def _below(folder: str) -> list[str]:
-    """The .jsonl files of a folder; hidden files and folders are passed over."""
-    found = []
-    for parent, folders, files in os.walk(folder):
-        folders[:] = [name for name in folders if not name.startswith(".")]
-        found += [os.path.join(parent, file) for file in files if file.endswith(ENDINGS) and file[0] != "."]
-    return found
+def _is_lines(path: str) -> bool:
+    return kind_of(path) == "jsonl"
 
 
 def _refuse_a_mixture(output: Path, chunks: int) -> None:

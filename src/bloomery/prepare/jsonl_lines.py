@@ -1,4 +1,4 @@
-"""The lines of a .jsonl, .jsonl.gz or .jsonl.zst file: all of them, or an error that names the file."""
+"""The lines of a .jsonl file, packed with .gz or .zst or not: all of them, or an error that names the file."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ import orjson
 import zstandard
 
 from bloomery.base.errors import DataError, Problem
+from bloomery.prepare.sources import compression_of
 from bloomery.prepare.unpack import HashedFile, unpacked
 
-ENDINGS = (".jsonl", ".jsonl.gz", ".jsonl.zst")
 _ZST_WINDOW_BYTES = 1 << 27
 """What `zstd --long` uses; SlimPajama needs it."""
 _AGAIN = "download or copy it again"
@@ -73,9 +73,8 @@ def copy_lines(path: str, counts: list[InputCount]) -> Iterator[bytes]:
 
 
 def _content(path: str, file: HashedFile) -> Iterator[bytes]:
-    compression = next((ending for ending in ("zst", "gz") if path.endswith(f".{ending}")), "")
     try:
-        yield from unpacked(file, compression, zst_window_bytes=_ZST_WINDOW_BYTES)
+        yield from unpacked(file, compression_of(path), zst_window_bytes=_ZST_WINDOW_BYTES)
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise _damaged(path, f"is cut off or damaged: {error}") from error
     except zstandard.ZstdError as error:
@@ -116,7 +115,7 @@ def _why_no_object(line: bytes) -> str | None:
     """None of an object, empty of other JSON."""
     try:
         # Python's own reader, as in `prepare`: it also takes NaN, and numbers of any size.
-        return None if isinstance(json.loads(line.decode("utf-8")), dict) else ""
+        return None if isinstance(json.loads(line.decode("utf-8"), parse_int=str), dict) else ""
     except UnicodeDecodeError as error:
         return f"byte {error.start} is not UTF-8"
     except (ValueError, RecursionError) as error:

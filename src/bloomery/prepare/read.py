@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -132,11 +133,13 @@ class UnitReader:
         row = told = 0
         rows = max(table.metadata.num_rows, 1)
         for batch in table.iter_batches(columns=[self._text_key], batch_size=1024, use_threads=False):
-            values = batch.column(0).to_pylist()
+            values = _rows(batch.column(0))
             good = [index for index, value in enumerate(values) if type(value) is str]
             if len(good) < len(values):
                 first = next(index for index, value in enumerate(values) if type(value) is not str)
                 what = f"has no text in column '{self._text_key}' but {values[first]!r:.40}"
+                if isinstance(values[first], UnicodeDecodeError):
+                    what = f"is not UTF-8 at byte {values[first].start} of column '{self._text_key}'"
                 self._bad(piece, what, lambda row=row, first=first: f"row {row + first + 1}", len(values) - len(good))
             offsets = row + np.array(good, np.int64)
             row += len(values)
@@ -163,6 +166,21 @@ class UnitReader:
             raise DataError(Problem(what, rule, _SKIP, f"{piece.file.name}:{place()}"))
 
 
+def _rows(column: Any) -> list[Any]:
+    """Of a column of Arrow; the error in place of a text that is not UTF-8."""
+    try:
+        return list(column.to_pylist())
+    except UnicodeDecodeError:
+        return [_value(scalar) for scalar in column]
+
+
+def _value(scalar: Any) -> Any:
+    try:
+        return scalar.as_py()
+    except UnicodeDecodeError as error:
+        return error
+
+
 def hash_piece(piece: Piece) -> str:
     hasher = xxhash.xxh3_128()
     try:
@@ -174,11 +192,20 @@ def hash_piece(piece: Piece) -> str:
     return hasher.hexdigest()
 
 
+def _integer(digits: str) -> int | float:
+    """Nobody looks at one that is longer; Python refuses it where its limit of digits is the lowest."""
+    return int(digits) if len(digits) <= _MOST_DIGITS else math.inf
+
+
+_MOST_DIGITS = 640
+_JSON = json.JSONDecoder(parse_int=_integer)
+
+
 def _text_of(line: bytes, key: str) -> str | Exception:
     """The text of a line, or why it has none."""
     try:
         # Python's own reader, because it also takes what it writes: NaN, and numbers of any size.
-        record = json.loads(line.decode("utf-8"))
+        record = _JSON.decode(line.decode("utf-8"))
     except UnicodeDecodeError as error:
         return ValueError(f"is not UTF-8: byte {error.start} of the line is {line[error.start]:#04x}")
     except (ValueError, RecursionError) as error:

@@ -20,7 +20,7 @@ from bloomery.data.origins import origins_path
 from bloomery.data.shards import PARTIAL, ShardWriter, token_dtype
 from bloomery.data.tokenizer import Tokenizer
 from bloomery.prepare.early import EarlyStart
-from bloomery.prepare.encoder import SAMPLE_DOCUMENTS, Chosen, choose_encoder, sample_bytes
+from bloomery.prepare.encoder import SAMPLE_DOCUMENTS, Chosen, choose_encoder, refuse_chance, sample_bytes
 from bloomery.prepare.judge import Judge
 from bloomery.prepare.merge import Merge
 from bloomery.prepare.origin import finished, planned_manifest, source_files
@@ -99,6 +99,7 @@ class _Preparation:
         progress: Callable[[Progress], None] | None,
         early: EarlyStart | None,
     ) -> None:
+        refuse_chance(tokenizer)
         self._early = early
         self._section, self._tokenizer, self._workers = section, tokenizer, max(1, workers)
         self._dtype = token_dtype(tokenizer.vocab_size)
@@ -125,8 +126,10 @@ class _Preparation:
         self._notes: list[str] = []
 
     def run(self, share: Share | None) -> PrepareResult:
+        if not self._folder.path.exists() and (found := self._finished()):  # nothing to write, not even a lock
+            return PrepareResult(found, True)
         with self._folder.alone("lock" if share is None else f"lock-{share.k}-of-{share.n}"):
-            if (found := finished(self._planned, self._section.output, self._files, self._units)) is not None:
+            if found := self._finished():
                 shutil.rmtree(self._folder.path, ignore_errors=True)
                 return PrepareResult(found, True)
             mine = self._units if share is None else self._units[share.k :: share.n]
@@ -143,6 +146,9 @@ class _Preparation:
             if manifest is not None:
                 shutil.rmtree(self._folder.path, ignore_errors=True)
         return PrepareResult(manifest, False, self._notes)
+
+    def _finished(self) -> ShardManifest | None:
+        return finished(self._planned, self._section.output, self._files, self._units)
 
     def _work(self, units: Sequence[Unit], *, merge: bool, shared: Path) -> ShardManifest | None:
         parts = self._parts_there(units)
@@ -189,6 +195,10 @@ class _Preparation:
                 try:
                     parts |= self._parts_by(chosen, judge, missing)
                 except LyingEncoderError as lie:
+                    if chosen.is_reference:  # nobody is left
+                        rule = f"{chosen.name}, whose ids are the right ones, must always give the same"
+                        what, place = f"disagrees with itself: {lie}", self._tokenizer.path
+                        raise DataError(Problem(what, rule, "look for chance in its settings", place)) from lie
                     self._notes.append(f"{chosen.name} was given up in the middle of the work: {lie}")
                     self._folder.refuse(chosen.name)
                     self._progress = Progress(self._progress.total_input_bytes)

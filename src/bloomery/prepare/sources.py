@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+import re
+import stat
 import sysconfig
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from glob import glob
-from typing import IO, cast
+from fnmatch import translate
+from glob import has_magic
+from typing import IO, NamedTuple, cast
 
 from bloomery.base.errors import DataError, Problem
 from bloomery.prepare.stores import first_line, is_url, open_store, version_of
@@ -18,6 +21,9 @@ _NOT_STDLIB = frozenset(
     ("site-packages", "dist-packages", "__pycache__", "test", "tests", "idlelib", "lib2to3", "encodings")
 )
 """Not part of it, missing from the Pythons of some distributions, or (encodings) tables rather than text."""
+LINES = (".jsonl", ".ndjson", ".jsonlines")
+"""Files with a record of JSON on each line, in capitals too."""
+_NOT_READ = ("bz2", "xz", "lzma", "lz4", "lzo", "br", "sz", "snappy", "z", "zip", "7z", "rar")
 _READ_AHEAD_BYTES = 1 << 23
 
 
@@ -39,27 +45,47 @@ class InputFile:
 
     @property
     def compression(self) -> str:
-        return next((ending for ending in ("zst", "gz") if self.path.lower().endswith(f".{ending}")), "")
+        return compression_of(self.path)
 
     @property
     def kind(self) -> str:
-        """jsonl, parquet, or text: one document."""
-        return next((kind for kind in ("jsonl", "parquet") if self._stem.endswith(f".{kind}")), "text")
+        return kind_of(self.path)
 
     @property
     def is_json_text(self) -> bool:
         """A text that other tools might take for lines of JSON."""
-        return self._stem.endswith(".json")
+        return _stem(self.path).endswith(".json")
 
-    @property
-    def _stem(self) -> str:
-        return self.path.lower().removesuffix(f".{self.compression}")
+
+def compression_of(path: str) -> str:
+    """zst, gz or nothing."""
+    return next((ending for ending in ("zst", "gz") if path.lower().endswith(f".{ending}")), "")
+
+
+def kind_of(path: str) -> str:
+    """jsonl, parquet, or text: one document."""
+    stem = _stem(path)
+    return "jsonl" if stem.endswith(LINES) else "parquet" if stem.endswith(".parquet") else "text"
+
+
+def packing_problem(path: str) -> list[Problem]:
+    """For records packed by a tool whose files are not read: as a text they would be one broken document."""
+    stem, _, ending = path.rpartition(".")
+    if ending.lower() not in _NOT_READ or kind_of(stem) == "text":
+        return []
+    remedy = "unpack it, or pack it again with zstd or gzip"
+    return [Problem(f"is packed as .{ending}", "only .zst and .gz are read", remedy, path)]
+
+
+def _stem(path: str) -> str:
+    return path.lower().removesuffix(f".{compression_of(path)}")
 
 
 def find_files(sources: Sequence[str]) -> list[InputFile]:
-    """Always in the same order. DataError naming every source that matches nothing."""
+    """Always in the same order. DataError naming every source that matches nothing, and files of two sources."""
     problems: list[Problem] = []
     files: list[InputFile] = []
+    owners: dict[str, int] = {}
     for number, source in enumerate(sources):
         try:
             found = _stdlib() if source == STDLIB else _remote(source) if is_url(source) else _local(source)
@@ -73,7 +99,14 @@ def find_files(sources: Sequence[str]) -> list[InputFile]:
             )
             remedy = "correct the path in prepare.sources, or put the text there"
             problems.append(Problem(f"the source '{source}' matches no file", rule, remedy, source))
-        files += [InputFile(number, len(files) + index, *file) for index, file in enumerate(found)]
+        twice = [file for file in found if owners.setdefault(file.real, number) != number]
+        if twice:
+            more = f" ({len(twice) - 1} more are in two)" if len(twice) > 1 else ""
+            what = f"is in the source '{source}' and in '{sources[owners[twice[0].real]]}'{more}"
+            remedy = "leave it out of one; to train more often on a text, give a shard of its own a `weight`"
+            problems.append(Problem(what, "each file counts once", remedy, twice[0].name))
+        problems += [problem for file in found for problem in packing_problem(file.name)]
+        files += [InputFile(number, len(files) + index, *file[:-1]) for index, file in enumerate(found)]
     if problems:
         raise DataError(problems)
     return files
@@ -87,42 +120,35 @@ def open_input(file: InputFile) -> IO[bytes]:
     return cast(IO[bytes], open_store(file.store)[0].open(file.path, "rb", block_size=_READ_AHEAD_BYTES))
 
 
-_Found = tuple[str, str, int, str, str]
-"""name, path, size, stamp, store"""
+class _Found(NamedTuple):
+    name: str
+    path: str
+    size: int
+    stamp: str
+    store: str
+    real: str
+    """The same for the same file, however it was reached."""
 
 
 def _stdlib() -> list[_Found]:
-    found = _below(STDLIB, sysconfig.get_paths()["stdlib"], skip=_NOT_STDLIB)
-    return [file for file in found if file[0].endswith(".py")]
+    folder = sysconfig.get_paths()["stdlib"]
+    files = find_local(folder, wanted=lambda name: name.endswith(".py"), skip=_NOT_STDLIB)
+    return [file._replace(name=STDLIB + file.path.removeprefix(folder)) for file in map(_found, files)]
 
 
 def _local(source: str) -> list[_Found]:
-    """In folders, hidden files and folders are passed over."""
-    found: list[_Found] = []
-    for path in [source] if os.path.exists(source) else sorted(glob(source, recursive=True)):
-        found += _below(path, path) if os.path.isdir(path) else [_facts(path, path)]
-    return list({file[0]: file for file in found}.values())
+    return [_found(file) for file in find_local(source)]
 
 
-def _below(name: str, folder: str, skip: frozenset[str] = frozenset()) -> list[_Found]:
-    relative_paths = []
-    for parent, folders, files in os.walk(folder):
-        folders[:] = [entry for entry in folders if not entry.startswith(".") and entry not in skip]
-        relative_paths += [os.path.relpath(os.path.join(parent, file), folder) for file in files if file[0] != "."]
-    return [_facts(os.path.join(name, path), os.path.join(folder, path)) for path in sorted(relative_paths)]
-
-
-def _facts(name: str, path: str) -> _Found:
-    try:
-        facts = os.stat(path)
-    except OSError as error:
-        raise unreadable(path, error) from error
-    return name, path, facts.st_size, str(facts.st_mtime_ns), ""
+def _found(file: LocalFile) -> _Found:
+    return _Found(file.path, file.path, file.size, file.stamp, "", file.real)
 
 
 def _remote(source: str) -> list[_Found]:
     try:
         store, path = open_store(source)
+        if source.startswith("file://"):
+            return [_found(file)._replace(name=f"file://{file.path}") for file in find_local(path)]
         if store.isfile(path):
             listing = {path: store.info(path)}
         elif store.isdir(path):
@@ -138,12 +164,116 @@ def _remote(source: str) -> list[_Found]:
             if info["size"] is None:
                 what, remedy = "its server does not say how long it is", "fetch it with `bloomery download` first"
                 raise DataError(Problem(what, "a file that ends early must be noticed", remedy, url))
-            found.append((url, name, int(info["size"]), version_of(info), source))
+            found.append(_Found(url, name, int(info["size"]), version_of(info), source, url))
         return found
     except DataError:
         raise
     except Exception as error:  # every store has its own kinds
         raise unreadable(source, error) from error
+
+
+class LocalFile(NamedTuple):
+    path: str
+    real: str
+    """Without symbolic links."""
+    size: int
+    stamp: str
+
+
+def find_local(
+    source: str, *, wanted: Callable[[str], bool] = lambda _: True, skip: frozenset[str] = frozenset()
+) -> list[LocalFile]:
+    """A file, all files below a folder, or those that a glob matches, by path, each once. In folders, hidden names and
+    folders called as in `skip` are passed over, and files whose name is not `wanted`. DataError where anything cannot
+    be looked at: a folder that is passed over unnoticed is text that is lost."""
+    found: dict[str, LocalFile] = {}
+    try:
+        for path in [source] if os.path.lexists(source) else _matches(source):
+            if _is_folder(path):
+                below = [entry for entry in _walk(path, skip) if not entry.is_folder]
+                inner = sorted((entry.path, entry.real) for entry in below if wanted(os.path.basename(entry.path)))
+            else:
+                inner = [(path, os.path.realpath(path))]
+            for name, real in inner:
+                if real not in found:
+                    found[real] = _facts(name, real)
+    except (OSError, ValueError) as error:  # ValueError: a path that cannot be one
+        raise unreadable(getattr(error, "filename", None) or source, error) from error
+    return list(found.values())
+
+
+def _facts(path: str, real: str) -> LocalFile:
+    facts = os.stat(path)
+    if not stat.S_ISREG(facts.st_mode):
+        what, rule = "is no regular file", "a pipe, a socket or a device has no content that stays"
+        raise DataError(Problem(what, rule, "remove it, or name the files with a glob such as 'folder/**/*.py'", path))
+    return LocalFile(path, real, facts.st_size, str(facts.st_mtime_ns))
+
+
+class _Entry(NamedTuple):
+    path: str
+    real: str
+    is_folder: bool
+
+
+def _walk(folder: str, skip: frozenset[str] = frozenset()) -> Iterator[_Entry]:
+    """The folder and everything below it but hidden names. Links are followed, last, so that what is also reached
+    without them keeps its name; no folder is entered twice, so that a link to a folder above does no harm."""
+    entered: set[str] = set()
+    waiting, links = [_Entry(folder, os.path.realpath(folder), True)], list[_Entry]()
+    while waiting or links:
+        here = (waiting or links).pop()
+        if here.real in entered:
+            continue
+        entered.add(here.real)
+        yield here
+        with os.scandir(here.path or ".") as listing:
+            entries = sorted((entry for entry in listing if entry.name[0] != "."), key=lambda entry: entry.name)
+        for entry in reversed(entries):
+            path, is_link = os.path.join(here.path, entry.name), entry.is_symlink()
+            real = os.path.realpath(path) if is_link else os.path.join(here.real, entry.name)
+            inner = _Entry(path, real, entry.is_dir())
+            if not inner.is_folder:
+                yield inner
+            elif entry.name not in skip:
+                (links if is_link else waiting).append(inner)
+
+
+def _matches(pattern: str) -> list[str]:
+    """As glob.glob, which takes a folder that it may not read for an empty one."""
+    paths = ["/" if pattern.startswith("/") else ""]
+    for segment in filter(None, pattern.split("/")):
+        if segment == "**":
+            folders = [path for path in paths if _is_folder(path)]
+            paths = [entry.path for path in folders for entry in _walk(path) if entry.is_folder]
+        elif has_magic(segment):
+            matches, hidden = re.compile(translate(segment)).match, segment[0] == "."
+            paths = [
+                os.path.join(path, name)
+                for path in paths
+                if _is_folder(path)
+                for name in os.listdir(path or ".")
+                if matches(name) and (hidden or name[0] != ".")
+            ]
+        else:
+            paths = [path for path in (os.path.join(path, segment) for path in paths) if _is_there(path)]
+    return sorted({path for path in paths if not pattern.endswith("/") or _is_folder(path)})
+
+
+def _is_folder(path: str) -> bool:
+    """OSError where that cannot be told."""
+    try:
+        return stat.S_ISDIR(os.stat(path or ".").st_mode)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+
+
+def _is_there(path: str) -> bool:
+    try:
+        os.lstat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    return True
 
 
 def unreadable(path: str, error: Exception) -> DataError:

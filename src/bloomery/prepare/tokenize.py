@@ -11,14 +11,15 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from bloomery.prepare.encoder import RECHECK_BYTES, RECHECK_EVERY, Chosen, Encoder
+from bloomery.base.errors import DataError, Problem
+from bloomery.prepare.encoder import RECHECK_BYTES, RECHECK_EVERY, Chosen
 from bloomery.prepare.parts import BAD, DUPLICATE, EMPTY, LONG, SHORT, Part, PartFolder, PartWriter
 from bloomery.prepare.pool import Report
 from bloomery.prepare.ragged import gather, sums
 from bloomery.prepare.read import Block, UnitReader, hash_piece
 from bloomery.prepare.units import Unit
 
-_FORMAT = 2
+_FORMAT = 3
 """Of parts; another number makes older ones worthless."""
 
 
@@ -80,7 +81,7 @@ def make_part(
 ) -> tuple[Part, Recheck]:
     """The part is under its name, but counts only once it is marked."""
     reader = UnitReader(unit, text_key=settings.text_key, skip_bad=settings.bad_records == "skip")
-    work = _Work(settings, chosen.encoder)
+    work = _Work(unit, settings, chosen)
     writer = PartWriter(folder, unit)
     try:
         for block in reader.blocks():
@@ -91,7 +92,7 @@ def make_part(
             report(BlockDone(block.input_bytes, work.text_bytes - before, documents, len(tokens)))
             del block, tokens, columns  # before the next block is read
         inputs = [(digest, piece.file.stamp) for digest, piece in zip(reader.hashes, unit.pieces, strict=True)]
-        dropped = {**work.dropped, BAD: reader.bad}
+        dropped = {**work.dropped, BAD: reader.bad + work.dropped[BAD]}
         key = settings.key(unit)
         part = writer.finish(key=key, encoder=chosen.name, inputs=inputs, text_bytes=work.text_bytes, dropped=dropped)
         return part, work.recheck
@@ -100,10 +101,11 @@ def make_part(
 
 
 class _Work:
-    def __init__(self, settings: Settings, encoder: Encoder) -> None:
-        self._settings, self._encoder = settings, encoder
+    def __init__(self, unit: Unit, settings: Settings, chosen: Chosen) -> None:
+        self._unit, self._settings, self._encoder = unit, settings, chosen.encoder
+        self._forbidden = np.array(sorted(chosen.forgeable), np.uint32)
         self._seen = 0
-        self.dropped = {EMPTY: 0, SHORT: 0, LONG: 0, DUPLICATE: 0}
+        self.dropped = {EMPTY: 0, SHORT: 0, LONG: 0, DUPLICATE: 0, BAD: 0}
         self.text_bytes = 0
         self.recheck = Recheck()
 
@@ -118,7 +120,8 @@ class _Work:
             lengths = lengths[lengths > 0]
         document_tokens = lengths if sequences is None else sums(lengths, sequences)
         hashes = _hashes(texts) if settings.deduplicate else None
-        keep = self._judge(document_tokens, hashes)
+        forged = self._forged(block, ids, document_tokens)
+        keep = self._judge(document_tokens, hashes, forged)
         sizes = np.fromiter((len(t) if t.isascii() else len(t.encode()) for t in texts), np.int64, len(texts))
         places = np.concatenate(block.places or [np.empty((0, 2), np.uint64)])
         keys = shuffle_keys(settings.shuffle_seed, places) if len(places) else None
@@ -155,18 +158,39 @@ class _Work:
         split = [split_sentences(text) for text in texts]
         return np.fromiter(map(len, split), np.int64, len(split)), [sentence for text in split for sentence in text]
 
-    def _judge(self, document_tokens: NDArray[np.int64], hashes: NDArray[np.uint64] | None) -> NDArray[np.bool_]:
+    def _forged(self, block: Block, ids: NDArray[np.uint32], document_tokens: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Which documents have a special token that no text may give, such as an end of document in their middle."""
+        forged = np.zeros(len(document_tokens), bool)
+        if not len(self._forbidden) or not len(places := np.flatnonzero(np.isin(ids, self._forbidden))):
+            return forged
+        forged[np.searchsorted(np.cumsum(document_tokens), places, side="right")] = True
+        if self._settings.bad_records != "skip":
+            first = int(np.argmax(forged))
+            number, offset = map(int, np.concatenate(block.places)[first])
+            file = next(piece.file for piece in self._unit.pieces if piece.file.number == number)
+            where = {"text": "", "parquet": f":row {offset + 1}"}.get(file.kind, f":byte {offset}")
+            what = f"has a text that gives the special token {ids[places[0]]}; it begins {block.texts[first]!r:.60}"
+            rule = "this tokenizer's model takes the text of a special token for it, so documents could forge an end"
+            remedy = (
+                "leave them out with `bad_records: skip`, allow it with `special_tokens: as_ids`, or use another one"
+            )
+            raise DataError(Problem(what, rule, remedy, f"{file.name}{where}"))
+        return forged
+
+    def _judge(
+        self, document_tokens: NDArray[np.int64], hashes: NDArray[np.uint64] | None, forged: NDArray[np.bool_]
+    ) -> NDArray[np.bool_]:
         """Which documents stay. Lengths are those of the text, without an end-of-document token."""
         empty = document_tokens == 0
-        short = ~empty & (document_tokens < self._settings.min_tokens)
-        long = document_tokens > (self._settings.max_tokens or np.iinfo(np.int64).max)
-        keep: NDArray[np.bool_] = ~(empty | short | long)
+        short = ~empty & ~forged & (document_tokens < self._settings.min_tokens)
+        long = ~forged & (document_tokens > (self._settings.max_tokens or np.iinfo(np.int64).max))
+        keep: NDArray[np.bool_] = ~(empty | short | long | forged)
         if hashes is not None:
             first = np.zeros(len(keep), bool)
             first[np.unique(hashes, axis=0, return_index=True)[1]] = True
             self.dropped[DUPLICATE] += int((keep & ~first).sum())
             keep &= first
-        for reason, which in ((EMPTY, empty), (SHORT, short), (LONG, long)):
+        for reason, which in ((EMPTY, empty), (SHORT, short), (LONG, long), (BAD, forged)):
             self.dropped[reason] += int(which.sum())
         return keep
 

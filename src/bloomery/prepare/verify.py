@@ -1,21 +1,27 @@
-"""`bloomery prepare --verify`: make the shard again beside it, and compare every token."""
+"""`bloomery prepare --verify`: make the shard again beside it, and compare all that was written."""
 
 from __future__ import annotations
 
 import os
-import shutil
+import tempfile
 from collections.abc import Callable
+from dataclasses import fields
 
 import numpy as np
 
 from bloomery.base.errors import DataError, Problem
+from bloomery.base.storage import writing, written_to
 from bloomery.config.recipe import PrepareSection
 from bloomery.data.manifest import ShardManifest, manifest_path, read_manifest
+from bloomery.data.origins import origins_path
 from bloomery.data.shards import ShardReader
 from bloomery.data.tokenizer import Tokenizer
 from bloomery.prepare.run import Progress, prepare
 
 _TOKENS = 1 << 22
+_BYTES = 1 << 20
+_MAY_DIFFER = ("source_files", "encoder", "bloomery_version")
+"""Fields of a manifest that do not follow from the inputs; of the files only the time stamps do not."""
 
 
 def verify(
@@ -34,17 +40,21 @@ def verify(
     if manifest is None:
         remedy = "run `bloomery prepare` without --verify"
         raise DataError(Problem("has no manifest", "there is nothing to compare", remedy, section.output))
-    folder = f"{section.output}.verify"
-    shutil.rmtree(folder, ignore_errors=True)
-    try:
-        again = section.model_copy(update={"output": os.path.join(folder, "again")})
+    folder, name = os.path.split(section.output)
+    with written_to("place for prepare.output"), writing(section.output):
+        beside = tempfile.TemporaryDirectory(prefix=f"{name}.verify-", dir=folder or ".", ignore_cleanup_errors=True)
+    with beside:
+        again = section.model_copy(update={"output": os.path.join(beside.name, "again")})
         made = prepare(again, tokenizer=tokenizer, seed=seed, workers=workers, progress=progress).manifest
         assert made is not None
         _compare_manifests(section, manifest, made)
         with ShardReader(section.output) as shard, ShardReader(again.output) as right:
-            _compare_shards(shard, right, tokenizer)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+            if not _are_equal(f"{shard.prefix}.idx", f"{right.prefix}.idx"):
+                raise _other_index(shard, right)
+            _compare_tokens(shard, right, tokenizer)
+        if not _are_equal(origins_path(section.output), origins_path(again.output)):
+            what = f"{origins_path(section.output)} is missing, or names other files than the documents came from"
+            raise _differs(section.output, what)
     return manifest
 
 
@@ -55,16 +65,41 @@ def _compare_manifests(section: PrepareSection, manifest: ShardManifest, made: S
         if old.get(name) != new.get(name):
             how = "is gone" if name not in new else "is new" if name not in old else "has changed"
             raise _differs(section.output, f"the source file {name} {how} since the shard was made")
-    for name in ("tokenizer_hash", "dtype", "eod_id", "shuffle_seed", "settings", "documents", "tokens", "sources"):
+    if [file.name for file in manifest.source_files] != [file.name for file in made.source_files]:
+        raise _differs(section.output, "its source_files are in another order")
+    for name in (field.name for field in fields(ShardManifest) if field.name not in _MAY_DIFFER):
         if getattr(manifest, name) != getattr(made, name):
             raise _differs(
                 section.output, f"its {name} is {getattr(manifest, name)} where now it would be {getattr(made, name)}"
             )
 
 
-def _compare_shards(shard: ShardReader, right: ShardReader, tokenizer: Tokenizer) -> None:
-    if not np.array_equal(shard.document_token_starts, right.document_token_starts):
-        raise _differs(shard.prefix, f"it has other documents: {shard.num_documents} instead of {right.num_documents}")
+def _are_equal(path: str, other: str) -> bool:
+    """The same bytes, or neither is there."""
+    if not os.path.exists(path) or not os.path.exists(other):
+        return os.path.exists(path) == os.path.exists(other)
+    with open(path, "rb") as file, open(other, "rb") as right:
+        while piece := file.read(_BYTES):
+            if piece != right.read(_BYTES):
+                return False
+        return not right.read(1)
+
+
+def _other_index(shard: ShardReader, right: ShardReader) -> DataError:
+    if shard.num_documents != right.num_documents:
+        what = f"it has {shard.num_documents} documents instead of {right.num_documents}"
+    elif len(wrong := np.flatnonzero(shard.document_token_starts != right.document_token_starts)):
+        what = f"document {int(wrong[0]) - 1} has another length than its source gives"
+    elif shard.num_sequences != right.num_sequences:
+        what = f"it has {shard.num_sequences} sequences instead of {right.num_sequences}"
+    elif len(wrong := np.flatnonzero(shard.sequence_starts() != right.sequence_starts())):
+        what = f"sequence {int(wrong[0]) - 1} has another length than its source gives"
+    else:
+        what = "documents have other sequences, or tokens another type, than their sources give"
+    return _differs(shard.prefix, f"{what} ({shard.prefix}.idx)")
+
+
+def _compare_tokens(shard: ShardReader, right: ShardReader, tokenizer: Tokenizer) -> None:
     for start in range(0, right.num_tokens, _TOKENS):
         count = min(_TOKENS, right.num_tokens - start)
         wrong = np.flatnonzero(shard.read(start, count) != right.read(start, count))
@@ -76,12 +111,12 @@ def _compare_shards(shard: ShardReader, right: ShardReader, tokenizer: Tokenizer
                 shard.prefix,
                 f"document {document} has token {shard.read(start + int(wrong[0]), 1)[0]} at {position} where its "
                 f"source gives {right.read(start + int(wrong[0]), 1)[0]}; it begins {text!r:.80}",
-                f"delete {manifest_path(shard.prefix)}, by which the shard counts as up to date, and ",
             )
 
 
-def _differs(place: str, what: str, first: str = "") -> DataError:
-    """`first`: what to do before the shard can be made again."""
+def _differs(prefix: str, what: str) -> DataError:
     rule = "the shard must hold exactly what its sources give"
-    remedy = f"{first}make it again with `bloomery prepare`, or restore the sources"
-    return DataError(Problem(what, rule, remedy, place))
+    first = f"delete {manifest_path(prefix)}, by which the shard may count as up to date"
+    return DataError(
+        Problem(what, rule, f"{first}, and make it again with `bloomery prepare`, or restore the sources", prefix)
+    )
