@@ -1,5 +1,5 @@
-"""Launch scripts for the tests of `import megatron`: flags and values of two published trainings, in shell as people
-write it there: variables in variables, long quoted strings, a ds_config in a here-document, the whole in `bash -c`."""
+"""Launch scripts for the tests of `import megatron`: flags and values of published trainings and examples, in shell as
+people write it there: variables in variables, long quoted strings, a ds_config in a here-document, all in `bash -c`."""
 
 TR1 = r"""#!/bin/bash
 #SBATCH --job-name=tr1-13B-round3
@@ -263,4 +263,75 @@ export CMD=" \
 export NCCL_ASYNC_ERROR_HANDLING=1
 SRUN_ARGS=" --wait=60 --kill-on-bad-exit=1 "
 clear; srun $SRUN_ARGS --jobid $SLURM_JOB_ID bash -c "$LAUNCHER --node_rank \$SLURM_PROCID $CMD" 2>&1 | tee -a log.txt
+"""
+
+LLAMA2 = r"""#!/bin/bash
+# The flags of a Llama 2 in Microsoft's Megatron-DeepSpeed
+CONFIG=./tmp/deepspeed.json
+TP=2; PP=2; ZERO_STAGE=0
+HIDDEN=2048; HEADS=16; KV_HEADS=4
+BATCH=32; MICRO_BATCH=4; SEQ=2048
+activation_checkpoint="false"
+cat <<EOT > $CONFIG
+{
+  "train_batch_size" : $BATCH,
+  "train_micro_batch_size_per_gpu": $MICRO_BATCH,
+  "gradient_clipping": 1.0,
+  "zero_optimization": {
+    "stage": $ZERO_STAGE
+  },
+  "bf16": {
+    "enabled": true
+  }
+}
+EOT
+ds_args=" --deepspeed --deepspeed_config=$CONFIG --zero-stage=$ZERO_STAGE"
+if [ "${activation_checkpoint}" = "true" ]; then
+  ds_args="--recompute-granularity full --recompute-method uniform ${ds_args}"
+fi
+torchrun --nproc_per_node ${GPUS:-8} --nnodes 1 pretrain_gpt.py "$@" \
+  --tensor-model-parallel-size $TP --pipeline-model-parallel-size $PP --ds-sequence-parallel-size 1 \
+  --num-layers 24 --hidden-size $HIDDEN --ffn-hidden-size 5504 --num-attention-heads $HEADS \
+  --micro-batch-size $MICRO_BATCH --global-batch-size $BATCH --seq-length $SEQ --max-position-embeddings $SEQ \
+  --train-iters 250000 --lr 3e-4 --min-lr 3e-5 --lr-decay-style cosine --lr-warmup-iters 2000 --optimizer adam \
+  --adam-beta1 0.9 --adam-beta2 0.95 --weight-decay 0.1 --clip-grad 1 --bf16 --save ./tmp --load ./tmp \
+  --data-path 1 shards/books --data-impl mmap --split 949,50,1 --vocab-size 32000 \
+  --tokenizer-type GPTSentencePieceTokenizer --tokenizer-model tokenizers/llama --distributed-backend nccl \
+  --no-query-key-layer-scaling --attention-dropout 0 --hidden-dropout 0 --use-rotary-position-embeddings \
+  --untie-embeddings-and-output-weights --swiglu --normalization rmsnorm --disable-bias-linear \
+  --num-key-value-heads $KV_HEADS --rotary-position-embeddings-theta 500000 --use-flash-attn-v2 \
+  $ds_args
+"""
+
+GPT_TOKENS = r"""#!/bin/bash
+# The flags of a GPT-3 XL in Microsoft's Megatron-DeepSpeed, which counts in tokens
+seq_len=${1:-2048}
+tokens_in_billion=300
+train_tokens=$((${tokens_in_billion} * 1000000000))
+train_samples=$(( 300 * 1000000000 * 2 / ${seq_len} ))
+exit_duration=30000000
+num_gpus=$(($(ds_ssh nvidia-smi --query-gpu=name | wc -l)-2))
+checkpoint_path="/blob/$(whoami)/gpt_g${num_gpus}"
+vocab_path="gpt2/vocab.json"
+if [ ! -f "$vocab_path" ]; then
+    wget https://example.org/gpt2-vocab.json
+fi
+options=" \
+    --override-opt_param-scheduler --adam-beta1 0.9 --adam-beta2 0.95 --tensor-model-parallel-size 2 \
+    --init-method-std 0.013 --lr-decay-tokens ${train_tokens} --lr-warmup-tokens $((3000 * 1000000)) \
+    --micro-batch-size 2 --global-batch-size 512 --exit-duration-in-mins ${exit_duration} \
+    --num-layers 24 --hidden-size 2048 --num-attention-heads 16 --seq-length ${seq_len} \
+    --max-position-embeddings ${seq_len} --train-tokens ${train_tokens} --train-samples ${train_samples} \
+    --lr 2.0e-4 --min-lr 1.0e-6 --lr-decay-style cosine --split 949,50,1 --weight-decay 0.1 --clip-grad 1.0 \
+    --hysteresis 2 --num-workers 0 --fp16 --load ${checkpoint_path} --save ${checkpoint_path} \
+    --no-async-tensor-model-parallel-allreduce --log-optimizer-states-to-tensorboard --checkpoint-activations \
+    --vocab-file ${vocab_path} --merge-file gpt2/merges.txt --data-path ${2} --data-impl mmap"
+sed "s/GBSIZE/512/" template.json \
+    | sed "s/ZERO_STAGE/1/" > ds.json
+for (( node = 0; node <= num_gpus; node++ ))
+do
+    iteration=$(ssh -q worker-"$node" cat latest)
+done
+deepspeed pretrain_gpt.py ${options} --deepspeed --deepspeed_config ds.json --zero-stage 1 \
+    --pipeline-model-parallel-size 2 --deepspeed-activation-checkpointing &>> log.txt
 """

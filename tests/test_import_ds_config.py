@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from bloomery.base.errors import RecipeError
+from bloomery.checkpoint.megatron.flags import Row
 from bloomery.checkpoint.megatron.importer import Imported, import_megatron
 
 _SMALL = (
@@ -86,6 +87,9 @@ def test_an_optimizer_with_the_same_values_is_checked_and_told(tmp_path: Path) -
          "8 samples is no whole number of replicas times 2 samples"),
         ({"gradient_accumulation_steps": 3}, "8 samples is no whole number of replicas times 2 samples"),
         ({"gradient_accumulation_steps": 0}, "Must be at least 1"),
+        ({"curriculum_learning": {"enabled": True}}, "curriculum_learning is enabled. Every sample has"),
+        ({"compression_training": {"weight_quantization": {"shared_parameters": {"enabled": True}}}},
+         "compression_training is enabled"),
     ],
 )  # fmt: skip
 def test_what_deepspeed_would_do_otherwise_is_refused(config: dict[str, Any], message: str, tmp_path: Path) -> None:
@@ -105,13 +109,14 @@ def test_every_key_of_a_ds_config_is_a_row(tmp_path: Path) -> None:
                  "hysteresis": 2, "min_loss_scale": 1, "auto_cast": False},
         "bf16": {"enabled": False},
         "zero_optimization": {"stage": 2, "overlap_comm": True, "offload_optimizer": {"device": "cpu"}},
-        "curriculum_learning": {"enabled": True},
+        "curriculum_learning": {"enabled": False},
+        "nebula": {"enabled": True},
     }  # fmt: skip
     done = imported(tmp_path, config, "--fp16")
     expected = {f"{key}.{inner}" for key in ("fp16", "bf16", "zero_optimization") for inner in config[key]}
     assert set(rows_of(done)) == expected | {key for key in config if key not in ("fp16", "bf16", "zero_optimization")}
     told = {name for name, kind in rows_of(done).items() if kind == "not understood"}
-    assert told == {"fp16.auto_cast", "curriculum_learning"}
+    assert told == {"fp16.auto_cast", "nebula"}
     assert (done.recipe.parallel.zero, done.recipe.parallel.offload) == (2, True)
 
 
@@ -120,6 +125,113 @@ def test_a_ds_config_that_says_nothing_of_zero_is_not_named_as_its_source(tmp_pa
     (row,) = (row for row in done.rows if row.field == "parallel.zero")
     assert (row.result, done.recipe.parallel.zero) == ("0", 0)
     assert "DeepSpeed's default: ds_config does not say" in row.remark
+
+
+# ---------------------------------------------------------------- the recipe and the table say the same
+
+
+def row_of(done: Imported, flag: str) -> Row:
+    (row,) = (row for row in done.rows if row.flag == flag)
+    return row
+
+
+@pytest.mark.parametrize("deepspeed", [True, False])
+@pytest.mark.parametrize(("precision", "stage", "zero"), [("--bf16", 3, 3), ("--bf16", 0, 1), ("--fp16", 0, 0)])
+def test_the_stage_of_a_ds_config_is_that_of_the_recipe(
+    tmp_path: Path, precision: str, stage: int, zero: int, deepspeed: bool
+) -> None:
+    words = [word for word in SMALL if deepspeed or word != "--deepspeed"]
+    file = tmp_path / "ds.json"
+    file.write_text(json.dumps({"zero_optimization": {"stage": stage}}))
+    done = import_megatron([*words, precision], ds_config=file)
+    assert done.recipe.parallel.zero == zero
+    rows = [row for row in done.rows if row.field == "parallel.zero"]
+    assert {row.result for row in rows} == {str(zero)}
+    assert all(("bf16 optimizer shards" in row.remark) is (zero != stage) for row in rows)
+    told = [row.remark for row in done.rows_of("differs") if row.flag == "ds_config"]
+    assert bool(told) is not deepspeed
+    assert all("though --deepspeed is not there" in remark for remark in told)
+
+
+def test_a_ds_config_that_a_script_names_counts_without_the_flag(tmp_path: Path) -> None:
+    (tmp_path / "z2.json").write_text('{"zero_optimization": {"stage": 2}, "fp16": {"enabled": true}}')
+    done = script(tmp_path, "pretrain_gpt.py FLAGS --fp16 --deepspeed_config z2.json\n")
+    assert (done.recipe.parallel.zero, done.recipe.loss_scale.initial) == (2, 65536)
+    assert "though --deepspeed is not there" in done.yaml()
+
+
+def test_the_precision_of_a_ds_config_is_shown_by_its_name(tmp_path: Path) -> None:
+    done = imported(tmp_path, {"bf16": {"enabled": True}, "fp16": {"enabled": False}}, "--bf16")
+    assert {row_of(done, f"ds_config {name}.enabled").result for name in ("bf16", "fp16")} == {"bf16"}
+
+
+@pytest.mark.parametrize("betas", [["auto", "auto"], [0.9, "auto"], ["auto", 0.999], "auto"])
+def test_auto_is_the_flags_value_inside_lists_too(tmp_path: Path, betas: Any) -> None:
+    done = imported(tmp_path, {"optimizer": {"type": "Adam", "params": {"betas": betas}}})
+    assert done.recipe.optimizer.betas == [0.9, 0.999]
+    says_nothing = betas in ("auto", ["auto", "auto"])
+    assert row_of(done, "ds_config optimizer.params.betas").kind == ("not needed" if says_nothing else "mapped")
+    with pytest.raises(RecipeError, match=r"betas is \[0.9, 0.95\]"):
+        imported(tmp_path, {"optimizer": {"params": {"betas": ["auto", 0.95]}}})
+
+
+# ---------------------------------------------------------------- what is no ds_config
+
+WRONG: list[Any] = [None, [], {}, "x", "auto", True, -1, 0, 5000, 10**30, 1e308, 0.9, [1], ["auto"], [[]], {"a": 1}]
+KEYS = [
+    "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping",
+    "fp16", "fp16.enabled", "fp16.loss_scale", "fp16.initial_scale_power", "fp16.loss_scale_window", "fp16.hysteresis",
+    "fp16.min_loss_scale", "bf16", "bf16.enabled", "bfloat16", "zero_optimization", "zero_optimization.stage",
+    "zero_optimization.offload_optimizer", "zero_optimization.offload_param", "optimizer", "optimizer.type",
+    "optimizer.params", "optimizer.params.lr", "optimizer.params.betas", "optimizer.params.eps", "scheduler",
+    "scheduler.type", "curriculum_learning", "data_efficiency", "steps_per_print", "other",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("path", KEYS)
+def test_no_value_of_a_ds_config_is_a_traceback(tmp_path: Path, path: str) -> None:
+    for value in WRONG:
+        config: Any = value
+        for key in reversed(path.split(".")):
+            config = {key: config}
+        try:
+            imported(tmp_path, {"fp16": {"enabled": True}} | config, "--fp16")
+        except RecipeError as error:
+            for problem in error.problems:
+                assert problem.rule, problem
+                assert problem.remedy, problem
+                assert problem.place, problem
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "not valid JSON: Expecting value"),
+        ('{"fp16": {"enab', "not valid JSON: Unterminated string"),
+        ("[{}]", "it holds list. A ds_config is a JSON object"),
+        ('{"fp16": {"enabled": true, "enabled": false}}', 'not valid JSON: "enabled" stands twice in one object'),
+        ('{"gradient_clipping": NaN}', "not valid JSON: NaN is no number"),
+        ("[" * 100_000, "not valid JSON"),
+        ('{"train_batch_size": ' + "9" * 5000 + "}", "not valid JSON"),
+        ('{"optimizer": {"params": {"betas": 0.9}}}', "optimizer.params.betas is 0.9. It is a list"),
+        ('{"optimizer": {"params": {"betas": [0.9]}}}', "betas is [0.9]. There are two of them"),
+        ('{"fp16": {"initial_scale_power": 5000}}', "initial_scale_power is 5000. The first scale is 2 to that power"),
+        ('{"train_batch_size": 1e30}', "train_batch_size is 1e+30. It is a whole number"),
+        ('{"gradient_clipping": 1e30}', "gradient_clipping is 1e+30. It is at most 1,000,000,000,000,000,000"),
+    ],
+    ids=range(12),
+)
+def test_a_broken_ds_config_is_refused_with_its_place(tmp_path: Path, text: str, message: str) -> None:
+    (tmp_path / "ds.json").write_text(text)
+    with pytest.raises(RecipeError) as caught:
+        import_megatron(SMALL, ds_config=tmp_path / "ds.json")
+    assert message in str(caught.value)
+    assert all(problem.place.endswith("ds.json") for problem in caught.value.problems)
+
+
+def test_a_byte_order_mark_is_passed_over(tmp_path: Path) -> None:
+    (tmp_path / "ds.json").write_text('{"gradient_clipping": 0.3}', encoding="utf-8-sig")
+    assert import_megatron(SMALL, ds_config=tmp_path / "ds.json").recipe.optimizer.clip_grad_norm == 0.3
 
 
 # ---------------------------------------------------------------- which command of a script

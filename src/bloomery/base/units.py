@@ -16,7 +16,7 @@ _WHOLE = r"[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+(?:_[0-9]+)*"
 _AMOUNT = re.compile(rf"^((?:{_WHOLE})(?:\.[0-9]+)?)\s*([kKMBGT]?)\s*(steps?|samples?|tokens?)$")
 _DURATION = re.compile(r"^(?:([0-9]+)d)?\s*(?:([0-9]+)h)?\s*(?:([0-9]+)m)?\s*(?:([0-9]+(?:\.[0-9]+)?)s)?$")
 _LARGEST_AMOUNT = 10**18
-_LONGEST_SECONDS = 10 * 365 * 86400
+LONGEST_SECONDS = 10 * 365 * 86400
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ def parse_duration(text: str) -> Duration:
         raise ValueError(DURATION_RULE)
     days, hours, minutes, seconds = (float(number or 0) for number in match.groups())
     total = days * 86400 + hours * 3600 + minutes * 60 + seconds
-    if total > _LONGEST_SECONDS:
+    if total > LONGEST_SECONDS:
         raise ValueError("a duration is at most ten years")
     return Duration(total)
 

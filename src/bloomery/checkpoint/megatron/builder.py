@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from decimal import Decimal, InvalidOperation
 from typing import Any, TypeVar
 
 from bloomery.base.errors import Problem
-from bloomery.checkpoint.megatron.flags import CommandLine, Given, Kind, Row
-from bloomery.checkpoint.megatron.shell_expand import is_known, shown
+from bloomery.checkpoint.megatron.flags import CommandLine, Given, Row
+from bloomery.checkpoint.megatron.other_flags import Kind
+from bloomery.checkpoint.megatron.shell_expand import is_known, shown, unset_names
 
 T = TypeVar("T")
+LARGEST = 10**18
+"""Of every number: it keeps nonsense out of later arithmetic."""
 
 
 @dataclass
 class Builder:
     line: CommandLine
-    reasons: Mapping[str, str] = field(default_factory=dict)
-    """Why a variable of the script has no value."""
+    reasons: Mapping[str, str] | None = None
+    """Why a variable of the script has no value; None: there is no script."""
+    deepspeed: bool = False
+    """Whether DeepSpeed trains: --deepspeed, or a ds_config at hand."""
     raw: dict[str, Any] = field(default_factory=dict)
     """The recipe as plain values."""
     places: dict[str, str] = field(default_factory=dict)
@@ -37,13 +44,17 @@ class Builder:
         self.read.add(name)
         return self.line.flags.get(f"--{name}")
 
+    def first(self, *names: str) -> str:
+        """Of several names of one flag the one that stands there, else the first."""
+        return next((name for name in names if self.has(name)), names[0])
+
     def value(self, name: str, kind: Callable[[str], T], default: T) -> T:
         """The flag's value; its default, and a problem, where it has none that can be used."""
         given = self.given(name)
         if given is None:
             return default
         if len(given.values) != 1:
-            self.problem(given, f"{given.flag} has {len(given.values)} values", "it takes one", "")
+            self.problem(given, f"{given.flag} has {len(given.values)} values", "it takes one", "write one behind it")
             return default
         return self.convert(given, given.values[0], kind, default)
 
@@ -51,19 +62,25 @@ class Builder:
         if not is_known(text):
             self.unknown_value(given, text)
             return default
+        parse: Callable[[str], T] = {int: whole_number, float: real_number}.get(kind, kind)  # type: ignore[call-overload]
         try:
-            return kind(text)
-        except ValueError:
-            wanted = {int: "a whole number", float: "a number"}.get(kind, "another kind of value")  # type: ignore[call-overload]
-            self.problem(given, f"{given.flag} is {text!r}", f"it is {wanted}", "mend it")
+            return parse(text)
+        except ValueError as error:
+            self.problem(given, f"{given.flag} is {text[:60]!r}", f"it is {error}", "write one, or remove the flag")
             return default
 
+    def why_unknown(self, text: str) -> str:
+        known = {name: (self.reasons or {}).get(name) for name in unset_names(text)}
+        return "; ".join(f"${name}: {why}" for name, why in known.items() if why) or "only a running shell knows it"
+
     def unknown_value(self, given: Given, text: str) -> None:
-        names = [name for name in self.reasons if f"${name}" in text or f"${{{name}" in text]
-        why = "; ".join(f"${name}: {self.reasons[name]}" for name in names) or "only a running shell knows it"
-        example = names[0] if names else "NAME"
-        remedy = f"give it with --set {example}=VALUE, or add {given.flag} VALUE behind the script"
-        self.problem(given, f"{given.flag} is {shown(text)}", why, remedy)
+        names = unset_names(text)
+        remedy = (
+            f"give it with --set {names[0] if names else 'NAME'}=VALUE, or add {given.flag} VALUE behind the script"
+        )
+        if self.reasons is None:
+            remedy = f"write {given.flag} with its value"
+        self.problem(given, f"{given.flag} is {shown(text)}", self.why_unknown(text), remedy)
 
     def text(self, name: str) -> str | None:
         """A word or a path; one with an unset variable in it stays as written."""
@@ -94,7 +111,35 @@ class Builder:
 
     def problem(self, given: Given | None, what: str, rule: str = "", remedy: str = "") -> None:
         place = given.place if given else next((g.place for g in self.line.flags.values()), "command line")
-        self.problems.append(Problem(what, rule, remedy, place))
+        found = Problem(what, rule, remedy, place)
+        if found not in self.problems:  # several fields may ask for one flag
+            self.problems.append(found)
+
+
+def whole_number(text: str) -> int:
+    """Also `3e9` and `1.0`, which can only mean one thing. ValueError says what any other text should be."""
+    try:
+        exact = Decimal(text)
+    except InvalidOperation:
+        raise ValueError("a whole number") from None
+    if not exact.is_finite():
+        raise ValueError("a whole number")
+    if exact.adjusted() > 18 or abs(exact) > LARGEST:
+        raise ValueError(f"a whole number of at most {LARGEST:,}")
+    if exact != exact.to_integral_value():
+        raise ValueError("a whole number")
+    return int(exact)
+
+
+def real_number(text: str) -> float:
+    """ValueError also for nan and infinity."""
+    try:
+        number = float(text)
+    except ValueError:
+        raise ValueError("a number") from None
+    if not math.isfinite(number):
+        raise ValueError("a finite number")
+    return number
 
 
 def say(value: Any) -> str:

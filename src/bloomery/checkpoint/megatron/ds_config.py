@@ -8,14 +8,30 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from bloomery.base.errors import Problem, RecipeError
+from bloomery.checkpoint.megatron.builder import LARGEST
 from bloomery.checkpoint.megatron.flags import Row
 
 _NO_MATTER = (
     "steps_per_print", "wall_clock_breakdown", "dump_state", "zero_allow_untested_optimizer", "prescale_gradients",
     "communication_data_type", "gradient_predivide_factor", "sparse_gradients", "memory_breakdown", "disable_allgather",
     "activation_checkpointing", "flops_profiler", "comms_logger", "tensorboard", "wandb", "csv_monitor", "aio",
-    "zero_force_ds_cpu_optimizer", "seq_parallel_communication_data_type", "checkpoint",
+    "zero_force_ds_cpu_optimizer", "seq_parallel_communication_data_type", "checkpoint", "data_types", "autotuning",
 )  # fmt: skip
+_SAMPLES = "every sample has its full length, and a loss at every place"
+_OTHER_TRAININGS = {
+    "curriculum_learning": _SAMPLES,
+    "data_efficiency": _SAMPLES,
+    "progressive_layer_drop": "every layer is trained with every sample",
+    "compression_training": "weights are neither quantized nor pruned",
+    "quantize_training": "weights are neither quantized nor pruned",
+    "sparse_attention": "no family here has such an attention",
+    "amp": "precision is that of --fp16 or --bf16",
+}
+"""Sections that change what is trained, and why a recipe cannot say so."""
+_NUMBER = (int, float)
+_JSON_NAMES = {(dict,): "an object: {...}", (list,): "a list: [...]", (int,): "a whole number", _NUMBER: "a number",
+               (bool,): "true or false", (str,): "a text"}  # fmt: skip
+_HIGHEST_POWER = 127
 _OPTIMIZERS = ("adam", "adamw", "fusedadam", "deepspeedcpuadam")
 _NOT_READ = "Megatron passes DeepSpeed its own optimizer, so this section is not read"
 _LOSS_SCALE = {"initial_scale_power": "initial", "loss_scale_window": "window", "hysteresis": "hysteresis",
@@ -63,79 +79,142 @@ class Said:
     place: str = ""
     field: str = ""
     """Of the recipe."""
+    became: str = ""
+    """What the recipe has, where that is not the value."""
+    note: str = ""
+    """Why."""
+
+
+@dataclass
+class _Taker:
+    """Takes values out of the file, and keeps what is wrong with them."""
+
+    place: str
+    problems: list[Problem] = field(default_factory=list)
+
+    def wrong(self, what: str, rule: str, remedy: str = "mend it") -> None:
+        self.problems.append(Problem(what, rule, remedy, self.place))
+
+    def take(self, holder: Mapping[str, Any], path: str, *kinds: type) -> Any:
+        """The value at the last part of the path; None where there is none, or `auto`."""
+        value = holder.get(path.rpartition(".")[2])
+        if value is None or value == "auto":
+            return None
+        if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
+            self.wrong(f"{path} is {_short(value)}", f"it is {_JSON_NAMES[kinds]}")
+            return None
+        if isinstance(value, int | float) and abs(value) > LARGEST:
+            self.wrong(f"{path} is {_short(value)}", f"it is at most {LARGEST:,}")
+            return None
+        return value
+
+    def count(self, holder: Mapping[str, Any], path: str) -> int | None:
+        value: int | None = self.take(holder, path, int)
+        if value is not None and value < 1:
+            self.wrong(f"{path} is {value}", "must be at least 1")
+        return value
 
 
 def read_ds_config(text: str, place: str) -> DsConfig:
     """RecipeError with all that is wrong with it."""
-    try:
-        content = json.loads(text)
-    except json.JSONDecodeError as error:
-        rule = "ds_config is JSON: numbers have no underscores, and nothing is computed in it"
-        where = f"line {error.lineno} of the file, column {error.colno}"
-        raise RecipeError(Problem(f"not valid JSON: {error.msg} ({where})", rule, "mend it", place)) from error
-    if not isinstance(content, dict):
-        raise RecipeError(Problem(f"it holds {type(content).__name__}", "a ds_config is a JSON object", "", place))
-    found = DsConfig(place, content=content)
-    problems: list[Problem] = []
-
-    def take(holder: Mapping[str, Any], key: str, kinds: tuple[type, ...], path: str) -> Any:
-        value = holder.get(key)
-        if value is None or value == "auto":
-            return None
-        if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
-            wanted = " or ".join(kind.__name__ for kind in kinds)
-            problems.append(Problem(f"{path} is {json.dumps(value)}", f"must be {wanted}", "", place))
-            return None
-        return value
-
-    def section(key: str) -> dict[str, Any]:
-        return take(content, key, (dict,), key) or {}
-
-    number = (int, float)
-    zero, fp16, bf16 = section("zero_optimization"), section("fp16"), section("bf16") or section("bfloat16")
-    found.zero_stage = take(zero, "stage", (int,), "zero_optimization.stage")
+    content = _content(text, place)
+    found, taker = DsConfig(place, content=content), _Taker(place)
+    take, count = taker.take, taker.count
+    zero, fp16 = take(content, "zero_optimization", dict) or {}, take(content, "fp16", dict) or {}
+    bf16 = take(content, "bf16", dict) or take(content, "bfloat16", dict) or {}
+    found.zero_stage = take(zero, "zero_optimization.stage", int)
     found.offload = bool(zero.get("cpu_offload")) or any(
         isinstance(part, dict) and part.get("device", "none") != "none"
         for part in (zero.get("offload_optimizer"), zero.get("offload_param"))
     )
-    found.train_batch_size = take(content, "train_batch_size", (int,), "train_batch_size")
-    found.micro_batch_size = take(content, "train_micro_batch_size_per_gpu", (int,), "train_micro_batch_size_per_gpu")
-    found.accumulation_steps = take(content, "gradient_accumulation_steps", (int,), "gradient_accumulation_steps")
-    found.gradient_clipping = take(content, "gradient_clipping", number, "gradient_clipping")
-    found.fp16 = take(fp16, "enabled", (bool,), "fp16.enabled")
-    found.bf16 = take(bf16, "enabled", (bool,), "bf16.enabled")
-    found.static_loss_scale = take(fp16, "loss_scale", number, "fp16.loss_scale") or 0.0
-    power = take(fp16, "initial_scale_power", (int,), "fp16.initial_scale_power")
-    found.loss_scale = {
-        "initial": 2.0 ** (16 if power is None else power),
-        "window": f"{take(fp16, 'loss_scale_window', (int,), 'fp16.loss_scale_window') or 1000} steps",
-        "hysteresis": take(fp16, "hysteresis", (int,), "fp16.hysteresis") or 2,
-        "min": float(take(fp16, "min_loss_scale", number, "fp16.min_loss_scale") or 1.0),
-    }
-    optimizer = section("optimizer")
-    kind = take(optimizer, "type", (str,), "optimizer.type")
-    if kind is not None and kind.lower().replace("_", "") not in _OPTIMIZERS:
-        what = f"optimizer.type is {json.dumps(kind)}, but Megatron's optimizer is adam, and a recipe has adamw"
-        problems.append(Problem(what, _NOT_READ, "remove `optimizer` from it", place))
-    params = take(optimizer, "params", (dict,), "optimizer.params") or {}
-    found.optimizer = {
-        key: params[key] for key in ("lr", "betas", "eps", "weight_decay") if params.get(key) not in (None, "auto")
-    }
-    scheduler = section("scheduler").get("type")
-    if scheduler not in (None, "auto"):
+    found.train_batch_size = count(content, "train_batch_size")
+    found.micro_batch_size = count(content, "train_micro_batch_size_per_gpu")
+    found.accumulation_steps = count(content, "gradient_accumulation_steps")
+    found.gradient_clipping = take(content, "gradient_clipping", *_NUMBER)
+    found.fp16 = take(fp16, "fp16.enabled", bool)
+    found.bf16 = take(bf16, "bf16.enabled", bool)
+    _loss_scale(found, taker, fp16)
+    _optimizer(found, taker, take(content, "optimizer", dict) or {})
+    for key, rule in _OTHER_TRAININGS.items():
+        if _is_on(content.get(key)):
+            taker.wrong(f"{key} is enabled", rule, "leave it out, if the training may go without")
+    scheduler = take(take(content, "scheduler", dict) or {}, "scheduler.type", str)
+    if scheduler is not None:
         what = f"scheduler.type is {json.dumps(scheduler)}, and the flags give Megatron's schedule"
         rule = "DeepSpeed would take its own instead of Megatron's, and a recipe has only Megatron's"
-        problems.append(Problem(what, rule, "say it with --lr-decay-style and --lr-warmup-*, and remove it", place))
-    for key, value in (
-        ("train_batch_size", found.train_batch_size),
-        ("train_micro_batch_size_per_gpu", found.micro_batch_size),
-        ("gradient_accumulation_steps", found.accumulation_steps),
-    ):
-        if value is not None and value < 1:
-            problems.append(Problem(f"{key} is {value}", "must be at least 1", "", place))
-    if problems:
-        raise RecipeError(problems)
+        taker.wrong(what, rule, "say it with --lr-decay-style and --lr-warmup-*, and remove it")
+    if taker.problems:
+        raise RecipeError(taker.problems)
     return found
+
+
+def _loss_scale(found: DsConfig, taker: _Taker, fp16: Mapping[str, Any]) -> None:
+    found.static_loss_scale = taker.take(fp16, "fp16.loss_scale", *_NUMBER) or 0.0
+    power = taker.take(fp16, "fp16.initial_scale_power", int)
+    if power is not None and not 0 <= power <= _HIGHEST_POWER:
+        rule = f"the first scale is 2 to that power, which is 0 to {_HIGHEST_POWER}"
+        taker.wrong(f"fp16.initial_scale_power is {power}", rule, "use for example 16")
+        power = None
+    found.loss_scale = {
+        "initial": 2.0 ** (16 if power is None else power),
+        "window": f"{taker.count(fp16, 'fp16.loss_scale_window') or 1000} steps",
+        "hysteresis": taker.count(fp16, "fp16.hysteresis") or 2,
+        "min": float(taker.take(fp16, "fp16.min_loss_scale", *_NUMBER) or 1.0),
+    }
+
+
+def _optimizer(found: DsConfig, taker: _Taker, optimizer: Mapping[str, Any]) -> None:
+    kind = taker.take(optimizer, "optimizer.type", str)
+    if kind is not None and kind.lower().replace("_", "") not in _OPTIMIZERS:
+        what = f"optimizer.type is {json.dumps(kind)}, but Megatron's optimizer is adam, and a recipe has adamw"
+        taker.wrong(what, _NOT_READ, "remove `optimizer` from it")
+    params = taker.take(optimizer, "optimizer.params", dict) or {}
+    for name in ("lr", "eps", "weight_decay"):
+        found.optimizer[name] = taker.take(params, f"optimizer.params.{name}", *_NUMBER)
+    betas = taker.take(params, "optimizer.params.betas", list)
+    if betas is None or _is_auto(betas):
+        return
+    if len(betas) != 2:
+        taker.wrong(f"optimizer.params.betas is {_short(betas)}", "there are two of them")
+    each = {str(i): beta for i, beta in enumerate(betas)}
+    found.optimizer["betas"] = [taker.take(each, f"optimizer.params.betas.{i}", *_NUMBER) for i in each]
+
+
+def _is_auto(value: Any) -> bool:
+    """Whether it says nothing: Hugging Face's Trainer fills `auto` in, also inside a list."""
+    return value in (None, "auto") or (isinstance(value, list) and bool(value) and all(map(_is_auto, value)))
+
+
+def _is_on(value: Any) -> bool:
+    if not isinstance(value, dict):
+        return False
+    return bool(value["enabled"]) if "enabled" in value else any(_is_on(each) for each in value.values())
+
+
+def _content(text: str, place: str) -> dict[str, Any]:
+    """The file as plain values. DeepSpeed refuses a key that stands twice, too."""
+
+    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        keys = [key for key, _ in pairs]
+        if twice := [key for key in keys if keys.count(key) > 1]:
+            raise ValueError(f"{json.dumps(twice[0])} stands twice in one object")
+        return dict(pairs)
+
+    def refuse(name: str) -> Any:
+        raise ValueError(f"{name} is no number")
+
+    rule = "ds_config is JSON: numbers have no underscores, and nothing is computed in it"
+    try:
+        content = json.loads(text, object_pairs_hook=once, parse_constant=refuse)
+    except json.JSONDecodeError as error:
+        where = f"line {error.lineno} of the file, column {error.colno}"
+        raise RecipeError(Problem(f"not valid JSON: {error.msg} ({where})", rule, "mend it", place)) from error
+    except (ValueError, RecursionError) as error:
+        raise RecipeError(Problem(f"not valid JSON: {error}", rule, "mend it", place)) from error
+    if not isinstance(content, dict):
+        what, rule = f"it holds {type(content).__name__}", "a ds_config is a JSON object: {...}"
+        raise RecipeError(Problem(what, rule, "name the right file", place))
+    return content
 
 
 def compare(config: DsConfig, flags: Mapping[str, Said]) -> tuple[list[Problem], list[Row]]:
@@ -153,7 +232,11 @@ def compare(config: DsConfig, flags: Mapping[str, Said]) -> tuple[list[Problem],
     problems = []
     for path, value in values.items():
         said = flags.get(path)
-        if value is None or said is None or value == said.value:
+        if value is None or said is None:
+            continue
+        if isinstance(value, list):  # `auto` inside it: the flag's
+            value = [mine if each is None else each for each, mine in zip(value, said.value, strict=True)]
+        if value == said.value:
             continue
         what = f"{path} is {json.dumps(value)} in {config.place} but the command line says {said.written}"
         rule, remedy = "DeepSpeed asserts that the two agree, or silently takes one of them", "make them equal"
@@ -173,7 +256,7 @@ def _batch_problems(config: DsConfig, flags: Mapping[str, Said]) -> Iterator[Pro
         return
     whole = config.train_batch_size or flags["train_batch_size"].value
     micro = config.micro_batch_size or flags["train_micro_batch_size_per_gpu"].value
-    if whole % (micro * steps):
+    if micro > 0 and whole % (micro * steps):
         what = (
             f"a batch of {whole} samples is no whole number of replicas times {micro} samples "
             f"(micro batch) times {steps} (gradient_accumulation_steps)"
@@ -187,11 +270,12 @@ def _rows(config: DsConfig, flags: Mapping[str, Said]) -> Iterator[Row]:
     for path, value in _leaves(config.content):
         section, _, key = path.rpartition(".")
         flag, said = f"ds_config {path}", flags.get(path.replace("bfloat16", "bf16"))
-        if value is None or value == "auto":
+        if _is_auto(value):
             remark = "Hugging Face's Trainer fills it in; here it says nothing"
             yield Row("not needed", flag, _short(value), remark=remark)
         elif said is not None:
-            yield Row("mapped", flag, _short(value), said.field, _short(said.value), f"agrees: {said.written}")
+            result = said.became or _short(said.value)
+            yield Row("mapped", flag, _short(value), said.field, result, f"agrees: {said.written}{said.note}")
         elif path == "gradient_accumulation_steps":
             remark = "follows from the batch, the micro batch and the replicas; checked with those that are known"
             yield Row("not needed", flag, _short(value), remark=remark)
@@ -206,6 +290,8 @@ def _rows(config: DsConfig, flags: Mapping[str, Said]) -> Iterator[Row]:
             yield Row("mapped", flag, _short(value), "optimizer.name", "adamw", f"checked only: {_NOT_READ}")
         elif section.startswith("optimizer"):
             yield Row("left out", flag, _short(value), remark=_NOT_READ)
+        elif path in _OTHER_TRAININGS:
+            yield Row("not needed", flag, _short(value), remark="it is off")
         elif path in _NO_MATTER:
             yield Row("not needed", flag, _short(value), remark="DeepSpeed's own bookkeeping")
         elif section == "zero_optimization" and key in _ZERO_NO_MATTER:

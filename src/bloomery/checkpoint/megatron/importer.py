@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import copy
 import difflib
+import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from bloomery.base.errors import Problem, RecipeError
 from bloomery.checkpoint.megatron.builder import Builder
 from bloomery.checkpoint.megatron.ds_config import DsConfig, Said, compare, read_ds_config
-from bloomery.checkpoint.megatron.flags import ARITY, NOT_NEEDED, CommandLine, Row, parse_command
+from bloomery.checkpoint.megatron.flags import ARITY, CommandLine, Row, parse_command
 from bloomery.checkpoint.megatron.launch import fill_launch
+from bloomery.checkpoint.megatron.layout import BF16_SHARDS
+from bloomery.checkpoint.megatron.other_flags import NOT_NEEDED, REFUSED, TOLD, not_needed
 from bloomery.checkpoint.megatron.recipe import clips_as_ds_config, fill
 from bloomery.checkpoint.megatron.shell import Command, Script, read_script
-from bloomery.checkpoint.megatron.shell_expand import shown
+from bloomery.checkpoint.megatron.shell_expand import is_known, is_settable, shown, unset_names
 from bloomery.checkpoint.megatron.shell_words import ShellError
 from bloomery.config.draft import COMMAND_LINE, Draft, by_place
 from bloomery.config.faults import validate
@@ -64,10 +67,11 @@ def import_megatron(
     name: str | None = None,
 ) -> Imported:
     """`words`: the command line itself, or a file with it, more flags behind it. RecipeError with every problem."""
-    script, line, source = _read(words, given or {})
-    reasons = script.reasons if script is not None else {}
+    given = given or {}
+    script, line, source = _read(words, given)
+    reasons = script.reasons if script is not None else None
     b = Builder(line, reasons, find_file=lambda path: _text_of(path, script, source))
-    ds = _find_ds_config(b, script, ds_config, source)
+    ds = _find_ds_config(b, ds_config)
     fill(b, ds)
     fill_launch(b, script, source)
     if ds is not None:
@@ -80,28 +84,39 @@ def import_megatron(
     b.raw["name"] = name or _as_name(job or Path(source).stem if script is not None else "imported")
     raw = {key: b.raw[key] for key in _ORDER if key in b.raw}
     recipe, warnings = _checked(raw, b, source)
-    warnings += [
-        Problem(f"{before.flag} is {before.text} and then {after.text}", "the last one counts", place=after.place)
-        for before, after in line.repeated
-    ]
-    warnings += [Problem(f"{word!r} belongs to no flag", "it was passed over") for word in line.stray]
-    if script is not None:
-        unset = [n for n in reasons if any(f"${n}" in row.result for row in b.rows)]
-        warnings += [Problem(f"${n} is in a path: {reasons[n]}", "", f"give it with --set {n}=VALUE") for n in unset]
-        warnings += [Problem(what, place=f"{source}:{at}") for at, what in script.unread]
+    warnings += _warnings(b, script, source, given)
     rows = sorted(b.rows, key=lambda row: _KINDS.index(row.kind))
     return Imported(recipe, raw, rows, warnings, source)
+
+
+def _warnings(b: Builder, script: Script | None, source: str, given: Mapping[str, str]) -> list[Problem]:
+    found = [
+        Problem(f"{before.flag} is {before.text} and then {after.text}", "the last one counts", place=after.place)
+        for before, after in b.line.repeated
+    ]
+    found += [Problem(f"{word!r} belongs to no flag", "it was passed over") for word in b.line.stray]
+    found += _unset(b)
+    for name, value in given.items():
+        if script is None or name not in script.asked:
+            rule = "there is no script" if script is None else f"the script has no ${name}"
+            found.append(Problem(f"--set {name}={value} changes nothing", rule, place=COMMAND_LINE))
+    if script is not None:
+        found += [Problem(what, place=f"{source}:{at}") for at, what in script.unread]
+    return found
 
 
 def _read(words: Sequence[str], given: Mapping[str, str]) -> tuple[Script | None, CommandLine, str]:
     if not words:
         remedy = "bloomery import megatron SCRIPT, or the flags themselves"
         raise RecipeError(Problem("there is nothing to import", remedy=remedy))
+    if wrong := [name for name in given if not is_settable(name)]:
+        rule = "it sets a variable of the script such as NAME, or an argument of it such as 1"
+        raise RecipeError([Problem(f"--set {name}={given[name]}", rule, "mend the name") for name in wrong])
     first = Path(words[0])
     if words[0].startswith("-") or (words[0].endswith(".py") and len(words) > 1):
         return None, parse_command(words, COMMAND_LINE), COMMAND_LINE
     try:
-        text = first.read_text(encoding="utf-8")
+        text = first.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         rule = "the first word is a flag, a program such as pretrain_gpt.py, or a file with the command line"
         raise RecipeError(Problem(f"cannot read {first}: {error}", rule, "correct the path")) from error
@@ -121,7 +136,8 @@ def _read(words: Sequence[str], given: Mapping[str, str]) -> tuple[Script | None
 
 def _training_command(script: Script, file: Path) -> Command:
     """The command that trains: the one with a model's size."""
-    found = [command for command in script.commands if any(w.startswith("--num-layers") for w in command.words)]
+    sizes = ("--num-layers", "--encoder-num-layers")
+    found = [command for command in script.commands if any(word.startswith(sizes) for word in command.words)]
     found = [command for command in found if command.words[0] != "echo"]
     if not found:
         unread = "; ".join(f"line {line}: {what}" for line, what in script.unread)
@@ -162,22 +178,31 @@ def _several(others: Sequence[Command], last: Command, file: Path) -> Problem:
     return Problem(what, "a recipe is one training", remedy, f"{file}:{two.line}")
 
 
-def _find_ds_config(b: Builder, script: Script | None, named: Path | None, source: str) -> DsConfig | None:
+def _find_ds_config(b: Builder, named: Path | None) -> DsConfig | None:
+    """The one that the user or a flag names, where it is here. Whoever has one means DeepSpeed."""
+    b.deepspeed = b.has("deepspeed") or named is not None
     flag = b.given("deepspeed_config")
+    found = b.find_file(flag.text) if flag is not None and named is None else None
     if named is not None:
         try:
-            return read_ds_config(named.read_text(encoding="utf-8"), str(named))
+            found = named.read_text(encoding="utf-8-sig"), str(named)
         except (OSError, UnicodeDecodeError) as error:
             raise RecipeError(Problem(f"cannot read {named}: {error}", remedy="correct --ds-config")) from error
-    if flag is None:
+    if flag is not None and named is not None:
+        b.tell("not needed", "deepspeed_config", f"--ds-config {named} is read instead")
+    elif flag is not None and found is not None:
+        b.tell("not needed", "deepspeed_config", "read for what it says and compared with the flags")
+    elif flag is not None:
+        b.tell("left out", "deepspeed_config", "not here, so it was not compared: give --ds-config FILE")
+    if found is None:
         return None
-    b.tell("not needed", "deepspeed_config", "read for what it says and compared with the flags")
-    found = b.find_file(flag.text)
-    if found is not None:
-        return read_ds_config(*found)
-    remark = "not here, so it was not compared: give --ds-config FILE"
-    b.rows[-1] = Row("left out", flag.flag, shown(flag.text), remark=remark)
-    return None
+    if not b.has("deepspeed"):
+        remark = (
+            "a ds_config means DeepSpeed, so it counts, though --deepspeed is not there: without it nobody reads it"
+        )
+        b.rows.append(Row("differs", "ds_config", found[1], remark=remark))
+    b.deepspeed = True
+    return read_ds_config(*found)
 
 
 def _text_of(path: str, script: Script | None, source: str) -> tuple[str, str] | None:
@@ -186,9 +211,9 @@ def _text_of(path: str, script: Script | None, source: str) -> tuple[str, str] |
         text, line = script.files[path]
         return text, f"{source}:{line}"
     for place in (Path(path), Path(source).parent / path):
-        if place.is_file():
+        if os.path.isfile(place):
             try:
-                return place.read_text(encoding="utf-8"), str(place)
+                return place.read_text(encoding="utf-8-sig"), str(place)
             except (OSError, UnicodeDecodeError) as error:
                 raise RecipeError(Problem(f"cannot read {place}: {error}", remedy="correct the path")) from error
     return None
@@ -218,16 +243,19 @@ def _said_by_flags(b: Builder, ds: DsConfig) -> dict[str, Said]:
     say("optimizer.params.eps", "optimizer.eps", optimizer["eps"], "adam-eps")
     say("optimizer.params.weight_decay", "optimizer.weight_decay", optimizer["weight_decay"], "weight-decay")
     if b.has("zero-stage"):
-        stage = int(b.value("zero-stage", float, 0.0))
-        say("zero_optimization.stage", "parallel.zero", stage, "zero-stage")
+        say("zero_optimization.stage", "parallel.zero", b.value("zero-stage", int, 0), "zero-stage")
     elif ds.zero_stage is not None:
         said["zero_optimization.stage"] = Said(ds.zero_stage, "no flag says another", field="parallel.zero")
+    if stage := said.get("zero_optimization.stage"):
+        zero = b.raw["parallel"]["zero"]
+        note = f"; {BF16_SHARDS}" if zero != stage.value else ""
+        said["zero_optimization.stage"] = replace(stage, became=str(zero), note=note)
     if ds.gradient_clipping is not None and clips_as_ds_config(b):
         said["gradient_clipping"] = Said(ds.gradient_clipping, "no flag", field="optimizer.clip_grad_norm")
     for precision in ("fp16", "bf16"):
         is_set = b.has(precision)
         written = f"--{precision}" if is_set else f"no --{precision}"
-        said[f"{precision}.enabled"] = Said(is_set, written, place=start, field="precision")
+        said[f"{precision}.enabled"] = Said(is_set, written, place=start, field="precision", became=b.raw["precision"])
     launch, parallel = b.raw.get("launch"), b.raw["parallel"]
     if launch and "rampup" not in batch:
         ranks = parallel["tp"] * parallel["pp"] * parallel.get("cp", 1)
@@ -241,19 +269,43 @@ def _said_by_flags(b: Builder, ds: DsConfig) -> dict[str, Said]:
 
 
 def _rest(b: Builder) -> None:
-    """Rows for the flags that no section asked for."""
-    for flag in b.line.flags:
+    """Rows and problems for the flags that no section asked for."""
+    for flag, given in b.line.flags.items():
         name = flag.removeprefix("--")
-        if name in NOT_NEEDED:
-            b.tell("not needed", name, NOT_NEEDED[name][1])
-        elif name not in ARITY:
-            near = difflib.get_close_matches(name, [*ARITY, *NOT_NEEDED], n=1, cutoff=0.8)
-            hint = f"did you mean --{near[0]}?" if near else "no version of Megatron known here has it"
-            b.tell("not understood", name, hint)
-        elif not any(row.flag == flag for row in b.rows):
-            was_read = name in b.read
-            remark = "decided together with the other flags" if was_read else "this kind of model does not read it"
+        if name in ARITY:
+            if not any(row.flag == flag for row in b.rows):
+                was_read = name in b.read
+                remark = (
+                    "decided together with the other flags" if was_read else "this kind of training does not read it"
+                )
+                b.tell("not needed", name, remark)
+        elif name in REFUSED and not (given.values and set(given.values) <= set(REFUSED[name].off)):
+            what = f"{flag} {shown(given.text)[:60]}".strip()
+            b.problem(given, f"{what} is set", REFUSED[name].rule, "leave it out, if the training may go without")
+        elif name in REFUSED:
+            b.tell("not needed", name, "that turns it off")
+        elif name in TOLD:
+            _, kind, remark = TOLD[name]
+            b.tell(kind, name, remark)
+        elif remark := not_needed(name):
             b.tell("not needed", name, remark)
+        else:
+            near = difflib.get_close_matches(name, [*ARITY, *NOT_NEEDED, *REFUSED, *TOLD], n=1, cutoff=0.8)
+            hint = f"did you mean --{near[0]}?" if near else "unknown here: check whether it changes what is trained"
+            b.tell("not understood", name, hint)
+
+
+def _unset(b: Builder) -> list[Problem]:
+    """Fields with a variable in them that has no value: told in their rows, and as warnings."""
+    warnings = {}
+    for number, row in enumerate(b.rows):
+        if is_known(row.result):
+            continue
+        why, names = b.why_unknown(row.result), unset_names(row.result)
+        b.rows[number] = replace(row, kind="left out", remark=f"complete it by hand: {why}")
+        remedy = f"give it with --set {names[0]}=VALUE" if names and b.reasons is not None else "complete the recipe"
+        warnings[why] = Problem(f"{row.field} is {row.result}", why, remedy, b.places.get(row.field, ""))
+    return list(warnings.values())
 
 
 def _checked(raw: dict[str, Any], b: Builder, source: str) -> tuple[Recipe, list[Problem]]:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import re
 
 from bloomery.base.errors import Problem
+from bloomery.base.units import LONGEST_SECONDS
 from bloomery.checkpoint.megatron.builder import Builder
 from bloomery.checkpoint.megatron.flags import Given, Row
 from bloomery.checkpoint.megatron.shell import Script
 from bloomery.checkpoint.megatron.shell_expand import is_known
 
 _NODES = ("--nnodes", "--num_nodes", "--num-nodes")
+_MOST_NODES, _MOST_LEVELS = 10_000, 10_000
 _GPUS = ("--nproc_per_node", "--nproc-per-node", "--num_gpus", "--num-gpus")
 
 
@@ -50,6 +52,8 @@ def _time(b: Builder, script: Script | None, file: str) -> None:
     if "time" in sbatch and (limit := _duration(sbatch["time"][0])):
         b.put("launch.time_limit", limit, remark=f"#SBATCH --time {sbatch['time'][0]}")
         b.places["launch.time_limit"] = f"{file}:{sbatch['time'][1]}"
+    elif "time" in sbatch:
+        b.rows.append(Row("left out", "#SBATCH --time", sbatch["time"][0], "launch.time_limit", remark="no limit here"))
     if "array" in sbatch and (match := re.fullmatch(r"(\d+)-(\d+)%1", sbatch["array"][0])):
         b.put("launch.array", int(match[2]) - int(match[1]) + 1, remark=f"#SBATCH --array {sbatch['array'][0]}")
     read = ("nodes", "gpus-per-node", "gres", "time", "array", "job-name")
@@ -74,9 +78,12 @@ def _fitting_nodes(b: Builder, nodes: int, gpus: int) -> int:
     batch, parallel = b.raw["batch"], b.raw["parallel"]
     ramp = batch.get("rampup")
     replica = parallel["tp"] * parallel["pp"] * parallel.get("cp", 1)
-    if ramp is None or not ramp["increment"]:
+    if ramp is None or ramp["increment"] < 1 or replica < 1 or nodes > _MOST_NODES:
         return nodes
-    levels = [*range(ramp["start"], batch["global_batch_size"], ramp["increment"]), batch["global_batch_size"]]
+    rising = range(ramp["start"], batch["global_batch_size"], ramp["increment"])
+    if len(rising) > _MOST_LEVELS:
+        return nodes  # the rules of a recipe refuse it
+    levels = [*rising, batch["global_batch_size"]]
     for count in range(nodes, 0, -1):
         unit = count * gpus // replica * batch["micro_batch_size"]
         if count * gpus % replica == 0 and unit and all(level % unit == 0 for level in levels):
@@ -86,13 +93,14 @@ def _fitting_nodes(b: Builder, nodes: int, gpus: int) -> int:
 
 def _number(text: str) -> int | None:
     """The last number of `4`, `gpu:4` or `gpu:a100:4`."""
-    match = re.fullmatch(r"(?:.*:)?(\d+)", text)
+    match = re.fullmatch(r"(?:.*:)?([0-9]{1,9})", text)
     return int(match[1]) if match else None
 
 
 def _duration(text: str) -> str:
-    """Slurm's `20:00:00`, `1-00:00:00` or `90` (minutes) as a recipe says it."""
-    match = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", text)
+    """Slurm's `20:00:00`, `1-00:00:00` or `90` (minutes) as a recipe says it; empty for no limit."""
+    number = "([0-9]{1,9})"
+    match = re.fullmatch(f"(?:{number}-)?{number}(?::{number})?(?::{number})?", text)
     if match is None:
         return ""
     days, first, second, third = (int(part) if part else None for part in match.groups())
@@ -102,5 +110,7 @@ def _duration(text: str) -> str:
         seconds = (first or 0) * 3600 + (second or 0) * 60 + third
     else:
         seconds = (first or 0) * 60 + (second or 0)
+    if seconds > LONGEST_SECONDS:
+        return ""
     hours, minutes, rest = seconds // 3600, seconds // 60 % 60, seconds % 60
     return "".join(f"{count}{unit}" for count, unit in ((hours, "h"), (minutes, "m"), (rest, "s")) if count)

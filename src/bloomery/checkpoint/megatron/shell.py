@@ -54,6 +54,8 @@ class Script:
     """Why a variable has no value."""
     unread: list[tuple[int, str]] = field(default_factory=list)
     """(line, what) that could matter and was not read."""
+    asked: set[str] = field(default_factory=set)
+    """Variables and arguments that it looks up."""
 
 
 class _EndsError(Exception):
@@ -77,7 +79,9 @@ def read_script(text: str, given: Mapping[str, str] | None = None) -> Script:
         reader.block(tokens_of(text), 0, (), "run", "")
     except _EndsError:
         script.unread.append((reader.line, "the script ends here with `exit`; what follows was not read"))
-    script.reasons = reader.variables.reasons
+    except RecursionError:
+        raise ShellError(reader.line, "it is nested too deeply, or calls itself") from None
+    script.reasons, script.asked = reader.variables.reasons, reader.variables.asked
     return script
 
 
@@ -112,7 +116,7 @@ class _Reader:
                 at += 1
                 continue
             is_test, negated = False, False
-            if word == "!":
+            if word == "!" and at + 1 < len(tokens):
                 negated, at = True, at + 1
                 token, word = tokens[at], tokens[at].plain
             if word == "if":
@@ -175,7 +179,9 @@ class _Reader:
             return self.closing(tokens, self.block(tokens, at + 1, ("done",), here, reason)[0], "done")
         if word == "case":
             return self.closing(tokens, self.block(tokens, at + 1, ("esac",), here, reason)[0], "esac")
-        at, _ = self.block(tokens, at + 1, ("do",), here, reason)
+        at, truth = self.block(tokens, at + 1, ("do",), here, reason)
+        if truth is (word == "until"):  # it never begins, such as a loop over arguments that are not given
+            here = "skip"
         return self.closing(tokens, self.block(tokens, at + 1, ("done",), here, reason)[0], "done")
 
     def test(self, tokens: list[Token], at: int, mode: Mode) -> tuple[int, bool | None]:
@@ -245,12 +251,25 @@ class _Reader:
         name = words[0].rpartition("/")[2]
         if name == "exit" and mode == "run":
             raise _EndsError
+        if name == "shift" or words[:2] == ["set", "--"]:
+            self.arguments(words, mode)
         if name in ("source", "."):
             self.script.unread.append((self.line, f"`{shown(' '.join(words))}`: what it sets was not read"))
         if name in ("readarray", "mapfile", "read"):
             for word in words[1:]:
                 if not word.startswith("-"):
                     self.variables.forget(word, f"line {self.line} fills it from a program")
+        self.run(words, mode, why)
+
+    def arguments(self, words: list[str], mode: Mode) -> None:
+        count = words[1] if len(words) > 1 else "1"
+        left: list[str] | None = words[2:] if words[0] == "set" else None
+        if left is None and re.fullmatch("[0-9]{1,3}", count):
+            left = self.variables.arguments[int(count) :]
+        self.variables.set_arguments(left if mode == "run" else None, f"line {self.line} changes the arguments")
+
+    def run(self, words: list[str], mode: Mode, why: str) -> None:
+        """A command, or those inside it."""
         inner = _inner_script(words)
         if inner is None:
             self.script.commands.append(Command(words, self.line, why if mode == "doubt" else ""))

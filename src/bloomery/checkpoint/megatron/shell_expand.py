@@ -11,7 +11,9 @@ from typing import Any
 
 from bloomery.checkpoint.megatron.shell_words import Part, ShellError, Token, parts_of, tokens_of
 
-_PARAMETER = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)(?:\[([^\]]*)\])?(?:(:?[-=+?])(.*))?", re.DOTALL)
+_PARAMETER = re.compile(r"([A-Za-z_][A-Za-z0-9_]*|[0-9]{1,3})(?:\[([^\]]*)\])?(?:(:?[-=+?])(.*))?", re.DOTALL)
+_UNSET = re.compile(r"\$\{?([A-Za-z_][A-Za-z0-9_]*|[0-9])")
+_NOT_SET = "the script does not set it"
 _KEPT_SPACE = "\ue000"
 """Stands for a space inside `$(a command)`, so that it stays one word; `shown` puts it back."""
 _ASSIGNMENT = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)(\+?)=")
@@ -19,14 +21,26 @@ _SUMS: dict[type, Callable[[int, int], int]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
     ast.Mult: operator.mul,
-    ast.Div: lambda a, b: int(a / b) if b else _no_number(),
-    ast.Mod: lambda a, b: a - b * int(a / b) if b else _no_number(),
+    ast.Div: lambda a, b: _quotient(a, b),
+    ast.Mod: lambda a, b: a - b * _quotient(a, b),
     ast.Pow: lambda a, b: a**b if 0 <= b <= 64 else _no_number(),
 }
+_WIDEST_BITS = 63
+"""A shell counts in 64 bits with a sign."""
 
 
 def is_known(text: str) -> bool:
     return "$" not in text
+
+
+def unset_names(text: str) -> list[str]:
+    """The variables and arguments in a text that have no value."""
+    return list(dict.fromkeys(_UNSET.findall(text)))
+
+
+def is_settable(name: str) -> bool:
+    """Whether it can be the name of a variable or the number of an argument."""
+    return re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*|[1-9][0-9]{0,2}", name) is not None
 
 
 def shown(text: str) -> str:
@@ -42,6 +56,8 @@ class Variables:
         """What the user set: the script's own assignments do not change it."""
         self.reasons: dict[str, str] = {}
         """Why a name has no value here."""
+        self.asked: set[str] = set()
+        """Names that were looked up."""
 
     def assign(self, name: str, items: list[str], *, append: bool, array: bool, line: int) -> None:
         if name in self.given:
@@ -63,6 +79,22 @@ class Variables:
             self.values.pop(name, None)
             self.reasons[name] = reason
 
+    @property
+    def arguments(self) -> list[str]:
+        """`$1`, `$2` and so on, as far as they are given without a gap."""
+        found: list[str] = []
+        while str(len(found) + 1) in self.values:
+            found += self.values[str(len(found) + 1)][:1]
+        return found
+
+    def set_arguments(self, items: Sequence[str] | None, reason: str) -> None:
+        """What `shift` and `set --` do; None: nobody knows them from here on."""
+        for name in [name for name in self.values if name.isdecimal()]:
+            self.values.pop(name)
+            if items is None:
+                self.reasons[name] = reason
+        self.values |= {str(number): [item] for number, item in enumerate(items or (), 1)}
+
     def words(self, tokens: Sequence[Token]) -> list[str]:
         return [word for token in tokens for word in self.split(token.parts)]
 
@@ -76,7 +108,7 @@ class Variables:
         current: str | None = None
         for part in parts:
             values = self._value(part)
-            if part.kind == "text" or (part.quoted and "[@]" not in part.text):
+            if part.kind == "text" or (part.quoted and part.text != "@" and "[@]" not in part.text):
                 current = (current or "") + " ".join(values)
                 continue
             if not part.quoted:
@@ -109,13 +141,18 @@ class Variables:
         return self._variable(part.text)
 
     def _variable(self, text: str) -> list[str]:
+        if text in ("@", "*", "#"):
+            self.asked.update(name for name in self.values if name.isdecimal())
+            return self.arguments if text != "#" else [str(len(self.arguments))]
         match = _PARAMETER.fullmatch(text)
         if match is None:
             return ["$" + text if len(text) == 1 else "${" + _KEPT_SPACE.join(text.split()) + "}"]
         name, index, how, word = match.groups()
+        self.asked.add(name)
         items = self.values.get(name)
         if items is not None and index and index not in "@*":
-            items = [items[int(index)]] if index.isdigit() and int(index) < len(items) else None
+            is_number = re.fullmatch("[0-9]{1,9}", index) is not None
+            items = [items[int(index)]] if is_number and int(index) < len(items) else None
         elif items is not None and index is None:
             items = items[:1] or [""]
         is_missing = items is None or (how is not None and how[0] == ":" and items in ([], [""]))
@@ -128,7 +165,7 @@ class Variables:
             if how[-1] == "=":
                 self.values[name] = [made]
             return [made]
-        self.reasons.setdefault(name, "the script does not set it")
+        self.reasons.setdefault(name, "it is an argument of the script" if name.isdecimal() else _NOT_SET)
         return [f"${name}"]
 
     def default(self, text: str) -> str:
@@ -142,7 +179,8 @@ class Variables:
         plain = self.text(parts_of(text))
 
         def lookup(match: re.Match[str]) -> str:
-            return self.values.get(match[0], [match[0]])[0]
+            self.asked.add(match[0])
+            return (self.values.get(match[0]) or [match[0]])[0]
 
         filled = re.sub(r"[A-Za-z_]\w*", lookup, plain)
         try:
@@ -164,6 +202,11 @@ def assignment(token: Token) -> tuple[str, bool, list[Part]] | None:
 
 
 def _calculate(node: Any) -> int:
+    value = _value_of(node)
+    return value if value.bit_length() <= _WIDEST_BITS else _no_number()
+
+
+def _value_of(node: Any) -> int:
     if isinstance(node, ast.Constant) and type(node.value) is int:
         return node.value
     if isinstance(node, ast.BinOp) and type(node.op) in _SUMS:
@@ -171,6 +214,14 @@ def _calculate(node: Any) -> int:
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
         return -_calculate(node.operand)
     raise ValueError("not a sum of whole numbers")
+
+
+def _quotient(a: int, b: int) -> int:
+    """Cut off towards zero, as a shell does."""
+    if b == 0:
+        return _no_number()
+    whole = abs(a) // abs(b)
+    return whole if (a < 0) == (b < 0) else -whole
 
 
 def _no_number() -> int:
