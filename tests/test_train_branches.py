@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import signal
@@ -249,3 +250,19 @@ def test_a_save_does_not_wait_for_its_step(workshop: Workshop, monkeypatch: pyte
     second = ["forward_backward", "read", "stage"]
     third = ["forward_backward", "read", "persist"]
     assert calls == ["forward_backward", *second, *third, "read", "stage", "persist"]
+
+
+def test_a_picture_is_written_although_the_next_step_fails(workshop: Workshop, monkeypatch: pytest.MonkeyPatch) -> None:
+    original, calls = Runner.forward_backward, itertools.count(1)
+
+    def runs_out(self: Runner, *arguments: Any, **options: Any) -> Any:
+        if next(calls) == 6:
+            raise RuntimeError("a broken device")
+        return original(self, *arguments, **options)
+
+    monkeypatch.setattr(Runner, "forward_backward", runs_out)
+    with pytest.raises(RuntimeError, match="a broken device"):
+        workshop.train(EVERY_FIVE)
+    monkeypatch.undo()
+    assert checkpoints(workshop.folder / "run") == ["step-00000005"]
+    assert_same_tensors(workshop.train(EVERY_FIVE), workshop.train(EVERY_FIVE, run="whole"))

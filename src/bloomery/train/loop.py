@@ -6,6 +6,8 @@ the parts are built in setup.py, why a run stops in stop.py.
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 from bloomery.base.errors import BloomeryError, DataError
 from bloomery.train.drift import watch_drift
 from bloomery.train.evaluate import evaluate
@@ -31,6 +33,11 @@ def train(run: Run, state: TrainState) -> StopReason:
                 save_if_due(run, state)
         except DataError as error:  # before this step changed anything: what was learned so far is saved
             stop, failure = StopReason("error", str(error)), error
+        except Exception:
+            if run.ranks.size == 1:  # a picture that was taken is written; with several ranks somebody may be lost
+                with suppress(Exception):
+                    settle(run, state)
+            raise
         if stop.error is not None:  # the run is not ours any more: nothing may be saved or begun
             raise stop.error
         settle(run, state)
