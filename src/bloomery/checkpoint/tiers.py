@@ -6,8 +6,9 @@ import hashlib
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryFile
 
-from bloomery.base.storage import make_run_folder, written_to
+from bloomery.base.storage import writing, written_to
 from bloomery.checkpoint.fence import Writer
 from bloomery.checkpoint.folder import CHECKPOINTS, LOCAL_CHECKPOINTS, manifests_with_parts
 from bloomery.checkpoint.parts import sweep_parts
@@ -33,8 +34,10 @@ class Tier:
         """Make the folder on this node, and delete what earlier starts have left there and no checkpoint needs. Every
         rank calls it, after one of them has put `root` in order. StorageError if nothing can be written there."""
         if self.parts_root is not None:
-            with written_to("checkpoint.local.path"):
-                make_run_folder(self.parts_root)
+            with written_to("checkpoint.local.path"), writing(self.parts_root, "write in the folder"):
+                self.parts_root.mkdir(parents=True, exist_ok=True)
+                with TemporaryFile(dir=self.parts_root) as proof:  # without a name: a kill leaves nothing
+                    proof.write(b"proof")
             sweep_parts(self.parts_root, manifests_with_parts(self.root))
 
 
