@@ -6,13 +6,11 @@ the parts are built in setup.py, why a run stops in stop.py.
 
 from __future__ import annotations
 
-from contextlib import suppress
-
 from bloomery.base.errors import BloomeryError, DataError
 from bloomery.train.drift import watch_drift
 from bloomery.train.evaluate import evaluate
 from bloomery.train.run import Run
-from bloomery.train.save import save, save_if_due
+from bloomery.train.save import save, save_if_due, write_picture
 from bloomery.train.state import TrainState
 from bloomery.train.step import settle, train_step
 from bloomery.train.stop import StopReason
@@ -34,9 +32,7 @@ def train(run: Run, state: TrainState) -> StopReason:
         except DataError as error:  # before this step changed anything: what was learned so far is saved
             stop, failure = StopReason("error", str(error)), error
         except Exception:
-            if run.ranks.size == 1:  # a picture that was taken is written; with several ranks somebody may be lost
-                with suppress(Exception):
-                    settle(run, state)
+            write_picture(run, state)
             raise
         if stop.error is not None:  # the run is not ours any more: nothing may be saved or begun
             raise stop.error

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 
@@ -98,6 +99,14 @@ def hear_of_saves(run: Run, state: TrainState, outcomes: list[SaveOutcome], *, l
             bytes=outcome.bytes,
             removed=list(outcome.removed),
         )
+
+
+def write_picture(run: Run, state: TrainState) -> None:
+    """After an error in a step: begin to write the picture of the step before, if one was taken. Not with several
+    ranks, of which one may be lost."""
+    if run.ranks.size == 1:
+        with suppress(Exception):  # the error that ends the run is the one to tell
+            settle(run, state)
 
 
 def _begin(run: Run, state: TrainState, tier: Tier, *, keep_all: bool = False) -> None:
