@@ -19,6 +19,8 @@ Report = Callable[[Any], None]
 Task = Callable[[Any, Report], Any]
 """(argument, report) -> result; what is reported on the way arrives before the result."""
 _PR_SET_PDEATHSIG = 1
+free_cpus: set[int] = set()
+"""In a child that is bound to one processor: all that the parent may use. Empty in the parent."""
 
 
 class Child:
@@ -147,6 +149,7 @@ def _serve(
     for stranger in not_mine:
         stranger.close()
     if cpu is not None:
+        free_cpus.update(os.sched_getaffinity(0))
         os.sched_setaffinity(0, {cpu})  # fastokens starts a thread for every processor it may use
         os.environ["TOKENIZERS_PARALLELISM"] = "false"
     if first is not None:

@@ -15,6 +15,8 @@ import xxhash
 from numpy.typing import NDArray
 
 from bloomery.base.errors import BloomeryError, DataError, Problem
+from bloomery.prepare.ahead import made_ahead
+from bloomery.prepare.pool import free_cpus
 from bloomery.prepare.sources import open_input, unreadable
 from bloomery.prepare.units import Piece, Unit
 from bloomery.prepare.unpack import HashedFile, unpacked
@@ -255,7 +257,8 @@ def _whole_lines(chunks: Iterator[bytes], block_bytes: int) -> Iterator[bytes]:
 
 def _bytes_of(piece: Piece, raw: IO[bytes], hasher: Any, block_bytes: int) -> Iterator[bytes]:
     if piece.file.compression:
-        return unpacked(HashedFile(raw, hasher), piece.file.compression)
+        blocks = unpacked(HashedFile(raw, hasher), piece.file.compression)
+        return made_ahead(blocks, free_cpus) if len(free_cpus) > 1 else blocks
     return _ranges(piece, raw, hasher, block_bytes)
 
 
