@@ -120,10 +120,8 @@ class SaveJob:
 
     def _advice(self, trouble: Trouble) -> tuple[str, str]:
         """(rule, remedy)."""
-        place, option = (
-            self.parts_root or self.root,
-            "--run-dir" if self.parts_root is None else "checkpoint.local.path",
-        )
+        place = self.parts_root or self.root
+        option = "--run-dir" if self.parts_root is None else "checkpoint.local.path"
         if trouble.fenced:
             return "", "stop this process: the newer start goes on"
         if not (place if self.parts_root else self.desk).is_dir() and (self.writer or self.parts_root):
@@ -227,7 +225,7 @@ def _make_whole(job: SaveJob, reports: Sequence[RankReport]) -> None:
 def _name(job: SaveJob) -> None:
     """Let the draft be the checkpoint of its step, and the latest."""
     old, latest = job.desk / f".{job.final.name}-{job.nonce}.old", job.desk / f".tmp-{folders.LATEST}-{job.nonce}"
-    if job.final.exists():  # debris, or a save of the same step that is replaced now
+    if job.final.exists():  # one of the same step, which this replaces
         os.rename(job.final, old)
     os.rename(job.draft, job.final)
     sync_folder(job.root)

@@ -16,7 +16,9 @@ from bloomery.config.recipe import Recipe
 from bloomery.sizing.kept import kept_checkpoints
 from bloomery.sizing.layout import Layout, micro_batches, ranks_per_node, world_size
 from bloomery.sizing.memory import (
+    HOST_LABELS,
     SAVED_BYTES_PER_PARAMETER,
+    STATE_LABELS,
     StageMemory,
     node_bytes,
     precision_problems,
@@ -27,14 +29,9 @@ from bloomery.sizing.vocabulary import padded_vocab_size
 
 _READS = ("name", "model", "batch", "train", "precision", "parallel", "checkpoint", "launch")
 _MEMORY = {
-    "masters": "fp32 masters",
-    "compute_copies": "compute copies",
-    "gradients": "fp32 gradient sums",
-    "reduced_gradients": "  reduced, at the end",
-    "optimizer": "optimizer state",
+    **STATE_LABELS,
     "device": "device, no activations",
-    "host": "host memory (offload)",
-    "saves": "host memory (saves)",
+    **HOST_LABELS,
 }
 _PLACES = {"durable": "in the run folder", "local": "on each node (local)", "upload": "far away (upload)"}
 

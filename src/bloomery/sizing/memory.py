@@ -25,6 +25,19 @@ _MOMENTS = 2
 _COMPUTE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 SAVED_BYTES_PER_PARAMETER = _FP32 * (1 + _MOMENTS)
 
+STATE_LABELS = {
+    "masters": "fp32 masters",
+    "compute_copies": "compute copies",
+    "gradients": "fp32 gradient sums",
+    "reduced_gradients": "  reduced, at the end",
+    "optimizer": "optimizer state",
+}
+HOST_LABELS = {
+    "host": "host memory (offload)",
+    "saves": "host memory (saves)",
+}
+"""What tables call the memory of a rank, by field."""
+
 
 @dataclass(frozen=True)
 class HeldElements:

@@ -9,6 +9,7 @@ import torch
 
 from bloomery.base.units import format_bytes
 from bloomery.config.recipe import Recipe
+from bloomery.sizing.memory import HOST_LABELS, STATE_LABELS
 from bloomery.verify.simulate import SimulatedRank, SimulatedWorld
 
 _METHOD = """\
@@ -18,17 +19,12 @@ attention and dropout keep what an accelerator's kernels keep. There is no alloc
 CUDA context, communication buffers come on top), and nothing is compiled (compiled code keeps less)."""
 
 _MEMORY = {
-    "masters": "fp32 masters",
-    "compute_copies": "compute copies",
-    "gradients": "fp32 gradient sums",
-    "reduced_gradients": "  reduced, at the end",
-    "optimizer": "optimizer state",
+    **STATE_LABELS,
     "receive_buffers": "receive buffers",
     "kept_per_micro_batch": "  kept per micro-batch",
     "activations": "activations, at peak",
     "peak": "peak of a step",
-    "host": "host memory (offload)",
-    "saves": "host memory (saves)",
+    **HOST_LABELS,
 }
 
 
