@@ -13,6 +13,7 @@ from bloomery.base.errors import DataError
 from bloomery.data.tokenizer import Tokenizer
 from bloomery.prepare import encoder
 from bloomery.prepare.encoder import NASTY, Fastokens, Gigatoken, HuggingFace, Judge, choose_encoder
+from bloomery.prepare.pool import Pool
 from prepare_samples import make, make_texts, make_tokenizer, shard_bytes, small_units, write_jsonl
 
 
@@ -71,9 +72,14 @@ class Absent:
 
 
 def choose(tokenizer, *, as_ids=False):
+    def crew(chosen):
+        return Pool(lambda texts, _report: chosen.encoder.encode(texts), workers=1, strangers=[judge.child.connection])
+
     judge = Judge(tokenizer, as_ids=as_ids)
     try:
-        return choose_encoder(tokenizer, judge, ["some text"], as_ids=as_ids, refused={})
+        chosen, pool = choose_encoder(tokenizer, judge, ["some text"], as_ids=as_ids, refused={}, crew=crew)
+        pool.close()
+        return chosen
     finally:
         judge.close()
 

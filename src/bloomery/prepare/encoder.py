@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.metadata
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
@@ -17,7 +16,7 @@ from bloomery.data.tokenizer import END_OF_DOCUMENT, Tokenizer
 from bloomery.prepare.early import EarlyStart
 from bloomery.prepare.fast import Fastokens, Gigatoken
 from bloomery.prepare.judge import Judge, difference
-from bloomery.prepare.pool import Child
+from bloomery.prepare.pool import Pool
 
 SAMPLE_DOCUMENTS = 2000
 """What is compared before anything is encoded: at most so many of the first documents."""
@@ -105,41 +104,51 @@ def choose_encoder(
     *,
     as_ids: bool,
     refused: dict[str, str],
+    crew: Callable[[Chosen], Pool],
     early: EarlyStart | None = None,
-) -> Chosen:
-    """The first that loads and agrees with the judge. `refused`: those that are out already, and why. `early`: the
-    first of them, if it is being loaded already."""
+) -> tuple[Chosen, Pool]:
+    """The first that loads and agrees with the judge, and processes that have it. `refused`: those that are out
+    already, and why. `crew`: makes the processes, which encode a list of texts. `early`: the first encoder, if it is
+    being loaded already.
+
+    An encoder is never tried in this process: fastokens would start threads for large vocabularies, which a fork does
+    not copy, and every worker would wait for them for ever."""
     probes = [text for token in tokenizer.special_tokens for text in (token, f"a {token} b", f"a{token}b")]
+    forgeable = _forgeable(tokenizer, {number for ids in judge.encode(probes) for number in ids}, as_ids=as_ids)
     texts = [*probes, *NASTY, *_around_added_tokens(tokenizer), *sample]
     judge.child.ask(texts)
-
-    def chosen(name: str, encoder: Encoder, expected: list[list[int]]) -> Chosen:
-        given = {number for ids in expected[: len(probes)] for number in ids}
-        return Chosen(f"{name} {_version(name)}", encoder, refused, _forgeable(tokenizer, given, as_ids=as_ids))
-
     expected: list[list[int]] | None = None
     refused = dict(refused)
     for name, make in FAST.items() if early is None else {**FAST, "fastokens": early.fastokens}.items():
         if name in refused:
             continue
         try:
-            encoder = make(tokenizer, as_ids)
+            chosen = Chosen(f"{name} {_version(name)}", make(tokenizer, as_ids), refused, forgeable)
         except ImportError:
             refused[name] = "it is not installed"
             continue
         except Exception as error:  # each library has its own kinds
             refused[name] = f"it cannot read this tokenizer: {str(error).splitlines()[0]:.120}"
             continue
+        pool = crew(chosen)
         try:
-            flat, lengths = _encoded_elsewhere(encoder, texts, judge)
-        except Exception as error:
-            refused[name] = f"it fails: {str(error).splitlines()[-1]:.120}"
-            continue
-        expected = expected or judge.child.answer()
-        if not (wrong := difference(expected, texts, np.split(flat, np.cumsum(lengths)[:-1]))):
-            return chosen(name, encoder, expected)
-        refused[name] = wrong
-    return chosen(REFERENCE, HuggingFace(tokenizer, as_ids), expected or judge.child.answer())
+            try:
+                flat, lengths = pool.ask_first(texts, patience_seconds=_PATIENCE_SECONDS)
+            except Exception as error:
+                refused[name] = f"it fails: {str(error).splitlines()[-1]:.120}"
+            else:
+                expected = expected or judge.child.answer()
+                if not (wrong := difference(expected, texts, np.split(flat, np.cumsum(lengths)[:-1]))):
+                    return chosen, pool
+                refused[name] = wrong
+        except BaseException:
+            pool.close()
+            raise
+        pool.close()
+    if expected is None:
+        judge.child.answer()
+    chosen = Chosen(f"{REFERENCE} {_version(REFERENCE)}", HuggingFace(tokenizer, as_ids), refused, forgeable)
+    return chosen, crew(chosen)
 
 
 def _forgeable(tokenizer: Tokenizer, given: set[int], *, as_ids: bool) -> frozenset[int]:
@@ -163,24 +172,6 @@ def _around_added_tokens(tokenizer: Tokenizer) -> list[str]:
         for form in (text, f"x{text}", f"{text}y", f"  {text}  ", f"a{text}b {text}c d{text} 1{text}_ {text}{text}",
                      f"One {text}, \u00e9{text}\u00e9\n{text}\n {text.upper()} {text.lower()}.")
     ]  # fmt: skip
-
-
-def _encoded_elsewhere(
-    encoder: Encoder, texts: list[str], judge: Judge
-) -> tuple[NDArray[np.uint32], NDArray[np.int64]]:
-    """In a process like those that will do the work. Never here: fastokens would start threads for large vocabularies,
-    which a fork does not copy, and every worker would wait for them for ever."""
-
-    def encode(texts: list[str], _report: object) -> tuple[NDArray[np.uint32], NDArray[np.int64]]:
-        return encoder.encode(texts)
-
-    child = Child(encode, cpu=min(os.sched_getaffinity(0)), strangers=[judge.child.connection])
-    try:
-        child.ask(texts)
-        ids, lengths = child.answer(patience_seconds=_PATIENCE_SECONDS)
-        return ids, lengths
-    finally:
-        child.leave()
 
 
 def _version(name: str) -> str:

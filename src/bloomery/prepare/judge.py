@@ -22,10 +22,14 @@ class Judge:
 
         self.child = Child(encode, first=tokenizer.build)
 
+    def encode(self, texts: list[str]) -> list[list[int]]:
+        self.child.ask(texts)
+        answer: list[list[int]] = self.child.answer()
+        return answer
+
     def first_difference(self, texts: list[str], ids: list[NDArray[np.uint32]]) -> str:
         """Empty where these are the ids of these texts."""
-        self.child.ask(texts)
-        return difference(self.child.answer(), texts, ids)
+        return difference(self.encode(texts), texts, ids)
 
     def close(self) -> None:
         self.child.leave()

@@ -97,6 +97,11 @@ class Pool:
             self.close()
             raise
 
+    def ask_first(self, argument: Any, *, patience_seconds: float) -> Any:
+        """The answer of one of them. After an error the pool is of no use."""
+        self._children[0].ask(argument)
+        return self._children[0].answer(patience_seconds=patience_seconds)
+
     def run(self, arguments: Sequence[Any], report: Report) -> Iterator[tuple[Any, Any]]:
         """(argument, result), in the order in which they are done."""
         waiting = list(reversed(arguments))

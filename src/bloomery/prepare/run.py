@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from glob import escape, glob
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import numpy as np
 
@@ -190,10 +190,18 @@ class _Preparation:
             sample = self._sample()
             while True:
                 refused = dict.fromkeys(self._folder.liars(), "it gave wrong ids earlier in this work")
-                chosen = choose_encoder(self._tokenizer, judge, sample, as_ids=as_ids, refused=refused, early=early)
                 missing = [unit for unit in units if unit.number not in parts]
+                chosen, pool = choose_encoder(
+                    self._tokenizer,
+                    judge,
+                    sample,
+                    as_ids=as_ids,
+                    refused=refused,
+                    crew=lambda chosen: self._crew(chosen, judge, len(missing)),
+                    early=early,
+                )
                 try:
-                    parts |= self._parts_by(chosen, judge, missing)
+                    parts |= self._parts_by(pool, judge, missing)
                 except LyingEncoderError as lie:
                     if chosen.is_reference:  # nobody is left
                         rule = f"{chosen.name}, whose ids are the right ones, must always give the same"
@@ -221,18 +229,26 @@ class _Preparation:
             room -= len(texts[-1])
         return [text for text in texts if text]
 
-    def _parts_by(self, chosen: Chosen, judge: Judge, units: Sequence[Unit]) -> dict[int, Part]:
+    def _crew(self, chosen: Chosen, judge: Judge, units: int) -> Pool:
+        """Processes that encode a list of texts, or make the part of the unit of a number."""
         settings, folder, all_units = self._settings, self._folder, self._units
 
-        def task(number: int, report: Report) -> tuple[Part, Recheck]:
-            return make_part(all_units[number], settings, chosen, folder, report)
+        def task(asked: int | list[str], report: Report) -> Any:
+            if isinstance(asked, list):
+                return chosen.encoder.encode(asked)
+            return make_part(all_units[asked], settings, chosen, folder, report)
 
+        return Pool(task, workers=min(self._workers, units), strangers=[judge.child.connection])
+
+    def _parts_by(self, pool: Pool, judge: Judge, units: Sequence[Unit]) -> dict[int, Part]:
         parts: dict[int, Part] = {}
-        with Pool(task, workers=min(self._workers, len(units)), strangers=[judge.child.connection]) as pool:
-            for number, (part, recheck) in pool.run([unit.number for unit in units], self._block_done):
+        result: tuple[Part, Recheck]
+        with pool:
+            for number, result in pool.run([unit.number for unit in units], self._block_done):
+                part, recheck = result
                 if wrong := judge.first_difference(recheck.texts, recheck.ids):
                     raise LyingEncoderError(wrong)
-                folder.mark(part)
+                self._folder.mark(part)
                 parts[number] = part
         return parts
 
