@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from bloomery.base.errors import DataError, StorageError
+from bloomery.data import shards
 from bloomery.data.shards import ShardReader, ShardWriter, token_dtype
 
 DOCUMENTS = [[5, 6, 7], [8], [9, 10, 11, 12]]
@@ -189,6 +190,13 @@ def test_a_shard_cut_off_while_open_is_named(tmp_path):
         (tmp_path / "x.bin").write_bytes(b"\0\0")
         with pytest.raises(DataError, match=r"ends at byte 2. It was cut off while it was being read"):
             shard.read(0, 8)
+
+
+def test_an_index_cut_off_while_it_is_read_is_named(tmp_path, monkeypatch):
+    prefix = hand_made(tmp_path, index_bytes([2, 2])[:-1], b"\0" * 8)
+    monkeypatch.setattr(shards, "_read_header", lambda *_: (np.dtype("<u2"), 2, 3))  # it was whole then
+    with pytest.raises(DataError, match=r"ends at byte 81. It was cut off while it was being read"):
+        ShardReader(prefix)
 
 
 def test_many_documents_at_once_and_a_copied_file_give_the_same_bytes(tmp_path, monkeypatch):

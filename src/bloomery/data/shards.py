@@ -315,11 +315,13 @@ def _read_index(path: str) -> tuple[np.dtype[Any], NDArray[np.int64], NDArray[np
             found = os.fstat(file.fileno()).st_size
             dtype, num_sequences, num_entries = _read_header(path, file.read(HEADER.size), found)
             # Read, not mapped: the header's 34 bytes leave every array misaligned, and numpy then copies on every use.
-            lengths = np.fromfile(file, "<i4", num_sequences)
-            pointers = np.fromfile(file, "<i8", num_sequences)
-            doc_idx = np.fromfile(file, "<i8", num_entries)
+            lengths = np.empty(num_sequences, "<i4")
+            pointers, doc_idx = np.empty(num_sequences, "<i8"), np.empty(num_entries, "<i8")
+            read = sum(file.readinto(array.data) for array in (lengths, pointers, doc_idx))
     except OSError as error:
         raise _unreadable(path, error) from error
+    if read < lengths.nbytes + pointers.nbytes + doc_idx.nbytes:
+        raise _damaged(path, f"ends at byte {HEADER.size + read}", "it was cut off while it was being read")
     if num_sequences and lengths.min() < 0:
         bad = int(np.argmax(lengths < 0))
         raise _damaged(path, f"sequence {bad} has length {lengths[bad]}", "lengths must not be negative")
