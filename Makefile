@@ -10,12 +10,14 @@ AZURITE := $(VENV)/azurite/node_modules/.bin/azurite-blob
 install: $(STAMP)
 
 # torch first and alone, at its pinned version: any package that asks for torch without a version would pull another.
+# Bytecode last: pip compiles what it installs, but an editable package only if Python may write beside its sources.
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit("Bloomery needs Python 3.11 or newer, this is " + sys.version) if sys.version_info < (3, 11) else None'
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	$(BIN)/python -m compileall -q src
 	touch $(STAMP)
 
 quickstart: install
