@@ -110,8 +110,8 @@ def misfit(path: str, parsed: dict[str, Any]) -> DataError | None:
 
 
 def _gpt2_json(vocab: dict[str, int], merges: list[str], *, prefix_space: bool) -> dict[str, Any]:
-    """What the tokenizers library would save, without the time that it takes to build one. Merges as strings, as it saved
-    them before 0.20: they are read faster than pairs."""
+    """What the tokenizers library would save, without the time that it takes to build one. Merges as strings, as it did
+    before 0.20: they are read faster than pairs."""
     byte_level = {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True}
     flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
     end = {"id": vocab.get(_END_OF_TEXT), "content": _END_OF_TEXT, **flags, "special": True}

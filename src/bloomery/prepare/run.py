@@ -6,6 +6,7 @@ import contextlib
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from glob import escape, glob
 from pathlib import Path
 from typing import IO, Any
@@ -197,7 +198,7 @@ class _Preparation:
                     sample,
                     as_ids=as_ids,
                     refused=refused,
-                    crew=lambda chosen: self._crew(chosen, judge, len(missing)),
+                    crew=partial(self._crew, judge=judge, units=len(missing)),
                     early=early,
                 )
                 try:
@@ -229,7 +230,7 @@ class _Preparation:
             room -= len(texts[-1])
         return [text for text in texts if text]
 
-    def _crew(self, chosen: Chosen, judge: Judge, units: int) -> Pool:
+    def _crew(self, chosen: Chosen, *, judge: Judge, units: int) -> Pool:
         """Processes that encode a list of texts, or make the part of the unit of a number."""
         settings, folder, all_units = self._settings, self._folder, self._units
 
