@@ -39,7 +39,7 @@ class Stream:
     def batch(self, first: int, count: int) -> Batch:
         """The samples at positions [first, first + count) of the run."""
         owners, ordinals = self.blend.locate(np.arange(first, first + count))
-        parts = {int(owner): np.flatnonzero(owners == owner) for owner in np.unique(owners)}
+        parts = {int(owner): np.flatnonzero(owners == owner) for owner in np.flatnonzero(np.bincount(owners))}
         batches = {owner: self.sources[owner].read(ordinals[rows]) for owner, rows in parts.items()}
         if len(batches) == 1:
             only = next(iter(batches.values()))
