@@ -1,6 +1,7 @@
 """How long the first batch of a resumed run takes: sample 10^9 of a blend of 30 sources with 10^9 samples in all.
 
-Ours: open the 30 shards, build the blend and the orders, read the batch; each round from nothing. The shards are files
+Ours: open the 30 shards, build the blend and the orders, read the batch; each round from nothing, in a process that has
+imported the modules and done nothing else ("new"), and again in one that has done it before. The shards are files
 with holes (4 TB that take no space), so tokens are zeros and nothing waits for a disk. They have few documents: reading
 an `.idx` takes time and memory of its own for each document, which the last lines measure.
 The peer: the indices that megatron-core builds before its first batch (documents and samples of every source, shuffled
@@ -17,9 +18,11 @@ import argparse
 import gc
 import os
 import statistics
+import struct
 import tempfile
 import time
 import tracemalloc
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -48,7 +51,8 @@ def main() -> None:
         per_source = SAMPLES // SOURCES * SEQ_LENGTH + 1
         for prefix in prefixes:
             write_holes(prefix, [LONGEST] * (per_source // LONGEST) + [per_source % LONGEST])
-        first_batch(prefixes, args.batch)  # imports and caches of the libraries
+        new = [in_a_new_process(lambda: first_batch(prefixes, args.batch)) for _ in range(args.rounds)]
+        first_batch(prefixes, args.batch)  # caches of the libraries
         seconds = [timed(lambda: first_batch(prefixes, args.batch)) for _ in range(args.rounds)]
         order_only = [timed(lambda: first_places(args.batch)) for _ in range(args.rounds)]
         tracemalloc.start()
@@ -56,7 +60,8 @@ def main() -> None:
         peak = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
         what = f"the first batch ({args.batch} x {SEQ_LENGTH}) at sample {SAMPLES:,} of {SOURCES} sources"
-        print(f"{what}: {spread(seconds)}, at most {peak / 1e6:.1f} MB (load {os.getloadavg()[0]:.1f})")
+        print(f"{what}: new {spread(new)}, at most {peak / 1e6:.1f} MB (load {os.getloadavg()[0]:.1f})")
+        print(f"again: {spread(seconds)}")
         print(f"of that, to know which samples they are: {spread(order_only)}")
         peer, memory = indices(args.peer_samples)
         scale = SAMPLES / args.peer_samples
@@ -64,7 +69,7 @@ def main() -> None:
             f"Megatron's indices for {args.peer_samples:,} samples: {peer:.3g} s, {memory / 1e6:.0f} MB; "
             f"in proportion {peer * scale:.3g} s and {memory * scale / 1e9:.3g} GB for {SAMPLES:,}"
         )
-        print(f"ratio at the peer's size: {peer / statistics.median(seconds):.0f}")
+        print(f"ratio at the peer's size: {peer / statistics.median(new):.0f}")
         write_holes(f"{folder}/many", [1000] * args.documents)
         opening = timed(lambda: ShardReader(f"{folder}/many").close())
         print(f"opening a shard of {args.documents:,} documents: {opening * 1e3:.1f} ms, whatever the order")
@@ -112,6 +117,16 @@ def write_holes(prefix: str, lengths: list[int]) -> None:
         idx.write(HEADER.pack(MAGIC, VERSION, 8, len(counts), len(counts) + 1))
         idx.write(counts.astype("<i4").tobytes() + ((ends - counts) * 2).tobytes())
         idx.write(np.arange(len(counts) + 1).tobytes())
+
+
+def in_a_new_process(work: Callable[[], None]) -> float:
+    """`timed`, in a fork."""
+    read, write = os.pipe()
+    if os.fork() == 0:
+        os.write(write, struct.pack("d", timed(work)))
+        os._exit(0)
+    os.wait()
+    return float(struct.unpack("d", os.read(read, 8))[0])
 
 
 def timed(work: object) -> float:

@@ -1,9 +1,9 @@
 """Timeless blend: which source the sample at a position comes from, and the how-manieth of that source it is.
 
-One period of slots is spread evenly by weight, and any position is answered at once. In a prefix of any length each
-source is less than DRIFT samples off its share, however many sources there are. The state is one cursor per source,
-taken when the weights last changed: a change of weights starts a new segment there and repeats or loses nothing of the
-past.
+The slots of a period are spread evenly by weight, and any position is answered at once, without a table of them. In a
+prefix of any length each source is less than DRIFT samples off its share, however many sources there are. The state is
+one cursor per source, taken when the weights last changed: a change of weights starts a new segment there and repeats
+or loses nothing of the past.
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ from __future__ import annotations
 import heapq
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-PERIOD = 1 << 16
-"""Slots: weights are exact to 1 / PERIOD."""
+PERIOD = 1 << 30
+"""Slots: weights are exact to 1 / PERIOD. Twice its square still fits into 64 bits."""
 DRIFT = 1.68
-"""Samples that a source may be off its share of slots; `_spread` says why."""
+"""Samples that a source may be off its share of slots; `_Pairs` says why."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class TimelessBlend:
         self.state = state
         self._keys = list(state.weights)
         self._counts = _slot_counts(np.array([state.weights[key] for key in self._keys]))
-        self._owner, self._rank = _spread(self._counts.tolist())
+        self._pairs = _Pairs(self._counts.tolist())
         self._cursors = np.array([state.cursors.get(key, 0) for key in self._keys])
 
     @classmethod
@@ -72,14 +72,13 @@ class TimelessBlend:
         if local.size and int(local.min()) < 0:
             raise ValueError(f"these weights hold from sample {self.state.first_sample}")
         period, slot = np.divmod(local, PERIOD)
-        owner = self._owner[slot].astype(np.int64)
-        return owner, self._cursors[owner] + period * self._counts[owner] + self._rank[slot]
+        owner, rank = self._pairs.locate(slot)
+        return owner, self._cursors[owner] + period * self._counts[owner] + rank
 
     def taken(self, consumed_samples: int) -> dict[str, int]:
         """Samples taken from each source by the first `consumed_samples` of the run."""
         period, slot = divmod(consumed_samples - self.state.first_sample, PERIOD)
-        extra = np.bincount(self._owner[:slot], minlength=len(self._keys))
-        taken = self._cursors + period * self._counts + extra
+        taken = self._cursors + period * self._counts + self._pairs.taken(slot)
         return {**self.state.cursors, **dict(zip(self._keys, taken.tolist(), strict=True))}
 
 
@@ -100,46 +99,57 @@ def _slot_counts(weights: NDArray[np.float64]) -> NDArray[np.int64]:
     return counts
 
 
-def _spread(counts: list[int]) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-    """(source, how-manieth of that source in the period) of each slot.
+class _Pairs:
+    """Sources are paired, the lightest first, until one node holds all: Huffman's tree. The slots of a node go to its
+    two children in turn.
 
-    Sources are paired, the lightest first, until one node holds all: Huffman's tree. Of every prefix of a node's slots,
-    each of its two children gets its share to within half a slot. It also inherits its parent's error, by the part that
-    it is of the parent. So a source is off by at most the sum of own / ancestor over itself and its ancestors below the
-    root, halved. In this tree no node is lighter than its sibling's children, so they weigh at least 1, 1, 2, 3, 5, 8,
-    ... times what the source does: half the sum of the reciprocal Fibonacci numbers, DRIFT, is never reached.
+    Of every prefix of a node's slots, each of its two children gets its share to within half a slot. It also inherits
+    its parent's error, by the part that it is of the parent. So a source is off by at most the sum of own / ancestor
+    over itself and its ancestors below the root, halved. In this tree no node is lighter than its sibling's children,
+    so they weigh at least 1, 1, 2, 3, 5, 8, ... times what the source does: half the sum of the reciprocal Fibonacci
+    numbers, DRIFT, is never reached.
     """
-    heap = [(count, number) for number, count in enumerate(counts)]
-    heapq.heapify(heap)
-    pairs: list[tuple[tuple[int, int], tuple[int, int]]] = []
-    """(slots, node) of the lighter one, and of the heavier."""
-    while len(heap) > 1:
-        pair = (heapq.heappop(heap), heapq.heappop(heap))
-        heapq.heappush(heap, (pair[0][0] + pair[1][0], len(counts) + len(pairs)))
-        pairs.append(pair)
-    starts = [0] * (len(counts) + len(pairs))
-    """In a row in which the slots of every node, sources first and the root last, stand side by side."""
-    for node, ((less, lighter), (_, heavier)) in reversed([*enumerate(pairs, len(counts))]):
-        starts[lighter], starts[heavier] = starts[node], starts[node] + less
-    numbers = np.argsort(starts[: len(counts)])
-    lengths = np.array(counts)[numbers]
-    owners = np.repeat(numbers.astype(np.int32), lengths)
-    ranks = np.arange(PERIOD, dtype=np.int32) - np.array(starts, np.int32)[owners]
-    places = ranks.astype(np.float64)
-    """Among the slots of the source, then of its parent, and so on. In place: new arrays would take longest."""
-    for (less, lighter), (more, heavier) in pairs:
-        first = places[starts[lighter] : starts[lighter] + less]
-        second = places[starts[heavier] : starts[heavier] + more]
-        # The n-th slot comes where the share reaches n - 1/2, of the lighter one if both are due. Floats are exact
-        # here: what is no whole number is at least 1 / (2 * PERIOD) away from one.
-        for part, size in ((first, less), (second, more)):
-            part += 0.5
-            part *= less + more
-            part /= size
-        np.ceil(first, out=first)
-        first -= 1
-        np.floor(second, out=second)
-    slots = places.astype(np.intp)
-    owner, rank = np.empty_like(owners), np.empty_like(ranks)
-    owner[slots], rank[slots] = owners, ranks
-    return owner, rank
+
+    def __init__(self, counts: list[int]) -> None:
+        """`counts`: slots of each source in a period."""
+        self._sources = len(counts)
+        heap = [(count, number) for number, count in enumerate(counts)]
+        heapq.heapify(heap)
+        rows: list[tuple[int, int, int, int]] = []
+        while len(heap) > 1:
+            (less, lighter), (more, heavier) = heapq.heappop(heap), heapq.heappop(heap)
+            heapq.heappush(heap, (less + more, len(counts) + len(rows)))
+            rows.append((lighter, heavier, less, less + more))
+        self._rows = np.array(rows, np.int64).reshape(-1, 4)
+        """Of each pair: its lighter node, its heavier one, slots of the lighter, of both. Nodes are the sources, then
+        the pairs; the last one holds all."""
+
+    def locate(self, slots: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """(source, how-manieth of that source in the period) of each slot."""
+        places = np.array(slots, np.int64)
+        nodes = np.full_like(places, self._sources + len(self._rows) - 1)
+        while len(inner := np.nonzero(nodes >= self._sources)[0]):
+            lighter, heavier, less, both = self._rows[nodes[inner] - self._sources].T
+            place = places[inner]
+            before = _share(place, less, both)
+            is_lighter = _share(place + 1, less, both) > before
+            nodes[inner] = np.where(is_lighter, lighter, heavier)
+            places[inner] = np.where(is_lighter, before, place - before)
+        return nodes, places
+
+    def taken(self, slots: int) -> list[int]:
+        """Slots of each source among the first of a period."""
+        taken = [0] * (self._sources + len(self._rows))
+        taken[-1] = slots
+        for node, (lighter, heavier, less, both) in reversed([*enumerate(self._rows.tolist(), self._sources)]):
+            taken[lighter] = _share(taken[node], less, both)
+            taken[heavier] = taken[node] - taken[lighter]
+        return taken[: self._sources]
+
+
+Whole = TypeVar("Whole", int, NDArray[np.int64])
+
+
+def _share(slots: Whole, less: Whole, both: Whole) -> Whole:
+    """What the lighter node of a pair gets of the pair's first slots: slots * less / both, rounded, halves up."""
+    return (2 * less * slots + both) // (2 * both)
