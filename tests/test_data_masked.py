@@ -124,7 +124,7 @@ def test_every_sentence_is_used_once_in_an_epoch_and_stays_in_its_document(
     ]
     _, samples = source.order.locate(np.arange(source.num_samples))
     with ShardReader(shard) as reader:
-        bounds = reader.document_token_starts
+        bounds = reader.index.document_starts()
         texts = [reader.read(int(start), int(stop - start)).tolist() for start, stop in itertools.pairwise(bounds)]
         found = [token for place in np.argsort(samples) for token in together[place]]
         assert found == [token for text in texts for token in text if len(text) > 1]
@@ -299,7 +299,7 @@ def test_parts_share_no_document(shard: str, vocabulary: MaskVocabulary) -> None
         source = open_source(shard, vocabulary, part=part, split="7,2,1")
         documents.append({span.document for i in range(source.num_samples) for span in source.trace(i).documents})
     with ShardReader(shard) as reader:
-        usable = int((np.diff(reader.document_token_starts) > 1).sum())
+        usable = int((np.diff(reader.index.document_starts()) > 1).sum())
     assert sum(map(len, documents)) == len(set.union(*documents)) == usable
 
 

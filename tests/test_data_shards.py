@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from bloomery.base.errors import DataError, StorageError
-from bloomery.data import shards
+from bloomery.data import shard_index
 from bloomery.data.shards import ShardReader, ShardWriter, token_dtype
 
 DOCUMENTS = [[5, 6, 7], [8], [9, 10, 11, 12]]
@@ -57,10 +57,10 @@ def test_reader_knows_every_integer_type(tmp_path, code, letter, dtype):
 def test_reader_counts_documents_of_several_sequences(tmp_path):
     with ShardReader(hand_made(tmp_path, index_bytes([3, 0, 1, 4], doc_idx=[0, 2, 2, 4]))) as shard:
         assert (shard.num_sequences, shard.num_documents, shard.num_tokens) == (4, 3, 8)
-        assert shard.document_token_starts.tolist() == [0, 3, 3, 8]
-        assert shard.document_token_starts.dtype == np.int64
-        assert shard.document_at(2) == (0, 2)
-        assert shard.document_at(3) == (2, 0), "the empty document 1 holds no token"
+        assert shard.index.document_starts().tolist() == [0, 3, 3, 8]
+        assert shard.index.document_starts().dtype == np.int64
+        assert shard.index.document_at(2) == (0, 2)
+        assert shard.index.document_at(3) == (2, 0), "the empty document 1 holds no token"
         assert shard.read(2, 3).tolist() == [7, 8, 9]
         assert shard.read(8, 0).tolist() == []
         with pytest.raises(IndexError, match="of a shard of 8"):
@@ -144,8 +144,8 @@ BROKEN = {
     "absurd count": (GOOD[:18] + struct.pack("<Q", 2**62) + GOOD[26:], "cut off"),
     "negative": (index_bytes([3, -1, 6]), "sequence 1 has length -1"),
     "pointer": (index_bytes([3, 1, 4], pointers=[0, 6, 10]), "sequence 2 points to byte 10 where .* say 8"),
-    "first document": (index_bytes([3, 1, 4], doc_idx=[1, 2, 3]), "begin at sequence 1 and end at 3 of 3"),
-    "last document": (index_bytes([3, 1, 4], doc_idx=[0, 1, 2]), "begin at sequence 0 and end at 2 of 3"),
+    "first document": (index_bytes([3, 1, 4], doc_idx=[1, 2, 3]), "document 0 begins at sequence 1"),
+    "last document": (index_bytes([3, 1, 4], doc_idx=[0, 1, 2]), "the last one ends at 2 of 3"),
     "falling documents": (
         index_bytes([3, 1, 4], doc_idx=[0, 2, 1, 3]),
         "document 2 begins at sequence 1, the one .* 2.*never fall",
@@ -194,9 +194,48 @@ def test_a_shard_cut_off_while_open_is_named(tmp_path):
 
 def test_an_index_cut_off_while_it_is_read_is_named(tmp_path, monkeypatch):
     prefix = hand_made(tmp_path, index_bytes([2, 2])[:-1], b"\0" * 8)
-    monkeypatch.setattr(shards, "_read_header", lambda *_: (np.dtype("<u2"), 2, 3))  # it was whole then
+    monkeypatch.setattr(shard_index, "_read_header", lambda *_: (np.dtype("<u2"), 2, 3))  # it was whole then
     with pytest.raises(DataError, match=r"ends at byte 81. It was cut off while it was being read"):
         ShardReader(prefix)
+
+
+@pytest.fixture
+def short_ends(monkeypatch):
+    """Indices of a few entries are large ones."""
+    monkeypatch.setattr(shard_index, "_AN_END", 2)
+
+
+def test_of_a_large_index_only_what_is_needed_is_read(tmp_path, short_ends):
+    lengths, doc_idx = [3, 0, 1, 4, 2, 5, 1], [0, 2, 2, 3, 5, 6, 7]
+    prefix = hand_made(tmp_path, index_bytes(lengths, doc_idx=doc_idx), bytes(32))
+    with ShardReader(prefix) as shard, ShardReader(prefix) as whole:
+        assert (shard.num_tokens, shard.num_documents, shard.num_sequences) == (16, 6, 7)
+        starts = whole.index.document_starts().tolist()
+        assert starts == [0, 3, 3, 4, 10, 15, 16]
+        assert [shard.index.document_start(number) for number in range(7)] == starts
+        assert [shard.index.document_at(token) for token in range(16)] == [
+            whole.index.document_at(token) for token in range(16)
+        ]
+        assert shard.facts() == whole.facts()
+
+
+def test_damage_inside_a_large_index_is_named_when_it_is_met(tmp_path, short_ends):
+    pointers = [0, 4, 8, 13, 16, 20, 24]
+    for idx, damage in (
+        (index_bytes([2] * 7, pointers=pointers), "sequence 3 points to byte 13 where the lengths before it say 12"),
+        (index_bytes([2, 2, 2, -2, 2, 2, 6]), "sequence 3 has length -2"),
+        (index_bytes([2] * 7, doc_idx=[0, 1, 2, 99, 5, 6, 7]), "document 4 begins at sequence 5, the one before"),
+    ):
+        with ShardReader(hand_made(tmp_path, idx, bytes(28))) as shard, pytest.raises(DataError, match=damage):
+            shard.index.document_starts()
+    with (
+        ShardReader(hand_made(tmp_path, idx, bytes(28))) as shard,
+        pytest.raises(DataError, match="document 3 begins at sequence 99 of 7"),
+    ):
+        shard.index.document_start(3)
+    idx = index_bytes([2] * 7, pointers=[0, 4, 8, 12, 16, 20, 25])
+    with pytest.raises(DataError, match="sequence 6 points to byte 25 where the lengths before it say 24"):
+        ShardReader(hand_made(tmp_path, idx, bytes(28)))
 
 
 def test_many_documents_at_once_and_a_copied_file_give_the_same_bytes(tmp_path, monkeypatch):

@@ -97,7 +97,7 @@ def test_documents_and_epochs_lead_to_the_very_tokens(workshop: Workshop, comman
             tokens: list[int] = []
             for span in sample["documents"]:
                 assert set(span) == {"document", "start", "tokens"}
-                start = int(shard.document_token_starts[span["document"]]) + span["start"]
+                start = int(shard.index.document_starts()[span["document"]]) + span["start"]
                 tokens += shard.read(start, span["tokens"]).tolist()
             assert tokens == sample["tokens"]
     late = answer(command, "inspect", "sample", str(workshop.recipe), "700-799", BLEND, "train.for=100 steps")
@@ -230,7 +230,7 @@ def test_samples_are_shown_as_text_with_their_origin(text_recipe: Path, command:
             if sample["shard"] == "both":
                 assert span["origin"] == ("fables.jsonl" if span["document"] < 40 else "laws.jsonl")
             with ShardReader(sample["shard"]) as shard:
-                begin = int(shard.document_token_starts[span["document"]])
+                begin = int(shard.index.document_starts()[span["document"]])
                 assert tokenizer.decode(shard.read(begin, 12)).startswith(span["origin"].removesuffix(".jsonl"))
     for name in ("both", "mixed"):
         spans = [span for sample in samples if sample["shard"] == name for span in sample["documents"]]
@@ -437,7 +437,7 @@ def test_data_of_shards_is_counted(workshop: Workshop, command: Command) -> None
     for source in facts["sources"]:
         with ShardReader(source["shard"]) as shard:
             tokens = shard.read(0, shard.num_tokens)
-            lengths = np.diff(shard.document_token_starts)
+            lengths = np.diff(shard.index.document_starts())
         assert source["documents"] == len(lengths)
         assert (source["tokens"], source["bytes"], source["dtype"]) == (len(tokens), 2 * len(tokens), "uint16")
         assert source["document_tokens"] == {

@@ -39,8 +39,8 @@ class CausalSource:
         self.shard = ShardReader(prefix)
         try:
             first, last = part_range(split, part, self.shard.num_documents, place=f"{prefix}.idx")
-            self._start_token = int(self.shard.document_token_starts[first])
-            self._num_tokens = num_tokens = int(self.shard.document_token_starts[last]) - self._start_token
+            self._start_token = self.shard.index.document_start(first)
+            self._num_tokens = num_tokens = self.shard.index.document_start(last) - self._start_token
             if num_tokens < seq_length + 1:
                 raise DataError(_too_short(prefix, part, last - first, num_tokens, seq_length))
         except BaseException:
@@ -83,7 +83,7 @@ def check_ids(rows: NDArray[np.int64], starts: NDArray[np.int64], *, shard: Shar
     if rows.size == 0 or rows.view(np.uint64).max() < vocab_size:
         return
     row, column = np.unravel_index(int(np.argmax(rows.view(np.uint64) >= vocab_size)), rows.shape)
-    document, position = shard.document_at(int(starts[row] + column))
+    document, position = shard.index.document_at(int(starts[row] + column))
     raise DataError(
         Problem(
             what=f"document {document} holds token id {rows[row, column]} at position {position}",

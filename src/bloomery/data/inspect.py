@@ -151,7 +151,7 @@ def _row(batch: Batch, row: int, source: SampleSource, trace: Trace) -> tuple[li
     last = labels[-1]
     if last == IGNORED_LABEL:  # the label has no loss, but the token is there
         shard, span = cast(Any, source).shard, trace.documents[-1]
-        last = int(shard.read(int(shard.document_token_starts[span.document]) + span.start + span.tokens - 1, 1)[0])
+        last = int(shard.read(shard.index.document_start(span.document) + span.start + span.tokens - 1, 1)[0])
     silent = [position for position, label in enumerate(labels) if label == IGNORED_LABEL]
     return [*tokens, last], {"no_loss": silent} if silent else {}
 

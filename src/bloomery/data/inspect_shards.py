@@ -26,7 +26,7 @@ def shard_facts(prefix: str, *, quick: bool, eod_id: int | None = None) -> dict[
     """One shard, from its index and, unless `quick`, from all its tokens. DataError where it is damaged or its
     manifest is of another."""
     with ShardReader(prefix) as shard:
-        lengths = np.diff(shard.document_token_starts)
+        lengths = np.diff(shard.index.document_starts())
         manifest = read_manifest(prefix)
         if manifest and (problems := check_describes(manifest, shard, place=manifest_path(prefix))):
             raise DataError(problems)

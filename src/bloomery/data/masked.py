@@ -198,8 +198,8 @@ def _sentences(
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
     """(first token of each sentence, its length, the sentence at which each document begins with the total at the end),
     without the ends of documents; sentences over `longest` are cut into equal pieces."""
-    document_starts = shard.document_token_starts[documents[0] : documents[1] + 1]
-    starts = shard.sequence_starts()
+    document_starts = shard.index.document_starts()[documents[0] : documents[1] + 1]
+    starts = shard.index.sequence_starts()
     starts, lengths = starts[:-1], np.diff(starts)
     inside = (lengths > 0) & (starts >= document_starts[0]) & (starts < document_starts[-1])
     starts, lengths = starts[inside], lengths[inside]

@@ -54,7 +54,7 @@ class MegatronSource:
         self.vocab_size = vocab_size
         self.shard = ShardReader(prefix)
         try:
-            self._starts = self.shard.sequence_starts()
+            self._starts = self.shard.index.sequence_starts()
             first, last = part_range(split, part, self.shard.num_sequences, place=f"{prefix}.idx", flavour=flavour)
             tokens = int(self._starts[last] - self._starts[first])
             if tokens == 0:
@@ -93,7 +93,7 @@ class MegatronSource:
         sample = int(self.index.shuffle[ordinal])
         spans = []
         for start, stop in stretches:
-            document, position = self.shard.document_at(start)
+            document, position = self.shard.index.document_at(start)
             spans.append(DocumentSpan(document, position, stop - start))
         return Trace(self.key, sample * self.seq_length // self.shape.tokens_per_epoch, sample, spans)
 

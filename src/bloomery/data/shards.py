@@ -1,15 +1,10 @@
-"""Sole owner of shards: `<prefix>.bin` (bare tokens, little endian) and `<prefix>.idx` (Megatron's MMIDIDX index).
-
-The index is: 9 bytes of magic, u64 version 1, u8 dtype code, u64 sequences N, u64 entries D; then int32 lengths[N] in
-tokens, int64 pointers[N] in bytes, int64 doc_idx[D] (the sequence at which each document begins: first 0, last N).
-"""
+"""Sole owner of shards: `<prefix>.bin` (bare tokens, little endian) and `<prefix>.idx` (see shard_index.py)."""
 
 from __future__ import annotations
 
 import errno
 import os
 import secrets
-import struct
 from array import array
 from collections.abc import Iterator
 from contextlib import suppress
@@ -23,20 +18,23 @@ from numpy.typing import DTypeLike, NDArray
 
 from bloomery.base.errors import DataError, Problem
 from bloomery.base.storage import make_run_folder, writing
-
-MAGIC = b"MMIDIDX\x00\x00"
-LEGACY_MAGIC = b"TNTIDX\x00\x00"
-VERSION = 1
-HEADER = struct.Struct("<9sQBQQ")
-DTYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
-"""Token types by code. Codes 6 and 7 are floats, which are never tokens."""
+from bloomery.data.shard_index import (
+    DTYPES,
+    HEADER,
+    MAGIC,
+    REMAKE,
+    VERSION,
+    ShardIndex,
+    damaged,
+    read_into,
+    unreadable,
+)
 
 PARTIAL = ".partial-"
 """Between the prefix and a random name: files that a killed writer leaves."""
 _INDEX_ENTRIES = 1 << 20
-_FACT_PLACES, _FACT_TOKENS = 64, 1024
+_FACT_DOCUMENTS, _FACT_PLACES, _FACT_TOKENS = 256, 64, 1024
 _BLOCK_TOKENS = 1 << 22
-_REMAKE = "copy the shard again from where it was made, or make it again with `bloomery prepare`"
 
 
 def token_dtype(vocab_size: int) -> np.dtype[Any]:
@@ -106,7 +104,7 @@ class ShardWriter:
             while unwritten:
                 copied = _copy(file.fileno(), self._bin.fileno(), offset + nbytes - unwritten, unwritten)
                 if not copied:
-                    raise _damaged(str(file.name), "ends too early", "it was cut off while it was being copied")
+                    raise damaged(str(file.name), "ends too early", "it was cut off while it was being copied")
                 unwritten -= copied
         self._count(lengths, sequences, nbytes)
 
@@ -197,28 +195,21 @@ def _copy(source: int, target: int, offset: int, count: int) -> int:
 
 
 class ShardReader:
-    """One shard, checked whole when opened (DataError). `read` may be called from several threads."""
-
-    prefix: str
-    dtype: np.dtype[Any]
-    num_sequences: int
-    document_token_starts: NDArray[np.int64]
-    """The token at which each document begins; one more entry than documents, the last is the number of tokens."""
+    """One shard, opened in no time whatever its size: see ShardIndex. `read` may be called from several threads."""
 
     def __init__(self, prefix: str) -> None:
         self.prefix = prefix
         _require_files(prefix)
-        self.dtype, sequence_starts, doc_idx = _read_index(f"{prefix}.idx")
-        self.num_sequences = len(sequence_starts) - 1
-        self.document_token_starts = sequence_starts[doc_idx]
+        self.index = ShardIndex(f"{prefix}.idx")
         try:
             self._file = open(f"{prefix}.bin", "rb", buffering=0)  # noqa: SIM115 - closed by close
         except OSError as error:
-            raise _unreadable(f"{prefix}.bin", error) from error
+            self.index.close()
+            raise unreadable(f"{prefix}.bin", error) from error
         found, expected = os.fstat(self._file.fileno()).st_size, self.num_tokens * self.dtype.itemsize
         if found != expected:
             self.close()
-            raise _damaged(
+            raise damaged(
                 f"{prefix}.bin",
                 f"holds {found} bytes where its index says {expected} "
                 f"({self.num_tokens} tokens of {self.dtype.itemsize} bytes)",
@@ -227,17 +218,27 @@ class ShardReader:
             )
 
     @property
+    def dtype(self) -> np.dtype[Any]:
+        return self.index.dtype
+
+    @property
     def num_tokens(self) -> int:
-        return int(self.document_token_starts[-1])
+        return self.index.num_tokens
 
     @property
     def num_documents(self) -> int:
-        return len(self.document_token_starts) - 1
+        return self.index.num_documents
+
+    @property
+    def num_sequences(self) -> int:
+        return self.index.num_sequences
 
     def facts(self) -> dict[str, Any]:
-        """What tells this shard from another: its size, and a hash of where documents begin and of some of the tokens.
-        Costs no more than opening it."""
-        hasher = xxhash.xxh3_128(self.document_token_starts.astype("<i8").tobytes())
+        """What tells this shard from another: its size, and a hash of some of its tokens and of where some documents
+        begin."""
+        hasher = xxhash.xxh3_128()
+        for document in np.linspace(0, self.num_documents, _FACT_DOCUMENTS, dtype=np.int64):
+            hasher.update(self.index.document_start(int(document)).to_bytes(8, "little"))
         count = min(_FACT_TOKENS, self.num_tokens)
         for start in np.linspace(0, self.num_tokens - count, _FACT_PLACES, dtype=np.int64):
             hasher.update(self.read(int(start), count).tobytes())
@@ -248,17 +249,7 @@ class ShardReader:
         if start_token < 0 or count < 0 or start_token + count > self.num_tokens:
             raise IndexError(f"tokens {start_token}..{start_token + count} of a shard of {self.num_tokens}")
         tokens = np.empty(count, self.dtype)
-        unread = tokens.view(np.uint8)
-        offset = start_token * self.dtype.itemsize
-        while len(unread):
-            # Not mmap: readahead pulled 87% of a cold file into memory for 4 MB of samples; this is 20 times faster.
-            try:
-                got = os.preadv(self._file.fileno(), [unread.data], offset)
-            except OSError as error:
-                raise _unreadable(f"{self.prefix}.bin", error) from error
-            if got == 0:
-                raise _damaged(f"{self.prefix}.bin", f"ends at byte {offset}", "it was cut off while it was being read")
-            unread, offset = unread[got:], offset + got
+        read_into(tokens, self._file, start_token * self.dtype.itemsize)
         return tokens
 
     def blocks(self) -> Iterator[NDArray[Any]]:
@@ -266,17 +257,8 @@ class ShardReader:
         for start in range(0, self.num_tokens, _BLOCK_TOKENS):
             yield self.read(start, min(_BLOCK_TOKENS, self.num_tokens - start))
 
-    def sequence_starts(self) -> NDArray[np.int64]:
-        """The token at which each sequence begins, the total at the end. Read anew: only some samples need it."""
-        lengths = np.fromfile(f"{self.prefix}.idx", "<i4", self.num_sequences, offset=HEADER.size)
-        return _starts(lengths)
-
-    def document_at(self, token: int) -> tuple[int, int]:
-        """(document, position inside it) of a token of the shard."""
-        document = int(np.searchsorted(self.document_token_starts, token, side="right")) - 1
-        return document, token - int(self.document_token_starts[document])
-
     def close(self) -> None:
+        self.index.close()
         self._file.close()
 
     def __enter__(self) -> Self:
@@ -284,14 +266,6 @@ class ShardReader:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def _damaged(place: str, what: str, rule: str, remedy: str = _REMAKE) -> DataError:
-    return DataError(Problem(what=what, rule=rule, remedy=remedy, place=place))
-
-
-def _unreadable(place: str, error: OSError) -> DataError:
-    return _damaged(place, f"cannot be read: {error.strerror or error}", "", "mend its permissions or its storage")
 
 
 def _require_files(prefix: str) -> None:
@@ -303,85 +277,6 @@ def _require_files(prefix: str) -> None:
         remedy = f"write the path without its ending: {prefix[:-4]}"
     elif near := sorted(glob(escape(prefix) + "*.idx")):
         remedy = "did you mean " + " or ".join(path[:-4] for path in near[:3] if path[:-4] != prefix) + "?"
-        remedy = _REMAKE if near == [prefix + ".idx"] else remedy
+        remedy = REMAKE if near == [prefix + ".idx"] else remedy
     rule = "a shard is a pair of files, <path>.bin and <path>.idx"
     raise DataError([Problem("no such file", rule, remedy, prefix + suffix) for suffix in missing])
-
-
-def _read_index(path: str) -> tuple[np.dtype[Any], NDArray[np.int64], NDArray[np.int64]]:
-    """(dtype, token at which each sequence begins with the total at the end, doc_idx), all checked."""
-    try:
-        with open(path, "rb") as file:
-            found = os.fstat(file.fileno()).st_size
-            dtype, num_sequences, num_entries = _read_header(path, file.read(HEADER.size), found)
-            # Read, not mapped: the header's 34 bytes leave every array misaligned, and numpy then copies on every use.
-            lengths = np.empty(num_sequences, "<i4")
-            pointers, doc_idx = np.empty(num_sequences, "<i8"), np.empty(num_entries, "<i8")
-            read = sum(file.readinto(array.data) for array in (lengths, pointers, doc_idx))
-    except OSError as error:
-        raise _unreadable(path, error) from error
-    if read < lengths.nbytes + pointers.nbytes + doc_idx.nbytes:
-        raise _damaged(path, f"ends at byte {HEADER.size + read}", "it was cut off while it was being read")
-    if num_sequences and lengths.min() < 0:
-        bad = int(np.argmax(lengths < 0))
-        raise _damaged(path, f"sequence {bad} has length {lengths[bad]}", "lengths must not be negative")
-    starts = _starts(lengths)
-    wrong = pointers != starts[:-1] * dtype.itemsize
-    if wrong.any():
-        bad = int(np.argmax(wrong))
-        raise _damaged(
-            path,
-            f"sequence {bad} points to byte {pointers[bad]} where the lengths before it say "
-            f"{starts[bad] * dtype.itemsize}",
-            "sequences must follow each other without gaps",
-        )
-    rule = "doc_idx must start with 0, never fall and end with the number of sequences"
-    if doc_idx[0] != 0 or doc_idx[-1] != num_sequences:
-        what = f"its documents begin at sequence {doc_idx[0]} and end at {doc_idx[-1]} of {num_sequences}"
-        raise _damaged(path, what, rule)
-    falls = doc_idx[1:] < doc_idx[:-1]
-    if falls.any():
-        bad = int(np.argmax(falls)) + 1
-        what = f"document {bad} begins at sequence {doc_idx[bad]}, the one before it at {doc_idx[bad - 1]}"
-        raise _damaged(path, what, rule)
-    return dtype, starts, doc_idx
-
-
-def _starts(lengths: NDArray[np.int32]) -> NDArray[np.int64]:
-    starts = np.zeros(len(lengths) + 1, np.int64)
-    np.cumsum(lengths, dtype=np.int64, out=starts[1:])
-    return starts
-
-
-def _read_header(path: str, header: bytes, found: int) -> tuple[np.dtype[Any], int, int]:
-    if header.startswith(LEGACY_MAGIC):
-        raise _damaged(
-            path,
-            "is in the old TNTIDX format (Megatron's --dataset-impl lazy or cached)",
-            "only the mmap format (MMIDIDX) is read",
-            "make the shard again from its text, with `bloomery prepare` or with --dataset-impl mmap",
-        )
-    if not header.startswith(MAGIC[: len(header)]):
-        raise _damaged(
-            path, f"starts with {header[:9]!r}", f"an index starts with {MAGIC!r}: this is another kind of file"
-        )
-    if len(header) < HEADER.size:
-        raise _damaged(path, f"holds {found} bytes", f"the header alone takes {HEADER.size}: the file was cut off")
-    _, version, code, num_sequences, num_entries = HEADER.unpack(header)
-    if version != VERSION:
-        raise _damaged(path, f"has format version {version}", f"only version {VERSION} is read")
-    if code not in DTYPES:
-        known = ", ".join(f"{known} ({np.dtype(name).name})" for known, name in DTYPES.items())
-        raise _damaged(path, f"has dtype code {code}", f"tokens are integers; the known codes are {known}")
-    if num_entries == 0:
-        raise _damaged(path, "has no document entries", "even a shard without documents has one, the closing 0")
-    expected = HEADER.size + 12 * num_sequences + 8 * num_entries
-    if found == expected + num_sequences and num_sequences:
-        raise _damaged(path, "carries a mode for every sequence", "multimodal shards are not read", "use text shards")
-    if found != expected:
-        raise _damaged(
-            path,
-            f"holds {found} bytes where its header says {expected} ({num_sequences} sequences, {num_entries} entries)",
-            f"the index is {'cut off' if found < expected else 'longer than it should be'}",
-        )
-    return np.dtype(DTYPES[code]), num_sequences, num_entries

@@ -29,8 +29,8 @@ def document_spans(shard: ShardReader, start_token: int, count: int) -> list[Doc
     """The documents that tokens [start_token, start_token + count) of a shard belong to, in order."""
     spans = []
     while count > 0:
-        document, position = shard.document_at(start_token)
-        tokens = min(count, int(shard.document_token_starts[document + 1]) - start_token)
+        document, position = shard.index.document_at(start_token)
+        tokens = min(count, shard.index.document_start(document + 1) - start_token)
         spans.append(DocumentSpan(document, position, tokens))
         start_token, count = start_token + tokens, count - tokens
     return spans

@@ -88,11 +88,11 @@ def _are_equal(path: str, other: str) -> bool:
 def _other_index(shard: ShardReader, right: ShardReader) -> DataError:
     if shard.num_documents != right.num_documents:
         what = f"it has {shard.num_documents} documents instead of {right.num_documents}"
-    elif len(wrong := np.flatnonzero(shard.document_token_starts != right.document_token_starts)):
+    elif len(wrong := np.flatnonzero(shard.index.document_starts() != right.index.document_starts())):
         what = f"document {int(wrong[0]) - 1} has another length than its source gives"
     elif shard.num_sequences != right.num_sequences:
         what = f"it has {shard.num_sequences} sequences instead of {right.num_sequences}"
-    elif len(wrong := np.flatnonzero(shard.sequence_starts() != right.sequence_starts())):
+    elif len(wrong := np.flatnonzero(shard.index.sequence_starts() != right.index.sequence_starts())):
         what = f"sequence {int(wrong[0]) - 1} has another length than its source gives"
     else:
         what = "documents have other sequences, or tokens another type, than their sources give"
@@ -104,8 +104,8 @@ def _compare_tokens(shard: ShardReader, right: ShardReader, tokenizer: Tokenizer
         count = min(_TOKENS, right.num_tokens - start)
         wrong = np.flatnonzero(shard.read(start, count) != right.read(start, count))
         if len(wrong):
-            document, position = right.document_at(start + int(wrong[0]))
-            begin = int(right.document_token_starts[document])
+            document, position = right.index.document_at(start + int(wrong[0]))
+            begin = right.index.document_start(document)
             text = tokenizer.decode(right.read(begin, min(20, right.num_tokens - begin)))
             raise _differs(
                 shard.prefix,
