@@ -26,21 +26,19 @@ DTYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 
 REMAKE = "copy the shard again from where it was made, or make it again with `bloomery prepare`"
 _DOCUMENTS = "doc_idx must start with 0, never fall and end with the number of sequences"
-_AN_END = 2048
-"""Entries at the beginning and at the end that are read and checked when an index is opened."""
+_AN_END = 256
+"""Entries at the end that are read and checked when an index is opened."""
 
 
 class ShardIndex:
-    """Opened by its ends, which are all there is of a small one; what is asked for whole is read and checked then.
+    """Opened by its end, which is all there is of a small one; what is asked for whole is read and checked then.
     DataError where something is wrong. May be used by several threads."""
 
     def __init__(self, path: str) -> None:
+        """OSError where it cannot be opened."""
         self.path = path
         self._whole: NDArray[np.int64] | None = None
-        try:
-            self._file = open(path, "rb", buffering=0)  # noqa: SIM115 - closed by close
-        except OSError as error:
-            raise unreadable(path, error) from error
+        self._file = open(path, "rb", buffering=0)  # noqa: SIM115 - closed by close
         try:
             found = os.fstat(self._file.fileno()).st_size
             header = np.empty(min(HEADER.size, found), np.uint8)
@@ -85,10 +83,11 @@ class ShardIndex:
     def _look_at_ends(self) -> int:
         """The number of tokens."""
         count, entries = self.num_sequences, self.num_documents + 1
-        starts, documents = self._sequences(0, min(_AN_END, count)), self._documents(0, min(_AN_END, entries))
         if count <= _AN_END and entries <= _AN_END:
-            self._whole = starts[documents]
+            starts = self._sequences(0, count)
+            self._whole = starts[self._documents(0, entries)]
             return int(starts[-1])
+        self._documents(0, 1)
         self._documents(max(0, entries - _AN_END), entries)
         return int(self._sequences(max(0, count - _AN_END), count)[-1])
 

@@ -199,13 +199,15 @@ class ShardReader:
 
     def __init__(self, prefix: str) -> None:
         self.prefix = prefix
-        _require_files(prefix)
-        self.index = ShardIndex(f"{prefix}.idx")
+        try:
+            self.index = ShardIndex(f"{prefix}.idx")
+        except OSError as error:
+            raise _not_opened(prefix, error) from error
         try:
             self._file = open(f"{prefix}.bin", "rb", buffering=0)  # noqa: SIM115 - closed by close
         except OSError as error:
             self.index.close()
-            raise unreadable(f"{prefix}.bin", error) from error
+            raise _not_opened(prefix, error) from error
         found, expected = os.fstat(self._file.fileno()).st_size, self.num_tokens * self.dtype.itemsize
         if found != expected:
             self.close()
@@ -268,10 +270,10 @@ class ShardReader:
         self.close()
 
 
-def _require_files(prefix: str) -> None:
+def _not_opened(prefix: str, error: OSError) -> DataError:
     missing = [suffix for suffix in (".bin", ".idx") if not os.path.isfile(prefix + suffix)]
     if not missing:
-        return
+        return unreadable(str(error.filename), error)
     remedy = "make the shard with `bloomery prepare`, or correct the path"
     if prefix.endswith((".bin", ".idx")):
         remedy = f"write the path without its ending: {prefix[:-4]}"
@@ -279,4 +281,4 @@ def _require_files(prefix: str) -> None:
         remedy = "did you mean " + " or ".join(path[:-4] for path in near[:3] if path[:-4] != prefix) + "?"
         remedy = REMAKE if near == [prefix + ".idx"] else remedy
     rule = "a shard is a pair of files, <path>.bin and <path>.idx"
-    raise DataError([Problem("no such file", rule, remedy, prefix + suffix) for suffix in missing])
+    return DataError([Problem("no such file", rule, remedy, prefix + suffix) for suffix in missing])
