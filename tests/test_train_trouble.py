@@ -57,6 +57,16 @@ def test_a_token_beyond_the_vocabulary_is_named(workshop: Workshop, capsys: pyte
     assert [event["kind"] for event in map(json.loads, (run / "events.jsonl").read_text().splitlines())][-1] == "error"
 
 
+def test_what_fails_at_its_first_sample_leaves_no_checkpoint_in_the_way(
+    workshop: Workshop, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = workshop.train("model.vocab_size=4", "tokenizer=null", "train.for=2 steps", code=3)
+    assert not list((run / "checkpoints").glob("step-*"))
+    assert "set model.vocab_size" in said(capsys)
+    workshop.train("tokenizer=null", "train.for=2 steps")
+    assert workshop.metrics(run)[-1]["step"] == 2
+
+
 def test_a_missing_tokenizer_is_named(workshop: Workshop, capsys: pytest.CaptureFixture[str]) -> None:
     workshop.train("tokenizer.path=nowhere", code=3)
     assert "nowhere/tokenizer.json" in said(capsys)

@@ -30,11 +30,11 @@ def train(run: Run, state: TrainState) -> StopReason:
                     evaluate(run, state)
                 save_if_due(run, state)
         except DataError as error:  # before this step changed anything: what was learned so far is saved
-            stop, failure = StopReason("error", str(error)), error
+            stop, failure = StopReason("error", str(error), None if state.step else error), error
         except Exception:
             write_picture(run, state)
             raise
-        if stop.error is not None:  # the run is not ours any more: nothing may be saved or begun
+        if stop.error is not None:  # nothing may be saved, or nothing was learned
             raise stop.error
         settle(run, state)
         if stop.finished and state.step > first_step and not run.evaluates_at(state.step):
@@ -43,7 +43,7 @@ def train(run: Run, state: TrainState) -> StopReason:
     run.stop.count_energy(state)
     facts = {"reason": stop.kind, "text": stop.text, "finished": stop.finished, "energy": state.energy.to_json()}
     run.journal.event("stop", state.step, **facts)
-    run.journal.notice(f"stopped at step {state.step:,}: {stop.text}. Saved in {run.folder}")
+    run.journal.notice(f"stopped at step {state.step:,}: {stop.text.rstrip('.')}. Saved in {run.folder}")
     failure = failure or run.stop.failure(stop, state.step)
     if failure is not None:
         raise failure

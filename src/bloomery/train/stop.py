@@ -37,7 +37,7 @@ class StopReason:
     """finished, exit_after, deadline, signal, control, error, diverged or drift."""
     text: str
     error: BloomeryError | None = None
-    """If the run is no longer ours: what to end with, at once and without a save."""
+    """What to end with, at once and without a save: the run is no longer ours, or has not begun."""
 
     @property
     def finished(self) -> bool:
