@@ -118,6 +118,10 @@ def test_resuming_with_the_same_weights_keeps_the_state() -> None:
     blend = TimelessBlend.start({"a": 2, "b": 6})
     again = TimelessBlend.resume(blend.state, {"a": 1, "b": 3}, consumed_samples=500)
     assert again.state == blend.state
+    scaled = TimelessBlend.resume(blend.state, {"a": 0.1, "b": 0.3}, consumed_samples=500)
+    assert scaled.state == blend.state, "rounding is no change"
+    nearly = TimelessBlend.resume(blend.state, {"a": 1, "b": 3.001}, consumed_samples=500)
+    assert nearly.state.first_sample == 500
     with pytest.raises(ValueError, match="hold from sample 500"):
         TimelessBlend.resume(blend.state, {"a": 1, "b": 1}, consumed_samples=500).locate(np.array([499]))
 

@@ -181,6 +181,18 @@ def test_a_blend_shows_its_weights_one_by_one_and_only_proportions_count(
     assert workshop.events(run, "changed") == []
 
 
+def test_weights_that_are_scaled_go_on_with_the_same_blend_although_floats_round(workshop: Workshop) -> None:
+    def blend(first: float, second: float) -> str:
+        return f"data.train=[{{path: train, weight: {first}}}, {{path: valid, weight: {second}}}]"
+
+    assert 3 / (3 + 1) != 0.3 / (0.3 + 0.1)
+    run = stopped(workshop, blend(3, 1))
+    workshop.train(blend(0.3, 0.1))
+    assert workshop.events(run, "changed") == []
+    state = json.loads((run / "checkpoints" / "step-00000020" / "state.json").read_text())
+    assert (state["blend"]["first_sample"], state["blend"]["weights"]) == (0, {"train": 0.75, "valid": 0.25})
+
+
 def test_a_schedule_that_follows_the_end_of_training_is_told_as_a_rate(
     workshop: Workshop, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -9,6 +9,7 @@ past.
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Self
@@ -20,6 +21,8 @@ PERIOD = 1 << 16
 """Slots: weights are exact to 1 / PERIOD."""
 DRIFT = 1.68
 """Samples that a source may be off its share of slots; `_spread` says why."""
+_ROUNDING = 1e-9
+"""Relative. Far more than shares can be off by rounding when all weights are scaled alike, far less than a slot."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +64,7 @@ class TimelessBlend:
     @classmethod
     def resume(cls, state: BlendState, weights: Mapping[str, float], *, consumed_samples: int) -> Self:
         """Go on after `consumed_samples`. Changed weights hold from there; every source goes on where it stood."""
-        if _normalised(weights) == state.weights and list(weights) == list(state.weights):
+        if same_shares(weights, state.weights):
             return cls(state)
         taken = cls(state).taken(consumed_samples)
         return cls(BlendState(consumed_samples, taken, _normalised(weights), state.lengths))
@@ -81,6 +84,14 @@ class TimelessBlend:
         extra = np.bincount(self._owner[:slot], minlength=len(self._keys))
         taken = self._cursors + period * self._counts + extra
         return {**self.state.cursors, **dict(zip(self._keys, taken.tolist(), strict=True))}
+
+
+def same_shares(one: Mapping[str, float], other: Mapping[str, float]) -> bool:
+    """Whether these weights make the same blend: the same sources in the same order, in the same proportions."""
+    shares = [_normalised(weights).values() for weights in (one, other)]
+    return list(one) == list(other) and all(
+        math.isclose(*pair, rel_tol=_ROUNDING) for pair in zip(*shares, strict=True)
+    )
 
 
 def _normalised(weights: Mapping[str, float]) -> dict[str, float]:
