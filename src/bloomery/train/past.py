@@ -108,24 +108,37 @@ def check_tokenizer(past: Past, tokenizer_hash: str | None) -> None:
 
 
 def checked_shards(past: Past, shards: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """The same. DataError if a source is another shard than the checkpoint was trained on, under the same name."""
+    """These, and those of sources that are away: they stay known for as long as the place reached in them. DataError if
+    a source is another shard than it was, or under a new name the shard that another one was."""
     if past.checkpoint is None or past.before is None:
         return shards
     told: dict[str, dict[str, Any]] = read_manifest(past.checkpoint).get("shards") or {}
     problems = []
-    for name, now in shards.items():
-        then = told.get(name, now)
-        if now["digest"] == then["digest"]:
-            continue
-        sizes = [f"{facts['documents']:,} documents and {facts['tokens']:,} tokens" for facts in (now, then)]
-        had = sizes[1] if sizes[0] != sizes[1] else "as many, but others"
-        what = f"the source '{name}' has {sizes[0]}, but {past.checkpoint.name} was trained on one with {had}"
-        rule = "the place that training has reached in it would mean other samples"
-        remedy = "put the shard back, or add the new one under another `name` with --change data.train"
-        problems.append(Problem(what, rule, remedy))
+    for name, facts in shards.items():
+        if name in told and facts["digest"] != told[name]["digest"]:
+            problems.append(_other_shard(name, facts, told[name], past.checkpoint.name))
+        elif name not in told:
+            known = [other for other, then in told.items() if then["digest"] == facts["digest"]]
+            known.sort(key=lambda other: other in shards)  # one that is gone may come back
+            problems += [_known_shard(name, other, in_use=other in shards) for other in known[:1]]
     if problems:
         raise DataError(problems)
-    return shards
+    return told | shards
+
+
+def _other_shard(name: str, now: Mapping[str, Any], then: Mapping[str, Any], checkpoint: str) -> Problem:
+    sizes = [f"{facts['documents']:,} documents and {facts['tokens']:,} tokens" for facts in (now, then)]
+    had = sizes[1] if sizes[0] != sizes[1] else "as many, but others"
+    what = f"the source '{name}' has {sizes[0]}, but {checkpoint} was trained on one with {had}"
+    rule = "the place that training has reached in it would mean other samples"
+    return Problem(what, rule, "put the shard back, or add the new one under another `name` with --change data.train")
+
+
+def _known_shard(name: str, known: str, *, in_use: bool) -> Problem:
+    what = f"the source '{name}' is the shard that the run knows as '{known}'"
+    rule = "under another name its samples would come again from the beginning"
+    remedy = f"give '{known}' more weight instead" if in_use else f"add `name: {known}` to the source"
+    return Problem(what, rule, remedy)
 
 
 def put_in_order(recipe: Recipe, roots: Sequence[Path], past: Past, journal: Journal) -> None:
