@@ -131,6 +131,58 @@ def test_a_run_that_changed_its_weights_is_shown_by_its_checkpoint(
     assert [source["achieved"] for source in order["sources"]] == pytest.approx([0.25, 0.75], abs=0.02)
 
 
+def test_a_run_is_inspected_with_the_checks_of_a_training_that_goes_on(workshop: Workshop, command: Command) -> None:
+    write_shard(workshop.folder / "other", seed=5)
+    run = workshop.train(BLEND, "lr.peak=0.02", "train.exit_after=3 steps")
+    of_run = ["--run-dir", str(run)]
+    words = ["inspect", "step", str(workshop.recipe), "2", BLEND]
+    assert command(*words, *of_run)[0] == 0, "lr is not read here, so it is not compared either"
+    code, _, err = command(*words, "data.train.1.path=other", *of_run)
+    assert code == 3
+    assert "the source 'books' has 60 documents" in err
+    assert "but step-00000003 was trained on one with 20 documents" in err
+    code, _, err = command(*words, "seed=8", *of_run)
+    assert code == 3
+    assert "seed is 8 but the checkpoint has 7. It would make this another training." in err
+    code, _, err = command("inspect", "schedule", str(workshop.recipe), "batch.global_batch_size=16", *of_run)
+    assert code == 3
+    assert "batch.global_batch_size is 16 but the checkpoint has 8." in err
+    assert "lr.peak is 0.01 but the checkpoint has 0.02." in err
+    heavier = "data.train.1.weight=6"
+    code, _, err = command("inspect", "order", str(workshop.recipe), BLEND, heavier, *of_run)
+    assert code == 3
+    assert "or --change data.train.1.weight to change it" in err
+    asked = ["--change", "data.train.1.weight"]
+    order = answer(command, "inspect", "order", str(workshop.recipe), BLEND, heavier, *of_run, *asked)
+    assert order["first_sample"] == 24, "what it would come to"
+    code, _, err = command(*words, *asked)
+    assert code == 2
+    assert "--change data.train.1.weight is given without --run-dir. It says what differs from a run. Add" in err
+    assert command(*words, *of_run, "--change", "seed")[0] == 2
+
+
+def test_a_run_is_inspected_with_its_own_tokenizer_and_length(workshop: Workshop, command: Command) -> None:
+    from tokenizers import models
+
+    def make(letter: str) -> None:
+        tokenizer = tokenizers.Tokenizer(models.BPE(vocab={"<|endoftext|>": 0, letter: 1}, merges=[]))
+        tokenizer.save("tok/tokenizer.json")
+
+    (workshop.folder / "tok").mkdir()
+    make("a")
+    settings = ["tokenizer={path: tok}", "data.order=megatron"]
+    run = workshop.train(*settings, "train.for=160 samples", "train.exit_after=2 steps")
+    words = ["inspect", "order", str(workshop.recipe), *settings, "--run-dir", str(run)]
+    assert command(*words, "train.for=160 samples")[0] == 0
+    code, _, err = command(*words, "train.for=6000 samples")
+    assert code == 3
+    assert "train.for is 6000 samples = 6000 samples but the checkpoint has 160 samples" in err
+    make("b")
+    code, _, err = command(*words, "train.for=160 samples")
+    assert code == 3
+    assert "but step-00000002 was trained with" in err
+
+
 def test_steps_that_are_passed_over_are_marked(workshop: Workshop, command: Command) -> None:
     skip = "train.skip=['3-4 steps']"
     marked = answer(command, "inspect", "step", str(workshop.recipe), "3", skip)

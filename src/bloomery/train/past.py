@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -67,12 +67,22 @@ def find_past(
     if checkpoint is None:
         scale = LossScale.start(recipe.loss_scale) if recipe.precision == "fp16" else None
         return Past(TrainState(loss_scale=scale), TrainingPlan.of(recipe))
+    return replace(past_at(checkpoint, recipe, changes=changes), damaged=choice.damaged)
+
+
+def past_at(
+    checkpoint: Path, recipe: Recipe, *, changes: Sequence[str] = (), reads: Collection[str] | None = None
+) -> Past:
+    """This checkpoint, for a recipe that goes on from it. DataError if that is another training, less the fields named
+    by `changes`. `reads`: the sections to compare, where it is not all of them."""
     saved, facts = read_recipe_of(checkpoint), read_state(checkpoint)
     state = TrainState.from_json(facts)
     then = Side(saved, TrainingPlan.of(saved, state.history))
     now = Side(recipe, TrainingPlan.going_on(recipe, then.plan, state.step))
     same_tokenizer = recipe.tokenizer == saved.tokenizer or _is_tokenizer_of(checkpoint, recipe)
     different = differences(now, then, step=state.step, same_tokenizer=same_tokenizer)
+    if reads is not None:
+        different = [each for each in different if each.field.split(".")[0] in reads]
     if problems := refusals(different, changes, checkpoint=str(checkpoint)):
         raise DataError(problems)
     assert then.plan.batch.consumed_after_step(state.step) == state.consumed_samples, "plan and checkpoint disagree"
@@ -90,7 +100,6 @@ def find_past(
         before=Before(saved, then.plan, state.step, state.consumed_samples, blend) if state.step else None,
         changes=different,
         interval=facts["interval"] if same_length else None,  # tokens per second would be of neither length
-        damaged=choice.damaged,
     )
 
 
