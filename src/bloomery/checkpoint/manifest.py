@@ -109,6 +109,7 @@ def _are_shards(value: Any) -> bool:
             and _is_count(facts.get("documents"))
             and _is_count(facts.get("tokens"))
             and isinstance(facts.get("digest"), str)
+            and isinstance(facts.get("path", ""), str)
             for facts in value.values()
         )
     )

@@ -31,6 +31,8 @@ class InspectedRun:
     section: DataSection
     plan: TrainingPlan
     data: OpenData
+    past: Past | None
+    """Of a run that is inspected by its checkpoint."""
 
 
 def add_recipe_and(parser: argparse.ArgumentParser, *between: tuple[str, dict[str, Any]]) -> None:
@@ -65,16 +67,12 @@ def opened_run(args: argparse.Namespace) -> Iterator[InspectedRun]:
     with open_data(recipe, plan=plan, before=past.before if past else None) as data:
         for warning in data.warnings:
             print(f"bloomery: warning: {warning}", file=sys.stderr)
-        if past:
-            _check(past, data)
-        yield InspectedRun(recipe, section, plan, data)
+        if past is not None:
+            from bloomery.train.past import check_tokenizer, checked_shards
 
-
-def _check(past: Past, data: OpenData) -> None:
-    from bloomery.train.past import check_tokenizer, checked_shards
-
-    check_tokenizer(past, data.tokenizer_hash)
-    checked_shards(past, data.shards())
+            check_tokenizer(past, data.tokenizer_hash)
+            checked_shards(past, data.shards())
+        yield InspectedRun(recipe, section, plan, data, past)
 
 
 def refuse(what: str, valid: str) -> RecipeError:
@@ -97,12 +95,12 @@ def whole_numbers(text: str) -> list[int]:
 
 def print_samples(run: InspectedRun, first: int, last: int, *, as_json: bool, **facts: Any) -> None:
     """Samples first..last of the run, one after the other, however many they are."""
-    from bloomery.data.inspect import read_samples
+    from bloomery.cli.former_samples import samples_of
     from bloomery.data.tokenizer import Tokenizer
 
     tokenizer = Tokenizer.load(run.recipe.tokenizer.path) if run.recipe.tokenizer else None
     before = "[\n" if as_json else ""
-    for sample in read_samples(run.data.train, run.section.train, first, last, tokenizer=tokenizer):
+    for sample in samples_of(run, first, last, tokenizer=tokenizer):
         step = run.plan.batch.first_step_reaching(sample["index"] + 1)
         sample |= {"step": step, **({"skipped": True} if run.plan.is_skipped(step) else {}), **facts}
         print(before + (json.dumps(sample) if as_json else _text(sample, tokenizer)), end="")

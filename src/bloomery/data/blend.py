@@ -3,7 +3,7 @@
 One period of slots is spread evenly by weight, and any position is answered at once. In a prefix of any length each
 source is less than DRIFT samples off its share, however many sources there are. The state is one cursor per source,
 taken when the weights last changed: a change of weights starts a new segment there and repeats or loses nothing of the
-past.
+past. Earlier segments are kept, so that every position of the past can be answered too.
 """
 
 from __future__ import annotations
@@ -26,6 +26,15 @@ _ROUNDING = 1e-9
 
 
 @dataclass(frozen=True)
+class Former:
+    """Weights that held until the next ones did; as in BlendState."""
+
+    first_sample: int
+    cursors: dict[str, int]
+    weights: dict[str, float]
+
+
+@dataclass(frozen=True)
 class BlendState:
     """Where the present weights began to hold."""
 
@@ -37,13 +46,23 @@ class BlendState:
     lengths: dict[str, int] = field(default_factory=dict)
     """Sequence lengths of cursors that count samples of another length than the run's: of sources that were not in the
     blend when it changed."""
+    earlier: tuple[Former, ...] = ()
+    """All weights before, in order. Earlier versions have not kept them: then the first one does not hold from 0."""
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
     @classmethod
     def from_json(cls, facts: Mapping[str, Any]) -> Self:
-        return cls(int(facts["first_sample"]), *(dict(facts.get(key, {})) for key in ("cursors", "weights", "lengths")))
+        earlier = tuple(Former(**each) for each in facts.get("earlier", ()))
+        cursors, weights, lengths = (dict(facts.get(key, {})) for key in ("cursors", "weights", "lengths"))
+        return cls(int(facts["first_sample"]), cursors, weights, lengths, earlier)
+
+    def ended(self, consumed_samples: int) -> tuple[Former, ...]:
+        """What `earlier` is for weights that hold from there on. Those that never gave a sample are forgotten."""
+        if consumed_samples == self.first_sample:
+            return self.earlier
+        return (*self.earlier, Former(self.first_sample, self.cursors, self.weights))
 
 
 class TimelessBlend:
@@ -67,7 +86,8 @@ class TimelessBlend:
         if same_shares(weights, state.weights):
             return cls(state)
         taken = cls(state).taken(consumed_samples)
-        return cls(BlendState(consumed_samples, taken, _normalised(weights), state.lengths))
+        earlier = state.ended(consumed_samples)
+        return cls(BlendState(consumed_samples, taken, _normalised(weights), state.lengths, earlier))
 
     def locate(self, positions: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """(index of the source, ordinal within it) of each position."""

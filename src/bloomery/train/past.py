@@ -121,7 +121,7 @@ def checked_shards(past: Past, shards: dict[str, dict[str, Any]]) -> dict[str, d
     a source is another shard than it was, or under a new name the shard that another one was."""
     if past.checkpoint is None or past.before is None:
         return shards
-    told: dict[str, dict[str, Any]] = read_manifest(past.checkpoint).get("shards") or {}
+    told = known_shards(past.checkpoint)
     problems = []
     for name, facts in shards.items():
         if name in told and facts["digest"] != told[name]["digest"]:
@@ -133,6 +133,12 @@ def checked_shards(past: Past, shards: dict[str, dict[str, Any]]) -> dict[str, d
     if problems:
         raise DataError(problems)
     return told | shards
+
+
+def known_shards(checkpoint: Path) -> dict[str, dict[str, Any]]:
+    """By source, all shards that a run was ever trained on: what tells them from others, and where they lay."""
+    told: dict[str, dict[str, Any]] | None = read_manifest(checkpoint).get("shards")
+    return told or {}
 
 
 def _other_shard(name: str, now: Mapping[str, Any], then: Mapping[str, Any], checkpoint: str) -> Problem:
