@@ -388,6 +388,17 @@ def test_a_shard_that_has_moved_does_not_begin_again_under_a_new_name(
     assert workshop.events(run, "changed") == []
 
 
+def test_a_shard_that_has_moved_stays_known_by_its_old_path_in_every_order(
+    workshop: Workshop, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stopped(workshop, "data.order=megatron")
+    for ending in (".bin", ".idx"):
+        (workshop.folder / f"train{ending}").rename(workshop.folder / f"moved{ending}")
+    (line, _) = refusal(workshop, capsys, "data.order=megatron", "data.train=[{path: moved}]")
+    assert "some would come twice (a shard that has only moved stays known with `name: train`)." in line
+    workshop.train("data.order=megatron", "data.train=[{path: moved, name: train}]")
+
+
 def test_one_other_token_in_a_shard_of_the_same_size_is_noticed(
     workshop: Workshop, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -124,16 +124,16 @@ def _sources(now: Recipe, then: Recipe) -> Iterator[Difference]:
                 name = f"data.train.{number}.weight"
                 yield Difference(name, other.weight, one.weight, why, is_fixed=bool(why))
         return
-    yield Difference("data.train", _written(old), _written(new), why or _known_by(new, old), is_fixed=bool(why))
+    known = (why or "a source is known by its name, by default its path") + _hint_of_moves(new, old)
+    yield Difference("data.train", _written(old), _written(new), known, is_fixed=bool(why))
 
 
-def _known_by(new: list[SourceSection], old: list[SourceSection]) -> str:
-    keys = [source_key(each) for each in new]
+def _hint_of_moves(new: list[SourceSection], old: list[SourceSection]) -> str:
+    keys = {source_key(each) for each in new}
     gone = [source_key(each) for each in old if source_key(each) not in keys]
-    moved = (
-        f" (a shard that has only moved stays known with `name: {gone[0]}`)" if gone and len(new) >= len(old) else ""
-    )
-    return f"a source is known by its name, by default its path{moved}"
+    if not gone or len(new) < len(old):
+        return ""
+    return f" (a shard that has only moved stays known with `name: {gone[0]}`)"
 
 
 def _is_same_blend(now: DataSection, then: DataSection) -> bool:
