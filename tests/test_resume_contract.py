@@ -7,6 +7,7 @@ import re
 import shlex
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -181,6 +182,18 @@ def test_a_blend_shows_its_weights_one_by_one_and_only_proportions_count(
     assert workshop.events(run, "changed") == []
 
 
+def test_weights_that_are_scaled_go_on_with_the_same_blend_although_floats_round(workshop: Workshop) -> None:
+    def blend(first: float, second: float) -> str:
+        return f"data.train=[{{path: train, weight: {first}}}, {{path: valid, weight: {second}}}]"
+
+    assert 3 / (3 + 1) != 0.3 / (0.3 + 0.1)
+    run = stopped(workshop, blend(3, 1))
+    workshop.train(blend(0.3, 0.1))
+    assert workshop.events(run, "changed") == []
+    state = json.loads((run / "checkpoints" / "step-00000020" / "state.json").read_text())
+    assert (state["blend"]["first_sample"], state["blend"]["weights"]) == (0, {"train": 0.75, "valid": 0.25})
+
+
 def test_a_schedule_that_follows_the_end_of_training_is_told_as_a_rate(
     workshop: Workshop, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -334,6 +347,56 @@ def test_another_shard_under_the_same_name_is_refused(
         workshop.train("data.order=timeless", both, changes=["data.train"])
     else:
         workshop.train(settings[0], "data.train=[{path: kept, name: web}]")  # it may lie elsewhere
+
+
+def test_a_source_that_was_away_is_still_known_by_its_shard(
+    workshop: Workshop, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_shard(workshop.folder / "other", seed=5)
+    both = "data.train=[{path: train}, {path: %s, name: b}]"
+    ask: dict[str, Any] = {"changes": ["data.train"]}
+    stopped(workshop, both % "valid")
+    run = workshop.train("data.train=[{path: train}]", "train.exit_after=1 steps", **ask)
+    manifest = json.loads((run / "checkpoints" / "step-00000006" / "manifest.json").read_text())
+    assert set(manifest["shards"]) == {"train", "b"}
+    workshop.train("data.train=[{path: train}]", "train.exit_after=1 steps")
+    capsys.readouterr()
+    workshop.train(both % "other", code=3, **ask)
+    said = capsys.readouterr().err
+    assert "the source 'b' has 60 documents and " in said
+    assert "but step-00000007 was trained on one with 20 documents and " in said
+    workshop.train(both % "valid", **ask)
+
+
+def test_a_shard_that_has_moved_does_not_begin_again_under_a_new_name(
+    workshop: Workshop, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = stopped(workshop, "data.train=[{path: train}, {path: valid}]")
+    for ending in (".bin", ".idx"):
+        shutil.copy(workshop.folder / f"train{ending}", workshop.folder / f"moved{ending}")
+    moved = "data.train=[{path: moved}, {path: valid}]"
+    assert "(a shard that has only moved stays known with `name: train`)" in refusal(workshop, capsys, moved)[0]
+    workshop.train(moved, code=3, changes=["data.train"])
+    assert capsys.readouterr().err.splitlines()[-1] == (
+        "bloomery: the source 'moved' is the shard that the run knows as 'train'. "
+        "Under another name its samples would come again from the beginning. Add `name: train` to the source."
+    )
+    twice = "data.train=[{path: train}, {path: valid}, {path: moved}]"
+    workshop.train(twice, code=3, changes=["data.train"])
+    assert capsys.readouterr().err.splitlines()[-1].endswith("Give 'train' more weight instead.")
+    workshop.train("data.train=[{path: moved, name: train}, {path: valid}]")
+    assert workshop.events(run, "changed") == []
+
+
+def test_a_shard_that_has_moved_stays_known_by_its_old_path_in_every_order(
+    workshop: Workshop, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stopped(workshop, "data.order=megatron")
+    for ending in (".bin", ".idx"):
+        (workshop.folder / f"train{ending}").rename(workshop.folder / f"moved{ending}")
+    (line, _) = refusal(workshop, capsys, "data.order=megatron", "data.train=[{path: moved}]")
+    assert "some would come twice (a shard that has only moved stays known with `name: train`)." in line
+    workshop.train("data.order=megatron", "data.train=[{path: moved, name: train}]")
 
 
 def test_one_other_token_in_a_shard_of_the_same_size_is_noticed(

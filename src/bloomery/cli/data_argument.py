@@ -6,21 +6,21 @@ import argparse
 import json
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bloomery.base.errors import Problem, RecipeError
-from bloomery.cli.recipe_argument import load
+from bloomery.cli.recipe_argument import add_change, load
 from bloomery.config.draft import COMMAND_LINE
 from bloomery.config.recipe import DataSection, Recipe
 from bloomery.sizing.plan import TrainingPlan
 
 if TYPE_CHECKING:
-    from bloomery.data.before import Before
     from bloomery.data.open import OpenData
+    from bloomery.train.past import Past
 
 READS = ("name", "seed", "model", "tokenizer", "data", "batch", "train")
 
@@ -31,6 +31,8 @@ class InspectedRun:
     section: DataSection
     plan: TrainingPlan
     data: OpenData
+    past: Past | None
+    """Of a run that is inspected by its checkpoint."""
 
 
 def add_recipe_and(parser: argparse.ArgumentParser, *between: tuple[str, dict[str, Any]]) -> None:
@@ -48,6 +50,7 @@ def add_recipe_and(parser: argparse.ArgumentParser, *between: tuple[str, dict[st
 def add_run_dir(parser: argparse.ArgumentParser) -> None:
     text = "a run that has changed weights, batch or sequence length: go by its newest checkpoint"
     parser.add_argument("--run-dir", type=Path, help=text)
+    add_change(parser)
 
 
 @contextmanager
@@ -59,12 +62,17 @@ def opened_run(args: argparse.Namespace) -> Iterator[InspectedRun]:
         raise RecipeError(Problem("the recipe has no data", remedy=remedy, place=args.recipe))
     from bloomery.data.open import open_data
 
-    before = past_of(args.run_dir)
-    plan = planned(recipe, before)
-    with open_data(recipe, plan=plan, before=before if before and before.blend else None) as data:
+    past = past_of(recipe, args, reads=READS)
+    plan = past.plan if past else TrainingPlan.of(recipe)
+    with open_data(recipe, plan=plan, before=past.before if past else None) as data:
         for warning in data.warnings:
             print(f"bloomery: warning: {warning}", file=sys.stderr)
-        yield InspectedRun(recipe, section, plan, data)
+        if past is not None:
+            from bloomery.train.past import check_tokenizer, checked_shards
+
+            check_tokenizer(past, data.tokenizer_hash)
+            checked_shards(past, data.shards())
+        yield InspectedRun(recipe, section, plan, data, past)
 
 
 def refuse(what: str, valid: str) -> RecipeError:
@@ -87,12 +95,12 @@ def whole_numbers(text: str) -> list[int]:
 
 def print_samples(run: InspectedRun, first: int, last: int, *, as_json: bool, **facts: Any) -> None:
     """Samples first..last of the run, one after the other, however many they are."""
-    from bloomery.data.inspect import read_samples
+    from bloomery.cli.former_samples import samples_of
     from bloomery.data.tokenizer import Tokenizer
 
     tokenizer = Tokenizer.load(run.recipe.tokenizer.path) if run.recipe.tokenizer else None
     before = "[\n" if as_json else ""
-    for sample in read_samples(run.data.train, run.section.train, first, last, tokenizer=tokenizer):
+    for sample in samples_of(run, first, last, tokenizer=tokenizer):
         step = run.plan.batch.first_step_reaching(sample["index"] + 1)
         sample |= {"step": step, **({"skipped": True} if run.plan.is_skipped(step) else {}), **facts}
         print(before + (json.dumps(sample) if as_json else _text(sample, tokenizer)), end="")
@@ -128,22 +136,19 @@ def _labels(label: Any, tokenizer: Any) -> str:
     return ", ".join(f"{position} {word!r}" for position, word in words)
 
 
-def past_of(run_dir: Path | None) -> Before | None:
-    """What the newest checkpoint of a run has taken; None without one."""
-    if run_dir is None:
+def past_of(recipe: Recipe, args: argparse.Namespace, *, reads: Collection[str]) -> Past | None:
+    """What the run has done by its newest checkpoint; None without a run. DataError if `bloomery train` would not go on
+    from there with this recipe, as far as this command reads it."""
+    if args.run_dir is None:
+        if args.changes:
+            what, rule = f"--change {args.changes[0]} is given without --run-dir", "it says what differs from a run"
+            raise RecipeError(Problem(what, rule, "add --run-dir, or leave it out", COMMAND_LINE))
         return None
     from bloomery.checkpoint.folder import find_checkpoint, verify
-    from bloomery.checkpoint.load import plan_of, read_recipe_of, read_state
-    from bloomery.data.before import Before
-    from bloomery.data.blend import BlendState
+    from bloomery.train.contract import check_asked
+    from bloomery.train.past import past_at
 
-    folder = find_checkpoint(run_dir)
+    check_asked(args.changes)
+    folder = find_checkpoint(args.run_dir)
     verify(folder, tensors=False)
-    recipe, state = read_recipe_of(folder), read_state(folder)
-    blend = BlendState.from_json(state["blend"]) if state.get("blend") is not None else None
-    return Before(recipe, plan_of(recipe, state), state["step"], state["consumed_samples"], blend)
-
-
-def planned(recipe: Recipe, before: Before | None) -> TrainingPlan:
-    """Counted on from a run that has changed its batch or its sequence length."""
-    return TrainingPlan.of(recipe) if before is None else TrainingPlan.going_on(recipe, before.plan, before.step)
+    return past_at(folder, recipe, changes=args.changes, reads=reads)

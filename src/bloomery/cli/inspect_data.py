@@ -45,7 +45,7 @@ def _of_recipe(args: argparse.Namespace) -> dict[str, Any]:
     if strange := [word for word in args.data[1:] if "=" not in word]:
         what = f"{strange[0]} stands behind a recipe"
         raise RecipeError(Problem(what, "a recipe is inspected alone, with overrides", "ask twice"))
-    arguments = argparse.Namespace(recipe=args.data[0], overrides=args.data[1:], run_dir=None)
+    arguments = argparse.Namespace(recipe=args.data[0], overrides=args.data[1:], run_dir=None, changes=[])
     with opened_run(arguments) as inspected:
         from bloomery.data.inspect_shards import recipe_facts
 

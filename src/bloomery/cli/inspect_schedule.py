@@ -7,7 +7,7 @@ import json
 from typing import Any
 
 from bloomery.base import exit_codes
-from bloomery.cli.data_argument import add_run_dir, past_of, planned, refuse_numbers, whole_numbers
+from bloomery.cli.data_argument import add_run_dir, past_of, refuse_numbers, whole_numbers
 from bloomery.cli.recipe_argument import add_recipe_arguments, load
 from bloomery.config.recipe import Recipe
 from bloomery.sizing.plan import TrainingPlan
@@ -27,7 +27,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     recipe = load(args, reads=READS).recipe
-    plan = planned(recipe, past_of(args.run_dir))
+    past = past_of(recipe, args, reads=READS)
+    plan = past.plan if past else TrainingPlan.of(recipe)
     facts = schedule_facts(recipe, plan, at_steps=args.at_steps, at_samples=args.at_samples)
     print(json.dumps(facts, indent=2) if args.json else _schedule_text(facts))
     return exit_codes.OK

@@ -19,6 +19,17 @@ def add_recipe_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_change(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--change",
+        dest="changes",
+        metavar="FIELD",
+        action="append",
+        default=[],
+        help="this field or section may differ from the checkpoint; repeatable",
+    )
+
+
 def load(
     args: argparse.Namespace,
     *,

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from bloomery.base import exit_codes
 from bloomery.base.errors import Problem, RecipeError
-from bloomery.cli.recipe_argument import add_recipe_arguments, load
+from bloomery.cli.recipe_argument import add_change, add_recipe_arguments, load
 from bloomery.config.recipe import Recipe
 from bloomery.launch.local import run_local_ranks
 from bloomery.parallel.environment import Started, started_as
@@ -27,14 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_recipe_arguments(parser)
     parser.add_argument("--run-dir", type=Path, help="folder of the run; default: runs/<name>")
     parser.add_argument("--from", dest="start_from", metavar="CKPT", help="go on from this checkpoint: step-00000100")
-    parser.add_argument(
-        "--change",
-        dest="changes",
-        metavar="FIELD",
-        action="append",
-        default=[],
-        help="this field or section may differ from the checkpoint; repeatable",
-    )
+    add_change(parser)
     parser.add_argument("--device", help="cpu, cuda, ...; default: this machine's accelerator")
     parser.add_argument("--trace", type=Path, metavar="DIR", help="write the first steps' gradients and samples here")
     parser.add_argument("--trace-steps", type=int, default=2, metavar="N", help="how many steps; default: 2")

@@ -62,5 +62,5 @@ def blend_after(
         notices.append(f"{source.key}: samples of {seq_length:,} tokens begin with epoch {epochs}; {rest} unread")
     lengths = {key: length for key, length in lengths.items() if length != seq_length}
     start = TimelessBlend.start(weights).state
-    state = replace(start, first_sample=before.consumed_samples, cursors=cursors, lengths=lengths)
-    return TimelessBlend(state), notices
+    first, earlier = before.consumed_samples, state.ended(before.consumed_samples)
+    return TimelessBlend(replace(start, first_sample=first, cursors=cursors, lengths=lengths, earlier=earlier)), notices

@@ -3,12 +3,13 @@
 The slots of a period are spread evenly by weight, and any position is answered at once, without a table of them. In a
 prefix of any length each source is less than DRIFT samples off its share, however many sources there are. The state is
 one cursor per source, taken when the weights last changed: a change of weights starts a new segment there and repeats
-or loses nothing of the past.
+or loses nothing of the past. Earlier segments are kept, so that every position of the past can be answered too.
 """
 
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Self, TypeVar
@@ -20,6 +21,17 @@ PERIOD = 1 << 30
 """Slots: weights are exact to 1 / PERIOD. Twice its square still fits into 64 bits."""
 DRIFT = 1.68
 """Samples that a source may be off its share of slots; `_Pairs` says why."""
+_ROUNDING = 1e-9
+"""Relative. Far more than shares can be off by rounding when all weights are scaled alike, and about a slot."""
+
+
+@dataclass(frozen=True)
+class Former:
+    """Weights that held until the next ones did; as in BlendState."""
+
+    first_sample: int
+    cursors: dict[str, int]
+    weights: dict[str, float]
 
 
 @dataclass(frozen=True)
@@ -34,13 +46,23 @@ class BlendState:
     lengths: dict[str, int] = field(default_factory=dict)
     """Sequence lengths of cursors that count samples of another length than the run's: of sources that were not in the
     blend when it changed."""
+    earlier: tuple[Former, ...] = ()
+    """All weights before, in order. Earlier versions have not kept them: then the first one does not hold from 0."""
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
     @classmethod
     def from_json(cls, facts: Mapping[str, Any]) -> Self:
-        return cls(int(facts["first_sample"]), *(dict(facts.get(key, {})) for key in ("cursors", "weights", "lengths")))
+        earlier = tuple(Former(**each) for each in facts.get("earlier", ()))
+        cursors, weights, lengths = (dict(facts.get(key, {})) for key in ("cursors", "weights", "lengths"))
+        return cls(int(facts["first_sample"]), cursors, weights, lengths, earlier)
+
+    def ended(self, consumed_samples: int) -> tuple[Former, ...]:
+        """What `earlier` is for weights that hold from there on. Those that never gave a sample are forgotten."""
+        if consumed_samples == self.first_sample:
+            return self.earlier
+        return (*self.earlier, Former(self.first_sample, self.cursors, self.weights))
 
 
 class TimelessBlend:
@@ -61,10 +83,11 @@ class TimelessBlend:
     @classmethod
     def resume(cls, state: BlendState, weights: Mapping[str, float], *, consumed_samples: int) -> Self:
         """Go on after `consumed_samples`. Changed weights hold from there; every source goes on where it stood."""
-        if _normalised(weights) == state.weights and list(weights) == list(state.weights):
+        if same_shares(weights, state.weights):
             return cls(state)
         taken = cls(state).taken(consumed_samples)
-        return cls(BlendState(consumed_samples, taken, _normalised(weights), state.lengths))
+        earlier = state.ended(consumed_samples)
+        return cls(BlendState(consumed_samples, taken, _normalised(weights), state.lengths, earlier))
 
     def locate(self, positions: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """(index of the source, ordinal within it) of each position."""
@@ -80,6 +103,14 @@ class TimelessBlend:
         period, slot = divmod(consumed_samples - self.state.first_sample, PERIOD)
         taken = self._cursors + period * self._counts + self._pairs.taken(slot)
         return {**self.state.cursors, **dict(zip(self._keys, taken.tolist(), strict=True))}
+
+
+def same_shares(one: Mapping[str, float], other: Mapping[str, float]) -> bool:
+    """Whether these weights make the same blend: the same sources in the same order, in the same proportions."""
+    shares = [_normalised(weights).values() for weights in (one, other)]
+    return list(one) == list(other) and all(
+        math.isclose(*pair, rel_tol=_ROUNDING) for pair in zip(*shares, strict=True)
+    )
 
 
 def _normalised(weights: Mapping[str, float]) -> dict[str, float]:

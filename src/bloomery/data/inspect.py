@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from bloomery.base.errors import DataError, Problem
+from bloomery.base.errors import DataError
 from bloomery.config.recipe import Recipe, SourceSection
 from bloomery.data.batch import IGNORED_LABEL, Batch, SampleSource
 from bloomery.data.blend import TimelessBlend
@@ -36,7 +36,7 @@ def read_samples(
     manifests = {section.path: _manifest(section.path) for section in sections}
     for start in range(first, last + 1, _SAMPLES_AT_A_TIME):
         positions = np.arange(start, min(start + _SAMPLES_AT_A_TIME, last + 1))
-        owners, ordinals = _locate(stream, positions)
+        owners, ordinals = (found.tolist() for found in stream.blend.locate(positions))
         batch = stream.batch(start, len(positions))
         for row, (position, owner, ordinal) in enumerate(zip(positions, owners, ordinals, strict=True)):
             source, section = stream.sources[owner], sections[owner]
@@ -126,20 +126,6 @@ def document_range(recipe: Recipe, source: SampleSource, part: Part) -> list[int
     if recipe.data.order != "timeless":
         return None
     return list(part_range(recipe.data.split, part, shard.num_documents, place=f"{shard.prefix}.idx"))
-
-
-def _locate(stream: Stream, positions: np.ndarray) -> tuple[list[int], list[int]]:
-    first = first_position(stream)
-    if int(positions[0]) < first:
-        raise DataError(
-            Problem(
-                what=f"sample {positions[0]} lies before sample {first}, where weights or sequence length changed",
-                rule="the newest checkpoint knows the present ones only",
-                remedy="leave out --run-dir and give the recipe as it was then",
-            )
-        )
-    owners, ordinals = stream.blend.locate(positions)
-    return owners.tolist(), ordinals.tolist()
 
 
 def _row(batch: Batch, row: int, source: SampleSource, trace: Trace) -> tuple[list[int], dict[str, Any]]:

@@ -49,8 +49,9 @@ class OpenData:
     """Of the tokenizer whose tokens are trained on; None if that is not known."""
 
     def shards(self) -> dict[str, dict[str, Any]]:
-        """By source, what tells the shard that is trained on from another."""
-        return {source.key: cast(Any, source).shard.facts() for source in self.train.sources}
+        """By source, what tells the shard that is trained on from another, and where it lies."""
+        shards = {source.key: cast(Any, source).shard for source in self.train.sources}
+        return {key: {**shard.facts(), "path": shard.prefix} for key, shard in shards.items()}
 
 
 @contextmanager

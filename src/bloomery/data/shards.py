@@ -244,7 +244,7 @@ class ShardReader:
         count = min(_FACT_TOKENS, self.num_tokens)
         for start in np.linspace(0, self.num_tokens - count, _FACT_PLACES, dtype=np.int64):
             hasher.update(self.read(int(start), count).tobytes())
-        return {"documents": self.num_documents, "tokens": self.num_tokens, "digest": hasher.hexdigest()}
+        return {"documents": self.num_documents, "tokens": self.num_tokens, "sample_digest": hasher.hexdigest()}
 
     def read(self, start_token: int, count: int) -> NDArray[Any]:
         """Tokens [start_token, start_token + count) in the shard's own dtype."""

@@ -11,6 +11,7 @@ from bloomery.config.describe import as_dict
 from bloomery.config.families import ONLY_FOR
 from bloomery.config.recipe import DataSection, Recipe, SourceSection
 from bloomery.config.yaml_nodes import inline_yaml
+from bloomery.data.blend import same_shares
 from bloomery.sizing.data_rules import source_key
 from bloomery.sizing.plan import TrainingPlan
 from bloomery.train.contract import Difference, rule_of
@@ -111,7 +112,7 @@ def _said(amount: Amount | None, recipe: Recipe) -> str:
 
 def _sources(now: Recipe, then: Recipe) -> Iterator[Difference]:
     """By name and share: shards may move."""
-    if now.data is None or then.data is None or _shares(now.data) == _shares(then.data):
+    if now.data is None or then.data is None or _is_same_blend(now.data, then.data):
         return
     order, why = now.data.order, ""
     if order != "timeless":
@@ -123,14 +124,24 @@ def _sources(now: Recipe, then: Recipe) -> Iterator[Difference]:
                 name = f"data.train.{number}.weight"
                 yield Difference(name, other.weight, one.weight, why, is_fixed=bool(why))
         return
-    known = why or "a source is known by its name, by default its path"
+    known = (why or "a source is known by its name, by default its path") + _hint_of_moves(new, old)
     yield Difference("data.train", _written(old), _written(new), known, is_fixed=bool(why))
 
 
-def _shares(data: DataSection) -> list[tuple[str, float]]:
+def _hint_of_moves(new: list[SourceSection], old: list[SourceSection]) -> str:
+    keys = {source_key(each) for each in new}
+    gone = [source_key(each) for each in old if source_key(each) not in keys]
+    if not gone or len(new) < len(old):
+        return ""
+    return f" (a shard that has only moved stays known with `name: {gone[0]}`)"
+
+
+def _is_same_blend(now: DataSection, then: DataSection) -> bool:
     """Only proportions matter to a timeless blend. The other orders round: equal ones may come out otherwise."""
-    total = sum(each.weight for each in data.train) if data.order == "timeless" else 1.0
-    return [(source_key(each), each.weight / total) for each in data.train]
+    new, old = ({source_key(each): each.weight for each in data.train} for data in (now, then))
+    if now.order == "timeless":
+        return same_shares(new, old)
+    return [*new.items()] == [*old.items()]
 
 
 def _written(sources: list[SourceSection]) -> list[dict[str, Any]]:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -67,12 +67,22 @@ def find_past(
     if checkpoint is None:
         scale = LossScale.start(recipe.loss_scale) if recipe.precision == "fp16" else None
         return Past(TrainState(loss_scale=scale), TrainingPlan.of(recipe))
+    return replace(past_at(checkpoint, recipe, changes=changes), damaged=choice.damaged)
+
+
+def past_at(
+    checkpoint: Path, recipe: Recipe, *, changes: Sequence[str] = (), reads: Collection[str] | None = None
+) -> Past:
+    """This checkpoint, for a recipe that goes on from it. DataError if that is another training, less the fields named
+    by `changes`. `reads`: the sections to compare, where it is not all of them."""
     saved, facts = read_recipe_of(checkpoint), read_state(checkpoint)
     state = TrainState.from_json(facts)
     then = Side(saved, TrainingPlan.of(saved, state.history))
     now = Side(recipe, TrainingPlan.going_on(recipe, then.plan, state.step))
     same_tokenizer = recipe.tokenizer == saved.tokenizer or _is_tokenizer_of(checkpoint, recipe)
     different = differences(now, then, step=state.step, same_tokenizer=same_tokenizer)
+    if reads is not None:
+        different = [each for each in different if each.field.split(".")[0] in reads]
     if problems := refusals(different, changes, checkpoint=str(checkpoint)):
         raise DataError(problems)
     assert then.plan.batch.consumed_after_step(state.step) == state.consumed_samples, "plan and checkpoint disagree"
@@ -90,7 +100,6 @@ def find_past(
         before=Before(saved, then.plan, state.step, state.consumed_samples, blend) if state.step else None,
         changes=different,
         interval=facts["interval"] if same_length else None,  # tokens per second would be of neither length
-        damaged=choice.damaged,
     )
 
 
@@ -108,24 +117,48 @@ def check_tokenizer(past: Past, tokenizer_hash: str | None) -> None:
 
 
 def checked_shards(past: Past, shards: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """The same. DataError if a source is another shard than the checkpoint was trained on, under the same name."""
+    """These, and those of sources that are away: they stay known for as long as the place reached in them. DataError if
+    a source is another shard than it was, or under a new name the shard that another one was."""
     if past.checkpoint is None or past.before is None:
         return shards
-    told: dict[str, dict[str, Any]] = read_manifest(past.checkpoint).get("shards") or {}
+    told = known_shards(past.checkpoint)
     problems = []
-    for name, now in shards.items():
-        then = told.get(name, now)
-        if now["digest"] == then["digest"]:
-            continue
-        sizes = [f"{facts['documents']:,} documents and {facts['tokens']:,} tokens" for facts in (now, then)]
-        had = sizes[1] if sizes[0] != sizes[1] else "as many, but others"
-        what = f"the source '{name}' has {sizes[0]}, but {past.checkpoint.name} was trained on one with {had}"
-        rule = "the place that training has reached in it would mean other samples"
-        remedy = "put the shard back, or add the new one under another `name` with --change data.train"
-        problems.append(Problem(what, rule, remedy))
+    for name, facts in shards.items():
+        if name in told and not _same_shard(facts, told[name]):
+            problems.append(_other_shard(name, facts, told[name], past.checkpoint.name))
+        elif name not in told:
+            known = [other for other, then in told.items() if then.get("sample_digest") == facts["sample_digest"]]
+            known.sort(key=lambda other: other in shards)  # one that is gone may come back
+            problems += [_known_shard(name, other, in_use=other in shards) for other in known[:1]]
     if problems:
         raise DataError(problems)
-    return shards
+    return told | shards
+
+
+def known_shards(checkpoint: Path) -> dict[str, dict[str, Any]]:
+    """By source, all shards that a run was ever trained on: what tells them from others, and where they lay."""
+    told: dict[str, dict[str, Any]] | None = read_manifest(checkpoint).get("shards")
+    return told or {}
+
+
+def _same_shard(now: Mapping[str, Any], then: Mapping[str, Any]) -> bool:
+    """By all that is known of both; the hash of earlier versions was another one."""
+    return all(now[key] == then[key] for key in ("documents", "tokens", "sample_digest") if key in then)
+
+
+def _other_shard(name: str, now: Mapping[str, Any], then: Mapping[str, Any], checkpoint: str) -> Problem:
+    sizes = [f"{facts['documents']:,} documents and {facts['tokens']:,} tokens" for facts in (now, then)]
+    had = sizes[1] if sizes[0] != sizes[1] else "as many, but others"
+    what = f"the source '{name}' has {sizes[0]}, but {checkpoint} was trained on one with {had}"
+    rule = "the place that training has reached in it would mean other samples"
+    return Problem(what, rule, "put the shard back, or add the new one under another `name` with --change data.train")
+
+
+def _known_shard(name: str, known: str, *, in_use: bool) -> Problem:
+    what = f"the source '{name}' is the shard that the run knows as '{known}'"
+    rule = "under another name its samples would come again from the beginning"
+    remedy = f"give '{known}' more weight instead" if in_use else f"add `name: {known}` to the source"
+    return Problem(what, rule, remedy)
 
 
 def put_in_order(recipe: Recipe, roots: Sequence[Path], past: Past, journal: Journal) -> None:
