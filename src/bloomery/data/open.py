@@ -198,11 +198,12 @@ class _Opening:
         """That documents of a shard without a manifest end as those want it who look for their ends."""
         if not (packing := self._packing(path).get("packing")):
             return
-        starts = shard.document_token_starts
-        filled = np.flatnonzero(np.diff(starts))
-        for which in np.linspace(0, len(filled) - 1, min(_ENDS_LOOKED_AT, len(filled)), dtype=np.int64):
-            document = int(filled[which])
-            token = int(shard.read(int(starts[document + 1]) - 1, 1)[0])
+        last = shard.num_documents - 1
+        for document in np.linspace(0, last, min(_ENDS_LOOKED_AT, last + 1), dtype=np.int64).tolist():
+            start, stop = (int(shard.document_token_starts[number]) for number in (document, document + 1))
+            if start == stop:
+                continue
+            token = int(shard.read(stop - 1, 1)[0])
             if token != packing.eod_id:
                 what = f"document {document} ends with token {token}, not with {packing.eod_id}, the end of a document"
                 remedy = "prepare it again with append_eod: true (Megatron: --append-eod), or turn them off"
