@@ -100,9 +100,17 @@ CASES: list[tuple[str, list[str], str, str, str]] = [
     ("data", ["data.validation={main: []}"], "data.validation.main is empty", "a group has sources", "add one"),
     ("data", ["data.validation={}", "data.split='0,1,1'"], "data.split is '0,1,1', which leaves nothing for training", "in this order", "'949,50,1'"),
     ("data", ["data.validation={}", "data.split='1,0,1'"], "leaves nothing for validation", "train, valid and test", "'949,50,1'"),
-    ("data", ["data.train=[{path: shards/a}, {path: ./shards/a}]"], "data.train.1 and data.train.0 are both called 'shards/a'", "tell sources apart", "give each a `name`"),
-    ("data", ["data.train=[{path: a, name: x}, {path: b, name: x}]"], "data.train.1 and data.train.0 are both called 'x'", "tell sources apart", "add up their weights"),
-    ("data", ["data.validation.main=[{path: a}, {path: a}]"], "data.validation.main.1 and data.validation.main.0 are both", "tell sources apart", "`name`"),
+    ("data", ["data.train=[{path: shards/a}, {path: ./shards/a}]"], "data.train.1 and data.train.0 are both called 'shards/a'", "tell sources apart", "add up their weights"),
+    ("data", ["data.train=[{path: a, name: x}, {path: b, name: x}]"], "data.train.1 and data.train.0 are both called 'x'", "tell sources apart", "give each a `name`"),
+    ("data", ["data.validation.main=[{path: a}, {path: a}]"], "data.validation.main.1 and data.validation.main.0 are both", "tell sources apart", "add up their weights"),
+    ("data", ["data.order=megatron", "data.train=[{path: a}, {path: a}]"], "data.train.1 and data.train.0 are both called 'a'", "tell sources apart", "give each a `name`"),
+    ("data", ["data.train=[{path: s/a, name: x, weight: 2}, {path: ./s/a, name: y}]"], "data.train.1 and data.train.0 are the same shard, ./s/a", "text repeats", "the weight 3"),
+    ("data", ["data.validation.main=[{path: a, name: x}, {path: a, name: y}]"], "data.validation.main.1 and data.validation.main.0 are the same shard, a", "text repeats", "the weight 2"),
+    ("data", ["data.train=[{path: a, weight: 1e308}, {path: b, weight: 1.5e308}]"], "the weights of data.train have no finite sum, with 1.5e+308 for data.train.1", "only their proportions", "0.7 and 0.3"),
+    ("data", ["data.order=bigscience", "data.validation.main=[{path: a, weight: 1e308}, {path: c, weight: 1e308}]"], "the weights of data.validation.main have no finite sum", "only their proportions", "0.7 and 0.3"),
+    ("data", [f"data.split='{'9' * 400},1,1'"], "data.split is '9999999999999999999999999999999999999999...'", "a finite number", "'949,50,1'"),
+    ("data", [f"data.split='{'9' * 308},{'9' * 308}'"], "data.split is '9999", "a finite number", "'949,50,1'"),
+    ("data", ["data.validation={}", "data.split='1'"], "data.split is '1', which leaves nothing for validation", "train, valid and test", "'949,50,1'"),
     ("data", ["prepare=[{output: x, sources: [y]}, {output: ./x, sources: [z]}]"], "prepare.1 and prepare.0 both write ./x", "would replace", "output of its own"),
     ("data", ["prepare=[{output: x/, sources: [y]}]"], "prepare.0.output is 'x/'", "a prefix", "behind the last /"),
     ("data", ["prepare=[{output: y/x, sources: [y]}]"], "prepare.0.output is y/x, which the source 'y' would take for text", "read the shard", "outside of all sources"),
@@ -180,6 +188,45 @@ def test_every_rule_is_broken_by_a_case_that_names_it(sound: str, rule: str) -> 
 def test_the_sound_recipe_breaks_no_rule(sound: str) -> None:
     assert list(findings(load_recipe(sound))) == []
     assert load_checked_recipe(sound).warnings == []
+
+
+def told(name: str, *overrides: str) -> list[str]:
+    return [str(warning) for warning in load_checked_recipe(name, overrides).warnings]
+
+
+def test_a_shard_behind_a_link_is_the_same_shard(sound: str) -> None:
+    Path("a.bin").touch()
+    Path("b.bin").symlink_to("a.bin")
+    found = problems(sound, ["data.train=[{path: a}, {path: b}]"])
+    assert [problem.what for problem in found] == ["data.train.1 and data.train.0 are the same shard, b"]
+
+
+def test_a_run_of_another_system_may_have_had_a_shard_twice(sound: str) -> None:
+    (warning,) = told(sound, "data.order=bigscience", "data.train=[{path: a, name: x}, {path: a, name: y}]")
+    assert "data.train.1 and data.train.0 are the same shard" in warning
+
+
+def test_validation_on_what_is_trained_on_is_a_warning(sound: str) -> None:
+    groups = "{main: [{path: new}, {path: ./shards/a}], other: [{path: shards/c}]}"
+    (warning,) = told(sound, f"data.validation={groups}")
+    assert "data.validation.main evaluates on ./shards/a, which data.train trains on" in warning
+    assert "new to it. Give it a shard of its own" in warning
+    assert told(sound, "data.validation={}", "data.split='9,1'") == [], "which divides the shard"
+
+
+@pytest.mark.parametrize("split", ["1", "100", "'100'", "0.5"])
+def test_a_split_of_one_number_is_all_for_training(sound: str, split: str) -> None:
+    recipe = load_checked_recipe(sound, ["data.validation={}", "train.evaluate=null", f"data.split={split}"]).recipe
+    assert recipe.data is not None
+    assert recipe.data.split == split.strip("'")
+
+
+@pytest.mark.parametrize("split", ["1,2,3,4", "a", "-1", "1e30"])
+def test_a_split_that_is_none_states_the_rule(sound: str, split: str) -> None:
+    (problem,) = [
+        str(problem) for problem in problems(sound, [f"data.split={split}"]) if "data.split is" in str(problem)
+    ]
+    assert "one to three numbers, '949,50,1'; missing ones are 0" in problem
 
 
 def test_a_shard_may_lie_beside_its_sources_where_they_do_not_see_it(sound: str) -> None:

@@ -319,6 +319,9 @@ def test_a_shard_without_sentences_is_refused_with_the_remedy(tmp_path: Path, vo
     prefix = write_sentences(tmp_path / "x", [[[5, 6, 7]], [[8, 9]]])
     with pytest.raises(DataError, match=r"2 documents and 2 sequences.*Prepare it again with `split_sentences: true`"):
         open_source(prefix, vocabulary)
+    with pytest.raises(DataError, match="2 documents and 2 sequences"):
+        open_source(prefix, vocabulary, split_sentences=False)
+    assert open_source(prefix, vocabulary, split_sentences=True).num_samples == 2, "documents of one sentence"
 
 
 def test_a_shard_of_single_tokens_is_refused(tmp_path: Path, vocabulary: MaskVocabulary) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -141,13 +142,44 @@ def test_the_end_is_that_of_the_manifest(workshop: Workshop) -> None:
     assert set(first_batch(workshop).inputs) == {"tokens"}
 
 
-def test_without_a_manifest_it_is_that_of_the_tokenizer(workshop: Workshop) -> None:
+def save_words(folder: Path) -> None:
+    """A tokenizer whose end of document is the last id."""
     tokenizer = HfTokenizer(models.WordLevel({f"w{i}": i for i in range(VOCAB - 1)}, unk_token="w0"))
     tokenizer.add_special_tokens(["<|endoftext|>"])
-    (workshop.folder / "words").mkdir()
-    tokenizer.save(str(workshop.folder / "words" / "tokenizer.json"))
-    batch = first_batch(workshop, *PACKED, "tokenizer.path=words")
-    assert torch.equal(batch.targets["lm loss"] == IGNORED_LABEL, batch.inputs["tokens"] == VOCAB - 1)
+    folder.mkdir()
+    tokenizer.save(str(folder / "tokenizer.json"))
+
+
+def test_without_a_manifest_it_is_that_of_the_tokenizer(workshop: Workshop) -> None:
+    save_words(workshop.folder / "words")
+    with ShardWriter(str(workshop.folder / "ended"), np.uint16) as writer:
+        for length in range(60):
+            writer.append(np.array([*range(length), VOCAB - 1]))
+    ended = ("data.train.0.path=ended", "tokenizer.path=words")
+    batch = first_batch(workshop, *PACKED, *ended)
+    ends = batch.inputs["tokens"] == VOCAB - 1
+    assert ends.any()
+    assert torch.equal(batch.targets["lm loss"] == IGNORED_LABEL, ends)
+
+
+@pytest.mark.parametrize("order", ["timeless", "megatron"])
+def test_documents_that_do_not_end_are_found_without_a_manifest(workshop: Workshop, order: str) -> None:
+    """Megatron's own preprocessing without --append-eod: the options would do nothing."""
+    save_words(workshop.folder / "words")
+    words = ("tokenizer.path=words", f"data.order={order}")
+    with ShardWriter(str(workshop.folder / "endless"), np.uint16) as writer:
+        for number in range(1000):
+            writer.append(np.array([5, 6, VOCAB - 1 if number < 980 else 7], np.uint16))
+    with pytest.raises(DataError) as caught:
+        first_batch(workshop, PACKED[0], "data.train.0.path=endless", *words)
+    (problem,) = caught.value.problems
+    assert problem.place == "endless"
+    assert re.fullmatch(
+        rf"document 9[89]\d ends with token 7, not with {VOCAB - 1}, the end of a document", problem.what
+    )
+    assert "find the ends of documents by their token" in problem.rule
+    assert "append_eod: true (Megatron: --append-eod), or turn them off" in problem.remedy
+    first_batch(workshop, "data.train.0.path=endless", *words)
 
 
 @pytest.mark.parametrize("option", PACKED)

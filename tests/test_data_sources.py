@@ -45,6 +45,7 @@ def counting(tmp_path):
         ("90/5/5", 7, [0, 6, 7, 7]),
         ("95,5", 20, [0, 19, 20, 20]),
         ("0.5,0.5", 5, [0, 2, 5, 5]),
+        ("100", 7, [0, 7, 7, 7]),
     ],
 )
 def test_split_follows_megatron_lm(split, documents, boundaries):
@@ -58,6 +59,8 @@ def test_an_empty_part_names_itself_and_the_documents():
         part_range("949,50,1", "test", 10, place="x.idx")
     with pytest.raises(RecipeError, match=r"data.split is '0,0'. One part at least must be above 0"):
         split_boundaries("0,0", 10)
+    with pytest.raises(RecipeError, match=r"data.split is '9{40}'. .*their sum a finite number. Use '949,50,1'"):
+        split_boundaries(f"{'9' * 400},1,1", 10)
 
 
 def test_samples_are_windows_that_overlap_by_one_and_cover_every_token(counting):

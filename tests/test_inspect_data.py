@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 from collections import Counter
@@ -17,7 +18,7 @@ import torch
 
 from bloomery.config.load import load_recipe
 from bloomery.data.batch import IGNORED_LABEL, Batch, GlobalBatch
-from bloomery.data.blend import BlendState
+from bloomery.data.blend import PERIOD, BlendState
 from bloomery.data.inspect import read_samples
 from bloomery.data.loader import Loader
 from bloomery.data.manifest import manifest_path
@@ -426,6 +427,11 @@ def test_a_masked_training_is_shown_as_it_is(tmp_path: Path, command: Command, m
     assert "[MASK]" in out
     assert "  sop loss: " in out
     assert "  lm loss: " in out
+    Path("short.jsonl").write_text('{"text": "The fox sees a raven."}\n' * 20)
+    short = "prepare=[{output: short, sources: [short.jsonl], split_sentences: true}]"
+    assert command("prepare", "bert.yaml", short)[0] == 0
+    facts = answer(command, "inspect", "data", "bert.yaml", "data.train.0.path=short")["sources"][0]
+    assert facts["sequences"] == facts["documents"] == facts["samples_per_epoch"] == 20, "one sentence each"
 
 
 @pytest.mark.parametrize(
@@ -654,11 +660,17 @@ def test_ids_that_are_no_ids_are_told(tmp_path: Path, command: Command) -> None:
         (["small.yaml", "train"], 2, "train stands behind a recipe"),
         (["nowhere.yaml"], 2, "nowhere.yaml"),
         (["small.yaml", "data=null"], 2, "the recipe has no data"),
+        (["valid.manifest.json"], 0, ""),
+        (["text.jsonl"], 2, "text.jsonl: is text. This command takes a recipe or the prefixes of shards"),
+        (["text.jsonl.gz", "train"], 2, "Make a shard of it with `bloomery prepare`, and give the output of that"),
+        (["train", "rows.parquet"], 2, "rows.parquet: is text"),
     ],
 )
 def test_what_is_neither_recipe_nor_shard_is_told(
     workshop: Workshop, command: Command, words: list[str], code: int, message: str
 ) -> None:
+    for name in ("text.jsonl", "text.jsonl.gz", "rows.parquet"):
+        Path(name).write_text("{}\n")
     ended, _, err = command("inspect", "data", *words)
     assert ended == code, err
     assert message in err
@@ -666,10 +678,63 @@ def test_what_is_neither_recipe_nor_shard_is_told(
 
 def test_many_sources_are_all_listed(workshop: Workshop, command: Command) -> None:
     write_shard(workshop.folder / "tiny", documents=2)
-    paths = ", ".join(f"{{path: tiny, name: s{n}, weight: {n + 1}}}" for n in range(300))
-    facts = answer(command, "inspect", "order", str(workshop.recipe), f"data.train=[{paths}]", "train.for=1000 steps")
+    for number in range(300):
+        for ending in (".bin", ".idx"):
+            os.link(workshop.folder / f"tiny{ending}", workshop.folder / f"s{number}{ending}")
+    paths = ", ".join(f"{{path: s{n}, weight: {n + 100}}}" for n in range(300))
+    words = (str(workshop.recipe), f"data.train=[{paths}]", "train.for=1000 steps")
+    facts = answer(command, "inspect", "order", *words)
     assert len(facts["sources"]) == 300
     assert sum(source["samples_taken"] for source in facts["sources"]) == 8000
+    unknown = "their tokenizer, vocabulary and end-of-document token"
+    told = f"bloomery: warning: s0, s1, s2 and 297 more have no manifests: {unknown} could not be checked\n"
+    assert command("inspect", "order", *words)[2] == told, "one line, not 300"
+    told = f"bloomery: warning: s0, s1 have no manifests: {unknown} are not known\n"
+    assert command("inspect", "data", "s0", "s1", "--quick")[2] == told
+
+
+def test_a_share_that_the_blend_cannot_give_is_told_with_both_numbers(workshop: Workshop, command: Command) -> None:
+    tiny = f"data.train=[{{path: train}}, {{path: valid, weight: {0.25 / PERIOD}}}]"
+    code, out, err = command("inspect", "order", str(workshop.recipe), tiny)
+    assert code == 0
+    told = f"data.train: valid should have {0.25 / PERIOD:.3g} of the samples and gets {1 / PERIOD:.3g}"
+    assert told in err
+    assert f"a blend has {PERIOD:,} slots, and every source at least one" in err
+    share = 0.25 / PERIOD / (1 + 0.25 / PERIOD)
+    assert f"  {share:.6g}  " in out, "not 0.000000"
+    assert f"  {share:.4g}  " in command("inspect", "data", str(workshop.recipe), tiny, "--quick")[1]
+    groups = f"data.validation={{v: [{{path: valid}}, {{path: train, weight: {0.25 / PERIOD}}}]}}"
+    evaluates = ("train.evaluate={every: 5 steps}", groups)
+    assert "data.validation.v: train should have" in command("inspect", "order", str(workshop.recipe), *evaluates)[2]
+    fine = f"data.train=[{{path: train}}, {{path: valid, weight: {20.4 / PERIOD}}}]"
+    assert "should have" not in command("inspect", "order", str(workshop.recipe), fine)[2]
+    greedy = command("inspect", "order", str(workshop.recipe), tiny, "data.order=megatron")
+    assert "should have" not in greedy[2]
+
+
+@pytest.mark.parametrize("order", ["megatron", "bigscience"])
+def test_epochs_of_a_source_that_is_shorter_than_a_sample(workshop: Workshop, command: Command, order: str) -> None:
+    with ShardWriter(str(workshop.folder / "one"), np.uint16) as writer:
+        writer.append(np.array([5]))
+    words = [str(workshop.recipe), "data.train.0={path: one}", f"data.order={order}", "train.for=2 steps"]
+    facts = answer(command, "inspect", "order", *words, "--at-samples", "8")
+    (source,) = facts["sources"]
+    length = load_recipe(str(workshop.recipe)).recipe.model.seq_length
+    assert (source["samples_taken"], source["epochs"]) == (16, 16 * length)
+    assert (source["at"][0]["epoch"], source["at"][0]["sample_of_epoch"]) == (8 * length, 0)
+    assert answer(command, "inspect", "data", *words)["sources"][0]["epochs"] == 16 * length
+
+
+def test_epochs_of_megatrons_orders_are_those_of_their_tokens(workshop: Workshop, command: Command) -> None:
+    words = [str(workshop.recipe), "train.for=100 steps", "data.order=megatron"]
+    (source,) = answer(command, "inspect", "order", *words, "--at-samples", "0,300,301,302,600")["sources"]
+    length = load_recipe(str(workshop.recipe)).recipe.model.seq_length
+    with ShardReader("train") as shard:
+        tokens = shard.num_tokens
+    assert source["epochs"] == 800 * length / tokens
+    for at in source["at"]:
+        begins = [sample for sample in range(1000) if sample * length // tokens == at["epoch"]]
+        assert begins[at["sample_of_epoch"]] == at["samples_taken"]
 
 
 def test_opening_by_hand_gives_the_same(workshop: Workshop, command: Command) -> None:

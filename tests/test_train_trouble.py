@@ -18,7 +18,9 @@ import yaml
 from bloomery.base.errors import RecipeError
 from bloomery.checkpoint import folder as folders
 from bloomery.config.load import load_recipe
+from bloomery.data.open import open_data
 from bloomery.data.shards import ShardWriter
+from bloomery.sizing.check import load_checked_recipe
 from bloomery.train.setup import prepared_run
 from conftest import SMALL, VOCAB, Workshop, start_training, wait_for_steps, write_shard
 
@@ -218,6 +220,21 @@ def test_validation_uses_every_sample_of_a_small_group_whatever_the_batch(worksh
         folder = workshop.train(*few, f"batch={{micro_batch_size: {size}, global_batch_size: 8}}", run=f"run-{size}")
         losses += [record["losses"]["lm loss"] for record in workshop.metrics(folder, "validation")]
     assert losses == pytest.approx([losses[0]] * 3, rel=1e-6)
+
+
+def test_a_group_is_evaluated_by_weight_over_as_many_samples_as_it_has(workshop: Workshop) -> None:
+    """So a source that is small for its weight comes again, as docs/training.md says."""
+    write_shard(workshop.folder / "tiny", documents=2)
+    group = "data.validation={v: [{path: tiny, weight: 9}, {path: valid}]}"
+    settings = (group, "train.evaluate={every: 2 steps, steps: 1000}", "train.for=2 steps")
+    (record,) = workshop.metrics(workshop.train(*settings), "validation")
+    with open_data(load_checked_recipe(str(workshop.recipe), settings).recipe) as data:
+        stream = data.validation["v"]
+        tiny, valid = (source.num_samples for source in stream.sources)
+        assert record["batches"] == -(-(tiny + valid) // SMALL["batch"]["micro_batch_size"])
+        owners, ordinals = stream.blend.locate(np.arange(tiny + valid))
+    assert (owners == 0).mean() == pytest.approx(0.9, abs=0.02)
+    assert ordinals[owners == 0].max() > tiny
 
 
 def test_checkpoints_that_cannot_be_deleted_are_a_warning(

@@ -28,6 +28,12 @@ class Problem:
         return place + " ".join(text if text.endswith((".", "?", "!")) else f"{text}." for text in sentences)
 
 
+def first_few(names: Sequence[str], most: int = 3) -> str:
+    """For a sentence that may be about very many: 'a, b, c and 297 more'."""
+    more = f" and {len(names) - most:,} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
+
+
 def _capitalised(sentence: str) -> str:
     """With a capital, unless it begins with a name such as `lr.min`."""
     first_word = sentence.split()[0].rstrip(".:,")

@@ -27,10 +27,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    words = [word[:-4] if word.endswith((".bin", ".idx")) else word for word in args.data]
+    words = [_prefix(word) for word in args.data]
+    _refuse_text(words)
     facts = _of_recipe(args) if _is_recipe(words[0]) else _of_shards(words, quick=args.quick)
     print(json.dumps(facts, indent=2) if args.json else _text(facts))
     return exit_codes.OK
+
+
+def _prefix(word: str) -> str:
+    """A shard may be named by any of its files."""
+    return next((word.removesuffix(end) for end in (".bin", ".idx", ".manifest.json") if word.endswith(end)), word)
+
+
+def _refuse_text(words: list[str]) -> None:
+    from bloomery.prepare.sources import kind_of
+
+    rule = "this command takes a recipe or the prefixes of shards"
+    remedy = "make a shard of it with `bloomery prepare`, and give the output of that"
+    if text := [word for word in words if not _is_shard(word) and kind_of(word) != "text" and os.path.isfile(word)]:
+        raise RecipeError([Problem("is text", rule, remedy, word) for word in text])
 
 
 def _is_recipe(word: str) -> bool:
@@ -55,6 +70,7 @@ def _of_recipe(args: argparse.Namespace) -> dict[str, Any]:
 
 def _of_shards(prefixes: list[str], *, quick: bool) -> dict[str, Any]:
     from bloomery.data.inspect_shards import shard_facts
+    from bloomery.data.manifest import without_manifest
 
     problems: list[Problem] = []
     sources = []
@@ -68,10 +84,8 @@ def _of_shards(prefixes: list[str], *, quick: bool) -> dict[str, Any]:
             names = ", ".join(sorted(shipped_recipes()))
             problems.append(Problem(f"{prefixes[0]} is no recipe either", f"the shipped ones are {names}"))
         raise DataError(problems)
-    for source in sources:
-        if source["manifest"] is None:
-            text = "its tokenizer, vocabulary and end-of-document token are not known"
-            print(f"bloomery: warning: {source['shard']} has no manifest: {text}", file=sys.stderr)
+    if bare := [source["shard"] for source in sources if source["manifest"] is None]:
+        print(f"bloomery: warning: {without_manifest(bare, 'are not known')}", file=sys.stderr)
     return {"sources": sources}
 
 
@@ -83,13 +97,13 @@ def _text(facts: dict[str, Any]) -> str:
     names = [f"{row['group']}: {row['source']}" if "group" in row else row["source"] for row in sources]
     width = max(len("source"), *(len(name) for name in names))
     head = f"{'source':<{width}}  {'documents':>12}  {'tokens':>16}  {'size':>10}  dtype "
-    lines.append((head + ("  samples/epoch   weight   epochs" if "name" in facts else "")).rstrip())
+    lines.append((head + ("  samples/epoch     weight   epochs" if "name" in facts else "")).rstrip())
     for name, row in zip(names, sources, strict=True):
         line = f"{name:<{width}}  {row['documents']:>12,}  {row['tokens']:>16,}  {format_bytes(row['bytes']):>10}  "
         line += f"{row['dtype']:<6}"
         if "name" in facts:
             line += f"  {row['samples_per_epoch']:>13,}"
-            line += f"  {row['weight']:>7.4f}  {row['epochs']:>7.3f}" if "weight" in row else ""
+            line += f"  {row['weight']:>9.4g}  {row['epochs']:>7.3f}" if "weight" in row else ""
         lines.append(line.rstrip())
     for name, row in zip(names, sources, strict=True):
         lines += ["", f"{name} ({row['shard']})", *(f"  {line}" for line in _details(row, facts.get("vocab_size")))]

@@ -37,14 +37,14 @@ def _text(facts: dict[str, Any]) -> str:
     if facts["first_sample"]:
         lines.insert(1, f"the weights hold from sample {facts['first_sample']:,} on")
     width = max(len("source"), *(len(source["source"]) for source in facts["sources"]))
-    lines.append(f"{'source':<{width}}  samples/epoch      weight    achieved         taken    epochs  repeats from")
+    lines.append(f"{'source':<{width}}  samples/epoch       weight     achieved         taken    epochs  repeats from")
     for source in facts["sources"]:
         repeat = "never" if source["epochs"] <= 1 else "earlier" if facts["order"] == "timeless" else "mixed"
         if source["first_repeat_at"] is not None:
             repeat = f"{source['first_repeat_at']:,}"
         lines.append(
-            f"{source['source']:<{width}}  {source['samples_per_epoch']:>13,}  {source['weight']:>10.6f}  "
-            f"{source['achieved']:>10.6f}  {source['samples_taken']:>12,}  {source['epochs']:>8.3f}  {repeat:>12}"
+            f"{source['source']:<{width}}  {source['samples_per_epoch']:>13,}  {source['weight']:>11.6g}  "
+            f"{source['achieved']:>11.6g}  {source['samples_taken']:>12,}  {source['epochs']:>8.3f}  {repeat:>12}"
         )
     for source in facts["sources"]:
         if documents := source["document_range"]:

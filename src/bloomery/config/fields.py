@@ -54,9 +54,18 @@ def _duration(value: Any) -> Duration:
     return parse_duration(value)
 
 
+def _text_of_number(value: Any) -> Any:
+    return str(value) if type(value) in (int, float) else value
+
+
 Size = Annotated[int, Field(gt=0, le=10**12)]
 """A whole number of things; the limit only keeps nonsense out of later arithmetic."""
 PathText = Annotated[str, Field(min_length=1)]
+SplitText = Annotated[
+    str,
+    BeforeValidator(_text_of_number),  # one part alone is a number to YAML
+    Field(pattern=r"^[0-9]+(\.[0-9]+)?([,/]\s*[0-9]+(\.[0-9]+)?){0,2}$"),
+]
 _AS_TEXT = PlainSerializer(str, return_type=str)
 AnyAmount = Annotated[Amount, _amount("steps", "samples", "tokens"), _AS_TEXT]
 Steps = Annotated[Amount, _amount("steps"), _AS_TEXT]

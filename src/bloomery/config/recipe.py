@@ -12,7 +12,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from bloomery.base.units import Amount, Duration
-from bloomery.config.fields import AmountOrDuration, AnyAmount, PathText, Size, Steps, StepsOrAuto, WallClock
+from bloomery.config.fields import AmountOrDuration, AnyAmount, PathText, Size, SplitText, Steps, StepsOrAuto, WallClock
 
 Family = Literal["gpt2", "bloom", "llama", "bert"]
 Precision = Literal["fp32", "bf16", "fp16", "fp8"]
@@ -96,8 +96,8 @@ class DataSection(Section):
     """What is trained on."""
     validation: dict[str, list[SourceSection]] = Field(default_factory=dict)
     """Named groups, each evaluated and logged on its own."""
-    split: str | None = Field(default=None, pattern=r"^[0-9]+(\.[0-9]+)?([,/]\s*[0-9]+(\.[0-9]+)?){1,2}$")
-    """Parts of each training source for train, valid and test, in document order, such as '949,50,1'."""
+    split: SplitText | None = None
+    """Train, valid and test parts of each source, by document: one to three numbers, '949,50,1'; missing ones are 0."""
     mask_documents: bool = False
     """Attention does not cross from one document of a packed sample into the next."""
     reset_positions: bool = False

@@ -14,6 +14,7 @@ from bloomery.config.recipe import Recipe, SourceSection
 from bloomery.data.batch import IGNORED_LABEL, Batch, SampleSource
 from bloomery.data.blend import TimelessBlend
 from bloomery.data.manifest import ShardManifest, read_manifest
+from bloomery.data.megatron import MegatronSource
 from bloomery.data.origins import file_of
 from bloomery.data.split import Part, part_range
 from bloomery.data.stream import Stream
@@ -89,17 +90,9 @@ def order_facts(recipe: Recipe, stream: Stream, *, train_samples: int, at_sample
                 "weight": float(weights[number]),
                 "achieved": (taken - at_first[number]) / max(1, train_samples - first),
                 "samples_taken": taken,
-                "epochs": taken / epoch_samples,
+                "epochs": epochs_of(source, taken),
                 "first_repeat_at": repeats[number],
-                "at": [
-                    {
-                        "samples": position,
-                        "samples_taken": counts[number],
-                        "epoch": counts[number] // epoch_samples,
-                        "sample_of_epoch": counts[number] % epoch_samples,
-                    }
-                    for position, counts in at.items()
-                ],
+                "at": [_standing(source, position, counts[number]) for position, counts in at.items()],
             }
         )
     return {
@@ -110,6 +103,17 @@ def order_facts(recipe: Recipe, stream: Stream, *, train_samples: int, at_sample
         "first_sample": first,
         "sources": sources,
     }
+
+
+def epochs_of(source: SampleSource, taken: int) -> float:
+    """How often a training goes through a source from which it takes so many samples."""
+    return source.epochs(taken) if isinstance(source, MegatronSource) else taken / source.num_samples
+
+
+def _standing(source: SampleSource, position: int, taken: int) -> dict[str, int]:
+    """Where a source stands at a position of the run."""
+    epoch, sample = source.place(taken) if isinstance(source, MegatronSource) else divmod(taken, source.num_samples)
+    return {"samples": position, "samples_taken": taken, "epoch": epoch, "sample_of_epoch": sample}
 
 
 def first_position(stream: Stream) -> int:

@@ -10,7 +10,7 @@ import numpy as np
 
 from bloomery.base.errors import DataError
 from bloomery.config.recipe import Recipe
-from bloomery.data.inspect import document_range, samples_taken
+from bloomery.data.inspect import document_range, epochs_of, samples_taken
 from bloomery.data.manifest import ShardManifest, check_describes, manifest_path, read_manifest
 from bloomery.data.open import SPLIT_GROUP, OpenData
 from bloomery.data.shards import ShardReader
@@ -75,10 +75,11 @@ def recipe_facts(recipe: Recipe, data: OpenData, *, train_samples: int, quick: b
     sections = recipe.data.train
     sources = rows("train", data.train, [section.path for section in sections])
     total_weight = sum(section.weight for section in sections)
-    for row, section, taken in zip(sources, sections, samples_taken(data.train, train_samples), strict=True):
+    taken = samples_taken(data.train, train_samples)
+    for row, section, source, samples in zip(sources, sections, data.train.sources, taken, strict=True):
         row["weight"] = section.weight / total_weight
-        row["samples_taken"] = taken
-        row["epochs"] = taken / row["samples_per_epoch"]
+        row["samples_taken"] = samples
+        row["epochs"] = epochs_of(source, samples)
     for group, stream in data.validation.items():
         own = recipe.data.validation.get(group, sections)
         sources += rows(group, stream, [section.path for section in own])

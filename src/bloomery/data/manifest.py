@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING, Any
 
-from bloomery.base.errors import DataError, Problem
+from bloomery.base.errors import DataError, Problem, first_few
 from bloomery.base.storage import write_atomically
 from bloomery.data.shards import ShardReader
 
@@ -91,6 +91,14 @@ def read_manifest(prefix: str) -> ShardManifest | None:
     if version != FORMAT_VERSION:
         raise _broken(path, f"has format_version {version!r}", f"this Bloomery reads version {FORMAT_VERSION}")
     return _parse(path, content)
+
+
+def without_manifest(prefixes: Sequence[str], but: str) -> str:
+    """One warning, however many shards have none; `but` says what follows, such as 'could not be checked'."""
+    have, whose = ("has no manifest", "its") if len(prefixes) == 1 else ("have no manifests", "their")
+    place = f" ({manifest_path(prefixes[0])})" if len(prefixes) == 1 else ""
+    what = "tokenizer, vocabulary and end-of-document token"
+    return f"{first_few(prefixes)} {have}{place}: {whose} {what} {but}"
 
 
 def check_fits(manifest: ShardManifest, *, tokenizer_hash: str | None, vocab_size: int, place: str) -> list[Problem]:

@@ -44,12 +44,14 @@ class MaskedSource:
         vocabulary: MaskVocabulary,
         masking: MaskingSection | None = None,
         ends_with_eod: bool = False,
+        split_sentences: bool | None = None,
         part: Part | Literal["all"] = "all",
         split: str | None = None,
         key: str | None = None,
     ) -> None:
-        """`ends_with_eod`: each document ends with a token that says so, which is left out. `key` names the source in
-        the order of samples; by default the prefix, as the recipe writes it."""
+        """`ends_with_eod`: each document ends with a token that says so, which is left out. `split_sentences`: whether
+        each sentence is a sequence; None where nothing tells but their number. `key` names the source in the order of
+        samples; by default the prefix, as the recipe writes it."""
         self.key = prefix if key is None else key
         self.seq_length = seq_length
         self.vocab_size = min(vocab_size, vocabulary.size)
@@ -59,7 +61,9 @@ class MaskedSource:
         self.shard = ShardReader(prefix)
         try:
             documents = part_range(split, part, self.shard.num_documents, place=f"{prefix}.idx")
-            if self.shard.num_sequences <= self.shard.num_documents:
+            if split_sentences is None:
+                split_sentences = self.shard.num_sequences > self.shard.num_documents
+            if not split_sentences:
                 raise DataError(_no_sentences(self.shard))
             self.index = index_samples(
                 self.shard,

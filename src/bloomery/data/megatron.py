@@ -75,6 +75,15 @@ class MegatronSource:
         """Samples of all epochs; beyond them there is no order."""
         return self.shape.num_samples
 
+    def epochs(self, samples: int) -> float:
+        """How often so many samples go through the text, whose end need not be that of a sample."""
+        return samples * self.seq_length / self.shape.tokens_per_epoch
+
+    def place(self, samples: int) -> tuple[int, int]:
+        """(epoch, how-manieth of those that begin in it) of the sample behind so many, before the shuffle."""
+        epoch = samples * self.seq_length // self.shape.tokens_per_epoch
+        return epoch, samples - -(-epoch * self.shape.tokens_per_epoch // self.seq_length)
+
     def read(self, ordinals: NDArray[np.int64]) -> Batch:
         """The samples that a run takes from this source at these places."""
         rows = np.empty((len(ordinals), self.seq_length + 1), np.int64)

@@ -7,11 +7,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 
-from bloomery.base.errors import DataError, Problem
+import numpy as np
+
+from bloomery.base.errors import DataError, Problem, first_few
 from bloomery.config.recipe import Recipe, SourceSection
 from bloomery.data.batch import Packing, SampleSource
 from bloomery.data.before import Before, Windows, blend_after
-from bloomery.data.blend import TimelessBlend
+from bloomery.data.blend import PERIOD, TimelessBlend
 from bloomery.data.causal import CausalSource
 from bloomery.data.manifest import (
     ShardManifest,
@@ -20,6 +22,7 @@ from bloomery.data.manifest import (
     check_fits,
     manifest_path,
     read_manifest,
+    without_manifest,
 )
 from bloomery.data.masked import MaskedSource
 from bloomery.data.masking import MaskVocabulary
@@ -33,6 +36,11 @@ from bloomery.sizing.plan import TrainingPlan
 
 SPLIT_GROUP = "valid"
 """Name of the validation group that `data.split` makes."""
+_FINDS_ENDS = "data.mask_documents, data.reset_positions and data.eod_loss find the ends of documents by their token"
+_SHARE_MAY_BE_OFF = 0.1
+"""By which part of itself, before it is told."""
+_ENDS_LOOKED_AT = 100
+"""Documents whose last token is read where no manifest says how documents end."""
 
 
 @dataclass(frozen=True)
@@ -86,9 +94,13 @@ def open_data(recipe: Recipe, *, plan: TrainingPlan | None = None, before: Befor
         if before is not None and before.blend is not None:
             windows = cast(Sequence[Windows], train)  # bert has others, but never another length
             blend, notices = blend_after(before, _weights(data.train), windows, seq_length=recipe.model.seq_length)
-        validation = {
-            name: Stream(sources, TimelessBlend.start(_weights(sections[name]))) for name, sources in groups.items()
-        }
+        blends = {name: TimelessBlend.start(_weights(sections[name])) for name in groups}
+        validation = {name: Stream(sources, blends[name]) for name, sources in groups.items()}
+        for place, each in {
+            "data.train": blend,
+            **{f"data.validation.{name}": blends[name] for name in blends},
+        }.items():
+            opening.warnings += _shares_that_are_off(place, each)
         yield OpenData(Stream(train, blend), validation, blend, opening.warnings, notices, opening.tokenizer_hash())
     finally:
         opening.close()
@@ -96,6 +108,15 @@ def open_data(recipe: Recipe, *, plan: TrainingPlan | None = None, before: Befor
 
 def _weights(sections: Sequence[SourceSection]) -> dict[str, float]:
     return {source_key(section): section.weight for section in sections}
+
+
+def _shares_that_are_off(place: str, blend: TimelessBlend) -> list[str]:
+    """One warning for all sources whose weights are too small for the slots of a blend."""
+    asked, given = blend.state.weights, blend.shares()
+    off = [key for key, share in asked.items() if abs(given[key] - share) > _SHARE_MAY_BE_OFF * share]
+    told = [f"{key} should have {asked[key]:.3g} of the samples and gets {given[key]:.3g}" for key in off]
+    rule = f"a blend has {PERIOD:,} slots, and every source at least one; raise these weights, or leave the sources out"
+    return [f"{place}: {first_few(told)}: {rule}"] if told else []
 
 
 class _Opening:
@@ -167,16 +188,33 @@ class _Opening:
     def _check_manifest(self, path: str, shard: ShardReader) -> None:
         manifest, place = self._manifest(path), manifest_path(path)
         if manifest is None:
-            what = "its tokenizer, vocabulary and end-of-document token could not be checked"
-            self.warnings.append(f"{path} has no manifest ({place}): {what}")
+            self._check_ends(path, shard)
             return
         vocab_size = self._recipe.model.vocab_size
         own = None if self._tokenizer is None else self._tokenizer.content_hash
         self.problems += check_fits(manifest, tokenizer_hash=own, vocab_size=vocab_size, place=place)
         self.problems += check_describes(manifest, shard, place=place)
 
+    def _check_ends(self, path: str, shard: ShardReader) -> None:
+        """That documents of a shard without a manifest end as those want it who look for their ends."""
+        if not (packing := self._packing(path).get("packing")):
+            return
+        last = shard.num_documents - 1
+        for document in np.linspace(0, last, min(_ENDS_LOOKED_AT, last + 1), dtype=np.int64).tolist():
+            start, stop = (shard.index.document_start(number) for number in (document, document + 1))
+            if start == stop:
+                continue
+            token = int(shard.read(stop - 1, 1)[0])
+            if token != packing.eod_id:
+                what = f"document {document} ends with token {token}, not with {packing.eod_id}, the end of a document"
+                remedy = "prepare it again with append_eod: true (Megatron: --append-eod), or turn them off"
+                self.problems.append(Problem(what, _FINDS_ENDS, remedy, path))
+                return
+
     def check_together(self) -> None:
         """All shards against each other, less those that do not fit the recipe's tokenizer, which has been told."""
+        if bare := [path for path, manifest in self._manifests.items() if manifest is None]:
+            self.warnings.append(without_manifest(bare, "could not be checked"))
         own = self.tokenizer_hash() if self._tokenizer else None
         known = {path: manifest for path, manifest in self._manifests.items() if manifest is not None}
         self.problems += check_alike(
@@ -200,10 +238,13 @@ class _Opening:
             what, rule = "the recipe names no tokenizer", "masking needs the ids of [CLS], [SEP], [MASK] and [PAD]"
             raise DataError([] if self.problems else Problem(what, rule, "add `tokenizer: {path: ...}`"))
         manifest = self._manifest(path)
-        ends_with_eod = manifest is not None and manifest.eod_id is not None
-        masking = self._recipe.data.masking
         return MaskedSource(
-            path, **settings, vocabulary=self._mask_vocabulary, masking=masking, ends_with_eod=ends_with_eod
+            path,
+            **settings,
+            vocabulary=self._mask_vocabulary,
+            masking=self._recipe.data.masking,
+            ends_with_eod=manifest is not None and manifest.eod_id is not None,
+            split_sentences=manifest.settings.get("split_sentences") if manifest else None,
         )
 
     def _packing(self, path: str) -> dict[str, Any]:
@@ -213,7 +254,6 @@ class _Opening:
         if data.eod_loss and not data.mask_documents and not data.reset_positions:
             return {}
         manifest, eod_id = self._manifest(path), None
-        rule = "data.mask_documents, data.reset_positions and data.eod_loss find the ends of documents by their token"
         if manifest is not None:
             eod_id, remedy = manifest.eod_id, "prepare it again with append_eod: true, or turn them off"
         else:
@@ -221,7 +261,7 @@ class _Opening:
             if self._tokenizer is not None:
                 eod_id = self._tokenizer.eod_id
         if eod_id is None:
-            raise DataError(Problem("its end-of-document token is not known", rule, remedy, path))
+            raise DataError(Problem("its end-of-document token is not known", _FINDS_ENDS, remedy, path))
         packing = Packing(eod_id, data.mask_documents, data.reset_positions, data.eod_loss)
         return {"packing": packing}
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import re
+import math
 from collections.abc import Sequence
 from typing import Literal
 
 from bloomery.base.errors import DataError, Problem, RecipeError
+from bloomery.sizing.data_rules import split_shares
 
 Part = Literal["train", "valid", "test"]
 PARTS: tuple[Part, ...] = ("train", "valid", "test")
@@ -20,11 +21,11 @@ def split_boundaries(split: str, num_documents: int, flavour: Flavour = "megatro
     megatron-core rounds cumulative fractions. BigScience rounds each part and takes the error off all boundaries, by
     which one can even become negative. Python rounds one half to the even neighbour, and so do both.
     """
-    weights = [float(number) for number in re.split(r"[,/]", split)]
-    weights += [0.0] * (len(PARTS) - len(weights))
+    weights = split_shares(split)
     total = plain_sum(weights)
-    if total <= 0:
-        raise RecipeError(Problem(f"data.split is '{split}'", "one part at least must be above 0", "use '949,50,1'"))
+    if not 0 < total < math.inf:
+        rule = "one part at least must be above 0, and their sum a finite number"
+        raise RecipeError(Problem(f"data.split is '{split:.40}'", rule, "use '949,50,1'"))
     fractions = [weight / total for weight in weights]
     if flavour == "megatron":
         return [0, *(round(plain_sum(fractions[: k + 1]) * num_documents) for k in range(len(fractions)))]

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import fnmatch
+import math
 import os
 import re
 from collections.abc import Iterator, Sequence
 
+from bloomery.base.errors import first_few
 from bloomery.config.draft import Draft
 from bloomery.config.recipe import DataSection, Recipe, SourceSection
 from bloomery.sizing.finding import Finding
@@ -26,20 +28,15 @@ def data(recipe: Recipe, draft: Draft) -> Iterator[Finding]:
     yield from _preparations(recipe)
     if recipe.data is None:
         return
-    yield from _sources("data.train", recipe.data.train)
-    for group, sources in recipe.data.validation.items():
-        yield from _sources(f"data.validation.{group}", sources)
+    groups = {f"data.validation.{group}": sources for group, sources in recipe.data.validation.items()}
+    for place, sources in {"data.train": recipe.data.train, **groups}.items():
+        yield from _sources(place, sources, recipe.data.order)
+        yield from _weights(place, sources)
+    yield from _trained_on(recipe.data)
     split, validation, evaluate = recipe.data.split, recipe.data.validation, recipe.train.evaluate
     paths = ("data.validation", "data.split", "train.evaluate")
-    shares = [float(share) for share in re.split(r"[,/]", split)] if split else []
-    if split and not (shares[0] > 0 and (shares[1] > 0 or not evaluate)):
-        part = "validation" if shares[0] > 0 else "training"
-        yield Finding(
-            ("data.split", "train.evaluate"),
-            f"data.split is '{split}', which leaves nothing for {part}",
-            "the parts are train, valid and test, in this order",
-            "use for example '949,50,1'",
-        )
+    if split:
+        yield from _split(split, evaluates=evaluate is not None)
     if split and validation:
         yield Finding(
             paths,
@@ -72,16 +69,78 @@ def source_key(section: SourceSection) -> str:
     return section.name or os.path.normpath(section.path)
 
 
-def _sources(place: str, sections: Sequence[SourceSection]) -> Iterator[Finding]:
-    first: dict[str, int] = {}
+def split_shares(split: str) -> list[float]:
+    """The numbers of data.split: train, valid, test; missing ones are 0."""
+    shares = [float(share) for share in re.split(r"[,/]", split)]
+    return shares + [0.0] * (3 - len(shares))
+
+
+def _split(split: str, *, evaluates: bool) -> Iterator[Finding]:
+    paths, remedy = ("data.split", "train.evaluate"), "use for example '949,50,1'"
+    train, valid, test = split_shares(split)
+    if not math.isfinite(train + valid + test):
+        yield Finding(paths, f"data.split is '{split:.40}...'", "the sum of its parts must be a finite number", remedy)
+    elif not (train > 0 and (valid > 0 or not evaluates)):
+        part = "validation" if train > 0 else "training"
+        what = f"data.split is '{split}', which leaves nothing for {part}"
+        yield Finding(paths, what, "the parts are train, valid and test, in this order", remedy)
+
+
+def _sources(place: str, sections: Sequence[SourceSection], order: str) -> Iterator[Finding]:
+    names: dict[str, int] = {}
+    shards: dict[str, int] = {}
     for number, section in enumerate(sections):
-        if (before := first.setdefault(source_key(section), number)) != number:
+        paths = (f"{place}.{number}.name", f"{place}.{number}.path", f"{place}.{number}")
+        namesake = names.setdefault(source_key(section), number)
+        same = shards.setdefault(_shard(section), number)
+        as_before = order != "timeless"  # a run of another system that did so must come out as it was
+        if namesake != number:
+            remedy = "give each a `name`" if same == number or as_before else "add up their weights in one of them"
             yield Finding(
-                (f"{place}.{number}.name", f"{place}.{number}.path", f"{place}.{number}"),
-                f"{place}.{number} and {place}.{before} are both called '{source_key(section)}'",
+                paths,
+                f"{place}.{number} and {place}.{namesake} are both called '{source_key(section)}'",
                 "orders, checkpoints and metrics tell sources apart by `name`, by default the path",
-                "add up their weights in one, or give each a `name`",
+                remedy,
             )
+        elif same != number:
+            yield Finding(
+                (paths[1], *paths),
+                f"{place}.{number} and {place}.{same} are the same shard, {section.path}",
+                "each name goes through it in an order of its own, so text repeats before an epoch is over",
+                f"remove one of them and give the other the weight {section.weight + sections[same].weight:g}",
+                is_warning=as_before,
+            )
+
+
+def _weights(place: str, sections: Sequence[SourceSection]) -> Iterator[Finding]:
+    weights = [section.weight for section in sections]
+    if not math.isfinite(sum(weights)):
+        largest = weights.index(max(weights))
+        yield Finding(
+            (f"{place}.{largest}.weight", f"{place}.{largest}", place),
+            f"the weights of {place} have no finite sum, with {weights[largest]:g} for {place}.{largest}",
+            "only their proportions matter, and these are taken from the sum",
+            "use smaller ones, such as 0.7 and 0.3",
+        )
+
+
+def _trained_on(data: DataSection) -> Iterator[Finding]:
+    """That validation is on text which is new to the model."""
+    trained = {_shard(section) for section in data.train}
+    for group, sections in data.validation.items():
+        if known := [section.path for section in sections if _shard(section) in trained]:
+            yield Finding(
+                (f"data.validation.{group}", "data.train"),
+                f"data.validation.{group} evaluates on {first_few(known)}, which data.train trains on",
+                "its loss will not tell how the model does on text that is new to it",
+                "give it a shard of its own, or cut a part off the training sources with data.split",
+                is_warning=True,
+            )
+
+
+def _shard(section: SourceSection) -> str:
+    """The same for the same shard, however the path is written and wherever links lead."""
+    return os.path.realpath(f"{section.path}.bin")
 
 
 def _preparations(recipe: Recipe) -> Iterator[Finding]:

@@ -50,7 +50,7 @@ class Run:
     """Names of the training sources, as batches number them."""
     validation: Mapping[str, Source]
     validation_samples: Mapping[str, int]
-    """Samples evaluated per group: at most one epoch."""
+    """Samples evaluated per group: at most as many as its sources have together."""
     validation_batches: Callable[[str], Iterator[GlobalBatch]]
     """This process's share of a group's samples."""
     ranks: Ranks
