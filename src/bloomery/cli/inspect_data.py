@@ -55,6 +55,7 @@ def _of_recipe(args: argparse.Namespace) -> dict[str, Any]:
 
 def _of_shards(prefixes: list[str], *, quick: bool) -> dict[str, Any]:
     from bloomery.data.inspect_shards import shard_facts
+    from bloomery.data.shards import is_missing
 
     problems: list[Problem] = []
     sources = []
@@ -64,7 +65,7 @@ def _of_shards(prefixes: list[str], *, quick: bool) -> dict[str, Any]:
         except DataError as error:
             problems += error.problems
     if problems:
-        if not any(_is_shard(prefix) for prefix in prefixes):
+        if all(is_missing(f"{prefix}{ending}") for prefix in prefixes for ending in (".bin", ".idx")):
             names = ", ".join(sorted(shipped_recipes()))
             problems.append(Problem(f"{prefixes[0]} is no recipe either", f"the shipped ones are {names}"))
         raise DataError(problems)

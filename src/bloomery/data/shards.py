@@ -44,6 +44,11 @@ def token_dtype(vocab_size: int) -> np.dtype[Any]:
     return np.dtype(np.uint16 if vocab_size < 65500 else np.int32)
 
 
+def partial_prefix(prefix: str) -> str:
+    """Random, so that two writers of one shard never mix their bytes: the last to finish wins."""
+    return f"{prefix}{PARTIAL}{secrets.token_hex(4)}"
+
+
 class ShardWriter:
     """Appends documents; `finish` puts both files under their names, `abort` leaves nothing.
 
@@ -59,8 +64,7 @@ class ShardWriter:
         self._sequences = array("i")
         """How many sequences each document has."""
         self.num_tokens = 0
-        # Random, so that two writers of one shard never mix their bytes: the last to finish wins.
-        partial = f"{prefix}{PARTIAL}{secrets.token_hex(4)}"
+        partial = partial_prefix(prefix)
         self._partial_bin, self._partial_idx = f"{partial}.bin", f"{partial}.idx"
         make_run_folder(os.path.dirname(prefix) or ".")
         with writing(f"{prefix}.bin"):
@@ -214,7 +218,7 @@ class ShardReader:
         try:
             self._file = open(f"{prefix}.bin", "rb", buffering=0)  # noqa: SIM115 - closed by close
         except OSError as error:
-            raise _unreadable(f"{prefix}.bin", error) from error
+            raise unreadable(f"{prefix}.bin", error) from error
         found, expected = os.fstat(self._file.fileno()).st_size, self.num_tokens * self.dtype.itemsize
         if found != expected:
             self.close()
@@ -255,7 +259,7 @@ class ShardReader:
             try:
                 got = os.preadv(self._file.fileno(), [unread.data], offset)
             except OSError as error:
-                raise _unreadable(f"{self.prefix}.bin", error) from error
+                raise unreadable(f"{self.prefix}.bin", error) from error
             if got == 0:
                 raise _damaged(f"{self.prefix}.bin", f"ends at byte {offset}", "it was cut off while it was being read")
             unread, offset = unread[got:], offset + got
@@ -290,12 +294,21 @@ def _damaged(place: str, what: str, rule: str, remedy: str = _REMAKE) -> DataErr
     return DataError(Problem(what=what, rule=rule, remedy=remedy, place=place))
 
 
-def _unreadable(place: str, error: OSError) -> DataError:
-    return _damaged(place, f"cannot be read: {error.strerror or error}", "", "mend its permissions or its storage")
+def unreadable(place: str, error: OSError) -> DataError:
+    remedy = "correct the path" if error.errno == errno.ENAMETOOLONG else "mend its permissions or its storage"
+    return _damaged(place, f"cannot be read: {error.strerror or error}", "", remedy)
+
+
+def is_missing(path: str) -> bool:
+    try:
+        os.stat(path)
+    except OSError as error:  # any other reason is told by who opens it
+        return error.errno in (errno.ENOENT, errno.ENOTDIR)
+    return False
 
 
 def _require_files(prefix: str) -> None:
-    missing = [suffix for suffix in (".bin", ".idx") if not os.path.isfile(prefix + suffix)]
+    missing = [suffix for suffix in (".bin", ".idx") if is_missing(prefix + suffix)]
     if not missing:
         return
     remedy = "make the shard with `bloomery prepare`, or correct the path"
@@ -319,7 +332,7 @@ def _read_index(path: str) -> tuple[np.dtype[Any], NDArray[np.int64], NDArray[np
             pointers, doc_idx = np.empty(num_sequences, "<i8"), np.empty(num_entries, "<i8")
             read = sum(file.readinto(array.data) for array in (lengths, pointers, doc_idx))
     except OSError as error:
-        raise _unreadable(path, error) from error
+        raise unreadable(path, error) from error
     if read < lengths.nbytes + pointers.nbytes + doc_idx.nbytes:
         raise _damaged(path, f"ends at byte {HEADER.size + read}", "it was cut off while it was being read")
     if num_sequences and lengths.min() < 0:
