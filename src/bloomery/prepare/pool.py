@@ -14,7 +14,6 @@ from types import TracebackType
 from typing import Any, Self
 
 from bloomery.base.errors import BloomeryError, DataError, Problem
-from bloomery.base.storage import reason
 
 Report = Callable[[Any], None]
 Task = Callable[[Any, Report], Any]
@@ -45,6 +44,8 @@ class Child:
             )
             self.process.start()
         except OSError as error:
+            from bloomery.base.storage import reason  # only here: this module is among the first that are imported
+
             rule = "each needs a process, open files and memory"
             remedy = "use fewer --workers, or raise the limits (`ulimit -n`, `ulimit -u`)"
             raise DataError(Problem(f"cannot start a worker process: {reason(error)}", rule, remedy)) from error
