@@ -110,6 +110,27 @@ def test_a_share_of_a_finished_shard_removes_the_folder_unless_others_are_in_it(
         assert one.path.exists()
         one.remove()
         assert not one.path.exists()
+        one.remove()  # where locks do not work, somebody else may have done it
+
+
+def test_who_comes_while_the_folder_is_removed_loses_nothing(tokenizer, monkeypatch):
+    one, two = PartFolder("x", 2), PartFolder("x", 2)
+    real = Path.unlink
+    came = []
+
+    def unlink(self, **settings):
+        real(self, **settings)
+        if self.name == "lock" and not came:
+            with two.alone():
+                came.extend(path.name for path in two.path.iterdir())
+                two.file(0).write_bytes(b"part")
+
+    monkeypatch.setattr(Path, "unlink", unlink)
+    with one.alone():
+        one.file(1).touch()
+        one.remove()
+    assert came == ["lock"], "its own"
+    assert two.file(0).exists()
 
 
 @pytest.mark.parametrize("shuffle", [True, False])

@@ -14,7 +14,6 @@ import fcntl
 import json
 import os
 import secrets
-import shutil
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -125,8 +124,13 @@ class PartFolder:
     def remove(self) -> None:
         """For a shard that is finished, by whoever has the folder. Stays where other shares are at work in it."""
         assert self._lock is not None, "only within `alone`"
-        if _has_locked(self._lock, fcntl.LOCK_EX):
-            shutil.rmtree(self.path, ignore_errors=True)
+        if not _has_locked(self._lock, fcntl.LOCK_EX):
+            return
+        # The lock goes last: whoever makes a new one from then on finds nothing that could still be taken away.
+        others = [path for path in self.path.glob("*") if path.name != _LOCK]
+        for remove in [*(path.unlink for path in others), (self.path / _LOCK).unlink, self.path.rmdir]:
+            with contextlib.suppress(OSError):
+                remove()
 
     def share(self, n: int) -> None:
         write_atomically(self.shared, str(n))
