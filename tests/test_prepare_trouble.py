@@ -101,7 +101,7 @@ def test_a_run_that_waited_for_one_that_tidied_up_begins_anew(tokenizer, monkeyp
     assert (folder / "000000.done").exists() == (share is not None)
 
 
-def test_a_share_of_a_finished_shard_removes_the_folder_unless_others_are_in_it():
+def test_a_share_of_a_finished_shard_removes_the_folder_unless_others_are_in_it(tokenizer):
     """`alone` has made the folder, although the shard was finished while it waited."""
     one, two = PartFolder("x", 2), PartFolder("x", 2)
     with one.alone("0-of-2"):
