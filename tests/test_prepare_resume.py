@@ -180,7 +180,7 @@ def test_a_merge_that_comes_too_early_leaves_the_shares_at_work_alone(corpus, to
         make(tokenizer)
     at_work.append(np.zeros(3, np.uint16), {"lengths": np.array([3])}, documents=1)
     part = at_work.finish(key="k", encoder="e", inputs=[], text_bytes=3, dropped={})
-    assert PartFolder("x", 2).is_whole(part)
+    assert PartFolder("x", 2).proven(part) == part
 
 
 def test_one_run_at_a_time(corpus, tokenizer, monkeypatch):

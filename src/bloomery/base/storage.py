@@ -126,6 +126,10 @@ def _remedy(path: Path, number: int, wanted_bytes: int) -> str:
         return "the place is read-only for this user: choose another --run-dir, or change its permissions or mount"
     if number in (errno.ENOTDIR, errno.EEXIST):
         return "a file stands where a folder is needed: choose another --run-dir, or move that file away"
+    if number == errno.ENAMETOOLONG:
+        return "choose another --run-dir, with shorter names"
+    if number in (errno.EMFILE, errno.ENFILE):
+        return "raise the number of files that may be open (`ulimit -n`)"
     return "check the disk or mount (`df`, `dmesg`), or choose another --run-dir"
 
 

@@ -71,6 +71,7 @@ def _of_recipe(args: argparse.Namespace) -> dict[str, Any]:
 def _of_shards(prefixes: list[str], *, quick: bool) -> dict[str, Any]:
     from bloomery.data.inspect_shards import shard_facts
     from bloomery.data.manifest import without_manifest
+    from bloomery.data.shards import is_missing
 
     problems: list[Problem] = []
     sources = []
@@ -80,7 +81,7 @@ def _of_shards(prefixes: list[str], *, quick: bool) -> dict[str, Any]:
         except DataError as error:
             problems += error.problems
     if problems:
-        if not any(_is_shard(prefix) for prefix in prefixes):
+        if all(is_missing(f"{prefix}{ending}") for prefix in prefixes for ending in (".bin", ".idx")):
             names = ", ".join(sorted(shipped_recipes()))
             problems.append(Problem(f"{prefixes[0]} is no recipe either", f"the shipped ones are {names}"))
         raise DataError(problems)

@@ -65,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
 def _run(args: argparse.Namespace, recipe: Recipe, early: EarlyStart | None) -> int:
     share, workers = _share(args), _workers(args)
     from bloomery.data.tokenizer import Tokenizer
-    from bloomery.prepare.run import prepare
+    from bloomery.prepare.run import plan_all
     from bloomery.prepare.verify import verify
 
     assert recipe.tokenizer is not None  # a rule of sizing/check.py
@@ -74,18 +74,19 @@ def _run(args: argparse.Namespace, recipe: Recipe, early: EarlyStart | None) -> 
     gc.enable()
     manifests: dict[str, Any] = {}
     manifest: ShardManifest | None
-    for section in recipe.prepare:
+    settings: Any = {"tokenizer": tokenizer, "seed": recipe.seed, "workers": workers}
+    preparations = [] if args.verify else plan_all(recipe.prepare, early=early, **settings)
+    for number, section in enumerate(recipe.prepare):
         with _Display(section.output) as display:
-            settings: Any = {"tokenizer": tokenizer, "seed": recipe.seed, "workers": workers, "progress": display.show}
             if args.verify:
-                manifest = verify(section, **settings)
+                manifest = verify(section, progress=display.show, **settings)
                 how, notes = "agrees with its sources", []
             else:
-                result = prepare(section, share=share, early=early, **settings)
+                result = preparations[number].run(share, display.show)
                 manifest, notes = result.manifest, result.notes
                 how = "is up to date" if result.reused else "written"
         for note in notes:
-            print(f"{section.output}: {note}", file=sys.stderr)
+            _say(f"{section.output}: {note}")
         manifests[section.output] = manifest and asdict(manifest)
         if not args.json:
             print(
@@ -96,6 +97,14 @@ def _run(args: argparse.Namespace, recipe: Recipe, early: EarlyStart | None) -> 
     if args.json:
         print(json.dumps(manifests, indent=2))
     return exit_codes.OK
+
+
+def _say(text: str) -> None:
+    """On standard error. Where nobody reads that any more, the work goes on."""
+    try:
+        print(text, file=sys.stderr, flush=True)
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
 
 
 def _line(output: str, how: str, manifest: ShardManifest) -> str:
@@ -161,7 +170,7 @@ class _Display:
             self._show_bar(share, text)
         elif time.monotonic() - self._told >= _PLAIN_EVERY_SECONDS:
             self._told = time.monotonic()
-            print(f"{self._output}: {share:.1%}, {text}", file=sys.stderr, flush=True)
+            _say(f"{self._output}: {share:.1%}, {text}")
 
     def _show_bar(self, share: float, text: str) -> None:
         if self._bar is None:  # only now: its thread must not be there when processes fork

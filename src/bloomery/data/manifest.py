@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from bloomery.base.errors import DataError, Problem, first_few
 from bloomery.base.storage import write_atomically
+from bloomery.data.shard_index import unreadable
 from bloomery.data.shards import ShardReader
 
 if TYPE_CHECKING:
@@ -85,7 +86,9 @@ def read_manifest(prefix: str) -> ShardManifest | None:
             content = json.loads(file.read())
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, RecursionError) as error:
+    except OSError as error:
+        raise unreadable(path, error) from error
+    except (ValueError, RecursionError) as error:
         raise _broken(path, f"cannot be read: {error}", "a manifest is a JSON file") from error
     version = content.get("format_version") if isinstance(content, dict) else None
     if version != FORMAT_VERSION:

@@ -7,6 +7,7 @@ large corpus is larger than memory, and a training that starts needs two numbers
 
 from __future__ import annotations
 
+import errno
 import os
 import struct
 from bisect import bisect_right
@@ -153,7 +154,8 @@ def damaged(place: str, what: str, rule: str, remedy: str = REMAKE) -> DataError
 
 
 def unreadable(place: str, error: OSError) -> DataError:
-    return damaged(place, f"cannot be read: {error.strerror or error}", "", "mend its permissions or its storage")
+    remedy = "correct the path" if error.errno == errno.ENAMETOOLONG else "mend its permissions or its storage"
+    return damaged(place, f"cannot be read: {error.strerror or error}", "", remedy)
 
 
 def _read_header(path: str, header: bytes, found: int) -> tuple[np.dtype[Any], int, int]:

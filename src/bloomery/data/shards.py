@@ -42,6 +42,11 @@ def token_dtype(vocab_size: int) -> np.dtype[Any]:
     return np.dtype(np.uint16 if vocab_size < 65500 else np.int32)
 
 
+def partial_prefix(prefix: str) -> str:
+    """Random, so that two writers of one shard never mix their bytes: the last to finish wins."""
+    return f"{prefix}{PARTIAL}{secrets.token_hex(4)}"
+
+
 class ShardWriter:
     """Appends documents; `finish` puts both files under their names, `abort` leaves nothing.
 
@@ -57,8 +62,7 @@ class ShardWriter:
         self._sequences = array("i")
         """How many sequences each document has."""
         self.num_tokens = 0
-        # Random, so that two writers of one shard never mix their bytes: the last to finish wins.
-        partial = f"{prefix}{PARTIAL}{secrets.token_hex(4)}"
+        partial = partial_prefix(prefix)
         self._partial_bin, self._partial_idx = f"{partial}.bin", f"{partial}.idx"
         make_run_folder(os.path.dirname(prefix) or ".")
         with writing(f"{prefix}.bin"):
@@ -270,8 +274,16 @@ class ShardReader:
         self.close()
 
 
+def is_missing(path: str) -> bool:
+    try:
+        os.stat(path)
+    except OSError as error:  # any other reason is told by who opens it
+        return error.errno in (errno.ENOENT, errno.ENOTDIR)
+    return False
+
+
 def _not_opened(prefix: str, error: OSError) -> DataError:
-    missing = [suffix for suffix in (".bin", ".idx") if not os.path.isfile(prefix + suffix)]
+    missing = [suffix for suffix in (".bin", ".idx") if is_missing(prefix + suffix)]
     if not missing:
         return unreadable(str(error.filename), error)
     remedy = "make the shard with `bloomery prepare`, or correct the path"

@@ -167,7 +167,8 @@ class Merge:
 
     def _spooled(self, name: str) -> NDArray[Any]:
         """A column of all parts, in a file, so that it needs no memory."""
-        path = self._folder.temporary(0).with_suffix(f".{name}")
+        path = self._folder.temporary(0)
+        path = path.with_name(f"{path.name}-{name}")  # still a temporary one, which `clean` finds
         with writing(path), open(path, "wb") as file:
             for part in self.parts:
                 file.write(self._column(part, name).data)  # not tofile, which does not say why it fails

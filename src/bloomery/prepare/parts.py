@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import fcntl
 import json
 import os
 import secrets
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
@@ -24,7 +25,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from bloomery.base.errors import DataError, Problem
-from bloomery.base.storage import writing
+from bloomery.base.storage import reason, write_atomically, writing
 from bloomery.data.origins import DTYPE
 from bloomery.prepare.units import Unit
 
@@ -32,6 +33,7 @@ EMPTY, SHORT, LONG, DUPLICATE, BAD = "empty", "short", "long", "duplicate", "bad
 REASONS = (EMPTY, SHORT, LONG, DUPLICATE, BAD)
 _TEMPORARY = ".tmp-"
 _LIAR = "wrong-"
+_LOCK = "lock"
 _LOCK_PATIENCE_SECONDS = 5.0
 """For the workers of a killed run to end."""
 COLUMNS: dict[str, np.dtype[Any]] = {
@@ -64,6 +66,8 @@ class Part:
     """Entries of each column that is there."""
     text_bytes: int
     dropped: dict[str, int] = field(default_factory=dict)
+    stamp: tuple[int, int, int] | None = None
+    """Of its file when its bytes were known: inode, size, time. Not in the marker, which may be copied elsewhere."""
 
     @property
     def documents(self) -> int:
@@ -79,32 +83,64 @@ class PartFolder:
 
     def __init__(self, output: str, itemsize: int) -> None:
         self.path = Path(f"{output}.parts")
+        self.shared = self.path / "shared"
+        """A file that says how many runs share the units, so that no single one does them all."""
         self._itemsize = itemsize
+        self._lock: IO[bytes] | None = None
 
     @contextlib.contextmanager
-    def alone(self, name: str) -> Iterator[None]:
-        """Nobody else does this work meanwhile; the lock ends with the process and its children."""
+    def alone(self, share: str = "") -> Iterator[None]:
+        """Nobody else does this work meanwhile: shares, each of a name of its own, may work beside each other, and
+        beside a run without a share nobody. The locks end with the process and its children."""
         give_up = time.monotonic() + _LOCK_PATIENCE_SECONDS
         while True:
-            with writing(self.path, "create the folder"):
-                self.path.mkdir(parents=True, exist_ok=True)
-            with writing(self.path), open(self.path / name, "w") as file:
-                try:
-                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                except BlockingIOError as error:
-                    if time.monotonic() > give_up:
-                        rule = "two runs would do the same work"
-                        remedy = "wait for it, or give each a share with --unit k/n"
-                        raise DataError(
-                            Problem("another run is at work on this", rule, remedy, str(self.path))
-                        ) from error
-                    time.sleep(0.05)
-                    continue
-                except OSError:  # file systems without locks: then the user has to know
-                    pass
-                if os.fstat(file.fileno()).st_nlink:  # else the run before has just finished and tidied up
+            with contextlib.ExitStack() as files:
+                if self._is_mine(share, files):
                     yield
                     return
+            if time.monotonic() > give_up:
+                rule = "two runs would do the same work, or write over it"
+                remedy = "wait for it; runs that work at the same time need a share each, with --unit k/n"
+                raise DataError(Problem("another run is at work on this", rule, remedy, str(self.path)))
+            time.sleep(0.05)
+
+    def _is_mine(self, share: str, files: contextlib.ExitStack) -> bool:
+        """Whether the locks could be taken; `files` keeps them."""
+        with writing(self.path, "create the folder"):
+            self.path.mkdir(parents=True, exist_ok=True)
+        wanted = {_LOCK: fcntl.LOCK_SH, f"{_LOCK}-{share}": fcntl.LOCK_EX} if share else {_LOCK: fcntl.LOCK_EX}
+        for name, how in wanted.items():
+            file = None
+            # Gone: the run before has just finished and tidied up. On NFS a shared lock needs a file that may be read,
+            # and an exclusive one a file that may be written.
+            with writing(self.path / name), contextlib.suppress(FileNotFoundError):
+                file = files.enter_context((self.path / name).open("a+b"))
+            if file is None or not _has_locked(file, how) or not os.fstat(file.fileno()).st_nlink:
+                return False
+            if name == _LOCK:
+                self._lock = file
+        return True
+
+    def remove(self) -> None:
+        """For a shard that is finished, by whoever has the folder. Stays where other shares are at work in it."""
+        assert self._lock is not None, "only within `alone`"
+        if not _has_locked(self._lock, fcntl.LOCK_EX):
+            return
+        # The lock goes last: whoever makes a new one from then on finds nothing that could still be taken away.
+        others = [path for path in self.path.glob("*") if path.name != _LOCK]
+        for remove in [*(path.unlink for path in others), (self.path / _LOCK).unlink, self.path.rmdir]:
+            with contextlib.suppress(OSError):
+                remove()
+
+    def share(self, n: int) -> None:
+        write_atomically(self.shared, str(n))
+
+    def shares(self) -> int | None:
+        """How many runs share the units; None where nobody has said so, or was cut off in saying it."""
+        try:
+            return max(1, int(self.shared.read_bytes()))
+        except (OSError, ValueError):
+            return None
 
     def file(self, unit: int) -> Path:
         return self.path / f"{unit:06d}.part"
@@ -117,7 +153,10 @@ class PartFolder:
         offset = part.tokens * self._itemsize
         for other, entries in part.columns.items():
             if other == name:
-                return np.fromfile(self.file(part.unit), COLUMNS[name], entries, offset=offset)
+                try:
+                    return np.fromfile(self.file(part.unit), COLUMNS[name], entries, offset=offset)
+                except OSError as error:
+                    raise _unreadable(self.file(part.unit), error) from error
             offset += entries * COLUMNS[other].itemsize
         raise KeyError(name)
 
@@ -126,7 +165,8 @@ class PartFolder:
         with writing(self.path):
             temporary, file = self.begin(part.unit)
             with file:
-                file.write(json.dumps(dataclasses.asdict(part)).encode())
+                content = {name: value for name, value in dataclasses.asdict(part).items() if name != "stamp"}
+                file.write(json.dumps(content).encode())
                 os.replace(temporary, self.marker(part.unit))
 
     def read(self, unit: int) -> Part | None:
@@ -139,15 +179,41 @@ class PartFolder:
         except (OSError, ValueError, TypeError, LookupError):
             return None
 
-    def is_whole(self, part: Part) -> bool:
+    def proven(self, part: Part) -> Part | None:
+        """The part, if its file has the bytes that the marker speaks of."""
         hasher = xxhash.xxh3_128()
         try:
             with open(self.file(part.unit), "rb", buffering=0) as file:
                 while chunk := file.read(1 << 22):
                     hasher.update(chunk)
+                stamp = _stamp(os.fstat(file.fileno()))
         except OSError:
-            return False
-        return hasher.hexdigest() == part.part_hash
+            return None
+        return dataclasses.replace(part, stamp=stamp) if hasher.hexdigest() == part.part_hash else None
+
+    @contextlib.contextmanager
+    def undisturbed(self, parts: Sequence[Part]) -> Iterator[None]:
+        """For work that reads these parts: DataError if one of their files is at the end no longer the one that was
+        made or proven, as where locks do not work and another run has put its own there."""
+        try:
+            yield
+        except Exception as error:
+            self._refuse_replaced(parts)
+            if isinstance(error, OSError):
+                raise _unreadable(self.path, error) from error
+            raise
+        self._refuse_replaced(parts)
+
+    def _refuse_replaced(self, parts: Sequence[Part]) -> None:
+        for part in parts:
+            path = self.file(part.unit)
+            with contextlib.suppress(OSError):
+                if _stamp(os.stat(path)) == part.stamp:
+                    continue
+            if self.proven(part) is None:  # else the same bytes: some file systems give a file another inode
+                what, rule = "was replaced or removed while it was being merged", "one run at a time merges parts"
+                remedy = f"wait until no other run works on {self.path}, then run the command again"
+                raise DataError(Problem(what, rule, remedy, str(path)))
 
     def refuse(self, encoder: str) -> None:
         """No part that this encoder made counts any more, on no machine, even if this run is killed now."""
@@ -176,18 +242,27 @@ class PartFolder:
         prefixes = None if units is None else {f"{unit.number:06d}" for unit in units}
         for leftover in self.path.glob(f"*{_TEMPORARY}*"):
             if prefixes is None or leftover.name.partition(_TEMPORARY)[0] in prefixes:
-                _remove_unless_held(leftover)
+                with writing(leftover, "remove"), contextlib.suppress(FileNotFoundError), open(leftover, "rb") as file:
+                    if _has_locked(file, fcntl.LOCK_EX):
+                        leftover.unlink()
 
 
-def _remove_unless_held(path: Path) -> None:
-    with contextlib.suppress(FileNotFoundError), open(path, "rb") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return
-        except OSError:  # file systems without locks: then the user has to know
-            pass
-        path.unlink()
+def _has_locked(file: IO[bytes], how: int) -> bool:
+    """False where somebody else holds it. File systems without locks let everyone in: then the user has to know."""
+    try:
+        fcntl.flock(file, how | fcntl.LOCK_NB)
+    except OSError as error:
+        return error.errno not in (errno.EWOULDBLOCK, errno.EACCES)
+    return True
+
+
+def _unreadable(path: Path, error: OSError) -> DataError:
+    remedy = "check the disk or mount (`df`, `dmesg`), then run the command again"
+    return DataError(Problem(f"cannot be read: {reason(error)}", "what is merged must be there", remedy, str(path)))
+
+
+def _stamp(facts: os.stat_result) -> tuple[int, int, int]:
+    return facts.st_ino, facts.st_size, facts.st_mtime_ns
 
 
 class PartWriter:
@@ -216,10 +291,11 @@ class PartWriter:
                 self._write(piece)
         with writing(self._folder.path):
             os.replace(self._temporary, self._folder.file(self._unit.number))  # while it is still held
+            stamp = _stamp(os.fstat(self._file.fileno()))
             self._file.close()
         entries = {name: sum(map(len, values)) for name, values in columns.items()}
         digest = self._hasher.hexdigest()
-        return Part(self._unit.number, key, encoder, inputs, digest, self._runs, entries, text_bytes, dropped)
+        return Part(self._unit.number, key, encoder, inputs, digest, self._runs, entries, text_bytes, dropped, stamp)
 
     def abort(self) -> None:
         with contextlib.suppress(OSError):

@@ -37,17 +37,27 @@ class Child:
         """`strangers`: the parent's ends of other children, which this one must not keep open. `first`: what the child
         does before it is asked; an error in it is left to the task."""
         context = multiprocessing.get_context("fork")
-        self.connection, theirs = context.Pipe()
-        self.process = context.Process(
-            target=_serve, args=(task, theirs, [self.connection, *strangers], cpu, os.getpid(), first), daemon=True
-        )
-        self.process.start()
+        try:
+            self.connection, theirs = context.Pipe()
+            self.process = context.Process(
+                target=_serve, args=(task, theirs, [self.connection, *strangers], cpu, os.getpid(), first), daemon=True
+            )
+            self.process.start()
+        except OSError as error:
+            from bloomery.base.storage import reason  # only here: this module is among the first that are imported
+
+            rule = "each needs a process, open files and memory"
+            remedy = "use fewer --workers, or raise the limits (`ulimit -n`, `ulimit -u`)"
+            raise DataError(Problem(f"cannot start a worker process: {reason(error)}", rule, remedy)) from error
         theirs.close()
         self.argument: Any = None
 
     def ask(self, argument: Any) -> None:
         self.argument = argument
-        self.connection.send(argument)
+        try:
+            self.connection.send(argument)
+        except OSError as error:
+            raise self._ended() from error
 
     def answer(self, *, patience_seconds: float | None = None) -> Any:
         """The result; an error of the child is raised here, and TimeoutError if it says nothing for so long."""
@@ -60,17 +70,20 @@ class Child:
         try:
             kind, content = self.connection.recv()
         except (EOFError, OSError) as error:
-            self.process.join(1)
-            code = self.process.exitcode or 0
-            how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
-            rule = "nothing was written for what it was working on"
-            remedy = "run the command again; with fewer --workers if memory was short (see `dmesg`)"
-            raise DataError(Problem(f"a worker process ended unexpectedly ({how})", rule, remedy)) from error
+            raise self._ended() from error
         if kind == "problem":
             raise content[0](content[1])
         if kind == "bug":
             raise RuntimeError(f"in a worker process:\n{content}")
         return kind, content
+
+    def _ended(self) -> DataError:
+        self.process.join(1)
+        code = self.process.exitcode or 0
+        how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
+        rule = "nothing was written for what it was working on"
+        remedy = "run the command again; with fewer --workers if memory was short (see `dmesg`)"
+        return DataError(Problem(f"a worker process ended unexpectedly ({how})", rule, remedy))
 
     def leave(self) -> None:
         """End it without waiting for that: for a child that writes nothing."""

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-import shutil
-from collections.abc import Callable, Iterator, Sequence
+import os
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from glob import escape, glob
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 
-from bloomery.base.errors import DataError, Problem
+from bloomery.base.errors import BloomeryError, DataError, Problem, StorageError
 from bloomery.base.storage import publish, writing, written_to
 from bloomery.config.recipe import PrepareSection
 from bloomery.data.manifest import ShardManifest, SourceCount, manifest_path
@@ -28,12 +28,10 @@ from bloomery.prepare.origin import finished, planned_manifest, source_files
 from bloomery.prepare.parts import DUPLICATE, REASONS, Part, PartFolder
 from bloomery.prepare.pool import Pool, Report
 from bloomery.prepare.read import Block, UnitReader
+from bloomery.prepare.shard_files import origins_file, refuse_folders, refuse_long_names, remove
 from bloomery.prepare.sources import find_files
 from bloomery.prepare.tokenize import BlockDone, Recheck, Settings, make_part, reusable
 from bloomery.prepare.units import Unit, plan_units
-
-_SHARED = "shared"
-"""A file in the folder of parts: several processes share the units, so no single one may do them all."""
 
 
 @dataclass
@@ -84,23 +82,41 @@ def prepare(
     progress: Callable[[Progress], None] | None = None,
     early: EarlyStart | None = None,
 ) -> PrepareResult:
-    """Makes the shard `section.output`. The same inputs always give the same bytes, whoever works on them. `early`: the
-    judge and an encoder of this tokenizer, which the caller closes."""
-    with written_to("place for prepare.output", "; then run the command again, which goes on where it stopped"):
-        return _Preparation(section, tokenizer, seed, workers, progress, early).run(share)
+    """Makes the shard `section.output`. The same inputs always give the same bytes, whoever works on them."""
+    preparation = Preparation(section, tokenizer=tokenizer, seed=seed, workers=workers, early=early)
+    return preparation.run(share, progress)
 
 
-class _Preparation:
+def plan_all(sections: Sequence[PrepareSection], **settings: Any) -> list[Preparation]:
+    """`settings`: those of Preparation. BloomeryError with everything that keeps any of them from beginning."""
+    found: list[Preparation] = []
+    errors: list[BloomeryError] = []
+    for section in sections:
+        try:
+            found.append(Preparation(section, **settings))
+        except BloomeryError as error:
+            errors.append(error)
+    if errors:
+        problems = dict.fromkeys(problem for error in errors for problem in error.problems)
+        raise type(errors[0])(list(problems))
+    return found
+
+
+class Preparation:
+    """One shard: its files are found and its units planned; `run` does the work."""
+
     def __init__(
         self,
         section: PrepareSection,
+        *,
         tokenizer: Tokenizer,
         seed: int,
-        workers: int,
-        progress: Callable[[Progress], None] | None,
-        early: EarlyStart | None,
+        workers: int = 1,
+        early: EarlyStart | None = None,
     ) -> None:
+        """`early`: the judge and an encoder of this tokenizer, which the caller closes."""
         refuse_chance(tokenizer)
+        refuse_folders(section.output)
         self._early = early
         self._section, self._tokenizer, self._workers = section, tokenizer, max(1, workers)
         self._dtype = token_dtype(tokenizer.vocab_size)
@@ -122,40 +138,46 @@ class _Preparation:
         self._files = find_files(section.sources)
         self._units = plan_units(self._files)
         self._folder = PartFolder(section.output, self._dtype.itemsize)
-        self._tell = progress or (lambda _: None)
+        self._tell: Callable[[Progress], None] = lambda _: None
         self._progress = Progress(sum(file.size for file in self._files))
         self._notes: list[str] = []
 
-    def run(self, share: Share | None) -> PrepareResult:
-        if not self._folder.path.exists() and (found := self._finished()):  # nothing to write, not even a lock
+    def run(self, share: Share | None = None, progress: Callable[[Progress], None] | None = None) -> PrepareResult:
+        self._tell = progress or self._tell
+        with written_to("place for prepare.output", "; then run the command again, which goes on where it stopped"):
+            if not os.path.exists(self._folder.path) and (found := self._finished()):
+                return PrepareResult(found, True)  # nothing to write, not even a lock
+            with self._folder.alone("" if share is None else f"{share.k}-of-{share.n}"):
+                return self._run_alone(share)
+
+    def _run_alone(self, share: Share | None) -> PrepareResult:
+        if found := self._finished():
+            self._folder.remove()
             return PrepareResult(found, True)
-        with self._folder.alone("lock" if share is None else f"lock-{share.k}-of-{share.n}"):
-            if found := self._finished():
-                shutil.rmtree(self._folder.path, ignore_errors=True)
-                return PrepareResult(found, True)
-            mine = self._units if share is None else self._units[share.k :: share.n]
-            self._folder.clean(None if share is None else mine)
-            shared = self._folder.path / _SHARED
-            if share is not None:
-                with writing(shared):
-                    shared.write_text(str(share.n))
-            try:
-                manifest = self._work(mine, merge=share is None, shared=shared)
-            except BaseException:  # workers that were ended in the middle of a file
-                self._folder.clean(None if share is None else mine)
-                raise
-            if manifest is not None:
-                shutil.rmtree(self._folder.path, ignore_errors=True)
+        refuse_long_names(self._section.output)
+        mine = self._units if share is None else self._units[share.k :: share.n]
+        cleaned = None if share is None else mine
+        self._folder.clean(cleaned)
+        if share is not None:
+            self._folder.share(share.n)
+        try:
+            manifest = self._work(mine, merge=share is None)
+        except BaseException:  # workers that were ended in the middle of a file
+            with contextlib.suppress(StorageError):
+                self._folder.clean(cleaned)
+            raise
+        if manifest is not None:
+            self._folder.remove()
         return PrepareResult(manifest, False, self._notes)
 
     def _finished(self) -> ShardManifest | None:
         return finished(self._planned, self._section.output, self._files, self._units)
 
-    def _work(self, units: Sequence[Unit], *, merge: bool, shared: Path) -> ShardManifest | None:
+    def _work(self, units: Sequence[Unit], *, merge: bool) -> ShardManifest | None:
         parts = self._parts_there(units)
         missing = [unit for unit in units if unit.number not in parts]
-        if missing and merge and shared.exists():
-            raise _missing(missing, int(shared.read_text()), self._section.output)
+        if missing and merge and (shares := self._folder.shares()):
+            raise _missing(missing, shares, self._section.output, self._folder)
         if missing:
             parts = self._new_parts(units, parts)
         return self._merge([parts[unit.number] for unit in units]) if merge else None
@@ -262,11 +284,12 @@ class _Preparation:
 
     def _merge(self, parts: list[Part]) -> ShardManifest:
         for leftover in glob(f"{escape(self._section.output)}{PARTIAL}*"):
-            Path(leftover).unlink(missing_ok=True)
+            remove(leftover)
         merge = Merge(parts, self._folder, self._dtype)
-        if self._settings.deduplicate:
-            merge.find_duplicates()
-        sources, dropped = self._counts(merge)
+        with self._folder.undisturbed(parts):
+            if self._settings.deduplicate:
+                merge.find_duplicates()
+            sources, dropped = self._counts(merge)
         if not sum(source.documents for source in sources):
             reasons = ", ".join(f"{count} {reason}" for reason, count in dropped.items() if count)
             raise DataError(
@@ -278,11 +301,12 @@ class _Preparation:
                 )
             )
         partial, final = Path(f"{self._section.output}{PARTIAL}origins"), Path(origins_path(self._section.output))
-        with ShardWriter(self._section.output, self._dtype) as writer, _origins(partial) as origins:
-            merge.write(writer, origins, shuffle=self._settings.shuffle_seed is not None, done=self._merged)
+        with ShardWriter(self._section.output, self._dtype) as writer, origins_file(partial) as origins:
+            with self._folder.undisturbed(parts):
+                merge.write(writer, origins, shuffle=self._settings.shuffle_seed is not None, done=self._merged)
             # An older manifest must not describe the new shard, not even for the moment until its own is written.
-            Path(manifest_path(self._section.output)).unlink(missing_ok=True)
-            final.unlink(missing_ok=True)
+            remove(manifest_path(self._section.output))
+            remove(final)
             if len(self._files) > 1:
                 with writing(final):
                     origins.flush()
@@ -325,17 +349,7 @@ class _Preparation:
         return sources, dropped
 
 
-@contextlib.contextmanager
-def _origins(partial: Path) -> Iterator[IO[bytes]]:
-    """The file that says where documents came from; gone at the end unless it was given its name."""
-    try:
-        with writing(partial), open(partial, "wb") as file:
-            yield file
-    finally:
-        partial.unlink(missing_ok=True)
-
-
-def _missing(units: Sequence[Unit], n: int, output: str) -> DataError:
+def _missing(units: Sequence[Unit], n: int, output: str, folder: PartFolder) -> DataError:
     shares = sorted({unit.number % n for unit in units})
     named = ", ".join(f"{unit.number} ({unit.pieces[0].file.name})" for unit in units[:5])
     more = f" and {len(units) - 5} more" if len(units) > 5 else ""
@@ -344,7 +358,7 @@ def _missing(units: Sequence[Unit], n: int, output: str) -> DataError:
             what=f"cannot be merged: of its units {len(units)} are not done: {named}{more}",
             rule=f"the work is shared by {n} runs with --unit",
             remedy=f"run `bloomery prepare` with {', '.join(f'--unit {k}/{n}' for k in shares[:8])}"
-            f"{' ...' if len(shares) > 8 else ''}, or delete {output}.parts/{_SHARED} to do them here",
+            f"{' ...' if len(shares) > 8 else ''}, or delete {folder.shared} to do them here",
             place=output,
         )
     )

@@ -73,7 +73,7 @@ def reusable(unit: Unit, settings: Settings, folder: PartFolder) -> Part | None:
     for piece, (content_hash, stamp) in zip(unit.pieces, part.inputs, strict=True):
         if not (piece.file.stamp and piece.file.stamp == stamp) and hash_piece(piece) != content_hash:
             return None
-    return part if folder.is_whole(part) else None
+    return folder.proven(part)
 
 
 def make_part(

@@ -1,0 +1,355 @@
+"""`bloomery prepare` beside other runs, and where its output or its processes fail: nothing wrong is written, and the
+message says what is so."""
+
+import ctypes
+import errno
+import fcntl
+import multiprocessing
+import os
+import shutil
+import struct
+import sys
+import traceback
+from pathlib import Path
+
+import pytest
+import yaml
+
+from bloomery.base.errors import DataError, StorageError
+from bloomery.cli.main import main
+from bloomery.config.recipe import PrepareSection
+from bloomery.data.tokenizer import Tokenizer
+from bloomery.prepare.judge import Judge
+from bloomery.prepare.merge import Merge
+from bloomery.prepare.parts import PartFolder
+from bloomery.prepare.run import Share, prepare
+from prepare_samples import make, make_texts, make_tokenizer, shard_bytes, small_units, write_jsonl
+
+
+@pytest.fixture
+def tokenizer(tmp_path, monkeypatch) -> Tokenizer:
+    """And a corpus and a recipe, in the working directory."""
+    monkeypatch.chdir(tmp_path)
+    small_units(monkeypatch)
+    write_jsonl(tmp_path / "corpus" / "a.jsonl", make_texts(300))
+    write_jsonl(tmp_path / "corpus" / "b.jsonl", make_texts(50, seed=1))
+    recipe = {
+        "base": "quickstart",
+        "tokenizer": {"path": "tokenizer"},
+        "model": {"vocab_size": 300},
+        "prepare": [{"output": "x", "sources": ["corpus"]}],
+    }
+    Path("r.yaml").write_text(yaml.safe_dump(recipe))
+    return make_tokenizer(tmp_path / "tokenizer")
+
+
+def failing(number: int):
+    def fail(*_, **__):
+        raise OSError(number, os.strerror(number))
+
+    return fail
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "fits"),
+    [
+        (None, Share(0, 1), False),
+        (Share(0, 2), None, False),
+        (Share(0, 2), Share(0, 2), False),
+        (Share(0, 2), Share(1, 2), True),
+    ],
+)
+def test_only_shares_work_beside_each_other(tokenizer, monkeypatch, first, second, fits):
+    monkeypatch.setattr("bloomery.prepare.parts._LOCK_PATIENCE_SECONDS", 0.0)
+    make(tokenizer, output="right")
+    refused = []
+
+    def disturb(_):
+        if refused:
+            return
+        refused.append("no")
+        try:
+            make(tokenizer, share=second, seed=7)
+        except DataError as error:
+            refused[0] = str(error)
+
+    section = PrepareSection(output="x", sources=["corpus"])
+    prepare(section, tokenizer=tokenizer, seed=1, share=first, progress=disturb)
+    assert refused == ["no"] if fits else "another run is at work on this" in refused[0]
+    if first is None:
+        assert shard_bytes() == shard_bytes("right")
+        assert not Path("x.parts").exists()
+
+
+@pytest.mark.parametrize("share", [None, Share(0, 1)])
+def test_a_run_that_waited_for_one_that_tidied_up_begins_anew(tokenizer, monkeypatch, share):
+    folder = Path("x.parts")
+    folder.mkdir()
+    other = (folder / "lock").open("w")
+    fcntl.flock(other, fcntl.LOCK_EX)
+    waited = []
+
+    def end_the_other(_seconds):
+        waited.append(1)
+        if not other.closed:
+            shutil.rmtree(folder)
+            other.close()
+
+    monkeypatch.setattr("bloomery.prepare.parts.time.sleep", end_the_other)
+    make(tokenizer, share=share)
+    assert waited
+    assert (folder / "000000.done").exists() == (share is not None)
+
+
+def test_a_share_of_a_finished_shard_removes_the_folder_unless_others_are_in_it(tokenizer):
+    """`alone` has made the folder, although the shard was finished while it waited."""
+    one, two = PartFolder("x", 2), PartFolder("x", 2)
+    with one.alone("0-of-2"):
+        with two.alone("1-of-2"):
+            two.remove()
+        assert one.path.exists()
+        one.remove()
+        assert not one.path.exists()
+        one.remove()  # where locks do not work, somebody else may have done it
+
+
+def test_who_comes_while_the_folder_is_removed_loses_nothing(tokenizer, monkeypatch):
+    one, two = PartFolder("x", 2), PartFolder("x", 2)
+    real = Path.unlink
+    came = []
+
+    def unlink(self, **settings):
+        real(self, **settings)
+        if self.name == "lock" and not came:
+            with two.alone():
+                came.extend(path.name for path in two.path.iterdir())
+                two.file(0).write_bytes(b"part")
+
+    monkeypatch.setattr(Path, "unlink", unlink)
+    with one.alone():
+        one.file(1).touch()
+        one.remove()
+    assert came == ["lock"], "its own"
+    assert two.file(0).exists()
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+@pytest.mark.parametrize("other", [{"seed": 7}, {"min_tokens": 5}])
+def test_parts_that_another_run_has_replaced_are_never_merged(tokenizer, monkeypatch, shuffle, other):
+    """As on file systems without locks, where nobody can keep the other away."""
+    make(tokenizer, output="right", shuffle=shuffle)
+    monkeypatch.setattr("bloomery.prepare.parts.fcntl.flock", failing(errno.ENOLCK))
+    real = Merge.write
+
+    def disturbed(*args, **settings):
+        make(tokenizer, share=Share(0, 1), shuffle=shuffle, append_eod=False, **other)
+        return real(*args, **settings)
+
+    monkeypatch.setattr(Merge, "write", disturbed)
+    with pytest.raises(DataError, match=r"x.parts/000000.part: was replaced or removed while.*Wait until no other"):
+        make(tokenizer, shuffle=shuffle)
+    assert [path.name for path in Path().glob("x*")] == ["x.parts"]
+    monkeypatch.setattr(Merge, "write", real)
+    Path("x.parts/shared").unlink()
+    make(tokenizer, shuffle=shuffle)
+    assert shard_bytes() == shard_bytes("right")
+
+
+def test_a_part_that_is_another_file_with_the_same_bytes_is_merged(tokenizer, monkeypatch):
+    make(tokenizer, output="right")
+    real = Merge.write
+
+    def disturbed(*args, **settings):
+        shutil.copyfile("x.parts/000000.part", "copy")
+        os.replace("copy", "x.parts/000000.part")
+        return real(*args, **settings)
+
+    monkeypatch.setattr(Merge, "write", disturbed)
+    make(tokenizer)
+    assert shard_bytes() == shard_bytes("right")
+
+
+def test_a_share_that_could_not_say_so_does_not_keep_others_from_the_work(tokenizer, monkeypatch):
+    """A full disk, or a kill, at the very beginning."""
+    with monkeypatch.context() as patch:
+        patch.setattr("bloomery.base.storage.write_all", failing(errno.ENOSPC))
+        with pytest.raises(StorageError, match=r"cannot write x.parts/shared: No space left.*prepare.output"):
+            make(tokenizer, share=Share(0, 2))
+    assert [path.name for path in Path("x.parts").glob("*shared*")] == []
+    Path("x.parts/shared").touch()  # as an older version left it
+    assert make(tokenizer).manifest.documents
+
+
+def in_a_process(stderr: int, *words: str, mighty: bool = True) -> int:
+    """The exit code of the command."""
+    pid = os.fork()
+    if not pid:
+        code = 99
+        try:
+            os.dup2(stderr, 2)
+            sys.stderr = os.fdopen(2, "w", buffering=1)
+            if not mighty:  # root may do everything only by its capabilities
+                version, none = struct.pack("Ii", 0x20080522, 0), bytes(24)
+                assert not ctypes.CDLL(None).capset(version, none)
+            code = main(words)
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(code)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def said_to_a_user(*words: str) -> tuple[int, str]:
+    """(exit code, standard error) of the command, run by somebody for whom permissions count."""
+    with open("said", "w") as file:
+        code = in_a_process(file.fileno(), *words, mighty=False)
+    return code, Path("said").read_text()
+
+
+def test_a_folder_that_may_not_be_searched_is_called_that(tokenizer, tmp_path):
+    make(tokenizer, output="locked/x", seed=42)
+    (tmp_path / "locked").chmod(0)
+    try:
+        for words, code, message in [
+            (("prepare", "r.yaml", "prepare.0.output=locked/x"), 5, "cannot create the folder locked/x.parts"),
+            (
+                ("prepare", "r.yaml", "prepare.0.output=locked/x", "--verify"),
+                3,
+                "locked/x.manifest.json: cannot be read",
+            ),
+            (("inspect", "data", "locked/x"), 3, "locked/x.idx: cannot be read"),
+        ]:
+            found, said = said_to_a_user(*words)
+            assert f"{message}: Permission denied" in said
+            assert found == code
+            assert "ermissions" in said
+            assert "JSON" not in said
+            assert "no such file" not in said
+            assert "no recipe" not in said
+    finally:
+        (tmp_path / "locked").chmod(0o755)
+
+
+@pytest.mark.parametrize("length", [240, 300])
+def test_a_name_that_is_too_long_is_told_before_the_work(tokenizer, command, length):
+    """For 240 characters only the files of the merge are too long."""
+    name = f"out/{'x' * length}"
+    code, _, err = command("prepare", "r.yaml", f"prepare.0.output={name}")
+    assert code == 5
+    assert f"cannot {'write' if length == 240 else 'create the folder'} {name}.par" in err
+    assert "File name too long (ENAMETOOLONG). Choose another place for prepare.output, with shorter names" in err
+    assert not list(Path().glob("out/*/*.part"))
+
+
+def test_a_name_that_is_too_long_cannot_be_verified_or_inspected(tokenizer, command):
+    name = "x" * 300
+    code, _, err = command("prepare", "r.yaml", f"prepare.0.output={name}", "--verify")
+    assert (code, "cannot be read: File name too long. Correct the path" in err) == (3, True)
+    code, _, err = command("inspect", "data", name)
+    assert (code, "cannot be read: File name too long. Correct the path" in err) == (3, True)
+
+
+def test_a_judge_that_was_killed_is_not_a_full_disk(tokenizer, command, monkeypatch):
+    real = Judge.encode
+
+    def killed(self, texts):
+        self.child.process.kill()
+        self.child.process.join()
+        return real(self, texts)
+
+    monkeypatch.setattr(Judge, "encode", killed)
+    code, _, err = command("prepare", "r.yaml")
+    assert code == 3
+    assert "a worker process ended unexpectedly (SIGKILL). Nothing was written for what it was working on" in err
+    assert "disk" not in err
+
+
+def test_processes_that_cannot_be_started_are_not_a_full_disk(tokenizer, command, monkeypatch):
+    monkeypatch.setattr(multiprocessing.get_context("fork"), "Pipe", failing(errno.EMFILE))
+    code, _, err = command("prepare", "r.yaml")
+    assert code == 3
+    assert "cannot start a worker process: Too many open files (EMFILE)." in err
+    assert "fewer --workers" in err
+    assert "disk" not in err
+
+
+def test_too_many_open_files_in_the_folder_of_parts_are_called_that(tokenizer, monkeypatch):
+    monkeypatch.setattr("bloomery.prepare.parts.PartFolder.begin", failing(errno.EMFILE))
+    with pytest.raises(StorageError, match=r"Too many open files \(EMFILE\). Raise the number.*ulimit -n"):
+        make(tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("function", "place"), [("parts.np.fromfile", r"x.parts/000000.part"), ("merge.Merge._take", "x.parts")]
+)
+def test_parts_that_cannot_be_read_are_not_a_file_that_cannot_be_written(tokenizer, monkeypatch, function, place):
+    monkeypatch.setattr(f"bloomery.prepare.{function}", failing(errno.EIO))
+    with pytest.raises(DataError, match=rf"^{place}: cannot be read: Input/output error \(EIO\).*dmesg"):
+        make(tokenizer)
+
+
+def test_origins_that_cannot_be_written_are_named(tokenizer, monkeypatch):
+    real = Merge.write
+
+    def full(self, writer, origins, **settings):
+        os.dup2(os.open("/dev/full", os.O_WRONLY), origins.fileno())
+        origins.write(b"x" * (1 << 20))
+        return real(self, writer, origins, **settings)
+
+    monkeypatch.setattr(Merge, "write", full)
+    with pytest.raises(StorageError, match=r"cannot write x.partial-origins: No space left"):
+        make(tokenizer)
+    assert [path.name for path in Path().glob("x*")] == ["x.parts"]
+
+
+def test_the_work_goes_on_where_nobody_reads_how_far_it_is(tokenizer, monkeypatch):
+    monkeypatch.setattr("bloomery.cli.prepare._PLAIN_EVERY_SECONDS", 0.0)
+    recipe = yaml.safe_load(Path("r.yaml").read_text())
+    recipe["prepare"].append({"output": "y", "sources": ["corpus"]})
+    Path("r.yaml").write_text(yaml.safe_dump(recipe))
+    ours, theirs = os.pipe()
+    os.close(ours)
+    assert in_a_process(theirs, "prepare", "r.yaml") == 0
+    os.close(theirs)
+    assert Path("y.idx").exists()
+
+
+def test_folders_in_the_place_of_files_are_all_named_before_the_work(tokenizer, command):
+    endings = (".bin", ".idx", ".manifest.json", ".origins")
+    for ending in endings:
+        Path(f"x{ending}").mkdir()
+    code, _, err = command("prepare", "r.yaml")
+    assert code == 5
+    for ending in endings:
+        assert f"x{ending}: is a folder. A shard needs this name for a file. Move the folder away" in err
+        Path(f"x{ending}").rmdir()
+    assert not Path("x.parts").exists()
+    Path("x.bin").symlink_to("corpus")
+    assert command("prepare", "r.yaml")[0] == 0, "a link is replaced"
+    assert Path("corpus").is_dir()
+
+
+def test_what_is_missing_for_any_shard_is_told_before_the_first(tokenizer, command):
+    recipe = yaml.safe_load(Path("r.yaml").read_text())
+    for name, source in [("y", "nowhere"), ("z", "corpus"), ("v", "elsewhere"), ("w", "nowhere")]:
+        recipe["prepare"].append({"output": name, "sources": [source]})
+    Path("r.yaml").write_text(yaml.safe_dump(recipe))
+    code, out, err = command("prepare", "r.yaml", "--json")
+    assert (code, out) == (3, "")
+    assert err.count("the source 'nowhere' matches no file") == 1
+    assert err.count("the source 'elsewhere' matches no file") == 1
+    assert not list(Path().glob("x*"))
+
+
+def test_columns_in_files_are_removed_when_the_merge_fails(tokenizer, monkeypatch):
+    real = PartFolder.column
+
+    def full(self, part, name):
+        if name == "keys":
+            raise StorageError([])
+        return real(self, part, name)
+
+    monkeypatch.setattr(PartFolder, "column", full)
+    with pytest.raises(StorageError):
+        make(tokenizer)
+    assert {path.suffix for path in Path("x.parts").iterdir()} == {"", ".part", ".done"}
