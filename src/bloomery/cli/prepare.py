@@ -77,6 +77,7 @@ def _run(args: argparse.Namespace, recipe: Recipe, early: EarlyStart | None) -> 
     for section in recipe.prepare:
         with _Display(section.output) as display:
             settings: Any = {"tokenizer": tokenizer, "seed": recipe.seed, "workers": workers, "progress": display.show}
+            settings["made"] = [section.output for section in recipe.prepare]
             if args.verify:
                 manifest = verify(section, **settings)
                 how, notes = "agrees with its sources", []

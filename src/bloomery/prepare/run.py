@@ -83,11 +83,13 @@ def prepare(
     share: Share | None = None,
     progress: Callable[[Progress], None] | None = None,
     early: EarlyStart | None = None,
+    made: Sequence[str] = (),
 ) -> PrepareResult:
     """Makes the shard `section.output`. The same inputs always give the same bytes, whoever works on them. `early`: the
-    judge and an encoder of this tokenizer, which the caller closes."""
+    judge and an encoder of this tokenizer, which the caller closes. `made`: the outputs of other sections, which are no
+    text either."""
     with written_to("place for prepare.output", "; then run the command again, which goes on where it stopped"):
-        return _Preparation(section, tokenizer, seed, workers, progress, early).run(share)
+        return _Preparation(section, tokenizer, seed, workers, progress, early, made).run(share)
 
 
 class _Preparation:
@@ -99,6 +101,7 @@ class _Preparation:
         workers: int,
         progress: Callable[[Progress], None] | None,
         early: EarlyStart | None,
+        made: Sequence[str],
     ) -> None:
         refuse_chance(tokenizer)
         self._early = early
@@ -119,7 +122,7 @@ class _Preparation:
             bad_records=section.bad_records,
         )
         self._planned = planned_manifest(self._settings, tokenizer.vocab_size, section.sources)
-        self._files = find_files(section.sources)
+        self._files = find_files(section.sources, made=[section.output, *made])
         self._units = plan_units(self._files)
         self._folder = PartFolder(section.output, self._dtype.itemsize)
         self._tell = progress or (lambda _: None)

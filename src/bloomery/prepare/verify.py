@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import fields
 
 import numpy as np
@@ -31,6 +31,7 @@ def verify(
     seed: int,
     workers: int = 1,
     progress: Callable[[Progress], None] | None = None,
+    made: Sequence[str] = (),
 ) -> ShardManifest:
     """The manifest of a shard that is what its sources give today; DataError with the first difference otherwise.
 
@@ -45,9 +46,12 @@ def verify(
         beside = tempfile.TemporaryDirectory(prefix=f"{name}.verify-", dir=folder or ".", ignore_cleanup_errors=True)
     with beside:
         again = section.model_copy(update={"output": os.path.join(beside.name, "again")})
-        made = prepare(again, tokenizer=tokenizer, seed=seed, workers=workers, progress=progress).manifest
-        assert made is not None
-        _compare_manifests(section, manifest, made)
+        outputs = [section.output, *made]
+        right_manifest = prepare(
+            again, tokenizer=tokenizer, seed=seed, workers=workers, progress=progress, made=outputs
+        ).manifest
+        assert right_manifest is not None
+        _compare_manifests(section, manifest, right_manifest)
         with ShardReader(section.output) as shard, ShardReader(again.output) as right:
             if not _are_equal(f"{shard.prefix}.idx", f"{right.prefix}.idx"):
                 raise _other_index(shard, right)
