@@ -170,8 +170,7 @@ class _Opening:
             self.warnings.append(f"{path} has no manifest ({place}): {what}")
             return
         vocab_size = self._recipe.model.vocab_size
-        own = None if self._tokenizer is None else self._tokenizer.content_hash
-        self.problems += check_fits(manifest, tokenizer_hash=own, vocab_size=vocab_size, place=place)
+        self.problems += check_fits(manifest, tokenizer=self._tokenizer, vocab_size=vocab_size, place=place)
         self.problems += check_describes(manifest, shard, place=place)
 
     def check_together(self) -> None:

@@ -158,6 +158,19 @@ def _config(folder: str) -> dict[str, Any]:
     return read_beside(folder, "tokenizer_config.json")
 
 
+def read_settings(folder: str) -> dict[str, Any]:
+    """What a folder says of its tokenizer beside tokenizer.json, as transformers reads it: the older
+    special_tokens_map.json counts where the config lists no tokens. DataError for a file that is no JSON object."""
+    config, older = _config(folder), read_beside(folder, "special_tokens_map.json")
+    return config if "added_tokens_decoder" in config else {**config, **older}
+
+
+def token_of(setting: Any) -> str | None:
+    """The token of a setting such as `eos_token`, which may come with its flags; None where it names none."""
+    text = setting.get("content") if isinstance(setting, dict) else setting
+    return text if isinstance(text, str) else None
+
+
 def read_beside(folder: str, name: str) -> dict[str, Any]:
     """The object in a JSON file of a tokenizer's folder; empty if there is no such file."""
     path = os.path.join(folder, name)

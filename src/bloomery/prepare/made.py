@@ -23,7 +23,7 @@ class Made:
             folder, name = os.path.split(output)
             prefix = os.path.join(os.path.realpath(folder), name)
             written = [f"{prefix}.bin", f"{prefix}.idx", manifest_path(prefix), origins_path(prefix), f"{prefix}.parts"]
-            for path in map(_first_missing_folder, written):
+            for path in filter(None, map(_first_seen, written)):
                 self._names.setdefault(os.path.dirname(path), []).append(os.path.basename(path))
                 self._outputs.setdefault(path, output)
             for path in (f"{prefix}.parts/", f"{prefix}{PARTIAL}", f"{prefix}.verify-"):
@@ -47,7 +47,9 @@ class Made:
         raise DataError(Problem(what, rule, "choose an output outside of all sources", path))
 
 
-def _first_missing_folder(path: str) -> str:
-    """Of a file in a folder that is still to be made, what will first be seen of it."""
+def _first_seen(path: str) -> str:
+    """Of a file in a folder that is still to be made, the first folder that will be new. Empty where none can be."""
     folder = os.path.dirname(path)
-    return path if os.path.isdir(folder) else _first_missing_folder(folder)
+    if os.path.isdir(folder):
+        return path
+    return "" if os.path.lexists(folder) else _first_seen(folder)
