@@ -383,3 +383,39 @@ def test_a_bert_vocabulary_without_its_special_tokens_is_named(bert_folder, toke
         Tokenizer.load(str(bert_folder))
     with pytest.raises(DataError, match=r"has no \[MASK\]; its special tokens are <\|endoftext\|>"):
         tokenizer.mask_id  # noqa: B018
+
+
+def test_training_does_not_replace_another_tokenizer(tmp_path, monkeypatch, command):
+    """Shards that were made with it would no longer fit."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.txt").write_text(TEXTS[0] * 9)
+    (tmp_path / "b.txt").write_text(TEXTS[1] * 9)
+    words = ("--vocab-size", "262", "--output", "tok")
+    code, out, _ = command("tokenizer", "train", "a.txt", *words)
+    assert code == 0
+    file = tmp_path / "tok" / "tokenizer.json"
+    before = file.stat().st_mtime_ns
+    assert command("tokenizer", "train", "a.txt", *words)[:2] == (0, out), "the same again"
+    code, _, err = command("tokenizer", "train", "b.txt", *words)
+    assert code == 3
+    assert "bloomery: tok: holds another tokenizer already (hash " in err
+    assert "would no longer fit. Choose another --output, or move that one away." in err
+    assert file.stat().st_mtime_ns == before
+    file.write_text("{")
+    assert (
+        "tok: holds another tokenizer already (hash which cannot be"
+        in command("tokenizer", "train", "a.txt", *words)[2]
+    )
+    file.rename(tmp_path / "tok" / "vocab.txt")
+    assert command("tokenizer", "train", "a.txt", *words)[0] == 3, "it would hide BERT's"
+
+
+def test_too_little_text_says_what_was_left_out(tmp_path, monkeypatch, command):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.txt").write_bytes(b"\xff\xfe" * 9)
+    code, _, err = command("tokenizer", "train", "a.txt", "--vocab-size", "300", "--output", "tok")
+    assert code == 3
+    assert "the texts give only 257 entries where vocab_size is 300" in err
+    assert "a.txt: 0 empty and 1 unreadable documents were left out, of 1 files" in err
+    (tmp_path / "a.txt").write_bytes(b"short")
+    assert "left out" not in command("tokenizer", "train", "a.txt", "--vocab-size", "300", "--output", "tok")[2]

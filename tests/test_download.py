@@ -574,6 +574,10 @@ def test_a_local_file_that_is_not_there(tmp_path: Path) -> None:
     reasons = [failure.reason for failure in get(tmp_path, entries).failures]
     assert reasons[:2] == ["there is no such file", "it is a folder, not a file"]
     assert "zz" in reasons[2]
+    begin = time.monotonic()
+    (failure,) = get(tmp_path, [{"url": "dir://x/y"}], patience=Patience(retries=8)).failures
+    assert "it cannot be opened: the library that reads it fails with AttributeError" in failure.reason
+    assert time.monotonic() - begin < 1, "another attempt would not help"
 
 
 def test_memory_stays_small(tmp_path: Path, server: Server) -> None:

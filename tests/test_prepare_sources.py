@@ -435,3 +435,25 @@ def test_the_command_knows_the_outputs_of_all_sections(folder, command, rest):
     code, _, err = command("prepare", "two.yaml", *rest)
     assert code == 3
     assert "a/link/b.bin: belongs to prepare.output b/b, and the source 'a' reaches it" in err
+
+
+def test_a_name_with_a_newline_stays_on_one_line(folder, command, tmp_path):
+    (folder / "a\nb.jsonl").write_text("{")
+    (folder / "a\nb.zip.jsonl.bz2").write_text("")
+    for sources in (["a*"], ["a\nb.jsonl"], ["no\nwhere"], ["a*l", "a\nb.jsonl"]):
+        for words in (["tokenizer", "train", *sources, "--vocab-size", "300"], ["extract", *sources, "--chunks", "1"]):
+            code, _, err = command(*words, "--output", "o\nut")
+            assert code == 3
+            assert all(line.startswith("bloomery: ") for line in err.splitlines()), err
+    with pytest.raises(DataError, match=r"'a\\nb.jsonl:1': ") as caught:
+        read("a\nb.jsonl")
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(("url", "kind"), [("dir://x", "AttributeError"), ("reference://x", "TypeError")])
+def test_a_url_on_which_its_library_stumbles_is_told_so(url, kind):
+    told = (
+        rf"{url}: cannot be read: the library that reads it fails with {kind}: .*Write the address in full, such as s3"
+    )
+    with pytest.raises(DataError, match=told):
+        find_files([url])

@@ -23,9 +23,14 @@ class Problem:
     """Where it stands: `my.yaml:31`, `command line`, a file."""
 
     def __str__(self) -> str:
-        place = f"{self.place}: " if self.place else ""
+        place = f"{on_one_line(self.place)}: " if self.place else ""
         sentences = [self.what, *(_capitalised(part) for part in (self.rule, self.remedy) if part)]
         return place + " ".join(text if text.endswith((".", "?", "!")) else f"{text}." for text in sentences)
+
+
+def on_one_line(name: str) -> str:
+    """A name as an error shows it: quoted where it has a newline or another character that cannot be seen."""
+    return name if name.isprintable() else repr(name)
 
 
 def _capitalised(sentence: str) -> str:

@@ -13,6 +13,8 @@ import orjson
 
 from bloomery.base.errors import DataError, Problem
 
+FILES = ("tokenizer.json", "merges.txt", "vocab.txt")
+"""A folder with one of them holds a tokenizer; the first counts."""
 _END_OF_TEXT = "<|endoftext|>"
 _PAIRS = re.compile(r"(?:(?!#version)\S+ \S+\n)*")
 """The lines of a merges.txt, as they are usually written."""

@@ -16,7 +16,7 @@ from urllib.parse import unquote
 
 import yaml
 
-from bloomery.base.errors import DataError, Problem, StorageError
+from bloomery.base.errors import DataError, Problem, StorageError, on_one_line
 from bloomery.base.storage import AppendFile, reason, writing, written_to
 from bloomery.prepare.fetch import Patience, RemoteFile, Stopped, Traffic, fetch, tidy
 from bloomery.prepare.output import AGAIN, file_hashes, held_alone
@@ -66,7 +66,7 @@ def read_download_manifest(path: str) -> list[RemoteFile]:
         parents = [str(parent) for parent in PurePosixPath(file.path).parents]
         clash = next((taken[path] for path in (file.path, *parents) if path in taken), folders.get(file.path))
         if clash is not None:
-            what = f"its path {file.path} is in the way of that of {clash}"
+            what = f"its path {on_one_line(file.path)} is in the way of that of {clash}"
             problems.append(Problem(what, "every file needs a place of its own", "give it another `path`", place))
         folders |= dict.fromkeys(parents, place)
         taken[file.path] = place

@@ -42,7 +42,7 @@ class Made:
         if real not in self._outputs and not real.startswith(self._below):
             return
         start = real if real in self._outputs else next(start for start in self._below if real.startswith(start))
-        what = f"belongs to prepare.output {self._outputs[start]}, and the source '{source}' reaches it"
+        what = f"belongs to prepare.output {self._outputs[start]}, and the source {source!r} reaches it"
         rule = "the next run would take the shard for text"
         raise DataError(Problem(what, rule, "choose an output outside of all sources", path))
 

@@ -32,6 +32,7 @@ from bloomery.prepare.sources import find_files
 from bloomery.prepare.tokenize import BlockDone, Recheck, Settings, make_part, reusable
 from bloomery.prepare.units import Unit, plan_units
 
+_GOES_ON = "; then run the command again, which goes on where it stopped"
 _SHARED = "shared"
 """A file in the folder of parts: several processes share the units, so no single one may do them all."""
 
@@ -84,11 +85,12 @@ def prepare(
     progress: Callable[[Progress], None] | None = None,
     early: EarlyStart | None = None,
     made: Sequence[str] = (),
+    then: str = _GOES_ON,
 ) -> PrepareResult:
     """Makes the shard `section.output`. The same inputs always give the same bytes, whoever works on them. `early`: the
     judge and an encoder of this tokenizer, which the caller closes. `made`: the outputs of other sections, which are no
-    text either."""
-    with written_to("place for prepare.output", "; then run the command again, which goes on where it stopped"):
+    text either. `then`: what errors of the disk add."""
+    with written_to("place for prepare.output", then):
         return _Preparation(section, tokenizer, seed, workers, progress, early, made).run(share)
 
 

@@ -14,7 +14,7 @@ from typing import IO, NamedTuple, cast
 
 from bloomery.base.errors import DataError, Problem
 from bloomery.prepare.made import Made
-from bloomery.prepare.stores import first_line, is_url, open_store, version_of
+from bloomery.prepare.stores import first_line, is_stumble, is_url, open_store, version_of
 
 STDLIB = "python-stdlib"
 """The source that is on every machine: the source files of this Python's standard library."""
@@ -104,11 +104,11 @@ def find_files(sources: Sequence[str], *, made: Sequence[str] = ()) -> list[Inpu
                 "paths are relative to the working directory"
             )
             remedy = "correct the path in prepare.sources, or put the text there"
-            problems.append(Problem(f"the source '{source}' matches no file", rule, remedy, source))
+            problems.append(Problem(f"the source {source!r} matches no file", rule, remedy, source))
         twice = [file for file in found if owners.setdefault(file.real, number) != number]
         if twice:
             more = f" ({len(twice) - 1} more are in two)" if len(twice) > 1 else ""
-            what = f"is in the source '{source}' and in '{sources[owners[twice[0].real]]}'{more}"
+            what = f"is in the source {source!r} and in {sources[owners[twice[0].real]]!r}{more}"
             remedy = "leave it out of one; to train more often on a text, give a shard of its own a `weight`"
             problems.append(Problem(what, "each file counts once", remedy, twice[0].name))
         problems += [problem for file in found for problem in packing_problem(file.name)]
@@ -296,4 +296,8 @@ def _is_there(path: str) -> bool:
 def unreadable(path: str, error: Exception) -> DataError:
     reason = (error.strerror if isinstance(error, OSError) else None) or first_line(error)
     remedy = "check the address and what it needs to log in" if is_url(path) else "mend its permissions or its storage"
+    if is_url(path) and is_stumble(error):
+        remedy = (
+            "write the address in full, such as s3://bucket/path, or dir://path::s3://bucket for a store in another"
+        )
     return DataError(Problem(f"cannot be read: {reason}", "", remedy, path))
