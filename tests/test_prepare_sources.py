@@ -445,7 +445,7 @@ def test_a_name_with_a_newline_stays_on_one_line(folder, command, tmp_path):
             code, _, err = command(*words, "--output", "o\nut")
             assert code == 3
             assert all(line.startswith("bloomery: ") for line in err.splitlines()), err
-    with pytest.raises(DataError, match=r"'a\\nb.jsonl:1': ") as caught:
+    with pytest.raises(DataError, match=r"a\\nb.jsonl:1: ") as caught:
         read("a\nb.jsonl")
     assert "\n" not in str(caught.value)
 

@@ -29,8 +29,8 @@ class Problem:
 
 
 def on_one_line(name: str) -> str:
-    """A name as an error shows it: quoted where it has a newline or another character that cannot be seen."""
-    return name if name.isprintable() else repr(name)
+    """A name as an error shows it: a newline and other characters that cannot be seen as Python writes them."""
+    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in name)
 
 
 def _capitalised(sentence: str) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import zip_longest
+from itertools import compress, zip_longest
 from typing import Any, Protocol
 
 import numpy as np
@@ -168,7 +168,7 @@ def _can_give(model: dict[str, Any], ids: frozenset[int]) -> bool:
     others = ("ignore_merges", "byte_fallback", "continuing_subword_prefix", "end_of_word_suffix")
     if model.get("type", "BPE") != "BPE" or "merges" not in model or any(map(model.get, others)):
         return True
-    tokens = {token for token, number in model["vocab"].items() if number in ids}
+    tokens = set(compress(model["vocab"], map(ids.__contains__, model["vocab"].values())))
     if model.get("unk_token") in tokens or any(len(token) < 2 for token in tokens):
         return True
     pairs = {(token[:cut], token[cut:]) for token in tokens for cut in range(1, len(token))}
