@@ -151,6 +151,45 @@ def test_a_tokenizer_without_an_end_lists_what_it_has(folder, tmp_path):
     assert Tokenizer.load(str(tmp_path)).eod_id == 0
 
 
+END = "<\uff5cend\u2581of\u2581sentence\uff5c>"
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("tokenizer_config.json", {"eos_token": END}),
+        ("tokenizer_config.json", {"eos_token": {"content": END, "lstrip": False}}),
+        ("special_tokens_map.json", {"eos_token": END}),
+    ],
+)
+def test_an_end_of_another_name_is_the_eos_token_of_its_folder(folder, tmp_path, name, told):
+    text = (folder / "tokenizer.json").read_text()
+    (tmp_path / "tokenizer.json").write_text(text.replace("<|endoftext|>", END))
+    bare = Tokenizer.load(str(tmp_path))
+    assert bare.end_of_document is None
+    with pytest.raises(DataError, match=r"or else the eos_token of tokenizer_config.json .* Name one of its special"):
+        bare.eod_id  # noqa: B018
+    (tmp_path / name).write_text(json.dumps(told))
+    named = Tokenizer.load(str(tmp_path))
+    assert (named.eod_token, named.eod_id, named.content_hash) == (END, 0, bare.content_hash)
+    ids = write_tokenizer(named, tmp_path / "export", model_max_length=8)
+    assert ids["eos_token_id"] == 0
+    exported = Tokenizer.load(str(tmp_path / "export"))
+    assert (exported.eod_token, exported.content_hash) == (END, bare.content_hash)
+    for other in ("the", None, 7, {"content": "nobody"}):  # a token that is not special, and none at all
+        (tmp_path / name).write_text(json.dumps({"eos_token": other}))
+        assert Tokenizer.load(str(tmp_path)).end_of_document is None
+
+
+def test_a_name_that_is_known_comes_before_the_eos_token_of_the_folder(folder, tmp_path):
+    """It may be the end of a turn."""
+    hugging = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    hugging.add_special_tokens(["<|im_end|>"])
+    hugging.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<|im_end|>"}')
+    assert Tokenizer.load(str(tmp_path)).eod_token == "<|endoftext|>"
+
+
 def test_missing_and_broken_files_are_named(tmp_path):
     with pytest.raises(DataError, match=r"tokenizer\.json: cannot be read: No such file"):
         Tokenizer.load(str(tmp_path))
@@ -344,3 +383,39 @@ def test_a_bert_vocabulary_without_its_special_tokens_is_named(bert_folder, toke
         Tokenizer.load(str(bert_folder))
     with pytest.raises(DataError, match=r"has no \[MASK\]; its special tokens are <\|endoftext\|>"):
         tokenizer.mask_id  # noqa: B018
+
+
+def test_training_does_not_replace_another_tokenizer(tmp_path, monkeypatch, command):
+    """Shards that were made with it would no longer fit."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.txt").write_text(TEXTS[0] * 9)
+    (tmp_path / "b.txt").write_text(TEXTS[1] * 9)
+    words = ("--vocab-size", "262", "--output", "tok")
+    code, out, _ = command("tokenizer", "train", "a.txt", *words)
+    assert code == 0
+    file = tmp_path / "tok" / "tokenizer.json"
+    before = file.stat().st_mtime_ns
+    assert command("tokenizer", "train", "a.txt", *words)[:2] == (0, out), "the same again"
+    code, _, err = command("tokenizer", "train", "b.txt", *words)
+    assert code == 3
+    assert "bloomery: tok: holds another tokenizer already (hash " in err
+    assert "would no longer fit. Choose another --output, or move that one away." in err
+    assert file.stat().st_mtime_ns == before
+    file.write_text("{")
+    assert (
+        "tok: holds another tokenizer already (hash which cannot be"
+        in command("tokenizer", "train", "a.txt", *words)[2]
+    )
+    file.rename(tmp_path / "tok" / "vocab.txt")
+    assert command("tokenizer", "train", "a.txt", *words)[0] == 3, "it would hide BERT's"
+
+
+def test_too_little_text_says_what_was_left_out(tmp_path, monkeypatch, command):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.txt").write_bytes(b"\xff\xfe" * 9)
+    code, _, err = command("tokenizer", "train", "a.txt", "--vocab-size", "300", "--output", "tok")
+    assert code == 3
+    assert "the texts give only 257 entries where vocab_size is 300" in err
+    assert "a.txt: 0 empty and 1 unreadable documents were left out, of 1 files" in err
+    (tmp_path / "a.txt").write_bytes(b"short")
+    assert "left out" not in command("tokenizer", "train", "a.txt", "--vocab-size", "300", "--output", "tok")[2]

@@ -474,6 +474,34 @@ def test_a_full_disk_ends_it_at_once_and_clearly(
     assert not get(tmp_path, entries).failures
 
 
+def test_a_name_that_cannot_be_is_a_failure_of_its_own(tmp_path: Path, server: Server, command: Command) -> None:
+    out = tmp_path / "out"
+    (out / "folder").mkdir(parents=True)
+    (out / "file").write_text("in the way")
+    paths = ["x" * 300, "file/x", "folder", "y" * 252, "good"]
+    entries = [{**server.add(str(number), 10), "path": path} for number, path in enumerate(paths)]
+    code, text, err = command("download", manifest(tmp_path, entries), "--output", str(out), "--jobs", "1")
+    assert code == 3
+    assert "5 files, 20 B complete (2 downloaded, 0 already there), 3 failed" in text
+    reasons = ("File name too long (ENAMETOOLONG)", "Not a directory (ENOTDIR)", "Is a directory (EISDIR)")
+    for path, reason in zip(paths, reasons, strict=False):
+        assert f"{path}: cannot be written: {reason}: give it another `path` in the manifest" in err
+    assert not server.ranges("2"), "nothing is fetched for a name that is taken"
+    assert (out / ("y" * 252)).read_bytes() == server.contents["3"]
+    assert (out / "good").read_bytes() == server.contents["4"]
+    assert (out / "file").read_text() == "in the way"
+
+
+def test_a_long_name_goes_on_where_it_stopped(tmp_path: Path, server: Server) -> None:
+    """Its `.part` is called after a hash of it, because a file system has no room for a longer name."""
+    name = "y" * 254
+    entries = [{**server.add("a.bin", 5000, ("truncated", 1000), ("status", 403)), "path": name}]
+    assert get(tmp_path, entries).failures
+    assert not get(tmp_path, entries).failures
+    assert server.ranges("a.bin") == [None, "bytes=1000-", "bytes=1000-"]
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {name, STATE_FILE}
+
+
 # ---------------------------------------------------------------- manifests and other places
 
 
@@ -546,6 +574,10 @@ def test_a_local_file_that_is_not_there(tmp_path: Path) -> None:
     reasons = [failure.reason for failure in get(tmp_path, entries).failures]
     assert reasons[:2] == ["there is no such file", "it is a folder, not a file"]
     assert "zz" in reasons[2]
+    begin = time.monotonic()
+    (failure,) = get(tmp_path, [{"url": "dir://x/y"}], patience=Patience(retries=8)).failures
+    assert "it cannot be opened: the library that reads it fails with AttributeError" in failure.reason
+    assert time.monotonic() - begin < 1, "another attempt would not help"
 
 
 def test_memory_stays_small(tmp_path: Path, server: Server) -> None:

@@ -165,3 +165,50 @@ def test_settings_that_are_no_json_are_refused_by_the_import(tmp_path: Path, com
     assert code == 3
     assert "tokenizer_config.json: is not JSON" in err
     assert not (tmp_path / "run").exists()
+
+
+END = "<\uff5cend\u2581of\u2581sentence\uff5c>"
+RECIPE = """
+base: quickstart
+name: other
+tokenizer: {path: tok}
+model: {num_layers: 1, hidden_size: 32, num_heads: 2, seq_length: 16, vocab_size: 290}
+prepare: [{output: shard, sources: [texts.jsonl]}]
+data: {train: [{path: shard}], mask_documents: true, split: null, cache_dir: cache}
+batch: {micro_batch_size: 2, global_batch_size: 2}
+lr: {warmup: 1 steps}
+train: {for: 2 steps, evaluate: null}
+"""
+
+
+def test_an_end_that_only_the_folder_names_holds_from_text_to_export(
+    command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And a manifest that says otherwise is refused."""
+    monkeypatch.chdir(tmp_path)
+    tokenizer_json(tmp_path / "tok", ["<\uff5cbegin\u2581of\u2581sentence\uff5c>", END])
+    (tmp_path / "tok" / "tokenizer_config.json").write_text(json.dumps({"eos_token": {"content": END}}))
+    (tmp_path / "texts.jsonl").write_text(json.dumps({"text": f"once upon {END} a time"}) + "\n")
+    with open(tmp_path / "texts.jsonl", "a") as file:
+        file.writelines(json.dumps({"text": f"{number} words"}) + "\n" for number in range(40))
+    (tmp_path / "other.yaml").write_text(RECIPE)
+    code, _, err = command("prepare", "other.yaml")
+    assert code == 0, err
+    assert command("prepare", "other.yaml", "--verify")[0] == 0
+    manifest = json.loads((tmp_path / "shard.manifest.json").read_text())
+    assert (manifest["eod_id"], manifest["documents"]) == (1, 41)
+    for change in ({"eod_id": 7}, {"vocab_size": 289}):
+        (tmp_path / "shard.manifest.json").write_text(json.dumps(manifest | change))
+        code, _, err = command("train", "other.yaml", "--run-dir", "refused")
+        ((name, value),) = change.items()
+        assert code == 3
+        assert f"shard.manifest.json: says {name} {value} where it is {manifest[name]} in tok/tokenizer.json" in err
+    (tmp_path / "shard.manifest.json").write_text(json.dumps(manifest))
+    code, _, err = command("train", "other.yaml", "--run-dir", "run")
+    assert code == 0, err
+    code, _, err = command("export", "run", "hf", "--no-proof")
+    assert code == 0, err
+    assert json.loads((tmp_path / "hf" / "config.json").read_text())["eos_token_id"] == 1
+    assert transformers.AutoTokenizer.from_pretrained("hf").eos_token == END
+    ours, theirs = (Tokenizer.load(str(tmp_path / name)) for name in ("tok", "hf"))
+    assert (theirs.eod_id, theirs.content_hash) == (1, ours.content_hash)

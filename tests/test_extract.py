@@ -121,11 +121,28 @@ def test_the_same_bytes_however_the_work_is_shared(tmp_path: Path, raw: Path, jo
 
 def test_a_unit_says_that_others_are_missing(tmp_path: Path, raw: Path, command: Command) -> None:
     words = ["extract", str(raw), "--output", str(tmp_path / "out"), "--chunks", "4", "--jobs", "1", "--unit"]
-    assert "unit 0/2: 2 written, 0 already there; the other units" in command(*words, "0/2")[1]
+    told = "unit 0/2: 2 written, 0 already there; still to be made by --unit 1/2: 2 missing chunk(s)"
+    assert told in command(*words, "0/2")[1]
     assert "2 written, 0 already there. 12 files in" in command(*words, "1/2")[1]
     assert "0 written, 2 already there. 12 files in" in command(*words, "1/2")[1]
     for wrong in ("2/2", "x", "1", "-1/2", "0/0"):
         assert command(*words, wrong)[0] == 2
+
+
+def test_a_unit_names_chunks_of_others_whose_inputs_have_changed(tmp_path: Path, raw: Path, command: Command) -> None:
+    words = ["extract", str(raw), "--output", str(tmp_path / "out"), "--chunks", "4", "--jobs", "1", "--unit"]
+    for unit in ("0/2", "1/2"):
+        assert command(*words, unit)[0] == 0
+    inputs = plan_chunks([str(raw)], tmp_path / "out", chunks=4)[3].inputs
+    Path(next(path for path in inputs if path.endswith(".jsonl"))).write_text('{"text": "new"}\n')
+    name = "chunk-00003-of-00004.jsonl"
+    told = (
+        f"unit 0/2: 0 written, 2 already there; still to be made by --unit 1/2: {name}, whose inputs have changed since"
+    )
+    assert told in command(*words, "0/2")[1]
+    (tmp_path / "out" / "chunk-00001-of-00004.jsonl").unlink()
+    assert f"--unit 1/2: 1 missing chunk(s) and {name}, whose" in command(*words, "0/2")[1]
+    assert "2 written, 0 already there. 12 files in" in command(*words, "1/2")[1]
 
 
 def test_only_what_is_missing_or_changed_is_made_again(

@@ -15,13 +15,15 @@ import pytest
 import yaml
 
 from bloomery.base.errors import DataError, StorageError
+from bloomery.config.recipe import PrepareSection
 from bloomery.data.tokenizer import Tokenizer
 from bloomery.prepare import tokenize
 from bloomery.prepare.merge import Merge
 from bloomery.prepare.parts import Part, PartFolder, PartWriter
-from bloomery.prepare.run import Share
+from bloomery.prepare.run import Share, prepare
 from bloomery.prepare.sources import find_files
 from bloomery.prepare.units import plan_units
+from bloomery.prepare.verify import verify
 from prepare_samples import make, make_texts, make_tokenizer, shard_bytes, small_units, write_jsonl
 
 
@@ -269,6 +271,18 @@ def test_a_full_disk_is_named_and_nothing_half_written_is_left(corpus, tokenizer
         make(tokenizer, output="small/x")
         make(tokenizer, output="right")
         assert shard_bytes("small/x") == shard_bytes("right")
+
+
+def test_verify_on_a_full_disk_does_not_promise_to_go_on(corpus, tokenizer):
+    section = PrepareSection(output="small/x", sources=["corpus"])
+    with file_system(corpus / "small", "size=4m"):
+        prepare(section, tokenizer=tokenizer, seed=1)
+        shard = sum(path.stat().st_size for path in (corpus / "small").iterdir()) >> 10
+        subprocess.run(["mount", "-o", f"remount,size={shard + 40}k", str(corpus / "small")], check=True)
+        with pytest.raises(StorageError, match=r"No space left.*--verify needs room for the shard three") as caught:
+            verify(section, tokenizer=tokenizer, seed=1)
+        assert "goes on" not in str(caught.value)
+        assert not list((corpus / "small").glob("x.verify*"))
 
 
 def test_a_disk_that_fills_up_while_documents_are_sorted_is_named(corpus, monkeypatch):

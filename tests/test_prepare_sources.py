@@ -4,6 +4,8 @@ import errno
 import gzip
 import json
 import os
+import re
+from pathlib import Path
 
 import pytest
 import zstandard
@@ -13,7 +15,7 @@ from bloomery.prepare.extract import extract, plan_chunks
 from bloomery.prepare.read import UnitReader
 from bloomery.prepare.sources import find_files, find_local
 from bloomery.prepare.units import plan_units
-from prepare_samples import jsonl, make_texts, small_units, write_jsonl
+from prepare_samples import jsonl, make_texts, make_tokenizer, small_units, write_jsonl
 
 
 @pytest.fixture(autouse=True)
@@ -105,6 +107,76 @@ def test_a_file_of_two_sources_is_an_error_that_names_both(folder, other):
     write_jsonl(folder / "in" / "b.jsonl", ["y"])
     with pytest.raises(DataError, match=r"in/a.jsonl: is in the source 'in' and in 'in/\*' \(1 more are in two\)"):
         find_files(["in/*", "in"])
+
+
+@pytest.mark.parametrize(
+    ("source", "output"),
+    [
+        ("c", "c/s"),
+        ("./c", "c/deep/s"),
+        ("c", "c/new/folder/s"),
+        ("c/*", "c/deep/s"),
+        ("c/**/*.json", "c/s"),
+        ("c/*.origins", "./c/s"),
+        ("c/*.parts", "c/s"),
+        ("real", "c/s"),
+        ("real/*/*.json", "c/s"),
+        ("c", "real/link/s"),
+        ("file://{folder}/c", "c/s"),
+        ("local://{folder}/real", "c/s"),
+        ("file://{folder}/c/*.idx", "real/link/s"),
+    ],
+)
+def test_no_source_reaches_a_shard_of_the_recipe(folder, source, output):
+    """Neither before nor after it is made, through no link, glob or URL: the next run would train on its manifest."""
+    write_jsonl(folder / "c" / "a.jsonl", ["x"])
+    (folder / "c" / "deep").mkdir()
+    (folder / "real").mkdir()
+    (folder / "real" / "link").symlink_to("../c")
+    source = source.format(folder=folder)
+    message = rf": belongs to prepare.output {re.escape(output)}, and the source .* reaches it.*outside of all sources"
+    with pytest.raises(DataError, match=message):
+        find_files([source], made=["elsewhere/t", output])
+    Path(output).parent.mkdir(parents=True, exist_ok=True)
+    for ending in (
+        ".bin",
+        ".idx",
+        ".manifest.json",
+        ".origins",
+        ".parts/0.bin",
+        ".partial-ab.bin",
+        ".verify-a/again.bin",
+    ):
+        path = Path(output + ending)
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("made")
+    with pytest.raises(DataError, match=message):
+        find_files([source], made=["elsewhere/t", output])
+
+
+def test_what_is_left_of_a_killed_run_is_no_text_either(folder):
+    write_jsonl(folder / "c" / "a.jsonl", ["x"])
+    for path in ("c/s.parts/0.jsonl", "c/s.partial-ab.jsonl", "c/s.verify-x/again.jsonl"):
+        write_jsonl(folder / path, ["made"])
+        with pytest.raises(DataError, match=rf"{path}: belongs to prepare.output c/s"):
+            find_files([path], made=["c/s"])
+        with pytest.raises(DataError, match=rf"{path}: belongs to prepare.output c/s"):
+            find_files(["c/**/*.jsonl"], made=["c/s"])
+        (folder / path).unlink()
+
+
+def test_an_output_beside_its_sources_is_fine_where_they_do_not_reach_it(folder):
+    for path in ("c/a.jsonl", "c/s.jsonl", "c/sub/b.jsonl"):
+        write_jsonl(folder / path, ["x"])
+    for source, output in [("c/*.jsonl", "c/s"), ("c", "c/.hidden/s"), ("c", "c/.s"), ("c/sub", "c/s"), ("c", "cs")]:
+        for ending in (".bin", ".manifest.json"):
+            Path(output).parent.mkdir(exist_ok=True)
+            Path(output + ending).write_text("made")
+        names = [file.name for file in find_files([source], made=[output])]
+        assert names
+        assert all(name.endswith(".jsonl") for name in names)
+        for ending in (".bin", ".manifest.json"):
+            Path(output + ending).unlink()
 
 
 def test_a_pipe_is_an_error_and_no_hang(folder):
@@ -340,3 +412,48 @@ def test_units_follow_from_the_files_alone(folder):
     assert b"".join(content[start:end] for start, end in ranges) == content
     assert all(content[end - 1 : end] == b"\n" for _, end in ranges)
     assert json.loads(content[ranges[1][0] :].split(b"\n")[0])["text"] == "y" * 100
+
+
+RECIPE = """
+base: quickstart
+name: two
+tokenizer: {path: tokenizer}
+prepare:
+  - {output: shards/a, sources: [a]}
+  - {output: b/b, sources: [c]}
+"""
+
+
+@pytest.mark.parametrize("rest", [(), ("--verify",), ("--unit", "0/1")])
+def test_the_command_knows_the_outputs_of_all_sections(folder, command, rest):
+    make_tokenizer(folder / "tokenizer")
+    for name in "abc":
+        write_jsonl(folder / name / "a.jsonl", ["some text"])
+    (folder / "two.yaml").write_text(RECIPE)
+    assert command("prepare", "two.yaml")[0] == 0
+    (folder / "a" / "link").symlink_to("../b")
+    code, _, err = command("prepare", "two.yaml", *rest)
+    assert code == 3
+    assert "a/link/b.bin: belongs to prepare.output b/b, and the source 'a' reaches it" in err
+
+
+def test_a_name_with_a_newline_stays_on_one_line(folder, command, tmp_path):
+    (folder / "a\nb.jsonl").write_text("{")
+    (folder / "a\nb.zip.jsonl.bz2").write_text("")
+    for sources in (["a*"], ["a\nb.jsonl"], ["no\nwhere"], ["a*l", "a\nb.jsonl"]):
+        for words in (["tokenizer", "train", *sources, "--vocab-size", "300"], ["extract", *sources, "--chunks", "1"]):
+            code, _, err = command(*words, "--output", "o\nut")
+            assert code == 3
+            assert all(line.startswith("bloomery: ") for line in err.splitlines()), err
+    with pytest.raises(DataError, match=r"a\\nb.jsonl:1: ") as caught:
+        read("a\nb.jsonl")
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(("url", "kind"), [("dir://x", "AttributeError"), ("reference://x", "TypeError")])
+def test_a_url_on_which_its_library_stumbles_is_told_so(url, kind):
+    told = (
+        rf"{url}: cannot be read: the library that reads it fails with {kind}: .*Write the address in full, such as s3"
+    )
+    with pytest.raises(DataError, match=told):
+        find_files([url])

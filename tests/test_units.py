@@ -119,6 +119,11 @@ def test_numbers_for_people_keep_four_digits() -> None:
     assert [format_seconds(n) for n in (42.3, 61, 3725, 90_000)] == ["42s", "1m01s", "1h02m", "1d01h"]
 
 
+def test_an_error_is_one_line_whatever_its_place_is_called() -> None:
+    assert str(Problem("is wrong", place="a\nb\udce9.txt:7")) == "a\\nb\\udce9.txt:7: is wrong."
+    assert str(Problem("is wrong", place="caf\xe9 \u6f22.txt")) == "caf\xe9 \u6f22.txt: is wrong."
+
+
 def test_a_problem_reads_as_sentences() -> None:
     problem = Problem("lr.peak is -1", "must be greater than 0", "did you mean 1?", "my.yaml:3")
     assert str(problem) == "my.yaml:3: lr.peak is -1. Must be greater than 0. Did you mean 1?"

@@ -23,7 +23,7 @@ class Problem:
     """Where it stands: `my.yaml:31`, `command line`, a file."""
 
     def __str__(self) -> str:
-        place = f"{self.place}: " if self.place else ""
+        place = f"{on_one_line(self.place)}: " if self.place else ""
         sentences = [self.what, *(_capitalised(part) for part in (self.rule, self.remedy) if part)]
         return place + " ".join(text if text.endswith((".", "?", "!")) else f"{text}." for text in sentences)
 
@@ -32,6 +32,11 @@ def first_few(names: Sequence[str], most: int = 3) -> str:
     """For a sentence that may be about very many: 'a, b, c and 297 more'."""
     more = f" and {len(names) - most:,} more" if len(names) > most else ""
     return ", ".join(names[:most]) + more
+
+
+def on_one_line(name: str) -> str:
+    """A name as an error shows it: a newline and other characters that cannot be seen as Python writes them."""
+    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in name)
 
 
 def _capitalised(sentence: str) -> str:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from bloomery.base.errors import Problem, StorageError
+from bloomery.base.errors import Problem, StorageError, on_one_line
 from bloomery.base.units import format_bytes
 
 _NO_SYNC_HERE = {errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.EBADF}
@@ -107,7 +107,7 @@ def publish(partial: Path, final: Path) -> None:
 def storage_error(path: Path, error: OSError, *, action: str = "write", wanted_bytes: int = 0) -> StorageError:
     """The error a user can act on, for an OSError met while writing `path`."""
     remedy = _remedy(path, error.errno or 0, wanted_bytes)
-    return StorageError(Problem(f"cannot {action} {path}: {reason(error)}", remedy=remedy))
+    return StorageError(Problem(f"cannot {action} {on_one_line(str(path))}: {reason(error)}", remedy=remedy))
 
 
 def reason(error: OSError | None) -> str:

@@ -21,11 +21,12 @@ from bloomery.checkpoint.hf.configs import model_section
 from bloomery.checkpoint.hf.draft import drafted, move_all, require_empty
 from bloomery.checkpoint.hf.maps import Source, embedding_and_head, sources_of, strangers
 from bloomery.checkpoint.hf.reader import HfWeights
-from bloomery.checkpoint.hf.tokenizer import CHAT_TEMPLATE, read_settings
+from bloomery.checkpoint.hf.tokenizer import CHAT_TEMPLATE
 from bloomery.checkpoint.save import save_checkpoint
 from bloomery.config.describe import as_yaml
 from bloomery.config.recipe import Family, ModelSection, Recipe
 from bloomery.data.tokenizer import Tokenizer
+from bloomery.data.tokenizer_files import read_settings
 from bloomery.model.build import build_model
 
 _TOKENIZER_FILES = (

@@ -43,7 +43,12 @@ def _text(args: argparse.Namespace, result: ExtractResult) -> str:
     made = f"{result.written:,} written, {result.already_there:,} already there"
     if result.manifest is None:
         unit, units = args.unit
-        return f"{args.output}: unit {unit}/{units}: {made}; the other units' chunks are still missing"
+        missing = [f"{len(result.missing):,} missing chunk(s)"] if result.missing else []
+        stale = [f"{', '.join(result.stale)}, whose inputs have changed since"] if result.stale else []
+        others = ", ".join(f"--unit {number}/{units}" for number in result.waiting_for)
+        return (
+            f"{args.output}: unit {unit}/{units}: {made}; still to be made by {others}: {' and '.join(missing + stale)}"
+        )
     return (
         f"{args.output}: {made}. {result.input_files:,} files in, {result.chunks:,} out; "
         f"{result.documents:,} documents in and out, {format_bytes(result.bytes)}. Hashes and counts: {result.manifest}"

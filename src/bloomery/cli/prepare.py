@@ -79,7 +79,8 @@ def _run(args: argparse.Namespace, recipe: Recipe, early: EarlyStart | None) -> 
     for number, section in enumerate(recipe.prepare):
         with _Display(section.output) as display:
             if args.verify:
-                manifest = verify(section, progress=display.show, **settings)
+                made = [section.output for section in recipe.prepare]
+                manifest = verify(section, progress=display.show, made=made, **settings)
                 how, notes = "agrees with its sources", []
             else:
                 result = preparations[number].run(share, display.show)

@@ -16,9 +16,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    from bloomery.base.errors import DataError, Problem
     from bloomery.prepare.read import UnitReader
     from bloomery.prepare.sources import find_files
-    from bloomery.prepare.train_tokenizer import train_tokenizer
+    from bloomery.prepare.train_tokenizer import TooLittleTextError, train_tokenizer
     from bloomery.prepare.units import plan_units
 
     files = find_files(args.sources)
@@ -33,7 +34,15 @@ def run(args: argparse.Namespace) -> int:
                 yield from filter(None, block.texts)
             bad += reader.bad
 
-    tokenizer = train_tokenizer(texts(), vocab_size=args.vocab_size, output=args.output)
+    try:
+        tokenizer = train_tokenizer(texts(), vocab_size=args.vocab_size, output=args.output)
+    except TooLittleTextError as error:
+        if not empty and not bad:
+            raise
+        what = f"{empty} empty and {bad} unreadable documents were left out, of {len(files):,} files"
+        rule = f"a document is text in UTF-8, in records under --text-key {args.text_key}"
+        remedy = "look whether that is why: `bloomery prepare` names the first that cannot be read"
+        raise DataError([*error.problems, Problem(what, rule, remedy, ", ".join(args.sources))]) from error
     print(
         f"{args.output}: {tokenizer.vocab_size:,} entries from {len(files):,} files "
         f"({empty} empty and {bad} unreadable left out), hash {tokenizer.content_hash[:12]}"

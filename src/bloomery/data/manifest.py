@@ -15,6 +15,8 @@ from bloomery.data.shards import ShardReader
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
+    from bloomery.data.tokenizer import Tokenizer
+
 FORMAT_VERSION = 2
 
 
@@ -104,19 +106,24 @@ def without_manifest(prefixes: Sequence[str], but: str) -> str:
     return f"{first_few(prefixes)} {have}{place}: {whose} {what} {but}"
 
 
-def check_fits(manifest: ShardManifest, *, tokenizer_hash: str | None, vocab_size: int, place: str) -> list[Problem]:
+def check_fits(manifest: ShardManifest, *, tokenizer: Tokenizer | None, vocab_size: int, place: str) -> list[Problem]:
     """Why a model with this tokenizer (None: not known) and vocabulary cannot train on the shard; empty when it can."""
     problems = []
-    if tokenizer_hash is not None and manifest.tokenizer_hash != tokenizer_hash:
+    if tokenizer is not None and manifest.tokenizer_hash != tokenizer.content_hash:
         problems.append(
             Problem(
                 what=f"the shard was made with another tokenizer (hash {manifest.tokenizer_hash[:12]}, "
-                f"the recipe's is {tokenizer_hash[:12]})",
+                f"the recipe's is {tokenizer.content_hash[:12]})",
                 rule="token ids only have a meaning together with their tokenizer",
                 remedy="point tokenizer.path to the tokenizer of the shard, or run `bloomery prepare` again",
                 place=place,
             )
         )
+    elif tokenizer is not None and (wrong := _contradictions(manifest, tokenizer)):
+        what = f"says {', '.join(wrong)} in {tokenizer.path}, whose hash it names"
+        rule = "the shard must end its documents as the tokenizer does, and hold ids of its vocabulary"
+        remedy = "delete the manifest and run `bloomery prepare` again, or restore what was changed"
+        problems.append(Problem(what, rule, remedy, place))
     if manifest.vocab_size > vocab_size:
         problems.append(
             Problem(
@@ -127,6 +134,16 @@ def check_fits(manifest: ShardManifest, *, tokenizer_hash: str | None, vocab_siz
             )
         )
     return problems
+
+
+def _contradictions(manifest: ShardManifest, tokenizer: Tokenizer) -> list[str]:
+    """What a manifest says of its own tokenizer that is not so. Which token ends a document is not in the hash: it may
+    stand in another file, and be missing where only tokenizer.json was copied."""
+    is_so = {"vocab_size": tokenizer.vocab_size}
+    if manifest.eod_id is not None and tokenizer.end_of_document is not None:
+        is_so["eod_id"] = tokenizer.eod_id
+    told = ((name, getattr(manifest, name), value) for name, value in is_so.items())
+    return [f"{name} {said} where it is {value}" for name, said, value in told if said != value]
 
 
 def check_alike(manifests: Mapping[str, ShardManifest]) -> list[Problem]:

@@ -191,8 +191,7 @@ class _Opening:
             self._check_ends(path, shard)
             return
         vocab_size = self._recipe.model.vocab_size
-        own = None if self._tokenizer is None else self._tokenizer.content_hash
-        self.problems += check_fits(manifest, tokenizer_hash=own, vocab_size=vocab_size, place=place)
+        self.problems += check_fits(manifest, tokenizer=self._tokenizer, vocab_size=vocab_size, place=place)
         self.problems += check_describes(manifest, shard, place=place)
 
     def _check_ends(self, path: str, shard: ShardReader) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import orjson
 
 from bloomery.base.errors import DataError, Problem
-from bloomery.data.tokenizer_files import check_ids, misfit, read_tokenizer_json
+from bloomery.data.tokenizer_files import check_ids, misfit, read_settings, read_tokenizer_json, token_of
 from bloomery.data.tokenizer_spellings import as_saved
 
 if TYPE_CHECKING:  # slow to import; `bloomery prepare` begins to load an encoder before it does
@@ -18,7 +19,7 @@ if TYPE_CHECKING:  # slow to import; `bloomery prepare` begins to load an encode
     from numpy.typing import NDArray
 
 END_OF_DOCUMENT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]")
-"""Special tokens that end a document, the most specific first."""
+"""Special tokens that end a document, the most specific first; without any of them, the folder's `eos_token` does."""
 
 
 class Tokenizer:
@@ -128,16 +129,24 @@ class Tokenizer:
     def pad_id(self) -> int:
         return self.special_id("[PAD]")
 
+    @cached_property
+    def end_of_document(self) -> str | None:
+        """The special token that ends documents. No part of the hash: a shard's manifest tells it on its own."""
+        if named := next((token for token in END_OF_DOCUMENT if token in self.special_tokens), None):
+            return named
+        told = token_of(read_settings(os.path.dirname(self.path)).get("eos_token"))
+        return told if told in self.special_tokens else None
+
     @property
     def eod_token(self) -> str:
-        for token in END_OF_DOCUMENT:
-            if token in self.special_tokens:
-                return token
+        if self.end_of_document is not None:
+            return self.end_of_document
         raise DataError(
             Problem(
                 what=f"has no end-of-document token; its special tokens are {', '.join(self.special_tokens) or 'none'}",
-                rule=f"one of {', '.join(END_OF_DOCUMENT)} must be an added special token",
-                remedy="add one to the tokenizer, or set append_eod: false",
+                rule=f"one of {', '.join(END_OF_DOCUMENT)}, or else the eos_token of tokenizer_config.json beside it, "
+                "must be an added special token",
+                remedy="name one of its special tokens there as eos_token, or set append_eod: false",
                 place=self.path,
             )
         )

@@ -13,6 +13,8 @@ import orjson
 
 from bloomery.base.errors import DataError, Problem
 
+FILES = ("tokenizer.json", "merges.txt", "vocab.txt")
+"""A folder with one of them holds a tokenizer; the first counts."""
 _END_OF_TEXT = "<|endoftext|>"
 _PAIRS = re.compile(r"(?:(?!#version)\S+ \S+\n)*")
 """The lines of a merges.txt, as they are usually written."""
@@ -156,6 +158,19 @@ def _bert(folder: str) -> str:
 
 def _config(folder: str) -> dict[str, Any]:
     return read_beside(folder, "tokenizer_config.json")
+
+
+def read_settings(folder: str) -> dict[str, Any]:
+    """What a folder says of its tokenizer beside tokenizer.json, as transformers reads it: the older
+    special_tokens_map.json counts where the config lists no tokens. DataError for a file that is no JSON object."""
+    config, older = _config(folder), read_beside(folder, "special_tokens_map.json")
+    return config if "added_tokens_decoder" in config else {**config, **older}
+
+
+def token_of(setting: Any) -> str | None:
+    """The token of a setting such as `eos_token`, which may come with its flags; None where it names none."""
+    text = setting.get("content") if isinstance(setting, dict) else setting
+    return text if isinstance(text, str) else None
 
 
 def read_beside(folder: str, name: str) -> dict[str, Any]:

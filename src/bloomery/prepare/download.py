@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import re
 import threading
@@ -15,8 +16,8 @@ from urllib.parse import unquote
 
 import yaml
 
-from bloomery.base.errors import DataError, Problem
-from bloomery.base.storage import AppendFile, writing, written_to
+from bloomery.base.errors import DataError, Problem, StorageError, on_one_line
+from bloomery.base.storage import AppendFile, reason, writing, written_to
 from bloomery.prepare.fetch import Patience, RemoteFile, Stopped, Traffic, fetch, tidy
 from bloomery.prepare.output import AGAIN, file_hashes, held_alone
 from bloomery.prepare.remote import FetchError, public_url, split_url, url_fingerprint
@@ -25,6 +26,8 @@ STATE_FILE = ".bloomery-download.jsonl"
 """What has been proven so far: a line for each file, the last one of a path holds."""
 _DIGITS = {"sha256": (64,), "md5": (32,), "xxh3": (16, 32)}
 _FIELDS = ("url", "size", *_DIGITS, "path")
+_OF_THE_DISK = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.ESTALE}
+"""No other file could be written either. Everything else, such as a name that is too long, is about one file."""
 _FORM = "each entry is {url, size, sha256 or md5 or xxh3, path}; all but url may be left out"
 
 
@@ -63,7 +66,7 @@ def read_download_manifest(path: str) -> list[RemoteFile]:
         parents = [str(parent) for parent in PurePosixPath(file.path).parents]
         clash = next((taken[path] for path in (file.path, *parents) if path in taken), folders.get(file.path))
         if clash is not None:
-            what = f"its path {file.path} is in the way of that of {clash}"
+            what = f"its path {on_one_line(file.path)} is in the way of that of {clash}"
             problems.append(Problem(what, "every file needs a place of its own", "give it another `path`", place))
         folders |= dict.fromkeys(parents, place)
         taken[file.path] = place
@@ -115,17 +118,27 @@ def download(
 
 
 def _one(wanted: RemoteFile, folder: Path, state: _State, patience: Patience, traffic: Traffic) -> tuple[int, bool]:
-    """(bytes, whether they had to be fetched)."""
+    """(bytes, whether they had to be fetched). FetchError where this file cannot be had or cannot have its name."""
     if traffic.stop.is_set():
         raise Stopped
-    is_new = not state.proves(wanted)
-    if not is_new:
-        with writing(folder / wanted.path):
-            tidy(wanted, folder)
-    else:
-        hashes = fetch(wanted, folder, patience=patience, traffic=traffic)
-        state.remember(wanted, hashes)
-    return (folder / wanted.path).stat().st_size, is_new
+    path = folder / wanted.path
+    try:
+        with writing(path):
+            if path.is_dir():
+                raise IsADirectoryError(errno.EISDIR, "")
+            is_new = not state.proves(wanted)
+            if not is_new:
+                tidy(wanted, folder)
+            else:
+                hashes = fetch(wanted, folder, patience=patience, traffic=traffic)
+                state.remember(wanted, hashes)
+            return path.stat().st_size, is_new
+    except StorageError as error:
+        cause = error.__cause__
+        if not isinstance(cause, OSError) or cause.errno in _OF_THE_DISK:
+            raise
+        remedy = "give it another `path` in the manifest, or mend what stands in its way"
+        raise FetchError(f"cannot be written: {reason(cause)}: {remedy}") from error
 
 
 class _State:
@@ -158,8 +171,7 @@ class _State:
                 return True
         if wanted.size is None and not wanted.hashes:
             return False  # nothing says that it is whole
-        with writing(path):
-            hashes = file_hashes(path, {"sha256", *wanted.hashes})
+        hashes = file_hashes(path, {"sha256", *wanted.hashes})
         if any(hashes[name] != expected for name, expected in wanted.hashes.items()):
             return False
         self.remember(wanted, hashes)

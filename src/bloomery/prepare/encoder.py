@@ -5,14 +5,14 @@ from __future__ import annotations
 import importlib.metadata
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import zip_longest
-from typing import Protocol
+from itertools import compress, zip_longest
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from bloomery.base.errors import DataError, Problem
-from bloomery.data.tokenizer import END_OF_DOCUMENT, Tokenizer
+from bloomery.data.tokenizer import Tokenizer
 from bloomery.prepare.early import EarlyStart
 from bloomery.prepare.fast import Fastokens, Gigatoken
 from bloomery.prepare.judge import Judge, difference
@@ -82,7 +82,7 @@ class Chosen:
     refused: dict[str, str]
     """The faster ones, and why not."""
     forgeable: frozenset[int]
-    """Ids of special tokens that the model also gives for their text (Unigram, or words), where that must not be."""
+    """Ids of special tokens that the model might also give for a text (Unigram, or words), where that must not be."""
 
     @property
     def is_reference(self) -> bool:
@@ -114,7 +114,7 @@ def choose_encoder(
     An encoder is never tried in this process: fastokens would start threads for large vocabularies, which a fork does
     not copy, and every worker would wait for them for ever."""
     probes = [text for token in tokenizer.special_tokens for text in (token, f"a {token} b", f"a{token}b")]
-    forgeable = _forgeable(tokenizer, {number for ids in judge.encode(probes) for number in ids}, as_ids=as_ids)
+    forgeable = frozenset() if as_ids else _forgeable(tokenizer)
     texts = [*probes, *NASTY, *_around_added_tokens(tokenizer), *sample]
     judge.child.ask(texts)
     expected: list[list[int]] | None = None
@@ -151,11 +151,31 @@ def choose_encoder(
     return chosen, crew(chosen)
 
 
-def _forgeable(tokenizer: Tokenizer, given: set[int], *, as_ids: bool) -> frozenset[int]:
-    """`given`: ids of the texts of special tokens. The token for the unknown may be given, unless it ends documents."""
-    special = tokenizer.special_tokens
-    unknown, ends = {tokenizer.unknown_id}, {special.get(token) for token in END_OF_DOCUMENT}
-    return frozenset() if as_ids else frozenset(special.values()) & ((given | unknown) - (unknown - ends))
+def _forgeable(tokenizer: Tokenizer) -> frozenset[int]:
+    """All special tokens, unless the model can give none of them. That for the unknown may be given, unless it ends
+    documents."""
+    special = dict(tokenizer.special_tokens)
+    end = special.get(tokenizer.end_of_document or "")
+    ids = frozenset(special.values()) - ({tokenizer.unknown_id} - {end})
+    return ids if ids and _can_give(tokenizer.parsed["model"], ids) else frozenset()
+
+
+def _can_give(model: dict[str, Any], ids: frozenset[int]) -> bool:
+    """Whether some text might give one of these ids. Of BPE it is known: it begins with single characters, whatever
+    came before it, and joins them by its merges, so that it gives no token that is neither a character nor the result
+    of a merge. GPT-2's <|endoftext|> is neither."""
+    # Every other model may know a whole word, and so may BPE with these.
+    others = ("ignore_merges", "byte_fallback", "continuing_subword_prefix", "end_of_word_suffix")
+    if model.get("type", "BPE") != "BPE" or "merges" not in model or any(map(model.get, others)):
+        return True
+    tokens = set(compress(model["vocab"], map(ids.__contains__, model["vocab"].values())))
+    if model.get("unk_token") in tokens or any(len(token) < 2 for token in tokens):
+        return True
+    pairs = {(token[:cut], token[cut:]) for token in tokens for cut in range(1, len(token))}
+    merges = model["merges"]
+    if merges and isinstance(merges[0], str):
+        return not set(map(" ".join, pairs)).isdisjoint(merges)
+    return not pairs.isdisjoint(map(tuple, merges))
 
 
 def _around_added_tokens(tokenizer: Tokenizer) -> list[str]:

@@ -6,7 +6,7 @@ import json
 import re
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from hashlib import sha256
 from multiprocessing import get_context
 from pathlib import Path
@@ -55,6 +55,12 @@ class ExtractResult:
     """Of the chunks that are complete, as all counts here."""
     documents: int = 0
     bytes: int = 0
+    missing: list[str] = field(default_factory=list)
+    """Chunks of other units that are not there yet."""
+    stale: list[str] = field(default_factory=list)
+    """Chunks of other units that are there, but not made of the inputs as they are now."""
+    waiting_for: list[int] = field(default_factory=list)
+    """The units that make these."""
     manifest: str | None = None
     """Written once every chunk is complete, by whichever unit sees that first."""
 
@@ -90,6 +96,10 @@ def extract(
     result.input_files = sum(len(record.inputs) for record in complete)
     result.documents = sum(record.documents for record in complete)
     result.bytes = sum(record.bytes for record in complete)
+    others = [number for number, chunk in enumerate(plan) if records[chunk] is None]
+    for path in (plan[number].path for number in others):
+        (result.stale if path.exists() else result.missing).append(path.name)
+    result.waiting_for = sorted({number % units for number in others})
     if len(complete) == chunks:
         result.manifest = str(output / MANIFEST)
         write_atomically(output / MANIFEST, _manifest(complete))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import os
 import random
 import threading
 import time
@@ -91,14 +93,20 @@ def tidy(wanted: RemoteFile, folder: Path) -> None:
     _Part(folder / wanted.path).discard()
 
 
+_LONGEST_NAME_BYTES = 255 - len("..part.json")
+"""Of a file whose parts may be called after it: file systems end at 255."""
+
+
 class _Part:
     """What has arrived so far: `.<name>.part`, hidden so that no glob takes it for data, and beside it what the server
-    said about the file."""
+    said about the file. Where that would be too long, a hash stands for the name."""
 
     def __init__(self, final: Path) -> None:
         self.final = final
-        self.path = final.with_name(f".{final.name}.part")
-        self._facts_path = final.with_name(f".{final.name}.part.json")
+        name = os.fsencode(final.name)
+        stem = final.name if len(name) <= _LONGEST_NAME_BYTES else hashlib.sha256(name).hexdigest()
+        self.path = final.with_name(f".{stem}.part")
+        self._facts_path = final.with_name(f".{stem}.part.json")
 
     @property
     def size(self) -> int:

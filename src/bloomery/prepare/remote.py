@@ -18,7 +18,7 @@ from urllib.parse import SplitResult, urlsplit, urlunsplit
 from bloomery import __version__
 from bloomery.base.errors import DataError
 from bloomery.prepare.output import PIECE_BYTES
-from bloomery.prepare.stores import first_line, open_store, version_of
+from bloomery.prepare.stores import first_line, is_stumble, open_store, version_of
 
 _WORTH_ANOTHER_TRY = {408, 425, 429}
 """Besides every 5xx."""
@@ -155,6 +155,8 @@ def _open_fsspec(url: str, offset: int, validator: str | None, closing: contextl
     except (ValueError, PermissionError) as error:
         raise FetchError(f"it cannot be opened: {error}") from error
     except Exception as error:  # every file system has its own
+        if is_stumble(error):
+            raise FetchError(f"it cannot be opened: {first_line(error)}") from error
         raise TryAgainError(f"it cannot be opened: {_why(error)}") from error
 
     def read() -> bytes:

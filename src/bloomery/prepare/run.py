@@ -33,6 +33,8 @@ from bloomery.prepare.sources import find_files
 from bloomery.prepare.tokenize import BlockDone, Recheck, Settings, make_part, reusable
 from bloomery.prepare.units import Unit, plan_units
 
+_GOES_ON = "; then run the command again, which goes on where it stopped"
+
 
 @dataclass
 class Progress:
@@ -81,19 +83,23 @@ def prepare(
     share: Share | None = None,
     progress: Callable[[Progress], None] | None = None,
     early: EarlyStart | None = None,
+    made: Sequence[str] = (),
+    then: str = _GOES_ON,
 ) -> PrepareResult:
-    """Makes the shard `section.output`. The same inputs always give the same bytes, whoever works on them."""
-    preparation = Preparation(section, tokenizer=tokenizer, seed=seed, workers=workers, early=early)
-    return preparation.run(share, progress)
+    """Makes the shard `section.output`. The same inputs always give the same bytes, whoever works on them. `made` and
+    `then`: see Preparation and its `run`."""
+    preparation = Preparation(section, tokenizer=tokenizer, seed=seed, workers=workers, early=early, made=made)
+    return preparation.run(share, progress, then=then)
 
 
 def plan_all(sections: Sequence[PrepareSection], **settings: Any) -> list[Preparation]:
     """`settings`: those of Preparation. BloomeryError with everything that keeps any of them from beginning."""
     found: list[Preparation] = []
     errors: list[BloomeryError] = []
+    made = [section.output for section in sections]
     for section in sections:
         try:
-            found.append(Preparation(section, **settings))
+            found.append(Preparation(section, made=made, **settings))
         except BloomeryError as error:
             errors.append(error)
     if errors:
@@ -113,8 +119,10 @@ class Preparation:
         seed: int,
         workers: int = 1,
         early: EarlyStart | None = None,
+        made: Sequence[str] = (),
     ) -> None:
-        """`early`: the judge and an encoder of this tokenizer, which the caller closes."""
+        """`early`: the judge and an encoder of this tokenizer, which the caller closes. `made`: the outputs of other
+        sections, which are no text either."""
         refuse_chance(tokenizer)
         refuse_folders(section.output)
         self._early = early
@@ -135,16 +143,19 @@ class Preparation:
             bad_records=section.bad_records,
         )
         self._planned = planned_manifest(self._settings, tokenizer.vocab_size, section.sources)
-        self._files = find_files(section.sources)
+        self._files = find_files(section.sources, made=[section.output, *made])
         self._units = plan_units(self._files)
         self._folder = PartFolder(section.output, self._dtype.itemsize)
         self._tell: Callable[[Progress], None] = lambda _: None
         self._progress = Progress(sum(file.size for file in self._files))
         self._notes: list[str] = []
 
-    def run(self, share: Share | None = None, progress: Callable[[Progress], None] | None = None) -> PrepareResult:
+    def run(
+        self, share: Share | None = None, progress: Callable[[Progress], None] | None = None, *, then: str = _GOES_ON
+    ) -> PrepareResult:
+        """`then`: what errors of the disk add."""
         self._tell = progress or self._tell
-        with written_to("place for prepare.output", "; then run the command again, which goes on where it stopped"):
+        with written_to("place for prepare.output", then):
             if not os.path.exists(self._folder.path) and (found := self._finished()):
                 return PrepareResult(found, True)  # nothing to write, not even a lock
             with self._folder.alone("" if share is None else f"{share.k}-of-{share.n}"):

@@ -13,7 +13,8 @@ from glob import has_magic
 from typing import IO, NamedTuple, cast
 
 from bloomery.base.errors import DataError, Problem
-from bloomery.prepare.stores import first_line, is_url, open_store, version_of
+from bloomery.prepare.made import Made
+from bloomery.prepare.stores import first_line, is_stumble, is_url, open_store, version_of
 
 STDLIB = "python-stdlib"
 """The source that is on every machine: the source files of this Python's standard library."""
@@ -81,14 +82,19 @@ def _stem(path: str) -> str:
     return path.lower().removesuffix(f".{compression_of(path)}")
 
 
-def find_files(sources: Sequence[str]) -> list[InputFile]:
-    """Always in the same order. DataError naming every source that matches nothing, and files of two sources."""
+def find_files(sources: Sequence[str], *, made: Sequence[str] = ()) -> list[InputFile]:
+    """Always in the same order. DataError naming every source that matches nothing or reaches an output that is `made`,
+    and files of two sources."""
+    outputs = Made(made)
     problems: list[Problem] = []
     files: list[InputFile] = []
     owners: dict[str, int] = {}
     for number, source in enumerate(sources):
         try:
-            found = _stdlib() if source == STDLIB else _remote(source) if is_url(source) else _local(source)
+            if source == STDLIB:
+                found = _stdlib()
+            else:
+                found = _remote(source, outputs) if is_url(source) else _local(source, outputs)
         except DataError as error:
             problems += error.problems
             continue
@@ -98,11 +104,11 @@ def find_files(sources: Sequence[str]) -> list[InputFile]:
                 "paths are relative to the working directory"
             )
             remedy = "correct the path in prepare.sources, or put the text there"
-            problems.append(Problem(f"the source '{source}' matches no file", rule, remedy, source))
+            problems.append(Problem(f"the source {source!r} matches no file", rule, remedy, source))
         twice = [file for file in found if owners.setdefault(file.real, number) != number]
         if twice:
             more = f" ({len(twice) - 1} more are in two)" if len(twice) > 1 else ""
-            what = f"is in the source '{source}' and in '{sources[owners[twice[0].real]]}'{more}"
+            what = f"is in the source {source!r} and in {sources[owners[twice[0].real]]!r}{more}"
             remedy = "leave it out of one; to train more often on a text, give a shard of its own a `weight`"
             problems.append(Problem(what, "each file counts once", remedy, twice[0].name))
         problems += [problem for file in found for problem in packing_problem(file.name)]
@@ -136,19 +142,19 @@ def _stdlib() -> list[_Found]:
     return [file._replace(name=STDLIB + file.path.removeprefix(folder)) for file in map(_found, files)]
 
 
-def _local(source: str) -> list[_Found]:
-    return [_found(file) for file in find_local(source)]
+def _local(source: str, made: Made) -> list[_Found]:
+    return [_found(file) for file in find_local(source, made=made)]
 
 
 def _found(file: LocalFile) -> _Found:
     return _Found(file.path, file.path, file.size, file.stamp, "", file.real)
 
 
-def _remote(source: str) -> list[_Found]:
+def _remote(source: str, made: Made) -> list[_Found]:
     try:
         store, path = open_store(source)
-        if source.startswith("file://"):
-            return [_found(file)._replace(name=f"file://{file.path}") for file in find_local(path)]
+        if source.startswith(("file://", "local://")):
+            return [_found(file)._replace(name=f"file://{file.path}") for file in find_local(path, made=made)]
         if store.isfile(path):
             listing = {path: store.info(path)}
         elif store.isdir(path):
@@ -181,20 +187,27 @@ class LocalFile(NamedTuple):
 
 
 def find_local(
-    source: str, *, wanted: Callable[[str], bool] = lambda _: True, skip: frozenset[str] = frozenset()
+    source: str,
+    *,
+    wanted: Callable[[str], bool] = lambda _: True,
+    skip: frozenset[str] = frozenset(),
+    made: Made | None = None,
 ) -> list[LocalFile]:
     """A file, all files below a folder, or those that a glob matches, by path, each once. In folders, hidden names and
     folders called as in `skip` are passed over, and files whose name is not `wanted`. DataError where anything cannot
-    be looked at: a folder that is passed over unnoticed is text that is lost."""
+    be looked at: a folder that is passed over unnoticed is text that is lost. DataError where it reaches what is
+    `made`."""
     found: dict[str, LocalFile] = {}
+    made = made or Made()
     try:
-        for path in [source] if os.path.lexists(source) else _matches(source):
+        for path in [source] if os.path.lexists(source) else _matches(source, made):
             if _is_folder(path):
-                below = [entry for entry in _walk(path, skip) if not entry.is_folder]
+                below = [entry for entry in _walk(path, made, skip) if not entry.is_folder]
                 inner = sorted((entry.path, entry.real) for entry in below if wanted(os.path.basename(entry.path)))
             else:
                 inner = [(path, os.path.realpath(path))]
             for name, real in inner:
+                made.refuse(name, real, source)
                 if real not in found:
                     found[real] = _facts(name, real)
     except (OSError, ValueError) as error:  # ValueError: a path that cannot be one
@@ -216,9 +229,10 @@ class _Entry(NamedTuple):
     is_folder: bool
 
 
-def _walk(folder: str, skip: frozenset[str] = frozenset()) -> Iterator[_Entry]:
-    """The folder and everything below it but hidden names. Links are followed, last, so that what is also reached
-    without them keeps its name; no folder is entered twice, so that a link to a folder above does no harm."""
+def _walk(folder: str, made: Made, skip: frozenset[str] = frozenset()) -> Iterator[_Entry]:
+    """The folder and everything below it but hidden names, and what will be made there. Links are
+    followed, last, so that what is also reached without them keeps its name; no folder is entered twice, so that a link
+    to a folder above does no harm."""
     entered: set[str] = set()
     waiting, links = [_Entry(folder, os.path.realpath(folder), True)], list[_Entry]()
     while waiting or links:
@@ -227,6 +241,9 @@ def _walk(folder: str, skip: frozenset[str] = frozenset()) -> Iterator[_Entry]:
             continue
         entered.add(here.real)
         yield here
+        for name in made.names_in(here.real):
+            if name[0] != ".":
+                yield _Entry(os.path.join(here.path, name), os.path.join(here.real, name), False)
         with os.scandir(here.path or ".") as listing:
             entries = sorted((entry for entry in listing if entry.name[0] != "."), key=lambda entry: entry.name)
         for entry in reversed(entries):
@@ -239,20 +256,20 @@ def _walk(folder: str, skip: frozenset[str] = frozenset()) -> Iterator[_Entry]:
                 (links if is_link else waiting).append(inner)
 
 
-def _matches(pattern: str) -> list[str]:
-    """As glob.glob, which takes a folder that it may not read for an empty one."""
+def _matches(pattern: str, made: Made) -> list[str]:
+    """As glob.glob, which takes a folder that it may not read for an empty one; with what will be made."""
     paths = ["/" if pattern.startswith("/") else ""]
     for segment in filter(None, pattern.split("/")):
         if segment == "**":
             folders = [path for path in paths if _is_folder(path)]
-            paths = [entry.path for path in folders for entry in _walk(path) if entry.is_folder]
+            paths = [entry.path for path in folders for entry in _walk(path, made) if entry.is_folder]
         elif has_magic(segment):
             matches, hidden = re.compile(translate(segment)).match, segment[0] == "."
             paths = [
                 os.path.join(path, name)
                 for path in paths
                 if _is_folder(path)
-                for name in os.listdir(path or ".")
+                for name in (*os.listdir(path or "."), *made.names_at(path))
                 if matches(name) and (hidden or name[0] != ".")
             ]
         else:
@@ -279,4 +296,8 @@ def _is_there(path: str) -> bool:
 def unreadable(path: str, error: Exception) -> DataError:
     reason = (error.strerror if isinstance(error, OSError) else None) or first_line(error)
     remedy = "check the address and what it needs to log in" if is_url(path) else "mend its permissions or its storage"
+    if is_url(path) and is_stumble(error):
+        remedy = (
+            "write the address in full, such as s3://bucket/path, or dir://path::s3://bucket for a store in another"
+        )
     return DataError(Problem(f"cannot be read: {reason}", "", remedy, path))

@@ -37,6 +37,12 @@ def version_of(info: Mapping[str, Any]) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """Of its text: some libraries write pages."""
+    """Of its text: some libraries write pages. Of a mistake in a library, that it is one."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[0] if lines else type(error).__name__
+    line = lines[0] if lines else type(error).__name__
+    return f"the library that reads it fails with {type(error).__name__}: {line}" if is_stumble(error) else line
+
+
+def is_stumble(error: BaseException) -> bool:
+    """A library has not looked at what it was given, such as fsspec at a URL `dir://x` without what is behind `::`."""
+    return isinstance(error, AttributeError | TypeError | LookupError | NameError)

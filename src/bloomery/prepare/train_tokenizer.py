@@ -11,15 +11,21 @@ from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 from bloomery.base.errors import DataError, Problem, RecipeError
 from bloomery.base.storage import make_run_folder, write_atomically, written_to
 from bloomery.data.tokenizer import Tokenizer
+from bloomery.data.tokenizer_files import FILES
 
 END_OF_TEXT = "<|endoftext|>"
 SMALLEST_VOCAB = 257
 """The 256 bytes and the end of text."""
 
 
+class TooLittleTextError(DataError):
+    """There are not as many tokens in the texts as the vocabulary should have."""
+
+
 @written_to("--output")
 def train_tokenizer(texts: Iterable[str], *, vocab_size: int, output: str) -> Tokenizer:
-    """Writes `<output>/tokenizer.json` with exactly `vocab_size` entries and returns it loaded."""
+    """Writes `<output>/tokenizer.json` with exactly `vocab_size` entries and returns it loaded. DataError where another
+    tokenizer is there already; the same one is left as it is."""
     if vocab_size < SMALLEST_VOCAB:
         raise RecipeError(
             Problem(
@@ -41,7 +47,7 @@ def train_tokenizer(texts: Iterable[str], *, vocab_size: int, output: str) -> To
     trained.train_from_iterator(texts, trainer)
     reached = trained.get_vocab_size()
     if reached != vocab_size:
-        raise DataError(
+        raise TooLittleTextError(
             Problem(
                 what=f"the texts give only {reached} entries where vocab_size is {vocab_size}",
                 rule="each entry beyond the bytes is a pair that occurs in the texts",
@@ -49,6 +55,22 @@ def train_tokenizer(texts: Iterable[str], *, vocab_size: int, output: str) -> To
                 place=output,
             )
         )
+    path = os.path.join(output, "tokenizer.json")
+    tokenizer = Tokenizer(trained.to_str(pretty=True), path=path)
+    if any(os.path.lexists(os.path.join(output, name)) for name in FILES):
+        _refuse_another(output, tokenizer)
+        return Tokenizer.load(output)
     make_run_folder(output)
-    write_atomically(os.path.join(output, "tokenizer.json"), trained.to_str(pretty=True))
-    return Tokenizer.load(output)
+    write_atomically(path, tokenizer.content)
+    return tokenizer
+
+
+def _refuse_another(output: str, tokenizer: Tokenizer) -> None:
+    try:
+        there = Tokenizer.load(output, lazy=True).content_hash
+    except DataError:
+        there = "which cannot be read"
+    if there != tokenizer.content_hash:
+        what = f"holds another tokenizer already (hash {there:.24}; the new one has {tokenizer.content_hash[:12]})"
+        rule = "shards that were made with that one would no longer fit"
+        raise DataError(Problem(what, rule, "choose another --output, or move that one away", output))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import fields
 
 import numpy as np
@@ -18,6 +18,7 @@ from bloomery.data.shards import ShardReader
 from bloomery.data.tokenizer import Tokenizer
 from bloomery.prepare.run import Progress, prepare
 
+_ROOM = "; --verify needs room for the shard three times beside it, until it ends"
 _TOKENS = 1 << 22
 _BYTES = 1 << 20
 _MAY_DIFFER = ("source_files", "encoder", "bloomery_version")
@@ -31,23 +32,26 @@ def verify(
     seed: int,
     workers: int = 1,
     progress: Callable[[Progress], None] | None = None,
+    made: Sequence[str] = (),
 ) -> ShardManifest:
     """The manifest of a shard that is what its sources give today; DataError with the first difference otherwise.
-
-    Needs room for the shard three times, beside it; nothing of it is left behind.
+    Nothing is left behind of what it makes beside the shard.
     """
     manifest = read_manifest(section.output)
     if manifest is None:
         remedy = "run `bloomery prepare` without --verify"
         raise DataError(Problem("has no manifest", "there is nothing to compare", remedy, section.output))
     folder, name = os.path.split(section.output)
-    with written_to("place for prepare.output"), writing(section.output):
+    with written_to("place for prepare.output", _ROOM), writing(section.output):
         beside = tempfile.TemporaryDirectory(prefix=f"{name}.verify-", dir=folder or ".", ignore_cleanup_errors=True)
     with beside:
         again = section.model_copy(update={"output": os.path.join(beside.name, "again")})
-        made = prepare(again, tokenizer=tokenizer, seed=seed, workers=workers, progress=progress).manifest
-        assert made is not None
-        _compare_manifests(section, manifest, made)
+        outputs = [section.output, *made]
+        right_manifest = prepare(
+            again, tokenizer=tokenizer, seed=seed, workers=workers, progress=progress, made=outputs, then=_ROOM
+        ).manifest
+        assert right_manifest is not None
+        _compare_manifests(section, manifest, right_manifest)
         with ShardReader(section.output) as shard, ShardReader(again.output) as right:
             if not _are_equal(f"{shard.prefix}.idx", f"{right.prefix}.idx"):
                 raise _other_index(shard, right)

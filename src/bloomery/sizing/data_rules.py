@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fnmatch
 import math
 import os
 import re
@@ -151,13 +150,6 @@ def _preparations(recipe: Recipe) -> Iterator[Finding]:
             what = f"prepare.{i} and prepare.{before} both write {section.output}"
             rule = "the later one would replace the shard of the earlier one"
             yield Finding((f"prepare.{i}.output", f"prepare.{i}"), what, rule, "give each an output of its own")
-        for j, other in enumerate(recipe.prepare):
-            for k, source in enumerate(other.sources):
-                if _reads(source, section.output):
-                    what = f"prepare.{i}.output is {section.output}, which the source '{source}' would take for text"
-                    rule = "the next run would read the shard"
-                    remedy = "choose an output outside of all sources"
-                    yield Finding((f"prepare.{i}.output", f"prepare.{j}.sources.{k}"), what, rule, remedy)
         if section.output.endswith("/"):
             what, rule = f"prepare.{i}.output is '{section.output}'", "it is a prefix, such as shards/books"
             yield Finding((f"prepare.{i}.output", f"prepare.{i}"), what, rule, "add a name behind the last /")
@@ -168,17 +160,6 @@ def _preparations(recipe: Recipe) -> Iterator[Finding]:
                 "no document is that long and that short",
                 "exchange them, or remove one",
             )
-
-
-def _reads(source: str, output: str) -> bool:
-    """Whether the files of a shard are among those of a source: below its folder, or matched by its glob."""
-    if "://" in source:
-        return False
-    source, output = os.path.abspath(source), os.path.abspath(output)
-    if "/." in output.removeprefix(source):
-        return False  # hidden from folders
-    made = [f"{output}{ending}" for ending in (".bin", ".idx", ".manifest.json")]
-    return any(name.startswith(f"{source}/") or fnmatch.fnmatch(name, source) for name in made)
 
 
 def samples(recipe: Recipe, draft: Draft) -> Iterator[Finding]:

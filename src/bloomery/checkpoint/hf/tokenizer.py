@@ -8,7 +8,7 @@ from typing import Any
 
 from bloomery.base.storage import make_run_folder, write_atomically
 from bloomery.data.tokenizer import Tokenizer
-from bloomery.data.tokenizer_files import read_beside
+from bloomery.data.tokenizer_files import read_settings, token_of
 
 CHAT_TEMPLATE = "chat_template.jinja"
 _WITH_IDS = ("bos_token", "eos_token", "pad_token")
@@ -24,14 +24,6 @@ _PARTS = {
 _LISTS = ("additional_special_tokens", "extra_special_tokens")
 _SECOND_HAND = ("added_tokens_decoder", "auto_map", "name_or_path", "special_tokens_map_file", "tokenizer_file")
 """What a tokenizer_config.json says of other files: tokenizer.json has the tokens, and no code goes with an export."""
-
-
-def read_settings(folder: str) -> dict[str, Any]:
-    """What a folder says of its tokenizer beside tokenizer.json, as transformers reads it: the older
-    special_tokens_map.json counts where the config lists no tokens. DataError for a file that is no JSON object."""
-    config = read_beside(folder, "tokenizer_config.json")
-    older = read_beside(folder, "special_tokens_map.json")
-    return config if "added_tokens_decoder" in config else {**config, **older}
 
 
 def write_tokenizer(
@@ -78,16 +70,15 @@ def _parts(tokenizer: Tokenizer, settings: dict[str, Any]) -> dict[str, str]:
 
 
 def _token(key: str, value: Any) -> str | None:
-    """The token of a setting such as `bos_token`, which may come with its flags; None for other settings."""
-    text = value.get("content") if isinstance(value, dict) else value
-    return text if key.endswith("_token") and isinstance(text, str) else None
+    """The token of a setting such as `bos_token`; None for other settings."""
+    return token_of(value) if key.endswith("_token") else None
 
 
 def _kept(tokenizer: Tokenizer, key: str, value: Any) -> Any:
     """A setting that is no part: of a list of tokens those that the tokenizer has, others as they are."""
     if key not in _LISTS or not isinstance(value, list):
         return value
-    tokens = [_token("_token", each) for each in value]
+    tokens = [token_of(each) for each in value]
     return [token for token in tokens if token and _has(tokenizer, token)]
 
 
