@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+import gzip
+import io
 import tracemalloc
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import xxhash
+import zstandard
 
+from bloomery.prepare.jsonl_lines import InputCount, copy_lines
 from bloomery.prepare.merge import Merge
 from bloomery.prepare.ragged import gather
-from prepare_samples import make, make_tokenizer, write_jsonl
+from bloomery.prepare.read import Block, UnitReader
+from bloomery.prepare.sources import find_files
+from bloomery.prepare.units import plan_units
+from bloomery.prepare.unpack import HashedFile, unpacked
+from prepare_samples import jsonl, make, make_tokenizer, write_jsonl
 
 
 @pytest.fixture(autouse=True)
@@ -59,5 +68,67 @@ def test_short_documents_are_merged_in_buckets_that_count_them(folder: Path, mon
         Merge, "write", lambda *args, **kwargs: peaks.append(peak_bytes(lambda: write(*args, **kwargs)))
     )
     made = make(make_tokenizer(folder / "tokenizer"))
-    assert made.manifest is not None and made.manifest.documents == 60_000
+    assert made.manifest is not None
+    assert made.manifest.documents == 60_000
     assert peaks[0] < 60_000 * 8 + (1 << 20) + (1 << 20)  # the lengths that are kept, the file's buffer, buckets
+
+
+# ---------------------------------------------------------------- files that unpack to a hundred times their size
+
+
+def blocks_of(name: str) -> Iterator[Block]:
+    (unit,) = plan_units(find_files([name]))
+    return UnitReader(unit, text_key="text", skip_bad=False).blocks()
+
+
+@pytest.mark.parametrize("ending", ["zst", "gz"])
+def test_lines_that_repeat_are_unpacked_a_little_at_a_time(folder: Path, ending: str) -> None:
+    lines = jsonl(["the same line again and again " * 100] * 100)
+    packer = zstandard.ZstdCompressor(level=3) if ending == "zst" else gzip
+    name = f"a.jsonl.{ending}"
+    (folder / name).write_bytes(packer.compress(lines * 200))  # type: ignore[attr-defined]
+    assert (folder / name).stat().st_size * 100 < 200 * len(lines)
+    counts: list[InputCount] = []
+    assert peak_bytes(lambda: sum(map(len, copy_lines(name, counts)))) < 12 << 20
+    assert (counts[0].documents, counts[0].text_bytes) == (20_000, 200 * len(lines))
+    documents = 0
+
+    def read() -> None:
+        nonlocal documents
+        for block in blocks_of(name):
+            documents += len(block.texts)
+            del block
+
+    assert peak_bytes(read) < 56 << 20  # 8 MB of lines: joined, cut and as texts; 8 MB and a block ahead of them
+    assert documents == 20_000
+
+
+def packed(data: bytes, **settings: bool) -> bytes:
+    """One frame, written in pieces."""
+    parameters = zstandard.ZstdCompressionParameters.from_level(3, **settings)
+    packer = zstandard.ZstdCompressor(compression_params=parameters).compressobj()
+    return (
+        packer.compress(data[:700])
+        + packer.flush(zstandard.COMPRESSOBJ_FLUSH_BLOCK)
+        + packer.compress(data[700:])
+        + packer.flush()
+    )
+
+
+def test_every_kind_of_frame_is_unpacked_and_no_block_is_large() -> None:
+    random = np.random.default_rng(0).bytes(300_000)
+    skippable = [b"\x5f\x2a\x4d\x18" + size.to_bytes(4, "little") + bytes(size) for size in (0, 3, 200_000)]
+    contents = [b"", b"x", random, bytes(20 << 20), jsonl(["some text"] * 5000), random[:256], random[:70_000]]
+    flags = [{}, {"write_checksum": True}, {"write_content_size": False}]
+    frames = [packed(content, **each) for content in contents for each in flags]
+    frames += [zstandard.compress(content) for content in contents]
+    frames[3:3], frames[9:9] = skippable, skippable
+    data, hasher = b"".join(frames), xxhash.xxh3_128()
+    file = HashedFile(io.BytesIO(data), hasher)  # type: ignore[arg-type]
+    blocks = list(unpacked(file, "zst"))
+    assert b"".join(blocks) == b"".join(content for content in contents for _ in flags) + b"".join(contents)
+    assert max(map(len, blocks)) <= 1 << 20
+    assert (file.bytes, hasher.digest()) == (len(data), xxhash.xxh3_128_digest(data))
+    for cut in (1, 2, 5, 100, 70_000):
+        with pytest.raises(EOFError, match="it ends inside a frame"):
+            list(unpacked(HashedFile(io.BytesIO(data[: len(data) - cut]), hasher), "zst"))  # type: ignore[arg-type]

@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-
 _ROWS = 1 << 12
 """Taken at once: what is made for each of them besides the result stays below 16 MB."""
 _LONG_ROW = 128
