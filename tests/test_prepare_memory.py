@@ -132,3 +132,40 @@ def test_every_kind_of_frame_is_unpacked_and_no_block_is_large() -> None:
     for cut in (1, 2, 5, 100, 70_000):
         with pytest.raises(EOFError, match="it ends inside a frame"):
             list(unpacked(HashedFile(io.BytesIO(data[: len(data) - cut]), hasher), "zst"))  # type: ignore[arg-type]
+
+
+# ---------------------------------------------------------------- .parquet
+
+
+@pytest.mark.parametrize("long_rows", ["all", "the last"])
+def test_long_rows_of_one_row_group_come_a_few_at_a_time(folder: Path, long_rows: str) -> None:
+    arrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    texts = [f"{number} " * 20_000 for number in range(100, 500)]
+    texts = texts if long_rows == "all" else ["short"] * 100_000 + texts
+    parquet.write_table(arrow.table({"text": texts}), "a.parquet", use_dictionary=False, write_batch_size=8)
+    held = arrow.default_memory_pool()
+    counted = arrow.proxy_memory_pool(held)
+    (unit,) = plan_units(find_files(["a.parquet"]))
+    found: list[str] = []
+
+    def read(block_bytes: int, most: int) -> None:
+        reader = UnitReader(unit, text_key="text", skip_bad=False, block_bytes=block_bytes)
+        for block in reader.blocks():
+            assert block.size < 2 * max(block_bytes, 80_000)
+            found.extend(text[:4] for text in block.texts)
+            del block
+            if len(found) >= most:
+                return
+
+    arrow.set_memory_pool(counted)
+    try:
+        first = peak_bytes(lambda: read(1 << 16, 1))
+        sample_bytes, found = counted.max_memory(), []
+        python = peak_bytes(lambda: read(1 << 20, len(texts)))
+    finally:
+        arrow.set_memory_pool(held)
+    assert found == [text[:4] for text in texts]
+    limit = 4 << 20 if long_rows == "all" else 48 << 20  # of 256 rows
+    assert (first < 4 << 20, sample_bytes < 4 << 20) == (True, True)
+    assert (python < 16 << 20, counted.max_memory() < limit) == (True, True)
