@@ -143,7 +143,8 @@ def test_long_rows_of_one_row_group_come_a_few_at_a_time(folder: Path, long_rows
     parquet = pytest.importorskip("pyarrow.parquet")
     texts = [f"{number} " * 20_000 for number in range(100, 500)]
     texts = texts if long_rows == "all" else ["short"] * 100_000 + texts
-    parquet.write_table(arrow.table({"text": texts}), "a.parquet", use_dictionary=False, write_batch_size=8)
+    settings = {"use_dictionary": False, "write_batch_size": 8, "compression": "none"}
+    parquet.write_table(arrow.table({"text": texts}), "a.parquet", **settings)
     held = arrow.default_memory_pool()
     counted = arrow.proxy_memory_pool(held)
     (unit,) = plan_units(find_files(["a.parquet"]))
@@ -169,3 +170,13 @@ def test_long_rows_of_one_row_group_come_a_few_at_a_time(folder: Path, long_rows
     limit = 4 << 20 if long_rows == "all" else 48 << 20  # of 256 rows
     assert (first < 4 << 20, sample_bytes < 4 << 20) == (True, True)
     assert (python < 16 << 20, counted.max_memory() < limit) == (True, True)
+
+
+def test_short_rows_make_no_block_of_a_million(folder: Path) -> None:
+    arrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    parquet.write_table(arrow.table({"text": ["a"] * 50_000}), "a.parquet")
+    (unit,) = plan_units(find_files(["a.parquet"]))
+    reader = UnitReader(unit, text_key="text", skip_bad=False, block_bytes=1 << 17)
+    rows = [len(block.texts) for block in reader.blocks()]
+    assert (sum(rows), max(rows) < 8192) == (50_000, True)

@@ -26,6 +26,8 @@ BLOCK_BYTES = 8 << 20
 _PARQUET_BUFFER_BYTES = 1 << 20
 _MOST_ROWS = 256
 """Of a .parquet file at a time. With fewer, short ones would take notably longer."""
+_ROW_BYTES = 16
+"""What a row counts beyond its text: what a line of JSON would have around it. Else short ones make large blocks."""
 _SKIP = "mend it, or leave such records out with `bad_records: skip`"
 
 
@@ -130,12 +132,13 @@ class UnitReader:
         import pyarrow.parquet  # type: ignore[import-untyped]
 
         try:
-            table = pyarrow.parquet.ParquetFile(raw, buffer_size=_PARQUET_BUFFER_BYTES)
+            # pre_buffer would read the column of a whole row group at once.
+            table = pyarrow.parquet.ParquetFile(raw, buffer_size=_PARQUET_BUFFER_BYTES, pre_buffer=False)
             self._check_columns(piece, table.schema_arrow.names)
             row = told = 0
             rows = max(table.metadata.num_rows, 1)
             for column in _columns(table, self._text_key, self._block_bytes):
-                size, values = column.nbytes, _rows(column)
+                size, values = column.nbytes + _ROW_BYTES * len(column), _rows(column)
                 good = [index for index, value in enumerate(values) if type(value) is str]
                 if len(good) < len(values):
                     self._bad_rows(piece, row, values, len(values) - len(good))
@@ -150,7 +153,7 @@ class UnitReader:
         finally:
             table = None
             pyarrow.default_memory_pool().release_unused()  # else it keeps the largest page there was
-        for _ in _ranges(piece, raw, hasher):  # last, since who wants a sample does not read so far
+        for _ in _ranges(piece, raw, hasher, self._block_bytes):  # last, since who wants a sample does not read so far
             pass
         yield [], np.empty(0, np.int64), piece.file.size - told, 0
 
