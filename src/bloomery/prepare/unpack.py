@@ -76,7 +76,7 @@ def _pieces(file: io.BufferedReader) -> Iterator[bytes]:
                 head, left = b"", left - len(content)
             yield head
             continue
-        descriptor = head[-1]
+        descriptor = head[-1]  # which fields follow: the window, the number of a dictionary, the size of the content
         has_window, has_checksum = not descriptor >> 5 & 1, descriptor >> 2 & 1
         fields = has_window + (0, 1, 2, 4)[descriptor & 3] + (not has_window, 2, 4, 8)[descriptor >> 6]
         piece, is_last = [head, file.read(fields)], 0
