@@ -219,15 +219,36 @@ def test_lines_of_json_under_other_names(folder, ending):
     assert extract(["in"], folder / "out", chunks=1).documents == 2
 
 
-@pytest.mark.parametrize("name", ["a.jsonl.bz2", "A.NDJSON.XZ", "a.parquet.lz4"])
-def test_records_packed_by_other_tools_are_an_error_even_when_skipping(folder, name):
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("a.jsonl.bz2", "is packed as .bz2. Only .zst and .gz are read. Unpack it"),
+        ("A.NDJSON.XZ", "is packed as .XZ. Only .zst and .gz are read. Unpack it"),
+        ("a.jsonl.gzip", "is packed as .gzip. Only .zst and .gz are read. Unpack it, or pack it again with"),
+        ("a.jsonl.zstd", "is packed as .zstd. Only .zst and .gz are read. Unpack it"),
+        ("a.jsonl.bz2.gz", "is packed as .bz2.gz. Only .zst and .gz are read. Unpack it"),
+        ("a.jsonl.gz.zst", "is packed as .gz.zst. Only .zst and .gz are read. Unpack it"),
+        ("a.parquet.lz4", "is packed as .lz4. A .parquet file is read only as it is. Unpack it"),
+        ("a.parquet.gz", "is packed as .gz. A .parquet file is read only as it is. Unpack it"),
+        ("a.jsonl.tar", "is packed as .tar. An archive of files is no document. Unpack it, or leave it out"),
+        ("a.jsonl.tar.gz", "is packed as .tar.gz. An archive of files is no document. Unpack it"),
+        ("books.TAR.zst", "is packed as .TAR.zst. An archive of files is no document. Unpack it"),
+        ("books.tgz", "is packed as .tgz. An archive of files is no document. Unpack it"),
+    ],
+)
+def test_records_packed_in_other_ways_and_tars_are_an_error_even_when_skipping(folder, name, message):
     write_jsonl(folder / "in" / "b.jsonl", ["x"])
     (folder / "in" / name).write_bytes(b"plain enough to be one text")
-    for find in (lambda sources: read(*sources, skip_bad=True), lambda s: plan_chunks(s, folder / "out", chunks=1)):
-        with pytest.raises(DataError, match=rf"in/{name}: is packed as .\w+. Only .zst and .gz are read. Unpack it"):
-            find(["in"])
-    (folder / "in" / name).rename(folder / "in" / "notes.bz2")
-    assert read("in")[0] == ["x", "plain enough to be one text"]
+    for source in ("in", f"in/{name}"):
+        for find in (lambda sources: read(*sources, skip_bad=True), lambda s: plan_chunks(s, folder / "out", chunks=1)):
+            with pytest.raises(DataError, match=re.escape(f"in/{name}: {message}")):
+                find([source])
+
+
+@pytest.mark.parametrize("name", ["notes.bz2", "a.tar.md", "tar", "gz", "a.jsonl.zip.txt", "altar"])
+def test_names_that_only_look_packed_are_texts(folder, name):
+    (folder / name).write_bytes(b"plain enough to be one text")
+    assert read(name) == (["plain enough to be one text"], 0)
 
 
 def test_gzip_without_isal(folder, monkeypatch):
@@ -244,6 +265,12 @@ def test_rows_of_a_parquet_file(folder):
     assert read("a.parquet") == (texts, 0)
     with pytest.raises(DataError, match=r"a.parquet: has no column 'content': its columns are id, text"):
         read("a.parquet", text_key="content")
+    twice = arrow.Table.from_arrays([arrow.array(["x"]), arrow.array(["y"])], ["text", "text"])
+    parquet.write_table(twice, "twice.parquet")
+    with pytest.raises(DataError, match=r"twice.parquet: has 2 columns 'text': its columns are text, text.*own name"):
+        read("twice.parquet")
+    parquet.write_table(arrow.table({"text.en": ["no"], "text": ["yes"]}), "dots.parquet")
+    assert read("dots.parquet") == (["yes"], 0)
     parquet.write_table(arrow.table({"text": ["x", None, "y"]}), "null.parquet")
     with pytest.raises(DataError, match=r"null.parquet:row 2: has no text in column 'text' but None"):
         read("null.parquet")

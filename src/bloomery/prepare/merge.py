@@ -3,7 +3,8 @@
 Without shuffling, the tokens of a part are copied as they are. With it, every run of a part is sorted by the keys of
 its documents, so the documents of a range of keys (a bucket) are a slice of every run: they are read, sorted and
 appended, one bucket after the other. Memory: two buckets of 64 MB (up to 512 MB for shards beyond 32 GB, whose slices
-would get too small), and the 8 bytes a document of ShardWriter (9 where duplicates are removed).
+would get too small), what is known of their documents counted, and the 8 bytes a document of ShardWriter (9 where
+duplicates are removed).
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ _LARGEST_BUCKET_BYTES = 512 << 20
 _BUCKETS = 512
 _HASH_ENTRY_BYTES = 64
 """Of one document while duplicates are looked for."""
+_SEQUENCE_BYTES = 64
+"""Of one document, or sentence, of a bucket while it is sorted, besides its tokens: many are shorter than that."""
 
 
 @dataclass(frozen=True)
@@ -126,7 +129,8 @@ class Merge:
             np.empty(0, self._dtype),
         )
         runs = list(self._runs(self.parts))
-        total = sum(part.tokens for part in self.parts) * self._dtype.itemsize
+        tokens, sequences = (sum(run[field] for part in self.parts for run in part.runs) for field in (2, 1))
+        total = tokens * self._dtype.itemsize + sequences * _SEQUENCE_BYTES
         buckets = max(1, -(-total // min(max(BUCKET_BYTES, total // _BUCKETS), _LARGEST_BUCKET_BYTES)))
         for number in range(1, buckets + 1):
             edge = (1 << 64) * number // buckets if number < buckets else None

@@ -23,6 +23,11 @@ from bloomery.prepare.units import Piece, Unit
 from bloomery.prepare.unpack import HashedFile, unpacked
 
 BLOCK_BYTES = 8 << 20
+_PARQUET_BUFFER_BYTES = 1 << 20
+_MOST_ROWS = 256
+"""Of a .parquet file at a time. With fewer, short ones would take notably longer."""
+_ROW_BYTES = 16
+"""What a row counts beyond its text: what a line of JSON would have around it. Else short ones make large blocks."""
 _SKIP = "mend it, or leave such records out with `bad_records: skip`"
 
 
@@ -126,32 +131,46 @@ class UnitReader:
     def _parquet(self, piece: Piece, raw: IO[bytes], hasher: Any) -> Iterator[tuple[list[str], Any, int, int]]:
         import pyarrow.parquet  # type: ignore[import-untyped]
 
-        while chunk := raw.read(BLOCK_BYTES):
-            hasher.update(chunk)
-        raw.seek(0)
-        table = pyarrow.parquet.ParquetFile(raw)
-        if self._text_key not in table.schema_arrow.names:
-            what = f"has no column '{self._text_key}': its columns are {', '.join(table.schema_arrow.names)}"
-            remedy = "set text_key to the column that holds the documents"
-            raise DataError(Problem(what, "each row of a .parquet file is a document", remedy, piece.file.name))
-        row = told = 0
-        rows = max(table.metadata.num_rows, 1)
-        for batch in table.iter_batches(columns=[self._text_key], batch_size=1024, use_threads=False):
-            values = _rows(batch.column(0))
-            good = [index for index, value in enumerate(values) if type(value) is str]
-            if len(good) < len(values):
-                first = next(index for index, value in enumerate(values) if type(value) is not str)
-                what = f"has no text in column '{self._text_key}' but {values[first]!r:.40}"
-                if isinstance(values[first], UnicodeDecodeError):
-                    what = f"is not UTF-8 at byte {values[first].start} of column '{self._text_key}'"
-                self._bad(piece, what, lambda row=row, first=first: f"row {row + first + 1}", len(values) - len(good))
-            offsets = row + np.array(good, np.int64)
-            row += len(values)
-            consumed = piece.file.size * row // rows - told
-            told += consumed
-            texts = [values[index] for index in good]
-            yield texts, offsets, consumed, sum(map(len, texts))
+        try:
+            # pre_buffer would read the column of a whole row group at once.
+            table = pyarrow.parquet.ParquetFile(raw, buffer_size=_PARQUET_BUFFER_BYTES, pre_buffer=False)
+            self._check_columns(piece, table.schema_arrow.names)
+            row = told = 0
+            rows = max(table.metadata.num_rows, 1)
+            for column in _columns(table, self._text_key, self._block_bytes):
+                size, values = column.nbytes + _ROW_BYTES * len(column), _rows(column)
+                good = [index for index, value in enumerate(values) if type(value) is str]
+                if len(good) < len(values):
+                    self._bad_rows(piece, row, values, len(values) - len(good))
+                offsets = row + np.array(good, np.int64)
+                row += len(values)
+                consumed = piece.file.size * row // rows - told
+                told += consumed
+                texts = [values[index] for index in good]
+                del column, values
+                yield texts, offsets, consumed, size
+                del texts
+        finally:
+            table = None
+            pyarrow.default_memory_pool().release_unused()  # else it keeps the largest page there was
+        for _ in _ranges(piece, raw, hasher, self._block_bytes):  # last, since who wants a sample does not read so far
+            pass
         yield [], np.empty(0, np.int64), piece.file.size - told, 0
+
+    def _check_columns(self, piece: Piece, names: list[str]) -> None:
+        if (count := names.count(self._text_key)) == 1:
+            return
+        what = f"has {count} columns" if count else "has no column"
+        what += f" '{self._text_key}': its columns are {', '.join(names)}"
+        remedy = "set text_key to the column that holds the documents" if not count else "give each its own name"
+        raise DataError(Problem(what, "each row of a .parquet file is a document", remedy, piece.file.name))
+
+    def _bad_rows(self, piece: Piece, before: int, values: list[Any], count: int) -> None:
+        first = next(index for index, value in enumerate(values) if type(value) is not str)
+        what = f"has no text in column '{self._text_key}' but {values[first]!r:.40}"
+        if isinstance(values[first], UnicodeDecodeError):
+            what = f"is not UTF-8 at byte {values[first].start} of column '{self._text_key}'"
+        self._bad(piece, what, lambda: f"row {before + first + 1}", count)
 
     def _text(self, piece: Piece, raw: IO[bytes], hasher: Any) -> Iterator[tuple[list[str], Any, int, int]]:
         data = b"".join(_bytes_of(piece, raw, hasher, self._block_bytes))
@@ -168,6 +187,28 @@ class UnitReader:
         if not self._skip_bad:
             rule = "" if piece.file.kind == "text" else f"a document is a string under '{self._text_key}'"
             raise DataError(Problem(what, rule, _SKIP, f"{piece.file.name}:{place()}"))
+
+
+def _columns(table: Any, name: str, block_bytes: int) -> Iterator[Any]:
+    """The column of a .parquet file in arrays of about an eighth of a block, going by the average row of each row
+    group. Rows far above it come at most `_MOST_ROWS` at a time from the file, and cut to blocks from here."""
+    for number in range(table.num_row_groups):
+        group = table.metadata.row_group(number)
+        leaves = [group.column(index) for index in range(group.num_columns)]
+        own = [leaf for leaf in leaves if f"{leaf.path_in_schema}.".startswith(f"{name}.")]
+        stored_bytes = max(sum(leaf.total_uncompressed_size for leaf in own), 1)
+        rows = min(max(block_bytes * group.num_rows // (8 * stored_bytes), 1), _MOST_ROWS)
+        for batch in table.iter_batches(rows, row_groups=[number], columns=[name], use_threads=False):
+            yield from _cut(batch.column(batch.schema.get_field_index(name)), block_bytes)
+
+
+def _cut(column: Any, most_bytes: int) -> Iterator[Any]:
+    """In slices that are no larger, or a single row."""
+    if column.nbytes <= most_bytes or len(column) < 2:
+        yield column
+    else:
+        yield from _cut(column[: len(column) // 2], most_bytes)
+        yield from _cut(column[len(column) // 2 :], most_bytes)
 
 
 def _rows(column: Any) -> list[Any]:

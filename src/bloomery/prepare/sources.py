@@ -24,7 +24,10 @@ _NOT_STDLIB = frozenset(
 """Not part of it, missing from the Pythons of some distributions, or (encodings) tables rather than text."""
 LINES = (".jsonl", ".ndjson", ".jsonlines")
 """Files with a record of JSON on each line, in capitals too."""
-_NOT_READ = ("bz2", "xz", "lzma", "lz4", "lzo", "br", "sz", "snappy", "z", "zip", "7z", "rar")
+_TARS = ("tar", "tgz", "taz", "tzst", "tzstd", "tbz", "tbz2", "txz", "tlz", "tlz4")
+"""Never read: many files in one, which as a text would be one document with all their headers."""
+_READ = ("zst", "gz")
+_NOT_READ = ("gzip", "zstd", "bz2", "xz", "lzma", "lz4", "lzo", "br", "sz", "snappy", "z", "zip", "7z", "rar")
 _READ_AHEAD_BYTES = 1 << 23
 
 
@@ -60,7 +63,7 @@ class InputFile:
 
 def compression_of(path: str) -> str:
     """zst, gz or nothing."""
-    return next((ending for ending in ("zst", "gz") if path.lower().endswith(f".{ending}")), "")
+    return next((ending for ending in _READ if path.lower().endswith(f".{ending}")), "")
 
 
 def kind_of(path: str) -> str:
@@ -70,12 +73,19 @@ def kind_of(path: str) -> str:
 
 
 def packing_problem(path: str) -> list[Problem]:
-    """For records packed by a tool whose files are not read: as a text they would be one broken document."""
-    stem, _, ending = path.rpartition(".")
-    if ending.lower() not in _NOT_READ or kind_of(stem) == "text":
+    """For records packed in a way that is not read, as a text they would be one broken document; and for every tar."""
+    stem, packing = path, ""
+    while (parts := stem.rpartition("."))[1] and parts[2].lower() in (*_READ, *_NOT_READ, *_TARS):
+        stem, packing = parts[0], f".{parts[2]}{packing}"
+    what = f"is packed as {packing}"
+    if any(ending in _TARS for ending in packing.lower().split(".")):
+        return [Problem(what, "an archive of files is no document", "unpack it, or leave it out of the sources", path)]
+    kind = kind_of(stem)
+    if not packing or kind == "text" or (kind == "jsonl" and packing[1:].lower() in _READ):
         return []
-    remedy = "unpack it, or pack it again with zstd or gzip"
-    return [Problem(f"is packed as .{ending}", "only .zst and .gz are read", remedy, path)]
+    if kind == "parquet":
+        return [Problem(what, "a .parquet file is read only as it is", "unpack it", path)]
+    return [Problem(what, "only .zst and .gz are read", "unpack it, or pack it again with zstd or gzip", path)]
 
 
 def _stem(path: str) -> str:
