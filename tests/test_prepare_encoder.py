@@ -72,9 +72,11 @@ class Absent:
         raise ImportError("fastokens")
 
 
-def choose(tokenizer, *, as_ids=False):
+def choose(tokenizer, *, as_ids=False, workers=1):
     def crew(chosen):
-        return Pool(lambda texts, _report: chosen.encoder.encode(texts), workers=1, strangers=[judge.child.connection])
+        return Pool(
+            lambda texts, _report: chosen.encoder.encode(texts), workers=workers, strangers=[judge.child.connection]
+        )
 
     judge = Judge(tokenizer, as_ids=as_ids)
     try:
@@ -112,6 +114,15 @@ def test_no_library_starts_threads_before_the_workers_fork(tokenizer):
         make_encoder(tokenizer, False)
     choose(tokenizer)
     assert len(os.listdir("/proc/self/task")) == before
+
+
+@pytest.mark.parametrize("workers", [2, 12])
+def test_an_encoder_is_tried_by_all_who_will_use_it_even_if_there_are_too_few_texts(tokenizer, monkeypatch, workers):
+    monkeypatch.setattr(encoder, "NASTY", ())
+    monkeypatch.setattr(encoder, "FAST", {"one": AlwaysWrong, "two": HuggingFace})
+    chosen = choose(tokenizer, workers=workers)
+    assert chosen.name.startswith("two ")
+    assert chosen.refused["one"].startswith("it gives other ids for ")
 
 
 def test_an_encoder_that_crashes_or_hangs_is_passed_over(tokenizer, monkeypatch):

@@ -110,10 +110,14 @@ class Pool:
             self.close()
             raise
 
-    def ask_first(self, argument: Any, *, patience_seconds: float) -> Any:
-        """The answer of one of them. After an error the pool is of no use."""
-        self._children[0].ask(argument)
-        return self._children[0].answer(patience_seconds=patience_seconds)
+    def __len__(self) -> int:
+        return len(self._children)
+
+    def ask_each(self, arguments: Sequence[Any], *, patience_seconds: float) -> list[Any]:
+        """What they answer at the same time, to an argument each. After an error the pool is of no use."""
+        for child, argument in zip(self._children, arguments, strict=True):
+            child.ask(argument)
+        return [child.answer(patience_seconds=patience_seconds) for child in self._children]
 
     def run(self, arguments: Sequence[Any], report: Report) -> Iterator[tuple[Any, Any]]:
         """(argument, result), in the order in which they are done."""
