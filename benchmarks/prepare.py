@@ -1,10 +1,13 @@
 """`bloomery prepare` against the route Megatron's tool takes, as ratios in one run; output compared byte for byte.
 
-The reference: json.loads, Hugging Face's tokenizer one document at a time, a process pool with imap in chunks of 25,
-one write a document. Two of them: `transformers` loads and calls the tokenizer through torch and transformers, as
-Megatron's tool does; `tokenizers` without them, which is kinder than any version of that tool. Neither imports Megatron
-itself, which took 11 s more where it was seen. Rounds are interleaved; the whole command of ours is short, so a round
-takes the median of five.
+The reference: json.loads, Hugging Face's tokenizer one document at a time, a process pool with imap in chunks of 32
+whose workers load the tokenizer themselves. Three of them, each kinder than Megatron's tool, which also imports the
+whole of its training (11 s in all where it was seen):
+- `megatron-core` loads and calls the tokenizer through transformers and writes with megatron-core's own builder, as
+  that tool does. Only where the package is installed (docs/orders.md says how);
+- `transformers` does without that package: one write a document;
+- `tokenizers` also without torch and transformers.
+Rounds are interleaved; the whole command of ours is short, so a round takes the median of five.
 CPU seconds (of all processes, from the difference of a large and a small input, so without start-up) hardly depend on
 what else the machine does; wall times do, so the load is printed.
 
@@ -31,7 +34,9 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import zstandard
 
@@ -46,7 +51,7 @@ model: {{vocab_size: 300000}}
 prepare: [{{output: {output}, sources: [{source}], {settings}}}]
 """
 
-LIBRARIES = ("transformers", "tokenizers")
+LIBRARIES = ("megatron-core", "transformers", "tokenizers")
 _PR_SET_CHILD_SUBREAPER = 36
 
 
@@ -84,7 +89,7 @@ def measure(args: argparse.Namespace, folder: Path) -> None:
     small = bench.corpus(args.small_mb)
     for _ in range(args.rounds):
         ours = middle([bench.ours(small) for _ in range(5)])
-        for library in LIBRARIES:
+        for library in LIBRARIES if find_spec("megatron") else LIBRARIES[1:]:
             theirs = bench.reference(small, library)
             bench.same_output()
             bench.note(
@@ -235,39 +240,63 @@ def _proportional_bytes(pid: int) -> int:
 def reference(library: str, source: str, folder: str, output: str, *, workers: int) -> None:
     """Megatron's preprocess_data.py --append-eod, without the start-up of Megatron."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    global _ids_of
     tokenizer = Tokenizer.load(folder)
-    eod, size = tokenizer.eod_id, 2 if tokenizer.vocab_size < 65500 else 4
-    plain = tokenizer._tokenizer
-    if library == "transformers":
+    if library != "tokenizers":
         import torch  # noqa: F401 - the tool needs it for its index builder
+        import transformers  # noqa: F401
+    builder: Any = PlainBuilder(output, tokenizer.vocab_size)
+    if library == "megatron-core":
+        from megatron.core.datasets import indexed_dataset  # type: ignore[import-not-found,unused-ignore]
+
+        dtype = indexed_dataset.DType.optimal_dtype(tokenizer.vocab_size)
+        builder = indexed_dataset.IndexedDatasetBuilder(f"{output}.bin", dtype=dtype)
+    eod = tokenizer.eod_id
+    with multiprocessing.Pool(workers, _load, (library, folder)) as pool, open(source, encoding="utf-8") as lines:
+        for ids in pool.imap(_encode, lines, 32):
+            if ids:
+                ids.append(eod)
+                builder.add_document(ids, [len(ids)])
+    builder.finalize(f"{output}.idx")
+
+
+class PlainBuilder:
+    """What megatron-core's does, with less."""
+
+    def __init__(self, output: str, vocab_size: int) -> None:
+        import numpy as np
+
+        self._array, self._dtype = np.array, np.dtype(np.uint16 if vocab_size < 65500 else np.int32)
+        self._bin = open(f"{output}.bin", "wb")  # noqa: SIM115 - closed by finalize
+        self._lengths: list[int] = []
+
+    def add_document(self, ids: list[int], lengths: list[int]) -> None:
+        self._bin.write(self._array(ids, dtype=self._dtype).tobytes(order="C"))
+        self._lengths += lengths
+
+    def finalize(self, path: str) -> None:
+        self._bin.close()
+        count, pointers, at = len(self._lengths), [], 0
+        for length in self._lengths:
+            pointers.append(at)
+            at += length * self._dtype.itemsize
+        with open(path, "wb") as idx:
+            code = 8 if self._dtype.itemsize == 2 else 4
+            idx.write(b"MMIDIDX\x00\x00" + struct.pack("<QBQQ", 1, code, count, count + 1))
+            for values, dtype in ((self._lengths, "<i4"), (pointers, "<i8"), (range(count + 1), "<i8")):
+                idx.write(self._array(values, dtype=dtype).tobytes())
+
+
+def _load(library: str, folder: str) -> None:
+    """In every worker, as that tool does."""
+    global _ids_of
+    plain = Tokenizer.load(folder)._tokenizer
+    if library != "tokenizers":
         from transformers import PreTrainedTokenizerFast
 
-        through = PreTrainedTokenizerFast(tokenizer_object=plain)
+        through: Any = PreTrainedTokenizerFast(tokenizer_object=plain)  # type: ignore[no-untyped-call]
         _ids_of = lambda text: through(text, add_special_tokens=False).input_ids  # noqa: E731
     else:
         _ids_of = lambda text: plain.encode(text, add_special_tokens=False).ids  # noqa: E731
-    lengths: list[int] = []
-    with (
-        multiprocessing.Pool(workers) as pool,
-        open(source, encoding="utf-8") as lines,
-        open(f"{output}.bin", "wb") as bin_,
-    ):
-        import numpy as np
-
-        for ids in pool.imap(_encode, lines, 25):
-            if ids:
-                bin_.write(np.array([*ids, eod], dtype=np.uint16 if size == 2 else np.int32).tobytes(order="C"))
-                lengths.append(len(ids) + 1)
-    pointers, at = [], 0
-    for length in lengths:
-        pointers.append(at)
-        at += length * size
-    with open(f"{output}.idx", "wb") as idx:
-        count = len(lengths)
-        idx.write(b"MMIDIDX\x00\x00" + struct.pack("<QBQQ", 1, 8 if size == 2 else 4, count, count + 1))
-        idx.write(np.array(lengths, dtype=np.int32).tobytes() + np.array(pointers, dtype=np.int64).tobytes())
-        idx.write(np.arange(count + 1, dtype=np.int64).tobytes())
 
 
 def _encode(line: str) -> list[int]:
