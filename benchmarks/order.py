@@ -18,11 +18,11 @@ import argparse
 import gc
 import os
 import statistics
-import struct
+import subprocess
+import sys
 import tempfile
 import time
 import tracemalloc
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -43,13 +43,17 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=16, help="samples read at once: a micro-batch of gpt-1.3b")
     parser.add_argument("--peer-samples", type=int, default=10**7)
     parser.add_argument("--documents", type=int, default=10**5, help="of each shard")
+    parser.add_argument("--only", nargs="+", metavar="PREFIX", help="internal: one first batch, printed in seconds")
     args = parser.parse_args()
+    if args.only:
+        print(timed(lambda: first_batch(args.only, args.batch)))
+        return
     with tempfile.TemporaryDirectory(prefix="bloomery-order-") as folder:
         prefixes = [f"{folder}/{number}" for number in range(SOURCES)]
         per_source = SAMPLES // SOURCES * SEQ_LENGTH + 1
         for prefix in prefixes:
             write_holes(prefix, per_source, args.documents)
-        new = [in_a_new_process(lambda: first_batch(prefixes, args.batch)) for _ in range(args.rounds)]
+        new = [in_a_new_process(prefixes, args.batch) for _ in range(args.rounds)]
         first_batch(prefixes, args.batch)  # caches of the libraries
         seconds = [timed(lambda: first_batch(prefixes, args.batch)) for _ in range(args.rounds)]
         order_only = [timed(lambda: first_places(args.batch)) for _ in range(args.rounds)]
@@ -114,14 +118,9 @@ def write_holes(prefix: str, tokens: int, documents: int) -> None:
         idx.write(np.arange(len(counts) + 1).tobytes())
 
 
-def in_a_new_process(work: Callable[[], None]) -> float:
-    """`timed`, in a fork."""
-    read, write = os.pipe()
-    if os.fork() == 0:
-        os.write(write, struct.pack("d", timed(work)))
-        os._exit(0)
-    os.wait()
-    return float(struct.unpack("d", os.read(read, 8))[0])
+def in_a_new_process(prefixes: list[str], size: int) -> float:
+    words = [sys.executable, __file__, "--batch", str(size), "--only", *prefixes]
+    return float(subprocess.run(words, check=True, capture_output=True, text=True).stdout)
 
 
 def timed(work: object) -> float:

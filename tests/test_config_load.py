@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from bloomery.base.errors import RecipeError
+from bloomery.base.errors import RecipeError, on_one_line
 from bloomery.base.units import Amount, Duration
 from bloomery.config.describe import Value, as_dict, as_yaml, explain, fingerprint
 from bloomery.config.draft import Draft
@@ -318,7 +318,7 @@ def test_what_is_not_an_override_is_told_its_form(write: Write, override: str) -
 )
 def test_a_bad_override_is_one_complaint_at_the_command_line(write: Write, override: str, fragment: str) -> None:
     told = the_complaint(write(SMALL), override)
-    assert told.startswith(f"command line '{override}': ")
+    assert told.startswith(f"command line '{on_one_line(override)}': ")
     assert fragment.lower() in told.lower()
 
 
