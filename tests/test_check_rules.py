@@ -113,6 +113,13 @@ CASES: list[tuple[str, list[str], str, str, str]] = [
     ("data", ["data.validation={}", "data.split='1'"], "data.split is '1', which leaves nothing for validation", "train, valid and test", "'949,50,1'"),
     ("data", ["prepare=[{output: x, sources: [y]}, {output: ./x, sources: [z]}]"], "prepare.1 and prepare.0 both write ./x", "would replace", "output of its own"),
     ("data", ["prepare=[{output: x/, sources: [y]}]"], "prepare.0.output is 'x/'", "a prefix", "behind the last /"),
+    ("data", ["prepare=[{output: y/x, sources: [y]}]"], "prepare.0.output is y/x, which the source 'y' would take for text", "read the shard", "outside of all sources"),
+    ("data", ["prepare=[{output: y/x, sources: [a, 'y/*.json']}]"], "which the source 'y/*.json' would take for text", "read the shard", "outside"),
+    ("data", ["prepare=[{output: y/x, sources: [a]}, {output: z, sources: ['./y']}]"], "prepare.0.output is y/x, which the source './y' would", "read the shard", "outside"),
+    ("data", ["prepare=[{output: y/new/x, sources: ['y/*/*']}]"], "which the source 'y/*/*' would take for text", "read the shard", "outside"),
+    ("data", ["prepare=[{output: y/new/x, sources: ['y/**/*.json']}]"], "which the source 'y/**/*.json' would", "read the shard", "outside"),
+    ("data", ["prepare=[{output: y/new/lit/x, sources: ['y/*/lit']}]"], "which the source 'y/*/lit' would", "read the shard", "outside"),
+    ("data", ["prepare=[{output: y/x, sources: ['y/**/*.part']}]"], "which the source 'y/**/*.part' would", "read the shard", "outside"),
     ("data", ["prepare=[{output: x, sources: [y], min_tokens: 9, max_tokens: 8}]"], "prepare.0.min_tokens is 9 and max_tokens is 8", "that short", "exchange them"),
     ("samples", ["data.masking={}"], "data.masking is set but model.family is gpt2", "only bert", "data.masking=null"),
     ("samples", ["model.family=bloom", "data.reset_positions=true"], "data.reset_positions is true but model.family is bloom", "ALiBi", "data.reset_positions=false"),
@@ -224,6 +231,14 @@ def test_a_split_that_is_none_states_the_rule(sound: str, split: str) -> None:
         str(problem) for problem in problems(sound, [f"data.split={split}"]) if "data.split is" in str(problem)
     ]
     assert "one to three numbers, '949,50,1'; missing ones are 0" in problem
+
+
+def test_a_shard_may_lie_beside_its_sources_where_they_do_not_see_it(sound: str) -> None:
+    sections = [
+        "{output: y/x, sources: ['y/*.jsonl', 'y/*/*.jsonl', 'y/**/*.txt', 's3://y', python-stdlib]}",
+        "{output: z/.made/x, sources: [z, 'z/**/*.json']}",
+    ]
+    load_checked_recipe(sound, [f"prepare=[{', '.join(sections)}]"])
 
 
 @pytest.mark.parametrize("name", shipped_recipes())

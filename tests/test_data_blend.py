@@ -123,6 +123,19 @@ def test_changing_weights_sizes_and_layouts_never_repeats_or_loses_a_sample() ->
                 assert len(set(shown.tolist())) == len(shown), "no sample twice in an epoch"
 
 
+def test_a_blend_goes_on_with_the_slots_that_it_began_with() -> None:
+    """The states of earlier versions do not say their period, which was 65,536; the values are what they gave."""
+    facts = {"first_sample": 0, "cursors": {}, "weights": {"a": 0.7, "b": 0.2, "c": 0.1}}
+    blend = TimelessBlend(BlendState.from_json(facts))
+    owners, ordinals = blend.locate(np.arange(65536 + 2, 65536 + 12))
+    assert owners.tolist() == [0, 0, 2, 0, 0, 0, 1, 0, 0, 1]
+    assert ordinals.tolist() == [45876, 45877, 6554, 45878, 45879, 45880, 13108, 45881, 45882, 13109]
+    again = TimelessBlend(BlendState.from_json(blend.state.to_json()))
+    assert again.state == blend.state
+    changed = TimelessBlend.resume(blend.state, {"a": 1, "b": 1}, consumed_samples=70_000)
+    assert (changed.state.period, changed.state.earlier[0].period) == (PERIOD, 65536)
+
+
 def test_resuming_with_the_same_weights_keeps_the_state() -> None:
     blend = TimelessBlend.start({"a": 2, "b": 6})
     again = TimelessBlend.resume(blend.state, {"a": 1, "b": 3}, consumed_samples=500)

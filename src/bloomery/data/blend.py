@@ -19,6 +19,8 @@ from numpy.typing import NDArray
 
 PERIOD = 1 << 30
 """Slots: weights are exact to 1 / PERIOD. Twice its square still fits into 64 bits."""
+_FORMER_PERIOD = 1 << 16
+"""Of blends whose state does not say it."""
 DRIFT = 1.68
 """Samples that a source may be off its share of slots; `_Pairs` says why."""
 _ROUNDING = 1e-9
@@ -32,6 +34,7 @@ class Former:
     first_sample: int
     cursors: dict[str, int]
     weights: dict[str, float]
+    period: int = PERIOD
 
 
 @dataclass(frozen=True)
@@ -48,6 +51,8 @@ class BlendState:
     blend when it changed."""
     earlier: tuple[Former, ...] = ()
     """All weights before, in order. Earlier versions have not kept them: then the first one does not hold from 0."""
+    period: int = PERIOD
+    """Its slots. These weights keep the number that they began with: another one would give another order."""
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -56,13 +61,14 @@ class BlendState:
     def from_json(cls, facts: Mapping[str, Any]) -> Self:
         earlier = tuple(Former(**each) for each in facts.get("earlier", ()))
         cursors, weights, lengths = (dict(facts.get(key, {})) for key in ("cursors", "weights", "lengths"))
-        return cls(int(facts["first_sample"]), cursors, weights, lengths, earlier)
+        period = int(facts.get("period", _FORMER_PERIOD))
+        return cls(int(facts["first_sample"]), cursors, weights, lengths, earlier, period)
 
     def ended(self, consumed_samples: int) -> tuple[Former, ...]:
         """What `earlier` is for weights that hold from there on. Those that never gave a sample are forgotten."""
         if consumed_samples == self.first_sample:
             return self.earlier
-        return (*self.earlier, Former(self.first_sample, self.cursors, self.weights))
+        return (*self.earlier, Former(self.first_sample, self.cursors, self.weights, self.period))
 
 
 class TimelessBlend:
@@ -71,13 +77,13 @@ class TimelessBlend:
     def __init__(self, state: BlendState) -> None:
         self.state = state
         self._keys = list(state.weights)
-        self._counts = _slot_counts(np.array([state.weights[key] for key in self._keys]))
+        self._counts = _slot_counts(np.array([state.weights[key] for key in self._keys]), state.period)
         self._pairs = _Pairs(self._counts.tolist())
         self._cursors = np.array([state.cursors.get(key, 0) for key in self._keys])
 
     def shares(self) -> dict[str, float]:
         """What each source gets of the samples: its weight, rounded to whole slots."""
-        return dict(zip(self._keys, (self._counts / PERIOD).tolist(), strict=True))
+        return dict(zip(self._keys, (self._counts / self.state.period).tolist(), strict=True))
 
     @classmethod
     def start(cls, weights: Mapping[str, float]) -> Self:
@@ -98,13 +104,13 @@ class TimelessBlend:
         local = np.asarray(positions, np.int64) - self.state.first_sample
         if local.size and int(local.min()) < 0:
             raise ValueError(f"these weights hold from sample {self.state.first_sample}")
-        period, slot = np.divmod(local, PERIOD)
+        period, slot = np.divmod(local, self.state.period)
         owner, rank = self._pairs.locate(slot)
         return owner, self._cursors[owner] + period * self._counts[owner] + rank
 
     def taken(self, consumed_samples: int) -> dict[str, int]:
         """Samples taken from each source by the first `consumed_samples` of the run."""
-        period, slot = divmod(consumed_samples - self.state.first_sample, PERIOD)
+        period, slot = divmod(consumed_samples - self.state.first_sample, self.state.period)
         taken = self._cursors + period * self._counts + self._pairs.taken(slot)
         return {**self.state.cursors, **dict(zip(self._keys, taken.tolist(), strict=True))}
 
@@ -122,11 +128,11 @@ def _normalised(weights: Mapping[str, float]) -> dict[str, float]:
     return {key: weight / total for key, weight in weights.items()}
 
 
-def _slot_counts(weights: NDArray[np.float64]) -> NDArray[np.int64]:
-    """Whole slots that sum to PERIOD, by largest remainder; the smallest weight still gets one."""
-    exact = weights * PERIOD
+def _slot_counts(weights: NDArray[np.float64], period: int) -> NDArray[np.int64]:
+    """Whole slots that sum to the period, by largest remainder; the smallest weight still gets one."""
+    exact = weights * period
     counts = np.maximum(1, np.floor(exact)).astype(np.int64)
-    missing = PERIOD - int(counts.sum())
+    missing = period - int(counts.sum())
     if missing > 0:
         counts[np.argsort(counts - exact, kind="stable")[:missing]] += 1
     for _ in range(-missing):  # many tiny sources took a slot each: the largest give way

@@ -45,7 +45,7 @@ def open_former(
             "train": recipe.train.model_copy(update={"evaluate": None}),
         }
     )
-    blend = BlendState(first, former.cursors, former.weights)
+    blend = BlendState(first, former.cursors, former.weights, period=former.period)
     with ExitStack() as closing:
         try:
             data = closing.enter_context(open_data(then, plan=plan, before=Before(then, plan, 0, first, blend)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 import math
 import os
 import re
@@ -150,6 +151,13 @@ def _preparations(recipe: Recipe) -> Iterator[Finding]:
             what = f"prepare.{i} and prepare.{before} both write {section.output}"
             rule = "the later one would replace the shard of the earlier one"
             yield Finding((f"prepare.{i}.output", f"prepare.{i}"), what, rule, "give each an output of its own")
+        for j, other in enumerate(recipe.prepare):
+            for k, source in enumerate(other.sources):
+                if _reads(source, section.output):
+                    what = f"prepare.{i}.output is {section.output}, which the source '{source}' would take for text"
+                    rule = "the next run would read the shard"
+                    remedy = "choose an output outside of all sources"
+                    yield Finding((f"prepare.{i}.output", f"prepare.{j}.sources.{k}"), what, rule, remedy)
         if section.output.endswith("/"):
             what, rule = f"prepare.{i}.output is '{section.output}'", "it is a prefix, such as shards/books"
             yield Finding((f"prepare.{i}.output", f"prepare.{i}"), what, rule, "add a name behind the last /")
@@ -160,6 +168,28 @@ def _preparations(recipe: Recipe) -> Iterator[Finding]:
                 "no document is that long and that short",
                 "exchange them, or remove one",
             )
+
+
+def _reads(source: str, output: str) -> bool:
+    """Whether a source reaches a file of the shard, by the names alone; prepare/made.py knows links."""
+    if "://" in source:
+        return False
+    pattern = os.path.abspath(source).split("/")
+    endings = (".bin", ".idx", ".manifest.json", ".origins", ".parts/000000.part")
+    return any(_reaches(pattern, os.path.abspath(f"{output}{ending}").split("/")) for ending in endings)
+
+
+def _reaches(pattern: Sequence[str], path: Sequence[str]) -> bool:
+    """Whether a glob matches the path, or a folder above it in which it is not hidden."""
+    if not pattern:
+        return not any(name.startswith(".") for name in path)
+    if not path:
+        return False
+    if pattern[0] == "**":
+        return _reaches(pattern[1:], path) or (path[0][:1] != "." and _reaches(pattern, path[1:]))
+    is_hidden = path[0][:1] == "." and pattern[0][:1] != "."
+    same = path[0] == pattern[0] or (fnmatch.fnmatchcase(path[0], pattern[0]) and not is_hidden)
+    return same and _reaches(pattern[1:], path[1:])
 
 
 def samples(recipe: Recipe, draft: Draft) -> Iterator[Finding]:
