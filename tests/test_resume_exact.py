@@ -12,6 +12,7 @@ import pytest
 from bloomery.cli.main import main
 from bloomery.config.load import load_recipe
 from bloomery.config.recipe import Recipe
+from bloomery.data.blend import PERIOD
 from bloomery.sizing.history import History
 from bloomery.sizing.plan import TrainingPlan
 from checkpoints import assert_same_tensors
@@ -150,7 +151,8 @@ def test_another_sequence_length_begins_the_next_epoch_and_counts_tokens_right(w
         "cursors": {"train": (tokens - 1) // 32},
         "weights": {"train": 1.0},
         "lengths": {},
-        "earlier": [{"first_sample": 0, "cursors": {}, "weights": {"train": 1.0}}],
+        "earlier": [{"first_sample": 0, "cursors": {}, "weights": {"train": 1.0}, "period": PERIOD}],
+        "period": PERIOD,
     }
     unread = ((tokens - 1) // 16 - 40) * 16
     text = (run / "logs" / "main_log.txt").read_text()
