@@ -282,6 +282,34 @@ def test_a_trouble_before_there_is_a_draft_is_told_at_once(tmp_path: Path) -> No
     assert folders.complete_checkpoints(tmp_path) == []
 
 
+def test_a_draft_that_is_taken_away_while_rank_0_waits_ends_the_wait(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The newer start comes when rank 0 has written its part, and rank 0 does not see its word."""
+    old = take_over(tmp_path)
+    stale = StaleWriter(old.root, old.incarnation, old.token)
+    waits, original = threading.Event(), persist_module._wait_for_parts
+
+    def waiting(*arguments: Any) -> Any:
+        waits.set()
+        return original(*arguments)
+
+    monkeypatch.setattr(persist_module, "_wait_for_parts", waiting)
+
+    def act(saver: Saver, ranks: Any, pieces: dict[str, Piece]) -> SaveOutcome:
+        if ranks.rank == 1:
+            assert waits.wait(60)
+            take_over(tmp_path)
+        begin(saver, tmp_path, 5, writer=stale if ranks.rank == 0 else old)
+        return in_the_end(saver)
+
+    first, second = on_ranks(2, tmp_path, act, timeout_seconds=60)
+    assert "on rank 0: No such file or directory" in str(first.error)
+    assert "the folder that this start took over is gone" in str(first.error).lower()
+    assert isinstance(second.error, FencedError)
+    assert folders.complete_checkpoints(tmp_path) == []
+
+
 class StaleWriter(Writer):
     def require(self) -> None:
         """It does not see the newer start yet."""

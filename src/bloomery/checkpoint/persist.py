@@ -284,6 +284,7 @@ def _wait_for_parts(job: SaveJob, troubles: list[Trouble]) -> list[RankReport]:
 
     After a failure the others are still waited for, for a while: what they write must not be left behind. Not so when
     a newer start has taken over: it sweeps what is left, and an older one may have lost the folder of its draft.
+    FileNotFoundError where the draft is gone while nobody has failed: no word will ever come.
     """
     deadline = time.monotonic() + job.timeout_seconds
     pause = _FIRST_PAUSE_SECONDS
@@ -300,6 +301,8 @@ def _wait_for_parts(job: SaveJob, troubles: list[Trouble]) -> list[RankReport]:
                     found[rank] = RankReport.from_json(told)
         if missing and job.writer is not None:
             job.writer.require()
+        if missing and not troubles:
+            job.draft.stat()
         if troubles:
             grace = _GRACE_SECONDS if job.desk.is_dir() else 0.0
             deadline = min(deadline, time.monotonic() + grace)
