@@ -121,6 +121,7 @@ CASES: list[tuple[str, list[str], str, str, str]] = [
     ("data", ["prepare=[{output: y/new/lit/x, sources: ['y/*/lit']}]"], "which the source 'y/*/lit' would", "read the shard", "outside"),
     ("data", ["prepare=[{output: y/x, sources: ['y/**/*.part']}]"], "which the source 'y/**/*.part' would", "read the shard", "outside"),
     ("data", ["prepare=[{output: x, sources: [y], min_tokens: 9, max_tokens: 8}]"], "prepare.0.min_tokens is 9 and max_tokens is 8", "that short", "exchange them"),
+    ("samples", ["data.blend_one_source=true"], "is true but data.order is timeless", "would be ignored", "false"),
     ("samples", ["data.masking={}"], "data.masking is set but model.family is gpt2", "only bert", "data.masking=null"),
     ("samples", ["model.family=bloom", "data.reset_positions=true"], "data.reset_positions is true but model.family is bloom", "ALiBi", "data.reset_positions=false"),
     ("samples", [BERT, "data.mask_documents=true"], "data.mask_documents is true but model.family is bert", "would be ignored", "back to false"),

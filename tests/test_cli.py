@@ -419,12 +419,15 @@ def test_what_is_no_list_of_numbers_is_refused(command: Command, numbers: str) -
         (("inspect", "model"), "batch.micro_batch_size=1"),
     ],
 )
-def test_an_override_that_a_command_does_not_read_is_refused(
+def test_an_override_that_a_command_does_not_read_is_checked_and_told(
     command: Command, words: tuple[str, ...], override: str
 ) -> None:
-    err = refusal(command, *words, "tr1-13b", override)
-    assert f"'{override}' would change nothing" in err
-    assert "This command reads only" in err
+    plain = command(*words, "tr1-13b", "--json")
+    code, out, err = command(*words, "tr1-13b", override, "--json")
+    assert (code, out) == plain[:2]
+    assert f"warning: '{override}' changes nothing here: this command reads only" in err
+    wrong = f"{override.partition('=')[0]}=[]"
+    assert refusal(command, *words, "tr1-13b", wrong)
 
 
 def test_a_misspelt_section_is_told_what_was_meant_by_every_command(command: Command) -> None:

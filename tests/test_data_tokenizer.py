@@ -1,6 +1,5 @@
 """The tokenizer folder: ids, the end of a document, what is never an id, and what transformers reads."""
 
-import hashlib
 import json
 import shutil
 
@@ -12,6 +11,7 @@ import tokenizers
 from bloomery.base.errors import DataError, RecipeError, StorageError
 from bloomery.checkpoint.hf.tokenizer import write_tokenizer
 from bloomery.data.tokenizer import Tokenizer
+from bloomery.data.tokenizer_spellings import deciding_ids
 from bloomery.prepare.train_tokenizer import train_tokenizer
 
 TEXTS = ["def read(self, path):\n    return open(path).read()\n", "the end of the text, the text of the end"] * 3
@@ -77,8 +77,9 @@ METASPACE = {"type": "Metaspace", "replacement": "\u2581"}
 SPELLINGS = {
     "merges as strings": spelling(),
     "merges of quotes and commas": spelling(
-        {"type": "BPE", "vocab": {"a": 0, "b": 1, '"': 2, ",": 3, "\\": 4, '",': 5, '",\\': 6, '\\"': 7, '\\",\\': 8},
-         "merges": ['" ,', '", \\', '\\ "', '\\ ",\\']}
+        {"type": "BPE",
+         "vocab": {"a": 0, "b": 1, '"': 2, ",": 3, "\\": 4, '",': 5, '",\\': 6, '\\"': 7, '\\",\\': 8, '\\",': 9},
+         "merges": ['" ,', '", \\', '\\ "', '\\ ",\\', '\\ ",']}
     ),
     "dropout as a whole number": spelling({**spelling()["model"], "dropout": 0}),
     "no type": spelling({"vocab": {"a": 0, "b": 1, "ab": 2}, "merges": ["a b"]}),
@@ -108,9 +109,30 @@ def test_the_hash_does_not_change_when_the_library_saves_the_file_again(name):
     saved = tokenizers.Tokenizer.from_str(content).to_str()
     assert json.loads(saved) != json.loads(content)
     assert Tokenizer(content, path="x").content_hash == Tokenizer(saved, path="x").content_hash
-    whole = {key: value for key, value in json.loads(saved).items() if key not in ("truncation", "padding")}
-    plain = hashlib.sha256(orjson.dumps(whole, option=orjson.OPT_SORT_KEYS)).hexdigest()
-    assert Tokenizer(saved, path="x").content_hash == plain, "what the library saves is hashed as it is"
+
+
+def test_what_is_hashed_is_json():
+    """Merges are put together as text."""
+    content = deciding_ids(SPELLINGS["merges of quotes and commas"])
+    merges = orjson.loads(orjson.dumps(content))["model"]["merges"]
+    assert merges == [['"', ","], ['",', "\\"], ["\\", '"'], ["\\", '",\\'], ["\\", '",']]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"post_processor": None},
+        {"decoder": None},
+        {"model": {"continuing_subword_prefix": "", "end_of_word_suffix": ""}},
+        {"model": {"dropout": 0.0}},
+    ],
+)
+def test_the_hash_does_not_know_what_decides_no_id(tokenizer, change):
+    content = {**tokenizer.parsed, **change, "model": {**tokenizer.parsed["model"], **change.get("model", {})}}
+    changed = Tokenizer(json.dumps(content), path="x")
+    assert json.loads(changed.content) != tokenizer.parsed
+    assert changed.content_hash == tokenizer.content_hash
+    assert changed.encode_lists(["the end of it"]) == tokenizer.encode_lists(["the end of it"])
 
 
 def test_truncation_and_padding_of_the_file_are_not_obeyed(tokenizer, folder, tmp_path):
@@ -311,6 +333,19 @@ def test_gpt2_files_equal_transformers(gpt2_folder):
     ours = Tokenizer.load(str(gpt2_folder))
     for text in TEXTS:
         assert theirs(text)["input_ids"] == ours.encode_batch([text])[0].tolist()
+
+
+def test_gpt2_files_have_the_hash_of_what_transformers_and_tokenizers_make_of_them(gpt2_folder, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    ours = Tokenizer.load(str(gpt2_folder))
+    transformers.GPT2TokenizerFast.from_pretrained(str(gpt2_folder)).save_pretrained(tmp_path / "fast")
+    files = [str(gpt2_folder / name) for name in ("vocab.json", "merges.txt")]
+    by_hand = tokenizers.ByteLevelBPETokenizer(*files)
+    by_hand.add_special_tokens(["<|endoftext|>"])
+    (tmp_path / "hand").mkdir()
+    by_hand.save(str(tmp_path / "hand" / "tokenizer.json"))
+    for folder in ("fast", "hand"):
+        assert Tokenizer.load(str(tmp_path / folder)).content_hash == ours.content_hash
 
 
 def test_broken_gpt2_files_are_named(gpt2_folder):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import shutil
@@ -320,6 +321,20 @@ def test_files_that_the_manifest_does_not_describe_are_refused(text_recipe: Path
         assert "both.manifest.json: the manifest belongs to another shard: it says tokens" in err
 
 
+def test_what_trains_but_is_seldom_meant_is_told(text_recipe: Path, command: Command) -> None:
+    assert command("prepare", str(text_recipe), "prepare.0.append_eod=false", "prepare.0.output=endless")[0] == 0
+    one = ["inspect", "sample", str(text_recipe), "0", "data.train=[{path: both}]"]
+    assert command(*one)[2] == ""
+    larger = "model.vocab_size is 400 but the tokenizer has 300 entries: the others are never trained on"
+    assert larger in command(*one, "model.vocab_size=400")[2]
+    assert larger in command(*one, "model.vocab_size=400", "tokenizer=null", "prepare=[]")[2], "the manifest knows too"
+    told = "endless holds documents without an end (append_eod: false): each runs into the next"
+    assert told in command(*one[:-1], "data.train=[{path: endless}]")[2]
+    code, out, _ = command("train", str(text_recipe), "model.vocab_size=400", "--device", "cpu")
+    assert code == 0
+    assert larger in out
+
+
 def test_shards_of_two_tokenizers_do_not_train_together(text_recipe: Path, command: Command) -> None:
     assert command("tokenizer", "train", "fables.jsonl", "--vocab-size", "290", "--output", "tok2")[0] == 0
     other = ["tokenizer.path=tok2", "prepare.0.output=other", "prepare.1.output=other2"]
@@ -447,7 +462,6 @@ def test_a_masked_training_is_shown_as_it_is(tmp_path: Path, command: Command, m
         (["step", "21"], "step 21 is asked for"),
         (["step", "1-2"], "is not the number of a step"),
         (["order", "--at-samples", "161"], "--at-samples asks for 161. For this training the range is 0 to 160"),
-        (["sample", "0", "lr.peak=1"], "would change nothing"),
         (["sample", "0", "data=null"], "the recipe has no data"),
     ],
 )
@@ -720,8 +734,7 @@ def test_epochs_of_a_source_that_is_shorter_than_a_sample(workshop: Workshop, co
     facts = answer(command, "inspect", "order", *words, "--at-samples", "8")
     (source,) = facts["sources"]
     length = load_recipe(str(workshop.recipe)).recipe.model.seq_length
-    assert (source["samples_taken"], source["epochs"]) == (16, 16 * length)
-    assert (source["at"][0]["epoch"], source["at"][0]["sample_of_epoch"]) == (8 * length, 0)
+    assert (source["samples_taken"], source["epochs"], source["at"][0]["epochs"]) == (16, 16 * length, 8 * length)
     assert answer(command, "inspect", "data", *words)["sources"][0]["epochs"] == 16 * length
 
 
@@ -733,8 +746,52 @@ def test_epochs_of_megatrons_orders_are_those_of_their_tokens(workshop: Workshop
         tokens = shard.num_tokens
     assert source["epochs"] == 800 * length / tokens
     for at in source["at"]:
-        begins = [sample for sample in range(1000) if sample * length // tokens == at["epoch"]]
-        assert begins[at["sample_of_epoch"]] == at["samples_taken"]
+        assert at["epochs"] == at["samples_taken"] * length / tokens
+        assert (at["epoch"], at["sample_of_epoch"]) == (None, None), "they are shuffled together"
+    told = command("inspect", "order", *words, "--at-samples", "300")[1]
+    assert f"300 taken: {300 * length / tokens:.3f} epochs, of those that are shuffled together" in told
+    one = answer(command, "inspect", "order", *words, "train.for=2 steps", "--at-samples", "9")["sources"][0]["at"][0]
+    assert (one["epoch"], one["sample_of_epoch"]) == (0, 9)
+
+
+@pytest.mark.parametrize("order", ["megatron", "bigscience"])
+def test_megatrons_orders_say_which_documents_they_read(workshop: Workshop, command: Command, order: str) -> None:
+    words = [str(workshop.recipe), f"data.order={order}", "data.split='80,20,0'", "train.for=40 steps"]
+    words += ["train.evaluate={every: 5 steps, steps: 1}"]
+    (source,) = answer(command, "inspect", "order", *words)["sources"]
+    first, last = source["document_range"]
+    seen = {part["document"] for sample in range(0, 320, 32) for one in
+            answer(command, "inspect", "sample", str(words[0]), f"{sample}-{sample + 31}", *words[1:])
+            for part in one["documents"]}  # fmt: skip
+    assert (first, last) == (0, 48)
+    assert seen == set(range(first, last))
+    rows = answer(command, "inspect", "data", *words)["sources"]
+    assert [row["document_range"] for row in rows] == [[0, 48], [48, 60]]
+
+
+def test_a_document_that_is_cut_belongs_to_both_parts(workshop: Workshop, command: Command) -> None:
+    """Megatron's split counts sequences, of which a document may have several."""
+    with ShardWriter(str(workshop.folder / "many"), np.uint16) as writer:
+        for _ in range(4):
+            writer.append_many(np.full(60, 7, np.uint16).tobytes(), np.full(3, 20), np.array([3]))
+    words = [str(workshop.recipe), "data.train=[{path: many}]", "data.order=megatron", "data.split='7,5,0'"]
+    words += ["train.evaluate={every: 5 steps, steps: 1}"]
+    rows = answer(command, "inspect", "data", *words)["sources"]
+    assert [row["document_range"] for row in rows] == [[0, 3], [2, 4]]
+
+
+def test_one_source_is_a_blend_where_asked_for(workshop: Workshop, command: Command) -> None:
+    """Then it is asked for 0.5 % more, which may need another epoch; tests/test_oracle_megatron_core.py compares."""
+    words = [str(workshop.recipe), "data.order=megatron"]
+    (source,) = answer(command, "inspect", "order", *words)["sources"]
+    end = source["samples_per_epoch"]
+    words += [f"train.for={end} samples", "batch={micro_batch_size: 1, global_batch_size: 1}"]
+    plain = answer(command, "inspect", "sample", words[0], f"0-{end - 1}", *words[1:])
+    blended = answer(command, "inspect", "sample", words[0], f"0-{end - 1}", *words[1:], "data.blend_one_source=true")
+    assert {sample["epoch"] for sample in plain} == {0}
+    assert [one["tokens"] for one in plain] != [one["tokens"] for one in blended]
+    more = f"train.for={math.ceil(end * 1.005)} samples"
+    assert answer(command, "inspect", "sample", words[0], f"0-{end - 1}", *words[1:], more) == blended
 
 
 def test_opening_by_hand_gives_the_same(workshop: Workshop, command: Command) -> None:

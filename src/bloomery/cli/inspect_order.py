@@ -47,14 +47,16 @@ def _text(facts: dict[str, Any]) -> str:
             f"{source['achieved']:>11.6g}  {source['samples_taken']:>12,}  {source['epochs']:>8.3f}  {repeat:>12}"
         )
     for source in facts["sources"]:
-        if documents := source["document_range"]:
-            lines.append(f"{source['source']}: documents in [{documents[0]:,}, {documents[1]:,}) of {source['shard']}")
+        first, last = source["document_range"]
+        lines.append(f"{source['source']}: documents in [{first:,}, {last:,}) of {source['shard']}")
     for number, at in enumerate(facts["sources"][0]["at"]):
         lines += ["", f"before sample {at['samples']:,}:"]
         for source in facts["sources"]:
             here = source["at"][number]
-            lines.append(
-                f"  {source['source']:<{width}}  {here['samples_taken']:,} taken: epoch {here['epoch']}, "
-                f"sample {here['sample_of_epoch']:,} of {source['samples_per_epoch']:,}"
-            )
+            standing = f"{here['epochs']:.3f} epochs, of those that are shuffled together"
+            if here["epoch"] is not None:
+                standing = (
+                    f"epoch {here['epoch']}, sample {here['sample_of_epoch']:,} of {source['samples_per_epoch']:,}"
+                )
+            lines.append(f"  {source['source']:<{width}}  {here['samples_taken']:,} taken: {standing}")
     return "\n".join(lines)

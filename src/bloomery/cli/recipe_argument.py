@@ -7,8 +7,6 @@ import sys
 from collections.abc import Callable, Collection
 from typing import Any
 
-from bloomery.base.errors import Problem, RecipeError
-from bloomery.config.draft import COMMAND_LINE
 from bloomery.sizing.check import CheckedRecipe, load_checked_recipe
 
 
@@ -36,31 +34,17 @@ def load(
     reads: Collection[str] | None = None,
     first: Callable[[dict[str, Any]], None] | None = None,
 ) -> CheckedRecipe:
-    """The checked recipe. `reads`: the sections this command uses, where it is not all of them; overriding any other is
-    an error, not silence. `first`: see config/load.py."""
-    if reads is not None and args.overrides:
-        _refuse_what_is_not_read(args.overrides, reads)
+    """The checked recipe. `reads`: the sections this command uses, where it is not all of them; an override of another
+    is told, not refused, so that all commands may share one list of them. `first`: see config/load.py."""
     checked = load_checked_recipe(args.recipe, args.overrides, first=first)
-    for warning in checked.warnings:
+    idle = [text for text in args.overrides if reads is not None and _section(text) not in reads]
+    for warning in [*checked.warnings, *(_changes_nothing(text, reads or ()) for text in idle)]:
         print(f"bloomery: warning: {warning}", file=sys.stderr)
     return checked
 
 
-def _refuse_what_is_not_read(overrides: list[str], reads: Collection[str]) -> None:
-    from bloomery.config.recipe import Recipe
-
-    problems = [
-        Problem(
-            f"{text!r} would change nothing",
-            f"this command reads only {', '.join(sorted(reads))}",
-            "remove the override",
-            COMMAND_LINE,
-        )
-        for text in overrides
-        if _section(text) in Recipe.model_fields and _section(text) not in reads
-    ]
-    if problems:
-        raise RecipeError(problems)
+def _changes_nothing(override: str, reads: Collection[str]) -> str:
+    return f"{override!r} changes nothing here: this command reads only {', '.join(sorted(reads))}"
 
 
 def _section(override: str) -> str:

@@ -68,7 +68,7 @@ class ModelSection(Section):
 
 class TokenizerSection(Section):
     path: PathText
-    """Folder with a Hugging Face `tokenizer.json`."""
+    """Folder with a Hugging Face `tokenizer.json`, GPT-2's `vocab.json` and `merges.txt`, or BERT's `vocab.txt`."""
 
 
 class SourceSection(Section):
@@ -92,6 +92,8 @@ class MaskingSection(Section):
 class DataSection(Section):
     order: Literal["timeless", "megatron", "bigscience"] = "timeless"
     """How samples are ordered; the latter two repeat another system's order, to continue its runs."""
+    blend_one_source: bool = False
+    """In these two, treat one source like a blend: Megatron does so where it has a weight, `--data-path 1.0 PATH`."""
     train: list[SourceSection] = Field(min_length=1)
     """What is trained on."""
     validation: dict[str, list[SourceSection]] = Field(default_factory=dict)

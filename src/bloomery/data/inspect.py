@@ -110,10 +110,15 @@ def epochs_of(source: SampleSource, taken: int) -> float:
     return source.epochs(taken) if isinstance(source, MegatronSource) else taken / source.num_samples
 
 
-def _standing(source: SampleSource, position: int, taken: int) -> dict[str, int]:
-    """Where a source stands at a position of the run."""
-    epoch, sample = source.place(taken) if isinstance(source, MegatronSource) else divmod(taken, source.num_samples)
-    return {"samples": position, "samples_taken": taken, "epoch": epoch, "sample_of_epoch": sample}
+def _standing(source: SampleSource, position: int, taken: int) -> dict[str, Any]:
+    """Where a source stands at a position of the run; in no epoch where several are shuffled together."""
+    epoch: int | None
+    sample: int | None
+    epoch, sample = divmod(taken, source.num_samples)
+    if isinstance(source, MegatronSource):
+        epoch, sample = (0, taken) if source.shape.epochs == 1 else (None, None)
+    facts = {"samples": position, "samples_taken": taken, "epochs": epochs_of(source, taken)}
+    return {**facts, "epoch": epoch, "sample_of_epoch": sample}
 
 
 def first_position(stream: Stream) -> int:
@@ -121,14 +126,14 @@ def first_position(stream: Stream) -> int:
     return stream.blend.state.first_sample if isinstance(stream.blend, TimelessBlend) else 0
 
 
-def document_range(recipe: Recipe, source: SampleSource, part: Part) -> list[int] | None:
-    """Documents [first, last) of the shard that the source reads; None where its order cuts in its own way."""
+def document_range(recipe: Recipe, source: SampleSource, part: Part) -> list[int]:
+    """Documents [first, last) of the shard that the source reads, at least a sequence of each."""
     assert recipe.data is not None
     shard = cast(Any, source).shard
+    if isinstance(source, MegatronSource):
+        return list(shard.index.documents_of(*source.sequences))
     if recipe.data.split is None:
         return [0, int(shard.num_documents)]
-    if recipe.data.order != "timeless":
-        return None
     return list(part_range(recipe.data.split, part, shard.num_documents, place=f"{shard.prefix}.idx"))
 
 

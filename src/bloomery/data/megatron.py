@@ -56,11 +56,13 @@ class MegatronSource:
         try:
             self._starts = self.shard.index.sequence_starts()
             first, last = part_range(split, part, self.shard.num_sequences, place=f"{prefix}.idx", flavour=flavour)
+            self.sequences = first, last
+            """[first, last) of the shard: these orders cut it there, not between documents."""
             tokens = int(self._starts[last] - self._starts[first])
             if tokens == 0:
                 raise DataError(_no_tokens(prefix, part))
             self.shape = OrderShape.of(flavour, tokens_per_epoch=tokens, seq_length=seq_length, samples=samples)
-            self.index = self._index(cache, first=first, last=last, seed=seed)
+            self.index = self._index(cache, seed=seed)
         except BaseException:
             self.shard.close()
             raise
@@ -78,11 +80,6 @@ class MegatronSource:
     def epochs(self, samples: int) -> float:
         """How often so many samples go through the text, whose end need not be that of a sample."""
         return samples * self.seq_length / self.shape.tokens_per_epoch
-
-    def place(self, samples: int) -> tuple[int, int]:
-        """(epoch, how-manieth of those that begin in it) of the sample behind so many, before the shuffle."""
-        epoch = samples * self.seq_length // self.shape.tokens_per_epoch
-        return epoch, samples - -(-epoch * self.shape.tokens_per_epoch // self.seq_length)
 
     def read(self, ordinals: NDArray[np.int64]) -> Batch:
         """The samples that a run takes from this source at these places."""
@@ -109,7 +106,8 @@ class MegatronSource:
     def close(self) -> None:
         self.shard.close()
 
-    def _index(self, cache: IndexCache, *, first: int, last: int, seed: int) -> SampleIndex:
+    def _index(self, cache: IndexCache, *, seed: int) -> SampleIndex:
+        first, last = self.sequences
         key = {
             "idx": file_checksum(f"{self.shard.prefix}.idx"),
             "sequences": [first, last],

@@ -52,6 +52,7 @@ class MegatronOpening:
         self._flavour: Flavour = flavour
         self._length, self._plan = recipe.train.for_, plan
         self._cache = IndexCache(recipe.data.cache_dir)
+        self._blends_one = recipe.data.blend_one_source
 
     def member_samples(self, sections: Sequence[SourceSection], use: Use) -> list[int]:
         """What each of these sources is asked for."""
@@ -91,8 +92,8 @@ class MegatronOpening:
         )
 
     def _request(self, sections: Sequence[SourceSection], wanted: int) -> BlendRequest | None:
-        """None for one source: it is not blended."""
-        if len(sections) == 1:
+        """None for one source that is not blended."""
+        if len(sections) == 1 and not self._blends_one:
             return None
         return BlendRequest.of(self._flavour, [section.weight for section in sections], wanted)
 

@@ -216,9 +216,22 @@ class _Opening:
             self.warnings.append(without_manifest(bare, "could not be checked"))
         own = self.tokenizer_hash() if self._tokenizer else None
         known = {path: manifest for path, manifest in self._manifests.items() if manifest is not None}
+        self.warnings += self._unlikely(known)
         self.problems += check_alike(
             {path: manifest for path, manifest in known.items() if own in (None, manifest.tokenizer_hash)}
         )
+
+    def _unlikely(self, known: dict[str, ShardManifest]) -> Iterator[str]:
+        """What trains well enough, but is seldom meant."""
+        entries = [self._tokenizer.vocab_size] if self._tokenizer else [each.vocab_size for each in known.values()]
+        rows = self._recipe.model.vocab_size
+        if entries and max(entries) < rows:
+            said = f"model.vocab_size is {rows:,} but the tokenizer has {max(entries):,} entries"
+            yield f"{said}: the others are never trained on. To pad the embedding, use model.vocab_multiple"
+        endless = [path for path, manifest in known.items() if manifest.eod_id is None]
+        if endless and self._recipe.model.family != "bert":
+            said = "holds documents without an end (append_eod: false)"
+            yield f"{first_few(endless)} {said}: each runs into the next, and the model does not learn to stop"
 
     def tokenizer_hash(self) -> str | None:
         """The recipe's tokenizer; without one, what the manifests say, which all say the same."""

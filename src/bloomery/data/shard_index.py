@@ -68,6 +68,11 @@ class ShardIndex:
         document = bisect_right(range(self.num_documents + 1), token, key=self.document_start) - 1
         return document, token - self.document_start(document)
 
+    def documents_of(self, first: int, last: int) -> tuple[int, int]:
+        """[first, last) of the documents that have a sequence in [first, last), of which there is at least one."""
+        begins = self._documents(0, self.num_documents + 1)
+        return int(np.searchsorted(begins, first, "right")) - 1, int(np.searchsorted(begins, last - 1, "right"))
+
     def document_starts(self) -> NDArray[np.int64]:
         """Of every document, and the number of tokens at the end. Stays in memory."""
         if self._whole is None:

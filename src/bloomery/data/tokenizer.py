@@ -12,14 +12,15 @@ import orjson
 
 from bloomery.base.errors import DataError, Problem
 from bloomery.data.tokenizer_files import check_ids, misfit, read_settings, read_tokenizer_json, token_of
-from bloomery.data.tokenizer_spellings import as_saved
+from bloomery.data.tokenizer_spellings import deciding_ids
 
 if TYPE_CHECKING:  # slow to import; `bloomery prepare` begins to load an encoder before it does
     import numpy as np
     from numpy.typing import NDArray
 
 END_OF_DOCUMENT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]")
-"""Special tokens that end a document, the most specific first; without any of them, the folder's `eos_token` does."""
+"""Special tokens that end a document, the most specific first; without any of them, the folder's `eos_token` does. Not
+that one first: a chat tokenizer's ends a turn, `<|im_end|>`, where `<|endoftext|>` ends documents."""
 
 
 class Tokenizer:
@@ -159,11 +160,9 @@ class Tokenizer:
     def content_hash(self) -> str:
         """sha256 of what decides the ids: moving, reformatting, re-saving or exporting the file changes nothing."""
         try:
-            content = as_saved(self.parsed)
+            content = deciding_ids(self.parsed)
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise self._unreadable(error) from error
-        if content["post_processor"] == self.pairs:  # our export's: only transformers applies it
-            content["post_processor"] = None
         return hashlib.sha256(orjson.dumps(content, option=orjson.OPT_SORT_KEYS)).hexdigest()
 
     def encode_batch(self, texts: Sequence[str], *, special_tokens_as_ids: bool = False) -> list[NDArray[np.int64]]:
@@ -187,8 +186,7 @@ class Tokenizer:
 
     @property
     def pairs(self) -> dict[str, Any] | None:
-        """A post-processor that makes `[CLS] A [SEP] B [SEP]` with token types 0 and 1. Not the TemplateProcessing that
-        BERT's own files have: the hash must tell the export's from a file of others."""
+        """A post-processor that makes `[CLS] A [SEP] B [SEP]` with token types 0 and 1."""
         special = self.special_tokens
         if not {"[CLS]", "[SEP]"} <= set(special):
             return None

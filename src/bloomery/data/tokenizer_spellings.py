@@ -11,11 +11,6 @@ from typing import Any
 
 import orjson
 
-_TOP: dict[str, Any] = {
-    "version": "1.0",
-    **dict.fromkeys(("normalizer", "pre_tokenizer", "post_processor", "decoder")),
-    "added_tokens": [],
-}
 _MODELS: dict[str, dict[str, Any]] = {
     "BPE": {
         **dict.fromkeys(("dropout", "unk_token", "continuing_subword_prefix", "end_of_word_suffix")),
@@ -31,22 +26,20 @@ _PARTS: dict[str, dict[str, Any]] = {
     "BertNormalizer": {"strip_accents": None},
 }
 """What older files leave out."""
-_OLD_KEYS = {"Metaspace": ("add_prefix_space", "str_rep")}
-"""What newer ones no longer have; nothing of it decides ids."""
-_LISTS = ("normalizers", "pretokenizers", "processors", "decoders")
+_OTHER_KEYS = {"Metaspace": ("add_prefix_space", "str_rep"), "ByteLevel": ("trim_offsets",)}
+"""What newer ones no longer have, or what only decides where in a text a token stands."""
+_LISTS = ("normalizers", "pretokenizers")
 
 
-def as_saved(parsed: dict[str, Any]) -> dict[str, Any]:
-    """The content of a tokenizer.json as the library would save it, less what does not decide ids; for orjson to write.
-    Shares what it does not change with `parsed`."""
-    content = {**_TOP, **parsed}
-    for key in ("truncation", "padding"):
-        content.pop(key, None)
-    content["model"] = _model(content["model"])
-    content["added_tokens"] = sorted(content["added_tokens"] or [], key=lambda token: token["id"])
-    for key in ("normalizer", "pre_tokenizer", "post_processor", "decoder"):
-        content[key] = _part(content[key])
-    return content
+def deciding_ids(parsed: dict[str, Any]) -> dict[str, Any]:
+    """Of the content of a tokenizer.json what decides ids, as the library would save it; for orjson to write. Not how a
+    text is made from ids, nor what is put around it. Shares what it does not change with `parsed`."""
+    return {
+        "added_tokens": sorted(parsed.get("added_tokens") or [], key=lambda token: token["id"]),
+        "normalizer": _part(parsed.get("normalizer")),
+        "pre_tokenizer": _part(parsed.get("pre_tokenizer")),
+        "model": _model(parsed["model"]),
+    }
 
 
 def _model(model: dict[str, Any]) -> dict[str, Any]:
@@ -58,29 +51,29 @@ def _model(model: dict[str, Any]) -> dict[str, Any]:
         merges = model.get("merges") or []
         if merges and isinstance(merges[0], str):  # as before tokenizers 0.20; never mixed
             model["merges"] = orjson.Fragment(_as_pairs(merges))
-        if model["dropout"] is not None:
-            model["dropout"] = float(model["dropout"])
+        for name in ("dropout", "continuing_subword_prefix", "end_of_word_suffix"):
+            model[name] = model[name] or None  # 0.0 and "" say the same as nothing
     elif {*map(type, map(itemgetter(1), model["vocab"]))} != {float}:
         model["vocab"] = [[token, float(score)] for token, score in model["vocab"]]
     return model
 
 
 def _as_pairs(merges: list[str]) -> bytes:
-    """The JSON of [["a", "b"], ...] for ["a b", ...]. As text, because 50,000 small lists would take 40 ms to make; a
-    quote inside a string has a backslash before it, so what is replaced stands only between strings."""
-    return b"[" + orjson.dumps(merges).replace(b'","', b'"],["').replace(b" ", b'","') + b"]"
+    """The JSON of [["a", "b"], ...] for ["a b", ...]. As text, because 50,000 small lists would take 40 ms to make. No
+    token of this form has a space in it, and JSON puts none into a string."""
+    return b"[[" + orjson.dumps("  ".join(merges)).replace(b"  ", b'"],["').replace(b" ", b'","') + b"]]"
 
 
 def _part(part: Any) -> Any:
-    """A normalizer, pre-tokenizer, post-processor or decoder, and those inside it."""
+    """A normalizer or pre-tokenizer, and those inside it."""
     if not isinstance(part, dict):
         return part
     kind = part.get("type")
     if kind in _PARTS and not (kind == "ByteLevel" and set(part) == {"type"}):  # the normalizer has no options
         part = {**_PARTS[kind], **part}
-    old = _OLD_KEYS.get(str(kind), ())
+    others = _OTHER_KEYS.get(str(kind), ())
     return {
         key: [_part(one) for one in value] if key in _LISTS and isinstance(value, list) else value
         for key, value in part.items()
-        if key not in old
+        if key not in others
     }

@@ -197,6 +197,13 @@ def samples(recipe: Recipe, draft: Draft) -> Iterator[Finding]:
     if recipe.data is None:
         return
     family, data = recipe.model.family, recipe.data
+    if data.blend_one_source and data.order == "timeless":
+        yield Finding(
+            ("data.blend_one_source", "data.order"),
+            "data.blend_one_source is true but data.order is timeless",
+            "only the orders of other systems know the difference, so it would be ignored",
+            "set it back to false, or use the order of the run to be continued",
+        )
     if family == "bert":
         yield from _masked_samples(recipe, data)
     elif data.masking is not None:

@@ -84,7 +84,7 @@ CONTRACT = (
         "the architecture, and how its weights began",
     ),
     Rule(("tokenizer",), "fixed", "compared by content: it may move to another path"),
-    Rule(("seed", "data.order", "data.split"), "fixed", "which samples come when"),
+    Rule(("seed", "data.order", "data.blend_one_source", "data.split"), "fixed", "which samples come when"),
     Rule(
         ("data.mask_documents", "data.reset_positions", "data.eod_loss", "data.masking"),
         "fixed",
