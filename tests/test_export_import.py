@@ -18,6 +18,7 @@ from bloomery.checkpoint import export as exporting
 from bloomery.checkpoint.export import export_checkpoint
 from bloomery.checkpoint.hf.configs import model_section
 from bloomery.checkpoint.hf.maps import hf_config
+from bloomery.checkpoint.hf.proof import logits_difference
 from bloomery.checkpoint.import_hf import read_model
 from bloomery.config.load import load_recipe
 from bloomery.config.recipe import ModelSection
@@ -34,6 +35,16 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return small_tokenizer(tmp_path_factory.mktemp("tokenizer"))
 
 
+def test_the_proof_of_bert_knows_both_heads(tmp_path: Path, tokenizer: Path, command: Command) -> None:
+    checkpoint = checkpoint_of(CASES["bert"], tmp_path / "run", tokenizer)
+    assert command("export", str(checkpoint), str(tmp_path / "hf"))[0] == 0
+    assert logits_difference(checkpoint, tmp_path / "hf") < 1e-4
+    weights = load_file(tmp_path / "hf" / "model.safetensors")
+    weights["cls.seq_relationship.bias"] += 1
+    save_file(weights, tmp_path / "hf" / "model.safetensors", {"format": "pt"})
+    assert logits_difference(checkpoint, tmp_path / "hf") == pytest.approx(1, abs=1e-4)
+
+
 @pytest.mark.parametrize("config", CASES.values(), ids=CASES.keys())
 def test_export_proves_itself_and_export_import_export_is_bit_equal(
     config: ModelSection, tmp_path: Path, tokenizer: Path, command: Command
@@ -43,7 +54,8 @@ def test_export_proves_itself_and_export_import_export_is_bit_equal(
     code, out, err = command("export", str(checkpoint), str(first))
     assert code == 0, err
     assert "proof: largest logit difference" in out
-    assert "greedy continuations equal for 5 of 5 prompts" in out
+    compared = "likeliest tokens" if config.family == "bert" else "greedy continuations"
+    assert f"{compared} equal for 5 of 5 prompts" in out
     proof = json.loads((first / "export-proof.json").read_text())
     assert proof["proven"]
     assert proof["max_logit_difference"] <= 1e-4

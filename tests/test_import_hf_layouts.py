@@ -104,7 +104,7 @@ def test_an_untied_bert_is_exported_with_both_biases(tmp_path: Path, command: Co
     checkpoint = checkpoint_of(config, tmp_path / "run", small_tokenizer(tmp_path / "tokenizer"))
     code, out, err = command("export", str(checkpoint), str(tmp_path / "hf"))
     assert code == 0, err
-    assert "greedy continuations equal for 5 of 5 prompts" in out
+    assert "likeliest tokens equal for 5 of 5 prompts" in out
 
 
 # ---------------------------------------------------------------- names and buffers

@@ -38,6 +38,8 @@ class Proof:
     sequences: int = 0
     greedy_equal: int = 0
     """Prompts that both continue alike, token by token."""
+    compared: str = "greedy continuations"
+    """Of the prompts; bert continues nothing."""
     prompts: list[dict[str, str]] = field(default_factory=list)
 
     def to_json(self) -> dict[str, Any]:
@@ -49,7 +51,7 @@ class Proof:
         rounding = f", rounding changed them by {self.rounding_difference:.1e}" if self.rounding_difference else ""
         return (
             f"proof: largest logit difference {self.max_logit_difference:.1e} on {self.sequences} sequences{rounding}; "
-            f"greedy continuations equal for {self.greedy_equal} of {len(self.prompts)} prompts"
+            f"{self.compared} equal for {self.greedy_equal} of {len(self.prompts)} prompts"
         )
 
 
@@ -68,15 +70,15 @@ def prove(checkpoint: Path, exported: Path, tokenizer: Tokenizer, dtype: torch.d
     random = torch.Generator().manual_seed(0)
     full = torch.randint(recipe.model.vocab_size, (1, recipe.model.seq_length), generator=random)
     sequences = [full, *(tokens for _, tokens in prompts)]
-    before = [_ours(model, recipe, tokens) for tokens in sequences] if dtype != torch.float32 else []
+    before = [head for tokens in sequences for head in _ours(model, recipe, tokens)] if dtype != torch.float32 else []
     for parameter in model.parameters():
         parameter.copy_(parameter.to(dtype).to(torch.float32))
-    ours = [_ours(model, recipe, tokens) for tokens in sequences]
+    ours = [head for tokens in sequences for head in _ours(model, recipe, tokens)]
     if not all(bool(logits.isfinite().all()) for logits in ours):
         what = "the model of this checkpoint computes logits that are not finite, though its weights are"
         rule = "it has diverged, and there is nothing to compare"
         raise DataError(Problem(what, rule, "export an earlier checkpoint; --no-proof exports this one as it is"))
-    others = [_theirs(theirs, recipe, tokens) for tokens in sequences]
+    others = [head for tokens in sequences for head in _theirs(theirs, recipe, tokens)]
     difference = _largest(ours, others)
     limit = LIMIT * max(1.0, max(float(logits.abs().max()) for logits in ours))
     proof = Proof(
@@ -87,6 +89,8 @@ def prove(checkpoint: Path, exported: Path, tokenizer: Tokenizer, dtype: torch.d
         rounding_difference=_largest(before, ours) if before else None,
         sequences=len(sequences),
     )
+    if recipe.model.family == "bert":
+        proof.compared = "likeliest tokens"
     for text, tokens in prompts:
         a, b = _continued(model, theirs, recipe, tokenizer, tokens)
         proof.greedy_equal += a == b
@@ -104,7 +108,7 @@ def logits_difference(checkpoint: Path, exported: Path) -> float:
     random = torch.Generator().manual_seed(0)
     tokens = torch.randint(recipe.model.vocab_size, (1, recipe.model.seq_length), generator=random)
     with torch.no_grad():
-        return _largest([_ours(model, recipe, tokens)], [_theirs(_their_model(recipe, exported), recipe, tokens)])
+        return _largest(_ours(model, recipe, tokens), _theirs(_their_model(recipe, exported), recipe, tokens))
 
 
 def _their_model(recipe: Recipe, exported: Path) -> Any:
@@ -116,16 +120,16 @@ def _their_model(recipe: Recipe, exported: Path) -> Any:
     return kind.from_pretrained(exported, dtype=torch.float32).eval()
 
 
-def _ours(model: nn.Module, recipe: Recipe, tokens: Tensor) -> Tensor:
+def _ours(model: nn.Module, recipe: Recipe, tokens: Tensor) -> list[Tensor]:
+    """The logits of each head: bert has a second one, for the order of sentences."""
     made = model(tokens)
-    logits: Tensor = made[0] if recipe.model.family == "bert" else made
-    return logits[..., : recipe.model.vocab_size]
+    logits, *others = made if recipe.model.family == "bert" else [made]
+    return [logits[..., : recipe.model.vocab_size], *others]
 
 
-def _theirs(model: Any, recipe: Recipe, tokens: Tensor) -> Tensor:
+def _theirs(model: Any, recipe: Recipe, tokens: Tensor) -> list[Tensor]:
     made = model(tokens)
-    logits: Tensor = made.prediction_logits if recipe.model.family == "bert" else made.logits
-    return logits
+    return [made.prediction_logits, made.seq_relationship_logits] if recipe.model.family == "bert" else [made.logits]
 
 
 def _largest(left: list[Tensor], right: list[Tensor]) -> float:
@@ -144,9 +148,8 @@ def _continued(
 ) -> tuple[list[int], list[int]]:
     """What each makes of a prompt: the likeliest next tokens, or for bert the likeliest token at each place."""
     if recipe.model.family == "bert":
-        return _ours(model, recipe, tokens)[0].argmax(-1).tolist(), _theirs(theirs, recipe, tokens)[0].argmax(
-            -1
-        ).tolist()
+        logits = _ours(model, recipe, tokens)[0], _theirs(theirs, recipe, tokens)[0]
+        return logits[0][0].argmax(-1).tolist(), logits[1][0].argmax(-1).tolist()
     sizes = {"vocab_size": recipe.model.vocab_size, "seq_length": recipe.model.seq_length}
     count = min(_NEW_TOKENS, recipe.model.seq_length - tokens.shape[1])
     if count < 1:
