@@ -46,6 +46,21 @@ class Liar(HuggingFace):
         return ids, lengths
 
 
+class Panic(BaseException):
+    """As pyo3 raises for a panic of Rust."""
+
+
+class Fails(HuggingFace):
+    """Right for the texts of the first check, an error for one that comes later."""
+
+    fails_for, error = "", Panic()
+
+    def encode(self, texts):
+        if self.fails_for in texts:
+            raise self.error
+        return super().encode(texts)
+
+
 class AlwaysWrong(HuggingFace):
     def encode(self, texts):
         ids, lengths = super().encode(texts)
@@ -64,7 +79,7 @@ class Hangs(HuggingFace):
 
 class Refuses:
     def __init__(self, tokenizer, as_ids):
-        raise ValueError("no such pre-tokenizer\nmore")
+        raise ValueError(f"no such pre-tokenizer{' but_these' * 20}\nmore")
 
 
 class Absent:
@@ -139,7 +154,7 @@ def test_those_that_are_absent_refuse_or_differ_are_passed_over_with_the_reason(
     chosen = choose(tokenizer)
     assert chosen.name.startswith("tokenizers ")
     assert chosen.refused["one"] == "it is not installed"
-    assert chosen.refused["two"] == "it cannot read this tokenizer: no such pre-tokenizer"
+    assert chosen.refused["two"] == f"it cannot read this tokenizer: no such pre-tokenizer{' but_these' * 9} ..."
     assert chosen.refused["three"].startswith("it gives other ids for ")
 
 
@@ -187,6 +202,38 @@ def test_an_encoder_that_lies_later_is_given_up_and_its_work_done_again(corpus, 
     assert result.manifest.encoder.startswith("tokenizers ")
     assert result.notes[0].startswith("liar ? was given up in the middle of the work: it gives other ids for '330 ")
     assert not list(tmp_path.glob("x.parts*"))
+
+
+@pytest.mark.parametrize(
+    ("error", "why"),
+    [
+        (RuntimeError(f"no such {'pair ' * 40}\nmore"), f"no such {'pair ' * 21}..."),
+        (KeyError(), "KeyError"),
+        (Panic("overflow"), "overflow"),
+    ],
+)
+def test_an_encoder_that_fails_later_is_given_up_and_its_work_done_again(corpus, tokenizer, monkeypatch, error, why):
+    monkeypatch.setattr("bloomery.prepare.run.SAMPLE_DOCUMENTS", 5)
+    monkeypatch.setattr(encoder, "FAST", {})
+    make(tokenizer, output="right")
+    monkeypatch.setattr(Fails, "fails_for", corpus[330])
+    monkeypatch.setattr(Fails, "error", error)
+    monkeypatch.setattr(encoder, "FAST", {"fast": Fails})
+    result = make(tokenizer, workers=2)
+    assert shard_bytes() == shard_bytes("right")
+    assert result.manifest.encoder.startswith("tokenizers ")
+    assert result.notes[0] == f"fast ? was given up in the middle of the work: it fails: {why}"
+    assert "not fast: it gave wrong ids, or failed, earlier in this work" in result.notes
+
+
+def test_a_reference_that_fails_is_an_error(corpus, tokenizer, monkeypatch):
+    monkeypatch.setattr("bloomery.prepare.run.SAMPLE_DOCUMENTS", 5)
+    monkeypatch.setattr(encoder, "FAST", {})
+    monkeypatch.setattr(encoder, "HuggingFace", Fails)
+    monkeypatch.setattr(Fails, "fails_for", corpus[330])
+    monkeypatch.setattr(Fails, "error", RuntimeError("no such pair"))
+    with pytest.raises(RuntimeError, match="no such pair"):
+        make(tokenizer)
 
 
 def test_a_tokenizer_with_dropout_is_refused(corpus, tokenizer):
