@@ -211,7 +211,7 @@ def find_local(
     made = made or Made()
     try:
         for path in [source] if os.path.lexists(source) else _matches(source, made):
-            if _is_folder(path):
+            if _is_folder(path, made):
                 below = [entry for entry in _walk(path, made, skip) if not entry.is_folder]
                 inner = sorted((entry.path, entry.real) for entry in below if wanted(os.path.basename(entry.path)))
             else:
@@ -252,8 +252,14 @@ def _walk(folder: str, made: Made, skip: frozenset[str] = frozenset()) -> Iterat
         entered.add(here.real)
         yield here
         for name in made.names_in(here.real):
-            if name[0] != ".":
-                yield _Entry(os.path.join(here.path, name), os.path.join(here.real, name), False)
+            real = os.path.join(here.real, name)
+            inner = _Entry(os.path.join(here.path, name), real, made.is_new_folder(real))
+            if name[0] != "." and inner.is_folder:
+                waiting.append(inner)
+            elif name[0] != ".":
+                yield inner
+        if made.is_new_folder(here.real):
+            continue
         with os.scandir(here.path or ".") as listing:
             entries = sorted((entry for entry in listing if entry.name[0] != "."), key=lambda entry: entry.name)
         for entry in reversed(entries):
@@ -271,35 +277,40 @@ def _matches(pattern: str, made: Made) -> list[str]:
     paths = ["/" if pattern.startswith("/") else ""]
     for segment in filter(None, pattern.split("/")):
         if segment == "**":
-            folders = [path for path in paths if _is_folder(path)]
+            folders = [path for path in paths if _is_folder(path, made)]
             paths = [entry.path for path in folders for entry in _walk(path, made) if entry.is_folder]
         elif has_magic(segment):
             matches, hidden = re.compile(translate(segment)).match, segment[0] == "."
             paths = [
                 os.path.join(path, name)
                 for path in paths
-                if _is_folder(path)
-                for name in (*os.listdir(path or "."), *made.names_at(path))
+                if _is_folder(path, made)
+                for name in _names_in(path, made)
                 if matches(name) and (hidden or name[0] != ".")
             ]
         else:
-            paths = [path for path in (os.path.join(path, segment) for path in paths) if _is_there(path)]
-    return sorted({path for path in paths if not pattern.endswith("/") or _is_folder(path)})
+            paths = [path for path in (os.path.join(path, segment) for path in paths) if _is_there(path, made)]
+    return sorted({path for path in paths if not pattern.endswith("/") or _is_folder(path, made)})
 
 
-def _is_folder(path: str) -> bool:
+def _names_in(folder: str, made: Made) -> list[str]:
+    there = [] if made.is_new_folder(os.path.realpath(folder)) else os.listdir(folder or ".")
+    return [*there, *made.names_at(folder)]
+
+
+def _is_folder(path: str, made: Made) -> bool:
     """OSError where that cannot be told."""
     try:
         return stat.S_ISDIR(os.stat(path or ".").st_mode)
     except (FileNotFoundError, NotADirectoryError):
-        return False
+        return made.is_new_folder(os.path.realpath(path))
 
 
-def _is_there(path: str) -> bool:
+def _is_there(path: str, made: Made) -> bool:
     try:
         os.lstat(path)
     except (FileNotFoundError, NotADirectoryError):
-        return False
+        return os.path.basename(path) in made.names_at(os.path.dirname(path))
     return True
 
 
