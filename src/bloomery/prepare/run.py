@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from bloomery.base.errors import BloomeryError, DataError, Problem, StorageError
+from bloomery.base.errors import BloomeryError, DataError, Problem, StorageError, first_few
 from bloomery.base.storage import publish, writing, written_to
 from bloomery.config.recipe import PrepareSection
 from bloomery.data.manifest import ShardManifest, SourceCount, manifest_path
@@ -306,7 +306,8 @@ class Preparation:
             reasons = ", ".join(f"{count} {reason}" for reason, count in dropped.items() if count)
             raise DataError(
                 Problem(
-                    what="the sources hold no text" if not reasons else f"no document is left ({reasons})",
+                    what=(f"no document is left ({reasons})" if reasons else "the sources hold no text")
+                    + "".join(f"; {note}" for note in self._without_bytes()),
                     rule="a shard needs at least one document",
                     remedy="correct prepare.sources or the filters",
                     place=self._section.output,
@@ -352,13 +353,17 @@ class Preparation:
             SourceCount(name, *map(int, row)) for name, row in zip(self._section.sources, totals, strict=True)
         )
         self._notes += [f"the source '{source.name}' gave no document" for source in sources if not source.documents]
-        if empty := sum(not file.size for file in self._files):
-            self._notes.append(f"{empty} of {len(self._files)} files have no bytes")
+        self._notes += self._without_bytes()
         if whole := sum(file.is_json_text for file in self._files):
             self._notes.append(
                 f"{whole} .json files were taken for one text each: lines of JSON need the ending .jsonl"
             )
         return sources, dropped
+
+    def _without_bytes(self) -> list[str]:
+        """A note, or none."""
+        empty = [file.name for file in self._files if not file.size]
+        return [f"{len(empty)} of {len(self._files)} files have no bytes: {first_few(empty)}"] if empty else []
 
 
 def _missing(units: Sequence[Unit], n: int, output: str, folder: PartFolder) -> DataError:

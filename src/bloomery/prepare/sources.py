@@ -114,6 +114,8 @@ def find_files(sources: Sequence[str], *, made: Sequence[str] = ()) -> list[Inpu
                 "paths are relative to the working directory"
             )
             remedy = "correct the path in prepare.sources, or put the text there"
+            if source.startswith("~"):
+                remedy = "write the folder in full: `~` is not expanded in recipes"
             problems.append(Problem(f"the source {source!r} matches no file", rule, remedy, source))
         twice = [file for file in found if owners.setdefault(file.real, number) != number]
         if twice:
@@ -121,11 +123,19 @@ def find_files(sources: Sequence[str], *, made: Sequence[str] = ()) -> list[Inpu
             what = f"is in the source {source!r} and in {sources[owners[twice[0].real]]!r}{more}"
             remedy = "leave it out of one; to train more often on a text, give a shard of its own a `weight`"
             problems.append(Problem(what, "each file counts once", remedy, twice[0].name))
-        problems += [problem for file in found for problem in packing_problem(file.name)]
+        problems += [problem for file in found for problem in packing_problem(file.name) or _cut_off(file)]
         files += [InputFile(number, len(files) + index, *file[:-1]) for index, file in enumerate(found)]
     if problems:
         raise DataError(problems)
     return files
+
+
+def _cut_off(file: _Found) -> list[Problem]:
+    """For a file without bytes that would have some even without a document."""
+    if file.size or not (compression_of(file.name) or kind_of(file.name) == "parquet"):
+        return []
+    what, rule = "has no bytes", "a packed or .parquet file has some even if it holds nothing, so this one was cut off"
+    return [Problem(what, rule, "copy or download it again, or leave it out of the sources", file.name)]
 
 
 def open_input(file: InputFile) -> IO[bytes]:
@@ -226,7 +236,13 @@ def find_local(
 
 
 def _facts(path: str, real: str) -> LocalFile:
-    facts = os.stat(path)
+    try:
+        facts = os.stat(path)
+    except FileNotFoundError:
+        if not os.path.islink(path):
+            raise
+        what, rule = f"is a link to nothing: there is no {real}", "a link stands for a file"
+        raise DataError(Problem(what, rule, "mend the link, or remove it", path)) from None
     if not stat.S_ISREG(facts.st_mode):
         what, rule = "is no regular file", "a pipe, a socket or a device has no content that stays"
         raise DataError(Problem(what, rule, "remove it, or name the files with a glob such as 'folder/**/*.py'", path))
