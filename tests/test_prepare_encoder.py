@@ -1,21 +1,24 @@
 """Encoders: a fast one is taken only where it agrees with Hugging Face's tokenizers, and given up when it stops."""
 
+import gzip
 import json
 import os
 import signal
 import time
 from itertools import product
+from pathlib import Path
 
 import numpy as np
 import pytest
 import tokenizers
+import zstandard
 
 from bloomery.base.errors import DataError
 from bloomery.data.tokenizer import Tokenizer
 from bloomery.prepare import encoder
 from bloomery.prepare.encoder import NASTY, Fastokens, Gigatoken, HuggingFace, Judge, choose_encoder
 from bloomery.prepare.pool import Pool
-from prepare_samples import make, make_texts, make_tokenizer, shard_bytes, small_units, write_jsonl
+from prepare_samples import jsonl, make, make_texts, make_tokenizer, shard_bytes, small_units, write_jsonl
 
 
 @pytest.fixture(scope="module")
@@ -279,7 +282,7 @@ def test_no_model_lets_a_text_forge_an_end_of_document(tmp_path, monkeypatch, ki
     assert tokenizer.unknown_id == 0
     write_jsonl(tmp_path / "corpus" / "a.jsonl", ["the fox sees", "what the <unk> sees", "the fox </s> sees"])
     with pytest.raises(
-        DataError, match=r"a.jsonl:byte 7\d: has a text that gives the special token 1; it begins 'the fox </s> sees'"
+        DataError, match=r"a.jsonl:3: has a text that gives the special token 1; it begins 'the fox </s> sees'"
     ):
         make(tokenizer)
     manifest = make(tokenizer, bad_records="skip").manifest
@@ -289,6 +292,35 @@ def test_no_model_lets_a_text_forge_an_end_of_document(tmp_path, monkeypatch, ki
     write_jsonl(tmp_path / "corpus" / "a.jsonl", ["the </s> fox"])
     with pytest.raises(DataError, match="forge an end"):
         make(tokenizer, append_eod=False)
+
+
+@pytest.mark.parametrize(
+    ("name", "place"),
+    [
+        ("a.jsonl", ":1901"),
+        ("a.jsonl.gz", ":1901"),
+        ("a.jsonl.zst", ":1901"),
+        ("a.parquet", ":row 1900"),
+        ("a.txt", ""),
+    ],
+)
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_text_that_forges_an_end_is_named_by_its_line_or_row(tmp_path, monkeypatch, name, place, workers):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("bloomery.prepare.units._SMALLEST_UNIT_BYTES", 6000)
+    monkeypatch.setattr("bloomery.prepare.read.BLOCK_BYTES", 2000)
+    texts = ["the fox sees"] * 1899 + ["the fox </s> sees"] + ["the fox sees"] * 50
+    if name == "a.parquet":
+        arrow = pytest.importorskip("pyarrow")
+        pytest.importorskip("pyarrow.parquet").write_table(arrow.table({"text": texts}), name)
+    elif name == "a.txt":
+        (tmp_path / name).write_text("\n".join(texts))
+    else:
+        lines = b"\n" + jsonl(texts)
+        pack = {".gz": gzip.compress, ".zst": zstandard.compress}.get(Path(name).suffix, bytes)
+        (tmp_path / name).write_bytes(pack(lines))
+    with pytest.raises(DataError, match=rf"^{name}{place}: has a text that gives the special token 1"):
+        make(forging("words"), sources=[name], workers=workers)
 
 
 def test_an_end_that_only_an_odd_text_gives_is_found_too(tmp_path, monkeypatch):

@@ -16,7 +16,7 @@ from bloomery.prepare.encoder import RECHECK_BYTES, RECHECK_EVERY, Chosen, in_sh
 from bloomery.prepare.parts import BAD, DUPLICATE, EMPTY, LONG, SHORT, Part, PartFolder, PartWriter
 from bloomery.prepare.pool import Report
 from bloomery.prepare.ragged import gather, sums
-from bloomery.prepare.read import Block, UnitReader, hash_piece
+from bloomery.prepare.read import Block, UnitReader, hash_piece, place_of
 from bloomery.prepare.units import Unit
 
 _FORMAT = 3
@@ -181,13 +181,12 @@ class _Work:
             first = int(np.argmax(forged))
             number, offset = map(int, np.concatenate(block.places)[first])
             file = next(piece.file for piece in self._unit.pieces if piece.file.number == number)
-            where = {"text": "", "parquet": f":row {offset + 1}"}.get(file.kind, f":byte {offset}")
             what = f"has a text that gives the special token {ids[places[0]]}; it begins {block.texts[first]!r:.60}"
             rule = "this tokenizer's model takes the text of a special token for it, so documents could forge an end"
             remedy = (
                 "leave them out with `bad_records: skip`, allow it with `special_tokens: as_ids`, or use another one"
             )
-            raise DataError(Problem(what, rule, remedy, f"{file.name}{where}"))
+            raise DataError(Problem(what, rule, remedy, place_of(file, offset)))
         return forged
 
     def _judge(
