@@ -276,9 +276,19 @@ def falsified(path: Path, **fields) -> None:
         ("x.origins", lambda path: path.write_bytes(b"\0" * path.stat().st_size), "x.origins is missing, or names"),
         ("x.origins", Path.unlink, "x.origins is missing, or names"),
         ("x.manifest.json", lambda path: falsified(path, vocab_size=299), "its vocab_size is 299 where .* be 300"),
-        ("x.manifest.json", lambda path: falsified(path, dropped={}), "its dropped is {} where now"),
+        (
+            "x.manifest.json",
+            lambda path: falsified(path, dropped={}),
+            "its dropped.empty is missing where now it would be 61",
+        ),
         ("x.manifest.json", lambda path: falsified(path, append_eod=True), "its append_eod is True where"),
         ("x.manifest.json", lambda path: falsified(path, sequences=1), "its sequences is 1 where"),
+        ("x.manifest.json", lambda path: falsified(path, sources=[]), "its sources are none where .* be 'corpus'"),
+        (
+            "x.manifest.json",
+            lambda path: falsified(path, sources=[{"name": "corpus", "documents": 939, "tokens": 1, "bytes": 1}]),
+            r"x: its source 'corpus' has 1 tokens where now it would have \d+\.",
+        ),
     ],
 )
 def test_verify_compares_all_that_is_written(many, tokenizer, tmp_path, name, damage, message):
