@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import base64
 import email.utils
+import gzip
 import hashlib
 import json
 import os
@@ -45,6 +47,9 @@ class Server(ThreadingHTTPServer):
         self.mischief: dict[str, list[Any]] = {}
         self.requests: list[tuple[str, str | None]] = []
         """(name, Range header) of every request."""
+        self.login = ""
+        self.logins: list[str | None] = []
+        """The Authorization header that is asked for, if any, and that of every request."""
         self.times: list[float] = []
 
     def add(self, name: str, size: int = 5000, *mischief: Any) -> dict[str, Any]:
@@ -69,7 +74,11 @@ class Handler(BaseHTTPRequestHandler):
         name, asked = self.path.lstrip("/").partition("?")[0], self.headers.get("Range")
         self.server.requests.append((name, asked))
         self.server.times.append(time.monotonic())
+        self.server.logins.append(self.headers.get("Authorization"))
         self.close_connection = True
+        if self.server.login and self.server.logins[-1] != self.server.login:
+            self.answer(401)
+            return
         if name not in self.server.contents:
             self.answer(404)
             return
@@ -85,6 +94,8 @@ class Handler(BaseHTTPRequestHandler):
             self.answer(details[0], **(details[1] if len(details) > 1 else {}))
         elif what == "redirect":
             self.answer(302, Location=details[0] if ":" in details[0] else f"/{details[0]}")
+        elif what == "packed":
+            self.answer(200, gzip.compress(content, mtime=0), Content_Encoding=details[0])
         elif what == "wrong content":
             self.send(bytes(len(content)), 0)
         elif what == "other file":
@@ -345,6 +356,41 @@ def test_a_length_that_nobody_knows_is_no_success(tmp_path: Path, server: Server
     entry = server.add("a.bin", 100, ("no length",))
     (failure,) = get(tmp_path, [{"url": entry["url"]}]).failures
     assert "does not say how long it is" in failure.reason
+
+
+def test_user_and_password_of_a_url_go_to_its_host_alone(tmp_path: Path, server: Server) -> None:
+    server.login = f"Basic {base64.b64encode(b'me:se@cr:et').decode()}"
+    with Server() as other:
+        threading.Thread(target=other.serve_forever, args=(0.02,), daemon=True).start()
+        there = other.add("c")
+        entries = [server.add("a"), there | {"url": server.add("b", 0, ("redirect", there["url"]))["url"]}]
+        for entry in entries:
+            entry["url"] = entry["url"].replace("127.0.0.1", "me:se%40cr%3aet@127.0.0.1")
+        result = get(tmp_path, entries)
+        other.shutdown()
+    assert not result.failures
+    assert (tmp_path / "out" / "a").read_bytes() == server.contents["a"]
+    assert (server.logins, other.logins) == ([server.login] * 2, [None])
+    wrong = get(tmp_path, [server.add("d") | {"url": f"http://me:guess@127.0.0.1:{server.server_port}/d"}]).failures
+    assert [(failed.url, failed.reason) for failed in wrong] == [
+        (f"http://127.0.0.1:{server.server_port}/d", "the server answers 401 Unauthorized")
+    ]
+    kept = b"".join(path.read_bytes() for path in (tmp_path / "out").iterdir())
+    assert not [secret for secret in (b"se%40cr", b"se@cr", b"guess") if secret in kept]
+
+
+@pytest.mark.parametrize("coding", ["gzip", "GZIP", "br"])
+def test_what_the_server_packs_unasked_is_no_success(tmp_path: Path, server: Server, coding: str) -> None:
+    entry = server.add("a", 5000, *[("packed", coding)] * 3)
+    packed = gzip.compress(server.contents["a"], mtime=0)
+    for size in ({}, {"size": len(packed)}):
+        (failed,) = get(tmp_path, [{"url": entry["url"], **size}]).failures
+        assert f"packs it on the way (Content-Encoding: {coding.lower()}), though it was asked not to" in failed.reason
+        assert not (tmp_path / "out" / "a").exists()
+    proven = {"url": entry["url"], "sha256": hashlib.sha256(packed).hexdigest()}
+    assert not get(tmp_path, [proven]).failures, "a checksum says that these bytes are meant"
+    server.mischief["a"] = [("packed", "identity")]
+    assert not get(tmp_path, [{"url": entry["url"], "path": "b"}]).failures
 
 
 def test_no_server_at_all(tmp_path: Path) -> None:

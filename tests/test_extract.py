@@ -322,7 +322,7 @@ def test_lines_longer_than_any_buffer(tmp_path: Path) -> None:
         (["raw", "--chunks", "0"], 2, "is not a whole number"),
         (["raw", "--chunks", "²"], 2, "is not a whole number"),
         (["raw", "--unit", "٣/4"], 2, "is not a unit such as"),
-        (["raw", "--output", "raw"], 3, "lie in the output folder"),
+        (["raw", "--output", "raw"], 3, "reaches it"),
         (["raw", "--output", "other"], 3, "holds 1 chunk(s) of another extraction"),
         (["raw", "--output", "strange"], 3, "manifest.json: is not from `bloomery extract`"),
         (["raw", "--output", "note.txt"], 5, "cannot write note.txt"),
@@ -347,6 +347,49 @@ def test_what_cannot_be_done_is_refused(
     ended, _, err = command("extract", *words, *defaults)
     assert ended == code, err
     assert message in err
+
+
+@pytest.mark.parametrize(
+    ("source", "output"),
+    [
+        ("raw", "raw"),
+        ("raw", "raw/deep"),
+        ("raw", "raw/new/er"),
+        ("link", "raw/new"),
+        ("raw/*", "raw/new"),
+        ("raw/*.jsonl", "raw"),
+        ("raw/**/*.jsonl", "raw/new/er"),
+        ("raw/new/*.jsonl", "raw/new"),
+        ("raw/*/chunk-*", "link/deep"),
+    ],
+)
+def test_no_source_reaches_the_chunks_before_and_after_they_are_made(
+    tmp_path: Path, raw: Path, monkeypatch: pytest.MonkeyPatch, command: Command, source: str, output: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("raw/deep").mkdir()
+    Path("link").symlink_to("raw")
+    for _ in range(2):
+        before = sorted(Path().rglob("*"))
+        code, _, err = command("extract", source, "--output", output, "--chunks", "2")
+        assert code == 3
+        assert err.count("\n") == 1
+        assert (
+            f"of-00002.jsonl: belongs to --output {output}, and the source {source!r} reaches it. "
+            "Chunks would be made of chunks. Choose an output outside of all sources." in err
+        )
+        assert sorted(Path().rglob("*")) == before
+        Path(output).mkdir(parents=True, exist_ok=True)
+        Path(output, "chunk-00001-of-00002.jsonl").write_text("{}\n")
+
+
+@pytest.mark.parametrize(("source", "output"), [("raw", "raw/.hidden"), ("raw/s*", "raw/out"), ("raw", "raw2")])
+def test_chunks_beside_sources_that_do_not_reach_them_are_fine(
+    tmp_path: Path, raw: Path, monkeypatch: pytest.MonkeyPatch, source: str, output: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for written in (2, 0):
+        assert extract([source], Path(output), chunks=2).written == written
 
 
 def test_a_full_disk_is_told_clearly_and_gives_its_space_back(

@@ -276,9 +276,19 @@ def falsified(path: Path, **fields) -> None:
         ("x.origins", lambda path: path.write_bytes(b"\0" * path.stat().st_size), "x.origins is missing, or names"),
         ("x.origins", Path.unlink, "x.origins is missing, or names"),
         ("x.manifest.json", lambda path: falsified(path, vocab_size=299), "its vocab_size is 299 where .* be 300"),
-        ("x.manifest.json", lambda path: falsified(path, dropped={}), "its dropped is {} where now"),
+        (
+            "x.manifest.json",
+            lambda path: falsified(path, dropped={}),
+            "its dropped.empty is missing where now it would be 61",
+        ),
         ("x.manifest.json", lambda path: falsified(path, append_eod=True), "its append_eod is True where"),
         ("x.manifest.json", lambda path: falsified(path, sequences=1), "its sequences is 1 where"),
+        ("x.manifest.json", lambda path: falsified(path, sources=[]), "its sources are none where .* be 'corpus'"),
+        (
+            "x.manifest.json",
+            lambda path: falsified(path, sources=[{"name": "corpus", "documents": 939, "tokens": 1, "bytes": 1}]),
+            r"x: its source 'corpus' has 1 tokens where now it would have \d+\.",
+        ),
     ],
 )
 def test_verify_compares_all_that_is_written(many, tokenizer, tmp_path, name, damage, message):
@@ -298,8 +308,11 @@ def test_nothing_left_is_an_error_and_an_empty_source_a_note(corpus, tokenizer):
     (corpus / "nothing.jsonl").touch()
     result = make(tokenizer, sources=["corpus/nothing.jsonl", "corpus/b.txt"])
     assert "the source 'corpus/nothing.jsonl' gave no document" in result.notes
-    assert "1 of 2 files have no bytes" in result.notes
-    with pytest.raises(DataError, match=r"the sources hold no text.*at least one document"):
+    assert "1 of 2 files have no bytes: corpus/nothing.jsonl" in result.notes
+    message = (
+        "the sources hold no text; 1 of 1 files have no bytes: corpus/nothing.jsonl. A shard needs at least one doc"
+    )
+    with pytest.raises(DataError, match=message):
         make(tokenizer, sources=["corpus/nothing.jsonl"])
     with pytest.raises(DataError, match=r"no document is left \(8 short\)|no document is left \(1 empty, 8 short\)"):
         make(tokenizer, min_tokens=1000)

@@ -1,21 +1,24 @@
 """Encoders: a fast one is taken only where it agrees with Hugging Face's tokenizers, and given up when it stops."""
 
+import gzip
 import json
 import os
 import signal
 import time
 from itertools import product
+from pathlib import Path
 
 import numpy as np
 import pytest
 import tokenizers
+import zstandard
 
 from bloomery.base.errors import DataError
 from bloomery.data.tokenizer import Tokenizer
 from bloomery.prepare import encoder
 from bloomery.prepare.encoder import NASTY, Fastokens, Gigatoken, HuggingFace, Judge, choose_encoder
 from bloomery.prepare.pool import Pool
-from prepare_samples import make, make_texts, make_tokenizer, shard_bytes, small_units, write_jsonl
+from prepare_samples import jsonl, make, make_texts, make_tokenizer, shard_bytes, small_units, write_jsonl
 
 
 @pytest.fixture(scope="module")
@@ -46,6 +49,21 @@ class Liar(HuggingFace):
         return ids, lengths
 
 
+class Panic(BaseException):
+    """As pyo3 raises for a panic of Rust."""
+
+
+class Fails(HuggingFace):
+    """Right for the texts of the first check, an error for one that comes later."""
+
+    fails_for, error = "", Panic()
+
+    def encode(self, texts):
+        if self.fails_for in texts:
+            raise self.error
+        return super().encode(texts)
+
+
 class AlwaysWrong(HuggingFace):
     def encode(self, texts):
         ids, lengths = super().encode(texts)
@@ -64,7 +82,7 @@ class Hangs(HuggingFace):
 
 class Refuses:
     def __init__(self, tokenizer, as_ids):
-        raise ValueError("no such pre-tokenizer\nmore")
+        raise ValueError(f"no such pre-tokenizer{' but_these' * 20}\nmore")
 
 
 class Absent:
@@ -139,7 +157,7 @@ def test_those_that_are_absent_refuse_or_differ_are_passed_over_with_the_reason(
     chosen = choose(tokenizer)
     assert chosen.name.startswith("tokenizers ")
     assert chosen.refused["one"] == "it is not installed"
-    assert chosen.refused["two"] == "it cannot read this tokenizer: no such pre-tokenizer"
+    assert chosen.refused["two"] == f"it cannot read this tokenizer: no such pre-tokenizer{' but_these' * 9} ..."
     assert chosen.refused["three"].startswith("it gives other ids for ")
 
 
@@ -189,6 +207,38 @@ def test_an_encoder_that_lies_later_is_given_up_and_its_work_done_again(corpus, 
     assert not list(tmp_path.glob("x.parts*"))
 
 
+@pytest.mark.parametrize(
+    ("error", "why"),
+    [
+        (RuntimeError(f"no such {'pair ' * 40}\nmore"), f"no such {'pair ' * 21}..."),
+        (KeyError(), "KeyError"),
+        (Panic("overflow"), "overflow"),
+    ],
+)
+def test_an_encoder_that_fails_later_is_given_up_and_its_work_done_again(corpus, tokenizer, monkeypatch, error, why):
+    monkeypatch.setattr("bloomery.prepare.run.SAMPLE_DOCUMENTS", 5)
+    monkeypatch.setattr(encoder, "FAST", {})
+    make(tokenizer, output="right")
+    monkeypatch.setattr(Fails, "fails_for", corpus[330])
+    monkeypatch.setattr(Fails, "error", error)
+    monkeypatch.setattr(encoder, "FAST", {"fast": Fails})
+    result = make(tokenizer, workers=2)
+    assert shard_bytes() == shard_bytes("right")
+    assert result.manifest.encoder.startswith("tokenizers ")
+    assert result.notes[0] == f"fast ? was given up in the middle of the work: it fails: {why}"
+    assert "not fast: it gave wrong ids, or failed, earlier in this work" in result.notes
+
+
+def test_a_reference_that_fails_is_an_error(corpus, tokenizer, monkeypatch):
+    monkeypatch.setattr("bloomery.prepare.run.SAMPLE_DOCUMENTS", 5)
+    monkeypatch.setattr(encoder, "FAST", {})
+    monkeypatch.setattr(encoder, "HuggingFace", Fails)
+    monkeypatch.setattr(Fails, "fails_for", corpus[330])
+    monkeypatch.setattr(Fails, "error", RuntimeError("no such pair"))
+    with pytest.raises(RuntimeError, match="no such pair"):
+        make(tokenizer)
+
+
 def test_a_tokenizer_with_dropout_is_refused(corpus, tokenizer):
     content = json.loads(tokenizer.content)
     content["model"]["dropout"] = 0.5
@@ -232,7 +282,7 @@ def test_no_model_lets_a_text_forge_an_end_of_document(tmp_path, monkeypatch, ki
     assert tokenizer.unknown_id == 0
     write_jsonl(tmp_path / "corpus" / "a.jsonl", ["the fox sees", "what the <unk> sees", "the fox </s> sees"])
     with pytest.raises(
-        DataError, match=r"a.jsonl:byte 7\d: has a text that gives the special token 1; it begins 'the fox </s> sees'"
+        DataError, match=r"a.jsonl:3: has a text that gives the special token 1; it begins 'the fox </s> sees'"
     ):
         make(tokenizer)
     manifest = make(tokenizer, bad_records="skip").manifest
@@ -242,6 +292,35 @@ def test_no_model_lets_a_text_forge_an_end_of_document(tmp_path, monkeypatch, ki
     write_jsonl(tmp_path / "corpus" / "a.jsonl", ["the </s> fox"])
     with pytest.raises(DataError, match="forge an end"):
         make(tokenizer, append_eod=False)
+
+
+@pytest.mark.parametrize(
+    ("name", "place"),
+    [
+        ("a.jsonl", ":1901"),
+        ("a.jsonl.gz", ":1901"),
+        ("a.jsonl.zst", ":1901"),
+        ("a.parquet", ":row 1900"),
+        ("a.txt", ""),
+    ],
+)
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_text_that_forges_an_end_is_named_by_its_line_or_row(tmp_path, monkeypatch, name, place, workers):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("bloomery.prepare.units._SMALLEST_UNIT_BYTES", 6000)
+    monkeypatch.setattr("bloomery.prepare.read.BLOCK_BYTES", 2000)
+    texts = ["the fox sees"] * 1899 + ["the fox </s> sees"] + ["the fox sees"] * 50
+    if name == "a.parquet":
+        arrow = pytest.importorskip("pyarrow")
+        pytest.importorskip("pyarrow.parquet").write_table(arrow.table({"text": texts}), name)
+    elif name == "a.txt":
+        (tmp_path / name).write_text("\n".join(texts))
+    else:
+        lines = b"\n" + jsonl(texts)
+        pack = {".gz": gzip.compress, ".zst": zstandard.compress}.get(Path(name).suffix, bytes)
+        (tmp_path / name).write_bytes(pack(lines))
+    with pytest.raises(DataError, match=rf"^{name}{place}: has a text that gives the special token 1"):
+        make(forging("words"), sources=[name], workers=workers)
 
 
 def test_an_end_that_only_an_odd_text_gives_is_found_too(tmp_path, monkeypatch):

@@ -93,7 +93,7 @@ def test_links_are_followed_and_nothing_is_reached_twice(folder):
     assert chunk.inputs == ("tree/far/b.jsonl", "tree/real/a.jsonl")
     (folder / "tree" / "broken.jsonl").symlink_to("nowhere")
     for find in (find_files, lambda sources: plan_chunks(sources, folder / "out", chunks=1)):
-        with pytest.raises(DataError, match=r"tree/broken.jsonl: cannot be read: No such file"):
+        with pytest.raises(DataError, match=r"tree/broken.jsonl: is a link to nothing: there is no /.*/tree/nowhere"):
             find(["tree"])
 
 
@@ -117,6 +117,9 @@ def test_a_file_of_two_sources_is_an_error_that_names_both(folder, other):
         ("c", "c/new/folder/s"),
         ("c/*", "c/deep/s"),
         ("c/**/*.json", "c/s"),
+        ("c/**/*.json", "c/new/folder/s"),
+        ("c/*/*/*.bin", "c/new/folder/s"),
+        ("c/new/s.idx", "real/link/new/s"),
         ("c/*.origins", "./c/s"),
         ("c/*.parts", "c/s"),
         ("real", "c/s"),
@@ -402,16 +405,40 @@ def test_a_truncated_or_damaged_archive_is_an_error_even_when_skipping(folder, p
             read(f"a.jsonl.{ending}", skip_bad=True)
 
 
-@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.zst", "a.jsonl.gz", "a.parquet"])
-def test_a_file_without_bytes_holds_no_document(folder, name):
-    (folder / name).touch()
-    assert read(name) == ([], 0)
+def test_a_plain_file_without_bytes_holds_no_document(folder):
+    (folder / "a.jsonl").touch()
+    assert read("a.jsonl") == ([], 0)
+
+
+def test_packed_files_without_bytes_were_cut_off_and_are_all_named(folder):
+    names = ["c/a.jsonl.zst", "c/b.JSONL.GZ", "c/c.txt.gz", "c/d.parquet"]
+    write_jsonl(folder / "c" / "good.jsonl", ["x"])
+    for name in [*names, "c/plain.txt"]:
+        (folder / name).touch()
+    with pytest.raises(DataError, match=r"a.jsonl.zst: has no bytes.*so this one was cut off\. Copy or") as caught:
+        read("c", skip_bad=True)
+    assert [problem.place for problem in caught.value.problems] == names
 
 
 def test_sources_that_match_nothing_are_all_named():
     with pytest.raises(DataError, match=r"matches no file.*python-stdlib") as caught:
         read("nowhere", "also/*.rst")
     assert [problem.place for problem in caught.value.problems] == ["nowhere", "also/*.rst"]
+
+
+def test_a_tilde_is_told_to_be_no_folder():
+    with pytest.raises(DataError, match=r"'~/text/\*' matches no file.*`~` is not expanded in recipes"):
+        read("~/text/*")
+
+
+@pytest.mark.parametrize("source", ["c", "c/*", "c/a.jsonl"])
+def test_a_link_to_nothing_is_named_with_its_end(folder, source):
+    (folder / "c").mkdir()
+    (folder / "c" / "a.jsonl").symlink_to("b.jsonl")
+    (folder / "c" / "b.jsonl").symlink_to("../gone")
+    message = rf"^c/a.jsonl: is a link to nothing: there is no {re.escape(str(folder.resolve()))}/gone\. .*[Mm]end the"
+    with pytest.raises(DataError, match=message):
+        read(source)
 
 
 def test_a_file_that_cannot_be_opened_is_named(folder, monkeypatch):

@@ -4,10 +4,12 @@ message says what is so."""
 import ctypes
 import errno
 import fcntl
+import json
 import multiprocessing
 import os
 import shutil
 import struct
+import subprocess
 import sys
 import traceback
 from pathlib import Path
@@ -312,6 +314,15 @@ def test_the_work_goes_on_where_nobody_reads_how_far_it_is(tokenizer, monkeypatc
     assert in_a_process(theirs, "prepare", "r.yaml") == 0
     os.close(theirs)
     assert Path("y.idx").exists()
+
+
+def test_without_standard_error_the_work_is_done_and_the_answer_stays_clean(tokenizer):
+    words = ["sh", "-c", 'exec "$@" 2>&-', "sh", sys.executable, "-m", "bloomery"]
+    done = subprocess.run([*words, "prepare", "r.yaml", "--json"], stdout=subprocess.PIPE, text=True)
+    assert done.returncode == 0
+    assert json.loads(done.stdout)["x"]["documents"]
+    done = subprocess.run([*words, "prepare", "r.yaml", "prepare.0.sources=[nowhere]"], stdout=subprocess.PIPE)
+    assert (done.returncode, done.stdout) == (3, b"")
 
 
 def test_folders_in_the_place_of_files_are_all_named_before_the_work(tokenizer, command):

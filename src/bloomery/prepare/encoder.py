@@ -6,6 +6,7 @@ import importlib.metadata
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import compress, zip_longest
+from textwrap import shorten
 from typing import Any, Protocol
 
 import numpy as np
@@ -128,7 +129,7 @@ def choose_encoder(
             refused[name] = "it is not installed"
             continue
         except Exception as error:  # each library has its own kinds
-            refused[name] = f"it cannot read this tokenizer: {str(error).splitlines()[0]:.120}"
+            refused[name] = f"it cannot read this tokenizer: {in_short(error, 0)}"
             continue
         pool = crew(chosen)
         try:
@@ -136,7 +137,7 @@ def choose_encoder(
                 shares = [texts[number :: len(pool)] for number in range(len(pool))]
                 answers = pool.ask_each(shares, patience_seconds=_PATIENCE_SECONDS)
             except Exception as error:
-                refused[name] = f"it fails: {str(error).splitlines()[-1]:.120}"
+                refused[name] = f"it fails: {in_short(error, -1)}"
             else:
                 expected = expected or judge.child.answer()
                 wrongs = [
@@ -154,6 +155,12 @@ def choose_encoder(
         judge.child.answer()
     chosen = Chosen(f"{REFERENCE} {_version(REFERENCE)}", HuggingFace(tokenizer, as_ids), refused, forgeable)
     return chosen, crew(chosen)
+
+
+def in_short(error: BaseException, line: int) -> str:
+    """One line of its text, cut at a word where it is long."""
+    lines = str(error).splitlines() or [type(error).__name__]
+    return shorten(lines[line], 120, placeholder=" ...")
 
 
 def _forgeable(tokenizer: Tokenizer) -> frozenset[int]:

@@ -15,6 +15,7 @@ from typing import Any
 from bloomery.base.errors import BloomeryError, DataError, Problem, StorageError
 from bloomery.base.storage import publish, write_atomically, writing, written_to
 from bloomery.prepare.jsonl_lines import InputCount, copy_lines
+from bloomery.prepare.made import Made
 from bloomery.prepare.output import AGAIN, file_hashes, held_alone
 from bloomery.prepare.sources import LINES, find_local, kind_of, packing_problem
 
@@ -108,19 +109,14 @@ def extract(
 
 def plan_chunks(sources: Sequence[str], output: Path, *, chunks: int) -> list[Chunk]:
     """Chunk k holds the files [k * n // chunks, (k + 1) * n // chunks) of the inputs in natural order."""
-    inputs = _inputs(sources)
-    if inside := [path for path in inputs if Path(path).resolve().parent == output.resolve()]:
-        what = f"{len(inside)} input(s), such as {inside[0]}, lie in the output folder"
-        raise DataError(Problem(what, "chunks would be made of chunks", "choose another --output", str(output)))
+    names = [f"chunk-{k:05d}-of-{chunks:05d}.jsonl" for k in range(chunks)]
+    inputs = _inputs(sources, Made.chunks(str(output), names))
     if len(inputs) < chunks:
         what = f"{len(inputs)} input files cannot fill {chunks} chunks"
         raise DataError(Problem(what, "a file goes whole into one chunk", f"use --chunks {len(inputs)} or less"))
     return [
-        Chunk(
-            output / f"chunk-{k:05d}-of-{chunks:05d}.jsonl",
-            tuple(inputs[k * len(inputs) // chunks : (k + 1) * len(inputs) // chunks]),
-        )
-        for k in range(chunks)
+        Chunk(output / name, tuple(inputs[k * len(inputs) // chunks : (k + 1) * len(inputs) // chunks]))
+        for k, name in enumerate(names)
     ]
 
 
@@ -129,12 +125,12 @@ def natural_key(text: str) -> list[tuple[int, int, str]]:
     return [(0, int(part), part) if part.isdecimal() else (1, 0, part) for part in re.split(r"(\d+)", text) if part]
 
 
-def _inputs(sources: Sequence[str]) -> list[str]:
+def _inputs(sources: Sequence[str], made: Made) -> list[str]:
     found: dict[str, str] = {}
     problems = []
     for source in sources:
         try:
-            files = find_local(source, wanted=lambda name: _is_lines(name) or bool(packing_problem(name)))
+            files = find_local(source, wanted=lambda name: _is_lines(name) or bool(packing_problem(name)), made=made)
         except DataError as error:
             problems += error.problems
             continue

@@ -160,6 +160,9 @@ def _copy(remote: Remote, part: _Part, wanted: RemoteFile, traffic: Traffic) -> 
     """Append what comes. Read errors are worth another try; write errors are the user's."""
     if remote.total is None and wanted.size is None and not wanted.hashes:
         raise FetchError("the server does not say how long it is: give its size or checksum in the manifest")
+    if remote.packing and not wanted.hashes:
+        text = f"the server packs it on the way (Content-Encoding: {remote.packing}), though it was asked not to"
+        raise FetchError(f"{text}: give the checksum of the packed bytes in the manifest if they are what you want")
     if remote.total is not None and wanted.size is not None and remote.total != wanted.size:
         text = f"the server has {remote.total} bytes, the manifest says {wanted.size}"
         raise TryAgainError(text, start_over=True)

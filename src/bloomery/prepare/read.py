@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from bloomery.base.errors import BloomeryError, DataError, Problem
 from bloomery.prepare.ahead import made_ahead
 from bloomery.prepare.pool import free_cpus
-from bloomery.prepare.sources import open_input, unreadable
+from bloomery.prepare.sources import InputFile, open_input, unreadable
 from bloomery.prepare.units import Piece, Unit
 from bloomery.prepare.unpack import HashedFile, unpacked
 
@@ -271,11 +271,27 @@ def _text_of(line: bytes, key: str) -> str | Exception:
 
 def _line_number(piece: Piece, line: int) -> str:
     """Of the file, not of the range."""
-    if piece.start:
-        with open_input(piece.file) as raw:
-            before = Piece(piece.file, 0, piece.start)
-            line += sum(chunk.count(b"\n") for chunk in _ranges(before, raw, xxhash.xxh3_64()))
-    return str(line)
+    return str(line + _newlines(piece.file, piece.start))
+
+
+def place_of(file: InputFile, offset: int) -> str:
+    """A document as an error names it: its file, with the line or the row. `offset`: as in Block.places."""
+    if file.kind == "text":
+        return file.name
+    return f"{file.name}:{f'row {offset + 1}' if file.kind == 'parquet' else 1 + _newlines(file, offset)}"
+
+
+def _newlines(file: InputFile, end: int) -> int:
+    """Before this byte of its content."""
+    count = 0
+    if end:
+        with open_input(file) as raw:
+            for data in _bytes_of(Piece(file, 0, file.size), raw, xxhash.xxh3_64(), BLOCK_BYTES):
+                count += data.count(b"\n", 0, end)
+                end -= min(end, len(data))
+                if not end:
+                    break
+    return count
 
 
 def _whole_lines(chunks: Iterator[bytes], block_bytes: int) -> Iterator[bytes]:

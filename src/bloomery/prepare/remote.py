@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import email.utils
 import hashlib
@@ -13,7 +14,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
-from urllib.parse import SplitResult, urlsplit, urlunsplit
+from urllib.parse import SplitResult, unquote_to_bytes, urlsplit, urlunsplit
 
 from bloomery import __version__
 from bloomery.base.errors import DataError
@@ -50,6 +51,8 @@ class Remote:
     """Changes when the file does."""
     read: Callable[[], bytes]
     """Some bytes, as they come; empty at the end, also where that comes too early."""
+    packing: str = ""
+    """How the server has packed them on the way, which nobody had asked for."""
 
 
 @contextlib.contextmanager
@@ -92,7 +95,10 @@ def _open_http(
         if validator:
             headers["If-Range"] = validator  # a changed file then comes whole
     try:
-        request = urllib.request.Request(url, headers=headers)
+        address, login = _login(url)
+        request = urllib.request.Request(address, headers=headers)
+        if login:
+            request.add_unredirected_header("Authorization", login)  # for this host alone
         response = closing.enter_context(urllib.request.urlopen(request, timeout=timeout_seconds))
     except urllib.error.HTTPError as error:
         with error:
@@ -119,7 +125,19 @@ def _open_http(
         except (OSError, http.client.HTTPException) as error:
             raise TryAgainError(f"the connection was lost: {_why(error)}") from error
 
-    return Remote(start, total, now or (validator if start else None), read)
+    packing = response.headers.get("Content-Encoding", "").strip().lower()
+    return Remote(start, total, now or (validator if start else None), read, packing if packing != "identity" else "")
+
+
+def _login(url: str) -> tuple[str, str]:
+    """(the URL without user and password, the header that tells them); urllib takes them for a part of the host."""
+    parts = urlsplit(url)
+    login, at, host = parts.netloc.rpartition("@")
+    if not at:
+        return url, ""
+    user, _, password = login.partition(":")
+    secret = base64.b64encode(unquote_to_bytes(user) + b":" + unquote_to_bytes(password)).decode()
+    return urlunsplit(parts._replace(netloc=host)), f"Basic {secret}"
 
 
 def _range_of(response: Any, offset: int) -> tuple[int, int | None]:

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from bloomery.base.errors import BloomeryError, DataError, Problem, StorageError
+from bloomery.base.errors import BloomeryError, DataError, Problem, StorageError, first_few
 from bloomery.base.storage import publish, writing, written_to
 from bloomery.config.recipe import PrepareSection
 from bloomery.data.manifest import ShardManifest, SourceCount, manifest_path
@@ -30,7 +30,7 @@ from bloomery.prepare.pool import Pool, Report
 from bloomery.prepare.read import Block, UnitReader
 from bloomery.prepare.shard_files import origins_file, refuse_folders, refuse_long_names, remove
 from bloomery.prepare.sources import find_files
-from bloomery.prepare.tokenize import BlockDone, Recheck, Settings, make_part, reusable
+from bloomery.prepare.tokenize import BlockDone, FailedEncoderError, Recheck, Settings, make_part, reusable
 from bloomery.prepare.units import Unit, plan_units
 
 _GOES_ON = "; then run the command again, which goes on where it stopped"
@@ -68,10 +68,6 @@ class PrepareResult:
     """True when the shard was already there, made from the same texts in the same way, and was left as it is."""
     notes: list[str] = field(default_factory=list)
     """What a user should know: which encoder was taken and why, empty files, sources that gave nothing."""
-
-
-class LyingEncoderError(Exception):
-    """An encoder gave other ids than the judge, in the middle of the work."""
 
 
 def prepare(
@@ -216,14 +212,14 @@ class Preparation:
 
     def _new_parts(self, units: Sequence[Unit], parts: dict[int, Part]) -> dict[int, Part]:
         """All parts of these units, of which some are there already. Made by the fastest encoder that agrees with the
-        judge; where one stops agreeing in the middle of the work, its parts are made again by another."""
+        judge; where one stops agreeing, or fails, in the middle of the work, its parts are made again by another."""
         as_ids = self._settings.special_tokens == "as_ids"
         early = self._early if self._early and self._early.as_ids == as_ids else None
         judge = early.judge if early else Judge(self._tokenizer, as_ids=as_ids)
         try:
             sample = self._sample()
             while True:
-                refused = dict.fromkeys(self._folder.liars(), "it gave wrong ids earlier in this work")
+                refused = dict.fromkeys(self._folder.liars(), "it gave wrong ids, or failed, earlier in this work")
                 missing = [unit for unit in units if unit.number not in parts]
                 chosen, pool = choose_encoder(
                     self._tokenizer,
@@ -236,12 +232,12 @@ class Preparation:
                 )
                 try:
                     parts |= self._parts_by(pool, judge, missing)
-                except LyingEncoderError as lie:
+                except FailedEncoderError as failure:
                     if chosen.is_reference:  # nobody is left
                         rule = f"{chosen.name}, whose ids are the right ones, must always give the same"
-                        what, place = f"disagrees with itself: {lie}", self._tokenizer.path
-                        raise DataError(Problem(what, rule, "look for chance in its settings", place)) from lie
-                    self._notes.append(f"{chosen.name} was given up in the middle of the work: {lie}")
+                        what, place = f"disagrees with itself: {failure}", self._tokenizer.path
+                        raise DataError(Problem(what, rule, "look for chance in its settings", place)) from failure
+                    self._notes.append(f"{chosen.name} was given up in the middle of the work: {failure}")
                     self._folder.refuse(chosen.name)
                     self._progress = Progress(self._progress.total_input_bytes)
                     parts = self._parts_there(units)
@@ -270,18 +266,23 @@ class Preparation:
         def task(asked: int | list[str], report: Report) -> Any:
             if isinstance(asked, list):
                 return chosen.encoder.encode(asked)
-            return make_part(all_units[asked], settings, chosen, folder, report)
+            try:
+                return make_part(all_units[asked], settings, chosen, folder, report)
+            except FailedEncoderError as failure:
+                return failure
 
         return Pool(task, workers=min(self._workers, units), strangers=[judge.child.connection])
 
     def _parts_by(self, pool: Pool, judge: Judge, units: Sequence[Unit]) -> dict[int, Part]:
         parts: dict[int, Part] = {}
-        result: tuple[Part, Recheck]
+        result: tuple[Part, Recheck] | FailedEncoderError
         with pool:
             for number, result in pool.run([unit.number for unit in units], self._block_done):
+                if isinstance(result, FailedEncoderError):
+                    raise result
                 part, recheck = result
                 if wrong := judge.first_difference(recheck.texts, recheck.ids):
-                    raise LyingEncoderError(wrong)
+                    raise FailedEncoderError(wrong)
                 self._folder.mark(part)
                 parts[number] = part
         return parts
@@ -305,7 +306,8 @@ class Preparation:
             reasons = ", ".join(f"{count} {reason}" for reason, count in dropped.items() if count)
             raise DataError(
                 Problem(
-                    what="the sources hold no text" if not reasons else f"no document is left ({reasons})",
+                    what=(f"no document is left ({reasons})" if reasons else "the sources hold no text")
+                    + "".join(f"; {note}" for note in self._without_bytes()),
                     rule="a shard needs at least one document",
                     remedy="correct prepare.sources or the filters",
                     place=self._section.output,
@@ -351,13 +353,17 @@ class Preparation:
             SourceCount(name, *map(int, row)) for name, row in zip(self._section.sources, totals, strict=True)
         )
         self._notes += [f"the source '{source.name}' gave no document" for source in sources if not source.documents]
-        if empty := sum(not file.size for file in self._files):
-            self._notes.append(f"{empty} of {len(self._files)} files have no bytes")
+        self._notes += self._without_bytes()
         if whole := sum(file.is_json_text for file in self._files):
             self._notes.append(
                 f"{whole} .json files were taken for one text each: lines of JSON need the ending .jsonl"
             )
         return sources, dropped
+
+    def _without_bytes(self) -> list[str]:
+        """A note, or none."""
+        empty = [file.name for file in self._files if not file.size]
+        return [f"{len(empty)} of {len(self._files)} files have no bytes: {first_few(empty)}"] if empty else []
 
 
 def _missing(units: Sequence[Unit], n: int, output: str, folder: PartFolder) -> DataError:

@@ -114,6 +114,8 @@ def find_files(sources: Sequence[str], *, made: Sequence[str] = ()) -> list[Inpu
                 "paths are relative to the working directory"
             )
             remedy = "correct the path in prepare.sources, or put the text there"
+            if source.startswith("~"):
+                remedy = "write the folder in full: `~` is not expanded in recipes"
             problems.append(Problem(f"the source {source!r} matches no file", rule, remedy, source))
         twice = [file for file in found if owners.setdefault(file.real, number) != number]
         if twice:
@@ -121,11 +123,19 @@ def find_files(sources: Sequence[str], *, made: Sequence[str] = ()) -> list[Inpu
             what = f"is in the source {source!r} and in {sources[owners[twice[0].real]]!r}{more}"
             remedy = "leave it out of one; to train more often on a text, give a shard of its own a `weight`"
             problems.append(Problem(what, "each file counts once", remedy, twice[0].name))
-        problems += [problem for file in found for problem in packing_problem(file.name)]
+        problems += [problem for file in found for problem in packing_problem(file.name) or _cut_off(file)]
         files += [InputFile(number, len(files) + index, *file[:-1]) for index, file in enumerate(found)]
     if problems:
         raise DataError(problems)
     return files
+
+
+def _cut_off(file: _Found) -> list[Problem]:
+    """For a file without bytes that would have some even without a document."""
+    if file.size or not (compression_of(file.name) or kind_of(file.name) == "parquet"):
+        return []
+    what, rule = "has no bytes", "a packed or .parquet file has some even if it holds nothing, so this one was cut off"
+    return [Problem(what, rule, "copy or download it again, or leave it out of the sources", file.name)]
 
 
 def open_input(file: InputFile) -> IO[bytes]:
@@ -211,7 +221,7 @@ def find_local(
     made = made or Made()
     try:
         for path in [source] if os.path.lexists(source) else _matches(source, made):
-            if _is_folder(path):
+            if _is_folder(path, made):
                 below = [entry for entry in _walk(path, made, skip) if not entry.is_folder]
                 inner = sorted((entry.path, entry.real) for entry in below if wanted(os.path.basename(entry.path)))
             else:
@@ -226,7 +236,13 @@ def find_local(
 
 
 def _facts(path: str, real: str) -> LocalFile:
-    facts = os.stat(path)
+    try:
+        facts = os.stat(path)
+    except FileNotFoundError:
+        if not os.path.islink(path):
+            raise
+        what, rule = f"is a link to nothing: there is no {real}", "a link stands for a file"
+        raise DataError(Problem(what, rule, "mend the link, or remove it", path)) from None
     if not stat.S_ISREG(facts.st_mode):
         what, rule = "is no regular file", "a pipe, a socket or a device has no content that stays"
         raise DataError(Problem(what, rule, "remove it, or name the files with a glob such as 'folder/**/*.py'", path))
@@ -252,8 +268,14 @@ def _walk(folder: str, made: Made, skip: frozenset[str] = frozenset()) -> Iterat
         entered.add(here.real)
         yield here
         for name in made.names_in(here.real):
-            if name[0] != ".":
-                yield _Entry(os.path.join(here.path, name), os.path.join(here.real, name), False)
+            real = os.path.join(here.real, name)
+            inner = _Entry(os.path.join(here.path, name), real, made.is_new_folder(real))
+            if name[0] != "." and inner.is_folder:
+                waiting.append(inner)
+            elif name[0] != ".":
+                yield inner
+        if made.is_new_folder(here.real):
+            continue
         with os.scandir(here.path or ".") as listing:
             entries = sorted((entry for entry in listing if entry.name[0] != "."), key=lambda entry: entry.name)
         for entry in reversed(entries):
@@ -271,35 +293,40 @@ def _matches(pattern: str, made: Made) -> list[str]:
     paths = ["/" if pattern.startswith("/") else ""]
     for segment in filter(None, pattern.split("/")):
         if segment == "**":
-            folders = [path for path in paths if _is_folder(path)]
+            folders = [path for path in paths if _is_folder(path, made)]
             paths = [entry.path for path in folders for entry in _walk(path, made) if entry.is_folder]
         elif has_magic(segment):
             matches, hidden = re.compile(translate(segment)).match, segment[0] == "."
             paths = [
                 os.path.join(path, name)
                 for path in paths
-                if _is_folder(path)
-                for name in (*os.listdir(path or "."), *made.names_at(path))
+                if _is_folder(path, made)
+                for name in _names_in(path, made)
                 if matches(name) and (hidden or name[0] != ".")
             ]
         else:
-            paths = [path for path in (os.path.join(path, segment) for path in paths) if _is_there(path)]
-    return sorted({path for path in paths if not pattern.endswith("/") or _is_folder(path)})
+            paths = [path for path in (os.path.join(path, segment) for path in paths) if _is_there(path, made)]
+    return sorted({path for path in paths if not pattern.endswith("/") or _is_folder(path, made)})
 
 
-def _is_folder(path: str) -> bool:
+def _names_in(folder: str, made: Made) -> list[str]:
+    there = [] if made.is_new_folder(os.path.realpath(folder)) else os.listdir(folder or ".")
+    return [*there, *made.names_at(folder)]
+
+
+def _is_folder(path: str, made: Made) -> bool:
     """OSError where that cannot be told."""
     try:
         return stat.S_ISDIR(os.stat(path or ".").st_mode)
     except (FileNotFoundError, NotADirectoryError):
-        return False
+        return made.is_new_folder(os.path.realpath(path))
 
 
-def _is_there(path: str) -> bool:
+def _is_there(path: str, made: Made) -> bool:
     try:
         os.lstat(path)
     except (FileNotFoundError, NotADirectoryError):
-        return False
+        return os.path.basename(path) in made.names_at(os.path.dirname(path))
     return True
 
 

@@ -12,11 +12,11 @@ import xxhash
 from numpy.typing import NDArray
 
 from bloomery.base.errors import DataError, Problem
-from bloomery.prepare.encoder import RECHECK_BYTES, RECHECK_EVERY, Chosen
+from bloomery.prepare.encoder import RECHECK_BYTES, RECHECK_EVERY, Chosen, in_short
 from bloomery.prepare.parts import BAD, DUPLICATE, EMPTY, LONG, SHORT, Part, PartFolder, PartWriter
 from bloomery.prepare.pool import Report
 from bloomery.prepare.ragged import gather, sums
-from bloomery.prepare.read import Block, UnitReader, hash_piece
+from bloomery.prepare.read import Block, UnitReader, hash_piece, place_of
 from bloomery.prepare.units import Unit
 
 _FORMAT = 3
@@ -65,6 +65,10 @@ class BlockDone:
     tokens: int
 
 
+class FailedEncoderError(Exception):
+    """An encoder gave other ids than the judge, or raised, in the middle of the work."""
+
+
 def reusable(unit: Unit, settings: Settings, folder: PartFolder) -> Part | None:
     """The part of an earlier run, if it is what this one would write."""
     part = folder.read(unit.number)
@@ -79,7 +83,8 @@ def reusable(unit: Unit, settings: Settings, folder: PartFolder) -> Part | None:
 def make_part(
     unit: Unit, settings: Settings, chosen: Chosen, folder: PartFolder, report: Report
 ) -> tuple[Part, Recheck]:
-    """The part is under its name, but counts only once it is marked."""
+    """The part is under its name, but counts only once it is marked. FailedEncoderError if the encoder, which is not
+    the reference, raises."""
     reader = UnitReader(unit, text_key=settings.text_key, skip_bad=settings.bad_records == "skip")
     work = _Work(unit, settings, chosen)
     writer = PartWriter(folder, unit)
@@ -102,7 +107,7 @@ def make_part(
 
 class _Work:
     def __init__(self, unit: Unit, settings: Settings, chosen: Chosen) -> None:
-        self._unit, self._settings, self._encoder = unit, settings, chosen.encoder
+        self._unit, self._settings, self._chosen = unit, settings, chosen
         self._forbidden = np.array(sorted(chosen.forgeable), np.uint32)
         self._seen = 0
         self.dropped = {EMPTY: 0, SHORT: 0, LONG: 0, DUPLICATE: 0, BAD: 0}
@@ -113,7 +118,7 @@ class _Work:
         """(tokens, columns, number of documents)."""
         settings, texts = self._settings, block.texts
         sequences, sequence_texts = self._sequences(texts)
-        ids, lengths = self._encoder.encode(sequence_texts)
+        ids, lengths = self._ids(sequence_texts)
         self._keep_for_recheck(sequence_texts, ids, lengths)
         if sequences is not None:
             sequences = sums((lengths > 0).astype(np.int64), sequences)  # a sentence may be nothing but white space
@@ -149,6 +154,14 @@ class _Work:
         }
         return tokens, {name: values for name, values in columns.items() if values is not None}, len(order)
 
+    def _ids(self, texts: list[str]) -> tuple[NDArray[np.uint32], NDArray[np.int64]]:
+        try:
+            return self._chosen.encoder.encode(texts)
+        except BaseException as error:  # a panic of Rust is no Exception
+            if self._chosen.is_reference:
+                raise
+            raise FailedEncoderError(f"it fails: {in_short(error, 0)}") from error
+
     def _sequences(self, texts: list[str]) -> tuple[NDArray[np.int64] | None, list[str]]:
         """(sentences of each document or None, the texts to encode)."""
         if not self._settings.split_sentences:
@@ -168,13 +181,12 @@ class _Work:
             first = int(np.argmax(forged))
             number, offset = map(int, np.concatenate(block.places)[first])
             file = next(piece.file for piece in self._unit.pieces if piece.file.number == number)
-            where = {"text": "", "parquet": f":row {offset + 1}"}.get(file.kind, f":byte {offset}")
             what = f"has a text that gives the special token {ids[places[0]]}; it begins {block.texts[first]!r:.60}"
             rule = "this tokenizer's model takes the text of a special token for it, so documents could forge an end"
             remedy = (
                 "leave them out with `bad_records: skip`, allow it with `special_tokens: as_ids`, or use another one"
             )
-            raise DataError(Problem(what, rule, remedy, f"{file.name}{where}"))
+            raise DataError(Problem(what, rule, remedy, place_of(file, offset)))
         return forged
 
     def _judge(

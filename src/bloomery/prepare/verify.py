@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import fields
+from dataclasses import asdict, fields
+from typing import Any
 
 import numpy as np
 
@@ -73,9 +74,23 @@ def _compare_manifests(section: PrepareSection, manifest: ShardManifest, made: S
         raise _differs(section.output, "its source_files are in another order")
     for name in (field.name for field in fields(ShardManifest) if field.name not in _MAY_DIFFER):
         if getattr(manifest, name) != getattr(made, name):
-            raise _differs(
-                section.output, f"its {name} is {getattr(manifest, name)} where now it would be {getattr(made, name)}"
-            )
+            raise _differs(section.output, _in_words(name, getattr(manifest, name), getattr(made, name)))
+
+
+def _in_words(name: str, old: Any, new: Any) -> str:
+    """How two values of a field differ: of several sources or reasons, the first that does."""
+    if name == "sources" and [source.name for source in old] == [source.name for source in new]:
+        before, now = next((asdict(one), asdict(other)) for one, other in zip(old, new, strict=True) if one != other)
+        what = next(count for count in before if before[count] != now[count])
+        return f"its source '{before['name']}' has {before[what]} {what} where now it would have {now[what]}"
+    if name == "sources":
+        was, is_now = (", ".join(f"'{source.name}'" for source in sources) or "none" for sources in (old, new))
+        return f"its sources are {was} where now they would be {is_now}"
+    if isinstance(old, dict):
+        values = {key: (old.get(key, "missing"), new.get(key, "missing")) for key in {**new, **old}}
+        key, (old, new) = next(item for item in values.items() if item[1][0] != item[1][1])
+        name = f"{name}.{key}"
+    return f"its {name} is {old} where now it would be {new}"
 
 
 def _are_equal(path: str, other: str) -> bool:
