@@ -11,6 +11,7 @@ import tokenizers
 from bloomery.base.errors import DataError, RecipeError, StorageError
 from bloomery.checkpoint.hf.tokenizer import write_tokenizer
 from bloomery.data.tokenizer import Tokenizer
+from bloomery.data.tokenizer_hash import is_other_tokenizer
 from bloomery.data.tokenizer_spellings import deciding_ids
 from bloomery.prepare.train_tokenizer import train_tokenizer
 
@@ -87,6 +88,11 @@ SPELLINGS = {
     "some nulls": spelling(normalizer=None, truncation=None, decoder=None),
     "no added tokens": {"model": {"type": "BPE", "vocab": {"a": 0}, "merges": []}},
     "unigram": spelling({"type": "Unigram", "vocab": [["a", 0], ["b", -1.5], ["c", -2]]}),
+    "unigram of many digits": spelling(
+        {"type": "Unigram", "vocab": [["a", 0], ["b", -3.8214433963530685], *([str(n), -n / 7e3] for n in range(999))]}
+    ),
+    "unigram without a type": spelling({"vocab": [["a", 0], ["b", -1.5]]}),
+    "words without a type": spelling({"vocab": {"a": 0, "b": 1, "c": 2}, "unk_token": "c"}),
     "byte level": spelling(pre_tokenizer=BYTES, decoder=BYTES, post_processor=BYTES),
     "byte level inside": spelling(
         pre_tokenizer={"type": "Sequence", "pretokenizers": [{"type": "Punctuation"}, BYTES, {"type": "FixedLength"}]}
@@ -109,6 +115,36 @@ def test_the_hash_does_not_change_when_the_library_saves_the_file_again(name):
     saved = tokenizers.Tokenizer.from_str(content).to_str()
     assert json.loads(saved) != json.loads(content)
     assert Tokenizer(content, path="x").content_hash == Tokenizer(saved, path="x").content_hash
+
+
+def test_whether_an_added_token_is_normalized_counts_only_where_something_is():
+    def hashed(flag, **parts):
+        content = spelling(**parts)
+        content["added_tokens"] = [{**token, "normalized": flag} for token in content["added_tokens"]]
+        return Tokenizer(json.dumps(content), path="x").content_hash
+
+    assert hashed(True) == hashed(False)
+    assert hashed(True, normalizer={"type": "Lowercase"}) != hashed(False, normalizer={"type": "Lowercase"})
+    mixed = spelling()
+    mixed["added_tokens"][0]["normalized"] = True
+    assert Tokenizer(json.dumps(mixed), path="x").content_hash != hashed(False)
+
+
+def test_hashes_of_an_earlier_version_tell_nothing():
+    new, other = Tokenizer(json.dumps(spelling()), path="x").content_hash, "ids:" + "0" * 64
+    old = new.removeprefix("ids:")
+    assert is_other_tokenizer(new, other)
+    assert is_other_tokenizer(old, other.removeprefix("ids:"))
+    assert not is_other_tokenizer(new, new)
+    assert not is_other_tokenizer(old, other)
+    assert not is_other_tokenizer(None, other)
+
+
+def test_a_tokenizer_at_which_the_library_panics_is_named(tmp_path):
+    content = spelling(normalizer={"type": "Precompiled", "precompiled_charsmap": None})
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    with pytest.raises(DataError, match=r"tokenizer.json: is not a tokenizer that the tokenizers library"):
+        Tokenizer.load(str(tmp_path))
 
 
 def test_what_is_hashed_is_json():

@@ -96,6 +96,8 @@ class Handler(BaseHTTPRequestHandler):
             self.answer(302, Location=details[0] if ":" in details[0] else f"/{details[0]}")
         elif what == "packed":
             self.answer(200, gzip.compress(content, mtime=0), Content_Encoding=details[0])
+        elif what == "labelled":
+            self.answer(200, content, Content_Encoding=details[0])
         elif what == "wrong content":
             self.send(bytes(len(content)), 0)
         elif what == "other file":
@@ -352,6 +354,15 @@ def test_the_command_ends_with_3_and_names_every_lost_file(tmp_path: Path, serve
     assert [failure["path"] for failure in facts["failures"]] == ["a.bin", "b.bin"]
 
 
+@pytest.mark.parametrize(("name", "coding"), [("a.jsonl.gz", "x-gzip"), ("a.tgz", "gzip"), ("A.ZST", "zstd")])
+def test_a_server_may_say_that_the_file_itself_is_packed(
+    tmp_path: Path, server: Server, name: str, coding: str
+) -> None:
+    entry = server.add(name, 5000, ("labelled", coding))
+    assert not get(tmp_path, [{"url": entry["url"]}]).failures
+    assert (tmp_path / "out" / name).read_bytes() == server.contents[name]
+
+
 def test_a_length_that_nobody_knows_is_no_success(tmp_path: Path, server: Server) -> None:
     entry = server.add("a.bin", 100, ("no length",))
     (failure,) = get(tmp_path, [{"url": entry["url"]}]).failures
@@ -371,6 +382,11 @@ def test_user_and_password_of_a_url_go_to_its_host_alone(tmp_path: Path, server:
     assert not result.failures
     assert (tmp_path / "out" / "a").read_bytes() == server.contents["a"]
     assert (server.logins, other.logins) == ([server.login] * 2, [None])
+    sent_on = server.add("e") | {
+        "url": server.add("f", 0, ("redirect", "e"))["url"].replace("//", "//me:se%40cr%3aet@")
+    }
+    assert not get(tmp_path, [sent_on | {"path": "within"}]).failures
+    assert server.logins == [server.login] * 4, "who is sent on within the host logs in again"
     wrong = get(tmp_path, [server.add("d") | {"url": f"http://me:guess@127.0.0.1:{server.server_port}/d"}]).failures
     assert [(failed.url, failed.reason) for failed in wrong] == [
         (f"http://127.0.0.1:{server.server_port}/d", "the server answers 401 Unauthorized")

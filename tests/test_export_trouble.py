@@ -203,7 +203,7 @@ def test_finite_weights_with_logits_that_are_not_are_no_bug(
 
     checkpoint = checkpoint_of(CASES["gpt2"], tmp_path / "run", tokenizer)
     ours = proof._ours
-    monkeypatch.setattr(proof, "_ours", lambda *words: ours(*words) * torch.inf)
+    monkeypatch.setattr(proof, "_ours", lambda *words: [logits * torch.inf for logits in ours(*words)])
     code, _, err = command("export", str(checkpoint), str(tmp_path / "hf"))
     assert code == 3
     assert "logits that are not finite, though its weights are" in err

@@ -250,6 +250,13 @@ def test_warmup_as_a_fraction_and_a_blend_and_native_fp16() -> None:
     assert str(odd.lr.warmup) == "12 samples"
 
 
+def test_one_source_with_a_weight_is_told_to_be_a_blend() -> None:
+    rows = {row.field: row.remark for row in import_megatron([*SMALL, "--data-path", "1.0", "a"]).rows}
+    assert "data.order=megatron needs data.blend_one_source=true" in rows["data.train"]
+    rows = {row.field: row.remark for row in import_megatron([*SMALL, "--data-path", "a"]).rows}
+    assert not rows["data.train"]
+
+
 def test_exit_interval_is_told_as_different_and_zero_is_off() -> None:
     done = import_megatron([*SMALL, "--exit-interval", "50", "--no-bias-gelu-fusion"])
     assert {row.flag for row in done.rows_of("differs")} == {"--exit-interval", "--no-bias-gelu-fusion"}
@@ -276,8 +283,8 @@ def test_exit_interval_is_told_as_different_and_zero_is_off() -> None:
         (["--fp16", "--bf16"], "--fp16 and --bf16 are both set"),
         (["--fp16", "--loss-scale", "12"], "--loss-scale is a fixed scale"),
         (["--data-path", "0.5", "a", "0.5"], "has 3 words"),
-        (["--data-path", "a", "b"], "Without weights Megatron blends by lengths"),
-        (["--data-path", "a", "b", "c"], "has 3 words that are no pairs"),
+        (["--data-path", "a", "b"], "names 2 paths without weights. Megatron then blends by their lengths"),
+        (["--data-path", "a", "b", "c"], "names 3 paths without weights"),
         (["--data-path", "1", "a", "b", "c"], "--data-path is 'b'"),
         (["--kv-channels", "5"], "--kv-channels is 5"),
         (["--squared-relu"], "--squared-relu is set"),

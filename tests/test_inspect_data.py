@@ -325,14 +325,28 @@ def test_what_trains_but_is_seldom_meant_is_told(text_recipe: Path, command: Com
     assert command("prepare", str(text_recipe), "prepare.0.append_eod=false", "prepare.0.output=endless")[0] == 0
     one = ["inspect", "sample", str(text_recipe), "0", "data.train=[{path: both}]"]
     assert command(*one)[2] == ""
-    larger = "model.vocab_size is 400 but the tokenizer has 300 entries: the others are never trained on"
+    larger = "model.vocab_size is 400 but the tokenizer has 300 entries: the others never occur in the data"
     assert larger in command(*one, "model.vocab_size=400")[2]
     assert larger in command(*one, "model.vocab_size=400", "tokenizer=null", "prepare=[]")[2], "the manifest knows too"
+    assert command(*one, "model.vocab_size=384")[2] == "", "some pad it by hand"
     told = "endless holds documents without an end (append_eod: false): each runs into the next"
     assert told in command(*one[:-1], "data.train=[{path: endless}]")[2]
     code, out, _ = command("train", str(text_recipe), "model.vocab_size=400", "--device", "cpu")
     assert code == 0
     assert larger in out
+
+
+def test_shards_and_checkpoints_of_an_earlier_version_still_count(text_recipe: Path, command: Command) -> None:
+    """Their hashes of the tokenizer were of another kind."""
+    words = ["train", str(text_recipe), "--device", "cpu"]
+    assert command(*words, "train.exit_after=2 steps")[0] == 0
+    for path in (manifest_path("both"), manifest_path("mixed")):
+        text = Path(path).read_text()
+        assert '"tokenizer_hash": "ids:' in text
+        Path(path).write_text(text.replace('"tokenizer_hash": "ids:', '"tokenizer_hash": "'))
+    code, out, err = command(*words)
+    assert code == 0, err
+    assert "both, mixed: of an earlier version, whose tokenizer could not be compared" in out
 
 
 def test_shards_of_two_tokenizers_do_not_train_together(text_recipe: Path, command: Command) -> None:
@@ -747,11 +761,28 @@ def test_epochs_of_megatrons_orders_are_those_of_their_tokens(workshop: Workshop
     assert source["epochs"] == 800 * length / tokens
     for at in source["at"]:
         assert at["epochs"] == at["samples_taken"] * length / tokens
-        assert (at["epoch"], at["sample_of_epoch"]) == (None, None), "they are shuffled together"
+    assert [at["epoch"] for at in source["at"]] == [None, None, None, None, 2], "the first two are shuffled together"
     told = command("inspect", "order", *words, "--at-samples", "300")[1]
     assert f"300 taken: {300 * length / tokens:.3f} epochs, of those that are shuffled together" in told
+    assert source["first_repeat_at"] is None
     one = answer(command, "inspect", "order", *words, "train.for=2 steps", "--at-samples", "9")["sources"][0]["at"][0]
     assert (one["epoch"], one["sample_of_epoch"]) == (0, 9)
+
+
+@pytest.mark.parametrize("sources", ["[{path: train}]", "[{path: train, weight: 6}, {path: valid}]"])
+def test_a_last_epoch_on_its_own_begins_where_it_is_told(workshop: Workshop, command: Command, sources: str) -> None:
+    words = [str(workshop.recipe), f"data.train={sources}", "data.order=megatron", "train.for=45 steps"]
+    source = answer(command, "inspect", "order", *words, "--at-samples", "100,359")["sources"][0]
+    samples = answer(command, "inspect", "sample", words[0], "0-359", *words[1:])
+    at = source["first_repeat_at"]
+    epochs = [[one["epoch"] for one in part if one["source"] == "train"] for part in (samples[:at], samples[at:])]
+    assert set(epochs[0]) == {0}
+    assert epochs[1].count(0) <= 1, "but one that begins in the first"
+    assert epochs[1].count(1) > 5
+    taken = sum(one["source"] == "train" for one in samples[:100])
+    assert (source["at"][0]["epoch"], source["at"][0]["sample_of_epoch"]) == (0, taken)
+    assert (source["at"][1]["epoch"], source["at"][1]["sample_of_epoch"]) == (1, len(epochs[1]) - 1)
+    assert f"  {at}\n" in command("inspect", "order", *words)[1]
 
 
 @pytest.mark.parametrize("order", ["megatron", "bigscience"])

@@ -316,8 +316,9 @@ def test_the_work_goes_on_where_nobody_reads_how_far_it_is(tokenizer, monkeypatc
     assert Path("y.idx").exists()
 
 
-def test_without_standard_error_the_work_is_done_and_the_answer_stays_clean(tokenizer):
-    words = ["sh", "-c", 'exec "$@" 2>&-', "sh", sys.executable, "-m", "bloomery"]
+@pytest.mark.parametrize("closed", ["2>&-", "<&- 2>&-"])
+def test_without_standard_error_the_work_is_done_and_the_answer_stays_clean(tokenizer, closed):
+    words = ["sh", "-c", f'exec "$@" {closed}', "sh", sys.executable, "-m", "bloomery"]
     done = subprocess.run([*words, "prepare", "r.yaml", "--json"], stdout=subprocess.PIPE, text=True)
     assert done.returncode == 0
     assert json.loads(done.stdout)["x"]["documents"]

@@ -21,6 +21,7 @@ from bloomery.checkpoint.tensor_file import TensorFile
 from bloomery.config.load import load_recipe
 from bloomery.config.recipe import Recipe
 from bloomery.data.tokenizer import Tokenizer
+from bloomery.data.tokenizer_hash import is_other_tokenizer
 from bloomery.model.build import build_model
 from bloomery.sizing.history import History
 from bloomery.sizing.plan import TrainingPlan
@@ -153,8 +154,8 @@ def tokenizer_of(folder: Path, recipe: Recipe, path: str | None = None) -> Token
             f"the tokenizer has {tokenizer.vocab_size} entries but the model's vocabulary is {recipe.model.vocab_size}"
         )
         raise DataError(Problem(what, remedy="give the one it was trained with, with --tokenizer", place=where))
-    trained_with = read_manifest(folder).get("tokenizer")
-    if trained_with is not None and tokenizer.content_hash != trained_with:
+    trained_with: str | None = read_manifest(folder).get("tokenizer")
+    if trained_with is not None and is_other_tokenizer(trained_with, tokenizer.content_hash):
         own, other = tokenizer.content_hash[:12], trained_with[:12]
         what = f"the tokenizer has the hash {own}, but {folder.name} was trained with {other}"
         rule = "with another one its tokens would mean other texts"

@@ -299,10 +299,10 @@ def _wait_for_parts(job: SaveJob, troubles: list[Trouble]) -> list[RankReport]:
                     troubles.append(Trouble({rank: told["trouble"]}, told["fenced"]))
                 else:
                     found[rank] = RankReport.from_json(told)
-        if missing and job.writer is not None:
-            job.writer.require()
-        if missing and not troubles:
-            job.draft.stat()
+        if missing:
+            with job.acting():
+                if not troubles:
+                    job.draft.stat()
         if troubles:
             grace = _GRACE_SECONDS if job.desk.is_dir() else 0.0
             deadline = min(deadline, time.monotonic() + grace)

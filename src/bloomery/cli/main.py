@@ -48,7 +48,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     clock.job_seconds()
     os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")  # to look for them takes 15 ms of every command
     if sys.stderr is None:  # closed: `print` would write to standard output instead, and the next file get its number
-        sys.stderr = open(os.devnull, "w")  # noqa: SIM115 - to the end
+        while os.open(os.devnull, os.O_RDWR) < 2:  # perhaps the other two are closed as well
+            pass
+        sys.stderr = open(2, "w")  # noqa: SIM115 - to the end
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
         code = _run(arguments)

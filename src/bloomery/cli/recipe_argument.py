@@ -33,18 +33,17 @@ def load(
     *,
     reads: Collection[str] | None = None,
     first: Callable[[dict[str, Any]], None] | None = None,
+    tells: bool = True,
 ) -> CheckedRecipe:
     """The checked recipe. `reads`: the sections this command uses, where it is not all of them; an override of another
-    is told, not refused, so that all commands may share one list of them. `first`: see config/load.py."""
+    is told, not refused, so that all commands may share one list of them. `first`: see config/load.py. `tells`: of many
+    processes only one should."""
     checked = load_checked_recipe(args.recipe, args.overrides, first=first)
     idle = [text for text in args.overrides if reads is not None and _section(text) not in reads]
-    for warning in [*checked.warnings, *(_changes_nothing(text, reads or ()) for text in idle)]:
+    unread = [f"{text!r} changes nothing here: this command does not read {_section(text)}" for text in idle]
+    for warning in [*checked.warnings, *unread] if tells else []:
         print(f"bloomery: warning: {warning}", file=sys.stderr)
     return checked
-
-
-def _changes_nothing(override: str, reads: Collection[str]) -> str:
-    return f"{override!r} changes nothing here: this command reads only {', '.join(sorted(reads))}"
 
 
 def _section(override: str) -> str:

@@ -73,7 +73,8 @@ def run(args: argparse.Namespace) -> int:
 
 def _recipe(args: argparse.Namespace, started: Started | None) -> Recipe:
     """The recipe, for the ranks that were really started."""
-    checked = load(args, reads=set(Recipe.model_fields) - {"prepare"})
+    tells = started is None or started.rank == 0
+    checked = load(args, reads=set(Recipe.model_fields) - {"prepare"}, tells=tells)
     recipe = checked.recipe
     if started is None or started.size == world_size(recipe):
         return recipe

@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from functools import partial
+from itertools import count
 from typing import Any, cast
 
 import numpy as np
@@ -116,7 +117,7 @@ def _standing(source: SampleSource, position: int, taken: int) -> dict[str, Any]
     sample: int | None
     epoch, sample = divmod(taken, source.num_samples)
     if isinstance(source, MegatronSource):
-        epoch, sample = (0, taken) if source.shape.epochs == 1 else (None, None)
+        epoch, sample = source.standing(taken)
     facts = {"samples": position, "samples_taken": taken, "epochs": epochs_of(source, taken)}
     return {**facts, "epoch": epoch, "sample_of_epoch": sample}
 
@@ -168,7 +169,14 @@ def _first_repeats(stream: Stream, at_end: Sequence[int], train_samples: int) ->
     the stream goes back, or where epochs are shuffled together."""
     found: list[int | None] = [None] * len(stream.sources)
     if not isinstance(stream.blend, TimelessBlend):
-        return found
+        second = {
+            number: source.shape.samples_shuffled_first
+            for number, source in enumerate(cast(Sequence[MegatronSource], stream.sources))
+            if source.standing(0)[0] == 0 and source.shape.samples_shuffled_first < at_end[number]
+        }
+        return [
+            _position_of(stream, number, second[number]) if number in second else None for number in range(len(found))
+        ]
     first = first_position(stream)
     at_first = samples_taken(stream, first)
     for number, source in enumerate(stream.sources):
@@ -177,6 +185,16 @@ def _first_repeats(stream: Stream, at_end: Sequence[int], train_samples: int) ->
             taken = partial(_taken_of, stream, number)
             found[number] = bisect_right(range(train_samples + 1), wanted, lo=first, key=taken) - 1
     return found
+
+
+def _position_of(stream: Stream, number: int, ordinal: int) -> int:
+    """Of a sample of a source, which the training takes."""
+    for start in count(0, _POSITIONS_AT_A_TIME):
+        positions = np.arange(start, min(start + _POSITIONS_AT_A_TIME, cast(Any, stream.blend).size))
+        owners, ordinals = stream.blend.locate(positions)
+        if len(hit := positions[(owners == number) & (ordinals == ordinal)]):
+            return int(hit[0])
+    raise AssertionError
 
 
 def _taken_of(stream: Stream, number: int, position: int) -> int:

@@ -11,6 +11,7 @@ from bloomery.base.errors import DataError, Problem, first_few
 from bloomery.base.storage import write_atomically
 from bloomery.data.shard_index import unreadable
 from bloomery.data.shards import ShardReader
+from bloomery.data.tokenizer_hash import is_other_tokenizer
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -109,7 +110,7 @@ def without_manifest(prefixes: Sequence[str], but: str) -> str:
 def check_fits(manifest: ShardManifest, *, tokenizer: Tokenizer | None, vocab_size: int, place: str) -> list[Problem]:
     """Why a model with this tokenizer (None: not known) and vocabulary cannot train on the shard; empty when it can."""
     problems = []
-    if tokenizer is not None and manifest.tokenizer_hash != tokenizer.content_hash:
+    if tokenizer is not None and is_other_tokenizer(manifest.tokenizer_hash, tokenizer.content_hash):
         problems.append(
             Problem(
                 what=f"the shard was made with another tokenizer (hash {manifest.tokenizer_hash[:12]}, "
@@ -154,7 +155,7 @@ def check_alike(manifests: Mapping[str, ShardManifest]) -> list[Problem]:
         told = [(prefix, value) for prefix, shard in manifests.items() if (value := getattr(shard, name)) is not None]
         for prefix, value in told[1:]:
             first, expected = told[0]
-            if value == expected:
+            if value == expected or (name == "tokenizer_hash" and not is_other_tokenizer(value, expected)):
                 continue
             what = f"the shard has {name} {value!s:.12} but {first} has {expected!s:.12}"
             rule = "shards that are trained on together need one tokenizer: an id means another token in another"

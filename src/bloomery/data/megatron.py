@@ -81,6 +81,13 @@ class MegatronSource:
         """How often so many samples go through the text, whose end need not be that of a sample."""
         return samples * self.seq_length / self.shape.tokens_per_epoch
 
+    def standing(self, samples: int) -> tuple[int | None, int | None]:
+        """(epoch, sample of it) behind so many; nothing among epochs that are shuffled together."""
+        shape = self.shape
+        if shape.separate_last and samples >= shape.samples_shuffled_first:
+            return shape.epochs - 1, samples - shape.samples_shuffled_first
+        return (0, samples) if shape.epochs - shape.separate_last == 1 else (None, None)
+
     def read(self, ordinals: NDArray[np.int64]) -> Batch:
         """The samples that a run takes from this source at these places."""
         rows = np.empty((len(ordinals), self.seq_length + 1), np.int64)

@@ -31,6 +31,7 @@ from bloomery.data.shards import ShardReader
 from bloomery.data.split import Part
 from bloomery.data.stream import Stream
 from bloomery.data.tokenizer import Tokenizer
+from bloomery.data.tokenizer_hash import is_comparable, is_other_tokenizer
 from bloomery.sizing.data_rules import source_key
 from bloomery.sizing.plan import TrainingPlan
 
@@ -39,6 +40,9 @@ SPLIT_GROUP = "valid"
 _FINDS_ENDS = "data.mask_documents, data.reset_positions and data.eod_loss find the ends of documents by their token"
 _SHARE_MAY_BE_OFF = 0.1
 """By which part of itself, before it is told."""
+_PADDED_TO = 64
+_MOST_PADDING = 1024
+"""Rows of a vocabulary that is a multiple, beyond the entries of the tokenizer: others pad it in the recipe already."""
 _ENDS_LOOKED_AT = 100
 """Documents whose last token is read where no manifest says how documents end."""
 
@@ -214,21 +218,28 @@ class _Opening:
         """All shards against each other, less those that do not fit the recipe's tokenizer, which has been told."""
         if bare := [path for path, manifest in self._manifests.items() if manifest is None]:
             self.warnings.append(without_manifest(bare, "could not be checked"))
-        own = self.tokenizer_hash() if self._tokenizer else None
+        own = self._tokenizer.content_hash if self._tokenizer else None
         known = {path: manifest for path, manifest in self._manifests.items() if manifest is not None}
         self.warnings += self._unlikely(known)
+        if own and (former := [path for path in known if not is_comparable(known[path].tokenizer_hash)]):
+            self.warnings.append(f"{first_few(former)}: of an earlier version, whose tokenizer could not be compared")
         self.problems += check_alike(
-            {path: manifest for path, manifest in known.items() if own in (None, manifest.tokenizer_hash)}
+            {path: manifest for path, manifest in known.items() if not is_other_tokenizer(own, manifest.tokenizer_hash)}
         )
 
     def _unlikely(self, known: dict[str, ShardManifest]) -> Iterator[str]:
         """What trains well enough, but is seldom meant."""
-        entries = [self._tokenizer.vocab_size] if self._tokenizer else [each.vocab_size for each in known.values()]
-        rows = self._recipe.model.vocab_size
-        if entries and max(entries) < rows:
-            said = f"model.vocab_size is {rows:,} but the tokenizer has {max(entries):,} entries"
-            yield f"{said}: the others are never trained on. To pad the embedding, use model.vocab_multiple"
-        endless = [path for path, manifest in known.items() if manifest.eod_id is None]
+        sizes = [self._tokenizer.vocab_size] if self._tokenizer else [each.vocab_size for each in known.values()]
+        rows, entries = self._recipe.model.vocab_size, max(sizes, default=0)
+        is_padded = rows % _PADDED_TO == 0 and rows - entries < _MOST_PADDING
+        if 0 < entries < rows and not is_padded:
+            said = f"model.vocab_size is {rows:,} but the tokenizer has {entries:,} entries"
+            yield f"{said}: the others never occur in the data. To pad the embedding there is model.vocab_multiple"
+        endless = [
+            path
+            for path, manifest in known.items()
+            if manifest.eod_id is None and manifest.settings.get("special_tokens") != "as_ids"
+        ]
         if endless and self._recipe.model.family != "bert":
             said = "holds documents without an end (append_eod: false)"
             yield f"{first_few(endless)} {said}: each runs into the next, and the model does not learn to stop"

@@ -12,6 +12,7 @@ import orjson
 
 from bloomery.base.errors import DataError, Problem
 from bloomery.data.tokenizer_files import check_ids, misfit, read_settings, read_tokenizer_json, token_of
+from bloomery.data.tokenizer_hash import OF_IDS
 from bloomery.data.tokenizer_spellings import deciding_ids
 
 if TYPE_CHECKING:  # slow to import; `bloomery prepare` begins to load an encoder before it does
@@ -50,7 +51,9 @@ class Tokenizer:
 
         try:
             tokenizer = tokenizers.Tokenizer.from_str(self.content)
-        except Exception as error:  # the library raises bare Exception
+        except (KeyboardInterrupt, MemoryError):
+            raise
+        except BaseException as error:  # the library raises bare Exception, and its panics are not even that
             raise misfit(self.path, self.parsed) or self._unreadable(error) from error
         # A document that merely contains the text '<|endoftext|>' must not end there.
         tokenizer.encode_special_tokens = True
@@ -69,7 +72,7 @@ class Tokenizer:
             raise self._unreadable(error) from error
         return dict(parsed)
 
-    def _unreadable(self, error: Exception) -> DataError:
+    def _unreadable(self, error: BaseException) -> DataError:
         import tokenizers
 
         what = f"is not a tokenizer that the tokenizers library {tokenizers.__version__} can read: {error}"
@@ -158,12 +161,13 @@ class Tokenizer:
 
     @cached_property
     def content_hash(self) -> str:
-        """sha256 of what decides the ids: moving, reformatting, re-saving or exporting the file changes nothing."""
+        """`ids:` and the sha256 of what decides the ids: moving, reformatting, re-saving or exporting the file changes
+        nothing. To be compared by `is_other_tokenizer`."""
         try:
             content = deciding_ids(self.parsed)
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise self._unreadable(error) from error
-        return hashlib.sha256(orjson.dumps(content, option=orjson.OPT_SORT_KEYS)).hexdigest()
+        return OF_IDS + hashlib.sha256(orjson.dumps(content, option=orjson.OPT_SORT_KEYS)).hexdigest()
 
     def encode_batch(self, texts: Sequence[str], *, special_tokens_as_ids: bool = False) -> list[NDArray[np.int64]]:
         """Ids of the texts alone: nothing is added, and special tokens in a text are read as text unless asked for."""

@@ -6,7 +6,6 @@ must not change with it. tests/test_data_tokenizer.py lets the installed library
 
 from __future__ import annotations
 
-from operator import itemgetter
 from typing import Any
 
 import orjson
@@ -34,8 +33,11 @@ _LISTS = ("normalizers", "pretokenizers")
 def deciding_ids(parsed: dict[str, Any]) -> dict[str, Any]:
     """Of the content of a tokenizer.json what decides ids, as the library would save it; for orjson to write. Not how a
     text is made from ids, nor what is put around it. Shares what it does not change with `parsed`."""
+    added = sorted(parsed.get("added_tokens") or [], key=lambda token: token["id"])
+    if parsed.get("normalizer") is None and all(token.get("normalized") for token in added):
+        added = [{**token, "normalized": False} for token in added]  # there is nothing to look behind
     return {
-        "added_tokens": sorted(parsed.get("added_tokens") or [], key=lambda token: token["id"]),
+        "added_tokens": added,
         "normalizer": _part(parsed.get("normalizer")),
         "pre_tokenizer": _part(parsed.get("pre_tokenizer")),
         "model": _model(parsed["model"]),
@@ -43,19 +45,26 @@ def deciding_ids(parsed: dict[str, Any]) -> dict[str, Any]:
 
 
 def _model(model: dict[str, Any]) -> dict[str, Any]:
-    kind = model.get("type", "BPE" if "merges" in model else None)
-    if kind not in _MODELS:
-        return model
-    model = {"type": kind, **_MODELS[kind], **model}
+    kind = model.get("type") or _kind_of(model)
+    model = {"type": kind, **_MODELS.get(kind, {}), **model}
     if kind == "BPE":
         merges = model.get("merges") or []
         if merges and isinstance(merges[0], str):  # as before tokenizers 0.20; never mixed
             model["merges"] = orjson.Fragment(_as_pairs(merges))
         for name in ("dropout", "continuing_subword_prefix", "end_of_word_suffix"):
             model[name] = model[name] or None  # 0.0 and "" say the same as nothing
-    elif {*map(type, map(itemgetter(1), model["vocab"]))} != {float}:
-        model["vocab"] = [[token, float(score)] for token, score in model["vocab"]]
+    elif kind == "Unigram":  # of 17 digits the library rounds the last one its own way
+        model["vocab"] = [[token, float(f"{score:.12g}")] for token, score in model["vocab"]]
     return model
+
+
+def _kind_of(model: dict[str, Any]) -> str:
+    """Of a model that does not say it, as some old files."""
+    if "merges" in model:
+        return "BPE"
+    if isinstance(model["vocab"], list):
+        return "Unigram"
+    return "WordPiece" if "continuing_subword_prefix" in model else "WordLevel"
 
 
 def _as_pairs(merges: list[str]) -> bytes:

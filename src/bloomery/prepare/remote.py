@@ -86,6 +86,17 @@ def url_fingerprint(url: str) -> str:
     return hashlib.sha256(url.encode()).hexdigest()[:32]
 
 
+class _LoginStaysAtHome(urllib.request.HTTPRedirectHandler):
+    """Who is sent on within a host still has to log in there, and nobody else may hear the password."""
+
+    def redirect_request(self, req: urllib.request.Request, *answer: Any) -> urllib.request.Request | None:
+        onward = super().redirect_request(req, *answer)
+        login = req.unredirected_hdrs.get("Authorization")
+        if onward is not None and login and (onward.type, onward.host) == (req.type, req.host):
+            onward.add_unredirected_header("Authorization", login)
+        return onward
+
+
 def _open_http(
     url: str, offset: int, validator: str | None, timeout_seconds: float, closing: contextlib.ExitStack
 ) -> Remote:
@@ -98,8 +109,9 @@ def _open_http(
         address, login = _login(url)
         request = urllib.request.Request(address, headers=headers)
         if login:
-            request.add_unredirected_header("Authorization", login)  # for this host alone
-        response = closing.enter_context(urllib.request.urlopen(request, timeout=timeout_seconds))
+            request.add_unredirected_header("Authorization", login)
+        opener = urllib.request.build_opener(_LoginStaysAtHome)
+        response = closing.enter_context(opener.open(request, timeout=timeout_seconds))
     except urllib.error.HTTPError as error:
         with error:
             reason, code = f"the server answers {error.code} {error.reason}", error.code
@@ -125,8 +137,14 @@ def _open_http(
         except (OSError, http.client.HTTPException) as error:
             raise TryAgainError(f"the connection was lost: {_why(error)}") from error
 
-    packing = response.headers.get("Content-Encoding", "").strip().lower()
-    return Remote(start, total, now or (validator if start else None), read, packing if packing != "identity" else "")
+    return Remote(start, total, now or (validator if start else None), read, _packing(url, response))
+
+
+def _packing(url: str, response: Any) -> str:
+    """How the bytes of the file are packed on the way; nothing where the server only says that the file itself is."""
+    packing = str(response.headers.get("Content-Encoding", "")).strip().lower()
+    own = {"gzip": (".gz", ".tgz"), "x-gzip": (".gz", ".tgz"), "zstd": (".zst",)}.get(packing, ())
+    return "" if packing == "identity" or split_url(url).path.lower().endswith(own) else packing
 
 
 def _login(url: str) -> tuple[str, str]:

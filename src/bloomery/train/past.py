@@ -17,6 +17,7 @@ from bloomery.config.recipe import Recipe
 from bloomery.data.before import Before
 from bloomery.data.blend import BlendState
 from bloomery.data.tokenizer import Tokenizer
+from bloomery.data.tokenizer_hash import is_other_tokenizer
 from bloomery.monitor.journal import Journal
 from bloomery.sizing.plan import TrainingPlan
 from bloomery.train.contract import Difference, refusals
@@ -108,7 +109,7 @@ def check_tokenizer(past: Past, tokenizer_hash: str | None) -> None:
     if past.checkpoint is None or tokenizer_hash is None:
         return
     then = _tokenizer_hash_of(past.checkpoint)
-    if then is not None and then != tokenizer_hash:
+    if then is not None and is_other_tokenizer(then, tokenizer_hash):
         what = (
             f"the tokenizer has the hash {tokenizer_hash[:12]}, but {past.checkpoint.name} was trained with {then[:12]}"
         )
@@ -185,7 +186,9 @@ def put_in_order(recipe: Recipe, roots: Sequence[Path], past: Past, journal: Jou
 def _is_tokenizer_of(checkpoint: Path, recipe: Recipe) -> bool:
     """Whether the recipe's tokenizer is that of the checkpoint, by content."""
     then = _tokenizer_hash_of(checkpoint)
-    return recipe.tokenizer is not None and Tokenizer.load(recipe.tokenizer.path).content_hash == then
+    if recipe.tokenizer is None or then is None:
+        return False
+    return not is_other_tokenizer(then, Tokenizer.load(recipe.tokenizer.path).content_hash)
 
 
 def _tokenizer_hash_of(checkpoint: Path) -> str | None:

@@ -115,7 +115,9 @@ def _data(b: Builder, family: str) -> bool:
         b.problem(b.given("train-data-path"), what, "Megatron takes one of them", "remove one")
     flag = b.first("data-path", "train-data-path")
     if b.has(flag) and (sources := _sources(b, flag)):
-        b.put("data.train", sources, flag)
+        blends_one = len(sources) == 1 and "weight" in sources[0]
+        remark = "Megatron blends one source with a weight: data.order=megatron needs data.blend_one_source=true"
+        b.put("data.train", sources, flag, remark=remark if blends_one else "")
     evaluates = fill_weighted_splits(b)
     if "train" not in b.raw.get("data", {}):
         return _no_data(b)
@@ -141,10 +143,13 @@ def _sources(b: Builder, flag: str) -> list[dict[str, Any]]:
         return []
     if len(given.values) == 1:
         return [{"path": shown(given.values[0])}]
-    if len(given.values) % 2 or not any(map(_is_number, given.values[::2])):
-        rule = "without weights Megatron blends by lengths and ends when all is read once, which no recipe can say"
-        remedy = "give each path a weight, `--data-path 0.7 A 0.3 B`: its samples of one epoch are nearest to that"
-        b.problem(given, f"--{flag} has {len(given.values)} words that are no pairs of weight and path", rule, remedy)
+    if not any(map(_is_number, given.values)):
+        what = f"--{flag} names {len(given.values)} paths without weights"
+        rule = "Megatron then blends by their lengths and ends when all is read once, which no recipe can say"
+        b.problem(given, what, rule, f"give each path a weight, `--{flag} 0.7 A 0.3 B`")
+        return []
+    if len(given.values) % 2:
+        b.problem(given, f"--{flag} has {len(given.values)} words", "it is one path, or pairs of weight and path")
         return []
     pairs = zip(given.values[::2], given.values[1::2], strict=True)
     return [{"path": shown(path), "weight": b.convert(given, weight, float, 1.0)} for weight, path in pairs]
