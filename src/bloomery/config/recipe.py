@@ -99,8 +99,7 @@ class DataSection(Section):
     validation: dict[str, list[SourceSection]] = Field(default_factory=dict)
     """Named groups, each evaluated and logged on its own."""
     split: SplitText | None = None
-    """Train, valid and test parts of each source, by document (in the orders of other systems by sequence): one to
-    three numbers, '949,50,1'; missing ones are 0."""
+    """Train, valid and test parts of each source, by document: one to three numbers, '949,50,1'; missing ones are 0."""
     mask_documents: bool = False
     """Attention does not cross from one document of a packed sample into the next."""
     reset_positions: bool = False

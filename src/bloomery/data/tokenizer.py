@@ -161,13 +161,13 @@ class Tokenizer:
 
     @cached_property
     def content_hash(self) -> str:
-        """`ids:` and the sha256 of what decides the ids: moving, reformatting, re-saving or exporting the file changes
+        """sha256 of what decides the ids, and `-ids`: moving, reformatting, re-saving or exporting the file changes
         nothing. To be compared by `is_other_tokenizer`."""
         try:
             content = deciding_ids(self.parsed)
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise self._unreadable(error) from error
-        return OF_IDS + hashlib.sha256(orjson.dumps(content, option=orjson.OPT_SORT_KEYS)).hexdigest()
+        return hashlib.sha256(orjson.dumps(content, option=orjson.OPT_SORT_KEYS)).hexdigest() + OF_IDS
 
     def encode_batch(self, texts: Sequence[str], *, special_tokens_as_ids: bool = False) -> list[NDArray[np.int64]]:
         """Ids of the texts alone: nothing is added, and special tokens in a text are read as text unless asked for."""

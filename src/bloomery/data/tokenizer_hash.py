@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-OF_IDS = "ids:"
-"""What hashes begin with since they cover what decides ids and nothing else."""
+OF_IDS = "-ids"
+"""What hashes end with since they cover what decides ids and nothing else."""
 
 
 def is_comparable(content_hash: str) -> bool:
     """False for a hash of an earlier version."""
-    return content_hash.startswith(OF_IDS)
+    return content_hash.endswith(OF_IDS)
 
 
 def is_other_tokenizer(one: str | None, other: str | None) -> bool:
