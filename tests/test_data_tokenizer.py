@@ -134,10 +134,9 @@ def test_hashes_of_an_earlier_version_tell_nothing():
     new, other = Tokenizer(json.dumps(spelling()), path="x").content_hash, "0" * 64 + "-ids"
     old = new.removesuffix("-ids")
     assert is_other_tokenizer(new, other)
-    assert is_other_tokenizer(old, other.removesuffix("-ids"))
     assert not is_other_tokenizer(new, new)
-    assert not is_other_tokenizer(old, other)
-    assert not is_other_tokenizer(None, other)
+    assert not is_other_tokenizer(old, new)
+    assert not is_other_tokenizer(None, new)
 
 
 def test_a_tokenizer_at_which_the_library_panics_is_named(tmp_path):

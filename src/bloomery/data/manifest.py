@@ -11,7 +11,6 @@ from bloomery.base.errors import DataError, Problem, first_few
 from bloomery.base.storage import write_atomically
 from bloomery.data.shard_index import unreadable
 from bloomery.data.shards import ShardReader
-from bloomery.data.tokenizer_hash import is_other_tokenizer
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -110,7 +109,7 @@ def without_manifest(prefixes: Sequence[str], but: str) -> str:
 def check_fits(manifest: ShardManifest, *, tokenizer: Tokenizer | None, vocab_size: int, place: str) -> list[Problem]:
     """Why a model with this tokenizer (None: not known) and vocabulary cannot train on the shard; empty when it can."""
     problems = []
-    if tokenizer is not None and is_other_tokenizer(manifest.tokenizer_hash, tokenizer.content_hash):
+    if tokenizer is not None and manifest.tokenizer_hash != tokenizer.content_hash:
         problems.append(
             Problem(
                 what=f"the shard was made with another tokenizer (hash {manifest.tokenizer_hash[:12]}, "
@@ -155,7 +154,7 @@ def check_alike(manifests: Mapping[str, ShardManifest]) -> list[Problem]:
         told = [(prefix, value) for prefix, shard in manifests.items() if (value := getattr(shard, name)) is not None]
         for prefix, value in told[1:]:
             first, expected = told[0]
-            if value == expected or (name == "tokenizer_hash" and not is_other_tokenizer(value, expected)):
+            if value == expected:
                 continue
             what = f"the shard has {name} {value!s:.12} but {first} has {expected!s:.12}"
             rule = "shards that are trained on together need one tokenizer: an id means another token in another"

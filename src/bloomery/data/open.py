@@ -31,7 +31,6 @@ from bloomery.data.shards import ShardReader
 from bloomery.data.split import Part
 from bloomery.data.stream import Stream
 from bloomery.data.tokenizer import Tokenizer
-from bloomery.data.tokenizer_hash import is_comparable, is_other_tokenizer
 from bloomery.sizing.data_rules import source_key
 from bloomery.sizing.plan import TrainingPlan
 
@@ -221,10 +220,8 @@ class _Opening:
         own = self._tokenizer.content_hash if self._tokenizer else None
         known = {path: manifest for path, manifest in self._manifests.items() if manifest is not None}
         self.warnings += self._unlikely(known)
-        if own and (former := [path for path in known if not is_comparable(known[path].tokenizer_hash)]):
-            self.warnings.append(f"{first_few(former)}: of an earlier version, whose tokenizer could not be compared")
         self.problems += check_alike(
-            {path: manifest for path, manifest in known.items() if not is_other_tokenizer(own, manifest.tokenizer_hash)}
+            {path: manifest for path, manifest in known.items() if own in (None, manifest.tokenizer_hash)}
         )
 
     def _unlikely(self, known: dict[str, ShardManifest]) -> Iterator[str]:

@@ -162,7 +162,7 @@ class Tokenizer:
     @cached_property
     def content_hash(self) -> str:
         """sha256 of what decides the ids, and `-ids`: moving, reformatting, re-saving or exporting the file changes
-        nothing. To be compared by `is_other_tokenizer`."""
+        nothing."""
         try:
             content = deciding_ids(self.parsed)
         except (AttributeError, KeyError, TypeError, ValueError) as error:

@@ -1,4 +1,4 @@
-"""What hashes of tokenizers tell: whether ids that somebody wrote down still mean the same."""
+"""Whether the hash of a tokenizer that a checkpoint remembers is still that of another one."""
 
 from __future__ import annotations
 
@@ -6,13 +6,6 @@ OF_IDS = "-ids"
 """What hashes end with since they cover what decides ids and nothing else."""
 
 
-def is_comparable(content_hash: str) -> bool:
-    """False for a hash of an earlier version."""
-    return content_hash.endswith(OF_IDS)
-
-
-def is_other_tokenizer(one: str | None, other: str | None) -> bool:
-    """Whether these are of two tokenizers. One that is not known tells nothing, nor one of before beside one of now."""
-    if one is None or other is None:
-        return False
-    return one != other and is_comparable(one) == is_comparable(other)
+def is_other_tokenizer(remembered: str | None, now: str | None) -> bool:
+    """A hash of an earlier version, or none, tells nothing."""
+    return remembered is not None and now is not None and remembered != now and remembered.endswith(OF_IDS)
