@@ -28,7 +28,7 @@ $(AZURITE): | install
 	-command -v npm > /dev/null && npm install --silent --no-fund --no-audit --prefix $(VENV)/azurite azurite@3.35.0
 
 test: install check $(AZURITE)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal
 
 check: install
 	$(BIN)/ruff format --check .
