@@ -13,7 +13,7 @@ from bloomery.base.errors import DataError, Problem, first_few
 from bloomery.config.recipe import Recipe, SourceSection
 from bloomery.data.batch import Packing, SampleSource
 from bloomery.data.before import Before, Windows, blend_after
-from bloomery.data.blend import PERIOD, TimelessBlend
+from bloomery.data.blend import TimelessBlend
 from bloomery.data.causal import CausalSource
 from bloomery.data.manifest import (
     ShardManifest,
@@ -118,8 +118,8 @@ def _shares_that_are_off(place: str, blend: TimelessBlend) -> list[str]:
     asked, given = blend.state.weights, blend.shares()
     off = [key for key, share in asked.items() if abs(given[key] - share) > _SHARE_MAY_BE_OFF * share]
     told = [f"{key} should have {asked[key]:.3g} of the samples and gets {given[key]:.3g}" for key in off]
-    rule = f"a blend has {PERIOD:,} slots, and every source at least one; raise these weights, or leave the sources out"
-    return [f"{place}: {first_few(told)}: {rule}"] if told else []
+    slots = f"a blend has {blend.state.period:,} slots, and every source at least one"
+    return [f"{place}: {first_few(told)}: {slots}; raise these weights, or leave the sources out"] if told else []
 
 
 class _Opening:
