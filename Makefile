@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 AZURITE := $(VENV)/azurite/node_modules/.bin/azurite-blob
 
-.PHONY: install quickstart test check clean
+.PHONY: install quickstart test chaos check clean
 
 install: $(STAMP)
 
@@ -29,6 +29,11 @@ $(AZURITE): | install
 
 test: install check $(AZURITE)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal
+
+# Every fault in every layout, 100,000 inputs for each parser, deeper interleavings; writes docs/reliability.md.
+chaos: install
+	OMP_NUM_THREADS=1 PYTHONPATH=tests $(BIN)/python -m chaos
+	OMP_NUM_THREADS=1 BLOOMERY_FUZZ_INPUTS=100000 BLOOMERY_SIMULATION_DEPTH=deep $(BIN)/python -m pytest tests/test_fuzz.py tests/test_protocol.py -s
 
 check: install
 	$(BIN)/ruff format --check .

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import importlib
 import os
@@ -44,7 +45,8 @@ class Before:
 
 @dataclass(frozen=True)
 class Plant:
-    at: Storage | AfterStep | Before
+    at: Storage | AfterStep | Before | None
+    """None: where it is planted, at once."""
     do: Action
     rank: int | None = 0
     """The victim; None: every rank."""
@@ -54,9 +56,10 @@ class Plant:
     """Folder in which it leaves the file `struck`, with the time."""
 
     def strike(self, subject: Any = None) -> None:
-        if self.notes:
-            with open(os.path.join(self.notes, "struck"), "x" if not self.lasting else "w") as file:
-                file.write(str(time.time()))
+        if self.rank not in (None, int(os.environ.get("RANK", "0"))):
+            return
+        with contextlib.suppress(FileExistsError), open(os.path.join(self.notes, "struck"), "x") as file:
+            file.write(str(time.time()))
         self.do(self, subject)
 
 

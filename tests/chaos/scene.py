@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import io
 import multiprocessing
 import os
+import pickle
 import shutil
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -16,6 +17,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
+from subprocess import PIPE, STDOUT, Popen
 from typing import Any
 
 import yaml
@@ -29,6 +31,7 @@ from chaos.plant import Plant, planted
 from checkpoints import tensors_of
 from conftest import SMALL, write_shard
 
+TESTS = Path(__file__).parents[1]
 STEPS, HALF = 8, 5
 """Of a whole training, and of one that stops in the middle. Saves come at 2, 4, 6 and at every end."""
 TWO = "launch={on: local, gpus_per_node: 2}"
@@ -47,6 +50,7 @@ RECIPE: dict[str, Any] = SMALL | {
     "checkpoint": {"phases": [{"every": "2 steps"}], "keep": {"last": 2}, "timeout": "20s"},
     "monitor": {"log_every": "1 steps", "tensorboard": False, "drift": {"every": "1 steps"}},
 }
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # before the fork server imports torch, as `train` does
 PRELOAD = ["chaos.plant", "bloomery.train.loop", "bloomery.train.setup"]
 LIMIT_SECONDS = 90.0
 """A start that has not ended by then hangs, and its cell fails."""
@@ -82,7 +86,8 @@ class Stage:
 
     def twin(self, layout: str, overrides: tuple[str, ...], steps: int) -> Path:
         """The run folder of an undisturbed training that has done so many steps."""
-        place = self.folder / f"{layout}-{steps}-{'-'.join(overrides)}".replace(" ", "").replace("/", "")
+        name = f"{layout}-{steps}-{'-'.join(overrides)}"
+        place = self.folder / "".join(each for each in name if each.isalnum() or each == "-")
         if not place.exists():
             place.mkdir()
             scene = Scene(self, place, layout, overrides)
@@ -94,11 +99,12 @@ class Stage:
 class Scene:
     def __init__(self, stage: Stage, folder: Path, layout: str, overrides: tuple[str, ...]) -> None:
         self._stage, self._layout, self._overrides = stage, layout, overrides
-        self.folder, self.run = folder, folder / "run"
+        self.folder, self.run, self.notes = folder, folder / "run", folder / "notes"
         self.size, self._layout_overrides = LAYOUTS[layout]
 
     def words(self, *more: str) -> list[str]:
-        recipe = ["train", str(self._stage.folder / "chaos.yaml"), *self._layout_overrides, *self._overrides, *more]
+        own = [override.replace("{cell}", str(self.folder)) for override in self._overrides]
+        recipe = ["train", str(self._stage.folder / "chaos.yaml"), *self._layout_overrides, *own, *more]
         return [*recipe, "--run-dir", str(self.run), "--device", "cpu", "--quiet"]
 
     def half_way(self) -> Path:
@@ -108,7 +114,7 @@ class Scene:
 
     def start(self, *more: str, plant: Plant | None = None, limit_seconds: float = LIMIT_SECONDS) -> Ended:
         """`bloomery train` as so many ranks, forked from a server that has imported torch, with a fault in them."""
-        notes = self.folder / "notes"
+        notes = self.notes
         shutil.rmtree(notes, ignore_errors=True)
         notes.mkdir()
         fault = None if plant is None else replace(plant, notes=str(notes))
@@ -125,14 +131,17 @@ class Scene:
         assert not hung, f"it hangs after {limit_seconds} s:\n{text}"
         return Ended(code, text, seconds)
 
-    def as_user(self, *more: str, **environment: str) -> subprocess.Popen[str]:
-        """The real command line, in a process group of its own, for faults that come from outside."""
-        variables = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
+    def as_user(self, *more: str, plant: Plant | None = None, module: str = "bloomery.train.setup") -> Popen[str]:
+        """The real command line, for faults that come from outside; `plant` begins when `module` is imported."""
+        shutil.rmtree(self.notes, ignore_errors=True)
+        self.notes.mkdir()
+        variables = {**os.environ, "OMP_NUM_THREADS": "1"}
+        if plant is not None:
+            fault = base64.b64encode(pickle.dumps(replace(plant, notes=str(self.notes)))).decode()
+            paths = [str(TESTS / "chaos" / "site"), str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])]
+            variables |= {"CHAOS_PLANT": fault, "CHAOS_MODULE": module, "PYTHONPATH": os.pathsep.join(paths)}
         words = [sys.executable, "-m", "bloomery", *self.words(*more)]
-        pipe = subprocess.PIPE
-        return subprocess.Popen(
-            words, env=variables, cwd=self._stage.folder, stdout=pipe, stderr=subprocess.STDOUT, text=True
-        )
+        return Popen(words, env=variables, cwd=self._stage.folder, stdout=PIPE, stderr=STDOUT, text=True)
 
     def require_whole(self) -> None:
         """At the instant of a crash: `latest` names a complete checkpoint, and all that are complete are whole."""
