@@ -498,3 +498,41 @@ for _what, _how in damage.SHARDS.items():
         layouts=("one rank", "dp2 zero1"),
         fast=("one rank",) if "idx" in _what else (),
     )
+
+HUNG = r"rank 0 has waited \d+ s for rank 1, which last finished step 3"
+row(
+    "hang",
+    "a rank stands still for good (SIGSTOP)",
+    exit_codes.LOST_RANK,
+    "resumes",
+    act=outside.stopped_for_good,
+    layouts=TWO_RANKS,
+    says=HUNG,
+)
+row(
+    "hang",
+    "SIGTERM while a rank stands still",
+    exit_codes.LOST_RANK,
+    "resumes",
+    act=outside.signal_in_a_hang,
+    layouts=("tp2", "dp2 zero1"),
+    within_seconds=6,
+)
+row(
+    "network",
+    "the cable between two hosts is cut",
+    exit_codes.LOST_RANK,
+    "resumes",
+    layouts=TWO_RANKS,
+    act=outside.cable_cut(node_lost=False),
+    says="rank 1",
+)
+row(
+    "network",
+    "a host is lost without a word",
+    exit_codes.LOST_RANK,
+    "resumes",
+    layouts=TWO_RANKS,
+    act=outside.cable_cut(node_lost=True),
+    says="rank 1",
+)

@@ -11,11 +11,14 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from chaos.plant import AfterStep, Plant, Waits
+from chaos.plant import AfterStep, Both, HangPatience, Plant, Waits
 from chaos.scene import Ended, Scene
 
 PAUSE = Plant(AfterStep(3), Waits(3.0), None)
 """After step 3 every rank waits, so that what comes from outside meets a training."""
+
+IMPATIENT = Plant(AfterStep(3), Both(HangPatience(4.0), Waits(3.0)), None)
+"""The same, and from then on ranks wait four seconds for each other instead of a minute."""
 
 
 def children(pid: int) -> list[int]:
@@ -173,3 +176,70 @@ def second_start(scene: Scene) -> Ended:
         said, _ = process.communicate(timeout=60)
         assert process.returncode == 0, said
         return second
+
+
+def stopped_for_good(scene: Scene) -> Ended:
+    """One rank stands still and does not come back."""
+    with started(scene, IMPATIENT) as process:
+        until_struck(scene, process)
+        began, family = time.monotonic(), descendants(process.pid)
+        os.kill(ranks_of(process.pid, scene.size)[-1], signal.SIGSTOP)
+        return ended(process, began, family)
+
+
+def signal_in_a_hang(scene: Scene) -> Ended:
+    """One rank stands still, and SIGTERM reaches the launcher while the other waits for it."""
+    with started(scene) as process:
+        until_struck(scene, process)
+        family = descendants(process.pid)
+        os.kill(ranks_of(process.pid, scene.size)[-1], signal.SIGSTOP)
+        time.sleep(4.0)  # until the other one waits: the fault, not a proof
+        began = time.monotonic()
+        process.send_signal(signal.SIGTERM)
+        return ended(process, began, family)
+
+
+@contextlib.contextmanager
+def two_hosts() -> Iterator[tuple[str, str]]:
+    """Two network namespaces joined by a cable, 10.78.0.1 and 10.78.0.2."""
+    names = [f"bloomery-{os.getpid()}-{end}" for end in "ab"]
+
+    def ip(*words: str) -> None:
+        subprocess.run(["ip", *words], check=True, capture_output=True)
+
+    for name in names:
+        ip("netns", "add", name)
+    try:
+        ip("link", "add", "cable", "netns", names[0], "type", "veth", "peer", "name", "cable", "netns", names[1])
+        for number, name in enumerate(names, 1):
+            ip("-n", name, "addr", "add", f"10.78.0.{number}/24", "dev", "cable")
+            for device in ("lo", "cable"):
+                ip("-n", name, "link", "set", device, "up")
+        yield names[0], names[1]
+    finally:
+        for name in names:
+            ip("netns", "del", name)
+
+
+def cable_cut(*, node_lost: bool) -> Callable[[Scene], Ended]:
+    """Two ranks on two hosts, as torchrun or srun would start them; the cable goes, and perhaps the second host."""
+
+    def act(scene: Scene) -> Ended:
+        with two_hosts() as hosts, contextlib.ExitStack() as closing:
+            ranks = []
+            for rank, host in enumerate(hosts):
+                variables = {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+                variables |= {"MASTER_ADDR": "10.78.0.1", "MASTER_PORT": "29555", "GLOO_SOCKET_IFNAME": "cable"}
+                ranks.append(scene.as_user(plant=IMPATIENT, before=["ip", "netns", "exec", host], **variables))
+                closing.callback(ranks[-1].kill)
+            until_struck(scene, ranks[0])
+            began = time.monotonic()
+            subprocess.run(["ip", "-n", hosts[1], "link", "set", "cable", "down"], check=True)
+            if node_lost:
+                ranks[1].kill()
+            first = ended(ranks[0], began, [])
+            if not node_lost:
+                assert ended(ranks[1], began, []).code == first.code
+            return first
+
+    return act

@@ -105,6 +105,28 @@ class Waits:
 
 
 @dataclass(frozen=True)
+class HangPatience:
+    """Ranks wait for each other only so long, instead of a minute or more."""
+
+    seconds: float
+
+    def __call__(self, plant: Plant, _: Any) -> None:
+        from bloomery.base import pulse
+
+        pulse.USUAL = pulse.Patience(least_seconds=self.seconds, first_seconds=self.seconds)
+
+
+@dataclass(frozen=True)
+class Both:
+    first: Action
+    second: Action
+
+    def __call__(self, plant: Plant, subject: Any) -> None:
+        self.first(plant, subject)
+        self.second(plant, subject)
+
+
+@dataclass(frozen=True)
 class FlipBit:
     """One bit of a tensor that this rank holds: model.*, or a moment of the optimizer."""
 

@@ -13,7 +13,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -131,16 +131,18 @@ class Scene:
         assert not hung, f"it hangs after {limit_seconds} s:\n{text}"
         return Ended(code, text, seconds)
 
-    def as_user(self, *more: str, plant: Plant | None = None, module: str = "bloomery.train.setup") -> Popen[str]:
-        """The real command line, for faults that come from outside; `plant` begins when `module` is imported."""
-        shutil.rmtree(self.notes, ignore_errors=True)
-        self.notes.mkdir()
-        variables = {**os.environ, "OMP_NUM_THREADS": "1"}
+    def as_user(
+        self, plant: Plant | None = None, module: str = "bloomery.train.setup", before: Sequence[str] = (), **more: str
+    ) -> Popen[str]:
+        """The real command line, for faults that come from outside; `plant` begins when `module` is imported. `before`:
+        words that run it somewhere else, and `more` environment variables."""
+        self.notes.mkdir(exist_ok=True)
+        variables = {**os.environ, "OMP_NUM_THREADS": "1", **more}
         if plant is not None:
             fault = base64.b64encode(pickle.dumps(replace(plant, notes=str(self.notes)))).decode()
             paths = [str(TESTS / "chaos" / "site"), str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])]
             variables |= {"CHAOS_PLANT": fault, "CHAOS_MODULE": module, "PYTHONPATH": os.pathsep.join(paths)}
-        words = [sys.executable, "-m", "bloomery", *self.words(*more)]
+        words = [*before, sys.executable, "-m", "bloomery", *self.words()]
         return Popen(words, env=variables, cwd=self._stage.folder, stdout=PIPE, stderr=STDOUT, text=True)
 
     def require_whole(self) -> None:
