@@ -17,16 +17,28 @@ from bloomery.base.units import format_count
 if TYPE_CHECKING:
     from bloomery.checkpoint.megatron.importer import Imported
 
-_OWN = {"--ds-config": 1, "--output": 1, "--name": 1, "--set": 1, "--json": 0, "-h": 0, "--help": 0}
+_OWN = {
+    "--ds-config": 1,
+    "--without-ds-config": 0,
+    "--output": 1,
+    "--name": 1,
+    "--set": 1,
+    "--json": 0,
+    "-h": 0,
+    "--help": 0,
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.usage = (
-        "bloomery import megatron SCRIPT|FLAGS... [--ds-config FILE] [--output FILE] [--set NAME=VALUE] [--json]"
+        "bloomery import megatron SCRIPT|FLAGS... [--ds-config FILE | --without-ds-config] [--output FILE] "
+        "[--set NAME=VALUE] [--json]"
     )
-    parser.add_argument(
+    ds_config = parser.add_mutually_exclusive_group()
+    ds_config.add_argument(
         "--ds-config", metavar="FILE", type=Path, help="ds_config.json; default: the one the script writes"
     )
+    ds_config.add_argument("--without-ds-config", action="store_true", help="import although its ds_config is not here")
     parser.add_argument("--output", metavar="FILE", type=Path, help="recipe to write; default: printed")
     parser.add_argument("--name", help="of the recipe; default: the job's name")
     parser.add_argument(
@@ -60,7 +72,8 @@ def run(args: argparse.Namespace) -> int:
     if wrong:
         raise RecipeError([Problem(f"--set {text}", "it is NAME=VALUE", "add the value") for text in wrong])
     given = dict(text.split("=", 1) for text in args.set)
-    done = import_megatron(args.words, ds_config=args.ds_config, given=given, name=args.name)
+    options = {"ds_config": args.ds_config, "without_ds_config": args.without_ds_config, "name": args.name}
+    done = import_megatron(args.words, given=given, **options)
     if args.output is not None:
         with written_to("--output"):
             write_atomically(args.output, done.yaml())
