@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from bloomery.base import exit_codes
+from bloomery.base.credentials import mask
 from bloomery.base.errors import Problem, RecipeError
 from bloomery.base.storage import write_atomically, written_to
 from bloomery.base.units import format_count
@@ -76,7 +77,7 @@ def run(args: argparse.Namespace) -> int:
     done = import_megatron(args.words, given=given, **options)
     if args.output is not None:
         with written_to("--output"):
-            write_atomically(args.output, done.yaml())
+            write_atomically(args.output, mask(done.yaml()))
     for warning in done.warnings:
         print(f"bloomery: warning: {warning}", file=sys.stderr)
     if args.json:
@@ -101,6 +102,7 @@ def _table(done: Imported) -> str:
 
 
 def _cut(text: str) -> str:
+    text = mask(text)
     return text if len(text) <= 44 else f"{text[:20]} ... {text[-19:]}"
 
 
