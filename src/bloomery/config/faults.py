@@ -75,7 +75,7 @@ def _mask_secrets(node: Any, path: str, draft: Draft) -> None:
             rule = "a recipe is copied into checkpoints, logs and reports, so it holds no password, key or signature"
             remedy = f"remove it from the URL, and {where_instead(value)}"
             draft.problems.append(
-                Problem(f"{inner} is {masked}, with a secret in it", rule, remedy, draft.place(inner))
+                Problem(f"{inner} is '{masked}', with a secret in it", rule, remedy, draft.place(inner))
             )
 
 

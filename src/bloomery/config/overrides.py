@@ -20,7 +20,7 @@ def apply_override(raw: dict[str, Any], override: str, draft: Draft) -> None:
     name, equals, text = override.partition("=")
     keys = [key.strip() for key in name.split(".")]
     path = ".".join(keys)
-    if not equals or not all(keys) or len(keys) > _DEEPEST or not name.isprintable():
+    if not equals or not all(keys) or len(keys) > _DEEPEST or not name.isprintable() or "://" in name:
         remedy = "write it as section.field=value, for example batch.micro_batch_size=4"
         draft.problems.append(Problem("this is not an override", remedy=remedy, place=place))
         return
