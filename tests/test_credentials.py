@@ -52,6 +52,7 @@ SIGNED = f"https://cdn.example/x?X-Amz-Credential={SECRET}&X-Amz-Date=1&X-Amz-Si
         f"<a href='https://h/x?a=1&amp;sig={SECRET}'>",
         f"https://h/x?token={SECRET}&api_key={SECRET}#access_token={SECRET}",
         f"DefaultEndpointsProtocol=https;AccountName=a;AccountKey={SECRET}==;EndpointSuffix=x",
+        f"https://h/x?jwt={SECRET}",
         f"S3FileSystem(key='a', secret='{SECRET}') {{'password': '{SECRET}'}}",
         f"{{'Authorization': 'Basic {SECRET}'}} Authorization: Bearer {SECRET}",
     ],
@@ -59,6 +60,7 @@ SIGNED = f"https://cdn.example/x?X-Amz-Credential={SECRET}&X-Amz-Date=1&X-Amz-Si
 def test_every_form_of_a_secret_is_masked_and_stays_masked(text: str) -> None:
     assert SECRET not in mask(text)
     assert "***" in mask(text)
+    assert mask(f"{mask(text)}, then") == f"{mask(text)}, then"
     assert SECRET not in json.dumps(mask(json.dumps({"a": text})))
     assert json.loads(mask(json.dumps({"a": text, "b": 1})))["b"] == 1
 
@@ -228,10 +230,10 @@ def test_the_traceback_of_a_bug_shows_no_secret(tmp_path: Path) -> None:
 
 
 class Guarded(BaseHTTPRequestHandler):
-    def do_HEAD(self) -> None:  # noqa: N802 - its name
+    def do_HEAD(self) -> None:
         self.do_GET()
 
-    def do_GET(self) -> None:  # noqa: N802 - its name
+    def do_GET(self) -> None:
         content = jsonl(make_texts(20))
         known = self.headers.get("Authorization") == "Basic " + b64encode(f"me:{SECRET}".encode()).decode()
         self.send_response(200 if known else 401)

@@ -18,15 +18,8 @@ from bloomery.base.units import format_count
 if TYPE_CHECKING:
     from bloomery.checkpoint.megatron.importer import Imported
 
-_OWN = {
-    "--ds-config": 1,
-    "--without-ds-config": 0,
-    "--output": 1,
-    "--name": 1,
-    "--set": 1,
-    "--json": 0,
-    "-h": 0,
-    "--help": 0,
+_OWN = {"--ds-config": 1, "--output": 1, "--name": 1, "--set": 1, "--json": 0, "-h": 0, "--help": 0} | {
+    "--without-ds-config": 0
 }
 
 

@@ -196,14 +196,11 @@ def _find_ds_config(b: Builder, named: Path | None, may_lack: bool) -> DsConfig 
     elif flag is not None and found is not None:
         b.tell("not needed", "deepspeed_config", "read for what it says and compared with the flags")
     elif found is None and (b.deepspeed or flag is not None):
-        what = (
-            f"the ds_config {shown(flag.text)!r} cannot be seen" if flag else "--deepspeed stands without a ds_config"
-        )
-        rule = "ZeRO stage, batch, precision, clipping and loss scale may stand in it alone"
-        rule = f"it is not here, or a program of the script writes it; {rule}" if flag else rule
         if not may_lack:
+            named_so = f"the ds_config {shown(flag.text)!r} cannot be seen" if flag else ""
+            rule = "it is not here, or a program writes it; ZeRO stage, precision, clipping and loss scale stand in it"
             remedy = "give it with --ds-config FILE, or import without it: --without-ds-config"
-            b.problem(flag or b.given("deepspeed"), what, rule, remedy)
+            b.problem(flag or b.given("deepspeed"), named_so or "--deepspeed has no ds_config", rule, remedy)
         b.tell("left out", "deepspeed_config", "not seen, so it was neither read nor compared with the flags")
     if found is None:
         return None
