@@ -23,7 +23,7 @@ _RULES = (
     # Signed queries, the pairs of a connection string, what libraries print of their options and headers.
     (re.compile(rf"([?&;#][\w.%-]{{0,64}}?(?:{_NAMED})[\w.%-]{{0,64}}=){_VALUE}", re.I), ""),
     (re.compile(rf"(\b(?:{_WORDS})(?:=|['\"]: ?)['\"]?){_VALUE}", re.I), ""),
-    (re.compile(r"(authorization['\"]?\s*[:=]\s*['\"]?(?:\w+\s+)?)(?!\*)[^\s'\"]+", re.I), ""),
+    (re.compile(r"(authorization['\"]?\s*[:=]\s*+['\"]?+)(?!\*)[^'\"\n,}]+", re.I), ""),
 )
 _INSTEAD = {
     "s3 s3a": "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or write ~/.aws/credentials",
