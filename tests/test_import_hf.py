@@ -232,6 +232,19 @@ def test_a_llama_that_is_computed_otherwise_is_refused(
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize(("slow", "slices", "code"), [(True, 4, 3), (True, 1, 0), (False, 4, 0)])
+def test_a_bloom_that_sums_in_slices_is_refused(
+    slow: bool, slices: int, code: int, tmp_path: Path, command: Command
+) -> None:
+    changes = {"slow_but_exact": slow, "pretraining_tp": slices}
+    folder = hf_folder(tmp_path / "hf", small_config("bloom", vocab_size=300), **changes)
+    done, _, err = command("import", "hf", str(folder), str(tmp_path / "run"))
+    assert done == code, err
+    if code:
+        assert f"slow_but_exact is true and pretraining_tp is {slices}" in err
+        assert "Set slow_but_exact to false in config.json" in err
+
+
 def test_a_full_disk_leaves_no_run(tmp_path: Path, command: Command) -> None:
     folder = hf_folder(tmp_path / "hf")
     small_tokenizer(folder)

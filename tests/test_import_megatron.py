@@ -182,10 +182,49 @@ def test_a_ds_config_that_is_none_is_refused(tmp_path: Path, text: str, message:
     assert "Correct --ds-config" in refused(*SMALL, ds_config=tmp_path / "nowhere.json")
 
 
-def test_a_ds_config_that_is_not_here_is_told(tmp_path: Path) -> None:
-    done = import_megatron([*SMALL, "--deepspeed", "--deepspeed_config", "nowhere.json", "--fp16"])
+_SEEN = """cat <<EOT > ds.json
+{"fp16": {"enabled": true, "initial_scale_power": 12}}
+EOT
+"""
+
+
+@pytest.mark.parametrize(
+    ("before", "named"),
+    [
+        ("", "nowhere.json"),
+        ("", "$HERE/ds.json"),
+        ("sed s/A/B/ template.json > ds.json\n", "ds.json"),
+        ("python make.py | jq . > ds.json\n", "ds.json"),
+        (_SEEN.replace("> ds", ">> ds"), "ds.json"),
+        (f"if [ -f x ]; then\n{_SEEN}fi\n", "ds.json"),
+        (f"{_SEEN}sed -i s/12/20/ ds.json\n", "ds.json"),
+        (f"{_SEEN}cp other.json ds.json\n", "ds.json"),
+        (f"{_SEEN}jq .fp16.x=1 t.json > ds.json\n", "ds.json"),
+        ("", None),
+    ],
+)
+def test_a_ds_config_that_cannot_be_seen_is_refused_unless_it_may_be_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, before: str, named: str | None
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "ds.json").write_text('{"fp16": {"enabled": true, "initial_scale_power": 9}}')  # of an older job
+    flag = f"--deepspeed_config {named}" if named else ""
+    text = f"{before}python pretrain_gpt.py {' '.join(SMALL)} --deepspeed {flag} --fp16\n"
+    with pytest.raises(RecipeError, match=r"ds_config.*--ds-config FILE, or import without it: --without-ds-config"):
+        import_text(text, tmp_path)
+    done = import_text(text, tmp_path, without_ds_config=True)
     assert any(row.flag == "--deepspeed_config" for row in done.rows_of("left out"))
     assert done.recipe.loss_scale.initial == 65536
+    seen = import_text(f"{_SEEN}python pretrain_gpt.py {' '.join(SMALL)} --deepspeed_config ds.json --fp16\n", tmp_path)
+    assert seen.recipe.loss_scale.initial == 4096
+
+
+@pytest.mark.parametrize(
+    "flags",
+    ["--step-batch-size-schedule 0:768,250B:1536", "--fim-data", "--use-mup", "--no-weight-decay-cond-type x"],
+)
+def test_flags_of_current_megatron_that_no_recipe_can_say_are_refused(flags: str) -> None:
+    assert f"{flags} is set" in refused(*SMALL, *flags.split())
 
 
 # ---------------------------------------------------------------- flags
@@ -203,6 +242,7 @@ def test_an_unknown_flag_is_listed_in_the_table_the_file_and_the_summary(tmp_pat
     words = [*SMALL, "--ffn_hidden_size", "256", "--my-own", "2"]
     code, out, err = command("import", "megatron", *words, "--output", str(tmp_path / "r.yaml"))
     assert code == 0, err
+    assert "warning: --my-own is not understood" in err
     assert "not understood: did you mean --ffn-hidden-size?" in out
     assert out.splitlines()[-1].endswith("not understood: --ffn_hidden_size, --my-own")
     assert (
@@ -554,10 +594,11 @@ then
 fi
 deepspeed --num_nodes 1 --num_gpus 4 --no_python /usr/bin/bash -c "$CMD"
 """
-    done = import_text(text, tmp_path)
+    done = import_text(text, tmp_path, without_ds_config=True)
     assert (done.recipe.parallel.tp, done.recipe.parallel.zero) == (4, 1)
     assert done.recipe.batch.rampup is not None
-    assert import_text(text, tmp_path, given={"HL_RAMP": "0", "HL_TP": "2"}).recipe.batch.rampup is None
+    less = import_text(text, tmp_path, without_ds_config=True, given={"HL_RAMP": "0", "HL_TP": "2"})
+    assert less.recipe.batch.rampup is None
 
 
 def test_a_script_of_arrays_with_data_that_only_the_machine_knows(tmp_path: Path) -> None:

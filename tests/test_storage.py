@@ -222,6 +222,8 @@ def test_close_names_the_rescue_file_that_holds_the_unwritten_lines(tmp_path: Pa
     rescue = re.search(r"Nothing is lost: they are in (\S+);", message)
     assert rescue is not None
     assert Path(rescue[1]).read_text() == "one\ntwo\n"
+    (tmp_path / "plain").touch()
+    assert Path(rescue[1]).stat().st_mode == (tmp_path / "plain").stat().st_mode  # the user's umask
     Path(rescue[1]).unlink()
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Self
 
 from bloomery.base import exit_codes
+from bloomery.base.credentials import mask
 
 
 @dataclass(frozen=True)
@@ -25,7 +26,7 @@ class Problem:
     def __str__(self) -> str:
         place = f"{on_one_line(self.place)}: " if self.place else ""
         sentences = [self.what, *(_capitalised(part) for part in (self.rule, self.remedy) if part)]
-        return place + " ".join(text if text.endswith((".", "?", "!")) else f"{text}." for text in sentences)
+        return mask(place + " ".join(text if text.endswith((".", "?", "!")) else f"{text}." for text in sentences))
 
 
 def first_few(names: Sequence[str], most: int = 3) -> str:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
+from bloomery.base.credentials import mask
 from bloomery.base.errors import Problem, StorageError, on_one_line
 from bloomery.base.units import format_bytes
 
@@ -174,7 +175,7 @@ class AppendFile:
         """False if this line, or one before it, could not be written; the next append or flush tries again."""
         assert "\n" not in line, "a record is one line"
         assert not self._closed, f"{self.path} is closed"
-        self._waiting.append(line.encode(errors="replace") + b"\n")
+        self._waiting.append(mask(line).encode(errors="replace") + b"\n")
         written = self._write_waiting()
         return self.flush() if written and len(self._unsynced) >= _SYNC_AFTER_LINES else written
 
@@ -237,8 +238,8 @@ class AppendFile:
 
     def _rescue(self) -> str:
         try:
-            handle, name = tempfile.mkstemp(prefix="bloomery-rescue-", suffix=f"-{self.path.name}")
-            with os.fdopen(handle, "wb") as file:
+            name = f"{tempfile.gettempdir()}/bloomery-rescue-{secrets.token_hex(8)}-{self.path.name}"
+            with open(name, "xb") as file:
                 file.writelines(self._waiting)
         except OSError as error:
             return f"these lines are lost, because the system's temporary folder failed too: {reason(error)}"

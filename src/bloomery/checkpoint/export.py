@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from bloomery.base.accelerator import available_host_bytes
+from bloomery.base.credentials import mask
 from bloomery.base.errors import DataError, Problem
 from bloomery.base.storage import write_atomically, writing, written_to
 from bloomery.base.units import format_bytes
@@ -76,7 +77,7 @@ def export_checkpoint(
         proof = _proof(folder, draft, recipe, tokenizer, dtype) if with_proof else Proof(False, "--no-proof")
         write_atomically(draft / PROOF_FILE, json.dumps(proof.to_json(), indent=2) + "\n")
         card = model_card(recipe, folder, state, architecture=config["architectures"][0], dtype=dtype, proof=str(proof))
-        write_atomically(draft / "README.md", card)
+        write_atomically(draft / "README.md", mask(card))
     if not proof.proven and proof.max_logit_difference is not None:
         rule = f"the limit is {proof.limit:.1e}, and every prompt is continued alike"
         remedy = f"this is a bug: report it with {output / PROOF_FILE}"

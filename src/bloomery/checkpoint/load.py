@@ -35,7 +35,7 @@ def read_state(folder: Path) -> dict[str, Any]:
 
 def read_recipe_of(folder: Path) -> Recipe:
     """The recipe this checkpoint was trained with."""
-    recipe = load_recipe(str(folder / "recipe.yaml")).recipe
+    recipe = load_recipe(str(folder / "recipe.yaml"), is_saved=True).recipe
     assert recipe is not None
     return recipe
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from bloomery.base import exit_codes
+from bloomery.base.credentials import mask
 from bloomery.base.errors import Problem, RecipeError
 from bloomery.base.storage import write_atomically, written_to
 from bloomery.base.units import format_count
@@ -17,16 +18,21 @@ from bloomery.base.units import format_count
 if TYPE_CHECKING:
     from bloomery.checkpoint.megatron.importer import Imported
 
-_OWN = {"--ds-config": 1, "--output": 1, "--name": 1, "--set": 1, "--json": 0, "-h": 0, "--help": 0}
+_OWN = {"--ds-config": 1, "--output": 1, "--name": 1, "--set": 1, "--json": 0, "-h": 0, "--help": 0} | {
+    "--without-ds-config": 0
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.usage = (
-        "bloomery import megatron SCRIPT|FLAGS... [--ds-config FILE] [--output FILE] [--set NAME=VALUE] [--json]"
+        "bloomery import megatron SCRIPT|FLAGS... [--ds-config FILE | --without-ds-config] [--output FILE] "
+        "[--set NAME=VALUE] [--json]"
     )
-    parser.add_argument(
+    ds_config = parser.add_mutually_exclusive_group()
+    ds_config.add_argument(
         "--ds-config", metavar="FILE", type=Path, help="ds_config.json; default: the one the script writes"
     )
+    ds_config.add_argument("--without-ds-config", action="store_true", help="import although its ds_config is not here")
     parser.add_argument("--output", metavar="FILE", type=Path, help="recipe to write; default: printed")
     parser.add_argument("--name", help="of the recipe; default: the job's name")
     parser.add_argument(
@@ -60,10 +66,11 @@ def run(args: argparse.Namespace) -> int:
     if wrong:
         raise RecipeError([Problem(f"--set {text}", "it is NAME=VALUE", "add the value") for text in wrong])
     given = dict(text.split("=", 1) for text in args.set)
-    done = import_megatron(args.words, ds_config=args.ds_config, given=given, name=args.name)
+    options = {"ds_config": args.ds_config, "without_ds_config": args.without_ds_config, "name": args.name}
+    done = import_megatron(args.words, given=given, **options)
     if args.output is not None:
         with written_to("--output"):
-            write_atomically(args.output, done.yaml())
+            write_atomically(args.output, mask(done.yaml()))
     for warning in done.warnings:
         print(f"bloomery: warning: {warning}", file=sys.stderr)
     if args.json:
@@ -88,6 +95,7 @@ def _table(done: Imported) -> str:
 
 
 def _cut(text: str) -> str:
+    text = mask(text)
     return text if len(text) <= 44 else f"{text[:20]} ... {text[-19:]}"
 
 

@@ -15,6 +15,7 @@ from typing import NoReturn
 
 from bloomery import __version__
 from bloomery.base import clock, exit_codes
+from bloomery.base.credentials import mask_streams
 from bloomery.base.errors import BloomeryError
 
 COMMANDS = {
@@ -41,6 +42,8 @@ COMMANDS = {
     "import megatron": "a Megatron command line, launch script and ds_config to a recipe",
     "report": "one HTML page for a run",
 }
+_AS_IS = ("generate", "inspect sample", "inspect step")
+"""Their output is the text of documents or of a model, which nobody changes."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -52,6 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             pass
         sys.stderr = open(2, "w")  # noqa: SIM115 - to the end
     arguments = list(sys.argv[1:] if argv is None else argv)
+    mask_streams(output=not " ".join(arguments).startswith(_AS_IS))
     try:
         code = _run(arguments)
         if sys.stdout is not None:

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from bloomery.base.credentials import mask
 from bloomery.config.draft import Draft
 from bloomery.config.recipe import Recipe
 from bloomery.config.yaml_nodes import dump_yaml
@@ -63,7 +64,7 @@ def fingerprint(recipe: Recipe) -> str:
 
 def as_yaml(recipe: Recipe) -> str:
     """The file a run folder keeps: every field, loadable again, headed by the fingerprint."""
-    return f"# Resolved by Bloomery. fingerprint: {fingerprint(recipe)}\n{dump_yaml(as_dict(recipe))}"
+    return f"# Resolved by Bloomery. fingerprint: {fingerprint(recipe)}\n{mask(dump_yaml(as_dict(recipe)))}"
 
 
 def _leaves(node: Any, path: str) -> Iterator[tuple[str, Any]]:

@@ -26,6 +26,8 @@ class Draft:
     problems: list[Problem] = field(default_factory=list)
     faulty: set[str] = field(default_factory=set)
     """Paths whose value in `recipe` is a stand-in, because what the user wrote is wrong."""
+    is_saved: bool = False
+    """It is that of a checkpoint: a secret in it is masked, not refused."""
     lacks_base: bool = False
     """A base could not be read, so what seems missing may stand there."""
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from bloomery.base.credentials import mask, where_instead
 from bloomery.base.errors import Problem
 from bloomery.config.draft import Draft, is_inside
 from bloomery.config.families import family_defaults
@@ -39,6 +40,7 @@ class Fault:
 
 def validate(raw: dict[str, Any], draft: Draft) -> None:
     """Set `draft.recipe`, and add to the draft's problems and faulty paths. Puts the family's defaults into `raw`."""
+    _mask_secrets(raw, "", draft)
     _add_family_defaults(raw, draft)
     try:
         draft.recipe = Recipe.model_validate(raw)
@@ -59,6 +61,22 @@ def validate(raw: dict[str, Any], draft: Draft) -> None:
     _judge_the_rest(mended, [fault for fault in faults if fault.dotted not in renamed], renamed, draft)
     if any(draft.is_stand_in(f"model.{name}") for name in ("family", "hidden_size", "num_heads")):
         draft.faulty |= draft.by_family  # they were derived from a stand-in
+
+
+def _mask_secrets(node: Any, path: str, draft: Draft) -> None:
+    """Before any value is shown. Each is a problem, unless the recipe is that of a checkpoint."""
+    for key, value in node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else ():
+        inner = f"{path}.{key}" if path else str(key)
+        if not isinstance(value, str) or (masked := mask(value)) == value:
+            _mask_secrets(value, inner, draft)
+            continue
+        node[key] = masked
+        if not draft.is_saved:
+            rule = "a recipe is copied into checkpoints, logs and reports, so it holds no password, key or signature"
+            remedy = f"remove it from the URL, and {where_instead(value)}"
+            draft.problems.append(
+                Problem(f"{inner} is '{masked}', with a secret in it", rule, remedy, draft.place(inner))
+            )
 
 
 def _add_family_defaults(raw: dict[str, Any], draft: Draft) -> None:

@@ -8,6 +8,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from bloomery.base.credentials import mask
 from bloomery.base.errors import Problem, RecipeError
 from bloomery.config.draft import Draft, by_place
 from bloomery.config.overrides import apply_override
@@ -33,20 +34,24 @@ def shipped_recipes() -> list[str]:
     return sorted(entry.name.removesuffix(".yaml") for entry in folder.iterdir() if entry.name.endswith(".yaml"))
 
 
-def load_recipe(name: str, overrides: Sequence[str] = ()) -> Draft:
+def load_recipe(name: str, overrides: Sequence[str] = (), *, is_saved: bool = False) -> Draft:
     """A draft without problems, or RecipeError with every problem of the schema. More rules: sizing/check.py."""
-    draft = read_recipe(name, overrides)
+    draft = read_recipe(name, overrides, is_saved=is_saved)
     if draft.problems:
         raise RecipeError(sorted(draft.problems, key=by_place))
     return draft
 
 
 def read_recipe(
-    name: str, overrides: Sequence[str] = (), *, first: Callable[[dict[str, Any]], None] | None = None
+    name: str,
+    overrides: Sequence[str] = (),
+    *,
+    first: Callable[[dict[str, Any]], None] | None = None,
+    is_saved: bool = False,
 ) -> Draft:
     """Everything that can be known about the recipe, problems included. `first` sees the plain values before the schema
-    is even imported, and may begin what takes long; nothing of them is proven."""
-    draft = Draft(source=name)
+    is even imported, and may begin what takes long; nothing of them is proven. `is_saved`: see Draft."""
+    draft = Draft(source=name, is_saved=is_saved)
     raw = _read_with_bases(name, draft, chain=[])
     if raw is None:
         return draft
@@ -118,7 +123,7 @@ def _not_a_recipe(file: str, value: Any) -> Problem:
     remedy = "start from a shipped one, for example `base: quickstart`"
     if value is None:
         return Problem(f"{file} is empty", "a recipe has sections such as `model:` and `train:`", remedy, file)
-    kind = "a list" if isinstance(value, list) else f"only {value!r:.60}"
+    kind = "a list" if isinstance(value, list) else f"only {mask(repr(value)):.60}"
     return Problem(f"{file} holds {kind}", "a recipe is a mapping of sections such as `model:`", remedy, f"{file}:1")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from bloomery.base.credentials import mask
 from bloomery.base.errors import Problem
 from bloomery.config.draft import COMMAND_LINE, Draft
 from bloomery.config.yaml_nodes import parse_yaml
@@ -14,12 +15,12 @@ _LONGEST_SHOWN = 200
 
 def apply_override(raw: dict[str, Any], override: str, draft: Draft) -> None:
     """Change `raw` and remember that this value came from the command line, or add a problem to the draft."""
-    shown = override.encode(errors="backslashreplace").decode()
+    shown = mask(override.encode(errors="backslashreplace").decode())
     place = f"{COMMAND_LINE} '{shown if len(shown) <= _LONGEST_SHOWN else f'{shown[:_LONGEST_SHOWN]} ...'}'"
     name, equals, text = override.partition("=")
     keys = [key.strip() for key in name.split(".")]
     path = ".".join(keys)
-    if not equals or not all(keys) or len(keys) > _DEEPEST or not name.isprintable():
+    if not equals or not all(keys) or len(keys) > _DEEPEST or not name.isprintable() or "://" in name:
         remedy = "write it as section.field=value, for example batch.micro_batch_size=4"
         draft.problems.append(Problem("this is not an override", remedy=remedy, place=place))
         return

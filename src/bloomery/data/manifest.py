@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING, Any
 
+from bloomery.base.credentials import mask
 from bloomery.base.errors import DataError, Problem, first_few
 from bloomery.base.storage import write_atomically
 from bloomery.data.shard_index import unreadable
@@ -73,7 +74,7 @@ class ShardManifest:
     format_version: int = FORMAT_VERSION
 
     def write(self, prefix: str) -> None:
-        write_atomically(manifest_path(prefix), json.dumps(asdict(self), indent=2) + "\n")
+        write_atomically(manifest_path(prefix), mask(json.dumps(asdict(self), indent=2)) + "\n")
 
 
 def manifest_path(prefix: str) -> str:

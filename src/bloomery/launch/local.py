@@ -17,6 +17,7 @@ from multiprocessing.process import BaseProcess
 from typing import Any, cast
 
 from bloomery.base import exit_codes
+from bloomery.base.credentials import mask_streams
 
 _FORWARDED = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
@@ -73,6 +74,7 @@ def _be_rank(
     alive: Connection,
     patience: Patience,
 ) -> None:
+    mask_streams()
     os.setpgid(0, 0)  # a Ctrl-C reaches the launcher, which passes it on: once
     os.environ |= {
         "RANK": str(rank),

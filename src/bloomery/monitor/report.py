@@ -11,6 +11,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+from bloomery.base.credentials import mask
 from bloomery.base.energy import Energy, format_device_hours, format_joules
 from bloomery.base.errors import DataError, Problem
 from bloomery.base.storage import write_atomically
@@ -43,7 +44,7 @@ def write_report(run_folder: Path, *, output: Path | None = None) -> Path:
     records = read_metrics(metrics) if metrics.is_file() else []
     ledger = read_events(events) if events.is_file() else []
     target = Path(output) if output is not None else run_folder / names.REPORT_FILE
-    write_atomically(target, report_html(run_folder, records, ledger))
+    write_atomically(target, mask(report_html(run_folder, records, ledger)))
     return target
 
 

@@ -20,6 +20,7 @@ def open_store(url: str) -> tuple[Any, str]:
     """(fsspec's file system, the path in it). DataError if a package is missing; else what the library raises."""
     import fsspec  # type: ignore[import-untyped]
 
+    fsspec.config.conf.setdefault("http", {}).setdefault("client_kwargs", {"trust_env": True})  # reads ~/.netrc
     try:
         store, path = fsspec.core.url_to_fs(url)
     except ImportError as error:

@@ -115,6 +115,10 @@ def _gpt2(c: Config) -> dict[str, Any]:
 def _bloom(c: Config) -> dict[str, Any]:
     rule = "the residual is taken before the norm"
     c.only("apply_residual_connection_post_layernorm", False, rule=rule)
+    if c.flag("slow_but_exact", False) and (slices := c.size("pretraining_tp", default=1)) > 1:
+        rule = "it sums the rows of a matrix in that many slices, which rounds otherwise; sums are not sliced here"
+        remedy = "set slow_but_exact to false in config.json, if another rounding is acceptable"
+        c.problem(f"slow_but_exact is true and pretraining_tp is {slices}", rule, remedy)
     hidden = c.size("hidden_size", "n_embed")
     return {
         "num_layers": c.size("n_layer", "num_hidden_layers"),

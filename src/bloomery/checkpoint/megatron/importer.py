@@ -63,15 +63,17 @@ def import_megatron(
     words: Sequence[str],
     *,
     ds_config: Path | None = None,
+    without_ds_config: bool = False,
     given: Mapping[str, str] | None = None,
     name: str | None = None,
 ) -> Imported:
-    """`words`: the command line itself, or a file with it, more flags behind it. RecipeError with every problem."""
+    """`words`: the command line itself, or a file with it, more flags behind it. RecipeError with every problem.
+    `without_ds_config`: a ds_config that cannot be seen is left out, which else is a problem."""
     given = given or {}
     script, line, source = _read(words, given)
     reasons = script.reasons if script is not None else None
     b = Builder(line, reasons, find_file=lambda path: _text_of(path, script, source))
-    ds = _find_ds_config(b, ds_config)
+    ds = _find_ds_config(b, ds_config, without_ds_config)
     fill(b, ds)
     fill_launch(b, script, source)
     if ds is not None:
@@ -96,6 +98,7 @@ def _warnings(b: Builder, script: Script | None, source: str, given: Mapping[str
     ]
     found += [Problem(f"{word!r} belongs to no flag", "it was passed over") for word in b.line.stray]
     found += _unset(b)
+    found += [Problem(f"{row.flag} is not understood", row.remark) for row in b.rows if row.kind == "not understood"]
     for name, value in given.items():
         if script is None or name not in script.asked:
             rule = "there is no script" if script is None else f"the script has no ${name}"
@@ -178,7 +181,7 @@ def _several(others: Sequence[Command], last: Command, file: Path) -> Problem:
     return Problem(what, "a recipe is one training", remedy, f"{file}:{two.line}")
 
 
-def _find_ds_config(b: Builder, named: Path | None) -> DsConfig | None:
+def _find_ds_config(b: Builder, named: Path | None, may_lack: bool) -> DsConfig | None:
     """The one that the user or a flag names, where it is here. Whoever has one means DeepSpeed."""
     b.deepspeed = b.has("deepspeed") or named is not None
     flag = b.given("deepspeed_config")
@@ -192,8 +195,13 @@ def _find_ds_config(b: Builder, named: Path | None) -> DsConfig | None:
         b.tell("not needed", "deepspeed_config", f"--ds-config {named} is read instead")
     elif flag is not None and found is not None:
         b.tell("not needed", "deepspeed_config", "read for what it says and compared with the flags")
-    elif flag is not None:
-        b.tell("left out", "deepspeed_config", "not here, so it was not compared: give --ds-config FILE")
+    elif found is None and (b.deepspeed or flag is not None):
+        if not may_lack:
+            named_so = f"the ds_config {shown(flag.text)!r} cannot be seen" if flag else ""
+            rule = "it is not here, or a program writes it; ZeRO stage, precision, clipping and loss scale stand in it"
+            remedy = "give it with --ds-config FILE, or import without it: --without-ds-config"
+            b.problem(flag or b.given("deepspeed"), named_so or "--deepspeed has no ds_config", rule, remedy)
+        b.tell("left out", "deepspeed_config", "not seen, so it was neither read nor compared with the flags")
     if found is None:
         return None
     if not b.has("deepspeed"):
@@ -208,8 +216,8 @@ def _find_ds_config(b: Builder, named: Path | None) -> DsConfig | None:
 def _text_of(path: str, script: Script | None, source: str) -> tuple[str, str] | None:
     """(text, place) of a file that the script writes in a here-document, or that lies here or beside it."""
     if script is not None and path in script.files:
-        text, line = script.files[path]
-        return text, f"{source}:{line}"
+        written = script.files[path]
+        return written and (written[0], f"{source}:{written[1]}")
     for place in (Path(path), Path(source).parent / path):
         if os.path.isfile(place):
             try:

@@ -46,8 +46,8 @@ class Command:
 @dataclass
 class Script:
     commands: list[Command] = field(default_factory=list)
-    files: dict[str, tuple[str, int]] = field(default_factory=dict)
-    """Path -> (content, line) of files that here-documents write."""
+    files: dict[str, tuple[str, int] | None] = field(default_factory=dict)
+    """Path -> (content, line) of files that here-documents write; None: another program writes it."""
     sbatch: dict[str, tuple[str, int]] = field(default_factory=dict)
     """Directive -> (value, line)."""
     reasons: dict[str, str] = field(default_factory=dict)
@@ -197,13 +197,13 @@ class _Reader:
 
     def simple(self, tokens: list[Token], at: int, mode: Mode, why: str) -> tuple[int, bool | None]:
         words: list[Token] = []
-        target, heredoc = "", None
+        target, appends, heredoc = "", False, None
         while at < len(tokens) and not (tokens[at].kind == "operator" and tokens[at].text in _ENDS):
             token = tokens[at]
             if token.kind == "operator" and token.text in _REDIRECTIONS:
                 at += 1
                 if at < len(tokens) and tokens[at].kind == "word" and token.text in (">", ">>", "&>"):
-                    target = self.variables.text(tokens[at].parts)
+                    target, appends = self.variables.text(tokens[at].parts), token.text == ">>"
             elif token.kind == "heredoc":
                 heredoc = token
             else:
@@ -214,8 +214,10 @@ class _Reader:
         rest = self.assignments(words, mode, why)
         if rest is None:
             return at, True
-        if heredoc is not None and target and mode == "run":
+        if heredoc is not None and target and mode == "run" and not appends:
             self.script.files[target] = (self.variables.text(heredoc.parts), self.fixed_line or heredoc.line)
+        elif target:
+            self.script.files[target] = None
         self.command(self.variables.words([token for token in rest if token.kind == "word"]), mode, why)
         return at, _CONSTANTS.get(str(words[0].plain))
 
@@ -253,6 +255,8 @@ class _Reader:
             raise _EndsError
         if name == "shift" or words[:2] == ["set", "--"]:
             self.arguments(words, mode)
+        if name in ("cp", "mv", "tee") or (name == "sed" and any(word.startswith(("-i", "--in-")) for word in words)):
+            self.script.files.update(dict.fromkeys(words[1:]))
         if name in ("source", "."):
             self.script.unread.append((self.line, f"`{shown(' '.join(words))}`: what it sets was not read"))
         if name in ("readarray", "mapfile", "read"):
