@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from bloomery.base.piece import Piece
 from bloomery.cli.verify_trials import run_trials
+from bloomery.config.recipe import ModelSection
 from bloomery.data.batch import Batch
 from bloomery.parallel import apply, feed
 from bloomery.parallel.gradients import Gradients
@@ -126,6 +127,26 @@ def rank_one_dies(arguments: Sequence[str]) -> int:
 
 
 _LAYOUT = {"tp": 1}
+
+
+def padding_takes_part(arguments: Sequence[str]) -> int:
+    """The softmax goes over the padded vocabulary, in every layout."""
+    return _over_padding(arguments, lambda tp: True)
+
+
+def padding_takes_part_in_tp(arguments: Sequence[str]) -> int:
+    """The same, in tensor-parallel layouts only."""
+    return _over_padding(arguments, lambda tp: tp)
+
+
+def _over_padding(arguments: Sequence[str], wrong: Callable[[bool], bool]) -> int:
+    original = apply.vocabulary_losses
+
+    def losses(model: ModelSection, group: Any) -> Any:
+        return original(model.model_copy(update={"softmax_over_padding": wrong(group is not None)}), group)
+
+    apply.vocabulary_losses = losses  # type: ignore[attr-defined]
+    return run_trials(arguments)
 
 
 def _is_tp() -> bool:

@@ -83,6 +83,14 @@ def loss_differences(found: Recorded, expected: Recorded, after: int = 0) -> lis
     ]
 
 
+def truth_differences(found: Recorded, truth: Mapping[str, float]) -> list[Difference]:
+    """Of the losses of the first step from those by plain torch: relative."""
+    return [
+        Difference(_relative(value := found.losses[1, name], right), name, 1, value, right)
+        for name, right in truth.items()
+    ]
+
+
 def followed_differences(trial: Trial, sources: Mapping[str, Recorded]) -> dict[str, list[Difference]]:
     """Of each loss that `trial` found after the checkpoint of each of these layouts: relative to that layout's own."""
     told = json.loads(trial.followed.read_text())

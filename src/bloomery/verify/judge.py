@@ -70,6 +70,14 @@ def judge_training(row: Row, found: Recorded, expected: Recorded) -> None:
     row.reasons += [text for _, text in sorted(reasons, key=lambda reason: reason[0])]
 
 
+def judge_reference(row: Row, found: Recorded, truth: Mapping[str, float]) -> None:
+    """Compare the first step of the reference with plain torch."""
+    losses = compare.truth_differences(found, truth)
+    row.loss = compare.worst(losses)
+    where = "beside plain torch, with a softmax over the true vocabulary: "
+    row.reasons += [text for _, text in _judge_losses(row, losses, where)]
+
+
 def judge_continuation(row: Row, found: Recorded, expected: Recorded, source: str, after: int) -> None:
     """Compare what came after the checkpoint of `source`, which was right itself, with the uninterrupted reference."""
     losses = compare.loss_differences(found, expected, after)
