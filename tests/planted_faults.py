@@ -16,7 +16,7 @@ from bloomery.base.piece import Piece
 from bloomery.cli.verify_trials import run_trials
 from bloomery.config.recipe import ModelSection
 from bloomery.data.batch import Batch
-from bloomery.parallel import apply, feed
+from bloomery.parallel import apply, feed, gradients
 from bloomery.parallel.gradients import Gradients
 from bloomery.parallel.mesh import Mesh
 from bloomery.parallel.plain import PlainExecution
@@ -127,6 +127,12 @@ def rank_one_dies(arguments: Sequence[str]) -> int:
 
 
 _LAYOUT = {"tp": 1}
+
+
+def norms_are_summed_in_fp32(arguments: Sequence[str]) -> int:
+    """As torch does it, which is too low on CPUs where tensors are large."""
+    gradients.total_norm = torch.nn.utils.get_total_norm
+    return run_trials(arguments)
 
 
 def padding_takes_part(arguments: Sequence[str]) -> int:

@@ -145,7 +145,7 @@ def _proof(checkpoint: Path, folder: Path, recipe: Recipe) -> Proof:
     except Exception as error:  # whatever transformers may raise
         return Proof(False, f"transformers cannot load or run the folder: {type(error).__name__}: {error}")
     if proof.limit is not None and not proof.proven:
-        rule = f"both must agree within {proof.limit:.1e}"
+        rule = "its logits and its loss must be ours to rounding"
         remedy = "remove overrides of `model`, or report it as a bug; --no-proof imports it as it is"
         raise DataError(Problem(f"transformers computes something else: {proof}", rule, remedy, str(folder)))
     return proof

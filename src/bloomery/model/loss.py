@@ -20,8 +20,8 @@ SOP_LOSS = "sop loss"
 
 
 class _TrueLogits(torch.autograd.Function):
-    """The logits of the first `rows` words in fp32. One pass each way, as turning them into fp32 takes anyway: the product
-    with the head keeps its aligned, padded shape, and the gradient of padding is zero."""
+    """The logits of the first `rows` words in fp32. One pass each way, which turning them into fp32 takes anyway: the
+    product with the head keeps its aligned, padded shape, and the gradient of padding is zero."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, rows: int) -> Tensor:
@@ -46,8 +46,8 @@ def true_logits(logits: Tensor, rows: int | None) -> Tensor:
 
 
 def token_losses(logits: Tensor, labels: Tensor, rows: int | None = None) -> Tensor:
-    """Cross-entropy in fp32 of every label, from logits of any dtype; 0 where the label is IGNORE. The softmax goes over
-    the first `rows` of the vocabulary (sizing/vocabulary.py); None: there is no padding."""
+    """Cross-entropy of every label in fp32, from logits of any dtype; 0 where the label is IGNORE. The softmax goes
+    over the first `rows` of the vocabulary (sizing/vocabulary.py); None: there is no padding."""
     logits = true_logits(logits, rows).flatten(0, -2)
     return F.cross_entropy(logits, labels.flatten(), ignore_index=IGNORE, reduction="none").view(labels.shape)
 

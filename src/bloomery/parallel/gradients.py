@@ -116,8 +116,8 @@ class Gradients:
 
 
 def total_norm(tensors: Sequence[Tensor]) -> Tensor:
-    """L2 norm of all of them, the same however they are cut. On CPUs torch's fp32 norm is low for large tensors (1e-3 at
-    10^7 elements, 3e-2 at 10^8), so chunks are summed in fp64. On CUDA it is right to 2e-8 up to 10^9."""
+    """L2 norm of all of them, the same however they are cut. On CPUs torch's fp32 norm is low for large tensors (1e-3
+    at 10^7 elements, 3e-2 at 10^8), so chunks are summed in fp64. On CUDA it is right to 2e-8 up to 10^9."""
     if tensors[0].device.type != "cpu":
         return torch.nn.utils.get_total_norm(tensors)
     parts = [part for each in tensors for part in torch.split(each.flatten(), _ELEMENTS_AT_ONCE)]

@@ -9,5 +9,5 @@ def padded_vocab_size(model: ModelSection) -> int:
 
 
 def softmax_size(model: ModelSection) -> int:
-    """Rows of the head that take part in the softmax: the entries of the tokenizer, unless the recipe says otherwise."""
+    """Rows of the head that take part in the softmax: the entries of the tokenizer, unless the recipe wants all."""
     return padded_vocab_size(model) if model.softmax_over_padding else model.vocab_size

@@ -6,19 +6,18 @@ import json
 import platform
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
 import bloomery
-from bloomery.base.accelerator import pick_device
 from bloomery.config.describe import as_yaml, fingerprint
 from bloomery.config.recipe import Recipe
 from bloomery.config.yaml_nodes import dump_yaml
 from bloomery.sizing.check import load_checked_recipe
-from bloomery.verify.compare import NORM_RELATIVE, TOLERANCES, Difference, Recorded, followed_differences
+from bloomery.verify.compare import TOLERANCES, Recorded, followed_differences
 from bloomery.verify.judge import (
     Row,
     judge_continuation,
@@ -32,7 +31,6 @@ from bloomery.verify.layouts import SINGLE, VerifiedLayout
 from bloomery.verify.shrink import CLIP, Shrunk, micro_batch_of, middle, shrink
 from bloomery.verify.synthetic import write_data
 from bloomery.verify.trials import RESUME_PREFIX, TRAIN_PREFIX, Outcome, RankCommand, Trial, run_all
-from bloomery.verify.truth import large_norm
 
 FORMAT = 1
 GRADIENT_STEPS = 2
@@ -52,8 +50,6 @@ class Certificate:
     left_out: dict[str, str]
     smallest_norm: float
     """Of the reference's steps; clipping binds where it is above `clip`."""
-    large_norm: Difference
-    """Of a gradient large enough that sums in fp32 would show."""
     first_loss: float
     last_loss: float
     seconds: float
@@ -71,9 +67,6 @@ class Certificate:
                 f"{self.clip:g}. A wrong norm would not have been seen"
             )
             found.append(text)
-        norm = self.large_norm
-        if not norm.difference <= NORM_RELATIVE:
-            found.append(f"the norm of a gradient of {norm.name} is {norm.found:.7g} instead of {norm.expected:.7g}")
         return found
 
     @property
@@ -110,7 +103,6 @@ class Certificate:
                 "clip_grad_norm": self.clip,
                 "smallest_grad_norm": self.smallest_norm,
                 "bound_on_every_step": self.clip_always_binds,
-                "norm_of_a_large_gradient": asdict(self.large_norm),
             },
             "learned": {"first_loss": self.first_loss, "last_loss": self.last_loss},
             "reference": self.reference.to_json(),
@@ -157,7 +149,6 @@ def certify(
         reference=reference,
         rows=rows[1:],
         left_out=left_out or {},
-        large_norm=large_norm(pick_device(device)),
         smallest_norm=min(recorded.norms.values()) if recorded else float("nan"),
         first_loss=losses[0],
         last_loss=losses[-1],

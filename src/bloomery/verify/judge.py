@@ -70,12 +70,13 @@ def judge_training(row: Row, found: Recorded, expected: Recorded) -> None:
     row.reasons += [text for _, text in sorted(reasons, key=lambda reason: reason[0])]
 
 
-def judge_reference(row: Row, found: Recorded, truth: Mapping[str, float]) -> None:
-    """Compare the first step of the reference with plain torch."""
-    losses = compare.truth_differences(found, truth)
-    row.loss = compare.worst(losses)
-    where = "beside plain torch, with a softmax over the true vocabulary: "
-    row.reasons += [text for _, text in _judge_losses(row, losses, where)]
+def judge_reference(row: Row, found: Recorded, truth: Mapping[str, Any]) -> None:
+    """Compare the reference with what plain torch finds (truth.py)."""
+    losses = [compare.relative(name, 1, found.losses[1, name], right) for name, right in truth["losses"].items()]
+    row.loss, row.grad_norm = compare.worst(losses), compare.relative("norm of a large gradient", 1, *truth["norm"])
+    row.reasons += [text for _, text in _judge_losses(row, losses, "beside plain torch over the true vocabulary: ")]
+    if _first_wrong_norm([row.grad_norm]):
+        row.reasons.append(_instead(row.grad_norm.name, row.grad_norm))
 
 
 def judge_continuation(row: Row, found: Recorded, expected: Recorded, source: str, after: int) -> None:

@@ -73,7 +73,7 @@ class Trial:
 
     @property
     def truth(self) -> Path:
-        """JSON: by name, the losses of the first step by plain torch. Of the reference."""
+        """JSON: what the reference is held against (truth.py)."""
         return Path(self.folder) / TRUTH
 
     def checkpoint(self, step: int) -> Path:
