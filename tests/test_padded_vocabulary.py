@@ -1,8 +1,9 @@
-"""Padded rows of the vocabulary take no part in a softmax. Models of transformers whose logits lie far below zero, while
-a row of zeros has logits of zero, are trained beside a plain loop of transformers and torch."""
+"""Padded rows of the vocabulary take no part in a softmax. Models of transformers whose logits lie far below zero,
+where a row of zeros would win, are trained beside a plain loop of transformers and torch."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 import shutil
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import rank_commands
+from bloomery.checkpoint.manifest import MANIFEST
 from bloomery.cli.main import main
 from bloomery.data.open import open_data
 from bloomery.launch.local import run_local_ranks
@@ -24,7 +26,7 @@ from bloomery.sizing.check import load_checked_recipe
 from bloomery.sizing.layout import layout_overrides
 from bloomery.verify.synthetic import write_data
 from bloomery.verify.trials import _PRELOAD as PRELOAD
-from checkpoints import tensors_of
+from checkpoints import change_manifest, tensors_of
 from conftest import Workshop
 from hf_samples import Command
 from model_samples import FAMILIES
@@ -183,7 +185,9 @@ def test_an_import_whose_training_loss_would_be_another_is_refused(tmp_path: Pat
     words = ("import", "hf", str(tmp_path / "hf"), str(tmp_path / "run"), "model.softmax_over_padding=true")
     code, _, err = command(*words)
     assert code == 3
-    assert re.search(r"transformers computes something else: proof: training loss 1\d.\d+, transformers' 5\.\d+;", err), err
+    assert re.search(
+        r"transformers computes something else: proof: training loss 1\d.\d+, transformers' 5\.\d+;", err
+    ), err
     assert "--no-proof" in err
     assert not (tmp_path / "run").exists()
     code, out, _ = command(*words, "--no-proof")
@@ -193,13 +197,19 @@ def test_an_import_whose_training_loss_would_be_another_is_refused(tmp_path: Pat
 
 def test_a_checkpoint_of_an_earlier_version_resumes(workshop: Workshop) -> None:
     """Its recipe does not know the field: it resumes without padding, and nothing has to be asked for."""
-    run = workshop.train("train.for=3 steps", "lr={peak: 1e-2, schedule: constant}")
-    for path in (run / "recipe.yaml", run / "checkpoints" / "step-00000003" / "recipe.yaml"):
-        assert "softmax_over_padding" in path.read_text()
-    lines = (run / "recipe.yaml").read_text().splitlines(keepends=True)
-    (run / "recipe.yaml").write_text("".join(line for line in lines if "softmax_over_padding" not in line))
-    workshop.train("train.for=5 steps", "lr={peak: 1e-2, schedule: constant}")
+    settings = ("lr={peak: 1e-2, schedule: constant}", "train.for=3 steps")
+    run = workshop.train(*settings, "model.softmax_over_padding=true")
+    checkpoint = run / "checkpoints" / "step-00000003"
+    for folder in (run, checkpoint):
+        lines = (folder / "recipe.yaml").read_text().splitlines(keepends=True)
+        (folder / "recipe.yaml").write_text("".join(line for line in lines if "softmax_over_padding" not in line))
+    content, files = (checkpoint / "recipe.yaml").read_bytes(), json.loads((checkpoint / MANIFEST).read_text())["files"]
+    files["recipe.yaml"] = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+    change_manifest(checkpoint, files=files)
+    workshop.train(settings[0], "train.for=5 steps")
+    before, after = Workshop.losses(run)[2:4]
     assert len(Workshop.losses(run)) == 5
+    assert after < before, "64 of 128 rows were padding, which had learned to be unlikely"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
