@@ -9,6 +9,8 @@ import torch
 from safetensors.torch import load_file
 
 from bloomery.base.piece import Piece
+from bloomery.checkpoint.folder import find_checkpoint
+from bloomery.checkpoint.hf.proof import prove_import
 from bloomery.checkpoint.save import save_checkpoint
 from bloomery.config.recipe import ModelSection
 from bloomery.config.yaml_nodes import dump_yaml
@@ -67,4 +69,11 @@ def weights_of(folder: Path) -> dict[str, torch.Tensor]:
     found: dict[str, torch.Tensor] = {}
     for path in sorted(folder.glob("*.safetensors")):
         found |= load_file(path)
+    return found
+
+
+def logits_difference(checkpoint: Path, exported: Path) -> float:
+    """Largest absolute difference between our logits and transformers'."""
+    found = prove_import(find_checkpoint(checkpoint), exported).max_logit_difference
+    assert found is not None
     return found

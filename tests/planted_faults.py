@@ -14,8 +14,9 @@ from torch import Tensor, nn
 
 from bloomery.base.piece import Piece
 from bloomery.cli.verify_trials import run_trials
+from bloomery.config.recipe import ModelSection
 from bloomery.data.batch import Batch
-from bloomery.parallel import apply, feed
+from bloomery.parallel import apply, feed, gradients
 from bloomery.parallel.gradients import Gradients
 from bloomery.parallel.mesh import Mesh
 from bloomery.parallel.plain import PlainExecution
@@ -126,6 +127,32 @@ def rank_one_dies(arguments: Sequence[str]) -> int:
 
 
 _LAYOUT = {"tp": 1}
+
+
+def norms_are_summed_in_fp32(arguments: Sequence[str]) -> int:
+    """As torch does it, which is too low on CPUs where tensors are large."""
+    gradients.total_norm = torch.nn.utils.get_total_norm
+    return run_trials(arguments)
+
+
+def padding_takes_part(arguments: Sequence[str]) -> int:
+    """The softmax goes over the padded vocabulary, in every layout."""
+    return _over_padding(arguments, lambda tp: True)
+
+
+def padding_takes_part_in_tp(arguments: Sequence[str]) -> int:
+    """The same, in tensor-parallel layouts only."""
+    return _over_padding(arguments, lambda tp: tp)
+
+
+def _over_padding(arguments: Sequence[str], wrong: Callable[[bool], bool]) -> int:
+    original = apply.vocabulary_losses
+
+    def losses(model: ModelSection, group: Any) -> Any:
+        return original(model.model_copy(update={"softmax_over_padding": wrong(group is not None)}), group)
+
+    apply.vocabulary_losses = losses  # type: ignore[attr-defined]
+    return run_trials(arguments)
 
 
 def _is_tp() -> bool:

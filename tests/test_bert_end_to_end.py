@@ -13,7 +13,6 @@ import pytest
 import torch
 import yaml
 
-from bloomery.checkpoint.hf.proof import logits_difference
 from bloomery.cli.main import main
 from bloomery.data.open import open_data
 from bloomery.data.shards import ShardReader
@@ -21,6 +20,7 @@ from bloomery.data.tokenizer import Tokenizer
 from bloomery.sizing.check import load_checked_recipe
 from checkpoints import assert_same_tensors
 from conftest import Workshop
+from export_samples import logits_difference
 
 TIMES = ["at dawn", "at noon", "at night"]
 PEOPLE = {"anna": "mill", "bruno": "forge", "clara": "river", "dario": "market", "emma": "school", "felix": "harbour"}

@@ -18,13 +18,12 @@ from bloomery.checkpoint import export as exporting
 from bloomery.checkpoint.export import export_checkpoint
 from bloomery.checkpoint.hf.configs import model_section
 from bloomery.checkpoint.hf.maps import hf_config
-from bloomery.checkpoint.hf.proof import logits_difference
 from bloomery.checkpoint.import_hf import read_model
 from bloomery.config.load import load_recipe
 from bloomery.config.recipe import ModelSection
 from checkpoints import tensors_of
 from conftest import Workshop
-from export_samples import CASES, Command, checkpoint_of, small_tokenizer, weights_of
+from export_samples import CASES, Command, checkpoint_of, logits_difference, small_tokenizer, weights_of
 from model_samples import small_config
 
 pytest.importorskip("transformers")

@@ -26,7 +26,7 @@ from monitor_samples import mounted
 PEAK = """
 import resource, sys
 from bloomery.cli.main import main
-assert main(["import", "hf", sys.argv[1], sys.argv[2]]) == 0
+assert main(["import", "hf", sys.argv[1], sys.argv[2], "--no-proof"]) == 0
 print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
 """
 

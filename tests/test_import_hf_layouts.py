@@ -10,9 +10,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from bloomery.checkpoint.hf.proof import logits_difference
 from bloomery.config.load import load_recipe
 from checkpoints import tensors_of
+from export_samples import checkpoint_of, logits_difference, small_tokenizer
 from hf_samples import Command, change, hf_folder, in_shards
 from model_samples import small_config
 
@@ -97,8 +97,6 @@ def test_the_bias_that_bert_computes_with_is_taken(tie: bool, tmp_path: Path, co
 
 
 def test_an_untied_bert_is_exported_with_both_biases(tmp_path: Path, command: Command) -> None:
-    from export_samples import checkpoint_of, small_tokenizer
-
     (tmp_path / "tokenizer").mkdir()
     config = small_config("bert", vocab_size=300, tie_embeddings=False)
     checkpoint = checkpoint_of(config, tmp_path / "run", small_tokenizer(tmp_path / "tokenizer"))

@@ -195,6 +195,35 @@ def test_clipping_that_never_binds_is_a_failure_of_its_own(recipe_file: Callable
     assert "FAIL: clipping did not bind" in table(certificate)
 
 
+@pytest.mark.parametrize("family", ["gpt2", "bert"])
+def test_padding_in_the_softmax_of_one_layout_is_found(family: str, tmp_path: Path) -> None:
+    source = {"gpt2": "quickstart", "bert": "bert-large"}[family]
+    certificate = certificate_of(source, "tp2,pp2", tmp_path, planted_faults.padding_takes_part_in_tp)
+    assert "lm loss of step 1 is" in reasons(certificate, "tp2")
+    assert [row.layout for row in certificate.rows if row.verdict == "pass"] == ["pp2"], table(certificate)
+
+
+def test_padding_in_the_softmax_of_every_layout_is_found(recipe_file: Callable[..., str], tmp_path: Path) -> None:
+    """All layouts agree then; plain torch does not."""
+    certificate = certificate_of(recipe_file(), "dp2", tmp_path, planted_faults.padding_takes_part)
+    assert certificate.verdict == "fail"
+    assert certificate.reference.reasons[0].startswith("beside plain torch over the true vocabulary: lm loss")
+
+
+def test_padding_in_the_softmax_can_be_asked_for(recipe_file: Callable[..., str], tmp_path: Path) -> None:
+    source = recipe_file(model={"softmax_over_padding": True})
+    certificate = certificate_of(source, "tp2,pp2", tmp_path, run_trials)
+    assert certificate.verdict == "pass", table(certificate)
+    assert certificate.first_loss == pytest.approx(math.log(600), abs=0.05), "297 words and 303 rows of padding"
+
+
+def test_a_norm_in_fp32_is_found(recipe_file: Callable[..., str], tmp_path: Path) -> None:
+    certificate = certificate_of(recipe_file(), "dp2", tmp_path, planted_faults.norms_are_summed_in_fp32)
+    assert [row.verdict for row in certificate.rows] == ["pass"], table(certificate)
+    assert certificate.verdict == "fail"
+    assert certificate.reference.reasons[0].startswith("norm of a large gradient of step 1 is 40")
+
+
 def test_a_layout_that_crashes_does_not_take_the_others_along(recipe_file: Callable[..., str], tmp_path: Path) -> None:
     certificate = certificate_of(recipe_file(), "tp2,pp2", tmp_path, planted_faults.rank_one_dies)
     assert "AssertionError: planted: rank 1 stumbles" in reasons(certificate, "tp2")

@@ -105,12 +105,8 @@ def _write_configs(output: Path, recipe: Recipe, tokenizer: Tokenizer, dtype: st
 
 
 def _proof(folder: Path, output: Path, recipe: Recipe, tokenizer: Tokenizer, dtype: str) -> Proof:
-    if not has_transformers():
-        return Proof(False, "transformers is not installed here")
-    needed = _BYTES_TO_PROVE * count_parameters(recipe.model, vocab_size=recipe.model.vocab_size).total
-    free = available_host_bytes()
-    if needed > free:
-        return Proof(False, f"it needs about {format_bytes(needed)} of memory, and {format_bytes(free)} are available")
+    if reason := why_unproven(recipe):
+        return Proof(False, reason)
     try:
         return prove(folder, output, tokenizer, DTYPES[dtype])
     except DataError:
@@ -119,3 +115,13 @@ def _proof(folder: Path, output: Path, recipe: Recipe, tokenizer: Tokenizer, dty
         what = f"transformers cannot load or run the export: {type(error).__name__}: {error}"
         remedy = "report it as a bug; --no-proof exports without asking transformers"
         raise DataError(Problem(what, "an export is proven by running it", remedy)) from error
+
+
+def why_unproven(recipe: Recipe) -> str:
+    """Why nothing can be compared with transformers here; empty if it can."""
+    if not has_transformers():
+        return "transformers is not installed here"
+    needed = _BYTES_TO_PROVE * count_parameters(recipe.model, vocab_size=recipe.model.vocab_size).total
+    free = available_host_bytes()
+    lacking = f"it needs about {format_bytes(needed)} of memory, and {format_bytes(free)} are available"
+    return lacking if needed > free else ""

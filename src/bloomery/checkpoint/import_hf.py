@@ -16,10 +16,12 @@ from torch import Tensor
 from bloomery.base.errors import DataError, Problem
 from bloomery.base.piece import Piece
 from bloomery.base.storage import make_run_folder, write_atomically, writing, written_to
+from bloomery.checkpoint.export import why_unproven
 from bloomery.checkpoint.folder import CHECKPOINTS
 from bloomery.checkpoint.hf.configs import model_section
 from bloomery.checkpoint.hf.draft import drafted, move_all, require_empty
 from bloomery.checkpoint.hf.maps import Source, embedding_and_head, sources_of, strangers
+from bloomery.checkpoint.hf.proof import Proof, prove_import
 from bloomery.checkpoint.hf.reader import HfWeights
 from bloomery.checkpoint.hf.tokenizer import CHAT_TEMPLATE
 from bloomery.checkpoint.save import save_checkpoint
@@ -54,6 +56,7 @@ class Imported:
     checkpoint: Path
     tensors: int
     has_tokenizer: bool
+    proof: Proof
 
 
 @dataclass(frozen=True)
@@ -104,12 +107,14 @@ def tokenizer_files(folder: Path) -> list[Path]:
     return files if {"tokenizer.json", "merges.txt", "vocab.txt"} & {path.name for path in files} else []
 
 
-def import_weights(folder: Path, output: Path, recipe: Recipe, state: Mapping[str, Any]) -> Imported:
+def import_weights(
+    folder: Path, output: Path, recipe: Recipe, state: Mapping[str, Any], *, with_proof: bool = True
+) -> Imported:
     """Write `output`: the tokenizer, checkpoints/step-00000000, and the recipe last. `state`: that of a training which
-    has done nothing. All is checked before the first byte, and one tensor at a time is in memory.
+    has done nothing. All is checked before the first byte, and one tensor at a time is in memory until the proof.
 
-    DataError names everything in the folder that does not fit; StorageError if `output` holds something. After any
-    error it is as it was.
+    DataError names everything in the folder that does not fit, or that the proof fails; StorageError if `output` holds
+    something. After any error it is as it was.
     """
     _require_new(output)
     _check_tokenizer(folder, recipe.model.vocab_size)
@@ -127,7 +132,23 @@ def import_weights(folder: Path, output: Path, recipe: Recipe, state: Mapping[st
             pieces = {name: Piece.whole(tensor) for name, tensor in _without_memory(shapes).items()}
             checkpoint = save_checkpoint(root, step=0, pieces=pieces, state=state, recipe_yaml=yaml, values=values)
             write_atomically(draft / _RECIPE, yaml)
-    return Imported(recipe, output / CHECKPOINTS / checkpoint.name, len(sources), recipe.tokenizer is not None)
+            proof = _proof(checkpoint, folder, recipe) if with_proof else Proof(False, "--no-proof")
+    at = output / CHECKPOINTS / checkpoint.name
+    return Imported(recipe, at, len(sources), recipe.tokenizer is not None, proof)
+
+
+def _proof(checkpoint: Path, folder: Path, recipe: Recipe) -> Proof:
+    """DataError if transformers computes something else; there are folders that only we can read."""
+    reason = why_unproven(recipe)
+    try:
+        proof = Proof(False, reason) if reason else prove_import(checkpoint, folder)
+    except Exception as error:  # whatever transformers may raise
+        return Proof(False, f"transformers cannot load or run the folder: {type(error).__name__}: {error}")
+    if proof.limit is not None and not proof.proven:
+        rule = "its logits and its loss must be ours to rounding"
+        remedy = "remove overrides of `model`, or report it as a bug; --no-proof imports it as it is"
+        raise DataError(Problem(f"transformers computes something else: {proof}", rule, remedy, str(folder)))
+    return proof
 
 
 def _require_new(output: Path) -> None:

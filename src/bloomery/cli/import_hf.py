@@ -22,6 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "overrides", metavar="section.field=value", nargs="*", default=[], help="fields of the recipe: data, batch, lr"
     )
     parser.add_argument("--recipe", help="take all but `model` and `tokenizer` from this recipe")
+    parser.add_argument("--no-proof", action="store_true", help="do not compare with transformers")
     parser.add_argument("--json", action="store_true", help="print the answer as JSON")
 
 
@@ -35,7 +36,7 @@ def run(args: argparse.Namespace) -> int:
     for warning in (*model.warnings, *checked.warnings):
         print(f"bloomery: warning: {warning}", file=sys.stderr)
     state = {**TrainState(imported_from=origin_of(args.folder)).to_json(), "interval": None, "blend": None}
-    done = import_weights(args.folder, args.output, checked.recipe, state)
+    done = import_weights(args.folder, args.output, checked.recipe, state, with_proof=not args.no_proof)
     section = done.recipe.model
     parameters = count_parameters(section, vocab_size=section.vocab_size).total
     if args.json:
@@ -44,11 +45,13 @@ def run(args: argparse.Namespace) -> int:
             "parameters": parameters,
             "model": model.section,
             "tensors": done.tensors,
+            "proof": done.proof.to_json(),
         }
         print(json.dumps(facts, indent=2))
         return exit_codes.OK
     tokenizer = "" if done.has_tokenizer else ", no tokenizer"
     print(f"{done.checkpoint}: {section.family}, {parameters:,} parameters, {done.tensors} tensors{tokenizer}")
+    print(done.proof)
     print(f"next: bloomery train {args.output / 'recipe.yaml'} --run-dir {args.output}")
     return exit_codes.OK
 

@@ -33,7 +33,9 @@ from bloomery.train.state import TrainState
 from bloomery.train.step import settle, train_step
 from bloomery.train.trace import TraceRequest
 from bloomery.verify.compare import judge_reloaded
+from bloomery.verify.layouts import SINGLE
 from bloomery.verify.trials import RESULT, Trial, TrialPlan, start_folder, tidy_folder
+from bloomery.verify.truth import large_norm, plain_losses
 
 
 def run_trials(arguments: Sequence[str]) -> int:
@@ -84,6 +86,10 @@ def _run(trial: Trial, device: torch.device, ranks: Ranks) -> bool:
     with prepared_run(recipe, trial.run, device=device, ranks=ranks, quiet=True, trace=trace) as (run, state):
         if trial.reload:
             _reload(trial, run, state)
+        elif trial.layout == SINGLE:
+            truth = {"losses": plain_losses(recipe, run.feed.take(), device), "norm": large_norm(device)}
+            trial.truth.write_text(json.dumps(truth))
+            run.feed.seek(state.consumed_samples)
         finished = train(run, state).finished
     first_rank_does(ranks, lambda: tidy_folder(trial))
     return finished

@@ -54,6 +54,8 @@ class ModelSection(Section):
     """Entries of the tokenizer. The embedding is padded up to vocab_multiple, whatever the layout."""
     vocab_multiple: Size = 128
     """The embedding's rows are a multiple of this, so that every tensor-parallel degree divides them."""
+    softmax_over_padding: bool = False
+    """Whether the padded rows take part in the softmax of the loss, as in Megatron; false: they learn nothing."""
     dropout: float = Field(ge=0, lt=1)
     """Probability of dropping an activation (embedding, attention, residual); by family: 0.1, llama 0.0."""
     init_std: float = Field(default=0.02, gt=0)
@@ -189,6 +191,8 @@ class LossScaleSection(Section):
     """Clean steps before the scale doubles."""
     hysteresis: Size = 2
     """Overflows tolerated before the scale halves; refilled when it grows."""
+    consecutive_hysteresis: bool = False
+    """Refill after every clean step: only overflows in a row use it up. DeepSpeed's option of the same name."""
     min: float = Field(default=1.0, gt=0)
     """An overflow at this scale stops the training."""
 

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from bloomery.config.recipe import Recipe
 from bloomery.model.families import ARCHITECTURES
 from bloomery.model.init import initialise
-from bloomery.model.loss import token_losses
 from bloomery.model.recompute import apply_recompute
 from bloomery.parallel.context import apply_context_parallel
 from bloomery.parallel.gradients import Gradients
@@ -23,7 +22,7 @@ from bloomery.parallel.runner import Execution, Runner
 from bloomery.parallel.sharding import apply_sharding, settle_memory
 from bloomery.parallel.stages import build_stages
 from bloomery.parallel.tensor import apply_tensor_parallel, cut_buffers
-from bloomery.parallel.vocabulary import vocabulary_parallel_losses
+from bloomery.parallel.vocabulary import vocabulary_losses
 from bloomery.parallel.weights import Weight, logical_shapes, weights_of
 from bloomery.sizing.vocabulary import padded_vocab_size
 
@@ -83,7 +82,7 @@ def make_runner(
     """How this model is run. Call it when the parameters have the type they compute in."""
     mesh, parallel = parts.mesh, recipe.parallel
     gradients = Gradients(parts.weights, mesh)
-    losses = token_losses if mesh.tp_group is None else vocabulary_parallel_losses(mesh.tp_group)
+    losses = vocabulary_losses(recipe.model, mesh.tp_group)
     execution: Execution
     if mesh.layout.pp == 1:
         whole = compile_model and _compiles_whole(mesh)

@@ -3,24 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from bloomery.model.loss import IGNORE
+from bloomery.config.recipe import ModelSection
+from bloomery.model.loss import IGNORE, token_losses, true_logits
 from bloomery.parallel.collectives import all_reduce, sum_of_all
+from bloomery.sizing.vocabulary import softmax_size
 
 
-def vocabulary_parallel_losses(group: dist.ProcessGroup) -> Callable[[Tensor, Tensor], Tensor]:
-    """`token_losses` (model/loss.py) for logits (..., vocabulary / ranks)."""
+def vocabulary_losses(model: ModelSection, group: dist.ProcessGroup | None) -> Callable[[Tensor, Tensor], Tensor]:
+    """`token_losses` (model/loss.py) for this model's logits, which may be cut between the ranks of a group."""
+    words = softmax_size(model)
+    return partial(token_losses, rows=words) if group is None else _parallel_losses(words, group)
+
+
+def _parallel_losses(words: int, group: dist.ProcessGroup) -> Callable[[Tensor, Tensor], Tensor]:
+    """For logits (..., vocabulary / ranks). Padding may be a part of a rank's words, or all of them."""
 
     def losses(logits: Tensor, labels: Tensor) -> Tensor:
-        logits = logits.float()
+        first = group.rank() * logits.shape[-1]
+        logits = true_logits(logits, max(0, words - first))
         rows = logits.shape[-1]
         highest = all_reduce(logits.detach().amax(-1), "max", group)
         total = sum_of_all(torch.exp(logits - highest[..., None]).sum(-1), group)
-        own = labels - group.rank() * rows
+        own = labels - first
         absent = (own < 0) | (own >= rows)
         chosen = logits.gather(-1, own.masked_fill(absent, 0)[..., None])[..., 0]
         chosen = sum_of_all(chosen.masked_fill(absent, 0.0), group)

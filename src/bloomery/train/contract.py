@@ -64,7 +64,9 @@ CONTRACT = (
         "orders `megatron` and `bigscience`",
     ),
     Rule(("model.rope_theta",), "by name", "the rotary frequencies, which go with the sequence length"),
-    Rule(("precision", "loss_scale", "model.dropout"), "by name", "how a step is computed"),
+    Rule(
+        ("precision", "loss_scale", "model.dropout", "model.softmax_over_padding"), "by name", "how a step is computed"
+    ),
     Rule(("train.skip",), "by name", "only the part that lies in the past; ranges of steps to come are free"),
     Rule(
         (

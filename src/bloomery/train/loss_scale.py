@@ -10,7 +10,8 @@ from bloomery.config.recipe import LossScaleSection
 
 @dataclass
 class LossScale:
-    """DeepSpeed's state machine, the one tr1-13B ran with. All of it is plain numbers, saved with the checkpoint."""
+    """DeepSpeed's DynamicLossScaler as tr1-13B ran it in 2021: the scale doubles on the last clean step of a window, as
+    in megatron-core. (DeepSpeed since moved that to the step after it.) Plain numbers, saved with the checkpoint."""
 
     scale: float
     patience: int
@@ -26,7 +27,7 @@ class LossScale:
         """Follow one step. DivergedError when an overflow meets the smallest scale."""
         if overflow:
             self.clean_steps = 0
-            if self.patience > 1:
+            if min(self.patience, section.hysteresis) > 1:
                 self.patience -= 1
                 return
             if self.scale <= section.min:
@@ -38,7 +39,8 @@ class LossScale:
             self.scale = max(self.scale / 2, section.min)
             return
         self.clean_steps += 1
-        after_first = self.clean_steps - 1  # the reference grows on the step after the window, not on its last
-        if after_first > 0 and after_first % section.window.count == 0:
+        grows = self.clean_steps % section.window.count == 0
+        if grows:
             self.scale *= 2
+        if grows or section.consecutive_hysteresis:
             self.patience = section.hysteresis

@@ -18,7 +18,15 @@ from bloomery.config.recipe import Recipe
 from bloomery.config.yaml_nodes import dump_yaml
 from bloomery.sizing.check import load_checked_recipe
 from bloomery.verify.compare import TOLERANCES, Recorded, followed_differences
-from bloomery.verify.judge import Row, judge_continuation, judge_failure, judge_followed, judge_reshard, judge_training
+from bloomery.verify.judge import (
+    Row,
+    judge_continuation,
+    judge_failure,
+    judge_followed,
+    judge_reference,
+    judge_reshard,
+    judge_training,
+)
 from bloomery.verify.layouts import SINGLE, VerifiedLayout
 from bloomery.verify.shrink import CLIP, Shrunk, micro_batch_of, middle, shrink
 from bloomery.verify.synthetic import write_data
@@ -209,7 +217,9 @@ def _rows(
             judge_failure(row, trial, outcome)
         elif expected is None:
             row.reasons.append("there is no reference to compare with")
-        elif trial is not reference:
+        elif trial is reference:
+            judge_reference(row, expected, json.loads(trial.truth.read_text()))
+        else:
             judge_training(row, Recorded(trial), expected)
     wrong = {row.layout for row in rows.values() if row.reasons}
     for trial in trainings:

@@ -74,10 +74,14 @@ class Recorded:
         self.gradients = {int(path.name.removeprefix("step-")): path for path in complete_checkpoints(trial.trace)}
 
 
+def relative(name: str, step: int, found: float, expected: float) -> Difference:
+    return Difference(abs(found - expected) / max(abs(expected), 1e-12), name, step, found, expected)
+
+
 def loss_differences(found: Recorded, expected: Recorded, after: int = 0) -> list[Difference]:
     """Of all losses of all steps beyond `after`, in their order: relative."""
     return [
-        Difference(_relative(value := found.losses.get(key, float("nan")), right), key[1], key[0], value, right)
+        relative(key[1], key[0], found.losses.get(key, float("nan")), right)
         for key, right in sorted(expected.losses.items())
         if key[0] > after
     ]
@@ -87,10 +91,7 @@ def followed_differences(trial: Trial, sources: Mapping[str, Recorded]) -> dict[
     """Of each loss that `trial` found after the checkpoint of each of these layouts: relative to that layout's own."""
     told = json.loads(trial.followed.read_text())
     return {
-        source: [
-            Difference(_relative(loss, right := recorded.losses[step, name]), name, step, loss, right)
-            for step, name, loss in told[source]
-        ]
+        source: [relative(name, step, loss, recorded.losses[step, name]) for step, name, loss in told[source]]
         for source, recorded in sources.items()
     }
 
@@ -98,7 +99,7 @@ def followed_differences(trial: Trial, sources: Mapping[str, Recorded]) -> dict[
 def norm_differences(found: Recorded, expected: Recorded, after: int = 0) -> list[Difference]:
     """Of the global gradient norm of all steps beyond `after`, in their order: relative."""
     return [
-        Difference(_relative(value := found.norms.get(step, float("nan")), right), "grad norm", step, value, right)
+        relative("grad norm", step, found.norms.get(step, float("nan")), right)
         for step, right in sorted(expected.norms.items())
         if step > after
     ]
@@ -169,10 +170,6 @@ def _same_bits(a: Tensor | None, b: Tensor | None) -> bool:
     if a is None or b is None or a.shape != b.shape or a.dtype != b.dtype:
         return False
     return torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))
-
-
-def _relative(value: float, right: float) -> float:
-    return abs(value - right) / max(abs(right), 1e-12)
 
 
 def worst(differences: Sequence[Difference]) -> Difference:

@@ -70,6 +70,15 @@ def judge_training(row: Row, found: Recorded, expected: Recorded) -> None:
     row.reasons += [text for _, text in sorted(reasons, key=lambda reason: reason[0])]
 
 
+def judge_reference(row: Row, found: Recorded, truth: Mapping[str, Any]) -> None:
+    """Compare the reference with what plain torch finds (truth.py)."""
+    losses = [compare.relative(name, 1, found.losses[1, name], right) for name, right in truth["losses"].items()]
+    row.loss, row.grad_norm = compare.worst(losses), compare.relative("norm of a large gradient", 1, *truth["norm"])
+    row.reasons += [text for _, text in _judge_losses(row, losses, "beside plain torch over the true vocabulary: ")]
+    if _first_wrong_norm([row.grad_norm]):
+        row.reasons.append(_instead(row.grad_norm.name, row.grad_norm))
+
+
 def judge_continuation(row: Row, found: Recorded, expected: Recorded, source: str, after: int) -> None:
     """Compare what came after the checkpoint of `source`, which was right itself, with the uninterrupted reference."""
     losses = compare.loss_differences(found, expected, after)

@@ -93,7 +93,9 @@ def _model(model: ModelSection, layouts: Sequence[VerifiedLayout]) -> dict[str, 
     heads = kv_heads * grouped
     hidden = heads * (8 if heads <= 16 else 4)
     tokens = math.lcm(*(2 * layout.cp * layout.tp for layout in layouts))
-    multiple = math.lcm(8, tp)
+    # Padding is more than the last of tp ranks has: all of its words, and some of the rank's before it.
+    unit = math.lcm(8, tp)
+    rows = -(-_WORDS * tp // (unit * max(1, tp - 1))) * unit
     stages = max(layout.stages for layout in layouts)
     return {
         # One more than stages where the user's layers do not divide evenly either.
@@ -103,8 +105,8 @@ def _model(model: ModelSection, layouts: Sequence[VerifiedLayout]) -> dict[str, 
         "num_kv_heads": kv_heads if model.family == "llama" else heads,
         "ffn_hidden_size": max(1, round(model.ffn_hidden_size / model.hidden_size * hidden / tp)) * tp,
         "seq_length": -(-_SHORTEST // tokens) * tokens,
-        "vocab_size": -(-_WORDS // multiple) * multiple - 3,
-        "vocab_multiple": multiple,
+        "vocab_size": rows - (rows // tp if tp > 1 else 0) - 3,
+        "vocab_multiple": rows,
         "dropout": 0.0,
         "init_std": float(f"{model.init_std * math.sqrt(model.hidden_size / hidden):.3g}"),
     }

@@ -28,14 +28,14 @@ from bloomery.base.errors import Problem, RecipeError
 from bloomery.config.recipe import Recipe
 from bloomery.data.batch import Batch, Packing, causal_batch
 from bloomery.model.families import ARCHITECTURES
-from bloomery.model.loss import LM_LOSS, SOP_LOSS, row_losses, token_losses
+from bloomery.model.loss import LM_LOSS, SOP_LOSS, row_losses
 from bloomery.parallel.apply import DTYPES, Parallelised, give_memory, outline
 from bloomery.parallel.context import own_tokens
 from bloomery.parallel.gradients import Gradients
 from bloomery.parallel.mesh import Mesh, make_mesh
 from bloomery.parallel.pipeline import schedule_in_force
 from bloomery.parallel.sharding import announce_backward
-from bloomery.parallel.vocabulary import vocabulary_parallel_losses
+from bloomery.parallel.vocabulary import vocabulary_losses
 from bloomery.parallel.weights import weights_of
 from bloomery.sizing.cuts import cut_dimension
 from bloomery.sizing.layout import Layout, micro_batches, ranks_per_replica
@@ -272,8 +272,7 @@ class _Passes:
         self._mesh = parts.mesh
         self._zero = recipe.parallel.zero if parts.mesh.layout.pp == 1 else min(1, recipe.parallel.zero)
         self._num_stages = parts.mesh.layout.pp * recipe.parallel.chunks
-        group = parts.mesh.tp_group
-        self._losses = token_losses if group is None else vocabulary_parallel_losses(group)
+        self._losses = vocabulary_losses(recipe.model, parts.mesh.tp_group)
         self._batch = own_tokens(_batch(recipe), parts.mesh, recipe.model.seq_length)
         layout = parts.mesh.layout
         tokens = recipe.model.seq_length // (layout.cp * layout.tp)

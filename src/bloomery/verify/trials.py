@@ -12,7 +12,7 @@ from pathlib import Path
 from bloomery.base import exit_codes
 from bloomery.launch.local import run_local_ranks
 
-RESULT, RESHARDED, FOLLOWED = "trial.json", "resharded.json", "followed.json"
+RESULT, RESHARDED, FOLLOWED, TRUTH = "trial.json", "resharded.json", "followed.json", "truth.json"
 TRAIN_PREFIX, RESUME_PREFIX = "train-", "resume-"
 RUN, TRACE, RELOADED = "run", "trace", "reloaded"
 """Folders of a trial."""
@@ -70,6 +70,11 @@ class Trial:
     def followed(self) -> Path:
         """JSON: by layout, a list of (step, name, loss) of what was trained from its checkpoint."""
         return Path(self.folder) / FOLLOWED
+
+    @property
+    def truth(self) -> Path:
+        """JSON: what the reference is held against (truth.py)."""
+        return Path(self.folder) / TRUTH
 
     def checkpoint(self, step: int) -> Path:
         return self.run / "checkpoints" / f"step-{step:08d}"

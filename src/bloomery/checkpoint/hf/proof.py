@@ -1,26 +1,32 @@
-"""The proof of an export: the folder as transformers loads it against the checkpoint as we load it."""
+"""The proof of an export or an import: the folder as transformers loads it against the checkpoint as we load it."""
 
 from __future__ import annotations
 
 import importlib.util
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from bloomery.base.errors import DataError, Problem
 from bloomery.checkpoint.load import load_model
 from bloomery.config.recipe import Recipe
 from bloomery.data.tokenizer import Tokenizer
 from bloomery.model.generate import generate
+from bloomery.model.loss import IGNORE, LM_LOSS, SOP_LOSS, row_losses, token_losses
+from bloomery.sizing.vocabulary import softmax_size
 
 PROOF_FILE = "export-proof.json"
 LIMIT = 1e-4
 """Of the difference of logits, for logits up to 1; larger ones in proportion."""
 PROMPTS = ("The", "def main(", "Once upon a time", "1 + 1 =", "In the beginning was the word, and")
+_LOSS_LIMIT = 1e-5
 _NEW_TOKENS = 16
+_IMPORTED_TOKENS = 512
 
 
 @dataclass
@@ -40,6 +46,9 @@ class Proof:
     """Prompts that both continue alike, token by token."""
     compared: str = "greedy continuations"
     """Of the prompts; bert continues nothing."""
+    training_loss: float | None = None
+    """Of an import, as it is trained with, and as transformers has it."""
+    their_loss: float | None = None
     prompts: list[dict[str, str]] = field(default_factory=list)
 
     def to_json(self) -> dict[str, Any]:
@@ -48,6 +57,9 @@ class Proof:
     def __str__(self) -> str:
         if self.max_logit_difference is None:
             return f"not proven: {self.reason}"
+        if self.training_loss is not None:
+            losses = f"training loss {self.training_loss:.6g}, transformers' {self.their_loss:.6g}"
+            return f"proof: {losses}; largest logit difference {self.max_logit_difference:.1e}"
         rounding = f", rounding changed them by {self.rounding_difference:.1e}" if self.rounding_difference else ""
         return (
             f"proof: largest logit difference {self.max_logit_difference:.1e} on {self.sequences} sequences{rounding}; "
@@ -100,15 +112,36 @@ def prove(checkpoint: Path, exported: Path, tokenizer: Tokenizer, dtype: torch.d
     return proof
 
 
-def logits_difference(checkpoint: Path, exported: Path) -> float:
-    """Largest absolute difference between our logits and transformers', on one full sequence of random tokens."""
-    from bloomery.checkpoint.folder import find_checkpoint
+@torch.no_grad()
+def prove_import(checkpoint: Path, folder: Path) -> Proof:
+    """Logits and training loss of a first checkpoint against the folder that it was made of, on random tokens."""
+    import transformers
 
-    recipe, model = load_model(find_checkpoint(checkpoint), device=torch.device("cpu"))
-    random = torch.Generator().manual_seed(0)
-    tokens = torch.randint(recipe.model.vocab_size, (1, recipe.model.seq_length), generator=random)
-    with torch.no_grad():
-        return _largest(_ours(model, recipe, tokens), _theirs(_their_model(recipe, exported), recipe, tokens))
+    recipe, model = load_model(checkpoint, device=torch.device("cpu"))
+    theirs, config = _their_model(recipe, folder), recipe.model
+    length, random = min(config.seq_length, _IMPORTED_TOKENS), torch.Generator().manual_seed(0)
+    tokens = torch.randint(config.vocab_size, (1, length), generator=random)
+    targets, order = {LM_LOSS: F.pad(tokens[:, 1:], (0, 1), value=IGNORE)}, {}
+    if config.family == "bert":
+        targets, order = (
+            {LM_LOSS: tokens, SOP_LOSS: torch.ones(1).long()},
+            {"next_sentence_label": torch.ones(1).long()},
+        )
+    rows = row_losses(model(tokens), targets, partial(token_losses, rows=softmax_size(config)))
+    loss = sum(float(rows[name].sum()) / int((labels != IGNORE).sum()) for name, labels in targets.items())
+    their_loss = float(theirs(tokens, labels=tokens, **order).loss)
+    ours = _ours(model, recipe, tokens)
+    difference = _largest(ours, _theirs(theirs, recipe, tokens))
+    limit = LIMIT * max(1.0, max(float(logits.abs().max()) for logits in ours))
+    return Proof(
+        proven=difference <= limit and abs(loss - their_loss) <= _LOSS_LIMIT * max(1.0, their_loss),
+        transformers=transformers.__version__,
+        max_logit_difference=difference,
+        limit=limit,
+        sequences=1,
+        training_loss=loss,
+        their_loss=their_loss,
+    )
 
 
 def _their_model(recipe: Recipe, exported: Path) -> Any:
@@ -116,8 +149,11 @@ def _their_model(recipe: Recipe, exported: Path) -> Any:
     from transformers.utils import logging
 
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     kind: Any = BertForPreTraining if recipe.model.family == "bert" else AutoModelForCausalLM
-    return kind.from_pretrained(exported, dtype=torch.float32).eval()
+    # Foreign folders are only read: no pickles, no code, nothing from elsewhere.
+    safely = {"use_safetensors": True, "trust_remote_code": False, "local_files_only": True}
+    return kind.from_pretrained(exported, dtype=torch.float32, attn_implementation="eager", **safely).eval()
 
 
 def _ours(model: nn.Module, recipe: Recipe, tokens: Tensor) -> list[Tensor]:

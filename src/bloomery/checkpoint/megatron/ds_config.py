@@ -35,7 +35,7 @@ _HIGHEST_POWER = 127
 _OPTIMIZERS = ("adam", "adamw", "fusedadam", "deepspeedcpuadam")
 _NOT_READ = "Megatron passes DeepSpeed its own optimizer, so this section is not read"
 _LOSS_SCALE = {"initial_scale_power": "initial", "loss_scale_window": "window", "hysteresis": "hysteresis",
-               "min_loss_scale": "min"}  # fmt: skip
+               "consecutive_hysteresis": "consecutive_hysteresis", "min_loss_scale": "min"}  # fmt: skip
 _SECTIONS = ("zero_optimization", "fp16", "bf16", "bfloat16", "optimizer")
 _ZERO_NO_MATTER = (
     "contiguous_gradients", "overlap_comm", "reduce_scatter", "reduce_bucket_size", "allgather_partitions",
@@ -159,6 +159,7 @@ def _loss_scale(found: DsConfig, taker: _Taker, fp16: Mapping[str, Any]) -> None
         "initial": 2.0 ** (16 if power is None else power),
         "window": f"{taker.count(fp16, 'fp16.loss_scale_window') or 1000} steps",
         "hysteresis": taker.count(fp16, "fp16.hysteresis") or 2,
+        "consecutive_hysteresis": taker.take(fp16, "fp16.consecutive_hysteresis", bool) or False,
         "min": float(taker.take(fp16, "fp16.min_loss_scale", *_NUMBER) or 1.0),
     }
 
