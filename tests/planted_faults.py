@@ -148,8 +148,8 @@ def padding_takes_part_in_tp(arguments: Sequence[str]) -> int:
 def _over_padding(arguments: Sequence[str], wrong: Callable[[bool], bool]) -> int:
     original = apply.vocabulary_losses
 
-    def losses(model: ModelSection, group: Any) -> Any:
-        return original(model.model_copy(update={"softmax_over_padding": wrong(group is not None)}), group)
+    def losses(model: ModelSection, group: Any, device: torch.device) -> Any:
+        return original(model.model_copy(update={"softmax_over_padding": wrong(group is not None)}), group, device)
 
     apply.vocabulary_losses = losses  # type: ignore[attr-defined]
     return run_trials(arguments)

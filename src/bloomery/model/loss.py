@@ -6,7 +6,6 @@ The global loss is the sum over names k of sums[k] / global_counts[k], however t
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -19,36 +18,19 @@ LM_LOSS = "lm loss"
 SOP_LOSS = "sop loss"
 
 
-class _TrueLogits(torch.autograd.Function):
-    """The logits of the first `rows` words in fp32. One pass each way, which turning them into fp32 takes anyway: the
-    product with the head keeps its aligned, padded shape, and the gradient of padding is zero."""
+def true_logits(logits: Tensor, padding: Tensor | None) -> Tensor:
+    """In fp32. `padding` is added: 0 for a word, -inf for a padded row, which gets no probability and no gradient.
 
-    @staticmethod
-    def forward(ctx: Any, logits: Tensor, rows: int) -> Tensor:
-        ctx.shape, ctx.dtype, ctx.rows = logits.shape, logits.dtype, rows
-        if rows == 0:  # all of a rank's words are padding: one that nobody chooses stands for them
-            return logits.new_full((*logits.shape[:-1], 1), -torch.inf, dtype=torch.float32)
-        return logits[..., :rows].to(torch.float32, copy=True)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        whole = grad.new_empty(ctx.shape, dtype=ctx.dtype)
-        whole[..., : ctx.rows].copy_(grad[..., : ctx.rows])
-        whole[..., ctx.rows :].zero_()
-        return whole, None
+    A tensor that is read, not a slice or a mask: rows of an odd length cost a 124M model 4.8% of its step on an H200, a
+    mask 1.2%, this 0.6%, and a 1.3B model nothing that could be measured.
+    """
+    return logits.float() if padding is None else logits + padding
 
 
-def true_logits(logits: Tensor, rows: int | None) -> Tensor:
-    """In fp32, without the padding that follows the first `rows`."""
-    if rows is None or rows >= logits.shape[-1]:
-        return logits.float()
-    return cast(Tensor, cast(Any, _TrueLogits).apply(logits, rows))
-
-
-def token_losses(logits: Tensor, labels: Tensor, rows: int | None = None) -> Tensor:
-    """Cross-entropy of every label in fp32, from logits of any dtype; 0 where the label is IGNORE. The softmax goes
-    over the first `rows` of the vocabulary (sizing/vocabulary.py); None: there is no padding."""
-    logits = true_logits(logits, rows).flatten(0, -2)
+def token_losses(logits: Tensor, labels: Tensor, padding: Tensor | None = None) -> Tensor:
+    """Cross-entropy of every label in fp32, from logits of any dtype; 0 where the label is IGNORE. `padding`: see
+    true_logits; None: there is none."""
+    logits = true_logits(logits, padding).flatten(0, -2)
     return F.cross_entropy(logits, labels.flatten(), ignore_index=IGNORE, reduction="none").view(labels.shape)
 
 

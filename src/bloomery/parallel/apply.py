@@ -82,7 +82,7 @@ def make_runner(
     """How this model is run. Call it when the parameters have the type they compute in."""
     mesh, parallel = parts.mesh, recipe.parallel
     gradients = Gradients(parts.weights, mesh)
-    losses = vocabulary_losses(recipe.model, mesh.tp_group)
+    losses = vocabulary_losses(recipe.model, mesh.tp_group, device)
     execution: Execution
     if mesh.layout.pp == 1:
         whole = compile_model and _compiles_whole(mesh)

@@ -11,26 +11,32 @@ from torch import Tensor
 
 from bloomery.config.recipe import ModelSection
 from bloomery.model.loss import IGNORE, token_losses, true_logits
-from bloomery.parallel.collectives import all_reduce, sum_of_all
-from bloomery.sizing.vocabulary import softmax_size
+from bloomery.parallel.collectives import all_reduce, own_part, sum_of_all
+from bloomery.sizing.vocabulary import padded_vocab_size, softmax_size
 
 
-def vocabulary_losses(model: ModelSection, group: dist.ProcessGroup | None) -> Callable[[Tensor, Tensor], Tensor]:
+def vocabulary_losses(
+    model: ModelSection, group: dist.ProcessGroup | None, device: torch.device
+) -> Callable[[Tensor, Tensor], Tensor]:
     """`token_losses` (model/loss.py) for this model's logits, which may be cut between the ranks of a group."""
-    words = softmax_size(model)
-    return partial(token_losses, rows=words) if group is None else _parallel_losses(words, group)
+    padding = None
+    if softmax_size(model) < padded_vocab_size(model):
+        padding = torch.zeros(padded_vocab_size(model), device=device)
+        padding[softmax_size(model) :] = -torch.inf
+    if group is None:
+        return partial(token_losses, padding=padding)
+    return _parallel_losses(None if padding is None else own_part(padding, 0, group), group)
 
 
-def _parallel_losses(words: int, group: dist.ProcessGroup) -> Callable[[Tensor, Tensor], Tensor]:
+def _parallel_losses(padding: Tensor | None, group: dist.ProcessGroup) -> Callable[[Tensor, Tensor], Tensor]:
     """For logits (..., vocabulary / ranks). Padding may be a part of a rank's words, or all of them."""
 
     def losses(logits: Tensor, labels: Tensor) -> Tensor:
-        first = group.rank() * logits.shape[-1]
-        logits = true_logits(logits, max(0, words - first))
+        logits = true_logits(logits, padding)
         rows = logits.shape[-1]
         highest = all_reduce(logits.detach().amax(-1), "max", group)
         total = sum_of_all(torch.exp(logits - highest[..., None]).sum(-1), group)
-        own = labels - first
+        own = labels - group.rank() * rows
         absent = (own < 0) | (own >= rows)
         chosen = logits.gather(-1, own.masked_fill(absent, 0)[..., None])[..., 0]
         chosen = sum_of_all(chosen.masked_fill(absent, 0.0), group)
