@@ -121,8 +121,8 @@ def total_norm(tensors: Sequence[Tensor]) -> Tensor:
     if tensors[0].device.type != "cpu":
         return torch.nn.utils.get_total_norm(tensors)
     parts = [part for each in tensors for part in torch.split(each.flatten(), _ELEMENTS_AT_ONCE)]
-    norms = [torch.linalg.vector_norm(part, dtype=torch.float64) for part in parts]
-    return torch.linalg.vector_norm(torch.stack(norms)).to(torch.float32)
+    norms: list[Tensor] = [torch.linalg.vector_norm(part, dtype=torch.float64) for part in parts]
+    return torch.stack(norms).square().sum().sqrt().to(torch.float32)
 
 
 def count_zeros(tensors: Sequence[Tensor], *, device: torch.device) -> Tensor:
