@@ -10,19 +10,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from bloomery.config.recipe import ModelSection
-from bloomery.model.loss import IGNORE, token_losses, true_logits
+from bloomery.model.loss import IGNORE, padding_of, token_losses, true_logits
 from bloomery.parallel.collectives import all_reduce, own_part, sum_of_all
-from bloomery.sizing.vocabulary import padded_vocab_size, softmax_size
 
 
 def vocabulary_losses(
     model: ModelSection, group: dist.ProcessGroup | None, device: torch.device
 ) -> Callable[[Tensor, Tensor], Tensor]:
     """`token_losses` (model/loss.py) for this model's logits, which may be cut between the ranks of a group."""
-    padding = None
-    if softmax_size(model) < padded_vocab_size(model):
-        padding = torch.zeros(padded_vocab_size(model), device=device)
-        padding[softmax_size(model) :] = -torch.inf
+    padding = padding_of(model, device)
     if group is None:
         return partial(token_losses, padding=padding)
     return _parallel_losses(None if padding is None else own_part(padding, 0, group), group)

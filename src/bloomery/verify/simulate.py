@@ -272,7 +272,7 @@ class _Passes:
         self._mesh = parts.mesh
         self._zero = recipe.parallel.zero if parts.mesh.layout.pp == 1 else min(1, recipe.parallel.zero)
         self._num_stages = parts.mesh.layout.pp * recipe.parallel.chunks
-        self._losses = vocabulary_losses(recipe.model, parts.mesh.tp_group, torch.device("cpu"))
+        self._losses = vocabulary_losses(recipe.model, parts.mesh.tp_group, _CPU)
         self._batch = own_tokens(_batch(recipe), parts.mesh, recipe.model.seq_length)
         layout = parts.mesh.layout
         tokens = recipe.model.seq_length // (layout.cp * layout.tp)

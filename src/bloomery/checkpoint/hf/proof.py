@@ -17,8 +17,7 @@ from bloomery.checkpoint.load import load_model
 from bloomery.config.recipe import Recipe
 from bloomery.data.tokenizer import Tokenizer
 from bloomery.model.generate import generate
-from bloomery.model.loss import IGNORE, LM_LOSS, SOP_LOSS, row_losses, token_losses
-from bloomery.sizing.vocabulary import softmax_size
+from bloomery.model.loss import IGNORE, LM_LOSS, SOP_LOSS, padding_of, row_losses, token_losses
 
 PROOF_FILE = "export-proof.json"
 LIMIT = 1e-4
@@ -127,7 +126,7 @@ def prove_import(checkpoint: Path, folder: Path) -> Proof:
             {LM_LOSS: tokens, SOP_LOSS: torch.ones(1).long()},
             {"next_sentence_label": torch.ones(1).long()},
         )
-    rows = row_losses(model(tokens), targets, partial(token_losses, rows=softmax_size(config)))
+    rows = row_losses(model(tokens), targets, partial(token_losses, padding=padding_of(config, tokens.device)))
     loss = sum(float(rows[name].sum()) / int((labels != IGNORE).sum()) for name, labels in targets.items())
     their_loss = float(theirs(tokens, labels=tokens, **order).loss)
     ours = _ours(model, recipe, tokens)
