@@ -20,11 +20,11 @@ from bloomery.base.errors import DataError, Problem
 from bloomery.base.ranks import ALONE, Ranks
 from bloomery.base.storage import open_plain, opened_folder, own_folder, reason, remove_tree, write_atomically
 from bloomery.checkpoint.fence import LEFT
-from bloomery.checkpoint.index import read_index
 from bloomery.checkpoint.manifest import FORMAT as FORMAT
 from bloomery.checkpoint.manifest import MANIFEST as MANIFEST
 from bloomery.checkpoint.manifest import parse_manifest
 from bloomery.checkpoint.parts import is_part, shares
+from bloomery.checkpoint.prove import contradictions
 
 CHECKPOINTS, LOCAL_CHECKPOINTS = "checkpoints", "checkpoints-local"
 """Where a run lists its checkpoints, and those in a faster place."""
@@ -124,8 +124,8 @@ def verify(folder: Path, *, ranks: Ranks = ALONE, tensors: bool = True) -> None:
 def damage(folder: Path, *, ranks: Ranks = ALONE, tensors: bool = True) -> list[str]:
     """Why a checkpoint cannot be used; nothing if it is whole, unchanged and of this version's format.
 
-    All ranks call it: each reads its share, all return the same. `tensors`: read the files of tensors too; without it
-    only their sizes are looked at, of those on this node.
+    All ranks call it: each reads its share, all return the same. `tensors`: read the files of tensors too, and prove
+    that they fit index and recipe; without it only their sizes are looked at, of those on this node.
     """
     manifest: dict[str, Any] | str = _manifest_or_damage(folder) if ranks.rank == 0 else ""
     manifest = ranks.broadcast(manifest)
@@ -136,7 +136,10 @@ def damage(folder: Path, *, ranks: Ranks = ALONE, tensors: bool = True) -> list[
     found = [_damage(folder / name, files[name], read=tensors or not is_part(name)) for name in share]
     lost = [f"{name} is on none of the nodes" for name in nowhere if tensors]
     told = sorted([*lost, *(text for texts in ranks.gather(found) for text in texts if text)])
-    return told or ranks.broadcast(_unlisted(folder, manifest) if ranks.rank == 0 else [])
+    if told:
+        return told
+    wrong = contradictions(folder, manifest, read=share if tensors else (), recipe=tensors and ranks.rank == 0)
+    return sorted({text for texts in ranks.gather(wrong) for text in texts})
 
 
 def _manifest_or_damage(folder: Path) -> dict[str, Any] | str:
@@ -149,15 +152,6 @@ def _manifest_or_damage(folder: Path) -> dict[str, Any] | str:
     if is_step_name(folder.name) and manifest["step"] != step_of(folder):
         return f"its manifest says step {manifest['step']}: the folder was copied or renamed"
     return manifest
-
-
-def _unlisted(folder: Path, manifest: dict[str, Any]) -> list[str]:
-    """Files that the index needs and the manifest does not vouch for."""
-    try:
-        needed = {piece.file for tensor in read_index(folder).values() for piece in tensor.pieces}
-    except DataError as error:
-        return [problem.what for problem in error.problems]
-    return [f"{MANIFEST} does not list {name}" for name in sorted(needed - manifest["files"].keys())]
 
 
 def _damage(path: Path, expected: dict[str, Any], *, read: bool) -> str:
