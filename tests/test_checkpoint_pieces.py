@@ -29,9 +29,9 @@ from checkpoints import change_manifest
 from threads_as_ranks import together
 
 WHOLE: dict[str, Tensor] = {
-    "model.matrix": torch.randn(37, 23),
-    "model.cube": torch.randn(5, 8, 6).to(torch.bfloat16),
-    "model.vector": torch.randn(1001),
+    "parts.matrix": torch.randn(37, 23),
+    "parts.cube": torch.randn(5, 8, 6).to(torch.bfloat16),
+    "parts.vector": torch.randn(1001),
     "optim.step": torch.tensor(17.0),
     "flags": torch.tensor([True, False, True]),
     "half": torch.randn(9, 3).to(torch.float16),

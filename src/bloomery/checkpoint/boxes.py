@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import product
 from math import prod
 
-_MOST_COMPARED = 4096
+_MOST_COMPARED = 256
 
 
 @dataclass(frozen=True)
