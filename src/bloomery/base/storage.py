@@ -39,7 +39,7 @@ def open_plain(path: str | os.PathLike[str], flags: int, mode: int = 0o666) -> i
 def own_folder(path: Path, *, parents: bool = False, may_be_linked: bool = False) -> Path:
     """Make a folder in which we name, replace and delete files, or take the one that is there. StorageError where it is
     a link; `may_be_linked`: unless that is a link of this user, or of whoever owns the folder it lies in."""
-    with writing(path, "use the folder"):
+    with writing(path, "create the folder"):
         path.mkdir(parents=parents, exist_ok=True)
         facts = path.lstat()
         is_theirs = not may_be_linked or facts.st_uid not in (os.geteuid(), path.parent.stat().st_uid)
