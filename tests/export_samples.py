@@ -60,7 +60,12 @@ def checkpoint_of(config: ModelSection, folder: Path, tokenizer: Path) -> Path:
         "lr": {"peak": 1e-3},
         "train": {"for": "20 steps"},
     }
-    weights = {f"model.{name}": Piece.whole(p.detach()) for name, p in small_model(config).named_parameters()}
+    parameters = {name: p.detach() for name, p in small_model(config).named_parameters()}
+    weights = {f"model.{name}": Piece.whole(values) for name, values in parameters.items()}
+    for name, values in parameters.items():
+        for moment in ("exp_avg", "exp_avg_sq"):
+            weights[f"optim.{name}.{moment}"] = Piece.whole(torch.zeros_like(values))
+    weights["optim.step"] = Piece.whole(torch.zeros(()))
     state = {**TrainState(step=7, consumed_samples=56).to_json(), "interval": None, "blend": None}
     return save_checkpoint(folder / "checkpoints", step=7, pieces=weights, state=state, recipe_yaml=dump_yaml(recipe))
 

@@ -2,12 +2,17 @@
 
 import struct
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from bloomery.base.errors import DataError, StorageError
 from bloomery.data import shard_index
+from bloomery.data.causal import CausalSource
+from bloomery.data.index_cache import IndexCache, file_checksum
+from bloomery.data.manifest import ShardManifest, check_describes, read_manifest
+from bloomery.data.megatron import MegatronSource
 from bloomery.data.shards import ShardReader, ShardWriter, token_dtype
 
 DOCUMENTS = [[5, 6, 7], [8], [9, 10, 11, 12]]
@@ -230,7 +235,7 @@ def test_damage_inside_a_large_index_is_named_when_it_is_met(tmp_path, short_end
             shard.index.document_starts()
     with (
         ShardReader(hand_made(tmp_path, idx, bytes(28))) as shard,
-        pytest.raises(DataError, match="document 3 begins at sequence 99 of 7"),
+        pytest.raises(DataError, match="document 4 begins at sequence 5, the one before it at 99"),
     ):
         shard.index.document_start(3)
     idx = index_bytes([2] * 7, pointers=[0, 4, 8, 12, 16, 20, 25])
@@ -272,3 +277,54 @@ def test_a_file_that_ends_too_early_is_named(tmp_path):
     ):
         writer.append_file(file, 0, np.array([5], np.int32))
     assert [path.name for path in tmp_path.iterdir()] == ["tokens"]
+
+
+@pytest.fixture(params=["plain", "plain, large", "sentences"])
+def shard_of_a_kind(request, tmp_path, monkeypatch):
+    """(prefix, what it is trained on now). Where several sequences make a document, a manifest has the index's hash."""
+    sentences = request.param == "sentences"
+    if request.param == "plain, large":
+        monkeypatch.setattr(shard_index, "_AN_END", 2)
+    prefix, random = str(tmp_path / "x"), np.random.default_rng(3)
+    with ShardWriter(prefix, np.uint16) as writer:
+        for _ in range(8):
+            lengths = random.integers(3, 9, 3 if sentences else 1).astype("<i4")
+            tokens = random.integers(0, 60, int(lengths.sum())).astype("<u2")
+            writer.append_many(tokens.data, lengths, np.array([len(lengths)], "<i4"))
+    if sentences:
+        hashed = file_checksum(f"{prefix}.idx")
+        ShardManifest(
+            "ab", 64, "uint16", None, False, None, 8, 24, writer.num_tokens, (), (), {}, {}, "", "", index_hash=hashed
+        ).write(prefix)
+
+    def batches():
+        told = []
+        manifest = read_manifest(prefix)
+        parts = [
+            CausalSource(prefix, seq_length=4, vocab_size=64, seed=1, split="5,3,0", part=part)
+            for part in ("train", "valid")
+        ]
+        cache = IndexCache(tmp_path / "cache")
+        parts.append(
+            MegatronSource(prefix, flavour="megatron", samples=20, seq_length=4, vocab_size=64, seed=1, cache=cache)
+        )
+        for source in parts:
+            if manifest and (problems := check_describes(manifest, source.shard, place=prefix)):
+                raise DataError(problems)
+            told.append(source.read(np.arange(min(source.num_samples, 12))).inputs["tokens"].tolist())
+        return [*told, parts[0].shard.facts()]
+
+    return prefix, batches
+
+
+def test_a_flipped_bit_of_an_index_is_an_error_or_changes_nothing(shard_of_a_kind):
+    prefix, batches = shard_of_a_kind
+    path, right = Path(f"{prefix}.idx"), batches()
+    whole, found = path.read_bytes(), 0
+    for bit in range(8 * len(whole)):
+        path.write_bytes(whole[: bit // 8] + bytes([whole[bit // 8] ^ 1 << bit % 8]) + whole[bit // 8 + 1 :])
+        try:
+            assert batches() == right, f"bit {bit} of {8 * len(whole)} is trained on"
+        except DataError:
+            found += 1
+    assert found > 4 * len(whole)

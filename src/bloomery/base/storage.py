@@ -8,7 +8,9 @@ import errno
 import fcntl
 import os
 import secrets
+import shutil
 import socket
+import stat
 import tempfile
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -23,6 +25,46 @@ _NO_SYNC_HERE = {errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.EBADF}
 """What file systems without fsync answer (some FUSE and network mounts). Not a lost write."""
 _SYNC_AFTER_LINES = 256
 _PROBE_BYTES = 4096
+
+
+def open_plain(path: str | os.PathLike[str], flags: int, mode: int = 0o666) -> int:
+    """`os.open` for files that we name: an OSError where a link, a pipe or a device has the name. Also the `opener` of
+    `open`. Links in the folders before the name are followed."""
+    descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, mode)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.ENXIO, os.strerror(errno.ENXIO), str(path))
+    return descriptor
+
+
+def own_folder(path: Path, *, parents: bool = False, may_be_linked: bool = False) -> Path:
+    """Make a folder in which we name, replace and delete files, or take the one that is there. StorageError where it is
+    a link; `may_be_linked`: unless that is a link of this user, or of whoever owns the folder it lies in."""
+    with writing(path, "create the folder"):
+        path.mkdir(parents=parents, exist_ok=True)
+        facts = path.lstat()
+        is_theirs = not may_be_linked or facts.st_uid not in (os.geteuid(), path.parent.stat().st_uid)
+        if stat.S_ISLNK(facts.st_mode) and is_theirs:
+            raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(path))
+    return path
+
+
+@contextlib.contextmanager
+def opened_folder(path: str | os.PathLike[str]) -> Iterator[int]:
+    """A descriptor of a folder that is no link: what is done by it is done there, whatever takes its name meanwhile."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def remove_tree(path: str | os.PathLike[str], *, dir_fd: int | None = None) -> None:
+    """Delete a folder, a file, or a link, but never what a link leads to. What cannot be deleted stays."""
+    try:
+        os.unlink(path, dir_fd=dir_fd)
+    except OSError:  # rmtree refuses links, and holds every folder by a descriptor
+        shutil.rmtree(path, ignore_errors=True, dir_fd=dir_fd)
 
 
 def write_atomically(path: str | os.PathLike[str], data: bytes | str) -> None:
@@ -58,7 +100,7 @@ def locked(folder: Path) -> Iterator[None]:
     """
     path = folder / ".lock"
     try:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+        descriptor = open_plain(path, os.O_RDWR | os.O_CREAT)
     except OSError as error:
         raise storage_error(path, error) from error
     try:
@@ -127,6 +169,10 @@ def _remedy(path: Path, number: int, wanted_bytes: int) -> str:
         return "the place is read-only for this user: choose another --run-dir, or change its permissions or mount"
     if number in (errno.ENOTDIR, errno.EEXIST):
         return "a file stands where a folder is needed: choose another --run-dir, or move that file away"
+    if number in (errno.ELOOP, errno.ENXIO):
+        return (
+            "a link, a pipe or a device stands there, which is not followed: move it away, or choose another --run-dir"
+        )
     if number == errno.ENAMETOOLONG:
         return "choose another --run-dir, with shorter names"
     if number in (errno.EMFILE, errno.ENFILE):
@@ -161,7 +207,7 @@ class AppendFile:
         self._torn = False
         self._closed = False
         try:
-            self._descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
+            self._descriptor = open_plain(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
             self._size = self._synced_size = self._repair(is_whole)
         except OSError as error:
             raise storage_error(self.path, error, action="open") from error

@@ -10,6 +10,8 @@ from bloomery.base.errors import DataError, Problem
 from bloomery.base.ranks import ALONE, Ranks
 from bloomery.checkpoint import folder as folders
 
+_LINK = "it is a link to another place, which no save makes"
+
 
 @dataclass(frozen=True)
 class Choice:
@@ -30,14 +32,14 @@ def newest_good(roots: Sequence[Path], *, ranks: Ranks = ALONE, elsewhere: Elsew
     can be used: starting from the beginning would be a lie. All ranks call it, each reads its share of the files."""
     found = [path for root in roots for path in folders.step_folders(root)]
     order = sorted(found, key=lambda path: -folders.step_of(path))  # stable: of one step the first root's
-    has_manifest = [(path, (path / folders.MANIFEST).is_file()) for path in order]
-    candidates: list[tuple[Path, bool]] = ranks.broadcast(has_manifest)
+    has_manifest = [(path, (path / folders.MANIFEST).is_file(), path.is_symlink()) for path in order]
+    candidates: list[tuple[Path, bool, bool]] = ranks.broadcast(has_manifest)
     damaged: dict[Path, list[str]] = {}
     good: Path | None = None
-    for candidate, is_complete in candidates:
+    for candidate, is_complete, is_link in candidates:
         if good is not None and is_complete:
             continue
-        damage = folders.damage(candidate, ranks=ranks)
+        damage = [_LINK] if is_link else folders.damage(candidate, ranks=ranks)
         if damage:
             damaged[candidate] = damage
         else:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import os
 import secrets
-import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,6 +11,7 @@ from typing import Any
 
 from bloomery.base.errors import DataError, Problem
 from bloomery.base.ranks import ALONE, Ranks
+from bloomery.base.storage import own_folder, remove_tree
 from bloomery.checkpoint import folder as folders
 from bloomery.checkpoint.remote import There, all_at_once, complete_there, is_ours, store_of
 
@@ -75,10 +76,10 @@ def _bring(source: str, there: There, draft: Path, ranks: Ranks) -> list[str]:
     """Copy one into an empty `draft` and verify it there; what is wrong with it. DataError if it cannot be read."""
     trouble, missing = "", []
     if ranks.rank == 0:
-        shutil.rmtree(draft, ignore_errors=True)  # of a start that was killed
+        remove_tree(draft)  # of a start that was killed
     ranks.gather(None)
     try:
-        draft.mkdir(parents=True, exist_ok=True)
+        own_folder(draft, parents=True)
         store, path = store_of(source)
         files = sorted(there.manifest["files"])[ranks.rank :: ranks.size]
         tasks = [_getting(store, f"{path}/{there.name}/{file}", draft / file) for file in files]
@@ -100,14 +101,14 @@ def _bring(source: str, there: There, draft: Path, ranks: Ranks) -> list[str]:
         raise
     finally:
         if wrong and ranks.rank == 0:
-            shutil.rmtree(draft, ignore_errors=True)
+            remove_tree(draft)
     return wrong
 
 
 def _name(draft: Path, final: Path) -> str:
     """Give what was fetched its name. What has it gives way; the new name, if that is a damaged checkpoint."""
     aside = ""
-    if (final / folders.MANIFEST).is_file() or (final.exists() and not final.is_dir()):
+    if (final / folders.MANIFEST).is_file() or (os.path.lexists(final) and not final.is_dir()):
         aside = folders.quarantine(final).name
     elif final.exists():
         final.rename(final.with_name(f".{final.name}-{secrets.token_hex(4)}.tmp"))  # swept, and told, as debris

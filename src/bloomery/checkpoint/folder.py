@@ -6,6 +6,7 @@ checkpoints/latest           the name of a complete checkpoint
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import re
@@ -17,19 +18,20 @@ from typing import Any
 
 from bloomery.base.errors import DataError, Problem
 from bloomery.base.ranks import ALONE, Ranks
-from bloomery.base.storage import reason, write_atomically
+from bloomery.base.storage import open_plain, opened_folder, own_folder, reason, remove_tree, write_atomically
 from bloomery.checkpoint.fence import LEFT
-from bloomery.checkpoint.index import read_index
 from bloomery.checkpoint.manifest import FORMAT as FORMAT
 from bloomery.checkpoint.manifest import MANIFEST as MANIFEST
 from bloomery.checkpoint.manifest import parse_manifest
 from bloomery.checkpoint.parts import is_part, shares
+from bloomery.checkpoint.prove import contradictions
 
 CHECKPOINTS, LOCAL_CHECKPOINTS = "checkpoints", "checkpoints-local"
 """Where a run lists its checkpoints, and those in a faster place."""
 LATEST = "latest"
 RETIRED = "retired"
 """Folder of checkpoints whose branch of the run was left."""
+_LONGEST_NAME = 255
 _NAME = re.compile(r"^step-(\d{8,})$")
 
 
@@ -47,7 +49,7 @@ def step_of(folder: Path) -> int:
 
 def complete_checkpoints(root: Path) -> list[Path]:
     """Folders with a manifest, oldest first."""
-    return [path for path in step_folders(root) if (path / MANIFEST).is_file()]
+    return [path for path in step_folders(root) if (path / MANIFEST).is_file() and not path.is_symlink()]
 
 
 def step_folders(root: Path) -> list[Path]:
@@ -72,7 +74,8 @@ def latest_checkpoint(root: Path) -> Path | None:
 def read_latest(root: Path) -> str | None:
     """What `latest` says; None if there is no such file."""
     try:
-        return (root / LATEST).read_text(errors="replace").strip("\0 \n")
+        with open(root / LATEST, errors="replace", opener=open_plain) as file:
+            return file.read(_LONGEST_NAME).strip("\0 \n")
     except OSError:
         return None
 
@@ -121,8 +124,8 @@ def verify(folder: Path, *, ranks: Ranks = ALONE, tensors: bool = True) -> None:
 def damage(folder: Path, *, ranks: Ranks = ALONE, tensors: bool = True) -> list[str]:
     """Why a checkpoint cannot be used; nothing if it is whole, unchanged and of this version's format.
 
-    All ranks call it: each reads its share, all return the same. `tensors`: read the files of tensors too; without it
-    only their sizes are looked at, of those on this node.
+    All ranks call it: each reads its share, all return the same. `tensors`: read the files of tensors too, and prove
+    that they fit index and recipe; without it only their sizes are looked at, of those on this node.
     """
     manifest: dict[str, Any] | str = _manifest_or_damage(folder) if ranks.rank == 0 else ""
     manifest = ranks.broadcast(manifest)
@@ -133,7 +136,10 @@ def damage(folder: Path, *, ranks: Ranks = ALONE, tensors: bool = True) -> list[
     found = [_damage(folder / name, files[name], read=tensors or not is_part(name)) for name in share]
     lost = [f"{name} is on none of the nodes" for name in nowhere if tensors]
     told = sorted([*lost, *(text for texts in ranks.gather(found) for text in texts if text)])
-    return told or ranks.broadcast(_unlisted(folder, manifest) if ranks.rank == 0 else [])
+    if told:
+        return told
+    wrong = contradictions(folder, manifest, read=share if tensors else (), recipe=tensors and ranks.rank == 0)
+    return sorted({text for texts in ranks.gather(wrong) for text in texts})
 
 
 def _manifest_or_damage(folder: Path) -> dict[str, Any] | str:
@@ -146,15 +152,6 @@ def _manifest_or_damage(folder: Path) -> dict[str, Any] | str:
     if is_step_name(folder.name) and manifest["step"] != step_of(folder):
         return f"its manifest says step {manifest['step']}: the folder was copied or renamed"
     return manifest
-
-
-def _unlisted(folder: Path, manifest: dict[str, Any]) -> list[str]:
-    """Files that the index needs and the manifest does not vouch for."""
-    try:
-        needed = {piece.file for tensor in read_index(folder).values() for piece in tensor.pieces}
-    except DataError as error:
-        return [problem.what for problem in error.problems]
-    return [f"{MANIFEST} does not list {name}" for name in sorted(needed - manifest["files"].keys())]
 
 
 def _damage(path: Path, expected: dict[str, Any], *, read: bool) -> str:
@@ -199,26 +196,32 @@ def sweep_debris(root: Path, *, keep: bool = False) -> list[str]:
     """
     if not root.is_dir():
         return []
-    debris = [path for path in root.glob(".step-*") if path.is_dir()]
-    left = [path for path in root.glob(f"{LEFT}*") if path.is_dir()]
-    debris += [path for desk in left for path in desk.iterdir() if path.is_dir()]
+    aside, found = own_folder(root / "debris") if keep else None, [path.name for path in root.glob(".step-*")]
+    for path in root.glob(".step-*"):
+        _put_away(path, aside)
+    for left in root.glob(f"{LEFT}*"):
+        with contextlib.suppress(NotADirectoryError), opened_folder(left) as desk:  # not through a link
+            for entry in [each for each in os.scandir(desk) if each.is_dir(follow_symlinks=False)]:
+                found.append(entry.name)
+                _put_away(Path(entry.name), aside, dir_fd=desk)
+        remove_tree(left)
     for path in [*root.glob(".tmp-*"), *root.glob(".probe-*")]:  # of files that were being replaced or tried out
-        path.unlink(missing_ok=True)
-    for path in debris:
-        if keep:
-            _move(path, root / "debris")
-        else:
-            shutil.rmtree(path, ignore_errors=True)
-    for desk in left:
-        shutil.rmtree(desk, ignore_errors=True)
-    return sorted(path.name for path in debris)
+        remove_tree(path)
+    return sorted(found)
+
+
+def _put_away(path: Path, aside: Path | None, *, dir_fd: int | None = None) -> None:
+    if aside is None:
+        remove_tree(path, dir_fd=dir_fd)
+    else:
+        os.rename(path, _free_name(aside / path.name), src_dir_fd=dir_fd)
 
 
 def retire_later(root: Path, step: int) -> list[str]:
     """Move complete checkpoints beyond `step` aside, so that they are neither resumed from nor counted; their names."""
     later = [path for path in complete_checkpoints(root) if step_of(path) > step]
     for path in later:
-        _move(path, root / RETIRED)
+        _put_away(path, own_folder(root / RETIRED))
     return [path.name for path in later]
 
 
@@ -229,14 +232,9 @@ def quarantine(folder: Path) -> Path:
     return place
 
 
-def _move(path: Path, into: Path) -> None:
-    into.mkdir(exist_ok=True)
-    path.rename(_free_name(into / path.name))
-
-
 def _free_name(wanted: Path) -> Path:
     place, number = wanted, 1
-    while place.exists():
+    while os.path.lexists(place):
         number += 1
         place = wanted.with_name(f"{wanted.name}.{number}")
     return place

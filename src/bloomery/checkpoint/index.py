@@ -20,6 +20,9 @@ from bloomery.checkpoint.tensor_file import DTYPE_NAMES, DTYPES, FileFacts
 
 INDEX = "index.json"
 _MOST_PROBLEMS = 10
+_MOST_DIMENSIONS = 8
+Kind = tuple[str, tuple[int, ...]]
+"""dtype and shape."""
 
 
 @dataclass(frozen=True)
@@ -100,16 +103,20 @@ def merge(reports: Sequence[RankReport]) -> dict[str, SavedTensor]:
                 problems.append(Problem(f"{name} is {dtype} {shape} on rank {rank} and {other}"))
         for name, (offset, size) in found.owned.items():
             tensors[name].pieces.append(SavedPiece(Box(offset, size), found.file, name))
-    for name, tensor in tensors.items():
-        wrong = why_not_whole(tensor.shape, [piece.box for piece in tensor.pieces])
-        if wrong:
-            problems.append(Problem(f"{name} {tensor.shape}: {wrong}"))
+    problems += _not_whole(tensors)
     if problems:
         rule = "exactly one rank must own each element of each tensor"
         more = f" and {len(problems) - _MOST_PROBLEMS} more" if len(problems) > _MOST_PROBLEMS else ""
         last = Problem(f"{len(problems)} tensor(s) would not be saved whole{more}", rule, "this is a bug: report it")
         raise StorageError([*problems[:_MOST_PROBLEMS], last])
     return tensors
+
+
+def _not_whole(tensors: Mapping[str, SavedTensor]) -> list[Problem]:
+    """What is there twice or not at all."""
+    boxes = {name: [piece.box for piece in tensor.pieces] for name, tensor in tensors.items()}
+    wrong = {name: why_not_whole(tensor.shape, boxes[name]) for name, tensor in tensors.items()}
+    return [Problem(f"{name} {tensors[name].shape}: {text}") for name, text in wrong.items() if text]
 
 
 def index_text(tensors: Mapping[str, SavedTensor]) -> str:
@@ -125,10 +132,16 @@ def index_text(tensors: Mapping[str, SavedTensor]) -> str:
 
 
 def read_index(folder: Path) -> dict[str, SavedTensor]:
-    """What the checkpoint holds, by name. DataError if the index is not one."""
+    """What the checkpoint holds, by name: every tensor whole, in boxes of its own. DataError if it is not so."""
     try:
         content = json.loads((folder / INDEX).read_text())["tensors"]
-        return {name: _tensor(facts) for name, facts in content.items()}
+        tensors = {name: _tensor(facts) for name, facts in content.items()}
+        if problems := _not_whole(tensors):
+            raise ValueError("; ".join(problem.what for problem in problems[:_MOST_PROBLEMS]))
+        places = [(piece.file, piece.key) for tensor in tensors.values() for piece in tensor.pieces]
+        if len(places) != len(set(places)):
+            raise ValueError("two pieces lie in one place")
+        return tensors
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         reason = f"{type(error).__name__}: {error}"
         remedy = "use another checkpoint, `bloomery train` with --from"
@@ -137,8 +150,15 @@ def read_index(folder: Path) -> dict[str, SavedTensor]:
 
 def _tensor(facts: dict[str, Any]) -> SavedTensor:
     pieces = [
-        SavedPiece(Box(tuple(piece["offset"]), tuple(piece["size"])), str(piece["file"]), str(piece["key"]))
+        SavedPiece(Box(_counts(piece["offset"]), _counts(piece["size"])), str(piece["file"]), str(piece["key"]))
         for piece in facts["pieces"]
     ]
     DTYPES[facts["dtype"]]  # one that is unknown is a KeyError
-    return SavedTensor(tuple(facts["shape"]), facts["dtype"], pieces)
+    return SavedTensor(_counts(facts["shape"]), facts["dtype"], pieces)
+
+
+def _counts(said: list[Any]) -> tuple[int, ...]:
+    """ValueError if it is no shape and no place in a tensor."""
+    if len(said) > _MOST_DIMENSIONS or not all(type(each) is int and each >= 0 for each in said):
+        raise ValueError(f"{said!r:.80} is no shape and no offset")
+    return tuple(said)

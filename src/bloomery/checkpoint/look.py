@@ -186,6 +186,8 @@ def _state_of(folder: Path, *, check_hashes: bool) -> tuple[State, str]:
         return "damaged", "put aside by a restart"
     if folder.name.startswith("."):
         return "debris", "the save or the deletion was cut off, or still goes on"
+    if folder.is_symlink():
+        return "damaged", "it is a link"
     reasons = damage(folder, tensors=False)
     if not reasons:
         names = read_manifest(folder)["files"]

@@ -9,14 +9,15 @@ newest or fenced happens in the shared folder, as for any other; only the bytes 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
-import shutil
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from bloomery.base.ranks import Ranks
+from bloomery.base.storage import opened_folder, remove_tree
 
 PARTS = "parts"
 """In a manifest: the folder on the nodes' disks."""
@@ -64,10 +65,7 @@ def sweep_parts(parts_root: Path, manifests: Iterable[Path], *, spare: Collectio
             continue
         except (OSError, ValueError, AttributeError, TypeError):  # it may name any of them
             return
-    try:
-        names = os.listdir(parts_root)
-    except OSError:
-        return
-    for name in names:
-        if name not in kept:
-            shutil.rmtree(parts_root / name, ignore_errors=True)
+    with contextlib.suppress(OSError), opened_folder(parts_root) as here:
+        for name in os.listdir(here):
+            if name not in kept:
+                remove_tree(name, dir_fd=here)

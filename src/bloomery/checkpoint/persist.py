@@ -20,7 +20,7 @@ import torch
 
 import bloomery
 from bloomery.base.errors import BloomeryError, Problem, StorageError
-from bloomery.base.storage import free_space, reason, sync, sync_folder
+from bloomery.base.storage import free_space, open_plain, own_folder, reason, remove_tree, sync, sync_folder
 from bloomery.base.units import format_bytes, format_seconds
 from bloomery.checkpoint import folder as folders
 from bloomery.checkpoint.fence import FencedError, Writer
@@ -168,7 +168,7 @@ def write_part(job: SaveJob, held: RankReport, layout: FileLayout, blocks: Itera
             job.make_draft()
             if job.parts_root is not None:
                 job.sweep_parts()
-                job.parts.mkdir(exist_ok=True)
+                own_folder(job.parts)
             _require_room(job, layout)
             facts = write_file(job.parts / name, layout, blocks) if layout.data_bytes else None
             if job.parts_root is not None:
@@ -225,21 +225,22 @@ def _make_whole(job: SaveJob, reports: Sequence[RankReport]) -> None:
 def _name(job: SaveJob) -> None:
     """Let the draft be the checkpoint of its step, and the latest."""
     old, latest = job.desk / f".{job.final.name}-{job.nonce}.old", job.desk / f".tmp-{folders.LATEST}-{job.nonce}"
-    if job.final.exists():  # one of the same step, which this replaces
+    if os.path.lexists(job.final):  # one of the same step, which this replaces
         os.rename(job.final, old)
     os.rename(job.draft, job.final)
     sync_folder(job.root)
     _write(latest, job.final.name + "\n")
     os.replace(latest, job.root / folders.LATEST)
     sync_folder(job.root)
-    shutil.rmtree(old, ignore_errors=True)
+    remove_tree(old)
 
 
 def _tell(job: SaveJob, word: Mapping[str, Any]) -> None:
     """Say what came of this rank's part. Readers see all of it or nothing; it need not outlive a power cut."""
     path = job.done_file(job.rank)
     hidden = path.with_name(f".{path.name}")
-    hidden.write_text(json.dumps(word))
+    with open(hidden, "w", opener=open_plain) as file:
+        file.write(json.dumps(word))
     os.replace(hidden, path)
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from bloomery.base.errors import StorageError
 from bloomery.base.piece import Piece
 from bloomery.base.ranks import ALONE, Ranks
+from bloomery.base.storage import open_plain
 from bloomery.checkpoint.fence import Writer
 from bloomery.checkpoint.index import is_written, report
 from bloomery.checkpoint.persist import SaveJob, Trouble, abandon, complete, write_part
@@ -91,7 +92,7 @@ def estimate_save_seconds(root: Path, pieces: Mapping[str, Piece], *, probe_byte
     probe = root / ".write-probe"
     started = time.monotonic()
     try:
-        with probe.open("wb") as file:
+        with open(probe, "wb", opener=open_plain) as file:
             file.write(os.urandom(probe_bytes))
             file.flush()
             os.fsync(file.fileno())

@@ -149,11 +149,18 @@ class TensorFile:
 
     def kinds(self) -> dict[str, tuple[str, tuple[int, ...]]]:
         """(dtype, shape) of every tensor, all of whose bytes are there. DataError if the header says what cannot be."""
-        return {name: self._kind(name) for name in self._entries if name != "__metadata__"}
+        kinds = {name: self._kind(name) for name in self._entries if name != "__metadata__"}
+        spans = sorted(self._entries[name]["data_offsets"] for name in kinds)
+        if [0, *(end for _, end in spans)] != [*(start for start, _ in spans), self._data_bytes()]:
+            raise self._damaged("tensors share bytes, or bytes belong to none")
+        return kinds
+
+    def _data_bytes(self) -> int:
+        return os.fstat(self._descriptor).st_size - self._data_begins
 
     def _kind(self, name: str) -> tuple[str, tuple[int, ...]]:
         entry = self._entries[name]
-        size = os.fstat(self._descriptor).st_size - self._data_begins
+        size = self._data_bytes()
         try:
             dtype, shape, (start, end) = str(entry["dtype"]), tuple(entry["shape"]), entry["data_offsets"]
             known = DTYPES.get(dtype)

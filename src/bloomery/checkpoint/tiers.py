@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryFile
 
-from bloomery.base.storage import writing, written_to
+from bloomery.base.storage import own_folder, writing, written_to
 from bloomery.checkpoint.fence import Writer
 from bloomery.checkpoint.folder import CHECKPOINTS, LOCAL_CHECKPOINTS, manifests_with_parts
 from bloomery.checkpoint.parts import sweep_parts
@@ -35,7 +35,7 @@ class Tier:
         rank calls it, after one of them has put `root` in order. StorageError if nothing can be written there."""
         if self.parts_root is not None:
             with written_to("checkpoint.local.path"), writing(self.parts_root, "write in the folder"):
-                self.parts_root.mkdir(parents=True, exist_ok=True)
+                own_folder(self.parts_root, parents=True)
                 with TemporaryFile(dir=self.parts_root) as proof:  # without a name: a kill leaves nothing
                     proof.write(b"proof")
             sweep_parts(self.parts_root, manifests_with_parts(self.root))

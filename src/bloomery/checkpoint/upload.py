@@ -153,6 +153,8 @@ def _upload(folder: Path, to: str, run: str, writer: Writer | None) -> bool:
 def _putting(store: Any, source: Path, target: str, require: Callable[[], None]) -> Callable[[], None]:
     def put() -> None:
         require()
+        if source.is_symlink():
+            raise OSError(f"{source} is a link, which is not followed")
         store.put_file(str(source), target)
 
     return put

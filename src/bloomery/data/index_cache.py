@@ -23,7 +23,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from bloomery.base.errors import Problem, StorageError
-from bloomery.base.storage import reason
+from bloomery.base.storage import open_plain, reason, remove_tree
 
 _FORMAT = 1
 """Counted up when the meaning of an entry changes, so that older ones are left alone."""
@@ -89,12 +89,12 @@ class IndexCache:
             with suppress(FileNotFoundError):
                 os.rename(final, aside)
             os.rename(partial, final)
-            shutil.rmtree(aside, ignore_errors=True)
+            remove_tree(aside)
 
     def _remove_debris(self, name: str) -> None:
         """What builders that were killed left behind. Only for the holder of the lock: no one else is building this."""
         for debris in self.folder.glob(f".{name}.partial-*"):
-            shutil.rmtree(debris, ignore_errors=True)
+            remove_tree(debris)
 
 
 def file_checksum(path: str) -> str:
@@ -139,7 +139,7 @@ def _checksum(path: Path) -> str:
 def _lock(path: Path) -> Iterator[bool]:
     """Waits until no other process holds it; the system frees it on a crash. False where there are no locks."""
     while True:
-        with open(path, "wb") as file:
+        with open(path, "wb", opener=open_plain) as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX)
                 locked = True

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from bloomery.base.credentials import mask
 from bloomery.base.errors import DataError, Problem, first_few
 from bloomery.base.storage import write_atomically
+from bloomery.data.index_cache import file_checksum
 from bloomery.data.shard_index import unreadable
 from bloomery.data.shards import ShardReader
 
@@ -71,6 +72,8 @@ class ShardManifest:
     encoder: str
     """The library that made the ids, with its version; every library gives the same ids."""
     bloomery_version: str
+    index_hash: str | None = None
+    """xxh3-128 of the `.idx`; None in manifests of earlier versions."""
     format_version: int = FORMAT_VERSION
 
     def write(self, prefix: str) -> None:
@@ -174,6 +177,9 @@ def check_describes(manifest: ShardManifest, shard: ShardReader, *, place: str) 
         "sequences": (manifest.sequences, shard.num_sequences),
         "tokens": (manifest.tokens, shard.num_tokens),
     }
+    if manifest.index_hash is not None and shard.num_documents != shard.num_sequences:
+        # Only then can sequences move from one document to another unseen: all else in an index is said twice.
+        counts["index_hash"] = (manifest.index_hash, file_checksum(f"{shard.prefix}.idx"))
     wrong = [f"{name} {said} where it is {found}" for name, (said, found) in counts.items() if said != found]
     if not wrong:
         return []
@@ -185,6 +191,7 @@ def check_describes(manifest: ShardManifest, shard: ShardReader, *, place: str) 
 
 def _parse(path: str, content: dict[str, Any]) -> ShardManifest:
     names = {field.name for field in fields(ShardManifest)}
+    content = {"index_hash": None, **content}
     if difference := names ^ set(content):
         kind = "lacks" if difference <= names else "has unknown"
         raise _broken(
@@ -202,6 +209,7 @@ def _parse(path: str, content: dict[str, Any]) -> ShardManifest:
 
 _KINDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "str": ("a string", lambda value: isinstance(value, str)),
+    "str | None": ("a string or null", lambda value: value is None or isinstance(value, str)),
     "bool": ("true or false", lambda value: isinstance(value, bool)),
     "int": ("a count", lambda value: type(value) is int and value >= 0),
     "int | None": ("a whole number or null", lambda value: value is None or type(value) is int),

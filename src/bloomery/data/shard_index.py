@@ -52,16 +52,21 @@ class ShardIndex:
             raise
 
     def document_start(self, document: int) -> int:
-        """The token at which it begins; behind the last one, the number of tokens."""
+        """The token at which it begins; behind the last one, the number of tokens. What is read is compared with the
+        entries beside it."""
         if self._whole is not None:
             return int(self._whole[document])
-        sequence = int(self._array("<i8", 12 * self.num_sequences + 8 * document, 1)[0])
+        first = max(0, document - 1)
+        sequence = int(self._documents(first, min(document + 2, self.num_documents + 1))[document - first])
         if not 0 <= sequence <= self.num_sequences:
             what = f"document {document} begins at sequence {sequence} of {self.num_sequences}"
             raise damaged(self.path, what, _DOCUMENTS)
-        if sequence == self.num_sequences:
-            return self.num_tokens
-        return int(self._array("<i8", 4 * self.num_sequences + 8 * sequence, 1)[0]) // self.dtype.itemsize
+        before = max(0, sequence - 1)
+        start = int(self._sequences(before, min(sequence + 1, self.num_sequences))[sequence - before])
+        if not 0 <= start <= self.num_tokens or (sequence == self.num_sequences and start != self.num_tokens):
+            what = f"sequence {sequence} begins at token {start} of {self.num_tokens}"
+            raise damaged(self.path, what, "sequences must follow each other without gaps")
+        return start
 
     def document_at(self, token: int) -> tuple[int, int]:
         """(document, position inside it) of a token of the shard."""
@@ -130,6 +135,10 @@ class ShardIndex:
             bad = int(np.argmax(falls)) + 1
             what = f"document {first + bad} begins at sequence {begins[bad]}, the one before it at {begins[bad - 1]}"
             raise damaged(self.path, what, _DOCUMENTS)
+        if self.num_documents == self.num_sequences and (wrong := begins != np.arange(first, last)).any():
+            bad = int(np.argmax(wrong))
+            what = f"document {first + bad} begins at sequence {begins[bad]}"
+            raise damaged(self.path, what, "where there are as many documents as sequences, each has one")
         return begins
 
     def _array(self, dtype: str, offset: int, count: int) -> NDArray[Any]:

@@ -66,7 +66,7 @@ class ShardWriter:
         self._partial_bin, self._partial_idx = f"{partial}.bin", f"{partial}.idx"
         make_run_folder(os.path.dirname(prefix) or ".")
         with writing(f"{prefix}.bin"):
-            self._bin = open(self._partial_bin, "wb", buffering=1 << 20)  # noqa: SIM115 - closed by finish and abort
+            self._bin = open(self._partial_bin, "xb", buffering=1 << 20)  # noqa: SIM115 - closed by finish and abort
 
     @property
     def num_documents(self) -> int:
@@ -149,7 +149,7 @@ class ShardWriter:
     def _write_index(self) -> None:
         lengths = np.frombuffer(self._lengths, dtype="<i4")
         sequences = np.frombuffer(self._sequences, dtype="<i4")
-        with open(self._partial_idx, "wb") as file:
+        with open(self._partial_idx, "xb") as file:
             file.write(HEADER.pack(MAGIC, VERSION, self._code, len(lengths), len(sequences) + 1))
             file.write(lengths.data)
             for starts in _running_sums(lengths):

@@ -14,6 +14,7 @@ from pathlib import Path
 from bloomery.base.energy import Energy, Sensor
 from bloomery.base.errors import DataError
 from bloomery.base.ranks import Ranks
+from bloomery.base.storage import open_plain
 from bloomery.monitor import names
 from bloomery.monitor.history import read_events
 
@@ -115,7 +116,7 @@ def is_whole(energy: Energy) -> bool:
 def _logged(metrics: Path) -> list[Energy]:
     """Of the last records, whatever became of their steps."""
     try:
-        with metrics.open("rb") as file:
+        with open(metrics, "rb", opener=open_plain) as file:
             file.seek(max(0, os.fstat(file.fileno()).st_size - _TAIL_BYTES))
             lines = file.read().split(b"\n")
     except OSError:

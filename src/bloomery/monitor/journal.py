@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from bloomery.base.errors import DataError, Problem, StorageError
-from bloomery.base.storage import AppendFile, reason, storage_error
+from bloomery.base.storage import AppendFile, own_folder, reason
 from bloomery.monitor import names
 from bloomery.monitor.console import Console
 from bloomery.monitor.history import read_metrics
@@ -37,10 +37,7 @@ class Journal:
         self._in_trouble = False
         self._closed = False
         text_log_path = run_folder / names.TEXT_LOG_FILE
-        try:
-            text_log_path.parent.mkdir(exist_ok=True)
-        except OSError as error:
-            raise storage_error(text_log_path.parent, error, action="create the folder") from error
+        own_folder(text_log_path.parent)
         self._metrics = JsonlSink(run_folder / names.METRICS_FILE)
         self._events = EventLog(run_folder / names.EVENTS_FILE, job=job)
         self._text = TextLog(text_log_path)

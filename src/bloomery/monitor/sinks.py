@@ -15,7 +15,7 @@ from typing import Any
 
 from bloomery.base.energy import Energy
 from bloomery.base.errors import BloomeryError, Problem
-from bloomery.base.storage import AppendFile, reason
+from bloomery.base.storage import AppendFile, open_plain, own_folder, reason
 from bloomery.monitor import names
 from bloomery.monitor.record import Record, StepRecord, perplexity_of, strict_json, to_json
 
@@ -123,10 +123,10 @@ class TensorBoardSink:
     def _start(self) -> None:
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog  # type: ignore[import-untyped]
 
-        self.folder.mkdir(parents=True, exist_ok=True)
+        own_folder(self.folder, parents=True)
         earlier = sorted(self.folder.glob("events.out.tfevents.*"))
         path = self.folder / _event_file_name(earlier)
-        self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+        self._descriptor = open_plain(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         now = time.time()
         self._write_events([Event(wall_time=now, file_version="brain.Event:2")])
         if not earlier:

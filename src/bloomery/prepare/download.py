@@ -17,7 +17,7 @@ from urllib.parse import unquote
 import yaml
 
 from bloomery.base.errors import DataError, Problem, StorageError, on_one_line
-from bloomery.base.storage import AppendFile, reason, writing, written_to
+from bloomery.base.storage import AppendFile, open_plain, reason, writing, written_to
 from bloomery.prepare.fetch import Patience, RemoteFile, Stopped, Traffic, fetch, tidy
 from bloomery.prepare.output import AGAIN, file_hashes, held_alone
 from bloomery.prepare.remote import FetchError, public_url, split_url, url_fingerprint
@@ -124,6 +124,8 @@ def _one(wanted: RemoteFile, folder: Path, state: _State, patience: Patience, tr
     path = folder / wanted.path
     try:
         with writing(path):
+            if any(parent.is_symlink() for parent in path.parents if folder in parent.parents):
+                raise OSError(errno.ELOOP, "")
             if path.is_dir():
                 raise IsADirectoryError(errno.EISDIR, "")
             is_new = not state.proves(wanted)
@@ -198,7 +200,7 @@ class _State:
 def _opened_state(path: Path) -> Iterator[_State]:
     """The state of a folder, held against other processes."""
     with writing(path):
-        lock = open(path, "ab")  # noqa: SIM115 - closed below
+        lock = open(path, "ab", opener=open_plain)  # noqa: SIM115 - closed below
     with lock, held_alone(lock, path):
         state = _State(path)
         try:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from bloomery.base.errors import BloomeryError, DataError, Problem, StorageError
-from bloomery.base.storage import publish, write_atomically, writing, written_to
+from bloomery.base.storage import open_plain, publish, write_atomically, writing, written_to
 from bloomery.prepare.jsonl_lines import InputCount, copy_lines
 from bloomery.prepare.made import Made
 from bloomery.prepare.output import AGAIN, file_hashes, held_alone
@@ -208,7 +208,7 @@ def make_chunk(chunk: Chunk) -> ChunkRecord:
     counts: list[InputCount] = []
     with writing(chunk.path):
         chunk.record_path.unlink(missing_ok=True)
-        file = open(partial, "ab", buffering=0)  # noqa: SIM115 - closed below
+        file = open(partial, "ab", buffering=0, opener=open_plain)  # noqa: SIM115 - closed below
     with file, held_alone(file, partial):
         try:
             with writing(chunk.path):

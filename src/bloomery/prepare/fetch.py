@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from bloomery.base.storage import publish, writing
+from bloomery.base.storage import open_plain, publish, writing
 from bloomery.prepare.output import file_hashes
 from bloomery.prepare.remote import FetchError, Remote, TryAgainError, open_remote, split_url, url_fingerprint
 
@@ -117,7 +117,8 @@ class _Part:
 
     def begin(self, **facts: Any) -> None:
         self.final.parent.mkdir(parents=True, exist_ok=True)
-        self._facts_path.write_text(json.dumps(facts))
+        with open(self._facts_path, "w", opener=open_plain) as file:
+            file.write(json.dumps(facts))
 
     def discard(self) -> None:
         for path in (self.path, self._facts_path):
@@ -169,7 +170,7 @@ def _copy(remote: Remote, part: _Part, wanted: RemoteFile, traffic: Traffic) -> 
     whole = wanted.size if wanted.size is not None else remote.total
     with writing(part.final):
         part.begin(url=url_fingerprint(wanted.url), validator=remote.validator, total=remote.total)
-        file = open(part.path, "ab", buffering=0)  # noqa: SIM115 - closed below
+        file = open(part.path, "ab", buffering=0, opener=open_plain)  # noqa: SIM115 - closed below
     with file:
         with writing(part.final):
             file.truncate(remote.offset)

@@ -173,7 +173,7 @@ class Merge:
         """A column of all parts, in a file, so that it needs no memory."""
         path = self._folder.temporary(0)
         path = path.with_name(f"{path.name}-{name}")  # still a temporary one, which `clean` finds
-        with writing(path), open(path, "wb") as file:
+        with writing(path), open(path, "xb") as file:
             for part in self.parts:
                 file.write(self._column(part, name).data)  # not tofile, which does not say why it fails
             file.flush()

@@ -77,6 +77,7 @@ def _before_the_work(manifest: ShardManifest) -> ShardManifest:
         dropped={},
         encoder="",
         bloomery_version="",
+        index_hash=None,
     )
 
 

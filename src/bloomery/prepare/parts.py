@@ -25,7 +25,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from bloomery.base.errors import DataError, Problem
-from bloomery.base.storage import reason, write_atomically, writing
+from bloomery.base.storage import open_plain, own_folder, reason, write_atomically, writing
 from bloomery.data.origins import DTYPE
 from bloomery.prepare.units import Unit
 
@@ -106,15 +106,14 @@ class PartFolder:
 
     def _is_mine(self, share: str, files: contextlib.ExitStack) -> bool:
         """Whether the locks could be taken; `files` keeps them."""
-        with writing(self.path, "create the folder"):
-            self.path.mkdir(parents=True, exist_ok=True)
+        own_folder(self.path, parents=True)
         wanted = {_LOCK: fcntl.LOCK_SH, f"{_LOCK}-{share}": fcntl.LOCK_EX} if share else {_LOCK: fcntl.LOCK_EX}
         for name, how in wanted.items():
             file = None
             # Gone: the run before has just finished and tidied up. On NFS a shared lock needs a file that may be read,
             # and an exclusive one a file that may be written.
             with writing(self.path / name), contextlib.suppress(FileNotFoundError):
-                file = files.enter_context((self.path / name).open("a+b"))
+                file = files.enter_context(open(self.path / name, "a+b", opener=open_plain))  # noqa: SIM115
             if file is None or not _has_locked(file, how) or not os.fstat(file.fileno()).st_nlink:
                 return False
             if name == _LOCK:
@@ -218,7 +217,7 @@ class PartFolder:
     def refuse(self, encoder: str) -> None:
         """No part that this encoder made counts any more, on no machine, even if this run is killed now."""
         with writing(self.path):
-            (self.path / f"{_LIAR}{encoder.split()[0]}").touch()
+            os.close(open_plain(self.path / f"{_LIAR}{encoder.split()[0]}", os.O_WRONLY | os.O_CREAT))
 
     def liars(self) -> list[str]:
         return sorted(path.name.removeprefix(_LIAR) for path in self.path.glob(f"{_LIAR}*"))
@@ -242,7 +241,11 @@ class PartFolder:
         prefixes = None if units is None else {f"{unit.number:06d}" for unit in units}
         for leftover in self.path.glob(f"*{_TEMPORARY}*"):
             if prefixes is None or leftover.name.partition(_TEMPORARY)[0] in prefixes:
-                with writing(leftover, "remove"), contextlib.suppress(FileNotFoundError), open(leftover, "rb") as file:
+                with (
+                    writing(leftover, "remove"),
+                    contextlib.suppress(FileNotFoundError),
+                    open(leftover, "rb", opener=open_plain) as file,
+                ):
                     if _has_locked(file, fcntl.LOCK_EX):
                         leftover.unlink()
 

@@ -16,6 +16,7 @@ import numpy as np
 from bloomery.base.errors import BloomeryError, DataError, Problem, StorageError, first_few
 from bloomery.base.storage import publish, writing, written_to
 from bloomery.config.recipe import PrepareSection
+from bloomery.data.index_cache import file_checksum
 from bloomery.data.manifest import ShardManifest, SourceCount, manifest_path
 from bloomery.data.origins import origins_path
 from bloomery.data.shards import PARTIAL, ShardWriter, token_dtype
@@ -333,6 +334,7 @@ class Preparation:
             source_files=source_files(self._files, self._units, parts),
             dropped=dropped,
             encoder=", ".join(sorted({part.encoder for part in parts})),
+            index_hash=file_checksum(f"{self._section.output}.idx"),
         )
         manifest.write(self._section.output)
         return manifest

@@ -46,7 +46,7 @@ class _OriginsFile(io.BufferedWriter):
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        super().__init__(io.FileIO(path, "w"))
+        super().__init__(io.FileIO(path, "x"))
 
     def write(self, data: Any, /) -> int:
         with writing(self._path):

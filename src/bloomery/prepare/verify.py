@@ -22,8 +22,9 @@ from bloomery.prepare.run import Progress, prepare
 _ROOM = "; --verify needs room for the shard three times beside it, until it ends"
 _TOKENS = 1 << 22
 _BYTES = 1 << 20
-_MAY_DIFFER = ("source_files", "encoder", "bloomery_version")
-"""Fields of a manifest that do not follow from the inputs; of the files only the time stamps do not."""
+_MAY_DIFFER = ("source_files", "encoder", "bloomery_version", "index_hash")
+"""Fields of a manifest that do not follow from the inputs (of the files only the time stamps), or that earlier versions
+have not written."""
 
 
 def verify(

@@ -9,6 +9,7 @@ from typing import Any
 
 from bloomery.base.errors import DataError, Problem
 from bloomery.base.ranks import ALONE, Ranks
+from bloomery.base.storage import writing
 from bloomery.checkpoint.choose import Choice, newest_good, tidy
 from bloomery.checkpoint.folder import RETIRED, checkpoint_named, verify
 from bloomery.checkpoint.load import read_recipe_of, read_state
@@ -167,7 +168,8 @@ def put_in_order(recipe: Recipe, roots: Sequence[Path], past: Past, journal: Jou
     leave every checkpoint where it was."""
     keep_debris = recipe.checkpoint.debris == "keep"
     for root in roots:
-        done = tidy(root, step=past.state.step, damaged=past.damaged, keep_debris=keep_debris)
+        with writing(root, "put the folder in order"):
+            done = tidy(root, step=past.state.step, damaged=past.damaged, keep_debris=keep_debris)
         if done.debris:
             journal.event("debris_removed", past.state.step, folders=done.debris, kept=keep_debris)
         if done.retired:

@@ -15,7 +15,7 @@ import bloomery
 from bloomery.base.accelerator import device_name, energy_sensor, out_of_memory_problem
 from bloomery.base.errors import BloomeryError, LostRankError, Problem, RecipeError, StorageError
 from bloomery.base.ranks import ALONE, Ranks, every_rank_does, first_rank_does
-from bloomery.base.storage import locked, make_run_folder, write_atomically
+from bloomery.base.storage import locked, make_run_folder, own_folder, write_atomically
 from bloomery.base.units import Duration, format_count
 from bloomery.checkpoint.fence import take_over
 from bloomery.checkpoint.load import load_on_all
@@ -173,7 +173,11 @@ def prepared_run(
 
 
 def _take_folder(folder: Path, closing: ExitStack) -> None:
-    make_run_folder(folder / "control")
+    make_run_folder(folder)
+    own_folder(folder / "control")
+    for root in all_roots(folder):
+        if root.is_symlink():
+            own_folder(root, may_be_linked=True)
     closing.enter_context(locked(folder))
 
 

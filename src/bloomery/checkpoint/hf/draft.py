@@ -10,7 +10,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from bloomery.base.errors import Problem, StorageError
-from bloomery.base.storage import make_run_folder, sync_folder, writing
+from bloomery.base.storage import make_run_folder, remove_tree, sync_folder, writing
 from bloomery.checkpoint.hf.proof import PROOF_FILE
 from bloomery.checkpoint.hf.shards import INDEX, SINGLE
 from bloomery.checkpoint.hf.tokenizer import CHAT_TEMPLATE
@@ -51,7 +51,7 @@ def drafted(output: Path, publish: Callable[[Path, Path], None]) -> Iterator[Pat
     is_new = not output.exists()
     make_run_folder(output)
     for debris in output.glob(f"{_PREFIX}*.tmp"):  # of one that was killed
-        shutil.rmtree(debris, ignore_errors=True)
+        remove_tree(debris)
     draft = output / f"{_PREFIX}{secrets.token_hex(4)}.tmp"
     try:
         with writing(draft, "create the folder"):

@@ -47,7 +47,7 @@ def write_shards(folder: Path, shards: list[Shard], dtype: torch.dtype, tensors:
     if a value does not fit `dtype`."""
     source = iter(tensors)
     for shard in shards:
-        descriptor = os.open(folder / shard.file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
+        descriptor = os.open(folder / shard.file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
         try:
             header = _header(shard, dtype)
             reserve(descriptor, len(header) + sum(_size(shape, dtype) for shape in shard.shapes.values()))
