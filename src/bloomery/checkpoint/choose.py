@@ -25,9 +25,20 @@ Elsewhere = Callable[[int, Mapping[Path, list[str]]], Path | None]
 those. None if there is none. Collective."""
 
 
-def newest_good(roots: Sequence[Path], *, ranks: Ranks = ALONE, elsewhere: Elsewhere | None = None) -> Choice:
-    """Verify from the newest on; a newer one from `elsewhere` wins. DataError if there are checkpoints but none that
-    can be used: starting from the beginning would be a lie. All ranks call it, each reads its share of the files."""
+def newest_good(
+    roots: Sequence[Path],
+    *,
+    ranks: Ranks = ALONE,
+    elsewhere: Elsewhere | None = None,
+    why_not: Callable[[Path], list[str]] = lambda folder: [],
+) -> Choice:
+    """Verify from the newest on; a newer one from `elsewhere` wins. `why_not`: reasons against one whose files are as
+    they were saved. DataError if there are checkpoints but none that can be used: starting from the beginning would be
+    a lie. All ranks call it, each reads its share of the files."""
+
+    def judge(folder: Path) -> list[str]:
+        return ranks.broadcast(why_not(folder) if ranks.rank == 0 else [])
+
     found = [path for root in roots for path in folders.step_folders(root)]
     order = sorted(found, key=lambda path: -folders.step_of(path))  # stable: of one step the first root's
     has_manifest = [(path, (path / folders.MANIFEST).is_file()) for path in order]
@@ -37,13 +48,16 @@ def newest_good(roots: Sequence[Path], *, ranks: Ranks = ALONE, elsewhere: Elsew
     for candidate, is_complete in candidates:
         if good is not None and is_complete:
             continue
-        damage = folders.damage(candidate, ranks=ranks)
+        damage = folders.damage(candidate, ranks=ranks, tensors=False) or judge(candidate)  # before hours of reading
+        damage = damage or folders.damage(candidate, ranks=ranks)
         if damage:
             damaged[candidate] = damage
         else:
             good = candidate
     brought = elsewhere(folders.step_of(good) if good else -1, damaged) if elsewhere else None
-    if brought is not None:
+    if brought is not None and (reasons := judge(brought)):
+        damaged[brought] = reasons
+    elif brought is not None:
         return Choice(brought, {path: texts for path, texts in damaged.items() if path != brought})
     if good is not None:
         return Choice(good, damaged)

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from bloomery.base.bounded import LARGE_BYTES, read_small
 from bloomery.base.errors import DataError, Problem
 from bloomery.base.ranks import ALONE, Ranks
 from bloomery.base.storage import reason, write_atomically
@@ -72,7 +73,7 @@ def latest_checkpoint(root: Path) -> Path | None:
 def read_latest(root: Path) -> str | None:
     """What `latest` says; None if there is no such file."""
     try:
-        return (root / LATEST).read_text(errors="replace").strip("\0 \n")
+        return read_small(root / LATEST, 1 << 16).decode(errors="replace").strip("\0 \n")
     except OSError:
         return None
 
@@ -138,7 +139,7 @@ def damage(folder: Path, *, ranks: Ranks = ALONE, tensors: bool = True) -> list[
 
 def _manifest_or_damage(folder: Path) -> dict[str, Any] | str:
     try:
-        manifest = parse_manifest((folder / MANIFEST).read_bytes())
+        manifest = parse_manifest(read_small(folder / MANIFEST, LARGE_BYTES))
     except FileNotFoundError:
         return f"{MANIFEST} is missing"
     except (OSError, ValueError) as error:

@@ -13,6 +13,7 @@ from math import prod
 from pathlib import Path
 from typing import Any, Self
 
+from bloomery.base.bounded import LARGE_BYTES, read_json
 from bloomery.base.errors import DataError, Problem, StorageError
 from bloomery.base.piece import Piece
 from bloomery.checkpoint.boxes import Box, why_not_whole
@@ -127,7 +128,7 @@ def index_text(tensors: Mapping[str, SavedTensor]) -> str:
 def read_index(folder: Path) -> dict[str, SavedTensor]:
     """What the checkpoint holds, by name. DataError if the index is not one."""
     try:
-        content = json.loads((folder / INDEX).read_text())["tensors"]
+        content = read_json(folder / INDEX, LARGE_BYTES)["tensors"]
         return {name: _tensor(facts) for name, facts in content.items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         reason = f"{type(error).__name__}: {error}"

@@ -20,6 +20,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
+from bloomery.base.bounded import parse_json, require_regular
 from bloomery.base.errors import DataError, Problem
 from bloomery.base.storage import reserve, sync, write_all
 
@@ -120,14 +121,15 @@ class TensorFile:
         self.path = path
         self._remedy = remedy
         try:
-            self._descriptor = os.open(path, os.O_RDONLY)
+            self._descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+            require_regular(self._descriptor, path)
         except OSError as error:
             raise self._damaged(str(error)) from error
         try:
             length = int.from_bytes(self._read(0, 8).numpy().tobytes(), "little")
             if length > _LARGEST_HEADER:
                 raise self._damaged(f"its header claims {length:,} bytes")
-            self._entries: dict[str, Any] = json.loads(self._read(8, length).numpy().tobytes())
+            self._entries: dict[str, Any] = parse_json(self._read(8, length).numpy().tobytes())
             if not isinstance(self._entries, dict):
                 raise ValueError("its header is no JSON object")
         except DataError:

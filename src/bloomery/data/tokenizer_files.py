@@ -11,6 +11,7 @@ from typing import Any
 
 import orjson
 
+from bloomery.base.bounded import LARGE_BYTES, check_depth, read_text
 from bloomery.base.errors import DataError, Problem
 
 FILES = ("tokenizer.json", "merges.txt", "vocab.txt")
@@ -43,8 +44,7 @@ def read_tokenizer_json(folder: str) -> TokenizerFile:
 
 def _read(path: str) -> str:
     try:
-        with open(path, encoding="utf-8") as file:
-            return file.read()
+        return read_text(path, LARGE_BYTES, encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(
             Problem(
@@ -182,6 +182,7 @@ def read_beside(folder: str, name: str) -> dict[str, Any]:
 def _json(path: str) -> dict[str, Any]:
     try:
         content = orjson.loads(_read(path))
+        check_depth(content)
     except ValueError as error:
         raise _broken(path, f"is not JSON: {error}", "it is a JSON object") from error
     if not isinstance(content, dict):

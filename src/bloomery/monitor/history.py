@@ -74,7 +74,7 @@ def _read_lines(path: Path, parse: Callable[[bytes], T]) -> list[T]:
             continue
         try:
             parsed.append(parse(line))
-        except (ValueError, TypeError, AttributeError) as error:
+        except (ValueError, TypeError, AttributeError, RecursionError) as error:
             if number == len(lines):
                 break
             raise DataError(

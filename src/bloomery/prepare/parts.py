@@ -24,6 +24,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
+from bloomery.base.bounded import read_json, read_small
 from bloomery.base.errors import DataError, Problem
 from bloomery.base.storage import reason, write_atomically, writing
 from bloomery.data.origins import DTYPE
@@ -138,7 +139,7 @@ class PartFolder:
     def shares(self) -> int | None:
         """How many runs share the units; None where nobody has said so, or was cut off in saying it."""
         try:
-            return max(1, int(self.shared.read_bytes()))
+            return max(1, int(read_small(self.shared, 1 << 10)))
         except (OSError, ValueError):
             return None
 
@@ -172,7 +173,7 @@ class PartFolder:
     def read(self, unit: int) -> Part | None:
         """The marker, whatever it says; None where there is none that can be read."""
         try:
-            content = json.loads(self.marker(unit).read_bytes())
+            content = read_json(self.marker(unit))
             content["inputs"] = [tuple(entry) for entry in content["inputs"]]
             content["runs"] = [tuple(run) for run in content["runs"]]
             return Part(**content)
