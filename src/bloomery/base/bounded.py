@@ -35,9 +35,11 @@ def read_small(path: str | os.PathLike[str], most_bytes: int = SMALL_BYTES) -> b
 
 
 def require_regular(descriptor: int, path: str | os.PathLike[str]) -> None:
-    """OSError for a pipe, a socket or a device; a folder is one where it is read."""
+    """OSError for a folder, a pipe, a socket or a device."""
     mode = os.fstat(descriptor).st_mode
-    if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
+    if stat.S_ISDIR(mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    if not stat.S_ISREG(mode):
         raise OSError(errno.ENXIO, "it is no regular file", str(path))
 
 

@@ -116,7 +116,7 @@ def _load(entry: Path, facts: Mapping[str, Any]) -> Arrays | None:
                 return None
             arrays[name] = _mapped(path)
         return arrays
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
         return None
 
 

@@ -98,6 +98,10 @@ def check_ids(parsed: Any) -> None:
         raise TypeError("its vocabulary is no mapping")
     if isinstance(vocab, dict) and not _are_ids(vocab.values()):
         raise TypeError(f"its vocabulary has a token whose id is no number of its own: {_OWN_ID}")
+    if isinstance(prefix := parsed["model"].get("continuing_subword_prefix"), str) and prefix:
+        pairs = [pair.split(" ") if isinstance(pair, str) else pair for pair in parsed["model"].get("merges") or []]
+        if any(len(pair) != 2 or not str(pair[1]).startswith(prefix) for pair in pairs):  # the library would abort
+            raise ValueError(f"its merges have a token that does not begin with its prefix {prefix!r:.60}")
     kinds = {"id": int, "content": str, "special": bool}
     for token in parsed.get("added_tokens") or []:
         if not isinstance(token, dict) or any(type(token.get(name)) is not kind for name, kind in kinds.items()):

@@ -138,4 +138,6 @@ def _typed(kind: str, value: Any) -> Any:
         return float(value)
     if kind.startswith("int") and type(value) is not int:
         raise ValueError(f"{value!r} is not a whole number")
+    if kind == "str" and type(value) is not str:
+        raise ValueError(f"{value!r:.60} is not a text")
     return value

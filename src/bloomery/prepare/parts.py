@@ -17,12 +17,14 @@ import secrets
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import IO, Any
 
 import numpy as np
 import xxhash
 from numpy.typing import NDArray
+from pydantic import TypeAdapter
 
 from bloomery.base.bounded import read_json, read_small
 from bloomery.base.errors import DataError, Problem
@@ -173,12 +175,12 @@ class PartFolder:
     def read(self, unit: int) -> Part | None:
         """The marker, whatever it says; None where there is none that can be read."""
         try:
-            content = read_json(self.marker(unit))
-            content["inputs"] = [tuple(entry) for entry in content["inputs"]]
-            content["runs"] = [tuple(run) for run in content["runs"]]
-            return Part(**content)
-        except (OSError, ValueError, TypeError, LookupError):
+            part = _part_adapter().validate_python(read_json(self.marker(unit)))
+        except (OSError, ValueError):
             return None
+        counts = [*part.columns.values(), *(count for run in part.runs for count in run)]
+        is_right = part.columns.keys() <= COLUMNS.keys() and min(counts, default=0) >= 0 and part.stamp is None
+        return part if is_right and part.encoder.strip() else None
 
     def proven(self, part: Part) -> Part | None:
         """The part, if its file has the bytes that the marker speaks of."""
@@ -246,6 +248,11 @@ class PartFolder:
                 with writing(leftover, "remove"), contextlib.suppress(FileNotFoundError), open(leftover, "rb") as file:
                     if _has_locked(file, fcntl.LOCK_EX):
                         leftover.unlink()
+
+
+@cache
+def _part_adapter() -> TypeAdapter[Part]:
+    return TypeAdapter(Part)
 
 
 def _has_locked(file: IO[bytes], how: int) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import cache
 from typing import Any, get_type_hints
 
 from pydantic import TypeAdapter
@@ -14,6 +15,7 @@ from bloomery.base.energy import Energy
 from bloomery.sizing.history import NO_HISTORY, History
 from bloomery.train.loss_scale import LossScale
 
+_adapter = cache(TypeAdapter)
 _NOT_SAVED = ("pending", "saved_step", "saving_step", "begun_step")
 
 
@@ -102,7 +104,7 @@ class TrainState:
         kinds = {name: kind for name, kind in get_type_hints(cls).items() if name not in _NOT_SAVED}
         own = {name: value for name, value in facts.items() if name not in ("interval", "blend")}
         own |= {name: own.get(name) or {} for name in ("history", "energy")}  # earlier versions have none
-        state = cls(**{name: TypeAdapter(kinds[name]).validate_python(value) for name, value in own.items()})
+        state = cls(**{name: _adapter(kinds[name]).validate_python(value) for name, value in own.items()})
         if state.loss_scale is not None and not 0 < state.loss_scale.scale < math.inf:
             raise ValueError(f"the loss scale is {state.loss_scale.scale}")
         state.saved_step = state.begun_step = state.step
