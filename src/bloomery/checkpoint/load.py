@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from bloomery.base.bounded import read_json
-from bloomery.base.errors import DataError, Problem
+from bloomery.base.errors import DataError, Problem, RecipeError
 from bloomery.base.piece import Piece
 from bloomery.base.ranks import Ranks, every_rank_does
 from bloomery.checkpoint.folder import verify
@@ -60,8 +60,11 @@ def _has_absurd_counts(value: Any) -> bool:
 
 
 def read_recipe_of(folder: Path) -> Recipe:
-    """The recipe this checkpoint was trained with."""
-    recipe = load_recipe(str(folder / "recipe.yaml")).recipe
+    """The recipe this checkpoint was trained with. DataError if this version cannot read it."""
+    try:
+        recipe = load_recipe(str(folder / "recipe.yaml")).recipe
+    except RecipeError as error:
+        raise DataError(error.problems) from error
     assert recipe is not None
     return recipe
 
