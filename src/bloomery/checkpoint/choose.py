@@ -37,7 +37,8 @@ def newest_good(
     a lie. All ranks call it, each reads its share of the files."""
 
     def judge(folder: Path) -> list[str]:
-        return ranks.broadcast(why_not(folder) if ranks.rank == 0 else [])
+        reasons: list[str] = ranks.broadcast(why_not(folder) if ranks.rank == 0 else [])
+        return reasons
 
     found = [path for root in roots for path in folders.step_folders(root)]
     order = sorted(found, key=lambda path: -folders.step_of(path))  # stable: of one step the first root's

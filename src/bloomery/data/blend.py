@@ -64,7 +64,8 @@ class BlendState:
         cursors, weights, lengths = (dict(facts.get(key, {})) for key in ("cursors", "weights", "lengths"))
         period = int(facts.get("period", _FORMER_PERIOD))
         state = cls(int(facts["first_sample"]), cursors, weights, lengths, earlier, period)
-        for each in (*earlier, state):
+        held: list[Former | BlendState] = [*earlier, state]
+        for each in held:
             shares, counts = each.weights.values(), (each.first_sample, each.period, *each.cursors.values())
             is_blend = math.isclose(sum(shares), 1, rel_tol=1e-6) and min(shares) > 0 and len(shares) <= each.period
             if not is_blend or each.period > PERIOD or {*map(type, counts)} - {int} or min(counts) < 0:
