@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -551,16 +552,14 @@ def test_windows_line_ends_are_read_and_counted(write: Write) -> None:
     assert told.startswith("my.yaml:16: lr.peak is -1")
 
 
-def test_a_pipe_can_be_read_like_a_file(tmp_path: Path) -> None:
-    import os
-    import threading
-
-    fifo = tmp_path / "fifo"
-    os.mkfifo(fifo)
-    writer = threading.Thread(target=lambda: fifo.write_text(SMALL))
-    writer.start()
-    assert loaded(str(fifo)).name == "small"
-    writer.join()
+def test_a_recipe_and_its_base_are_regular_files_of_a_bounded_size(write: Write, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "fifo")
+    for name in (str(tmp_path / "fifo"), "/dev/zero"):
+        assert the_complaint(name) == f"cannot read {name}: it is no regular file. Check the path."
+    endless = write("base: /dev/zero\n" + SMALL, "endless.yaml")
+    assert the_complaint(endless).startswith("endless.yaml:1: cannot read /dev/zero: it is no regular file")
+    large = write(SMALL + "\n" + "x" * 50_000_000, "large.yaml")
+    assert the_complaint(large) == "cannot read large.yaml: it is larger than 512 KiB. Check the path."
 
 
 def test_a_name_that_is_no_recipe_suggests_one(write: Write) -> None:

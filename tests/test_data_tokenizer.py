@@ -255,6 +255,29 @@ def test_missing_and_broken_files_are_named(tmp_path):
         Tokenizer.load(str(tmp_path))
 
 
+def deep(levels: int) -> dict:
+    part: dict = {}
+    for _ in range(levels):
+        part = {"a": part}
+    return part
+
+
+def backtracking(tokenizer: Tokenizer) -> str:
+    """A tokenizer whose pattern needs exponential time for words of one letter."""
+    pattern = {"type": "Split", "pattern": {"Regex": r"(a|aa)+$"}, "behavior": "Isolated", "invert": False}
+    return json.dumps(json.loads(tokenizer.content) | {"pre_tokenizer": pattern})
+
+
+def test_a_pattern_that_needs_exponential_time_ends_with_a_sentence(tokenizer, monkeypatch):
+    hostile = Tokenizer(backtracking(tokenizer), path="theirs/tokenizer.json")
+    assert len(hostile.encode_batch(["a short text"])) == 1
+    with pytest.raises(DataError, match=r"theirs/tokenizer.json: fails at a text: Onig: .*retry-limit-in-match over"):
+        hostile.encode_batch(["a" * 60 + "!"])
+    monkeypatch.setattr("bloomery.data.tokenizer.LEAST_SECONDS", 0.5)
+    with pytest.raises(DataError, match=r"theirs/tokenizer.json: has not done 13,000 characters in 1 s. A pattern"):
+        hostile.encode_batch([("a" * 24 + "! ") * 500])
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -262,6 +285,13 @@ def test_missing_and_broken_files_are_named(tmp_path):
         ({"model": {"vocab": {"a": None}}}, "has a token whose id is no number"),
         ({"model": {"vocab": {"a": True}}}, "has a token whose id is no number"),
         ({"model": {"vocab": {"a": -1}}}, "has a token whose id is no number"),
+        (
+            {"model": {"vocab": {"a": 4_000_000_000}}},
+            "has a token whose id is no number of its own: .* 0 to 16,777,215",
+        ),
+        ({"model": {"vocab": {"a": 1, "b": 1}}}, "has a token whose id is no number of its own"),
+        ({"normalizer": deep(100)}, "nested more than 64 levels deep"),
+        ({"added_tokens": [{"content": "x", "special": True, "id": 4_000_000_000}]}, "its added token .* has no id"),
         ({"model": {"vocab": 5}}, "its vocabulary is no mapping"),
         ({"model": {}}, "vocab"),
         ({"model": None}, "can read"),

@@ -1,9 +1,12 @@
 """`bloomery prepare` beside other runs, and where its output or its processes fail: nothing wrong is written, and the
 message says what is so."""
 
+# ruff: noqa: E501  (tables of cases, one a line)
+
 import ctypes
 import errno
 import fcntl
+import gzip
 import json
 import multiprocessing
 import os
@@ -16,6 +19,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+import zstandard
 
 from bloomery.base.errors import DataError, StorageError
 from bloomery.cli.main import main
@@ -365,3 +369,40 @@ def test_columns_in_files_are_removed_when_the_merge_fails(tokenizer, monkeypatc
     with pytest.raises(StorageError):
         make(tokenizer)
     assert {path.suffix for path in Path("x.parts").iterdir()} == {"", ".part", ".done"}
+
+
+BOMBS = {
+    "a long line": ("a.jsonl.zst", b'{"text": "short"}\n{"text": "' + b"a" * 4_000_000 + b'"}\n', "a.jsonl.zst:2: is too long"),
+    "a long line in a plain file": ("a.jsonl", b"\n" * 5 + b"0" * 4_000_000, "a.jsonl:6: is too long"),
+    "a long line of white space": ("a.jsonl.gz", b" " * 4_000_000, "a.jsonl.gz:1: is too long"),
+    "blank lines without end": ("a.jsonl.zst", b'{"text": "short"}\n' + b" \r\n" * 1_000_000, "follows blank lines without end"),
+    "a long text": ("a.txt.zst", b"a" * 4_000_000, "a.txt.zst: is too long"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("bomb", BOMBS)
+def test_a_document_or_blank_lines_without_end_end_with_a_sentence(tokenizer, command, monkeypatch, bomb):
+    for module in ("unpack", "read"):
+        monkeypatch.setattr(f"bloomery.prepare.{module}.MOST_DOCUMENT_BYTES", 100_000)
+    monkeypatch.setattr("bloomery.prepare.unpack.MOST_BLANK_BYTES", 100_000)
+    name, content, message = BOMBS[bomb]
+    pack = {".zst": zstandard.compress, ".gz": gzip.compress}.get(Path(name).suffix, bytes)
+    Path("bomb").mkdir()
+    Path("bomb", name).write_bytes(pack(content))
+    runs = [("prepare", "r.yaml", "prepare.0.sources=[bomb]"), ("extract", "bomb", "--output", "out", "--chunks", "1")]
+    for words in runs if ".jsonl" in name else runs[:1]:
+        code, _, err = command(*words)
+        assert (code, message in err) == (3, True), err
+        assert "Traceback" not in err
+    assert not Path("x.idx").exists()
+
+
+def test_a_row_that_is_too_long_is_named(tokenizer, command, monkeypatch):
+    parquet = pytest.importorskip("pyarrow.parquet")
+    import pyarrow
+
+    monkeypatch.setattr("bloomery.prepare.read.MOST_DOCUMENT_BYTES", 100_000)
+    Path("bomb").mkdir()
+    parquet.write_table(pyarrow.table({"text": ["short", "a" * 10_000_000]}), "bomb/a.parquet")
+    code, _, err = command("prepare", "r.yaml", "prepare.0.sources=[bomb]")
+    assert (code, "bomb/a.parquet:row 2: is too long" in err) == (3, True), err

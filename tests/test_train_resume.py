@@ -1,13 +1,18 @@
 """A run that was stopped and resumed is the run that was never stopped, bit by bit."""
 
+# ruff: noqa: E501  (tables of cases, one a line)
+
 from __future__ import annotations
 
+import json
 import re
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from checkpoints import assert_same_tensors
+from checkpoints import assert_same_tensors, forge
 from conftest import Workshop
 
 TIMING = re.compile(r"(elapsed time per iteration \(s\)|samples per second|TFLOPs): [^|]*\|")
@@ -104,6 +109,44 @@ def test_a_damaged_checkpoint_is_named_put_aside_and_the_one_before_is_used(
     names = sorted(path.name for path in (run / "checkpoints").iterdir() if not path.name.startswith("."))
     assert names == ["damaged-step-00000004", "latest", "step-00000002", "step-00000004", "step-00000006"]
     assert_same_tensors(run, workshop.train("train.for=6 steps", run="whole"))
+
+
+def state_with(folder: Path, **changes: Any) -> str:
+    return json.dumps(json.loads((folder / "state.json").read_text()) | changes)
+
+
+FORGED: dict[str, Callable[[Path], object]] = {
+    "an empty state": lambda folder: forge(folder, "state.json", "{}"),
+    "a state of a wrong type": lambda folder: forge(folder, "state.json", state_with(folder, step="four")),
+    "a negative step": lambda folder: forge(folder, "state.json", state_with(folder, step=-4)),
+    "samples that no plan has": lambda folder: forge(folder, "state.json", state_with(folder, consumed_samples=10**17)),
+    "an absurd history": lambda folder: forge(folder, "state.json", state_with(folder, history={"stretches": 5})),
+    "an absurd blend": lambda folder: forge(folder, "state.json", state_with(folder, blend={"first_sample": [], "weights": 1})),
+    "a blend without end": lambda folder: forge(folder, "state.json", state_with(folder, blend={"first_sample": 0, "weights": {"a": 1e12}})),
+    "an absurd interval": lambda folder: forge(folder, "state.json", state_with(folder, interval={"losses": 3})),
+    "a field of another version": lambda folder: forge(folder, "state.json", state_with(folder, pending={})),
+    "a deep state": lambda folder: forge(folder, "state.json", "[" * 100_000),
+    "a deep recipe": lambda folder: forge(folder, "recipe.yaml", "[" * 100_000),
+    "a recipe that is none": lambda folder: forge(folder, "recipe.yaml", "model: 7"),
+    "a deep index": lambda folder: forge(folder, "index.json", "[" * 100_000),
+    "a deep manifest": lambda folder: (folder / "manifest.json").write_text("[" * 100_000),
+    "an endless manifest": lambda folder: ((folder / "manifest.json").unlink(), (folder / "manifest.json").symlink_to("/dev/zero")),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("forgery", FORGED)
+def test_a_forged_checkpoint_counts_as_damaged_and_the_one_before_is_used(
+    workshop: Workshop, capsys: pytest.CaptureFixture[str], forgery: str
+) -> None:
+    every_two = "checkpoint.phases=[{every: 2 steps}]"
+    run = workshop.train("train.for=6 steps", "train.exit_after=4 steps", every_two)
+    FORGED[forgery](run / "checkpoints" / "step-00000004")
+    (run / "checkpoints" / ".writer").write_text("[" * 100_000)
+    workshop.train("train.for=6 steps", every_two, start_from="4", code=3)
+    workshop.train("train.for=5 steps", every_two)
+    assert workshop.events(run, "start")[1]["resumed_from"] == "step-00000002"
+    assert workshop.events(run, "damaged")[-1]["folder"] == "step-00000004"
+    assert "Traceback" not in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("damage", DAMAGES)

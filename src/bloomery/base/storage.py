@@ -157,7 +157,7 @@ def reason(error: OSError | None) -> str:
     """`No space left on device (ENOSPC)`."""
     if error is None or error.errno is None:
         return str(error or "unknown reason")
-    return f"{os.strerror(error.errno)} ({errno.errorcode.get(error.errno, error.errno)})"
+    return f"{error.strerror or os.strerror(error.errno)} ({errno.errorcode.get(error.errno, error.errno)})"
 
 
 def _remedy(path: Path, number: int, wanted_bytes: int) -> str:

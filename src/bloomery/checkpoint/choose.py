@@ -27,9 +27,21 @@ Elsewhere = Callable[[int, Mapping[Path, list[str]]], Path | None]
 those. None if there is none. Collective."""
 
 
-def newest_good(roots: Sequence[Path], *, ranks: Ranks = ALONE, elsewhere: Elsewhere | None = None) -> Choice:
-    """Verify from the newest on; a newer one from `elsewhere` wins. DataError if there are checkpoints but none that
-    can be used: starting from the beginning would be a lie. All ranks call it, each reads its share of the files."""
+def newest_good(
+    roots: Sequence[Path],
+    *,
+    ranks: Ranks = ALONE,
+    elsewhere: Elsewhere | None = None,
+    why_not: Callable[[Path], list[str]] = lambda folder: [],
+) -> Choice:
+    """Verify from the newest on; a newer one from `elsewhere` wins. `why_not`: reasons against one whose files are as
+    they were saved. DataError if there are checkpoints but none that can be used: starting from the beginning would be
+    a lie. All ranks call it, each reads its share of the files."""
+
+    def judge(folder: Path) -> list[str]:
+        reasons: list[str] = ranks.broadcast(why_not(folder) if ranks.rank == 0 else [])
+        return reasons
+
     found = [path for root in roots for path in folders.step_folders(root)]
     order = sorted(found, key=lambda path: -folders.step_of(path))  # stable: of one step the first root's
     has_manifest = [(path, (path / folders.MANIFEST).is_file(), path.is_symlink()) for path in order]
@@ -39,13 +51,16 @@ def newest_good(roots: Sequence[Path], *, ranks: Ranks = ALONE, elsewhere: Elsew
     for candidate, is_complete, is_link in candidates:
         if good is not None and is_complete:
             continue
-        damage = [_LINK] if is_link else folders.damage(candidate, ranks=ranks)
+        damage = [_LINK] if is_link else folders.damage(candidate, ranks=ranks, tensors=False)
+        damage = damage or judge(candidate) or folders.damage(candidate, ranks=ranks)  # the hours of reading last
         if damage:
             damaged[candidate] = damage
         else:
             good = candidate
     brought = elsewhere(folders.step_of(good) if good else -1, damaged) if elsewhere else None
-    if brought is not None:
+    if brought is not None and (reasons := judge(brought)):
+        damaged[brought] = reasons
+    elif brought is not None:
         return Choice(brought, {path: texts for path, texts in damaged.items() if path != brought})
     if good is not None:
         return Choice(good, damaged)

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from bloomery.base.bounded import read_json
 from bloomery.base.errors import Problem, StorageError
 from bloomery.base.storage import make_run_folder, storage_error, write_atomically
 
@@ -87,7 +88,7 @@ def take_over(root: Path) -> Writer:
 def _read(root: Path) -> dict[str, Any] | None:
     """What `.writer` says; None if nobody has written it, or no start that went through."""
     try:
-        facts = json.loads((root / WRITER).read_text())
+        facts = read_json(root / WRITER)
     except (FileNotFoundError, ValueError):
         return None
     except OSError as error:

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from bloomery.base.bounded import LARGE_BYTES, read_small
 from bloomery.base.errors import DataError, Problem
 from bloomery.base.ranks import ALONE, Ranks
 from bloomery.base.storage import open_plain, opened_folder, own_folder, reason, remove_tree, write_atomically
@@ -144,7 +145,7 @@ def damage(folder: Path, *, ranks: Ranks = ALONE, tensors: bool = True) -> list[
 
 def _manifest_or_damage(folder: Path) -> dict[str, Any] | str:
     try:
-        manifest = parse_manifest((folder / MANIFEST).read_bytes())
+        manifest = parse_manifest(read_small(folder / MANIFEST, LARGE_BYTES))
     except FileNotFoundError:
         return f"{MANIFEST} is missing"
     except (OSError, ValueError) as error:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -13,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bloomery.base.bounded import LARGE_BYTES, read_json, read_small
 from bloomery.base.errors import DataError, Problem
 from bloomery.base.piece import Piece
 from bloomery.base.storage import make_run_folder, write_atomically, writing, written_to
@@ -70,7 +70,7 @@ def read_model(folder: Path) -> Model:
     """The model of a Hugging Face folder. DataError lists everything that is not supported."""
     path = folder / "config.json"
     try:
-        content = json.loads(path.read_text(encoding="utf-8-sig"))
+        content = read_json(path)
         if not isinstance(content, dict):
             raise ValueError("it is no JSON object")
     except (OSError, ValueError) as error:
@@ -97,7 +97,7 @@ def _unequal_pair(folder: Path, family: Family) -> str:
 
 def origin_of(folder: Path) -> dict[str, str]:
     """What a card says of the model that a run began with."""
-    content = (folder / "config.json").read_bytes()
+    content = read_small(folder / "config.json")
     return {"folder": str(folder), "sha256 of its config.json": hashlib.sha256(content).hexdigest()}
 
 
@@ -229,4 +229,4 @@ def _copy(files: Sequence[Path], place: Path) -> None:
         make_run_folder(place)
     for path in files:
         with writing(place / path.name):
-            write_atomically(place / path.name, path.read_bytes())
+            write_atomically(place / path.name, read_small(path, LARGE_BYTES))

@@ -13,6 +13,7 @@ from math import prod
 from pathlib import Path
 from typing import Any, Self
 
+from bloomery.base.bounded import LARGE_BYTES, read_json
 from bloomery.base.errors import DataError, Problem, StorageError
 from bloomery.base.piece import Piece
 from bloomery.checkpoint.boxes import Box, why_not_whole
@@ -134,7 +135,7 @@ def index_text(tensors: Mapping[str, SavedTensor]) -> str:
 def read_index(folder: Path) -> dict[str, SavedTensor]:
     """What the checkpoint holds, by name: every tensor whole, in boxes of its own. DataError if it is not so."""
     try:
-        content = json.loads((folder / INDEX).read_text())["tensors"]
+        content = read_json(folder / INDEX, LARGE_BYTES)["tensors"]
         tensors = {name: _tensor(facts) for name, facts in content.items()}
         if problems := _not_whole(tensors):
             raise ValueError("; ".join(problem.what for problem in problems[:_MOST_PROBLEMS]))

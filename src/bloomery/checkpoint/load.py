@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -11,12 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bloomery.base.errors import DataError, Problem
+from bloomery.base.bounded import read_json
+from bloomery.base.errors import DataError, Problem, RecipeError
 from bloomery.base.piece import Piece
 from bloomery.base.ranks import Ranks, every_rank_does
 from bloomery.checkpoint.folder import verify
 from bloomery.checkpoint.index import SavedPiece, SavedTensor, box_of, read_index
-from bloomery.checkpoint.manifest import read_manifest
+from bloomery.checkpoint.manifest import STATE, read_manifest
 from bloomery.checkpoint.tensor_file import TensorFile
 from bloomery.config.load import load_recipe
 from bloomery.config.recipe import Recipe
@@ -26,28 +27,58 @@ from bloomery.model.build import build_model
 from bloomery.sizing.history import History
 from bloomery.sizing.plan import TrainingPlan
 
+_NEEDED = {"step", "consumed_samples", "loss_scale", "interval", "blend"}
+_LARGEST_COUNT = 10**18
+
 
 def read_state(folder: Path) -> dict[str, Any]:
-    """What the training loop saved beside the tensors."""
-    facts: dict[str, Any] = json.loads((folder / "state.json").read_text())
+    """What the training loop saved beside the tensors. DataError if it is not that."""
+    with using_state(folder):
+        facts: dict[str, Any] = read_json(folder / STATE)
+        if not isinstance(facts, dict) or not facts.keys() >= _NEEDED or _has_absurd_counts(facts):
+            raise ValueError(f"it has {', '.join(sorted(_NEEDED))}, and whole numbers from 0 to {_LARGEST_COUNT:,}")
+        if not type(facts["step"]) is type(facts["consumed_samples"]) is int:
+            raise ValueError("step and consumed_samples are whole numbers")
     return facts
 
 
+@contextmanager
+def using_state(place: Path | str = "") -> Iterator[None]:
+    """What state.json says may be anything, in any of its values: an error that comes of it is one of the file."""
+    try:
+        yield
+    except (OSError, ArithmeticError, LookupError, TypeError, ValueError, AttributeError) as error:
+        what = f"{STATE} cannot be used: {type(error).__name__}: {error}"[:500]
+        remedy = "use another checkpoint, `bloomery train` with --from"
+        raise DataError(Problem(what, "", remedy, str(place))) from error
+
+
+def _has_absurd_counts(value: Any) -> bool:
+    if isinstance(value, dict | list):
+        return any(map(_has_absurd_counts, value.values() if isinstance(value, dict) else value))
+    return type(value) is int and not 0 <= value <= _LARGEST_COUNT
+
+
 def read_recipe_of(folder: Path) -> Recipe:
-    """The recipe this checkpoint was trained with."""
-    recipe = load_recipe(str(folder / "recipe.yaml"), is_saved=True).recipe
+    """The recipe this checkpoint was trained with. DataError if this version cannot read it."""
+    try:
+        recipe = load_recipe(str(folder / "recipe.yaml"), is_saved=True).recipe
+    except RecipeError as error:
+        raise DataError(error.problems) from error
     assert recipe is not None
     return recipe
 
 
 def plan_of(recipe: Recipe, state: Mapping[str, Any]) -> TrainingPlan:
     """The plan that the training of this checkpoint followed."""
-    return TrainingPlan.of(recipe, History.from_json(state.get("history")))
+    with using_state():
+        return TrainingPlan.of(recipe, History.from_json(state.get("history")))
 
 
 def consumed_tokens(recipe: Recipe, state: Mapping[str, Any]) -> int:
     """Tokens that the training of this checkpoint has taken, whatever sequence lengths it has had."""
-    return plan_of(recipe, state).tokens_at(state["consumed_samples"])
+    with using_state():
+        return plan_of(recipe, state).tokens_at(state["consumed_samples"])
 
 
 def load_pieces(folder: Path, pieces: Mapping[str, Piece]) -> None:

@@ -13,6 +13,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from bloomery.base.bounded import LARGE_BYTES, parse_json, read_small
 from bloomery.base.errors import DataError, Problem
 from bloomery.base.storage import write_atomically
 from bloomery.checkpoint.index import INDEX
@@ -43,7 +44,7 @@ def write_manifest(folder: Path, facts: Mapping[str, Any], files: Mapping[str, F
 def read_manifest(folder: Path) -> dict[str, Any]:
     """DataError if it is damaged or of another format."""
     try:
-        return parse_manifest((folder / MANIFEST).read_bytes())
+        return parse_manifest(read_small(folder / MANIFEST, LARGE_BYTES))
     except (OSError, ValueError) as error:
         remedy = f"see `bloomery inspect checkpoint {folder.parent} --list` for others"
         raise DataError(Problem(f"{MANIFEST} cannot be used: {error}", remedy=remedy, place=str(folder))) from error
@@ -51,7 +52,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 def parse_manifest(content: bytes) -> dict[str, Any]:
     """All that code relies on is there and of the right kind; ValueError says what is not."""
-    said = json.loads(content)
+    said = parse_json(content)
     if not isinstance(said, dict):
         raise ValueError("it is no JSON object")
     if _OWN_HASH in said and said[_OWN_HASH] != _hash({key: said[key] for key in said if key != _OWN_HASH}):

@@ -10,12 +10,12 @@ newest or fenced happens in the shared folder, as for any other; only the bytes 
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from bloomery.base.bounded import LARGE_BYTES, read_json
 from bloomery.base.ranks import Ranks
 from bloomery.base.storage import opened_folder, remove_tree
 
@@ -60,7 +60,7 @@ def sweep_parts(parts_root: Path, manifests: Iterable[Path], *, spare: Collectio
     kept = set(spare)
     for path in manifests:
         try:
-            kept.add(Path(json.loads(path.read_text()).get(PARTS, "")).name)
+            kept.add(Path(read_json(path, LARGE_BYTES).get(PARTS, "")).name)
         except FileNotFoundError:  # retention was faster
             continue
         except (OSError, ValueError, AttributeError, TypeError):  # it may name any of them

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 import bloomery
+from bloomery.base.bounded import LARGE_BYTES, read_json
 from bloomery.base.errors import BloomeryError, Problem, StorageError
 from bloomery.base.storage import free_space, open_plain, own_folder, reason, remove_tree, sync, sync_folder
 from bloomery.base.units import format_bytes, format_seconds
@@ -331,7 +332,7 @@ def _sync(path: Path) -> None:
 
 def _read_part(path: Path) -> dict[str, Any] | None:
     try:
-        told: dict[str, Any] = json.loads(path.read_text())
+        told: dict[str, Any] = read_json(path, LARGE_BYTES)
     except FileNotFoundError:
         return None
     return told

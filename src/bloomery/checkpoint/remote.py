@@ -7,13 +7,13 @@ of files beside the manifest, so that one that was cut off is finished by the ne
 from __future__ import annotations
 
 import contextlib
-import json
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+from bloomery.base.bounded import parse_json
 from bloomery.checkpoint import folder as folders
 from bloomery.checkpoint.fence import Writer
 from bloomery.checkpoint.retention import loss_at
@@ -45,7 +45,7 @@ class There:
 
     @property
     def manifest(self) -> dict[str, Any]:
-        found: dict[str, Any] = json.loads(self.text)
+        found: dict[str, Any] = parse_json(self.text)
         return found
 
     def path(self, file: str) -> str:

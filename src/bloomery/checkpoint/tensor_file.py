@@ -20,6 +20,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
+from bloomery.base.bounded import parse_json, require_regular
 from bloomery.base.errors import DataError, Problem
 from bloomery.base.storage import reserve, sync, write_all
 
@@ -120,20 +121,21 @@ class TensorFile:
         self.path = path
         self._remedy = remedy
         try:
-            self._descriptor = os.open(path, os.O_RDONLY)
-        except OSError as error:
+            self._descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+        except (OSError, ValueError) as error:  # ValueError: a name that cannot be one
             raise self._damaged(str(error)) from error
         try:
+            require_regular(self._descriptor, path)
             length = int.from_bytes(self._read(0, 8).numpy().tobytes(), "little")
             if length > _LARGEST_HEADER:
                 raise self._damaged(f"its header claims {length:,} bytes")
-            self._entries: dict[str, Any] = json.loads(self._read(8, length).numpy().tobytes())
+            self._entries: dict[str, Any] = parse_json(self._read(8, length).numpy().tobytes())
             if not isinstance(self._entries, dict):
                 raise ValueError("its header is no JSON object")
         except DataError:
             self.close()
             raise
-        except ValueError as error:
+        except (OSError, ValueError) as error:
             self.close()
             raise self._damaged(str(error)) from error
         self._data_begins = 8 + length
@@ -164,7 +166,9 @@ class TensorFile:
         try:
             dtype, shape, (start, end) = str(entry["dtype"]), tuple(entry["shape"]), entry["data_offsets"]
             known = DTYPES.get(dtype)
-            is_right = all(type(each) is int and each >= 0 for each in (*shape, start, end)) and start <= end <= size
+            is_right = (
+                all(type(each) is int and 0 <= each < 2**48 for each in (*shape, start, end)) and start <= end <= size
+            )
         except (KeyError, TypeError, ValueError) as error:
             raise self._damaged(f"its header says of {name}: {entry!r}"[:300]) from error
         if not is_right or (known is not None and prod(shape) * known.itemsize != end - start):
@@ -226,12 +230,15 @@ class TensorFile:
         found = torch.empty(count, dtype=torch.uint8)
         rest = found.numpy().data
         while rest:
-            got = os.preadv(self._descriptor, [rest[:_BLOCK_BYTES]], start)
+            try:
+                got = os.preadv(self._descriptor, [rest[:_BLOCK_BYTES]], start)
+            except OSError as error:
+                raise self._damaged(str(error)) from error
             if got == 0:
                 raise self._damaged(f"it ends before byte {start + len(rest):,}")
             start, rest = start + got, rest[got:]
         return found
 
     def _damaged(self, reason: str) -> DataError:
-        what = f"{self.path.name} cannot be read: {reason}"
+        what = f"{self.path.name} cannot be read: {reason[:500]}"
         return DataError(Problem(what, "", self._remedy, str(self.path.parent)))

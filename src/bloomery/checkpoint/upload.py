@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import threading
 import time
 from collections.abc import Callable
@@ -11,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from bloomery.base.bounded import LARGE_BYTES, parse_json, read_small
 from bloomery.checkpoint import folder as folders
 from bloomery.checkpoint.fence import FencedError, Writer
 from bloomery.checkpoint.remote import ARRIVING, all_at_once, forget_marks, holds, retain_there, store_of, sweep_cut_off
@@ -126,7 +126,7 @@ def _upload(folder: Path, to: str, run: str, writer: Writer | None) -> bool:
     require = writer.require if writer is not None else lambda: None
     store, path = store_of(to)
     place = f"{path}/{folder.name}"
-    manifest = (folder / folders.MANIFEST).read_bytes()
+    manifest = read_small(folder / folders.MANIFEST, LARGE_BYTES)
     if holds(store, place, manifest):
         return True
     require()
@@ -135,7 +135,7 @@ def _upload(folder: Path, to: str, run: str, writer: Writer | None) -> bool:
     store.makedirs(place, exist_ok=True)
     store.pipe_file(f"{place}/{ARRIVING}", manifest)
     try:
-        files = json.loads(manifest)["files"]
+        files = parse_json(manifest)["files"]
         all_at_once([_putting(store, folder / name, f"{place}/{name}", require) for name in files])
         require()
         store.pipe_file(f"{place}/{folders.MANIFEST}", manifest)

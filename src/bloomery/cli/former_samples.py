@@ -8,7 +8,7 @@ from typing import Any
 
 from bloomery.base.errors import DataError, Problem
 from bloomery.checkpoint.folder import complete_checkpoints
-from bloomery.checkpoint.load import read_state
+from bloomery.checkpoint.load import read_state, using_state
 from bloomery.cli.data_argument import InspectedRun
 from bloomery.data.blend import Former
 from bloomery.data.former import known_from, open_former, stretches
@@ -60,4 +60,5 @@ def _remedy(checkpoint: Path, position: int) -> str:
 def _holds_at(checkpoint: Path, position: int) -> bool:
     """Whether its own weights hold at the position; those of all checkpoints after a change begin there."""
     blend = read_state(checkpoint)["blend"]
-    return blend is not None and blend["first_sample"] <= position
+    with using_state(checkpoint):
+        return blend is not None and bool(blend["first_sample"] <= position)

@@ -8,11 +8,15 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from bloomery.base.bounded import read_small
 from bloomery.base.credentials import mask
 from bloomery.base.errors import Problem, RecipeError
 from bloomery.config.draft import Draft, by_place
 from bloomery.config.overrides import apply_override
 from bloomery.config.yaml_nodes import Parsed, parse_yaml
+
+_RECIPE_BYTES = 1 << 19
+"""PyYAML needs up to 15 seconds for so much."""
 
 
 @dataclass(frozen=True)
@@ -133,7 +137,7 @@ def _open(name: str, beside: Path | None, draft: Draft) -> _Source | None:
     folder = None
     for path in paths:
         try:
-            content = path.read_bytes()
+            content = read_small(path, _RECIPE_BYTES)
         except IsADirectoryError:
             folder = path
         except (FileNotFoundError, NotADirectoryError, ValueError):

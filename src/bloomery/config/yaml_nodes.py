@@ -23,6 +23,7 @@ _WORDS: dict[str, Any] = {
     **dict.fromkeys((".inf", ".Inf", ".INF", "+.inf", "+.Inf", "+.INF"), float("inf")),
     **dict.fromkeys(("-.inf", "-.Inf", "-.INF"), float("-inf")),
 }
+_NO_TEXT = re.compile("[\0\ud800-\udfff]")
 _MOST_VALUES = 100_000
 """More cannot be a recipe: it is aliases of aliases of aliases."""
 
@@ -84,6 +85,9 @@ class _Reader:
         if len(self.places) > _MOST_VALUES or any(node is outer for outer in around):
             raise _TooManyValuesError
         if isinstance(node, yaml.ScalarNode):
+            if _NO_TEXT.search(node.value):
+                what = f"{path or 'the recipe'} holds a character that no name of a file can have"
+                self.problems.append(Problem(what, "NUL and halves of surrogate pairs are none", "remove it", place))
             return _scalar(node.value) if node.style is None else node.value
         prefix, around = f"{path}." if path else "", (*around, node)
         if isinstance(node, yaml.SequenceNode):

@@ -59,10 +59,20 @@ class BlendState:
 
     @classmethod
     def from_json(cls, facts: Mapping[str, Any]) -> Self:
+        """ValueError, or another error of Python's, where it cannot be one."""
         earlier = tuple(Former(**each) for each in facts.get("earlier", ()))
         cursors, weights, lengths = (dict(facts.get(key, {})) for key in ("cursors", "weights", "lengths"))
         period = int(facts.get("period", _FORMER_PERIOD))
-        return cls(int(facts["first_sample"]), cursors, weights, lengths, earlier, period)
+        state = cls(int(facts["first_sample"]), cursors, weights, lengths, earlier, period)
+        held: list[Former | BlendState] = [*earlier, state]
+        for each in held:
+            shares, counts = each.weights.values(), (each.first_sample, each.period, *each.cursors.values())
+            is_blend = math.isclose(sum(shares), 1, rel_tol=1e-6) and min(shares) > 0 and len(shares) <= each.period
+            if not is_blend or each.period > PERIOD or {*map(type, counts)} - {int} or min(counts) < 0:
+                raise ValueError(f"a blend has shares that sum to 1, and counts: {each!r:.200}")
+        if {*map(type, lengths.values())} - {int} or min(lengths.values(), default=1) < 1:
+            raise ValueError(f"a blend has sequence lengths: {lengths!r:.200}")
+        return state
 
     def ended(self, consumed_samples: int) -> tuple[Former, ...]:
         """What `earlier` is for weights that hold from there on. Those that never gave a sample are forgotten."""

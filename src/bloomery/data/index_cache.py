@@ -22,6 +22,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
+from bloomery.base.bounded import read_json
 from bloomery.base.errors import Problem, StorageError
 from bloomery.base.storage import open_plain, reason, remove_tree
 
@@ -105,7 +106,7 @@ def file_checksum(path: str) -> str:
 def _load(entry: Path, facts: Mapping[str, Any]) -> Arrays | None:
     """The arrays of a whole entry, mapped from its files; None if it is absent, damaged or another's."""
     try:
-        known = json.loads((entry / "entry.json").read_text())
+        known = read_json(entry / "entry.json")
         if known["key"] != json.loads(json.dumps(facts)):
             return None
         arrays = {}
@@ -115,7 +116,7 @@ def _load(entry: Path, facts: Mapping[str, Any]) -> Arrays | None:
                 return None
             arrays[name] = _mapped(path)
         return arrays
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
         return None
 
 

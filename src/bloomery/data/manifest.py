@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING, Any
 
+from bloomery.base.bounded import LARGE_BYTES, read_json
 from bloomery.base.credentials import mask
 from bloomery.base.errors import DataError, Problem, first_few
 from bloomery.base.storage import write_atomically
@@ -88,13 +89,12 @@ def read_manifest(prefix: str) -> ShardManifest | None:
     """None where there is none: shards made by other tools have no manifest."""
     path = manifest_path(prefix)
     try:
-        with open(path, "rb") as file:
-            content = json.loads(file.read())
+        content = read_json(path, LARGE_BYTES)
     except FileNotFoundError:
         return None
     except OSError as error:
         raise unreadable(path, error) from error
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise _broken(path, f"cannot be read: {error}", "a manifest is a JSON file") from error
     version = content.get("format_version") if isinstance(content, dict) else None
     if version != FORMAT_VERSION:

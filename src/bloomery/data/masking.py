@@ -7,7 +7,6 @@ through splitmix64: it does not change with the version of a library.
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from typing import Self
 
@@ -42,7 +41,7 @@ class MaskVocabulary:
         """DataError where a special token is missing. Only WordPiece says which tokens continue a word (`##ing`); with
         another kind of tokenizer every token counts as a word."""
         size = tokenizer.vocab_size
-        model = json.loads(tokenizer.content)["model"]
+        model = tokenizer.parsed["model"]
         prefix = model.get("continuing_subword_prefix") if model.get("type") == "WordPiece" else None
         continues = np.zeros(size, bool)
         if prefix:

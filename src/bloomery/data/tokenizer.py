@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Sequence
-from functools import cached_property
-from typing import TYPE_CHECKING, Any
+import threading
+from collections.abc import Callable, Sequence
+from functools import cached_property, partial
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import orjson
 
@@ -19,9 +20,40 @@ if TYPE_CHECKING:  # slow to import; `bloomery prepare` begins to load an encode
     import numpy as np
     from numpy.typing import NDArray
 
+T = TypeVar("T")
 END_OF_DOCUMENT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]")
 """Special tokens that end a document, the most specific first; without any of them, the folder's `eos_token` does. Not
 that one first: a chat tokenizer's ends a turn, `<|im_end|>`, where `<|endoftext|>` ends documents."""
+
+
+LEAST_SECONDS, LEAST_CHARACTERS_PER_SECOND = 60.0, 20_000
+"""How long a library may take for a text: far longer than any does, unless a pattern of the tokenizer backtracks."""
+
+
+def in_time(work: Callable[[], T], characters: int, place: str) -> T:
+    """What `work`, a call of a library that encodes or decodes, returns. DataError if it fails or takes too long: a
+    thread cannot be ended, so it is left to itself then."""
+    done: list[T] = []
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            done.append(work())
+        except BaseException as error:  # a panic of Rust is no Exception
+            errors.append(error)
+
+    thread = threading.Thread(target=run, name="bloomery-tokenize", daemon=True)
+    thread.start()
+    seconds = LEAST_SECONDS + characters / LEAST_CHARACTERS_PER_SECOND
+    thread.join(seconds)
+    if done:
+        return done[0]
+    if errors and isinstance(errors[0], MemoryError):
+        raise errors[0]
+    why = f"fails at a text: {errors[0]}" if errors else f"has not done {characters:,} characters in {seconds:,.0f} s"
+    rule = "a pattern in it may need exponential time"
+    remedy = "look at its normalizer and pre_tokenizer, or use another tokenizer"
+    raise DataError(Problem(why, rule, remedy, place)) from (errors[0] if errors else None)
 
 
 class Tokenizer:
@@ -49,6 +81,7 @@ class Tokenizer:
     def _tokenizer(self) -> Any:
         import tokenizers
 
+        _ = self.parsed  # checked before the library sees it
         try:
             tokenizer = tokenizers.Tokenizer.from_str(self.content)
         except (KeyboardInterrupt, MemoryError):
@@ -164,10 +197,10 @@ class Tokenizer:
         """sha256 of what decides the ids, and `-ids`: moving, reformatting, re-saving or exporting the file changes
         nothing."""
         try:
-            content = deciding_ids(self.parsed)
+            encoded = orjson.dumps(deciding_ids(self.parsed), option=orjson.OPT_SORT_KEYS)
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise self._unreadable(error) from error
-        return hashlib.sha256(orjson.dumps(content, option=orjson.OPT_SORT_KEYS)).hexdigest() + OF_IDS
+        return hashlib.sha256(encoded).hexdigest() + OF_IDS
 
     def encode_batch(self, texts: Sequence[str], *, special_tokens_as_ids: bool = False) -> list[NDArray[np.int64]]:
         """Ids of the texts alone: nothing is added, and special tokens in a text are read as text unless asked for."""
@@ -180,13 +213,15 @@ class Tokenizer:
         """The same as plain lists, for a process that has no other use for numpy."""
         self._tokenizer.encode_special_tokens = not special_tokens_as_ids
         try:
-            encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+            encode = partial(self._tokenizer.encode_batch_fast, list(texts), add_special_tokens=False)
+            encodings = in_time(encode, sum(map(len, texts)), self.path)
         finally:
             self._tokenizer.encode_special_tokens = True
         return [encoding.ids for encoding in encodings]
 
     def decode(self, ids: Sequence[int] | NDArray[np.integer[Any]]) -> str:
-        return str(self._tokenizer.decode([int(token) for token in ids], skip_special_tokens=False))
+        decode = partial(self._tokenizer.decode, [int(token) for token in ids], skip_special_tokens=False)
+        return str(in_time(decode, len(ids), self.path))
 
     @property
     def pairs(self) -> dict[str, Any] | None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import orjson
 
+from bloomery.base.bounded import LARGE_BYTES, check_depth, read_text
 from bloomery.base.errors import DataError, Problem
 
 FILES = ("tokenizer.json", "merges.txt", "vocab.txt")
@@ -18,6 +19,8 @@ FILES = ("tokenizer.json", "merges.txt", "vocab.txt")
 _END_OF_TEXT = "<|endoftext|>"
 _PAIRS = re.compile(r"(?:(?!#version)\S+ \S+\n)*")
 """The lines of a merges.txt, as they are usually written."""
+HIGHEST_ID = (1 << 24) - 1
+_OWN_ID = f"each token has an id of its own, from 0 to {HIGHEST_ID:,}"
 _BERT_SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 
 
@@ -43,8 +46,7 @@ def read_tokenizer_json(folder: str) -> TokenizerFile:
 
 def _read(path: str) -> str:
     try:
-        with open(path, encoding="utf-8") as file:
-            return file.read()
+        return read_text(path, LARGE_BYTES, encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(
             Problem(
@@ -61,8 +63,8 @@ def _gpt2(folder: str) -> dict[str, Any]:
     vocab_path, merges_path = os.path.join(folder, "vocab.json"), os.path.join(folder, "merges.txt")
     vocab = _json(vocab_path)
     merges = _pairs(merges_path)
-    if not _are_ids(vocab.values()) or len({*vocab.values()}) < len(vocab):
-        raise _broken(vocab_path, "gives a token no id, or two tokens the same", "each token has an id of its own")
+    if not _are_ids(vocab.values()):
+        raise _broken(vocab_path, "gives a token no id, or two tokens the same", _OWN_ID)
     return _gpt2_json(vocab, merges, prefix_space=bool(_config(folder).get("add_prefix_space", False)))
 
 
@@ -82,20 +84,30 @@ def _pairs(path: str) -> list[str]:
 
 
 def _are_ids(numbers: Collection[Any]) -> bool:
-    return {*map(type, numbers)} <= {int} and min(numbers, default=0) >= 0
+    """Whether each token has one of its own, and none is so high that tables by id would not fit into memory."""
+    is_number = {*map(type, numbers)} <= {int} and 0 <= min(numbers, default=0) <= max(numbers, default=0) <= HIGHEST_ID
+    return is_number and len({*numbers}) == len(numbers)
 
 
 def check_ids(parsed: Any) -> None:
-    """Of what is read here before the library has looked at it: KeyError or TypeError where it makes no sense."""
+    """Of what is read here before the library has looked at it: KeyError, TypeError or ValueError where it makes no
+    sense."""
+    check_depth(parsed)
     vocab = parsed["model"]["vocab"]
     if not isinstance(vocab, dict | list):
         raise TypeError("its vocabulary is no mapping")
     if isinstance(vocab, dict) and not _are_ids(vocab.values()):
-        raise TypeError("its vocabulary has a token whose id is no number")
+        raise TypeError(f"its vocabulary has a token whose id is no number of its own: {_OWN_ID}")
+    if isinstance(prefix := parsed["model"].get("continuing_subword_prefix"), str) and prefix:
+        pairs = [pair.split(" ") if isinstance(pair, str) else pair for pair in parsed["model"].get("merges") or []]
+        if any(len(pair) != 2 or not str(pair[1]).startswith(prefix) for pair in pairs):  # the library would abort
+            raise ValueError(f"its merges have a token that does not begin with its prefix {prefix!r:.60}")
     kinds = {"id": int, "content": str, "special": bool}
     for token in parsed.get("added_tokens") or []:
         if not isinstance(token, dict) or any(type(token.get(name)) is not kind for name, kind in kinds.items()):
             raise TypeError(f"its added token {token!r:.60} lacks an id, its content or whether it is special")
+        if not _are_ids([token["id"]]):
+            raise TypeError(f"its added token {token!r:.60} has no id: {_OWN_ID}")
 
 
 def misfit(path: str, parsed: dict[str, Any]) -> DataError | None:
@@ -147,7 +159,7 @@ def _bert(folder: str) -> str:
     tokenizer.normalizer = normalizers.BertNormalizer(
         clean_text=True,
         handle_chinese_chars=bool(config.get("tokenize_chinese_chars", True)),
-        strip_accents=config.get("strip_accents"),
+        strip_accents=accents if type(accents := config.get("strip_accents")) is bool else None,
         lowercase=lower,
     )
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
@@ -182,6 +194,7 @@ def read_beside(folder: str, name: str) -> dict[str, Any]:
 def _json(path: str) -> dict[str, Any]:
     try:
         content = orjson.loads(_read(path))
+        check_depth(content)
     except ValueError as error:
         raise _broken(path, f"is not JSON: {error}", "it is a JSON object") from error
     if not isinstance(content, dict):

@@ -21,7 +21,7 @@ def read_metrics(path: Path) -> list[Record]:
     """
     ledger = path.with_name(names.EVENTS_FILE)
     events = read_events(ledger) if ledger.is_file() else []
-    starts = {event["job"]: event["step"] for event in events if event["kind"] == names.EVENT_START}
+    starts = {event["job"]: event["step"] for event in events if _is_start(event)}
     return surviving(_read_lines(path, from_json), starts)
 
 
@@ -52,10 +52,16 @@ def surviving(records: list[Record], starts: Mapping[int, int] | None = None) ->
     return [newest[key] for key in sorted(newest)]
 
 
+def _is_start(event: Mapping[str, Any]) -> bool:
+    return event["kind"] == names.EVENT_START and {"job", "step"} <= event.keys()
+
+
 def _event(line: bytes) -> dict[str, Any]:
     fields = json.loads(line)
     if not isinstance(fields, dict) or not isinstance(fields.get("kind"), str):
         raise ValueError("not an event: it has no kind")
+    if not {type(fields.get(name, 0)) for name in ("step", "job")} <= {int}:
+        raise ValueError("step and job are whole numbers")
     return fields
 
 
@@ -74,7 +80,7 @@ def _read_lines(path: Path, parse: Callable[[bytes], T]) -> list[T]:
             continue
         try:
             parsed.append(parse(line))
-        except (ValueError, TypeError, AttributeError) as error:
+        except (ValueError, TypeError, AttributeError, RecursionError) as error:
             if number == len(lines):
                 break
             raise DataError(

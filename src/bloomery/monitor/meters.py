@@ -31,18 +31,18 @@ class IntervalMeter:
     """Fed once per settled step."""
 
     def __init__(self, partial: Mapping[str, Any] | None = None) -> None:
-        """`partial`: what a checkpoint kept of an interval that a stop cut in two."""
+        """`partial`: what a checkpoint kept of an interval that a stop cut in two; it may raise if it is not."""
         self._started = self._last_step_at = time.monotonic()
         self._losses: dict[str, float] = {}
         self._sources: dict[str, tuple[float, int]] = {}
         self._num_zeros: float | None = None
         self._clear()
         if partial:
-            self._losses = dict(partial["losses"])
-            self._sources = {name: (total, tokens) for name, (total, tokens) in partial["sources"].items()}
-            self._steps, self._samples = partial["steps"], partial["samples"]
-            self._skipped, self._nan = partial["skipped"], partial["nan"]
-            self._started -= partial["seconds"]
+            self._losses = {name: float(total) for name, total in partial["losses"].items()}
+            self._sources = {name: (float(total), int(n)) for name, (total, n) in partial["sources"].items()}
+            self._steps, self._samples = int(partial["steps"]), int(partial["samples"])
+            self._skipped, self._nan = int(partial["skipped"]), int(partial["nan"])
+            self._started -= float(partial["seconds"])
 
     def partial(self) -> dict[str, Any]:
         """The interval so far, for a checkpoint: a resumed run then logs the same averages as an unbroken one."""

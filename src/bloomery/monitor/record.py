@@ -8,6 +8,8 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
+import orjson
+
 from bloomery.monitor import names
 
 
@@ -89,7 +91,7 @@ def to_json(record: Record) -> str:
 
 def from_json(line: str | bytes) -> Record:
     """ValueError if the line is not a whole record. Fields of a newer version are ignored."""
-    fields = json.loads(line)
+    fields = orjson.loads(line)
     kind = fields.get("kind") if isinstance(fields, dict) else None
     if kind == names.KIND_STEP:
         return StepRecord(**_typed_fields(StepRecord, fields))
@@ -134,4 +136,8 @@ def _typed(kind: str, value: Any) -> Any:
         return {key: float(item) for key, item in value.items()}
     if kind.startswith("float"):
         return float(value)
+    if kind.startswith("int") and type(value) is not int:
+        raise ValueError(f"{value!r} is not a whole number")
+    if kind == "str" and type(value) is not str:
+        raise ValueError(f"{value!r:.60} is not a text")
     return value

@@ -11,6 +11,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+from bloomery.base.bounded import read_small
 from bloomery.base.credentials import mask
 from bloomery.base.energy import Energy, format_device_hours, format_joules
 from bloomery.base.errors import DataError, Problem
@@ -211,8 +212,9 @@ def _event_table(events: list[dict[str, Any]]) -> str:
 
 def _name(run_folder: Path, events: list[dict[str, Any]]) -> str:
     recipe = run_folder / names.RECIPE_FILE
-    named = re.search(r"^name:\s*(.+?)\s*$", recipe.read_text(errors="replace"), re.M) if recipe.is_file() else None
-    from_file = named[1].strip("'\"") if named else run_folder.resolve().name
+    text = read_small(recipe).decode(errors="replace") if recipe.is_file() else ""
+    named = re.search(r"^name:(.*\S)", text, re.M)
+    from_file = named[1].strip().strip("'\"") if named else run_folder.resolve().name
     return str(_newest_fact(events, names.FACT_RECIPE) or from_file)
 
 

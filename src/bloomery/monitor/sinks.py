@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import io
-import json
 import os
 import socket
 import time
@@ -13,6 +12,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from bloomery.base.bounded import parse_json
 from bloomery.base.energy import Energy
 from bloomery.base.errors import BloomeryError, Problem
 from bloomery.base.storage import AppendFile, open_plain, own_folder, reason
@@ -254,6 +254,6 @@ def _thin(records: list[Record]) -> list[Record]:
 
 def _is_json_object(line: bytes) -> bool:
     try:
-        return isinstance(json.loads(line), dict)
+        return isinstance(parse_json(line), dict)
     except ValueError:
         return False

@@ -16,6 +16,7 @@ from urllib.parse import unquote
 
 import yaml
 
+from bloomery.base.bounded import LARGE_BYTES, parse_json, read_text
 from bloomery.base.errors import DataError, Problem, StorageError, on_one_line
 from bloomery.base.storage import AppendFile, open_plain, reason, writing, written_to
 from bloomery.prepare.fetch import Patience, RemoteFile, Stopped, Traffic, fetch, tidy
@@ -28,6 +29,7 @@ _DIGITS = {"sha256": (64,), "md5": (32,), "xxh3": (16, 32)}
 _FIELDS = ("url", "size", *_DIGITS, "path")
 _OF_THE_DISK = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.ESTALE}
 """No other file could be written either. Everything else, such as a name that is too long, is about one file."""
+_DEEPEST = 64
 _FORM = "each entry is {url, size, sha256 or md5 or xxh3, path}; all but url may be left out"
 
 
@@ -153,7 +155,7 @@ class _State:
         self._lock = threading.Lock()
         for line in path.read_bytes().splitlines():
             if _is_json(line):
-                facts = json.loads(line)
+                facts = parse_json(line)
                 self._known[facts["path"]] = facts
 
     def proves(self, wanted: RemoteFile) -> bool:
@@ -211,7 +213,7 @@ def _opened_state(path: Path) -> Iterator[_State]:
 
 def _is_json(line: bytes) -> bool:
     try:
-        facts = json.loads(line)
+        facts = parse_json(line)
     except ValueError:
         return False
     return isinstance(facts, dict) and {"path", "size", "mtime_ns", "hashes", "url"} <= set(facts)
@@ -220,7 +222,7 @@ def _is_json(line: bytes) -> bool:
 def _entries(path: str) -> list[tuple[str, Any]]:
     """(place, entry) of everything in the manifest."""
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        text = read_text(path, LARGE_BYTES, encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         what = f"cannot be read: {getattr(error, 'strerror', None) or error}"
         raise DataError(Problem(what, "a manifest lists the files to download", "correct the path", path)) from error
@@ -230,9 +232,9 @@ def _entries(path: str) -> list[tuple[str, Any]]:
             lines = enumerate(text.split("\n"), 1)
             return [(f"{path}:{number}", _line(line)) for number, line in lines if line.strip()]
         if ending == ".json":
-            content = json.loads(text)
+            content = parse_json(text)
         elif ending in (".yaml", ".yml"):
-            content = yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+            content = _yaml(text)
         else:
             raise DataError(Problem("is no manifest", "it ends in .json, .jsonl or .yaml", "rename it", path))
     except (ValueError, yaml.YAMLError) as error:
@@ -242,10 +244,20 @@ def _entries(path: str) -> list[tuple[str, Any]]:
     return [(f"{path}, entry {number}", entry) for number, entry in enumerate(content, 1)]
 
 
+def _yaml(text: str) -> Any:
+    """ValueError for what could take all memory or crash the library: aliases, and lists deep in each other."""
+    loader, depth = getattr(yaml, "CSafeLoader", yaml.SafeLoader), 0
+    for event in yaml.parse(text, Loader=loader):
+        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+        if depth > _DEEPEST or isinstance(event, yaml.AliasEvent):
+            raise ValueError(f"it has aliases, or is nested more than {_DEEPEST} levels deep")
+    return yaml.load(text, Loader=loader)
+
+
 def _line(text: str) -> Any:
     """The JSON of a line, or the line itself, which is then no entry."""
     try:
-        return json.loads(text)
+        return parse_json(text)
     except ValueError:
         return text
 
@@ -253,7 +265,7 @@ def _line(text: str) -> Any:
 def _parse(entry: Any) -> RemoteFile:
     """ValueError says what is wrong."""
     if not isinstance(entry, dict):
-        raise ValueError(f"is {json.dumps(entry, default=str)[:80]}, not an object")
+        raise ValueError(f"is {json.dumps(entry, default=str, skipkeys=True)[:80]}, not an object")
     if unknown := [str(key) for key in entry if key not in _FIELDS]:
         raise ValueError(f"has unknown {', '.join(unknown)}")
     url = entry.get("url")

@@ -33,7 +33,7 @@ class EarlyStart:
     def __init__(self, tokenizer: Tokenizer, *, as_ids: bool) -> None:
         self.tokenizer, self.as_ids = tokenizer, as_ids
         self.judge = Judge(tokenizer, as_ids=as_ids)  # first: a fork copies no threads
-        self._loaded: Fastokens | Exception | None = None
+        self._loaded: Fastokens | BaseException | None = None
         self._thread = threading.Thread(target=self._load)
         self._thread.start()
 
@@ -55,5 +55,5 @@ class EarlyStart:
     def _load(self) -> None:
         try:
             self._loaded = Fastokens(self.tokenizer, self.as_ids)
-        except Exception as error:
+        except BaseException as error:  # a panic of Rust is no Exception
             self._loaded = error

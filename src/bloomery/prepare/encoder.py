@@ -128,7 +128,9 @@ def choose_encoder(
         except ImportError:
             refused[name] = "it is not installed"
             continue
-        except Exception as error:  # each library has its own kinds
+        except (KeyboardInterrupt, SystemExit, MemoryError):
+            raise
+        except BaseException as error:  # each library has its own kinds, and a panic of Rust is no Exception
             refused[name] = f"it cannot read this tokenizer: {in_short(error, 0)}"
             continue
         pool = crew(chosen)

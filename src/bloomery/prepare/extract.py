@@ -12,6 +12,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
+from bloomery.base.bounded import LARGE_BYTES, read_json
 from bloomery.base.errors import BloomeryError, DataError, Problem, StorageError
 from bloomery.base.storage import open_plain, publish, write_atomically, writing, written_to
 from bloomery.prepare.jsonl_lines import InputCount, copy_lines
@@ -160,7 +161,7 @@ def _refuse_a_mixture(output: Path, chunks: int) -> None:
     manifest = output / MANIFEST
     if manifest.exists():
         try:
-            is_ours = "chunks" in json.loads(manifest.read_bytes())
+            is_ours = "chunks" in read_json(manifest, LARGE_BYTES)
         except (OSError, ValueError):
             is_ours = False
         if not is_ours:
@@ -235,7 +236,7 @@ def make_chunk(chunk: Chunk) -> ChunkRecord:
 def _valid_record(chunk: Chunk) -> ChunkRecord | None:
     """The record of a chunk that is there, whole, and made of the inputs as they are now."""
     try:
-        facts = json.loads(chunk.record_path.read_bytes())
+        facts = read_json(chunk.record_path)
         record = ChunkRecord(**{**facts, "inputs": [InputCount(**count) for count in facts["inputs"]]})
         if [count.path for count in record.inputs] != list(chunk.inputs):
             return None

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from bloomery.base.bounded import read_json
 from bloomery.base.storage import open_plain, publish, writing
 from bloomery.prepare.output import file_hashes
 from bloomery.prepare.remote import FetchError, Remote, TryAgainError, open_remote, split_url, url_fingerprint
@@ -144,7 +145,7 @@ class _Part:
 
     def _facts(self) -> dict[str, Any]:
         try:
-            facts = json.loads(self._facts_path.read_bytes())
+            facts = read_json(self._facts_path)
         except (OSError, ValueError):  # absent, or torn by a power cut
             return {}
         return facts if isinstance(facts, dict) else {}

@@ -16,7 +16,7 @@ import zstandard
 
 from bloomery.base.errors import DataError, Problem
 from bloomery.prepare.sources import compression_of
-from bloomery.prepare.unpack import HashedFile, unpacked
+from bloomery.prepare.unpack import HashedFile, bounded_lines, unpacked
 
 _ZST_WINDOW_BYTES = 1 << 27
 """What `zstd --long` uses; SlimPajama needs it."""
@@ -50,7 +50,7 @@ def copy_lines(path: str, counts: list[InputCount]) -> Iterator[bytes]:
             hasher = hashlib.sha256()
             file = HashedFile(raw, hasher)
             documents = text_bytes = blank = number = 0
-            for lines, size, is_open in _split(_content(path, file)):
+            for lines, size, is_open in _split(bounded_lines(_content(path, file), lambda line: f"{path}:{line}")):
                 if number == 0:
                     lines[0] = lines[0].removeprefix(codecs.BOM_UTF8)  # inside a chunk it would break a line
                 kept = [line for line in lines if line and not line.isspace()]

@@ -17,13 +17,16 @@ import secrets
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import IO, Any
 
 import numpy as np
 import xxhash
 from numpy.typing import NDArray
+from pydantic import TypeAdapter
 
+from bloomery.base.bounded import read_json, read_small
 from bloomery.base.errors import DataError, Problem
 from bloomery.base.storage import open_plain, own_folder, reason, write_atomically, writing
 from bloomery.data.origins import DTYPE
@@ -137,7 +140,7 @@ class PartFolder:
     def shares(self) -> int | None:
         """How many runs share the units; None where nobody has said so, or was cut off in saying it."""
         try:
-            return max(1, int(self.shared.read_bytes()))
+            return max(1, int(read_small(self.shared, 1 << 10)))
         except (OSError, ValueError):
             return None
 
@@ -171,12 +174,12 @@ class PartFolder:
     def read(self, unit: int) -> Part | None:
         """The marker, whatever it says; None where there is none that can be read."""
         try:
-            content = json.loads(self.marker(unit).read_bytes())
-            content["inputs"] = [tuple(entry) for entry in content["inputs"]]
-            content["runs"] = [tuple(run) for run in content["runs"]]
-            return Part(**content)
-        except (OSError, ValueError, TypeError, LookupError):
+            part = _part_adapter().validate_python(read_json(self.marker(unit)))
+        except (OSError, ValueError):
             return None
+        counts = [*part.columns.values(), *(count for run in part.runs for count in run)]
+        is_right = part.columns.keys() <= COLUMNS.keys() and min(counts, default=0) >= 0 and part.stamp is None
+        return part if is_right and part.encoder.strip() else None
 
     def proven(self, part: Part) -> Part | None:
         """The part, if its file has the bytes that the marker speaks of."""
@@ -248,6 +251,11 @@ class PartFolder:
                 ):
                     if _has_locked(file, fcntl.LOCK_EX):
                         leftover.unlink()
+
+
+@cache
+def _part_adapter() -> TypeAdapter[Part]:
+    return TypeAdapter(Part)
 
 
 def _has_locked(file: IO[bytes], how: int) -> bool:

@@ -20,7 +20,7 @@ from bloomery.prepare.ahead import made_ahead
 from bloomery.prepare.pool import free_cpus
 from bloomery.prepare.sources import InputFile, open_input, unreadable
 from bloomery.prepare.units import Piece, Unit
-from bloomery.prepare.unpack import HashedFile, unpacked
+from bloomery.prepare.unpack import MOST_DOCUMENT_BYTES, HashedFile, bounded_lines, too_long, unpacked
 
 BLOCK_BYTES = 8 << 20
 _PARQUET_BUFFER_BYTES = 1 << 20
@@ -89,7 +89,9 @@ class UnitReader:
 
     def _jsonl(self, piece: Piece, raw: IO[bytes], hasher: Any) -> Iterator[tuple[list[str], Any, int, int]]:
         offset, line_number, told = piece.start, 1, piece.start
-        for data in _whole_lines(_bytes_of(piece, raw, hasher, self._block_bytes), self._block_bytes):
+        blocks = _bytes_of(piece, raw, hasher, self._block_bytes)
+        blocks = bounded_lines(blocks, lambda line: f"{piece.file.name}:{_line_number(piece, line)}")
+        for data in _whole_lines(blocks, self._block_bytes):
             # With their newlines, of which each has one: this is five times as fast as `split`.
             lines = BytesIO(data if data.endswith(b"\n") else data + b"\n").readlines()
             if offset == 0 and lines[0].startswith(b"\xef\xbb\xbf"):
@@ -138,6 +140,8 @@ class UnitReader:
             row = told = 0
             rows = max(table.metadata.num_rows, 1)
             for column in _columns(table, self._text_key, self._block_bytes):
+                if len(column) == 1 and column.nbytes > MOST_DOCUMENT_BYTES:
+                    raise too_long(f"{piece.file.name}:row {row + 1}")
                 size, values = column.nbytes + _ROW_BYTES * len(column), _rows(column)
                 good = [index for index, value in enumerate(values) if type(value) is str]
                 if len(good) < len(values):
@@ -173,7 +177,11 @@ class UnitReader:
         self._bad(piece, what, lambda: f"row {before + first + 1}", count)
 
     def _text(self, piece: Piece, raw: IO[bytes], hasher: Any) -> Iterator[tuple[list[str], Any, int, int]]:
-        data = b"".join(_bytes_of(piece, raw, hasher, self._block_bytes))
+        data = bytearray()
+        for block in _bytes_of(piece, raw, hasher, self._block_bytes):
+            data += block
+            if len(data) > MOST_DOCUMENT_BYTES:
+                raise too_long(piece.file.name)
         try:
             texts = [data.decode("utf-8").removeprefix("\ufeff")]  # a byte order mark is no text
         except UnicodeDecodeError as error:
@@ -307,9 +315,10 @@ def _whole_lines(chunks: Iterator[bytes], block_bytes: int) -> Iterator[bytes]:
         if not cut:  # inside a long line
             continue
         waiting[-1] = chunk[:cut]
-        yield b"".join(waiting)
+        whole = [b"".join(waiting)]
         waiting = [chunk[cut:]]
         size = len(waiting[0])
+        yield whole.pop()  # so that nothing of it stays here
     if rest := b"".join(waiting):
         yield rest
 

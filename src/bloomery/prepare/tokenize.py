@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from bloomery.base.errors import DataError, Problem
+from bloomery.data.tokenizer import in_time
 from bloomery.prepare.encoder import RECHECK_BYTES, RECHECK_EVERY, Chosen, in_short
 from bloomery.prepare.parts import BAD, DUPLICATE, EMPTY, LONG, SHORT, Part, PartFolder, PartWriter
 from bloomery.prepare.pool import Report
@@ -156,11 +158,13 @@ class _Work:
 
     def _ids(self, texts: list[str]) -> tuple[NDArray[np.uint32], NDArray[np.int64]]:
         try:
-            return self._chosen.encoder.encode(texts)
+            if self._chosen.is_reference:  # which looks at the clock itself
+                return self._chosen.encoder.encode(texts)
+            return in_time(partial(self._chosen.encoder.encode, texts), sum(map(len, texts)), self._chosen.name)
         except BaseException as error:  # a panic of Rust is no Exception
             if self._chosen.is_reference:
                 raise
-            raise FailedEncoderError(f"it fails: {in_short(error, 0)}") from error
+            raise FailedEncoderError(f"it fails: {in_short(error.__cause__ or error, 0)}") from error
 
     def _sequences(self, texts: list[str]) -> tuple[NDArray[np.int64] | None, list[str]]:
         """(sentences of each document or None, the texts to encode)."""

@@ -74,7 +74,8 @@ def _lines(file: InputFile, target: int) -> list[Piece]:
         try:
             with open_input(file) as raw:
                 for index in range(1, count):
-                    cuts.append(max(cuts[-1], _after_newline(raw, file.size * index // count)))
+                    share = file.size * index // count
+                    cuts.append(cuts[-1] if share < cuts[-1] else _after_newline(raw, share))
         except Exception as error:  # an OSError, or what the library of a URL raises
             raise unreadable(file.name, error) from error
     cuts.append(file.size)

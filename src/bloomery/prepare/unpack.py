@@ -6,8 +6,11 @@ import contextlib
 import gzip
 import io
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import IO, Any
+
+from bloomery.base.errors import DataError, Problem
+from bloomery.base.units import format_bytes
 
 _BLOCK_BYTES = 1 << 20
 _ZST_BLOCKS = 3
@@ -16,6 +19,33 @@ longer fit a cache, a whole preparation took 5% more CPU."""
 _ZST_BUFFER_BYTES = 1 << 17
 _SKIPPABLE = 0x184D2A50
 """The magic number of frames without content, in sixteen variants."""
+
+
+MOST_DOCUMENT_BYTES = 256 << 20
+"""Of a line, a row or a text file. Encoding takes up to ten times as much memory."""
+MOST_BLANK_BYTES = 16 << 20
+"""White space in a row."""
+
+
+def too_long(place: str) -> DataError:
+    what, rule = "is too long", f"a document has at most {format_bytes(MOST_DOCUMENT_BYTES)}, as it is written"
+    return DataError(Problem(what, rule, "cut it into several, or leave it out", place))
+
+
+def bounded_lines(blocks: Iterator[bytes], place: Callable[[int], str]) -> Iterator[bytes]:
+    """The same blocks. DataError, at the `place` of a line, where one has no end or there is nothing but blank ones."""
+    line, begun, blank = 1, 0, 0
+    for block in blocks:
+        first, last = block.find(b"\n"), block.rfind(b"\n")
+        if begun + (first if first >= 0 else len(block)) > MOST_DOCUMENT_BYTES:
+            raise too_long(place(line))
+        begun = len(block) - 1 - last if last >= 0 else begun + len(block)
+        blank = blank + len(block) if block.isspace() else 0
+        if blank > MOST_BLANK_BYTES:
+            what, rule = "follows blank lines without end", f"at most {format_bytes(MOST_BLANK_BYTES)} are passed over"
+            raise DataError(Problem(what, rule, "remove the blank lines, or copy the file again", place(line)))
+        line += block.count(b"\n")
+        yield block
 
 
 class HashedFile(io.RawIOBase):

@@ -7,12 +7,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from bloomery.base.errors import DataError, Problem
+from bloomery.base.errors import BloomeryError, DataError, Problem
 from bloomery.base.ranks import ALONE, Ranks
 from bloomery.base.storage import writing
 from bloomery.checkpoint.choose import Choice, newest_good, tidy
 from bloomery.checkpoint.folder import RETIRED, checkpoint_named, verify
-from bloomery.checkpoint.load import read_recipe_of, read_state
+from bloomery.checkpoint.load import read_recipe_of, read_state, using_state
 from bloomery.checkpoint.manifest import read_manifest
 from bloomery.config.recipe import Recipe
 from bloomery.data.before import Before
@@ -20,6 +20,7 @@ from bloomery.data.blend import BlendState
 from bloomery.data.tokenizer import Tokenizer
 from bloomery.data.tokenizer_hash import is_other_tokenizer
 from bloomery.monitor.journal import Journal
+from bloomery.monitor.meters import IntervalMeter
 from bloomery.sizing.plan import TrainingPlan
 from bloomery.train.contract import Difference, refusals
 from bloomery.train.differences import Side, differences
@@ -64,7 +65,7 @@ def find_past(
         verify(named, ranks=ranks)
         choice = Choice(named)
     else:
-        choice = newest_good(roots, ranks=ranks, elsewhere=far.fetch_newer if far else None)
+        choice = newest_good(roots, ranks=ranks, elsewhere=far.fetch_newer if far else None, why_not=_why_not)
     checkpoint = choice.folder
     if checkpoint is None:
         scale = LossScale.start(recipe.loss_scale) if recipe.precision == "fp16" else None
@@ -77,8 +78,7 @@ def past_at(
 ) -> Past:
     """This checkpoint, for a recipe that goes on from it. DataError if that is another training, less the fields named
     by `changes`. `reads`: the sections to compare, where it is not all of them."""
-    saved, facts = read_recipe_of(checkpoint), read_state(checkpoint)
-    state = TrainState.from_json(facts)
+    saved, facts, state, blend = _read(checkpoint)
     then = Side(saved, TrainingPlan.of(saved, state.history))
     now = Side(recipe, TrainingPlan.going_on(recipe, then.plan, state.step))
     same_tokenizer = recipe.tokenizer == saved.tokenizer or _is_tokenizer_of(checkpoint, recipe)
@@ -87,13 +87,11 @@ def past_at(
         different = [each for each in different if each.field.split(".")[0] in reads]
     if problems := refusals(different, changes, checkpoint=str(checkpoint)):
         raise DataError(problems)
-    assert then.plan.batch.consumed_after_step(state.step) == state.consumed_samples, "plan and checkpoint disagree"
     state.history = now.plan.history
     if recipe.precision != "fp16":
         state.loss_scale = None
     elif state.loss_scale is None:
         state.loss_scale = LossScale.start(recipe.loss_scale)
-    blend = BlendState.from_json(facts["blend"]) if facts["blend"] is not None else None
     same_length = saved.model.seq_length == recipe.model.seq_length
     return Past(
         state,
@@ -103,6 +101,33 @@ def past_at(
         changes=different,
         interval=facts["interval"] if same_length else None,  # tokens per second would be of neither length
     )
+
+
+def _read(checkpoint: Path) -> tuple[Recipe, dict[str, Any], TrainState, BlendState | None]:
+    """Recipe, facts and state of a checkpoint, and its blend. DataError or RecipeError if they make no sense."""
+    saved, facts = read_recipe_of(checkpoint), read_state(checkpoint)
+    with using_state(checkpoint):
+        state = TrainState.from_json(facts)
+        expected = TrainingPlan.of(saved, state.history).batch.consumed_after_step(state.step)
+        if expected != state.consumed_samples:
+            raise ValueError(
+                f"{state.consumed_samples} samples after step {state.step}, where the recipe has {expected}"
+            )
+        if facts["interval"] is not None:
+            IntervalMeter(facts["interval"])
+        blend = BlendState.from_json(facts["blend"]) if facts["blend"] is not None else None
+        if blend is not None and blend.first_sample > state.consumed_samples:
+            raise ValueError(f"the blend begins at sample {blend.first_sample}, after {state.consumed_samples}")
+    return saved, facts, state, blend
+
+
+def _why_not(checkpoint: Path) -> list[str]:
+    """What makes recipe and state of a checkpoint unusable though every file is as it was saved."""
+    try:
+        _read(checkpoint)
+    except BloomeryError as error:
+        return [problem.what for problem in error.problems]
+    return []
 
 
 def check_tokenizer(past: Past, tokenizer_hash: str | None) -> None:

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from functools import cache
+from typing import Any, get_type_hints
 
+from pydantic import TypeAdapter
 from torch import Tensor
 
 from bloomery.base.energy import Energy
 from bloomery.sizing.history import NO_HISTORY, History
 from bloomery.train.loss_scale import LossScale
+
+_adapter = cache(TypeAdapter)
+_NOT_SAVED = ("pending", "saved_step", "saving_step", "begun_step")
 
 
 @dataclass(frozen=True)
@@ -90,19 +96,16 @@ class TrainState:
     def to_json(self) -> dict[str, Any]:
         assert self.pending is None, "settle before saving"
         facts = asdict(self)
-        del facts["pending"], facts["saved_step"], facts["saving_step"], facts["begun_step"]
-        return facts
+        return {name: value for name, value in facts.items() if name not in _NOT_SAVED}
 
     @classmethod
     def from_json(cls, facts: dict[str, Any]) -> TrainState:
-        other = ("interval", "blend", "loss_scale", "history", "energy")
-        own = {key: value for key, value in facts.items() if key not in other}
-        scale = facts["loss_scale"]
-        state = cls(
-            **own,
-            loss_scale=LossScale(**scale) if scale else None,
-            history=History.from_json(facts.get("history")),
-            energy=Energy.from_json(facts.get("energy")),
-        )
+        """ValueError where a value is not of its type, LookupError for one that is not known."""
+        kinds = {name: kind for name, kind in get_type_hints(cls).items() if name not in _NOT_SAVED}
+        own = {name: value for name, value in facts.items() if name not in ("interval", "blend")}
+        own |= {name: own.get(name) or {} for name in ("history", "energy")}  # earlier versions have none
+        state = cls(**{name: _adapter(kinds[name]).validate_python(value) for name, value in own.items()})
+        if state.loss_scale is not None and not 0 < state.loss_scale.scale < math.inf:
+            raise ValueError(f"the loss scale is {state.loss_scale.scale}")
         state.saved_step = state.begun_step = state.step
         return state

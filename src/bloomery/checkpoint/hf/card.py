@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 import torch
 
 import bloomery
+from bloomery.base.bounded import LARGE_BYTES, parse_json, read_json, read_small
 from bloomery.base.energy import NO_SENSOR, Energy, format_device_hours, format_joules
 from bloomery.checkpoint.folder import MANIFEST
 from bloomery.checkpoint.load import consumed_tokens
@@ -125,7 +125,7 @@ def _events(run: Path, checkpoint: Path, step: int, kind: str) -> list[dict[str,
     ledger = run / names.EVENTS_FILE
     if not ledger.is_file():
         return []
-    saved_at = json.loads((checkpoint / MANIFEST).read_text()).get("time", math.inf)
+    saved_at = read_json(checkpoint / MANIFEST, LARGE_BYTES).get("time", math.inf)
     found = [event for event in read_events(ledger) if event["kind"] == kind]
     return [event for event in found if event["step"] <= step and event["time"] <= saved_at]
 
@@ -165,8 +165,8 @@ def _energy(spent: Energy, jobs: list[dict[str, Any]]) -> str:
 
 
 def _lineage(recipe: Recipe, checkpoint: Path, state: Mapping[str, Any], jobs: list[dict[str, Any]]) -> dict[str, Any]:
-    content = (checkpoint / MANIFEST).read_bytes()
-    saved = json.loads(content)
+    content = read_small(checkpoint / MANIFEST, LARGE_BYTES)
+    saved = parse_json(content)
     rows = {
         "run": f"`{recipe.name}`",
         "recipe fingerprint": f"`{fingerprint(recipe)}`",

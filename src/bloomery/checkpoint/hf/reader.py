@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Self
 
 from torch import Tensor
 
+from bloomery.base.bounded import LARGE_BYTES, read_json
 from bloomery.base.errors import DataError, Problem
 from bloomery.checkpoint.hf.shards import INDEX, SINGLE
 from bloomery.checkpoint.tensor_file import TensorFile
@@ -67,7 +67,7 @@ def _read_index(folder: Path) -> dict[str, str] | None:
     if not path.is_file():
         return None
     try:
-        places = json.loads(path.read_text(encoding="utf-8-sig"))["weight_map"]
+        places = read_json(path, LARGE_BYTES)["weight_map"]
         if not isinstance(places, dict) or not places:
             raise ValueError("its weight_map is empty or no object")
         strange = [file for file in places.values() if not isinstance(file, str) or Path(file).name != file]

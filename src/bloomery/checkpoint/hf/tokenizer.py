@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from bloomery.base.bounded import read_small
 from bloomery.base.storage import make_run_folder, write_atomically
 from bloomery.data.tokenizer import Tokenizer
 from bloomery.data.tokenizer_files import read_settings, token_of
@@ -48,12 +49,12 @@ def write_tokenizer(
     }
     content = tokenizer.content
     if pairs and tokenizer.parsed.get("post_processor") is None and tokenizer.pairs is not None:
-        content = json.dumps({**json.loads(content), "post_processor": tokenizer.pairs}, ensure_ascii=False, indent=2)
+        content = json.dumps({**tokenizer.parsed, "post_processor": tokenizer.pairs}, ensure_ascii=False, indent=2)
     make_run_folder(folder)
     write_atomically(folder / "tokenizer.json", content)
     write_atomically(folder / "tokenizer_config.json", json.dumps(config, indent=2, sort_keys=True) + "\n")
     if (own / CHAT_TEMPLATE).is_file():
-        write_atomically(folder / CHAT_TEMPLATE, (own / CHAT_TEMPLATE).read_bytes())
+        write_atomically(folder / CHAT_TEMPLATE, read_small(own / CHAT_TEMPLATE))
     return {f"{part}_id": tokenizer.id_of(parts[part]) for part in _WITH_IDS if part in parts}
 
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from bloomery.base.bounded import parse_json
 from bloomery.base.errors import Problem, RecipeError
 from bloomery.checkpoint.megatron.builder import LARGEST
 from bloomery.checkpoint.megatron.flags import Row
@@ -197,7 +199,7 @@ def _content(text: str, place: str) -> dict[str, Any]:
 
     def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         keys = [key for key, _ in pairs]
-        if twice := [key for key in keys if keys.count(key) > 1]:
+        if twice := [key for key, count in Counter(keys).items() if count > 1]:
             raise ValueError(f"{json.dumps(twice[0])} stands twice in one object")
         return dict(pairs)
 
@@ -206,11 +208,11 @@ def _content(text: str, place: str) -> dict[str, Any]:
 
     rule = "ds_config is JSON: numbers have no underscores, and nothing is computed in it"
     try:
-        content = json.loads(text, object_pairs_hook=once, parse_constant=refuse)
+        content = parse_json(text, object_pairs_hook=once, parse_constant=refuse)
     except json.JSONDecodeError as error:
         where = f"line {error.lineno} of the file, column {error.colno}"
         raise RecipeError(Problem(f"not valid JSON: {error.msg} ({where})", rule, "mend it", place)) from error
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise RecipeError(Problem(f"not valid JSON: {error}", rule, "mend it", place)) from error
     if not isinstance(content, dict):
         what, rule = f"it holds {type(content).__name__}", "a ds_config is a JSON object: {...}"

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from bloomery.base.bounded import read_text
 from bloomery.base.errors import Problem, RecipeError
 from bloomery.checkpoint.megatron.builder import Builder
 from bloomery.checkpoint.megatron.ds_config import DsConfig, Said, compare, read_ds_config
@@ -119,7 +120,7 @@ def _read(words: Sequence[str], given: Mapping[str, str]) -> tuple[Script | None
     if words[0].startswith("-") or (words[0].endswith(".py") and len(words) > 1):
         return None, parse_command(words, COMMAND_LINE), COMMAND_LINE
     try:
-        text = first.read_text(encoding="utf-8-sig")
+        text = read_text(first)
     except (OSError, UnicodeDecodeError) as error:
         rule = "the first word is a flag, a program such as pretrain_gpt.py, or a file with the command line"
         raise RecipeError(Problem(f"cannot read {first}: {error}", rule, "correct the path")) from error
@@ -188,7 +189,7 @@ def _find_ds_config(b: Builder, named: Path | None, may_lack: bool) -> DsConfig 
     found = b.find_file(flag.text) if flag is not None and named is None else None
     if named is not None:
         try:
-            found = named.read_text(encoding="utf-8-sig"), str(named)
+            found = read_text(named), str(named)
         except (OSError, UnicodeDecodeError) as error:
             raise RecipeError(Problem(f"cannot read {named}: {error}", remedy="correct --ds-config")) from error
     if flag is not None and named is not None:
@@ -221,7 +222,7 @@ def _text_of(path: str, script: Script | None, source: str) -> tuple[str, str] |
     for place in (Path(path), Path(source).parent / path):
         if os.path.isfile(place):
             try:
-                return place.read_text(encoding="utf-8-sig"), str(place)
+                return read_text(place), str(place)
             except (OSError, UnicodeDecodeError) as error:
                 raise RecipeError(Problem(f"cannot read {place}: {error}", remedy="correct the path")) from error
     return None

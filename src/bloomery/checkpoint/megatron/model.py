@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import json
-
+from bloomery.base.bounded import LARGE_BYTES, parse_json, read_text
 from bloomery.checkpoint.megatron.builder import Builder
 from bloomery.checkpoint.megatron.shell_expand import is_known
 
@@ -205,8 +204,7 @@ def _count_vocabulary(path: str | None) -> int | None:
     if path is None or not is_known(path):
         return None
     try:
-        with open(path, encoding="utf-8") as file:
-            text = file.read()
-        return len(json.loads(text)) if path.endswith(".json") else len(text.splitlines())
-    except (OSError, ValueError, TypeError, RecursionError):
+        text = read_text(path, LARGE_BYTES)
+        return len(parse_json(text)) if path.endswith(".json") else len(text.splitlines())
+    except (OSError, ValueError, TypeError):
         return None

@@ -1,0 +1,89 @@
+"""Small files from elsewhere, which may be anything: regular ones of a bounded size, and JSON of a bounded depth."""
+
+from __future__ import annotations
+
+import errno
+import io
+import json
+import os
+import stat
+from typing import Any
+
+from bloomery.base.units import format_bytes
+
+SMALL_BYTES = 16 << 20
+LARGE_BYTES = 128 << 20
+"""For lists of tensors or files, and vocabularies."""
+_DEEPEST = 64
+_MOST_IN_A_LEVEL = 4_000_000
+_MOST_DIGITS = 40
+"""Of a whole number: `float` takes all of these. Tokenizers have a `model_max_length` of 31 digits."""
+
+
+def read_small(path: str | os.PathLike[str], most_bytes: int = SMALL_BYTES) -> bytes:
+    """OSError also where it is a pipe, a device or larger. Never waits, and never reads more than that."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        require_regular(descriptor, path)
+        with open(descriptor, "rb", closefd=False) as file:
+            content = file.read(most_bytes + 1)
+    finally:
+        os.close(descriptor)
+    if len(content) > most_bytes:
+        raise OSError(errno.EFBIG, f"it is larger than {format_bytes(most_bytes)}", str(path))
+    return content
+
+
+def require_regular(descriptor: int, path: str | os.PathLike[str]) -> None:
+    """OSError for a folder, a pipe, a socket or a device."""
+    mode = os.fstat(descriptor).st_mode
+    if stat.S_ISDIR(mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    if not stat.S_ISREG(mode):
+        raise OSError(errno.ENXIO, "it is no regular file", str(path))
+
+
+def read_text(path: str | os.PathLike[str], most_bytes: int = SMALL_BYTES, *, encoding: str = "utf-8-sig") -> str:
+    """With `\\n` for every kind of line end. ValueError where it is not of that encoding."""
+    return io.TextIOWrapper(io.BytesIO(read_small(path, most_bytes)), encoding).read()
+
+
+def read_json(path: str | os.PathLike[str], most_bytes: int = SMALL_BYTES) -> Any:
+    """OSError where it cannot be read, ValueError where it is no JSON."""
+    return parse_json(read_small(path, most_bytes))
+
+
+def parse_json(content: bytes | str, **hooks: Any) -> Any:
+    """ValueError also where it is nested too deeply or has a number that is too long. Takes NaN, as Python writes it.
+    `hooks`: of json.JSONDecoder."""
+    text = content.decode("utf-8-sig") if isinstance(content, bytes) else content
+    decoder = json.JSONDecoder(parse_int=_integer, **hooks) if hooks else _DECODER
+    try:
+        value = decoder.decode(text)
+    except RecursionError:
+        raise ValueError(_TOO_DEEP) from None
+    if text.count("[") + text.count("{") > _DEEPEST:
+        check_depth(value)
+    return value
+
+
+def check_depth(value: Any) -> None:
+    """ValueError where lists and objects lie too deep in each other for the code that walks them, or are too many."""
+    level = [value] if type(value) in (dict, list) else []
+    for _ in range(_DEEPEST):
+        inner = [each.values() if type(each) is dict else each for each in level]
+        if not (level := [each for values in inner for each in values if type(each) in (dict, list)]):
+            return
+        if len(level) > _MOST_IN_A_LEVEL:
+            raise ValueError("it has too many lists and objects")
+    raise ValueError(_TOO_DEEP)
+
+
+def _integer(digits: str) -> int:
+    if len(digits) > _MOST_DIGITS:
+        raise ValueError(f"it has a number of {len(digits)} digits")
+    return int(digits)
+
+
+_TOO_DEEP = f"it is nested more than {_DEEPEST} levels deep"
+_DECODER = json.JSONDecoder(parse_int=_integer)
