@@ -182,3 +182,24 @@ def on_two_nodes(mount: str, disks: Sequence[str], arguments: Sequence[str]) -> 
     assert system.mount(b"none", b"/", None, private, None) == 0
     assert system.mount(disks[half].encode(), mount.encode(), None, bind, None) == 0
     return main(arguments)
+
+
+def plant_gradients(steps: Sequence[int], factor: float) -> None:
+    """Every gradient of these steps is multiplied in this process, after the losses were computed."""
+    from bloomery.parallel import runner
+
+    forward_backward = runner.Runner.forward_backward
+
+    def planted(self: Any, *args: Any, **kwargs: Any) -> Any:
+        found = forward_backward(self, *args, **kwargs)
+        if kwargs["step"] in steps:
+            for tensor in self.gradients.tensors():
+                tensor.mul_(factor)
+        return found
+
+    runner.Runner.forward_backward = planted  # type: ignore[method-assign]
+
+
+def with_gradients(steps: Sequence[int], factor: float, arguments: Sequence[str]) -> int:
+    plant_gradients(steps, factor)
+    return main(arguments)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from bloomery.base.errors import BloomeryError, DataError
 from bloomery.train.drift import watch_drift
 from bloomery.train.evaluate import evaluate
+from bloomery.train.rewind import last_good, rewind
 from bloomery.train.run import Run
 from bloomery.train.save import save, save_if_due, write_picture
 from bloomery.train.state import TrainState
@@ -24,6 +25,9 @@ def train(run: Run, state: TrainState) -> StopReason:
     with run.stop.listening():
         try:
             while (stop := run.stop.reason(state)) is None:
+                if state.spikes.rewind_due is not None:
+                    rewind(run, state)
+                    continue
                 train_step(run, state)
                 watch_drift(run, state)
                 if run.evaluates_at(state.step):
@@ -41,10 +45,12 @@ def train(run: Run, state: TrainState) -> StopReason:
             evaluate(run, state)
         save(run, state, last=True, keep_all=stop.is_failure)
     run.stop.count_energy(state)
-    facts = {"reason": stop.kind, "text": stop.text, "finished": stop.finished, "energy": state.energy.to_json()}
+    good = last_good(run, state) if stop.is_failure else None
+    facts = {"reason": stop.kind, "text": stop.text, "finished": stop.finished, "last_good": good}
+    facts |= {"energy": state.energy.to_json()}
     run.journal.event("stop", state.step, **facts)
     run.journal.notice(f"stopped at step {state.step:,}: {stop.text.rstrip('.')}. Saved in {run.folder}")
-    failure = failure or run.stop.failure(stop, state.step)
+    failure = failure or run.stop.failure(stop, state.step, good)
     if failure is not None:
         raise failure
     return stop

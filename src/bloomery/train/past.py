@@ -88,6 +88,8 @@ def past_at(
         raise DataError(problems)
     assert then.plan.batch.consumed_after_step(state.step) == state.consumed_samples, "plan and checkpoint disagree"
     state.history = now.plan.history
+    if any(each.field.startswith(("data.", "model.", "batch.")) for each in different):
+        state.spikes = state.spikes.learn_again()
     if recipe.precision != "fp16":
         state.loss_scale = None
     elif state.loss_scale is None:

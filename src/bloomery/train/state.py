@@ -11,6 +11,7 @@ from torch import Tensor
 from bloomery.base.energy import Energy
 from bloomery.sizing.history import NO_HISTORY, History
 from bloomery.train.loss_scale import LossScale
+from bloomery.train.spikes import SpikeWatch
 
 
 @dataclass(frozen=True)
@@ -61,6 +62,7 @@ class TrainState:
     nan_steps: int = 0
     nan_steps_in_a_row: int = 0
     loss_scale: LossScale | None = None
+    spikes: SpikeWatch = field(default_factory=SpikeWatch)
     history: History = NO_HISTORY
     """Of a run that has changed its batch or its sequence length; changes only when a job starts."""
     save_seconds: float | None = None
@@ -84,6 +86,11 @@ class TrainState:
     """The step of the newest checkpoint that was begun, whatever came of it; not saved itself."""
 
     @property
+    def is_suspicious(self) -> bool:
+        """Whether it may be worse than that of older checkpoints."""
+        return self.nan_steps_in_a_row > 0 or self.spikes.since is not None
+
+    @property
     def lr_samples(self) -> int:
         return self.consumed_samples - self.held_samples
 
@@ -95,12 +102,13 @@ class TrainState:
 
     @classmethod
     def from_json(cls, facts: dict[str, Any]) -> TrainState:
-        other = ("interval", "blend", "loss_scale", "history", "energy")
+        other = ("interval", "blend", "loss_scale", "spikes", "history", "energy")
         own = {key: value for key, value in facts.items() if key not in other}
         scale = facts["loss_scale"]
         state = cls(
             **own,
             loss_scale=LossScale(**scale) if scale else None,
+            spikes=SpikeWatch(**facts.get("spikes") or {}),
             history=History.from_json(facts.get("history")),
             energy=Energy.from_json(facts.get("energy")),
         )

@@ -21,12 +21,13 @@ from bloomery.base.ranks import ALONE, Ranks
 from bloomery.base.units import Amount, Duration, format_seconds
 from bloomery.monitor.energy import EnergyMeter
 from bloomery.sizing.plan import TrainingPlan
+from bloomery.train.spikes import RECOVERY_STEPS
 from bloomery.train.state import TrainState
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 _POLL_SECONDS = 0.2
 _REMEDIES = {
-    "diverged": "lower lr.peak, or go on with --from an earlier checkpoint and train.skip around the bad data",
+    "diverged": "lower lr.peak, or pass over the bad data with train.skip",
     "drift": "check the machines of these ranks, then go on with --from a checkpoint from before the drift",
 }
 
@@ -63,10 +64,12 @@ class StopRules:
         evaluate_every: int | None = None,
         ranks: Ranks = ALONE,
         energy: EnergyMeter | None = None,
+        spike_patience: int = 50,
     ) -> None:
         self._ranks = ranks
         self._energy = energy or EnergyMeter()
         self._plan = plan
+        self._spike_patience = spike_patience
         self._exit_after = exit_after
         self._control = control
         self._save_seconds_estimate = save_seconds_estimate
@@ -110,7 +113,11 @@ class StopRules:
         if self._signal is not None:
             where = f" on rank {self._ranks.rank}" if self._ranks.size > 1 else ""
             return StopReason("signal", f"received {self._signal.name}{where}")
-        if state.step >= self._plan.train_steps:
+        is_last = state.step >= self._plan.train_steps
+        if state.spikes.steps >= (min(self._spike_patience, RECOVERY_STEPS) if is_last else self._spike_patience):
+            many = f"{state.spikes.steps} steps since step {state.spikes.since}"
+            return StopReason("diverged", f"the loss or the gradient norm was far above the recent ones in {many}")
+        if is_last:
             verb = "reached" if state.step == self._plan.train_steps else "is beyond"
             return StopReason("finished", f"{verb} {self._plan.train_steps:,} steps")
         return self._end_of_job(state)
@@ -125,12 +132,16 @@ class StopRules:
         own = self._energy.own(fresh=True)
         state.energy = self._energy.before + Energy(*self._ranks.sum(list(own.to_json().values())))
 
-    def failure(self, reason: StopReason, step: int) -> DivergedError | None:
-        """What a failed training ends with; None if it did not fail."""
+    def failure(self, reason: StopReason, step: int, good: str | None) -> DivergedError | None:
+        """What a failed training ends with; None if it did not fail. `good`: the last good checkpoint of one that has
+        diverged."""
         if not reason.is_failure:
             return None
-        what = f"training stopped at step {step}: {reason.text}"
-        return DivergedError(Problem(what, remedy=_REMEDIES[reason.kind])).told_once(self._ranks.rank)
+        what, rule, remedy = f"training stopped at step {step}: {reason.text}", "", _REMEDIES[reason.kind]
+        if reason.kind == "diverged":
+            rule = f"the last good checkpoint is {good}" if good else "no checkpoint is known to be good"
+            remedy = f"start again with --from {good} and {remedy}" if good else f"start afresh: {remedy}"
+        return DivergedError(Problem(what, rule, remedy)).told_once(self._ranks.rank)
 
     def request(self, reason: StopReason) -> None:
         """Stop before the next step, for a reason found elsewhere. The first reason wins."""
