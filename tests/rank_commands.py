@@ -184,8 +184,8 @@ def on_two_nodes(mount: str, disks: Sequence[str], arguments: Sequence[str]) -> 
     return main(arguments)
 
 
-def plant_gradients(steps: Sequence[int], factor: float) -> None:
-    """Every gradient of these steps is multiplied in this process, after the losses were computed."""
+def plant_spikes(steps: Sequence[int], factor: float, *, in_loss: bool = True) -> None:
+    """Every gradient of these steps is multiplied in this process, and so are the losses."""
     from bloomery.parallel import runner
 
     forward_backward = runner.Runner.forward_backward
@@ -195,11 +195,13 @@ def plant_gradients(steps: Sequence[int], factor: float) -> None:
         if kwargs["step"] in steps:
             for tensor in self.gradients.tensors():
                 tensor.mul_(factor)
+            if in_loss:
+                found.means.update({name: mean * factor for name, mean in found.means.items()})
         return found
 
     runner.Runner.forward_backward = planted  # type: ignore[method-assign]
 
 
-def with_gradients(steps: Sequence[int], factor: float, arguments: Sequence[str]) -> int:
-    plant_gradients(steps, factor)
+def with_spikes(steps: Sequence[int], factor: float, arguments: Sequence[str]) -> int:
+    plant_spikes(steps, factor)
     return main(arguments)

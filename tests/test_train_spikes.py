@@ -150,7 +150,7 @@ LAYOUTS = {
     "pp2": ("parallel.pp=2",),
 }
 SPIKE = 26
-"""The step whose gradients are planted. Steps 10, 20 and 30 are saved, and five normal ones follow 20."""
+"""The step whose loss and gradients are planted. Steps 10, 20 and 30 are saved, and five normal ones follow 20."""
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -158,7 +158,7 @@ def test_ranks_skip_a_spike_or_go_back_together(workshop: Workshop, layout: str)
     """A skipped update equals one skipped for its NaN, and a rewind a run with train.skip, bit for bit."""
 
     def trained(run: str, factor: float, *overrides: str) -> Path:
-        command = partial(rank_commands.with_gradients, [SPIKE], factor)
+        command = partial(rank_commands.with_spikes, [SPIKE], factor)
         assert run_ranks(workshop, *LONG, *TWO, *LAYOUTS[layout], *overrides, run=run, command=command) == 0, said(
             workshop
         )
@@ -177,12 +177,12 @@ def test_ranks_skip_a_spike_or_go_back_together(workshop: Workshop, layout: str)
 
 @pytest.fixture
 def planting(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Multiply the gradients of some steps in this process, until the test ends."""
+    """Multiply losses and gradients of some steps in this process, until the test ends."""
     original = Runner.forward_backward
 
-    def plant(*steps: int, factor: float = 1e3) -> None:
+    def plant(*steps: int, in_loss: bool = True) -> None:
         monkeypatch.setattr(Runner, "forward_backward", original)
-        rank_commands.plant_gradients(steps, factor)
+        rank_commands.plant_spikes(steps, 1e3, in_loss=in_loss)
 
     monkeypatch.setattr(Runner, "forward_backward", original)
     return plant
@@ -270,3 +270,9 @@ def test_an_fp16_overflow_is_no_spike_and_a_spike_no_overflow(
     )
     assert [event["step"] for event in workshop.events(run, "skipped_update")] == [SPIKE]
     assert {record["loss_scale"] for record in workshop.metrics(run)} == {1024.0}
+
+
+def test_a_gradient_norm_alone_is_a_spike_too(workshop: Workshop, planting: Callable[..., None]) -> None:
+    planting(12, 67, in_loss=False)  # the first one comes while nobody knows what is normal
+    run = workshop.train("train.for=68 steps", *LONG[1:], "train.on_spike=skip_update")
+    assert [event["step"] for event in workshop.events(run, "skipped_update")] == [67]

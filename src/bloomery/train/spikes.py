@@ -14,7 +14,7 @@ PROOF_STEPS = 5
 """Normal steps after a checkpoint that prove it to be good: a bad update shows in the steps after it."""
 _WINDOW = 64
 _FEWEST = 20
-"""Steps to know before the recent ones say what is normal."""
+"""Steps to know before the recent losses say what is normal."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class SpikeWatch:
         norm = math.inf
         if len(self.losses) >= _FEWEST:
             loss = min(loss, _above(self.losses, factor, share=0.1, least=0.1))
-        if len(self.grad_norms) >= _FEWEST:
+        if len(self.grad_norms) == _WINDOW:  # while the rate warms up, healthy ones jump by factors of ten
             norm = max(_above(self.grad_norms, factor, share=factor - 1), clip_norm or 0.0)
         return Limits(_fp32(loss), _fp32(norm))
 
