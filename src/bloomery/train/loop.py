@@ -24,10 +24,11 @@ def train(run: Run, state: TrainState) -> StopReason:
     run.journal.event("start", first_step, **run.start_facts)
     with run.stop.listening():
         try:
-            while (stop := run.stop.reason(state)) is None:
+            while True:
                 if state.spikes.rewind_due is not None:
                     rewind(run, state)
-                    continue
+                if (stop := run.stop.reason(state)) is not None:
+                    break
                 train_step(run, state)
                 watch_drift(run, state)
                 if run.evaluates_at(state.step):
@@ -45,7 +46,7 @@ def train(run: Run, state: TrainState) -> StopReason:
             evaluate(run, state)
         save(run, state, last=True, keep_all=stop.is_failure)
     run.stop.count_energy(state)
-    good = last_good(run, state) if stop.is_failure else None
+    good = last_good(run, state) if stop.kind == "diverged" else None
     facts = {"reason": stop.kind, "text": stop.text, "finished": stop.finished, "last_good": good}
     facts |= {"energy": state.energy.to_json()}
     run.journal.event("stop", state.step, **facts)

@@ -60,7 +60,7 @@ class SpikeWatch:
     def follow(self, step: int, loss: float, grad_norm: float, limits: Limits, *, factor: float, chance: float) -> bool:
         """Judge and count one step; whether it spiked. `chance`: the loss of a model that knows nothing. What is not
         finite is not judged: NaNs have rules of their own."""
-        if loss > limits.loss or limits.grad_norm < grad_norm < math.inf:
+        if limits.loss < loss < math.inf or limits.grad_norm < grad_norm < math.inf:
             self.since = self.since or step
             self.steps, self.normal_steps = self.steps + 1, 0
             return True
