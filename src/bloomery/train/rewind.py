@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from bloomery.checkpoint.folder import damage, step_name
 from bloomery.checkpoint.load import load_on_all, read_state
 from bloomery.train.run import Run
@@ -12,6 +14,17 @@ from bloomery.train.stop import StopReason
 
 _MOST = 10
 """Rewinds in a row, each no more than train.stop_after_spike_steps after the one before: the data is not the reason."""
+
+
+def rewind_or_stop(run: Run, state: TrainState) -> StopReason | None:
+    """Asked before every step: go back if that is due, and say why to stop, or None. All ranks call it."""
+    if state.spikes.rewind_due is not None:
+        rewind(run, state)
+    reason = run.stop.reason(state)
+    if reason is None or reason.kind != "diverged":
+        return reason
+    good = _whole(run, state, tensors=False)  # for people: its tensors are not read
+    return replace(reason, last_good=None if good is None else step_name(good))
 
 
 def rewind(run: Run, state: TrainState) -> None:
@@ -47,12 +60,6 @@ def rewind(run: Run, state: TrainState) -> None:
     run.journal.event("rewind", target, to=folder.name, passed_over=[good + 1, target])
     run.journal.warning(f"back to {folder.name}: the data of steps {good + 1:,} to {target:,} is passed over")
     save(run, state)
-
-
-def last_good(run: Run, state: TrainState) -> str | None:
-    """The name of the last good checkpoint, for people: its tensors are not read. All ranks call it."""
-    good = _whole(run, state, tensors=False)
-    return None if good is None else step_name(good)
 
 
 def _whole(run: Run, state: TrainState, *, tensors: bool = True) -> int | None:

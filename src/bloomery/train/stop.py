@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from types import FrameType
+from typing import Any
 
 from bloomery.base.clock import job_seconds
 from bloomery.base.energy import Energy
@@ -39,11 +40,17 @@ class StopReason:
     text: str
     error: BloomeryError | None = None
     """What to end with, at once and without a save: the run is no longer ours, or has not begun."""
+    last_good: str | None = None
+    """The last good checkpoint of a run that has diverged."""
 
     @property
     def finished(self) -> bool:
         """Whether the training is complete, so that starting it again would do nothing."""
         return self.kind == "finished"
+
+    def facts(self) -> dict[str, Any]:
+        """For the ledger."""
+        return {"reason": self.kind, "text": self.text, "finished": self.finished, "last_good": self.last_good}
 
     @property
     def is_failure(self) -> bool:
@@ -132,13 +139,13 @@ class StopRules:
         own = self._energy.own(fresh=True)
         state.energy = self._energy.before + Energy(*self._ranks.sum(list(own.to_json().values())))
 
-    def failure(self, reason: StopReason, step: int, good: str | None) -> DivergedError | None:
-        """What a failed training ends with; None if it did not fail. `good`: the last good checkpoint of one that has
-        diverged."""
+    def failure(self, reason: StopReason, step: int) -> DivergedError | None:
+        """What a failed training ends with; None if it did not fail."""
         if not reason.is_failure:
             return None
         what, rule, remedy = f"training stopped at step {step}: {reason.text}", "", _REMEDIES[reason.kind]
         if reason.kind == "diverged":
+            good = reason.last_good
             rule = f"the last good checkpoint is {good}" if good else "no checkpoint is known to be good"
             remedy = f"start again with --from {good} and {remedy}" if good else f"start afresh: {remedy}"
         return DivergedError(Problem(what, rule, remedy)).told_once(self._ranks.rank)
