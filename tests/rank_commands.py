@@ -182,3 +182,26 @@ def on_two_nodes(mount: str, disks: Sequence[str], arguments: Sequence[str]) -> 
     assert system.mount(b"none", b"/", None, private, None) == 0
     assert system.mount(disks[half].encode(), mount.encode(), None, bind, None) == 0
     return main(arguments)
+
+
+def plant_spikes(steps: Sequence[int], factor: float, *, in_loss: bool = True) -> None:
+    """Every gradient of these steps is multiplied in this process, and so are the losses."""
+    from bloomery.parallel import runner
+
+    forward_backward = runner.Runner.forward_backward
+
+    def planted(self: Any, *args: Any, **kwargs: Any) -> Any:
+        found = forward_backward(self, *args, **kwargs)
+        if kwargs["step"] in steps:
+            for tensor in self.gradients.tensors():
+                tensor.mul_(factor)
+            if in_loss:
+                found.means.update({name: mean * factor for name, mean in found.means.items()})
+        return found
+
+    runner.Runner.forward_backward = planted  # type: ignore[method-assign]
+
+
+def with_spikes(steps: Sequence[int], factor: float, arguments: Sequence[str]) -> int:
+    plant_spikes(steps, factor)
+    return main(arguments)

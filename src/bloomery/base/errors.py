@@ -77,7 +77,7 @@ class DataError(BloomeryError):
 
 
 class DivergedError(BloomeryError):
-    """Training stopped itself because its numbers were no longer numbers."""
+    """Training stopped itself: NaNs, numbers far above what they were, or ranks that drifted apart."""
 
     exit_code = exit_codes.DIVERGED
 

@@ -24,6 +24,8 @@ from bloomery.monitor.record import strict_json
 MANIFEST = "manifest.json"
 FORMAT = 2
 STATE, RECIPE = "state.json", "recipe.yaml"
+SUSPICIOUS = "suspicious"
+"""Whether it was saved in a stretch of spikes or NaNs, so that older ones may be better."""
 _OWN_HASH = "sha256"
 """Of all else that the manifest says; those of earlier versions have none."""
 _SHA256 = re.compile(r"[0-9a-f]{64}")
@@ -126,5 +128,6 @@ _RIGHT: dict[str, Callable[[Any], bool]] = {
     "shards": _are_shards,
     "time": lambda value: value is None or type(value) in (int, float),
     "validation": _is_validation,
+    SUSPICIOUS: lambda value: value is None or type(value) is bool,
     PARTS: lambda value: value is None or isinstance(value, str),
 }

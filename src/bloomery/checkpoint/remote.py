@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 from bloomery.base.bounded import parse_json
 from bloomery.checkpoint import folder as folders
 from bloomery.checkpoint.fence import Writer
+from bloomery.checkpoint.manifest import SUSPICIOUS
 from bloomery.checkpoint.retention import loss_at
 from bloomery.config.recipe import KeepSection
 from bloomery.sizing.kept import kept_steps
@@ -91,7 +92,8 @@ def retain_there(url: str, keep: KeepSection, newest: int, run: str, writer: Wri
     if newest not in found or not _is_whole(store, found[newest]):
         raise OSError(f"{folders.step_name(newest)} is not whole in {url}, so nothing older was deleted there")
     losses = {step: loss for step, there in found.items() if (loss := loss_at(there.manifest, step)) is not None}
-    doomed = sorted(found.keys() - kept_steps(list(found), keep, losses))
+    suspicious = {step for step, there in found.items() if there.manifest.get(SUSPICIOUS)}
+    doomed = sorted(found.keys() - kept_steps(list(found), keep, losses, suspicious))
     for step in doomed:
         _delete(store, found[step], writer)
     return [found[step].name for step in doomed]

@@ -10,7 +10,7 @@ from typing import Any
 from bloomery.base.errors import DataError
 from bloomery.checkpoint import folder as folders
 from bloomery.checkpoint.fence import Writer
-from bloomery.checkpoint.manifest import read_manifest
+from bloomery.checkpoint.manifest import SUSPICIOUS, read_manifest
 from bloomery.config.recipe import KeepSection
 from bloomery.sizing.kept import kept_steps
 
@@ -24,7 +24,7 @@ def apply_retention(
         return []
     found = {folders.step_of(path): path for path in folders.complete_checkpoints(root)}
     losses = {step: loss for step, path in found.items() if (loss := _validation_loss(path, step)) is not None}
-    kept = kept_steps(list(found), keep, losses)
+    kept = kept_steps(list(found), keep, losses, {step for step, path in found.items() if is_suspicious(path)})
     removed = []
     for step, path in sorted(found.items()):
         if step not in kept and step not in spare:
@@ -39,6 +39,14 @@ def _validation_loss(folder: Path, step: int) -> float | None:
         return loss_at(read_manifest(folder), step)
     except DataError:
         return None
+
+
+def is_suspicious(folder: Path) -> bool:
+    """Whether it was saved in a stretch of spikes or NaNs; so is one whose manifest cannot be read."""
+    try:
+        return bool(read_manifest(folder).get(SUSPICIOUS))
+    except DataError:
+        return True
 
 
 def loss_at(manifest: Mapping[str, Any], step: int) -> float | None:

@@ -178,6 +178,12 @@ class TrainSection(Section):
     """Ranges of steps whose data is passed over, such as '1000-1010 steps'; they count as consumed."""
     stop_after_nan_steps: Size = 3
     """A step with a NaN loss or gradient is skipped; this many in a row stop the training."""
+    on_spike: Literal["warn", "skip_update", "rewind"] = "warn"
+    """What a loss or gradient norm far above the recent ones does: warn, also skip the update, or also go back."""
+    spike_factor: float = Field(default=6.0, ge=1)
+    """How far is far: times the distance of the 90th percentile of the recent steps from their median."""
+    stop_after_spike_steps: Size = 50
+    """This many such steps, before 10 normal ones in a row, stop the training."""
     compile: bool | Literal["auto"] = "auto"
     """torch.compile the model; auto: on an accelerator, not on a CPU."""
 

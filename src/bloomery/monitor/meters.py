@@ -100,6 +100,11 @@ class IntervalMeter:
         self._clear()
         return interval
 
+    def drop(self) -> None:
+        """Forget the interval so far: its steps were given up."""
+        self._started = time.monotonic()
+        self._clear()
+
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Leave out what happens inside."""

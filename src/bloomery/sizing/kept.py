@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -23,10 +23,14 @@ class Kept:
     uploaded only the newest goes."""
 
 
-def kept_steps(steps: list[int], keep: KeepSection, losses: Mapping[int, float]) -> set[int]:
-    """Which of these steps to keep. `losses`: of those that were evaluated; one that is no number is never the best."""
-    newest = sorted(steps)[-max(1, keep.last) :]
-    kept = set(newest) | (set(keep.steps) & set(steps))
+def kept_steps(
+    steps: list[int], keep: KeepSection, losses: Mapping[int, float], suspicious: Collection[int] = ()
+) -> set[int]:
+    """Which of these steps to keep. `losses`: of those that were evaluated; one that is no number is never the best.
+    `suspicious`: they do not count among the last, but the newest of all stays."""
+    newest = sorted(set(steps) - set(suspicious))[-max(1, keep.last) :]
+    kept = {max(steps), *newest} if steps else set()
+    kept |= set(keep.steps) & set(steps)
     if keep.every is not None:
         kept |= {step for step in steps if step % keep.every.count == 0}
     numbers = [step for step, loss in losses.items() if math.isfinite(loss)]

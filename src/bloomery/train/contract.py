@@ -37,6 +37,11 @@ CONTRACT = (
         "when to stop; a schedule or an order that follows from `train.for` is compared as what it comes to",
     ),
     Rule(
+        ("train.on_spike", "train.spike_factor", "train.stop_after_spike_steps"),
+        "free",
+        "what spikes to come do; those of the past stay as they were",
+    ),
+    Rule(
         ("name", "checkpoint", "monitor", "train.evaluate", "data.validation", "data.cache_dir", "prepare"),
         "free",
         "what is saved, measured and said",

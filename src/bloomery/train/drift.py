@@ -18,6 +18,7 @@ def watch_drift(run: Run, state: TrainState) -> None:
         "the position in the data": state.consumed_samples,
         "the learning rate's position": state.lr_samples,
         "the loss scale": state.loss_scale.scale if state.loss_scale else None,
+        "the watch for spikes": state.spikes,
         "the seed": run.recipe.seed,
     }
     drifts = find_drift(run.ranks, run.optimizer.shared_pieces(), facts)

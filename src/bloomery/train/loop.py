@@ -9,6 +9,7 @@ from __future__ import annotations
 from bloomery.base.errors import BloomeryError, DataError
 from bloomery.train.drift import watch_drift
 from bloomery.train.evaluate import evaluate
+from bloomery.train.rewind import rewind_or_stop
 from bloomery.train.run import Run
 from bloomery.train.save import save, save_if_due, write_picture
 from bloomery.train.state import TrainState
@@ -23,7 +24,7 @@ def train(run: Run, state: TrainState) -> StopReason:
     run.journal.event("start", first_step, **run.start_facts)
     with run.stop.listening():
         try:
-            while (stop := run.stop.reason(state)) is None:
+            while (stop := rewind_or_stop(run, state)) is None:
                 train_step(run, state)
                 watch_drift(run, state)
                 if run.evaluates_at(state.step):
@@ -41,8 +42,7 @@ def train(run: Run, state: TrainState) -> StopReason:
             evaluate(run, state)
         save(run, state, last=True, keep_all=stop.is_failure)
     run.stop.count_energy(state)
-    facts = {"reason": stop.kind, "text": stop.text, "finished": stop.finished, "energy": state.energy.to_json()}
-    run.journal.event("stop", state.step, **facts)
+    run.journal.event("stop", state.step, **stop.facts(), energy=state.energy.to_json())
     run.journal.notice(f"stopped at step {state.step:,}: {stop.text.rstrip('.')}. Saved in {run.folder}")
     failure = failure or run.stop.failure(stop, state.step)
     if failure is not None:

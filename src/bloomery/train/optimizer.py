@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -22,7 +23,7 @@ class UpdateNumbers:
     grad_norm: Tensor
     """Global L2 norm of the unscaled gradients, before clipping."""
     skipped: Tensor
-    """1.0 if the gradients were not finite and nothing was changed, else 0.0."""
+    """1.0 if nothing was changed, because the gradients were not finite or beyond what they may reach; else 0.0."""
     num_zeros: Tensor
     """Gradient entries that are exactly zero; NaN if they were not counted."""
 
@@ -83,12 +84,22 @@ class Optimizer:
                 "exp_avg_sq": torch.zeros_like(master),
             }
 
-    def update(self, gradients: Gradients, *, lr: float, loss_scale: float, count_zeros: bool = False) -> UpdateNumbers:
-        """One step, unless a gradient is not finite: then nothing changes. Decided on the device, without waiting, and
-        on all ranks alike, because they share the norm."""
+    def update(
+        self,
+        gradients: Gradients,
+        *,
+        lr: float,
+        loss_scale: float,
+        count_zeros: bool = False,
+        most_norm: float = math.inf,
+        unless: Tensor | None = None,
+    ) -> UpdateNumbers:
+        """One step, unless a gradient is not finite, the norm is above `most_norm` or `unless` is true: then nothing
+        changes. Decided on the device, without waiting, and on all ranks alike, because they share the numbers."""
         norm = gradients.norm() / loss_scale
         clip = torch.ones_like(norm) if self._clip_norm is None else (norm / self._clip_norm).clamp(min=1.0)
-        skipped = (~torch.isfinite(norm)).to(torch.float32)
+        skipped = ~torch.isfinite(norm) | (norm > most_norm)
+        skipped = (skipped if unless is None else skipped | unless.to(norm.device)).to(torch.float32)
         # One more pass over the gradients, so only for steps that are logged.
         num_zeros = gradients.num_zeros() if count_zeros else torch.full_like(norm, float("nan"))
         for master, gradient in zip(self._masters, gradients.tensors(), strict=True):

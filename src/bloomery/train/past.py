@@ -88,6 +88,8 @@ def past_at(
     if problems := refusals(different, changes, checkpoint=str(checkpoint)):
         raise DataError(problems)
     state.history = now.plan.history
+    if any(each.field.startswith(("data.", "model.", "batch.")) for each in different):
+        state.spikes = state.spikes.learn_again()
     if recipe.precision != "fp16":
         state.loss_scale = None
     elif state.loss_scale is None:

@@ -28,7 +28,8 @@ from bloomery.sizing.flops import FlopCount, tflops_per_device
 from bloomery.sizing.parameters import count_parameters
 from bloomery.sizing.plan import TrainingPlan
 from bloomery.train.optimizer import Optimizer
-from bloomery.train.state import PendingStep
+from bloomery.train.spikes import Limits
+from bloomery.train.state import PendingStep, TrainState
 from bloomery.train.stop import StopRules
 from bloomery.train.trace import Tracer
 
@@ -83,6 +84,10 @@ class Run:
         model = self.recipe.model
         parameters = count_parameters(model, vocab_size=model.vocab_size).without_embeddings
         return 6 * self.plan.tokens_at(consumed_samples) * parameters // 10**9
+
+    def limits(self, state: TrainState) -> Limits:
+        """What the loss and the gradient norm of the next step may reach; beyond it they are a spike."""
+        return state.spikes.limits(self.recipe.train.spike_factor, self.recipe.optimizer.clip_grad_norm)
 
     def log_if_due(self, pending: PendingStep, energy: Energy, *, force: bool) -> None:
         """One record per log_every steps, one for the last step, and one for every step with a NaN."""

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
+from itertools import islice
+from pathlib import Path
 
 from bloomery.base.units import format_seconds
 from bloomery.checkpoint.fence import FencedError
-from bloomery.checkpoint.folder import step_name
-from bloomery.checkpoint.retention import apply_retention
+from bloomery.checkpoint.folder import complete_checkpoints, step_name, step_of
+from bloomery.checkpoint.manifest import SUSPICIOUS
+from bloomery.checkpoint.retention import apply_retention, is_suspicious
 from bloomery.checkpoint.save import agreed
 from bloomery.checkpoint.saver import SaveOutcome
 from bloomery.checkpoint.tiers import Tier
@@ -20,6 +23,7 @@ from bloomery.config.recipe import KeepSection
 from bloomery.monitor import names
 from bloomery.sizing.cadence import Cadence, cadence, seconds_between_failures
 from bloomery.train.run import Run
+from bloomery.train.spikes import PROOF_STEPS, SpikeWatch
 from bloomery.train.state import TrainState
 from bloomery.train.step import settle
 from bloomery.train.stop import StopReason
@@ -34,9 +38,11 @@ def save_if_due(run: Run, state: TrainState) -> None:
     if run.uploader is not None:
         hear_of_uploads(run, run.uploader.poll())
     asked = run.stop.take_save_request()
+    if state.spikes.rewind_due is not None:  # it saves when it has gone back
+        return
     if asked or run.plan.is_save_step(state.step) or _auto_due(run, state):
         save(run, state)
-    elif run.local is not None and _local_due(run, state):
+    elif run.local is not None and _local_due(run, state) and not state.is_suspicious:
         _begin(run, state, run.local)
 
 
@@ -128,7 +134,7 @@ def _persist(run: Run, state: TrainState, tier: Tier, *, keep_all: bool) -> None
     if tier is run.durable:
         _choose_cadence(run, state)
     blend = run.blend.state.to_json() if run.blend else None
-    suspicious = keep_all or state.nan_steps_in_a_row > 0
+    suspicious = keep_all or state.is_suspicious
     with run.meter.paused():
         run.saver.persist(
             tier.root,
@@ -147,10 +153,11 @@ def _persist(run: Run, state: TrainState, tier: Tier, *, keep_all: bool) -> None
                 "layout": {"ranks": run.ranks.size, **run.recipe.parallel.model_dump()},
                 "time": time.time(),
                 "validation": state.validation,
+                SUSPICIOUS: suspicious,
             },
             parts_root=tier.parts_root,
             after=[run.folder / names.METRICS_FILE, run.folder / names.EVENTS_FILE],
-            then=partial(_after_save, run, tier, state.step, suspicious=suspicious),
+            then=partial(_after_save, run, tier, state.step, spikes=replace(state.spikes), suspicious=suspicious),
             make_room=_room_maker(run, state, tier, suspicious=suspicious),
         )
 
@@ -164,20 +171,34 @@ def _room_maker(run: Run, state: TrainState, tier: Tier, *, suspicious: bool) ->
     if suspicious or state.saved_step is None:
         return None
     known = state.saved_step
-    uploader = run.uploader
+    uploader, step, spikes = run.uploader, state.step, replace(state.spikes)
 
     def make_room() -> list[str]:
-        return tier.retain(spare={known, *(uploader.protected() if uploader else ())})
+        protected = uploader.protected() if uploader else ()
+        return tier.retain(spare={known, *protected, *islice(good_steps(tier.root, spikes, step), 1)})
 
     return make_room
 
 
-def _after_save(run: Run, tier: Tier, step: int, *, suspicious: bool) -> list[str]:
-    """In the thread, when a checkpoint is complete: send it away, and delete what need not be kept."""
+def _after_save(run: Run, tier: Tier, step: int, *, spikes: SpikeWatch, suspicious: bool) -> list[str]:
+    """In the thread, when a checkpoint is complete: send it away, and delete what need not be kept. The newest one that
+    is proven to be good stays, because this one is not yet."""
     uploader = run.uploader if tier is run.durable else None
     if uploader is not None:
         uploader.offer(tier.root / step_name(step), keep_all=suspicious, final=step >= run.plan.train_steps)
-    return [] if suspicious else tier.retain(spare=uploader.protected() if uploader else ())
+    if suspicious:
+        return []
+    good = islice(good_steps(tier.root, spikes, step), 1 if tier is run.durable else 0)
+    return tier.retain(spare={*good, *(uploader.protected() if uploader else ())})
+
+
+def good_steps(root: Path, spikes: SpikeWatch, step: int) -> Iterator[int]:
+    """Complete checkpoints that are proven to be good, the newest first: normal steps followed them, and no rewind gave
+    them up. `step`: how far the run is."""
+    last = (spikes.since or step + 1) - 1 - PROOF_STEPS
+    given_up = range(spikes.rewound[0] + 1, spikes.rewound[1]) if spikes.rewound else range(0)
+    found = [path for path in complete_checkpoints(root) if step_of(path) <= last and step_of(path) not in given_up]
+    return (step_of(path) for path in reversed(found) if not is_suspicious(path))
 
 
 def _wait_for_uploads(run: Run, uploader: Uploader) -> None:

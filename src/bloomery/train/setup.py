@@ -306,6 +306,7 @@ def _stop_rules(
         evaluate_every=evaluate.every.count if evaluate else None,
         ranks=ranks,
         energy=energy,
+        spike_patience=recipe.train.stop_after_spike_steps,
     )
 
 

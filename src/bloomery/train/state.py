@@ -14,6 +14,7 @@ from torch import Tensor
 from bloomery.base.energy import Energy
 from bloomery.sizing.history import NO_HISTORY, History
 from bloomery.train.loss_scale import LossScale
+from bloomery.train.spikes import SpikeWatch
 
 _adapter = cache(TypeAdapter)
 _NOT_SAVED = ("pending", "saved_step", "saving_step", "begun_step")
@@ -67,6 +68,7 @@ class TrainState:
     nan_steps: int = 0
     nan_steps_in_a_row: int = 0
     loss_scale: LossScale | None = None
+    spikes: SpikeWatch = field(default_factory=SpikeWatch)
     history: History = NO_HISTORY
     """Of a run that has changed its batch or its sequence length; changes only when a job starts."""
     save_seconds: float | None = None
@@ -90,6 +92,11 @@ class TrainState:
     """The step of the newest checkpoint that was begun, whatever came of it; not saved itself."""
 
     @property
+    def is_suspicious(self) -> bool:
+        """Whether it may be worse than that of older checkpoints."""
+        return self.nan_steps_in_a_row > 0 or self.spikes.since is not None
+
+    @property
     def lr_samples(self) -> int:
         return self.consumed_samples - self.held_samples
 
@@ -103,7 +110,7 @@ class TrainState:
         """ValueError where a value is not of its type, LookupError for one that is not known."""
         kinds = {name: kind for name, kind in get_type_hints(cls).items() if name not in _NOT_SAVED}
         own = {name: value for name, value in facts.items() if name not in ("interval", "blend")}
-        own |= {name: own.get(name) or {} for name in ("history", "energy")}  # earlier versions have none
+        own |= {name: own.get(name) or {} for name in ("history", "energy", "spikes")}  # earlier versions have none
         state = cls(**{name: _adapter(kinds[name]).validate_python(value) for name, value in own.items()})
         if state.loss_scale is not None and not 0 < state.loss_scale.scale < math.inf:
             raise ValueError(f"the loss scale is {state.loss_scale.scale}")

@@ -8,9 +8,11 @@ from typing import Any
 import torch
 
 from bloomery.base.errors import DivergedError
+from bloomery.model.loss import LM_LOSS
 from bloomery.parallel.runner import StepLosses
 from bloomery.train.optimizer import UpdateNumbers
 from bloomery.train.run import Run
+from bloomery.train.spikes import RECOVERY_STEPS, Limits
 from bloomery.train.state import PendingStep, TrainState
 from bloomery.train.stop import StopReason
 
@@ -32,7 +34,15 @@ def train_step(run: Run, state: TrainState) -> None:
     settle(run, state)
     lr = run.plan.lr.at(state.lr_samples + size)
     run.saver.wait_staged()  # what a save copies must not change under it
-    numbers = run.optimizer.update(run.runner.gradients, lr=lr, loss_scale=scale, count_zeros=run.logs_at(step))
+    most = run.limits(state) if run.recipe.train.on_spike == "skip_update" else Limits()
+    numbers = run.optimizer.update(
+        run.runner.gradients,
+        lr=lr,
+        loss_scale=scale,
+        count_zeros=run.logs_at(step),
+        most_norm=most.grad_norm,
+        unless=losses.means[LM_LOSS] > most.loss,
+    )
     state.step, state.consumed_samples = step, state.consumed_samples + size
     state.pending = PendingStep(
         step=step,
@@ -66,7 +76,8 @@ def settle(run: Run, state: TrainState) -> None:
     losses = dict(zip(pending.loss_names, values, strict=False))
     grad_norm, skipped_flag, num_zeros, *by_source = values[len(losses) :]
     skipped = skipped_flag != 0.0
-    is_nan = not all(math.isfinite(value) for value in losses.values()) or (skipped and state.loss_scale is None)
+    overflow = not math.isfinite(grad_norm)
+    is_nan = not all(math.isfinite(value) for value in losses.values()) or (overflow and state.loss_scale is None)
     state.held_samples += pending.global_batch if skipped else 0
     state.skipped_updates += skipped
     state.nan_steps += is_nan
@@ -85,17 +96,37 @@ def settle(run: Run, state: TrainState) -> None:
         run.journal.event(
             "skipped_update", pending.step, losses=losses, grad_norm=grad_norm, loss_scale=pending.loss_scale
         )
+    watch_spikes(run, state, pending.step, losses[LM_LOSS], grad_norm)
     if state.nan_steps_in_a_row >= run.recipe.train.stop_after_nan_steps:
         text = f"{state.nan_steps_in_a_row} steps in a row had a loss or gradient that is not a number"
         run.stop.request(StopReason("diverged", text))
     if state.loss_scale is not None:
         try:
-            state.loss_scale.update(run.recipe.loss_scale, overflow=skipped)
+            state.loss_scale.update(run.recipe.loss_scale, overflow=overflow)
         except DivergedError as error:
             run.stop.request(StopReason("diverged", str(error)))
     run.log_if_due(pending, state.energy, force=is_nan)
     if pending.then is not None:
         pending.then()
+
+
+def watch_spikes(run: Run, state: TrainState, step: int, loss: float, grad_norm: float) -> None:
+    """Judge a step by those before it, and say what changes."""
+    watch, limits, section = state.spikes, run.limits(state), run.recipe.train
+    is_first, chance = watch.since is None, math.log(run.recipe.model.vocab_size)
+    if watch.follow(step, loss, grad_norm, limits, factor=section.spike_factor, chance=chance):
+        facts = {"loss": loss, "loss_limit": limits.loss, "grad_norm": grad_norm, "grad_norm_limit": limits.grad_norm}
+        run.journal.event("spike", step, **facts, action=section.on_spike)
+        if section.on_spike == "rewind" and step < run.plan.train_steps:
+            watch.rewind_due = watch.rewind_due or step + 1
+        if is_first:
+            run.journal.warning(
+                f"step {step:,} is a spike: loss {loss:.4g} (limit {limits.loss:.4g}), gradient norm {grad_norm:.4g} "
+                f"(limit {limits.grad_norm:.4g}). No checkpoint is deleted until {RECOVERY_STEPS} normal steps follow"
+            )
+    elif not is_first and watch.since is None:
+        run.journal.event("spike_over", step)
+        run.journal.notice(f"step {step:,}: loss and gradient norm are normal again")
 
 
 def _on_its_way_to_the_host(losses: StepLosses, numbers: UpdateNumbers) -> dict[str, Any]:

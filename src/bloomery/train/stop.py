@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from types import FrameType
+from typing import Any
 
 from bloomery.base.clock import job_seconds
 from bloomery.base.energy import Energy
@@ -21,12 +22,13 @@ from bloomery.base.ranks import ALONE, Ranks
 from bloomery.base.units import Amount, Duration, format_seconds
 from bloomery.monitor.energy import EnergyMeter
 from bloomery.sizing.plan import TrainingPlan
+from bloomery.train.spikes import RECOVERY_STEPS
 from bloomery.train.state import TrainState
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 _POLL_SECONDS = 0.2
 _REMEDIES = {
-    "diverged": "lower lr.peak, or go on with --from an earlier checkpoint and train.skip around the bad data",
+    "diverged": "lower lr.peak, or pass over the bad data with train.skip",
     "drift": "check the machines of these ranks, then go on with --from a checkpoint from before the drift",
 }
 
@@ -38,11 +40,17 @@ class StopReason:
     text: str
     error: BloomeryError | None = None
     """What to end with, at once and without a save: the run is no longer ours, or has not begun."""
+    last_good: str | None = None
+    """The last good checkpoint of a run that has diverged."""
 
     @property
     def finished(self) -> bool:
         """Whether the training is complete, so that starting it again would do nothing."""
         return self.kind == "finished"
+
+    def facts(self) -> dict[str, Any]:
+        """For the ledger."""
+        return {"reason": self.kind, "text": self.text, "finished": self.finished, "last_good": self.last_good}
 
     @property
     def is_failure(self) -> bool:
@@ -63,10 +71,12 @@ class StopRules:
         evaluate_every: int | None = None,
         ranks: Ranks = ALONE,
         energy: EnergyMeter | None = None,
+        spike_patience: int = 50,
     ) -> None:
         self._ranks = ranks
         self._energy = energy or EnergyMeter()
         self._plan = plan
+        self._spike_patience = spike_patience
         self._exit_after = exit_after
         self._control = control
         self._save_seconds_estimate = save_seconds_estimate
@@ -110,7 +120,11 @@ class StopRules:
         if self._signal is not None:
             where = f" on rank {self._ranks.rank}" if self._ranks.size > 1 else ""
             return StopReason("signal", f"received {self._signal.name}{where}")
-        if state.step >= self._plan.train_steps:
+        is_last = state.step >= self._plan.train_steps
+        if state.spikes.steps >= (min(self._spike_patience, RECOVERY_STEPS) if is_last else self._spike_patience):
+            many = f"{state.spikes.steps} steps since step {state.spikes.since}"
+            return StopReason("diverged", f"the loss or the gradient norm was far above the recent ones in {many}")
+        if is_last:
             verb = "reached" if state.step == self._plan.train_steps else "is beyond"
             return StopReason("finished", f"{verb} {self._plan.train_steps:,} steps")
         return self._end_of_job(state)
@@ -129,8 +143,12 @@ class StopRules:
         """What a failed training ends with; None if it did not fail."""
         if not reason.is_failure:
             return None
-        what = f"training stopped at step {step}: {reason.text}"
-        return DivergedError(Problem(what, remedy=_REMEDIES[reason.kind])).told_once(self._ranks.rank)
+        what, rule, remedy = f"training stopped at step {step}: {reason.text}", "", _REMEDIES[reason.kind]
+        if reason.kind == "diverged":
+            good = reason.last_good
+            rule = f"the last good checkpoint is {good}" if good else "no checkpoint is known to be good"
+            remedy = f"start again with --from {good} and {remedy}" if good else f"start afresh: {remedy}"
+        return DivergedError(Problem(what, rule, remedy)).told_once(self._ranks.rank)
 
     def request(self, reason: StopReason) -> None:
         """Stop before the next step, for a reason found elsewhere. The first reason wins."""

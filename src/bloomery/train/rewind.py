@@ -1,0 +1,70 @@
+"""Back to the last good checkpoint, and on behind the data that made a spike."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from bloomery.checkpoint.folder import damage, step_name
+from bloomery.checkpoint.load import load_on_all, read_state
+from bloomery.train.run import Run
+from bloomery.train.save import good_steps, hear_of_saves, save
+from bloomery.train.state import TrainState
+from bloomery.train.step import settle
+from bloomery.train.stop import StopReason
+
+_MOST = 10
+"""Rewinds in a row, each no more than train.stop_after_spike_steps after the one before: the data is not the reason."""
+
+
+def rewind_or_stop(run: Run, state: TrainState) -> StopReason | None:
+    """Asked before every step: go back if that is due, and say why to stop, or None. All ranks call it."""
+    if state.spikes.rewind_due is not None:
+        rewind(run, state)
+    reason = run.stop.reason(state)
+    if reason is None or reason.kind != "diverged":
+        return reason
+    good = _whole(run, state, tensors=False)  # for people: its tensors are not read
+    return replace(reason, last_good=None if good is None else step_name(good))
+
+
+def rewind(run: Run, state: TrainState) -> None:
+    """Do what train.skip does to the steps since the last good checkpoint: their data counts as consumed, and nothing
+    was learned from it. Saves, so that a start after this goes on from here. All ranks call it."""
+    settle(run, state)
+    hear_of_saves(run, state, run.saver.wait())
+    watch, target = state.spikes, max(state.step, state.spikes.rewind_due or 0)
+    soon = watch.rewound is not None and target - watch.rewound[1] <= run.recipe.train.stop_after_spike_steps
+    rewinds = watch.rewinds + 1 if soon else 1
+    good = _whole(run, state)
+    if good is None:
+        watch.rewind_due = None
+        if watch.since == target - 1:  # once for each stretch
+            run.journal.warning("there is no good checkpoint to go back to: training continues as it is")
+        return
+    if rewinds > _MOST:
+        text = f"{_MOST} rewinds in a row did not help: step {watch.since} was again far above the recent ones"
+        run.stop.request(StopReason("diverged", text))
+        return
+    folder = run.durable.root / step_name(good)
+    load_on_all(folder, run.optimizer.pieces(), ranks=run.ranks)
+    run.optimizer.restored()
+    then = TrainState.from_json(read_state(folder))
+    for name in ("held_samples", "skipped_updates", "nan_steps", "nan_steps_in_a_row", "spikes"):
+        setattr(state, name, getattr(then, name))
+    if state.loss_scale is not None and then.loss_scale is not None:
+        state.loss_scale = then.loss_scale
+    state.spikes.rewinds, state.spikes.rewound = rewinds, (good, target)
+    state.step, state.consumed_samples = target, run.plan.batch.consumed_after_step(target)
+    run.feed.seek(state.consumed_samples)
+    run.meter.drop()
+    run.journal.event("rewind", target, to=folder.name, passed_over=[good + 1, target])
+    run.journal.warning(f"back to {folder.name}: the data of steps {good + 1:,} to {target:,} is passed over")
+    save(run, state)
+
+
+def _whole(run: Run, state: TrainState, *, tensors: bool = True) -> int | None:
+    found = list(good_steps(run.durable.root, state.spikes, state.step)) if run.ranks.rank == 0 else []
+    for step in run.ranks.broadcast(found):
+        if not damage(run.durable.root / step_name(step), ranks=run.ranks, tensors=tensors):
+            return int(step)
+    return None
