@@ -1,5 +1,10 @@
 """`python -m bloomery` is the `bloomery` command."""
 
-from bloomery.cli.main import command
+from bloomery.base import signals
 
-command()
+signals.listen()  # before the imports that take time
+
+from bloomery.cli.main import command  # noqa: E402
+
+if __name__ == "__main__":
+    command()

@@ -50,10 +50,11 @@ def make_run_folder(path: str | os.PathLike[str]) -> Path:
 
 
 @contextlib.contextmanager
-def locked(folder: Path) -> Iterator[None]:
+def locked(folder: Path) -> Iterator[str]:
     """Hold the folder against other processes that ask the same way; StorageError names the one that has it.
 
-    The lock goes with the process, however it ends. File systems without locks let everyone in.
+    The lock goes with the process, however it ends. File systems without locks let everyone in. One that is stopped
+    (SIGSTOP) holds nobody up: a new lock takes the place of its lock, and what is said of that is yielded.
     """
     path = folder / ".lock"
     try:
@@ -66,14 +67,30 @@ def locked(folder: Path) -> Iterator[None]:
         except OSError as error:
             if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
                 holder = os.pread(descriptor, 200, 0).decode(errors="replace").strip() or "another process"
+                if _is_stopped(holder):
+                    path.unlink(missing_ok=True)
+                    with locked(folder):
+                        yield f"{holder} is stopped, so this start takes {folder} over"
+                    return
                 remedy = "wait for it or stop it, or use another --run-dir"
                 raise StorageError(Problem(f"{folder} is in use by {holder}", remedy=remedy)) from error
         with contextlib.suppress(OSError):  # only for that message
             os.ftruncate(descriptor, 0)
             os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
-        yield
+        yield ""
     finally:
         os.close(descriptor)
+
+
+def _is_stopped(holder: str) -> bool:
+    """Whether `process 123 on this host` is stopped by a signal or a debugger."""
+    words = holder.split()
+    if len(words) != 4 or not words[1].isdigit() or words[3] != socket.gethostname():
+        return False
+    try:
+        return Path(f"/proc/{words[1]}/stat").read_text().rpartition(")")[2].split()[0] in "Tt"
+    except OSError:
+        return False
 
 
 @contextlib.contextmanager
@@ -155,6 +172,8 @@ class AppendFile:
         self.last_error: OSError | None = None
         self.repaired = ""
         """What was mended when the file was opened, for a log; empty when it was in order."""
+        self.belongs_to_another: Callable[[], bool] = lambda: False
+        """When this is true, nothing more is written."""
         self._waiting: deque[bytes] = deque()
         self._unsynced: list[bytes] = []
         self._torn = False
@@ -214,6 +233,9 @@ class AppendFile:
         )
 
     def _write_waiting(self) -> bool:
+        if (self._waiting or self._torn) and self.belongs_to_another():
+            self._waiting.clear()
+            return True
         try:
             if self._torn:
                 os.ftruncate(self._descriptor, self._size)

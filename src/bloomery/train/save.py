@@ -8,6 +8,7 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 
+from bloomery.base.pulse import PULSE
 from bloomery.base.units import format_seconds
 from bloomery.checkpoint.fence import FencedError
 from bloomery.checkpoint.folder import step_name
@@ -183,7 +184,9 @@ def _after_save(run: Run, tier: Tier, step: int, *, suspicious: bool) -> list[st
 def _wait_for_uploads(run: Run, uploader: Uploader) -> None:
     """At the end of a job, for as long as it may last; what is not there by then is told."""
     seconds = min(run.recipe.checkpoint.timeout.seconds, run.stop.seconds_left())
-    hear_of_uploads(run, uploader.wait(seconds))
+    with PULSE.excuse(seconds):
+        outcomes = uploader.wait(seconds)
+    hear_of_uploads(run, outcomes)
     for step in sorted(uploader.protected()):
         reason = f"the job ended before it was done, after a wait of {format_seconds(seconds)}"
         run.journal.event("upload_failed", step, reason=reason, to=uploader.to, seconds=seconds)
