@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from types import FrameType, TracebackType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 from bloomery.base import exit_codes
 
@@ -97,6 +97,15 @@ def end_with_parent(number: signal.Signals) -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
 
 
+def is_stopped(process: int) -> bool:
+    """Whether a process of this machine is stopped, by SIGSTOP or a debugger."""
+    try:
+        with open(f"/proc/{process}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0] in "Tt"
+    except OSError:
+        return False
+
+
 def say(text: str) -> None:
     """To standard error, at any moment and from any thread."""
     with contextlib.suppress(OSError):  # nobody may be left to read it
@@ -135,16 +144,26 @@ def _install(handler: Callable[[int, FrameType | None], None]) -> dict[signal.Si
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
     global asked, requested
-    if not asked:  # a second one would only disturb what the first has begun
-        asked = requested = signal.Signals(number).name
-        raise Interrupted(asked)
+    if asked:
+        return  # a second one would only disturb what the first has begun
+    asked = requested = signal.Signals(number).name
+    while frame is not None and not frame.f_code.co_filename.startswith("<frozen importlib"):
+        frame = frame.f_back
+    if frame is not None:  # a module is loading: C++ code that is not made for exceptions, and nothing to tidy up
+        _leave()
+    raise Interrupted(asked)
+
+
+def _leave() -> NoReturn:
+    if os.environ.get("RANK", "0") == "0":  # the launcher speaks for the others
+        say(f"interrupted by {requested}")
+    os._exit(exit_codes.INTERRUPTED)
 
 
 def _last_words(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     """Of a process that was interrupted where nobody catches it: between its first import and its last line."""
     if asked:
-        say(f"interrupted by {asked}")
-        os._exit(exit_codes.INTERRUPTED)
+        _leave()
     sys.__excepthook__(kind, error, trace)
 
 

@@ -16,6 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from bloomery.base.errors import Problem, StorageError, on_one_line
+from bloomery.base.signals import is_stopped
 from bloomery.base.units import format_bytes
 
 _NO_SYNC_HERE = {errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.EBADF}
@@ -85,12 +86,8 @@ def locked(folder: Path) -> Iterator[str]:
 def _is_stopped(holder: str) -> bool:
     """Whether `process 123 on this host` is stopped by a signal or a debugger."""
     words = holder.split()
-    if len(words) != 4 or not words[1].isdigit() or words[3] != socket.gethostname():
-        return False
-    try:
-        return Path(f"/proc/{words[1]}/stat").read_text().rpartition(")")[2].split()[0] in "Tt"
-    except OSError:
-        return False
+    is_here = len(words) == 4 and words[1].isdigit() and words[3] == socket.gethostname()
+    return is_here and is_stopped(int(words[1]))
 
 
 @contextlib.contextmanager

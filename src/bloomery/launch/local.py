@@ -22,6 +22,7 @@ from bloomery.base.errors import LostRankError, Problem
 
 _NO_SERVER = 255
 """What multiprocessing gives as the exit code of a process whose fork server is gone: nobody knows it."""
+_POLL_SECONDS = 0.5
 _RESUME = "Start again to resume from the newest checkpoint."
 
 
@@ -146,12 +147,12 @@ class _Job:
         running = {rank.sentinel: number for number, rank in enumerate(ranks)}
         failed: list[int] = []
         while running:
-            ended = wait(list(running), timeout=max(0.0, min(1.0, self._deadline - time.monotonic())))
-            if not ended and time.monotonic() > self._deadline:
-                self._ended_here |= set(running.values())
-                for number in running.values():
+            ended = wait(list(running), timeout=_POLL_SECONDS)
+            is_late = time.monotonic() > self._deadline
+            for number in set(running.values()) - self._ended_here:
+                if is_late or (failed and signals.is_stopped(ranks[number].pid or 0)):
+                    self._ended_here.add(number)
                     _signal(ranks[number], signal.SIGKILL)
-                self._deadline = float("inf")
             for sentinel in ended:
                 number = running.pop(cast(int, sentinel))
                 ranks[number].join()

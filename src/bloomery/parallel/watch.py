@@ -55,7 +55,7 @@ class Watch:
             return f"All {self._size} ranks have waited {seconds} for each other, since step {PULSE.step}"
         step = self._notes[behind[0]].step if behind[0] in self._notes else PULSE.step
         whom = f"rank {', '.join(map(str, behind[:8]))}{' and more' if len(behind) > 8 else ''}"
-        return f"rank {self._rank} has waited {seconds} for {whom}, which last finished step {step}"
+        return f"rank {self._rank} has waited {seconds} for {whom}, which last reported step {step}"
 
     def _behind(self) -> list[int]:
         """Whom all wait for: ranks that are silent, or else those that have not come to what the others wait in."""

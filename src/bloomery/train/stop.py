@@ -174,7 +174,8 @@ class StopRules:
         if self._signal is None:
             self._signal, self._signalled_at = number, now
             again = " Ctrl-C again leaves without it." if number == signal.SIGINT else ""
-            signals.say(f"{number.name}: stopping after this step, with a save.{again}")
+            if self._ranks.rank == 0:
+                signals.say(f"{number.name}: stopping after this step, with a save.{again}")
         elif number == signal.SIGINT and now - self._signalled_at > signals.ONE_REQUEST_SECONDS:
             raise signals.Interrupted(number.name)
 
