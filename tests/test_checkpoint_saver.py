@@ -222,9 +222,7 @@ def test_many_ranks_save_without_a_collective_in_their_threads(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("failing", [0, 2])
-def test_a_rank_that_fails_is_named_on_all(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: int
-) -> None:
+def test_a_rank_that_fails_is_named_on_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: int) -> None:
     original = persist_module.write_file
 
     def fails(path: Path, *rest: Any) -> Any:

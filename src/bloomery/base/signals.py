@@ -106,6 +106,12 @@ def is_stopped(process: int) -> bool:
         return False
 
 
+def say_once(text: str) -> None:
+    """What all ranks have to say: rank 0 does, if there are any."""
+    if os.environ.get("RANK", "0") == "0":
+        say(text)
+
+
 def say(text: str) -> None:
     """To standard error, at any moment and from any thread."""
     with contextlib.suppress(OSError):  # nobody may be left to read it
@@ -155,8 +161,7 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
 
 
 def _leave() -> NoReturn:
-    if os.environ.get("RANK", "0") == "0":  # the launcher speaks for the others
-        say(f"interrupted by {requested}")
+    say_once(f"interrupted by {requested}")
     os._exit(exit_codes.INTERRUPTED)
 
 
@@ -179,5 +184,5 @@ def _watch(pipe: int) -> None:
         if pending and pending[1] is not _verdict:
             pending = None  # answered: training has ended, or begun
         elif pending and (end := pending[1](pending[0])):
-            say(end[1])
+            (say_once if end[0] == exit_codes.INTERRUPTED else say)(end[1])
             os._exit(end[0])

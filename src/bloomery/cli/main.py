@@ -59,8 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (KeyboardInterrupt, Exception) as error:
         if not (signals.requested or isinstance(error, KeyboardInterrupt)):
             raise
-        if os.environ.get("RANK", "0") == "0":  # the launcher speaks for the others
-            signals.say(f"interrupted by {signals.requested or signal.SIGINT.name}")
+        signals.say_once(f"interrupted by {signals.requested or signal.SIGINT.name}")
         return exit_codes.INTERRUPTED
 
 

@@ -91,22 +91,25 @@ def _be_rank(
     patience: Patience,
 ) -> None:
     signals.listen()
-    signals.end_with_parent(signal.SIGTERM)
-    os.setpgid(0, 0)  # a Ctrl-C reaches the launcher, which passes it on: once
-    os.environ |= {
-        "RANK": str(rank),
-        "WORLD_SIZE": str(size),
-        "LOCAL_RANK": str(rank),
-        "LOCAL_WORLD_SIZE": str(size),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-    }
-    if "OMP_NUM_THREADS" not in os.environ:
-        import torch  # the server has imported it already, with the threads of one process
+    try:
+        signals.end_with_parent(signal.SIGTERM)
+        os.setpgid(0, 0)  # a Ctrl-C reaches the launcher, which passes it on: once
+        os.environ |= {
+            "RANK": str(rank),
+            "WORLD_SIZE": str(size),
+            "LOCAL_RANK": str(rank),
+            "LOCAL_WORLD_SIZE": str(size),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+        }
+        if "OMP_NUM_THREADS" not in os.environ:
+            import torch  # the server has imported it already, with the threads of one process
 
-        torch.set_num_threads(max(1, (os.cpu_count() or 1) // size))
-    threading.Thread(target=_stop_with_launcher, args=(alive, patience), daemon=True).start()
-    code = command(arguments)
+            torch.set_num_threads(max(1, (os.cpu_count() or 1) // size))
+        threading.Thread(target=_stop_with_launcher, args=(alive, patience), daemon=True).start()
+        code = command(arguments)
+    except KeyboardInterrupt:  # before `command` could answer it
+        code = exit_codes.INTERRUPTED
     signals.ignore()
     sys.exit(code)
 

@@ -75,10 +75,11 @@ def hear_of_saves(run: Run, state: TrainState, outcomes: list[SaveOutcome], *, l
         if state.saving_step == outcome.step:
             state.saving_step = None
         if outcome.error is not None:
-            run.journal.event("save_failed", outcome.step, reason=str(outcome.error), removed=list(outcome.removed))
-            if isinstance(outcome.error, FencedError):
+            if isinstance(outcome.error, FencedError):  # the ledger is the newer start's
                 run.stop.request(StopReason("error", str(outcome.error), outcome.error))
-            elif not last:
+                continue
+            run.journal.event("save_failed", outcome.step, reason=str(outcome.error), removed=list(outcome.removed))
+            if not last:
                 run.journal.warning(f"{outcome.error} Training goes on.")
             continue
         seconds = outcome.blocking_seconds + outcome.persist_seconds

@@ -17,7 +17,7 @@ from bloomery.base.errors import BloomeryError, LostRankError, Problem, RecipeEr
 from bloomery.base.ranks import ALONE, Ranks, every_rank_does, first_rank_does
 from bloomery.base.storage import locked, make_run_folder, write_atomically
 from bloomery.base.units import Duration, format_count
-from bloomery.checkpoint.fence import Writer, take_over
+from bloomery.checkpoint.fence import FencedError, Writer, take_over
 from bloomery.checkpoint.load import load_on_all
 from bloomery.checkpoint.save import estimate_save_seconds
 from bloomery.checkpoint.saver import Saver
@@ -216,6 +216,8 @@ def _errors_told(journal: Journal, state: TrainState, device: torch.device, rank
         yield
     except Exception as found:
         error = ranks.lost(found) or found
+        if isinstance(error, FencedError):
+            journal.silent_when(lambda: True)
         journal.event("error", state.step, text=str(error) or type(error).__name__)
         if isinstance(error, BloomeryError):
             try:

@@ -186,7 +186,8 @@ class StopRules:
         if not request.is_overdue() or (request.insisted is None and (PULSE.excused or silent < usual)):
             return None
         if request.insisted is not None or not self._steps_timed:
-            return exit_codes.INTERRUPTED, f"interrupted by {request.name}, without a save"
+            when = "" if self._steps_timed else " before the first step of this job was done"
+            return exit_codes.INTERRUPTED, f"interrupted by {request.name}{when}, without a save"
         why = self._ranks.waits() or f"nothing has happened for {silent:.0f} s, since step {PULSE.step}"
         return exit_codes.LOST_RANK, f"{request.name} ends this run without a save: {why}. Start again to resume"
 
