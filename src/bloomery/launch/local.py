@@ -68,8 +68,8 @@ def run_local_ranks(
             _signal(rank, signal.SIGKILL)
         if not isinstance(error, (EOFError, OSError)):
             raise
-        what = f"the process that starts the {size} ranks has ended before they had begun"
-        raise LostRankError(Problem(what, remedy="start again")) from error
+        ended = f"the process that starts the {size} ranks has ended before they had begun"
+        raise LostRankError(Problem(ended, remedy="start again")) from error
     alive.close()
     job = _Job(ranks, patience)
     with signals.handled(job.forward):

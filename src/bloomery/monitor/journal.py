@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,9 +14,6 @@ from bloomery.monitor.history import read_metrics
 from bloomery.monitor.megatron_line import iteration_line, validation_box
 from bloomery.monitor.record import Record, StepRecord, ValidationRecord
 from bloomery.monitor.sinks import EventLog, JsonlSink, TensorBoardSink, TextLog
-
-_OWNER_SECONDS = 0.2
-"""Whose the files are is looked up so often, at most."""
 
 
 class Journal:
@@ -83,16 +79,8 @@ class Journal:
 
     def silent_when(self, taken_over: Callable[[], bool]) -> None:
         """Nothing more goes into the files when a newer start has taken the run over: they are its own."""
-        checked, is_taken = 0.0, False
-
-        def belong_to_another() -> bool:
-            nonlocal checked, is_taken
-            if not is_taken and time.monotonic() - checked > _OWNER_SECONDS:
-                checked, is_taken = time.monotonic(), taken_over()
-            return is_taken
-
         for file in self._files:
-            file.belongs_to_another = belong_to_another
+            file.belongs_to_another = taken_over
 
     def flush(self) -> None:
         """Bring everything to the disk if that is possible now; call it before promising a checkpoint."""

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -34,7 +34,7 @@ class DistributedRanks:
     def __init__(self) -> None:
         self.rank = dist.get_rank()
         self.size = dist.get_world_size()
-        self._store = _get_default_store()
+        self._store = cast(Any, _get_default_store())
         self._board = self._store.clone()  # a connection of its own: a wait on the other one would hold it up
         self.watch = Watch(self._store.clone(), self.rank, self.size)
 
