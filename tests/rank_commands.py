@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -204,4 +205,28 @@ def plant_spikes(steps: Sequence[int], factor: float, *, in_loss: bool = True) -
 
 def with_spikes(steps: Sequence[int], factor: float, arguments: Sequence[str]) -> int:
     plant_spikes(steps, factor)
+    return main(arguments)
+
+
+def stops_after_step_5(rank: int, arguments: Sequence[str]) -> int:
+    """This rank gets SIGSTOP; the ranks' patience is short."""
+    from bloomery.base import pulse
+
+    pulse.USUAL = pulse.Patience(least_seconds=6.0)
+    if is_rank(rank):
+        after_step(5, lambda run, state: os.kill(os.getpid(), signal.SIGSTOP))
+    return main(arguments)
+
+
+def signal_during_a_hang(arguments: Sequence[str]) -> int:
+    """Rank 1 stops for good; rank 0 gets SIGTERM when it has waited for a while, and notes when."""
+    if is_rank(1):
+        after_step(5, lambda run, state: os.kill(os.getpid(), signal.SIGSTOP))
+        return main(arguments)
+
+    def note_and_ask() -> None:
+        Path(arguments[1]).with_name("signalled").write_text(str(time.time()))
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    after_step(5, lambda run, state: threading.Timer(4.0, note_and_ask).start())
     return main(arguments)

@@ -48,6 +48,10 @@ class Apart:
     def broadcast(self, value: Any) -> Any:
         return self._nonce
 
+    def tell(self, key: str, word: Any) -> None: ...
+
+    def told(self, key: str) -> None: ...
+
 
 def save_for_ever(root: Path, rank: int, size: int, first_step: int, nonce: str, writer: Writer) -> None:
     share = ROWS // size

@@ -151,12 +151,12 @@ def test_one_interrupt_that_arrives_twice_still_saves(workshop: Workshop) -> Non
 
 
 def test_a_killed_rank_is_named_ends_the_job_and_costs_only_the_steps_since_the_save(
-    workshop: Workshop, capsys: pytest.CaptureFixture[str]
+    workshop: Workshop, capfd: pytest.CaptureFixture[str]
 ) -> None:
     saves = "checkpoint={phases: [{every: 5 steps}]}"
     assert run_ranks(workshop, *TWO, saves, command=rank_commands.kill_rank_1) == exit_codes.LOST_RANK
     assert "rank 1 of 2 is lost" in said(workshop)
-    assert "rank 1 was killed by SIGKILL" in capsys.readouterr().err
+    assert "rank 1 was killed by SIGKILL" in capfd.readouterr().err
     folder = workshop.folder / "run"
     (error,) = workshop.events(folder, "error")
     assert "rank 1 of 2 is lost" in error["text"]
@@ -195,8 +195,7 @@ def test_a_newer_start_ends_all_ranks_of_the_older_one_together(workshop: Worksh
     folder = workshop.folder / "run"
     assert (folder / "checkpoints" / "latest").read_text().strip() == "step-00000002"
     assert not (folder / "checkpoints" / "step-00000004").exists()
-    (error,) = workshop.events(folder, "error")
-    assert "has taken over" in error["text"]
+    assert workshop.events(folder, "error") == workshop.events(folder, "save_failed") == []  # it is the newer one's
 
 
 def test_data_that_one_rank_cannot_read_is_an_error_of_all_after_a_save(workshop: Workshop) -> None:

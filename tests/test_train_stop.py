@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from bloomery.base import signals
+from bloomery.base.signals import STOPS
 from bloomery.base.units import Duration
 from bloomery.config.load import load_recipe
 from bloomery.sizing.plan import TrainingPlan
@@ -70,12 +72,13 @@ def test_the_deadline_leaves_room_for_the_slowest_step_and_the_slowest_save(
     assert stops_at(92.1)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT], ids=lambda number: number.name)
+@pytest.mark.parametrize("number", STOPS, ids=lambda number: number.name)
 def test_a_signal_stops_between_two_steps_with_everything_saved(workshop: Workshop, number: signal.Signals) -> None:
     run = workshop.folder / "run"
     process = start_training(workshop, run)
     wait_for_steps(run, 3, process)
     process.send_signal(number)
+    process.send_signal(number)  # as from a wrapper that passes on what the terminal has sent already
     out, err = process.communicate(timeout=60)
     assert process.returncode == 0, (out, err)
     event = stop_event(run)
@@ -127,11 +130,13 @@ def test_kill_present_at_start_builds_nothing(workshop: Workshop) -> None:
     assert sorted(str(path.relative_to(run)) for path in run.rglob("*")) == ["control", "control/kill"]
 
 
-def test_a_second_interrupt_leaves_at_once(workshop: Workshop) -> None:
+def test_a_later_interrupt_leaves_at_once(workshop: Workshop, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(signals, "ONE_REQUEST_SECONDS", 0.0)
     plan = TrainingPlan.of(load_recipe(str(workshop.recipe)).recipe)  # type: ignore[arg-type]
     rules = StopRules(plan, exit_after=None, control=workshop.folder, save_seconds_estimate=0.0)
     with rules.listening():
         os.kill(os.getpid(), signal.SIGINT)
         assert rules.reason(TrainState()) is not None
+        os.kill(os.getpid(), signal.SIGTERM)  # the same request
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGINT)

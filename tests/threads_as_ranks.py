@@ -14,11 +14,14 @@ SECONDS = 60
 class ThreadRanks:
     """One rank; `together` makes them."""
 
-    def __init__(self, rank: int, size: int, barrier: threading.Barrier, board: list[Any]) -> None:
+    def __init__(
+        self, rank: int, size: int, barrier: threading.Barrier, board: list[Any], words: dict[str, Any]
+    ) -> None:
         self.rank = rank
         self.size = size
         self._barrier = barrier
         self._board = board
+        self._words = words
 
     def gather(self, value: Any) -> list[Any]:
         self._board[self.rank] = value
@@ -30,14 +33,20 @@ class ThreadRanks:
     def broadcast(self, value: Any, source: int = 0) -> Any:
         return self.gather(value)[source]
 
+    def tell(self, key: str, word: Any) -> None:
+        self._words[key] = word
+
+    def told(self, key: str) -> Any:
+        return self._words.get(key)
+
 
 def together(size: int, act: Callable[[ThreadRanks], Any]) -> list[Any]:
     """What `act` returned, or the exception it raised, on each of `size` ranks at once."""
-    barrier, board = threading.Barrier(size), [None] * size
+    barrier, board, words = threading.Barrier(size), [None] * size, dict[str, Any]()
 
     def one(rank: int) -> Any:
         try:
-            return act(ThreadRanks(rank, size, barrier, board))
+            return act(ThreadRanks(rank, size, barrier, board, words))
         except Exception as error:
             return error
 

@@ -15,6 +15,8 @@ DIVERGED = 4
 STORAGE = 5
 """The run folder could not be written: read-only, no permission, disk full."""
 LOST_RANK = 6
-"""Another rank of the same training died or stopped answering. Starting again goes on from the newest checkpoint."""
+"""Another rank of the same training died or stopped answering, or the training itself hangs and was asked to stop.
+Starting again resumes from the newest checkpoint."""
 INTERRUPTED = 130
-"""Ctrl-C before training began, or a second one: left at once, without the save the first had promised."""
+"""A stop signal outside of the training loop or before its first step was done, so that there was nothing to save; or a
+later Ctrl-C: left at once, without the save the first had promised."""

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeVar, cast
 
 from bloomery.base.errors import BloomeryError, LostRankError
+from bloomery.base.pulse import PULSE
 
 T = TypeVar("T")
 
@@ -34,6 +35,22 @@ class Ranks(Protocol):
         """The sum over all ranks of each number. Cheap enough for every step."""
         ...
 
+    def tell(self, key: str, word: Any) -> None:
+        """Leave a word for all ranks, without storage. Not collective, and from any thread; lost if nobody can hear."""
+        ...
+
+    def told(self, key: str) -> Any:
+        """The word that a rank has left under this key; None if there is none. Not collective."""
+        ...
+
+    def waits(self) -> str:
+        """Who waits for whom, as a sentence; empty for a single rank. Not collective."""
+        ...
+
+    def report_hang(self, report: Callable[[str], None]) -> None:
+        """Call this when the ranks wait for each other for too long; then the job ends. Not collective."""
+        ...
+
     def lost(self, error: Exception) -> LostRankError | None:
         """Whom we lost, if that is what the error means. Not collective."""
         ...
@@ -50,7 +67,18 @@ class _Alone:
         return value
 
     def sum(self, values: Sequence[float]) -> list[float]:
+        PULSE.mark(waiting=False)
         return list(values)
+
+    def tell(self, key: str, word: Any) -> None: ...
+
+    def told(self, key: str) -> Any:
+        return None
+
+    def waits(self) -> str:
+        return ""
+
+    def report_hang(self, report: Callable[[str], None]) -> None: ...
 
     def lost(self, error: Exception) -> LostRankError | None:
         return None

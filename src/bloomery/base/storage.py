@@ -19,6 +19,7 @@ from pathlib import Path
 
 from bloomery.base.credentials import mask
 from bloomery.base.errors import Problem, StorageError, on_one_line
+from bloomery.base.signals import is_stopped
 from bloomery.base.units import format_bytes
 
 _NO_SYNC_HERE = {errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.EBADF}
@@ -93,10 +94,11 @@ def make_run_folder(path: str | os.PathLike[str]) -> Path:
 
 
 @contextlib.contextmanager
-def locked(folder: Path) -> Iterator[None]:
+def locked(folder: Path) -> Iterator[str]:
     """Hold the folder against other processes that ask the same way; StorageError names the one that has it.
 
-    The lock goes with the process, however it ends. File systems without locks let everyone in.
+    The lock goes with the process, however it ends. File systems without locks let everyone in. One that is stopped
+    (SIGSTOP) holds nobody up: a new lock takes the place of its lock, and what is said of that is yielded.
     """
     path = folder / ".lock"
     try:
@@ -109,14 +111,26 @@ def locked(folder: Path) -> Iterator[None]:
         except OSError as error:
             if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
                 holder = os.pread(descriptor, 200, 0).decode(errors="replace").strip() or "another process"
+                if _is_stopped(holder):
+                    path.unlink(missing_ok=True)
+                    with locked(folder):
+                        yield f"{holder} is stopped, so this start takes {folder} over"
+                    return
                 remedy = "wait for it or stop it, or use another --run-dir"
                 raise StorageError(Problem(f"{folder} is in use by {holder}", remedy=remedy)) from error
         with contextlib.suppress(OSError):  # only for that message
             os.ftruncate(descriptor, 0)
             os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
-        yield
+        yield ""
     finally:
         os.close(descriptor)
+
+
+def _is_stopped(holder: str) -> bool:
+    """Whether `process 123 on this host` is stopped by a signal or a debugger."""
+    words = holder.split()
+    is_here = len(words) == 4 and words[1].isdigit() and words[3] == socket.gethostname()
+    return is_here and is_stopped(int(words[1]))
 
 
 @contextlib.contextmanager
@@ -202,6 +216,8 @@ class AppendFile:
         self.last_error: OSError | None = None
         self.repaired = ""
         """What was mended when the file was opened, for a log; empty when it was in order."""
+        self.belongs_to_another: Callable[[], bool] = lambda: False
+        """When this is true, nothing more is written."""
         self._waiting: deque[bytes] = deque()
         self._unsynced: list[bytes] = []
         self._torn = False
@@ -261,6 +277,9 @@ class AppendFile:
         )
 
     def _write_waiting(self) -> bool:
+        if (self._waiting or self._torn) and self.belongs_to_another():
+            self._waiting.clear()
+            return True
         try:
             if self._torn:
                 os.ftruncate(self._descriptor, self._size)

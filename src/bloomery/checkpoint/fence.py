@@ -51,6 +51,14 @@ class Writer:
             rule = "an older start may neither complete nor delete a checkpoint"
             raise FencedError(Problem(what, rule, "stop this process; the newer one goes on"))
 
+    def fenced(self) -> FencedError | None:
+        """The error, if a newer start is known to have taken over."""
+        try:
+            self.require()
+        except StorageError as error:
+            return error if isinstance(error, FencedError) else None
+        return None
+
     @property
     def desk(self) -> Path:
         """Where this start's drafts are made, and what it deletes goes to."""

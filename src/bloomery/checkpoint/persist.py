@@ -1,7 +1,8 @@
 """Bring one save to the disk without a word between the ranks: each writes its part, rank 0 sees them and completes.
 
-A part is a tensor file and, after it, a small `rank-00003.json` that says what it holds or why it failed. When all of
-them are there, rank 0 checks that together they are whole, writes the manifest last and gives the folder its name.
+A part is a tensor file and, after it, a small `rank-00003.json` that says what it holds. When all of them are there,
+rank 0 checks that together they are whole, writes the manifest last and gives the folder its name. A rank that fails
+tells rank 0 without the storage, which may be what has failed.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import torch
 import bloomery
 from bloomery.base.bounded import LARGE_BYTES, read_json
 from bloomery.base.errors import BloomeryError, Problem, StorageError
+from bloomery.base.ranks import ALONE, Ranks
 from bloomery.base.storage import free_space, open_plain, own_folder, reason, remove_tree, sync, sync_folder
 from bloomery.base.units import format_bytes, format_seconds
 from bloomery.checkpoint import folder as folders
@@ -35,7 +37,7 @@ _LONGEST_PAUSE_SECONDS = 1.0
 _INDEX_BYTES = 256
 """Of index and manifest, for each tensor of a rank."""
 _FULL = ("disk full", "ENOSPC", "EDQUOT")
-_GRACE_SECONDS = 60.0
+_GRACE_SECONDS = 5.0
 """How long a failed save waits for ranks that are still writing."""
 
 
@@ -65,6 +67,8 @@ class SaveJob:
     """Folder on this node's disk for the tensor files (parts.py); None: they lie with all else."""
     spare: Collection[str] = ()
     """Folders in it that belong to saves on their way."""
+    told: Ranks = ALONE
+    """Through whom a rank that fails tells rank 0."""
     make_room: Callable[[], object] | None = None
     """Delete what need not be kept, for rank 0 of a save that finds the disk full."""
 
@@ -101,6 +105,9 @@ class SaveJob:
     def acting(self) -> contextlib.AbstractContextManager[None]:
         """Within it the trouble of a start that lost its desk to a newer one is a FencedError."""
         return contextlib.nullcontext() if self.writer is None else self.writer.acting()
+
+    def word_of(self, rank: int) -> str:
+        return f"save/{self.nonce}/{rank}"
 
     def done_file(self, rank: int) -> Path:
         return self.draft / f"rank-{rank:05d}.json"
@@ -162,7 +169,7 @@ class PartsError(Exception):
 
 
 def write_part(job: SaveJob, held: RankReport, layout: FileLayout, blocks: Iterable[memoryview]) -> None:
-    """This rank's tensors and the word that they are there. What goes wrong is left as the word, and raised."""
+    """This rank's tensors and the word that they are there. What goes wrong is told to rank 0, and raised."""
     name = f"tensors-{job.rank:05d}.safetensors"
     try:
         with job.acting():
@@ -177,11 +184,9 @@ def write_part(job: SaveJob, held: RankReport, layout: FileLayout, blocks: Itera
             done = replace(held, file=name if facts else "", facts=facts)
             _tell(job, done.to_json())
     except Exception as error:
-        with contextlib.suppress(OSError):  # makes room for the word on a full disk
+        job.told.tell(job.word_of(job.rank), [_reasons(error), isinstance(error, FencedError)])
+        with contextlib.suppress(OSError):
             (job.parts / name).unlink(missing_ok=True)
-        with contextlib.suppress(OSError):  # then rank 0 hears of it when its patience ends
-            job.make_draft()  # a trouble before there was one must be told too
-            _tell(job, {"trouble": _reasons(error), "fenced": isinstance(error, FencedError)})
         raise
 
 
@@ -294,13 +299,12 @@ def _wait_for_parts(job: SaveJob, troubles: list[Trouble]) -> list[RankReport]:
     found: dict[int, RankReport] = {}
     while True:
         for rank in sorted(missing):
-            told = _read_part(job.done_file(rank))
-            if told is not None:
+            if (told := _read_part(job.done_file(rank))) is not None:
                 missing.remove(rank)
-                if "trouble" in told:
-                    troubles.append(Trouble({rank: told["trouble"]}, told["fenced"]))
-                else:
-                    found[rank] = RankReport.from_json(told)
+                found[rank] = RankReport.from_json(told)
+            elif (word := job.told.told(job.word_of(rank))) is not None:
+                missing.remove(rank)
+                troubles.append(Trouble({rank: word[0]}, word[1]))
         if missing:
             with job.acting():
                 if not troubles:

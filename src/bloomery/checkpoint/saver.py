@@ -6,7 +6,7 @@
     saver.wait_staged()                                    before the optimizer changes what is being copied
     saver.poll()                                           now and then: what has come of it
 
-No rank speaks to another in the thread (see persist.py), so it never meets the collectives of training.
+Ranks do not wait for each other in the thread (see persist.py), so it never meets the collectives of training.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ import torch
 
 from bloomery.base.errors import Problem, StorageError
 from bloomery.base.piece import Piece
+from bloomery.base.pulse import PULSE
 from bloomery.base.ranks import ALONE, Ranks
 from bloomery.base.units import format_seconds
 from bloomery.checkpoint.fence import Writer
@@ -77,7 +79,7 @@ class Saver:
         """All ranks make theirs together."""
         self._image = HostImage(written_tensors(pieces), device)
         self._held = report(pieces)
-        self._rank, self._ranks = ranks.rank, ranks.size
+        self._all, self._rank, self._ranks = ranks, ranks.rank, ranks.size
         self._timeout_seconds = timeout_seconds
         self._total_bytes = sum(ranks.gather(self._image.layout.file_bytes))
         self._nonce = ranks.broadcast(secrets.token_hex(4))
@@ -146,6 +148,7 @@ class Saver:
             after=after,
             timeout_seconds=_PATIENCE * self._timeout_seconds,
             parts_root=parts_root,
+            told=self._all,
             spare=self._parts_before,
             make_room=None if make_room is None else lambda: removed.extend(make_room()),
         )
@@ -200,7 +203,8 @@ class Saver:
         if flight is None:
             return True
         left = max(0.0, flight.deadline - time.monotonic()) if wait else 0.0
-        flight.thread.join(left if at_most_seconds is None else min(left, at_most_seconds))
+        with PULSE.excuse(left) if wait else nullcontext():
+            flight.thread.join(left if at_most_seconds is None else min(left, at_most_seconds))
         if flight.thread.is_alive():
             return False
         assert flight.outcome is not None

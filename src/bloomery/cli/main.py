@@ -8,13 +8,14 @@ import difflib
 import errno
 import importlib
 import os
+import signal
 import sys
 import threading
 from collections.abc import Collection, Sequence
 from typing import NoReturn
 
 from bloomery import __version__
-from bloomery.base import clock, exit_codes
+from bloomery.base import clock, exit_codes, signals
 from bloomery.base.credentials import mask_streams
 from bloomery.base.errors import BloomeryError
 
@@ -56,18 +57,29 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stderr = open(2, "w")  # noqa: SIM115 - to the end
     arguments = list(sys.argv[1:] if argv is None else argv)
     mask_streams(output=not " ".join(arguments).startswith(_AS_IS))
+    signals.requested = signals.asked  # what an earlier command of this process was asked is answered
+    try:
+        return _answered(arguments)
+    except (KeyboardInterrupt, Exception) as error:
+        if not (signals.requested or isinstance(error, KeyboardInterrupt)):
+            raise
+        signals.say_once(f"interrupted by {signals.requested or signal.SIGINT.name}")
+        return exit_codes.INTERRUPTED
+
+
+def _answered(arguments: list[str]) -> int:
+    """The exit code, for all that can be said of an error."""
     try:
         code = _run(arguments)
         if sys.stdout is not None:
             sys.stdout.flush()  # here, where a closed pipe or a full disk can still be answered
         return code
     except BloomeryError as error:
+        if signals.asked:  # while modules were loaded, for instance: nothing is wrong with the recipe
+            raise
         for problem in error.problems if not error.told_by_rank_0 else ():
             print(f"bloomery: {problem}", file=sys.stderr)
         return error.exit_code
-    except KeyboardInterrupt:
-        print("bloomery: interrupted", file=sys.stderr)
-        return exit_codes.INTERRUPTED
     except BrokenPipeError:  # `bloomery ... | head`: the reader has seen enough. (A training never ends up here.)
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return exit_codes.OK
@@ -82,9 +94,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 def command() -> NoReturn:
     """`main` as a process of its own. It ends at once where nothing is left to wait for: to free every object one by
     one would take longer than many a command."""
+    signals.listen()
     code = main()
+    signals.ignore()
     multiprocessing = sys.modules.get("multiprocessing")
-    if threading.active_count() > 1 or (multiprocessing and multiprocessing.active_children()):
+    if threading.active_count() > 1 + signals.is_guarded() or (multiprocessing and multiprocessing.active_children()):
         sys.exit(code)
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError, AttributeError):  # closed, full or none: `main` has answered

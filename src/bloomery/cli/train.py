@@ -5,10 +5,12 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 
 from bloomery.base import exit_codes
 from bloomery.base.errors import Problem, RecipeError
+from bloomery.base.signals import Interrupted
 from bloomery.cli.recipe_argument import add_change, add_recipe_arguments, load
 from bloomery.config.recipe import Recipe
 from bloomery.launch.local import run_local_ranks
@@ -56,18 +58,16 @@ def run(args: argparse.Namespace) -> int:
     device = pick_device(args.device)
     trace = TraceRequest(args.trace, args.trace_steps, args.trace_steps) if args.trace else None
     options = {"quiet": args.quiet, "start_from": args.start_from, "changes": args.changes, "trace": trace}
-    if started is None:
-        with prepared_run(recipe, folder, device=device, **options) as (prepared, state):
-            train(prepared, state)
-        return exit_codes.OK
-    from bloomery.parallel.ranks import joined
+    stopped = None
+    with ExitStack() as closing:
+        closing.push(lambda kind, *_: stopped is not None and kind is Interrupted)  # by then all is saved and said
+        if started is not None:
+            from bloomery.parallel.ranks import joined
 
-    device = device_of_rank(device, started.local_rank, started.local_size)
-    with (
-        joined(started, device) as ranks,
-        prepared_run(recipe, folder, device=device, ranks=ranks, **options) as (prepared, state),
-    ):
-        train(prepared, state)
+            device = device_of_rank(device, started.local_rank, started.local_size)
+            options["ranks"] = closing.enter_context(joined(started, device))
+        prepared, state = closing.enter_context(prepared_run(recipe, folder, device=device, **options))
+        stopped = train(prepared, state)
     return exit_codes.OK
 
 

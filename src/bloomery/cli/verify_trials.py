@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import signal
 import sys
 import time
 import traceback
@@ -40,7 +39,6 @@ from bloomery.verify.truth import large_norm, plain_losses
 
 def run_trials(arguments: Sequence[str]) -> int:
     """Exit code of a rank: OK when all its trials ended. A trial that fails leaves a file, and ends the process."""
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # verify as a whole ends, not one layout of it
     plan = TrialPlan.read(Path(arguments[0]))
     started = started_as()
     assert started is not None

@@ -4,22 +4,27 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import select
 import signal
 import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
-from typing import Any, cast
+from typing import cast
 
-from bloomery.base import exit_codes
+from bloomery.base import exit_codes, signals
 from bloomery.base.credentials import mask_streams
+from bloomery.base.errors import LostRankError, Problem
 
-_FORWARDED = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+_NO_SERVER = 255
+"""What multiprocessing gives as the exit code of a process whose fork server is gone: nobody knows it."""
+_POLL_SECONDS = 0.5
+_RESUME = "Start again to resume from the newest checkpoint."
 
 
 @dataclass(frozen=True)
@@ -28,8 +33,8 @@ class Patience:
 
     lost_seconds: float = 6.0
     """After a rank died the others notice by themselves and say so; who has not after this time waits for ever."""
-    one_request_seconds: float = 3.0
-    """Signals within this time are one request, passed on twice; a later one means that the ranks do not answer."""
+    asked_seconds: float = 1.0
+    """The same, after somebody has asked all of them to stop."""
     last_words_seconds: float = 120.0
     """After a rank ended with an error that all agreed on, or the launcher is gone, the ranks finish what they are
     writing."""
@@ -51,16 +56,28 @@ def run_local_ranks(
     Ranks are forked from one server process that has imported the modules `preload`: eight ranks start like one.
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(list(preload))
+    context.set_forkserver_preload(["bloomery.launch.fork_server", *preload])
     port = _free_port()
     alive, watched = context.Pipe(duplex=False)
     what = (size, port, command, list(arguments), alive, patience)
     ranks = [context.Process(target=_be_rank, args=(rank, *what), name=f"rank {rank}") for rank in range(size)]
-    for rank in ranks:
-        rank.start()
+    try:
+        for rank in ranks:
+            rank.start()
+    except BaseException as error:
+        for rank in ranks:
+            _signal(rank, signal.SIGKILL)
+        if not isinstance(error, (EOFError, OSError)):
+            raise
+        ended = f"the process that starts the {size} ranks has ended before they had begun"
+        raise LostRankError(Problem(ended, remedy="start again")) from error
     alive.close()
-    with _signals_forwarded(ranks, patience):
-        code = _watch(ranks, patience)
+    job = _Job(ranks, patience)
+    with signals.handled(job.forward):
+        code = job.watch()
+        if any(rank.exitcode == _NO_SERVER for rank in ranks):
+            signals.say(f"the process that the ranks came from is gone, so they were asked to stop. {_RESUME}")
+            job.see_them_end(watched)
     watched.close()
     return code
 
@@ -74,22 +91,29 @@ def _be_rank(
     alive: Connection,
     patience: Patience,
 ) -> None:
-    mask_streams()
-    os.setpgid(0, 0)  # a Ctrl-C reaches the launcher, which passes it on: once
-    os.environ |= {
-        "RANK": str(rank),
-        "WORLD_SIZE": str(size),
-        "LOCAL_RANK": str(rank),
-        "LOCAL_WORLD_SIZE": str(size),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-    }
-    if "OMP_NUM_THREADS" not in os.environ:
-        import torch  # the server has imported it already, with the threads of one process
+    signals.listen()
+    try:
+        mask_streams()
+        signals.end_with_parent(signal.SIGTERM)
+        os.setpgid(0, 0)  # a Ctrl-C reaches the launcher, which passes it on: once
+        os.environ |= {
+            "RANK": str(rank),
+            "WORLD_SIZE": str(size),
+            "LOCAL_RANK": str(rank),
+            "LOCAL_WORLD_SIZE": str(size),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+        }
+        if "OMP_NUM_THREADS" not in os.environ:
+            import torch  # the server has imported it already, with the threads of one process
 
-        torch.set_num_threads(max(1, (os.cpu_count() or 1) // size))
-    threading.Thread(target=_stop_with_launcher, args=(alive, patience), daemon=True).start()
-    sys.exit(command(arguments))
+            torch.set_num_threads(max(1, (os.cpu_count() or 1) // size))
+        threading.Thread(target=_stop_with_launcher, args=(alive, patience), daemon=True).start()
+        code = command(arguments)
+    except KeyboardInterrupt:  # before `command` could answer it
+        code = exit_codes.INTERRUPTED
+    signals.ignore()
+    sys.exit(code)
 
 
 def _stop_with_launcher(alive: Connection, patience: Patience) -> None:
@@ -101,70 +125,80 @@ def _stop_with_launcher(alive: Connection, patience: Patience) -> None:
         os._exit(exit_codes.LOST_RANK)
 
 
-def _watch(ranks: Sequence[BaseProcess], patience: Patience) -> int:
-    """Wait for all; when one fails, for the others only a while."""
-    running = {rank.sentinel: number for number, rank in enumerate(ranks)}
-    failed: list[int] = []
-    deadline: float | None = None
-    while running:
-        left = None if deadline is None else max(0.0, deadline - time.monotonic())
-        ended = wait(list(running), timeout=left)
-        if not ended:
-            for number in running.values():
-                _signal(ranks[number], signal.SIGKILL)
-            deadline = None
-        for sentinel in ended:
-            number = running.pop(cast(int, sentinel))
-            ranks[number].join()
-            if ranks[number].exitcode:
-                failed.append(number)
-                abrupt = _code(ranks[number]) in (exit_codes.LOST_RANK, exit_codes.BUG)
-                wait_seconds = patience.lost_seconds if abrupt else patience.last_words_seconds
-                deadline = min(deadline or float("inf"), time.monotonic() + wait_seconds)
-    if not failed:
-        return exit_codes.OK
-    killed = [number for number in failed if (ranks[number].exitcode or 0) < 0]
-    if killed:
-        name = signal.Signals(-(ranks[killed[0]].exitcode or 0)).name
-        remedy = "Start again to go on from the newest checkpoint."
-        print(f"bloomery: rank {killed[0]} was killed by {name}, so the others stopped. {remedy}", file=sys.stderr)
-    return next(
-        (_code(ranks[number]) for number in failed if _code(ranks[number]) != exit_codes.LOST_RANK),
-        exit_codes.LOST_RANK,
-    )
+class _Job:
+    """The ranks, from the last one's start to the last one's end."""
+
+    def __init__(self, ranks: Sequence[BaseProcess], patience: Patience) -> None:
+        self._ranks, self._patience = ranks, patience
+        self._asked: float | None = None
+        self._deadline = float("inf")
+        self._ended_here: set[int] = set()
+
+    def forward(self, number: signal.Signals) -> None:
+        """Pass a signal on, once; a later Ctrl-C too. A rank that was stopped (SIGSTOP) must hear it as well."""
+        now = time.monotonic()
+        if self._asked is not None:
+            if number != signal.SIGINT or now - self._asked < signals.ONE_REQUEST_SECONDS:
+                return
+            self._deadline = min(self._deadline, now + self._patience.lost_seconds)
+        self._asked = self._asked or now
+        for rank in self._ranks:
+            _signal(rank, number)
+            _signal(rank, signal.SIGCONT)
+
+    def watch(self) -> int:
+        """Wait for all; when one fails, for the others only a while."""
+        ranks = self._ranks
+        running = {rank.sentinel: number for number, rank in enumerate(ranks)}
+        failed: list[int] = []
+        while running:
+            ended = wait(list(running), timeout=_POLL_SECONDS)
+            is_late = time.monotonic() > self._deadline
+            for number in set(running.values()) - self._ended_here:
+                if is_late or (failed and signals.is_stopped(ranks[number].pid or 0)):
+                    self._ended_here.add(number)
+                    _signal(ranks[number], signal.SIGKILL)
+            for sentinel in ended:
+                number = running.pop(cast(int, sentinel))
+                ranks[number].join()
+                if ranks[number].exitcode:
+                    failed.append(number)
+                    self._deadline = min(self._deadline, time.monotonic() + self._patience_after(_code(ranks[number])))
+        return self._result(failed)
+
+    def _patience_after(self, code: int) -> float:
+        if code not in (exit_codes.LOST_RANK, exit_codes.BUG, exit_codes.INTERRUPTED):
+            return self._patience.last_words_seconds
+        return self._patience.lost_seconds if self._asked is None else self._patience.asked_seconds
+
+    def _result(self, failed: Sequence[int]) -> int:
+        codes = {number: _code(self._ranks[number]) for number in failed}
+        killed = [number for number in failed if (self._ranks[number].exitcode or 0) < 0]
+        if others := [number for number in killed if number not in self._ended_here]:
+            name = signal.Signals(-(self._ranks[others[0]].exitcode or 0)).name
+            signals.say(f"rank {others[0]} was killed by {name}, so the others stopped. {_RESUME}")
+        elif killed:
+            signals.say(f"rank {', '.join(map(str, killed))} did not answer and was killed. {_RESUME}")
+        left = [number for number, code in codes.items() if code == exit_codes.INTERRUPTED]
+        if left and 0 not in left:  # rank 0 speaks for itself
+            signals.say(f"rank {left[0]} was interrupted, so the others stopped")
+        return next((code for code in codes.values() if code != exit_codes.LOST_RANK), max(codes.values(), default=0))
+
+    def see_them_end(self, watched: Connection) -> None:
+        """Without a fork server: the ranks save and stop by themselves (`end_with_parent`), but nobody tells us. All
+        have ended when nobody is left who could read what we write."""
+        poll = select.poll()
+        poll.register(watched, 0)
+        if not poll.poll(1000 * self._patience.last_words_seconds):
+            for rank in self._ranks:
+                with suppress(ProcessLookupError):
+                    os.kill(rank.pid or 0, signal.SIGKILL)
 
 
 def _code(rank: BaseProcess) -> int:
-    """A rank that was killed counts as lost."""
+    """A rank that was killed, or of which nobody knows, counts as lost."""
     code = rank.exitcode or 0
-    return exit_codes.LOST_RANK if code < 0 else code
-
-
-@contextmanager
-def _signals_forwarded(ranks: Sequence[BaseProcess], patience: Patience) -> Iterator[None]:
-    asked: float | None = None
-
-    def forward(number: int, frame: Any) -> None:
-        """A wrapper passes on what the terminal has sent already: at once, it is one request. A later one means that
-        the ranks do not answer."""
-        nonlocal asked
-        ends = number != signal.SIGUSR1
-        again = ends and asked is not None
-        if again and time.monotonic() - (asked or 0.0) < patience.one_request_seconds:
-            return
-        asked = time.monotonic() if ends and not again else asked
-        for rank in ranks:
-            _signal(rank, signal.SIGKILL if again else signal.Signals(number))
-
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = {number: signal.signal(number, forward) for number in _FORWARDED}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    return exit_codes.LOST_RANK if code < 0 or code == _NO_SERVER else code
 
 
 def _signal(rank: BaseProcess, number: signal.Signals) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +73,11 @@ class Journal:
         self._text.remark(f"warning: {text}")
         self.console.warning(text)
         self._watch_storage()
+
+    def silent_when(self, taken_over: Callable[[], bool]) -> None:
+        """Nothing more goes into the files when a newer start has taken the run over: they are its own."""
+        for file in self._files:
+            file.belongs_to_another = taken_over
 
     def flush(self) -> None:
         """Bring everything to the disk if that is possible now; call it before promising a checkpoint."""
@@ -158,6 +164,8 @@ class SilentJournal(Journal):
     def notice(self, text: str) -> None: ...
 
     def warning(self, text: str) -> None: ...
+
+    def silent_when(self, taken_over: Callable[[], bool]) -> None: ...
 
     def flush(self) -> None: ...
 

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
 from bloomery.base.errors import LostRankError, Problem
+from bloomery.base.pulse import PULSE
 from bloomery.parallel.environment import Started
+from bloomery.parallel.watch import Watch
 
 _TIMEOUT = timedelta(minutes=10)
 """How long a rank waits for another in a collective. A rank that dies is noticed at once, by its closed connection."""
@@ -31,27 +34,52 @@ class DistributedRanks:
     def __init__(self) -> None:
         self.rank = dist.get_rank()
         self.size = dist.get_world_size()
-        self._store = _get_default_store()
+        self._store = cast(Any, _get_default_store())
+        self._board = self._store.clone()  # a connection of its own: a wait on the other one would hold it up
+        self.watch = Watch(self._store.clone(), self.rank, self.size)
 
     def gather(self, value: Any) -> list[Any]:
         values: list[Any] = [None] * self.size
-        dist.all_gather_object(values, value)
+        with _agreeing():
+            dist.all_gather_object(values, value)
         return values
 
     def broadcast(self, value: Any, source: int = 0) -> Any:
         values = [value]
-        dist.broadcast_object_list(values, src=source)
+        with _agreeing():
+            dist.broadcast_object_list(values, src=source)
         return values[0]
 
     def sum(self, values: Sequence[float]) -> list[float]:
         total = torch.tensor(values, dtype=torch.float64)
-        dist.all_reduce(total)
+        with _agreeing():
+            dist.all_reduce(total)
         return total.tolist()
+
+    def tell(self, key: str, word: Any) -> None:
+        with contextlib.suppress(*_COMMUNICATION_ERRORS):
+            self._board.set(f"bloomery/{key}", json.dumps(word))
+
+    def told(self, key: str) -> Any:
+        with contextlib.suppress(*_COMMUNICATION_ERRORS):
+            if self._board.check([f"bloomery/{key}"]):
+                return json.loads(self._board.get(f"bloomery/{key}"))
+        return None
+
+    def waits(self) -> str:
+        return self.watch.waits()
+
+    def report_hang(self, report: Callable[[str], None]) -> None:
+        self.watch.report = report
 
     def lost(self, error: Exception) -> LostRankError | None:
         """If the error is a broken collective: who is missing. Everybody who is left answers a roll call."""
         if not _is_communication(error):
             return None
+        if self.watch.hangs:  # the others leave for that, and one of them says so
+            hung = LostRankError(Problem(self.waits()))
+            hung.told_by_rank_0 = True
+            return hung
         answers = self._roll_call()
         missing = [str(rank) for rank, answer in enumerate(answers) if not answer]
         what = f"rank {', '.join(missing) or '?'} of {self.size} is lost"
@@ -82,6 +110,13 @@ class DistributedRanks:
 
 
 @contextmanager
+def _agreeing() -> Iterator[None]:
+    PULSE.mark(waiting=True)
+    yield
+    PULSE.mark(waiting=False)
+
+
+@contextmanager
 def joined(started: Started, device: torch.device) -> Iterator[DistributedRanks]:
     """Be one of the ranks until the end of the block. A collective that breaks becomes a LostRankError."""
     backend = (
@@ -107,6 +142,8 @@ def joined(started: Started, device: torch.device) -> Iterator[DistributedRanks]
         if lost is None:
             raise
         raise lost from error
+    finally:
+        ranks.watch.end()
     if dist.is_initialized():
         dist.destroy_process_group()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import signal
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, field
@@ -12,6 +13,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
+from bloomery.base import signals
 from bloomery.base.bounded import LARGE_BYTES, read_json
 from bloomery.base.errors import BloomeryError, DataError, Problem, StorageError
 from bloomery.base.storage import open_plain, publish, write_atomically, writing, written_to
@@ -175,7 +177,7 @@ def _make(missing: list[Chunk], *, jobs: int) -> Iterator[tuple[Chunk, ChunkReco
         for chunk in missing:
             yield chunk, _judged(_answer(chunk))
         return
-    with ProcessPoolExecutor(min(jobs, len(missing)), mp_context=get_context("spawn")) as pool:
+    with ProcessPoolExecutor(min(jobs, len(missing)), mp_context=get_context("spawn"), initializer=_be_worker) as pool:
         futures = {pool.submit(_answer, chunk): chunk for chunk in missing}
         try:
             for future in as_completed(futures):
@@ -183,6 +185,11 @@ def _make(missing: list[Chunk], *, jobs: int) -> Iterator[tuple[Chunk, ChunkReco
         except BaseException:
             pool.shutdown(wait=True, cancel_futures=True)
             raise
+
+
+def _be_worker() -> None:
+    signals.ignore()  # they may reach the whole group; the parent ends its workers
+    signals.end_with_parent(signal.SIGKILL)
 
 
 def _answer(chunk: Chunk) -> ChunkRecord | tuple[type[BloomeryError], list[Problem]]:

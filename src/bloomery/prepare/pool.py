@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import multiprocessing
 import os
 import signal
@@ -13,12 +12,12 @@ from multiprocessing.connection import Connection, wait
 from types import TracebackType
 from typing import Any, Self
 
+from bloomery.base import signals
 from bloomery.base.errors import BloomeryError, DataError, Problem
 
 Report = Callable[[Any], None]
 Task = Callable[[Any, Report], Any]
 """(argument, report) -> result; what is reported on the way arrives before the result."""
-_PR_SET_PDEATHSIG = 1
 free_cpus: set[int] = set()
 """In a child that is bound to one processor: all that the parent may use. Empty in the parent."""
 
@@ -142,7 +141,7 @@ class Pool:
 
     def close(self) -> None:
         for child in self._children:
-            child.process.terminate()
+            child.process.kill()
         for child in self._children:
             child.close()
         self._children = []
@@ -164,8 +163,8 @@ def _serve(
     parent: int,
     first: Callable[[], object] | None,
 ) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent ends its children
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    signals.ignore()  # they may reach the whole group; the parent ends its children
+    signals.end_with_parent(signal.SIGKILL)
     if os.getppid() != parent:
         return
     for stranger in not_mine:

@@ -18,7 +18,7 @@ def evaluate(run: Run, state: TrainState) -> None:
     settle(run, state)
     started = time.monotonic()
     main_losses: list[float] = []
-    with run.meter.paused():
+    with run.meter.paused(), run.stop.evaluating():
         for group in run.validation:
             total: Tensor | None = None
             names: list[str] = []

@@ -41,10 +41,10 @@ def train(run: Run, state: TrainState) -> StopReason:
         if stop.finished and state.step > first_step and not run.evaluates_at(state.step):
             evaluate(run, state)
         save(run, state, last=True, keep_all=stop.is_failure)
-    run.stop.count_energy(state)
-    run.journal.event("stop", state.step, **stop.facts(), energy=state.energy.to_json())
-    run.journal.notice(f"stopped at step {state.step:,}: {stop.text.rstrip('.')}. Saved in {run.folder}")
-    failure = failure or run.stop.failure(stop, state.step)
-    if failure is not None:
-        raise failure
+        run.stop.count_energy(state)
+        run.journal.event("stop", state.step, **stop.facts(), energy=state.energy.to_json())
+        run.journal.notice(f"stopped at step {state.step:,}: {stop.text.rstrip('.')}. Saved in {run.folder}")
+        failure = failure or run.stop.failure(stop, state.step)
+        if failure is not None:
+            raise failure
     return stop

@@ -10,6 +10,7 @@ from functools import partial
 from itertools import islice
 from pathlib import Path
 
+from bloomery.base.pulse import PULSE
 from bloomery.base.units import format_seconds
 from bloomery.checkpoint.fence import FencedError
 from bloomery.checkpoint.folder import complete_checkpoints, step_name, step_of
@@ -80,10 +81,11 @@ def hear_of_saves(run: Run, state: TrainState, outcomes: list[SaveOutcome], *, l
         if state.saving_step == outcome.step:
             state.saving_step = None
         if outcome.error is not None:
-            run.journal.event("save_failed", outcome.step, reason=str(outcome.error), removed=list(outcome.removed))
-            if isinstance(outcome.error, FencedError):
+            if isinstance(outcome.error, FencedError):  # the ledger is the newer start's
                 run.stop.request(StopReason("error", str(outcome.error), outcome.error))
-            elif not last:
+                continue
+            run.journal.event("save_failed", outcome.step, reason=str(outcome.error), removed=list(outcome.removed))
+            if not last:
                 run.journal.warning(f"{outcome.error} Training goes on.")
             continue
         seconds = outcome.blocking_seconds + outcome.persist_seconds
@@ -204,7 +206,9 @@ def good_steps(root: Path, spikes: SpikeWatch, step: int) -> Iterator[int]:
 def _wait_for_uploads(run: Run, uploader: Uploader) -> None:
     """At the end of a job, for as long as it may last; what is not there by then is told."""
     seconds = min(run.recipe.checkpoint.timeout.seconds, run.stop.seconds_left())
-    hear_of_uploads(run, uploader.wait(seconds))
+    with PULSE.excuse(seconds):
+        outcomes = uploader.wait(seconds)
+    hear_of_uploads(run, outcomes)
     for step in sorted(uploader.protected()):
         reason = f"the job ended before it was done, after a wait of {format_seconds(seconds)}"
         run.journal.event("upload_failed", step, reason=reason, to=uploader.to, seconds=seconds)

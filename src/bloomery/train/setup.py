@@ -17,7 +17,7 @@ from bloomery.base.errors import BloomeryError, LostRankError, Problem, RecipeEr
 from bloomery.base.ranks import ALONE, Ranks, every_rank_does, first_rank_does
 from bloomery.base.storage import locked, make_run_folder, own_folder, write_atomically
 from bloomery.base.units import Duration, format_count
-from bloomery.checkpoint.fence import take_over
+from bloomery.checkpoint.fence import FencedError, Writer, take_over
 from bloomery.checkpoint.load import load_on_all
 from bloomery.checkpoint.save import estimate_save_seconds
 from bloomery.checkpoint.saver import Saver
@@ -72,7 +72,7 @@ def prepared_run(
     every_rank_does(ranks, lambda: refuse_what_cannot_be_done(recipe))
     layout = Layout.of(recipe, ranks.size)
     with ExitStack() as closing:
-        first_rank_does(ranks, lambda: _take_folder(folder, closing))
+        taken = first_rank_does(ranks, lambda: _take_folder(folder, closing))
         energy, sensor = start_meter(energy_sensor(device), ranks)
         closing.enter_context(energy.watching())
         roots = tier_roots(recipe.checkpoint, folder)
@@ -92,9 +92,13 @@ def prepared_run(
         journal = _journal_of_rank(recipe, folder, ranks, plan, job=job, step=state.step, quiet=quiet)
         closing.callback(journal.close)
         with _errors_told(journal, state, device, ranks):
-            for warning in data.warnings:
+            ranks.report_hang(lambda text: journal.event("error", state.step, text=text))
+            if taken:
+                journal.event("taken_over", state.step, text=taken)
+            for warning in [taken, *data.warnings] if taken else data.warnings:
                 journal.warning(warning)
             tiers = first_rank_does(ranks, lambda: _tiers(recipe, folder, roots))
+            journal.silent_when(lambda: tiers["durable"].writer.fenced() is not None)
             if far is not None:
                 far.tell(state.step, journal)
             first_rank_does(ranks, lambda: write_atomically(folder / "recipe.yaml", as_yaml(recipe)))
@@ -162,7 +166,7 @@ def prepared_run(
                     recipe_text=as_yaml(recipe),
                     journal=journal,
                     meter=IntervalMeter(past.interval),
-                    stop=_stop_rules(recipe, plan, folder, optimizer, ranks, energy),
+                    stop=_stop_rules(recipe, plan, folder, optimizer, ranks, energy, tiers["durable"].writer),
                     job=job,
                     peak_flops=peak_flops(device_name(device), recipe.precision),
                     start_facts=facts,
@@ -172,13 +176,13 @@ def prepared_run(
             )
 
 
-def _take_folder(folder: Path, closing: ExitStack) -> None:
+def _take_folder(folder: Path, closing: ExitStack) -> str:
     make_run_folder(folder)
     own_folder(folder / "control")
     for root in all_roots(folder):
         if root.is_symlink():
             own_folder(root, may_be_linked=True)
-    closing.enter_context(locked(folder))
+    return closing.enter_context(locked(folder))
 
 
 def _data_of(recipe: Recipe, past: Past) -> AbstractContextManager[OpenData]:
@@ -216,6 +220,8 @@ def _errors_told(journal: Journal, state: TrainState, device: torch.device, rank
         yield
     except Exception as found:
         error = ranks.lost(found) or found
+        if isinstance(error, FencedError):
+            journal.silent_when(lambda: True)
         journal.event("error", state.step, text=str(error) or type(error).__name__)
         if isinstance(error, BloomeryError):
             try:
@@ -291,7 +297,13 @@ def _runner_and_optimizer(
 
 
 def _stop_rules(
-    recipe: Recipe, plan: TrainingPlan, folder: Path, optimizer: Optimizer, ranks: Ranks, energy: EnergyMeter
+    recipe: Recipe,
+    plan: TrainingPlan,
+    folder: Path,
+    optimizer: Optimizer,
+    ranks: Ranks,
+    energy: EnergyMeter,
+    writer: Writer,
 ) -> StopRules:
     exit_after, evaluate = recipe.train.exit_after, recipe.train.evaluate
     estimate = 0.0
@@ -307,6 +319,7 @@ def _stop_rules(
         ranks=ranks,
         energy=energy,
         spike_patience=recipe.train.stop_after_spike_steps,
+        writer=writer,
     )
 
 

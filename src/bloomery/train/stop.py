@@ -2,31 +2,31 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
-import os
 import signal
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from types import FrameType
 from typing import Any
 
+from bloomery.base import exit_codes, pulse, signals
 from bloomery.base.clock import job_seconds
 from bloomery.base.energy import Energy
 from bloomery.base.errors import BloomeryError, DivergedError, Problem
+from bloomery.base.pulse import PULSE
 from bloomery.base.ranks import ALONE, Ranks
 from bloomery.base.units import Amount, Duration, format_seconds
+from bloomery.checkpoint.fence import Writer
 from bloomery.monitor.energy import EnergyMeter
 from bloomery.sizing.plan import TrainingPlan
 from bloomery.train.spikes import RECOVERY_STEPS
 from bloomery.train.state import TrainState
 
-SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 _POLL_SECONDS = 0.2
+_SLOW = 3.0
+"""After a signal, a step may take so many times the slowest of the last ten."""
 _REMEDIES = {
     "diverged": "lower lr.peak, or pass over the bad data with train.skip",
     "drift": "check the machines of these ranks, then go on with --from a checkpoint from before the drift",
@@ -72,15 +72,19 @@ class StopRules:
         ranks: Ranks = ALONE,
         energy: EnergyMeter | None = None,
         spike_patience: int = 50,
+        writer: Writer | None = None,
     ) -> None:
+        PULSE.learn(0.0)
         self._ranks = ranks
         self._energy = energy or EnergyMeter()
         self._plan = plan
         self._spike_patience = spike_patience
         self._exit_after = exit_after
         self._control = control
+        self._writer = writer
         self._save_seconds_estimate = save_seconds_estimate
         self._signal: signal.Signals | None = None
+        self._signalled_at = 0.0
         self._requested: StopReason | None = None
         self._polled_at = 0.0
         self._save_seen = False
@@ -95,6 +99,7 @@ class StopRules:
     def reason(self, state: TrainState) -> StopReason | None:
         """Why to stop now, or None. All ranks get the same answer: what one of them sees, all act on. What they have
         spent in energy travels with it."""
+        PULSE.step = state.step
         mine = self._own_reason(state)
         spent = self._energy.own(fresh=mine is not None)
         stops, saves, *total = self._ranks.sum(
@@ -136,6 +141,7 @@ class StopRules:
 
     def count_energy(self, state: TrainState) -> None:
         """What all ranks have spent until this very moment. Collective, for the end of a job."""
+        PULSE.learn(0.0)  # what follows the loop may take as long as what came before it
         own = self._energy.own(fresh=True)
         state.energy = self._energy.before + Energy(*self._ranks.sum(list(own.to_json().values())))
 
@@ -162,33 +168,46 @@ class StopRules:
     def time_step(self, seconds: float) -> None:
         """Tell how long a step took; the deadline keeps room for the slowest of the last ten."""
         self._steps_timed = [*self._steps_timed[-9:], seconds]
+        PULSE.learn(self.step_seconds)
 
     @property
     def step_seconds(self) -> float:
         """The middle of the last ten steps; 0 before the first."""
         return median(self._steps_timed) if self._steps_timed else 0.0
 
+    def evaluating(self) -> AbstractContextManager[None]:
+        """The first evaluation may compile."""
+        return nullcontext() if self._evaluation_seconds else PULSE.excuse(pulse.USUAL.first_seconds)
+
     def time_evaluation(self, seconds: float) -> None:
         """Tell how long an evaluation took; the deadline keeps room for the slowest."""
         self._evaluation_seconds = max(seconds, self._evaluation_seconds)
 
-    @contextmanager
-    def listening(self) -> Iterator[None]:
-        """Catch the stop signals; a second Ctrl-C leaves at once."""
-        before = {number: signal.signal(number, self._on_signal) for number in SIGNALS}
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
+    def listening(self) -> AbstractContextManager[None]:
+        """Stop signals let the loop stop after its step; a later Ctrl-C leaves at once."""
+        return signals.handled(self._on_signal, self._overdue)
 
-    def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        if number == signal.SIGINT and self._signal == signal.SIGINT:
-            raise KeyboardInterrupt
-        self._signal = signal.Signals(number)
-        again = " Ctrl-C again leaves without it." if number == signal.SIGINT else ""
-        with contextlib.suppress(OSError):  # nobody may be left to read it
-            os.write(2, f"\n{self._signal.name}: stopping after this step, with a save.{again}\n".encode())
+    def _on_signal(self, number: signal.Signals) -> None:
+        now = time.monotonic()
+        if self._signal is None:
+            self._signal, self._signalled_at = number, now
+            again = " Ctrl-C again leaves without it." if number == signal.SIGINT else ""
+            if self._ranks.rank == 0:
+                signals.say(f"{number.name}: stopping after this step, with a save.{again}")
+        elif number == signal.SIGINT and now - self._signalled_at > signals.ONE_REQUEST_SECONDS:
+            raise signals.Interrupted(number.name)
+
+    def _overdue(self, request: signals.Request) -> tuple[int, str] | None:
+        """Asked by the guard after a signal: whether the step does not end."""
+        silent = PULSE.silent_seconds
+        usual = max(signals.ANSWER_SECONDS, _SLOW * max(self._steps_timed, default=0.0))
+        if not request.is_overdue() or (request.insisted is None and (PULSE.excused or silent < usual)):
+            return None
+        if request.insisted is not None or not self._steps_timed:
+            when = "" if self._steps_timed else " before the first step of this job was done"
+            return exit_codes.INTERRUPTED, f"interrupted by {request.name}{when}, without a save"
+        why = self._ranks.waits() or f"nothing has happened for {silent:.0f} s, since step {PULSE.step}"
+        return exit_codes.LOST_RANK, f"{request.name} ends this run without a save: {why}. Start again to resume"
 
     def _end_of_job(self, state: TrainState) -> StopReason | None:
         """The length of this job, not of the training."""
@@ -230,6 +249,8 @@ class StopRules:
         if now - self._polled_at < _POLL_SECONDS:
             return
         self._polled_at = now
+        if self._writer is not None and (error := self._writer.fenced()):
+            self.request(StopReason("error", str(error), error))
         self._save_seen |= self._take("save")
         if self._take("stop"):
             self.request(StopReason("control", "control/stop was touched"))

@@ -1,0 +1,188 @@
+"""Requests to stop: SIGTERM, SIGINT, SIGHUP and SIGUSR1 mean the same from the first import to the last line.
+
+Outside of training they raise `Interrupted` in the main thread: one line, exit code 130. Who can do better takes them
+over with `handled`: the loop saves first, the launcher passes them on. A thread, the guard, sees each of them even
+while the main thread is in a call that does not return, and ends a process that does not answer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from types import FrameType, TracebackType
+from typing import Any, NamedTuple, NoReturn
+
+from bloomery.base import exit_codes
+
+STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
+ANSWER_SECONDS = 3.0
+"""How long the main thread may take to answer."""
+ONE_REQUEST_SECONDS = 3.0
+"""Signals within this time are one request: a wrapper passes on what the terminal has sent already. A Ctrl-C after it
+insists: leave at once."""
+_INSISTED_SECONDS = 1.0
+_POLL_SECONDS = 0.1
+_PR_SET_PDEATHSIG = 1
+
+
+class Interrupted(KeyboardInterrupt):
+    """Somebody wants this process to stop, and it has nothing to save."""
+
+
+class Request(NamedTuple):
+    """As the guard sees it, in seconds of time.monotonic."""
+
+    name: str
+    since: float
+    insisted: float | None = None
+    """Since when there is a later Ctrl-C as well."""
+
+    def is_overdue(self) -> bool:
+        now = time.monotonic()
+        insisted = self.insisted is not None and now - self.insisted > _INSISTED_SECONDS
+        return insisted or now - self.since > ANSWER_SECONDS
+
+
+Verdict = Callable[[Request], tuple[int, str] | None]
+"""Asked again and again while a request is not answered: the exit code and the last words, when it is time."""
+
+
+def _nothing_to_save(request: Request) -> tuple[int, str] | None:
+    return (exit_codes.INTERRUPTED, f"interrupted by {request.name}") if request.is_overdue() else None
+
+
+asked: str = ""
+"""The signal that has raised Interrupted, whatever became of that: libraries swallow it, or raise something else."""
+requested: str = ""
+"""The newest signal, whoever has taken it over."""
+_verdict: Verdict = _nothing_to_save
+_guard: threading.Thread | None = None
+
+
+def listen() -> None:
+    """From now on, for the whole life of this process. Call it in the main thread."""
+    global _guard
+    if _guard is not None:
+        return
+    _install(_interrupt)
+    sys.excepthook = _last_words
+    read, write = os.pipe()
+    os.set_blocking(write, False)
+    signal.set_wakeup_fd(write, warn_on_full_buffer=False)
+    _guard = threading.Thread(target=_watch, args=(read,), name="bloomery-guard", daemon=True)
+    _guard.start()
+
+
+def is_guarded() -> bool:
+    return _guard is not None
+
+
+def ignore() -> None:
+    """For a process that is at its end, and for workers, which end with their parent."""
+    for number in STOPS:
+        signal.signal(number, signal.SIG_IGN)
+    signal.set_wakeup_fd(-1)  # the pipe is the parent's
+
+
+def end_with_parent(number: signal.Signals) -> None:
+    """Get this signal when the thread ends that started this process, however it does."""
+    import ctypes
+
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
+
+
+def is_stopped(process: int) -> bool:
+    """Whether a process of this machine is stopped, by SIGSTOP or a debugger."""
+    try:
+        with open(f"/proc/{process}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0] in "Tt"
+    except OSError:
+        return False
+
+
+def say_once(text: str) -> None:
+    """What all ranks have to say: rank 0 does, if there are any."""
+    if os.environ.get("RANK", "0") == "0":
+        say(text)
+
+
+def say(text: str) -> None:
+    """To standard error, at any moment and from any thread."""
+    with contextlib.suppress(OSError):  # nobody may be left to read it
+        os.write(2, f"bloomery: {text}\n".encode())
+
+
+@contextlib.contextmanager
+def handled(handler: Callable[[signal.Signals], None], verdict: Verdict = lambda _: None) -> Iterator[None]:
+    """Within it, `handler` answers in the main thread; `verdict` says when that takes too long."""
+    global _verdict
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    if asked:
+        raise Interrupted(asked)
+
+    def take(number: int, frame: FrameType | None) -> None:
+        global requested
+        requested = signal.Signals(number).name
+        handler(signal.Signals(number))
+
+    before, verdict_before = _install(take), _verdict
+    _verdict = verdict
+    try:
+        yield
+    finally:
+        _verdict = verdict_before
+        for number, earlier in before.items():
+            signal.signal(number, earlier)
+
+
+def _install(handler: Callable[[int, FrameType | None], None]) -> dict[signal.Signals, Any]:
+    kept = {signal.SIGHUP} if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else set()  # nohup
+    return {number: signal.signal(number, handler) for number in STOPS if number not in kept}
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    global asked, requested
+    if asked:
+        return  # a second one would only disturb what the first has begun
+    asked = requested = signal.Signals(number).name
+    while frame is not None and not frame.f_code.co_filename.startswith("<frozen importlib"):
+        frame = frame.f_back
+    if frame is not None:  # a module is loading: C++ code that is not made for exceptions, and nothing to tidy up
+        _leave()
+    raise Interrupted(asked)
+
+
+def _leave() -> NoReturn:
+    say_once(f"interrupted by {requested}")
+    os._exit(exit_codes.INTERRUPTED)
+
+
+def _last_words(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """Of a process that was interrupted where nobody catches it: between its first import and its last line."""
+    if asked:
+        _leave()
+    sys.__excepthook__(kind, error, trace)
+
+
+def _watch(pipe: int) -> None:
+    pending: tuple[Request, Verdict] | None = None
+    while True:
+        if select.select([pipe], [], [], None if pending is None else _POLL_SECONDS)[0]:
+            number, now = os.read(pipe, 1)[0], time.monotonic()
+            if number in STOPS and (pending is None or pending[1] is not _verdict):
+                pending = Request(signal.Signals(number).name, now), _verdict
+            elif pending and number == signal.SIGINT and now - pending[0].since > ONE_REQUEST_SECONDS:
+                pending = pending[0]._replace(insisted=pending[0].insisted or now), pending[1]
+        if pending and pending[1] is not _verdict:
+            pending = None  # answered: training has ended, or begun
+        elif pending and (end := pending[1](pending[0])):
+            (say_once if end[0] == exit_codes.INTERRUPTED else say)(end[1])
+            os._exit(end[0])

@@ -1,0 +1,191 @@
+"""Every stop signal in every phase: one documented exit code, one line, nobody left behind; and hangs that are said."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+import rank_commands
+import signal_points
+from bloomery.base import exit_codes
+from bloomery.base.signals import STOPS
+from bloomery.checkpoint import folder as folders
+from bloomery.launch.local import run_local_ranks
+from conftest import Workshop, start_training, wait_for_steps
+
+PRELOAD = ["bloomery.train.loop", "bloomery.train.setup"]
+TOKENIZER = ["tokenizer", "train", "texts", "--vocab-size", "300", "--output", "t"]
+NAMES = [number.name for number in STOPS]
+
+
+def children(process: int) -> list[int]:
+    found = []
+    for path in Path("/proc").glob("[0-9]*"):
+        try:
+            fields = (path / "stat").read_text().rpartition(")")[2].split()
+        except OSError:
+            continue
+        if int(fields[1]) == process and fields[0] != "Z":
+            found += [int(path.name), *children(int(path.name))]
+    return found
+
+
+def all_gone(processes: list[int], seconds: float) -> bool:
+    deadline = time.monotonic() + seconds
+    while any(os.path.exists(f"/proc/{process}/exe") for process in processes) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return not any(os.path.exists(f"/proc/{process}/exe") for process in processes)
+
+
+def fork_server_of(process: subprocess.Popen[str]) -> int:
+    def is_server(child: int) -> bool:
+        return b"forkserver" in Path(f"/proc/{child}/cmdline").read_bytes()
+
+    return next(child for child in children(process.pid) if is_server(child) and children(child))
+
+
+def run_at(point: str, name: str, words: list[str], times: int = 1) -> subprocess.CompletedProcess[str]:
+    """`bloomery ...` that sends itself a signal when it comes to this function for the first time."""
+    command = [sys.executable, signal_points.__file__, point, name, str(times), *words]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+
+
+TRAINING = [
+    ("import", "bloomery.config.load"),
+    ("import", "torch"),
+    ("call", "bloomery.sizing.check:load_checked_recipe"),
+    ("call", "bloomery.train.setup:find_past"),
+    ("stuck", "bloomery.train.setup:find_past"),
+]
+
+
+@pytest.mark.parametrize(("kind", "place"), TRAINING, ids=lambda value: value)
+def test_a_signal_before_training_is_one_line_and_130(workshop: Workshop, kind: str, place: str) -> None:
+    name = NAMES[TRAINING.index((kind, place)) % len(NAMES)]
+    run = workshop.folder / "run"
+    started = time.monotonic()
+    done = run_at(f"{kind}:{place}", name, ["train", str(workshop.recipe), "--run-dir", str(run), "--device", "cpu"], 2)
+    assert (done.returncode, done.stderr) == (exit_codes.INTERRUPTED, f"bloomery: interrupted by {name}\n")
+    assert not (run / "checkpoints" / "latest").exists()
+    assert time.monotonic() - started < 60
+
+
+@pytest.mark.parametrize(
+    ("place", "code"),
+    [
+        ("bloomery.train.loop:train_step", exit_codes.OK),
+        ("bloomery.train.loop:save", exit_codes.OK),
+        ("bloomery.monitor.journal:Journal.close", exit_codes.OK),
+    ],
+)
+def test_a_signal_from_the_first_step_on_is_a_save_and_0(workshop: Workshop, place: str, code: int) -> None:
+    run = workshop.folder / "run"
+    words = ["train", str(workshop.recipe), "train.for=3 steps", "--run-dir", str(run), "--device", "cpu", "--quiet"]
+    done = run_at(f"call:{place}", "SIGHUP", words, 2)
+    assert done.returncode == code, done.stderr
+    assert "Traceback" not in done.stderr
+    assert (run / "checkpoints" / "latest").is_file()
+    assert workshop.events(run, "stop")
+
+
+@pytest.mark.parametrize(
+    ("place", "words"),
+    [
+        ("stuck:bloomery.prepare.train_tokenizer:train_tokenizer", TOKENIZER),
+        ("import:tokenizers", TOKENIZER),
+        ("call:bloomery.prepare.extract:make_chunk", ["extract", "texts", "--output", "chunks", "--chunks", "1"]),
+        ("import:bloomery.monitor.report", ["report", "run"]),
+    ],
+)
+def test_other_commands_answer_alike(workshop: Workshop, place: str, words: list[str]) -> None:
+    (workshop.folder / "texts").mkdir()
+    (workshop.folder / "texts" / "a.jsonl").write_text('{"text": "some words"}\n' * 50)
+    done = run_at(place, "SIGTERM", words)
+    assert (done.returncode, done.stderr) == (exit_codes.INTERRUPTED, "bloomery: interrupted by SIGTERM\n")
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGKILL"])
+def test_children_of_a_launcher_that_ends_early_end_with_it(workshop: Workshop, name: str) -> None:
+    process = start_training(workshop, workshop.folder / "run", "parallel.tp=2")
+    deadline = time.monotonic() + 60
+    while not (family := children(process.pid)):  # the fork server, which imports for seconds
+        assert time.monotonic() < deadline
+    process.send_signal(signal.Signals[name])
+    _, err = process.communicate(timeout=60)
+    if name == "SIGTERM":
+        assert (process.returncode, err) == (exit_codes.INTERRUPTED, "bloomery: interrupted by SIGTERM\n")
+    assert all_gone(family, 5)
+
+
+@pytest.mark.parametrize(("name", "code"), [("SIGHUP", exit_codes.OK), ("SIGKILL", exit_codes.LOST_RANK)])
+def test_a_signal_to_the_fork_server_stops_the_ranks_with_a_save(workshop: Workshop, name: str, code: int) -> None:
+    run = workshop.folder / "run"
+    process = start_training(workshop, run, "parallel.tp=2")
+    wait_for_steps(run, 2, process)
+    family = children(process.pid)
+    os.kill(fork_server_of(process), signal.Signals[name])
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == code, err
+    assert ("the process that the ranks came from is gone" in err) == (name == "SIGKILL")
+    (stop,) = workshop.events(run, "stop")
+    assert folders.read_latest(run / "checkpoints") == folders.step_name(stop["step"])
+    assert all_gone(family, 5)
+
+
+def run_ranks(workshop: Workshop, command: object, *overrides: str) -> tuple[int, str]:
+    words = ["train", str(workshop.recipe), "parallel.tp=2", "train.for=100000 steps", "lr.decay=null", *overrides]
+    words += ["--run-dir", str(workshop.folder / "run"), "--device", "cpu", "--quiet"]
+    log = workshop.folder / "said.txt"
+    logged = partial(rank_commands.logged, command, str(log))  # type: ignore[arg-type]
+    return run_local_ranks(2, logged, words, preload=PRELOAD), log.read_text()
+
+
+@pytest.mark.parametrize("stopped", [0, 1])
+def test_a_rank_that_stops_is_named_by_the_one_that_waits(
+    workshop: Workshop, stopped: int, capfd: pytest.CaptureFixture[str]
+) -> None:
+    code, said = run_ranks(workshop, partial(rank_commands.stops_after_step_5, stopped))
+    assert code == exit_codes.LOST_RANK
+    assert said.count("has waited") == 1, said
+    assert f"bloomery: rank {1 - stopped} has waited " in said
+    assert f"s for rank {stopped}, which last reported step" in said
+    assert "Traceback" not in said
+    assert f"rank {stopped} did not answer and was killed" in capfd.readouterr().err
+    if stopped:
+        (error,) = workshop.events(workshop.folder / "run", "error")
+        assert "for rank 1" in error["text"]
+
+
+def test_a_signal_during_a_hang_is_answered_within_seconds(workshop: Workshop) -> None:
+    code, said = run_ranks(workshop, rank_commands.signal_during_a_hang)
+    assert code == exit_codes.LOST_RANK
+    assert "SIGTERM ends this run without a save: rank 0 has waited" in said
+    answered = time.time() - float((workshop.folder / "signalled").read_text())
+    assert answered < 15  # 3 seconds, and what a loaded machine adds; ten minutes without a guard
+
+
+def test_a_trainer_that_is_stopped_keeps_nobody_out_and_writes_nothing_when_it_comes_back(workshop: Workshop) -> None:
+    run = workshop.folder / "run"
+    every = "checkpoint={phases: [{every: 2 steps}]}"
+    process = start_training(workshop, run, every)
+    wait_for_steps(run, 3, process)
+    workshop.train("train.for=1000000 steps", "lr.decay=null", code=5)  # it is alive: no
+    os.kill(process.pid, signal.SIGSTOP)
+    workshop.train("train.for=1000000 steps", "lr.decay=null", every, "train.exit_after=3 steps")
+    (taken,) = workshop.events(run, "taken_over")
+    assert f"process {process.pid} on " in taken["text"]
+    files = [run / name for name in ("metrics.jsonl", "events.jsonl", "logs/main_log.txt")]
+    before = [path.read_bytes() for path in files]
+    os.kill(process.pid, signal.SIGCONT)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == exit_codes.STORAGE
+    assert "has taken over" in err
+    assert [path.read_bytes() for path in files] == before
