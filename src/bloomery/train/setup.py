@@ -30,7 +30,7 @@ from bloomery.data.open import OpenData, open_data
 from bloomery.monitor import names
 from bloomery.monitor.console import Console
 from bloomery.monitor.energy import EnergyMeter, spent_before, start_meter
-from bloomery.monitor.history import read_events
+from bloomery.monitor.history import read_starts
 from bloomery.monitor.journal import Journal, SilentJournal
 from bloomery.monitor.meters import IntervalMeter
 from bloomery.parallel.apply import DTYPES, make_runner, parallelise
@@ -88,7 +88,7 @@ def prepared_run(
         data = every_rank_does(ranks, lambda: closing.enter_context(_data_of(recipe, past)))
         every_rank_does(ranks, lambda: check_tokenizer(past, data.tokenizer_hash))
         shards = first_rank_does(ranks, lambda: checked_shards(past, data.shards()))
-        job = first_rank_does(ranks, lambda: 1 + _starts_so_far(folder))
+        job = first_rank_does(ranks, lambda: 1 + len(read_starts(folder / names.EVENTS_FILE)))
         journal = _journal_of_rank(recipe, folder, ranks, plan, job=job, step=state.step, quiet=quiet)
         closing.callback(journal.close)
         with _errors_told(journal, state, device, ranks):
@@ -316,11 +316,6 @@ def refuse_what_cannot_be_done(recipe: Recipe) -> None:
         problems.append(Problem("data is missing", "training needs shards", "add `data:` with `train:` to the recipe"))
     if problems:
         raise RecipeError(problems)
-
-
-def _starts_so_far(folder: Path) -> int:
-    events = folder / names.EVENTS_FILE
-    return sum(event["kind"] == "start" for event in read_events(events)) if events.is_file() else 0
 
 
 def _validation_samples(recipe: Recipe, validation: Mapping[str, Source]) -> dict[str, int]:
