@@ -17,6 +17,7 @@ from bloomery.base.errors import BloomeryError, LostRankError, Problem, RecipeEr
 from bloomery.base.ranks import ALONE, Ranks, every_rank_does, first_rank_does
 from bloomery.base.storage import locked, make_run_folder, write_atomically
 from bloomery.base.units import Duration, format_count
+from bloomery.checkpoint.choose import refuse_later
 from bloomery.checkpoint.fence import take_over
 from bloomery.checkpoint.load import load_on_all
 from bloomery.checkpoint.save import estimate_save_seconds
@@ -95,6 +96,8 @@ def prepared_run(
             for warning in data.warnings:
                 journal.warning(warning)
             tiers = first_rank_does(ranks, lambda: _tiers(recipe, folder, roots))
+            if start_from is None:
+                first_rank_does(ranks, lambda: refuse_later(places, step=state.step, damaged=past.damaged))
             if far is not None:
                 far.tell(state.step, journal)
             first_rank_does(ranks, lambda: write_atomically(folder / "recipe.yaml", as_yaml(recipe)))
