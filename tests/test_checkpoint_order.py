@@ -13,12 +13,14 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from bloomery.base.errors import DataError
+from bloomery.base.errors import DataError, StorageError
 from bloomery.base.piece import Piece
 from bloomery.base.units import Amount, Duration
 from bloomery.checkpoint import folder as folders
-from bloomery.checkpoint.choose import newest_good, tidy
+from bloomery.checkpoint import retention
+from bloomery.checkpoint.choose import newest_good, refuse_later, tidy
 from bloomery.checkpoint.fence import FencedError, take_over
+from bloomery.checkpoint.look import list_checkpoints
 from bloomery.checkpoint.retention import apply_retention
 from bloomery.checkpoint.save import save_checkpoint
 from bloomery.checkpoint.tiers import kept_in, parts_in, tier_roots
@@ -237,3 +239,30 @@ def test_the_cadence_says_why() -> None:
 def test_failures_are_known_from_the_recipe_or_the_number_of_devices() -> None:
     assert seconds_between_failures(Duration(7200.0), num_devices=512) == 7200.0
     assert seconds_between_failures(None, num_devices=16_384) == pytest.approx(3.05 * 3600, rel=0.01)
+
+
+def test_a_start_that_was_overtaken_between_its_choice_and_its_take_over_refuses(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    choice = newest_good([tmp_path])
+    newer = save(tmp_path, 2)  # by a start that was still alive: it has promised this one
+    assert choice.folder == tmp_path / "step-00000001"
+    with pytest.raises(StorageError, match="another start saved step-00000002 while this one began from step 1"):
+        refuse_later([tmp_path], step=1)
+    refuse_later([tmp_path], step=1, damaged=[newer])
+    refuse_later([tmp_path], step=2)
+
+
+def test_many_checkpoints_are_listed_and_deleted_with_few_reads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for step in range(1, 21):
+        save(tmp_path, step, loss=1.0)
+    read: list[Path] = []
+    real = retention.read_manifest
+    monkeypatch.setattr(retention, "read_manifest", lambda folder: read.append(folder) or real(folder))
+    monkeypatch.setattr(folders, "read_index", lambda folder: pytest.fail("an index was parsed"))
+    assert [one.state for one in list_checkpoints(tmp_path)] == ["complete"] * 20
+    assert len(apply_retention(tmp_path, KeepSection(last=15))) == 5
+    assert read == []  # which are kept is known from their names
+    assert len(apply_retention(tmp_path, KeepSection(last=1, best=1))) == 13
+    assert len(read) == 15  # each once

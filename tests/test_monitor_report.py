@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import random
 import re
 import subprocess
 import sys
@@ -13,9 +14,10 @@ from pathlib import Path
 import pytest
 
 from bloomery.base.errors import DataError
-from bloomery.monitor.chart import Chart, Series, chart_html, thin
+from bloomery.monitor import gather
+from bloomery.monitor.chart import Chart, Curve, Series, chart_html, thin
 from bloomery.monitor.record import to_json
-from bloomery.monitor.report import report_html, write_report
+from bloomery.monitor.report import write_report
 from monitor_samples import step_record, validation_record
 
 VOID = {"meta", "link", "path", "tr", "td", "th", "p"}
@@ -183,7 +185,66 @@ print([name for name in ("torch", "tensorboard") if name in sys.modules])
 
 def test_a_blend_has_a_chart_of_each_sources_loss(tmp_path: Path) -> None:
     records = [step_record(step, source_losses={"oscar-en": 3.0, "wiki <fr>": 2.0}) for step in (1, 2)]
-    page = report_html(tmp_path, list(records), [])
+    page, _ = read_page(write_report(make_run(tmp_path / "run", *records)))
     assert "training loss by source" in page
     assert "oscar-en" in page
     assert "wiki &lt;fr&gt;" in page
+
+
+def test_a_long_run_is_gathered_in_bounded_memory_and_loses_neither_spikes_nor_sums(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gather, "_AT_ONCE", 64)
+    monkeypatch.setattr(gather, "_MOST_SAMPLED", 1000)
+    losses = {step: 2.0 + step % 7 for step in range(1, 30_001)}
+    losses |= {4_321: 99.0, 4_322: -5.0, 20_000: math.nan}
+    job_of = {step: 1 + (step > 12_000) for step in losses}
+    records = [
+        step_record(step, loss=loss, job=job_of[step], tokens_per_second=float(step), skipped_steps=step % 2, mfu=0.5)
+        for step, loss in losses.items()
+    ]
+    rolled_back = [step_record(step, loss=1e9, skipped_steps=50) for step in range(12_001, 12_100)]
+    starts = ({"kind": "start"}, {"kind": "start", "job": 2, "step": 12_000})
+    run = make_run(tmp_path / "run", *records[:12_000], *rolled_back, *records[12_000:], events=starts)
+    found = gather.Gathered()
+    found.read_metrics(run / "metrics.jsonl")
+    kept = found.losses["lm loss"].points
+    assert len(kept) < 1500
+    assert {(4_321, 99.0), (4_322, -5.0)} < set(kept)
+    assert [step for step, loss in kept if losses[step] != loss] == [20_000]  # the NaN, and nothing that is not so
+    for low, high in ((1, 1024), (8192, 9216), (29_000, 30_001)):  # each stretch reaches from lowest to highest
+        assert {loss for step, loss in kept if low <= step < high} >= {2.0, 8.0}
+    assert found.skipped_steps == 15_000
+    assert found.median("tokens_per_second") == pytest.approx(15_000, rel=0.01)
+    assert found.last_step == records[-1]
+    assert len(found._sample) <= 1000
+    assert write_report(run).stat().st_size < 500_000
+
+
+def test_a_report_of_few_records_is_exact(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", *(step_record(s, loss=1 / s, tokens_per_second=s * s) for s in range(1, 1201)))
+    found = gather.Gathered()
+    found.read_metrics(run / "metrics.jsonl")
+    assert found.losses["lm loss"].points == [(step, 1 / step) for step in range(1, 1201)]
+    assert found.median("tokens_per_second") == (600**2 + 601**2) / 2
+
+
+def test_thinning_in_portions_gives_what_thinning_at_once_gives() -> None:
+    chance = random.Random(5)
+    points = [(step, chance.choice([chance.random(), math.inf])) for step in range(0, 90_000, 3)]
+    curve = Curve()
+    for step, value in points:
+        curve.add(step, value)
+    assert curve.points == thin(points)
+
+
+@pytest.mark.parametrize(
+    "damage", [{"losses": [1]}, {"lr": "high"}, {"step": "x"}, {"job": []}, {"losses": {"lm loss": None}}, {"mfu": {}}]
+)
+def test_a_record_of_wrong_kinds_is_named_by_its_line(tmp_path: Path, damage: dict[str, object]) -> None:
+    run = make_run(tmp_path / "run", step_record(1), step_record(2), step_record(3))
+    lines = (run / "metrics.jsonl").read_text().splitlines()
+    lines[1] = json.dumps({**json.loads(lines[1]), **damage})
+    (run / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    with pytest.raises(DataError, match="line 2 is damaged"):
+        write_report(run)

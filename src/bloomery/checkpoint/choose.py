@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from bloomery.base.errors import DataError, Problem
+from bloomery.base.errors import DataError, Problem, StorageError
 from bloomery.base.ranks import ALONE, Ranks
 from bloomery.checkpoint import folder as folders
 
@@ -69,6 +69,17 @@ def newest_good(
         remedy = "bring one back from a backup, or move them away to start from the beginning"
         raise DataError([*problems, Problem("no checkpoint of this run can be used", remedy=remedy)])
     return Choice(None)
+
+
+def refuse_later(roots: Sequence[Path], *, step: int, damaged: Iterable[Path] = ()) -> None:
+    """For a start that chose `step` and has just taken over: StorageError if an older start, which was still alive, has
+    completed a later one in between. To continue from `step` would lose what that one has promised."""
+    found = [path for root in roots for path in folders.complete_checkpoints(root) if folders.step_of(path) > step]
+    later = [path for path in found if path not in set(damaged)]
+    if later:
+        what = f"another start saved {later[-1].name} while this one began from step {step}"
+        rule = "a start continues from the newest checkpoint"
+        raise StorageError(Problem(what, rule, "start again; the other one can save no more", str(later[-1].parent)))
 
 
 @dataclass(frozen=True)

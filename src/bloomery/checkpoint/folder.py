@@ -33,6 +33,7 @@ LATEST = "latest"
 RETIRED = "retired"
 """Folder of checkpoints whose branch of the run was left."""
 _LONGEST_NAME = 255
+_LARGE_BYTES = 2**20
 _NAME = re.compile(r"^step-(\d{8,})$")
 
 
@@ -122,11 +123,12 @@ def verify(folder: Path, *, ranks: Ranks = ALONE, tensors: bool = True) -> None:
         raise DataError([*problems, Problem(what, remedy=remedy, place=str(folder))])
 
 
-def damage(folder: Path, *, ranks: Ranks = ALONE, tensors: bool = True) -> list[str]:
+def damage(folder: Path, *, ranks: Ranks = ALONE, tensors: bool = True, quick: bool = False) -> list[str]:
     """Why a checkpoint cannot be used; nothing if it is whole, unchanged and of this version's format.
 
     All ranks call it: each reads its share, all return the same. `tensors`: read the files of tensors too, and prove
-    that they fit index and recipe; without it only their sizes are looked at, of those on this node.
+    that they fit index and recipe; without it only their sizes are looked at, of those on this node. `quick`: for very
+    many checkpoints, likewise what is large of the other files, and what the index says.
     """
     manifest: dict[str, Any] | str = _manifest_or_damage(folder) if ranks.rank == 0 else ""
     manifest = ranks.broadcast(manifest)
@@ -134,10 +136,11 @@ def damage(folder: Path, *, ranks: Ranks = ALONE, tensors: bool = True) -> list[
         return [manifest]
     share, nowhere = shares(manifest, ranks)
     files = manifest["files"]
-    found = [_damage(folder / name, files[name], read=tensors or not is_part(name)) for name in share]
+    reads = {name: tensors or not (is_part(name) or (quick and files[name]["bytes"] > _LARGE_BYTES)) for name in share}
+    found = [_damage(folder / name, files[name], read=reads[name]) for name in share]
     lost = [f"{name} is on none of the nodes" for name in nowhere if tensors]
     told = sorted([*lost, *(text for texts in ranks.gather(found) for text in texts if text)])
-    if told:
+    if told or quick:
         return told
     wrong = contradictions(folder, manifest, read=share if tensors else (), recipe=tensors and ranks.rank == 0)
     return sorted({text for texts in ranks.gather(wrong) for text in texts})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -135,7 +136,7 @@ def _listed_in(root: Path, *, check_hashes: bool) -> list[Listed]:
             state, reason = _state_of(folder, check_hashes=check_hashes)
             if place.name == RETIRED and state == "complete":
                 state, reason = "retired", "its branch of the run was left"
-            size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+            size = sum(file.stat().st_size for file in os.scandir(folder) if file.is_file())
             name = str(folder.relative_to(root))
             shown = f"{LOCAL_CHECKPOINTS}/{name}" if root.name == LOCAL_CHECKPOINTS else name
             found.append(Listed(shown, state, int(match[1]), size, reason, is_latest=name == latest))
@@ -188,10 +189,9 @@ def _state_of(folder: Path, *, check_hashes: bool) -> tuple[State, str]:
         return "debris", "the save or the deletion was cut off, or still goes on"
     if folder.is_symlink():
         return "damaged", "it is a link"
-    reasons = damage(folder, tensors=False)
+    reasons = damage(folder, tensors=False, quick=not check_hashes)
     if not reasons:
-        names = read_manifest(folder)["files"]
-        away = [name for name in names if (folder / name).is_symlink() and not (folder / name).exists()]
+        away = [file.name for file in os.scandir(folder) if file.is_symlink() and not os.path.exists(file)]
         if away:
             return "complete", f"{len(away)} of its files lie on other nodes and were not looked at"
         reasons = damage(folder) if check_hashes else []

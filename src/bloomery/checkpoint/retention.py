@@ -23,7 +23,8 @@ def apply_retention(
     if keep is None:
         return []
     found = {folders.step_of(path): path for path in folders.complete_checkpoints(root)}
-    losses = {step: loss for step, path in found.items() if (loss := _validation_loss(path, step)) is not None}
+    measured = found.items() if keep.best else ()
+    losses = {step: loss for step, path in measured if (loss := _validation_loss(path, step)) is not None}
     kept = kept_steps(list(found), keep, losses, {step for step, path in found.items() if is_suspicious(path)})
     removed = []
     for step, path in sorted(found.items()):

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import math
+from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from html import escape
+
+import numpy as np
+from numpy.typing import NDArray
 
 from bloomery.base.units import format_count
 from bloomery.monitor.record import strict_json
 
 _MOST_POINTS = 1200
+_MOST_ON_PAGE = 40_000
+"""Points of all curves of a chart."""
 _COLOURS = 6
 _LOG_SCALE_FROM = 100.0
 
@@ -55,7 +61,8 @@ class _Scale:
 
 def chart_html(chart: Chart) -> str:
     """A <figure>. Every text in it is escaped."""
-    series = [Series(each.name, thin(each.points), each.dotted) for each in chart.series if each.points]
+    most = max(32, min(_MOST_POINTS, _MOST_ON_PAGE // (1 + len(chart.series))))
+    series = [Series(each.name, thin(each.points, most), each.dotted) for each in chart.series if each.points]
     if not series:
         return f'<figure><figcaption>{escape(chart.title)}</figcaption><p class="empty">No values yet.</p></figure>'
     x_scale, y_scale = _x_scale(series), _y_scale(chart, series)
@@ -91,19 +98,57 @@ def number(value: float) -> str:
     return format_count(value) if value == 0 or abs(value) >= 1e-3 else f"{value:.3g}"
 
 
-def thin(points: Sequence[Point]) -> list[Point]:
-    """At most about _MOST_POINTS: of each stretch its lowest, its highest and its first not finite point."""
-    if len(points) <= _MOST_POINTS:
-        return list(points)
-    stretch = -(-len(points) // (_MOST_POINTS // 3))
-    kept: list[Point] = []
-    for start in range(0, len(points), stretch):
-        part = points[start : start + stretch]
-        good = [point for point in part if math.isfinite(point[1])]
-        bad = [point for point in part if not math.isfinite(point[1])]
-        ends = [min(good, key=lambda point: point[1]), max(good, key=lambda point: point[1])] if good else []
-        kept += sorted({point[0]: point for point in ends + bad[:1]}.values())
-    return kept if kept[-1][0] == points[-1][0] else [*kept, points[-1]]
+class Curve:
+    """The points of one series as they come, thinned on the way: of each stretch of steps the lowest, the highest, one
+    that is not finite, and the last of all. Few points are kept as they are; of two at one step the newer one stays."""
+
+    def __init__(self) -> None:
+        self._points: NDArray[np.float64] = np.empty((0, 2))
+        self._new = array("d")
+
+    def add(self, step: int, value: float | str) -> None:
+        self._new.extend((step, float(value)))
+        if len(self._new) > 8 * _MOST_POINTS:
+            self._fold()
+
+    def extend(self, points: NDArray[np.float64]) -> None:
+        self._points = np.concatenate([self._points, points])
+        if len(self._points) > 4 * _MOST_POINTS:
+            self._points = _thin(self._points)
+
+    def _fold(self) -> None:
+        new, self._new = self._new, array("d")
+        self.extend(np.frombuffer(new).reshape(-1, 2))
+
+    @property
+    def points(self) -> list[Point]:
+        self._fold()
+        return thin(self._points)
+
+
+def thin(points: Sequence[Point] | NDArray[np.float64], most: int = _MOST_POINTS) -> list[Point]:
+    """About `most` at the most, in the order of steps."""
+    few = _thin(np.reshape(np.asarray(points, float), (-1, 2)), most)
+    return [(int(step), value) for step, value in few.tolist()]
+
+
+def _thin(points: NDArray[np.float64], most: int = _MOST_POINTS) -> NDArray[np.float64]:
+    if not (np.diff(points[:, 0]) > 0).all():
+        points = points[::-1][np.unique(points[::-1, 0], return_index=True)[1]]
+    if len(points) <= most:
+        return points
+    # Widths are powers of two, so that thinning again joins whole stretches: no lowest or highest is ever lost.
+    width = 2.0 ** math.ceil(math.log2((points[-1, 0] - points[0, 0]) / (most / 3)))
+    stretch, values, finite = np.floor(points[:, 0] / width), points[:, 1], np.isfinite(points[:, 1])
+    begins = np.flatnonzero(np.diff(stretch, prepend=-math.inf))
+    ends: list[NDArray[np.bool_]] = [~finite]
+    for extreme, unless in ((np.minimum, math.inf), (np.maximum, -math.inf)):
+        found = extreme.reduceat(np.where(finite, values, unless), begins)
+        ends.append(values == np.repeat(found, np.diff(begins, append=len(points))))
+    kept = [len(points) - 1]
+    for chosen in map(np.flatnonzero, ends):
+        kept += chosen[np.diff(stretch[chosen], prepend=-math.inf) > 0].tolist()  # the first of each stretch
+    return points[sorted(set(kept))]
 
 
 def _curve(series: Series, colour: int, x_scale: _Scale, y_scale: _Scale) -> str:

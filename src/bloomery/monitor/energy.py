@@ -16,7 +16,7 @@ from bloomery.base.errors import DataError
 from bloomery.base.ranks import Ranks
 from bloomery.base.storage import open_plain
 from bloomery.monitor import names
-from bloomery.monitor.history import read_events
+from bloomery.monitor.history import event_of, scan
 
 _FRESH_SECONDS = 1.0
 """A reading that is younger is used again: sensors are not faster, and steps may be."""
@@ -100,10 +100,13 @@ def spent_before(run_folder: Path, saved: Energy) -> Energy:
     """What earlier jobs of a run have spent: all sums only grow, so the largest one that was written down anywhere.
     `saved`: what its checkpoint says, which may have come from another machine."""
     found = [saved]
+
+    def take(line: bytes) -> None:
+        if b'"energy"' in line:  # others need not be parsed
+            found.append(Energy.from_json(event_of(line).get(names.FACT_ENERGY)))
+
     with contextlib.suppress(DataError):
-        found += [
-            Energy.from_json(event.get(names.FACT_ENERGY)) for event in read_events(run_folder / names.EVENTS_FILE)
-        ]
+        scan(run_folder / names.EVENTS_FILE, take)
     found += _logged(run_folder / names.METRICS_FILE)
     return max(found, key=lambda energy: energy.device_seconds)
 

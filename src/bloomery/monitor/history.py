@@ -1,63 +1,109 @@
-"""Reading a run back: the one reader of metrics.jsonl and events.jsonl, for reports, watchers and resumes."""
+"""Reading a run back: the one reader of metrics.jsonl and events.jsonl, for reports, watchers and resumes.
+
+Both may have millions of lines: they are read one at a time, and what is not asked for is not kept.
+"""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple
+
+import orjson
 
 from bloomery.base.errors import DataError, Problem
 from bloomery.monitor import names
 from bloomery.monitor.record import Record, ValidationRecord, from_json
 
-T = TypeVar("T")
+_MOST_LINE_BYTES = 2**24
+
+
+class Start(NamedTuple):
+    job: int
+    step: int
+    """That the job continued from."""
+    token: str
 
 
 def read_metrics(path: Path) -> list[Record]:
-    """The run as it counts, by step: what a newer job did again replaces what an older job had done.
+    """The run as it counts, by step: what a newer job did again replaces what an older job had done."""
+    newest: dict[tuple[int, bool, str], Record] = {}
 
-    Where each job began is in the ledger beside it; without one, a job is taken to begin just before its first record.
-    """
-    ledger = path.with_name(names.EVENTS_FILE)
-    events = read_events(ledger) if ledger.is_file() else []
-    starts = {event["job"]: event["step"] for event in events if _is_start(event)}
-    return surviving(_read_lines(path, from_json), starts)
+    def take(record: Record) -> None:
+        is_validation = isinstance(record, ValidationRecord)
+        key = (record.step, is_validation, record.group if isinstance(record, ValidationRecord) else "")
+        if key not in newest or newest[key].job <= record.job:
+            newest[key] = record
 
-
-def read_events(path: Path) -> list[dict[str, Any]]:
-    """Every event of every job, in the order written."""
-    return _read_lines(path, _event)
+    scan_metrics(path, take)
+    return [newest[key] for key in sorted(newest)]
 
 
-def surviving(records: list[Record], starts: Mapping[int, int] | None = None) -> list[Record]:
-    """Drops the steps that a restart rolled back; of one step (and validation group) the newest job's stays."""
-    first_step: dict[int, int] = {}
-    for record in records:
-        first_step[record.job] = min(record.step, first_step.get(record.job, record.step))
-    began_after = {**first_step, **(starts or {})}
-    # Up to which step a job's records count: where the earliest of all newer jobs began.
+def scan_metrics(path: Path, take: Callable[[Record], object], *, every_bytes: int = 0) -> None:
+    """Give `take` the records that no later job rolled back, in the order written; of one step there may be two.
+    `every_bytes`: one of so many bytes, instead of all."""
+    last_valid = last_valid_steps(path)
+    position = due = 0
+
+    def judge(line: bytes) -> None:
+        nonlocal position, due
+        position += len(line)
+        if position > due:
+            due = position + every_bytes
+            record = from_json(line)
+            if record.step <= last_valid.get(record.job, record.step):
+                take(record)
+
+    scan(path, judge)
+
+
+def last_valid_steps(metrics: Path) -> dict[int, float]:
+    """By job: up to which step its records count, which is where the earliest of all newer jobs began. That is in the
+    ledger beside the metrics; without one a job is taken to begin just before its first record."""
+    began_after = {start.job: start.step for start in read_starts(metrics.with_name(names.EVENTS_FILE))}
+    mark = b""
+
+    def look(line: bytes) -> None:
+        nonlocal mark
+        begin = line.find(b'"job"')
+        if (found := line[begin : line.find(b",", begin)]) != mark:  # only the first record of a job is parsed
+            record, mark = from_json(line), found
+            began_after.setdefault(record.job, record.step)
+
+    if not began_after:
+        scan(metrics, look)
     last_valid: dict[int, float] = {}
     earliest = float("inf")
     for job in sorted(began_after, reverse=True):
         last_valid[job] = earliest
         earliest = min(earliest, began_after[job])
-    newest: dict[tuple[int, bool, str], Record] = {}
-    for record in records:
-        is_validation = isinstance(record, ValidationRecord)
-        key = (record.step, is_validation, record.group if isinstance(record, ValidationRecord) else "")
-        known = newest.get(key)
-        if record.step <= last_valid[record.job] and (known is None or known.job <= record.job):
-            newest[key] = record
-    return [newest[key] for key in sorted(newest)]
+    return last_valid
 
 
-def _is_start(event: Mapping[str, Any]) -> bool:
-    return event["kind"] == names.EVENT_START and {"job", "step"} <= event.keys()
+def read_events(path: Path) -> list[dict[str, Any]]:
+    """Every event of every job, in the order written."""
+    events: list[dict[str, Any]] = []
+    scan(path, lambda line: events.append(event_of(line)))
+    return events
 
 
-def _event(line: bytes) -> dict[str, Any]:
-    fields = json.loads(line)
+def read_starts(ledger: Path) -> list[Start]:
+    """Of all jobs so far, oldest first; none where there is no ledger. Other lines are not even parsed."""
+    starts: list[Start] = []
+
+    def take(line: bytes) -> None:
+        event = event_of(line) if b'"start"' in line else {}
+        if event.get("kind") == names.EVENT_START and {"job", "step"} <= event.keys():
+            starts.append(Start(int(event["job"]), int(event["step"]), str(event.get("start", ""))))
+
+    if ledger.is_file():
+        scan(ledger, take)
+    return starts
+
+
+def event_of(line: bytes) -> dict[str, Any]:
+    """ValueError if the line is no event."""
+    fields = orjson.loads(line)
     if not isinstance(fields, dict) or not isinstance(fields.get("kind"), str):
         raise ValueError("not an event: it has no kind")
     if not {type(fields.get(name, 0)) for name in ("step", "job")} <= {int}:
@@ -65,29 +111,23 @@ def _event(line: bytes) -> dict[str, Any]:
     return fields
 
 
-def _read_lines(path: Path, parse: Callable[[bytes], T]) -> list[T]:
-    """A last line without newline is torn, or still being written by a live run: it is left out unless it is whole."""
+def scan(path: Path, take: Callable[[bytes], object]) -> None:
+    """Give `take` every line, one at a time. DataError names the line that it refuses with a ValueError or the like.
+    A last line without newline is torn, or still being written by a live run: it is left out unless it is whole."""
+    number = 0
     try:
-        content = path.read_bytes()
+        with path.open("rb") as file:
+            while line := file.readline(_MOST_LINE_BYTES):
+                number += 1
+                if not line.isspace():
+                    take(line)
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        if line.endswith(b"\n") or len(line) == _MOST_LINE_BYTES:
+            what, remedy = (
+                f"line {number} is damaged: {error}",
+                f"remove it, for example with `sed -i {number}d {path}`",
+            )
+            raise DataError(Problem(what, remedy=remedy, place=f"{path}:{number}")) from error
     except OSError as error:
-        raise DataError(
-            Problem(f"cannot read {path}: {error.strerror}", remedy="give the folder of a run", place=str(path))
-        ) from error
-    parsed: list[T] = []
-    lines = content.split(b"\n")
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        try:
-            parsed.append(parse(line))
-        except (ValueError, TypeError, AttributeError, RecursionError) as error:
-            if number == len(lines):
-                break
-            raise DataError(
-                Problem(
-                    f"line {number} is damaged: {error}",
-                    remedy=f"remove it, for example with `sed -i {number}d {path}`",
-                    place=f"{path}:{number}",
-                )
-            ) from error
-    return parsed
+        what = f"cannot read {path}: {error.strerror}"
+        raise DataError(Problem(what, remedy="give the folder of a run", place=str(path))) from error

@@ -10,10 +10,13 @@ from bloomery.base.errors import DataError, Problem, StorageError
 from bloomery.base.storage import AppendFile, own_folder, reason
 from bloomery.monitor import names
 from bloomery.monitor.console import Console
-from bloomery.monitor.history import read_metrics
+from bloomery.monitor.history import scan_metrics
 from bloomery.monitor.megatron_line import iteration_line, validation_box
 from bloomery.monitor.record import Record, StepRecord, ValidationRecord
 from bloomery.monitor.sinks import EventLog, JsonlSink, TensorBoardSink, TextLog
+
+_REPLAYED_WHOLE = 2**23
+"""Of metrics beyond so many bytes only some records are drawn again in TensorBoard, which shows few of them."""
 
 
 class Journal:
@@ -120,7 +123,8 @@ class Journal:
         history: list[Record] = []
         if resume_step > 0:
             try:
-                history = read_metrics(self._metrics.file.path)
+                path = self._metrics.file.path
+                scan_metrics(path, history.append, every_bytes=max(0, path.stat().st_size - _REPLAYED_WHOLE) // 1000)
             except DataError as error:
                 self.warning(f"the past of TensorBoard curves over samples and tokens is not drawn again: {error}")
         folder = self.run_folder / names.TENSORBOARD_FOLDER

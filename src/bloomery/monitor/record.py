@@ -120,13 +120,20 @@ def _without_special_floats(value: Any) -> Any:
 
 
 def _typed_fields(kind: type, fields: dict[str, Any]) -> dict[str, Any]:
-    known = dataclasses.fields(kind)
-    none = dataclasses.MISSING
-    required = [each for each in known if each.default is none and each.default_factory is none]
-    missing = [each.name for each in required if each.name not in fields]
+    missing = [name for name, (_, is_required) in _FIELDS[kind].items() if is_required and name not in fields]
     if missing:
         raise ValueError(f"not a whole {kind.__name__}: {', '.join(missing)} missing")
-    return {each.name: _typed(str(each.type), fields[each.name]) for each in known if each.name in fields}
+    return {name: _typed(its, fields[name]) for name, (its, _) in _FIELDS[kind].items() if name in fields}
+
+
+_FIELDS: dict[type, dict[str, tuple[str, bool]]] = {
+    kind: {
+        each.name: (str(each.type), each.default is each.default_factory is dataclasses.MISSING)
+        for each in dataclasses.fields(kind)
+    }
+    for kind in (StepRecord, ValidationRecord)
+}
+"""Of the classes of records: (type, whether it must be there), by name."""
 
 
 def _typed(kind: str, value: Any) -> Any:

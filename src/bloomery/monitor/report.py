@@ -4,28 +4,25 @@ from __future__ import annotations
 
 import math
 import re
-import statistics
 import time
-from collections.abc import Callable
 from html import escape
 from pathlib import Path
 from typing import Any
 
 from bloomery.base.bounded import read_small
 from bloomery.base.credentials import mask
-from bloomery.base.energy import Energy, format_device_hours, format_joules
+from bloomery.base.energy import format_device_hours, format_joules
 from bloomery.base.errors import DataError, Problem
 from bloomery.base.storage import write_atomically
 from bloomery.base.units import format_count, format_seconds
 from bloomery.monitor import names
 from bloomery.monitor.chart import Chart, Series, chart_html, number
 from bloomery.monitor.energy import is_whole
-from bloomery.monitor.history import read_events, read_metrics
-from bloomery.monitor.record import Record, StepRecord, ValidationRecord, perplexity_of
+from bloomery.monitor.gather import Gathered, is_number
+from bloomery.monitor.record import perplexity_of
 from bloomery.monitor.report_page import page
 from bloomery.monitor.sinks import iso_time
 
-_MOST_EVENTS = 1000
 _HEAD = ("kind", "step", "iso_time", "time", "job")
 
 
@@ -42,117 +39,88 @@ def write_report(run_folder: Path, *, output: Path | None = None) -> Path:
                 remedy="give the folder that `bloomery train` wrote, usually runs/<name>",
             )
         )
-    records = read_metrics(metrics) if metrics.is_file() else []
-    ledger = read_events(events) if events.is_file() else []
+    found = Gathered()
+    if metrics.is_file():
+        found.read_metrics(metrics)
+    if events.is_file():
+        found.read_events(events)
     target = Path(output) if output is not None else run_folder / names.REPORT_FILE
-    write_atomically(target, mask(report_html(run_folder, records, ledger)))
+    write_atomically(target, mask(report_html(run_folder, found)))
     return target
 
 
-def report_html(run_folder: Path, records: list[Record], events: list[dict[str, Any]]) -> str:
+def report_html(run_folder: Path, found: Gathered) -> str:
     """The page as text."""
-    steps = [record for record in records if isinstance(record, StepRecord)]
-    validations = [record for record in records if isinstance(record, ValidationRecord)]
-    name = _name(run_folder, events)
-    charts = [chart_html(chart) for chart in _charts(steps, validations, _reference_losses(events))]
+    name = _name(run_folder, found)
+    charts = [chart_html(chart) for chart in _charts(found)]
     charts[0] = charts[0].replace("<figure>", '<figure class="wide">', 1)
     body = [
-        f'<h1>{escape(name)}</h1><p class="lead">{escape(str(run_folder))} · {escape(_last_word(events))}</p>',
-        f'<dl class="facts">{"".join(_facts(steps, validations, events))}</dl>',
+        f'<h1>{escape(name)}</h1><p class="lead">{escape(str(run_folder))} · {escape(_last_word(found))}</p>',
+        f'<dl class="facts">{"".join(_facts(found))}</dl>',
         f'<div class="charts">{"".join(charts)}</div>',
-        _validation_table(validations),
-        _event_table(events),
-        f"<footer>{_definition(steps)}Written by Bloomery at {iso_time(time.time())}.</footer>",
+        _validation_table(found),
+        _event_table(found),
+        f"<footer>{_definition(found)}Written by Bloomery at {iso_time(time.time())}.</footer>",
     ]
     return page(f"{name} · Bloomery", "\n".join(body))
 
 
-def _charts(steps: list[StepRecord], validations: list[ValidationRecord], references: dict[str, float]) -> list[Chart]:
-    records: list[Record] = [*steps, *validations]
-    losses = list(dict.fromkeys(name for record in records for name in record.losses))
-    groups = list(dict.fromkeys(record.group for record in validations))
+def _charts(found: Gathered) -> list[Chart]:
+    losses = dict.fromkeys([*found.losses, *(name for _, name in found.validation_losses)])
     charts = []
     for loss in losses or [names.MAIN_LOSS]:
-        training = [(record.step, record.losses[loss]) for record in steps if loss in record.losses]
-        series = [Series("training", training)]
-        for group in groups:
-            points = [
-                (each.step, each.losses[loss]) for each in validations if each.group == group and loss in each.losses
-            ]
-            series.append(Series(f"validation: {group}", points, dotted=True))
-        charts.append(Chart(loss, series, references=references if loss == names.MAIN_LOSS else {}))
-    sources = list(dict.fromkeys(source for record in steps for source in record.source_losses))
-    by_source = [
-        Series(source, [(each.step, each.source_losses[source]) for each in steps if source in each.source_losses])
-        for source in sources
-    ]
-    if by_source:
+        series = [Series("training", found.losses[loss].points)]
+        for (group, name), curve in found.validation_losses.items():
+            if name == loss:
+                series.append(Series(f"validation: {group}", curve.points, dotted=True))
+        charts.append(Chart(loss, series, references=found.references if loss == names.MAIN_LOSS else {}))
+    if found.source_losses:
+        by_source = [Series(source, curve.points) for source, curve in found.source_losses.items()]
         charts.append(Chart("training loss by source", by_source))
+    lr, speed, norm = (found.columns[name].points for name in ("lr", "tokens_per_second", "grad_norm"))
     return [
         *charts,
-        Chart("learning rate", [_series("learning rate", steps, lambda record: record.lr)], from_zero=True),
-        Chart(
-            "throughput",
-            [_series("tokens per second", steps, lambda record: record.tokens_per_second)],
-            unit="tokens per second",
-            from_zero=True,
-        ),
-        Chart(
-            "gradient norm",
-            [_series("gradient norm", steps, lambda record: record.grad_norm)],
-            from_zero=True,
-            may_be_logarithmic=True,
-        ),
+        Chart("learning rate", [Series("learning rate", lr)], from_zero=True),
+        Chart("throughput", [Series("tokens per second", speed)], unit="tokens per second", from_zero=True),
+        Chart("gradient norm", [Series("gradient norm", norm)], from_zero=True, may_be_logarithmic=True),
     ]
 
 
-def _series(name: str, steps: list[StepRecord], value: Callable[[StepRecord], float]) -> Series:
-    return Series(name, [(record.step, value(record)) for record in steps])
-
-
-def _facts(steps: list[StepRecord], validations: list[ValidationRecord], events: list[dict[str, Any]]) -> list[str]:
+def _facts(found: Gathered) -> list[str]:
     facts = []
-    parameters = _newest_fact(events, names.FACT_PARAMETERS)
+    parameters, last = found.facts.get(names.FACT_PARAMETERS), found.last_step
     if parameters is not None:
-        facts.append(_fact("Parameters", format_count(parameters) if _is_number(parameters) else str(parameters)))
-    if steps:
-        last = steps[-1]
+        facts.append(_fact("Parameters", format_count(parameters) if is_number(parameters) else str(parameters)))
+    if last is not None:
         facts.append(_fact("Steps", f"{last.step:,}", f"of {last.train_steps:,}"))
         facts.append(_fact("Tokens", format_count(last.consumed_tokens), f"{last.consumed_samples:,} samples"))
         facts += [_fact(f"Training {name}", _loss(loss), "last logged", loss) for name, loss in last.losses.items()]
-    for record in {record.group: record for record in validations}.values():
-        loss = record.losses.get(names.MAIN_LOSS, math.nan)
-        facts.append(
-            _fact(f"Validation: {record.group}", _loss(loss), f"perplexity {number(perplexity_of(loss))}", loss)
-        )
-    if steps:
-        facts.append(
-            _fact("Tokens per second", number(_median([record.tokens_per_second for record in steps])), "median")
-        )
-        mfu = _median([record.mfu for record in steps if record.mfu is not None])
+    for group in dict.fromkeys(group for group, _ in found.last_of):
+        loss, _ = found.last_of.get((group, names.MAIN_LOSS), (math.nan, 0))
+        facts.append(_fact(f"Validation: {group}", _loss(loss), f"perplexity {number(perplexity_of(loss))}", loss))
+    if last is not None:
+        facts.append(_fact("Tokens per second", number(found.median("tokens_per_second")), "median"))
+        mfu = found.median("mfu")
         note = "MFU n/a" if math.isnan(mfu) else f"MFU {mfu:.1%}"
-        facts.append(
-            _fact("TFLOP/s per device", number(_median([record.tflops for record in steps])), f"median · {note}")
-        )
-        skipped, nan = sum(record.skipped_steps for record in steps), sum(record.nan_steps for record in steps)
-        facts.append(_fact("Skipped steps", f"{skipped:,}", f"{nan:,} NaN", math.nan if nan else 0.0))
-    facts += _energy_fact(steps, events)
-    times = [event["time"] for event in events if _is_number(event.get("time"))] + [record.time for record in steps]
-    if times:
-        jobs = len({event.get("job") for event in events} | {record.job for record in steps})
-        facts.append(_fact("Wall clock", format_seconds(max(times) - min(times)), f"{jobs} job{'s' * (jobs != 1)}"))
+        facts.append(_fact("TFLOP/s per device", number(found.median("tflops")), f"median · {note}"))
+        nan = math.nan if found.nan_steps else 0.0
+        facts.append(_fact("Skipped steps", f"{found.skipped_steps:,}", f"{found.nan_steps:,} NaN", nan))
+    facts += _energy_fact(found)
+    if found.last_time >= found.first_time:
+        jobs = len(found.jobs)
+        seconds = format_seconds(found.last_time - found.first_time)
+        facts.append(_fact("Wall clock", seconds, f"{jobs} job{'s' * (jobs != 1)}"))
     return facts
 
 
-def _energy_fact(steps: list[StepRecord], events: list[dict[str, Any]]) -> list[str]:
-    """What all jobs have spent, as the newest record or event says; nothing for runs that did not count it."""
-    told = [event.get(names.FACT_ENERGY) for event in events] + [record.energy for record in steps]
-    spent = max((Energy.from_json(each) for each in told), key=lambda each: each.device_seconds, default=Energy())
+def _energy_fact(found: Gathered) -> list[str]:
+    """What all jobs have spent; nothing for runs that did not count it."""
+    spent = found.energy
     if not spent.device_seconds:
         return []
     hours = format_device_hours(spent.device_seconds)
     if spent.measured_joules is None:
-        return [_fact("Energy", "not measured", f"{_newest_fact(events, names.FACT_ENERGY_SENSOR)} · {hours}")]
+        return [_fact("Energy", "not measured", f"{found.facts.get(names.FACT_ENERGY_SENSOR)} · {hours}")]
     part = "" if is_whole(spent) else f" · measured {spent.coverage:.0%}"
     return [_fact("Energy", format_joules(spent.measured_joules), f"{hours}{part}")]
 
@@ -164,29 +132,21 @@ def _fact(name: str, value: str, note: str = "", alarm: float = 0.0) -> str:
     return f"<div><dt>{escape(name)}</dt><dd{mark}>{escape(value)}{small}</dd></div>"
 
 
-def _last_word(events: list[dict[str, Any]]) -> str:
+def _last_word(found: Gathered) -> str:
     """How the newest job ended, as far as the ledger knows."""
-    for event in reversed(events):
-        if event["kind"] == names.EVENT_STOP:
-            return f"stopped at step {event.get('step', '?')}: {event.get(names.FACT_REASON, 'no reason given')}"
-        if event["kind"] == names.EVENT_START:
-            return "no stop in the ledger: it is running, or it was killed"
-    return "no ledger of starts and stops"
+    event = found.last_word
+    if event.get("kind") == names.EVENT_STOP:
+        return f"stopped at step {event.get('step', '?')}: {event.get(names.FACT_REASON, 'no reason given')}"
+    running = "no stop in the ledger: it is running, or it was killed"
+    return running if event else "no ledger of starts and stops"
 
 
-def _validation_table(validations: list[ValidationRecord]) -> str:
-    best: dict[tuple[str, str], tuple[float, int]] = {}
-    last: dict[tuple[str, str], tuple[float, int]] = {}
-    for record in validations:
-        for name, loss in record.losses.items():
-            last[record.group, name] = (loss, record.step)
-            if math.isfinite(loss):
-                best[record.group, name] = min(best.get((record.group, name), (loss, record.step)), (loss, record.step))
-    if not last:
+def _validation_table(found: Gathered) -> str:
+    if not found.last_of:
         return ""
     rows = ""
-    for (group, name), (loss, step) in last.items():
-        lowest = best.get((group, name), (math.nan, step))
+    for (group, name), (loss, step) in found.last_of.items():
+        lowest = found.lowest_of.get((group, name), (math.nan, step))
         cells = [_loss(loss), number(perplexity_of(loss)), f"{step:,}", f"{_loss(lowest[0])} at step {lowest[1]:,}"]
         rows += f"<tr><td>{escape(group)}</td><td>{escape(name)}</td>"
         rows += "".join(f'<td class="number">{cell}</td>' for cell in cells) + "</tr>"
@@ -194,45 +154,33 @@ def _validation_table(validations: list[ValidationRecord]) -> str:
     return f'<h2>Validation</h2><div class="table"><table><tr>{head}</tr>{rows}</table></div>'
 
 
-def _event_table(events: list[dict[str, Any]]) -> str:
-    if not events:
+def _event_table(found: Gathered) -> str:
+    if not found.events:
         return '<h2>Events</h2><p class="lead">None recorded.</p>'
-    shown = events[-_MOST_EVENTS:]
     rows = ""
-    for event in shown:
+    for event in found.events:
         facts = " · ".join(f"{key}: {_words(value)}" for key, value in event.items() if key not in _HEAD)
         when = str(event.get("iso_time", "")).replace("T", " ").removesuffix("Z")
         rows += f'<tr><td class="when">{escape(when)}</td><td class="number">{escape(str(event.get("job", "")))}</td>'
         rows += f'<td class="number">{escape(str(event.get("step", "")))}</td><td>{escape(event["kind"])}</td>'
         rows += f'<td class="facts-cell">{escape(facts)}</td></tr>'
-    cut = f" (the newest {len(shown):,} of {len(events):,})" if len(shown) < len(events) else ""
+    shown, all_events = len(found.events), found.num_events
+    cut = f" (the newest {shown:,} of {all_events:,})" if shown < all_events else ""
     head = '<th>time (UTC)<th class="number">job<th class="number">step<th>event<th>facts'
     return f'<h2>Events{cut}</h2><div class="table"><table><tr>{head}</tr>{rows}</table></div>'
 
 
-def _name(run_folder: Path, events: list[dict[str, Any]]) -> str:
+def _name(run_folder: Path, found: Gathered) -> str:
     recipe = run_folder / names.RECIPE_FILE
     text = read_small(recipe).decode(errors="replace") if recipe.is_file() else ""
     named = re.search(r"^name:(.*\S)", text, re.M)
     from_file = named[1].strip().strip("'\"") if named else run_folder.resolve().name
-    return str(_newest_fact(events, names.FACT_RECIPE) or from_file)
+    return str(found.facts.get(names.FACT_RECIPE) or from_file)
 
 
-def _reference_losses(events: list[dict[str, Any]]) -> dict[str, float]:
-    found: dict[str, float] = {}
-    for event in events:
-        losses = event.get(names.FACT_REFERENCE_LOSSES)
-        if isinstance(losses, dict):
-            found |= {str(name): float(value) for name, value in losses.items() if _is_number(value)}
-    return found
-
-
-def _newest_fact(events: list[dict[str, Any]], fact: str) -> Any:
-    return next((event[fact] for event in reversed(events) if event.get(fact) is not None), None)
-
-
-def _definition(steps: list[StepRecord]) -> str:
-    return f"TFLOP/s: {escape(steps[-1].tflops_definition)}. " if steps and steps[-1].tflops_definition else ""
+def _definition(found: Gathered) -> str:
+    last = found.last_step
+    return f"TFLOP/s: {escape(last.tflops_definition)}. " if last and last.tflops_definition else ""
 
 
 def _words(value: Any) -> str:
@@ -243,14 +191,5 @@ def _words(value: Any) -> str:
     return f"{value:.6g}" if isinstance(value, float) else str(value)
 
 
-def _median(values: list[float]) -> float:
-    finite = [value for value in values if math.isfinite(value)]
-    return statistics.median(finite) if finite else math.nan
-
-
 def _loss(loss: float) -> str:
     return f"{loss:.4f}" if math.isfinite(loss) else number(loss)
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)

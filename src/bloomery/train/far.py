@@ -15,7 +15,7 @@ from bloomery.checkpoint.remote import There, is_ours, retire_later_there
 from bloomery.checkpoint.upload import Uploader
 from bloomery.config.recipe import Recipe
 from bloomery.monitor import names
-from bloomery.monitor.history import read_events
+from bloomery.monitor.history import Start, read_starts
 from bloomery.monitor.journal import Journal
 
 
@@ -120,15 +120,13 @@ class Far:
     def _is_left(self, there: There) -> bool:
         """Whether a start after the one that made it began before its step: it left that branch, perhaps while this
         place was not in the recipe. One that was made elsewhere is not known here, and not left."""
-        made_by = [number for number, (start, _) in enumerate(self._starts) if start == there.manifest.get("start")]
-        return bool(made_by) and any(step < there.step for _, step in self._starts[made_by[-1] + 1 :])
+        made_by = [n for n, start in enumerate(self._starts) if start.token == there.manifest.get("start")]
+        return bool(made_by) and any(start.step < there.step for start in self._starts[made_by[-1] + 1 :])
 
     @cached_property
-    def _starts(self) -> list[tuple[str, int]]:
-        """(token, first step) of the starts so far of this run folder."""
-        path = self._folder / names.EVENTS_FILE
-        events = read_events(path) if path.is_file() else []
-        return [(event.get("start", ""), event["step"]) for event in events if event["kind"] == names.EVENT_START]
+    def _starts(self) -> list[Start]:
+        """The starts so far of this run folder."""
+        return read_starts(self._folder / names.EVENTS_FILE)
 
     def _there(self, name: str) -> str:
         return f"{self._upload.to.rstrip('/')}/{name}"

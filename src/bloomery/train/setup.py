@@ -17,6 +17,7 @@ from bloomery.base.errors import BloomeryError, LostRankError, Problem, RecipeEr
 from bloomery.base.ranks import ALONE, Ranks, every_rank_does, first_rank_does
 from bloomery.base.storage import locked, make_run_folder, own_folder, write_atomically
 from bloomery.base.units import Duration, format_count
+from bloomery.checkpoint.choose import refuse_later
 from bloomery.checkpoint.fence import FencedError, Writer, take_over
 from bloomery.checkpoint.load import load_on_all
 from bloomery.checkpoint.save import estimate_save_seconds
@@ -30,7 +31,7 @@ from bloomery.data.open import OpenData, open_data
 from bloomery.monitor import names
 from bloomery.monitor.console import Console
 from bloomery.monitor.energy import EnergyMeter, spent_before, start_meter
-from bloomery.monitor.history import read_events
+from bloomery.monitor.history import read_starts
 from bloomery.monitor.journal import Journal, SilentJournal
 from bloomery.monitor.meters import IntervalMeter
 from bloomery.parallel.apply import DTYPES, make_runner, parallelise
@@ -88,7 +89,7 @@ def prepared_run(
         data = every_rank_does(ranks, lambda: closing.enter_context(_data_of(recipe, past)))
         every_rank_does(ranks, lambda: check_tokenizer(past, data.tokenizer_hash))
         shards = first_rank_does(ranks, lambda: checked_shards(past, data.shards()))
-        job = first_rank_does(ranks, lambda: 1 + _starts_so_far(folder))
+        job = first_rank_does(ranks, lambda: 1 + len(read_starts(folder / names.EVENTS_FILE)))
         journal = _journal_of_rank(recipe, folder, ranks, plan, job=job, step=state.step, quiet=quiet)
         closing.callback(journal.close)
         with _errors_told(journal, state, device, ranks):
@@ -99,6 +100,8 @@ def prepared_run(
                 journal.warning(warning)
             tiers = first_rank_does(ranks, lambda: _tiers(recipe, folder, roots))
             journal.silent_when(lambda: tiers["durable"].writer.fenced() is not None)
+            if start_from is None:
+                first_rank_does(ranks, lambda: refuse_later(places, step=state.step, damaged=past.damaged))
             if far is not None:
                 far.tell(state.step, journal)
             first_rank_does(ranks, lambda: write_atomically(folder / "recipe.yaml", as_yaml(recipe)))
@@ -334,11 +337,6 @@ def refuse_what_cannot_be_done(recipe: Recipe) -> None:
         problems.append(Problem("data is missing", "training needs shards", "add `data:` with `train:` to the recipe"))
     if problems:
         raise RecipeError(problems)
-
-
-def _starts_so_far(folder: Path) -> int:
-    events = folder / names.EVENTS_FILE
-    return sum(event["kind"] == "start" for event in read_events(events)) if events.is_file() else 0
 
 
 def _validation_samples(recipe: Recipe, validation: Mapping[str, Source]) -> dict[str, int]:

@@ -19,8 +19,8 @@ from bloomery.config.describe import fingerprint
 from bloomery.config.recipe import Recipe
 from bloomery.monitor import names
 from bloomery.monitor.energy import is_whole
-from bloomery.monitor.history import read_events, read_metrics
-from bloomery.monitor.record import StepRecord, ValidationRecord
+from bloomery.monitor.history import event_of, scan, scan_metrics
+from bloomery.monitor.record import Record, ValidationRecord
 from bloomery.sizing.parameters import count_parameters
 
 
@@ -104,14 +104,17 @@ def _training_rows(recipe: Recipe, state: Mapping[str, Any]) -> dict[str, Any]:
 def _losses(run: Path, step: int) -> str:
     if not (run / names.METRICS_FILE).is_file():
         return "The run folder was not beside the checkpoint."
-    records = [record for record in read_metrics(run / names.METRICS_FILE) if record.step <= step]
-    trained = [record for record in records if isinstance(record, StepRecord)]
+    newest: dict[str, Record] = {}
+
+    def take(record: Record) -> None:
+        what = f"validation {record.group}" if isinstance(record, ValidationRecord) else "training"
+        if record.step <= step and (what not in newest or newest[what].step <= record.step):
+            newest[what] = record
+
+    scan_metrics(run / names.METRICS_FILE, take)
     lines = ["| | step | loss |", "|---|---|---|"]
-    if trained:
-        lines += [f"| training, {name} | {trained[-1].step:,} | {x:.4f} |" for name, x in trained[-1].losses.items()]
-    newest = {record.group: record for record in records if isinstance(record, ValidationRecord)}
-    for group, record in newest.items():
-        lines += [f"| validation {group}, {name} | {record.step:,} | {x:.4f} |" for name, x in record.losses.items()]
+    for what, record in sorted(newest.items()):  # training before validation
+        lines += [f"| {what}, {name} | {record.step:,} | {x:.4f} |" for name, x in record.losses.items()]
     return "\n".join(lines) if len(lines) > 2 else "No step up to this checkpoint was logged."
 
 
@@ -126,8 +129,15 @@ def _events(run: Path, checkpoint: Path, step: int, kind: str) -> list[dict[str,
     if not ledger.is_file():
         return []
     saved_at = read_json(checkpoint / MANIFEST, LARGE_BYTES).get("time", math.inf)
-    found = [event for event in read_events(ledger) if event["kind"] == kind]
-    return [event for event in found if event["step"] <= step and event["time"] <= saved_at]
+    found: list[dict[str, Any]] = []
+
+    def take(line: bytes) -> None:
+        event = event_of(line)
+        if event["kind"] == kind and event["step"] <= step and event["time"] <= saved_at:
+            found.append(event)
+
+    scan(ledger, take)
+    return found
 
 
 def _changes(run: Path, checkpoint: Path, step: int) -> str:

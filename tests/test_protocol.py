@@ -1,0 +1,300 @@
+"""Saving and taking over as a protocol: interleavings of two starts of three ranks, with deaths, over the real code.
+
+Every rank is an actor: a thread that decides, before each of its storage operations (Python's audit events), whose turn
+it is, so that a schedule can be run again. By default an actor runs until it ends or waits. A schedule deviates from
+that: another one continues instead (a switch), or one dies, rank 0 with its whole start. No state is explored twice.
+Start A has saved step 1 and saves step 2; start B chooses, takes over, tidies and saves the next step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import shutil
+import sys
+import threading
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from bloomery.base.errors import BloomeryError
+from bloomery.base.piece import Piece
+from bloomery.checkpoint import choose, fence, folder, persist, retention, saver
+from bloomery.checkpoint.load import load_pieces
+from bloomery.config.recipe import KeepSection
+
+DEPTH = int(os.environ.get("BLOOMERY_SIMULATION_DEPTH", "1"))
+CHANGES = {"os.rename": 3, "os.mkdir": 2, "os.remove": 1, "os.rmdir": 1, "os.symlink": 2}  # which argument is dir_fd
+here = threading.local()
+complete, take_over, remove, latest = persist.complete, fence.take_over, folder.remove, folder.latest_checkpoint
+Schedule = list[tuple[int, str, str]]  # at which turn, `switch` or `crash`, and whom: an actor (A0) or a start (A)
+
+
+class DiedError(BaseException):
+    """Raised at every storage operation of a dead actor: nothing that it still tries has an effect."""
+
+
+@dataclass
+class Actor:
+    name: str
+    run: Run
+    act: Any
+    needs: Any = lambda: True  # whether it can begin
+    state: str = "ready"  # or waiting (until the folder changes), done or dead
+    about_to: tuple[str, str, bool] = ("begin", "", False)  # event, path, whether it changes the folder
+    seen: int = 0  # a hash of all that it did and saw
+    baton: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
+    counts: Any = field(default_factory=itertools.count)
+
+    def live(self) -> None:
+        here.actor, here.busy = self, False
+        with contextlib.suppress(DiedError):
+            self.baton.acquire()
+            try:
+                if self.state != "dead":
+                    self.act()
+            except Exception as error:
+                self.run.error = error
+            self.run.pass_on(self, "done")
+
+    def sleep(self, _: float) -> None:  # until somebody changes the folder, or nobody else can
+        self.about_to = ("sleep", "", False)
+        self.run.pass_on(self, "waiting")
+
+
+class Run:
+    """One run of a schedule, on a folder of its own. `notes`: what actors tell the judge."""
+
+    def __init__(self, root: Path, **notes: Any) -> None:
+        self.root, self.notes, self.actors = root, notes, dict[str, Actor]()
+        self.clock, self.turn, self.current, self.changed = 0.0, 0, "", False
+        self.error, self.baton = None, threading.Semaphore(0)
+        self.more: list[Schedule] = []  # with one deviation more
+
+    def follow(self, judge: Any, schedule: Schedule, states: dict[int, Any], limits: dict[str, int]) -> None:
+        self.judge, self.schedule, self.states = judge, schedule, states
+        self.planned = {turn: (kind, whom) for turn, kind, whom in schedule}
+        self.left = {kind: most - sum(each[1] == kind for each in schedule) for kind, most in limits.items()}
+        threads = [threading.Thread(target=each.live, daemon=True) for each in self.actors.values()]
+        for thread in threads:
+            thread.start()
+        (self._next() or self).baton.release()
+        assert self.baton.acquire(timeout=100), f"{self.current} hangs: {self.actors[self.current].about_to}"
+        for actor, thread in zip(self.actors.values(), threads, strict=True):
+            actor.state = "dead"
+            actor.baton.release()
+            thread.join()
+        if self.error is not None:
+            raise AssertionError(f"{self.error!r} in schedule {schedule}") from self.error
+
+    def pass_on(self, me: Actor, state: str) -> None:
+        """Decide who continues, and wait for the next turn if that is somebody else."""
+        here.busy = True
+        if me.state != "dead":
+            me.state = state
+            try:
+                chosen = None if self.error else self._next()
+            except BaseException as error:
+                self.error, chosen = error, None
+            if chosen is not me:
+                (chosen or self).baton.release()
+                if state != "done":
+                    me.baton.acquire()
+        event, path, changes = me.about_to
+        me.seen = hash((me.seen, event, path, 0 if changes else glance(path)))
+        here.busy = False
+        if me.state == "dead":
+            raise DiedError
+
+    def _next(self) -> Actor | None:
+        """Whose operation comes now; None if all have ended, or if the rest was seen before."""
+        if self.changed:
+            self.judge(self, self.current)
+            for each in self.actors.values():
+                each.state = "ready" if each.state == "waiting" else each.state
+        while able := self._able():
+            kind, whom = self.planned.get(self.turn, ("", ""))
+            self.turn += 1
+            if kind == "crash":
+                for name, each in self.actors.items():
+                    each.state = "dead" if whom in (name, name[0]) else each.state
+                continue
+            forced = self.current not in able
+            own = [name for name in able if name[:1] == self.current[:1]]  # start
+            self.current = whom or ((own or able)[0] if forced else self.current)
+            _, path, self.changed = self.actors[self.current].about_to
+            if self.turn > 1 + max(self.planned, default=-1):
+                if self._known():
+                    return None
+                self.more += [[*self.schedule, (self.turn - 1, *each)] for each in self._others(able, forced, path)]
+            self.actors[self.current].state = "ready"
+            return self.actors[self.current]
+        return None
+
+    def _able(self) -> list[str]:
+        able = [name for name, each in self.actors.items() if each.state == "ready" and each.needs()]
+        waiting = [name for name, each in self.actors.items() if each.state == "waiting"]
+        self.clock += 1e6 * bool(waiting and not able)  # nobody can change anything: time passes
+        return able or waiting
+
+    def _known(self) -> bool:
+        """Whether this state was met before with as many deviations left."""
+        files = sorted((folder, tuple(sorted(names))) for folder, _, names in os.walk(self.root))
+        texts = [glance(f"{self.root}/{name}") for name in (".writer", "latest")]  # what is in others actors have seen
+        actors = [(each.name, each.state, each.seen, each.about_to) for each in self.actors.values()]
+        key, left = hash((*files, *texts, *actors, self.current, self.clock)), [*self.left.values()]
+        known = key in self.states and all(a >= b for a, b in zip(self.states[key], left, strict=True))
+        self.states[key] = self.states[key] if known else left
+        return known
+
+    def _others(self, able: list[str], forced: bool, path: str) -> list[tuple[str, str]]:
+        """Instead of this turn: no switch within a draft or a checkpoint, nor to rank 2 before rank 1 has begun."""
+        place, _, name = path.rpartition("/")
+        private = place.endswith((".tmp", ".old")) or "/step-" in place or name.startswith((".tmp-", ".probe"))
+        twins = {f"{each[0]}2" for each in able if each[1] == "1" and self.actors[each].about_to[0] == "begin"}
+        found = [("crash", self.current.removesuffix("0"))] if self.left["crash"] and self.changed else []
+        if self.left["switch"] and (forced or name.startswith("rank-") or not private):
+            found += [("switch", each) for each in able if each not in (self.current, *twins)]
+        return found
+
+
+def glance(path: str) -> int:
+    try:
+        return hash(tuple(sorted(os.listdir(path)))) if os.path.isdir(path) else hash(Path(path).read_bytes())
+    except OSError:
+        return 0
+
+
+def hook(event: str, arguments: tuple[Any, ...]) -> None:
+    actor: Actor | None = getattr(here, "actor", None)
+    if actor is None or here.busy or event not in ("open", "os.listdir", "os.scandir", *CHANGES):
+        return
+    path, fd = str(arguments[event in ("os.rename", "os.symlink")]), arguments[CHANGES.get(event, 0)]
+    fd = fd if event in CHANGES else -1
+    path = f"{os.readlink(f'/proc/self/fd/{fd}')}/{path}" if fd >= 0 else path
+    if path.startswith(str(actor.run.root)):
+        writes = event == "open" and arguments[2] & (os.O_WRONLY | os.O_RDWR)
+        actor.about_to = (event, path, bool(writes or event in CHANGES))
+        actor.run.pass_on(actor, "ready")
+
+
+sys.addaudithook(hook)
+
+
+def save(run: Run, start: str, rank: int, writer: fence.Writer, step: int) -> None:
+    def promise() -> list[str]:
+        run.notes["promised"] = max(step, run.notes["promised"])
+        return retention.apply_retention(run.root, KeepSection(last=1), writer=writer)
+
+    values = torch.full((2,), float(step * 1000 + ord(start)))
+    ranks: Any = SimpleNamespace(rank=rank, size=3, gather=lambda value: [value], broadcast=lambda _: f"{start}{step}")
+    one = saver.Saver({"w": Piece(values, (6,), (2 * rank,))}, device=values.device, ranks=ranks, timeout_seconds=100.0)
+    one.stage()
+    one.persist(run.root, step=step, state={}, recipe_yaml="", writer=writer, then=promise)
+    one._persist(*one._flight.thread.args)  # type: ignore[union-attr]  # in the place of its thread
+
+
+def take_over_and_save(run: Run) -> None:
+    """Rank 0 of start B, in the order of train/setup.py."""
+    try:
+        choice = choose.newest_good([run.root])
+        step = folder.step_of(choice.folder) if choice.folder else 0
+        writer = fence.take_over(run.root)
+        run.notes["fenced"] = "A"
+        choose.refuse_later([run.root], step=step, damaged=choice.damaged)
+        choose.tidy(run.root, step=step, damaged=choice.damaged)
+    except BloomeryError:
+        return  # it does not start, and says why
+    run.notes["save"] = (writer, step + 1)
+    save(run, "B", 0, writer, step + 1)
+
+
+class Scenario:
+    def __init__(self, place: Path) -> None:
+        self.place, self.chosen, self.writer = place, dict[Any, int](), fence.take_over(place / "template")
+        for rank in (2, 1, 0):
+            save(Run(place / "template", promised=0), "A", rank, self.writer, 1)
+
+    def begin(self, lead: str) -> Run:
+        root = self.place / "run"
+        shutil.rmtree(root, ignore_errors=True)
+        shutil.copytree(self.place / "template", root, copy_function=os.link)
+        run = Run(root, promised=1, fenced="", save=None)
+        writer, ready = replace(self.writer, root=root), lambda: run.notes["save"]
+        actors = [Actor(f"A{rank}", run, partial(save, run, "A", rank, writer, 2)) for rank in range(3)]
+        actors += [Actor("B0", run, partial(take_over_and_save, run))]
+        actors += [Actor(f"B{rank}", run, lambda rank=rank: save(run, "B", rank, *ready()), ready) for rank in (1, 2)]
+        run.actors = {each.name: each for each in sorted(actors, key=lambda each: each.name[0] != lead)}
+        return run
+
+    def judge(self, run: Run, actor: str) -> None:
+        whole = {path.name: (path / "manifest.json").stat().st_ino for path in folder.complete_checkpoints(run.root)}
+        assert actor[0] != run.notes["fenced"] or whole == run.notes["whole"], f"{actor} is fenced and changed {whole}"
+        run.notes["whole"], latest, key = whole, folder.read_latest(run.root), tuple(whole.items())
+        assert latest in whole, f"latest is {latest}, there are {sorted(whole)}"
+        if key not in self.chosen:
+            chosen, found = choose.newest_good([run.root]).folder or Path(), torch.zeros(6)
+            load_pieces(chosen, {"w": Piece.whole(found)})
+            one = [{1000.0 * folder.step_of(chosen) + ord(start)} for start in "AB"]  # save's values
+            assert set(found.tolist()) in one, f"{chosen.name} is not of one save: {found.tolist()}"
+            self.chosen[key] = int(found[0]) // 1000
+        assert self.chosen[key] >= run.notes["promised"], f"step {run.notes['promised']} is lost: {sorted(whole)}"
+
+
+@pytest.fixture
+def scenario(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Scenario:
+    """With clocks and chance that are the same in each run, and no threads but actors."""
+    outside = Actor("outside", Run(tmp_path), lambda: None)
+    actor = lambda: getattr(here, "actor", outside)  # noqa: E731
+    clock = SimpleNamespace(monotonic=lambda: actor().run.clock, sleep=lambda seconds: actor().sleep(seconds))
+    monkeypatch.setattr("secrets.token_hex", lambda _: f"{actor().name}{next(actor().counts)}")
+    monkeypatch.setattr(persist, "time", clock)
+    monkeypatch.setattr(saver, "time", clock)
+    monkeypatch.setattr(saver, "threading", SimpleNamespace(Thread=partial(SimpleNamespace, start=lambda: None)))
+    return Scenario(tmp_path)
+
+
+def explore(scenario: Scenario, **limits: int) -> int:
+    """How many states there are with either start in the lead. Raises what the judge does, with the schedule."""
+    states: dict[int, list[int]] = {}
+    for lead in "BA":
+        waiting, schedules = list[Schedule]([[]]), 0
+        while waiting:
+            run, schedules = scenario.begin(lead), schedules + 1
+            run.follow(scenario.judge, waiting.pop(), states, limits)
+            waiting += run.more
+        print(f"{len(states):,} states so far, {schedules:,} schedules of at most {limits} with {lead} in the lead")
+    return len(states)
+
+
+def test_nothing_promised_is_lost_and_nothing_partial_is_chosen(scenario: Scenario) -> None:
+    assert explore(scenario, switch=DEPTH, crash=0) + explore(scenario, switch=DEPTH - 1, crash=1) > 10_000
+
+
+def only_a_look(root: Path) -> fence.Writer:
+    """Leaves an older start its desk: that one looks whether it is fenced, and then acts."""
+    writer = take_over(root)
+    for left in root.glob(f"{fence.LEFT}*"):
+        left.rename(root / f"{fence.DESK}{left.name.split('-')[1]}")
+    return writer
+
+
+PLANTED: dict[str, tuple[Any, str, Any]] = {
+    "named too early": (saver, "complete", lambda job, _: persist._wait_for_parts(job, []) and persist._name(job)),
+    "deleted too early": (saver, "complete", lambda job, _: remove(latest(job.root), job.desk) or complete(job)),
+    "fenced by a look": (fence, "take_over", only_a_look),
+    "no second look": (choose, "refuse_later", lambda *_, **__: None),
+}
+
+
+@pytest.mark.parametrize("defect", PLANTED)
+def test_a_planted_defect_is_found(scenario: Scenario, monkeypatch: pytest.MonkeyPatch, defect: str) -> None:
+    monkeypatch.setattr(*PLANTED[defect])
+    with pytest.raises(AssertionError, match=r"latest is|is lost|is fenced and"):
+        explore(scenario, switch=1, crash=0)
