@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from bloomery.base.bounded import read_json
+from bloomery.base.energy import Energy
 from bloomery.base.errors import DataError, Problem, RecipeError
 from bloomery.base.piece import Piece
 from bloomery.base.ranks import Ranks, every_rank_does
@@ -27,7 +28,6 @@ from bloomery.model.build import build_model
 from bloomery.sizing.history import History
 from bloomery.sizing.plan import TrainingPlan
 
-_NEEDED = {"step", "consumed_samples", "loss_scale", "interval", "blend"}
 _LARGEST_COUNT = 10**18
 
 
@@ -35,10 +35,12 @@ def read_state(folder: Path) -> dict[str, Any]:
     """What the training loop saved beside the tensors. DataError if it is not that."""
     with using_state(folder):
         facts: dict[str, Any] = read_json(folder / STATE)
-        if not isinstance(facts, dict) or not facts.keys() >= _NEEDED or _has_absurd_counts(facts):
-            raise ValueError(f"it has {', '.join(sorted(_NEEDED))}, and whole numbers from 0 to {_LARGEST_COUNT:,}")
-        if not type(facts["step"]) is type(facts["consumed_samples"]) is int:
-            raise ValueError("step and consumed_samples are whole numbers")
+        if not isinstance(facts, dict) or _has_absurd_counts(facts):
+            raise ValueError(f"it must be an object whose whole numbers are from 0 to {_LARGEST_COUNT:,}")
+        if {type(facts[name]) for name in ("step", "consumed_samples")} != {int}:
+            raise ValueError("step and consumed_samples must be whole numbers")
+        Energy.from_json(facts.get("energy"))
+        dict(facts.get("imported_from") or {})
     return facts
 
 

@@ -59,6 +59,6 @@ def _remedy(checkpoint: Path, position: int) -> str:
 
 def _holds_at(checkpoint: Path, position: int) -> bool:
     """Whether its own weights hold at the position; those of all checkpoints after a change begin there."""
-    blend = read_state(checkpoint)["blend"]
+    blend = read_state(checkpoint).get("blend")
     with using_state(checkpoint):
         return blend is not None and bool(blend["first_sample"] <= position)
