@@ -239,7 +239,16 @@ def test_thinning_in_portions_gives_what_thinning_at_once_gives() -> None:
 
 
 @pytest.mark.parametrize(
-    "damage", [{"losses": [1]}, {"lr": "high"}, {"step": "x"}, {"job": []}, {"losses": {"lm loss": None}}, {"mfu": {}}]
+    "damage",
+    [
+        {"losses": [1]},
+        {"skipped_steps": "Infinity"},
+        {"lr": "high"},
+        {"step": "x"},
+        {"job": []},
+        {"losses": {"lm loss": None}},
+        {"mfu": {}},
+    ],
 )
 def test_a_record_of_wrong_kinds_is_named_by_its_line(tmp_path: Path, damage: dict[str, object]) -> None:
     run = make_run(tmp_path / "run", step_record(1), step_record(2), step_record(3))
@@ -247,4 +256,13 @@ def test_a_record_of_wrong_kinds_is_named_by_its_line(tmp_path: Path, damage: di
     lines[1] = json.dumps({**json.loads(lines[1]), **damage})
     (run / "metrics.jsonl").write_text("\n".join(lines) + "\n")
     with pytest.raises(DataError, match="line 2 is damaged"):
+        write_report(run)
+
+
+def test_a_last_record_that_is_not_whole_is_a_clear_error(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", step_record(1))
+    fields = json.loads((run / "metrics.jsonl").read_text()) | {"step": 2, "train_steps": "many"}
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps(fields) + "\n")
+    with pytest.raises(DataError, match="the last record of a step is damaged: 'many' is not a whole number"):
         write_report(run)

@@ -15,12 +15,13 @@ import orjson
 from numpy.typing import NDArray
 
 from bloomery.base.energy import Energy
+from bloomery.base.errors import DataError, Problem
 from bloomery.monitor import names
 from bloomery.monitor.chart import Curve
 from bloomery.monitor.history import event_of, last_valid_steps, scan
 from bloomery.monitor.record import Record, StepRecord, ValidationRecord, from_json
 
-_COLUMNS = ("step", "lr", "tokens_per_second", "grad_norm", "tflops", "skipped_steps", "nan_steps", "time", "mfu")
+_COLUMNS = ("step", "lr", "tokens_per_second", "grad_norm", "tflops", "time", "mfu")
 _numbers, _row = itemgetter(*_COLUMNS[:-1]), Struct(f"{len(_COLUMNS)}d")
 _AT_ONCE = 4096
 """Records that are added up together, which is several times quicker than one by one."""
@@ -85,6 +86,8 @@ class Gathered:
             if sources := fields.get("source_losses"):
                 for source, loss in sources.items():
                     self.source_losses[source].add(step, loss)
+            self.skipped_steps += fields["skipped_steps"]
+            self.nan_steps += fields["nan_steps"]
             last_line = line
             if len(self._rows) == _AT_ONCE * _row.size:
                 self._add_rows()
@@ -92,7 +95,11 @@ class Gathered:
         scan(path, take)
         if last_line:
             self._add_rows()
-            record = from_json(last_line)
+            try:
+                record = from_json(last_line)
+            except (ValueError, TypeError, AttributeError) as error:
+                what = f"the last record of a step is damaged: {error}"
+                raise DataError(Problem(what, remedy="remove its line", place=str(path))) from error
             assert isinstance(record, StepRecord)
             self.last_step, self.energy = record, Energy.from_json(record.energy)
 
@@ -104,9 +111,7 @@ class Gathered:
         self._rows.clear()
         for place, curve in enumerate(self.columns.values(), 1):
             curve.extend(table[:, [0, place]])
-        self.skipped_steps += int(table[:, 5].sum())
-        self.nan_steps += int(table[:, 6].sum())
-        self._at(*table[:, 7].tolist())
+        self._at(*table[:, 5].tolist())
         self._sample = np.concatenate([self._sample, table[:: self._stride]])
         if len(self._sample) > _MOST_SAMPLED:
             self._sample, self._stride = self._sample[::2], 2 * self._stride
