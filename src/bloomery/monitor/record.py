@@ -126,7 +126,7 @@ def _typed_fields(kind: type, fields: dict[str, Any]) -> dict[str, Any]:
     return {name: _typed(its, fields[name]) for name, (its, _) in _FIELDS[kind].items() if name in fields}
 
 
-_FIELDS = {
+_FIELDS: dict[type, dict[str, tuple[str, bool]]] = {
     kind: {
         each.name: (str(each.type), each.default is each.default_factory is dataclasses.MISSING)
         for each in dataclasses.fields(kind)
