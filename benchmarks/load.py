@@ -40,13 +40,13 @@ def main() -> None:
         many_metrics(run / "metrics.jsonl", args.metrics)
         tell("report", *bloomery("report", run), limit_seconds=20, limit_megabytes=500)
         many_events(run / "events.jsonl", args.events)
-        seconds, megabytes = train(run, 1)
-        tell("start, beyond an ordinary one", seconds - ordinary, megabytes, limit_seconds=5)
+        started, megabytes = train(run, 1)
+        tell("start, beyond an ordinary one", started - ordinary, megabytes, limit_seconds=5)
         many_checkpoints(run / "checkpoints", args.checkpoints)
         tell("list", *bloomery("inspect", "checkpoint", run, "--list"), limit_seconds=3)
         seconds, megabytes = train(run, 1, "checkpoint={keep: {last: 1}}")
         assert len(list((run / "checkpoints").glob("step-*"))) == 1
-        tell("start and delete, beyond an ordinary start", seconds - ordinary, megabytes, limit_seconds=10)
+        tell("delete, beyond that start", seconds - started, megabytes, limit_seconds=10)
 
 
 def tell(what: str, seconds: float, megabytes: float, *, limit_seconds: float, limit_megabytes: float = 1000) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from bloomery.base.errors import DataError
-from bloomery.monitor.history import read_events, read_metrics
+from bloomery.monitor.history import read_events, read_metrics, read_starts, scan_metrics
 from bloomery.monitor.megatron_line import iteration_line, validation_box
 from bloomery.monitor.record import StepRecord, from_json, perplexity_of, strict_json, to_json
 from monitor_samples import step_record, strict_lines, validation_record
@@ -136,3 +136,27 @@ def test_a_torn_last_line_is_left_out_and_a_damaged_one_inside_is_named(tmp_path
 def test_reading_what_is_not_there_is_a_data_error(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="No such file"):
         read_events(tmp_path / "events.jsonl")
+
+
+def test_a_sample_of_a_long_file_is_spread_over_it_and_holds_what_still_counts(tmp_path: Path) -> None:
+    path = write_records(
+        tmp_path / "metrics.jsonl",
+        *(step_record(step, job=1) for step in range(1, 1500)),
+        *(step_record(step, job=2) for step in range(1001, 2001)),
+    )
+    found: list[StepRecord] = []
+    scan_metrics(path, found.append, skipped_bytes=path.stat().st_size // 100)  # type: ignore[arg-type]
+    assert 60 < len(found) < 100
+    assert {record.job for record in found if record.step > 1001} == {2}
+    assert found[-1].step > 1900
+
+
+def test_starts_are_found_in_a_ledger_whose_other_lines_are_not_parsed(tmp_path: Path) -> None:
+    ledger = tmp_path / "events.jsonl"
+    assert read_starts(ledger) == []
+    start = {"kind": "start", "job": 2, "step": 7, "start": "ab"}
+    ledger.write_text('{"kind": "note", damaged}\n{"kind":"note","of":"start"}\n' + json.dumps(start) + "\n")
+    assert read_starts(ledger) == [(2, 7, "ab")]
+    ledger.write_text('{"kind": "start", "job": 2}\n')
+    with pytest.raises(DataError, match="line 1 is damaged: 'step'"):
+        read_starts(ledger)

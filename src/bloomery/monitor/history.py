@@ -5,6 +5,7 @@ Both may have millions of lines: they are read one at a time, and what is not as
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -39,22 +40,17 @@ def read_metrics(path: Path) -> list[Record]:
     return [newest[key] for key in sorted(newest)]
 
 
-def scan_metrics(path: Path, take: Callable[[Record], object], *, every_bytes: int = 0) -> None:
+def scan_metrics(path: Path, take: Callable[[Record], object], *, skipped_bytes: int = 0) -> None:
     """Give `take` the records that no later job rolled back, in the order written; of one step there may be two.
-    `every_bytes`: one of so many bytes, instead of all."""
+    `skipped_bytes`: after each record, for a sample of them."""
     last_valid = last_valid_steps(path)
-    position = due = 0
 
     def judge(line: bytes) -> None:
-        nonlocal position, due
-        position += len(line)
-        if position > due:
-            due = position + every_bytes
-            record = from_json(line)
-            if record.step <= last_valid.get(record.job, record.step):
-                take(record)
+        record = from_json(line)
+        if record.step <= last_valid.get(record.job, record.step):
+            take(record)
 
-    scan(path, judge)
+    scan(path, judge, skipped_bytes=skipped_bytes)
 
 
 def last_valid_steps(metrics: Path) -> dict[int, float]:
@@ -109,7 +105,7 @@ def event_of(line: bytes) -> dict[str, Any]:
     return fields
 
 
-def scan(path: Path, take: Callable[[bytes], object]) -> None:
+def scan(path: Path, take: Callable[[bytes], object], *, skipped_bytes: int = 0) -> None:
     """Give `take` every line, one at a time. DataError names the line that it refuses with a ValueError or the like.
     A last line without newline is torn, or still being written by a live run: it is left out unless it is whole."""
     number = 0
@@ -119,13 +115,14 @@ def scan(path: Path, take: Callable[[bytes], object]) -> None:
                 number += 1
                 if not line.isspace():
                     take(line)
+                if skipped_bytes:
+                    file.seek(skipped_bytes, os.SEEK_CUR)
+                    file.readline(_MOST_LINE_BYTES)
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         if line.endswith(b"\n") or len(line) == _MOST_LINE_BYTES:
-            what, remedy = (
-                f"line {number} is damaged: {error}",
-                f"remove it, for example with `sed -i {number}d {path}`",
-            )
-            raise DataError(Problem(what, remedy=remedy, place=f"{path}:{number}")) from error
+            which, where = ("a line", "") if skipped_bytes else (f"line {number}", f":{number}")
+            remedy = "remove it" + (f", for example with `sed -i {number}d {path}`" if where else "")
+            raise DataError(Problem(f"{which} is damaged: {error}", remedy=remedy, place=f"{path}{where}")) from error
     except OSError as error:
         what = f"cannot read {path}: {error.strerror}"
         raise DataError(Problem(what, remedy="give the folder of a run", place=str(path))) from error

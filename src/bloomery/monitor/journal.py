@@ -124,7 +124,7 @@ class Journal:
         if resume_step > 0:
             try:
                 path = self._metrics.file.path
-                scan_metrics(path, history.append, every_bytes=max(0, path.stat().st_size - _REPLAYED_WHOLE) // 1000)
+                scan_metrics(path, history.append, skipped_bytes=max(0, path.stat().st_size - _REPLAYED_WHOLE) // 1000)
             except DataError as error:
                 self.warning(f"the past of TensorBoard curves over samples and tokens is not drawn again: {error}")
         folder = self.run_folder / names.TENSORBOARD_FOLDER
