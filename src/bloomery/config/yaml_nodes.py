@@ -88,6 +88,7 @@ class _Reader:
             if _NO_TEXT.search(node.value):
                 what = f"{path or 'the recipe'} holds a character that no name of a file can have"
                 self.problems.append(Problem(what, "NUL and halves of surrogate pairs are none", "remove it", place))
+                return _NO_TEXT.sub("", node.value)  # rules may look for a file of that name
             return _scalar(node.value) if node.style is None else node.value
         prefix, around = f"{path}." if path else "", (*around, node)
         if isinstance(node, yaml.SequenceNode):
