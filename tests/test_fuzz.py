@@ -14,6 +14,8 @@ import random
 import shutil
 import time
 from collections.abc import Callable
+from contextlib import suppress
+from copy import deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -153,11 +155,11 @@ def _change(value: Any, chance: random.Random) -> None:
             case 0:
                 del value[key]
             case 1 if isinstance(value, dict):
-                value[chance.choice(("", "x", "type", "step", "__metadata__"))] = chance.choice(NASTY)
+                value[chance.choice(("", "x", "type", "step", "__metadata__"))] = deepcopy(chance.choice(NASTY))
             case 2 if isinstance(inner, int):
                 value[key] = inner + chance.choice((-1, 1, 10, 10**6, -(10**6)))
             case _:
-                value[key] = json.loads(json.dumps(chance.choice(NASTY)))
+                value[key] = deepcopy(chance.choice(NASTY))
         return
 
 
@@ -463,8 +465,9 @@ class Samples:
 
         def read() -> None:
             text = path.read_text(errors="surrogateescape")
-            for parse in (parse_amount, parse_duration):
-                parse(text)
+            with suppress(ValueError):
+                parse_duration(text)
+            parse_amount(text)
 
         return Parser(path, read, refuses_with=(ValueError,))
 

@@ -86,8 +86,12 @@ class _Reader:
             raise _TooManyValuesError
         if isinstance(node, yaml.ScalarNode):
             if _NO_TEXT.search(node.value):
-                what = f"{path or 'the recipe'} holds a character that no name of a file can have"
-                self.problems.append(Problem(what, "NUL and halves of surrogate pairs are none", "remove it", place))
+                what, rule = (
+                    f"{path or 'the recipe'} is {node.value!r:.60}",
+                    "NUL and half a surrogate pair are no text",
+                )
+                self.problems.append(Problem(what, rule, "remove it", place))
+                return _NO_TEXT.sub("x", node.value)  # rules may look for a file of that name
             return _scalar(node.value) if node.style is None else node.value
         prefix, around = f"{path}." if path else "", (*around, node)
         if isinstance(node, yaml.SequenceNode):
