@@ -139,7 +139,7 @@ def points(chance: random.Random, operations: dict[int, int], count: int) -> lis
     return found
 
 
-@pytest.mark.parametrize(("size", "few"), [(1, 8), (4, 4)])
+@pytest.mark.parametrize(("size", "few"), [(1, 4), (4, 2)])
 def test_a_training_that_is_killed_at_any_point_goes_on_as_if_it_never_was(
     workshop: Workshop, size: int, few: int
 ) -> None:
@@ -171,5 +171,5 @@ def test_a_training_that_is_killed_at_any_point_goes_on_as_if_it_never_was(
     for root in (victims.run / "checkpoints", victims.run / "checkpoints-local"):
         left = {path.name for path in root.iterdir() if not path.name.startswith(".writer")} - {"latest"}
         assert left == {path.name for path in folders.complete_checkpoints(root)}
-    assert len(list(local.glob("run-*/*"))) <= 2
+    assert len(list(local.glob("run-*/*"))) <= 3  # the newest, the newest that is known to be good, one on its way
     print(f"{count} kills on {size} rank(s): {starts} starts got to training, {end_step} steps")

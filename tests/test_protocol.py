@@ -148,7 +148,10 @@ class Run:
         files = sorted((folder, tuple(sorted(names))) for folder, _, names in os.walk(self.root))
         texts = [glance(f"{self.root}/{name}") for name in (".writer", "latest")]  # what is in others actors have seen
         actors = [(each.name, each.state, each.seen, each.about_to) for each in self.actors.values()]
-        key, left = hash((*files, *texts, *actors, self.current, self.clock)), [*self.left.values()]
+        key, left = (
+            hash((*files, *texts, *actors, str(self.notes.get("board")), self.current, self.clock)),
+            [*self.left.values()],
+        )
         known = key in self.states and all(a >= b for a, b in zip(self.states[key], left, strict=True))
         self.states[key] = self.states[key] if known else left
         return known
@@ -193,7 +196,10 @@ def save(run: Run, start: str, rank: int, writer: fence.Writer, step: int) -> No
         return retention.apply_retention(run.root, KeepSection(last=1), writer=writer)
 
     values = torch.full((2,), float(step * 1000 + ord(start)))
-    ranks: Any = SimpleNamespace(rank=rank, size=3, gather=lambda value: [value], broadcast=lambda _: f"{start}{step}")
+    board, gather, nonce = run.notes.setdefault("board", {}), lambda value: [value], lambda _: f"{start}{step}"
+    ranks: Any = SimpleNamespace(
+        rank=rank, size=3, gather=gather, broadcast=nonce, told=board.get, tell=board.__setitem__
+    )
     one = saver.Saver({"w": Piece(values, (6,), (2 * rank,))}, device=values.device, ranks=ranks, timeout_seconds=100.0)
     one.stage()
     one.persist(run.root, step=step, state={}, recipe_yaml="", writer=writer, then=promise)

@@ -22,7 +22,7 @@ from typing import Any
 
 import yaml
 
-from bloomery.base import exit_codes
+from bloomery.base import exit_codes, signals
 from bloomery.checkpoint import folder as folders
 from bloomery.cli.main import main
 from bloomery.launch.local import run_local_ranks
@@ -184,6 +184,7 @@ def _alone(command: Callable[[Any], int], words: list[str]) -> int:
 
 
 def _exit_with(command: Callable[[Any], int], words: list[str]) -> None:
+    signals.listen()  # as the first line of `python -m bloomery` does
     sys.exit(command(words))
 
 

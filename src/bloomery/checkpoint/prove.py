@@ -54,7 +54,7 @@ def _misfits(folder: Path, tensors: Mapping[str, SavedTensor]) -> list[str]:
     if not any(name.startswith("model.") for name in tensors):
         return []  # of something else, such as the gradients of a trial
     try:
-        made = load_recipe(str(folder / RECIPE)).recipe
+        made = load_recipe(str(folder / RECIPE), is_saved=True).recipe
     except BloomeryError as error:
         return [f"{RECIPE} cannot be used: {problem.what}" for problem in error.problems]
     assert made is not None
