@@ -5,15 +5,17 @@ python -m chaos [WORDS]     only faults with these words; the document is then l
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from pathlib import Path
+from concurrent.futures import ProcessPoolExecutor
 
-from chaos.matrix import FAULTS, FIVE, Fault, play
-from chaos.scene import TESTS, Stage
+from chaos.cells import Cell, played, set_stage
+from chaos.matrix import FAULTS, FIVE, Fault
+from chaos.scene import TESTS
 
 PAGE = TESTS.parent / "docs" / "reliability.md"
 BEGIN, END = "<!-- made by `make chaos`: begin -->\n", "<!-- made by `make chaos`: end -->\n"
@@ -27,30 +29,29 @@ THEN = {
 
 def main(words: Sequence[str]) -> int:
     wanted = [fault for fault in FAULTS if all(word in f"{fault.group} {fault.name}" for word in words)]
-    failed, cells, began = [], 0, time.monotonic()
-    lines: dict[str, list[str]] = {}
+    cells = [(FAULTS.index(fault), layout) for fault in wanted for layout in fault.layouts]
+    marks: dict[Cell, str] = {}
+    failed: list[str] = []
+    began = time.monotonic()
+    jobs = max(1, (os.cpu_count() or 1) // 2)
     with tempfile.TemporaryDirectory(prefix="bloomery-chaos-") as folder:
-        stage = Stage(Path(folder))
-        for fault in wanted:
-            marks = {}
-            for layout in fault.layouts:
-                cells += 1
-                try:
-                    seconds = play(fault, stage.scene(layout, *fault.overrides)).seconds
-                    marks[layout] = "ok" if seconds is None else f"{seconds:.1f} s"
-                except Exception as error:  # whatever it is, the other cells are still worth knowing
-                    marks[layout] = "FAILED"
-                    failed.append(f"{fault.group}: {fault.name}, {layout}: {error}")
-                print(f"{marks[layout]:>8}  {fault.group}: {fault.name}, {layout}", flush=True)
-            lines.setdefault(fault.group, []).append(_row(fault, marks))
+        context = multiprocessing.get_context("spawn")
+        with ProcessPoolExecutor(jobs + 1, mp_context=context, initializer=set_stage, initargs=(folder,)) as pool:
+            for cell, (mark, error) in zip(cells, pool.map(played, cells), strict=True):
+                marks[cell] = mark
+                fault = FAULTS[cell[0]]
+                print(f"{mark:>8}  {fault.group}: {fault.name}, {cell[1]}", flush=True)
+                failed += [f"{fault.group}: {fault.name}, {cell[1]}: {error}"] if error else []
     minutes = (time.monotonic() - began) / 60
-    print(f"\n{len(wanted)} faults, {cells} cells, {len(failed)} failed, {minutes:.0f} minutes")
+    print(f"\n{len(wanted)} faults, {len(cells)} cells, {len(failed)} failed, {minutes:.0f} minutes")
     print("\n\n".join(failed))
     if not words and not failed:
-        _write(
-            lines,
-            f"{len(wanted)} faults in {cells} cells, all as stated; {minutes:.0f} minutes on {os.cpu_count()} cores.",
-        )
+        lines: dict[str, list[str]] = {}
+        for fault in wanted:
+            mine = {layout: marks[FAULTS.index(fault), layout] for layout in fault.layouts}
+            lines.setdefault(fault.group, []).append(_row(fault, mine))
+        cores = f"{minutes:.0f} minutes on {os.cpu_count()} cores"
+        _write(lines, f"{len(wanted)} faults in {len(cells)} cells, all as stated; {cores}.")
     return 1 if failed else 0
 
 

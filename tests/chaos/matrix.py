@@ -232,6 +232,16 @@ row(
     overrides=("precision=fp16",),
 )
 
+row(
+    "numbers",
+    "a rate far too high: the loss grows and stays finite",
+    exit_codes.DIVERGED,
+    "stops",
+    overrides=("lr={peak: 30, schedule: constant}", "train.stop_after_spike_steps=3"),
+    says="spike|far above",
+    fast=("one rank",),
+)
+
 FLIPS = {
     "a weight": FlipBit(r"model\..*norm.*weight"),
     "a moment": FlipBit(r"optim\..*norm.*exp_avg"),
@@ -402,7 +412,7 @@ for _number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
 row(
     "signal",
     "SIGTERM to the fork server",
-    exit_codes.LOST_RANK,
+    0,
     "resumes",
     act=outside.to_fork_server(signal.SIGTERM),
     layouts=("tp2",),
