@@ -57,12 +57,6 @@ def drift_on_rank_1(arguments: Sequence[str]) -> int:
     return main(arguments)
 
 
-def signal_to_rank_1(arguments: Sequence[str]) -> int:
-    if is_rank(1):
-        after_step(3, lambda run, state: os.kill(os.getpid(), signal.SIGUSR1))
-    return main(arguments)
-
-
 def kill_rank_1(arguments: Sequence[str]) -> int:
     if is_rank(1):
         after_step(7, lambda run, state: os.kill(os.getpid(), signal.SIGKILL))

@@ -126,17 +126,6 @@ def test_ranks_are_read_from_torchrun_and_from_srun_but_not_from_a_batch_script(
     assert first_host("node7") == "node7"
 
 
-def test_a_signal_to_one_rank_stops_all_at_one_step_with_a_save(workshop: Workshop) -> None:
-    assert run_ranks(workshop, *TWO, command=rank_commands.signal_to_rank_1) == exit_codes.OK
-    folder = workshop.folder / "run"
-    (stop,) = workshop.events(folder, "stop")
-    assert (stop["step"], stop["reason"], stop["text"]) == (3, "signal", "received SIGUSR1 on rank 1")
-    assert (folder / "checkpoints" / "latest").read_text().strip() == "step-00000003"
-    assert run_ranks(workshop, *TWO) == exit_codes.OK
-    assert run_ranks(workshop, *TWO, run="undisturbed") == exit_codes.OK
-    assert workshop.losses(folder) == workshop.losses(workshop.folder / "undisturbed")
-
-
 def test_one_interrupt_that_arrives_twice_still_saves(workshop: Workshop) -> None:
     """As from a terminal through `timeout` or a script, which pass on what the launcher has got already."""
     run = workshop.folder / "run"

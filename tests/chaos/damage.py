@@ -93,6 +93,13 @@ def require_event(kind: str, step: int | None = None) -> Callable[[Scene, Ended]
     return check
 
 
+def require_stop(text: str) -> Callable[[Scene, Ended], None]:
+    def check(scene: Scene, _: Ended) -> None:
+        assert scene.events("stop")[-1]["text"] == text
+
+    return check
+
+
 def forged(change: Callable[[dict], None]) -> Callable[[Scene], None]:  # type: ignore[type-arg]
     """An index that says something else, under a manifest that vouches for it."""
 

@@ -167,6 +167,7 @@ for _number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
         0,
         "resumes",
         plant=Plant(AfterStep(3), _one, 1),
+        check=damage.require_stop(f"received {_number.name} on rank 1"),
         layouts=TWO_RANKS,
         fast=("dp2 zero1",) if _number == signal.SIGHUP else (),
     )
