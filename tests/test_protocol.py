@@ -3,8 +3,7 @@
 Every rank is an actor: a thread that decides, before each of its storage operations (Python's audit events), whose turn
 it is, so that a schedule can be run again. By default an actor runs until it ends or waits. A schedule deviates from
 that: another one continues instead (a switch), or one dies, rank 0 with its whole start. No state is explored twice.
-Start A has saved step 1 and saves step 2; start B chooses, takes over, tidies and saves the next step.
-"""
+Start A has saved step 1 and saves step 2; start B chooses, takes over, tidies and saves the next step."""
 
 from __future__ import annotations
 
@@ -68,14 +67,15 @@ class Actor:
         self.run.pass_on(self, "waiting")
 
 
-class Run:
-    """One run of a schedule, on a folder of its own. `notes`: what actors tell the judge."""
-
+class Run:  # of one schedule, on a folder of its own; `notes`: what actors tell the judge
     def __init__(self, root: Path, **notes: Any) -> None:
         self.root, self.notes, self.actors = root, notes, dict[str, Actor]()
         self.clock, self.turn, self.current, self.changed = 0.0, 0, "", False
         self.error, self.baton = None, threading.Semaphore(0)
-        self.more: list[Schedule] = []  # with one deviation more
+        self.more, self.board = (
+            list[Schedule](),
+            dict[str, Any](),
+        )  # with one deviation more; what ranks tell each other
 
     def follow(self, judge: Any, schedule: Schedule, states: dict[int, Any], limits: dict[str, int]) -> None:
         self.judge, self.schedule, self.states = judge, schedule, states
@@ -148,10 +148,7 @@ class Run:
         files = sorted((folder, tuple(sorted(names))) for folder, _, names in os.walk(self.root))
         texts = [glance(f"{self.root}/{name}") for name in (".writer", "latest")]  # what is in others actors have seen
         actors = [(each.name, each.state, each.seen, each.about_to) for each in self.actors.values()]
-        key, left = (
-            hash((*files, *texts, *actors, str(self.notes.get("board")), self.current, self.clock)),
-            [*self.left.values()],
-        )
+        key, left = hash((*files, *texts, *actors, *self.board, self.current, self.clock)), [*self.left.values()]
         known = key in self.states and all(a >= b for a, b in zip(self.states[key], left, strict=True))
         self.states[key] = self.states[key] if known else left
         return known
@@ -196,10 +193,8 @@ def save(run: Run, start: str, rank: int, writer: fence.Writer, step: int) -> No
         return retention.apply_retention(run.root, KeepSection(last=1), writer=writer)
 
     values = torch.full((2,), float(step * 1000 + ord(start)))
-    board, gather, nonce = run.notes.setdefault("board", {}), lambda value: [value], lambda _: f"{start}{step}"
-    ranks: Any = SimpleNamespace(
-        rank=rank, size=3, gather=gather, broadcast=nonce, told=board.get, tell=board.__setitem__
-    )
+    ranks: Any = SimpleNamespace(rank=rank, size=3, gather=lambda value: [value], broadcast=lambda _: f"{start}{step}")
+    ranks.told, ranks.tell = run.board.get, run.board.__setitem__
     one = saver.Saver({"w": Piece(values, (6,), (2 * rank,))}, device=values.device, ranks=ranks, timeout_seconds=100.0)
     one.stage()
     one.persist(run.root, step=step, state={}, recipe_yaml="", writer=writer, then=promise)
@@ -284,8 +279,7 @@ def test_nothing_promised_is_lost_and_nothing_partial_is_chosen(scenario: Scenar
 
 
 def only_a_look(root: Path) -> fence.Writer:
-    """Leaves an older start its desk: that one looks whether it is fenced, and then acts."""
-    writer = take_over(root)
+    writer = take_over(root)  # but leaves an older start its staging dir: that one looks, and then acts
     for left in root.glob(f"{fence.LEFT}*"):
         left.rename(root / f"{fence.DESK}{left.name.split('-')[1]}")
     return writer

@@ -31,7 +31,7 @@ def true_logits(logits: Tensor, padding: Tensor | None) -> Tensor:
     """In fp32, with padded rows at -inf: they get no probability and no gradient.
 
     A tensor that is read, not a slice or a mask: rows of an odd length cost a 124M model 4.8% of its step on an H200, a
-    mask 1.2%, this 0.6%, and a 1.3B model nothing that could be measured.
+    mask 1.2%. Of head and loss alone this costs half of what a mask does, and of a 1.3B model nothing measurable.
     """
     return logits.float() if padding is None else logits + padding
 
