@@ -65,8 +65,7 @@ def kill_rank_1(arguments: Sequence[str]) -> int:
 
 def newer_start_seen_by(numbers: Sequence[int], arguments: Sequence[str]) -> int:
     """A newer start takes the checkpoints over during the save of step 4, and only these ranks find out by themselves:
-    before they write their part, rank 1 alone when rank 0 has written its own, or, rank 0 alone, before it completes
-    the save."""
+    before they write their part, or, rank 0 alone, before it completes the save."""
     from bloomery.checkpoint import saver
     from bloomery.checkpoint.fence import Writer, take_over
     from bloomery.checkpoint.persist import SaveJob
@@ -77,8 +76,6 @@ def newer_start_seen_by(numbers: Sequence[int], arguments: Sequence[str]) -> int
     def taken_over(job: SaveJob, *rest: Any) -> Any:
         if job.step == 4 and is_rank(numbers[0]):
             assert job.writer is not None
-            while numbers == [1] and not job.done_file(0).exists():
-                time.sleep(0.001)
             take_over(job.writer.root)
         return original(job, *rest)
 

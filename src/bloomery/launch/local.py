@@ -74,6 +74,8 @@ def run_local_ranks(
     alive.close()
     job = _Job(ranks, patience)
     with signals.handled(job.forward):
+        with suppress(BrokenPipeError):  # all are dead already: watch() will say so
+            os.write(watched.fileno(), bytes(size))  # all are there: one byte for each, and they begin
         code = job.watch()
         if any(rank.exitcode == _NO_SERVER for rank in ranks):
             signals.say(f"the process that the ranks came from is gone, so they were asked to stop. {_RESUME}")
@@ -91,6 +93,9 @@ def _be_rank(
     alive: Connection,
     patience: Patience,
 ) -> None:
+    signals.end_with_parent(signal.SIGKILL)
+    if not os.read(alive.fileno(), 1):  # the launcher was stopped before all ranks were there
+        return
     signals.listen()
     try:
         mask_streams()
@@ -117,12 +122,12 @@ def _be_rank(
 
 
 def _stop_with_launcher(alive: Connection, patience: Patience) -> None:
-    try:
-        alive.recv()
-    except (EOFError, OSError):
-        os.kill(os.getpid(), signal.SIGTERM)
-        time.sleep(patience.last_words_seconds)  # who waits for another rank cannot hear a signal
-        os._exit(exit_codes.LOST_RANK)
+    poll = select.poll()
+    poll.register(alive, 0)
+    poll.poll()  # until nobody is left who could write
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(patience.last_words_seconds)  # who waits for another rank cannot hear a signal
+    os._exit(exit_codes.LOST_RANK)
 
 
 class _Job:
