@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import signal
 import sys
 import tempfile
 import time
@@ -33,6 +34,7 @@ def main(words: Sequence[str]) -> int:
     marks: dict[Cell, str] = {}
     failed: list[str] = []
     began = time.monotonic()
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup no training would answer it
     jobs = max(1, (os.cpu_count() or 1) // 2)
     with tempfile.TemporaryDirectory(prefix="bloomery-chaos-") as folder:
         context = multiprocessing.get_context("spawn")

@@ -23,6 +23,8 @@ from chaos.plant import (
     Waits,
     kill,
     kill_all,
+    python_allocation,
+    torch_allocation,
 )
 from chaos.scene import Ended, Scene
 
@@ -205,6 +207,20 @@ row(
     plant=Plant(AfterStep(3), Numbers(float("nan")), None),
     fast=("pp2",),
 )
+for _name, _allocation, _place in (
+    ("torch, in a step", torch_allocation, AfterStep(5)),
+    ("Python, in a step", python_allocation, AfterStep(5)),
+    ("torch, when the model is built", torch_allocation, Before("bloomery.train.setup:parallelise")),
+):
+    row(
+        "out of memory",
+        f"the host refuses memory to {_name}",
+        exit_codes.USAGE,
+        "resumes",
+        says="out of host memory",
+        plant=Plant(_place, _allocation),
+        fast=("tp2",) if _allocation is python_allocation else (),
+    )
 row(
     "numbers",
     "infinite gradients, one step",

@@ -152,6 +152,16 @@ class Clock:
         time.time = lambda: real() + self.seconds
 
 
+def torch_allocation(plant: Plant, _: Any) -> None:
+    import torch
+
+    torch.empty(2**60, dtype=torch.uint8)
+
+
+def python_allocation(plant: Plant, _: Any) -> None:
+    bytearray(2**60)
+
+
 @dataclass(frozen=True)
 class Numbers:
     """The gradients of the next steps are multiplied by this."""

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from bloomery.base.energy import NO_SENSOR, Sensor, find_rapl
-from bloomery.base.errors import Problem, RecipeError
+from bloomery.base.errors import Problem, RecipeError, host_memory_problem
 from bloomery.base.units import format_bytes
 
 # Some CPUs have no bf16 matrix units; torch says so with a page of C++ frames and then does the right thing.
@@ -162,9 +162,9 @@ class CopyQueue:
 
 
 def out_of_memory_problem(error: BaseException, device: torch.device) -> Problem | None:
-    """What to tell a user whose training does not fit the device; None if the error is another one."""
+    """For a training that does not fit the device or the host; None if the error is another one."""
     if not isinstance(error, torch.OutOfMemoryError):
-        return None
+        return host_memory_problem(error)
     total = int(_backend(device).get_device_properties(device).total_memory) if device.type != "cpu" else 0
     size = f" of {format_bytes(total)}" if total else ""
     peak = format_bytes(memory_bytes(device)[1])

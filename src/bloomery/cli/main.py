@@ -17,7 +17,7 @@ from typing import NoReturn
 from bloomery import __version__
 from bloomery.base import clock, exit_codes, signals
 from bloomery.base.credentials import mask_streams
-from bloomery.base.errors import BloomeryError
+from bloomery.base.errors import BloomeryError, host_memory_problem
 
 COMMANDS = {
     "quickstart": "the whole way on this machine's own Python files: tokenizer, shards, training, export, report",
@@ -80,6 +80,11 @@ def _answered(arguments: list[str]) -> int:
         for problem in error.problems if not error.told_by_rank_0 else ():
             print(f"bloomery: {problem}", file=sys.stderr)
         return error.exit_code
+    except (MemoryError, RuntimeError) as error:
+        if (full := host_memory_problem(error)) is None:
+            raise
+        print(f"bloomery: {full}", file=sys.stderr)
+        return exit_codes.USAGE
     except BrokenPipeError:  # `bloomery ... | head`: the reader has seen enough. (A training never ends up here.)
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return exit_codes.OK
