@@ -228,11 +228,6 @@ def test_a_missing_base_is_one_complaint_at_its_line(write: Write) -> None:
     assert "Did you mean tr1-13b?" in told
 
 
-def test_a_missing_base_does_not_hide_other_mistakes(write: Write) -> None:
-    told = complaints(write("base: nowhere.yaml\nlr: {peak: -1}\n"))
-    assert [text.split(":")[1] for text in told] == ["1", "2"]
-
-
 @pytest.mark.parametrize("base", ["3", "[a, b]", "{a: b}", "true"])
 def test_a_base_that_is_not_a_name_is_refused(write: Write, base: str) -> None:
     assert "base names one other recipe" in the_complaint(write(f"base: {base}\n")).lower()
@@ -391,11 +386,11 @@ def test_an_unknown_field_like_no_other_lists_those_that_exist(write: Write) -> 
         changed("    - {path: shards/a}", "    []"),
     ],
 )
-def test_one_mistake_is_one_complaint_and_no_stand_in_is_judged(write: Write, text: str) -> None:
+def test_one_mistake_is_one_complaint(write: Write, text: str) -> None:
     the_complaint(write(text))
 
 
-def test_every_problem_is_reported_at_once_at_its_own_line(write: Write) -> None:
+def test_all_faults_of_the_schema_are_reported_at_once_and_then_all_broken_rules(write: Write) -> None:
     text = """\
 name: many
 model:
@@ -418,35 +413,19 @@ lr:
 train:
   for: 100 steps
 """
-    told = complaints(write(text))
-    assert told == [
+    assert complaints(write(text)) == [
         "my.yaml:7: model.seq_len is not a field of a recipe. Did you mean model.seq_length?",
+        "my.yaml:17: lr.peak is -0.001. Must be greater than 0. `peak`: The highest learning rate.",
+        "my.yaml:18: lr.warmup is 2000. Needs a unit: write '2000 steps' or '2000 samples' or '2000 tokens'. `warmup`: "
+        "Linear rise from zero to the peak.",
+    ]
+    text = text.replace("seq_len:", "seq_length:").replace("-1e-3", "1e-3").replace("2000", "20 steps")
+    assert complaints(write(text)) == [
         "my.yaml:11: batch.global_batch_size is 64. It must be a multiple of micro_batch_size 3 times 1 data-parallel "
         "replicas. Use 63 or 66, or change micro_batch_size.",
         "my.yaml:13: 6 of 6 levels of the batch ramp do not fit: 10, 19, 28, 37, 46, 55. Every level must be a "
         "multiple of micro_batch_size 3 times 1 data-parallel replicas. Use a start and an increment that are multiples "
         "of 3, a smaller micro_batch_size, or fewer replicas.",
-        "my.yaml:17: lr.peak is -0.001. Must be greater than 0. `peak`: The highest learning rate.",
-        "my.yaml:18: lr.warmup is 2000. Needs a unit: write '2000 steps' or '2000 samples' or '2000 tokens'. `warmup`: "
-        "Linear rise from zero to the peak.",
-    ]
-
-
-def test_a_misspelt_section_is_read_as_the_one_meant_so_that_its_mistakes_show_too(write: Write) -> None:
-    told = complaints(write(changed("model:", "modle:").replace("num_layers: 2", "num_layers: -2")))
-    assert [text.split(". ")[0] for text in told] == [
-        "my.yaml:2: modle is not a field of a recipe",
-        "my.yaml:4: model.num_layers is -2",
-    ]
-
-
-def test_missing_sections_do_not_hide_the_rules_about_those_present(write: Write) -> None:
-    told = complaints(write("name: x\nbatch:\n  micro_batch_size: 3\n  global_batch_size: 8\n"))
-    assert [text.split(". ")[0] for text in told] == [
-        "my.yaml: model is missing",
-        "my.yaml: lr is missing",
-        "my.yaml: train is missing",
-        "my.yaml:4: batch.global_batch_size is 8",
     ]
 
 

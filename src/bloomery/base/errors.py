@@ -98,5 +98,7 @@ def host_memory_problem(error: BaseException) -> Problem | None:
     """For an allocation that the host refused, by Python or by torch; None if the error is another one."""
     if not isinstance(error, MemoryError) and "DefaultCPUAllocator: " not in str(error):
         return None
-    remedy = "use a smaller batch.micro_batch_size or model, more ranks or a host with more memory (see also `ulimit -v`)"
+    remedy = (
+        "use a smaller batch.micro_batch_size or model, more ranks or a host with more memory (see also `ulimit -v`)"
+    )
     return Problem("this process ran out of host memory", remedy=remedy)

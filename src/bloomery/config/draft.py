@@ -15,7 +15,7 @@ COMMAND_LINE = "command line"
 
 @dataclass
 class Draft:
-    """`recipe` is None when nothing could be read that rules between fields could judge."""
+    """`recipe` is None if there are problems."""
 
     source: str
     recipe: Recipe | None = None
@@ -24,20 +24,12 @@ class Draft:
     by_family: set[str] = field(default_factory=set)
     """Paths whose value is the model family's default."""
     problems: list[Problem] = field(default_factory=list)
-    faulty: set[str] = field(default_factory=set)
-    """Paths whose value in `recipe` is a stand-in, because what the user wrote is wrong."""
     is_saved: bool = False
     """It is that of a checkpoint: a secret in it is masked, not refused."""
-    lacks_base: bool = False
-    """A base could not be read, so what seems missing may stand there."""
 
     def is_set(self, path: str) -> bool:
         """Whether the user wrote this field, or one inside it."""
         return any(is_inside(written, path) for written in self.places)
-
-    def is_stand_in(self, path: str) -> bool:
-        """Whether the value at this path, or a part of it, is not what the user wrote."""
-        return any(is_inside(path, faulty) or is_inside(faulty, path) for faulty in self.faulty)
 
     def place(self, *paths: str) -> str:
         """Where to look: what the command line changed, else the first path that was written, else its section."""

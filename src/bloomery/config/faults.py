@@ -1,11 +1,7 @@
-"""From plain values to a typed recipe, or to one problem per fault, in words that are not pydantic's.
-
-After a fault the recipe is mended with stand-ins and judged again, so that one reading reports everything.
-"""
+"""From plain values to a typed recipe, or to one problem per fault, in words that are not pydantic's."""
 
 from __future__ import annotations
 
-import copy
 import json
 import math
 from dataclasses import dataclass, field
@@ -15,13 +11,12 @@ from pydantic import ValidationError
 
 from bloomery.base.credentials import mask, where_instead
 from bloomery.base.errors import Problem
-from bloomery.config.draft import Draft, is_inside
+from bloomery.config.draft import Draft
 from bloomery.config.families import family_defaults
 from bloomery.config.recipe import Recipe
-from bloomery.config.schema import Spot, fields_at, spot_at, stand_in
+from bloomery.config.schema import Spot, fields_at, spot_at
 from bloomery.config.suggest import closest, meant_paths
 
-_ROUNDS = 12
 _SHOWN_CHARACTERS = 60
 
 
@@ -39,28 +34,21 @@ class Fault:
 
 
 def validate(raw: dict[str, Any], draft: Draft) -> None:
-    """Set `draft.recipe`, and add to the draft's problems and faulty paths. Puts the family's defaults into `raw`."""
+    """Set `draft.recipe`, or add every fault of the schema to the draft's problems. Puts the family's defaults into
+    `raw`."""
     _mask_secrets(raw, "", draft)
-    _add_family_defaults(raw, draft)
+    model = raw.get("model")
+    if isinstance(model, dict):
+        defaults = family_defaults(model)
+        model.update(defaults)
+        draft.by_family |= {f"model.{key}" for key in defaults}
     try:
         draft.recipe = Recipe.model_validate(raw)
-        return
     except ValidationError as error:
         faults = _faults(error, raw)
-    meant = {fault.dotted: meant_paths(fault.path) for fault in faults if fault.kind == "extra_forbidden"}
-    explained = {path for paths in meant.values() for path in paths}
-    for fault in faults:
-        if not (fault.kind == "missing" and (draft.lacks_base or fault.dotted in explained)):
-            draft.problems.append(_problem(fault, raw, draft))
-    draft.faulty |= explained
-    if draft.lacks_base:
-        return
-    mended = copy.deepcopy(raw)
-    renamed = _rename_sections(mended, meant, draft)
-    _add_family_defaults(mended, draft)
-    _judge_the_rest(mended, [fault for fault in faults if fault.dotted not in renamed], renamed, draft)
-    if any(draft.is_stand_in(f"model.{name}") for name in ("family", "hidden_size", "num_heads")):
-        draft.faulty |= draft.by_family  # they were derived from a stand-in
+        misspelt = {path for fault in faults if fault.kind == "extra_forbidden" for path in meant_paths(fault.path)}
+        missing = {fault.dotted for fault in faults if fault.kind == "missing"}
+        draft.problems += [_problem(fault, raw, draft) for fault in faults if fault.dotted not in misspelt & missing]
 
 
 def _mask_secrets(node: Any, path: str, draft: Draft) -> None:
@@ -77,65 +65,6 @@ def _mask_secrets(node: Any, path: str, draft: Draft) -> None:
             draft.problems.append(
                 Problem(f"{inner} is '{masked}', with a secret in it", rule, remedy, draft.place(inner))
             )
-
-
-def _add_family_defaults(raw: dict[str, Any], draft: Draft) -> None:
-    model = raw.get("model")
-    if isinstance(model, dict):
-        defaults = family_defaults(model)
-        model.update(defaults)
-        draft.by_family |= {f"model.{key}" for key in defaults}
-
-
-def _judge_the_rest(mended: dict[str, Any], faults: list[Fault], renamed: list[str], draft: Draft) -> None:
-    """Mend until the schema is content. Only misnamed sections can show problems that were not seen before."""
-    tried: set[tuple[str, ...]] = set()
-    for _ in range(_ROUNDS):
-        for fault in faults:
-            _mend(mended, fault, tried, draft)
-        try:
-            draft.recipe = Recipe.model_validate(mended)
-            return
-        except ValidationError as error:
-            faults = _faults(error, mended)
-        for fault in faults:
-            if any(is_inside(fault.dotted, section) for section in renamed) and not draft.is_stand_in(fault.dotted):
-                draft.problems.append(_problem(fault, mended, draft))
-
-
-def _rename_sections(mended: dict[str, Any], meant: dict[str, list[str]], draft: Draft) -> list[str]:
-    """Read a misspelt section as the one that was meant, so that its contents are judged too."""
-    renamed = []
-    for written, paths in meant.items():
-        parent, _, name = written.rpartition(".")
-        if not paths or "." in name or paths[0].rpartition(".")[0] != parent:
-            continue
-        holder, right_name = _value_at(mended, parent.split(".") if parent else []), paths[0].rpartition(".")[2]
-        if not isinstance(holder, dict) or not isinstance(holder.get(name), dict | list) or right_name in holder:
-            continue
-        holder[right_name] = holder.pop(name)
-        places = {f"{paths[0]}{old.removeprefix(written)}": place for old, place in draft.places.items()}
-        draft.places |= {new: place for new, place in places.items() if is_inside(new, paths[0])}
-        draft.faulty.discard(paths[0])
-        renamed.append(paths[0])
-    return renamed
-
-
-def _mend(mended: dict[str, Any], fault: Fault, tried: set[tuple[str, ...]], draft: Draft) -> None:
-    path = list(fault.path)
-    while tuple(path) in tried or (path and isinstance(_value_at(mended, path[:-1]), list)):
-        path.pop()  # a stand-in did not help here, or an item of a list cannot be left out: mend what holds it
-    if not path:
-        return
-    draft.faulty |= {fault.dotted, ".".join(path)}
-    holder = _value_at(mended, path[:-1])
-    if not isinstance(holder, dict):
-        return
-    holder.pop(path[-1], None)
-    spot = spot_at(path)
-    if spot and spot.info and spot.info.is_required():
-        holder[path[-1]] = stand_in(spot.annotation)
-        tried.add(tuple(path))
 
 
 def _faults(error: ValidationError, raw: Any) -> list[Fault]:

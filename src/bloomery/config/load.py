@@ -61,6 +61,8 @@ def read_recipe(
         return draft
     for override in overrides:
         apply_override(raw, override, draft)
+    if draft.problems:
+        return draft
     if first is not None:
         first(raw)
     from bloomery.config.faults import validate
@@ -90,7 +92,6 @@ def _read_with_bases(name: str, draft: Draft, chain: list[_Source]) -> dict[str,
     below: dict[str, Any] | None = {}
     if base is not None:
         below = _read_base(base, base_place, draft, [*chain, source])
-        draft.lacks_base |= below is None
     return _merge(below or {}, parsed.value, "", parsed, draft)
 
 

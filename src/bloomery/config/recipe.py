@@ -1,7 +1,7 @@
 """The recipe: every field a user may write, its type, its range and its default. Inert: no file, network or device.
 
 Derived numbers live in `bloomery.sizing`, rules between fields in `sizing/rules.py`, and defaults that depend on the
-model family in `config/families.py`. The text below a field is its meaning, in messages (`config/meanings.py`) and in
+model family in `config/families.py`. The text below a field is its meaning, in messages and in
 docs/recipe.md.
 """
 
@@ -30,6 +30,7 @@ class Section(BaseModel):
         strict=True,
         arbitrary_types_allowed=True,
         allow_inf_nan=False,
+        use_attribute_docstrings=True,
     )
 
 

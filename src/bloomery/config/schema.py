@@ -10,8 +10,6 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from bloomery.base.units import Amount, Duration
-from bloomery.config.meanings import meaning
 from bloomery.config.recipe import Recipe
 
 
@@ -22,15 +20,10 @@ class Spot:
     annotation: Any
     info: FieldInfo | None
     """The field, or for an item of a list the field that holds the list."""
-    holder: type[BaseModel] | None = None
-    """The section that has the field."""
 
     @property
     def meaning(self) -> str:
-        for name, info in (self.holder.model_fields if self.holder else {}).items():
-            if self.holder and info is self.info:
-                return meaning(self.holder, name).rstrip(".")
-        return ""
+        return (self.info.description or "").rstrip(".") if self.info else ""
 
     @property
     def options(self) -> list[str]:
@@ -43,10 +36,9 @@ def spot_at(path: Sequence[str]) -> Spot | None:
     """None for a path that a recipe cannot have."""
     annotation: Any = Recipe
     info: FieldInfo | None = None
-    holder: type[BaseModel] | None = None
     for part in path:
         if section := _section(annotation):
-            info, holder = _fields(section).get(part), section
+            info = _fields(section).get(part)
             if info is None:
                 return None
             annotation = info.annotation
@@ -55,7 +47,7 @@ def spot_at(path: Sequence[str]) -> Spot | None:
             if items is None:
                 return None
             annotation = items
-    return Spot(annotation, info, holder)
+    return Spot(annotation, info)
 
 
 def fields_at(path: Sequence[str]) -> list[str]:
@@ -68,19 +60,6 @@ def fields_at(path: Sequence[str]) -> list[str]:
 def all_paths() -> list[str]:
     """Every dotted path of the schema; an item of a list stands as `0`, the name of a validation group as nothing."""
     return list(_paths(Recipe, ""))
-
-
-def stand_in(annotation: Any) -> Any:
-    """A harmless value of this type, as YAML would give it: it lets the rest of a faulty recipe be judged."""
-    kind = _kinds(annotation)[0]
-    if section := _section(kind):
-        fields = _fields(section).items()
-        return {name: stand_in(info.annotation) for name, info in fields if info.is_required()}
-    if get_origin(kind) is Literal:
-        return get_args(kind)[0]
-    if get_origin(kind) is list:
-        return [stand_in(get_args(kind)[0])]
-    return {Amount: "1 steps", Duration: "1s", bool: True, int: 1, float: 1e-9, str: "unnamed"}.get(kind)
 
 
 def _paths(annotation: Any, prefix: str) -> Iterator[str]:

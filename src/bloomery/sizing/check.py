@@ -41,12 +41,10 @@ def load_checked_recipe(
 
 
 def findings(draft: Draft) -> Iterator[Finding]:
-    """Every broken rule, less those that judged a stand-in instead of what the user wrote."""
+    """Every broken rule."""
     if draft.recipe is None:
         return
     from bloomery.sizing.rules import RULES
 
     for rule in RULES:
-        for finding in rule(draft.recipe, draft):
-            if not any(draft.is_stand_in(path) for path in finding.paths):
-                yield finding
+        yield from rule(draft.recipe, draft)
