@@ -13,11 +13,9 @@ from typing import Any
 import pytest
 
 from bloomery.checkpoint import folder as folders
-from bloomery.checkpoint import upload as upload_module
-from bloomery.checkpoint.fence import FencedError, take_over
-from bloomery.checkpoint.fetch import fetch_newest
-from bloomery.checkpoint.remote import retire_later_there
-from bloomery.checkpoint.upload import Uploader
+from bloomery.checkpoint import remote as remote_module
+from bloomery.checkpoint.fence import take_over
+from bloomery.checkpoint.remote import RemoteSource, Uploader
 from checkpoints import assert_same_tensors
 from conftest import Workshop
 from threads_as_ranks import together
@@ -121,7 +119,7 @@ def test_a_run_whose_copies_are_all_damaged_does_not_begin_anew(site: Site, caps
     spoil(site.here / "step-00000004")
     spoil(site.here / "step-00000006")
     site.train(code=3)
-    assert "all checkpoints of this run are damaged, also the copies" in capsys.readouterr().err
+    assert "all checkpoints of this run are damaged, also the remote ones" in capsys.readouterr().err
     assert site.copies() == ["step-00000002", "step-00000004", "step-00000006"]
 
 
@@ -132,7 +130,7 @@ def test_debris_is_in_nobodys_way_and_in_no_checkpoint(site: Site, ranks: int) -
     (here / "step-00000006" / "junk").write_text("of a save that was killed")
     (here / ".step-00000006-fetch.tmp").mkdir()
     (here / ".step-00000006-fetch.tmp" / "junk").write_text("of a fetch that was killed")
-    together(ranks, lambda rank: fetch_newest(str(site.far), here, newer_than=-1, ranks=rank))
+    together(ranks, lambda rank: RemoteSource(str(site.far), here, "small", ranks=rank).fetch_newer(None, {}))
     folders.verify(here / "step-00000006")
     names = {path.name for path in (here / "step-00000006").iterdir()}
     assert names == {"manifest.json", *json.loads((here / "step-00000006" / "manifest.json").read_text())["files"]}
@@ -161,7 +159,7 @@ def test_a_branch_left_without_the_far_place_does_not_come_back(site: Site) -> N
     site.train("train.exit_after=1 steps")
     assert site.resumed_from() == "step-00000005"
     assert site.workshop.events(site.run, "retired")[-1]["folders"] == ["step-00000006"]
-    assert "step-00000006" in site.copies()  # of the branch that was chosen
+    assert "step-00000006" in site.copies()  # of the new branch
     folders.verify(site.far / "step-00000006")
     there, here = ((place / "step-00000006" / "manifest.json").read_bytes() for place in (site.far, site.here))
     assert there == here
@@ -200,13 +198,13 @@ def test_a_start_of_another_run_does_not_go_on_from_its_copies(site: Site, capsy
 
 def hold(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """Copies do not come to an end before this is set."""
-    opened, original = threading.Event(), upload_module._upload
+    opened, original = threading.Event(), remote_module.upload
 
     def held(*arguments: Any) -> bool:
         assert opened.wait(60)
         return original(*arguments)
 
-    monkeypatch.setattr(upload_module, "_upload", held)
+    monkeypatch.setattr(remote_module, "upload", held)
     return opened
 
 
@@ -271,8 +269,6 @@ def test_a_start_that_was_overtaken_changes_nothing_there(site: Site) -> None:
     uploader.offer(other / "checkpoints" / "step-00000006")
     (outcome,) = uploader.wait(60)
     assert "has taken over" in outcome.error
-    with pytest.raises(FencedError):
-        retire_later_there(str(site.far), 2, "small", zombie)
     assert {path: path.read_bytes() for path in site.far.rglob("*") if path.is_file()} == before
 
 

@@ -14,15 +14,14 @@ import torch
 
 from bloomery.base.errors import DataError
 from bloomery.base.piece import Piece
+from bloomery.base.ranks import ALONE, Ranks
 from bloomery.base.units import Amount
 from bloomery.checkpoint import folder as folders
-from bloomery.checkpoint import upload as upload_module
+from bloomery.checkpoint import remote as remote_module
 from bloomery.checkpoint.fence import FencedError, take_over
-from bloomery.checkpoint.fetch import fetch_newest
-from bloomery.checkpoint.remote import TOMBSTONE, complete_there, retain_there, retire_later_there, store_of
+from bloomery.checkpoint.remote import RemoteSource, Uploader, UploadOutcome, apply_remote_retention, list_remote
 from bloomery.checkpoint.retention import apply_retention
 from bloomery.checkpoint.save import save_checkpoint
-from bloomery.checkpoint.upload import Uploader, UploadOutcome
 from bloomery.config.recipe import KeepSection
 from checkpoints import assert_same_tensors
 from conftest import Workshop
@@ -48,6 +47,10 @@ def empty_bucket() -> Iterator[None]:
         store.rm_file(path)
 
 
+def fetch(url: str, root: Path, *, ranks: Ranks = ALONE, local: Path | None = None) -> Path | None:
+    return RemoteSource(url, root, RUN, ranks=ranks).fetch_newer(local, {})
+
+
 def upload(*folders_: Path, **settings: Any) -> list[str]:
     uploader = Uploader(URL, run=RUN, **settings)
     errors = []
@@ -61,16 +64,16 @@ def upload(*folders_: Path, **settings: Any) -> list[str]:
 def test_a_copy_comes_back_whole(tmp_path: Path, ranks: int) -> None:
     assert upload(save(tmp_path / "here", 1), save(tmp_path / "here", 2)) == ["", ""]
     there = tmp_path / "there"
-    fetched = together(ranks, lambda rank: fetch_newest(URL, there, newer_than=-1, ranks=rank).folder)
+    fetched = together(ranks, lambda rank: fetch(URL, there, ranks=rank))
     assert fetched == [there / "step-00000002"] * ranks
     folders.verify(there / "step-00000002")
-    assert fetch_newest(URL, there, newer_than=2).folder is None
-    assert fetch_newest("memory://nothing", there, newer_than=-1).folder is None
+    assert fetch(URL, there, local=there / "step-00000002") is None
+    assert fetch("memory://nothing", there) is None
 
 
 def test_only_marked_steps_are_copied(tmp_path: Path) -> None:
     assert upload(save(tmp_path, 3), save(tmp_path, 4), every_steps=4) == [""]
-    assert fetch_newest(URL, tmp_path / "there", newer_than=0).folder == tmp_path / "there" / "step-00000004"
+    assert fetch(URL, tmp_path / "there") == tmp_path / "there" / "step-00000004"
 
 
 def test_a_copy_without_manifest_is_debris(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -80,19 +83,19 @@ def test_a_copy_without_manifest_is_debris(tmp_path: Path, monkeypatch: pytest.M
     take_over(tmp_path)
     (error,) = upload(newer, writer=old)  # a zombie copies, but its copy does not count
     assert "has taken over" in error
-    assert fetch_newest(URL, tmp_path / "there", newer_than=-1).folder == tmp_path / "there" / "step-00000001"
+    assert fetch(URL, tmp_path / "there") == tmp_path / "there" / "step-00000001"
 
 
 def test_copies_wait_for_each_other_and_retention_for_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     opened, reached = threading.Event(), threading.Event()
-    original = upload_module._upload
+    original = remote_module.upload
 
-    def held(*arguments: Any) -> None:
+    def held(*arguments: Any) -> bool:
         reached.set()
         assert opened.wait(60)
-        original(*arguments)
+        return original(*arguments)
 
-    monkeypatch.setattr(upload_module, "_upload", held)
+    monkeypatch.setattr(remote_module, "upload", held)
     uploader = Uploader(URL, run=RUN)
     for step in (1, 2, 3, 4):
         uploader.offer(save(tmp_path, step))
@@ -112,7 +115,7 @@ def test_a_place_that_fails_is_told(tmp_path: Path) -> None:
     uploader.offer(save(tmp_path, 1))
     (outcome,) = uploader.wait(60)
     assert "nosuchstore" in outcome.error
-    raised = together(2, lambda rank: fetch_newest("nosuchstore://x", tmp_path, newer_than=-1, ranks=rank))
+    raised = together(2, lambda rank: fetch("nosuchstore://x", tmp_path, ranks=rank))
     assert all(isinstance(error, DataError) for error in raised)
     assert "checkpoint.upload=null" in str(raised[0])
 
@@ -128,7 +131,7 @@ def test_a_copy_that_breaks_off_while_it_is_fetched_leaves_nothing(
 
     monkeypatch.setattr(store, "get_file", break_off)
     with pytest.raises(DataError, match=r"cannot be read: ConnectionError: lost"):
-        fetch_newest(URL, tmp_path / "there", newer_than=-1)
+        fetch(URL, tmp_path / "there")
     assert list((tmp_path / "there").iterdir()) == []
 
 
@@ -184,7 +187,7 @@ def files_at(url: str) -> list[str]:
 
 
 def steps_at(url: str) -> list[int]:
-    return [there.step for there in complete_there(*store_of(url))]
+    return [remote.step for remote in list_remote(url)]
 
 
 def copy_to(url: str, *checkpoints: Path, **settings: Any) -> list[UploadOutcome]:
@@ -237,24 +240,9 @@ def test_nothing_is_deleted_before_a_newer_one_is_whole_there(far: str, tmp_path
     copy_to(far, save(tmp_path / "here", 1), save(tmp_path / "here", 2))
     put(f"{far}/step-00000002/state.json", "shorter or longer")
     with pytest.raises(OSError, match=r"step-00000002 is not whole in .*, so nothing older was deleted there"):
-        retain_there(far, KeepSection(last=1), 2, RUN)
+        apply_remote_retention(far, KeepSection(last=1), 2, RUN)
     with pytest.raises(OSError, match="step-00000003 is not whole"):
-        retain_there(far, KeepSection(last=1), 3, RUN)
-    assert steps_at(far) == [1, 2]
-
-
-def test_a_deletion_that_was_cut_off_is_finished_by_the_next(
-    far: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    copy_to(far, save(tmp_path / "here", 1))
-    store, path = store_of(far)
-    store.pipe_file(f"{path}/step-00000001/{TOMBSTONE}", store.cat_file(f"{path}/step-00000001/manifest.json"))
-    store.rm_file(f"{path}/step-00000001/manifest.json")
-    store.rm_file(f"{path}/step-00000001/state.json")
-    assert fetch_newest(far, tmp_path / "there", newer_than=-1).folder is None
-    copy_to(far, save(tmp_path / "here", 2), keep=KeepSection(last=5))
-    assert not [name for name in files_at(far) if name.startswith("step-00000001")]
-    copy_to(far, save(tmp_path / "here", 1))  # and a step that comes again is complete again
+        apply_remote_retention(far, KeepSection(last=1), 3, RUN)
     assert steps_at(far) == [1, 2]
 
 
@@ -263,20 +251,8 @@ def test_a_start_that_was_overtaken_deletes_nothing_there(far: str, tmp_path: Pa
     copy_to(far, save(tmp_path, 1), save(tmp_path, 2), writer=old)
     take_over(tmp_path)
     with pytest.raises(FencedError, match="has taken over"):
-        retain_there(far, KeepSection(last=1), 2, RUN, old)
+        apply_remote_retention(far, KeepSection(last=1), 2, RUN, old)
     assert steps_at(far) == [1, 2]
-
-
-def test_a_branch_that_is_left_is_neither_fetched_nor_deleted(far: str, tmp_path: Path) -> None:
-    copy_to(far, *(save(tmp_path / "here", step) for step in (2, 8, 9)))
-    assert retire_later_there(far, 2, RUN) == ["step-00000008", "step-00000009"]
-    assert fetch_newest(far, tmp_path / "there", newer_than=2).folder is None
-    copy_to(far, save(tmp_path / "here", 3), save(tmp_path / "here", 4), keep=KeepSection(last=1))
-    assert steps_at(far) == [4]
-    assert "step-00000009/manifest.retired.json" in files_at(far)
-    copy_to(far, save(tmp_path / "here", 8), keep=KeepSection(last=1))  # the new branch comes to the same step
-    assert steps_at(far) == [8]
-    assert "step-00000008/manifest.retired.json" not in files_at(far)
 
 
 def test_copies_of_another_run_are_left_alone(far: str, tmp_path: Path) -> None:
@@ -296,40 +272,7 @@ def test_copies_of_another_run_are_left_alone(far: str, tmp_path: Path) -> None:
         uploader.offer(save(tmp_path, step))
         (outcome,) = uploader.wait(60)
         assert (outcome.error, outcome.retention_trouble) == ("", "")
-    assert retire_later_there(far, 0, RUN) == ["step-00000003"]
-    assert [there.name for there in complete_there(*store_of(far))] == ["step-00000001"]
-
-
-def test_what_a_copy_that_was_cut_off_has_left_is_deleted(
-    far: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """At once if it can be, else with the next copy."""
-    original = upload_module._putting
-
-    def failing(store: Any, source: Path, target: str, require: Any) -> Any:
-        def put() -> None:
-            original(store, source, target, require)()
-            if source.name == "index.json":
-                raise OSError(28, "full")
-
-        return put
-
-    monkeypatch.setattr(upload_module, "_putting", failing)
-    uploader = Uploader(far, run=RUN)
-    uploader.offer(save(tmp_path, 1))
-    assert "full" in uploader.wait(60)[0].error
-    store, path = store_of(far)
-    assert not store.exists(f"{path}/step-00000001/index.json")
-    monkeypatch.setattr(upload_module, "sweep_cut_off", lambda *_: None)
-    uploader.offer(save(tmp_path, 2))
-    assert "full" in uploader.wait(60)[0].error
-    assert store.exists(f"{path}/step-00000002/index.json")
-    monkeypatch.undo()
-    uploader.offer(save(tmp_path, 3))
-    assert uploader.wait(60)[0].error == ""
-    store, path = store_of(far)
-    assert not store.exists(f"{path}/step-00000002/index.json")
-    assert not store.exists(f"{path}/step-00000003/manifest.arriving.json")
+    assert steps_at(far) == [1, 3]
 
 
 def test_a_state_that_may_be_worse_deletes_nothing(tmp_path: Path) -> None:
@@ -352,9 +295,7 @@ def test_a_run_keeps_what_its_recipe_says_and_goes_back_without_the_later_ones(
     removed = [name for event in workshop.events(run, "upload") for name in event["removed"]]
     assert "step-00000006" not in removed
     workshop.train(*settings, "train.exit_after=1 steps", start_from="3")
-    assert workshop.events(run, "retired")[-1]["place"] == str(far)
-    assert steps_at(str(far))[-1] == 4
-    assert (far / "step-00000006" / "manifest.retired.json").is_file()
-    shutil.rmtree(run / "checkpoints")  # a new machine goes on with the branch that was chosen
+    assert steps_at(str(far))[-2:] == [4, 6]
+    shutil.rmtree(run)  # a new machine resumes the branch that was saved last
     workshop.train(*settings, "train.exit_after=1 steps")
     assert workshop.events(run, "start")[-1]["resumed_from"] == "step-00000004"

@@ -200,9 +200,8 @@ class Samples:
         path = self._checkpoint() / "manifest.json"
 
         def read() -> bool:
-            return remote.is_ours(
-                remote.There("x/step-00000002", 2, path.read_bytes().decode(errors="replace")), "small"
-            )
+            found = remote.RemoteCheckpoint("x/step-00000002", 2, path.read_bytes(), {})
+            return found.is_of("small") and found.is_whole()
 
         return Parser(path, read, fields=True)
 

@@ -22,9 +22,9 @@ class Choice:
     lay."""
 
 
-Elsewhere = Callable[[int, Mapping[Path, list[str]]], Path | None]
-"""Brings a checkpoint that is newer than a step and whole, given the damaged ones here; it may take the place of one of
-those. None if there is none. Collective."""
+Elsewhere = Callable[[Path | None, Mapping[Path, list[str]]], Path | None]
+"""Brings a checkpoint that is whole and newer than the best one here, given the damaged ones here; it may take the
+place of one of those. None if there is none. Collective."""
 
 
 def newest_good(
@@ -57,7 +57,7 @@ def newest_good(
             damaged[candidate] = damage
         else:
             good = candidate
-    brought = elsewhere(folders.step_of(good) if good else -1, damaged) if elsewhere else None
+    brought = elsewhere(good, damaged) if elsewhere else None
     if brought is not None and (reasons := judge(brought)):
         damaged[brought] = reasons
     elif brought is not None:

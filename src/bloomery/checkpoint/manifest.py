@@ -7,17 +7,17 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
 from bloomery.base.bounded import LARGE_BYTES, parse_json, read_small
 from bloomery.base.errors import DataError, Problem
 from bloomery.base.storage import write_atomically
 from bloomery.checkpoint.index import INDEX
-from bloomery.checkpoint.parts import PARTS
 from bloomery.checkpoint.tensor_file import FileFacts
 from bloomery.monitor.record import strict_json
 
@@ -28,7 +28,54 @@ SUSPICIOUS = "suspicious"
 """Whether it was saved in a stretch of spikes or NaNs, so that older ones may be better."""
 _OWN_HASH = "sha256"
 """Of all else that the manifest says; those of earlier versions have none."""
-_SHA256 = re.compile(r"[0-9a-f]{64}")
+
+
+def plain_name(name: str) -> str:
+    """A file of the checkpoint's own folder; ValueError for any other."""
+    if Path(name).name != name or not name:
+        raise ValueError(f"{name!r} is no plain file name")
+    return name
+
+
+Count = Annotated[int, Field(ge=0)]
+
+
+class _Entry(BaseModel):
+    """What code relies on; more is allowed."""
+
+    model_config = ConfigDict(strict=True)
+
+
+class _File(_Entry):
+    bytes: Count
+    sha256: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
+
+
+class _Shard(_Entry):
+    documents: Count
+    tokens: Count
+    sample_digest: str = ""
+    path: str = ""
+
+
+class _Validation(_Entry):
+    step: Count
+    loss: Annotated[float | str, AfterValidator(float)]
+    """One that is no number is a string, as in the metrics."""
+
+
+class _Manifest(_Entry):
+    format: int
+    step: Count
+    ranks: Annotated[int, Field(gt=0)]
+    files: dict[Annotated[str, AfterValidator(plain_name)], _File]
+    versions: dict[str, Any] | None = None
+    tokenizer: str | None = None
+    shards: dict[str, _Shard] | None = None
+    time: float | None = None
+    validation: _Validation | None = None
+    suspicious: bool | None = None
+    parts: str | None = None
 
 
 def facts_of(text: str) -> FileFacts:
@@ -63,9 +110,11 @@ def parse_manifest(content: bytes) -> dict[str, Any]:
     if type(number) is int and number != FORMAT:
         rule = f"This Bloomery reads format {FORMAT}"
         raise ValueError(f"it has format {number}. {rule}. Use the version of Bloomery that saved it")
-    wrong = [name for name, is_right in _RIGHT.items() if not is_right(said.get(name))]
-    if wrong:
-        raise ValueError(f"entries are missing or malformed: {', '.join(wrong)}")
+    try:
+        _Manifest.model_validate(said)
+    except ValidationError as error:
+        wrong = sorted({str(fault["loc"][0]) for fault in error.errors(include_url=False)})
+        raise ValueError(f"entries are missing or malformed: {', '.join(wrong)}") from None
     lacking = [name for name in (INDEX, STATE, RECIPE) if name not in said["files"]]
     if lacking:
         raise ValueError(f"it does not list {', '.join(lacking)}")
@@ -74,60 +123,3 @@ def parse_manifest(content: bytes) -> dict[str, Any]:
 
 def _hash(said: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(said, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
-
-
-def _is_count(value: Any) -> bool:
-    return type(value) is int and value >= 0
-
-
-def _are_files(value: Any) -> bool:
-    return isinstance(value, dict) and all(
-        Path(name).name == name != ""
-        and isinstance(facts, dict)
-        and _is_count(facts.get("bytes"))
-        and isinstance(facts.get("sha256"), str)
-        and _SHA256.fullmatch(facts["sha256"]) is not None
-        for name, facts in value.items()
-    )
-
-
-def _is_validation(value: Any) -> bool:
-    """None, or the last loss and its step; a loss that is no number is a string, as in the metrics."""
-    if value is None:
-        return True
-    if not isinstance(value, dict) or not _is_count(value.get("step")):
-        return False
-    try:
-        float(value["loss"])
-    except (KeyError, TypeError, ValueError):
-        return False
-    return True
-
-
-def _are_shards(value: Any) -> bool:
-    return value is None or (
-        isinstance(value, dict)
-        and all(
-            isinstance(facts, dict)
-            and _is_count(facts.get("documents"))
-            and _is_count(facts.get("tokens"))
-            and isinstance(facts.get("sample_digest", ""), str)
-            and isinstance(facts.get("path", ""), str)
-            for facts in value.values()
-        )
-    )
-
-
-_RIGHT: dict[str, Callable[[Any], bool]] = {
-    "format": lambda value: type(value) is int,
-    "step": _is_count,
-    "ranks": lambda value: _is_count(value) and value > 0,
-    "files": _are_files,
-    "versions": lambda value: value is None or isinstance(value, dict),
-    "tokenizer": lambda value: value is None or isinstance(value, str),
-    "shards": _are_shards,
-    "time": lambda value: value is None or type(value) in (int, float),
-    "validation": _is_validation,
-    SUSPICIOUS: lambda value: value is None or type(value) is bool,
-    PARTS: lambda value: value is None or isinstance(value, str),
-}

@@ -14,6 +14,7 @@ from bloomery.checkpoint.choose import Choice, newest_good, tidy
 from bloomery.checkpoint.folder import RETIRED, checkpoint_named, verify
 from bloomery.checkpoint.load import read_recipe_of, read_state, using_state
 from bloomery.checkpoint.manifest import read_manifest
+from bloomery.checkpoint.remote import RemoteSource
 from bloomery.config.recipe import Recipe
 from bloomery.data.before import Before
 from bloomery.data.blend import BlendState
@@ -24,7 +25,6 @@ from bloomery.monitor.meters import IntervalMeter
 from bloomery.sizing.plan import TrainingPlan
 from bloomery.train.contract import Difference, refusals
 from bloomery.train.differences import Side, differences
-from bloomery.train.far import Far
 from bloomery.train.loss_scale import LossScale
 from bloomery.train.state import TrainState
 
@@ -52,20 +52,20 @@ def find_past(
     wanted: str | None,
     changes: Sequence[str] = (),
     ranks: Ranks = ALONE,
-    far: Far | None = None,
+    remote: RemoteSource | None = None,
 ) -> Past:
-    """The checkpoint called `wanted`, else the newest that is whole, here or `far` away; of this very training.
+    """The checkpoint called `wanted`, else the newest that is whole, here or `remote`; of this very training.
     DataError if it is not, less the fields named by `changes`.
 
     All ranks call it: they share the work of verifying."""
     if wanted is not None:
-        if far is not None:
-            far.fetch_named(wanted, roots)
+        if remote is not None:
+            remote.fetch_named(wanted, roots)
         named = checkpoint_named(roots, wanted)
         verify(named, ranks=ranks)
         choice = Choice(named)
     else:
-        choice = newest_good(roots, ranks=ranks, elsewhere=far.fetch_newer if far else None, why_not=_why_not)
+        choice = newest_good(roots, ranks=ranks, elsewhere=remote.fetch_newer if remote else None, why_not=_why_not)
     checkpoint = choice.folder
     if checkpoint is None:
         scale = LossScale.start(recipe.loss_scale) if recipe.precision == "fp16" else None
@@ -188,6 +188,22 @@ def _known_shard(name: str, known: str, *, in_use: bool) -> Problem:
     rule = "under another name its samples would come again from the beginning"
     remedy = f"give '{known}' more weight instead" if in_use else f"add `name: {known}` to the source"
     return Problem(what, rule, remedy)
+
+
+def report_fetched(remote: RemoteSource, step: int, journal: Journal) -> None:
+    found = remote.fetched
+    for name, reasons in found.damaged.items():
+        journal.event("damaged", step, folder=name, reasons=reasons, place=remote.url)
+        journal.warning(f"the copy {remote.place(name)} is damaged ({'; '.join(reasons)}). It is not used")
+    if found.folder is None:
+        return
+    journal.event("fetched", step, folder=found.folder.name, source=remote.url)
+    if found.put_aside:
+        journal.event("damaged", step, folder=found.folder.name, reasons=list(found.reasons), place=str(remote.root))
+        journal.warning(
+            f"{found.folder} was damaged ({'; '.join(found.reasons)}). It is called {found.put_aside} now; "
+            f"its copy from {remote.url} is used"
+        )
 
 
 def put_in_order(recipe: Recipe, roots: Sequence[Path], past: Past, journal: Journal) -> None:

@@ -13,9 +13,9 @@ import torch
 from bloomery.base.accelerator import memory_bytes
 from bloomery.base.energy import Energy
 from bloomery.base.ranks import Ranks
+from bloomery.checkpoint.remote import Uploader
 from bloomery.checkpoint.saver import Saver
 from bloomery.checkpoint.tiers import Tier
-from bloomery.checkpoint.upload import Uploader
 from bloomery.config.recipe import Recipe
 from bloomery.data.batch import GlobalBatch, Source
 from bloomery.data.blend import TimelessBlend

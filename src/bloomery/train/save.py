@@ -15,11 +15,11 @@ from bloomery.base.units import format_seconds
 from bloomery.checkpoint.fence import FencedError
 from bloomery.checkpoint.folder import complete_checkpoints, step_name, step_of
 from bloomery.checkpoint.manifest import SUSPICIOUS
+from bloomery.checkpoint.remote import Uploader, UploadOutcome
 from bloomery.checkpoint.retention import apply_retention, is_suspicious
 from bloomery.checkpoint.save import agreed
 from bloomery.checkpoint.saver import SaveOutcome
 from bloomery.checkpoint.tiers import Tier
-from bloomery.checkpoint.upload import Uploader, UploadOutcome
 from bloomery.config.recipe import KeepSection
 from bloomery.monitor import names
 from bloomery.sizing.cadence import Cadence, cadence, seconds_between_failures
@@ -137,6 +137,7 @@ def _persist(run: Run, state: TrainState, tier: Tier, *, keep_all: bool) -> None
         _choose_cadence(run, state)
     blend = run.blend.state.to_json() if run.blend else None
     suspicious = keep_all or state.is_suspicious
+    state.saved_at = max(time.time(), state.saved_at + 1e-3)
     with run.meter.paused():
         run.saver.persist(
             tier.root,
@@ -153,7 +154,7 @@ def _persist(run: Run, state: TrainState, tier: Tier, *, keep_all: bool) -> None
                 "tokenizer": run.start_facts["tokenizer"],
                 "shards": run.start_facts["shards"],
                 "layout": {"ranks": run.ranks.size, **run.recipe.parallel.model_dump()},
-                "time": time.time(),
+                "time": state.saved_at,
                 "validation": state.validation,
                 SUSPICIOUS: suspicious,
             },

@@ -20,6 +20,7 @@ from bloomery.base.units import Duration, format_count
 from bloomery.checkpoint.choose import refuse_later
 from bloomery.checkpoint.fence import FencedError, Writer, take_over
 from bloomery.checkpoint.load import load_on_all
+from bloomery.checkpoint.remote import RemoteSource, Uploader
 from bloomery.checkpoint.save import estimate_save_seconds
 from bloomery.checkpoint.saver import Saver
 from bloomery.checkpoint.tiers import Tier, all_roots, kept_in, parts_in, tier_roots
@@ -43,9 +44,8 @@ from bloomery.sizing.layout import Layout
 from bloomery.sizing.memory import precision_problems
 from bloomery.sizing.parameters import count_parameters
 from bloomery.sizing.plan import TrainingPlan
-from bloomery.train.far import Far
 from bloomery.train.optimizer import Optimizer
-from bloomery.train.past import Past, check_tokenizer, checked_shards, find_past, put_in_order
+from bloomery.train.past import Past, check_tokenizer, checked_shards, find_past, put_in_order, report_fetched
 from bloomery.train.run import Run
 from bloomery.train.state import TrainState
 from bloomery.train.stop import StopRules
@@ -77,10 +77,13 @@ def prepared_run(
         energy, sensor = start_meter(energy_sensor(device), ranks)
         closing.enter_context(energy.watching())
         roots = tier_roots(recipe.checkpoint, folder)
-        far = Far(recipe, folder, roots["durable"], ranks) if recipe.checkpoint.upload else None
+        starts = first_rank_does(ranks, lambda: read_starts(folder / names.EVENTS_FILE))
+        upload, remote = recipe.checkpoint.upload, None
+        if upload is not None:
+            remote = RemoteSource(upload.to, roots["durable"], recipe.name, starts, ranks)
         places = [*roots.values(), *_not_named(folder, roots)]
         past = every_rank_does(
-            ranks, lambda: find_past(recipe, places, wanted=start_from, changes=changes, ranks=ranks, far=far)
+            ranks, lambda: find_past(recipe, places, wanted=start_from, changes=changes, ranks=ranks, remote=remote)
         )
         state, plan = past.state, past.plan
         state.energy = energy.before = first_rank_does(ranks, lambda: spent_before(folder, state.energy))
@@ -89,7 +92,7 @@ def prepared_run(
         data = every_rank_does(ranks, lambda: closing.enter_context(_data_of(recipe, past)))
         every_rank_does(ranks, lambda: check_tokenizer(past, data.tokenizer_hash))
         shards = first_rank_does(ranks, lambda: checked_shards(past, data.shards()))
-        job = first_rank_does(ranks, lambda: 1 + len(read_starts(folder / names.EVENTS_FILE)))
+        job = 1 + len(starts)
         journal = _journal_of_rank(recipe, folder, ranks, plan, job=job, step=state.step, quiet=quiet)
         closing.callback(journal.close)
         with _errors_told(journal, state, device, ranks):
@@ -102,8 +105,8 @@ def prepared_run(
             journal.silent_when(lambda: tiers["durable"].writer.fenced() is not None)
             if start_from is None:
                 first_rank_does(ranks, lambda: refuse_later(places, step=state.step, damaged=past.damaged))
-            if far is not None:
-                far.tell(state.step, journal)
+            if remote is not None:
+                report_fetched(remote, state.step, journal)
             first_rank_does(ranks, lambda: write_atomically(folder / "recipe.yaml", as_yaml(recipe)))
             mesh = alone() if ranks is ALONE else make_mesh(layout, device)
             num_sources = len(data.train.keys)
@@ -111,8 +114,6 @@ def prepared_run(
             first_rank_does(ranks, lambda: put_in_order(recipe, places, past, journal))
             for tier in tiers.values():
                 every_rank_does(ranks, tier.settle)
-            if far is not None:
-                first_rank_does(ranks, lambda: far.leave_branch(state.step, tiers["durable"].writer, journal))
             timeout_seconds = recipe.checkpoint.timeout.seconds
             saver = Saver(optimizer.pieces(), device=device, ranks=ranks, timeout_seconds=timeout_seconds)
             closing.push(_finishing(saver))
@@ -139,8 +140,13 @@ def prepared_run(
             _tell_changes(past, data, journal)
             samples = _validation_samples(recipe, data.validation)
             uploader = None
-            if far is not None and ranks.rank == 0:
-                uploader = far.uploader(tiers["durable"].writer, plan.train_steps)
+            if upload is not None and ranks.rank == 0:
+                every_steps = upload.every.count if upload.every else None
+                writer = tiers["durable"].writer
+                uploader = Uploader(
+                    upload.to, run=recipe.name, every_steps=every_steps, keep=upload.keep, writer=writer
+                )
+                uploader.offer_newest(roots["durable"], train_steps=plan.train_steps)
             yield (
                 Run(
                     recipe=recipe,

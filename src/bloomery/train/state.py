@@ -84,6 +84,8 @@ class TrainState:
     """Of `every: auto`, as decided last."""
     save_costs: tuple[float, float] | None = None
     """(blocking seconds, persist seconds) of the newest save."""
+    saved_at: float = 0.0
+    """Unix time of the newest save. Never goes back, so of all branches of a run the newest has the latest."""
     saved_step: int | None = None
     """The step of the newest checkpoint; not saved itself."""
     saving_step: int | None = None
