@@ -250,9 +250,9 @@ class Samples:
             return len(text).to_bytes(8, "little") + text + data
 
         def read() -> None:
-            with TensorFile(path) as file:
-                for name in file.kinds():
-                    file.whole(name)
+            file = TensorFile(path)
+            for name in file.kinds():
+                file.view(name).sum()
 
         return Parser(path, read, fields=True, wrap=wrap)
 

@@ -71,8 +71,8 @@ def export_checkpoint(
     }
     shards = plan_shards(shapes, DTYPES[dtype], shard_bytes=shard_bytes)
     with written_to("folder"), drafted(output, replace_export) as draft:
-        with CheckpointReader(folder) as reader, writing(output):
-            write_shards(draft, shards, DTYPES[dtype], _their_tensors(recipe, reader))
+        with writing(output):
+            write_shards(draft, shards, DTYPES[dtype], _their_tensors(recipe, CheckpointReader(folder)))
         config = _write_configs(draft, recipe, tokenizer, dtype)
         proof = _proof(folder, draft, recipe, tokenizer, dtype) if with_proof else Proof(False, "--no-proof")
         write_atomically(draft / PROOF_FILE, json.dumps(proof.to_json(), indent=2) + "\n")

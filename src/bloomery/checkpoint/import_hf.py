@@ -86,13 +86,13 @@ def read_model(folder: Path) -> Model:
 
 def _unequal_pair(folder: Path, family: Family) -> str:
     """What a head of its own is, in a folder that says it is the embedding; empty if there is none."""
-    with HfWeights(folder) as weights:
-        pair = embedding_and_head(weights.shapes, family)
-        if pair is None or not {weights.dtypes[key] for key in pair} <= {*_WEIGHTS}:
-            return ""
-        embedding, head = (weights.read(key) for key in pair)
-        is_same = embedding.shape == head.shape and bool((embedding == head).all())
-        return "" if is_same else f"{pair[1]} differs from {pair[0]}"
+    weights = HfWeights(folder)
+    pair = embedding_and_head(weights.shapes, family)
+    if pair is None or not {weights.dtypes[key] for key in pair} <= {*_WEIGHTS}:
+        return ""
+    embedding, head = (weights.read(key) for key in pair)
+    is_same = embedding.shape == head.shape and bool((embedding == head).all())
+    return "" if is_same else f"{pair[1]} differs from {pair[0]}"
 
 
 def origin_of(folder: Path) -> dict[str, str]:
@@ -121,7 +121,8 @@ def import_weights(
     if recipe.model.tie_embeddings and (pair := _unequal_pair(folder, recipe.model.family)):
         rule = "a tied model has one tensor for both"
         raise DataError(Problem(pair, rule, "leave out model.tie_embeddings=true", str(folder)))
-    with HfWeights(folder) as weights, written_to("OUT"):
+    weights = HfWeights(folder)
+    with written_to("OUT"):
         sources = _checked_sources(weights, recipe.model)
         _require_finite(weights, sources)
         shapes = {name: tuple(p.shape) for name, p in build_model(recipe.model).named_parameters()}

@@ -105,11 +105,10 @@ def load_on_all(folder: Path, pieces: Mapping[str, Piece], *, ranks: Ranks) -> N
         sender = next(rank for rank, held in enumerate(holders) if file in held)  # `damage` has found one
         values = None
         if sender == ranks.rank:
-            with TensorFile(folder / file) as source:
-                values = source.whole(key)
+            values = TensorFile(folder / file).view(key).clone()
         values = ranks.broadcast(values, sender)
         if (file, key) in lacking:
-            _copy_from(values, *lacking[file, key])
+            _copy(values, *lacking[file, key])
 
 
 def _parts(
@@ -139,25 +138,14 @@ def _parts(
 
 def _read(folder: Path, parts: Mapping[str, Sequence[tuple[SavedPiece, Piece]]]) -> None:
     for file, found in sorted(parts.items()):
-        with TensorFile(folder / file) as source:
-            for part, piece in found:
-                _copy(source, part, piece)
+        source = TensorFile(folder / file)
+        for part, piece in found:
+            _copy(source.view(part.key, part.box.size), part, piece)
 
 
 @torch.no_grad()
-def _copy(source: TensorFile, part: SavedPiece, piece: Piece) -> None:
-    """What the saved part and the piece have in common, from the one to the other."""
-    shared = part.box.meet(box_of(piece))
-    assert shared is not None
-    into = piece.tensor.detach()[tuple(map(slice, *shared.range_within(box_of(piece))))]
-    begin, end = shared.range_within(part.box)
-    for where, values in source.blocks(part.key, part.box.size, begin, end):
-        into[where].copy_(values)
-
-
-@torch.no_grad()
-def _copy_from(values: Tensor, part: SavedPiece, piece: Piece) -> None:
-    """As `_copy`, out of the part in memory."""
+def _copy(values: Tensor, part: SavedPiece, piece: Piece) -> None:
+    """What the saved part, of which these are the values, and the piece have in common."""
     shared = part.box.meet(box_of(piece))
     assert shared is not None
     into = piece.tensor.detach()[tuple(map(slice, *shared.range_within(box_of(piece))))]

@@ -148,24 +148,24 @@ def compare_checkpoints(a: Path, b: Path) -> Difference:
     left, right = find_checkpoint(a), find_checkpoint(b)
     for folder in (left, right):
         verify(folder, tensors=False)
-    with CheckpointReader(left) as one, CheckpointReader(right) as other:
-        shared = [(name, t) for name, t in in_order(one.tensors) if name in other.tensors]
-        alike = [name for name, t in shared if _kind(t) == _kind(other.tensors[name])]
-        reshaped = [
-            f"{name}: {t.dtype} {list(t.shape)} and {other.tensors[name].dtype} {list(other.tensors[name].shape)}"
-            for name, t in shared
-            if _kind(t) != _kind(other.tensors[name])
-        ]
-        found = [_difference(name, one.read(name), other.read(name)) for name in alike]
-        return Difference(
-            only_a=[name for name, _ in in_order(one.tensors) if name not in other.tensors],
-            only_b=[name for name, _ in in_order(other.tensors) if name not in one.tensors],
-            reshaped=reshaped,
-            tensors=[each for each in found if each is not None],
-            compared=len(alike),
-            state=_fields(_plain(read_state(left)), _plain(read_state(right))),
-            recipe=_fields(as_dict(read_recipe_of(left)), as_dict(read_recipe_of(right))),
-        )
+    one, other = CheckpointReader(left), CheckpointReader(right)
+    shared = [(name, t) for name, t in in_order(one.tensors) if name in other.tensors]
+    alike = [name for name, t in shared if _kind(t) == _kind(other.tensors[name])]
+    reshaped = [
+        f"{name}: {t.dtype} {list(t.shape)} and {other.tensors[name].dtype} {list(other.tensors[name].shape)}"
+        for name, t in shared
+        if _kind(t) != _kind(other.tensors[name])
+    ]
+    found = [_difference(name, one.read(name), other.read(name)) for name in alike]
+    return Difference(
+        only_a=[name for name, _ in in_order(one.tensors) if name not in other.tensors],
+        only_b=[name for name, _ in in_order(other.tensors) if name not in one.tensors],
+        reshaped=reshaped,
+        tensors=[each for each in found if each is not None],
+        compared=len(alike),
+        state=_fields(_plain(read_state(left)), _plain(read_state(right))),
+        recipe=_fields(as_dict(read_recipe_of(left)), as_dict(read_recipe_of(right))),
+    )
 
 
 def in_order(tensors: dict[str, SavedTensor]) -> list[tuple[str, SavedTensor]]:

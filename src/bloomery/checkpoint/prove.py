@@ -37,10 +37,9 @@ def contradictions(folder: Path, manifest: Mapping[str, Any], *, read: Collectio
         if small:
             return [f"{name} is too small for what {INDEX} says of it" for name in small]
         for name in filter(is_part, read):
-            with TensorFile(folder / name) as file:
-                if (kinds := file.kinds()) != files.get(name, {}):
-                    odd = sorted(dict(kinds.items() ^ files.get(name, {}).items()))
-                    return [f"{name} does not hold what {INDEX} says: {first_few(odd)}"]
+            if (kinds := TensorFile(folder / name).kinds()) != files.get(name, {}):
+                odd = sorted(dict(kinds.items() ^ files.get(name, {}).items()))
+                return [f"{name} does not hold what {INDEX} says: {first_few(odd)}"]
         return _misfits(folder, tensors) if recipe else []
     except DataError as error:
         return [problem.what for problem in error.problems]

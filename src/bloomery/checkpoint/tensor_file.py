@@ -1,7 +1,6 @@
-"""One file of tensors in the safetensors layout, written as a stream and read by ranges. Nothing in it is code.
-
-The layout: eight bytes with the length of the header, the header as JSON, the bytes of the tensors. Any safetensors
-reader opens it. Written here so that each byte is hashed once, on its way to the disk, and no second copy is made.
+"""One file of tensors in the safetensors layout: eight bytes with the length of the header, the header as JSON, the
+bytes of the tensors. Read by the safetensors library; written here so that each byte is hashed once, on its way to the
+disk, and no second copy is made.
 """
 
 from __future__ import annotations
@@ -9,18 +8,19 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from itertools import chain, product
-from math import prod
+from functools import lru_cache
+from itertools import chain
 from pathlib import Path
 from typing import Any, Self
 
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from bloomery.base.bounded import parse_json, require_regular
+from bloomery.base.bounded import require_regular
 from bloomery.base.errors import DataError, Problem
 from bloomery.base.storage import reserve, sync, write_all
 
@@ -40,10 +40,7 @@ DTYPES = {
 }
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _BLOCK_BYTES = 2**24
-_SHORT_BYTES = 2**16
-"""Stretches shorter than this are not worth a read of their own."""
-_LARGEST_HEADER = 100_000_000
-"""Of the safetensors format."""
+_MOST_OPEN_FILES = 128
 
 
 @dataclass(frozen=True)
@@ -114,131 +111,46 @@ def as_bytes(tensor: Tensor) -> Tensor:
 
 
 class TensorFile:
-    """A file of tensors, open for reading. DataError if it is not one."""
+    """A safetensors file, open for reading. DataError if it is not one: the library proves that the header is sane and
+    that every byte belongs to exactly one tensor."""
 
     def __init__(self, path: Path, *, remedy: str = "use another checkpoint, `bloomery train` with --from") -> None:
         """`remedy`: what to do about a file that cannot be read."""
         self.path = path
         self._remedy = remedy
         try:
-            self._descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
-        except (OSError, ValueError) as error:  # ValueError: a name that cannot be one
+            descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+            try:
+                require_regular(descriptor, path)
+            finally:
+                os.close(descriptor)
+            self._file = safe_open(path, framework="pt")
+        except (OSError, ValueError, SafetensorError) as error:  # ValueError: a name that cannot be one
             raise self._damaged(str(error)) from error
-        try:
-            require_regular(self._descriptor, path)
-            length = int.from_bytes(self._read(0, 8).numpy().tobytes(), "little")
-            if length > _LARGEST_HEADER:
-                raise self._damaged(f"its header claims {length:,} bytes")
-            self._entries: dict[str, Any] = parse_json(self._read(8, length).numpy().tobytes())
-            if not isinstance(self._entries, dict):
-                raise ValueError("its header is no JSON object")
-        except DataError:
-            self.close()
-            raise
-        except (OSError, ValueError) as error:
-            self.close()
-            raise self._damaged(str(error)) from error
-        self._data_begins = 8 + length
-
-    def close(self) -> None:
-        os.close(self._descriptor)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
 
     def kinds(self) -> dict[str, tuple[str, tuple[int, ...]]]:
-        """(dtype, shape) of every tensor, all of whose bytes are there. DataError if the header says what cannot be."""
-        kinds = {name: self._kind(name) for name in self._entries if name != "__metadata__"}
-        spans = sorted(self._entries[name]["data_offsets"] for name in kinds)
-        if [0, *(end for _, end in spans)] != [*(start for start, _ in spans), self._data_bytes()]:
-            raise self._damaged("tensors share bytes, or bytes belong to none")
-        return kinds
+        """(dtype, shape) of every tensor."""
+        slices = {name: self._file.get_slice(name) for name in self._file.keys()}  # noqa: SIM118 (no mapping)
+        return {name: (found.get_dtype(), tuple(found.get_shape())) for name, found in slices.items()}
 
-    def _data_bytes(self) -> int:
-        return os.fstat(self._descriptor).st_size - self._data_begins
-
-    def _kind(self, name: str) -> tuple[str, tuple[int, ...]]:
-        entry = self._entries[name]
-        size = self._data_bytes()
+    def view(self, key: str, shape: tuple[int, ...] | None = None) -> Tensor:
+        """A tensor, of this shape if one is given, as a view of the mapped file: it is read where it is used."""
         try:
-            dtype, shape, (start, end) = str(entry["dtype"]), tuple(entry["shape"]), entry["data_offsets"]
-            known = DTYPES.get(dtype)
-            is_right = (
-                all(type(each) is int and 0 <= each < 2**48 for each in (*shape, start, end)) and start <= end <= size
-            )
-        except (KeyError, TypeError, ValueError) as error:
-            raise self._damaged(f"its header says of {name}: {entry!r}"[:300]) from error
-        if not is_right or (known is not None and prod(shape) * known.itemsize != end - start):
-            raise self._damaged(f"{name} should be {dtype} {shape} at bytes {start} to {end} of {size:,}")
-        return dtype, shape
-
-    def _entry(self, key: str, shape: tuple[int, ...] | None = None) -> dict[str, Any]:
-        """What the header says of a tensor, of this shape if one is given. DataError if it cannot be."""
-        if key not in self._entries:
-            raise self._damaged(f"it holds no {key}" + (f" of shape {shape}" if shape is not None else ""))
-        dtype, found = self._kind(key)
-        if shape is not None and found != shape:
-            raise self._damaged(f"it holds no {key} of shape {shape}")
-        if dtype not in DTYPES:
-            raise self._damaged(f"{key} is of the unknown kind {dtype}")
-        entry: dict[str, Any] = self._entries[key]
-        return entry
-
-    def whole(self, key: str) -> Tensor:
-        """All of a tensor that is there."""
-        entry = self._entry(key)
-        return self._elements(entry, 0, prod(entry["shape"])).reshape(entry["shape"])
-
-    def blocks(
-        self, key: str, shape: tuple[int, ...], begin: tuple[int, ...], end: tuple[int, ...]
-    ) -> Iterator[tuple[tuple[int | slice, ...], Tensor]]:
-        """The elements from `begin` to `end` of a tensor of this shape: (where in that range, values), in portions.
-
-        Reads long stretches only: what lies between short ones is read too and thrown away.
-        """
-        entry = self._entry(key, shape)
-        if not shape:
-            yield (), self._elements(entry, 0, 1).reshape(())
-            return
-        strides = [prod(shape[dimension + 1 :]) for dimension in range(len(shape))]
-        size = [last - first for first, last in zip(begin, end, strict=True)]
-        itemsize = DTYPES[entry["dtype"]].itemsize
-        level = len(shape) - 1  # the dimension whose rows lie one after the other in a stretch
-        while level > 0 and (size[level] == shape[level] or size[level] * strides[level] * itemsize < _SHORT_BYTES):
-            level -= 1
-        rows = max(1, _BLOCK_BYTES // (strides[level] * itemsize))
-        inner = tuple(map(slice, begin[level + 1 :], end[level + 1 :]))
-        for outer in product(*map(range, size[:level])):
-            corner = sum((begin[d] + index) * strides[d] for d, index in enumerate(outer))
-            for row in range(0, size[level], rows):
-                count = min(rows, size[level] - row)
-                first = corner + (begin[level] + row) * strides[level]
-                values = self._elements(entry, first, count * strides[level]).reshape(count, *shape[level + 1 :])
-                yield (*outer, slice(row, row + count)), values[(slice(None), *inner)]
-
-    def _elements(self, entry: dict[str, Any], first: int, count: int) -> Tensor:
-        """`count` elements from number `first` on, in row-major order."""
-        dtype = DTYPES[entry["dtype"]]
-        begin = self._data_begins + entry["data_offsets"][0]
-        return self._read(begin + first * dtype.itemsize, count * dtype.itemsize).view(dtype)
-
-    def _read(self, start: int, count: int) -> Tensor:
-        """That many bytes."""
-        found = torch.empty(count, dtype=torch.uint8)
-        rest = found.numpy().data
-        while rest:
-            try:
-                got = os.preadv(self._descriptor, [rest[:_BLOCK_BYTES]], start)
-            except OSError as error:
-                raise self._damaged(str(error)) from error
-            if got == 0:
-                raise self._damaged(f"it ends before byte {start + len(rest):,}")
-            start, rest = start + got, rest[got:]
-        return found
+            found = self._file.get_slice(key)
+            if shape is None or tuple(found.get_shape()) == shape:
+                values: Tensor = found[...]
+                return values
+        except (SafetensorError, ValueError, RuntimeError, AttributeError) as error:
+            raise self._damaged(f"{key}: {error}") from error
+        raise self._damaged(f"it holds no {key} of shape {shape}")
 
     def _damaged(self, reason: str) -> DataError:
         what = f"{self.path.name} cannot be read: {reason[:500]}"
         return DataError(Problem(what, "", self._remedy, str(self.path.parent)))
+
+
+class TensorFiles:
+    """Of one folder, opened when they are needed; some stay open."""
+
+    def __init__(self, folder: Path, **options: str) -> None:
+        self.open = lru_cache(_MOST_OPEN_FILES)(lambda name: TensorFile(folder / name, **options))

@@ -88,6 +88,7 @@ def past_at(
     if problems := refusals(different, changes, checkpoint=str(checkpoint)):
         raise DataError(problems)
     state.history = now.plan.history
+    state.saved_at = float(read_manifest(checkpoint).get("time") or 0.0)
     if any(each.field.startswith(("data.", "model.", "batch.")) for each in different):
         state.spikes = state.spikes.learn_again()
     if recipe.precision != "fp16":

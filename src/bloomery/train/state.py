@@ -17,7 +17,7 @@ from bloomery.train.loss_scale import LossScale
 from bloomery.train.spikes import SpikeWatch
 
 _adapter = cache(TypeAdapter)
-_NOT_SAVED = ("pending", "saved_step", "saving_step", "begun_step")
+_NOT_SAVED = ("pending", "saved_at", "saved_step", "saving_step", "begun_step")
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,8 @@ class TrainState:
     save_costs: tuple[float, float] | None = None
     """(blocking seconds, persist seconds) of the newest save."""
     saved_at: float = 0.0
-    """Unix time of the newest save. Never goes back, so of all branches of a run the newest has the latest."""
+    """Unix time of the newest checkpoint, as in its manifest. Never goes back, so that the newest branch of a run is
+    the one saved last; not saved itself."""
     saved_step: int | None = None
     """The step of the newest checkpoint; not saved itself."""
     saving_step: int | None = None

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
 from pathlib import Path
-from typing import Self
 
 from torch import Tensor
 
 from bloomery.base.bounded import LARGE_BYTES, read_json
 from bloomery.base.errors import DataError, Problem
 from bloomery.checkpoint.hf.shards import INDEX, SINGLE
-from bloomery.checkpoint.tensor_file import TensorFile
+from bloomery.checkpoint.tensor_file import TensorFiles
 
-_MOST_OPEN_FILES = 128
 _COPY_AGAIN = "copy the folder again"
 
 
@@ -26,14 +23,11 @@ class HfWeights:
         """As safetensors call them: `BF16`."""
         self.shapes: dict[str, tuple[int, ...]] = {}
         self._places: dict[str, str] = {}
-        self._closing = ExitStack()
-        self._open: dict[str, TensorFile] = {}
+        self._files = TensorFiles(folder, remedy=_COPY_AGAIN)
         index = _read_index(folder)
         problems = []
         for file in sorted(set(index.values())) if index is not None else [_single(folder)]:
-            with TensorFile(folder / file, remedy=_COPY_AGAIN) as source:
-                kinds = source.kinds()
-            for name, (dtype, shape) in kinds.items():
+            for name, (dtype, shape) in self._files.open(file).kinds().items():
                 if name in self._places:
                     problems.append(Problem(f"{name} is in {self._places[name]} and in {file}", "", _COPY_AGAIN))
                 self._places[name], self.dtypes[name], self.shapes[name] = file, dtype, shape
@@ -44,21 +38,9 @@ class HfWeights:
         if problems:
             raise DataError(problems)
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._closing.close()
-
     def read(self, name: str) -> Tensor:
-        """One tensor, in memory of its own."""
-        file = self._places[name]
-        if file not in self._open:
-            if len(self._open) >= _MOST_OPEN_FILES:
-                self._closing.close()
-                self._open.clear()
-            self._open[file] = self._closing.enter_context(TensorFile(self.folder / file, remedy=_COPY_AGAIN))
-        return self._open[file].whole(name)
+        """One tensor, as a view of its file: it is read where it is used."""
+        return self._files.open(self._places[name]).view(name)
 
 
 def _read_index(folder: Path) -> dict[str, str] | None:
