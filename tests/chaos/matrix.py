@@ -536,15 +536,19 @@ row(
     layouts=TWO_RANKS,
     says=HUNG,
 )
-row(
-    "hang",
-    "SIGTERM while a rank stands still",
-    exit_codes.LOST_RANK,
-    "resumes",
-    act=outside.signal_in_a_hang,
-    layouts=("tp2", "dp2 zero1"),
-    within_seconds=6,
-)
+for _name, _code, _to_rank in (
+    ("SIGTERM to the launcher while a rank stands still: it wakes", 0, False),
+    ("SIGTERM to a rank that waits for one that stands still", exit_codes.LOST_RANK, True),
+):
+    row(
+        "hang",
+        _name,
+        _code,
+        "resumes",
+        act=outside.signal_in_a_hang(to_rank=_to_rank),
+        layouts=("tp2", "dp2 zero1"),
+        within_seconds=6,
+    )
 row(
     "network",
     "the cable between two hosts is cut",

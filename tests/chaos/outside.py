@@ -187,16 +187,20 @@ def stopped_for_good(scene: Scene) -> Ended:
         return ended(process, began, family)
 
 
-def signal_in_a_hang(scene: Scene) -> Ended:
-    """One rank stands still, and SIGTERM reaches the launcher while the other waits for it."""
-    with started(scene) as process:
-        until_struck(scene, process)
-        family = descendants(process.pid)
-        os.kill(ranks_of(process.pid, scene.size)[-1], signal.SIGSTOP)
-        time.sleep(4.0)  # until the other one waits: the fault, not a proof
-        began = time.monotonic()
-        process.send_signal(signal.SIGTERM)
-        return ended(process, began, family)
+def signal_in_a_hang(*, to_rank: bool) -> Callable[[Scene], Ended]:
+    """One rank stands still, and SIGTERM reaches the launcher, or the rank that waits for it."""
+
+    def act(scene: Scene) -> Ended:
+        with started(scene) as process:
+            until_struck(scene, process)
+            family, ranks = descendants(process.pid), ranks_of(process.pid, scene.size)
+            os.kill(ranks[-1], signal.SIGSTOP)
+            time.sleep(4.0)  # until the other one waits: the fault, not a proof
+            began = time.monotonic()
+            os.kill(ranks[0] if to_rank else process.pid, signal.SIGTERM)
+            return ended(process, began, family)
+
+    return act
 
 
 @contextlib.contextmanager

@@ -114,6 +114,7 @@ class HangPatience:
         from bloomery.base import pulse
 
         pulse.USUAL = pulse.Patience(least_seconds=self.seconds, first_seconds=self.seconds)
+        pulse.PULSE.learn(0.0)
 
 
 @dataclass(frozen=True)
