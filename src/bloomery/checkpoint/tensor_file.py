@@ -124,7 +124,7 @@ class TensorFile:
                 require_regular(descriptor, path)
             finally:
                 os.close(descriptor)
-            self._file: Any = safe_open(path, framework="pt")  # type: ignore[no-untyped-call]
+            self._file: Any = safe_open(path, framework="pt")
         except (OSError, ValueError, SafetensorError) as error:  # ValueError: a name that cannot be one
             raise self._damaged(str(error)) from error
 
