@@ -113,7 +113,7 @@ class HangPatience:
     def __call__(self, plant: Plant, _: Any) -> None:
         from bloomery.base import pulse
 
-        pulse.USUAL = pulse.Patience(least_seconds=self.seconds, first_seconds=self.seconds)
+        pulse.USUAL = pulse.Patience(steps=0.0, least_seconds=self.seconds, first_seconds=self.seconds)
         pulse.PULSE.learn(0.0)
 
 
