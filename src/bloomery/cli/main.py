@@ -36,7 +36,6 @@ COMMANDS = {
     "inspect model": "parameters by group and FLOPs per token of a recipe",
     "train": "the main job; goes on where it stopped",
     "verify": "prove that every layout trains what one rank trains, for a small copy of a recipe",
-    "scale": "efficiency against the number of ranks, by short trainings",
     "generate": "let a checkpoint continue a prompt",
     "export": "a checkpoint to a Hugging Face folder",
     "import hf": "a Hugging Face folder as the beginning of a run",
