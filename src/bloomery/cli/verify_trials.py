@@ -120,7 +120,7 @@ def _losses_after(checkpoint: Path, run: Run, steps: int) -> list[tuple[int, str
     """(step, name, loss) of the steps that follow a checkpoint, whose tensors are loaded. The run's own records know
     nothing of them."""
     run.optimizer.restored()
-    state, losses = TrainState.from_json(read_state(checkpoint)), _Losses(run.folder)
+    state, losses = TrainState.from_json(read_state(checkpoint)), _Losses()
     aside = replace(run, journal=losses, meter=IntervalMeter(), trace=None)
     run.feed.seek(state.consumed_samples)
     for _ in range(steps):
@@ -132,8 +132,8 @@ def _losses_after(checkpoint: Path, run: Run, steps: int) -> list[tuple[int, str
 class _Losses(SilentJournal):
     """Keeps what a training would log."""
 
-    def __init__(self, run_folder: Path) -> None:
-        super().__init__(run_folder)
+    def __init__(self) -> None:
+        super().__init__()
         self.found: list[tuple[int, str, float]] = []
 
     def step(self, record: StepRecord) -> None:

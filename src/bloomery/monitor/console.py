@@ -12,12 +12,13 @@ from rich.console import Console as RichConsole
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
 from rich.text import Text
 
+from bloomery.base.losses import LM_LOSS
 from bloomery.base.units import format_count, format_seconds
-from bloomery.monitor import names
 from bloomery.monitor.record import StepRecord, ValidationRecord
+from bloomery.monitor.sinks import Sink
 
 
-class Console:
+class Console(Sink):
     """Writes to `file` (standard output by default). `quiet` leaves warnings only."""
 
     def __init__(self, train_steps: int, quiet: bool = False, *, file: TextIO | None = None) -> None:
@@ -121,7 +122,7 @@ def _step_line(record: StepRecord) -> str:
 
 def _status(record: StepRecord) -> str:
     """The most important first: a narrow terminal cuts the end."""
-    main = record.losses.get(names.MAIN_LOSS, next(iter(record.losses.values()), math.nan))
+    main = record.losses.get(LM_LOSS, next(iter(record.losses.values()), math.nan))
     return (
         f"ETA {_eta(record)} · loss {_loss(main)} · {format_count(record.tokens_per_second)} tok/s"
         f" · MFU {_mfu(record)} · {_number(record.tflops)} TFLOP/s · lr {record.lr:.3g}"

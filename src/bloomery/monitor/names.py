@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from enum import StrEnum
+
 METRICS_FILE = "metrics.jsonl"
 EVENTS_FILE = "events.jsonl"
 TEXT_LOG_FILE = "logs/main_log.txt"
@@ -12,17 +14,40 @@ RECIPE_FILE = "recipe.yaml"
 KIND_STEP = "step"
 KIND_VALIDATION = "validation"
 
-MAIN_LOSS = "lm loss"
-"""The loss that perplexity, the console and the report's headline speak of."""
 
-# Event kinds and facts with a meaning for the report. Any other kind or fact is welcome and listed as it is.
-EVENT_START = "start"
-EVENT_STOP = "stop"
-EVENT_CHANGED = "changed"
-EVENT_TENSORBOARD_OFF = "tensorboard_off"
-EVENT_STORAGE_TROUBLE = "storage_trouble"
-EVENT_STORAGE_RECOVERED = "storage_recovered"
-EVENT_REPAIRED = "file_repaired"
+class Event(StrEnum):
+    """Kinds of events.jsonl (docs/run-folder.md). `journal.event` takes no other, so that none is spelled twice."""
+
+    CADENCE = "cadence"
+    CHANGED = "changed"
+    DAMAGED = "damaged"
+    DEBRIS_REMOVED = "debris_removed"
+    DRIFT = "drift"
+    ERROR = "error"
+    FETCHED = "fetched"
+    LATEST_MENDED = "latest_mended"
+    NOTE = "note"
+    REPAIRED = "file_repaired"
+    RETENTION_FAILED = "retention_failed"
+    RETIRED = "retired"
+    REWIND = "rewind"
+    SAVE = "save"
+    SAVE_FAILED = "save_failed"
+    SKIP = "skip"
+    SKIPPED_UPDATE = "skipped_update"
+    SPIKE = "spike"
+    SPIKE_OVER = "spike_over"
+    START = "start"
+    STOP = "stop"
+    STORAGE_RECOVERED = "storage_recovered"
+    STORAGE_TROUBLE = "storage_trouble"
+    TAKEN_OVER = "taken_over"
+    TENSORBOARD_OFF = "tensorboard_off"
+    UPLOAD = "upload"
+    UPLOAD_FAILED = "upload_failed"
+
+
+# Facts of events that the report shows in a place of their own.
 FACT_RECIPE = "recipe"
 FACT_PARAMETERS = "parameters"
 FACT_REASON = "reason"

@@ -15,8 +15,9 @@ from bloomery.checkpoint.remote import There, is_ours, retire_later_there
 from bloomery.checkpoint.upload import Uploader
 from bloomery.config.recipe import Recipe
 from bloomery.monitor import names
-from bloomery.monitor.history import Start, read_starts
+from bloomery.monitor.history import Start, read_ledger
 from bloomery.monitor.journal import Journal
+from bloomery.monitor.names import Event
 
 
 class Far:
@@ -61,14 +62,14 @@ class Far:
         """What came of fetching."""
         found = self._fetched
         for name, reasons in found.damaged.items():
-            journal.event("damaged", step, folder=name, reasons=reasons, place=self._upload.to)
+            journal.event(Event.DAMAGED, step, folder=name, reasons=reasons, place=self._upload.to)
             journal.warning(f"the copy {self._there(name)} is damaged ({'; '.join(reasons)}). It is not used")
         if found.folder is None:
             return
-        journal.event("fetched", step, folder=found.folder.name, source=self._upload.to)
+        journal.event(Event.FETCHED, step, folder=found.folder.name, source=self._upload.to)
         if found.put_aside:
             reasons = list(self._replaced)
-            journal.event("damaged", step, folder=found.folder.name, reasons=reasons, place=str(self._root))
+            journal.event(Event.DAMAGED, step, folder=found.folder.name, reasons=reasons, place=str(self._root))
             journal.warning(
                 f"{found.folder} was damaged ({'; '.join(reasons)}). It is called {found.put_aside} now; "
                 f"its copy from {self._upload.to} is used"
@@ -87,7 +88,7 @@ class Far:
             )
             return
         if retired:
-            journal.event("retired", step, folders=retired, place=self._upload.to)
+            journal.event(Event.RETIRED, step, folders=retired, place=self._upload.to)
 
     def uploader(self, writer: Writer, train_steps: int) -> Uploader:
         """Begins with the newest checkpoint here, if it is not there: an earlier job may have failed to copy it, or had
@@ -126,7 +127,7 @@ class Far:
     @cached_property
     def _starts(self) -> list[Start]:
         """The starts so far of this run folder."""
-        return read_starts(self._folder / names.EVENTS_FILE)
+        return read_ledger(self._folder / names.EVENTS_FILE).starts
 
     def _there(self, name: str) -> str:
         return f"{self._upload.to.rstrip('/')}/{name}"

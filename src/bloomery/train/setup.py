@@ -31,9 +31,10 @@ from bloomery.data.open import OpenData, open_data
 from bloomery.monitor import names
 from bloomery.monitor.console import Console
 from bloomery.monitor.energy import EnergyMeter, spent_before, start_meter
-from bloomery.monitor.history import read_starts
+from bloomery.monitor.history import read_ledger
 from bloomery.monitor.journal import Journal, SilentJournal
 from bloomery.monitor.meters import IntervalMeter
+from bloomery.monitor.names import Event
 from bloomery.parallel.apply import DTYPES, make_runner, parallelise
 from bloomery.parallel.feed import Feed, validation_batches
 from bloomery.parallel.mesh import Mesh, alone, make_mesh
@@ -75,7 +76,6 @@ def prepared_run(
     with ExitStack() as closing:
         taken = first_rank_does(ranks, lambda: _take_folder(folder, closing))
         energy, sensor = start_meter(energy_sensor(device), ranks)
-        closing.enter_context(energy.watching())
         roots = tier_roots(recipe.checkpoint, folder)
         far = Far(recipe, folder, roots["durable"], ranks) if recipe.checkpoint.upload else None
         places = [*roots.values(), *_not_named(folder, roots)]
@@ -89,13 +89,13 @@ def prepared_run(
         data = every_rank_does(ranks, lambda: closing.enter_context(_data_of(recipe, past)))
         every_rank_does(ranks, lambda: check_tokenizer(past, data.tokenizer_hash))
         shards = first_rank_does(ranks, lambda: checked_shards(past, data.shards()))
-        job = first_rank_does(ranks, lambda: 1 + len(read_starts(folder / names.EVENTS_FILE)))
+        job = first_rank_does(ranks, lambda: 1 + len(read_ledger(folder / names.EVENTS_FILE).starts))
         journal = _journal_of_rank(recipe, folder, ranks, plan, job=job, step=state.step, quiet=quiet)
         closing.callback(journal.close)
         with _errors_told(journal, state, device, ranks):
-            ranks.report_hang(lambda text: journal.event("error", state.step, text=text))
+            ranks.report_hang(lambda text: journal.event(Event.ERROR, state.step, text=text))
             if taken:
-                journal.event("taken_over", state.step, text=taken)
+                journal.event(Event.TAKEN_OVER, state.step, text=taken)
             for warning in [taken, *data.warnings] if taken else data.warnings:
                 journal.warning(warning)
             tiers = first_rank_does(ranks, lambda: _tiers(recipe, folder, roots))
@@ -208,11 +208,12 @@ def _journal_of_rank(
                 resume_step=step,
                 console=Console(plan.train_steps, quiet=quiet),
                 recipe_text=as_yaml(recipe),
+                world_size=ranks.size,
             )
         )
 
     first_rank_does(ranks, make)
-    return journal[0] if journal else SilentJournal(folder)
+    return journal[0] if journal else SilentJournal()
 
 
 @contextmanager
@@ -225,7 +226,7 @@ def _errors_told(journal: Journal, state: TrainState, device: torch.device, rank
         error = ranks.lost(found) or found
         if isinstance(error, FencedError):
             journal.silent_when(lambda: True)
-        journal.event("error", state.step, text=str(error) or type(error).__name__)
+        journal.event(Event.ERROR, state.step, text=str(error) or type(error).__name__)
         if isinstance(error, BloomeryError):
             try:
                 journal.close()
@@ -253,7 +254,7 @@ def _finishing(saver: Saver) -> Callable[..., None]:
 def _tell_changes(past: Past, data: OpenData, journal: Journal) -> None:
     step = past.state.step
     for change in past.changes:
-        journal.event("changed", step, field=change.field, old=change.old, new=change.new)
+        journal.event(Event.CHANGED, step, field=change.field, old=change.old, new=change.new)
     if past.changes:
         journal.notice(f"changed from step {step + 1:,} on, as asked: {', '.join(map(str, past.changes))}")
     for notice in data.notices:

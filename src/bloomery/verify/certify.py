@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 import bloomery
+from bloomery.base.losses import LM_LOSS
 from bloomery.config.describe import as_yaml, fingerprint
 from bloomery.config.recipe import Recipe
 from bloomery.config.yaml_nodes import dump_yaml
@@ -139,7 +140,7 @@ def certify(
     rows = _rows(trainings, resumptions, outcomes, steps)
     reference, trained = rows[0], not outcomes[trainings[0].folder].error
     recorded = Recorded(trainings[0]) if trained else None
-    losses = [loss for (_, name), loss in recorded.losses.items() if name == "lm loss"] if recorded else [float("nan")]
+    losses = [loss for (_, name), loss in recorded.losses.items() if name == LM_LOSS] if recorded else [float("nan")]
     return Certificate(
         recipe=recipe,
         shrunk=shrunk,

@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from bloomery.base.losses import LM_LOSS
 from bloomery.checkpoint.folder import complete_checkpoints
 from bloomery.checkpoint.index import read_index
 from bloomery.monitor.history import read_metrics
@@ -62,7 +63,7 @@ class Recorded:
         for record in read_metrics(trial.run / "metrics.jsonl"):
             if isinstance(record, StepRecord):
                 self.norms[record.step] = record.grad_norm
-                of_sources = {f"lm loss of {name}": loss for name, loss in record.source_losses.items()}
+                of_sources = {f"{LM_LOSS} of {name}": loss for name, loss in record.source_losses.items()}
                 found = record.losses | of_sources
             else:
                 found = {f"{name} of validation group {record.group}": loss for name, loss in record.losses.items()}

@@ -25,10 +25,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from bloomery.base.errors import Problem, RecipeError
+from bloomery.base.losses import LM_LOSS, SOP_LOSS
 from bloomery.config.recipe import Recipe
 from bloomery.data.batch import Batch, Packing, causal_batch
 from bloomery.model.families import ARCHITECTURES
-from bloomery.model.loss import LM_LOSS, SOP_LOSS, row_losses
+from bloomery.model.loss import row_losses
 from bloomery.parallel.apply import DTYPES, Parallelised, give_memory, outline
 from bloomery.parallel.context import own_tokens
 from bloomery.parallel.gradients import Gradients

@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from bloomery.base.losses import LM_LOSS
 from bloomery.base.piece import Piece
 from bloomery.config.recipe import Recipe
 from bloomery.data.batch import IGNORED_LABEL, GlobalBatch
 from bloomery.model.build import build_model, materialise
-from bloomery.model.loss import LM_LOSS
 from bloomery.parallel.gradients import Gradients
 from bloomery.parallel.mesh import alone
 from bloomery.parallel.weights import Weight
