@@ -21,11 +21,9 @@ from bloomery.config.describe import fingerprint
 from bloomery.config.load import shipped_recipes
 from bloomery.sizing.check import load_checked_recipe
 from bloomery.verify import compare
-from bloomery.verify.certify import Certificate, certify
+from bloomery.verify.certify import Certificate, certify, table
 from bloomery.verify.layouts import STANDARD, choose_layouts
-from bloomery.verify.shrink import CLIP, micro_batch_of, shrink
-from bloomery.verify.synthetic import write_data
-from bloomery.verify.table import table
+from bloomery.verify.shrink import CLIP, micro_batch_of, shrink, write_data
 from bloomery.verify.trials import RankCommand
 from conftest import SMALL, Workshop
 

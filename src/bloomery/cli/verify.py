@@ -41,9 +41,8 @@ def run(args: argparse.Namespace) -> int:
     pair_steps = _pair_steps(args)
     from bloomery.base.accelerator import device_count, pick_device
     from bloomery.cli.verify_trials import run_trials
-    from bloomery.verify.certify import certify
+    from bloomery.verify.certify import certify, table
     from bloomery.verify.layouts import choose_layouts
-    from bloomery.verify.table import table
 
     names = [name.strip() for name in args.layouts.split(",")] if args.layouts is not None else None
     device = pick_device(args.device)
@@ -81,8 +80,7 @@ def _pair_steps(args: argparse.Namespace) -> int:
 
 def _simulate(args: argparse.Namespace) -> int:
     """Instead of everything else that `verify` does: the recipe need only be legal in the simulated world."""
-    from bloomery.verify.simulate import check_world, simulate_world
-    from bloomery.verify.simulated_table import world_json, world_table
+    from bloomery.verify.simulate import check_world, simulate_world, world_json, world_table
 
     if args.simulate_world is None:
         rule = "it names a rank of a simulated world"
