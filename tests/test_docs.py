@@ -24,12 +24,13 @@ from types import ModuleType
 import pytest
 
 from bloomery.base import exit_codes
-from bloomery.base.losses import LM_LOSS
 from bloomery.cli.main import COMMANDS
 from bloomery.config.load import load_recipe, shipped_recipes
 from bloomery.monitor import names
 from bloomery.monitor.record import StepRecord, ValidationRecord
+from bloomery.monitor.sinks import _scalars
 from bloomery.sizing.parameters import count_parameters
+from monitor_samples import step_record, validation_record
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -274,8 +275,13 @@ def test_the_run_folder_page_names_every_field_event_and_tag() -> None:
     page = (DOCS / "run-folder.md").read_text()
     fields = {item.name for kind in (StepRecord, ValidationRecord) for item in dataclasses.fields(kind)}
     events: set[str] = set(names.Event)
-    tags = {value for name, value in vars(names).items() if name.startswith("TAG_")}
-    tags |= {names.training_loss_tag(LM_LOSS), names.validation_loss_tag("{group}", LM_LOSS)}
+    records = (
+        step_record(1, mfu=0.5, loss_scale=1.0, memory_bytes=1, peak_memory_bytes=1),
+        validation_record(1, group="{group}"),
+    )
+    scalars = [scalar for record in records for scalar in _scalars(record)]
+    tags = {tag.removesuffix(axis).removesuffix(" ppl") for tag, axis, _, _ in scalars}
+    tags |= {"iteration-time/world_size", "recipe/text_summary", "energy/joules"}
     assert not {name for name in fields | events | tags if f"`{name}`" not in page}
     for file in (names.METRICS_FILE, names.EVENTS_FILE, names.TEXT_LOG_FILE, names.REPORT_FILE, names.RECIPE_FILE):
         assert file in page

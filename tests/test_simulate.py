@@ -135,7 +135,7 @@ def test_known_memory_is_what_lives_between_micro_batches(
         return measure(passes, stage, meter)
 
     monkeypatch.setattr(simulate._Passes, "measure", spy)
-    recipe = recipe_of(layout, f"precision={precision}")
+    recipe = recipe_of(layout, f"precision={precision}", "model.num_layers=2")
     memory = simulate_rank(recipe, Layout.of(recipe, world_size(recipe)), 0).memory_bytes
     known = memory.masters + memory.compute_copies + memory.gradients
     # Besides: tokens, slopes and what marks padding, and under ZeRO 2 what a reduction left behind for the next.
@@ -162,7 +162,10 @@ def test_known_memory_is_what_a_real_optimizer_holds(recipe_of: Callable[..., Re
 def test_offloaded_state_is_on_the_host_and_not_on_the_device(
     recipe_of: Callable[..., Recipe], layout: str, precision: str
 ) -> None:
-    recipes = [recipe_of(layout, f"precision={precision}", f"parallel.offload={flag}") for flag in ("false", "true")]
+    recipes = [
+        recipe_of(layout, "model.num_layers=2", f"precision={precision}", f"parallel.offload={flag}")
+        for flag in ("false", "true")
+    ]
     here, away = (simulate_rank(recipe, Layout.of(recipe, world_size(recipe)), 0).memory_bytes for recipe in recipes)
     assert (here.host, away.optimizer) == (0, 0)
     assert away.host == 2 * here.masters + here.optimizer  # masters, their gradients while they are applied, moments
@@ -194,18 +197,22 @@ class NumberingMeter(MemoryMeter):
 
 
 @pytest.mark.parametrize(
-    ("layout", "recompute"),
+    ("layout", "recompute", "num_layers"),
     [
-        ("pp3-dp2", "none"),
-        ("pp2-tp2-dp2", "full"),
-        ("pp2-interleaved-dp2", "none"),
-        ("pp2-gpipe", "selective"),
-        ("zero3-dp2", "none"),
+        ("pp3-dp2", "none", 3),
+        ("pp2-tp2-dp2", "full", 2),
+        ("pp2-interleaved-dp2", "none", 4),
+        ("pp2-gpipe", "selective", 2),
+        ("zero3-dp2", "none", 2),
     ],
 )
-def test_the_peak_is_that_of_the_real_schedule(recipe_of: Callable[..., Recipe], layout: str, recompute: str) -> None:
+def test_the_peak_is_that_of_the_real_schedule(
+    recipe_of: Callable[..., Recipe], layout: str, recompute: str, num_layers: int
+) -> None:
     """The very runner that trains, over all micro-batches of a step, in the same fake world."""
-    recipe = recipe_of(layout, f"parallel.recompute={recompute}", "batch.global_batch_size=24")
+    recipe = recipe_of(
+        layout, f"parallel.recompute={recompute}", "batch.global_batch_size=16", f"model.num_layers={num_layers}"
+    )
     world = Layout.of(recipe, world_size(recipe))
     simulated = simulate_rank(recipe, world, 0).memory_bytes
     with simulate._fake_world(world, 0) as mesh:
@@ -217,15 +224,17 @@ def test_the_peak_is_that_of_the_real_schedule(recipe_of: Callable[..., Recipe],
             simulate._compute_in(recipe, parts)
             runner = make_runner(recipe, parts, device=torch.device("cpu"), compile_model=False, num_sources=1)
             batch = simulate._batch(recipe)
-            count = 24 // (2 * world.dp)
-            runner.forward_backward(GlobalBatch(0, 24, [batch] * count, {}, {LM_LOSS: 1}), loss_scale=1.0, step=1)
+            count = 16 // (2 * world.dp)
+            runner.forward_backward(GlobalBatch(0, 16, [batch] * count, {}, {LM_LOSS: 1}), loss_scale=1.0, step=1)
     beside = count * 300  # places of tokens, which a simulation makes once
     assert 0 <= meter.peak_bytes - (simulated.peak - simulated.optimizer) <= beside
 
 
 def test_recomputation_keeps_less(recipe_of: Callable[..., Recipe]) -> None:
     kept = {
-        mode: simulate_rank(recipe_of("single", f"parallel.recompute={mode}"), Layout(), 0).memory_bytes
+        mode: simulate_rank(
+            recipe_of("single", f"parallel.recompute={mode}", "model.num_layers=2"), Layout(), 0
+        ).memory_bytes
         for mode in ("none", "selective", "full")
     }
     assert kept["none"].kept_per_micro_batch > kept["selective"].kept_per_micro_batch

@@ -17,11 +17,14 @@ from bloomery.base.bounded import parse_json
 from bloomery.base.energy import Energy
 from bloomery.base.errors import BloomeryError, Problem
 from bloomery.base.storage import AppendFile, own_folder, reason
-from bloomery.monitor import names
 from bloomery.monitor.record import Record, StepRecord, ValidationRecord, perplexity_of, strict_json, to_json
 
 _REPLAYED_POINTS = 1000
 """TensorBoard shows at most this many points of a curve, so a longer replay would only cost time."""
+
+# A TensorBoard tag with such a suffix has that count as its x axis instead of steps.
+VS_STEPS, VS_SAMPLES, VS_TOKENS = "", " vs samples", " vs tokens"
+VS_GIGAFLOPS = " vs gigaflos (without embeddings)"
 
 Scalar = tuple[str, str, int, float]
 """Tag, axis, x, y."""
@@ -193,14 +196,14 @@ class TensorBoard(Sink):
         _silence_writer_thread()
         first_step = self._resume_step + 1
         self._writer = SummaryWriter(str(self.folder), purge_step=first_step)
-        self._writer.add_scalar(names.TAG_WORLD_SIZE, self._world_size, self._resume_step)
+        self._writer.add_scalar("iteration-time/world_size", self._world_size, self._resume_step)
         if self._recipe_text:
             lines = "\n".join(f"    {line}" for line in self._recipe_text.splitlines())  # verbatim, in Markdown
-            self._writer.add_text(names.TAG_RECIPE, lines, self._resume_step)
+            self._writer.add_text("recipe/text_summary", lines, self._resume_step)
         # The purge hides every point with x >= first_step in every curve. That is right where x counts steps, but
         # curves over samples or tokens lose nearly all of their past: draw that past again.
         for record in self._history:
-            lost = (scalar for scalar in _scalars(record) if scalar[1] != names.VS_STEPS and scalar[2] >= first_step)
+            lost = (scalar for scalar in _scalars(record) if scalar[1] != VS_STEPS and scalar[2] >= first_step)
             self._add(record.time, lost)
         self._history = []
 
@@ -222,50 +225,49 @@ def iso_time(unix_seconds: float) -> str:
 
 def _scalars(record: Record) -> Iterator[Scalar]:
     """Every point of a record: one for each axis that its curve is drawn over, none for what was not measured."""
-    steps, samples, tokens = names.VS_STEPS, names.VS_SAMPLES, names.VS_TOKENS
     x_of = {
-        steps: record.step,
-        samples: record.consumed_samples,
-        tokens: record.consumed_tokens,
-        names.VS_GIGAFLOPS: record.consumed_gigaflops,
+        VS_STEPS: record.step,
+        VS_SAMPLES: record.consumed_samples,
+        VS_TOKENS: record.consumed_tokens,
+        VS_GIGAFLOPS: record.consumed_gigaflops,
     }
-    for tag, y, axes in _curves(record, (steps,), (steps, samples, tokens), tuple(x_of)):
+    for tag, y, axes in _curves(record):
         if y is not None:
             yield from ((tag + axis, axis, x_of[axis], float(y)) for axis in axes)
     if isinstance(record, StepRecord):
-        yield names.TAG_STEPS_BY_SAMPLES, samples, record.consumed_samples, float(record.step)
-        yield names.TAG_STEPS_BY_TOKENS, tokens, record.consumed_tokens, float(record.step)
+        yield "steps-vs-samples/y=steps,x=samples", VS_SAMPLES, record.consumed_samples, float(record.step)
+        yield "steps-vs-tokens/y=steps,x=tokens", VS_TOKENS, record.consumed_tokens, float(record.step)
 
 
-def _curves(
-    record: Record, by_step: tuple[str, ...], three: tuple[str, ...], four: tuple[str, ...]
-) -> Iterator[tuple[str, float | None, tuple[str, ...]]]:
-    """Tag, y (None: not measured) and the axes it is drawn over."""
+def _curves(record: Record) -> Iterator[tuple[str, float | None, tuple[str, ...]]]:
+    """Tag, y (None: not measured) and the axes it is drawn over: the tags of requirements 10.2, a public contract."""
+    by_step, three = (VS_STEPS,), (VS_STEPS, VS_SAMPLES, VS_TOKENS)
+    four = (*three, VS_GIGAFLOPS)
     if not isinstance(record, StepRecord):
         for name, loss in record.losses.items():
-            tag = names.validation_loss_tag(record.group, name)
+            tag = f"lm-loss-validation/{record.group}/{name} validation"
             yield tag, loss, four
             yield f"{tag} ppl", perplexity_of(loss), four
         return
-    yield from ((names.training_loss_tag(name), loss, four) for name, loss in record.losses.items())
-    yield from ((names.source_loss_tag(source), loss, by_step) for source, loss in record.source_losses.items())
-    yield names.TAG_LEARNING_RATE, record.lr, three
-    yield names.TAG_BATCH_SIZE, record.global_batch, (names.VS_STEPS, names.VS_SAMPLES)
-    yield names.TAG_GRAD_NORM, record.grad_norm, three
-    yield names.TAG_NUM_ZEROS, record.num_zeros, three
-    yield names.TAG_LOSS_SCALE, record.loss_scale, three
-    yield names.TAG_ITERATION_TIME, record.seconds_per_step, three
-    yield names.TAG_SAMPLES_PER_SECOND, record.samples_per_second, by_step
-    yield names.TAG_TOKENS_PER_SECOND, record.tokens_per_second, by_step
-    yield names.TAG_SAMPLES_PER_REPLICA, record.samples_per_second / record.replicas, by_step
-    yield names.TAG_TOKENS_PER_REPLICA, record.tokens_per_second / record.replicas, by_step
-    yield names.TAG_TFLOPS, record.tflops, by_step
-    yield names.TAG_MFU, record.mfu, by_step
-    yield names.TAG_MEMORY, record.memory_bytes, by_step
-    yield names.TAG_PEAK_MEMORY, record.peak_memory_bytes, by_step
-    yield names.TAG_ENERGY, Energy.from_json(record.energy).measured_joules, by_step
-    yield names.TAG_SAMPLES_BY_STEPS, record.consumed_samples, by_step
-    yield names.TAG_TOKENS_BY_STEPS, record.consumed_tokens, by_step
+    yield from ((f"lm-loss-training/{name}", loss, four) for name, loss in record.losses.items())
+    yield from ((f"lm-loss-training/source/{source}", loss, by_step) for source, loss in record.source_losses.items())
+    yield "learning-rate/learning-rate", record.lr, three
+    yield "batch-size/batch-size", record.global_batch, (VS_STEPS, VS_SAMPLES)
+    yield "grad-norm/grad-norm", record.grad_norm, three
+    yield "num-zeros/num-zeros", record.num_zeros, three
+    yield "loss-scale/loss-scale", record.loss_scale, three
+    yield "iteration-time/iteration-time", record.seconds_per_step, three
+    yield "iteration-time/samples per second", record.samples_per_second, by_step
+    yield "iteration-time/tokens per second", record.tokens_per_second, by_step
+    yield "iteration-time/samples per second per replica", record.samples_per_second / record.replicas, by_step
+    yield "iteration-time/tokens per second per replica", record.tokens_per_second / record.replicas, by_step
+    yield "iteration-time/TFLOPs per gpu (estimated)", record.tflops, by_step
+    yield "iteration-time/MFU", record.mfu, by_step
+    yield "memory/allocated bytes", record.memory_bytes, by_step
+    yield "memory/peak allocated bytes", record.peak_memory_bytes, by_step
+    yield "energy/joules", Energy.from_json(record.energy).measured_joules, by_step
+    yield "steps-vs-samples/y=samples,x=steps", record.consumed_samples, by_step
+    yield "steps-vs-tokens/y=tokens,x=steps", record.consumed_tokens, by_step
 
 
 def _date_back_later_files(folder: Path) -> None:
