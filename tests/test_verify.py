@@ -58,9 +58,10 @@ def test_the_command_passes_and_writes_its_certificate(
     recipe_file: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Command
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("bloomery.verify.certify.PAIR_STEPS", 2)
     sources = {"train": [{"path": "a", "weight": 0.7}, {"path": "b", "weight": 0.3}], "eod_loss": False}
     source = recipe_file(model={"dropout": 0.1}, data=sources)
-    code, out, _ = command("verify", source, "--layouts", "tp2,pp2,zero3-dp2", "--steps", "9", "--pairs")
+    code, out, _ = command("verify", source, "--layouts", "tp2,pp2,zero3-dp2", "--steps", "4", "--pairs")
     assert code == 0, out
     assert "3 of 3 layouts equal one rank" in out
     assert out.count("3 of 3 exact, 3 of 3 go on") == 4
