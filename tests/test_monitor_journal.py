@@ -15,7 +15,7 @@ from bloomery.base.errors import BloomeryError, StorageError
 from bloomery.monitor.console import Console
 from bloomery.monitor.history import read_events, read_metrics
 from bloomery.monitor.journal import Journal
-from bloomery.monitor.sinks import TensorBoardSink
+from bloomery.monitor.sinks import TensorBoard
 from monitor_samples import fill, mounted, step_record, strict_lines, validation_record
 
 
@@ -84,7 +84,7 @@ def test_a_full_disk_is_warned_of_once_and_loses_nothing(tmp_path: Path) -> None
         assert screen.getvalue().count("warning:") == 1
         warning = next(line for line in screen.getvalue().splitlines() if "warning:" in line)
         assert re.search(
-            r"cannot write \S+(metrics.jsonl|main_log.txt): No space left on device \(ENOSPC\). Training goes on; "
+            r"cannot write \S+(metrics.jsonl|main_log.txt): No space left on device \(ENOSPC\). Training continues; "
             r"\d+ records are kept in memory and will be written when there is room\.",
             warning,
         )
@@ -120,7 +120,7 @@ def test_close_on_a_disk_that_stays_full_raises_after_everything_was_closed(tmp_
         path.unlink()
 
 
-def test_a_full_disk_turns_tensorboard_off_with_one_warning(tmp_path: Path) -> None:
+def test_a_full_disk_turns_tensorboard_off_with_one_warning(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "run").mkdir()
     with mounted(tmp_path / "run/tensorboard", "size=64k") as small:
         book, screen = journal(tmp_path / "run", tensorboard=True)
@@ -130,6 +130,7 @@ def test_a_full_disk_turns_tensorboard_off_with_one_warning(tmp_path: Path) -> N
             book.step(step_record(step))
         book.close()
         assert screen.getvalue().count("TensorBoard is off for the rest of this job") == 1
+        assert capfd.readouterr().err == ""  # no traceback of the writer's thread
         (event,) = read_events(tmp_path / "run/events.jsonl")
         assert event["kind"] == "tensorboard_off"
         assert "ENOSPC" in event["reason"]
@@ -137,6 +138,10 @@ def test_a_full_disk_turns_tensorboard_off_with_one_warning(tmp_path: Path) -> N
         (small / "ballast").unlink()
         steps = [step for step, _ in scalars(small)["lm-loss-training/lm loss"]]
         assert steps == list(range(1, len(steps) + 1))  # what is there is whole
+        later, _ = journal(tmp_path / "run", job=2, resume_step=19, tensorboard=True)
+        later.step(step_record(20, job=2))
+        later.close()
+        assert scalars(small)["lm-loss-training/lm loss"][-1] == (20, 2.5)
 
 
 def test_a_missing_tensorboard_package_is_a_clear_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -144,14 +149,14 @@ def test_a_missing_tensorboard_package_is_a_clear_error(tmp_path: Path, monkeypa
     with pytest.raises(
         BloomeryError, match=r"not installed. Run `pip install tensorboard`, or set monitor.tensorboard"
     ):
-        TensorBoardSink(tmp_path)
+        TensorBoard(tmp_path)
 
 
 def test_tensorboard_has_the_tags_of_the_reference(tmp_path: Path) -> None:
-    sink = TensorBoardSink(tmp_path / "tensorboard")
+    sink = TensorBoard(tmp_path / "tensorboard")
     assert not (tmp_path / "tensorboard").exists()  # started by the first record
-    sink.write(step_record(10, loss_scale=1024.0, mfu=0.5, memory_bytes=5, peak_memory_bytes=6))
-    sink.write(validation_record(10))
+    sink.step(step_record(10, loss_scale=1024.0, mfu=0.5, memory_bytes=5, peak_memory_bytes=6))
+    sink.validation(validation_record(10))
     sink.close()
     found = scalars(tmp_path / "tensorboard")
     over_all = [
@@ -180,9 +185,19 @@ def test_tensorboard_has_the_tags_of_the_reference(tmp_path: Path) -> None:
     assert found["lm-loss-training/lm loss vs tokens"] == [(5120, 2.5)]
 
 
+def test_world_size_and_rates_per_replica_are_those_of_the_run(tmp_path: Path) -> None:
+    sink = TensorBoard(tmp_path, world_size=8, recipe_text="name: x")
+    sink.step(step_record(1, replicas=4))
+    sink.close()
+    found = scalars(tmp_path)
+    assert found["iteration-time/world_size"] == [(0, 8.0)]
+    assert found["iteration-time/tokens per second per replica"] == [(1, 512.0)]
+    assert found["iteration-time/tokens per second"] == [(1, 2048.0)]
+
+
 def test_what_is_not_measured_has_no_tag(tmp_path: Path) -> None:
-    sink = TensorBoardSink(tmp_path)
-    sink.write(step_record(1))
+    sink = TensorBoard(tmp_path)
+    sink.step(step_record(1))
     sink.close()
     assert not [tag for tag in scalars(tmp_path) if "loss-scale" in tag or "memory" in tag or "MFU" in tag]
 
@@ -205,16 +220,20 @@ def test_a_resume_hides_rolled_back_steps_in_tensorboard_and_keeps_the_past_on_e
     assert [record.step for record in read_metrics(tmp_path / "metrics.jsonl")] == [1, 2, 3, 4, 4, 5, 6]
 
 
-def test_a_restart_from_nothing_hides_everything_before(tmp_path: Path) -> None:
+@pytest.mark.parametrize("clock_is_ahead", [False, True])
+def test_a_restart_from_nothing_hides_everything_before(tmp_path: Path, clock_is_ahead: bool) -> None:
     for job in (1, 2):
         book, _ = journal(tmp_path, job=job, tensorboard=True)
         for step in range(1, 4 - job):
             book.step(step_record(step, job=job))
         book.close()
+        if job == 1 and clock_is_ahead:  # of the node of the first job
+            (file,) = (tmp_path / "tensorboard").iterdir()
+            file.rename(file.with_name(re.sub(r"(?<=tfevents\.)\d+", "9000000000", file.name)))
     assert [step for step, _ in scalars(tmp_path / "tensorboard")["learning-rate/learning-rate"]] == [1]
 
 
-def test_a_torn_metrics_file_is_mended_and_the_ledger_says_so(tmp_path: Path) -> None:
+def test_a_torn_metrics_file_is_repaired_and_the_ledger_says_so(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"kind": "st')
     book, screen = journal(tmp_path)
     book.step(step_record(1))

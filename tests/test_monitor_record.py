@@ -9,10 +9,12 @@ from pathlib import Path
 
 import pytest
 
+from bloomery.base.energy import Energy
 from bloomery.base.errors import DataError
-from bloomery.monitor.history import read_events, read_metrics, read_starts, scan_metrics
-from bloomery.monitor.megatron_line import iteration_line, validation_box
+from bloomery.monitor import history
+from bloomery.monitor.history import read_events, read_ledger, read_metrics, scan_metrics
 from bloomery.monitor.record import StepRecord, from_json, perplexity_of, strict_json, to_json
+from bloomery.monitor.sinks import iteration_line, validation_box
 from monitor_samples import step_record, strict_lines, validation_record
 
 TR11_LINE = (
@@ -81,7 +83,7 @@ def test_fields_of_a_newer_version_are_ignored_and_missing_ones_named() -> None:
     fields = json.loads(to_json(step_record(1)))
     assert from_json(json.dumps({**fields, "carbon_grams": 3})) == step_record(1)
     del fields["lr"]
-    with pytest.raises(ValueError, match="lr missing"):
+    with pytest.raises(ValueError, match="lr: Field required"):
         from_json(json.dumps(fields))
 
 
@@ -151,11 +153,17 @@ def test_a_sample_of_a_long_file_is_spread_over_it_and_holds_what_still_counts(t
     assert found[-1].step > 1900
 
 
-def test_starts_are_found_in_a_ledger_whose_other_lines_are_not_parsed(tmp_path: Path) -> None:
+def test_starts_and_energy_are_found_in_one_pass_that_parses_no_other_lines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    passes: list[Path] = []
+    scan = history.scan
+    monkeypatch.setattr(history, "scan", lambda path, take: (passes.append(path), scan(path, take)))
     ledger = tmp_path / "events.jsonl"
-    assert read_starts(ledger) == []
-    start = {"kind": "start", "job": 2, "step": 7, "start": "ab"}
+    assert read_ledger(ledger) == ([], [])
+    start = {"kind": "start", "job": 2, "step": 7, "start": "ab", "energy": {"joules": 3.0}}
     ledger.write_text('{"kind": "note", damaged}\n{"kind":"note","of":"start"}\n' + json.dumps(start) + "\n")
-    assert read_starts(ledger) == [(2, 7, "ab")]
+    assert read_ledger(ledger) == read_ledger(ledger) == ([(2, 7, "ab")], [Energy(3.0)])
+    assert passes == [ledger]
     ledger.write_text('{"kind": "start", "job": 2}\n')
-    assert read_starts(ledger) == []
+    assert read_ledger(ledger).starts == []

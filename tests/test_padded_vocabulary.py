@@ -24,7 +24,7 @@ from bloomery.launch.local import run_local_ranks
 from bloomery.model.loss import token_losses
 from bloomery.sizing.check import load_checked_recipe
 from bloomery.sizing.layout import layout_overrides
-from bloomery.verify.synthetic import write_data
+from bloomery.verify.shrink import write_data
 from bloomery.verify.trials import _PRELOAD as PRELOAD
 from checkpoints import change_manifest, tensors_of
 from conftest import Workshop

@@ -167,12 +167,12 @@ def test_the_bytes_are_those_of_a_simulated_rank(
     for stage in stage_memories(recipe, world):
         first_rank = stage.pipeline_ranks[0] * world.world // world.pp
         simulated = simulate_rank(recipe, world, first_rank)
-        known = asdict(simulated.memory)
+        known = asdict(simulated.memory_bytes)
         assert asdict(stage.bytes) == {name: known[name] for name in asdict(stage.bytes)}
         assert (stage.elements.pieces, stage.elements.owned) == (simulated.elements, simulated.owned_elements)
         assert stage.part.num_layers == sum(map(len, simulated.layers))
-        assert (stage.part.has_embedding, stage.part.has_head) == (simulated.has_embedding, simulated.has_head)
-        assert stage.bytes.device <= simulated.memory.peak
+        assert (stage.part.has_embedding, stage.part.has_head) == (simulated.embedding, simulated.head)
+        assert stage.bytes.device <= simulated.memory_bytes.peak
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

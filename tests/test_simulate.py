@@ -13,10 +13,10 @@ import yaml
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.pipelining import ScheduleGPipe
 
+from bloomery.base.losses import LM_LOSS
 from bloomery.checkpoint.saver import Saver
 from bloomery.config.recipe import Recipe
 from bloomery.data.batch import GlobalBatch
-from bloomery.model.loss import LM_LOSS
 from bloomery.parallel.apply import DTYPES, give_memory, make_runner, outline, parallelise
 from bloomery.parallel.gradients import Gradients
 from bloomery.parallel.mesh import alone
@@ -28,10 +28,8 @@ from bloomery.sizing.parameters import count_parameters
 from bloomery.sizing.vocabulary import padded_vocab_size
 from bloomery.train.optimizer import Optimizer
 from bloomery.verify import simulate
-from bloomery.verify.fused import fused_dropout, pretend_accelerator
-from bloomery.verify.in_flight import most_held, passes_of_rank
-from bloomery.verify.memory import MemoryMeter
-from bloomery.verify.simulate import simulate_rank
+from bloomery.verify.fake_device import MemoryMeter, accelerator_kernels, fuse_attention
+from bloomery.verify.simulate import most_held, passes_of_rank, simulate_rank
 
 Command = Callable[..., tuple[int, str, str]]
 
@@ -137,8 +135,8 @@ def test_known_memory_is_what_lives_between_micro_batches(
         return measure(passes, stage, meter)
 
     monkeypatch.setattr(simulate._Passes, "measure", spy)
-    recipe = recipe_of(layout, f"precision={precision}")
-    memory = simulate_rank(recipe, Layout.of(recipe, world_size(recipe)), 0).memory
+    recipe = recipe_of(layout, f"precision={precision}", "model.num_layers=2")
+    memory = simulate_rank(recipe, Layout.of(recipe, world_size(recipe)), 0).memory_bytes
     known = memory.masters + memory.compute_copies + memory.gradients
     # Besides: tokens, slopes and what marks padding, and under ZeRO 2 what a reduction left behind for the next.
     allowed = 2048 + 4 * padded_vocab_size(recipe.model) if recipe.parallel.zero < 2 else memory.masters
@@ -164,8 +162,11 @@ def test_known_memory_is_what_a_real_optimizer_holds(recipe_of: Callable[..., Re
 def test_offloaded_state_is_on_the_host_and_not_on_the_device(
     recipe_of: Callable[..., Recipe], layout: str, precision: str
 ) -> None:
-    recipes = [recipe_of(layout, f"precision={precision}", f"parallel.offload={flag}") for flag in ("false", "true")]
-    here, away = (simulate_rank(recipe, Layout.of(recipe, world_size(recipe)), 0).memory for recipe in recipes)
+    recipes = [
+        recipe_of(layout, "model.num_layers=2", f"precision={precision}", f"parallel.offload={flag}")
+        for flag in ("false", "true")
+    ]
+    here, away = (simulate_rank(recipe, Layout.of(recipe, world_size(recipe)), 0).memory_bytes for recipe in recipes)
     assert (here.host, away.optimizer) == (0, 0)
     assert away.host == 2 * here.masters + here.optimizer  # masters, their gradients while they are applied, moments
     # What is computed with stays: the fp32 weights themselves, where no 16-bit copies stand for them.
@@ -196,25 +197,29 @@ class NumberingMeter(MemoryMeter):
 
 
 @pytest.mark.parametrize(
-    ("layout", "recompute"),
+    ("layout", "recompute", "num_layers"),
     [
-        ("pp3-dp2", "none"),
-        ("pp2-tp2-dp2", "full"),
-        ("pp2-interleaved-dp2", "none"),
-        ("pp2-gpipe", "selective"),
-        ("zero3-dp2", "none"),
+        ("pp3-dp2", "none", 3),
+        ("pp2-tp2-dp2", "full", 2),
+        ("pp2-interleaved-dp2", "none", 5),
+        ("pp2-gpipe", "selective", 2),
+        ("zero3-dp2", "none", 2),
     ],
 )
-def test_the_peak_is_that_of_the_real_schedule(recipe_of: Callable[..., Recipe], layout: str, recompute: str) -> None:
+def test_the_peak_is_that_of_the_real_schedule(
+    recipe_of: Callable[..., Recipe], layout: str, recompute: str, num_layers: int
+) -> None:
     """The very runner that trains, over all micro-batches of a step, in the same fake world."""
-    recipe = recipe_of(layout, f"parallel.recompute={recompute}", "batch.global_batch_size=24")
+    recipe = recipe_of(
+        layout, f"parallel.recompute={recompute}", "batch.global_batch_size=24", f"model.num_layers={num_layers}"
+    )
     world = Layout.of(recipe, world_size(recipe))
-    simulated = simulate_rank(recipe, world, 0).memory
+    simulated = simulate_rank(recipe, world, 0).memory_bytes
     with simulate._fake_world(world, 0) as mesh:
         outlined = outline(recipe, mesh, compile_model=False)
         for model in outlined.stages.values():
-            pretend_accelerator(model)
-        with FakeTensorMode(allow_non_fake_inputs=True), fused_dropout(), NumberingMeter().running() as meter:
+            fuse_attention(model)
+        with FakeTensorMode(allow_non_fake_inputs=True), accelerator_kernels(), NumberingMeter().running() as meter:
             parts = give_memory(outlined, recipe, mesh, device=torch.device("cpu"))
             simulate._compute_in(recipe, parts)
             runner = make_runner(recipe, parts, device=torch.device("cpu"), compile_model=False, num_sources=1)
@@ -227,7 +232,9 @@ def test_the_peak_is_that_of_the_real_schedule(recipe_of: Callable[..., Recipe],
 
 def test_recomputation_keeps_less(recipe_of: Callable[..., Recipe]) -> None:
     kept = {
-        mode: simulate_rank(recipe_of("single", f"parallel.recompute={mode}"), Layout(), 0).memory
+        mode: simulate_rank(
+            recipe_of("single", f"parallel.recompute={mode}", "model.num_layers=2"), Layout(), 0
+        ).memory_bytes
         for mode in ("none", "selective", "full")
     }
     assert kept["none"].kept_per_micro_batch > kept["selective"].kept_per_micro_batch
@@ -284,7 +291,7 @@ def test_a_ramp_may_begin_with_fewer_micro_batches_than_stages(recipe_of: Callab
     world = Layout.of(recipe, 3)
     assert isinstance(_schedule(recipe, world, 0, 2), ScheduleGPipe)
     assert not isinstance(_schedule(recipe, world, 0, 3), ScheduleGPipe)
-    assert simulate_rank(recipe, world, 2).in_flight == 2
+    assert simulate_rank(recipe, world, 2).forward_passes_held == 2
 
 
 # ---------------------------------------------------------------- the command

@@ -9,7 +9,7 @@ from dataclasses import asdict
 from bloomery.base import exit_codes
 from bloomery.base.errors import RecipeError
 from bloomery.base.units import format_count
-from bloomery.cli.recipe_argument import add_recipe_arguments, load
+from bloomery.cli.recipe_argument import add_json, add_recipe_arguments, load
 from bloomery.config.describe import explain, fingerprint
 from bloomery.sizing.parameters import count_parameters
 from bloomery.sizing.plan import TrainingPlan
@@ -18,7 +18,7 @@ from bloomery.sizing.plan import TrainingPlan
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_recipe_arguments(parser)
     parser.add_argument("--explain", action="store_true", help="print every resolved value with where it came from")
-    parser.add_argument("--json", action="store_true", help="print the answer as JSON")
+    add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -36,13 +36,22 @@ COMMANDS = {
     "inspect model": "parameters by group and FLOPs per token of a recipe",
     "train": "the main job; goes on where it stopped",
     "verify": "prove that every layout trains what one rank trains, for a small copy of a recipe",
-    "scale": "efficiency against the number of ranks, by short trainings",
     "generate": "let a checkpoint continue a prompt",
     "export": "a checkpoint to a Hugging Face folder",
     "import hf": "a Hugging Face folder as the beginning of a run",
     "import megatron": "a Megatron command line, launch script and ds_config to a recipe",
     "report": "one HTML page for a run",
 }
+_MODULES = {
+    "inspect model": "inspect_recipe",
+    "inspect schedule": "inspect_recipe",
+    "inspect sample": "inspect_samples",
+    "inspect step": "inspect_samples",
+    "inspect order": "inspect_samples",
+    "export": "hf",
+    "import hf": "hf",
+}
+"""Of commands that share a module, where each has its own `run_<word>`. The others have a module of their name."""
 _AS_IS = ("generate", "inspect sample", "inspect step")
 """Their output is the text of documents or of a model, which nobody changes."""
 
@@ -129,16 +138,17 @@ def _run(arguments: list[str]) -> int:
         remedy = f"did you mean `bloomery {guess[0]}`?" if guess else "see `bloomery --help`."
         print(f"bloomery: there is no command {name!r}; {remedy}", file=sys.stderr)
         return exit_codes.USAGE
-    command = importlib.import_module(f"bloomery.cli.{name.replace(' ', '_')}")
+    command = importlib.import_module(f"bloomery.cli.{_MODULES.get(name, name.replace(' ', '_'))}")
+    own = f"_{name.split()[-1]}" if name in _MODULES else ""
     parser = argparse.ArgumentParser(prog=f"bloomery {name}", description=COMMANDS[name], allow_abbrev=False)
-    command.add_arguments(parser)
+    getattr(command, f"add_arguments{own}")(parser)
     try:
         parse = getattr(command, "parse", argparse.ArgumentParser.parse_intermixed_args)  # its own, if it has one
         args = parse(parser, arguments[words:])
     except SystemExit as answered:  # by argparse: help, or what is wrong with the arguments
         return int(answered.code or exit_codes.OK)
     args.command_line = arguments
-    return int(command.run(args))
+    return int(getattr(command, f"run{own}")(args))
 
 
 def _help(commands: Collection[str]) -> str:

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import json
 import shlex
 from dataclasses import asdict
 from typing import Any
 
-from bloomery.base import exit_codes
 from bloomery.base.errors import RecipeError
 from bloomery.base.units import format_bytes
-from bloomery.cli.recipe_argument import add_recipe_arguments, load
+from bloomery.cli.recipe_argument import add_json, add_recipe_arguments, load, show
 from bloomery.config.recipe import Recipe
 from bloomery.sizing.kept import kept_checkpoints
 from bloomery.sizing.layout import Layout, micro_batches, ranks_per_node, world_size
@@ -38,7 +36,7 @@ _PLACES = {"durable": "in the run folder", "local": "on each node (local)", "upl
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_recipe_arguments(parser)
-    parser.add_argument("--json", action="store_true", help="print the answer as JSON")
+    add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -47,8 +45,7 @@ def run(args: argparse.Namespace) -> int:
         raise RecipeError(problems)
     facts = plan_facts(recipe)
     simulate = shlex.join(["bloomery", "verify", args.recipe, *args.overrides, "--simulate-world", str(facts["world"])])
-    print(json.dumps(facts, indent=2) if args.json else _text(facts, simulate))
-    return exit_codes.OK
+    return show(args, facts, lambda found: _text(found, simulate))
 
 
 def plan_facts(recipe: Recipe) -> dict[str, Any]:

@@ -61,13 +61,14 @@ def run(args: argparse.Namespace) -> int:
 
 def _results(recipe: Recipe, folder: Path) -> str:
     """Measure the run against a model that knows only frequencies, note it in the ledger, and write the report."""
+    from bloomery.base.losses import LM_LOSS
     from bloomery.data.shards import ShardReader
     from bloomery.data.statistics import unigram_entropy
     from bloomery.monitor import names
     from bloomery.monitor.history import read_metrics
     from bloomery.monitor.record import StepRecord
     from bloomery.monitor.report import write_report
-    from bloomery.monitor.sinks import EventLog
+    from bloomery.monitor.sinks import EventFile
 
     assert recipe.data is not None
     with ShardReader(recipe.data.train[0].path) as shard:
@@ -75,11 +76,11 @@ def _results(recipe: Recipe, folder: Path) -> str:
     records = read_metrics(folder / names.METRICS_FILE)
     last = next((each for each in reversed(records) if not isinstance(each, StepRecord)), records[-1])
     kind = "training" if isinstance(last, StepRecord) else "validation"
-    ledger = EventLog(folder / names.EVENTS_FILE, job=last.job)
-    ledger.event("note", last.step, reference_losses={"unigram entropy": entropy})
-    ledger.file.close()
+    ledger = EventFile(folder / names.EVENTS_FILE, job=last.job)
+    ledger.event({"kind": names.Event.NOTE, "step": last.step, "reference_losses": {"unigram entropy": entropy}})
+    ledger.close()
     lines = [
-        f"{kind} loss {last.losses['lm loss']:.3f} nats per token; knowing only how often each token occurs gives "
+        f"{kind} loss {last.losses[LM_LOSS]:.3f} nats per token; knowing only how often each token occurs gives "
         f"{entropy:.3f}",
         _proof(folder),
         f"report: {write_report(folder)}",
@@ -93,7 +94,7 @@ def _stopped_by_hand(folder: Path) -> str | None:
     from bloomery.monitor import names
     from bloomery.monitor.history import read_events
 
-    stops = [event for event in read_events(folder / names.EVENTS_FILE) if event["kind"] == names.EVENT_STOP]
+    stops = [event for event in read_events(folder / names.EVENTS_FILE) if event["kind"] == names.Event.STOP]
     return str(stops[-1]["text"]) if stops and stops[-1]["reason"] in ("signal", "control") else None
 
 

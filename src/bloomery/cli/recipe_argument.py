@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from collections.abc import Callable, Collection
 from typing import Any
 
+from bloomery.base import exit_codes
 from bloomery.sizing.check import CheckedRecipe, load_checked_recipe
 
 
@@ -15,6 +17,16 @@ def add_recipe_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "overrides", metavar="section.field=value", nargs="*", default=[], help="override fields of the recipe"
     )
+
+
+def add_json(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="print the answer as JSON")
+
+
+def show(args: argparse.Namespace, facts: Any, text: Callable[[Any], str]) -> int:
+    """Print the answer of a command, for scripts or for people."""
+    print(json.dumps(facts, indent=2) if args.json else text(facts))
+    return exit_codes.OK
 
 
 def add_change(parser: argparse.ArgumentParser) -> None:
@@ -36,7 +48,7 @@ def load(
     tells: bool = True,
 ) -> CheckedRecipe:
     """The checked recipe. `reads`: the sections this command uses, where it is not all of them; an override of another
-    is told, not refused, so that all commands may share one list of them. `first`: see config/load.py. `tells`: of many
+    is a warning, so that all commands may share one list of them. `first`: see config/load.py. `tells`: of many
     processes only one should."""
     checked = load_checked_recipe(args.recipe, args.overrides, first=first)
     idle = [text for text in args.overrides if reads is not None and _section(text) not in reads]

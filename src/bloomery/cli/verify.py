@@ -1,4 +1,5 @@
-"""`bloomery verify RECIPE`: the certificate that the layout changes nothing but speed."""
+"""`bloomery verify RECIPE`: the certificate that the layout changes nothing but speed.
+With --simulate-world N: one rank of a world that is larger than the machine."""
 
 from __future__ import annotations
 
@@ -11,7 +12,9 @@ from bloomery.base import exit_codes
 from bloomery.base.errors import Problem, RecipeError
 from bloomery.base.storage import write_atomically
 from bloomery.cli.recipe_argument import add_recipe_arguments, load
-from bloomery.cli.verify_simulate import add_simulate_arguments, run_simulation
+from bloomery.config.load import read_recipe
+from bloomery.config.recipe import Recipe
+from bloomery.sizing.layout import world_size
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -21,13 +24,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--pairs", action="store_true", help="each layout also trains on from each other's checkpoint")
     parser.add_argument("--output", type=Path, default=Path("certificate.json"), help="default: certificate.json")
     parser.add_argument("--device", default="cpu", help="cpu (default), cuda, ...: one device for each rank")
-    add_simulate_arguments(parser)
+    parser.add_argument(
+        "--simulate-world", type=int, metavar="N", help="build ranks of a world of N, with nothing real but the code"
+    )
+    parser.add_argument("--rank", type=int, metavar="R", help="of --simulate-world; default: first, middle, last stage")
     parser.add_argument("--json", action="store_true", help="print the certificate as JSON")
 
 
 def run(args: argparse.Namespace) -> int:
     if args.simulate_world is not None or args.rank is not None:
-        return run_simulation(args)
+        return _simulate(args)
     if args.steps < 2:
         rule = "one part is trained before a checkpoint is resharded and one after it"
         raise RecipeError(Problem(f"--steps is {args.steps}", rule, "use at least 2"))
@@ -35,9 +41,8 @@ def run(args: argparse.Namespace) -> int:
     pair_steps = _pair_steps(args)
     from bloomery.base.accelerator import device_count, pick_device
     from bloomery.cli.verify_trials import run_trials
-    from bloomery.verify.certify import certify
+    from bloomery.verify.certify import certify, table
     from bloomery.verify.layouts import choose_layouts
-    from bloomery.verify.table import table
 
     names = [name.strip() for name in args.layouts.split(",")] if args.layouts is not None else None
     device = pick_device(args.device)
@@ -71,3 +76,29 @@ def _pair_steps(args: argparse.Namespace) -> int:
         rule = f"with --pairs, {PAIR_STEPS} steps must follow the checkpoint in the middle"
         raise RecipeError(Problem(f"--steps is {args.steps}", rule, f"use at least {2 * PAIR_STEPS - 1}"))
     return PAIR_STEPS
+
+
+def _simulate(args: argparse.Namespace) -> int:
+    """Instead of everything else that `verify` does: the recipe need only be legal in the simulated world."""
+    from bloomery.verify.simulate import check_world, simulate_world, world_json, world_table
+
+    if args.simulate_world is None:
+        rule = "it names a rank of a simulated world"
+        raise RecipeError(Problem(f"--rank is {args.rank}", rule, "add --simulate-world N"))
+    draft = read_recipe(args.recipe, args.overrides)
+    if draft.recipe is not None:
+        check_world(draft.recipe, args.simulate_world, args.rank)
+        if world_size(draft.recipe) != args.simulate_world:
+            args.overrides += _launched_as(draft.recipe, args.simulate_world)
+    recipe = load(args).recipe
+    world = simulate_world(recipe, args.simulate_world, args.rank)
+    print(json.dumps(world_json(world, recipe), indent=1) if args.json else world_table(world, recipe))
+    return exit_codes.OK
+
+
+def _launched_as(recipe: Recipe, world: int) -> list[str]:
+    """Overrides that give the recipe this many ranks, so that every rule is asked about this very world."""
+    nodes = 1
+    if recipe.launch is not None and recipe.launch.on != "local" and world % recipe.launch.gpus_per_node == 0:
+        nodes = world // recipe.launch.gpus_per_node
+    return [f"launch.nodes={nodes}", f"launch.gpus_per_node={world // nodes}"]

@@ -31,10 +31,20 @@ from bloomery.train.setup import prepared_run
 from bloomery.train.state import TrainState
 from bloomery.train.step import settle, train_step
 from bloomery.train.trace import TraceRequest
-from bloomery.verify.compare import judge_reloaded
+from bloomery.verify.compare import large_norm, plain_losses, report_reloaded
 from bloomery.verify.layouts import SINGLE
-from bloomery.verify.trials import RESULT, Trial, TrialPlan, start_folder, tidy_folder
-from bloomery.verify.truth import large_norm, plain_losses
+from bloomery.verify.trials import (
+    FOLLOWED,
+    RELOADED,
+    RESULT,
+    RUN,
+    TRACE,
+    TRUTH,
+    Trial,
+    TrialPlan,
+    start_folder,
+    tidy_folder,
+)
 
 
 def run_trials(arguments: Sequence[str]) -> int:
@@ -80,13 +90,13 @@ def _run(trial: Trial, device: torch.device, ranks: Ranks) -> bool:
     recipe = load_recipe(trial.recipe).recipe
     assert recipe is not None
     first_rank_does(ranks, lambda: start_folder(trial))
-    trace = TraceRequest(trial.trace, trial.gradient_steps, trial.sample_steps)
-    with prepared_run(recipe, trial.run, device=device, ranks=ranks, quiet=True, trace=trace) as (run, state):
+    trace = TraceRequest(trial.file(TRACE), trial.gradient_steps, trial.sample_steps)
+    with prepared_run(recipe, trial.file(RUN), device=device, ranks=ranks, quiet=True, trace=trace) as (run, state):
         if trial.reload:
             _reload(trial, run, state)
         elif trial.layout == SINGLE:
             truth = {"losses": plain_losses(recipe, run.feed.take(), device), "norm": large_norm(device)}
-            trial.truth.write_text(json.dumps(truth))
+            trial.file(TRUTH).write_text(json.dumps(truth))
             run.feed.seek(state.consumed_samples)
         finished = train(run, state).finished
     first_rank_does(ranks, lambda: tidy_folder(trial))
@@ -107,9 +117,9 @@ def _reload(trial: Trial, run: Run, state: TrainState) -> None:
         found |= {f"{source}/{name}": piece.with_tensor(piece.tensor.clone()) for name, piece in pieces.items()}
         if trial.follow_steps:
             followed[source] = _losses_after(Path(folder), run, trial.follow_steps)
-    saved = save_checkpoint(trial.reloaded, step=0, pieces=found, state={}, recipe_yaml="", ranks=run.ranks)
-    first_rank_does(run.ranks, lambda: judge_reloaded(trial, saved))
-    first_rank_does(run.ranks, lambda: trial.followed.write_text(json.dumps(followed)))
+    saved = save_checkpoint(trial.file(RELOADED), step=0, pieces=found, state={}, recipe_yaml="", ranks=run.ranks)
+    first_rank_does(run.ranks, lambda: report_reloaded(trial, saved))
+    first_rank_does(run.ranks, lambda: trial.file(FOLLOWED).write_text(json.dumps(followed)))
     for name, piece in pieces.items():
         piece.tensor.copy_(before[name])
     run.optimizer.restored()
@@ -120,7 +130,7 @@ def _losses_after(checkpoint: Path, run: Run, steps: int) -> list[tuple[int, str
     """(step, name, loss) of the steps that follow a checkpoint, whose tensors are loaded. The run's own records know
     nothing of them."""
     run.optimizer.restored()
-    state, losses = TrainState.from_json(read_state(checkpoint)), _Losses(run.folder)
+    state, losses = TrainState.from_json(read_state(checkpoint)), _Losses()
     aside = replace(run, journal=losses, meter=IntervalMeter(), trace=None)
     run.feed.seek(state.consumed_samples)
     for _ in range(steps):
@@ -132,8 +142,8 @@ def _losses_after(checkpoint: Path, run: Run, steps: int) -> list[tuple[int, str
 class _Losses(SilentJournal):
     """Keeps what a training would log."""
 
-    def __init__(self, run_folder: Path) -> None:
-        super().__init__(run_folder)
+    def __init__(self) -> None:
+        super().__init__()
         self.found: list[tuple[int, str, float]] = []
 
     def step(self, record: StepRecord) -> None:

@@ -10,6 +10,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from bloomery.base.losses import LM_LOSS
+
 IGNORED_LABEL = -100
 """A label that carries no loss."""
 
@@ -126,7 +128,7 @@ def causal_batch(rows: NDArray[np.int64], packing: Packing | None = None) -> Bat
         if not packing.eod_loss:
             labels = np.where(is_end, IGNORED_LABEL, labels)  # a copy: one row alone shares its memory with the tokens
     inputs = {name: torch.from_numpy(array) for name, array in arrays.items()}
-    return Batch(inputs=inputs, targets={"lm loss": torch.from_numpy(labels)})
+    return Batch(inputs=inputs, targets={LM_LOSS: torch.from_numpy(labels)})
 
 
 def read_batch(

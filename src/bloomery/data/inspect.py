@@ -11,6 +11,7 @@ from typing import Any, cast
 import numpy as np
 
 from bloomery.base.errors import DataError
+from bloomery.base.losses import LM_LOSS
 from bloomery.config.recipe import Recipe, SourceSection
 from bloomery.data.batch import IGNORED_LABEL, Batch, SampleSource
 from bloomery.data.blend import TimelessBlend
@@ -22,7 +23,6 @@ from bloomery.data.stream import Stream
 from bloomery.data.tokenizer import Tokenizer
 from bloomery.data.trace import Trace
 
-LM_LOSS = "lm loss"
 _SAMPLES_AT_A_TIME = 32
 _POSITIONS_AT_A_TIME = 1 << 20
 

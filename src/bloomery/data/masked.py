@@ -14,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 
 from bloomery.base.errors import DataError, Problem
+from bloomery.base.losses import LM_LOSS, SOP_LOSS
 from bloomery.config.recipe import MaskingSection
 from bloomery.data.batch import IGNORED_LABEL, Batch
 from bloomery.data.causal import check_ids
@@ -117,7 +118,7 @@ class MaskedSource:
         inputs = {"tokens": tokens, "token_types": token_types, "attention_mask": attention_mask}
         return Batch(
             inputs={name: torch.from_numpy(array) for name, array in inputs.items()},
-            targets={"lm loss": torch.from_numpy(labels), "sop loss": torch.from_numpy(exchanged)},
+            targets={LM_LOSS: torch.from_numpy(labels), SOP_LOSS: torch.from_numpy(exchanged)},
         )
 
     def trace(self, ordinal: int) -> Trace:

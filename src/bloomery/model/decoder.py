@@ -28,8 +28,6 @@ class Decoder(nn.Module):
     final_norm: nn.Module | None
     head: nn.Linear | None
     slopes: Tensor | None
-    pretended_device: str | None = None
-    """A type of device to choose kernels for, where a machine is only simulated."""
 
     def __init__(self, config: ModelSection, architecture: Architecture) -> None:
         super().__init__()
@@ -91,7 +89,7 @@ class Decoder(nn.Module):
                 positions = torch.arange(seq_length, device=x.device)
             rotary = rotary_table(positions, head_dim=head_dim, theta=config.rope_theta)
         kernel = choose_kernel(
-            self.pretended_device or x.device.type,
+            x.device.type,
             alibi=self.slopes is not None,
             documents=document_ids is not None,
             dropout=config.dropout if self.training else 0.0,

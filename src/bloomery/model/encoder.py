@@ -24,8 +24,6 @@ class Encoder(nn.Module):
     head: MaskedHead | None
     pooler: Pooler | None
     order_head: nn.Linear | None
-    pretended_device: str | None = None
-    """A type of device to choose kernels for, where a machine is only simulated."""
 
     def __init__(self, config: ModelSection, architecture: Architecture) -> None:
         super().__init__()
@@ -55,7 +53,7 @@ class Encoder(nn.Module):
         x = tokens if self.embed is None else self.embed(tokens, places, token_types)
         seq_length = x.shape[1] if places is None else len(places)
         kernel = choose_kernel(
-            self.pretended_device or x.device.type,
+            x.device.type,
             alibi=False,
             documents=attention_mask is not None,
             dropout=self.config.dropout if self.training else 0.0,

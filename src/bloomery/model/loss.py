@@ -11,14 +11,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from bloomery.base.losses import LM_LOSS, SOP_LOSS
 from bloomery.config.recipe import ModelSection
 from bloomery.sizing.vocabulary import padded_vocab_size, softmax_size
 
 IGNORE = -100
 """The label of a position that has no loss."""
-
-LM_LOSS = "lm loss"
-SOP_LOSS = "sop loss"
 
 
 def padding_of(model: ModelSection, device: torch.device) -> Tensor | None:

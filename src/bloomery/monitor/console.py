@@ -6,18 +6,20 @@ import math
 import os
 import sys
 import time
-from typing import TextIO
+from typing import Any, TextIO
 
 from rich.console import Console as RichConsole
-from rich.progress import BarColumn, Progress, TaskID, TextColumn
+from rich.progress import BarColumn, Progress, TextColumn
+from rich.table import Column
 from rich.text import Text
 
+from bloomery.base.losses import LM_LOSS
 from bloomery.base.units import format_count, format_seconds
-from bloomery.monitor import names
 from bloomery.monitor.record import StepRecord, ValidationRecord
+from bloomery.monitor.sinks import Sink
 
 
-class Console:
+class Console(Sink):
     """Writes to `file` (standard output by default). `quiet` leaves warnings only."""
 
     def __init__(self, train_steps: int, quiet: bool = False, *, file: TextIO | None = None) -> None:
@@ -27,7 +29,6 @@ class Console:
         self._started = time.monotonic()
         self._rich: RichConsole | None = None
         self._progress: Progress | None = None
-        self._bar: TaskID | None = None
         is_terminal = self._file is not None and self._file.isatty()
         if is_terminal and os.environ.get("TERM", "dumb") != "dumb":
             self._rich = RichConsole(file=self._file, force_terminal=True, highlight=False)
@@ -79,33 +80,25 @@ class Console:
         if self._rich is None or self._file is None:
             return
         elapsed = format_seconds(time.monotonic() - self._started)
+        fields: dict[str, Any] = {"completed": record.step, "status": f"{_status(record)} · {elapsed} elapsed"}
         done = f"{record.step}/{self.train_steps}"
-        bar_width = 16 if self._rich.width >= 120 else 8
-        # Cut here: left to itself, rich gives up the bar and the step before the end of this text.
-        room = max(8, self._rich.width - len(done) - bar_width - 3)
-        status = f"{_status(record)} · {elapsed} elapsed"
-        status = status if len(status) <= room else status[: room - 1] + "…"
         try:
             if self._progress is None:
-                self._progress = _progress(self._rich, bar_width=bar_width)
-                self._bar = self._progress.add_task(done, total=self.train_steps, completed=record.step, status=status)
+                # No refresh thread: the bar moves when a step is logged, and a calm terminal can be copied from.
+                self._progress = Progress(
+                    TextColumn("{task.description}", markup=False, table_column=Column(no_wrap=True)),
+                    BarColumn(16 if self._rich.width >= 120 else 8),
+                    TextColumn("{task.fields[status]}", markup=False, table_column=Column(ratio=1, no_wrap=True)),
+                    console=self._rich,
+                    auto_refresh=False,
+                    expand=True,
+                )
+                self._progress.add_task(done, total=self.train_steps, **fields)
                 self._progress.start()
-            assert self._bar is not None
-            self._progress.update(self._bar, completed=record.step, description=done, status=status)
+            self._progress.update(self._progress.task_ids[0], description=done, **fields)
             self._progress.refresh()
         except (OSError, ValueError):
             self._file = None
-
-
-def _progress(console: RichConsole, *, bar_width: int) -> Progress:
-    """No refresh thread: the bar moves when a step is logged, and a calm terminal can be copied from."""
-    return Progress(
-        TextColumn("{task.description}", markup=False),
-        BarColumn(bar_width),
-        TextColumn("{task.fields[status]}", markup=False),
-        console=console,
-        auto_refresh=False,
-    )
 
 
 def _step_line(record: StepRecord) -> str:
@@ -121,7 +114,7 @@ def _step_line(record: StepRecord) -> str:
 
 def _status(record: StepRecord) -> str:
     """The most important first: a narrow terminal cuts the end."""
-    main = record.losses.get(names.MAIN_LOSS, next(iter(record.losses.values()), math.nan))
+    main = record.losses.get(LM_LOSS, next(iter(record.losses.values()), math.nan))
     return (
         f"ETA {_eta(record)} · loss {_loss(main)} · {format_count(record.tokens_per_second)} tok/s"
         f" · MFU {_mfu(record)} · {_number(record.tflops)} TFLOP/s · lr {record.lr:.3g}"

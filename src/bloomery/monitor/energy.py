@@ -6,9 +6,7 @@ import contextlib
 import json
 import os
 import socket
-import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 from bloomery.base.energy import Energy, Sensor
@@ -16,64 +14,40 @@ from bloomery.base.errors import DataError
 from bloomery.base.ranks import Ranks
 from bloomery.base.storage import open_plain
 from bloomery.monitor import names
-from bloomery.monitor.history import event_of, scan
+from bloomery.monitor.history import read_ledger
 
 _FRESH_SECONDS = 1.0
 """A reading that is younger is used again: sensors are not faster, and steps may be."""
-_WAKE_SECONDS = 30.0
-"""How often a sensor is read when nobody asks: a RAPL counter comes round after some minutes."""
 _TAIL_BYTES = 2**20
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 class EnergyMeter:
-    """What this rank has spent in this job. Read by a thread too, so that no counter comes round unseen."""
+    """What this rank has spent in this job. Asked at every step, and so before a counter comes round."""
 
     def __init__(self, sensor: Sensor | None = None, *, covers: int = 1) -> None:
         """`covers`: how many ranks the sensor counts for."""
         self.before = Energy()
         """What earlier jobs of the run have spent, on all ranks; set once that is known."""
         self._sensor, self._covers = sensor, covers
-        self._lock = threading.Lock()
         self._started = self._read_at = time.monotonic()
         self._first = self._last = self._read()
 
     def own(self, *, fresh: bool = False) -> Energy:
         """This rank's part of this job so far. Cheap enough for every step: sensors are asked once a second."""
-        with self._lock:
-            now = time.monotonic()
-            if fresh or now - self._read_at >= _FRESH_SECONDS:
-                found = self._read()
-                if found is not None:
-                    self._last, self._read_at = found, now
-            device_seconds = now - self._started
-            if self._first is None or self._last is None:
-                return Energy(device_seconds=device_seconds)
-            measured_seconds = self._covers * (self._read_at - self._started)
-            return Energy(self._last - self._first, measured_seconds, device_seconds)
-
-    @contextlib.contextmanager
-    def watching(self) -> Iterator[None]:
-        """Read the sensor now and then, whatever the training does."""
-        done = threading.Event()
-
-        def watch() -> None:
-            while not done.wait(_WAKE_SECONDS):
-                self.own(fresh=True)
-
-        if self._sensor is None:
-            yield
-            return
-        thread = threading.Thread(target=watch, name="bloomery-energy", daemon=True)
-        thread.start()
-        try:
-            yield
-        finally:
-            done.set()
-            thread.join()
+        now = time.monotonic()
+        if fresh or now - self._read_at >= _FRESH_SECONDS:
+            found = self._read()
+            if found is not None:
+                self._last, self._read_at = found, now
+        device_seconds = now - self._started
+        if self._first is None or self._last is None:
+            return Energy(device_seconds=device_seconds)
+        measured_seconds = self._covers * (self._read_at - self._started)
+        return Energy(self._last - self._first, measured_seconds, device_seconds)
 
     def _read(self) -> float | None:
-        """None where there is no sensor, or one that has stopped to answer: what it counted until then stays."""
+        """None where there is no sensor, or one that no longer answers: what it counted until then stays."""
         if self._sensor is None:
             return None
         try:
@@ -88,9 +62,9 @@ def start_meter(sensor: Sensor | str, ranks: Ranks) -> tuple[EnergyMeter, str]:
 
     Collective. `sensor`: of this rank's device, or why it has none."""
     name, is_shared = (sensor, False) if isinstance(sensor, str) else (sensor.name, sensor.shared)
-    told = ranks.gather((_machine(), name))
-    here = [rank for rank, (machine, _) in enumerate(told) if machine == told[ranks.rank][0]]
-    words = "; ".join(dict.fromkeys(name for _, name in told))
+    found = ranks.gather((_machine(), name))
+    here = [rank for rank, (machine, _) in enumerate(found) if machine == found[ranks.rank][0]]
+    words = "; ".join(dict.fromkeys(name for _, name in found))
     if isinstance(sensor, str) or (is_shared and ranks.rank != here[0]):
         return EnergyMeter(), words
     return EnergyMeter(sensor, covers=len(here) if is_shared else 1), words
@@ -99,15 +73,9 @@ def start_meter(sensor: Sensor | str, ranks: Ranks) -> tuple[EnergyMeter, str]:
 def spent_before(run_folder: Path, saved: Energy) -> Energy:
     """What earlier jobs of a run have spent: all sums only grow, so the largest one that was written down anywhere.
     `saved`: what its checkpoint says, which may have come from another machine."""
-    found = [saved]
-
-    def take(line: bytes) -> None:
-        if b'"energy"' in line:  # others need not be parsed
-            found.append(Energy.from_json(event_of(line).get(names.FACT_ENERGY)))
-
+    found = [saved, *_logged(run_folder / names.METRICS_FILE)]
     with contextlib.suppress(DataError):
-        scan(run_folder / names.EVENTS_FILE, take)
-    found += _logged(run_folder / names.METRICS_FILE)
+        found += read_ledger(run_folder / names.EVENTS_FILE).energy
     return max(found, key=lambda energy: energy.device_seconds)
 
 

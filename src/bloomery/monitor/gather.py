@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from bloomery.base.energy import Energy
 from bloomery.base.errors import DataError, Problem
 from bloomery.monitor import names
-from bloomery.monitor.chart import Curve
+from bloomery.monitor.charts import Curve
 from bloomery.monitor.history import event_of, last_valid_steps, scan
 from bloomery.monitor.record import Record, StepRecord, ValidationRecord, from_json
 
@@ -133,12 +133,12 @@ class Gathered:
         if is_number(event.get("time")):
             self._at(event["time"])
         self.energy = max(self.energy, Energy.from_json(event.get(names.FACT_ENERGY)), key=_device_seconds)
-        told = (names.FACT_PARAMETERS, names.FACT_RECIPE, names.FACT_ENERGY_SENSOR)
-        self.facts |= {name: event[name] for name in told if event.get(name) is not None}
+        shown = (names.FACT_PARAMETERS, names.FACT_RECIPE, names.FACT_ENERGY_SENSOR)
+        self.facts |= {name: event[name] for name in shown if event.get(name) is not None}
         losses = event.get(names.FACT_REFERENCE_LOSSES)
         if isinstance(losses, dict):
             self.references |= {name: float(value) for name, value in losses.items() if is_number(value)}
-        if event["kind"] in (names.EVENT_START, names.EVENT_STOP):
+        if event["kind"] in (names.Event.START, names.Event.STOP):
             self.last_word = event
 
     def _at(self, *times: float) -> None:

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import orjson
 
+from bloomery.base.energy import Energy
 from bloomery.base.errors import DataError, Problem
 from bloomery.monitor import names
 from bloomery.monitor.record import Record, ValidationRecord, from_json
@@ -24,6 +26,13 @@ class Start(NamedTuple):
     step: int
     """That the job continued from."""
     token: str
+
+
+class Ledger(NamedTuple):
+    starts: list[Start]
+    """Of all jobs so far, oldest first."""
+    energy: list[Energy]
+    """What the run had spent, wherever that was recorded."""
 
 
 def read_metrics(path: Path) -> list[Record]:
@@ -45,18 +54,18 @@ def scan_metrics(path: Path, take: Callable[[Record], object], *, skipped_bytes:
     `skipped_bytes`: after each record, for a sample of them."""
     last_valid = last_valid_steps(path)
 
-    def judge(line: bytes) -> None:
+    def check(line: bytes) -> None:
         record = from_json(line)
         if record.step <= last_valid.get(record.job, record.step):
             take(record)
 
-    scan(path, judge, skipped_bytes=skipped_bytes)
+    scan(path, check, skipped_bytes=skipped_bytes)
 
 
 def last_valid_steps(metrics: Path) -> dict[int, float]:
     """By job: up to which step its records count, which is where the earliest of all newer jobs began. That is in the
     ledger beside the metrics; without one a job is taken to begin just before its first record."""
-    began_after = {start.job: start.step for start in read_starts(metrics.with_name(names.EVENTS_FILE))}
+    began_after = {start.job: start.step for start in read_ledger(metrics.with_name(names.EVENTS_FILE)).starts}
     mark = b""
 
     def look(line: bytes) -> None:
@@ -83,18 +92,31 @@ def read_events(path: Path) -> list[dict[str, Any]]:
     return events
 
 
-def read_starts(ledger: Path) -> list[Start]:
-    """Of all jobs so far, oldest first; none where there is no ledger. Other lines are not even parsed."""
-    starts: list[Start] = []
+def read_ledger(path: Path) -> Ledger:
+    """What a start needs to know of all jobs before it; empty where there is no ledger. Lines without any of it are not
+    even parsed, and a file that has not changed since is not read twice."""
+    try:
+        found = path.stat()
+    except OSError:
+        return Ledger([], [])
+    return _read_ledger(path, (found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns))
+
+
+@lru_cache(maxsize=1)
+def _read_ledger(path: Path, version: tuple[int, ...]) -> Ledger:
+    ledger = Ledger([], [])
 
     def take(line: bytes) -> None:
-        event = event_of(line) if b'"start"' in line else {}
-        if event.get("kind") == names.EVENT_START and type(event.get("job")) is type(event.get("step")) is int:
-            starts.append(Start(event["job"], event["step"], str(event.get("start", ""))))
+        if b'"start"' not in line and b'"energy"' not in line:
+            return
+        event = event_of(line)
+        if names.FACT_ENERGY in event:
+            ledger.energy.append(Energy.from_json(event[names.FACT_ENERGY]))
+        if event["kind"] == names.Event.START and type(event.get("job")) is type(event.get("step")) is int:
+            ledger.starts.append(Start(event["job"], event["step"], str(event.get("start", ""))))
 
-    if ledger.is_file():
-        scan(ledger, take)
-    return starts
+    scan(path, take)
+    return ledger
 
 
 def event_of(line: bytes) -> dict[str, Any]:

@@ -1,26 +1,25 @@
-"""The one place a run speaks through: it keeps every sink in step, and keeps quiet trouble from becoming loss."""
+"""Everything that a run reports goes through its journal, which feeds all sinks and keeps their trouble from it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from bloomery.base.errors import DataError, Problem, StorageError
-from bloomery.base.storage import AppendFile, own_folder, reason
+from bloomery.base.storage import AppendFile, reason
 from bloomery.monitor import names
 from bloomery.monitor.console import Console
 from bloomery.monitor.history import scan_metrics
-from bloomery.monitor.megatron_line import iteration_line, validation_box
 from bloomery.monitor.record import Record, StepRecord, ValidationRecord
-from bloomery.monitor.sinks import EventLog, JsonlSink, TensorBoardSink, TextLog
+from bloomery.monitor.sinks import EventFile, MetricsFile, Sink, TensorBoard, TextLog
 
 _REPLAYED_WHOLE = 2**23
 """Of metrics beyond so many bytes only some records are drawn again in TensorBoard, which shows few of them."""
 
 
 class Journal:
-    """One process of a run has one. The run folder must exist; see base.storage.make_run_folder."""
+    """Rank 0 of a run has one; the others have a SilentJournal. The run folder must exist."""
 
     def __init__(
         self,
@@ -32,50 +31,58 @@ class Journal:
         resume_step: int,
         console: Console | None = None,
         recipe_text: str = "",
+        world_size: int = 1,
     ) -> None:
         """`resume_step`: the step this job continues from; what an older job logged beyond it no longer counts."""
-        self.run_folder = run_folder
-        self._recipe_text = recipe_text
-        self.console = console or Console(train_steps)
         self._step = resume_step
         self._in_trouble = False
-        self._closed = False
-        text_log_path = run_folder / names.TEXT_LOG_FILE
-        own_folder(text_log_path.parent)
-        self._metrics = JsonlSink(run_folder / names.METRICS_FILE)
-        self._events = EventLog(run_folder / names.EVENTS_FILE, job=job)
-        self._text = TextLog(text_log_path)
-        self._files: tuple[AppendFile, ...] = (self._metrics.file, self._events.file, self._text.file)
-        self._tensorboard = self._start_tensorboard(resume_step) if tensorboard else None
+        self._sinks: list[Sink] = [
+            MetricsFile(run_folder / names.METRICS_FILE),
+            EventFile(run_folder / names.EVENTS_FILE, job=job),
+            TextLog(run_folder / names.TEXT_LOG_FILE),
+            console or Console(train_steps),
+        ]
+        if tensorboard:
+            view = TensorBoard(
+                run_folder / names.TENSORBOARD_FOLDER,
+                resume_step=resume_step,
+                history=self._history(run_folder / names.METRICS_FILE) if resume_step > 0 else (),
+                recipe_text=recipe_text,
+                world_size=world_size,
+            )
+            self._sinks.insert(0, view)
         for file in self._files:
             if file.repaired:
                 self.notice(file.repaired)
-                self.event(names.EVENT_REPAIRED, resume_step, what=file.repaired)
+                self.event(names.Event.REPAIRED, resume_step, what=file.repaired)
 
     def step(self, record: StepRecord) -> None:
-        self._record(record, [iteration_line(record)])
-        self.console.step(record)
-        self._watch_storage()
+        self._step = record.step
+        for sink in self._sinks:
+            sink.step(record)
+        self._watch_sinks()
 
     def validation(self, record: ValidationRecord) -> None:
-        self._record(record, validation_box(record))
-        self.console.validation(record)
-        self._watch_storage()
+        self._step = record.step
+        for sink in self._sinks:
+            sink.validation(record)
+        self._watch_sinks()
 
-    def event(self, kind: str, step: int, **facts: Any) -> None:
-        """For the ledger only; people are told by notice or warning."""
-        self._events.event(kind, step, **facts)
-        self._watch_storage()
+    def event(self, kind: names.Event, step: int, **facts: Any) -> None:
+        """For events.jsonl only; people read a notice or a warning."""
+        for sink in self._sinks:
+            sink.event({"kind": kind, "step": step, **facts})
+        self._watch_sinks()
 
     def notice(self, text: str) -> None:
-        self._text.remark(text)
-        self.console.notice(text)
-        self._watch_storage()
+        for sink in self._sinks:
+            sink.notice(text)
+        self._watch_sinks()
 
     def warning(self, text: str) -> None:
-        self._text.remark(f"warning: {text}")
-        self.console.warning(text)
-        self._watch_storage()
+        for sink in self._sinks:
+            sink.warning(text)
+        self._watch_sinks()
 
     def silent_when(self, taken_over: Callable[[], bool]) -> None:
         """Nothing more goes into the files when a newer start has taken the run over: they are its own."""
@@ -86,91 +93,68 @@ class Journal:
         """Bring everything to the disk if that is possible now; call it before promising a checkpoint."""
         for file in self._files:
             file.flush()
-        self._watch_storage()
+        self._watch_sinks()
 
     def close(self) -> None:
         """StorageError, after everything was closed, if lines could still not be written."""
-        if self._closed:
-            return
-        self._closed = True
-        if self._tensorboard is not None:
-            self._tensorboard.close()
         problems: list[Problem] = []
-        for file in self._files:
+        while self._sinks:
             try:
-                file.close()
+                self._sinks.pop(0).close()
             except StorageError as error:
                 problems += error.problems
-        self.console.close()
         if problems:
             raise StorageError(problems)
 
-    def _record(self, record: Record, text_lines: list[str]) -> None:
-        self._step = record.step
-        self._metrics.write(record)
-        for line in text_lines:
-            self._text.line(line)
-        if self._tensorboard is not None and not self._tensorboard.write(record):
-            folder, why = self._tensorboard.folder, self._tensorboard.failure
-            self._tensorboard = None
-            self.event(names.EVENT_TENSORBOARD_OFF, record.step, reason=why)
-            self.warning(
-                f"TensorBoard is off for the rest of this job: cannot write {folder}: {why}. "
-                f"Training goes on; {names.METRICS_FILE} has every number."
-            )
+    @property
+    def _files(self) -> Sequence[AppendFile]:
+        return [sink.file for sink in self._sinks if sink.file is not None]
 
-    def _start_tensorboard(self, resume_step: int) -> TensorBoardSink:
+    def _history(self, metrics: Path) -> list[Record]:
+        """Of the steps that still count, for the curves of TensorBoard over samples and tokens."""
         history: list[Record] = []
-        if resume_step > 0:
-            try:
-                path = self._metrics.file.path
-                scan_metrics(path, history.append, skipped_bytes=max(0, path.stat().st_size - _REPLAYED_WHOLE) // 1000)
-            except DataError as error:
-                self.warning(f"the past of TensorBoard curves over samples and tokens is not drawn again: {error}")
-        folder = self.run_folder / names.TENSORBOARD_FOLDER
-        return TensorBoardSink(folder, resume_step=resume_step, history=history, recipe_text=self._recipe_text)
+        try:
+            beyond = max(0, metrics.stat().st_size - _REPLAYED_WHOLE)
+            scan_metrics(metrics, history.append, skipped_bytes=beyond // 1000)
+        except DataError as error:
+            self.warning(f"TensorBoard curves over samples and tokens begin at this job: {error}")
+        return history
 
-    def _watch_storage(self) -> None:
+    def _watch_sinks(self) -> None:
         """One warning when writing starts to fail, one notice when it works again."""
+        view = self._sinks[0] if self._sinks else None
+        if isinstance(view, TensorBoard) and view.failure:
+            del self._sinks[0]
+            self.event(names.Event.TENSORBOARD_OFF, self._step, reason=view.failure)
+            self.warning(
+                f"TensorBoard is off for the rest of this job: cannot write {view.folder}: {view.failure}. "
+                f"Training continues; {names.METRICS_FILE} has every number."
+            )
+        files = self._files
         if self._in_trouble:
-            for file in self._files:
+            for file in files:
                 file.flush()
-        failing = [file for file in self._files if file.pending_lines]
+        failing = [file for file in files if file.pending_lines]
         if bool(failing) == self._in_trouble:
             return
         self._in_trouble = bool(failing)
         if failing:
             first = failing[0]
             why = reason(first.last_error)
-            self.event(names.EVENT_STORAGE_TROUBLE, self._step, file=str(first.path), reason=why)
-            kept = sum(file.pending_lines for file in self._files)
+            self.event(names.Event.STORAGE_TROUBLE, self._step, file=str(first.path), reason=why)
+            kept = sum(file.pending_lines for file in files)
             self.warning(
-                f"cannot write {first.path}: {why}. Training goes on; {kept} records are kept in memory "
+                f"cannot write {first.path}: {why}. Training continues; {kept} records are kept in memory "
                 f"and will be written when there is room."
             )
         else:
-            self.event(names.EVENT_STORAGE_RECOVERED, self._step)
+            self.event(names.Event.STORAGE_RECOVERED, self._step)
             self.notice("the run folder can be written again; every kept record is in its file")
 
 
 class SilentJournal(Journal):
-    """Of a rank that leaves the telling to rank 0."""
+    """Of a rank that leaves reporting to rank 0."""
 
-    def __init__(self, run_folder: Path) -> None:
-        self.run_folder = run_folder
-
-    def step(self, record: StepRecord) -> None: ...
-
-    def validation(self, record: ValidationRecord) -> None: ...
-
-    def event(self, kind: str, step: int, **facts: Any) -> None: ...
-
-    def notice(self, text: str) -> None: ...
-
-    def warning(self, text: str) -> None: ...
-
-    def silent_when(self, taken_over: Callable[[], bool]) -> None: ...
-
-    def flush(self) -> None: ...
-
-    def close(self) -> None: ...
+    def __init__(self) -> None:
+        self._sinks = []
+        self._step, self._in_trouble = 0, False

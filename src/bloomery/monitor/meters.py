@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 
@@ -27,34 +27,39 @@ class Interval:
     samples_per_second: float
 
 
+@dataclass
+class _Sums:
+    """Of the interval so far, as a checkpoint keeps them."""
+
+    losses: dict[str, float] = field(default_factory=dict)
+    sources: dict[str, tuple[float, int]] = field(default_factory=dict)
+    """(sum, tokens)"""
+    steps: int = 0
+    samples: int = 0
+    skipped: int = 0
+    nan: int = 0
+
+
 class IntervalMeter:
-    """Fed once per settled step."""
+    """Fed once per finished step."""
 
     def __init__(self, partial: Mapping[str, Any] | None = None) -> None:
         """`partial`: what a checkpoint kept of an interval that a stop cut in two; it may raise if it is not."""
         self._started = self._last_step_at = time.monotonic()
-        self._losses: dict[str, float] = {}
-        self._sources: dict[str, tuple[float, int]] = {}
+        self._sums = _Sums()
+        self._grad_norm = 0.0
         self._num_zeros: float | None = None
-        self._clear()
         if partial:
-            self._losses = {name: float(total) for name, total in partial["losses"].items()}
-            self._sources = {name: (float(total), int(n)) for name, (total, n) in partial["sources"].items()}
-            self._steps, self._samples = int(partial["steps"]), int(partial["samples"])
-            self._skipped, self._nan = int(partial["skipped"]), int(partial["nan"])
+            self._sums = _Sums(
+                {name: float(total) for name, total in partial["losses"].items()},
+                {name: (float(total), int(tokens)) for name, (total, tokens) in partial["sources"].items()},
+                *(int(partial[name]) for name in ("steps", "samples", "skipped", "nan")),
+            )
             self._started -= float(partial["seconds"])
 
     def partial(self) -> dict[str, Any]:
         """The interval so far, for a checkpoint: a resumed run then logs the same averages as an unbroken one."""
-        return {
-            "losses": dict(self._losses),
-            "sources": dict(self._sources),
-            "steps": self._steps,
-            "samples": self._samples,
-            "skipped": self._skipped,
-            "nan": self._nan,
-            "seconds": time.monotonic() - self._started,
-        }
+        return {**asdict(self._sums), "seconds": time.monotonic() - self._started}
 
     def add(
         self,
@@ -68,42 +73,39 @@ class IntervalMeter:
         source_losses: Mapping[str, tuple[float, int]],
     ) -> float:
         """Count one step; returns the seconds since the one before. `source_losses`: (sum, tokens) per source."""
-        now = time.monotonic()
+        now, sums = time.monotonic(), self._sums
         seconds, self._last_step_at = now - self._last_step_at, now
         for name, value in losses.items():
-            self._losses[name] = self._losses.get(name, 0.0) + value
+            sums.losses[name] = sums.losses.get(name, 0.0) + value
         for source, (total, tokens) in source_losses.items():
-            before, tokens_before = self._sources.get(source, (0.0, 0))
-            self._sources[source] = (before + total, tokens_before + tokens)
+            before, tokens_before = sums.sources.get(source, (0.0, 0))
+            sums.sources[source] = (before + total, tokens_before + tokens)
         self._grad_norm, self._num_zeros = grad_norm, num_zeros
-        self._steps += 1
-        self._samples += samples
-        self._skipped += skipped
-        self._nan += nan
+        sums.steps += 1
+        sums.samples += samples
+        sums.skipped += skipped
+        sums.nan += nan
         return seconds
 
     def take(self) -> Interval:
-        """The averages so far, and begin anew."""
-        now = time.monotonic()
-        seconds = max(now - self._started, 1e-9)
+        """The averages so far; the next interval begins."""
+        sums, seconds = self._sums, max(time.monotonic() - self._started, 1e-9)
         interval = Interval(
-            losses={name: total / self._steps for name, total in self._losses.items()},
-            source_losses={name: total / tokens for name, (total, tokens) in self._sources.items() if tokens},
+            losses={name: total / sums.steps for name, total in sums.losses.items()},
+            source_losses={name: total / tokens for name, (total, tokens) in sums.sources.items() if tokens},
             grad_norm=self._grad_norm,
             num_zeros=self._num_zeros,
-            skipped_steps=self._skipped,
-            nan_steps=self._nan,
-            seconds_per_step=seconds / self._steps,
-            samples_per_second=self._samples / seconds,
+            skipped_steps=sums.skipped,
+            nan_steps=sums.nan,
+            seconds_per_step=seconds / sums.steps,
+            samples_per_second=sums.samples / seconds,
         )
-        self._started = now
-        self._clear()
+        self.drop()
         return interval
 
     def drop(self) -> None:
         """Forget the interval so far: its steps were given up."""
-        self._started = time.monotonic()
-        self._clear()
+        self._started, self._sums = time.monotonic(), _Sums()
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -115,10 +117,3 @@ class IntervalMeter:
             away = time.monotonic() - began
             self._started += away
             self._last_step_at += away
-
-    def _clear(self) -> None:
-        self._losses = {}
-        self._sources = {}
-        self._grad_norm = 0.0
-        self._num_zeros = None
-        self._steps = self._samples = self._skipped = self._nan = 0

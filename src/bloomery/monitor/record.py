@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import orjson
+from pydantic import TypeAdapter, ValidationError
 
 from bloomery.monitor import names
 
@@ -93,11 +94,20 @@ def from_json(line: str | bytes) -> Record:
     """ValueError if the line is not a whole record. Fields of a newer version are ignored."""
     fields = orjson.loads(line)
     kind = fields.get("kind") if isinstance(fields, dict) else None
-    if kind == names.KIND_STEP:
-        return StepRecord(**_typed_fields(StepRecord, fields))
-    if kind == names.KIND_VALIDATION:
-        return ValidationRecord(**_typed_fields(ValidationRecord, fields))
-    raise ValueError(f"not a metrics record: kind is {kind!r}")
+    if kind not in _READERS:
+        raise ValueError(f"not a metrics record: kind is {kind!r}")
+    try:
+        return _READERS[kind].validate_python(fields)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        raise ValueError(f"{'.'.join(map(str, first['loc']))}: {first['msg']}") from None
+
+
+_READERS: dict[str, TypeAdapter[Record]] = {
+    names.KIND_STEP: TypeAdapter(StepRecord),
+    names.KIND_VALIDATION: TypeAdapter(ValidationRecord),
+}
+"""By kind. They read what `strict_json` writes for NaN and infinities."""
 
 
 def strict_json(value: Any, *, indent: int | None = None) -> str:
@@ -117,34 +127,3 @@ def _without_special_floats(value: Any) -> Any:
     if hasattr(value, "item"):  # a numpy or torch scalar
         return _without_special_floats(value.item())
     return str(value)
-
-
-def _typed_fields(kind: type, fields: dict[str, Any]) -> dict[str, Any]:
-    missing = [name for name, (_, is_required) in _FIELDS[kind].items() if is_required and name not in fields]
-    if missing:
-        raise ValueError(f"not a whole {kind.__name__}: {', '.join(missing)} missing")
-    return {name: _typed(its, fields[name]) for name, (its, _) in _FIELDS[kind].items() if name in fields}
-
-
-_FIELDS: dict[type, dict[str, tuple[str, bool]]] = {
-    kind: {
-        each.name: (str(each.type), each.default is each.default_factory is dataclasses.MISSING)
-        for each in dataclasses.fields(kind)
-    }
-    for kind in (StepRecord, ValidationRecord)
-}
-"""Of the classes of records: (type, whether it must be there), by name."""
-
-
-def _typed(kind: str, value: Any) -> Any:
-    if value is None and "None" in kind:
-        return None
-    if kind.startswith("dict"):
-        return {key: float(item) for key, item in value.items()}
-    if kind.startswith("float"):
-        return float(value)
-    if kind.startswith("int") and type(value) is not int:
-        raise ValueError(f"{value!r} is not a whole number")
-    if kind == "str" and type(value) is not str:
-        raise ValueError(f"{value!r:.60} is not a text")
-    return value

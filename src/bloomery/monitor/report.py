@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 import re
 import time
+from base64 import b64encode
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -13,16 +15,18 @@ from bloomery.base.bounded import read_small
 from bloomery.base.credentials import mask
 from bloomery.base.energy import format_device_hours, format_joules
 from bloomery.base.errors import DataError, Problem
+from bloomery.base.losses import LM_LOSS
 from bloomery.base.storage import write_atomically
 from bloomery.base.units import format_count, format_seconds
 from bloomery.monitor import names
-from bloomery.monitor.chart import Chart, Series, chart_html, number
+from bloomery.monitor.charts import chart_html, number
 from bloomery.monitor.energy import is_whole
 from bloomery.monitor.gather import Gathered, is_number
 from bloomery.monitor.record import perplexity_of
-from bloomery.monitor.report_page import page
 from bloomery.monitor.sinks import iso_time
 
+_STYLES, _SCRIPTS = ("uplot/uPlot.min.css", "report.css"), ("uplot/uPlot.iife.min.js", "report.js")
+_LICENSE = "uplot/LICENSE"
 _HEAD = ("kind", "step", "iso_time", "time", "job")
 
 
@@ -45,44 +49,60 @@ def write_report(run_folder: Path, *, output: Path | None = None) -> Path:
     if events.is_file():
         found.read_events(events)
     target = Path(output) if output is not None else run_folder / names.REPORT_FILE
-    write_atomically(target, mask(report_html(run_folder, found)))
+    write_atomically(target, report_html(run_folder, found))
     return target
 
 
 def report_html(run_folder: Path, found: Gathered) -> str:
     """The page as text."""
     name = _name(run_folder, found)
-    charts = [chart_html(chart) for chart in _charts(found)]
-    charts[0] = charts[0].replace("<figure>", '<figure class="wide">', 1)
     body = [
         f'<h1>{escape(name)}</h1><p class="lead">{escape(str(run_folder))} · {escape(_last_word(found))}</p>',
         f'<dl class="facts">{"".join(_facts(found))}</dl>',
-        f'<div class="charts">{"".join(charts)}</div>',
+        f'<div class="charts">{"".join(_charts(found))}</div>',
         _validation_table(found),
         _event_table(found),
         f"<footer>{_definition(found)}Written by Bloomery at {iso_time(time.time())}.</footer>",
     ]
-    return page(f"{name} · Bloomery", "\n".join(body))
+    return _page(mask(f"{name} · Bloomery"), mask("\n".join(body)))
 
 
-def _charts(found: Gathered) -> list[Chart]:
-    losses = dict.fromkeys([*found.losses, *(name for _, name in found.validation_losses)])
-    charts = []
-    for loss in losses or [names.MAIN_LOSS]:
-        series = [Series("training", found.losses[loss].points)]
+def _page(title: str, body: str) -> str:
+    """`body` is HTML; `title` is text. Nothing is fetched, and the page's policy lets no other script run than ours."""
+    here = Path(__file__).parent
+    text = {name: (here / name).read_text() for name in (*_STYLES, *_SCRIPTS, _LICENSE)}
+    script = "\n".join([f"/* {text[_LICENSE]} */", *(text[name] for name in _SCRIPTS)])
+    digest = b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    policy = f"default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'sha256-{digest}'"
+    return (
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        f'<meta http-equiv="Content-Security-Policy" content="{policy}">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f'<title>{escape(title)}</title><link rel="icon" href="data:,">'
+        f"<style>{''.join(text[name] for name in _STYLES)}</style></head>\n"
+        f"<body><main>{body}</main><script>{script}</script></body></html>\n"
+    )
+
+
+def _charts(found: Gathered) -> list[str]:
+    losses = dict.fromkeys([*found.losses, *(name for _, name in found.validation_losses)]) or {LM_LOSS: None}
+    charts: list[str] = []
+    for loss in losses:
+        curves = {"training": found.losses[loss].points}
         for (group, name), curve in found.validation_losses.items():
             if name == loss:
-                series.append(Series(f"validation: {group}", curve.points, dotted=True))
-        charts.append(Chart(loss, series, references=found.references if loss == names.MAIN_LOSS else {}))
+                curves[f"validation: {group}"] = curve.points
+        references = found.references if loss == LM_LOSS else None
+        charts.append(chart_html(loss, curves, references=references, wide=not charts))
     if found.source_losses:
-        by_source = [Series(source, curve.points) for source, curve in found.source_losses.items()]
-        charts.append(Chart("training loss by source", by_source))
+        by_source = {source: curve.points for source, curve in found.source_losses.items()}
+        charts.append(chart_html("training loss by source", by_source))
     lr, speed, norm = (found.columns[name].points for name in ("lr", "tokens_per_second", "grad_norm"))
     return [
         *charts,
-        Chart("learning rate", [Series("learning rate", lr)], from_zero=True),
-        Chart("throughput", [Series("tokens per second", speed)], unit="tokens per second", from_zero=True),
-        Chart("gradient norm", [Series("gradient norm", norm)], from_zero=True, may_be_logarithmic=True),
+        chart_html("learning rate", {"learning rate": lr}, from_zero=True),
+        chart_html("throughput", {"tokens per second": speed}, unit="tokens per second", from_zero=True),
+        chart_html("gradient norm", {"gradient norm": norm}, from_zero=True, may_be_logarithmic=True),
     ]
 
 
@@ -96,7 +116,7 @@ def _facts(found: Gathered) -> list[str]:
         facts.append(_fact("Tokens", format_count(last.consumed_tokens), f"{last.consumed_samples:,} samples"))
         facts += [_fact(f"Training {name}", _loss(loss), "last logged", loss) for name, loss in last.losses.items()]
     for group in dict.fromkeys(group for group, _ in found.last_of):
-        loss, _ = found.last_of.get((group, names.MAIN_LOSS), (math.nan, 0))
+        loss, _ = found.last_of.get((group, LM_LOSS), (math.nan, 0))
         facts.append(_fact(f"Validation: {group}", _loss(loss), f"perplexity {number(perplexity_of(loss))}", loss))
     if last is not None:
         facts.append(_fact("Tokens per second", number(found.median("tokens_per_second")), "median"))
@@ -135,7 +155,7 @@ def _fact(name: str, value: str, note: str = "", alarm: float = 0.0) -> str:
 def _last_word(found: Gathered) -> str:
     """How the newest job ended, as far as the ledger knows."""
     event = found.last_word
-    if event.get("kind") == names.EVENT_STOP:
+    if event.get("kind") == names.Event.STOP:
         return f"stopped at step {event.get('step', '?')}: {event.get(names.FACT_REASON, 'no reason given')}"
     running = "no stop in the ledger: it is running, or it was killed"
     return running if event else "no ledger of starts and stops"

@@ -1,11 +1,12 @@
-"""Where records go: metrics.jsonl, events.jsonl, main_log.txt and TensorBoard. The journal owns them."""
+"""Where records go: metrics.jsonl, events.jsonl, main_log.txt and TensorBoard. The journal feeds them.
+
+A new sink is a subclass of `Sink` that overrides what it wants to hear, and joins the list in journal.py.
+"""
 
 from __future__ import annotations
 
 import importlib.util
-import io
-import os
-import socket
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
@@ -15,62 +16,129 @@ from typing import Any
 from bloomery.base.bounded import parse_json
 from bloomery.base.energy import Energy
 from bloomery.base.errors import BloomeryError, Problem
-from bloomery.base.storage import AppendFile, open_plain, own_folder, reason
-from bloomery.monitor import names
-from bloomery.monitor.record import Record, StepRecord, perplexity_of, strict_json, to_json
+from bloomery.base.storage import AppendFile, own_folder, reason
+from bloomery.monitor.record import Record, StepRecord, ValidationRecord, perplexity_of, strict_json, to_json
 
 _REPLAYED_POINTS = 1000
 """TensorBoard shows at most this many points of a curve, so a longer replay would only cost time."""
+
+# A TensorBoard tag with such a suffix has that count as its x axis instead of steps.
+VS_STEPS, VS_SAMPLES, VS_TOKENS = "", " vs samples", " vs tokens"
+VS_GIGAFLOPS = " vs gigaflos (without embeddings)"
 
 Scalar = tuple[str, str, int, float]
 """Tag, axis, x, y."""
 
 
-class JsonlSink:
-    """metrics.jsonl: the truth that every other view is made from."""
+class Sink:
+    """What a sink may be given; it ignores what it does not override."""
+
+    file: AppendFile | None = None
+    """What the journal flushes, and watches for a full disk."""
+
+    def step(self, record: StepRecord) -> None: ...
+
+    def validation(self, record: ValidationRecord) -> None: ...
+
+    def event(self, facts: dict[str, Any]) -> None: ...
+
+    def notice(self, text: str) -> None: ...
+
+    def warning(self, text: str) -> None: ...
+
+    def close(self) -> None:
+        """StorageError if something could not be written to the end."""
+        if self.file is not None:
+            self.file.close()
+
+
+class MetricsFile(Sink):
+    """metrics.jsonl: every other view is made from it."""
 
     def __init__(self, path: Path) -> None:
-        self.file = AppendFile(path, is_whole=_is_json_object)
+        self.file: AppendFile = AppendFile(path, is_whole=_is_json_object)
 
-    def write(self, record: Record) -> bool:
-        return self.file.append(to_json(record))
+    def step(self, record: Record) -> None:
+        self.file.append(to_json(record))
+
+    validation = step
 
 
-class EventLog:
-    """events.jsonl: the ledger of what happened to a run, and when."""
+class EventFile(Sink):
+    """events.jsonl: what happened to a run, and when."""
 
     def __init__(self, path: Path, *, job: int) -> None:
-        self.file = AppendFile(path, is_whole=_is_json_object)
-        self.job = job
+        self.file: AppendFile = AppendFile(path, is_whole=_is_json_object)
+        self._job = job
 
-    def event(self, kind: str, step: int, **facts: Any) -> bool:
+    def event(self, facts: dict[str, Any]) -> None:
         """Facts stand beside kind, step, iso_time, time (unix seconds) and job, and may not use these names."""
         now = time.time()
-        head = {"kind": kind, "step": step, "iso_time": iso_time(now), "time": now, "job": self.job}
+        head = {"kind": facts.pop("kind"), "step": facts.pop("step"), "iso_time": iso_time(now), "time": now}
+        head["job"] = self._job
         assert not head.keys() & facts.keys(), f"reserved fact names: {sorted(head.keys() & facts.keys())}"
-        return self.file.append(strict_json({**head, **facts}))
+        self.file.append(strict_json({**head, **facts}))
 
 
-class TextLog:
-    """logs/main_log.txt, for people and for parsers of Megatron logs."""
+class TextLog(Sink):
+    """logs/main_log.txt, for people and for parsers of Megatron-DeepSpeed logs (requirements 10.1)."""
 
     def __init__(self, path: Path) -> None:
-        self.file = AppendFile(path)
+        own_folder(path.parent)
+        self.file: AppendFile = AppendFile(path)
 
-    def line(self, line: str) -> bool:
-        return self.file.append(line)
+    def step(self, record: StepRecord) -> None:
+        self.file.append(iteration_line(record))
 
-    def remark(self, text: str) -> bool:
-        """Free text, stamped with the time."""
-        results = [self.file.append(f"[{iso_time(time.time())}] {line}") for line in text.splitlines()]
-        return all(results)
+    def validation(self, record: ValidationRecord) -> None:
+        for line in validation_box(record):
+            self.file.append(line)
+
+    def notice(self, text: str) -> None:
+        for line in text.splitlines():
+            self.file.append(f"[{iso_time(time.time())}] {line}")
+
+    def warning(self, text: str) -> None:
+        self.notice(f"warning: {text}")
 
 
-class TensorBoardSink:
-    """The tags of requirements 10.2. It is a view: when it cannot be written it turns itself off and says why."""
+def iteration_line(record: StepRecord) -> str:
+    """One leading space; every field ends with ` |`."""
+    fields = [
+        f"iteration {record.step:8d}/{record.train_steps:8d}",
+        f"consumed samples: {record.consumed_samples:12d}",
+        f"consumed tokens: {record.consumed_tokens:12d}",
+        f"elapsed time per iteration (s): {record.seconds_per_step:.2f}",
+        f"learning rate: {record.lr:.3E}",
+        f"global batch size: {record.global_batch:5d}",
+    ]
+    # The reference prints a loss only if it is > 0, so that a NaN vanishes from the log. Ours is always there.
+    fields += [f"{name}: {value:.6E}" for name, value in record.losses.items()]
+    if record.loss_scale is not None:
+        fields.append(f"loss scale: {record.loss_scale:.1f}")
+    fields.append(f"grad norm: {record.grad_norm:.3f}")
+    if record.num_zeros is not None:
+        fields.append(f"num zeros: {record.num_zeros:.1f}")
+    fields += [
+        f"number of skipped iterations: {record.skipped_steps:3d}",
+        f"number of nan iterations: {record.nan_steps:3d}",
+        f"samples per second: {record.samples_per_second:.3f}",
+        f"TFLOPs: {record.tflops:.2f}",
+    ]
+    return "".join(f" {field} |" for field in fields)
 
-    # Event files are written here rather than by torch's SummaryWriter: its thread prints a traceback when the disk
-    # is full, and it needs one event per scalar where one per axis will do. The format and bytes are the same.
+
+def validation_box(record: ValidationRecord) -> list[str]:
+    """The result between two rules of dashes, one longer than it, as in the reference."""
+    line = f" {record.group} loss at iteration {record.step} | "
+    for name, loss in record.losses.items():
+        line += f"{name} value: {loss:.6E} | {name} PPL: {perplexity_of(loss):.6E} | "
+    rule = "-" * (len(line) + 1)
+    return [rule, line, rule]
+
+
+class TensorBoard(Sink):
+    """The tags of requirements 10.2. It is only a view: when it cannot be written it stops and keeps the reason."""
 
     def __init__(
         self,
@@ -92,97 +160,62 @@ class TensorBoardSink:
             )
         self.folder = folder
         self.failure = ""
-        """Why the sink is off; empty while it works."""
-        self._purge_step = resume_step + 1
+        """Why it has stopped; empty while it works."""
+        self._resume_step = resume_step
         self._recipe_text, self._world_size = recipe_text, world_size
-        self._history = _thin([record for record in history if record.step <= resume_step])
-        self._descriptor: int | None = None
+        before = [record for record in history if record.step <= resume_step]
+        stride = -(-len(before) // _REPLAYED_POINTS) or 1
+        self._history = before[::-1][::stride][::-1]  # counted from the end, so that the last point stays
+        self._writer: Any = None
 
-    def write(self, record: Record) -> bool:
-        """False when the sink is, or just went, off."""
+    def step(self, record: Record) -> None:
         if self.failure:
-            return False
+            return
         try:
-            if self._descriptor is None:
+            if self._writer is None:
                 self._start()
-            self._add(record.time, list(_scalars(record)))
+            self._add(record.time, _scalars(record))
+            self._writer.flush()
         except Exception as error:  # whatever happens to a view must not happen to the training
             self.failure = reason(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
-            self.close()
-            return False
-        return True
+
+    validation = step
 
     def close(self) -> None:
-        if self._descriptor is not None:
+        if self._writer is not None and not self.failure:
             try:
-                os.close(self._descriptor)
+                self._writer.close()
             except OSError as error:
-                self.failure = self.failure or reason(error)
-            self._descriptor = None
+                self.failure = reason(error)
 
     def _start(self) -> None:
-        from tensorboard.compat.proto.event_pb2 import Event, SessionLog  # type: ignore[import-untyped]
+        from torch.utils.tensorboard import SummaryWriter
 
         own_folder(self.folder, parents=True)
-        earlier = sorted(self.folder.glob("events.out.tfevents.*"))
-        path = self.folder / _event_file_name(earlier)
-        self._descriptor = open_plain(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-        now = time.time()
-        self._write_events([Event(wall_time=now, file_version="brain.Event:2")])
-        if not earlier:
-            self._introduce(now)
-            return
-        start = SessionLog(status=SessionLog.START)
-        self._write_events([Event(wall_time=now, step=self._purge_step, session_log=start)])
-        # The purge hides every point with x >= purge_step in every curve. That is right where x counts steps, but
+        _date_back_later_files(self.folder)
+        _silence_writer_thread()
+        first_step = self._resume_step + 1
+        self._writer = SummaryWriter(str(self.folder), purge_step=first_step)
+        self._writer.add_scalar("iteration-time/world_size", self._world_size, self._resume_step)
+        if self._recipe_text:
+            lines = "\n".join(f"    {line}" for line in self._recipe_text.splitlines())  # verbatim, in Markdown
+            self._writer.add_text("recipe/text_summary", lines, self._resume_step)
+        # The purge hides every point with x >= first_step in every curve. That is right where x counts steps, but
         # curves over samples or tokens lose nearly all of their past: draw that past again.
         for record in self._history:
-            lost = [scalar for scalar in _scalars(record) if scalar[1] != names.VS_STEPS]
-            self._add(record.time, [scalar for scalar in lost if scalar[2] >= self._purge_step])
+            lost = (scalar for scalar in _scalars(record) if scalar[1] != VS_STEPS and scalar[2] >= first_step)
+            self._add(record.time, lost)
         self._history = []
-        self._introduce(now)
 
-    def _introduce(self, now: float) -> None:
-        """What this job is: its recipe and its world size."""
-        from tensorboard.compat.proto.event_pb2 import Event
-        from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata  # type: ignore[import-untyped]
-        from tensorboard.compat.proto.tensor_pb2 import TensorProto  # type: ignore[import-untyped]
-        from tensorboard.compat.proto.types_pb2 import DT_STRING  # type: ignore[import-untyped]
+    def _add(self, wall_time: float, scalars: Iterator[Scalar]) -> None:
+        """One event per axis, not per scalar: a file of a third of the size."""
+        from tensorboard.compat.proto.summary_pb2 import Summary  # type: ignore[import-untyped]
 
-        values = [Summary.Value(tag=names.TAG_WORLD_SIZE, simple_value=float(self._world_size))]
-        if self._recipe_text:
-            lines = "\n".join(f"    {line}" for line in self._recipe_text.splitlines())  # Markdown's way to say: as is
-            metadata = SummaryMetadata(plugin_data=SummaryMetadata.PluginData(plugin_name="text"))
-            text = TensorProto(dtype=DT_STRING, string_val=[lines.encode()])
-            values.append(Summary.Value(tag=names.TAG_RECIPE, metadata=metadata, tensor=text))
-        self._write_events([Event(wall_time=now, step=self._purge_step - 1, summary=Summary(value=values))])
-
-    def _add(self, wall_time: float, scalars: list[Scalar]) -> None:
-        from tensorboard.compat.proto.event_pb2 import Event
-        from tensorboard.compat.proto.summary_pb2 import Summary
-
-        events = []
-        for axis, x in dict.fromkeys((axis, x) for _, axis, x, _ in scalars):
-            values = [Summary.Value(tag=tag, simple_value=y) for tag, its_axis, _, y in scalars if its_axis == axis]
-            events.append(Event(wall_time=wall_time, step=x, summary=Summary(value=values)))
-        self._write_events(events)
-
-    def _write_events(self, events: list[Any]) -> None:
-        """All or nothing: a torn event would hide what a later job appends to the folder."""
-        from tensorboard.summary.writer.record_writer import RecordWriter  # type: ignore[import-untyped]
-
-        assert self._descriptor is not None
-        buffer = io.BytesIO()
-        for event in events:
-            RecordWriter(buffer).write(event.SerializeToString())
-        size = os.fstat(self._descriptor).st_size
-        data = buffer.getvalue()
-        try:
-            while data:
-                data = data[os.write(self._descriptor, data) :]
-        except OSError:
-            os.ftruncate(self._descriptor, size)
-            raise
+        by_axis: dict[tuple[str, int], list[Any]] = {}
+        for tag, axis, x, y in scalars:
+            by_axis.setdefault((axis, x), []).append(Summary.Value(tag=tag, simple_value=y))
+        for (_, x), values in by_axis.items():
+            self._writer.file_writer.add_summary(Summary(value=values), x, wall_time)
 
 
 def iso_time(unix_seconds: float) -> str:
@@ -191,65 +224,70 @@ def iso_time(unix_seconds: float) -> str:
 
 
 def _scalars(record: Record) -> Iterator[Scalar]:
-    every = {
-        names.VS_STEPS: record.step,
-        names.VS_SAMPLES: record.consumed_samples,
-        names.VS_TOKENS: record.consumed_tokens,
+    """Every point of a record: one for each axis that its curve is drawn over, none for what was not measured."""
+    x_of = {
+        VS_STEPS: record.step,
+        VS_SAMPLES: record.consumed_samples,
+        VS_TOKENS: record.consumed_tokens,
+        VS_GIGAFLOPS: record.consumed_gigaflops,
     }
-    by_step = {names.VS_STEPS: record.step}
-    losses = {**every, names.VS_GIGAFLOPS: record.consumed_gigaflops}
-    for tag, y, axes in _curves(record, every, by_step, losses):
+    for tag, y, axes in _curves(record):
         if y is not None:
-            yield from ((tag + axis, axis, x, float(y)) for axis, x in axes.items())
+            yield from ((tag + axis, axis, x_of[axis], float(y)) for axis in axes)
     if isinstance(record, StepRecord):
-        yield names.TAG_STEPS_BY_SAMPLES, names.VS_SAMPLES, record.consumed_samples, float(record.step)
-        yield names.TAG_STEPS_BY_TOKENS, names.VS_TOKENS, record.consumed_tokens, float(record.step)
+        yield "steps-vs-samples/y=steps,x=samples", VS_SAMPLES, record.consumed_samples, float(record.step)
+        yield "steps-vs-tokens/y=steps,x=tokens", VS_TOKENS, record.consumed_tokens, float(record.step)
 
 
-def _curves(
-    record: Record, every: dict[str, int], by_step: dict[str, int], losses: dict[str, int]
-) -> list[tuple[str, float | None, dict[str, int]]]:
-    """Tag, y (None: not measured) and the axes it is drawn over."""
+def _curves(record: Record) -> Iterator[tuple[str, float | None, tuple[str, ...]]]:
+    """Tag, y (None: not measured) and the axes it is drawn over: the tags of requirements 10.2, a public contract."""
+    by_step, three = (VS_STEPS,), (VS_STEPS, VS_SAMPLES, VS_TOKENS)
+    four = (*three, VS_GIGAFLOPS)
     if not isinstance(record, StepRecord):
-        curves: list[tuple[str, float | None, dict[str, int]]] = []
         for name, loss in record.losses.items():
-            tag = names.validation_loss_tag(record.group, name)
-            curves += [(tag, loss, losses), (f"{tag} ppl", perplexity_of(loss), losses)]
-        return curves
-    by_step_and_samples = {axis: x for axis, x in every.items() if axis != names.VS_TOKENS}
-    return [
-        *((names.training_loss_tag(name), loss, losses) for name, loss in record.losses.items()),
-        *((names.source_loss_tag(source), loss, by_step) for source, loss in record.source_losses.items()),
-        (names.TAG_LEARNING_RATE, record.lr, every),
-        (names.TAG_BATCH_SIZE, record.global_batch, by_step_and_samples),
-        (names.TAG_GRAD_NORM, record.grad_norm, every),
-        (names.TAG_NUM_ZEROS, record.num_zeros, every),
-        (names.TAG_LOSS_SCALE, record.loss_scale, every),
-        (names.TAG_ITERATION_TIME, record.seconds_per_step, every),
-        (names.TAG_SAMPLES_PER_SECOND, record.samples_per_second, by_step),
-        (names.TAG_TOKENS_PER_SECOND, record.tokens_per_second, by_step),
-        (names.TAG_SAMPLES_PER_REPLICA, record.samples_per_second / record.replicas, by_step),
-        (names.TAG_TOKENS_PER_REPLICA, record.tokens_per_second / record.replicas, by_step),
-        (names.TAG_TFLOPS, record.tflops, by_step),
-        (names.TAG_MFU, record.mfu, by_step),
-        (names.TAG_MEMORY, record.memory_bytes, by_step),
-        (names.TAG_PEAK_MEMORY, record.peak_memory_bytes, by_step),
-        (names.TAG_ENERGY, Energy.from_json(record.energy).measured_joules, by_step),
-        (names.TAG_SAMPLES_BY_STEPS, record.consumed_samples, by_step),
-        (names.TAG_TOKENS_BY_STEPS, record.consumed_tokens, by_step),
-    ]
+            tag = f"lm-loss-validation/{record.group}/{name} validation"
+            yield tag, loss, four
+            yield f"{tag} ppl", perplexity_of(loss), four
+        return
+    yield from ((f"lm-loss-training/{name}", loss, four) for name, loss in record.losses.items())
+    yield from ((f"lm-loss-training/source/{source}", loss, by_step) for source, loss in record.source_losses.items())
+    yield "learning-rate/learning-rate", record.lr, three
+    yield "batch-size/batch-size", record.global_batch, (VS_STEPS, VS_SAMPLES)
+    yield "grad-norm/grad-norm", record.grad_norm, three
+    yield "num-zeros/num-zeros", record.num_zeros, three
+    yield "loss-scale/loss-scale", record.loss_scale, three
+    yield "iteration-time/iteration-time", record.seconds_per_step, three
+    yield "iteration-time/samples per second", record.samples_per_second, by_step
+    yield "iteration-time/tokens per second", record.tokens_per_second, by_step
+    yield "iteration-time/samples per second per replica", record.samples_per_second / record.replicas, by_step
+    yield "iteration-time/tokens per second per replica", record.tokens_per_second / record.replicas, by_step
+    yield "iteration-time/TFLOPs per gpu (estimated)", record.tflops, by_step
+    yield "iteration-time/MFU", record.mfu, by_step
+    yield "memory/allocated bytes", record.memory_bytes, by_step
+    yield "memory/peak allocated bytes", record.peak_memory_bytes, by_step
+    yield "energy/joules", Energy.from_json(record.energy).measured_joules, by_step
+    yield "steps-vs-samples/y=samples,x=steps", record.consumed_samples, by_step
+    yield "steps-vs-tokens/y=tokens,x=steps", record.consumed_tokens, by_step
 
 
-def _event_file_name(earlier: list[Path]) -> str:
-    """Sorts after every earlier file, also when this node's clock is behind: readers apply files in this order."""
-    newest = earlier[-1].name.split(".")[3] if earlier else "0"
-    second = max(int(time.time()), int(newest) + 1 if newest.isdigit() else 0)
-    return f"events.out.tfevents.{second:010d}.{socket.gethostname()}.{os.getpid()}.0"
+def _date_back_later_files(folder: Path) -> None:
+    """Readers apply event files by the second in their names, so a purge must come last, whatever this node's clock."""
+    now = int(time.time())
+    for path in sorted(folder.glob("events.out.tfevents.*")):
+        second, _, rest = path.name.removeprefix("events.out.tfevents.").partition(".")
+        if second.isdigit() and int(second) >= now:
+            path.rename(folder / f"events.out.tfevents.{now - 1:010d}.{second}.{rest}")
 
 
-def _thin(records: list[Record]) -> list[Record]:
-    stride = -(-len(records) // _REPLAYED_POINTS) or 1
-    return records[::-1][::stride][::-1]  # counted from the end, so that the last point stays
+def _silence_writer_thread() -> None:
+    """SummaryWriter writes in a thread that prints a traceback on a full disk, beside the error that `flush` raises."""
+    report = threading.excepthook
+
+    def hook(args: threading.ExceptHookArgs) -> None:
+        if not type(args.thread).__module__.startswith("tensorboard."):
+            report(args)
+
+    threading.excepthook = hook
 
 
 def _is_json_object(line: bytes) -> bool:

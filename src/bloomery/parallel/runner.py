@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from bloomery.base.losses import LM_LOSS
 from bloomery.data.batch import Batch, GlobalBatch
-from bloomery.model.loss import LM_LOSS
 from bloomery.parallel.context import own_tokens
 from bloomery.parallel.gradients import Gradients
 from bloomery.parallel.mesh import Mesh

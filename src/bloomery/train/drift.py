@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bloomery.monitor.names import Event
 from bloomery.parallel.sentinel import find_drift
 from bloomery.train.run import Run
 from bloomery.train.state import TrainState
@@ -27,7 +28,7 @@ def watch_drift(run: Run, state: TrainState) -> None:
     more = f", and {len(drifts) - 3} more" if len(drifts) > 3 else ""
     text = "ranks have drifted apart: " + "; ".join(map(str, drifts[:3])) + more
     names = [{"name": drift.name, "ranks": drift.ranks, "others": drift.others} for drift in drifts]
-    run.journal.event("drift", state.step, action=watch.action, drifts=names)
+    run.journal.event(Event.DRIFT, state.step, action=watch.action, drifts=names)
     if watch.action == "stop":
         run.stop.request(StopReason("drift", text))
     else:

@@ -6,7 +6,7 @@ import time
 
 from torch import Tensor
 
-from bloomery.model.loss import LM_LOSS
+from bloomery.base.losses import LM_LOSS
 from bloomery.monitor.record import ValidationRecord, perplexity_of
 from bloomery.train.run import Run
 from bloomery.train.state import TrainState

@@ -7,6 +7,7 @@ the parts are built in setup.py, why a run stops in stop.py.
 from __future__ import annotations
 
 from bloomery.base.errors import BloomeryError, DataError
+from bloomery.monitor.names import Event
 from bloomery.train.drift import watch_drift
 from bloomery.train.evaluate import evaluate
 from bloomery.train.rewind import rewind_or_stop
@@ -21,7 +22,7 @@ def train(run: Run, state: TrainState) -> StopReason:
     """Train until a rule says stop; all is saved and said when this returns, or raises what went wrong."""
     first_step = state.step
     failure: BloomeryError | None = None
-    run.journal.event("start", first_step, **run.start_facts)
+    run.journal.event(Event.START, first_step, **run.start_facts)
     with run.stop.listening():
         try:
             while (stop := rewind_or_stop(run, state)) is None:
@@ -42,9 +43,8 @@ def train(run: Run, state: TrainState) -> StopReason:
             evaluate(run, state)
         save(run, state, last=True, keep_all=stop.is_failure)
         run.stop.count_energy(state)
-        run.journal.event("stop", state.step, **stop.facts(), energy=state.energy.to_json())
+        run.journal.event(Event.STOP, state.step, **stop.facts(), energy=state.energy.to_json())
         run.journal.notice(f"stopped at step {state.step:,}: {stop.text.rstrip('.')}. Saved in {run.folder}")
-        failure = failure or run.stop.failure(stop, state.step)
-        if failure is not None:
+        if failure := failure or run.stop.failure(stop, state.step):
             raise failure
     return stop

@@ -22,6 +22,7 @@ from bloomery.data.tokenizer import Tokenizer
 from bloomery.data.tokenizer_hash import is_other_tokenizer
 from bloomery.monitor.journal import Journal
 from bloomery.monitor.meters import IntervalMeter
+from bloomery.monitor.names import Event
 from bloomery.sizing.plan import TrainingPlan
 from bloomery.train.contract import Difference, refusals
 from bloomery.train.differences import Side, differences
@@ -194,13 +195,15 @@ def _known_shard(name: str, known: str, *, in_use: bool) -> Problem:
 def report_fetched(remote: RemoteSource, step: int, journal: Journal) -> None:
     found = remote.fetched
     for name, reasons in found.damaged.items():
-        journal.event("damaged", step, folder=name, reasons=reasons, place=remote.url)
+        journal.event(Event.DAMAGED, step, folder=name, reasons=reasons, place=remote.url)
         journal.warning(f"the copy {remote.place(name)} is damaged ({'; '.join(reasons)}). It is not used")
     if found.folder is None:
         return
-    journal.event("fetched", step, folder=found.folder.name, source=remote.url)
+    journal.event(Event.FETCHED, step, folder=found.folder.name, source=remote.url)
     if found.put_aside:
-        journal.event("damaged", step, folder=found.folder.name, reasons=list(found.reasons), place=str(remote.root))
+        journal.event(
+            Event.DAMAGED, step, folder=found.folder.name, reasons=list(found.reasons), place=str(remote.root)
+        )
         journal.warning(
             f"{found.folder} was damaged ({'; '.join(found.reasons)}). It is called {found.put_aside} now; "
             f"its copy from {remote.url} is used"
@@ -215,14 +218,14 @@ def put_in_order(recipe: Recipe, roots: Sequence[Path], past: Past, journal: Jou
         with writing(root, "put the folder in order"):
             done = tidy(root, step=past.state.step, damaged=past.damaged, keep_debris=keep_debris)
         if done.debris:
-            journal.event("debris_removed", past.state.step, folders=done.debris, kept=keep_debris)
+            journal.event(Event.DEBRIS_REMOVED, past.state.step, folders=done.debris, kept=keep_debris)
         if done.retired:
-            journal.event("retired", past.state.step, folders=done.retired)
+            journal.event(Event.RETIRED, past.state.step, folders=done.retired)
             journal.notice(f"later checkpoints belong to a branch that is left now; they are in {root / RETIRED}")
         if done.latest_said is not None and past.checkpoint is not None:
-            journal.event("latest_mended", past.state.step, said=done.latest_said, place=str(root))
+            journal.event(Event.LATEST_MENDED, past.state.step, said=done.latest_said, place=str(root))
     for path, reasons in past.damaged.items():
-        journal.event("damaged", past.state.step, folder=path.name, reasons=reasons, place=str(path.parent))
+        journal.event(Event.DAMAGED, past.state.step, folder=path.name, reasons=reasons, place=str(path.parent))
         used = past.checkpoint.name if past.checkpoint else "nothing"
         journal.warning(
             f"{path} is damaged ({'; '.join(reasons)}). It is called damaged-{path.name} now; {used} is used"

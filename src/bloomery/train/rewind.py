@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from bloomery.checkpoint.folder import damage, step_name
 from bloomery.checkpoint.load import load_on_all, read_state
+from bloomery.monitor.names import Event
 from bloomery.train.run import Run
 from bloomery.train.save import good_steps, hear_of_saves, save
 from bloomery.train.state import TrainState
@@ -57,7 +58,7 @@ def rewind(run: Run, state: TrainState) -> None:
     state.step, state.consumed_samples = target, run.plan.batch.consumed_after_step(target)
     run.feed.seek(state.consumed_samples)
     run.meter.drop()
-    run.journal.event("rewind", target, to=folder.name, passed_over=[good + 1, target])
+    run.journal.event(Event.REWIND, target, to=folder.name, passed_over=[good + 1, target])
     run.journal.warning(f"back to {folder.name}: the data of steps {good + 1:,} to {target:,} is passed over")
     save(run, state)
 

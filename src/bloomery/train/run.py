@@ -25,6 +25,7 @@ from bloomery.monitor.record import StepRecord
 from bloomery.parallel.feed import Feed
 from bloomery.parallel.runner import Runner
 from bloomery.sizing.flops import FlopCount, tflops_per_device
+from bloomery.sizing.layout import Layout
 from bloomery.sizing.parameters import count_parameters
 from bloomery.sizing.plan import TrainingPlan
 from bloomery.train.optimizer import Optimizer
@@ -127,6 +128,7 @@ class Run:
                 peak_memory_bytes=peak,
                 job=self.job,
                 time=time.time(),
+                replicas=Layout.of(self.recipe, self.ranks.size).dp,
                 energy=energy.to_json(),
             )
         )

@@ -22,6 +22,7 @@ from bloomery.checkpoint.saver import SaveOutcome
 from bloomery.checkpoint.tiers import Tier
 from bloomery.config.recipe import KeepSection
 from bloomery.monitor import names
+from bloomery.monitor.names import Event
 from bloomery.sizing.cadence import Cadence, cadence, seconds_between_failures
 from bloomery.train.run import Run
 from bloomery.train.spikes import PROOF_STEPS, SpikeWatch
@@ -84,7 +85,7 @@ def hear_of_saves(run: Run, state: TrainState, outcomes: list[SaveOutcome], *, l
             if isinstance(outcome.error, FencedError):  # the ledger is the newer start's
                 run.stop.request(StopReason("error", str(outcome.error), outcome.error))
                 continue
-            run.journal.event("save_failed", outcome.step, reason=str(outcome.error), removed=list(outcome.removed))
+            run.journal.event(Event.SAVE_FAILED, outcome.step, reason=str(outcome.error), removed=list(outcome.removed))
             if not last:
                 run.journal.warning(f"{outcome.error} Training goes on.")
             continue
@@ -94,10 +95,10 @@ def hear_of_saves(run: Run, state: TrainState, outcomes: list[SaveOutcome], *, l
             state.save_seconds = max(seconds, state.save_seconds or 0.0)
             state.save_costs = (outcome.blocking_seconds, outcome.persist_seconds)
         if outcome.retention_trouble:
-            run.journal.event("retention_failed", outcome.step, reason=outcome.retention_trouble)
+            run.journal.event(Event.RETENTION_FAILED, outcome.step, reason=outcome.retention_trouble)
             run.journal.warning(f"older checkpoints could not be deleted: {outcome.retention_trouble}")
         run.journal.event(
-            "save",
+            Event.SAVE,
             outcome.step,
             folder=outcome.folder.name,
             tier="durable" if durable else "local",
@@ -212,7 +213,7 @@ def _wait_for_uploads(run: Run, uploader: Uploader) -> None:
     hear_of_uploads(run, outcomes)
     for step in sorted(uploader.protected()):
         reason = f"the job ended before it was done, after a wait of {format_seconds(seconds)}"
-        run.journal.event("upload_failed", step, reason=reason, to=uploader.to, seconds=seconds)
+        run.journal.event(Event.UPLOAD_FAILED, step, reason=reason, to=uploader.to, seconds=seconds)
         run.journal.warning(f"step {step:,} was not copied to {uploader.to}: {reason}. The next start tries the newest")
 
 
@@ -222,12 +223,12 @@ def hear_of_uploads(run: Run, outcomes: list[UploadOutcome]) -> None:
             continue
         facts = {"to": outcome.to, "seconds": outcome.seconds}
         if outcome.error:
-            run.journal.event("upload_failed", outcome.step, reason=outcome.error, **facts)
+            run.journal.event(Event.UPLOAD_FAILED, outcome.step, reason=outcome.error, **facts)
             run.journal.warning(f"step {outcome.step:,} could not be copied to {outcome.to}: {outcome.error}")
         else:
-            run.journal.event("upload", outcome.step, removed=list(outcome.removed), **facts)
+            run.journal.event(Event.UPLOAD, outcome.step, removed=list(outcome.removed), **facts)
         if outcome.retention_trouble:
-            run.journal.event("retention_failed", outcome.step, reason=outcome.retention_trouble, place=outcome.to)
+            run.journal.event(Event.RETENTION_FAILED, outcome.step, reason=outcome.retention_trouble, place=outcome.to)
             run.journal.warning(f"older copies could not be deleted: {outcome.retention_trouble}")
 
 
@@ -248,7 +249,7 @@ def _choose_cadence(run: Run, state: TrainState) -> None:
     chosen = run.ranks.broadcast(_cadence_as_measured(run, state))
     if chosen is not None and chosen.every_steps != state.auto_every_steps:
         state.auto_every_steps = chosen.every_steps
-        run.journal.event("cadence", state.step, every_steps=chosen.every_steps, reasoning=chosen.reasoning)
+        run.journal.event(Event.CADENCE, state.step, every_steps=chosen.every_steps, reasoning=chosen.reasoning)
         run.journal.notice(f"checkpoints every {chosen.every_steps:,} steps: {chosen.reasoning}")
 
 

@@ -32,9 +32,10 @@ from bloomery.data.open import OpenData, open_data
 from bloomery.monitor import names
 from bloomery.monitor.console import Console
 from bloomery.monitor.energy import EnergyMeter, spent_before, start_meter
-from bloomery.monitor.history import read_starts
+from bloomery.monitor.history import read_ledger
 from bloomery.monitor.journal import Journal, SilentJournal
 from bloomery.monitor.meters import IntervalMeter
+from bloomery.monitor.names import Event
 from bloomery.parallel.apply import DTYPES, make_runner, parallelise
 from bloomery.parallel.feed import Feed, validation_batches
 from bloomery.parallel.mesh import Mesh, alone, make_mesh
@@ -75,9 +76,8 @@ def prepared_run(
     with ExitStack() as closing:
         taken = first_rank_does(ranks, lambda: _take_folder(folder, closing))
         energy, sensor = start_meter(energy_sensor(device), ranks)
-        closing.enter_context(energy.watching())
         roots = tier_roots(recipe.checkpoint, folder)
-        starts = first_rank_does(ranks, lambda: read_starts(folder / names.EVENTS_FILE))
+        starts = first_rank_does(ranks, lambda: read_ledger(folder / names.EVENTS_FILE).starts)
         upload, remote = recipe.checkpoint.upload, None
         if upload is not None:
             remote = RemoteSource(upload.to, roots["durable"], recipe.name, starts, ranks)
@@ -96,9 +96,9 @@ def prepared_run(
         journal = _journal_of_rank(recipe, folder, ranks, plan, job=job, step=state.step, quiet=quiet)
         closing.callback(journal.close)
         with _errors_told(journal, state, device, ranks):
-            ranks.report_hang(lambda text: journal.event("error", state.step, text=text))
+            ranks.report_hang(lambda text: journal.event(Event.ERROR, state.step, text=text))
             if taken:
-                journal.event("taken_over", state.step, text=taken)
+                journal.event(Event.TAKEN_OVER, state.step, text=taken)
             for warning in [taken, *data.warnings] if taken else data.warnings:
                 journal.warning(warning)
             tiers = first_rank_does(ranks, lambda: _tiers(recipe, folder, roots))
@@ -214,11 +214,12 @@ def _journal_of_rank(
                 resume_step=step,
                 console=Console(plan.train_steps, quiet=quiet),
                 recipe_text=as_yaml(recipe),
+                world_size=ranks.size,
             )
         )
 
     first_rank_does(ranks, make)
-    return journal[0] if journal else SilentJournal(folder)
+    return journal[0] if journal else SilentJournal()
 
 
 @contextmanager
@@ -231,7 +232,7 @@ def _errors_told(journal: Journal, state: TrainState, device: torch.device, rank
         error = ranks.lost(found) or found
         if isinstance(error, FencedError):
             journal.silent_when(lambda: True)
-        journal.event("error", state.step, text=str(error) or type(error).__name__)
+        journal.event(Event.ERROR, state.step, text=str(error) or type(error).__name__)
         if isinstance(error, BloomeryError):
             try:
                 journal.close()
@@ -259,7 +260,7 @@ def _finishing(saver: Saver) -> Callable[..., None]:
 def _tell_changes(past: Past, data: OpenData, journal: Journal) -> None:
     step = past.state.step
     for change in past.changes:
-        journal.event("changed", step, field=change.field, old=change.old, new=change.new)
+        journal.event(Event.CHANGED, step, field=change.field, old=change.old, new=change.new)
     if past.changes:
         journal.notice(f"changed from step {step + 1:,} on, as asked: {', '.join(map(str, past.changes))}")
     for notice in data.notices:

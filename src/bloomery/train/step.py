@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 from bloomery.base.errors import DivergedError
-from bloomery.model.loss import LM_LOSS
+from bloomery.base.losses import LM_LOSS
+from bloomery.monitor.names import Event
 from bloomery.parallel.runner import StepLosses
 from bloomery.train.optimizer import UpdateNumbers
 from bloomery.train.run import Run
@@ -60,7 +61,7 @@ def pass_over(run: Run, state: TrainState) -> None:
     """A step of train.skip: its data counts as consumed, nothing is learned from it."""
     settle(run, state)
     if not run.plan.is_skipped(state.step):
-        run.journal.event("skip", state.step + 1, reason="train.skip", first_sample=state.consumed_samples)
+        run.journal.event(Event.SKIP, state.step + 1, reason="train.skip", first_sample=state.consumed_samples)
     state.consumed_samples += run.plan.batch.global_batch_at(state.consumed_samples)
     state.step += 1
     run.feed.seek(state.consumed_samples)
@@ -94,7 +95,7 @@ def settle(run: Run, state: TrainState) -> None:
     run.stop.time_step(seconds)
     if skipped:
         run.journal.event(
-            "skipped_update", pending.step, losses=losses, grad_norm=grad_norm, loss_scale=pending.loss_scale
+            Event.SKIPPED_UPDATE, pending.step, losses=losses, grad_norm=grad_norm, loss_scale=pending.loss_scale
         )
     watch_spikes(run, state, pending.step, losses[LM_LOSS], grad_norm)
     if state.nan_steps_in_a_row >= run.recipe.train.stop_after_nan_steps:
@@ -116,7 +117,7 @@ def watch_spikes(run: Run, state: TrainState, step: int, loss: float, grad_norm:
     is_first, chance = watch.since is None, math.log(run.recipe.model.vocab_size)
     if watch.follow(step, loss, grad_norm, limits, factor=section.spike_factor, chance=chance):
         facts = {"loss": loss, "loss_limit": limits.loss, "grad_norm": grad_norm, "grad_norm_limit": limits.grad_norm}
-        run.journal.event("spike", step, **facts, action=section.on_spike)
+        run.journal.event(Event.SPIKE, step, **facts, action=section.on_spike)
         if section.on_spike == "rewind" and step < run.plan.train_steps:
             watch.rewind_due = watch.rewind_due or step + 1
         if is_first:
@@ -125,7 +126,7 @@ def watch_spikes(run: Run, state: TrainState, step: int, loss: float, grad_norm:
                 f"(limit {limits.grad_norm:.4g}). No checkpoint is deleted until {RECOVERY_STEPS} normal steps follow"
             )
     elif not is_first and watch.since is None:
-        run.journal.event("spike_over", step)
+        run.journal.event(Event.SPIKE_OVER, step)
         run.journal.notice(f"step {step:,}: loss and gradient norm are normal again")
 
 

@@ -1,4 +1,4 @@
-"""The certificate of a recipe: shrink it, train it in every layout, compare, judge."""
+"""The certificate of a recipe: shrink it, train it in every layout, compare; and its table for people."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from typing import Any
 import torch
 
 import bloomery
+from bloomery.base.losses import LM_LOSS
 from bloomery.config.describe import as_yaml, fingerprint
 from bloomery.config.recipe import Recipe
 from bloomery.config.yaml_nodes import dump_yaml
 from bloomery.sizing.check import load_checked_recipe
-from bloomery.verify.compare import TOLERANCES, Recorded, followed_differences
-from bloomery.verify.judge import (
+from bloomery.verify import compare
+from bloomery.verify.compare import (
+    GRADIENT_RELATIVE,
+    LOSS_RELATIVE,
+    TOLERANCES,
+    Difference,
+    Recorded,
     Row,
-    judge_continuation,
-    judge_failure,
-    judge_followed,
-    judge_reference,
-    judge_reshard,
-    judge_training,
+    followed_differences,
 )
 from bloomery.verify.layouts import SINGLE, VerifiedLayout
-from bloomery.verify.shrink import CLIP, Shrunk, micro_batch_of, middle, shrink
-from bloomery.verify.synthetic import write_data
-from bloomery.verify.trials import RESUME_PREFIX, TRAIN_PREFIX, Outcome, RankCommand, Trial, run_all
+from bloomery.verify.shrink import CLIP, Shrunk, micro_batch_of, middle, shrink, write_data
+from bloomery.verify.trials import RESHARDED, RESUME_PREFIX, TRAIN_PREFIX, TRUTH, Outcome, RankCommand, Trial, run_all
 
 FORMAT = 1
 GRADIENT_STEPS = 2
@@ -139,7 +139,7 @@ def certify(
     rows = _rows(trainings, resumptions, outcomes, steps)
     reference, trained = rows[0], not outcomes[trainings[0].folder].error
     recorded = Recorded(trainings[0]) if trained else None
-    losses = [loss for (_, name), loss in recorded.losses.items() if name == "lm loss"] if recorded else [float("nan")]
+    losses = [loss for (_, name), loss in recorded.losses.items() if name == LM_LOSS] if recorded else [float("nan")]
     return Certificate(
         recipe=recipe,
         shrunk=shrunk,
@@ -214,13 +214,13 @@ def _rows(
         row, outcome = rows[trial.layout], outcomes[trial.folder]
         row.seconds = outcome.seconds
         if outcome.error:
-            judge_failure(row, trial, outcome)
+            compare.check_failure(row, trial, outcome)
         elif expected is None:
             row.reasons.append("there is no reference to compare with")
         elif trial is reference:
-            judge_reference(row, expected, json.loads(trial.truth.read_text()))
+            compare.check_reference(row, expected, json.loads(trial.file(TRUTH).read_text()))
         else:
-            judge_training(row, Recorded(trial), expected)
+            compare.check_training(row, Recorded(trial), expected)
     wrong = {row.layout for row in rows.values() if row.reasons}
     for trial in trainings:
         row, again = rows[trial.layout], resumed.get(trial.layout)
@@ -231,14 +231,86 @@ def _rows(
             continue
         row.seconds += outcomes[again.folder].seconds
         if outcomes[again.folder].error:
-            judge_failure(row, again, outcomes[again.folder])
+            compare.check_failure(row, again, outcomes[again.folder])
             continue
-        judge_reshard(row, json.loads(again.resharded.read_text()))
+        compare.check_reshard(row, json.loads(again.file(RESHARDED).read_text()))
         if again.source in wrong and not row.reasons:
             row.remarks.append(f"continued from {again.source}: not judged, because {again.source} differs itself")
         else:
-            judge_continuation(row, Recorded(again), expected, again.source, at)
+            compare.check_continuation(row, Recorded(again), expected, again.source, at)
         if again.follow_steps and not row.reasons:
             right = {name: Recorded(trials[name]) for name in again.reload if name not in wrong}
-            judge_followed(row, followed_differences(again, right), at)
+            compare.check_followed(row, followed_differences(again, right), at)
     return list(rows.values())
+
+
+_HEADINGS = ("layout", "ranks", "loss", "grad norm", "worst gradient", "data order", "reshard", "verdict", "seconds")
+
+
+def table(certificate: Certificate) -> str:
+    rows = [_HEADINGS, *(_cells(row) for row in (certificate.reference, *certificate.rows))]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(_HEADINGS))]
+    right = {1, 8}
+    lines = [
+        "  ".join(
+            cell.rjust(width) if column in right else cell.ljust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]
+    return "\n".join([*_head(certificate), "", *lines, "", *_foot(certificate)])
+
+
+def _head(certificate: Certificate) -> list[str]:
+    recipe, model = certificate.recipe, certificate.shrunk.values["model"]
+    size = (
+        f"{model['num_layers']} layers, hidden {model['hidden_size']}, {model['num_heads']} heads, vocabulary "
+        f"{model['vocab_size']}, sequence {model['seq_length']}"
+    )
+    return [
+        f"{recipe.name} ({recipe.model.family}, fingerprint {fingerprint(recipe)}), shrunk to {size}",
+        f"{certificate.steps} steps in fp32 on {certificate.device}, loss {certificate.first_loss:.3f} to "
+        f"{certificate.last_loss:.3f}; differences from one rank:",
+    ]
+
+
+def _cells(row: Row) -> tuple[str, ...]:
+    reshard = f"{row.resharded_from} of {row.resharded_of} exact" if row.resharded_of else "-"
+    if row.followed_of:
+        reshard += f", {row.followed_from} of {row.followed_of} go on"
+    is_reference = row.layout == "single"
+    return (
+        f"{row.layout} (reference)" if is_reference else row.layout,
+        str(row.ranks),
+        _largest(row.loss, row.continued_loss, row.followed_loss),
+        _largest(row.grad_norm, row.continued_grad_norm),
+        f"{row.gradient.difference:.0e} {row.gradient.name}" if row.gradient else "-",
+        "-" if is_reference else row.data_order,
+        reshard,
+        row.verdict.upper() if row.reasons else "pass",
+        f"{row.seconds:.1f}",
+    )
+
+
+def _largest(*found: Difference | None) -> str:
+    differences = [each.difference for each in found if each is not None]
+    return f"{max(differences):.0e}" if differences else "-"
+
+
+def _foot(certificate: Certificate) -> list[str]:
+    rows = (certificate.reference, *certificate.rows)
+    lines = [f"{certificate.verdict.upper()}: {reason}" for reason in certificate.reasons]
+    lines += [f"note: {row.layout}: {remark}" for row in rows for remark in row.remarks]
+    lines += [f"note: {remark}" for remark in certificate.shrunk.remarks]
+    lines += [f"left out: {name}: {why}" for name, why in certificate.left_out.items()]
+    if certificate.clip_always_binds:
+        lines.append(
+            f"clipping at {certificate.clip:g} bound on every step (smallest grad norm {certificate.smallest_norm:.2g})"
+        )
+    bounds = f"loss {LOSS_RELATIVE:g}, gradients {GRADIENT_RELATIVE:g}, samples equal, weights bit-exact"
+    passed = sum(not row.reasons for row in certificate.rows)
+    lines.append(
+        f"{certificate.verdict}: {passed} of {len(certificate.rows)} layouts equal one rank ({bounds}) in "
+        f"{certificate.seconds:.0f} s" + "".join(f"; not verified: {each}" for each in certificate.not_verified)
+    )
+    return lines

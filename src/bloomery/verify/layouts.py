@@ -15,24 +15,9 @@ from bloomery.sizing.layout import data_parallel_size, layout_overrides, world_s
 SINGLE = "single"
 """The reference: one rank, one micro-batch, no process group."""
 STANDARD = (
-    "zero0-dp2",
-    "zero1-dp2",
-    "zero2-dp2",
-    "zero3-dp2",
-    "tp2",
-    "cp2",
-    "pp2",
-    "pp2-interleaved",
-    "pp2-zero_bubble",
-    "tp4",
-    "zero3-dp4-shard2",
-    "zero3-dp2-tp2",
-    "dp2-cp2",
-    "pp2-tp2",
-    "pp2-dp2",
-    "pp2-dp2-tp2",
-    "pp2-cp2-tp2",
-    "zero2-dp4-tp2",
+    *("zero0-dp2", "zero1-dp2", "zero2-dp2", "zero3-dp2", "tp2", "cp2", "pp2", "pp2-interleaved", "pp2-zero_bubble"),
+    *("tp4", "zero3-dp4-shard2", "zero3-dp2-tp2", "dp2-cp2", "pp2-tp2", "pp2-dp2"),
+    *("pp2-dp2-tp2", "pp2-cp2-tp2", "zero2-dp4-tp2"),
 )
 """2, 4 and 8 ranks."""
 _RULE = (
@@ -90,9 +75,9 @@ def _legal(source: str, overrides: Sequence[str], recipe: Recipe, name: str) -> 
         factors = layout_overrides(name)
     except ValueError as error:
         guess = closest(name, STANDARD)
-        raise RecipeError(Problem(str(error), _RULE, f"did you mean {guess}?" if guess else "mend it")) from None
+        raise RecipeError(Problem(str(error), _RULE, f"did you mean {guess}?" if guess else "correct it")) from None
     own = f"parallel={{recompute: {recipe.parallel.recompute}, offload: {str(recipe.parallel.offload).lower()}}}"
-    # The micro-batch is no part of the science: it is chosen anew for the small recipe.
+    # The micro-batch is no part of the science: it is chosen again for the small recipe.
     checked = load_checked_recipe(source, [*overrides, own, *factors, "batch.micro_batch_size=1"]).recipe
     parallel = checked.parallel
     return VerifiedLayout(

@@ -12,10 +12,10 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -25,10 +25,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from bloomery.base.errors import Problem, RecipeError
-from bloomery.config.recipe import Recipe
+from bloomery.base.losses import LM_LOSS, SOP_LOSS
+from bloomery.base.units import format_bytes
+from bloomery.config.recipe import PipelineSchedule, Recipe
 from bloomery.data.batch import Batch, Packing, causal_batch
 from bloomery.model.families import ARCHITECTURES
-from bloomery.model.loss import LM_LOSS, SOP_LOSS, row_losses
+from bloomery.model.loss import row_losses
 from bloomery.parallel.apply import DTYPES, Parallelised, give_memory, outline
 from bloomery.parallel.context import own_tokens
 from bloomery.parallel.gradients import Gradients
@@ -39,13 +41,18 @@ from bloomery.parallel.vocabulary import vocabulary_losses
 from bloomery.parallel.weights import weights_of
 from bloomery.sizing.cuts import cut_dimension
 from bloomery.sizing.layout import Layout, micro_batches, ranks_per_replica
-from bloomery.sizing.memory import HeldElements, WeightBytes, precision_problems, weight_bytes
+from bloomery.sizing.memory import (
+    HOST_LABELS,
+    STATE_LABELS,
+    HeldElements,
+    WeightBytes,
+    precision_problems,
+    weight_bytes,
+)
 from bloomery.sizing.parameters import count_parameters
 from bloomery.sizing.stages import stage_layers, stages_of_rank
 from bloomery.sizing.vocabulary import padded_vocab_size
-from bloomery.verify.fused import fused_dropout, pretend_accelerator
-from bloomery.verify.in_flight import most_held, passes_of_rank
-from bloomery.verify.memory import MemoryMeter
+from bloomery.verify.fake_device import MemoryMeter, accelerator_kernels, fuse_attention
 
 _CPU = torch.device("cpu")
 
@@ -69,17 +76,17 @@ class SimulatedRank:
     rank: int
     place: dict[str, int]
     """Its coordinates pp, dp, cp and tp."""
-    layers: list[range]
+    layers: list[list[int]]
     """Of each of its pipeline stages."""
-    has_embedding: bool
-    has_head: bool
+    embedding: bool
+    head: bool
     elements: int
     """Elements of all its pieces."""
     owned_elements: int
     """Elements of the pieces that it alone counts and saves."""
-    in_flight: int
-    """Forward passes that are held at once."""
-    memory: RankMemory
+    forward_passes_held: int
+    """At once."""
+    memory_bytes: RankMemory
 
 
 @dataclass(frozen=True)
@@ -143,8 +150,8 @@ def simulate_rank(recipe: Recipe, layout: Layout, rank: int) -> SimulatedRank:
     with _fake_world(layout, rank) as mesh:
         outlined = outline(recipe, mesh, compile_model=False)
         for model in outlined.stages.values():
-            pretend_accelerator(model)
-        with FakeTensorMode(allow_non_fake_inputs=True), fused_dropout(), MemoryMeter().running() as meter:
+            fuse_attention(model)
+        with FakeTensorMode(allow_non_fake_inputs=True), accelerator_kernels(), MemoryMeter().running() as meter:
             parts = give_memory(outlined, recipe, mesh, device=_CPU)
             parts = _compute_in(recipe, parts)
             gradients, held = Gradients(parts.weights, mesh), _held_elements(parts)
@@ -154,13 +161,13 @@ def simulate_rank(recipe: Recipe, layout: Layout, rank: int) -> SimulatedRank:
     return SimulatedRank(
         rank=rank,
         place={"pp": mesh.pp, "dp": mesh.dp, "cp": mesh.cp, "tp": mesh.tp},
-        layers=[owned[number] for number in numbers],
-        has_embedding=0 in numbers,
-        has_head=len(owned) - 1 in numbers,
+        layers=[list(owned[number]) for number in numbers],
+        embedding=0 in numbers,
+        head=len(owned) - 1 in numbers,
         elements=held.pieces,
         owned_elements=held.owned,
-        in_flight=in_flight,
-        memory=memory,
+        forward_passes_held=in_flight,
+        memory_bytes=memory,
     )
 
 
@@ -326,3 +333,121 @@ def _batch(recipe: Recipe) -> Batch:
     words = {name: torch.zeros(rows, length, dtype=torch.int64) for name in ("tokens", "token_types", "attention_mask")}
     targets = {LM_LOSS: torch.zeros(rows, length, dtype=torch.int64), SOP_LOSS: torch.zeros(rows, dtype=torch.int64)}
     return Batch(words, targets)
+
+
+Pass = tuple[Literal["forward", "backward"], int]
+"""A pass through one of the stages of a rank, counted from 0."""
+
+
+def passes_of_rank(
+    schedule: PipelineSchedule, *, pp: int, pp_rank: int, chunks: int, micro_batches: int
+) -> Iterator[Pass]:
+    """All passes of one step: some forward ones first, then in turns. Zero bubble puts off a part of its backward
+    passes; what that part needs is not counted here."""
+    total = micro_batches * chunks
+    round_size = micro_batches // max(1, micro_batches // pp)
+    behind = pp - 1 - pp_rank
+    ahead = {
+        "gpipe": total,
+        "1f1b": behind,
+        "interleaved": (chunks - 1) * round_size + 2 * behind,
+        "zero_bubble": (chunks - 1) * round_size + behind,
+    }[schedule]
+    ahead = min(ahead, total)
+    for i in range(total + ahead):
+        if i < total:
+            yield "forward", i // round_size % chunks
+        if i >= ahead:
+            yield "backward", chunks - 1 - (i - ahead) // round_size % chunks
+
+
+def most_held(passes: Iterator[Pass], kept: Sequence[int], working: Sequence[int]) -> tuple[int, int]:
+    """(bytes, forward passes) at the peak: what all held passes keep, and what one backward pass needs on top.
+    `kept` and `working` are bytes of each stage of the rank."""
+    held = [0] * len(kept)
+    peak, most = 0, 0
+    for direction, chunk in passes:
+        if direction == "forward":
+            held[chunk] += 1
+            most = max(most, sum(held))
+        peak = max(peak, sum(n * size for n, size in zip(held, kept, strict=True)) + working[chunk])
+        if direction == "backward":
+            held[chunk] -= 1
+    return peak, most
+
+
+_METHOD = """\
+Masters, copies, gradients and optimizer state are exact: counted from the pieces of the rank. Activations are
+simulated: fake micro-batches go forward and backward through the rank's own stages while every tensor is counted;
+attention and dropout keep what an accelerator's kernels keep. There is no allocator in it (rounding, fragmentation,
+CUDA context, communication buffers come on top), and nothing is compiled (compiled code keeps less)."""
+
+_MEMORY = {
+    **STATE_LABELS,
+    "receive_buffers": "receive buffers",
+    "kept_per_micro_batch": "  kept per micro-batch",
+    "activations": "activations, at peak",
+    "peak": "peak of a step",
+    **HOST_LABELS,
+}
+
+
+def world_json(world: SimulatedWorld, recipe: Recipe) -> dict[str, Any]:
+    """The JSON of `verify --simulate-world`: a public contract. Sizes are in bytes."""
+    layout, parallel = world.layout, recipe.parallel
+    return {
+        "name": world.name,
+        "world": world.world,
+        "layout": asdict(layout) | {"zero": parallel.zero, "schedule": parallel.schedule, "chunks": parallel.chunks},
+        "recompute": parallel.recompute,
+        "precision": recipe.precision,
+        "micro_batch_size": recipe.batch.micro_batch_size,
+        "micro_batches": world.micro_batches,
+        "parameters": world.parameters,
+        "built_parameters": world.built_parameters,
+        "ranks": [asdict(rank) for rank in world.ranks],
+        "seconds": round(world.seconds, 1),
+        "torch": torch.__version__,
+    }
+
+
+def world_table(world: SimulatedWorld, recipe: Recipe) -> str:
+    layout, parallel = world.layout, recipe.parallel
+    chunks = f" x {parallel.chunks} chunks" if parallel.chunks > 1 else ""
+    pipeline = f", {parallel.schedule}" if layout.pp > 1 else ""
+    rows = {
+        "pipeline rank": [f"{rank.place['pp'] + 1} of {layout.pp}" for rank in world.ranks],
+        "layers": [_layers(rank) for rank in world.ranks],
+        "parameters held": [f"{rank.elements:,}" for rank in world.ranks],
+        "forward passes held": [str(rank.forward_passes_held) for rank in world.ranks],
+    }
+    for name, title in _MEMORY.items():
+        sizes = [getattr(rank.memory_bytes, name) for rank in world.ranks]
+        if any(sizes):
+            rows[title] = [format_bytes(size) for size in sizes]
+    rows = {"": [f"rank {rank.rank:,}" for rank in world.ranks]} | rows
+    widths = [max(len(row[i]) for row in rows.values()) for i in range(len(world.ranks))]
+    lines = [
+        f"{title:<24}" + "  ".join(f"{cell:>{width}}" for cell, width in zip(row, widths, strict=True))
+        for title, row in rows.items()
+    ]
+    return "\n".join(
+        [
+            f"{world.name} on {world.world:,} simulated ranks: tp {layout.tp} x cp {layout.cp} x dp {layout.dp} x "
+            f"pp {layout.pp}{chunks}, ZeRO {parallel.zero} over {layout.shard}{pipeline}, recompute "
+            f"{parallel.recompute}, {recipe.precision}, {world.micro_batches:,} micro-batches of "
+            f"{recipe.batch.micro_batch_size}",
+            f"parameters of all stages: {world.built_parameters:,}, as the formula says",
+            "",
+            *lines,
+            "",
+            _METHOD,
+            f"Took {world.seconds:.1f} s.",
+        ]
+    )
+
+
+def _layers(rank: SimulatedRank) -> str:
+    parts = ["embedding"] if rank.embedding else []
+    parts += [f"{layers[0]}-{layers[-1]}" if len(layers) > 1 else str(layers[0]) for layers in rank.layers]
+    return " + ".join([*parts, "head"] if rank.head else parts)

@@ -12,10 +12,18 @@ from pathlib import Path
 from bloomery.base import exit_codes
 from bloomery.launch.local import run_local_ranks
 
-RESULT, RESHARDED, FOLLOWED, TRUTH = "trial.json", "resharded.json", "followed.json", "truth.json"
 TRAIN_PREFIX, RESUME_PREFIX = "train-", "resume-"
-RUN, TRACE, RELOADED = "run", "trace", "reloaded"
-"""Folders of a trial."""
+# In the folder of a trial:
+RUN, TRACE = "run", "trace"
+RESULT = "trial.json"
+RELOADED = "reloaded"
+"""The checkpoint of all that was loaded, each tensor under `<layout>/<name>`."""
+RESHARDED = "resharded.json"
+"""By layout, the tensors of its checkpoint that did not come back bit by bit."""
+FOLLOWED = "followed.json"
+"""By layout, (step, name, loss) of what was trained from its checkpoint."""
+TRUTH = "truth.json"
+"""What the reference is compared with (compare.py)."""
 _PRELOAD = ["bloomery.cli.verify_trials", "bloomery.train.loop", "bloomery.train.setup", "bloomery.parallel.ranks"]
 
 RankCommand = Callable[[Sequence[str]], int]
@@ -48,36 +56,12 @@ class Trial:
         assert self.resume_from is not None
         return Path(self.resume_from).parents[2].name.removeprefix(TRAIN_PREFIX)
 
-    @property
-    def run(self) -> Path:
-        return Path(self.folder) / RUN
-
-    @property
-    def trace(self) -> Path:
-        return Path(self.folder) / TRACE
-
-    @property
-    def reloaded(self) -> Path:
-        """Where the checkpoint of all that was loaded is saved, each tensor under `<layout>/<name>`."""
-        return Path(self.folder) / RELOADED
-
-    @property
-    def resharded(self) -> Path:
-        """JSON: by layout, the tensors of its checkpoint that did not come back bit by bit."""
-        return Path(self.folder) / RESHARDED
-
-    @property
-    def followed(self) -> Path:
-        """JSON: by layout, a list of (step, name, loss) of what was trained from its checkpoint."""
-        return Path(self.folder) / FOLLOWED
-
-    @property
-    def truth(self) -> Path:
-        """JSON: what the reference is held against (truth.py)."""
-        return Path(self.folder) / TRUTH
+    def file(self, name: str) -> Path:
+        """One of the files and folders above."""
+        return Path(self.folder) / name
 
     def checkpoint(self, step: int) -> Path:
-        return self.run / "checkpoints" / f"step-{step:08d}"
+        return self.file(RUN) / "checkpoints" / f"step-{step:08d}"
 
 
 @dataclass(frozen=True)
@@ -135,20 +119,20 @@ def _outcome(trial: Trial, code: int) -> Outcome:
     errors = sorted(folder.glob("error-*.json"), key=lambda path: path.stat().st_mtime_ns)
     if not errors:
         return Outcome(0.0, f"its ranks ended with exit code {code} and left no word")
-    told = json.loads(errors[0].read_text())  # whoever failed first; the others lost it
-    return Outcome(0.0, f"rank {told['rank']}: {told['error']}", told["details"])
+    first = json.loads(errors[0].read_text())  # the others lost this one
+    return Outcome(0.0, f"rank {first['rank']}: {first['error']}", first["details"])
 
 
 def start_folder(trial: Trial) -> None:
     """Make room for a trial, with the checkpoint that it goes on from. For one rank."""
-    shutil.rmtree(trial.run, ignore_errors=True)
+    shutil.rmtree(trial.file(RUN), ignore_errors=True)
     if trial.resume_from is not None:
         source = Path(trial.resume_from)
-        shutil.copytree(source, trial.run / "checkpoints" / source.name)
+        shutil.copytree(source, trial.file(RUN) / "checkpoints" / source.name)
 
 
 def tidy_folder(trial: Trial) -> None:
     """Leave of a trial that has ended what others need. For one rank."""
-    for path in (trial.run / "checkpoints").iterdir():
+    for path in (trial.file(RUN) / "checkpoints").iterdir():
         if path.is_dir() and (trial.keep_step is None or path != trial.checkpoint(trial.keep_step)):
             shutil.rmtree(path)

@@ -120,7 +120,7 @@ def _losses(run: Path, step: int) -> str:
 
 def _jobs(run: Path, checkpoint: Path, step: int) -> list[dict[str, Any]]:
     """Starts of the run that came before this checkpoint."""
-    return _events(run, checkpoint, step, names.EVENT_START)
+    return _events(run, checkpoint, step, names.Event.START)
 
 
 def _events(run: Path, checkpoint: Path, step: int, kind: str) -> list[dict[str, Any]]:
@@ -144,7 +144,7 @@ def _changes(run: Path, checkpoint: Path, step: int) -> str:
     """What `--change` changed on the way here, without what a later job went back before."""
     starts = _jobs(run, checkpoint, step)
     rows = {}
-    for event in _events(run, checkpoint, step, names.EVENT_CHANGED):
+    for event in _events(run, checkpoint, step, names.Event.CHANGED):
         if not any(start["time"] > event["time"] and start["step"] < event["step"] for start in starts):
             line = f"| {event['step'] + 1:,} | `{event['field']}` | {event['old']} | {event['new']} |"
             rows[(event["step"], event["field"])] = line

@@ -13,11 +13,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from bloomery.base.errors import DataError, Problem
+from bloomery.base.losses import LM_LOSS, SOP_LOSS
 from bloomery.checkpoint.load import load_model
 from bloomery.config.recipe import Recipe
 from bloomery.data.tokenizer import Tokenizer
 from bloomery.model.generate import generate
-from bloomery.model.loss import IGNORE, LM_LOSS, SOP_LOSS, padding_of, row_losses, token_losses
+from bloomery.model.loss import IGNORE, padding_of, row_losses, token_losses
 
 PROOF_FILE = "export-proof.json"
 LIMIT = 1e-4

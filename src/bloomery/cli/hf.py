@@ -1,21 +1,65 @@
-"""`bloomery import hf DIR OUT`: a run folder that begins with the weights of a Hugging Face model."""
+"""`bloomery export CKPT OUT`: a folder that transformers loads, with the proof that it computes the same.
+`bloomery import hf DIR OUT`: a run folder that begins with the weights of a Hugging Face model."""
 
 from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
 import tempfile
+from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bloomery.base import exit_codes
+from bloomery.cli.recipe_argument import add_json
 
 if TYPE_CHECKING:
     from bloomery.sizing.check import CheckedRecipe
 
+_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+
+def add_arguments_export(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("checkpoint", metavar="CKPT", type=Path, help="a checkpoint, or a run folder for its newest")
+    parser.add_argument("output", metavar="OUT", type=Path, help="folder to write")
+    parser.add_argument("--tokenizer", help="folder with tokenizer.json; default: the recipe's")
+    parser.add_argument(
+        "--dtype", choices=("fp32", "bf16", "fp16"), default="fp32", help="of the weights; default: fp32"
+    )
+    parser.add_argument("--shard-size", type=_size, default=5 * 10**9, help="largest file, such as 5GB (the default)")
+    parser.add_argument("--no-proof", action="store_true", help="do not reload the folder with transformers")
+
+
+def _size(text: str) -> int:
+    match = re.fullmatch(r"([0-9]{1,30}(?:\.[0-9]{1,30})?)\s*([A-Za-z]*)", text)
+    if match is None or (unit := _UNITS.get(match[2].upper())) is None or (found := int(Fraction(match[1]) * unit)) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size: write for example 5GB or 500MB")
+    return found
+
+
+def run_export(args: argparse.Namespace) -> int:
+    from bloomery.checkpoint.export import export_checkpoint
+
+    done = export_checkpoint(
+        args.checkpoint,
+        args.output,
+        tokenizer_path=args.tokenizer,
+        dtype=args.dtype,
+        shard_bytes=args.shard_size,
+        with_proof=not args.no_proof,
+    )
+    files = f" in {done.files} files" if done.files > 1 else ""
+    print(f"{args.output}: {done.architecture}, {done.tensors} tensors{files}, step {done.step:,}")
+    if done.proof.proven or args.no_proof:
+        print(done.proof)
+    else:
+        print(f"bloomery: warning: {done.proof}", file=sys.stderr)
+    return exit_codes.OK
+
+
+def add_arguments_hf(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("folder", metavar="DIR", type=Path, help="Hugging Face folder: config.json and *.safetensors")
     parser.add_argument("output", metavar="OUT", type=Path, help="run folder to make")
     parser.add_argument(
@@ -23,10 +67,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--recipe", help="take all but `model` and `tokenizer` from this recipe")
     parser.add_argument("--no-proof", action="store_true", help="do not compare with transformers")
-    parser.add_argument("--json", action="store_true", help="print the answer as JSON")
+    add_json(parser)
 
 
-def run(args: argparse.Namespace) -> int:
+def run_hf(args: argparse.Namespace) -> int:
     from bloomery.checkpoint.import_hf import TOKENIZER, import_weights, origin_of, read_model, tokenizer_files
     from bloomery.sizing.parameters import count_parameters
     from bloomery.train.state import TrainState
