@@ -23,9 +23,10 @@ from bloomery.checkpoint import folder as folders
 from bloomery.checkpoint.choose import newest_good, tidy
 from bloomery.checkpoint.fence import Writer, take_over
 from bloomery.checkpoint.load import load_pieces
+from bloomery.checkpoint.persist import SavePlan
 from bloomery.checkpoint.retention import apply_retention
-from bloomery.checkpoint.save import save_checkpoint
-from bloomery.checkpoint.saver import Saver
+from bloomery.checkpoint.saver import Saver, save_checkpoint
+from bloomery.checkpoint.tiers import Tier, TierRetention
 from bloomery.config.recipe import KeepSection
 from checkpoints import assert_same_tensors
 from conftest import Workshop, start_training, wait_for_steps
@@ -62,14 +63,9 @@ def save_for_ever(root: Path, rank: int, size: int, first_step: int, nonce: str,
         weight.fill_(float(step))
         pieces["step"].tensor.fill_(float(step))
         saver.stage()
-        saver.persist(
-            root,
-            step=step,
-            state={"step": step},
-            recipe_yaml="",
-            writer=writer,
-            then=lambda: apply_retention(root, KeepSection(last=2), writer=writer),
-        )
+        keep = TierRetention(Tier("durable", root, writer, KeepSection(last=2)))
+        plan = SavePlan(root=root, step=step, state={"step": step}, recipe_yaml="", writer=writer, retention=keep)
+        saver.persist(plan)
         saver.wait_staged()
         weight.fill_(-1.0)  # training goes on
         saver.wait()
@@ -137,7 +133,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 def attempt(saver: Saver, root: Path, step: int) -> str:
     saver.stage()
-    saver.persist(root, step=step, state={}, recipe_yaml="")
+    saver.persist(SavePlan(root=root, step=step, state={}, recipe_yaml=""))
     return str(saver.wait()[-1].error)
 
 
@@ -178,7 +174,7 @@ def test_a_mount_that_vanishes_is_not_written_beneath(small_disk: Path) -> None:
 
     def attempt_as(step: int) -> str:
         saver.stage()
-        saver.persist(small_disk / "c", step=step, state={}, recipe_yaml="", writer=writer)
+        saver.persist(SavePlan(root=small_disk / "c", step=step, state={}, recipe_yaml="", writer=writer))
         return str(saver.wait()[-1].error)
 
     assert attempt_as(1) == "None"

@@ -22,7 +22,7 @@ from bloomery.checkpoint.choose import newest_good, refuse_later, tidy
 from bloomery.checkpoint.fence import FencedError, take_over
 from bloomery.checkpoint.look import list_checkpoints
 from bloomery.checkpoint.retention import apply_retention
-from bloomery.checkpoint.save import save_checkpoint
+from bloomery.checkpoint.saver import save_checkpoint
 from bloomery.checkpoint.tiers import kept_in, parts_in, tier_roots
 from bloomery.config.recipe import CheckpointSection, KeepSection, LocalTierSection, PhaseSection
 from bloomery.sizing.cadence import cadence, daly_seconds, seconds_between_failures

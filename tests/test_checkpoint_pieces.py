@@ -19,11 +19,11 @@ from bloomery.base.piece import Piece
 from bloomery.base.ranks import ALONE
 from bloomery.checkpoint import folder as folders
 from bloomery.checkpoint import persist as persist_module
-from bloomery.checkpoint import save as save_module
+from bloomery.checkpoint import saver as save_module
 from bloomery.checkpoint.boxes import Box, why_not_whole
 from bloomery.checkpoint.index import index_text, merge, read_index, report
 from bloomery.checkpoint.load import load_pieces
-from bloomery.checkpoint.save import estimate_save_seconds, save_checkpoint
+from bloomery.checkpoint.saver import estimate_save_seconds, save_checkpoint
 from bloomery.checkpoint.tensor_file import DTYPES, FileLayout, raw_bytes, write_file
 from checkpoints import change_manifest
 from threads_as_ranks import together

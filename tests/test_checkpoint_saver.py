@@ -21,8 +21,8 @@ from bloomery.checkpoint import persist as persist_module
 from bloomery.checkpoint import staging as staging_module
 from bloomery.checkpoint.fence import FencedError, Writer, take_over
 from bloomery.checkpoint.load import load_pieces
-from bloomery.checkpoint.save import agreed
-from bloomery.checkpoint.saver import SaveOutcome, Saver
+from bloomery.checkpoint.persist import SavePlan
+from bloomery.checkpoint.saver import SaveOutcome, Saver, agreed
 from threads_as_ranks import together
 
 CPU = torch.device("cpu")
@@ -30,13 +30,26 @@ CPU = torch.device("cpu")
 
 def begin(saver: Saver, root: Path, step: int, **more: Any) -> None:
     saver.stage()
-    saver.persist(root, step=step, state={"step": step}, recipe_yaml="name: x\n", **more)
+    saver.persist(SavePlan(root=root, step=step, state={"step": step}, recipe_yaml="name: x\n", **more))
 
 
 def value_in(folder: Path, size: int = 4) -> list[float]:
     found = torch.zeros(size)
     load_pieces(folder, {"w": Piece.whole(found)})
     return found.tolist()
+
+
+class After:
+    """Retention that calls this when a checkpoint is complete."""
+
+    def __init__(self, then: Callable[[], list[str]]) -> None:
+        self.then = then
+
+    def make_room(self) -> list[str]:
+        return []
+
+    def after_save(self, folder: Path) -> list[str]:
+        return self.then()
 
 
 class Gate:
@@ -67,7 +80,6 @@ def test_what_was_there_at_begin_is_saved_while_training_goes_on(tmp_path: Path,
     pieces = {"w": Piece.whole(weight)}
     saver = Saver(pieces, device=CPU)
     begin(saver, tmp_path, 1)
-    assert saver.step_in_flight == 1
     saver.wait_staged()
     weight.fill_(2.0)  # the optimizer's next step, long before anything is on the disk
     assert gate.reached.wait(60)
@@ -77,7 +89,6 @@ def test_what_was_there_at_begin_is_saved_while_training_goes_on(tmp_path: Path,
     (outcome,) = saver.wait()
     assert outcome.error is None
     assert outcome.folder == folders.latest_checkpoint(tmp_path)
-    assert saver.step_in_flight is None
     assert value_in(outcome.folder) == [1.0] * 4
     assert saver.host_bytes == 16
     assert outcome.bytes == (outcome.folder / "tensors-00000.safetensors").stat().st_size
@@ -88,7 +99,7 @@ def test_the_state_is_that_of_the_moment_too(tmp_path: Path, gate: Gate) -> None
     saver = Saver(pieces, device=CPU)
     cursors = {"books": 5}
     saver.stage()
-    saver.persist(tmp_path, step=1, state={"cursors": cursors}, recipe_yaml="")
+    saver.persist(SavePlan(root=tmp_path, step=1, state={"cursors": cursors}, recipe_yaml=""))
     cursors["books"] = 6  # training goes on
     gate.open.set()
     (outcome,) = saver.wait()
@@ -161,7 +172,7 @@ def test_what_follows_a_complete_save_runs_in_the_thread(tmp_path: Path) -> None
         where.append(threading.current_thread().name)
         return ["step-00000000"]
 
-    begin(saver, tmp_path, 1, then=then, facts={"tokens": 12})
+    begin(saver, tmp_path, 1, retention=After(then), facts={"tokens": 12})
     (outcome,) = saver.wait()
     assert where == ["bloomery-save"]
     assert outcome.removed == ("step-00000000",)
@@ -177,7 +188,7 @@ def test_older_ones_that_cannot_be_deleted_do_not_undo_a_save(tmp_path: Path) ->
     def then() -> list[str]:
         raise PermissionError(13, "Permission denied", "step-00000000")
 
-    begin(saver, tmp_path, 1, then=then)
+    begin(saver, tmp_path, 1, retention=After(then))
     (outcome,) = saver.wait()
     assert outcome.error is None
     assert "Permission denied" in outcome.retention_trouble
@@ -187,7 +198,7 @@ def test_older_ones_that_cannot_be_deleted_do_not_undo_a_save(tmp_path: Path) ->
 def in_the_end(saver: Saver) -> SaveOutcome:
     """What came of it, also if it was late on the way."""
     outcomes = saver.wait()
-    while saver.step_in_flight is not None:
+    while saver._flight is not None:
         outcomes += saver.wait()
     return outcomes[-1]
 

@@ -21,7 +21,7 @@ from bloomery.checkpoint import remote as remote_module
 from bloomery.checkpoint.fence import FencedError, take_over
 from bloomery.checkpoint.remote import RemoteSource, Uploader, UploadOutcome, apply_remote_retention, list_remote
 from bloomery.checkpoint.retention import apply_retention
-from bloomery.checkpoint.save import save_checkpoint
+from bloomery.checkpoint.saver import save_checkpoint
 from bloomery.config.recipe import KeepSection
 from checkpoints import assert_same_tensors
 from conftest import Workshop

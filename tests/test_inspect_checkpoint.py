@@ -15,7 +15,7 @@ from bloomery.base.piece import Piece
 from bloomery.checkpoint.folder import find_checkpoint
 from bloomery.checkpoint.look import compare_checkpoints, list_checkpoints
 from bloomery.checkpoint.reader import CheckpointReader
-from bloomery.checkpoint.save import save_checkpoint
+from bloomery.checkpoint.saver import save_checkpoint
 from checkpoints import change_manifest, flip_bit, tensors_of
 from conftest import Workshop
 from threads_as_ranks import together

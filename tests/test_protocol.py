@@ -188,7 +188,7 @@ sys.addaudithook(hook)
 
 
 def save(run: Run, start: str, rank: int, writer: fence.Writer, step: int) -> None:
-    def promise() -> list[str]:
+    def promise(folder: Path) -> list[str]:
         run.notes["promised"] = max(step, run.notes["promised"])
         return retention.apply_retention(run.root, KeepSection(last=1), writer=writer)
 
@@ -197,8 +197,9 @@ def save(run: Run, start: str, rank: int, writer: fence.Writer, step: int) -> No
     ranks.told, ranks.tell = run.board.get, run.board.__setitem__
     one = saver.Saver({"w": Piece(values, (6,), (2 * rank,))}, device=values.device, ranks=ranks, timeout_seconds=100.0)
     one.stage()
-    one.persist(run.root, step=step, state={}, recipe_yaml="", writer=writer, then=promise)
-    one._persist(*one._flight.thread.args)  # type: ignore[union-attr]  # in the place of its thread
+    plan: dict[str, Any] = {"writer": writer, "retention": SimpleNamespace(after_save=promise)}
+    one.persist(persist.SavePlan(root=run.root, step=step, state={}, recipe_yaml="", **plan))
+    one._persist()  # in the place of its thread
 
 
 def take_over_and_save(run: Run) -> None:
@@ -211,7 +212,7 @@ def take_over_and_save(run: Run) -> None:
         choose.refuse_later([run.root], step=step, damaged=choice.damaged)
         choose.tidy(run.root, step=step, damaged=choice.damaged)
     except BloomeryError:
-        return  # it does not start, and says why
+        return  # it does not start
     run.notes["save"] = (writer, step + 1)
     save(run, "B", 0, writer, step + 1)
 

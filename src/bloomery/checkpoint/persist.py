@@ -12,10 +12,10 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -41,12 +41,40 @@ _GRACE_SECONDS = 5.0
 """How long a failed save waits for ranks that are still writing."""
 
 
-@dataclass(frozen=True)
-class SaveJob:
-    """One save as one rank sees it."""
+class Retention(Protocol):
+    """What rank 0 deletes around a save; both return the names."""
+
+    def make_room(self) -> list[str]:
+        """Before the first byte, if the disk has no room for it."""
+        ...
+
+    def after_save(self, folder: Path) -> list[str]:
+        """When the checkpoint is complete."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class SavePlan:
+    """A checkpoint that is due: where it goes, and all that is written beside its tensors."""
 
     root: Path
     step: int
+    state: Mapping[str, Any]
+    recipe_yaml: str
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    """More for the manifest."""
+    writer: Writer | None = None
+    after: Sequence[Path] = ()
+    """Files that must be on the disk before this save counts: records of the steps that it holds."""
+    parts_root: Path | None = None
+    """Folder on this node's disk for the tensor files (parts.py); None: they lie with all else."""
+    retention: Retention | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class SaveJob(SavePlan):
+    """One save as one rank sees it."""
+
     rank: int
     ranks: int
     nonce: str
@@ -55,22 +83,19 @@ class SaveJob:
     """Of the files of all ranks."""
     state_text: str
     """As JSON: it must not change while the thread is at work."""
-    recipe_yaml: str
-    facts: Mapping[str, Any] = field(default_factory=dict)
-    """More for the manifest."""
-    writer: Writer | None = None
-    after: Sequence[Path] = ()
-    """Files that must be on the disk before this save counts: records of the steps that it holds."""
     timeout_seconds: float = 1800.0
     """How long rank 0 waits for the parts of the others."""
-    parts_root: Path | None = None
-    """Folder on this node's disk for the tensor files (parts.py); None: they lie with all else."""
     spare: Collection[str] = ()
-    """Folders in it that belong to saves on their way."""
+    """Folders in `parts_root` that belong to saves on their way."""
     told: Ranks = ALONE
     """Through whom a rank that fails tells rank 0."""
-    make_room: Callable[[], object] | None = None
-    """Delete what need not be kept, for rank 0 of a save that finds the disk full."""
+    removed: list[str] = field(default_factory=list)
+    """Checkpoints that retention has deleted."""
+
+    @classmethod
+    def of(cls, plan: SavePlan, **more: Any) -> SaveJob:
+        given = {each.name: getattr(plan, each.name) for each in fields(plan)}
+        return cls(**given, **more, state_text=json.dumps(dict(plan.state), indent=1))
 
     @property
     def final(self) -> Path:
@@ -112,16 +137,16 @@ class SaveJob:
     def done_file(self, rank: int) -> Path:
         return self.draft / f"rank-{rank:05d}.json"
 
-    def failed(self, trouble: Trouble, removed: Sequence[str] = ()) -> StorageError:
-        """The error that all ranks raise when some had this trouble. `removed`: what was deleted to make room."""
+    def failed(self, trouble: Trouble) -> StorageError:
+        """The error that all ranks raise when some had this trouble."""
         problems = []
         for rank, texts in sorted(trouble.reasons.items()):
             on_rank = f" on rank {rank}" if self.ranks > 1 else ""
             problems += [f"the checkpoint of step {self.step} could not be written{on_rank}: {text}" for text in texts]
         rule, remedy = self._advice(trouble)
         if not trouble.fenced:
-            kept = f"{', '.join(removed)} had to go, as `keep` allows" if removed else "older checkpoints are untouched"
-            remedy = f"{remedy}; {kept}"
+            gone = f"{', '.join(self.removed)} had to go, as `keep` allows"
+            remedy = f"{remedy}; {gone if self.removed else 'older checkpoints are untouched'}"
         kind = FencedError if trouble.fenced else StorageError
         where = str(self.parts_root or self.root)
         return kind([*map(Problem, problems[:-1]), Problem(problems[-1], rule, remedy, where)])
@@ -276,9 +301,9 @@ def _require_room(job: SaveJob, layout: FileLayout) -> None:
     `reserve` then takes it for real."""
     needed = job.total_bytes + job.text_bytes(layout) if job.rank == 0 and job.parts_root is None else layout.file_bytes
     free = shutil.disk_usage(job.parts).free
-    if free < needed and job.make_room is not None and job.rank == 0:
-        with contextlib.suppress(OSError):  # the trouble to tell is the lack of room
-            job.make_room()
+    if free < needed and job.retention is not None and job.rank == 0:
+        with contextlib.suppress(OSError):  # the trouble to report is the lack of room
+            job.removed.extend(job.retention.make_room())
             if job.parts_root is not None:
                 job.sweep_parts()
         free = shutil.disk_usage(job.parts).free

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -54,3 +54,11 @@ def loss_at(manifest: Mapping[str, Any], step: int) -> float | None:
     """The validation loss that was measured at this very step; None if none was."""
     measured = manifest.get("validation")
     return float(measured["loss"]) if measured and measured["step"] == step else None
+
+
+def good_steps(root: Path, *, proven_until: int, given_up: range) -> Iterator[int]:
+    """Complete checkpoints that are known to be good, the newest first: up to the step that later steps have proven,
+    less those that a rewind gave up and those saved in a stretch of spikes or NaNs."""
+    found = [path for path in folders.complete_checkpoints(root) if folders.step_of(path) <= proven_until]
+    kept = (path for path in reversed(found) if folders.step_of(path) not in given_up)
+    return (folders.step_of(path) for path in kept if not is_suspicious(path))

@@ -1,8 +1,8 @@
-"""Save behind the back of training: a picture in host memory in an instant, the disk in a thread, one at a time.
+"""Asynchronous saves: a snapshot in pinned host memory in an instant, the disk in a thread, one save at a time.
 
     saver = Saver(pieces, ranks=ranks, device=device)      once, before the first step: allocates the host memory
     saver.stage()                                          after the optimizer's step: queues the copies
-    saver.persist(root, step=..., state=..., ...)          begins to write them
+    saver.persist(SavePlan(root=..., step=..., ...))       begins to write them
     saver.wait_staged()                                    before the optimizer changes what is being copied
     saver.poll()                                           now and then: what has come of it
 
@@ -11,28 +11,29 @@ Ranks do not wait for each other in the thread (see persist.py), so it never mee
 
 from __future__ import annotations
 
-import json
+import os
 import secrets
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from bloomery.base.errors import Problem, StorageError
 from bloomery.base.piece import Piece
 from bloomery.base.pulse import PULSE
 from bloomery.base.ranks import ALONE, Ranks
+from bloomery.base.storage import open_plain
 from bloomery.base.units import format_seconds
 from bloomery.checkpoint.fence import Writer
-from bloomery.checkpoint.index import report
-from bloomery.checkpoint.persist import SaveJob, Trouble, abandon, complete, write_part
-from bloomery.checkpoint.save import written_tensors
-from bloomery.checkpoint.staging import HostImage
+from bloomery.checkpoint.index import is_written, report
+from bloomery.checkpoint.persist import SaveJob, SavePlan, Trouble, abandon, complete, write_part
+from bloomery.checkpoint.staging import HostImage, StreamedImage
 
 _PATIENCE = 0.8
 """Of a save's time, the share in which rank 0 waits for the parts of the others; the rest is for completing it."""
@@ -75,9 +76,11 @@ class Saver:
         device: torch.device,
         ranks: Ranks = ALONE,
         timeout_seconds: float = 1800.0,
+        values: Callable[[str], Tensor] | None = None,
     ) -> None:
-        """All ranks make theirs together."""
-        self._image = HostImage(written_tensors(pieces), device)
+        """All ranks make theirs together. `values`: see save_checkpoint."""
+        tensors = _written_tensors(pieces)
+        self._image = HostImage(tensors, device) if values is None else StreamedImage(tensors, values)
         self._held = report(pieces)
         self._all, self._rank, self._ranks = ranks, ranks.rank, ranks.size
         self._timeout_seconds = timeout_seconds
@@ -96,13 +99,8 @@ class Saver:
         """Memory on this rank's host that saves take."""
         return self._image.layout.data_bytes
 
-    @property
-    def step_in_flight(self) -> int | None:
-        """The step whose save has begun last, if nobody has heard yet what came of it. The same on all ranks."""
-        return self._flight.job.step if self._flight else None
-
     def stage(self) -> None:
-        """Take the picture: the pieces as they are when the work queued on the device so far is done. `persist` must
+        """Take the snapshot: the pieces as they are when the work queued on the device so far is done. `persist` must
         follow. All ranks call it in the same order; none waits for another.
 
         If the save before is still being written, this waits for it: that is the price of one image in memory.
@@ -113,54 +111,32 @@ class Saver:
             self._image.take()
         self._stage_seconds = time.monotonic() - started
 
-    def persist(
-        self,
-        root: Path,
-        *,
-        step: int,
-        state: Mapping[str, Any],
-        recipe_yaml: str,
-        writer: Writer | None = None,
-        facts: Mapping[str, Any] | None = None,
-        after: Sequence[Path] = (),
-        parts_root: Path | None = None,
-        then: Callable[[], list[str]] | None = None,
-        make_room: Callable[[], list[str]] | None = None,
-    ) -> None:
-        """Begin to write the picture, and return. If the save before hangs beyond its time there is none, and `poll`
-        says so. `parts_root`: this node's own disk, for tensor files that no folder shares (parts.py). `then` runs on
-        rank 0 when the checkpoint is complete, for retention, and returns what it removed; so does `make_room`, before
-        the first byte, if the disk has no room for it."""
+    def persist(self, plan: SavePlan) -> None:
+        """Begin to write the snapshot, and return. If the save before hangs beyond its time there is none, and `poll`
+        reports it. Retention acts on rank 0, in the thread."""
         started = time.monotonic()
-        removed: list[str] = []
         self._attempts += 1
-        job = SaveJob(
-            root=root,
-            step=step,
+        job = SaveJob.of(
+            plan,
             rank=self._rank,
             ranks=self._ranks,
             nonce=f"{self._nonce}-{self._attempts}",
             total_bytes=self._total_bytes,
-            state_text=json.dumps(dict(state), indent=1),
-            recipe_yaml=recipe_yaml,
-            facts=facts or {},
-            writer=writer,
-            after=after,
             timeout_seconds=_PATIENCE * self._timeout_seconds,
-            parts_root=parts_root,
             told=self._all,
             spare=self._parts_before,
-            make_room=None if make_room is None else lambda: removed.extend(make_room()),
         )
-        if parts_root is not None:
+        if job.parts_root is not None:
             self._parts_before = [job.parts.name]
         if not self._staged:
             assert self._flight is not None
-            what = f"the checkpoint of step {step} was not made: the save of step {self._flight.job.step} still hangs"
-            error = StorageError(Problem(what, remedy="look at the storage", place=str(root)))
-            self._finished.append(SaveOutcome(step, job.final, error, self._stage_seconds, 0.0, job.total_bytes))
+            what = (
+                f"the checkpoint of step {job.step} was not made: the save of step {self._flight.job.step} still hangs"
+            )
+            error = StorageError(Problem(what, remedy="look at the storage", place=str(job.root)))
+            self._finished.append(SaveOutcome(job.step, job.final, error, self._stage_seconds, 0.0, job.total_bytes))
             return
-        thread = threading.Thread(target=self._persist, args=(then, removed), name="bloomery-save", daemon=True)
+        thread = threading.Thread(target=self._persist, name="bloomery-save", daemon=True)
         self._flight = _Flight(job, thread, deadline=time.monotonic() + self._timeout_seconds)
         thread.start()
         self._flight.blocking_seconds = self._stage_seconds + time.monotonic() - started
@@ -212,7 +188,7 @@ class Saver:
         self._flight = None
         return True
 
-    def _persist(self, then: Callable[[], list[str]] | None, removed: list[str]) -> None:
+    def _persist(self) -> None:
         flight = self._flight
         assert flight is not None
         job, started = flight.job, time.monotonic()
@@ -227,14 +203,68 @@ class Saver:
             try:
                 complete(job, trouble)
                 try:
-                    removed += then() if then else []
+                    job.removed.extend(job.retention.after_save(job.final) if job.retention else ())
                 except OSError as caught:
                     retention_trouble = str(caught)
             except Exception as caught:
                 trouble = caught
                 abandon(job)
-        error = job.failed(Trouble.of(trouble, job.rank), removed) if trouble is not None else None
+        error = job.failed(Trouble.of(trouble, job.rank)) if trouble is not None else None
         seconds = time.monotonic() - started
         flight.outcome = SaveOutcome(
-            job.step, job.final, error, 0.0, seconds, job.total_bytes, tuple(removed), retention_trouble
+            job.step, job.final, error, 0.0, seconds, job.total_bytes, tuple(job.removed), retention_trouble
         )
+
+
+def save_checkpoint(
+    root: Path,
+    *,
+    step: int,
+    pieces: Mapping[str, Piece],
+    state: Mapping[str, Any],
+    recipe_yaml: str,
+    ranks: Ranks = ALONE,
+    writer: Writer | None = None,
+    facts: Mapping[str, Any] | None = None,
+    values: Callable[[str], Tensor] | None = None,
+) -> Path:
+    """An asynchronous save and a wait: the new folder, complete and named by `latest`. All ranks call it, and all of
+    them return or raise StorageError; then nothing has changed. `values`: gives each tensor when its turn comes, for
+    pieces on the meta device."""
+    device = next((piece.tensor.device for piece in pieces.values()), torch.device("cpu"))
+    saver = Saver(pieces, device=device, ranks=ranks, values=values)
+    saver.stage()
+    plan = SavePlan(root=root, step=step, state=state, recipe_yaml=recipe_yaml, facts=facts or {}, writer=writer)
+    saver.persist(plan)
+    outcome = saver.wait()[-1]
+    error = agreed(ranks, outcome.error)
+    if error is not None:
+        raise error.told_once(ranks.rank)
+    return outcome.folder
+
+
+def agreed(ranks: Ranks, error: StorageError | None) -> StorageError | None:
+    """The error of the first rank that has one, on every rank. All ranks call it."""
+    return next((found for found in ranks.gather(error) if found is not None), None)
+
+
+def estimate_save_seconds(root: Path, pieces: Mapping[str, Piece], *, probe_bytes: int = 2**24) -> float:
+    """Seconds a save is likely to take here, from a measured write to this very folder."""
+    probe = root / ".write-probe"
+    started = time.monotonic()
+    try:
+        with open(probe, "wb", opener=open_plain) as file:
+            file.write(os.urandom(probe_bytes))
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError:
+        return 0.0  # no room to measure; the save itself will report it
+    finally:
+        probe.unlink(missing_ok=True)
+    size = sum(tensor.numel() * tensor.element_size() for tensor in _written_tensors(pieces).values())
+    return (time.monotonic() - started) * max(1.0, size / probe_bytes)
+
+
+def _written_tensors(pieces: Mapping[str, Piece]) -> dict[str, Tensor]:
+    """What this rank puts into its file."""
+    return {name: piece.tensor for name, piece in pieces.items() if is_written(piece)}

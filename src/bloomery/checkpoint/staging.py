@@ -1,14 +1,14 @@
-"""The picture of a save in host memory: taken in an instant, written to the disk while training goes on."""
+"""The snapshot of a save in host memory: copied in an instant, written to the disk while training continues."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
 from torch import Tensor
 
 from bloomery.base.accelerator import CopyQueue, host_memory
-from bloomery.checkpoint.tensor_file import FileLayout, as_bytes
+from bloomery.checkpoint.tensor_file import FileLayout, as_bytes, raw_bytes
 
 _BLOCK_BYTES = 2**28
 """A power of two: torch rounds pinned memory up to one, so that larger or odd sizes would waste half of it."""
@@ -54,11 +54,11 @@ class HostImage:
                 torch._foreach_copy_(parts, pieces, non_blocking=True)
 
     def hold_back(self) -> None:
-        """Whatever the device is told from now on happens after the copies. Costs the host nothing."""
+        """What is queued on the device from now on happens after the copies. Costs the host nothing."""
         self._queue.hold_back()
 
     def wait(self) -> None:
-        """Until the picture is complete."""
+        """Until the snapshot is complete."""
         self._queue.wait()
 
     def blocks(self) -> Iterator[memoryview]:
@@ -72,3 +72,17 @@ class HostImage:
             parts.append(block[start : start + count])
             position, count = position + len(parts[-1]), count - len(parts[-1])
         return parts
+
+
+class StreamedImage(HostImage):
+    """Without memory: each tensor is made when its turn to be written comes, for pieces on the meta device."""
+
+    def __init__(self, tensors: Mapping[str, Tensor], values: Callable[[str], Tensor]) -> None:
+        self.layout = FileLayout.of(tensors)
+        self._queue = CopyQueue(torch.device("cpu"))
+        self._values = values
+
+    def take(self) -> None: ...
+
+    def blocks(self) -> Iterator[memoryview]:
+        return (raw_bytes(self._values(name)) for name in self.layout.order)

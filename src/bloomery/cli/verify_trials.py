@@ -18,7 +18,7 @@ from bloomery.base.errors import BloomeryError
 from bloomery.base.piece import Piece
 from bloomery.base.ranks import ALONE, Ranks, first_rank_does
 from bloomery.checkpoint.load import load_pieces, read_state
-from bloomery.checkpoint.save import save_checkpoint
+from bloomery.checkpoint.saver import save_checkpoint
 from bloomery.config.load import load_recipe
 from bloomery.monitor.journal import SilentJournal
 from bloomery.monitor.meters import IntervalMeter
@@ -29,7 +29,7 @@ from bloomery.train.loop import train
 from bloomery.train.run import Run
 from bloomery.train.setup import prepared_run
 from bloomery.train.state import TrainState
-from bloomery.train.step import settle, train_step
+from bloomery.train.step import finish_pending_step, train_step
 from bloomery.train.trace import TraceRequest
 from bloomery.verify.compare import large_norm, plain_losses, report_reloaded
 from bloomery.verify.layouts import SINGLE
@@ -135,7 +135,7 @@ def _losses_after(checkpoint: Path, run: Run, steps: int) -> list[tuple[int, str
     run.feed.seek(state.consumed_samples)
     for _ in range(steps):
         train_step(aside, state)
-        settle(aside, state)
+        finish_pending_step(aside, state)
     return losses.found
 
 

@@ -9,13 +9,14 @@ from torch import Tensor
 from bloomery.base.losses import LM_LOSS
 from bloomery.monitor.record import ValidationRecord, perplexity_of
 from bloomery.train.run import Run
+from bloomery.train.save import flush_staged_save
 from bloomery.train.state import TrainState
-from bloomery.train.step import settle
+from bloomery.train.step import finish_pending_step
 
 
 def evaluate(run: Run, state: TrainState) -> None:
     """Evaluate each group once and log it. Does nothing for a recipe without validation data."""
-    settle(run, state)
+    flush_staged_save(run, finish_pending_step(run, state))
     started = time.monotonic()
     main_losses: list[float] = []
     with run.meter.paused(), run.stop.evaluating():

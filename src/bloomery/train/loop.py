@@ -10,11 +10,11 @@ from bloomery.base.errors import BloomeryError, DataError
 from bloomery.monitor.names import Event
 from bloomery.train.drift import watch_drift
 from bloomery.train.evaluate import evaluate
-from bloomery.train.rewind import rewind_or_stop
+from bloomery.train.recover import rescue_staged_save, rewind_or_stop
 from bloomery.train.run import Run
-from bloomery.train.save import save, save_if_due, write_picture
+from bloomery.train.save import flush_staged_save, save_if_due, save_last
 from bloomery.train.state import TrainState
-from bloomery.train.step import settle, train_step
+from bloomery.train.step import finish_pending_step, train_step
 from bloomery.train.stop import StopReason
 
 
@@ -34,14 +34,14 @@ def train(run: Run, state: TrainState) -> StopReason:
         except DataError as error:  # before this step changed anything: what was learned so far is saved
             stop, failure = StopReason("error", str(error), None if state.step else error), error
         except Exception:
-            write_picture(run, state)
+            rescue_staged_save(run, state)
             raise
         if stop.error is not None:  # nothing may be saved, or nothing was learned
             raise stop.error
-        settle(run, state)
+        flush_staged_save(run, finish_pending_step(run, state))
         if stop.finished and state.step > first_step and not run.evaluates_at(state.step):
             evaluate(run, state)
-        save(run, state, last=True, keep_all=stop.is_failure)
+        save_last(run, state, keep_all=stop.is_failure)
         run.stop.count_energy(state)
         run.journal.event(Event.STOP, state.step, **stop.facts(), energy=state.energy.to_json())
         run.journal.notice(f"stopped at step {state.step:,}: {stop.text.rstrip('.')}. Saved in {run.folder}")

@@ -3,31 +3,20 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from contextlib import suppress
-from dataclasses import replace
-from functools import partial
-from itertools import islice
-from pathlib import Path
 
 from bloomery.base.pulse import PULSE
 from bloomery.base.units import format_seconds
 from bloomery.checkpoint.fence import FencedError
-from bloomery.checkpoint.folder import complete_checkpoints, step_name, step_of
 from bloomery.checkpoint.manifest import SUSPICIOUS
+from bloomery.checkpoint.persist import SavePlan
 from bloomery.checkpoint.remote import Uploader, UploadOutcome
-from bloomery.checkpoint.retention import apply_retention, is_suspicious
-from bloomery.checkpoint.save import agreed
-from bloomery.checkpoint.saver import SaveOutcome
-from bloomery.checkpoint.tiers import Tier
-from bloomery.config.recipe import KeepSection
+from bloomery.checkpoint.saver import SaveOutcome, agreed
+from bloomery.checkpoint.tiers import Tier, TierRetention
 from bloomery.monitor import names
 from bloomery.monitor.names import Event
 from bloomery.sizing.cadence import Cadence, cadence, seconds_between_failures
 from bloomery.train.run import Run
-from bloomery.train.spikes import PROOF_STEPS, SpikeWatch
-from bloomery.train.state import TrainState
-from bloomery.train.step import settle
+from bloomery.train.state import StagedSave, TrainState
 from bloomery.train.stop import StopReason
 
 _FIRST_AUTO_STEPS = 20
@@ -35,47 +24,42 @@ _FIRST_AUTO_STEPS = 20
 
 
 def save_if_due(run: Run, state: TrainState) -> None:
-    """Asked once after every step: tell what came of saves, and begin one if the plan or a user wants it."""
-    hear_of_saves(run, state, run.saver.poll())
+    """Asked once after every step: report what came of saves, and begin one if the plan or a user wants it."""
+    report_saves(run, state, run.saver.poll())
     if run.uploader is not None:
-        hear_of_uploads(run, run.uploader.poll())
+        report_uploads(run, run.uploader.poll())
     asked = run.stop.take_save_request()
     if state.spikes.rewind_due is not None:  # it saves when it has gone back
         return
     if asked or run.plan.is_save_step(state.step) or _auto_due(run, state):
         save(run, state)
     elif run.local is not None and _local_due(run, state) and not state.is_suspicious:
-        _begin(run, state, run.local)
+        _stage(run, state, run.local)
 
 
-def save(run: Run, state: TrainState, *, last: bool = False, keep_all: bool = False) -> None:
-    """A checkpoint of this step, unless there is one; training goes on while it is written.
-
-    A save that fails is an event and a warning, and training goes on: the older checkpoints are untouched. The `last`
-    one of a job is a promise, so it is waited for, and there StorageError is raised. `keep_all`: delete nothing,
-    because this state may be worse than the older ones.
-    """
-    if last:
-        hear_of_saves(run, state, run.saver.wait())
-        state.saved_step = run.ranks.broadcast(state.saved_step)  # the first one knows what came of it
+def save(run: Run, state: TrainState, *, keep_all: bool = False) -> None:
+    """A checkpoint of this step, unless there is one; training continues while it is written. If it fails, that is an
+    event and a warning, and training continues: the older checkpoints are untouched. `keep_all`: see StagedSave."""
     if state.step not in (state.saved_step, state.saving_step):
-        _begin(run, state, run.durable, keep_all=keep_all)
-        if last:
-            settle(run, state)
-            _wait_for_last_save(run, state)
-    if last and run.uploader is not None:
+        _stage(run, state, run.durable, keep_all=keep_all)
+
+
+def save_last(run: Run, state: TrainState, *, keep_all: bool) -> None:
+    """The checkpoint that a job ends with is a promise: an asynchronous save and a wait, StorageError if it fails."""
+    report_saves(run, state, run.saver.wait())
+    state.saved_step = run.ranks.broadcast(state.saved_step)  # the first one knows what came of it
+    if state.step not in (state.saved_step, state.saving_step):
+        save(run, state, keep_all=keep_all)
+        outcomes = run.saver.wait()
+        error = agreed(run.ranks, outcomes[-1].error)
+        report_saves(run, state, outcomes, last=True)
+        if error is not None:
+            raise error.told_once(run.ranks.rank)
+    if run.uploader is not None:
         _wait_for_uploads(run, run.uploader)
 
 
-def _wait_for_last_save(run: Run, state: TrainState) -> None:
-    outcomes = run.saver.wait()
-    error = agreed(run.ranks, outcomes[-1].error)
-    hear_of_saves(run, state, outcomes, last=True)
-    if error is not None:
-        raise error.told_once(run.ranks.rank)
-
-
-def hear_of_saves(run: Run, state: TrainState, outcomes: list[SaveOutcome], *, last: bool = False) -> None:
+def report_saves(run: Run, state: TrainState, outcomes: list[SaveOutcome], *, last: bool = False) -> None:
     """Events and warnings for saves that have come to an end. If this process has lost its run, all stop together."""
     for outcome in outcomes:
         durable = outcome.folder.parent == run.durable.root
@@ -87,7 +71,7 @@ def hear_of_saves(run: Run, state: TrainState, outcomes: list[SaveOutcome], *, l
                 continue
             run.journal.event(Event.SAVE_FAILED, outcome.step, reason=str(outcome.error), removed=list(outcome.removed))
             if not last:
-                run.journal.warning(f"{outcome.error} Training goes on.")
+                run.journal.warning(f"{outcome.error} Training continues.")
             continue
         seconds = outcome.blocking_seconds + outcome.persist_seconds
         if durable:
@@ -110,99 +94,68 @@ def hear_of_saves(run: Run, state: TrainState, outcomes: list[SaveOutcome], *, l
         )
 
 
-def write_picture(run: Run, state: TrainState) -> None:
-    """After an error in a step: begin to write the picture of the step before, if one was taken. Not with several
-    ranks, of which one may be lost."""
-    if run.ranks.size == 1:
-        with suppress(Exception):  # the error that ends the run is the one to tell
-            settle(run, state)
-
-
-def _begin(run: Run, state: TrainState, tier: Tier, *, keep_all: bool = False) -> None:
-    """Take the picture now, and begin to write it when the numbers of this step are known, which is while the device
+def _stage(run: Run, state: TrainState, tier: Tier, *, keep_all: bool = False) -> None:
+    """Take the snapshot now, and begin to write it when the numbers of this step are known, which is while the device
     computes the next one. To wait for them here would leave the device idle, and more: on an H200 the main stream,
     once idle, did not start again before the copies beside it were done (0.29 s for 16 GB)."""
     with run.meter.paused():
         run.saver.stage()
     if tier is run.durable:
         state.saving_step = state.begun_step = state.step
-    persist = partial(_persist, run, state, tier, keep_all=keep_all)
+    state.staged = StagedSave(tier, keep_all)
     if state.pending is None:
-        persist()
-    else:
-        state.pending = replace(state.pending, then=persist)
+        flush_staged_save(run, plan_staged_save(run, state))
 
 
-def _persist(run: Run, state: TrainState, tier: Tier, *, keep_all: bool) -> None:
-    if tier is run.durable:
-        _choose_cadence(run, state)
-    blend = run.blend.state.to_json() if run.blend else None
-    suspicious = keep_all or state.is_suspicious
-    state.saved_at = max(time.time(), state.saved_at + 1e-3)
-    with run.meter.paused():
-        run.saver.persist(
-            tier.root,
-            step=state.step,
-            state={**state.to_json(), "interval": run.meter.partial(), "blend": blend},
-            recipe_yaml=run.recipe_text,
-            writer=tier.writer,
-            facts={
-                "consumed_samples": state.consumed_samples,
-                "consumed_tokens": run.plan.tokens_at(state.consumed_samples),
-                "run": run.recipe.name,
-                "start": run.start_facts["start"],
-                "fingerprint": run.start_facts["fingerprint"],
-                "tokenizer": run.start_facts["tokenizer"],
-                "shards": run.start_facts["shards"],
-                "layout": {"ranks": run.ranks.size, **run.recipe.parallel.model_dump()},
-                "time": state.saved_at,
-                "validation": state.validation,
-                SUSPICIOUS: suspicious,
-            },
-            parts_root=tier.parts_root,
-            after=[run.folder / names.METRICS_FILE, run.folder / names.EVENTS_FILE],
-            then=partial(_after_save, run, tier, state.step, spikes=replace(state.spikes), suspicious=suspicious),
-            make_room=_room_maker(run, state, tier, suspicious=suspicious),
-        )
-
-
-def _room_maker(run: Run, state: TrainState, tier: Tier, *, suspicious: bool) -> Callable[[], list[str]] | None:
-    """What retention would delete after this save, less what this job has loaded or saved: for a save without room for
-    it, which otherwise would fail again and again. None where no checkpoint of the place is known to be good. A fast
-    place without room for all that it should keep keeps the newest."""
-    if tier is not run.durable:
-        return partial(apply_retention, tier.root, KeepSection(last=1), writer=tier.writer)
-    if suspicious or state.saved_step is None:
+def plan_staged_save(run: Run, state: TrainState) -> SavePlan | None:
+    """The checkpoint that is staged, now that the numbers of its step are counted; None if there is none."""
+    staged, state.staged = state.staged, None
+    if staged is None:
         return None
-    known = state.saved_step
-    uploader, step, spikes = run.uploader, state.step, replace(state.spikes)
+    tier, is_durable = staged.tier, staged.tier is run.durable
+    if is_durable:
+        _choose_cadence(run, state)
+    suspicious = staged.keep_all or state.is_suspicious
+    state.saved_at = max(time.time(), state.saved_at + 1e-3)
+    blend = run.blend.state.to_json() if run.blend else None
+    return SavePlan(
+        root=tier.root,
+        step=state.step,
+        state={**state.to_json(), "interval": run.meter.partial(), "blend": blend},
+        recipe_yaml=run.recipe_text,
+        writer=tier.writer,
+        facts={
+            "consumed_samples": state.consumed_samples,
+            "consumed_tokens": run.plan.tokens_at(state.consumed_samples),
+            "run": run.recipe.name,
+            "start": run.start_facts["start"],
+            "fingerprint": run.start_facts["fingerprint"],
+            "tokenizer": run.start_facts["tokenizer"],
+            "shards": run.start_facts["shards"],
+            "layout": {"ranks": run.ranks.size, **run.recipe.parallel.model_dump()},
+            "time": state.saved_at,
+            "validation": state.validation,
+            SUSPICIOUS: suspicious,
+        },
+        parts_root=tier.parts_root,
+        after=[run.folder / names.METRICS_FILE, run.folder / names.EVENTS_FILE],
+        retention=TierRetention(
+            tier,
+            uploader=run.uploader if is_durable else None,
+            known=state.saved_step,
+            proven_until=state.spikes.proven_until(state.step) if is_durable else -1,
+            given_up=state.spikes.given_up,
+            is_suspicious=suspicious,
+            is_final=state.step >= run.plan.train_steps,
+        ),
+    )
 
-    def make_room() -> list[str]:
-        protected = uploader.protected() if uploader else ()
-        return tier.retain(spare={known, *protected, *islice(good_steps(tier.root, spikes, step), 1)})
 
-    return make_room
-
-
-def _after_save(run: Run, tier: Tier, step: int, *, spikes: SpikeWatch, suspicious: bool) -> list[str]:
-    """In the thread, when a checkpoint is complete: send it away, and delete what need not be kept. The newest one that
-    is proven to be good stays, because this one is not yet."""
-    uploader = run.uploader if tier is run.durable else None
-    if uploader is not None:
-        uploader.offer(tier.root / step_name(step), keep_all=suspicious, final=step >= run.plan.train_steps)
-    if suspicious:
-        return []
-    good = islice(good_steps(tier.root, spikes, step), 1 if tier is run.durable else 0)
-    return tier.retain(spare={*good, *(uploader.protected() if uploader else ())})
-
-
-def good_steps(root: Path, spikes: SpikeWatch, step: int) -> Iterator[int]:
-    """Complete checkpoints that are proven to be good, the newest first: normal steps followed them, and no rewind gave
-    them up. `step`: how far the run is."""
-    last = (spikes.since or step + 1) - 1 - PROOF_STEPS
-    given_up = range(spikes.rewound[0] + 1, spikes.rewound[1]) if spikes.rewound else range(0)
-    found = [path for path in complete_checkpoints(root) if step_of(path) <= last and step_of(path) not in given_up]
-    return (step_of(path) for path in reversed(found) if not is_suspicious(path))
+def flush_staged_save(run: Run, plan: SavePlan | None) -> None:
+    """Begin to write a checkpoint that is due, if one is."""
+    if plan is not None:
+        with run.meter.paused():
+            run.saver.persist(plan)
 
 
 def _wait_for_uploads(run: Run, uploader: Uploader) -> None:
@@ -210,14 +163,14 @@ def _wait_for_uploads(run: Run, uploader: Uploader) -> None:
     seconds = min(run.recipe.checkpoint.timeout.seconds, run.stop.seconds_left())
     with PULSE.excuse(seconds):
         outcomes = uploader.wait(seconds)
-    hear_of_uploads(run, outcomes)
+    report_uploads(run, outcomes)
     for step in sorted(uploader.protected()):
         reason = f"the job ended before it was done, after a wait of {format_seconds(seconds)}"
         run.journal.event(Event.UPLOAD_FAILED, step, reason=reason, to=uploader.to, seconds=seconds)
         run.journal.warning(f"step {step:,} was not copied to {uploader.to}: {reason}. The next start tries the newest")
 
 
-def hear_of_uploads(run: Run, outcomes: list[UploadOutcome]) -> None:
+def report_uploads(run: Run, outcomes: list[UploadOutcome]) -> None:
     for outcome in outcomes:
         if outcome.was_there and not outcome.retention_trouble:
             continue

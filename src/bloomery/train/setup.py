@@ -21,8 +21,7 @@ from bloomery.checkpoint.choose import refuse_later
 from bloomery.checkpoint.fence import FencedError, Writer, take_over
 from bloomery.checkpoint.load import load_on_all
 from bloomery.checkpoint.remote import RemoteSource, Uploader
-from bloomery.checkpoint.save import estimate_save_seconds
-from bloomery.checkpoint.saver import Saver
+from bloomery.checkpoint.saver import Saver, estimate_save_seconds
 from bloomery.checkpoint.tiers import Tier, all_roots, kept_in, parts_in, tier_roots
 from bloomery.config.describe import as_yaml, fingerprint
 from bloomery.config.recipe import Recipe
@@ -113,7 +112,7 @@ def prepared_run(
             runner, optimizer = _runner_and_optimizer(recipe, mesh, ranks, device, past, num_sources=num_sources)
             first_rank_does(ranks, lambda: put_in_order(recipe, places, past, journal))
             for tier in tiers.values():
-                every_rank_does(ranks, tier.settle)
+                every_rank_does(ranks, tier.prepare_node_dir)
             timeout_seconds = recipe.checkpoint.timeout.seconds
             saver = Saver(optimizer.pieces(), device=device, ranks=ranks, timeout_seconds=timeout_seconds)
             closing.push(_finishing(saver))

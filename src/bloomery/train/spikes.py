@@ -79,6 +79,15 @@ class SpikeWatch:
             self.grad_norms = [*self.grad_norms[1 - _WINDOW :], grad_norm]
         return False
 
+    def proven_until(self, step: int) -> int:
+        """The newest step whose checkpoint enough normal steps have followed, in a run that is at `step`."""
+        return (self.since or step + 1) - 1 - PROOF_STEPS
+
+    @property
+    def given_up(self) -> range:
+        """Steps between the checkpoint of the last rewind and where it continued."""
+        return range(self.rewound[0] + 1, self.rewound[1]) if self.rewound else range(0)
+
     def learn_again(self) -> SpikeWatch:
         """For a run that goes on with other data or another model: what was normal says nothing of what will be."""
         return replace(self, losses=[], grad_norms=[], ceiling=None)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cache
 from typing import Any, get_type_hints
@@ -12,17 +12,18 @@ from pydantic import TypeAdapter
 from torch import Tensor
 
 from bloomery.base.energy import Energy
+from bloomery.checkpoint.tiers import Tier
 from bloomery.sizing.history import NO_HISTORY, History
 from bloomery.train.loss_scale import LossScale
 from bloomery.train.spikes import SpikeWatch
 
 _adapter = cache(TypeAdapter)
-_NOT_SAVED = ("pending", "saved_at", "saved_step", "saving_step", "begun_step")
+_NOT_SAVED = ("pending", "staged", "saved_at", "saved_step", "saving_step", "begun_step")
 
 
 @dataclass(frozen=True)
 class PendingStep:
-    """A step whose numbers the device is still computing. They are read while the next step runs (step.py: settle)."""
+    """A step whose numbers the device is still computing. finish_pending_step reads them while the next one runs."""
 
     step: int
     consumed_samples: int
@@ -38,8 +39,6 @@ class PendingStep:
     """The names of those sources; empty without a blend."""
     ready: Any
     """Event that says when `values` has arrived; None on a CPU."""
-    then: Callable[[], None] | None = None
-    """What was put off until the numbers are counted: to begin writing a checkpoint."""
 
     def read(self) -> list[float]:
         if self.ready is not None:
@@ -52,6 +51,15 @@ class PendingStep:
         totals, tokens = values[: len(self.sources)], values[len(self.sources) :]
         found = zip(self.sources, totals, tokens, strict=True)
         return {source: (total, int(count)) for source, total, count in found if count}
+
+
+@dataclass(frozen=True)
+class StagedSave:
+    """A snapshot in host memory whose writing begins when the numbers of its step are known."""
+
+    tier: Tier
+    keep_all: bool
+    """Delete nothing, because this state may be worse than the older ones."""
 
 
 @dataclass
@@ -78,6 +86,8 @@ class TrainState:
     imported_from: dict[str, str] | None = None
     """The model that the run began with; None if it began with random weights."""
     pending: PendingStep | None = field(default=None, repr=False)
+    staged: StagedSave | None = field(default=None, repr=False)
+    """The snapshot that was taken after the pending step; not saved itself."""
     validation: dict[str, float] | None = None
     """The newest validation: `step`, and `loss`, the mean over its groups."""
     auto_every_steps: int | None = None
@@ -104,7 +114,7 @@ class TrainState:
         return self.consumed_samples - self.held_samples
 
     def to_json(self) -> dict[str, Any]:
-        assert self.pending is None, "settle before saving"
+        assert self.pending is None, "finish the pending step before saving"
         facts = asdict(self)
         return {name: value for name, value in facts.items() if name not in _NOT_SAVED}
 

@@ -1,4 +1,4 @@
-"""One optimizer step. Nothing here waits for the device except `settle`, and that waits for the step before."""
+"""One optimizer step. Nothing here waits for the device except `finish_pending_step`, and that for the step before."""
 
 from __future__ import annotations
 
@@ -9,30 +9,33 @@ import torch
 
 from bloomery.base.errors import DivergedError
 from bloomery.base.losses import LM_LOSS
+from bloomery.checkpoint.persist import SavePlan
 from bloomery.monitor.names import Event
 from bloomery.parallel.runner import StepLosses
 from bloomery.train.optimizer import UpdateNumbers
 from bloomery.train.run import Run
+from bloomery.train.save import flush_staged_save, plan_staged_save
 from bloomery.train.spikes import RECOVERY_STEPS, Limits
 from bloomery.train.state import PendingStep, TrainState
 from bloomery.train.stop import StopReason
 
 
 def train_step(run: Run, state: TrainState) -> None:
-    """Forward, backward and update over one global batch; its numbers are read by the next `settle`."""
+    """Forward, backward and update over one global batch; its numbers are read by the next `finish_pending_step`. While
+    the device computes, a checkpoint of the step before begins to be written, if one is due."""
     step, size = state.step + 1, run.plan.batch.global_batch_at(state.consumed_samples)
     if run.plan.is_skipped(step):
-        pass_over(run, state)
+        skip_step(run, state)
         return
-    if state.loss_scale is not None:
-        settle(run, state)  # fp16 needs to know whether the last step overflowed before it scales this one
+    if state.loss_scale is not None:  # fp16 needs to know whether the last step overflowed before it scales this one
+        flush_staged_save(run, finish_pending_step(run, state))
     scale = state.loss_scale.scale if state.loss_scale else 1.0
     batch = run.feed.take()
     assert (batch.first_sample, batch.size) == (state.consumed_samples, size), "loader and loop disagree"
     losses = run.runner.forward_backward(batch, loss_scale=scale, step=step)
     if run.trace is not None:
         run.trace.step(step, batch, run.runner.gradients, loss_scale=scale)
-    settle(run, state)
+    flush_staged_save(run, finish_pending_step(run, state))
     lr = run.plan.lr.at(state.lr_samples + size)
     run.saver.wait_staged()  # what a save copies must not change under it
     most = run.limits(state) if run.recipe.train.on_spike == "skip_update" else Limits()
@@ -57,9 +60,9 @@ def train_step(run: Run, state: TrainState) -> None:
     )
 
 
-def pass_over(run: Run, state: TrainState) -> None:
+def skip_step(run: Run, state: TrainState) -> None:
     """A step of train.skip: its data counts as consumed, nothing is learned from it."""
-    settle(run, state)
+    flush_staged_save(run, finish_pending_step(run, state))
     if not run.plan.is_skipped(state.step):
         run.journal.event(Event.SKIP, state.step + 1, reason="train.skip", first_sample=state.consumed_samples)
     state.consumed_samples += run.plan.batch.global_batch_at(state.consumed_samples)
@@ -67,12 +70,12 @@ def pass_over(run: Run, state: TrainState) -> None:
     run.feed.seek(state.consumed_samples)
 
 
-def settle(run: Run, state: TrainState) -> None:
-    """Read the numbers of the step before, count them, judge them, log them, and do what was put off until then. Does
-    nothing when nothing is pending."""
+def finish_pending_step(run: Run, state: TrainState) -> SavePlan | None:
+    """Read the numbers of the step before, count them, judge them, log them. Returns the checkpoint that was staged
+    after that step, which is due now. Does nothing when nothing is pending."""
     pending, state.pending = state.pending, None
     if pending is None:
-        return
+        return None
     values = pending.read()
     losses = dict(zip(pending.loss_names, values, strict=False))
     grad_norm, skipped_flag, num_zeros, *by_source = values[len(losses) :]
@@ -107,8 +110,7 @@ def settle(run: Run, state: TrainState) -> None:
         except DivergedError as error:
             run.stop.request(StopReason("diverged", str(error)))
     run.log_if_due(pending, state.energy, force=is_nan)
-    if pending.then is not None:
-        pending.then()
+    return plan_staged_save(run, state)
 
 
 def watch_spikes(run: Run, state: TrainState, step: int, loss: float, grad_norm: float) -> None:

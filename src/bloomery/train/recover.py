@@ -1,16 +1,18 @@
-"""Back to the last good checkpoint, and on behind the data that made a spike."""
+"""After a spike: back to the last good checkpoint, and on behind its data. After an error: save what can be saved."""
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import replace
 
 from bloomery.checkpoint.folder import damage, step_name
 from bloomery.checkpoint.load import load_on_all, read_state
+from bloomery.checkpoint.retention import good_steps
 from bloomery.monitor.names import Event
 from bloomery.train.run import Run
-from bloomery.train.save import good_steps, hear_of_saves, save
+from bloomery.train.save import flush_staged_save, report_saves, save
 from bloomery.train.state import TrainState
-from bloomery.train.step import settle
+from bloomery.train.step import finish_pending_step
 from bloomery.train.stop import StopReason
 
 _MOST = 10
@@ -31,8 +33,8 @@ def rewind_or_stop(run: Run, state: TrainState) -> StopReason | None:
 def rewind(run: Run, state: TrainState) -> None:
     """Do what train.skip does to the steps since the last good checkpoint: their data counts as consumed, and nothing
     was learned from it. Saves, so that a start after this goes on from here. All ranks call it."""
-    settle(run, state)
-    hear_of_saves(run, state, run.saver.wait())
+    flush_staged_save(run, finish_pending_step(run, state))
+    report_saves(run, state, run.saver.wait())
     watch, target = state.spikes, max(state.step, state.spikes.rewind_due or 0)
     soon = watch.rewound is not None and target - watch.rewound[1] <= run.recipe.train.stop_after_spike_steps
     rewinds = watch.rewinds + 1 if soon else 1
@@ -64,8 +66,17 @@ def rewind(run: Run, state: TrainState) -> None:
 
 
 def _whole(run: Run, state: TrainState, *, tensors: bool = True) -> int | None:
-    found = list(good_steps(run.durable.root, state.spikes, state.step)) if run.ranks.rank == 0 else []
-    for step in run.ranks.broadcast(found):
+    proven_until, given_up = state.spikes.proven_until(state.step), state.spikes.given_up
+    found = good_steps(run.durable.root, proven_until=proven_until, given_up=given_up)
+    for step in run.ranks.broadcast(list(found) if run.ranks.rank == 0 else []):
         if not damage(run.durable.root / step_name(step), ranks=run.ranks, tensors=tensors):
             return int(step)
     return None
+
+
+def rescue_staged_save(run: Run, state: TrainState) -> None:
+    """After an error in a step: begin to write the snapshot of the step before, if one was taken. Not with several
+    ranks, of which one may be lost."""
+    if run.ranks.size == 1:
+        with suppress(Exception):  # the error that ends the run is the one to report
+            flush_staged_save(run, finish_pending_step(run, state))
