@@ -58,10 +58,7 @@ _REFUSED = {
 }
 """Sections that change what is trained, and why a recipe cannot express it."""
 _OTHERS: dict[str, tuple[Kind, str]] = {
-    **dict.fromkeys("""steps_per_print wall_clock_breakdown dump_state zero_allow_untested_optimizer prescale_gradients
-        communication_data_type gradient_predivide_factor sparse_gradients memory_breakdown disable_allgather
-        activation_checkpointing flops_profiler comms_logger tensorboard wandb csv_monitor aio checkpoint data_types
-        zero_force_ds_cpu_optimizer seq_parallel_communication_data_type autotuning scheduler""".split(),
+    **dict.fromkeys(["steps_per_print", "wall_clock_breakdown", "dump_state", "zero_allow_untested_optimizer", "prescale_gradients", "communication_data_type", "gradient_predivide_factor", "sparse_gradients", "memory_breakdown", "disable_allgather", "activation_checkpointing", "flops_profiler", "comms_logger", "tensorboard", "wandb", "csv_monitor", "aio", "checkpoint", "data_types", "zero_force_ds_cpu_optimizer", "seq_parallel_communication_data_type", "autotuning", "scheduler"],
         ("not needed", "DeepSpeed's own bookkeeping")),
     **dict.fromkeys(_REFUSED, ("not needed", "it is off")),
     "gradient_accumulation_steps": ("not needed", "follows from the batch, the micro batch and the replicas"),
@@ -141,7 +138,12 @@ def read_ds_config(text: str, place: str) -> DsConfig:
         if _is_on(content.get(key)):
             found.wrong(f"{key} is enabled", rule, "remove it, if the training may go without")
     kind = found.get("optimizer.type")
-    if isinstance(kind, str) and kind.lower().replace("_", "") not in ("adam", "adamw", "fusedadam", "deepspeedcpuadam"):
+    if isinstance(kind, str) and kind.lower().replace("_", "") not in (
+        "adam",
+        "adamw",
+        "fusedadam",
+        "deepspeedcpuadam",
+    ):
         what = f"optimizer.type is {json.dumps(kind)}, but Megatron's optimizer is adam, and a recipe has adamw"
         found.wrong(what, _NOT_READ, "remove `optimizer` from it")
     scheduler = content.get("scheduler")
@@ -277,7 +279,10 @@ def _row(b: Builder, ds: DsConfig, path: str, value: Any, field_: str) -> Row:
 
 def _batch(b: Builder, ds: DsConfig) -> None:
     """train_batch_size = micro batch x accumulation x replicas."""
-    count, batch, parallel, launch = (ds.get("gradient_accumulation_steps"), *map(b.raw.get, ("batch", "parallel", "launch")))
+    count, batch, parallel, launch = (
+        ds.get("gradient_accumulation_steps"),
+        *map(b.raw.get, ("batch", "parallel", "launch")),
+    )
     if count is None or batch is None or parallel is None or "rampup" in batch:
         return
     replicas = "whole number of replicas"

@@ -25,6 +25,9 @@ FIELDS: tuple[tuple[str, str, str, Any], ...] = (
     ("init-method-std", "model.init_std", "float", 0.02),
     ("norm-epsilon layernorm-epsilon", "model.norm_eps", "float", 1e-5),
     ("make-vocab-size-divisible-by", "model.vocab_multiple", "int", None),
+    ("untie-embeddings-and-output-weights", "model.tie_embeddings", "false", None),
+    ("tokenizer-name-or-path tokenizer-model", "tokenizer.path", "str", None),
+    ("rampup-batch-size", "batch.rampup", "ramp", None),
     ("micro-batch-size", "batch.micro_batch_size", "int", REQUIRED),
     ("global-batch-size", "batch.global_batch_size", "int", REQUIRED),
     ("adam-eps", "optimizer.eps", "float", 1e-8),
@@ -34,111 +37,81 @@ FIELDS: tuple[tuple[str, str, str, Any], ...] = (
     ("tensor-model-parallel-size", "parallel.tp", "int", 1),
     ("pipeline-model-parallel-size", "parallel.pp", "int", 1),
     ("context-parallel-size ds-sequence-parallel-size", "parallel.cp", "int", None),
+    ("cpu-optimizer optimizer-cpu-offload", "parallel.offload", "true", None),
+    ("save-interval persistent-save-interval", "checkpoint.phases", "phases", None),
+    ("skip-train-iteration-range", "train.skip", "skips", None),
+    ("iterations-to-skip", "train.skip", "skips", None),
     ("log-interval", "monitor.log_every", "steps", 100),
+    ("tensorboard-dir", "monitor.tensorboard", "true", False),
     ("reset-attention-mask", "data.mask_documents", "true", None),
     ("reset-position-ids", "data.reset_positions", "true", None),
     ("eod-mask-loss", "data.eod_loss", "false", None),
     ("data-cache-path", "data.cache_dir", "str", None),
 )
 
-SPECIAL = """
-kv-channels max-position-embeddings position-embedding-type normalization hidden-dropout attention-dropout rotary-base
-rotary-position-embeddings-theta rotary-percent num-query-groups pad-vocab-size-to padded-vocab-size vocab-size
-tokenizer-type tokenizer-name-or-path tokenizer-model vocab-file merge-file train-samples train-iters train-tokens
-exit-interval exit-duration-in-mins optimizer adam-beta1 adam-beta2 clip-grad min-lr lr-decay-iters lr-decay-samples
-lr-decay-tokens lr-warmup-iters lr-warmup-samples lr-warmup-tokens lr-warmup-fraction lr-wsd-decay-style
-lr-wsd-decay-iters lr-wsd-decay-samples loss-scale initial-loss-scale min-loss-scale loss-scale-window hysteresis
-fp8-format zero-stage data-parallel-sharding-strategy num-layers-per-virtual-pipeline-stage
-num-virtual-stages-per-pipeline-rank recompute-granularity split mask-prob short-seq-prob eval-interval eval-iters
-save-interval persistent-save-interval tensorboard-dir deepspeed_config train-weighted-split-paths-path
-valid-weighted-split-paths-path remote-device rampup-batch-size data-path train-data-path valid-data-path
-skip-train-iteration-range iterations-to-skip train-weighted-split-paths valid-weighted-split-paths
-""".split()
+SPECIAL = ["kv-channels", "max-position-embeddings", "position-embedding-type", "normalization", "hidden-dropout", "attention-dropout", "rotary-base", "rotary-position-embeddings-theta", "rotary-percent", "num-query-groups", "pad-vocab-size-to", "padded-vocab-size", "vocab-size", "tokenizer-type", "vocab-file", "merge-file", "train-samples", "train-iters", "train-tokens", "exit-interval", "exit-duration-in-mins", "optimizer", "adam-beta1", "adam-beta2", "clip-grad", "min-lr", "lr-decay-iters", "lr-decay-samples", "lr-decay-tokens", "lr-warmup-iters", "lr-warmup-samples", "lr-warmup-tokens", "lr-warmup-fraction", "lr-wsd-decay-style", "lr-wsd-decay-iters", "lr-wsd-decay-samples", "loss-scale", "initial-loss-scale", "min-loss-scale", "loss-scale-window", "hysteresis", "fp8-format", "zero-stage", "data-parallel-sharding-strategy", "num-layers-per-virtual-pipeline-stage", "num-virtual-stages-per-pipeline-rank", "recompute-granularity", "split", "mask-prob", "short-seq-prob", "eval-interval", "eval-iters", "deepspeed_config", "train-weighted-split-paths-path", "valid-weighted-split-paths-path", "remote-device", "data-path", "train-data-path", "valid-data-path", "train-weighted-split-paths", "valid-weighted-split-paths"]
 """Flags with values that `recipe.py` maps together with others."""
 
-SWITCHES = """
-fp16 bf16 fp8-e4m3 fp8-e5m2 fp8-hybrid deepspeed embed-layernorm swiglu group-query-attention
-use-rotary-position-embeddings use-alibi-position-embeddings no-position-embedding disable-bias-linear
-untie-embeddings-and-output-weights no-bias-gelu-fusion openai-gelu checkpoint-activations recompute-activations
-deepspeed-activation-checkpointing use-distributed-optimizer use-torch-fsdp2 torch-fsdp2-no-reshard-after-forward
-use-megatron-fsdp use-custom-fsdp bert-no-binary-head cpu-optimizer optimizer-cpu-offload
-reset-position-ids reset-attention-mask eod-mask-loss
-""".split()
+SWITCHES = ["fp16", "bf16", "fp8-e4m3", "fp8-e5m2", "fp8-hybrid", "deepspeed", "embed-layernorm", "swiglu", "group-query-attention", "use-rotary-position-embeddings", "use-alibi-position-embeddings", "no-position-embedding", "disable-bias-linear", "no-bias-gelu-fusion", "openai-gelu", "checkpoint-activations", "recompute-activations", "deepspeed-activation-checkpointing", "use-distributed-optimizer", "use-torch-fsdp2", "torch-fsdp2-no-reshard-after-forward", "use-megatron-fsdp", "use-custom-fsdp", "bert-no-binary-head", "reset-position-ids", "reset-attention-mask", "eod-mask-loss"]
 """Flags without a value that `recipe.py` maps."""
 
 MAPPED = frozenset([*SPECIAL, *SWITCHES, *(name for names, *_ in FIELDS for name in names.split())])
 
-_ACTIVATION = "of the families here llama has gated SiLU, bert the exact GELU and the others its tanh form"
-_DECAY = "a recipe has one weight decay, for all weights but norms and biases"
-_INIT = "weights begin normally distributed with one model.init_std, those before a residual scaled down"
-_STREAM = "every sample is a stretch of the documents' stream, of full length, with a loss at every place"
-_ALIKE = "the families here have fixed layers, all alike"
-_ROTARY = "rotary positions turn the whole head at every layer, without scaling"
-_ATTENTION = "no family here has such an attention"
+_ATTENTION = "no family here has such an attention or such positions"
+_FAMILIES = "the families here have fixed layers, all alike, with one kind of weights and activations"
+_WEIGHTS = (
+    "a recipe has one model.init_std, one learning rate and one weight decay, for all weights but norms and biases"
+)
+_STREAM = "every sample is a stretch of the documents' stream, of full length, with a loss for every next token"
 
 # Flags that change what is trained in a way that a recipe cannot express: an import ends here.
-# (why, names; `name=value` for the values that switch it off)
+# (why, names; `name=value` for a value that switches it off)
 _REFUSED: tuple[tuple[str, str], ...] = (
     ("no family here has experts", """num-experts=1 expert-model-parallel-size=1 moe-expert-parallel-size=1
         num-experts-switch=1 moe-use-upcycling"""),
     (_ATTENTION, """multi-latent-attention qk-layernorm qk-l2-norm qk-clip add-qkv-bias attention-output-gate
-        window-size window-attn-skip-freq experimental-attention-variant linear-attention-freq softmax-type=vanilla"""),
-    (_ROTARY, """rotary-interleaved use-rope-scaling rotary-seq-len-interpolation-factor=1 no-rope-freq rope-type=rope
+        window-size window-attn-skip-freq experimental-attention-variant linear-attention-freq softmax-type=vanilla
+        rotary-interleaved use-rope-scaling rotary-seq-len-interpolation-factor=1 no-rope-freq rope-type=rope
         mrope-section"""),
-    (_ACTIVATION, """squared-relu quick-geglu glu-activation activation-func-clamp-value glu-linear-offset=0
-        glu-linear-offset=0.0"""),
-    (_INIT, """init-method-xavier-uniform no-scaled-init data-parallel-random-init use-mup embedding-init-method-std"""),
-    (_DECAY, """start-weight-decay end-weight-decay weight-decay-incr-style=constant do-norm-bias-weight-decay
-        no-decoupled-weight-decay apply-wd-to-qk-layernorm no-weight-decay-cond-type"""),
-    ("a recipe has one learning rate for all weights", "decoupled-lr decoupled-min-lr head-lr-mult"),
+    (_FAMILIES, """squared-relu quick-geglu glu-activation activation-func-clamp-value glu-linear-offset=0
+        glu-linear-offset=0.0 apply-residual-connection-post-layernorm hybrid-attention-ratio=0
+        hybrid-attention-ratio=0.0 hybrid-mlp-ratio=0 hybrid-mlp-ratio=0.0 hybrid-override-pattern hybrid-layer-pattern
+        is-hybrid-model heterogeneous-layers-config-path heterogeneous-layers-config-encoded-json spec
+        decoder-num-layers enable-hyper-connections perform-rl-step retro-add-retriever vision-pretraining kd mos
+        fp4-format kitchen-config-file kitchen-recipe-number te-precision-config-file"""),
+    (_WEIGHTS, """init-method-xavier-uniform no-scaled-init data-parallel-random-init use-mup embedding-init-method-std
+        start-weight-decay end-weight-decay weight-decay-incr-style=constant do-norm-bias-weight-decay
+        no-decoupled-weight-decay apply-wd-to-qk-layernorm no-weight-decay-cond-type decoupled-lr decoupled-min-lr
+        head-lr-mult"""),
     ("the warm-up begins at zero", "lr-warmup-init=0 lr-warmup-init=0.0"),
-    ("the precisions here are fp32, bf16, fp16 and fp8", "fp4-format"),
-    ("all layers have one precision", "kitchen-config-file kitchen-recipe-number te-precision-config-file"),
-    ("the loss is that of the next token", "mtp-num-layers=0"),
-    (_STREAM, """random-ltd data-efficiency-curriculum-learning loss-on-targets-only sft fim-data
-        reweight-loss-based-on-position-frequency sample-rate=1 sample-rate=1.0"""),
-    ("the sources of a recipe do not change on the way", "phase-transition-iterations"),
+    (_STREAM, """random-ltd data-efficiency-curriculum-learning loss-on-targets-only sft fim-data mtp-num-layers=0
+        reweight-loss-based-on-position-frequency sample-rate=1 sample-rate=1.0 phase-transition-iterations"""),
     ("a recipe's batch grows in equal stages of samples: where these are equal, write --global-batch-size N "
      "--rampup-batch-size START INCREMENT SAMPLES", "step-batch-size-schedule"),
     ("the vocabulary is that of the tokenizer", "vocab-extra-ids=0"),
     ("it ends without a training, and a recipe is one", "skip-train eval-only"),
-    (_ALIKE, """apply-residual-connection-post-layernorm hybrid-attention-ratio=0 hybrid-attention-ratio=0.0
-        hybrid-mlp-ratio=0 hybrid-mlp-ratio=0.0 hybrid-override-pattern hybrid-layer-pattern is-hybrid-model
-        heterogeneous-layers-config-path heterogeneous-layers-config-encoded-json spec decoder-num-layers
-        enable-hyper-connections"""),
-    ("no family here does that", "perform-rl-step retro-add-retriever vision-pretraining kd mos"),
     ("Megatron then takes all of its arguments from that file, which is not read here", "yaml-cfg"),
-    ("Megatron asks for --micro-batch-size instead", "batch-size"),
-    ("Megatron asks for --tensor-model-parallel-size instead", "model-parallel-size"),
-    ("Megatron asks for --lr-warmup-fraction instead", "warmup"),
+    ("Megatron asks for --micro-batch-size, --tensor-model-parallel-size, --lr-warmup-fraction instead",
+     "batch-size model-parallel-size warmup"),
 )  # fmt: skip
 
-_ORDER = "the order of samples is Bloomery's own: data.order"
-_TOKENIZER = "the folder says which tokenizer it is"
-
-# Flags that no field comes from: (what is said of them, why, names and patterns). Names before patterns.
+# Flags that no field comes from: (what is reported of them, why, names and patterns). Names before patterns.
 _OTHERS: tuple[tuple[Kind, str, str], ...] = (
-    ("left out", "begins with the weights of --load: see `bloomery import hf`", "finetune"),
-    ("left out", "begins with those weights: see `bloomery import hf`", "pretrained-checkpoint bert-load"),
+    ("left out", "begins with those weights: see `bloomery import hf`", "finetune pretrained-checkpoint bert-load"),
     ("left out", "the checkpoint's arguments would overrule these: check the model", "use-checkpoint-args"),
     ("left out", "`bloomery train --from` chooses a checkpoint", "ckpt-step"),
-    ("left out", "a file of sources, which is not read: add `data:` to the recipe",
-     "data-args-path per-split-data-args-path"),
-    ("left out", "a folder before every path of --data-path: add it in `data:`", "aml-data-download-path"),
-    ("left out", "invented tokens: add `data:` to the recipe", "mock-data"),
-    ("left out", "add checkpoint.keep to the recipe: {last: 1, every: N steps}", "save-retain-interval"),
-    ("left out", "add checkpoint.local to the recipe", "non-persistent-*"),
+    ("left out", "add `data:` to the recipe",
+     "data-args-path per-split-data-args-path aml-data-download-path mock-data"),
+    ("left out", "add checkpoint.keep or checkpoint.local to the recipe", "save-retain-interval non-persistent-*"),
     ("left out", "add parallel.shard_size: replicas divided by it", "num-distributed-optimizer-instances"),
     ("left out", "a training ends by its length (train.for), or by hand", "eval-loss-exit-value"),
-    ("differs", "the residual stream has the precision of the rest", "fp32-residual-connection"),
-    ("differs", "all layers have one precision",
-     "first-last-layers-bf16 num-layers-at-start-in-bf16 num-layers-at-end-in-bf16"),
-    ("differs", "weights, gradients and moments are kept in fp32",
-     "use-bnb-optimizer main-grads-dtype main-params-dtype exp-avg-dtype exp-avg-sq-dtype"),
+    ("differs", "all layers have one precision; weights, gradients and moments are kept in fp32",
+     """fp32-residual-connection first-last-layers-bf16 num-layers-at-*-in-bf16 use-bnb-optimizer main-grads-dtype
+     main-params-dtype exp-avg-dtype exp-avg-sq-dtype"""),
     ("differs", "an evaluation has train.evaluate.steps batches for every group of data.validation",
      "full-validation multiple-validation-sets"),
-    ("differs", "sources are repeated as often as train.for needs", "train-data-exact-num-epochs"),
-    ("differs", _ORDER, "disable-doc-shuffling"),
+    ("differs", "the order of samples is Bloomery's own (data.order), and repeats sources as train.for needs",
+     "train-data-exact-num-epochs disable-doc-shuffling"),
     ("differs", "batch sizes never follow from the machines", "decrease-batch-size-if-needed"),
     ("not needed", "a choice of kernels; ours are chosen by what is needed and tested to agree",
      """abort-on-unmet-fused-kernel-constraints *-fusion *-fusion-impl use-flash-attn* use-fast-softmax use-fused-*
@@ -146,8 +119,11 @@ _OTHERS: tuple[tuple[Kind, str, str], ...] = (
      attention-softmax-in-fp32 *query-key-layer-scaling use-mcore-models use-legacy-models deterministic-mode
      disable-bf16-reduced-precision-matmul te-rng-tracker *cuda-graph* enable-experimental mask-tensor-adding
      embedding-weights-in-fp32 fix-position-emb-redundant-alloc memory-centric-tiled-linear attention-backend
-     transformer-impl use-torch-compile* compiled-autograd-fallback-mode onnx-safe tile-factor"""),
-    ("not needed", "how processes talk; PyTorch decides",
+     transformer-impl use-torch-compile* compiled-autograd-fallback-mode onnx-safe tile-factor apply-layernorm-1p
+     fp16-lm-cross-entropy accumulate-allreduce-grads-in-fp32 grad-reduce-in-bf16 calculate-per-token-loss fp8-*
+     no-fp8-* use-cpu-initialization sequence-parallel recompute-method recompute-num-layers recompute-modules
+     checkpoint-num-layers"""),
+    ("not needed", "how processes talk and where tensors are kept; PyTorch and the recipe's `parallel` decide",
      """distributed-backend distributed-timeout-* local_rank local-rank DDP-impl nccl-* lazy-mpu-init sharp-*
      use-sharp wgrad-deferral-limit pipeline-model-parallel-comm-backend train-sync-interval cp-comm-type use-nccl-ub
      microbatch-group-size-per-virtual-pipeline-stage suggested-communication-unit-size delay-* *overlap-* no-align-*
@@ -155,67 +131,34 @@ _OTHERS: tuple[tuple[Kind, str, str], ...] = (
      no-scatter-gather-tensors-in-pipeline use-ring-exchange-p2p use-tp-pp-dp-mapping defer-embedding-wgrad-compute
      *contiguous-buffers-in-* disable-gloo-process-groups force-ds-sequence-parallel fsdp-double-buffer deepspeed_mpi
      init-model-with-meta-device keep-fp8-transpose-cache zero-reduce-* zero-contigious-gradients tp-comm-*
-     zero-allgather-bucket-size disable-tp-comm-* ddp-*"""),
+     zero-allgather-bucket-size disable-tp-comm-* ddp-* sync-tp-duplicated-parameters no-pipeline-parallel
+     pp-partition-method decoder-*-pipeline-num-layers pipeline-model-parallel-layout standalone-embedding-stage
+     account-for-*-in-pipeline-split partition-activations contigious-checkpointing checkpoint-in-cpu scattered-embeddings
+     synchronize-each-layer profile-backward use-pin-memory split-transformers distribute-*-activations cpu-offloading*
+     pytorch-activation-checkpointing ds-sequence-parallel-fpdt* no-clone-scatter-output-in-embedding cpu_torch_adam
+     ds_fused_adam use-torch-optimizer-for-cpu-offload no-pin-cpu-* use-precision-aware-optimizer manual-gc*
+     optimizer-offload-fraction dump-param-to-param-group-map empty-unused-memory-level no-manual-gc-eval"""),
     ("not needed", "a run has one folder (--run-dir), and resumes from its newest checkpoint by itself",
      """save load load-tag override-lr-scheduler use-checkpoint-lr-scheduler override-opt?param-scheduler
      use-checkpoint-opt?param-scheduler universal-checkpoint no-load-* no-save-* reset-iteration no-initialization
      exit-on-missing-checkpoint use-mp-args-from-checkpoint-args load-main-params-from-ckpt verify-checkpoint*
-     no-use-tokenizer-model-from-checkpoint-args no-strict-fsdp-dtensor-load"""),
-    ("not needed", "touch control/kill in the run folder", "kill-switch-path"),
-    ("not needed", "a signal always saves and ends a job", "exit-signal exit-signal-handler"),
-    ("not needed", "energy is in metrics.jsonl where a sensor counts it; emissions are not estimated", "codecarbon-dir"),
-    ("not needed", "always recorded in metrics.jsonl and TensorBoard",
+     no-use-tokenizer-model-from-checkpoint-args no-strict-fsdp-dtensor-load async-strategy use-persistent-ckpt-worker
+     async-save use-dist-ckpt auto-detect-ckpt-format replication* ckpt-* no-ckpt-* dist-ckpt-* distrib-optim-*"""),
+    ("not needed", "a signal, or control/kill in the run folder, saves and ends a job",
+     "kill-switch-path exit-signal exit-signal-handler"),
+    ("not needed", "always recorded in metrics.jsonl and TensorBoard, and watched; `bloomery train --trace` shows a step",
      """timing-log-* logging-level config-logger-dir app-tag-run-* no-barrier-with-level-1-timing no-one-logger log-*
-     no-log-* tensorboard-* wandb-* one-logger-* tensor-logger-*"""),
-    ("not needed", "`bloomery train --trace` looks inside a step", "profile profile-* use-pytorch-profiler*"),
-    ("not needed", "one thread prefetches; nothing to set",
+     no-log-* tensorboard-* wandb-* one-logger-* tensor-logger-* profile profile-* use-pytorch-profiler* codecarbon-dir
+     memory-snapshot-path record-memory-history *check-for-* enable-ft-package calc-ft-timeouts inprocess-* straggler-*
+     run-workload-inspector-server disable-straggler-on-startup adlr-* *check-tp-norm* check-weight-hash-* rerun-mode
+     error-injection-* result-rejected-tracker-filename"""),
+    ("not needed", "data.order and the tokenizer's folder decide; one thread prefetches",
      """num-workers valid-num-workers data-impl num-dataset-builder-threads object-storage-cache-path mmap-warmup
      no-mmap-bin-files no-create-attention-mask-in-dataloader repeated-dataloader return-data-index disable-msc
-     mid-level-dataset-surplus eval-micro-batch-size"""),
-    ("not needed", _ORDER, "dataloader-type train-*-path"),
-    ("not needed", "a sample has one token more than the sequence, so that every place has a label",
-     "no-seq-len-plus-one-tokens"),
-    ("not needed", "how a checkpoint is written; ours has one form, for every layout",
-     """async-strategy use-persistent-ckpt-worker async-save use-dist-ckpt auto-detect-ckpt-format replication*
-     ckpt-* no-ckpt-* dist-ckpt-* distrib-optim-*"""),
-    ("not needed", "layers are shared among pipeline stages by their cost",
-     """pp-partition-method decoder-*-pipeline-num-layers pipeline-model-parallel-layout standalone-embedding-stage
-     account-for-*-in-pipeline-split"""),
-    ("not needed", "copies cannot drift: gradients are the same, and monitor.drift watches",
-     "sync-tp-duplicated-parameters"),
-    ("not needed", "tensor-parallel ranks always share the sequence between layers", "sequence-parallel"),
-    ("not needed", "parallel.pp says it", "no-pipeline-parallel"),
-    ("not needed", "recompute: full recomputes block by block, selective the attention",
-     "checkpoint-num-layers recompute-method recompute-num-layers recompute-modules"),
-    ("not needed", "how activations are stored; parallel.recompute is what there is to choose",
-     """partition-activations contigious-checkpointing checkpoint-in-cpu synchronize-each-layer profile-backward
-     use-pin-memory scattered-embeddings split-transformers distribute-*-activations cpu-offloading*
-     pytorch-activation-checkpointing ds-sequence-parallel-fpdt* no-clone-scatter-output-in-embedding"""),
-    ("not needed", "training does not read the test part", "test-data-path test-weighted-split-paths*"),
-    ("not needed", "see --bert-no-binary-head", "no-binary-head"),
-    ("not needed", "losses, norms and sums of gradients are always computed in fp32",
-     "fp16-lm-cross-entropy accumulate-allreduce-grads-in-fp32 grad-reduce-in-bf16"),
-    ("not needed", "the loss is always the mean over the tokens of the global batch", "calculate-per-token-loss"),
-    ("not needed", "what is learned is the same", "apply-layernorm-1p"),
-    ("not needed", "the allocator and the garbage collector are left alone",
-     "empty-unused-memory-level manual-gc* no-manual-gc-eval memory-snapshot-path record-memory-history"),
-    ("not needed", "a job watches itself: monitor.drift, NaN steps, lost ranks",
-     """*check-for-nan-* check-for-* enable-ft-package calc-ft-timeouts inprocess-* run-workload-inspector-server
-     disable-straggler-on-startup straggler-* adlr-* *check-tp-norm* check-weight-hash-* rerun-mode error-injection-*
-     result-rejected-tracker-filename"""),
-    ("not needed", "initial weights follow from the seed, whatever the device and the layout", "use-cpu-initialization"),
-    ("not needed", "how the optimizer is computed",
-     """cpu_torch_adam ds_fused_adam use-torch-optimizer-for-cpu-offload no-pin-cpu-* use-precision-aware-optimizer
-     optimizer-offload-fraction dump-param-to-param-group-map"""),
-    ("not needed", _TOKENIZER, "trust-remote-code legacy-tokenizer tokenizer-metadata tiktoken-*"),
-    ("not needed", "how fp8 is scaled; ours has one way", "fp8-* no-fp8-*"),
+     mid-level-dataset-surplus eval-micro-batch-size dataloader-type train-*-path no-seq-len-plus-one-tokens
+     test-data-path test-weighted-split-paths* trust-remote-code legacy-tokenizer tokenizer-metadata tiktoken-*"""),
     ("not needed", "only another kind of model or optimizer reads it",
-     """num-classes img-* num-channels patch-dim decoder-seq-length retriever-seq-length topk mlp-type expert-interval
-     expert-tensor-parallel-size max-tokens-to-oom ?-lora-rank kv-lora-rank qk-head-dim qk-pos-emb-head-dim v-head-dim
-     rotary-scaling-factor mscale* mtp-loss-scaling-factor rope-scaling-factor relative-attention-* use-tutel
-     create-moe-param-group disable-moe-* enable-expert-tensor-parallelism ds-inference inference inference-* moe-*
-     rl-* grpo-* langrl-* retro-* mamba-* dino-* vision-* biencoder-* fim-* mup-* qk-clip-* kd-* sgd-momentum muon-*
-     adaptive-muon-* soap-* lion-*"""),
+     "moe-* fim-* mup-* qk-clip-* muon-* sgd-momentum decoder-seq-length mtp-loss-scaling-factor"),
 )  # fmt: skip
 
 

@@ -18,13 +18,30 @@ from bloomery.config.faults import validate
 from bloomery.config.recipe import Recipe
 from bloomery.config.yaml_nodes import dump_yaml
 from bloomery.interop.megatron.builder import Builder, Row
+from bloomery.interop.megatron.data import fill_data
 from bloomery.interop.megatron.ds_config import DsConfig, compare, fill_nebula, read_ds_config
-from bloomery.interop.megatron.flags import MAPPED, REFUSED, CommandLine, is_known, known_names, other_flag, parse_command
-from bloomery.interop.megatron.flags import unset_names
+from bloomery.interop.megatron.flags import (
+    MAPPED,
+    REFUSED,
+    CommandLine,
+    is_known,
+    known_names,
+    other_flag,
+    parse_command,
+    unset_names,
+)
 from bloomery.interop.megatron.read_script import read_script
-from bloomery.interop.megatron.recipe import fill_fields, fill_model, fill_optimizer, fill_parallel, fill_precision
+from bloomery.interop.megatron.recipe import (
+    fill_fields,
+    fill_launch,
+    fill_model,
+    fill_optimizer,
+    fill_parallel,
+    fill_precision,
+    fill_schedule,
+    fill_train,
+)  # fmt: skip
 from bloomery.interop.megatron.run_script import Command, Script, is_training, run_script
-from bloomery.interop.megatron.sections import fill_data, fill_launch, fill_schedule, fill_train
 from bloomery.sizing.check import findings
 
 _ORDER = (
@@ -130,7 +147,9 @@ def _training_command(script: Script, file: Path) -> Command:
     found = [each for each in found if re.search(r"pretrain\w*\.py(\0|$)", "\0".join(each.words))] or found
     if not found:
         unread = "; ".join(f"line {line}: {what}" for line, what in script.unread)
-        rule = f"none of its {len(script.commands)} commands has --num-layers" + (f". Not read: {unread}" if unread else "")
+        rule = f"none of its {len(script.commands)} commands has --num-layers" + (
+            f". Not read: {unread}" if unread else ""
+        )
         remedy = "give variables that it needs with --set NAME=VALUE, or name the script that starts the training"
         raise RecipeError(Problem("there is no training in this script", rule, remedy, str(file)))
     last = found[-1]
@@ -185,7 +204,9 @@ def _find_ds_config(b: Builder, named: Path | None, may_lack: bool) -> DsConfig 
         return None
     b.note("not needed", "deepspeed_config", f"{found[1]} is read and compared with the flags")
     if not b.has("deepspeed"):
-        remark = "a ds_config means DeepSpeed, so it counts, though --deepspeed is not there: without it nobody reads it"
+        remark = (
+            "a ds_config means DeepSpeed, so it counts, though --deepspeed is not there: without it nobody reads it"
+        )
         b.rows.append(Row("differs", "ds_config", found[1], remark=remark))
     b.deepspeed = True
     return read_ds_config(*found)

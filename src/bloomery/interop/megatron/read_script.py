@@ -5,199 +5,150 @@ what depends on it has no value, and the place is reported."""
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+import shlex
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from bloomery.base.errors import Problem, RecipeError
 from bloomery.interop.megatron.run_script import Command, Script, scan
 
-_PIECE = r"""'[^']*'|"(?:\\.|[^"\\])*"|\\.|\$\((?:[^()]|\((?:[^()]|\([^()]*\))*\))*\)|`[^`]*`|\$\{[^}]*\}|\$(?:\w+|[@*#?!-])?"""
-_TOKEN = re.compile(
-    rf"(?P<skip>(?:[ \t\r]|\\\n)+|(?<![^\s;&|(])\#[^\n]*)|(?P<heredoc><<-?[ \t]*['\"]?(?P<until>\w+)['\"]?)"
-    rf"|(?P<into>(?:[0-9]|&)?(?:>>|>\||>&|<&|<<<|>|<)(?:[ \t]*&?[0-9-]\b)?)|(?P<array>[A-Za-z_]\w*\+?=\()"
-    rf"|(?P<end>\n|;;?|&&|\|\||[&|()])|(?P<word>(?:{_PIECE}|[^\s;&|()<>'\"\\$`])+)|(?P<bad>.)",
+_QUOTED = r"""\\.|'[^']*'|"(?:\\.|[^"\\])*\""""
+_COMMENT = re.compile(rf"({_QUOTED})|(?<!\S)\#.*", re.DOTALL)
+_REDIRECTION = re.compile(rf"({_QUOTED})|(?<=\s)[0-9&]?(?:>>?|<)\s*&?[^\s;&|]*", re.DOTALL)
+_STATEMENT = re.compile(rf"(?:{_QUOTED}|\$\([^()]*(?:\([^()]*\)[^()]*)*\)|`[^`]*`|[^;&|'\"\\])+|[;&|]+", re.DOTALL)
+_EXPANSION = re.compile(
+    r"""\\.|'[^']*'|"\$\{(?P<array>\w+)\[@\]\}"|\$\{(?P<items>\w+)\[[@*]\]\}|\$\{(?P<name>\w+)(?::?-(?P<default>[^}]*))?\}|\$(?P<plain>\w+)"""
+    r"""|\$\((?P<sum>\(.*?\))\)|(?P<command>\$\([^()]*(?:\([^()]*\)[^()]*)*\)|`[^`]*`)|"?\$[@*]"?""",
     re.DOTALL,
 )
-_EXPANSION = re.compile(rf"{_PIECE}|[^'\"\\$`]+|.", re.DOTALL)
-_ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=(.*)", re.DOTALL)
-_OPENS = {"if": "fi", "for": "done", "while": "done", "until": "done", "select": "done", "case": "esac", "{": "}"}
-_DECLARES = ("export", "declare", "local", "readonly", "typeset")
-
-
-@dataclass
-class _Statement:
-    line: int
-    words: list[str] = field(default_factory=list)
-    """As they are written; an array is `NAME=(` with its items behind it and `)`."""
-    is_conditional: bool = False
+_ASSIGNMENT = re.compile(r"(?:(?:export|declare|local|readonly)\s+(?:-\w+\s+)*)?(\w+)(\+?)=(.*)", re.DOTALL)
+_OPENS = {"if": "fi", "for": "done", "while": "done", "until": "done", "case": "esac", "{": "}", "function": "}"}
+_LEADING = re.compile(r"(?:then|else|do|elif|!|time|if|while|until|\{|fi|done|esac|\}|\(|[^\s()]+\))(?:\s+|$)")
 
 
 def read_script(path: Path, text: str, given: Mapping[str, str]) -> Script:
     """RecipeError with the line that cannot be read."""
     script, outside = scan(text, given)
-    _Reader(script, path, outside).read(text, 0, [])
+    _Reader(script, path, outside).read(text, 0, [], 0)
     return script
 
 
 class _Reader:
     def __init__(self, script: Script, path: Path, given: Mapping[str, str]) -> None:
         self.script, self.path, self.given = script, path, given
-        self.values: dict[str, list[str]] = {name: [value] for name, value in given.items()}
-        self.depth = 0
+        self.values = dict(given)
 
-    def read(self, text: str, line: int, before: list[str]) -> None:
-        """`line`: of a text inside another script, else 0. `before`: the launcher's words."""
-        self.depth += 1
-        if self.depth > 20:
-            raise self.error(line, "it is nested too deeply, or calls itself")
+    def read(self, text: str, inner: int, before: list[str], depth: int) -> None:
+        """`inner`: the line of a text inside another script, else 0. `before`: the launcher's words."""
+        if depth > 20:
+            raise self.error(inner, "it is nested too deeply, or calls itself")
         blocks: list[tuple[str, str]] = []
-        for statement in self.statements(text):
-            at = line or statement.line
-            for word in statement.words[:1]:
-                if blocks and word == blocks[-1][1]:
+        for number, line in self.lines(text):
+            at, condition = inner or number, ""
+            for statement in (found.strip() for found in _STATEMENT.findall(line)):
+                first = statement.split(maxsplit=1)[0] if statement else ""
+                if first[:1] in ("&", "|", ";"):
+                    condition = f"it depends on a condition of line {at}, which is not read" if len(first) > 1 else ""
+                    continue
+                if blocks and first == blocks[-1][1]:
                     blocks.pop()
-                elif word in _OPENS or word == "function":
+                elif first in _OPENS or statement.endswith("() {") or re.fullmatch(r"\w+\s*\(\)", statement):
                     if not blocks:
-                        self.script.unread.append((at, f"the `{word}` of this line is not read"))
-                    if word in _OPENS:  # `function` is followed by its `{`
-                        blocks.append((f"it depends on the `{word}` of line {at}, which is not read", _OPENS[word]))
-            words = statement.words
-            while words and words[0] in ("then", "else", "do", "elif", "!", "time", *_OPENS, *_OPENS.values()):
-                words = words[1:]
-            reason = blocks[-1][0] if blocks else ""
-            if words and not reason and statement.is_conditional and _ASSIGNMENT.fullmatch(words[0]):
-                reason = f"it depends on a condition of line {at}, which is not read"
-            if words and not self.assign(words, at, reason) and not self.command(words, at, reason, before, line):
-                self.script.unread.append((at, "the script ends here with `exit`; what follows was not read"))
-                break
-        self.depth -= 1
+                        self.script.unread.append((at, f"the `{first}` of this line is not read"))
+                    reason = f"it depends on the `{first}` of line {at}, which is not read"
+                    blocks.append((reason, _OPENS.get(first, "}")))
+                while match := _LEADING.match(statement):
+                    statement = statement[match.end() :]
+                reason = blocks[-1][0] if blocks else ""
+                match = _ASSIGNMENT.fullmatch(statement)
+                plain = re.sub(r"\$\(.*\)|`[^`]*`", "", match[3], flags=re.DOTALL) if match else ""
+                if match and (plain.startswith("(") or len(self.split(plain, at)) < 2):
+                    self.assign(*match.groups(), at, reason or condition)
+                elif statement == "exit" or statement.startswith("exit "):
+                    self.script.unread += [] if reason else [(at, "the script ends here with `exit`")]
+                    if not reason:
+                        return
+                elif statement:
+                    self.command(self.split(self.expand(statement), at), at, reason, before, depth)
 
-    def statements(self, text: str) -> list[_Statement]:
-        found, at, in_array, skip_next = [_Statement(1)], 0, False, False
-        pending: list[str] = []
-        while match := _TOKEN.match(text, at):
-            at, line = match.end(), text.count("\n", 0, match.start()) + 1
-            if match["bad"]:
-                raise self.error(line, f"{match['bad']} has no end")
-            if match["heredoc"]:
-                pending.append(match["until"])
-                self.script.unread.append((line, "a here-document, which is not read"))
-            elif match["into"]:
-                skip_next = match["into"].rstrip("0123456789-")[-1] != "&"
-            elif match["array"]:
-                in_array = True
-                found[-1].words.append(match["array"])
-            elif match["word"]:
-                found[-1].line = found[-1].line if found[-1].words else line
-                found[-1].words += [] if skip_next else [match["word"]]
-                skip_next = False
-            elif match["end"] == ")" and in_array:
-                in_array = False
-                found[-1].words.append(")")
-            elif match["end"] and not in_array:
-                found.append(_Statement(line, is_conditional=match["end"] in ("&&", "||")))
-                while match["end"] == "\n" and pending:
-                    body = re.compile(rf"(?:.*\n)*?\t*{pending.pop(0)}(?:\n|$)").match(text, at)
-                    if body is None:
-                        raise self.error(line, "the here-document has no end")
-                    at = body.end()
-        if in_array:
-            raise self.error(found[-1].line, "the array has no end")
-        return found
+    def lines(self, text: str) -> Iterator[tuple[int, str]]:
+        """Logical lines: continuations, quotes and arrays joined; here-documents, comments and redirections removed."""
+        rows = iter(enumerate(text.splitlines(), 1))
+        for number, row in rows:
+            whole = _COMMENT.sub(lambda match: match[1] or "", row)
+            while True:
+                rest = re.sub(_QUOTED, "", whole, flags=re.DOTALL)
+                if not (whole.endswith("\\") or re.search("['\"]", rest) or re.search(r"=\([^)]*$", rest)):
+                    break
+                _, more = next(rows, (0, None))
+                if more is None:
+                    raise self.error(number, "a quote or an array has no end")
+                is_quoted = re.search("['\"]", rest) is not None
+                more = more if is_quoted else _COMMENT.sub(lambda match: match[1] or "", more)
+                whole = whole.removesuffix("\\") + (" " if whole.endswith("\\") else "\n") + more
+            if heredoc := re.search(r"<<-?\s*['\"]?(\w+)['\"]?", whole):
+                self.script.unread.append((number, "a here-document, which is not read"))
+                while next(rows, (0, heredoc[1]))[1].strip("\t") != heredoc[1]:
+                    continue
+                whole = whole.replace(heredoc[0], "")
+            yield number, _REDIRECTION.sub(lambda match: match[1] or "", whole)
 
-    def assign(self, words: list[str], line: int, reason: str) -> bool:
-        """Take note of `A=1 B=2`, `A=(1 2)` or `export A=1`; whether that is all of the statement."""
-        rest = words[1:] if words[0] in _DECLARES else words
-        if words[0] not in _DECLARES and not all(_ASSIGNMENT.fullmatch(word) for word in rest) and "=(" not in rest[0]:
-            return False  # a command, or `A=1 program`
-        while rest:
-            word, *rest = rest
-            match = _ASSIGNMENT.fullmatch(word)
-            if match is None:
-                continue
-            name, appends, value = match.groups()
-            if value == "(":
-                items = rest[: rest.index(")")]
-                rest = rest[len(items) + 1 :]
-                values = [each for item in items for each in self.expand(item)]
-            else:
-                values = [" ".join(self.expand(value, split=False))]
-            if name in self.given:
-                continue
-            if reason:
-                self.values.pop(name, None)
-                self.script.reasons[name] = reason
-            elif appends and value != "(":
-                self.values[name] = ["".join([*self.values.get(name, [""])[:1], *values])]
-            else:
-                self.values[name] = [*(self.values.get(name, []) if appends else []), *values]
-        return True
+    def assign(self, name: str, appends: str, value: str, line: int, reason: str) -> None:
+        if name in self.given:
+            return
+        expanded = self.expand(value)
+        if value.startswith("("):
+            items = self.split(expanded.strip()[1:-1], line)
+            expanded = " ".join(f'"{item}"' if re.search(r"\s|^$", item) else item for item in items)
+        else:
+            expanded = " ".join(self.split(expanded, line))
+        self.values[name] = (
+            self.values.get(name, "") + (" " if value[:1] == "(" else "") if appends else ""
+        ) + expanded
+        if reason:
+            del self.values[name]
+            self.script.reasons[name] = reason
 
-    def command(self, words: list[str], line: int, reason: str, before: list[str], inner: int) -> bool:
-        """Note what it starts; False: the script ends with it."""
-        expanded = [each for word in words if not _ASSIGNMENT.fullmatch(word) for each in self.expand(word)]
-        if expanded[:1] == ["exit"] and not reason:
-            return False
-        if expanded[:1] in (["source"], ["."]):
-            self.script.unread.append((line, f"`{' '.join(expanded)}`: what it sets is not read"))
-        shell = next((i for i, word in enumerate(expanded) if word.rpartition("/")[2] in ("bash", "sh", "zsh")), None)
-        if expanded[:1] == ["eval"]:
-            self.read(" ".join(expanded[1:]), line, before)
-        elif shell is not None and expanded[shell + 1 : shell + 2] == ["-c"] and len(expanded) > shell + 2:
-            self.read(expanded[shell + 2], line, [*before, *expanded[:shell]])
-        elif expanded:
-            self.script.commands.append(Command([*before, *expanded], line, reason))
-        return True
+    def command(self, words: list[str], line: int, reason: str, before: list[str], depth: int) -> None:
+        if words[:1] in (["source"], ["."]):
+            self.script.unread.append((line, f"`{' '.join(words)}`: what it sets is not read"))
+        if all(_ASSIGNMENT.fullmatch(word) for word in words if word != "export"):
+            for match in filter(None, map(_ASSIGNMENT.fullmatch, words)):
+                self.assign(match[1], match[2], shlex.quote(match[3]), line, reason)
+            return
+        shell = next((i for i, word in enumerate(words) if re.search(r"(^|/)(ba|z)?sh$", word)), None)
+        if words[:1] == ["eval"]:
+            self.read(" ".join(words[1:]), line, before, depth + 1)
+        elif shell is not None and words[shell + 1 : shell + 2] == ["-c"] and len(words) > shell + 2:
+            self.read(words[shell + 2], line, [*before, *words[:shell]], depth + 1)
+        elif words:
+            self.script.commands.append(Command([*before, *words], line, reason))
 
-    def expand(self, word: str, *, split: bool = True) -> list[str]:
-        """The words that one written word becomes; not `split`: one text, as on the right of an assignment."""
-        found: list[str] = []
-        is_open = False  # whether the last word may grow
-        for match in _EXPANSION.finditer(word):
-            piece = match[0]
-            if piece[0] == '"':
-                inside = [self.value(each) for each in _EXPANSION.findall(piece[1:-1].replace("'", "\\'"))]
-                many = re.fullmatch(r"\$\{(\w+)\[@\]\}|\$@", piece[1:-1]) is not None
-                texts = inside[0] if many and inside else ["".join(" ".join(each) for each in inside)]
-            elif piece[0] == "$" and split:
-                joined = " ".join(self.value(piece))
-                texts = joined.split()
-                is_open = is_open and not joined[:1].isspace()
-            else:
-                texts = [" ".join(self.value(piece))]
-            for number, text in enumerate(texts):
-                if is_open and number == 0:
-                    found[-1] += text
-                else:
-                    found.append(text)
-                is_open = True
-            if piece[0] == "$" and split and texts and joined[-1:].isspace():
-                is_open = False
-        return found if split else ["".join(found)]
+    def expand(self, text: str) -> str:
+        return _EXPANSION.sub(self.value, text)
 
-    def value(self, piece: str) -> list[str]:
-        if piece.startswith("'"):
-            return [piece[1:-1]]
-        if piece.startswith("\\"):
-            return ["" if piece[1] == "\n" else piece[1]]
-        if piece.startswith(("$(", "`")):  # stays, as one word: nobody knows it
-            return ["$(" + "".join(re.findall(r"[^\s$`()]+", piece)[:1]) + ")"]
-        if not piece.startswith("$"):
-            return [piece]
-        match = re.fullmatch(r"\$\{?(\w+)(?:\[([@*]|[0-9]{1,3})\])?(?::?[-=](.*?))?\}?", piece, re.DOTALL)
-        if match is None:
-            return [] if piece in ("$@", "$*", "${@}") else [piece.replace(" ", "")]
-        name, index, default = match.groups()
-        items = self.values.get(name)
-        if items is not None and not (default is not None and items in ([""], [])):
-            index = index or "0"
-            return items if index in "@*" else items[int(index) : int(index) + 1]
-        if default is not None and name not in self.script.reasons:
-            return self.expand(default) if default else [""]
+    def value(self, match: re.Match[str]) -> str:
+        if match["sum"] or match["command"]:  # stays, as one word: nobody knows it
+            return (
+                "$(" + ("".join(match["sum"].split()) if match["sum"] else re.findall(r"[\w./-]+|$", match[0])[0]) + ")"
+            )
+        name = match["array"] or match["items"] or match["name"] or match["plain"]
+        if name is None:
+            return match[0] if match[0][0] in "\\'" else ""  # `$@`
+        known = self.values.get(name, "")
+        if name in self.values and (known or match["default"] is None):
+            return known
+        if match["default"] is not None and name not in self.script.reasons:
+            return self.expand(match["default"])
         why = "it is an argument of the script" if name.isdecimal() else "the script does not set it"
         self.script.reasons.setdefault(name, why)
-        return [f"${name}"]
+        return f"${name}"
+
+    def split(self, text: str, line: int) -> list[str]:
+        try:
+            return shlex.split(text)
+        except ValueError as error:
+            raise self.error(line, str(error)) from error
 
     def error(self, line: int, what: str) -> RecipeError:
         remedy = "correct that line, or run the script: bloomery import megatron --script FILE"

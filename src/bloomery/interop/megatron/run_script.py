@@ -49,9 +49,9 @@ __guard() {  # before every simple command; with extdebug, `return 1` skips it
   [[ $__head =~ (\&?\>\>?)[[:space:]]*([^][:space:]\;\&\|\<\>\(\)[]+) ]] || return 0
   __found=("${BASH_REMATCH[@]}")
   eval "__to=${__found[2]}" 2>/dev/null
-  [[ ! $__to || $__to == /dev/* || $__to == "$__root"/* ]] && return 0
-  if [[ $__to == /* ]]; then __to=$__root/abs$__to; else __to=$PWD/$__to; fi
-  "$__mkdir" -p "${__to%/*}" 2>/dev/null
+  [[ ! $__to || $__to == /dev/* || $__to == "$__root"/calls/* ]] && return 0
+  case $__to in "$__root"/*) ;; /*) __to=$__root/abs$__to ;; *) __to=$PWD/$__to ;; esac
+  builtin command "$__mkdir" -p "${__to%/*}" 2>/dev/null
   eval "${BASH_COMMAND/"${__found[0]}"/"${__found[1]} \"\$__to\""}"
   return 1
 }
@@ -61,12 +61,12 @@ __program() {  # record it; run the shell script that it would run
   for ((at = 1; at <= $#; at++)); do
     case ${!at##*/} in
       *.py) break ;;
-      bash | sh | zsh | dash | ksh) __line=$line "$__bash" "${@:at + 1}"; return ;;
-      *.sh | *.slurm | *.sbatch) [[ -f ${!at} ]] && { __line=$line "$__bash" "${@:at}"; return; } ;;
-      --wrap=*) __line=$line "$__bash" -c "${!at#--wrap=}"; return ;;
+      bash | sh | zsh | dash | ksh) __line=$line builtin command "$__bash" "${@:at + 1}"; return ;;
+      *.sh | *.slurm | *.sbatch) [[ -f ${!at} ]] && { __line=$line builtin command "$__bash" "${@:at}"; return; } ;;
+      --wrap=*) __line=$line builtin command "$__bash" -c "${!at#--wrap=}"; return ;;
     esac
   done
-  case $1 in sbatch | qsub | bsub) __line=$line "$__bash" -s; return ;; esac
+  case $1 in sbatch | qsub | bsub) __line=$line builtin command "$__bash" -s; return ;; esac
   ((BASH_SUBSHELL)) && printf '$(%s)\n' "${1##*/}"  # stands for the output that nobody knows
   return 0
 }
@@ -206,7 +206,9 @@ def _unset_markers(text: str, script: Script) -> dict[str, str]:
     """Variables that the script uses but never sets, tests or gives a default: they stay as they are written."""
     tested = [line for line in text.splitlines() if re.search(r"\[|\(\(|\bcase\b|\btest\b|\bexpr\b|\blet\b", line)]
     assigned = set(re.findall(r"\b([A-Za-z_]\w*)\+?=", text)) | set(re.findall(r"\bfor\s+(\w+)", text))
-    assigned |= set(re.findall(r"[\w]+", " ".join(re.findall(r"\b(?:read|readarray|mapfile|getopts|declare)\b.*", text))))
+    assigned |= set(
+        re.findall(r"[\w]+", " ".join(re.findall(r"\b(?:read|readarray|mapfile|getopts|declare)\b.*", text)))
+    )
     plain = set(re.findall(r"\$\{?([A-Za-z_]\w*)", text)) - set(re.findall(r"\$\{([A-Za-z_]\w*)[^}\w]", text))
     plain -= assigned | set(re.findall(r"[A-Za-z_]\w*", " ".join(tested)))
     plain = {name for name in plain if not re.match(r"BASH|PATH$|HOME$|PWD$|OLDPWD$|RANDOM$|SECONDS$|LINENO$|_", name)}
