@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from decimal import Decimal, InvalidOperation
 from typing import Any, TypeVar
 
 from bloomery.base.errors import Problem
-from bloomery.interop.megatron.flags import CommandLine, Given, Kind, is_known, unset_names
+from bloomery.interop.megatron.flags import CommandLine, Given, Kind, is_known
 
 T = TypeVar("T")
 LARGEST = 10**18
@@ -77,12 +78,16 @@ class Builder:
             self.problem(given, f"{given.flag} is {text[:60]!r}", f"it is {error}", "write one, or remove the flag")
             return default
 
+    def unset_names(self, text: str) -> list[str]:
+        """The variables and arguments of a script in a text that have no value."""
+        return list(dict.fromkeys(re.findall(r"\$\{?([A-Za-z_][A-Za-z0-9_]*|[0-9])", text)))
+
     def why_unknown(self, text: str) -> str:
-        known = {name: (self.reasons or {}).get(name) for name in unset_names(text)}
+        known = {name: (self.reasons or {}).get(name) for name in self.unset_names(text)}
         return "; ".join(f"${name}: {why}" for name, why in known.items() if why) or "only a running program knows it"
 
     def unknown_value(self, given: Given, text: str) -> None:
-        names, remedy = unset_names(text), f"add {given.flag} VALUE behind the script"
+        names, remedy = self.unset_names(text), f"add {given.flag} VALUE behind the script"
         if self.reasons is None:
             remedy = f"write {given.flag} with its value"
         elif names:

@@ -11,13 +11,14 @@ from typing import Any
 from bloomery.base.bounded import parse_json
 from bloomery.base.errors import Problem, RecipeError
 from bloomery.interop.megatron.builder import LARGEST, Builder, Row, as_text
-from bloomery.interop.megatron.flags import Kind
 
 _SECTIONS = ("zero_optimization", "fp16", "bf16", "optimizer", "optimizer.params", "nebula")
+_TYPES: dict[str, tuple[str, tuple[type, ...]]] = {
+    "count": ("a whole number of at least 1", (int,)), "int": ("a whole number", (int,)),
+    "number": ("a number", (int, float)), "bool": ("true or false", (bool,)), "text": ("a text", (str,)),
+    "pair": ("a list of two numbers: [...]", (int, float)),
+}  # fmt: skip
 _NOT_READ = "Megatron passes DeepSpeed its own optimizer, so this section is not read"
-_TYPES = {"count": (int,), "int": (int,), "number": (int, float), "bool": (bool,), "text": (str,), "list": (list,)}
-_TYPE_NAMES = {"count": "a whole number of at least 1", "int": "a whole number", "number": "a number",
-               "bool": "true or false", "text": "a text", "list": "a list of two numbers: [...]"}  # fmt: skip
 
 # Key -> (type, recipe field, flags that say the same): where a flag is given, or has a default, the two must agree.
 _KEYS: dict[str, tuple[str, str, str]] = {
@@ -30,7 +31,7 @@ _KEYS: dict[str, tuple[str, str, str]] = {
     "zero_optimization.stage": ("int", "parallel.zero", "zero-stage"),
     "optimizer.type": ("text", "optimizer.name", ""),
     "optimizer.params.lr": ("number", "lr.peak", "lr"),
-    "optimizer.params.betas": ("list", "optimizer.betas", "adam-beta1 adam-beta2"),
+    "optimizer.params.betas": ("pair", "optimizer.betas", "adam-beta1 adam-beta2"),
     "optimizer.params.eps": ("number", "optimizer.eps", "adam-eps"),
     "optimizer.params.weight_decay": ("number", "optimizer.weight_decay", "weight-decay"),
     "fp16.loss_scale": ("number", "loss_scale", ""),
@@ -46,10 +47,9 @@ _KEYS: dict[str, tuple[str, str, str]] = {
     "nebula.enable_nebula_load": ("bool", "", ""),
     "nebula.load_path": ("text", "", ""),
 }
-_SAMPLES = "every sample has its full length, and a loss at every place"
 _REFUSED = {
-    "curriculum_learning": _SAMPLES,
-    "data_efficiency": _SAMPLES,
+    "curriculum_learning": "every sample has its full length, and a loss at every place",
+    "data_efficiency": "every sample has its full length, and a loss at every place",
     "progressive_layer_drop": "every layer is trained with every sample",
     "compression_training": "weights are neither quantized nor pruned",
     "quantize_training": "weights are neither quantized nor pruned",
@@ -57,22 +57,25 @@ _REFUSED = {
     "amp": "precision is that of --fp16 or --bf16",
 }
 """Sections that change what is trained, and why a recipe cannot express it."""
-_OTHERS: dict[str, tuple[Kind, str]] = {
-    **dict.fromkeys(["steps_per_print", "wall_clock_breakdown", "dump_state", "zero_allow_untested_optimizer", "prescale_gradients", "communication_data_type", "gradient_predivide_factor", "sparse_gradients", "memory_breakdown", "disable_allgather", "activation_checkpointing", "flops_profiler", "comms_logger", "tensorboard", "wandb", "csv_monitor", "aio", "checkpoint", "data_types", "zero_force_ds_cpu_optimizer", "seq_parallel_communication_data_type", "autotuning", "scheduler"],
-        ("not needed", "DeepSpeed's own bookkeeping")),
-    **dict.fromkeys(_REFUSED, ("not needed", "it is off")),
+_REMARKS: dict[str, tuple[Any, str]] = {
     "gradient_accumulation_steps": ("not needed", "follows from the batch, the micro batch and the replicas"),
-    "zero_optimization.offload_optimizer": ("mapped", "parallel.offload"),
-    "zero_optimization.cpu_offload": ("mapped", "parallel.offload"),
+    "zero_optimization.offload_optimizer": ("mapped", ""),
+    "zero_optimization.cpu_offload": ("mapped", ""),
     "zero_optimization.offload_param": ("differs", "moments are offloaded; weights stay on the device here"),
     "nebula.enabled": ("not needed", "every save is asynchronous, from a pinned-memory snapshot"),
     "nebula.persistent_time_interval": ("left out", "copies follow every save; checkpoint.upload.every counts steps"),
     "nebula.enable_nebula_load": ("not needed", "a start resumes from the newest checkpoint of both places"),
     "nebula.load_path": ("left out", "`bloomery train --from` chooses a checkpoint"),
-}  # fmt: skip
-_ZERO_OTHERS = ("contiguous_gradients", "overlap_comm", "reduce_scatter", "reduce_bucket_size", "allgather_partitions",
-                "allgather_bucket_size", "round_robin_gradients", "sub_group_size", "ignore_unused_parameters",
-                "elastic_checkpoint")  # fmt: skip
+}
+_BOOKKEEPING = """
+steps_per_print wall_clock_breakdown dump_state zero_allow_untested_optimizer prescale_gradients memory_breakdown
+communication_data_type gradient_predivide_factor sparse_gradients disable_allgather activation_checkpointing
+flops_profiler comms_logger tensorboard wandb csv_monitor aio checkpoint data_types zero_force_ds_cpu_optimizer
+seq_parallel_communication_data_type autotuning scheduler contiguous_gradients overlap_comm reduce_scatter
+reduce_bucket_size allgather_partitions allgather_bucket_size round_robin_gradients sub_group_size
+ignore_unused_parameters elastic_checkpoint
+"""
+"""Keys that change nothing of what is trained, of the file and of zero_optimization."""
 
 
 @dataclass
@@ -114,30 +117,16 @@ def is_auto(value: Any) -> bool:
 
 def read_ds_config(text: str, place: str) -> DsConfig:
     """RecipeError with all that is wrong with it."""
-    found = DsConfig(place, {})
-    content = _content(text, place)
+    found, content = DsConfig(place, {}), _content(text, place)
     content["bf16"] = content.pop("bfloat16", content.get("bf16"))
     found.leaves = dict(_leaves(content, "", found))
     for path, (kind, *_) in _KEYS.items():
-        values = found.get(path)
-        values = values if isinstance(values, list) and kind == "list" else [values]
-        for value in values if len(values) == (2 if kind == "list" and values != [None] else 1) else [values]:
-            types = _TYPES["number" if kind == "list" else kind]
-            is_right = value is None or value == "auto" or (
-                isinstance(value, types) and (bool in types or not isinstance(value, bool))
-            )  # fmt: skip
-            if not is_right or (kind == "count" and value is not None and value != "auto" and value < 1):
-                found.wrong(f"{path} is {_short(found.get(path))}", f"it is {_TYPE_NAMES[kind]}")
-            elif isinstance(value, int | float) and abs(value) > LARGEST:
-                found.wrong(f"{path} is {_short(value)}", f"it is at most {LARGEST:,}")
-    power = found.get("fp16.initial_scale_power")
+        if (value := found.get(path)) is not None and not _is_a(kind, value):
+            found.wrong(f"{path} is {_short(value)}", f"it is {_TYPES[kind][0]}, and at most {LARGEST:,}")
+    power, kind = found.get("fp16.initial_scale_power"), found.get("optimizer.type")
     if isinstance(power, int) and not 0 <= power <= 127:
         rule = "the first scale is 2 to that power, which is 0 to 127"
         found.wrong(f"fp16.initial_scale_power is {power}", rule, "use for example 16")
-    for key, rule in _REFUSED.items():
-        if _is_on(content.get(key)):
-            found.wrong(f"{key} is enabled", rule, "remove it, if the training may go without")
-    kind = found.get("optimizer.type")
     if isinstance(kind, str) and kind.lower().replace("_", "") not in (
         "adam",
         "adamw",
@@ -146,6 +135,9 @@ def read_ds_config(text: str, place: str) -> DsConfig:
     ):
         what = f"optimizer.type is {json.dumps(kind)}, but Megatron's optimizer is adam, and a recipe has adamw"
         found.wrong(what, _NOT_READ, "remove `optimizer` from it")
+    for key, rule in _REFUSED.items():
+        if _is_on(content.get(key)):
+            found.wrong(f"{key} is enabled", rule, "remove it, if the training may go without")
     scheduler = content.get("scheduler")
     if isinstance(scheduler, dict) and not is_auto(scheduler.get("type")):
         what = f"scheduler.type is {_short(scheduler['type'])}, and the flags give Megatron's schedule"
@@ -154,6 +146,15 @@ def read_ds_config(text: str, place: str) -> DsConfig:
     if found.problems:
         raise RecipeError(found.problems)
     return found
+
+
+def _is_a(kind: str, value: Any) -> bool:
+    if kind == "pair":
+        return isinstance(value, list) and len(value) == 2 and all(is_auto(v) or _is_a("number", v) for v in value)
+    types = _TYPES[kind][1]
+    is_right = isinstance(value, types) and (bool in types or not isinstance(value, bool))
+    is_number = is_right and isinstance(value, int | float)
+    return is_right and not (is_number and abs(value) > LARGEST) and not (kind == "count" and value < 1)
 
 
 def _content(text: str, place: str) -> dict[str, Any]:
@@ -195,86 +196,66 @@ def _is_on(value: Any) -> bool:
     return bool(value["enabled"]) if "enabled" in value else any(_is_on(each) for each in value.values())
 
 
-def fill_nebula(b: Builder, ds: DsConfig) -> None:
-    """Nebula's tiers: the run folder is the fast one, which keeps some; a copy of every checkpoint persists."""
-    if not ds.get("nebula.enabled"):
-        return
-    if folder := ds.get("nebula.persistent_storage_path"):
-        b.put("checkpoint.upload.to", folder, kind="mapped", remark="ds_config nebula.persistent_storage_path")
-        remark = "ds_config nebula.num_of_version_in_retention: the run folder's; the copies stay"
-        last = ds.get("nebula.num_of_version_in_retention") or 2
-        b.put("checkpoint.keep.last", last, kind="mapped", remark=remark)
-        b.places |= {"checkpoint.upload.to": ds.place, "checkpoint.keep.last": ds.place}
-        b.rows = b.rows[:-2]  # the rows of the file's own keys report both
-
-
 def compare(b: Builder, ds: DsConfig) -> None:
-    """Problems where the file contradicts the flags, and a row for every key of it."""
+    """Nebula's fields, problems where the file contradicts the flags, and a row for every key of it."""
+    folder = ds.get("nebula.persistent_storage_path")
+    if ds.get("nebula.enabled") and folder:  # the run folder is the fast tier; a copy of every checkpoint persists
+        b.raw.setdefault("checkpoint", {})["upload"] = {"to": folder}
+        b.raw["checkpoint"]["keep"] = {"last": ds.get("nebula.num_of_version_in_retention") or 2}
+        b.places |= {"checkpoint.upload.to": ds.place, "checkpoint.keep.last": ds.place}
     for path, value in ds.leaves.items():
-        kind, field_, names = _KEYS.get(path, ("", "", ""))
-        flags = names.split()
-        if is_auto(value):
-            remark = "Hugging Face's Trainer fills it in; here it says nothing"
-            b.rows.append(Row("not needed", f"ds_config {path}", _short(value), remark=remark))
-            continue
-        if flags:
-            ours = _ours(b, path, field_, flags[0])
-            if isinstance(value, list):  # `auto` inside it: the flag's
-                value = [mine if is_auto(each) else each for each, mine in zip(value, ours, strict=True)]
-            if ours is not None and value != ours:
-                _contradiction(b, ds, path, value, ours, flags)
+        _, field_, names = _KEYS.get(path, ("", "", ""))
+        ours = _ours(b, path, field_, names.split()[0]) if names and not is_auto(value) else None
+        if isinstance(ours, list):  # `auto` inside it: the flag's
+            value = [mine if is_auto(each) else each for each, mine in zip(value, ours, strict=True)]
+        if ours is not None and value != ours:
+            _contradiction(b, ds, path, value, ours, names.split())
         b.rows.append(_row(b, ds, path, value, field_))
     _batch(b, ds)
 
 
 def _ours(b: Builder, path: str, field_: str, flag: str) -> Any:
     """What the flags, or Megatron's defaults, say of a key; None: nothing."""
-    if path in ("fp16.enabled", "bf16.enabled"):
-        return b.has(flag)
-    if path == "zero_optimization.stage":
-        return b.value(flag, int, 0) if b.has(flag) else None
-    if path == "gradient_clipping":
-        return b.value(flag, float, 1.0) if b.has(flag) else None
+    if path in ("zero_optimization.stage", "gradient_clipping"):
+        return b.value(flag, float, 0.0) if b.has(flag) else None
     section, _, name = field_.partition(".")
-    return b.raw[section][name]
+    return b.has(flag) if section == "precision" else b.raw[section][name]
 
 
 def _contradiction(b: Builder, ds: DsConfig, path: str, value: Any, ours: Any, flags: list[str]) -> None:
     given = [each for name in flags if (each := b.given(name)) is not None]
-    what = f"{path} is {json.dumps(value)} in {ds.place} but "
-    rule, remedy = "DeepSpeed asserts that the two agree, or silently takes one of them", "make them equal"
     names = " ".join(f"--{name}" for name in flags)
-    if given:
-        what += "the command line says " + " ".join(f"{each.flag} {each.text}".strip() for each in given)
-    elif path.endswith(".enabled"):
-        what += f"the command line says no {names}"
-    else:
-        what += f"Megatron takes {ours} without {names}"
+    what = f"the command line says {' '.join(f'{each.flag} {each.text}'.strip() for each in given) or f'no {names}'}"
+    rule, remedy = "DeepSpeed asserts that the two agree, or silently takes one of them", "make them equal"
+    if not given and not path.endswith(".enabled"):
+        what = f"Megatron takes {ours} without {names}"
         rule = _NOT_READ if path.startswith("optimizer") else rule
         written = zip(flags, value if isinstance(value, list) else [value], strict=True)
         remedy = f"write {' '.join(f'--{name} {each}' for name, each in written)}, or remove it from {ds.place}"
+    what = f"{path} is {json.dumps(value)} in {ds.place} but {what}"
     b.problem(given[0] if given else None, what, rule, remedy)
 
 
 def _row(b: Builder, ds: DsConfig, path: str, value: Any, field_: str) -> Row:
-    flag, section = f"ds_config {path}", path.partition(".")[0]
-    if path in _OTHERS:
-        kind, remark = _OTHERS[path]
-        offload = str(ds.offload).lower() if "offload" in path else ""
-        return Row(kind, flag, _short(value), "parallel.offload" if offload else "", offload, remark)
-    if section in ("fp16", "nebula") and path in _KEYS and not ds.get(f"{section}.enabled") and value is not False:
-        return Row("not needed", flag, _short(value), remark=f"{section} is off")
+    flag, (section, _, key), text = f"ds_config {path}", path.partition("."), _short(value)
+    if is_auto(value):
+        return Row("not needed", flag, text, remark="Hugging Face's Trainer fills it in; here it says nothing")
+    if path in _REMARKS:
+        kind, remark = _REMARKS[path]
+        became = ("parallel.offload", str(ds.offload).lower()) if "offload" in path else ("", "")
+        return Row(kind, flag, text, *became, remark)
+    if section in ("fp16", "nebula") and field_ and key != "enabled" and not ds.get(f"{section}.enabled"):
+        return Row("not needed", flag, text, remark=f"{section} is off")
     if field_:
         result: Any = b.raw
         for name in field_.split("."):
             result = result.get(name) if isinstance(result, dict) else None
-        remark = f"checked only: {_NOT_READ}" if section == "optimizer" else ""
-        return Row("mapped", flag, _short(value), field_, as_text(result), remark)
+        return Row("mapped", flag, text, field_, as_text(result), _NOT_READ if section == "optimizer" else "")
     if section == "optimizer":
-        return Row("left out", flag, _short(value), remark=_NOT_READ)
-    if section == "zero_optimization" and path.partition(".")[2].startswith(("stage3_", *_ZERO_OTHERS)):
-        return Row("not needed", flag, _short(value), remark="how DeepSpeed moves what it shards")
-    return Row("not understood", flag, _short(value), remark="nothing here reads it")
+        return Row("left out", flag, text, remark=_NOT_READ)
+    if path in _REFUSED or (key or path) in _BOOKKEEPING.split() or key.startswith("stage3_"):
+        return Row("not needed", flag, text, remark="it is off, or DeepSpeed's own bookkeeping")
+    return Row("not understood", flag, text, remark="nothing here reads it")
 
 
 def _batch(b: Builder, ds: DsConfig) -> None:
@@ -285,19 +266,15 @@ def _batch(b: Builder, ds: DsConfig) -> None:
     )
     if count is None or batch is None or parallel is None or "rampup" in batch:
         return
-    replicas = "whole number of replicas"
-    unit = batch["micro_batch_size"] * count
-    if launch:
-        ranks = max(1, parallel["tp"] * parallel["pp"] * parallel.get("cp", 1))
-        unit *= launch["nodes"] * launch["gpus_per_node"] // ranks
-        replicas = f"{launch['nodes'] * launch['gpus_per_node'] // ranks} replicas"
-    whole = batch["global_batch_size"]
-    if unit > 0 and (whole % unit or (launch and whole != unit)):
-        what = f"a batch of {whole} samples is no {replicas} times {batch['micro_batch_size']} samples (micro batch) times "
+    ranks = max(1, parallel["tp"] * parallel["pp"] * parallel.get("cp", 1))
+    replicas = launch["nodes"] * launch["gpus_per_node"] // ranks if launch else 0
+    whole, unit = batch["global_batch_size"], batch["micro_batch_size"] * count * (replicas or 1)
+    if unit > 0 and (whole != unit if replicas else whole % unit):
+        what = f"a batch of {whole} samples is no {replicas or 'whole number of'} replicas times "
+        what += f"{batch['micro_batch_size']} samples (micro batch) times {count} (gradient_accumulation_steps)"
         rule = "train_batch_size = train_micro_batch_size_per_gpu x gradient_accumulation_steps x replicas"
         remedy = "remove gradient_accumulation_steps: it follows from the other numbers"
-        ds_problem = Problem(f"{what}{count} (gradient_accumulation_steps)", rule, remedy, ds.place)
-        b.problems.append(ds_problem)
+        b.problems.append(Problem(what, rule, remedy, ds.place))
 
 
 def _short(value: Any) -> str:

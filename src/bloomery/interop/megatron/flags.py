@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fnmatch
-import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -49,10 +48,29 @@ FIELDS: tuple[tuple[str, str, str, Any], ...] = (
     ("data-cache-path", "data.cache_dir", "str", None),
 )
 
-SPECIAL = ["kv-channels", "max-position-embeddings", "position-embedding-type", "normalization", "hidden-dropout", "attention-dropout", "rotary-base", "rotary-position-embeddings-theta", "rotary-percent", "num-query-groups", "pad-vocab-size-to", "padded-vocab-size", "vocab-size", "tokenizer-type", "vocab-file", "merge-file", "train-samples", "train-iters", "train-tokens", "exit-interval", "exit-duration-in-mins", "optimizer", "adam-beta1", "adam-beta2", "clip-grad", "min-lr", "lr-decay-iters", "lr-decay-samples", "lr-decay-tokens", "lr-warmup-iters", "lr-warmup-samples", "lr-warmup-tokens", "lr-warmup-fraction", "lr-wsd-decay-style", "lr-wsd-decay-iters", "lr-wsd-decay-samples", "loss-scale", "initial-loss-scale", "min-loss-scale", "loss-scale-window", "hysteresis", "fp8-format", "zero-stage", "data-parallel-sharding-strategy", "num-layers-per-virtual-pipeline-stage", "num-virtual-stages-per-pipeline-rank", "recompute-granularity", "split", "mask-prob", "short-seq-prob", "eval-interval", "eval-iters", "deepspeed_config", "train-weighted-split-paths-path", "valid-weighted-split-paths-path", "remote-device", "data-path", "train-data-path", "valid-data-path", "train-weighted-split-paths", "valid-weighted-split-paths"]
+_SPECIAL = """
+kv-channels max-position-embeddings position-embedding-type normalization hidden-dropout attention-dropout rotary-base
+rotary-position-embeddings-theta rotary-percent num-query-groups pad-vocab-size-to padded-vocab-size vocab-size
+tokenizer-type vocab-file merge-file train-samples train-iters train-tokens exit-interval exit-duration-in-mins
+optimizer adam-beta1 adam-beta2 clip-grad min-lr lr-decay-iters lr-decay-samples lr-decay-tokens lr-warmup-iters
+lr-warmup-samples lr-warmup-tokens lr-warmup-fraction lr-wsd-decay-style lr-wsd-decay-iters lr-wsd-decay-samples
+loss-scale initial-loss-scale min-loss-scale loss-scale-window hysteresis fp8-format zero-stage
+data-parallel-sharding-strategy num-layers-per-virtual-pipeline-stage num-virtual-stages-per-pipeline-rank
+recompute-granularity split mask-prob short-seq-prob eval-interval eval-iters deepspeed_config
+train-weighted-split-paths-path valid-weighted-split-paths-path remote-device data-path train-data-path
+valid-data-path train-weighted-split-paths valid-weighted-split-paths
+"""
+SPECIAL = _SPECIAL.split()
 """Flags with values that `recipe.py` maps together with others."""
 
-SWITCHES = ["fp16", "bf16", "fp8-e4m3", "fp8-e5m2", "fp8-hybrid", "deepspeed", "embed-layernorm", "swiglu", "group-query-attention", "use-rotary-position-embeddings", "use-alibi-position-embeddings", "no-position-embedding", "disable-bias-linear", "no-bias-gelu-fusion", "openai-gelu", "checkpoint-activations", "recompute-activations", "deepspeed-activation-checkpointing", "use-distributed-optimizer", "use-torch-fsdp2", "torch-fsdp2-no-reshard-after-forward", "use-megatron-fsdp", "use-custom-fsdp", "bert-no-binary-head", "reset-position-ids", "reset-attention-mask", "eod-mask-loss"]
+_SWITCHES = """
+fp16 bf16 fp8-e4m3 fp8-e5m2 fp8-hybrid deepspeed embed-layernorm swiglu group-query-attention
+use-rotary-position-embeddings use-alibi-position-embeddings no-position-embedding disable-bias-linear
+no-bias-gelu-fusion openai-gelu checkpoint-activations recompute-activations deepspeed-activation-checkpointing
+use-distributed-optimizer use-torch-fsdp2 torch-fsdp2-no-reshard-after-forward use-megatron-fsdp use-custom-fsdp
+bert-no-binary-head reset-position-ids reset-attention-mask eod-mask-loss
+"""
+SWITCHES = _SWITCHES.split()
 """Flags without a value that `recipe.py` maps."""
 
 MAPPED = frozenset([*SPECIAL, *SWITCHES, *(name for names, *_ in FIELDS for name in names.split())])
@@ -95,7 +113,7 @@ _REFUSED: tuple[tuple[str, str], ...] = (
      "batch-size model-parallel-size warmup"),
 )  # fmt: skip
 
-# Flags that no field comes from: (what is reported of them, why, names and patterns). Names before patterns.
+# Flags that no field comes from: (what is reported of them, why, names and patterns). The first counts.
 _OTHERS: tuple[tuple[Kind, str, str], ...] = (
     ("left out", "begins with those weights: see `bloomery import hf`", "finetune pretrained-checkpoint bert-load"),
     ("left out", "the checkpoint's arguments would overrule these: check the model", "use-checkpoint-args"),
@@ -113,52 +131,44 @@ _OTHERS: tuple[tuple[Kind, str, str], ...] = (
     ("differs", "the order of samples is Bloomery's own (data.order), and repeats sources as train.for needs",
      "train-data-exact-num-epochs disable-doc-shuffling"),
     ("differs", "batch sizes never follow from the machines", "decrease-batch-size-if-needed"),
-    ("not needed", "a choice of kernels; ours are chosen by what is needed and tested to agree",
-     """abort-on-unmet-fused-kernel-constraints *-fusion *-fusion-impl use-flash-attn* use-fast-softmax use-fused-*
-     no-persist-layer-norm disable-mem-efficient-ln no-async-tensor-model-parallel-allreduce use-te-activation-func
-     attention-softmax-in-fp32 *query-key-layer-scaling use-mcore-models use-legacy-models deterministic-mode
+    ("not needed", "a choice of kernels and of how they round; ours are tested to agree",
+     """*-fusion *-fusion-impl *flash-attn* *fused-* use-fast-softmax no-persist-layer-norm disable-mem-efficient-ln
+     use-te-activation-func *-in-fp32 *query-key-layer-scaling use-mcore-models use-legacy-models deterministic-mode
      disable-bf16-reduced-precision-matmul te-rng-tracker *cuda-graph* enable-experimental mask-tensor-adding
-     embedding-weights-in-fp32 fix-position-emb-redundant-alloc memory-centric-tiled-linear attention-backend
-     transformer-impl use-torch-compile* compiled-autograd-fallback-mode onnx-safe tile-factor apply-layernorm-1p
-     fp16-lm-cross-entropy accumulate-allreduce-grads-in-fp32 grad-reduce-in-bf16 calculate-per-token-loss fp8-*
-     no-fp8-* use-cpu-initialization sequence-parallel recompute-method recompute-num-layers recompute-modules
-     checkpoint-num-layers"""),
+     fix-position-emb-redundant-alloc memory-centric-tiled-linear attention-backend transformer-impl *torch-compile*
+     compiled-autograd-* onnx-safe tile-factor apply-layernorm-1p fp16-lm-cross-entropy grad-reduce-in-bf16 *fp8-*
+     calculate-per-token-loss use-cpu-initialization sequence-parallel recompute-* checkpoint-num-layers"""),
     ("not needed", "how processes talk and where tensors are kept; PyTorch and the recipe's `parallel` decide",
-     """distributed-backend distributed-timeout-* local_rank local-rank DDP-impl nccl-* lazy-mpu-init sharp-*
-     use-sharp wgrad-deferral-limit pipeline-model-parallel-comm-backend train-sync-interval cp-comm-type use-nccl-ub
-     microbatch-group-size-per-virtual-pipeline-stage suggested-communication-unit-size delay-* *overlap-* no-align-*
-     hierarchical-context-parallel-sizes high-priority-stream-groups disable-symmetric-registration no-delay-grad-reduce
-     no-scatter-gather-tensors-in-pipeline use-ring-exchange-p2p use-tp-pp-dp-mapping defer-embedding-wgrad-compute
-     *contiguous-buffers-in-* disable-gloo-process-groups force-ds-sequence-parallel fsdp-double-buffer deepspeed_mpi
-     init-model-with-meta-device keep-fp8-transpose-cache zero-reduce-* zero-contigious-gradients tp-comm-*
-     zero-allgather-bucket-size disable-tp-comm-* ddp-* sync-tp-duplicated-parameters no-pipeline-parallel
-     pp-partition-method decoder-*-pipeline-num-layers pipeline-model-parallel-layout standalone-embedding-stage
-     account-for-*-in-pipeline-split partition-activations contigious-checkpointing checkpoint-in-cpu scattered-embeddings
-     synchronize-each-layer profile-backward use-pin-memory split-transformers distribute-*-activations cpu-offloading*
-     pytorch-activation-checkpointing ds-sequence-parallel-fpdt* no-clone-scatter-output-in-embedding cpu_torch_adam
-     ds_fused_adam use-torch-optimizer-for-cpu-offload no-pin-cpu-* use-precision-aware-optimizer manual-gc*
-     optimizer-offload-fraction dump-param-to-param-group-map empty-unused-memory-level no-manual-gc-eval"""),
+     """distributed-* local?rank DDP-impl nccl-* lazy-mpu-init *sharp* wgrad-deferral-limit *-comm-* use-nccl-ub ddp-*
+     train-sync-interval microbatch-group-size-* suggested-communication-unit-size *delay-* *overlap-* no-align-*
+     *-sizes high-priority-stream-groups disable-symmetric-registration *-tensor-model-parallel-allreduce
+     use-ring-exchange-p2p
+     no-scatter-gather-tensors-in-pipeline use-tp-pp-dp-mapping defer-embedding-wgrad-compute *contiguous-buffers-in-*
+     disable-gloo-process-groups force-ds-sequence-parallel fsdp-double-buffer deepspeed_mpi init-model-with-meta-device
+     zero-* sync-tp-duplicated-parameters no-pipeline-parallel pp-partition-method decoder-*-pipeline-num-layers
+     pipeline-model-parallel-layout standalone-embedding-stage account-for-* *-activations checkpoint-in-cpu
+     contigious-checkpointing scattered-embeddings synchronize-each-layer profile-backward *pin-* split-transformers
+     cpu-offloading* pytorch-activation-checkpointing ds-sequence-parallel-fpdt* no-clone-* *_adam use-torch-optimizer-*
+     use-precision-aware-optimizer *manual-gc* optimizer-offload-fraction dump-param-* empty-unused-memory-level"""),
     ("not needed", "a run has one folder (--run-dir), and resumes from its newest checkpoint by itself",
-     """save load load-tag override-lr-scheduler use-checkpoint-lr-scheduler override-opt?param-scheduler
-     use-checkpoint-opt?param-scheduler universal-checkpoint no-load-* no-save-* reset-iteration no-initialization
-     exit-on-missing-checkpoint use-mp-args-from-checkpoint-args load-main-params-from-ckpt verify-checkpoint*
-     no-use-tokenizer-model-from-checkpoint-args no-strict-fsdp-dtensor-load async-strategy use-persistent-ckpt-worker
-     async-save use-dist-ckpt auto-detect-ckpt-format replication* ckpt-* no-ckpt-* dist-ckpt-* distrib-optim-*"""),
+     """save load load-tag override-* use-checkpoint-* universal-checkpoint no-load-* no-save-* reset-iteration
+     no-initialization exit-on-missing-checkpoint use-mp-args-* load-main-params-* verify-checkpoint* *ckpt*
+     no-use-tokenizer-model-from-checkpoint-args no-strict-fsdp-dtensor-load async-* replication* distrib-optim-*"""),
     ("not needed", "a signal, or control/kill in the run folder, saves and ends a job",
-     "kill-switch-path exit-signal exit-signal-handler"),
-    ("not needed", "always recorded in metrics.jsonl and TensorBoard, and watched; `bloomery train --trace` shows a step",
-     """timing-log-* logging-level config-logger-dir app-tag-run-* no-barrier-with-level-1-timing no-one-logger log-*
-     no-log-* tensorboard-* wandb-* one-logger-* tensor-logger-* profile profile-* use-pytorch-profiler* codecarbon-dir
-     memory-snapshot-path record-memory-history *check-for-* enable-ft-package calc-ft-timeouts inprocess-* straggler-*
-     run-workload-inspector-server disable-straggler-on-startup adlr-* *check-tp-norm* check-weight-hash-* rerun-mode
-     error-injection-* result-rejected-tracker-filename"""),
+     "kill-switch-path exit-signal*"),
+    ("not needed", "always recorded in metrics.jsonl and TensorBoard, and watched; `train --trace` shows a step",
+     """*log-* logging-level *-logger-* app-tag-* no-barrier-with-level-1-timing no-one-logger tensorboard-* wandb-*
+     profile profile-* use-pytorch-profiler* codecarbon-dir *memory-snapshot* record-memory-* *check-* *-ft-*
+     inprocess-* *straggler* run-workload-inspector-server adlr-* rerun-mode error-injection-*
+     result-rejected-tracker-filename"""),
     ("not needed", "data.order and the tokenizer's folder decide; one thread prefetches",
-     """num-workers valid-num-workers data-impl num-dataset-builder-threads object-storage-cache-path mmap-warmup
-     no-mmap-bin-files no-create-attention-mask-in-dataloader repeated-dataloader return-data-index disable-msc
-     mid-level-dataset-surplus eval-micro-batch-size dataloader-type train-*-path no-seq-len-plus-one-tokens
-     test-data-path test-weighted-split-paths* trust-remote-code legacy-tokenizer tokenizer-metadata tiktoken-*"""),
+     """*num-workers data-impl num-dataset-builder-threads *-cache-path *mmap-* no-create-attention-mask-* repeated-*
+     return-data-index disable-msc mid-level-dataset-surplus eval-micro-batch-size dataloader-type train-*-path
+     no-seq-len-plus-one-tokens test-* trust-remote-code legacy-tokenizer tokenizer-metadata tiktoken-*"""),
     ("not needed", "only another kind of model or optimizer reads it",
-     "moe-* fim-* mup-* qk-clip-* muon-* sgd-momentum decoder-seq-length mtp-loss-scaling-factor"),
+     """moe-* *-moe-* topk mlp-type expert-interval expert-tensor-parallel-size use-tutel inference fim-* mup-*
+     qk-clip-*
+     muon-* sgd-momentum decoder-seq-length mtp-loss-scaling-factor num-channels patch-dim"""),
 )  # fmt: skip
 
 
@@ -176,11 +186,9 @@ REFUSED = _refused()
 
 def other_flag(name: str) -> tuple[Kind, str] | None:
     """What to report of a flag that no field comes from; None if it is not known."""
-    for exact in (True, False):
-        for kind, why, names in _OTHERS:
-            words = names.split()
-            if name in words if exact else any(fnmatch.fnmatchcase(name, word) for word in words):
-                return kind, why
+    for kind, why, names in _OTHERS:
+        if any(fnmatch.fnmatchcase(name, word) for word in names.split()):
+            return kind, why
     return None
 
 
@@ -245,14 +253,6 @@ def _flags(words: Sequence[str], place: str) -> Iterable[Given]:
     yield given
 
 
-_UNSET = re.compile(r"\$\{?([A-Za-z_][A-Za-z0-9_]*|[0-9])")
-
-
 def is_known(text: str) -> bool:
     """Whether no variable without a value, and no output of a program, is in it: these stay as they are written."""
     return "$" not in text
-
-
-def unset_names(text: str) -> list[str]:
-    """The variables and arguments of a script in a text that have no value."""
-    return list(dict.fromkeys(_UNSET.findall(text)))

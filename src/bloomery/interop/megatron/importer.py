@@ -17,30 +17,12 @@ from bloomery.config.draft import COMMAND_LINE, Draft, by_place
 from bloomery.config.faults import validate
 from bloomery.config.recipe import Recipe
 from bloomery.config.yaml_nodes import dump_yaml
+from bloomery.interop.megatron import flags as table
 from bloomery.interop.megatron.builder import Builder, Row
-from bloomery.interop.megatron.data import fill_data
-from bloomery.interop.megatron.ds_config import DsConfig, compare, fill_nebula, read_ds_config
-from bloomery.interop.megatron.flags import (
-    MAPPED,
-    REFUSED,
-    CommandLine,
-    is_known,
-    known_names,
-    other_flag,
-    parse_command,
-    unset_names,
-)
+from bloomery.interop.megatron.ds_config import DsConfig, compare, read_ds_config
+from bloomery.interop.megatron.flags import CommandLine, is_known, parse_command
 from bloomery.interop.megatron.read_script import read_script
-from bloomery.interop.megatron.recipe import (
-    fill_fields,
-    fill_launch,
-    fill_model,
-    fill_optimizer,
-    fill_parallel,
-    fill_precision,
-    fill_schedule,
-    fill_train,
-)  # fmt: skip
+from bloomery.interop.megatron.recipe import fill, fill_launch
 from bloomery.interop.megatron.run_script import Command, Script, is_training, run_script
 from bloomery.sizing.check import findings
 
@@ -91,16 +73,9 @@ def import_megatron(
     found, line, source = _read(words, script, execute, given)
     b = Builder(line, found.reasons if found else None, find_file=lambda path: _text_of(path, found, source))
     ds = _find_ds_config(b, ds_config, without_ds_config)
-    fill_fields(b)
-    family = fill_model(b)
-    fill_optimizer(b, ds)
-    fill_schedule(b)
-    fill_train(b, fill_data(b, family))
-    fill_precision(b, ds)
-    fill_parallel(b, ds)
+    fill(b, ds)
     fill_launch(b, found, source)
     if ds is not None:
-        fill_nebula(b, ds)
         compare(b, ds)
     _rest(b)
     job = found.sbatch.get("job-name", ("", 0))[0] if found else ""
@@ -141,31 +116,28 @@ def _read(
 
 
 def _training_command(script: Script, file: Path) -> Command:
-    """The command that trains: the one with a model's size."""
+    """The command that trains: the one with a model's size, of a program called pretrain if there is one."""
     found = [each for each in script.commands if is_training(each) and each.words[0] != "echo"]
-    found = [each for each in found if any(word.endswith(".py") for word in each.words)] or found
-    found = [each for each in found if re.search(r"pretrain\w*\.py(\0|$)", "\0".join(each.words))] or found
+    for pattern in (r"\.py(\0|$)", r"pretrain\w*\.py(\0|$)"):
+        found = [each for each in found if re.search(pattern, "\0".join(each.words))] or found
     if not found:
         unread = "; ".join(f"line {line}: {what}" for line, what in script.unread)
-        rule = f"none of its {len(script.commands)} commands has --num-layers" + (
-            f". Not read: {unread}" if unread else ""
-        )
+        rule = f"none of its {len(script.commands)} commands has --num-layers" + (f". {unread}" if unread else "")
         remedy = "give variables that it needs with --set NAME=VALUE, or name the script that starts the training"
         raise RecipeError(Problem("there is no training in this script", rule, remedy, str(file)))
-    last = found[-1]
-    flags = parse_command(last.words, "").flags
+    last, flags = found[-1], parse_command(found[-1].words, "").flags
     for other in found[:-1]:
         theirs = parse_command(other.words, "").flags
-        different = [name for name in {**flags, **theirs} if flags.get(name) != theirs.get(name)]
-        if different and not all(each.doubt for each in found):
-            one, two = (f"{name}" + (f" {each.text}" if (each := side.get(name)) else " not")
-                        for name in different[:1] for side in (theirs, flags))  # fmt: skip
-            lines = f"lines {other.line} and {last.line} are different trainings"
-            what = f"{lines}: line {other.line} has {one}, line {last.line} has {two}"
-            remedy = "import a copy of the script with one of them, or choose with --set NAME=VALUE"
-            raise RecipeError(Problem(what, "a recipe is one training", remedy, f"{file}:{last.line}"))
-    doubt = last.doubt or _hidden_flags(script, last)
-    if doubt:
+        for name in {**flags, **theirs}:
+            one, two = (f"{name} {side[name].text}" if name in side else f"no {name}" for side in (theirs, flags))
+            if one != two and not all(each.doubt for each in found):
+                what = f"lines {other.line} and {last.line} are different trainings: line {other.line} has {one}, "
+                remedy = "import a copy of the script with one of them, or choose with --set NAME=VALUE"
+                place = f"{file}:{last.line}"
+                raise RecipeError(
+                    Problem(f"{what}line {last.line} has {two}", "a recipe is one training", remedy, place)
+                )
+    if doubt := last.doubt or _hidden_flags(script, last):
         remedy = "run the script: --script FILE, or give the flags themselves behind `--`"
         raise RecipeError(Problem("this command may be another one", doubt, remedy, f"{file}:{last.line}"))
     return last
@@ -174,11 +146,10 @@ def _training_command(script: Script, file: Path) -> Command:
 def _hidden_flags(script: Script, command: Command) -> str:
     """A word of the command that may hold flags, and has no value."""
     for before, word in zip(command.words, command.words[1:], strict=False):
-        name = word[1:]
-        is_value = before.startswith("--") and before[2:] in MAPPED and "=" not in before
-        if word == f"${name}" and name in script.reasons and not is_value and not before.startswith("--save"):
-            if not before.startswith("--") or script.reasons[name].startswith("it depends"):
-                return f"{word} may hold flags. {script.reasons[name]}"
+        why = script.reasons.get(word.removeprefix("$"), "") if word.startswith("$") else ""
+        is_value = before.startswith("--") and (before[2:] in table.MAPPED or not why.startswith("it depends"))
+        if why and not is_value:
+            return f"{word} may hold flags. {why}"
     return ""
 
 
@@ -234,17 +205,17 @@ def _rest(b: Builder) -> None:
         name = flag.removeprefix("--")
         if flag in reported:
             continue
-        if name in REFUSED and not (given.values and set(given.values) <= REFUSED[name][1]):
+        if name in table.REFUSED and not (given.values and set(given.values) <= table.REFUSED[name][1]):
             what = f"{flag} {given.text[:60]}".strip()
-            b.problem(given, f"{what} is set", REFUSED[name][0], "remove it, if the training may go without")
-        elif name in REFUSED:
+            b.problem(given, f"{what} is set", table.REFUSED[name][0], "remove it, if the training may go without")
+        elif name in table.REFUSED:
             b.note("not needed", name, "that turns it off")
-        elif name in MAPPED:
+        elif name in table.MAPPED:
             b.note("not needed", name, "this training does not read it, or decides it with other flags")
-        elif (other := other_flag(name)) is not None:
+        elif (other := table.other_flag(name)) is not None:
             b.note(other[0], name, other[1])
         else:
-            near = difflib.get_close_matches(name, list(known_names()), n=1, cutoff=0.8)
+            near = difflib.get_close_matches(name, list(table.known_names()), n=1, cutoff=0.8)
             hint = f"did you mean --{near[0]}?" if near else "unknown here: check whether it changes what is trained"
             b.note("not understood", name, hint)
 
@@ -258,7 +229,7 @@ def _warnings(b: Builder, script: Script | None, source: str, given: Mapping[str
     unset: dict[str, Problem] = {}
     for number, row in enumerate(b.rows):  # fields with a variable in them that has no value
         if not is_known(row.result):
-            why, names = b.why_unknown(row.result), unset_names(row.result)
+            why, names = b.why_unknown(row.result), b.unset_names(row.result)
             b.rows[number] = replace(row, kind="left out", remark=f"complete it by hand: {why}")
             remedy = f"give it with --set {names[0]}=VALUE" if names and script else "complete the recipe"
             unset[why] = Problem(f"{row.field} is {row.result}", why, remedy, b.places.get(row.field, ""))
@@ -275,7 +246,7 @@ def _warnings(b: Builder, script: Script | None, source: str, given: Mapping[str
 
 def _checked(raw: dict[str, Any], b: Builder, source: str) -> tuple[Recipe, list[Problem]]:
     """The recipe that `bloomery check` would accept. Problems of flags come first: they may explain those of fields."""
-    problems, warnings = list(b.problems), []
+    problems, warnings = list(b.problems), list[Problem]()
     draft = Draft(source=source, places=dict(b.places))
     if not problems:
         validate(copy.deepcopy(raw), draft)

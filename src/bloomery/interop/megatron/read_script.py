@@ -63,7 +63,7 @@ class _Reader:
                 match = _ASSIGNMENT.fullmatch(statement)
                 plain = re.sub(r"\$\(.*\)|`[^`]*`", "", match[3], flags=re.DOTALL) if match else ""
                 if match and (plain.startswith("(") or len(self.split(plain, at)) < 2):
-                    self.assign(*match.groups(), at, reason or condition)
+                    self.assign(match[1], match[2], match[3], at, reason or condition)
                 elif statement == "exit" or statement.startswith("exit "):
                     self.script.unread += [] if reason else [(at, "the script ends here with `exit`")]
                     if not reason:

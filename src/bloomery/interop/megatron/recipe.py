@@ -12,6 +12,7 @@ from bloomery.base.bounded import LARGE_BYTES, parse_json, read_text
 from bloomery.base.errors import Problem
 from bloomery.base.units import LONGEST_SECONDS
 from bloomery.interop.megatron.builder import Builder, Row, steps
+from bloomery.interop.megatron.data import fill_data
 from bloomery.interop.megatron.ds_config import DsConfig
 from bloomery.interop.megatron.flags import FIELDS, REQUIRED, Given, is_known
 from bloomery.interop.megatron.run_script import Script
@@ -23,15 +24,30 @@ _FAMILY = (
     "position-embedding-type", "use-rotary-position-embeddings", "use-alibi-position-embeddings", "embed-layernorm",
     "normalization", "swiglu", "disable-bias-linear",
 )  # fmt: skip
+_FAMILIES = (
+    "the families here are gpt2 (learned positions), bloom (ALiBi and --embed-layernorm), llama (rotary positions, "
+    "--normalization RMSNorm, --swiglu and --disable-bias-linear), and bert (pretrain_bert.py)"
+)
 _BIGSCIENCE = ("tokenizer-name-or-path", "pad-vocab-size-to", "codecarbon-dir", "skip-train-iteration-range",
                "train-weighted-split-paths", "train-weighted-split-paths-path")  # fmt: skip
 """Flags that only BigScience's Megatron-DeepSpeed has."""
 _LOSS_SCALE = ("initial-loss-scale", "loss-scale-window", "hysteresis", "min-loss-scale")
-_SHARDING = {"no_shard": 0, "optim": 1, "optim_grads": 2, "optim_grads_params": 3}
+_SHARDING: dict[str, Any] = {"no_shard": 0, "optim": 1, "optim_grads": 2, "optim_grads_params": 3}
 _MOST_NODES, _MOST_LEVELS = 10_000, 10_000
 
 
-def fill_fields(b: Builder) -> None:
+def fill(b: Builder, ds: DsConfig | None) -> None:
+    """Every section but `launch`; problems and rows are in the builder."""
+    _fields(b)
+    family = _model(b)
+    _optimizer(b, ds)
+    _schedule(b)
+    _train(b, fill_data(b, family))
+    _precision(b, ds)
+    _parallel(b, ds)
+
+
+def _fields(b: Builder) -> None:
     """The flags that are a field of their own."""
     for names, path, kind, default in FIELDS:
         flag = b.first(*names.split())
@@ -70,7 +86,7 @@ def _skips(b: Builder, given: Given) -> list[str]:
     return [f"{step}-{step} steps" for step in counts]
 
 
-def fill_model(b: Builder) -> str:
+def _model(b: Builder) -> str:
     """What is left of `model` and `tokenizer`; the family."""
     family, model = _family(b), b.raw["model"]
     is_exact = b.has("no-bias-gelu-fusion") and not b.has("openai-gelu")
@@ -106,36 +122,32 @@ def fill_model(b: Builder) -> str:
 def _family(b: Builder) -> str:
     program = b.line.program.rpartition("/")[2]
     if _OTHER_PROGRAMS & set(program.removesuffix(".py").split("_")):
-        rule = "the families here are gpt2, bloom, llama (pretrain_gpt.py) and bert (pretrain_bert.py)"
-        b.problem(None, f"the program is {program}", rule, "import the script of one of these")
+        b.problem(None, f"the program is {program}", _FAMILIES, "import the script of one of these")
     if "bert" in program:
         return "bert"
     positions = b.value("position-embedding-type", str, "absolute").lower()
-    norm = b.value("normalization", str, "LayerNorm")
+    norm = b.value("normalization", str, "LayerNorm").lower()
     rotary = b.has("use-rotary-position-embeddings") or positions in ("rope", "rotary")
     alibi = b.has("use-alibi-position-embeddings") or positions == "alibi"
     parts = {
-        "rotary positions": rotary, "--normalization RMSNorm": norm.lower() == "rmsnorm",
-        "--swiglu": b.has("swiglu"), "--disable-bias-linear": b.has("disable-bias-linear"),
-    }  # fmt: skip
-    what, remedy = "", "add what is missing, or remove the other, if that is the model"
-    if norm.lower() not in ("layernorm", "rmsnorm"):
-        what, rule = f"--normalization is {norm!r}", "it is LayerNorm or RMSNorm"
-    elif len(set(parts.values())) > 1:
-        has, lacks = (", ".join(name for name, is_set in parts.items() if is_set is side) for side in (True, False))
-        what, rule = f"{has} without {lacks}", "of the families here only llama has these, and it has all of them"
-    elif alibi != b.has("embed-layernorm"):
-        what = "alibi without --embed-layernorm" if alibi else "--embed-layernorm without alibi"
-        rule = "bloom has both ALiBi and the norm after the embedding; no other family has either"
-    elif not rotary and positions not in ("absolute", "learned_absolute", "alibi"):
-        what, rule = f"--position-embedding-type is {positions}", "it is absolute, rope or alibi here"
-    elif b.has("no-position-embedding") and not alibi and not rotary:
-        what, rule = "--no-position-embedding is set", "every family here knows the places of its tokens"
-    elif rotary and b.value("rotary-percent", float, 1.0) != 1.0:
-        what, rule = "--rotary-percent is not 1", "positions turn the whole head here"
-    if what:
-        b.refuse(b.first(*_FAMILY), what, rule, remedy)
-    return "llama" if rotary or parts["--normalization RMSNorm"] else "bloom" if alibi else "gpt2"
+        "rotary positions": rotary and b.value("rotary-percent", float, 1.0) == 1.0,
+        "--normalization RMSNorm": norm == "rmsnorm",
+        "--swiglu": b.has("swiglu"),
+        "--disable-bias-linear": b.has("disable-bias-linear"),
+        "ALiBi": alibi,
+        "--embed-layernorm": b.has("embed-layernorm"),
+        f"--position-embedding-type {positions}": positions
+        not in ("absolute", "learned_absolute", "rope", "rotary", "alibi"),
+        f"--normalization {norm}": norm not in ("layernorm", "rmsnorm"),
+        "--rotary-percent": rotary and b.value("rotary-percent", float, 1.0) != 1.0,
+        "--no-position-embedding alone": b.has("no-position-embedding") and not alibi and not rotary,
+    }
+    found = [name for name, is_set in parts.items() if is_set]
+    families = {"gpt2": [], "bloom": ["ALiBi", "--embed-layernorm"], "llama": list(parts)[:4]}
+    if found not in families.values():
+        what = f"the model has {', '.join(found)}"
+        b.refuse(b.first(*_FAMILY), what, _FAMILIES, "add what is missing, or remove it, if that is the model")
+    return "llama" if rotary or norm == "rmsnorm" else "bloom" if alibi else "gpt2"
 
 
 def _tokenizer(b: Builder, family: str) -> None:
@@ -169,7 +181,7 @@ def _count_vocabulary(path: str) -> int | None:
         return None
 
 
-def fill_optimizer(b: Builder, ds: DsConfig | None) -> None:
+def _optimizer(b: Builder, ds: DsConfig | None) -> None:
     name = b.value("optimizer", str, "adam")
     b.put("optimizer.name", "adamw" if name in ("adam", "fusedadamw") else name, "optimizer")
     betas = [b.value("adam-beta1", float, 0.9), b.value("adam-beta2", float, 0.999)]
@@ -185,7 +197,7 @@ def fill_optimizer(b: Builder, ds: DsConfig | None) -> None:
         b.put(path, clip or None, "clip-grad")
 
 
-def fill_schedule(b: Builder) -> None:
+def _schedule(b: Builder) -> None:
     """`lr`, but its peak and schedule."""
     style = b.raw["lr"]["schedule"]
     length = b.first("train-samples", "train-iters", "train-tokens")
@@ -223,9 +235,6 @@ def _warmup(b: Builder, style: str, decay: int, unit: str) -> None:
         both = " and ".join(f"--{name}" for name in flags)
         b.refuse(flags[1], f"{both} are both set", "there is one warm-up", "remove one")
     if flag == "lr-warmup-fraction":
-        if not 0 <= count < 1:
-            rule = "it is the part of the decay that is warm-up: at least 0, less than 1"
-            b.refuse(flag, f"--{flag} is {count:g}", rule, "use for example 0.01")
         count, remark = round(count * decay, 6), f"{count:g} of the decay"
         if count != int(count):  # Megatron counts samples, so a fraction of a step is exact in samples
             count, unit = count * (b.raw["batch"]["global_batch_size"] if unit == "steps" else 1), "samples"
@@ -237,17 +246,15 @@ def _warmup(b: Builder, style: str, decay: int, unit: str) -> None:
     b.put("lr.warmup", f"{int(count)} {unit}", flag, kind=kind, remark=remark)  # type: ignore[arg-type]
 
 
-def fill_train(b: Builder, has_validation: bool) -> None:
+def _train(b: Builder, has_validation: bool) -> None:
     _length(b)
     minutes, interval = b.value("exit-duration-in-mins", int, 0), b.value("exit-interval", int, 0)
-    if 0 < minutes * 60 <= LONGEST_SECONDS:
-        b.put("train.exit_after", duration(minutes * 60), "exit-duration-in-mins")
+    if minutes and minutes * 60 <= LONGEST_SECONDS:
+        b.put("train.exit_after", _duration(minutes * 60) if minutes > 0 else f"{minutes}m", "exit-duration-in-mins")
         b.note("left out", "exit-interval", "a job ends by one rule: the wall clock")
     elif interval:
         remark = "Megatron ends a job at every multiple of it, ours after that many steps of the job"
         b.put("train.exit_after", f"{interval} steps", "exit-interval", kind="differs", remark=remark)
-    if minutes < 0:
-        b.refuse("exit-duration-in-mins", f"--exit-duration-in-mins is {minutes}", "a job lasts some minutes")
     every, each = b.value("eval-interval", int, 1000), b.value("eval-iters", int, 100)
     if each and has_validation:
         b.put("train.evaluate", {"every": f"{every} steps", "steps": each}, "eval-interval", "eval-iters")
@@ -278,12 +285,13 @@ def _length(b: Builder) -> None:
     b.note("not needed", "train-tokens", why if mark else f"{remark}, which is --{flag}")
 
 
-def duration(seconds: int) -> str:
+def _duration(seconds: int) -> str:
+    """As a recipe writes it; empty for none."""
     parts = ((seconds // 3600, "h"), (seconds // 60 % 60, "m"), (seconds % 60, "s"))
-    return "".join(f"{count}{unit}" for count, unit in parts if count)
+    return "".join(f"{count}{unit}" for count, unit in parts if count > 0)
 
 
-def fill_precision(b: Builder, ds: DsConfig | None) -> None:
+def _precision(b: Builder, ds: DsConfig | None) -> None:
     if b.has("fp16") and b.has("bf16"):
         b.refuse("bf16", "--fp16 and --bf16 are both set", "there is one precision", "remove one")
     fp8 = [name for name in ("fp8-format", "fp8-hybrid", "fp8-e4m3", "fp8-e5m2") if b.has(name)]
@@ -310,7 +318,7 @@ def fill_precision(b: Builder, ds: DsConfig | None) -> None:
     b.put("loss_scale", scale, *_LOSS_SCALE)
 
 
-def fill_parallel(b: Builder, ds: DsConfig | None) -> None:
+def _parallel(b: Builder, ds: DsConfig | None) -> None:
     _zero(b, ds)
     flag = b.first("num-layers-per-virtual-pipeline-stage", "num-virtual-stages-per-pipeline-rank")
     if count := b.value(flag, int, 0):
@@ -347,17 +355,16 @@ def _zero(b: Builder, ds: DsConfig | None) -> None:
     elif b.has(fsdp):
         flag = "data-parallel-sharding-strategy"
         name = b.value(flag, str, "no_shard")
-        if name not in _SHARDING:
-            b.refuse(flag, f"--{flag} is {name}", f"it is one of {', '.join(_SHARDING)}", "use one of them")
-        stage = _SHARDING.get(name, 0)
+        stage = _SHARDING.get(name, name)  # the recipe's own rules refuse another name
     b.put("parallel.zero", stage, flag, remark=remark)
 
 
 def fill_launch(b: Builder, script: Script | None, file: str) -> None:
     """The recipe's `launch` section, where #SBATCH lines or the launcher's flags say anything about it."""
     sbatch = {name: value for name, (value, _) in script.sbatch.items()} if script is not None else {}
-    nodes = _launcher(b, "--nnodes", "--num_nodes", "--num-nodes")
-    gpus = _launcher(b, "--nproc_per_node", "--nproc-per-node", "--num_gpus", "--num-gpus")
+    launcher = {given.flag.replace("_", "-"): given.text for given in b.line.launcher.values()}
+    nodes = _number(launcher.get("--nnodes", launcher.get("--num-nodes", "")))
+    gpus = _number(launcher.get("--nproc-per-node", launcher.get("--num-gpus", "")))
     asked = _number(sbatch.get("nodes", ""))
     gpus = gpus or _number(sbatch.get("gpus-per-node", "")) or _number(sbatch.get("gres", ""))
     if nodes is not None and asked is not None and nodes != asked and script is not None:
@@ -379,11 +386,6 @@ def fill_launch(b: Builder, script: Script | None, file: str) -> None:
         b.put("launch.time_limit", limit, remark=f"#SBATCH --time {sbatch['time']}")
     if match := re.fullmatch(r"(\d{1,6})-(\d{1,6})%1", sbatch.get("array", "")):
         b.put("launch.array", int(match[2]) - int(match[1]) + 1, remark=f"#SBATCH --array {match[0]}")
-
-
-def _launcher(b: Builder, *names: str) -> int | None:
-    given = next((b.line.launcher[name] for name in names if name in b.line.launcher), None)
-    return _number(given.text) if given is not None else None
 
 
 def _fitting_nodes(b: Builder, nodes: int, gpus: int) -> int:
@@ -416,4 +418,4 @@ def _time_limit(text: str) -> str:
     days, first, second, third = (int(part or 0) for part in match.groups())
     is_hours = match[1] is not None or match[4] is not None  # else minutes and seconds
     seconds = days * 86400 + (first * 3600 + second * 60 + third if is_hours else first * 60 + second)
-    return duration(seconds) if seconds <= LONGEST_SECONDS else ""
+    return _duration(seconds) if seconds <= LONGEST_SECONDS else ""

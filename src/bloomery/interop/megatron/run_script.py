@@ -40,8 +40,8 @@ __guard() {  # before every simple command; with extdebug, `return 1` skips it
   __assign='^[A-Za-z_][A-Za-z0-9_]*=([^[:space:]"'"'"']*|"[^"]*")[[:space:]]+(.+)$'
   while [[ $__word =~ $__assign ]]; do __word=${BASH_REMATCH[2]}; done
   __word=${__word%%[[:space:]]*}
-  if [[ $__word == *[/\$]* && ! $__word =~ ^[A-Za-z_][A-Za-z0-9_]*[[+=] ]]; then  # a program named by its path becomes a function
-    eval "__word=($__word)" 2>/dev/null
+  if [[ $__word == *[/\$]* && ! $__word =~ ^[A-Za-z_][A-Za-z0-9_]*[[+=] ]]; then
+    eval "__word=($__word)" 2>/dev/null  # a program that is named by its path becomes a function
     [[ $__word == */* && $__word =~ ^[A-Za-z0-9_./+-]+$ ]] && ! declare -F "$__word" >/dev/null &&
       eval "function $__word { __program $__word \"\$@\"; }"
   fi
@@ -117,7 +117,7 @@ class Script:
 
 
 def scan(text: str, given: Mapping[str, str]) -> tuple[Script, dict[str, str]]:
-    """Its #SBATCH lines and the variables that it names; the variables from outside: what the user gives, and Slurm's."""
+    """Its #SBATCH lines and the variables that it names; the variables from outside, the user's and Slurm's."""
     script = Script()
     for match in _SBATCH.finditer(text):
         name = _SHORT.get(match[1], match[1])
