@@ -20,7 +20,7 @@ _TYPES: dict[str, tuple[str, tuple[type, ...]]] = {
 }  # fmt: skip
 _NOT_READ = "Megatron passes DeepSpeed its own optimizer, so this section is not read"
 
-# Key -> (type, recipe field, flags that say the same): where a flag is given, or has a default, the two must agree.
+# Key -> (type, recipe field, flags of the same meaning): where a flag is given, or has a default, the two must agree.
 _KEYS: dict[str, tuple[str, str, str]] = {
     "train_batch_size": ("count", "batch.global_batch_size", "global-batch-size"),
     "train_micro_batch_size_per_gpu": ("count", "batch.micro_batch_size", "micro-batch-size"),
@@ -215,7 +215,7 @@ def compare(b: Builder, ds: DsConfig) -> None:
 
 
 def _ours(b: Builder, path: str, field_: str, flag: str) -> Any:
-    """What the flags, or Megatron's defaults, say of a key; None: nothing."""
+    """What the flags, or Megatron's defaults, have for a key; None: nothing."""
     if path in ("zero_optimization.stage", "gradient_clipping"):
         return b.value(flag, float, 0.0) if b.has(flag) else None
     section, _, name = field_.partition(".")

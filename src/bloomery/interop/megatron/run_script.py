@@ -8,6 +8,7 @@ absolute path is written inside the temporary folder. It is a precaution against
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import resource
@@ -33,8 +34,9 @@ _SHORT = {"N": "nodes", "t": "time", "J": "job-name", "a": "array"}
 _STUBS = r"""
 set -T
 __guard() {  # before every simple command; with extdebug, `return 1` skips it
-  shopt -s extdebug; set +eu; PATH=$__root/none
+  shopt -s extdebug; set +eu
   __GIVEN__
+  PATH=$__root/none
   [[ $__stub ]] && return 0
   local __stub=1 __head=$BASH_COMMAND __word=$BASH_COMMAND __found __to __assign
   __assign='^[A-Za-z_][A-Za-z0-9_]*=([^[:space:]"'"'"']*|"[^"]*")[[:space:]]+(.+)$'
@@ -148,11 +150,6 @@ def run_script(path: Path, text: str, given: Mapping[str, str]) -> Script:
         before = _copy_neighbours(path, root / "work")
         copy = root / "work" / path.name
         copy.write_text(text, encoding="utf-8")
-        checked = subprocess.run([bash, "-n", str(copy)], capture_output=True, text=True, errors="replace", check=False)
-        if checked.returncode:
-            what = checked.stderr.strip().splitlines()[0].removeprefix(f"{copy}: ")[:200] or "not bash"
-            remedy = "correct the script, or give the flags themselves: bloomery import megatron -- --num-layers ..."
-            raise RecipeError(Problem(f"bash cannot read this script: {what}", "", remedy, str(path)))
         named = {name: value for name, value in outside.items() if not name.isdecimal()}
         forced = "; ".join(f"{name}={shlex.quote(value)}" for name, value in named.items())
         (root / "stubs.sh").write_text(_STUBS.replace("__GIVEN__", forced or ":"), encoding="utf-8")
@@ -160,10 +157,21 @@ def run_script(path: Path, text: str, given: Mapping[str, str]) -> Script:
             **_unset_markers(text, script), **named, "BASH_ENV": str(root / "stubs.sh"), "PATH": str(root / "none"),
             "HOME": str(root / "work"), "LC_ALL": "C", "__root": str(root), "__bash": bash, "__mkdir": mkdir,
         }  # fmt: skip
-        if _execute([bash, "--norc", path.name, *_arguments(text, given, script)], root, environment):
+        if _execute([bash, "--norc", f"./{path.name}", *_arguments(text, given, script)], root, environment):
             script.unread.append((1, f"the script was ended after {_SECONDS} s; what follows was not run"))
         _collect(script, root, before)
+        if not any(map(is_training, script.commands)):
+            _require_bash(bash, copy, path)
     return script
+
+
+def _require_bash(bash: str, copy: Path, path: Path) -> None:
+    """RecipeError where a script that starts no training is not bash at all."""
+    checked = subprocess.run([bash, "-n", str(copy)], capture_output=True, text=True, errors="replace", check=False)
+    if checked.returncode:
+        what = checked.stderr.strip().partition("\n")[0].removeprefix(f"{copy}: ")[:200]
+        remedy = "correct the script, or give the flags themselves: bloomery import megatron -- --num-layers ..."
+        raise RecipeError(Problem(f"bash cannot read this script: {what}", "", remedy, str(path)))
 
 
 def _execute(command: list[str], root: Path, environment: dict[str, str]) -> bool:
@@ -192,13 +200,12 @@ def _execute(command: list[str], root: Path, environment: dict[str, str]) -> boo
 def _copy_neighbours(path: Path, folder: Path) -> dict[str, bytes]:
     """Small files beside the script, which it may source or read; their bytes by name."""
     found: dict[str, bytes] = {}
-    for entry in sorted(os.scandir(path.parent or "."), key=lambda entry: entry.name)[: 4 * _MOST_FILES]:
-        if entry.is_file() and len(found) < _MOST_FILES and entry.stat().st_size <= _FILE_BYTES // 16:
-            try:
-                found[entry.name] = read_small(entry.path, _FILE_BYTES // 16)
-            except OSError:
-                continue
-            (folder / entry.name).write_bytes(found[entry.name])
+    with contextlib.suppress(OSError):  # a folder that cannot be listed
+        for entry in sorted(os.scandir(path.parent), key=lambda entry: entry.name)[: 4 * _MOST_FILES]:
+            with contextlib.suppress(OSError):
+                if entry.is_file() and len(found) < _MOST_FILES:
+                    found[entry.name] = read_small(entry.path, _FILE_BYTES // 16)
+                    (folder / entry.name).write_bytes(found[entry.name])
     return found
 
 
