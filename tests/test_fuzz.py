@@ -35,13 +35,13 @@ from bloomery.checkpoint.import_hf import read_model
 from bloomery.checkpoint.index import read_index
 from bloomery.checkpoint.load import consumed_tokens, read_recipe_of, read_state
 from bloomery.checkpoint.manifest import read_manifest
-from bloomery.checkpoint.megatron.importer import import_megatron
 from bloomery.checkpoint.tensor_file import TensorFile
 from bloomery.config.load import load_recipe
 from bloomery.data import index_cache
 from bloomery.data.manifest import read_manifest as read_shard_manifest
 from bloomery.data.shards import ShardReader
 from bloomery.data.tokenizer import Tokenizer
+from bloomery.interop.megatron.importer import import_megatron
 from bloomery.monitor.history import read_events, read_metrics
 from bloomery.monitor.record import to_json
 from bloomery.prepare.download import read_download_manifest
@@ -354,7 +354,7 @@ class Samples:
     def megatron_script(self) -> Parser:
         path = self.folder / "run.sh"
         path.write_text(TR1)
-        return Parser(path, lambda: import_megatron([str(path)], given={"SLURM_NNODES": "4"}))
+        return Parser(path, lambda: import_megatron([], script=path, execute=False, given={"SLURM_NNODES": "4"}))
 
     def events(self) -> Parser:
         path = self.folder / "events.jsonl"

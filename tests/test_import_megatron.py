@@ -1,9 +1,10 @@
-"""`bloomery import megatron`: two published launch scripts flag by flag, their shell, every refusal."""
+"""`bloomery import megatron`: published launch scripts flag by flag, the stubs they run under, ds_config, refusals."""
 
 from __future__ import annotations
 
 import json
 import re
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,40 +12,67 @@ from typing import Any
 import pytest
 
 from bloomery.base.errors import RecipeError
-from bloomery.checkpoint.megatron.importer import Imported, import_megatron
-from bloomery.checkpoint.megatron.shell import read_script
-from bloomery.checkpoint.megatron.shell_words import ShellError
 from bloomery.config.describe import as_dict
 from bloomery.config.load import load_recipe
+from bloomery.interop.megatron import run_script as runner
+from bloomery.interop.megatron.builder import Row
+from bloomery.interop.megatron.flags import MAPPED, REFUSED, known_names
+from bloomery.interop.megatron.importer import Imported, import_megatron
+from bloomery.interop.megatron.read_script import read_script
+from bloomery.interop.megatron.run_script import run_script
 from bloomery.sizing.check import load_checked_recipe
 from bloomery.sizing.plan import TrainingPlan
-from megatron_scripts import TR1, TR11
+from megatron_scripts import GPT_TOKENS, LLAMA2, TR1, TR11
 
 Command = Callable[..., tuple[int, str, str]]
 _SMALL = (
     "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32 "
-    "--micro-batch-size 2 --global-batch-size 8 --train-iters 100 --lr 1e-3 --lr-decay-style cosine --vocab-size 512"
+    "--micro-batch-size 2 --global-batch-size 8 --lr 1e-3 --lr-decay-style cosine --vocab-size 512"
 )
-SMALL = _SMALL.split()
+SMALL = [*_SMALL.split(), "--train-iters", "100"]
+LLAMA = "--swiglu --disable-bias-linear --normalization RMSNorm --use-rotary-position-embeddings"
 
 
-def import_text(text: str, folder: Path, *more: str, **options: Any) -> Imported:
-    script = folder / "script.slurm"
-    script.write_text(text)
-    return import_megatron([str(script), *more], **options)
+def flags(text: str = "", **options: Any) -> Imported:
+    return import_megatron([*SMALL, *text.split()], **options)
 
 
 def refused(*words: str, **options: Any) -> str:
     with pytest.raises(RecipeError) as caught:
-        import_megatron(words, **options)
+        import_megatron([*SMALL, *words], **options)
     return str(caught.value)
 
 
+def script(folder: Path, text: str, *more: str, **options: Any) -> Imported:
+    file = folder / "script.slurm"
+    file.write_text(text.replace("FLAGS", " ".join(SMALL)))
+    return import_megatron(more, script=file, **options)
+
+
+def deepspeed(folder: Path, config: Any, *more: str) -> Imported:
+    (folder / "ds.json").write_text(config if isinstance(config, str) else json.dumps(config))
+    return import_megatron([*SMALL, "--deepspeed", *more], ds_config=folder / "ds.json")
+
+
+def row_of(done: Imported, flag: str) -> Row:
+    (row,) = (row for row in done.rows if row.flag == flag)
+    return row
+
+
+def field_of(done: Imported, path: str) -> Any:
+    found: Any = done.raw
+    for part in path.split("."):
+        found = found[part]
+    return found
+
+
+# ---------------------------------------------------------------- published trainings
+
+
 def different_fields(imported: Imported, shipped: str) -> set[str]:
-    """Fields where both speak and do not agree."""
+    """Fields that both have, with different values."""
     recipe = load_recipe(shipped).recipe
     assert recipe is not None
-    ours = as_dict(recipe)
     found = set()
 
     def compare(left: Any, right: Any, path: str) -> None:
@@ -57,68 +85,598 @@ def different_fields(imported: Imported, shipped: str) -> set[str]:
         elif right is not None and left != right:
             found.add(path)
 
-    compare(imported.raw, ours, "")
+    compare(imported.raw, as_dict(recipe), "")
     return found
 
 
-# ---------------------------------------------------------------- the two published trainings
-
-
 def test_tr1_becomes_the_shipped_recipe_and_its_published_schedule(tmp_path: Path) -> None:
-    done = import_text(TR1, tmp_path)
-    assert different_fields(done, "tr1-13b") == {
-        "name",
-        "tokenizer.path",  # a folder of its own machine
-        "checkpoint.phases",  # one round of the three
-    }
+    done = script(tmp_path, TR1)
+    # the tokenizer is a folder of its own machine, and the script is one round of three
+    assert different_fields(done, "tr1-13b") == {"name", "tokenizer.path", "checkpoint.phases"}
     plan = TrainingPlan.of(done.recipe)
-    assert plan.train_steps == 311_541
-    assert plan.warmup_ends_at_step == 8_641
+    assert (plan.train_steps, plan.warmup_ends_at_step) == (311_541, 8_641)
     assert (plan.lr.warmup_samples, plan.lr.decay_samples) == (216_320, 126_953_125)
     assert plan.batch.consumed_after_step(29_020) == 10_698_064
-    assert done.recipe.data is not None
-    assert done.recipe.data.split == "949,50,1"
+    launch = done.recipe.launch
+    assert launch is not None
+    assert (launch.on, launch.gpus_per_node, str(launch.time_limit), launch.array) == ("slurm", 4, "20h", 10)
     assert not done.rows_of("not understood")
     (nodes,) = done.rows_of("differs")
     assert (nodes.value, nodes.result) == ("128", "32")
 
 
 @pytest.mark.parametrize(("round_", "every"), [("1", 10), ("2", 18), ("3", 1500)])
-def test_a_variable_from_outside_chooses_the_round(tmp_path: Path, round_: str, every: int) -> None:
-    done = import_text(TR1, tmp_path, given={"ROUND": round_})
-    assert done.recipe.checkpoint.phases[0].every.count == every
+def test_a_variable_that_is_set_wins_over_the_script_in_its_conditions(tmp_path: Path, round_: str, every: int) -> None:
+    done = script(tmp_path, TR1, given={"ROUND": round_})
+    assert field_of(done, "checkpoint.phases") == [{"every": f"{every} steps"}]
 
 
 def test_tr11_becomes_the_shipped_recipe_and_its_published_schedule(tmp_path: Path) -> None:
-    done = import_text(TR11, tmp_path)
+    done = script(tmp_path, TR11)
     assert different_fields(done, "bloom-176b") == {"name", "train.for"}  # shipped: the 366B tokens it ended at
     recipe, plan = done.recipe, TrainingPlan.of(done.recipe)
-    assert (recipe.model.family, recipe.model.vocab_size) == ("bloom", 250_880)
-    assert plan.train_steps == 115_311
+    assert (recipe.model.family, recipe.model.vocab_size, plan.train_steps) == ("bloom", 250_880, 115_311)
     assert plan.lr.at(59_312) == pytest.approx(1.944e-5, rel=1e-3)
     assert plan.lr.at(177_929_136) == pytest.approx(7.609e-6, rel=1e-3)
-    zero = next(row for row in done.rows if row.flag == "--zero-stage")
+    zero = row_of(done, "--zero-stage")
     assert (zero.value, zero.result) == ("0", "1")
-    left_out = {row.flag for row in done.rows_of("left out")}
-    assert left_out == {
-        "--train-weighted-split-paths-path", "--valid-weighted-split-paths-path", "--eval-interval", "--eval-iters"
-    }  # fmt: skip
+    left_out = {row.flag: row.remark for row in done.rows_of("left out")}
+    files = {f"--{part}-weighted-split-paths-path" for part in ("train", "valid")}
+    assert left_out.keys() == {*files, "--eval-interval", "--eval-iters"}
+    assert all("the file is not here: add --" in left_out[flag] for flag in files)
+
+
+def test_llama2_of_megatron_deepspeed_becomes_a_llama(tmp_path: Path) -> None:
+    done = script(tmp_path, LLAMA2)
+    model = done.recipe.model
+    assert (model.family, model.num_kv_heads, model.rope_theta, model.tie_embeddings) == ("llama", 4, 500000, False)
+    assert (done.recipe.parallel.zero, done.recipe.precision) == (1, "bf16")
+    assert not done.rows_of("not understood", "differs", "left out")
+    assert not done.warnings
+
+
+def test_a_training_that_is_counted_in_tokens(tmp_path: Path) -> None:
+    done = script(tmp_path, GPT_TOKENS, given={"2": "shards/pile"}, without_ds_config=True)
+    recipe, plan = done.recipe, TrainingPlan.of(done.recipe)
+    assert (str(recipe.train.for_), plan.train_steps) == ("300000000000 tokens", 286_102)
+    assert (str(recipe.lr.warmup), str(recipe.lr.decay)) == ("3000000000 tokens", "300000000000 tokens")
+    assert recipe.train.exit_after is None  # after 57 years
+    assert not done.rows_of("not understood")
 
 
 @pytest.mark.parametrize("text", [TR1, TR11], ids=["tr1", "tr11"])
 def test_the_written_recipe_passes_check_and_every_flag_has_a_row(text: str, tmp_path: Path, command: Command) -> None:
     (tmp_path / "launch.slurm").write_text(text)
-    code, out, err = command("import", "megatron", str(tmp_path / "launch.slurm"), "--output", str(tmp_path / "r.yaml"))
+    words = ("--script", str(tmp_path / "launch.slurm"), "--output", str(tmp_path / "r.yaml"))
+    code, out, err = command("import", "megatron", *words)
     assert code == 0, err
     load_checked_recipe(str(tmp_path / "r.yaml"))
-    flags = set(re.findall(r"(?<=[\s\"])--[a-zA-Z0-9_=-]{2,}", text[text.index("OPTIMIZER_ARGS") :]))
+    written = set(re.findall(r"(?<=[\s\"])--[a-zA-Z0-9_=-]{2,}", text[text.index("OPTIMIZER_ARGS") :]))
     launcher = {"--nproc_per_node", "--nnodes", "--master_addr", "--master_port", "--rdzv_endpoint", "--rdzv_backend",
                 "--max_restarts", "--tee", "--jobid", "--node_rank", "--wait=60", "--kill-on-bad-exit=1"}  # fmt: skip
-    told = {line.split()[0] for line in out.splitlines() if line.startswith("--")}
-    assert flags - launcher == told
+    assert written - launcher == {line.split()[0] for line in out.splitlines() if line.startswith("--")}
 
 
-# ---------------------------------------------------------------- a ds_config that says something else
+# ---------------------------------------------------------------- the stubs under which a script runs
+
+HARMFUL = """set -euo pipefail
+rm -rf ROOT/victim; /bin/rm -rf ROOT/victim; command rm -rf ROOT/victim; $(echo /bin/rm) -rf ROOT/victim
+export PATH=/usr/bin:/bin; rm -rf ROOT/victim; touch ROOT/touched; /usr/bin/env touch ROOT/touched
+X=/bin/sh; $X -c 'rm -rf ROOT/victim; /usr/bin/touch ROOT/touched' || true
+echo gone > ROOT/victim; cat <<EOT > ROOT/victim
+gone
+EOT
+cd ROOT; echo gone > victim; kill -9 $PPID; module load x; conda activate y; source /nowhere/z; cd /nowhere; unset PATH
+python3 -c 'open("ROOT/touched", "w")'; (exec /usr/bin/touch ROOT/touched)
+exec torchrun --nproc_per_node 4 pretrain_gpt.py FLAGS --seed 7 > /nowhere/at/all.log 2>&1
+"""
+
+
+def test_a_script_starts_no_program_and_writes_nothing_outside(tmp_path: Path) -> None:
+    (tmp_path / "victim").write_text("here")
+    (tmp_path / "in").mkdir()
+    done = script(tmp_path / "in", HARMFUL.replace("ROOT", str(tmp_path)))
+    assert done.recipe.seed == 7
+    assert (tmp_path / "victim").read_text() == "here"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["in", "victim"]
+    assert [path.name for path in (tmp_path / "in").iterdir()] == ["script.slurm"]
+
+
+def test_a_script_that_does_not_end_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runner, "_SECONDS", 1)
+    began = time.monotonic()
+    done = script(
+        tmp_path, "pretrain_gpt.py FLAGS --seed 7 &\n(while :; do :; done) &\nwhile :; do echo x >> out; done\n"
+    )
+    assert done.recipe.seed == 7
+    assert "was ended after 1 s" in str(done.warnings[-1])
+    assert time.monotonic() - began < 8
+    with pytest.raises(RecipeError, match="there is no training in this script"):
+        script(tmp_path, 'f() { f | f & }\nX=\'eval "$X"\'\neval "$X"\n')
+
+
+@pytest.mark.parametrize(
+    "start",
+    [
+        "srun -N 2 --label bash -c 'cd x && torchrun {}'",
+        "bash -lc \"python -m torch.distributed.run {}\"",
+        "/usr/bin/bash -c '/opt/conda/bin/python {}'",
+        "mpirun -np 8 singularity exec --nv x.sif python3 {}",
+        "deepspeed --hostfile h --no_python /usr/bin/bash -c \"exec python {}\"",
+        "PY=/opt/py/bin/python; OMP_NUM_THREADS=1 $PY -u {} 2>&1 | tee -a /logs/x.log",
+        "CMD='accelerate launch {}'; echo $CMD; eval $CMD &> /nowhere/log & wait",
+        "sbatch <<EOT\n#!/bin/bash\nsrun {}\nEOT",
+        "sbatch --wrap='python {}'",
+        "for i in 0; do case $i in 0) run() {{ python \"$@\"; }};; esac; done; run {}",
+        "chmod +x inner.sh; echo 'python {}' > inner.sh; srun ./inner.sh",
+        "until nc -z h 1; do sleep 9; done; if command -v nvidia-smi; then nohup python {} & fi",
+    ],
+)  # fmt: skip
+def test_the_program_is_reached_through_launchers_and_shells(tmp_path: Path, start: str) -> None:
+    text = start.format("pretrain_gpt.py FLAGS --seed ${SEED:-7}")
+    assert script(tmp_path, text).recipe.seed == 7
+
+
+def test_values_that_only_the_machine_knows_stay_as_they_are_written(tmp_path: Path) -> None:
+    text = "pretrain_gpt.py FLAGS --data-path /blob/$(whoami)/$ROOT/a --vocab-file $2/v.json --split 9,1,0\n"
+    done = script(tmp_path, text)
+    assert field_of(done, "data.train") == [{"path": "/blob/$(whoami)/$ROOT/a"}]
+    assert field_of(done, "tokenizer.path") == "$2"
+    remarks = {row.flag: row.remark for row in done.rows_of("left out")}
+    assert remarks["--data-path"] == "complete it by hand: $ROOT: the script does not set it"
+    assert remarks["--vocab-file"] == "complete it by hand: $2: it is an argument of the script"
+    assert any("Give it with --set ROOT=VALUE" in str(warning) for warning in done.warnings)
+    again = script(tmp_path, text, given={"ROOT": "r", "1": "", "2": "tok"})
+    assert field_of(again, "tokenizer.path") == "tok"
+    with pytest.raises(RecipeError, match=r"--seed is \$SEED. \$SEED: the script does not set it. .*--set SEED=VALUE"):
+        script(tmp_path, "pretrain_gpt.py FLAGS --seed $SEED\n")
+    with pytest.raises(RecipeError, match=r"--seed is \$\(wc\). Only a running program knows it"):
+        script(tmp_path, "N=$(nvidia-smi -L | wc -l)\npretrain_gpt.py FLAGS --seed $N\n")
+    assert script(tmp_path, "pretrain_gpt.py FLAGS --seed $SEED\n", "--seed", "5").recipe.seed == 5
+
+
+def test_scripts_source_and_read_what_lies_beside_them(tmp_path: Path) -> None:
+    (tmp_path / "env.sh").write_text("SEED=7\n")
+    text = 'source ./env.sh\nX=$(cat env.sh)\npretrain_gpt.py FLAGS --seed $SEED --save "$(dirname $0)/$X"\n'
+    done = script(tmp_path, text)
+    assert (done.recipe.seed, row_of(done, "--save").value) == (7, "./SEED=7")
+
+
+def test_a_script_of_arrays_with_data_that_only_the_machine_knows(tmp_path: Path) -> None:
+    text = """#SBATCH --gpus-per-node=8
+readarray -t TRAIN < <(find data -name '*.bin' | sort)
+DIST=(--nproc_per_node "$SLURM_GPUS_PER_NODE" --nnodes "$SLURM_NNODES")
+DATA=(--train-data-path "${TRAIN[@]}" --valid-data-path v --eval-interval 10 --eod-mask-loss)
+srun torchrun "${DIST[@]}" pretrain_gpt.py FLAGS --global-batch-size 16 "${DATA[@]}" --fp16
+"""
+    done = script(tmp_path, text, given={"SLURM_NNODES": "1"})
+    assert (field_of(done, "launch.nodes"), field_of(done, "launch.gpus_per_node")) == (1, 8)
+    assert done.recipe.data is None
+    assert {row.flag for row in done.rows_of("left out")} >= {"--train-data-path", "--eval-interval", "--eod-mask-loss"}
+
+
+def test_two_different_trainings_or_none_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(RecipeError) as caught:
+        script(tmp_path, "torchrun pretrain_gpt.py FLAGS --seed 1\ntorchrun pretrain_gpt.py FLAGS --seed 7\n")
+    assert "lines 1 and 2 are different trainings: line 1 has --seed 1, line 2 has --seed 7" in str(caught.value)
+    again = "torchrun pretrain_gpt.py FLAGS || torchrun pretrain_gpt.py FLAGS\npython tools/eval.py FLAGS --seed 9\n"
+    assert script(tmp_path, again).recipe.seed == 1234
+    for text in ("source x\nls\n", "exit 0\npretrain_gpt.py FLAGS\n", "if false; then pretrain_gpt.py FLAGS; fi\n"):
+        with pytest.raises(RecipeError, match="there is no training in this script"):
+            script(tmp_path, text)
+    with pytest.raises(RecipeError, match="#SBATCH --nodes is 128 but the launcher starts 64"):
+        script(tmp_path, TR1.replace("NNODES=$SLURM_NNODES", "NNODES=64"))
+
+
+def test_settings_that_change_nothing_repeated_flags_and_stray_words_are_warnings(tmp_path: Path) -> None:
+    text = "pretrain_gpt.py FLAGS --lr 2e-3 --fp16 stray $X\n"
+    messages = "\n".join(map(str, script(tmp_path, text, given={"X": "", "Y": "1"}).warnings))
+    assert "--set Y=1 changes nothing. The script has no $Y" in messages
+    assert "--lr is 1e-3 and then 2e-3" in messages
+    assert "'stray' belongs to no flag" in messages
+    assert "there is no script" in str(flags(given={"X": "1"}).warnings[0]).lower()
+
+
+# ---------------------------------------------------------------- a script that is only read
+
+
+def test_a_script_is_read_without_running_any_of_it(tmp_path: Path) -> None:
+    text = f"""#SBATCH --nodes=2
+touch {tmp_path}/touched; echo > {tmp_path}/touched
+A=3; export B="x  $A" C=$A   # a comment
+ARGS=" --seed $A \\
+    --log-interval ${{EVERY:-5}}"
+LIST=(--min-lr 1e-5 "--weight-decay" "0.2")
+LIST+=(--clip-grad $CLIP)
+srun --label bash -c "torchrun --nnodes $SLURM_NNODES --nproc_per_node 8 pretrain_gpt.py $ARGS FLAGS ${{LIST[*]}}"
+"""
+    flags_only = "--micro-batch-size 1 --global-batch-size 16"
+    done = script(tmp_path, text, *flags_only.split(), execute=False, given={"CLIP": "0.5"})
+    assert not (tmp_path / "touched").exists()
+    fields = (
+        "seed",
+        "monitor.log_every",
+        "lr.min",
+        "optimizer.weight_decay",
+        "optimizer.clip_grad_norm",
+        "launch.nodes",
+    )
+    assert [field_of(done, path) for path in fields] == [3, "5 steps", 1e-5, 0.2, 0.5, 2]
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("for A in 1 2; do B=$A; done\nrun $B", "`for` of line 1"),
+        ("while read L; do B=$L; done\nrun $B", "`while` of line 1"),
+        ("case $X in\n a) B=1;;\nesac\nrun $B", "`case` of line 1"),
+        ("if [ -f x ]; then B=1; else B=2; fi\nrun $B", "`if` of line 1"),
+        ("B=1\n[ -d y ] && B=2\nrun $B", "condition of line 2"),
+        ("f() {\n B=9\n}\nB=${B:-2}\nrun $B", "`f()` of line 1"),
+        ("run $B", "the script does not set it"),
+    ],
+)
+def test_what_is_not_read_has_no_value_and_a_reason(text: str, reason: str) -> None:
+    found = read_script(Path("x.sh"), text, {})
+    assert found.commands[-1].words == ["run", "$B"]
+    assert reason in found.reasons["B"]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("ls\npretrain 'c", "x.sh:2: this script cannot be read"),
+        ("A=(1\n2", "x.sh:1: this script cannot be read"),
+        ('X=\'eval "$X"\'\neval "$X"', "calls itself"),
+        ("if [ -f x ]; then\n pretrain_gpt.py FLAGS\nfi", "It depends on the `if` of line 1, which is not read"),
+        ("if [ -f x ]; then D=--deepspeed; fi\npretrain_gpt.py FLAGS $D", "$D may hold flags"),
+        ("cat <<EOT > d.json\n{}\nEOT\npretrain_gpt.py FLAGS --deepspeed_config d.json", "cannot be seen"),
+        ("pretrain_gpt.py FLAGS --seed $((3 * 4))", "--seed is $((3*4)). Only a running program knows it"),
+    ],
+)
+def test_a_script_that_cannot_be_read_is_refused(tmp_path: Path, text: str, message: str) -> None:
+    file = tmp_path / "x.sh"
+    file.write_text(text.replace("FLAGS", " ".join(SMALL)))
+    with pytest.raises(RecipeError) as caught:
+        import_megatron([], script=file, execute=False)
+    assert message in str(caught.value)
+
+
+def test_running_and_reading_agree_on_a_plain_script(tmp_path: Path) -> None:
+    text = 'A=3\nB="x $A"\nL=(1 \'2 3\')\nrun $B \'$A\' "$B" "${L[@]}" ${C:-7} pre${A}post\\\n  end # c\n'
+    (tmp_path / "x.sh").write_text(text)
+    words = ["run", "x", "3", "$A", "x 3", "1", "2 3", "7", "pre3post", "end"]
+    for how in (run_script, read_script):
+        assert how(tmp_path / "x.sh", text, {}).commands[-1].words == words
+
+
+# ---------------------------------------------------------------- the command
+
+
+def test_every_form_of_the_command(tmp_path: Path, command: Command) -> None:
+    (tmp_path / "s.sh").write_text(f"echo x > {tmp_path}/ran; pretrain_gpt.py {' '.join(SMALL)} --seed $((3 + 4))\n")
+    path, answers = str(tmp_path / "s.sh"), []
+    for words in (["--", "pretrain_gpt.py", *SMALL, "--seed", "7"], [*SMALL, "--seed", "7"], ["--script", path]):
+        code, out, err = command("import", "megatron", "--json", "--name", "mine", *words)
+        assert code == 0, err
+        answers.append(json.loads(out)["recipe"])
+    assert answers[0] == answers[1] == answers[2]
+    assert "--seed is $((3+4))" in command("import", "megatron", path)[2]  # a file alone is only read
+    assert command("import", "megatron", "--script", path, "--no-execute", "--", "--seed", "7")[0] == 0
+    assert not (tmp_path / "ran").exists()
+    code, out, _ = command("import", "megatron", *SMALL, "--json")
+    lr = {"kind": "mapped", "flag": "--lr", "value": "1e-3", "field": "lr.peak", "result": "0.001", "remark": ""}
+    assert lr in json.loads(out)["rows"]
+
+
+def test_usage_errors(tmp_path: Path, command: Command) -> None:
+    (tmp_path / "bad.sh").write_text("A='\n")
+    code, _, err = command("import", "megatron", "--script", str(tmp_path / "bad.sh"))
+    assert code == 2
+    assert "bad.sh: bash cannot read this script: line 1" in err
+    assert "cannot read nowhere.sh" in command("import", "megatron", "nowhere.sh")[2]
+    assert "nothing to import" in command("import", "megatron")[2]
+    assert "--set X. It is NAME=VALUE" in command("import", "megatron", *SMALL, "--set", "X")[2]
+    assert "--set a-b=1. It sets a variable" in command("import", "megatron", *SMALL, "--set", "a-b=1")[2]
+    assert command("import", "megatron", "--help")[0] == 0
+
+
+def test_an_unknown_flag_is_listed_in_the_table_the_file_and_the_summary(tmp_path: Path, command: Command) -> None:
+    words = [*SMALL, "--ffn_hidden_size", "256", "--my-own", "2"]
+    code, out, err = command("import", "megatron", "--output", str(tmp_path / "r.yaml"), "--", *words)
+    assert code == 0, err
+    assert "warning: --my-own is not understood" in err
+    assert "not understood: did you mean --ffn-hidden-size?" in out
+    assert out.splitlines()[-1].endswith("not understood: --ffn_hidden_size, --my-own")
+    assert "#   --my-own 2  (unknown here: check whether" in (tmp_path / "r.yaml").read_text()
+
+
+# ---------------------------------------------------------------- flags
+
+
+def test_flags_alone_make_a_recipe_with_megatrons_defaults() -> None:
+    recipe = import_megatron(["pretrain_gpt.py", *SMALL]).recipe
+    assert (recipe.seed, recipe.precision, recipe.optimizer.betas) == (1234, "fp32", [0.9, 0.999])
+    assert (recipe.optimizer.weight_decay, recipe.parallel.zero, recipe.monitor.tensorboard) == (0.01, 0, False)
+    assert (str(recipe.lr.decay), recipe.model.family, recipe.model.dropout) == ("100 steps", "gpt2", 0.1)
+    (length,) = import_megatron([*_SMALL.split(), "--train-tokens", "256000"]).raw["train"].values()
+    assert length == "256000 tokens"
+
+
+@pytest.mark.parametrize(
+    ("text", "field", "value"),
+    [
+        ("--ds-sequence-parallel-size 2", "parallel.cp", 2),
+        ("--num-virtual-stages-per-pipeline-rank 1", "parallel.chunks", 1),
+        ("--use-torch-fsdp2", "parallel.zero", 3),
+        ("--use-torch-fsdp2 --torch-fsdp2-no-reshard-after-forward", "parallel.zero", 2),
+        ("--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads", "parallel.zero", 2),
+        ("--use-distributed-optimizer", "parallel.zero", 1),
+        ("--optimizer-cpu-offload", "parallel.offload", True),
+        ("--recompute-granularity selective", "parallel.recompute", "selective"),
+        ("--checkpoint-activations", "parallel.recompute", "full"),
+        ("--fp8-hybrid --bf16", "precision", "fp8"),
+        ("--fp16", "loss_scale", {"initial": 2.0**32, "window": "1000 steps", "hysteresis": 2, "min": 1.0}),
+        ("--padded-vocab-size 640", "model.vocab_size", 640),
+        ("--tokenizer-type NullTokenizer", "model.vocab_size", 513),
+        ("--tokenizer-model tok", "tokenizer.path", "tok"),
+        ("--vocab-file gpt2/vocab.json", "tokenizer.path", "gpt2"),
+        ("--iterations-to-skip 7 3", "train.skip", ["4-4 steps", "8-8 steps"]),
+        ("--skip-train-iteration-range 3-4", "train.skip", ["3-4 steps"]),
+        ("--optimizer fusedadamw", "optimizer.name", "adamw"),
+        ("--clip-grad 0", "optimizer.clip_grad_norm", None),
+        ("--use-alibi-position-embeddings --embed-layernorm", "model.family", "bloom"),
+        (f"{LLAMA} --rotary-base 500", "model.rope_theta", 500.0),
+        (f"{LLAMA} --group-query-attention --num-query-groups 2", "model.num_kv_heads", 2),
+        (f"{LLAMA.lower()} --num-key-value-heads 2", "model.num_kv_heads", 2),
+        (f"{LLAMA} --position-embedding-type rotary", "model.ffn_hidden_size", 128),
+        (f"{LLAMA} --untie-embeddings-and-output-weights", "model.tie_embeddings", False),
+        ("--exit-duration-in-mins 30000000 --exit-interval 5", "train.exit_after", "5 steps"),
+        ("--exit-duration-in-mins 1190", "train.exit_after", "19h50m"),
+        ("--train-iters 1e2", "train.for", "100 steps"),
+        ("--train-tokens 300e2", "train.for", "100 steps"),
+        ("--train-tokens 20480", "train.for", "20480 tokens"),
+        ("--train-tokens 99 --pad-vocab-size-to 512", "train.for", "100 steps"),
+        ("--lr-warmup-fraction .01", "lr.warmup", "1 steps"),
+        ("--lr-warmup-fraction .015", "lr.warmup", "12 samples"),
+        ("--lr-decay-tokens 12800 --lr-warmup-fraction .1", "lr.warmup", "10 steps"),
+        ("--lr-warmup-tokens 2560 --lr-warmup-iters 5", "lr.warmup", "2560 tokens"),
+        ("--lr-decay-tokens 12800 --lr-decay-iters 9", "lr.decay", "12800 tokens"),
+        ("--save-interval 5", "checkpoint.phases", [{"every": "5 steps"}]),
+        ("--data-path 0.3 a 0.7 b", "data.train", [{"path": "a", "weight": 0.3}, {"path": "b", "weight": 0.7}]),
+        ("--data-path a", "data.split", "969,30,1"),
+        ("--data-path a --eod-mask-loss", "data.eod_loss", False),
+        ("--train-data-path a --valid-data-path b", "data.validation", {"valid": [{"path": "b"}]}),
+        ("--data-path a --eval-iters 3", "train.evaluate", {"every": "1000 steps", "steps": 3}),
+    ],
+)
+def test_a_flag_becomes_its_field(text: str, field: str, value: Any) -> None:
+    assert field_of(flags(text), field) == value
+
+
+def test_bert_becomes_a_bert() -> None:
+    words = "--data-path a --mask-prob 0.2 --vocab-file bert/vocab.txt --no-bias-gelu-fusion"
+    done = import_megatron(["pretrain_bert.py", *SMALL, *words.split()])
+    assert done.recipe.model.family == "bert"
+    assert field_of(done, "data.masking.probability") == 0.2
+    assert not done.rows_of("differs")
+
+
+@pytest.mark.parametrize(
+    ("text", "kind", "flag"),
+    [
+        ("--exit-interval 50", "differs", "--exit-interval"),
+        ("--no-bias-gelu-fusion", "differs", "--no-bias-gelu-fusion"),
+        ("--lr-warmup-tokens 256", "differs", "--lr-warmup-tokens"),
+        ("--max-position-embeddings 64", "differs", "--max-position-embeddings"),
+        ("--train-tokens 300e2", "not needed", "--train-tokens"),
+        ("--rotary-base 500", "not needed", "--rotary-base"),
+        ("--num-experts 1", "not needed", "--num-experts"),
+        ("--use-flash-attn-v2", "not needed", "--use-flash-attn-v2"),
+        ("--finetune", "left out", "--finetune"),
+        ("--eval-iters 0 --data-path a", "left out", "--eval-iters"),
+        ("--data-path a --valid-weighted-split-paths v", "left out", "--valid-weighted-split-paths"),
+        ("--data-path 1.0 a", "mapped", "--data-path"),
+    ],
+)
+def test_what_is_reported_of_a_flag(text: str, kind: str, flag: str) -> None:
+    assert row_of(flags(text), flag).kind == kind
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("--position-embedding-type alibi", "the model has ALiBi. The families here are gpt2"),
+        ("--embed-layernorm", "the model has --embed-layernorm"),
+        (
+            "--position-embedding-type rope",
+            "the model has rotary positions. The families",
+        ),
+        ("--position-embedding-type relative", "the model has --position-embedding-type relative"),
+        ("--no-position-embedding", "the model has --no-position-embedding alone"),
+        ("--normalization batchnorm", "the model has --normalization batchnorm"),
+        (f"{LLAMA} --rotary-percent 0.5", "--disable-bias-linear, --rotary-percent"),
+        ("--hidden-dropout 0", "--hidden-dropout is 0.0 and --attention-dropout is 0.1"),
+        ("--kv-channels 5", "--kv-channels is 5. A head is hidden-size / num-attention-heads wide here"),
+        ("--optimizer sgd", "command line --optimizer: optimizer.name is 'sgd'"),
+        ("--lr-decay-style inverse-square-root", "command line --lr-decay-style: lr.schedule is 'inverse-square-root'"),
+        ("--lr-decay-style WSD --lr-wsd-decay-iters 9", "--lr-wsd-decay-style is exponential"),
+        ("--lr-warmup-iters 2 --lr-warmup-samples 3", "are both set"),
+        ("--lr-warmup-fraction nan", "--lr-warmup-fraction is 'nan'. It is a finite number"),
+        ("--lr-warmup-fraction 1.5", "command line --lr-warmup-fraction: lr.warmup is 150 steps"),
+        ("--lr-warmup-iters 1e30", "It is a whole number of at most 1,000,000,000,000,000,000"),
+        ("--train-samples 9", "--train-samples is 9 and --train-iters is 100"),
+        ("--rampup-batch-size 2 2 90", "--train-iters with --rampup-batch-size"),
+        ("--rampup-batch-size 2 2", "--rampup-batch-size has 2 values"),
+        ("--exit-duration-in-mins -5", "command line --exit-duration-in-mins: train.exit_after is '-5m'"),
+        ("--fp16 --bf16", "--fp16 and --bf16 are both set"),
+        ("--fp16 --loss-scale 12", "--loss-scale is a fixed scale"),
+        (
+            "--use-custom-fsdp --data-parallel-sharding-strategy x",
+            "parallel.zero is 'x'",
+        ),
+        ("--data-path 0.5 a 0.5", "has 3 words"),
+        ("--data-path a b", "names 2 paths without weights. Megatron then blends by their lengths"),
+        ("--data-path 1 a b c", "--data-path is 'b'"),
+        ("--data-path a --train-data-path b", "--data-path and --train-data-path are both set"),
+        ("--num-layers two", "--num-layers is 'two'. It is a whole number. Write one, or remove the flag"),
+        ("--seed", "--seed has 0 values"),
+        ("--global-batch-size 7", "batch.global_batch_size is 7"),
+        ("--num-attention-heads 5", "command line --num-attention-heads: model.num_heads is 5"),
+        ("--num-experts 8", "--num-experts 8 is set. No family here has experts"),
+        ("--decoupled-lr 5e-4", "one learning rate"),
+        ("--qk-layernorm", "No family here has such an attention"),
+        ("--squared-relu", "--squared-relu is set"),
+        ("--batch-size 4", "Megatron asks for --micro-batch-size"),
+        ("--eval-only True", "It ends without a training"),
+        ("--step-batch-size-schedule 0:768,250B:1536", "A recipe's batch grows in equal stages of samples"),
+        ("--fim-data", "--fim-data is set"),
+        ("--no-weight-decay-cond-type x", "one weight decay"),
+    ],
+)
+def test_what_cannot_be_in_a_recipe_is_refused(text: str, message: str) -> None:
+    found = refused(*text.split())
+    assert message in found
+    assert found.startswith("command line")
+
+
+def test_missing_flags_other_programs_and_sizes_beyond_reason_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(RecipeError) as caught:
+        import_megatron(["pretrain_t5.py", "--tokenizer-type", "SentencePieceTokenizer", "--num-layers", "2"])
+    for text in ("--hidden-size is missing", "--micro-batch-size is missing", "--global-batch-size is missing",
+                 "--lr is missing", "--train-samples is missing", "vocabulary of SentencePieceTokenizer",
+                 "the program is pretrain_t5.py"):  # fmt: skip
+        assert text in str(caught.value)
+    ramp = "--train-samples 100000 --rampup-batch-size 1 1 1000 --global-batch-size 1000000000 --micro-batch-size 1"
+    with pytest.raises(RecipeError, match="levels"):
+        script(tmp_path, f"torchrun --nnodes 999999 pretrain_gpt.py {_SMALL} {ramp}\n")
+
+
+VALUES = [[], [""], ["nan"], ["-1"], ["abc"], ["1e400"], ["[]"], ["9" * 5000], ["1", "1", "1e18"], ["$X"]]
+
+
+@pytest.mark.parametrize("values", VALUES, ids=range(len(VALUES)))
+def test_no_value_of_a_flag_is_a_traceback(values: list[str]) -> None:
+    problems = []
+    for number, name in enumerate([*sorted(MAPPED), *REFUSED]):
+        more = ["--deepspeed", "--data-path", "a"] if number % 2 else ["--fp16"]
+        try:
+            import_megatron([*SMALL, *more, f"--{name}", *values])
+        except RecipeError as error:
+            problems += error.problems
+    assert problems
+    for problem in problems:
+        assert problem.place, problem
+        assert problem.rule or problem.remedy, problem
+
+
+def test_every_flag_of_the_table_is_understood() -> None:
+    others = [name for name in known_names() if name not in MAPPED and name not in REFUSED and "?" not in name]
+    done = import_megatron([*SMALL, *(f"--{name}" for name in others)])
+    assert not done.rows_of("not understood")
+    assert {row.flag for row in done.rows} >= {f"--{name}" for name in others}
+
+
+# ---------------------------------------------------------------- weighted split paths
+
+TRAIN_FILE = '"TRAIN: 0.7 0:0.950 shards/en, 0.3 0:0.950 shards/fr"\n'
+VALID_FILE = '"ALL: 0.7 0.950:1.0 shards/en, 0.3 0.950:1.0 shards/fr" "en: 1 0.950:1.0 shards/en"\n'
+
+
+def test_tr11_with_its_files_of_splits(tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "train-splits.txt").write_text(TRAIN_FILE)
+    (tmp_path / "data" / "valid-splits.txt").write_text(VALID_FILE)
+    done = script(tmp_path, TR11, given={"MEGATRON": str(tmp_path)})
+    sources = [{"path": "shards/en", "weight": 0.7}, {"path": "shards/fr", "weight": 0.3}]
+    assert done.raw["data"] == {"train": sources, "split": "0.95,0.05,0"}
+    assert done.recipe.train.evaluate is not None
+    flag = "--valid-weighted-split-paths-path"
+    rows = {(row.kind, row.value): row.remark for row in done.rows if row.flag == flag}
+    assert rows["differs", "ALL"] == "its group is called valid"
+    assert "prepare these documents as a shard of their own and add it to data.validation.en" in rows["left out", "en"]
+
+
+def test_groups_on_the_command_line_become_training_and_validation_groups() -> None:
+    words = [*SMALL, "--train-weighted-split-paths", "TRAIN: 2 0:1 a, 1 0:1.0 b", "--valid-weighted-split-paths"]
+    done = import_megatron([*words, "books: 1 0:1 held/books", "cut: 1 0.5:1 c", "--eval-iters", "3"])
+    assert done.raw["data"] == {
+        "train": [{"path": "a", "weight": 2.0}, {"path": "b", "weight": 1.0}],
+        "validation": {"books": [{"path": "held/books", "weight": 1.0}]},
+    }
+    assert done.recipe.train.evaluate is not None
+    assert [(row.flag, row.value) for row in done.rows_of("left out")] == [("--valid-weighted-split-paths", "cut")]
+    cut = flags("--train-weighted-split-paths T: 1 0:0.9 a --valid-weighted-split-paths valid: 1 0.9:0.98 a")
+    assert field_of(cut, "data.split") == "0.9,0.08,0.02"
+    assert field_of(flags("--train-weighted-split-paths T: 1 0:0.9 a"), "data.split") == "0.9,0,0.1"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["T: 1 0.1:1 a"], "documents 0.1:1 of a. A training has one group, and a recipe cuts all its sources"),
+        (["T: 1 0:0.9 a, 1 0:0.8 b"], "documents 0:0.9 of a, 0:0.8 of b"),
+        (["T: 1 0:1 a", "U: 1 0:1 b"], "has 2 groups"),
+        (["T: 1 0:1 a", "T: 1 0:1 b"], "has no name, or that of another group"),
+        (["1 a, 2 b"], "'1 a, 2 b' has no name"),
+        (["T: 1 a"], "'1 a' is no part of a group. A group is"),
+        (["T: 1 0.9:0.5 a"], "'1 0.9:0.5 a' is no part of a group"),
+        (["T: -1 0:1 a"], "'-1 0:1 a' is no part of a group"),
+        (["T: $W 0:1 a"], "--train-weighted-split-paths is $W 0:1 a"),
+        (["T: 1 0:1 a", "--data-path", "b"], "--data-path and --train-weighted-split-paths are both set"),
+        (["T: 1 0:1 a", "--split", "9,1,0"], "--split and --train-weighted-split-paths are both set"),
+        (["T: 1 0:1 a", "--train-weighted-split-paths-path", "b"], "-paths-path are both set"),
+    ],
+)
+def test_a_split_that_a_recipe_cannot_have_is_refused(words: list[str], message: str) -> None:
+    assert message in refused("--train-weighted-split-paths", *words)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"), [("", "it is empty"), ('"T: 1 0:1 a', "No closing quotation"), ("T: 1 0:1 a", "no part of")]
+)
+def test_a_file_of_splits_that_is_none_is_refused(text: str, message: str, tmp_path: Path) -> None:
+    (tmp_path / "train.txt").write_text(text)
+    assert message in refused("--train-weighted-split-paths-path", str(tmp_path / "train.txt"))
+
+
+# ---------------------------------------------------------------- ds_config
+
+_SEEN = 'cat <<EOT > ds.json\n{"fp16": {"enabled": true, "initial_scale_power": 12}}\nEOT\n'
+
+
+@pytest.mark.parametrize(
+    ("before", "named"),
+    [
+        ("", "nowhere.json"),
+        ("", "$HERE/ds.json"),
+        ("sed s/A/B/ template.json > ds.json\n", "ds.json"),
+        ("python make.py | jq . > ds.json\n", "ds.json"),
+        (f"{_SEEN}sed -i s/12/20/ ds.json\n", "ds.json"),
+        (f"{_SEEN}cp other.json ds.json\n", "./ds.json"),
+        (f"{_SEEN}jq .fp16.x=1 t.json > ds.json\n", "ds.json"),
+        ("", None),
+    ],
+)
+def test_a_ds_config_that_cannot_be_seen_is_refused_unless_it_may_be_left_out(
+    tmp_path: Path, before: str, named: str | None
+) -> None:
+    (tmp_path / "ds.json").write_text('{"fp16": {"enabled": true, "initial_scale_power": 9}}')  # of an older job
+    flag = f"--deepspeed_config {named}" if named else ""
+    text = f"{before}python pretrain_gpt.py FLAGS --deepspeed {flag} --fp16\n"
+    with pytest.raises(RecipeError, match=r"ds_config.*--ds-config FILE, or import without it: --without-ds-config"):
+        script(tmp_path, text)
+    done = script(tmp_path, text, without_ds_config=True)
+    assert any(row.flag == "--deepspeed_config" for row in done.rows_of("left out"))
+    assert done.recipe.loss_scale.initial == 65536
+
+
+@pytest.mark.parametrize("path", ["ds.json", "/nowhere/tmp/ds.json", "$PWD/new/ds.json"])
+def test_a_ds_config_that_the_script_writes_is_read(tmp_path: Path, path: str) -> None:
+    text = f"{_SEEN.replace('ds.json', path)}pretrain_gpt.py FLAGS --deepspeed_config {path} --fp16\n"
+    done = script(tmp_path, text)
+    assert done.recipe.loss_scale.initial == 4096
+    assert "though --deepspeed is not there" in done.yaml()
 
 
 @pytest.mark.parametrize(
@@ -138,502 +696,100 @@ def test_the_written_recipe_passes_check_and_every_flag_has_a_row(text: str, tmp
 def test_a_contradiction_shows_both_values(tmp_path: Path, old: str, new: str, shown: list[str]) -> None:
     assert old in TR1
     with pytest.raises(RecipeError) as caught:
-        import_text(TR1.replace(old, new), tmp_path)
+        script(tmp_path, TR1.replace(old, new))
     for text in shown:
         assert text in str(caught.value)
 
 
-def test_all_contradictions_are_told_at_once_and_a_file_wins_over_the_script(tmp_path: Path) -> None:
-    file = tmp_path / "ds.json"
-    config = {"train_batch_size": 8, "zero_optimization": {"stage": 3}, "nebula": {"enabled": True}}
-    file.write_text(json.dumps(config))
-    with pytest.raises(RecipeError) as caught:
-        import_text(TR1, tmp_path, ds_config=file)
-    assert len(caught.value.problems) == 2
-    config = {"nebula": {"enabled": True}, "zero_optimization": {"reduce_bucket_size": 5, "stage": 1, "zzz": 1}}
-    file.write_text(json.dumps(config))
-    done = import_text(TR1, tmp_path, ds_config=file)
-    assert {row.flag for row in done.rows_of("not understood")} == {
-        "ds_config nebula",
-        "ds_config zero_optimization.zzz",
-    }
+def test_clipping_and_zero_are_those_of_the_ds_config_which_deepspeed_reads(tmp_path: Path) -> None:
+    done = deepspeed(tmp_path, {"gradient_clipping": 0.3})
+    assert (field_of(done, "optimizer.clip_grad_norm"), done.recipe.parallel.zero) == (0.3, 0)
+    assert field_of(deepspeed(tmp_path, {"gradient_clipping": 0}), "optimizer.clip_grad_norm") is None
+    (row,) = deepspeed(tmp_path, {"steps_per_print": 5}).rows_of("differs")
+    assert "it would not clip at all" in row.remark
+    for precision, stage, zero in (("--bf16", 3, 3), ("--bf16", 0, 1), ("--fp16", 0, 0)):
+        done = deepspeed(tmp_path, {"zero_optimization": {"stage": stage}}, precision)
+        assert {row.result for row in done.rows if row.field == "parallel.zero"} == {str(zero)}
+    assert deepspeed(tmp_path, "\ufeff{}").recipe.parallel.zero == 0
 
 
-def test_accumulation_steps_are_compared_where_the_batch_is_constant(tmp_path: Path) -> None:
-    text = "torchrun --nproc_per_node 4 --nnodes 1 pretrain_gpt.py " + " ".join(SMALL)
-    text += " --deepspeed --deepspeed_config ds.json --fp16 --zero-stage 1\n"
-    (tmp_path / "ds.json").write_text('{"gradient_accumulation_steps": 2, "fp16": {"enabled": true}}')
-    with pytest.raises(RecipeError, match=r"gradient_accumulation_steps is 2 .* takes 1 with 4 replicas"):
-        import_text(text, tmp_path)
+def test_every_key_of_a_ds_config_is_a_row(tmp_path: Path) -> None:
+    config: dict[str, Any] = {
+        "train_batch_size": 8, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2,
+        "gradient_clipping": 1.0, "steps_per_print": 5, "my_own": 1, "curriculum_learning": {"enabled": False},
+        "fp16": {"enabled": True, "loss_scale": 0, "initial_scale_power": 12, "loss_scale_window": 500,
+                 "hysteresis": 2, "min_loss_scale": 1, "auto_cast": False},
+        "bf16": {"enabled": False},
+        "zero_optimization": {"stage": 2, "overlap_comm": True, "offload_optimizer": {"device": "cpu"}},
+        "optimizer": {"type": "AdamW", "params": {"betas": [0.9, "auto"], "lr": "auto", "bias_correction": True}},
+        "nebula": {"enabled": True, "persistent_storage_path": "/blob/run", "num_of_version_in_retention": 3,
+                   "persistent_time_interval": 100, "enable_nebula_load": True, "load_path": "/blob/old"},
+    }  # fmt: skip
+    done = deepspeed(tmp_path, config, "--fp16", "--save-interval", "50")
+    kinds = {row.flag.removeprefix("ds_config "): row.kind for row in done.rows if row.flag.startswith("ds_config ")}
+    sections = ("fp16", "bf16", "zero_optimization", "nebula")
+    expected = {f"{key}.{inner}" for key in sections for inner in config[key]} | {"optimizer.type"}
+    expected |= {f"optimizer.params.{name}" for name in config["optimizer"]["params"]}
+    assert kinds.keys() == expected | {key for key in config if key not in (*sections, "optimizer")}
+    assert {name for name, kind in kinds.items() if kind == "not understood"} == {"fp16.auto_cast", "my_own"}
+    assert {name for name, kind in kinds.items() if kind == "left out"} == {
+        "optimizer.params.bias_correction", "nebula.persistent_time_interval", "nebula.load_path"
+    }  # fmt: skip
+    assert (done.recipe.parallel.zero, done.recipe.parallel.offload) == (2, True)
+    phases = [{"every": "50 steps"}]
+    assert done.raw["checkpoint"] == {"phases": phases, "upload": {"to": "/blob/run"}, "keep": {"last": 3}}
+    config["nebula"]["enabled"] = False
+    assert deepspeed(tmp_path, config, "--fp16", "--save-interval", "50").raw["checkpoint"] == {"phases": phases}
 
 
 @pytest.mark.parametrize(
-    ("text", "message"),
+    ("config", "message"),
     [
         ('{"train_batch_size": 1_024}', "not valid JSON.*no underscores"),
-        ("[1]", "it holds list"),
-        ('{"train_batch_size": "many"}', 'train_batch_size is "many"'),
+        ('{"fp16": {"enabled": true, "enabled": false}}', 'not valid JSON: "enabled" occurs twice in one object'),
+        ('{"gradient_clipping": NaN}', "not valid JSON: NaN is no number"),
+        ("[" * 100_000, "not valid JSON"),
+        ("[{}]", "it holds list. A ds_config is a JSON object"),
+        ({"train_batch_size": "many"}, 'train_batch_size is "many". It is a whole number'),
+        ({"optimizer": {"params": {"betas": [0.9]}}}, r"betas is \[0.9\]. It is a list of two numbers"),
+        ({"fp16": {"initial_scale_power": 5000}}, "initial_scale_power is 5000. The first scale is 2 to that power"),
+        ({"gradient_clipping": 1e30}, "It is a number, and at most 1,000,000,000,000,000,000"),
+        ({"gradient_accumulation_steps": 0}, "gradient_accumulation_steps is 0. It is a whole number of at least 1"),
+        ({"gradient_accumulation_steps": 3}, "a batch of 8 samples is no whole number of replicas times 2 samples"),
+        ({"optimizer": {"type": "Lamb"}}, 'optimizer.type is "Lamb", but Megatron\'s optimizer is adam'),
+        ({"optimizer": {"params": {"betas": ["auto", 0.9]}}}, r"Megatron takes \[0.9, 0.999\] without --adam-beta1"),
+        ({"optimizer": {"params": {"eps": 0.1}}}, "eps is 0.1 .* takes 1e-08 without .* Write --adam-eps 0.1"),
+        ({"scheduler": {"type": "WarmupLR", "params": {}}}, 'scheduler.type is "WarmupLR"'),
+        ({"curriculum_learning": {"enabled": True}}, "curriculum_learning is enabled. Every sample has"),
+        ({"compression_training": {"a": {"b": {"enabled": True}}}}, "compression_training is enabled"),
     ],
+    ids=range(17),
 )
-def test_a_ds_config_that_is_none_is_refused(tmp_path: Path, text: str, message: str) -> None:
-    (tmp_path / "ds.json").write_text(text)
-    with pytest.raises(RecipeError, match=message):
-        import_megatron([*SMALL, "--deepspeed"], ds_config=tmp_path / "ds.json")
-    assert "Correct --ds-config" in refused(*SMALL, ds_config=tmp_path / "nowhere.json")
-
-
-_SEEN = """cat <<EOT > ds.json
-{"fp16": {"enabled": true, "initial_scale_power": 12}}
-EOT
-"""
-
-
-@pytest.mark.parametrize(
-    ("before", "named"),
-    [
-        ("", "nowhere.json"),
-        ("", "$HERE/ds.json"),
-        ("sed s/A/B/ template.json > ds.json\n", "ds.json"),
-        ("python make.py | jq . > ds.json\n", "ds.json"),
-        (_SEEN.replace("> ds", ">> ds"), "ds.json"),
-        (f"if [ -f x ]; then\n{_SEEN}fi\n", "ds.json"),
-        (f"{_SEEN}sed -i s/12/20/ ds.json\n", "ds.json"),
-        (f"{_SEEN}cp other.json ds.json\n", "ds.json"),
-        (f"{_SEEN}jq .fp16.x=1 t.json > ds.json\n", "ds.json"),
-        ("", None),
-    ],
-)
-def test_a_ds_config_that_cannot_be_seen_is_refused_unless_it_may_be_left_out(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, before: str, named: str | None
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "ds.json").write_text('{"fp16": {"enabled": true, "initial_scale_power": 9}}')  # of an older job
-    flag = f"--deepspeed_config {named}" if named else ""
-    text = f"{before}python pretrain_gpt.py {' '.join(SMALL)} --deepspeed {flag} --fp16\n"
-    with pytest.raises(RecipeError, match=r"ds_config.*--ds-config FILE, or import without it: --without-ds-config"):
-        import_text(text, tmp_path)
-    done = import_text(text, tmp_path, without_ds_config=True)
-    assert any(row.flag == "--deepspeed_config" for row in done.rows_of("left out"))
-    assert done.recipe.loss_scale.initial == 65536
-    seen = import_text(f"{_SEEN}python pretrain_gpt.py {' '.join(SMALL)} --deepspeed_config ds.json --fp16\n", tmp_path)
-    assert seen.recipe.loss_scale.initial == 4096
-
-
-@pytest.mark.parametrize(
-    "flags",
-    ["--step-batch-size-schedule 0:768,250B:1536", "--fim-data", "--use-mup", "--no-weight-decay-cond-type x"],
-)
-def test_flags_of_current_megatron_that_no_recipe_can_say_are_refused(flags: str) -> None:
-    assert f"{flags} is set" in refused(*SMALL, *flags.split())
-
-
-# ---------------------------------------------------------------- flags
-
-
-def test_flags_alone_make_a_recipe_with_megatrons_defaults() -> None:
-    done = import_megatron(["pretrain_gpt.py", *SMALL])
-    recipe = done.recipe
-    assert (recipe.seed, recipe.precision, recipe.optimizer.betas) == (1234, "fp32", [0.9, 0.999])
-    assert (recipe.optimizer.weight_decay, recipe.parallel.zero, recipe.monitor.tensorboard) == (0.01, 0, False)
-    assert str(recipe.lr.decay) == "100 steps"
-
-
-def test_an_unknown_flag_is_listed_in_the_table_the_file_and_the_summary(tmp_path: Path, command: Command) -> None:
-    words = [*SMALL, "--ffn_hidden_size", "256", "--my-own", "2"]
-    code, out, err = command("import", "megatron", *words, "--output", str(tmp_path / "r.yaml"))
-    assert code == 0, err
-    assert "warning: --my-own is not understood" in err
-    assert "not understood: did you mean --ffn-hidden-size?" in out
-    assert out.splitlines()[-1].endswith("not understood: --ffn_hidden_size, --my-own")
-    assert (
-        "#   --my-own 2  (unknown here: check whether it changes what is trained)" in (tmp_path / "r.yaml").read_text()
-    )
-
-
-def test_llama_flags_become_a_llama() -> None:
-    flags = (
-        "--use-rotary-position-embeddings --swiglu --normalization RMSNorm --disable-bias-linear --rotary-base 500000"
-    )
-    more = "--untie-embeddings-and-output-weights --group-query-attention --num-query-groups 2 --ffn-hidden-size 192"
-    drop = "--hidden-dropout 0 --attention-dropout 0 --bf16 --use-distributed-optimizer --sequence-parallel"
-    model = import_megatron([*SMALL, *f"{flags} {more} {drop}".split()]).recipe.model
-    assert (model.family, model.num_kv_heads, model.ffn_hidden_size, model.rope_theta) == ("llama", 2, 192, 500000)
-    assert (model.tie_embeddings, model.dropout) == (False, 0.0)
-
-
-def test_bert_becomes_a_bert() -> None:
-    words = [
-        "pretrain_bert.py",
-        *SMALL,
-        "--data-path",
-        "shards/a_text_sentence",
-        "--split",
-        "949,50,1",
-        "--mask-prob",
-        "0.2",
-    ]
-    done = import_megatron([*words, "--vocab-file", "bert/vocab.txt", "--no-bias-gelu-fusion"])
-    assert done.recipe.model.family == "bert"
-    assert done.recipe.data is not None
-    assert done.recipe.data.masking is not None
-    assert done.recipe.data.masking.probability == 0.2
-
-
-def test_warmup_as_a_fraction_and_a_blend_and_native_fp16() -> None:
-    words = [*SMALL, "--lr-warmup-fraction", ".01", "--fp16", "--data-path", "0.3", "a", "0.7", "b", "--split", "9,1,0"]
-    recipe = import_megatron(words).recipe
-    assert str(recipe.lr.warmup) == "1 steps"
-    assert recipe.data is not None
-    assert [(source.path, source.weight) for source in recipe.data.train] == [("a", 0.3), ("b", 0.7)]
-    assert (recipe.loss_scale.initial, recipe.loss_scale.window.count) == (2.0**32, 1000)
-    odd = import_megatron([*SMALL, "--lr-warmup-fraction", ".015"]).recipe
-    assert str(odd.lr.warmup) == "12 samples"
-
-
-def test_one_source_with_a_weight_is_told_to_be_a_blend() -> None:
-    rows = {row.field: row.remark for row in import_megatron([*SMALL, "--data-path", "1.0", "a"]).rows}
-    assert "data.order=megatron needs data.blend_one_source=true" in rows["data.train"]
-    rows = {row.field: row.remark for row in import_megatron([*SMALL, "--data-path", "a"]).rows}
-    assert not rows["data.train"]
-
-
-def test_exit_interval_is_told_as_different_and_zero_is_off() -> None:
-    done = import_megatron([*SMALL, "--exit-interval", "50", "--no-bias-gelu-fusion"])
-    assert {row.flag for row in done.rows_of("differs")} == {"--exit-interval", "--no-bias-gelu-fusion"}
-    assert str(done.recipe.train.exit_after) == "50 steps"
-    assert import_megatron([*SMALL, "--exit-interval", "0"]).recipe.train.exit_after is None
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--position-embedding-type", "alibi"], "alibi without --embed-layernorm"),
-        (["--embed-layernorm"], "--embed-layernorm without alibi"),
-        (["--position-embedding-type", "rope"], "--swiglu, --disable-bias-linear, --normalization RMSNorm missing"),
-        (["--position-embedding-type", "relative"], "--position-embedding-type is relative"),
-        (["--swiglu"], "--swiglu without rotary positions"),
-        (["--hidden-dropout", "0"], "--hidden-dropout is 0.0 and --attention-dropout is 0.1"),
-        (["--optimizer", "sgd"], "--optimizer is sgd"),
-        (["--lr-decay-style", "inverse-square-root"], "--lr-decay-style is inverse-square-root"),
-        (["--lr-decay-style", "WSD", "--lr-wsd-decay-iters", "9"], "--lr-wsd-decay-style is exponential"),
-        (["--lr-warmup-iters", "2", "--lr-warmup-samples", "3"], "are both set"),
-        (["--train-samples", "9"], "--train-samples is 9 and --train-iters is 100"),
-        (["--rampup-batch-size", "2", "2", "90"], "--train-iters with --rampup-batch-size"),
-        (["--rampup-batch-size", "2", "2"], "--rampup-batch-size has 2 values"),
-        (["--fp16", "--bf16"], "--fp16 and --bf16 are both set"),
-        (["--fp16", "--loss-scale", "12"], "--loss-scale is a fixed scale"),
-        (["--data-path", "0.5", "a", "0.5"], "has 3 words"),
-        (["--data-path", "a", "b"], "names 2 paths without weights. Megatron then blends by their lengths"),
-        (["--data-path", "a", "b", "c"], "names 3 paths without weights"),
-        (["--data-path", "1", "a", "b", "c"], "--data-path is 'b'"),
-        (["--kv-channels", "5"], "--kv-channels is 5"),
-        (["--squared-relu"], "--squared-relu is set"),
-        (["--num-layers", "two"], "--num-layers is 'two'"),
-        (["--seed"], "--seed has 0 values"),
-        (["--global-batch-size", "7"], "batch.global_batch_size is 7"),
-        (["--num-attention-heads", "5"], "command line --num-attention-heads: model.num_heads is 5"),
-    ],
-)  # fmt: skip
-def test_what_cannot_be_said_in_a_recipe_is_refused(words: list[str], message: str) -> None:
-    assert message in refused(*SMALL, *words)
-
-
-def test_missing_flags_and_vocabulary_are_told_at_once() -> None:
-    told = refused("--tokenizer-type", "SentencePieceTokenizer", "--num-layers", "2")
-    for text in ("--hidden-size is missing", "--micro-batch-size is missing", "--global-batch-size is missing",
-                 "--lr is missing", "--train-samples is missing", "vocabulary of SentencePieceTokenizer"):  # fmt: skip
-        assert text in told
-
-
-# ---------------------------------------------------------------- weighted split paths
-
-
-def data_of(done: Imported) -> dict[str, Any]:
-    data: dict[str, Any] = done.raw["data"]
-    return data
-
-
-TRAIN_FILE = '"TRAIN: 0.7 0:0.950 shards/en, 0.3 0:0.950 shards/fr"\n'
-VALID_FILE = (
-    '"ALL: 0.7 0.950:1.0 shards/en, 0.3 0.950:1.0 shards/fr" "en: 1 0.950:1.0 shards/en" "fr: 1 0.950:1.0 shards/fr"\n'
-)
-
-
-def test_tr11_converts_with_its_files_of_splits_and_tells_the_groups_that_a_recipe_cannot_have(tmp_path: Path) -> None:
-    (tmp_path / "data").mkdir()
-    (tmp_path / "data" / "train-splits.txt").write_text(TRAIN_FILE)
-    (tmp_path / "data" / "valid-splits.txt").write_text(VALID_FILE)
-    done = import_text(TR11, tmp_path, given={"MEGATRON": str(tmp_path)})
-    assert data_of(done) == {
-        "train": [{"path": "shards/en", "weight": 0.7}, {"path": "shards/fr", "weight": 0.3}],
-        "split": "0.95,0.05,0",
-    }
-    assert done.recipe.train.evaluate is not None
-    told = {(row.flag, row.value): row.remark for row in done.rows_of("left out")}
-    flag = "--valid-weighted-split-paths-path"
-    assert told.keys() == {(flag, "en"), (flag, "fr")}
-    assert "documents 0.950:1.0 of shards/en" in told[flag, "en"]
-    assert "prepare these documents as a shard of their own and add it to data.validation.en" in told[flag, "en"]
-    (differs,) = [row for row in done.rows_of("differs") if row.flag == flag]
-    assert (differs.value, differs.field, differs.remark) == ("ALL", "data.split", "its group is called valid")
-    assert "#   --valid-weighted-split-paths-path fr  (" in done.yaml()
-
-
-def test_tr11_without_its_files_says_what_is_missing(tmp_path: Path) -> None:
-    told = {row.flag: row.remark for row in import_text(TR11, tmp_path).rows_of("left out")}
-    for part in ("train", "valid"):
-        remark = told[f"--{part}-weighted-split-paths-path"]
-        assert "the file is not here" in remark
-        assert f"add --{part}-weighted-split-paths-path FILE behind the script" in remark
-
-
-def test_groups_on_the_command_line_become_training_and_validation_groups() -> None:
-    words = [*SMALL, "--train-weighted-split-paths", "TRAIN: 2 0:1 a, 1 0:1.0 b", "--valid-weighted-split-paths"]
-    done = import_megatron(
-        [*words, "books: 1 0:1 held/books", "web: 3 0:1 held/web,1 0:1 held/news", "--eval-iters", "3"]
-    )
-    assert data_of(done) == {
-        "train": [{"path": "a", "weight": 2.0}, {"path": "b", "weight": 1.0}],
-        "validation": {
-            "books": [{"path": "held/books", "weight": 1.0}],
-            "web": [{"path": "held/web", "weight": 3.0}, {"path": "held/news", "weight": 1.0}],
-        },
-    }
-    assert done.recipe.train.evaluate is not None
-    assert not done.rows_of("left out", "not understood")
-
-
-def test_a_range_of_a_shard_that_validation_cannot_have_is_left_out_by_name() -> None:
-    words = [*SMALL, "--train-weighted-split-paths", "T: 1 0:1 a", "--valid-weighted-split-paths"]
-    done = import_megatron([*words, "whole: 1 0:1 b", "cut: 1 0.5:1 c"])
-    assert list(data_of(done)["validation"]) == ["whole"]
-    (row,) = done.rows_of("left out")
-    assert (row.flag, row.value) == ("--valid-weighted-split-paths", "cut")
-    assert row.remark.startswith("documents 0.5:1 of c, but a group reads whole shards: prepare these documents")
-
-
-def test_training_without_validation_keeps_its_cut() -> None:
-    done = import_megatron([*SMALL, "--train-weighted-split-paths", "T: 1 0:0.9 a"])
-    assert data_of(done) == {"train": [{"path": "a", "weight": 1.0}], "split": "0.9,0,0.1"}
-    assert done.recipe.train.evaluate is None
-    with_test = import_megatron(
-        [*SMALL, "--train-weighted-split-paths", "T: 1 0:0.9 a", "--valid-weighted-split-paths", "valid: 1 0.9:0.98 a"]
-    )
-    assert data_of(with_test)["split"] == "0.9,0.08,0.02"
-    assert not with_test.rows_of("left out")
-
-
-def test_words_that_a_shell_took_apart_are_put_together_again() -> None:
-    done = import_megatron([*SMALL, "--train-weighted-split-paths", *["T:", "1", "0:1", "a,", "2", "0:1", "b"]])
-    assert [source["path"] for source in data_of(done)["train"]] == ["a", "b"]
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["T: 1 0.1:1 a"], "asks for documents 0.1:1 of a. A recipe cuts all training sources at the same place"),
-        (["T: 1 0:0.9 a, 1 0:0.8 b"], "documents 0:0.9 of a, 0:0.8 of b"),
-        (["T: 1 0:1 a", "U: 1 0:1 b"], "has 2 groups: T, U. A training has one"),
-        (["T: 1 0:1 a", "T: 1 0:1 b"], "two groups are called 'T'"),
-        (["1 a, 2 b"], "'1 a, 2 b' has no name"),
-        (["T: 1 a"], "'1 a' is no part of a group. A group is"),
-        (["T: 1 0.9:0.5 a"], "'1 0.9:0.5 a' is no part of a group"),
-        (["T: 1 0:1.5 a"], "'1 0:1.5 a' is no part of a group"),
-        (["T: -1 0:1 a"], "'-1 0:1 a' is no part of a group"),
-        (["T: x 0:1 a"], "'x 0:1 a' is no part of a group"),
-        (["T: $W 0:1 a"], "--train-weighted-split-paths is $W 0:1 a"),
-        (["T: 1 0:1 a", "--data-path", "b"], "--data-path and --train-weighted-split-paths are both set"),
-        (["T: 1 0:1 a", "--split", "9,1,0"], "--split and --train-weighted-split-paths are both set"),
-        (["T: 1 0:1 a", "--train-weighted-split-paths-path", "b"], "-paths-path are both set"),
-    ],
-)  # fmt: skip
-def test_a_split_that_a_recipe_cannot_have_is_refused(words: list[str], message: str) -> None:
-    assert message in refused(*SMALL, "--train-weighted-split-paths", *words)
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("", "train.txt is empty"),
-        ('"T: 1 0:1 a', "train.txt cannot be read: No closing quotation"),
-        ("T: 1 0:1 a", "is no part of a group"),
-    ],
-)
-def test_a_file_of_splits_that_is_none_is_refused(text: str, message: str, tmp_path: Path) -> None:
-    (tmp_path / "train.txt").write_text(text)
-    assert message in refused(*SMALL, "--train-weighted-split-paths-path", str(tmp_path / "train.txt"))
-
-
-def test_validation_groups_without_training_groups_are_told() -> None:
-    done = import_megatron([*SMALL, "--data-path", "a", "--valid-weighted-split-paths", "v: 1 0:1 b"])
-    (row,) = done.rows_of("left out")
-    assert row.flag == "--valid-weighted-split-paths"
-
-
-# ---------------------------------------------------------------- the shell
-
-
-def words_of(text: str, **given: str) -> list[str]:
-    return read_script(text, given).commands[-1].words
-
-
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        ('A=3\nB="x  $A"\nrun $B \'$A\' "$B"', ["run", "x", "3", "$A", "x  3"]),
-        ("run ${A:-7} ${A-8} ${A:+x}end $((2 * (3 + 4) - 1))", ["run", "7", "8", "end", "13"]),
-        ("N=4\nrun $((N * 2)) $(($N / 3)) $((N % 3))", ["run", "8", "1", "1"]),
-        ('A=(1 "2 3" # no\n 4)\nA+=(5)\nrun "${A[@]}" ${A[1]}', ["run", "1", "2 3", "4", "5", "2", "3"]),
-        ("A=1\nA+=2\nrun $A pre${A}post", ["run", "12", "pre12post"]),
-        ("run a\\\n  b # c\n", ["run", "a", "b"]),
-        ("A=1 B=2\nexport C=3 D=$B\nrun $A$B$C$D 2>&1 > out", ["run", "1232"]),
-        ("if [ 2 -gt 1 -a x = x ]; then A=1; else A=2; fi\nrun $A", ["run", "1"]),
-        ("if [[ a != a || -z '' ]]\nthen\n A=1\nelse A=2\nfi\nrun $A", ["run", "1"]),
-        ("if ! [[ 1 == 2 ]]; then A=1; fi\n[ 1 -eq 2 ] && A=5\n[[ x == x ]] || A=6\nrun $A", ["run", "1"]),
-        ("if [ 1 -eq 2 ]; then if true; then A=1; fi; elif [ 1 -eq 1 ]; then A=2; else A=3; fi; run $A", ["run", "2"]),
-        ('run `date` $(a b) "$(c)"', ["run", "$(date)", "$(a\ue000b)", "$(c)"]),
-        ("X='run 1'\nsrun -n 2 bash -c \"cd y && $X \\$Z\"", ["srun", "-n", "2", "run", "1", "$Z"]),
-        ("{ A=1; }\ncd x && run $A", ["run", "1"]),
-        ("f() { A=9; }\nA=1\nrun $A", ["run", "1"]),
-    ],
-)
-def test_words_are_what_bash_makes_of_them(text: str, words: list[str]) -> None:
-    assert words_of(text) == words
-
-
-@pytest.mark.parametrize(
-    ("text", "reason"),
-    [
-        ("for A in 1 2; do B=$A; done\nrun $B", "`for` of line 1"),
-        ("while read L; do B=$L; done\nrun $B", "`while` of line 1"),
-        ("case $X in\n a) B=1;;\nesac\nrun $B", "`case` of line 1"),
-        ("if [ -f x ]; then B=1; else B=2; fi\nrun $B", "condition of line 1"),
-        ("if nvidia-smi; then B=1; fi\nrun $B", "condition of line 1"),
-        ("readarray -t B < <(find .)\nrun $B", "line 1 fills it"),
-        ("B=1\n[ -d y ] && B=2\nrun $B", "line 2 depends on a test"),
-        ("run $B", "the script does not set it"),
-    ],
-)
-def test_what_only_a_running_shell_knows_has_no_value_and_a_reason(text: str, reason: str) -> None:
-    script = read_script(text)
-    assert script.commands[-1].words == ["run", "$B"]
-    assert reason in script.reasons["B"]
-
-
-@pytest.mark.parametrize(
-    ("text", "line", "message"),
-    [
-        ("a\nb 'c", 2, "quote"),
-        ('a "b', 1, "quote"),
-        ("cat <<EOT > x\nabc\n", 1, "here-document"),
-        ("A=(1\n2", 1, "array"),
-        ("echo $(a", 1, "bracket"),
-        ("if true; then\na\n", 2, "`elif` is missing"),
-    ],
-)
-def test_a_script_that_is_not_whole_is_refused_with_its_line(text: str, line: int, message: str) -> None:
-    with pytest.raises(ShellError, match=message) as caught:
-        read_script(text)
-    assert caught.value.line in (line, line + 1)
-
-
-def test_a_broken_script_a_missing_file_and_no_arguments_are_usage_errors(tmp_path: Path, command: Command) -> None:
-    (tmp_path / "bad.sh").write_text("A='\n")
-    code, _, err = command("import", "megatron", str(tmp_path / "bad.sh"))
-    assert code == 2
-    assert "bad.sh:1: this script cannot be read" in err
-    assert "cannot read nowhere.sh" in command("import", "megatron", "nowhere.sh")[2]
-    assert "nothing to import" in command("import", "megatron")[2]
-    assert "--set X: It is NAME=VALUE" in command("import", "megatron", *SMALL, "--set", "X")[2].replace(". ", ": ")
-    assert command("import", "megatron", "--help")[0] == 0
-
-
-def test_a_value_without_a_source_names_the_variable_and_how_to_give_it(tmp_path: Path) -> None:
-    text = "pretrain_gpt.py " + " ".join(SMALL).replace("--seq-length 32", "--seq-length $SEQ") + "\n"
-    with pytest.raises(
-        RecipeError, match=r"--seq-length is \$SEQ. \$SEQ: the script does not set it. .*--set SEQ=VALUE"
-    ):
-        import_text(text, tmp_path)
-    assert import_text(text, tmp_path, given={"SEQ": "32"}).recipe.model.seq_length == 32
-    assert import_text(text, tmp_path, "--seq-length", "32").recipe.model.seq_length == 32
-
-
-def test_a_script_without_a_training_or_in_doubt_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(RecipeError, match="there is no training in this script"):
-        import_text("source x\nls\n", tmp_path)
-    doubtful = f"if [ -f x ]; then\n pretrain_gpt.py {' '.join(SMALL)}\nfi\n"
-    with pytest.raises(RecipeError, match="may not be run"):
-        import_text(doubtful, tmp_path)
-    ended = f"exit 0\npretrain_gpt.py {' '.join(SMALL)}\n"
-    with pytest.raises(RecipeError, match="ends here with `exit`"):
-        import_text(ended, tmp_path)
-
-
-def test_the_launcher_and_the_scheduler_must_name_the_same_nodes(tmp_path: Path) -> None:
-    with pytest.raises(RecipeError, match="#SBATCH --nodes is 128 but the launcher starts 64"):
-        import_text(TR1.replace("NNODES=$SLURM_NNODES", "NNODES=64"), tmp_path)
-
-
-def test_repeated_flags_stray_words_and_paths_are_warnings(tmp_path: Path) -> None:
-    text = f"pretrain_gpt.py {' '.join(SMALL)} --lr 2e-3 --fp16 stray --data-path $ROOT/a --split 1,0,0\n"
-    told = "\n".join(str(warning) for warning in import_text(text, tmp_path).warnings)
-    assert "--lr is 1e-3 and then 2e-3" in told
-    assert "'stray' belongs to no flag" in told
-    assert "data.train is [{path: $ROOT/a}]. $ROOT: the script does not set it. Give it with --set ROOT=VALUE" in told
-
-
-def test_a_habana_script_with_options_from_the_environment(tmp_path: Path) -> None:
-    text = f"""
-TP=${{HL_TP:-4}}; RAMP=${{HL_RAMP:-1}}
-CMD=""
-CMD="${{CMD}} cd $REPO && python -u ./pretrain_gpt.py --deepspeed --tensor-model-parallel-size $TP \\
-    {" ".join(SMALL).replace("--train-iters 100", "--train-samples 9_000")} --bf16 --zero-stage=0"
-if [ $RAMP -eq 1 ]
-then
-    CMD="${{CMD}} --rampup-batch-size 2 2 100"
-fi
-deepspeed --num_nodes 1 --num_gpus 4 --no_python /usr/bin/bash -c "$CMD"
-"""
-    done = import_text(text, tmp_path, without_ds_config=True)
-    assert (done.recipe.parallel.tp, done.recipe.parallel.zero) == (4, 1)
-    assert done.recipe.batch.rampup is not None
-    less = import_text(text, tmp_path, without_ds_config=True, given={"HL_RAMP": "0", "HL_TP": "2"})
-    assert less.recipe.batch.rampup is None
-
-
-def test_a_script_of_arrays_with_data_that_only_the_machine_knows(tmp_path: Path) -> None:
-    text = f"""#SBATCH --gpus-per-node=8
-readarray -t TRAIN < <(find data -name '*.bin' | sort)
-DIST=(--nproc_per_node "$SLURM_GPUS_PER_NODE" --nnodes "$SLURM_NNODES")
-MODEL=( {" ".join(SMALL).replace("batch-size 8", "batch-size 16")} ) # sizes
-DATA=(--train-data-path $(echo "${{TRAIN[@]}}") --valid-data-path v --eval-interval 10 --eod-mask-loss)
-srun torchrun "${{DIST[@]}}" pretrain_gpt.py "${{MODEL[@]}}" "${{DATA[@]}}" --fp16
-"""
-    done = import_text(text, tmp_path, given={"SLURM_NNODES": "1"})
-    assert done.recipe.launch is not None
-    assert (done.recipe.launch.nodes, done.recipe.launch.gpus_per_node) == (1, 8)
-    assert done.recipe.data is None
-    assert {row.flag for row in done.rows_of("left out")} == {
-        "--train-data-path", "--valid-data-path", "--eval-interval", "--eod-mask-loss"
-    }  # fmt: skip
-    assert any(row.remark == "add it to `data:` as eod_loss: false" for row in done.rows)
-    odd = import_megatron([*SMALL, "--rotary-base", "500", "--lr-wsd-decay-iters", "3"])
-    assert {row.flag for row in odd.rows if "does not read it" in row.remark} == {
-        "--rotary-base",
-        "--lr-wsd-decay-iters",
-    }
-
-
-def test_the_json_says_what_the_table_says(command: Command) -> None:
-    code, out, _ = command("import", "megatron", *SMALL, "--json", "--name", "mine")
-    assert code == 0
-    answer = json.loads(out)
-    assert answer["recipe"]["name"] == "mine"
-    assert {
-        "flag": "--lr",
-        "value": "1e-3",
-        "field": "lr.peak",
-        "result": "0.001",
-        "kind": "mapped",
-        "remark": "",
-    } in answer["rows"]
+def test_a_ds_config_that_is_wrong_or_does_something_else_is_refused(tmp_path: Path, config: Any, message: str) -> None:
+    with pytest.raises(RecipeError, match=message) as caught:
+        deepspeed(tmp_path, config)
+    assert all(problem.place for problem in caught.value.problems)
+
+
+WRONG: list[Any] = [None, [], {}, "x", "auto", True, -1, 0, 5000, 10**30, 1e308, 0.9, [1], ["auto"], [[]], {"a": 1}]
+KEYS = [
+    "train_batch_size", "gradient_clipping", "fp16", "fp16.enabled", "fp16.loss_scale", "fp16.initial_scale_power",
+    "fp16.loss_scale_window", "fp16.min_loss_scale", "bfloat16", "zero_optimization", "zero_optimization.stage",
+    "zero_optimization.offload_optimizer", "optimizer", "optimizer.type", "optimizer.params", "optimizer.params.lr",
+    "optimizer.params.betas", "scheduler", "scheduler.type", "curriculum_learning", "nebula", "nebula.enabled",
+    "nebula.persistent_storage_path", "nebula.num_of_version_in_retention", "other",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("path", KEYS)
+def test_no_value_of_a_ds_config_is_a_traceback(tmp_path: Path, path: str) -> None:
+    for value in WRONG:
+        config: Any = value
+        for key in reversed(path.split(".")):
+            config = {"enabled": True, key: config} if "nebula." in path and key != "nebula" else {key: config}
+        try:
+            deepspeed(tmp_path, {"fp16": {"enabled": True}} | config, "--fp16")
+        except RecipeError as error:
+            for problem in error.problems:
+                assert problem.place, problem
+                assert problem.rule or problem.remedy, problem

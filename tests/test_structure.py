@@ -20,6 +20,7 @@ FLOORS = {
     "launch": 3,
     "parallel": 4,
     "checkpoint": 4,
+    "interop": 5,
     "prepare": 4,
     "train": 5,
     "plan": 5,
@@ -134,7 +135,7 @@ def test_the_loop_fits_a_screen_and_knows_no_ranks() -> None:
         "cli.check",
         "cli.plan",
         "cli.import_megatron",
-        "checkpoint.megatron.importer",
+        "interop.megatron.importer",
         "base.storage",
     ],
 )

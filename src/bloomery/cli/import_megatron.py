@@ -1,4 +1,4 @@
-"""`bloomery import megatron SCRIPT|FLAGS...`: a Megatron command line becomes a recipe, flag by flag."""
+"""`bloomery import megatron -- FLAGS | --script FILE`: a Megatron command line becomes a recipe, flag by flag."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from bloomery.base.storage import write_atomically, written_to
 from bloomery.base.units import format_count
 
 if TYPE_CHECKING:
-    from bloomery.checkpoint.megatron.importer import Imported
-
-_OWN = {"--ds-config": 1, "--output": 1, "--name": 1, "--set": 1, "--json": 0, "-h": 0, "--help": 0} | {
-    "--without-ds-config": 0
-}
+    from bloomery.interop.megatron.importer import Imported
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.usage = (
-        "bloomery import megatron SCRIPT|FLAGS... [--ds-config FILE | --without-ds-config] [--output FILE] "
-        "[--set NAME=VALUE] [--json]"
+    parser.usage = "bloomery import megatron [--script FILE [--no-execute] [--set NAME=VALUE]] [OPTIONS] [-- FLAGS...]"
+    parser.add_argument(
+        "--script", metavar="FILE", type=Path, help="launch script: its bash is executed, with a stub for every program"
+    )
+    parser.add_argument("--no-execute", action="store_true", help="read the script, without running any of it")
+    parser.add_argument(
+        "--set", metavar="NAME=VALUE", action="append", default=[], help="a variable of the script, or an argument: 1=X"
     )
     ds_config = parser.add_mutually_exclusive_group()
     ds_config.add_argument(
@@ -35,39 +35,33 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     ds_config.add_argument("--without-ds-config", action="store_true", help="import although its ds_config is not here")
     parser.add_argument("--output", metavar="FILE", type=Path, help="recipe to write; default: printed")
     parser.add_argument("--name", help="of the recipe; default: the job's name")
-    parser.add_argument(
-        "--set", metavar="NAME=VALUE", action="append", default=[], help="a variable that the script takes from outside"
-    )
     parser.add_argument("--json", action="store_true", help="print the answer as JSON")
 
 
 def parse(parser: argparse.ArgumentParser, arguments: list[str]) -> argparse.Namespace:
-    """Our own options out of a command line whose other flags are Megatron's, in their order."""
-    mine, theirs = [], []
-    rest = list(arguments)
-    while rest:
-        word = rest.pop(0)
-        takes = _OWN.get(word.partition("=")[0])
-        if takes is None:
-            theirs.append(word)
-            continue
-        mine.append(word)
-        if takes and "=" not in word and rest:
-            mine.append(rest.pop(0))
-    args = parser.parse_args(mine)
-    args.words = theirs
+    """Our own options out of a command line whose other flags are Megatron's; behind `--` all are."""
+    at = arguments.index("--") if "--" in arguments else len(arguments)
+    args, words = parser.parse_known_args(arguments[:at])
+    if words and args.script is None and not words[0].startswith("-") and not words[0].endswith(".py"):
+        args.script, args.no_execute, words = Path(words[0]), True, words[1:]  # SCRIPT alone was never executed
+    args.words = [*words, *arguments[at + 1 :]]
     return args
 
 
 def run(args: argparse.Namespace) -> int:
-    from bloomery.checkpoint.megatron.importer import import_megatron
+    from bloomery.interop.megatron.importer import import_megatron
 
-    wrong = [text for text in args.set if "=" not in text]
-    if wrong:
+    if wrong := [text for text in args.set if "=" not in text]:
         raise RecipeError([Problem(f"--set {text}", "it is NAME=VALUE", "add the value") for text in wrong])
-    given = dict(text.split("=", 1) for text in args.set)
-    options = {"ds_config": args.ds_config, "without_ds_config": args.without_ds_config, "name": args.name}
-    done = import_megatron(args.words, given=given, **options)
+    done = import_megatron(
+        args.words,
+        script=args.script,
+        execute=not args.no_execute,
+        given=dict(text.split("=", 1) for text in args.set),
+        ds_config=args.ds_config,
+        without_ds_config=args.without_ds_config,
+        name=args.name,
+    )
     if args.output is not None:
         with written_to("--output"):
             write_atomically(args.output, mask(done.yaml()))
@@ -106,9 +100,9 @@ def _summary(done: Imported, output: Path | None) -> str:
     plan, model = TrainingPlan.of(done.recipe), done.recipe.model
     parameters = count_parameters(model, vocab_size=model.vocab_size).total
     unknown = [row.flag for row in done.rows_of("not understood")]
-    told = f"; not understood: {', '.join(unknown)}" if unknown else ""
+    rest = f"; not understood: {', '.join(unknown)}" if unknown else ""
     where = f"{output}: " if output is not None else ""
     return (
         f"{where}{done.recipe.name}, {format_count(parameters)} parameters, {plan.train_steps:,} steps, "
-        f"warm-up ends at step {plan.warmup_ends_at_step:,}{told}"
+        f"warm-up ends at step {plan.warmup_ends_at_step:,}{rest}"
     )

@@ -1,1 +1,0 @@
-"""Megatron-LM and Megatron-DeepSpeed command lines, launch scripts and ds_config.json, read into a recipe."""

@@ -1,0 +1,258 @@
+"""The table of Megatron-LM's and Megatron-DeepSpeed's flags, and a command line split into flags and values."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+Kind = Literal["mapped", "default", "differs", "left out", "not needed", "not understood"]
+REQUIRED = object()
+"""Instead of a default: Megatron does not start without this flag."""
+
+# (names of the flag, recipe field, type of its value, Megatron's default): the first name that is given counts.
+# `steps`: a number of steps. Default None: the field is set only where the flag is given.
+FIELDS: tuple[tuple[str, str, str, Any], ...] = (
+    ("seed", "seed", "int", 1234),
+    ("num-layers encoder-num-layers", "model.num_layers", "int", REQUIRED),
+    ("hidden-size", "model.hidden_size", "int", REQUIRED),
+    ("num-attention-heads", "model.num_heads", "int", REQUIRED),
+    ("seq-length encoder-seq-length", "model.seq_length", "int", REQUIRED),
+    ("ffn-hidden-size", "model.ffn_hidden_size", "int", None),
+    ("num-key-value-heads", "model.num_kv_heads", "int", None),
+    ("init-method-std", "model.init_std", "float", 0.02),
+    ("norm-epsilon layernorm-epsilon", "model.norm_eps", "float", 1e-5),
+    ("make-vocab-size-divisible-by", "model.vocab_multiple", "int", None),
+    ("untie-embeddings-and-output-weights", "model.tie_embeddings", "false", None),
+    ("tokenizer-name-or-path tokenizer-model", "tokenizer.path", "str", None),
+    ("rampup-batch-size", "batch.rampup", "ramp", None),
+    ("micro-batch-size", "batch.micro_batch_size", "int", REQUIRED),
+    ("global-batch-size", "batch.global_batch_size", "int", REQUIRED),
+    ("adam-eps", "optimizer.eps", "float", 1e-8),
+    ("weight-decay", "optimizer.weight_decay", "float", 0.01),
+    ("lr", "lr.peak", "float", REQUIRED),
+    ("lr-decay-style", "lr.schedule", "lower", "linear"),
+    ("tensor-model-parallel-size", "parallel.tp", "int", 1),
+    ("pipeline-model-parallel-size", "parallel.pp", "int", 1),
+    ("context-parallel-size ds-sequence-parallel-size", "parallel.cp", "int", None),
+    ("cpu-optimizer optimizer-cpu-offload", "parallel.offload", "true", None),
+    ("save-interval persistent-save-interval", "checkpoint.phases", "phases", None),
+    ("skip-train-iteration-range", "train.skip", "skips", None),
+    ("iterations-to-skip", "train.skip", "skips", None),
+    ("log-interval", "monitor.log_every", "steps", 100),
+    ("tensorboard-dir", "monitor.tensorboard", "true", False),
+    ("reset-attention-mask", "data.mask_documents", "true", None),
+    ("reset-position-ids", "data.reset_positions", "true", None),
+    ("eod-mask-loss", "data.eod_loss", "false", None),
+    ("data-cache-path", "data.cache_dir", "str", None),
+)
+
+_SPECIAL = """
+kv-channels max-position-embeddings position-embedding-type normalization hidden-dropout attention-dropout rotary-base
+rotary-position-embeddings-theta rotary-percent num-query-groups pad-vocab-size-to padded-vocab-size vocab-size
+tokenizer-type vocab-file merge-file train-samples train-iters train-tokens exit-interval exit-duration-in-mins
+optimizer adam-beta1 adam-beta2 clip-grad min-lr lr-decay-iters lr-decay-samples lr-decay-tokens lr-warmup-iters
+lr-warmup-samples lr-warmup-tokens lr-warmup-fraction lr-wsd-decay-style lr-wsd-decay-iters lr-wsd-decay-samples
+loss-scale initial-loss-scale min-loss-scale loss-scale-window hysteresis fp8-format zero-stage
+data-parallel-sharding-strategy num-layers-per-virtual-pipeline-stage num-virtual-stages-per-pipeline-rank
+recompute-granularity split mask-prob short-seq-prob eval-interval eval-iters deepspeed_config
+train-weighted-split-paths-path valid-weighted-split-paths-path remote-device data-path train-data-path
+valid-data-path train-weighted-split-paths valid-weighted-split-paths
+"""
+SPECIAL = _SPECIAL.split()
+"""Flags with values that `recipe.py` maps together with others."""
+
+_SWITCHES = """
+fp16 bf16 fp8-e4m3 fp8-e5m2 fp8-hybrid deepspeed embed-layernorm swiglu group-query-attention
+use-rotary-position-embeddings use-alibi-position-embeddings no-position-embedding disable-bias-linear
+no-bias-gelu-fusion openai-gelu checkpoint-activations recompute-activations deepspeed-activation-checkpointing
+use-distributed-optimizer use-torch-fsdp2 torch-fsdp2-no-reshard-after-forward use-megatron-fsdp use-custom-fsdp
+bert-no-binary-head reset-position-ids reset-attention-mask eod-mask-loss
+"""
+SWITCHES = _SWITCHES.split()
+"""Flags without a value that `recipe.py` maps."""
+
+MAPPED = frozenset([*SPECIAL, *SWITCHES, *(name for names, *_ in FIELDS for name in names.split())])
+
+_ATTENTION = "no family here has such an attention or such positions"
+_FAMILIES = "the families here have fixed layers, all alike, with one kind of weights and activations"
+_WEIGHTS = (
+    "a recipe has one model.init_std, one learning rate and one weight decay, for all weights but norms and biases"
+)
+_STREAM = "every sample is a stretch of the documents' stream, of full length, with a loss for every next token"
+
+# Flags that change what is trained in a way that a recipe cannot express: an import ends here.
+# (why, names; `name=value` for a value that switches it off)
+_REFUSED: tuple[tuple[str, str], ...] = (
+    ("no family here has experts", """num-experts=1 expert-model-parallel-size=1 moe-expert-parallel-size=1
+        num-experts-switch=1 moe-use-upcycling"""),
+    (_ATTENTION, """multi-latent-attention qk-layernorm qk-l2-norm qk-clip add-qkv-bias attention-output-gate
+        window-size window-attn-skip-freq experimental-attention-variant linear-attention-freq softmax-type=vanilla
+        rotary-interleaved use-rope-scaling rotary-seq-len-interpolation-factor=1 no-rope-freq rope-type=rope
+        mrope-section"""),
+    (_FAMILIES, """squared-relu quick-geglu glu-activation activation-func-clamp-value glu-linear-offset=0
+        glu-linear-offset=0.0 apply-residual-connection-post-layernorm hybrid-attention-ratio=0
+        hybrid-attention-ratio=0.0 hybrid-mlp-ratio=0 hybrid-mlp-ratio=0.0 hybrid-override-pattern hybrid-layer-pattern
+        is-hybrid-model heterogeneous-layers-config-path heterogeneous-layers-config-encoded-json spec
+        decoder-num-layers enable-hyper-connections perform-rl-step retro-add-retriever vision-pretraining kd mos
+        fp4-format kitchen-config-file kitchen-recipe-number te-precision-config-file"""),
+    (_WEIGHTS, """init-method-xavier-uniform no-scaled-init data-parallel-random-init use-mup embedding-init-method-std
+        start-weight-decay end-weight-decay weight-decay-incr-style=constant do-norm-bias-weight-decay
+        no-decoupled-weight-decay apply-wd-to-qk-layernorm no-weight-decay-cond-type decoupled-lr decoupled-min-lr
+        head-lr-mult"""),
+    ("the warm-up begins at zero", "lr-warmup-init=0 lr-warmup-init=0.0"),
+    (_STREAM, """random-ltd data-efficiency-curriculum-learning loss-on-targets-only sft fim-data mtp-num-layers=0
+        reweight-loss-based-on-position-frequency sample-rate=1 sample-rate=1.0 phase-transition-iterations"""),
+    ("a recipe's batch grows in equal stages of samples: where these are equal, write --global-batch-size N "
+     "--rampup-batch-size START INCREMENT SAMPLES", "step-batch-size-schedule"),
+    ("the vocabulary is that of the tokenizer", "vocab-extra-ids=0"),
+    ("it ends without a training, and a recipe is one", "skip-train eval-only"),
+    ("Megatron then takes all of its arguments from that file, which is not read here", "yaml-cfg"),
+    ("Megatron asks for --micro-batch-size, --tensor-model-parallel-size, --lr-warmup-fraction instead",
+     "batch-size model-parallel-size warmup"),
+)  # fmt: skip
+
+# Flags that no field comes from: (what is reported of them, why, names and patterns). The first counts.
+_OTHERS: tuple[tuple[Kind, str, str], ...] = (
+    ("left out", "begins with those weights: see `bloomery import hf`", "finetune pretrained-checkpoint bert-load"),
+    ("left out", "the checkpoint's arguments would overrule these: check the model", "use-checkpoint-args"),
+    ("left out", "`bloomery train --from` chooses a checkpoint", "ckpt-step"),
+    ("left out", "add `data:` to the recipe",
+     "data-args-path per-split-data-args-path aml-data-download-path mock-data"),
+    ("left out", "add checkpoint.keep or checkpoint.local to the recipe", "save-retain-interval non-persistent-*"),
+    ("left out", "add parallel.shard_size: replicas divided by it", "num-distributed-optimizer-instances"),
+    ("left out", "a training ends by its length (train.for), or by hand", "eval-loss-exit-value"),
+    ("differs", "all layers have one precision; weights, gradients and moments are kept in fp32",
+     """fp32-residual-connection first-last-layers-bf16 num-layers-at-*-in-bf16 use-bnb-optimizer main-grads-dtype
+     main-params-dtype exp-avg-dtype exp-avg-sq-dtype"""),
+    ("differs", "an evaluation has train.evaluate.steps batches for every group of data.validation",
+     "full-validation multiple-validation-sets"),
+    ("differs", "the order of samples is Bloomery's own (data.order), and repeats sources as train.for needs",
+     "train-data-exact-num-epochs disable-doc-shuffling"),
+    ("differs", "batch sizes never follow from the machines", "decrease-batch-size-if-needed"),
+    ("not needed", "a choice of kernels and of how they round; ours are tested to agree",
+     """*-fusion *-fusion-impl *flash-attn* *fused-* use-fast-softmax no-persist-layer-norm disable-mem-efficient-ln
+     use-te-activation-func *-in-fp32 *query-key-layer-scaling use-mcore-models use-legacy-models deterministic-mode
+     disable-bf16-reduced-precision-matmul te-rng-tracker *cuda-graph* enable-experimental mask-tensor-adding
+     fix-position-emb-redundant-alloc memory-centric-tiled-linear attention-backend transformer-impl *torch-compile*
+     compiled-autograd-* onnx-safe tile-factor apply-layernorm-1p fp16-lm-cross-entropy grad-reduce-in-bf16 *fp8-*
+     calculate-per-token-loss use-cpu-initialization sequence-parallel recompute-* checkpoint-num-layers"""),
+    ("not needed", "how processes talk and where tensors are kept; PyTorch and the recipe's `parallel` decide",
+     """distributed-* local?rank DDP-impl nccl-* lazy-mpu-init *sharp* wgrad-deferral-limit *-comm-* use-nccl-ub ddp-*
+     train-sync-interval microbatch-group-size-* suggested-communication-unit-size *delay-* *overlap-* no-align-*
+     *-sizes high-priority-stream-groups disable-symmetric-registration *-tensor-model-parallel-allreduce
+     use-ring-exchange-p2p
+     no-scatter-gather-tensors-in-pipeline use-tp-pp-dp-mapping defer-embedding-wgrad-compute *contiguous-buffers-in-*
+     disable-gloo-process-groups force-ds-sequence-parallel fsdp-double-buffer deepspeed_mpi init-model-with-meta-device
+     zero-* sync-tp-duplicated-parameters no-pipeline-parallel pp-partition-method decoder-*-pipeline-num-layers
+     pipeline-model-parallel-layout standalone-embedding-stage account-for-* *-activations checkpoint-in-cpu
+     contigious-checkpointing scattered-embeddings synchronize-each-layer profile-backward *pin-* split-transformers
+     cpu-offloading* pytorch-activation-checkpointing ds-sequence-parallel-fpdt* no-clone-* *_adam use-torch-optimizer-*
+     use-precision-aware-optimizer *manual-gc* optimizer-offload-fraction dump-param-* empty-unused-memory-level"""),
+    ("not needed", "a run has one folder (--run-dir), and resumes from its newest checkpoint by itself",
+     """save load load-tag override-* use-checkpoint-* universal-checkpoint no-load-* no-save-* reset-iteration
+     no-initialization exit-on-missing-checkpoint use-mp-args-* load-main-params-* verify-checkpoint* *ckpt*
+     no-use-tokenizer-model-from-checkpoint-args no-strict-fsdp-dtensor-load async-* replication* distrib-optim-*"""),
+    ("not needed", "a signal, or control/kill in the run folder, saves and ends a job",
+     "kill-switch-path exit-signal*"),
+    ("not needed", "always recorded in metrics.jsonl and TensorBoard, and watched; `train --trace` shows a step",
+     """*log-* logging-level *-logger-* app-tag-* no-barrier-with-level-1-timing no-one-logger tensorboard-* wandb-*
+     profile profile-* use-pytorch-profiler* codecarbon-dir *memory-snapshot* record-memory-* *check-* *-ft-*
+     inprocess-* *straggler* run-workload-inspector-server adlr-* rerun-mode error-injection-*
+     result-rejected-tracker-filename"""),
+    ("not needed", "data.order and the tokenizer's folder decide; one thread prefetches",
+     """*num-workers data-impl num-dataset-builder-threads *-cache-path *mmap-* no-create-attention-mask-* repeated-*
+     return-data-index disable-msc mid-level-dataset-surplus eval-micro-batch-size dataloader-type train-*-path
+     no-seq-len-plus-one-tokens test-* trust-remote-code legacy-tokenizer tokenizer-metadata tiktoken-*"""),
+    ("not needed", "only another kind of model or optimizer reads it",
+     """moe-* *-moe-* topk mlp-type expert-interval expert-tensor-parallel-size use-tutel inference fim-* mup-*
+     qk-clip-*
+     muon-* sgd-momentum decoder-seq-length mtp-loss-scaling-factor num-channels patch-dim"""),
+)  # fmt: skip
+
+
+def _refused() -> dict[str, tuple[str, set[str]]]:
+    found: dict[str, tuple[str, set[str]]] = {}
+    for why, names in _REFUSED:
+        for name, _, off in (word.partition("=") for word in names.split()):
+            found.setdefault(name, (why, set()))[1].update([off] if off else [])
+    return found
+
+
+REFUSED = _refused()
+"""Name -> why a recipe cannot express it, and the values with which it does nothing."""
+
+
+def other_flag(name: str) -> tuple[Kind, str] | None:
+    """What to report of a flag that no field comes from; None if it is not known."""
+    for kind, why, names in _OTHERS:
+        if any(fnmatch.fnmatchcase(name, word) for word in names.split()):
+            return kind, why
+    return None
+
+
+def known_names() -> Iterable[str]:
+    return [*MAPPED, *REFUSED, *(name for *_, names in _OTHERS for name in names.split() if "*" not in name)]
+
+
+@dataclass(frozen=True)
+class Given:
+    """A flag as it was written."""
+
+    flag: str
+    values: list[str]
+    place: str
+
+    @property
+    def text(self) -> str:
+        return " ".join(self.values)
+
+
+@dataclass
+class CommandLine:
+    program: str = ""
+    launcher: dict[str, Given] = field(default_factory=dict)
+    """Flags before the program: of torchrun, deepspeed or srun."""
+    flags: dict[str, Given] = field(default_factory=dict)
+    repeated: list[tuple[Given, Given]] = field(default_factory=list)
+    """Flags that are given twice with different values: (the one that is overruled, the one that counts)."""
+    stray: list[str] = field(default_factory=list)
+    """Words that belong to no flag."""
+
+
+def parse_command(words: Sequence[str], place: str) -> CommandLine:
+    """A command line, its program and launcher separated. Nothing is refused here."""
+    program_at = next((i for i, word in enumerate(words) if word.endswith(".py")), -1)
+    line = CommandLine(program=words[program_at] if program_at >= 0 else "")
+    for given in _flags(words[: max(0, program_at)], place):
+        line.launcher[given.flag] = Given(given.flag, given.values[:1], place)
+    for given in _flags(words[program_at + 1 :], place):
+        before = line.flags.get(given.flag)
+        if before is not None and before.values != given.values:
+            line.repeated.append((before, given))
+        if not given.flag or given.flag.removeprefix("--") in SWITCHES:
+            line.stray += given.values
+        if given.flag:
+            line.flags[given.flag] = given
+    return line
+
+
+def _flags(words: Sequence[str], place: str) -> Iterable[Given]:
+    """Every flag with the words up to the next one; words before the first flag have the flag ''."""
+    given = Given("", [], place)
+    for word in words:
+        if word == "--":
+            continue
+        if not word.startswith("--"):
+            given.values.append(word)
+            continue
+        yield given
+        name, equals, value = word.partition("=")
+        given = Given(name, [value] if equals else [], place)
+    yield given
+
+
+def is_known(text: str) -> bool:
+    """Whether no variable without a value, and no output of a program, is in it: these stay as they are written."""
+    return "$" not in text
