@@ -160,10 +160,10 @@ def test_starts_and_energy_are_found_in_one_pass_that_parses_no_other_lines(
     scan = history.scan
     monkeypatch.setattr(history, "scan", lambda path, take: (passes.append(path), scan(path, take)))
     ledger = tmp_path / "events.jsonl"
-    assert read_ledger(ledger) == ([], [])
-    start = {"kind": "start", "job": 2, "step": 7, "start": "ab", "energy": {"joules": 3.0}}
+    assert read_ledger(ledger) == ([], Energy())
+    start = {"kind": "start", "job": 2, "step": 7, "start": "ab", "energy": {"joules": 3.0, "device_seconds": 1.0}}
     ledger.write_text('{"kind": "note", damaged}\n{"kind":"note","of":"start"}\n' + json.dumps(start) + "\n")
-    assert read_ledger(ledger) == read_ledger(ledger) == ([(2, 7, "ab")], [Energy(3.0)])
+    assert read_ledger(ledger) == read_ledger(ledger) == ([(2, 7, "ab")], Energy(3.0, 0.0, 1.0))
     assert passes == [ledger]
     ledger.write_text('{"kind": "start", "job": 2}\n')
     assert read_ledger(ledger).starts == []

@@ -29,8 +29,11 @@ class Energy:
     """Ranks times wall clock."""
 
     def __add__(self, other: Energy) -> Energy:
-        mine, others = asdict(self).values(), asdict(other).values()
-        return Energy(*(a + b for a, b in zip(mine, others, strict=True)))
+        return Energy(
+            self.joules + other.joules,
+            self.measured_seconds + other.measured_seconds,
+            self.device_seconds + other.device_seconds,
+        )
 
     @property
     def measured_joules(self) -> float | None:
@@ -42,13 +45,19 @@ class Energy:
         """The share of the devices' time that was measured, from 0 to 1."""
         return min(1.0, self.measured_seconds / self.device_seconds) if self.device_seconds else 0.0
 
+    def order(self) -> float:
+        """Sums only grow, so of two the later one is the one with more time of devices."""
+        return self.device_seconds
+
     def to_json(self) -> dict[str, float]:
         return asdict(self)
 
     @classmethod
     def from_json(cls, facts: Any) -> Energy:
         """Zero where nothing was recorded."""
-        return cls(**{key: float(facts.get(key, 0.0)) for key in asdict(cls())}) if isinstance(facts, dict) else cls()
+        if not isinstance(facts, dict):
+            return cls()
+        return cls(*(float(facts.get(key, 0.0)) for key in ("joules", "measured_seconds", "device_seconds")))
 
 
 def format_joules(joules: float) -> str:

@@ -75,8 +75,8 @@ def spent_before(run_folder: Path, saved: Energy) -> Energy:
     `saved`: what its checkpoint says, which may have come from another machine."""
     found = [saved, *_logged(run_folder / names.METRICS_FILE)]
     with contextlib.suppress(DataError):
-        found += read_ledger(run_folder / names.EVENTS_FILE).energy
-    return max(found, key=lambda energy: energy.device_seconds)
+        found.append(read_ledger(run_folder / names.EVENTS_FILE).energy)
+    return max(found, key=Energy.order)
 
 
 def is_whole(energy: Energy) -> bool:

@@ -132,7 +132,7 @@ class Gathered:
         self.jobs.add(str(event.get("job")))
         if is_number(event.get("time")):
             self._at(event["time"])
-        self.energy = max(self.energy, Energy.from_json(event.get(names.FACT_ENERGY)), key=_device_seconds)
+        self.energy = max(self.energy, Energy.from_json(event.get(names.FACT_ENERGY)), key=Energy.order)
         shown = (names.FACT_PARAMETERS, names.FACT_RECIPE, names.FACT_ENERGY_SENSOR)
         self.facts |= {name: event[name] for name in shown if event.get(name) is not None}
         losses = event.get(names.FACT_REFERENCE_LOSSES)
@@ -147,7 +147,3 @@ class Gathered:
 
 def is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def _device_seconds(energy: Energy) -> float:
-    return energy.device_seconds

@@ -31,8 +31,8 @@ class Start(NamedTuple):
 class Ledger(NamedTuple):
     starts: list[Start]
     """Of all jobs so far, oldest first."""
-    energy: list[Energy]
-    """What the run had spent, wherever that was recorded."""
+    energy: Energy
+    """The most that was recorded: sums only grow."""
 
 
 def read_metrics(path: Path) -> list[Record]:
@@ -98,25 +98,26 @@ def read_ledger(path: Path) -> Ledger:
     try:
         found = path.stat()
     except OSError:
-        return Ledger([], [])
+        return Ledger([], Energy())
     return _read_ledger(path, (found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns))
 
 
 @lru_cache(maxsize=1)
 def _read_ledger(path: Path, version: tuple[int, ...]) -> Ledger:
-    ledger = Ledger([], [])
+    starts: list[Start] = []
+    energy = Energy()
 
     def take(line: bytes) -> None:
         if b'"start"' not in line and b'"energy"' not in line:
             return
+        nonlocal energy
         event = event_of(line)
-        if names.FACT_ENERGY in event:
-            ledger.energy.append(Energy.from_json(event[names.FACT_ENERGY]))
+        energy = max(energy, Energy.from_json(event.get(names.FACT_ENERGY)), key=Energy.order)
         if event["kind"] == names.Event.START and type(event.get("job")) is type(event.get("step")) is int:
-            ledger.starts.append(Start(event["job"], event["step"], str(event.get("start", ""))))
+            starts.append(Start(event["job"], event["step"], str(event.get("start", ""))))
 
     scan(path, take)
-    return ledger
+    return Ledger(starts, energy)
 
 
 def event_of(line: bytes) -> dict[str, Any]:
