@@ -12,7 +12,10 @@ _USER = r"[^\s/@:'\"<>\[]*:"
 _TO_AT = r"(?:(?!://)[^\s'\"<>]){0,1024}@"
 _PORT = r"\d{1,5}(?:[^\w@%!$*+=~.-]|[.,]?$|[.,]\s)|[\s'\"<>),;\]]|$"
 _CHAIN = r":(?:[\w+.-]+::)*[\w+.-]+://"
-_NAMED = r"(?<![a-z])sig|signature|token(?!iz)|secret|passw|pwd|jwt|key(?!word)|cred|auth(?!or)"
+_NAMED = (
+    r"(?<![a-z])(?:sig|sas|pass|pw|code|session|hmac|hdnea)(?![a-z])|signature|token(?!iz)|secret|passw|pwd|jwt"
+    r"|key(?!word)|cred|auth(?!or)"
+)
 _WORDS = r"\w*secret\w*|passw\w*|sharedaccess\w*|(?:access|account|api)_?key|(?:access|api|auth|hf|sas|session)_?token"
 _RULES = (
     # scheme://user:PASSWORD@host, also where a message cut it short, and as a path, which has one `/`. Stores have no
@@ -24,6 +27,7 @@ _RULES = (
     (re.compile(rf"([?&;#][\w.%-]{{0,64}}?(?:{_NAMED})[\w.%-]{{0,64}}=){_VALUE}", re.I), ""),
     (re.compile(rf"(\b(?:{_WORDS})(?:=|['\"]: ?)['\"]?){_VALUE}", re.I), ""),
     (re.compile(r"(authorization['\"]?\s*[:=]\s*+['\"]?+)(?!\*)[^'\"\n,}]+", re.I), ""),
+    (re.compile(rf"(\b(?:x-[\w-]*(?:key|token|secret)['\"]?\s*[:=]\s*['\"]?|Bearer ))(?!\*){_VALUE}", re.I), ""),
 )
 _INSTEAD = {
     "s3 s3a": "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or write ~/.aws/credentials",

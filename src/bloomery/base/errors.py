@@ -24,9 +24,10 @@ class Problem:
     """Where it stands: `my.yaml:31`, `command line`, a file."""
 
     def __str__(self) -> str:
-        place = f"{on_one_line(self.place)}: " if self.place else ""
+        place = f"{self.place}: " if self.place else ""
         sentences = [self.what, *(_capitalised(part) for part in (self.rule, self.remedy) if part)]
-        return mask(place + " ".join(text if text.endswith((".", "?", "!")) else f"{text}." for text in sentences))
+        text = " ".join(text if text.endswith((".", "?", "!")) else f"{text}." for text in sentences)
+        return mask(on_one_line(place + text))
 
 
 def first_few(names: Sequence[str], most: int = 3) -> str:

@@ -47,6 +47,10 @@ class Ranks(Protocol):
         """Who waits for whom, as a sentence; empty for a single rank. Not collective."""
         ...
 
+    def silent_ranks(self) -> list[int]:
+        """Those that no longer report: stopped, or on a host that is gone. Not collective."""
+        ...
+
     def report_hang(self, report: Callable[[str], None]) -> None:
         """Call this when the ranks wait for each other for too long; then the job ends. Not collective."""
         ...
@@ -77,6 +81,9 @@ class _Alone:
 
     def waits(self) -> str:
         return ""
+
+    def silent_ranks(self) -> list[int]:
+        return []
 
     def report_hang(self, report: Callable[[str], None]) -> None: ...
 

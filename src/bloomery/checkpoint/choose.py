@@ -86,7 +86,8 @@ def refuse_later(roots: Sequence[Path], *, step: int, damaged: Iterable[Path] = 
 class Tidied:
     """What `tidy` has done, by the names of folders."""
 
-    quarantined: list[str]
+    quarantined: dict[Path, str]
+    """The new names of damaged checkpoints."""
     retired: list[str]
     debris: list[str]
     latest_said: str | None
@@ -108,7 +109,7 @@ def tidy(root: Path, *, step: int, damaged: Iterable[Path] = (), keep_debris: bo
     elif not staying:
         (root / folders.LATEST).unlink(missing_ok=True)
     return Tidied(
-        quarantined=[folders.quarantine(path).name for path in doomed],
+        quarantined={path: folders.quarantine(path).name for path in doomed},
         retired=folders.retire_later(root, step),
         debris=folders.sweep_debris(root, keep=keep_debris),
         latest_said=(said or "") if said != wanted else None,

@@ -137,6 +137,8 @@ def read_index(folder: Path) -> dict[str, SavedTensor]:
     try:
         content = read_json(folder / INDEX, LARGE_BYTES)["tensors"]
         tensors = {name: _tensor(facts) for name, facts in content.items()}
+        if astray := [name for name, each in tensors.items() if any(piece.key != name for piece in each.pieces)]:
+            raise ValueError(f"pieces of {astray[0]!r:.80} have another key")
         if problems := _not_whole(tensors):
             raise ValueError("; ".join(problem.what for problem in problems[:_MOST_PROBLEMS]))
         places = [(piece.file, piece.key) for tensor in tensors.values() for piece in tensor.pieces]

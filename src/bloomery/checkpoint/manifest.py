@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -26,13 +27,14 @@ FORMAT = 2
 STATE, RECIPE = "state.json", "recipe.yaml"
 SUSPICIOUS = "suspicious"
 """Whether it was saved in a stretch of spikes or NaNs, so that older ones may be better."""
+_FILE_NAME = re.compile(r"[A-Za-z0-9._-]{1,200}")
 _OWN_HASH = "sha256"
 """Of all else that the manifest says; those of earlier versions have none."""
 
 
 def plain_name(name: str) -> str:
     """A file of the checkpoint's own folder; ValueError for any other."""
-    if Path(name).name != name or not name:
+    if not _FILE_NAME.fullmatch(name) or name in (".", ".."):
         raise ValueError(f"{name!r} is no plain file name")
     return name
 
@@ -72,7 +74,7 @@ class _Manifest(_Entry):
     versions: dict[str, Any] | None = None
     tokenizer: str | None = None
     shards: dict[str, _Shard] | None = None
-    time: float | None = None
+    time: Annotated[float, Field(ge=0, le=1e11)] | None = None
     validation: _Validation | None = None
     suspicious: bool | None = None
     parts: str | None = None

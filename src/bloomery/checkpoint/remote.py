@@ -85,6 +85,11 @@ def open_store(url: str) -> tuple[Any, str]:
     return store, str(path).rstrip("/")
 
 
+def _is_link(store: Any, path: str) -> bool:
+    """Of a store that is a local folder: nothing there is read or written through a link."""
+    return "file" in store.protocol and os.path.islink(path)
+
+
 def list_remote(url: str) -> list[RemoteCheckpoint]:
     """All that have a manifest, by step."""
     store, root = open_store(url)
@@ -96,6 +101,8 @@ def list_remote(url: str) -> list[RemoteCheckpoint]:
 
 
 def _read_remote(store: Any, path: str) -> RemoteCheckpoint | None:
+    if _is_link(store, path):
+        return None
     try:
         sizes = {entry["name"].rsplit("/", 1)[-1]: entry["size"] or 0 for entry in store.ls(path, detail=True)}
         if folders.MANIFEST not in sizes:
@@ -232,9 +239,14 @@ def upload(folder: Path, to: str, writer: Writer | None = None) -> bool:
     if there is not None and there.content == content and there.is_whole():
         return True
     require()
+    if _is_link(store, path):
+        raise OSError(f"{path} is a link, which is not followed")
     if there is not None:  # of another branch of the run: no longer complete
         store.rm_file(f"{path}/{folders.MANIFEST}")
     store.makedirs(path, exist_ok=True)
+    for file in store.ls(path, detail=False):
+        if _is_link(store, file):
+            os.unlink(file)
 
     def put(file: str) -> None:
         require()

@@ -53,8 +53,15 @@ def validate(raw: dict[str, Any], draft: Draft) -> None:
 
 def _mask_secrets(node: Any, path: str, draft: Draft) -> None:
     """Before any value is shown. Each is a problem, unless the recipe is that of a checkpoint."""
-    for key, value in node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else ():
+    for key, value in list(
+        node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else ()
+    ):
         inner = f"{path}.{key}" if path else str(key)
+        if isinstance(key, str) and mask(key) != key:
+            node[mask(key)] = node.pop(key)
+            what, rule = f"{mask(inner)} is a name with a secret in it", "a recipe is copied into checkpoints and logs"
+            draft.problems.append(Problem(what, rule, "use another name", mask(draft.place(inner))))
+            continue
         if not isinstance(value, str) or (masked := mask(value)) == value:
             _mask_secrets(value, inner, draft)
             continue

@@ -39,7 +39,7 @@ class ModelSection(Section):
 
     family: Family
     """gpt2 (learned positions), bloom (ALiBi), llama (rotary, gated MLP) or bert (encoder)."""
-    num_layers: Size
+    num_layers: Annotated[int, Field(gt=0, le=10_000)]
     """Transformer blocks."""
     hidden_size: Size
     """Width of the residual stream."""

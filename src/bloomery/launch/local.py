@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import cast
@@ -147,6 +148,8 @@ class _Job:
                 return
             self._deadline = min(self._deadline, now + self._patience.lost_seconds)
         self._asked = self._asked or now
+        with suppress(ProcessLookupError, TypeError):  # it reports the ends of ranks, and may be stopped as well
+            os.kill(forkserver._forkserver._forkserver_pid, signal.SIGCONT)  # type: ignore[attr-defined]
         for rank in self._ranks:
             _signal(rank, number)
             _signal(rank, signal.SIGCONT)

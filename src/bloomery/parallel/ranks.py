@@ -69,6 +69,9 @@ class DistributedRanks:
     def waits(self) -> str:
         return self.watch.waits()
 
+    def silent_ranks(self) -> list[int]:
+        return self.watch.silent_ranks()
+
     def report_hang(self, report: Callable[[str], None]) -> None:
         self.watch.report = report
 

@@ -57,10 +57,14 @@ class Watch:
         whom = f"rank {', '.join(map(str, behind[:8]))}{' and more' if len(behind) > 8 else ''}"
         return f"rank {self._rank} has waited {seconds} for {whom}, which last reported step {step}"
 
+    def silent_ranks(self) -> list[int]:
+        """Those whose notes no longer change. Of a rank that has never been heard nothing is known."""
+        now = time.monotonic()
+        return [rank for rank, heard in self._changed.items() if rank != self._rank and now - heard > _QUIET_SECONDS]
+
     def _behind(self) -> list[int]:
         """Whom all wait for: ranks that are silent, or else those that have not come to what the others wait in."""
-        now, others = time.monotonic(), [rank for rank in range(self._size) if rank != self._rank]
-        if silent := [rank for rank in others if now - self._changed.get(rank, 0.0) > _QUIET_SECONDS]:
+        if silent := self.silent_ranks():
             return [0] if 0 in silent else silent  # rank 0 keeps the store: without it nobody is heard
         notes = {**self._notes, self._rank: self._mine(0)}
         least = min((note.beats, note.waiting) for note in notes.values())

@@ -214,9 +214,11 @@ def put_in_order(recipe: Recipe, roots: Sequence[Path], past: Past, journal: Jou
     """Move aside what this run does not go on from, and tell it. Not before the past is loaded: a start that fails must
     leave every checkpoint where it was."""
     keep_debris = recipe.checkpoint.debris == "keep"
+    renamed: dict[Path, str] = {}
     for root in roots:
         with writing(root, "put the folder in order"):
             done = tidy(root, step=past.state.step, damaged=past.damaged, keep_debris=keep_debris)
+        renamed |= done.quarantined
         if done.debris:
             journal.event(Event.DEBRIS_REMOVED, past.state.step, folders=done.debris, kept=keep_debris)
         if done.retired:
@@ -227,9 +229,7 @@ def put_in_order(recipe: Recipe, roots: Sequence[Path], past: Past, journal: Jou
     for path, reasons in past.damaged.items():
         journal.event(Event.DAMAGED, past.state.step, folder=path.name, reasons=reasons, place=str(path.parent))
         used = past.checkpoint.name if past.checkpoint else "nothing"
-        journal.warning(
-            f"{path} is damaged ({'; '.join(reasons)}). It is called damaged-{path.name} now; {used} is used"
-        )
+        journal.warning(f"{path} is damaged ({'; '.join(reasons)}). It is called {renamed[path]} now; {used} is used")
 
 
 def _is_tokenizer_of(checkpoint: Path, recipe: Recipe) -> bool:

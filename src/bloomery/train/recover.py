@@ -10,7 +10,7 @@ from bloomery.checkpoint.load import load_on_all, read_state
 from bloomery.checkpoint.retention import good_steps
 from bloomery.monitor.names import Event
 from bloomery.train.run import Run
-from bloomery.train.save import flush_staged_save, report_saves, save
+from bloomery.train.save import flush_staged_save, report_saves, save, save_if_due
 from bloomery.train.state import TrainState
 from bloomery.train.step import finish_pending_step
 from bloomery.train.stop import StopReason
@@ -43,6 +43,7 @@ def rewind(run: Run, state: TrainState) -> None:
         watch.rewind_due = None
         if watch.since == target - 1:  # once for each stretch
             run.journal.warning("there is no good checkpoint to go back to: training continues as it is")
+        save_if_due(run, state)
         return
     if rewinds > _MOST:
         text = f"{_MOST} rewinds in a row did not help: step {watch.since} was again far above the recent ones"

@@ -28,10 +28,9 @@ def save_if_due(run: Run, state: TrainState) -> None:
     report_saves(run, state, run.saver.poll())
     if run.uploader is not None:
         report_uploads(run, run.uploader.poll())
-    asked = run.stop.take_save_request()
-    if state.spikes.rewind_due is not None:  # it saves when it has gone back
+    if state.spikes.rewind_due is not None:  # it saves when it has gone back, or calls this again
         return
-    if asked or run.plan.is_save_step(state.step) or _auto_due(run, state):
+    if run.stop.take_save_request() or run.plan.is_save_step(state.step) or _auto_due(run, state):
         save(run, state)
     elif run.local is not None and _local_due(run, state) and not state.is_suspicious:
         _stage(run, state, run.local)

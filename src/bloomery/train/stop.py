@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import signal
 import time
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -176,8 +176,9 @@ class StopRules:
         return median(self._steps_timed) if self._steps_timed else 0.0
 
     def evaluating(self) -> AbstractContextManager[None]:
-        """The first evaluation may compile."""
-        return nullcontext() if self._evaluation_seconds else PULSE.excuse(pulse.USUAL.first_seconds)
+        """An evaluation has a time limit of its own; the first may compile."""
+        usual = pulse.USUAL.steps * self._evaluation_seconds
+        return PULSE.excuse(usual or pulse.USUAL.first_seconds)
 
     def time_evaluation(self, seconds: float) -> None:
         """Tell how long an evaluation took; the deadline keeps room for the slowest."""
@@ -201,7 +202,10 @@ class StopRules:
         """Asked by the guard after a signal: whether the step does not end."""
         silent = PULSE.silent_seconds
         usual = max(signals.ANSWER_SECONDS, _SLOW * max(self._steps_timed, default=0.0))
-        if not request.is_overdue() or (request.insisted is None and (PULSE.excused or silent < usual)):
+        is_busy = (PULSE.excused or silent < usual) and not (
+            silent > signals.ANSWER_SECONDS and self._ranks.silent_ranks()
+        )
+        if not request.is_overdue() or (request.insisted is None and is_busy):
             return None
         if request.insisted is not None or not self._steps_timed:
             when = "" if self._steps_timed else " before the first step of this job was done"

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from bloomery.base.ranks import Ranks, first_rank_does
-from bloomery.base.storage import make_run_folder, storage_error
+from bloomery.base.storage import make_run_folder, open_plain, storage_error
 from bloomery.checkpoint.saver import save_checkpoint
 from bloomery.config.describe import as_yaml
 from bloomery.config.recipe import Recipe
@@ -67,7 +67,7 @@ class Tracer:
         record: dict[str, Any] = {"step": step, "samples": {str(place): samples[place] for place in sorted(samples)}}
         path = self._request.folder / SAMPLES
         try:
-            with path.open("a") as file:
+            with open(path, "a", opener=open_plain) as file:
                 file.write(json.dumps(record) + "\n")
         except OSError as error:
             raise storage_error(path, error) from error

@@ -74,6 +74,10 @@ class Config:
         self.problems.append(Problem(what, rule, remedy, self.place))
 
 
+_CLASSES = {"gpt2": "GPT2", "bloom": "Bloom", "llama": "Llama", "bert": "Bert"}
+_ENDINGS = ("LMHeadModel", "ForCausalLM", "ForPreTraining", "ForMaskedLM", "Model")
+
+
 def model_section(content: Mapping[str, Any], place: str) -> dict[str, Any]:
     """Fields of a recipe's `model`. DataError with everything that is not supported, at once."""
     config = Config(content, place)
@@ -86,6 +90,12 @@ def model_section(content: Mapping[str, Any], place: str) -> dict[str, Any]:
         config.problem(
             "quantization_config is set", "weights must be fp32, bf16 or fp16", "import the unquantized model"
         )
+    if content.get("auto_map"):
+        config.problem("auto_map is set", "the model has code of its own, which may compute something else")
+    known = [f"{_CLASSES[str(kind)]}{ending}" for ending in _ENDINGS]
+    architectures = content.get("architectures")
+    if architectures and not (isinstance(architectures, list) and set(map(str, architectures)) & set(known)):
+        config.problem(f"architectures is {architectures!r:.80}", f"a {kind} model here is one of {', '.join(known)}")
     section = {"family": str(kind), **read(config)}
     if config.problems:
         raise DataError(config.problems)
@@ -140,6 +150,7 @@ def _llama(c: Config) -> dict[str, Any]:
     for name in ("attention_bias", "mlp_bias"):
         c.only(name, False, rule="its linear layers have no biases here")
     c.only("sliding_window", rule="attention looks at the whole sequence here")
+    c.only("attention_dropout", 0, rule="a recipe's dropout is that of residuals and embeddings too")
     c.only(
         "head_dim", hidden // heads, rule=f"a head is hidden_size / num_attention_heads = {hidden // heads} wide here"
     )
@@ -160,7 +171,7 @@ def _llama(c: Config) -> dict[str, Any]:
         "ffn_hidden_size": c.size("intermediate_size"),
         "seq_length": c.size("max_position_embeddings"),
         "vocab_size": c.size("vocab_size"),
-        "dropout": c.number("attention_dropout", 0.0),
+        "dropout": 0.0,
         "norm_eps": c.number("rms_norm_eps", 1e-6),
         "init_std": c.number("initializer_range", 0.02),
         "rope_theta": theta,
