@@ -58,8 +58,8 @@ def write_jsonl(path: Path, texts: list[str]) -> None:
 
 def small_units(monkeypatch: pytest.MonkeyPatch) -> None:
     """Many units, blocks and buckets from little text."""
-    monkeypatch.setattr("bloomery.prepare.units._SMALLEST_UNIT_BYTES", 6000)
-    monkeypatch.setattr("bloomery.prepare.units._UNITS", 1000)
+    monkeypatch.setattr("bloomery.prepare.read._SMALLEST_UNIT_BYTES", 6000)
+    monkeypatch.setattr("bloomery.prepare.read._UNITS", 1000)
     monkeypatch.setattr("bloomery.prepare.read.BLOCK_BYTES", 2000)
     monkeypatch.setattr("bloomery.prepare.merge.BUCKET_BYTES", 3000)
 

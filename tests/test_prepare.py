@@ -15,10 +15,9 @@ from bloomery.data.manifest import check_describes, check_fits, manifest_path, r
 from bloomery.data.origins import file_of
 from bloomery.data.shards import ShardReader, ShardWriter
 from bloomery.data.tokenizer import Tokenizer
-from bloomery.prepare.read import UnitReader
+from bloomery.prepare.read import UnitReader, plan_units
 from bloomery.prepare.run import Share, prepare
 from bloomery.prepare.sources import find_files
-from bloomery.prepare.units import plan_units
 from bloomery.prepare.verify import verify
 from prepare_samples import make, make_texts, make_tokenizer, read_texts, shard_bytes, small_units, write_jsonl
 
@@ -248,7 +247,7 @@ def test_verify_finds_a_changed_token_a_changed_source_and_a_missing_shard(many,
 
 def test_a_finished_shard_is_up_to_date_where_nothing_can_be_written(corpus, tokenizer, monkeypatch):
     make(tokenizer)
-    monkeypatch.setattr("bloomery.prepare.parts.PartFolder.alone", None)
+    monkeypatch.setattr("bloomery.prepare.shard_parts.PartsFolder.locked", None)
     assert make(tokenizer).reused
     assert make(tokenizer, share=Share(1, 3)).reused
 

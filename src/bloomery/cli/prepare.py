@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import gc
 import json
 import os
 import sys
@@ -18,9 +17,7 @@ from bloomery.base.units import format_bytes, format_count, format_seconds
 from bloomery.cli.recipe_argument import add_recipe_arguments, load
 
 if TYPE_CHECKING:
-    from bloomery.config.recipe import Recipe
     from bloomery.data.manifest import ShardManifest
-    from bloomery.prepare.early import EarlyStart
     from bloomery.prepare.run import Progress, Share
 
 _PLAIN_EVERY_SECONDS = 10.0
@@ -39,55 +36,33 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    os.environ.setdefault(
-        "OPENBLAS_NUM_THREADS", "1"
-    )  # nothing here multiplies matrices; its threads spin at the start
-    gc.disable()  # what is made until the work begins stays to the end: classes, a vocabulary
-    early: list[EarlyStart] = []
-
-    def first(values: dict[str, Any]) -> None:
-        from bloomery.prepare.early import early_start
-
-        early.extend(early_start(values))
-
-    try:
-        recipe = load(args, reads=("name", "seed", "tokenizer", "prepare"), first=None if args.verify else first).recipe
-        if not recipe.prepare:
-            remedy = "add `prepare:` with an `output` and its `sources`"
-            raise RecipeError(Problem("the recipe has nothing to prepare", remedy=remedy, place=args.recipe))
-        return _run(args, recipe, early[0] if early else None)
-    finally:
-        gc.enable()
-        for started in early:
-            started.close()
-
-
-def _run(args: argparse.Namespace, recipe: Recipe, early: EarlyStart | None) -> int:
+    recipe = load(args, reads=("name", "seed", "tokenizer", "prepare")).recipe
+    if not recipe.prepare:
+        remedy = "add `prepare:` with an `output` and its `sources`"
+        raise RecipeError(Problem("the recipe has nothing to prepare", remedy=remedy, place=args.recipe))
     share, workers = _share(args), _workers(args)
     from bloomery.data.tokenizer import Tokenizer
     from bloomery.prepare.run import plan_all
     from bloomery.prepare.verify import verify
 
     assert recipe.tokenizer is not None  # a rule of sizing/check.py
-    tokenizer = early.tokenizer if early else Tokenizer.load(recipe.tokenizer.path, lazy=True)
-    gc.freeze()
-    gc.enable()
+    tokenizer = Tokenizer.load(recipe.tokenizer.path, lazy=True)
     manifests: dict[str, Any] = {}
     manifest: ShardManifest | None
     settings: Any = {"tokenizer": tokenizer, "seed": recipe.seed, "workers": workers}
-    preparations = [] if args.verify else plan_all(recipe.prepare, early=early, **settings)
+    preparations = [] if args.verify else plan_all(recipe.prepare, **settings)
     for number, section in enumerate(recipe.prepare):
         with _Display(section.output) as display:
             if args.verify:
-                made = [section.output for section in recipe.prepare]
-                manifest = verify(section, progress=display.show, made=made, **settings)
+                outputs = [section.output for section in recipe.prepare]
+                manifest = verify(section, progress=display.show, outputs=outputs, **settings)
                 how, notes = "agrees with its sources", []
             else:
                 result = preparations[number].run(share, display.show)
                 manifest, notes = result.manifest, result.notes
                 how = "is up to date" if result.reused else "written"
         for note in notes:
-            _say(f"{section.output}: {note}")
+            _print_error(f"{section.output}: {note}")
         manifests[section.output] = manifest and asdict(manifest)
         if not args.json:
             print(
@@ -100,8 +75,8 @@ def _run(args: argparse.Namespace, recipe: Recipe, early: EarlyStart | None) -> 
     return exit_codes.OK
 
 
-def _say(text: str) -> None:
-    """On standard error. Where nobody reads that any more, the work goes on."""
+def _print_error(text: str) -> None:
+    """On standard error. The work continues where that is closed."""
     try:
         print(text, file=sys.stderr, flush=True)
     except OSError:
@@ -142,7 +117,7 @@ class _Display:
 
     def __init__(self, output: str) -> None:
         self._output = output
-        self._started = self._told = time.monotonic()
+        self._started = self._shown = time.monotonic()
         self._bar: Any = None
         self._task: Any = None
 
@@ -169,9 +144,9 @@ class _Display:
         )
         if sys.stderr.isatty():
             self._show_bar(share, text)
-        elif time.monotonic() - self._told >= _PLAIN_EVERY_SECONDS:
-            self._told = time.monotonic()
-            _say(f"{self._output}: {share:.1%}, {text}")
+        elif time.monotonic() - self._shown >= _PLAIN_EVERY_SECONDS:
+            self._shown = time.monotonic()
+            _print_error(f"{self._output}: {share:.1%}, {text}")
 
     def _show_bar(self, share: float, text: str) -> None:
         if self._bar is None:  # only now: its thread must not be there when processes fork

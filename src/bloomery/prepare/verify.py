@@ -34,7 +34,7 @@ def verify(
     seed: int,
     workers: int = 1,
     progress: Callable[[Progress], None] | None = None,
-    made: Sequence[str] = (),
+    outputs: Sequence[str] = (),
 ) -> ShardManifest:
     """The manifest of a shard that is what its sources give today; DataError with the first difference otherwise.
     Nothing is left behind of what it makes beside the shard.
@@ -48,9 +48,14 @@ def verify(
         beside = tempfile.TemporaryDirectory(prefix=f"{name}.verify-", dir=folder or ".", ignore_cleanup_errors=True)
     with beside:
         again = section.model_copy(update={"output": os.path.join(beside.name, "again")})
-        outputs = [section.output, *made]
         right_manifest = prepare(
-            again, tokenizer=tokenizer, seed=seed, workers=workers, progress=progress, made=outputs, then=_ROOM
+            again,
+            tokenizer=tokenizer,
+            seed=seed,
+            workers=workers,
+            progress=progress,
+            outputs=[section.output, *outputs],
+            then=_ROOM,
         ).manifest
         assert right_manifest is not None
         _compare_manifests(section, manifest, right_manifest)
