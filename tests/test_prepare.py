@@ -16,10 +16,10 @@ from bloomery.data.origins import file_of
 from bloomery.data.shards import ShardReader, ShardWriter
 from bloomery.data.tokenizer import Tokenizer
 from bloomery.prepare.read import UnitReader, plan_units
-from bloomery.prepare.run import Share, prepare
+from bloomery.prepare.run import Share
 from bloomery.prepare.sources import find_files
 from bloomery.prepare.verify import verify
-from prepare_samples import make, make_texts, make_tokenizer, read_texts, shard_bytes, small_units, write_jsonl
+from prepare_samples import make, make_texts, make_tokenizer, prepare, read_texts, shard_bytes, small_units, write_jsonl
 
 EOD = "<|endoftext|>"
 

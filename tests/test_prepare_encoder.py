@@ -155,27 +155,24 @@ def test_a_reference_that_fails_is_an_error(corpus, tokenizer, monkeypatch):
         make(tokenizer)
 
 
-@pytest.mark.parametrize("flag", ["single_word", "lstrip", "rstrip", "normalized"])
 @pytest.mark.parametrize("special", [True, False])
-def test_added_tokens_are_tried_with_all_their_flags(corpus, tokenizer, monkeypatch, flag, special, tmp_path):
-    """Whoever passes gives the right ids where the one token of its kind, the last of many, may hide."""
+@pytest.mark.parametrize("as_ids", ["as_text", "as_ids"])
+def test_added_tokens_are_tried_with_all_their_flags(corpus, tokenizer, monkeypatch, special, as_ids, tmp_path):
+    """Whoever passes gives the right ids where the one token of its kind, one of the last of many, may hide."""
     hugging = tokenizers.Tokenizer.from_str(tokenizer.content)
-    add = hugging.add_special_tokens if special else hugging.add_tokens
-    odd = tokenizers.AddedToken("walk", **{"normalized": False, flag: True})
-    add([*(tokenizers.AddedToken(f"tok{number}") for number in range(300)), odd])
+    flags = {"walk": "single_word", "swim": "lstrip", "jump": "rstrip", "sing": "normalized"}
+    odd = [tokenizers.AddedToken(word, **{"normalized": False, flag: True}) for word, flag in flags.items()]
+    many = [tokenizers.AddedToken(f"tok{number}") for number in range(300)]
+    (hugging.add_special_tokens if special else hugging.add_tokens)([*many, *odd])
     other = Tokenizer(hugging.to_str(), path="x")
-    texts = ["cakewalk", "walks", "we walk it", "a  walk \n b", "awalkb walkwalk.", "tok7 tok299 stok299"]
-    write_jsonl(tmp_path / "corpus" / "z.jsonl", texts)
+    forms = ("cake{}", "{}s", "we {} it", "a  {} \n b", "a{0}b {0}{0}.", "tok7 tok299 stok299")
+    write_jsonl(tmp_path / "corpus" / "z.jsonl", [form.format(word) for word in flags for form in forms])
     monkeypatch.setattr("bloomery.prepare.run.SAMPLE_DOCUMENTS", 8)
     monkeypatch.setattr(encoders, "NASTY", ())  # on which this version of a library may fail already
-    fast = encoders.FAST
-    for as_ids in ("as_text", "as_ids"):
-        monkeypatch.setattr(encoders, "FAST", {})
-        make(other, output=f"right-{as_ids}", special_tokens=as_ids)
-        for library in fast:
-            monkeypatch.setattr(encoders, "FAST", {library: fast[library]})
-            make(other, output=f"{library}-{as_ids}", special_tokens=as_ids)
-            assert shard_bytes(f"{library}-{as_ids}") == shard_bytes(f"right-{as_ids}")
+    for name, fast in [("right", {}), *((name, {name: load}) for name, load in encoders.FAST.items())]:
+        monkeypatch.setattr(encoders, "FAST", fast)
+        make(other, output=name, special_tokens=as_ids)
+        assert shard_bytes(name) == shard_bytes("right")
 
 
 def test_a_tokenizer_with_dropout_is_refused(corpus, tokenizer):

@@ -18,11 +18,11 @@ from bloomery.base.errors import DataError, StorageError
 from bloomery.config.recipe import PrepareSection
 from bloomery.data.tokenizer import Tokenizer
 from bloomery.prepare.merge import Merge
-from bloomery.prepare.run import Share, prepare
+from bloomery.prepare.run import Share
 from bloomery.prepare.shard_parts import DOCUMENT, PartsFolder, ShardPart
 from bloomery.prepare.tokenize import UnitTokenizer
 from bloomery.prepare.verify import verify
-from prepare_samples import make, make_texts, make_tokenizer, shard_bytes, small_units, write_jsonl
+from prepare_samples import make, make_texts, make_tokenizer, prepare, shard_bytes, small_units, write_jsonl
 
 
 @pytest.fixture(scope="module")

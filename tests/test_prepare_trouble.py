@@ -27,9 +27,9 @@ from bloomery.config.recipe import PrepareSection
 from bloomery.data.tokenizer import Tokenizer
 from bloomery.prepare import run
 from bloomery.prepare.merge import Merge
-from bloomery.prepare.run import Share, prepare
+from bloomery.prepare.run import Share
 from bloomery.prepare.shard_parts import PartsFolder
-from prepare_samples import make, make_texts, make_tokenizer, shard_bytes, small_units, write_jsonl
+from prepare_samples import make, make_texts, make_tokenizer, prepare, shard_bytes, small_units, write_jsonl
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ import contextlib
 import multiprocessing
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from typing import Any
@@ -19,19 +19,10 @@ _worker: Any = None
 """In a worker: the object whose methods it calls."""
 
 
-class WorkerPool:
-    """`submit` calls a method, by its name, of the `worker` that every process has a copy of."""
-
-    def __init__(self, executor: ProcessPoolExecutor) -> None:
-        self._executor = executor
-
-    def submit(self, method: str, *arguments: Any) -> Future[Any]:
-        return self._executor.submit(_call, method, *arguments)
-
-
 @contextlib.contextmanager
-def worker_pool(worker: Any, *, workers: int) -> Iterator[WorkerPool]:
-    """Forked, because a vocabulary is too large to be sent. DataError if a process cannot start or dies; any error
+def worker_pool(worker: Any, *, workers: int) -> Iterator[Callable[..., Future[Any]]]:
+    """Yields `submit(method, *arguments)`, which calls a method of the `worker` that every process has a copy of: they
+    are forked, because a vocabulary is too large to be sent. DataError if a process cannot start or dies; any error
     inside ends all processes at once."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # here too: a fork does not copy threads
     others = set(multiprocessing.active_children())
@@ -44,10 +35,9 @@ def worker_pool(worker: Any, *, workers: int) -> Iterator[WorkerPool]:
             rule, remedy = "each needs a process, open files and memory", "use fewer --workers, or raise the limits"
             what = f"cannot start a worker process: {reason(error)}"
             raise DataError(Problem(what, rule, f"{remedy} (`ulimit -n`, `ulimit -u`)")) from error
-        yield WorkerPool(executor)
+        yield lambda *call: executor.submit(_call, *call)
     except BaseException as error:
-        processes = set(multiprocessing.active_children()) - others
-        for process in processes:
+        for process in set(multiprocessing.active_children()) - others:
             process.kill()
         if not isinstance(error, BrokenProcessPool):
             raise

@@ -9,7 +9,7 @@ import queue
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from glob import escape, glob
 from pathlib import Path
 from typing import IO, Any
@@ -22,28 +22,14 @@ from bloomery import __version__
 from bloomery.base.errors import BloomeryError, DataError, Problem, StorageError, first_few
 from bloomery.base.storage import publish, writing, written_to
 from bloomery.config.recipe import PrepareSection
+from bloomery.data import manifest as manifests
 from bloomery.data.index_cache import file_checksum
-from bloomery.data.manifest import (
-    ShardManifest,
-    SourceCount,
-    SourceFile,
-    check_describes,
-    manifest_path,
-    read_manifest,
-)
+from bloomery.data.manifest import ShardManifest, SourceCount, SourceFile, manifest_path
 from bloomery.data.origins import origins_path
 from bloomery.data.shards import PARTIAL, ShardReader, ShardWriter, partial_prefix, token_dtype
 from bloomery.data.tokenizer import Tokenizer
-from bloomery.prepare.encoders import (
-    Encoder,
-    Ids,
-    Reference,
-    fast_encoders,
-    first_difference,
-    forbidden_ids,
-    reject_dropout,
-    sample_around,
-)
+from bloomery.prepare import encoders
+from bloomery.prepare.encoders import Encoder, Ids, Reference
 from bloomery.prepare.merge import Merge
 from bloomery.prepare.pool import worker_pool
 from bloomery.prepare.read import Block, Unit, UnitReader, hash_span, plan_units
@@ -58,7 +44,7 @@ SAMPLE_DOCUMENTS = 2000
 _REPORT_SECONDS = 0.5
 
 
-@dataclass
+@dataclass(frozen=True)
 class Progress:
     """How far a preparation is."""
 
@@ -96,23 +82,6 @@ class _RejectedEncoderError(Exception):
     """A fast encoder does not equal the reference."""
 
 
-def prepare(
-    section: PrepareSection,
-    *,
-    tokenizer: Tokenizer,
-    seed: int,
-    workers: int = 1,
-    share: Share | None = None,
-    progress: Callable[[Progress], None] | None = None,
-    outputs: Sequence[str] = (),
-    then: str = _RESUMES,
-) -> PrepareResult:
-    """Makes the shard `section.output`. The same inputs always give the same bytes, with any number of workers and
-    shares. `outputs` and `then`: see Preparation and its `run`."""
-    preparation = Preparation(section, tokenizer=tokenizer, seed=seed, workers=workers, outputs=outputs)
-    return preparation.run(share, progress, then=then)
-
-
 def plan_all(sections: Sequence[PrepareSection], **settings: Any) -> list[Preparation]:
     """`settings`: those of Preparation. BloomeryError with everything that keeps any of them from beginning."""
     found: list[Preparation] = []
@@ -130,7 +99,8 @@ def plan_all(sections: Sequence[PrepareSection], **settings: Any) -> list[Prepar
 
 
 class Preparation:
-    """One shard: its files are found and its units planned; `run` does the work."""
+    """One shard: its files are found and its units planned; `run` does the work. The same inputs always give the same
+    bytes, with any number of workers and shares."""
 
     def __init__(
         self,
@@ -142,7 +112,7 @@ class Preparation:
         outputs: Sequence[str] = (),
     ) -> None:
         """`outputs`: those of other sections, which are no text either."""
-        reject_dropout(tokenizer)
+        encoders.reject_dropout(tokenizer)
         _refuse_folders(section.output)
         self._section, self._tokenizer, self._workers = section, tokenizer, max(1, workers)
         self._dtype = token_dtype(tokenizer.vocab_size)
@@ -152,13 +122,7 @@ class Preparation:
             dtype=self._dtype.name,
             eod_id=tokenizer.eod_id if eod else None,
             shuffle_seed=seed if section.shuffle else None,
-            text_key=section.text_key,
-            special_tokens=section.special_tokens,
-            split_sentences=section.split_sentences,
-            min_tokens=section.min_tokens,
-            max_tokens=section.max_tokens,
-            deduplicate=section.deduplicate,
-            bad_records=section.bad_records,
+            **{field.name: getattr(section, field.name) for field in fields(Settings) if hasattr(section, field.name)},
         )
         self._files = find_files(section.sources, outputs=[section.output, *outputs])
         self._units = plan_units(self._files)
@@ -215,17 +179,19 @@ class Preparation:
             for unit, part in zip(marked, verified, strict=True):
                 if part is not None:
                     parts[unit.number] = part
-                    self._progress.reused_bytes += unit.input_bytes
-                    self._report(replace(self._progress))
+                    self._progress = replace(
+                        self._progress, reused_bytes=self._progress.reused_bytes + unit.input_bytes
+                    )
+                    self._report(self._progress)
         return parts
 
     def _new_parts(self, units: Sequence[Unit]) -> dict[int, ShardPart]:
         """By the first fast encoder that equals the reference tokenizer on a sample, else by the reference."""
         as_ids = self._settings.special_tokens == "as_ids"
         reference = Reference(self._tokenizer, as_ids)
-        sample = sample_around(self._tokenizer, self._sample_texts())
+        sample = encoders.sample_around(self._tokenizer, self._sample_texts())
         rejected: dict[str, str] = {}
-        for fast in fast_encoders(self._tokenizer, as_ids=as_ids, rejected=rejected):
+        for fast in encoders.fast_encoders(self._tokenizer, as_ids=as_ids, rejected=rejected):
             try:
                 parts = self._parts_by(fast, units, reference, sample)
             except _RejectedEncoderError as reason:
@@ -259,24 +225,15 @@ class Preparation:
         """_RejectedEncoderError where the encoder does not give the ids of the reference for the sample. The units are
         begun meanwhile; no part counts before the check is passed."""
         counts = np.frombuffer(mmap.mmap(-1, 32 * len(self._units)), np.int64).reshape(-1, 4)  # shared by all processes
-        forbidden = forbidden_ids(self._tokenizer)
-        if self._settings.special_tokens == "as_ids":
-            forbidden = forbidden[:0]
         worker = UnitTokenizer(
-            self._units,
-            self._settings,
-            self._folder,
-            encoder,
-            reference=reference,
-            forbidden=forbidden,
-            progress=counts,
+            self._units, self._settings, self._folder, encoder, self._tokenizer, reference=reference, progress=counts
         )
         parts: dict[int, ShardPart] = {}
-        with worker_pool(worker, workers=min(self._workers, len(units))) as pool:
-            encoded = pool.submit("encode", sample) if sample else None
+        with worker_pool(worker, workers=min(self._workers, len(units))) as submit:
+            encoded = submit("encode", sample) if sample else None
             done: queue.SimpleQueue[Future[ShardPart]] = queue.SimpleQueue()
             for unit in units:
-                pool.submit("make_part", unit.number).add_done_callback(done.put)
+                submit("make_part", unit.number).add_done_callback(done.put)
             if sample and encoded:
                 _check_sample(sample, reference, encoded)
             while len(parts) < len(units):
@@ -284,14 +241,11 @@ class Preparation:
                     part = done.get(timeout=_REPORT_SECONDS).result()
                     self._folder.mark(part)
                     parts[part.unit] = part
-                self._report_counts(counts)
+                names = ("input_bytes", "text_bytes", "documents", "tokens")
+                done_so_far = dict(zip(names, counts.sum(axis=0).tolist(), strict=True))
+                self._progress = replace(self._progress, **done_so_far)
+                self._report(self._progress)
         return parts
-
-    def _report_counts(self, counts: NDArray[np.int64]) -> None:
-        self._progress.input_bytes, self._progress.text_bytes, self._progress.documents, self._progress.tokens = map(
-            int, counts.sum(axis=0)
-        )
-        self._report(replace(self._progress))
 
     # ---------------------------------------------------------------- the shard
 
@@ -338,8 +292,8 @@ class Preparation:
         return manifest
 
     def _merged(self, share: float) -> None:
-        self._progress.merged = share
-        self._report(replace(self._progress))
+        self._progress = replace(self._progress, merged=share)
+        self._report(self._progress)
 
     def _counts(self, merge: Merge) -> tuple[tuple[SourceCount, ...], dict[str, int]]:
         totals = np.zeros((len(self._section.sources), 3), np.int64)
@@ -355,9 +309,7 @@ class Preparation:
         self._notes += [f"the source '{source.name}' gave no document" for source in sources if not source.documents]
         self._notes += self._without_bytes()
         if whole := sum(file.is_json_text for file in self._files):
-            self._notes.append(
-                f"{whole} .json files were taken for one text each: lines of JSON need the ending .jsonl"
-            )
+            self._notes += [f"{whole} .json files were taken for one text each: lines of JSON need the ending .jsonl"]
         return sources, dropped
 
     def _without_bytes(self) -> list[str]:
@@ -394,14 +346,14 @@ class Preparation:
         """The manifest of a shard that was made from these files in this way, and is whole."""
         output = self._section.output
         try:
-            found = read_manifest(output)
+            found = manifests.read_manifest(output)
             if found is None or any(getattr(found, name) != value for name, value in self._decisive().items()):
                 return None
             names = [source.name for source in found.sources]
             if names != list(self._section.sources) or not self._same_files(found.source_files):
                 return None
             with ShardReader(output) as shard:
-                return None if check_describes(found, shard, place=output) else found
+                return None if manifests.check_describes(found, shard, place=output) else found
         except DataError:
             return None
 
@@ -419,7 +371,7 @@ class Preparation:
 def _check_sample(sample: list[str], reference: Encoder, encoded: Future[Ids]) -> None:
     expected = reference.encode(sample)
     try:
-        difference = first_difference(sample, expected, encoded.result())
+        difference = encoders.first_difference(sample, expected, encoded.result())
     except BrokenProcessPool:
         difference = "its process was killed"
     except DataError as error:

@@ -17,7 +17,6 @@ import secrets
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cache
 from pathlib import Path
 from typing import IO, Any, Self
 
@@ -171,7 +170,7 @@ class PartsFolder:
     def read(self, unit: int) -> ShardPart | None:
         """The marker, whatever it holds; None where there is none that can be read."""
         try:
-            part = _part_adapter().validate_python(read_json(self.marker(unit)))
+            part = TypeAdapter(ShardPart).validate_python(read_json(self.marker(unit)))
         except (OSError, ValueError):
             return None
         is_right = part.stamp is None and min((count for run in part.runs for count in run), default=0) >= 0
@@ -213,11 +212,6 @@ class PartsFolder:
             if prefixes is None or leftover.name.partition(_TEMPORARY)[0] in prefixes:
                 with writing(leftover, "remove"):
                     leftover.unlink(missing_ok=True)
-
-
-@cache
-def _part_adapter() -> TypeAdapter[ShardPart]:
-    return TypeAdapter(ShardPart)
 
 
 def _try_lock(file: IO[bytes], how: int) -> bool:
@@ -269,7 +263,7 @@ class PartWriter:
         return ShardPart(self._unit, key, encoder, inputs, digest, self._runs, text_bytes, dropped, stamp)
 
     def _write(self, values: NDArray[Any]) -> None:
-        view = memoryview(np.ascontiguousarray(values).view(np.uint8))
+        view = np.ascontiguousarray(values).view(np.uint8).data
         self._hasher.update(view)
         with writing(self._folder.path):
             while view:

@@ -306,7 +306,7 @@ class OutputGuard:
         """A folder of which all files are read."""
         for target, owner in self._owners.items():
             there, names = _existing_folder(target)
-            if there == real and all(name[0] != "." for name in names):
+            if there == real and _visible(names):
                 self._refuse(os.path.join(folder, *names), owner, source)
 
     def check_pattern(self, pattern: str) -> None:
@@ -327,27 +327,28 @@ class OutputGuard:
 
 
 def _existing_folder(path: str) -> tuple[str, list[str]]:
-    """The nearest folder above that is there, and the names below it."""
-    names: list[str] = []
-    while not os.path.isdir(path) or not names:
-        path, _, name = path.rpartition("/")
+    """The nearest one above that is there, and the names below it."""
+    folder, name = os.path.split(path)
+    names = [name]
+    while not os.path.lexists(folder):
+        folder, name = os.path.split(folder)
         names.insert(0, name)
-        path = path or "/"
-    return path, names
+    return folder, names
+
+
+def _visible(names: list[str]) -> bool:
+    return not any(name.startswith(".") for name in names)
 
 
 def _fits(segments: list[str], names: list[str]) -> bool:
     """Whether a glob reaches a path, or a folder of it, of which then all is read that is not hidden."""
     if not segments:
-        return all(name[0] != "." for name in names)
+        return _visible(names)
     if segments[0] == "**":
-        return any(
-            _fits(segments[1:], names[count:])
-            for count in range(len(names) + 1)
-            if all(name[0] != "." for name in names[:count])
-        )
-    is_hidden = bool(names) and names[0][0] == "." and segments[0][0] != "."
-    return bool(names) and not is_hidden and fnmatchcase(names[0], segments[0]) and _fits(segments[1:], names[1:])
+        return any(_fits(segments[1:], names[count:]) for count in range(len(names) + 1) if _visible(names[:count]))
+    if not names or not fnmatchcase(names[0], segments[0]):
+        return False
+    return (_visible(names[:1]) or segments[0].startswith(".")) and _fits(segments[1:], names[1:])
 
 
 def unreadable(path: str, error: Exception) -> DataError:

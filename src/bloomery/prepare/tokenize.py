@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 
 from bloomery.base.errors import DataError, Problem
 from bloomery.data.order import splitmix64
-from bloomery.data.tokenizer import in_time
-from bloomery.prepare.encoders import Encoder, Ids
+from bloomery.data.tokenizer import Tokenizer, in_time
+from bloomery.prepare.encoders import Encoder, Ids, forbidden_ids
 from bloomery.prepare.merge import gather, sums
 from bloomery.prepare.read import Block, Unit, UnitReader, hash_span, place_of
 from bloomery.prepare.shard_parts import DOCUMENT, PartsFolder, PartWriter, ShardPart
@@ -69,15 +69,17 @@ class UnitTokenizer:
         settings: Settings,
         folder: PartsFolder,
         encoder: Encoder,
+        tokenizer: Tokenizer,
         *,
         reference: Encoder,
-        forbidden: NDArray[np.uint32],
         progress: NDArray[np.int64],
     ) -> None:
-        """`reference`: for texts at which the encoder fails. `forbidden`: ids that no text may give. `progress`: for
-        every unit, in memory that all processes share, bytes of input, bytes of text, documents and tokens."""
+        """`reference`: for texts at which the encoder fails. `progress`: for every unit, in memory that all processes
+        share, bytes of input, bytes of text, documents and tokens."""
         self._units, self._settings, self._folder, self._encoder = units, settings, folder, encoder
-        self._reference, self._forbidden, self._progress = reference, forbidden, progress
+        self._reference, self._progress = reference, progress
+        as_ids = settings.special_tokens == "as_ids"
+        self._forbidden = np.array([] if as_ids else forbidden_ids(tokenizer), np.uint32)
 
     def encode(self, texts: list[str]) -> Ids:
         """DataError if the library fails or takes too long."""
