@@ -77,7 +77,7 @@ def test_killed_at_twenty_random_moments_the_result_is_the_same(corpus, tokenize
         assert sorted(path.name for path in corpus.glob(f"x{output}.*")) == finished, "nothing else is left"
 
 
-def test_the_command_itself_survives_kill(corpus, tokenizer, monkeypatch):
+def write_recipe(tokenizer):
     recipe = {
         "base": "quickstart",
         "tokenizer": {"path": os.path.dirname(tokenizer.path)},
@@ -85,6 +85,10 @@ def test_the_command_itself_survives_kill(corpus, tokenizer, monkeypatch):
         "prepare": [{"output": "x", "sources": ["corpus"]}],
     }
     Path("r.yaml").write_text(yaml.safe_dump(recipe))
+
+
+def test_the_command_itself_survives_kill(corpus, tokenizer, monkeypatch):
+    write_recipe(tokenizer)
     words = [sys.executable, "-m", "bloomery", "prepare", "r.yaml", "--workers", "2"]
     process = subprocess.Popen(words, stderr=subprocess.DEVNULL, start_new_session=True)
     while not list(corpus.glob("x.parts/*")) and process.poll() is None:
@@ -207,6 +211,38 @@ def test_a_worker_that_is_killed_is_an_error_not_a_hang(corpus, tokenizer, monke
     monkeypatch.setattr(UnitTokenizer, "make_part", die)
     with pytest.raises(DataError, match=r"a worker process was killed.*fewer --workers"):
         make(tokenizer, workers=2)
+
+
+SLOW = """
+import sys, time
+from bloomery.base import signals
+signals.listen()
+from bloomery.cli.main import main
+from bloomery.prepare.tokenize import UnitTokenizer
+
+def make_part(self, number):
+    open("begun", "a").close()
+    time.sleep(60)
+
+UnitTokenizer.make_part = make_part
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("whole_group", [True, False], ids=["group", "process"])
+def test_a_signal_ends_the_command_and_its_workers_with_130(corpus, tokenizer, number, whole_group):
+    write_recipe(tokenizer)
+    words = [sys.executable, "-c", SLOW, "prepare", "r.yaml", "--workers", "2"]
+    process = subprocess.Popen(words, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    while not Path("begun").exists() and process.poll() is None:
+        time.sleep(0.01)
+    started = time.monotonic()
+    os.killpg(process.pid, number) if whole_group else process.send_signal(number)
+    _, err = process.communicate(timeout=30)  # which waits for the workers too: they have its standard error
+    assert (process.returncode, err) == (130, f"bloomery: interrupted by {number.name}\n")
+    assert time.monotonic() - started < 10
+    assert not list(corpus.glob("x.parts/*.tmp-*"))
 
 
 def test_an_interrupt_leaves_the_old_shard_whole(corpus, tokenizer, monkeypatch):

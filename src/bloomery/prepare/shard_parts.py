@@ -164,7 +164,8 @@ class PartsFolder:
         content = {name: value for name, value in dataclasses.asdict(part).items() if name != "stamp"}
         temporary = self.temporary(part.unit)
         with writing(self.path):
-            temporary.write_text(json.dumps(content))
+            with open(temporary, "x") as file:
+                json.dump(content, file)
             os.replace(temporary, self.marker(part.unit))
 
     def read(self, unit: int) -> ShardPart | None:
