@@ -105,7 +105,7 @@ def test_no_library_starts_threads_before_the_workers_fork(tokenizer):
     for name, make_encoder in encoders.FAST.items():
         pytest.importorskip(name)
         make_encoder(tokenizer, False)
-    assert len(os.listdir("/proc/self/task")) == before
+    assert len(os.listdir("/proc/self/task")) <= before
 
 
 @pytest.mark.parametrize("workers", [1, 2])

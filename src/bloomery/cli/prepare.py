@@ -8,7 +8,6 @@ import os
 import sys
 import time
 from dataclasses import asdict
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from bloomery.base import exit_codes
@@ -20,7 +19,8 @@ if TYPE_CHECKING:
     from bloomery.data.manifest import ShardManifest
     from bloomery.prepare.run import Progress, Share
 
-_PLAIN_EVERY_SECONDS = 10.0
+_PLAIN_EVERY_SECONDS, _TERMINAL_EVERY_SECONDS = 10.0, 0.2
+_CLEAR_LINE = "\r\x1b[K"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -75,10 +75,10 @@ def run(args: argparse.Namespace) -> int:
     return exit_codes.OK
 
 
-def _print_error(text: str) -> None:
+def _print_error(text: str, end: str = "\n") -> None:
     """On standard error. The work continues where that is closed."""
     try:
-        print(text, file=sys.stderr, flush=True)
+        print(text, end=end, file=sys.stderr, flush=True)
     except OSError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
 
@@ -113,49 +113,29 @@ def _share(args: argparse.Namespace) -> Share | None:
 
 
 class _Display:
-    """How far it is, on standard error: a bar on a terminal, else a line now and then."""
+    """Progress on standard error: one line that is rewritten on a terminal, else a line now and then."""
 
     def __init__(self, output: str) -> None:
         self._output = output
+        self._is_terminal = sys.stderr.isatty()
         self._started = self._shown = time.monotonic()
-        self._bar: Any = None
-        self._task: Any = None
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._bar is not None:
-            self._bar.stop()
+    def __exit__(self, *_: object) -> None:
+        if self._is_terminal:
+            _print_error(_CLEAR_LINE, end="")
 
     def show(self, progress: Progress) -> None:
-        seconds = max(time.monotonic() - self._started, 1e-3)
+        now = time.monotonic()
+        if now - self._shown < (_TERMINAL_EVERY_SECONDS if self._is_terminal else _PLAIN_EVERY_SECONDS):
+            return
+        self._shown, seconds = now, max(now - self._started, 1e-3)
         done = progress.input_bytes + progress.reused_bytes
-        share = min(done / max(progress.total_input_bytes, 1), 1.0)
         rate = progress.input_bytes / seconds
         left = format_seconds((progress.total_input_bytes - done) / rate) if rate else "?"
-        text = (
-            f"merging {progress.merged:.0%}"
-            if progress.merged
-            else f"{progress.text_bytes / seconds / 1e6:.1f} MB/s, {format_count(progress.tokens / seconds)} tokens/s, "
-            f"{left} left"
-        )
-        if sys.stderr.isatty():
-            self._show_bar(share, text)
-        elif time.monotonic() - self._shown >= _PLAIN_EVERY_SECONDS:
-            self._shown = time.monotonic()
-            _print_error(f"{self._output}: {share:.1%}, {text}")
-
-    def _show_bar(self, share: float, text: str) -> None:
-        if self._bar is None:  # only now: its thread must not be there when processes fork
-            from rich.console import Console
-            from rich.progress import BarColumn, TaskProgressColumn, TextColumn
-            from rich.progress import Progress as Bar
-
-            columns = (TextColumn(self._output), BarColumn(), TaskProgressColumn(), TextColumn("{task.fields[text]}"))
-            self._bar = Bar(*columns, console=Console(stderr=True), transient=True)
-            self._task = self._bar.add_task("", total=1.0, text=text)
-            self._bar.start()
-        self._bar.update(self._task, completed=share, text=text)
+        speed = f"{progress.text_bytes / seconds / 1e6:.1f} MB/s, {format_count(progress.tokens / seconds)} tokens/s"
+        what = f"merging {progress.merged:.0%}" if progress.merged else f"{speed}, {left} left"
+        text = f"{self._output}: {min(done / max(progress.total_input_bytes, 1), 1.0):.1%}, {what}"
+        _print_error(*((_CLEAR_LINE + text, "") if self._is_terminal else (text,)))
