@@ -54,7 +54,7 @@ def test_files_folders_and_globs_come_in_a_fixed_order(folder):
     ]:
         assert [file.path.rpartition("corpus/")[2] for file in find_local(source)] == names, source
     assert [file.name for file in find_files(["**/b.*", "./corpus/d*"])] == ["corpus/b.txt", "./corpus/deep/z.txt"]
-    assert read("corpus")[0] == ["a.md", "b.txt", "deep/z.txt"]
+    assert read("corpus")[0] == read("**")[0] == ["a.md", "b.txt", "deep/z.txt"]
 
 
 @pytest.mark.parametrize("source", ["tree", "tree/**/*.jsonl", "tree/*/b.jsonl", "tree/c*/*", "tree/**"])

@@ -86,7 +86,7 @@ class PartsFolder:
     @contextlib.contextmanager
     def locked(self, share: str = "") -> Iterator[None]:
         """No other run does this work meanwhile: shares, each of a name of its own, may work beside each other, and
-        beside a run without a share nobody. The locks end with the process and its children."""
+        but none beside a run without a share. The locks end with the process and its children."""
         give_up = time.monotonic() + _LOCK_TIMEOUT_SECONDS
         while True:
             with contextlib.ExitStack() as files:

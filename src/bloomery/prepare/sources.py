@@ -44,7 +44,7 @@ class InputFile:
     real: str
     """The same for the same file, however it was reached: its path without symbolic links, or its URL."""
     store: str = ""
-    """The URL it was found by, which also says how to log in; empty for local files."""
+    """The URL it was found by, which may also name the account; empty for local files."""
     source: int = 0
     """Which of prepare.sources it belongs to."""
     number: int = 0
@@ -267,7 +267,8 @@ def _glob(pattern: str) -> list[str]:
         if not at:
             folders = ["" if folder == "." else folder.removeprefix("./") for folder in folders]
         tail = "/".join(segments[at + 1 :])
-        return sorted({path for folder in folders for path in (_glob(os.path.join(escape(folder), tail)))})
+        found = ([folder or "."] if not tail else _glob(os.path.join(escape(folder), tail)) for folder in folders)
+        return sorted({path for paths in found for path in paths})
     for at in range(1, len(segments)):
         if has_magic("/".join(segments[: at + 1])):
             for folder in glob("/".join(segments[:at]) + "/"):
