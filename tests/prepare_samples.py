@@ -15,7 +15,7 @@ import zstandard
 from bloomery.config.recipe import PrepareSection
 from bloomery.data.shards import ShardReader
 from bloomery.data.tokenizer import Tokenizer
-from bloomery.prepare.run import PrepareResult, prepare
+from bloomery.prepare.run import Preparation, PrepareResult
 from bloomery.prepare.train_tokenizer import train_tokenizer
 
 WORDS = ["the", "a", "of", "some", "text", "more", "to", "learn", "from", "and", "it's", "not", "17", "żółć", "漢字"]
@@ -58,10 +58,14 @@ def write_jsonl(path: Path, texts: list[str]) -> None:
 
 def small_units(monkeypatch: pytest.MonkeyPatch) -> None:
     """Many units, blocks and buckets from little text."""
-    monkeypatch.setattr("bloomery.prepare.units._SMALLEST_UNIT_BYTES", 6000)
-    monkeypatch.setattr("bloomery.prepare.units._UNITS", 1000)
+    monkeypatch.setattr("bloomery.prepare.read._SMALLEST_UNIT_BYTES", 6000)
+    monkeypatch.setattr("bloomery.prepare.read._UNITS", 1000)
     monkeypatch.setattr("bloomery.prepare.read.BLOCK_BYTES", 2000)
     monkeypatch.setattr("bloomery.prepare.merge.BUCKET_BYTES", 3000)
+
+
+def prepare(section: PrepareSection, *, share: Any = None, progress: Any = None, **fields: Any) -> PrepareResult:
+    return Preparation(section, **fields).run(share, progress)
 
 
 def make(tokenizer: Tokenizer, *, seed: int = 1, workers: int = 1, share: Any = None, **fields: Any) -> PrepareResult:

@@ -154,7 +154,7 @@ def test_tidying_puts_everything_in_its_place_and_latest_never_names_what_moves(
     (tmp_path / ".left-abcd" / ".step-00000009-abcd-2.tmp").mkdir(parents=True)
     (tmp_path / "damaged-step-00000003").mkdir()  # of an earlier time
     done = tidy(tmp_path, step=2, damaged=[tmp_path / "step-00000003", Path("elsewhere/step-00000001")])
-    assert done.quarantined == ["damaged-step-00000003.2"]
+    assert list(done.quarantined.values()) == ["damaged-step-00000003.2"]
     assert done.retired == ["step-00000004"]
     assert done.debris == [".step-00000008-abcd-1.tmp", ".step-00000009-abcd-2.tmp"]
     assert done.latest_said == "step-00000004"

@@ -46,10 +46,9 @@ from bloomery.monitor.history import read_events, read_metrics
 from bloomery.monitor.record import to_json
 from bloomery.prepare.download import read_download_manifest
 from bloomery.prepare.jsonl_lines import copy_lines
-from bloomery.prepare.parts import PartFolder
-from bloomery.prepare.read import UnitReader
+from bloomery.prepare.read import UnitReader, plan_units
+from bloomery.prepare.shard_parts import PartsFolder
 from bloomery.prepare.sources import find_files
-from bloomery.prepare.units import plan_units
 from bloomery.sizing.check import load_checked_recipe
 from bloomery.train.past import past_at
 from conftest import Workshop
@@ -379,7 +378,7 @@ class Samples:
         return Parser(path, lambda: read_metrics(path), fields=True)
 
     def part_marker(self) -> Parser:
-        folder = PartFolder(str(self.folder / "x"), 2)
+        folder = PartsFolder(str(self.folder / "x"), 2)
         folder.path.mkdir()
         content = {
             "unit": 3,
@@ -388,7 +387,6 @@ class Samples:
             "inputs": [["a", "b"]],
             "part_hash": "h",
             "runs": [[1, 1, 5]],
-            "columns": {"lengths": 1},
             "text_bytes": 9,
             "dropped": {},
         }
@@ -397,8 +395,8 @@ class Samples:
         def read() -> None:
             part = folder.read(3)
             if part is not None:
-                _ = part.documents, part.tokens, part.encoder.split()[0], part.key + part.part_hash
-                assert folder.proven(part) is None
+                _ = part.documents, part.tokens, part.encoder, part.key + part.part_hash
+                assert folder.verified(part) is None
 
         return Parser(folder.marker(3), read, fields=True)
 

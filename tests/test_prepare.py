@@ -15,12 +15,11 @@ from bloomery.data.manifest import check_describes, check_fits, manifest_path, r
 from bloomery.data.origins import file_of
 from bloomery.data.shards import ShardReader, ShardWriter
 from bloomery.data.tokenizer import Tokenizer
-from bloomery.prepare.read import UnitReader
-from bloomery.prepare.run import Share, prepare
+from bloomery.prepare.read import UnitReader, plan_units
+from bloomery.prepare.run import Share
 from bloomery.prepare.sources import find_files
-from bloomery.prepare.units import plan_units
 from bloomery.prepare.verify import verify
-from prepare_samples import make, make_texts, make_tokenizer, read_texts, shard_bytes, small_units, write_jsonl
+from prepare_samples import make, make_texts, make_tokenizer, prepare, read_texts, shard_bytes, small_units, write_jsonl
 
 EOD = "<|endoftext|>"
 
@@ -248,7 +247,7 @@ def test_verify_finds_a_changed_token_a_changed_source_and_a_missing_shard(many,
 
 def test_a_finished_shard_is_up_to_date_where_nothing_can_be_written(corpus, tokenizer, monkeypatch):
     make(tokenizer)
-    monkeypatch.setattr("bloomery.prepare.parts.PartFolder.alone", None)
+    monkeypatch.setattr("bloomery.prepare.shard_parts.PartsFolder.locked", None)
     assert make(tokenizer).reused
     assert make(tokenizer, share=Share(1, 3)).reused
 
@@ -269,39 +268,34 @@ def falsified(path: Path, **fields) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | fields))
 
 
-@pytest.mark.parametrize(
-    ("name", "damage", "message"),
-    [
-        ("x.idx", swapped_lengths, r"sequence 0 has another length than its source gives \(x.idx\)"),
-        ("x.origins", lambda path: path.write_bytes(b"\0" * path.stat().st_size), "x.origins is missing, or names"),
-        ("x.origins", Path.unlink, "x.origins is missing, or names"),
-        ("x.manifest.json", lambda path: falsified(path, vocab_size=299), "its vocab_size is 299 where .* be 300"),
-        (
-            "x.manifest.json",
-            lambda path: falsified(path, dropped={}),
-            "its dropped.empty is missing where now it would be 61",
-        ),
-        ("x.manifest.json", lambda path: falsified(path, append_eod=True), "its append_eod is True where"),
-        ("x.manifest.json", lambda path: falsified(path, sequences=1), "its sequences is 1 where"),
-        ("x.manifest.json", lambda path: falsified(path, sources=[]), "its sources are none where .* be 'corpus'"),
-        (
-            "x.manifest.json",
-            lambda path: falsified(path, sources=[{"name": "corpus", "documents": 939, "tokens": 1, "bytes": 1}]),
-            r"x: its source 'corpus' has 1 tokens where now it would have \d+\.",
-        ),
-    ],
-)
-def test_verify_compares_all_that_is_written(many, tokenizer, tmp_path, name, damage, message):
+def test_verify_compares_all_that_is_written(many, tokenizer, tmp_path):
     section = PrepareSection(output="x", sources=["corpus"], split_sentences=True, shuffle=False)
     prepare(section, tokenizer=tokenizer, seed=1)
-    assert verify(section, tokenizer=tokenizer, seed=1).documents
     falsified(tmp_path / "x.manifest.json", encoder="another", bloomery_version="0")
     (tmp_path / "x.verify").mkdir()
     assert verify(section, tokenizer=tokenizer, seed=1).documents
     assert sorted(tmp_path.glob("x.verify*")) == [tmp_path / "x.verify"], "somebody else's"
-    damage(tmp_path / name)
-    with pytest.raises(DataError, match=message):
-        verify(section, tokenizer=tokenizer, seed=1)
+    other_source = [{"name": "corpus", "documents": 939, "tokens": 1, "bytes": 1}]
+    damages = [
+        ("x.idx", swapped_lengths, r"sequence 0 has another length than its source gives \(x.idx\)"),
+        ("x.origins", lambda path: path.write_bytes(b"\0" * path.stat().st_size), "x.origins is missing, or names"),
+        ("x.origins", Path.unlink, "x.origins is missing, or names"),
+    ]
+    for fields, message in [
+        ({"vocab_size": 299}, "its vocab_size is 299 where .* be 300"),
+        ({"dropped": {}}, "its dropped.empty is missing where now it would be 61"),
+        ({"append_eod": True}, "its append_eod is True where"),
+        ({"sequences": 1}, "its sequences is 1 where"),
+        ({"sources": []}, "its sources are none where .* be 'corpus'"),
+        ({"sources": other_source}, r"x: its source 'corpus' has 1 tokens where now it would have \d+\."),
+    ]:
+        damages.append(("x.manifest.json", lambda path, fields=fields: falsified(path, **fields), message))
+    for name, damage, message in damages:
+        right = (tmp_path / name).read_bytes()
+        damage(tmp_path / name)
+        with pytest.raises(DataError, match=message):
+            verify(section, tokenizer=tokenizer, seed=1)
+        (tmp_path / name).write_bytes(right)
 
 
 def test_nothing_left_is_an_error_and_an_empty_source_a_note(corpus, tokenizer):

@@ -1,11 +1,10 @@
-"""Encoders: a fast one is taken only where it agrees with Hugging Face's tokenizers, and given up when it stops."""
+"""Encoders: a fast one is used only where it equals Hugging Face's tokenizers, on a sample of the user's text."""
 
 import gzip
 import json
 import os
 import signal
 import time
-from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -15,9 +14,8 @@ import zstandard
 
 from bloomery.base.errors import DataError
 from bloomery.data.tokenizer import Tokenizer
-from bloomery.prepare import encoder
-from bloomery.prepare.encoder import NASTY, Fastokens, Gigatoken, HuggingFace, Judge, choose_encoder
-from bloomery.prepare.pool import Pool
+from bloomery.prepare import encoders
+from bloomery.prepare.encoders import NASTY, Fastokens, Gigatoken, Reference
 from prepare_samples import jsonl, make, make_texts, make_tokenizer, shard_bytes, small_units, write_jsonl
 
 
@@ -35,26 +33,12 @@ def corpus(tmp_path, monkeypatch):
     return texts
 
 
-class Liar(HuggingFace):
-    """Right for the texts of the first check, wrong for one that comes later."""
-
-    wrong_for = ""
-
-    def encode(self, texts):
-        ids, lengths = super().encode(texts)
-        if self.wrong_for in texts:
-            ids = ids.copy()
-            end = int(np.cumsum(lengths)[texts.index(self.wrong_for)])
-            ids[end - 1] = 0
-        return ids, lengths
-
-
 class Panic(BaseException):
     """As pyo3 raises for a panic of Rust."""
 
 
-class Fails(HuggingFace):
-    """Right for the texts of the first check, an error for one that comes later."""
+class Fails(Reference):
+    """An error for one text."""
 
     fails_for, error = "", Panic()
 
@@ -64,18 +48,25 @@ class Fails(HuggingFace):
         return super().encode(texts)
 
 
-class AlwaysWrong(HuggingFace):
+class AlwaysFails(Reference):
+    def encode(self, texts):
+        raise Panic("overflow")
+
+
+class WrongForOne(Reference):
+    """Of the user's texts."""
+
     def encode(self, texts):
         ids, lengths = super().encode(texts)
-        return ids + 1, lengths
+        return ids + np.repeat([text.startswith("0 ") for text in texts], lengths), lengths
 
 
-class Crashes(HuggingFace):
+class Crashes(Reference):
     def encode(self, texts):
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-class Hangs(HuggingFace):
+class Hangs(Reference):
     def encode(self, texts):
         time.sleep(60)
 
@@ -90,25 +81,10 @@ class Absent:
         raise ImportError("fastokens")
 
 
-def choose(tokenizer, *, as_ids=False, workers=1):
-    def crew(chosen):
-        return Pool(
-            lambda texts, _report: chosen.encoder.encode(texts), workers=workers, strangers=[judge.child.connection]
-        )
-
-    judge = Judge(tokenizer, as_ids=as_ids)
-    try:
-        chosen, pool = choose_encoder(tokenizer, judge, ["some text"], as_ids=as_ids, refused={}, crew=crew)
-        pool.close()
-        return chosen
-    finally:
-        judge.close()
-
-
 @pytest.mark.parametrize("as_ids", [False, True])
-@pytest.mark.parametrize("make_encoder", [Fastokens, Gigatoken, HuggingFace])
+@pytest.mark.parametrize("make_encoder", [Fastokens, Gigatoken, Reference])
 def test_special_tokens_in_a_text_on_every_encoder(tokenizer, make_encoder, as_ids):
-    pytest.importorskip(make_encoder.__name__.lower() if make_encoder is not HuggingFace else "tokenizers")
+    pytest.importorskip(make_encoder.__name__.lower() if make_encoder is not Reference else "tokenizers")
     ids, lengths = make_encoder(tokenizer, as_ids).encode(["a<|endoftext|>b", "", "x"])
     assert (tokenizer.eod_id in ids) == as_ids
     assert lengths.tolist() == [3 if as_ids else int(lengths[0]), 0, 1]
@@ -119,124 +95,84 @@ def test_special_tokens_in_a_text_on_every_encoder(tokenizer, make_encoder, as_i
 @pytest.mark.parametrize("as_ids", [False, True])
 def test_fastokens_equals_the_reference_on_nasty_strings(tokenizer, as_ids):
     pytest.importorskip("fastokens")
-    fast, slow = Fastokens(tokenizer, as_ids).encode(list(NASTY)), HuggingFace(tokenizer, as_ids).encode(list(NASTY))
+    fast, slow = Fastokens(tokenizer, as_ids).encode(list(NASTY)), Reference(tokenizer, as_ids).encode(list(NASTY))
     assert all(np.array_equal(*pair) for pair in zip(fast, slow, strict=True))
-    assert choose(tokenizer, as_ids=as_ids).name.startswith("fastokens ")
 
 
 def test_no_library_starts_threads_before_the_workers_fork(tokenizer):
     """A fork copies one thread only: workers of a process in which fastokens had encoded waited for ever."""
     before = len(os.listdir("/proc/self/task"))
-    for name, make_encoder in encoder.FAST.items():
+    for name, make_encoder in encoders.FAST.items():
         pytest.importorskip(name)
         make_encoder(tokenizer, False)
-    choose(tokenizer)
-    assert len(os.listdir("/proc/self/task")) == before
+    assert len(os.listdir("/proc/self/task")) <= before
 
 
-@pytest.mark.parametrize("workers", [2, 12])
-def test_an_encoder_is_tried_by_all_who_will_use_it_even_if_there_are_too_few_texts(tokenizer, monkeypatch, workers):
-    monkeypatch.setattr(encoder, "NASTY", ())
-    monkeypatch.setattr(encoder, "FAST", {"one": AlwaysWrong, "two": HuggingFace})
-    chosen = choose(tokenizer, workers=workers)
-    assert chosen.name.startswith("two ")
-    assert chosen.refused["one"].startswith("it gives other ids for ")
+@pytest.mark.parametrize("workers", [1, 2])
+def test_an_encoder_that_does_not_equal_the_reference_is_rejected_with_the_reason(
+    corpus, tokenizer, monkeypatch, workers
+):
+    monkeypatch.setattr(encoders, "FAST", {})
+    right = make(tokenizer, output="right")
+    assert right.notes[0].startswith("encoder: tokenizers ")
+    wrong = {"tokenizers": WrongForOne, "refuses": Refuses, "absent": Absent}
+    for bad, reason in [
+        (WrongForOne, "it gives other ids for '0 "),
+        (AlwaysFails, "it fails at a text: overflow"),
+        (Crashes, "its process was killed"),
+        (Hangs, "it has not done"),
+    ]:
+        monkeypatch.setattr("bloomery.data.tokenizer.LEAST_SECONDS", 0.3 if bad is Hangs else 60.0)
+        monkeypatch.setattr(encoders, "FAST", {**wrong, "tokenizers": bad})
+        result = make(tokenizer, output=bad.__name__, workers=workers)
+        assert shard_bytes(bad.__name__) == shard_bytes("right")
+        assert result.manifest.encoder == right.manifest.encoder
+        notes = dict(note.split(": ", 1) for note in result.notes)
+        assert notes["not tokenizers"].startswith(reason)
+        assert notes["not absent"] == "it is not installed"
+        assert notes["not refuses"].startswith("it cannot read this tokenizer: no such pre-tokenizer but_these")
+        assert not list(Path().glob("*.parts"))
 
 
-def test_an_encoder_that_crashes_or_hangs_is_passed_over(tokenizer, monkeypatch):
-    monkeypatch.setattr(encoder, "_PATIENCE_SECONDS", 0.5)
-    monkeypatch.setattr(encoder, "FAST", {"one": Crashes, "two": Hangs})
-    chosen = choose(tokenizer)
-    assert chosen.name.startswith("tokenizers ")
-    assert "a worker process ended unexpectedly (SIGKILL)" in chosen.refused["one"]
-    assert chosen.refused["two"] == "it fails: it has not answered for 0.5 seconds"
-
-
-def test_those_that_are_absent_refuse_or_differ_are_passed_over_with_the_reason(tokenizer, monkeypatch):
-    monkeypatch.setattr(encoder, "FAST", {"one": Absent, "two": Refuses, "three": AlwaysWrong})
-    chosen = choose(tokenizer)
-    assert chosen.name.startswith("tokenizers ")
-    assert chosen.refused["one"] == "it is not installed"
-    assert chosen.refused["two"] == f"it cannot read this tokenizer: no such pre-tokenizer{' but_these' * 9} ..."
-    assert chosen.refused["three"].startswith("it gives other ids for ")
-
-
-@pytest.mark.parametrize("flag", ["single_word", "lstrip", "rstrip", "normalized"])
-@pytest.mark.parametrize("special", [True, False])
-@pytest.mark.parametrize("library", ["fastokens", "gigatoken"])
-def test_added_tokens_are_tried_with_all_their_flags(tokenizer, monkeypatch, flag, special, library):
-    """Whoever passes gives the right ids where the one token of its kind, the last of many, may hide."""
-    hugging = tokenizers.Tokenizer.from_str(tokenizer.content)
-    add = hugging.add_special_tokens if special else hugging.add_tokens
-    odd = tokenizers.AddedToken("walk", **{"normalized": False, flag: True})
-    add([*(tokenizers.AddedToken(f"tok{number}") for number in range(300)), odd])
-    other = Tokenizer(hugging.to_str(), path="x")
-    monkeypatch.setattr(encoder, "FAST", {library: encoder.FAST[library]})
-    monkeypatch.setattr(encoder, "NASTY", ())  # on which this version of a library may fail already
-    for as_ids in (False, True):
-        chosen = choose(other, as_ids=as_ids)
-        texts = ["cakewalk", "walks", "we walk it", "a  walk \n b", "awalkb walkwalk.", "tok7 tok299 stok299"]
-        ids, lengths = chosen.encoder.encode(texts)
-        expected = other.encode_batch(texts, special_tokens_as_ids=as_ids)
-        found = np.split(ids, np.cumsum(lengths)[:-1])
-        assert all(map(np.array_equal, found, expected)), chosen.name
-
-
-def test_the_bytes_do_not_know_the_encoder(corpus, tokenizer, monkeypatch):
-    manifest = make(tokenizer).manifest
-    assert manifest.encoder.startswith("fastokens ")
-    monkeypatch.setattr(encoder, "FAST", {})
-    slow = make(tokenizer, output="slow")
-    assert slow.manifest.encoder.startswith("tokenizers ")
-    assert shard_bytes("slow") == shard_bytes()
-    assert "encoder: tokenizers" in slow.notes[0]
-
-
-def test_an_encoder_that_lies_later_is_given_up_and_its_work_done_again(corpus, tokenizer, monkeypatch, tmp_path):
+@pytest.mark.parametrize("error", [RuntimeError("no such pair"), KeyError(), Panic("overflow")])
+def test_where_a_fast_encoder_fails_later_the_reference_encodes_these_texts(corpus, tokenizer, monkeypatch, error):
     monkeypatch.setattr("bloomery.prepare.run.SAMPLE_DOCUMENTS", 5)
-    monkeypatch.setattr("bloomery.prepare.tokenize.RECHECK_EVERY", 3)
-    monkeypatch.setattr(encoder, "FAST", {})
-    make(tokenizer, output="right")
-    Liar.wrong_for = corpus[330]
-    monkeypatch.setattr(encoder, "FAST", {"liar": Liar})
-    monkeypatch.setattr("bloomery.prepare.tokenize.RECHECK_EVERY", 1)
-    result = make(tokenizer, workers=2)
-    assert shard_bytes() == shard_bytes("right")
-    assert result.manifest.encoder.startswith("tokenizers ")
-    assert result.notes[0].startswith("liar ? was given up in the middle of the work: it gives other ids for '330 ")
-    assert not list(tmp_path.glob("x.parts*"))
-
-
-@pytest.mark.parametrize(
-    ("error", "why"),
-    [
-        (RuntimeError(f"no such {'pair ' * 40}\nmore"), f"no such {'pair ' * 21}..."),
-        (KeyError(), "KeyError"),
-        (Panic("overflow"), "overflow"),
-    ],
-)
-def test_an_encoder_that_fails_later_is_given_up_and_its_work_done_again(corpus, tokenizer, monkeypatch, error, why):
-    monkeypatch.setattr("bloomery.prepare.run.SAMPLE_DOCUMENTS", 5)
-    monkeypatch.setattr(encoder, "FAST", {})
     make(tokenizer, output="right")
     monkeypatch.setattr(Fails, "fails_for", corpus[330])
     monkeypatch.setattr(Fails, "error", error)
-    monkeypatch.setattr(encoder, "FAST", {"fast": Fails})
+    monkeypatch.setattr(encoders, "FAST", {"fast": Fails})
     result = make(tokenizer, workers=2)
     assert shard_bytes() == shard_bytes("right")
-    assert result.manifest.encoder.startswith("tokenizers ")
-    assert result.notes[0] == f"fast ? was given up in the middle of the work: it fails: {why}"
-    assert "not fast: it gave wrong ids, or failed, earlier in this work" in result.notes
+    assert len(result.notes) == 1, "it was used"
 
 
 def test_a_reference_that_fails_is_an_error(corpus, tokenizer, monkeypatch):
-    monkeypatch.setattr("bloomery.prepare.run.SAMPLE_DOCUMENTS", 5)
-    monkeypatch.setattr(encoder, "FAST", {})
-    monkeypatch.setattr(encoder, "HuggingFace", Fails)
+    monkeypatch.setattr(encoders, "FAST", {})
+    monkeypatch.setattr("bloomery.prepare.run.Reference", Fails)
     monkeypatch.setattr(Fails, "fails_for", corpus[330])
     monkeypatch.setattr(Fails, "error", RuntimeError("no such pair"))
-    with pytest.raises(RuntimeError, match="no such pair"):
+    with pytest.raises(DataError, match=r"^tokenizers .*: fails at a text: no such pair"):
         make(tokenizer)
+
+
+@pytest.mark.parametrize("special", [True, False])
+@pytest.mark.parametrize("as_ids", ["as_text", "as_ids"])
+def test_added_tokens_are_tried_with_all_their_flags(corpus, tokenizer, monkeypatch, special, as_ids, tmp_path):
+    """Whoever passes gives the right ids where the one token of its kind, one of the last of many, may hide."""
+    hugging = tokenizers.Tokenizer.from_str(tokenizer.content)
+    flags = {"walk": "single_word", "swim": "lstrip", "jump": "rstrip", "sing": "normalized"}
+    odd = [tokenizers.AddedToken(word, **{"normalized": False, flag: True}) for word, flag in flags.items()]
+    many = [tokenizers.AddedToken(f"tok{number}") for number in range(300)]
+    (hugging.add_special_tokens if special else hugging.add_tokens)([*many, *odd])
+    other = Tokenizer(hugging.to_str(), path="x")
+    forms = ("cake{}", "{}s", "we {} it", "a  {} \n b", "a{0}b {0}{0}.", "tok7 tok299 stok299")
+    write_jsonl(tmp_path / "corpus" / "z.jsonl", [form.format(word) for word in flags for form in forms])
+    monkeypatch.setattr("bloomery.prepare.run.SAMPLE_DOCUMENTS", 8)
+    monkeypatch.setattr(encoders, "NASTY", ())  # on which this version of a library may fail already
+    for name, fast in [("right", {}), *((name, {name: load}) for name, load in encoders.FAST.items())]:
+        monkeypatch.setattr(encoders, "FAST", fast)
+        make(other, output=name, special_tokens=as_ids)
+        assert shard_bytes(name) == shard_bytes("right")
 
 
 def test_a_tokenizer_with_dropout_is_refused(corpus, tokenizer):
@@ -248,13 +184,6 @@ def test_a_tokenizer_with_dropout_is_refused(corpus, tokenizer):
         make(Tokenizer(json.dumps(content), path="t.json"))
     content["model"]["dropout"] = 0.0
     assert make(Tokenizer(json.dumps(content), path="t.json")).manifest.documents
-
-
-def test_a_reference_that_disagrees_with_itself_is_an_error_not_an_endless_loop(corpus, tokenizer, monkeypatch):
-    monkeypatch.setattr(encoder, "FAST", {})
-    monkeypatch.setattr(encoder, "HuggingFace", AlwaysWrong)
-    with pytest.raises(DataError, match=r"disagrees with itself: it gives other ids for '0 .*Look for chance"):
-        make(tokenizer)
 
 
 def forging(kind: str) -> Tokenizer:
@@ -307,7 +236,7 @@ def test_no_model_lets_a_text_forge_an_end_of_document(tmp_path, monkeypatch, ki
 @pytest.mark.parametrize("workers", [1, 2])
 def test_a_text_that_forges_an_end_is_named_by_its_line_or_row(tmp_path, monkeypatch, name, place, workers):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("bloomery.prepare.units._SMALLEST_UNIT_BYTES", 6000)
+    monkeypatch.setattr("bloomery.prepare.read._SMALLEST_UNIT_BYTES", 6000)
     monkeypatch.setattr("bloomery.prepare.read.BLOCK_BYTES", 2000)
     texts = ["the fox sees"] * 1899 + ["the fox </s> sees"] + ["the fox sees"] * 50
     if name == "a.parquet":
@@ -338,45 +267,3 @@ def test_an_end_that_only_an_odd_text_gives_is_found_too(tmp_path, monkeypatch):
     write_jsonl(tmp_path / "corpus" / "a.jsonl", ["a\n</s>\nb"])
     with pytest.raises(DataError, match=r"gives the special token 3.*forge an end"):
         make(tokenizer)
-
-
-def test_no_text_is_refused_where_the_model_cannot_give_special_tokens(tokenizer):
-    assert not choose(tokenizer).forgeable
-    assert not choose(tokenizer, as_ids=True).forgeable
-    assert choose(forging("words")).forgeable == {1}
-
-
-BPE = {
-    "vocab": {"a": 0, "s": 1, "as": 2, "</s>": 3, "<": 4, "/": 5, ">": 6, "</": 7, "s>": 8},
-    "merges": [("a", "s"), ("<", "/"), ("s", ">")],
-}
-
-
-@pytest.mark.parametrize(
-    ("change", "forgeable"),
-    [
-        ({}, False),
-        ({"merges": [*BPE["merges"], ("</", "s>")]}, True),
-        ({"ignore_merges": True}, True),
-        ({"unk_token": "</s>"}, True),
-        ({"unk_token": "a"}, False),
-        ({"byte_fallback": True}, None),
-        ({"continuing_subword_prefix": "##", "merges": []}, None),
-        ({"end_of_word_suffix": ">", "merges": []}, None),
-    ],
-)
-@pytest.mark.parametrize("as_strings", [False, True])
-def test_bpe_gives_a_special_token_only_by_merges_or_options(change, forgeable, as_strings):
-    """What makes the check superfluous for GPT-2's kind is true of the library, for every text of up to five letters,
-    with a pre-tokenizer and without one. None: it was not looked into, so the check stays."""
-    made = tokenizers.Tokenizer(tokenizers.models.BPE(**{**BPE, **change}))
-    made.add_special_tokens(["</s>"])
-    content = json.loads(made.to_str())
-    if as_strings:
-        content["model"]["merges"] = list(map(" ".join, content["model"]["merges"]))
-    texts = ["".join(letters) for size in range(1, 6) for letters in product("as</> x", repeat=size)]
-    for pre_tokenizer in (None, {"type": "WhitespaceSplit"}):
-        other = Tokenizer(json.dumps({**content, "pre_tokenizer": pre_tokenizer}), path="t.json")
-        assert encoder._forgeable(other) == (frozenset() if forgeable is False else {3})
-        if forgeable is not None:
-            assert any(3 in ids for ids in other.encode_lists(texts)) == forgeable

@@ -15,11 +15,9 @@ import xxhash
 import zstandard
 
 from bloomery.prepare.jsonl_lines import InputCount, copy_lines
-from bloomery.prepare.merge import Merge
-from bloomery.prepare.ragged import gather
-from bloomery.prepare.read import Block, UnitReader
+from bloomery.prepare.merge import Merge, gather
+from bloomery.prepare.read import Block, UnitReader, plan_units
 from bloomery.prepare.sources import find_files
-from bloomery.prepare.units import plan_units
 from bloomery.prepare.unpack import HashedFile, unpacked
 from prepare_samples import jsonl, make, make_tokenizer, write_jsonl
 

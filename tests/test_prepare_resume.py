@@ -17,14 +17,12 @@ import yaml
 from bloomery.base.errors import DataError, StorageError
 from bloomery.config.recipe import PrepareSection
 from bloomery.data.tokenizer import Tokenizer
-from bloomery.prepare import tokenize
 from bloomery.prepare.merge import Merge
-from bloomery.prepare.parts import Part, PartFolder, PartWriter
-from bloomery.prepare.run import Share, prepare
-from bloomery.prepare.sources import find_files
-from bloomery.prepare.units import plan_units
+from bloomery.prepare.run import Share
+from bloomery.prepare.shard_parts import DOCUMENT, PartsFolder, ShardPart
+from bloomery.prepare.tokenize import UnitTokenizer
 from bloomery.prepare.verify import verify
-from prepare_samples import make, make_texts, make_tokenizer, shard_bytes, small_units, write_jsonl
+from prepare_samples import make, make_texts, make_tokenizer, prepare, shard_bytes, small_units, write_jsonl
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +77,7 @@ def test_killed_at_twenty_random_moments_the_result_is_the_same(corpus, tokenize
         assert sorted(path.name for path in corpus.glob(f"x{output}.*")) == finished, "nothing else is left"
 
 
-def test_the_command_itself_survives_kill(corpus, tokenizer, monkeypatch):
+def write_recipe(tokenizer):
     recipe = {
         "base": "quickstart",
         "tokenizer": {"path": os.path.dirname(tokenizer.path)},
@@ -87,6 +85,10 @@ def test_the_command_itself_survives_kill(corpus, tokenizer, monkeypatch):
         "prepare": [{"output": "x", "sources": ["corpus"]}],
     }
     Path("r.yaml").write_text(yaml.safe_dump(recipe))
+
+
+def test_the_command_itself_survives_kill(corpus, tokenizer, monkeypatch):
+    write_recipe(tokenizer)
     words = [sys.executable, "-m", "bloomery", "prepare", "r.yaml", "--workers", "2"]
     process = subprocess.Popen(words, stderr=subprocess.DEVNULL, start_new_session=True)
     while not list(corpus.glob("x.parts/*")) and process.poll() is None:
@@ -108,19 +110,19 @@ def test_the_command_itself_survives_kill(corpus, tokenizer, monkeypatch):
 def count_made(monkeypatch, tmp_path):
     """A function that says which units were made since it was last asked."""
     log = tmp_path / "made.log"
-    real = tokenize.make_part
+    real = UnitTokenizer.make_part
 
-    def logged(unit, *rest):
+    def logged(self, number):
         with open(log, "a") as file:
-            file.write(f"{unit.number}\n")
-        return real(unit, *rest)
+            file.write(f"{number}\n")
+        return real(self, number)
 
     def made():
         numbers = sorted(map(int, log.read_text().split())) if log.exists() else []
         log.unlink(missing_ok=True)
         return numbers
 
-    monkeypatch.setattr("bloomery.prepare.run.make_part", logged)
+    monkeypatch.setattr(UnitTokenizer, "make_part", logged)
     return made
 
 
@@ -173,22 +175,10 @@ def test_merging_names_the_units_that_are_missing(corpus, tokenizer):
     assert not Path("x.idx").exists()
 
 
-def test_a_merge_that_comes_too_early_leaves_the_shares_at_work_alone(corpus, tokenizer):
-    unit = plan_units(find_files(["corpus"]))[0]
-    (corpus / "x.parts").mkdir()
-    at_work = PartWriter(PartFolder("x", 2), unit)  # the share that has unit 0
-    make(tokenizer, share=Share(1, 2))
-    with pytest.raises(DataError, match="cannot be merged"):
-        make(tokenizer)
-    at_work.append(np.zeros(3, np.uint16), {"lengths": np.array([3])}, documents=1)
-    part = at_work.finish(key="k", encoder="e", inputs=[], text_bytes=3, dropped={})
-    assert PartFolder("x", 2).proven(part) == part
-
-
 def test_one_run_at_a_time(corpus, tokenizer, monkeypatch):
     import fcntl
 
-    monkeypatch.setattr("bloomery.prepare.parts._LOCK_PATIENCE_SECONDS", 0.2)
+    monkeypatch.setattr("bloomery.prepare.shard_parts._LOCK_TIMEOUT_SECONDS", 0.2)
     (corpus / "x.parts").mkdir()
     with open(corpus / "x.parts" / "lock", "w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
@@ -218,9 +208,41 @@ def test_a_worker_that_is_killed_is_an_error_not_a_hang(corpus, tokenizer, monke
     def die(*_):
         os.kill(os.getpid(), signal.SIGKILL)
 
-    monkeypatch.setattr("bloomery.prepare.run.make_part", die)
-    with pytest.raises(DataError, match=r"a worker process ended unexpectedly \(SIGKILL\).*fewer --workers"):
+    monkeypatch.setattr(UnitTokenizer, "make_part", die)
+    with pytest.raises(DataError, match=r"a worker process was killed.*fewer --workers"):
         make(tokenizer, workers=2)
+
+
+SLOW = """
+import sys, time
+from bloomery.base import signals
+signals.listen()
+from bloomery.cli.main import main
+from bloomery.prepare.tokenize import UnitTokenizer
+
+def make_part(self, number):
+    open("begun", "a").close()
+    time.sleep(60)
+
+UnitTokenizer.make_part = make_part
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("whole_group", [True, False], ids=["group", "process"])
+def test_a_signal_ends_the_command_and_its_workers_with_130(corpus, tokenizer, number, whole_group):
+    write_recipe(tokenizer)
+    words = [sys.executable, "-c", SLOW, "prepare", "r.yaml", "--workers", "2"]
+    process = subprocess.Popen(words, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    while not Path("begun").exists() and process.poll() is None:
+        time.sleep(0.01)
+    started = time.monotonic()
+    os.killpg(process.pid, number) if whole_group else process.send_signal(number)
+    _, err = process.communicate(timeout=30)  # which waits for the workers too: they have its standard error
+    assert (process.returncode, err) == (130, f"bloomery: interrupted by {number.name}\n")
+    assert time.monotonic() - started < 10
+    assert not list(corpus.glob("x.parts/*.tmp-*"))
 
 
 def test_an_interrupt_leaves_the_old_shard_whole(corpus, tokenizer, monkeypatch):
@@ -262,7 +284,7 @@ def test_a_full_disk_is_named_and_nothing_half_written_is_left(corpus, tokenizer
     """The sizes fill the disk while parts are made, and while they are merged."""
     small = corpus / "small"
     with file_system(small, f"size={kilobytes}k"):
-        with pytest.raises(StorageError, match=r"No space left.*place for prepare.output.*goes on where") as caught:
+        with pytest.raises(StorageError, match=r"No space left.*place for prepare.output.*resumes where") as caught:
             make(tokenizer, output="small/x", workers=2)
         assert "--run-dir" not in str(caught.value)
         assert not [path for path in small.iterdir() if path.is_file()], "nothing under a final or partial name"
@@ -273,7 +295,7 @@ def test_a_full_disk_is_named_and_nothing_half_written_is_left(corpus, tokenizer
         assert shard_bytes("small/x") == shard_bytes("right")
 
 
-def test_verify_on_a_full_disk_does_not_promise_to_go_on(corpus, tokenizer):
+def test_verify_on_a_full_disk_does_not_promise_to_resume(corpus, tokenizer):
     section = PrepareSection(output="small/x", sources=["corpus"])
     with file_system(corpus / "small", "size=4m"):
         prepare(section, tokenizer=tokenizer, seed=1)
@@ -281,15 +303,14 @@ def test_verify_on_a_full_disk_does_not_promise_to_go_on(corpus, tokenizer):
         subprocess.run(["mount", "-o", f"remount,size={shard + 40}k", str(corpus / "small")], check=True)
         with pytest.raises(StorageError, match=r"No space left.*--verify needs room for the shard three") as caught:
             verify(section, tokenizer=tokenizer, seed=1)
-        assert "goes on" not in str(caught.value)
+        assert "resumes" not in str(caught.value)
         assert not list((corpus / "small").glob("x.verify*"))
 
 
-def test_a_disk_that_fills_up_while_documents_are_sorted_is_named(corpus, monkeypatch):
-    part = Part(0, "k", "e", [], "", [(20_000, 20_000, 0)], {"keys": 20_000}, 0)
-    monkeypatch.setattr(PartFolder, "column", lambda *_: np.zeros(20_000, np.uint64))
+def test_a_disk_that_fills_up_while_documents_are_sorted_is_named(corpus):
+    part = ShardPart(0, "k", "e", [], "", [(20_000, 20_000, 0)], 0)
     with file_system(corpus / "small", "size=64k"):
         (corpus / "small" / "x.parts").mkdir()
-        merge = Merge([part], PartFolder("small/x", 2), np.dtype(np.uint16))
+        merge = Merge([part], PartsFolder("small/x", 2), np.dtype(np.uint16))
         with pytest.raises(StorageError, match="No space left on device"):
-            merge._spooled("keys")
+            merge._spooled(DOCUMENT, lambda _: np.zeros(20_000, DOCUMENT))

@@ -12,9 +12,8 @@ import zstandard
 
 from bloomery.base.errors import DataError
 from bloomery.prepare.extract import extract, plan_chunks
-from bloomery.prepare.read import UnitReader
+from bloomery.prepare.read import UnitReader, plan_units
 from bloomery.prepare.sources import find_files, find_local
-from bloomery.prepare.units import plan_units
 from prepare_samples import jsonl, make_texts, make_tokenizer, small_units, write_jsonl
 
 
@@ -55,7 +54,7 @@ def test_files_folders_and_globs_come_in_a_fixed_order(folder):
     ]:
         assert [file.path.rpartition("corpus/")[2] for file in find_local(source)] == names, source
     assert [file.name for file in find_files(["**/b.*", "./corpus/d*"])] == ["corpus/b.txt", "./corpus/deep/z.txt"]
-    assert read("corpus")[0] == ["a.md", "b.txt", "deep/z.txt"]
+    assert read("corpus")[0] == read("**")[0] == ["a.md", "b.txt", "deep/z.txt"]
 
 
 @pytest.mark.parametrize("source", ["tree", "tree/**/*.jsonl", "tree/*/b.jsonl", "tree/c*/*", "tree/**"])
@@ -139,7 +138,7 @@ def test_no_source_reaches_a_shard_of_the_recipe(folder, source, output):
     source = source.format(folder=folder)
     message = rf": belongs to prepare.output {re.escape(output)}, and the source .* reaches it.*outside of all sources"
     with pytest.raises(DataError, match=message):
-        find_files([source], made=["elsewhere/t", output])
+        find_files([source], outputs=["elsewhere/t", output])
     Path(output).parent.mkdir(parents=True, exist_ok=True)
     for ending in (
         ".bin",
@@ -154,7 +153,7 @@ def test_no_source_reaches_a_shard_of_the_recipe(folder, source, output):
         path.parent.mkdir(exist_ok=True)
         path.write_text("made")
     with pytest.raises(DataError, match=message):
-        find_files([source], made=["elsewhere/t", output])
+        find_files([source], outputs=["elsewhere/t", output])
 
 
 def test_what_is_left_of_a_killed_run_is_no_text_either(folder):
@@ -162,9 +161,9 @@ def test_what_is_left_of_a_killed_run_is_no_text_either(folder):
     for path in ("c/s.parts/0.jsonl", "c/s.partial-ab.jsonl", "c/s.verify-x/again.jsonl"):
         write_jsonl(folder / path, ["made"])
         with pytest.raises(DataError, match=rf"{path}: belongs to prepare.output c/s"):
-            find_files([path], made=["c/s"])
+            find_files([path], outputs=["c/s"])
         with pytest.raises(DataError, match=rf"{path}: belongs to prepare.output c/s"):
-            find_files(["c/**/*.jsonl"], made=["c/s"])
+            find_files(["c/**/*.jsonl"], outputs=["c/s"])
         (folder / path).unlink()
 
 
@@ -175,7 +174,7 @@ def test_an_output_beside_its_sources_is_fine_where_they_do_not_reach_it(folder)
         for ending in (".bin", ".manifest.json"):
             Path(output).parent.mkdir(exist_ok=True)
             Path(output + ending).write_text("made")
-        names = [file.name for file in find_files([source], made=[output])]
+        names = [file.name for file in find_files([source], outputs=[output])]
         assert names
         assert all(name.endswith(".jsonl") for name in names)
         for ending in (".bin", ".manifest.json"):
@@ -211,7 +210,7 @@ def test_every_way_to_store_lines_gives_the_same_texts(folder, ending, monkeypat
     small_units(monkeypatch)
     assert read(f"a.jsonl{ending}") == (texts, 0)
     assert len(plan_units(find_files([f"a.jsonl{ending}"]))) > 5 or ending
-    assert len({piece.file.kind for unit in plan_units(find_files(["a.*"])) for piece in unit.pieces}) == 1
+    assert len({piece.file.kind for unit in plan_units(find_files(["a.*"])) for piece in unit.spans}) == 1
 
 
 @pytest.mark.parametrize("ending", ["ndjson", "jsonlines", "NDJSON.zst", "JsonLines.gz"])
@@ -315,12 +314,12 @@ def test_urls_are_read_through_fsspec(folder, monkeypatch):
         read("nonsense://x")
 
 
-def test_a_server_that_does_not_tell_the_length_is_an_error_not_an_empty_file(monkeypatch):
+def test_a_server_that_does_not_report_the_length_is_an_error_not_an_empty_file(monkeypatch):
     store = pytest.importorskip("fsspec").filesystem("memory")
     store.pipe("/bucket/long.jsonl", jsonl(["x"]))
     info = store.info("/bucket/long.jsonl")
     monkeypatch.setattr(type(store), "info", lambda self, path, **_: {**info, "size": None})
-    with pytest.raises(DataError, match=r"memory://.*/long.jsonl: its server does not say how long it is"):
+    with pytest.raises(DataError, match=r"memory://.*/long.jsonl: its server does not report its length"):
         read("memory://bucket/long.jsonl")
 
 
@@ -436,7 +435,7 @@ def test_a_link_to_nothing_is_named_with_its_end(folder, source):
     (folder / "c").mkdir()
     (folder / "c" / "a.jsonl").symlink_to("b.jsonl")
     (folder / "c" / "b.jsonl").symlink_to("../gone")
-    message = rf"^c/a.jsonl: is a link to nothing: there is no {re.escape(str(folder.resolve()))}/gone\. .*[Mm]end the"
+    message = rf"^c/a.jsonl: is a link to nothing: there is no {re.escape(str(folder.resolve()))}/gone\. .*[Cc]orrect"
     with pytest.raises(DataError, match=message):
         read(source)
 
@@ -460,8 +459,8 @@ def test_units_follow_from_the_files_alone(folder):
     (folder / "d").write_text("of another source")
     units = plan_units(find_files(["c", "d"]))
     assert [unit.number for unit in units] == list(range(len(units)))
-    assert [piece.file.number for unit in units for piece in unit.pieces] == [*range(20), 20, 20, 20, 20, 21]
-    ranges = [(piece.start, piece.end) for unit in units for piece in unit.pieces if piece.file.number == 20]
+    assert [piece.file.number for unit in units for piece in unit.spans] == [*range(20), 20, 20, 20, 20, 21]
+    ranges = [(piece.start, piece.end) for unit in units for piece in unit.spans if piece.file.number == 20]
     content = (folder / "c" / "big.jsonl").read_bytes()
     assert b"".join(content[start:end] for start, end in ranges) == content
     assert all(content[end - 1 : end] == b"\n" for _, end in ranges)

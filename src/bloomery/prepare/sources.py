@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import os
-import re
 import stat
 import sysconfig
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from fnmatch import translate
-from glob import has_magic
-from typing import IO, NamedTuple, cast
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from glob import escape, glob, has_magic
+from typing import IO, NoReturn, cast
 
 from bloomery.base.errors import DataError, Problem
-from bloomery.prepare.made import Made
+from bloomery.data.manifest import manifest_path
+from bloomery.data.origins import origins_path
+from bloomery.data.shards import PARTIAL
 from bloomery.prepare.stores import first_line, is_stumble, is_url, open_store, version_of
 
 STDLIB = "python-stdlib"
@@ -33,19 +34,21 @@ _READ_AHEAD_BYTES = 1 << 23
 
 @dataclass(frozen=True)
 class InputFile:
-    source: int
-    """Which of prepare.sources it belongs to."""
-    number: int
-    """Among all files of all sources."""
     name: str
     """The source as the recipe writes it, and the path below it."""
     path: str
     """Where it lies on this machine, or in its store."""
     size: int
     stamp: str
-    """Changes when the file does: its modification time, or what its store says about it."""
+    """Changes when the file does: its modification time, or what its store reports."""
+    real: str
+    """The same for the same file, however it was reached: its path without symbolic links, or its URL."""
     store: str = ""
-    """The URL it was found by, which also says how to log in; empty for local files."""
+    """The URL it was found by, which may also name the account; empty for local files."""
+    source: int = 0
+    """Which of prepare.sources it belongs to."""
+    number: int = 0
+    """Among all files of all sources."""
 
     @property
     def compression(self) -> str:
@@ -92,47 +95,55 @@ def _stem(path: str) -> str:
     return path.lower().removesuffix(f".{compression_of(path)}")
 
 
-def find_files(sources: Sequence[str], *, made: Sequence[str] = ()) -> list[InputFile]:
-    """Always in the same order. DataError naming every source that matches nothing or reaches an output that is `made`,
-    and files of two sources."""
-    outputs = Made(made)
+def find_files(sources: Sequence[str], *, outputs: Sequence[str] = ()) -> list[InputFile]:
+    """Always in the same order. DataError naming every source that matches nothing or reaches one of the `outputs`, and
+    files of two sources."""
+    guard = OutputGuard(outputs)
     problems: list[Problem] = []
     files: list[InputFile] = []
     owners: dict[str, int] = {}
     for number, source in enumerate(sources):
         try:
-            if source == STDLIB:
-                found = _stdlib()
-            else:
-                found = _remote(source, outputs) if is_url(source) else _local(source, outputs)
+            found = _find(source, guard)
         except DataError as error:
             problems += error.problems
             continue
         if not found:
-            rule = (
-                f"a source is a file, a folder, a glob or a URL, or '{STDLIB}' for Python's own library; "
-                "paths are relative to the working directory"
-            )
-            remedy = "correct the path in prepare.sources, or put the text there"
-            if source.startswith("~"):
-                remedy = "write the folder in full: `~` is not expanded in recipes"
-            problems.append(Problem(f"the source {source!r} matches no file", rule, remedy, source))
-        twice = [file for file in found if owners.setdefault(file.real, number) != number]
-        if twice:
+            problems.append(_matches_nothing(source))
+        if twice := [file for file in found if owners.setdefault(file.real, number) != number]:
             more = f" ({len(twice) - 1} more are in two)" if len(twice) > 1 else ""
             what = f"is in the source {source!r} and in {sources[owners[twice[0].real]]!r}{more}"
             remedy = "leave it out of one; to train more often on a text, give a shard of its own a `weight`"
             problems.append(Problem(what, "each file counts once", remedy, twice[0].name))
         problems += [problem for file in found for problem in packing_problem(file.name) or _cut_off(file)]
-        files += [InputFile(number, len(files) + index, *file[:-1]) for index, file in enumerate(found)]
+        files += [replace(file, source=number, number=len(files) + index) for index, file in enumerate(found)]
     if problems:
         raise DataError(problems)
     return files
 
 
-def _cut_off(file: _Found) -> list[Problem]:
+def _find(source: str, guard: OutputGuard) -> list[InputFile]:
+    if source == STDLIB:
+        folder = sysconfig.get_paths()["stdlib"]
+        files = find_local(folder, wanted=lambda name: name.endswith(".py"), skip=_NOT_STDLIB)
+        return [replace(file, name=STDLIB + file.path.removeprefix(folder)) for file in files]
+    return _find_remote(source, guard) if is_url(source) else find_local(source, guard=guard)
+
+
+def _matches_nothing(source: str) -> Problem:
+    rule = (
+        f"a source is a file, a folder, a glob or a URL, or '{STDLIB}' for Python's own library; "
+        "paths are relative to the working directory"
+    )
+    remedy = "correct the path in prepare.sources, or put the text there"
+    if source.startswith("~"):
+        remedy = "write the folder in full: `~` is not expanded in recipes"
+    return Problem(f"the source {source!r} matches no file", rule, remedy, source)
+
+
+def _cut_off(file: InputFile) -> list[Problem]:
     """For a file without bytes that would have some even without a document."""
-    if file.size or not (compression_of(file.name) or kind_of(file.name) == "parquet"):
+    if file.size or not (file.compression or file.kind == "parquet"):
         return []
     what, rule = "has no bytes", "a packed or .parquet file has some even if it holds nothing, so this one was cut off"
     return [Problem(what, rule, "copy or download it again, or leave it out of the sources", file.name)]
@@ -142,39 +153,15 @@ def open_input(file: InputFile) -> IO[bytes]:
     """OSError or, in a store, whatever its library raises."""
     if not file.store:
         return open(file.path, "rb", buffering=0)
-    # The store is opened anew: this may be a forked worker, where the parent's connections are of no use.
+    # The store is opened again: this may be a forked worker, where the parent's connections are of no use.
     return cast(IO[bytes], open_store(file.store)[0].open(file.path, "rb", block_size=_READ_AHEAD_BYTES))
 
 
-class _Found(NamedTuple):
-    name: str
-    path: str
-    size: int
-    stamp: str
-    store: str
-    real: str
-    """The same for the same file, however it was reached."""
-
-
-def _stdlib() -> list[_Found]:
-    folder = sysconfig.get_paths()["stdlib"]
-    files = find_local(folder, wanted=lambda name: name.endswith(".py"), skip=_NOT_STDLIB)
-    return [file._replace(name=STDLIB + file.path.removeprefix(folder)) for file in map(_found, files)]
-
-
-def _local(source: str, made: Made) -> list[_Found]:
-    return [_found(file) for file in find_local(source, made=made)]
-
-
-def _found(file: LocalFile) -> _Found:
-    return _Found(file.path, file.path, file.size, file.stamp, "", file.real)
-
-
-def _remote(source: str, made: Made) -> list[_Found]:
+def _find_remote(source: str, guard: OutputGuard) -> list[InputFile]:
     try:
         store, path = open_store(source)
         if source.startswith(("file://", "local://")):
-            return [_found(file)._replace(name=f"file://{file.path}") for file in find_local(path, made=made)]
+            return [replace(file, name=f"file://{file.path}") for file in find_local(path, guard=guard)]
         if store.isfile(path):
             listing = {path: store.info(path)}
         elif store.isdir(path):
@@ -182,15 +169,15 @@ def _remote(source: str, made: Made) -> list[_Found]:
         else:
             listing = {name: info for name, info in store.glob(path, detail=True).items() if info["type"] == "file"}
         root = path.rstrip("/")
-        found: list[_Found] = []
+        found: list[InputFile] = []
         for name, info in sorted(listing.items()):
             if any(part.startswith(".") for part in name.removeprefix(root).split("/")):
                 continue
             url = store.unstrip_protocol(name)
             if info["size"] is None:
-                what, remedy = "its server does not say how long it is", "fetch it with `bloomery download` first"
+                what, remedy = "its server does not report its length", "fetch it with `bloomery download` first"
                 raise DataError(Problem(what, "a file that ends early must be noticed", remedy, url))
-            found.append(_Found(url, name, int(info["size"]), version_of(info), source, url))
+            found.append(InputFile(url, name, int(info["size"]), version_of(info), url, source))
         return found
     except DataError:
         raise
@@ -198,141 +185,176 @@ def _remote(source: str, made: Made) -> list[_Found]:
         raise unreadable(source, error) from error
 
 
-class LocalFile(NamedTuple):
-    path: str
-    real: str
-    """Without symbolic links."""
-    size: int
-    stamp: str
-
-
 def find_local(
     source: str,
     *,
     wanted: Callable[[str], bool] = lambda _: True,
     skip: frozenset[str] = frozenset(),
-    made: Made | None = None,
-) -> list[LocalFile]:
+    guard: OutputGuard | None = None,
+) -> list[InputFile]:
     """A file, all files below a folder, or those that a glob matches, by path, each once. In folders, hidden names and
     folders called as in `skip` are passed over, and files whose name is not `wanted`. DataError where anything cannot
-    be looked at: a folder that is passed over unnoticed is text that is lost. DataError where it reaches what is
-    `made`."""
-    found: dict[str, LocalFile] = {}
-    made = made or Made()
+    be looked at (a folder that is passed over unnoticed is text that is lost), or where `guard` refuses it."""
+    found: dict[str, InputFile] = {}
+    guard = guard or OutputGuard()
     try:
-        for path in [source] if os.path.lexists(source) else _matches(source, made):
-            if _is_folder(path, made):
-                below = [entry for entry in _walk(path, made, skip) if not entry.is_folder]
-                inner = sorted((entry.path, entry.real) for entry in below if wanted(os.path.basename(entry.path)))
-            else:
-                inner = [(path, os.path.realpath(path))]
-            for name, real in inner:
-                made.refuse(name, real, source)
+        is_there = os.path.lexists(source)
+        if not is_there:
+            guard.check_pattern(source)
+        for path in [source] if is_there else _glob(source):
+            inner = [(path, os.path.realpath(path))]
+            if os.path.isdir(path):
+                inner = []
+                for folder, real, names in _walk(path, skip):
+                    guard.check_folder(folder, real, source)
+                    inner += [(os.path.join(folder, name), os.path.join(real, name)) for name in names if wanted(name)]
+            for name, real in sorted(inner):
+                real = os.path.realpath(name) if os.path.islink(name) else real
+                guard.check_file(name, real, source)
                 if real not in found:
                     found[real] = _facts(name, real)
     except (OSError, ValueError) as error:  # ValueError: a path that cannot be one
-        raise unreadable(getattr(error, "filename", None) or source, error) from error
+        path = str(getattr(error, "filename", None) or source)
+        raise unreadable(path.removesuffix("/."), error) from error
     return list(found.values())
 
 
-def _facts(path: str, real: str) -> LocalFile:
+def _facts(path: str, real: str) -> InputFile:
     try:
         facts = os.stat(path)
     except FileNotFoundError:
         if not os.path.islink(path):
             raise
         what, rule = f"is a link to nothing: there is no {real}", "a link stands for a file"
-        raise DataError(Problem(what, rule, "mend the link, or remove it", path)) from None
+        raise DataError(Problem(what, rule, "correct the link, or remove it", path)) from None
     if not stat.S_ISREG(facts.st_mode):
         what, rule = "is no regular file", "a pipe, a socket or a device has no content that stays"
         raise DataError(Problem(what, rule, "remove it, or name the files with a glob such as 'folder/**/*.py'", path))
-    return LocalFile(path, real, facts.st_size, str(facts.st_mtime_ns))
+    return InputFile(path, path, facts.st_size, str(facts.st_mtime_ns), real)
 
 
-class _Entry(NamedTuple):
-    path: str
-    real: str
-    is_folder: bool
-
-
-def _walk(folder: str, made: Made, skip: frozenset[str] = frozenset()) -> Iterator[_Entry]:
-    """The folder and everything below it but hidden names, and what will be made there. Links are
-    followed, last, so that what is also reached without them keeps its name; no folder is entered twice, so that a link
+def _walk(folder: str, skip: frozenset[str] = frozenset()) -> Iterator[tuple[str, str, list[str]]]:
+    """(folder, its real path, the names of its files) of the folder and all below it, hidden ones apart. Links are
+    followed last, so that what is also reached without them keeps its name. No folder is entered twice, so that a link
     to a folder above does no harm."""
     entered: set[str] = set()
-    waiting, links = [_Entry(folder, os.path.realpath(folder), True)], list[_Entry]()
-    while waiting or links:
-        here = (waiting or links).pop()
-        if here.real in entered:
-            continue
-        entered.add(here.real)
-        yield here
-        for name in made.names_in(here.real):
-            real = os.path.join(here.real, name)
-            inner = _Entry(os.path.join(here.path, name), real, made.is_new_folder(real))
-            if name[0] != "." and inner.is_folder:
-                waiting.append(inner)
-            elif name[0] != ".":
-                yield inner
-        if made.is_new_folder(here.real):
-            continue
-        with os.scandir(here.path or ".") as listing:
-            entries = sorted((entry for entry in listing if entry.name[0] != "."), key=lambda entry: entry.name)
-        for entry in reversed(entries):
-            path, is_link = os.path.join(here.path, entry.name), entry.is_symlink()
-            real = os.path.realpath(path) if is_link else os.path.join(here.real, entry.name)
-            inner = _Entry(path, real, entry.is_dir())
-            if not inner.is_folder:
-                yield inner
-            elif entry.name not in skip:
-                (links if is_link else waiting).append(inner)
+    waiting = [folder]
+    while waiting:
+        for here, folders, names in os.walk(waiting.pop(0), onerror=_raise):
+            real = os.path.realpath(here)
+            visible = (
+                [] if real in entered else [name for name in sorted(folders) if name[0] != "." and name not in skip]
+            )
+            links = [name for name in visible if os.path.islink(os.path.join(here, name))]
+            folders[:] = [name for name in visible if name not in links]
+            waiting += [os.path.join(here, name) for name in links]
+            if real not in entered:
+                entered.add(real)
+                yield here, real, [name for name in names if name[0] != "."]
 
 
-def _matches(pattern: str, made: Made) -> list[str]:
-    """As glob.glob, which takes a folder that it may not read for an empty one; with what will be made."""
-    paths = ["/" if pattern.startswith("/") else ""]
-    for segment in filter(None, pattern.split("/")):
-        if segment == "**":
-            folders = [path for path in paths if _is_folder(path, made)]
-            paths = [entry.path for path in folders for entry in _walk(path, made) if entry.is_folder]
-        elif has_magic(segment):
-            matches, hidden = re.compile(translate(segment)).match, segment[0] == "."
-            paths = [
-                os.path.join(path, name)
-                for path in paths
-                if _is_folder(path, made)
-                for name in _names_in(path, made)
-                if matches(name) and (hidden or name[0] != ".")
-            ]
-        else:
-            paths = [path for path in (os.path.join(path, segment) for path in paths) if _is_there(path, made)]
-    return sorted({path for path in paths if not pattern.endswith("/") or _is_folder(path, made)})
+def _raise(error: OSError) -> NoReturn:
+    raise error
 
 
-def _names_in(folder: str, made: Made) -> list[str]:
-    there = [] if made.is_new_folder(os.path.realpath(folder)) else os.listdir(folder or ".")
-    return [*there, *made.names_at(folder)]
+def _glob(pattern: str) -> list[str]:
+    """As glob.glob, but a folder that it may not read is an error, and `**` enters no folder twice."""
+    segments = pattern.split("/")
+    if "**" in segments:
+        at = segments.index("**")
+        tops = _glob("/".join(segments[:at])) if any(segments[:at]) else ["/" if at else "."]
+        folders = [here for top in tops if os.path.isdir(top) for here, _, _ in _walk(top)]
+        if not at:
+            folders = ["" if folder == "." else folder.removeprefix("./") for folder in folders]
+        tail = "/".join(segments[at + 1 :])
+        found = ([folder or "."] if not tail else _glob(os.path.join(escape(folder), tail)) for folder in folders)
+        return sorted({path for paths in found for path in paths})
+    for at in range(1, len(segments)):
+        if has_magic("/".join(segments[: at + 1])):
+            for folder in glob("/".join(segments[:at]) + "/"):
+                os.scandir(f"{folder}.").close()  # OSError where it may not be listed or searched
+    return sorted(glob(pattern))
 
 
-def _is_folder(path: str, made: Made) -> bool:
-    """OSError where that cannot be told."""
-    try:
-        return stat.S_ISDIR(os.stat(path or ".").st_mode)
-    except (FileNotFoundError, NotADirectoryError):
-        return made.is_new_folder(os.path.realpath(path))
+class OutputGuard:
+    """What a command writes. No source may reach it, or the next run would take it for text. What is not written yet
+    counts as if it were there: a first run is refused like the second."""
+
+    def __init__(self, outputs: Iterable[str] = (), *, chunks: Sequence[str] = ()) -> None:
+        """`outputs`: those of the sections of a recipe. `chunks`: paths that `bloomery extract` writes."""
+        self._owners: dict[str, str] = {}
+        """By real path."""
+        self._begun: dict[str, str] = {}
+        """By how real paths begin: what a run writes before the shard."""
+        self._rule = "chunks would be made of chunks" if chunks else "the next run would take the shard for text"
+        for path in chunks:
+            self._owners[os.path.realpath(path)] = f"--output {os.path.dirname(path)}"
+        for output in outputs:
+            real = os.path.join(os.path.realpath(os.path.dirname(output)), os.path.basename(output))
+            files = (f"{real}.bin", f"{real}.idx", manifest_path(real), origins_path(real), f"{real}.parts")
+            owner = f"prepare.output {output}"
+            self._owners |= dict.fromkeys(files, owner)
+            self._begun |= dict.fromkeys((f"{real}.parts/", f"{real}{PARTIAL}", f"{real}.verify-"), owner)
+
+    def check_file(self, path: str, real: str, source: str) -> None:
+        owner = self._owners.get(real) or next(
+            (self._begun[start] for start in self._begun if real.startswith(start)), ""
+        )
+        if owner:
+            self._refuse(path, owner, source)
+
+    def check_folder(self, folder: str, real: str, source: str) -> None:
+        """A folder of which all files are read."""
+        for target, owner in self._owners.items():
+            there, names = _existing_folder(target)
+            if there == real and _visible(names):
+                self._refuse(os.path.join(folder, *names), owner, source)
+
+    def check_pattern(self, pattern: str) -> None:
+        """A glob, or the path of what does not exist: it may reach, by links as well, what will be written."""
+        root = "/" if pattern.startswith("/") else "."
+        segments = [*filter(None, pattern.split("/")), *(["*"] if pattern.endswith("/") else [])]
+        for target, owner in self._owners.items():
+            there, names = _existing_folder(target)
+            for at in range(len(segments)):
+                if _fits(segments[at:], names):
+                    tops = _glob(os.path.join(root, *segments[:at]))
+                    if there in map(os.path.realpath, tops):
+                        self._refuse(target, owner, pattern)
+
+    def _refuse(self, path: str, owner: str, source: str) -> NoReturn:
+        what = f"belongs to {owner}, and the source {source!r} reaches it"
+        raise DataError(Problem(what, self._rule, "choose an output outside of all sources", path))
 
 
-def _is_there(path: str, made: Made) -> bool:
-    try:
-        os.lstat(path)
-    except (FileNotFoundError, NotADirectoryError):
-        return os.path.basename(path) in made.names_at(os.path.dirname(path))
-    return True
+def _existing_folder(path: str) -> tuple[str, list[str]]:
+    """The nearest one above that is there, and the names below it."""
+    folder, name = os.path.split(path)
+    names = [name]
+    while not os.path.lexists(folder):
+        folder, name = os.path.split(folder)
+        names.insert(0, name)
+    return folder, names
+
+
+def _visible(names: list[str]) -> bool:
+    return not any(name.startswith(".") for name in names)
+
+
+def _fits(segments: list[str], names: list[str]) -> bool:
+    """Whether a glob reaches a path, or a folder of it, of which then all is read that is not hidden."""
+    if not segments:
+        return _visible(names)
+    if segments[0] == "**":
+        return any(_fits(segments[1:], names[count:]) for count in range(len(names) + 1) if _visible(names[:count]))
+    if not names or not fnmatchcase(names[0], segments[0]):
+        return False
+    return (_visible(names[:1]) or segments[0].startswith(".")) and _fits(segments[1:], names[1:])
 
 
 def unreadable(path: str, error: Exception) -> DataError:
     reason = (error.strerror if isinstance(error, OSError) else None) or first_line(error)
-    remedy = "check the address and what it needs to log in" if is_url(path) else "mend its permissions or its storage"
+    remedy = "check the address and what it needs to log in" if is_url(path) else "check its permissions and storage"
     if is_url(path) and is_stumble(error):
         remedy = (
             "write the address in full, such as s3://bucket/path, or dir://path::s3://bucket for a store in another"

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import asdict, dataclass, field
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
@@ -13,16 +14,17 @@ import xxhash
 from numpy.typing import NDArray
 
 from bloomery.base.errors import DataError, Problem
-from bloomery.data.tokenizer import in_time
-from bloomery.prepare.encoder import RECHECK_BYTES, RECHECK_EVERY, Chosen, in_short
-from bloomery.prepare.parts import BAD, DUPLICATE, EMPTY, LONG, SHORT, Part, PartFolder, PartWriter
-from bloomery.prepare.pool import Report
-from bloomery.prepare.ragged import gather, sums
-from bloomery.prepare.read import Block, UnitReader, hash_piece, place_of
-from bloomery.prepare.units import Unit
+from bloomery.data.order import splitmix64
+from bloomery.data.tokenizer import Tokenizer, in_time
+from bloomery.prepare.encoders import Encoder, Ids, forbidden_ids
+from bloomery.prepare.merge import gather, sums
+from bloomery.prepare.read import Block, Unit, UnitReader, hash_span, place_of
+from bloomery.prepare.shard_parts import DOCUMENT, PartsFolder, PartWriter, ShardPart
 
-_FORMAT = 3
+_FORMAT = 4
 """Of parts; another number makes older ones worthless."""
+EMPTY, SHORT, LONG, DUPLICATE, BAD = REASONS = ("empty", "short", "long", "duplicate", "bad")
+"""Why documents are dropped."""
 
 
 @dataclass(frozen=True)
@@ -42,149 +44,127 @@ class Settings:
     bad_records: str
 
     def key(self, unit: Unit) -> str:
-        inputs = [
-            (piece.file.number, piece.file.size, piece.start, piece.end, piece.file.name) for piece in unit.pieces
-        ]
+        inputs = [(span.file.number, span.file.size, span.start, span.end, span.file.name) for span in unit.spans]
         text = json.dumps([_FORMAT, asdict(self), inputs])
         return hashlib.sha256(text.encode(errors="surrogateescape")).hexdigest()
 
 
-@dataclass
-class Recheck:
-    """Documents whose ids somebody else should look at."""
-
-    texts: list[str] = field(default_factory=list)
-    ids: list[NDArray[np.uint32]] = field(default_factory=list)
-
-
-@dataclass(frozen=True)
-class BlockDone:
-    """Told after every block."""
-
-    input_bytes: int
-    text_bytes: int
-    documents: int
-    tokens: int
-
-
-class FailedEncoderError(Exception):
-    """An encoder gave other ids than the judge, or raised, in the middle of the work."""
-
-
-def reusable(unit: Unit, settings: Settings, folder: PartFolder) -> Part | None:
+def reusable(unit: Unit, settings: Settings, folder: PartsFolder) -> ShardPart | None:
     """The part of an earlier run, if it is what this one would write."""
     part = folder.read(unit.number)
-    if part is None or part.key != settings.key(unit) or part.encoder.split()[0] in folder.liars():
+    if part is None or part.key != settings.key(unit):
         return None
-    for piece, (content_hash, stamp) in zip(unit.pieces, part.inputs, strict=True):
-        if not (piece.file.stamp and piece.file.stamp == stamp) and hash_piece(piece) != content_hash:
+    for span, (content_hash, stamp) in zip(unit.spans, part.inputs, strict=True):
+        if not (span.file.stamp and span.file.stamp == stamp) and hash_span(span) != content_hash:
             return None
-    return folder.proven(part)
+    return folder.verified(part)
 
 
-def make_part(
-    unit: Unit, settings: Settings, chosen: Chosen, folder: PartFolder, report: Report
-) -> tuple[Part, Recheck]:
-    """The part is under its name, but counts only once it is marked. FailedEncoderError if the encoder, which is not
-    the reference, raises."""
-    reader = UnitReader(unit, text_key=settings.text_key, skip_bad=settings.bad_records == "skip")
-    work = _Work(unit, settings, chosen)
-    writer = PartWriter(folder, unit)
-    try:
-        for block in reader.blocks():
-            before = work.text_bytes
-            tokens, columns, documents = work.encode(block)
-            if documents:
-                writer.append(tokens, columns, documents=documents)
-            report(BlockDone(block.input_bytes, work.text_bytes - before, documents, len(tokens)))
-            del block, tokens, columns  # before the next block is read
-        inputs = [(digest, piece.file.stamp) for digest, piece in zip(reader.hashes, unit.pieces, strict=True)]
-        dropped = {**work.dropped, BAD: reader.bad + work.dropped[BAD]}
-        key = settings.key(unit)
-        part = writer.finish(key=key, encoder=chosen.name, inputs=inputs, text_bytes=work.text_bytes, dropped=dropped)
-        return part, work.recheck
-    finally:
-        writer.abort()
+class UnitTokenizer:
+    """What every worker has a copy of."""
 
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        settings: Settings,
+        folder: PartsFolder,
+        encoder: Encoder,
+        tokenizer: Tokenizer,
+        *,
+        reference: Encoder,
+        progress: NDArray[np.int64],
+    ) -> None:
+        """`reference`: for texts at which the encoder fails. `progress`: for every unit, in memory that all processes
+        share, bytes of input, bytes of text, documents and tokens."""
+        self._units, self._settings, self._folder, self._encoder = units, settings, folder, encoder
+        self._reference, self._progress = reference, progress
+        as_ids = settings.special_tokens == "as_ids"
+        self._forbidden = np.array([] if as_ids else forbidden_ids(tokenizer), np.uint32)
 
-class _Work:
-    def __init__(self, unit: Unit, settings: Settings, chosen: Chosen) -> None:
-        self._unit, self._settings, self._chosen = unit, settings, chosen
-        self._forbidden = np.array(sorted(chosen.forgeable), np.uint32)
-        self._seen = 0
-        self.dropped = {EMPTY: 0, SHORT: 0, LONG: 0, DUPLICATE: 0, BAD: 0}
-        self.text_bytes = 0
-        self.recheck = Recheck()
+    def encode(self, texts: list[str]) -> Ids:
+        """DataError if the library fails or takes too long."""
+        return in_time(partial(self._encoder.encode, texts), sum(map(len, texts)), self._encoder.name)
 
-    def encode(self, block: Block) -> tuple[NDArray[Any], dict[str, NDArray[Any]], int]:
-        """(tokens, columns, number of documents)."""
+    def make_part(self, number: int) -> ShardPart:
+        """The part is under its name, but counts only once it is marked."""
+        unit, settings, progress = self._units[number], self._settings, self._progress[number]
+        reader = UnitReader(unit, text_key=settings.text_key, skip_bad=settings.bad_records == "skip")
+        dropped = dict.fromkeys(REASONS, 0)
+        progress[:] = 0
+        with PartWriter(self._folder, number) as writer:
+            for block in reader.blocks():
+                tokens, lengths, table = self._encode_block(block, dropped)
+                if len(table):
+                    writer.append(tokens, lengths, table)
+                progress += (block.input_bytes, table["text_bytes"].sum(), len(table), len(tokens))
+                del block, tokens, lengths, table  # before the next block is read
+            dropped[BAD] += reader.bad
+            return writer.finish(
+                key=settings.key(unit),
+                encoder=self._encoder.name,
+                inputs=[(digest, span.file.stamp) for digest, span in zip(reader.hashes, unit.spans, strict=True)],
+                text_bytes=int(progress[1]),
+                dropped=dropped,
+            )
+
+    def _encode_block(self, block: Block, dropped: dict[str, int]) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
+        """(tokens, lengths of sequences, DOCUMENT of each document); `dropped` counts the others."""
         settings, texts = self._settings, block.texts
-        sequences, sequence_texts = self._sequences(texts)
-        ids, lengths = self._ids(sequence_texts)
-        self._keep_for_recheck(sequence_texts, ids, lengths)
-        if sequences is not None:
-            sequences = sums((lengths > 0).astype(np.int64), sequences)  # a sentence may be nothing but white space
-            lengths = lengths[lengths > 0]
-        document_tokens = lengths if sequences is None else sums(lengths, sequences)
-        hashes = _hashes(texts) if settings.deduplicate else None
-        forged = self._forged(block, ids, document_tokens)
-        keep = self._judge(document_tokens, hashes, forged)
-        sizes = np.fromiter((len(t) if t.isascii() else len(t.encode()) for t in texts), np.int64, len(texts))
+        table = np.zeros(len(texts), DOCUMENT)
         places = np.concatenate(block.places or [np.empty((0, 2), np.uint64)])
-        keys = shuffle_keys(settings.shuffle_seed, places) if len(places) else None
-        order = np.flatnonzero(keep)
-        if settings.shuffle_seed is not None and keys is not None:
-            order = order[np.argsort(keys[order], kind="stable")]
+        table["file"] = places[:, 0]
+        table["text_bytes"] = np.fromiter((len(t) if t.isascii() else len(t.encode()) for t in texts), np.int64)
+        if settings.shuffle_seed is not None:
+            table["key"] = shuffle_keys(settings.shuffle_seed, places)
+        if settings.deduplicate:
+            table["hash"] = _hashes(texts)
+        sequences, sequence_texts = self._split(texts)
+        ids, lengths = self._ids(sequence_texts)
+        table["sequences"] = sums(lengths > 0, sequences)  # a sentence may be nothing but white space
+        lengths = lengths[lengths > 0]
+        document_tokens = sums(lengths, table["sequences"])
+        forged = self._forged(block, ids, document_tokens)
+        order = np.flatnonzero(self._keep(document_tokens, table["hash"], forged, dropped))
+        if settings.shuffle_seed is not None:
+            order = order[np.argsort(table["key"][order], kind="stable")]
         tokens = ids.astype(settings.dtype)
         if len(order) < len(texts) or settings.shuffle_seed is not None:
-            tokens = gather(tokens, document_tokens, order)
-            lengths = lengths[order] if sequences is None else gather(lengths, sequences, order)
-        sequences = None if sequences is None else sequences[order]
+            tokens, lengths = gather(tokens, document_tokens, order), gather(lengths, table["sequences"], order)
+            table = table[order]
         if settings.eod_id is not None:
-            last = np.arange(len(order)) if sequences is None else np.cumsum(sequences) - 1
+            last = np.cumsum(table["sequences"]) - 1
             tokens = np.insert(tokens, np.cumsum(lengths)[last], settings.eod_id)
-            lengths = lengths.copy()
             lengths[last] += 1
-        self.text_bytes += int(sizes[order].sum())
-        columns = {
-            "lengths": lengths,
-            "sequences": sequences,
-            "keys": None if settings.shuffle_seed is None or keys is None else keys[order],
-            "hashes": None if hashes is None else hashes[order],
-            "text_bytes": None if hashes is None else sizes[order],
-            "files": places[order, 0],
-        }
-        return tokens, {name: values for name, values in columns.items() if values is not None}, len(order)
+        return tokens, lengths, table
 
-    def _ids(self, texts: list[str]) -> tuple[NDArray[np.uint32], NDArray[np.int64]]:
+    def _ids(self, texts: list[str]) -> Ids:
         try:
-            if self._chosen.is_reference:  # which looks at the clock itself
-                return self._chosen.encoder.encode(texts)
-            return in_time(partial(self._chosen.encoder.encode, texts), sum(map(len, texts)), self._chosen.name)
-        except BaseException as error:  # a panic of Rust is no Exception
-            if self._chosen.is_reference:
+            return self.encode(texts)
+        except DataError:
+            if self._encoder is self._reference:
                 raise
-            raise FailedEncoderError(f"it fails: {in_short(error.__cause__ or error, 0)}") from error
+            return self._reference.encode(texts)
 
-    def _sequences(self, texts: list[str]) -> tuple[NDArray[np.int64] | None, list[str]]:
-        """(sentences of each document or None, the texts to encode)."""
+    def _split(self, texts: list[str]) -> tuple[NDArray[np.int64], list[str]]:
+        """(sequences of each document, the text of each sequence)."""
         if not self._settings.split_sentences:
-            return None, texts
+            return np.ones(len(texts), np.int64), texts
         from bloomery.prepare.sentences import split_sentences
 
         split = [split_sentences(text) for text in texts]
-        return np.fromiter(map(len, split), np.int64, len(split)), [sentence for text in split for sentence in text]
+        return np.fromiter(map(len, split), np.int64), [sentence for text in split for sentence in text]
 
     def _forged(self, block: Block, ids: NDArray[np.uint32], document_tokens: NDArray[np.int64]) -> NDArray[np.bool_]:
         """Which documents have a special token that no text may give, such as an end of document in their middle."""
-        forged = np.zeros(len(document_tokens), bool)
-        if not len(self._forbidden) or not len(places := np.flatnonzero(np.isin(ids, self._forbidden))):
+        forged, forbidden = np.zeros(len(document_tokens), bool), self._forbidden
+        if not len(forbidden) or not len(places := np.flatnonzero((ids >= forbidden[0]) & (ids <= forbidden[-1]))):
             return forged
+        places = places[np.isin(ids[places], forbidden)]
         forged[np.searchsorted(np.cumsum(document_tokens), places, side="right")] = True
-        if self._settings.bad_records != "skip":
+        if len(places) and self._settings.bad_records != "skip":
             first = int(np.argmax(forged))
             number, offset = map(int, np.concatenate(block.places)[first])
-            file = next(piece.file for piece in self._unit.pieces if piece.file.number == number)
+            file = next(span.file for unit in self._units for span in unit.spans if span.file.number == number)
             what = f"has a text that gives the special token {ids[places[0]]}; it begins {block.texts[first]!r:.60}"
             rule = "this tokenizer's model takes the text of a special token for it, so documents could forge an end"
             remedy = (
@@ -193,45 +173,31 @@ class _Work:
             raise DataError(Problem(what, rule, remedy, place_of(file, offset)))
         return forged
 
-    def _judge(
-        self, document_tokens: NDArray[np.int64], hashes: NDArray[np.uint64] | None, forged: NDArray[np.bool_]
+    def _keep(
+        self,
+        document_tokens: NDArray[np.int64],
+        hashes: NDArray[np.uint64],
+        forged: NDArray[np.bool_],
+        dropped: dict[str, int],
     ) -> NDArray[np.bool_]:
-        """Which documents stay. Lengths are those of the text, without an end-of-document token."""
+        """Lengths are those of the text, without an end-of-document token."""
         empty = document_tokens == 0
         short = ~empty & ~forged & (document_tokens < self._settings.min_tokens)
         long = ~forged & (document_tokens > (self._settings.max_tokens or np.iinfo(np.int64).max))
         keep: NDArray[np.bool_] = ~(empty | short | long | forged)
-        if hashes is not None:
-            first = np.zeros(len(keep), bool)
-            first[np.unique(hashes, axis=0, return_index=True)[1]] = True
-            self.dropped[DUPLICATE] += int((keep & ~first).sum())
-            keep &= first
-        for reason, which in ((EMPTY, empty), (SHORT, short), (LONG, long), (BAD, forged)):
-            self.dropped[reason] += int(which.sum())
-        return keep
-
-    def _keep_for_recheck(self, texts: list[str], ids: NDArray[np.uint32], lengths: NDArray[np.int64]) -> None:
-        ends = np.cumsum(lengths)
-        for index in range(-self._seen % RECHECK_EVERY, len(texts), RECHECK_EVERY):
-            if len(texts[index]) <= RECHECK_BYTES:
-                self.recheck.texts.append(texts[index])
-                self.recheck.ids.append(ids[ends[index] - lengths[index] : ends[index]].copy())
-        self._seen += len(texts)
+        duplicate = np.zeros(len(keep), bool)
+        if self._settings.deduplicate:
+            duplicate[keep] = True
+            duplicate[np.unique(hashes, axis=0, return_index=True)[1]] = False
+        for reason, which in ((EMPTY, empty), (SHORT, short), (LONG, long), (BAD, forged), (DUPLICATE, duplicate)):
+            dropped[reason] += int(which.sum())
+        return keep & ~duplicate
 
 
-def shuffle_keys(seed: int | None, places: NDArray[np.uint64]) -> NDArray[np.uint64]:
+def shuffle_keys(seed: int, places: NDArray[np.uint64]) -> NDArray[np.uint64]:
     """A random number for each document, from the seed and the place alone; documents are sorted by it."""
-    file_keys = _mix(places[:, 0] + np.uint64(_mix(np.array([seed or 0], np.uint64))[0]))
-    return _mix(file_keys + places[:, 1])
-
-
-def _mix(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """splitmix64."""
-    with np.errstate(over="ignore"):
-        values = values + np.uint64(0x9E3779B97F4A7C15)
-        values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-        values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-        return values ^ (values >> np.uint64(31))
+    file_keys = splitmix64(places[:, 0] + np.uint64(splitmix64(np.array([seed], np.uint64))[0]))
+    return splitmix64(file_keys + places[:, 1])
 
 
 def _hashes(texts: list[str]) -> NDArray[np.uint64]:

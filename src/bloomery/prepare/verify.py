@@ -17,7 +17,7 @@ from bloomery.data.manifest import ShardManifest, manifest_path, read_manifest
 from bloomery.data.origins import origins_path
 from bloomery.data.shards import ShardReader
 from bloomery.data.tokenizer import Tokenizer
-from bloomery.prepare.run import Progress, prepare
+from bloomery.prepare.run import Preparation, Progress
 
 _ROOM = "; --verify needs room for the shard three times beside it, until it ends"
 _TOKENS = 1 << 22
@@ -34,7 +34,7 @@ def verify(
     seed: int,
     workers: int = 1,
     progress: Callable[[Progress], None] | None = None,
-    made: Sequence[str] = (),
+    outputs: Sequence[str] = (),
 ) -> ShardManifest:
     """The manifest of a shard that is what its sources give today; DataError with the first difference otherwise.
     Nothing is left behind of what it makes beside the shard.
@@ -48,10 +48,10 @@ def verify(
         beside = tempfile.TemporaryDirectory(prefix=f"{name}.verify-", dir=folder or ".", ignore_cleanup_errors=True)
     with beside:
         again = section.model_copy(update={"output": os.path.join(beside.name, "again")})
-        outputs = [section.output, *made]
-        right_manifest = prepare(
-            again, tokenizer=tokenizer, seed=seed, workers=workers, progress=progress, made=outputs, then=_ROOM
-        ).manifest
+        beside_it = Preparation(
+            again, tokenizer=tokenizer, seed=seed, workers=workers, outputs=[section.output, *outputs]
+        )
+        right_manifest = beside_it.run(progress=progress, then=_ROOM).manifest
         assert right_manifest is not None
         _compare_manifests(section, manifest, right_manifest)
         with ShardReader(section.output) as shard, ShardReader(again.output) as right:

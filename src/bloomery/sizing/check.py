@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from bloomery.base.errors import Problem, RecipeError
 from bloomery.config.draft import Draft, by_place
@@ -24,11 +24,9 @@ class CheckedRecipe:
     warnings: list[Problem]
 
 
-def load_checked_recipe(
-    name: str, overrides: Sequence[str] = (), *, first: Callable[[dict[str, Any]], None] | None = None
-) -> CheckedRecipe:
-    """The recipe, or RecipeError with every problem in the order of the file. `first`: see read_recipe."""
-    draft = read_recipe(name, overrides, first=first)
+def load_checked_recipe(name: str, overrides: Sequence[str] = ()) -> CheckedRecipe:
+    """The recipe, or RecipeError with every problem in the order of the file."""
+    draft = read_recipe(name, overrides)
     problems = list(draft.problems)
     warnings: list[Problem] = []
     for finding in findings(draft):

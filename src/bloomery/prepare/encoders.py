@@ -1,0 +1,154 @@
+"""Text to ids: Hugging Face's tokenizers are the reference, and a faster library is used where it equals them."""
+
+from __future__ import annotations
+
+import importlib.metadata
+from collections.abc import Callable, Iterator, Sequence
+from textwrap import shorten
+from typing import Protocol
+
+import numpy as np
+import orjson
+from numpy.typing import NDArray
+
+from bloomery.base.errors import DataError, Problem
+from bloomery.data.tokenizer import Tokenizer
+
+Ids = tuple[NDArray[np.uint32], NDArray[np.int64]]
+"""(the ids of all texts in a row, how many each has)."""
+ADDED_TOKENS = 200
+"""Texts around at most so many of the tokenizer's added tokens are part of the sample."""
+# fmt: off
+NASTY = (
+    "", " ", "  ", "\n", "\r\n", "\t", "\n\n\n \n", "\x00", "\x00\x01\x02\x7f\x80\x9f", "\u200b\u200d\u2060\ufeff",
+    "a" * 1000, " " * 1000, "\n" * 1000, "7" * 1000, "x " * 500, "1234567890" * 20, "  x   y\n\n  z \t ", "ab" * 700,
+    "it's I'll WE'RE they'd'nt 's 'S ''t \u2019s", "x\u2019s y\u02bcs", "'s" * 200, "9's \ud7a3's 漢's",
+    "<|endoftext|>", "a <|endoftext|>b<|endoftext|><|endoftext|>", "<|endoftext|", "[CLS] [SEP][MASK] [PAD]##s [UNK]",
+    "<s></s><unk><pad><|im_start|>", "<eos><bos>", "👍🏽👩‍👩‍👧‍👦🇫🇷🏴󠁧󠁢󠁥󠁮󠁧󠁿", "e\u0301 é ﬁ ½ ² ① Ⅷ",
+    "\U0003134a\U00031350\U000323af's", "\U000323b0\U00033479's \U00033479", "\U00010940\u0897\u1c89\ua7cb",
+    "\U00011db0's\U00016ea0x", "\ufffd\ufffe\uffff", "\U0010ffff\U000e0001", "\ue000\uf8ff", "\u0378\u0379 \u2fff",
+    "สวัสดีครับ", "हिन्दी में", "مرحبا بالعالم", "שלום עולם", "日本語のテキスト。中文", "한국어 텍스트", "Ελληνικά Ǆ ǅ ß ẞ İ",
+    "\u2028\u2029\x85\xa0\u3000\u1680\u180e", "a\u00a0b\u2003c\u3000d", "\u202eabc\u202c", "x\u0308\u0308\u0308" * 50,
+    "def f(x):\n\treturn x**2  # ok\n\n\n", "<a href='x'>&amp;</a>", "http://x.y/z?a=b&c=%20", "1,234.56e-7 0x1F $9.99",
+    "CamelCaseHTTPServer_snake-case", "!!!???...,,,;;;", "--------====____", "\\n\\t\\u0041", '{"a": [1]}', "A" * 31,
+)
+# fmt: on
+"""Strings on which libraries have been seen to differ, or may."""
+
+
+class Encoder(Protocol):
+    name: str
+    """The library and its version, for the manifest."""
+
+    def encode(self, texts: list[str]) -> Ids: ...
+
+
+class Reference:
+    """Hugging Face's tokenizers, whose ids are right by definition."""
+
+    def __init__(self, tokenizer: Tokenizer, as_ids: bool) -> None:
+        self.name = _with_version("tokenizers")
+        self._tokenizer, self._as_ids = tokenizer, as_ids
+
+    def encode(self, texts: list[str]) -> Ids:
+        ids = self._tokenizer.encode_batch(texts, special_tokens_as_ids=self._as_ids)
+        lengths = np.fromiter(map(len, ids), np.int64, len(ids))
+        return np.concatenate(ids or [np.empty(0, np.int64)]).astype(np.uint32), lengths
+
+
+class Fastokens:
+    def __init__(self, tokenizer: Tokenizer, as_ids: bool) -> None:
+        import fastokens  # type: ignore[import-untyped]
+
+        self.name = _with_version("fastokens")
+        self._tokenizer = fastokens.Tokenizer.from_json_str(_without_limits(tokenizer))
+        self._as_text = not as_ids
+
+    def encode(self, texts: list[str]) -> Ids:
+        ids, offsets = self._tokenizer.encode_batch_flat(texts, split_special_tokens=self._as_text)
+        return np.frombuffer(ids, "<u4"), np.diff(np.frombuffer(offsets, "<u8")).astype(np.int64)
+
+
+class Gigatoken:
+    def __init__(self, tokenizer: Tokenizer, as_ids: bool) -> None:
+        import gigatoken
+
+        self.name = _with_version("gigatoken")
+        self._tokenizer = gigatoken.Tokenizer.from_json(_without_limits(tokenizer, special=as_ids))
+
+    def encode(self, texts: list[str]) -> Ids:
+        layout = self._tokenizer.encode_batch(texts, parallel=False).layout
+        offsets = np.asarray(layout.offsets.data)
+        return np.asarray(layout.content.data)[offsets[0] : offsets[-1]], np.diff(offsets)
+
+
+FAST: dict[str, Callable[[Tokenizer, bool], Encoder]] = {"fastokens": Fastokens, "gigatoken": Gigatoken}
+"""In order of preference. They need not be installed."""
+
+
+def fast_encoders(tokenizer: Tokenizer, *, as_ids: bool, rejected: dict[str, str]) -> Iterator[Encoder]:
+    """Those that load this tokenizer; `rejected` gets the others, with the reason. They have encoded nothing yet: a
+    library would start threads for that, which a fork does not copy, and every worker would wait for them for ever."""
+    for name, load in FAST.items():
+        try:
+            yield load(tokenizer, as_ids)
+        except ImportError:
+            rejected[name] = "it is not installed"
+        except (KeyboardInterrupt, SystemExit, MemoryError, GeneratorExit):
+            raise
+        except BaseException as error:  # each library has its own kinds, and a panic of Rust is no Exception
+            rejected[name] = f"it cannot read this tokenizer: {shorten(str(error).partition(chr(10))[0], 120)}"
+
+
+def sample_around(tokenizer: Tokenizer, texts: Sequence[str]) -> list[str]:
+    """What a fast encoder must get right: texts of the user, strings that are known to be difficult, and added tokens
+    alone, inside words and in sentences, where libraries find them or not by their flags."""
+    added = list(dict.fromkeys(token["content"] for token in tokenizer.added_tokens))
+    if len(added) > ADDED_TOKENS:
+        added = added[: ADDED_TOKENS // 2] + added[-ADDED_TOKENS // 2 :]
+    around = [
+        form
+        for text in added
+        for form in (text, f"x{text}", f"{text}y", f"  {text}  ", f"a{text}b {text}c d{text} 1{text}_ {text}{text}",
+                     f"One {text}, \u00e9{text}\u00e9\n{text}\n {text.upper()} {text.lower()}.")
+    ]  # fmt: skip
+    return [*NASTY, *around, *texts]
+
+
+def first_difference(texts: Sequence[str], expected: Ids, found: Ids) -> str:
+    """The first text for which an encoder gives other ids than the reference; empty where all are equal."""
+    rows, others = (np.split(ids, np.cumsum(lengths)[:-1]) for ids, lengths in (expected, found))
+    for text, right, other in zip(texts, rows, others, strict=True):
+        if not np.array_equal(right, other):
+            return f"it gives other ids for {text!r:.60}"
+    return ""
+
+
+def reject_dropout(tokenizer: Tokenizer) -> None:
+    """DataError for a tokenizer whose ids are random."""
+    if dropout := tokenizer.parsed["model"].get("dropout"):
+        rule = "the same text would get other ids each time"
+        what, remedy = f"has a model with dropout {dropout}", 'set "dropout" to null in a copy of it'
+        raise DataError(Problem(what, rule, remedy, tokenizer.path))
+
+
+def forbidden_ids(tokenizer: Tokenizer) -> list[int]:
+    """Special tokens that no text may give. The one for the unknown may be given, unless it ends documents."""
+    special = tokenizer.special_tokens
+    end = special.get(tokenizer.end_of_document or "")
+    return sorted(set(special.values()) - ({tokenizer.unknown_id} - {end}))
+
+
+def _without_limits(tokenizer: Tokenizer, *, special: bool = True) -> str:
+    """The tokenizer.json without truncation and padding and, if asked, without its special tokens."""
+    content = dict(tokenizer.parsed)
+    added = content.get("added_tokens") or []
+    if special and not content.get("truncation") and not content.get("padding"):
+        return tokenizer.content
+    content |= {"truncation": None, "padding": None}
+    content["added_tokens"] = added if special else [token for token in added if not token["special"]]
+    return orjson.dumps(content).decode()
+
+
+def _with_version(name: str) -> str:
+    return f"{name} {importlib.metadata.version(name)}"
