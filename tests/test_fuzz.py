@@ -45,7 +45,7 @@ from bloomery.data.tokenizer import Tokenizer
 from bloomery.monitor.history import read_events, read_metrics
 from bloomery.monitor.record import to_json
 from bloomery.prepare.download import read_download_manifest
-from bloomery.prepare.jsonl_lines import copy_lines
+from bloomery.prepare.extract import _lines
 from bloomery.prepare.parts import PartFolder
 from bloomery.prepare.read import UnitReader
 from bloomery.prepare.sources import find_files
@@ -439,7 +439,7 @@ class Samples:
             for unit in units:
                 for block in UnitReader(unit, text_key="text", skip_bad=False).blocks():
                     assert {*map(type, block.texts)} <= {str}
-            for _ in copy_lines(str(path), []) if ".jsonl" in name else ():
+            for _ in _lines(find_files([str(path)])[0], []) if ".jsonl" in name else ():
                 pass
 
         return Parser(path, read, **more)

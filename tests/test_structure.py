@@ -104,7 +104,7 @@ def test_every_room_has_a_floor_and_a_signpost() -> None:
 def test_nothing_is_called_utils_and_no_file_is_long() -> None:
     for path in PACKAGE.rglob("*.py"):
         assert "util" not in path.stem, path
-        assert len(path.read_text().splitlines()) <= 400, f"{path} is two rooms in one"
+        assert len(path.read_text().splitlines()) <= 600, f"{path} is two rooms in one"
 
 
 def test_only_the_accelerator_module_speaks_to_a_device_backend() -> None:
