@@ -17,8 +17,7 @@ from bloomery.checkpoint.manifest import read_manifest
 from bloomery.config.recipe import Recipe
 from bloomery.data.before import Before
 from bloomery.data.blend import BlendState
-from bloomery.data.tokenizer import Tokenizer
-from bloomery.data.tokenizer_hash import is_other_tokenizer
+from bloomery.data.tokenizer import Tokenizer, is_other_tokenizer
 from bloomery.monitor.journal import Journal
 from bloomery.monitor.meters import IntervalMeter
 from bloomery.sizing.plan import TrainingPlan
