@@ -13,6 +13,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from bloomery.base.errors import DataError, Problem
+from bloomery.base.splitmix import splitmix64
 from bloomery.data.tokenizer import in_time
 from bloomery.prepare.encoder import RECHECK_BYTES, RECHECK_EVERY, Chosen, in_short
 from bloomery.prepare.parts import BAD, DUPLICATE, EMPTY, LONG, SHORT, Part, PartFolder, PartWriter
@@ -221,17 +222,8 @@ class _Work:
 
 def shuffle_keys(seed: int | None, places: NDArray[np.uint64]) -> NDArray[np.uint64]:
     """A random number for each document, from the seed and the place alone; documents are sorted by it."""
-    file_keys = _mix(places[:, 0] + np.uint64(_mix(np.array([seed or 0], np.uint64))[0]))
-    return _mix(file_keys + places[:, 1])
-
-
-def _mix(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """splitmix64."""
-    with np.errstate(over="ignore"):
-        values = values + np.uint64(0x9E3779B97F4A7C15)
-        values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-        values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-        return values ^ (values >> np.uint64(31))
+    file_keys = splitmix64(places[:, 0] + splitmix64(np.array([seed or 0], np.uint64)))
+    return splitmix64(file_keys + places[:, 1])
 
 
 def _hashes(texts: list[str]) -> NDArray[np.uint64]:
