@@ -9,7 +9,7 @@ from typing import Any, Literal, Self, cast
 from bloomery.base.errors import DataError, Problem, RecipeError
 from bloomery.config.recipe import Recipe, SourceSection
 from bloomery.data.batch import SampleSource
-from bloomery.data.before import Before
+from bloomery.data.cursor import DataCursor
 from bloomery.data.index_cache import IndexCache
 from bloomery.data.megatron import GreedyBlend, MegatronSource, OneSource
 from bloomery.data.megatron_order import BlendRequest, OrderShape
@@ -68,27 +68,27 @@ class MegatronOpening:
         return Stream(sources, GreedyBlend(request, members, self._cache) if request else OneSource(members[0]))
 
     def train_stream(
-        self, sections: Sequence[SourceSection], sources: Sequence[SampleSource], before: Before | None
+        self, sections: Sequence[SourceSection], sources: Sequence[SampleSource], cursor: DataCursor | None
     ) -> Stream:
-        """DataError also if the run is longer than its order, or resumes another order than that of `before`."""
+        """DataError also if the run is longer than its order, or resumes another order than that of `cursor`."""
         stream = self.stream(sections, sources, "train")
         size = cast(GreedyBlend | OneSource, stream.blend).size
         if self._plan.train_samples > size:
             what = f"the training takes {self._plan.train_samples} samples, but data.order={self._flavour} has {size}"
             rule = "a training that ends within its batch ramp takes more than train.for says"
             raise DataError(Problem(what, rule, "use a shorter ramp or a longer train.for"))
-        if before is not None and not self._is_order_of(before, sections, cast(Sequence[MegatronSource], sources)):
-            raise DataError(self._other_order(before))
+        if cursor is not None and not self._is_order_of(cursor, sections, cast(Sequence[MegatronSource], sources)):
+            raise DataError(self._other_order(cursor))
         return stream
 
-    def _other_order(self, before: Before) -> Problem:
-        then, now = before.recipe.train.for_, self._length
-        then_samples, now_samples = WantedSamples.of(before.recipe, before.plan).train, self._wanted.train
-        back = then if before.plan.batch == self._plan.batch else f"{then_samples} samples"
+    def _other_order(self, cursor: DataCursor) -> Problem:
+        then, now = cursor.recipe.train.for_, self._length
+        then_samples, now_samples = WantedSamples.of(cursor.recipe, cursor.plan).train, self._wanted.train
+        back = then if cursor.plan.batch == self._plan.batch else f"{then_samples} samples"
         return Problem(
             f"train.for is {now} = {now_samples} samples but the checkpoint has {then} = {then_samples} samples",
             f"with data.order={self._flavour} the order of all samples follows from it: some would come twice",
-            f"use 'train.for={back}' to go on, or start afresh under another name or --run-dir",
+            f"use 'train.for={back}' to resume, or start afresh under another name or --run-dir",
         )
 
     def _request(self, sections: Sequence[SourceSection], wanted: int) -> BlendRequest | None:
@@ -102,10 +102,10 @@ class MegatronOpening:
         return request.member_samples if request else [wanted]
 
     def _is_order_of(
-        self, before: Before, sections: Sequence[SourceSection], sources: Sequence[MegatronSource]
+        self, cursor: DataCursor, sections: Sequence[SourceSection], sources: Sequence[MegatronSource]
     ) -> bool:
-        """Whether `before` gave these sources the same epochs and the same blend; all but the length is the same."""
-        wanted = WantedSamples.of(before.recipe, before.plan).train
+        """Whether `cursor` gave these sources the same epochs and the same blend; all but the length is the same."""
+        wanted = WantedSamples.of(cursor.recipe, cursor.plan).train
         return all(
             source.shape
             == OrderShape.of(

@@ -12,9 +12,9 @@ import numpy as np
 from bloomery.base.errors import DataError, Problem, first_few
 from bloomery.config.recipe import Recipe, SourceSection
 from bloomery.data.batch import Packing, SampleSource
-from bloomery.data.before import Before, Windows, blend_after
 from bloomery.data.blend import TimelessBlend
 from bloomery.data.causal import CausalSource
+from bloomery.data.cursor import DataCursor, Windows, blend_after
 from bloomery.data.manifest import (
     ShardManifest,
     check_alike,
@@ -66,11 +66,13 @@ class OpenData:
 
 
 @contextmanager
-def open_data(recipe: Recipe, *, plan: TrainingPlan | None = None, before: Before | None = None) -> Iterator[OpenData]:
+def open_data(
+    recipe: Recipe, *, plan: TrainingPlan | None = None, cursor: DataCursor | None = None
+) -> Iterator[OpenData]:
     """Every source, checked against tokenizer and vocabulary; DataError with all that do not fit.
 
-    `before` is what a checkpoint has taken: weights that have changed since hold from there on, and orders without
-    state must come out as they did for it. `plan` is the recipe's, of a run that goes on.
+    `cursor` is what a checkpoint has taken: weights that have changed since hold from there on, and orders without
+    state must come out as they did for it. `plan` is the recipe's, of a run that resumes.
     """
     assert recipe.data is not None
     opening = _Opening(recipe, plan or TrainingPlan.of(recipe))
@@ -87,16 +89,16 @@ def open_data(recipe: Recipe, *, plan: TrainingPlan | None = None, before: Befor
         if opening.problems:
             raise DataError(opening.problems)
         if opening.megatron:
-            stream = opening.megatron.train_stream(data.train, train, before)
+            stream = opening.megatron.train_stream(data.train, train, cursor)
             validation = {
                 name: opening.megatron.stream(sections[name], sources, "validation") for name, sources in groups.items()
             }
             yield OpenData(stream, validation, None, opening.warnings, [], opening.tokenizer_hash())
             return
         blend, notices = TimelessBlend.start(_weights(data.train)), list[str]()
-        if before is not None and before.blend is not None:
+        if cursor is not None and cursor.blend is not None:
             windows = cast(Sequence[Windows], train)  # bert has others, but never another length
-            blend, notices = blend_after(before, _weights(data.train), windows, seq_length=recipe.model.seq_length)
+            blend, notices = blend_after(cursor, _weights(data.train), windows, seq_length=recipe.model.seq_length)
         blends = {name: TimelessBlend.start(_weights(sections[name])) for name in groups}
         validation = {name: Stream(sources, blends[name]) for name, sources in groups.items()}
         for place, each in {

@@ -1,4 +1,4 @@
-"""What a run that goes on has taken from its data, and how its order goes on at another sequence length."""
+"""What a run that resumes has taken from its data, and how its order continues at another sequence length."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from bloomery.sizing.plan import TrainingPlan
 
 
 @dataclass(frozen=True)
-class Before:
-    """Of a checkpoint."""
+class DataCursor:
+    """How far a checkpoint has come in its data."""
 
     recipe: Recipe
     plan: TrainingPlan
@@ -38,21 +38,21 @@ class Windows(Protocol):
 
 
 def blend_after(
-    before: Before, weights: Mapping[str, float], sources: Sequence[Windows], *, seq_length: int
+    cursor: DataCursor, weights: Mapping[str, float], sources: Sequence[Windows], *, seq_length: int
 ) -> tuple[TimelessBlend, list[str]]:
-    """The blend that goes on, and what to tell about it.
+    """The blend of the run that resumes, and notices about it.
 
     Samples of another length are other samples, and no cursor can say which of them have been seen. So a source whose
     cursor counts another length begins its next epoch, in which again every sample comes once.
     """
-    assert before.blend is not None
-    state, notices = before.blend, list[str]()
-    lengths = dict.fromkeys({**state.cursors, **state.weights}, before.recipe.model.seq_length) | state.lengths
-    strangers = [source for source in sources if lengths.get(source.key, seq_length) != seq_length]
-    if not strangers and before.recipe.model.seq_length == seq_length:
-        return TimelessBlend.resume(state, weights, consumed_samples=before.consumed_samples), notices
-    cursors = TimelessBlend(state).taken(before.consumed_samples)
-    for source in strangers:
+    assert cursor.blend is not None
+    state, notices = cursor.blend, list[str]()
+    lengths = dict.fromkeys({**state.cursors, **state.weights}, cursor.recipe.model.seq_length) | state.lengths
+    resized = [source for source in sources if lengths.get(source.key, seq_length) != seq_length]
+    if not resized and cursor.recipe.model.seq_length == seq_length:
+        return TimelessBlend.resume(state, weights, consumed_samples=cursor.consumed_samples), notices
+    cursors = TimelessBlend(state).taken(cursor.consumed_samples)
+    for source in resized:
         length = lengths.pop(source.key)
         epoch_samples = source.num_samples_at(length)
         unread = -cursors[source.key] % epoch_samples
@@ -62,5 +62,5 @@ def blend_after(
         notices.append(f"{source.key}: samples of {seq_length:,} tokens begin with epoch {epochs}; {rest} unread")
     lengths = {key: length for key, length in lengths.items() if length != seq_length}
     start = TimelessBlend.start(weights).state
-    first, earlier = before.consumed_samples, state.ended(before.consumed_samples)
-    return TimelessBlend(replace(start, first_sample=first, cursors=cursors, lengths=lengths, earlier=earlier)), notices
+    first = cursor.consumed_samples
+    return TimelessBlend(replace(start, first_sample=first, cursors=cursors, lengths=lengths)), notices
