@@ -305,7 +305,7 @@ def test_a_shard_is_compared_with_its_manifest(text_recipe: Path, command: Comma
     Path(manifest_path("mixed")).write_text(json.dumps({**facts, "dtype": 5}))
     code, _, err = command("inspect", "data", "mixed")
     assert code == 3
-    assert "mixed.manifest.json: has dtype 5, which is not a string" in err
+    assert "mixed.manifest.json: has dtype 5 (should be a valid string)" in err
 
 
 def test_samples_are_shown_as_text_with_their_origin(text_recipe: Path, command: Command) -> None:

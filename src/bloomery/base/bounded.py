@@ -91,7 +91,10 @@ def wrong_fields(error: ValidationError) -> str:
     for each in error.errors(include_url=False):
         where = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in each["loc"]).lstrip(".")
         rule = each["msg"].removeprefix("Value error, ").removeprefix("Input ")
-        found.append(f"{where} {each['input']!r:.80} ({rule})")
+        is_absent = each["type"] in ("missing", "missing_argument")
+        found.append(
+            f"no {where}" if is_absent else f"{where} {json.dumps(each['input'], default=str):.80} ({rule})".lstrip()
+        )
     return "; ".join(found[:20]) + (f"; and {len(found) - 20} more" if len(found) > 20 else "")
 
 

@@ -14,9 +14,8 @@ from bloomery.base.errors import DataError
 from bloomery.config.recipe import Recipe, SourceSection
 from bloomery.data.batch import IGNORED_LABEL, Batch, SampleSource
 from bloomery.data.blend import TimelessBlend
-from bloomery.data.manifest import ShardManifest, read_manifest
+from bloomery.data.manifest import ShardManifest, file_of, read_manifest
 from bloomery.data.megatron import MegatronSource
-from bloomery.data.origins import file_of
 from bloomery.data.split import Part, part_range
 from bloomery.data.stream import Stream
 from bloomery.data.tokenizer import Tokenizer

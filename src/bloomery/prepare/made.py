@@ -6,8 +6,7 @@ import os
 from collections.abc import Iterable, Sequence
 
 from bloomery.base.errors import DataError, Problem
-from bloomery.data.manifest import manifest_path
-from bloomery.data.origins import origins_path
+from bloomery.data.manifest import manifest_path, origins_path
 from bloomery.data.shards import PARTIAL
 
 

@@ -29,7 +29,7 @@ from pydantic import TypeAdapter
 from bloomery.base.bounded import read_json, read_small
 from bloomery.base.errors import DataError, Problem
 from bloomery.base.storage import open_plain, own_folder, reason, write_atomically, writing
-from bloomery.data.origins import DTYPE
+from bloomery.data.manifest import ORIGINS_DTYPE as DTYPE
 from bloomery.prepare.units import Unit
 
 EMPTY, SHORT, LONG, DUPLICATE, BAD = "empty", "short", "long", "duplicate", "bad"

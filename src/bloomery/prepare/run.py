@@ -17,8 +17,7 @@ from bloomery.base.errors import BloomeryError, DataError, Problem, StorageError
 from bloomery.base.storage import publish, writing, written_to
 from bloomery.config.recipe import PrepareSection
 from bloomery.data.index_cache import file_checksum
-from bloomery.data.manifest import ShardManifest, SourceCount, manifest_path
-from bloomery.data.origins import origins_path
+from bloomery.data.manifest import ShardManifest, SourceCount, manifest_path, origins_path
 from bloomery.data.shards import PARTIAL, ShardWriter, token_dtype
 from bloomery.data.tokenizer import Tokenizer
 from bloomery.prepare.early import EarlyStart

@@ -11,8 +11,7 @@ from typing import IO, Any
 
 from bloomery.base.errors import Problem, StorageError
 from bloomery.base.storage import writing
-from bloomery.data.manifest import manifest_path
-from bloomery.data.origins import origins_path
+from bloomery.data.manifest import manifest_path, origins_path
 from bloomery.data.shards import partial_prefix
 
 
