@@ -17,7 +17,7 @@ import torch
 
 from bloomery.config.load import load_recipe
 from bloomery.data import tokenizer
-from bloomery.data.batch import IGNORED_LABEL, Batch, GlobalBatch
+from bloomery.data.batch import IGNORED_LABEL, Batch, DocumentSpan, GlobalBatch, Trace
 from bloomery.data.blend import PERIOD
 from bloomery.data.inspect import read_samples
 from bloomery.data.loader import Loader
@@ -25,7 +25,6 @@ from bloomery.data.manifest import manifest_path
 from bloomery.data.open import open_data
 from bloomery.data.shards import ShardReader, ShardWriter
 from bloomery.data.tokenizer import Tokenizer
-from bloomery.data.trace import DocumentSpan, Trace
 from conftest import Workshop, write_shard
 
 Command = Callable[..., tuple[int, str, str]]
@@ -446,8 +445,8 @@ class OddSource:
 
 def shown(batch: Batch) -> dict[str, Any]:
     from bloomery.config.recipe import SourceSection
+    from bloomery.data.batch import Stream
     from bloomery.data.blend import TimelessBlend
-    from bloomery.data.stream import Stream
 
     source = OddSource(batch)
     stream = Stream([source], TimelessBlend.start({"odd": 1.0}))

@@ -8,11 +8,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bloomery.base.errors import DataError, Problem
-from bloomery.data.batch import Batch, Packing, causal_batch
+from bloomery.data.batch import Batch, Packing, Trace, causal_batch, document_spans
 from bloomery.data.order import TimelessOrder
 from bloomery.data.shards import ShardReader
 from bloomery.data.split import Part, part_range
-from bloomery.data.trace import Trace, document_spans
 
 
 class CausalSource:

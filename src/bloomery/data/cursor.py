@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 from bloomery.config.recipe import Recipe
 from bloomery.data.blend import BlendState, TimelessBlend
+from bloomery.data.causal import CausalSource
 from bloomery.sizing.plan import TrainingPlan
 
 
@@ -23,22 +23,8 @@ class DataCursor:
     """None for orders without state, and for a run that has taken nothing."""
 
 
-class Windows(Protocol):
-    """A source whose samples are stretches of `seq_length` tokens."""
-
-    key: str
-    seq_length: int
-
-    @property
-    def num_samples(self) -> int: ...
-
-    def num_samples_at(self, seq_length: int) -> int:
-        """Samples of one epoch, if they had this length."""
-        ...
-
-
 def blend_after(
-    cursor: DataCursor, weights: Mapping[str, float], sources: Sequence[Windows], *, seq_length: int
+    cursor: DataCursor, weights: Mapping[str, float], sources: Sequence[CausalSource], *, seq_length: int
 ) -> tuple[TimelessBlend, list[str]]:
     """The blend of the run that resumes, and notices about it.
 

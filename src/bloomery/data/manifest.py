@@ -81,7 +81,7 @@ class ShardManifest:
     bloomery_version: str
     index_hash: str | None = None
     """xxh3-128 of the `.idx`; None in manifests of earlier versions."""
-    format_version: Literal[2] = FORMAT_VERSION
+    format_version: Literal[2] = 2
 
     def __post_init__(self) -> None:
         if self.eod_id is not None and not 0 <= self.eod_id < self.vocab_size:

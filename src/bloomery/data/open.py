@@ -11,10 +11,10 @@ import numpy as np
 
 from bloomery.base.errors import DataError, Problem, first_few
 from bloomery.config.recipe import Recipe, SourceSection
-from bloomery.data.batch import Packing, SampleSource
+from bloomery.data.batch import Packing, SampleSource, Stream
 from bloomery.data.blend import TimelessBlend
 from bloomery.data.causal import CausalSource
-from bloomery.data.cursor import DataCursor, Windows, blend_after
+from bloomery.data.cursor import DataCursor, blend_after
 from bloomery.data.manifest import (
     ShardManifest,
     check_alike,
@@ -24,12 +24,10 @@ from bloomery.data.manifest import (
     read_manifest,
     without_manifest,
 )
-from bloomery.data.masked import MaskedSource
-from bloomery.data.masking import MaskVocabulary
-from bloomery.data.megatron_open import MegatronOpening, Use
+from bloomery.data.masked import MaskedSource, MaskVocabulary
+from bloomery.data.megatron import MegatronOpening, Use
 from bloomery.data.shards import ShardReader
 from bloomery.data.split import Part
-from bloomery.data.stream import Stream
 from bloomery.data.tokenizer import Tokenizer
 from bloomery.sizing.data_rules import source_key
 from bloomery.sizing.plan import TrainingPlan
@@ -97,7 +95,7 @@ def open_data(
             return
         blend, notices = TimelessBlend.start(_weights(data.train)), list[str]()
         if cursor is not None and cursor.blend is not None:
-            windows = cast(Sequence[Windows], train)  # bert has others, but never another length
+            windows = cast(Sequence[CausalSource], train)  # bert has others, but never another length
             blend, notices = blend_after(cursor, _weights(data.train), windows, seq_length=recipe.model.seq_length)
         blends = {name: TimelessBlend.start(_weights(sections[name])) for name in groups}
         validation = {name: Stream(sources, blends[name]) for name, sources in groups.items()}

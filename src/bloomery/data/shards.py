@@ -106,7 +106,7 @@ class ShardWriter:
         with writing(f"{self.prefix}.bin"):
             self._bin.flush()
             while unwritten:
-                copied = _copy(file.fileno(), self._bin.fileno(), offset + nbytes - unwritten, unwritten)
+                copied = os.sendfile(self._bin.fileno(), file.fileno(), offset + nbytes - unwritten, unwritten)
                 if not copied:
                     raise damaged(str(file.name), "ends too early", "it was cut off while it was being copied")
                 unwritten -= copied
@@ -182,20 +182,6 @@ def _running_sums(counts: NDArray[np.int32]) -> Iterator[NDArray[np.int64]]:
         sums += before
         yield sums
         before = int(sums[-1])
-
-
-def _copy(source: int, target: int, offset: int, count: int) -> int:
-    """Bytes copied, at least one where there are any."""
-    try:
-        return os.copy_file_range(source, target, count, offset_src=offset)
-    except OSError as error:
-        if error.errno not in (errno.EXDEV, errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP, errno.EPERM):
-            raise
-    data = os.pread(source, min(count, 1 << 24), offset)
-    view = memoryview(data)
-    while view:
-        view = view[os.write(target, view) :]
-    return len(data)
 
 
 class ShardReader:

@@ -24,7 +24,7 @@ from pathlib import Path, PurePosixPath
 from typing import Annotated, Any, NamedTuple
 from urllib.parse import unquote
 
-import requests  # type: ignore[import-untyped]
+import requests
 import urllib3
 import xxhash
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, TypeAdapter, ValidationError, field_validator
@@ -233,18 +233,14 @@ class _Downloads:
         if not path.is_file() or wanted.size not in (None, path.stat().st_size):
             return False
         known = self._verified.get(wanted.path, {})
-        if [known.get("size"), known.get("mtime_ns")] == [path.stat().st_size, path.stat().st_mtime_ns]:
-            if wanted.hashes and wanted.hashes.items() <= known["hashes"].items():
-                return True
-            if not wanted.hashes and (wanted.size is not None or known["url"] == _fingerprint(wanted.url)):
-                return True
-        if not wanted.hashes and wanted.size is None:
-            return False  # nothing tells that it is complete
-        hashes = _hashes(path, wanted)
-        if wanted.hashes.items() <= hashes.items():
+        is_known = [known.get("size"), known.get("mtime_ns")] == [path.stat().st_size, path.stat().st_mtime_ns]
+        if not wanted.hashes:  # nor a size: only what we have fetched from there is known to be complete
+            return wanted.size is not None or (is_known and bool(known["url"] == _fingerprint(wanted.url)))
+        hashes = known["hashes"] if is_known else {}
+        if not wanted.hashes.items() <= hashes.items():
+            hashes = _hashes(path, wanted)
             self._remember(wanted, path, hashes)
-            return True
-        return False
+        return wanted.hashes.items() <= hashes.items()
 
     def _remember(self, wanted: RemoteFile, path: Path, hashes: Mapping[str, str]) -> None:
         facts = {"path": wanted.path, "size": path.stat().st_size, "mtime_ns": path.stat().st_mtime_ns}
