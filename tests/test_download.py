@@ -25,7 +25,7 @@ from typing import Any
 import pytest
 import xxhash
 
-from bloomery.base.errors import DataError, StorageError
+from bloomery.base.errors import StorageError
 from bloomery.prepare import download as download_module
 from bloomery.prepare.download import STATE_FILE, DownloadResult, download, read_download_manifest
 
@@ -174,7 +174,7 @@ def assert_whole(tmp_path: Path, server: Server, *names: str) -> None:
     for name in names:
         assert (tmp_path / "out" / name).read_bytes() == server.contents[name], name
     there = {str(path.relative_to(tmp_path / "out")) for path in (tmp_path / "out").rglob("*") if path.is_file()}
-    assert there == {*names, STATE_FILE}
+    assert there == {*names, STATE_FILE, ".lock"}
 
 
 # ---------------------------------------------------------------- what servers do
@@ -471,7 +471,7 @@ def test_two_at_once_in_one_folder_are_refused(tmp_path: Path, server: Server) -
     other.start()
     while not server.requests:
         time.sleep(0.01)
-    with pytest.raises(DataError, match="another process is at work"):
+    with pytest.raises(StorageError, match=r"out is in use by process \d+ on .*or use another --output"):
         get(tmp_path, entries)
     other.join()
     assert_whole(tmp_path, server, "a.bin")
@@ -517,7 +517,7 @@ def test_a_long_name_goes_on_where_it_stopped(tmp_path: Path, server: Server) ->
     assert get(tmp_path, entries).failures
     assert not get(tmp_path, entries).failures
     assert server.ranges("a.bin") == [None, "bytes=1000-", "bytes=1000-"]
-    assert {path.name for path in (tmp_path / "out").iterdir()} == {name, STATE_FILE}
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {name, STATE_FILE, ".lock"}
 
 
 # ---------------------------------------------------------------- manifests and other places

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import errno
-import fcntl
 import hashlib
 import json
 import os
@@ -33,7 +32,7 @@ from pydantic import ValidationInfo as Info
 from bloomery import __version__
 from bloomery.base.bounded import LARGE_BYTES, parse_json, parse_yaml, read_text, wrong_fields
 from bloomery.base.errors import DataError, Problem, StorageError
-from bloomery.base.storage import AppendFile, open_plain, publish, reason, write_all, writing, written_to
+from bloomery.base.storage import AppendFile, locked, open_plain, publish, reason, write_all, writing, written_to
 from bloomery.prepare.stores import first_line, is_stumble, open_store
 
 STATE_FILE = ".bloomery-download.jsonl"
@@ -151,7 +150,7 @@ def download(
     result = DownloadResult(files=len(wanted))
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
-    with _held_alone(folder / STATE_FILE), ThreadPoolExecutor(jobs) as pool:
+    with locked(folder), ThreadPoolExecutor(jobs) as pool:
         downloads = _Downloads(folder, retries, timeout_seconds)
         try:
             futures = {pool.submit(downloads.one, file): file for file in wanted}
@@ -176,21 +175,6 @@ def download(
     order = {file.path: number for number, file in enumerate(wanted)}
     result.failures.sort(key=lambda failure: order[failure["path"]])
     return result
-
-
-@contextmanager
-def _held_alone(path: Path) -> Iterator[None]:
-    """DataError where another process is at work in this folder. The lock ends with the process."""
-    with writing(path):
-        file = open(path, "ab", opener=open_plain)  # noqa: SIM115 - closed below
-    with file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:  # some network file systems have no locks: then the user has to know
-            if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
-                what, rule = "another process is at work here", "two would destroy each other's files"
-                raise DataError(Problem(what, rule, "wait for it to end", str(path))) from None
-        yield
 
 
 class _Downloads:
@@ -281,10 +265,8 @@ class _Downloads:
         """Append what is missing. Read errors are retried, write errors are the user's."""
         offset = _size_of(part)
         offset = 0 if wanted.size is not None and offset > wanted.size else offset
-        with (
-            _opened(wanted.url, offset, self._timeout_seconds) as remote,
-            open(part, "ab", 0, opener=open_plain) as file,
-        ):
+        opened = _opened(wanted.url, offset, self._timeout_seconds)
+        with opened as remote, open(part, "ab", 0, opener=open_plain) as file:
             whole = remote.total if wanted.size is None else wanted.size
             if whole is None and not wanted.hashes:
                 raise FetchError("the server does not say how long it is: give its size or checksum in the manifest")
