@@ -11,7 +11,7 @@ splitmix64: it does not change with the version of a library.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, Self
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -21,10 +21,9 @@ from bloomery.base.errors import DataError, Problem
 from bloomery.base.splitmix import GOLDEN, U64, splitmix64, splitmix64_one
 from bloomery.config.recipe import MaskingSection
 from bloomery.data.batch import IGNORED_LABEL, Batch, Trace, document_spans
-from bloomery.data.causal import check_ids
+from bloomery.data.causal import ShardSource, check_ids
 from bloomery.data.order import TimelessOrder, stream_key
 from bloomery.data.shards import ShardReader
-from bloomery.data.split import Part, part_range
 from bloomery.data.tokenizer import Tokenizer
 
 _TWO_WORDS, _THREE_WORDS = 6 / 11, 9 / 11
@@ -151,7 +150,7 @@ _SPECIAL = 3
 """[CLS] and two [SEP] in every sample."""
 
 
-class MaskedSource:
+class MaskedSource(ShardSource):
     """`read` gives inputs `tokens`, `token_types` and `attention_mask`, and targets `lm loss` and `sop loss`: 1 where
     the two segments have been exchanged, else 0.
 
@@ -162,47 +161,42 @@ class MaskedSource:
         self,
         prefix: str,
         *,
-        seq_length: int,
-        vocab_size: int,
-        seed: int,
         vocabulary: MaskVocabulary,
+        vocab_size: int,
         masking: MaskingSection | None = None,
         ends_with_eod: bool = False,
         split_sentences: bool | None = None,
-        part: Part | Literal["all"] = "all",
-        split: str | None = None,
-        key: str | None = None,
+        **settings: Any,
     ) -> None:
         """`ends_with_eod`: each document ends with a token that says so, which is left out. `split_sentences`: whether
-        each sentence is a sequence; None where nothing tells but their number. `key` names the source in the order of
-        samples; by default the prefix, as the recipe writes it."""
-        self.key = prefix if key is None else key
-        self.seq_length = seq_length
-        self.vocab_size = min(vocab_size, vocabulary.size)
+        each sentence is a sequence; None where nothing tells but their number. `settings`: those of ShardSource."""
         self.vocabulary = vocabulary
         self.masking = masking or MaskingSection()
-        self._chance = stream_key(seed, f"{self.key}\0masked")
-        self.shard = ShardReader(prefix)
-        try:
-            documents = part_range(split, part, self.shard.num_documents, place=f"{prefix}.idx")
-            if split_sentences is None:
-                split_sentences = self.shard.num_sequences > self.shard.num_documents
-            if not split_sentences:
-                raise DataError(_no_sentences(self.shard))
-            self.index = index_samples(
-                self.shard,
-                documents=documents,
-                room=seq_length - _SPECIAL,
-                short_probability=self.masking.short_sequence_probability,
-                ends_with_eod=ends_with_eod,
-                chance=self._chance,
-            )
-            if not len(self.index.first):
-                raise DataError(_nothing(prefix, part))
-        except BaseException:
-            self.shard.close()
-            raise
-        self.order = TimelessOrder(seed, self.key, len(self.index.first))
+        self._ends_with_eod, self._split_sentences = ends_with_eod, split_sentences
+        super().__init__(prefix, vocab_size=min(vocab_size, vocabulary.size), **settings)
+
+    def _index_samples(self) -> None:
+        shard = self.shard
+        self._chance = stream_key(self.seed, f"{self.key}\0masked")
+        documents, is_split = self._part_of(shard.num_documents), self._split_sentences
+        if not (shard.num_sequences > shard.num_documents if is_split is None else is_split):
+            what = f"the shard has {shard.num_documents} documents and {shard.num_sequences} sequences"
+            rule = "bert learns the order of sentences, so each sentence must be a sequence of its own"
+            remedy = "prepare it again with `split_sentences: true` (Megatron: --split-sentences)"
+            raise DataError(Problem(what, rule, remedy, f"{shard.prefix}.idx"))
+        self.index = index_samples(
+            shard,
+            documents=documents,
+            room=self.seq_length - _SPECIAL,
+            short_probability=self.masking.short_sequence_probability,
+            ends_with_eod=self._ends_with_eod,
+            chance=self._chance,
+        )
+        if not len(self.index.first):
+            remedy = "" if self.part == "all" else f", or give {self.part} a larger share in data.split"
+            what, place = f"{self.where} has no document of two tokens", f"{shard.prefix}.bin"
+            raise DataError(Problem(what, "a sample is a pair", f"prepare more text{remedy}", place))
+        self.order = TimelessOrder(self.seed, self.key, len(self.index.first))
 
     @property
     def num_samples(self) -> int:
@@ -249,9 +243,6 @@ class MaskedSource:
         epoch, sample = self.order.locate_one(ordinal)
         start, stop = self.index.tokens_of(sample)
         return Trace(self.key, epoch, sample, document_spans(self.shard, start, stop - start))
-
-    def close(self) -> None:
-        self.shard.close()
 
     def _pair(self, sample: int, where: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """The sample's tokens, cut between two of its sentences, or inside its only one between two words."""
@@ -341,18 +332,3 @@ def _sentences(
         lengths = np.minimum(width, np.repeat(lengths, pieces) - offset)
         starts = np.repeat(starts, pieces) + offset
     return starts, lengths, np.searchsorted(starts, document_starts)
-
-
-def _no_sentences(shard: ShardReader) -> Problem:
-    return Problem(
-        what=f"the shard has {shard.num_documents} documents and {shard.num_sequences} sequences",
-        rule="bert learns the order of sentences, so each sentence must be a sequence of its own",
-        remedy="prepare it again with `split_sentences: true` (Megatron: --split-sentences)",
-        place=f"{shard.prefix}.idx",
-    )
-
-
-def _nothing(prefix: str, part: str) -> Problem:
-    where = "the shard" if part == "all" else f"its {part} part"
-    remedy = "prepare more text" + ("" if part == "all" else f", or give {part} a larger share in data.split")
-    return Problem(f"{where} has no document of two tokens", "a sample is a pair", remedy, f"{prefix}.bin")

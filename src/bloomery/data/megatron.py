@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 
 from bloomery.base.errors import DataError, Problem, RecipeError
 from bloomery.config.recipe import Recipe, SourceSection
-from bloomery.data.batch import Batch, DocumentSpan, Packing, SampleSource, Stream, Trace, causal_batch
-from bloomery.data.causal import check_ids
+from bloomery.data.batch import Batch, DocumentSpan, SampleSource, Stream, Trace, causal_batch
+from bloomery.data.causal import ShardSource, check_ids
 from bloomery.data.cursor import DataCursor
 from bloomery.data.index_cache import IndexCache, file_checksum
 from bloomery.data.megatron_order import (
@@ -26,51 +26,34 @@ from bloomery.data.megatron_order import (
     build_blend,
     build_index,
 )
-from bloomery.data.shards import ShardReader
-from bloomery.data.split import Flavour, Part, part_range
+from bloomery.data.split import Flavour
 from bloomery.sizing.plan import TrainingPlan
 
 _COUNTED_AT_A_TIME = 1 << 24
 
 
-class MegatronSource:
+class MegatronSource(ShardSource):
     """Ordinals count the samples of the reference's dataset, from 0 to `total_samples`; there it ends."""
 
-    def __init__(
-        self,
-        prefix: str,
-        *,
-        flavour: Flavour,
-        samples: int,
-        seq_length: int,
-        vocab_size: int,
-        seed: int,
-        cache: IndexCache,
-        part: Part | Literal["all"] = "all",
-        split: str | None = None,
-        key: str | None = None,
-        packing: Packing | None = None,
-    ) -> None:
-        """`samples` is what the run asks of this source: the number of epochs follows from it. The rest is as in
-        CausalSource."""
-        self.key = prefix if key is None else key
-        self.packing = packing
-        self.seq_length = seq_length
-        self.vocab_size = vocab_size
-        self.shard = ShardReader(prefix)
-        try:
-            self._starts = self.shard.index.sequence_starts()
-            first, last = part_range(split, part, self.shard.num_sequences, place=f"{prefix}.idx", flavour=flavour)
-            self.sequences = first, last
-            """[first, last) of the shard: these orders cut it there, not between documents."""
-            tokens = int(self._starts[last] - self._starts[first])
-            if tokens == 0:
-                raise DataError(_no_tokens(prefix, part))
-            self.shape = OrderShape.of(flavour, tokens_per_epoch=tokens, seq_length=seq_length, samples=samples)
-            self.index = self._index(cache, seed=seed)
-        except BaseException:
-            self.shard.close()
-            raise
+    def __init__(self, prefix: str, *, flavour: Flavour, samples: int, cache: IndexCache, **settings: Any) -> None:
+        """`samples` is what the run asks of this source: the number of epochs follows from it. `settings`: those of
+        ShardSource."""
+        self._flavour: Flavour = flavour
+        self._samples, self._cache = samples, cache
+        super().__init__(prefix, **settings)
+
+    def _index_samples(self) -> None:
+        self._starts = self.shard.index.sequence_starts()
+        self.sequences = first, last = self._part_of(self.shard.num_sequences, self._flavour)
+        """[first, last) of the shard: these orders cut it there, not between documents."""
+        tokens = int(self._starts[last] - self._starts[first])
+        if tokens == 0:
+            what, rule = f"{self.where} has no tokens", "samples are cut from tokens"
+            raise DataError(Problem(what, rule, "prepare text for it", f"{self.shard.prefix}.bin"))
+        self.shape = OrderShape.of(
+            self._flavour, tokens_per_epoch=tokens, seq_length=self.seq_length, samples=self._samples
+        )
+        self.index = self._index()
 
     @property
     def num_samples(self) -> int:
@@ -115,10 +98,7 @@ class MegatronSource:
             spans.append(DocumentSpan(document, position, stop - start))
         return Trace(self.key, sample * self.seq_length // self.shape.tokens_per_epoch, sample, spans)
 
-    def close(self) -> None:
-        self.shard.close()
-
-    def _index(self, cache: IndexCache, *, seed: int) -> SampleIndex:
+    def _index(self) -> SampleIndex:
         first, last = self.sequences
         key = {
             "idx": file_checksum(f"{self.shard.prefix}.idx"),
@@ -127,12 +107,12 @@ class MegatronSource:
             "seq_length": self.seq_length,
             "epochs": self.shape.epochs,
             "separate_last": self.shape.separate_last,
-            "seed": seed,
+            "seed": self.seed,
         }
-        arrays = cache.arrays(
+        arrays = self._cache.arrays(
             "samples",
             key,
-            lambda: build_index(self._starts, first=first, last=last, shape=self.shape, seed=seed).as_arrays(),
+            lambda: build_index(self._starts, first=first, last=last, shape=self.shape, seed=self.seed).as_arrays(),
         )
         return SampleIndex(**arrays)
 
@@ -202,11 +182,6 @@ class OneSource:
     def locate(self, positions: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         positions = np.asarray(positions, np.int64)
         return np.zeros_like(positions), positions
-
-
-def _no_tokens(prefix: str, part: str) -> Problem:
-    where = "the shard" if part == "all" else f"its {part} part"
-    return Problem(f"{where} has no tokens", "samples are cut from tokens", "prepare text for it", f"{prefix}.bin")
 
 
 def _exhausted(name: str, what: str, have: int) -> Problem:
