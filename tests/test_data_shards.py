@@ -227,7 +227,10 @@ def test_of_a_large_index_only_what_is_needed_is_read(tmp_path, short_ends):
 def test_damage_inside_a_large_index_is_named_when_it_is_met(tmp_path, short_ends):
     pointers = [0, 4, 8, 13, 16, 20, 24]
     for idx, damage in (
-        (index_bytes([2] * 7, pointers=pointers), "sequence 3 points to byte 13 where the lengths before it say 12"),
+        (
+            index_bytes([2] * 7, pointers=pointers),
+            "sequence 3 points to byte 13 where the lengths before it add up to 12",
+        ),
         (index_bytes([2, 2, 2, -2, 2, 2, 6]), "sequence 3 has length -2"),
         (index_bytes([2] * 7, doc_idx=[0, 1, 2, 99, 5, 6, 7]), "document 4 begins at sequence 5, the one before"),
     ):
@@ -239,7 +242,7 @@ def test_damage_inside_a_large_index_is_named_when_it_is_met(tmp_path, short_end
     ):
         shard.index.document_start(3)
     idx = index_bytes([2] * 7, pointers=[0, 4, 8, 12, 16, 20, 25])
-    with pytest.raises(DataError, match="sequence 6 points to byte 25 where the lengths before it say 24"):
+    with pytest.raises(DataError, match="sequence 6 points to byte 25 where the lengths before it add up to 24"):
         ShardReader(hand_made(tmp_path, idx, bytes(28)))
 
 

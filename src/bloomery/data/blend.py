@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 PERIOD = 1 << 30
 """Slots: weights are exact to 1 / PERIOD. Twice its square still fits into 64 bits."""
 _FIRST_PERIOD = 1 << 16
-"""Of blends whose state does not say it."""
+"""Of blends whose state has none."""
 DRIFT = 1.68
 """Samples that a source may be off its share of slots; `_Pairs` says why."""
 _ROUNDING = 1e-9

@@ -28,7 +28,7 @@ def blend_after(
 ) -> tuple[TimelessBlend, list[str]]:
     """The blend of the run that resumes, and notices about it.
 
-    Samples of another length are other samples, and no cursor can say which of them have been seen. So a source whose
+    Samples of another length are other samples, and no cursor knows which of them have been seen. So a source whose
     cursor counts another length begins its next epoch, in which again every sample comes once.
     """
     assert cursor.blend is not None

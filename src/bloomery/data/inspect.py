@@ -132,7 +132,7 @@ def document_range(recipe: Recipe, source: SampleSource, part: Part) -> list[int
 
 
 def _row(batch: Batch, row: int, source: SampleSource, trace: Trace) -> tuple[list[int], dict[str, Any]]:
-    """(tokens, what else there is to say) of one sample of a batch."""
+    """(tokens, other facts) of one sample of a batch."""
     tokens = batch.inputs["tokens"][row].tolist()
     labels = batch.targets[LM_LOSS][row].tolist()
     if set(batch.targets) != {LM_LOSS} or "attention_mask" in batch.inputs:
@@ -256,7 +256,7 @@ def recipe_facts(recipe: Recipe, data: OpenData, *, train_samples: int, quick: b
 
 
 def _eod_id(recipe: Recipe) -> int | None:
-    """For shards without a manifest. None where nothing tells."""
+    """For shards without a manifest. None where that is unknown."""
     try:
         return Tokenizer.load(recipe.tokenizer.path).eod_id if recipe.tokenizer else None
     except DataError:

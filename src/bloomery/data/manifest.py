@@ -121,7 +121,7 @@ def origins_path(prefix: str) -> str:
 
 
 def file_of(document: int, manifest: ShardManifest, prefix: str) -> str | None:
-    """The name of the file that a document came from; None where nothing tells."""
+    """The name of the file that a document came from; None where that is unknown."""
     files = manifest.source_files
     if len(files) == 1:
         return files[0].name
@@ -179,8 +179,8 @@ def _contradictions(manifest: ShardManifest, tokenizer: Tokenizer) -> list[str]:
     is_so = {"vocab_size": tokenizer.vocab_size}
     if manifest.eod_id is not None and tokenizer.end_of_document is not None:
         is_so["eod_id"] = tokenizer.eod_id
-    told = ((name, getattr(manifest, name), value) for name, value in is_so.items())
-    return [f"{name} {said} where it is {value}" for name, said, value in told if said != value]
+    listed = ((name, getattr(manifest, name), value) for name, value in is_so.items())
+    return [f"{name} {found} where it is {value}" for name, found, value in listed if found != value]
 
 
 def check_alike(manifests: Mapping[str, ShardManifest]) -> list[Problem]:
@@ -188,9 +188,9 @@ def check_alike(manifests: Mapping[str, ShardManifest]) -> list[Problem]:
     no end fits every other."""
     problems = []
     for name in ("tokenizer_hash", "vocab_size", "eod_id"):
-        told = [(prefix, value) for prefix, shard in manifests.items() if (value := getattr(shard, name)) is not None]
-        for prefix, value in told[1:]:
-            first, expected = told[0]
+        known = [(prefix, value) for prefix, shard in manifests.items() if (value := getattr(shard, name)) is not None]
+        for prefix, value in known[1:]:
+            first, expected = known[0]
             if value == expected:
                 continue
             what = f"the shard has {name} {value!s:.12} but {first} has {expected!s:.12}"
@@ -211,9 +211,9 @@ def check_describes(manifest: ShardManifest, shard: ShardReader, *, place: str) 
         "tokens": (manifest.tokens, shard.num_tokens),
     }
     if manifest.index_hash is not None and shard.num_documents != shard.num_sequences:
-        # Only then can sequences move from one document to another unseen: all else in an index is said twice.
+        # Only then can sequences move from one document to another unseen: all else in an index stands there twice.
         counts["index_hash"] = (manifest.index_hash, file_checksum(f"{shard.prefix}.idx"))
-    wrong = [f"{name} {said} where it is {found}" for name, (said, found) in counts.items() if said != found]
+    wrong = [f"{name} {listed} where it is {found}" for name, (listed, found) in counts.items() if listed != found]
     if not wrong:
         return []
     what = f"the manifest belongs to another shard: it says {', '.join(wrong)}"

@@ -226,7 +226,7 @@ class ShardReader:
         return self.index.num_sequences
 
     def facts(self) -> dict[str, Any]:
-        """What tells this shard from another: its size, and a hash of some of its tokens and of where some documents
+        """What identifies this shard: its size, and a hash of some of its tokens and of where some documents
         begin."""
         hasher = xxhash.xxh3_128()
         for document in np.linspace(0, self.num_documents, _FACT_DOCUMENTS, dtype=np.int64):
@@ -263,7 +263,7 @@ class ShardReader:
 def is_missing(path: str) -> bool:
     try:
         os.stat(path)
-    except OSError as error:  # any other reason is told by who opens it
+    except OSError as error:  # any other reason is reported by who opens it
         return error.errno in (errno.ENOENT, errno.ENOTDIR)
     return False
 

@@ -172,11 +172,11 @@ class Tokenizer:
 
     @cached_property
     def end_of_document(self) -> str | None:
-        """The special token that ends documents. No part of the hash: a shard's manifest tells it on its own."""
+        """The special token that ends documents. No part of the hash: a shard's manifest has it on its own."""
         if named := next((token for token in END_OF_DOCUMENT if token in self.special_tokens), None):
             return named
-        told = token_of(read_settings(os.path.dirname(self.path)).get("eos_token"))
-        return told if told in self.special_tokens else None
+        named = token_of(read_settings(os.path.dirname(self.path)).get("eos_token"))
+        return named if named in self.special_tokens else None
 
     @property
     def eod_token(self) -> str:

@@ -240,7 +240,7 @@ class _Downloads:
             if self.stop.wait(max(0.0, wait_seconds, self._not_before.get(host, 0.0) - time.monotonic())):
                 raise FetchError("stopped")
             try:
-                if not wanted.hashes:  # nothing would tell which version of the file the first bytes are of
+                if not wanted.hashes:  # the version of the file that the first bytes are of is unknown
                     part.unlink(missing_ok=True)
                 if not wanted.hashes or _size_of(part) != wanted.size:
                     self._receive(wanted, part)

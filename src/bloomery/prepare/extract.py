@@ -39,7 +39,7 @@ class Chunk:
         return self.path.with_name(f".{self.path.stem}.json")
 
     def stamps(self) -> list[list[Any]]:
-        """What tells whether an input, or the chunk itself, has changed."""
+        """What shows whether an input, or the chunk itself, has changed."""
         now = self.path.stat()
         return [[file.path, file.size, file.stamp] for file in self.inputs] + [["", now.st_size, str(now.st_mtime_ns)]]
 
