@@ -27,12 +27,12 @@ from pathlib import Path
 
 import numpy as np
 
+from bloomery.data.batch import Stream
 from bloomery.data.blend import TimelessBlend
 from bloomery.data.causal import CausalSource
 from bloomery.data.megatron_order import OrderShape, build_index
 from bloomery.data.order import TimelessOrder
 from bloomery.data.shard_index import HEADER, MAGIC, VERSION
-from bloomery.data.stream import Stream
 
 SOURCES, SAMPLES, SEQ_LENGTH = 30, 10**9, 2048
 

@@ -15,12 +15,10 @@ from tokenizers import models
 
 from bloomery.base.errors import DataError
 from bloomery.config.recipe import MaskingSection
-from bloomery.data.batch import Batch, read_batch
+from bloomery.data.batch import Batch, Stream, read_batch
 from bloomery.data.blend import TimelessBlend
-from bloomery.data.masked import MaskedSource
-from bloomery.data.masking import MaskVocabulary, mask_tokens
+from bloomery.data.masked import MaskedSource, MaskVocabulary, mask_tokens
 from bloomery.data.shards import ShardReader, ShardWriter
-from bloomery.data.stream import Stream
 from bloomery.data.tokenizer import Tokenizer
 
 SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]

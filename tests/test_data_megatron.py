@@ -20,8 +20,7 @@ from bloomery.base.errors import DataError, RecipeError
 from bloomery.checkpoint.folder import find_checkpoint
 from bloomery.config.recipe import Recipe
 from bloomery.data.index_cache import IndexCache
-from bloomery.data.megatron import GreedyBlend, MegatronSource
-from bloomery.data.megatron_open import WantedSamples
+from bloomery.data.megatron import GreedyBlend, MegatronSource, WantedSamples
 from bloomery.data.megatron_order import (
     BlendRequest,
     OrderShape,

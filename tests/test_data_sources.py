@@ -7,13 +7,12 @@ import pytest
 import torch
 
 from bloomery.base.errors import DataError, RecipeError
-from bloomery.data.batch import Batch, read_batch
+from bloomery.data.batch import Batch, Stream, read_batch
 from bloomery.data.blend import TimelessBlend
 from bloomery.data.causal import CausalSource
 from bloomery.data.loader import Loader
 from bloomery.data.shards import ShardWriter
 from bloomery.data.split import part_range, split_boundaries
-from bloomery.data.stream import Stream
 
 
 def windows(source, first=0, count=None):

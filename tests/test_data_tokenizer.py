@@ -4,15 +4,12 @@ import json
 import shutil
 
 import numpy as np
-import orjson
 import pytest
 import tokenizers
 
 from bloomery.base.errors import DataError, RecipeError, StorageError
 from bloomery.checkpoint.hf.tokenizer import write_tokenizer
-from bloomery.data.tokenizer import Tokenizer
-from bloomery.data.tokenizer_hash import is_other_tokenizer
-from bloomery.data.tokenizer_spellings import deciding_ids
+from bloomery.data.tokenizer import Tokenizer, is_other_tokenizer
 from bloomery.prepare.train_tokenizer import train_tokenizer
 
 TEXTS = ["def read(self, path):\n    return open(path).read()\n", "the end of the text, the text of the end"] * 3
@@ -108,6 +105,15 @@ SPELLINGS = {
     ),
 }  # fmt: skip
 
+HASHED_BEFORE = {
+    "merges as strings": "d51dd82e5f1f",
+    "unigram of many digits": "9b5a80464f23",
+    "byte level inside": "51400c3c4c9b",
+    "old metaspace": "3a810b9e892d",
+    "bert": "1c674fb890f5",
+}
+"""By versions with rules of their own instead of the library's: their shards stay those of the tokenizer."""
+
 
 @pytest.mark.parametrize("name", SPELLINGS)
 def test_the_hash_does_not_change_when_the_library_saves_the_file_again(name):
@@ -115,6 +121,8 @@ def test_the_hash_does_not_change_when_the_library_saves_the_file_again(name):
     saved = tokenizers.Tokenizer.from_str(content).to_str()
     assert json.loads(saved) != json.loads(content)
     assert Tokenizer(content, path="x").content_hash == Tokenizer(saved, path="x").content_hash
+    if name in HASHED_BEFORE:
+        assert Tokenizer(content, path="x").content_hash.startswith(HASHED_BEFORE[name])
 
 
 def test_whether_an_added_token_is_normalized_counts_only_where_something_is():
@@ -144,13 +152,6 @@ def test_a_tokenizer_at_which_the_library_panics_is_named(tmp_path):
     (tmp_path / "tokenizer.json").write_text(json.dumps(content))
     with pytest.raises(DataError, match=r"tokenizer.json: is not a tokenizer that the tokenizers library"):
         Tokenizer.load(str(tmp_path))
-
-
-def test_what_is_hashed_is_json():
-    """Merges are put together as text."""
-    content = deciding_ids(SPELLINGS["merges of quotes and commas"])
-    merges = orjson.loads(orjson.dumps(content))["model"]["merges"]
-    assert merges == [['"', ","], ['",', "\\"], ["\\", '"'], ["\\", '",\\'], ["\\", '",']]
 
 
 @pytest.mark.parametrize(
@@ -274,8 +275,8 @@ def test_a_pattern_that_needs_exponential_time_ends_with_a_sentence(tokenizer, m
     with pytest.raises(DataError, match=r"theirs/tokenizer.json: fails at a text: Onig: .*retry-limit-in-match over"):
         hostile.encode_batch(["a" * 60 + "!"])
     monkeypatch.setattr("bloomery.data.tokenizer.LEAST_SECONDS", 0.5)
-    with pytest.raises(DataError, match=r"theirs/tokenizer.json: has not done 13,000 characters in 1 s. A pattern"):
-        hostile.encode_batch([("a" * 24 + "! ") * 500])
+    with pytest.raises(DataError, match=r"theirs/tokenizer.json: has not done 5,200 characters in 1 s. A pattern"):
+        hostile.encode_batch([("a" * 24 + "! ") * 200])
 
 
 @pytest.mark.parametrize(
@@ -376,8 +377,7 @@ def test_gpt2_files_become_what_the_library_would_save(gpt2_folder, tokenizer, p
     theirs.post_processor = tokenizers.processors.ByteLevel(trim_offsets=False)
     theirs.add_special_tokens(["<|endoftext|>"])
     ours, saved = Tokenizer.load(str(gpt2_folder)), json.loads(theirs.to_str())
-    merges = list(map(" ".join, saved["model"]["merges"]))
-    assert ours.parsed == {**saved, "model": {**saved["model"], "merges": merges}}
+    assert ours.parsed == saved
     assert ours.content_hash == Tokenizer(theirs.to_str(), path="theirs").content_hash
 
 
@@ -418,7 +418,7 @@ def test_broken_gpt2_files_are_named(gpt2_folder):
     with pytest.raises(DataError, match=r"merges.txt: has the line 'a b c'. Each line is a pair"):
         Tokenizer.load(str(gpt2_folder))
     (gpt2_folder / "merges.txt").write_text("nobody knows\n")
-    with pytest.raises(DataError, match=r"merges.txt: does not fit .*vocab.json: that one has no token 'nobody'"):
+    with pytest.raises(DataError, match=r"merges.txt: does not fit .*vocab.json: .*nobody.*out of vocabulary"):
         Tokenizer.load(str(gpt2_folder))
     for broken in ('{"a": 0, "b": 0}', '{"a": "0"}', '{"a": -1}', '{"a": 1.5}', '{"a": true}'):
         (gpt2_folder / "vocab.json").write_text(broken)

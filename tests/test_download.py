@@ -25,13 +25,17 @@ from typing import Any
 import pytest
 import xxhash
 
-from bloomery.base.errors import DataError, StorageError
-from bloomery.prepare import fetch as fetch_module
+from bloomery.base.errors import StorageError
+from bloomery.prepare import download as download_module
 from bloomery.prepare.download import STATE_FILE, DownloadResult, download, read_download_manifest
-from bloomery.prepare.fetch import Patience
 
 Command = Callable[..., tuple[int, str, str]]
-QUICK = Patience(retries=4, timeout_seconds=0.5, first_wait_seconds=0.01, longest_wait_seconds=0.05)
+
+
+@pytest.fixture(autouse=True)
+def _short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(download_module, "FIRST_WAIT_SECONDS", 0.02)
+    monkeypatch.setattr(download_module, "LONGEST_WAIT_SECONDS", 0.05)
 
 
 class Server(ThreadingHTTPServer):
@@ -160,9 +164,9 @@ def manifest(folder: Path, entries: list[dict[str, Any]], name: str = "files.jso
     return str(folder / name)
 
 
-def get(tmp_path: Path, entries: list[dict[str, Any]], jobs: int = 4, patience: Patience = QUICK) -> DownloadResult:
+def get(tmp_path: Path, entries: list[dict[str, Any]], jobs: int = 4, retries: int = 4) -> DownloadResult:
     wanted = read_download_manifest(manifest(tmp_path, entries))
-    return download(wanted, tmp_path / "out", jobs=jobs, patience=patience)
+    return download(wanted, tmp_path / "out", jobs=jobs, retries=retries, timeout_seconds=0.5)
 
 
 def assert_whole(tmp_path: Path, server: Server, *names: str) -> None:
@@ -170,7 +174,7 @@ def assert_whole(tmp_path: Path, server: Server, *names: str) -> None:
     for name in names:
         assert (tmp_path / "out" / name).read_bytes() == server.contents[name], name
     there = {str(path.relative_to(tmp_path / "out")) for path in (tmp_path / "out").rglob("*") if path.is_file()}
-    assert there == {*names, STATE_FILE}
+    assert there == {*names, STATE_FILE, ".lock"}
 
 
 # ---------------------------------------------------------------- what servers do
@@ -225,7 +229,7 @@ def test_what_has_arrived_is_not_asked_for_again(tmp_path: Path, server: Server)
 
 def test_attempts_that_bring_a_file_further_do_not_use_up_the_patience(tmp_path: Path, server: Server) -> None:
     entry = server.add("a.bin", 5000, *[("truncated", 300)] * 16)
-    assert not get(tmp_path, [entry], patience=Patience(1, 1.0, 0.001, 0.01)).failures
+    assert not get(tmp_path, [entry], retries=1).failures
     assert len(server.ranges("a.bin")) == 17
 
 
@@ -247,44 +251,15 @@ def test_retry_after_may_be_a_date(tmp_path: Path, server: Server) -> None:
     assert server.times[1] - server.times[0] > 0.5
 
 
-def test_a_file_that_changed_meanwhile_starts_over(tmp_path: Path, server: Server) -> None:
-    """Without a checksum only the server's ETag tells."""
-    entry = server.add("a.bin", 5000, ("truncated", 1000), *[("status", 500)] * 5)
-    server.etags["a.bin"] = '"one"'
-    del entry["sha256"], entry["size"]
-    assert get(tmp_path, [entry]).failures
-    server.contents["a.bin"], server.etags["a.bin"] = random.Random(5).randbytes(5000), '"two"'
-    result = get(tmp_path, [entry])
-    assert not result.failures
-    assert server.ranges("a.bin")[-1] == "bytes=1000-"
-    assert result.without_checksum == 1
-    assert_whole(tmp_path, server, "a.bin")
-
-
-@pytest.mark.parametrize("size", [True, False])
-def test_a_server_that_ignores_if_range_does_not_glue_two_files(tmp_path: Path, server: Server, size: bool) -> None:
-    entry = server.add("a.bin", 5000, ("truncated", 1000), *[("status", 500)] * 5)
-    server.etags["a.bin"] = '"one"'
-    entry = {key: entry[key] for key in ("url", "size") if key == "url" or size}
-    assert get(tmp_path, [entry]).failures
-    server.contents["a.bin"], server.etags["a.bin"] = random.Random(5).randbytes(5000), '"two"'
-    server.mischief["a.bin"] = [("ignores if-range",)]
-    assert not get(tmp_path, [entry]).failures
-    assert server.ranges("a.bin")[-2:] == ["bytes=1000-", None]
-    assert_whole(tmp_path, server, "a.bin")
-
-
 @pytest.mark.parametrize("have", [1000, 5000])
-def test_bytes_of_unknown_origin_are_kept_only_where_a_checksum_proves_them(
-    tmp_path: Path, server: Server, have: int
-) -> None:
-    entries = [server.add("sized.bin"), server.add("summed.bin")]
+def test_what_has_arrived_is_kept_only_where_a_checksum_verifies_it(tmp_path: Path, server: Server, have: int) -> None:
+    entries = [server.add("sized.bin", 5000, ("truncated", 700)), server.add("summed.bin")]
     del entries[0]["sha256"]
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / ".sized.bin.part").write_bytes(bytes(have))
     (tmp_path / "out" / ".summed.bin.part").write_bytes(server.contents["summed.bin"][:have])
     assert not get(tmp_path, entries).failures
-    assert server.ranges("sized.bin") == [None]
+    assert server.ranges("sized.bin") == [None, None]
     assert server.ranges("summed.bin") == (["bytes=1000-"] if have == 1000 else [])
     assert_whole(tmp_path, server, "sized.bin", "summed.bin")
 
@@ -295,7 +270,7 @@ def test_bytes_of_unknown_origin_are_kept_only_where_a_checksum_proves_them(
 @pytest.mark.parametrize("with_path", [True, False])
 def test_urls_that_are_none_are_named_and_the_others_arrive(tmp_path: Path, server: Server, with_path: bool) -> None:
     port = server.server_port
-    bad = [f"http://127.0.0.1:{port}/caf\xe9", "http://[abc/x", f"http://{'a' * 64}.example/y", "http://u:secret@h:p/z"]
+    bad = ["http://[abc/x", f"http://{'a' * 64}.example/y", "http://u:secret@h:p/z", f"http://127.0.0.1:{port}:1/w"]
     entries = [
         server.add("good.bin"),
         server.add("sent.bin", 10, ("redirect", "http://[bad/x")),
@@ -303,12 +278,12 @@ def test_urls_that_are_none_are_named_and_the_others_arrive(tmp_path: Path, serv
     ]
     entries[1:1] = [{"url": url, **({"path": f"{n}.bin"} if with_path else {})} for n, url in enumerate(bad)]
     result = get(tmp_path, entries)
-    names = ["0.bin", "1.bin", "2.bin", "3.bin"] if with_path else ["caf\xe9", "x", "y", "z"]
-    assert [failure.path for failure in result.failures] == [*names, "sent.bin"]
+    names = ["0.bin", "1.bin", "2.bin", "3.bin"] if with_path else ["x", "y", "z", "w"]
+    assert [failure["path"] for failure in result.failures] == [*names, "sent.bin"]
     for failure in result.failures:
-        assert failure.reason.startswith("its URL, or one that the server sends it on to, is not valid")
-        assert "secret" not in failure.reason + failure.url
-    assert result.failures[1].url == "http://[abc/x"
+        assert failure["reason"] == "its URL, or one that it redirects to, is not valid"
+        assert "secret" not in str(failure)
+    assert result.failures[0]["url"] == "http://[abc/x"
     assert_whole(tmp_path, server, "good.bin", "late.bin")
 
 
@@ -316,10 +291,10 @@ def test_urls_that_are_none_are_named_and_the_others_arrive(tmp_path: Path, serv
     ("mischief", "reason"),
     [
         ([("status", 403)], "the server answers 403 Forbidden"),
-        ([("status", 500)] * 9, "the server answers 500 Internal Server Error (given up after 5 attempts)"),
+        ([("status", 500)] * 9, "the server answers 500 Internal Server Error (gave up after 5 attempts)"),
         ([("wrong content",)] * 9, "its sha256 is "),
         ([("other file",)] * 9, "the server has 18 bytes, the manifest says 5000"),
-        ([("truncated", 0)] * 9, "only 0 of 5000 bytes arrived"),
+        ([("truncated", 0)] * 9, "no connection, or it was lost: IncompleteRead(0 bytes read, 5000 more expected)"),
     ],
 )
 def test_a_file_that_cannot_be_had_is_named_and_the_others_arrive(
@@ -328,10 +303,10 @@ def test_a_file_that_cannot_be_had_is_named_and_the_others_arrive(
     entries = [server.add("good.bin", 10), server.add("bad.bin", 5000, *mischief), server.add("late.bin", 10)]
     entries.append({"url": f"http://127.0.0.1:{server.server_port}/missing.bin?secret=1"})
     result = get(tmp_path, entries)
-    assert [failure.path for failure in result.failures] == ["bad.bin", "missing.bin"]
-    assert result.failures[0].reason.startswith(reason)
-    assert result.failures[1].reason == "the server answers 404 Not Found"
-    assert "secret" not in result.failures[1].url
+    assert [failure["path"] for failure in result.failures] == ["bad.bin", "missing.bin"]
+    assert result.failures[0]["reason"].startswith(reason)
+    assert result.failures[1]["reason"] == "the server answers 404 Not Found"
+    assert "secret" not in result.failures[1]["url"]
     assert (result.files, result.downloaded, result.bytes) == (4, 2, 20)
     names = {path.name for path in (tmp_path / "out").iterdir() if not path.name.startswith(".")}
     assert names == {"good.bin", "late.bin"}
@@ -354,19 +329,10 @@ def test_the_command_ends_with_3_and_names_every_lost_file(tmp_path: Path, serve
     assert [failure["path"] for failure in facts["failures"]] == ["a.bin", "b.bin"]
 
 
-@pytest.mark.parametrize(("name", "coding"), [("a.jsonl.gz", "x-gzip"), ("a.tgz", "gzip"), ("A.ZST", "zstd")])
-def test_a_server_may_say_that_the_file_itself_is_packed(
-    tmp_path: Path, server: Server, name: str, coding: str
-) -> None:
-    entry = server.add(name, 5000, ("labelled", coding))
-    assert not get(tmp_path, [{"url": entry["url"]}]).failures
-    assert (tmp_path / "out" / name).read_bytes() == server.contents[name]
-
-
 def test_a_length_that_nobody_knows_is_no_success(tmp_path: Path, server: Server) -> None:
     entry = server.add("a.bin", 100, ("no length",))
     (failure,) = get(tmp_path, [{"url": entry["url"]}]).failures
-    assert "does not say how long it is" in failure.reason
+    assert "does not say how long it is" in failure["reason"]
 
 
 def test_user_and_password_of_a_url_go_to_its_host_alone(tmp_path: Path, server: Server) -> None:
@@ -388,23 +354,22 @@ def test_user_and_password_of_a_url_go_to_its_host_alone(tmp_path: Path, server:
     assert not get(tmp_path, [sent_on | {"path": "within"}]).failures
     assert server.logins == [server.login] * 4, "who is sent on within the host logs in again"
     wrong = get(tmp_path, [server.add("d") | {"url": f"http://me:guess@127.0.0.1:{server.server_port}/d"}]).failures
-    assert [(failed.url, failed.reason) for failed in wrong] == [
+    assert [(failed["url"], failed["reason"]) for failed in wrong] == [
         (f"http://127.0.0.1:{server.server_port}/d", "the server answers 401 Unauthorized")
     ]
     kept = b"".join(path.read_bytes() for path in (tmp_path / "out").iterdir())
     assert not [secret for secret in (b"se%40cr", b"se@cr", b"guess") if secret in kept]
 
 
-@pytest.mark.parametrize("coding", ["gzip", "GZIP", "br"])
-def test_what_the_server_packs_unasked_is_no_success(tmp_path: Path, server: Server, coding: str) -> None:
-    entry = server.add("a", 5000, *[("packed", coding)] * 3)
+def test_what_the_server_compresses_unasked_needs_a_size_or_a_checksum(tmp_path: Path, server: Server) -> None:
+    entry = server.add("a", 5000, *[("packed", "gzip")] * 3)
     packed = gzip.compress(server.contents["a"], mtime=0)
-    for size in ({}, {"size": len(packed)}):
-        (failed,) = get(tmp_path, [{"url": entry["url"], **size}]).failures
-        assert f"packs it on the way (Content-Encoding: {coding.lower()}), though it was asked not to" in failed.reason
-        assert not (tmp_path / "out" / "a").exists()
-    proven = {"url": entry["url"], "sha256": hashlib.sha256(packed).hexdigest()}
-    assert not get(tmp_path, [proven]).failures, "a checksum says that these bytes are meant"
+    (failed,) = get(tmp_path, [{"url": entry["url"]}]).failures
+    assert "does not say how long it is" in failed["reason"]
+    assert not (tmp_path / "out" / "a").exists()
+    verified = {"url": entry["url"], "sha256": hashlib.sha256(packed).hexdigest()}
+    assert not get(tmp_path, [verified]).failures, "a checksum says that these bytes are meant"
+    assert (tmp_path / "out" / "a").read_bytes() == packed
     server.mischief["a"] = [("packed", "identity")]
     assert not get(tmp_path, [{"url": entry["url"], "path": "b"}]).failures
 
@@ -414,7 +379,7 @@ def test_no_server_at_all(tmp_path: Path) -> None:
         unused.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{unused.getsockname()[1]}/a.bin"
     (failure,) = get(tmp_path, [{"url": url}]).failures
-    assert "no connection" in failure.reason
+    assert "no connection" in failure["reason"]
 
 
 # ---------------------------------------------------------------- running it again
@@ -427,7 +392,7 @@ def test_complete_files_are_hashed_once_and_then_skipped(
     get(tmp_path, entries)
     requests = len(server.requests)
     hashed: list[Path] = []
-    monkeypatch.setattr("bloomery.prepare.download.file_hashes", lambda path, names: hashed.append(path))
+    monkeypatch.setattr(download_module, "_hashes", lambda path, wanted: hashed.append(path))
     result = get(tmp_path, entries)
     assert (result.already_there, result.downloaded, result.bytes) == (3, 0, 15000)
     assert len(server.requests) == requests
@@ -475,16 +440,15 @@ def test_every_checksum_and_a_changed_one(tmp_path: Path, server: Server) -> Non
     assert not get(tmp_path, [{"url": entry["url"], "xxh3": xxhash.xxh3_128(content).hexdigest()}]).failures
     for name in sums:
         (failure,) = get(tmp_path, [{"url": entry["url"], name: "0" * len(sums[name])}]).failures
-        assert failure.reason.startswith(f"its {name} is {sums[name].lower()}, the manifest says 000")
+        assert failure["reason"].startswith(f"its {name} is {sums[name].lower()}, the manifest says 000")
 
 
 KILLED = """
 import os, sys, threading, time
 from pathlib import Path
 from bloomery.prepare.download import download, read_download_manifest
-from bloomery.prepare.fetch import Patience
 threading.Timer(float(sys.argv[3]), lambda: os.kill(os.getpid(), 9)).start()
-download(read_download_manifest(sys.argv[1]), Path(sys.argv[2]), jobs=3, patience=Patience(50, 2.0, 0.01, 0.05))
+download(read_download_manifest(sys.argv[1]), Path(sys.argv[2]), jobs=3, retries=50, timeout_seconds=2.0)
 time.sleep(60)
 """
 
@@ -501,21 +465,13 @@ def test_kill_9_at_any_moment_then_again(tmp_path: Path, server: Server) -> None
     assert_whole(tmp_path, server, *(f"{n}.bin" for n in range(12)))
 
 
-def test_what_a_kill_leaves_beside_a_finished_file_is_removed(tmp_path: Path, server: Server) -> None:
-    entries = [server.add("a.bin", 5000)]
-    assert not get(tmp_path, entries).failures
-    (tmp_path / "out" / ".a.bin.part.json").write_text("{}")
-    assert get(tmp_path, entries).already_there == 1
-    assert_whole(tmp_path, server, "a.bin")
-
-
 def test_two_at_once_in_one_folder_are_refused(tmp_path: Path, server: Server) -> None:
     entries = [server.add("a.bin", 5000, ("slow", 100))]
     other = threading.Thread(target=get, args=(tmp_path, entries))
     other.start()
     while not server.requests:
         time.sleep(0.01)
-    with pytest.raises(DataError, match="another process is at work"):
+    with pytest.raises(StorageError, match=r"out is in use by process \d+ on .*or use another --output"):
         get(tmp_path, entries)
     other.join()
     assert_whole(tmp_path, server, "a.bin")
@@ -529,7 +485,7 @@ def test_a_full_disk_ends_it_at_once_and_clearly(
 
     entries = [server.add(f"{n}.bin", 5000) for n in range(50)]
     with monkeypatch.context() as patch:
-        patch.setattr(fetch_module, "publish", full)
+        patch.setattr(download_module, "publish", full)
         with pytest.raises(StorageError, match=r"No space left on device.*--output.*run the command again"):
             get(tmp_path, entries, jobs=2)
     assert len(server.requests) < 20
@@ -545,7 +501,7 @@ def test_a_name_that_cannot_be_is_a_failure_of_its_own(tmp_path: Path, server: S
     code, text, err = command("download", manifest(tmp_path, entries), "--output", str(out), "--jobs", "1")
     assert code == 3
     assert "5 files, 20 B complete (2 downloaded, 0 already there), 3 failed" in text
-    reasons = ("File name too long (ENAMETOOLONG)", "Not a directory (ENOTDIR)", "Is a directory (EISDIR)")
+    reasons = ("File name too long (ENAMETOOLONG)", "File exists (EEXIST)", "Is a directory (EISDIR)")
     for path, reason in zip(paths, reasons, strict=False):
         assert f"{path}: cannot be written: {reason}: give it another `path` in the manifest" in err
     assert not server.ranges("2"), "nothing is fetched for a name that is taken"
@@ -561,7 +517,7 @@ def test_a_long_name_goes_on_where_it_stopped(tmp_path: Path, server: Server) ->
     assert get(tmp_path, entries).failures
     assert not get(tmp_path, entries).failures
     assert server.ranges("a.bin") == [None, "bytes=1000-", "bytes=1000-"]
-    assert {path.name for path in (tmp_path / "out").iterdir()} == {name, STATE_FILE}
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {name, STATE_FILE, ".lock"}
 
 
 # ---------------------------------------------------------------- manifests and other places
@@ -581,7 +537,7 @@ def test_any_kind_of_manifest_and_of_place(tmp_path: Path, server: Server, comma
         code, out, err = command("download", str(tmp_path / name), "--output", str(tmp_path / name[6:]))
         assert code == 0, err
         assert "3 files" in out
-        assert "proven by size only: 2" in out
+        assert "verified by size only: 2" in out
         files = [path for path in (tmp_path / name[6:]).rglob("*") if path.is_file() and path.name[0] != "."]
         assert {str(path.relative_to(tmp_path / name[6:])) for path in files} == {
             "a+b.bin",
@@ -595,22 +551,20 @@ def test_any_kind_of_manifest_and_of_place(tmp_path: Path, server: Server, comma
     ("content", "message"),
     [
         ("[]", "lists no file"),
-        ("{}", "holds a dict"),
+        ("{}", "valid list"),
         ("[", "cannot be read"),
-        ('["http://a/b"]', 'entry 1: is "http://a/b", not an object'),
-        ('[{"size": 5}]', "has the url None"),
-        ('[{"url": "http://a/b", "sha265": "00"}]', "has unknown sha265"),
-        ('[{"url": "http://a/b", "size": -1}]', "has the size -1"),
-        ('[{"url": "http://a/b", "size": "5"}]', "has the size '5'"),
-        ('[{"url": "http://a/b", "sha256": "00"}]', "which is not 64 hexadecimal digits"),
-        ('[{"url": "http://a/b", "path": "../b"}]', "has the path '../b'"),
-        ('[{"url": "http://a/b", "path": "/b"}]', "has the path '/b'"),
-        ('[{"url": "http://a/"}]', "has the path ''"),
-        ('[{"url": "http://a/b"}, {"url": "http://c/b"}]', "its path b is in the way of that of"),
-        ('[{"url": "http://a/b"}, {"url": "http://c/d", "path": "b/c"}]', "its path b/c is in the way"),
-        ('[{"url": "http://c/d", "path": "b/c"}, {"url": "http://a/b"}]', "its path b is in the way"),
-        ('[{"url": "http://a/\\ud800"}]', "has the url 'http://a/\\ud800'"),
-        ('[{"url": "http://a/b", "path": "\\ud800"}]', "has the path '\\ud800'"),
+        ('["http://a/b"]', 'has [0] "http://a/b" ('),
+        ('[{"size": 5}]', "has no [0].url"),
+        ('[{"url": "http://a/b"}, {"url": "http://a/c", "sha265": "00"}]', '[1].sha265 "00" (Extra inputs'),
+        ('[{"url": "http://a/b", "size": -1}]', "[0].size -1 (should be greater than or equal to 0)"),
+        ('[{"url": "http://a/b", "size": "5"}]', '[0].size "5" (should be a valid integer)'),
+        ('[{"url": "http://a/b", "sha256": "00"}]', '[0].sha256 "00" ('),
+        ('[{"url": "http://a/b", "path": "../b"}]', "'../b' is not a name below the output folder"),
+        ('[{"url": "http://a/b", "path": "/b"}]', "'/b' is not a name below"),
+        ('[{"url": "http://a/"}]', "[0].path "),
+        ('[{"url": "http://a/b"}, {"url": "http://c/b"}]', "has two files for the path b"),
+        ('[{"url": "http://a/\\ud800"}]', "[0].url "),
+        ('[{"url": "http://a/b", "path": "\\ud800"}]', "[0].path "),
         (f'[{{"url": "http://a/{STATE_FILE}"}}]', "not a name below the output folder"),
     ],
 )
@@ -626,19 +580,20 @@ def test_a_wrong_manifest_is_refused(tmp_path: Path, command: Command, content: 
 def test_a_missing_manifest_and_a_broken_line(tmp_path: Path, command: Command) -> None:
     assert "No such file" in command("download", "nowhere.json", "--output", str(tmp_path))[2]
     (tmp_path / "files.jsonl").write_text('{"url": "http://a/b"}\n{"url": \n')
-    assert "files.jsonl:2: is" in command("download", str(tmp_path / "files.jsonl"), "--output", str(tmp_path))[2]
-    (tmp_path / "files.txt").write_text("")
-    assert "is no manifest" in command("download", str(tmp_path / "files.txt"), "--output", str(tmp_path))[2]
+    assert (
+        "files.jsonl: cannot be read"
+        in command("download", str(tmp_path / "files.jsonl"), "--output", str(tmp_path))[2]
+    )
 
 
 def test_a_local_file_that_is_not_there(tmp_path: Path) -> None:
     entries = [{"url": f"file://{tmp_path}/nowhere"}, {"url": f"file://{tmp_path}", "path": "x"}, {"url": "zz://a/b"}]
-    reasons = [failure.reason for failure in get(tmp_path, entries).failures]
+    reasons = [failure["reason"] for failure in get(tmp_path, entries).failures]
     assert reasons[:2] == ["there is no such file", "it is a folder, not a file"]
     assert "zz" in reasons[2]
     begin = time.monotonic()
-    (failure,) = get(tmp_path, [{"url": "dir://x/y"}], patience=Patience(retries=8)).failures
-    assert "it cannot be opened: the library that reads it fails with AttributeError" in failure.reason
+    (failure,) = get(tmp_path, [{"url": "dir://x/y"}], retries=8).failures
+    assert "it cannot be read: the library that reads it fails with AttributeError" in failure["reason"]
     assert time.monotonic() - begin < 1, "another attempt would not help"
 
 
@@ -647,8 +602,8 @@ def test_memory_stays_small(tmp_path: Path, server: Server) -> None:
     entry = server.add("large.bin", 64 << 20)
     code = (
         "import resource, sys; from pathlib import Path; from bloomery.prepare.download import *; "
-        "from bloomery.prepare.fetch import Patience; before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss; "
-        "download(read_download_manifest(sys.argv[1]), Path(sys.argv[2]), jobs=2, patience=Patience()); "
+        "before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss; "
+        "download(read_download_manifest(sys.argv[1]), Path(sys.argv[2]), jobs=2); "
         "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)"
     )
     words = [sys.executable, "-c", code, manifest(tmp_path, [entry]), str(tmp_path / "out")]

@@ -45,7 +45,7 @@ from bloomery.interop.megatron.importer import import_megatron
 from bloomery.monitor.history import read_events, read_metrics
 from bloomery.monitor.record import to_json
 from bloomery.prepare.download import read_download_manifest
-from bloomery.prepare.jsonl_lines import copy_lines
+from bloomery.prepare.extract import _lines
 from bloomery.prepare.read import UnitReader, plan_units
 from bloomery.prepare.shard_parts import PartsFolder
 from bloomery.prepare.sources import find_files
@@ -436,7 +436,7 @@ class Samples:
             for unit in units:
                 for block in UnitReader(unit, text_key="text", skip_bad=False).blocks():
                     assert {*map(type, block.texts)} <= {str}
-            for _ in copy_lines(str(path), []) if ".jsonl" in name else ():
+            for _ in _lines(find_files([str(path)])[0], []) if ".jsonl" in name else ():
                 pass
 
         return Parser(path, read, **more)

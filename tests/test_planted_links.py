@@ -226,7 +226,7 @@ def test_download_follows_no_link(name: str, tmp_path: Path, victim: Path, comma
 def test_an_index_cache_follows_no_link(workshop: Workshop, victim: Path) -> None:
     order = ("data.order=megatron", "train.exit_after=1 steps", "data.cache_dir=cache")
     workshop.train(*order)
-    (entry,) = (workshop.folder / "cache").iterdir()
+    (entry,) = (workshop.folder / "cache").glob("samples-*")
     runs = iter(range(9))
 
     def train() -> int:
@@ -234,7 +234,8 @@ def test_an_index_cache_follows_no_link(workshop: Workshop, victim: Path) -> Non
         workshop.train(*order, run=f"run-{next(runs)}", code=5)
         return 5
 
-    untouched(victim, entry.with_name(f"{entry.name}.lock"), train)
+    entry.with_name(".lock").unlink()
+    untouched(victim, entry.with_name(".lock"), train)
 
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", ".lock", "checkpoints/latest"])

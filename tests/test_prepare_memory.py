@@ -14,7 +14,7 @@ import pytest
 import xxhash
 import zstandard
 
-from bloomery.prepare.jsonl_lines import InputCount, copy_lines
+from bloomery.prepare.extract import _lines
 from bloomery.prepare.merge import Merge, gather
 from bloomery.prepare.read import Block, UnitReader, plan_units
 from bloomery.prepare.sources import find_files
@@ -86,9 +86,10 @@ def test_lines_that_repeat_are_unpacked_a_little_at_a_time(folder: Path, ending:
     name = f"a.jsonl.{ending}"
     (folder / name).write_bytes(packer.compress(lines * 200))  # type: ignore[attr-defined]
     assert (folder / name).stat().st_size * 100 < 200 * len(lines)
-    counts: list[InputCount] = []
-    assert peak_bytes(lambda: sum(map(len, copy_lines(name, counts)))) < 12 << 20
-    assert (counts[0].documents, counts[0].text_bytes) == (20_000, 200 * len(lines))
+    counts: list[dict[str, Any]] = []
+    (file,) = find_files([name])
+    assert peak_bytes(lambda: sum(map(len, _lines(file, counts)))) < 12 << 20
+    assert (counts[0]["documents"], counts[0]["text_bytes"]) == (20_000, 200 * len(lines))
     documents = 0
 
     def read() -> None:

@@ -151,7 +151,6 @@ def test_another_sequence_length_begins_the_next_epoch_and_counts_tokens_right(w
         "cursors": {"train": (tokens - 1) // 32},
         "weights": {"train": 1.0},
         "lengths": {},
-        "earlier": [{"first_sample": 0, "cursors": {}, "weights": {"train": 1.0}, "period": PERIOD}],
         "period": PERIOD,
     }
     unread = ((tokens - 1) // 16 - 40) * 16

@@ -7,9 +7,12 @@ import io
 import json
 import os
 import stat
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from bloomery.base.units import format_bytes
+
+if TYPE_CHECKING:
+    from pydantic import ValidationError
 
 SMALL_BYTES = 16 << 20
 LARGE_BYTES = 128 << 20
@@ -65,6 +68,34 @@ def parse_json(content: bytes | str, **hooks: Any) -> Any:
     if text.count("[") + text.count("{") > _DEEPEST:
         check_depth(value)
     return value
+
+
+def parse_yaml(text: str) -> Any:
+    """ValueError also for what could take all memory or crash the library: aliases, and lists deep in each other."""
+    import yaml
+
+    loader, depth = getattr(yaml, "CSafeLoader", yaml.SafeLoader), 0
+    try:
+        for event in yaml.parse(text, Loader=loader):
+            depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+            if depth > _DEEPEST or isinstance(event, yaml.AliasEvent):
+                raise ValueError(f"it has aliases, or is nested more than {_DEEPEST} levels deep")
+        return yaml.load(text, Loader=loader)
+    except yaml.YAMLError as error:
+        raise ValueError(str(error)) from error
+
+
+def wrong_fields(error: ValidationError) -> str:
+    """What a pydantic model found wrong, each with its place and value: `size -1 (should be greater than ...)`."""
+    found = []
+    for each in error.errors(include_url=False):
+        where = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in each["loc"]).lstrip(".")
+        rule = each["msg"].removeprefix("Value error, ").removeprefix("Input ")
+        is_absent = each["type"] in ("missing", "missing_argument")
+        found.append(
+            f"no {where}" if is_absent else f"{where} {json.dumps(each['input'], default=str):.80} ({rule})".lstrip()
+        )
+    return "; ".join(found[:20]) + (f"; and {len(found) - 20} more" if len(found) > 20 else "")
 
 
 def check_depth(value: Any) -> None:

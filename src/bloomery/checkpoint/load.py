@@ -22,8 +22,7 @@ from bloomery.checkpoint.manifest import STATE, read_manifest
 from bloomery.checkpoint.tensor_file import TensorFile
 from bloomery.config.load import load_recipe
 from bloomery.config.recipe import Recipe
-from bloomery.data.tokenizer import Tokenizer
-from bloomery.data.tokenizer_hash import is_other_tokenizer
+from bloomery.data.tokenizer import Tokenizer, is_other_tokenizer
 from bloomery.model.build import build_model
 from bloomery.sizing.history import History
 from bloomery.sizing.plan import TrainingPlan

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bloomery.base.errors import Problem, RecipeError
+from bloomery.base.errors import DataError, Problem, RecipeError
 from bloomery.cli.recipe_argument import add_change, load
 from bloomery.config.draft import COMMAND_LINE
 from bloomery.config.recipe import DataSection, Recipe
@@ -64,7 +64,7 @@ def opened_run(args: argparse.Namespace) -> Iterator[InspectedRun]:
 
     past = past_of(recipe, args, reads=READS)
     plan = past.plan if past else TrainingPlan.of(recipe)
-    with open_data(recipe, plan=plan, before=past.before if past else None) as data:
+    with open_data(recipe, plan=plan, cursor=past.before if past else None) as data:
         for warning in data.warnings:
             print(f"bloomery: warning: {warning}", file=sys.stderr)
         if past is not None:
@@ -95,12 +95,17 @@ def whole_numbers(text: str) -> list[int]:
 
 def print_samples(run: InspectedRun, first: int, last: int, *, as_json: bool, **facts: Any) -> None:
     """Samples first..last of the run, one after the other, however many they are."""
-    from bloomery.cli.former_samples import samples_of
+    from bloomery.data.inspect import first_position, read_samples
     from bloomery.data.tokenizer import Tokenizer
 
+    if first < (known := first_position(run.data.train)):
+        what = f"sample {first:,} lies before sample {known:,}, where sources, weights or sequence length last changed"
+        rule = "a checkpoint knows the blend segment in which it was saved"
+        remedy = "give a checkpoint from before that change as --run-dir, and its own recipe.yaml"
+        raise DataError(Problem(what, rule, remedy))
     tokenizer = Tokenizer.load(run.recipe.tokenizer.path) if run.recipe.tokenizer else None
     before = "[\n" if as_json else ""
-    for sample in samples_of(run, first, last, tokenizer=tokenizer):
+    for sample in read_samples(run.data.train, run.section.train, first, last, tokenizer=tokenizer):
         step = run.plan.batch.first_step_reaching(sample["index"] + 1)
         sample |= {"step": step, **({"skipped": True} if run.plan.is_skipped(step) else {}), **facts}
         print(before + (json.dumps(sample) if as_json else _text(sample, tokenizer)), end="")

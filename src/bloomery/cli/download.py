@@ -1,4 +1,4 @@
-"""`bloomery download MANIFEST --output DIR`: every file of a list, proven by size and checksum."""
+"""`bloomery download MANIFEST --output DIR`: every file of a list, verified by size and checksum."""
 
 from __future__ import annotations
 
@@ -22,74 +22,61 @@ _SECONDS_BETWEEN_LINES = 10.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    positive, timeout = whole_number(1), "silence that ends a connection; default: 60"
     parser.add_argument("manifest", metavar="MANIFEST", help=".json, .jsonl or .yaml list of {url, size, sha256, path}")
     parser.add_argument("--output", metavar="DIR", type=Path, required=True, help="folder for the files")
-    parser.add_argument("--jobs", metavar="N", type=_positive, default=4, help="files at a time; default: 4")
-    parser.add_argument("--retries", metavar="N", type=_whole, default=8, help="attempts after the first; default: 8")
-    parser.add_argument(
-        "--timeout", metavar="SECONDS", type=_positive, default=60, help="silence that ends a connection; default: 60"
-    )
+    parser.add_argument("--jobs", metavar="N", type=positive, default=4, help="files at a time; default: 4")
+    parser.add_argument("--retries", metavar="N", type=whole_number(0), default=8, help="after the first; default: 8")
+    parser.add_argument("--timeout", metavar="SECONDS", type=positive, default=60, help=timeout)
     parser.add_argument("--json", action="store_true", help="print the summary as JSON")
 
 
 def run(args: argparse.Namespace) -> int:
     from bloomery.prepare.download import download, read_download_manifest
-    from bloomery.prepare.fetch import Patience
 
     wanted = read_download_manifest(args.manifest)
-    patience = Patience(retries=args.retries, timeout_seconds=args.timeout)
-    result = download(wanted, args.output, jobs=args.jobs, patience=patience, progress=_progress())
-    print(json.dumps(_facts(result), indent=2) if args.json else _text(args.output, result))
+    options = {"jobs": args.jobs, "retries": args.retries, "timeout_seconds": args.timeout}
+    result = download(wanted, args.output, progress=_progress(), **options)
+    facts = asdict(result) | {"failed": len(result.failures)}
+    print(json.dumps(facts, indent=2) if args.json else f"{args.output}: {_text(result)}")
     if result.failures:
-        again = "run the command again: files that are complete stay, others go on where they stopped"
+        again = "run the command again: files that are complete stay, others resume where they stopped"
         count = f"{len(result.failures):,} of {result.files:,} files could not be downloaded"
         problems = [
-            Problem(failed.reason, f"it comes from {failed.url}", "", failed.path) for failed in result.failures
+            Problem(each["reason"], f"it comes from {each['url']}", "", each["path"]) for each in result.failures
         ]
         raise DataError([*problems, Problem(count, "", again, str(args.output))])
     return exit_codes.OK
 
 
-def _facts(result: DownloadResult) -> dict[str, object]:
-    """The JSON: a public contract. `failed` is a number, `failures` says which files and why."""
-    facts = asdict(result)
-    return {**facts, "failed": len(result.failures), "failures": facts.pop("failures")}
-
-
-def _text(output: Path, result: DownloadResult) -> str:
+def _text(result: DownloadResult) -> str:
     line = (
-        f"{output}: {result.files:,} files, {format_bytes(result.bytes)} complete ({result.downloaded:,} downloaded, "
+        f"{result.files:,} files, {format_bytes(result.bytes)} complete ({result.downloaded:,} downloaded, "
         f"{result.already_there:,} already there), {len(result.failures):,} failed"
     )
     if result.without_checksum:
-        line += f"\nwithout a checksum in the manifest, so proven by size only: {result.without_checksum:,}"
+        line += f"\nwithout a checksum in the manifest, so verified by size only: {result.without_checksum:,}"
     return line
 
 
 def _progress() -> Callable[[DownloadResult], None]:
-    begun = last = time.monotonic()
+    last = time.monotonic()
 
-    def tell(result: DownloadResult) -> None:
+    def report(result: DownloadResult) -> None:
         nonlocal last
-        now = time.monotonic()
-        if now - last >= _SECONDS_BETWEEN_LINES:
-            last = now
-            done = result.downloaded + result.already_there
-            speed = format_bytes(result.bytes / (now - begun))
-            print(
-                f"{done:,} of {result.files:,} files, {format_bytes(result.bytes)}, {speed}/s, "
-                f"{len(result.failures):,} failed",
-                file=sys.stderr,
-            )
+        if time.monotonic() - last >= _SECONDS_BETWEEN_LINES:
+            last = time.monotonic()
+            print(_text(result).partition("\n")[0], file=sys.stderr)
 
-    return tell
+    return report
 
 
-def _positive(text: str) -> int:
-    if not text.isdigit() or not 1 <= int(text) <= 100_000:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
-    return int(text)
+def whole_number(least: int) -> Callable[[str], int]:
+    """The type of an option."""
 
+    def parse(text: str) -> int:
+        if not (text.isascii() and text.isdigit() and least <= int(text[:9]) <= 99_999):
+            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from {least} to 99999")
+        return int(text)
 
-def _whole(text: str) -> int:
-    return 0 if text == "0" else _positive(text)
+    return parse

@@ -8,57 +8,42 @@ import os
 import re
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from bloomery.base import exit_codes
 from bloomery.base.units import format_bytes
-
-if TYPE_CHECKING:
-    from bloomery.prepare.extract import ExtractResult
+from bloomery.cli.download import whole_number
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     endings = ".jsonl, .ndjson or .jsonlines, plain or with .gz or .zst"
-    parser.add_argument("sources", metavar="SOURCE", nargs="+", help=f"files, folders or globs of {endings}")
+    parser.add_argument("sources", metavar="SOURCE", nargs="+", help=f"files, folders, globs or URLs of {endings}")
     parser.add_argument("--output", metavar="DIR", type=Path, required=True, help="folder for the chunks")
-    parser.add_argument("--chunks", metavar="N", type=_positive, required=True, help="how many files to write")
+    parser.add_argument("--chunks", metavar="N", type=whole_number(1), required=True, help="how many files to write")
     parser.add_argument(
-        "--unit", metavar="K/N", type=_unit, default=(0, 1), help="part K, from 0, of N; for a job array"
+        "--unit", metavar="K/N", type=_unit, default=(0, 1), help="part K, from 0, of N: for job arrays"
     )
-    parser.add_argument("--jobs", metavar="N", type=_positive, default=None, help="processes; default: one a core")
+    parser.add_argument("--jobs", metavar="N", type=whole_number(1), help="chunks at a time; default: one per core")
     parser.add_argument("--json", action="store_true", help="print the summary as JSON")
 
 
 def run(args: argparse.Namespace) -> int:
     from bloomery.prepare.extract import extract
 
-    jobs = args.jobs or len(os.sched_getaffinity(0))
     unit, units = args.unit
+    jobs = args.jobs or len(os.sched_getaffinity(0))
     result = extract(args.sources, args.output, chunks=args.chunks, unit=unit, units=units, jobs=jobs)
-    print(json.dumps(asdict(result), indent=2) if args.json else _text(args, result))
-    return exit_codes.OK
-
-
-def _text(args: argparse.Namespace, result: ExtractResult) -> str:
-    made = f"{result.written:,} written, {result.already_there:,} already there"
-    if result.manifest is None:
-        unit, units = args.unit
-        missing = [f"{len(result.missing):,} missing chunk(s)"] if result.missing else []
-        stale = [f"{', '.join(result.stale)}, whose inputs have changed since"] if result.stale else []
+    made = f"{args.output}: {result.written:,} written, {result.already_there:,} already there"
+    if args.json:
+        print(json.dumps(asdict(result), indent=2))
+    elif result.manifest:
+        counts = f"{result.input_files:,} files in, {result.chunks:,} out; {result.documents:,} documents in and out"
+        print(f"{made}. {counts}, {format_bytes(result.bytes)}. Hashes and counts: {result.manifest}")
+    else:
+        left = [f"{len(result.missing):,} missing chunk(s)"] if result.missing else []
+        left += [f"{', '.join(result.stale)}, whose inputs have changed since"] if result.stale else []
         others = ", ".join(f"--unit {number}/{units}" for number in result.waiting_for)
-        return (
-            f"{args.output}: unit {unit}/{units}: {made}; still to be made by {others}: {' and '.join(missing + stale)}"
-        )
-    return (
-        f"{args.output}: {made}. {result.input_files:,} files in, {result.chunks:,} out; "
-        f"{result.documents:,} documents in and out, {format_bytes(result.bytes)}. Hashes and counts: {result.manifest}"
-    )
-
-
-def _positive(text: str) -> int:
-    if not (text.isascii() and text.isdigit()) or not 1 <= int(text) <= 99_999:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1 to 99999")
-    return int(text)
+        print(f"{made} by unit {unit}/{units}; still to be made by {others}: {' and '.join(left)}")
+    return exit_codes.OK
 
 
 def _unit(text: str) -> tuple[int, int]:

@@ -62,14 +62,14 @@ def _of_recipe(args: argparse.Namespace) -> dict[str, Any]:
         raise RecipeError(Problem(what, "a recipe is inspected alone, with overrides", "ask twice"))
     arguments = argparse.Namespace(recipe=args.data[0], overrides=args.data[1:], run_dir=None, changes=[])
     with opened_run(arguments) as inspected:
-        from bloomery.data.inspect_shards import recipe_facts
+        from bloomery.data.inspect import recipe_facts
 
         end = inspected.plan.train_samples
         return recipe_facts(inspected.recipe, inspected.data, train_samples=end, quick=args.quick)
 
 
 def _of_shards(prefixes: list[str], *, quick: bool) -> dict[str, Any]:
-    from bloomery.data.inspect_shards import shard_facts
+    from bloomery.data.inspect import shard_facts
     from bloomery.data.manifest import without_manifest
     from bloomery.data.shards import is_missing
 

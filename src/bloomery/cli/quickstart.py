@@ -62,8 +62,8 @@ def run(args: argparse.Namespace) -> int:
 def _results(recipe: Recipe, folder: Path) -> str:
     """Measure the run against a model that knows only frequencies, note it in the ledger, and write the report."""
     from bloomery.base.losses import LM_LOSS
+    from bloomery.data.inspect import unigram_entropy
     from bloomery.data.shards import ShardReader
-    from bloomery.data.statistics import unigram_entropy
     from bloomery.monitor import names
     from bloomery.monitor.history import read_metrics
     from bloomery.monitor.record import StepRecord

@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Collection
+from collections.abc import Callable, Collection
+from typing import Any
 
 from bloomery.base import exit_codes
 from bloomery.sizing.check import CheckedRecipe, load_checked_recipe

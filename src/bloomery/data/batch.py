@@ -1,7 +1,8 @@
-"""Samples on their way to the model: what a source yields, and how a global batch is cut into micro-batches."""
+"""Samples on their way to the model: what a source yields, a stream of several sources, and micro-batches."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -11,6 +12,37 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from bloomery.base.losses import LM_LOSS
+from bloomery.data.shards import ShardReader
+
+
+@dataclass(frozen=True)
+class DocumentSpan:
+    """Tokens [start, start + tokens) of one document of a shard, as they stand in a sample."""
+
+    document: int
+    start: int
+    tokens: int
+
+
+@dataclass(frozen=True)
+class Trace:
+    source: str
+    epoch: int
+    sample: int
+    """Number of the sample within its source, whatever the order."""
+    documents: list[DocumentSpan]
+
+
+def document_spans(shard: ShardReader, start_token: int, count: int) -> list[DocumentSpan]:
+    """The documents that tokens [start_token, start_token + count) of a shard belong to, in order."""
+    spans = []
+    while count > 0:
+        document, position = shard.index.document_at(start_token)
+        tokens = min(count, shard.index.document_start(document + 1) - start_token)
+        spans.append(DocumentSpan(document, position, tokens))
+        start_token, count = start_token + tokens, count - tokens
+    return spans
+
 
 IGNORED_LABEL = -100
 """A label that carries no loss."""
@@ -175,3 +207,57 @@ def _without_loss_from(row: int, batch: Batch) -> Batch:
     for labels in targets.values():
         labels[max(0, row) :] = IGNORED_LABEL
     return Batch(batch.inputs, targets, batch.sources)
+
+
+class Blend(Protocol):
+    """Says which source a position belongs to."""
+
+    def locate(self, positions: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """(index of the source, ordinal within it) of each position."""
+        ...
+
+    def taken(self, consumed_samples: int) -> dict[str, int]:
+        """Samples taken from each source, by its key, by the first `consumed_samples` of the run."""
+        ...
+
+
+class Stream:
+    """The run's samples: the blend says where each comes from, the source reads it."""
+
+    def __init__(self, sources: Sequence[SampleSource], blend: Blend) -> None:
+        self.sources = list(sources)
+        self.blend = blend
+
+    @property
+    def num_samples(self) -> int:
+        return sum(source.num_samples for source in self.sources)
+
+    @property
+    def keys(self) -> list[str]:
+        return [source.key for source in self.sources]
+
+    def batch(self, first: int, count: int) -> Batch:
+        """The samples at positions [first, first + count) of the run."""
+        owners, ordinals = self.blend.locate(np.arange(first, first + count))
+        parts = {int(owner): np.flatnonzero(owners == owner) for owner in np.flatnonzero(np.bincount(owners))}
+        batches = {owner: self.sources[owner].read(ordinals[rows]) for owner, rows in parts.items()}
+        if len(batches) == 1:
+            only = next(iter(batches.values()))
+            return Batch(only.inputs, only.targets, owners)
+
+        def joined(tensors: dict[int, Tensor]) -> Tensor:
+            one = next(iter(tensors.values()))
+            whole = torch.empty((count, *one.shape[1:]), dtype=one.dtype)
+            rows_of_whole = whole.numpy()  # the same memory; torch would wake its threads for a copy this small
+            for owner, rows in parts.items():
+                rows_of_whole[rows] = tensors[owner].numpy()
+            return whole
+
+        some = next(iter(batches.values()))
+        inputs = {name: joined({o: batch.inputs[name] for o, batch in batches.items()}) for name in some.inputs}
+        targets = {name: joined({o: batch.targets[name] for o, batch in batches.items()}) for name in some.targets}
+        return Batch(inputs, targets, owners)
+
+    def close(self) -> None:
+        for source in self.sources:
+            source.close()

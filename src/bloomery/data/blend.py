@@ -1,9 +1,9 @@
-"""Timeless blend: which source the sample at a position comes from, and the how-manieth of that source it is.
+"""Timeless blend: which source the sample at a position comes from, and its index within the source.
 
 The slots of a period are spread evenly by weight, and any position is answered at once, without a table of them. In a
 prefix of any length each source is less than DRIFT samples off its share, however many sources there are. The state is
-one cursor per source, taken when the weights last changed: a change of weights starts a new segment there and repeats
-or loses nothing of the past. Earlier segments are kept, so that every position of the past can be answered too.
+one cursor per source, taken when the weights last changed: a change of weights starts a new blend segment there and
+repeats or loses nothing of the past.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from numpy.typing import NDArray
 
 PERIOD = 1 << 30
 """Slots: weights are exact to 1 / PERIOD. Twice its square still fits into 64 bits."""
-_FORMER_PERIOD = 1 << 16
-"""Of blends whose state does not say it."""
+_FIRST_PERIOD = 1 << 16
+"""Of blends whose state has none."""
 DRIFT = 1.68
 """Samples that a source may be off its share of slots; `_Pairs` says why."""
 _ROUNDING = 1e-9
@@ -28,18 +28,8 @@ _ROUNDING = 1e-9
 
 
 @dataclass(frozen=True)
-class Former:
-    """Weights that held until the next ones did; as in BlendState."""
-
-    first_sample: int
-    cursors: dict[str, int]
-    weights: dict[str, float]
-    period: int = PERIOD
-
-
-@dataclass(frozen=True)
 class BlendState:
-    """Where the present weights began to hold."""
+    """The present blend segment: where its weights began to hold."""
 
     first_sample: int
     """Samples of the run before that."""
@@ -49,8 +39,6 @@ class BlendState:
     lengths: dict[str, int] = field(default_factory=dict)
     """Sequence lengths of cursors that count samples of another length than the run's: of sources that were not in the
     blend when it changed."""
-    earlier: tuple[Former, ...] = ()
-    """All weights before, in order. Earlier versions have not kept them: then the first one does not hold from 0."""
     period: int = PERIOD
     """Its slots. These weights keep the number that they began with: another one would give another order."""
 
@@ -60,25 +48,16 @@ class BlendState:
     @classmethod
     def from_json(cls, facts: Mapping[str, Any]) -> Self:
         """ValueError, or another error of Python's, where it cannot be one."""
-        earlier = tuple(Former(**each) for each in facts.get("earlier", ()))
         cursors, weights, lengths = (dict(facts.get(key, {})) for key in ("cursors", "weights", "lengths"))
-        period = int(facts.get("period", _FORMER_PERIOD))
-        state = cls(int(facts["first_sample"]), cursors, weights, lengths, earlier, period)
-        held: list[Former | BlendState] = [*earlier, state]
-        for each in held:
-            shares, counts = each.weights.values(), (each.first_sample, each.period, *each.cursors.values())
-            is_blend = math.isclose(sum(shares), 1, rel_tol=1e-6) and min(shares) > 0 and len(shares) <= each.period
-            if not is_blend or each.period > PERIOD or {*map(type, counts)} - {int} or min(counts) < 0:
-                raise ValueError(f"a blend has shares that sum to 1, and counts: {each!r:.200}")
+        period = int(facts.get("period", _FIRST_PERIOD))
+        state = cls(int(facts["first_sample"]), cursors, weights, lengths, period)
+        shares, counts = weights.values(), (state.first_sample, period, *cursors.values())
+        is_blend = math.isclose(sum(shares), 1, rel_tol=1e-6) and min(shares) > 0 and len(shares) <= period
+        if not is_blend or period > PERIOD or {*map(type, counts)} - {int} or min(counts) < 0:
+            raise ValueError(f"a blend has shares that sum to 1, and counts: {state!r:.200}")
         if {*map(type, lengths.values())} - {int} or min(lengths.values(), default=1) < 1:
             raise ValueError(f"a blend has sequence lengths: {lengths!r:.200}")
         return state
-
-    def ended(self, consumed_samples: int) -> tuple[Former, ...]:
-        """What `earlier` is for weights that hold from there on. Those that never gave a sample are forgotten."""
-        if consumed_samples == self.first_sample:
-            return self.earlier
-        return (*self.earlier, Former(self.first_sample, self.cursors, self.weights, self.period))
 
 
 class TimelessBlend:
@@ -102,12 +81,11 @@ class TimelessBlend:
 
     @classmethod
     def resume(cls, state: BlendState, weights: Mapping[str, float], *, consumed_samples: int) -> Self:
-        """Go on after `consumed_samples`. Changed weights hold from there; every source goes on where it stood."""
+        """Resume after `consumed_samples`. Changed weights hold from there; every source resumes where it stood."""
         if same_shares(weights, state.weights):
             return cls(state)
         taken = cls(state).taken(consumed_samples)
-        earlier = state.ended(consumed_samples)
-        return cls(BlendState(consumed_samples, taken, _normalised(weights), state.lengths, earlier))
+        return cls(BlendState(consumed_samples, taken, _normalised(weights), state.lengths))
 
     def locate(self, positions: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """(index of the source, ordinal within it) of each position."""
@@ -176,7 +154,7 @@ class _Pairs:
         the pairs; the last one holds all."""
 
     def locate(self, slots: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """(source, how-manieth of that source in the period) of each slot."""
+        """(source, index within the source's slots of the period) of each slot."""
         places = np.array(slots, np.int64)
         nodes = np.full_like(places, self._sources + len(self._rows) - 1)
         while len(inner := np.nonzero(nodes >= self._sources)[0]):

@@ -8,15 +8,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bloomery.base.errors import DataError, Problem
-from bloomery.data.batch import Batch, Packing, causal_batch
+from bloomery.data.batch import Batch, Packing, Trace, causal_batch, document_spans
 from bloomery.data.order import TimelessOrder
 from bloomery.data.shards import ShardReader
-from bloomery.data.split import Part, part_range
-from bloomery.data.trace import Trace, document_spans
+from bloomery.data.split import Flavour, Part, part_range
 
 
-class CausalSource:
-    """Sample i of the part is tokens [start + i * S, start + i * S + S + 1); documents run on behind each other."""
+class ShardSource:
+    """A part of one shard as samples; a subclass says what a sample is and in which order they come."""
 
     def __init__(
         self,
@@ -33,20 +32,46 @@ class CausalSource:
         """`key` names the source in the order of samples; by default the prefix, as the recipe writes it. `packing`
         keeps documents of one sample apart."""
         self.key = prefix if key is None else key
-        self.packing = packing
-        self.seq_length = seq_length
-        self.vocab_size = vocab_size
+        self.packing, self.seq_length, self.vocab_size, self.seed = packing, seq_length, vocab_size, seed
+        self.part, self.split = part, split
         self.shard = ShardReader(prefix)
         try:
-            first, last = part_range(split, part, self.shard.num_documents, place=f"{prefix}.idx")
-            self._start_token = self.shard.index.document_start(first)
-            self._num_tokens = num_tokens = self.shard.index.document_start(last) - self._start_token
-            if num_tokens < seq_length + 1:
-                raise DataError(_too_short(prefix, part, last - first, num_tokens, seq_length))
+            self._index_samples()
         except BaseException:
             self.shard.close()
             raise
-        self.order = TimelessOrder(seed, self.key, self.num_samples_at(seq_length))
+
+    def _index_samples(self) -> None:
+        """What the samples of the part are. DataError where there are none."""
+        raise NotImplementedError
+
+    def _part_of(self, count: int, flavour: Flavour = "megatron") -> tuple[int, int]:
+        """The documents, or sequences, [first, last) of the part, of so many."""
+        return part_range(self.split, self.part, count, place=f"{self.shard.prefix}.idx", flavour=flavour)
+
+    @property
+    def where(self) -> str:
+        """For messages."""
+        return "the shard" if self.part == "all" else f"its {self.part} part"
+
+    def close(self) -> None:
+        self.shard.close()
+
+
+class CausalSource(ShardSource):
+    """Sample i of the part is tokens [start + i * S, start + i * S + S + 1); documents run on behind each other."""
+
+    def _index_samples(self) -> None:
+        first, last = self._part_of(self.shard.num_documents)
+        self._start_token = self.shard.index.document_start(first)
+        self._num_tokens = self.shard.index.document_start(last) - self._start_token
+        if self._num_tokens < self.seq_length + 1:
+            what = f"{self.where} has {self._num_tokens} tokens in {last - first} documents"
+            rule = f"one sample takes seq_length + 1 = {self.seq_length + 1} tokens"
+            remedy = "prepare more text, use a shorter model.seq_length"
+            remedy += "" if self.part == "all" else f", or give {self.part} a larger share in data.split"
+            raise DataError(Problem(what, rule, remedy, f"{self.shard.prefix}.bin"))
+        self.order = TimelessOrder(self.seed, self.key, self.num_samples_at(self.seq_length))
 
     @property
     def num_samples(self) -> int:
@@ -73,9 +98,6 @@ class CausalSource:
         start = self._start_token + sample * self.seq_length
         return Trace(self.key, epoch, sample, document_spans(self.shard, start, self.seq_length + 1))
 
-    def close(self) -> None:
-        self.shard.close()
-
 
 def check_ids(rows: NDArray[np.int64], starts: NDArray[np.int64], *, shard: ShardReader, vocab_size: int) -> None:
     """DataError for an id outside the vocabulary. Each row is a stretch of the shard that begins at its start."""
@@ -92,15 +114,4 @@ def check_ids(rows: NDArray[np.int64], starts: NDArray[np.int64], *, shard: Shar
             "or make the shard again with `bloomery prepare`",
             place=f"{shard.prefix}.bin",
         )
-    )
-
-
-def _too_short(prefix: str, part: str, documents: int, num_tokens: int, seq_length: int) -> Problem:
-    where = "the shard" if part == "all" else f"its {part} part"
-    return Problem(
-        what=f"{where} has {num_tokens} tokens in {documents} documents",
-        rule=f"one sample takes seq_length + 1 = {seq_length + 1} tokens",
-        remedy="prepare more text, use a shorter model.seq_length"
-        + ("" if part == "all" else f", or give {part} a larger share in data.split"),
-        place=f"{prefix}.bin",
     )

@@ -1,11 +1,12 @@
-"""What a training takes from its data, for people who want to see it: the very samples, and each source's share."""
+"""What is in the shards, and what a training takes from them, for people who want to see it."""
 
 from __future__ import annotations
 
+import os
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, replace
 from functools import partial
-from itertools import count
 from typing import Any, cast
 
 import numpy as np
@@ -13,18 +14,16 @@ import numpy as np
 from bloomery.base.errors import DataError
 from bloomery.base.losses import LM_LOSS
 from bloomery.config.recipe import Recipe, SourceSection
-from bloomery.data.batch import IGNORED_LABEL, Batch, SampleSource
+from bloomery.data.batch import IGNORED_LABEL, Batch, DocumentSpan, SampleSource, Stream, Trace
 from bloomery.data.blend import TimelessBlend
-from bloomery.data.manifest import ShardManifest, read_manifest
+from bloomery.data.manifest import ShardManifest, check_describes, file_of, manifest_path, read_manifest
 from bloomery.data.megatron import MegatronSource
-from bloomery.data.origins import file_of
+from bloomery.data.open import SPLIT_GROUP, OpenData
+from bloomery.data.shards import ShardReader
 from bloomery.data.split import Part, part_range
-from bloomery.data.stream import Stream
 from bloomery.data.tokenizer import Tokenizer
-from bloomery.data.trace import Trace
 
 _SAMPLES_AT_A_TIME = 32
-_POSITIONS_AT_A_TIME = 1 << 20
 
 
 def read_samples(
@@ -50,7 +49,7 @@ def read_samples(
                 "epoch": trace.epoch,
                 "sample": trace.sample,
                 "shard": section.path,
-                "documents": [_span(span, manifests[section.path], section.path) for span in trace.documents],
+                "documents": [{**asdict(span), **_origin(span, manifests, section.path)} for span in trace.documents],
                 "tokens": tokens,
                 **extra,
                 "text": None if tokenizer is None else tokenizer.decode(tokens),
@@ -59,14 +58,8 @@ def read_samples(
 
 def samples_taken(stream: Stream, consumed_samples: int) -> list[int]:
     """How many of the first `consumed_samples` of the run each source gives."""
-    if isinstance(stream.blend, TimelessBlend):
-        by_key = stream.blend.taken(consumed_samples)
-        return [int(by_key[key]) for key in stream.keys]
-    counts = np.zeros(len(stream.sources), np.int64)
-    for start in range(0, consumed_samples, _POSITIONS_AT_A_TIME):
-        positions = np.arange(start, min(start + _POSITIONS_AT_A_TIME, consumed_samples))
-        counts += np.bincount(stream.blend.locate(positions)[0], minlength=len(counts))
-    return [int(count) for count in counts]
+    taken = stream.blend.taken(consumed_samples)
+    return [taken[key] for key in stream.keys]
 
 
 def order_facts(recipe: Recipe, stream: Stream, *, train_samples: int, at_samples: Sequence[int]) -> dict[str, Any]:
@@ -139,7 +132,7 @@ def document_range(recipe: Recipe, source: SampleSource, part: Part) -> list[int
 
 
 def _row(batch: Batch, row: int, source: SampleSource, trace: Trace) -> tuple[list[int], dict[str, Any]]:
-    """(tokens, what else there is to say) of one sample of a batch."""
+    """(tokens, other facts) of one sample of a batch."""
     tokens = batch.inputs["tokens"][row].tolist()
     labels = batch.targets[LM_LOSS][row].tolist()
     if set(batch.targets) != {LM_LOSS} or "attention_mask" in batch.inputs:
@@ -165,36 +158,21 @@ def _masked_row(batch: Batch, row: int, tokens: list[int], labels: list[int]) ->
 
 
 def _first_repeats(stream: Stream, at_end: Sequence[int], train_samples: int) -> list[int | None]:
-    """The position of the run at which each source begins its second epoch; None where that is never, was earlier than
-    the stream goes back, or where epochs are shuffled together."""
-    found: list[int | None] = [None] * len(stream.sources)
-    if not isinstance(stream.blend, TimelessBlend):
-        second = {
-            number: source.shape.samples_shuffled_first
-            for number, source in enumerate(cast(Sequence[MegatronSource], stream.sources))
-            if source.standing(0)[0] == 0 and source.shape.samples_shuffled_first < at_end[number]
-        }
-        return [
-            _position_of(stream, number, second[number]) if number in second else None for number in range(len(found))
-        ]
-    first = first_position(stream)
+    """The position of the run at which each source begins its second epoch; None where that is never, was before the
+    present blend segment, or where epochs are shuffled together."""
+    first, found = first_position(stream), list[int | None]()
     at_first = samples_taken(stream, first)
     for number, source in enumerate(stream.sources):
-        wanted = source.num_samples
-        if at_first[number] <= wanted < at_end[number]:
-            taken = partial(_taken_of, stream, number)
-            found[number] = bisect_right(range(train_samples + 1), wanted, lo=first, key=taken) - 1
+        epoch_samples = source.num_samples
+        if isinstance(source, MegatronSource):
+            is_alone = source.standing(0)[0] == 0
+            epoch_samples = source.shape.samples_shuffled_first if is_alone else at_end[number]
+        taken = partial(_taken_of, stream, number)
+        repeats = at_first[number] <= epoch_samples < at_end[number]
+        found.append(
+            bisect_right(range(train_samples + 1), epoch_samples, lo=first, key=taken) - 1 if repeats else None
+        )
     return found
-
-
-def _position_of(stream: Stream, number: int, ordinal: int) -> int:
-    """Of a sample of a source, which the training takes."""
-    for start in count(0, _POSITIONS_AT_A_TIME):
-        positions = np.arange(start, min(start + _POSITIONS_AT_A_TIME, cast(Any, stream.blend).size))
-        owners, ordinals = stream.blend.locate(positions)
-        if len(hit := positions[(owners == number) & (ordinals == ordinal)]):
-            return int(hit[0])
-    raise AssertionError
 
 
 def _taken_of(stream: Stream, number: int, position: int) -> int:
@@ -204,12 +182,116 @@ def _taken_of(stream: Stream, number: int, position: int) -> int:
 def _manifest(path: str) -> ShardManifest | None:
     try:
         return read_manifest(path)
-    except DataError:  # opening the data has already judged it
+    except DataError:  # opening the data has already reported it
         return None
 
 
-def _span(span: Any, manifest: ShardManifest | None, prefix: str) -> dict[str, Any]:
-    facts: dict[str, Any] = {"document": span.document, "start": span.start, "tokens": span.tokens}
-    if manifest is not None and (origin := file_of(span.document, manifest, prefix)):
-        facts["origin"] = origin
+def _origin(span: DocumentSpan, manifests: Mapping[str, ShardManifest | None], prefix: str) -> dict[str, str]:
+    manifest = manifests[prefix]
+    origin = manifest and file_of(span.document, manifest, prefix)
+    return {"origin": origin} if origin else {}
+
+
+_COUNTED_IDS = 1 << 24
+"""Larger ids are no vocabulary; a table of counts for them could fill the memory."""
+
+
+def shard_facts(prefix: str, *, quick: bool, eod_id: int | None = None) -> dict[str, Any]:
+    """One shard, from its index and, unless `quick`, from all its tokens. DataError where it is damaged or its
+    manifest is of another."""
+    with ShardReader(prefix) as shard:
+        lengths = np.diff(shard.index.document_starts())
+        manifest = read_manifest(prefix)
+        if manifest and (problems := check_describes(manifest, shard, place=manifest_path(prefix))):
+            raise DataError(problems)
+        eod_id = manifest.eod_id if manifest else eod_id
+        return {
+            "shard": prefix,
+            "documents": shard.num_documents,
+            "sequences": shard.num_sequences,
+            "tokens": shard.num_tokens,
+            "bytes": os.path.getsize(f"{prefix}.bin"),
+            "dtype": shard.dtype.name,
+            "document_tokens": {
+                "mean": float(lengths.mean()) if len(lengths) else 0.0,
+                "median": float(np.median(lengths)) if len(lengths) else 0.0,
+                "max": int(lengths.max()) if len(lengths) else 0,
+            },
+            "vocabulary": None if quick else _vocabulary(shard, eod_id),
+            "manifest": None if manifest is None else _manifest_facts(manifest),
+        }
+
+
+def recipe_facts(recipe: Recipe, data: OpenData, *, train_samples: int, quick: bool) -> dict[str, Any]:
+    """The JSON of `inspect data RECIPE`: a public contract. Validation sources have no weight and no epochs."""
+    assert recipe.data is not None
+    seen: dict[str, dict[str, Any]] = {}
+    eod_id = _eod_id(recipe)
+
+    def row(group: str, source: SampleSource, path: str) -> dict[str, Any]:
+        if path not in seen:
+            seen[path] = shard_facts(path, quick=quick, eod_id=eod_id)
+        facts = {"group": group, "source": source.key, **seen[path]}
+        ranges = document_range(recipe, source, "valid" if group == SPLIT_GROUP else "train")
+        is_split = recipe.data is not None and recipe.data.split is not None
+        return {**facts, "document_range": ranges if is_split else None, "samples_per_epoch": source.num_samples}
+
+    sections = recipe.data.train
+    sources = [row("train", *each) for each in zip(data.train.sources, (one.path for one in sections), strict=True)]
+    total_weight = sum(section.weight for section in sections)
+    taken = samples_taken(data.train, train_samples)
+    for facts, section, source, samples in zip(sources, sections, data.train.sources, taken, strict=True):
+        shares = {"weight": section.weight / total_weight, "samples_taken": samples}
+        facts |= {**shares, "epochs": epochs_of(source, samples)}
+    for group, stream in data.validation.items():
+        own = recipe.data.validation.get(group, sections)
+        sources += [row(group, *each) for each in zip(stream.sources, (one.path for one in own), strict=True)]
+    return {
+        "name": recipe.name,
+        "seq_length": recipe.model.seq_length,
+        "vocab_size": recipe.model.vocab_size,
+        "train_samples": train_samples,
+        "sources": sources,
+    }
+
+
+def _eod_id(recipe: Recipe) -> int | None:
+    """For shards without a manifest. None where that is unknown."""
+    try:
+        return Tokenizer.load(recipe.tokenizer.path).eod_id if recipe.tokenizer else None
+    except DataError:
+        return None
+
+
+def _vocabulary(shard: ShardReader, eod_id: int | None) -> dict[str, Any]:
+    counts = np.zeros(1, np.int64)
+    largest, smallest, outside = 0, 0, 0
+    for tokens in shard.blocks():
+        high, low = int(tokens.max()), int(tokens.min())
+        largest, smallest = max(largest, high), min(smallest, low)
+        if high >= _COUNTED_IDS or low < 0:
+            inside = tokens[(tokens >= 0) & (tokens < _COUNTED_IDS)]
+            outside, tokens = outside + len(tokens) - len(inside), inside
+        new = np.bincount(tokens, minlength=len(counts))
+        new[: len(counts)] += counts
+        counts = new
+    facts: dict[str, Any] = {"distinct_ids": int((counts > 0).sum()), "max_id": largest, "eod_id": eod_id}
+    if outside:  # damaged, or made by something that is no tokenizer
+        facts |= {"min_id": smallest, "ids_that_are_none": outside}
+    eod = int(counts[eod_id]) if eod_id is not None and eod_id < len(counts) else 0
+    facts["eod_share"] = None if eod_id is None else eod / max(1, shard.num_tokens)
     return facts
+
+
+def _manifest_facts(manifest: ShardManifest) -> dict[str, Any]:
+    """Without the list of files, of which there may be many thousands."""
+    return {**asdict(replace(manifest, source_files=())), "source_files": len(manifest.source_files)}
+
+
+def unigram_entropy(shard: ShardReader, *, vocab_size: int) -> float:
+    """Nats per token of a model that knows only how often each token occurs: the loss to beat."""
+    counts = np.zeros(vocab_size, dtype=np.int64)
+    for tokens in shard.blocks():
+        counts += np.bincount(tokens, minlength=vocab_size)[:vocab_size]
+    shares = counts[counts > 0] / counts.sum()
+    return float(-(shares * np.log(shares)).sum())

@@ -41,7 +41,7 @@ class Loader:
 
     @property
     def consumed_samples(self) -> int:
-        """Samples before the next batch, over all replicas: save it, and `seek` to it to go on."""
+        """Samples before the next batch, over all replicas: save it, and `seek` to it to resume."""
         return self._consumed_samples
 
     def seek(self, consumed_samples: int) -> None:

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
-from typing import TYPE_CHECKING, Any
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from bloomery.base.bounded import LARGE_BYTES, read_json
+import numpy as np
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic.dataclasses import dataclass
+
+from bloomery.base.bounded import LARGE_BYTES, read_small, wrong_fields
 from bloomery.base.credentials import mask
 from bloomery.base.errors import DataError, Problem, first_few
 from bloomery.base.storage import write_atomically
@@ -16,32 +21,33 @@ from bloomery.data.shard_index import unreadable
 from bloomery.data.shards import ShardReader
 
 if TYPE_CHECKING:
-    from _typeshed import DataclassInstance
-
     from bloomery.data.tokenizer import Tokenizer
 
 FORMAT_VERSION = 2
+ORIGINS_DTYPE = np.dtype("<u4")
+_EXACTLY = ConfigDict(strict=True, extra="forbid")
+_Count = Annotated[int, Field(ge=0)]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=_EXACTLY)
 class SourceCount:
     """What one source gave to a shard."""
 
     name: str
     """As the recipe writes it."""
-    documents: int
-    tokens: int
+    documents: _Count
+    tokens: _Count
     """End-of-document tokens included."""
-    bytes: int
+    bytes: _Count
     """UTF-8 text."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=_EXACTLY)
 class SourceFile:
     """A file that was read."""
 
     name: str
-    bytes: int
+    bytes: _Count
     hash: str
     """xxh3-128 of its bytes; of a large .jsonl, of the hashes of the ranges in which it was read."""
     stamp: str
@@ -49,24 +55,24 @@ class SourceFile:
     taken for the same content."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=_EXACTLY)
 class ShardManifest:
     tokenizer_hash: str
     """`Tokenizer.content_hash`: the same wherever the tokenizer lies."""
-    vocab_size: int
+    vocab_size: _Count
     dtype: str
     eod_id: int | None
     """The token that ends each document; None when none was appended."""
     append_eod: bool
     shuffle_seed: int | None
     """Seed of the documents' order; None when they keep the order of their sources."""
-    documents: int
-    sequences: int
+    documents: _Count
+    sequences: _Count
     """More than documents where each sentence is a sequence."""
-    tokens: int
+    tokens: _Count
     sources: tuple[SourceCount, ...]
     source_files: tuple[SourceFile, ...]
-    dropped: dict[str, int]
+    dropped: dict[str, _Count]
     """Documents that were left out, by reason: empty, short, long, duplicate, bad."""
     settings: dict[str, Any]
     """The other fields of `prepare:` that decide the content: text_key, special_tokens, split_sentences, ..."""
@@ -75,10 +81,17 @@ class ShardManifest:
     bloomery_version: str
     index_hash: str | None = None
     """xxh3-128 of the `.idx`; None in manifests of earlier versions."""
-    format_version: int = FORMAT_VERSION
+    format_version: Literal[2] = 2
+
+    def __post_init__(self) -> None:
+        if self.eod_id is not None and not 0 <= self.eod_id < self.vocab_size:
+            raise ValueError(f"eod_id {self.eod_id} is no id of a vocabulary of {self.vocab_size}")
 
     def write(self, prefix: str) -> None:
         write_atomically(manifest_path(prefix), mask(json.dumps(asdict(self), indent=2)) + "\n")
+
+
+_MANIFEST = TypeAdapter(ShardManifest)
 
 
 def manifest_path(prefix: str) -> str:
@@ -89,17 +102,37 @@ def read_manifest(prefix: str) -> ShardManifest | None:
     """None where there is none: shards made by other tools have no manifest."""
     path = manifest_path(prefix)
     try:
-        content = read_json(path, LARGE_BYTES)
+        return _MANIFEST.validate_json(read_small(path, LARGE_BYTES))
     except FileNotFoundError:
         return None
     except OSError as error:
         raise unreadable(path, error) from error
-    except ValueError as error:
-        raise _broken(path, f"cannot be read: {error}", "a manifest is a JSON file") from error
-    version = content.get("format_version") if isinstance(content, dict) else None
-    if version != FORMAT_VERSION:
-        raise _broken(path, f"has format_version {version!r}", f"this Bloomery reads version {FORMAT_VERSION}")
-    return _parse(path, content)
+    except ValidationError as error:
+        version = [each["input"] for each in error.errors() if each["loc"] == ("format_version",)]
+        what = f"format_version {version[0]!r:.40}" if version else wrong_fields(error)
+        rule = f"this Bloomery reads exactly the fields of version {FORMAT_VERSION}"
+        raise DataError(Problem(f"has {what}", rule, "delete it and run `bloomery prepare` again", path)) from error
+
+
+def origins_path(prefix: str) -> str:
+    """The file that says which file each document of a shard came from: for each the index of its file in the manifest.
+    `prepare` writes it for shards of several files and `inspect` reads it; a shard is whole without."""
+    return f"{prefix}.origins"
+
+
+def file_of(document: int, manifest: ShardManifest, prefix: str) -> str | None:
+    """The name of the file that a document came from; None where that is unknown."""
+    files = manifest.source_files
+    if len(files) == 1:
+        return files[0].name
+    path = origins_path(prefix)
+    try:
+        if os.path.getsize(path) != manifest.documents * ORIGINS_DTYPE.itemsize:
+            return None  # of another shard
+        number = int(np.fromfile(path, ORIGINS_DTYPE, 1, offset=document * ORIGINS_DTYPE.itemsize)[0])
+    except (OSError, IndexError):
+        return None
+    return files[number].name if number < len(files) else None
 
 
 def without_manifest(prefixes: Sequence[str], but: str) -> str:
@@ -146,8 +179,8 @@ def _contradictions(manifest: ShardManifest, tokenizer: Tokenizer) -> list[str]:
     is_so = {"vocab_size": tokenizer.vocab_size}
     if manifest.eod_id is not None and tokenizer.end_of_document is not None:
         is_so["eod_id"] = tokenizer.eod_id
-    told = ((name, getattr(manifest, name), value) for name, value in is_so.items())
-    return [f"{name} {said} where it is {value}" for name, said, value in told if said != value]
+    listed = ((name, getattr(manifest, name), value) for name, value in is_so.items())
+    return [f"{name} {found} where it is {value}" for name, found, value in listed if found != value]
 
 
 def check_alike(manifests: Mapping[str, ShardManifest]) -> list[Problem]:
@@ -155,9 +188,9 @@ def check_alike(manifests: Mapping[str, ShardManifest]) -> list[Problem]:
     no end fits every other."""
     problems = []
     for name in ("tokenizer_hash", "vocab_size", "eod_id"):
-        told = [(prefix, value) for prefix, shard in manifests.items() if (value := getattr(shard, name)) is not None]
-        for prefix, value in told[1:]:
-            first, expected = told[0]
+        known = [(prefix, value) for prefix, shard in manifests.items() if (value := getattr(shard, name)) is not None]
+        for prefix, value in known[1:]:
+            first, expected = known[0]
             if value == expected:
                 continue
             what = f"the shard has {name} {value!s:.12} but {first} has {expected!s:.12}"
@@ -178,80 +211,12 @@ def check_describes(manifest: ShardManifest, shard: ShardReader, *, place: str) 
         "tokens": (manifest.tokens, shard.num_tokens),
     }
     if manifest.index_hash is not None and shard.num_documents != shard.num_sequences:
-        # Only then can sequences move from one document to another unseen: all else in an index is said twice.
+        # Only then can sequences move from one document to another unseen: all else in an index stands there twice.
         counts["index_hash"] = (manifest.index_hash, file_checksum(f"{shard.prefix}.idx"))
-    wrong = [f"{name} {said} where it is {found}" for name, (said, found) in counts.items() if said != found]
+    wrong = [f"{name} {listed} where it is {found}" for name, (listed, found) in counts.items() if listed != found]
     if not wrong:
         return []
     what = f"the manifest belongs to another shard: it says {', '.join(wrong)}"
     rule = "tokenizer and vocabulary are checked by it, so it must describe the .bin and .idx beside it"
     remedy = "copy all three files from where the shard was made, or run `bloomery prepare` again"
     return [Problem(what, rule, remedy, place)]
-
-
-def _parse(path: str, content: dict[str, Any]) -> ShardManifest:
-    names = {field.name for field in fields(ShardManifest)}
-    content = {"index_hash": None, **content}
-    if difference := names ^ set(content):
-        kind = "lacks" if difference <= names else "has unknown"
-        raise _broken(
-            path, f"{kind} {', '.join(sorted(difference))}", "a manifest holds exactly the fields of its version"
-        )
-    wrong = _wrong_values(ShardManifest, content)
-    if not wrong and content["eod_id"] is not None and not 0 <= content["eod_id"] < content["vocab_size"]:
-        wrong = [f"eod_id {content['eod_id']}, which is no id of a vocabulary of {content['vocab_size']}"]
-    if wrong:
-        raise _broken(path, f"has {'; '.join(wrong)}", "it was damaged or changed by hand")
-    sources = tuple(SourceCount(**source) for source in content["sources"])
-    source_files = tuple(SourceFile(**file) for file in content["source_files"])
-    return ShardManifest(**{**content, "sources": sources, "source_files": source_files})
-
-
-_KINDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
-    "str": ("a string", lambda value: isinstance(value, str)),
-    "str | None": ("a string or null", lambda value: value is None or isinstance(value, str)),
-    "bool": ("true or false", lambda value: isinstance(value, bool)),
-    "int": ("a count", lambda value: type(value) is int and value >= 0),
-    "int | None": ("a whole number or null", lambda value: value is None or type(value) is int),
-    "dict[str, Any]": ("an object", lambda value: isinstance(value, dict)),
-    "dict[str, int]": (
-        "an object of counts",
-        lambda value: isinstance(value, dict) and all(type(count) is int and count >= 0 for count in value.values()),
-    ),
-}
-"""By the types of the fields above: what a value is, and whether it is that."""
-_ENTRIES = {"tuple[SourceCount, ...]": SourceCount, "tuple[SourceFile, ...]": SourceFile}
-
-
-def _wrong_values(kind: type[DataclassInstance], content: Mapping[str, Any], where: str = "") -> list[str]:
-    """Fields that are not of their type."""
-    wrong: list[str] = []
-    for field in fields(kind):
-        name, value = f"{where}{field.name}", content[field.name]
-        if entry := _ENTRIES.get(str(field.type)):
-            wrong += _wrong_entries(entry, name, value)
-            continue
-        rule, is_right = _KINDS[str(field.type)]
-        if not is_right(value):
-            wrong.append(f"{name} {_shown(value)}, which is not {rule}")
-    return wrong
-
-
-def _wrong_entries(kind: type[DataclassInstance], name: str, value: Any) -> list[str]:
-    if not isinstance(value, list):
-        return [f"{name} {_shown(value)}, which is not a list"]
-    names, wrong = {field.name for field in fields(kind)}, []
-    for number, entry in enumerate(value):
-        if isinstance(entry, dict) and set(entry) == names:
-            wrong += _wrong_values(kind, entry, f"{name}[{number}].")
-        else:
-            wrong.append(f"{name}[{number}] {_shown(entry)}, which is not an object with {', '.join(sorted(names))}")
-    return wrong
-
-
-def _shown(value: Any) -> str:
-    return f"{json.dumps(value):.80}"
-
-
-def _broken(path: str, what: str, rule: str) -> DataError:
-    return DataError(Problem(what, rule, "delete the manifest and run `bloomery prepare` again", path))

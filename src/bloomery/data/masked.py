@@ -1,13 +1,17 @@
-"""Samples for masked-token and sentence-order prediction: `[CLS] A [SEP] B [SEP]` from a shard of sentences.
+"""Samples for masked-token and sentence-order prediction, as BERT and Megatron do it: `[CLS] A [SEP] B [SEP]` from
+a shard of sentences.
 
 Every epoch uses every sentence once: a document is cut into samples of consecutive sentences, and only where the
-sentences fall apart into A and B, which of them comes first and what is masked changes from epoch to epoch.
+sentences fall apart into A and B, which of them comes first and what is masked changes from epoch to epoch. Whole words
+are masked, in runs of one to three within a segment (n words with a probability like 1/n), until the share is reached;
+of the chosen tokens 80% become the mask, 10% a random token and 10% stay. All chance comes from keys, through
+splitmix64: it does not change with the version of a library.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -15,20 +19,139 @@ from numpy.typing import NDArray
 
 from bloomery.base.errors import DataError, Problem
 from bloomery.base.losses import LM_LOSS, SOP_LOSS
+from bloomery.base.splitmix import GOLDEN, U64, splitmix64, splitmix64_one
 from bloomery.config.recipe import MaskingSection
-from bloomery.data.batch import IGNORED_LABEL, Batch
-from bloomery.data.causal import check_ids
-from bloomery.data.masking import MaskVocabulary, fractions, mask_tokens, random_numbers
-from bloomery.data.order import TimelessOrder, splitmix64, splitmix64_one, stream_key
+from bloomery.data.batch import IGNORED_LABEL, Batch, Trace, document_spans
+from bloomery.data.causal import ShardSource, check_ids
+from bloomery.data.order import TimelessOrder, stream_key
 from bloomery.data.shards import ShardReader
-from bloomery.data.split import Part, part_range
-from bloomery.data.trace import Trace, document_spans
+from bloomery.data.tokenizer import Tokenizer
+
+_TWO_WORDS, _THREE_WORDS = 6 / 11, 9 / 11
+"""1, 1/2 and 1/3, scaled to sum to 1: a run has two words or more from the first number on, three from the second."""
+_MASKED, _MASKED_OR_RANDOM = 0.8, 0.9
+
+
+@dataclass(frozen=True)
+class MaskVocabulary:
+    """What masking has to know about the tokens."""
+
+    cls_id: int
+    sep_id: int
+    mask_id: int
+    pad_id: int
+    continues: NDArray[np.bool_]
+    """Of each id, whether it continues the word of the token before it."""
+    fixed: NDArray[np.bool_]
+    """Of each id, whether it is one of the four above, which are never predicted."""
+    replacements: NDArray[np.int64]
+    """Ids that may stand in for a token: all but the special ones."""
+
+    @classmethod
+    def of(cls, tokenizer: Tokenizer) -> Self:
+        """DataError where a special token is missing. Only WordPiece says which tokens continue a word (`##ing`); with
+        another kind of tokenizer every token counts as a word."""
+        size = tokenizer.vocab_size
+        model = tokenizer.parsed["model"]
+        prefix = model.get("continuing_subword_prefix") if model.get("type") == "WordPiece" else None
+        continues = np.zeros(size, bool)
+        if prefix:
+            continues[[number for token, number in model["vocab"].items() if token.startswith(prefix)]] = True
+        fixed = np.zeros(size, bool)
+        fixed[[tokenizer.cls_id, tokenizer.sep_id, tokenizer.mask_id, tokenizer.pad_id]] = True
+        ordinary = np.ones(size, bool)
+        ordinary[list(tokenizer.special_tokens.values())] = False
+        return cls(
+            cls_id=tokenizer.cls_id,
+            sep_id=tokenizer.sep_id,
+            mask_id=tokenizer.mask_id,
+            pad_id=tokenizer.pad_id,
+            continues=continues,
+            fixed=fixed,
+            replacements=np.flatnonzero(ordinary),
+        )
+
+    @property
+    def size(self) -> int:
+        return len(self.continues)
+
+    def word_starts(self, tokens: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Where a word begins; the first token always begins one."""
+        starts = ~self.continues[tokens]
+        starts[0] = True
+        return starts
+
+
+def random_numbers(key: int, count: int) -> U64:
+    """The first numbers of the key's own generator."""
+    return splitmix64(np.uint64(key) + np.arange(count, dtype=np.uint64) * np.uint64(GOLDEN))
+
+
+def fractions(numbers: U64) -> NDArray[np.float64]:
+    """As numbers from 0 up to 1."""
+    return (numbers >> np.uint64(11)).astype(np.float64) * 2.0**-53
+
+
+def mask_tokens(
+    segments: tuple[NDArray[np.int64], NDArray[np.int64]], *, vocabulary: MaskVocabulary, probability: float, key: int
+) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+    """(both segments as the model sees them, one behind the other; which tokens it has to predict: at least one)."""
+    tokens = np.concatenate(segments)
+    count = len(tokens)
+    priorities, lengths, kinds, others = random_numbers(key, 4 * count).reshape(4, count)
+    starts = np.concatenate([vocabulary.word_starts(segment) for segment in segments])
+    fixed = vocabulary.fixed[tokens]
+    places = np.flatnonzero(starts)
+    words = len(places)
+    span = fractions(lengths[:words])
+    chosen = _choose_words(
+        order=np.argsort(priorities[:words], kind="stable").tolist(),
+        run_lengths=(1 + (span >= _TWO_WORDS) + (span >= _THREE_WORDS)).tolist(),
+        first_of_second=int(starts[: len(segments[0])].sum()),
+        ends=[*places.tolist(), count],
+        taken=bytearray(np.logical_or.reduceat(fixed, places).tobytes()),
+        budget=max(1, round(probability * (count - int(fixed.sum())))),
+    )
+    predicted = np.repeat(np.frombuffer(chosen, bool), np.diff(places, append=count))
+    kind = fractions(kinds)
+    replacements = vocabulary.replacements[others % np.uint64(len(vocabulary.replacements))]
+    seen = np.where(predicted & (kind < _MASKED_OR_RANDOM), replacements, tokens)
+    seen[predicted & (kind < _MASKED)] = vocabulary.mask_id
+    return seen, predicted
+
+
+def _choose_words(
+    *, order: list[int], run_lengths: list[int], first_of_second: int, ends: list[int], taken: bytearray, budget: int
+) -> bytearray:
+    """1 for each chosen word. Word w is tokens [ends[w], ends[w + 1]); those in `taken` may not be chosen."""
+    words = len(taken)
+    chosen = bytearray(words)
+    for word in order:
+        if taken[word]:
+            continue
+        last = min(word + run_lengths[word], first_of_second if word < first_of_second else words)
+        if (other := taken.find(1, word, last)) >= 0:  # a run ends where another begins
+            last = other
+        while last > word and ends[last] - ends[word] > budget:
+            last -= 1
+        if last == word:
+            continue
+        ones = b"\1" * (last - word)
+        chosen[word:last] = taken[word:last] = ones
+        budget -= ends[last] - ends[word]
+        if budget == 0:
+            break
+    if 1 not in chosen:  # every word is longer than the share: one whole word all the same
+        for word in [word for word in order if not taken[word]][:1]:
+            chosen[word] = 1
+    return chosen
+
 
 _SPECIAL = 3
 """[CLS] and two [SEP] in every sample."""
 
 
-class MaskedSource:
+class MaskedSource(ShardSource):
     """`read` gives inputs `tokens`, `token_types` and `attention_mask`, and targets `lm loss` and `sop loss`: 1 where
     the two segments have been exchanged, else 0.
 
@@ -39,47 +162,42 @@ class MaskedSource:
         self,
         prefix: str,
         *,
-        seq_length: int,
-        vocab_size: int,
-        seed: int,
         vocabulary: MaskVocabulary,
+        vocab_size: int,
         masking: MaskingSection | None = None,
         ends_with_eod: bool = False,
         split_sentences: bool | None = None,
-        part: Part | Literal["all"] = "all",
-        split: str | None = None,
-        key: str | None = None,
+        **settings: Any,
     ) -> None:
         """`ends_with_eod`: each document ends with a token that says so, which is left out. `split_sentences`: whether
-        each sentence is a sequence; None where nothing tells but their number. `key` names the source in the order of
-        samples; by default the prefix, as the recipe writes it."""
-        self.key = prefix if key is None else key
-        self.seq_length = seq_length
-        self.vocab_size = min(vocab_size, vocabulary.size)
+        each sentence is a sequence; None where nothing tells but their number. `settings`: those of ShardSource."""
         self.vocabulary = vocabulary
         self.masking = masking or MaskingSection()
-        self._chance = stream_key(seed, f"{self.key}\0masked")
-        self.shard = ShardReader(prefix)
-        try:
-            documents = part_range(split, part, self.shard.num_documents, place=f"{prefix}.idx")
-            if split_sentences is None:
-                split_sentences = self.shard.num_sequences > self.shard.num_documents
-            if not split_sentences:
-                raise DataError(_no_sentences(self.shard))
-            self.index = index_samples(
-                self.shard,
-                documents=documents,
-                room=seq_length - _SPECIAL,
-                short_probability=self.masking.short_sequence_probability,
-                ends_with_eod=ends_with_eod,
-                chance=self._chance,
-            )
-            if not len(self.index.first):
-                raise DataError(_nothing(prefix, part))
-        except BaseException:
-            self.shard.close()
-            raise
-        self.order = TimelessOrder(seed, self.key, len(self.index.first))
+        self._ends_with_eod, self._split_sentences = ends_with_eod, split_sentences
+        super().__init__(prefix, vocab_size=min(vocab_size, vocabulary.size), **settings)
+
+    def _index_samples(self) -> None:
+        shard = self.shard
+        self._chance = stream_key(self.seed, f"{self.key}\0masked")
+        documents, is_split = self._part_of(shard.num_documents), self._split_sentences
+        if not (shard.num_sequences > shard.num_documents if is_split is None else is_split):
+            what = f"the shard has {shard.num_documents} documents and {shard.num_sequences} sequences"
+            rule = "bert learns the order of sentences, so each sentence must be a sequence of its own"
+            remedy = "prepare it again with `split_sentences: true` (Megatron: --split-sentences)"
+            raise DataError(Problem(what, rule, remedy, f"{shard.prefix}.idx"))
+        self.index = index_samples(
+            shard,
+            documents=documents,
+            room=self.seq_length - _SPECIAL,
+            short_probability=self.masking.short_sequence_probability,
+            ends_with_eod=self._ends_with_eod,
+            chance=self._chance,
+        )
+        if not len(self.index.first):
+            remedy = "" if self.part == "all" else f", or give {self.part} a larger share in data.split"
+            what, place = f"{self.where} has no document of two tokens", f"{shard.prefix}.bin"
+            raise DataError(Problem(what, "a sample is a pair", f"prepare more text{remedy}", place))
+        self.order = TimelessOrder(self.seed, self.key, len(self.index.first))
 
     @property
     def num_samples(self) -> int:
@@ -126,9 +244,6 @@ class MaskedSource:
         epoch, sample = self.order.locate_one(ordinal)
         start, stop = self.index.tokens_of(sample)
         return Trace(self.key, epoch, sample, document_spans(self.shard, start, stop - start))
-
-    def close(self) -> None:
-        self.shard.close()
 
     def _pair(self, sample: int, where: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """The sample's tokens, cut between two of its sentences, or inside its only one between two words."""
@@ -218,18 +333,3 @@ def _sentences(
         lengths = np.minimum(width, np.repeat(lengths, pieces) - offset)
         starts = np.repeat(starts, pieces) + offset
     return starts, lengths, np.searchsorted(starts, document_starts)
-
-
-def _no_sentences(shard: ShardReader) -> Problem:
-    return Problem(
-        what=f"the shard has {shard.num_documents} documents and {shard.num_sequences} sequences",
-        rule="bert learns the order of sentences, so each sentence must be a sequence of its own",
-        remedy="prepare it again with `split_sentences: true` (Megatron: --split-sentences)",
-        place=f"{shard.prefix}.idx",
-    )
-
-
-def _nothing(prefix: str, part: str) -> Problem:
-    where = "the shard" if part == "all" else f"its {part} part"
-    remedy = "prepare more text" + ("" if part == "all" else f", or give {part} a larger share in data.split")
-    return Problem(f"{where} has no document of two tokens", "a sample is a pair", remedy, f"{prefix}.bin")

@@ -7,14 +7,17 @@ are built once and kept in a cache (index_cache.py); how they are built is in me
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Literal
+from dataclasses import dataclass
+from typing import Any, Literal, Self, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
-from bloomery.base.errors import DataError, Problem
-from bloomery.data.batch import Batch, Packing, causal_batch
-from bloomery.data.causal import check_ids
+from bloomery.base.errors import DataError, Problem, RecipeError
+from bloomery.config.recipe import Recipe, SourceSection
+from bloomery.data.batch import Batch, DocumentSpan, SampleSource, Stream, Trace, causal_batch
+from bloomery.data.causal import ShardSource, check_ids
+from bloomery.data.cursor import DataCursor
 from bloomery.data.index_cache import IndexCache, file_checksum
 from bloomery.data.megatron_order import (
     BlendRequest,
@@ -23,49 +26,34 @@ from bloomery.data.megatron_order import (
     build_blend,
     build_index,
 )
-from bloomery.data.shards import ShardReader
-from bloomery.data.split import Flavour, Part, part_range
-from bloomery.data.trace import DocumentSpan, Trace
+from bloomery.data.split import Flavour
+from bloomery.sizing.plan import TrainingPlan
+
+_COUNTED_AT_A_TIME = 1 << 24
 
 
-class MegatronSource:
+class MegatronSource(ShardSource):
     """Ordinals count the samples of the reference's dataset, from 0 to `total_samples`; there it ends."""
 
-    def __init__(
-        self,
-        prefix: str,
-        *,
-        flavour: Flavour,
-        samples: int,
-        seq_length: int,
-        vocab_size: int,
-        seed: int,
-        cache: IndexCache,
-        part: Part | Literal["all"] = "all",
-        split: str | None = None,
-        key: str | None = None,
-        packing: Packing | None = None,
-    ) -> None:
-        """`samples` is what the run asks of this source: the number of epochs follows from it. The rest is as in
-        CausalSource."""
-        self.key = prefix if key is None else key
-        self.packing = packing
-        self.seq_length = seq_length
-        self.vocab_size = vocab_size
-        self.shard = ShardReader(prefix)
-        try:
-            self._starts = self.shard.index.sequence_starts()
-            first, last = part_range(split, part, self.shard.num_sequences, place=f"{prefix}.idx", flavour=flavour)
-            self.sequences = first, last
-            """[first, last) of the shard: these orders cut it there, not between documents."""
-            tokens = int(self._starts[last] - self._starts[first])
-            if tokens == 0:
-                raise DataError(_no_tokens(prefix, part))
-            self.shape = OrderShape.of(flavour, tokens_per_epoch=tokens, seq_length=seq_length, samples=samples)
-            self.index = self._index(cache, seed=seed)
-        except BaseException:
-            self.shard.close()
-            raise
+    def __init__(self, prefix: str, *, flavour: Flavour, samples: int, cache: IndexCache, **settings: Any) -> None:
+        """`samples` is what the run asks of this source: the number of epochs follows from it. `settings`: those of
+        ShardSource."""
+        self._flavour: Flavour = flavour
+        self._samples, self._cache = samples, cache
+        super().__init__(prefix, **settings)
+
+    def _index_samples(self) -> None:
+        self._starts = self.shard.index.sequence_starts()
+        self.sequences = first, last = self._part_of(self.shard.num_sequences, self._flavour)
+        """[first, last) of the shard: these orders cut it there, not between documents."""
+        tokens = int(self._starts[last] - self._starts[first])
+        if tokens == 0:
+            what, rule = f"{self.where} has no tokens", "samples are cut from tokens"
+            raise DataError(Problem(what, rule, "prepare text for it", f"{self.shard.prefix}.bin"))
+        self.shape = OrderShape.of(
+            self._flavour, tokens_per_epoch=tokens, seq_length=self.seq_length, samples=self._samples
+        )
+        self.index = self._index()
 
     @property
     def num_samples(self) -> int:
@@ -110,10 +98,7 @@ class MegatronSource:
             spans.append(DocumentSpan(document, position, stop - start))
         return Trace(self.key, sample * self.seq_length // self.shape.tokens_per_epoch, sample, spans)
 
-    def close(self) -> None:
-        self.shard.close()
-
-    def _index(self, cache: IndexCache, *, seed: int) -> SampleIndex:
+    def _index(self) -> SampleIndex:
         first, last = self.sequences
         key = {
             "idx": file_checksum(f"{self.shard.prefix}.idx"),
@@ -122,12 +107,12 @@ class MegatronSource:
             "seq_length": self.seq_length,
             "epochs": self.shape.epochs,
             "separate_last": self.shape.separate_last,
-            "seed": seed,
+            "seed": self.seed,
         }
-        arrays = cache.arrays(
+        arrays = self._cache.arrays(
             "samples",
             key,
-            lambda: build_index(self._starts, first=first, last=last, shape=self.shape, seed=seed).as_arrays(),
+            lambda: build_index(self._starts, first=first, last=last, shape=self.shape, seed=self.seed).as_arrays(),
         )
         return SampleIndex(**arrays)
 
@@ -159,6 +144,7 @@ class GreedyBlend:
         key = {"weights": [weight.hex() for weight in request.weights.tolist()], "size": request.size}
         arrays = cache.arrays("blend", key, lambda: build_blend(request.weights, request.size))
         self.size = request.size
+        self._keys = [source.key for source in sources]
         self._sources, self._ordinals = arrays["sources"], arrays["ordinals"]
         problems = [
             _exhausted(source.key, f"the blend takes {count} samples from it", source.total_samples)
@@ -176,21 +162,26 @@ class GreedyBlend:
             raise DataError(_exhausted("the blend", what, self.size))
         return self._sources[positions].astype(np.int64), np.array(self._ordinals[positions])
 
+    def taken(self, consumed_samples: int) -> dict[str, int]:
+        counts = np.zeros(len(self._keys), np.int64)
+        for start in range(0, consumed_samples, _COUNTED_AT_A_TIME):
+            part = self._sources[start : min(start + _COUNTED_AT_A_TIME, consumed_samples)]
+            counts += np.bincount(part, minlength=len(counts))
+        return dict(zip(self._keys, counts.tolist(), strict=True))
+
 
 class OneSource:
     """No blend: the only source, from its first sample on."""
 
     def __init__(self, source: MegatronSource) -> None:
-        self.size = source.total_samples
+        self.size, self._key = source.total_samples, source.key
+
+    def taken(self, consumed_samples: int) -> dict[str, int]:
+        return {self._key: consumed_samples}
 
     def locate(self, positions: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         positions = np.asarray(positions, np.int64)
         return np.zeros_like(positions), positions
-
-
-def _no_tokens(prefix: str, part: str) -> Problem:
-    where = "the shard" if part == "all" else f"its {part} part"
-    return Problem(f"{where} has no tokens", "samples are cut from tokens", "prepare text for it", f"{prefix}.bin")
 
 
 def _exhausted(name: str, what: str, have: int) -> Problem:
@@ -199,3 +190,104 @@ def _exhausted(name: str, what: str, have: int) -> Problem:
         rule="in the megatron and bigscience orders a source ends after the samples the run asked for",
         remedy="give train.for the length of the run to be continued, or use data.order=timeless",
     )
+
+
+Use = Literal["train", "validation"]
+MAX_SEED = 2**32 - 1
+"""RandomState takes no larger one."""
+
+
+@dataclass(frozen=True)
+class WantedSamples:
+    """What Megatron asks of its datasets. Its orders follow from these numbers."""
+
+    train: int
+    validation: int
+    """For all evaluations of the run, one behind the other."""
+
+    @classmethod
+    def of(cls, recipe: Recipe, plan: TrainingPlan) -> Self:
+        evaluate = recipe.train.evaluate
+        steps = (plan.train_steps // evaluate.every.count + 1) * evaluate.steps if evaluate else 0
+        return cls(plan.asked_samples, steps * recipe.batch.global_batch_size)
+
+    def of_use(self, use: Use) -> int:
+        return self.train if use == "train" else self.validation
+
+
+class MegatronOpening:
+    """Opens the sources and blends of one recipe."""
+
+    def __init__(self, recipe: Recipe, plan: TrainingPlan, flavour: Flavour) -> None:
+        assert recipe.data is not None
+        if recipe.seed > MAX_SEED:
+            rule = f"with data.order={flavour} it is at most {MAX_SEED}"
+            raise RecipeError(Problem(f"seed is {recipe.seed}", rule, "use the seed of the run to be continued"))
+        self._wanted = WantedSamples.of(recipe, plan)
+        self._flavour: Flavour = flavour
+        self._length, self._plan = recipe.train.for_, plan
+        self._cache = IndexCache(recipe.data.cache_dir)
+        self._blends_one = recipe.data.blend_one_source
+
+    def member_samples(self, sections: Sequence[SourceSection], use: Use) -> list[int]:
+        """What each of these sources is asked for."""
+        return self._member_samples(sections, self._wanted.of_use(use))
+
+    def source(self, path: str, samples: int, **settings: Any) -> MegatronSource:
+        return MegatronSource(path, flavour=self._flavour, samples=samples, cache=self._cache, **settings)
+
+    def stream(self, sections: Sequence[SourceSection], sources: Sequence[SampleSource], use: Use) -> Stream:
+        """DataError if a source has fewer samples than the blend takes from it."""
+        members = cast(Sequence[MegatronSource], sources)
+        request = self._request(sections, self._wanted.of_use(use))
+        return Stream(sources, GreedyBlend(request, members, self._cache) if request else OneSource(members[0]))
+
+    def train_stream(
+        self, sections: Sequence[SourceSection], sources: Sequence[SampleSource], cursor: DataCursor | None
+    ) -> Stream:
+        """DataError also if the run is longer than its order, or resumes another order than that of `cursor`."""
+        stream = self.stream(sections, sources, "train")
+        size = cast(GreedyBlend | OneSource, stream.blend).size
+        if self._plan.train_samples > size:
+            what = f"the training takes {self._plan.train_samples} samples, but data.order={self._flavour} has {size}"
+            rule = "a training that ends within its batch ramp takes more than train.for says"
+            raise DataError(Problem(what, rule, "use a shorter ramp or a longer train.for"))
+        if cursor is not None and not self._is_order_of(cursor, sections, cast(Sequence[MegatronSource], sources)):
+            raise DataError(self._other_order(cursor))
+        return stream
+
+    def _other_order(self, cursor: DataCursor) -> Problem:
+        then, now = cursor.recipe.train.for_, self._length
+        then_samples, now_samples = WantedSamples.of(cursor.recipe, cursor.plan).train, self._wanted.train
+        back = then if cursor.plan.batch == self._plan.batch else f"{then_samples} samples"
+        return Problem(
+            f"train.for is {now} = {now_samples} samples but the checkpoint has {then} = {then_samples} samples",
+            f"with data.order={self._flavour} the order of all samples follows from it: some would come twice",
+            f"use 'train.for={back}' to resume, or start afresh under another name or --run-dir",
+        )
+
+    def _request(self, sections: Sequence[SourceSection], wanted: int) -> BlendRequest | None:
+        """None for one source that is not blended."""
+        if len(sections) == 1 and not self._blends_one:
+            return None
+        return BlendRequest.of(self._flavour, [section.weight for section in sections], wanted)
+
+    def _member_samples(self, sections: Sequence[SourceSection], wanted: int) -> list[int]:
+        request = self._request(sections, wanted)
+        return request.member_samples if request else [wanted]
+
+    def _is_order_of(
+        self, cursor: DataCursor, sections: Sequence[SourceSection], sources: Sequence[MegatronSource]
+    ) -> bool:
+        """Whether `cursor` gave these sources the same epochs and the same blend; all but the length is the same."""
+        wanted = WantedSamples.of(cursor.recipe, cursor.plan).train
+        return all(
+            source.shape
+            == OrderShape.of(
+                self._flavour,
+                tokens_per_epoch=source.shape.tokens_per_epoch,
+                seq_length=source.seq_length,
+                samples=samples,
+            )
+            for source, samples in zip(sources, self._member_samples(sections, wanted), strict=True)
+        )

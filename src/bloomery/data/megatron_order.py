@@ -116,7 +116,7 @@ class BlendRequest:
     member_samples: list[int]
     """Samples to order in each source."""
     size: int
-    """Length of the blend. BigScience's own goes on to the end of all members; a longer blend begins the same."""
+    """Length of the blend. BigScience's own continues to the end of all members; a longer blend begins the same."""
 
     @classmethod
     def of(cls, flavour: Flavour, weights: Sequence[float], samples: int) -> Self:
@@ -136,7 +136,7 @@ def _normalised(weights: NDArray[np.float64]) -> NDArray[np.float64]:
 
 
 def build_blend(weights: NDArray[np.float64], size: int) -> dict[str, NDArray[Any]]:
-    """By position: `sources` (which it takes from) and `ordinals` (the how-manieth of it); by source: `taken` in all.
+    """By position: `sources` (which it takes from) and `ordinals` (index within the source); by source: `taken` in all.
 
     Position i takes from the source with the largest w * max(i, 1) - taken, the first of equals. The product is rounded
     before the difference, as on x86; Megatron compiled for aarch64 fuses the two and often gives another order.

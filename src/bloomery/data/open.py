@@ -11,10 +11,10 @@ import numpy as np
 
 from bloomery.base.errors import DataError, Problem, first_few
 from bloomery.config.recipe import Recipe, SourceSection
-from bloomery.data.batch import Packing, SampleSource
-from bloomery.data.before import Before, Windows, blend_after
+from bloomery.data.batch import Packing, SampleSource, Stream
 from bloomery.data.blend import TimelessBlend
 from bloomery.data.causal import CausalSource
+from bloomery.data.cursor import DataCursor, blend_after
 from bloomery.data.manifest import (
     ShardManifest,
     check_alike,
@@ -24,12 +24,10 @@ from bloomery.data.manifest import (
     read_manifest,
     without_manifest,
 )
-from bloomery.data.masked import MaskedSource
-from bloomery.data.masking import MaskVocabulary
-from bloomery.data.megatron_open import MegatronOpening, Use
+from bloomery.data.masked import MaskedSource, MaskVocabulary
+from bloomery.data.megatron import MegatronOpening, Use
 from bloomery.data.shards import ShardReader
 from bloomery.data.split import Part
-from bloomery.data.stream import Stream
 from bloomery.data.tokenizer import Tokenizer
 from bloomery.sizing.data_rules import source_key
 from bloomery.sizing.plan import TrainingPlan
@@ -38,7 +36,7 @@ SPLIT_GROUP = "valid"
 """Name of the validation group that `data.split` makes."""
 _FINDS_ENDS = "data.mask_documents, data.reset_positions and data.eod_loss find the ends of documents by their token"
 _SHARE_MAY_BE_OFF = 0.1
-"""By which part of itself, before it is told."""
+"""By which part of itself, before there is a warning."""
 _PADDED_TO = 64
 _MOST_PADDING = 1024
 """Rows of a vocabulary that is a multiple, beyond the entries of the tokenizer: others pad it in the recipe already."""
@@ -60,17 +58,19 @@ class OpenData:
     """Of the tokenizer whose tokens are trained on; None if that is not known."""
 
     def shards(self) -> dict[str, dict[str, Any]]:
-        """By source, what tells the shard that is trained on from another, and where it lies."""
+        """By source, what identifies the shard that is trained on, and where it lies."""
         shards = {source.key: cast(Any, source).shard for source in self.train.sources}
         return {key: {**shard.facts(), "path": shard.prefix} for key, shard in shards.items()}
 
 
 @contextmanager
-def open_data(recipe: Recipe, *, plan: TrainingPlan | None = None, before: Before | None = None) -> Iterator[OpenData]:
+def open_data(
+    recipe: Recipe, *, plan: TrainingPlan | None = None, cursor: DataCursor | None = None
+) -> Iterator[OpenData]:
     """Every source, checked against tokenizer and vocabulary; DataError with all that do not fit.
 
-    `before` is what a checkpoint has taken: weights that have changed since hold from there on, and orders without
-    state must come out as they did for it. `plan` is the recipe's, of a run that goes on.
+    `cursor` is what a checkpoint has taken: weights that have changed since hold from there on, and orders without
+    state must come out as they did for it. `plan` is the recipe's, of a run that resumes.
     """
     assert recipe.data is not None
     opening = _Opening(recipe, plan or TrainingPlan.of(recipe))
@@ -87,16 +87,16 @@ def open_data(recipe: Recipe, *, plan: TrainingPlan | None = None, before: Befor
         if opening.problems:
             raise DataError(opening.problems)
         if opening.megatron:
-            stream = opening.megatron.train_stream(data.train, train, before)
+            stream = opening.megatron.train_stream(data.train, train, cursor)
             validation = {
                 name: opening.megatron.stream(sections[name], sources, "validation") for name, sources in groups.items()
             }
             yield OpenData(stream, validation, None, opening.warnings, [], opening.tokenizer_hash())
             return
         blend, notices = TimelessBlend.start(_weights(data.train)), list[str]()
-        if before is not None and before.blend is not None:
-            windows = cast(Sequence[Windows], train)  # bert has others, but never another length
-            blend, notices = blend_after(before, _weights(data.train), windows, seq_length=recipe.model.seq_length)
+        if cursor is not None and cursor.blend is not None:
+            windows = cast(Sequence[CausalSource], train)  # bert has others, but never another length
+            blend, notices = blend_after(cursor, _weights(data.train), windows, seq_length=recipe.model.seq_length)
         blends = {name: TimelessBlend.start(_weights(sections[name])) for name in groups}
         validation = {name: Stream(sources, blends[name]) for name, sources in groups.items()}
         for place, each in {
@@ -117,9 +117,9 @@ def _shares_that_are_off(place: str, blend: TimelessBlend) -> list[str]:
     """One warning for all sources whose weights are too small for the slots of a blend."""
     asked, given = blend.state.weights, blend.shares()
     off = [key for key, share in asked.items() if abs(given[key] - share) > _SHARE_MAY_BE_OFF * share]
-    told = [f"{key} should have {asked[key]:.3g} of the samples and gets {given[key]:.3g}" for key in off]
+    texts = [f"{key} should have {asked[key]:.3g} of the samples and gets {given[key]:.3g}" for key in off]
     slots = f"a blend has {blend.state.period:,} slots, and every source at least one"
-    return [f"{place}: {first_few(told)}: {slots}; raise these weights, or leave the sources out"] if told else []
+    return [f"{place}: {first_few(texts)}: {slots}; raise these weights, or leave the sources out"] if texts else []
 
 
 class _Opening:
@@ -214,7 +214,7 @@ class _Opening:
                 return
 
     def check_together(self) -> None:
-        """All shards against each other, less those that do not fit the recipe's tokenizer, which has been told."""
+        """All shards against each other, less those that do not fit the recipe's tokenizer, which has been reported."""
         if bare := [path for path, manifest in self._manifests.items() if manifest is None]:
             self.warnings.append(without_manifest(bare, "could not be checked"))
         own = self._tokenizer.content_hash if self._tokenizer else None
@@ -230,19 +230,19 @@ class _Opening:
         rows, entries = self._recipe.model.vocab_size, max(sizes, default=0)
         is_padded = rows % _PADDED_TO == 0 and rows - entries < _MOST_PADDING
         if 0 < entries < rows and not is_padded:
-            said = f"model.vocab_size is {rows:,} but the tokenizer has {entries:,} entries"
-            yield f"{said}: the others never occur in the data. To pad the embedding there is model.vocab_multiple"
+            what = f"model.vocab_size is {rows:,} but the tokenizer has {entries:,} entries"
+            yield f"{what}: the others never occur in the data. To pad the embedding there is model.vocab_multiple"
         endless = [
             path
             for path, manifest in known.items()
             if manifest.eod_id is None and manifest.settings.get("special_tokens") != "as_ids"
         ]
         if endless and self._recipe.model.family != "bert":
-            said = "holds documents without an end (append_eod: false)"
-            yield f"{first_few(endless)} {said}: each runs into the next, and the model does not learn to stop"
+            what = "holds documents without an end (append_eod: false)"
+            yield f"{first_few(endless)} {what}: each runs into the next, and the model does not learn to stop"
 
     def tokenizer_hash(self) -> str | None:
-        """The recipe's tokenizer; without one, what the manifests say, which all say the same."""
+        """The recipe's tokenizer; without one, that of the manifests, which all have the same."""
         if self._tokenizer is not None:
             return self._tokenizer.content_hash
         return next((manifest.tokenizer_hash for manifest in self._manifests.values() if manifest is not None), None)
@@ -254,7 +254,7 @@ class _Opening:
 
     def _masked(self, path: str, settings: dict[str, Any]) -> MaskedSource:
         assert self._recipe.data is not None
-        if self._mask_vocabulary is None:  # a problem that has been told, unless there is no tokenizer at all
+        if self._mask_vocabulary is None:  # a problem that has been reported, unless there is no tokenizer at all
             what, rule = "the recipe names no tokenizer", "masking needs the ids of [CLS], [SEP], [MASK] and [PAD]"
             raise DataError([] if self.problems else Problem(what, rule, "add `tokenizer: {path: ...}`"))
         manifest = self._manifest(path)

@@ -13,32 +13,12 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
+from bloomery.base.splitmix import GOLDEN, MASK, U64, splitmix64, splitmix64_one
+
 _ROUNDS = 6
 """Two rounds fail statistical tests badly, three pass; the rest is margin."""
 _FEW = 8
 """Positions for which Python is faster than numpy."""
-_GOLDEN = 0x9E3779B97F4A7C15
-_MIX_1 = 0xBF58476D1CE4E5B9
-_MIX_2 = 0x94D049BB133111EB
-_MASK = 2**64 - 1
-
-U64 = NDArray[np.uint64]
-
-
-def splitmix64(values: U64) -> U64:
-    """A well mixed 64-bit hash of each value."""
-    mixed = values + np.uint64(_GOLDEN)
-    mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(_MIX_1)
-    mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(_MIX_2)
-    return mixed ^ (mixed >> np.uint64(31))
-
-
-def splitmix64_one(value: int) -> int:
-    """The same for one Python integer."""
-    mixed = (value + _GOLDEN) & _MASK
-    mixed = ((mixed ^ (mixed >> 30)) * _MIX_1) & _MASK
-    mixed = ((mixed ^ (mixed >> 27)) * _MIX_2) & _MASK
-    return mixed ^ (mixed >> 31)
 
 
 def stream_key(seed: int, name: str) -> int:
@@ -64,7 +44,7 @@ class TimelessOrder:
             found = np.array([self.locate_one(int(index)) for index in np.ravel(indices)], np.int64).reshape(-1, 2)
             return found[:, 0].reshape(np.shape(indices)), found[:, 1].reshape(np.shape(indices))
         epochs, places = np.divmod(np.asarray(indices, dtype=np.int64), self.num_samples)
-        return epochs, self._walk(places, epochs, inverse=False)
+        return epochs, self._walk(places, epochs)
 
     def locate_one(self, index: int) -> tuple[int, int]:
         """The same for one position, without numpy's overhead."""
@@ -81,18 +61,12 @@ class TimelessOrder:
             if place < self.num_samples:
                 return epoch, place
 
-    def positions(self, epochs: NDArray[np.int64], samples: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The inverse of `locate`: where in the run these samples are seen in these epochs."""
-        epochs, samples = np.broadcast_arrays(np.asarray(epochs, np.int64), np.asarray(samples, np.int64))
-        return epochs * self.num_samples + self._walk(samples, epochs, inverse=True)
-
-    def _walk(self, places: NDArray[np.int64], epochs: NDArray[np.int64], *, inverse: bool) -> NDArray[np.int64]:
-        step = self._unstep if inverse else self._step
+    def _walk(self, places: NDArray[np.int64], epochs: NDArray[np.int64]) -> NDArray[np.int64]:
         keys = self._round_keys(epochs)
-        result = step(places.astype(np.uint64), keys)
+        result = self._step(places.astype(np.uint64), keys)
         outside = np.flatnonzero(result >= self.num_samples)
         while len(outside):
-            result[outside] = step(result[outside], keys[:, outside])
+            result[outside] = self._step(result[outside], keys[:, outside])
             outside = outside[result[outside] >= self.num_samples]
         return result.astype(np.int64)
 
@@ -106,22 +80,12 @@ class TimelessOrder:
                 column = (column + splitmix64(row ^ key) % columns) % columns
         return row * columns + column
 
-    def _unstep(self, places: U64, keys: U64) -> U64:
-        rows, columns = np.uint64(self._rows), np.uint64(self._columns)
-        row, column = np.divmod(places, columns)
-        for number in reversed(range(_ROUNDS)):
-            if number % 2 == 0:
-                row = (row + rows - splitmix64(column ^ keys[number]) % rows) % rows
-            else:
-                column = (column + columns - splitmix64(row ^ keys[number]) % columns) % columns
-        return row * columns + column
-
     def _round_keys(self, epochs: NDArray[np.int64]) -> U64:
         """(rounds, positions): each epoch has keys of its own."""
-        numbers = np.arange(1, _ROUNDS + 1, dtype=np.uint64)[:, None] * np.uint64(_GOLDEN)
+        numbers = np.arange(1, _ROUNDS + 1, dtype=np.uint64)[:, None] * np.uint64(GOLDEN)
         epoch_keys = splitmix64(epochs.astype(np.uint64) ^ np.uint64(self._key))
         return splitmix64(epoch_keys[None, :] + numbers)
 
     def _round_keys_one(self, epoch: int) -> list[int]:
         epoch_key = splitmix64_one(epoch ^ self._key)
-        return [splitmix64_one((epoch_key + number * _GOLDEN) & _MASK) for number in range(1, _ROUNDS + 1)]
+        return [splitmix64_one((epoch_key + number * GOLDEN) & MASK) for number in range(1, _ROUNDS + 1)]

@@ -117,8 +117,8 @@ class ShardIndex:
         wrong = pointers != starts[:-1] * self.dtype.itemsize
         if wrong.any():
             bad = int(np.argmax(wrong))
-            said = f"the lengths before it say {starts[bad] * self.dtype.itemsize}"
-            what = f"sequence {first + bad} points to byte {pointers[bad]} where {said}"
+            sums = f"the lengths before it add up to {starts[bad] * self.dtype.itemsize}"
+            what = f"sequence {first + bad} points to byte {pointers[bad]} where {sums}"
             raise damaged(self.path, what, "sequences must follow each other without gaps")
         return starts
 
@@ -168,7 +168,7 @@ def damaged(place: str, what: str, rule: str, remedy: str = REMAKE) -> DataError
 
 
 def unreadable(place: str, error: OSError) -> DataError:
-    remedy = "correct the path" if error.errno == errno.ENAMETOOLONG else "mend its permissions or its storage"
+    remedy = "correct the path" if error.errno == errno.ENAMETOOLONG else "correct its permissions or its storage"
     return damaged(place, f"cannot be read: {error.strerror or error}", "", remedy)
 
 

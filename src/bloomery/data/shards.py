@@ -106,7 +106,7 @@ class ShardWriter:
         with writing(f"{self.prefix}.bin"):
             self._bin.flush()
             while unwritten:
-                copied = _copy(file.fileno(), self._bin.fileno(), offset + nbytes - unwritten, unwritten)
+                copied = os.sendfile(self._bin.fileno(), file.fileno(), offset + nbytes - unwritten, unwritten)
                 if not copied:
                     raise damaged(str(file.name), "ends too early", "it was cut off while it was being copied")
                 unwritten -= copied
@@ -184,20 +184,6 @@ def _running_sums(counts: NDArray[np.int32]) -> Iterator[NDArray[np.int64]]:
         before = int(sums[-1])
 
 
-def _copy(source: int, target: int, offset: int, count: int) -> int:
-    """Bytes copied, at least one where there are any."""
-    try:
-        return os.copy_file_range(source, target, count, offset_src=offset)
-    except OSError as error:
-        if error.errno not in (errno.EXDEV, errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP, errno.EPERM):
-            raise
-    data = os.pread(source, min(count, 1 << 24), offset)
-    view = memoryview(data)
-    while view:
-        view = view[os.write(target, view) :]
-    return len(data)
-
-
 class ShardReader:
     """One shard, opened in no time whatever its size: see ShardIndex. `read` may be called from several threads."""
 
@@ -240,7 +226,7 @@ class ShardReader:
         return self.index.num_sequences
 
     def facts(self) -> dict[str, Any]:
-        """What tells this shard from another: its size, and a hash of some of its tokens and of where some documents
+        """What identifies this shard: its size, and a hash of some of its tokens and of where some documents
         begin."""
         hasher = xxhash.xxh3_128()
         for document in np.linspace(0, self.num_documents, _FACT_DOCUMENTS, dtype=np.int64):
@@ -277,7 +263,7 @@ class ShardReader:
 def is_missing(path: str) -> bool:
     try:
         os.stat(path)
-    except OSError as error:  # any other reason is told by who opens it
+    except OSError as error:  # any other reason is reported by who opens it
         return error.errno in (errno.ENOENT, errno.ENOTDIR)
     return False
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import threading
 from collections.abc import Callable, Sequence
 from functools import cached_property, partial
@@ -12,9 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import orjson
 
 from bloomery.base.errors import DataError, Problem
-from bloomery.data.tokenizer_files import check_ids, misfit, read_settings, read_tokenizer_json, token_of
-from bloomery.data.tokenizer_hash import OF_IDS
-from bloomery.data.tokenizer_spellings import deciding_ids
+from bloomery.data.tokenizer_files import check_ids, read_settings, read_tokenizer_json, token_of
 
 if TYPE_CHECKING:  # slow to import; `bloomery prepare` begins to load an encoder before it does
     import numpy as np
@@ -24,10 +23,17 @@ T = TypeVar("T")
 END_OF_DOCUMENT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]")
 """Special tokens that end a document, the most specific first; without any of them, the folder's `eos_token` does. Not
 that one first: a chat tokenizer's ends a turn, `<|im_end|>`, where `<|endoftext|>` ends documents."""
-
-
+OF_IDS = "-ids"
+"""What hashes end with since they cover what decides ids and nothing else."""
+_NOTHING = ("dropout", "continuing_subword_prefix", "end_of_word_suffix")
+_DECIDES_NO_ID = re.compile(rb'"trim_offsets":(true|false),')
 LEAST_SECONDS, LEAST_CHARACTERS_PER_SECOND = 60.0, 20_000
 """How long a library may take for a text: far longer than any does, unless a pattern of the tokenizer backtracks."""
+
+
+def is_other_tokenizer(remembered: str | None, now: str | None) -> bool:
+    """Whether a hash that a checkpoint remembers is of another tokenizer; one of an earlier version tells nothing."""
+    return remembered is not None and now is not None and remembered != now and remembered.endswith(OF_IDS)
 
 
 def in_time(work: Callable[[], T], characters: int, place: str) -> T:
@@ -57,21 +63,19 @@ def in_time(work: Callable[[], T], characters: int, place: str) -> T:
 
 
 class Tokenizer:
-    def __init__(self, content: str, *, path: str, lazy: bool = False, parsed: dict[str, Any] | None = None) -> None:
+    def __init__(self, content: str, *, path: str, lazy: bool = False) -> None:
         """`content` is a tokenizer.json; `path` the file it was read from. `lazy`: the library builds it when it is
-        first needed, which takes seconds for a large vocabulary. `parsed`: the content, if the caller has it."""
+        first needed, which takes seconds for a large vocabulary."""
         self.path = path
         self.content = content
-        if parsed is not None:
-            self.parsed = parsed
         if not lazy:
             self.build()
 
     @classmethod
     def load(cls, path: str, *, lazy: bool = False) -> Tokenizer:
         """From a folder that holds a tokenizer.json, GPT-2's vocab.json and merges.txt, or BERT's vocab.txt."""
-        file = read_tokenizer_json(path)
-        return cls(file.content, path=file.path, lazy=lazy, parsed=file.parsed)
+        file, content = read_tokenizer_json(path)
+        return cls(content, path=file, lazy=lazy)
 
     def build(self) -> None:
         """What `lazy` had put off."""
@@ -87,7 +91,7 @@ class Tokenizer:
         except (KeyboardInterrupt, MemoryError):
             raise
         except BaseException as error:  # the library raises bare Exception, and its panics are not even that
-            raise misfit(self.path, self.parsed) or self._unreadable(error) from error
+            raise self._unreadable(error) from error
         # A document that merely contains the text '<|endoftext|>' must not end there.
         tokenizer.encode_special_tokens = True
         # Files saved by others may carry these; they would silently drop or invent tokens.
@@ -168,11 +172,11 @@ class Tokenizer:
 
     @cached_property
     def end_of_document(self) -> str | None:
-        """The special token that ends documents. No part of the hash: a shard's manifest tells it on its own."""
+        """The special token that ends documents. No part of the hash: a shard's manifest has it on its own."""
         if named := next((token for token in END_OF_DOCUMENT if token in self.special_tokens), None):
             return named
-        told = token_of(read_settings(os.path.dirname(self.path)).get("eos_token"))
-        return told if told in self.special_tokens else None
+        named = token_of(read_settings(os.path.dirname(self.path)).get("eos_token"))
+        return named if named in self.special_tokens else None
 
     @property
     def eod_token(self) -> str:
@@ -194,13 +198,21 @@ class Tokenizer:
 
     @cached_property
     def content_hash(self) -> str:
-        """sha256 of what decides the ids, and `-ids`: moving, reformatting, re-saving or exporting the file changes
-        nothing."""
-        try:
-            encoded = orjson.dumps(deciding_ids(self.parsed), option=orjson.OPT_SORT_KEYS)
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise self._unreadable(error) from error
-        return hashlib.sha256(encoded).hexdigest() + OF_IDS
+        """sha256 of what decides the ids, as the tokenizers library saves it and with sorted keys, and `-ids`. Moving,
+        reformatting, re-saving or exporting the file changes nothing, nor do decoder and post-processor."""
+        saved = orjson.loads(self._tokenizer.to_str())
+        facts = {name: saved[name] for name in ("added_tokens", "normalizer", "pre_tokenizer", "model")}
+        model, added = facts["model"], facts["added_tokens"]
+        if facts["normalizer"] is None and all(token["normalized"] for token in added):
+            facts["added_tokens"] = [
+                {**token, "normalized": False} for token in added
+            ]  # there is nothing to look behind
+        if model["type"] == "BPE":  # 0.0 and "" say the same as nothing
+            model |= {name: model[name] or None for name in _NOTHING}
+        if model["type"] == "Unigram":  # of 17 digits the library rounds the last one its own way
+            model["vocab"] = [[token, float(f"{score:.12g}")] for token, score in model["vocab"]]
+        encoded = orjson.dumps(facts, option=orjson.OPT_SORT_KEYS)
+        return hashlib.sha256(_DECIDES_NO_ID.sub(b"", encoded)).hexdigest() + OF_IDS
 
     def encode_batch(self, texts: Sequence[str], *, special_tokens_as_ids: bool = False) -> list[NDArray[np.int64]]:
         """Ids of the texts alone: nothing is added, and special tokens in a text are read as text unless asked for."""

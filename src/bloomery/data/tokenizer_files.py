@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Collection
-from dataclasses import dataclass
-from itertools import chain, filterfalse
 from typing import Any
 
 import orjson
@@ -17,31 +14,19 @@ from bloomery.base.errors import DataError, Problem
 FILES = ("tokenizer.json", "merges.txt", "vocab.txt")
 """A folder with one of them holds a tokenizer; the first counts."""
 _END_OF_TEXT = "<|endoftext|>"
-_PAIRS = re.compile(r"(?:(?!#version)\S+ \S+\n)*")
-"""The lines of a merges.txt, as they are usually written."""
 HIGHEST_ID = (1 << 24) - 1
 _OWN_ID = f"each token has an id of its own, from 0 to {HIGHEST_ID:,}"
 _BERT_SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 
 
-@dataclass(frozen=True)
-class TokenizerFile:
-    path: str
-    content: str
-    """Of a tokenizer.json."""
-    parsed: dict[str, Any] | None = None
-    """The same as values, where it was made here."""
-
-
-def read_tokenizer_json(folder: str) -> TokenizerFile:
-    """DataError where the folder holds no tokenizer."""
+def read_tokenizer_json(folder: str) -> tuple[str, str]:
+    """(the file that a folder's tokenizer was read from, its tokenizer.json). DataError where it holds none."""
     if not os.path.exists(json_file := os.path.join(folder, "tokenizer.json")):
         if os.path.exists(merges := os.path.join(folder, "merges.txt")):
-            content = _gpt2(folder)
-            return TokenizerFile(merges, orjson.dumps(content).decode(), content)
+            return merges, _gpt2(folder)
         if os.path.exists(vocab := os.path.join(folder, "vocab.txt")):
-            return TokenizerFile(vocab, _bert(folder))
-    return TokenizerFile(json_file, _read(json_file))
+            return vocab, _bert(folder)
+    return json_file, _read(json_file)
 
 
 def _read(path: str) -> str:
@@ -59,28 +44,27 @@ def _read(path: str) -> str:
         ) from error
 
 
-def _gpt2(folder: str) -> dict[str, Any]:
-    vocab_path, merges_path = os.path.join(folder, "vocab.json"), os.path.join(folder, "merges.txt")
+def _gpt2(folder: str) -> str:
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+
+    vocab_path, path = os.path.join(folder, "vocab.json"), os.path.join(folder, "merges.txt")
     vocab = _json(vocab_path)
-    merges = _pairs(merges_path)
     if not _are_ids(vocab.values()):
         raise _broken(vocab_path, "gives a token no id, or two tokens the same", _OWN_ID)
-    return _gpt2_json(vocab, merges, prefix_space=bool(_config(folder).get("add_prefix_space", False)))
-
-
-def _pairs(path: str) -> list[str]:
-    """`a b` for each line of a merges.txt."""
-    text = _read(path)
-    body = text.partition("\n")[2] if text.startswith("#version") else text
-    merges = body.split("\n")[:-1]
-    if not _PAIRS.fullmatch(body):  # then look at each line
-        lines = [line.split() for line in text.split("\n") if line.strip() and not line.startswith("#version")]
-        if wrong := next((line for line in lines if len(line) != 2), None):
-            raise _broken(path, f"has the line {' '.join(wrong)!r}", "each line is a pair of tokens")
-        merges = list(map(" ".join, lines))
-    if len({*merges}) < len(merges):  # of a pair that is there twice, the last counts
-        merges = list(dict.fromkeys(reversed(merges)))[::-1]
-    return merges
+    lines = [line.split() for line in _read(path).split("\n") if line.strip() and not line.startswith("#version")]
+    if wrong := next((line for line in lines if len(line) != 2), None):
+        raise _broken(path, f"has the line {' '.join(wrong)!r}", "each line is a pair of tokens")
+    try:
+        tokenizer = Tokenizer(models.BPE(vocab, [(first, second) for first, second in lines]))
+    except Exception as error:  # the library raises nothing more specific
+        raise _broken(path, f"does not fit {vocab_path}: {error}", "both come from one training") from error
+    prefix_space = bool(_config(folder).get("add_prefix_space", False))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=prefix_space)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.post_processor = processors.ByteLevel(trim_offsets=False)
+    if _END_OF_TEXT in vocab:
+        tokenizer.add_special_tokens([_END_OF_TEXT])
+    return str(tokenizer.to_str())
 
 
 def _are_ids(numbers: Collection[Any]) -> bool:
@@ -108,40 +92,6 @@ def check_ids(parsed: Any) -> None:
             raise TypeError(f"its added token {token!r:.60} lacks an id, its content or whether it is special")
         if not _are_ids([token["id"]]):
             raise TypeError(f"its added token {token!r:.60} has no id: {_OWN_ID}")
-
-
-def misfit(path: str, parsed: dict[str, Any]) -> DataError | None:
-    """What a merges.txt that the library refuses has that its vocab.json has not. Only then is it looked for."""
-    vocab, merges = parsed["model"]["vocab"], parsed["model"].get("merges") or []
-    if not path.endswith("merges.txt"):
-        return None
-    pairs = list(map(str.split, merges))
-    needed = chain(chain.from_iterable(pairs), map("".join, pairs))
-    unknown = next(filterfalse(vocab.__contains__, needed), None)
-    other = os.path.join(os.path.dirname(path), "vocab.json")
-    what = f"does not fit {other}: that one has no token {unknown!r}"
-    return None if unknown is None else _broken(path, what, "both come from one training")
-
-
-def _gpt2_json(vocab: dict[str, int], merges: list[str], *, prefix_space: bool) -> dict[str, Any]:
-    """What the tokenizers library would save, without the time that it takes to build one. Merges as strings, as it did
-    before 0.20: they are read faster than pairs."""
-    byte_level = {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True}
-    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
-    end = {"id": vocab.get(_END_OF_TEXT), "content": _END_OF_TEXT, **flags, "special": True}
-    nothing = dict.fromkeys(("dropout", "unk_token", "continuing_subword_prefix", "end_of_word_suffix"))
-    options = dict.fromkeys(("fuse_unk", "byte_fallback", "ignore_merges"), False)
-    return {
-        "version": "1.0",
-        "truncation": None,
-        "padding": None,
-        "added_tokens": [end] if _END_OF_TEXT in vocab else [],
-        "normalizer": None,
-        "pre_tokenizer": {**byte_level, "add_prefix_space": prefix_space},
-        "post_processor": {**byte_level, "trim_offsets": False},
-        "decoder": byte_level,
-        "model": {"type": "BPE", **nothing, **options, "vocab": vocab, "merges": merges},
-    }
 
 
 def _bert(folder: str) -> str:

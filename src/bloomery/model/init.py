@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 from bloomery.base.piece import Piece
+from bloomery.base.splitmix import GOLDEN, mix_in_place
 from bloomery.config.recipe import ModelSection
 from bloomery.model.families import ARCHITECTURES
 
@@ -38,12 +39,10 @@ RULES: tuple[tuple[str, Rule], ...] = (
 # chunks of 2^15 pairs and 29 with 2^18, 16 threads 78 and 336.
 _PAIRS_PER_THREAD, _MOST_PAIRS = 1 << 15, 1 << 18
 _ELEMENTS_PER_COPY = 1 << 24
-_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 # cos(pi x) and sin(pi x) / x as polynomials of x * x, good to 1e-10 for |x| <= 1/2. Four times as fast as numpy's sine
 # and cosine on ARM, and the same on every machine.
 _COSINE = [(-1) ** k * math.pi ** (2 * k) / math.factorial(2 * k) for k in range(8)]
 _SINE = [(-1) ** k * math.pi ** (2 * k + 1) / math.factorial(2 * k + 1) for k in range(7)]
-_MIX_1, _MIX_2 = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
 
 
 def rule_of(name: str) -> Rule:
@@ -127,13 +126,9 @@ def _normal_pairs(key: np.uint64, counters: np.ndarray, std: float) -> np.ndarra
     """Two normal numbers, side by side in the last dimension, for each counter. Overwrites `counters`."""
     z = counters
     z += np.uint64(1)
-    z *= _GOLDEN
+    z *= np.uint64(GOLDEN)
     z += key
-    z ^= z >> np.uint64(30)
-    z *= _MIX_1
-    z ^= z >> np.uint64(27)
-    z *= _MIX_2
-    z ^= z >> np.uint64(31)
+    mix_in_place(z)
     # One hash makes both: bits 32-63 the radius (never log 0), bit 31 its sign, bits 0-30 half a turn of angle.
     radius = (z >> np.uint64(32)).astype(np.float64)
     radius += 1.0

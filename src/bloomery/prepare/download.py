@@ -1,43 +1,112 @@
-"""`bloomery download`: every file of a manifest, whole and proven, or an error that names each one that is not."""
+"""`bloomery download`: every file of a manifest, complete and verified, or an error that names each one that is not.
+
+`requests` speaks HTTP (redirects, proxies, logins, TLS), fsspec everything else.
+"""
 
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
+import os
+import random
 import re
 import threading
+import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Annotated, Any, NamedTuple
 from urllib.parse import unquote
 
-import yaml
+import requests
+import urllib3
+import xxhash
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, TypeAdapter, ValidationError, field_validator
+from pydantic import ValidationInfo as Info
 
-from bloomery.base.bounded import LARGE_BYTES, parse_json, read_text
-from bloomery.base.errors import DataError, Problem, StorageError, on_one_line
-from bloomery.base.storage import AppendFile, open_plain, reason, writing, written_to
-from bloomery.prepare.fetch import Patience, RemoteFile, Stopped, Traffic, fetch, tidy
-from bloomery.prepare.output import AGAIN, file_hashes, held_alone
-from bloomery.prepare.remote import FetchError, public_url, split_url, url_fingerprint
+from bloomery import __version__
+from bloomery.base.bounded import LARGE_BYTES, parse_json, parse_yaml, read_text, wrong_fields
+from bloomery.base.errors import DataError, Problem, StorageError
+from bloomery.base.storage import AppendFile, locked, open_plain, publish, reason, write_all, writing, written_to
+from bloomery.prepare.stores import first_line, is_stumble, open_store
 
 STATE_FILE = ".bloomery-download.jsonl"
-"""What has been proven so far: a line for each file, the last one of a path holds."""
-_DIGITS = {"sha256": (64,), "md5": (32,), "xxh3": (16, 32)}
-_FIELDS = ("url", "size", *_DIGITS, "path")
+AGAIN = "; run the command again afterwards: what is complete is kept"
+"""What `download` and `extract` add to errors of the disk."""
+FIRST_WAIT_SECONDS, LONGEST_WAIT_SECONDS = 0.5, 60.0
+"""Between attempts; doubled with every failure in a row."""
+_LONGEST_RETRY_AFTER_SECONDS = 3600.0
+_BLOCK_BYTES = 1 << 20
 _OF_THE_DISK = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.ESTALE}
 """No other file could be written either. Everything else, such as a name that is too long, is about one file."""
-_DEEPEST = 64
-_FORM = "each entry is {url, size, sha256 or md5 or xxh3, path}; all but url may be left out"
+_FORM = "a manifest is a list of {url, size, sha256 or md5 or xxh3, path}, of which all but url may be left out"
+_HASHES: dict[str, Any] = {"sha256": "sha256", "md5": "md5", "xxh3": xxhash.xxh3_64, "xxh3_128": xxhash.xxh3_128}
+_Digits = Annotated[str, StringConstraints(pattern="^([0-9a-fA-F]{16}){1,4}$", to_lower=True)]
 
 
-@dataclass(frozen=True)
-class Failure:
-    path: str
-    url: str
-    reason: str
+class RemoteFile(BaseModel):
+    """An entry of a manifest."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+    url: Annotated[str, StringConstraints(pattern=r"^\S+$")]
+    size: Annotated[int, Field(ge=0)] | None = None
+    sha256: Annotated[_Digits, Field(min_length=64)] | None = None
+    md5: Annotated[_Digits, Field(min_length=32, max_length=32)] | None = None
+    xxh3: Annotated[_Digits, Field(max_length=32)] | None = None
+    path: str = Field("", validate_default=True)
+    """Below the output folder; by default the last part of the URL."""
+
+    @property
+    def hashes(self) -> dict[str, str]:
+        """Empty where nothing but the size can be verified."""
+        found = {"sha256": self.sha256, "md5": self.md5, f"xxh3{'_128' * (len(self.xxh3 or '') == 32)}": self.xxh3}
+        return {name: value for name, value in found.items() if value is not None}
+
+    @field_validator("path")
+    @classmethod
+    def _below_the_output_folder(cls, path: str, info: Info) -> str:
+        name = PurePosixPath(path or unquote(public_url(info.data.get("url", ""))).rpartition("/")[2])
+        is_ours = name.name == STATE_FILE or (name.name.startswith(".") and ".part" in name.name)
+        if (
+            not name.parts
+            or name.is_absolute()
+            or ".." in name.parts
+            or not re.fullmatch("[^\0\ud800-\udfff]+", str(name))
+            or is_ours
+        ):
+            raise ValueError(f"{str(name)!r} is not a name below the output folder")
+        return str(name)
+
+
+def read_download_manifest(path: str) -> list[RemoteFile]:
+    """A list of files in JSON, JSONL or YAML. DataError with everything that is wrong in it."""
+    try:
+        text = read_text(path, LARGE_BYTES, encoding="utf-8")
+        if path.endswith(".jsonl"):
+            content = [parse_json(line) for line in text.split("\n") if line.strip()]
+        else:
+            content = parse_yaml(text) if path.endswith((".yaml", ".yml")) else parse_json(text)
+        wanted = TypeAdapter(list[RemoteFile]).validate_python(content)
+    except (OSError, ValueError) as error:
+        why = getattr(error, "strerror", None) or str(error)
+        what = f"has {wrong_fields(error)}" if isinstance(error, ValidationError) else f"cannot be read: {why}"
+        raise DataError(Problem(what, _FORM, "correct the file, or the path to it", path)) from error
+    counts = Counter(file.path for file in wanted)
+    if not wanted or max(counts.values()) > 1:
+        what = f"has two files for the path {max(counts, key=counts.__getitem__)}" if wanted else "lists no file"
+        raise DataError(Problem(what, "every file needs a path of its own", "give one of them another `path`", path))
+    return wanted
+
+
+def public_url(url: str) -> str:
+    """Without user, password and query, which may hold secrets; also of what is no URL."""
+    return re.sub("(?<=://)[^/?#]*@", "", re.split("[?#]", url)[0])
 
 
 @dataclass
@@ -49,35 +118,19 @@ class DownloadResult:
     downloaded: int = 0
     already_there: int = 0
     without_checksum: int = 0
-    """Complete files whose content the manifest does not prove."""
-    failures: list[Failure] = field(default_factory=list)
+    """Complete files whose content the manifest cannot verify."""
+    failures: list[dict[str, str]] = field(default_factory=list)
+    """`path`, `url` and `reason` of each."""
 
 
-def read_download_manifest(path: str) -> list[RemoteFile]:
-    """A list of files in JSON, JSONL or YAML. DataError with everything that is wrong in it."""
-    problems: list[Problem] = []
-    wanted: list[RemoteFile] = []
-    taken: dict[str, str] = {}
-    folders: dict[str, str] = {}
-    for place, entry in _entries(path):
-        try:
-            file = _parse(entry)
-        except ValueError as error:
-            problems.append(Problem(str(error), _FORM, "mend the entry", place))
-            continue
-        parents = [str(parent) for parent in PurePosixPath(file.path).parents]
-        clash = next((taken[path] for path in (file.path, *parents) if path in taken), folders.get(file.path))
-        if clash is not None:
-            what = f"its path {on_one_line(file.path)} is in the way of that of {clash}"
-            problems.append(Problem(what, "every file needs a place of its own", "give it another `path`", place))
-        folders |= dict.fromkeys(parents, place)
-        taken[file.path] = place
-        wanted.append(file)
-    if not wanted and not problems:
-        problems.append(Problem("lists no file", _FORM, "", path))
-    if problems:
-        raise DataError(problems)
-    return wanted
+class FetchError(Exception):
+    """The file cannot be downloaded; the text says why."""
+
+
+class RetryableError(Exception):
+    def __init__(self, why: str, wait_seconds: float = 0.0, *, start_over: bool = False) -> None:
+        super().__init__(why)
+        self.wait_seconds, self.start_over = wait_seconds, start_over
 
 
 @written_to("--output", AGAIN)
@@ -86,222 +139,252 @@ def download(
     folder: Path,
     *,
     jobs: int,
-    patience: Patience,
-    progress: Callable[[DownloadResult], None] | None = None,
+    retries: int = 8,
+    timeout_seconds: float = 60.0,
+    progress: Callable[[DownloadResult], None] = lambda _: None,
 ) -> DownloadResult:
-    """Bring every file into `folder`. Files that cannot be had are in the result; StorageError ends it at once."""
+    """Bring every file into `folder`. Files that cannot be downloaded are in the result; StorageError ends it at once.
+
+    `retries`: attempts after the first, counted from 0 again whenever one has received more of the file.
+    """
     result = DownloadResult(files=len(wanted))
-    traffic = Traffic()
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
-    with _opened_state(folder / STATE_FILE) as state, ThreadPoolExecutor(jobs) as pool:
+    with locked(folder), ThreadPoolExecutor(jobs) as pool:
+        downloads = _Downloads(folder, retries, timeout_seconds)
         try:
-            futures = {pool.submit(_one, file, folder, state, patience, traffic): file for file in wanted}
+            futures = {pool.submit(downloads.one, file): file for file in wanted}
             for future in as_completed(futures):
                 file = futures[future]
                 try:
                     size, is_new = future.result()
                 except FetchError as error:
-                    result.failures.append(Failure(file.path, public_url(file.url), str(error)))
+                    result.failures.append({"path": file.path, "url": public_url(file.url), "reason": str(error)})
                 else:
                     result.bytes += size
                     result.downloaded += is_new
                     result.already_there += not is_new
                     result.without_checksum += not file.hashes
-                if progress is not None:
-                    progress(result)
+                progress(result)
         except BaseException:
-            traffic.stop.set()
+            downloads.stop.set()
             pool.shutdown(wait=True, cancel_futures=True)
             raise
+        finally:
+            downloads.state.close()
     order = {file.path: number for number, file in enumerate(wanted)}
-    result.failures.sort(key=lambda failure: order[failure.path])
+    result.failures.sort(key=lambda failure: order[failure["path"]])
     return result
 
 
-def _one(wanted: RemoteFile, folder: Path, state: _State, patience: Patience, traffic: Traffic) -> tuple[int, bool]:
-    """(bytes, whether they had to be fetched). FetchError where this file cannot be had or cannot have its name."""
-    if traffic.stop.is_set():
-        raise Stopped
-    path = folder / wanted.path
-    try:
-        with writing(path):
-            if any(parent.is_symlink() for parent in path.parents if folder in parent.parents):
-                raise OSError(errno.ELOOP, "")
-            if path.is_dir():
-                raise IsADirectoryError(errno.EISDIR, "")
-            is_new = not state.proves(wanted)
-            if not is_new:
-                tidy(wanted, folder)
-            else:
-                hashes = fetch(wanted, folder, patience=patience, traffic=traffic)
-                state.remember(wanted, hashes)
-            return path.stat().st_size, is_new
-    except StorageError as error:
-        cause = error.__cause__
-        if not isinstance(cause, OSError) or cause.errno in _OF_THE_DISK:
-            raise
-        remedy = "give it another `path` in the manifest, or mend what stands in its way"
-        raise FetchError(f"cannot be written: {reason(cause)}: {remedy}") from error
+class _Downloads:
+    """What all threads share: which files are verified, a stop, and hosts that asked for a pause."""
 
-
-class _State:
-    """Remembers which files have been proven, by their size and time of change, so that each is hashed only once."""
-
-    def __init__(self, path: Path) -> None:
-        self._folder = path.parent
-        self._lines = AppendFile(path, is_whole=_is_json)
-        self._known: dict[str, dict[str, Any]] = {}
+    def __init__(self, folder: Path, retries: int, timeout_seconds: float) -> None:
+        self._folder, self._retries, self._timeout_seconds = folder, retries, timeout_seconds
+        self.stop = threading.Event()
+        self._not_before: dict[str, float] = {}
+        self.state = AppendFile(folder / STATE_FILE, is_whole=lambda line: bool(_verified(line)))
+        """A line for each file that was verified, with size and time of change, so that it is hashed once. The last of
+        a path counts."""
+        lines = (folder / STATE_FILE).read_bytes().splitlines()
+        self._verified = {facts["path"]: facts for line in lines if (facts := _verified(line))}
         self._lock = threading.Lock()
-        for line in path.read_bytes().splitlines():
-            if _is_json(line):
-                facts = parse_json(line)
-                self._known[facts["path"]] = facts
 
-    def proves(self, wanted: RemoteFile) -> bool:
-        """Whether the file is there and is the one that is wanted."""
+    def one(self, wanted: RemoteFile) -> tuple[int, bool]:
+        """(bytes, whether they had to be fetched). FetchError where it cannot be downloaded or cannot have its name."""
         path = self._folder / wanted.path
         try:
-            facts = path.stat()
-        except (FileNotFoundError, NotADirectoryError):
-            return False
-        if wanted.size not in (None, facts.st_size) or not path.is_file():
-            return False
-        known = self._known.get(wanted.path, {})
-        if (known.get("size"), known.get("mtime_ns")) == (facts.st_size, facts.st_mtime_ns):
-            if not wanted.hashes:
-                return wanted.size is not None or bool(known["url"] == url_fingerprint(wanted.url))
-            if wanted.hashes.items() <= known["hashes"].items():
-                return True
-        if wanted.size is None and not wanted.hashes:
-            return False  # nothing says that it is whole
-        hashes = file_hashes(path, {"sha256", *wanted.hashes})
-        if any(hashes[name] != expected for name, expected in wanted.hashes.items()):
-            return False
-        self.remember(wanted, hashes)
-        return True
+            with writing(path):
+                if any(parent.is_symlink() for parent in path.parents if self._folder in parent.parents):
+                    raise OSError(errno.ELOOP, "")
+                if path.is_dir():
+                    raise IsADirectoryError(errno.EISDIR, "")
+                is_new = not self._is_there(wanted, path)
+                if is_new:
+                    path.parent.mkdir(parents=True, exist_ok=True)
+                    self._remember(wanted, path, self._fetch(wanted, path))
+                return path.stat().st_size, is_new
+        except StorageError as error:
+            cause = error.__cause__
+            if not isinstance(cause, OSError) or cause.errno in _OF_THE_DISK:
+                raise
+            remedy = "give it another `path` in the manifest, or remove what stands in its way"
+            raise FetchError(f"cannot be written: {reason(cause)}: {remedy}") from error
 
-    def remember(self, wanted: RemoteFile, hashes: Mapping[str, str]) -> None:
-        facts = (self._folder / wanted.path).stat()
-        record = {
-            "path": wanted.path,
-            "size": facts.st_size,
-            "mtime_ns": facts.st_mtime_ns,
-            "hashes": dict(hashes),
-            "url": url_fingerprint(wanted.url),
-        }
+    def _is_there(self, wanted: RemoteFile, path: Path) -> bool:
+        """Whether the file is there and is the one that is wanted; only what was not verified before is hashed."""
+        if not path.is_file() or wanted.size not in (None, path.stat().st_size):
+            return False
+        known = self._verified.get(wanted.path, {})
+        is_known = [known.get("size"), known.get("mtime_ns")] == [path.stat().st_size, path.stat().st_mtime_ns]
+        if not wanted.hashes:  # nor a size: only what we have fetched from there is known to be complete
+            return wanted.size is not None or (is_known and bool(known["url"] == _fingerprint(wanted.url)))
+        hashes = known["hashes"] if is_known else {}
+        if not wanted.hashes.items() <= hashes.items():
+            hashes = _hashes(path, wanted)
+            self._remember(wanted, path, hashes)
+        return wanted.hashes.items() <= hashes.items()
+
+    def _remember(self, wanted: RemoteFile, path: Path, hashes: Mapping[str, str]) -> None:
+        facts = {"path": wanted.path, "size": path.stat().st_size, "mtime_ns": path.stat().st_mtime_ns}
         with self._lock:
-            self._known[wanted.path] = record
-            self._lines.append(json.dumps(record))
+            self.state.append(json.dumps({**facts, "hashes": hashes, "url": _fingerprint(wanted.url)}))
 
-    def close(self) -> None:
-        self._lines.close()
+    def _fetch(self, wanted: RemoteFile, path: Path) -> dict[str, str]:
+        """The retry loop; returns hashes. What has arrived waits in a hidden file, which no glob takes for data."""
+        stem = path.name if len(os.fsencode(path.name)) < 250 else _fingerprint(path.name)
+        part, host = path.with_name(f".{stem}.part"), public_url(wanted.url).partition("://")[2].partition("/")[0]
+        failures, furthest, wait_seconds = 0, _size_of(part), 0.0
+        while True:
+            if self.stop.wait(max(0.0, wait_seconds, self._not_before.get(host, 0.0) - time.monotonic())):
+                raise FetchError("stopped")
+            try:
+                if not wanted.hashes:  # the version of the file that the first bytes are of is unknown
+                    part.unlink(missing_ok=True)
+                if not wanted.hashes or _size_of(part) != wanted.size:
+                    self._receive(wanted, part)
+                hashes = _hashes(part, wanted)  # of what is on the disk, not of what has arrived
+                for name, expected in wanted.hashes.items():
+                    if hashes[name] != expected:
+                        why = f"its {name} is {hashes[name]}, the manifest says {expected}"
+                        raise RetryableError(why, start_over=True)
+                publish(part, path)
+                return hashes
+            except RetryableError as error:
+                failures = 1 if _size_of(part) > furthest else failures + 1
+                furthest = max(furthest, _size_of(part))
+                if error.start_over:
+                    part.unlink(missing_ok=True)
+                if failures > self._retries:
+                    raise FetchError(f"{error} (gave up after {failures} attempts)") from error
+                self._not_before[host] = max(self._not_before.get(host, 0.0), time.monotonic() + error.wait_seconds)
+                wait_seconds = random.uniform(0.25, 0.5) * min(LONGEST_WAIT_SECONDS, FIRST_WAIT_SECONDS * 2**failures)
+
+    def _receive(self, wanted: RemoteFile, part: Path) -> None:
+        """Append what is missing. Read errors are retried, write errors are the user's."""
+        offset = _size_of(part)
+        offset = 0 if wanted.size is not None and offset > wanted.size else offset
+        opened = _opened(wanted.url, offset, self._timeout_seconds)
+        with opened as remote, open(part, "ab", 0, opener=open_plain) as file:
+            whole = remote.total if wanted.size is None else wanted.size
+            if whole is None and not wanted.hashes:
+                raise FetchError("the server does not say how long it is: give its size or checksum in the manifest")
+            if remote.total not in (None, whole):
+                why = f"the server has {remote.total} bytes, the manifest says {whole}"
+                raise RetryableError(why, start_over=True)
+            file.truncate(remote.offset)
+            have = remote.offset
+            while block := remote.read():
+                write_all(file.fileno(), block)
+                have += len(block)
+                if self.stop.is_set():
+                    raise FetchError("stopped")
+                if whole is not None and have > whole:
+                    raise RetryableError(f"the server sent more than {whole} bytes", start_over=True)
+        if whole is not None and have < whole:
+            raise RetryableError(f"only {have} of {whole} bytes arrived")
 
 
-@contextmanager
-def _opened_state(path: Path) -> Iterator[_State]:
-    """The state of a folder, held against other processes."""
-    with writing(path):
-        lock = open(path, "ab", opener=open_plain)  # noqa: SIM115 - closed below
-    with lock, held_alone(lock, path):
-        state = _State(path)
-        try:
-            yield state
-        finally:
-            state.close()
+def _size_of(part: Path) -> int:
+    return part.stat().st_size if part.exists() else 0
 
 
-def _is_json(line: bytes) -> bool:
+def _hashes(path: Path, wanted: RemoteFile) -> dict[str, str]:
+    found = {}
+    for name in {"sha256": "", **wanted.hashes}:
+        with open(path, "rb") as file:
+            found[name] = hashlib.file_digest(file, _HASHES[name]).hexdigest()
+    return found
+
+
+def _fingerprint(url: str) -> str:
+    """Distinguishes URLs without keeping their secrets."""
+    return hashlib.sha256(url.encode()).hexdigest()[:32]
+
+
+def _verified(line: bytes) -> dict[str, Any]:
+    """A line of the state file; empty where it is none."""
     try:
         facts = parse_json(line)
     except ValueError:
-        return False
-    return isinstance(facts, dict) and {"path", "size", "mtime_ns", "hashes", "url"} <= set(facts)
+        return {}
+    is_one = isinstance(facts, dict) and {"path", "size", "mtime_ns", "hashes", "url"} <= set(facts)
+    return facts if is_one and isinstance(facts["hashes"], dict) and isinstance(facts["path"], str) else {}
 
 
-def _entries(path: str) -> list[tuple[str, Any]]:
-    """(place, entry) of everything in the manifest."""
+class _Remote(NamedTuple):
+    offset: int
+    """Where its bytes begin: at what was asked for, or at 0."""
+    total: int | None
+    """Bytes of the whole file, where the server says."""
+    read: Callable[[], bytes]
+    """Some bytes, as they come; empty at the end, also where that comes too early."""
+
+
+@contextmanager
+def _opened(url: str, offset: int, timeout_seconds: float) -> Iterator[_Remote]:
+    """RetryableError or FetchError where it cannot be opened or read."""
+    is_http = re.match("https?://", url, re.I) is not None
+    with ExitStack() as stack:
+        with _network_errors(is_http):
+            if is_http:
+                headers = {"User-Agent": f"bloomery/{__version__}", "Accept-Encoding": "identity"}
+                headers |= {"Range": f"bytes={offset}-"} if offset else {}
+                answer = stack.enter_context(requests.get(url, headers=headers, stream=True, timeout=timeout_seconds))
+                offset, total = _checked(answer, offset)
+                read = partial(answer.raw.read1, _BLOCK_BYTES, decode_content=False)
+            else:
+                store, path = open_store(url)
+                if store.isdir(path):
+                    raise FetchError("it is a folder, not a file")
+                file = stack.enter_context(store.open(path, "rb"))
+                total, read = store.info(path).get("size"), partial(file.read, _BLOCK_BYTES)
+                file.seek(offset)
+
+        def read_block() -> bytes:
+            with _network_errors(is_http):
+                return bytes(read())
+
+        yield _Remote(offset, total, read_block)
+
+
+def _checked(answer: Any, offset: int) -> tuple[int, int | None]:
+    """(first byte of its body, bytes of the whole file) of an answer to a request for the bytes from `offset` on."""
+    status, headers = answer.status_code, answer.headers
+    if status >= 500 or status in (408, 416, 425, 429):
+        wait_seconds = min(urllib3.Retry().get_retry_after(answer.raw) or 0.0, _LONGEST_RETRY_AFTER_SECONDS)
+        raise RetryableError(f"the server answers {status} {answer.reason}", wait_seconds, start_over=status == 416)
+    if status not in (200, 206):
+        raise FetchError(f"the server answers {status} {answer.reason}")
+    length = headers.get("Content-Length", "")
+    if status == 206:
+        found = re.fullmatch(r"bytes (\d+)-\d+/(\d+|\*)", headers.get("Content-Range", "").strip())
+        if found is None or int(found[1]) != offset:
+            raise RetryableError(f"the server sent another range than the one from byte {offset}", start_over=True)
+        length = found[2]
+    is_encoded = headers.get("Content-Encoding", "identity").lower() != "identity"  # the length is not of the file
+    return offset if status == 206 else 0, int(length) if length.isdecimal() and not is_encoded else None
+
+
+@contextmanager
+def _network_errors(is_http: bool) -> Iterator[None]:
+    """What libraries raise, as RetryableError, or FetchError where another attempt would not help. Never with the URL,
+    which may hold secrets."""
     try:
-        text = read_text(path, LARGE_BYTES, encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        what = f"cannot be read: {getattr(error, 'strerror', None) or error}"
-        raise DataError(Problem(what, "a manifest lists the files to download", "correct the path", path)) from error
-    ending = Path(path).suffix
-    try:
-        if ending == ".jsonl":
-            lines = enumerate(text.split("\n"), 1)
-            return [(f"{path}:{number}", _line(line)) for number, line in lines if line.strip()]
-        if ending == ".json":
-            content = parse_json(text)
-        elif ending in (".yaml", ".yml"):
-            content = _yaml(text)
-        else:
-            raise DataError(Problem("is no manifest", "it ends in .json, .jsonl or .yaml", "rename it", path))
-    except (ValueError, yaml.YAMLError) as error:
-        raise DataError(Problem(f"cannot be read: {error}", _FORM, "mend the file", path)) from error
-    if not isinstance(content, list):
-        raise DataError(Problem(f"holds a {type(content).__name__}", f"a manifest is a list; {_FORM}", "", path))
-    return [(f"{path}, entry {number}", entry) for number, entry in enumerate(content, 1)]
-
-
-def _yaml(text: str) -> Any:
-    """ValueError for what could take all memory or crash the library: aliases, and lists deep in each other."""
-    loader, depth = getattr(yaml, "CSafeLoader", yaml.SafeLoader), 0
-    for event in yaml.parse(text, Loader=loader):
-        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
-        if depth > _DEEPEST or isinstance(event, yaml.AliasEvent):
-            raise ValueError(f"it has aliases, or is nested more than {_DEEPEST} levels deep")
-    return yaml.load(text, Loader=loader)
-
-
-def _line(text: str) -> Any:
-    """The JSON of a line, or the line itself, which is then no entry."""
-    try:
-        return parse_json(text)
-    except ValueError:
-        return text
-
-
-def _parse(entry: Any) -> RemoteFile:
-    """ValueError says what is wrong."""
-    if not isinstance(entry, dict):
-        raise ValueError(f"is {json.dumps(entry, default=str, skipkeys=True)[:80]}, not an object")
-    if unknown := [str(key) for key in entry if key not in _FIELDS]:
-        raise ValueError(f"has unknown {', '.join(unknown)}")
-    url = entry.get("url")
-    if not isinstance(url, str) or not url.strip() or any(char.isspace() for char in url) or not _is_text(url):
-        raise ValueError(f"has the url {url!r}")
-    size = entry.get("size")
-    if size is not None and (type(size) is not int or size < 0):
-        raise ValueError(f"has the size {size!r}, which is no number of bytes")
-    hashes = {}
-    for name, lengths in _DIGITS.items():
-        if (value := entry.get(name)) is None:
-            continue
-        if not isinstance(value, str) or len(value) not in lengths or not re.fullmatch("[0-9a-fA-F]+", value):
-            digits = " or ".join(str(length) for length in lengths)
-            raise ValueError(f"has the {name} {value!r}, which is not {digits} hexadecimal digits")
-        hashes["xxh3_128" if name == "xxh3" and len(value) == 32 else name] = value.lower()
-    path = entry.get("path") or unquote(split_url(url).path).rpartition("/")[2]
-    if not isinstance(path, str) or not _is_safe(path):
-        raise ValueError(f"has the path {path!r}, which is not a name below the output folder")
-    return RemoteFile(url, str(PurePosixPath(path)), size, hashes)
-
-
-def _is_text(text: str) -> bool:
-    """Not with half a surrogate pair, which JSON can spell but no file name or request can hold."""
-    return not any("\ud800" <= char <= "\udfff" for char in text)
-
-
-def _is_safe(path: str) -> bool:
-    """Inside the folder, and not the name of a file of ours."""
-    parts = PurePosixPath(path).parts
-    hidden = bool(parts) and (parts[-1] == STATE_FILE or (parts[-1][0] == "." and ".part" in parts[-1]))
-    return (
-        bool(parts)
-        and not path.startswith("/")
-        and ".." not in parts
-        and "\0" not in path
-        and not hidden
-        and _is_text(path)
-    )
+        yield
+    except (FetchError, RetryableError):
+        raise
+    except DataError as error:
+        raise FetchError(f"it {error.problems[0].what}: {error.problems[0].remedy}") from error
+    except FileNotFoundError as error:
+        raise FetchError("there is no such file") from error
+    except Exception as error:  # every library has its own
+        is_final = isinstance(error, ValueError | PermissionError) or is_stumble(error)
+        if is_http and is_final:
+            raise FetchError("its URL, or one that it redirects to, is not valid") from error
+        cause: BaseException = error
+        while is_http and (inner := cause.__cause__ or cause.__context__):  # the texts of the outer ones hold the URL
+            cause = inner
+        why = f"{'no connection, or it was lost' if is_http else 'it cannot be read'}: {first_line(cause)}"
+        raise (FetchError if is_final else RetryableError)(why) from error

@@ -24,8 +24,7 @@ from bloomery.base.storage import publish, writing, written_to
 from bloomery.config.recipe import PrepareSection
 from bloomery.data import manifest as manifests
 from bloomery.data.index_cache import file_checksum
-from bloomery.data.manifest import ShardManifest, SourceCount, SourceFile, manifest_path
-from bloomery.data.origins import origins_path
+from bloomery.data.manifest import ShardManifest, SourceCount, SourceFile, manifest_path, origins_path
 from bloomery.data.shards import PARTIAL, ShardReader, ShardWriter, partial_prefix, token_dtype
 from bloomery.data.tokenizer import Tokenizer
 from bloomery.prepare import encoders

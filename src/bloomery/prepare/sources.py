@@ -12,8 +12,7 @@ from glob import escape, glob, has_magic
 from typing import IO, NoReturn, cast
 
 from bloomery.base.errors import DataError, Problem
-from bloomery.data.manifest import manifest_path
-from bloomery.data.origins import origins_path
+from bloomery.data.manifest import manifest_path, origins_path
 from bloomery.data.shards import PARTIAL
 from bloomery.prepare.stores import first_line, is_stumble, is_url, open_store, version_of
 

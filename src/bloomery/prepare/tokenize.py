@@ -14,7 +14,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from bloomery.base.errors import DataError, Problem
-from bloomery.data.order import splitmix64
+from bloomery.base.splitmix import splitmix64
 from bloomery.data.tokenizer import Tokenizer, in_time
 from bloomery.prepare.encoders import Encoder, Ids, forbidden_ids
 from bloomery.prepare.merge import gather, sums
@@ -196,7 +196,7 @@ class UnitTokenizer:
 
 def shuffle_keys(seed: int, places: NDArray[np.uint64]) -> NDArray[np.uint64]:
     """A random number for each document, from the seed and the place alone; documents are sorted by it."""
-    file_keys = splitmix64(places[:, 0] + np.uint64(splitmix64(np.array([seed], np.uint64))[0]))
+    file_keys = splitmix64(places[:, 0] + splitmix64(np.array([seed], np.uint64)))
     return splitmix64(file_keys + places[:, 1])
 
 

@@ -13,8 +13,7 @@ import numpy as np
 from bloomery.base.errors import DataError, Problem
 from bloomery.base.storage import writing, written_to
 from bloomery.config.recipe import PrepareSection
-from bloomery.data.manifest import ShardManifest, manifest_path, read_manifest
-from bloomery.data.origins import origins_path
+from bloomery.data.manifest import ShardManifest, manifest_path, origins_path, read_manifest
 from bloomery.data.shards import ShardReader
 from bloomery.data.tokenizer import Tokenizer
 from bloomery.prepare.run import Preparation, Progress

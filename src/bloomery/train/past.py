@@ -16,10 +16,9 @@ from bloomery.checkpoint.load import read_recipe_of, read_state, using_state
 from bloomery.checkpoint.manifest import read_manifest
 from bloomery.checkpoint.remote import RemoteSource
 from bloomery.config.recipe import Recipe
-from bloomery.data.before import Before
 from bloomery.data.blend import BlendState
-from bloomery.data.tokenizer import Tokenizer
-from bloomery.data.tokenizer_hash import is_other_tokenizer
+from bloomery.data.cursor import DataCursor
+from bloomery.data.tokenizer import Tokenizer, is_other_tokenizer
 from bloomery.monitor.journal import Journal
 from bloomery.monitor.meters import IntervalMeter
 from bloomery.monitor.names import Event
@@ -36,7 +35,7 @@ class Past:
     plan: TrainingPlan
     """Of the recipe that goes on: it counts on from what has been."""
     checkpoint: Path | None = None
-    before: Before | None = None
+    before: DataCursor | None = None
     """What was taken from the data; None if nothing was."""
     changes: Sequence[Difference] = ()
     """What differs from the checkpoint's recipe because it was asked for by name."""
@@ -101,7 +100,7 @@ def past_at(
         state,
         now.plan,
         checkpoint=checkpoint,
-        before=Before(saved, then.plan, state.step, state.consumed_samples, blend) if state.step else None,
+        before=DataCursor(saved, then.plan, state.step, state.consumed_samples, blend) if state.step else None,
         changes=different,
         interval=facts["interval"] if same_length else None,  # tokens per second would be of neither length
     )

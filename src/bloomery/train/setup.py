@@ -194,7 +194,7 @@ def _take_folder(folder: Path, closing: ExitStack) -> str:
 
 
 def _data_of(recipe: Recipe, past: Past) -> AbstractContextManager[OpenData]:
-    return open_data(recipe, plan=past.plan, before=past.before)
+    return open_data(recipe, plan=past.plan, cursor=past.before)
 
 
 def _journal_of_rank(
