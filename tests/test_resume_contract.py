@@ -297,7 +297,7 @@ def test_orders_of_a_whole_run_refuse_what_would_reorder_the_past(
     assert (
         f"train.for is 6000 samples = 6000 samples but the checkpoint has 160 samples = 160 samples. {follows}" in text
     )
-    assert "Use 'train.for=160 samples' to go on" in text
+    assert "Use 'train.for=160 samples' to resume" in text
     workshop.train(*whole, both, "batch.global_batch_size=16", changes=names)  # the samples asked for are the same
     assert workshop.events(run, "changed")[-1]["field"] == "batch.global_batch_size"
     assert [record.consumed_samples for record in read_metrics(run / "metrics.jsonl")][-2:] == [136, 152]
