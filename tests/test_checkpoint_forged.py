@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import shutil
 import time
 from collections.abc import Callable, Iterator
@@ -160,12 +161,37 @@ def test_new_hashes_alone_are_no_damage(newer: Path) -> None:
     assert not folders.damage(newer)
 
 
+MANIFEST_FORGERIES: dict[str, Callable[[Path], dict[str, Any]]] = {
+    "a pipe": lambda folder: os.mkfifo(folder / "extra") or listed(folder, "extra"),
+    "a link to a device": lambda folder: (folder / "extra").symlink_to("/dev/zero") or listed(folder, "extra"),
+    "a name with NUL": lambda folder: listed(folder, "a\0b"),
+    "half a surrogate pair": lambda folder: listed(folder, "a\ud800"),
+    "a name that is too long": lambda folder: listed(folder, "a" * 5000),
+    "a time that is no number": lambda folder: {"time": float("nan")},
+    "a time beyond all calendars": lambda folder: {"time": 1e308},
+}
+
+
+def listed(folder: Path, name: str) -> dict[str, Any]:
+    """The manifest's files, and an empty one of this name."""
+    files = json.loads((folder / MANIFEST).read_text())["files"]
+    return {"files": {**files, name: {"bytes": 0, "sha256": hashlib.sha256().hexdigest()}}}
+
+
+@pytest.mark.parametrize("kind", MANIFEST_FORGERIES)
+def test_a_forged_manifest_is_damage_and_nothing_waits_for_it(newer: Path, kind: str, command: Command) -> None:
+    change_manifest(newer, **MANIFEST_FORGERIES[kind](newer))
+    assert newest_good([newer.parent]).folder == newer.with_name("step-00000002")
+    code, _, err = command("inspect", "checkpoint", str(newer), "--verify")
+    assert (code, "Traceback" in err) == (3, False)
+
+
 def test_a_recipe_that_asks_for_a_billion_layers_is_damage_and_costs_nothing(newer: Path) -> None:
     recipe = newer / "recipe.yaml"
     recipe.write_text(recipe.read_text().replace("num_layers: 2", "num_layers: 1000000000"))
     rehash(newer)
     started = time.monotonic()
-    assert "index.json lacks" in folders.damage(newer)[0]
+    assert "recipe.yaml cannot be used: model.num_layers is 1000000000" in folders.damage(newer)[0]
     assert time.monotonic() - started < 20
 
 

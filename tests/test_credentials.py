@@ -53,6 +53,8 @@ SIGNED = f"https://cdn.example/x?X-Amz-Credential={SECRET}&X-Amz-Date=1&X-Amz-Si
         f"https://h/x?token={SECRET}&api_key={SECRET}#access_token={SECRET}",
         f"DefaultEndpointsProtocol=https;AccountName=a;AccountKey={SECRET}==;EndpointSuffix=x",
         f"https://h/x?jwt={SECRET}",
+        f"https://f.azurewebsites.net/api?code={SECRET} https://h/x?a=1&hmac={SECRET}&pw={SECRET}&sas={SECRET}",
+        f"x-api-key: {SECRET} X-Amz-Security-Token: {SECRET} Bearer {SECRET}",
         f"S3FileSystem(key='a', secret='{SECRET}') {{'password': '{SECRET}'}}",
         f"{{'Authorization': 'Basic {SECRET}'}} Authorization: Bearer {SECRET}",
     ],

@@ -1,5 +1,6 @@
 """The .bin/.idx format. The referee is bytes written by hand with struct, never our own writer."""
 
+import os
 import struct
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -171,6 +172,17 @@ def test_reader_names_the_damage(tmp_path, case):
     assert problem.rule
     assert problem.remedy
     assert problem.place.startswith(str(tmp_path))
+
+
+@pytest.mark.parametrize("ending", [".idx", ".bin"])
+def test_a_pipe_in_the_place_of_a_file_is_no_shard_and_nothing_waits(tmp_path, ending):
+    prefix = str(tmp_path / "x")
+    with ShardWriter(prefix, np.uint16) as writer:
+        writer.append(np.arange(3))
+    os.unlink(prefix + ending)
+    os.mkfifo(prefix + ending)
+    with pytest.raises(DataError, match="no regular file"):
+        ShardReader(prefix)
 
 
 def test_missing_files_are_all_named_with_a_hint(tmp_path):

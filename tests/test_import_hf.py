@@ -92,6 +92,23 @@ def test_an_import_says_where_it_came_from(tmp_path: Path, command: Command) -> 
 # ---------------------------------------------------------------- refusals
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"auto_map": {"AutoModel": "x.Y"}}, "auto_map is set"),
+        ({"architectures": ["MyLlama"]}, "architectures is ['MyLlama']"),
+        ({"architectures": ["LlamaForSequenceClassification"]}, "A llama model here is one of"),
+        ({"attention_dropout": 0.1}, "attention_dropout is 0.1"),
+        ({"num_hidden_layers": 10**7}, "num_layers is 10000000. It must be at most 10000"),
+    ],
+)
+def test_what_would_compute_something_else_is_refused(
+    changes: dict[str, Any], message: str, tmp_path: Path, command: Command
+) -> None:
+    folder = hf_folder(tmp_path / "hf", small_config("llama", vocab_size=300), **changes)
+    assert message in refused(command, folder, tmp_path / "run")
+
+
 def refused(command: Command, folder: Path, output: Path) -> str:
     """The message; nothing was made."""
     code, out, err = command("import", "hf", str(folder), str(output))

@@ -159,6 +159,16 @@ def test_a_checkpoint_that_is_a_link_is_put_aside_and_said(workshop: Workshop, c
     assert (workshop.folder / "far/step-00000004/manifest.json").is_file()
 
 
+@pytest.mark.parametrize("name", ["step-00000002", "step-00000002/recipe.yaml"])
+def test_an_upload_to_a_folder_follows_no_link(workshop: Workshop, victim: Path, name: str) -> None:
+    there, before = workshop.folder / "remote" / name, seen(victim)
+    there.parent.mkdir(parents=True)
+    there.symlink_to(victim if "/" not in name else next(path for path in victim.rglob("*") if path.is_file()))
+    workshop.train("train.for=2 steps", f"checkpoint.upload={{to: {workshop.folder / 'remote'}}}")
+    assert seen(victim) == before
+    assert workshop.events(workshop.folder / "run", "upload" if "/" in name else "upload_failed")
+
+
 IN_PREPARE = [".bin", ".idx", ".manifest.json", ".origins", ".partial-origins", ".partial-x.bin", ".parts",
               ".parts/lock", ".parts/000000.part", ".parts/000000.done", ".parts/000000.tmp-1-x", ".parts/shared",
               ".parts/strange"]  # fmt: skip

@@ -536,16 +536,17 @@ row(
     layouts=TWO_RANKS,
     says=HUNG,
 )
-for _name, _code, _to_rank in (
-    ("SIGTERM to the launcher while a rank stands still: it wakes", 0, False),
-    ("SIGTERM to a rank that waits for one that stands still", exit_codes.LOST_RANK, True),
+for _name, _code, _to_rank, _plant in (
+    ("SIGTERM to the launcher while a rank stands still: it wakes", 0, False, outside.PAUSE),
+    ("SIGTERM to a rank that waits for one that stands still", exit_codes.LOST_RANK, True, outside.PAUSE),
+    ("the same in the first evaluation", exit_codes.LOST_RANK, True, outside.EVALUATION),
 ):
     row(
         "hang",
         _name,
         _code,
         "resumes",
-        act=outside.signal_in_a_hang(to_rank=_to_rank),
+        act=outside.signal_in_a_hang(to_rank=_to_rank, plant=_plant),
         layouts=("tp2", "dp2 zero1"),
         within_seconds=6,
     )

@@ -11,11 +11,14 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from chaos.plant import AfterStep, Both, HangPatience, Plant, Waits
+from chaos.plant import AfterStep, Before, Both, HangPatience, Plant, Waits
 from chaos.scene import Ended, Scene
 
 PAUSE = Plant(AfterStep(3), Waits(3.0), None)
 """After step 3 every rank waits, so that what comes from outside meets a training."""
+
+EVALUATION = Plant(Before("bloomery.train.loop:evaluate"), Waits(3.0), None)
+"""The same, before the first evaluation."""
 
 IMPATIENT = Plant(AfterStep(3), Both(HangPatience(4.0), Waits(3.0)), None)
 """The same, and from then on ranks wait four seconds for each other instead of a minute."""
@@ -187,11 +190,11 @@ def stopped_for_good(scene: Scene) -> Ended:
         return ended(process, began, family)
 
 
-def signal_in_a_hang(*, to_rank: bool) -> Callable[[Scene], Ended]:
+def signal_in_a_hang(*, to_rank: bool, plant: Plant = PAUSE) -> Callable[[Scene], Ended]:
     """One rank stands still, and SIGTERM reaches the launcher, or the rank that waits for it."""
 
     def act(scene: Scene) -> Ended:
-        with started(scene) as process:
+        with started(scene, plant) as process:
             until_struck(scene, process)
             family, ranks = descendants(process.pid), ranks_of(process.pid, scene.size)
             os.kill(ranks[-1], signal.SIGSTOP)

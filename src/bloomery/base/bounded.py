@@ -25,25 +25,23 @@ _MOST_DIGITS = 40
 
 def read_small(path: str | os.PathLike[str], most_bytes: int = SMALL_BYTES) -> bytes:
     """OSError also where it is a pipe, a device or larger. Never waits, and never reads more than that."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
-    try:
-        require_regular(descriptor, path)
-        with open(descriptor, "rb", closefd=False) as file:
-            content = file.read(most_bytes + 1)
-    finally:
-        os.close(descriptor)
+    with open(path, "rb", opener=open_regular) as file:
+        content = file.read(most_bytes + 1)
     if len(content) > most_bytes:
         raise OSError(errno.EFBIG, f"it is larger than {format_bytes(most_bytes)}", str(path))
     return content
 
 
-def require_regular(descriptor: int, path: str | os.PathLike[str]) -> None:
-    """OSError for a folder, a pipe, a socket or a device."""
+def open_regular(path: str | os.PathLike[str], flags: int = os.O_RDONLY) -> int:
+    """An opener for `open` that never waits. OSError for a folder, a pipe, a socket or a device."""
+    descriptor = os.open(path, flags | os.O_NONBLOCK)
     mode = os.fstat(descriptor).st_mode
+    if stat.S_ISREG(mode):
+        return descriptor
+    os.close(descriptor)
     if stat.S_ISDIR(mode):
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
-    if not stat.S_ISREG(mode):
-        raise OSError(errno.ENXIO, "it is no regular file", str(path))
+    raise OSError(errno.ENXIO, "it is no regular file", str(path))
 
 
 def read_text(path: str | os.PathLike[str], most_bytes: int = SMALL_BYTES, *, encoding: str = "utf-8-sig") -> str:

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from bloomery.base.bounded import LARGE_BYTES, read_small, require_regular
+from bloomery.base.bounded import LARGE_BYTES, open_regular, read_small
 from bloomery.base.errors import DataError, Problem
 from bloomery.base.ranks import ALONE, Ranks
 from bloomery.base.storage import open_plain, opened_folder, own_folder, reason, remove_tree, write_atomically
@@ -161,8 +161,7 @@ def _manifest_or_damage(folder: Path) -> dict[str, Any] | str:
 def _damage(path: Path, expected: dict[str, Any], *, read: bool) -> str:
     """What is wrong with a file; empty if nothing is."""
     try:
-        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
-            require_regular(file.fileno(), path)
+        with open(path, "rb", opener=open_regular) as file:
             size = os.fstat(file.fileno()).st_size
             if size != expected["bytes"]:
                 return f"{path.name} has {size:,} bytes instead of {expected['bytes']:,}"

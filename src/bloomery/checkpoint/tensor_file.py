@@ -20,7 +20,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from bloomery.base.bounded import require_regular
+from bloomery.base.bounded import open_regular
 from bloomery.base.errors import DataError, Problem
 from bloomery.base.storage import reserve, sync, write_all
 
@@ -119,11 +119,7 @@ class TensorFile:
         self.path = path
         self._remedy = remedy
         try:
-            descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
-            try:
-                require_regular(descriptor, path)
-            finally:
-                os.close(descriptor)
+            os.close(open_regular(path))
             self._file: Any = safe_open(path, framework="pt")
         except (OSError, ValueError, SafetensorError) as error:  # ValueError: a name that cannot be one
             raise self._damaged(str(error)) from error

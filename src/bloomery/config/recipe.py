@@ -21,6 +21,10 @@ Schedule = Literal["constant", "linear", "cosine", "wsd"]
 PipelineSchedule = Literal["gpipe", "1f1b", "interleaved", "zero_bubble"]
 
 
+MOST_LAYERS = 10_000
+"""Before anything is built that would take for ever."""
+
+
 class Section(BaseModel):
     """A part of the recipe: strict types, unknown fields refused, immutable."""
 
@@ -39,7 +43,7 @@ class ModelSection(Section):
 
     family: Family
     """gpt2 (learned positions), bloom (ALiBi), llama (rotary, gated MLP) or bert (encoder)."""
-    num_layers: Annotated[int, Field(gt=0, le=10_000)]
+    num_layers: Annotated[int, Field(gt=0, le=MOST_LAYERS)]
     """Transformer blocks."""
     hidden_size: Size
     """Width of the residual stream."""

@@ -20,7 +20,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from bloomery.base.bounded import read_json
+from bloomery.base.bounded import open_regular, read_json
 from bloomery.base.errors import Problem, StorageError
 from bloomery.base.storage import open_plain, reason, remove_tree
 
@@ -123,7 +123,7 @@ def _mapped(path: Path) -> NDArray[Any]:
 
 def file_checksum(path: str | os.PathLike[str]) -> str:
     digest = xxhash.xxh3_128()
-    with open(path, "rb", buffering=0) as file:
+    with open(path, "rb", buffering=0, opener=open_regular) as file:
         while block := file.read(_BLOCK_BYTES):
             digest.update(block)
     return digest.hexdigest()

@@ -16,6 +16,7 @@ from typing import IO, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from bloomery.base.bounded import open_regular
 from bloomery.base.errors import DataError, Problem
 
 MAGIC = b"MMIDIDX\x00\x00"
@@ -39,7 +40,7 @@ class ShardIndex:
         """OSError where it cannot be opened."""
         self.path = path
         self._whole: NDArray[np.int64] | None = None
-        self._file = open(path, "rb", buffering=0)  # noqa: SIM115 - closed by close
+        self._file = open(path, "rb", buffering=0, opener=open_regular)  # noqa: SIM115 - closed by close
         try:
             found = os.fstat(self._file.fileno()).st_size
             header = np.empty(min(HEADER.size, found), np.uint8)

@@ -16,6 +16,7 @@ import numpy as np
 import xxhash
 from numpy.typing import DTypeLike, NDArray
 
+from bloomery.base.bounded import open_regular
 from bloomery.base.errors import DataError, Problem
 from bloomery.base.storage import make_run_folder, writing
 from bloomery.data.shard_index import (
@@ -194,7 +195,7 @@ class ShardReader:
         except OSError as error:
             raise _not_opened(prefix, error) from error
         try:
-            self._file = open(f"{prefix}.bin", "rb", buffering=0)  # noqa: SIM115 - closed by close
+            self._file = open(f"{prefix}.bin", "rb", buffering=0, opener=open_regular)  # noqa: SIM115 - closed by close
         except OSError as error:
             self.index.close()
             raise _not_opened(prefix, error) from error

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from bloomery.base.errors import DataError, Problem
+from bloomery.config.recipe import MOST_LAYERS
 
 _TANH_GELU = ("gelu_new", "gelu_pytorch_tanh", "gelu_fast")
 
@@ -97,6 +98,8 @@ def model_section(content: Mapping[str, Any], place: str) -> dict[str, Any]:
     if architectures and not (isinstance(architectures, list) and set(map(str, architectures)) & set(known)):
         config.problem(f"architectures is {architectures!r:.80}", f"a {kind} model here is one of {', '.join(known)}")
     section = {"family": str(kind), **read(config)}
+    if section["num_layers"] > MOST_LAYERS:
+        config.problem(f"num_layers is {section['num_layers']}", f"it must be at most {MOST_LAYERS}")
     if config.problems:
         raise DataError(config.problems)
     return section
