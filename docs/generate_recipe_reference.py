@@ -16,7 +16,6 @@ from pydantic_core import PydanticUndefined
 
 from bloomery.config import recipe
 from bloomery.config.families import ONLY_FOR, family_defaults
-from bloomery.config.meanings import meaning
 from bloomery.config.recipe import Recipe, Section
 from bloomery.train.contract import CONTRACT
 
@@ -69,7 +68,7 @@ def _table(path: str, section: type[Section]) -> Iterator[str]:
         written = info.alias or name
         found = _section_in(info.annotation)
         where = f"{path}.{written}" if path else written
-        words = meaning(section, name) or (f"See [`{where}`](#{_anchor(where)})." if found else "")
+        words = section.model_fields[name].description or (f"See [`{where}`](#{_anchor(where)})." if found else "")
         cells = (f"`{written}`", _type(info.annotation, info.metadata), _default(section, name, info), words)
         yield f"| {' | '.join(_cell(text) for text in cells)} |"
         if found:

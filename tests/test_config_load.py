@@ -452,7 +452,7 @@ train:
         ("num_layers: 2", "num_layers: 2.5", "my.yaml:4: model.num_layers is 2.5. Must be a whole number"),
         ("num_layers: 2", "num_layers:", "my.yaml:4: model.num_layers is null. Must be a whole number"),
         ("num_layers: 2", "num_layers: " + "9" * 5000, "my.yaml:4: model.num_layers is '99999"),
-        ("num_layers: 2", "num_layers: " + "9" * 40, "must be less than or equal to 1000000000000"),
+        ("num_layers: 2", "num_layers: " + "9" * 40, "must be less than or equal to 10000"),
         ("num_layers: 2", "num_layers: {a: 1}", "my.yaml:4: model.num_layers is a section. Must be a whole number"),
         ("  num_layers: 2\n", "", "my.yaml:2: model.num_layers is missing. Transformer blocks. Add `num_layers:` to `model`."),
         ("name: small\n", "", "my.yaml: name is missing"),

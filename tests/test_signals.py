@@ -82,7 +82,7 @@ def test_a_signal_before_training_is_one_line_and_130(workshop: Workshop, kind: 
     ("place", "code"),
     [
         ("bloomery.train.loop:train_step", exit_codes.OK),
-        ("bloomery.train.loop:save", exit_codes.OK),
+        ("bloomery.train.loop:save_last", exit_codes.OK),
         ("bloomery.monitor.journal:Journal.close", exit_codes.OK),
     ],
 )

@@ -182,7 +182,7 @@ def test_a_disk_that_is_full_under_a_live_run_loses_no_record(
     fill(small_disk / "filler")
     full_at = (run / "metrics.jsonl").read_bytes().count(b"\n")
     assert process.stdout is not None
-    assert any("Training goes on" in line for line in process.stdout)  # read until it says so
+    assert any("Training continues" in line for line in process.stdout)  # read until it says so
     process.send_signal(signal.SIGTERM)
     out, err = process.communicate(timeout=60)
     assert process.returncode == 5, (out, err)

@@ -5,7 +5,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Protocol, TypeVar, cast
 
 from bloomery.base.errors import BloomeryError, LostRankError
@@ -94,31 +95,24 @@ class _Alone:
 ALONE: Ranks = _Alone()
 
 
-def first_rank_does(ranks: Ranks, function: Callable[[], T]) -> T:
-    """What `function` returns on rank 0, on every rank. A mistake of the user's is raised on every rank."""
-    answer: T | None = None
-    error: BloomeryError | None = None
-    if ranks.rank == 0:
-        try:
-            answer = function()
-        except BloomeryError as found:
-            error = found
-    error, answer = ranks.broadcast((error, answer))
-    if error is not None:
-        raise error.told_once(ranks.rank)
-    return cast(T, answer)
-
-
-def every_rank_does(ranks: Ranks, function: Callable[[], T]) -> T:
-    """What `function` returns on this rank, if it worked on all; else all raise what went wrong on any."""
-    answer: T | None = None
+@contextmanager
+def agreed(ranks: Ranks) -> Iterator[None]:
+    """A mistake of the user's that any rank meets within it is raised on all of them at its end."""
     error: BloomeryError | None = None
     try:
-        answer = function()
+        yield
     except BloomeryError as found:
         error = found
     errors = [each for each in ranks.gather(error) if each is not None]
     if errors:
         problems = list(dict.fromkeys(problem for each in errors for problem in each.problems))
         raise type(errors[0])(problems).told_once(ranks.rank)
-    return cast(T, answer)
+
+
+def first_rank_does(ranks: Ranks, function: Callable[[], T]) -> T:
+    """What `function` returns on rank 0, on every rank. A mistake of the user's is raised on every rank."""
+    answer: T | None = None
+    with agreed(ranks):
+        if ranks.rank == 0:
+            answer = function()
+    return cast(T, ranks.broadcast(answer))

@@ -15,7 +15,7 @@ from bloomery.base.bounded import read_json
 from bloomery.base.energy import Energy
 from bloomery.base.errors import DataError, Problem, RecipeError
 from bloomery.base.piece import Piece
-from bloomery.base.ranks import Ranks, every_rank_does
+from bloomery.base.ranks import Ranks, agreed
 from bloomery.checkpoint.folder import verify
 from bloomery.checkpoint.index import SavedPiece, SavedTensor, box_of, read_index
 from bloomery.checkpoint.manifest import STATE, read_manifest
@@ -93,9 +93,11 @@ def load_pieces(folder: Path, pieces: Mapping[str, Piece]) -> None:
 def load_on_all(folder: Path, pieces: Mapping[str, Piece], *, ranks: Ranks) -> None:
     """Fill the pieces of every rank, as `load_pieces`. All ranks call it: what lies on the disk of another node is sent
     from there, one tensor at a time."""
-    parts = every_rank_does(ranks, lambda: _parts(read_index(folder), folder, pieces))
+    with agreed(ranks):
+        parts = _parts(read_index(folder), folder, pieces)
     here = {file for file in parts if (folder / file).exists()}
-    every_rank_does(ranks, lambda: _read(folder, {file: parts[file] for file in here}))
+    with agreed(ranks):
+        _read(folder, {file: parts[file] for file in here})
     lacking = {(file, part.key): (part, piece) for file in parts.keys() - here for part, piece in parts[file]}
     asked = sorted({each for told in ranks.gather(list(lacking)) for each in told})
     files = {file for file, _ in asked}

@@ -244,8 +244,8 @@ def upload(folder: Path, to: str, writer: Writer | None = None) -> bool:
     if there is not None:  # of another branch of the run: no longer complete
         store.rm_file(f"{path}/{folders.MANIFEST}")
     store.makedirs(path, exist_ok=True)
-    for file in store.ls(path, detail=False):
-        if _is_link(store, file):
+    for file in store.ls(path, detail=False) if "file" in store.protocol else ():
+        if os.path.islink(file):
             os.unlink(file)
 
     def put(file: str) -> None:

@@ -58,9 +58,10 @@ class Watch:
         return f"rank {self._rank} has waited {seconds} for {whom}, which last reported step {step}"
 
     def silent_ranks(self) -> list[int]:
-        """Those whose notes no longer change. Of a rank that has never been heard nothing is known."""
-        now = time.monotonic()
-        return [rank for rank, heard in self._changed.items() if rank != self._rank and now - heard > _QUIET_SECONDS]
+        """Those whose notes no longer change, or that are not heard soon after this rank has begun to read notes."""
+        now, begun = time.monotonic(), PULSE.since + 2 * _EVERY_SECONDS
+        heard = {rank: self._changed.get(rank, begun) for rank in range(self._size) if rank != self._rank}
+        return [rank for rank, last in heard.items() if now - last > _QUIET_SECONDS]
 
     def _behind(self) -> list[int]:
         """Whom all wait for: ranks that are silent, or else those that have not come to what the others wait in."""

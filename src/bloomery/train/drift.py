@@ -32,4 +32,4 @@ def watch_drift(run: Run, state: TrainState) -> None:
     if watch.action == "stop":
         run.stop.request(StopReason("drift", text))
     else:
-        run.journal.warning(f"at step {state.step:,} {text}. Training goes on, as monitor.drift.action says.")
+        run.journal.warning(f"at step {state.step:,} {text}. Training continues, as monitor.drift.action says.")

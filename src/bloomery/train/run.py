@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,8 @@ from bloomery.data.blend import TimelessBlend
 from bloomery.monitor.journal import Journal
 from bloomery.monitor.meters import IntervalMeter
 from bloomery.monitor.record import StepRecord
-from bloomery.parallel.feed import Feed
+from bloomery.parallel.feed import Feed, validation_batches
+from bloomery.parallel.mesh import Mesh
 from bloomery.parallel.runner import Runner
 from bloomery.sizing.flops import FlopCount, tflops_per_device
 from bloomery.sizing.layout import Layout
@@ -53,8 +54,7 @@ class Run:
     validation: Mapping[str, Source]
     validation_samples: Mapping[str, int]
     """Samples evaluated per group: at most as many as its sources have together."""
-    validation_batches: Callable[[str], Iterator[GlobalBatch]]
-    """This process's share of a group's samples."""
+    mesh: Mesh
     ranks: Ranks
     saver: Saver
     durable: Tier
@@ -72,6 +72,16 @@ class Run:
     start_facts: Mapping[str, Any]
     trace: Tracer | None = None
     """Writes down the gradients and samples of the first steps, where that was asked for."""
+
+    def validation_batches(self, group: str) -> Iterator[GlobalBatch]:
+        """This process's share of a group's samples."""
+        return validation_batches(
+            self.validation[group],
+            self.validation_samples[group],
+            micro_batch_size=self.recipe.batch.micro_batch_size,
+            mesh=self.mesh,
+            ranks=self.ranks,
+        )
 
     def evaluates_at(self, step: int) -> bool:
         every = self.recipe.train.evaluate

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import replace
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ import torch
 import bloomery
 from bloomery.base.accelerator import device_name, energy_sensor, out_of_memory_problem
 from bloomery.base.errors import BloomeryError, LostRankError, Problem, RecipeError, StorageError
-from bloomery.base.ranks import ALONE, Ranks, every_rank_does, first_rank_does
+from bloomery.base.ranks import ALONE, Ranks, agreed
 from bloomery.base.storage import locked, make_run_folder, own_folder, write_atomically
 from bloomery.base.units import Duration, format_count
 from bloomery.checkpoint.choose import refuse_later
@@ -22,7 +22,7 @@ from bloomery.checkpoint.fence import FencedError, Writer, take_over
 from bloomery.checkpoint.load import load_on_all
 from bloomery.checkpoint.remote import RemoteSource, Uploader
 from bloomery.checkpoint.saver import Saver, estimate_save_seconds
-from bloomery.checkpoint.tiers import Tier, all_roots, kept_in, parts_in, tier_roots
+from bloomery.checkpoint.tiers import DURABLE, LOCAL, Tier, all_roots, kept_in, parts_in, tier_roots
 from bloomery.config.describe import as_yaml, fingerprint
 from bloomery.config.recipe import Recipe
 from bloomery.data.batch import Source
@@ -31,12 +31,12 @@ from bloomery.data.open import OpenData, open_data
 from bloomery.monitor import names
 from bloomery.monitor.console import Console
 from bloomery.monitor.energy import EnergyMeter, spent_before, start_meter
-from bloomery.monitor.history import read_ledger
+from bloomery.monitor.history import Start, read_ledger
 from bloomery.monitor.journal import Journal, SilentJournal
 from bloomery.monitor.meters import IntervalMeter
 from bloomery.monitor.names import Event
 from bloomery.parallel.apply import DTYPES, make_runner, parallelise
-from bloomery.parallel.feed import Feed, validation_batches
+from bloomery.parallel.feed import Feed
 from bloomery.parallel.mesh import Mesh, alone, make_mesh
 from bloomery.parallel.runner import Runner
 from bloomery.sizing.hardware import peak_flops
@@ -69,162 +69,289 @@ def prepared_run(
     """A run ready for `train`, resumed from its newest checkpoint, or from the one named `start_from`; closed at the
     end, come what may. `changes`: the fields that may differ from the checkpoint's because the user asks for it.
 
-    One training at a time may hold a run folder; its rank 0 holds it and does the telling."""
-    every_rank_does(ranks, lambda: refuse_what_cannot_be_done(recipe))
-    layout = Layout.of(recipe, ranks.size)
+    One training at a time may hold a run folder; its rank 0 holds it and reports."""
     with ExitStack() as closing:
-        taken = first_rank_does(ranks, lambda: _take_folder(folder, closing))
-        energy, sensor = start_meter(energy_sensor(device), ranks)
-        roots = tier_roots(recipe.checkpoint, folder)
-        starts = first_rank_does(ranks, lambda: read_ledger(folder / names.EVENTS_FILE).starts)
-        upload, remote = recipe.checkpoint.upload, None
+        start = _Start(recipe, folder, device, ranks, closing)
+        claim = start.claim_folder()
+        past = start.resolve_resume_point(claim, start_from, changes)
+        data = start.open_data(past)
+        journal = start.open_journal(claim, past, quiet=quiet)
+        with _errors_reported(journal, past.state, device, ranks):
+            tiers = start.take_over_checkpoints(claim, past, data, journal, is_newest=start_from is None)
+            parts = start.build_model(past, data)
+            saver = start.build_saver(parts.optimizer, tiers, past, journal)
+            yield start.build_run(claim, past, data, journal, tiers, parts, saver, trace), past.state
+
+
+@dataclass(frozen=True)
+class _Claim:
+    """What a start learns when it claims its run folder."""
+
+    taken_over: str
+    """From whom, in words; empty if from nobody."""
+    starts: Sequence[Start]
+    """Before this one."""
+    energy: EnergyMeter
+    energy_sensor: str
+    remote: RemoteSource | None
+
+    @property
+    def job(self) -> int:
+        return 1 + len(self.starts)
+
+
+@dataclass(frozen=True)
+class _Data:
+    open: OpenData
+    shards: dict[str, dict[str, Any]]
+    """All that the run was ever trained on."""
+
+
+@dataclass(frozen=True)
+class _Parts:
+    mesh: Mesh
+    runner: Runner
+    optimizer: Optimizer
+
+
+@dataclass(frozen=True)
+class _Start:
+    """The steps of a start. All ranks take them together; what fails on one is an error of all (`agreed`)."""
+
+    recipe: Recipe
+    folder: Path
+    device: torch.device
+    ranks: Ranks
+    closing: ExitStack
+
+    @property
+    def _roots(self) -> dict[str, Path]:
+        return tier_roots(self.recipe.checkpoint, self.folder)
+
+    @property
+    def _places(self) -> list[Path]:
+        """Also those that the recipe named once: a run resumes from them too, and abandons branches in all of them."""
+        roots = list(self._roots.values())
+        return [*roots, *(root for root in all_roots(self.folder) if root.is_dir() and root not in roots)]
+
+    def claim_folder(self) -> _Claim:
+        taken, starts, ranks = "", list[Start](), self.ranks
+        with agreed(ranks):
+            refuse_what_cannot_be_done(self.recipe)
+        with agreed(ranks):
+            if ranks.rank == 0:
+                make_run_folder(self.folder)
+                own_folder(self.folder / "control")
+                for root in all_roots(self.folder):
+                    if root.is_symlink():
+                        own_folder(root, may_be_linked=True)
+                taken = self.closing.enter_context(locked(self.folder))
+                starts = read_ledger(self.folder / names.EVENTS_FILE).starts
+        taken, starts = ranks.broadcast((taken, starts))
+        energy, sensor = start_meter(energy_sensor(self.device), ranks)
+        upload, remote = self.recipe.checkpoint.upload, None
         if upload is not None:
-            remote = RemoteSource(upload.to, roots["durable"], recipe.name, starts, ranks)
-        places = [*roots.values(), *_not_named(folder, roots)]
-        past = every_rank_does(
-            ranks, lambda: find_past(recipe, places, wanted=start_from, changes=changes, ranks=ranks, remote=remote)
-        )
-        state, plan = past.state, past.plan
-        state.energy = energy.before = first_rank_does(ranks, lambda: spent_before(folder, state.energy))
-        if past.checkpoint is not None and past.checkpoint.parent != roots["durable"]:
+            remote = RemoteSource(upload.to, self._roots[DURABLE], self.recipe.name, starts, ranks)
+        return _Claim(taken, starts, energy, sensor, remote)
+
+    def resolve_resume_point(self, claim: _Claim, start_from: str | None, changes: Sequence[str]) -> Past:
+        with agreed(self.ranks):
+            past = find_past(
+                self.recipe, self._places, wanted=start_from, changes=changes, ranks=self.ranks, remote=claim.remote
+            )
+        state = past.state
+        state.energy = self.ranks.broadcast(spent_before(self.folder, state.energy) if self.ranks.rank == 0 else None)
+        claim.energy.before = state.energy
+        if past.checkpoint is not None and past.checkpoint.parent != self._roots[DURABLE]:
             state.saved_step = None  # a fast place is no promise: a run that stops here still saves
-        data = every_rank_does(ranks, lambda: closing.enter_context(_data_of(recipe, past)))
-        every_rank_does(ranks, lambda: check_tokenizer(past, data.tokenizer_hash))
-        shards = first_rank_does(ranks, lambda: checked_shards(past, data.shards()))
-        job = 1 + len(starts)
-        journal = _journal_of_rank(recipe, folder, ranks, plan, job=job, step=state.step, quiet=quiet)
-        closing.callback(journal.close)
-        with _errors_told(journal, state, device, ranks):
-            ranks.report_hang(lambda text: journal.event(Event.ERROR, state.step, text=text))
-            if taken:
-                journal.event(Event.TAKEN_OVER, state.step, text=taken)
-            for warning in [taken, *data.warnings] if taken else data.warnings:
-                journal.warning(warning)
-            tiers = first_rank_does(ranks, lambda: _tiers(recipe, folder, roots))
-            journal.silent_when(lambda: tiers["durable"].writer.fenced() is not None)
-            if start_from is None:
-                first_rank_does(ranks, lambda: refuse_later(places, step=state.step, damaged=past.damaged))
-            if remote is not None:
-                report_fetched(remote, state.step, journal)
-            first_rank_does(ranks, lambda: write_atomically(folder / "recipe.yaml", as_yaml(recipe)))
-            mesh = alone() if ranks is ALONE else make_mesh(layout, device)
-            num_sources = len(data.train.keys)
-            runner, optimizer = _runner_and_optimizer(recipe, mesh, ranks, device, past, num_sources=num_sources)
-            first_rank_does(ranks, lambda: put_in_order(recipe, places, past, journal))
-            for tier in tiers.values():
-                every_rank_does(ranks, tier.prepare_node_dir)
-            timeout_seconds = recipe.checkpoint.timeout.seconds
-            saver = Saver(optimizer.pieces(), device=device, ranks=ranks, timeout_seconds=timeout_seconds)
-            closing.push(_finishing(saver))
-            loader = Loader(
-                data.train,
-                micro_batch_size=recipe.batch.micro_batch_size,
-                batch_size_at=plan.batch.global_batch_at,
-                replica=mesh.dp,
-                replicas=layout.dp,
-                pin_memory=device.type != "cpu",
-            )
-            closing.callback(loader.close)
-            loader.seek(state.consumed_samples)
-            facts = {
-                **_start_facts(recipe, device, ranks, past),
-                "start": tiers["durable"].writer.token,
-                "tokenizer": data.tokenizer_hash,
-                "shards": shards,
-                "save_host_bytes": saver.host_bytes,
-                names.FACT_ENERGY: energy.before.to_json(),
-                names.FACT_ENERGY_SENSOR: sensor,
-            }
-            journal.notice(_greeting(facts, plan, past))
-            _tell_changes(past, data, journal)
-            samples = _validation_samples(recipe, data.validation)
-            uploader = None
-            if upload is not None and ranks.rank == 0:
-                every_steps = upload.every.count if upload.every else None
-                writer = tiers["durable"].writer
-                uploader = Uploader(
-                    upload.to, run=recipe.name, every_steps=every_steps, keep=upload.keep, writer=writer
+        return past
+
+    def open_data(self, past: Past) -> _Data:
+        shards: dict[str, dict[str, Any]] = {}
+        with agreed(self.ranks):
+            data = self.closing.enter_context(open_data(self.recipe, plan=past.plan, cursor=past.before))
+            check_tokenizer(past, data.tokenizer_hash)
+            if self.ranks.rank == 0:
+                shards = checked_shards(past, data.shards())
+        return _Data(data, self.ranks.broadcast(shards))
+
+    def open_journal(self, claim: _Claim, past: Past, *, quiet: bool) -> Journal:
+        """That of rank 0 writes; the others are silent."""
+        journal: Journal = SilentJournal()
+        with agreed(self.ranks):
+            if self.ranks.rank == 0:
+                journal = Journal(
+                    self.folder,
+                    job=claim.job,
+                    train_steps=past.plan.train_steps,
+                    tensorboard=self.recipe.monitor.tensorboard,
+                    resume_step=past.state.step,
+                    console=Console(past.plan.train_steps, quiet=quiet),
+                    recipe_text=as_yaml(self.recipe),
+                    world_size=self.ranks.size,
                 )
-                uploader.offer_newest(roots["durable"], train_steps=plan.train_steps)
-            yield (
-                Run(
-                    recipe=recipe,
-                    plan=plan,
-                    folder=folder,
-                    device=device,
-                    runner=runner,
-                    optimizer=optimizer,
-                    feed=Feed(loader, ranks, mesh),
-                    blend=data.blend,
-                    source_keys=data.train.keys,
-                    validation=data.validation,
-                    validation_samples=samples,
-                    validation_batches=lambda group: validation_batches(
-                        data.validation[group],
-                        samples[group],
-                        micro_batch_size=recipe.batch.micro_batch_size,
-                        mesh=mesh,
-                        ranks=ranks,
-                    ),
-                    ranks=ranks,
-                    saver=saver,
-                    durable=tiers["durable"],
-                    local=tiers.get("local"),
-                    uploader=uploader,
-                    recipe_text=as_yaml(recipe),
-                    journal=journal,
-                    meter=IntervalMeter(past.interval),
-                    stop=_stop_rules(recipe, plan, folder, optimizer, ranks, energy, tiers["durable"].writer),
-                    job=job,
-                    peak_flops=peak_flops(device_name(device), recipe.precision),
-                    start_facts=facts,
-                    trace=trace.begin(recipe, ranks) if trace else None,
-                ),
-                state,
-            )
+        self.closing.callback(journal.close)
+        return journal
 
+    def take_over_checkpoints(
+        self, claim: _Claim, past: Past, data: _Data, journal: Journal, *, is_newest: bool
+    ) -> dict[str, Tier]:
+        """Become the one that writes checkpoints, also in the places that this recipe does not name. `is_newest`: it
+        must still be the newest that this start resumes from."""
+        step, section = past.state.step, self.recipe.checkpoint
+        tiers: dict[str, Tier] = {}
+        self.ranks.report_hang(lambda text: journal.event(Event.ERROR, step, text=text))
+        if claim.taken_over:
+            journal.event(Event.TAKEN_OVER, step, text=claim.taken_over)
+        for warning in filter(None, [claim.taken_over, *data.open.warnings]):
+            journal.warning(warning)
+        with agreed(self.ranks):
+            if self.ranks.rank == 0:
+                writers = {root: take_over(root) for root in self._places}
+                for name, root in self._roots.items():
+                    node_dir = parts_in(name, section, self.folder)
+                    tiers[name] = Tier(name, root, writers[root], kept_in(name, section), node_dir)
+                if is_newest:
+                    refuse_later(self._places, step=step, damaged=past.damaged)
+                write_atomically(self.folder / "recipe.yaml", as_yaml(self.recipe))
+        tiers = dict(self.ranks.broadcast(tiers))
+        journal.silent_when(lambda: tiers[DURABLE].writer.fenced() is not None)
+        if claim.remote is not None:
+            report_fetched(claim.remote, step, journal)
+        return tiers
 
-def _take_folder(folder: Path, closing: ExitStack) -> str:
-    make_run_folder(folder)
-    own_folder(folder / "control")
-    for root in all_roots(folder):
-        if root.is_symlink():
-            own_folder(root, may_be_linked=True)
-    return closing.enter_context(locked(folder))
+    def build_model(self, past: Past, data: _Data) -> _Parts:
+        recipe, device = self.recipe, self.device
+        mesh = alone() if self.ranks is ALONE else make_mesh(Layout.of(recipe, self.ranks.size), device)
+        compile_model = recipe.train.compile
+        if compile_model == "auto":
+            compile_model = device.type != "cpu" and recipe.parallel.schedule != "zero_bubble"
+        parts = parallelise(recipe, mesh, device=device, compile_model=compile_model)
+        optimizer = Optimizer(
+            parts.weights,
+            recipe.optimizer,
+            compute_dtype=DTYPES[recipe.precision],
+            offload=recipe.parallel.offload,
+            counts_steps=self.ranks.rank == 0,
+        )
+        if past.checkpoint is not None:
+            load_on_all(past.checkpoint, optimizer.pieces(), ranks=self.ranks)
+            optimizer.restored()
+        parts = replace(parts, weights=optimizer.weights)
+        num_sources = len(data.open.train.keys)
+        runner = make_runner(recipe, parts, device=device, compile_model=compile_model, num_sources=num_sources)
+        return _Parts(mesh, runner, optimizer)
 
+    def build_saver(self, optimizer: Optimizer, tiers: Mapping[str, Tier], past: Past, journal: Journal) -> Saver:
+        """Now that the resume point is loaded, checkpoints that the run does not continue from are moved aside."""
+        with agreed(self.ranks):
+            if self.ranks.rank == 0:
+                put_in_order(self.recipe, self._places, past, journal)
+        with agreed(self.ranks):
+            for tier in tiers.values():
+                tier.prepare_node_dir()
+        timeout_seconds = self.recipe.checkpoint.timeout.seconds
+        saver = Saver(optimizer.pieces(), device=self.device, ranks=self.ranks, timeout_seconds=timeout_seconds)
+        self.closing.push(_finishing(saver))
+        return saver
 
-def _data_of(recipe: Recipe, past: Past) -> AbstractContextManager[OpenData]:
-    return open_data(recipe, plan=past.plan, cursor=past.before)
-
-
-def _journal_of_rank(
-    recipe: Recipe, folder: Path, ranks: Ranks, plan: TrainingPlan, *, job: int, step: int, quiet: bool
-) -> Journal:
-    """The journal of rank 0, and silence for the others."""
-    journal: list[Journal] = []
-
-    def make() -> None:
-        journal.append(
-            Journal(
-                folder,
-                job=job,
-                train_steps=plan.train_steps,
-                tensorboard=recipe.monitor.tensorboard,
-                resume_step=step,
-                console=Console(plan.train_steps, quiet=quiet),
-                recipe_text=as_yaml(recipe),
-                world_size=ranks.size,
-            )
+    def build_run(
+        self,
+        claim: _Claim,
+        past: Past,
+        data: _Data,
+        journal: Journal,
+        tiers: Mapping[str, Tier],
+        parts: _Parts,
+        saver: Saver,
+        trace: TraceRequest | None,
+    ) -> Run:
+        recipe, plan, device, opened = self.recipe, past.plan, self.device, data.open
+        facts = {
+            **_start_facts(recipe, device, self.ranks, past),
+            "start": tiers[DURABLE].writer.token,
+            "tokenizer": opened.tokenizer_hash,
+            "shards": data.shards,
+            "save_host_bytes": saver.host_bytes,
+            names.FACT_ENERGY: claim.energy.before.to_json(),
+            names.FACT_ENERGY_SENSOR: claim.energy_sensor,
+        }
+        journal.notice(_greeting(facts, plan, past))
+        _report_changes(past, opened, journal)
+        return Run(
+            recipe=recipe,
+            plan=plan,
+            folder=self.folder,
+            device=device,
+            runner=parts.runner,
+            optimizer=parts.optimizer,
+            feed=Feed(self._loader(past, opened, parts.mesh), self.ranks, parts.mesh),
+            blend=opened.blend,
+            source_keys=opened.train.keys,
+            validation=opened.validation,
+            validation_samples=_validation_samples(recipe, opened.validation),
+            mesh=parts.mesh,
+            ranks=self.ranks,
+            saver=saver,
+            durable=tiers[DURABLE],
+            local=tiers.get(LOCAL),
+            uploader=self._uploader(tiers[DURABLE], plan) if self.ranks.rank == 0 else None,
+            recipe_text=as_yaml(recipe),
+            journal=journal,
+            meter=IntervalMeter(past.interval),
+            stop=self._stop_rules(plan, parts.optimizer, claim.energy, tiers[DURABLE].writer),
+            job=claim.job,
+            peak_flops=peak_flops(device_name(device), recipe.precision),
+            start_facts=facts,
+            trace=trace.begin(recipe, self.ranks) if trace else None,
         )
 
-    first_rank_does(ranks, make)
-    return journal[0] if journal else SilentJournal()
+    def _loader(self, past: Past, opened: OpenData, mesh: Mesh) -> Loader:
+        loader = Loader(
+            opened.train,
+            micro_batch_size=self.recipe.batch.micro_batch_size,
+            batch_size_at=past.plan.batch.global_batch_at,
+            replica=mesh.dp,
+            replicas=Layout.of(self.recipe, self.ranks.size).dp,
+            pin_memory=self.device.type != "cpu",
+        )
+        self.closing.callback(loader.close)
+        loader.seek(past.state.consumed_samples)
+        return loader
+
+    def _uploader(self, durable: Tier, plan: TrainingPlan) -> Uploader | None:
+        upload = self.recipe.checkpoint.upload
+        if upload is None:
+            return None
+        every_steps = upload.every.count if upload.every else None
+        uploader = Uploader(
+            upload.to, run=self.recipe.name, every_steps=every_steps, keep=upload.keep, writer=durable.writer
+        )
+        uploader.offer_newest(durable.root, train_steps=plan.train_steps)
+        return uploader
+
+    def _stop_rules(self, plan: TrainingPlan, optimizer: Optimizer, energy: EnergyMeter, writer: Writer) -> StopRules:
+        train, estimate = self.recipe.train, 0.0
+        if isinstance(train.exit_after, Duration):
+            own = estimate_save_seconds(self.folder, optimizer.pieces()) if self.ranks.rank == 0 else 0.0
+            estimate = self.ranks.broadcast(own)
+        return StopRules(
+            plan,
+            exit_after=train.exit_after,
+            control=self.folder / "control",
+            save_seconds_estimate=estimate,
+            evaluate_every=train.evaluate.every.count if train.evaluate else None,
+            ranks=self.ranks,
+            energy=energy,
+            spike_patience=train.stop_after_spike_steps,
+            writer=writer,
+        )
 
 
 @contextmanager
-def _errors_told(journal: Journal, state: TrainState, device: torch.device, ranks: Ranks) -> Iterator[None]:
-    """Whatever ends the run early stands in the ledger; a device out of memory is told as a problem of the recipe, a
-    broken collective by the rank that was lost."""
+def _errors_reported(journal: Journal, state: TrainState, device: torch.device, ranks: Ranks) -> Iterator[None]:
+    """Whatever ends the run early stands in the ledger; out of memory is reported as a problem of the recipe, a broken
+    collective by the rank that was lost."""
     try:
         yield
     except Exception as found:
@@ -235,7 +362,7 @@ def _errors_told(journal: Journal, state: TrainState, device: torch.device, rank
         if isinstance(error, BloomeryError):
             try:
                 journal.close()
-            except StorageError as more:  # tell both: why it ended, and what could not be written
+            except StorageError as more:  # report both: why it ended, and what could not be written
                 error.problems += more.problems
         problem = out_of_memory_problem(error, device)
         if problem is not None:
@@ -256,7 +383,7 @@ def _finishing(saver: Saver) -> Callable[..., None]:
     return finish
 
 
-def _tell_changes(past: Past, data: OpenData, journal: Journal) -> None:
+def _report_changes(past: Past, data: OpenData, journal: Journal) -> None:
     step = past.state.step
     for change in past.changes:
         journal.event(Event.CHANGED, step, field=change.field, old=change.old, new=change.new)
@@ -264,72 +391,6 @@ def _tell_changes(past: Past, data: OpenData, journal: Journal) -> None:
         journal.notice(f"changed from step {step + 1:,} on, as asked: {', '.join(map(str, past.changes))}")
     for notice in data.notices:
         journal.notice(notice)
-
-
-def _not_named(folder: Path, roots: Mapping[str, Path]) -> list[Path]:
-    """Places of this run that its recipe named once: it goes on from them too, and leaves a branch in all of them."""
-    return [root for root in all_roots(folder) if root.is_dir() and root not in roots.values()]
-
-
-def _tiers(recipe: Recipe, folder: Path, roots: Mapping[str, Path]) -> dict[str, Tier]:
-    """Become the one that writes checkpoints, also in the places that this recipe does not name."""
-    section = recipe.checkpoint
-    for root in _not_named(folder, roots):
-        take_over(root)
-    return {
-        name: Tier(name, root, take_over(root), kept_in(name, section), parts_in(name, section, folder))
-        for name, root in roots.items()
-    }
-
-
-def _runner_and_optimizer(
-    recipe: Recipe, mesh: Mesh, ranks: Ranks, device: torch.device, past: Past, *, num_sources: int
-) -> tuple[Runner, Optimizer]:
-    compile_model = recipe.train.compile
-    if compile_model == "auto":
-        compile_model = device.type != "cpu" and recipe.parallel.schedule != "zero_bubble"
-    parts = parallelise(recipe, mesh, device=device, compile_model=compile_model)
-    optimizer = Optimizer(
-        parts.weights,
-        recipe.optimizer,
-        compute_dtype=DTYPES[recipe.precision],
-        offload=recipe.parallel.offload,
-        counts_steps=ranks.rank == 0,
-    )
-    checkpoint = past.checkpoint
-    if checkpoint is not None:
-        load_on_all(checkpoint, optimizer.pieces(), ranks=ranks)
-        optimizer.restored()
-    parts = replace(parts, weights=optimizer.weights)
-    runner = make_runner(recipe, parts, device=device, compile_model=compile_model, num_sources=num_sources)
-    return runner, optimizer
-
-
-def _stop_rules(
-    recipe: Recipe,
-    plan: TrainingPlan,
-    folder: Path,
-    optimizer: Optimizer,
-    ranks: Ranks,
-    energy: EnergyMeter,
-    writer: Writer,
-) -> StopRules:
-    exit_after, evaluate = recipe.train.exit_after, recipe.train.evaluate
-    estimate = 0.0
-    if isinstance(exit_after, Duration):
-        seconds = first_rank_does(ranks, lambda: estimate_save_seconds(folder, optimizer.pieces()))
-        estimate = max(ranks.gather(seconds))
-    return StopRules(
-        plan,
-        exit_after=exit_after,
-        control=folder / "control",
-        save_seconds_estimate=estimate,
-        evaluate_every=evaluate.every.count if evaluate else None,
-        ranks=ranks,
-        energy=energy,
-        spike_patience=recipe.train.stop_after_spike_steps,
-        writer=writer,
-    )
 
 
 def refuse_what_cannot_be_done(recipe: Recipe) -> None:
