@@ -20,12 +20,12 @@ import torch
 from bloomery.base.errors import StorageError
 from bloomery.base.piece import Piece
 from bloomery.checkpoint import folder as folders
-from bloomery.checkpoint.choose import newest_good, tidy
 from bloomery.checkpoint.fence import Writer, take_over
 from bloomery.checkpoint.load import load_pieces
 from bloomery.checkpoint.persist import SavePlan
 from bloomery.checkpoint.retention import apply_retention
 from bloomery.checkpoint.saver import Saver, save_checkpoint
+from bloomery.checkpoint.select import newest_good, tidy
 from bloomery.checkpoint.tiers import Tier, TierRetention
 from bloomery.config.recipe import KeepSection
 from checkpoints import assert_same_tensors

@@ -16,8 +16,8 @@ import pytest
 
 from bloomery.checkpoint import folder as folders
 from bloomery.checkpoint.boxes import Box, why_not_whole
-from bloomery.checkpoint.choose import newest_good
 from bloomery.checkpoint.folder import MANIFEST
+from bloomery.checkpoint.select import newest_good
 from checkpoints import change_manifest
 from conftest import Workshop
 

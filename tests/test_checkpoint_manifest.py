@@ -14,11 +14,11 @@ import torch
 from bloomery.base.errors import DataError, Problem
 from bloomery.base.piece import Piece
 from bloomery.checkpoint import folder as folders
-from bloomery.checkpoint.choose import newest_good
-from bloomery.checkpoint.look import describe_checkpoint, list_checkpoints
+from bloomery.checkpoint.inspect import describe_checkpoint, list_checkpoints
 from bloomery.checkpoint.manifest import MANIFEST, parse_manifest
 from bloomery.checkpoint.retention import apply_retention
 from bloomery.checkpoint.saver import save_checkpoint
+from bloomery.checkpoint.select import newest_good
 from bloomery.config.recipe import KeepSection
 from bloomery.train import setup as start
 from checkpoints import change_manifest, flip_bit

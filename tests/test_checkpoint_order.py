@@ -18,15 +18,15 @@ from bloomery.base.piece import Piece
 from bloomery.base.units import Amount, Duration
 from bloomery.checkpoint import folder as folders
 from bloomery.checkpoint import prove, retention
-from bloomery.checkpoint.choose import newest_good, refuse_later, tidy
 from bloomery.checkpoint.fence import FencedError, take_over
-from bloomery.checkpoint.look import list_checkpoints
+from bloomery.checkpoint.inspect import list_checkpoints
 from bloomery.checkpoint.retention import apply_retention
 from bloomery.checkpoint.saver import save_checkpoint
+from bloomery.checkpoint.select import newest_good, refuse_later, tidy
 from bloomery.checkpoint.tiers import kept_in, parts_in, tier_roots
 from bloomery.config.recipe import CheckpointSection, KeepSection, LocalTierSection, PhaseSection
 from bloomery.sizing.cadence import cadence, daly_seconds, seconds_between_failures
-from bloomery.sizing.kept import kept_steps
+from bloomery.sizing.keep_rules import kept_steps
 from bloomery.sizing.phases import resolve_phases
 from checkpoints import change_manifest
 from threads_as_ranks import together

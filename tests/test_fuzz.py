@@ -50,7 +50,7 @@ from bloomery.prepare.read import UnitReader, plan_units
 from bloomery.prepare.shard_parts import PartsFolder
 from bloomery.prepare.sources import find_files
 from bloomery.sizing.check import load_checked_recipe
-from bloomery.train.past import past_at
+from bloomery.train.resume import resume_point_at
 from conftest import Workshop
 from hf_samples import hf_folder, in_shards
 from megatron_scripts import TR1
@@ -214,7 +214,7 @@ class Samples:
 
         def read() -> None:
             consumed_tokens(recipe, read_state(folder))
-            past_at(folder, recipe)
+            resume_point_at(folder, recipe)
 
         return Parser(folder / "state.json", read, fields=True)
 
@@ -222,12 +222,12 @@ class Samples:
         two = "data.train=[{path: train, name: a, weight: 2}, {path: valid, name: b}]"
         folder = Workshop(self.folder).train("train.for=2 steps", two) / "checkpoints" / "step-00000002"
         recipe = read_recipe_of(folder)
-        return Parser(folder / "state.json", lambda: past_at(folder, recipe), fields=True)
+        return Parser(folder / "state.json", lambda: resume_point_at(folder, recipe), fields=True)
 
     def recipe_of_a_checkpoint(self) -> Parser:
         folder = self._checkpoint()
         recipe = read_recipe_of(folder)
-        return Parser(folder / "recipe.yaml", lambda: past_at(folder, recipe))
+        return Parser(folder / "recipe.yaml", lambda: resume_point_at(folder, recipe))
 
     def writer(self) -> Parser:
         fence.take_over(self.folder)

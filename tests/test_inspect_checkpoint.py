@@ -13,7 +13,7 @@ import torch
 from bloomery.base.errors import DataError
 from bloomery.base.piece import Piece
 from bloomery.checkpoint.folder import find_checkpoint
-from bloomery.checkpoint.look import compare_checkpoints, list_checkpoints
+from bloomery.checkpoint.inspect import compare_checkpoints, list_checkpoints
 from bloomery.checkpoint.reader import CheckpointReader
 from bloomery.checkpoint.saver import save_checkpoint
 from checkpoints import change_manifest, flip_bit, tensors_of

@@ -24,7 +24,7 @@ import torch
 
 from bloomery.base.errors import BloomeryError
 from bloomery.base.piece import Piece
-from bloomery.checkpoint import choose, fence, folder, persist, retention, saver
+from bloomery.checkpoint import fence, folder, persist, retention, saver, select
 from bloomery.checkpoint.load import load_pieces
 from bloomery.config.recipe import KeepSection
 
@@ -205,12 +205,12 @@ def save(run: Run, start: str, rank: int, writer: fence.Writer, step: int) -> No
 def take_over_and_save(run: Run) -> None:
     """Rank 0 of start B, in the order of train/setup.py."""
     try:
-        choice = choose.newest_good([run.root])
+        choice = select.newest_good([run.root])
         step = folder.step_of(choice.folder) if choice.folder else 0
         writer = fence.take_over(run.root)
         run.notes["fenced"] = "A"
-        choose.refuse_later([run.root], step=step, damaged=choice.damaged)
-        choose.tidy(run.root, step=step, damaged=choice.damaged)
+        select.refuse_later([run.root], step=step, damaged=choice.damaged)
+        select.tidy(run.root, step=step, damaged=choice.damaged)
     except BloomeryError:
         return  # it does not start
     run.notes["save"] = (writer, step + 1)
@@ -241,7 +241,7 @@ class Scenario:
         run.notes["whole"], latest, key = whole, folder.read_latest(run.root), tuple(whole.items())
         assert latest in whole, f"latest is {latest}, there are {sorted(whole)}"
         if key not in self.chosen:
-            chosen, found = choose.newest_good([run.root]).folder or Path(), torch.zeros(6)
+            chosen, found = select.newest_good([run.root]).folder or Path(), torch.zeros(6)
             load_pieces(chosen, {"w": Piece.whole(found)})
             one = [{1000.0 * folder.step_of(chosen) + ord(start)} for start in "AB"]  # save's values
             assert set(found.tolist()) in one, f"{chosen.name} is not of one save: {found.tolist()}"
@@ -281,16 +281,16 @@ def test_nothing_promised_is_lost_and_nothing_partial_is_chosen(scenario: Scenar
 
 def only_a_look(root: Path) -> fence.Writer:
     writer = take_over(root)  # but leaves an older start its staging dir: that one looks, and then acts
-    for left in root.glob(f"{fence.LEFT}*"):
-        left.rename(root / f"{fence.DESK}{left.name.split('-')[1]}")
+    for left in root.glob(f"{fence.STALE}*"):
+        left.rename(root / f"{fence.STAGING}{left.name.split('-')[1]}")
     return writer
 
 
 PLANTED: dict[str, tuple[Any, str, Any]] = {
     "named too early": (saver, "complete", lambda job, _: persist._wait_for_parts(job, []) and persist._name(job)),
-    "deleted too early": (saver, "complete", lambda job, _: remove(latest(job.root), job.desk) or complete(job)),
+    "deleted too early": (saver, "complete", lambda job, _: remove(latest(job.root), job.staging_dir) or complete(job)),
     "fenced by a look": (fence, "take_over", only_a_look),
-    "no second look": (choose, "refuse_later", lambda *_, **__: None),
+    "no second look": (select, "refuse_later", lambda *_, **__: None),
 }
 
 

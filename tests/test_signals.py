@@ -62,8 +62,8 @@ TRAINING = [
     ("import", "bloomery.config.load"),
     ("import", "torch"),
     ("call", "bloomery.sizing.check:load_checked_recipe"),
-    ("call", "bloomery.train.setup:find_past"),
-    ("stuck", "bloomery.train.setup:find_past"),
+    ("call", "bloomery.train.setup:find_resume_point"),
+    ("stuck", "bloomery.train.setup:find_resume_point"),
 ]
 
 

@@ -13,7 +13,7 @@ import pytest
 
 from bloomery.base import exit_codes, storage
 from bloomery.base.errors import StorageError
-from bloomery.base.storage import AppendFile, make_run_folder, write_atomically, written_to
+from bloomery.base.storage import AppendFile, make_folder, write_atomically, written_to
 from monitor_samples import fill, mounted
 
 
@@ -97,25 +97,25 @@ def test_a_full_disk_error_says_how_much_is_free(tmp_path: Path) -> None:
 
 
 def test_make_run_folder_creates_parents_and_leaves_nothing_behind(tmp_path: Path) -> None:
-    folder = make_run_folder(tmp_path / "runs" / "a")
+    folder = make_folder(tmp_path / "runs" / "a")
     assert folder.is_dir()
     assert os.listdir(folder) == []
-    assert make_run_folder(folder) == folder
+    assert make_folder(folder) == folder
 
 
 def test_make_run_folder_refuses_a_read_only_place(tmp_path: Path) -> None:
     with mounted(tmp_path / "sealed", "ro") as sealed:
         with pytest.raises(StorageError, match=r"Read-only file system \(EROFS\).*another --run-dir"):
-            make_run_folder(sealed)
+            make_folder(sealed)
         with pytest.raises(StorageError, match="cannot create the folder"):
-            make_run_folder(sealed / "new")
+            make_folder(sealed / "new")
 
 
 def test_make_run_folder_refuses_a_full_place_and_cleans_up(tmp_path: Path) -> None:
     with mounted(tmp_path / "small", "size=64k") as small:
         fill(small)
         with pytest.raises(StorageError, match="cannot write in the folder"):
-            make_run_folder(small)
+            make_folder(small)
         assert os.listdir(small) == ["ballast"]
 
 
@@ -123,7 +123,7 @@ def test_make_run_folder_refuses_a_full_place_and_cleans_up(tmp_path: Path) -> N
 def test_make_run_folder_refuses_a_file_in_the_way(tmp_path: Path, below: str) -> None:
     (tmp_path / "taken").write_text("")
     with pytest.raises(StorageError, match="A file stands where a folder is needed"):
-        make_run_folder(tmp_path / "taken" / below)
+        make_folder(tmp_path / "taken" / below)
 
 
 def test_append_file_appends_across_openings(tmp_path: Path) -> None:

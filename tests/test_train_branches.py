@@ -129,14 +129,14 @@ def test_a_broken_checkpoint_manifest_is_damage(
 
 def test_debris_of_killed_saves_is_swept(workshop: Workshop) -> None:
     run = workshop.train("train.for=5 steps")
-    (desk,) = (run / "checkpoints").glob(".writer-*")
-    for place, name in ((run / "checkpoints", ".step-00000004.tmp"), (desk, ".step-00000003.tmp")):
+    (staging_dir,) = (run / "checkpoints").glob(".writer-*")
+    for place, name in ((run / "checkpoints", ".step-00000004.tmp"), (staging_dir, ".step-00000003.tmp")):
         (place / name).mkdir()
         (place / name / "x").write_text("half")
     workshop.train("train.for=6 steps")
     assert checkpoints(run) == ["step-00000005", "step-00000006"]
     assert workshop.events(run, "debris_removed")[-1]["folders"] == [".step-00000003.tmp", ".step-00000004.tmp"]
-    assert not desk.exists()
+    assert not staging_dir.exists()
 
 
 def test_debris_can_be_kept_for_the_curious(workshop: Workshop) -> None:

@@ -240,7 +240,7 @@ def test_a_group_is_evaluated_by_weight_over_as_many_samples_as_it_has(workshop:
 def test_checkpoints_that_cannot_be_deleted_are_a_warning(
     workshop: Workshop, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def refuses(folder: Path, desk: Path) -> None:
+    def refuses(folder: Path, staging_dir: Path) -> None:
         raise PermissionError(13, "Permission denied", str(folder))
 
     monkeypatch.setattr(folders, "remove", refuses)

@@ -154,7 +154,7 @@ row(
     LOST,
     "resumes",
     half_way=True,
-    plant=Plant(Before("bloomery.train.setup:put_in_order"), kill),
+    plant=Plant(Before("bloomery.train.setup:archive_stale"), kill),
 )
 row("kill -9", "in the last save", LOST, "resumes", plant=Plant(Storage("write", in_save(8, "tensors-")), kill))
 

@@ -78,7 +78,7 @@ def write_atomically(path: str | os.PathLike[str], data: bytes | str) -> None:
         raise storage_error(target, error, wanted_bytes=len(content)) from error
 
 
-def make_run_folder(path: str | os.PathLike[str]) -> Path:
+def make_folder(path: str | os.PathLike[str]) -> Path:
     """Create the folder and prove, by writing, that a run can live in it."""
     folder = Path(path)
     probe = folder / f".probe-{os.getpid()}-{secrets.token_hex(4)}"

@@ -1,10 +1,10 @@
 """Who may write here: the newest start of a run, and nobody else.
 
-A start takes the folder over by writing its name into `.writer`, and gets a desk there, `.writer-<its token>`. All that
-changes which checkpoints the folder holds is one rename from that desk or to it: a draft becomes a checkpoint, a
-checkpoint goes to be deleted. Taking over moves the desks of older starts away, so a process that was believed dead
-and comes back (a zombie) can neither complete nor delete anything, wherever it was stopped. There is no lock, which a
-stopped process would hold for ever.
+A start takes the folder over by writing its name into `.writer`, and gets a staging dir there, `.writer-<its token>`.
+All that changes which checkpoints the folder holds is one rename from that staging dir or to it: a draft becomes a
+checkpoint, a checkpoint goes to be deleted. Taking over moves the staging dirs of older starts away, so a process that
+was believed dead and comes back (a zombie) can neither complete nor delete anything, wherever it was stopped. There is
+no lock, which a stopped process would hold for ever.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from typing import Any
 
 from bloomery.base.bounded import read_json
 from bloomery.base.errors import Problem, StorageError
-from bloomery.base.storage import make_run_folder, storage_error, write_atomically
+from bloomery.base.storage import make_folder, storage_error, write_atomically
 
 WRITER = ".writer"
-DESK = ".writer-"
-LEFT = ".left-"
-"""What the names of desks begin with: of the start that writes, and of older ones."""
+STAGING = ".writer-"
+STALE = ".left-"
+"""What the names of staging dirs begin with: of the start that writes, and of older ones."""
 
 
 class FencedError(StorageError):
@@ -60,13 +60,13 @@ class Writer:
         return None
 
     @property
-    def desk(self) -> Path:
+    def staging_dir(self) -> Path:
         """Where this start's drafts are made, and what it deletes goes to."""
-        return self.root / f"{DESK}{self.token}"
+        return self.root / f"{STAGING}{self.token}"
 
     @contextlib.contextmanager
     def acting(self) -> Iterator[None]:
-        """For renames from the desk or to it. FencedError if a newer start has taken over, before or within."""
+        """For renames from the staging dir or to it. FencedError if a newer start has taken over, before or within."""
         self.require()
         try:
             yield
@@ -77,7 +77,7 @@ class Writer:
 
 def take_over(root: Path) -> Writer:
     """Become the one that writes here. Call it on one rank and tell the others."""
-    make_run_folder(root)
+    make_folder(root)
     newest = _read(root)
     incarnation = 1 + (newest["incarnation"] if newest else 0)
     writer = Writer(root, incarnation, secrets.token_hex(8))
@@ -85,9 +85,9 @@ def take_over(root: Path) -> Writer:
     facts = {"incarnation": incarnation, "token": writer.token, "who": who}
     write_atomically(root / WRITER, json.dumps(facts) + "\n")
     try:
-        for desk in filter(Path.is_dir, root.glob(f"{DESK}*")):
-            desk.rename(root / f"{LEFT}{desk.name.removeprefix(DESK)}-{secrets.token_hex(4)}")
-        writer.desk.mkdir()
+        for staging_dir in filter(Path.is_dir, root.glob(f"{STAGING}*")):
+            staging_dir.rename(root / f"{STALE}{staging_dir.name.removeprefix(STAGING)}-{secrets.token_hex(4)}")
+        writer.staging_dir.mkdir()
     except OSError as error:
         raise storage_error(root, error, action="take over the folder") from error
     return writer

@@ -20,7 +20,7 @@ from bloomery.base.bounded import LARGE_BYTES, open_regular, read_small
 from bloomery.base.errors import DataError, Problem
 from bloomery.base.ranks import ALONE, Ranks
 from bloomery.base.storage import open_plain, opened_folder, own_folder, reason, remove_tree, write_atomically
-from bloomery.checkpoint.fence import LEFT
+from bloomery.checkpoint.fence import STALE
 from bloomery.checkpoint.manifest import FORMAT as FORMAT
 from bloomery.checkpoint.manifest import MANIFEST as MANIFEST
 from bloomery.checkpoint.manifest import parse_manifest
@@ -201,11 +201,11 @@ def sweep_debris(root: Path, *, keep: bool = False) -> list[str]:
     aside, found = own_folder(root / "debris") if keep else None, [path.name for path in root.glob(".step-*")]
     for path in root.glob(".step-*"):
         _put_away(path, aside)
-    for left in root.glob(f"{LEFT}*"):
-        with contextlib.suppress(NotADirectoryError), opened_folder(left) as desk:  # not through a link
-            for entry in [each for each in os.scandir(desk) if each.is_dir(follow_symlinks=False)]:
+    for left in root.glob(f"{STALE}*"):
+        with contextlib.suppress(NotADirectoryError), opened_folder(left) as staging_dir:  # not through a link
+            for entry in [each for each in os.scandir(staging_dir) if each.is_dir(follow_symlinks=False)]:
                 found.append(entry.name)
-                _put_away(Path(entry.name), aside, dir_fd=desk)
+                _put_away(Path(entry.name), aside, dir_fd=staging_dir)
         remove_tree(left)
     for path in [*root.glob(".tmp-*"), *root.glob(".probe-*")]:  # of files that were being replaced or tried out
         remove_tree(path)
@@ -242,8 +242,8 @@ def _free_name(wanted: Path) -> Path:
     return place
 
 
-def remove(folder: Path, desk: Path) -> None:
-    """Delete a checkpoint: one rename takes it out of its folder, to a desk in the same file system."""
-    gone = desk / f".{folder.name}-{secrets.token_hex(4)}.old"
+def remove(folder: Path, staging_dir: Path) -> None:
+    """Delete a checkpoint: one rename takes it out of its folder, to a staging dir in the same file system."""
+    gone = staging_dir / f".{folder.name}-{secrets.token_hex(4)}.old"
     os.rename(folder, gone)
     shutil.rmtree(gone)

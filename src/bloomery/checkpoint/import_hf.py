@@ -15,7 +15,7 @@ from torch import Tensor
 from bloomery.base.bounded import LARGE_BYTES, read_json, read_small
 from bloomery.base.errors import DataError, Problem
 from bloomery.base.piece import Piece
-from bloomery.base.storage import make_run_folder, write_atomically, writing, written_to
+from bloomery.base.storage import make_folder, write_atomically, writing, written_to
 from bloomery.checkpoint.export import why_unproven
 from bloomery.checkpoint.folder import CHECKPOINTS
 from bloomery.checkpoint.hf.configs import model_section
@@ -227,7 +227,7 @@ def _value(
 
 def _copy(files: Sequence[Path], place: Path) -> None:
     if files:
-        make_run_folder(place)
+        make_folder(place)
     for path in files:
         with writing(place / path.name):
             write_atomically(place / path.name, read_small(path, LARGE_BYTES))

@@ -106,12 +106,12 @@ class SaveJob(SavePlan):
         return len(self.state_text) + len(self.recipe_yaml) + _INDEX_BYTES * (1 + len(layout.order)) * self.ranks
 
     @property
-    def desk(self) -> Path:
-        return self.root if self.writer is None else self.writer.desk
+    def staging_dir(self) -> Path:
+        return self.root if self.writer is None else self.writer.staging_dir
 
     @property
     def draft(self) -> Path:
-        return self.desk / f".{self.final.name}-{self.nonce}.tmp"
+        return self.staging_dir / f".{self.final.name}-{self.nonce}.tmp"
 
     @property
     def parts(self) -> Path:
@@ -119,7 +119,7 @@ class SaveJob(SavePlan):
         return self.draft if self.parts_root is None else self.parts_root / f"{self.final.name}-{self.nonce}"
 
     def make_draft(self) -> None:
-        """A desk that is gone is not made again: what is beneath a mount that vanished is another place."""
+        """A staging dir that is gone is not made again: what is beneath a mount that vanished is another place."""
         self.draft.mkdir(parents=self.writer is None, exist_ok=True)
 
     def sweep_parts(self) -> None:
@@ -128,7 +128,7 @@ class SaveJob(SavePlan):
         sweep_parts(self.parts_root, folders.manifests_with_parts(self.root), spare={*self.spare, self.parts.name})
 
     def acting(self) -> contextlib.AbstractContextManager[None]:
-        """Within it the trouble of a start that lost its desk to a newer one is a FencedError."""
+        """Within it the trouble of a start that lost its staging dir to a newer one is a FencedError."""
         return contextlib.nullcontext() if self.writer is None else self.writer.acting()
 
     def word_of(self, rank: int) -> str:
@@ -157,7 +157,7 @@ class SaveJob(SavePlan):
         option = "--run-dir" if self.parts_root is None else "checkpoint.local.path"
         if trouble.fenced:
             return "", "stop this process: the newer start goes on"
-        if not (place if self.parts_root else self.desk).is_dir() and (self.writer or self.parts_root):
+        if not (place if self.parts_root else self.staging_dir).is_dir() and (self.writer or self.parts_root):
             rule = "the folder that this start took over is gone"
             return rule, "bring it back (is it mounted?), and saves go on, or start again"
         if any(word in text for texts in trouble.reasons.values() for text in texts for word in _FULL):
@@ -255,7 +255,8 @@ def _make_whole(job: SaveJob, reports: Sequence[RankReport]) -> None:
 
 def _name(job: SaveJob) -> None:
     """Let the draft be the checkpoint of its step, and the latest."""
-    old, latest = job.desk / f".{job.final.name}-{job.nonce}.old", job.desk / f".tmp-{folders.LATEST}-{job.nonce}"
+    old = job.staging_dir / f".{job.final.name}-{job.nonce}.old"
+    latest = job.staging_dir / f".tmp-{folders.LATEST}-{job.nonce}"
     if os.path.lexists(job.final):  # one of the same step, which this replaces
         os.rename(job.final, old)
     os.rename(job.draft, job.final)
@@ -335,7 +336,7 @@ def _wait_for_parts(job: SaveJob, troubles: list[Trouble]) -> list[RankReport]:
                 if not troubles:
                     job.draft.stat()
         if troubles:
-            grace = _GRACE_SECONDS if job.desk.is_dir() else 0.0
+            grace = _GRACE_SECONDS if job.staging_dir.is_dir() else 0.0
             deadline = min(deadline, time.monotonic() + grace)
         if not missing or time.monotonic() >= deadline:
             break

@@ -12,7 +12,7 @@ from bloomery.checkpoint import folder as folders
 from bloomery.checkpoint.fence import Writer
 from bloomery.checkpoint.manifest import SUSPICIOUS, read_manifest
 from bloomery.config.recipe import KeepSection
-from bloomery.sizing.kept import kept_steps
+from bloomery.sizing.keep_rules import kept_steps
 
 
 def apply_retention(
@@ -30,7 +30,7 @@ def apply_retention(
     for step, path in sorted(found.items()):
         if step not in kept and step not in spare:
             with writer.acting() if writer is not None else contextlib.nullcontext():
-                folders.remove(path, root if writer is None else writer.desk)
+                folders.remove(path, root if writer is None else writer.staging_dir)
             removed.append(path.name)
     return removed
 

@@ -20,7 +20,7 @@ from bloomery.sizing.plan import TrainingPlan
 
 if TYPE_CHECKING:
     from bloomery.data.open import OpenData
-    from bloomery.train.past import Past
+    from bloomery.train.resume import ResumePoint
 
 READS = ("name", "seed", "model", "tokenizer", "data", "batch", "train")
 
@@ -31,7 +31,7 @@ class InspectedRun:
     section: DataSection
     plan: TrainingPlan
     data: OpenData
-    past: Past | None
+    past: ResumePoint | None
     """Of a run that is inspected by its checkpoint."""
 
 
@@ -68,7 +68,7 @@ def opened_run(args: argparse.Namespace) -> Iterator[InspectedRun]:
         for warning in data.warnings:
             print(f"bloomery: warning: {warning}", file=sys.stderr)
         if past is not None:
-            from bloomery.train.past import check_tokenizer, checked_shards
+            from bloomery.train.resume import check_tokenizer, checked_shards
 
             check_tokenizer(past, data.tokenizer_hash)
             checked_shards(past, data.shards())
@@ -141,7 +141,7 @@ def _labels(label: Any, tokenizer: Any) -> str:
     return ", ".join(f"{position} {word!r}" for position, word in words)
 
 
-def past_of(recipe: Recipe, args: argparse.Namespace, *, reads: Collection[str]) -> Past | None:
+def past_of(recipe: Recipe, args: argparse.Namespace, *, reads: Collection[str]) -> ResumePoint | None:
     """What the run has done by its newest checkpoint; None without a run. DataError if `bloomery train` would not go on
     from there with this recipe, as far as this command reads it."""
     if args.run_dir is None:
@@ -151,9 +151,9 @@ def past_of(recipe: Recipe, args: argparse.Namespace, *, reads: Collection[str])
         return None
     from bloomery.checkpoint.folder import find_checkpoint, verify
     from bloomery.train.contract import check_asked
-    from bloomery.train.past import past_at
+    from bloomery.train.resume import resume_point_at
 
     check_asked(args.changes)
     folder = find_checkpoint(args.run_dir)
     verify(folder, tensors=False)
-    return past_at(folder, recipe, changes=args.changes, reads=reads)
+    return resume_point_at(folder, recipe, changes=args.changes, reads=reads)

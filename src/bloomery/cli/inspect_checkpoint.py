@@ -13,7 +13,7 @@ from bloomery.base import exit_codes
 from bloomery.base.units import format_bytes, format_count
 
 if TYPE_CHECKING:
-    from bloomery.checkpoint.look import Difference, Listed
+    from bloomery.checkpoint.inspect import Difference, Listed
 
 _SHOWN = 20
 
@@ -29,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from bloomery.checkpoint.folder import find_checkpoint, verify
-    from bloomery.checkpoint.look import compare_checkpoints, describe_checkpoint, list_checkpoints
+    from bloomery.checkpoint.inspect import compare_checkpoints, describe_checkpoint, list_checkpoints
     from bloomery.monitor.record import strict_json
 
     if args.list:

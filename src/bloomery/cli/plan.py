@@ -11,7 +11,7 @@ from bloomery.base.errors import RecipeError
 from bloomery.base.units import format_bytes
 from bloomery.cli.recipe_argument import add_json, add_recipe_arguments, load, show
 from bloomery.config.recipe import Recipe
-from bloomery.sizing.kept import kept_checkpoints
+from bloomery.sizing.keep_rules import kept_checkpoints
 from bloomery.sizing.layout import Layout, micro_batches, ranks_per_node, world_size
 from bloomery.sizing.memory import (
     HOST_LABELS,

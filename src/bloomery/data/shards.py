@@ -18,7 +18,7 @@ from numpy.typing import DTypeLike, NDArray
 
 from bloomery.base.bounded import open_regular
 from bloomery.base.errors import DataError, Problem
-from bloomery.base.storage import make_run_folder, writing
+from bloomery.base.storage import make_folder, writing
 from bloomery.data.shard_index import (
     DTYPES,
     HEADER,
@@ -65,7 +65,7 @@ class ShardWriter:
         self.num_tokens = 0
         partial = partial_prefix(prefix)
         self._partial_bin, self._partial_idx = f"{partial}.bin", f"{partial}.idx"
-        make_run_folder(os.path.dirname(prefix) or ".")
+        make_folder(os.path.dirname(prefix) or ".")
         with writing(f"{prefix}.bin"):
             self._bin = open(self._partial_bin, "xb", buffering=1 << 20)  # noqa: SIM115 - closed by finish and abort
 

@@ -19,7 +19,7 @@ from bloomery.parallel.mesh import Mesh
 from bloomery.parallel.pipeline import PipelineExecution
 from bloomery.parallel.plain import PlainExecution
 from bloomery.parallel.runner import Execution, Runner
-from bloomery.parallel.sharding import apply_sharding, settle_memory
+from bloomery.parallel.sharding import apply_sharding, init_fsdp
 from bloomery.parallel.stages import build_stages
 from bloomery.parallel.tensor import apply_tensor_parallel, cut_buffers
 from bloomery.parallel.vocabulary import vocabulary_losses
@@ -116,7 +116,7 @@ def _give_memory(model: nn.Module, mesh: Mesh, device: torch.device) -> None:
     cast(Any, model).tie_weights()
     cast(Any, model).rebuild_buffers(device)
     cut_buffers(model, mesh)
-    settle_memory(model)
+    init_fsdp(model)
 
 
 def _compiles_whole(mesh: Mesh) -> bool:

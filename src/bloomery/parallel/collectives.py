@@ -27,7 +27,7 @@ class _Gather(torch.autograd.Function):
         return reduce_scatter(grad, ctx.dim, ctx.group), None, None
 
 
-class _GatherAlike(torch.autograd.Function):
+class _AllGatherReplicated(torch.autograd.Function):
     """Everybody's part, along a dimension. All ranks compute the same from the whole: backward only cuts."""
 
     @staticmethod
@@ -40,7 +40,7 @@ class _GatherAlike(torch.autograd.Function):
         return own_part(grad, ctx.dim, ctx.group).contiguous(), None, None
 
 
-class _SumAndCut(torch.autograd.Function):
+class _ReduceScatter(torch.autograd.Function):
     """The sum of what all ranks have, of which each keeps its part along a dimension."""
 
     @staticmethod
@@ -69,12 +69,12 @@ def gather(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
     return cast(Tensor, _apply(_Gather, x, dim, group))
 
 
-def gather_alike(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
-    return cast(Tensor, _apply(_GatherAlike, x, dim, group))
+def all_gather_replicated(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
+    return cast(Tensor, _apply(_AllGatherReplicated, x, dim, group))
 
 
-def sum_and_cut(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
-    return cast(Tensor, _apply(_SumAndCut, x, dim, group))
+def reduce_scatter_with_grad(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
+    return cast(Tensor, _apply(_ReduceScatter, x, dim, group))
 
 
 def sum_of_all(x: Tensor, group: dist.ProcessGroup) -> Tensor:

@@ -11,7 +11,7 @@ from bloomery.data.batch import Batch
 from bloomery.model.loss import row_losses
 from bloomery.parallel.gradients import Gradients
 from bloomery.parallel.runner import RowLosses, Seed
-from bloomery.parallel.sharding import announce_backward
+from bloomery.parallel.sharding import set_fsdp_sync
 
 
 class PlainExecution:
@@ -41,7 +41,7 @@ class PlainExecution:
         found = []
         for i, batch in enumerate(micro_batches):
             seed(i, 0)
-            announce_backward(self._model, zero=self._zero, last=i == len(micro_batches) - 1)
+            set_fsdp_sync(self._model, zero=self._zero, last=i == len(micro_batches) - 1)
             rows = self._rows_of(batch.inputs, batch.targets)
             torch.autograd.backward(loss_of(rows))
             self._gradients.absorb()

@@ -36,7 +36,7 @@ def apply_sharding(model: nn.Module, mesh: Mesh, *, zero: int, dtype: torch.dtyp
             module.set_force_sum_reduction_for_comms(True)  # gloo has no pre-multiplied sum, and 1.0 needs none
 
 
-def announce_backward(model: nn.Module, *, zero: int, last: bool) -> None:
+def set_fsdp_sync(model: nn.Module, *, zero: int, last: bool) -> None:
     """Tell FSDP what the next backward pass is for: ZeRO 0 and 1 communicate once a step, 2 and 3 every micro-batch."""
     if isinstance(model, FSDPModule):
         model.set_is_last_backward(last)
@@ -45,7 +45,7 @@ def announce_backward(model: nn.Module, *, zero: int, last: bool) -> None:
         model.set_reshard_after_backward(last or zero == 3)
 
 
-def settle_memory(model: nn.Module) -> None:
+def init_fsdp(model: nn.Module) -> None:
     """Call it once the parameters have memory: FSDP then moves what it must pad, which it would do in the first forward
     pass, behind the back of everybody who holds a piece."""
     if isinstance(model, FSDPModule):

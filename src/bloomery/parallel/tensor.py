@@ -2,8 +2,8 @@
 
 Between attention and MLP the sequence is cut too (sequence parallelism), so a rank computes norms, dropout and
 residuals only for its part of the tokens. Modules compute on plain local tensors; what has to be communicated is
-attached to them here. Two tables say it all, CUTS (sizing/cuts.py) and BEHAVIOURS; a new family needs neither unless it
-brings a new kind of layer.
+attached to them here. Two tables say it all, CUTS (sizing/tp_sharding.py) and BEHAVIOURS; a new family needs neither
+unless it brings a new kind of layer.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from bloomery.parallel.collectives import gather, gather_alike, own_part, sum_and_cut
+from bloomery.parallel.collectives import all_gather_replicated, gather, own_part, reduce_scatter_with_grad
 from bloomery.parallel.mesh import Mesh
-from bloomery.sizing.cuts import cut_dimension
+from bloomery.sizing.tp_sharding import cut_dimension
 
 
 def apply_tensor_parallel(model: nn.Module, mesh: Mesh) -> None:
@@ -54,7 +54,7 @@ def _gather_input(module: nn.Module, group: dist.ProcessGroup) -> None:
 
 def _gather_input_alike(module: nn.Module, group: dist.ProcessGroup) -> None:
     """The module sees all tokens and computes on every rank the same."""
-    module.register_forward_pre_hook(lambda _, args: (gather_alike(args[0], 1, group), *args[1:]))
+    module.register_forward_pre_hook(lambda _, args: (all_gather_replicated(args[0], 1, group), *args[1:]))
 
 
 def _gather_output(module: nn.Module, group: dist.ProcessGroup) -> None:
@@ -72,7 +72,7 @@ def _sum_output(linear: nn.Module, group: dist.ProcessGroup) -> None:
 
     def forward(x: Tensor) -> Tensor:
         weight, bias = cast(Tensor, linear.weight), cast("Tensor | None", linear.bias)
-        out = sum_and_cut(F.linear(x, weight), 1, group)
+        out = reduce_scatter_with_grad(F.linear(x, weight), 1, group)
         return out if bias is None else out + bias
 
     linear.forward = forward
@@ -86,7 +86,7 @@ def _look_up_own_words(embedding: nn.Module, group: dist.ProcessGroup) -> None:
         own = tokens - group.rank() * weight.shape[0]
         absent = (own < 0) | (own >= weight.shape[0])
         found = F.embedding(own.masked_fill(absent, 0), weight)
-        return sum_and_cut(found.masked_fill(absent[..., None], 0.0), 1, group)
+        return reduce_scatter_with_grad(found.masked_fill(absent[..., None], 0.0), 1, group)
 
     embedding.forward = forward
 

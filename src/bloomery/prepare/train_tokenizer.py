@@ -9,7 +9,7 @@ from tokenizers import Tokenizer as HfTokenizer
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
 from bloomery.base.errors import DataError, Problem, RecipeError
-from bloomery.base.storage import make_run_folder, write_atomically, written_to
+from bloomery.base.storage import make_folder, write_atomically, written_to
 from bloomery.data.tokenizer import Tokenizer
 from bloomery.data.tokenizer_files import FILES
 
@@ -60,7 +60,7 @@ def train_tokenizer(texts: Iterable[str], *, vocab_size: int, output: str) -> To
     if any(os.path.lexists(os.path.join(output, name)) for name in FILES):
         _refuse_another(output, tokenizer)
         return Tokenizer.load(output)
-    make_run_folder(output)
+    make_folder(output)
     write_atomically(path, tokenizer.content)
     return tokenizer
 

@@ -15,13 +15,13 @@ import bloomery
 from bloomery.base.accelerator import device_name, energy_sensor, out_of_memory_problem
 from bloomery.base.errors import BloomeryError, LostRankError, Problem, RecipeError, StorageError
 from bloomery.base.ranks import ALONE, Ranks, agreed
-from bloomery.base.storage import locked, make_run_folder, own_folder, write_atomically
+from bloomery.base.storage import locked, make_folder, own_folder, write_atomically
 from bloomery.base.units import Duration, format_count
-from bloomery.checkpoint.choose import refuse_later
 from bloomery.checkpoint.fence import FencedError, Writer, take_over
 from bloomery.checkpoint.load import load_on_all
 from bloomery.checkpoint.remote import RemoteSource, Uploader
 from bloomery.checkpoint.saver import Saver, estimate_save_seconds
+from bloomery.checkpoint.select import refuse_later
 from bloomery.checkpoint.tiers import DURABLE, LOCAL, Tier, all_roots, kept_in, parts_in, tier_roots
 from bloomery.config.describe import as_yaml, fingerprint
 from bloomery.config.recipe import Recipe
@@ -45,7 +45,14 @@ from bloomery.sizing.memory import precision_problems
 from bloomery.sizing.parameters import count_parameters
 from bloomery.sizing.plan import TrainingPlan
 from bloomery.train.optimizer import Optimizer
-from bloomery.train.past import Past, check_tokenizer, checked_shards, find_past, put_in_order, report_fetched
+from bloomery.train.resume import (
+    ResumePoint,
+    archive_stale,
+    check_tokenizer,
+    checked_shards,
+    find_resume_point,
+    report_fetched,
+)
 from bloomery.train.run import Run
 from bloomery.train.state import TrainState
 from bloomery.train.stop import StopRules
@@ -140,7 +147,7 @@ class _Start:
             refuse_what_cannot_be_done(self.recipe)
         with agreed(ranks):
             if ranks.rank == 0:
-                make_run_folder(self.folder)
+                make_folder(self.folder)
                 own_folder(self.folder / "control")
                 for root in all_roots(self.folder):
                     if root.is_symlink():
@@ -154,9 +161,9 @@ class _Start:
             remote = RemoteSource(upload.to, self._roots[DURABLE], self.recipe.name, starts, ranks)
         return _Claim(taken, starts, energy, sensor, remote)
 
-    def resolve_resume_point(self, claim: _Claim, start_from: str | None, changes: Sequence[str]) -> Past:
+    def resolve_resume_point(self, claim: _Claim, start_from: str | None, changes: Sequence[str]) -> ResumePoint:
         with agreed(self.ranks):
-            past = find_past(
+            past = find_resume_point(
                 self.recipe, self._places, wanted=start_from, changes=changes, ranks=self.ranks, remote=claim.remote
             )
         state = past.state
@@ -166,7 +173,7 @@ class _Start:
             state.saved_step = None  # a fast place is no promise: a run that stops here still saves
         return past
 
-    def open_data(self, past: Past) -> _Data:
+    def open_data(self, past: ResumePoint) -> _Data:
         shards: dict[str, dict[str, Any]] = {}
         with agreed(self.ranks):
             data = self.closing.enter_context(open_data(self.recipe, plan=past.plan, cursor=past.before))
@@ -175,7 +182,7 @@ class _Start:
                 shards = checked_shards(past, data.shards())
         return _Data(data, self.ranks.broadcast(shards))
 
-    def open_journal(self, claim: _Claim, past: Past, *, quiet: bool) -> Journal:
+    def open_journal(self, claim: _Claim, past: ResumePoint, *, quiet: bool) -> Journal:
         """That of rank 0 writes; the others are silent."""
         journal: Journal = SilentJournal()
         with agreed(self.ranks):
@@ -194,7 +201,7 @@ class _Start:
         return journal
 
     def take_over_checkpoints(
-        self, claim: _Claim, past: Past, data: _Data, journal: Journal, *, is_newest: bool
+        self, claim: _Claim, past: ResumePoint, data: _Data, journal: Journal, *, is_newest: bool
     ) -> dict[str, Tier]:
         """Become the one that writes checkpoints, also in the places that this recipe does not name. `is_newest`: it
         must still be the newest that this start resumes from."""
@@ -220,7 +227,7 @@ class _Start:
             report_fetched(claim.remote, step, journal)
         return tiers
 
-    def build_model(self, past: Past, data: _Data) -> _Parts:
+    def build_model(self, past: ResumePoint, data: _Data) -> _Parts:
         recipe, device = self.recipe, self.device
         mesh = alone() if self.ranks is ALONE else make_mesh(Layout.of(recipe, self.ranks.size), device)
         compile_model = recipe.train.compile
@@ -242,11 +249,13 @@ class _Start:
         runner = make_runner(recipe, parts, device=device, compile_model=compile_model, num_sources=num_sources)
         return _Parts(mesh, runner, optimizer)
 
-    def build_saver(self, optimizer: Optimizer, tiers: Mapping[str, Tier], past: Past, journal: Journal) -> Saver:
+    def build_saver(
+        self, optimizer: Optimizer, tiers: Mapping[str, Tier], past: ResumePoint, journal: Journal
+    ) -> Saver:
         """Now that the resume point is loaded, checkpoints that the run does not continue from are moved aside."""
         with agreed(self.ranks):
             if self.ranks.rank == 0:
-                put_in_order(self.recipe, self._places, past, journal)
+                archive_stale(self.recipe, self._places, past, journal)
         with agreed(self.ranks):
             for tier in tiers.values():
                 tier.prepare_node_dir()
@@ -258,7 +267,7 @@ class _Start:
     def build_run(
         self,
         claim: _Claim,
-        past: Past,
+        past: ResumePoint,
         data: _Data,
         journal: Journal,
         tiers: Mapping[str, Tier],
@@ -306,7 +315,7 @@ class _Start:
             trace=trace.begin(recipe, self.ranks) if trace else None,
         )
 
-    def _loader(self, past: Past, opened: OpenData, mesh: Mesh) -> Loader:
+    def _loader(self, past: ResumePoint, opened: OpenData, mesh: Mesh) -> Loader:
         loader = Loader(
             opened.train,
             micro_batch_size=self.recipe.batch.micro_batch_size,
@@ -383,7 +392,7 @@ def _finishing(saver: Saver) -> Callable[..., None]:
     return finish
 
 
-def _report_changes(past: Past, data: OpenData, journal: Journal) -> None:
+def _report_changes(past: ResumePoint, data: OpenData, journal: Journal) -> None:
     step = past.state.step
     for change in past.changes:
         journal.event(Event.CHANGED, step, field=change.field, old=change.old, new=change.new)
@@ -412,7 +421,7 @@ def _validation_samples(recipe: Recipe, validation: Mapping[str, Source]) -> dic
     return {group: min(wanted, source.num_samples) for group, source in validation.items()}
 
 
-def _start_facts(recipe: Recipe, device: torch.device, ranks: Ranks, past: Past) -> dict[str, Any]:
+def _start_facts(recipe: Recipe, device: torch.device, ranks: Ranks, past: ResumePoint) -> dict[str, Any]:
     return {
         "recipe": recipe.name,
         "fingerprint": fingerprint(recipe),
@@ -429,7 +438,7 @@ def _start_facts(recipe: Recipe, device: torch.device, ranks: Ranks, past: Past)
     }
 
 
-def _greeting(facts: Mapping[str, Any], plan: TrainingPlan, past: Past) -> str:
+def _greeting(facts: Mapping[str, Any], plan: TrainingPlan, past: ResumePoint) -> str:
     how = f"resumed at step {past.state.step:,}" if past.checkpoint else "from the beginning"
     many = f"{facts['ranks']} x " if facts["ranks"] > 1 else ""
     size, where = format_count(facts["parameters"]), f"{facts['precision']} on {many}{facts['device']}"

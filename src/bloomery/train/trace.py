@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from bloomery.base.ranks import Ranks, first_rank_does
-from bloomery.base.storage import make_run_folder, open_plain, storage_error
+from bloomery.base.storage import make_folder, open_plain, storage_error
 from bloomery.checkpoint.saver import save_checkpoint
 from bloomery.config.describe import as_yaml
 from bloomery.config.recipe import Recipe
@@ -34,7 +34,7 @@ class TraceRequest:
     sample_steps: int
 
     def begin(self, recipe: Recipe, ranks: Ranks) -> Tracer:
-        first_rank_does(ranks, lambda: make_run_folder(self.folder))
+        first_rank_does(ranks, lambda: make_folder(self.folder))
         return Tracer(self, as_yaml(recipe), ranks)
 
 

@@ -36,10 +36,9 @@ from bloomery.parallel.context import own_tokens
 from bloomery.parallel.gradients import Gradients
 from bloomery.parallel.mesh import Mesh, make_mesh
 from bloomery.parallel.pipeline import schedule_in_force
-from bloomery.parallel.sharding import announce_backward
+from bloomery.parallel.sharding import set_fsdp_sync
 from bloomery.parallel.vocabulary import vocabulary_losses
 from bloomery.parallel.weights import weights_of
-from bloomery.sizing.cuts import cut_dimension
 from bloomery.sizing.layout import Layout, micro_batches, ranks_per_replica
 from bloomery.sizing.memory import (
     HOST_LABELS,
@@ -51,6 +50,7 @@ from bloomery.sizing.memory import (
 )
 from bloomery.sizing.parameters import count_parameters
 from bloomery.sizing.stages import stage_layers, stages_of_rank
+from bloomery.sizing.tp_sharding import cut_dimension
 from bloomery.sizing.vocabulary import padded_vocab_size
 from bloomery.verify.fake_device import MemoryMeter, accelerator_kernels, fuse_attention
 
@@ -299,7 +299,7 @@ class _Passes:
         """`last`: it is the last micro-batch of a step."""
         model = self._stages[stage]
         model.train()
-        announce_backward(model, zero=self._zero, last=last)
+        set_fsdp_sync(model, zero=self._zero, last=last)
         inputs = dict(self._batch.inputs)
         tokens = inputs.pop("tokens")
         received = self._from_before[stage].detach().requires_grad_() if stage > 0 else None

@@ -10,7 +10,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from bloomery.base.errors import Problem, StorageError
-from bloomery.base.storage import make_run_folder, remove_tree, sync_folder, writing
+from bloomery.base.storage import make_folder, remove_tree, sync_folder, writing
 from bloomery.checkpoint.hf.proof import PROOF_FILE
 from bloomery.checkpoint.hf.shards import INDEX, SINGLE
 from bloomery.checkpoint.hf.tokenizer import CHAT_TEMPLATE
@@ -49,7 +49,7 @@ def _visible(output: Path) -> list[str]:
 def drafted(output: Path, publish: Callable[[Path, Path], None]) -> Iterator[Path]:
     """A folder to write into; `publish(it, output)` gives its files their names. After an error all is as before."""
     is_new = not output.exists()
-    make_run_folder(output)
+    make_folder(output)
     for debris in output.glob(f"{_PREFIX}*.tmp"):  # of one that was killed
         remove_tree(debris)
     draft = output / f"{_PREFIX}{secrets.token_hex(4)}.tmp"

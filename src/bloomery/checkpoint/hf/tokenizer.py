@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from bloomery.base.bounded import read_small
-from bloomery.base.storage import make_run_folder, write_atomically
+from bloomery.base.storage import make_folder, write_atomically
 from bloomery.data.tokenizer import Tokenizer
 from bloomery.data.tokenizer_files import read_settings, token_of
 
@@ -50,7 +50,7 @@ def write_tokenizer(
     content = tokenizer.content
     if pairs and tokenizer.parsed.get("post_processor") is None and tokenizer.pairs is not None:
         content = json.dumps({**tokenizer.parsed, "post_processor": tokenizer.pairs}, ensure_ascii=False, indent=2)
-    make_run_folder(folder)
+    make_folder(folder)
     write_atomically(folder / "tokenizer.json", content)
     write_atomically(folder / "tokenizer_config.json", json.dumps(config, indent=2, sort_keys=True) + "\n")
     if (own / CHAT_TEMPLATE).is_file():

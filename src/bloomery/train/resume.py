@@ -10,11 +10,11 @@ from typing import Any
 from bloomery.base.errors import BloomeryError, DataError, Problem
 from bloomery.base.ranks import ALONE, Ranks
 from bloomery.base.storage import writing
-from bloomery.checkpoint.choose import Choice, newest_good, tidy
 from bloomery.checkpoint.folder import RETIRED, checkpoint_named, verify
 from bloomery.checkpoint.load import read_recipe_of, read_state, using_state
 from bloomery.checkpoint.manifest import read_manifest
 from bloomery.checkpoint.remote import RemoteSource
+from bloomery.checkpoint.select import Choice, newest_good, tidy
 from bloomery.config.recipe import Recipe
 from bloomery.data.blend import BlendState
 from bloomery.data.cursor import DataCursor
@@ -30,7 +30,7 @@ from bloomery.train.state import TrainState
 
 
 @dataclass(frozen=True)
-class Past:
+class ResumePoint:
     state: TrainState
     plan: TrainingPlan
     """Of the recipe that goes on: it counts on from what has been."""
@@ -45,7 +45,7 @@ class Past:
     """Newer checkpoints that cannot be used, and why."""
 
 
-def find_past(
+def find_resume_point(
     recipe: Recipe,
     roots: Sequence[Path],
     *,
@@ -53,7 +53,7 @@ def find_past(
     changes: Sequence[str] = (),
     ranks: Ranks = ALONE,
     remote: RemoteSource | None = None,
-) -> Past:
+) -> ResumePoint:
     """The checkpoint called `wanted`, else the newest that is whole, here or `remote`; of this very training.
     DataError if it is not, less the fields named by `changes`.
 
@@ -69,13 +69,13 @@ def find_past(
     checkpoint = choice.folder
     if checkpoint is None:
         scale = LossScale.start(recipe.loss_scale) if recipe.precision == "fp16" else None
-        return Past(TrainState(loss_scale=scale), TrainingPlan.of(recipe))
-    return replace(past_at(checkpoint, recipe, changes=changes), damaged=choice.damaged)
+        return ResumePoint(TrainState(loss_scale=scale), TrainingPlan.of(recipe))
+    return replace(resume_point_at(checkpoint, recipe, changes=changes), damaged=choice.damaged)
 
 
-def past_at(
+def resume_point_at(
     checkpoint: Path, recipe: Recipe, *, changes: Sequence[str] = (), reads: Collection[str] | None = None
-) -> Past:
+) -> ResumePoint:
     """This checkpoint, for a recipe that goes on from it. DataError if that is another training, less the fields named
     by `changes`. `reads`: the sections to compare, where it is not all of them."""
     saved, facts, state, blend = _read(checkpoint)
@@ -96,7 +96,7 @@ def past_at(
     elif state.loss_scale is None:
         state.loss_scale = LossScale.start(recipe.loss_scale)
     same_length = saved.model.seq_length == recipe.model.seq_length
-    return Past(
+    return ResumePoint(
         state,
         now.plan,
         checkpoint=checkpoint,
@@ -133,7 +133,7 @@ def _why_not(checkpoint: Path) -> list[str]:
     return []
 
 
-def check_tokenizer(past: Past, tokenizer_hash: str | None) -> None:
+def check_tokenizer(past: ResumePoint, tokenizer_hash: str | None) -> None:
     """DataError if the data turns out to be of another tokenizer than the checkpoint's, under the same path."""
     if past.checkpoint is None or tokenizer_hash is None:
         return
@@ -146,7 +146,7 @@ def check_tokenizer(past: Past, tokenizer_hash: str | None) -> None:
         raise DataError(Problem(what, rule, "put the tokenizer back that it was trained with"))
 
 
-def checked_shards(past: Past, shards: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+def checked_shards(past: ResumePoint, shards: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
     """These, and those of sources that are away: they stay known for as long as the place reached in them. DataError if
     a source is another shard than it was, or under a new name the shard that another one was."""
     if past.checkpoint is None or past.before is None:
@@ -209,7 +209,7 @@ def report_fetched(remote: RemoteSource, step: int, journal: Journal) -> None:
         )
 
 
-def put_in_order(recipe: Recipe, roots: Sequence[Path], past: Past, journal: Journal) -> None:
+def archive_stale(recipe: Recipe, roots: Sequence[Path], past: ResumePoint, journal: Journal) -> None:
     """Move aside what this run does not go on from, and tell it. Not before the past is loaded: a start that fails must
     leave every checkpoint where it was."""
     keep_debris = recipe.checkpoint.debris == "keep"

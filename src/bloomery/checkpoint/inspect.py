@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from bloomery.base.errors import DataError, Problem
-from bloomery.checkpoint.fence import DESK, LEFT
+from bloomery.checkpoint.fence import STAGING, STALE
 from bloomery.checkpoint.folder import (
     CHECKPOINTS,
     LOCAL_CHECKPOINTS,
@@ -128,7 +128,7 @@ def list_checkpoints(path: Path, *, check_hashes: bool = False) -> list[Listed]:
 def _listed_in(root: Path, *, check_hashes: bool) -> list[Listed]:
     latest = read_latest(root)
     found = []
-    for place in (root, root / RETIRED, root / "debris", *root.glob(f"{DESK}*"), *root.glob(f"{LEFT}*")):
+    for place in (root, root / RETIRED, root / "debris", *root.glob(f"{STAGING}*"), *root.glob(f"{STALE}*")):
         for folder in sorted(place.iterdir()) if place.is_dir() else ():
             match = _STEP.search(folder.name)
             if match is None or not folder.is_dir():
