@@ -162,6 +162,7 @@ def test_a_rank_that_stops_is_named_by_the_one_that_waits(
     if stopped:
         (error,) = workshop.events(workshop.folder / "run", "error")
         assert "for rank 1" in error["text"]
+        assert error["step"] >= 5  # where it hangs, not where the job began
 
 
 def test_a_signal_during_a_hang_is_answered_within_seconds(workshop: Workshop) -> None:

@@ -207,7 +207,7 @@ class _Start:
         must still be the newest that this start resumes from."""
         step, section = past.state.step, self.recipe.checkpoint
         tiers: dict[str, Tier] = {}
-        self.ranks.report_hang(lambda text: journal.event(Event.ERROR, step, text=text))
+        self.ranks.report_hang(lambda text: journal.event(Event.ERROR, past.state.step, text=text))
         if claim.taken_over:
             journal.event(Event.TAKEN_OVER, step, text=claim.taken_over)
         for warning in filter(None, [claim.taken_over, *data.open.warnings]):
