@@ -186,6 +186,12 @@ def test_a_forged_manifest_is_damage_and_nothing_waits_for_it(newer: Path, kind:
     assert (code, "Traceback" in err) == (3, False)
 
 
+def test_escapes_in_a_manifest_do_not_reach_the_terminal(newer: Path, command: Command) -> None:
+    change_manifest(newer, versions={"bloomery": "\x1b[31m"}, tokenizer="\x1b]0;x\x07")
+    code, out, _ = command("inspect", "checkpoint", str(newer))
+    assert (code, "\x1b" in out, "\\x1b[31m" in out) == (0, False, True)
+
+
 def test_a_recipe_that_asks_for_a_billion_layers_is_damage_and_costs_nothing(newer: Path) -> None:
     recipe = newer / "recipe.yaml"
     recipe.write_text(recipe.read_text().replace("num_layers: 2", "num_layers: 1000000000"))

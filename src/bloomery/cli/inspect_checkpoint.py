@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bloomery.base import exit_codes
+from bloomery.base.errors import on_one_line
 from bloomery.base.units import format_bytes, format_count
 
 if TYPE_CHECKING:
@@ -74,7 +75,8 @@ def _text(facts: dict[str, Any]) -> str:
             f"{format_bytes(group['bytes'])}"
         )
     lines.append("")
-    return "\n".join([*lines, *(f"  {format_bytes(size):>10}  {name}" for name, size in facts["files"].items())])
+    lines += [f"  {format_bytes(size):>10}  {name}" for name, size in facts["files"].items()]
+    return "\n".join(map(on_one_line, lines))  # a manifest from elsewhere may hold escapes of the terminal
 
 
 def _list_text(found: list[Listed]) -> str:
