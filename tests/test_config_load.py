@@ -15,10 +15,9 @@ import pytest
 from bloomery.base.errors import RecipeError, on_one_line
 from bloomery.base.units import Amount, Duration
 from bloomery.config.describe import Value, as_dict, as_yaml, explain, fingerprint
-from bloomery.config.draft import Draft
-from bloomery.config.load import load_recipe, shipped_recipes
+from bloomery.config.load import Draft, load_recipe, shipped_recipes
 from bloomery.config.recipe import Recipe
-from bloomery.config.schema import all_paths, spot_at
+from bloomery.config.schema import all_paths, field_at
 from bloomery.config.yaml_nodes import dump_yaml, parse_yaml
 from bloomery.sizing.check import load_checked_recipe
 
@@ -658,11 +657,11 @@ def test_every_field_of_the_schema_says_what_it_means() -> None:
     leaves = [path for path in paths if not any(other.startswith(f"{path}.") for other in paths)]
     assert "data.train.0.weight" in leaves
     for path in leaves:
-        spot = spot_at(path.split("."))
+        spot = field_at(path.split("."))
         assert spot is not None, path
         assert spot.meaning, path
 
 
 def test_the_name_of_a_validation_group_is_the_users_own() -> None:
-    assert spot_at(["data", "validation", "path", "0", "weight"]) is not None
-    assert spot_at(["data", "validation", "path", "0", "nothing"]) is None
+    assert field_at(["data", "validation", "path", "0", "weight"]) is not None
+    assert field_at(["data", "validation", "path", "0", "nothing"]) is None

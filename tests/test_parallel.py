@@ -351,7 +351,7 @@ def test_as_little_as_possible_changes(overrides: list[str], world: int, expecte
             section, _, field = section.partition(".")
             given = {field: given}
         recipe = recipe.model_copy(update={section: getattr(recipe, section).model_copy(update=given)})
-    fitted = fit(recipe, checked.draft, nodes=1, ranks_per_node=world)
+    fitted = fit(recipe, nodes=1, ranks_per_node=world)
     if expected is None:
         assert fitted is None
     else:

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from bloomery.base.errors import Problem, RecipeError
-from bloomery.config.draft import Draft, by_place
-from bloomery.config.load import read_recipe
+from bloomery.config.load import Draft, by_place, read_recipe
 
 if TYPE_CHECKING:  # slow to import; see read_recipe
     from bloomery.config.recipe import Recipe
@@ -45,4 +44,4 @@ def findings(draft: Draft) -> Iterator[Finding]:
     from bloomery.sizing.rules import RULES
 
     for rule in RULES:
-        yield from rule(draft.recipe, draft)
+        yield from rule(draft.recipe)

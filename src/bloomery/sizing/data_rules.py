@@ -9,7 +9,6 @@ import re
 from collections.abc import Iterator, Sequence
 
 from bloomery.base.errors import first_few
-from bloomery.config.draft import Draft
 from bloomery.config.recipe import DataSection, Recipe, SourceSection
 from bloomery.sizing.finding import Finding
 
@@ -17,7 +16,7 @@ _SHORTEST_PAIR = 5
 """[CLS], a token, [SEP], a token, [SEP]."""
 
 
-def data(recipe: Recipe, draft: Draft) -> Iterator[Finding]:
+def data(recipe: Recipe) -> Iterator[Finding]:
     if recipe.prepare and recipe.tokenizer is None:
         yield Finding(
             ("prepare", "tokenizer"),
@@ -192,7 +191,7 @@ def _reaches(pattern: Sequence[str], path: Sequence[str]) -> bool:
     return same and _reaches(pattern[1:], path[1:])
 
 
-def samples(recipe: Recipe, draft: Draft) -> Iterator[Finding]:
+def samples(recipe: Recipe) -> Iterator[Finding]:
     """That the options of `data:` belong to the samples of this family."""
     if recipe.data is None:
         return

@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from bloomery.config.draft import Draft
 from bloomery.config.recipe import LaunchSection, Recipe
 from bloomery.sizing.layout import data_parallel_size, ranks_per_replica, world_size
 from bloomery.sizing.layout_rules import context, data_parallel, pipeline, tensor_parallel
@@ -27,7 +26,7 @@ class Fitted:
     """What had to change, and why; empty when only the number of replicas did."""
 
 
-def fit(recipe: Recipe, draft: Draft, *, nodes: int, ranks_per_node: int) -> Fitted | None:
+def fit(recipe: Recipe, *, nodes: int, ranks_per_node: int) -> Fitted | None:
     """The recipe for this world, with as little changed as possible; None if nothing fits.
 
     Tried in this order: as it is, smaller micro-batches, other pipeline sizes, other tensor-parallel sizes, no context
@@ -35,11 +34,11 @@ def fit(recipe: Recipe, draft: Draft, *, nodes: int, ranks_per_node: int) -> Fit
     """
     here = _on(recipe, nodes, ranks_per_node)
     before = world_size(recipe)
-    wrong = _problems(here, draft)
+    wrong = _problems(here)
     if not wrong:
         return Fitted(here, [])
     for candidate in _candidates(here):
-        if not _problems(candidate, draft):
+        if not _problems(candidate):
             return Fitted(
                 candidate, [f"{world_size(here)} ranks instead of {before}: {wrong[0]}", *_changes(here, candidate)]
             )
@@ -82,10 +81,10 @@ def _candidates(recipe: Recipe) -> Iterator[Recipe]:
                     )
 
 
-def _problems(recipe: Recipe, draft: Draft) -> list[str]:
+def _problems(recipe: Recipe) -> list[str]:
     if world_size(recipe) % ranks_per_replica(recipe) or not data_parallel_size(recipe):
         return [f"one replica takes {ranks_per_replica(recipe)} ranks"]
-    return [finding.what for rule in _RULES for finding in rule(recipe, draft) if not finding.is_warning]
+    return [finding.what for rule in _RULES for finding in rule(recipe) if not finding.is_warning]
 
 
 def _changes(before: Recipe, after: Recipe) -> list[str]:

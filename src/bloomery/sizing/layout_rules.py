@@ -6,7 +6,6 @@ import math
 from collections.abc import Iterator
 
 from bloomery.base.units import Duration
-from bloomery.config.draft import Draft
 from bloomery.config.recipe import ParallelSection, Recipe
 from bloomery.sizing.finding import Finding, nearby_divisors
 from bloomery.sizing.layout import data_parallel_size, ranks_per_replica, world_size
@@ -16,7 +15,7 @@ LAYOUT = ("launch.nodes", "launch.gpus_per_node", "parallel.tp", "parallel.pp", 
 _SEVERAL_STAGES = ("interleaved", "zero_bubble")
 
 
-def tensor_parallel(recipe: Recipe, draft: Draft) -> Iterator[Finding]:
+def tensor_parallel(recipe: Recipe) -> Iterator[Finding]:
     model, tp, cp = recipe.model, recipe.parallel.tp, recipe.parallel.cp
     tokens = model.seq_length // cp
     sizes = {
@@ -38,7 +37,7 @@ def tensor_parallel(recipe: Recipe, draft: Draft) -> Iterator[Finding]:
             )
 
 
-def context(recipe: Recipe, draft: Draft) -> Iterator[Finding]:
+def context(recipe: Recipe) -> Iterator[Finding]:
     cp, length = recipe.parallel.cp, recipe.model.seq_length
     if cp == 1:
         return
@@ -59,7 +58,7 @@ def context(recipe: Recipe, draft: Draft) -> Iterator[Finding]:
         )
 
 
-def pipeline(recipe: Recipe, draft: Draft) -> Iterator[Finding]:
+def pipeline(recipe: Recipe) -> Iterator[Finding]:
     parallel, layers = recipe.parallel, recipe.model.num_layers
     pp, chunks, schedule = parallel.pp, parallel.chunks, parallel.schedule
     if pp == 1:
@@ -134,7 +133,7 @@ def _zero_bubble(recipe: Recipe) -> Iterator[Finding]:
         )
 
 
-def data_parallel(recipe: Recipe, draft: Draft) -> Iterator[Finding]:
+def data_parallel(recipe: Recipe) -> Iterator[Finding]:
     parallel = recipe.parallel
     ranks = ranks_per_replica(recipe)
     if recipe.launch and world_size(recipe) % ranks:
@@ -166,7 +165,7 @@ def data_parallel(recipe: Recipe, draft: Draft) -> Iterator[Finding]:
         )
 
 
-def launch(recipe: Recipe, draft: Draft) -> Iterator[Finding]:
+def launch(recipe: Recipe) -> Iterator[Finding]:
     if recipe.launch is None:
         return
     on, nodes, limit = recipe.launch.on, recipe.launch.nodes, recipe.launch.time_limit

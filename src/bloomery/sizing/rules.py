@@ -10,8 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from bloomery.base.units import Amount, Duration
-from bloomery.config.draft import Draft
 from bloomery.config.families import ONLY_FOR, family_defaults
 from bloomery.config.recipe import LossScaleSection, LrSection, ModelSection, Recipe
 from bloomery.sizing.data_rules import data, samples
@@ -24,7 +22,7 @@ _MOST_LEVELS = 10_000
 _MOST_STEPS = 100_000_000
 
 
-def heads(recipe: Recipe, draft: Draft) -> Iterator[Finding]:
+def heads(recipe: Recipe) -> Iterator[Finding]:
     model = recipe.model
     if model.hidden_size % model.num_heads:
         yield Finding(
@@ -49,12 +47,12 @@ def heads(recipe: Recipe, draft: Draft) -> Iterator[Finding]:
         )
 
 
-def fields_of_another_family(recipe: Recipe, draft: Draft) -> Iterator[Finding]:
+def fields_of_another_family(recipe: Recipe) -> Iterator[Finding]:
     model = recipe.model
     derived = family_defaults({"family": model.family, "hidden_size": model.hidden_size, "num_heads": model.num_heads})
     for name, families in ONLY_FOR.items():
         path, default = f"model.{name}", derived.get(name, ModelSection.model_fields[name].default)
-        if draft.is_set(path) and model.family not in families and getattr(model, name) != default:
+        if model.family not in families and getattr(model, name) != default:
             yield Finding(
                 (path, "model.family", "model.num_heads"),
                 f"{path} is set but model.family is {model.family}",
@@ -63,7 +61,7 @@ def fields_of_another_family(recipe: Recipe, draft: Draft) -> Iterator[Finding]:
             )
 
 
-def batch(recipe: Recipe, draft: Draft) -> Iterator[Finding]:
+def batch(recipe: Recipe) -> Iterator[Finding]:
     full, micro, replicas = recipe.batch.global_batch_size, recipe.batch.micro_batch_size, _replicas(recipe)
     unit = micro * replicas
     if full % unit:
@@ -76,7 +74,7 @@ def batch(recipe: Recipe, draft: Draft) -> Iterator[Finding]:
         )
 
 
-def ramp(recipe: Recipe, draft: Draft) -> Iterator[Finding]:
+def ramp(recipe: Recipe) -> Iterator[Finding]:
     """Every level of the ramp must be fed too: the reference finds out days later, when it reaches the level."""
     rampup, full = recipe.batch.rampup, recipe.batch.global_batch_size
     if rampup is None:
@@ -113,7 +111,7 @@ def ramp(recipe: Recipe, draft: Draft) -> Iterator[Finding]:
         )
 
 
-def learning_rate(recipe: Recipe, draft: Draft) -> Iterator[Finding]:
+def learning_rate(recipe: Recipe) -> Iterator[Finding]:
     lr = recipe.lr
     if lr.min > lr.peak:
         yield Finding(
@@ -141,7 +139,7 @@ def learning_rate(recipe: Recipe, draft: Draft) -> Iterator[Finding]:
         )
 
 
-def lengths(recipe: Recipe, draft: Draft) -> Iterator[Finding]:
+def lengths(recipe: Recipe) -> Iterator[Finding]:
     rampup, full = recipe.batch.rampup, recipe.batch.global_batch_size
     if rampup and len(range(rampup.start, full, rampup.increment)) > _MOST_LEVELS:
         return  # the plan would take for ever
@@ -182,7 +180,7 @@ def lengths(recipe: Recipe, draft: Draft) -> Iterator[Finding]:
         )
 
 
-def skips(recipe: Recipe, draft: Draft) -> Iterator[Finding]:
+def skips(recipe: Recipe) -> Iterator[Finding]:
     last_end = 0
     for i, text in enumerate(recipe.train.skip):
         first, last = (int(number) for number in text.removesuffix(" steps").split("-"))
@@ -197,9 +195,9 @@ def skips(recipe: Recipe, draft: Draft) -> Iterator[Finding]:
         last_end = max(last_end, last)
 
 
-def loss_scale(recipe: Recipe, draft: Draft) -> Iterator[Finding]:
+def loss_scale(recipe: Recipe) -> Iterator[Finding]:
     scale = recipe.loss_scale
-    if recipe.precision != "fp16" and draft.is_set("loss_scale") and scale != LossScaleSection():
+    if recipe.precision != "fp16" and scale != LossScaleSection():
         yield Finding(
             ("loss_scale", "precision"),
             f"loss_scale is set but precision is {recipe.precision}",
@@ -215,7 +213,7 @@ def loss_scale(recipe: Recipe, draft: Draft) -> Iterator[Finding]:
         )
 
 
-def phases(recipe: Recipe, draft: Draft) -> Iterator[Finding]:
+def phases(recipe: Recipe) -> Iterator[Finding]:
     last_until = 0
     for i, phase in enumerate(recipe.checkpoint.phases):
         name = f"checkpoint.phases.{i}"
@@ -236,33 +234,7 @@ def phases(recipe: Recipe, draft: Draft) -> Iterator[Finding]:
         last_until = max(last_until, phase.until.count)
 
 
-def intervals(recipe: Recipe, draft: Draft) -> Iterator[Finding]:
-    evaluate, keep = recipe.train.evaluate, recipe.checkpoint.keep
-    amounts: dict[str, Amount | Duration | None] = {
-        "monitor.log_every": recipe.monitor.log_every,
-        "monitor.drift.every": recipe.monitor.drift.every if recipe.monitor.drift else None,
-        "train.evaluate.every": evaluate.every if evaluate else None,
-        "train.exit_after": recipe.train.exit_after,
-        "checkpoint.keep.every": keep.every if keep else None,
-        "loss_scale.window": recipe.loss_scale.window,
-        "launch.time_limit": recipe.launch.time_limit if recipe.launch else None,
-    }
-    checkpoint = recipe.checkpoint
-    phases = {f"checkpoint.phases.{i}.every": phase.every for i, phase in enumerate(checkpoint.phases)}
-    amounts |= {path: every for path, every in phases.items() if every != "auto"}
-    amounts |= {"checkpoint.failure_every": checkpoint.failure_every, "checkpoint.timeout": checkpoint.timeout}
-    amounts |= {"checkpoint.local.every": checkpoint.local.every if checkpoint.local else None}
-    amounts |= {"checkpoint.upload.every": checkpoint.upload.every if checkpoint.upload else None}
-    for path, amount in amounts.items():
-        size = amount.seconds if isinstance(amount, Duration) else amount.count if amount else 1
-        if size <= 0:
-            example = "1h" if isinstance(amount, Duration) and path != "train.exit_after" else "10 steps"
-            yield Finding(
-                (path,), f"{path} is {amount}", "it must be more than nothing", f"use for example `{example}`"
-            )
-
-
-RULES: list[Callable[[Recipe, Draft], Iterator[Finding]]] = [
+RULES: list[Callable[[Recipe], Iterator[Finding]]] = [
     heads,
     fields_of_another_family,
     tensor_parallel,
@@ -279,7 +251,6 @@ RULES: list[Callable[[Recipe, Draft], Iterator[Finding]]] = [
     samples,
     loss_scale,
     phases,
-    intervals,
 ]
 
 

@@ -13,8 +13,7 @@ from typing import Any
 
 from bloomery.base.bounded import read_text
 from bloomery.base.errors import Problem, RecipeError
-from bloomery.config.draft import COMMAND_LINE, Draft, by_place
-from bloomery.config.faults import validate
+from bloomery.config.load import COMMAND_LINE, Draft, by_place
 from bloomery.config.recipe import Recipe
 from bloomery.config.yaml_nodes import dump_yaml
 from bloomery.interop.megatron import flags as table
@@ -249,7 +248,7 @@ def _checked(raw: dict[str, Any], b: Builder, source: str) -> tuple[Recipe, list
     problems, warnings = list(b.problems), list[Problem]()
     draft = Draft(source=source, places=dict(b.places))
     if not problems:
-        validate(copy.deepcopy(raw), draft)
+        draft.validate(copy.deepcopy(raw))
         problems += draft.problems
         for found in findings(draft):
             problem = Problem(found.what, found.rule, found.remedy, draft.place(*found.paths))
