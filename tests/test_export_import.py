@@ -14,13 +14,13 @@ from safetensors.torch import load_file, save_file
 
 from bloomery.base.accelerator import available_host_bytes
 from bloomery.base.errors import DataError
-from bloomery.checkpoint import export as exporting
-from bloomery.checkpoint.export import export_checkpoint
-from bloomery.checkpoint.hf.configs import model_section
-from bloomery.checkpoint.hf.maps import hf_config
-from bloomery.checkpoint.import_hf import read_model
 from bloomery.config.load import load_recipe
 from bloomery.config.recipe import ModelSection
+from bloomery.interop.hf import export as exporting
+from bloomery.interop.hf.configs import model_section
+from bloomery.interop.hf.export import export_checkpoint
+from bloomery.interop.hf.importer import read_model
+from bloomery.interop.hf.maps import hf_config
 from checkpoints import tensors_of
 from conftest import Workshop
 from export_samples import CASES, Command, checkpoint_of, logits_difference, small_tokenizer, weights_of

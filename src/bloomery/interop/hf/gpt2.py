@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bloomery.checkpoint.hf.layout import Entry, join_qkv, linear, same, split_qkv, transposed, vocabulary
 from bloomery.config.recipe import ModelSection
+from bloomery.interop.hf.layout import Entry, join_qkv, linear, same, split_qkv, transposed, vocabulary
 
 PREFIX = "transformer."
 EMBEDDING, HEAD = f"{PREFIX}wte.weight", "lm_head.weight"

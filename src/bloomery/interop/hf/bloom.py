@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from bloomery.checkpoint.hf.layout import Entry, linear, vocabulary
 from bloomery.config.recipe import ModelSection
+from bloomery.interop.hf.layout import Entry, linear, vocabulary
 
 PREFIX = "transformer."
 EMBEDDING, HEAD = f"{PREFIX}word_embeddings.weight", "lm_head.weight"

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from bloomery.checkpoint.hf.layout import Entry, same, separate_qkv, vocabulary
 from bloomery.config.recipe import ModelSection
+from bloomery.interop.hf.layout import Entry, same, separate_qkv, vocabulary
 
 PREFIX = "model."
 EMBEDDING, HEAD = f"{PREFIX}embed_tokens.weight", "lm_head.weight"

@@ -6,8 +6,8 @@ from collections.abc import Iterable
 from typing import Any
 
 from bloomery.base.errors import DataError, Problem
-from bloomery.checkpoint.hf.layout import Entry, linear, same, separate_qkv, vocabulary
 from bloomery.config.recipe import ModelSection
+from bloomery.interop.hf.layout import Entry, linear, same, separate_qkv, vocabulary
 from bloomery.model.families import ARCHITECTURES
 
 PREFIX = "bert."

@@ -16,19 +16,19 @@ from bloomery.base.bounded import LARGE_BYTES, read_json, read_small
 from bloomery.base.errors import DataError, Problem
 from bloomery.base.piece import Piece
 from bloomery.base.storage import make_folder, write_atomically, writing, written_to
-from bloomery.checkpoint.export import why_unproven
 from bloomery.checkpoint.folder import CHECKPOINTS
-from bloomery.checkpoint.hf.configs import model_section
-from bloomery.checkpoint.hf.draft import drafted, move_all, require_empty
-from bloomery.checkpoint.hf.maps import Source, embedding_and_head, sources_of, strangers
-from bloomery.checkpoint.hf.proof import Proof, prove_import
-from bloomery.checkpoint.hf.reader import HfWeights
-from bloomery.checkpoint.hf.tokenizer import CHAT_TEMPLATE
 from bloomery.checkpoint.saver import save_checkpoint
 from bloomery.config.describe import as_yaml
 from bloomery.config.recipe import Family, ModelSection, Recipe
 from bloomery.data.tokenizer import Tokenizer
 from bloomery.data.tokenizer_files import read_settings
+from bloomery.interop.hf.configs import model_section
+from bloomery.interop.hf.draft import drafted, move_all, require_empty
+from bloomery.interop.hf.export import why_unproven
+from bloomery.interop.hf.maps import Source, embedding_and_head, sources_of, strangers
+from bloomery.interop.hf.proof import Proof, prove_import
+from bloomery.interop.hf.reader import HfWeights
+from bloomery.interop.hf.tokenizer import CHAT_TEMPLATE
 from bloomery.model.build import build_model
 
 _TOKENIZER_FILES = (

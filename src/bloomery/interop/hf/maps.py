@@ -11,9 +11,9 @@ from typing import Any
 from torch import Tensor
 
 from bloomery.base.errors import Problem, RecipeError
-from bloomery.checkpoint.hf import bert, bloom, gpt2, llama
-from bloomery.checkpoint.hf.layout import Entry, export_state, match_names, spellings
 from bloomery.config.recipe import Family, ModelSection
+from bloomery.interop.hf import bert, bloom, gpt2, llama
+from bloomery.interop.hf.layout import Entry, export_state, match_names, spellings
 from bloomery.model.build import build_model
 
 _FAMILIES: dict[Family, ModuleType] = {"gpt2": gpt2, "bloom": bloom, "llama": llama, "bert": bert}
