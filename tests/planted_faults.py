@@ -20,7 +20,7 @@ from bloomery.parallel import apply, feed, gradients
 from bloomery.parallel.gradients import Gradients
 from bloomery.parallel.mesh import Mesh
 from bloomery.parallel.runner import PlainExecution
-from bloomery.sizing import tp_sharding
+from bloomery.sizing import layout
 from bloomery.train.optimizer import Optimizer
 
 
@@ -32,8 +32,8 @@ def tied_gradients_are_not_added(arguments: Sequence[str]) -> int:
 
 def norms_are_not_summed(arguments: Sequence[str]) -> int:
     """Under sequence parallelism each rank keeps the gradient of its own tokens for the norm before attention."""
-    rest = ((pattern.replace("attention_norm|", ""), cut) for pattern, cut in tp_sharding.CUTS)
-    tp_sharding.CUTS = (*rest, (r"layers\.\d+\.attention_norm\.(weight|bias)", "alike"))  # type: ignore[misc]
+    rest = ((pattern.replace("attention_norm|", ""), cut) for pattern, cut in layout.CUTS)
+    layout.CUTS = (*rest, (r"layers\.\d+\.attention_norm\.(weight|bias)", "alike"))  # type: ignore[misc]
     return run_trials(arguments)
 
 

@@ -21,7 +21,7 @@ from bloomery.interop.megatron.importer import Imported, import_megatron
 from bloomery.interop.megatron.read_script import read_script
 from bloomery.interop.megatron.run_script import run_script
 from bloomery.sizing.check import load_checked_recipe
-from bloomery.sizing.plan import TrainingPlan
+from bloomery.sizing.schedule import TrainingPlan
 from megatron_scripts import GPT_TOKENS, LLAMA2, TR1, TR11
 
 Command = Callable[..., tuple[int, str, str]]

@@ -18,9 +18,9 @@ from bloomery.model.build import build_model
 from bloomery.parallel.apply import Parallelised, outline
 from bloomery.parallel.weights import weights_of
 from bloomery.sizing.check import load_checked_recipe
-from bloomery.sizing.keep_rules import kept_checkpoints
 from bloomery.sizing.layout import Layout, layout_overrides, world_size
 from bloomery.sizing.memory import HeldElements, StagePart, held_elements, node_bytes, stage_memories
+from bloomery.sizing.saves import kept_checkpoints
 from bloomery.sizing.shapes import model_shapes
 from bloomery.sizing.vocabulary import padded_vocab_size
 from bloomery.verify import simulate

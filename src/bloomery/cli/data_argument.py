@@ -16,7 +16,7 @@ from bloomery.base.errors import DataError, Problem, RecipeError
 from bloomery.cli.recipe_argument import add_change, load
 from bloomery.config.load import COMMAND_LINE
 from bloomery.config.recipe import DataSection, Recipe
-from bloomery.sizing.plan import TrainingPlan
+from bloomery.sizing.schedule import TrainingPlan
 
 if TYPE_CHECKING:
     from bloomery.data.open import OpenData

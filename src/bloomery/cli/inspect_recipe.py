@@ -12,7 +12,7 @@ from bloomery.config.recipe import Recipe
 from bloomery.sizing.alibi import alibi_slopes
 from bloomery.sizing.flops import FlopCount, flops_per_token
 from bloomery.sizing.parameters import count_parameters
-from bloomery.sizing.plan import TrainingPlan
+from bloomery.sizing.schedule import TrainingPlan
 from bloomery.sizing.vocabulary import padded_vocab_size
 
 _SCHEDULE_READS = ("name", "model", "batch", "lr", "train", "checkpoint", "parallel", "launch")

@@ -15,8 +15,7 @@ from bloomery.base.signals import Interrupted
 from bloomery.cli.recipe_argument import add_change, add_recipe_arguments, load
 from bloomery.config.recipe import Recipe
 from bloomery.launch.local import run_local_ranks
-from bloomery.sizing.check import CheckedRecipe
-from bloomery.sizing.elastic import fit
+from bloomery.sizing.check import CheckedRecipe, fit
 from bloomery.sizing.layout import world_size
 from bloomery.train.contract import check_change_names
 from bloomery.train.kill_switch import kill_switch

@@ -170,8 +170,8 @@ def _open(name: str, beside: Path | None) -> tuple[Path, str]:
     if name.removesuffix(".yaml") in shipped_recipes():
         path = _SHIPPED / f"{name.removesuffix('.yaml')}.yaml"
         return path, path.read_text(encoding="utf-8")
-    near = [*shipped_recipes(), *_yaml_files(paths[0]), *_yaml_files(paths[0].parent)]
-    guess = closest(name, near)
+    inside, beside_it = _yaml_files(paths[0]), _yaml_files(paths[0].parent)
+    guess = inside[0] if inside else closest(name, [*shipped_recipes(), *beside_it])
     remedy = f"did you mean {guess}?" if guess else f"shipped recipes: {', '.join(shipped_recipes())}"
     raise RecipeError(Problem(f"there is no recipe {name!r}", "it is neither a file nor a shipped recipe", remedy))
 

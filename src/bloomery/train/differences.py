@@ -13,7 +13,7 @@ from bloomery.config.recipe import DataSection, Recipe, SourceSection
 from bloomery.config.yaml_nodes import inline_yaml
 from bloomery.data.blend import same_shares
 from bloomery.sizing.data_rules import source_key
-from bloomery.sizing.plan import TrainingPlan
+from bloomery.sizing.schedule import TrainingPlan
 from bloomery.train.contract import Difference, on_resume
 
 _RESOLVED = ("lr.schedule", "lr.warmup", "lr.decay", "lr.cooldown", "data.train", "model.seq_length", "train.skip")

@@ -13,7 +13,7 @@ from typing import Any
 
 from bloomery.base.bounded import read_text
 from bloomery.base.errors import Problem, RecipeError
-from bloomery.config.load import COMMAND_LINE, Draft, by_place
+from bloomery.config.load import COMMAND_LINE, Draft
 from bloomery.config.recipe import Recipe
 from bloomery.config.yaml_nodes import dump_yaml
 from bloomery.interop.megatron import flags as table
@@ -23,7 +23,7 @@ from bloomery.interop.megatron.flags import CommandLine, is_known, parse_command
 from bloomery.interop.megatron.read_script import read_script
 from bloomery.interop.megatron.recipe import fill, fill_launch
 from bloomery.interop.megatron.run_script import Command, Script, is_training, run_script
-from bloomery.sizing.check import findings
+from bloomery.sizing.check import check
 
 _ORDER = (
     "name", "seed", "model", "tokenizer", "data", "batch", "optimizer", "lr", "train", "precision", "loss_scale",
@@ -245,18 +245,11 @@ def _warnings(b: Builder, script: Script | None, source: str, given: Mapping[str
 
 def _checked(raw: dict[str, Any], b: Builder, source: str) -> tuple[Recipe, list[Problem]]:
     """The recipe that `bloomery check` would accept. Problems of flags come first: they may explain those of fields."""
-    problems, warnings = list(b.problems), list[Problem]()
-    draft = Draft(source=source, places=dict(b.places))
-    if not problems:
+    draft = Draft(source=source, places=dict(b.places), problems=list(b.problems))
+    if not draft.problems:
         draft.validate(copy.deepcopy(raw))
-        problems += draft.problems
-        for found in findings(draft):
-            problem = Problem(found.what, found.rule, found.remedy, draft.place(*found.paths))
-            (warnings if found.is_warning else problems).append(problem)
-    if problems:
-        raise RecipeError(sorted(problems, key=by_place))
-    assert draft.recipe is not None
-    return draft.recipe, warnings
+    checked = check(draft)
+    return checked.recipe, checked.warnings
 
 
 def _as_name(text: str) -> str:
