@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from bloomery.config.recipe import Recipe
-from bloomery.model.families import ARCHITECTURES
+from bloomery.families.registry import FAMILIES
 from bloomery.model.init import initialise
-from bloomery.model.recompute import apply_recompute
+from bloomery.model.transformer import apply_recompute
 from bloomery.parallel.context import apply_context_parallel
 from bloomery.parallel.gradients import Gradients
 from bloomery.parallel.mesh import Mesh
@@ -24,7 +24,7 @@ from bloomery.parallel.stages import build_stages
 from bloomery.parallel.tensor import apply_tensor_parallel, cut_buffers
 from bloomery.parallel.vocabulary import vocabulary_losses
 from bloomery.parallel.weights import Weight, logical_shapes, weights_of
-from bloomery.sizing.vocabulary import padded_vocab_size
+from bloomery.sizing.parameters import padded_vocab_size
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -142,4 +142,4 @@ def _outputs(recipe: Recipe, mesh: Mesh) -> tuple[Tensor, ...]:
     words = padded_vocab_size(recipe.model) // mesh.layout.tp
     logits = torch.empty((rows, recipe.model.seq_length // mesh.layout.cp, words), dtype=dtype, device="meta")
     order = torch.empty((rows, 2), dtype=dtype, device="meta")
-    return (logits, order) if ARCHITECTURES[recipe.model.family].encoder else (logits,)
+    return (logits, order) if FAMILIES[recipe.model.family].encoder else (logits,)

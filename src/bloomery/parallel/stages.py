@@ -5,9 +5,7 @@ from __future__ import annotations
 from typing import Any, cast
 
 from bloomery.config.recipe import Recipe
-from bloomery.model.build import build_model
-from bloomery.model.decoder import Decoder
-from bloomery.model.encoder import Encoder
+from bloomery.model.transformer import Decoder, Encoder, build_model
 from bloomery.parallel.mesh import Mesh
 from bloomery.sizing.stages import stage_layers, stages_of_rank
 
