@@ -168,7 +168,10 @@ def test_weights_that_are_not_finite_are_named(value: float, tmp_path: Path, com
     save_file({name: tensor.bfloat16() for name, tensor in state.items()}, folder / "model.safetensors")
     code, _, err = command("import", "hf", str(folder), str(tmp_path / "run"))
     assert code == 3
-    assert f"{folder}: 2 tensors hold values that are not finite: model.layers.1.self_attn.k_proj.weight, model.norm" in err
+    assert (
+        f"{folder}: 2 tensors hold values that are not finite: model.layers.1.self_attn.k_proj.weight, model.norm"
+        in err
+    )
     assert not (tmp_path / "run").exists()
 
 

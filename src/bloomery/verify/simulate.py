@@ -33,11 +33,11 @@ from bloomery.families.registry import FAMILIES
 from bloomery.model.loss import row_losses
 from bloomery.parallel.apply import DTYPES, Parallelised, give_memory, outline
 from bloomery.parallel.context import own_tokens
+from bloomery.parallel.fsdp import set_fsdp_sync
 from bloomery.parallel.gradients import Gradients
 from bloomery.parallel.mesh import Mesh, make_mesh
 from bloomery.parallel.pipeline import schedule_in_force
-from bloomery.parallel.sharding import set_fsdp_sync
-from bloomery.parallel.vocabulary import vocabulary_losses
+from bloomery.parallel.tensor import vocabulary_losses
 from bloomery.parallel.weights import weights_of
 from bloomery.sizing.layout import Layout, micro_batches, ranks_per_replica
 from bloomery.sizing.memory import (
@@ -237,7 +237,7 @@ def _measure(
     meter.restart()
     for stage in parts.stages:
         passes.backward(passes.forward(stage, last=True))
-    gradients.complete()
+    gradients.reduce_across_ranks()
     peak = max(peak, meter.peak_bytes)
     buffers = count * passes.received_bytes
     peak += known.optimizer + buffers - passes.received_bytes
@@ -270,7 +270,7 @@ class _Held:
 
 
 class _Passes:
-    """Fake micro-batches through the stages of a rank, as parallel/plain.py and parallel/pipeline.py send real ones."""
+    """Fake micro-batches through the stages of a rank, as runner.py and pipeline.py send real ones."""
 
     def __init__(self, recipe: Recipe, parts: Parallelised, gradients: Gradients) -> None:
         self._stages = parts.stages
@@ -311,7 +311,7 @@ class _Passes:
 
     def backward(self, held: _Held) -> None:
         torch.autograd.backward(held.root, held.gradient)
-        self._gradients.absorb()
+        self._gradients.accumulate()
 
     def measure(self, stage: int, meter: MemoryMeter) -> tuple[int, int]:
         """(bytes that a micro-batch keeps, bytes that its passes need on top of that)."""
