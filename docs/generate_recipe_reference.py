@@ -15,10 +15,10 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from bloomery.config import recipe
-from bloomery.config.families import ONLY_FOR, family_defaults
 from bloomery.config.fields import OnResume
 from bloomery.config.recipe import Recipe, Section
 from bloomery.config.schema import all_fields
+from bloomery.families.registry import READERS, family_defaults
 
 PAGE, CONTRACT_PAGE = Path(__file__).with_name("recipe.md"), Path(__file__).with_name("training.md")
 _ALIASES = {
@@ -135,7 +135,7 @@ def _lengths(metadata: list[Any]) -> Iterator[str]:
 
 def _default(section: type[Section], name: str, info: FieldInfo) -> str:
     if section is recipe.ModelSection and name in family_defaults({}):
-        return "by family" if name not in ONLY_FOR else "`num_heads`"
+        return "by family" if name not in READERS else "`num_heads`"
     if info.default_factory is not None:
         return f"`{info.default_factory()}`"  # type: ignore[call-arg]
     default = info.default

@@ -10,11 +10,11 @@ from typing import Any
 from bloomery.base.bounded import read_small
 from bloomery.base.credentials import mask
 from bloomery.base.errors import Problem, RecipeError
-from bloomery.config.families import family_defaults
 from bloomery.config.faults import mask_secrets, validate
 from bloomery.config.recipe import Recipe
 from bloomery.config.schema import closest
 from bloomery.config.yaml_nodes import parse_yaml
+from bloomery.families.registry import family_defaults
 
 COMMAND_LINE = "command line"
 _SHIPPED = Path(__file__).parents[1] / "recipes"

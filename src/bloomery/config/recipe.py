@@ -3,12 +3,12 @@
 A new field is added in its class here and nowhere else: type, default, meaning (the text below it, shown in messages
 and in docs/recipe.md) and, unless its section's holds, a mark for what a resumed run may do with it (`OnResume`).
 Derived numbers live in `bloomery.sizing`, rules between fields in `sizing/rules.py`, and defaults that depend on the
-model family in `config/families.py`.
+model family in `families/`.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -24,8 +24,12 @@ from bloomery.config.fields import (
     StepsOrAuto,
     WallClock,
 )
+from bloomery.families.registry import FAMILIES
 
-Family = Literal["gpt2", "bloom", "llama", "bert"]
+if TYPE_CHECKING:
+    FamilyName = str
+else:
+    FamilyName = Literal[tuple(FAMILIES)]
 Precision = Literal["fp32", "bf16", "fp16", "fp8"]
 Recompute = Literal["none", "selective", "full"]
 Schedule = Literal["constant", "linear", "cosine", "wsd"]
@@ -81,14 +85,16 @@ class Section(BaseModel):
 class ModelSection(Section):
     """The architecture. Fields marked 'by family' have a default that depends on it."""
 
-    family: Family
+    family: FamilyName
     """gpt2 (learned positions), bloom (ALiBi), llama (rotary, gated MLP) or bert (encoder)."""
     num_layers: Annotated[int, Field(gt=0, le=MOST_LAYERS)]
     """Transformer blocks."""
     hidden_size: Size
     """Width of the residual stream."""
     num_heads: int = Field(gt=0, le=65536)
-    """Attention heads; must divide hidden_size."""
+    """Attention heads; must divide hidden_size, unless head_dim is set."""
+    head_dim: Size | None = None
+    """Width of a head (families with rotary positions); default: hidden_size / num_heads."""
     num_kv_heads: Size
     """Key/value heads (llama only); by family: num_heads."""
     ffn_hidden_size: Size
@@ -111,6 +117,11 @@ class ModelSection(Section):
     """Base of the rotary frequencies (llama only)."""
     tie_embeddings: bool
     """Whether the output head shares the token embedding; by family: true, llama false."""
+
+    @property
+    def head_size(self) -> int:
+        """head_dim, or its default."""
+        return self.head_dim or self.hidden_size // self.num_heads
 
 
 class TokenizerSection(Section):

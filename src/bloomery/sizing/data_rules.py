@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 
 from bloomery.base.errors import first_few
 from bloomery.config.recipe import DataSection, Recipe, SourceSection
+from bloomery.families.registry import FAMILIES
 from bloomery.sizing.rules import Finding
 
 _SHORTEST_PAIR = 5
@@ -153,7 +154,7 @@ def samples(recipe: Recipe) -> Iterator[Finding]:
     """That the samples of this family can be made."""
     if recipe.data is None:
         return
-    if recipe.model.family == "bert":
+    if FAMILIES[recipe.model.family].encoder:
         yield from _masked_samples(recipe, recipe.data)
 
 
@@ -161,21 +162,21 @@ def _masked_samples(recipe: Recipe, data: DataSection) -> Iterator[Finding]:
     if data.order != "timeless":
         yield Finding(
             ("data.order", "model.family"),
-            f"data.order is {data.order} but model.family is bert",
+            f"data.order is {data.order} but model.family is {recipe.model.family}",
             "the orders of other systems are those of their GPT datasets",
             "use data.order=timeless",
         )
     if recipe.tokenizer is None:
         yield Finding(
             ("tokenizer", "model.family"),
-            "model.family is bert but tokenizer is not set",
+            f"model.family is {recipe.model.family} but tokenizer is not set",
             "masking needs the ids of [CLS], [SEP], [MASK] and [PAD], and which tokens continue a word",
             "add `tokenizer: {path: ...}`",
         )
     if recipe.model.seq_length < _SHORTEST_PAIR:
         yield Finding(
             ("model.seq_length", "model.family"),
-            f"model.seq_length is {recipe.model.seq_length} but model.family is bert",
+            f"model.seq_length is {recipe.model.seq_length} but model.family is {recipe.model.family}",
             "a sample is [CLS] A [SEP] B [SEP] with at least one token in A and in B",
             f"use at least {_SHORTEST_PAIR}",
         )
@@ -185,7 +186,7 @@ def _masked_samples(recipe: Recipe, data: DataSection) -> Iterator[Finding]:
         if section.output in read and not section.split_sentences:
             yield Finding(
                 (f"prepare.{i}.split_sentences", f"prepare.{i}", "model.family"),
-                f"prepare.{i} makes {section.output} without split_sentences but model.family is bert",
+                f"prepare.{i} makes {section.output} without split_sentences but model.family is {recipe.model.family}",
                 "its samples are pairs of sentences, so the shard must keep them apart",
                 f"add `split_sentences: true` to prepare.{i}",
             )

@@ -23,8 +23,7 @@ from bloomery.sizing.layout import (
     stage_layers,
     stages_of_rank,
 )
-from bloomery.sizing.shapes import HEAD, model_shapes
-from bloomery.sizing.vocabulary import padded_vocab_size
+from bloomery.sizing.parameters import HEAD, model_shapes, padded_vocab_size
 
 _FP32 = 4
 _MOMENTS = 2

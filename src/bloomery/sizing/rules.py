@@ -9,13 +9,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from bloomery.base.units import Duration
-from bloomery.config.families import ONLY_FOR, family_defaults
 from bloomery.config.recipe import Recipe, Section
 from bloomery.config.schema import all_fields
 from bloomery.config.yaml_nodes import inline_yaml
+from bloomery.families.registry import FAMILIES, READERS, family_defaults
 from bloomery.sizing.layout import data_parallel_size, ranks_per_replica, world_size
+from bloomery.sizing.parameters import padded_vocab_size
 from bloomery.sizing.schedule import TrainingPlan
-from bloomery.sizing.vocabulary import padded_vocab_size
 
 
 @dataclass(frozen=True)
@@ -44,19 +44,19 @@ _MOST_STEPS = 100_000_000
 
 def heads(recipe: Recipe) -> Iterator[Finding]:
     model = recipe.model
-    if model.hidden_size % model.num_heads:
+    if model.head_dim is None and model.hidden_size % model.num_heads:
         yield Finding(
             ("model.num_heads", "model.hidden_size"),
             f"model.num_heads is {model.num_heads} but model.hidden_size is {model.hidden_size}",
             "heads must divide the hidden size evenly",
             f"use {nearby_divisors(model.hidden_size, model.num_heads)} heads",
         )
-    elif model.family == "llama" and (model.hidden_size // model.num_heads) % 2:
+    elif FAMILIES[model.family].positions == "rotary" and model.head_size % 2:
         yield Finding(
-            ("model.num_heads", "model.hidden_size", "model.family"),
-            f"a head is {model.hidden_size // model.num_heads} wide",
+            ("model.head_dim", "model.num_heads", "model.hidden_size", "model.family"),
+            f"a head is {model.head_size} wide",
             "rotary positions turn pairs, so the width of a head must be even",
-            "change model.num_heads or model.hidden_size",
+            "change model.num_heads, model.hidden_size or model.head_dim",
         )
     if model.num_heads % model.num_kv_heads:
         yield Finding(
@@ -73,17 +73,16 @@ def ignored(recipe: Recipe) -> Iterator[Finding]:
     model, parallel, lr, data = recipe.model, recipe.parallel, recipe.lr, recipe.data
     family, schedule = ("model.family", model.family), ("lr.schedule", lr.schedule)
     unread: dict[tuple[str, Any], tuple[str, ...]] = {
-        family: tuple(f"model.{name}" for name, families in ONLY_FOR.items() if model.family not in families),
+        family: tuple(f"model.{name}" for name, families in READERS.items() if model.family not in families),
         ("parallel.pp", parallel.pp): ("parallel.schedule", "parallel.chunks") if parallel.pp == 1 else (),
         ("parallel.zero", parallel.zero): ("parallel.shard_size",) if parallel.zero == 0 else (),
         schedule: {"constant": ("lr.decay", "lr.min", "lr.cooldown"), "wsd": ()}.get(lr.schedule, ("lr.cooldown",)),
         ("precision", recipe.precision): ("loss_scale",) if recipe.precision != "fp16" else (),
     }
     if data is not None:
-        unread[family] += {
-            "bert": ("data.mask_documents", "data.reset_positions", "data.eod_loss"),
-            "bloom": ("data.reset_positions", "data.masking"),  # ALiBi has distances only
-        }.get(model.family, ("data.masking",))
+        encoder, alibi = FAMILIES[model.family].encoder, FAMILIES[model.family].positions == "alibi"
+        unread[family] += ("data.mask_documents", "data.eod_loss") if encoder else ("data.masking",)
+        unread[family] += ("data.reset_positions",) if encoder or alibi else ()  # ALiBi has distances only
         unread["data.order", data.order] = ("data.blend_one_source",) if data.order == "timeless" else ()
         unread["train.evaluate", "not set"] = ("data.validation",) if recipe.train.evaluate is None else ()
     by_family = family_defaults(
@@ -290,10 +289,10 @@ def context(recipe: Recipe) -> Iterator[Finding]:
     cp, length = recipe.parallel.cp, recipe.model.seq_length
     if cp == 1:
         return
-    if recipe.model.family == "bert":
+    if FAMILIES[recipe.model.family].encoder:
         yield Finding(
             ("parallel.cp", "model.family"),
-            f"parallel.cp is {cp} but model.family is bert",
+            f"parallel.cp is {cp} but model.family is {recipe.model.family}",
             "its heads read the first token of a whole sequence, so sequences are not split between ranks",
             "use parallel.cp=1",
         )
