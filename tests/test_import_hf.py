@@ -12,8 +12,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from bloomery.interop.hf.maps import hf_config, to_hf
-from bloomery.model.build import build_model
+from bloomery.interop.hf.configs import hf_config
+from bloomery.interop.hf.maps import to_hf
+from bloomery.model.transformer import build_model
 from checkpoints import tensors_of
 from export_samples import small_tokenizer
 from hf_samples import Command, change, hf_folder, in_shards, write_index
@@ -353,14 +354,3 @@ def test_an_output_that_is_a_file_is_told(tmp_path: Path, command: Command) -> N
     code, _, err = command("import", "hf", str(hf_folder(tmp_path / "hf")), str(tmp_path / "file"))
     assert code == 5
     assert "A file stands where a folder is needed: choose another OUT" in err
-
-
-def test_a_bert_without_the_heads_that_are_trained_here_is_told_which(tmp_path: Path, command: Command) -> None:
-    from transformers import BertConfig, BertForMaskedLM
-
-    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}
-    BertForMaskedLM(BertConfig(vocab_size=100, max_position_embeddings=16, **sizes)).save_pretrained(tmp_path / "hf")
-    told = refused(command, tmp_path / "hf", tmp_path / "run")
-    assert "has no pooler (bert.pooler) and no next-sentence head (cls.seq_relationship)" in told
-    assert "A bert here is a BertForPreTraining" in told
-    assert "must be of one model" not in told

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from bloomery.config.recipe import Recipe
-from bloomery.model.families import ARCHITECTURES
+from bloomery.families.registry import FAMILIES
 from bloomery.model.init import initialise
-from bloomery.model.recompute import apply_recompute
+from bloomery.model.transformer import apply_recompute
 from bloomery.parallel.context import apply_context_parallel
 from bloomery.parallel.fsdp import apply_fsdp, init_fsdp
 from bloomery.parallel.gradients import Gradients
@@ -21,7 +21,7 @@ from bloomery.parallel.pipeline import PipelineExecution, build_stages
 from bloomery.parallel.runner import Execution, PlainExecution, Runner
 from bloomery.parallel.tensor import apply_tensor_parallel, cut_buffers, vocabulary_losses
 from bloomery.parallel.weights import Weight, logical_shapes, weights_of
-from bloomery.sizing.vocabulary import padded_vocab_size
+from bloomery.sizing.parameters import padded_vocab_size
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -139,4 +139,4 @@ def _outputs(recipe: Recipe, mesh: Mesh) -> tuple[Tensor, ...]:
     words = padded_vocab_size(recipe.model) // mesh.layout.tp
     logits = torch.empty((rows, recipe.model.seq_length // mesh.layout.cp, words), dtype=dtype, device="meta")
     order = torch.empty((rows, 2), dtype=dtype, device="meta")
-    return (logits, order) if ARCHITECTURES[recipe.model.family].encoder else (logits,)
+    return (logits, order) if FAMILIES[recipe.model.family].encoder else (logits,)

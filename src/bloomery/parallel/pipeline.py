@@ -22,10 +22,8 @@ from torch.distributed.pipelining import (
 
 from bloomery.config.recipe import PipelineSchedule, Recipe
 from bloomery.data.batch import Batch
-from bloomery.model.build import build_model
-from bloomery.model.decoder import Decoder
-from bloomery.model.encoder import Encoder
 from bloomery.model.loss import row_losses
+from bloomery.model.transformer import Decoder, Encoder, build_model
 from bloomery.parallel.gradients import Gradients
 from bloomery.parallel.mesh import Mesh
 from bloomery.parallel.runner import RowLosses, Seed

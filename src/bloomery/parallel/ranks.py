@@ -202,6 +202,7 @@ class Watchdog:
         self._notes: dict[int, _Note] = {}
         self._changed: dict[int, float] = {}
         self._ended = threading.Event()
+        self._write_note(0)  # whoever reads all notes waits for each rank's first one
         for work in (self._write_notes, self._judge):
             threading.Thread(target=work, name=f"bloomery{work.__name__}", daemon=True).start()
 
@@ -227,7 +228,8 @@ class Watchdog:
         """Whom all wait for: ranks that are silent, or else those that have not come to what the others wait in."""
         if silent := self.silent_ranks():
             return [0] if 0 in silent else silent  # rank 0 keeps the store: without it nobody is heard
-        notes = {**self._notes, self._rank: self._mine(0)}
+        unheard = dict.fromkeys(range(self._size), _Note(0, PULSE.step, -1, False, 0.0))
+        notes = {**unheard, **self._notes, self._rank: self._mine(0)}
         least = min((note.beats, note.waiting) for note in notes.values())
         slow = [rank for rank, note in notes.items() if (note.beats, note.waiting) == least]
         return slow if len(slow) < self._size else []
@@ -235,12 +237,15 @@ class Watchdog:
     def _mine(self, number: int) -> _Note:
         return _Note(number, PULSE.step, PULSE.beats, PULSE.waiting, PULSE.limit)
 
+    def _write_note(self, number: int) -> None:
+        self._store.set(self._keys[self._rank], json.dumps(self._mine(number)))
+
     def _write_notes(self) -> None:
         number = 0
         while not self._ended.wait(_NOTE_SECONDS):
             number += 1
             try:
-                self._store.set(self._keys[self._rank], json.dumps(self._mine(number)))
+                self._write_note(number)
                 if PULSE.silent_seconds < _NOTE_SECONDS:
                     continue
                 found = {rank: _Note(*json.loads(text)) for rank, text in enumerate(self._store.multi_get(self._keys))}

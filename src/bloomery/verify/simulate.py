@@ -29,7 +29,7 @@ from bloomery.base.losses import LM_LOSS, SOP_LOSS
 from bloomery.base.units import format_bytes
 from bloomery.config.recipe import PipelineSchedule, Recipe
 from bloomery.data.batch import Batch, Packing, causal_batch
-from bloomery.model.families import ARCHITECTURES
+from bloomery.families.registry import FAMILIES
 from bloomery.model.loss import row_losses
 from bloomery.parallel.apply import DTYPES, Parallelised, give_memory, outline
 from bloomery.parallel.context import own_tokens
@@ -48,10 +48,9 @@ from bloomery.sizing.memory import (
     precision_problems,
     weight_bytes,
 )
-from bloomery.sizing.parameters import count_parameters
+from bloomery.sizing.parameters import count_parameters, padded_vocab_size
 from bloomery.sizing.stages import stage_layers, stages_of_rank
 from bloomery.sizing.tp_sharding import cut_dimension
-from bloomery.sizing.vocabulary import padded_vocab_size
 from bloomery.verify.fake_device import MemoryMeter, accelerator_kernels, fuse_attention
 
 _CPU = torch.device("cpu")
@@ -327,7 +326,7 @@ class _Passes:
 def _batch(recipe: Recipe) -> Batch:
     """A micro-batch of the recipe's shape."""
     rows, length, data = recipe.batch.micro_batch_size, recipe.model.seq_length, recipe.data
-    if not ARCHITECTURES[recipe.model.family].encoder:
+    if not FAMILIES[recipe.model.family].encoder:
         packing = Packing(0, data.mask_documents, data.reset_positions, data.eod_loss) if data else None
         return causal_batch(np.zeros((rows, length + 1), dtype=np.int64), packing)
     words = {name: torch.zeros(rows, length, dtype=torch.int64) for name in ("tokens", "token_types", "attention_mask")}

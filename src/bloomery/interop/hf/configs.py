@@ -1,209 +1,134 @@
-"""A Hugging Face config.json as the model section of a recipe, or everything in it that no family here computes."""
+"""config.json both ways, from the tables of a family: what transformers calls our fields, and what it must not say."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping
 from typing import Any
 
 from bloomery.base.errors import DataError, Problem
-from bloomery.config.recipe import MOST_LAYERS
+from bloomery.config.recipe import MOST_LAYERS, ModelSection
+from bloomery.families.registry import FAMILIES
 
-_TANH_GELU = ("gelu_new", "gelu_pytorch_tanh", "gelu_fast")
+_ENDINGS = ("LMHeadModel", "ForCausalLM", "ForPreTraining", "ForMaskedLM", "Model")
+_NUMBERS = ("dropout", "norm_eps", "init_std", "rope_theta")
+_WHOLE_HEAD = "positions turn the whole head here"
 
 
-@dataclass
-class Config:
-    """Values taken out of a config.json, and what was wrong with them."""
+def hf_config(config: ModelSection) -> dict[str, Any]:
+    """What goes into config.json. The token ids (bos, eos, pad) are null: only the tokenizer knows them, so the
+    exporter fills them in, with the dtype."""
+    hf = FAMILIES[config.family].hf
+    values = {**config.model_dump(), "head_dim": config.head_size}
+    written: dict[str, Any] = {"architectures": [hf.architecture], "model_type": config.family}
+    for ours, theirs in hf.fields.items():
+        names = (theirs,) if isinstance(theirs, str) else theirs
+        written |= dict.fromkeys(names if ours == "dropout" else names[:1], values[ours])
+    if "rope_theta" in hf.fields:  # transformers 5 reads it here, transformers 4 as a field
+        written["rope_parameters"] = {"rope_type": "default", "rope_theta": config.rope_theta}
+    return {**written, **hf.constants}
 
-    content: Mapping[str, Any]
-    place: str
-    problems: list[Problem] = field(default_factory=list)
 
-    def size(self, *names: str, default: int | None = None) -> int:
-        """The first of these fields that is there."""
-        for name in names:
-            value = self.content.get(name)
-            if value is not None:
-                if type(value) is int and value > 0:
-                    return value
-                self.problem(f"{name} is {value!r}", "it must be a whole number above 0")
-                return 1
-        if default is None:
-            self.problem(f"{names[0]} is missing", "the size of the model follows from it")
-        return default or 1
+def model_section(content: Mapping[str, Any], place: str) -> dict[str, Any]:
+    """A config.json as the `model` of a recipe. DataError with everything that no family here computes, at once."""
+    kind = content.get("model_type")
+    family = FAMILIES.get(str(kind))
+    if family is None:
+        rule = f"there are maps for {', '.join(FAMILIES)}"
+        raise DataError(Problem(f"model_type is {kind!r}", rule, "import one of these", place))
+    reader, hf = _Reader(content, place), family.hf
+    class_prefix = next(hf.architecture.removesuffix(end) for end in _ENDINGS if hf.architecture.endswith(end))
+    known = [f"{class_prefix}{ending}" for ending in _ENDINGS]
+    architectures = content.get("architectures")
+    if architectures and not (isinstance(architectures, list) and set(map(str, architectures)) & set(known)):
+        reader.problem(f"architectures is {architectures!r:.80}", f"a {kind} model here is one of {', '.join(known)}")
+    if content.get("quantization_config"):
+        remedy = "import the unquantized model"
+        reader.problem("quantization_config is set", "weights must be fp32, bf16 or fp16", remedy)
+    if content.get("auto_map"):
+        reader.problem("auto_map is set", "the model has code of its own, which may compute something else")
+    for name, (allowed, rule) in hf.only.items():
+        reader.require(name, allowed, rule)
+    for problem in hf.check(content) if hf.check else ():
+        reader.problem(*problem)
+    section: dict[str, Any] = {"family": family.name}
+    section |= {ours: reader.value(ours, theirs, hf.defaults) for ours, theirs in hf.fields.items()}
+    if "rope_theta" in section:
+        section["rope_theta"] = reader.rope_theta(section["rope_theta"])
+    hidden, heads = section["hidden_size"], section["num_heads"]
+    derived = {"ffn_hidden_size": 4 * hidden, "num_kv_heads": heads}
+    section |= {ours: value for ours, value in derived.items() if section.get(ours) is None}
+    if section.get("head_dim") in (None, hidden // heads):
+        section.pop("head_dim", None)
+    if section["num_layers"] > MOST_LAYERS:
+        reader.problem(f"num_layers is {section['num_layers']}", f"it must be at most {MOST_LAYERS}")
+    if reader.problems:
+        raise DataError(reader.problems)
+    return section
 
-    def number(self, name: str, default: float) -> float:
-        value = self.content.get(name)
-        if value is None:
-            return default
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-            self.problem(f"{name} is {value!r}", "it must be a number")
-            return default
-        return float(value)
 
-    def flag(self, name: str, default: bool) -> bool:
-        value = self.content.get(name)
-        if value is None or isinstance(value, bool):
-            return default if value is None else value
-        self.problem(f"{name} is {value!r}", "it must be true or false")
-        return default
+class _Reader:
+    """Values out of a config.json, and everything that is wrong with them."""
 
-    def part(self, name: str) -> Config:
-        """A section of the file; empty if it is not there. Shares the list of problems."""
-        value = self.content.get(name)
-        if value is not None and not isinstance(value, dict):
-            self.problem(f"{name} is {value!r}", "it must be an object")
-            value = None
-        return Config(value or {}, self.place, self.problems)
+    def __init__(self, content: Mapping[str, Any], place: str) -> None:
+        self.content = content
+        self.problems: list[Problem] = []
+        self._place = place
 
-    def only(self, name: str, *allowed: Any, rule: str) -> None:
+    def problem(self, what: str, rule: str, remedy: str = "") -> None:
+        self.problems.append(Problem(what, rule, remedy, self._place))
+
+    def require(self, name: str, allowed: tuple[Any, ...], rule: str) -> None:
         """A field that may be missing, but says nothing else."""
         value = self.content.get(name)
         if value is not None and value not in allowed:
             self.problem(f"{name} is {value!r}", rule)
 
-    def dropout(self, *names: str, default: float) -> float:
-        values = {name: self.number(name, default) for name in names}
-        if len(set(values.values())) > 1:
-            told = ", ".join(f"{name} {value:g}" for name, value in values.items())
-            self.problem(f"dropouts differ: {told}", "a recipe has one for all", "make them equal in config.json")
-        return next(iter(values.values()))
+    def value(self, ours: str, theirs: str | tuple[str, ...], defaults: Mapping[str, Any]) -> Any:
+        names = (theirs,) if isinstance(theirs, str) else theirs
+        found = {name: self._checked(ours, name) for name in names if self.content.get(name) is not None}
+        if not found:
+            if ours not in defaults:
+                self.problem(f"{names[0]} is missing", "the size of the model follows from it")
+            return defaults.get(ours, 1)
+        if ours == "dropout":
+            found = {name: found.get(name, defaults[ours]) for name in names}
+            if len(set(found.values())) > 1:
+                listed = ", ".join(f"{name} {value:g}" for name, value in found.items())
+                remedy = "make them equal in config.json"
+                self.problem(f"dropouts differ: {listed}", "a recipe has one for all", remedy)
+        return next(iter(found.values()))
 
-    def problem(self, what: str, rule: str, remedy: str = "") -> None:
-        self.problems.append(Problem(what, rule, remedy, self.place))
+    def _checked(self, ours: str, name: str) -> Any:
+        """The value, or 1 in the place of one that cannot be."""
+        value = self.content[name]
+        if ours == "tie_embeddings":
+            good, rule = isinstance(value, bool), "it must be true or false"
+        elif ours in _NUMBERS:
+            good = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+            rule = "it must be a number"
+        else:
+            good, rule = type(value) is int and value > 0, "it must be a whole number above 0"
+        if not good:
+            self.problem(f"{name} is {value!r}", rule)
+            return 1
+        return float(value) if ours in _NUMBERS else value
 
-
-_CLASSES = {"gpt2": "GPT2", "bloom": "Bloom", "llama": "Llama", "bert": "Bert"}
-_ENDINGS = ("LMHeadModel", "ForCausalLM", "ForPreTraining", "ForMaskedLM", "Model")
-
-
-def model_section(content: Mapping[str, Any], place: str) -> dict[str, Any]:
-    """Fields of a recipe's `model`. DataError with everything that is not supported, at once."""
-    config = Config(content, place)
-    kind = content.get("model_type")
-    read = _READERS.get(str(kind))
-    if read is None:
-        rule = f"there are maps for {', '.join(_READERS)}"
-        raise DataError(Problem(f"model_type is {kind!r}", rule, "import one of these, or add a map", place))
-    if content.get("quantization_config"):
-        config.problem(
-            "quantization_config is set", "weights must be fp32, bf16 or fp16", "import the unquantized model"
-        )
-    if content.get("auto_map"):
-        config.problem("auto_map is set", "the model has code of its own, which may compute something else")
-    known = [f"{_CLASSES[str(kind)]}{ending}" for ending in _ENDINGS]
-    architectures = content.get("architectures")
-    if architectures and not (isinstance(architectures, list) and set(map(str, architectures)) & set(known)):
-        config.problem(f"architectures is {architectures!r:.80}", f"a {kind} model here is one of {', '.join(known)}")
-    section = {"family": str(kind), **read(config)}
-    if section["num_layers"] > MOST_LAYERS:
-        config.problem(f"num_layers is {section['num_layers']}", f"it must be at most {MOST_LAYERS}")
-    if config.problems:
-        raise DataError(config.problems)
-    return section
-
-
-def _gpt2(c: Config) -> dict[str, Any]:
-    hidden = c.size("n_embd", "hidden_size")
-    c.only("activation_function", *_TANH_GELU, rule="gpt2 has the tanh form of GELU here (gelu_new)")
-    c.only("scale_attn_weights", True, rule="scores are always divided by the root of the head size")
-    c.only("scale_attn_by_inverse_layer_idx", False, rule="scores are not divided by the number of the layer")
-    c.only("add_cross_attention", False, rule="there is no encoder to look at")
-    return {
-        "num_layers": c.size("n_layer"),
-        "hidden_size": hidden,
-        "num_heads": c.size("n_head"),
-        "ffn_hidden_size": c.size("n_inner", default=4 * hidden),
-        "seq_length": c.size("n_positions", "n_ctx"),
-        "vocab_size": c.size("vocab_size"),
-        "dropout": c.dropout("resid_pdrop", "embd_pdrop", "attn_pdrop", default=0.1),
-        "norm_eps": c.number("layer_norm_epsilon", 1e-5),
-        "init_std": c.number("initializer_range", 0.02),
-        "tie_embeddings": c.flag("tie_word_embeddings", True),
-    }
-
-
-def _bloom(c: Config) -> dict[str, Any]:
-    rule = "the residual is taken before the norm"
-    c.only("apply_residual_connection_post_layernorm", False, rule=rule)
-    if c.flag("slow_but_exact", False) and (slices := c.size("pretraining_tp", default=1)) > 1:
-        rule = "it sums the rows of a matrix in that many slices, which rounds otherwise; sums are not sliced here"
-        remedy = "set slow_but_exact to false in config.json, if another rounding is acceptable"
-        c.problem(f"slow_but_exact is true and pretraining_tp is {slices}", rule, remedy)
-    hidden = c.size("hidden_size", "n_embed")
-    return {
-        "num_layers": c.size("n_layer", "num_hidden_layers"),
-        "hidden_size": hidden,
-        "num_heads": c.size("n_head", "num_attention_heads"),
-        "ffn_hidden_size": 4 * hidden,
-        "seq_length": c.size("seq_length", default=2048),
-        "vocab_size": c.size("vocab_size"),
-        "dropout": c.dropout("hidden_dropout", "attention_dropout", default=0.0),
-        "norm_eps": c.number("layer_norm_epsilon", 1e-5),
-        "init_std": c.number("initializer_range", 0.02),
-        "tie_embeddings": c.flag("tie_word_embeddings", True),
-    }
-
-
-def _llama(c: Config) -> dict[str, Any]:
-    hidden, heads = c.size("hidden_size"), c.size("num_attention_heads")
-    c.only("hidden_act", "silu", rule="llama has a gated SiLU here")
-    for name in ("attention_bias", "mlp_bias"):
-        c.only(name, False, rule="its linear layers have no biases here")
-    c.only("sliding_window", rule="attention looks at the whole sequence here")
-    c.only("attention_dropout", 0, rule="a recipe's dropout is that of residuals and embeddings too")
-    c.only(
-        "head_dim", hidden // heads, rule=f"a head is hidden_size / num_attention_heads = {hidden // heads} wide here"
-    )
-    theta = c.number("rope_theta", 10000.0)
-    for name in ("rope_scaling", "rope_parameters"):
-        rope = c.part(name)
-        kind = rope.content.get("rope_type", rope.content.get("type", "default"))
-        if kind != "default":
-            c.problem(f"{name} is of the type {kind!r}", "positions are not scaled here", "import a model without it")
-        rope.only("partial_rotary_factor", 1, rule="positions turn the whole head here")
-        theta = rope.number("rope_theta", theta)
-    c.only("partial_rotary_factor", 1, rule="positions turn the whole head here")
-    return {
-        "num_layers": c.size("num_hidden_layers"),
-        "hidden_size": hidden,
-        "num_heads": heads,
-        "num_kv_heads": c.size("num_key_value_heads", default=heads),
-        "ffn_hidden_size": c.size("intermediate_size"),
-        "seq_length": c.size("max_position_embeddings"),
-        "vocab_size": c.size("vocab_size"),
-        "dropout": 0.0,
-        "norm_eps": c.number("rms_norm_eps", 1e-6),
-        "init_std": c.number("initializer_range", 0.02),
-        "rope_theta": theta,
-        "tie_embeddings": c.flag("tie_word_embeddings", False),
-    }
-
-
-def _bert(c: Config) -> dict[str, Any]:
-    c.only("hidden_act", "gelu", rule="bert has the exact GELU here")
-    c.only("position_embedding_type", "absolute", rule="bert has learned positions here")
-    c.only("type_vocab_size", 2, rule="bert has two token types here")
-    c.only("is_decoder", False, rule="bert is an encoder here")
-    return {
-        "num_layers": c.size("num_hidden_layers"),
-        "hidden_size": c.size("hidden_size"),
-        "num_heads": c.size("num_attention_heads"),
-        "ffn_hidden_size": c.size("intermediate_size"),
-        "seq_length": c.size("max_position_embeddings"),
-        "vocab_size": c.size("vocab_size"),
-        "dropout": c.dropout("hidden_dropout_prob", "attention_probs_dropout_prob", default=0.1),
-        "norm_eps": c.number("layer_norm_eps", 1e-12),
-        "init_std": c.number("initializer_range", 0.02),
-        "tie_embeddings": c.flag("tie_word_embeddings", True),
-    }
-
-
-_READERS: dict[str, Callable[[Config], dict[str, Any]]] = {
-    "gpt2": _gpt2,
-    "bloom": _bloom,
-    "llama": _llama,
-    "bert": _bert,
-}
+    def rope_theta(self, theta: float) -> float:
+        """Of either of the sections that may hold it; what else these and the layers say of positions is refused."""
+        for name in ("rope_scaling", "rope_parameters"):
+            rope = self.content.get(name) or {}
+            if not isinstance(rope, dict):
+                self.problem(f"{name} is {rope!r}", "it must be an object")
+                continue
+            inner = _Reader(rope, self._place)
+            kind = rope.get("rope_type", rope.get("type", "default"))
+            if kind != "default":
+                inner.problem(f"{name} is of the type {kind!r}", "positions are not scaled here")
+            inner.require("partial_rotary_factor", (1,), _WHOLE_HEAD)
+            theta = inner.value("rope_theta", "rope_theta", {"rope_theta": theta})
+            self.problems += inner.problems
+        layers = self.content.get("layer_types") or []
+        if other := sorted({str(each) for each in layers} - {"full_attention"}):
+            self.problem(f"layer_types has {other[0]!r:.80}", "attention looks at the whole sequence here")
+        return theta

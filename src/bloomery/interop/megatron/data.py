@@ -7,6 +7,7 @@ import shlex
 from decimal import Decimal
 from typing import Any, NamedTuple
 
+from bloomery.families.registry import FAMILIES
 from bloomery.interop.megatron.flags import Given, Row
 from bloomery.interop.megatron.recipe import Builder
 
@@ -18,7 +19,7 @@ _GROUPS = ("weighted-split-paths", "weighted-split-paths-path")
 
 def fill_data(b: Builder) -> None:
     """`data` and `train.evaluate`."""
-    if b.raw["model"]["family"] == "bert":
+    if FAMILIES[b.raw["model"]["family"]].encoder:
         b.put("data.masking.probability", b.value("mask-prob", 0.15), "mask-prob")
         b.put("data.masking.short_sequence_probability", b.value("short-seq-prob", 0.1), "short-seq-prob")
         if b.has("bert-no-binary-head"):

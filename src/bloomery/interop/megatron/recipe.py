@@ -14,6 +14,8 @@ from typing import Any, TypeVar
 from bloomery.base.bounded import LARGE_BYTES, parse_json, read_text
 from bloomery.base.errors import Problem
 from bloomery.base.units import LONGEST_SECONDS, Duration
+from bloomery.families.family import Family
+from bloomery.families.registry import FAMILIES
 from bloomery.interop.megatron.ds_config import DsConfig
 from bloomery.interop.megatron.flags import FIELDS, REQUIRED, CommandLine, Given, Kind, Row, as_text
 
@@ -187,16 +189,17 @@ def fill(b: Builder) -> None:
 def _model(b: Builder) -> None:
     """What is left of `model`."""
     family, model = _family(b), b.raw["model"]
-    b.put("model.family", family, *_FAMILY)
+    b.put("model.family", family.name, *_FAMILY)
     is_exact = b.has("no-bias-gelu-fusion") and not b.has("openai-gelu")
-    if family != "llama" and is_exact is not (family == "bert"):
+    if family.activation != "silu" and is_exact is not (family.activation == "gelu"):
         remark = (
             "Megatron's GELU is exact with --no-bias-gelu-fusion, else the tanh form; bert's is exact, others' tanh"
         )
-        b.rows.append(Row("differs", "--no-bias-gelu-fusion" if is_exact else "", "", "model.family", family, remark))
-    if family in ("gpt2", "bert") and b.value("max-position-embeddings", 0) not in (0, model["seq_length"]):
+        flag = "--no-bias-gelu-fusion" if is_exact else ""
+        b.rows.append(Row("differs", flag, "", "model.family", family.name, remark))
+    if family.positions == "learned" and b.value("max-position-embeddings", 0) not in (0, model["seq_length"]):
         b.note("differs", "max-position-embeddings", "positions are as many as the sequence has tokens")
-    if family == "llama":
+    if family.positions == "rotary":
         theta = b.first("rotary-base", "rotary-position-embeddings-theta")
         b.put("model.rope_theta", b.value(theta, 10000.0), theta)
         if "ffn_hidden_size" not in model:
@@ -215,12 +218,12 @@ def _model(b: Builder) -> None:
         b.put("model.num_kv_heads", b.value("num-query-groups", 1), "num-query-groups", "group-query-attention")
 
 
-def _family(b: Builder) -> str:
+def _family(b: Builder) -> Family:
     program = b.line.program.rpartition("/")[2]
     if _OTHER_PROGRAMS & set(program.removesuffix(".py").split("_")):
         b.problem(None, f"the program is {program}", _FAMILIES, "import the script of one of these")
-    if "bert" in program:
-        return "bert"
+    if "pretrain_bert" in program:
+        return next(family for family in FAMILIES.values() if family.encoder)
     positions = b.value("position-embedding-type", "absolute").lower()
     norm = b.value("normalization", "LayerNorm").lower()
     rotary = b.has("use-rotary-position-embeddings") or positions in ("rope", "rotary")
@@ -239,15 +242,17 @@ def _family(b: Builder) -> str:
         "--no-position-embedding alone": b.has("no-position-embedding") and not alibi and not rotary,
     }
     found = [name for name, is_set in parts.items() if is_set]
-    families = {"gpt2": [], "bloom": ["ALiBi", "--embed-layernorm"], "llama": list(parts)[:4]}
-    if found not in families.values():
+    if found not in ([], ["ALiBi", "--embed-layernorm"], list(parts)[:4]):
         what = f"the model has {', '.join(found)}"
         b.refuse(b.first(*_FAMILY), what, _FAMILIES, "add what is missing, or remove it, if that is the model")
-    return "llama" if rotary or norm == "rmsnorm" else "bloom" if alibi else "gpt2"
+    wanted = "rotary" if rotary or norm == "rmsnorm" else "alibi" if alibi else "learned"
+    decoders = (family for family in FAMILIES.values() if not family.encoder and not family.qk_norm)
+    return next(family for family in decoders if family.positions == wanted)
 
 
 def _tokenizer(b: Builder) -> None:
-    default = "BertWordPieceLowerCase" if b.raw["model"]["family"] == "bert" else "GPT2BPETokenizer"
+    is_encoder = FAMILIES[b.raw["model"]["family"]].encoder
+    default = "BertWordPieceLowerCase" if is_encoder else "GPT2BPETokenizer"
     kind, vocab = b.value("tokenizer-type", default), b.line.flags.get("vocab-file")
     flag = b.first("pad-vocab-size-to", "padded-vocab-size", "vocab-size")
     counted = _count_vocabulary(vocab.text) if vocab else None
