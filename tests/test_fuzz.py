@@ -30,8 +30,6 @@ from bloomery.base.errors import BloomeryError
 from bloomery.base.units import parse_amount, parse_duration
 from bloomery.checkpoint import fence, remote
 from bloomery.checkpoint.folder import read_latest
-from bloomery.checkpoint.hf.reader import HfWeights
-from bloomery.checkpoint.import_hf import read_model
 from bloomery.checkpoint.index import read_index
 from bloomery.checkpoint.load import consumed_tokens, read_recipe_of, read_state
 from bloomery.checkpoint.manifest import read_manifest
@@ -41,6 +39,8 @@ from bloomery.data import index_cache
 from bloomery.data.manifest import read_manifest as read_shard_manifest
 from bloomery.data.shards import ShardReader
 from bloomery.data.tokenizer import Tokenizer
+from bloomery.interop.hf.importer import read_model
+from bloomery.interop.hf.reader import HfWeights
 from bloomery.interop.megatron.importer import import_megatron
 from bloomery.monitor.history import read_events, read_metrics
 from bloomery.monitor.record import to_json

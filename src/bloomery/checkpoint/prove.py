@@ -18,8 +18,7 @@ from bloomery.checkpoint.parts import is_part
 from bloomery.checkpoint.tensor_file import DTYPES, TensorFile
 from bloomery.config.load import load_recipe
 from bloomery.config.recipe import ModelSection
-from bloomery.sizing.shapes import model_shapes
-from bloomery.sizing.vocabulary import padded_vocab_size
+from bloomery.sizing.parameters import model_shapes, padded_vocab_size
 
 
 def contradictions(folder: Path, manifest: Mapping[str, Any], *, read: Collection[str], recipe: bool) -> list[str]:

@@ -80,6 +80,7 @@ CONTRACT = (
             "model.hidden_size",
             "model.num_heads",
             "model.num_kv_heads",
+            "model.head_dim",
             "model.ffn_hidden_size",
             "model.vocab_size",
             "model.vocab_multiple",

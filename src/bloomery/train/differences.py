@@ -8,10 +8,10 @@ from typing import Any
 
 from bloomery.base.units import Amount
 from bloomery.config.describe import as_dict
-from bloomery.config.families import ONLY_FOR
 from bloomery.config.recipe import DataSection, Recipe, SourceSection
 from bloomery.config.yaml_nodes import inline_yaml
 from bloomery.data.blend import same_shares
+from bloomery.families.registry import FAMILIES, READERS
 from bloomery.sizing.data_rules import source_key
 from bloomery.sizing.plan import TrainingPlan
 from bloomery.train.contract import Difference, rule_of
@@ -20,7 +20,6 @@ _RESOLVED = ("lr.schedule", "lr.warmup", "lr.decay", "lr.cooldown", "data.train"
 """Fields that are not compared as they are written."""
 _USED_AT_STEP_0 = ("seed", "model", "tokenizer")
 """What a checkpoint without a step has made use of: it has weights. Whatever else differs has not happened yet."""
-_LEARNED_POSITIONS = ("gpt2", "bert")
 
 
 @dataclass(frozen=True)
@@ -34,7 +33,7 @@ class Side:
 def differences(now: Side, then: Side, *, step: int, same_tokenizer: bool = False) -> list[Difference]:
     """All that the contract minds, in the order of the recipe. `step`: that of the checkpoint."""
     new, old = as_dict(now.recipe), as_dict(then.recipe)
-    unread = [f"model.{name}" for name, readers in ONLY_FOR.items() if not {*readers} & {*_families(now, then)}]
+    unread = [f"model.{name}" for name, readers in READERS.items() if not {*readers} & {*_families(now, then)}]
     sections = [name for name in new if step or name in _USED_AT_STEP_0]
     found = [each for name in sections for each in _plain(new[name], old[name], name)]
     found = [each for each in found if each.field not in unread]
@@ -66,7 +65,7 @@ def _sequence_length(now: Recipe, then: Recipe, step: int) -> Iterator[Differenc
     if new == old:
         return
     why = ""
-    if now.model.family in _LEARNED_POSITIONS:
+    if FAMILIES[now.model.family].positions == "learned":
         why = f"positions are learned in {now.model.family}: the checkpoint has a vector for each of its {old}"
     elif step and now.data is not None and now.data.order != "timeless":
         why = f"with data.order={now.data.order} the order of all samples follows from it: some would come twice"
