@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from multiprocessing import forkserver
 from pathlib import Path
 
 import pytest
@@ -24,11 +25,14 @@ def wait_for(folder: Path, *names: str) -> None:
         time.sleep(0.01)
 
 
-def test_ranks_that_do_not_answer_leave_by_themselves(tmp_path: Path) -> None:
-    """They note the signal and continue: each rank's guard ends it."""
+@pytest.mark.parametrize("stopped", [False, True], ids=["", "fork server stopped"])
+def test_ranks_that_do_not_answer_leave_by_themselves(tmp_path: Path, stopped: bool) -> None:
+    """They note the signal and continue: each rank's guard ends it, and a stopped fork server wakes to report it."""
 
     def ask() -> None:
         wait_for(tmp_path, "here-0", "here-1")
+        if stopped:
+            os.kill(forkserver._forkserver._forkserver_pid, signal.SIGSTOP)  # type: ignore[attr-defined]
         os.kill(os.getpid(), signal.SIGTERM)
 
     asking = threading.Thread(target=ask)
