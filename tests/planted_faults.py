@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from bloomery.base.piece import Piece
 from bloomery.base.ranks import Ranks
 from bloomery.cli import verify_trials
-from bloomery.cli.verify_trials import run_trials
 from bloomery.config.recipe import ModelSection
 from bloomery.data import loader
 from bloomery.data.batch import Batch
@@ -29,6 +28,7 @@ from bloomery.parallel.mesh import Mesh
 from bloomery.parallel.runner import PlainExecution
 from bloomery.sizing import layout
 from bloomery.train.optimizer import Optimizer
+from bloomery.verify.run_trials import run_trials
 from bloomery.verify.trials import Trial
 
 Fault = Callable[[], AbstractContextManager[Any]]

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from bloomery.base import exit_codes
 from bloomery.base.units import format_bytes
-from bloomery.cli.download import whole_number
+from bloomery.cli.arguments import add_json, whole_number
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -19,7 +19,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--output", metavar="DIR", type=Path, required=True, help="folder for the chunks")
     parser.add_argument("--chunks", metavar="N", type=whole_number(1), required=True, help="how many files to write")
     parser.add_argument("--jobs", metavar="N", type=whole_number(1), help="chunks at a time; default: one per core")
-    parser.add_argument("--json", action="store_true", help="print the summary as JSON")
+    add_json(parser, "summary")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -11,7 +11,7 @@ from typing import Any
 from bloomery.base import exit_codes
 from bloomery.base.errors import DataError, Problem
 from bloomery.base.units import format_bytes
-from bloomery.cli.data_argument import opened_run
+from bloomery.cli.arguments import add_json, opened_run
 from bloomery.config.load import shipped_recipes
 
 
@@ -23,7 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="a recipe, with overrides section.field=value behind it; or prefixes of shards",
     )
     parser.add_argument("--quick", action="store_true", help="read the indices only, not the tokens")
-    parser.add_argument("--json", action="store_true", help="print the answer as JSON")
+    add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -40,7 +40,7 @@ def run(args: argparse.Namespace) -> int:
             raise
         what = f"{empty} empty and {bad} unreadable documents were left out, of {len(files):,} files"
         rule = f"a document is text in UTF-8, in records under --text-key {args.text_key}"
-        remedy = "look whether that is why: `bloomery prepare` names the first that cannot be read"
+        remedy = "`bloomery prepare` names the first unreadable document"
         raise DataError([*error.problems, Problem(what, rule, remedy, ", ".join(args.sources))]) from error
     print(
         f"{args.output}: {tokenizer.vocab_size:,} entries from {len(files):,} files "
