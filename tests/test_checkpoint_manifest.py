@@ -14,11 +14,11 @@ import torch
 from bloomery.base.errors import DataError, Problem
 from bloomery.base.piece import Piece
 from bloomery.checkpoint import folder as folders
-from bloomery.checkpoint.inspect import describe_checkpoint, list_checkpoints
-from bloomery.checkpoint.manifest import MANIFEST, parse_manifest
+from bloomery.checkpoint.format import MANIFEST, parse_manifest
 from bloomery.checkpoint.retention import apply_retention
-from bloomery.checkpoint.saver import save_checkpoint
-from bloomery.checkpoint.select import newest_good
+from bloomery.checkpoint.save import save_checkpoint
+from bloomery.checkpoint.select import describe_checkpoint, list_checkpoints, newest_good
+from bloomery.checkpoint.verify import damage
 from bloomery.config.recipe import KeepSection
 from bloomery.train import setup as start
 from checkpoints import change_manifest, flip_bit
@@ -93,11 +93,11 @@ def test_all_that_a_checkpoint_needs_must_be_listed(tmp_path: Path) -> None:
     files = json.loads((folder / MANIFEST).read_text())["files"]
     for name in files:
         change_manifest(folder, files={other: facts for other, facts in files.items() if other != name})
-        assert f"does not list {name}" in folders.damage(folder)[0]
+        assert f"does not list {name}" in damage(folder)[0]
     change_manifest(folder, files={})
-    assert "does not list index.json, state.json, recipe.yaml" in folders.damage(folder)[0]
+    assert "does not list index.json, state.json, recipe.yaml" in damage(folder)[0]
     change_manifest(folder, files=files)
-    assert not folders.damage(folder)
+    assert not damage(folder)
 
 
 def test_a_start_puts_a_flipped_manifest_aside_and_tells_it(workshop: Workshop, command: Command) -> None:

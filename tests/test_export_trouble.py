@@ -12,7 +12,7 @@ import torch
 from bloomery.base.errors import DataError
 from bloomery.checkpoint import export as exporting
 from bloomery.checkpoint.export import export_checkpoint
-from bloomery.checkpoint.reader import CheckpointReader
+from bloomery.checkpoint.load import CheckpointReader
 from export_samples import CASES, Command, checkpoint_of, small_tokenizer, weights_of
 from monitor_samples import mounted
 

@@ -21,8 +21,7 @@ from bloomery.parallel.mesh import alone
 from bloomery.parallel.plain import PlainExecution
 from bloomery.parallel.runner import Runner
 from bloomery.parallel.weights import Weight
-from bloomery.train.loss_scale import LossScale
-from bloomery.train.optimizer import Optimizer
+from bloomery.train.optimizer import LossScale, Optimizer
 from checkpoints import tensors_of
 from conftest import Workshop
 

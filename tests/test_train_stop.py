@@ -12,8 +12,8 @@ import pytest
 
 from bloomery.base import signals
 from bloomery.base.signals import STOPS
-from bloomery.base.units import Duration
 from bloomery.config.load import load_recipe
+from bloomery.monitor.meters import IntervalMeter
 from bloomery.sizing.plan import TrainingPlan
 from bloomery.train import stop as stop_module
 from bloomery.train.state import TrainState
@@ -49,16 +49,30 @@ def test_the_length_of_a_job_is_counted_from_its_own_start(workshop: Workshop) -
         assert stop_event(workshop.train("train.exit_after=4 steps"))["step"] == expected
 
 
+def stop_rules(workshop: Workshop, *overrides: str, **options: float) -> tuple[StopRules, IntervalMeter]:
+    recipe = load_recipe(str(workshop.recipe), overrides).recipe
+    assert recipe is not None
+    meter = IntervalMeter()
+    return StopRules(TrainingPlan.of(recipe), recipe.train, meter, control=workshop.folder, **options), meter
+
+
+def test_the_deadline_keeps_room_for_an_evaluation(workshop: Workshop, monkeypatch: pytest.MonkeyPatch) -> None:
+    rules, meter = stop_rules(workshop, "train.exit_after=100s", "train.evaluate={every: 4 steps, steps: 1}")
+    meter.evaluation_seconds = 20.0
+    monkeypatch.setattr(stop_module, "job_seconds", lambda: 90.0)
+    assert rules.reason(TrainState(step=1)) is None
+    assert rules.reason(TrainState(step=3)) is not None
+
+
 def test_the_deadline_leaves_room_for_the_slowest_step_and_the_slowest_save(
     workshop: Workshop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plan = TrainingPlan.of(load_recipe(str(workshop.recipe)).recipe)  # type: ignore[arg-type]
-    rules = StopRules(plan, exit_after=Duration(100.0), control=workshop.folder, save_seconds_estimate=30.0)
+    rules, meter = stop_rules(workshop, "train.exit_after=100s", save_seconds_estimate=30.0)
     now = 0.0
     monkeypatch.setattr(stop_module, "job_seconds", lambda: now)
     state = TrainState(step=1)
-    rules.time_step(5.0)
-    rules.time_step(2.0)
+    meter.time_step(5.0)
+    meter.time_step(2.0)
 
     def stops_at(seconds: float) -> bool:
         nonlocal now
@@ -132,8 +146,7 @@ def test_kill_present_at_start_builds_nothing(workshop: Workshop) -> None:
 
 def test_a_later_interrupt_leaves_at_once(workshop: Workshop, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(signals, "ONE_REQUEST_SECONDS", 0.0)
-    plan = TrainingPlan.of(load_recipe(str(workshop.recipe)).recipe)  # type: ignore[arg-type]
-    rules = StopRules(plan, exit_after=None, control=workshop.folder, save_seconds_estimate=0.0)
+    rules, _ = stop_rules(workshop)
     with rules.listening():
         os.kill(os.getpid(), signal.SIGINT)
         assert rules.reason(TrainState()) is not None

@@ -14,7 +14,7 @@ import yaml
 
 import planted_faults
 from bloomery.base.errors import RecipeError
-from bloomery.checkpoint.folder import verify as check_whole
+from bloomery.checkpoint.verify import verify as check_whole
 from bloomery.cli.main import main
 from bloomery.cli.verify_trials import run_trials
 from bloomery.config.describe import fingerprint

@@ -16,15 +16,15 @@ from bloomery.base.credentials import mask
 from bloomery.base.errors import DataError, Problem
 from bloomery.base.storage import write_atomically, writing, written_to
 from bloomery.base.units import format_bytes
-from bloomery.checkpoint.folder import find_checkpoint, verify
+from bloomery.checkpoint.folder import find_checkpoint
 from bloomery.checkpoint.hf.card import model_card
 from bloomery.checkpoint.hf.draft import drafted, replace_export, require_own
 from bloomery.checkpoint.hf.maps import entries_of, hf_config, to_hf
 from bloomery.checkpoint.hf.proof import PROOF_FILE, Proof, has_transformers, prove
 from bloomery.checkpoint.hf.shards import plan_shards, write_shards
 from bloomery.checkpoint.hf.tokenizer import write_tokenizer
-from bloomery.checkpoint.load import read_recipe_of, read_state, tokenizer_of
-from bloomery.checkpoint.reader import CheckpointReader
+from bloomery.checkpoint.load import CheckpointReader, read_recipe_of, read_state, tokenizer_of
+from bloomery.checkpoint.verify import verify
 from bloomery.config.recipe import Recipe
 from bloomery.data.tokenizer import Tokenizer
 from bloomery.model.build import build_model

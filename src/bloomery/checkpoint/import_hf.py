@@ -24,7 +24,7 @@ from bloomery.checkpoint.hf.maps import Source, embedding_and_head, sources_of, 
 from bloomery.checkpoint.hf.proof import Proof, prove_import
 from bloomery.checkpoint.hf.reader import HfWeights
 from bloomery.checkpoint.hf.tokenizer import CHAT_TEMPLATE
-from bloomery.checkpoint.saver import save_checkpoint
+from bloomery.checkpoint.save import save_checkpoint
 from bloomery.config.describe import as_yaml
 from bloomery.config.recipe import Family, ModelSection, Recipe
 from bloomery.data.tokenizer import Tokenizer

@@ -46,6 +46,10 @@ class EnergyMeter:
         measured_seconds = self._covers * (self._read_at - self._started)
         return Energy(self._last - self._first, measured_seconds, device_seconds)
 
+    def total(self, ranks: Ranks, *, fresh: bool = False) -> Energy:
+        """What all ranks and jobs have spent so far. Collective."""
+        return self.before + Energy(*ranks.sum(list(self.own(fresh=fresh).to_json().values())))
+
     def _read(self) -> float | None:
         """None where there is no sensor, or one that no longer answers: what it counted until then stays."""
         if self._sensor is None:

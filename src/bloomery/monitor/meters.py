@@ -1,12 +1,17 @@
-"""Averages over a logging interval. Time spent in evaluation and saving does not count as training time."""
+"""Averages over a logging interval, and how long steps take. Evaluation and saving do not count as training time."""
 
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from statistics import median
 from typing import Any
+
+from bloomery.base import pulse
+from bloomery.base.pulse import PULSE
 
 
 @dataclass(frozen=True)
@@ -45,7 +50,11 @@ class IntervalMeter:
 
     def __init__(self, partial: Mapping[str, Any] | None = None) -> None:
         """`partial`: what a checkpoint kept of an interval that a stop cut in two; it may raise if it is not."""
+        PULSE.learn(0.0)
         self._started = self._last_step_at = time.monotonic()
+        self._recent: deque[float] = deque(maxlen=10)
+        self.evaluation_seconds = 0.0
+        """Of the slowest evaluation in this job."""
         self._sums = _Sums()
         self._grad_norm = 0.0
         self._num_zeros: float | None = None
@@ -71,10 +80,11 @@ class IntervalMeter:
         skipped: bool,
         nan: bool,
         source_losses: Mapping[str, tuple[float, int]],
-    ) -> float:
-        """Count one step; returns the seconds since the one before. `source_losses`: (sum, tokens) per source."""
+    ) -> None:
+        """Count one step. `source_losses`: (sum, tokens) per source."""
         now, sums = time.monotonic(), self._sums
-        seconds, self._last_step_at = now - self._last_step_at, now
+        self.time_step(now - self._last_step_at)
+        self._last_step_at = now
         for name, value in losses.items():
             sums.losses[name] = sums.losses.get(name, 0.0) + value
         for source, (total, tokens) in source_losses.items():
@@ -85,7 +95,20 @@ class IntervalMeter:
         sums.samples += samples
         sums.skipped += skipped
         sums.nan += nan
-        return seconds
+
+    def time_step(self, seconds: float) -> None:
+        self._recent.append(seconds)
+        PULSE.learn(self.step_seconds)
+
+    @property
+    def step_seconds(self) -> float:
+        """The median of the last ten steps; 0 before the first."""
+        return median(self._recent) if self._recent else 0.0
+
+    @property
+    def slowest_step_seconds(self) -> float:
+        """Of the last ten; 0 before the first."""
+        return max(self._recent, default=0.0)
 
     def take(self) -> Interval:
         """The averages so far; the next interval begins."""
@@ -106,6 +129,15 @@ class IntervalMeter:
     def drop(self) -> None:
         """Forget the interval so far: its steps were given up."""
         self._started, self._sums = time.monotonic(), _Sums()
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """For an evaluation: it is timed, and has a time limit of its own; the first one may compile."""
+        began = time.monotonic()
+        limit = pulse.USUAL.steps * self.evaluation_seconds or pulse.USUAL.first_seconds
+        with self.paused(), PULSE.excuse(limit):
+            yield
+        self.evaluation_seconds = max(time.monotonic() - began, self.evaluation_seconds)
 
     @contextmanager
     def paused(self) -> Iterator[None]:

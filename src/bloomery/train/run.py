@@ -11,14 +11,14 @@ from typing import Any
 import torch
 
 from bloomery.base.accelerator import memory_bytes
-from bloomery.base.energy import Energy
 from bloomery.base.ranks import Ranks
 from bloomery.checkpoint.remote import Uploader
-from bloomery.checkpoint.saver import Saver
-from bloomery.checkpoint.tiers import Tier
+from bloomery.checkpoint.retention import Tier
+from bloomery.checkpoint.save import Saver
 from bloomery.config.recipe import Recipe
 from bloomery.data.batch import GlobalBatch, Source
 from bloomery.data.blend import TimelessBlend
+from bloomery.monitor.energy import EnergyMeter
 from bloomery.monitor.journal import Journal
 from bloomery.monitor.meters import IntervalMeter
 from bloomery.monitor.record import StepRecord
@@ -59,11 +59,12 @@ class Run:
     saver: Saver
     durable: Tier
     local: Tier | None
-    """A faster place for checkpoints, saved to more often."""
+    """The node-local tier, saved to more often."""
     uploader: Uploader | None
     recipe_text: str
     journal: Journal
     meter: IntervalMeter
+    energy: EnergyMeter
     stop: StopRules
     job: int
     """Which start of this run this is, from 1."""
@@ -71,7 +72,7 @@ class Run:
     """Of the device, in the recipe's precision; None if unknown."""
     start_facts: Mapping[str, Any]
     trace: Tracer | None = None
-    """Writes down the gradients and samples of the first steps, where that was asked for."""
+    """Records the gradients and samples of the first steps, for --trace."""
 
     def validation_batches(self, group: str) -> Iterator[GlobalBatch]:
         """This process's share of a group's samples."""
@@ -100,10 +101,16 @@ class Run:
         """What the loss and the gradient norm of the next step may reach; beyond it they are a spike."""
         return state.spikes.limits(self.recipe.train.spike_factor, self.recipe.optimizer.clip_grad_norm)
 
-    def log_if_due(self, pending: PendingStep, energy: Energy, *, force: bool) -> None:
-        """One record per log_every steps, one for the last step, and one for every step with a NaN."""
+    def count_energy(self, state: TrainState, *, fresh: bool = False) -> None:
+        """What the run has spent up to now. Collective."""
+        state.energy = self.energy.total(self.ranks, fresh=fresh)
+
+    def log_if_due(self, pending: PendingStep, state: TrainState, *, force: bool) -> None:
+        """One record per log_every steps, one for the last step, and one for every step with a NaN. Collective."""
+        self.energy.own()  # its counter is read before it wraps around
         if not (self.logs_at(pending.step) or force):
             return
+        self.count_energy(state)
         interval = self.meter.take()
         consumed = pending.consumed_samples
         tokens_per_second = interval.samples_per_second * self.plan.seq_length
@@ -139,6 +146,6 @@ class Run:
                 job=self.job,
                 time=time.time(),
                 replicas=Layout.of(self.recipe, self.ranks.size).dp,
-                energy=energy.to_json(),
+                energy=state.energy.to_json(),
             )
         )

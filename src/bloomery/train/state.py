@@ -12,9 +12,9 @@ from pydantic import TypeAdapter
 from torch import Tensor
 
 from bloomery.base.energy import Energy
-from bloomery.checkpoint.tiers import Tier
+from bloomery.checkpoint.retention import Tier
 from bloomery.sizing.history import NO_HISTORY, History
-from bloomery.train.loss_scale import LossScale
+from bloomery.train.optimizer import LossScale
 from bloomery.train.spikes import SpikeWatch
 
 _adapter = cache(TypeAdapter)

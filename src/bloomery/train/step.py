@@ -9,7 +9,7 @@ import torch
 
 from bloomery.base.errors import DivergedError
 from bloomery.base.losses import LM_LOSS
-from bloomery.checkpoint.persist import SavePlan
+from bloomery.checkpoint.save import SavePlan
 from bloomery.monitor.names import Event
 from bloomery.parallel.runner import StepLosses
 from bloomery.train.optimizer import UpdateNumbers
@@ -86,7 +86,7 @@ def finish_pending_step(run: Run, state: TrainState) -> SavePlan | None:
     state.skipped_updates += skipped
     state.nan_steps += is_nan
     state.nan_steps_in_a_row = state.nan_steps_in_a_row + 1 if is_nan else 0
-    seconds = run.meter.add(
+    run.meter.add(
         losses,
         grad_norm=grad_norm,
         num_zeros=None if math.isnan(num_zeros) else num_zeros,
@@ -95,7 +95,6 @@ def finish_pending_step(run: Run, state: TrainState) -> SavePlan | None:
         nan=is_nan,
         source_losses=pending.source_losses(by_source),
     )
-    run.stop.time_step(seconds)
     if skipped:
         run.journal.event(
             Event.SKIPPED_UPDATE, pending.step, losses=losses, grad_norm=grad_norm, loss_scale=pending.loss_scale
@@ -109,12 +108,12 @@ def finish_pending_step(run: Run, state: TrainState) -> SavePlan | None:
             state.loss_scale.update(run.recipe.loss_scale, overflow=overflow)
         except DivergedError as error:
             run.stop.request(StopReason("diverged", str(error)))
-    run.log_if_due(pending, state.energy, force=is_nan)
+    run.log_if_due(pending, state, force=is_nan)
     return plan_staged_save(run, state)
 
 
 def watch_spikes(run: Run, state: TrainState, step: int, loss: float, grad_norm: float) -> None:
-    """Judge a step by those before it, and say what changes."""
+    """Judge a step by those before it, and report what changes."""
     watch, limits, section = state.spikes, run.limits(state), run.recipe.train
     is_first, chance = watch.since is None, math.log(run.recipe.model.vocab_size)
     if watch.follow(step, loss, grad_norm, limits, factor=section.spike_factor, chance=chance):
