@@ -21,7 +21,7 @@ from bloomery.base.ranks import ALONE
 from bloomery.checkpoint import save as save_module
 from bloomery.checkpoint.format import Box, index_text, merge, read_index, report, why_not_whole
 from bloomery.checkpoint.load import load_pieces
-from bloomery.checkpoint.save import estimate_save_seconds, save_checkpoint
+from bloomery.checkpoint.save import save_checkpoint
 from bloomery.checkpoint.tensor_file import DTYPES, FileLayout, raw_bytes, write_file
 from bloomery.checkpoint.verify import verify
 from checkpoints import change_manifest, latest_checkpoint
@@ -317,12 +317,6 @@ def test_a_file_that_cannot_be_read_is_damage(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"state.json cannot be read: Is a directory"):
         verify(folder, ranks=ALONE)
     assert size == 2
-
-
-def test_the_estimate_of_a_save_is_by_its_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    ticks = iter([0.0, 1.0])
-    monkeypatch.setattr(save_module.time, "monotonic", lambda: next(ticks))
-    assert estimate_save_seconds(tmp_path, 2**16, probe_bytes=2**10) == 64.0
 
 
 def test_boxes_of_numbers() -> None:

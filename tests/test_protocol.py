@@ -203,7 +203,7 @@ def save(run: Run, start: str, rank: int, writer: fence.Writer, step: int) -> No
     one.stage()
     plan: dict[str, Any] = {"writer": writer, "retention": SimpleNamespace(after_save=promise)}
     one.persist(saving.SavePlan(root=run.root, step=step, state={}, recipe_yaml="", **plan))
-    one._write()  # in the place of its thread
+    one._flight.run(one._held, one._snapshot)  # in the place of its thread
 
 
 def take_over_and_save(run: Run) -> None:

@@ -127,7 +127,7 @@ class Saver:
         """Of the save before, which rank 0 may still be completing when this rank has long done its part."""
         self._staged = False
         self._stage_seconds = 0.0
-        self._flight: _Flight | None = None
+        self._flight: SaveJob | None = None
         self._finished: list[SaveOutcome] = []
 
     @property
@@ -164,13 +164,17 @@ class Saver:
             self._parts_before = [job.parts.name]
         if not self._staged:
             assert self._flight is not None
-            what = f"the checkpoint of step {plan.step} was not saved: the save of step {self._flight.step} still hangs"
-            self._finished.append(job.late(what, "check the storage", self._stage_seconds, 0.0))
+            hung = self._flight.plan.step
+            what = f"the checkpoint of step {plan.step} was not saved: the save of step {hung} still hangs"
+            self._finished.append(job.outcome(StorageError(Problem(what, remedy="check the storage"))))
             return
-        thread = threading.Thread(target=self._write, name="bloomery-save", daemon=True)
-        self._flight = _Flight(job, thread, deadline=time.monotonic() + self._timeout_seconds)
-        thread.start()
-        self._flight.blocking_seconds = self._stage_seconds + time.monotonic() - started
+        self._flight = job
+        self._deadline, self._reported_late = time.monotonic() + self._timeout_seconds, False
+        self._thread = threading.Thread(
+            target=job.run, args=[self._held, self._snapshot], name="bloomery-save", daemon=True
+        )
+        self._thread.start()
+        job.blocking_seconds = self._stage_seconds + time.monotonic() - started
 
     def wait_staged(self) -> None:
         """What is queued on the device from now on happens after the copies of the last `stage`. Does not block."""
@@ -180,12 +184,12 @@ class Saver:
         """How saves since the last call have ended. One that is late is reported once as an error, and again when it
         ends."""
         self._land(wait=False)
-        flight = self._flight
-        if flight is not None and not flight.reported_late and time.monotonic() > flight.deadline:
-            flight.reported_late = True
-            what = f"the save of step {flight.step} is not on the disk after {format_seconds(self._timeout_seconds)}"
+        job = self._flight
+        if job is not None and not self._reported_late and time.monotonic() > self._deadline:
+            self._reported_late = True
+            what = f"the save of step {job.plan.step} is not on the disk after {format_seconds(self._timeout_seconds)}"
             remedy = "check the storage: it hangs or is too slow; no other save is made until this one ends"
-            self._finished.append(flight.job.late(what, remedy, flight.blocking_seconds, self._timeout_seconds))
+            self._finished.append(job.outcome(StorageError(Problem(what, remedy=remedy, place=str(job.plan.root)))))
         finished, self._finished = self._finished, []
         return finished
 
@@ -196,37 +200,16 @@ class Saver:
 
     def _land(self, *, wait: bool, at_most_seconds: float | None = None) -> bool:
         """Collect the outcome of a save that has ended. False if one is still in flight."""
-        flight = self._flight
-        if flight is None:
+        if self._flight is None:
             return True
-        left = max(0.0, flight.deadline - time.monotonic()) if wait else 0.0
+        left = max(0.0, self._deadline - time.monotonic()) if wait else 0.0
         with PULSE.excuse(left) if wait else contextlib.nullcontext():
-            flight.thread.join(left if at_most_seconds is None else min(left, at_most_seconds))
-        if flight.thread.is_alive():
+            self._thread.join(left if at_most_seconds is None else min(left, at_most_seconds))
+        if self._thread.is_alive():
             return False
-        assert flight.outcome is not None
-        self._finished.append(replace(flight.outcome, blocking_seconds=flight.blocking_seconds))
+        self._finished.append(self._flight.outcome(self._flight.error))
         self._flight = None
         return True
-
-    def _write(self) -> None:
-        flight = self._flight
-        assert flight is not None
-        flight.outcome = flight.job.run(self._held, self._snapshot)
-
-
-@dataclass
-class _Flight:
-    job: SaveJob
-    thread: threading.Thread
-    deadline: float
-    blocking_seconds: float = 0.0
-    reported_late: bool = False
-    outcome: SaveOutcome | None = None
-
-    @property
-    def step(self) -> int:
-        return self.job.plan.step
 
 
 class SaveJob:
@@ -257,10 +240,14 @@ class SaveJob:
         """What went wrong, by rank."""
         self._fenced = False
         self._removed: list[str] = []
+        self._retention_trouble = ""
+        self._seconds = 0.0
+        self.blocking_seconds = 0.0
+        self.error: StorageError | None = None
 
-    def run(self, held: RankReport, snapshot: HostSnapshot) -> SaveOutcome:
+    def run(self, held: RankReport, snapshot: HostSnapshot) -> None:
         """In the thread: nothing may be raised there, because nobody would see it."""
-        started, retention_trouble = time.monotonic(), ""
+        started = time.monotonic()
         try:
             snapshot.wait()
             self._write_part(held, snapshot)
@@ -274,22 +261,21 @@ class SaveJob:
                 self._note(error)
                 shutil.rmtree(self.draft, ignore_errors=True)  # a rank that still writes into it fails
             else:
-                retention_trouble = self._retain()
+                self._retain()
+        self._seconds = time.monotonic() - started
+        self.error = self._error() if self._trouble else None
+
+    def outcome(self, error: StorageError | None) -> SaveOutcome:
         return SaveOutcome(
             step=self.plan.step,
             folder=self.final,
-            error=self._error() if self._trouble else None,
-            blocking_seconds=0.0,
-            persist_seconds=time.monotonic() - started,
+            error=error,
+            blocking_seconds=self.blocking_seconds,
+            persist_seconds=self._seconds,
             bytes=self._total_bytes,
             removed=tuple(self._removed),
-            retention_trouble=retention_trouble,
+            retention_trouble=self._retention_trouble,
         )
-
-    def late(self, what: str, remedy: str, blocking_seconds: float, persist_seconds: float) -> SaveOutcome:
-        """The outcome of one that has not ended, or not begun."""
-        error = StorageError(Problem(what, remedy=remedy, place=str(self.plan.root)))
-        return SaveOutcome(self.plan.step, self.final, error, blocking_seconds, persist_seconds, self._total_bytes)
 
     def commit(self) -> None:
         """Wait for all parts, complete the draft and give it its name. For rank 0."""
@@ -409,13 +395,11 @@ class SaveJob:
         sync_folder(self.plan.root)
         remove_tree(old)
 
-    def _retain(self) -> str:
-        """What went wrong with deleting older checkpoints."""
+    def _retain(self) -> None:
         try:
             self._removed += self.plan.retention.after_save(self.final) if self.plan.retention else ()
         except OSError as error:
-            return str(error)
-        return ""
+            self._retention_trouble = str(error)
 
     def _sweep_parts(self) -> None:
         if self.plan.parts_root is not None:
@@ -504,22 +488,6 @@ def raise_together(ranks: Ranks, error: StorageError | None) -> None:
     found = next((each for each in ranks.gather(error) if each is not None), None)
     if found is not None:
         raise found.told_once(ranks.rank)
-
-
-def estimate_save_seconds(root: Path, num_bytes: int, *, probe_bytes: int = 2**24) -> float:
-    """Seconds that a save of this size is likely to take here, from a measured write to this very folder."""
-    probe = root / ".write-probe"
-    started = time.monotonic()
-    try:
-        with open(probe, "wb", opener=open_plain) as file:
-            file.write(os.urandom(probe_bytes))
-            file.flush()
-            os.fsync(file.fileno())
-    except OSError:
-        return 0.0  # no room to measure; the save itself will report it
-    finally:
-        probe.unlink(missing_ok=True)
-    return (time.monotonic() - started) * max(1.0, num_bytes / probe_bytes)
 
 
 def _write_synced(path: Path, text: str) -> None:

@@ -22,7 +22,7 @@ def evaluate(run: Run, state: TrainState) -> None:
     flush_staged_save(run, finish_pending_step(run, state))
     main_losses: list[float] = []
     with run.meter.evaluating():
-        for group in run.validation:
+        for group in run.data.validation:
             total: Tensor | None = None
             names: list[str] = []
             batches = 0

@@ -11,6 +11,7 @@ from bloomery.checkpoint.format import SUSPICIOUS
 from bloomery.checkpoint.remote import Uploader, UploadOutcome
 from bloomery.checkpoint.retention import Retention, Tier
 from bloomery.checkpoint.save import SaveOutcome, SavePlan, raise_together
+from bloomery.config.describe import as_yaml
 from bloomery.monitor import names
 from bloomery.monitor.names import Event
 from bloomery.sizing.cadence import Cadence, cadence, seconds_between_failures
@@ -114,12 +115,12 @@ def plan_staged_save(run: Run, state: TrainState) -> SavePlan | None:
         _choose_cadence(run, state)
     suspicious = staged.keep_all or state.is_suspicious
     state.saved_at = max(time.time(), state.saved_at + 1e-3)
-    blend = run.blend.state.to_json() if run.blend else None
+    blend = run.data.blend.state.to_json() if run.data.blend else None
     return SavePlan(
         root=tier.root,
         step=state.step,
         state={**state.to_json(), "interval": run.meter.partial(), "blend": blend},
-        recipe_yaml=run.recipe_text,
+        recipe_yaml=as_yaml(run.recipe),
         writer=tier.writer,
         facts={
             "consumed_samples": state.consumed_samples,

@@ -17,17 +17,16 @@ from bloomery.base.accelerator import device_name, energy_sensor, out_of_memory_
 from bloomery.base.errors import BloomeryError, LostRankError, Problem, RecipeError, StorageError
 from bloomery.base.ranks import ALONE, Ranks, agreed
 from bloomery.base.storage import locked, make_folder, own_folder, write_atomically
-from bloomery.base.units import Duration, format_count
+from bloomery.base.units import format_count
 from bloomery.checkpoint.fence import FencedError, take_over
 from bloomery.checkpoint.folder import CHECKPOINTS, LOCAL_CHECKPOINTS
 from bloomery.checkpoint.load import load_pieces
 from bloomery.checkpoint.remote import RemoteSource, Uploader
 from bloomery.checkpoint.retention import DURABLE, LOCAL, Tier, tier_roots
-from bloomery.checkpoint.save import Saver, estimate_save_seconds
+from bloomery.checkpoint.save import Saver
 from bloomery.checkpoint.select import refuse_later
 from bloomery.config.describe import as_yaml, fingerprint
 from bloomery.config.recipe import Recipe
-from bloomery.data.batch import Source
 from bloomery.data.loader import Loader
 from bloomery.data.open import OpenData, open_data
 from bloomery.monitor import names
@@ -40,7 +39,6 @@ from bloomery.monitor.names import Event
 from bloomery.parallel.apply import DTYPES, make_runner, parallelise
 from bloomery.parallel.feed import Feed
 from bloomery.parallel.mesh import alone, make_mesh
-from bloomery.sizing.hardware import peak_flops
 from bloomery.sizing.layout import Layout
 from bloomery.sizing.memory import precision_problems
 from bloomery.sizing.parameters import count_parameters
@@ -58,6 +56,8 @@ from bloomery.train.stop import StopRules
 from bloomery.train.trace import TraceRequest
 
 _LAST_MOMENT_SECONDS = 60.0
+_SLOW_STORAGE_BYTES_PER_SECOND = 1e8
+"""Of a rank, for the deadline of a job that has not saved yet."""
 
 
 @contextmanager
@@ -225,23 +225,18 @@ class _Start:
             runner=self.runner,
             optimizer=self.optimizer,
             feed=Feed(self._loader(), self.ranks, self.mesh),
-            blend=data.blend,
-            source_keys=data.train.keys,
-            validation=data.validation,
-            validation_samples=_validation_samples(recipe, data.validation),
+            data=data,
             mesh=self.mesh,
             ranks=self.ranks,
             saver=self.saver,
             durable=self.durable,
             local=self.tiers.get(LOCAL),
             uploader=self._uploader() if self.ranks.rank == 0 else None,
-            recipe_text=as_yaml(recipe),
             journal=self.journal,
             meter=meter,
             energy=self.energy,
             stop=self._stop_rules(meter),
             job=1 + len(self.starts),
-            peak_flops=peak_flops(device_name(self.device), recipe.precision),
             start_facts=facts,
             trace=trace.begin(recipe, self.ranks) if trace else None,
         )
@@ -270,16 +265,12 @@ class _Start:
         return uploader
 
     def _stop_rules(self, meter: IntervalMeter) -> StopRules:
-        section, estimate = self.recipe.train, 0.0
-        if isinstance(section.exit_after, Duration):
-            own = estimate_save_seconds(self.folder, self.saver.host_bytes) if self.ranks.rank == 0 else 0.0
-            estimate = self.ranks.broadcast(own)
         return StopRules(
             self.past.plan,
-            section,
+            self.recipe.train,
             meter,
             control=self.folder / "control",
-            save_seconds_estimate=estimate,
+            save_seconds_estimate=self.saver.host_bytes / _SLOW_STORAGE_BYTES_PER_SECOND,
             ranks=self.ranks,
             writer=self.durable.writer,
         )
@@ -360,12 +351,6 @@ def refuse_what_cannot_be_done(recipe: Recipe) -> None:
         problems.append(Problem("data is missing", "training needs shards", "add `data:` with `train:` to the recipe"))
     if problems:
         raise RecipeError(problems)
-
-
-def _validation_samples(recipe: Recipe, validation: Mapping[str, Source]) -> dict[str, int]:
-    evaluate = recipe.train.evaluate
-    wanted = evaluate.steps * recipe.batch.global_batch_size if evaluate else 0
-    return {group: min(wanted, source.num_samples) for group, source in validation.items()}
 
 
 def _greeting(facts: Mapping[str, Any], past: ResumePoint) -> str:

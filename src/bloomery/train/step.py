@@ -55,7 +55,7 @@ def train_step(run: Run, state: TrainState) -> None:
         lr=lr,
         loss_scale=scale,
         loss_names=list(losses.means),
-        sources=run.source_keys if losses.by_source is not None else (),
+        sources=run.data.train.keys if losses.by_source is not None else (),
         **_on_its_way_to_the_host(losses, numbers),
     )
 
