@@ -29,7 +29,7 @@ from torch import Tensor
 from bloomery.base.accelerator import device_name, pick_device, synchronize
 from bloomery.base.units import format_bytes
 from bloomery.data.shards import ShardWriter
-from bloomery.model.build import build_model
+from bloomery.model.transformer import build_model
 from bloomery.sizing.check import load_checked_recipe
 
 

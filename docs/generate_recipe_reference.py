@@ -15,8 +15,8 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from bloomery.config import recipe
-from bloomery.config.families import ONLY_FOR, family_defaults
 from bloomery.config.recipe import Recipe, Section
+from bloomery.families.registry import READERS, family_defaults
 from bloomery.train.contract import CONTRACT
 
 PAGE, CONTRACT_PAGE = Path(__file__).with_name("recipe.md"), Path(__file__).with_name("training.md")
@@ -123,7 +123,7 @@ def _lengths(metadata: list[Any]) -> Iterator[str]:
 
 def _default(section: type[Section], name: str, info: FieldInfo) -> str:
     if section is recipe.ModelSection and name in family_defaults({}):
-        return "by family" if name not in ONLY_FOR else "`num_heads`"
+        return "by family" if name not in READERS else "`num_heads`"
     if info.default_factory is not None:
         return f"`{info.default_factory()}`"  # type: ignore[call-arg]
     default = info.default

@@ -10,10 +10,10 @@ from safetensors.torch import load_file
 
 from bloomery.base.piece import Piece
 from bloomery.checkpoint.folder import find_checkpoint
-from bloomery.checkpoint.hf.proof import prove_import
 from bloomery.checkpoint.save import save_checkpoint
 from bloomery.config.recipe import ModelSection
 from bloomery.config.yaml_nodes import dump_yaml
+from bloomery.interop.hf.proof import prove_import
 from bloomery.train.state import TrainState
 from model_samples import small_config, small_model
 

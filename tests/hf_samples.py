@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from bloomery.checkpoint.hf.maps import hf_config, to_hf
 from bloomery.config.recipe import ModelSection
+from bloomery.interop.hf.configs import hf_config
+from bloomery.interop.hf.maps import to_hf
 from model_samples import small_config, small_model
 
 Command = Callable[..., tuple[int, str, str]]

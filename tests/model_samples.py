@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bloomery.config.families import family_defaults
 from bloomery.config.recipe import ModelSection
-from bloomery.model.build import build_model, materialise
+from bloomery.families.registry import family_defaults
+from bloomery.model.transformer import build_model, materialise
 
 FAMILIES = ["gpt2", "bloom", "llama", "bert"]
 DECODERS = ["gpt2", "bloom", "llama"]

@@ -19,7 +19,7 @@ from bloomery.data.batch import Batch
 from bloomery.parallel import apply, feed, gradients
 from bloomery.parallel.gradients import Gradients
 from bloomery.parallel.mesh import Mesh
-from bloomery.parallel.plain import PlainExecution
+from bloomery.parallel.runner import PlainExecution
 from bloomery.sizing import tp_sharding
 from bloomery.train.optimizer import Optimizer
 

@@ -127,9 +127,9 @@ class CollectiveCounter(TorchDispatchMode):
 
 def count_collectives(arguments: Sequence[str]) -> int:
     """Writes how many collectives the forward and backward passes of step 2 needed to counts.json beside the recipe."""
-    from bloomery.parallel import plain
+    from bloomery.parallel import runner
 
-    train = plain.PlainExecution.train
+    train = runner.PlainExecution.train
     calls = Counter[str]()
 
     def counted(self: Any, *args: Any) -> Any:
@@ -142,7 +142,7 @@ def count_collectives(arguments: Sequence[str]) -> int:
             Path(arguments[1]).with_name("counts.json").write_text(json.dumps(counter.counts))
         return found
 
-    plain.PlainExecution.train = counted  # type: ignore[method-assign]
+    runner.PlainExecution.train = counted  # type: ignore[method-assign]
     return main(arguments)
 
 

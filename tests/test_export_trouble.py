@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from bloomery.base.errors import DataError
-from bloomery.checkpoint import export as exporting
-from bloomery.checkpoint.export import export_checkpoint
 from bloomery.checkpoint.load import CheckpointReader
+from bloomery.interop.hf import export as exporting
+from bloomery.interop.hf.export import export_checkpoint
 from export_samples import CASES, Command, checkpoint_of, small_tokenizer, weights_of
 from monitor_samples import mounted
 
@@ -199,7 +199,7 @@ def test_a_model_that_has_diverged_is_named_with_its_first_tensor(
 def test_finite_weights_with_logits_that_are_not_are_no_bug(
     tokenizer: Path, tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from bloomery.checkpoint.hf import proof
+    from bloomery.interop.hf import proof
 
     checkpoint = checkpoint_of(CASES["gpt2"], tmp_path / "run", tokenizer)
     ours = proof._ours

@@ -31,8 +31,6 @@ from bloomery.base.units import parse_amount, parse_duration
 from bloomery.checkpoint import fence, remote
 from bloomery.checkpoint.folder import read_latest
 from bloomery.checkpoint.format import read_index, read_manifest
-from bloomery.checkpoint.hf.reader import HfWeights
-from bloomery.checkpoint.import_hf import read_model
 from bloomery.checkpoint.load import consumed_tokens, read_recipe_of, read_state
 from bloomery.checkpoint.tensor_file import TensorFile
 from bloomery.config.load import load_recipe
@@ -40,6 +38,8 @@ from bloomery.data import index_cache
 from bloomery.data.manifest import read_manifest as read_shard_manifest
 from bloomery.data.shards import ShardReader
 from bloomery.data.tokenizer import Tokenizer
+from bloomery.interop.hf.importer import read_model
+from bloomery.interop.hf.reader import HfWeights
 from bloomery.interop.megatron.importer import import_megatron
 from bloomery.monitor.history import read_events, read_metrics
 from bloomery.monitor.record import to_json

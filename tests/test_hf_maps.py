@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from bloomery.base.errors import DataError, RecipeError
-from bloomery.checkpoint.hf.maps import from_hf, hf_config, to_hf
 from bloomery.config.recipe import ModelSection
+from bloomery.interop.hf.configs import hf_config
+from bloomery.interop.hf.maps import from_hf, to_hf
 from model_samples import FAMILIES, perturb, random_tokens, small_config, small_model
 
 transformers = pytest.importorskip("transformers")

@@ -12,8 +12,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from bloomery.checkpoint.hf.maps import hf_config, to_hf
-from bloomery.model.build import build_model
+from bloomery.interop.hf.configs import hf_config
+from bloomery.interop.hf.maps import to_hf
+from bloomery.model.transformer import build_model
 from checkpoints import tensors_of
 from export_samples import small_tokenizer
 from hf_samples import Command, change, hf_folder, in_shards, write_index
@@ -296,9 +297,9 @@ def test_an_import_that_fails_removes_what_it_wrote_and_nothing_else(
     failing: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Command
 ) -> None:
     from bloomery.base.errors import Problem, StorageError
-    from bloomery.checkpoint import import_hf
+    from bloomery.interop.hf import importer
 
-    real = getattr(import_hf, failing)
+    real = getattr(importer, failing)
 
     def broken(place: Path, *words: Any, **others: Any) -> None:
         """The tokenizer is copied, but neither checkpoint nor recipe can be written."""
@@ -306,7 +307,7 @@ def test_an_import_that_fails_removes_what_it_wrote_and_nothing_else(
             return real(place, *words, **others)
         raise StorageError(Problem("the disk is gone"))
 
-    monkeypatch.setattr(import_hf, failing, broken)
+    monkeypatch.setattr(importer, failing, broken)
     folder = small_tokenizer(hf_folder(tmp_path / "hf"))
     (tmp_path / "run" / ".git").mkdir(parents=True)
     before = contents(tmp_path / "run")
@@ -321,15 +322,15 @@ def test_an_import_that_fails_removes_what_it_wrote_and_nothing_else(
 def test_what_appears_in_the_output_meanwhile_is_not_replaced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Command
 ) -> None:
-    from bloomery.checkpoint import import_hf
+    from bloomery.interop.hf import importer
 
-    real = import_hf.save_checkpoint
+    real = importer.save_checkpoint
 
     def slow(*words: Any, **others: Any) -> Path:
         (tmp_path / "run" / "recipe.yaml").write_text("mine")
         return real(*words, **others)
 
-    monkeypatch.setattr(import_hf, "save_checkpoint", slow)
+    monkeypatch.setattr(importer, "save_checkpoint", slow)
     code, _, err = command("import", "hf", str(hf_folder(tmp_path / "hf")), str(tmp_path / "run"))
     assert code == 5
     assert "it holds recipe.yaml" in err
@@ -353,14 +354,3 @@ def test_an_output_that_is_a_file_is_told(tmp_path: Path, command: Command) -> N
     code, _, err = command("import", "hf", str(hf_folder(tmp_path / "hf")), str(tmp_path / "file"))
     assert code == 5
     assert "A file stands where a folder is needed: choose another OUT" in err
-
-
-def test_a_bert_without_the_heads_that_are_trained_here_is_told_which(tmp_path: Path, command: Command) -> None:
-    from transformers import BertConfig, BertForMaskedLM
-
-    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}
-    BertForMaskedLM(BertConfig(vocab_size=100, max_position_embeddings=16, **sizes)).save_pretrained(tmp_path / "hf")
-    told = refused(command, tmp_path / "hf", tmp_path / "run")
-    assert "has no pooler (bert.pooler) and no next-sentence head (cls.seq_relationship)" in told
-    assert "A bert here is a BertForPreTraining" in told
-    assert "must be of one model" not in told

@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from bloomery.model.attention import Attention, attend, attention_context, choose_kernel
-from bloomery.model.positions import rotary_table, rotate
-from bloomery.sizing.alibi import alibi_slopes
+from bloomery.families.bloom import alibi_slopes
+from bloomery.model.attention import Attention, attend, attention_context, choose_kernel, rotary_table, rotate
 from model_samples import small_config, small_model
 
 SEQ = 20

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from bloomery.model.build import build_model, materialise
-from bloomery.sizing.alibi import alibi_slopes
-from bloomery.sizing.vocabulary import padded_vocab_size
+from bloomery.families.bloom import alibi_slopes
+from bloomery.model.transformer import build_model, materialise
+from bloomery.sizing.parameters import padded_vocab_size
 from model_samples import DECODERS, FAMILIES, random_tokens, small_config, small_model
 
 BLOCK = ["attention_norm", "attention.qkv", "attention.out", "mlp_norm", "mlp.up", "mlp.down"]

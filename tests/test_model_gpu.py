@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-from bloomery.model import decoder
+from bloomery.families.bloom import alibi_slopes
+from bloomery.model import transformer
 from bloomery.model.attention import attend, attention_context
 from bloomery.model.loss import row_losses
-from bloomery.model.recompute import apply_recompute
-from bloomery.sizing.alibi import alibi_slopes
+from bloomery.model.transformer import apply_recompute
 from model_samples import random_tokens, small_config, small_model
 
 pytestmark = [
@@ -111,7 +111,7 @@ def test_a_compiled_model_has_the_loss_and_gradients_of_the_reference(
     mine = measure(torch.compile(model, fullgraph=True))
     apply_recompute(model, "none")
     eager = measure(model)
-    monkeypatch.setattr(decoder, "choose_kernel", lambda *args, **kwargs: "reference")
+    monkeypatch.setattr(transformer, "choose_kernel", lambda *args, **kwargs: "reference")
     right = measure(model)
     for made in (mine, eager):
         assert made[0].item() == pytest.approx(right[0].item(), rel=2e-3)

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from bloomery.model import init
-from bloomery.model.build import build_model, materialise
 from bloomery.model.init import RULES, initial_slice, rule_of
+from bloomery.model.transformer import build_model, materialise
 from model_samples import FAMILIES, small_config
 
 UP = "layers.0.mlp.up.weight"

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from bloomery.model.recompute import apply_recompute
+from bloomery.model.transformer import apply_recompute
 from model_samples import FAMILIES, random_tokens, small_config, small_model
 
 

@@ -20,10 +20,10 @@ import yaml
 import rank_commands
 from bloomery.base import exit_codes
 from bloomery.base.errors import LostRankError
+from bloomery.base.ranks import Started, first_host, started_as
 from bloomery.config.recipe import ModelSection
 from bloomery.launch.local import run_local_ranks
-from bloomery.model.build import build_model
-from bloomery.parallel.environment import Started, first_host, started_as
+from bloomery.model.transformer import build_model
 from bloomery.parallel.mesh import alone
 from bloomery.parallel.ranks import joined
 from bloomery.parallel.runner import Runner
@@ -70,7 +70,7 @@ def test_a_parameter_without_a_cut_is_named() -> None:
 
 
 def _model(family: str) -> dict[str, object]:
-    from bloomery.config.families import family_defaults
+    from bloomery.families.registry import family_defaults
 
     given = {**SMALL["model"], "family": family}
     return {**family_defaults(given), **given}

@@ -11,18 +11,17 @@ from typing import Any
 import pytest
 import yaml
 
-from bloomery.config.families import family_defaults
 from bloomery.config.load import shipped_recipes
 from bloomery.config.recipe import KeepSection, ModelSection, Recipe
-from bloomery.model.build import build_model
+from bloomery.families.registry import family_defaults
+from bloomery.model.transformer import build_model
 from bloomery.parallel.apply import Parallelised, outline
 from bloomery.parallel.weights import weights_of
 from bloomery.sizing.check import load_checked_recipe
 from bloomery.sizing.keep_rules import kept_checkpoints
 from bloomery.sizing.layout import Layout, layout_overrides, world_size
 from bloomery.sizing.memory import HeldElements, StagePart, held_elements, node_bytes, stage_memories
-from bloomery.sizing.shapes import model_shapes
-from bloomery.sizing.vocabulary import padded_vocab_size
+from bloomery.sizing.parameters import model_shapes, padded_vocab_size
 from bloomery.verify import simulate
 from bloomery.verify.simulate import simulate_rank
 from conftest import Workshop

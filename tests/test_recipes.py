@@ -8,12 +8,11 @@ import pytest
 
 from bloomery.config.load import load_recipe, shipped_recipes
 from bloomery.config.recipe import Recipe
-from bloomery.model.build import build_model
+from bloomery.model.transformer import build_model
 from bloomery.sizing.check import load_checked_recipe
 from bloomery.sizing.layout import data_parallel_size, ranks_per_replica, world_size
-from bloomery.sizing.parameters import count_parameters
+from bloomery.sizing.parameters import count_parameters, padded_vocab_size
 from bloomery.sizing.plan import TrainingPlan
-from bloomery.sizing.vocabulary import padded_vocab_size
 
 PARAMETERS = {
     "bert-large": 336_297_858,

@@ -208,7 +208,7 @@ def settings(dice: random.Random) -> dict[str, Any]:
 
 def test_a_plan_that_goes_on_counts_what_really_was() -> None:
     """Runs that change their batch and sequence length at random, step by step, against the closed forms."""
-    from bloomery.config.families import family_defaults
+    from bloomery.families.registry import family_defaults
 
     dice = random.Random(3)
     for _ in range(60):

@@ -24,8 +24,7 @@ from bloomery.parallel.weights import weights_of
 from bloomery.sizing.check import load_checked_recipe
 from bloomery.sizing.layout import Layout, layout_overrides, world_size
 from bloomery.sizing.memory import weight_bytes
-from bloomery.sizing.parameters import count_parameters
-from bloomery.sizing.vocabulary import padded_vocab_size
+from bloomery.sizing.parameters import count_parameters, padded_vocab_size
 from bloomery.train.optimizer import Optimizer
 from bloomery.verify import simulate
 from bloomery.verify.fake_device import MemoryMeter, accelerator_kernels, fuse_attention

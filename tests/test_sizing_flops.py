@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from bloomery.config.families import family_defaults
 from bloomery.config.recipe import ModelSection
+from bloomery.families.registry import family_defaults
 from bloomery.sizing.flops import FlopCount, flops_per_token, tflops_per_device
 from bloomery.sizing.hardware import peak_flops
 

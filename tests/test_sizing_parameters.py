@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from bloomery.base.units import format_count
-from bloomery.config.families import family_defaults
 from bloomery.config.recipe import ModelSection
+from bloomery.families.registry import family_defaults
 from bloomery.sizing.parameters import ParameterCount, count_parameters
 
 

@@ -12,6 +12,7 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "src" / "bloomery"
 FLOORS = {
     "base": 0,
+    "families": 0,
     "config": 1,
     "sizing": 2,
     "model": 3,
@@ -32,6 +33,7 @@ NEVER = {
     "prepare": ("torch.distributed",),
     "sizing": ("torch", "numpy"),
     "config": ("torch", "numpy"),
+    "families": ("torch", "numpy", "bloomery.base"),
     "plan": ("torch",),
 }
 """Third-party modules a room must not touch."""
@@ -83,7 +85,7 @@ def test_every_file_imports_only_lower_floors(room: str, path: Path) -> None:
         ("config", "from bloomery.sizing.plan import TrainingPlan"),
         ("model", "import torch.distributed as dist"),
         ("model", "from torch import distributed"),
-        ("data", "from bloomery.model import build"),
+        ("data", "from bloomery.model import transformer"),
         ("train", "def f():\n    from bloomery.plan import rank"),
         ("sizing", "import torch"),
         ("base", "from bloomery.config.recipe import Recipe"),
@@ -115,6 +117,16 @@ def test_only_the_accelerator_module_speaks_to_a_device_backend() -> None:
         for node in ast.walk(ast.parse(path.read_text())):
             name = ast.unparse(node) if isinstance(node, ast.Attribute) else ""
             assert not name.startswith(("torch.cuda", "torch.accelerator", "torch.xpu")), f"{path}: {name}"
+
+
+def test_a_family_is_named_only_in_its_own_file() -> None:
+    """Everything else reads its facts: a new family is one file in families/."""
+    from bloomery.families.registry import FAMILIES
+
+    for path in PACKAGE.rglob("*.py"):
+        if path.parent.name != "families":
+            named = {node.value for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Constant)}
+            assert not named & FAMILIES.keys(), f"{path}: read the family's facts instead"
 
 
 def test_the_loop_fits_a_screen_and_knows_no_ranks() -> None:

@@ -18,8 +18,7 @@ from bloomery.data.batch import IGNORED_LABEL, Batch, GlobalBatch
 from bloomery.model.loss import IGNORE, token_losses
 from bloomery.parallel.gradients import Gradients, count_zeros, total_norm
 from bloomery.parallel.mesh import alone
-from bloomery.parallel.plain import PlainExecution
-from bloomery.parallel.runner import Runner
+from bloomery.parallel.runner import PlainExecution, Runner
 from bloomery.parallel.weights import Weight
 from bloomery.train.optimizer import LossScale, Optimizer
 from checkpoints import tensors_of
@@ -51,7 +50,7 @@ def gradients_of(weights: list[Weight], values: list[torch.Tensor]) -> Gradients
     gradients = Gradients(weights, alone())
     for weight, value in zip(weights, values, strict=True):
         weight.parameter.grad = value.to(weight.parameter.dtype)
-    gradients.absorb()
+    gradients.accumulate()
     return gradients
 
 
@@ -157,7 +156,7 @@ def test_gradients_of_16_bit_weights_are_summed_in_fp32() -> None:
     total = Gradients(weights_of(w=weight), alone())
     for value in [256.0] + [1.0] * 100:  # 256 + 1 is 256 in bf16
         weight.grad = torch.tensor([value], dtype=torch.bfloat16)
-        total.absorb()
+        total.accumulate()
     assert total.tensors()[0].item() == 356.0
 
 

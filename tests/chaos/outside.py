@@ -22,6 +22,8 @@ EVALUATION = Plant(Before("bloomery.train.loop:evaluate"), Waits(3.0), None)
 
 IMPATIENT = Plant(AfterStep(3), Both(HangPatience(4.0), Waits(3.0)), None)
 """The same, and from then on ranks wait four seconds for each other instead of a minute."""
+HEARD_SECONDS = 2.0
+"""Until every rank has noted that patience for the others: the fault, not a proof."""
 
 
 def children(pid: int) -> list[int]:
@@ -185,6 +187,7 @@ def stopped_for_good(scene: Scene) -> Ended:
     """One rank stands still and does not come back."""
     with started(scene, IMPATIENT) as process:
         until_struck(scene, process)
+        time.sleep(HEARD_SECONDS)
         began, family = time.monotonic(), descendants(process.pid)
         os.kill(ranks_of(process.pid, scene.size)[-1], signal.SIGSTOP)
         return ended(process, began, family)
@@ -240,6 +243,7 @@ def cable_cut(*, node_lost: bool) -> Callable[[Scene], Ended]:
                 ranks.append(scene.as_user(plant=IMPATIENT, before=["ip", "netns", "exec", host], **variables))
                 closing.callback(ranks[-1].kill)
             until_struck(scene, ranks[0])
+            time.sleep(HEARD_SECONDS)
             began = time.monotonic()
             subprocess.run(["ip", "-n", hosts[1], "link", "set", "cable", "down"], check=True)
             if node_lost:

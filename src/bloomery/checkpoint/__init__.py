@@ -1,1 +1,1 @@
-"""Floor 4: the checkpoint folder: save, load, retention, and Hugging Face maps in hf/."""
+"""Floor 4: the checkpoint folder: save, load, retention, remote copies."""

@@ -22,7 +22,7 @@ from bloomery.checkpoint.verify import verify
 from bloomery.config.load import load_recipe
 from bloomery.config.recipe import Recipe
 from bloomery.data.tokenizer import Tokenizer, is_other_tokenizer
-from bloomery.model.build import build_model
+from bloomery.model.transformer import build_model
 from bloomery.sizing.history import History
 from bloomery.sizing.plan import TrainingPlan
 

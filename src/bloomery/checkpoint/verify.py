@@ -33,8 +33,7 @@ from bloomery.checkpoint.format import (
 from bloomery.checkpoint.tensor_file import DTYPES, TensorFile
 from bloomery.config.load import load_recipe
 from bloomery.config.recipe import ModelSection
-from bloomery.sizing.shapes import model_shapes
-from bloomery.sizing.vocabulary import padded_vocab_size
+from bloomery.sizing.parameters import model_shapes, padded_vocab_size
 
 _LARGE_BYTES = 2**20
 

@@ -47,6 +47,7 @@ def continue_text(args: argparse.Namespace) -> str:
     from bloomery.base.accelerator import pick_device
     from bloomery.checkpoint.folder import find_checkpoint
     from bloomery.checkpoint.load import load_model, tokenizer_of
+    from bloomery.families.registry import FAMILIES
     from bloomery.model.generate import generate
 
     if any("\ud800" <= letter <= "\udfff" for letter in args.prompt):
@@ -54,8 +55,8 @@ def continue_text(args: argparse.Namespace) -> str:
     device = pick_device(args.device)
     folder = find_checkpoint(args.checkpoint)
     recipe, model = load_model(folder, device=device)
-    if recipe.model.family == "bert":
-        raise RecipeError(Problem("this checkpoint is a bert", "an encoder cannot continue a text"))
+    if FAMILIES[recipe.model.family].encoder:
+        raise RecipeError(Problem(f"this checkpoint is a {recipe.model.family}", "an encoder cannot continue a text"))
     tokenizer = tokenizer_of(folder, recipe, args.tokenizer)
     ids = tokenizer.encode_batch([args.prompt])[0].tolist() or [tokenizer.eod_id]
     tokens = generate(

@@ -40,7 +40,7 @@ def _size(text: str) -> int:
 
 
 def run_export(args: argparse.Namespace) -> int:
-    from bloomery.checkpoint.export import export_checkpoint
+    from bloomery.interop.hf.export import export_checkpoint
 
     done = export_checkpoint(
         args.checkpoint,
@@ -71,7 +71,7 @@ def add_arguments_hf(parser: argparse.ArgumentParser) -> None:
 
 
 def run_hf(args: argparse.Namespace) -> int:
-    from bloomery.checkpoint.import_hf import TOKENIZER, import_weights, origin_of, read_model, tokenizer_files
+    from bloomery.interop.hf.importer import TOKENIZER, import_weights, origin_of, read_model, tokenizer_files
     from bloomery.sizing.parameters import count_parameters
     from bloomery.train.state import TrainState
 
@@ -101,8 +101,8 @@ def run_hf(args: argparse.Namespace) -> int:
 
 
 def _recipe(args: argparse.Namespace, model: dict[str, Any], tokenizer: Path | None) -> CheckedRecipe:
-    from bloomery.checkpoint.import_hf import START
     from bloomery.config.yaml_nodes import dump_yaml
+    from bloomery.interop.hf.importer import START
     from bloomery.sizing.check import load_checked_recipe
 
     found = [f"model={json.dumps(model)}"]

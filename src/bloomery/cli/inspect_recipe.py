@@ -9,11 +9,11 @@ from typing import Any
 from bloomery.cli.data_argument import add_run_dir, past_of, refuse_numbers, whole_numbers
 from bloomery.cli.recipe_argument import add_json, add_recipe_arguments, load, show
 from bloomery.config.recipe import Recipe
-from bloomery.sizing.alibi import alibi_slopes
+from bloomery.families.bloom import alibi_slopes
+from bloomery.families.registry import FAMILIES
 from bloomery.sizing.flops import FlopCount, flops_per_token
-from bloomery.sizing.parameters import count_parameters
+from bloomery.sizing.parameters import count_parameters, padded_vocab_size
 from bloomery.sizing.plan import TrainingPlan
-from bloomery.sizing.vocabulary import padded_vocab_size
 
 _SCHEDULE_READS = ("name", "model", "batch", "lr", "train", "checkpoint", "parallel", "launch")
 
@@ -44,7 +44,7 @@ def model_facts(recipe: Recipe) -> dict[str, Any]:
         "padded_parameters": count_parameters(model, vocab_size=padded).total,
         "flops_per_token": {definition.value: flops_per_token(model, definition) for definition in FlopCount},
     }
-    if model.family == "bloom":
+    if FAMILIES[model.family].positions == "alibi":
         facts["alibi_slopes"] = alibi_slopes(model.num_heads)
     return facts
 

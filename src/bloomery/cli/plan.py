@@ -22,8 +22,7 @@ from bloomery.sizing.memory import (
     precision_problems,
     stage_memories,
 )
-from bloomery.sizing.parameters import count_parameters
-from bloomery.sizing.vocabulary import padded_vocab_size
+from bloomery.sizing.parameters import count_parameters, padded_vocab_size
 
 _READS = ("name", "model", "batch", "train", "precision", "parallel", "checkpoint", "launch")
 _MEMORY = {

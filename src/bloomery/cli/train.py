@@ -10,11 +10,11 @@ from pathlib import Path
 
 from bloomery.base import exit_codes
 from bloomery.base.errors import Problem, RecipeError
+from bloomery.base.ranks import Started, started_as
 from bloomery.base.signals import Interrupted
 from bloomery.cli.recipe_argument import add_change, add_recipe_arguments, load
 from bloomery.config.recipe import Recipe
 from bloomery.launch.local import run_local_ranks
-from bloomery.parallel.environment import Started, started_as
 from bloomery.sizing.check import CheckedRecipe
 from bloomery.sizing.elastic import fit
 from bloomery.sizing.layout import world_size

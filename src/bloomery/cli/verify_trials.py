@@ -16,14 +16,13 @@ from bloomery.base import exit_codes
 from bloomery.base.accelerator import device_of_rank, pick_device
 from bloomery.base.errors import BloomeryError
 from bloomery.base.piece import Piece
-from bloomery.base.ranks import ALONE, Ranks, first_rank_does
+from bloomery.base.ranks import ALONE, Ranks, first_rank_does, started_as
 from bloomery.checkpoint.load import load_pieces, read_state
 from bloomery.checkpoint.save import save_checkpoint
 from bloomery.config.load import load_recipe
 from bloomery.monitor.journal import SilentJournal
 from bloomery.monitor.meters import IntervalMeter
 from bloomery.monitor.record import StepRecord
-from bloomery.parallel.environment import started_as
 from bloomery.parallel.ranks import joined
 from bloomery.train.loop import train
 from bloomery.train.run import Run

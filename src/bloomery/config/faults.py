@@ -12,10 +12,10 @@ from pydantic import ValidationError
 from bloomery.base.credentials import mask, where_instead
 from bloomery.base.errors import Problem
 from bloomery.config.draft import Draft
-from bloomery.config.families import family_defaults
 from bloomery.config.recipe import Recipe
 from bloomery.config.schema import Spot, fields_at, spot_at
 from bloomery.config.suggest import closest, meant_paths
+from bloomery.families.registry import family_defaults
 
 _SHOWN_CHARACTERS = 60
 

@@ -1,20 +1,23 @@
 """The recipe: every field a user may write, its type, its range and its default. Inert: no file, network or device.
 
 Derived numbers live in `bloomery.sizing`, rules between fields in `sizing/rules.py`, and defaults that depend on the
-model family in `config/families.py`. The text below a field is its meaning, in messages and in
-docs/recipe.md.
+model family in `families/`. The text below a field is its meaning, in messages and in docs/recipe.md.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from bloomery.base.units import Amount, Duration
 from bloomery.config.fields import AmountOrDuration, AnyAmount, PathText, Size, SplitText, Steps, StepsOrAuto, WallClock
+from bloomery.families.registry import FAMILIES
 
-Family = Literal["gpt2", "bloom", "llama", "bert"]
+if TYPE_CHECKING:
+    FamilyName = str
+else:
+    FamilyName = Literal[tuple(FAMILIES)]
 Precision = Literal["fp32", "bf16", "fp16", "fp8"]
 Recompute = Literal["none", "selective", "full"]
 Schedule = Literal["constant", "linear", "cosine", "wsd"]
@@ -41,14 +44,16 @@ class Section(BaseModel):
 class ModelSection(Section):
     """The architecture. Fields marked 'by family' have a default that depends on it."""
 
-    family: Family
+    family: FamilyName
     """gpt2 (learned positions), bloom (ALiBi), llama (rotary, gated MLP) or bert (encoder)."""
     num_layers: Annotated[int, Field(gt=0, le=MOST_LAYERS)]
     """Transformer blocks."""
     hidden_size: Size
     """Width of the residual stream."""
     num_heads: int = Field(gt=0, le=65536)
-    """Attention heads; must divide hidden_size."""
+    """Attention heads; must divide hidden_size, unless head_dim is set."""
+    head_dim: Size | None = None
+    """Width of a head (families with rotary positions); default: hidden_size / num_heads."""
     num_kv_heads: Size
     """Key/value heads (llama only); by family: num_heads."""
     ffn_hidden_size: Size
@@ -71,6 +76,11 @@ class ModelSection(Section):
     """Base of the rotary frequencies (llama only)."""
     tie_embeddings: bool
     """Whether the output head shares the token embedding; by family: true, llama false."""
+
+    @property
+    def head_size(self) -> int:
+        """head_dim, or its default."""
+        return self.head_dim or self.hidden_size // self.num_heads
 
 
 class TokenizerSection(Section):

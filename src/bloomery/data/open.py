@@ -29,6 +29,7 @@ from bloomery.data.megatron import MegatronOpening, Use
 from bloomery.data.shards import ShardReader
 from bloomery.data.split import Part
 from bloomery.data.tokenizer import Tokenizer
+from bloomery.families.registry import FAMILIES
 from bloomery.sizing.data_rules import source_key
 from bloomery.sizing.plan import TrainingPlan
 
@@ -143,7 +144,7 @@ class _Opening:
             return
         try:
             tokenizer = Tokenizer.load(self._recipe.tokenizer.path)
-            if self._recipe.model.family == "bert":
+            if FAMILIES[self._recipe.model.family].encoder:
                 self._mask_vocabulary = MaskVocabulary.of(tokenizer)
         except DataError as error:
             self.problems += error.problems
@@ -178,7 +179,7 @@ class _Opening:
         source: SampleSource
         if self.megatron:
             source = self.megatron.source(section.path, wanted, **settings, **self._packing(section.path))
-        elif self._recipe.model.family == "bert":
+        elif FAMILIES[self._recipe.model.family].encoder:
             source = self._masked(section.path, settings)
         else:
             source = CausalSource(section.path, **settings, **self._packing(section.path))
@@ -237,7 +238,7 @@ class _Opening:
             for path, manifest in known.items()
             if manifest.eod_id is None and manifest.settings.get("special_tokens") != "as_ids"
         ]
-        if endless and self._recipe.model.family != "bert":
+        if endless and not FAMILIES[self._recipe.model.family].encoder:
             what = "holds documents without an end (append_eod: false)"
             yield f"{first_few(endless)} {what}: each runs into the next, and the model does not learn to stop"
 

@@ -13,18 +13,17 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
+from torch.utils.checkpoint import checkpoint
 
 from bloomery.config.recipe import ModelSection
-from bloomery.model import recompute
-from bloomery.model.families import Architecture
-from bloomery.model.positions import rotate
+from bloomery.families.family import Family
 
 Kernel = Literal["sdpa", "flex", "bias", "reference"]
 
@@ -114,6 +113,44 @@ def attend(q_BHSD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, context: AttentionCon
     return kernel(q_BHSD, k_BKSD, v_BKSD, context, dropout)
 
 
+def run_recomputable(function: Callable[..., Tensor], *args: Any, recompute: bool) -> Tensor:
+    """function(*args); with `recompute` its inner activations are computed again in the backward pass, with the same
+    dropout. Tensors given as args are stored, those that `function` closes over are only referenced. Blocks and
+    attention cores carry a flag rather than a wrapper, so that parameter names never change."""
+    if recompute and torch.is_grad_enabled():
+        return cast(Tensor, checkpoint(function, *args, use_reentrant=False, preserve_rng_state=True))
+    return function(*args)
+
+
+def rotary_table(positions: Tensor, *, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:
+    """Cosine and sine in fp32 for positions (B, S) or (S,), shaped to broadcast against x_BSHD."""
+    exponents = torch.arange(0, head_dim, 2, device=positions.device, dtype=torch.float32) / head_dim
+    angles = positions[..., None].float() * (1.0 / theta**exponents)
+    angles = torch.cat((angles, angles), dim=-1).unsqueeze(-2)
+    return angles.cos(), angles.sin()
+
+
+def rotate(x_BSHD: Tensor, table: tuple[Tensor, Tensor]) -> Tensor:
+    """Rotary embedding in Hugging Face's rotate-half convention: element i pairs with i + D/2, so weights need no
+    permutation. Computed in fp32."""
+    cos, sin = table
+    x = x_BSHD.float()
+    first, second = x.chunk(2, dim=-1)
+    return (x * cos + torch.cat((-second, first), dim=-1) * sin).to(x_BSHD.dtype)
+
+
+class RMSNorm(nn.Module):
+    """x / rms(x) * weight, in fp32 inside, in the input's dtype outside."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.ones(size))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x.float(), self.weight.shape, self.weight.float(), self.eps).to(x.dtype)
+
+
 class AttentionCore(nn.Module):
     """Scores, softmax and values: no parameters. A module of its own so that it can be recomputed or, for context
     parallelism, replaced."""
@@ -125,31 +162,35 @@ class AttentionCore(nn.Module):
 
     def forward(self, q_BHSD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, context: AttentionContext) -> Tensor:
         dropout = self.dropout if self.training else 0.0
-        return recompute.run(
+        return run_recomputable(
             lambda q, k, v: attend(q, k, v, context, dropout), q_BHSD, k_BKSD, v_BKSD, recompute=self.recompute
         )
 
 
 class Attention(nn.Module):
-    """Fused projection, attention, output projection.
+    """Fused projection, norms of queries and keys where the family has them, attention, output projection.
 
     Rows of `qkv` are laid out [num_kv_heads, q_per_kv + 2, head_dim]: the queries of a group, its key, its value. So a
     cut along dimension 0 gives whole groups. The number of heads is read from the width of qkv's output.
     """
 
-    def __init__(self, config: ModelSection, architecture: Architecture) -> None:
+    def __init__(self, config: ModelSection, family: Family) -> None:
         super().__init__()
-        self.head_dim = config.hidden_size // config.num_heads
+        self.head_dim = config.head_size
         self.q_per_kv = config.num_heads // config.num_kv_heads
         width = config.num_kv_heads * (self.q_per_kv + 2) * self.head_dim
-        self.qkv = nn.Linear(config.hidden_size, width, bias=architecture.bias)
-        self.out = nn.Linear(config.hidden_size, config.hidden_size, bias=architecture.bias)
+        self.qkv = nn.Linear(config.hidden_size, width, bias=family.qkv_bias)
+        self.q_norm = RMSNorm(self.head_dim, config.norm_eps) if family.qk_norm else None
+        self.k_norm = RMSNorm(self.head_dim, config.norm_eps) if family.qk_norm else None
+        self.out = nn.Linear(config.num_heads * self.head_dim, config.hidden_size, bias=family.bias)
         self.core = AttentionCore(config.dropout)
 
     def forward(self, x_BSE: Tensor, context: AttentionContext) -> Tensor:
         qkv = self.qkv(x_BSE).unflatten(-1, (-1, self.q_per_kv + 2, self.head_dim))
         q_BSHD = qkv[..., : self.q_per_kv, :].flatten(2, 3)
         k_BSKD, v_BSKD = qkv[..., -2, :], qkv[..., -1, :]
+        if self.q_norm is not None and self.k_norm is not None:
+            q_BSHD, k_BSKD = self.q_norm(q_BSHD), self.k_norm(k_BSKD)
         if context.rotary is not None:
             q_BSHD, k_BSKD = rotate(q_BSHD, context.rotary), rotate(k_BSKD, context.rotary)
         o_BHSD = self.core(q_BSHD.transpose(1, 2), k_BSKD.transpose(1, 2), v_BSKD.transpose(1, 2), context)

@@ -20,7 +20,7 @@ import torch
 from bloomery.base.piece import Piece
 from bloomery.base.splitmix import GOLDEN, mix_in_place
 from bloomery.config.recipe import ModelSection
-from bloomery.model.families import ARCHITECTURES
+from bloomery.families.registry import FAMILIES
 
 Rule = Literal["normal", "residual", "zeros", "ones"]
 
@@ -30,6 +30,7 @@ RULES: tuple[tuple[str, Rule], ...] = (
     (r"layers\.\d+\.(attention\.out|mlp\.down)\.weight", "residual"),
     (r"(head|head\.dense|pooler\.dense|order_head)\.weight", "normal"),
     (r"(layers\.\d+\.(attention_norm|mlp_norm)|embed\.norm|final_norm|head\.norm)\.weight", "ones"),
+    (r"layers\.\d+\.attention\.(q_norm|k_norm)\.weight", "ones"),
     (r".+\.bias", "zeros"),
 )
 """Every parameter name matches exactly one; a test holds that."""
@@ -62,7 +63,7 @@ def initial_slice(
     if rule == "zeros" or rule == "ones":
         return np.full(size, 0.0 if rule == "zeros" else 1.0, dtype=np.float32)
     std = config.init_std
-    if rule == "residual" and ARCHITECTURES[config.family].scaled_residual_init:
+    if rule == "residual" and FAMILIES[config.family].scaled_residual_init:
         std /= math.sqrt(2 * config.num_layers)
     if name == "head.weight" and config.tie_embeddings:
         name = "embed.tokens.weight"

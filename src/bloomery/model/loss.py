@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from bloomery.base.losses import LM_LOSS, SOP_LOSS
 from bloomery.config.recipe import ModelSection
-from bloomery.sizing.vocabulary import padded_vocab_size, softmax_size
+from bloomery.sizing.parameters import padded_vocab_size, softmax_size
 
 IGNORE = -100
 """The label of a position that has no loss."""

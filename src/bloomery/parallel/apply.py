@@ -10,21 +10,18 @@ import torch
 from torch import Tensor, nn
 
 from bloomery.config.recipe import Recipe
-from bloomery.model.families import ARCHITECTURES
+from bloomery.families.registry import FAMILIES
 from bloomery.model.init import initialise
-from bloomery.model.recompute import apply_recompute
+from bloomery.model.transformer import apply_recompute
 from bloomery.parallel.context import apply_context_parallel
+from bloomery.parallel.fsdp import apply_fsdp, init_fsdp
 from bloomery.parallel.gradients import Gradients
 from bloomery.parallel.mesh import Mesh
-from bloomery.parallel.pipeline import PipelineExecution
-from bloomery.parallel.plain import PlainExecution
-from bloomery.parallel.runner import Execution, Runner
-from bloomery.parallel.sharding import apply_sharding, init_fsdp
-from bloomery.parallel.stages import build_stages
-from bloomery.parallel.tensor import apply_tensor_parallel, cut_buffers
-from bloomery.parallel.vocabulary import vocabulary_losses
+from bloomery.parallel.pipeline import PipelineExecution, build_stages
+from bloomery.parallel.runner import Execution, PlainExecution, Runner
+from bloomery.parallel.tensor import apply_tensor_parallel, cut_buffers, vocabulary_losses
 from bloomery.parallel.weights import Weight, logical_shapes, weights_of
-from bloomery.sizing.vocabulary import padded_vocab_size
+from bloomery.sizing.parameters import padded_vocab_size
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -64,14 +61,14 @@ def outline(recipe: Recipe, mesh: Mesh, *, compile_model: bool) -> Outline:
         apply_recompute(model, recipe.parallel.recompute)
         if compile_model and not _compiles_whole(mesh):
             _compile_blocks(model)
-        apply_sharding(model, mesh, zero=recipe.parallel.zero, dtype=DTYPES[recipe.precision])
+        apply_fsdp(model, mesh, zero=recipe.parallel.zero, dtype=DTYPES[recipe.precision])
     return Outline(stages, shapes)
 
 
 def give_memory(outlined: Outline, recipe: Recipe, mesh: Mesh, *, device: torch.device) -> Parallelised:
     """Memory without values. (Inside a FakeTensorMode it is as fake as a simulation needs it.)"""
     for model in outlined.stages.values():
-        _give_memory(model, mesh, device)
+        _materialise(model, mesh, device)
     weights = weights_of(outlined.stages.values(), outlined.shapes, mesh, tied=recipe.model.tie_embeddings)
     return Parallelised(outlined.stages, weights, mesh)
 
@@ -110,7 +107,7 @@ def make_runner(
     )
 
 
-def _give_memory(model: nn.Module, mesh: Mesh, device: torch.device) -> None:
+def _materialise(model: nn.Module, mesh: Mesh, device: torch.device) -> None:
     """`to_empty` makes new parameters, which separates tied ones, and leaves garbage in buffers."""
     model.to_empty(device=device)
     cast(Any, model).tie_weights()
@@ -142,4 +139,4 @@ def _outputs(recipe: Recipe, mesh: Mesh) -> tuple[Tensor, ...]:
     words = padded_vocab_size(recipe.model) // mesh.layout.tp
     logits = torch.empty((rows, recipe.model.seq_length // mesh.layout.cp, words), dtype=dtype, device="meta")
     order = torch.empty((rows, 2), dtype=dtype, device="meta")
-    return (logits, order) if ARCHITECTURES[recipe.model.family].encoder else (logits,)
+    return (logits, order) if FAMILIES[recipe.model.family].encoder else (logits,)

@@ -34,7 +34,7 @@ class Gradients:
         if any(weight.parameter.dtype != torch.float32 for weight in weights):
             self._buffers = [torch.zeros_like(weight.parameter, dtype=torch.float32) for weight in weights]
 
-    def absorb(self) -> None:
+    def accumulate(self) -> None:
         """Take in the gradients that a backward pass left behind. Call it after every one."""
         if self._buffers is None:
             return
@@ -51,15 +51,15 @@ class Gradients:
                 self._weights[i].parameter.grad = None
                 self._empty.discard(i)
 
-    def complete(self) -> None:
+    def reduce_across_ranks(self) -> None:
         """After the last micro-batch: add what other ranks have of the same gradients."""
         sums = self.tensors()
         parts = [each for weight, each in zip(self._weights, sums, strict=True) if weight.summed_over_tp]
         if self._mesh.tp_group is not None and parts:
-            _all_reduce_together(parts, self._mesh.tp_group)
+            _all_reduce_coalesced(parts, self._mesh.tp_group)
         for weight, each in zip(self._weights, sums, strict=True):
             if weight.tied_over_pp:
-                self._add_the_other_end(each)
+                self._sum_tied_embedding(each)
 
     def tensors(self) -> list[Tensor]:
         """The sums, in the order of the weights."""
@@ -100,7 +100,7 @@ class Gradients:
         pairs = zip(self._weights, self.tensors(), strict=True)
         return [each for weight, each in pairs if weight.piece.owned and each.numel()]
 
-    def _add_the_other_end(self, gradient: Tensor) -> None:
+    def _sum_tied_embedding(self, gradient: Tensor) -> None:
         """First and last stage swap their parts of a tied gradient; a sum of two is the same from either side."""
         mesh = self._mesh
         assert mesh.pp_group is not None
@@ -135,7 +135,7 @@ def count_zeros(tensors: Sequence[Tensor], *, device: torch.device) -> Tensor:
     return total.to(torch.float32)
 
 
-def _all_reduce_together(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> None:
+def _all_reduce_coalesced(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> None:
     """One collective for many small tensors."""
     flat = torch.cat([tensor.flatten() for tensor in tensors])
     dist.all_reduce(flat, group=group)

@@ -1,4 +1,4 @@
-"""Micro-batches through a pipeline of stages, by the schedules of torch.distributed.pipelining.
+"""Pipeline parallelism: a model cut into stages, and micro-batches through them by torch.distributed.pipelining.
 
 What travels between stages are plain hidden states of a fixed shape. Everything else (tokens, masks, labels) every rank
 reads for itself, so the schedule is only given the number of each micro-batch.
@@ -7,7 +7,7 @@ reads for itself, so the schedule is only given the number of each micro-batch.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -20,12 +20,14 @@ from torch.distributed.pipelining import (
     ScheduleInterleavedZeroBubble,
 )
 
-from bloomery.config.recipe import PipelineSchedule
+from bloomery.config.recipe import PipelineSchedule, Recipe
 from bloomery.data.batch import Batch
 from bloomery.model.loss import row_losses
+from bloomery.model.transformer import Decoder, Encoder, build_model
 from bloomery.parallel.gradients import Gradients
 from bloomery.parallel.mesh import Mesh
 from bloomery.parallel.runner import RowLosses, Seed
+from bloomery.sizing.stages import stage_layers, stages_of_rank
 
 _SCHEDULES: dict[PipelineSchedule, Any] = {
     "gpipe": ScheduleGPipe,
@@ -150,7 +152,7 @@ class PipelineExecution:
         return self._schedule[1]
 
     def _stage(self, number: int, stage: nn.Module) -> PipelineStage:
-        return _AbsorbingStage(
+        return _AccumulatingStage(
             stage,
             number,
             self._num_stages,
@@ -162,7 +164,7 @@ class PipelineExecution:
         )
 
 
-class _AbsorbingStage(PipelineStage):
+class _AccumulatingStage(PipelineStage):
     """Hands 16-bit gradients to their fp32 sums after every backward pass, instead of adding them in 16 bits."""
 
     def __init__(self, *args: Any, gradients: Gradients, **kwargs: Any) -> None:
@@ -174,8 +176,31 @@ class _AbsorbingStage(PipelineStage):
     ) -> None:
         super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
         if full_backward:
-            self._gradients.absorb()
+            self._gradients.accumulate()
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
         super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
-        self._gradients.absorb()
+        self._gradients.accumulate()
+
+
+def build_stages(recipe: Recipe, mesh: Mesh) -> dict[int, Decoder | Encoder]:
+    """The stages of this rank by their number, on the meta device: the whole model if there is no pipeline."""
+    pp, chunks = mesh.layout.pp, recipe.parallel.chunks
+    if pp == 1:
+        return {0: build_model(recipe.model)}
+    owned = stage_layers(recipe.model.num_layers, pp * chunks)
+    stages = {}
+    for stage in stages_of_rank(mesh.pp, pp, chunks):
+        model = build_model(recipe.model)
+        for key in list(model.layers):
+            if int(key) not in owned[stage]:
+                del model.layers[key]
+        if stage > 0:
+            model.embed = None
+        if stage < len(owned) - 1:
+            model.final_norm = None
+            for end in ("head", "pooler", "order_head"):
+                if hasattr(model, end):
+                    setattr(cast(Any, model), end, None)
+        stages[stage] = model
+    return stages

@@ -1,4 +1,4 @@
-"""All the ranks of a run: joining them, agreeing with them, and naming the one that was lost."""
+"""All the ranks of a run: joining them, agreeing with them, the watchdog for hangs, and naming a lost rank."""
 
 from __future__ import annotations
 
@@ -6,26 +6,31 @@ import contextlib
 import json
 import os
 import re
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
+from bloomery.base import exit_codes, signals
 from bloomery.base.errors import LostRankError, Problem
 from bloomery.base.pulse import PULSE
-from bloomery.parallel.environment import Started
-from bloomery.parallel.watch import Watch
+from bloomery.base.ranks import Started
 
 _TIMEOUT = timedelta(minutes=10)
 """How long a rank waits for another in a collective. A rank that dies is noticed at once, by its closed connection."""
 _ROLL_CALL_SECONDS = 2.0
 _COMMUNICATION_ERRORS = (dist.DistBackendError, dist.DistNetworkError, dist.DistStoreError)
 _COMMUNICATION_WORDS = ("connection", "gloo", "timed out", "socket", "nccl")
+_NOTE_SECONDS = 1.0
+_QUIET_SECONDS = 3.0
+"""A rank whose note has not changed for so long is stopped, or its machine is gone."""
+_LAST_WORDS_SECONDS = 2.0
 
 
 class DistributedRanks:
@@ -36,7 +41,7 @@ class DistributedRanks:
         self.size = dist.get_world_size()
         self._store = cast(Any, _get_default_store())
         self._board = self._store.clone()  # a connection of its own: a wait on the other one would hold it up
-        self.watch = Watch(self._store.clone(), self.rank, self.size)
+        self.watchdog = Watchdog(self._store.clone(), self.rank, self.size)
 
     def gather(self, value: Any) -> list[Any]:
         values: list[Any] = [None] * self.size
@@ -67,19 +72,19 @@ class DistributedRanks:
         return None
 
     def waits(self) -> str:
-        return self.watch.waits()
+        return self.watchdog.waits()
 
     def silent_ranks(self) -> list[int]:
-        return self.watch.silent_ranks()
+        return self.watchdog.silent_ranks()
 
     def report_hang(self, report: Callable[[str], None]) -> None:
-        self.watch.report = report
+        self.watchdog.report = report
 
     def lost(self, error: Exception) -> LostRankError | None:
-        """If the error is a broken collective: who is missing. Everybody who is left answers a roll call."""
+        """If the error is a broken collective: which ranks are missing. All remaining ranks answer a roll call."""
         if not _is_communication(error):
             return None
-        if self.watch.hangs:  # the others leave for that, and one of them says so
+        if self.watchdog.hangs:  # the others leave for that, and one of them says so
             hung = LostRankError(Problem(self.waits()))
             hung.told_by_rank_0 = True
             return hung
@@ -90,8 +95,8 @@ class DistributedRanks:
             what = f"all {self.size} ranks are alive, but they waited for different things or one was too slow"
         if not answers:
             what = f"rank 0 of {self.size} is gone: it was lost, or it left because another rank was"
-        rule = f"rank {self.rank} cannot go on alone ({_short(error)})"
-        remedy = "look at what that rank said last; start again to go on from the newest checkpoint"
+        rule = f"rank {self.rank} cannot continue alone ({_short(error)})"
+        remedy = "read the last lines of that rank's log; start again to resume from the newest checkpoint"
         lost = LostRankError(Problem(what, rule, remedy))
         lost.told_by_rank_0 = True in answers and self.rank != answers.index(True)
         return lost
@@ -146,7 +151,7 @@ def joined(started: Started, device: torch.device) -> Iterator[DistributedRanks]
             raise
         raise lost from error
     finally:
-        ranks.watch.end()
+        ranks.watchdog.end()
     if dist.is_initialized():
         dist.destroy_process_group()
 
@@ -155,7 +160,7 @@ def _not_joined(started: Started, error: Exception) -> LostRankError:
     """Without a common store there is no roll call: rank 0 keeps it, so most likely that one is gone."""
     what = f"the {started.size} ranks could not join at {started.address}:{started.port} ({_short(error)})"
     rule = "rank 0 is gone or cannot be reached there, or another rank died before it had joined"
-    lost = LostRankError(Problem(what, rule, "look at what the ranks said last, and start again"))
+    lost = LostRankError(Problem(what, rule, "read the last lines of the ranks' logs, and start again"))
     lost.told_by_rank_0 = started.rank > 1  # nobody knows which of the first two is left
     return lost
 
@@ -171,3 +176,97 @@ def _short(error: Exception) -> str:
     """`Connection closed by peer`, out of a line that begins with a C++ file and ends with advice."""
     line = re.sub(r"^\[[^\]]*\]\s*", "", str(error).strip().splitlines()[0])
     return line.split(". ")[0][:160]
+
+
+class _Note(NamedTuple):
+    number: int
+    step: int
+    beats: int
+    waiting: bool
+    limit: float
+
+
+class Watchdog:
+    """Finds hangs: each rank notes once a second how far it is, and a rank that waits too long reads the notes.
+
+    Notes go through the rendezvous store, from threads: the main thread may be in a collective that never ends. One
+    thread speaks with the store, which may not answer either; the other one judges.
+    """
+
+    def __init__(self, store: Any, rank: int, size: int) -> None:
+        self.hangs = False
+        self.report: Callable[[str], None] = lambda text: None
+        """Called with what is said of a hang."""
+        self._store, self._rank, self._size = store, rank, size
+        self._keys = [f"bloomery/watch/{number}" for number in range(size)]
+        self._notes: dict[int, _Note] = {}
+        self._changed: dict[int, float] = {}
+        self._ended = threading.Event()
+        self._write_note(0)  # whoever reads all notes waits for each rank's first one
+        for work in (self._write_notes, self._judge):
+            threading.Thread(target=work, name=f"bloomery{work.__name__}", daemon=True).start()
+
+    def end(self) -> None:
+        self._ended.set()
+
+    def waits(self) -> str:
+        """Who waits for whom."""
+        behind, seconds = self._behind(), f"{PULSE.silent_seconds:.0f} s"
+        if not behind:
+            return f"All {self._size} ranks have waited {seconds} for each other, since step {PULSE.step}"
+        step = self._notes[behind[0]].step if behind[0] in self._notes else PULSE.step
+        whom = f"rank {', '.join(map(str, behind[:8]))}{' and more' if len(behind) > 8 else ''}"
+        return f"rank {self._rank} has waited {seconds} for {whom}, which last reported step {step}"
+
+    def silent_ranks(self) -> list[int]:
+        """Those whose notes no longer change, or that are not heard soon after this rank has begun to read notes."""
+        now, begun = time.monotonic(), PULSE.since + 2 * _NOTE_SECONDS
+        heard = {rank: self._changed.get(rank, begun) for rank in range(self._size) if rank != self._rank}
+        return [rank for rank, last in heard.items() if now - last > _QUIET_SECONDS]
+
+    def _behind(self) -> list[int]:
+        """Whom all wait for: ranks that are silent, or else those that have not come to what the others wait in."""
+        if silent := self.silent_ranks():
+            return [0] if 0 in silent else silent  # rank 0 keeps the store: without it nobody is heard
+        unheard = dict.fromkeys(range(self._size), _Note(0, PULSE.step, -1, False, 0.0))
+        notes = {**unheard, **self._notes, self._rank: self._mine(0)}
+        least = min((note.beats, note.waiting) for note in notes.values())
+        slow = [rank for rank, note in notes.items() if (note.beats, note.waiting) == least]
+        return slow if len(slow) < self._size else []
+
+    def _mine(self, number: int) -> _Note:
+        return _Note(number, PULSE.step, PULSE.beats, PULSE.waiting, PULSE.limit)
+
+    def _write_note(self, number: int) -> None:
+        self._store.set(self._keys[self._rank], json.dumps(self._mine(number)))
+
+    def _write_notes(self) -> None:
+        number = 0
+        while not self._ended.wait(_NOTE_SECONDS):
+            number += 1
+            try:
+                self._write_note(number)
+                if PULSE.silent_seconds < _NOTE_SECONDS:
+                    continue
+                found = {rank: _Note(*json.loads(text)) for rank, text in enumerate(self._store.multi_get(self._keys))}
+            except Exception:
+                continue  # no store any more: the ranks are leaving
+            for rank, note in found.items():
+                if self._notes.get(rank) != note:
+                    self._changed[rank] = time.monotonic()
+            self._notes = found
+
+    def _judge(self) -> None:
+        while not self._ended.wait(_NOTE_SECONDS / 2):
+            if PULSE.silent_seconds <= max(PULSE.limit, *(note.limit for note in self._notes.values()), 0.0):
+                continue
+            self.hangs, behind, text = True, self._behind(), f"{self.waits()}. Start again to resume"
+            if self._rank == min(set(range(self._size)) - set(behind)):  # the first of those that wait speaks for all
+                signals.say(text)
+                reporting = threading.Thread(target=self.report, args=(text,), daemon=True)
+                reporting.start()
+                reporting.join(_LAST_WORDS_SECONDS)  # storage may hang as well
+            else:
+                time.sleep(_LAST_WORDS_SECONDS)
+            if not self._ended.is_set():
+                os._exit(exit_codes.LOST_RANK)

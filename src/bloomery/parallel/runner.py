@@ -10,11 +10,13 @@ from typing import Protocol
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from bloomery.base.losses import LM_LOSS
 from bloomery.data.batch import Batch, GlobalBatch
+from bloomery.model.loss import row_losses
 from bloomery.parallel.context import own_tokens
+from bloomery.parallel.fsdp import set_fsdp_sync
 from bloomery.parallel.gradients import Gradients
 from bloomery.parallel.mesh import Mesh
 
@@ -82,7 +84,7 @@ class Runner:
 
         self.gradients.clear()
         found = self._execution.train(self._own(batch), loss_of, partial(self._seed_dropout, step))
-        self.gradients.complete()
+        self.gradients.reduce_across_ranks()
         sums = self._sums(found, list(batch.counts))
         sources = self._by_source(found, batch)
         if self._mesh.layout.world > 1:
@@ -145,3 +147,44 @@ class Runner:
             place = f"{stage}/{self._mesh.dp}/{self._mesh.cp}/{self._mesh.tp}"
             key = f"{self._dropout_seed}/{step}/{micro_batch}" + ("" if place == "0/0/0/0" else f"/{place}")
             torch.manual_seed(int.from_bytes(hashlib.blake2b(key.encode(), digest_size=8).digest(), "little") >> 1)
+
+
+class PlainExecution:
+    """Micro-batches one after the other through a whole model: every layout without a pipeline."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        gradients: Gradients,
+        vocabulary_losses: Callable[[Tensor, Tensor], Tensor],
+        *,
+        zero: int,
+        compile_model: bool,
+    ) -> None:
+        self._model = model
+        self._gradients = gradients
+        self._zero = zero
+
+        def rows_of(inputs: Mapping[str, Tensor], targets: Mapping[str, Tensor]) -> RowLosses:
+            return row_losses(model(**inputs), targets, vocabulary_losses)
+
+        # Compiled together, so that the loss fuses with the head and the logits are never kept in fp32.
+        self._rows_of = torch.compile(rows_of, dynamic=False) if compile_model else rows_of
+
+    def train(
+        self, micro_batches: Sequence[Batch], loss_of: Callable[[RowLosses], Tensor], seed: Seed
+    ) -> list[RowLosses]:
+        self._model.train()
+        found = []
+        for i, batch in enumerate(micro_batches):
+            seed(i, 0)
+            set_fsdp_sync(self._model, zero=self._zero, last=i == len(micro_batches) - 1)
+            rows = self._rows_of(batch.inputs, batch.targets)
+            torch.autograd.backward(loss_of(rows))
+            self._gradients.accumulate()
+            found.append({name: each.detach() for name, each in rows.items()})
+        return found
+
+    def evaluate(self, micro_batches: Sequence[Batch]) -> list[RowLosses]:
+        self._model.eval()
+        return [self._rows_of(batch.inputs, batch.targets) for batch in micro_batches]

@@ -1,4 +1,5 @@
-"""Tensor parallelism: parameters are cut, and the cut modules do some things differently.
+"""Tensor parallelism: parameters are cut, and the cut modules do some things differently; and the cross-entropy over
+logits whose vocabulary is cut between ranks: no rank ever holds all logits of a token.
 
 Between attention and MLP the sequence is cut too (sequence parallelism), so a rank computes norms, dropout and
 residuals only for its part of the tokens. Modules compute on plain local tensors; what has to be communicated is
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -17,7 +19,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from bloomery.parallel.collectives import all_gather_replicated, gather, own_part, reduce_scatter_with_grad
+from bloomery.config.recipe import ModelSection
+from bloomery.model.loss import IGNORE, padding_of, token_losses, true_logits
+from bloomery.parallel.collectives import (
+    all_gather_replicated,
+    all_reduce,
+    gather,
+    own_part,
+    reduce_scatter_with_grad,
+    sum_of_all,
+)
 from bloomery.parallel.mesh import Mesh
 from bloomery.sizing.tp_sharding import cut_dimension
 
@@ -52,7 +63,7 @@ def _gather_input(module: nn.Module, group: dist.ProcessGroup) -> None:
     module.register_forward_pre_hook(lambda _, args: (gather(args[0], 1, group), *args[1:]))
 
 
-def _gather_input_alike(module: nn.Module, group: dist.ProcessGroup) -> None:
+def _gather_input_replicated(module: nn.Module, group: dist.ProcessGroup) -> None:
     """The module sees all tokens and computes on every rank the same."""
     module.register_forward_pre_hook(lambda _, args: (all_gather_replicated(args[0], 1, group), *args[1:]))
 
@@ -78,7 +89,7 @@ def _sum_output(linear: nn.Module, group: dist.ProcessGroup) -> None:
     linear.forward = forward
 
 
-def _look_up_own_words(embedding: nn.Module, group: dist.ProcessGroup) -> None:
+def _embed_vocabulary_parallel(embedding: nn.Module, group: dist.ProcessGroup) -> None:
     """An embedding of which each rank has some rows: who has a word's row gives it, the others give zeros."""
 
     def forward(tokens: Tensor) -> Tensor:
@@ -92,12 +103,39 @@ def _look_up_own_words(embedding: nn.Module, group: dist.ProcessGroup) -> None:
 
 
 BEHAVIOURS: tuple[tuple[str, type[nn.Module], Callable[[nn.Module, dist.ProcessGroup], None]], ...] = (
-    (r"embed\.tokens", nn.Embedding, _look_up_own_words),
+    (r"embed\.tokens", nn.Embedding, _embed_vocabulary_parallel),
     (r"embed\.(positions|token_types)", nn.Embedding, _keep_own_tokens),
     (r"layers\.\d+\.(attention|mlp)", nn.Module, _gather_input),
     (r"layers\.\d+\.(attention\.out|mlp\.down)", nn.Linear, _sum_output),
     (r"head", nn.Linear, _gather_input),
     (r"head\.norm", nn.Module, _gather_output),
-    (r"pooler", nn.Module, _gather_input_alike),
+    (r"pooler", nn.Module, _gather_input_replicated),
 )
 """What is attached to which modules, by name and kind."""
+
+
+def vocabulary_losses(
+    model: ModelSection, group: dist.ProcessGroup | None, device: torch.device
+) -> Callable[[Tensor, Tensor], Tensor]:
+    """`token_losses` (model/loss.py) for this model's logits, which may be cut between the ranks of a group."""
+    padding = padding_of(model, device)
+    if group is None:
+        return partial(token_losses, padding=padding)
+    return _parallel_losses(None if padding is None else own_part(padding, 0, group), group)
+
+
+def _parallel_losses(padding: Tensor | None, group: dist.ProcessGroup) -> Callable[[Tensor, Tensor], Tensor]:
+    """For logits (..., vocabulary / ranks). Padding may be a part of a rank's words, or all of them."""
+
+    def losses(logits: Tensor, labels: Tensor) -> Tensor:
+        logits = true_logits(logits, padding)
+        rows = logits.shape[-1]
+        highest = all_reduce(logits.detach().amax(-1), "max", group)
+        total = sum_of_all(torch.exp(logits - highest[..., None]).sum(-1), group)
+        own = labels - group.rank() * rows
+        absent = (own < 0) | (own >= rows)
+        chosen = logits.gather(-1, own.masked_fill(absent, 0)[..., None])[..., 0]
+        chosen = sum_of_all(chosen.masked_fill(absent, 0.0), group)
+        return (torch.log(total) + highest - chosen).masked_fill(labels == IGNORE, 0.0)
+
+    return losses

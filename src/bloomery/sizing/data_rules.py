@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from bloomery.base.errors import first_few
 from bloomery.config.draft import Draft
 from bloomery.config.recipe import DataSection, Recipe, SourceSection
+from bloomery.families.registry import FAMILIES, families_that
 from bloomery.sizing.finding import Finding
 
 _SHORTEST_PAIR = 5
@@ -196,7 +197,7 @@ def samples(recipe: Recipe, draft: Draft) -> Iterator[Finding]:
     """That the options of `data:` belong to the samples of this family."""
     if recipe.data is None:
         return
-    family, data = recipe.model.family, recipe.data
+    family, data = FAMILIES[recipe.model.family], recipe.data
     if data.blend_one_source and data.order == "timeless":
         yield Finding(
             ("data.blend_one_source", "data.order"),
@@ -204,19 +205,19 @@ def samples(recipe: Recipe, draft: Draft) -> Iterator[Finding]:
             "only the orders of other systems know the difference, so it would be ignored",
             "set it back to false, or use the order of the run to be continued",
         )
-    if family == "bert":
+    if family.encoder:
         yield from _masked_samples(recipe, data)
     elif data.masking is not None:
         yield Finding(
             ("data.masking", "model.family"),
-            f"data.masking is set but model.family is {family}",
-            "only bert is trained on masked tokens, so it would be ignored",
+            f"data.masking is set but model.family is {family.name}",
+            f"only {', '.join(families_that(encoder=True))} is trained on masked tokens, so it would be ignored",
             "remove it, or take it back with data.masking=null",
         )
-    if family == "bloom" and data.reset_positions:
+    if family.positions == "alibi" and data.reset_positions:
         yield Finding(
             ("data.reset_positions", "model.family"),
-            "data.reset_positions is true but model.family is bloom",
+            f"data.reset_positions is true but model.family is {family.name}",
             "ALiBi knows distances only: there is no position to reset",
             "set data.reset_positions=false; data.mask_documents=true keeps documents apart",
         )
@@ -228,28 +229,28 @@ def _masked_samples(recipe: Recipe, data: DataSection) -> Iterator[Finding]:
         if value != default:
             yield Finding(
                 (f"data.{name}", "model.family"),
-                f"data.{name} is {str(value).lower()} but model.family is bert",
+                f"data.{name} is {str(value).lower()} but model.family is {recipe.model.family}",
                 "a masked sample never leaves its document, so it would be ignored",
                 f"set it back to {str(default).lower()}",
             )
     if data.order != "timeless":
         yield Finding(
             ("data.order", "model.family"),
-            f"data.order is {data.order} but model.family is bert",
+            f"data.order is {data.order} but model.family is {recipe.model.family}",
             "the orders of other systems are those of their GPT datasets",
             "use data.order=timeless",
         )
     if recipe.tokenizer is None:
         yield Finding(
             ("tokenizer", "model.family"),
-            "model.family is bert but tokenizer is not set",
+            f"model.family is {recipe.model.family} but tokenizer is not set",
             "masking needs the ids of [CLS], [SEP], [MASK] and [PAD], and which tokens continue a word",
             "add `tokenizer: {path: ...}`",
         )
     if recipe.model.seq_length < _SHORTEST_PAIR:
         yield Finding(
             ("model.seq_length", "model.family"),
-            f"model.seq_length is {recipe.model.seq_length} but model.family is bert",
+            f"model.seq_length is {recipe.model.seq_length} but model.family is {recipe.model.family}",
             "a sample is [CLS] A [SEP] B [SEP] with at least one token in A and in B",
             f"use at least {_SHORTEST_PAIR}",
         )
@@ -259,7 +260,7 @@ def _masked_samples(recipe: Recipe, data: DataSection) -> Iterator[Finding]:
         if section.output in read and not section.split_sentences:
             yield Finding(
                 (f"prepare.{i}.split_sentences", f"prepare.{i}", "model.family"),
-                f"prepare.{i} makes {section.output} without split_sentences but model.family is bert",
+                f"prepare.{i} makes {section.output} without split_sentences but model.family is {recipe.model.family}",
                 "its samples are pairs of sentences, so the shard must keep them apart",
                 f"add `split_sentences: true` to prepare.{i}",
             )

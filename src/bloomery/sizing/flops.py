@@ -7,8 +7,8 @@ from __future__ import annotations
 from enum import Enum
 
 from bloomery.config.recipe import ModelSection
-from bloomery.sizing.parameters import count_parameters, matmul_parameters_per_layer
-from bloomery.sizing.vocabulary import padded_vocab_size
+from bloomery.families.registry import FAMILIES
+from bloomery.sizing.parameters import count_parameters, matmul_parameters_per_layer, padded_vocab_size
 
 
 class FlopCount(Enum):
@@ -40,18 +40,19 @@ _DESCRIPTIONS = {
 def flops_per_token(model: ModelSection, definition: FlopCount) -> int:
     """FLOPs of forward and backward on one token of a full sequence, with the padded vocabulary.
 
-    BERT attends in both directions, so for it MODEL_CAUSAL counts all of attention. Its pooler and the dense layer
-    of its MLM head are left out of W, as every published formula does.
+    An encoder attends in both directions, so for it MODEL_CAUSAL counts all of attention. Its pooler and the dense
+    layer of its MLM head are left out of W, as every published formula does. `h` of the scores is the width of all
+    heads together.
     """
     vocab_size = padded_vocab_size(model)
     blocks = model.num_layers * matmul_parameters_per_layer(model)
     head = vocab_size * model.hidden_size
-    scores = model.num_layers * model.hidden_size * model.seq_length
+    scores = model.num_layers * model.num_heads * model.head_size * model.seq_length
     match definition:
         case FlopCount.MODEL_FULL:
             return 6 * (blocks + head) + 12 * scores
         case FlopCount.MODEL_CAUSAL:
-            return 6 * (blocks + head) + (12 if model.family == "bert" else 6) * scores
+            return 6 * (blocks + head) + (12 if FAMILIES[model.family].encoder else 6) * scores
         case FlopCount.HARDWARE_FULL_RECOMPUTE:
             return 8 * blocks + 16 * scores + 6 * head
         case FlopCount.HARDWARE_SELECTIVE:

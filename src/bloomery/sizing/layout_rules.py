@@ -8,9 +8,10 @@ from collections.abc import Iterator
 from bloomery.base.units import Duration
 from bloomery.config.draft import Draft
 from bloomery.config.recipe import ParallelSection, Recipe
+from bloomery.families.registry import FAMILIES
 from bloomery.sizing.finding import Finding, nearby_divisors
 from bloomery.sizing.layout import data_parallel_size, ranks_per_replica, world_size
-from bloomery.sizing.vocabulary import padded_vocab_size
+from bloomery.sizing.parameters import padded_vocab_size
 
 LAYOUT = ("launch.nodes", "launch.gpus_per_node", "parallel.tp", "parallel.pp", "parallel.cp")
 _SEVERAL_STAGES = ("interleaved", "zero_bubble")
@@ -42,10 +43,10 @@ def context(recipe: Recipe, draft: Draft) -> Iterator[Finding]:
     cp, length = recipe.parallel.cp, recipe.model.seq_length
     if cp == 1:
         return
-    if recipe.model.family == "bert":
+    if FAMILIES[recipe.model.family].encoder:
         yield Finding(
             ("parallel.cp", "model.family"),
-            f"parallel.cp is {cp} but model.family is bert",
+            f"parallel.cp is {cp} but model.family is {recipe.model.family}",
             "its heads read the first token of a whole sequence, so sequences are not cut between ranks",
             "use parallel.cp=1",
         )

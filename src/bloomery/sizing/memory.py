@@ -15,10 +15,9 @@ from typing import Self
 from bloomery.base.errors import Problem
 from bloomery.config.recipe import Recipe
 from bloomery.sizing.layout import Layout, Place, micro_batches, ranks_per_node
-from bloomery.sizing.shapes import HEAD, model_shapes
+from bloomery.sizing.parameters import HEAD, model_shapes, padded_vocab_size
 from bloomery.sizing.stages import stage_layers, stages_of_rank
 from bloomery.sizing.tp_sharding import cut_dimension
-from bloomery.sizing.vocabulary import padded_vocab_size
 
 _FP32 = 4
 _MOMENTS = 2

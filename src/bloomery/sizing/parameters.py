@@ -1,13 +1,119 @@
-"""How many parameters a model has, exactly, by group. The owner of that number; a test holds it to the built model."""
+"""The weights of a model from the facts of its family: name, shape and purpose, and how many there are. The owner of
+those; tests hold them to the built model."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import prod
 
 from bloomery.config.recipe import ModelSection
-from bloomery.sizing.shapes import model_shapes
+from bloomery.families.registry import FAMILIES
 
+HEAD = "head.weight"
+"""In a tied model it is the token embedding. On a pipeline rank without the embedding it is a copy."""
+_ORDER_CLASSES = 2
 _EMBEDDING_TABLES = ("token_embedding", "position_embedding", "token_type_embedding")
+
+
+def padded_vocab_size(model: ModelSection) -> int:
+    """Rows of the embedding: vocab_size rounded up to vocab_multiple. A function of the recipe, never of the layout."""
+    return -(-model.vocab_size // model.vocab_multiple) * model.vocab_multiple
+
+
+def softmax_size(model: ModelSection) -> int:
+    """Rows of the head that take part in the softmax: the entries of the tokenizer, unless the recipe wants all."""
+    return padded_vocab_size(model) if model.softmax_over_padding else model.vocab_size
+
+
+@dataclass(frozen=True)
+class WeightShape:
+    group: str
+    """What it is for."""
+    name: str
+    """As in the built model; a weight of a block is called as in the first."""
+    shape: tuple[int, ...]
+    count: int = 1
+    """Blocks that have one."""
+
+    @property
+    def elements(self) -> int:
+        return prod(self.shape)
+
+
+def model_shapes(
+    model: ModelSection, *, vocab_size: int, num_layers: int, embedding: bool = True, head: bool = True
+) -> list[WeightShape]:
+    """What one pipeline rank has of a model: so many blocks, and perhaps the ends. A tied head is there only if the
+    embedding is not."""
+    weights = _embedding(model, vocab_size) if embedding else []
+    weights += [replace(weight, count=num_layers) for weight in _block(model)]
+    if head:
+        is_there_already = embedding and model.tie_embeddings
+        weights += [weight for weight in _end(model, vocab_size) if not (is_there_already and weight.name == HEAD)]
+    return weights
+
+
+def parameter_shapes(model: ModelSection) -> dict[str, tuple[int, ...]]:
+    """Every parameter of the whole model, with the padded vocabulary; a tied head is the embedding."""
+    rows, block = padded_vocab_size(model), _block(model)
+    found = {weight.name: weight.shape for weight in _embedding(model, rows)}
+    for layer in range(model.num_layers):
+        found |= {weight.name.replace(".0.", f".{layer}.", 1): weight.shape for weight in block}
+    end = [weight for weight in _end(model, rows) if not (model.tie_embeddings and weight.name == HEAD)]
+    return found | {weight.name: weight.shape for weight in end}
+
+
+def _embedding(model: ModelSection, vocab_size: int) -> list[WeightShape]:
+    h, family = model.hidden_size, FAMILIES[model.family]
+    weights = [WeightShape("token_embedding", "embed.tokens.weight", (vocab_size, h))]
+    if family.positions == "learned":
+        weights.append(WeightShape("position_embedding", "embed.positions.weight", (model.seq_length, h)))
+    if family.token_types:
+        weights.append(WeightShape("token_type_embedding", "embed.token_types.weight", (family.token_types, h)))
+    if family.embedding_norm:
+        weights += _norm(model, "embedding_norm", "embed.norm")
+    return weights
+
+
+def _block(model: ModelSection) -> list[WeightShape]:
+    h, wide, family = model.hidden_size, model.ffn_hidden_size, FAMILIES[model.family]
+    queries, kv = model.head_size * model.num_heads, model.head_size * model.num_kv_heads
+    head_norms = ("q_norm", "k_norm") if family.qk_norm else ()
+    up = ("gate", "up") if family.gated else ("up",)
+    return [
+        *_linear("attention", "layers.0.attention.qkv", (queries + 2 * kv, h), bias=family.qkv_bias),
+        *(WeightShape("norms", f"layers.0.attention.{name}.weight", (model.head_size,)) for name in head_norms),
+        *_linear("attention", "layers.0.attention.out", (h, queries), bias=family.bias),
+        *(weight for name in up for weight in _linear("mlp", f"layers.0.mlp.{name}", (wide, h), bias=family.bias)),
+        *_linear("mlp", "layers.0.mlp.down", (h, wide), bias=family.bias),
+        *_norm(model, "norms", "layers.0.attention_norm"),
+        *_norm(model, "norms", "layers.0.mlp_norm"),
+    ]
+
+
+def _end(model: ModelSection, vocab_size: int) -> list[WeightShape]:
+    """The last norm and the heads."""
+    h = model.hidden_size
+    if not FAMILIES[model.family].encoder:
+        return [*_norm(model, "final_norm", "final_norm"), WeightShape("head", HEAD, (vocab_size, h))]
+    return [
+        *_linear("pooler", "pooler.dense", (h, h)),
+        *_linear("mlm_head", "head.dense", (h, h)),
+        *_norm(model, "mlm_head", "head.norm"),
+        WeightShape("mlm_head", HEAD, (vocab_size, h)),
+        WeightShape("mlm_head", "head.bias", (vocab_size,)),
+        *_linear("order_head", "order_head", (_ORDER_CLASSES, h)),
+    ]
+
+
+def _linear(group: str, name: str, shape: tuple[int, int], *, bias: bool = True) -> list[WeightShape]:
+    weights = [WeightShape(group, f"{name}.weight", shape)]
+    return [*weights, WeightShape(group, f"{name}.bias", shape[:1])] if bias else weights
+
+
+def _norm(model: ModelSection, group: str, name: str) -> list[WeightShape]:
+    parts = ("weight",) if FAMILIES[model.family].norm == "rms" else ("weight", "bias")
+    return [WeightShape(group, f"{name}.{part}", (model.hidden_size,)) for part in parts]
 
 
 @dataclass(frozen=True)
@@ -37,5 +143,4 @@ def count_parameters(model: ModelSection, *, vocab_size: int) -> ParameterCount:
 
 def matmul_parameters_per_layer(model: ModelSection) -> int:
     """Weights of one block that multiply every token: projections of attention and MLP, no biases, no norms."""
-    block = model_shapes(model, vocab_size=model.vocab_size, num_layers=1, embedding=False, head=False)
-    return sum(weight.elements for weight in block if len(weight.shape) == 2)
+    return sum(weight.elements for weight in _block(model) if len(weight.shape) == 2)

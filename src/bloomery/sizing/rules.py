@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterator
 
 from bloomery.base.units import Amount, Duration
 from bloomery.config.draft import Draft
-from bloomery.config.families import ONLY_FOR, family_defaults
 from bloomery.config.recipe import LossScaleSection, LrSection, ModelSection, Recipe
+from bloomery.families.registry import FAMILIES, READERS, family_defaults
 from bloomery.sizing.data_rules import data, samples
 from bloomery.sizing.finding import Finding, nearby_divisors
 from bloomery.sizing.layout import data_parallel_size
@@ -26,19 +26,19 @@ _MOST_STEPS = 100_000_000
 
 def heads(recipe: Recipe, draft: Draft) -> Iterator[Finding]:
     model = recipe.model
-    if model.hidden_size % model.num_heads:
+    if model.head_dim is None and model.hidden_size % model.num_heads:
         yield Finding(
             ("model.num_heads", "model.hidden_size"),
             f"model.num_heads is {model.num_heads} but model.hidden_size is {model.hidden_size}",
             "heads must divide the hidden size evenly",
             f"use {nearby_divisors(model.hidden_size, model.num_heads)} heads",
         )
-    elif model.family == "llama" and (model.hidden_size // model.num_heads) % 2:
+    elif FAMILIES[model.family].positions == "rotary" and model.head_size % 2:
         yield Finding(
-            ("model.num_heads", "model.hidden_size", "model.family"),
-            f"a head is {model.hidden_size // model.num_heads} wide",
+            ("model.head_dim", "model.num_heads", "model.hidden_size", "model.family"),
+            f"a head is {model.head_size} wide",
             "rotary positions turn pairs, so the width of a head must be even",
-            "change model.num_heads or model.hidden_size",
+            "change model.num_heads, model.hidden_size or model.head_dim",
         )
     if model.num_heads % model.num_kv_heads:
         yield Finding(
@@ -52,13 +52,13 @@ def heads(recipe: Recipe, draft: Draft) -> Iterator[Finding]:
 def fields_of_another_family(recipe: Recipe, draft: Draft) -> Iterator[Finding]:
     model = recipe.model
     derived = family_defaults({"family": model.family, "hidden_size": model.hidden_size, "num_heads": model.num_heads})
-    for name, families in ONLY_FOR.items():
+    for name, families in READERS.items():
         path, default = f"model.{name}", derived.get(name, ModelSection.model_fields[name].default)
         if draft.is_set(path) and model.family not in families and getattr(model, name) != default:
             yield Finding(
                 (path, "model.family", "model.num_heads"),
                 f"{path} is set but model.family is {model.family}",
-                f"only {' and '.join(families)} reads it, so it would be ignored",
+                f"only {', '.join(families)} reads it, so it would be ignored",
                 f"remove it, or set it back to {default}",
             )
 

@@ -18,6 +18,7 @@ CUTS: tuple[tuple[str, Cut], ...] = (
         r"(layers\.\d+\.(attention_norm|mlp_norm)|embed\.norm|final_norm|head\.norm|head\.dense)\.(weight|bias)",
         "summed",
     ),
+    (r"layers\.\d+\.attention\.(q_norm|k_norm)\.weight", "summed"),  # each rank sees only its own heads
     (r"embed\.(positions|token_types)\.weight", "summed"),
     (r"(pooler\.dense|order_head)\.(weight|bias)", "alike"),
 )

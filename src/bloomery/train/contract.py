@@ -14,19 +14,18 @@ from typing import Any, Literal
 from bloomery.base.errors import Problem, RecipeError
 from bloomery.config.describe import as_dict
 from bloomery.config.draft import COMMAND_LINE, is_inside
-from bloomery.config.families import ONLY_FOR
 from bloomery.config.recipe import Recipe
 from bloomery.config.schema import spot_at
 from bloomery.config.suggest import meant_paths
 from bloomery.config.yaml_nodes import inline_yaml
 from bloomery.data.blend import same_shares
+from bloomery.families.registry import FAMILIES, READERS
 from bloomery.sizing.data_rules import source_key
 from bloomery.sizing.plan import TrainingPlan
 
 Kind = Literal["free", "by name", "fixed"]
 _USED_AT_STEP_0 = ("seed", "model", "tokenizer")
 """What a checkpoint without a step has made use of: it has weights. Whatever else differs has not happened yet."""
-_LEARNED_POSITIONS = ("gpt2", "bert")
 
 
 @dataclass(frozen=True)
@@ -93,6 +92,7 @@ CONTRACT = (
             "model.hidden_size",
             "model.num_heads",
             "model.num_kv_heads",
+            "model.head_dim",
             "model.ffn_hidden_size",
             "model.vocab_size",
             "model.vocab_multiple",
@@ -167,7 +167,7 @@ class Side:
 def differences(now: Side, then: Side, *, step: int, same_tokenizer: bool = False) -> list[Difference]:
     """All that the contract covers, in the order of the recipe. `step`: that of the checkpoint."""
     families = {now.recipe.model.family, then.recipe.model.family}
-    ignored = [f"model.{name}" for name, readers in ONLY_FOR.items() if not families & {*readers}]
+    ignored = [f"model.{name}" for name, readers in READERS.items() if not families & {*readers}]
     ignored += ["tokenizer"] * same_tokenizer + ["data.train"] * _is_same_blend(now.recipe, then.recipe)
     new, old = now.compared(step), then.compared(step)
     sections = [name for name in new if step or name in _USED_AT_STEP_0]
@@ -207,7 +207,7 @@ def _is_same_blend(now: Recipe, then: Recipe) -> bool:
 
 
 def _is_fixed_here(path: str, now: Recipe, step: int) -> bool:
-    if path == "model.seq_length" and now.model.family in _LEARNED_POSITIONS:
+    if path == "model.seq_length" and FAMILIES[now.model.family].positions == "learned":
         return True
     follows = is_inside(path, "data.train") or path == "model.seq_length"
     return follows and step > 0 and now.data is not None and now.data.order != "timeless"

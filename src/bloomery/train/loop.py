@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from bloomery.base.errors import BloomeryError, DataError
 from bloomery.monitor.names import Event
-from bloomery.train.evaluate import evaluate, watch_drift
+from bloomery.train.drift import watch_drift
+from bloomery.train.evaluate import evaluate
 from bloomery.train.recover import rescue_staged_save, rewind_or_stop
 from bloomery.train.run import Run
 from bloomery.train.save import flush_staged_save, save_if_due, save_last

@@ -22,7 +22,7 @@ from bloomery.checkpoint.folder import complete_checkpoints
 from bloomery.checkpoint.format import read_index
 from bloomery.config.recipe import Recipe
 from bloomery.data.batch import IGNORED_LABEL, GlobalBatch
-from bloomery.model.build import build_model, materialise
+from bloomery.model.transformer import build_model, materialise
 from bloomery.monitor.history import read_metrics
 from bloomery.monitor.record import StepRecord
 from bloomery.parallel.gradients import Gradients

@@ -15,8 +15,8 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from bloomery.model import decoder, encoder, recompute
-from bloomery.model.attention import AttentionContext, choose_kernel
+from bloomery.model import transformer
+from bloomery.model.attention import AttentionContext, choose_kernel, run_recomputable
 
 
 @contextmanager
@@ -29,8 +29,7 @@ def accelerator_kernels() -> Iterator[None]:
     def kernel(device_type: str, **facts: Any) -> str:
         return choose_kernel("cuda", **facts)
 
-    places: list[tuple[Any, str, Any]] = [(F, "dropout", dropout)]
-    places += [(module, "choose_kernel", kernel) for module in (decoder, encoder)]
+    places: list[tuple[Any, str, Any]] = [(F, "dropout", dropout), (transformer, "choose_kernel", kernel)]
     before = [getattr(place, name) for place, name, _ in places]
     for place, name, instead in places:
         setattr(place, name, instead)
@@ -72,7 +71,7 @@ def _forward_of(core: nn.Module) -> Any:
                 bias = bias.to(q.dtype)
             return cast(Tensor, cast(Any, _FusedAttention).apply(q, k, v, bias))
 
-        return recompute.run(attend, q, k, v, recompute=cast(bool, core.recompute))
+        return run_recomputable(attend, q, k, v, recompute=cast(bool, core.recompute))
 
     return forward
 

@@ -17,6 +17,7 @@ from bloomery.config.recipe import LossScaleSection, ModelSection, Recipe
 from bloomery.data.manifest import ShardManifest
 from bloomery.data.shards import ShardWriter, token_dtype
 from bloomery.data.tokenizer import Tokenizer
+from bloomery.families.registry import FAMILIES
 from bloomery.verify.layouts import VerifiedLayout
 
 CLIP = 0.05
@@ -56,7 +57,7 @@ def shrink(recipe: Recipe, layouts: Sequence[VerifiedLayout], folder: Path, *, s
     after = {
         **before,
         "model": before["model"] | _model(recipe.model, layouts),
-        "tokenizer": {"path": str(folder / "tokenizer")} if recipe.model.family == "bert" else None,
+        "tokenizer": {"path": str(folder / "tokenizer")} if FAMILIES[recipe.model.family].encoder else None,
         "prepare": [],
         "data": data
         | {
@@ -109,7 +110,8 @@ def _model(model: ModelSection, layouts: Sequence[VerifiedLayout]) -> dict[str, 
         "num_layers": max(2, stages) + (model.num_layers % stages > 0),
         "hidden_size": hidden,
         "num_heads": heads,
-        "num_kv_heads": kv_heads if model.family == "llama" else heads,
+        "num_kv_heads": kv_heads,
+        "head_dim": None if model.head_dim is None else 2 * hidden // heads,
         "ffn_hidden_size": max(1, round(model.ffn_hidden_size / model.hidden_size * hidden / tp)) * tp,
         "seq_length": -(-_SHORTEST // tokens) * tokens,
         "vocab_size": rows - (rows // tp if tp > 1 else 0) - 3,
@@ -205,10 +207,10 @@ def write_data(values: Mapping[str, Any], folder: Path) -> None:
     vocab = values["model"]["vocab_size"]
     sources = [source["path"] for source in values["data"]["train"]]
     sources += [source["path"] for group in values["data"]["validation"].values() for source in group]
-    is_bert = values["model"]["family"] == "bert"
-    tokenizer_hash = _write_tokenizer(folder / "tokenizer", vocab) if is_bert else ""
+    is_masked = FAMILIES[values["model"]["family"]].encoder
+    tokenizer_hash = _write_tokenizer(folder / "tokenizer", vocab) if is_masked else ""
     for seed, prefix in enumerate(sources):
-        _write_shard(prefix, seed=seed, vocab=vocab, sentences=is_bert, tokenizer_hash=tokenizer_hash)
+        _write_shard(prefix, seed=seed, vocab=vocab, sentences=is_masked, tokenizer_hash=tokenizer_hash)
 
 
 def _write_shard(prefix: str, *, seed: int, vocab: int, sentences: bool, tokenizer_hash: str) -> None:

@@ -29,15 +29,15 @@ from bloomery.base.losses import LM_LOSS, SOP_LOSS
 from bloomery.base.units import format_bytes
 from bloomery.config.recipe import PipelineSchedule, Recipe
 from bloomery.data.batch import Batch, Packing, causal_batch
-from bloomery.model.families import ARCHITECTURES
+from bloomery.families.registry import FAMILIES
 from bloomery.model.loss import row_losses
 from bloomery.parallel.apply import DTYPES, Parallelised, give_memory, outline
 from bloomery.parallel.context import own_tokens
+from bloomery.parallel.fsdp import set_fsdp_sync
 from bloomery.parallel.gradients import Gradients
 from bloomery.parallel.mesh import Mesh, make_mesh
 from bloomery.parallel.pipeline import schedule_in_force
-from bloomery.parallel.sharding import set_fsdp_sync
-from bloomery.parallel.vocabulary import vocabulary_losses
+from bloomery.parallel.tensor import vocabulary_losses
 from bloomery.parallel.weights import weights_of
 from bloomery.sizing.layout import Layout, micro_batches, ranks_per_replica
 from bloomery.sizing.memory import (
@@ -48,10 +48,9 @@ from bloomery.sizing.memory import (
     precision_problems,
     weight_bytes,
 )
-from bloomery.sizing.parameters import count_parameters
+from bloomery.sizing.parameters import count_parameters, padded_vocab_size
 from bloomery.sizing.stages import stage_layers, stages_of_rank
 from bloomery.sizing.tp_sharding import cut_dimension
-from bloomery.sizing.vocabulary import padded_vocab_size
 from bloomery.verify.fake_device import MemoryMeter, accelerator_kernels, fuse_attention
 
 _CPU = torch.device("cpu")
@@ -238,7 +237,7 @@ def _measure(
     meter.restart()
     for stage in parts.stages:
         passes.backward(passes.forward(stage, last=True))
-    gradients.complete()
+    gradients.reduce_across_ranks()
     peak = max(peak, meter.peak_bytes)
     buffers = count * passes.received_bytes
     peak += known.optimizer + buffers - passes.received_bytes
@@ -271,7 +270,7 @@ class _Held:
 
 
 class _Passes:
-    """Fake micro-batches through the stages of a rank, as parallel/plain.py and parallel/pipeline.py send real ones."""
+    """Fake micro-batches through the stages of a rank, as runner.py and pipeline.py send real ones."""
 
     def __init__(self, recipe: Recipe, parts: Parallelised, gradients: Gradients) -> None:
         self._stages = parts.stages
@@ -312,7 +311,7 @@ class _Passes:
 
     def backward(self, held: _Held) -> None:
         torch.autograd.backward(held.root, held.gradient)
-        self._gradients.absorb()
+        self._gradients.accumulate()
 
     def measure(self, stage: int, meter: MemoryMeter) -> tuple[int, int]:
         """(bytes that a micro-batch keeps, bytes that its passes need on top of that)."""
@@ -327,7 +326,7 @@ class _Passes:
 def _batch(recipe: Recipe) -> Batch:
     """A micro-batch of the recipe's shape."""
     rows, length, data = recipe.batch.micro_batch_size, recipe.model.seq_length, recipe.data
-    if not ARCHITECTURES[recipe.model.family].encoder:
+    if not FAMILIES[recipe.model.family].encoder:
         packing = Packing(0, data.mask_documents, data.reset_positions, data.eod_loss) if data else None
         return causal_batch(np.zeros((rows, length + 1), dtype=np.int64), packing)
     words = {name: torch.zeros(rows, length, dtype=torch.int64) for name in ("tokens", "token_types", "attention_mask")}

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from decimal import Decimal, InvalidOperation
 from typing import Any
 
+from bloomery.families.family import Family
 from bloomery.interop.megatron.builder import Builder, Row
 from bloomery.interop.megatron.flags import Given, is_known
 
@@ -16,9 +17,9 @@ _ONE_OF = "Megatron takes one of them"
 _GROUPS = ("weighted-split-paths", "weighted-split-paths-path")
 
 
-def fill_data(b: Builder, family: str) -> bool:
+def fill_data(b: Builder, family: Family) -> bool:
     """`data`; whether there is something to evaluate."""
-    if family == "bert":
+    if family.encoder:
         b.put("data.masking.probability", b.value("mask-prob", float, 0.15), "mask-prob")
         b.put("data.masking.short_sequence_probability", b.value("short-seq-prob", float, 0.1), "short-seq-prob")
         if b.has("bert-no-binary-head"):

@@ -11,6 +11,8 @@ from typing import Any
 from bloomery.base.bounded import LARGE_BYTES, parse_json, read_text
 from bloomery.base.errors import Problem
 from bloomery.base.units import LONGEST_SECONDS
+from bloomery.families.family import Family
+from bloomery.families.registry import FAMILIES
 from bloomery.interop.megatron.builder import Builder, Row, steps
 from bloomery.interop.megatron.data import fill_data
 from bloomery.interop.megatron.ds_config import DsConfig
@@ -86,18 +88,19 @@ def _skips(b: Builder, given: Given) -> list[str]:
     return [f"{step}-{step} steps" for step in counts]
 
 
-def _model(b: Builder) -> str:
+def _model(b: Builder) -> Family:
     """What is left of `model` and `tokenizer`; the family."""
     family, model = _family(b), b.raw["model"]
     is_exact = b.has("no-bias-gelu-fusion") and not b.has("openai-gelu")
-    differs = family != "llama" and is_exact is not (family == "bert")
+    differs = family.activation != "silu" and is_exact is not (family.activation == "gelu")
     remark = "Megatron's GELU is exact with --no-bias-gelu-fusion and else the tanh form; bert's is exact, others' tanh"
-    b.put("model.family", family, *_FAMILY)
+    b.put("model.family", family.name, *_FAMILY)
     if differs:
-        b.rows.append(Row("differs", "--no-bias-gelu-fusion" if is_exact else "", "", "model.family", family, remark))
-    if family in ("gpt2", "bert") and b.value("max-position-embeddings", int, 0) not in (0, model["seq_length"]):
+        flag = "--no-bias-gelu-fusion" if is_exact else ""
+        b.rows.append(Row("differs", flag, "", "model.family", family.name, remark))
+    if family.positions == "learned" and b.value("max-position-embeddings", int, 0) not in (0, model["seq_length"]):
         b.note("differs", "max-position-embeddings", "positions are as many as the sequence has tokens")
-    if family == "llama":
+    if family.positions == "rotary":
         theta = b.first("rotary-base", "rotary-position-embeddings-theta")
         b.put("model.rope_theta", b.value(theta, float, 10000.0), theta)
         if "ffn_hidden_size" not in model:
@@ -119,12 +122,12 @@ def _model(b: Builder) -> str:
     return family
 
 
-def _family(b: Builder) -> str:
+def _family(b: Builder) -> Family:
     program = b.line.program.rpartition("/")[2]
     if _OTHER_PROGRAMS & set(program.removesuffix(".py").split("_")):
         b.problem(None, f"the program is {program}", _FAMILIES, "import the script of one of these")
-    if "bert" in program:
-        return "bert"
+    if "pretrain_bert" in program:
+        return next(family for family in FAMILIES.values() if family.encoder)
     positions = b.value("position-embedding-type", str, "absolute").lower()
     norm = b.value("normalization", str, "LayerNorm").lower()
     rotary = b.has("use-rotary-position-embeddings") or positions in ("rope", "rotary")
@@ -143,15 +146,16 @@ def _family(b: Builder) -> str:
         "--no-position-embedding alone": b.has("no-position-embedding") and not alibi and not rotary,
     }
     found = [name for name, is_set in parts.items() if is_set]
-    families = {"gpt2": [], "bloom": ["ALiBi", "--embed-layernorm"], "llama": list(parts)[:4]}
-    if found not in families.values():
+    if found not in ([], ["ALiBi", "--embed-layernorm"], list(parts)[:4]):
         what = f"the model has {', '.join(found)}"
         b.refuse(b.first(*_FAMILY), what, _FAMILIES, "add what is missing, or remove it, if that is the model")
-    return "llama" if rotary or norm == "rmsnorm" else "bloom" if alibi else "gpt2"
+    wanted = "rotary" if rotary or norm == "rmsnorm" else "alibi" if alibi else "learned"
+    decoders = (family for family in FAMILIES.values() if not family.encoder and not family.qk_norm)
+    return next(family for family in decoders if family.positions == wanted)
 
 
-def _tokenizer(b: Builder, family: str) -> None:
-    kind = b.value("tokenizer-type", str, "BertWordPieceLowerCase" if family == "bert" else "GPT2BPETokenizer")
+def _tokenizer(b: Builder, family: Family) -> None:
+    kind = b.value("tokenizer-type", str, "BertWordPieceLowerCase" if family.encoder else "GPT2BPETokenizer")
     flag, vocab = b.first("pad-vocab-size-to", "padded-vocab-size", "vocab-size"), b.given("vocab-file")
     counted = _count_vocabulary(vocab.text) if vocab else None
     size = counted or _VOCABULARIES.get(kind)

@@ -17,17 +17,18 @@ from bloomery.base.errors import DataError, Problem
 from bloomery.base.storage import write_atomically, writing, written_to
 from bloomery.base.units import format_bytes
 from bloomery.checkpoint.folder import find_checkpoint
-from bloomery.checkpoint.hf.card import model_card
-from bloomery.checkpoint.hf.draft import drafted, replace_export, require_own
-from bloomery.checkpoint.hf.maps import entries_of, hf_config, to_hf
-from bloomery.checkpoint.hf.proof import PROOF_FILE, Proof, has_transformers, prove
-from bloomery.checkpoint.hf.shards import plan_shards, write_shards
-from bloomery.checkpoint.hf.tokenizer import write_tokenizer
 from bloomery.checkpoint.load import CheckpointReader, read_recipe_of, read_state, tokenizer_of
 from bloomery.checkpoint.verify import verify
 from bloomery.config.recipe import Recipe
 from bloomery.data.tokenizer import Tokenizer
-from bloomery.model.build import build_model
+from bloomery.families.registry import FAMILIES
+from bloomery.interop.hf.card import model_card
+from bloomery.interop.hf.configs import hf_config
+from bloomery.interop.hf.draft import drafted, replace_export, require_own
+from bloomery.interop.hf.maps import entries_of, their_shapes
+from bloomery.interop.hf.proof import PROOF_FILE, Proof, has_transformers, prove
+from bloomery.interop.hf.shards import plan_shards, write_shards
+from bloomery.interop.hf.tokenizer import write_tokenizer
 from bloomery.sizing.parameters import count_parameters
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -65,10 +66,7 @@ def export_checkpoint(
     verify(folder)
     recipe, state = read_recipe_of(folder), read_state(folder)
     tokenizer = tokenizer_of(folder, recipe, tokenizer_path)
-    shapes = {
-        name: tuple(t.shape)
-        for name, t in to_hf(dict(build_model(recipe.model).named_parameters()), recipe.model).items()
-    }
+    shapes = their_shapes(recipe.model)
     shards = plan_shards(shapes, DTYPES[dtype], shard_bytes=shard_bytes)
     with written_to("folder"), drafted(output, replace_export) as draft:
         with writing(output):
@@ -92,9 +90,9 @@ def _their_tensors(recipe: Recipe, reader: CheckpointReader) -> Iterator[tuple[s
 
 
 def _write_configs(output: Path, recipe: Recipe, tokenizer: Tokenizer, dtype: str) -> dict[str, Any]:
-    is_bert = recipe.model.family == "bert"
-    ids = write_tokenizer(tokenizer, output, model_max_length=recipe.model.seq_length, pairs=is_bert)
-    if not is_bert:
+    is_encoder = FAMILIES[recipe.model.family].encoder
+    ids = write_tokenizer(tokenizer, output, model_max_length=recipe.model.seq_length, pairs=is_encoder)
+    if not is_encoder:
         # What ended documents in training ends a text, also where the tokenizer's folder names another end (of a turn).
         ends = list(dict.fromkeys((ids["eos_token_id"], tokenizer.eod_id)))
         generation = {**ids, "eos_token_id": ends if len(ends) > 1 else ends[0]}

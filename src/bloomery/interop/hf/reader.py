@@ -8,8 +8,8 @@ from torch import Tensor
 
 from bloomery.base.bounded import LARGE_BYTES, read_json
 from bloomery.base.errors import DataError, Problem
-from bloomery.checkpoint.hf.shards import INDEX, SINGLE
 from bloomery.checkpoint.tensor_file import TensorFiles
+from bloomery.interop.hf.shards import INDEX, SINGLE
 
 _COPY_AGAIN = "copy the folder again"
 

@@ -17,6 +17,7 @@ from bloomery.checkpoint.format import MANIFEST
 from bloomery.checkpoint.load import consumed_tokens
 from bloomery.config.describe import fingerprint
 from bloomery.config.recipe import Recipe
+from bloomery.families.registry import FAMILIES
 from bloomery.monitor import names
 from bloomery.monitor.energy import is_whole
 from bloomery.monitor.history import event_of, scan, scan_metrics
@@ -32,7 +33,7 @@ def model_card(
     jobs = _jobs(run, checkpoint, int(state["step"]))
     parameters = count_parameters(recipe.model, vocab_size=recipe.model.vocab_size).total
     tokens = consumed_tokens(recipe, state)
-    pipeline = "fill-mask" if recipe.model.family == "bert" else "text-generation"
+    pipeline = "fill-mask" if FAMILIES[recipe.model.family].encoder else "text-generation"
     sections = [
         f"---\nlibrary_name: transformers\npipeline_tag: {pipeline}\ntags: [bloomery, {recipe.model.family}]\n---",
         f"# {recipe.name}",

@@ -17,6 +17,7 @@ from bloomery.base.losses import LM_LOSS, SOP_LOSS
 from bloomery.checkpoint.load import load_model
 from bloomery.config.recipe import Recipe
 from bloomery.data.tokenizer import Tokenizer
+from bloomery.families.registry import FAMILIES
 from bloomery.model.generate import generate
 from bloomery.model.loss import IGNORE, padding_of, row_losses, token_losses
 
@@ -101,7 +102,7 @@ def prove(checkpoint: Path, exported: Path, tokenizer: Tokenizer, dtype: torch.d
         rounding_difference=_largest(before, ours) if before else None,
         sequences=len(sequences),
     )
-    if recipe.model.family == "bert":
+    if FAMILIES[recipe.model.family].encoder:
         proof.compared = "likeliest tokens"
     for text, tokens in prompts:
         a, b = _continued(model, theirs, recipe, tokenizer, tokens)
@@ -122,7 +123,7 @@ def prove_import(checkpoint: Path, folder: Path) -> Proof:
     length, random = min(config.seq_length, _IMPORTED_TOKENS), torch.Generator().manual_seed(0)
     tokens = torch.randint(config.vocab_size, (1, length), generator=random)
     targets, order = {LM_LOSS: F.pad(tokens[:, 1:], (0, 1), value=IGNORE)}, {}
-    if config.family == "bert":
+    if FAMILIES[config.family].encoder:
         targets, order = (
             {LM_LOSS: tokens, SOP_LOSS: torch.ones(1).long()},
             {"next_sentence_label": torch.ones(1).long()},
@@ -150,7 +151,7 @@ def _their_model(recipe: Recipe, exported: Path) -> Any:
 
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     logging.set_verbosity_error()  # type: ignore[no-untyped-call]
-    kind: Any = BertForPreTraining if recipe.model.family == "bert" else AutoModelForCausalLM
+    kind: Any = BertForPreTraining if FAMILIES[recipe.model.family].encoder else AutoModelForCausalLM
     # Foreign folders are only read: no pickles, no code, nothing from elsewhere.
     safely = {"use_safetensors": True, "trust_remote_code": False, "local_files_only": True}
     return kind.from_pretrained(exported, dtype=torch.float32, attn_implementation="eager", **safely).eval()
@@ -159,13 +160,17 @@ def _their_model(recipe: Recipe, exported: Path) -> Any:
 def _ours(model: nn.Module, recipe: Recipe, tokens: Tensor) -> list[Tensor]:
     """The logits of each head: bert has a second one, for the order of sentences."""
     made = model(tokens)
-    logits, *others = made if recipe.model.family == "bert" else [made]
+    logits, *others = made if FAMILIES[recipe.model.family].encoder else [made]
     return [logits[..., : recipe.model.vocab_size], *others]
 
 
 def _theirs(model: Any, recipe: Recipe, tokens: Tensor) -> list[Tensor]:
     made = model(tokens)
-    return [made.prediction_logits, made.seq_relationship_logits] if recipe.model.family == "bert" else [made.logits]
+    return (
+        [made.prediction_logits, made.seq_relationship_logits]
+        if FAMILIES[recipe.model.family].encoder
+        else [made.logits]
+    )
 
 
 def _largest(left: list[Tensor], right: list[Tensor]) -> float:
@@ -183,7 +188,7 @@ def _continued(
     model: nn.Module, theirs: Any, recipe: Recipe, tokenizer: Tokenizer, tokens: Tensor
 ) -> tuple[list[int], list[int]]:
     """What each makes of a prompt: the likeliest next tokens, or for bert the likeliest token at each place."""
-    if recipe.model.family == "bert":
+    if FAMILIES[recipe.model.family].encoder:
         logits = _ours(model, recipe, tokens)[0], _theirs(theirs, recipe, tokens)[0]
         return logits[0][0].argmax(-1).tolist(), logits[1][0].argmax(-1).tolist()
     sizes = {"vocab_size": recipe.model.vocab_size, "seq_length": recipe.model.seq_length}

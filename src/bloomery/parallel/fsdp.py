@@ -18,7 +18,7 @@ from bloomery.parallel.mesh import Mesh
 warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module .* returned a view tensor")
 
 
-def apply_sharding(model: nn.Module, mesh: Mesh, *, zero: int, dtype: torch.dtype) -> None:
+def apply_fsdp(model: nn.Module, mesh: Mesh, *, zero: int, dtype: torch.dtype) -> None:
     """Shard a meta-device model over the data-parallel ranks, a block at a time, so that communication overlaps.
 
     Weights are fp32 and computed with in `dtype`; gradients are summed, not averaged, in fp32.

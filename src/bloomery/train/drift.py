@@ -1,4 +1,4 @@
-"""The drift sentinel: hashes of everything that several ranks should hold alike.
+"""The drift sentinel: every so many steps, hashes of everything that several ranks should hold alike.
 
 Copies that drift apart do not crash: BLOOM's LayerNorms did so for weeks, unseen.
 """
@@ -14,9 +14,39 @@ from torch import Tensor
 
 from bloomery.base.piece import Piece
 from bloomery.base.ranks import Ranks
+from bloomery.monitor.names import Event
+from bloomery.train.run import Run
+from bloomery.train.state import TrainState
+from bloomery.train.stop import StopReason
 
 _ELEMENTS_AT_ONCE = 1 << 24
 _PRIME = (1 << 61) - 1
+
+
+def watch_drift(run: Run, state: TrainState) -> None:
+    """Compare, if it is time, and act as monitor.drift says: stop before the next step, or warn."""
+    watch = run.recipe.monitor.drift
+    if watch is None or run.ranks.size == 1 or state.step % watch.every.count:
+        return
+    facts = {
+        "the step": state.step,
+        "the position in the data": state.consumed_samples,
+        "the learning rate's position": state.lr_samples,
+        "the loss scale": state.loss_scale.scale if state.loss_scale else None,
+        "the watch for spikes": state.spikes,
+        "the seed": run.recipe.seed,
+    }
+    drifts = find_drift(run.ranks, run.optimizer.shared_pieces(), facts)
+    if not drifts:
+        return
+    more = f", and {len(drifts) - 3} more" if len(drifts) > 3 else ""
+    text = "ranks have drifted apart: " + "; ".join(map(str, drifts[:3])) + more
+    names = [{"name": drift.name, "ranks": drift.ranks, "others": drift.others} for drift in drifts]
+    run.journal.event(Event.DRIFT, state.step, action=watch.action, drifts=names)
+    if watch.action == "stop":
+        run.stop.request(StopReason("drift", text))
+    else:
+        run.journal.warning(f"at step {state.step:,} {text}. Training continues, as monitor.drift.action says.")
 
 
 @dataclass(frozen=True)

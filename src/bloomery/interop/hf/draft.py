@@ -11,9 +11,9 @@ from pathlib import Path
 
 from bloomery.base.errors import Problem, StorageError
 from bloomery.base.storage import make_folder, remove_tree, sync_folder, writing
-from bloomery.checkpoint.hf.proof import PROOF_FILE
-from bloomery.checkpoint.hf.shards import INDEX, SINGLE
-from bloomery.checkpoint.hf.tokenizer import CHAT_TEMPLATE
+from bloomery.interop.hf.proof import PROOF_FILE
+from bloomery.interop.hf.shards import INDEX, SINGLE
+from bloomery.interop.hf.tokenizer import CHAT_TEMPLATE
 
 _PREFIX = ".draft-"
 _CONFIG = "config.json"

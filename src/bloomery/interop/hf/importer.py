@@ -16,20 +16,20 @@ from bloomery.base.bounded import LARGE_BYTES, read_json, read_small
 from bloomery.base.errors import DataError, Problem
 from bloomery.base.piece import Piece
 from bloomery.base.storage import make_folder, write_atomically, writing, written_to
-from bloomery.checkpoint.export import why_unproven
 from bloomery.checkpoint.folder import CHECKPOINTS
-from bloomery.checkpoint.hf.configs import model_section
-from bloomery.checkpoint.hf.draft import drafted, move_all, require_empty
-from bloomery.checkpoint.hf.maps import Source, embedding_and_head, sources_of, strangers
-from bloomery.checkpoint.hf.proof import Proof, prove_import
-from bloomery.checkpoint.hf.reader import HfWeights
-from bloomery.checkpoint.hf.tokenizer import CHAT_TEMPLATE
 from bloomery.checkpoint.save import save_checkpoint
 from bloomery.config.describe import as_yaml
-from bloomery.config.recipe import Family, ModelSection, Recipe
+from bloomery.config.recipe import ModelSection, Recipe
 from bloomery.data.tokenizer import Tokenizer
 from bloomery.data.tokenizer_files import read_settings
-from bloomery.model.build import build_model
+from bloomery.interop.hf.configs import model_section
+from bloomery.interop.hf.draft import drafted, move_all, require_empty
+from bloomery.interop.hf.export import why_unproven
+from bloomery.interop.hf.maps import Source, embedding_and_head, sources_of, unused_tensors
+from bloomery.interop.hf.proof import Proof, prove_import
+from bloomery.interop.hf.reader import HfWeights
+from bloomery.interop.hf.tokenizer import CHAT_TEMPLATE
+from bloomery.sizing.parameters import parameter_shapes
 
 _TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.json", "merges.txt", "vocab.txt",
@@ -84,7 +84,7 @@ def read_model(folder: Path) -> Model:
     return Model(section, [])
 
 
-def _unequal_pair(folder: Path, family: Family) -> str:
+def _unequal_pair(folder: Path, family: str) -> str:
     """What a head of its own is, in a folder that says it is the embedding; empty if there is none."""
     weights = HfWeights(folder)
     pair = embedding_and_head(weights.shapes, family)
@@ -125,7 +125,7 @@ def import_weights(
     with written_to("OUT"):
         sources = _checked_sources(weights, recipe.model)
         _require_finite(weights, sources)
-        shapes = {name: tuple(p.shape) for name, p in build_model(recipe.model).named_parameters()}
+        shapes = parameter_shapes(recipe.model)
         with drafted(output, _publish) as draft:
             _copy(tokenizer_files(folder), draft / TOKENIZER)
             values = partial(_value, weights, {f"model.{each.entry.ours}": each for each in sources}, shapes)
@@ -184,7 +184,7 @@ def _checked_sources(weights: HfWeights, config: ModelSection) -> list[Source]:
         remedy = "import the model as it was before it was quantized or converted"
         raise DataError(Problem(what, "weights must be fp32, bf16 or fp16", remedy, str(weights.folder)))
     sources = sources_of(weights.shapes, config)
-    unused = strangers(weights.shapes, sources, config)
+    unused = unused_tensors(weights.shapes, sources, config)
     if unused:
         what = f"{len(unused)} tensors have no place in a {config.family} model: {', '.join(unused[:5])}"
         remedy = "import a plain model of this family, or save this one again without them"

@@ -1,1 +1,0 @@
-"""Name maps between our parameters and Hugging Face's, one file a family."""

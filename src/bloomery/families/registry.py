@@ -1,0 +1,36 @@
+"""All families by name, and the defaults that depend on the family."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from bloomery.families.bert import BERT
+from bloomery.families.bloom import BLOOM
+from bloomery.families.family import Family
+from bloomery.families.gpt2 import GPT2
+from bloomery.families.llama import LLAMA
+
+FAMILIES: dict[str, Family] = {family.name: family for family in (GPT2, BLOOM, LLAMA, BERT)}
+READERS: dict[str, list[str]] = {
+    name: [key for key, family in FAMILIES.items() if name in family.reads]
+    for name in dict.fromkeys(name for family in FAMILIES.values() for name in family.reads)
+}
+"""Model fields that only some families read -> those families."""
+
+
+def families_that(**facts: Any) -> list[str]:
+    """Names of the families with these facts, such as encoder=True."""
+    return [name for name, family in FAMILIES.items() if all(getattr(family, key) == facts[key] for key in facts)]
+
+
+def family_defaults(model: dict[str, Any]) -> dict[str, Any]:
+    """Values for the `model` fields that the user left out; of a faulty recipe, values that do no further harm."""
+    name = model.get("family")
+    family = FAMILIES.get(name if isinstance(name, str) else "", GPT2)
+    hidden_size, num_heads = _size(model.get("hidden_size")), _size(model.get("num_heads"))
+    sizes = {"ffn_hidden_size": family.ffn_width(hidden_size), "num_kv_heads": num_heads}
+    return {field: value for field, value in {**family.defaults, **sizes}.items() if field not in model}
+
+
+def _size(value: Any) -> int:
+    return value if isinstance(value, int) and value > 0 else 1

@@ -1,0 +1,211 @@
+"""The models: a causal Decoder and a bidirectional Encoder, built from a Family and the sizes of a recipe."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from bloomery.base.piece import Piece
+from bloomery.config.recipe import ModelSection, Recompute
+from bloomery.families.bloom import alibi_slopes
+from bloomery.families.family import Family
+from bloomery.families.registry import FAMILIES
+from bloomery.model.attention import AttentionContext, attention_context, choose_kernel, rotary_table
+from bloomery.model.init import initialise
+from bloomery.model.layers import Block, Embeddings, MaskedHead, Pooler, make_norm
+from bloomery.sizing.parameters import padded_vocab_size
+
+
+def build_model(config: ModelSection) -> Decoder | Encoder:
+    """The model on the meta device, in fp32: names and shapes, no memory. In training mode."""
+    family = FAMILIES[config.family]
+    with torch.device("meta"):
+        return Encoder(config, family) if family.encoder else Decoder(config, family)
+
+
+def materialise(
+    model: Decoder | Encoder, config: ModelSection, *, seed: int, device: torch.device | str, dtype: torch.dtype
+) -> None:
+    """Give a meta-device model memory and its initial values, in place.
+
+    The order matters: `to_empty` makes new parameters, which separates tied ones, and leaves garbage in buffers.
+    """
+    model.to(dtype)
+    model.to_empty(device=device)
+    model.tie_weights()
+    model.rebuild_buffers(device)
+    initialise(((name, Piece.whole(each.data)) for name, each in model.named_parameters()), config, seed)
+
+
+def apply_recompute(model: nn.Module, mode: Recompute) -> None:
+    """Set what `model` (a Decoder or an Encoder) recomputes: nothing, the attention cores (their scores are not
+    stored) or whole blocks (only the input of each is stored). May be called again to change it."""
+    for block in cast(Any, model.layers).values():
+        block.recompute = mode == "full"
+        block.attention.core.recompute = mode == "selective"
+
+
+class Decoder(nn.Module):
+    """embed -> layers -> final_norm -> head.
+
+    For a pipeline stage set `embed`, `final_norm` or `head` to None and delete layers by key; the names of what remains
+    do not change. Per-head state is the buffer `slopes` (ALiBi): a tensor-parallel rule cuts it along dimension 0.
+    """
+
+    embed: Embeddings | None
+    final_norm: nn.Module | None
+    head: nn.Linear | None
+    slopes: Tensor | None
+
+    def __init__(self, config: ModelSection, family: Family) -> None:
+        super().__init__()
+        self.config = config
+        self.family = family
+        self.embed = Embeddings(config, family)
+        self.layers = nn.ModuleDict({str(n): Block(config, family) for n in range(config.num_layers)})
+        self.final_norm = make_norm(config, family)
+        self.head = nn.Linear(config.hidden_size, padded_vocab_size(config), bias=False)
+        has_slopes = family.positions == "alibi"
+        self.register_buffer("slopes", torch.empty(config.num_heads) if has_slopes else None, persistent=False)
+        self.tie_weights()
+
+    def forward(
+        self,
+        tokens: Tensor,
+        positions: Tensor | None = None,
+        document_ids: Tensor | None = None,
+        places: Tensor | None = None,
+    ) -> Tensor:
+        """Logits (B, S, padded vocabulary) of tokens (B, S). A stage without `embed` takes hidden states instead of
+        tokens, one without `head` returns them.
+
+        positions (B, S): default the places; attention is causal by place whatever they say, and ALiBi ignores them.
+        document_ids (B, seq_length): tokens see only their own document.
+        places (S,): where the tokens stand, if they are a part of a sequence of seq_length whose other keys and values
+        the attention cores get from elsewhere; default 0..S-1, and that is all there is.
+        """
+        positions = places if positions is None else positions
+        x = tokens if self.embed is None else self.embed(tokens, positions)
+        context = self._context(x, positions, document_ids, places)
+        for layer in self.layers.values():
+            x = layer(x, context)
+        if self.final_norm is not None:
+            x = self.final_norm(x)
+        return x if self.head is None else self.head(x)
+
+    def tie_weights(self) -> None:
+        """Share embedding and head again; anything that replaces parameters, such as `to_empty`, separates them."""
+        _tie(self.head, self.embed, self.config)
+
+    def rebuild_buffers(self, device: torch.device | str) -> None:
+        """Make the buffers anew: they are not in checkpoints, and `to_empty` leaves garbage in them. Always fp32,
+        always for all heads: cut them afterwards."""
+        if self.slopes is not None:
+            self.slopes = torch.tensor(alibi_slopes(self.config.num_heads), dtype=torch.float32, device=device)
+
+    def _context(
+        self, x: Tensor, positions: Tensor | None, document_ids: Tensor | None, places: Tensor | None
+    ) -> AttentionContext:
+        config = self.config
+        # Hidden states do not tell the length: between attentions they may be cut along the sequence.
+        seq_length = x.shape[1] if places is None else config.seq_length
+        some = places if places is not None and len(places) < seq_length else None
+        rotary = None
+        if self.family.positions == "rotary":
+            if positions is None:
+                positions = torch.arange(seq_length, device=x.device)
+            rotary = rotary_table(positions, head_dim=config.head_size, theta=config.rope_theta)
+        kernel = choose_kernel(
+            x.device.type,
+            alibi=self.slopes is not None,
+            documents=document_ids is not None,
+            dropout=config.dropout if self.training else 0.0,
+            seq_length=seq_length,
+            head_dim=config.head_size,
+            some_queries=some is not None,
+        )
+        return attention_context(
+            kernel,
+            causal=True,
+            seq_length=seq_length,
+            device=x.device,
+            slopes=self.slopes,
+            document_ids=document_ids,
+            rotary=rotary,
+            query_places=some,
+        )
+
+
+class Encoder(nn.Module):
+    """embed -> layers -> head, pooler and order_head. Post-norm blocks end in a norm, so `final_norm` is None.
+
+    For a pipeline stage set `embed` or `head` to None and delete layers by key; without `head` the pooler and the
+    order head are skipped too.
+    """
+
+    embed: Embeddings | None
+    head: MaskedHead | None
+    pooler: Pooler | None
+    order_head: nn.Linear | None
+
+    def __init__(self, config: ModelSection, family: Family) -> None:
+        super().__init__()
+        self.config = config
+        self.embed = Embeddings(config, family)
+        self.layers = nn.ModuleDict({str(n): Block(config, family) for n in range(config.num_layers)})
+        self.final_norm = None
+        self.head = MaskedHead(config, family)
+        self.pooler = Pooler(config)
+        self.order_head = nn.Linear(config.hidden_size, 2)
+        self.tie_weights()
+
+    def forward(
+        self,
+        tokens: Tensor,
+        token_types: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        places: Tensor | None = None,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """(masked-token logits (B, S, padded vocabulary), order logits (B, 2)) of tokens (B, S). A stage without
+        `embed` takes hidden states instead of tokens, one without `head` returns them.
+
+        attention_mask (B, S): 1 for a real token. Padding sees only padding, so no row of the softmax is empty; what it
+        computes there means nothing.
+        places (S,): 0..S-1, needed where hidden states do not tell the length because they are cut.
+        """
+        x = tokens if self.embed is None else self.embed(tokens, places, token_types)
+        seq_length = x.shape[1] if places is None else len(places)
+        kernel = choose_kernel(
+            x.device.type,
+            alibi=False,
+            documents=attention_mask is not None,
+            dropout=self.config.dropout if self.training else 0.0,
+            seq_length=seq_length,
+            head_dim=self.config.head_size,
+        )
+        context = attention_context(
+            kernel, causal=False, seq_length=seq_length, device=x.device, document_ids=attention_mask
+        )
+        for layer in self.layers.values():
+            x = layer(x, context)
+        if self.head is None:
+            return x
+        assert self.pooler is not None, "the heads live on one stage"
+        assert self.order_head is not None, "the heads live on one stage"
+        return self.head(x), self.order_head(self.pooler(x))
+
+    def tie_weights(self) -> None:
+        """Share embedding and head again; anything that replaces parameters, such as `to_empty`, separates them."""
+        _tie(self.head, self.embed, self.config)
+
+    def rebuild_buffers(self, device: torch.device | str) -> None:
+        """Nothing to do: an encoder has no buffers."""
+
+
+def _tie(head: nn.Module | None, embed: Embeddings | None, config: ModelSection) -> None:
+    """Make `head.weight` the embedding's parameter if the recipe ties them and both are here. On a pipeline stage that
+    has only the head, `head.weight` stays a parameter of its own, a copy that `parallel` must keep equal."""
+    if config.tie_embeddings and head is not None and embed is not None:
+        head.weight = embed.tokens.weight
