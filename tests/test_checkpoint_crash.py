@@ -73,7 +73,7 @@ def save_for_ever(root: Path, rank: int, size: int, first_step: int, nonce: str,
             time.sleep(0.001)
 
 
-@pytest.mark.parametrize(("size", "victims", "rounds"), [(1, "all", 50), (4, "all", 25), (4, "one", 12)])
+@pytest.mark.parametrize(("size", "victims", "rounds"), [(1, "all", 20), (4, "all", 10), (4, "one", 8)])
 def test_kill_9_at_random_points_leaves_a_complete_newest_checkpoint(
     tmp_path: Path, size: int, victims: str, rounds: int
 ) -> None:
@@ -183,7 +183,7 @@ def test_a_mount_that_vanishes_is_not_written_beneath(small_disk: Path) -> None:
     beneath.mkdir()
     subprocess.run(["mount", "--move", small_disk, beneath], check=True)
     try:
-        assert "the folder that this start took over is gone" in attempt_as(2).lower()
+        assert "is it mounted?" in attempt_as(2)
         assert list(small_disk.iterdir()) == []
     finally:
         subprocess.run(["mount", "--move", beneath, small_disk], check=True)

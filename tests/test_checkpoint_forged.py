@@ -206,7 +206,7 @@ def test_boxes_that_somebody_chose_to_be_slow_are_judged_soon() -> None:
     columns = [Box((a, i), (b - a, 1)) for i in range(1, n) for a, b in ((0, i), (i, n))]
     started = time.process_time()
     assert why_not_whole((n, n), [Box((0, 0), (n, 1)), *columns]) == ""
-    assert why_not_whole((n, n), columns) == f"{n:,} of {n * n:,} elements are nowhere"
+    assert why_not_whole((n, n), columns) == f"{n:,} of {n * n:,} elements are missing"
     assert why_not_whole((n, n), [columns[5], *columns])
     assert time.process_time() - started < 10
 

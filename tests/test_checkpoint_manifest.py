@@ -46,16 +46,20 @@ def test_every_flipped_bit_of_a_manifest_is_noticed_or_harmless(tmp_path: Path) 
     older, newer = save(tmp_path, 1), save(tmp_path, 2)
     whole = (newer / MANIFEST).read_bytes()
     said = parse_manifest(whole)
+    refused = []
     for bit in range(8 * len(whole)):
-        flip_bit(newer / MANIFEST, bit)
+        content = bytearray(whole)
+        content[bit // 8] ^= 1 << bit % 8
         try:
-            now = parse_manifest((newer / MANIFEST).read_bytes())
+            now = parse_manifest(bytes(content))
             assert {key: now[key] for key in said if key != "sha256"} == {k: said[k] for k in said if k != "sha256"}
         except ValueError:
-            if bit % 8 == 5:  # what is chosen follows from that
-                choice = newest_good([tmp_path])
-                assert choice.folder == older
-                assert choice.damaged[newer]
+            refused.append(bit)
+    for bit in random.Random(5).sample(refused, 40):  # what is chosen follows from that
+        flip_bit(newer / MANIFEST, bit)
+        choice = newest_good([tmp_path])
+        assert choice.folder == older
+        assert choice.damaged[newer]
         (newer / MANIFEST).write_bytes(whole)
 
 
@@ -64,7 +68,7 @@ def test_flipped_bits_of_a_manifest_without_hash_never_end_in_a_traceback(tmp_pa
     without_hash(newer)
     assert newest_good([tmp_path]).folder == newer
     whole = (newer / MANIFEST).read_bytes()
-    for bit in random.Random(5).sample(range(8 * len(whole)), 500):
+    for bit in random.Random(5).sample(range(8 * len(whole)), 100):
         flip_bit(newer / MANIFEST, bit)
         assert newest_good([tmp_path]).folder in (older, newer)
         apply_retention(tmp_path, KeepSection(last=2, best=1))
@@ -143,7 +147,7 @@ def test_a_start_that_cannot_load_leaves_every_checkpoint_where_it_was(
         raise DataError(Problem("planted"))
 
     with monkeypatch.context() as planted:
-        planted.setattr(start, "load_on_all", fail)
+        planted.setattr(start, "load_pieces", fail)
         workshop.train("train.exit_after=6 steps", *SAVES, start_from="2", code=3)
     assert workshop.events(run, "error")[-1]["text"].startswith("planted")
     assert [path.name for path in folders.complete_checkpoints(run / "checkpoints")] == [

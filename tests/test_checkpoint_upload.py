@@ -48,7 +48,7 @@ def empty_bucket() -> Iterator[None]:
 
 
 def fetch(url: str, root: Path, *, ranks: Ranks = ALONE, local: Path | None = None) -> Path | None:
-    return RemoteSource(url, root, RUN, ranks=ranks).fetch_newer(local, {})
+    return RemoteSource(url, root, RUN, ranks=ranks).fetch_newer(local).folder
 
 
 def upload(*folders_: Path, **settings: Any) -> list[str]:

@@ -12,7 +12,9 @@ import itertools
 import os
 import shutil
 import sys
+import tempfile
 import threading
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -254,8 +256,15 @@ class Scenario:
 
 
 @pytest.fixture
-def scenario(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Scenario:
-    """With clocks and chance that are the same in each run, and no threads but actors."""
+def scenario(monkeypatch: pytest.MonkeyPatch) -> Iterator[Scenario]:
+    """With clocks and chance that are the same in each run, and no threads but actors. In memory: nothing waits for a
+    disk, and all is still done through the file system."""
+    memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+    with tempfile.TemporaryDirectory(dir=memory) as place:
+        yield deterministic(monkeypatch, Path(place))
+
+
+def deterministic(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Scenario:
     outside = Actor("outside", Run(tmp_path), lambda: None)
     actor = lambda: getattr(here, "actor", outside)  # noqa: E731
     clock = SimpleNamespace(monotonic=lambda: actor().run.clock, sleep=lambda seconds: actor().sleep(seconds))

@@ -9,12 +9,11 @@ from __future__ import annotations
 from bloomery.base.errors import BloomeryError, DataError
 from bloomery.monitor.names import Event
 from bloomery.train.drift import watch_drift
-from bloomery.train.evaluate import evaluate
 from bloomery.train.recover import rescue_staged_save, rewind_or_stop
 from bloomery.train.run import Run
 from bloomery.train.save import flush_staged_save, save_if_due, save_last
 from bloomery.train.state import TrainState
-from bloomery.train.step import finish_pending_step, train_step
+from bloomery.train.step import evaluate, finish_pending_step, train_step
 from bloomery.train.stop import StopReason
 
 

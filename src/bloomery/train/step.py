@@ -1,16 +1,19 @@
-"""One optimizer step. Nothing here waits for the device except `finish_pending_step`, and that for the step before."""
+"""One optimizer step, and evaluation. Only `finish_pending_step` waits for the device, and that for the step before."""
 
 from __future__ import annotations
 
 import math
+import time
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from bloomery.base.errors import DivergedError
 from bloomery.base.losses import LM_LOSS
 from bloomery.checkpoint.save import SavePlan
 from bloomery.monitor.names import Event
+from bloomery.monitor.record import ValidationRecord, perplexity_of
 from bloomery.parallel.runner import StepLosses
 from bloomery.train.optimizer import UpdateNumbers
 from bloomery.train.run import Run
@@ -129,6 +132,41 @@ def watch_spikes(run: Run, state: TrainState, step: int, loss: float, grad_norm:
     elif not is_first and watch.since is None:
         run.journal.event(Event.SPIKE_OVER, step)
         run.journal.notice(f"step {step:,}: loss and gradient norm are normal again")
+
+
+def evaluate(run: Run, state: TrainState) -> None:
+    """Evaluate each group once and log it. Does nothing for a recipe without validation data."""
+    flush_staged_save(run, finish_pending_step(run, state))
+    main_losses: list[float] = []
+    with run.meter.evaluating():
+        for group in run.data.validation:
+            total: Tensor | None = None
+            names: list[str] = []
+            batches = 0
+            for batch in run.validation_batches(group):
+                found = run.runner.evaluate(batch)
+                total = found.double() if total is None else total + found
+                names, batches = list(batch.counts), batches + 1
+            assert total is not None, "set-up refuses empty groups"
+            sums, counts = total.tolist()  # sync: evaluation is off the training path
+            losses = {name: sums[i] / counts[i] for i, name in enumerate(names)}
+            main_losses.append(losses[LM_LOSS])
+            run.journal.validation(
+                ValidationRecord(
+                    step=state.step,
+                    consumed_samples=state.consumed_samples,
+                    consumed_tokens=run.plan.tokens_at(state.consumed_samples),
+                    consumed_gigaflops=run.gigaflops_at(state.consumed_samples),
+                    group=group,
+                    losses=losses,
+                    perplexity=perplexity_of(losses[LM_LOSS]),
+                    batches=batches,
+                    job=run.job,
+                    time=time.time(),
+                )
+            )
+    if main_losses:
+        state.validation = {"step": state.step, "loss": sum(main_losses) / len(main_losses)}
 
 
 def _on_its_way_to_the_host(losses: StepLosses, numbers: UpdateNumbers) -> dict[str, Any]:
