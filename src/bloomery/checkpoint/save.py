@@ -257,11 +257,10 @@ class SaveJob:
         if self.ranks.rank == 0:
             try:
                 self.commit()
+                self._retain()
             except Exception as error:
                 self._note(error)
                 shutil.rmtree(self.draft, ignore_errors=True)  # a rank that still writes into it fails
-            else:
-                self._retain()
         self._seconds = time.monotonic() - started
         self.error = self._error() if self._trouble else None
 

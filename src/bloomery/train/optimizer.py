@@ -62,7 +62,7 @@ class Optimizer:
             replace(weight, piece=weight.piece.with_tensor(master))
             for weight, master in zip(weights, self._masters, strict=True)
         ]
-        """As given, but their pieces are the masters: whoever goes on with these keeps no other copy alive."""
+        """As given, but their pieces are the masters: whoever uses these keeps no other copy alive."""
         pairs = [(weight, master) for weight, master in zip(weights, self._masters, strict=True) if master.numel()]
         decayed = [master for weight, master in pairs if len(weight.piece.shape) > 1]
         exempt = [master for weight, master in pairs if len(weight.piece.shape) <= 1]  # every bias and every norm

@@ -33,7 +33,7 @@ def rewind_or_stop(run: Run, state: TrainState) -> StopReason | None:
 
 def rewind(run: Run, state: TrainState) -> None:
     """Do what train.skip does to the steps since the last good checkpoint: their data counts as consumed, and nothing
-    was learned from it. Saves, so that a start after this goes on from here. All ranks call it."""
+    was learned from it. Saves, so that a later start resumes from here. All ranks call it."""
     flush_staged_save(run, finish_pending_step(run, state))
     report_saves(run, state, run.saver.wait())
     watch, target = state.spikes, max(state.step, state.spikes.rewind_due or 0)

@@ -102,7 +102,7 @@ class TrainState:
     saving_step: int | None = None
     """The step whose checkpoint is being written; not saved itself."""
     begun_step: int = 0
-    """The step of the newest checkpoint that was begun, whatever came of it; not saved itself."""
+    """The step of the newest checkpoint that was begun, also if it failed; not saved itself."""
 
     @property
     def is_suspicious(self) -> bool:
