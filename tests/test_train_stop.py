@@ -17,7 +17,7 @@ from bloomery.base.signals import STOPS
 from bloomery.config.load import load_recipe
 from bloomery.monitor.meters import IntervalMeter
 from bloomery.parallel.runner import Runner
-from bloomery.sizing.plan import TrainingPlan
+from bloomery.sizing.schedule import TrainingPlan
 from bloomery.train import stop as stop_module
 from bloomery.train.state import TrainState
 from bloomery.train.stop import StopRules

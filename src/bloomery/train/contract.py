@@ -1,7 +1,7 @@
 """The resume contract: what of the recipe may change when a run resumes.
 
-Every field is free, or changes only by name (`--change lr.peak`), or is fixed. The table is the only owner of that;
-docs/training.md shows it. Values are compared as what they come to: amounts in samples, sources by name and share.
+Every field is free, or changes only by name (`--change lr.peak`), or is fixed: its mark in config/recipe.py says which,
+and docs/training.md has the table. Values are compared resolved: amounts in samples, sources by name and share.
 """
 
 from __future__ import annotations
@@ -9,109 +9,22 @@ from __future__ import annotations
 import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from bloomery.base.errors import Problem, RecipeError
 from bloomery.config.describe import as_dict
-from bloomery.config.draft import COMMAND_LINE, is_inside
+from bloomery.config.fields import OnResume
+from bloomery.config.load import COMMAND_LINE, is_inside
 from bloomery.config.recipe import Recipe
-from bloomery.config.schema import spot_at
-from bloomery.config.suggest import meant_paths
+from bloomery.config.schema import all_fields, field_at, meant_paths
 from bloomery.config.yaml_nodes import inline_yaml
 from bloomery.data.blend import same_shares
 from bloomery.families.registry import FAMILIES, READERS
 from bloomery.sizing.data_rules import source_key
-from bloomery.sizing.plan import TrainingPlan
+from bloomery.sizing.schedule import TrainingPlan
 
-Kind = Literal["free", "by name", "fixed"]
 _USED_AT_STEP_0 = ("seed", "model", "tokenizer")
 """What a checkpoint without a step has made use of: it has weights. Whatever else differs has not happened yet."""
-
-
-@dataclass(frozen=True)
-class Rule:
-    fields: tuple[str, ...]
-    """Fields, or sections with all that is in them."""
-    kind: Kind
-    why: str
-
-
-CONTRACT = (
-    Rule(
-        ("parallel", "launch", "batch.micro_batch_size", "train.compile"),
-        "free",
-        "other ways to the same training; dropout is drawn anew for another micro-batch",
-    ),
-    Rule(
-        ("train.for", "train.exit_after", "train.stop_after_nan_steps"),
-        "free",
-        "when to stop; a schedule or an order that follows from `train.for` is compared as what it comes to",
-    ),
-    Rule(
-        ("train.on_spike", "train.spike_factor", "train.stop_after_spike_steps"),
-        "free",
-        "what future spikes do; those of the past stay as they were",
-    ),
-    Rule(
-        ("name", "checkpoint", "monitor", "train.evaluate", "data.validation", "data.cache_dir", "prepare"),
-        "free",
-        "what is saved, measured and reported",
-    ),
-    Rule(("lr",), "by name", "the learning rate, compared as what it comes to in samples"),
-    Rule(
-        ("optimizer.betas", "optimizer.eps", "optimizer.weight_decay", "optimizer.clip_grad_norm"),
-        "by name",
-        "the size of updates",
-    ),
-    Rule(
-        ("batch.global_batch_size", "batch.rampup"),
-        "by name",
-        "samples of a step; completed ones stay counted as they were",
-    ),
-    Rule(
-        ("data.train",),
-        "by name",
-        "the sources, known by `name`, by default the path, so a shard that has moved needs the `name` it had; shares "
-        "hold from the next sample on. Fixed with the orders `megatron` and `bigscience`",
-    ),
-    Rule(
-        ("model.seq_length",),
-        "by name",
-        "tokens of a sample; each source begins its next epoch. Fixed with learned positions (gpt2, bert) and with the "
-        "orders `megatron` and `bigscience`",
-    ),
-    Rule(("model.rope_theta",), "by name", "the rotary frequencies, which go with the sequence length"),
-    Rule(
-        ("precision", "loss_scale", "model.dropout", "model.softmax_over_padding"), "by name", "how a step is computed"
-    ),
-    Rule(("train.skip",), "by name", "only steps that are done (use --from to redo them); later ones are free"),
-    Rule(
-        (
-            "model.family",
-            "model.num_layers",
-            "model.hidden_size",
-            "model.num_heads",
-            "model.num_kv_heads",
-            "model.head_dim",
-            "model.ffn_hidden_size",
-            "model.vocab_size",
-            "model.vocab_multiple",
-            "model.init_std",
-            "model.norm_eps",
-            "model.tie_embeddings",
-        ),
-        "fixed",
-        "the architecture and its initialization",
-    ),
-    Rule(("tokenizer",), "fixed", "compared by content: it may move to another path"),
-    Rule(("seed", "data.order", "data.blend_one_source", "data.split"), "fixed", "which samples come when"),
-    Rule(
-        ("data.mask_documents", "data.reset_positions", "data.eod_loss", "data.masking"),
-        "fixed",
-        "what a sample is",
-    ),
-    Rule(("optimizer.name",), "fixed", "the optimizer's state would mean nothing to another one"),
-)
 
 
 @dataclass(frozen=True)
@@ -131,8 +44,8 @@ class Difference:
         what = f"{self.field} is {inline_yaml(self.new)} but the checkpoint has {inline_yaml(self.old)}"
         remedy = f"use {shlex.quote(f'{self.field}={inline_yaml(self.old)}')} to continue as before"
         if self.is_fixed:
-            return Problem(what, f"fixed: {rule_of(self.field).why}", remedy)
-        rule = f"changes only by name: {rule_of(self.field).why}"
+            return Problem(what, f"fixed: {on_resume(self.field).why}", remedy)
+        rule = f"changes only by name: {on_resume(self.field).why}"
         return Problem(what, rule, f"{remedy}, or --change {self.field} to change it")
 
 
@@ -174,7 +87,7 @@ def differences(now: Side, then: Side, *, step: int, same_tokenizer: bool = Fals
     paths = [path for name in sections for path in _differing(new[name], old[name], name)]
     found = []
     for path in paths:
-        kind = rule_of(path).kind
+        kind = on_resume(path).kind
         if kind == "free" or any(is_inside(path, each) for each in ignored):
             continue
         is_fixed = kind == "fixed" or _is_fixed_here(path, now.recipe, step)
@@ -213,32 +126,32 @@ def _is_fixed_here(path: str, now: Recipe, step: int) -> bool:
     return follows and step > 0 and now.data is not None and now.data.order != "timeless"
 
 
-def rule_of(field: str) -> Rule:
-    """The one rule for a field; a place in a list counts as the list."""
-    (found,) = [rule for rule in CONTRACT if any(is_inside(field, outer) for outer in rule.fields)]
-    return found
+def on_resume(field: str) -> OnResume:
+    found = field_at(field.split("."))
+    assert found is not None, f"{field} is not a field of a recipe"
+    return found.on_resume
 
 
-def check_asked(asked: Sequence[str]) -> None:
-    """RecipeError for names of `--change` that are no fields, or that can never be changed."""
+def check_change_names(names: Sequence[str]) -> None:
+    """RecipeError for names of `--change` that are not fields, or that can never be changed."""
     problems = []
-    for name in asked:
-        rules = [r for r in CONTRACT if any(is_inside(field, name) or is_inside(name, field) for field in r.fields)]
-        if not name or spot_at(name.split(".")) is None:
+    for name in names:
+        rules = [field.on_resume for path, field in all_fields().items() if is_inside(path, name)]
+        if field_at(name.split(".")) is None:
             meant = meant_paths(name.split("."))
             remedy = f"did you mean {' or '.join(meant)}?" if meant else "name a field such as lr.peak"
             problems.append(Problem(f"--change {name}: this is not a field of a recipe", "", remedy, COMMAND_LINE))
         elif all(rule.kind == "fixed" for rule in rules):
-            what, rule = f"--change {name}: it cannot change when a run resumes", f"fixed: {rules[0].why}"
+            what, rule = f"--change {name}: a resumed run cannot change it", f"fixed: {rules[0].why}"
             remedy = "remove it, or start a new run under another name or --run-dir"
             problems.append(Problem(what, rule, remedy, COMMAND_LINE))
     if problems:
         raise RecipeError(problems)
 
 
-def refusals(differences: Sequence[Difference], asked: Sequence[str], *, checkpoint: str) -> list[Problem]:
-    """Why this recipe cannot resume from the checkpoint; empty if all that differs is named in `asked`."""
-    found = [d for d in differences if d.is_fixed or not any(is_inside(d.field, name) for name in asked)]
+def refusals(differences: Sequence[Difference], changes: Sequence[str], *, checkpoint: str) -> list[Problem]:
+    """Why this recipe cannot resume from the checkpoint; empty if all that differs is named in `changes`."""
+    found = [d for d in differences if d.is_fixed or not any(is_inside(d.field, name) for name in changes)]
     if not found:
         return []
     remedy = "set these back, or start a new run under another name or --run-dir"

@@ -23,7 +23,7 @@ from bloomery.data.tokenizer import Tokenizer, is_other_tokenizer
 from bloomery.monitor.journal import Journal
 from bloomery.monitor.meters import IntervalMeter
 from bloomery.monitor.names import Event
-from bloomery.sizing.plan import TrainingPlan
+from bloomery.sizing.schedule import TrainingPlan
 from bloomery.train.contract import Difference, Side, differences, refusals
 from bloomery.train.optimizer import LossScale
 from bloomery.train.state import TrainState
@@ -82,7 +82,7 @@ def resume_point_at(
     named by `changes`. `reads`: the sections to compare, where it is not all of them."""
     saved, facts, state, blend = _read(checkpoint)
     then = Side(saved, TrainingPlan.of(saved, state.history))
-    now = Side(recipe, TrainingPlan.going_on(recipe, then.plan, state.step))
+    now = Side(recipe, TrainingPlan.resumed(recipe, then.plan, state.step))
     same_tokenizer = recipe.tokenizer == saved.tokenizer or _is_tokenizer_of(checkpoint, recipe)
     different = differences(now, then, step=state.step, same_tokenizer=same_tokenizer)
     if reads is not None:

@@ -25,11 +25,10 @@ from bloomery.monitor.record import StepRecord
 from bloomery.parallel.feed import Feed, validation_batches
 from bloomery.parallel.mesh import Mesh
 from bloomery.parallel.runner import Runner
-from bloomery.sizing.flops import FlopCount, tflops_per_device
-from bloomery.sizing.hardware import peak_flops
+from bloomery.sizing.flops import FlopCount, peak_flops, tflops_per_device
 from bloomery.sizing.layout import Layout
 from bloomery.sizing.parameters import count_parameters
-from bloomery.sizing.plan import TrainingPlan
+from bloomery.sizing.schedule import TrainingPlan
 from bloomery.train.optimizer import Optimizer
 from bloomery.train.spikes import Limits
 from bloomery.train.state import PendingStep, TrainState

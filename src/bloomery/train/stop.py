@@ -20,7 +20,7 @@ from bloomery.base.units import Duration, format_seconds
 from bloomery.checkpoint.fence import Writer
 from bloomery.config.recipe import TrainSection
 from bloomery.monitor.meters import IntervalMeter
-from bloomery.sizing.plan import TrainingPlan
+from bloomery.sizing.schedule import TrainingPlan
 from bloomery.train.spikes import RECOVERY_STEPS
 from bloomery.train.state import TrainState
 
