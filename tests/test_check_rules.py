@@ -50,7 +50,7 @@ CASES: list[tuple[str, list[str], str, str, str]] = [
     ("heads", [LLAMA, "model.hidden_size=24"], "a head is 3 wide", "must be even", "change model.num_heads"),
     ("heads", [LLAMA, "model.num_kv_heads=3"], "model.num_kv_heads is 3 but model.num_heads is 8", "same number of query heads", "use 2 or 4"),
     ("heads", [LLAMA, "model.num_kv_heads=16"], "model.num_kv_heads is 16", "same number of query heads", "use 8"),
-    ("fields_of_another_family", ["model.num_kv_heads=4"], "model.num_kv_heads is set but model.family is gpt2", "only llama reads it", "set it back to 8"),
+    ("fields_of_another_family", ["model.num_kv_heads=4"], "model.num_kv_heads is set but model.family is gpt2", "only llama, qwen2, qwen3 reads it", "set it back to 8"),
     ("fields_of_another_family", ["model.rope_theta=5e5"], "model.rope_theta is set", "would be ignored", "set it back to 10000.0"),
     ("tensor_parallel", ["parallel.tp=3", "launch=null"], "parallel.tp is 3 but model.num_heads is 8", "divide evenly across", "parallel.tp 2 or 4"),
     ("tensor_parallel", [LLAMA, "model.num_kv_heads=2", "parallel.tp=4"], "parallel.tp is 4 but model.num_kv_heads is 2", "divide evenly", "tp 2"),
