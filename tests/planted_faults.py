@@ -1,43 +1,51 @@
-"""Mistakes that `bloomery verify` must find. Each function is what a rank runs instead of `run_trials`: it breaks one
-thing in its own process, then does what it should."""
+"""Mistakes that `bloomery verify` must find: each is a patch of one thing, played in the layout that it is planted in.
+
+Ranks run `faults_by_layout` or `faults_of_the_reference` instead of `run_trials`, so that one reference serves many.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
 
 from bloomery.base.piece import Piece
+from bloomery.base.ranks import Ranks
+from bloomery.cli import verify_trials
 from bloomery.cli.verify_trials import run_trials
 from bloomery.config.recipe import ModelSection
+from bloomery.data import loader
 from bloomery.data.batch import Batch
 from bloomery.parallel import apply, feed, gradients
 from bloomery.parallel.gradients import Gradients
 from bloomery.parallel.mesh import Mesh
 from bloomery.parallel.runner import PlainExecution
-from bloomery.sizing import tp_sharding
+from bloomery.sizing import layout
 from bloomery.train.optimizer import Optimizer
+from bloomery.verify.trials import Trial
+
+Fault = Callable[[], AbstractContextManager[Any]]
 
 
-def tied_gradients_are_not_added(arguments: Sequence[str]) -> int:
+def tied_gradients_are_not_added() -> AbstractContextManager[Any]:
     """First and last stage each keep their own part of the tied embedding's gradient."""
-    Gradients._add_the_other_end = lambda self, gradient: None  # type: ignore[method-assign]
-    return run_trials(arguments)
+    return patch.object(Gradients, "_sum_tied_embedding", lambda self, gradient: None)
 
 
-def norms_are_not_summed(arguments: Sequence[str]) -> int:
+def norms_are_not_summed() -> AbstractContextManager[Any]:
     """Under sequence parallelism each rank keeps the gradient of its own tokens for the norm before attention."""
-    rest = ((pattern.replace("attention_norm|", ""), cut) for pattern, cut in tp_sharding.CUTS)
-    tp_sharding.CUTS = (*rest, (r"layers\.\d+\.attention_norm\.(weight|bias)", "alike"))  # type: ignore[misc]
-    return run_trials(arguments)
+    rest = ((pattern.replace("attention_norm|", ""), cut) for pattern, cut in layout.CUTS)
+    return patch.object(layout, "CUTS", (*rest, (r"layers\.\d+\.attention_norm\.(weight|bias)", "alike")))
 
 
-def losses_are_averaged_by_micro_batch(arguments: Sequence[str]) -> int:
+def losses_are_averaged_by_micro_batch() -> AbstractContextManager[Any]:
     """Every micro-batch weighs the same, however many tokens of it carry a loss."""
     original = PlainExecution.train
 
@@ -51,118 +59,117 @@ def losses_are_averaged_by_micro_batch(arguments: Sequence[str]) -> int:
 
         return original(self, micro_batches, averaged, seed)
 
-    PlainExecution.train = train  # type: ignore[method-assign]
-    return run_trials(arguments)
+    return patch.object(PlainExecution, "train", train)
 
 
-def replicated_weights_count_twice(arguments: Sequence[str]) -> int:
+def replicated_weights_count_twice() -> AbstractContextManager[Any]:
     """The global norm counts what every tensor-parallel rank has a copy of once for each rank."""
 
     def owned(self: Gradients) -> list[Tensor]:
         pairs = zip(self._weights, self.tensors(), strict=True)
         return [each for weight, each in pairs if (weight.piece.owned or weight.summed_over_tp) and each.numel()]
 
-    Gradients._owned = owned  # type: ignore[method-assign]
-    return run_trials(arguments)
+    return patch.object(Gradients, "_owned", owned)
 
 
-def every_rank_takes_the_first_slopes(arguments: Sequence[str]) -> int:
+def every_rank_takes_the_first_slopes() -> AbstractContextManager[Any]:
     """A sharded buffer with the wrong offset: heads of the second rank get the slopes of the first."""
 
     def cut_buffers(model: nn.Module, mesh: Mesh) -> None:
-        if mesh.tp_group is not None:
-            for name, buffer in list(model.named_buffers()):
-                setattr(model, name, buffer.chunk(mesh.layout.tp, 0)[0].contiguous())
+        for name, buffer in list(model.named_buffers()):
+            setattr(model, name, buffer.chunk(mesh.layout.tp, 0)[0].contiguous())
 
-    apply.cut_buffers = cut_buffers  # type: ignore[attr-defined]
-    return run_trials(arguments)
+    return patch.object(apply, "cut_buffers", cut_buffers)
 
 
-def replicas_read_the_same_samples(arguments: Sequence[str]) -> int:
+def replicas_read_the_same_samples() -> AbstractContextManager[Any]:
     """The second replica reads what the first one reads."""
-    from bloomery.data import loader
-
     original: Callable[..., Any] = loader.read_batch
-    loader.read_batch = lambda *args, **kwargs: original(*args, **{**kwargs, "replica": 0})  # type: ignore[assignment]
-    return run_trials(arguments)
+    return patch.object(loader, "read_batch", lambda *args, **kwargs: original(*args, **{**kwargs, "replica": 0}))
 
 
-def pieces_lie_elsewhere(arguments: Sequence[str]) -> int:
+def pieces_lie_elsewhere() -> AbstractContextManager[Any]:
     """A layout saves and loads one weight with the rows of its two ranks exchanged: among its like nobody notices."""
     original = Optimizer.pieces
 
+    def moved(piece: Piece) -> Piece:
+        rows = piece.tensor.shape[0]
+        return dataclasses.replace(piece, offset=(0 if piece.offset[0] else piece.shape[0] - rows, 0))
+
     def pieces(self: Optimizer) -> dict[str, Piece]:
         return {
-            name: _moved(piece) if "layers.0.mlp.up.weight" in name else piece for name, piece in original(self).items()
+            name: moved(piece) if "layers.0.mlp.up.weight" in name else piece for name, piece in original(self).items()
         }
 
-    Optimizer.pieces = pieces  # type: ignore[method-assign]
-    return run_trials(arguments)
+    return patch.object(Optimizer, "pieces", pieces)
 
 
-def _moved(piece: Piece) -> Piece:
-    rows = piece.tensor.shape[0]
-    return dataclasses.replace(piece, offset=(0 if piece.offset[0] else piece.shape[0] - rows, 0))
-
-
-def rank_one_dies(arguments: Sequence[str]) -> int:
-    """A rank raises in the middle of a training of the layout tp2; what comes after is not its fault."""
+def rank_one_dies() -> AbstractContextManager[Any]:
+    """A rank raises in the middle of a training; what comes after is not its fault."""
     take = feed.Feed.take
 
     def failing(self: feed.Feed) -> Any:
-        if os.environ["RANK"] == "1" and getattr(self, "_taken", 0) == 1 and _is_tp():
+        if os.environ["RANK"] == "1":
             raise AssertionError("planted: rank 1 stumbles")
-        self._taken = getattr(self, "_taken", 0) + 1  # type: ignore[attr-defined]
         return take(self)
 
-    feed.Feed.take = failing  # type: ignore[method-assign]
-    original = apply.apply_tensor_parallel
-
-    def remember(model: nn.Module, mesh: Mesh) -> None:
-        _LAYOUT["tp"] = mesh.layout.tp
-        original(model, mesh)
-
-    apply.apply_tensor_parallel = remember  # type: ignore[attr-defined]
-    return run_trials(arguments)
+    return patch.object(feed.Feed, "take", failing)
 
 
-_LAYOUT = {"tp": 1}
-
-
-def norms_are_summed_in_fp32(arguments: Sequence[str]) -> int:
-    """As torch does it, which is too low on CPUs where tensors are large."""
-    gradients.total_norm = torch.nn.utils.get_total_norm
-    return run_trials(arguments)
-
-
-def padding_takes_part(arguments: Sequence[str]) -> int:
-    """The softmax goes over the padded vocabulary, in every layout."""
-    return _over_padding(arguments, lambda tp: True)
-
-
-def padding_takes_part_in_tp(arguments: Sequence[str]) -> int:
-    """The same, in tensor-parallel layouts only."""
-    return _over_padding(arguments, lambda tp: tp)
-
-
-def _over_padding(arguments: Sequence[str], wrong: Callable[[bool], bool]) -> int:
+def padding_takes_part() -> AbstractContextManager[Any]:
+    """The softmax goes over the padded vocabulary."""
     original = apply.vocabulary_losses
 
     def losses(model: ModelSection, group: Any, device: torch.device) -> Any:
-        return original(model.model_copy(update={"softmax_over_padding": wrong(group is not None)}), group, device)
+        return original(model.model_copy(update={"softmax_over_padding": True}), group, device)
 
-    apply.vocabulary_losses = losses  # type: ignore[attr-defined]
-    return run_trials(arguments)
+    return patch.object(apply, "vocabulary_losses", losses)
 
 
-def _is_tp() -> bool:
-    return _LAYOUT["tp"] > 1
+def norms_are_summed_in_fp32() -> AbstractContextManager[Any]:
+    """As torch does it, which is too low on CPUs where tensors are large."""
+    return patch.object(gradients, "total_norm", torch.nn.utils.get_total_norm)
+
+
+FAULTS: dict[str, Fault] = {
+    "tp2": pieces_lie_elsewhere,
+    "tp2-dp1": norms_are_not_summed,
+    "tp2-pp1": losses_are_averaged_by_micro_batch,
+    "tp2-cp1": replicated_weights_count_twice,
+    "tp2-zero1": every_rank_takes_the_first_slopes,
+    "tp2-zero0": padding_takes_part,
+    "pp2": tied_gradients_are_not_added,
+    "dp2": replicas_read_the_same_samples,
+    "dp1-tp2": rank_one_dies,
+}
+"""By the layout that has it. A layout may be written in many ways, and each is a layout of its own here."""
+
+
+@contextmanager
+def _planted(fault_of: Callable[[Trial], AbstractContextManager[Any]]) -> Iterator[None]:
+    run = verify_trials._run
+
+    def faulty(trial: Trial, device: torch.device, ranks: Ranks) -> bool:
+        with fault_of(trial):
+            return run(trial, device, ranks)
+
+    with patch.object(verify_trials, "_run", faulty):
+        yield
+
+
+def faults_by_layout(arguments: Sequence[str]) -> int:
+    with _planted(lambda trial: FAULTS.get(trial.layout, nullcontext)()):
+        return run_trials(arguments)
+
+
+def faults_of_the_reference(arguments: Sequence[str]) -> int:
+    """Two that all layouts have, so that they agree: only plain torch, beside the reference, does not."""
+    with padding_takes_part(), norms_are_summed_in_fp32():
+        return run_trials(arguments)
 
 
 def other_samples_after_the_checkpoint_of_single(arguments: Sequence[str]) -> int:
     """What is trained aside from the checkpoint of one rank begins eight samples too late."""
-    from bloomery.cli import verify_trials
-
     read_state = verify_trials.read_state
 
     def wrong(folder: Path) -> dict[str, Any]:
@@ -170,5 +177,5 @@ def other_samples_after_the_checkpoint_of_single(arguments: Sequence[str]) -> in
         late = "train-single" in str(folder)
         return state | {"consumed_samples": state["consumed_samples"] + 8 * late}
 
-    verify_trials.read_state = wrong
-    return run_trials(arguments)
+    with patch.object(verify_trials, "read_state", wrong):
+        return run_trials(arguments)

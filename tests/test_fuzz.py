@@ -46,8 +46,8 @@ from bloomery.monitor.history import read_events, read_metrics
 from bloomery.monitor.record import to_json
 from bloomery.prepare.download import read_download_manifest
 from bloomery.prepare.extract import _lines
+from bloomery.prepare.parts import PartsFolder
 from bloomery.prepare.read import UnitReader, plan_units
-from bloomery.prepare.shard_parts import PartsFolder
 from bloomery.prepare.sources import find_files
 from bloomery.sizing.check import load_checked_recipe
 from bloomery.train.resume import resume_point_at

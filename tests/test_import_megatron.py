@@ -14,14 +14,12 @@ import pytest
 from bloomery.base.errors import RecipeError
 from bloomery.config.describe import as_dict
 from bloomery.config.load import load_recipe
-from bloomery.interop.megatron import run_script as runner
-from bloomery.interop.megatron.builder import Row
-from bloomery.interop.megatron.flags import MAPPED, REFUSED, known_names
+from bloomery.interop.megatron import script as runner
+from bloomery.interop.megatron.flags import MAPPED, REFUSED, Row, known_names
 from bloomery.interop.megatron.importer import Imported, import_megatron
-from bloomery.interop.megatron.read_script import read_script
-from bloomery.interop.megatron.run_script import run_script
+from bloomery.interop.megatron.script import read_script, run_script
 from bloomery.sizing.check import load_checked_recipe
-from bloomery.sizing.plan import TrainingPlan
+from bloomery.sizing.schedule import TrainingPlan
 from megatron_scripts import GPT_TOKENS, LLAMA2, TR1, TR11
 
 Command = Callable[..., tuple[int, str, str]]
@@ -258,7 +256,7 @@ srun torchrun "${DIST[@]}" pretrain_gpt.py FLAGS --global-batch-size 16 "${DATA[
 def test_two_different_trainings_or_none_are_refused(tmp_path: Path) -> None:
     with pytest.raises(RecipeError) as caught:
         script(tmp_path, "torchrun pretrain_gpt.py FLAGS --seed 1\ntorchrun pretrain_gpt.py FLAGS --seed 7\n")
-    assert "lines 1 and 2 are different trainings: line 1 has --seed 1, line 2 has --seed 7" in str(caught.value)
+    assert "lines 1 and 2 are different trainings" in str(caught.value)
     again = "torchrun pretrain_gpt.py FLAGS || torchrun pretrain_gpt.py FLAGS\npython tools/eval.py FLAGS --seed 9\n"
     assert script(tmp_path, again).recipe.seed == 1234
     for text in ("source x\nls\n", "exit 0\npretrain_gpt.py FLAGS\n", "if false; then pretrain_gpt.py FLAGS; fi\n"):
@@ -268,11 +266,10 @@ def test_two_different_trainings_or_none_are_refused(tmp_path: Path) -> None:
         script(tmp_path, TR1.replace("NNODES=$SLURM_NNODES", "NNODES=64"))
 
 
-def test_settings_that_change_nothing_repeated_flags_and_stray_words_are_warnings(tmp_path: Path) -> None:
-    text = "pretrain_gpt.py FLAGS --lr 2e-3 --fp16 stray $X\n"
+def test_settings_that_change_nothing_and_stray_words_are_warnings(tmp_path: Path) -> None:
+    text = "pretrain_gpt.py FLAGS --fp16 stray $X\n"
     messages = "\n".join(map(str, script(tmp_path, text, given={"X": "", "Y": "1"}).warnings))
     assert "--set Y=1 changes nothing. The script has no $Y" in messages
-    assert "--lr is 1e-3 and then 2e-3" in messages
     assert "'stray' belongs to no flag" in messages
     assert "there is no script" in str(flags(given={"X": "1"}).warnings[0]).lower()
 
@@ -373,11 +370,12 @@ def test_usage_errors(tmp_path: Path, command: Command) -> None:
     (tmp_path / "bad.sh").write_text("A='\n")
     code, _, err = command("import", "megatron", "--script", str(tmp_path / "bad.sh"))
     assert code == 2
-    assert "bad.sh: bash cannot read this script: line 1" in err
+    assert "bad.sh: there is no training in this script" in err
     assert "cannot read nowhere.sh" in command("import", "megatron", "nowhere.sh")[2]
     assert "nothing to import" in command("import", "megatron")[2]
     assert "--set X. It is NAME=VALUE" in command("import", "megatron", *SMALL, "--set", "X")[2]
-    assert "--set a-b=1. It sets a variable" in command("import", "megatron", *SMALL, "--set", "a-b=1")[2]
+    bad = command("import", "megatron", "--script", str(tmp_path / "bad.sh"), "--set", "a-b=1")[2]
+    assert "--set a-b=1. It sets a variable" in bad
     assert command("import", "megatron", "--help")[0] == 0
 
 
@@ -388,7 +386,7 @@ def test_an_unknown_flag_is_listed_in_the_table_the_file_and_the_summary(tmp_pat
     assert "warning: --my-own is not understood" in err
     assert "not understood: did you mean --ffn-hidden-size?" in out
     assert out.splitlines()[-1].endswith("not understood: --ffn_hidden_size, --my-own")
-    assert "#   --my-own 2  (unknown here: check whether" in (tmp_path / "r.yaml").read_text()
+    assert "#   --my-own 2  (check whether" in (tmp_path / "r.yaml").read_text()
 
 
 # ---------------------------------------------------------------- flags
@@ -504,8 +502,8 @@ def test_what_is_reported_of_a_flag(text: str, kind: str, flag: str) -> None:
         ("--lr-warmup-iters 2 --lr-warmup-samples 3", "are both set"),
         ("--lr-warmup-fraction nan", "--lr-warmup-fraction is 'nan'. It is a finite number"),
         ("--lr-warmup-fraction 1.5", "command line --lr-warmup-fraction: lr.warmup is 150 steps"),
-        ("--lr-warmup-iters 1e30", "It is a whole number of at most 1,000,000,000,000,000,000"),
-        ("--train-samples 9", "--train-samples is 9 and --train-iters is 100"),
+        ("--lr-warmup-iters 1e30", "It is a finite whole number of at most 1,000,000,000,000,000,000"),
+        ("--train-samples 9", "--train-samples and --train-iters are both set"),
         ("--rampup-batch-size 2 2 90", "--train-iters with --rampup-batch-size"),
         ("--rampup-batch-size 2 2", "--rampup-batch-size has 2 values"),
         ("--exit-duration-in-mins -5", "command line --exit-duration-in-mins: train.exit_after is '-5m'"),
@@ -516,10 +514,10 @@ def test_what_is_reported_of_a_flag(text: str, kind: str, flag: str) -> None:
             "parallel.zero is 'x'",
         ),
         ("--data-path 0.5 a 0.5", "has 3 words"),
-        ("--data-path a b", "names 2 paths without weights. Megatron then blends by their lengths"),
+        ("--data-path a b", "without weights Megatron blends by lengths"),
         ("--data-path 1 a b c", "--data-path is 'b'"),
-        ("--data-path a --train-data-path b", "--data-path and --train-data-path are both set"),
-        ("--num-layers two", "--num-layers is 'two'. It is a whole number. Write one, or remove the flag"),
+        ("--data-path a --train-data-path b", "--train-data-path and --data-path are both set"),
+        ("--num-layers two", "--num-layers is 'two'. It is a finite whole number"),
         ("--seed", "--seed has 0 values"),
         ("--global-batch-size 7", "batch.global_batch_size is 7"),
         ("--num-attention-heads 5", "command line --num-attention-heads: model.num_heads is 5"),
@@ -593,7 +591,7 @@ def test_tr11_with_its_files_of_splits(tmp_path: Path) -> None:
     assert done.recipe.train.evaluate is not None
     flag = "--valid-weighted-split-paths-path"
     rows = {(row.kind, row.value): row.remark for row in done.rows if row.flag == flag}
-    assert rows["differs", "ALL"] == "its group is called valid"
+    assert rows["differs", "ALL"] == "its group is called valid, behind data.split"
     assert "prepare these documents as a shard of their own and add it to data.validation.en" in rows["left out", "en"]
 
 
@@ -617,15 +615,18 @@ def test_groups_on_the_command_line_become_training_and_validation_groups() -> N
         (["T: 1 0.1:1 a"], "documents 0.1:1 of a. A training has one group, and a recipe cuts all its sources"),
         (["T: 1 0:0.9 a, 1 0:0.8 b"], "documents 0:0.9 of a, 0:0.8 of b"),
         (["T: 1 0:1 a", "U: 1 0:1 b"], "has 2 groups"),
-        (["T: 1 0:1 a", "T: 1 0:1 b"], "has no name, or that of another group"),
-        (["1 a, 2 b"], "'1 a, 2 b' has no name"),
-        (["T: 1 a"], "'1 a' is no part of a group. A group is"),
-        (["T: 1 0.9:0.5 a"], "'1 0.9:0.5 a' is no part of a group"),
-        (["T: -1 0:1 a"], "'-1 0:1 a' is no part of a group"),
-        (["T: $W 0:1 a"], "--train-weighted-split-paths is $W 0:1 a"),
+        (["T: 1 0:1 a", "T: 1 0:1 b"], "is no group of its own"),
+        (["1 a, 2 b"], "'1 a, 2 b' is no group of its own"),
+        (["T: 1 a"], "'T: 1 a' is no group of its own. A group is"),
+        (["T: 1 0.9:0.5 a"], "'T: 1 0.9:0.5 a' is no group"),
+        (["T: -1 0:1 a"], "'T: -1 0:1 a' is no group"),
+        (["T: $W 0:1 a"], "'T: $W 0:1 a' is no group"),
         (["T: 1 0:1 a", "--data-path", "b"], "--data-path and --train-weighted-split-paths are both set"),
         (["T: 1 0:1 a", "--split", "9,1,0"], "--split and --train-weighted-split-paths are both set"),
-        (["T: 1 0:1 a", "--train-weighted-split-paths-path", "b"], "-paths-path are both set"),
+        (
+            ["T: 1 0:1 a", "--train-weighted-split-paths-path", "b"],
+            "--train-weighted-split-paths-path and --train-weighted-split-paths are both set",
+        ),
     ],
 )
 def test_a_split_that_a_recipe_cannot_have_is_refused(words: list[str], message: str) -> None:
@@ -633,7 +634,7 @@ def test_a_split_that_a_recipe_cannot_have_is_refused(words: list[str], message:
 
 
 @pytest.mark.parametrize(
-    ("text", "message"), [("", "it is empty"), ('"T: 1 0:1 a', "No closing quotation"), ("T: 1 0:1 a", "no part of")]
+    ("text", "message"), [("", "is no group"), ('"T: 1 0:1 a', "No closing quotation"), ("T: 1 0:1 a", "is no group")]
 )
 def test_a_file_of_splits_that_is_none_is_refused(text: str, message: str, tmp_path: Path) -> None:
     (tmp_path / "train.txt").write_text(text)
@@ -688,8 +689,6 @@ def test_a_ds_config_that_the_script_writes_is_read(tmp_path: Path, path: str) -
         ('"gradient_clipping": 1.0', '"gradient_clipping": 0.5', ["is 0.5", "--clip-grad 1.0"]),
         ('"fp16": {"enabled": true', '"bf16": {"enabled": true}, "fp16": {"enabled": false',
          ["fp16.enabled is false", "--fp16", "bf16.enabled is true", "no --bf16"]),
-        ('"steps_per_print": 2000', '"optimizer": {"params": {"lr": 3e-4, "betas": [0.9, 0.95]}}',
-         ["lr is 0.0003", "--lr 1e-4", "betas is [0.9, 0.95]"]),
         ('"loss_scale": 0', '"loss_scale": 128', ["fp16.loss_scale is 128", "dynamic"]),
     ],
 )  # fmt: skip
@@ -728,13 +727,11 @@ def test_every_key_of_a_ds_config_is_a_row(tmp_path: Path) -> None:
     done = deepspeed(tmp_path, config, "--fp16", "--save-interval", "50")
     kinds = {row.flag.removeprefix("ds_config "): row.kind for row in done.rows if row.flag.startswith("ds_config ")}
     sections = ("fp16", "bf16", "zero_optimization", "nebula")
-    expected = {f"{key}.{inner}" for key in sections for inner in config[key]} | {"optimizer.type"}
-    expected |= {f"optimizer.params.{name}" for name in config["optimizer"]["params"]}
-    assert kinds.keys() == expected | {key for key in config if key not in (*sections, "optimizer")}
+    expected = {f"{key}.{inner}" for key in sections for inner in config[key]}
+    assert kinds.keys() == expected | {key for key in config if key not in sections}
     assert {name for name, kind in kinds.items() if kind == "not understood"} == {"fp16.auto_cast", "my_own"}
-    assert {name for name, kind in kinds.items() if kind == "left out"} == {
-        "optimizer.params.bias_correction", "nebula.persistent_time_interval", "nebula.load_path"
-    }  # fmt: skip
+    left_out = {name for name, kind in kinds.items() if kind == "left out"}
+    assert left_out == {"nebula.persistent_time_interval", "nebula.load_path"}
     assert (done.recipe.parallel.zero, done.recipe.parallel.offload) == (2, True)
     phases = [{"every": "50 steps"}]
     assert done.raw["checkpoint"] == {"phases": phases, "upload": {"to": "/blob/run"}, "keep": {"last": 3}}
@@ -747,23 +744,18 @@ def test_every_key_of_a_ds_config_is_a_row(tmp_path: Path) -> None:
     [
         ('{"train_batch_size": 1_024}', "not valid JSON.*no underscores"),
         ('{"fp16": {"enabled": true, "enabled": false}}', 'not valid JSON: "enabled" occurs twice in one object'),
-        ('{"gradient_clipping": NaN}', "not valid JSON: NaN is no number"),
+        ('{"gradient_clipping": NaN}', "gradient_clipping is NaN. It is a number"),
         ("[" * 100_000, "not valid JSON"),
-        ("[{}]", "it holds list. A ds_config is a JSON object"),
+        ("[{}]", "it is no object. A ds_config is a JSON object"),
         ({"train_batch_size": "many"}, 'train_batch_size is "many". It is a whole number'),
-        ({"optimizer": {"params": {"betas": [0.9]}}}, r"betas is \[0.9\]. It is a list of two numbers"),
-        ({"fp16": {"initial_scale_power": 5000}}, "initial_scale_power is 5000. The first scale is 2 to that power"),
-        ({"gradient_clipping": 1e30}, "It is a number, and at most 1,000,000,000,000,000,000"),
+        ({"fp16": {"initial_scale_power": 5000}}, "initial_scale_power is 5000. It is a whole number from 0 to 127"),
+        ({"gradient_clipping": 1e30}, "It is a number, at most 1,000,000,000,000,000,000"),
         ({"gradient_accumulation_steps": 0}, "gradient_accumulation_steps is 0. It is a whole number of at least 1"),
-        ({"gradient_accumulation_steps": 3}, "a batch of 8 samples is no whole number of replicas times 2 samples"),
-        ({"optimizer": {"type": "Lamb"}}, 'optimizer.type is "Lamb", but Megatron\'s optimizer is adam'),
-        ({"optimizer": {"params": {"betas": ["auto", 0.9]}}}, r"Megatron takes \[0.9, 0.999\] without --adam-beta1"),
-        ({"optimizer": {"params": {"eps": 0.1}}}, "eps is 0.1 .* takes 1e-08 without .* Write --adam-eps 0.1"),
         ({"scheduler": {"type": "WarmupLR", "params": {}}}, 'scheduler.type is "WarmupLR"'),
         ({"curriculum_learning": {"enabled": True}}, "curriculum_learning is enabled. Every sample has"),
         ({"compression_training": {"a": {"b": {"enabled": True}}}}, "compression_training is enabled"),
     ],
-    ids=range(17),
+    ids=range(12),
 )
 def test_a_ds_config_that_is_wrong_or_does_something_else_is_refused(tmp_path: Path, config: Any, message: str) -> None:
     with pytest.raises(RecipeError, match=message) as caught:
@@ -775,9 +767,8 @@ WRONG: list[Any] = [None, [], {}, "x", "auto", True, -1, 0, 5000, 10**30, 1e308,
 KEYS = [
     "train_batch_size", "gradient_clipping", "fp16", "fp16.enabled", "fp16.loss_scale", "fp16.initial_scale_power",
     "fp16.loss_scale_window", "fp16.min_loss_scale", "bfloat16", "zero_optimization", "zero_optimization.stage",
-    "zero_optimization.offload_optimizer", "optimizer", "optimizer.type", "optimizer.params", "optimizer.params.lr",
-    "optimizer.params.betas", "scheduler", "scheduler.type", "curriculum_learning", "nebula", "nebula.enabled",
-    "nebula.persistent_storage_path", "nebula.num_of_version_in_retention", "other",
+    "zero_optimization.offload_optimizer", "optimizer", "scheduler", "scheduler.type", "curriculum_learning",
+    "nebula", "nebula.enabled", "nebula.persistent_storage_path", "nebula.num_of_version_in_retention", "other",
 ]  # fmt: skip
 
 

@@ -172,7 +172,7 @@ def test_an_imported_model_learns_what_transformers_learns_in_every_layout(
 
 
 def test_padding_takes_part_where_the_recipe_says_so(tmp_path: Path, command: Command) -> None:
-    """As in Megatron. Zero rows then drown logits of -15; a run changes it only when it is asked for by name."""
+    """As in Megatron. Zero rows then drown logits of -15; a run changes it only by name."""
     _, run = imported("gpt2", tmp_path, command)
     words = ["train", str(run / "recipe.yaml"), "--run-dir", str(run), "--device", "cpu", "--quiet"]
     assert main([*words, "model.softmax_over_padding=true"]) == 0

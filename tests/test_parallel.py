@@ -28,11 +28,8 @@ from bloomery.model.transformer import build_model
 from bloomery.parallel.mesh import alone
 from bloomery.parallel.ranks import joined
 from bloomery.parallel.runner import Runner
-from bloomery.sizing.check import load_checked_recipe
-from bloomery.sizing.elastic import fit
-from bloomery.sizing.layout import layout_overrides
-from bloomery.sizing.stages import stage_layers, stages_of_rank
-from bloomery.sizing.tp_sharding import CUTS, cut_of
+from bloomery.sizing.check import fit, load_checked_recipe
+from bloomery.sizing.layout import CUTS, cut_of, layout_overrides, stage_layers, stages_of_rank
 from conftest import SMALL, Workshop, start_training, wait_for_steps
 
 FAMILIES = tuple(registry.FAMILIES)
@@ -350,7 +347,7 @@ def test_as_little_as_possible_changes(overrides: list[str], world: int, expecte
             section, _, field = section.partition(".")
             given = {field: given}
         recipe = recipe.model_copy(update={section: getattr(recipe, section).model_copy(update=given)})
-    fitted = fit(recipe, checked.draft, nodes=1, ranks_per_node=world)
+    fitted = fit(recipe, nodes=1, ranks_per_node=world)
     if expected is None:
         assert fitted is None
     else:

@@ -246,7 +246,7 @@ def test_verify_finds_a_changed_token_a_changed_source_and_a_missing_shard(many,
 
 def test_a_finished_shard_is_up_to_date_where_nothing_can_be_written(corpus, tokenizer, monkeypatch):
     make(tokenizer)
-    monkeypatch.setattr("bloomery.prepare.shard_parts.PartsFolder.locked", None)
+    monkeypatch.setattr("bloomery.prepare.parts.PartsFolder.locked", None)
     assert make(tokenizer).reused
     assert make(tokenizer, share=Share(1, 3)).reused
 
@@ -276,17 +276,17 @@ def test_verify_compares_all_that_is_written(many, tokenizer, tmp_path):
     assert sorted(tmp_path.glob("x.verify*")) == [tmp_path / "x.verify"], "somebody else's"
     other_source = [{"name": "corpus", "documents": 939, "tokens": 1, "bytes": 1}]
     damages = [
-        ("x.idx", swapped_lengths, r"sequence 0 has another length than its source gives \(x.idx\)"),
+        ("x.idx", swapped_lengths, "x.idx has other documents or sequences than their sources give"),
         ("x.origins", lambda path: path.write_bytes(b"\0" * path.stat().st_size), "x.origins is missing, or names"),
         ("x.origins", Path.unlink, "x.origins is missing, or names"),
     ]
     for fields, message in [
         ({"vocab_size": 299}, "its vocab_size is 299 where .* be 300"),
-        ({"dropped": {}}, "its dropped.empty is missing where now it would be 61"),
+        ({"dropped": {}}, "its dropped is {} where now it would be {'empty': 61"),
         ({"append_eod": True}, "its append_eod is True where"),
         ({"sequences": 1}, "its sequences is 1 where"),
-        ({"sources": []}, "its sources are none where .* be 'corpus'"),
-        ({"sources": other_source}, r"x: its source 'corpus' has 1 tokens where now it would have \d+\."),
+        ({"sources": []}, r"its sources is \(\) where .*name='corpus'"),
+        ({"sources": other_source}, r"x: its sources is .*tokens=1, .* where now it would be .*tokens=\d\d"),
     ]:
         damages.append(("x.manifest.json", lambda path, fields=fields: falsified(path, **fields), message))
     for name, damage, message in damages:

@@ -12,7 +12,7 @@ from bloomery.model.transformer import build_model
 from bloomery.sizing.check import load_checked_recipe
 from bloomery.sizing.layout import data_parallel_size, ranks_per_replica, world_size
 from bloomery.sizing.parameters import count_parameters, padded_vocab_size
-from bloomery.sizing.plan import TrainingPlan
+from bloomery.sizing.schedule import TrainingPlan
 
 PARAMETERS = {
     "bert-large": 336_297_858,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 from collections.abc import Callable
@@ -16,9 +17,7 @@ import planted_faults
 from bloomery.base.errors import RecipeError
 from bloomery.checkpoint.folder import verify as check_whole
 from bloomery.cli.main import main
-from bloomery.cli.verify_trials import run_trials
 from bloomery.config.describe import fingerprint
-from bloomery.config.load import shipped_recipes
 from bloomery.sizing.check import load_checked_recipe
 from bloomery.verify import compare
 from bloomery.verify.certify import Certificate, certify, table
@@ -30,18 +29,13 @@ from conftest import SMALL, Workshop
 Command = Callable[..., tuple[int, str, str]]
 
 
-@pytest.fixture
-def recipe_file(tmp_path: Path) -> Callable[..., str]:
+def write_recipe(folder: Path, *, model: dict[str, Any] | None = None, data: dict[str, Any] | None = None) -> str:
     """A recipe like the small one of all tests, with another model or other data."""
-
-    def write(*, model: dict[str, Any] | None = None, data: dict[str, Any] | None = None) -> str:
-        values = SMALL | {"model": SMALL["model"] | {"num_heads": 4, "num_layers": 4} | (model or {})}
-        values |= {"data": SMALL["data"] | (data or {}), "batch": {"micro_batch_size": 4, "global_batch_size": 16}}
-        path = tmp_path / "recipe.yaml"
-        path.write_text(yaml.safe_dump(values))
-        return str(path)
-
-    return write
+    values = SMALL | {"model": SMALL["model"] | {"num_heads": 4, "num_layers": 4} | (model or {})}
+    values |= {"data": SMALL["data"] | (data or {}), "batch": {"micro_batch_size": 4, "global_batch_size": 16}}
+    path = folder / "recipe.yaml"
+    path.write_text(yaml.safe_dump(values))
+    return str(path)
 
 
 def certificate_of(source: str, layouts: str, work: Path, command: RankCommand, **options: Any) -> Certificate:
@@ -55,16 +49,16 @@ def certificate_of(source: str, layouts: str, work: Path, command: RankCommand, 
 
 
 def test_the_command_passes_and_writes_its_certificate(
-    recipe_file: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Command
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Command
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("bloomery.verify.certify.PAIR_STEPS", 2)
     sources = {"train": [{"path": "a", "weight": 0.7}, {"path": "b", "weight": 0.3}], "eod_loss": False}
-    source = recipe_file(model={"dropout": 0.1}, data=sources)
-    code, out, _ = command("verify", source, "--layouts", "tp2,pp2,zero3-dp2", "--steps", "4", "--pairs")
+    source = write_recipe(tmp_path, model={"dropout": 0.1, "softmax_over_padding": True}, data=sources)
+    code, out, _ = command("verify", source, "--layouts", "tp2,zero3-dp2", "--steps", "4", "--pairs")
     assert code == 0, out
-    assert "3 of 3 layouts equal one rank" in out
-    assert out.count("3 of 3 exact, 3 of 3 go on") == 4
+    assert "2 of 2 layouts equal one rank" in out
+    assert out.count("2 of 2 exact, 2 of 2 go on") == 3
     assert "dropout 0.1: masks depend on the layout, verified with dropout 0" in out
     assert "; not verified: dropout 0.1. Certificate" in out
     written = json.loads((tmp_path / "certificate.json").read_text())
@@ -74,13 +68,15 @@ def test_the_command_passes_and_writes_its_certificate(
     assert written["fingerprint"] == fingerprint(load_checked_recipe(source).recipe)
     assert written["clipping"]["bound_on_every_step"] is True
     assert written["shrunk"]["model.dropout"] == {"from": 0.1, "to": 0.0}
+    learned = written["learned"]["first_loss"]
+    assert learned == pytest.approx(math.log(600), abs=0.05), "the softmax goes over 297 words and 303 rows of padding"
     assert written["versions"]["torch"] == torch.__version__
-    assert [row["layout"] for row in written["layouts"]] == ["tp2", "pp2", "zero3-dp2"]
+    assert [row["layout"] for row in written["layouts"]] == ["tp2", "zero3-dp2"]
     for row in [written["reference"], *written["layouts"]]:
         assert row["verdict"] == "pass"
-        assert row["resharded_from"] == row["resharded_of"] == 3, "every ordered pair of layouts"
+        assert row["resharded_from"] == row["resharded_of"] == 2, "every ordered pair of layouts"
         assert row["continued_from"] not in (None, row["layout"])
-        assert row["followed_from"] == row["followed_of"] == 3, "each learns from each checkpoint what its owner learns"
+        assert row["followed_from"] == row["followed_of"] == 2, "each learns from each checkpoint what its owner learns"
         assert row["followed_loss"]["difference"] <= compare.LOSS_RELATIVE
     for row in written["layouts"]:
         assert row["loss"]["difference"] <= compare.LOSS_RELATIVE
@@ -111,127 +107,83 @@ def test_norms_of_queries_and_keys_pass(tmp_path: Path, monkeypatch: pytest.Monk
 # ---------------------------------------------------------------- layouts that are wrong
 
 
-def reasons(certificate: Certificate, layout: str) -> str:
-    """What is wrong with a layout."""
-    assert certificate.verdict == "fail"
+@pytest.fixture(scope="module")
+def faulty(tmp_path_factory: pytest.TempPathFactory) -> Certificate:
+    """Every fault of planted_faults.FAULTS in a layout of its own, beside one reference."""
+    folder = tmp_path_factory.mktemp("faulty")
+    source = write_recipe(folder, model={"family": "bloom"}, data={"eod_loss": False})
+    return certificate_of(
+        source, ",".join([*planted_faults.FAULTS, "pp2-dp1"]), folder, planted_faults.faults_by_layout
+    )
+
+
+def row_of(certificate: Certificate, fault: Any) -> compare.Row:
+    """Of the layout that has this fault."""
+    (layout,) = [layout for layout, planted in planted_faults.FAULTS.items() if planted is fault]
     (row,) = [row for row in certificate.rows if row.layout == layout]
     assert row.verdict == "fail", table(certificate)
-    return "\n".join(row.reasons)
+    return row
 
 
-def test_a_missing_sync_of_tied_weights_is_named(recipe_file: Callable[..., str], tmp_path: Path) -> None:
-    fault = planted_faults.tied_gradients_are_not_added
-    certificate = certificate_of(recipe_file(), "pp2", tmp_path, fault)
-    found = reasons(certificate, "pp2")
-    assert certificate.reference.verdict == "pass", "it went on from what was wrong already"
-    assert "not judged, because pp2 differs itself" in certificate.reference.remarks[0]
-    assert found.startswith("gradients of step 1: 1 of 28 differ, embed.tokens.weight by")
+@pytest.mark.parametrize(
+    ("fault", "first", "also"),
+    [
+        ("tied_gradients_are_not_added", "gradients of step 1: 1 of 29 differ, embed.tokens.weight by", ""),
+        ("norms_are_not_summed", "gradients of step 1: 4 of", "attention_norm"),  # weight and bias of two layers
+        ("losses_are_averaged_by_micro_batch", "gradients of step 2: 29 of 29 differ", ""),
+        ("replicated_weights_count_twice", "global grad norm of step 1 is ", "some are counted twice or not at all"),
+        ("every_rank_takes_the_first_slopes", "gradients of step 1: 29 of 29 differ, layers.0.attention.", ""),
+        ("replicas_read_the_same_samples", "data order: step 1, sample", "not read"),
+        ("pieces_lie_elsewhere", "continued from single at step 1: ", ""),
+        ("padding_takes_part", "gradients of step 1: ", "lm loss of step 1 is"),
+        ("rank_one_dies", "the training failed on rank 1: AssertionError: planted: rank 1 stumbles", ""),
+    ],
+)
+def test_a_planted_fault_is_found_and_named(faulty: Certificate, fault: str, first: str, also: str) -> None:
+    reasons = row_of(faulty, getattr(planted_faults, fault)).reasons
+    assert reasons[0].startswith(first)
+    assert also in "\n".join(reasons)
 
 
-def test_a_norm_that_is_not_reduced_is_named(recipe_file: Callable[..., str], tmp_path: Path) -> None:
-    found = reasons(certificate_of(recipe_file(), "tp2", tmp_path, planted_faults.norms_are_not_summed), "tp2")
-    assert "gradients of step 1: 4 of" in found, "weight and bias of two layers"
-    assert "attention_norm" in found.splitlines()[0]
+def test_what_is_right_passes_beside_the_faults(faulty: Certificate) -> None:
+    assert faulty.verdict == "fail"
+    assert [row.layout for row in faulty.rows if row.verdict == "pass"] == ["pp2-dp1"], table(faulty)
+    assert faulty.reference.verdict == "pass", "it went on from what was right"
+    (averaged,) = row_of(faulty, planted_faults.losses_are_averaged_by_micro_batch).reasons[1:] or [""]
+    assert "lm loss of step 1" not in averaged, "the mistake is in what is learned, not in what is reported"
+    assert "Traceback" in row_of(faulty, planted_faults.rank_one_dies).details
+    (remark,) = [remark for row in faulty.rows for remark in row.remarks if "not judged" in remark]
+    assert "differs itself" in remark
 
 
-def test_a_loss_averaged_by_micro_batch_is_found(recipe_file: Callable[..., str], tmp_path: Path) -> None:
-    source = recipe_file(data={"eod_loss": False})
-    fault = planted_faults.losses_are_averaged_by_micro_batch
-    found = reasons(certificate_of(source, "tp2", tmp_path, fault), "tp2")
-    assert ": 28 of 28 differ" in found
-    assert "lm loss of step 1" not in found, "the mistake is in what is learned, not in what is reported"
+def test_faults_that_all_layouts_share_are_found_beside_plain_torch(tmp_path: Path) -> None:
+    source = write_recipe(tmp_path)
+    certificate = certificate_of(source, "dp2", tmp_path, planted_faults.faults_of_the_reference)
+    assert [row.verdict for row in certificate.rows] == ["pass"], table(certificate)
+    assert certificate.verdict == "fail"
+    loss, norm = certificate.reference.reasons
+    assert loss.startswith("beside plain torch over the true vocabulary: lm loss")
+    assert norm.startswith("norm of a large gradient of step 1 is 40")
+    right = dataclasses.replace(certificate, reference=certificate.rows[0], clip=1000.0)
+    assert right.verdict == "fail", "clipping that never binds would not show a wrong norm"
+    assert "clipping did not bind on every step" in right.reasons[-1]
+    assert "FAIL: clipping did not bind" in table(right)
 
 
-def test_a_norm_that_counts_copies_twice_is_named(recipe_file: Callable[..., str], tmp_path: Path) -> None:
-    fault = planted_faults.replicated_weights_count_twice
-    found = reasons(certificate_of(recipe_file(), "tp2", tmp_path, fault), "tp2")
-    assert found.startswith("global grad norm of step 1 is ")
-    assert "though every gradient of that step agrees: some are counted twice or not at all" in found
-
-
-def test_a_buffer_with_the_wrong_offset_is_found(recipe_file: Callable[..., str], tmp_path: Path) -> None:
-    fault = planted_faults.every_rank_takes_the_first_slopes
-    found = reasons(certificate_of(recipe_file(model={"family": "bloom"}), "tp2", tmp_path, fault), "tp2")
-    assert "gradients of step 1: 29 of 29 differ, layers.0.attention." in found
-
-
-def test_replicas_that_read_the_same_are_named(recipe_file: Callable[..., str], tmp_path: Path) -> None:
-    fault = planted_faults.replicas_read_the_same_samples
-    found = reasons(certificate_of(recipe_file(), "dp2", tmp_path, fault), "dp2")
-    assert "data order: step 1, sample" in found
-    assert "not read" in found
-
-
-def test_pieces_that_lie_elsewhere_are_found(recipe_file: Callable[..., str], tmp_path: Path) -> None:
-    """What is exchanged on the way out and on the way in comes back bit by bit; only going on elsewhere tells."""
-    certificate = certificate_of(recipe_file(), "tp2", tmp_path, planted_faults.pieces_lie_elsewhere)
-    found = reasons(certificate, "tp2")
-    assert found.startswith("continued from single at step 1: ")
-    assert certificate.reference.reasons[0].startswith("continued from tp2 at step 1: ")
-
-
-def test_a_pair_that_learns_something_else_is_named(recipe_file: Callable[..., str], tmp_path: Path) -> None:
+def test_a_pair_that_learns_something_else_is_named(tmp_path: Path) -> None:
     """What single saved comes back bit by bit, but other samples follow; pp2 goes on from tp2 as it should."""
     fault = planted_faults.other_samples_after_the_checkpoint_of_single
-    certificate = certificate_of(recipe_file(), "tp2,pp2", tmp_path, fault, pair_steps=1)
+    certificate = certificate_of(write_recipe(tmp_path), "tp2,pp2", tmp_path, fault, pair_steps=1)
     (row,) = [row for row in certificate.rows if row.layout == "pp2"]
     assert (row.continued_from, row.followed_from, row.followed_of) == ("tp2", 1, 2)
-    assert reasons(certificate, "pp2").startswith("next losses after single's step 1: lm loss of step 2 is ")
-
-
-def test_clipping_that_never_binds_is_a_failure_of_its_own(recipe_file: Callable[..., str], tmp_path: Path) -> None:
-    certificate = certificate_of(recipe_file(), "dp2", tmp_path, run_trials, clip=1000.0)
-    assert [row.verdict for row in certificate.rows] == ["pass"], table(certificate)
-    assert certificate.verdict == "fail"
-    assert "clipping did not bind on every step" in certificate.reasons[-1]
-    assert "FAIL: clipping did not bind" in table(certificate)
-
-
-@pytest.mark.parametrize(("source", "right"), [("quickstart", ["pp2"]), ("bert-large", [])])
-def test_padding_in_the_softmax_of_one_layout_is_found(source: str, right: list[str], tmp_path: Path) -> None:
-    layouts = ",".join(["tp2", *right])
-    certificate = certificate_of(source, layouts, tmp_path, planted_faults.padding_takes_part_in_tp)
-    assert "lm loss of step 1 is" in reasons(certificate, "tp2")
-    assert [row.layout for row in certificate.rows if row.verdict == "pass"] == right, table(certificate)
-
-
-def test_padding_in_the_softmax_of_every_layout_is_found(recipe_file: Callable[..., str], tmp_path: Path) -> None:
-    """All layouts agree then; plain torch does not."""
-    certificate = certificate_of(recipe_file(), "dp2", tmp_path, planted_faults.padding_takes_part)
-    assert certificate.verdict == "fail"
-    assert certificate.reference.reasons[0].startswith("beside plain torch over the true vocabulary: lm loss")
-
-
-def test_padding_in_the_softmax_can_be_asked_for(recipe_file: Callable[..., str], tmp_path: Path) -> None:
-    source = recipe_file(model={"softmax_over_padding": True})
-    certificate = certificate_of(source, "tp2", tmp_path, run_trials)
-    assert certificate.verdict == "pass", table(certificate)
-    assert certificate.first_loss == pytest.approx(math.log(600), abs=0.05), "297 words and 303 rows of padding"
-
-
-def test_a_norm_in_fp32_is_found(recipe_file: Callable[..., str], tmp_path: Path) -> None:
-    certificate = certificate_of(recipe_file(), "dp2", tmp_path, planted_faults.norms_are_summed_in_fp32)
-    assert [row.verdict for row in certificate.rows] == ["pass"], table(certificate)
-    assert certificate.verdict == "fail"
-    assert certificate.reference.reasons[0].startswith("norm of a large gradient of step 1 is 40")
-
-
-def test_a_layout_that_crashes_does_not_take_the_others_along(recipe_file: Callable[..., str], tmp_path: Path) -> None:
-    certificate = certificate_of(recipe_file(), "tp2,pp2", tmp_path, planted_faults.rank_one_dies)
-    assert "AssertionError: planted: rank 1 stumbles" in reasons(certificate, "tp2")
-    (pp2,) = [row for row in certificate.rows if row.layout == "pp2"]
-    assert pp2.verdict == "pass", table(certificate)
-    assert pp2.continued_from == "single"
-    assert "Traceback" in certificate.rows[0].details
+    assert row.reasons[0].startswith("next losses after single's step 1: lm loss of step 2 is ")
 
 
 # ---------------------------------------------------------------- what is refused
 
 
-def test_unknown_and_illegal_layouts_are_refused_before_anything_starts(
-    recipe_file: Callable[..., str], command: Command
-) -> None:
-    code, out, err = command("verify", recipe_file(), "--layouts", "tp3,pipeline2,dp12,zero3-pp2-dp2")
+def test_unknown_and_illegal_layouts_are_refused_before_anything_starts(tmp_path: Path, command: Command) -> None:
+    code, out, err = command("verify", write_recipe(tmp_path), "--layouts", "tp3,pipeline2,dp12,zero3-pp2-dp2")
     assert code == 2
     assert not out
     assert "--layouts tp3: parallel.tp is 3 but model.num_heads is 4." in err
@@ -242,17 +194,17 @@ def test_unknown_and_illegal_layouts_are_refused_before_anything_starts(
     assert "--layouts zero3-pp2-dp2: parallel.zero is 3 with parallel.pp 2." in err
 
 
-def test_too_few_steps_are_refused(recipe_file: Callable[..., str], command: Command) -> None:
-    code, _, err = command("verify", recipe_file(), "--steps", "1")
+def test_too_few_steps_are_refused(tmp_path: Path, command: Command) -> None:
+    code, _, err = command("verify", write_recipe(tmp_path), "--steps", "1")
     assert code == 2
     assert "--steps is 1" in err
-    code, _, err = command("verify", recipe_file(), "--steps", "8", "--pairs")
+    code, _, err = command("verify", write_recipe(tmp_path), "--steps", "8", "--pairs")
     assert code == 2
     assert "--steps is 8. With --pairs, 5 steps must follow the checkpoint in the middle. Use at least 9." in err
 
 
-def test_the_standard_matrix_leaves_out_what_a_recipe_does_not_allow(recipe_file: Callable[..., str]) -> None:
-    source = recipe_file(model={"num_heads": 2, "hidden_size": 34})
+def test_the_standard_matrix_leaves_out_what_a_recipe_does_not_allow(tmp_path: Path) -> None:
+    source = write_recipe(tmp_path, model={"num_heads": 2, "hidden_size": 34})
     recipe = load_checked_recipe(source).recipe
     chosen, left_out = choose_layouts(source, [], recipe, None)
     assert "parallel.tp is 4 but model.num_heads is 2" in left_out["tp4"]
@@ -264,8 +216,8 @@ def test_the_standard_matrix_leaves_out_what_a_recipe_does_not_allow(recipe_file
 # ---------------------------------------------------------------- the small recipe
 
 
-@pytest.mark.parametrize("name", shipped_recipes())
-def test_every_shipped_recipe_keeps_its_structure_when_it_is_shrunk(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["quickstart", "tr1-13b", "bloom-176b", "llama-1b", "bert-large"])
+def test_a_recipe_keeps_its_structure_when_it_is_shrunk(name: str, tmp_path: Path) -> None:
     recipe = load_checked_recipe(name).recipe
     layouts, left_out = choose_layouts(name, [], recipe, None)
     assert not {each for each in left_out if "cp" not in each.replace("cp2", "cp")} - set(STANDARD)
@@ -292,9 +244,9 @@ def test_every_shipped_recipe_keeps_its_structure_when_it_is_shrunk(name: str, t
     assert small.seed == recipe.seed
 
 
-def test_the_same_data_is_written_every_time(recipe_file: Callable[..., str], tmp_path: Path) -> None:
-    recipe = load_checked_recipe(recipe_file()).recipe
-    layouts, _ = choose_layouts(recipe_file(), [], recipe, ["tp2"])
+def test_the_same_data_is_written_every_time(tmp_path: Path) -> None:
+    recipe = load_checked_recipe(write_recipe(tmp_path)).recipe
+    layouts, _ = choose_layouts(write_recipe(tmp_path), [], recipe, ["tp2"])
     contents = []
     for name in ("first", "second"):
         folder = tmp_path / name

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from bloomery.config.recipe import Recipe
 from bloomery.data.blend import BlendState, TimelessBlend
 from bloomery.data.causal import CausalSource
-from bloomery.sizing.plan import TrainingPlan
+from bloomery.sizing.schedule import TrainingPlan
 
 
 @dataclass(frozen=True)

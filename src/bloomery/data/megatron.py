@@ -27,7 +27,7 @@ from bloomery.data.megatron_order import (
     build_index,
 )
 from bloomery.data.split import Flavour
-from bloomery.sizing.plan import TrainingPlan
+from bloomery.sizing.schedule import TrainingPlan
 
 _COUNTED_AT_A_TIME = 1 << 24
 
@@ -263,7 +263,7 @@ class MegatronOpening:
         return Problem(
             f"train.for is {now} = {now_samples} samples but the checkpoint has {then} = {then_samples} samples",
             f"with data.order={self._flavour} the order of all samples follows from it: some would come twice",
-            f"use 'train.for={back}' to resume, or start afresh under another name or --run-dir",
+            f"use 'train.for={back}' to resume, or start a new run under another name or --run-dir",
         )
 
     def _request(self, sections: Sequence[SourceSection], wanted: int) -> BlendRequest | None:

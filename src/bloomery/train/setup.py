@@ -39,11 +39,11 @@ from bloomery.parallel.apply import DTYPES, make_runner, parallelise
 from bloomery.parallel.feed import Feed
 from bloomery.parallel.mesh import Mesh, alone, make_mesh
 from bloomery.parallel.runner import Runner
-from bloomery.sizing.hardware import peak_flops
+from bloomery.sizing.flops import peak_flops
 from bloomery.sizing.layout import Layout
 from bloomery.sizing.memory import precision_problems
 from bloomery.sizing.parameters import count_parameters
-from bloomery.sizing.plan import TrainingPlan
+from bloomery.sizing.schedule import TrainingPlan
 from bloomery.train.optimizer import Optimizer
 from bloomery.train.resume import (
     ResumePoint,

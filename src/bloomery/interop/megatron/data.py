@@ -1,50 +1,38 @@
-"""Flags of the data: paths, blends, and the weighted split paths of BigScience's Megatron-DeepSpeed."""
+"""Flags of the data and of evaluation: paths, blends, and BigScience's weighted split paths."""
 
 from __future__ import annotations
 
 import re
 import shlex
-from dataclasses import dataclass
-from decimal import Decimal, InvalidOperation
-from typing import Any
+from decimal import Decimal
+from typing import Any, NamedTuple
 
-from bloomery.families.family import Family
-from bloomery.interop.megatron.builder import Builder, Row
-from bloomery.interop.megatron.flags import Given, is_known
+from bloomery.families.registry import FAMILIES
+from bloomery.interop.megatron.flags import Given, Row
+from bloomery.interop.megatron.recipe import Builder
 
+_NUMBER = r"[0-9]*\.?[0-9]+"
+_MEMBER = re.compile(rf"\s*({_NUMBER})\s+({_NUMBER}):({_NUMBER})\s+(\S+)\s*")
 _FORM = 'a group is "NAME: WEIGHT START:END PATH, WEIGHT START:END PATH", WEIGHT > 0 and 0 <= START < END <= 1'
-_ONE_OF = "Megatron takes one of them"
 _GROUPS = ("weighted-split-paths", "weighted-split-paths-path")
 
 
-def fill_data(b: Builder, family: Family) -> bool:
-    """`data`; whether there is something to evaluate."""
-    if family.encoder:
-        b.put("data.masking.probability", b.value("mask-prob", float, 0.15), "mask-prob")
-        b.put("data.masking.short_sequence_probability", b.value("short-seq-prob", float, 0.1), "short-seq-prob")
+def fill_data(b: Builder) -> None:
+    """`data` and `train.evaluate`."""
+    if FAMILIES[b.raw["model"]["family"]].encoder:
+        b.put("data.masking.probability", b.value("mask-prob", 0.15), "mask-prob")
+        b.put("data.masking.short_sequence_probability", b.value("short-seq-prob", 0.1), "short-seq-prob")
         if b.has("bert-no-binary-head"):
             b.refuse("bert-no-binary-head", "--bert-no-binary-head is set", "bert has its order head here")
     groups = [f"train-{name}" for name in _GROUPS]
-    flags = [name for name in ("data-path", "train-data-path", *groups) if b.has(name)]
-    also = [name for name in ("split", "valid-data-path") if b.has(name) and b.has(*groups)]
-    if len(flags + also) > 1 and (also or len(flags) > 1):
-        one, two, *_ = [*also, *flags]
-        b.refuse(one, f"--{one} and --{two} are both set", _ONE_OF, "remove one")
-    evaluates = b.has(*groups) and _weighted_splits(b)
+    flags = [name for name in (*groups, "data-path", "train-data-path") if b.has(name)]
+    if b.has(*groups):
+        flags += [name for name in ("split", "valid-data-path") if b.has(name)]
+    if len(flags) > 1:
+        b.refuse(flags[0], f"--{flags[1]} and --{flags[0]} are both set", "Megatron takes one of them", "remove one")
+    evaluates = _weighted_splits(b) if b.has(*groups) else bool(flags) and _paths(b, flags[0])
     for name in () if b.has(*groups) else _GROUPS:
         b.note("left out", f"valid-{name}", "Megatron reads it with --train-weighted-split-paths only")
-    if not b.has(*groups) and flags and (sources := _sources(b, flags[0])):
-        blends_one = len(sources) == 1 and "weight" in sources[0]
-        remark = "Megatron blends one source with a weight: data.order=megatron needs data.blend_one_source=true"
-        b.put("data.train", sources, flags[0], remark=remark if blends_one else "")
-        if b.has("valid-data-path"):
-            b.put("data.validation", {"valid": _sources(b, "valid-data-path")}, "valid-data-path")
-            evaluates = True
-        else:
-            split = b.value("split", str, "969,30,1").strip("'\"")  # quotes that a shell left in an item of an array
-            b.put("data.split", split, "split")
-            shares = re.findall(r"[0-9]+(?:\.[0-9]+)?", split)
-            evaluates = len(shares) > 1 and float(shares[1]) > 0
     if "train" not in b.raw.get("data", {}):
         for number, row in enumerate(b.rows):
             if row.field.startswith("data."):
@@ -52,40 +40,54 @@ def fill_data(b: Builder, family: Family) -> bool:
                 b.rows[number] = Row("left out", row.flag, row.value, remark=remark)
         b.rows = [row for row in b.rows if row.flag or row.field]
         b.raw.pop("data", None)
-    return evaluates
+    every, each = b.value("eval-interval", 1000), b.value("eval-iters", 100)
+    if each and evaluates:
+        b.put("train.evaluate", {"every": f"{every} steps", "steps": each}, "eval-interval", "eval-iters")
+    else:
+        for name in ("eval-interval", "eval-iters"):
+            b.note("left out", name, "there is nothing to evaluate")
+
+
+def _paths(b: Builder, flag: str) -> bool:
+    """--data-path or --train-data-path; whether there is something to evaluate."""
+    if not (sources := _sources(b, flag)):
+        return False
+    blends_one = len(sources) == 1 and "weight" in sources[0]
+    remark = "Megatron blends one source with a weight: data.order=megatron needs data.blend_one_source=true"
+    b.put("data.train", sources, flag, remark=remark if blends_one else "")
+    if b.has("valid-data-path"):
+        b.put("data.validation", {"valid": _sources(b, "valid-data-path")}, "valid-data-path")
+        return True
+    split = b.value("split", "969,30,1").strip("'\"")  # quotes that a shell left in an item of an array
+    b.put("data.split", split, "split")
+    shares = re.findall(r"[0-9]+(?:\.[0-9]+)?", split)
+    return len(shares) > 1 and float(shares[1]) > 0
 
 
 def _sources(b: Builder, flag: str) -> list[dict[str, Any]]:
-    given = b.given(flag)
-    assert given is not None
-    words, rule = given.values, "it is one path, or pairs of weight and path"
+    given = b.line.flags[flag]
+    words = given.values
     if any(word.startswith("$(") for word in words):
         b.note("left out", flag, "only a running program knows these paths: add `data:` to the recipe")
     elif len(words) == 1:
         return [{"path": words[0]}]
-    elif words and not any(re.fullmatch(r"[0-9.eE+-]+", word) for word in words):
-        rule = "Megatron then blends by their lengths and ends when all is read once, which no recipe can express"
-        what, remedy = f"names {len(words)} paths without weights", f"give each path a weight, `--{flag} 0.7 A 0.3 B`"
-        b.problem(given, f"--{flag} {what}", rule, remedy)
-    elif not words or len(words) % 2:
-        b.problem(given, f"--{flag} has {len(words)} words", rule, "give one path, or pairs")
+    elif not words or len(words) % 2 or not re.fullmatch(r"[0-9.eE+-]+", words[0]):
+        rule = "it is one path, or pairs of weight and path; without weights Megatron blends by lengths, and ends when "
+        rule += "all is read once, which no recipe can express"
+        b.problem(given, f"--{flag} has {len(words)} words", rule, f"give each path a weight: `--{flag} 0.7 A 0.3 B`")
     else:
         pairs = zip(words[::2], words[1::2], strict=True)
-        return [{"path": path, "weight": b.convert(given, weight, float, 1.0)} for weight, path in pairs]
+        return [{"path": path, "weight": b.convert(given, weight, 1.0)} for weight, path in pairs]
     return []
 
 
-@dataclass(frozen=True)
-class _Member:
+class _Member(NamedTuple):
     """Of a group of weighted split paths: the documents from one fraction of a shard to another."""
 
-    weight: Decimal
+    weight: float
     start: Decimal
     end: Decimal
     path: str
-
-    def source(self) -> dict[str, Any]:
-        return {"path": self.path, "weight": float(self.weight)}
 
 
 def _weighted_splits(b: Builder) -> bool:
@@ -95,28 +97,30 @@ def _weighted_splits(b: Builder) -> bool:
     train, valid = _groups(b, flag), _groups(b, valid_flag)
     if not train:
         return False
-    (members, *others), ends = train.values(), {each.end for group in train.values() for each in group}
-    b.put("data.train", [member.source() for member in members], flag)
-    if others or len(ends) > 1 or any(each.start for each in members):
+    members = next(iter(train.values()))
+    b.put("data.train", _as_sources(members), flag)
+    end = until = members[0].end
+    if len(train) > 1 or any(each.start != 0 or each.end != end for each in members):
         shown = ", ".join(f"{each.start}:{each.end} of {each.path}" for each in members[:5])
-        what = f"--{flag} has {len(train)} groups with documents {shown}"
         rule = "a training has one group, and a recipe cuts all its sources at the same place, from their beginning on"
-        b.refuse(flag, what, rule, "use one group with 0:END and one END, or prepare shards of their own")
+        remedy = "use one group with 0:END and one END, or prepare shards of their own"
+        b.refuse(flag, f"--{flag} has {len(train)} groups with documents {shown}", rule, remedy)
         return False
-    end = until = ends.pop()
+    behind = [each._replace(start=each.end, end=Decimal(0)) for each in members]
     validation: dict[str, Any] = {}
     for name, group in valid.items():
-        same = [(each.path, each.weight) for each in group] == [(each.path, each.weight) for each in members]
-        spans = {(each.start, each.end) for each in group}
-        if end == 1 and spans == {(Decimal(0), Decimal(1))}:
-            validation[name] = [member.source() for member in group]
-        elif until == end < 1 and same and len(spans) == 1 and group[0].start == end:
+        if end == 1 and all(each.start == 0 and each.end == 1 for each in group):
+            validation[name] = _as_sources(group)
+        elif (
+            until == end < 1
+            and len({each.end for each in group}) == 1
+            and behind == [each._replace(end=Decimal(0)) for each in group]
+        ):
             until = group[0].end
-            b.rows.append(Row("differs", f"--{valid_flag}", name, "data.split", "", "its group is called valid"))
+            b.note("differs", valid_flag, "its group is called valid, behind data.split", name)
         else:
             remark = f"documents {group[0].start}:{group[0].end} of {group[0].path}: prepare these documents as a shard"
-            remark += f" of their own and add it to data.validation.{name}"
-            b.rows.append(Row("left out", f"--{valid_flag}", name, remark=remark))
+            b.note("left out", valid_flag, f"{remark} of their own and add it to data.validation.{name}", name)
     if end < 1:
         shares = (f"{share.normalize():f}" if share else "0" for share in (end, until - end, 1 - until))
         b.put("data.split", ",".join(shares), flag)
@@ -125,44 +129,36 @@ def _weighted_splits(b: Builder) -> bool:
     return bool(validation) or until > end
 
 
+def _as_sources(members: list[_Member]) -> list[dict[str, Any]]:
+    return [{"path": member.path, "weight": member.weight} for member in members]
+
+
 def _groups(b: Builder, flag: str) -> dict[str, list[_Member]]:
     """The groups of a flag or of the file that it names; empty if there are none, which a row or a problem reports."""
-    given = b.given(flag)
-    if given is None:
+    if (given := b.line.flags.get(flag)) is None:
         return {}
-    texts, place, before = given.values, given.place, len(b.problems)
-    if not flag.endswith("-path"):
-        texts = texts if any(" " in text for text in texts) else [" ".join(texts)]
-    elif (found := b.find_file(given.text)) is None:
-        b.note("left out", flag, f"the file is not here: add --{flag} FILE behind the script, or `data:` to the recipe")
-        return {}
-    else:
+    texts = given.values if any(" " in text for text in given.values) else [given.text]
+    if flag.endswith("-path"):
+        if (found := b.find_file(given.text)) is None:
+            remark = f"the file is not here: add --{flag} FILE behind the script, or `data:` to the recipe"
+            b.note("left out", flag, remark)
+            return {}
         try:
-            texts, place = shlex.split(found[0]), found[1]
+            texts = shlex.split(found[0])
         except ValueError as error:
-            b.problem(given, f"{found[1]} cannot be read: {error}", _FORM, "correct it")
+            return _wrong_group(b, given, f"{found[1]} cannot be read: {error}")
     members: dict[str, list[_Member]] = {}
     for text in texts or [""]:
         name, _, rest = text.partition(":")
-        if not rest or not name.strip() or name.strip() in members:
-            what = f"{text[:60]!r} has no name, or that of another group" if text else "it is empty"
-            b.problem(given, f"in {place}: {what}", _FORM, "correct it")
-        members[name.strip()] = [each for part in rest.split(",") if (each := _member(b, given, place, part))]
-    return members if len(b.problems) == before else {}
+        parts = [_MEMBER.fullmatch(part) for part in rest.split(",")]
+        group = [_Member(float(part[1]), Decimal(part[2]), Decimal(part[3]), part[4]) for part in parts if part]
+        is_right = all(0 <= each.start < each.end <= 1 and each.weight > 0 for each in group)
+        if not name.strip() or name.strip() in members or len(group) < len(parts) or not is_right:
+            return _wrong_group(b, given, f"{text[:80]!r} is no group of its own")
+        members[name.strip()] = group
+    return members
 
 
-def _member(b: Builder, given: Given, place: str, text: str) -> _Member | None:
-    words = text.split()
-    if not is_known(" ".join(words[:2])):
-        b.unknown_value(given, text.strip())
-        return None
-    try:
-        weight, span, path = words
-        start, end = span.split(":")
-        found = _Member(Decimal(weight), Decimal(start), Decimal(end), path)
-        if 0 <= found.start < found.end <= 1 and found.weight > 0:
-            return found
-    except (ValueError, InvalidOperation):
-        pass
-    b.problem(given, f"in {place}: {text.strip()[:80]!r} is no part of a group", _FORM, "correct it")
-    return None
+def _wrong_group(b: Builder, given: Given, what: str) -> dict[str, list[_Member]]:
+    b.problem(given, f"{given.flag}: {what}", _FORM, "correct it, and --set the variables in it")
+    return {}

@@ -1,8 +1,14 @@
-"""The table of Megatron-LM's and Megatron-DeepSpeed's flags, and a command line split into flags and values."""
+"""The table of Megatron-LM's and Megatron-DeepSpeed's flags, and a command line split into flags and values.
+
+A flag becomes a recipe field (FIELDS, or COMBINED with others in recipe.py), is refused (REFUSED), or has no field
+(OTHERS). A flag in none of them is `not understood`.
+"""
 
 from __future__ import annotations
 
+import difflib
 import fnmatch
+import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -11,8 +17,9 @@ Kind = Literal["mapped", "default", "differs", "left out", "not needed", "not un
 REQUIRED = object()
 """Instead of a default: Megatron does not start without this flag."""
 
-# (names of the flag, recipe field, type of its value, Megatron's default): the first name that is given counts.
-# `steps`: a number of steps. Default None: the field is set only where the flag is given.
+# (names of the flag, recipe field, converter, Megatron's default): the first name that is given counts.
+# Converters: CONVERTERS of recipe.py; `true` and `false` for flags without a value. Default None: the field is set only
+# where the flag is given.
 FIELDS: tuple[tuple[str, str, str, Any], ...] = (
     ("seed", "seed", "int", 1234),
     ("num-layers encoder-num-layers", "model.num_layers", "int", REQUIRED),
@@ -38,9 +45,9 @@ FIELDS: tuple[tuple[str, str, str, Any], ...] = (
     ("context-parallel-size ds-sequence-parallel-size", "parallel.cp", "int", None),
     ("cpu-optimizer optimizer-cpu-offload", "parallel.offload", "true", None),
     ("save-interval persistent-save-interval", "checkpoint.phases", "phases", None),
-    ("skip-train-iteration-range", "train.skip", "skips", None),
+    ("skip-train-iteration-range", "train.skip", "ranges", None),
     ("iterations-to-skip", "train.skip", "skips", None),
-    ("log-interval", "monitor.log_every", "steps", 100),
+    ("log-interval", "monitor.log_every", "steps", "100 steps"),
     ("tensorboard-dir", "monitor.tensorboard", "true", False),
     ("reset-attention-mask", "data.mask_documents", "true", None),
     ("reset-position-ids", "data.reset_positions", "true", None),
@@ -48,7 +55,7 @@ FIELDS: tuple[tuple[str, str, str, Any], ...] = (
     ("data-cache-path", "data.cache_dir", "str", None),
 )
 
-_SPECIAL = """
+_COMBINED = """
 kv-channels max-position-embeddings position-embedding-type normalization hidden-dropout attention-dropout rotary-base
 rotary-position-embeddings-theta rotary-percent num-query-groups pad-vocab-size-to padded-vocab-size vocab-size
 tokenizer-type vocab-file merge-file train-samples train-iters train-tokens exit-interval exit-duration-in-mins
@@ -57,11 +64,11 @@ lr-warmup-samples lr-warmup-tokens lr-warmup-fraction lr-wsd-decay-style lr-wsd-
 loss-scale initial-loss-scale min-loss-scale loss-scale-window hysteresis fp8-format zero-stage
 data-parallel-sharding-strategy num-layers-per-virtual-pipeline-stage num-virtual-stages-per-pipeline-rank
 recompute-granularity split mask-prob short-seq-prob eval-interval eval-iters deepspeed_config
-train-weighted-split-paths-path valid-weighted-split-paths-path remote-device data-path train-data-path
+train-weighted-split-paths-path valid-weighted-split-paths-path data-path train-data-path
 valid-data-path train-weighted-split-paths valid-weighted-split-paths
 """
-SPECIAL = _SPECIAL.split()
-"""Flags with values that `recipe.py` maps together with others."""
+COMBINED = _COMBINED.split()
+"""Flags with values that recipe.py maps together with others."""
 
 _SWITCHES = """
 fp16 bf16 fp8-e4m3 fp8-e5m2 fp8-hybrid deepspeed embed-layernorm swiglu group-query-attention
@@ -71,9 +78,9 @@ use-distributed-optimizer use-torch-fsdp2 torch-fsdp2-no-reshard-after-forward u
 bert-no-binary-head reset-position-ids reset-attention-mask eod-mask-loss
 """
 SWITCHES = _SWITCHES.split()
-"""Flags without a value that `recipe.py` maps."""
+"""Flags without a value that recipe.py maps."""
 
-MAPPED = frozenset([*SPECIAL, *SWITCHES, *(name for names, *_ in FIELDS for name in names.split())])
+MAPPED = frozenset([*COMBINED, *SWITCHES, *(name for names, *_ in FIELDS for name in names.split())])
 
 _ATTENTION = "no family here has such an attention or such positions"
 _FAMILIES = "the families here have fixed layers, all alike, with one kind of weights and activations"
@@ -131,6 +138,7 @@ _OTHERS: tuple[tuple[Kind, str, str], ...] = (
     ("differs", "the order of samples is Bloomery's own (data.order), and repeats sources as train.for needs",
      "train-data-exact-num-epochs disable-doc-shuffling"),
     ("differs", "batch sizes never follow from the machines", "decrease-batch-size-if-needed"),
+    ("differs", "weights stay on the device", "remote-device"),
     ("not needed", "a choice of kernels and of how they round; ours are tested to agree",
      """*-fusion *-fusion-impl *flash-attn* *fused-* use-fast-softmax no-persist-layer-norm disable-mem-efficient-ln
      use-te-activation-func *-in-fp32 *query-key-layer-scaling use-mcore-models use-legacy-models deterministic-mode
@@ -184,21 +192,49 @@ REFUSED = _refused()
 """Name -> why a recipe cannot express it, and the values with which it does nothing."""
 
 
-def other_flag(name: str) -> tuple[Kind, str] | None:
-    """What to report of a flag that no field comes from; None if it is not known."""
-    for kind, why, names in _OTHERS:
-        if any(fnmatch.fnmatchcase(name, word) for word in names.split()):
-            return kind, why
-    return None
-
-
 def known_names() -> Iterable[str]:
     return [*MAPPED, *REFUSED, *(name for *_, names in _OTHERS for name in names.split() if "*" not in name)]
 
 
+def kind_of(name: str, values: Sequence[str]) -> tuple[Kind | Literal["refused"], str]:
+    """What to report of a flag that no field came from, and why."""
+    if name in REFUSED:
+        why, off = REFUSED[name]
+        return ("not needed", "that turns it off") if values and set(values) <= off else ("refused", why)
+    if name in MAPPED:
+        return "not needed", "this training does not read it, or decides it with other flags"
+    for kind, why, names in _OTHERS:
+        if any(fnmatch.fnmatchcase(name, word) for word in names.split()):
+            return kind, why
+    near = difflib.get_close_matches(name, list(known_names()), n=1, cutoff=0.8)
+    return "not understood", f"did you mean --{near[0]}?" if near else "check whether it changes what is trained"
+
+
+@dataclass(frozen=True)
+class Row:
+    """What became of a flag, or of a key of a ds_config."""
+
+    kind: Kind
+    flag: str
+    value: str
+    field: str = ""
+    """Of the recipe."""
+    result: str = ""
+    remark: str = ""
+
+
+def as_text(value: Any) -> str:
+    """A value as YAML would write it on one line."""
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{key}: {as_text(inner)}" for key, inner in value.items()) + "}"
+    if isinstance(value, list):
+        return "[" + ", ".join(as_text(inner) for inner in value) + "]"
+    return json.dumps(value) if value is None or isinstance(value, bool) else str(value)
+
+
 @dataclass(frozen=True)
 class Given:
-    """A flag as it was written."""
+    """A flag as it was written, with its dashes."""
 
     flag: str
     values: list[str]
@@ -212,11 +248,10 @@ class Given:
 @dataclass
 class CommandLine:
     program: str = ""
-    launcher: dict[str, Given] = field(default_factory=dict)
+    launcher: dict[str, str] = field(default_factory=dict)
     """Flags before the program: of torchrun, deepspeed or srun."""
     flags: dict[str, Given] = field(default_factory=dict)
-    repeated: list[tuple[Given, Given]] = field(default_factory=list)
-    """Flags that are given twice with different values: (the one that is overruled, the one that counts)."""
+    """By name, without the dashes. Of a flag that is given twice the last one counts, as in argparse."""
     stray: list[str] = field(default_factory=list)
     """Words that belong to no flag."""
 
@@ -226,33 +261,23 @@ def parse_command(words: Sequence[str], place: str) -> CommandLine:
     program_at = next((i for i, word in enumerate(words) if word.endswith(".py")), -1)
     line = CommandLine(program=words[program_at] if program_at >= 0 else "")
     for given in _flags(words[: max(0, program_at)], place):
-        line.launcher[given.flag] = Given(given.flag, given.values[:1], place)
+        line.launcher[given.flag.removeprefix("--").replace("_", "-")] = " ".join(given.values[:1])
     for given in _flags(words[program_at + 1 :], place):
-        before = line.flags.get(given.flag)
-        if before is not None and before.values != given.values:
-            line.repeated.append((before, given))
-        if not given.flag or given.flag.removeprefix("--") in SWITCHES:
+        name = given.flag.removeprefix("--")
+        if not name or name in SWITCHES:
             line.stray += given.values
-        if given.flag:
-            line.flags[given.flag] = given
+        if name:
+            line.flags[name] = given
     return line
 
 
 def _flags(words: Sequence[str], place: str) -> Iterable[Given]:
     """Every flag with the words up to the next one; words before the first flag have the flag ''."""
-    given = Given("", [], place)
+    found = [Given("", [], place)]
     for word in words:
-        if word == "--":
-            continue
-        if not word.startswith("--"):
-            given.values.append(word)
-            continue
-        yield given
         name, equals, value = word.partition("=")
-        given = Given(name, [value] if equals else [], place)
-    yield given
-
-
-def is_known(text: str) -> bool:
-    """Whether no variable without a value, and no output of a program, is in it: these stay as they are written."""
-    return "$" not in text
+        if not word.startswith("--"):
+            found[-1].values.append(word)
+        elif word != "--":
+            found.append(Given(name, [value] if equals else [], place))
+    return found
