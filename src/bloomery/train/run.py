@@ -18,9 +18,8 @@ from bloomery.checkpoint.save import Saver
 from bloomery.config.recipe import Recipe
 from bloomery.data.batch import GlobalBatch
 from bloomery.data.open import OpenData
-from bloomery.monitor.energy import EnergyMeter
 from bloomery.monitor.journal import Journal
-from bloomery.monitor.meters import IntervalMeter
+from bloomery.monitor.meters import EnergyMeter, IntervalMeter
 from bloomery.monitor.record import StepRecord
 from bloomery.parallel.feed import Feed, validation_batches
 from bloomery.parallel.mesh import Mesh

@@ -30,12 +30,11 @@ from bloomery.config.recipe import Recipe
 from bloomery.data.loader import Loader
 from bloomery.data.open import OpenData, open_data
 from bloomery.monitor import names
-from bloomery.monitor.console import Console
-from bloomery.monitor.energy import spent_before, start_meter
 from bloomery.monitor.history import Start, read_ledger
-from bloomery.monitor.journal import Journal, SilentJournal
-from bloomery.monitor.meters import IntervalMeter
+from bloomery.monitor.journal import Journal
+from bloomery.monitor.meters import IntervalMeter, spent_before, start_meter
 from bloomery.monitor.names import Event
+from bloomery.monitor.sinks import Console, open_sinks
 from bloomery.parallel.apply import DTYPES, make_runner, parallelise
 from bloomery.parallel.feed import Feed
 from bloomery.parallel.mesh import alone, make_mesh
@@ -140,20 +139,19 @@ class _Start:
 
     def open_journal(self, *, quiet: bool) -> None:
         """That of rank 0 writes; the others are silent."""
-        self.journal: Journal = SilentJournal()
+        self.journal = Journal()
         with agreed(self.ranks):
             if self.ranks.rank == 0:
-                train_steps = self.past.plan.train_steps
-                self.journal = Journal(
+                sinks = open_sinks(
                     self.folder,
                     job=1 + len(self.starts),
-                    train_steps=train_steps,
                     tensorboard=self.recipe.monitor.tensorboard,
                     resume_step=self.past.state.step,
-                    console=Console(train_steps, quiet=quiet),
+                    console=Console(quiet=quiet),
                     recipe_text=as_yaml(self.recipe),
                     world_size=self.ranks.size,
                 )
+                self.journal = Journal(sinks, step=self.past.state.step)
         self.closing.callback(self.journal.close)
 
     def take_over_checkpoints(self, *, is_newest: bool) -> None:
