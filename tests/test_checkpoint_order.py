@@ -25,9 +25,8 @@ from bloomery.checkpoint.saver import save_checkpoint
 from bloomery.checkpoint.select import newest_good, refuse_later, tidy
 from bloomery.checkpoint.tiers import kept_in, parts_in, tier_roots
 from bloomery.config.recipe import CheckpointSection, KeepSection, LocalTierSection, PhaseSection
-from bloomery.sizing.cadence import cadence, daly_seconds, seconds_between_failures
-from bloomery.sizing.keep_rules import kept_steps
-from bloomery.sizing.phases import resolve_phases
+from bloomery.sizing.saves import cadence, daly_seconds, kept_steps, seconds_between_failures
+from bloomery.sizing.schedule import resolve_phases
 from checkpoints import change_manifest
 from threads_as_ranks import together
 
@@ -205,7 +204,12 @@ def test_a_phase_of_auto_saves_at_its_end_only_by_plan() -> None:
 
 @pytest.mark.parametrize(
     ("every", "said"),
-    [(7, "write '7 steps'"), ("often", "or `auto`"), ("7 tokens", "must be counted in steps"), (None, "or `auto`")],
+    [
+        (7, "write '7 steps'"),
+        ("often", "such as '2000 steps'"),
+        ("7 tokens", "must be counted in steps"),
+        (None, "such as '2000 steps'"),
+    ],
 )
 def test_an_interval_is_steps_or_auto(every: object, said: str) -> None:
     with pytest.raises(ValidationError, match=re.escape(said)):

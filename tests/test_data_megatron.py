@@ -33,7 +33,7 @@ from bloomery.data.megatron_order import (
 )
 from bloomery.data.open import open_data
 from bloomery.sizing.check import load_checked_recipe
-from bloomery.sizing.plan import TrainingPlan
+from bloomery.sizing.schedule import TrainingPlan
 from bloomery.train.setup import prepared_run
 from checkpoints import assert_same_tensors
 from conftest import Workshop, write_shard

@@ -125,6 +125,18 @@ def test_a_fast_place_follows_no_link(name: str, workshop: Workshop, victim: Pat
     untouched(victim, place / f"run-{mark}" / name, train)
 
 
+@pytest.mark.parametrize("name", ["samples.jsonl", "step-00000001"])
+def test_a_trace_follows_no_link(name: str, workshop: Workshop, command: Command, victim: Path) -> None:
+    trace, words = workshop.folder / "trace", ("train.exit_after=1 steps", "--trace-steps", "1", "--device", "cpu")
+
+    def run() -> int:
+        shutil.rmtree(workshop.folder / "run", ignore_errors=True)
+        where = ("--trace", str(trace), "--run-dir", str(workshop.folder / "run"))
+        return command("train", str(workshop.recipe), *words, *where, "--quiet")[0]
+
+    untouched(victim, trace / name, run)
+
+
 def test_links_above_a_run_and_a_users_own_link_as_checkpoints_work(workshop: Workshop) -> None:
     (workshop.folder / "disk/run").mkdir(parents=True)
     (workshop.folder / "disk/checkpoints").mkdir()

@@ -214,7 +214,7 @@ def test_a_training_without_standard_output_trains(workshop: Workshop) -> None:
 def test_the_deadline_keeps_room_for_an_evaluation(workshop: Workshop, monkeypatch: pytest.MonkeyPatch) -> None:
     from bloomery.base.units import Duration
     from bloomery.config.load import load_recipe
-    from bloomery.sizing.plan import TrainingPlan
+    from bloomery.sizing.schedule import TrainingPlan
     from bloomery.train import stop as stop_module
     from bloomery.train.state import TrainState
 

@@ -14,7 +14,7 @@ from bloomery.base import signals
 from bloomery.base.signals import STOPS
 from bloomery.base.units import Duration
 from bloomery.config.load import load_recipe
-from bloomery.sizing.plan import TrainingPlan
+from bloomery.sizing.schedule import TrainingPlan
 from bloomery.train import stop as stop_module
 from bloomery.train.state import TrainState
 from bloomery.train.stop import StopRules

@@ -24,8 +24,7 @@ from bloomery.config.load import load_recipe
 from bloomery.config.recipe import Recipe
 from bloomery.data.tokenizer import Tokenizer, is_other_tokenizer
 from bloomery.model.transformer import build_model
-from bloomery.sizing.history import History
-from bloomery.sizing.plan import TrainingPlan
+from bloomery.sizing.schedule import History, TrainingPlan
 
 _LARGEST_COUNT = 10**18
 

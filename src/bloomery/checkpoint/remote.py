@@ -29,7 +29,7 @@ from bloomery.checkpoint.manifest import SUSPICIOUS, parse_manifest, read_manife
 from bloomery.checkpoint.retention import loss_at
 from bloomery.config.recipe import KeepSection
 from bloomery.monitor.history import Start
-from bloomery.sizing.keep_rules import kept_steps
+from bloomery.sizing.saves import kept_steps
 
 T = TypeVar("T")
 _FILES_AT_A_TIME = 8

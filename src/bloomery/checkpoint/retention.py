@@ -12,7 +12,7 @@ from bloomery.checkpoint import folder as folders
 from bloomery.checkpoint.fence import Writer
 from bloomery.checkpoint.manifest import SUSPICIOUS, read_manifest
 from bloomery.config.recipe import KeepSection
-from bloomery.sizing.keep_rules import kept_steps
+from bloomery.sizing.saves import kept_steps
 
 
 def apply_retention(

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 from bloomery.base.errors import DataError, Problem, RecipeError
 from bloomery.cli.recipe_argument import add_change, load
-from bloomery.config.draft import COMMAND_LINE
+from bloomery.config.load import COMMAND_LINE
 from bloomery.config.recipe import DataSection, Recipe
-from bloomery.sizing.plan import TrainingPlan
+from bloomery.sizing.schedule import TrainingPlan
 
 if TYPE_CHECKING:
     from bloomery.data.open import OpenData
@@ -150,10 +150,10 @@ def past_of(recipe: Recipe, args: argparse.Namespace, *, reads: Collection[str])
             raise RecipeError(Problem(what, rule, "add --run-dir, or leave it out", COMMAND_LINE))
         return None
     from bloomery.checkpoint.folder import find_checkpoint, verify
-    from bloomery.train.contract import check_asked
+    from bloomery.train.contract import check_change_names
     from bloomery.train.resume import resume_point_at
 
-    check_asked(args.changes)
+    check_change_names(args.changes)
     folder = find_checkpoint(args.run_dir)
     verify(folder, tensors=False)
     return resume_point_at(folder, recipe, changes=args.changes, reads=reads)

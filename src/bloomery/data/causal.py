@@ -17,7 +17,7 @@ from bloomery.data.blend import BlendState, TimelessBlend
 from bloomery.data.megatron_order import Flavour, Part, part_range
 from bloomery.data.order import TimelessOrder
 from bloomery.data.shards import ShardReader
-from bloomery.sizing.plan import TrainingPlan
+from bloomery.sizing.schedule import TrainingPlan
 
 
 class ShardSource:

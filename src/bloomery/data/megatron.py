@@ -19,7 +19,7 @@ from bloomery.data.batch import Batch, DocumentSpan, SampleSource, Stream, Trace
 from bloomery.data.causal import DataCursor, ShardSource, check_ids
 from bloomery.data.index_cache import IndexCache, file_checksum
 from bloomery.data.megatron_order import BlendRequest, Flavour, OrderShape, SampleIndex, build_blend, build_index
-from bloomery.sizing.plan import TrainingPlan
+from bloomery.sizing.schedule import TrainingPlan
 
 _COUNTED_AT_A_TIME = 1 << 24
 
@@ -262,5 +262,5 @@ class MegatronOpening:
                 what = f"train.for is {here} = {now} samples but the checkpoint has {there} = {then} samples"
                 why = f"with data.order={self._flavour} the order of all samples follows from it: some would come twice"
                 back = there if cursor.plan.batch == self._plan.batch else f"{then} samples"
-                remedy = f"use 'train.for={back}' to resume, or start afresh under another name or --run-dir"
+                remedy = f"use 'train.for={back}' to resume, or start a new run under another name or --run-dir"
                 raise DataError(Problem(what, why, remedy))

@@ -29,7 +29,7 @@ from bloomery.data.shards import ShardReader
 from bloomery.data.tokenizer import Tokenizer
 from bloomery.families.registry import FAMILIES
 from bloomery.sizing.data_rules import source_key
-from bloomery.sizing.plan import TrainingPlan
+from bloomery.sizing.schedule import TrainingPlan
 
 SPLIT_GROUP = "valid"
 """Name of the validation group that `data.split` makes."""

@@ -13,8 +13,8 @@ from bloomery.config.yaml_nodes import inline_yaml
 from bloomery.data.blend import same_shares
 from bloomery.families.registry import FAMILIES, READERS
 from bloomery.sizing.data_rules import source_key
-from bloomery.sizing.plan import TrainingPlan
-from bloomery.train.contract import Difference, rule_of
+from bloomery.sizing.schedule import TrainingPlan
+from bloomery.train.contract import Difference, on_resume
 
 _RESOLVED = ("lr.schedule", "lr.warmup", "lr.decay", "lr.cooldown", "data.train", "model.seq_length", "train.skip")
 """Fields that are not compared as they are written."""
@@ -56,7 +56,7 @@ def _plain(new: Any, old: Any, path: str) -> Iterator[Difference]:
     if isinstance(new, dict) and isinstance(old, dict):
         for key in new:
             yield from _plain(new[key], old.get(key), f"{path}.{key}")
-    elif new != old and path not in _RESOLVED and (kind := rule_of(path).kind) != "free":
+    elif new != old and path not in _RESOLVED and (kind := on_resume(path).kind) != "free":
         yield Difference(path, old, new, is_fixed=kind == "fixed")
 
 

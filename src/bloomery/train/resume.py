@@ -22,7 +22,7 @@ from bloomery.data.tokenizer import Tokenizer, is_other_tokenizer
 from bloomery.monitor.journal import Journal
 from bloomery.monitor.meters import IntervalMeter
 from bloomery.monitor.names import Event
-from bloomery.sizing.plan import TrainingPlan
+from bloomery.sizing.schedule import TrainingPlan
 from bloomery.train.contract import Difference, refusals
 from bloomery.train.differences import Side, differences
 from bloomery.train.loss_scale import LossScale
@@ -80,7 +80,7 @@ def resume_point_at(
     by `changes`. `reads`: the sections to compare, where it is not all of them."""
     saved, facts, state, blend = _read(checkpoint)
     then = Side(saved, TrainingPlan.of(saved, state.history))
-    now = Side(recipe, TrainingPlan.going_on(recipe, then.plan, state.step))
+    now = Side(recipe, TrainingPlan.resumed(recipe, then.plan, state.step))
     same_tokenizer = recipe.tokenizer == saved.tokenizer or _is_tokenizer_of(checkpoint, recipe)
     different = differences(now, then, step=state.step, same_tokenizer=same_tokenizer)
     if reads is not None:

@@ -28,7 +28,7 @@ from bloomery.parallel.runner import Runner
 from bloomery.sizing.flops import FlopCount, tflops_per_device
 from bloomery.sizing.layout import Layout
 from bloomery.sizing.parameters import count_parameters
-from bloomery.sizing.plan import TrainingPlan
+from bloomery.sizing.schedule import TrainingPlan
 from bloomery.train.optimizer import Optimizer
 from bloomery.train.spikes import Limits
 from bloomery.train.state import PendingStep, TrainState

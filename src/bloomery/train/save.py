@@ -14,7 +14,7 @@ from bloomery.checkpoint.saver import SaveOutcome, agreed
 from bloomery.checkpoint.tiers import Tier, TierRetention
 from bloomery.monitor import names
 from bloomery.monitor.names import Event
-from bloomery.sizing.cadence import Cadence, cadence, seconds_between_failures
+from bloomery.sizing.saves import Cadence, cadence, seconds_between_failures
 from bloomery.train.run import Run
 from bloomery.train.state import StagedSave, TrainState
 from bloomery.train.stop import StopReason

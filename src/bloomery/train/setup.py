@@ -29,21 +29,20 @@ from bloomery.data.batch import Source
 from bloomery.data.loader import Loader
 from bloomery.data.open import OpenData, open_data
 from bloomery.monitor import names
-from bloomery.monitor.console import Console
-from bloomery.monitor.energy import EnergyMeter, spent_before, start_meter
 from bloomery.monitor.history import Start, read_ledger
-from bloomery.monitor.journal import Journal, SilentJournal
-from bloomery.monitor.meters import IntervalMeter
+from bloomery.monitor.journal import Journal
+from bloomery.monitor.meters import EnergyMeter, IntervalMeter, spent_before, start_meter
 from bloomery.monitor.names import Event
+from bloomery.monitor.sinks import Console, open_sinks
 from bloomery.parallel.apply import DTYPES, make_runner, parallelise
 from bloomery.parallel.feed import Feed
 from bloomery.parallel.mesh import Mesh, alone, make_mesh
 from bloomery.parallel.runner import Runner
-from bloomery.sizing.hardware import peak_flops
+from bloomery.sizing.flops import peak_flops
 from bloomery.sizing.layout import Layout
 from bloomery.sizing.memory import precision_problems
 from bloomery.sizing.parameters import count_parameters
-from bloomery.sizing.plan import TrainingPlan
+from bloomery.sizing.schedule import TrainingPlan
 from bloomery.train.optimizer import Optimizer
 from bloomery.train.resume import (
     ResumePoint,
@@ -184,19 +183,19 @@ class _Start:
 
     def open_journal(self, claim: _Claim, past: ResumePoint, *, quiet: bool) -> Journal:
         """That of rank 0 writes; the others are silent."""
-        journal: Journal = SilentJournal()
+        journal = Journal()
         with agreed(self.ranks):
             if self.ranks.rank == 0:
-                journal = Journal(
+                sinks = open_sinks(
                     self.folder,
                     job=claim.job,
-                    train_steps=past.plan.train_steps,
                     tensorboard=self.recipe.monitor.tensorboard,
                     resume_step=past.state.step,
-                    console=Console(past.plan.train_steps, quiet=quiet),
+                    console=Console(quiet=quiet),
                     recipe_text=as_yaml(self.recipe),
                     world_size=self.ranks.size,
                 )
+                journal = Journal(sinks, step=past.state.step)
         self.closing.callback(journal.close)
         return journal
 

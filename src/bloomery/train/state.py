@@ -13,7 +13,7 @@ from torch import Tensor
 
 from bloomery.base.energy import Energy
 from bloomery.checkpoint.tiers import Tier
-from bloomery.sizing.history import NO_HISTORY, History
+from bloomery.sizing.schedule import NO_HISTORY, History
 from bloomery.train.loss_scale import LossScale
 from bloomery.train.spikes import SpikeWatch
 

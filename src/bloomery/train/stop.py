@@ -19,8 +19,8 @@ from bloomery.base.pulse import PULSE
 from bloomery.base.ranks import ALONE, Ranks
 from bloomery.base.units import Amount, Duration, format_seconds
 from bloomery.checkpoint.fence import Writer
-from bloomery.monitor.energy import EnergyMeter
-from bloomery.sizing.plan import TrainingPlan
+from bloomery.monitor.meters import EnergyMeter
+from bloomery.sizing.schedule import TrainingPlan
 from bloomery.train.spikes import RECOVERY_STEPS
 from bloomery.train.state import TrainState
 

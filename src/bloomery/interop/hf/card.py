@@ -19,8 +19,8 @@ from bloomery.config.describe import fingerprint
 from bloomery.config.recipe import Recipe
 from bloomery.families.registry import FAMILIES
 from bloomery.monitor import names
-from bloomery.monitor.energy import is_whole
 from bloomery.monitor.history import event_of, scan, scan_metrics
+from bloomery.monitor.meters import is_whole
 from bloomery.monitor.record import Record, ValidationRecord
 from bloomery.sizing.parameters import count_parameters
 
