@@ -18,7 +18,7 @@ from bloomery.checkpoint.select import Choice, newest_good, tidy
 from bloomery.checkpoint.verify import verify
 from bloomery.config.recipe import Recipe
 from bloomery.data.blend import BlendState
-from bloomery.data.cursor import DataCursor
+from bloomery.data.causal import DataCursor
 from bloomery.data.tokenizer import Tokenizer, is_other_tokenizer
 from bloomery.monitor.journal import Journal
 from bloomery.monitor.meters import IntervalMeter

@@ -20,8 +20,7 @@ from bloomery.checkpoint.folder import CHECKPOINTS
 from bloomery.checkpoint.save import save_checkpoint
 from bloomery.config.describe import as_yaml
 from bloomery.config.recipe import ModelSection, Recipe
-from bloomery.data.tokenizer import Tokenizer
-from bloomery.data.tokenizer_files import read_settings
+from bloomery.data.tokenizer import Tokenizer, read_settings
 from bloomery.interop.hf.configs import model_section
 from bloomery.interop.hf.draft import drafted, move_all, require_empty
 from bloomery.interop.hf.export import why_unproven
