@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 
 from bloomery.checkpoint.folder import step_name
-from bloomery.checkpoint.manifest import MANIFEST, read_manifest, write_manifest
+from bloomery.checkpoint.format import MANIFEST, read_manifest, write_manifest
 from bloomery.checkpoint.tensor_file import FileFacts
 from bloomery.data.shards import ShardWriter
 
@@ -45,7 +45,7 @@ def main() -> None:
         many_checkpoints(run / "checkpoints", args.checkpoints)
         tell("list", *bloomery("inspect", "checkpoint", run, "--list"), limit_seconds=3)
         seconds, megabytes = train(run, 1, "checkpoint={keep: {last: 1}}")
-        assert len(list((run / "checkpoints").glob("step-*"))) == 1
+        assert len(list((run / "checkpoints").glob("step-*"))) <= 2  # the newest, and the newest that is proven good
         tell("delete, beyond that start", seconds - started, megabytes, limit_seconds=10)
 
 

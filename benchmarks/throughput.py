@@ -25,8 +25,7 @@ from bloomery.base.accelerator import device_name, memory_bytes, pick_device, sy
 from bloomery.config.recipe import ModelSection
 from bloomery.data.shards import ShardWriter
 from bloomery.sizing.check import load_checked_recipe
-from bloomery.sizing.flops import FlopCount, flops_per_token
-from bloomery.sizing.hardware import peak_flops
+from bloomery.sizing.flops import FlopCount, flops_per_token, peak_flops
 
 LOG_EVERY = 5
 WRAPPED = str(Path(__file__).with_name("wrapped_rank.py"))

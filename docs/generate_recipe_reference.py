@@ -1,5 +1,5 @@
-"""Write the field tables of docs/recipe.md from the schema, and the table of docs/training.md that says what a run that
-goes on may change: `python docs/generate_recipe_reference.py`.
+"""Write the field tables of docs/recipe.md from the schema, and the table of docs/training.md of what a resumed run may
+change: `python docs/generate_recipe_reference.py`.
 
 The tables stand between two markers; the rest of a page is written by hand. A test fails while they are out of date.
 """
@@ -15,9 +15,10 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from bloomery.config import recipe
+from bloomery.config.fields import OnResume
 from bloomery.config.recipe import Recipe, Section
+from bloomery.config.schema import all_fields
 from bloomery.families.registry import READERS, family_defaults
-from bloomery.train.contract import CONTRACT
 
 PAGE, CONTRACT_PAGE = Path(__file__).with_name("recipe.md"), Path(__file__).with_name("training.md")
 _ALIASES = {
@@ -48,8 +49,19 @@ def updated(page: str, name: str = "fields", table: str = "") -> str:
 
 
 def contract() -> str:
-    """Who may change what when a run goes on: one row for each rule."""
-    rows = [f"| {rule.kind} | {', '.join(f'`{name}`' for name in rule.fields)} | {rule.why} |" for rule in CONTRACT]
+    """What a resumed run may change: one row for each mark, with the outermost fields that have it."""
+    fields: dict[OnResume, list[str]] = {}
+    for path, field in all_fields().items():
+        same = [other.on_resume for inner, other in all_fields().items() if inner.startswith(f"{path}.")]
+        if all(mark == field.on_resume for mark in same):
+            outer = fields.setdefault(field.on_resume, [])
+            outer += [] if any(path.startswith(f"{other}.") for other in outer) else [path]
+    order = [mark for mark in vars(recipe).values() if isinstance(mark, OnResume)]
+    rows = [
+        f"| {mark.kind} | {', '.join(f'`{name}`' for name in fields[mark])} | {mark.why} |"
+        for mark in dict.fromkeys(order)
+        if mark in fields
+    ]
     return "\n".join(["| may change | fields | why |", "|---|---|---|", *rows, ""])
 
 

@@ -27,7 +27,7 @@ from bloomery.parallel import apply, feed, gradients
 from bloomery.parallel.gradients import Gradients
 from bloomery.parallel.mesh import Mesh
 from bloomery.parallel.runner import PlainExecution
-from bloomery.sizing import tp_sharding
+from bloomery.sizing import layout
 from bloomery.train.optimizer import Optimizer
 from bloomery.verify.trials import Trial
 
@@ -41,8 +41,8 @@ def tied_gradients_are_not_added() -> AbstractContextManager[Any]:
 
 def norms_are_not_summed() -> AbstractContextManager[Any]:
     """Under sequence parallelism each rank keeps the gradient of its own tokens for the norm before attention."""
-    rest = ((pattern.replace("attention_norm|", ""), cut) for pattern, cut in tp_sharding.CUTS)
-    return patch.object(tp_sharding, "CUTS", (*rest, (r"layers\.\d+\.attention_norm\.(weight|bias)", "alike")))
+    rest = ((pattern.replace("attention_norm|", ""), cut) for pattern, cut in layout.CUTS)
+    return patch.object(layout, "CUTS", (*rest, (r"layers\.\d+\.attention_norm\.(weight|bias)", "alike")))
 
 
 def losses_are_averaged_by_micro_batch() -> AbstractContextManager[Any]:

@@ -11,9 +11,8 @@ import pytest
 
 from bloomery.base.errors import Problem, RecipeError
 from bloomery.config.load import load_recipe, shipped_recipes
-from bloomery.sizing.check import findings, load_checked_recipe
-from bloomery.sizing.finding import nearby_divisors
-from bloomery.sizing.rules import RULES
+from bloomery.sizing.check import RULES, load_checked_recipe
+from bloomery.sizing.rules import nearby_divisors
 
 SOUND = """\
 name: sound
@@ -50,8 +49,8 @@ CASES: list[tuple[str, list[str], str, str, str]] = [
     ("heads", [LLAMA, "model.hidden_size=24"], "a head is 3 wide", "must be even", "change model.num_heads"),
     ("heads", [LLAMA, "model.num_kv_heads=3"], "model.num_kv_heads is 3 but model.num_heads is 8", "same number of query heads", "use 2 or 4"),
     ("heads", [LLAMA, "model.num_kv_heads=16"], "model.num_kv_heads is 16", "same number of query heads", "use 8"),
-    ("fields_of_another_family", ["model.num_kv_heads=4"], "model.num_kv_heads is set but model.family is gpt2", "only llama reads it", "set it back to 8"),
-    ("fields_of_another_family", ["model.rope_theta=5e5"], "model.rope_theta is set", "would be ignored", "set it back to 10000.0"),
+    ("ignored", ["model.num_kv_heads=4"], "model.num_kv_heads is set but model.family is gpt2", "would be ignored", "set it back to 8"),
+    ("ignored", ["model.rope_theta=5e5"], "model.rope_theta is set", "would be ignored", "set it back to 10000.0"),
     ("tensor_parallel", ["parallel.tp=3", "launch=null"], "parallel.tp is 3 but model.num_heads is 8", "divide evenly across", "parallel.tp 2 or 4"),
     ("tensor_parallel", [LLAMA, "model.num_kv_heads=2", "parallel.tp=4"], "parallel.tp is 4 but model.num_kv_heads is 2", "divide evenly", "tp 2"),
     ("tensor_parallel", ["model.ffn_hidden_size=5", "parallel.tp=2"], "but model.ffn_hidden_size is 5", "divide evenly", "tp 1"),
@@ -61,15 +60,15 @@ CASES: list[tuple[str, list[str], str, str, str]] = [
     ("context", [BERT, "parallel.cp=2"], "parallel.cp is 2 but model.family is bert", "first token", "parallel.cp=1"),
     ("pipeline", ["parallel.pp=8", "launch=null"], "parallel.pp * parallel.chunks is 8 but model.num_layers is 4", "at least one layer", "at most 4 stages"),
     ("pipeline", ["parallel.pp=2", "parallel.zero=2"], "parallel.zero is 2 with parallel.pp 2", "would act as ZeRO 1", "parallel.zero=1"),
-    ("pipeline", ["parallel.schedule=gpipe"], "parallel.schedule is gpipe but parallel.pp is 1", "would be ignored", "set it back to 1f1b"),
-    ("pipeline", ["parallel.chunks=2"], "parallel.chunks is 2 but parallel.pp is 1", "would be ignored", "set it back to 1"),
+    ("ignored", ["parallel.schedule=gpipe"], "parallel.schedule is set but parallel.pp is 1", "would be ignored", "set it back to 1f1b"),
+    ("ignored", ["parallel.chunks=2"], "parallel.chunks is set but parallel.pp is 1", "would be ignored", "set it back to 1"),
     ("pipeline", ["parallel.pp=2", "parallel.chunks=2"], "parallel.schedule is 1f1b with parallel.chunks 2", "one stage per rank", "interleaved"),
     ("pipeline", ["parallel.pp=2", "parallel.schedule=interleaved"], "parallel.schedule is interleaved with parallel.chunks 1", "at least two stages", "parallel.chunks=2"),
     ("pipeline", ["parallel.pp=4", "parallel.schedule=interleaved", "parallel.chunks=2", "model.num_layers=8", "batch.rampup=null", "batch.global_batch_size=6", "launch=null"], "a batch of 6 samples makes 3 micro-batches for parallel.pp 4", "in rounds of pp", "multiples of 8"),
     ("pipeline", ["parallel.pp=2", "parallel.schedule=zero_bubble", "parallel.chunks=2", "train.compile=true", "launch=null"], "zero_bubble with train.compile", "compiled blocks", "interleaved"),
     ("pipeline", ["parallel.pp=2", "parallel.schedule=zero_bubble", "parallel.chunks=2"], "zero_bubble with precision bf16 and 2 data-parallel ranks", "in 16 bits", "interleaved"),
-    ("data_parallel", ["launch.nodes=3", "parallel.tp=4"], "launch asks for 6 ranks", "tp * pp * cp = 4", "a multiple of 4 ranks, such as 4 or 8"),
-    ("data_parallel", ["parallel.shard_size=2", "parallel.zero=0"], "parallel.shard_size is 2 but parallel.zero is 0", "would be ignored", "null"),
+    ("data_parallel", ["launch.nodes=3", "parallel.tp=4"], "launch starts 6 ranks", "tp * pp * cp = 4", "a multiple of 4 ranks, such as 4 or 8"),
+    ("ignored", ["parallel.shard_size=2", "parallel.zero=0"], "parallel.shard_size is set but parallel.zero is 0", "would be ignored", "back to null"),
     ("data_parallel", ["parallel.shard_size=3"], "parallel.shard_size is 3 but there are 4", "must divide", "use 2 or 4"),
     ("launch", ["launch.on=local"], "launch.nodes is 2 but launch.on is local", "this one machine", "or one node"),
     ("launch", ["train.exit_after=2h"], "train.exit_after is 2h but launch.time_limit is 2h", "kill the job before it saves", "below the limit"),
@@ -80,9 +79,9 @@ CASES: list[tuple[str, list[str], str, str, str]] = [
     ("ramp", ["batch.rampup.start=8", "batch.rampup.increment=4"], "7 of 14 levels of the batch ramp do not fit: 12, 20, 28, 36, 44, 52 and 1 more", "every level", "multiples of 8"),
     ("ramp", ["batch.global_batch_size=800000", "batch.rampup.increment=8"], "the batch ramp has 99,998 levels", "at most 10,000", "larger increment"),
     ("learning_rate", ["lr.min=1e-2"], "lr.min is 0.01 but lr.peak is 0.001", "below the peak", "lower lr.min"),
-    ("learning_rate", ["lr.schedule=constant", "lr.min=0.0"], "lr.decay is set but lr.schedule is constant", "would be ignored", "back to null"),
-    ("learning_rate", ["lr.schedule=constant", "lr.decay=null"], "lr.min is set but lr.schedule is constant", "would be ignored", "back to 0.0"),
-    ("learning_rate", ["lr.cooldown=10 steps"], "lr.cooldown is set but lr.schedule is cosine", "would be ignored", "choose a schedule"),
+    ("ignored", ["lr.schedule=constant", "lr.min=0.0"], "lr.decay is set but lr.schedule is constant", "would be ignored", "back to null"),
+    ("ignored", ["lr.schedule=constant", "lr.decay=null"], "lr.min is set but lr.schedule is constant", "would be ignored", "back to 0.0"),
+    ("ignored", ["lr.cooldown=10 steps"], "lr.cooldown is set but lr.schedule is cosine", "would be ignored", "change lr.schedule"),
     ("learning_rate", ["lr.schedule=wsd"], "lr.cooldown is missing", "wsd needs", "cooldown: 1000 steps"),
     ("lengths", ["train.for=0 steps"], "train.for is 0 steps, which makes 0 steps", "one step takes 64 samples of 32 tokens", "at least one"),
     ("lengths", ["train.for=10 tokens", "batch.rampup=null"], "train.for is 10 tokens, which makes 0 steps", "one step takes", "at least one"),
@@ -96,14 +95,14 @@ CASES: list[tuple[str, list[str], str, str, str]] = [
     ("data", ["prepare=[{output: x, sources: [y]}]", "tokenizer=null"], "prepare is set but tokenizer is not", "text needs one", "add `tokenizer"),
     ("data", ["data.split='9,1'"], "data.split and data.validation are both set", "either from a split", "remove one"),
     ("data", ["data.validation={}"], "train.evaluate is set but there is nothing to evaluate", "data.validation or data.split", "remove train.evaluate"),
-    ("data", ["train.evaluate=null"], "data.validation is set but train.evaluate is not", "would be ignored", "evaluate: {every"),
+    ("ignored", ["train.evaluate=null"], "data.validation is set but train.evaluate is not set", "would be ignored", "set it back to"),
     ("data", ["data.validation={main: []}"], "data.validation.main is empty", "a group has sources", "add one"),
     ("data", ["data.validation={}", "data.split='0,1,1'"], "data.split is '0,1,1', which leaves nothing for training", "in this order", "'949,50,1'"),
     ("data", ["data.validation={}", "data.split='1,0,1'"], "leaves nothing for validation", "train, valid and test", "'949,50,1'"),
-    ("data", ["data.train=[{path: shards/a}, {path: ./shards/a}]"], "data.train.1 and data.train.0 are both called 'shards/a'", "tell sources apart", "add up their weights"),
-    ("data", ["data.train=[{path: a, name: x}, {path: b, name: x}]"], "data.train.1 and data.train.0 are both called 'x'", "tell sources apart", "give each a `name`"),
-    ("data", ["data.validation.main=[{path: a}, {path: a}]"], "data.validation.main.1 and data.validation.main.0 are both", "tell sources apart", "add up their weights"),
-    ("data", ["data.order=megatron", "data.train=[{path: a}, {path: a}]"], "data.train.1 and data.train.0 are both called 'a'", "tell sources apart", "give each a `name`"),
+    ("data", ["data.train=[{path: shards/a}, {path: ./shards/a}]"], "data.train.1 and data.train.0 are both called 'shards/a'", "distinguish sources", "add up their weights"),
+    ("data", ["data.train=[{path: a, name: x}, {path: b, name: x}]"], "data.train.1 and data.train.0 are both called 'x'", "distinguish sources", "give each a `name`"),
+    ("data", ["data.validation.main=[{path: a}, {path: a}]"], "data.validation.main.1 and data.validation.main.0 are both", "distinguish sources", "add up their weights"),
+    ("data", ["data.order=megatron", "data.train=[{path: a}, {path: a}]"], "data.train.1 and data.train.0 are both called 'a'", "distinguish sources", "give each a `name`"),
     ("data", ["data.train=[{path: s/a, name: x, weight: 2}, {path: ./s/a, name: y}]"], "data.train.1 and data.train.0 are the same shard, ./s/a", "text repeats", "the weight 3"),
     ("data", ["data.validation.main=[{path: a, name: x}, {path: a, name: y}]"], "data.validation.main.1 and data.validation.main.0 are the same shard, a", "text repeats", "the weight 2"),
     ("data", ["data.train=[{path: a, weight: 1e308}, {path: b, weight: 1.5e308}]"], "the weights of data.train have no finite sum, with 1.5e+308 for data.train.1", "only their proportions", "0.7 and 0.3"),
@@ -112,45 +111,24 @@ CASES: list[tuple[str, list[str], str, str, str]] = [
     ("data", [f"data.split='{'9' * 308},{'9' * 308}'"], "data.split is '9999", "a finite number", "'949,50,1'"),
     ("data", ["data.validation={}", "data.split='1'"], "data.split is '1', which leaves nothing for validation", "train, valid and test", "'949,50,1'"),
     ("data", ["prepare=[{output: x, sources: [y]}, {output: ./x, sources: [z]}]"], "prepare.1 and prepare.0 both write ./x", "would replace", "output of its own"),
-    ("data", ["prepare=[{output: x/, sources: [y]}]"], "prepare.0.output is 'x/'", "a prefix", "behind the last /"),
-    ("data", ["prepare=[{output: y/x, sources: [y]}]"], "prepare.0.output is y/x, which the source 'y' would take for text", "read the shard", "outside of all sources"),
-    ("data", ["prepare=[{output: y/x, sources: [a, 'y/*.json']}]"], "which the source 'y/*.json' would take for text", "read the shard", "outside"),
-    ("data", ["prepare=[{output: y/x, sources: [a]}, {output: z, sources: ['./y']}]"], "prepare.0.output is y/x, which the source './y' would", "read the shard", "outside"),
-    ("data", ["prepare=[{output: y/new/x, sources: ['y/*/*']}]"], "which the source 'y/*/*' would take for text", "read the shard", "outside"),
-    ("data", ["prepare=[{output: y/new/x, sources: ['y/**/*.json']}]"], "which the source 'y/**/*.json' would", "read the shard", "outside"),
-    ("data", ["prepare=[{output: y/new/lit/x, sources: ['y/*/lit']}]"], "which the source 'y/*/lit' would", "read the shard", "outside"),
-    ("data", ["prepare=[{output: y/x, sources: ['y/**/*.part']}]"], "which the source 'y/**/*.part' would", "read the shard", "outside"),
-    ("data", ["prepare=[{output: x, sources: [y], min_tokens: 9, max_tokens: 8}]"], "prepare.0.min_tokens is 9 and max_tokens is 8", "that short", "exchange them"),
-    ("samples", ["data.blend_one_source=true"], "is true but data.order is timeless", "would be ignored", "false"),
-    ("samples", ["data.masking={}"], "data.masking is set but model.family is gpt2", "only bert", "data.masking=null"),
-    ("samples", ["model.family=bloom", "data.reset_positions=true"], "data.reset_positions is true but model.family is bloom", "ALiBi", "data.reset_positions=false"),
-    ("samples", [BERT, "data.mask_documents=true"], "data.mask_documents is true but model.family is bert", "would be ignored", "back to false"),
-    ("samples", [BERT, "data.reset_positions=true"], "data.reset_positions is true but model.family is bert", "would be ignored", "back to false"),
-    ("samples", [BERT, "data.eod_loss=false"], "data.eod_loss is false but model.family is bert", "would be ignored", "back to true"),
+    ("data", ["prepare=[{output: x/, sources: [y]}]"], "prepare.0.output is 'x/'", "a prefix", "after the last /"),
+    ("data", ["prepare=[{output: x, sources: [y], min_tokens: 9, max_tokens: 8}]"], "prepare.0.min_tokens is 9 and max_tokens is 8", "that few", "swap them"),
+    ("ignored", ["data.blend_one_source=true"], "is set but data.order is timeless", "would be ignored", "set it back to"),
+    ("ignored", ["data.masking={}"], "data.masking is set but model.family is gpt2", "would be ignored", "set it back to"),
+    ("ignored", ["model.family=bloom", "data.reset_positions=true"], "data.reset_positions is set but model.family is bloom", "would be ignored", "set it back to"),
+    ("ignored", [BERT, "data.mask_documents=true"], "data.mask_documents is set but model.family is bert", "would be ignored", "back to false"),
+    ("ignored", [BERT, "data.reset_positions=true"], "data.reset_positions is set but model.family is bert", "would be ignored", "back to false"),
+    ("ignored", [BERT, "data.eod_loss=false"], "data.eod_loss is set but model.family is bert", "would be ignored", "back to true"),
     ("samples", [BERT, "data.order=megatron"], "data.order is megatron but model.family is bert", "GPT datasets", "timeless"),
     ("samples", [BERT, "tokenizer=null"], "model.family is bert but tokenizer is not set", "[MASK]", "add `tokenizer"),
     ("samples", [BERT, "model.seq_length=4"], "model.seq_length is 4 but model.family is bert", "[CLS] A [SEP] B [SEP]", "at least 5"),
     ("samples", [BERT, "prepare=[{output: shards/b, sources: [y]}]"], "prepare.0 makes shards/b without split_sentences", "pairs of sentences", "split_sentences: true"),
-    ("loss_scale", ["loss_scale.initial=2.0"], "loss_scale is set but precision is bf16", "only fp16", "remove it"),
+    ("ignored", ["loss_scale.initial=2.0"], "loss_scale is set but precision is bf16", "would be ignored", "set it back to"),
     ("loss_scale", ["precision=fp16", "loss_scale.min=8192.0"], "loss_scale.initial is 4096.0 but loss_scale.min is 8192.0", "at or above", "raise"),
     ("phases", ["checkpoint.phases=[{every: 1 step},{every: 2 steps}]"], "checkpoint.phases.0 has no `until`", "only the last", "add `until"),
-    ("phases", ["checkpoint.phases=[{every: 1 step, until: 9 steps}]"], "checkpoint.phases.0, the last, ends at 9 steps", "unsaved", "remove its"),
+    ("phases", ["checkpoint.phases=[{every: 1 step, until: 9 steps}]"], "checkpoint.phases.0, the last, ends at 9 steps", "nothing would be saved", "remove its"),
     ("phases", ["checkpoint.phases=[{every: 1 step, until: 9 steps},{every: 1 step, until: 9 steps},{every: 2 steps}]"],
      "checkpoint.phases.1 ends at 9 steps", "end at 9 steps", "sort the phases"),
-    ("phases", ["checkpoint.phases.0.until=0 steps"], "checkpoint.phases.0 ends at 0 steps", "never begin", "sort"),
-    ("intervals", ["checkpoint.phases.1.every=0 steps"], "checkpoint.phases.1.every is 0 steps", "more than nothing", "10 steps"),
-    ("intervals", ["monitor.drift.every=0 steps"], "monitor.drift.every is 0 steps", "more than nothing", "10 steps"),
-    ("intervals", ["monitor.log_every=0 steps"], "monitor.log_every is 0 steps", "more than nothing", "10 steps"),
-    ("intervals", ["train.evaluate.every=0 steps"], "train.evaluate.every is 0 steps", "more than nothing", "10 steps"),
-    ("intervals", ["train.exit_after=0 steps"], "train.exit_after is 0 steps", "more than nothing", "10 steps"),
-    ("intervals", ["train.exit_after=0s"], "train.exit_after is 0s", "more than nothing", "10 steps"),
-    ("intervals", ["checkpoint.keep.every=0 steps"], "checkpoint.keep.every is 0 steps", "more than nothing", "10 steps"),
-    ("intervals", ["precision=fp16", "loss_scale.window=0 steps"], "loss_scale.window is 0 steps", "more than nothing", "10 steps"),
-    ("intervals", ["checkpoint.timeout=0s"], "checkpoint.timeout is 0s", "more than nothing", "1h"),
-    ("intervals", ["checkpoint.failure_every=0s"], "checkpoint.failure_every is 0s", "more than nothing", "1h"),
-    ("intervals", ["checkpoint.local={path: x, every: 0 steps}"], "checkpoint.local.every is 0 steps", "more than nothing", "10 steps"),
-    ("intervals", ["checkpoint.upload={to: x, every: 0 steps}"], "checkpoint.upload.every is 0 steps", "more than nothing", "10 steps"),
-    ("intervals", ["launch.time_limit=0s", "train.exit_after=null"], "launch.time_limit is 0s", "more than nothing", "1h"),
 ]  # fmt: skip
 
 
@@ -187,23 +165,15 @@ def test_every_rule_is_broken_by_a_case_that_names_it(sound: str, rule: str) -> 
     for _, overrides, what, *_ in named:
         draft = load_recipe(sound, overrides)
         assert draft.recipe is not None
-        assert any(what in finding.what for finding in judge(draft.recipe, draft)), (rule, what)
+        assert any(what in finding.what for finding in judge(draft.recipe)), (rule, what)
 
 
 def test_the_sound_recipe_breaks_no_rule(sound: str) -> None:
-    assert list(findings(load_recipe(sound))) == []
     assert load_checked_recipe(sound).warnings == []
 
 
 def told(name: str, *overrides: str) -> list[str]:
     return [str(warning) for warning in load_checked_recipe(name, overrides).warnings]
-
-
-def test_a_shard_behind_a_link_is_the_same_shard(sound: str) -> None:
-    Path("a.bin").touch()
-    Path("b.bin").symlink_to("a.bin")
-    found = problems(sound, ["data.train=[{path: a}, {path: b}]"])
-    assert [problem.what for problem in found] == ["data.train.1 and data.train.0 are the same shard, b"]
 
 
 def test_a_run_of_another_system_may_have_had_a_shard_twice(sound: str) -> None:
@@ -215,7 +185,7 @@ def test_validation_on_what_is_trained_on_is_a_warning(sound: str) -> None:
     groups = "{main: [{path: new}, {path: ./shards/a}], other: [{path: shards/c}]}"
     (warning,) = told(sound, f"data.validation={groups}")
     assert "data.validation.main evaluates on ./shards/a, which data.train trains on" in warning
-    assert "new to it. Give it a shard of its own" in warning
+    assert "on new text. Give it its own shard" in warning
     assert told(sound, "data.validation={}", "data.split='9,1'") == [], "which divides the shard"
 
 
@@ -234,17 +204,9 @@ def test_a_split_that_is_none_states_the_rule(sound: str, split: str) -> None:
     assert "one to three numbers, '949,50,1'; missing ones are 0" in problem
 
 
-def test_a_shard_may_lie_beside_its_sources_where_they_do_not_see_it(sound: str) -> None:
-    sections = [
-        "{output: y/x, sources: ['y/*.jsonl', 'y/*/*.jsonl', 'y/**/*.txt', 's3://y', python-stdlib]}",
-        "{output: z/.made/x, sources: [z, 'z/**/*.json']}",
-    ]
-    load_checked_recipe(sound, [f"prepare=[{', '.join(sections)}]"])
-
-
 @pytest.mark.parametrize("name", shipped_recipes())
 def test_no_shipped_recipe_breaks_a_rule(name: str) -> None:
-    assert list(findings(load_recipe(name))) == []
+    assert load_checked_recipe(name).warnings == []
 
 
 def test_tr1_on_64_nodes_fails_because_its_ramp_cannot_feed_32_replicas() -> None:
@@ -315,7 +277,7 @@ def test_rules_of_one_subject_do_not_hide_those_of_another(sound: str) -> None:
         "batch.global_batch_size=60",
         "lr.warmup=9000 samples",
         "model.num_heads=5",
-        "checkpoint.phases.0.every=0 steps",
+        "checkpoint.phases.0.until=null",
     ]
     told = "\n".join(problem.what for problem in problems(sound, broken))
     for path in (
@@ -323,7 +285,7 @@ def test_rules_of_one_subject_do_not_hide_those_of_another(sound: str) -> None:
         "batch.rampup.increment",
         "lr.warmup",
         "model.num_heads",
-        "checkpoint.phases.0.every",
+        "checkpoint.phases.0",
     ):
         assert path in told
 

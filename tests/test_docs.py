@@ -28,7 +28,7 @@ from bloomery.cli.main import COMMANDS
 from bloomery.config.load import load_recipe, shipped_recipes
 from bloomery.monitor import names
 from bloomery.monitor.record import StepRecord, ValidationRecord
-from bloomery.monitor.sinks import _scalars
+from bloomery.monitor.tensorboard import _scalars
 from bloomery.sizing.parameters import count_parameters
 from monitor_samples import step_record, validation_record
 

@@ -17,8 +17,8 @@ from bloomery.base.accelerator import NvmlSensor, energy_sensor, pick_device
 from bloomery.base.energy import Energy, Rapl, find_rapl, format_device_hours, format_joules
 from bloomery.checkpoint.load import read_recipe_of, read_state
 from bloomery.interop.hf.card import model_card
-from bloomery.monitor import energy as monitor
-from bloomery.monitor.energy import EnergyMeter, is_whole, spent_before, start_meter
+from bloomery.monitor import meters as monitor
+from bloomery.monitor.meters import EnergyMeter, is_whole, spent_before, start_meter
 from bloomery.monitor.report import write_report
 from conftest import Workshop
 from threads_as_ranks import together

@@ -19,7 +19,7 @@ from bloomery.interop.megatron.flags import MAPPED, REFUSED, Row, known_names
 from bloomery.interop.megatron.importer import Imported, import_megatron
 from bloomery.interop.megatron.script import read_script, run_script
 from bloomery.sizing.check import load_checked_recipe
-from bloomery.sizing.plan import TrainingPlan
+from bloomery.sizing.schedule import TrainingPlan
 from megatron_scripts import GPT_TOKENS, LLAMA2, TR1, TR11
 
 Command = Callable[..., tuple[int, str, str]]

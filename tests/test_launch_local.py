@@ -8,12 +8,13 @@ import subprocess
 import sys
 import threading
 import time
+from multiprocessing import forkserver
 from pathlib import Path
 
 import pytest
 
 import stubborn_ranks
-from bloomery.base import exit_codes
+from bloomery.base import exit_codes, signals
 from bloomery.launch.local import Patience, run_local_ranks
 
 
@@ -24,11 +25,18 @@ def wait_for(folder: Path, *names: str) -> None:
         time.sleep(0.01)
 
 
-def test_ranks_that_do_not_answer_leave_by_themselves(tmp_path: Path) -> None:
-    """They note the signal and continue: each rank's guard ends it."""
+def fork_server() -> int:
+    return int(forkserver._forkserver._forkserver_pid)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("stopped", [False, True], ids=["", "fork server stopped"])
+def test_ranks_that_do_not_answer_leave_by_themselves(tmp_path: Path, stopped: bool) -> None:
+    """They note the signal and continue: each rank's guard ends it, and a stopped fork server wakes to report it."""
 
     def ask() -> None:
         wait_for(tmp_path, "here-0", "here-1")
+        if stopped:
+            os.kill(fork_server(), signal.SIGSTOP)
         os.kill(os.getpid(), signal.SIGTERM)
 
     asking = threading.Thread(target=ask)
@@ -36,6 +44,7 @@ def test_ranks_that_do_not_answer_leave_by_themselves(tmp_path: Path) -> None:
     code = run_local_ranks(2, stubborn_ranks.wait_for_ever, [str(tmp_path)])
     asking.join()
     assert code == exit_codes.INTERRUPTED
+    assert not signals.is_stopped(fork_server()), "the launcher would wait for it at its end"
     assert (tmp_path / "asked-0").exists()
     assert (tmp_path / "asked-1").exists()
 

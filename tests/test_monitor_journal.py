@@ -12,10 +12,10 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from bloomery.base.errors import BloomeryError, StorageError
-from bloomery.monitor.console import Console
 from bloomery.monitor.history import read_events, read_metrics
 from bloomery.monitor.journal import Journal
-from bloomery.monitor.sinks import TensorBoard
+from bloomery.monitor.sinks import Console, open_sinks
+from bloomery.monitor.tensorboard import TensorBoard
 from monitor_samples import fill, mounted, step_record, strict_lines, validation_record
 
 
@@ -23,11 +23,9 @@ def journal(
     folder: Path, *, job: int = 1, resume_step: int = 0, tensorboard: bool = False
 ) -> tuple[Journal, io.StringIO]:
     screen = io.StringIO()
-    console = Console(100, file=screen)
-    return (
-        Journal(folder, job=job, train_steps=100, tensorboard=tensorboard, resume_step=resume_step, console=console),
-        screen,
-    )
+    console = Console(file=screen)
+    sinks = open_sinks(folder, job=job, tensorboard=tensorboard, resume_step=resume_step, console=console)
+    return Journal(sinks, step=resume_step), screen
 
 
 def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
@@ -91,7 +89,7 @@ def test_a_full_disk_is_warned_of_once_and_loses_nothing(tmp_path: Path) -> None
         strict_lines(small / "metrics.jsonl")
         ballast.unlink()
         book.step(step_record(40))
-        assert "can be written again" in screen.getvalue()
+        assert "writable again" in screen.getvalue()
         book.close()
         assert [record.step for record in read_metrics(small / "metrics.jsonl")] == list(range(1, 41))
         assert [event["kind"] for event in strict_lines(small / "events.jsonl")] == [

@@ -18,9 +18,9 @@ import pytest
 
 from bloomery.base.errors import DataError
 from bloomery.monitor import gather
-from bloomery.monitor.charts import Curve, chart_html, thin
+from bloomery.monitor.gather import Curve, thin
 from bloomery.monitor.record import to_json
-from bloomery.monitor.report import write_report
+from bloomery.monitor.report import chart_html, write_report
 from monitor_samples import step_record, validation_record
 
 VOID = {"meta", "link", "tr", "td", "th", "p"}

@@ -22,19 +22,17 @@ from bloomery.base import exit_codes
 from bloomery.base.errors import LostRankError
 from bloomery.base.ranks import Started, first_host, started_as
 from bloomery.config.recipe import ModelSection
+from bloomery.families import registry
 from bloomery.launch.local import run_local_ranks
 from bloomery.model.transformer import build_model
 from bloomery.parallel.mesh import alone
 from bloomery.parallel.ranks import joined
 from bloomery.parallel.runner import Runner
-from bloomery.sizing.check import load_checked_recipe
-from bloomery.sizing.elastic import fit
-from bloomery.sizing.layout import layout_overrides
-from bloomery.sizing.stages import stage_layers, stages_of_rank
-from bloomery.sizing.tp_sharding import CUTS, cut_of
+from bloomery.sizing.check import fit, load_checked_recipe
+from bloomery.sizing.layout import CUTS, cut_of, layout_overrides, stage_layers, stages_of_rank
 from conftest import SMALL, Workshop, start_training, wait_for_steps
 
-FAMILIES = ("gpt2", "bloom", "llama", "bert")
+FAMILIES = tuple(registry.FAMILIES)
 TWO = ("launch={on: local, gpus_per_node: 2}", "batch={micro_batch_size: 2, global_batch_size: 8}")
 PRELOAD = ["bloomery.train.loop", "bloomery.train.setup"]
 
@@ -70,10 +68,8 @@ def test_a_parameter_without_a_cut_is_named() -> None:
 
 
 def _model(family: str) -> dict[str, object]:
-    from bloomery.families.registry import family_defaults
-
     given = {**SMALL["model"], "family": family}
-    return {**family_defaults(given), **given}
+    return {**registry.family_defaults(given), **given}
 
 
 def test_blooms_stages_count_embedding_and_head_as_work() -> None:
@@ -351,7 +347,7 @@ def test_as_little_as_possible_changes(overrides: list[str], world: int, expecte
             section, _, field = section.partition(".")
             given = {field: given}
         recipe = recipe.model_copy(update={section: getattr(recipe, section).model_copy(update=given)})
-    fitted = fit(recipe, checked.draft, nodes=1, ranks_per_node=world)
+    fitted = fit(recipe, nodes=1, ranks_per_node=world)
     if expected is None:
         assert fitted is None
     else:

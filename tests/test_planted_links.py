@@ -66,7 +66,7 @@ def untouched(
 
 
 IN_A_RUN = [
-    "metrics.jsonl", "events.jsonl", "logs/main_log.txt", "logs", ".lock", "recipe.yaml", ".write-probe", "tensorboard",
+    "metrics.jsonl", "events.jsonl", "logs/main_log.txt", "logs", ".lock", "recipe.yaml", "tensorboard",
     "control", "control/stop", "control/save", "report.html",
     *(f"checkpoints/{name}" for name in (
         "latest", ".writer", ".left-x", ".writer-x", ".left-x/y", ".step-00000001-x.tmp", ".tmp-x", ".probe-x",
@@ -105,7 +105,7 @@ def test_a_training_follows_no_link_out_of_its_folder(
         return code
 
     ended = untouched(victim, run / name, go_on, begin)
-    if name in (".write-probe", "recipe.yaml", "checkpoints/.left-x", "checkpoints/latest"):
+    if name in ("recipe.yaml", "checkpoints/.left-x", "checkpoints/latest"):
         assert ended == [0, 0, 0]
         assert not (run / name).is_symlink(), "the link itself was cleaned or replaced"
 
@@ -123,6 +123,18 @@ def test_a_fast_place_follows_no_link(name: str, workshop: Workshop, victim: Pat
         return code
 
     untouched(victim, place / f"run-{mark}" / name, train)
+
+
+@pytest.mark.parametrize("name", ["samples.jsonl", "step-00000001"])
+def test_a_trace_follows_no_link(name: str, workshop: Workshop, command: Command, victim: Path) -> None:
+    trace, words = workshop.folder / "trace", ("train.exit_after=1 steps", "--trace-steps", "1", "--device", "cpu")
+
+    def run() -> int:
+        shutil.rmtree(workshop.folder / "run", ignore_errors=True)
+        where = ("--trace", str(trace), "--run-dir", str(workshop.folder / "run"))
+        return command("train", str(workshop.recipe), *words, *where, "--quiet")[0]
+
+    untouched(victim, trace / name, run)
 
 
 def test_links_above_a_run_and_a_users_own_link_as_checkpoints_work(workshop: Workshop) -> None:

@@ -18,8 +18,8 @@ from bloomery.base.errors import DataError, StorageError
 from bloomery.config.recipe import PrepareSection
 from bloomery.data.tokenizer import Tokenizer
 from bloomery.prepare.merge import Merge
+from bloomery.prepare.parts import DOCUMENT, PartsFolder, ShardPart
 from bloomery.prepare.run import Share
-from bloomery.prepare.shard_parts import DOCUMENT, PartsFolder, ShardPart
 from bloomery.prepare.tokenize import UnitTokenizer
 from bloomery.prepare.verify import verify
 from prepare_samples import make, make_texts, make_tokenizer, prepare, shard_bytes, small_units, write_jsonl
@@ -58,23 +58,22 @@ def in_a_process(work, *, kill_after=None):
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
 
 
-def test_killed_at_twenty_random_moments_the_result_is_the_same(corpus, tokenizer):
+def test_killed_at_random_moments_the_result_is_the_same(corpus, tokenizer):
     started = time.monotonic()
     make(tokenizer, output="right", **FIELDS)
     seconds = time.monotonic() - started
     right = shard_bytes("right", manifest=True)
     moments = random.Random(7)
-    for output in range(4):
-        ended = 0
-        for _ in range(5):
-            after = moments.uniform(0, seconds)
-            ended += in_a_process(lambda name=f"x{output}": make(tokenizer, output=name, **FIELDS), kill_after=after)
-            there = sorted(path.name for path in corpus.glob(f"x{output}.*") if path.is_file())
-            finished = [f"x{output}{ending}" for ending in (".bin", ".idx", ".manifest.json", ".origins")]
-            assert finished[2] not in there or there == finished, "a manifest stands for a whole shard"
-        make(tokenizer, output=f"x{output}", **FIELDS)
-        assert shard_bytes(f"x{output}", manifest=True) == right
-        assert sorted(path.name for path in corpus.glob(f"x{output}.*")) == finished, "nothing else is left"
+    finished = [f"x{ending}" for ending in (".bin", ".idx", ".manifest.json", ".origins")]
+    for _ in range(8):
+        in_a_process(lambda: make(tokenizer, **FIELDS), kill_after=moments.uniform(0, seconds))
+        there = sorted(path.name for path in corpus.glob("x.*") if path.is_file())
+        assert finished[2] not in there or there == finished, "a manifest stands for a whole shard"
+        if there == finished:
+            Path("x.manifest.json").unlink()
+    make(tokenizer, **FIELDS)
+    assert shard_bytes(manifest=True) == right
+    assert sorted(path.name for path in corpus.glob("x.*")) == finished, "nothing else is left"
 
 
 def write_recipe(tokenizer):
@@ -145,7 +144,6 @@ def test_only_what_is_missing_or_damaged_is_made_again(corpus, tokenizer, monkey
     (parts / "000004.done").write_text(json.dumps({**marker, "key": "of other settings"}))
     (parts / "000005.tmp-123-abc").write_bytes(b"half")
     os.utime(corpus / "corpus" / "a.jsonl")
-    (parts / "shared").unlink()
     make(tokenizer)
     assert made() == [1, 2, 3, 4]
     assert shard_bytes() == shard_bytes("right")
@@ -164,21 +162,21 @@ def test_a_changed_input_or_setting_makes_parts_worthless(corpus, tokenizer, mon
     assert made() == [0], "the ranges of the file that are as they were"
 
 
-def test_merging_names_the_units_that_are_missing(corpus, tokenizer):
+def test_merging_makes_the_units_that_are_missing(corpus, tokenizer, monkeypatch):
+    made = count_made(monkeypatch, corpus)
+    make(tokenizer, output="right")
+    units = made()
     make(tokenizer, share=Share(1, 3))
-    with pytest.raises(DataError) as caught:
-        make(tokenizer)
-    text = str(caught.value)
-    assert "cannot be merged: of its units" in text
-    assert "0 (corpus/a.jsonl), 2 (corpus/a.jsonl)" in text
-    assert "--unit 0/3, --unit 2/3, or delete x.parts/shared" in text
-    assert not Path("x.idx").exists()
+    assert made() == units[1::3]
+    make(tokenizer)
+    assert made() == sorted({*units} - {*units[1::3]})
+    assert shard_bytes() == shard_bytes("right")
 
 
 def test_one_run_at_a_time(corpus, tokenizer, monkeypatch):
     import fcntl
 
-    monkeypatch.setattr("bloomery.prepare.shard_parts._LOCK_TIMEOUT_SECONDS", 0.2)
+    monkeypatch.setattr("bloomery.prepare.parts._LOCK_TIMEOUT_SECONDS", 0.2)
     (corpus / "x.parts").mkdir()
     with open(corpus / "x.parts" / "lock", "w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)

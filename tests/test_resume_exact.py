@@ -13,8 +13,7 @@ from bloomery.cli.main import main
 from bloomery.config.load import load_recipe
 from bloomery.config.recipe import Recipe
 from bloomery.data.blend import PERIOD
-from bloomery.sizing.history import History
-from bloomery.sizing.plan import TrainingPlan
+from bloomery.sizing.schedule import History, TrainingPlan
 from checkpoints import assert_same_tensors
 from conftest import SMALL, Workshop
 
@@ -156,7 +155,7 @@ def test_another_sequence_length_begins_the_next_epoch_and_counts_tokens_right(w
     unread = ((tokens - 1) // 16 - 40) * 16
     text = (run / "logs" / "main_log.txt").read_text()
     assert f"train: samples of 32 tokens begin with epoch 1; {unread:,} tokens of epoch 0 stay unread" in text
-    from bloomery.checkpoint.inspect import describe_checkpoint
+    from bloomery.checkpoint.select import describe_checkpoint
 
     assert describe_checkpoint(run)["consumed_tokens"] == 4480
     manifest = json.loads((run / "checkpoints" / "step-00000020" / "manifest.json").read_text())
@@ -218,7 +217,7 @@ def test_a_plan_that_goes_on_counts_what_really_was() -> None:
             raw: dict[str, Any] = {**SMALL, **settings(dice)}
             raw["model"] |= family_defaults(raw["model"])
             recipe = Recipe.model_validate(raw)
-            plan = TrainingPlan.going_on(recipe, plan, len(lived) - 1) if plan else TrainingPlan.of(recipe)
+            plan = TrainingPlan.resumed(recipe, plan, len(lived) - 1) if plan else TrainingPlan.of(recipe)
             plan = TrainingPlan.of(recipe, History.from_json(as_json(plan.history)))
             for _ in range(dice.randint(0, 12)):
                 size = plan.batch.global_batch_at(samples)

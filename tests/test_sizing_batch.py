@@ -8,7 +8,7 @@ from itertools import pairwise
 import pytest
 
 from bloomery.config.recipe import BatchSection, RampupSection
-from bloomery.sizing.batch import BatchLevel, BatchPlan
+from bloomery.sizing.schedule import BatchLevel, BatchPlan
 
 
 def plan(global_batch: int, ramp: tuple[int, int, int] | None = None) -> BatchPlan:

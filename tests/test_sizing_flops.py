@@ -8,8 +8,7 @@ import pytest
 
 from bloomery.config.recipe import ModelSection
 from bloomery.families.registry import family_defaults
-from bloomery.sizing.flops import FlopCount, flops_per_token, tflops_per_device
-from bloomery.sizing.hardware import peak_flops
+from bloomery.sizing.flops import FlopCount, flops_per_token, peak_flops, tflops_per_device
 
 
 def model(**fields: Any) -> ModelSection:

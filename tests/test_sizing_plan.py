@@ -7,9 +7,7 @@ import pytest
 from bloomery.config.load import load_recipe
 from bloomery.config.recipe import Recipe
 from bloomery.sizing.layout import data_parallel_size, world_size
-from bloomery.sizing.lr import LrPlan
-from bloomery.sizing.phases import PhaseSummary
-from bloomery.sizing.plan import TrainingPlan
+from bloomery.sizing.schedule import LrPlan, PhaseSummary, TrainingPlan
 
 
 def recipe(name: str, *overrides: str) -> Recipe:

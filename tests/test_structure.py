@@ -82,7 +82,7 @@ def test_every_file_imports_only_lower_floors(room: str, path: Path) -> None:
 @pytest.mark.parametrize(
     ("room", "planted"),
     [
-        ("config", "from bloomery.sizing.plan import TrainingPlan"),
+        ("config", "from bloomery.sizing.schedule import TrainingPlan"),
         ("model", "import torch.distributed as dist"),
         ("model", "from torch import distributed"),
         ("data", "from bloomery.model import transformer"),

@@ -1,7 +1,7 @@
 """What training costs in energy, where a sensor counts it. Where none does, the time of the devices and no number.
 
 The sensors of accelerators are in accelerator.py; here are those of processors (Linux powercap, RAPL). How a run adds
-up what they say is in monitor/energy.py.
+up what they say is in monitor/meters.py.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from bloomery.base.units import format_count
 from bloomery.cli.recipe_argument import add_json, add_recipe_arguments, load
 from bloomery.config.describe import explain, fingerprint
 from bloomery.sizing.parameters import count_parameters
-from bloomery.sizing.plan import TrainingPlan
+from bloomery.sizing.schedule import TrainingPlan
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

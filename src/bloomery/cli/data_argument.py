@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 from bloomery.base.errors import DataError, Problem, RecipeError
 from bloomery.cli.recipe_argument import add_change, load
-from bloomery.config.draft import COMMAND_LINE
+from bloomery.config.load import COMMAND_LINE
 from bloomery.config.recipe import DataSection, Recipe
-from bloomery.sizing.plan import TrainingPlan
+from bloomery.sizing.schedule import TrainingPlan
 
 if TYPE_CHECKING:
     from bloomery.data.open import OpenData
@@ -149,11 +149,12 @@ def past_of(recipe: Recipe, args: argparse.Namespace, *, reads: Collection[str])
             what, rule = f"--change {args.changes[0]} is given without --run-dir", "it says what differs from a run"
             raise RecipeError(Problem(what, rule, "add --run-dir, or leave it out", COMMAND_LINE))
         return None
-    from bloomery.checkpoint.folder import find_checkpoint, verify
-    from bloomery.train.contract import check_asked
+    from bloomery.checkpoint.folder import find_checkpoint
+    from bloomery.checkpoint.verify import verify
+    from bloomery.train.contract import check_change_names
     from bloomery.train.resume import resume_point_at
 
-    check_asked(args.changes)
+    check_change_names(args.changes)
     folder = find_checkpoint(args.run_dir)
     verify(folder, tensors=False)
     return resume_point_at(folder, recipe, changes=args.changes, reads=reads)

@@ -95,7 +95,7 @@ def _cut(text: str) -> str:
 
 def _summary(done: Imported, output: Path | None) -> str:
     from bloomery.sizing.parameters import count_parameters
-    from bloomery.sizing.plan import TrainingPlan
+    from bloomery.sizing.schedule import TrainingPlan
 
     plan, model = TrainingPlan.of(done.recipe), done.recipe.model
     parameters = count_parameters(model, vocab_size=model.vocab_size).total

@@ -9,7 +9,7 @@ import sys
 from typing import Any
 
 from bloomery.base import exit_codes
-from bloomery.base.errors import DataError, Problem, RecipeError
+from bloomery.base.errors import DataError, Problem
 from bloomery.base.units import format_bytes
 from bloomery.cli.data_argument import opened_run
 from bloomery.config.load import shipped_recipes
@@ -28,7 +28,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     words = [_prefix(word) for word in args.data]
-    _refuse_text(words)
     facts = _of_recipe(args) if _is_recipe(words[0]) else _of_shards(words, quick=args.quick)
     print(json.dumps(facts, indent=2) if args.json else _text(facts))
     return exit_codes.OK
@@ -37,15 +36,6 @@ def run(args: argparse.Namespace) -> int:
 def _prefix(word: str) -> str:
     """A shard may be named by any of its files."""
     return next((word.removesuffix(end) for end in (".bin", ".idx", ".manifest.json") if word.endswith(end)), word)
-
-
-def _refuse_text(words: list[str]) -> None:
-    from bloomery.prepare.sources import kind_of
-
-    rule = "this command takes a recipe or the prefixes of shards"
-    remedy = "make a shard of it with `bloomery prepare`, and give the output of that"
-    if text := [word for word in words if not _is_shard(word) and kind_of(word) != "text" and os.path.isfile(word)]:
-        raise RecipeError([Problem("is text", rule, remedy, word) for word in text])
 
 
 def _is_recipe(word: str) -> bool:
@@ -57,9 +47,6 @@ def _is_shard(word: str) -> bool:
 
 
 def _of_recipe(args: argparse.Namespace) -> dict[str, Any]:
-    if strange := [word for word in args.data[1:] if "=" not in word]:
-        what = f"{strange[0]} stands behind a recipe"
-        raise RecipeError(Problem(what, "a recipe is inspected alone, with overrides", "ask twice"))
     arguments = argparse.Namespace(recipe=args.data[0], overrides=args.data[1:], run_dir=None, changes=[])
     with opened_run(arguments) as inspected:
         from bloomery.data.inspect import recipe_facts
@@ -71,7 +58,6 @@ def _of_recipe(args: argparse.Namespace) -> dict[str, Any]:
 def _of_shards(prefixes: list[str], *, quick: bool) -> dict[str, Any]:
     from bloomery.data.inspect import shard_facts
     from bloomery.data.manifest import without_manifest
-    from bloomery.data.shards import is_missing
 
     problems: list[Problem] = []
     sources = []
@@ -81,12 +67,9 @@ def _of_shards(prefixes: list[str], *, quick: bool) -> dict[str, Any]:
         except DataError as error:
             problems += error.problems
     if problems:
-        if all(is_missing(f"{prefix}{ending}") for prefix in prefixes for ending in (".bin", ".idx")):
-            names = ", ".join(sorted(shipped_recipes()))
-            problems.append(Problem(f"{prefixes[0]} is no recipe either", f"the shipped ones are {names}"))
         raise DataError(problems)
     if bare := [source["shard"] for source in sources if source["manifest"] is None]:
-        print(f"bloomery: warning: {without_manifest(bare, 'are not known')}", file=sys.stderr)
+        print(f"bloomery: warning: {without_manifest(bare)}", file=sys.stderr)
     return {"sources": sources}
 
 

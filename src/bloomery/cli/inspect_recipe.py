@@ -13,7 +13,7 @@ from bloomery.families.bloom import alibi_slopes
 from bloomery.families.registry import FAMILIES
 from bloomery.sizing.flops import FlopCount, flops_per_token
 from bloomery.sizing.parameters import count_parameters, padded_vocab_size
-from bloomery.sizing.plan import TrainingPlan
+from bloomery.sizing.schedule import TrainingPlan
 
 _SCHEDULE_READS = ("name", "model", "batch", "lr", "train", "checkpoint", "parallel", "launch")
 

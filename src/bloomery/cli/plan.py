@@ -11,7 +11,6 @@ from bloomery.base.errors import RecipeError
 from bloomery.base.units import format_bytes
 from bloomery.cli.recipe_argument import add_json, add_recipe_arguments, load, show
 from bloomery.config.recipe import Recipe
-from bloomery.sizing.keep_rules import kept_checkpoints
 from bloomery.sizing.layout import Layout, micro_batches, ranks_per_node, world_size
 from bloomery.sizing.memory import (
     HOST_LABELS,
@@ -23,6 +22,7 @@ from bloomery.sizing.memory import (
     stage_memories,
 )
 from bloomery.sizing.parameters import count_parameters, padded_vocab_size
+from bloomery.sizing.saves import kept_checkpoints
 
 _READS = ("name", "model", "batch", "train", "precision", "parallel", "checkpoint", "launch")
 _MEMORY = {

@@ -11,7 +11,7 @@ from bloomery.base.clock import job_seconds
 from bloomery.base.units import format_seconds
 from bloomery.cli.recipe_argument import load
 from bloomery.config.recipe import Recipe
-from bloomery.sizing.plan import TrainingPlan
+from bloomery.sizing.schedule import TrainingPlan
 
 PROMPT = "def read(self, "
 

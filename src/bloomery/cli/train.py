@@ -15,11 +15,9 @@ from bloomery.base.signals import Interrupted
 from bloomery.cli.recipe_argument import add_change, add_recipe_arguments, load
 from bloomery.config.recipe import Recipe
 from bloomery.launch.local import run_local_ranks
-from bloomery.sizing.check import CheckedRecipe
-from bloomery.sizing.elastic import fit
+from bloomery.sizing.check import CheckedRecipe, fit
 from bloomery.sizing.layout import world_size
-from bloomery.train.contract import check_asked
-from bloomery.train.kill_switch import kill_switch
+from bloomery.train.contract import check_change_names
 
 _TRIES = 16
 """Numbers of ranks to try, in each direction, for one that fits."""
@@ -40,12 +38,12 @@ def run(args: argparse.Namespace) -> int:
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # a lost rank is told once, not in pages of C++ frames
     started = started_as()
     try:
-        check_asked(args.changes)
+        check_change_names(args.changes)
         recipe = _recipe(args, started)
     except RecipeError as error:
         raise error.told_once(started.rank if started else 0) from None
     folder = args.run_dir or Path("runs") / recipe.name
-    if switch := kill_switch(folder):
+    if (switch := folder / "control" / "kill").exists():
         print(f"Detected kill switch at {switch}. Exiting; remove the file to train again.")
         return exit_codes.OK
     if started is None and world_size(recipe) > 1:
@@ -79,7 +77,7 @@ def _recipe(args: argparse.Namespace, started: Started | None) -> Recipe:
     if started is None or started.size == world_size(recipe):
         return recipe
     nodes = started.size // started.local_size if started.size % started.local_size == 0 else 1  # uneven: all as one
-    fitted = fit(recipe, checked.draft, nodes=nodes, ranks_per_node=started.size // nodes)
+    fitted = fit(recipe, nodes=nodes, ranks_per_node=started.size // nodes)
     if fitted is None:
         what = f"{started.size} ranks were started, and no layout of them can train this recipe"
         rule = f"the global batch is {recipe.batch.global_batch_size} samples, whatever the number of ranks"
@@ -98,7 +96,7 @@ def _fitting(checked: CheckedRecipe, nodes: int, ranks: int) -> list[int]:
     def first(counts: range) -> list[int]:
         for n in counts:
             world = (n, ranks) if nodes > 1 else (1, n)
-            if fit(checked.recipe, checked.draft, nodes=world[0], ranks_per_node=world[1]) is not None:
+            if fit(checked.recipe, nodes=world[0], ranks_per_node=world[1]) is not None:
                 return [n]
         return []
 

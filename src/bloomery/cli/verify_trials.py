@@ -18,9 +18,9 @@ from bloomery.base.errors import BloomeryError
 from bloomery.base.piece import Piece
 from bloomery.base.ranks import ALONE, Ranks, first_rank_does, started_as
 from bloomery.checkpoint.load import load_pieces, read_state
-from bloomery.checkpoint.saver import save_checkpoint
+from bloomery.checkpoint.save import save_checkpoint
 from bloomery.config.load import load_recipe
-from bloomery.monitor.journal import SilentJournal
+from bloomery.monitor.journal import Journal
 from bloomery.monitor.meters import IntervalMeter
 from bloomery.monitor.record import StepRecord
 from bloomery.parallel.ranks import joined
@@ -138,7 +138,7 @@ def _losses_after(checkpoint: Path, run: Run, steps: int) -> list[tuple[int, str
     return losses.found
 
 
-class _Losses(SilentJournal):
+class _Losses(Journal):
     """Keeps what a training would log."""
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Say a recipe back: every resolved value with its origin, the file a run keeps, and the fingerprint of its science."""
+"""A resolved recipe in words: every value with its origin, the file a run keeps, and the fingerprint of its science."""
 
 from __future__ import annotations
 
@@ -9,19 +9,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from bloomery.base.credentials import mask
-from bloomery.config.draft import Draft
+from bloomery.config.load import Draft
 from bloomery.config.recipe import Recipe
+from bloomery.config.schema import all_fields
 from bloomery.config.yaml_nodes import dump_yaml
-
-_NOT_SCIENCE = ("name", "prepare", "parallel", "checkpoint", "monitor", "launch")
-"""Sections that may change without changing what is learned."""
-_NOT_SCIENCE_FIELDS = (
-    "batch.micro_batch_size",
-    "train.exit_after",
-    "train.evaluate",
-    "train.compile",
-    "data.cache_dir",
-)
 
 
 @dataclass(frozen=True)
@@ -40,25 +31,20 @@ def as_dict(recipe: Recipe) -> dict[str, Any]:
 def explain(draft: Draft) -> list[Value]:
     """Every resolved value and where it came from."""
     assert draft.recipe is not None
-    family = draft.recipe.model.family
-    values = []
-    for path, value in _leaves(as_dict(draft.recipe), ""):
-        origin = draft.places.get(path)
-        if origin is None:
-            origin = f"default of family {family}" if path in draft.by_family else "default"
-        values.append(Value(path, value, origin))
-    return values
+    by_family = dict.fromkeys(draft.by_family, f"default of family {draft.recipe.model.family}")
+    origins = by_family | draft.places
+    return [Value(path, value, origins.get(path, "default")) for path, value in _leaves(as_dict(draft.recipe), "")]
 
 
 def fingerprint(recipe: Recipe) -> str:
     """Sixteen hex digits over every field that decides what is learned; equal for every layout and every machine."""
     # Without defaults, so that a field added later does not change the fingerprint of every older recipe.
-    written = recipe.model_dump(mode="json", by_alias=True, exclude_defaults=True)
-    science = {section: value for section, value in written.items() if section not in _NOT_SCIENCE}
-    for dotted in _NOT_SCIENCE_FIELDS:
-        section, name = dotted.split(".")
-        if science.get(section):
-            science[section].pop(name, None)
+    science = recipe.model_dump(mode="json", by_alias=True, exclude_defaults=True)
+    for path, field in all_fields().items():
+        section, _, name = path.rpartition(".")
+        holder = science.get(section) if section else science
+        if not field.on_resume.in_fingerprint and isinstance(holder, dict):
+            holder.pop(name, None)
     return hashlib.sha256(json.dumps(science, sort_keys=True).encode()).hexdigest()[:16]
 
 

@@ -3,39 +3,82 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from importlib import resources
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from bloomery.base.bounded import read_small
 from bloomery.base.credentials import mask
 from bloomery.base.errors import Problem, RecipeError
-from bloomery.config.draft import Draft, by_place
-from bloomery.config.overrides import apply_override
-from bloomery.config.yaml_nodes import Parsed, parse_yaml
+from bloomery.config.faults import mask_secrets, validate
+from bloomery.config.recipe import Recipe
+from bloomery.config.schema import closest
+from bloomery.config.yaml_nodes import parse_yaml
+from bloomery.families.registry import family_defaults
 
+COMMAND_LINE = "command line"
+_SHIPPED = Path(__file__).parents[1] / "recipes"
 _RECIPE_BYTES = 1 << 19
 """PyYAML needs up to 15 seconds for so much."""
+_DEEPEST_OVERRIDE = 12
+_LONGEST_SHOWN = 200
 
 
-@dataclass(frozen=True)
-class _Source:
-    """An opened recipe file."""
+@dataclass
+class Draft:
+    """A recipe as far as it could be read. `recipe` is None if there are problems."""
 
-    text: str
-    file: str
-    """For messages."""
-    folder: Path | None
-    """Where its `base` is looked for; None for a shipped recipe."""
-    identity: str
-    """Equal for two names of one file."""
+    source: str
+    recipe: Recipe | None = None
+    places: dict[str, str] = field(default_factory=dict)
+    """Dotted path -> where the user wrote it; a path that is missing here has its default."""
+    by_family: set[str] = field(default_factory=set)
+    """Paths whose value is the model family's default."""
+    problems: list[Problem] = field(default_factory=list)
+
+    def place(self, *paths: str) -> str:
+        """Where to look: what the command line changed, else the first path that was written, else its section."""
+        written = [self.places[path] for path in paths if path in self.places]
+        inside = [place for path in paths for inner, place in self.places.items() if is_inside(inner, path)]
+        around = [place for path in paths for outer, place in reversed(self.places.items()) if is_inside(path, outer)]
+        on_command_line = [place for place in (*written, *inside) if place.startswith(COMMAND_LINE)]
+        return next(iter([*on_command_line, *written, *inside, *around]), self.source)
+
+    def set_places(self, path: str, places: dict[str, str]) -> None:
+        """`path` and everything inside it now comes from `places`."""
+        self.places = {old: place for old, place in self.places.items() if not is_inside(old, path)}
+        self.places |= {new: place for new, place in places.items() if is_inside(new, path)}
+
+    def validate(self, raw: dict[str, Any], *, is_saved: bool = False) -> None:
+        """Set `recipe`, or add every fault of the schema. `is_saved`: a secret is masked, not refused, because the
+        recipe is that of a checkpoint."""
+        secrets = mask_secrets(raw, "", self.place)
+        self.problems += [] if is_saved else secrets
+        if isinstance(model := raw.get("model"), dict):
+            defaults = family_defaults(model)
+            raw["model"] = {**model, **defaults}
+            self.by_family |= {f"model.{key}" for key in defaults}
+        found = validate(raw, self.place)
+        if isinstance(found, list):
+            self.problems += found
+        elif not self.problems:
+            self.recipe = found
+
+
+def is_inside(path: str, outer: str) -> bool:
+    """Whether `path` is `outer` or lies within it."""
+    return path == outer or path.startswith(f"{outer}.")
+
+
+def by_place(problem: Problem) -> tuple[str, int]:
+    """Sort key: the order in which a reader of the files meets the problems."""
+    file, _, line = problem.place.rpartition(":")
+    return (file, int(line)) if file and line.isdigit() else (problem.place, 0)
 
 
 def shipped_recipes() -> list[str]:
     """Names of the recipes inside the package."""
-    folder = resources.files("bloomery") / "recipes"
-    return sorted(entry.name.removesuffix(".yaml") for entry in folder.iterdir() if entry.name.endswith(".yaml"))
+    return sorted(file.stem for file in _SHIPPED.glob("*.yaml"))
 
 
 def load_recipe(name: str, overrides: Sequence[str] = (), *, is_saved: bool = False) -> Draft:
@@ -46,138 +89,130 @@ def load_recipe(name: str, overrides: Sequence[str] = (), *, is_saved: bool = Fa
     return draft
 
 
-def read_recipe(
-    name: str,
-    overrides: Sequence[str] = (),
-    *,
-    is_saved: bool = False,
-) -> Draft:
-    """Everything that can be known about the recipe, problems included. `is_saved`: see Draft."""
-    draft = Draft(source=name, is_saved=is_saved)
+def read_recipe(name: str, overrides: Sequence[str] = (), *, is_saved: bool = False) -> Draft:
+    """Everything that can be known about the recipe, problems included. `is_saved`: see Draft.validate."""
+    draft = Draft(source=name)
     raw = _read_with_bases(name, draft, chain=[])
-    if raw is None:
-        return draft
-    for override in overrides:
-        apply_override(raw, override, draft)
-    if draft.problems:
-        return draft
-    from bloomery.config.faults import validate
-
-    validate(raw, draft)
+    for override in overrides if raw is not None else ():
+        _apply_override(raw, override, draft)
+    if raw is not None and not draft.problems:
+        draft.validate(raw, is_saved=is_saved)
     return draft
 
 
-def _read_with_bases(name: str, draft: Draft, chain: list[_Source]) -> dict[str, Any] | None:
+def _read_with_bases(name: str, draft: Draft, chain: list[Path]) -> dict[str, Any] | None:
     """The merged values of this recipe and its bases, their places in the draft; None if it could not be read.
-    `chain`: the recipes that led here, each the base of the one before."""
-    source = _open(name, chain[-1].folder if chain else None, draft)
-    if source is None:
+    `chain`: the recipe files that led here, each the base of the one before."""
+    try:
+        path, text = _open(name, chain[-1].parent if chain else None)
+    except RecipeError as error:
+        draft.problems += error.problems
         return None
-    if source.identity in [link.identity for link in chain]:
-        loop = " -> ".join([*(link.file for link in chain), source.file])
-        draft.problems.append(Problem(f"base goes round in a circle: {loop}", remedy="remove one of these bases"))
+    if path.resolve() in [other.resolve() for other in chain]:
+        loop = " -> ".join(map(_name, [*chain, path]))
+        draft.problems.append(Problem(f"circular base: {loop}", remedy="remove one of these bases"))
         return None
-    parsed = parse_yaml(source.text, file=source.file)
+    parsed = parse_yaml(text, file=_name(path))
     draft.problems += parsed.problems
-    if not isinstance(parsed.value, dict):
+    values = parsed.value
+    if not isinstance(values, dict):
         if not parsed.problems:
-            draft.problems.append(_not_a_recipe(source.file, parsed.value))
+            kind = {type(None): "empty", list: "a list"}.get(type(values), f"only {mask(repr(values)):.60}")
+            rule, remedy = "a recipe is a mapping of sections such as `model:`", "start with `base: quickstart`"
+            draft.problems.append(Problem(f"the recipe is {kind}", rule, remedy, f"{_name(path)}:1"))
         return None
-    base, base_place = parsed.value.pop("base", None), parsed.places.pop("base", source.file)
-    parsed.places.pop("")
+    base, place = values.pop("base", None), parsed.places.pop("base", "")
     below: dict[str, Any] | None = {}
-    if base is not None:
-        below = _read_base(base, base_place, draft, [*chain, source])
-    return _merge(below or {}, parsed.value, "", parsed, draft)
-
-
-def _read_base(base: Any, place: str, draft: Draft, chain: list[_Source]) -> dict[str, Any] | None:
-    if not isinstance(base, str):
+    if isinstance(base, str):
+        known = len(draft.problems)
+        below = _read_with_bases(base, draft, [*chain, path])
+        # What could not be opened has no place of its own: the line that names it is the one to fix.
+        draft.problems[known:] = [
+            Problem(found.what, found.rule, found.remedy, found.place or place) for found in draft.problems[known:]
+        ]
+    elif base is not None:
         rule, remedy = "base names one other recipe", "write `base: other-recipe`"
         draft.problems.append(Problem(f"base is {base!r}", rule, remedy, place))
-        return None
-    known = len(draft.problems)
-    below = _read_with_bases(base, draft, chain)
-    # What could not be opened has no place of its own: the line that names it is the one to mend.
-    draft.problems[known:] = [
-        Problem(problem.what, problem.rule, problem.remedy, problem.place or place)
-        for problem in draft.problems[known:]
-    ]
-    return below
+    return _merge(below or {}, values, "", parsed.places, draft)
 
 
-def _merge(below: dict[str, Any], above: dict[str, Any], path: str, parsed: Parsed, draft: Draft) -> dict[str, Any]:
+def _merge(
+    below: dict[str, Any], above: dict[str, Any], path: str, places: dict[str, str], draft: Draft
+) -> dict[str, Any]:
     """`above` over `below`: mappings merge, everything else replaces. The draft's places follow the winner."""
     merged = dict(below)
     for key, value in above.items():
         inner = f"{path}.{key}" if path else key
         if isinstance(value, dict) and isinstance(below.get(key), dict):
-            merged[key] = _merge(below[key], value, inner, parsed, draft)
-            draft.places[inner] = parsed.places[inner]
+            merged[key] = _merge(below[key], value, inner, places, draft)
+            draft.places[inner] = places[inner]
         else:
             merged[key] = value
-            draft.replace_places(inner, parsed.places)
+            draft.set_places(inner, places)
     return merged
 
 
-def _not_a_recipe(file: str, value: Any) -> Problem:
-    remedy = "start from a shipped one, for example `base: quickstart`"
-    if value is None:
-        return Problem(f"{file} is empty", "a recipe has sections such as `model:` and `train:`", remedy, file)
-    kind = "a list" if isinstance(value, list) else f"only {mask(repr(value)):.60}"
-    return Problem(f"{file} holds {kind}", "a recipe is a mapping of sections such as `model:`", remedy, f"{file}:1")
-
-
-def _open(name: str, beside: Path | None, draft: Draft) -> _Source | None:
+def _open(name: str, beside: Path | None) -> tuple[Path, str]:
     """A file wins over a shipped name; a base is looked for beside its child, then in the working directory."""
     paths = [*([beside / name] if beside else []), Path(name)]
-    folder = None
     for path in paths:
         try:
             content = read_small(path, _RECIPE_BYTES)
-        except IsADirectoryError:
-            folder = path
-        except (FileNotFoundError, NotADirectoryError, ValueError):
-            pass
+        except (FileNotFoundError, NotADirectoryError, IsADirectoryError, ValueError):
+            continue
         except OSError as error:
-            draft.problems.append(Problem(f"cannot read {path}: {error.strerror}", remedy="check the path"))
-            return None
-        else:
-            return _decode(content, path, draft)
-    shipped = name.removesuffix(".yaml")
-    if shipped in shipped_recipes():
-        text = (resources.files("bloomery") / "recipes" / f"{shipped}.yaml").read_text(encoding="utf-8")
-        return _Source(text, f"{shipped}.yaml", None, f"shipped {shipped}")
-    draft.problems.append(_no_such_recipe(name, folder, paths[0]))
-    return None
-
-
-def _decode(content: bytes, path: Path, draft: Draft) -> _Source | None:
-    try:
-        return _Source(content.decode("utf-8"), str(path), path.parent, str(path.resolve()))
-    except UnicodeDecodeError as error:
-        what = f"not a text file: byte {error.start} is not UTF-8"
-        line = content.count(b"\n", 0, error.start) + 1
-        draft.problems.append(Problem(what, "a recipe is YAML in UTF-8", "save it as UTF-8", f"{path}:{line}"))
-        return None
-
-
-def _no_such_recipe(name: str, folder: Path | None, path: Path) -> Problem:
-    if folder is not None and name:
-        resolved = folder / "recipe.yaml"
-        remedy = f"did you mean {resolved}?" if resolved.is_file() else "name the file inside it"
-        return Problem(f"{folder} is a folder", "a recipe is a file", remedy)
-    from bloomery.config.suggest import closest
-
-    files = [str(path.with_name(f"{path.name}{suffix}")) for suffix in (".yaml", ".yml") if path.name]
-    guess = next((file for file in files if Path(file).is_file()), None)
-    guess = guess or closest(name.removesuffix(".yaml"), shipped_recipes()) or closest(str(path), _recipes_near(path))
+            raise RecipeError(Problem(f"cannot read {path}: {error.strerror}", remedy="check the path")) from error
+        try:
+            return path, content.decode("utf-8")
+        except UnicodeDecodeError as error:
+            what, place = f"byte {error.start} is not UTF-8", f"{path}:{1 + content[: error.start].count(10)}"
+            raise RecipeError(Problem(what, "a recipe is YAML in UTF-8", "save it as UTF-8", place)) from error
+    if name.removesuffix(".yaml") in shipped_recipes():
+        path = _SHIPPED / f"{name.removesuffix('.yaml')}.yaml"
+        return path, path.read_text(encoding="utf-8")
+    inside, beside_it = _yaml_files(paths[0]), _yaml_files(paths[0].parent)
+    guess = inside[0] if inside else closest(name, [*shipped_recipes(), *beside_it])
     remedy = f"did you mean {guess}?" if guess else f"shipped recipes: {', '.join(shipped_recipes())}"
-    return Problem(f"there is no recipe {name!r}", "it is neither a file nor a shipped recipe", remedy)
+    raise RecipeError(Problem(f"there is no recipe {name!r}", "it is neither a file nor a shipped recipe", remedy))
 
 
-def _recipes_near(path: Path) -> list[str]:
+def _name(path: Path) -> str:
+    """For messages."""
+    return path.name if path.parent == _SHIPPED else str(path)
+
+
+def _yaml_files(folder: Path) -> list[str]:
     try:
-        return [str(file) for file in path.parent.iterdir() if file.suffix in (".yaml", ".yml")]
+        return [str(file) for file in folder.iterdir() if file.suffix in (".yaml", ".yml")]
     except (OSError, ValueError):
         return []
+
+
+def _apply_override(raw: Any, override: str, draft: Draft) -> None:
+    """Put `section.field=value` into `raw`; its place is the command line."""
+    shown = mask(override.encode(errors="backslashreplace").decode())
+    place = f"{COMMAND_LINE} '{shown if len(shown) <= _LONGEST_SHOWN else f'{shown[:_LONGEST_SHOWN]} ...'}'"
+    name, equals, text = override.partition("=")
+    keys = [key.strip() for key in name.split(".")]
+    if not equals or not all(keys) or len(keys) > _DEEPEST_OVERRIDE or not name.isprintable() or "://" in name:
+        remedy = "write it as section.field=value, for example batch.micro_batch_size=4"
+        draft.problems.append(Problem("this is not an override", remedy=remedy, place=place))
+        return
+    parsed = parse_yaml(text, file=place)
+    problems = [Problem(found.what, found.rule, "fix the value, or quote it", place) for found in parsed.problems]
+    path, target = ".".join(keys), raw
+    for i, key in enumerate(keys):
+        outer = ".".join(keys[:i])
+        index: Any = int(key) if isinstance(target, list) and key.isdecimal() else key
+        if not isinstance(target, dict) and not (isinstance(target, list) and index in range(len(target))):
+            has = f"{len(target)} items, counted from 0" if isinstance(target, list) else "no fields of its own"
+            what, remedy = f"{path} cannot be set", f"set {outer} as a whole"
+            problems.append(Problem(what, f"{outer} has {has}", remedy, place))
+            break
+        if i + 1 == len(keys):
+            target[index] = parsed.value
+        elif isinstance(target, dict) and target.get(index) is None:
+            target[index] = {}
+        target = target[index]
+    draft.problems += problems
+    draft.set_places(path, {f"{path}.{inner}" if inner else path: place for inner in parsed.places} | {path: place})

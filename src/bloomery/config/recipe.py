@@ -1,7 +1,9 @@
 """The recipe: every field a user may write, its type, its range and its default. Inert: no file, network or device.
 
+A new field is added in its class here and nowhere else: type, default, meaning (the text below it, shown in messages
+and in docs/recipe.md) and, unless its section's holds, a mark for what a resumed run may do with it (`OnResume`).
 Derived numbers live in `bloomery.sizing`, rules between fields in `sizing/rules.py`, and defaults that depend on the
-model family in `families/`. The text below a field is its meaning, in messages and in docs/recipe.md.
+model family in `families/`.
 """
 
 from __future__ import annotations
@@ -11,7 +13,17 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from bloomery.base.units import Amount, Duration
-from bloomery.config.fields import AmountOrDuration, AnyAmount, PathText, Size, SplitText, Steps, StepsOrAuto, WallClock
+from bloomery.config.fields import (
+    AmountOrDuration,
+    AnyAmount,
+    OnResume,
+    PathText,
+    Size,
+    SplitText,
+    Steps,
+    StepsOrAuto,
+    WallClock,
+)
 from bloomery.families.registry import FAMILIES
 
 if TYPE_CHECKING:
@@ -26,6 +38,37 @@ PipelineSchedule = Literal["gpipe", "1f1b", "interleaved", "zero_bubble"]
 
 MOST_LAYERS = 10_000
 """Before anything is built that would take for ever."""
+
+# May a resumed run change it? In the order of the table in docs/training.md.
+LAYOUT = OnResume(
+    "free", "the same training on other ranks; dropout draws other numbers for another micro-batch size", False
+)
+DURATION = OnResume("free", "when to stop; a schedule or an order that follows from `train.for` is compared resolved")
+JOB_END = OnResume("free", "when this job stops", in_fingerprint=False)
+SPIKES = OnResume("free", "what future spikes do; past ones keep their effect")
+REPORTING = OnResume("free", "what is saved, measured and reported", in_fingerprint=False)
+VALIDATION = OnResume("free", "what is evaluated")
+RATE = OnResume("by name", "the learning rate, compared as its value at each sample")
+UPDATE = OnResume("by name", "the size of updates")
+BATCH = OnResume("by name", "samples of a step; finished steps keep their count")
+SOURCES = OnResume(
+    "by name",
+    "training data, each source known by its `name`, by default its path: a shard that has moved needs the `name` it "
+    "had; new shares begin at the next sample. Fixed with the orders `megatron` and `bigscience`",
+)
+LENGTH = OnResume(
+    "by name",
+    "tokens of a sample; each source begins its next epoch. Fixed with learned positions (gpt2, bert) and with the "
+    "orders `megatron` and `bigscience`",
+)
+ROTARY = OnResume("by name", "the rotary frequencies, which go with the sequence length")
+NUMERICS = OnResume("by name", "how a step is computed")
+SKIPS = OnResume("by name", "only for past steps (redo them with --from); ranges of future steps are free")
+ARCHITECTURE = OnResume("fixed", "the architecture and its initial weights")
+TOKENIZER = OnResume("fixed", "compared by content: it may move to another path")
+ORDER = OnResume("fixed", "the order of samples")
+SAMPLES = OnResume("fixed", "what a sample is")
+FIXED = OnResume("fixed", "it would make this another training")
 
 
 class Section(BaseModel):
@@ -45,7 +88,7 @@ class ModelSection(Section):
     """The architecture. Fields marked 'by family' have a default that depends on it."""
 
     family: FamilyName
-    """gpt2 (learned positions), bloom (ALiBi), llama (rotary, gated MLP) or bert (encoder)."""
+    """gpt2 (learned positions), bloom (ALiBi), llama, qwen2, qwen3 (rotary, gated MLP) or bert (encoder)."""
     num_layers: Annotated[int, Field(gt=0, le=MOST_LAYERS)]
     """Transformer blocks."""
     hidden_size: Size
@@ -55,27 +98,27 @@ class ModelSection(Section):
     head_dim: Size | None = None
     """Width of a head (families with rotary positions); default: hidden_size / num_heads."""
     num_kv_heads: Size
-    """Key/value heads (llama only); by family: num_heads."""
+    """Key/value heads (families with rotary positions); by family: num_heads."""
     ffn_hidden_size: Size
-    """Width inside the MLP; by family: 4 * hidden_size, or 8/3 of it rounded up to 256 for llama."""
-    seq_length: Size
+    """Width inside the MLP; by family: 4 * hidden_size, or 8/3 of it rounded up to 256 where gated."""
+    seq_length: Annotated[Size, LENGTH]
     """Tokens in a training sample."""
     vocab_size: Size
     """Entries of the tokenizer. The embedding is padded up to vocab_multiple, whatever the layout."""
     vocab_multiple: Size = 128
     """The embedding's rows are a multiple of this, so that every tensor-parallel degree divides them."""
-    softmax_over_padding: bool = False
-    """Whether the padded rows take part in the softmax of the loss, as in Megatron; false: they learn nothing."""
-    dropout: float = Field(ge=0, lt=1)
-    """Probability of dropping an activation (embedding, attention, residual); by family: 0.1, llama 0.0."""
+    softmax_over_padding: Annotated[bool, NUMERICS] = False
+    """Whether the softmax of the loss includes the padded rows, as in Megatron; false: they learn nothing."""
+    dropout: Annotated[float, NUMERICS] = Field(ge=0, lt=1)
+    """Probability of dropping an activation (embedding, attention, residual); by family: 0.1, or 0.0 with rotary."""
     init_std: float = Field(default=0.02, gt=0)
     """Standard deviation of initial weights; decoders scale output projections by 1/sqrt(2 * num_layers)."""
     norm_eps: float = Field(gt=0)
-    """Epsilon of the norms; by family: 1e-5, bert 1e-12."""
-    rope_theta: float = Field(default=10000.0, gt=0)
-    """Base of the rotary frequencies (llama only)."""
+    """Epsilon of the norms; by family: 1e-5, qwen 1e-6, bert 1e-12."""
+    rope_theta: Annotated[float, ROTARY] = Field(default=10000.0, gt=0)
+    """Base of the rotary frequencies (families with rotary positions)."""
     tie_embeddings: bool
-    """Whether the output head shares the token embedding; by family: true, llama false."""
+    """Whether the output head shares the token embedding; by family: true, or false with rotary."""
 
     @property
     def head_size(self) -> int:
@@ -107,25 +150,25 @@ class MaskingSection(Section):
 
 
 class DataSection(Section):
-    order: Literal["timeless", "megatron", "bigscience"] = "timeless"
+    order: Annotated[Literal["timeless", "megatron", "bigscience"], ORDER] = "timeless"
     """How samples are ordered; the latter two repeat another system's order, to continue its runs."""
-    blend_one_source: bool = False
+    blend_one_source: Annotated[bool, ORDER] = False
     """In these two, treat one source like a blend: Megatron does so where it has a weight, `--data-path 1.0 PATH`."""
-    train: list[SourceSection] = Field(min_length=1)
+    train: Annotated[list[SourceSection], SOURCES] = Field(min_length=1)
     """What is trained on."""
-    validation: dict[str, list[SourceSection]] = Field(default_factory=dict)
+    validation: Annotated[dict[str, list[SourceSection]], VALIDATION] = Field(default_factory=dict)
     """Named groups, each evaluated and logged on its own."""
-    split: SplitText | None = None
+    split: Annotated[SplitText | None, ORDER] = None
     """Train, valid and test parts of each source, by document: one to three numbers, '949,50,1'; missing ones are 0."""
     mask_documents: bool = False
     """Attention does not cross from one document of a packed sample into the next."""
     reset_positions: bool = False
     """Positions start again at 0 with every document of a packed sample."""
     eod_loss: bool = True
-    """Whether the model is also trained to go on after an end of document; false leaves those labels out."""
+    """Whether the loss includes what follows an end of document; false masks those labels."""
     masking: MaskingSection | None = None
     """How samples are masked (bert only)."""
-    cache_dir: PathText = "cache"
+    cache_dir: Annotated[PathText, REPORTING] = "cache"
     """Where index caches go; the data folder itself may be read-only."""
 
 
@@ -139,7 +182,7 @@ class RampupSection(Section):
 
 
 class BatchSection(Section):
-    micro_batch_size: Size
+    micro_batch_size: Annotated[Size, LAYOUT]
     """Samples in one forward pass of one replica."""
     global_batch_size: Size
     """Samples in one optimizer step, over all replicas."""
@@ -148,7 +191,7 @@ class BatchSection(Section):
 
 
 class OptimizerSection(Section):
-    name: Literal["adamw"] = "adamw"
+    name: Annotated[Literal["adamw"], FIXED] = "adamw"
     """The optimizer."""
     betas: list[Annotated[float, Field(ge=0, lt=1)]] = Field(default=[0.9, 0.95], min_length=2, max_length=2)
     """Decay rates of the two moments."""
@@ -182,24 +225,27 @@ class EvaluateSection(Section):
     """Global batches evaluated per group; always the same ones, so that values compare."""
 
 
+StepRange = Annotated[str, Field(pattern=r"^[0-9]{1,12}-[0-9]{1,12} steps$")]
+
+
 class TrainSection(Section):
     for_: AnyAmount = Field(alias="for")
     """The length of the whole training, in steps, samples or tokens."""
-    exit_after: AmountOrDuration | None = None
+    exit_after: Annotated[AmountOrDuration | None, JOB_END] = None
     """End this job (not the training) after a wall-clock time or an amount; it saves and can be resumed."""
-    evaluate: EvaluateSection | None = None
+    evaluate: Annotated[EvaluateSection | None, REPORTING] = None
     """When to evaluate the validation groups; omitted: never."""
-    skip: list[Annotated[str, Field(pattern=r"^[0-9]{1,12}-[0-9]{1,12} steps$")]] = Field(default_factory=list)
-    """Ranges of steps whose data is passed over, such as '1000-1010 steps'; they count as consumed."""
+    skip: Annotated[list[StepRange], SKIPS] = Field(default_factory=list)
+    """Ranges of steps whose data is skipped, such as '1000-1010 steps'; it counts as consumed."""
     stop_after_nan_steps: Size = 3
     """A step with a NaN loss or gradient is skipped; this many in a row stop the training."""
-    on_spike: Literal["warn", "skip_update", "rewind"] = "warn"
-    """What a loss or gradient norm far above the recent ones does: warn, also skip the update, or also go back."""
-    spike_factor: float = Field(default=6.0, ge=1)
-    """How far is far: times the distance of the 90th percentile of the recent steps from their median."""
-    stop_after_spike_steps: Size = 50
+    on_spike: Annotated[Literal["warn", "skip_update", "rewind"], SPIKES] = "warn"
+    """What a loss or gradient norm far above recent ones does: warn, also skip the update, or also rewind."""
+    spike_factor: Annotated[float, SPIKES] = Field(default=6.0, ge=1)
+    """Threshold of a spike: times the distance of the 90th percentile of recent steps from their median."""
+    stop_after_spike_steps: Annotated[Size, SPIKES] = 50
     """This many such steps, before 10 normal ones in a row, stop the training."""
-    compile: bool | Literal["auto"] = "auto"
+    compile: Annotated[Literal[True, False, "auto"], LAYOUT] = "auto"
     """torch.compile the model; auto: on an accelerator, not on a CPU."""
 
 
@@ -250,13 +296,13 @@ class PhaseSection(Section):
 
 class KeepSection(Section):
     last: Size = 3
-    """Newest checkpoints that are kept."""
+    """Newest checkpoints to keep."""
     every: Steps | None = None
     """Also keep every checkpoint at a multiple of this, for good."""
     steps: list[Size] = []
     """Also keep the checkpoints of these steps, for good: `[1000, 5000]`."""
     best: int = Field(default=0, ge=0)
-    """Also keep this many with the lowest validation loss, of those evaluated at their own step."""
+    """Also keep this many with the lowest validation loss, of those evaluated at their step."""
 
 
 class LocalTierSection(Section):
@@ -265,7 +311,7 @@ class LocalTierSection(Section):
     every: Steps
     """Save there at every multiple of this, unless the step is also saved in the run folder."""
     keep: Size = 1
-    """Newest checkpoints that are kept there."""
+    """Newest checkpoints to keep there."""
 
 
 class UploadSection(Section):
@@ -283,13 +329,13 @@ class CheckpointSection(Section):
     keep: KeepSection | None = None
     """What to keep; omitted: everything."""
     local: LocalTierSection | None = None
-    """A faster place, saved to more often; a restart goes on from the newest complete checkpoint of both."""
+    """Faster storage, saved to more often; a restart resumes from the newest complete checkpoint of both."""
     upload: UploadSection | None = None
-    """Copy complete checkpoints to another place; a start fetches the newest from there if it has none as new."""
+    """Copy complete checkpoints to remote storage; a start fetches the newest from there if it is newer."""
     failure_every: WallClock | None = None
     """Mean time between failures of the whole job, for `every: auto`; omitted: 50,000 hours divided by the devices."""
     timeout: WallClock = Duration(1800.0)
-    """A save that is not on the disk by then is told as trouble; training goes on."""
+    """A save that takes longer is reported as a failure; training continues."""
     debris: Literal["remove", "keep"] = "remove"
     """What a start does with the remains of killed saves: delete them, or keep them in `debris/`."""
 
@@ -300,7 +346,7 @@ class CarbonSection(Section):
 
 
 class DriftSection(Section):
-    """Hashes of what several ranks should hold alike: copies of weights and moments, and the state of the training."""
+    """Compares hashes of what ranks hold in common: replicated weights and moments, and the training state."""
 
     every: Steps = Amount(100, "steps")
     """Steps between two comparisons."""
@@ -354,28 +400,28 @@ class PrepareSection(Section):
     deduplicate: bool = False
     """Keep only the first of documents with exactly the same text."""
     bad_records: Literal["stop", "skip"] = "stop"
-    """What a broken line, invalid UTF-8, a missing text or a forged end does: end with an error, or be left out."""
+    """What to do with a broken line, invalid UTF-8, a missing text or a forged end: fail, or skip the record."""
 
 
 class Recipe(Section):
     """One training, from raw text to checkpoints."""
 
-    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$")
-    """Name of the run and of its folder runs/<name>: letters, digits, `.`, `_` and `-`, the first no sign."""
-    seed: int = Field(default=42, ge=0, lt=2**63)
+    name: Annotated[str, REPORTING] = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$")
+    """Name of the run and of its folder runs/<name>: letters, digits, `.`, `_` and `-`, at first a letter or digit."""
+    seed: Annotated[int, ORDER] = Field(default=42, ge=0, lt=2**63)
     """Initial weights, data order and dropout follow from it."""
-    model: ModelSection
-    tokenizer: TokenizerSection | None = None
-    prepare: list[PrepareSection] = Field(default_factory=list)
-    data: DataSection | None = None
-    batch: BatchSection
-    optimizer: OptimizerSection = OptimizerSection()
-    lr: LrSection
-    train: TrainSection
-    precision: Precision = "bf16"
+    model: Annotated[ModelSection, ARCHITECTURE]
+    tokenizer: Annotated[TokenizerSection | None, TOKENIZER] = None
+    prepare: Annotated[list[PrepareSection], REPORTING] = Field(default_factory=list)
+    data: Annotated[DataSection | None, SAMPLES] = None
+    batch: Annotated[BatchSection, BATCH]
+    optimizer: Annotated[OptimizerSection, UPDATE] = OptimizerSection()
+    lr: Annotated[LrSection, RATE]
+    train: Annotated[TrainSection, DURATION]
+    precision: Annotated[Precision, NUMERICS] = "bf16"
     """Arithmetic of forward and backward; weights and optimizer keep fp32 copies."""
-    loss_scale: LossScaleSection = LossScaleSection()
-    parallel: ParallelSection = ParallelSection()
-    checkpoint: CheckpointSection = CheckpointSection()
-    monitor: MonitorSection = MonitorSection()
-    launch: LaunchSection | None = None
+    loss_scale: Annotated[LossScaleSection, NUMERICS] = LossScaleSection()
+    parallel: Annotated[ParallelSection, LAYOUT] = ParallelSection()
+    checkpoint: Annotated[CheckpointSection, REPORTING] = CheckpointSection()
+    monitor: Annotated[MonitorSection, REPORTING] = MonitorSection()
+    launch: Annotated[LaunchSection | None, LAYOUT] = None

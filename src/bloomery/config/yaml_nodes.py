@@ -1,4 +1,4 @@
-"""YAML with a memory: plain values, and for every one of them the file and line it was written on.
+"""YAML with source positions: plain values, and for each the file and line it was written on.
 
 Scalars follow YAML 1.2: `on`, `off`, `yes` and `no` are words, `1e-4` is a number; and `216_320` is a number too.
 """
@@ -16,12 +16,9 @@ from bloomery.base.errors import Problem
 _INT = re.compile(r"^[-+]?[0-9]+(_[0-9]+)*$")
 _FLOAT = re.compile(r"^[-+]?(\.[0-9]+|[0-9]+(_[0-9]+)*(\.[0-9]*)?)([eE][-+]?[0-9]+)?$")
 _WORDS: dict[str, Any] = {
-    **dict.fromkeys(("", "~", "null", "Null", "NULL"), None),
-    **dict.fromkeys(("true", "True", "TRUE"), True),
-    **dict.fromkeys(("false", "False", "FALSE"), False),
-    **dict.fromkeys((".nan", ".NaN", ".NAN"), float("nan")),
-    **dict.fromkeys((".inf", ".Inf", ".INF", "+.inf", "+.Inf", "+.INF"), float("inf")),
-    **dict.fromkeys(("-.inf", "-.Inf", "-.INF"), float("-inf")),
+    **dict.fromkeys(("", "~", "null")),
+    **{"true": True, "false": False, ".nan": float("nan")},
+    **{".inf": float("inf"), "+.inf": float("inf"), "-.inf": float("-inf")},
 }
 _NO_TEXT = re.compile("[\0\ud800-\udfff]")
 _MOST_VALUES = 100_000
@@ -47,10 +44,10 @@ def parse_yaml(text: str, *, file: str) -> Parsed:
         mark = error.problem_mark or error.context_mark
         place = f"{file}:{mark.line + 1}" if mark else file
         what = f"not valid YAML: {error.problem or error.context}"
-        return _failure(what, "mend the syntax on this line or the one above", place)
+        return _failure(what, "fix the syntax on this line or the one above", place)
     except yaml.reader.ReaderError as error:
         place = f"{file}:{text.count(chr(10), 0, error.position) + 1}"
-        return _failure(f"character U+{int(error.character):04X} cannot stand in YAML", "remove it", place)
+        return _failure(f"character U+{int(error.character):04X} is not allowed in YAML", "remove it", place)
     except (RecursionError, _TooManyValuesError):
         return _failure("not a recipe: nested too deeply, or too many values", "write it plainly", file)
 
@@ -86,12 +83,8 @@ class _Reader:
             raise _TooManyValuesError
         if isinstance(node, yaml.ScalarNode):
             if _NO_TEXT.search(node.value):
-                what, rule = (
-                    f"{path or 'the recipe'} is {node.value!r:.60}",
-                    "NUL and half a surrogate pair are no text",
-                )
-                self.problems.append(Problem(what, rule, "remove it", place))
-                return _NO_TEXT.sub("x", node.value)  # rules may look for a file of that name
+                what = f"{path or 'the recipe'} is {node.value!r:.60}"
+                self.problems.append(Problem(what, "text has no NUL and no lone surrogate", "remove it", place))
             return _scalar(node.value) if node.style is None else node.value
         prefix, around = f"{path}." if path else "", (*around, node)
         if isinstance(node, yaml.SequenceNode):
@@ -106,16 +99,16 @@ class _Reader:
                 continue
             key = f"{prefix}{key_node.value}"
             if key_node.value in mapping:
-                rule = f"it already stands at {self.places[key]}"
-                self.problems.append(Problem(f"{key} is written twice", rule, "keep one of the two", place))
+                rule = f"it is already set at {self.places[key]}"
+                self.problems.append(Problem(f"{key} is set twice", rule, "keep one of the two", place))
             mapping[key_node.value] = self.value(value_node, key, around)
             self.places[key] = place
         return mapping
 
 
 def _scalar(text: str) -> Any:
-    if text in _WORDS:
-        return _WORDS[text]
+    if text.lower() in _WORDS:
+        return _WORDS[text.lower()]
     try:
         if _INT.match(text):
             return int(text.replace("_", ""))

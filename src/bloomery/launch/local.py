@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import random
 import select
 import signal
 import socket
@@ -215,7 +216,8 @@ def _signal(rank: BaseProcess, number: signal.Signals) -> None:
 
 
 def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+    """Below the ports that systems give to outgoing connections: one of those could be gone before rank 0 listens."""
+    while True:
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port := random.SystemRandom().randrange(16384, 32768)))
+            return port

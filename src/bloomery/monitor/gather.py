@@ -1,9 +1,12 @@
-"""What a run's metrics and events add up to: all that the report shows, in memory that does not grow with the run."""
+"""What a run's metrics and events add up to: all that the report shows, in memory that does not grow with the run, with
+curves thinned to what a screen shows."""
 
 from __future__ import annotations
 
 import math
+from array import array
 from collections import defaultdict, deque
+from collections.abc import Sequence
 from operator import itemgetter
 from pathlib import Path
 from struct import Struct
@@ -17,9 +20,12 @@ from numpy.typing import NDArray
 from bloomery.base.energy import Energy
 from bloomery.base.errors import DataError, Problem
 from bloomery.monitor import names
-from bloomery.monitor.charts import Curve
 from bloomery.monitor.history import event_of, last_valid_steps, scan
 from bloomery.monitor.record import Record, StepRecord, ValidationRecord, from_json
+
+MOST_POINTS = 1200
+"""Of a curve."""
+Point = tuple[int, float]
 
 _COLUMNS = ("step", "lr", "tokens_per_second", "grad_norm", "tflops", "time", "mfu")
 _numbers, _row = itemgetter(*_COLUMNS[:-1]), Struct(f"{len(_COLUMNS)}d")
@@ -147,3 +153,56 @@ class Gathered:
 
 def is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+class Curve:
+    """The points of one series as they come, thinned on the way: of each stretch of steps the lowest, the highest, one
+    that is not finite, and the last of all. Few points are kept as they are; of two at one step the newer one stays."""
+
+    def __init__(self) -> None:
+        self._points: NDArray[np.float64] = np.empty((0, 2))
+        self._new = array("d")
+
+    def add(self, step: int, value: float | str) -> None:
+        self._new.extend((step, float(value)))
+        if len(self._new) > 8 * MOST_POINTS:
+            self._fold()
+
+    def extend(self, points: NDArray[np.float64]) -> None:
+        self._points = np.concatenate([self._points, points])
+        if len(self._points) > 4 * MOST_POINTS:
+            self._points = _thin(self._points)
+
+    def _fold(self) -> None:
+        new, self._new = self._new, array("d")
+        self.extend(np.frombuffer(new).reshape(-1, 2))
+
+    @property
+    def points(self) -> list[Point]:
+        self._fold()
+        return thin(self._points)
+
+
+def thin(points: Sequence[Point] | NDArray[np.float64], most: int = MOST_POINTS) -> list[Point]:
+    """About `most` at the most, in the order of steps."""
+    few = _thin(np.reshape(np.asarray(points, float), (-1, 2)), most)
+    return [(int(step), value) for step, value in few.tolist()]
+
+
+def _thin(points: NDArray[np.float64], most: int = MOST_POINTS) -> NDArray[np.float64]:
+    if not (np.diff(points[:, 0]) > 0).all():
+        points = points[::-1][np.unique(points[::-1, 0], return_index=True)[1]]
+    if len(points) <= most:
+        return points
+    # Widths are powers of two, so that thinning again joins whole stretches: no lowest or highest is ever lost.
+    width = 2.0 ** math.ceil(math.log2((points[-1, 0] - points[0, 0]) / (most / 3)))
+    stretch, values, finite = np.floor(points[:, 0] / width), points[:, 1], np.isfinite(points[:, 1])
+    begins = np.flatnonzero(np.diff(stretch, prepend=-math.inf))
+    ends: list[NDArray[np.bool_]] = [~finite]
+    for extreme, unless in ((np.minimum, math.inf), (np.maximum, -math.inf)):
+        found = extreme.reduceat(np.where(finite, values, unless), begins)
+        ends.append(values == np.repeat(found, np.diff(begins, append=len(points))))
+    kept = [len(points) - 1]
+    for chosen in map(np.flatnonzero, ends):
+        kept += chosen[np.diff(stretch[chosen], prepend=-math.inf) > 0].tolist()  # the first of each stretch
+    return points[sorted(set(kept))]

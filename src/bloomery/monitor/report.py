@@ -1,4 +1,5 @@
-"""One self-contained HTML page about one run, made from its metrics.jsonl and events.jsonl. Imports no torch."""
+"""One self-contained HTML page about one run, made from its metrics.jsonl and events.jsonl. uPlot (uplot/, report.js)
+draws the charts. Imports no torch."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ import math
 import re
 import time
 from base64 import b64encode
+from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -19,14 +21,16 @@ from bloomery.base.losses import LM_LOSS
 from bloomery.base.storage import write_atomically
 from bloomery.base.units import format_count, format_seconds
 from bloomery.monitor import names
-from bloomery.monitor.charts import chart_html, number
-from bloomery.monitor.energy import is_whole
-from bloomery.monitor.gather import Gathered, is_number
-from bloomery.monitor.record import perplexity_of
+from bloomery.monitor.gather import MOST_POINTS, Gathered, Point, is_number, thin
+from bloomery.monitor.meters import is_whole
+from bloomery.monitor.record import perplexity_of, strict_json
 from bloomery.monitor.sinks import iso_time
 
 _STYLES, _SCRIPTS = ("uplot/uPlot.min.css", "report.css"), ("uplot/uPlot.iife.min.js", "report.js")
 _LICENSE = "uplot/LICENSE"
+_MOST_ON_PAGE = 40_000
+"""Points of all curves of a chart."""
+_LOG_SCALE_FROM = 100.0
 _HEAD = ("kind", "step", "iso_time", "time", "job")
 
 
@@ -213,3 +217,51 @@ def _words(value: Any) -> str:
 
 def _loss(loss: float) -> str:
     return f"{loss:.4f}" if math.isfinite(loss) else number(loss)
+
+
+def chart_html(
+    title: str,
+    curves: Mapping[str, Sequence[Point]],
+    *,
+    unit: str = "",
+    from_zero: bool = False,
+    may_be_logarithmic: bool = False,
+    references: Mapping[str, float] | None = None,
+    wide: bool = False,
+) -> str:
+    """A <figure> with its data in it. Every text is escaped, and the data is JSON without any `<`.
+
+    `curves`: over steps, by name; values that are not finite are gaps with a red tick. `may_be_logarithmic`: log scale
+    when the values span more than two decades. `references`: dashed horizontal lines, by name."""
+    most = max(32, min(MOST_POINTS, _MOST_ON_PAGE // (1 + len(curves))))
+    shown = {name: thin(points, most) for name, points in curves.items() if points}
+    size = ' class="wide"' if wide else ""
+    head = f"<figure{size}><figcaption>{escape(title)}"
+    if not shown:
+        return f'{head}</figcaption><p class="empty">No values yet.</p></figure>'
+    is_log = may_be_logarithmic and _spans_decades(shown.values())
+    data = {
+        "curves": {name: [(x, float(f"{y:.6g}")) for x, y in points] for name, points in shown.items()},
+        "references": {name: value for name, value in (references or {}).items() if math.isfinite(value)},
+        "from_zero": from_zero,
+        "log": is_log,
+    }
+    note = f' <span class="unit">{escape(unit)}{" · log scale" * is_log}</span>' if unit or is_log else ""
+    summary = "; ".join(f"{name} ends at {number(points[-1][1])}" for name, points in shown.items())
+    json = strict_json(data).replace("<", "\\u003c")
+    return (
+        f'{head}{note}</figcaption><div class="plot" tabindex="0" role="img" '
+        f'aria-label="{escape(f"{title}: {summary}")}"></div><script type="application/json">{json}</script></figure>'
+    )
+
+
+def number(value: float) -> str:
+    """Short, for people: 12.5k, 0.0003, NaN."""
+    if not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "∞" if value > 0 else "-∞"
+    return format_count(value) if value == 0 or abs(value) >= 1e-3 else f"{value:.3g}"
+
+
+def _spans_decades(curves: Iterable[Sequence[Point]]) -> bool:
+    values = [value for points in curves for _, value in points if math.isfinite(value)]
+    return bool(values) and min(values) > 0 and max(values) / min(values) > _LOG_SCALE_FROM

@@ -27,7 +27,7 @@ from bloomery.model.transformer import Decoder, Encoder, build_model
 from bloomery.parallel.gradients import Gradients
 from bloomery.parallel.mesh import Mesh
 from bloomery.parallel.runner import RowLosses, Seed
-from bloomery.sizing.stages import stage_layers, stages_of_rank
+from bloomery.sizing.layout import stage_layers, stages_of_rank
 
 _SCHEDULES: dict[PipelineSchedule, Any] = {
     "gpipe": ScheduleGPipe,

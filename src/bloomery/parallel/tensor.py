@@ -3,7 +3,7 @@ logits whose vocabulary is cut between ranks: no rank ever holds all logits of a
 
 Between attention and MLP the sequence is cut too (sequence parallelism), so a rank computes norms, dropout and
 residuals only for its part of the tokens. Modules compute on plain local tensors; what has to be communicated is
-attached to them here. Two tables say it all, CUTS (sizing/tp_sharding.py) and BEHAVIOURS; a new family needs neither
+attached to them here. Two tables say it all, CUTS (sizing/layout.py) and BEHAVIOURS; a new family needs neither
 unless it brings a new kind of layer.
 """
 
@@ -30,7 +30,7 @@ from bloomery.parallel.collectives import (
     sum_of_all,
 )
 from bloomery.parallel.mesh import Mesh
-from bloomery.sizing.tp_sharding import cut_dimension
+from bloomery.sizing.layout import cut_dimension
 
 
 def apply_tensor_parallel(model: nn.Module, mesh: Mesh) -> None:

@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from bloomery.base.piece import Piece
 from bloomery.parallel.mesh import Mesh
-from bloomery.sizing.tp_sharding import cut_dimension, cut_of
+from bloomery.sizing.layout import cut_dimension, cut_of
 
 _EMBEDDING, _HEAD = "embed.tokens.weight", "head.weight"
 

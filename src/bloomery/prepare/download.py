@@ -8,6 +8,7 @@ from __future__ import annotations
 import errno
 import hashlib
 import json
+import math
 import os
 import random
 import re
@@ -16,11 +17,11 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path, PurePosixPath
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any
 from urllib.parse import unquote
 
 import requests
@@ -31,9 +32,9 @@ from pydantic import ValidationInfo as Info
 
 from bloomery import __version__
 from bloomery.base.bounded import LARGE_BYTES, parse_json, parse_yaml, read_text, wrong_fields
-from bloomery.base.errors import DataError, Problem, StorageError
-from bloomery.base.storage import AppendFile, locked, open_plain, publish, reason, write_all, writing, written_to
-from bloomery.prepare.stores import first_line, is_stumble, open_store
+from bloomery.base.errors import DataError, Problem
+from bloomery.base.storage import locked, open_plain, publish, write_all, writing, written_to
+from bloomery.prepare.sources import first_line, open_store
 
 STATE_FILE = ".bloomery-download.jsonl"
 AGAIN = "; run the command again afterwards: what is complete is kept"
@@ -42,11 +43,8 @@ FIRST_WAIT_SECONDS, LONGEST_WAIT_SECONDS = 0.5, 60.0
 """Between attempts; doubled with every failure in a row."""
 _LONGEST_RETRY_AFTER_SECONDS = 3600.0
 _BLOCK_BYTES = 1 << 20
-_OF_THE_DISK = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.ESTALE}
-"""No other file could be written either. Everything else, such as a name that is too long, is about one file."""
 _FORM = "a manifest is a list of {url, size, sha256 or md5 or xxh3, path}, of which all but url may be left out"
 _HASHES: dict[str, Any] = {"sha256": "sha256", "md5": "md5", "xxh3": xxhash.xxh3_64, "xxh3_128": xxhash.xxh3_128}
-_Digits = Annotated[str, StringConstraints(pattern="^([0-9a-fA-F]{16}){1,4}$", to_lower=True)]
 
 
 class RemoteFile(BaseModel):
@@ -56,9 +54,9 @@ class RemoteFile(BaseModel):
 
     url: Annotated[str, StringConstraints(pattern=r"^\S+$")]
     size: Annotated[int, Field(ge=0)] | None = None
-    sha256: Annotated[_Digits, Field(min_length=64)] | None = None
-    md5: Annotated[_Digits, Field(min_length=32, max_length=32)] | None = None
-    xxh3: Annotated[_Digits, Field(max_length=32)] | None = None
+    sha256: Annotated[str, StringConstraints(pattern="^[0-9a-fA-F]{64}$", to_lower=True)] | None = None
+    md5: Annotated[str, StringConstraints(pattern="^[0-9a-fA-F]{32}$", to_lower=True)] | None = None
+    xxh3: Annotated[str, StringConstraints(pattern="^([0-9a-fA-F]{16}){1,2}$", to_lower=True)] | None = None
     path: str = Field("", validate_default=True)
     """Below the output folder; by default the last part of the URL."""
 
@@ -73,13 +71,8 @@ class RemoteFile(BaseModel):
     def _below_the_output_folder(cls, path: str, info: Info) -> str:
         name = PurePosixPath(path or unquote(public_url(info.data.get("url", ""))).rpartition("/")[2])
         is_ours = name.name == STATE_FILE or (name.name.startswith(".") and ".part" in name.name)
-        if (
-            not name.parts
-            or name.is_absolute()
-            or ".." in name.parts
-            or not re.fullmatch("[^\0\ud800-\udfff]+", str(name))
-            or is_ours
-        ):
+        is_path = name.parts and not name.is_absolute() and ".." not in name.parts
+        if is_ours or not is_path or not re.fullmatch("[^\0\ud800-\udfff]+", str(name)):
             raise ValueError(f"{str(name)!r} is not a name below the output folder")
         return str(name)
 
@@ -124,13 +117,13 @@ class DownloadResult:
 
 
 class FetchError(Exception):
-    """The file cannot be downloaded; the text says why."""
+    """The file cannot be downloaded; the text is the reason. Another attempt may help if it is `retryable`."""
 
-
-class RetryableError(Exception):
-    def __init__(self, why: str, wait_seconds: float = 0.0, *, start_over: bool = False) -> None:
+    def __init__(
+        self, why: str, *, retryable: bool = False, start_over: bool = False, wait_seconds: float = 0.0
+    ) -> None:
         super().__init__(why)
-        self.wait_seconds, self.start_over = wait_seconds, start_over
+        self.retryable, self.start_over, self.wait_seconds = retryable or start_over, start_over, wait_seconds
 
 
 @written_to("--output", AGAIN)
@@ -172,68 +165,63 @@ def download(
             raise
         finally:
             downloads.state.close()
-    order = {file.path: number for number, file in enumerate(wanted)}
-    result.failures.sort(key=lambda failure: order[failure["path"]])
+    order = [file.path for file in wanted]
+    result.failures.sort(key=lambda failure: order.index(failure["path"]))
     return result
 
 
 class _Downloads:
-    """What all threads share: which files are verified, a stop, and hosts that asked for a pause."""
+    """What all threads share: which files are verified, a stop, and when the hosts may be asked again."""
 
     def __init__(self, folder: Path, retries: int, timeout_seconds: float) -> None:
         self._folder, self._retries, self._timeout_seconds = folder, retries, timeout_seconds
         self.stop = threading.Event()
         self._not_before: dict[str, float] = {}
-        self.state = AppendFile(folder / STATE_FILE, is_whole=lambda line: bool(_verified(line)))
-        """A line for each file that was verified, with size and time of change, so that it is hashed once. The last of
-        a path counts."""
-        lines = (folder / STATE_FILE).read_bytes().splitlines()
-        self._verified = {facts["path"]: facts for line in lines if (facts := _verified(line))}
-        self._lock = threading.Lock()
+        self._verified: dict[str, tuple[list[int], dict[str, str]]] = {}
+        """By path, size and time of change of a file that was verified, and its hashes: it is hashed once."""
+        with writing(folder / STATE_FILE):
+            self.state = open(folder / STATE_FILE, "a+", opener=open_plain)  # noqa: SIM115 - closed by download
+            self.state.seek(0)
+            for line in self.state:
+                with suppress(ValueError, KeyError, TypeError):  # the last one may have been cut off
+                    facts = parse_json(line)
+                    self._verified[facts["path"]] = [facts["size"], facts["mtime_ns"]], dict(facts["hashes"])
 
     def one(self, wanted: RemoteFile) -> tuple[int, bool]:
-        """(bytes, whether they had to be fetched). FetchError where it cannot be downloaded or cannot have its name."""
+        """(bytes, whether they had to be fetched). FetchError where it cannot be downloaded."""
         path = self._folder / wanted.path
-        try:
-            with writing(path):
-                if any(parent.is_symlink() for parent in path.parents if self._folder in parent.parents):
-                    raise OSError(errno.ELOOP, "")
-                if path.is_dir():
-                    raise IsADirectoryError(errno.EISDIR, "")
-                is_new = not self._is_there(wanted, path)
-                if is_new:
-                    path.parent.mkdir(parents=True, exist_ok=True)
-                    self._remember(wanted, path, self._fetch(wanted, path))
-                return path.stat().st_size, is_new
-        except StorageError as error:
-            cause = error.__cause__
-            if not isinstance(cause, OSError) or cause.errno in _OF_THE_DISK:
-                raise
-            remedy = "give it another `path` in the manifest, or remove what stands in its way"
-            raise FetchError(f"cannot be written: {reason(cause)}: {remedy}") from error
+        with writing(path):
+            if any(parent.is_symlink() for parent in path.parents if self._folder in parent.parents):
+                raise OSError(errno.ELOOP, os.strerror(errno.ELOOP))
+            if path.is_dir():
+                raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+            is_new = not self._is_there(wanted, path)
+            if is_new:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                self._remember(wanted, path, self._fetch(wanted, path))
+            return path.stat().st_size, is_new
 
     def _is_there(self, wanted: RemoteFile, path: Path) -> bool:
         """Whether the file is there and is the one that is wanted; only what was not verified before is hashed."""
         if not path.is_file() or wanted.size not in (None, path.stat().st_size):
             return False
-        known = self._verified.get(wanted.path, {})
-        is_known = [known.get("size"), known.get("mtime_ns")] == [path.stat().st_size, path.stat().st_mtime_ns]
-        if not wanted.hashes:  # nor a size: only what we have fetched from there is known to be complete
-            return wanted.size is not None or (is_known and bool(known["url"] == _fingerprint(wanted.url)))
-        hashes = known["hashes"] if is_known else {}
-        if not wanted.hashes.items() <= hashes.items():
+        stamp, hashes = self._verified.get(wanted.path, ([], {}))
+        is_known = stamp == [path.stat().st_size, path.stat().st_mtime_ns]
+        if not wanted.hashes:  # nor a size: only what was fetched before is known to be complete
+            return wanted.size is not None or is_known
+        if not is_known or not wanted.hashes.keys() <= hashes.keys():
             hashes = _hashes(path, wanted)
             self._remember(wanted, path, hashes)
         return wanted.hashes.items() <= hashes.items()
 
     def _remember(self, wanted: RemoteFile, path: Path, hashes: Mapping[str, str]) -> None:
         facts = {"path": wanted.path, "size": path.stat().st_size, "mtime_ns": path.stat().st_mtime_ns}
-        with self._lock:
-            self.state.append(json.dumps({**facts, "hashes": hashes, "url": _fingerprint(wanted.url)}))
+        self.state.write(json.dumps({**facts, "hashes": hashes}) + "\n")
+        self.state.flush()
 
     def _fetch(self, wanted: RemoteFile, path: Path) -> dict[str, str]:
         """The retry loop; returns hashes. What has arrived waits in a hidden file, which no glob takes for data."""
-        stem = path.name if len(os.fsencode(path.name)) < 250 else _fingerprint(path.name)
+        stem = path.name if len(os.fsencode(path.name)) < 250 else hashlib.sha256(path.name.encode()).hexdigest()
         part, host = path.with_name(f".{stem}.part"), public_url(wanted.url).partition("://")[2].partition("/")[0]
         failures, furthest, wait_seconds = 0, _size_of(part), 0.0
         while True:
@@ -248,10 +236,12 @@ class _Downloads:
                 for name, expected in wanted.hashes.items():
                     if hashes[name] != expected:
                         why = f"its {name} is {hashes[name]}, the manifest says {expected}"
-                        raise RetryableError(why, start_over=True)
+                        raise FetchError(why, start_over=True)
                 publish(part, path)
                 return hashes
-            except RetryableError as error:
+            except FetchError as error:
+                if not error.retryable:
+                    raise
                 failures = 1 if _size_of(part) > furthest else failures + 1
                 furthest = max(furthest, _size_of(part))
                 if error.start_over:
@@ -263,27 +253,30 @@ class _Downloads:
 
     def _receive(self, wanted: RemoteFile, part: Path) -> None:
         """Append what is missing. Read errors are retried, write errors are the user's."""
-        offset = _size_of(part)
-        offset = 0 if wanted.size is not None and offset > wanted.size else offset
-        opened = _opened(wanted.url, offset, self._timeout_seconds)
-        with opened as remote, open(part, "ab", 0, opener=open_plain) as file:
-            whole = remote.total if wanted.size is None else wanted.size
+        begun = _size_of(part) if _size_of(part) <= (wanted.size or math.inf) else 0
+        with ExitStack() as stack:
+            with _network_errors(wanted.url):
+                have, total, read = _opened(wanted.url, begun, self._timeout_seconds, stack)
+            file = stack.enter_context(open(part, "ab", 0, opener=open_plain))
+            whole = total if wanted.size is None else wanted.size
             if whole is None and not wanted.hashes:
                 raise FetchError("the server does not say how long it is: give its size or checksum in the manifest")
-            if remote.total not in (None, whole):
-                why = f"the server has {remote.total} bytes, the manifest says {whole}"
-                raise RetryableError(why, start_over=True)
-            file.truncate(remote.offset)
-            have = remote.offset
-            while block := remote.read():
+            if total not in (None, whole):
+                raise FetchError(f"the server has {total} bytes, the manifest says {whole}", start_over=True)
+            file.truncate(have)
+            while True:
+                with _network_errors(wanted.url):
+                    block = bytes(read())
+                if not block:
+                    break
                 write_all(file.fileno(), block)
                 have += len(block)
                 if self.stop.is_set():
                     raise FetchError("stopped")
                 if whole is not None and have > whole:
-                    raise RetryableError(f"the server sent more than {whole} bytes", start_over=True)
+                    raise FetchError(f"the server sent more than {whole} bytes", start_over=True)
         if whole is not None and have < whole:
-            raise RetryableError(f"only {have} of {whole} bytes arrived")
+            raise FetchError(f"only {have} of {whole} bytes arrived", retryable=True)
 
 
 def _size_of(part: Path) -> int:
@@ -298,55 +291,22 @@ def _hashes(path: Path, wanted: RemoteFile) -> dict[str, str]:
     return found
 
 
-def _fingerprint(url: str) -> str:
-    """Distinguishes URLs without keeping their secrets."""
-    return hashlib.sha256(url.encode()).hexdigest()[:32]
-
-
-def _verified(line: bytes) -> dict[str, Any]:
-    """A line of the state file; empty where it is none."""
-    try:
-        facts = parse_json(line)
-    except ValueError:
-        return {}
-    is_one = isinstance(facts, dict) and {"path", "size", "mtime_ns", "hashes", "url"} <= set(facts)
-    return facts if is_one and isinstance(facts["hashes"], dict) and isinstance(facts["path"], str) else {}
-
-
-class _Remote(NamedTuple):
-    offset: int
-    """Where its bytes begin: at what was asked for, or at 0."""
-    total: int | None
-    """Bytes of the whole file, where the server says."""
-    read: Callable[[], bytes]
-    """Some bytes, as they come; empty at the end, also where that comes too early."""
-
-
-@contextmanager
-def _opened(url: str, offset: int, timeout_seconds: float) -> Iterator[_Remote]:
-    """RetryableError or FetchError where it cannot be opened or read."""
-    is_http = re.match("https?://", url, re.I) is not None
-    with ExitStack() as stack:
-        with _network_errors(is_http):
-            if is_http:
-                headers = {"User-Agent": f"bloomery/{__version__}", "Accept-Encoding": "identity"}
-                headers |= {"Range": f"bytes={offset}-"} if offset else {}
-                answer = stack.enter_context(requests.get(url, headers=headers, stream=True, timeout=timeout_seconds))
-                offset, total = _checked(answer, offset)
-                read = partial(answer.raw.read1, _BLOCK_BYTES, decode_content=False)
-            else:
-                store, path = open_store(url)
-                if store.isdir(path):
-                    raise FetchError("it is a folder, not a file")
-                file = stack.enter_context(store.open(path, "rb"))
-                total, read = store.info(path).get("size"), partial(file.read, _BLOCK_BYTES)
-                file.seek(offset)
-
-        def read_block() -> bytes:
-            with _network_errors(is_http):
-                return bytes(read())
-
-        yield _Remote(offset, total, read_block)
+def _opened(
+    url: str, offset: int, timeout_seconds: float, stack: ExitStack
+) -> tuple[int, int | None, Callable[[], Any]]:
+    """(the byte at which its content begins: `offset` or 0; bytes of the whole file, where that is known; a function
+    that reads some more of them)."""
+    if re.match("https?://", url, re.I):
+        headers = {"User-Agent": f"bloomery/{__version__}", "Accept-Encoding": "identity"}
+        headers |= {"Range": f"bytes={offset}-"} if offset else {}
+        answer = stack.enter_context(requests.get(url, headers=headers, stream=True, timeout=timeout_seconds))
+        return *_checked(answer, offset), partial(answer.raw.read1, _BLOCK_BYTES, decode_content=False)
+    store, path = open_store(url)
+    if store.isdir(path):
+        raise FetchError("it is a folder, not a file")
+    file = stack.enter_context(store.open(path, "rb"))
+    file.seek(offset)
+    return offset, store.info(path).get("size"), partial(file.read, _BLOCK_BYTES)
 
 
 def _checked(answer: Any, offset: int) -> tuple[int, int | None]:
@@ -354,37 +314,38 @@ def _checked(answer: Any, offset: int) -> tuple[int, int | None]:
     status, headers = answer.status_code, answer.headers
     if status >= 500 or status in (408, 416, 425, 429):
         wait_seconds = min(urllib3.Retry().get_retry_after(answer.raw) or 0.0, _LONGEST_RETRY_AFTER_SECONDS)
-        raise RetryableError(f"the server answers {status} {answer.reason}", wait_seconds, start_over=status == 416)
+        what, start_over = f"the server answers {status} {answer.reason}", status == 416
+        raise FetchError(what, retryable=True, start_over=start_over, wait_seconds=wait_seconds)
     if status not in (200, 206):
         raise FetchError(f"the server answers {status} {answer.reason}")
     length = headers.get("Content-Length", "")
     if status == 206:
         found = re.fullmatch(r"bytes (\d+)-\d+/(\d+|\*)", headers.get("Content-Range", "").strip())
         if found is None or int(found[1]) != offset:
-            raise RetryableError(f"the server sent another range than the one from byte {offset}", start_over=True)
+            raise FetchError(f"the server sent another range than the one from byte {offset}", start_over=True)
         length = found[2]
     is_encoded = headers.get("Content-Encoding", "identity").lower() != "identity"  # the length is not of the file
     return offset if status == 206 else 0, int(length) if length.isdecimal() and not is_encoded else None
 
 
 @contextmanager
-def _network_errors(is_http: bool) -> Iterator[None]:
-    """What libraries raise, as RetryableError, or FetchError where another attempt would not help. Never with the URL,
-    which may hold secrets."""
+def _network_errors(url: str) -> Iterator[None]:
+    """What libraries raise, as FetchError. Never with the URL, which may hold secrets."""
     try:
         yield
-    except (FetchError, RetryableError):
+    except FetchError:
         raise
     except DataError as error:
         raise FetchError(f"it {error.problems[0].what}: {error.problems[0].remedy}") from error
     except FileNotFoundError as error:
         raise FetchError("there is no such file") from error
     except Exception as error:  # every library has its own
-        is_final = isinstance(error, ValueError | PermissionError) or is_stumble(error)
+        is_final = isinstance(error, ValueError | PermissionError | AttributeError | TypeError | LookupError)
+        is_http = re.match("https?://", url, re.I)
         if is_http and is_final:
             raise FetchError("its URL, or one that it redirects to, is not valid") from error
         cause: BaseException = error
         while is_http and (inner := cause.__cause__ or cause.__context__):  # the texts of the outer ones hold the URL
             cause = inner
         why = f"{'no connection, or it was lost' if is_http else 'it cannot be read'}: {first_line(cause)}"
-        raise (FetchError if is_final else RetryableError)(why) from error
+        raise FetchError(why, retryable=not is_final) from error

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from bloomery.base.storage import writing
 from bloomery.data.shards import ShardWriter
-from bloomery.prepare.shard_parts import DOCUMENT, LENGTH, PartsFolder, ShardPart
+from bloomery.prepare.parts import DOCUMENT, LENGTH, PartsFolder, ShardPart
 
 BUCKET_BYTES = 64 << 20
 _LARGEST_BUCKET_BYTES = 512 << 20
@@ -97,7 +97,6 @@ class Merge:
         self,
         writer: ShardWriter,
         add_origins: Callable[[NDArray[np.uint32]], None],
-        *,
         shuffle: bool,
         done: Callable[[float], None],
     ) -> None:

@@ -7,7 +7,6 @@ the number of workers. What is broken is named or counted.
 from __future__ import annotations
 
 import json
-import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from io import BytesIO
@@ -21,7 +20,7 @@ from numpy.typing import NDArray
 
 from bloomery.base.errors import BloomeryError, DataError, Problem
 from bloomery.prepare.sources import InputFile, open_input, unreadable
-from bloomery.prepare.unpack import MOST_DOCUMENT_BYTES, HashedFile, bounded_lines, too_long, unpacked
+from bloomery.prepare.unpack import MOST_DOCUMENT_BYTES, HashedFile, bounded_lines, too_long, unpacked, whole_lines
 
 BLOCK_BYTES = 8 << 20
 _PARQUET_BUFFER_BYTES = 1 << 20
@@ -156,7 +155,7 @@ class UnitReader:
     def _read(self, span: Span, hasher: Any) -> Iterator[tuple[list[str], Any, int, int]]:
         """As Documents, with the bytes of the file."""
         kind, counted = span.file.kind, span.start
-        if not span.file.size and kind != "text":
+        if not span.file.size and kind == "jsonl" and not span.file.compression:
             return
         reader = {"jsonl": self._jsonl, "parquet": self._parquet, "text": self._text}[kind]
         try:
@@ -172,7 +171,10 @@ class UnitReader:
             remedy = "install it with `pip install 'bloomery[parquet]'`"
             raise DataError(Problem(f"needs pyarrow: {error}", "", remedy, span.file.name)) from error
         except Exception as error:  # files, decompressors, Arrow and URLs each have their own kinds
-            raise _damaged(span, error) from error
+            if isinstance(error, OSError) and error.errno is not None:
+                raise unreadable(span.file.name, error) from error
+            what = f"is cut off or damaged: {error}"
+            raise DataError(Problem(what, "", "copy or download the file again", span.file.name)) from error
 
     def _jsonl(self, span: Span, raw: IO[bytes], hasher: Any) -> Documents:
         offset, name = span.start, span.file.name
@@ -180,7 +182,7 @@ class UnitReader:
             _chunks(span, raw, hasher, self._block_bytes),
             lambda line: f"{name}:{line + _newlines(span.file, span.start)}",
         )
-        for data in _whole_lines(chunks, self._block_bytes):
+        for data in whole_lines(chunks, self._block_bytes):
             # With their newlines, of which each has one: this is five times as fast as `split`.
             lines = BytesIO(data if data.endswith(b"\n") else data + b"\n").readlines()
             if offset == 0 and lines[0].startswith(b"\xef\xbb\xbf"):
@@ -231,10 +233,8 @@ class UnitReader:
                         texts.append(value)
                         good.append(number)
                         continue
-                    what = f"has no text in column '{key}' but {value!r:.40}"
-                    if isinstance(value, UnicodeDecodeError):
-                        what = f"is not UTF-8 at byte {value.start} of column '{key}'"
-                    self._reject(span.file, what, number)
+                    what = f"is not UTF-8: {value}" if isinstance(value, ValueError) else f"has {value!r:.40}"
+                    self._reject(span.file, f"{what} in column '{key}'", number)
                 row += len(column)
                 del column
                 yield texts, np.array(good, np.int64), size
@@ -313,22 +313,14 @@ def _text_of(line: bytes, key: str) -> str:
     try:
         # Python's own reader, because it also takes what it writes: NaN, and numbers of any size.
         record = json.loads(line.decode("utf-8"), parse_int=float)
-    except UnicodeDecodeError as error:
-        raise ValueError(f"is not UTF-8: byte {error.start} of the line is {line[error.start]:#04x}") from error
+        text = record.get(key) if isinstance(record, dict) else None
+        if isinstance(text, str):
+            text.encode("utf-8")  # half a surrogate pair is no character
+            return text
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"is not JSON: {error}") from error
-    if not isinstance(record, dict):
-        raise ValueError(f"has no '{key}': it is no object")
-    if key not in record:
-        raise ValueError(f"has no '{key}': its keys are {', '.join(record) or 'none'}")
-    text = record[key]
-    if not isinstance(text, str):
-        raise ValueError(f"has a '{key}' that is no string but {text!r:.40}")
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError as error:
-        raise ValueError(f"has half a surrogate pair in its '{key}', which is no character") from error
-    return text
+        raise ValueError(f"is not JSON in UTF-8: {error}") from error
+    keys = f"its keys are {', '.join(record) or 'none'}" if isinstance(record, dict) else "it is no object"
+    raise ValueError(f"has no string under '{key}': {f'it is {text!r:.40}' if text is not None else keys}")
 
 
 def place_of(file: InputFile, offset: int) -> str:
@@ -362,25 +354,6 @@ def hash_span(span: Span) -> str:
     return hasher.hexdigest()
 
 
-def _whole_lines(chunks: Iterator[bytes], block_bytes: int) -> Iterator[bytes]:
-    """Blocks that end with a newline, of about `block_bytes`; the last one may lack it."""
-    waiting: list[bytes] = []
-    size = 0
-    for chunk in chunks:
-        waiting.append(chunk)
-        size += len(chunk)
-        cut = chunk.rfind(b"\n") + 1
-        if size < block_bytes or not cut:  # too little, or inside a long line
-            continue
-        waiting[-1] = chunk[:cut]
-        whole = [b"".join(waiting)]
-        waiting = [chunk[cut:]]
-        size = len(waiting[0])
-        yield whole.pop()  # so that nothing of it stays here
-    if rest := b"".join(waiting):
-        yield rest
-
-
 def _chunks(span: Span, raw: IO[bytes], hasher: Any, block_bytes: int) -> Iterator[bytes]:
     """The content, unpacked; the hash is that of the bytes as they are stored."""
     if span.file.compression:
@@ -398,12 +371,3 @@ def _stored_bytes(span: Span, raw: IO[bytes], hasher: Any, block_bytes: int) -> 
         hasher.update(chunk)
         left -= len(chunk)
         yield chunk
-
-
-def _damaged(span: Span, error: Exception) -> DataError:
-    if isinstance(error, OSError) and error.errno is not None:
-        return unreadable(span.file.name, error)
-    cut = isinstance(error, EOFError | zlib.error)
-    kind = span.file.compression or span.file.kind
-    what = f"is cut off or damaged: {error}" if cut else f"cannot be read as {kind}: {error}"
-    return DataError(Problem(what, "", "copy or download the file again", span.file.name))

@@ -6,13 +6,13 @@ import contextlib
 import mmap
 import os
 import queue
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass, field, fields, replace
 from glob import escape, glob
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 import xxhash
@@ -25,16 +25,15 @@ from bloomery.config.recipe import PrepareSection
 from bloomery.data import manifest as manifests
 from bloomery.data.index_cache import file_checksum
 from bloomery.data.manifest import ShardManifest, SourceCount, SourceFile, manifest_path, origins_path
-from bloomery.data.shards import PARTIAL, ShardReader, ShardWriter, partial_prefix, token_dtype
+from bloomery.data.shards import PARTIAL, ShardReader, ShardWriter, token_dtype
 from bloomery.data.tokenizer import Tokenizer
 from bloomery.prepare import encoders
 from bloomery.prepare.encoders import Encoder, Ids, Reference
 from bloomery.prepare.merge import Merge
-from bloomery.prepare.pool import worker_pool
+from bloomery.prepare.parts import PartsFolder, ShardPart
 from bloomery.prepare.read import Block, Unit, UnitReader, hash_span, plan_units
-from bloomery.prepare.shard_parts import PartsFolder, ShardPart
 from bloomery.prepare.sources import find_files
-from bloomery.prepare.tokenize import DUPLICATE, REASONS, Settings, UnitTokenizer, reusable
+from bloomery.prepare.tokenize import DUPLICATE, REASONS, Settings, UnitTokenizer, reusable, worker_pool
 
 _RESUMES = "; then run the command again, which resumes where it stopped"
 _SAMPLE_UNITS = 8
@@ -92,8 +91,7 @@ def plan_all(sections: Sequence[PrepareSection], **settings: Any) -> list[Prepar
         except BloomeryError as error:
             errors.append(error)
     if errors:
-        problems = dict.fromkeys(problem for error in errors for problem in error.problems)
-        raise type(errors[0])(list(problems))
+        raise type(errors[0])(list(dict.fromkeys(problem for error in errors for problem in error.problems)))
     return found
 
 
@@ -112,7 +110,6 @@ class Preparation:
     ) -> None:
         """`outputs`: those of other sections, which are no text either."""
         encoders.reject_dropout(tokenizer)
-        _refuse_folders(section.output)
         self._section, self._tokenizer, self._workers = section, tokenizer, max(1, workers)
         self._dtype = token_dtype(tokenizer.vocab_size)
         eod = section.append_eod and ("append_eod" in section.model_fields_set or not section.split_sentences)
@@ -138,34 +135,33 @@ class Preparation:
         with written_to("place for prepare.output", then):
             if not os.path.exists(self._folder.path) and (found := self._finished()):
                 return PrepareResult(found, True)  # nothing to write, not even a lock
-            with self._folder.locked("" if share is None else f"{share.k}-of-{share.n}"):
+            with self._folder.locked(shared=share is not None):
                 return self._run_locked(share)
 
     def _run_locked(self, share: Share | None) -> PrepareResult:
         if found := self._finished():
             self._folder.remove()
             return PrepareResult(found, True)
-        _refuse_long_names(self._section.output)
-        if share is not None:
-            self._folder.set_shares(share.n)
         units = self._units if share is None else self._units[share.k :: share.n]
         parts = self._reused_parts(units)
-        missing = [unit for unit in units if unit.number not in parts]
-        if missing and share is None and (shares := self._folder.shares()):
-            raise _missing(missing, shares, self._section.output, self._folder)
-        stale = None if share is None else [unit.number for unit in units]
-        self._folder.clean(stale)
         try:
-            if missing:
+            if share is None:
+                self._folder.clean()
+            if missing := [unit for unit in units if unit.number not in parts]:
                 parts |= self._new_parts(missing)
             manifest = self._merge([parts[unit.number] for unit in units]) if share is None else None
         except BaseException:  # workers that were ended in the middle of a file
             with contextlib.suppress(StorageError):
-                self._folder.clean(stale)
+                if share is None:
+                    self._folder.clean()
             raise
         if manifest is not None:
             self._folder.remove()
         return PrepareResult(manifest, False, self._notes)
+
+    def _advance(self, **facts: Any) -> None:
+        self._progress = replace(self._progress, **facts)
+        self._report(self._progress)
 
     # ---------------------------------------------------------------- the parts
 
@@ -178,10 +174,7 @@ class Preparation:
             for unit, part in zip(marked, verified, strict=True):
                 if part is not None:
                     parts[unit.number] = part
-                    self._progress = replace(
-                        self._progress, reused_bytes=self._progress.reused_bytes + unit.input_bytes
-                    )
-                    self._report(self._progress)
+                    self._advance(reused_bytes=self._progress.reused_bytes + unit.input_bytes)
         return parts
 
     def _new_parts(self, units: Sequence[Unit]) -> dict[int, ShardPart]:
@@ -241,40 +234,21 @@ class Preparation:
                     self._folder.mark(part)
                     parts[part.unit] = part
                 names = ("input_bytes", "text_bytes", "documents", "tokens")
-                done_so_far = dict(zip(names, counts.sum(axis=0).tolist(), strict=True))
-                self._progress = replace(self._progress, **done_so_far)
-                self._report(self._progress)
+                self._advance(**dict(zip(names, counts.sum(axis=0).tolist(), strict=True)))
         return parts
 
     # ---------------------------------------------------------------- the shard
 
     def _merge(self, parts: list[ShardPart]) -> ShardManifest:
         output = self._section.output
-        for leftover in glob(f"{escape(output)}{PARTIAL}*"):
-            _remove(leftover)
-        merge = Merge(parts, self._folder, self._dtype)
-        with self._folder.reading(parts):
+        with writing(self._folder.path, "read"):
+            merge = Merge(parts, self._folder, self._dtype)
             if self._settings.deduplicate:
                 merge.find_duplicates()
             sources, dropped = self._counts(merge)
-        if not sum(source.documents for source in sources):
-            raise self._nothing_left(dropped)
-        partial, final = Path(f"{output}{PARTIAL}origins"), Path(origins_path(output))
-        with ShardWriter(output, self._dtype) as writer, _new_file(partial) as origins:
-
-            def add_origins(files: NDArray[np.uint32]) -> None:
-                with writing(partial):
-                    origins.write(np.ascontiguousarray(files).data)
-
-            with self._folder.reading(parts):
-                merge.write(writer, add_origins, shuffle=self._settings.shuffle_seed is not None, done=self._merged)
-            # An older manifest must not describe the new shard, not even for the moment until its own is written.
-            _remove(manifest_path(output))
-            _remove(final)
-            if len(self._files) > 1:
-                with writing(final):
-                    origins.flush()
-                    publish(partial, final)
+            if not sum(source.documents for source in sources):
+                raise self._nothing_left(dropped)
+            writer = self._write(merge)
         manifest = ShardManifest(
             **self._decisive(),
             documents=writer.num_documents,
@@ -290,9 +264,31 @@ class Preparation:
         manifest.write(output)
         return manifest
 
-    def _merged(self, share: float) -> None:
-        self._progress = replace(self._progress, merged=share)
-        self._report(self._progress)
+    def _write(self, merge: Merge) -> ShardWriter:
+        """The .bin, the .idx and, of several files, the .origins."""
+        output = self._section.output
+        for leftover in glob(f"{escape(output)}{PARTIAL}*"):
+            _remove(leftover)
+        partial, final = Path(f"{output}{PARTIAL}origins"), Path(origins_path(output))
+        try:
+            with ShardWriter(output, self._dtype) as writer, writing(partial), open(partial, "xb") as origins:
+
+                def add_origins(files: NDArray[np.uint32]) -> None:
+                    with writing(partial):
+                        origins.write(np.ascontiguousarray(files).data)
+
+                with writing(self._folder.path, "read"):
+                    is_shuffled = self._settings.shuffle_seed is not None
+                    merge.write(writer, add_origins, is_shuffled, lambda share: self._advance(merged=share))
+                origins.flush()
+                # An older manifest must not describe the new shard, not even for the moment until its own is written.
+                _remove(manifest_path(output))
+                _remove(final)
+                if len(self._files) > 1:
+                    publish(partial, final)
+        finally:
+            partial.unlink(missing_ok=True)
+        return writer
 
     def _counts(self, merge: Merge) -> tuple[tuple[SourceCount, ...], dict[str, int]]:
         totals = np.zeros((len(self._section.sources), 3), np.int64)
@@ -307,7 +303,7 @@ class Preparation:
         )
         self._notes += [f"the source '{source.name}' gave no document" for source in sources if not source.documents]
         self._notes += self._without_bytes()
-        if whole := sum(file.is_json_text for file in self._files):
+        if whole := sum(file.stem.endswith(".json") for file in self._files):
             self._notes += [f"{whole} .json files were taken for one text each: lines of JSON need the ending .jsonl"]
         return sources, dropped
 
@@ -383,49 +379,6 @@ def _combined(digests: list[str]) -> str:
     return digests[0] if len(digests) == 1 else xxhash.xxh3_128("".join(digests).encode()).hexdigest()
 
 
-def _refuse_folders(output: str) -> None:
-    """StorageError where a file of the shard could not get its name, which would be noticed once all is done."""
-    names = (f"{output}.bin", f"{output}.idx", manifest_path(output), origins_path(output))
-    rule, remedy = "a shard needs this name for a file", "move the folder away, or choose another prepare.output"
-    folders = [name for name in names if os.path.isdir(name) and not os.path.islink(name)]  # a link is replaced
-    if folders:
-        raise StorageError([Problem("is a folder", rule, remedy, name) for name in folders])
-
-
-def _refuse_long_names(output: str) -> None:
-    """StorageError likewise. Its folder must be there, for only that knows how long a name may be."""
-    longest = f"{partial_prefix(output)}.bin"
-    with writing(longest), contextlib.suppress(FileNotFoundError):
-        os.lstat(longest)
-
-
 def _remove(path: str | Path) -> None:
     with writing(path, "remove"):
         Path(path).unlink(missing_ok=True)
-
-
-@contextlib.contextmanager
-def _new_file(path: Path) -> Iterator[IO[bytes]]:
-    """Gone at the end unless it was given another name."""
-    with writing(path):
-        file = open(path, "xb")  # noqa: SIM115 - closed below
-    try:
-        yield file
-    finally:
-        with contextlib.suppress(OSError):  # what was published was flushed before
-            file.close()
-        path.unlink(missing_ok=True)
-
-
-def _missing(units: Sequence[Unit], n: int, output: str, folder: PartsFolder) -> DataError:
-    named = first_few([f"{unit.number} ({unit.spans[0].file.name})" for unit in units], 5)
-    shares = sorted({unit.number % n for unit in units})
-    runs = ", ".join(f"--unit {k}/{n}" for k in shares[:8]) + (" ..." if len(shares) > 8 else "")
-    return DataError(
-        Problem(
-            what=f"cannot be merged: of its units {len(units)} are not done: {named}",
-            rule=f"the work is shared by {n} runs with --unit",
-            remedy=f"run `bloomery prepare` with {runs}, or delete {folder.shared} to do them here",
-            place=output,
-        )
-    )

@@ -1,10 +1,16 @@
-"""One unit: read its documents, encode them, filter them, write its part. Runs in a worker process."""
+"""One unit: read its documents, encode them, filter them, write its part; and the pool of processes that do so."""
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
-from collections.abc import Sequence
+import multiprocessing
+import os
+import signal
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
@@ -13,13 +19,15 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
+from bloomery.base import signals
 from bloomery.base.errors import DataError, Problem
 from bloomery.base.splitmix import splitmix64
+from bloomery.base.storage import reason
 from bloomery.data.tokenizer import Tokenizer, in_time
 from bloomery.prepare.encoders import Encoder, Ids, forbidden_ids
 from bloomery.prepare.merge import gather, sums
+from bloomery.prepare.parts import DOCUMENT, PartsFolder, PartWriter, ShardPart
 from bloomery.prepare.read import Block, Unit, UnitReader, hash_span, place_of
-from bloomery.prepare.shard_parts import DOCUMENT, PartsFolder, PartWriter, ShardPart
 
 _FORMAT = 4
 """Of parts; another number makes older ones worthless."""
@@ -51,13 +59,11 @@ class Settings:
 
 def reusable(unit: Unit, settings: Settings, folder: PartsFolder) -> ShardPart | None:
     """The part of an earlier run, if it is what this one would write."""
-    part = folder.read(unit.number)
-    if part is None or part.key != settings.key(unit):
-        return None
-    for span, (content_hash, stamp) in zip(unit.spans, part.inputs, strict=True):
+    part = folder.verified(unit.number, settings.key(unit))
+    for span, (content_hash, stamp) in zip(unit.spans, part.inputs if part else [], strict=part is not None):
         if not (span.file.stamp and span.file.stamp == stamp) and hash_span(span) != content_hash:
             return None
-    return folder.verified(part)
+    return part
 
 
 class UnitTokenizer:
@@ -189,8 +195,8 @@ class UnitTokenizer:
         if self._settings.deduplicate:
             duplicate[keep] = True
             duplicate[np.unique(hashes, axis=0, return_index=True)[1]] = False
-        for reason, which in ((EMPTY, empty), (SHORT, short), (LONG, long), (BAD, forged), (DUPLICATE, duplicate)):
-            dropped[reason] += int(which.sum())
+        for why, which in ((EMPTY, empty), (SHORT, short), (LONG, long), (BAD, forged), (DUPLICATE, duplicate)):
+            dropped[why] += int(which.sum())
         return keep & ~duplicate
 
 
@@ -202,3 +208,50 @@ def shuffle_keys(seed: int, places: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 def _hashes(texts: list[str]) -> NDArray[np.uint64]:
     return np.frombuffer(b"".join(xxhash.xxh3_128_digest(text.encode()) for text in texts), "<u8").reshape(-1, 2)
+
+
+_worker: Any = None
+"""In a worker: the object whose methods it calls."""
+
+
+@contextlib.contextmanager
+def worker_pool(worker: Any, *, workers: int) -> Iterator[Callable[..., Future[Any]]]:
+    """Yields `submit(method, *arguments)`, which calls a method of the `worker` that every process has a copy of: they
+    are forked, because a vocabulary is too large to be sent. DataError if a process cannot start or dies; any error
+    inside ends all processes at once."""
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # here too: a fork does not copy threads
+    others = set(multiprocessing.active_children())
+    context = multiprocessing.get_context("fork")
+    executor = ProcessPoolExecutor(workers, context, initializer=_start, initargs=(worker, os.getpid()))
+    try:
+        try:
+            executor.submit(os.getpid)  # forks all of them
+        except OSError as error:
+            rule, remedy = "each needs a process, open files and memory", "use fewer --workers, or raise the limits"
+            what = f"cannot start a worker process: {reason(error)}"
+            raise DataError(Problem(what, rule, f"{remedy} (`ulimit -n`, `ulimit -u`)")) from error
+        yield lambda *call: executor.submit(_call, *call)
+    except BaseException as error:
+        for process in set(multiprocessing.active_children()) - others:
+            process.kill()
+        if not isinstance(error, BrokenProcessPool):
+            raise
+        rule = "nothing was written for what it was working on"
+        remedy = "run the command again; with fewer --workers if memory was short (see `dmesg`)"
+        raise DataError(Problem("a worker process was killed", rule, remedy)) from error
+    finally:
+        executor.shutdown(cancel_futures=True)
+
+
+def _start(worker: Any, parent: int) -> None:
+    global _worker
+    signals.ignore()  # they may reach the whole group; the parent ends its workers
+    signals.end_with_parent(signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
+    os.environ["RAYON_NUM_THREADS"] = "1"  # fastokens would start a thread for every processor
+    _worker = worker
+
+
+def _call(method: str, *arguments: Any) -> Any:
+    return getattr(_worker, method)(*arguments)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import gzip
 import io
-import zlib
 from collections.abc import Callable, Iterator
 from typing import IO, Any
 
@@ -67,16 +65,19 @@ class HashedFile(io.RawIOBase):
 
 
 def unpacked(file: HashedFile, compression: str, *, zst_window_bytes: int = 1 << 31) -> Iterator[bytes]:
-    """The content of a file that is packed with `zst`, `gz` or not at all. EOFError or zlib.error where it was cut off
-    or damaged, and what the libraries raise besides. A zst file needs memory for its window: 128 MB where it was made
-    with `zstd --long`, 2 GB with `--long=31`."""
+    """The content of a file that is packed with `zst`, `gz` or not at all. Where it was cut off or damaged: EOFError,
+    or what the libraries raise. A zst file needs memory for its window: 128 MB where it was made with `zstd --long`,
+    2 GB with `--long=31`."""
     if compression == "zst":
         yield from _zst(file, zst_window_bytes)
-    elif compression == "gz":
-        yield from _gz(file)
     else:
-        while block := file.read(_BLOCK_BYTES):
+        content: Any = _gz(file) if compression == "gz" else file
+        while block := content.read(_BLOCK_BYTES):
             yield block
+    while file.read(_BLOCK_BYTES):  # padding after the last member
+        pass
+    if compression and not file.bytes:
+        raise EOFError("it has no bytes")
 
 
 def _zst(file: HashedFile, window_bytes: int) -> Iterator[bytes]:
@@ -123,18 +124,28 @@ def _pieces(file: io.BufferedReader) -> Iterator[bytes]:
         yield b"".join((*piece, file.read(4 * has_checksum)))
 
 
-def _gz(file: HashedFile) -> Iterator[bytes]:
-    reader: Any = gzip.GzipFile
-    damage: Any = zlib.error
-    with contextlib.suppress(ImportError):  # three times as fast
-        from isal import igzip, isal_zlib
-
-        reader, damage = igzip.IGzipFile, isal_zlib.error
+def _gz(file: HashedFile) -> Any:
     try:
-        with reader(fileobj=file) as content:
-            while block := content.read(_BLOCK_BYTES):
-                yield block
-        while file.read(_BLOCK_BYTES):  # padding after the last member
-            pass
-    except damage as error:
-        raise zlib.error(str(error)) from error
+        from isal import igzip  # three times as fast
+    except ImportError:
+        return gzip.GzipFile(fileobj=file)
+    return igzip.IGzipFile(fileobj=file)  # type: ignore[no-untyped-call]
+
+
+def whole_lines(chunks: Iterator[bytes], block_bytes: int = _BLOCK_BYTES) -> Iterator[bytes]:
+    """The same bytes in blocks that end with a newline, of about `block_bytes`; the last one may lack it."""
+    waiting: list[bytes] = []
+    size = 0
+    for chunk in chunks:
+        waiting.append(chunk)
+        size += len(chunk)
+        cut = chunk.rfind(b"\n") + 1
+        if size < block_bytes or not cut:  # too little, or inside a long line
+            continue
+        waiting[-1] = chunk[:cut]
+        whole = [b"".join(waiting)]
+        waiting = [chunk[cut:]]
+        size = len(waiting[0])
+        yield whole.pop()  # so that nothing of it stays here
+    if rest := b"".join(waiting):
+        yield rest

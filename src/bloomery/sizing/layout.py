@@ -1,9 +1,10 @@
-"""How the ranks of a recipe are divided. Whether the division is legal is for sizing/layout_rules.py to say."""
+"""How the ranks of a recipe are divided, and what of the model each holds. sizing/rules.py checks that it is legal."""
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from typing import Literal
 
 from bloomery.config.recipe import Recipe
 
@@ -117,3 +118,64 @@ def ranks_per_replica(recipe: Recipe) -> int:
 def data_parallel_size(recipe: Recipe) -> int:
     """Replicas: what remains of the world, rounded down; 0 when the world is smaller than one replica."""
     return world_size(recipe) // ranks_per_replica(recipe)
+
+
+def stage_layers(num_layers: int, num_stages: int) -> list[range]:
+    """Layers of every stage, in order; each has at least one.
+
+    The work is evened out: 70 layers on 12 stages give BLOOM's [embedding + 5] [6] x 10 [5 + head]. What does not
+    divide goes to middle stages first.
+    """
+    if num_stages > num_layers:
+        raise ValueError(f"{num_stages} stages need at least as many layers, not {num_layers}")
+    layers = [1] * num_stages
+    for _ in range(num_layers - num_stages):
+        layers[min(range(num_stages), key=lambda stage: (_work(layers, stage), _from_middle(stage, num_stages)))] += 1
+    starts = [sum(layers[:stage]) for stage in range(num_stages)]
+    return [range(start, start + count) for start, count in zip(starts, layers, strict=True)]
+
+
+def stages_of_rank(pp_rank: int, pp: int, chunks: int) -> list[int]:
+    """The stages that one pipeline rank owns: they are dealt out in turn."""
+    return [pp_rank + chunk * pp for chunk in range(chunks)]
+
+
+def _work(layers: list[int], stage: int) -> int:
+    return layers[stage] + (stage == 0) + (stage == len(layers) - 1)
+
+
+def _from_middle(stage: int, num_stages: int) -> float:
+    return abs(stage - (num_stages - 1) / 2)
+
+
+Cut = Literal["rows", "columns", "summed", "alike"]
+"""rows, columns: cut along dimension 0 or 1. summed: whole on every rank, but each sees a part of the tokens, so that
+gradients are to be summed. alike: whole, and every rank computes the same with it."""
+
+CUTS: tuple[tuple[str, Cut], ...] = (
+    (r"embed\.tokens\.weight|head\.(weight|bias)|slopes", "rows"),
+    (r"layers\.\d+\.(attention\.qkv|mlp\.up|mlp\.gate)\.(weight|bias)", "rows"),
+    (r"layers\.\d+\.(attention\.out|mlp\.down)\.weight", "columns"),
+    (r"layers\.\d+\.(attention\.out|mlp\.down)\.bias", "summed"),
+    (
+        r"(layers\.\d+\.(attention_norm|mlp_norm)|embed\.norm|final_norm|head\.norm|head\.dense)\.(weight|bias)",
+        "summed",
+    ),
+    (r"layers\.\d+\.attention\.(q_norm|k_norm)\.weight", "summed"),  # each rank sees only its own heads
+    (r"embed\.(positions|token_types)\.weight", "summed"),
+    (r"(pooler\.dense|order_head)\.(weight|bias)", "alike"),
+)
+"""Every parameter and buffer of every family matches exactly one; a test holds that."""
+
+
+def cut_of(name: str) -> Cut:
+    """How the parameter or buffer called `name` lies on tensor-parallel ranks."""
+    for pattern, cut in CUTS:
+        if re.fullmatch(pattern, name):
+            return cut
+    raise AssertionError(f"no tensor-parallel rule for {name}: add one to CUTS")
+
+
+def cut_dimension(name: str) -> int | None:
+    """The dimension along which it is cut; None if every rank has all of it."""
+    return {"rows": 0, "columns": 1}.get(cut_of(name))

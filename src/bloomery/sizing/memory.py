@@ -14,10 +14,16 @@ from typing import Self
 
 from bloomery.base.errors import Problem
 from bloomery.config.recipe import Recipe
-from bloomery.sizing.layout import Layout, Place, micro_batches, ranks_per_node
+from bloomery.sizing.layout import (
+    Layout,
+    Place,
+    cut_dimension,
+    micro_batches,
+    ranks_per_node,
+    stage_layers,
+    stages_of_rank,
+)
 from bloomery.sizing.parameters import HEAD, model_shapes, padded_vocab_size
-from bloomery.sizing.stages import stage_layers, stages_of_rank
-from bloomery.sizing.tp_sharding import cut_dimension
 
 _FP32 = 4
 _MOMENTS = 2

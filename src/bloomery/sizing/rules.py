@@ -1,30 +1,48 @@
-"""Every rule between fields; those about data stand in `data_rules.py`. Each yields what it found, with all the paths
-that it looked at.
-
-The rules stand on this floor, not in `config`, because several of them need the ramp and step arithmetic of `sizing`.
-A field that would be ignored is an error unless it has its default value: that is how a recipe takes back what its
-base had set, and the resolved recipe of a run writes out every field.
-"""
+"""Every rule between fields, except those of `data_rules.py`. Each yields what it found, with the paths that it read.
+The rules are on this floor, not in `config`, because several need the ramp and step arithmetic of `sizing`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
 
-from bloomery.base.units import Amount, Duration
-from bloomery.config.draft import Draft
-from bloomery.config.recipe import LossScaleSection, LrSection, ModelSection, Recipe
+from bloomery.base.units import Duration
+from bloomery.config.recipe import Recipe, Section
+from bloomery.config.schema import all_fields
+from bloomery.config.yaml_nodes import inline_yaml
 from bloomery.families.registry import FAMILIES, READERS, family_defaults
-from bloomery.sizing.data_rules import data, samples
-from bloomery.sizing.finding import Finding, nearby_divisors
-from bloomery.sizing.layout import data_parallel_size
-from bloomery.sizing.layout_rules import LAYOUT, context, data_parallel, launch, pipeline, tensor_parallel
-from bloomery.sizing.plan import TrainingPlan
+from bloomery.sizing.layout import data_parallel_size, ranks_per_replica, world_size
+from bloomery.sizing.parameters import padded_vocab_size
+from bloomery.sizing.schedule import TrainingPlan
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A broken rule. `paths` are the fields involved, the one to point at first."""
+
+    paths: tuple[str, ...]
+    what: str
+    rule: str
+    remedy: str
+    is_warning: bool = False
+
+
+def nearby_divisors(number: int, near: int) -> str:
+    """The two divisors around a value that does not divide: '8 or 16'."""
+    small = [d for d in range(1, min(math.isqrt(number), 10**6) + 1) if number % d == 0]
+    divisors = {*small, *(number // d for d in small)}
+    below = max((d for d in divisors if d < near), default=None)
+    above = min((d for d in divisors if d > near), default=None)
+    return " or ".join(str(d) for d in (below, above) if d is not None)
+
 
 _MOST_LEVELS = 10_000
 _MOST_STEPS = 100_000_000
 
 
-def heads(recipe: Recipe, draft: Draft) -> Iterator[Finding]:
+def heads(recipe: Recipe) -> Iterator[Finding]:
     model = recipe.model
     if model.head_dim is None and model.hidden_size % model.num_heads:
         yield Finding(
@@ -49,21 +67,39 @@ def heads(recipe: Recipe, draft: Draft) -> Iterator[Finding]:
         )
 
 
-def fields_of_another_family(recipe: Recipe, draft: Draft) -> Iterator[Finding]:
-    model = recipe.model
-    derived = family_defaults({"family": model.family, "hidden_size": model.hidden_size, "num_heads": model.num_heads})
-    for name, families in READERS.items():
-        path, default = f"model.{name}", derived.get(name, ModelSection.model_fields[name].default)
-        if draft.is_set(path) and model.family not in families and getattr(model, name) != default:
-            yield Finding(
-                (path, "model.family", "model.num_heads"),
-                f"{path} is set but model.family is {model.family}",
-                f"only {', '.join(families)} reads it, so it would be ignored",
-                f"remove it, or set it back to {default}",
-            )
+def ignored(recipe: Recipe) -> Iterator[Finding]:
+    """A field that nothing reads because of another one, unless it has its default value: with that a recipe takes back
+    what its base had set, and the resolved recipe of a run writes out every field."""
+    model, parallel, lr, data = recipe.model, recipe.parallel, recipe.lr, recipe.data
+    family, schedule = ("model.family", model.family), ("lr.schedule", lr.schedule)
+    unread: dict[tuple[str, Any], tuple[str, ...]] = {
+        family: tuple(f"model.{name}" for name, families in READERS.items() if model.family not in families),
+        ("parallel.pp", parallel.pp): ("parallel.schedule", "parallel.chunks") if parallel.pp == 1 else (),
+        ("parallel.zero", parallel.zero): ("parallel.shard_size",) if parallel.zero == 0 else (),
+        schedule: {"constant": ("lr.decay", "lr.min", "lr.cooldown"), "wsd": ()}.get(lr.schedule, ("lr.cooldown",)),
+        ("precision", recipe.precision): ("loss_scale",) if recipe.precision != "fp16" else (),
+    }
+    if data is not None:
+        encoder, alibi = FAMILIES[model.family].encoder, FAMILIES[model.family].positions == "alibi"
+        unread[family] += ("data.mask_documents", "data.eod_loss") if encoder else ("data.masking",)
+        unread[family] += ("data.reset_positions",) if encoder or alibi else ()  # ALiBi has distances only
+        unread["data.order", data.order] = ("data.blend_one_source",) if data.order == "timeless" else ()
+        unread["train.evaluate", "not set"] = ("data.validation",) if recipe.train.evaluate is None else ()
+    by_family = family_defaults(
+        {"family": model.family, "hidden_size": model.hidden_size, "num_heads": model.num_heads}
+    )
+    for (other, value), paths in unread.items():
+        for path in paths:
+            section, _, name = path.rpartition(".")
+            field = all_fields()[path]
+            default = by_family.get(name, field.info.get_default(call_default_factory=True))
+            if getattr(getattr(recipe, section) if section else recipe, name) != default:
+                back = inline_yaml({} if isinstance(default, Section) else default)
+                what, remedy = f"{path} is set but {other} is {value}", f"set it back to {back}, or change {other}"
+                yield Finding((path, other, "model.num_heads"), what, "it would be ignored", remedy)
 
 
-def batch(recipe: Recipe, draft: Draft) -> Iterator[Finding]:
+def batch(recipe: Recipe) -> Iterator[Finding]:
     full, micro, replicas = recipe.batch.global_batch_size, recipe.batch.micro_batch_size, _replicas(recipe)
     unit = micro * replicas
     if full % unit:
@@ -76,7 +112,7 @@ def batch(recipe: Recipe, draft: Draft) -> Iterator[Finding]:
         )
 
 
-def ramp(recipe: Recipe, draft: Draft) -> Iterator[Finding]:
+def ramp(recipe: Recipe) -> Iterator[Finding]:
     """Every level of the ramp must be fed too: the reference finds out days later, when it reaches the level."""
     rampup, full = recipe.batch.rampup, recipe.batch.global_batch_size
     if rampup is None:
@@ -113,7 +149,7 @@ def ramp(recipe: Recipe, draft: Draft) -> Iterator[Finding]:
         )
 
 
-def learning_rate(recipe: Recipe, draft: Draft) -> Iterator[Finding]:
+def learning_rate(recipe: Recipe) -> Iterator[Finding]:
     lr = recipe.lr
     if lr.min > lr.peak:
         yield Finding(
@@ -122,16 +158,6 @@ def learning_rate(recipe: Recipe, draft: Draft) -> Iterator[Finding]:
             "the minimum lies below the peak",
             "lower lr.min",
         )
-    unread = {"constant": ("decay", "min", "cooldown"), "linear": ("cooldown",), "cosine": ("cooldown",)}
-    for name in unread.get(lr.schedule, ()):
-        default = LrSection.model_fields[name].default
-        if getattr(lr, name) != default:
-            yield Finding(
-                (f"lr.{name}", "lr.schedule"),
-                f"lr.{name} is set but lr.schedule is {lr.schedule}",
-                f"a {lr.schedule} rate does not read it, so it would be ignored",
-                f"set it back to {'null' if default is None else default}, or choose a schedule that uses it",
-            )
     if lr.schedule == "wsd" and lr.cooldown is None:
         yield Finding(
             ("lr.cooldown", "lr.schedule"),
@@ -141,10 +167,10 @@ def learning_rate(recipe: Recipe, draft: Draft) -> Iterator[Finding]:
         )
 
 
-def lengths(recipe: Recipe, draft: Draft) -> Iterator[Finding]:
+def lengths(recipe: Recipe) -> Iterator[Finding]:
     rampup, full = recipe.batch.rampup, recipe.batch.global_batch_size
     if rampup and len(range(rampup.start, full, rampup.increment)) > _MOST_LEVELS:
-        return  # the plan would take for ever
+        return  # the plan would take forever
     plan = TrainingPlan.of(recipe)
     paths = ("train.for", "batch.global_batch_size", "batch.rampup", "model.seq_length")
     if not 1 <= plan.train_steps <= _MOST_STEPS:
@@ -182,7 +208,7 @@ def lengths(recipe: Recipe, draft: Draft) -> Iterator[Finding]:
         )
 
 
-def skips(recipe: Recipe, draft: Draft) -> Iterator[Finding]:
+def skips(recipe: Recipe) -> Iterator[Finding]:
     last_end = 0
     for i, text in enumerate(recipe.train.skip):
         first, last = (int(number) for number in text.removesuffix(" steps").split("-"))
@@ -197,15 +223,8 @@ def skips(recipe: Recipe, draft: Draft) -> Iterator[Finding]:
         last_end = max(last_end, last)
 
 
-def loss_scale(recipe: Recipe, draft: Draft) -> Iterator[Finding]:
+def loss_scale(recipe: Recipe) -> Iterator[Finding]:
     scale = recipe.loss_scale
-    if recipe.precision != "fp16" and draft.is_set("loss_scale") and scale != LossScaleSection():
-        yield Finding(
-            ("loss_scale", "precision"),
-            f"loss_scale is set but precision is {recipe.precision}",
-            "only fp16 scales its loss, so it would be ignored",
-            "remove it, or take it back with loss_scale={}",
-        )
     if scale.min > scale.initial:
         yield Finding(
             ("loss_scale.initial", "loss_scale.min"),
@@ -215,18 +234,18 @@ def loss_scale(recipe: Recipe, draft: Draft) -> Iterator[Finding]:
         )
 
 
-def phases(recipe: Recipe, draft: Draft) -> Iterator[Finding]:
+def phases(recipe: Recipe) -> Iterator[Finding]:
     last_until = 0
     for i, phase in enumerate(recipe.checkpoint.phases):
         name = f"checkpoint.phases.{i}"
         is_last = i + 1 == len(recipe.checkpoint.phases)
         if phase.until is None:
             if not is_last:
-                rule = "only the last phase may go on for ever"
+                rule = "only the last phase has no end"
                 yield Finding((name,), f"{name} has no `until`", rule, "add `until: N steps`")
             continue
         if is_last:
-            rule = "training would go on unsaved after it"
+            rule = "nothing would be saved after it"
             yield Finding(
                 (name,), f"{name}, the last, ends at {phase.until}", rule, "remove its `until`, or add a phase"
             )
@@ -236,52 +255,162 @@ def phases(recipe: Recipe, draft: Draft) -> Iterator[Finding]:
         last_until = max(last_until, phase.until.count)
 
 
-def intervals(recipe: Recipe, draft: Draft) -> Iterator[Finding]:
-    evaluate, keep = recipe.train.evaluate, recipe.checkpoint.keep
-    amounts: dict[str, Amount | Duration | None] = {
-        "monitor.log_every": recipe.monitor.log_every,
-        "monitor.drift.every": recipe.monitor.drift.every if recipe.monitor.drift else None,
-        "train.evaluate.every": evaluate.every if evaluate else None,
-        "train.exit_after": recipe.train.exit_after,
-        "checkpoint.keep.every": keep.every if keep else None,
-        "loss_scale.window": recipe.loss_scale.window,
-        "launch.time_limit": recipe.launch.time_limit if recipe.launch else None,
+def _replicas(recipe: Recipe) -> int:
+    return max(1, data_parallel_size(recipe))
+
+
+LAYOUT = ("launch.nodes", "launch.gpus_per_node", "parallel.tp", "parallel.pp", "parallel.cp")
+_SEVERAL_STAGES = ("interleaved", "zero_bubble")
+
+
+def tensor_parallel(recipe: Recipe) -> Iterator[Finding]:
+    model, tp, cp = recipe.model, recipe.parallel.tp, recipe.parallel.cp
+    tokens = model.seq_length // cp
+    sizes = {
+        ("model.num_heads",): ("model.num_heads", model.num_heads),
+        ("model.num_kv_heads",): ("model.num_kv_heads", model.num_kv_heads),
+        ("model.ffn_hidden_size",): ("model.ffn_hidden_size", model.ffn_hidden_size),
+        ("model.vocab_multiple", "model.vocab_size"): ("the padded vocabulary", padded_vocab_size(model)),
+        ("model.seq_length", "parallel.cp"): ("the number of tokens of a sequence", tokens),
     }
-    checkpoint = recipe.checkpoint
-    phases = {f"checkpoint.phases.{i}.every": phase.every for i, phase in enumerate(checkpoint.phases)}
-    amounts |= {path: every for path, every in phases.items() if every != "auto"}
-    amounts |= {"checkpoint.failure_every": checkpoint.failure_every, "checkpoint.timeout": checkpoint.timeout}
-    amounts |= {"checkpoint.local.every": checkpoint.local.every if checkpoint.local else None}
-    amounts |= {"checkpoint.upload.every": checkpoint.upload.every if checkpoint.upload else None}
-    for path, amount in amounts.items():
-        size = amount.seconds if isinstance(amount, Duration) else amount.count if amount else 1
-        if size <= 0:
-            example = "1h" if isinstance(amount, Duration) and path != "train.exit_after" else "10 steps"
+    legal = nearby_divisors(math.gcd(*(size for _, size in sizes.values())), tp)
+    for paths, (name, size) in sizes.items():
+        is_reported = name == "model.num_kv_heads" and size == model.num_heads
+        if size % tp and not is_reported:
             yield Finding(
-                (path,), f"{path} is {amount}", "it must be more than nothing", f"use for example `{example}`"
+                ("parallel.tp", *paths),
+                f"parallel.tp is {tp} but {name} is {size}",
+                "it must divide evenly across tensor-parallel ranks",
+                f"use parallel.tp {legal}",
             )
 
 
-RULES: list[Callable[[Recipe, Draft], Iterator[Finding]]] = [
-    heads,
-    fields_of_another_family,
-    tensor_parallel,
-    context,
-    pipeline,
-    data_parallel,
-    launch,
-    batch,
-    ramp,
-    learning_rate,
-    lengths,
-    skips,
-    data,
-    samples,
-    loss_scale,
-    phases,
-    intervals,
-]
+def context(recipe: Recipe) -> Iterator[Finding]:
+    cp, length = recipe.parallel.cp, recipe.model.seq_length
+    if cp == 1:
+        return
+    if FAMILIES[recipe.model.family].encoder:
+        yield Finding(
+            ("parallel.cp", "model.family"),
+            f"parallel.cp is {cp} but model.family is {recipe.model.family}",
+            "its heads read the first token of a whole sequence, so sequences are not split between ranks",
+            "use parallel.cp=1",
+        )
+    elif length % (2 * cp):
+        lower = length // (2 * cp) * 2 * cp
+        yield Finding(
+            ("parallel.cp", "model.seq_length"),
+            f"parallel.cp is {cp} but model.seq_length is {length}",
+            "a sequence is split into 2 * cp equal pieces",
+            f"use parallel.cp {nearby_divisors(max(1, length // 2), cp)}, or a sequence of {lower or 2 * cp} tokens",
+        )
 
 
-def _replicas(recipe: Recipe) -> int:
-    return max(1, data_parallel_size(recipe))
+def pipeline(recipe: Recipe) -> Iterator[Finding]:
+    parallel, layers = recipe.parallel, recipe.model.num_layers
+    pp, chunks, schedule = parallel.pp, parallel.chunks, parallel.schedule
+    if pp == 1:
+        return
+    if pp * chunks > layers:
+        yield Finding(
+            ("parallel.pp", "parallel.chunks", "model.num_layers"),
+            f"parallel.pp * parallel.chunks is {pp * chunks} but model.num_layers is {layers}",
+            "every pipeline stage owns at least one layer",
+            f"use at most {layers} stages",
+        )
+    if (schedule in _SEVERAL_STAGES) != (chunks > 1):
+        few = schedule in _SEVERAL_STAGES
+        yield Finding(
+            ("parallel.chunks", "parallel.schedule"),
+            f"parallel.schedule is {schedule} with parallel.chunks {chunks}",
+            f"{schedule} runs {'at least two stages' if few else 'one stage'} per rank",
+            "use parallel.chunks=2" if few else "use parallel.chunks=1, or the schedule interleaved",
+        )
+    elif schedule in _SEVERAL_STAGES:
+        yield from _rounds(recipe)
+    if schedule == "zero_bubble":
+        yield from _zero_bubble(recipe)
+    if parallel.zero >= 2:
+        yield Finding(
+            ("parallel.zero", "parallel.pp"),
+            f"parallel.zero is {parallel.zero} with parallel.pp {pp}",
+            "under a pipeline, gradients stay whole between micro-batches, so ZeRO 2 and 3 would act as ZeRO 1",
+            "use parallel.zero=1",
+        )
+
+
+def _rounds(recipe: Recipe) -> Iterator[Finding]:
+    """Several stages per rank work through micro-batches in rounds of pp."""
+    pp, unit = recipe.parallel.pp, recipe.batch.micro_batch_size * max(1, data_parallel_size(recipe))
+    full, ramp = recipe.batch.global_batch_size, recipe.batch.rampup
+    sizes = [*(range(ramp.start, full, ramp.increment)[:10_000] if ramp else ()), full]
+    odd = [size for size in sizes if size % unit == 0 and size // unit % pp]
+    if odd:
+        yield Finding(
+            ("parallel.schedule", "parallel.pp", "batch.global_batch_size", "batch.micro_batch_size", *LAYOUT),
+            f"a batch of {odd[0]} samples makes {odd[0] // unit} micro-batches for parallel.pp {pp}",
+            f"{recipe.parallel.schedule} takes micro-batches in rounds of pp",
+            f"use batches that are multiples of {unit * pp} samples, or the schedule 1f1b",
+        )
+
+
+def _zero_bubble(recipe: Recipe) -> Iterator[Finding]:
+    if recipe.train.compile is True:
+        yield Finding(
+            ("parallel.schedule", "train.compile"),
+            "parallel.schedule is zero_bubble with train.compile",
+            "torch cannot split the backward pass of compiled blocks",
+            "use train.compile=false, or the schedule interleaved",
+        )
+    ranks = data_parallel_size(recipe) * recipe.parallel.cp
+    if ranks > 1 and recipe.precision != "fp32":
+        yield Finding(
+            ("parallel.schedule", "precision", *LAYOUT),
+            f"parallel.schedule is zero_bubble with precision {recipe.precision} and {ranks} data-parallel ranks",
+            "torch then adds the gradients of micro-batches in 16 bits",
+            "use the schedule interleaved",
+        )
+
+
+def data_parallel(recipe: Recipe) -> Iterator[Finding]:
+    parallel = recipe.parallel
+    ranks = ranks_per_replica(recipe)
+    if recipe.launch and world_size(recipe) % ranks:
+        world = world_size(recipe)
+        near = " or ".join(str(n) for n in (world // ranks * ranks, (world // ranks + 1) * ranks) if n)
+        yield Finding(
+            LAYOUT,
+            f"launch starts {world} ranks",
+            f"one replica takes tp * pp * cp = {ranks}, which must divide them",
+            f"use a multiple of {ranks} ranks, such as {near}",
+        )
+        return
+    size, copies = parallel.shard_size, max(1, data_parallel_size(recipe)) * parallel.cp
+    if size is not None and parallel.zero and copies % size:
+        yield Finding(
+            ("parallel.shard_size", *LAYOUT),
+            f"parallel.shard_size is {size} but there are {copies} data- and context-parallel ranks",
+            "it must divide them",
+            f"use {nearby_divisors(copies, size)}, or null for all of them",
+        )
+
+
+def launch(recipe: Recipe) -> Iterator[Finding]:
+    if recipe.launch is None:
+        return
+    on, nodes, limit = recipe.launch.on, recipe.launch.nodes, recipe.launch.time_limit
+    if on == "local" and nodes > 1:
+        yield Finding(
+            ("launch.nodes", "launch.on"),
+            f"launch.nodes is {nodes} but launch.on is local",
+            "local means this one machine",
+            "use launch.on hosts, slurm or azureml, or one node",
+        )
+    exit_after = recipe.train.exit_after
+    if limit and isinstance(exit_after, Duration) and exit_after.seconds >= limit.seconds:
+        yield Finding(
+            ("train.exit_after", "launch.time_limit"),
+            f"train.exit_after is {exit_after} but launch.time_limit is {limit}",
+            "the scheduler would kill the job before it saves",
+            "leave train.exit_after some minutes below the limit",
+        )

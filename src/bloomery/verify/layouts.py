@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from bloomery.base.errors import Problem, RecipeError
 from bloomery.config.recipe import Recipe
-from bloomery.config.suggest import closest
+from bloomery.config.schema import closest
 from bloomery.sizing.check import load_checked_recipe
 from bloomery.sizing.layout import data_parallel_size, layout_overrides, world_size
 

@@ -39,7 +39,7 @@ from bloomery.parallel.mesh import Mesh, make_mesh
 from bloomery.parallel.pipeline import schedule_in_force
 from bloomery.parallel.tensor import vocabulary_losses
 from bloomery.parallel.weights import weights_of
-from bloomery.sizing.layout import Layout, micro_batches, ranks_per_replica
+from bloomery.sizing.layout import Layout, cut_dimension, micro_batches, ranks_per_replica, stage_layers, stages_of_rank
 from bloomery.sizing.memory import (
     HOST_LABELS,
     STATE_LABELS,
@@ -49,8 +49,6 @@ from bloomery.sizing.memory import (
     weight_bytes,
 )
 from bloomery.sizing.parameters import count_parameters, padded_vocab_size
-from bloomery.sizing.stages import stage_layers, stages_of_rank
-from bloomery.sizing.tp_sharding import cut_dimension
 from bloomery.verify.fake_device import MemoryMeter, accelerator_kernels, fuse_attention
 
 _CPU = torch.device("cpu")

@@ -13,14 +13,14 @@ import torch
 import bloomery
 from bloomery.base.bounded import LARGE_BYTES, parse_json, read_json, read_small
 from bloomery.base.energy import NO_SENSOR, Energy, format_device_hours, format_joules
-from bloomery.checkpoint.folder import MANIFEST
+from bloomery.checkpoint.format import MANIFEST
 from bloomery.checkpoint.load import consumed_tokens
 from bloomery.config.describe import fingerprint
 from bloomery.config.recipe import Recipe
 from bloomery.families.registry import FAMILIES
 from bloomery.monitor import names
-from bloomery.monitor.energy import is_whole
 from bloomery.monitor.history import event_of, scan, scan_metrics
+from bloomery.monitor.meters import is_whole
 from bloomery.monitor.record import Record, ValidationRecord
 from bloomery.sizing.parameters import count_parameters
 

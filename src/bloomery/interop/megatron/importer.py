@@ -13,8 +13,7 @@ from typing import Any
 from bloomery.base.bounded import read_text
 from bloomery.base.errors import Problem, RecipeError
 from bloomery.base.units import LONGEST_SECONDS, Duration
-from bloomery.config.draft import COMMAND_LINE, Draft, by_place
-from bloomery.config.faults import validate
+from bloomery.config.load import COMMAND_LINE, Draft
 from bloomery.config.recipe import Recipe
 from bloomery.config.yaml_nodes import dump_yaml
 from bloomery.interop.megatron.data import fill_data
@@ -22,7 +21,7 @@ from bloomery.interop.megatron.ds_config import DsConfig, compare, read_ds_confi
 from bloomery.interop.megatron.flags import SWITCHES, CommandLine, Kind, Row, kind_of, parse_command
 from bloomery.interop.megatron.recipe import Builder, fill, unset_names
 from bloomery.interop.megatron.script import Command, Script, read_script, run_script
-from bloomery.sizing.check import findings
+from bloomery.sizing.check import check
 
 _ORDER = (
     "name", "seed", "model", "tokenizer", "data", "batch", "optimizer", "lr", "train", "precision", "loss_scale",
@@ -286,15 +285,8 @@ def _warnings(b: Builder, script: Script | None, source: str, given: Mapping[str
 
 def _checked(raw: dict[str, Any], b: Builder, source: str) -> tuple[Recipe, list[Problem]]:
     """The recipe that `bloomery check` would accept. Problems of flags come first: they may explain those of fields."""
-    problems, warnings = list(b.problems), list[Problem]()
-    draft = Draft(source=source, places=dict(b.places))
-    if not problems:
-        validate(copy.deepcopy(raw), draft)
-        problems += draft.problems
-        for found in findings(draft):
-            problem = Problem(found.what, found.rule, found.remedy, draft.place(*found.paths))
-            (warnings if found.is_warning else problems).append(problem)
-    if problems:
-        raise RecipeError(sorted(problems, key=by_place))
-    assert draft.recipe is not None
-    return draft.recipe, warnings
+    draft = Draft(source=source, places=dict(b.places), problems=list(b.problems))
+    if not draft.problems:
+        draft.validate(copy.deepcopy(raw))
+    checked = check(draft)
+    return checked.recipe, checked.warnings

@@ -1,0 +1,432 @@
+"""The whole training in numbers: batch ramp, learning rate, save phases, and every amount as samples and steps."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, Self
+
+from bloomery.base.units import Amount
+from bloomery.config.recipe import BatchSection, LrSection, PhaseSection, Recipe, Schedule
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """Steps of the past with one global batch size and one sequence length."""
+
+    first_step: int
+    """Steps count from 1."""
+    consumed_samples: int
+    """Before `first_step`."""
+    consumed_tokens: int
+    """Before `first_step`."""
+    global_batch: int
+    seq_length: int
+
+
+@dataclass(frozen=True)
+class History:
+    """Empty for a run that has never changed either. Kept in the checkpoint."""
+
+    steps: int = 0
+    """Steps done when the present batch and sequence length took over; samples and tokens of these steps follow."""
+    samples: int = 0
+    tokens: int = 0
+    stretches: tuple[Stretch, ...] = ()
+    """Of these steps, in order."""
+
+    @classmethod
+    def from_json(cls, facts: Mapping[str, Any] | None) -> Self:
+        """What `dataclasses.asdict` made of it; None for a checkpoint from before there was a history."""
+        if facts is None:
+            return cls()
+        return cls(**{**facts, "stretches": tuple(Stretch(**each) for each in facts["stretches"])})
+
+    def tokens_at(self, consumed_samples: int, *, seq_length: int) -> int:
+        """Tokens in the first samples of the run; `seq_length` is the present one."""
+        if consumed_samples >= self.samples:
+            return self.tokens + (consumed_samples - self.samples) * seq_length
+        stretch = self._at(consumed_samples, "consumed_samples")
+        return stretch.consumed_tokens + (consumed_samples - stretch.consumed_samples) * stretch.seq_length
+
+    def samples_at(self, consumed_tokens: int, *, seq_length: int) -> int:
+        """Whole samples in the first tokens of the run; `seq_length` is the present one."""
+        if consumed_tokens >= self.tokens:
+            return self.samples + (consumed_tokens - self.tokens) // seq_length
+        stretch = self._at(consumed_tokens, "consumed_tokens")
+        return stretch.consumed_samples + (consumed_tokens - stretch.consumed_tokens) // stretch.seq_length
+
+    def _at(self, count: int, unit: str) -> Stretch:
+        return self.stretches[bisect_right(self.stretches, count, key=lambda stretch: getattr(stretch, unit)) - 1]
+
+
+NO_HISTORY = History()
+"""Of a run that has never changed its batch or its sequence length."""
+
+
+@dataclass(frozen=True)
+class BatchLevel:
+    """A stretch of steps with one global batch size."""
+
+    global_batch: int
+    first_step: int
+    """Steps count from 1."""
+    consumed_samples: int
+    """Samples consumed before `first_step`."""
+
+
+@dataclass(frozen=True)
+class BatchPlan:
+    """Converts between steps and samples. A ramp that starts at or above the full batch counts as no ramp.
+
+    What the history says has been; the rest of the fields hold from its end on."""
+
+    global_batch_size: int
+    ramp_start: int
+    ramp_increment: int
+    ramp_samples: int
+    """0: no ramp. Counted from the start of the run, like all samples."""
+    history: History = NO_HISTORY
+
+    @classmethod
+    def of(cls, batch: BatchSection, history: History = NO_HISTORY) -> Self:
+        full, ramp = batch.global_batch_size, batch.rampup
+        if ramp is None or ramp.start >= full:
+            return cls(full, ramp_start=full, ramp_increment=1, ramp_samples=0, history=history)
+        return cls(full, ramp.start, ramp.increment, ramp.samples, history)
+
+    def is_rule_of(self, other: BatchPlan) -> bool:
+        """Whether both give the same batch to the same samples, their histories apart."""
+        return replace(self, history=other.history) == other
+
+    def global_batch_at(self, consumed_samples: int) -> int:
+        """Batch of the step that starts when this many samples have been consumed."""
+        if consumed_samples < self.history.samples:
+            return self._level_at(consumed_samples).global_batch
+        if not self.ramp_samples or consumed_samples > self.ramp_samples:
+            return self.global_batch_size
+        # Megatron divides floats; integer arithmetic would move some level boundaries by a step.
+        increments = (self.global_batch_size - self.ramp_start) / self.ramp_increment
+        samples_per_increment = self.ramp_samples / increments
+        return self.ramp_start + int(consumed_samples / samples_per_increment) * self.ramp_increment
+
+    def levels(self) -> list[BatchLevel]:
+        """Batch sizes that really occur, in order; a large batch can jump over a level. The last one never ends."""
+        return list(self._levels)
+
+    def global_batch_at_step(self, step: int) -> int:
+        """Batch of this step; steps count from 1."""
+        return self._level_of(step).global_batch
+
+    def consumed_after_step(self, step: int) -> int:
+        """Samples consumed when this step has ended; 0 after step 0."""
+        if step <= 0:
+            return 0
+        level = self._level_of(step)
+        return level.consumed_samples + (step - level.first_step + 1) * level.global_batch
+
+    def first_step_reaching(self, samples: int) -> int:
+        """Smallest step after which at least this many samples have been consumed; 0 for none."""
+        if samples <= 0:
+            return 0
+        level = self._level_at(samples - 1)
+        return level.first_step - 1 + -(-(samples - level.consumed_samples) // level.global_batch)
+
+    def train_steps_for_samples(self, samples: int) -> int:
+        """Steps of a training of this many samples, as Megatron counts them: the last partial batch is dropped.
+
+        Where the training would end inside the ramp, Megatron takes one step off the whole ramp for every full batch
+        that it exceeds, so the run consumes more samples than asked for. We keep its length.
+        """
+        if samples < self.history.samples:
+            level = self._level_at(samples)
+            return level.first_step - 1 + (samples - level.consumed_samples) // level.global_batch
+        ramp_steps = self.history.steps
+        if self.ramp_samples:
+            ramp_steps = max(ramp_steps, self.first_step_reaching(self.ramp_samples + 1))
+        return ramp_steps + (samples - self.consumed_after_step(ramp_steps)) // self.global_batch_size
+
+    @cached_property
+    def _levels(self) -> tuple[BatchLevel, ...]:
+        past = [
+            BatchLevel(stretch.global_batch, stretch.first_step, stretch.consumed_samples)
+            for stretch in self.history.stretches
+        ]
+        done = self.history
+        levels = [BatchLevel(self.global_batch_at(done.samples), done.steps + 1, done.samples)]
+        while levels[-1].global_batch != self.global_batch_size:
+            levels.append(self._level_after(levels[-1]))
+        return (*past, *levels)
+
+    def _level_after(self, level: BatchLevel) -> BatchLevel:
+        """Bisects for the number of steps: the batch never falls as samples grow, float rounding included."""
+        too_few, enough = 0, (self.ramp_samples - level.consumed_samples) // level.global_batch + 1
+        while enough - too_few > 1:
+            steps = (too_few + enough) // 2
+            if self.global_batch_at(level.consumed_samples + steps * level.global_batch) > level.global_batch:
+                enough = steps
+            else:
+                too_few = steps
+        consumed_samples = level.consumed_samples + enough * level.global_batch
+        return BatchLevel(self.global_batch_at(consumed_samples), level.first_step + enough, consumed_samples)
+
+    def _level_at(self, consumed_samples: int) -> BatchLevel:
+        index = bisect_right(self._levels, consumed_samples, key=lambda level: level.consumed_samples)
+        return self._levels[index - 1]
+
+    def _level_of(self, step: int) -> BatchLevel:
+        return self._levels[bisect_right(self._levels, step, key=lambda level: level.first_step) - 1]
+
+
+@dataclass(frozen=True)
+class LrPlan:
+    """Linear warm-up from zero, then a schedule that ends at `decay_samples`; afterwards exactly `min`."""
+
+    peak: float
+    min: float
+    schedule: Schedule
+    warmup_samples: int
+    decay_samples: int
+    """Counted from the start of training, warm-up included. A constant schedule ignores it."""
+    cooldown_samples: int = 0
+    """Length of the final decay (wsd only), which ends at `decay_samples`."""
+
+    def at(self, samples: int) -> float:
+        """The rate of an update that brings the consumed samples to this number: also what the log prints."""
+        if self.warmup_samples > 0 and samples <= self.warmup_samples:
+            return self.peak * samples / self.warmup_samples
+        if self.schedule == "constant":
+            return self.peak
+        if samples >= self.decay_samples:
+            return self.min
+        return self.min + self._share_of_peak(samples) * (self.peak - self.min)
+
+    def _share_of_peak(self, samples: int) -> float:
+        """1 at the peak, 0 at the minimum; only for samples between the warm-up and the end of the decay."""
+        if self.schedule == "wsd":
+            if self.cooldown_samples <= 0:
+                return 1.0
+            return min(1.0, (self.decay_samples - samples) / self.cooldown_samples)
+        done = (samples - self.warmup_samples) / (self.decay_samples - self.warmup_samples)
+        return 1.0 - done if self.schedule == "linear" else 0.5 * (math.cos(math.pi * done) + 1.0)
+
+
+@dataclass(frozen=True)
+class SavePhase:
+    """A stretch of steps with one saving interval."""
+
+    first_step: int
+    last_step: int | None
+    """None: the phase has no end of its own."""
+    every_steps: int | None
+    """None: `auto`, decided while training from what saving costs."""
+
+    def saves_at(self, step: int) -> bool:
+        """At absolute multiples of the interval, whatever the phase's first step, and at the phase's own end."""
+        if step < self.first_step or (self.last_step is not None and step > self.last_step):
+            return False
+        return step == self.last_step or (self.every_steps is not None and step % self.every_steps == 0)
+
+    def steps(self, *, train_steps: int) -> Iterator[int]:
+        """The saving steps within a training of `train_steps`, ascending."""
+        last_step = train_steps if self.last_step is None else min(self.last_step, train_steps)
+        if self.every_steps is None:
+            yield from [last_step] if last_step == self.last_step else []
+            return
+        first_multiple = -(-self.first_step // self.every_steps) * self.every_steps
+        yield from range(first_multiple, last_step + 1, self.every_steps)
+        if last_step == self.last_step and last_step % self.every_steps and last_step >= self.first_step:
+            yield last_step
+
+
+@dataclass(frozen=True)
+class PhaseSummary:
+    """A phase as it falls within the training, for printing."""
+
+    first_step: int
+    last_step: int
+    every_steps: int | None
+    num_saves: int
+
+
+def resolve_phases(phases: list[PhaseSection]) -> tuple[SavePhase, ...]:
+    """Each phase starts on the step after the previous one's `until`."""
+    resolved: list[SavePhase] = []
+    first_step = 1
+    for phase in phases:
+        last_step = None if phase.until is None else phase.until.count
+        every = None if phase.every == "auto" else phase.every.count
+        resolved.append(SavePhase(first_step, last_step, every))
+        if last_step is None:
+            break
+        first_step = last_step + 1
+    return tuple(resolved)
+
+
+@dataclass(frozen=True)
+class TrainingPlan:
+    """Pure arithmetic on a recipe; steps count from 1, and nothing here depends on the layout."""
+
+    train_steps: int
+    train_samples: int
+    """Samples consumed after the last step."""
+    asked_samples: int
+    """What `train.for` says, in samples; whole steps make `train_samples` differ from it."""
+    seq_length: int
+    batch: BatchPlan
+    lr: LrPlan
+    warmup_ends_at_step: int
+    """First step that has consumed the whole warm-up; 0 without one."""
+    save_phases: tuple[SavePhase, ...]
+    skip_ranges: tuple[tuple[int, int], ...]
+    """First and last step of each range whose data is passed over, both included."""
+
+    @classmethod
+    def of(cls, recipe: Recipe, history: History = NO_HISTORY) -> Self:
+        """`history`: of a run that has changed its batch or its sequence length on the way."""
+        batch, seq_length = BatchPlan.of(recipe.batch, history), recipe.model.seq_length
+        train_steps = amount_in_steps(recipe.train.for_, batch=batch, seq_length=seq_length)
+        train_samples = batch.consumed_after_step(train_steps)
+        lr = _lr_plan(recipe.lr, batch=batch, seq_length=seq_length, train_samples=train_samples)
+        return cls(
+            train_steps=train_steps,
+            train_samples=train_samples,
+            asked_samples=amount_in_samples(recipe.train.for_, batch=batch, seq_length=seq_length),
+            seq_length=seq_length,
+            batch=batch,
+            lr=lr,
+            warmup_ends_at_step=batch.first_step_reaching(lr.warmup_samples),
+            save_phases=resolve_phases(recipe.checkpoint.phases),
+            skip_ranges=tuple(_skip_range(text) for text in recipe.train.skip),
+        )
+
+    @classmethod
+    def resumed(cls, recipe: Recipe, then: TrainingPlan, step: int) -> Self:
+        """The plan of a run that has done `step` steps as `then` planned them. They stay counted as they were."""
+        batch, seq_length = BatchPlan.of(recipe.batch), recipe.model.seq_length
+        same = batch.is_rule_of(then.batch) and seq_length == then.seq_length
+        return cls.of(recipe, then.history if same else then._history_at(step))
+
+    @property
+    def history(self) -> History:
+        return self.batch.history
+
+    @property
+    def train_tokens(self) -> int:
+        """Tokens consumed after the last step."""
+        return self.tokens_at(self.train_samples)
+
+    def tokens_at(self, consumed_samples: int) -> int:
+        """Tokens in the first samples of the run."""
+        return self.history.tokens_at(consumed_samples, seq_length=self.seq_length)
+
+    def lr_at_step(self, step: int) -> float:
+        """The rate that the update of this step uses: that of the samples consumed once the step has ended."""
+        return self.lr.at(self.batch.consumed_after_step(step))
+
+    def is_save_step(self, step: int) -> bool:
+        """Whether the schedule saves after this step; a run also saves when it stops."""
+        return any(phase.saves_at(step) for phase in self.save_phases)
+
+    def decides_saves_at(self, step: int) -> bool:
+        """Whether this step is in a phase of `every: auto`."""
+        return any(
+            phase.every_steps is None
+            and phase.first_step <= step
+            and (phase.last_step is None or step <= phase.last_step)
+            for phase in self.save_phases
+        )
+
+    def save_steps(self) -> list[int]:
+        """All steps of the training after which the schedule saves."""
+        return [step for phase in self.save_phases for step in phase.steps(train_steps=self.train_steps)]
+
+    def phase_summaries(self) -> list[PhaseSummary]:
+        """The saving phases that begin within the training."""
+        return [
+            PhaseSummary(
+                first_step=phase.first_step,
+                last_step=self.train_steps if phase.last_step is None else min(phase.last_step, self.train_steps),
+                every_steps=phase.every_steps,
+                num_saves=sum(1 for _ in phase.steps(train_steps=self.train_steps)),
+            )
+            for phase in self.save_phases
+            if phase.first_step <= self.train_steps
+        ]
+
+    def is_skipped(self, step: int) -> bool:
+        """Whether this step's data is passed over: it counts as consumed, and no update is made."""
+        return any(first <= step <= last for first, last in self.skip_ranges)
+
+    def _history_at(self, step: int) -> History:
+        """What has been after this step."""
+        samples = self.batch.consumed_after_step(step)
+        lived = [level for level in self.batch.levels() if self.history.steps < level.first_step <= step]
+        stretches = [
+            Stretch(
+                level.first_step,
+                level.consumed_samples,
+                self.tokens_at(level.consumed_samples),
+                level.global_batch,
+                self.seq_length,
+            )
+            for level in lived
+        ]
+        return History(step, samples, self.tokens_at(samples), (*self.history.stretches, *stretches))
+
+
+def amount_in_steps(amount: Amount, *, batch: BatchPlan, seq_length: int) -> int:
+    """Length of a training of this amount, in steps; a partial last batch is dropped."""
+    if amount.unit == "steps":
+        return amount.count
+    return batch.train_steps_for_samples(amount_in_samples(amount, batch=batch, seq_length=seq_length))
+
+
+def amount_in_samples(amount: Amount, *, batch: BatchPlan, seq_length: int) -> int:
+    """Samples consumed at this point, counted from the start of training; a partial sequence of tokens is dropped."""
+    match amount.unit:
+        case "steps":
+            return batch.consumed_after_step(amount.count)
+        case "samples":
+            return amount.count
+        case "tokens":
+            return batch.history.samples_at(amount.count, seq_length=seq_length)
+
+
+def _lr_plan(lr: LrSection, *, batch: BatchPlan, seq_length: int, train_samples: int) -> LrPlan:
+    decay_samples = train_samples
+    if lr.decay is not None:
+        decay_samples = amount_in_samples(lr.decay, batch=batch, seq_length=seq_length)
+    return LrPlan(
+        peak=lr.peak,
+        min=lr.min,
+        schedule=lr.schedule,
+        warmup_samples=amount_in_samples(lr.warmup, batch=batch, seq_length=seq_length),
+        decay_samples=decay_samples,
+        cooldown_samples=_cooldown_samples(lr.cooldown, decay_samples, batch=batch, seq_length=seq_length),
+    )
+
+
+def _cooldown_samples(cooldown: Amount | None, decay_samples: int, *, batch: BatchPlan, seq_length: int) -> int:
+    """A cooldown is a length that ends at `decay_samples`, so its steps have the batch size of that place."""
+    if cooldown is None:
+        return 0
+    if cooldown.unit == "samples":
+        return cooldown.count
+    if cooldown.unit == "tokens":
+        past, length = batch.history, cooldown.count // seq_length
+        if length <= decay_samples - past.samples or not past.stretches:
+            return length
+        begins_after = past.tokens_at(decay_samples, seq_length=seq_length) - cooldown.count  # in the past
+        return decay_samples - past.samples_at(max(0, begins_after), seq_length=seq_length)
+    begins_after_step = batch.first_step_reaching(decay_samples) - cooldown.count
+    return decay_samples - batch.consumed_after_step(begins_after_step)
+
+
+def _skip_range(text: str) -> tuple[int, int]:
+    """'1000-1010 steps' -> (1000, 1010); the recipe has already checked the form."""
+    first, last = text.removesuffix(" steps").split("-")
+    return int(first), int(last)
