@@ -10,9 +10,10 @@ from safetensors.torch import load_file
 
 from bloomery.base.piece import Piece
 from bloomery.checkpoint.folder import find_checkpoint
-from bloomery.checkpoint.saver import save_checkpoint
+from bloomery.checkpoint.save import save_checkpoint
 from bloomery.config.recipe import ModelSection
 from bloomery.config.yaml_nodes import dump_yaml
+from bloomery.families.registry import FAMILIES, READERS
 from bloomery.interop.hf.proof import prove_import
 from bloomery.train.state import TrainState
 from model_samples import small_config, small_model
@@ -24,6 +25,8 @@ CASES: dict[str, ModelSection] = {
     "bloom": small_config("bloom", vocab_size=300),
     "llama-grouped": small_config("llama", vocab_size=300),
     "llama-tied": small_config("llama", vocab_size=300, tie_embeddings=True, num_kv_heads=1, rope_theta=500.0),
+    "qwen2-tied": small_config("qwen2", vocab_size=300, tie_embeddings=True),
+    "qwen3": small_config("qwen3", vocab_size=300, norm_eps=1e-6),
     "bert": small_config("bert", vocab_size=300),
 }
 
@@ -47,11 +50,8 @@ def small_tokenizer(folder: Path, *, vocab_size: int = 290) -> Path:
 
 def checkpoint_of(config: ModelSection, folder: Path, tokenizer: Path) -> Path:
     """A checkpoint of a perturbed model at step 7."""
-    model = {
-        key: value for key, value in config.model_dump().items() if key != "num_kv_heads" or config.family == "llama"
-    }
-    if config.family != "llama":
-        del model["rope_theta"]
+    unread = READERS.keys() - {*FAMILIES[config.family].reads}
+    model = {key: value for key, value in config.model_dump().items() if key not in unread}
     recipe = {
         "name": "small",
         "model": model,

@@ -8,15 +8,16 @@ import torch
 from torch import Tensor, nn
 
 from bloomery.config.recipe import ModelSection
+from bloomery.families import registry
 from bloomery.families.registry import family_defaults
 from bloomery.model.transformer import build_model, materialise
 
-FAMILIES = ["gpt2", "bloom", "llama", "bert"]
-DECODERS = ["gpt2", "bloom", "llama"]
+FAMILIES = list(registry.FAMILIES)
+DECODERS = registry.families_that(encoder=False)
 
 
 def small_config(family: str, **changes: Any) -> ModelSection:
-    """2 layers of 8 heads x 8, 150 tokens padded to 160, no dropout; llama has 4 key/value heads."""
+    """2 layers of 8 heads x 8 (qwen3: x 16), 150 tokens padded to 160, no dropout, 4 key/value heads if it can."""
     fields: dict[str, Any] = {
         "family": family,
         "num_layers": 2,
@@ -27,8 +28,11 @@ def small_config(family: str, **changes: Any) -> ModelSection:
         "vocab_multiple": 32,
         "dropout": 0.0,
     }
-    if family == "llama":
+    reads = registry.FAMILIES[family].reads
+    if "num_kv_heads" in reads:
         fields["num_kv_heads"] = 4
+    if family == "qwen3":
+        fields["head_dim"] = 16
     fields |= changes
     return ModelSection(**fields, **family_defaults(fields))
 

@@ -326,7 +326,7 @@ def test_an_error_names_place_value_rule_and_remedy(write: Write) -> None:
     problem = caught.value.problems[0]
     assert problem.place == "my.yaml:3"
     assert problem.what == "model.family is 'gpt3'"
-    assert problem.rule == "must be one of gpt2, bloom, llama, bert"
+    assert problem.rule == "must be one of gpt2, bloom, llama, qwen2, qwen3, bert"
     assert problem.remedy == "did you mean gpt2?"
     assert len(caught.value.problems) == 1
 

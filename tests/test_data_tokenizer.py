@@ -457,7 +457,8 @@ def bert_folder(tmp_path):
 def test_bert_wordpiece_lower_case_and_cased(bert_folder):
     loaded = Tokenizer.load(str(bert_folder))
     assert loaded.vocab_size == 14
-    assert (loaded.pad_id, loaded.cls_id, loaded.sep_id, loaded.mask_id, loaded.eod_id) == (0, 2, 3, 4, 3)
+    assert [loaded.special_id(f"[{name}]") for name in ("PAD", "CLS", "SEP", "MASK")] == [0, 2, 3, 4]
+    assert loaded.eod_id == 3
     assert loaded.encode_batch(["Hello, UNAFFABLE café 漢x", ""])[0].tolist() == [11, 12, 5, 6, 7, 8, 13, 1]
     assert 4 not in loaded.encode_batch(["[MASK]"])[0]
     (bert_folder / "tokenizer_config.json").write_text('{"do_lower_case": false}')
@@ -482,7 +483,7 @@ def test_a_bert_vocabulary_without_its_special_tokens_is_named(bert_folder, toke
     with pytest.raises(DataError, match=r"vocab.txt: lacks \[PAD\], \[UNK\]"):
         Tokenizer.load(str(bert_folder))
     with pytest.raises(DataError, match=r"has no \[MASK\]; its special tokens are <\|endoftext\|>"):
-        tokenizer.mask_id  # noqa: B018
+        tokenizer.special_id("[MASK]")
 
 
 def test_training_does_not_replace_another_tokenizer(tmp_path, monkeypatch, command):

@@ -293,9 +293,14 @@ def test_a_config_becomes_the_model_it_came_from(name: str) -> None:
         (config_of("bert", position_embedding_type="relative_key", type_vocab_size=1, is_decoder=True,
                    hidden_act="relu"),
          ["position_embedding_type", "type_vocab_size is 1", "is_decoder", "hidden_act is 'relu'"]),
-        ({"model_type": "mamba"}, ["model_type is 'mamba'. There are maps for gpt2, bloom, llama, bert"]),
+        (config_of("qwen3", use_sliding_window=True, rope_scaling={"rope_type": "yarn", "factor": 4}, hidden_act="gelu",
+                   attention_bias=True, layer_types=["full_attention", "sliding_attention"], head_dim=0),
+         ["use_sliding_window is True", "'yarn'", "hidden_act", "attention_bias", "'sliding_attention'",
+          "head_dim is 0"]),
+        ({"model_type": "mamba"}, ["model_type is 'mamba'. There are maps for gpt2, bloom, llama, qwen2, qwen3, bert"]),
+        ({"model_type": "qwen3_moe"}, ["model_type is 'qwen3_moe'. There are maps for"]),
     ],
-    ids=["llama", "gpt2", "bloom", "bert", "other"],
+    ids=["llama", "gpt2", "bloom", "bert", "qwen3", "other", "experts"],
 )  # fmt: skip
 def test_everything_unsupported_is_told_at_once(config: dict[str, Any], messages: list[str]) -> None:
     with pytest.raises(DataError) as caught:

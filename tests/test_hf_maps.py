@@ -8,9 +8,11 @@ import pytest
 import torch
 
 from bloomery.base.errors import DataError, RecipeError
+from bloomery.config.load import load_recipe
 from bloomery.config.recipe import ModelSection
-from bloomery.interop.hf.configs import hf_config
+from bloomery.interop.hf.configs import hf_config, model_section
 from bloomery.interop.hf.maps import from_hf, to_hf
+from bloomery.sizing.parameters import count_parameters
 from model_samples import FAMILIES, perturb, random_tokens, small_config, small_model
 
 transformers = pytest.importorskip("transformers")
@@ -22,6 +24,11 @@ CASES = {
     "bloom-6-heads": small_config("bloom", hidden_size=48, num_heads=6),
     "llama-grouped": small_config("llama"),
     "llama-one-kv-head-tied": small_config("llama", num_kv_heads=1, tie_embeddings=True, rope_theta=500.0),
+    "llama-wide-heads": small_config("llama", head_dim=12),
+    "qwen2": small_config("qwen2"),
+    "qwen2-tied": small_config("qwen2", tie_embeddings=True, rope_theta=1e6),
+    "qwen3": small_config("qwen3"),
+    "qwen3-tied-default-heads": small_config("qwen3", tie_embeddings=True, head_dim=None, num_kv_heads=8),
     "bert": small_config("bert"),
 }
 TIED_COPIES = {"lm_head.weight", "cls.predictions.decoder.weight", "cls.predictions.decoder.bias"}
@@ -131,3 +138,29 @@ def test_a_bloom_with_another_mlp_width_is_refused() -> None:
     config = small_config("bloom", ffn_hidden_size=96)
     with pytest.raises(RecipeError, match="4 \\* hidden_size = 256"):
         to_hf(dict(small_model(config).named_parameters()), config)
+
+
+@pytest.mark.parametrize("name", ["qwen3-0.6b", "llama-1b", "bloom-1.3b"])
+def test_a_shipped_model_has_as_many_parameters_as_in_transformers(name: str) -> None:
+    recipe = load_recipe(name).recipe
+    assert recipe is not None
+    with torch.device("meta"):
+        theirs = sum(parameter.numel() for parameter in their_model(recipe.model).parameters())
+    assert count_parameters(recipe.model, vocab_size=recipe.model.vocab_size).total == theirs
+
+
+def test_the_published_config_of_qwen3_0_6b_is_the_shipped_recipe() -> None:
+    published = {
+        "architectures": ["Qwen3ForCausalLM"], "attention_bias": False, "attention_dropout": 0.0,
+        "bos_token_id": 151643, "eos_token_id": 151645, "head_dim": 128, "hidden_act": "silu", "hidden_size": 1024,
+        "initializer_range": 0.02,
+        "intermediate_size": 3072, "max_position_embeddings": 40960, "max_window_layers": 28, "model_type": "qwen3",
+        "num_attention_heads": 16, "num_hidden_layers": 28, "num_key_value_heads": 8, "rms_norm_eps": 1e-06,
+        "rope_scaling": None, "rope_theta": 1000000, "sliding_window": None, "tie_word_embeddings": True,
+        "torch_dtype": "bfloat16", "transformers_version": "4.51.0", "use_cache": True, "use_sliding_window": False,
+        "vocab_size": 151936,
+    }  # fmt: skip
+    recipe = load_recipe("qwen3-0.6b").recipe
+    assert recipe is not None
+    section = model_section(published, "config.json")
+    assert section == {key: recipe.model.model_dump()[key] for key in section} | {"seq_length": 40960}

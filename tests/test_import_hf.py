@@ -214,7 +214,7 @@ def test_a_header_that_cannot_be_is_refused(header: bytes, tmp_path: Path, comma
         ("n_head", 5, "model.hidden_size is 64"),
         ("model_type", None, "model_type is None"),
         ("model_type", ["gpt2"], "model_type is ['gpt2']"),
-        ("model_type", "t5", "model_type is 't5'. There are maps for gpt2, bloom, llama, bert"),
+        ("model_type", "t5", "model_type is 't5'. There are maps for gpt2, bloom, llama, qwen2, qwen3, bert"),
         ("resid_pdrop", 3, "dropouts differ"),
     ],
 )

@@ -19,12 +19,21 @@ def both(*names: str) -> set[str]:
     return {f"{name}.{part}" for name in names for part in ("weight", "bias")}
 
 
+def rotary(*more: str) -> set[str]:
+    """llama, with more in every layer."""
+    names = [*(f"{name}.weight" for name in [*BLOCK, "mlp.gate"]), *more]
+    return {"embed.tokens.weight", "final_norm.weight", "head.weight"} | {
+        f"layers.{n}.{name}" for n in range(2) for name in names
+    }
+
+
 LAYERS = both(*(f"layers.{n}.{name}" for n in range(2) for name in BLOCK))
 NAMES = {
     "gpt2": {"embed.tokens.weight", "embed.positions.weight"} | LAYERS | both("final_norm"),
     "bloom": {"embed.tokens.weight"} | both("embed.norm") | LAYERS | both("final_norm"),
-    "llama": {"embed.tokens.weight", "final_norm.weight", "head.weight"}
-    | {f"layers.{n}.{name}.weight" for n in range(2) for name in [*BLOCK, "mlp.gate"]},
+    "llama": rotary(),
+    "qwen2": rotary("attention.qkv.bias"),
+    "qwen3": rotary("attention.q_norm.weight", "attention.k_norm.weight"),
     "bert": {"embed.tokens.weight", "embed.positions.weight", "embed.token_types.weight", "head.bias"}
     | both("embed.norm", "head.dense", "head.norm", "pooler.dense", "order_head")
     | LAYERS,

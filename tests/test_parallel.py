@@ -22,6 +22,7 @@ from bloomery.base import exit_codes
 from bloomery.base.errors import LostRankError
 from bloomery.base.ranks import Started, first_host, started_as
 from bloomery.config.recipe import ModelSection
+from bloomery.families import registry
 from bloomery.launch.local import run_local_ranks
 from bloomery.model.transformer import build_model
 from bloomery.parallel.mesh import alone
@@ -31,7 +32,7 @@ from bloomery.sizing.check import fit, load_checked_recipe
 from bloomery.sizing.layout import CUTS, cut_of, layout_overrides, stage_layers, stages_of_rank
 from conftest import SMALL, Workshop, start_training, wait_for_steps
 
-FAMILIES = ("gpt2", "bloom", "llama", "bert")
+FAMILIES = tuple(registry.FAMILIES)
 TWO = ("launch={on: local, gpus_per_node: 2}", "batch={micro_batch_size: 2, global_batch_size: 8}")
 PRELOAD = ["bloomery.train.loop", "bloomery.train.setup"]
 
@@ -67,10 +68,8 @@ def test_a_parameter_without_a_cut_is_named() -> None:
 
 
 def _model(family: str) -> dict[str, object]:
-    from bloomery.families.registry import family_defaults
-
     given = {**SMALL["model"], "family": family}
-    return {**family_defaults(given), **given}
+    return {**registry.family_defaults(given), **given}
 
 
 def test_blooms_stages_count_embedding_and_head_as_work() -> None:

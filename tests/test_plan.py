@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -12,24 +13,25 @@ import pytest
 import yaml
 
 from bloomery.config.load import shipped_recipes
-from bloomery.config.recipe import KeepSection, ModelSection, Recipe
-from bloomery.families.registry import family_defaults
+from bloomery.config.recipe import KeepSection, Recipe
+from bloomery.families import registry
 from bloomery.model.transformer import build_model
 from bloomery.parallel.apply import Parallelised, outline
 from bloomery.parallel.weights import weights_of
 from bloomery.sizing.check import load_checked_recipe
 from bloomery.sizing.layout import Layout, layout_overrides, world_size
 from bloomery.sizing.memory import HeldElements, StagePart, held_elements, node_bytes, stage_memories
-from bloomery.sizing.parameters import model_shapes, padded_vocab_size
+from bloomery.sizing.parameters import model_shapes, padded_vocab_size, parameter_shapes
 from bloomery.sizing.saves import kept_checkpoints
 from bloomery.verify import simulate
 from bloomery.verify.simulate import simulate_rank
 from conftest import Workshop
+from model_samples import small_config
 
 Command = Callable[..., tuple[int, str, str]]
 Load = Callable[..., Recipe]
 
-FAMILIES = ("gpt2", "bloom", "llama", "bert")
+FAMILIES = ("gpt2", "bloom", "qwen3", "bert")
 STEP_COUNT = 4
 """Bytes that rank 0 saves besides."""
 SMALL: dict[str, Any] = {
@@ -87,15 +89,13 @@ def built(recipe: Recipe, rank: int) -> HeldElements:
 
 
 @pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", registry.FAMILIES)
 def test_the_shapes_are_those_of_the_built_model(family: str, tied: bool) -> None:
-    given = {**SMALL["model"], "family": family, "num_layers": 1, "tie_embeddings": tied}
-    given |= {"num_kv_heads": 2} if family == "llama" else {}
-    model = ModelSection.model_validate(given | family_defaults(given))
-    shapes = model_shapes(model, vocab_size=padded_vocab_size(model), num_layers=1)
+    model = small_config(family, tie_embeddings=tied)
     real = {name: tuple(each.shape) for name, each in build_model(model).named_parameters()}
-    assert {weight.name: weight.shape for weight in shapes} == real
-    assert len(shapes) == len(real)
+    assert parameter_shapes(model) == real
+    shapes = model_shapes(model, vocab_size=padded_vocab_size(model), num_layers=2)
+    assert sum(weight.count * weight.elements for weight in shapes) == sum(map(math.prod, real.values()))
 
 
 # ---------------------------------------------------------------- against what training builds

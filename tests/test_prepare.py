@@ -315,21 +315,21 @@ def test_nothing_left_is_an_error_and_an_empty_source_a_note(corpus, tokenizer):
 
 def test_manifest_says_when_it_does_not_fit(corpus, tokenizer):
     manifest = make(tokenizer).manifest
-    fits = {"tokenizer": tokenizer, "vocab_size": 300, "place": "my.yaml:7"}
-    assert check_fits(manifest, **fits) == []
-    assert check_fits(manifest, **{**fits, "tokenizer": None, "vocab_size": 400}) == []
-    problems = check_fits(replace(manifest, tokenizer_hash="0" * 64), **{**fits, "vocab_size": 256})
-    assert [problem.place for problem in problems] == ["my.yaml:7"] * 2
-    assert "made with another tokenizer" in str(problems[0])
+    fits = {"tokenizer": tokenizer, "vocab_size": 300}
+    assert check_fits({"x": manifest}, **fits) == []
+    assert check_fits({"x": manifest}, tokenizer=None, vocab_size=400) == []
+    problems = check_fits({"x": replace(manifest, tokenizer_hash="0" * 64)}, tokenizer=tokenizer, vocab_size=256)
+    assert [problem.place for problem in problems] == ["x.manifest.json"] * 2
+    assert "made with another tokenizer: its tokenizer_hash is 000000000000, that of" in str(problems[0])
     assert "has 300 entries but model.vocab_size is 256" in str(problems[1])
-
-
-def test_a_manifest_that_contradicts_the_tokenizer_it_names_does_not_fit(corpus, tokenizer):
-    manifest, fits = make(tokenizer).manifest, {"tokenizer": tokenizer, "vocab_size": 300, "place": "x.manifest.json"}
-    (problem,) = check_fits(replace(manifest, vocab_size=299, eod_id=7), **fits)
-    assert f"says vocab_size 299 where it is 300, eod_id 7 where it is {tokenizer.eod_id} in " in problem.what
-    assert (problem.place, problem.remedy[:19]) == ("x.manifest.json", "delete the manifest")
-    assert check_fits(replace(manifest, eod_id=None), **fits) == [], "documents may have no end"
+    for name, value, right in (("vocab_size", 299, 300), ("eod_id", 7, tokenizer.eod_id)):
+        (problem,) = check_fits({"x": replace(manifest, **{name: value})}, **fits)
+        assert f"its {name} is {value}, that of {tokenizer.path} is {right}" in problem.what
+        (problem,) = check_fits(
+            {"x": manifest, "y": replace(manifest, **{name: value})}, tokenizer=None, vocab_size=300
+        )
+        assert (problem.place, f"that of x is {right}" in problem.what) == ("y.manifest.json", True)
+    assert check_fits({"x": replace(manifest, eod_id=None)}, **fits) == [], "documents may have no end"
 
 
 def test_a_manifest_beside_the_files_of_another_shard_is_found(corpus, tokenizer):

@@ -27,6 +27,7 @@ PARAMETERS = {
     "gpt3-64m-smoke": 64_109_568,
     "llama-1b": 1_100_048_384,
     "quickstart": 1_071_872,
+    "qwen3-0.6b": 596_049_920,
     "tr1-13b": 12_853_626_880,
 }
 """With the padded vocabulary: what is built, trained and saved."""

@@ -15,7 +15,7 @@ import yaml
 
 import planted_faults
 from bloomery.base.errors import RecipeError
-from bloomery.checkpoint.folder import verify as check_whole
+from bloomery.checkpoint.verify import verify as check_whole
 from bloomery.cli.main import main
 from bloomery.config.describe import fingerprint
 from bloomery.sizing.check import load_checked_recipe
@@ -94,6 +94,14 @@ def test_bert_passes_and_json_is_the_certificate(
     certificate = json.loads(out)
     assert certificate == json.loads((tmp_path / "here.json").read_text())
     assert certificate["verdict"] == "pass"
+
+
+def test_norms_of_queries_and_keys_pass(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Command) -> None:
+    """Tensor-parallel ranks share their weights, and each sees only its own heads. All 18 layouts: docs/verify.md."""
+    monkeypatch.chdir(tmp_path)
+    code, out, err = command("verify", "qwen3-0.6b", "--layouts", "zero3-dp2-tp2,pp2-cp2-tp2", "--steps", "2", "--json")
+    assert code == 0, err
+    assert json.loads(out)["shrunk"]["model.head_dim"] == {"from": 128, "to": 16}
 
 
 # ---------------------------------------------------------------- layouts that are wrong

@@ -58,7 +58,6 @@ def _of_recipe(args: argparse.Namespace) -> dict[str, Any]:
 def _of_shards(prefixes: list[str], *, quick: bool) -> dict[str, Any]:
     from bloomery.data.inspect import shard_facts
     from bloomery.data.manifest import without_manifest
-    from bloomery.data.shards import is_missing
 
     problems: list[Problem] = []
     sources = []
@@ -68,12 +67,9 @@ def _of_shards(prefixes: list[str], *, quick: bool) -> dict[str, Any]:
         except DataError as error:
             problems += error.problems
     if problems:
-        if all(is_missing(f"{prefix}{ending}") for prefix in prefixes for ending in (".bin", ".idx")):
-            names = ", ".join(sorted(shipped_recipes()))
-            problems.append(Problem(f"{prefixes[0]} is no recipe either", f"the shipped ones are {names}"))
         raise DataError(problems)
     if bare := [source["shard"] for source in sources if source["manifest"] is None]:
-        print(f"bloomery: warning: {without_manifest(bare, 'are not known')}", file=sys.stderr)
+        print(f"bloomery: warning: {without_manifest(bare)}", file=sys.stderr)
     return {"sources": sources}
 
 

@@ -32,7 +32,7 @@ COMMANDS = {
     "inspect sample": "the samples at some positions of a run, as text",
     "inspect step": "the samples of one step, as text",
     "inspect order": "epochs, ranges and shares of every source",
-    "inspect checkpoint": "contents of a checkpoint; --verify, --diff OTHER, --list",
+    "inspect checkpoint": "contents of a checkpoint; --verify, --list",
     "inspect model": "parameters by group and FLOPs per token of a recipe",
     "train": "train, or resume where the run stopped",
     "verify": "certify, on a small copy of a recipe, that every layout trains the same as one rank",

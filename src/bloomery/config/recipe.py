@@ -52,7 +52,9 @@ RATE = OnResume("by name", "the learning rate, compared as its value at each sam
 UPDATE = OnResume("by name", "the size of updates")
 BATCH = OnResume("by name", "samples of a step; finished steps keep their count")
 SOURCES = OnResume(
-    "by name", "training data; new shares begin at the next sample. Fixed with the orders `megatron` and `bigscience`"
+    "by name",
+    "training data, each source known by its `name`, by default its path: a shard that has moved needs the `name` it "
+    "had; new shares begin at the next sample. Fixed with the orders `megatron` and `bigscience`",
 )
 LENGTH = OnResume(
     "by name",
@@ -61,7 +63,7 @@ LENGTH = OnResume(
 )
 ROTARY = OnResume("by name", "the rotary frequencies, which go with the sequence length")
 NUMERICS = OnResume("by name", "how a step is computed")
-SKIPS = OnResume("by name", "only for past steps; ranges of future steps are free")
+SKIPS = OnResume("by name", "only for past steps (redo them with --from); ranges of future steps are free")
 ARCHITECTURE = OnResume("fixed", "the architecture and its initial weights")
 TOKENIZER = OnResume("fixed", "compared by content: it may move to another path")
 ORDER = OnResume("fixed", "the order of samples")
@@ -86,7 +88,7 @@ class ModelSection(Section):
     """The architecture. Fields marked 'by family' have a default that depends on it."""
 
     family: FamilyName
-    """gpt2 (learned positions), bloom (ALiBi), llama (rotary, gated MLP) or bert (encoder)."""
+    """gpt2 (learned positions), bloom (ALiBi), llama, qwen2, qwen3 (rotary, gated MLP) or bert (encoder)."""
     num_layers: Annotated[int, Field(gt=0, le=MOST_LAYERS)]
     """Transformer blocks."""
     hidden_size: Size
@@ -96,9 +98,9 @@ class ModelSection(Section):
     head_dim: Size | None = None
     """Width of a head (families with rotary positions); default: hidden_size / num_heads."""
     num_kv_heads: Size
-    """Key/value heads (llama only); by family: num_heads."""
+    """Key/value heads (families with rotary positions); by family: num_heads."""
     ffn_hidden_size: Size
-    """Width inside the MLP; by family: 4 * hidden_size, or 8/3 of it rounded up to 256 for llama."""
+    """Width inside the MLP; by family: 4 * hidden_size, or 8/3 of it rounded up to 256 where gated."""
     seq_length: Annotated[Size, LENGTH]
     """Tokens in a training sample."""
     vocab_size: Size
@@ -108,15 +110,15 @@ class ModelSection(Section):
     softmax_over_padding: Annotated[bool, NUMERICS] = False
     """Whether the softmax of the loss includes the padded rows, as in Megatron; false: they learn nothing."""
     dropout: Annotated[float, NUMERICS] = Field(ge=0, lt=1)
-    """Probability of dropping an activation (embedding, attention, residual); by family: 0.1, llama 0.0."""
+    """Probability of dropping an activation (embedding, attention, residual); by family: 0.1, or 0.0 with rotary."""
     init_std: float = Field(default=0.02, gt=0)
     """Standard deviation of initial weights; decoders scale output projections by 1/sqrt(2 * num_layers)."""
     norm_eps: float = Field(gt=0)
-    """Epsilon of the norms; by family: 1e-5, bert 1e-12."""
+    """Epsilon of the norms; by family: 1e-5, qwen 1e-6, bert 1e-12."""
     rope_theta: Annotated[float, ROTARY] = Field(default=10000.0, gt=0)
-    """Base of the rotary frequencies (llama only)."""
+    """Base of the rotary frequencies (families with rotary positions)."""
     tie_embeddings: bool
-    """Whether the output head shares the token embedding; by family: true, llama false."""
+    """Whether the output head shares the token embedding; by family: true, or false with rotary."""
 
     @property
     def head_size(self) -> int:

@@ -31,18 +31,20 @@ FIELDS: dict[str, str | tuple[str, ...]] = {
     "dropout": "attention_dropout",
     "norm_eps": "rms_norm_eps",
     "init_std": "initializer_range",
+    "head_dim": "head_dim",
     "rope_theta": "rope_theta",
     "tie_embeddings": "tie_word_embeddings",
 }
-DEFAULTS = {
+DEFAULTS: dict[str, object] = {
     "num_kv_heads": None,
+    "head_dim": None,
     "dropout": 0.0,
     "norm_eps": 1e-6,
     "init_std": 0.02,
     "rope_theta": 10000.0,
     "tie_embeddings": False,
 }
-"""Without num_key_value_heads there are as many as heads."""
+"""Without num_key_value_heads there are as many as heads, and without head_dim hidden_size is shared by them."""
 ONLY: dict[str, tuple[tuple[object, ...], str]] = {
     "hidden_act": (("silu",), "the MLP is a gated SiLU here"),
     "attention_bias": ((False,), "the linear layers of attention have no such biases here"),
@@ -55,8 +57,8 @@ _HF = HuggingFace(
     architecture="LlamaForCausalLM",
     prefix="model.",
     tensors=TENSORS,
-    fields=FIELDS | {"head_dim": "head_dim"},
-    defaults=DEFAULTS | {"head_dim": None},
+    fields=FIELDS,
+    defaults=DEFAULTS,
     only=ONLY
     | {
         "mlp_bias": ((False,), "the linear layers of the MLP have no biases here"),

@@ -9,8 +9,9 @@ from bloomery.families.bloom import BLOOM
 from bloomery.families.family import Family
 from bloomery.families.gpt2 import GPT2
 from bloomery.families.llama import LLAMA
+from bloomery.families.qwen import QWEN2, QWEN3
 
-FAMILIES: dict[str, Family] = {family.name: family for family in (GPT2, BLOOM, LLAMA, BERT)}
+FAMILIES: dict[str, Family] = {family.name: family for family in (GPT2, BLOOM, LLAMA, QWEN2, QWEN3, BERT)}
 READERS: dict[str, list[str]] = {
     name: [key for key, family in FAMILIES.items() if name in family.reads]
     for name in dict.fromkeys(name for family in FAMILIES.values() for name in family.reads)

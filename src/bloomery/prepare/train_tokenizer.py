@@ -10,8 +10,7 @@ from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
 from bloomery.base.errors import DataError, Problem, RecipeError
 from bloomery.base.storage import make_folder, write_atomically, written_to
-from bloomery.data.tokenizer import Tokenizer
-from bloomery.data.tokenizer_files import FILES
+from bloomery.data.tokenizer import FILES, Tokenizer
 
 END_OF_TEXT = "<|endoftext|>"
 SMALLEST_VOCAB = 257

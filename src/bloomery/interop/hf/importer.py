@@ -17,11 +17,10 @@ from bloomery.base.errors import DataError, Problem
 from bloomery.base.piece import Piece
 from bloomery.base.storage import make_folder, write_atomically, writing, written_to
 from bloomery.checkpoint.folder import CHECKPOINTS
-from bloomery.checkpoint.saver import save_checkpoint
+from bloomery.checkpoint.save import save_checkpoint
 from bloomery.config.describe import as_yaml
 from bloomery.config.recipe import ModelSection, Recipe
-from bloomery.data.tokenizer import Tokenizer
-from bloomery.data.tokenizer_files import read_settings
+from bloomery.data.tokenizer import Tokenizer, read_settings
 from bloomery.interop.hf.configs import model_section
 from bloomery.interop.hf.draft import drafted, move_all, require_empty
 from bloomery.interop.hf.export import why_unproven

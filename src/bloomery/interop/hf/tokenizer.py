@@ -8,8 +8,7 @@ from typing import Any
 
 from bloomery.base.bounded import read_small
 from bloomery.base.storage import make_folder, write_atomically
-from bloomery.data.tokenizer import Tokenizer
-from bloomery.data.tokenizer_files import read_settings, token_of
+from bloomery.data.tokenizer import Tokenizer, read_settings, token_of
 
 CHAT_TEMPLATE = "chat_template.jinja"
 _WITH_IDS = ("bos_token", "eos_token", "pad_token")
