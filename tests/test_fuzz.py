@@ -30,9 +30,8 @@ from bloomery.base.errors import BloomeryError
 from bloomery.base.units import parse_amount, parse_duration
 from bloomery.checkpoint import fence, remote
 from bloomery.checkpoint.folder import read_latest
-from bloomery.checkpoint.index import read_index
+from bloomery.checkpoint.format import read_index, read_manifest
 from bloomery.checkpoint.load import consumed_tokens, read_recipe_of, read_state
-from bloomery.checkpoint.manifest import read_manifest
 from bloomery.checkpoint.tensor_file import TensorFile
 from bloomery.config.load import load_recipe
 from bloomery.data import index_cache

@@ -32,7 +32,7 @@ COMMANDS = {
     "inspect sample": "exactly what is trained at some positions of the run, as text",
     "inspect step": "exactly what one step trains on, as text",
     "inspect order": "epochs, ranges and shares of every source",
-    "inspect checkpoint": "contents of a checkpoint; --verify, --diff OTHER, --list",
+    "inspect checkpoint": "contents of a checkpoint; --verify, --list",
     "inspect model": "parameters by group and FLOPs per token of a recipe",
     "train": "the main job; goes on where it stopped",
     "verify": "prove that every layout trains what one rank trains, for a small copy of a recipe",

@@ -16,9 +16,9 @@ from bloomery.base.credentials import mask
 from bloomery.base.errors import DataError, Problem
 from bloomery.base.storage import write_atomically, writing, written_to
 from bloomery.base.units import format_bytes
-from bloomery.checkpoint.folder import find_checkpoint, verify
-from bloomery.checkpoint.load import read_recipe_of, read_state, tokenizer_of
-from bloomery.checkpoint.reader import CheckpointReader
+from bloomery.checkpoint.folder import find_checkpoint
+from bloomery.checkpoint.load import CheckpointReader, read_recipe_of, read_state, tokenizer_of
+from bloomery.checkpoint.verify import verify
 from bloomery.config.recipe import Recipe
 from bloomery.data.tokenizer import Tokenizer
 from bloomery.families.registry import FAMILIES

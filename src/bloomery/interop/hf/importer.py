@@ -17,7 +17,7 @@ from bloomery.base.errors import DataError, Problem
 from bloomery.base.piece import Piece
 from bloomery.base.storage import make_folder, write_atomically, writing, written_to
 from bloomery.checkpoint.folder import CHECKPOINTS
-from bloomery.checkpoint.saver import save_checkpoint
+from bloomery.checkpoint.save import save_checkpoint
 from bloomery.config.describe import as_yaml
 from bloomery.config.recipe import ModelSection, Recipe
 from bloomery.data.tokenizer import Tokenizer, read_settings
