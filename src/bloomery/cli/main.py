@@ -45,9 +45,12 @@ COMMANDS = {
 _MODULES = {
     "inspect model": "inspect_recipe",
     "inspect schedule": "inspect_recipe",
-    "inspect sample": "inspect_samples",
-    "inspect step": "inspect_samples",
-    "inspect order": "inspect_samples",
+    "inspect data": "inspect_data",
+    "inspect sample": "inspect_data",
+    "inspect step": "inspect_data",
+    "inspect order": "inspect_data",
+    "download": "download",
+    "extract": "download",
     "export": "hf",
     "import hf": "hf",
 }
