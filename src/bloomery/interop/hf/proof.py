@@ -13,13 +13,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from bloomery.base.errors import DataError, Problem
-from bloomery.base.losses import LM_LOSS, SOP_LOSS
+from bloomery.base.losses import IGNORED_LABEL, LM_LOSS, SOP_LOSS
 from bloomery.checkpoint.load import load_model
 from bloomery.config.recipe import Recipe
 from bloomery.data.tokenizer import Tokenizer
 from bloomery.families.registry import FAMILIES
 from bloomery.model.generate import generate
-from bloomery.model.loss import IGNORE, padding_of, row_losses, token_losses
+from bloomery.model.loss import padding_of, row_losses, token_losses
 
 PROOF_FILE = "export-proof.json"
 LIMIT = 1e-4
@@ -122,14 +122,14 @@ def prove_import(checkpoint: Path, folder: Path) -> Proof:
     theirs, config = _their_model(recipe, folder), recipe.model
     length, random = min(config.seq_length, _IMPORTED_TOKENS), torch.Generator().manual_seed(0)
     tokens = torch.randint(config.vocab_size, (1, length), generator=random)
-    targets, order = {LM_LOSS: F.pad(tokens[:, 1:], (0, 1), value=IGNORE)}, {}
+    targets, order = {LM_LOSS: F.pad(tokens[:, 1:], (0, 1), value=IGNORED_LABEL)}, {}
     if FAMILIES[config.family].encoder:
         targets, order = (
             {LM_LOSS: tokens, SOP_LOSS: torch.ones(1).long()},
             {"next_sentence_label": torch.ones(1).long()},
         )
     rows = row_losses(model(tokens), targets, partial(token_losses, padding=padding_of(config, tokens.device)))
-    loss = sum(float(rows[name].sum()) / int((labels != IGNORE).sum()) for name, labels in targets.items())
+    loss = sum(float(rows[name].sum()) / int((labels != IGNORED_LABEL).sum()) for name, labels in targets.items())
     their_loss = float(theirs(tokens, labels=tokens, **order).loss)
     ours = _ours(model, recipe, tokens)
     difference = _largest(ours, _theirs(theirs, recipe, tokens))
