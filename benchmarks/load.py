@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 
 from bloomery.checkpoint.folder import step_name
-from bloomery.checkpoint.manifest import MANIFEST, read_manifest, write_manifest
+from bloomery.checkpoint.format import MANIFEST, read_manifest, write_manifest
 from bloomery.checkpoint.tensor_file import FileFacts
 from bloomery.data.shards import ShardWriter
 

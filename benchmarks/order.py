@@ -32,7 +32,7 @@ from bloomery.data.blend import TimelessBlend
 from bloomery.data.causal import CausalSource
 from bloomery.data.megatron_order import OrderShape, build_index
 from bloomery.data.order import TimelessOrder
-from bloomery.data.shard_index import HEADER, MAGIC, VERSION
+from bloomery.data.shards import HEADER, MAGIC, VERSION
 
 SOURCES, SAMPLES, SEQ_LENGTH = 30, 10**9, 2048
 

@@ -10,10 +10,9 @@ import torch
 from torch import Tensor
 
 from bloomery.base.piece import Piece
-from bloomery.checkpoint.folder import find_checkpoint
-from bloomery.checkpoint.index import read_index
+from bloomery.checkpoint.folder import complete_checkpoints, find_checkpoint
+from bloomery.checkpoint.format import MANIFEST, facts_of, read_index, write_manifest
 from bloomery.checkpoint.load import load_pieces
-from bloomery.checkpoint.manifest import MANIFEST, facts_of, write_manifest
 from bloomery.checkpoint.tensor_file import DTYPES, FileFacts
 
 
@@ -23,6 +22,10 @@ def tensors_of(run: Path) -> dict[str, Tensor]:
     tensors = {name: torch.empty(facts.shape, dtype=DTYPES[facts.dtype]) for name, facts in read_index(folder).items()}
     load_pieces(folder, {name: Piece.whole(tensor) for name, tensor in tensors.items()})
     return tensors
+
+
+def latest_checkpoint(root: Path) -> Path | None:
+    return next(reversed(complete_checkpoints(root)), None)
 
 
 def assert_same_tensors(left: Path, right: Path) -> None:

@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 
 from bloomery.base.piece import Piece
 from bloomery.checkpoint.folder import find_checkpoint
-from bloomery.checkpoint.saver import save_checkpoint
+from bloomery.checkpoint.save import save_checkpoint
 from bloomery.config.recipe import ModelSection
 from bloomery.config.yaml_nodes import dump_yaml
 from bloomery.families.registry import FAMILIES, READERS

@@ -66,20 +66,18 @@ def kill_rank_1(arguments: Sequence[str]) -> int:
 def newer_start_seen_by(numbers: Sequence[int], arguments: Sequence[str]) -> int:
     """A newer start takes the checkpoints over during the save of step 4, and only these ranks find out by themselves:
     before they write their part, or, rank 0 alone, before it completes the save."""
-    from bloomery.checkpoint import saver
     from bloomery.checkpoint.fence import Writer, take_over
-    from bloomery.checkpoint.persist import SaveJob
+    from bloomery.checkpoint.save import SaveJob
 
-    where = "complete" if numbers == [0] else "write_part"
-    original = getattr(saver, where)
+    where = "commit" if numbers == [0] else "_write_part"
+    original = getattr(SaveJob, where)
 
     def taken_over(job: SaveJob, *rest: Any) -> Any:
-        if job.step == 4 and is_rank(numbers[0]):
-            assert job.writer is not None
-            take_over(job.writer.root)
+        if job.plan.step == 4 and is_rank(numbers[0]):
+            take_over(job.plan.root)
         return original(job, *rest)
 
-    setattr(saver, where, taken_over)
+    setattr(SaveJob, where, taken_over)
     if not any(map(is_rank, numbers)):
         Writer.require = lambda self: None  # type: ignore[method-assign]
     return main(arguments)

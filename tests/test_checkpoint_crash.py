@@ -22,13 +22,12 @@ from bloomery.base.piece import Piece
 from bloomery.checkpoint import folder as folders
 from bloomery.checkpoint.fence import Writer, take_over
 from bloomery.checkpoint.load import load_pieces
-from bloomery.checkpoint.persist import SavePlan
-from bloomery.checkpoint.retention import apply_retention
-from bloomery.checkpoint.saver import Saver, save_checkpoint
+from bloomery.checkpoint.retention import Retention, Tier, apply_retention
+from bloomery.checkpoint.save import SavePlan, Saver, save_checkpoint
 from bloomery.checkpoint.select import newest_good, tidy
-from bloomery.checkpoint.tiers import Tier, TierRetention
+from bloomery.checkpoint.verify import verify
 from bloomery.config.recipe import KeepSection
-from checkpoints import assert_same_tensors
+from checkpoints import assert_same_tensors, latest_checkpoint
 from conftest import Workshop, start_training, wait_for_steps
 from kill_points import OPERATIONS
 
@@ -63,7 +62,7 @@ def save_for_ever(root: Path, rank: int, size: int, first_step: int, nonce: str,
         weight.fill_(float(step))
         pieces["step"].tensor.fill_(float(step))
         saver.stage()
-        keep = TierRetention(Tier("durable", root, writer, KeepSection(last=2)))
+        keep = Retention(Tier("durable", root, writer, KeepSection(last=2)))
         plan = SavePlan(root=root, step=step, state={"step": step}, recipe_yaml="", writer=writer, retention=keep)
         saver.persist(plan)
         saver.wait_staged()
@@ -74,7 +73,7 @@ def save_for_ever(root: Path, rank: int, size: int, first_step: int, nonce: str,
             time.sleep(0.001)
 
 
-@pytest.mark.parametrize(("size", "victims", "rounds"), [(1, "all", 50), (4, "all", 25), (4, "one", 12)])
+@pytest.mark.parametrize(("size", "victims", "rounds"), [(1, "all", 20), (4, "all", 10), (4, "one", 8)])
 def test_kill_9_at_random_points_leaves_a_complete_newest_checkpoint(
     tmp_path: Path, size: int, victims: str, rounds: int
 ) -> None:
@@ -148,11 +147,13 @@ def test_a_full_disk_is_known_before_the_first_byte_and_ends_when_there_is_room(
     said = attempt(saver, root, 3)
     assert "the checkpoint of step 3 could not be written: disk full" in said
     assert "about 390.7 KiB are needed" in said.lower() or "are needed" in said.lower()
-    monkeypatch.setattr("bloomery.checkpoint.persist._require_room", lambda *_: None)  # as where room cannot be asked
+    monkeypatch.setattr(
+        "bloomery.checkpoint.save.SaveJob._require_room", lambda *_: None
+    )  # as where room cannot be asked
     said = attempt(saver, root, 3)
     assert "No space left on device (ENOSPC)" in said  # the reservation
     assert {path.name for path in root.iterdir()} == {"latest", "step-00000001", "step-00000002"}
-    folders.verify(root / "step-00000002")
+    verify(root / "step-00000002")
     subprocess.run(["mount", "-o", "remount,size=8m", small_disk], check=True)
     assert attempt(saver, root, 3) == "None"
 
@@ -182,7 +183,7 @@ def test_a_mount_that_vanishes_is_not_written_beneath(small_disk: Path) -> None:
     beneath.mkdir()
     subprocess.run(["mount", "--move", small_disk, beneath], check=True)
     try:
-        assert "the folder that this start took over is gone" in attempt_as(2).lower()
+        assert "is it mounted?" in attempt_as(2)
         assert list(small_disk.iterdir()) == []
     finally:
         subprocess.run(["mount", "--move", beneath, small_disk], check=True)
@@ -200,7 +201,7 @@ def held(root: Path) -> dict[str, Any]:
     """What a folder of checkpoints says: `latest`, and the weight of each that is complete."""
     weights = {}
     for folder in folders.complete_checkpoints(root):
-        folders.verify(folder)
+        verify(folder)
         load_pieces(folder, {"w": Piece.whole(weight := torch.zeros(()))})
         weights[folder.name] = float(weight)
     return {"latest": folders.read_latest(root), **weights}
@@ -293,7 +294,7 @@ def test_a_faster_place_is_saved_to_more_often_and_gone_on_from(workshop: Worksh
     durable = [folders.step_of(path) for path in folders.complete_checkpoints(run / "checkpoints")][:-1]
     assert resumed == folders.step_name(max(fast + durable))
     assert {event["tier"] for event in workshop.events(run, "save")} == {"durable", "local"}
-    end = folders.step_of(folders.latest_checkpoint(run / "checkpoints") or Path("step-0"))
+    end = folders.step_of(latest_checkpoint(run / "checkpoints") or Path("step-0"))
     assert_same_tensors(run, workshop.train(*same, f"train.exit_after={end} steps", run="whole"))
 
 
@@ -307,7 +308,7 @@ def test_auto_saves_as_often_as_failures_make_it_worth_and_says_why(workshop: Wo
     saved = [event["step"] for event in workshop.events(run, "save")]
     assert saved[:2] == [20, 40]
     again = workshop.train("train.for=70 steps", "lr.decay=60 steps", auto)  # what was decided outlives the job
-    assert folders.latest_checkpoint(again / "checkpoints") == again / "checkpoints" / "step-00000070"
+    assert latest_checkpoint(again / "checkpoints") == again / "checkpoints" / "step-00000070"
 
 
 def test_the_best_checkpoint_by_validation_is_kept(workshop: Workshop) -> None:

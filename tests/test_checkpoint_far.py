@@ -16,6 +16,7 @@ from bloomery.checkpoint import folder as folders
 from bloomery.checkpoint import remote as remote_module
 from bloomery.checkpoint.fence import take_over
 from bloomery.checkpoint.remote import RemoteSource, Uploader
+from bloomery.checkpoint.verify import verify
 from checkpoints import assert_same_tensors
 from conftest import Workshop
 from threads_as_ranks import together
@@ -77,11 +78,11 @@ def test_a_good_copy_replaces_a_damaged_newest(site: Site, capsys: pytest.Captur
     capsys.readouterr()
     site.train()
     assert site.resumed_from() == "step-00000006"
-    folders.verify(site.here / "step-00000006")
+    verify(site.here / "step-00000006")
     assert (site.here / "damaged-step-00000006").is_dir()
     (event,) = site.workshop.events(site.run, "damaged")
     assert event["reasons"] == [f"{TENSORS} has been changed since it was saved"]
-    assert "its copy from" in capsys.readouterr().out
+    assert "It is called damaged-step-00000006 now; step-00000006 is used" in capsys.readouterr().out
     assert not site.workshop.events(site.run, "retired")
     assert_same_tensors(site.run, site.workshop.train(STEPS, run="whole"))
 
@@ -93,7 +94,7 @@ def test_a_copy_is_fetched_when_all_here_are_damaged(site: Site) -> None:
     assert site.resumed_from() == "step-00000006"
     assert len(site.workshop.events(site.run, "damaged")) == 3
     for checkpoint in folders.complete_checkpoints(site.here):
-        folders.verify(checkpoint)
+        verify(checkpoint)
 
 
 @pytest.mark.parametrize("damage", [spoil, lose_a_file, cut_manifest])
@@ -109,7 +110,7 @@ def test_the_next_older_copy_is_fetched_where_the_newest_is_damaged(
     assert (event["folder"], event["place"]) == ("step-00000006", str(site.far))
     assert "step-00000006 is damaged" in capsys.readouterr().out
     assert site.copies()[-1] == "step-00000006"  # made again, and whole now
-    folders.verify(site.far / "step-00000006")
+    verify(site.far / "step-00000006")
 
 
 def test_a_run_whose_copies_are_all_damaged_does_not_begin_anew(site: Site, capsys: pytest.CaptureFixture[str]) -> None:
@@ -119,7 +120,7 @@ def test_a_run_whose_copies_are_all_damaged_does_not_begin_anew(site: Site, caps
     spoil(site.here / "step-00000004")
     spoil(site.here / "step-00000006")
     site.train(code=3)
-    assert "all checkpoints of this run are damaged, also the remote ones" in capsys.readouterr().err
+    assert "no checkpoint of this run can be used" in capsys.readouterr().err
     assert site.copies() == ["step-00000002", "step-00000004", "step-00000006"]
 
 
@@ -130,19 +131,11 @@ def test_debris_is_in_nobodys_way_and_in_no_checkpoint(site: Site, ranks: int) -
     (here / "step-00000006" / "junk").write_text("of a save that was killed")
     (here / ".step-00000006-fetch.tmp").mkdir()
     (here / ".step-00000006-fetch.tmp" / "junk").write_text("of a fetch that was killed")
-    together(ranks, lambda rank: RemoteSource(str(site.far), here, "small", ranks=rank).fetch_newer(None, {}))
-    folders.verify(here / "step-00000006")
+    together(ranks, lambda rank: RemoteSource(str(site.far), here, "small", ranks=rank).fetch_newer(None))
+    verify(here / "step-00000006")
     names = {path.name for path in (here / "step-00000006").iterdir()}
     assert names == {"manifest.json", *json.loads((here / "step-00000006" / "manifest.json").read_text())["files"]}
-    (aside,) = folders.sweep_debris(here)
-    assert aside.startswith(".step-00000006-")
-
-
-def test_a_start_clears_debris_of_the_step_that_it_fetches(site: Site) -> None:
-    (site.here / "step-00000006" / "manifest.json").unlink()
-    site.train()
-    assert site.resumed_from() == "step-00000006"
-    assert len(site.workshop.events(site.run, "debris_removed")[-1]["folders"]) == 1
+    assert {path.name for path in here.iterdir()} == {"step-00000006", "damaged-step-00000006"}
 
 
 def test_a_named_checkpoint_is_fetched_if_it_is_not_here(site: Site) -> None:
@@ -160,7 +153,7 @@ def test_a_branch_left_without_the_far_place_does_not_come_back(site: Site) -> N
     assert site.resumed_from() == "step-00000005"
     assert site.workshop.events(site.run, "retired")[-1]["folders"] == ["step-00000006"]
     assert "step-00000006" in site.copies()  # of the new branch
-    folders.verify(site.far / "step-00000006")
+    verify(site.far / "step-00000006")
     there, here = ((place / "step-00000006" / "manifest.json").read_bytes() for place in (site.far, site.here))
     assert there == here
 
@@ -283,4 +276,4 @@ def test_what_lies_there_already_is_not_copied_again(site: Site) -> None:
     uploader.offer(site.here / "step-00000006")
     (outcome,) = uploader.wait(60)
     assert (outcome.was_there, outcome.error) == (False, "")
-    folders.verify(site.far / "step-00000006")
+    verify(site.far / "step-00000006")

@@ -14,10 +14,9 @@ from typing import Any
 
 import pytest
 
-from bloomery.checkpoint import folder as folders
-from bloomery.checkpoint.boxes import Box, why_not_whole
-from bloomery.checkpoint.folder import MANIFEST
+from bloomery.checkpoint.format import MANIFEST, Box, why_not_whole
 from bloomery.checkpoint.select import newest_good
+from bloomery.checkpoint.verify import damage
 from checkpoints import change_manifest
 from conftest import Workshop
 
@@ -152,13 +151,13 @@ def test_a_forged_index_is_damage_and_the_checkpoint_before_is_used(newer: Path,
 @pytest.mark.parametrize("kind", HEADER_FORGERIES)
 def test_a_forged_header_is_damage(newer: Path, kind: str) -> None:
     forge_header(newer, HEADER_FORGERIES[kind])
-    assert folders.damage(newer)
+    assert damage(newer)
     assert newest_good([newer.parent]).folder == newer.with_name("step-00000002")
 
 
 def test_new_hashes_alone_are_no_damage(newer: Path) -> None:
     rehash(newer)
-    assert not folders.damage(newer)
+    assert not damage(newer)
 
 
 MANIFEST_FORGERIES: dict[str, Callable[[Path], dict[str, Any]]] = {
@@ -197,7 +196,7 @@ def test_a_recipe_that_asks_for_a_billion_layers_is_damage_and_costs_nothing(new
     recipe.write_text(recipe.read_text().replace("num_layers: 2", "num_layers: 1000000000"))
     rehash(newer)
     started = time.monotonic()
-    assert "recipe.yaml cannot be used: model.num_layers is 1000000000" in folders.damage(newer)[0]
+    assert "recipe.yaml cannot be used: model.num_layers is 1000000000" in damage(newer)[0]
     assert time.monotonic() - started < 20
 
 
@@ -207,7 +206,7 @@ def test_boxes_that_somebody_chose_to_be_slow_are_judged_soon() -> None:
     columns = [Box((a, i), (b - a, 1)) for i in range(1, n) for a, b in ((0, i), (i, n))]
     started = time.process_time()
     assert why_not_whole((n, n), [Box((0, 0), (n, 1)), *columns]) == ""
-    assert why_not_whole((n, n), columns) == f"{n:,} of {n * n:,} elements are nowhere"
+    assert why_not_whole((n, n), columns) == f"{n:,} of {n * n:,} elements are missing"
     assert why_not_whole((n, n), [columns[5], *columns])
     assert time.process_time() - started < 10
 

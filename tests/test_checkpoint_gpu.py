@@ -10,8 +10,7 @@ import torch
 from bloomery.base.accelerator import host_memory, pick_device, synchronize
 from bloomery.base.piece import Piece
 from bloomery.checkpoint.load import load_pieces
-from bloomery.checkpoint.persist import SavePlan
-from bloomery.checkpoint.saver import Saver
+from bloomery.checkpoint.save import SavePlan, Saver
 
 pytestmark = [
     pytest.mark.gpu,

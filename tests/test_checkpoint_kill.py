@@ -25,7 +25,7 @@ from bloomery.checkpoint import folder as folders
 from bloomery.cli.main import main
 from bloomery.launch.local import run_local_ranks
 from bloomery.monitor.history import read_events, read_metrics
-from checkpoints import assert_same_tensors
+from checkpoints import assert_same_tensors, latest_checkpoint
 from conftest import Workshop
 from kill_points import KillPoint, end, train_until_killed
 
@@ -139,7 +139,7 @@ def points(chance: random.Random, operations: dict[int, int], count: int) -> lis
     return found
 
 
-@pytest.mark.parametrize(("size", "few"), [(1, 4), (4, 2)])
+@pytest.mark.parametrize(("size", "few"), [(1, 3), (4, 1)])
 def test_a_training_that_is_killed_at_any_point_goes_on_as_if_it_never_was(
     workshop: Workshop, size: int, few: int
 ) -> None:
@@ -164,7 +164,7 @@ def test_a_training_that_is_killed_at_any_point_goes_on_as_if_it_never_was(
         starts = len(begun)
         assert "Traceback" not in victims.said(), victims.said()
     assert victims.start("train.exit_after=3 steps") == exit_codes.OK, victims.said()
-    end_step = folders.step_of(folders.latest_checkpoint(victims.run / "checkpoints") or Path("step-0"))
+    end_step = folders.step_of(latest_checkpoint(victims.run / "checkpoints") or Path("step-0"))
     assert victims.start(f"train.exit_after={end_step} steps", run="whole") == exit_codes.OK, victims.said()
     assert_same_tensors(victims.run, workshop.folder / "whole")
     assert counted_metrics(victims.run) == counted_metrics(workshop.folder / "whole")

@@ -14,11 +14,11 @@ import torch
 from bloomery.base.errors import DataError, Problem
 from bloomery.base.piece import Piece
 from bloomery.checkpoint import folder as folders
-from bloomery.checkpoint.inspect import describe_checkpoint, list_checkpoints
-from bloomery.checkpoint.manifest import MANIFEST, parse_manifest
+from bloomery.checkpoint.format import MANIFEST, parse_manifest
 from bloomery.checkpoint.retention import apply_retention
-from bloomery.checkpoint.saver import save_checkpoint
-from bloomery.checkpoint.select import newest_good
+from bloomery.checkpoint.save import save_checkpoint
+from bloomery.checkpoint.select import describe_checkpoint, list_checkpoints, newest_good
+from bloomery.checkpoint.verify import damage
 from bloomery.config.recipe import KeepSection
 from bloomery.train import setup as start
 from checkpoints import change_manifest, flip_bit
@@ -46,16 +46,20 @@ def test_every_flipped_bit_of_a_manifest_is_noticed_or_harmless(tmp_path: Path) 
     older, newer = save(tmp_path, 1), save(tmp_path, 2)
     whole = (newer / MANIFEST).read_bytes()
     said = parse_manifest(whole)
+    refused = []
     for bit in range(8 * len(whole)):
-        flip_bit(newer / MANIFEST, bit)
+        content = bytearray(whole)
+        content[bit // 8] ^= 1 << bit % 8
         try:
-            now = parse_manifest((newer / MANIFEST).read_bytes())
+            now = parse_manifest(bytes(content))
             assert {key: now[key] for key in said if key != "sha256"} == {k: said[k] for k in said if k != "sha256"}
         except ValueError:
-            if bit % 8 == 5:  # what is chosen follows from that
-                choice = newest_good([tmp_path])
-                assert choice.folder == older
-                assert choice.damaged[newer]
+            refused.append(bit)
+    for bit in random.Random(5).sample(refused, 40):  # what is chosen follows from that
+        flip_bit(newer / MANIFEST, bit)
+        choice = newest_good([tmp_path])
+        assert choice.folder == older
+        assert choice.damaged[newer]
         (newer / MANIFEST).write_bytes(whole)
 
 
@@ -64,7 +68,7 @@ def test_flipped_bits_of_a_manifest_without_hash_never_end_in_a_traceback(tmp_pa
     without_hash(newer)
     assert newest_good([tmp_path]).folder == newer
     whole = (newer / MANIFEST).read_bytes()
-    for bit in random.Random(5).sample(range(8 * len(whole)), 500):
+    for bit in random.Random(5).sample(range(8 * len(whole)), 100):
         flip_bit(newer / MANIFEST, bit)
         assert newest_good([tmp_path]).folder in (older, newer)
         apply_retention(tmp_path, KeepSection(last=2, best=1))
@@ -93,11 +97,11 @@ def test_all_that_a_checkpoint_needs_must_be_listed(tmp_path: Path) -> None:
     files = json.loads((folder / MANIFEST).read_text())["files"]
     for name in files:
         change_manifest(folder, files={other: facts for other, facts in files.items() if other != name})
-        assert f"does not list {name}" in folders.damage(folder)[0]
+        assert f"does not list {name}" in damage(folder)[0]
     change_manifest(folder, files={})
-    assert "does not list index.json, state.json, recipe.yaml" in folders.damage(folder)[0]
+    assert "does not list index.json, state.json, recipe.yaml" in damage(folder)[0]
     change_manifest(folder, files=files)
-    assert not folders.damage(folder)
+    assert not damage(folder)
 
 
 def test_a_start_puts_a_flipped_manifest_aside_and_tells_it(workshop: Workshop, command: Command) -> None:
@@ -143,7 +147,7 @@ def test_a_start_that_cannot_load_leaves_every_checkpoint_where_it_was(
         raise DataError(Problem("planted"))
 
     with monkeypatch.context() as planted:
-        planted.setattr(start, "load_on_all", fail)
+        planted.setattr(start, "load_pieces", fail)
         workshop.train("train.exit_after=6 steps", *SAVES, start_from="2", code=3)
     assert workshop.events(run, "error")[-1]["text"].startswith("planted")
     assert [path.name for path in folders.complete_checkpoints(run / "checkpoints")] == [

@@ -16,7 +16,8 @@ import pytest
 import rank_commands
 from bloomery.base import exit_codes
 from bloomery.checkpoint import folder as folders
-from bloomery.checkpoint.parts import sweep_parts
+from bloomery.checkpoint.retention import sweep_parts
+from bloomery.checkpoint.verify import verify
 from bloomery.launch.local import run_local_ranks
 from checkpoints import assert_same_tensors
 from conftest import Workshop
@@ -125,15 +126,14 @@ def test_only_what_no_checkpoint_needs_is_swept(tmp_path: Path) -> None:
     for folder, parts in (("step-00000002", "needed"), ("retired/step-00000009", "retired")):
         (root / folder).mkdir(parents=True)
         (root / folder / "manifest.json").write_text(json.dumps({"parts": str(disk / parts)}))
-    manifests = folders.manifests_with_parts(root)
     (root / "step-00000002" / "manifest.json").rename(tmp_path / "manifest.json")
     (root / "step-00000002" / "manifest.json").write_text("{")
-    sweep_parts(disk, manifests, spare=["on-its-way"])
+    sweep_parts(disk, root, spare=["on-its-way"])
     assert len(list(disk.iterdir())) == 4, "a manifest that cannot be read may need any of them"
     (tmp_path / "manifest.json").rename(root / "step-00000002" / "manifest.json")
-    sweep_parts(disk, manifests, spare=["on-its-way"])
+    sweep_parts(disk, root, spare=["on-its-way"])
     assert {path.name for path in disk.iterdir()} == {"needed", "retired", "on-its-way"}
-    sweep_parts(tmp_path / "nowhere", manifests)
+    sweep_parts(tmp_path / "nowhere", root)
 
 
 def test_a_fast_checkpoint_is_no_promise_so_a_run_that_stops_there_still_saves(workshop: Workshop) -> None:
@@ -145,7 +145,7 @@ def test_a_fast_checkpoint_is_no_promise_so_a_run_that_stops_there_still_saves(w
     workshop.train(*settings)
     assert workshop.events(run, "start")[1]["resumed_from"] == "step-00000004"
     assert folders.read_latest(run / "checkpoints") == "step-00000004"
-    folders.verify(run / "checkpoints" / "step-00000004")
+    verify(run / "checkpoints" / "step-00000004")
 
 
 def test_a_disk_that_was_emptied_is_told_and_the_run_folder_is_used(workshop: Workshop) -> None:

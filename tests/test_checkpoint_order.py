@@ -17,13 +17,12 @@ from bloomery.base.errors import DataError, StorageError
 from bloomery.base.piece import Piece
 from bloomery.base.units import Amount, Duration
 from bloomery.checkpoint import folder as folders
-from bloomery.checkpoint import prove, retention
+from bloomery.checkpoint import retention
+from bloomery.checkpoint import verify as verify_module
 from bloomery.checkpoint.fence import FencedError, take_over
-from bloomery.checkpoint.inspect import list_checkpoints
-from bloomery.checkpoint.retention import apply_retention
-from bloomery.checkpoint.saver import save_checkpoint
-from bloomery.checkpoint.select import newest_good, refuse_later, tidy
-from bloomery.checkpoint.tiers import kept_in, parts_in, tier_roots
+from bloomery.checkpoint.retention import Tier, apply_retention
+from bloomery.checkpoint.save import save_checkpoint
+from bloomery.checkpoint.select import list_checkpoints, newest_good, refuse_later, tidy
 from bloomery.config.recipe import CheckpointSection, KeepSection, LocalTierSection, PhaseSection
 from bloomery.sizing.saves import cadence, daly_seconds, kept_steps, seconds_between_failures
 from bloomery.sizing.schedule import resolve_phases
@@ -168,15 +167,14 @@ def test_tidying_puts_everything_in_its_place_and_latest_never_names_what_moves(
 
 def test_the_local_place_of_a_run_is_its_own(tmp_path: Path) -> None:
     section = CheckpointSection(local=LocalTierSection(path=str(tmp_path), every=Amount(5, "steps"), keep=2))
-    here, there = (parts_in("local", section, tmp_path / side / "run") for side in ("a", "b"))
+    tiers = [Tier.of("local", section, tmp_path / side / "run", take_over(tmp_path / side)) for side in ("a", "b")]
+    here, there = (tier.parts_root for tier in tiers)
     assert here is not None
     assert here != there
     assert here.parent == tmp_path
-    assert parts_in("durable", section, tmp_path) is None
-    assert tier_roots(section, tmp_path)["local"] == tmp_path / "checkpoints-local"
-    assert kept_in("local", section) == KeepSection(last=2)
-    assert kept_in("durable", section) is None
-    assert list(tier_roots(CheckpointSection(), tmp_path)) == ["durable"]
+    assert tiers[0].keep == KeepSection(last=2)
+    durable = Tier.of("durable", section, tmp_path, tiers[0].writer)
+    assert (durable.parts_root, durable.keep) == (None, None)
 
 
 def test_the_three_rounds_of_tr1_save_exactly_the_wanted_steps() -> None:
@@ -250,7 +248,7 @@ def test_a_start_that_was_overtaken_between_its_choice_and_its_take_over_refuses
     choice = newest_good([tmp_path])
     newer = save(tmp_path, 2)  # by a start that was still alive: it has promised this one
     assert choice.folder == tmp_path / "step-00000001"
-    with pytest.raises(StorageError, match="another start saved step-00000002 while this one began from step 1"):
+    with pytest.raises(StorageError, match="another start saved step-00000002 while this one resumed from step 1"):
         refuse_later([tmp_path], step=1)
     refuse_later([tmp_path], step=1, damaged=[newer])
     refuse_later([tmp_path], step=2)
@@ -264,9 +262,9 @@ def test_many_checkpoints_are_listed_and_deleted_with_few_reads(
     read: list[Path] = []
     real = retention.read_manifest
     monkeypatch.setattr(retention, "read_manifest", lambda folder: read.append(folder) or real(folder))
-    monkeypatch.setattr(prove, "read_index", lambda folder: pytest.fail("an index was parsed"))
+    monkeypatch.setattr(verify_module, "read_index", lambda folder: pytest.fail("an index was parsed"))
     assert [one.state for one in list_checkpoints(tmp_path)] == ["complete"] * 20
     assert len(apply_retention(tmp_path, KeepSection(last=15))) == 5
-    assert len(read) == 20  # each once, whether it is suspicious
+    assert len(read) == 20  # each once
     assert len(apply_retention(tmp_path, KeepSection(last=1, best=1))) == 13
-    assert len(read) == 20 + 2 * 15  # and once for its loss
+    assert len(read) == 20 + 15

@@ -14,15 +14,15 @@ from typing import Any
 import pytest
 import torch
 
-from bloomery.base.errors import StorageError
 from bloomery.base.piece import Piece
 from bloomery.checkpoint import folder as folders
-from bloomery.checkpoint import persist as persist_module
-from bloomery.checkpoint import staging as staging_module
+from bloomery.checkpoint import save as save_module
+from bloomery.checkpoint import tensor_file
 from bloomery.checkpoint.fence import FencedError, Writer, take_over
 from bloomery.checkpoint.load import load_pieces
-from bloomery.checkpoint.persist import SavePlan
-from bloomery.checkpoint.saver import SaveOutcome, Saver, agreed
+from bloomery.checkpoint.save import SaveOutcome, SavePlan, Saver, raise_together
+from bloomery.checkpoint.verify import verify
+from checkpoints import latest_checkpoint
 from threads_as_ranks import together
 
 CPU = torch.device("cpu")
@@ -58,14 +58,14 @@ class Gate:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.open = threading.Event()
         self.reached = threading.Event()
-        original = persist_module.write_file
+        original = save_module.write_file
 
         def held(*arguments: Any) -> Any:
             self.reached.set()
             assert self.open.wait(60)
             return original(*arguments)
 
-        monkeypatch.setattr(persist_module, "write_file", held)
+        monkeypatch.setattr(save_module, "write_file", held)
 
 
 @pytest.fixture
@@ -88,7 +88,7 @@ def test_what_was_there_at_begin_is_saved_while_training_goes_on(tmp_path: Path,
     gate.open.set()
     (outcome,) = saver.wait()
     assert outcome.error is None
-    assert outcome.folder == folders.latest_checkpoint(tmp_path)
+    assert outcome.folder == latest_checkpoint(tmp_path)
     assert value_in(outcome.folder) == [1.0] * 4
     assert saver.host_bytes == 16
     assert outcome.bytes == (outcome.folder / "tensors-00000.safetensors").stat().st_size
@@ -132,7 +132,7 @@ def test_storage_that_hangs_is_told_once_and_training_goes_on(tmp_path: Path, ga
     assert gate.reached.wait(60)
     begin(saver, tmp_path, 2)  # waits until the time of the first is over, then goes on without a save
     skipped, late = saver.poll()
-    assert "the checkpoint of step 2 was not made: the save of step 1 still hangs" in str(skipped.error)
+    assert "the checkpoint of step 2 was not saved: the save of step 1 still hangs" in str(skipped.error)
     assert "the save of step 1 is not on the disk after 2s" in str(late.error)
     assert saver.poll() == []
     gate.open.set()
@@ -144,7 +144,7 @@ def test_storage_that_hangs_is_told_once_and_training_goes_on(tmp_path: Path, ga
 
 
 def test_tensors_across_blocks_and_views_are_staged_right(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(staging_module, "_BLOCK_BYTES", 64)
+    monkeypatch.setattr(tensor_file, "_HOST_BLOCK_BYTES", 64)
     tensors = {
         "a": torch.randn(7, 5),
         "b": torch.randn(6, 4).t(),
@@ -192,7 +192,7 @@ def test_older_ones_that_cannot_be_deleted_do_not_undo_a_save(tmp_path: Path) ->
     (outcome,) = saver.wait()
     assert outcome.error is None
     assert "Permission denied" in outcome.retention_trouble
-    folders.verify(outcome.folder)
+    verify(outcome.folder)
 
 
 def in_the_end(saver: Saver) -> SaveOutcome:
@@ -215,33 +215,33 @@ def on_ranks(size: int, root: Path, act: Callable[[Saver, Any, dict[str, Piece]]
     return together(size, one)
 
 
-def saved(root: Path) -> Callable[[Saver, Any, dict[str, Piece]], StorageError | None]:
-    def act(saver: Saver, ranks: Any, pieces: dict[str, Piece]) -> StorageError | None:
+def saved(root: Path) -> Callable[[Saver, Any, dict[str, Piece]], None]:
+    def act(saver: Saver, ranks: Any, pieces: dict[str, Piece]) -> None:
         begin(saver, root, 5)
-        return agreed(ranks, in_the_end(saver).error)
+        raise_together(ranks, in_the_end(saver).error)
 
     return act
 
 
 def test_many_ranks_save_without_a_collective_in_their_threads(tmp_path: Path) -> None:
     assert on_ranks(8, tmp_path, saved(tmp_path)) == [None] * 8
-    folder = folders.latest_checkpoint(tmp_path)
+    folder = latest_checkpoint(tmp_path)
     assert folder is not None
-    folders.verify(folder)
+    verify(folder)
     assert value_in(folder, 16) == [float(i // 2) for i in range(16)]
     assert sorted(path.name for path in folder.glob("rank-*")) == []
 
 
 @pytest.mark.parametrize("failing", [0, 2])
 def test_a_rank_that_fails_is_named_on_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: int) -> None:
-    original = persist_module.write_file
+    original = save_module.write_file
 
     def fails(path: Path, *rest: Any) -> Any:
         if path.name == f"tensors-{failing:05d}.safetensors":
             raise OSError(122, "Disk quota exceeded")
         return original(path, *rest)
 
-    monkeypatch.setattr(persist_module, "write_file", fails)
+    monkeypatch.setattr(save_module, "write_file", fails)
     errors = on_ranks(4, tmp_path, saved(tmp_path))
     assert all(f"on rank {failing}: Disk quota exceeded (EDQUOT)" in str(error) for error in errors)
     assert list(tmp_path.iterdir()) == []
@@ -266,14 +266,14 @@ def test_storage_that_takes_nothing_at_all_is_told_without_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: list[int]
 ) -> None:
     """Read-only or dead: not even the word that a rank has failed can be written."""
-    original = persist_module.SaveJob.make_draft
+    original = save_module.SaveJob._write_part
 
-    def fails(job: persist_module.SaveJob) -> None:
-        if job.rank in failing:
+    def fails(job: save_module.SaveJob, *rest: Any) -> None:
+        if job.ranks.rank in failing:
             raise OSError(30, "Read-only file system")
-        original(job)
+        original(job, *rest)
 
-    monkeypatch.setattr(persist_module.SaveJob, "make_draft", fails)
+    monkeypatch.setattr(save_module.SaveJob, "_write_part", fails)
     started = time.monotonic()
     errors = on_ranks(3, tmp_path, saved(tmp_path))
     assert time.monotonic() - started < 30  # rank 0's patience is 24 minutes
@@ -305,13 +305,13 @@ def test_a_draft_that_is_taken_away_while_rank_0_waits_ends_the_wait(
     """The newer start comes when rank 0 has written its part, and rank 0 does not see its word."""
     old = take_over(tmp_path)
     stale = StaleWriter(old.root, old.incarnation, old.token)
-    waits, original = threading.Event(), persist_module._wait_for_parts
+    waits, original = threading.Event(), save_module.SaveJob.wait_for_parts
 
     def waiting(*arguments: Any) -> Any:
         waits.set()
         return original(*arguments)
 
-    monkeypatch.setattr(persist_module, "_wait_for_parts", waiting)
+    monkeypatch.setattr(save_module.SaveJob, "wait_for_parts", waiting)
 
     def act(saver: Saver, ranks: Any, pieces: dict[str, Piece]) -> SaveOutcome:
         if ranks.rank == 1:
@@ -323,7 +323,7 @@ def test_a_draft_that_is_taken_away_while_rank_0_waits_ends_the_wait(
 
     first, second = on_ranks(2, tmp_path, act, timeout_seconds=60)
     assert "on rank 0: No such file or directory" in str(first.error)
-    assert "the folder that this start took over is gone" in str(first.error).lower()
+    assert "is it mounted?" in str(first.error)
     assert isinstance(second.error, FencedError)
     assert folders.complete_checkpoints(tmp_path) == []
 
@@ -372,19 +372,19 @@ def test_a_read_only_place_is_an_outcome_not_a_crash(tmp_path: Path) -> None:
     begin(saver, tmp_path / "file" / "root", 1)
     (outcome,) = saver.wait()
     assert "could not be written: Not a directory" in str(outcome.error)
-    assert "see to the storage" in str(outcome.error).lower()
+    assert "check the storage" in str(outcome.error).lower()
     assert os.listdir(tmp_path) == ["file"]
 
 
 def test_a_file_that_shrinks_behind_our_back_is_not_completed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    original = persist_module.write_file
+    original = save_module.write_file
 
     def shrinks(path: Path, *rest: Any) -> Any:
         facts = original(path, *rest)
         os.truncate(path, 3)
         return facts
 
-    monkeypatch.setattr(persist_module, "write_file", shrinks)
+    monkeypatch.setattr(save_module, "write_file", shrinks)
     pieces = {"w": Piece.whole(torch.ones(4))}
     saver = Saver(pieces, device=CPU)
     begin(saver, tmp_path, 1)

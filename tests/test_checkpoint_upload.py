@@ -16,12 +16,12 @@ from bloomery.base.errors import DataError
 from bloomery.base.piece import Piece
 from bloomery.base.ranks import ALONE, Ranks
 from bloomery.base.units import Amount
-from bloomery.checkpoint import folder as folders
 from bloomery.checkpoint import remote as remote_module
 from bloomery.checkpoint.fence import FencedError, take_over
 from bloomery.checkpoint.remote import RemoteSource, Uploader, UploadOutcome, apply_remote_retention, list_remote
 from bloomery.checkpoint.retention import apply_retention
-from bloomery.checkpoint.saver import save_checkpoint
+from bloomery.checkpoint.save import save_checkpoint
+from bloomery.checkpoint.verify import verify
 from bloomery.config.recipe import KeepSection
 from checkpoints import assert_same_tensors
 from conftest import Workshop
@@ -48,7 +48,7 @@ def empty_bucket() -> Iterator[None]:
 
 
 def fetch(url: str, root: Path, *, ranks: Ranks = ALONE, local: Path | None = None) -> Path | None:
-    return RemoteSource(url, root, RUN, ranks=ranks).fetch_newer(local, {})
+    return RemoteSource(url, root, RUN, ranks=ranks).fetch_newer(local).folder
 
 
 def upload(*folders_: Path, **settings: Any) -> list[str]:
@@ -66,7 +66,7 @@ def test_a_copy_comes_back_whole(tmp_path: Path, ranks: int) -> None:
     there = tmp_path / "there"
     fetched = together(ranks, lambda rank: fetch(URL, there, ranks=rank))
     assert fetched == [there / "step-00000002"] * ranks
-    folders.verify(there / "step-00000002")
+    verify(there / "step-00000002")
     assert fetch(URL, there, local=there / "step-00000002") is None
     assert fetch("memory://nothing", there) is None
 
@@ -213,7 +213,7 @@ def test_copies_are_kept_by_the_same_rules_as_checkpoints(far: str, tmp_path: Pa
     for step in steps_at(far):
         store, path = fsspec.core.url_to_fs(far)
         store.get(f"{path}/step-{step:08d}", str(tmp_path / "back" / f"step-{step:08d}"), recursive=True)
-        folders.verify(tmp_path / "back" / f"step-{step:08d}")
+        verify(tmp_path / "back" / f"step-{step:08d}")
 
 
 def test_without_keep_nothing_is_deleted_there(far: str, tmp_path: Path) -> None:

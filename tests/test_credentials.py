@@ -189,10 +189,7 @@ def test_no_file_of_a_run_and_no_line_holds_a_secret(
         ledger.write(json.dumps(event) + "\n")
     kept = {str(newest / "recipe.yaml"), str(run / "events.jsonl")}
     assert set(holding(tmp_path)) == kept
-    assert main(["inspect", "checkpoint", str(newest), "--diff", str(min((run / "checkpoints").glob("step-*")))]) in (
-        0,
-        1,
-    )
+    assert main(["inspect", "checkpoint", str(newest), "--json"]) == 0
     workshop.train(*overrides, "train.exit_after=6 steps")
     assert main(["report", str(run)]) == 0
     assert set(holding(tmp_path)) == kept

@@ -328,7 +328,7 @@ def test_a_shard_of_single_tokens_is_refused(tmp_path: Path, vocabulary: MaskVoc
         open_source(prefix, vocabulary, ends_with_eod=True)
 
 
-@pytest.mark.parametrize(("suffix", "says"), [(".bin", "shorter than the index"), (".idx", "cut off")])
+@pytest.mark.parametrize(("suffix", "says"), [(".bin", "shorter than the index"), (".idx", "where its header says")])
 def test_a_shard_cut_short_is_refused(tmp_path: Path, vocabulary: MaskVocabulary, suffix: str, says: str) -> None:
     prefix = write_sentences(tmp_path / "x", [[[5, 6], [7]], [[8], [9]]])
     os.truncate(prefix + suffix, os.path.getsize(prefix + suffix) - 2)

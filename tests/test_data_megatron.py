@@ -20,16 +20,18 @@ from bloomery.base.errors import DataError, RecipeError
 from bloomery.checkpoint.folder import find_checkpoint
 from bloomery.config.recipe import Recipe
 from bloomery.data.index_cache import IndexCache
-from bloomery.data.megatron import GreedyBlend, MegatronSource, WantedSamples
+from bloomery.data.megatron import GreedyBlend, MegatronSource, wanted_samples
 from bloomery.data.megatron_order import (
+    PARTS,
     BlendRequest,
+    Flavour,
     OrderShape,
     _cut,
     build_blend,
     build_index,
+    split_boundaries,
 )
 from bloomery.data.open import open_data
-from bloomery.data.split import PARTS, Flavour, split_boundaries
 from bloomery.sizing.check import load_checked_recipe
 from bloomery.sizing.schedule import TrainingPlan
 from bloomery.train.setup import prepared_run
@@ -320,11 +322,11 @@ def lengths_of(prefix: Path) -> list[int]:
 def test_a_recipe_asks_what_megatron_asks(workshop: Workshop) -> None:
     evaluate = ("data.split=7,2,1", "train.evaluate={every: 6 steps, steps: 3}")
     evaluating = recipe_of(workshop, *evaluate)
-    assert WantedSamples.of(evaluating, TrainingPlan.of(evaluating)) == WantedSamples(160, (20 // 6 + 1) * 3 * 8)
+    assert wanted_samples(evaluating, TrainingPlan.of(evaluating), "train") == 160
+    assert wanted_samples(evaluating, TrainingPlan.of(evaluating), "validation") == (20 // 6 + 1) * 3 * 8
     uneven = recipe_of(workshop, "train.for=163 samples")
-    assert WantedSamples.of(uneven, TrainingPlan.of(uneven)) == WantedSamples(163, 0), (
-        "more than the 160 that whole steps take"
-    )
+    assert wanted_samples(uneven, TrainingPlan.of(uneven), "train") == 163, "more than the 160 of whole steps"
+    assert wanted_samples(uneven, TrainingPlan.of(uneven), "validation") == 0
 
 
 @pytest.mark.parametrize("flavour", FLAVOURS)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from bloomery.base.errors import DataError, StorageError
-from bloomery.data import shard_index
+from bloomery.data import shards
 from bloomery.data.causal import CausalSource
 from bloomery.data.index_cache import IndexCache, file_checksum
 from bloomery.data.manifest import ShardManifest, check_describes, read_manifest
@@ -138,25 +138,22 @@ def test_writer_names_a_folder_that_cannot_be_made(tmp_path):
 
 GOOD = index_bytes([3, 1, 4])
 BROKEN = {
-    "magic": (b"PK\x03\x04 is a zip file, not an index of any kind", r"x\.idx: starts with b'PK.*MMIDIDX"),
-    "legacy": (b"TNTIDX\x00\x00" + bytes(40), "old TNTIDX format.*dataset-impl mmap"),
-    "short header": (GOOD[:20], "holds 20 bytes. The header alone takes 34"),
-    "empty file": (b"", "holds 0 bytes. The header alone takes 34"),
-    "version": (index_bytes([3, 1, 4], version=2), "format version 2. Only version 1"),
+    "magic": (b"PK\x03\x04 is a zip file, not an index of any kind", r"x\.idx: .*starts with b'PK.*MMIDIDX"),
+    "legacy": (b"TNTIDX\x00\x00" + bytes(40), "starts with b'TNTIDX.*older TNTIDX format"),
+    "short header": (GOOD[:20], "holds 20 bytes.*cut off"),
+    "empty file": (b"", "holds 0 bytes.*cut off"),
+    "version": (index_bytes([3, 1, 4], version=2), "version 2.*The version is 1"),
     "dtype": (index_bytes([3, 1, 4], code=6), r"dtype code 6.*8 \(uint16\)"),
-    "cut off": (GOOD[:-5], "holds 97 bytes where its header says 102 .3 sequences, 4 entries.. The index is cut off"),
-    "too long": (GOOD + b"\0", "holds 103 bytes where its header says 102.*longer than it should be"),
-    "modes": (GOOD + bytes(3), "carries a mode for every sequence. Multimodal"),
-    "absurd count": (GOOD[:18] + struct.pack("<Q", 2**62) + GOOD[26:], "cut off"),
+    "cut off": (GOOD[:-5], "holds 97 bytes where its header says 102. 3 sequences and 4 entries"),
+    "too long": (GOOD + b"\0", "holds 103 bytes where its header says 102"),
+    "modes": (GOOD + bytes(3), "without modes"),
+    "absurd count": (GOOD[:18] + struct.pack("<Q", 2**62) + GOOD[26:], "holds 102 bytes where its header says"),
     "negative": (index_bytes([3, -1, 6]), "sequence 1 has length -1"),
-    "pointer": (index_bytes([3, 1, 4], pointers=[0, 6, 10]), "sequence 2 points to byte 10 where .* add up to 8"),
+    "pointer": (index_bytes([3, 1, 4], pointers=[0, 6, 10]), "sequence 2 .*points to byte 10 where .* add up to 8"),
     "first document": (index_bytes([3, 1, 4], doc_idx=[1, 2, 3]), "document 0 begins at sequence 1"),
-    "last document": (index_bytes([3, 1, 4], doc_idx=[0, 1, 2]), "the last one ends at 2 of 3"),
-    "falling documents": (
-        index_bytes([3, 1, 4], doc_idx=[0, 2, 1, 3]),
-        "document 2 begins at sequence 1, the one .* 2.*never fall",
-    ),
-    "no entries": (index_bytes([3, 1, 4], doc_idx=[]), "no document entries"),
+    "last document": (index_bytes([3, 1, 4], doc_idx=[0, 1, 2]), "document 2 begins at sequence 2"),
+    "falling documents": (index_bytes([3, 1, 4], doc_idx=[0, 2, 1, 3]), "document . begins at.*never fall"),
+    "no entries": (index_bytes([3, 1, 4], doc_idx=[]), "0 entries of documents"),
     "bin too short": (index_bytes([3, 1, 5]), r"x\.bin: holds 16 bytes where its index says 18.*shorter"),
     "bin too long": (index_bytes([3, 1, 3]), r"x\.bin: holds 16 bytes where its index says 14.*longer"),
 }
@@ -191,10 +188,10 @@ def test_missing_files_are_all_named_with_a_hint(tmp_path):
     assert [problem.place[-4:] for problem in caught.value.problems] == [".bin", ".idx"]
 
     prefix = hand_made(tmp_path)
-    with pytest.raises(DataError, match=f"without its ending: {prefix}"):
+    with pytest.raises(DataError, match=rf"there is {prefix}\)"):
         ShardReader(f"{prefix}.bin")
     (tmp_path / "oscar_text_document.idx").touch()
-    with pytest.raises(DataError, match=r"Did you mean .*oscar_text_document\?"):
+    with pytest.raises(DataError, match=r"there is .*oscar_text_document\)"):
         ShardReader(str(tmp_path / "oscar"))
     (tmp_path / "x.bin").unlink()
     with pytest.raises(DataError, match=r"x\.bin: no such file.*prepare") as caught:
@@ -211,7 +208,7 @@ def test_a_shard_cut_off_while_open_is_named(tmp_path):
 
 def test_an_index_cut_off_while_it_is_read_is_named(tmp_path, monkeypatch):
     prefix = hand_made(tmp_path, index_bytes([2, 2])[:-1], b"\0" * 8)
-    monkeypatch.setattr(shard_index, "_read_header", lambda *_: (np.dtype("<u2"), 2, 3))  # it was whole then
+    monkeypatch.setattr(shards, "_read_header", lambda *_: (np.dtype("<u2"), 2, 3))  # it was whole then
     with pytest.raises(DataError, match=r"ends at byte 81. It was cut off while it was being read"):
         ShardReader(prefix)
 
@@ -219,7 +216,7 @@ def test_an_index_cut_off_while_it_is_read_is_named(tmp_path, monkeypatch):
 @pytest.fixture
 def short_ends(monkeypatch):
     """Indices of a few entries are large ones."""
-    monkeypatch.setattr(shard_index, "_AN_END", 2)
+    monkeypatch.setattr(shards, "_AN_END", 2)
 
 
 def test_of_a_large_index_only_what_is_needed_is_read(tmp_path, short_ends):
@@ -241,20 +238,20 @@ def test_damage_inside_a_large_index_is_named_when_it_is_met(tmp_path, short_end
     for idx, damage in (
         (
             index_bytes([2] * 7, pointers=pointers),
-            "sequence 3 points to byte 13 where the lengths before it add up to 12",
+            "sequence 3 has length 2 and points to byte 13 where the lengths before it add up to 12",
         ),
         (index_bytes([2, 2, 2, -2, 2, 2, 6]), "sequence 3 has length -2"),
-        (index_bytes([2] * 7, doc_idx=[0, 1, 2, 99, 5, 6, 7]), "document 4 begins at sequence 5, the one before"),
+        (index_bytes([2] * 7, doc_idx=[0, 1, 2, 99, 5, 6, 7]), "document 4 begins at sequence 5"),
     ):
         with ShardReader(hand_made(tmp_path, idx, bytes(28))) as shard, pytest.raises(DataError, match=damage):
             shard.index.document_starts()
     with (
         ShardReader(hand_made(tmp_path, idx, bytes(28))) as shard,
-        pytest.raises(DataError, match="document 4 begins at sequence 5, the one before it at 99"),
+        pytest.raises(DataError, match="document 4 begins at sequence 5"),
     ):
         shard.index.document_start(3)
     idx = index_bytes([2] * 7, pointers=[0, 4, 8, 12, 16, 20, 25])
-    with pytest.raises(DataError, match="sequence 6 points to byte 25 where the lengths before it add up to 24"):
+    with pytest.raises(DataError, match=r"sequence 6 .* points to byte 25 where the lengths before it add up to 24"):
         ShardReader(hand_made(tmp_path, idx, bytes(28)))
 
 
@@ -299,7 +296,7 @@ def shard_of_a_kind(request, tmp_path, monkeypatch):
     """(prefix, what it is trained on now). Where several sequences make a document, a manifest has the index's hash."""
     sentences = request.param == "sentences"
     if request.param == "plain, large":
-        monkeypatch.setattr(shard_index, "_AN_END", 2)
+        monkeypatch.setattr(shards, "_AN_END", 2)
     prefix, random = str(tmp_path / "x"), np.random.default_rng(3)
     with ShardWriter(prefix, np.uint16) as writer:
         for _ in range(8):

@@ -11,8 +11,8 @@ from bloomery.data.batch import Batch, Stream, read_batch
 from bloomery.data.blend import TimelessBlend
 from bloomery.data.causal import CausalSource
 from bloomery.data.loader import Loader
+from bloomery.data.megatron_order import part_range, split_boundaries
 from bloomery.data.shards import ShardWriter
-from bloomery.data.split import part_range, split_boundaries
 
 
 def windows(source, first=0, count=None):
@@ -221,7 +221,7 @@ def test_close_ends_the_thread_at_any_time():
     for loader in loaders:
         loader.close()
         loader.close()
-    assert not [thread for thread in threading.enumerate() if thread.name == "bloomery-loader"]
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("bloomery-loader")]
     with pytest.raises(ValueError, match="replica 2 of 2"):
         Loader(PositionSource(), micro_batch_size=1, batch_size_at=lambda _: 2, replica=2, replicas=2)
 

@@ -202,7 +202,7 @@ def test_an_end_that_only_the_folder_names_holds_from_text_to_export(
         code, _, err = command("train", "other.yaml", "--run-dir", "refused")
         ((name, value),) = change.items()
         assert code == 3
-        assert f"shard.manifest.json: says {name} {value} where it is {manifest[name]} in tok/tokenizer.json" in err
+        assert f"its {name} is {value}, that of tok/tokenizer.json is {manifest[name]}" in err
     (tmp_path / "shard.manifest.json").write_text(json.dumps(manifest))
     code, _, err = command("train", "other.yaml", "--run-dir", "run")
     assert code == 0, err

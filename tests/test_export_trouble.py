@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from bloomery.base.errors import DataError
-from bloomery.checkpoint.reader import CheckpointReader
+from bloomery.checkpoint.load import CheckpointReader
 from bloomery.interop.hf import export as exporting
 from bloomery.interop.hf.export import export_checkpoint
 from export_samples import CASES, Command, checkpoint_of, small_tokenizer, weights_of

@@ -1,4 +1,4 @@
-"""`bloomery inspect checkpoint`: contents, hashes, differences, and the state of every checkpoint of a run."""
+"""`bloomery inspect checkpoint`: contents, hashes, and the state of every checkpoint of a run."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ import torch
 from bloomery.base.errors import DataError
 from bloomery.base.piece import Piece
 from bloomery.checkpoint.folder import find_checkpoint
-from bloomery.checkpoint.inspect import compare_checkpoints, list_checkpoints
-from bloomery.checkpoint.reader import CheckpointReader
-from bloomery.checkpoint.saver import save_checkpoint
+from bloomery.checkpoint.load import CheckpointReader
+from bloomery.checkpoint.save import save_checkpoint
+from bloomery.checkpoint.select import list_checkpoints
 from checkpoints import change_manifest, flip_bit, tensors_of
 from conftest import Workshop
 from threads_as_ranks import together
@@ -57,7 +57,6 @@ def test_a_flipped_bit_is_found_only_by_its_hash(run: Path, command: Command) ->
     assert f"{file.name} has been changed since it was saved" in err
     assert [one.state for one in list_checkpoints(run)] == ["complete", "complete"]
     assert [one.state for one in list_checkpoints(run, check_hashes=True)] == ["damaged", "complete"]
-    assert command("inspect", "checkpoint", str(run), "--diff", checkpoint, "--verify")[0] == 3
 
 
 def test_the_list_says_the_state_of_each(run: Path, command: Command) -> None:
@@ -95,22 +94,6 @@ def test_the_list_says_the_state_of_each(run: Path, command: Command) -> None:
     assert list_checkpoints(root / "step-00000004") == list_checkpoints(root) == list_checkpoints(run)
 
 
-def test_two_runs_with_one_seed_are_equal_and_another_seed_is_not(
-    run: Path, workshop: Workshop, command: Command
-) -> None:
-    twin = workshop.train("train.for=4 steps", *SHORT, run="twin")
-    code, out, _ = command("inspect", "checkpoint", str(run), "--diff", str(twin))
-    assert code == 0
-    assert out.startswith("equal: ")
-    other = workshop.train("train.for=4 steps", *SHORT, "seed=8", "model.vocab_size=70", run="other")
-    code, out, _ = command("inspect", "checkpoint", str(run), "--diff", str(other))
-    assert "the first is model.embed.positions.weight, at [0, 0]: " in out
-    assert "recipe seed: 7 and 8" in out
-    facts = json.loads(command("inspect", "checkpoint", str(run), "--diff", str(other), "--json")[1])
-    assert not facts["equal"]
-    assert facts["recipe"]["model.vocab_size"] == [64, 70]
-
-
 def saved(root: Path, **tensors: torch.Tensor) -> Path:
     recipe = (
         "name: x\nmodel: {family: gpt2, num_layers: 1, hidden_size: 8, num_heads: 1, seq_length: 8, vocab_size: 8}\n"
@@ -120,30 +103,7 @@ def saved(root: Path, **tensors: torch.Tensor) -> Path:
     return save_checkpoint(root, step=1, pieces=pieces, state={"step": 1, "consumed_samples": 1}, recipe_yaml=recipe)
 
 
-def test_numbers_of_a_difference(tmp_path: Path, command: Command) -> None:
-    a = torch.tensor([[3.0, 4.0], [0.0, 0.0]])
-    left = saved(tmp_path / "a", **{"layers.10.w": a, "layers.9.w": a, "head.w": a, "here": a, "cut": a, "zero": a * 0})
-    b = a.clone()
-    b[1, 0] = 2.0
-    nan = a.clone()
-    nan[0, 1] = torch.nan
-    right = saved(
-        tmp_path / "b", **{"layers.10.w": b, "layers.9.w": nan, "head.w": a, "there": a, "cut": a[:1], "zero": -a * 0}
-    )
-    found = compare_checkpoints(left, right)
-    assert (found.only_a, found.only_b) == (["model.here"], ["model.there"])
-    assert found.reshaped == ["model.cut: F32 [2, 2] and F32 [1, 2]"]
-    assert [one.name for one in found.tensors] == ["model.layers.9.w", "model.layers.10.w"]
-    wrong, moved = found.tensors
-    assert (moved.elements, moved.norm, moved.largest, moved.first_index) == (1, 2.0, 2.0, (1, 0))
-    assert moved.relative == pytest.approx(0.4)
-    assert wrong.norm != wrong.norm
-    out = command("inspect", "checkpoint", str(left), "--diff", str(right))[1]
-    assert "2 of 4 tensors differ; the first is model.layers.9.w, at [0, 1]: 4 and nan" in out
-    assert "only in the first: model.here" in out
-
-
-def test_a_checkpoint_of_many_ranks_is_read_and_compared_whole(tmp_path: Path) -> None:
+def test_a_checkpoint_of_many_ranks_is_read_whole(tmp_path: Path) -> None:
     whole = torch.arange(24.0).reshape(4, 6)
 
     def save(ranks: object) -> Path:
@@ -162,7 +122,6 @@ def test_a_checkpoint_of_many_ranks_is_read_and_compared_whole(tmp_path: Path) -
     with pytest.raises(DataError, match=r"model\.x is not in the checkpoint"):
         reader.read("model.x")
     assert torch.equal(tensors_of(many)["model.w"], whole)
-    assert compare_checkpoints(one, many).is_equal
 
 
 def test_where_there_is_no_checkpoint(tmp_path: Path, command: Command) -> None:
@@ -170,7 +129,6 @@ def test_where_there_is_no_checkpoint(tmp_path: Path, command: Command) -> None:
     assert code == 3
     assert "there are no checkpoints at" in err
     assert command("inspect", "checkpoint", str(tmp_path))[0] == 3
-    assert command("inspect", "checkpoint", str(tmp_path), "--list", "--diff", "x")[0] == 2
 
 
 def test_facts_of_a_checkpoint_have_lines_of_their_own(run: Path, command: Command) -> None:
@@ -187,28 +145,26 @@ def test_facts_of_a_checkpoint_have_lines_of_their_own(run: Path, command: Comma
 
 
 def test_every_flipped_bit_of_a_header_is_one_clear_message(tmp_path: Path) -> None:
-    left, right = saved(tmp_path / "a", w=torch.ones(2)), saved(tmp_path / "b", w=torch.ones(2))
-    file = right / "tensors-00000.safetensors"
+    folder = saved(tmp_path, w=torch.ones(2))
+    file = folder / "tensors-00000.safetensors"
     whole = file.read_bytes()
-    told = 0
-    for bit in range(8 * (len(whole) - 8)):
+    refused = 0
+    for bit in range(0, 8 * (len(whole) - 8), 3):
         flip_bit(file, bit)
         try:
-            compare_checkpoints(left, right)
+            CheckpointReader(folder).read("model.w")
         except DataError:
-            told += 1
+            refused += 1
         file.write_bytes(whole)
-    assert told > 4 * len(whole)
+    assert refused > 1.3 * len(whole)
 
 
 @pytest.mark.parametrize("name", ["state.json", "index.json", "recipe.yaml"])
 def test_looking_never_trusts_a_small_file_that_was_changed(run: Path, command: Command, name: str) -> None:
     flip_bit(run / "checkpoints" / "step-00000004" / name, 99)
-    other = str(run / "checkpoints" / "step-00000002")
-    for words in ([str(run)], [str(run), "--diff", other], [other, "--diff", str(run)]):
-        code, _, err = command("inspect", "checkpoint", *words)
-        assert code == 3
-        assert f"{name} has been changed since it was saved" in err
+    code, _, err = command("inspect", "checkpoint", str(run))
+    assert code == 3
+    assert f"{name} has been changed since it was saved" in err
     assert list_checkpoints(run)[1].reason == f"{name} has been changed since it was saved"
 
 
@@ -230,4 +186,4 @@ def test_the_fast_place_of_a_run_is_known_where_its_files_are_here(
     with pytest.raises(DataError, match="there is no complete checkpoint"):
         find_checkpoint(run)
     (*_, newest) = list_checkpoints(run, check_hashes=True)
-    assert (newest.state, newest.reason) == ("complete", "1 of its files lie on other nodes and were not looked at")
+    assert (newest.state, newest.reason) == ("complete", "1 of its files lie on other nodes and were not checked")

@@ -19,8 +19,7 @@ from bloomery.base.errors import DataError
 from bloomery.data.batch import IGNORED_LABEL, Packing
 from bloomery.data.index_cache import IndexCache
 from bloomery.data.megatron import GreedyBlend, MegatronSource
-from bloomery.data.megatron_order import BlendRequest, build_blend
-from bloomery.data.split import PARTS, split_boundaries
+from bloomery.data.megatron_order import PARTS, BlendRequest, build_blend, split_boundaries
 from megatron_referee import greedy, random_lengths, write_lengths
 
 REASON = "needs the package megatron-core (pip install --no-deps megatron-core==0.16.1), see docs/orders.md"

@@ -12,7 +12,9 @@ import itertools
 import os
 import shutil
 import sys
+import tempfile
 import threading
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -24,14 +26,16 @@ import torch
 
 from bloomery.base.errors import BloomeryError
 from bloomery.base.piece import Piece
-from bloomery.checkpoint import fence, folder, persist, retention, saver, select
+from bloomery.checkpoint import fence, folder, retention, select
+from bloomery.checkpoint import save as saving
 from bloomery.checkpoint.load import load_pieces
 from bloomery.config.recipe import KeepSection
+from checkpoints import latest_checkpoint
 
 DEPTH = int(os.environ.get("BLOOMERY_SIMULATION_DEPTH", "1"))
 CHANGES = {"os.rename": 3, "os.mkdir": 2, "os.remove": 1, "os.rmdir": 1, "os.symlink": 2}  # which argument is dir_fd
 here = threading.local()
-complete, take_over, remove, latest = persist.complete, fence.take_over, folder.remove, folder.latest_checkpoint
+commit, take_over, remove = saving.SaveJob.commit, fence.take_over, folder.remove
 Schedule = list[tuple[int, str, str]]  # at which turn, `switch` or `crash`, and whom: an actor (A0) or a start (A)
 
 
@@ -195,11 +199,13 @@ def save(run: Run, start: str, rank: int, writer: fence.Writer, step: int) -> No
     values = torch.full((2,), float(step * 1000 + ord(start)))
     ranks: Any = SimpleNamespace(rank=rank, size=3, gather=lambda value: [value], broadcast=lambda _: f"{start}{step}")
     ranks.told, ranks.tell = run.board.get, run.board.__setitem__
-    one = saver.Saver({"w": Piece(values, (6,), (2 * rank,))}, device=values.device, ranks=ranks, timeout_seconds=100.0)
+    one = saving.Saver(
+        {"w": Piece(values, (6,), (2 * rank,))}, device=values.device, ranks=ranks, timeout_seconds=100.0
+    )
     one.stage()
     plan: dict[str, Any] = {"writer": writer, "retention": SimpleNamespace(after_save=promise)}
-    one.persist(persist.SavePlan(root=run.root, step=step, state={}, recipe_yaml="", **plan))
-    one._persist()  # in the place of its thread
+    one.persist(saving.SavePlan(root=run.root, step=step, state={}, recipe_yaml="", **plan))
+    one._flight.run(one._held, one._snapshot)  # in the place of its thread
 
 
 def take_over_and_save(run: Run) -> None:
@@ -250,15 +256,21 @@ class Scenario:
 
 
 @pytest.fixture
-def scenario(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Scenario:
-    """With clocks and chance that are the same in each run, and no threads but actors."""
+def scenario(monkeypatch: pytest.MonkeyPatch) -> Iterator[Scenario]:
+    """With clocks and chance that are the same in each run, and no threads but actors. In memory: nothing waits for a
+    disk, and all is still done through the file system."""
+    memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+    with tempfile.TemporaryDirectory(dir=memory) as place:
+        yield deterministic(monkeypatch, Path(place))
+
+
+def deterministic(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Scenario:
     outside = Actor("outside", Run(tmp_path), lambda: None)
     actor = lambda: getattr(here, "actor", outside)  # noqa: E731
     clock = SimpleNamespace(monotonic=lambda: actor().run.clock, sleep=lambda seconds: actor().sleep(seconds))
     monkeypatch.setattr("secrets.token_hex", lambda _: f"{actor().name}{next(actor().counts)}")
-    monkeypatch.setattr(persist, "time", clock)
-    monkeypatch.setattr(saver, "time", clock)
-    monkeypatch.setattr(saver, "threading", SimpleNamespace(Thread=partial(SimpleNamespace, start=lambda: None)))
+    monkeypatch.setattr(saving, "time", clock)
+    monkeypatch.setattr(saving, "threading", SimpleNamespace(Thread=partial(SimpleNamespace, start=lambda: None)))
     return Scenario(tmp_path)
 
 
@@ -287,8 +299,12 @@ def only_a_look(root: Path) -> fence.Writer:
 
 
 PLANTED: dict[str, tuple[Any, str, Any]] = {
-    "named too early": (saver, "complete", lambda job, _: persist._wait_for_parts(job, []) and persist._name(job)),
-    "deleted too early": (saver, "complete", lambda job, _: remove(latest(job.root), job.staging_dir) or complete(job)),
+    "named too early": (saving.SaveJob, "commit", lambda job: job.wait_for_parts() and job.publish()),
+    "deleted too early": (
+        saving.SaveJob,
+        "commit",
+        lambda job: remove(latest_checkpoint(job.plan.root), job.staging_dir) or commit(job),
+    ),
     "fenced by a look": (fence, "take_over", only_a_look),
     "no second look": (select, "refuse_later", lambda *_, **__: None),
 }

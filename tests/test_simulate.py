@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.pipelining import ScheduleGPipe
 
 from bloomery.base.losses import LM_LOSS
-from bloomery.checkpoint.saver import Saver
+from bloomery.checkpoint.save import Saver
 from bloomery.config.recipe import Recipe
 from bloomery.data.batch import GlobalBatch
 from bloomery.parallel.apply import DTYPES, give_memory, make_runner, outline, parallelise

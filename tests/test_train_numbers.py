@@ -20,8 +20,7 @@ from bloomery.parallel.gradients import Gradients, count_zeros, total_norm
 from bloomery.parallel.mesh import alone
 from bloomery.parallel.runner import PlainExecution, Runner
 from bloomery.parallel.weights import Weight
-from bloomery.train.loss_scale import LossScale
-from bloomery.train.optimizer import Optimizer
+from bloomery.train.optimizer import LossScale, Optimizer
 from checkpoints import tensors_of
 from conftest import Workshop
 

@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import signal
-import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from bloomery.base import signals
 from bloomery.base.signals import STOPS
-from bloomery.base.units import Duration
 from bloomery.config.load import load_recipe
+from bloomery.monitor.meters import IntervalMeter
+from bloomery.parallel.runner import Runner
 from bloomery.sizing.schedule import TrainingPlan
 from bloomery.train import stop as stop_module
 from bloomery.train.state import TrainState
 from bloomery.train.stop import StopRules
-from conftest import Workshop, start_training, wait_for_steps
+from conftest import Workshop
 
 
 def stop_event(run: Path) -> dict[str, object]:
@@ -49,16 +52,30 @@ def test_the_length_of_a_job_is_counted_from_its_own_start(workshop: Workshop) -
         assert stop_event(workshop.train("train.exit_after=4 steps"))["step"] == expected
 
 
+def stop_rules(workshop: Workshop, *overrides: str, **options: float) -> tuple[StopRules, IntervalMeter]:
+    recipe = load_recipe(str(workshop.recipe), overrides).recipe
+    assert recipe is not None
+    meter = IntervalMeter()
+    return StopRules(TrainingPlan.of(recipe), recipe.train, meter, control=workshop.folder, **options), meter
+
+
+def test_the_deadline_keeps_room_for_an_evaluation(workshop: Workshop, monkeypatch: pytest.MonkeyPatch) -> None:
+    rules, meter = stop_rules(workshop, "train.exit_after=100s", "train.evaluate={every: 4 steps, steps: 1}")
+    meter.evaluation_seconds = 20.0
+    monkeypatch.setattr(stop_module, "job_seconds", lambda: 90.0)
+    assert rules.reason(TrainState(step=1)) is None
+    assert rules.reason(TrainState(step=3)) is not None
+
+
 def test_the_deadline_leaves_room_for_the_slowest_step_and_the_slowest_save(
     workshop: Workshop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plan = TrainingPlan.of(load_recipe(str(workshop.recipe)).recipe)  # type: ignore[arg-type]
-    rules = StopRules(plan, exit_after=Duration(100.0), control=workshop.folder, save_seconds_estimate=30.0)
+    rules, meter = stop_rules(workshop, "train.exit_after=100s", save_seconds_estimate=30.0)
     now = 0.0
     monkeypatch.setattr(stop_module, "job_seconds", lambda: now)
     state = TrainState(step=1)
-    rules.time_step(5.0)
-    rules.time_step(2.0)
+    meter.time_step(5.0)
+    meter.time_step(2.0)
 
     def stops_at(seconds: float) -> bool:
         nonlocal now
@@ -72,50 +89,56 @@ def test_the_deadline_leaves_room_for_the_slowest_step_and_the_slowest_save(
     assert stops_at(92.1)
 
 
+@pytest.fixture
+def at_step(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, Callable[[], object]], None]:
+    """Do something while a step of a training in this process is computed."""
+    acts: dict[int, Callable[[], object]] = {}
+    original, steps = Runner.forward_backward, itertools.count(1)
+
+    def forward_backward(self: Runner, *arguments: Any, **options: Any) -> Any:
+        acts.get(next(steps), lambda: None)()
+        return original(self, *arguments, **options)
+
+    monkeypatch.setattr(Runner, "forward_backward", forward_backward)
+    monkeypatch.setattr(stop_module, "_POLL_SECONDS", 0.0)
+    return acts.__setitem__
+
+
+AtStep = Callable[[int, Callable[[], object]], None]
+
+
 @pytest.mark.parametrize("number", STOPS, ids=lambda number: number.name)
-def test_a_signal_stops_between_two_steps_with_everything_saved(workshop: Workshop, number: signal.Signals) -> None:
-    run = workshop.folder / "run"
-    process = start_training(workshop, run)
-    wait_for_steps(run, 3, process)
-    process.send_signal(number)
-    process.send_signal(number)  # as from a wrapper that passes on what the terminal has sent already
-    out, err = process.communicate(timeout=60)
-    assert process.returncode == 0, (out, err)
+def test_a_signal_stops_between_two_steps_with_everything_saved(
+    workshop: Workshop, at_step: AtStep, number: signal.Signals
+) -> None:
+    def twice() -> None:
+        os.kill(os.getpid(), number)
+        os.kill(os.getpid(), number)  # as from a wrapper that forwards what the terminal has sent already
+
+    at_step(3, twice)
+    run = workshop.train()
     event = stop_event(run)
-    assert (event["reason"], event["text"]) == ("signal", f"received {number.name}")
-    assert (run / "checkpoints" / "latest").read_text() == f"step-{event['step']:08d}\n"
-    assert json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])["step"] == event["step"]
+    assert (event["step"], event["reason"], event["text"]) == (3, "signal", f"received {number.name}")
+    assert (run / "checkpoints" / "latest").read_text() == "step-00000003\n"
+    assert json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])["step"] == 3
 
 
-def test_control_files_save_and_go_on_then_stop(workshop: Workshop) -> None:
-    run = workshop.folder / "run"
-    process = start_training(workshop, run, "checkpoint.phases=[{every: 10000000 steps}]")
-    wait_for_steps(run, 3, process)
-    (run / "control" / "save").touch()
-    deadline = time.monotonic() + 60
-    while not (run / "checkpoints" / "latest").is_file() and time.monotonic() < deadline:
-        time.sleep(0.02)
-    saved = int((run / "checkpoints" / "latest").read_text().removeprefix("step-"))
-    assert not (run / "control" / "save").exists()
-    wait_for_steps(run, saved + 2, process)
-    (run / "control" / "stop").touch()
-    process.communicate(timeout=60)
-    assert process.returncode == 0
-    assert stop_event(run)["reason"] == "control"
-    assert not (run / "control" / "stop").exists()
-    assert len(Workshop.events(run, "save")) == 2
+def test_control_files_save_and_continue_then_stop(workshop: Workshop, at_step: AtStep) -> None:
+    control = workshop.folder / "run" / "control"
+    at_step(3, (control / "save").touch)
+    at_step(6, (control / "stop").touch)
+    run = workshop.train("checkpoint.phases=[{every: 10000000 steps}]")
+    assert list(control.iterdir()) == []
+    assert [event["step"] for event in Workshop.events(run, "save")] == [4, 6]
+    assert (stop_event(run)["step"], stop_event(run)["reason"]) == (6, "control")
 
 
 def test_kill_ends_a_live_run_with_a_save_and_forbids_the_next_start(
-    workshop: Workshop, capsys: pytest.CaptureFixture[str]
+    workshop: Workshop, at_step: AtStep, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run = workshop.folder / "run"
-    process = start_training(workshop, run)
-    wait_for_steps(run, 3, process)
-    (run / "control" / "kill").touch()
-    process.communicate(timeout=60)
-    assert process.returncode == 0
-    assert stop_event(run)["reason"] == "control"
+    at_step(3, (workshop.folder / "run" / "control" / "kill").touch)
+    run = workshop.train()
+    assert (stop_event(run)["step"], stop_event(run)["reason"]) == (3, "control")
     before = sorted(path.name for path in run.rglob("*"))
     workshop.train()
     assert "Detected kill switch" in capsys.readouterr().out
@@ -132,8 +155,7 @@ def test_kill_present_at_start_builds_nothing(workshop: Workshop) -> None:
 
 def test_a_later_interrupt_leaves_at_once(workshop: Workshop, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(signals, "ONE_REQUEST_SECONDS", 0.0)
-    plan = TrainingPlan.of(load_recipe(str(workshop.recipe)).recipe)  # type: ignore[arg-type]
-    rules = StopRules(plan, exit_after=None, control=workshop.folder, save_seconds_estimate=0.0)
+    rules, _ = stop_rules(workshop)
     with rules.listening():
         os.kill(os.getpid(), signal.SIGINT)
         assert rules.reason(TrainState()) is not None

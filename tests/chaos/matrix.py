@@ -178,7 +178,7 @@ for _number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
         f"{_number.name} in a save",
         0,
         "resumes",
-        plant=Plant(Before("bloomery.checkpoint.saver:Saver.persist"), _one),
+        plant=Plant(Before("bloomery.checkpoint.save:Saver.persist"), _one),
     )
     row(
         "signal",

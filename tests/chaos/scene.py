@@ -24,6 +24,7 @@ import yaml
 
 from bloomery.base import exit_codes, signals
 from bloomery.checkpoint import folder as folders
+from bloomery.checkpoint.verify import damage
 from bloomery.cli.main import main
 from bloomery.launch.local import run_local_ranks
 from bloomery.monitor.history import read_events, read_metrics
@@ -151,7 +152,7 @@ class Scene:
         whole = folders.complete_checkpoints(root)
         said = folders.read_latest(root)
         assert said is None or root / said in whole, f"latest names {said}"
-        damaged = {path.name: found for path in whole if (found := folders.damage(path))}
+        damaged = {path.name: found for path in whole if (found := damage(path))}
         assert not damaged, damaged
 
     def require_equal(self) -> None:

@@ -49,7 +49,7 @@ class Writer:
             who = f"start {newest.get('incarnation')} ({newest.get('who')})"
             what = f"{who} has taken over {self.root}; this is start {self.incarnation}"
             rule = "an older start may neither complete nor delete a checkpoint"
-            raise FencedError(Problem(what, rule, "stop this process; the newer one goes on"))
+            raise FencedError(Problem(what, rule, "stop this process; the newer one continues"))
 
     def fenced(self) -> FencedError | None:
         """The error, if a newer start is known to have taken over."""

@@ -1,8 +1,8 @@
-"""Read a checkpoint back: its state, its recipe, and its tensors straight into the ones you give."""
+"""Load a checkpoint: its state, its recipe, and its tensors, into the given pieces or whole."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from math import prod
 from pathlib import Path
@@ -15,11 +15,10 @@ from bloomery.base.bounded import read_json
 from bloomery.base.energy import Energy
 from bloomery.base.errors import DataError, Problem, RecipeError
 from bloomery.base.piece import Piece
-from bloomery.base.ranks import Ranks, agreed
-from bloomery.checkpoint.folder import verify
-from bloomery.checkpoint.index import SavedPiece, SavedTensor, box_of, read_index
-from bloomery.checkpoint.manifest import STATE, read_manifest
-from bloomery.checkpoint.tensor_file import TensorFile
+from bloomery.base.ranks import ALONE, Ranks, agreed
+from bloomery.checkpoint.format import ANOTHER, RECIPE, STATE, Box, SavedPiece, SavedTensor, read_index, read_manifest
+from bloomery.checkpoint.tensor_file import DTYPES, TensorFile, TensorFiles
+from bloomery.checkpoint.verify import verify
 from bloomery.config.load import load_recipe
 from bloomery.config.recipe import Recipe
 from bloomery.data.tokenizer import Tokenizer, is_other_tokenizer
@@ -44,13 +43,12 @@ def read_state(folder: Path) -> dict[str, Any]:
 
 @contextmanager
 def using_state(place: Path | str = "") -> Iterator[None]:
-    """What state.json says may be anything, in any of its values: an error that comes of it is one of the file."""
+    """Any value of state.json may be anything: an error that comes of it is reported as one of the file."""
     try:
         yield
     except (OSError, ArithmeticError, LookupError, TypeError, ValueError, AttributeError) as error:
         what = f"{STATE} cannot be used: {type(error).__name__}: {error}"[:500]
-        remedy = "use another checkpoint, `bloomery train` with --from"
-        raise DataError(Problem(what, "", remedy, str(place))) from error
+        raise DataError(Problem(what, "", ANOTHER, str(place))) from error
 
 
 def _has_absurd_counts(value: Any) -> bool:
@@ -62,50 +60,59 @@ def _has_absurd_counts(value: Any) -> bool:
 def read_recipe_of(folder: Path) -> Recipe:
     """The recipe this checkpoint was trained with. DataError if this version cannot read it."""
     try:
-        recipe = load_recipe(str(folder / "recipe.yaml"), is_saved=True).recipe
+        recipe = load_recipe(str(folder / RECIPE), is_saved=True).recipe
     except RecipeError as error:
         raise DataError(error.problems) from error
     assert recipe is not None
     return recipe
 
 
-def plan_of(recipe: Recipe, state: Mapping[str, Any]) -> TrainingPlan:
-    """The plan that the training of this checkpoint followed."""
-    with using_state():
-        return TrainingPlan.of(recipe, History.from_json(state.get("history")))
-
-
 def consumed_tokens(recipe: Recipe, state: Mapping[str, Any]) -> int:
     """Tokens that the training of this checkpoint has taken, whatever sequence lengths it has had."""
     with using_state():
-        return plan_of(recipe, state).tokens_at(state["consumed_samples"])
+        plan = TrainingPlan.of(recipe, History.from_json(state.get("history")))
+        return plan.tokens_at(state["consumed_samples"])
 
 
-def load_pieces(folder: Path, pieces: Mapping[str, Piece]) -> None:
-    """Fill the given pieces in place, however the checkpoint was cut; read no more than they need. For one rank.
+class CheckpointReader:
+    """A checkpoint as a set of tensors, each read when it is needed. Holds the index and some open files."""
 
-    Other tensors in the checkpoint are left alone. DataError names everything that does not fit.
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.tensors: dict[str, SavedTensor] = read_index(folder)
+        self._files = TensorFiles(folder)
+
+    def read(self, name: str) -> Tensor:
+        """The whole tensor, however it was cut. DataError if it is not there."""
+        saved = self.tensors.get(name)
+        if saved is None:
+            raise DataError(Problem(f"{name} is not in the checkpoint", place=str(self.folder)))
+        whole = Piece.whole(torch.empty(saved.shape, dtype=DTYPES[saved.dtype]))
+        for part in saved.pieces:
+            _copy(self._files.open(part.file).view(part.key, part.size), part, whole)
+        return whole.tensor
+
+
+def load_pieces(folder: Path, pieces: Mapping[str, Piece], *, ranks: Ranks = ALONE) -> None:
+    """Fill the given pieces in place, however the checkpoint was cut; read no more than they need.
+
+    Other tensors in the checkpoint are not touched. DataError names everything that does not fit. All ranks call it:
+    what lies only on the disk of another node is broadcast from there, one tensor at a time.
     """
-    _read(folder, _parts(read_index(folder), folder, pieces))
-
-
-def load_on_all(folder: Path, pieces: Mapping[str, Piece], *, ranks: Ranks) -> None:
-    """Fill the pieces of every rank, as `load_pieces`. All ranks call it: what lies on the disk of another node is sent
-    from there, one tensor at a time."""
     with agreed(ranks):
         parts = _parts(read_index(folder), folder, pieces)
-    here = {file for file in parts if (folder / file).exists()}
-    with agreed(ranks):
-        _read(folder, {file: parts[file] for file in here})
+        here = {file for file in parts if ranks is ALONE or (folder / file).exists()}
+        for file in sorted(here):
+            source = TensorFile(folder / file)
+            for part, piece in parts[file]:
+                _copy(source.view(part.key, part.size), part, piece)
     lacking = {(file, part.key): (part, piece) for file in parts.keys() - here for part, piece in parts[file]}
-    asked = sorted({each for told in ranks.gather(list(lacking)) for each in told})
-    files = {file for file, _ in asked}
+    wanted = sorted({each for found in ranks.gather(list(lacking)) for each in found})
+    files = {file for file, _ in wanted}
     holders: list[set[str]] = ranks.gather({file for file in files if (folder / file).exists()})
-    for file, key in asked:
+    for file, key in wanted:
         sender = next(rank for rank, held in enumerate(holders) if file in held)  # `damage` has found one
-        values = None
-        if sender == ranks.rank:
-            values = TensorFile(folder / file).view(key).clone()
+        values = TensorFile(folder / file).view(key).clone() if sender == ranks.rank else None
         values = ranks.broadcast(values, sender)
         if (file, key) in lacking:
             _copy(values, *lacking[file, key])
@@ -118,38 +125,29 @@ def _parts(
     wanted = {name: piece for name, piece in pieces.items() if prod(piece.shape)}
     problems = []
     for name, piece in wanted.items():
-        facts = saved.get(name)
-        if facts is None:
-            problems.append(Problem(f"{name} is not in the checkpoint", place=str(folder)))
-        elif facts.shape != tuple(piece.shape):
-            what = f"{name} is {facts.shape} in the checkpoint and {tuple(piece.shape)} in the recipe"
+        shape = saved[name].shape if name in saved else None
+        if shape != tuple(piece.shape):
+            found = "not" if shape is None else shape
+            what = f"{name} is {found} in the checkpoint and {tuple(piece.shape)} in the recipe"
             problems.append(Problem(what, place=str(folder)))
     if problems:
-        raise DataError(
-            [*problems, Problem("the checkpoint does not fit this recipe", remedy="use the recipe it came from")]
-        )
+        what = "the checkpoint does not fit this recipe"
+        raise DataError([*problems, Problem(what, remedy="use the recipe it came from")])
     parts: dict[str, list[tuple[SavedPiece, Piece]]] = {}
     for name, piece in wanted.items():
         for part in saved[name].pieces:
-            if part.box.meet(box_of(piece)) is not None:
+            if part.meet(Box.of(piece)) is not None:
                 parts.setdefault(part.file, []).append((part, piece))
     return parts
-
-
-def _read(folder: Path, parts: Mapping[str, Sequence[tuple[SavedPiece, Piece]]]) -> None:
-    for file, found in sorted(parts.items()):
-        source = TensorFile(folder / file)
-        for part, piece in found:
-            _copy(source.view(part.key, part.box.size), part, piece)
 
 
 @torch.no_grad()
 def _copy(values: Tensor, part: SavedPiece, piece: Piece) -> None:
     """What the saved part, of which these are the values, and the piece have in common."""
-    shared = part.box.meet(box_of(piece))
+    box = Box.of(piece)
+    shared = part.meet(box)
     assert shared is not None
-    into = piece.tensor.detach()[tuple(map(slice, *shared.range_within(box_of(piece))))]
-    into.copy_(values[tuple(map(slice, *shared.range_within(part.box)))])
+    piece.tensor.detach()[shared.slices_of(box)].copy_(values[shared.slices_of(part)])
 
 
 def load_model(folder: Path, *, device: torch.device) -> tuple[Recipe, nn.Module]:

@@ -1,64 +1,170 @@
-"""What is kept: the newest, the marked, the named and the best. Nothing is deleted before something newer is whole."""
+"""The two tiers of checkpoints, and which of them are kept. Nothing is deleted before something newer is complete.
+
+run/checkpoints/                         durable: all of it in the run folder
+run/checkpoints-local/step-00000050/     node-local: index, state, recipe and manifest; the tensor files are links
+/nvme/my-run-1a2b3c4d/step-00000050-<attempt>/tensors-00003.safetensors      on the node of rank 3 only
+
+A link leads to a file on the node that has it, and nowhere on the others. What makes a checkpoint complete, newest or
+fenced happens in the shared folder in both tiers; only the bytes of the tensors stay on the node.
+"""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterator, Mapping
+import hashlib
+import os
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
-from typing import Any
+from tempfile import TemporaryFile
+from typing import Any, Protocol
 
+from bloomery.base.bounded import LARGE_BYTES, read_json
 from bloomery.base.errors import DataError
+from bloomery.base.storage import opened_folder, own_folder, remove_tree, writing, written_to
 from bloomery.checkpoint import folder as folders
 from bloomery.checkpoint.fence import Writer
-from bloomery.checkpoint.manifest import SUSPICIOUS, read_manifest
-from bloomery.config.recipe import KeepSection
+from bloomery.checkpoint.format import MANIFEST, PARTS, SUSPICIOUS, read_manifest
+from bloomery.config.recipe import CheckpointSection, KeepSection
 from bloomery.sizing.saves import kept_steps
+
+DURABLE, LOCAL = "durable", "local"
+
+
+@dataclass(frozen=True)
+class Tier:
+    name: str
+    """`durable` or `local`."""
+    root: Path
+    writer: Writer
+    keep: KeepSection | None
+    parts_root: Path | None = None
+    """Where on each node's own disk its tensor files lie; None: in `root`."""
+
+    @classmethod
+    def of(cls, name: str, section: CheckpointSection, run_folder: Path, writer: Writer) -> Tier:
+        if name == DURABLE or section.local is None:
+            return cls(name, writer.root, writer, section.keep)
+        mark = hashlib.sha256(str(run_folder.absolute()).encode()).hexdigest()[:8]  # two runs of one name stay apart
+        parts_root = Path(section.local.path).absolute() / f"{run_folder.name}-{mark}"
+        return cls(name, writer.root, writer, KeepSection(last=section.local.keep), parts_root)
+
+    def prepare_node_dir(self) -> None:
+        """Make the folder on this node, and delete what earlier starts have left there and no checkpoint needs. Every
+        rank calls it, after one of them has tidied `root`. StorageError if nothing can be written there."""
+        if self.parts_root is not None:
+            with written_to("checkpoint.local.path"), writing(self.parts_root, "write in the folder"):
+                own_folder(self.parts_root, parents=True)
+                with TemporaryFile(dir=self.parts_root) as probe:  # without a name: a kill leaves nothing
+                    probe.write(b"probe")
+            sweep_parts(self.parts_root, self.root)
+
+
+def tier_roots(section: CheckpointSection, run_folder: Path) -> dict[str, Path]:
+    """Where checkpoints are listed, by tier; all ranks see these."""
+    roots = {DURABLE: run_folder / folders.CHECKPOINTS}
+    return roots if section.local is None else {**roots, LOCAL: run_folder / folders.LOCAL_CHECKPOINTS}
+
+
+def sweep_parts(parts_root: Path, root: Path, *, spare: Collection[str] = ()) -> None:
+    """Delete what lies on this node's disk and belongs to no checkpoint in `root`, retired ones included. `spare`:
+    folders of saves in flight. Ranks of one node may do it at once. Never fails: what cannot be deleted stays."""
+    kept = set(spare)
+    complete = [path / MANIFEST for path in folders.complete_checkpoints(root)]
+    for path in [*complete, *root.glob(f"{folders.RETIRED}/*/{MANIFEST}")]:
+        try:
+            kept.add(Path(read_json(path, LARGE_BYTES).get(PARTS, "")).name)
+        except FileNotFoundError:  # retention was faster
+            continue
+        except (OSError, ValueError, AttributeError, TypeError):  # it may name any of them
+            return
+    with contextlib.suppress(OSError), opened_folder(parts_root) as here:
+        for name in os.listdir(here):
+            if name not in kept:
+                remove_tree(name, dir_fd=here)
+
+
+class Uploads(Protocol):
+    """The part of `remote.Uploader` that retention needs."""
+
+    def offer(self, folder: Path, *, keep_all: bool = False, final: bool = False) -> bool: ...
+    def protected(self) -> set[int]: ...
+
+
+@dataclass(frozen=True)
+class Retention:
+    """What one save deletes in its tier, and who uploads the new checkpoint."""
+
+    tier: Tier
+    uploader: Uploads | None = None
+    known: int | None = None
+    """The step that this job has loaded or saved last. Without one nothing is deleted to make room."""
+    proven_until: int = -1
+    given_up: range = range(0)
+    """Which checkpoints are good (see good_steps). The newest of them stays, because this one is not proven yet."""
+    is_suspicious: bool = False
+    """The state may be worse than that of older checkpoints: nothing is deleted."""
+    is_final: bool = False
+    """It is the last one of the run."""
+
+    def make_room(self) -> list[str]:
+        """Before the first byte, if the disk has no room: delete what retention would delete after this save, except
+        what this job has loaded or saved. A node-local tier without room for all that it should keep keeps the newest.
+        Returns the names, like `after_save`."""
+        if self.tier.name == LOCAL:
+            return apply_retention(self.tier.root, KeepSection(last=1), writer=self.tier.writer)
+        if self.is_suspicious or self.known is None:
+            return []
+        return self._retain({self.known})
+
+    def after_save(self, folder: Path) -> list[str]:
+        """When the checkpoint is complete."""
+        if self.uploader is not None:
+            self.uploader.offer(folder, keep_all=self.is_suspicious, final=self.is_final)
+        return [] if self.is_suspicious else self._retain(set())
+
+    def _retain(self, spare: set[int]) -> list[str]:
+        good = good_steps(self.tier.root, proven_until=self.proven_until, given_up=self.given_up)
+        spare |= {*islice(good, 1), *(self.uploader.protected() if self.uploader else ())}
+        return apply_retention(self.tier.root, self.tier.keep, writer=self.tier.writer, spare=spare)
 
 
 def apply_retention(
     root: Path, keep: KeepSection | None, *, writer: Writer | None = None, spare: Collection[int] = ()
 ) -> list[str]:
-    """Delete the complete checkpoints that `keep` does not ask for, never the newest and none of `spare`; their names,
+    """Delete the complete checkpoints that `keep` does not name, never the newest and none of `spare`; their names,
     oldest first."""
     if keep is None:
         return []
     found = {folders.step_of(path): path for path in folders.complete_checkpoints(root)}
-    measured = found.items() if keep.best else ()
-    losses = {step: loss for step, path in measured if (loss := _validation_loss(path, step)) is not None}
-    kept = kept_steps(list(found), keep, losses, {step for step, path in found.items() if is_suspicious(path)})
     removed = []
-    for step, path in sorted(found.items()):
-        if step not in kept and step not in spare:
-            with writer.acting() if writer is not None else contextlib.nullcontext():
-                folders.remove(path, root if writer is None else writer.staging_dir)
-            removed.append(path.name)
+    for step in sorted(found.keys() - kept_by({s: _manifest(path) for s, path in found.items()}, keep) - {*spare}):
+        with writer.acting() if writer is not None else contextlib.nullcontext():
+            folders.remove(found[step], root if writer is None else writer.staging_dir)
+        removed.append(found[step].name)
     return removed
 
 
-def _validation_loss(folder: Path, step: int) -> float | None:
-    try:
-        return loss_at(read_manifest(folder), step)
-    except DataError:
-        return None
-
-
-def is_suspicious(folder: Path) -> bool:
-    """Whether it was saved in a stretch of spikes or NaNs; so is one whose manifest cannot be read."""
-    try:
-        return bool(read_manifest(folder).get(SUSPICIOUS))
-    except DataError:
-        return True
-
-
-def loss_at(manifest: Mapping[str, Any], step: int) -> float | None:
-    """The validation loss that was measured at this very step; None if none was."""
-    measured = manifest.get("validation")
-    return float(measured["loss"]) if measured and measured["step"] == step else None
+def kept_by(manifests: Mapping[int, Mapping[str, Any]], keep: KeepSection) -> set[int]:
+    """The steps that stay, by their manifests: `best` is by the validation loss that was measured at the very step."""
+    measured = {step: manifest.get("validation") or {} for step, manifest in manifests.items()}
+    losses = {step: float(found["loss"]) for step, found in measured.items() if found.get("step") == step}
+    suspicious = {step for step, manifest in manifests.items() if manifest.get(SUSPICIOUS)}
+    return kept_steps(list(manifests), keep, losses, suspicious)
 
 
 def good_steps(root: Path, *, proven_until: int, given_up: range) -> Iterator[int]:
     """Complete checkpoints that are known to be good, the newest first: up to the step that later steps have proven,
-    less those that a rewind gave up and those saved in a stretch of spikes or NaNs."""
-    found = [path for path in folders.complete_checkpoints(root) if folders.step_of(path) <= proven_until]
-    kept = (path for path in reversed(found) if folders.step_of(path) not in given_up)
-    return (folders.step_of(path) for path in kept if not is_suspicious(path))
+    except those that a rewind gave up and those saved in a stretch of spikes or NaNs."""
+    steps: Iterable[int] = map(folders.step_of, reversed(folders.complete_checkpoints(root)))
+    wanted = (step for step in steps if step <= proven_until and step not in given_up)
+    return (step for step in wanted if not _manifest(root / folders.step_name(step)).get(SUSPICIOUS))
+
+
+def _manifest(folder: Path) -> Mapping[str, Any]:
+    """One that cannot be read is suspicious."""
+    try:
+        return read_manifest(folder)
+    except DataError:
+        return {SUSPICIOUS: True}

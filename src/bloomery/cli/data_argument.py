@@ -149,7 +149,8 @@ def past_of(recipe: Recipe, args: argparse.Namespace, *, reads: Collection[str])
             what, rule = f"--change {args.changes[0]} is given without --run-dir", "it says what differs from a run"
             raise RecipeError(Problem(what, rule, "add --run-dir, or leave it out", COMMAND_LINE))
         return None
-    from bloomery.checkpoint.folder import find_checkpoint, verify
+    from bloomery.checkpoint.folder import find_checkpoint
+    from bloomery.checkpoint.verify import verify
     from bloomery.train.contract import check_change_names
     from bloomery.train.resume import resume_point_at
 

@@ -1,9 +1,11 @@
-"""`bloomery download MANIFEST --output DIR`: every file of a list, verified by size and checksum."""
+"""`bloomery download MANIFEST --output DIR`: every file of a list, verified by size and checksum.
+`bloomery extract SOURCES... --output DIR --chunks N`: compressed .jsonl files to N plain ones."""
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 import time
 from collections.abc import Callable
@@ -21,7 +23,7 @@ if TYPE_CHECKING:
 _SECONDS_BETWEEN_LINES = 10.0
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments_download(parser: argparse.ArgumentParser) -> None:
     positive, timeout = whole_number(1), "silence that ends a connection; default: 60"
     parser.add_argument("manifest", metavar="MANIFEST", help=".json, .jsonl or .yaml list of {url, size, sha256, path}")
     parser.add_argument("--output", metavar="DIR", type=Path, required=True, help="folder for the files")
@@ -31,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print the summary as JSON")
 
 
-def run(args: argparse.Namespace) -> int:
+def run_download(args: argparse.Namespace) -> int:
     from bloomery.prepare.download import download, read_download_manifest
 
     wanted = read_download_manifest(args.manifest)
@@ -80,3 +82,26 @@ def whole_number(least: int) -> Callable[[str], int]:
         return int(text)
 
     return parse
+
+
+def add_arguments_extract(parser: argparse.ArgumentParser) -> None:
+    endings = ".jsonl, .ndjson or .jsonlines, plain or with .gz or .zst"
+    parser.add_argument("sources", metavar="SOURCE", nargs="+", help=f"files, folders, globs or URLs of {endings}")
+    parser.add_argument("--output", metavar="DIR", type=Path, required=True, help="folder for the chunks")
+    parser.add_argument("--chunks", metavar="N", type=whole_number(1), required=True, help="how many files to write")
+    parser.add_argument("--jobs", metavar="N", type=whole_number(1), help="chunks at a time; default: one per core")
+    parser.add_argument("--json", action="store_true", help="print the summary as JSON")
+
+
+def run_extract(args: argparse.Namespace) -> int:
+    from bloomery.prepare.extract import extract
+
+    jobs = args.jobs or len(os.sched_getaffinity(0))
+    result = extract(args.sources, args.output, chunks=args.chunks, jobs=jobs)
+    if args.json:
+        print(json.dumps(asdict(result), indent=2))
+    else:
+        made = f"{args.output}: {result.written:,} written, {result.already_there:,} already there"
+        counts = f"{result.input_files:,} files in, {result.chunks:,} out; {result.documents:,} documents in and out"
+        print(f"{made}. {counts}, {format_bytes(result.bytes)}. Hashes and counts: {result.manifest}")
+    return exit_codes.OK

@@ -22,7 +22,7 @@ from bloomery.base.errors import BloomeryError, host_memory_problem
 COMMANDS = {
     "quickstart": "the whole way on this machine's own Python files: tokenizer, shards, training, export, report",
     "tokenizer train": "a byte-level BPE tokenizer from raw text",
-    "download": "the files of a manifest, each proven by size and checksum",
+    "download": "the files of a manifest, each verified by size and checksum",
     "extract": "many compressed .jsonl files to N plain ones",
     "prepare": "raw text to shards",
     "check": "validate a recipe; --explain prints every value and where it came from",
@@ -32,7 +32,7 @@ COMMANDS = {
     "inspect sample": "exactly what is trained at some positions of the run, as text",
     "inspect step": "exactly what one step trains on, as text",
     "inspect order": "epochs, ranges and shares of every source",
-    "inspect checkpoint": "contents of a checkpoint; --verify, --diff OTHER, --list",
+    "inspect checkpoint": "contents of a checkpoint; --verify, --list",
     "inspect model": "parameters by group and FLOPs per token of a recipe",
     "train": "the main job; goes on where it stopped",
     "verify": "prove that every layout trains what one rank trains, for a small copy of a recipe",
@@ -45,9 +45,12 @@ COMMANDS = {
 _MODULES = {
     "inspect model": "inspect_recipe",
     "inspect schedule": "inspect_recipe",
-    "inspect sample": "inspect_samples",
-    "inspect step": "inspect_samples",
-    "inspect order": "inspect_samples",
+    "inspect data": "inspect_data",
+    "inspect sample": "inspect_data",
+    "inspect step": "inspect_data",
+    "inspect order": "inspect_data",
+    "download": "download",
+    "extract": "download",
     "export": "hf",
     "import hf": "hf",
 }

@@ -18,7 +18,6 @@ from bloomery.launch.local import run_local_ranks
 from bloomery.sizing.check import CheckedRecipe, fit
 from bloomery.sizing.layout import world_size
 from bloomery.train.contract import check_change_names
-from bloomery.train.kill_switch import kill_switch
 
 _TRIES = 16
 """Numbers of ranks to try, in each direction, for one that fits."""
@@ -44,7 +43,7 @@ def run(args: argparse.Namespace) -> int:
     except RecipeError as error:
         raise error.told_once(started.rank if started else 0) from None
     folder = args.run_dir or Path("runs") / recipe.name
-    if switch := kill_switch(folder):
+    if (switch := folder / "control" / "kill").exists():
         print(f"Detected kill switch at {switch}. Exiting; remove the file to train again.")
         return exit_codes.OK
     if started is None and world_size(recipe) > 1:

@@ -18,7 +18,7 @@ from bloomery.base.errors import BloomeryError
 from bloomery.base.piece import Piece
 from bloomery.base.ranks import ALONE, Ranks, first_rank_does, started_as
 from bloomery.checkpoint.load import load_pieces, read_state
-from bloomery.checkpoint.saver import save_checkpoint
+from bloomery.checkpoint.save import save_checkpoint
 from bloomery.config.load import load_recipe
 from bloomery.monitor.journal import Journal
 from bloomery.monitor.meters import IntervalMeter

@@ -52,7 +52,9 @@ RATE = OnResume("by name", "the learning rate, compared as its value at each sam
 UPDATE = OnResume("by name", "the size of updates")
 BATCH = OnResume("by name", "samples of a step; finished steps keep their count")
 SOURCES = OnResume(
-    "by name", "training data; new shares begin at the next sample. Fixed with the orders `megatron` and `bigscience`"
+    "by name",
+    "training data, each source known by its `name`, by default its path: a shard that has moved needs the `name` it "
+    "had; new shares begin at the next sample. Fixed with the orders `megatron` and `bigscience`",
 )
 LENGTH = OnResume(
     "by name",
@@ -61,7 +63,7 @@ LENGTH = OnResume(
 )
 ROTARY = OnResume("by name", "the rotary frequencies, which go with the sequence length")
 NUMERICS = OnResume("by name", "how a step is computed")
-SKIPS = OnResume("by name", "only for past steps; ranges of future steps are free")
+SKIPS = OnResume("by name", "only for past steps (redo them with --from); ranges of future steps are free")
 ARCHITECTURE = OnResume("fixed", "the architecture and its initial weights")
 TOKENIZER = OnResume("fixed", "compared by content: it may move to another path")
 ORDER = OnResume("fixed", "the order of samples")

@@ -1,17 +1,23 @@
-"""Samples for next-token prediction: a shard's tokens, cut into windows that overlap by one, in timeless order."""
+"""Samples for next-token prediction: a shard's tokens, cut into windows that overlap by one, in timeless order; and how
+a run that resumes continues in them."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from bloomery.base.errors import DataError, Problem
+from bloomery.config.recipe import Recipe
 from bloomery.data.batch import Batch, Packing, Trace, causal_batch, document_spans
+from bloomery.data.blend import BlendState, TimelessBlend
+from bloomery.data.megatron_order import Flavour, Part, part_range
 from bloomery.data.order import TimelessOrder
 from bloomery.data.shards import ShardReader
-from bloomery.data.split import Flavour, Part, part_range
+from bloomery.sizing.schedule import TrainingPlan
 
 
 class ShardSource:
@@ -53,6 +59,24 @@ class ShardSource:
     def where(self) -> str:
         """For messages."""
         return "the shard" if self.part == "all" else f"its {self.part} part"
+
+    @property
+    def num_samples(self) -> int:
+        """Samples of one epoch."""
+        raise NotImplementedError
+
+    @property
+    def documents(self) -> tuple[int, int]:
+        """[first, last) of the shard that the part reads, at least a sequence of each."""
+        return self._part_of(self.shard.num_documents)
+
+    def epochs(self, samples: int) -> float:
+        """How often so many samples go through the part."""
+        return samples / self.num_samples
+
+    def standing(self, samples: int) -> tuple[int | None, int | None]:
+        """(epoch, sample of it) behind so many."""
+        return divmod(samples, self.num_samples)
 
     def close(self) -> None:
         self.shard.close()
@@ -115,3 +139,44 @@ def check_ids(rows: NDArray[np.int64], starts: NDArray[np.int64], *, shard: Shar
             place=f"{shard.prefix}.bin",
         )
     )
+
+
+@dataclass(frozen=True)
+class DataCursor:
+    """How far a checkpoint has come in its data."""
+
+    recipe: Recipe
+    plan: TrainingPlan
+    step: int
+    consumed_samples: int
+    blend: BlendState | None
+    """None for orders without state, and for a run that has taken nothing."""
+
+
+def blend_after(
+    cursor: DataCursor, weights: Mapping[str, float], sources: Sequence[CausalSource], *, seq_length: int
+) -> tuple[TimelessBlend, list[str]]:
+    """The blend of the run that resumes, and notices about it.
+
+    Samples of another length are other samples, and no cursor knows which of them have been seen. So a source whose
+    cursor counts another length begins its next epoch, in which again every sample comes once.
+    """
+    assert cursor.blend is not None
+    state, notices = cursor.blend, list[str]()
+    lengths = dict.fromkeys({**state.cursors, **state.weights}, cursor.recipe.model.seq_length) | state.lengths
+    resized = [source for source in sources if lengths.get(source.key, seq_length) != seq_length]
+    if not resized and cursor.recipe.model.seq_length == seq_length:
+        return TimelessBlend.resume(state, weights, consumed_samples=cursor.consumed_samples), notices
+    cursors = TimelessBlend(state).taken(cursor.consumed_samples)
+    for source in resized:
+        length = lengths.pop(source.key)
+        epoch_samples = source.num_samples_at(length)
+        unread = -cursors[source.key] % epoch_samples
+        epochs = (cursors[source.key] + unread) // epoch_samples
+        cursors[source.key] = epochs * source.num_samples
+        rest = f"{unread * length:,} tokens of epoch {epochs - 1} stay" if unread else "nothing stays"
+        notices.append(f"{source.key}: samples of {seq_length:,} tokens begin with epoch {epochs}; {rest} unread")
+    lengths = {key: length for key, length in lengths.items() if length != seq_length}
+    start = TimelessBlend.start(weights).state
+    first = cursor.consumed_samples
+    return TimelessBlend(replace(start, first_sample=first, cursors=cursors, lengths=lengths)), notices

@@ -2,8 +2,8 @@
 
 An entry is a folder named after its key, with one .npy per array and `entry.json` (the key and a checksum per file). It
 is written beside its place and renamed, so it is whole or absent; one that is damaged all the same is made again. The
-first process of a node builds while the others wait for its lock; where the file system has no locks, each builds and
-the first to finish wins. Arrays are memory-mapped, so the processes of a node share them.
+first process of a node builds while the others wait for its lock. Arrays are memory-mapped, so the processes of a node
+share them.
 """
 
 from __future__ import annotations
@@ -11,8 +11,9 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-import secrets
+import tempfile
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from numpy.typing import NDArray
 
 from bloomery.base.bounded import open_regular, read_json
 from bloomery.base.errors import Problem, StorageError
-from bloomery.base.storage import open_plain, reason, remove_tree
+from bloomery.base.storage import open_plain, publish, reason, remove_tree
 
 _FORMAT = 1
 """Counted up when the meaning of an entry changes, so that older ones are left alone."""
@@ -46,58 +47,38 @@ class IndexCache:
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             with open(self.folder / ".lock", "rb", opener=_created) as lock:
-                is_locked = _lock(lock.fileno())
-                if (found := _load(entry, facts)) is None:  # else another process was faster
-                    _store(entry, facts, build(), is_alone=is_locked)
+                with suppress(OSError):  # without locks, each process builds and the first to finish wins
+                    fcntl.flock(lock, fcntl.LOCK_EX)
+                if (found := _load(entry, facts)) is None:
+                    _store(entry, facts, build())
                     found = _load(entry, facts)
+            if found is None:
+                raise OSError(f"{entry} reads back otherwise than it was written")
+            return found
         except OSError as error:
-            what, remedy = (
-                f"cannot keep index caches in {self.folder}: {reason(error)}",
-                "that can be written and has room",
-            )
-            raise StorageError(Problem(what, remedy=f"choose a data.cache_dir {remedy}, or repair this one")) from error
-        if found is None:
-            what = f"the index just written to {entry} reads back otherwise"
-            raise StorageError(Problem(what, remedy="check the disk (`dmesg`), or choose another data.cache_dir"))
-        return found
+            what = f"cannot keep index caches in {self.folder}: {reason(error)}"
+            remedy = "choose a data.cache_dir that can be written and has room, or repair this one"
+            raise StorageError(Problem(what, remedy=remedy)) from error
 
 
 def _created(path: str, flags: int) -> int:
     return open_plain(path, flags | os.O_CREAT)  # for reading, which is enough: it may be another user's
 
 
-def _lock(descriptor: int) -> bool:
-    """Waits until no other process holds it; the system frees it on a crash. False where there are no locks."""
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-    except OSError:
-        return False
-    return True
-
-
-def _store(entry: Path, facts: Mapping[str, Any], arrays: Arrays, *, is_alone: bool) -> None:
-    for debris in entry.parent.glob(f".{entry.name}.partial-*") if is_alone else ():
-        remove_tree(debris)  # of builders that were killed
-    partial = entry.with_name(f".{entry.name}.partial-{secrets.token_hex(4)}")
-    try:
+def _store(entry: Path, facts: Mapping[str, Any], arrays: Arrays) -> None:
+    with tempfile.TemporaryDirectory(prefix=f".{entry.name}.", dir=entry.parent, ignore_cleanup_errors=True) as folder:
+        partial = Path(folder, "entry")
         partial.mkdir()
-        checksums = {}
         for name, array in arrays.items():
-            path = partial / f"{name}.npy"
-            with open(path, "wb") as file:
-                np.save(file, array, allow_pickle=False)
-                file.flush()
-                os.fsync(file.fileno())
-            checksums[name] = file_checksum(path)
+            np.save(partial / f"{name}.npy", array, allow_pickle=False)
+        checksums = {name: file_checksum(partial / f"{name}.npy") for name in arrays}
         (partial / "entry.json").write_text(json.dumps({"key": facts, "checksums": checksums}, indent=1))
-        try:
-            os.rename(partial, entry)
-        except OSError:
-            if _load(entry, facts) is None:  # it is damaged; else a builder without lock was faster
-                remove_tree(entry)  # whoever has mapped its files keeps them
+        for path in partial.iterdir():
+            publish(path, path)  # brings it to the disk
+        if _load(entry, facts) is None:
+            remove_tree(entry)  # absent, or damaged; whoever has mapped its files keeps them
+            with suppress(FileExistsError):
                 os.rename(partial, entry)
-    finally:
-        remove_tree(partial)
 
 
 def _load(entry: Path, facts: Mapping[str, Any]) -> Arrays | None:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import os
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
-from functools import partial
 from typing import Any, cast
 
 import numpy as np
@@ -14,13 +13,13 @@ import numpy as np
 from bloomery.base.errors import DataError
 from bloomery.base.losses import LM_LOSS
 from bloomery.config.recipe import Recipe, SourceSection
-from bloomery.data.batch import IGNORED_LABEL, Batch, DocumentSpan, SampleSource, Stream, Trace
+from bloomery.data.batch import IGNORED_LABEL, Batch, SampleSource, Stream, Trace
 from bloomery.data.blend import TimelessBlend
+from bloomery.data.causal import ShardSource
 from bloomery.data.manifest import ShardManifest, check_describes, file_of, manifest_path, read_manifest
 from bloomery.data.megatron import MegatronSource
-from bloomery.data.open import SPLIT_GROUP, OpenData
+from bloomery.data.open import OpenData
 from bloomery.data.shards import ShardReader
-from bloomery.data.split import Part, part_range
 from bloomery.data.tokenizer import Tokenizer
 
 _SAMPLES_AT_A_TIME = 32
@@ -34,13 +33,13 @@ def read_samples(
     A public contract: `index`, `source`, `epoch`, `documents` ({document, start, tokens}), `tokens` with the last
     label behind the inputs. For masked samples `tokens` is what the model sees, and `labels` what it has to find.
     """
-    manifests = {section.path: _manifest(section.path) for section in sections}
+    manifests = {section.path: read_manifest(section.path) for section in sections}
     for start in range(first, last + 1, _SAMPLES_AT_A_TIME):
         positions = np.arange(start, min(start + _SAMPLES_AT_A_TIME, last + 1))
         owners, ordinals = (found.tolist() for found in stream.blend.locate(positions))
         batch = stream.batch(start, len(positions))
         for row, (position, owner, ordinal) in enumerate(zip(positions, owners, ordinals, strict=True)):
-            source, section = stream.sources[owner], sections[owner]
+            source, path = stream.sources[owner], sections[owner].path
             trace: Trace = cast(Any, source).trace(int(ordinal))
             tokens, extra = _row(batch, row, source, trace)
             yield {
@@ -48,8 +47,10 @@ def read_samples(
                 "source": source.key,
                 "epoch": trace.epoch,
                 "sample": trace.sample,
-                "shard": section.path,
-                "documents": [{**asdict(span), **_origin(span, manifests, section.path)} for span in trace.documents],
+                "shard": path,
+                "documents": [
+                    {**asdict(span), **_origin(span.document, path, manifests[path])} for span in trace.documents
+                ],
                 "tokens": tokens,
                 **extra,
                 "text": None if tokenizer is None else tokenizer.decode(tokens),
@@ -60,6 +61,10 @@ def samples_taken(stream: Stream, consumed_samples: int) -> list[int]:
     """How many of the first `consumed_samples` of the run each source gives."""
     taken = stream.blend.taken(consumed_samples)
     return [taken[key] for key in stream.keys]
+
+
+def _sources(stream: Stream) -> Sequence[ShardSource]:
+    return cast(Sequence[ShardSource], stream.sources)
 
 
 def order_facts(recipe: Recipe, stream: Stream, *, train_samples: int, at_samples: Sequence[int]) -> dict[str, Any]:
@@ -73,18 +78,18 @@ def order_facts(recipe: Recipe, stream: Stream, *, train_samples: int, at_sample
     at = {position: samples_taken(stream, position) for position in at_samples}
     repeats = _first_repeats(stream, at_end, train_samples)
     sources = []
-    for number, (source, section) in enumerate(zip(stream.sources, sections, strict=True)):
+    for number, (source, section) in enumerate(zip(_sources(stream), sections, strict=True)):
         taken, epoch_samples = at_end[number], source.num_samples
         sources.append(
             {
                 "source": source.key,
                 "shard": section.path,
-                "document_range": document_range(recipe, source, "train"),
+                "document_range": list(source.documents),
                 "samples_per_epoch": epoch_samples,
                 "weight": float(weights[number]),
                 "achieved": (taken - at_first[number]) / max(1, train_samples - first),
                 "samples_taken": taken,
-                "epochs": epochs_of(source, taken),
+                "epochs": source.epochs(taken),
                 "first_repeat_at": repeats[number],
                 "at": [_standing(source, position, counts[number]) for position, counts in at.items()],
             }
@@ -99,36 +104,16 @@ def order_facts(recipe: Recipe, stream: Stream, *, train_samples: int, at_sample
     }
 
 
-def epochs_of(source: SampleSource, taken: int) -> float:
-    """How often a training goes through a source from which it takes so many samples."""
-    return source.epochs(taken) if isinstance(source, MegatronSource) else taken / source.num_samples
-
-
-def _standing(source: SampleSource, position: int, taken: int) -> dict[str, Any]:
+def _standing(source: ShardSource, position: int, taken: int) -> dict[str, Any]:
     """Where a source stands at a position of the run; in no epoch where several are shuffled together."""
-    epoch: int | None
-    sample: int | None
-    epoch, sample = divmod(taken, source.num_samples)
-    if isinstance(source, MegatronSource):
-        epoch, sample = source.standing(taken)
-    facts = {"samples": position, "samples_taken": taken, "epochs": epochs_of(source, taken)}
+    epoch, sample = source.standing(taken)
+    facts = {"samples": position, "samples_taken": taken, "epochs": source.epochs(taken)}
     return {**facts, "epoch": epoch, "sample_of_epoch": sample}
 
 
 def first_position(stream: Stream) -> int:
     """Where the stream's weights begin to hold: 0, or where a resumed run changed them."""
     return stream.blend.state.first_sample if isinstance(stream.blend, TimelessBlend) else 0
-
-
-def document_range(recipe: Recipe, source: SampleSource, part: Part) -> list[int]:
-    """Documents [first, last) of the shard that the source reads, at least a sequence of each."""
-    assert recipe.data is not None
-    shard = cast(Any, source).shard
-    if isinstance(source, MegatronSource):
-        return list(shard.index.documents_of(*source.sequences))
-    if recipe.data.split is None:
-        return [0, int(shard.num_documents)]
-    return list(part_range(recipe.data.split, part, shard.num_documents, place=f"{shard.prefix}.idx"))
 
 
 def _row(batch: Batch, row: int, source: SampleSource, trace: Trace) -> tuple[list[int], dict[str, Any]]:
@@ -167,28 +152,18 @@ def _first_repeats(stream: Stream, at_end: Sequence[int], train_samples: int) ->
         if isinstance(source, MegatronSource):
             is_alone = source.standing(0)[0] == 0
             epoch_samples = source.shape.samples_shuffled_first if is_alone else at_end[number]
-        taken = partial(_taken_of, stream, number)
         repeats = at_first[number] <= epoch_samples < at_end[number]
-        found.append(
-            bisect_right(range(train_samples + 1), epoch_samples, lo=first, key=taken) - 1 if repeats else None
-        )
+        position = bisect_right(range(train_samples + 1), epoch_samples, lo=first, key=_taken_of(stream, source.key))
+        found.append(position - 1 if repeats else None)
     return found
 
 
-def _taken_of(stream: Stream, number: int, position: int) -> int:
-    return samples_taken(stream, position)[number]
+def _taken_of(stream: Stream, key: str) -> Callable[[int], int]:
+    return lambda position: stream.blend.taken(position)[key]
 
 
-def _manifest(path: str) -> ShardManifest | None:
-    try:
-        return read_manifest(path)
-    except DataError:  # opening the data has already reported it
-        return None
-
-
-def _origin(span: DocumentSpan, manifests: Mapping[str, ShardManifest | None], prefix: str) -> dict[str, str]:
-    manifest = manifests[prefix]
-    origin = manifest and file_of(span.document, manifest, prefix)
+def _origin(document: int, prefix: str, manifest: ShardManifest | None) -> dict[str, str]:
+    origin = manifest and file_of(document, manifest, prefix)
     return {"origin": origin} if origin else {}
 
 
@@ -228,24 +203,23 @@ def recipe_facts(recipe: Recipe, data: OpenData, *, train_samples: int, quick: b
     seen: dict[str, dict[str, Any]] = {}
     eod_id = _eod_id(recipe)
 
-    def row(group: str, source: SampleSource, path: str) -> dict[str, Any]:
+    def row(group: str, source: ShardSource, path: str) -> dict[str, Any]:
         if path not in seen:
             seen[path] = shard_facts(path, quick=quick, eod_id=eod_id)
         facts = {"group": group, "source": source.key, **seen[path]}
-        ranges = document_range(recipe, source, "valid" if group == SPLIT_GROUP else "train")
-        is_split = recipe.data is not None and recipe.data.split is not None
-        return {**facts, "document_range": ranges if is_split else None, "samples_per_epoch": source.num_samples}
+        ranges = list(source.documents) if recipe.data and recipe.data.split else None
+        return {**facts, "document_range": ranges, "samples_per_epoch": source.num_samples}
 
     sections = recipe.data.train
-    sources = [row("train", *each) for each in zip(data.train.sources, (one.path for one in sections), strict=True)]
+    sources = [row("train", *each) for each in zip(_sources(data.train), (one.path for one in sections), strict=True)]
     total_weight = sum(section.weight for section in sections)
     taken = samples_taken(data.train, train_samples)
-    for facts, section, source, samples in zip(sources, sections, data.train.sources, taken, strict=True):
+    for facts, section, source, samples in zip(sources, sections, _sources(data.train), taken, strict=True):
         shares = {"weight": section.weight / total_weight, "samples_taken": samples}
-        facts |= {**shares, "epochs": epochs_of(source, samples)}
+        facts |= {**shares, "epochs": source.epochs(samples)}
     for group, stream in data.validation.items():
         own = recipe.data.validation.get(group, sections)
-        sources += [row(group, *each) for each in zip(stream.sources, (one.path for one in own), strict=True)]
+        sources += [row(group, *each) for each in zip(_sources(stream), (one.path for one in own), strict=True)]
     return {
         "name": recipe.name,
         "seq_length": recipe.model.seq_length,

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import threading
+from collections import deque
 from collections.abc import Callable
-from queue import SimpleQueue
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Self
 
 from bloomery.data.batch import GlobalBatch, Source, read_batch
@@ -30,14 +30,12 @@ class Loader:
         """`batch_size_at(consumed_samples)` is the size of the global batch that begins there, for any number."""
         if not 0 <= replica < replicas:
             raise ValueError(f"replica {replica} of {replicas}")
-        self._source = source
-        self._micro_batch_size = micro_batch_size
-        self._batch_size_at = batch_size_at
-        self._replica = replica
-        self._replicas = replicas
-        self._pin_memory = pin_memory
-        self._consumed_samples = 0
-        self._prefetch: _Prefetch | None = None
+        self._source, self._batch_size_at = source, batch_size_at
+        self._micro_batch_size, self._pin_memory = micro_batch_size, pin_memory
+        self._replica, self._replicas = replica, replicas
+        self._consumed_samples = self._submitted_samples = 0
+        self._prefetched: deque[Future[GlobalBatch]] = deque()
+        self._thread: ThreadPoolExecutor | None = None
 
     @property
     def consumed_samples(self) -> int:
@@ -47,24 +45,29 @@ class Loader:
     def seek(self, consumed_samples: int) -> None:
         """The next batch begins at this sample. Costs nothing however far it is."""
         self.close()
-        self._consumed_samples = consumed_samples
+        self._consumed_samples = self._submitted_samples = consumed_samples
 
     def take(self) -> GlobalBatch:
         """The next global batch. Raises what went wrong while reading it; the position then stays."""
-        if self._prefetch is None:
-            self._prefetch = _Prefetch(self._read, self._consumed_samples)
-        result = self._prefetch.next()
-        if isinstance(result, BaseException):
-            self.close()
-            raise result
-        self._consumed_samples = result.first_sample + result.size
-        return result
+        self._thread = self._thread or ThreadPoolExecutor(1, thread_name_prefix="bloomery-loader")
+        while len(self._prefetched) <= _DEPTH:
+            self._prefetched.append(self._thread.submit(self._read, self._submitted_samples))
+            self._submitted_samples += self._batch_size_at(self._submitted_samples)
+        try:
+            batch = self._prefetched.popleft().result()
+        except BaseException:
+            self.seek(self._consumed_samples)
+            raise
+        self._consumed_samples = batch.first_sample + batch.size
+        return batch
 
     def close(self) -> None:
         """Ends the thread. The source stays open; a later `take` starts again."""
-        if self._prefetch is not None:
-            self._prefetch.stop()
-            self._prefetch = None
+        if self._thread is not None:
+            self._thread.shutdown(cancel_futures=True)
+        self._thread = None
+        self._prefetched.clear()
+        self._submitted_samples = self._consumed_samples
 
     def _read(self, first: int) -> GlobalBatch:
         return read_batch(
@@ -82,37 +85,3 @@ class Loader:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-class _Prefetch:
-    """A thread that reads batch after batch, at most _DEPTH ahead, until it is stopped or fails."""
-
-    def __init__(self, read: Callable[[int], GlobalBatch], first: int) -> None:
-        self._read = read
-        self._free = threading.Semaphore(_DEPTH)
-        self._results: SimpleQueue[GlobalBatch | BaseException] = SimpleQueue()
-        self._stopping = False
-        self._thread = threading.Thread(target=self._run, args=(first,), name="bloomery-loader", daemon=True)
-        self._thread.start()
-
-    def next(self) -> GlobalBatch | BaseException:
-        result = self._results.get()
-        self._free.release()
-        return result
-
-    def stop(self) -> None:
-        self._stopping = True
-        self._free.release()
-        self._thread.join()
-
-    def _run(self, first: int) -> None:
-        try:
-            while True:
-                self._free.acquire()
-                if self._stopping:
-                    return
-                batch = self._read(first)
-                first += batch.size
-                self._results.put(batch)
-        except BaseException as error:  # handed to the thread that takes
-            self._results.put(error)

@@ -17,8 +17,7 @@ from bloomery.base.credentials import mask
 from bloomery.base.errors import DataError, Problem, first_few
 from bloomery.base.storage import write_atomically
 from bloomery.data.index_cache import file_checksum
-from bloomery.data.shard_index import unreadable
-from bloomery.data.shards import ShardReader
+from bloomery.data.shards import ShardReader, unreadable
 
 if TYPE_CHECKING:
     from bloomery.data.tokenizer import Tokenizer
@@ -135,69 +134,39 @@ def file_of(document: int, manifest: ShardManifest, prefix: str) -> str | None:
     return files[number].name if number < len(files) else None
 
 
-def without_manifest(prefixes: Sequence[str], but: str) -> str:
-    """One warning, however many shards have none; `but` says what follows, such as 'could not be checked'."""
-    have, whose = ("has no manifest", "its") if len(prefixes) == 1 else ("have no manifests", "their")
-    place = f" ({manifest_path(prefixes[0])})" if len(prefixes) == 1 else ""
-    what = "tokenizer, vocabulary and end-of-document token"
-    return f"{first_few(prefixes)} {have}{place}: {whose} {what} {but}"
+def without_manifest(prefixes: Sequence[str]) -> str:
+    """One warning, however many shards have none."""
+    return f"no manifest of {first_few(prefixes)}: tokenizer, vocabulary and end-of-document token were not checked"
 
 
-def check_fits(manifest: ShardManifest, *, tokenizer: Tokenizer | None, vocab_size: int, place: str) -> list[Problem]:
-    """Why a model with this tokenizer (None: not known) and vocabulary cannot train on the shard; empty when it can."""
+def check_fits(
+    manifests: Mapping[str, ShardManifest], *, tokenizer: Tokenizer | None, vocab_size: int
+) -> list[Problem]:
+    """Why a model with this tokenizer (None: not known) and vocabulary cannot train on these shards, by prefix; empty
+    when it can. All must name the same tokenizer, vocabulary and end of document, or no end."""
     problems = []
-    if tokenizer is not None and manifest.tokenizer_hash != tokenizer.content_hash:
-        problems.append(
-            Problem(
-                what=f"the shard was made with another tokenizer (hash {manifest.tokenizer_hash[:12]}, "
-                f"the recipe's is {tokenizer.content_hash[:12]})",
-                rule="token ids only have a meaning together with their tokenizer",
-                remedy="point tokenizer.path to the tokenizer of the shard, or run `bloomery prepare` again",
-                place=place,
-            )
-        )
-    elif tokenizer is not None and (wrong := _contradictions(manifest, tokenizer)):
-        what = f"says {', '.join(wrong)} in {tokenizer.path}, whose hash it names"
-        rule = "the shard must end its documents as the tokenizer does, and hold ids of its vocabulary"
-        remedy = "delete the manifest and run `bloomery prepare` again, or restore what was changed"
-        problems.append(Problem(what, rule, remedy, place))
-    if manifest.vocab_size > vocab_size:
-        problems.append(
-            Problem(
-                what=f"the shard's vocabulary has {manifest.vocab_size} entries but model.vocab_size is {vocab_size}",
-                rule="every token id must be below model.vocab_size",
-                remedy=f"set model.vocab_size to {manifest.vocab_size}",
-                place=place,
-            )
-        )
-    return problems
-
-
-def _contradictions(manifest: ShardManifest, tokenizer: Tokenizer) -> list[str]:
-    """What a manifest says of its own tokenizer that is not so. Which token ends a document is not in the hash: it may
-    stand in another file, and be missing where only tokenizer.json was copied."""
-    is_so = {"vocab_size": tokenizer.vocab_size}
-    if manifest.eod_id is not None and tokenizer.end_of_document is not None:
-        is_so["eod_id"] = tokenizer.eod_id
-    listed = ((name, getattr(manifest, name), value) for name, value in is_so.items())
-    return [f"{name} {found} where it is {value}" for name, found, value in listed if found != value]
-
-
-def check_alike(manifests: Mapping[str, ShardManifest]) -> list[Problem]:
-    """Why shards, by their prefixes, cannot be trained on together; empty when they can. A shard whose documents have
-    no end fits every other."""
-    problems = []
-    for name in ("tokenizer_hash", "vocab_size", "eod_id"):
-        known = [(prefix, value) for prefix, shard in manifests.items() if (value := getattr(shard, name)) is not None]
-        for prefix, value in known[1:]:
-            first, expected = known[0]
-            if value == expected:
+    known: dict[str, tuple[str, Any]] = {}
+    if tokenizer is not None:
+        known = {"tokenizer_hash": (tokenizer.path, tokenizer.content_hash)}
+        known["vocab_size"] = (tokenizer.path, tokenizer.vocab_size)
+        if tokenizer.end_of_document is not None:  # it may stand in a file beside tokenizer.json that was not copied
+            known["eod_id"] = (tokenizer.path, tokenizer.eod_id)
+    for prefix, manifest in manifests.items():
+        for name in ("tokenizer_hash", "vocab_size", "eod_id"):
+            if (value := getattr(manifest, name)) is None:
                 continue
-            what = f"the shard has {name} {value!s:.12} but {first} has {expected!s:.12}"
-            rule = "shards that are trained on together need one tokenizer: an id means another token in another"
-            remedy = (
-                "make them with the same tokenizer by `bloomery prepare`, and name it in the recipe as `tokenizer:`"
-            )
+            place, expected = known.setdefault(name, (prefix, value))
+            if value != expected:
+                what = f"the shard was made with another tokenizer: its {name} is {value!s:.12}, that of {place} is "
+                rule = "token ids only have a meaning together with their tokenizer"
+                remedy = "name the tokenizer of the shards in the recipe, or delete the manifest and run "
+                remedy += "`bloomery prepare` again"
+                what += f"{expected!s:.12}"
+                problems.append(Problem(what, rule, remedy, manifest_path(prefix)))
+                break
+        if manifest.vocab_size > vocab_size:
+            what = f"the shard's vocabulary has {manifest.vocab_size} entries but model.vocab_size is {vocab_size}"
+            rule, remedy = "every token id must be below model.vocab_size", f"set it to {manifest.vocab_size}"
             problems.append(Problem(what, rule, remedy, manifest_path(prefix)))
     return problems
 

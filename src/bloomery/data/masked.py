@@ -58,18 +58,11 @@ class MaskVocabulary:
         if prefix:
             continues[[number for token, number in model["vocab"].items() if token.startswith(prefix)]] = True
         fixed = np.zeros(size, bool)
-        fixed[[tokenizer.cls_id, tokenizer.sep_id, tokenizer.mask_id, tokenizer.pad_id]] = True
+        ids = {f"{name}_id": tokenizer.special_id(f"[{name.upper()}]") for name in ("cls", "sep", "mask", "pad")}
+        fixed[list(ids.values())] = True
         ordinary = np.ones(size, bool)
         ordinary[list(tokenizer.special_tokens.values())] = False
-        return cls(
-            cls_id=tokenizer.cls_id,
-            sep_id=tokenizer.sep_id,
-            mask_id=tokenizer.mask_id,
-            pad_id=tokenizer.pad_id,
-            continues=continues,
-            fixed=fixed,
-            replacements=np.flatnonzero(ordinary),
-        )
+        return cls(**ids, continues=continues, fixed=fixed, replacements=np.flatnonzero(ordinary))
 
     @property
     def size(self) -> int:

@@ -7,8 +7,8 @@ are built once and kept in a cache (index_cache.py); how they are built is in me
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal, Self, cast
+from functools import partial
+from typing import Any, Literal, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,17 +16,9 @@ from numpy.typing import NDArray
 from bloomery.base.errors import DataError, Problem, RecipeError
 from bloomery.config.recipe import Recipe, SourceSection
 from bloomery.data.batch import Batch, DocumentSpan, SampleSource, Stream, Trace, causal_batch
-from bloomery.data.causal import ShardSource, check_ids
-from bloomery.data.cursor import DataCursor
+from bloomery.data.causal import DataCursor, ShardSource, check_ids
 from bloomery.data.index_cache import IndexCache, file_checksum
-from bloomery.data.megatron_order import (
-    BlendRequest,
-    OrderShape,
-    SampleIndex,
-    build_blend,
-    build_index,
-)
-from bloomery.data.split import Flavour
+from bloomery.data.megatron_order import BlendRequest, Flavour, OrderShape, SampleIndex, build_blend, build_index
 from bloomery.sizing.schedule import TrainingPlan
 
 _COUNTED_AT_A_TIME = 1 << 24
@@ -65,8 +57,12 @@ class MegatronSource(ShardSource):
         """Samples of all epochs; beyond them there is no order."""
         return self.shape.num_samples
 
+    @property
+    def documents(self) -> tuple[int, int]:
+        return self.shard.index.documents_of(*self.sequences)
+
     def epochs(self, samples: int) -> float:
-        """How often so many samples go through the text, whose end need not be that of a sample."""
+        """The end of the text need not be that of a sample."""
         return samples * self.seq_length / self.shape.tokens_per_epoch
 
     def standing(self, samples: int) -> tuple[int | None, int | None]:
@@ -109,12 +105,8 @@ class MegatronSource(ShardSource):
             "separate_last": self.shape.separate_last,
             "seed": self.seed,
         }
-        arrays = self._cache.arrays(
-            "samples",
-            key,
-            lambda: build_index(self._starts, first=first, last=last, shape=self.shape, seed=self.seed).as_arrays(),
-        )
-        return SampleIndex(**arrays)
+        build = partial(build_index, self._starts, first=first, last=last, shape=self.shape, seed=self.seed)
+        return SampleIndex(**self._cache.arrays("samples", key, lambda: build().as_arrays()))
 
     def _cut(self, row: NDArray[np.int64], ordinal: int) -> Iterator[tuple[int, NDArray[np.int64]]]:
         """(first token in the shard, place in the row) of each stretch of a sample."""
@@ -197,22 +189,14 @@ MAX_SEED = 2**32 - 1
 """RandomState takes no larger one."""
 
 
-@dataclass(frozen=True)
-class WantedSamples:
-    """What Megatron asks of its datasets. Its orders follow from these numbers."""
-
-    train: int
-    validation: int
-    """For all evaluations of the run, one behind the other."""
-
-    @classmethod
-    def of(cls, recipe: Recipe, plan: TrainingPlan) -> Self:
-        evaluate = recipe.train.evaluate
-        steps = (plan.train_steps // evaluate.every.count + 1) * evaluate.steps if evaluate else 0
-        return cls(plan.asked_samples, steps * recipe.batch.global_batch_size)
-
-    def of_use(self, use: Use) -> int:
-        return self.train if use == "train" else self.validation
+def wanted_samples(recipe: Recipe, plan: TrainingPlan, use: Use) -> int:
+    """What Megatron asks of its datasets, for validation of all evaluations of the run together. Its orders follow from
+    these numbers."""
+    if use == "train":
+        return plan.asked_samples
+    evaluate = recipe.train.evaluate
+    steps = (plan.train_steps // evaluate.every.count + 1) * evaluate.steps if evaluate else 0
+    return steps * recipe.batch.global_batch_size
 
 
 class MegatronOpening:
@@ -223,15 +207,22 @@ class MegatronOpening:
         if recipe.seed > MAX_SEED:
             rule = f"with data.order={flavour} it is at most {MAX_SEED}"
             raise RecipeError(Problem(f"seed is {recipe.seed}", rule, "use the seed of the run to be continued"))
-        self._wanted = WantedSamples.of(recipe, plan)
+        self._recipe, self._plan = recipe, plan
         self._flavour: Flavour = flavour
-        self._length, self._plan = recipe.train.for_, plan
         self._cache = IndexCache(recipe.data.cache_dir)
         self._blends_one = recipe.data.blend_one_source
 
+    def request(self, sections: Sequence[SourceSection], samples: int) -> BlendRequest | None:
+        """None for one source that is not blended."""
+        if len(sections) == 1 and not self._blends_one:
+            return None
+        return BlendRequest.of(self._flavour, [section.weight for section in sections], samples)
+
     def member_samples(self, sections: Sequence[SourceSection], use: Use) -> list[int]:
         """What each of these sources is asked for."""
-        return self._member_samples(sections, self._wanted.of_use(use))
+        samples = wanted_samples(self._recipe, self._plan, use)
+        request = self.request(sections, samples)
+        return request.member_samples if request else [samples]
 
     def source(self, path: str, samples: int, **settings: Any) -> MegatronSource:
         return MegatronSource(path, flavour=self._flavour, samples=samples, cache=self._cache, **settings)
@@ -239,7 +230,7 @@ class MegatronOpening:
     def stream(self, sections: Sequence[SourceSection], sources: Sequence[SampleSource], use: Use) -> Stream:
         """DataError if a source has fewer samples than the blend takes from it."""
         members = cast(Sequence[MegatronSource], sources)
-        request = self._request(sections, self._wanted.of_use(use))
+        request = self.request(sections, wanted_samples(self._recipe, self._plan, use))
         return Stream(sources, GreedyBlend(request, members, self._cache) if request else OneSource(members[0]))
 
     def train_stream(
@@ -252,42 +243,24 @@ class MegatronOpening:
             what = f"the training takes {self._plan.train_samples} samples, but data.order={self._flavour} has {size}"
             rule = "a training that ends within its batch ramp takes more than train.for says"
             raise DataError(Problem(what, rule, "use a shorter ramp or a longer train.for"))
-        if cursor is not None and not self._is_order_of(cursor, sections, cast(Sequence[MegatronSource], sources)):
-            raise DataError(self._other_order(cursor))
+        if cursor is not None:
+            self._check_order(cursor, sections, cast(Sequence[MegatronSource], sources))
         return stream
 
-    def _other_order(self, cursor: DataCursor) -> Problem:
-        then, now = cursor.recipe.train.for_, self._length
-        then_samples, now_samples = WantedSamples.of(cursor.recipe, cursor.plan).train, self._wanted.train
-        back = then if cursor.plan.batch == self._plan.batch else f"{then_samples} samples"
-        return Problem(
-            f"train.for is {now} = {now_samples} samples but the checkpoint has {then} = {then_samples} samples",
-            f"with data.order={self._flavour} the order of all samples follows from it: some would come twice",
-            f"use 'train.for={back}' to resume, or start a new run under another name or --run-dir",
-        )
-
-    def _request(self, sections: Sequence[SourceSection], wanted: int) -> BlendRequest | None:
-        """None for one source that is not blended."""
-        if len(sections) == 1 and not self._blends_one:
-            return None
-        return BlendRequest.of(self._flavour, [section.weight for section in sections], wanted)
-
-    def _member_samples(self, sections: Sequence[SourceSection], wanted: int) -> list[int]:
-        request = self._request(sections, wanted)
-        return request.member_samples if request else [wanted]
-
-    def _is_order_of(
+    def _check_order(
         self, cursor: DataCursor, sections: Sequence[SourceSection], sources: Sequence[MegatronSource]
-    ) -> bool:
-        """Whether `cursor` gave these sources the same epochs and the same blend; all but the length is the same."""
-        wanted = WantedSamples.of(cursor.recipe, cursor.plan).train
-        return all(
-            source.shape
-            == OrderShape.of(
-                self._flavour,
-                tokens_per_epoch=source.shape.tokens_per_epoch,
-                seq_length=source.seq_length,
-                samples=samples,
-            )
-            for source, samples in zip(sources, self._member_samples(sections, wanted), strict=True)
-        )
+    ) -> None:
+        """DataError unless `cursor` gave these sources the same epochs and the same blend; all but the length is the
+        same."""
+        then, now = cursor.plan.asked_samples, self._plan.asked_samples
+        request = self.request(sections, then)
+        for source, samples in zip(sources, request.member_samples if request else [then], strict=True):
+            tokens, seq_length = source.shape.tokens_per_epoch, source.seq_length
+            shape = OrderShape.of(self._flavour, tokens_per_epoch=tokens, seq_length=seq_length, samples=samples)
+            if shape != source.shape:
+                here, there = self._recipe.train.for_, cursor.recipe.train.for_
+                what = f"train.for is {here} = {now} samples but the checkpoint has {there} = {then} samples"
+                why = f"with data.order={self._flavour} the order of all samples follows from it: some would come twice"
+                back = there if cursor.plan.batch == self._plan.batch else f"{then} samples"
+                remedy = f"use 'train.for={back}' to resume, or start a new run under another name or --run-dir"
+                raise DataError(Problem(what, why, remedy))

@@ -13,11 +13,9 @@ from bloomery.base.errors import DataError, Problem, first_few
 from bloomery.config.recipe import Recipe, SourceSection
 from bloomery.data.batch import Packing, SampleSource, Stream
 from bloomery.data.blend import TimelessBlend
-from bloomery.data.causal import CausalSource
-from bloomery.data.cursor import DataCursor, blend_after
+from bloomery.data.causal import CausalSource, DataCursor, blend_after
 from bloomery.data.manifest import (
     ShardManifest,
-    check_alike,
     check_describes,
     check_fits,
     manifest_path,
@@ -26,8 +24,8 @@ from bloomery.data.manifest import (
 )
 from bloomery.data.masked import MaskedSource, MaskVocabulary
 from bloomery.data.megatron import MegatronOpening, Use
+from bloomery.data.megatron_order import Part
 from bloomery.data.shards import ShardReader
-from bloomery.data.split import Part
 from bloomery.data.tokenizer import Tokenizer
 from bloomery.families.registry import FAMILIES
 from bloomery.sizing.data_rules import source_key
@@ -36,11 +34,6 @@ from bloomery.sizing.schedule import TrainingPlan
 SPLIT_GROUP = "valid"
 """Name of the validation group that `data.split` makes."""
 _FINDS_ENDS = "data.mask_documents, data.reset_positions and data.eod_loss find the ends of documents by their token"
-_SHARE_MAY_BE_OFF = 0.1
-"""By which part of itself, before there is a warning."""
-_PADDED_TO = 64
-_MOST_PADDING = 1024
-"""Rows of a vocabulary that is a multiple, beyond the entries of the tokenizer: others pad it in the recipe already."""
 _ENDS_LOOKED_AT = 100
 """Documents whose last token is read where no manifest says how documents end."""
 
@@ -98,13 +91,9 @@ def open_data(
         if cursor is not None and cursor.blend is not None:
             windows = cast(Sequence[CausalSource], train)  # bert has others, but never another length
             blend, notices = blend_after(cursor, _weights(data.train), windows, seq_length=recipe.model.seq_length)
-        blends = {name: TimelessBlend.start(_weights(sections[name])) for name in groups}
-        validation = {name: Stream(sources, blends[name]) for name, sources in groups.items()}
-        for place, each in {
-            "data.train": blend,
-            **{f"data.validation.{name}": blends[name] for name in blends},
-        }.items():
-            opening.warnings += _shares_that_are_off(place, each)
+        validation = {
+            name: Stream(sources, TimelessBlend.start(_weights(sections[name]))) for name, sources in groups.items()
+        }
         yield OpenData(Stream(train, blend), validation, blend, opening.warnings, notices, opening.tokenizer_hash())
     finally:
         opening.close()
@@ -112,15 +101,6 @@ def open_data(
 
 def _weights(sections: Sequence[SourceSection]) -> dict[str, float]:
     return {source_key(section): section.weight for section in sections}
-
-
-def _shares_that_are_off(place: str, blend: TimelessBlend) -> list[str]:
-    """One warning for all sources whose weights are too small for the slots of a blend."""
-    asked, given = blend.state.weights, blend.shares()
-    off = [key for key, share in asked.items() if abs(given[key] - share) > _SHARE_MAY_BE_OFF * share]
-    texts = [f"{key} should have {asked[key]:.3g} of the samples and gets {given[key]:.3g}" for key in off]
-    slots = f"a blend has {blend.state.period:,} slots, and every source at least one"
-    return [f"{place}: {first_few(texts)}: {slots}; raise these weights, or leave the sources out"] if texts else []
 
 
 class _Opening:
@@ -190,13 +170,10 @@ class _Opening:
         return source
 
     def _check_manifest(self, path: str, shard: ShardReader) -> None:
-        manifest, place = self._manifest(path), manifest_path(path)
-        if manifest is None:
+        if (manifest := self._manifest(path)) is None:
             self._check_ends(path, shard)
-            return
-        vocab_size = self._recipe.model.vocab_size
-        self.problems += check_fits(manifest, tokenizer=self._tokenizer, vocab_size=vocab_size, place=place)
-        self.problems += check_describes(manifest, shard, place=place)
+        else:
+            self.problems += check_describes(manifest, shard, place=manifest_path(path))
 
     def _check_ends(self, path: str, shard: ShardReader) -> None:
         """That documents of a shard without a manifest end as those want it who look for their ends."""
@@ -215,32 +192,19 @@ class _Opening:
                 return
 
     def check_together(self) -> None:
-        """All shards against each other, less those that do not fit the recipe's tokenizer, which has been reported."""
+        """All shards against the tokenizer and against each other."""
         if bare := [path for path, manifest in self._manifests.items() if manifest is None]:
-            self.warnings.append(without_manifest(bare, "could not be checked"))
-        own = self._tokenizer.content_hash if self._tokenizer else None
+            self.warnings.append(without_manifest(bare))
         known = {path: manifest for path, manifest in self._manifests.items() if manifest is not None}
-        self.warnings += self._unlikely(known)
-        self.problems += check_alike(
-            {path: manifest for path, manifest in known.items() if own in (None, manifest.tokenizer_hash)}
-        )
-
-    def _unlikely(self, known: dict[str, ShardManifest]) -> Iterator[str]:
-        """What trains well enough, but is seldom meant."""
-        sizes = [self._tokenizer.vocab_size] if self._tokenizer else [each.vocab_size for each in known.values()]
-        rows, entries = self._recipe.model.vocab_size, max(sizes, default=0)
-        is_padded = rows % _PADDED_TO == 0 and rows - entries < _MOST_PADDING
-        if 0 < entries < rows and not is_padded:
-            what = f"model.vocab_size is {rows:,} but the tokenizer has {entries:,} entries"
-            yield f"{what}: the others never occur in the data. To pad the embedding there is model.vocab_multiple"
+        self.problems += check_fits(known, tokenizer=self._tokenizer, vocab_size=self._recipe.model.vocab_size)
         endless = [
             path
             for path, manifest in known.items()
             if manifest.eod_id is None and manifest.settings.get("special_tokens") != "as_ids"
         ]
         if endless and not FAMILIES[self._recipe.model.family].encoder:
-            what = "holds documents without an end (append_eod: false)"
-            yield f"{first_few(endless)} {what}: each runs into the next, and the model does not learn to stop"
+            what = "documents have no end (append_eod: false), so the model does not learn to stop"
+            self.warnings.append(f"{first_few(endless)}: {what}")
 
     def tokenizer_hash(self) -> str | None:
         """The recipe's tokenizer; without one, that of the manifests, which all have the same."""

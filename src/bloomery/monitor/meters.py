@@ -1,5 +1,5 @@
-"""Averages over a logging interval, without the time of evaluation and saving; and the energy that a run has used, over
-all its ranks and jobs."""
+"""Averages over a logging interval, without the time of evaluation and saving; how long steps take; and the energy that
+a run has used, over all its ranks and jobs."""
 
 from __future__ import annotations
 
@@ -8,14 +8,18 @@ import json
 import os
 import socket
 import time
+from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from statistics import median
 from typing import Any
 
+from bloomery.base import pulse
 from bloomery.base.energy import Energy, Sensor
 from bloomery.base.errors import DataError
+from bloomery.base.pulse import PULSE
 from bloomery.base.ranks import Ranks
 from bloomery.base.storage import open_plain
 from bloomery.monitor import names
@@ -63,7 +67,11 @@ class IntervalMeter:
 
     def __init__(self, partial: Mapping[str, Any] | None = None) -> None:
         """`partial`: what a checkpoint kept of an interval that a stop cut in two; it may raise if it is not."""
+        PULSE.learn(0.0)
         self._started = self._last_step_at = time.monotonic()
+        self._recent: deque[float] = deque(maxlen=10)
+        self.evaluation_seconds = 0.0
+        """Of the slowest evaluation in this job."""
         self._sums = _Sums()
         self._grad_norm = 0.0
         self._num_zeros: float | None = None
@@ -89,10 +97,11 @@ class IntervalMeter:
         skipped: bool,
         nan: bool,
         source_losses: Mapping[str, tuple[float, int]],
-    ) -> float:
-        """Count one step; returns the seconds since the one before. `source_losses`: (sum, tokens) per source."""
+    ) -> None:
+        """Count one step. `source_losses`: (sum, tokens) per source."""
         now, sums = time.monotonic(), self._sums
-        seconds, self._last_step_at = now - self._last_step_at, now
+        self.time_step(now - self._last_step_at)
+        self._last_step_at = now
         for name, value in losses.items():
             sums.losses[name] = sums.losses.get(name, 0.0) + value
         for source, (total, tokens) in source_losses.items():
@@ -103,7 +112,20 @@ class IntervalMeter:
         sums.samples += samples
         sums.skipped += skipped
         sums.nan += nan
-        return seconds
+
+    def time_step(self, seconds: float) -> None:
+        self._recent.append(seconds)
+        PULSE.learn(self.step_seconds)
+
+    @property
+    def step_seconds(self) -> float:
+        """The median of the last ten steps; 0 before the first."""
+        return median(self._recent) if self._recent else 0.0
+
+    @property
+    def slowest_step_seconds(self) -> float:
+        """Of the last ten; 0 before the first."""
+        return max(self._recent, default=0.0)
 
     def take(self) -> Interval:
         """The averages so far; the next interval begins."""
@@ -124,6 +146,15 @@ class IntervalMeter:
     def drop(self) -> None:
         """Forget the interval so far: its steps were given up."""
         self._started, self._sums = time.monotonic(), _Sums()
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """For an evaluation: it is timed, and has a time limit of its own; the first one may compile."""
+        began = time.monotonic()
+        limit = pulse.USUAL.steps * self.evaluation_seconds or pulse.USUAL.first_seconds
+        with self.paused(), PULSE.excuse(limit):
+            yield
+        self.evaluation_seconds = max(time.monotonic() - began, self.evaluation_seconds)
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -160,6 +191,10 @@ class EnergyMeter:
             return Energy(device_seconds=device_seconds)
         measured_seconds = self._covers * (self._read_at - self._started)
         return Energy(self._last - self._first, measured_seconds, device_seconds)
+
+    def total(self, ranks: Ranks, *, fresh: bool = False) -> Energy:
+        """What all ranks and jobs have spent so far. Collective."""
+        return self.before + Energy(*ranks.sum(list(self.own(fresh=fresh).to_json().values())))
 
     def _read(self) -> float | None:
         """None where there is no sensor, or one that no longer answers: what it counted until then stays."""

@@ -10,16 +10,11 @@ from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
 from bloomery.base.errors import DataError, Problem, RecipeError
 from bloomery.base.storage import make_folder, write_atomically, written_to
-from bloomery.data.tokenizer import Tokenizer
-from bloomery.data.tokenizer_files import FILES
+from bloomery.data.tokenizer import FILES, Tokenizer
 
 END_OF_TEXT = "<|endoftext|>"
 SMALLEST_VOCAB = 257
 """The 256 bytes and the end of text."""
-
-
-class TooLittleTextError(DataError):
-    """There are not as many tokens in the texts as the vocabulary should have."""
 
 
 @written_to("--output")
@@ -47,10 +42,10 @@ def train_tokenizer(texts: Iterable[str], *, vocab_size: int, output: str) -> To
     trained.train_from_iterator(texts, trainer)
     reached = trained.get_vocab_size()
     if reached != vocab_size:
-        raise TooLittleTextError(
+        raise DataError(
             Problem(
                 what=f"the texts give only {reached} entries where vocab_size is {vocab_size}",
-                rule="each entry beyond the bytes is a pair that occurs in the texts",
+                rule="each entry beyond the bytes is a pair that occurs in the texts; what is not UTF-8 is left out",
                 remedy=f"train on more text, or set vocab_size to {reached} or less",
                 place=output,
             )

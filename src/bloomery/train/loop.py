@@ -9,17 +9,16 @@ from __future__ import annotations
 from bloomery.base.errors import BloomeryError, DataError
 from bloomery.monitor.names import Event
 from bloomery.train.drift import watch_drift
-from bloomery.train.evaluate import evaluate
 from bloomery.train.recover import rescue_staged_save, rewind_or_stop
 from bloomery.train.run import Run
 from bloomery.train.save import flush_staged_save, save_if_due, save_last
 from bloomery.train.state import TrainState
-from bloomery.train.step import finish_pending_step, train_step
+from bloomery.train.step import evaluate, finish_pending_step, train_step
 from bloomery.train.stop import StopReason
 
 
 def train(run: Run, state: TrainState) -> StopReason:
-    """Train until a rule says stop; all is saved and said when this returns, or raises what went wrong."""
+    """Train until a rule says stop; all is saved and reported when this returns, or raises what went wrong."""
     first_step = state.step
     failure: BloomeryError | None = None
     run.journal.event(Event.START, first_step, **run.start_facts)
@@ -42,7 +41,7 @@ def train(run: Run, state: TrainState) -> StopReason:
         if stop.finished and state.step > first_step and not run.evaluates_at(state.step):
             evaluate(run, state)
         save_last(run, state, keep_all=stop.is_failure)
-        run.stop.count_energy(state)
+        run.count_energy(state, fresh=True)
         run.journal.event(Event.STOP, state.step, **stop.facts(), energy=state.energy.to_json())
         run.journal.notice(f"stopped at step {state.step:,}: {stop.text.rstrip('.')}. Saved in {run.folder}")
         if failure := failure or run.stop.failure(stop, state.step):

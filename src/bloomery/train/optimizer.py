@@ -1,4 +1,4 @@
-"""AdamW over the fp32 pieces of this rank; clipping, unscaling and the skipping of broken steps on the device."""
+"""AdamW over the fp32 pieces of this rank, with clipping, unscaling and skipped updates on the device; loss scale."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from bloomery.base.errors import DivergedError, Problem
 from bloomery.base.piece import Piece
-from bloomery.config.recipe import OptimizerSection
+from bloomery.config.recipe import LossScaleSection, OptimizerSection
 from bloomery.parallel.gradients import Gradients
 from bloomery.parallel.weights import Weight
 
@@ -61,7 +62,7 @@ class Optimizer:
             replace(weight, piece=weight.piece.with_tensor(master))
             for weight, master in zip(weights, self._masters, strict=True)
         ]
-        """As given, but their pieces are the masters: whoever goes on with these keeps no other copy alive."""
+        """As given, but their pieces are the masters: whoever uses these keeps no other copy alive."""
         pairs = [(weight, master) for weight, master in zip(weights, self._masters, strict=True) if master.numel()]
         decayed = [master for weight, master in pairs if len(weight.piece.shape) > 1]
         exempt = [master for weight, master in pairs if len(weight.piece.shape) <= 1]  # every bias and every norm
@@ -148,3 +149,41 @@ class Optimizer:
         if self._followers:
             followers, masters = zip(*self._followers, strict=True)
             torch._foreach_copy_(list(followers), list(masters))
+
+
+@dataclass
+class LossScale:
+    """DeepSpeed's DynamicLossScaler as tr1-13B ran it in 2021: the scale doubles on the last clean step of a window, as
+    in megatron-core. (DeepSpeed since moved that to the step after it.) Plain numbers, saved with the checkpoint."""
+
+    scale: float
+    patience: int
+    """Overflows that may still pass without shrinking the scale."""
+    clean_steps: int = 0
+    """Clean steps since the last overflow."""
+
+    @classmethod
+    def start(cls, section: LossScaleSection) -> LossScale:
+        return cls(scale=section.initial, patience=section.hysteresis)
+
+    def update(self, section: LossScaleSection, *, overflow: bool) -> None:
+        """Follow one step. DivergedError when an overflow meets the smallest scale."""
+        if overflow:
+            self.clean_steps = 0
+            if min(self.patience, section.hysteresis) > 1:
+                self.patience -= 1
+                return
+            if self.scale <= section.min:
+                what = f"gradients overflow even at the smallest loss scale, {section.min}"
+                remedy = (
+                    "lower lr.peak, use bf16, or resume from an earlier checkpoint and skip this data with train.skip"
+                )
+                raise DivergedError(Problem(what, "fp16 cannot hold these gradients", remedy))
+            self.scale = max(self.scale / 2, section.min)
+            return
+        self.clean_steps += 1
+        grows = self.clean_steps % section.window.count == 0
+        if grows:
+            self.scale *= 2
+        if grows or section.consecutive_hysteresis:
+            self.patience = section.hysteresis

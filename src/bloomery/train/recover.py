@@ -5,9 +5,10 @@ from __future__ import annotations
 from contextlib import suppress
 from dataclasses import replace
 
-from bloomery.checkpoint.folder import damage, step_name
-from bloomery.checkpoint.load import load_on_all, read_state
+from bloomery.checkpoint.folder import step_name
+from bloomery.checkpoint.load import load_pieces, read_state
 from bloomery.checkpoint.retention import good_steps
+from bloomery.checkpoint.verify import damage
 from bloomery.monitor.names import Event
 from bloomery.train.run import Run
 from bloomery.train.save import flush_staged_save, report_saves, save, save_if_due
@@ -32,7 +33,7 @@ def rewind_or_stop(run: Run, state: TrainState) -> StopReason | None:
 
 def rewind(run: Run, state: TrainState) -> None:
     """Do what train.skip does to the steps since the last good checkpoint: their data counts as consumed, and nothing
-    was learned from it. Saves, so that a start after this goes on from here. All ranks call it."""
+    was learned from it. Saves, so that a later start resumes from here. All ranks call it."""
     flush_staged_save(run, finish_pending_step(run, state))
     report_saves(run, state, run.saver.wait())
     watch, target = state.spikes, max(state.step, state.spikes.rewind_due or 0)
@@ -50,7 +51,7 @@ def rewind(run: Run, state: TrainState) -> None:
         run.stop.request(StopReason("diverged", text))
         return
     folder = run.durable.root / step_name(good)
-    load_on_all(folder, run.optimizer.pieces(), ranks=run.ranks)
+    load_pieces(folder, run.optimizer.pieces(), ranks=run.ranks)
     run.optimizer.restored()
     then = TrainState.from_json(read_state(folder))
     for name in ("held_samples", "skipped_updates", "nan_steps", "nan_steps_in_a_row", "spikes"):

@@ -1,4 +1,4 @@
-"""When to save, what belongs into a checkpoint, and what to say of it. How it reaches the disk is checkpoint/'s."""
+"""When to save, what belongs into a checkpoint, and the reports. How it reaches the disk: checkpoint/save.py."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import time
 from bloomery.base.pulse import PULSE
 from bloomery.base.units import format_seconds
 from bloomery.checkpoint.fence import FencedError
-from bloomery.checkpoint.manifest import SUSPICIOUS
-from bloomery.checkpoint.persist import SavePlan
+from bloomery.checkpoint.format import SUSPICIOUS
 from bloomery.checkpoint.remote import Uploader, UploadOutcome
-from bloomery.checkpoint.saver import SaveOutcome, agreed
-from bloomery.checkpoint.tiers import Tier, TierRetention
+from bloomery.checkpoint.retention import Retention, Tier
+from bloomery.checkpoint.save import SaveOutcome, SavePlan, raise_together
+from bloomery.config.describe import as_yaml
 from bloomery.monitor import names
 from bloomery.monitor.names import Event
 from bloomery.sizing.saves import Cadence, cadence, seconds_between_failures
@@ -24,11 +24,11 @@ _FIRST_AUTO_STEPS = 20
 
 
 def save_if_due(run: Run, state: TrainState) -> None:
-    """Asked once after every step: report what came of saves, and begin one if the plan or a user wants it."""
+    """Called once after every step: report finished saves, and begin one if the plan or control/save requests it."""
     report_saves(run, state, run.saver.poll())
     if run.uploader is not None:
         report_uploads(run, run.uploader.poll())
-    if state.spikes.rewind_due is not None:  # it saves when it has gone back, or calls this again
+    if state.spikes.rewind_due is not None:  # it saves after the rewind, or calls this again
         return
     if run.stop.take_save_request() or run.plan.is_save_step(state.step) or _auto_due(run, state):
         save(run, state)
@@ -46,20 +46,18 @@ def save(run: Run, state: TrainState, *, keep_all: bool = False) -> None:
 def save_last(run: Run, state: TrainState, *, keep_all: bool) -> None:
     """The checkpoint that a job ends with is a promise: an asynchronous save and a wait, StorageError if it fails."""
     report_saves(run, state, run.saver.wait())
-    state.saved_step = run.ranks.broadcast(state.saved_step)  # the first one knows what came of it
+    state.saved_step = run.ranks.broadcast(state.saved_step)  # rank 0 knows the outcome
     if state.step not in (state.saved_step, state.saving_step):
         save(run, state, keep_all=keep_all)
         outcomes = run.saver.wait()
-        error = agreed(run.ranks, outcomes[-1].error)
         report_saves(run, state, outcomes, last=True)
-        if error is not None:
-            raise error.told_once(run.ranks.rank)
+        raise_together(run.ranks, outcomes[-1].error)
     if run.uploader is not None:
         _wait_for_uploads(run, run.uploader)
 
 
 def report_saves(run: Run, state: TrainState, outcomes: list[SaveOutcome], *, last: bool = False) -> None:
-    """Events and warnings for saves that have come to an end. If this process has lost its run, all stop together."""
+    """Events and warnings for saves that have ended. If a newer start has taken over, all ranks stop together."""
     for outcome in outcomes:
         durable = outcome.folder.parent == run.durable.root
         if state.saving_step == outcome.step:
@@ -112,16 +110,17 @@ def plan_staged_save(run: Run, state: TrainState) -> SavePlan | None:
     if staged is None:
         return None
     tier, is_durable = staged.tier, staged.tier is run.durable
+    run.count_energy(state)
     if is_durable:
         _choose_cadence(run, state)
     suspicious = staged.keep_all or state.is_suspicious
     state.saved_at = max(time.time(), state.saved_at + 1e-3)
-    blend = run.blend.state.to_json() if run.blend else None
+    blend = run.data.blend.state.to_json() if run.data.blend else None
     return SavePlan(
         root=tier.root,
         step=state.step,
         state={**state.to_json(), "interval": run.meter.partial(), "blend": blend},
-        recipe_yaml=run.recipe_text,
+        recipe_yaml=as_yaml(run.recipe),
         writer=tier.writer,
         facts={
             "consumed_samples": state.consumed_samples,
@@ -138,7 +137,7 @@ def plan_staged_save(run: Run, state: TrainState) -> SavePlan | None:
         },
         parts_root=tier.parts_root,
         after=[run.folder / names.METRICS_FILE, run.folder / names.EVENTS_FILE],
-        retention=TierRetention(
+        retention=Retention(
             tier,
             uploader=run.uploader if is_durable else None,
             known=state.saved_step,
@@ -158,7 +157,7 @@ def flush_staged_save(run: Run, plan: SavePlan | None) -> None:
 
 
 def _wait_for_uploads(run: Run, uploader: Uploader) -> None:
-    """At the end of a job, for as long as it may last; what is not there by then is told."""
+    """At the end of a job, for as long as it may last; what is not copied by then is reported."""
     seconds = min(run.recipe.checkpoint.timeout.seconds, run.stop.seconds_left())
     with PULSE.excuse(seconds):
         outcomes = uploader.wait(seconds)
@@ -206,12 +205,12 @@ def _choose_cadence(run: Run, state: TrainState) -> None:
 
 
 def _cadence_as_measured(run: Run, state: TrainState) -> Cadence | None:
-    if state.save_costs is None or not run.stop.step_seconds:
+    if state.save_costs is None or not run.meter.step_seconds:
         return None
     blocking, persist = state.save_costs
     return cadence(
         blocking_seconds=blocking,
         persist_seconds=persist,
-        step_seconds=run.stop.step_seconds,
+        step_seconds=run.meter.step_seconds,
         failure_seconds=seconds_between_failures(run.recipe.checkpoint.failure_every, num_devices=run.ranks.size),
     )

@@ -1,11 +1,12 @@
-"""Put a run together, in the order in which things can fail: recipe, folder, data, then weights, then the past."""
+"""Build a run, in the order in which things can fail: folder, resume point, data, journal, model, saver."""
 
 from __future__ import annotations
 
 import platform
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,33 +17,30 @@ from bloomery.base.accelerator import device_name, energy_sensor, out_of_memory_
 from bloomery.base.errors import BloomeryError, LostRankError, Problem, RecipeError, StorageError
 from bloomery.base.ranks import ALONE, Ranks, agreed
 from bloomery.base.storage import locked, make_folder, own_folder, write_atomically
-from bloomery.base.units import Duration, format_count
-from bloomery.checkpoint.fence import FencedError, Writer, take_over
-from bloomery.checkpoint.load import load_on_all
+from bloomery.base.units import format_count
+from bloomery.checkpoint.fence import FencedError, take_over
+from bloomery.checkpoint.folder import CHECKPOINTS, LOCAL_CHECKPOINTS
+from bloomery.checkpoint.load import load_pieces
 from bloomery.checkpoint.remote import RemoteSource, Uploader
-from bloomery.checkpoint.saver import Saver, estimate_save_seconds
+from bloomery.checkpoint.retention import DURABLE, LOCAL, Tier, tier_roots
+from bloomery.checkpoint.save import Saver
 from bloomery.checkpoint.select import refuse_later
-from bloomery.checkpoint.tiers import DURABLE, LOCAL, Tier, all_roots, kept_in, parts_in, tier_roots
 from bloomery.config.describe import as_yaml, fingerprint
 from bloomery.config.recipe import Recipe
-from bloomery.data.batch import Source
 from bloomery.data.loader import Loader
 from bloomery.data.open import OpenData, open_data
 from bloomery.monitor import names
 from bloomery.monitor.history import Start, read_ledger
-from bloomery.monitor.journal import Journal
-from bloomery.monitor.meters import EnergyMeter, IntervalMeter, spent_before, start_meter
+from bloomery.monitor.journal import Journal, open_sinks
+from bloomery.monitor.meters import IntervalMeter, spent_before, start_meter
 from bloomery.monitor.names import Event
-from bloomery.monitor.sinks import Console, open_sinks
+from bloomery.monitor.sinks import Console
 from bloomery.parallel.apply import DTYPES, make_runner, parallelise
 from bloomery.parallel.feed import Feed
-from bloomery.parallel.mesh import Mesh, alone, make_mesh
-from bloomery.parallel.runner import Runner
-from bloomery.sizing.flops import peak_flops
+from bloomery.parallel.mesh import alone, make_mesh
 from bloomery.sizing.layout import Layout
 from bloomery.sizing.memory import precision_problems
 from bloomery.sizing.parameters import count_parameters
-from bloomery.sizing.schedule import TrainingPlan
 from bloomery.train.optimizer import Optimizer
 from bloomery.train.resume import (
     ResumePoint,
@@ -50,7 +48,6 @@ from bloomery.train.resume import (
     check_tokenizer,
     checked_shards,
     find_resume_point,
-    report_fetched,
 )
 from bloomery.train.run import Run
 from bloomery.train.state import TrainState
@@ -58,6 +55,8 @@ from bloomery.train.stop import StopRules
 from bloomery.train.trace import TraceRequest
 
 _LAST_MOMENT_SECONDS = 60.0
+_SLOW_STORAGE_BYTES_PER_SECOND = 1e8
+"""Of a rank, for the deadline of a job that has not saved yet."""
 
 
 @contextmanager
@@ -73,292 +72,234 @@ def prepared_run(
     trace: TraceRequest | None = None,
 ) -> Iterator[tuple[Run, TrainState]]:
     """A run ready for `train`, resumed from its newest checkpoint, or from the one named `start_from`; closed at the
-    end, come what may. `changes`: the fields that may differ from the checkpoint's because the user asks for it.
+    end in any case. `changes`: the fields that may differ from the checkpoint's, by --change.
 
     One training at a time may hold a run folder; its rank 0 holds it and reports."""
     with ExitStack() as closing:
         start = _Start(recipe, folder, device, ranks, closing)
-        claim = start.claim_folder()
-        past = start.resolve_resume_point(claim, start_from, changes)
-        data = start.open_data(past)
-        journal = start.open_journal(claim, past, quiet=quiet)
-        with _errors_reported(journal, past.state, device, ranks):
-            tiers = start.take_over_checkpoints(claim, past, data, journal, is_newest=start_from is None)
-            parts = start.build_model(past, data)
-            saver = start.build_saver(parts.optimizer, tiers, past, journal)
-            yield start.build_run(claim, past, data, journal, tiers, parts, saver, trace), past.state
+        start.claim_folder()
+        start.resolve_resume_point(start_from, changes)
+        start.open_data()
+        start.open_journal(quiet=quiet)
+        with _errors_reported(start.journal, start.past.state, device, ranks):
+            start.take_over_checkpoints(is_newest=start_from is None)
+            start.build_model()
+            start.build_saver()
+            yield start.build_run(trace), start.past.state
 
 
-@dataclass(frozen=True)
-class _Claim:
-    """What a start learns when it claims its run folder."""
-
-    taken_over: str
-    """From whom, in words; empty if from nobody."""
-    starts: Sequence[Start]
-    """Before this one."""
-    energy: EnergyMeter
-    energy_sensor: str
-    remote: RemoteSource | None
-
-    @property
-    def job(self) -> int:
-        return 1 + len(self.starts)
-
-
-@dataclass(frozen=True)
-class _Data:
-    open: OpenData
-    shards: dict[str, dict[str, Any]]
-    """All that the run was ever trained on."""
-
-
-@dataclass(frozen=True)
-class _Parts:
-    mesh: Mesh
-    runner: Runner
-    optimizer: Optimizer
-
-
-@dataclass(frozen=True)
 class _Start:
     """The steps of a start. All ranks take them together; what fails on one is an error of all (`agreed`)."""
 
-    recipe: Recipe
-    folder: Path
-    device: torch.device
-    ranks: Ranks
-    closing: ExitStack
+    def __init__(self, recipe: Recipe, folder: Path, device: torch.device, ranks: Ranks, closing: ExitStack) -> None:
+        self.recipe, self.folder, self.device, self.ranks, self.closing = recipe, folder, device, ranks, closing
+        self.roots = tier_roots(recipe.checkpoint, folder)
+        self.all_roots = [folder / CHECKPOINTS, folder / LOCAL_CHECKPOINTS]
+        """Also what the recipe named once: a run resumes from there too, and abandons branches there."""
 
-    @property
-    def _roots(self) -> dict[str, Path]:
-        return tier_roots(self.recipe.checkpoint, self.folder)
-
-    @property
-    def _places(self) -> list[Path]:
-        """Also those that the recipe named once: a run resumes from them too, and abandons branches in all of them."""
-        roots = list(self._roots.values())
-        return [*roots, *(root for root in all_roots(self.folder) if root.is_dir() and root not in roots)]
-
-    def claim_folder(self) -> _Claim:
-        taken, starts, ranks = "", list[Start](), self.ranks
-        with agreed(ranks):
+    def claim_folder(self) -> None:
+        taken_over, starts = "", list[Start]()
+        with agreed(self.ranks):
             refuse_what_cannot_be_done(self.recipe)
-        with agreed(ranks):
-            if ranks.rank == 0:
+        with agreed(self.ranks):
+            if self.ranks.rank == 0:
                 make_folder(self.folder)
                 own_folder(self.folder / "control")
-                for root in all_roots(self.folder):
-                    if root.is_symlink():
-                        own_folder(root, may_be_linked=True)
-                taken = self.closing.enter_context(locked(self.folder))
+                for root in filter(Path.is_symlink, self.all_roots):
+                    own_folder(root, may_be_linked=True)
+                taken_over = self.closing.enter_context(locked(self.folder))
                 starts = read_ledger(self.folder / names.EVENTS_FILE).starts
-        taken, starts = ranks.broadcast((taken, starts))
-        energy, sensor = start_meter(energy_sensor(self.device), ranks)
+        self.taken_over, self.starts = self.ranks.broadcast((taken_over, starts))
+        self.all_roots = [root for root in self.all_roots if root in self.roots.values() or root.is_dir()]
+
+    def resolve_resume_point(self, start_from: str | None, changes: Sequence[str]) -> None:
         upload, remote = self.recipe.checkpoint.upload, None
         if upload is not None:
-            remote = RemoteSource(upload.to, self._roots[DURABLE], self.recipe.name, starts, ranks)
-        return _Claim(taken, starts, energy, sensor, remote)
-
-    def resolve_resume_point(self, claim: _Claim, start_from: str | None, changes: Sequence[str]) -> ResumePoint:
+            remote = RemoteSource(upload.to, self.roots[DURABLE], self.recipe.name, self.starts, self.ranks)
         with agreed(self.ranks):
-            past = find_resume_point(
-                self.recipe, self._places, wanted=start_from, changes=changes, ranks=self.ranks, remote=claim.remote
+            self.past = find_resume_point(
+                self.recipe, self.all_roots, wanted=start_from, changes=changes, ranks=self.ranks, remote=remote
             )
-        state = past.state
-        state.energy = self.ranks.broadcast(spent_before(self.folder, state.energy) if self.ranks.rank == 0 else None)
-        claim.energy.before = state.energy
-        if past.checkpoint is not None and past.checkpoint.parent != self._roots[DURABLE]:
-            state.saved_step = None  # a fast place is no promise: a run that stops here still saves
-        return past
+        state = self.past.state
+        self.energy, self.energy_sensor = start_meter(energy_sensor(self.device), self.ranks)
+        spent = spent_before(self.folder, state.energy) if self.ranks.rank == 0 else None
+        self.energy.before = state.energy = self.ranks.broadcast(spent)
+        if self.past.checkpoint is not None and self.past.checkpoint.parent != self.roots[DURABLE]:
+            state.saved_step = None  # a node-local checkpoint is no promise: a run that stops here still saves
 
-    def open_data(self, past: ResumePoint) -> _Data:
+    def open_data(self) -> None:
         shards: dict[str, dict[str, Any]] = {}
         with agreed(self.ranks):
-            data = self.closing.enter_context(open_data(self.recipe, plan=past.plan, cursor=past.before))
-            check_tokenizer(past, data.tokenizer_hash)
+            opened = open_data(self.recipe, plan=self.past.plan, cursor=self.past.before)
+            self.data = self.closing.enter_context(opened)
+            check_tokenizer(self.past, self.data.tokenizer_hash)
             if self.ranks.rank == 0:
-                shards = checked_shards(past, data.shards())
-        return _Data(data, self.ranks.broadcast(shards))
+                shards = checked_shards(self.past, self.data.shards())
+        self.shards = self.ranks.broadcast(shards)
 
-    def open_journal(self, claim: _Claim, past: ResumePoint, *, quiet: bool) -> Journal:
+    def open_journal(self, *, quiet: bool) -> None:
         """That of rank 0 writes; the others are silent."""
-        journal = Journal()
+        self.journal = Journal()
         with agreed(self.ranks):
             if self.ranks.rank == 0:
                 sinks = open_sinks(
                     self.folder,
-                    job=claim.job,
+                    job=1 + len(self.starts),
                     tensorboard=self.recipe.monitor.tensorboard,
-                    resume_step=past.state.step,
+                    resume_step=self.past.state.step,
                     console=Console(quiet=quiet),
                     recipe_text=as_yaml(self.recipe),
                     world_size=self.ranks.size,
                 )
-                journal = Journal(sinks, step=past.state.step)
-        self.closing.callback(journal.close)
-        return journal
+                self.journal = Journal(sinks, step=self.past.state.step)
+        self.closing.callback(self.journal.close)
 
-    def take_over_checkpoints(
-        self, claim: _Claim, past: ResumePoint, data: _Data, journal: Journal, *, is_newest: bool
-    ) -> dict[str, Tier]:
-        """Become the one that writes checkpoints, also in the places that this recipe does not name. `is_newest`: it
-        must still be the newest that this start resumes from."""
-        step, section = past.state.step, self.recipe.checkpoint
-        tiers: dict[str, Tier] = {}
-        self.ranks.report_hang(lambda text: journal.event(Event.ERROR, past.state.step, text=text))
-        if claim.taken_over:
-            journal.event(Event.TAKEN_OVER, step, text=claim.taken_over)
-        for warning in filter(None, [claim.taken_over, *data.open.warnings]):
+    def take_over_checkpoints(self, *, is_newest: bool) -> None:
+        """Take the write lease of all folders of checkpoints. `is_newest`: it must still be the newest checkpoint that
+        this start resumes from."""
+        state, journal, tiers = self.past.state, self.journal, dict[str, Tier]()
+        self.ranks.report_hang(lambda text: journal.event(Event.ERROR, state.step, text=text))
+        if self.taken_over:
+            journal.event(Event.TAKEN_OVER, state.step, text=self.taken_over)
+        for warning in filter(None, [self.taken_over, *self.data.warnings]):
             journal.warning(warning)
         with agreed(self.ranks):
             if self.ranks.rank == 0:
-                writers = {root: take_over(root) for root in self._places}
-                for name, root in self._roots.items():
-                    node_dir = parts_in(name, section, self.folder)
-                    tiers[name] = Tier(name, root, writers[root], kept_in(name, section), node_dir)
+                writers = {root: take_over(root) for root in self.all_roots}
+                for name, root in self.roots.items():
+                    tiers[name] = Tier.of(name, self.recipe.checkpoint, self.folder, writers[root])
                 if is_newest:
-                    refuse_later(self._places, step=step, damaged=past.damaged)
+                    refuse_later(self.all_roots, step=state.step, damaged=self.past.damaged)
                 write_atomically(self.folder / "recipe.yaml", as_yaml(self.recipe))
-        tiers = dict(self.ranks.broadcast(tiers))
-        journal.silent_when(lambda: tiers[DURABLE].writer.fenced() is not None)
-        if claim.remote is not None:
-            report_fetched(claim.remote, step, journal)
-        return tiers
+        self.tiers: dict[str, Tier] = self.ranks.broadcast(tiers)
+        self.durable = self.tiers[DURABLE]
+        journal.silent_when(lambda: self.durable.writer.fenced() is not None)
 
-    def build_model(self, past: ResumePoint, data: _Data) -> _Parts:
+    def build_model(self) -> None:
         recipe, device = self.recipe, self.device
-        mesh = alone() if self.ranks is ALONE else make_mesh(Layout.of(recipe, self.ranks.size), device)
+        self.mesh = alone() if self.ranks is ALONE else make_mesh(Layout.of(recipe, self.ranks.size), device)
         compile_model = recipe.train.compile
         if compile_model == "auto":
             compile_model = device.type != "cpu" and recipe.parallel.schedule != "zero_bubble"
-        parts = parallelise(recipe, mesh, device=device, compile_model=compile_model)
-        optimizer = Optimizer(
+        parts = parallelise(recipe, self.mesh, device=device, compile_model=compile_model)
+        self.optimizer = Optimizer(
             parts.weights,
             recipe.optimizer,
             compute_dtype=DTYPES[recipe.precision],
             offload=recipe.parallel.offload,
             counts_steps=self.ranks.rank == 0,
         )
-        if past.checkpoint is not None:
-            load_on_all(past.checkpoint, optimizer.pieces(), ranks=self.ranks)
-            optimizer.restored()
-        parts = replace(parts, weights=optimizer.weights)
-        num_sources = len(data.open.train.keys)
-        runner = make_runner(recipe, parts, device=device, compile_model=compile_model, num_sources=num_sources)
-        return _Parts(mesh, runner, optimizer)
+        if self.past.checkpoint is not None:
+            load_pieces(self.past.checkpoint, self.optimizer.pieces(), ranks=self.ranks)
+            self.optimizer.restored()
+        parts = replace(parts, weights=self.optimizer.weights)
+        num_sources = len(self.data.train.keys)
+        self.runner = make_runner(recipe, parts, device=device, compile_model=compile_model, num_sources=num_sources)
 
-    def build_saver(
-        self, optimizer: Optimizer, tiers: Mapping[str, Tier], past: ResumePoint, journal: Journal
-    ) -> Saver:
+    def build_saver(self) -> None:
         """Now that the resume point is loaded, checkpoints that the run does not continue from are moved aside."""
         with agreed(self.ranks):
             if self.ranks.rank == 0:
-                archive_stale(self.recipe, self._places, past, journal)
+                archive_stale(self.recipe, self.all_roots, self.past, self.journal)
         with agreed(self.ranks):
-            for tier in tiers.values():
+            for tier in self.tiers.values():
                 tier.prepare_node_dir()
         timeout_seconds = self.recipe.checkpoint.timeout.seconds
-        saver = Saver(optimizer.pieces(), device=self.device, ranks=self.ranks, timeout_seconds=timeout_seconds)
-        self.closing.push(_finishing(saver))
-        return saver
+        self.saver = Saver(
+            self.optimizer.pieces(), device=self.device, ranks=self.ranks, timeout_seconds=timeout_seconds
+        )
+        self.closing.push(partial(_finish_saves, self.saver))
 
-    def build_run(
-        self,
-        claim: _Claim,
-        past: ResumePoint,
-        data: _Data,
-        journal: Journal,
-        tiers: Mapping[str, Tier],
-        parts: _Parts,
-        saver: Saver,
-        trace: TraceRequest | None,
-    ) -> Run:
-        recipe, plan, device, opened = self.recipe, past.plan, self.device, data.open
-        facts = {
-            **_start_facts(recipe, device, self.ranks, past),
-            "start": tiers[DURABLE].writer.token,
-            "tokenizer": opened.tokenizer_hash,
-            "shards": data.shards,
-            "save_host_bytes": saver.host_bytes,
-            names.FACT_ENERGY: claim.energy.before.to_json(),
-            names.FACT_ENERGY_SENSOR: claim.energy_sensor,
-        }
-        journal.notice(_greeting(facts, plan, past))
-        _report_changes(past, opened, journal)
+    def build_run(self, trace: TraceRequest | None) -> Run:
+        recipe, past, data, meter = self.recipe, self.past, self.data, IntervalMeter(self.past.interval)
+        facts = self._start_facts()
+        self.journal.notice(_greeting(facts, past))
+        _report_changes(past, data, self.journal)
         return Run(
             recipe=recipe,
-            plan=plan,
+            plan=past.plan,
             folder=self.folder,
-            device=device,
-            runner=parts.runner,
-            optimizer=parts.optimizer,
-            feed=Feed(self._loader(past, opened, parts.mesh), self.ranks, parts.mesh),
-            blend=opened.blend,
-            source_keys=opened.train.keys,
-            validation=opened.validation,
-            validation_samples=_validation_samples(recipe, opened.validation),
-            mesh=parts.mesh,
+            device=self.device,
+            runner=self.runner,
+            optimizer=self.optimizer,
+            feed=Feed(self._loader(), self.ranks, self.mesh),
+            data=data,
+            mesh=self.mesh,
             ranks=self.ranks,
-            saver=saver,
-            durable=tiers[DURABLE],
-            local=tiers.get(LOCAL),
-            uploader=self._uploader(tiers[DURABLE], plan) if self.ranks.rank == 0 else None,
-            recipe_text=as_yaml(recipe),
-            journal=journal,
-            meter=IntervalMeter(past.interval),
-            stop=self._stop_rules(plan, parts.optimizer, claim.energy, tiers[DURABLE].writer),
-            job=claim.job,
-            peak_flops=peak_flops(device_name(device), recipe.precision),
+            saver=self.saver,
+            durable=self.durable,
+            local=self.tiers.get(LOCAL),
+            uploader=self._uploader() if self.ranks.rank == 0 else None,
+            journal=self.journal,
+            meter=meter,
+            energy=self.energy,
+            stop=self._stop_rules(meter),
+            job=1 + len(self.starts),
             start_facts=facts,
             trace=trace.begin(recipe, self.ranks) if trace else None,
         )
 
-    def _loader(self, past: ResumePoint, opened: OpenData, mesh: Mesh) -> Loader:
+    def _loader(self) -> Loader:
         loader = Loader(
-            opened.train,
+            self.data.train,
             micro_batch_size=self.recipe.batch.micro_batch_size,
-            batch_size_at=past.plan.batch.global_batch_at,
-            replica=mesh.dp,
+            batch_size_at=self.past.plan.batch.global_batch_at,
+            replica=self.mesh.dp,
             replicas=Layout.of(self.recipe, self.ranks.size).dp,
             pin_memory=self.device.type != "cpu",
         )
         self.closing.callback(loader.close)
-        loader.seek(past.state.consumed_samples)
+        loader.seek(self.past.state.consumed_samples)
         return loader
 
-    def _uploader(self, durable: Tier, plan: TrainingPlan) -> Uploader | None:
+    def _uploader(self) -> Uploader | None:
         upload = self.recipe.checkpoint.upload
         if upload is None:
             return None
         every_steps = upload.every.count if upload.every else None
-        uploader = Uploader(
-            upload.to, run=self.recipe.name, every_steps=every_steps, keep=upload.keep, writer=durable.writer
-        )
-        uploader.offer_newest(durable.root, train_steps=plan.train_steps)
+        writer = self.durable.writer
+        uploader = Uploader(upload.to, run=self.recipe.name, every_steps=every_steps, keep=upload.keep, writer=writer)
+        uploader.offer_newest(self.durable.root, train_steps=self.past.plan.train_steps)
         return uploader
 
-    def _stop_rules(self, plan: TrainingPlan, optimizer: Optimizer, energy: EnergyMeter, writer: Writer) -> StopRules:
-        train, estimate = self.recipe.train, 0.0
-        if isinstance(train.exit_after, Duration):
-            own = estimate_save_seconds(self.folder, optimizer.pieces()) if self.ranks.rank == 0 else 0.0
-            estimate = self.ranks.broadcast(own)
+    def _stop_rules(self, meter: IntervalMeter) -> StopRules:
         return StopRules(
-            plan,
-            exit_after=train.exit_after,
+            self.past.plan,
+            self.recipe.train,
+            meter,
             control=self.folder / "control",
-            save_seconds_estimate=estimate,
-            evaluate_every=train.evaluate.every.count if train.evaluate else None,
+            save_seconds_estimate=self.saver.host_bytes / _SLOW_STORAGE_BYTES_PER_SECOND,
             ranks=self.ranks,
-            energy=energy,
-            spike_patience=train.stop_after_spike_steps,
-            writer=writer,
+            writer=self.durable.writer,
         )
+
+    def _start_facts(self) -> dict[str, Any]:
+        recipe, past = self.recipe, self.past
+        return {
+            "recipe": recipe.name,
+            "fingerprint": fingerprint(recipe),
+            "parameters": count_parameters(recipe.model, vocab_size=recipe.model.vocab_size).total,
+            "device": device_name(self.device),
+            "ranks": self.ranks.size,
+            "precision": recipe.precision,
+            "resumed_from": past.checkpoint.name if past.checkpoint else None,
+            "versions": {
+                "bloomery": bloomery.__version__,
+                "torch": torch.__version__,
+                "python": platform.python_version(),
+            },
+            "start": self.durable.writer.token,
+            "tokenizer": self.data.tokenizer_hash,
+            "shards": self.shards,
+            "save_host_bytes": self.saver.host_bytes,
+            names.FACT_ENERGY: self.energy.before.to_json(),
+            names.FACT_ENERGY_SENSOR: self.energy_sensor,
+        }
 
 
 @contextmanager
 def _errors_reported(journal: Journal, state: TrainState, device: torch.device, ranks: Ranks) -> Iterator[None]:
-    """Whatever ends the run early stands in the ledger; out of memory is reported as a problem of the recipe, a broken
+    """Whatever ends the run early is an event; out of memory is reported as a problem of the recipe, a broken
     collective by the rank that was lost."""
     try:
         yield
@@ -380,15 +321,11 @@ def _errors_reported(journal: Journal, state: TrainState, device: torch.device, 
         raise error from found
 
 
-def _finishing(saver: Saver) -> Callable[..., None]:
-    """Whatever ended the training, a save on its way is worth a moment; unless a user wants to leave at once."""
-
-    def finish(kind: type[BaseException] | None, *_: object) -> None:
-        lost = kind is not None and issubclass(kind, LostRankError)  # its part will never come
-        if kind is None or (issubclass(kind, Exception) and not lost):
-            saver.wait(at_most_seconds=_LAST_MOMENT_SECONDS)
-
-    return finish
+def _finish_saves(saver: Saver, kind: type[BaseException] | None, *_: object) -> None:
+    """Whatever ended the training, a save in flight is worth a moment; unless a user wants to leave at once, or a rank
+    is lost, whose part will never come."""
+    if kind is None or (issubclass(kind, Exception) and not issubclass(kind, LostRankError)):
+        saver.wait(at_most_seconds=_LAST_MOMENT_SECONDS)
 
 
 def _report_changes(past: ResumePoint, data: OpenData, journal: Journal) -> None:
@@ -396,7 +333,7 @@ def _report_changes(past: ResumePoint, data: OpenData, journal: Journal) -> None
     for change in past.changes:
         journal.event(Event.CHANGED, step, field=change.field, old=change.old, new=change.new)
     if past.changes:
-        journal.notice(f"changed from step {step + 1:,} on, as asked: {', '.join(map(str, past.changes))}")
+        journal.notice(f"changed from step {step + 1:,} on: {', '.join(map(str, past.changes))}")
     for notice in data.notices:
         journal.notice(notice)
 
@@ -414,31 +351,8 @@ def refuse_what_cannot_be_done(recipe: Recipe) -> None:
         raise RecipeError(problems)
 
 
-def _validation_samples(recipe: Recipe, validation: Mapping[str, Source]) -> dict[str, int]:
-    evaluate = recipe.train.evaluate
-    wanted = evaluate.steps * recipe.batch.global_batch_size if evaluate else 0
-    return {group: min(wanted, source.num_samples) for group, source in validation.items()}
-
-
-def _start_facts(recipe: Recipe, device: torch.device, ranks: Ranks, past: ResumePoint) -> dict[str, Any]:
-    return {
-        "recipe": recipe.name,
-        "fingerprint": fingerprint(recipe),
-        "parameters": count_parameters(recipe.model, vocab_size=recipe.model.vocab_size).total,
-        "device": device_name(device),
-        "ranks": ranks.size,
-        "precision": recipe.precision,
-        "resumed_from": past.checkpoint.name if past.checkpoint else None,
-        "versions": {
-            "bloomery": bloomery.__version__,
-            "torch": torch.__version__,
-            "python": platform.python_version(),
-        },
-    }
-
-
-def _greeting(facts: Mapping[str, Any], plan: TrainingPlan, past: ResumePoint) -> str:
+def _greeting(facts: Mapping[str, Any], past: ResumePoint) -> str:
     how = f"resumed at step {past.state.step:,}" if past.checkpoint else "from the beginning"
     many = f"{facts['ranks']} x " if facts["ranks"] > 1 else ""
     size, where = format_count(facts["parameters"]), f"{facts['precision']} on {many}{facts['device']}"
-    return f"{facts['recipe']}: {size} parameters, {where}, {plan.train_steps:,} steps, {how}"
+    return f"{facts['recipe']}: {size} parameters, {where}, {past.plan.train_steps:,} steps, {how}"

@@ -45,7 +45,7 @@ class SpikeWatch:
     rewinds: int = 0
     """In a row: each began soon after the one before."""
     rewound: tuple[int, int] | None = None
-    """The last rewind: the step of its checkpoint, and the step it went on from. What lies between was given up."""
+    """The last rewind: the step of its checkpoint, and the step it continued from. What is between was given up."""
 
     def limits(self, factor: float, clip_norm: float | None) -> Limits:
         """Of the next step."""
@@ -89,7 +89,7 @@ class SpikeWatch:
         return range(self.rewound[0] + 1, self.rewound[1]) if self.rewound else range(0)
 
     def learn_again(self) -> SpikeWatch:
-        """For a run that goes on with other data or another model: what was normal says nothing of what will be."""
+        """For a run that resumes with other data or another model: what was normal says nothing of what will be."""
         return replace(self, losses=[], grad_norms=[], ceiling=None)
 
 

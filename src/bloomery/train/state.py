@@ -12,9 +12,9 @@ from pydantic import TypeAdapter
 from torch import Tensor
 
 from bloomery.base.energy import Energy
-from bloomery.checkpoint.tiers import Tier
+from bloomery.checkpoint.retention import Tier
 from bloomery.sizing.schedule import NO_HISTORY, History
-from bloomery.train.loss_scale import LossScale
+from bloomery.train.optimizer import LossScale
 from bloomery.train.spikes import SpikeWatch
 
 _adapter = cache(TypeAdapter)
@@ -102,7 +102,7 @@ class TrainState:
     saving_step: int | None = None
     """The step whose checkpoint is being written; not saved itself."""
     begun_step: int = 0
-    """The step of the newest checkpoint that was begun, whatever came of it; not saved itself."""
+    """The step of the newest checkpoint that was begun, also if it failed; not saved itself."""
 
     @property
     def is_suspicious(self) -> bool:

@@ -1,16 +1,19 @@
-"""One optimizer step. Nothing here waits for the device except `finish_pending_step`, and that for the step before."""
+"""One optimizer step, and evaluation. Only `finish_pending_step` waits for the device, and that for the step before."""
 
 from __future__ import annotations
 
 import math
+import time
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from bloomery.base.errors import DivergedError
 from bloomery.base.losses import LM_LOSS
-from bloomery.checkpoint.persist import SavePlan
+from bloomery.checkpoint.save import SavePlan
 from bloomery.monitor.names import Event
+from bloomery.monitor.record import ValidationRecord, perplexity_of
 from bloomery.parallel.runner import StepLosses
 from bloomery.train.optimizer import UpdateNumbers
 from bloomery.train.run import Run
@@ -55,7 +58,7 @@ def train_step(run: Run, state: TrainState) -> None:
         lr=lr,
         loss_scale=scale,
         loss_names=list(losses.means),
-        sources=run.source_keys if losses.by_source is not None else (),
+        sources=run.data.train.keys if losses.by_source is not None else (),
         **_on_its_way_to_the_host(losses, numbers),
     )
 
@@ -86,7 +89,7 @@ def finish_pending_step(run: Run, state: TrainState) -> SavePlan | None:
     state.skipped_updates += skipped
     state.nan_steps += is_nan
     state.nan_steps_in_a_row = state.nan_steps_in_a_row + 1 if is_nan else 0
-    seconds = run.meter.add(
+    run.meter.add(
         losses,
         grad_norm=grad_norm,
         num_zeros=None if math.isnan(num_zeros) else num_zeros,
@@ -95,7 +98,6 @@ def finish_pending_step(run: Run, state: TrainState) -> SavePlan | None:
         nan=is_nan,
         source_losses=pending.source_losses(by_source),
     )
-    run.stop.time_step(seconds)
     if skipped:
         run.journal.event(
             Event.SKIPPED_UPDATE, pending.step, losses=losses, grad_norm=grad_norm, loss_scale=pending.loss_scale
@@ -109,12 +111,12 @@ def finish_pending_step(run: Run, state: TrainState) -> SavePlan | None:
             state.loss_scale.update(run.recipe.loss_scale, overflow=overflow)
         except DivergedError as error:
             run.stop.request(StopReason("diverged", str(error)))
-    run.log_if_due(pending, state.energy, force=is_nan)
+    run.log_if_due(pending, state, force=is_nan)
     return plan_staged_save(run, state)
 
 
 def watch_spikes(run: Run, state: TrainState, step: int, loss: float, grad_norm: float) -> None:
-    """Judge a step by those before it, and say what changes."""
+    """Judge a step by those before it, and report what changes."""
     watch, limits, section = state.spikes, run.limits(state), run.recipe.train
     is_first, chance = watch.since is None, math.log(run.recipe.model.vocab_size)
     if watch.follow(step, loss, grad_norm, limits, factor=section.spike_factor, chance=chance):
@@ -130,6 +132,41 @@ def watch_spikes(run: Run, state: TrainState, step: int, loss: float, grad_norm:
     elif not is_first and watch.since is None:
         run.journal.event(Event.SPIKE_OVER, step)
         run.journal.notice(f"step {step:,}: loss and gradient norm are normal again")
+
+
+def evaluate(run: Run, state: TrainState) -> None:
+    """Evaluate each group once and log it. Does nothing for a recipe without validation data."""
+    flush_staged_save(run, finish_pending_step(run, state))
+    main_losses: list[float] = []
+    with run.meter.evaluating():
+        for group in run.data.validation:
+            total: Tensor | None = None
+            names: list[str] = []
+            batches = 0
+            for batch in run.validation_batches(group):
+                found = run.runner.evaluate(batch)
+                total = found.double() if total is None else total + found
+                names, batches = list(batch.counts), batches + 1
+            assert total is not None, "set-up refuses empty groups"
+            sums, counts = total.tolist()  # sync: evaluation is off the training path
+            losses = {name: sums[i] / counts[i] for i, name in enumerate(names)}
+            main_losses.append(losses[LM_LOSS])
+            run.journal.validation(
+                ValidationRecord(
+                    step=state.step,
+                    consumed_samples=state.consumed_samples,
+                    consumed_tokens=run.plan.tokens_at(state.consumed_samples),
+                    consumed_gigaflops=run.gigaflops_at(state.consumed_samples),
+                    group=group,
+                    losses=losses,
+                    perplexity=perplexity_of(losses[LM_LOSS]),
+                    batches=batches,
+                    job=run.job,
+                    time=time.time(),
+                )
+            )
+    if main_losses:
+        state.validation = {"step": state.step, "loss": sum(main_losses) / len(main_losses)}
 
 
 def _on_its_way_to_the_host(losses: StepLosses, numbers: UpdateNumbers) -> dict[str, Any]:

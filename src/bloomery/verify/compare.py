@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from bloomery.base.losses import LM_LOSS
 from bloomery.base.piece import Piece
 from bloomery.checkpoint.folder import complete_checkpoints
-from bloomery.checkpoint.index import read_index
+from bloomery.checkpoint.format import read_index
 from bloomery.config.recipe import Recipe
 from bloomery.data.batch import IGNORED_LABEL, GlobalBatch
 from bloomery.model.transformer import build_model, materialise
@@ -172,7 +172,7 @@ def whole_tensors(folder: Path) -> dict[str, Tensor]:
             values = files[piece.file][piece.key]
             if tensor is None:
                 tensor = torch.zeros(saved.shape, dtype=values.dtype)
-            box = tuple(slice(a, a + n) for a, n in zip(piece.box.offset, piece.box.size, strict=True))
+            box = tuple(slice(a, a + n) for a, n in zip(piece.offset, piece.size, strict=True))
             tensor[box] = values
         assert tensor is not None
         whole[name] = tensor

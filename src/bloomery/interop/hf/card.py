@@ -13,7 +13,7 @@ import torch
 import bloomery
 from bloomery.base.bounded import LARGE_BYTES, parse_json, read_small
 from bloomery.base.energy import NO_SENSOR, Energy, format_device_hours, format_joules
-from bloomery.checkpoint.folder import MANIFEST
+from bloomery.checkpoint.format import MANIFEST
 from bloomery.checkpoint.load import consumed_tokens
 from bloomery.config.describe import fingerprint
 from bloomery.config.recipe import Recipe

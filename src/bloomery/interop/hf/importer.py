@@ -16,11 +16,10 @@ from bloomery.base.errors import DataError, Problem
 from bloomery.base.piece import Piece
 from bloomery.base.storage import make_folder, write_atomically, writing, written_to
 from bloomery.checkpoint.folder import CHECKPOINTS
-from bloomery.checkpoint.saver import save_checkpoint
+from bloomery.checkpoint.save import save_checkpoint
 from bloomery.config.describe import as_yaml
 from bloomery.config.recipe import ModelSection, Recipe
-from bloomery.data.tokenizer import Tokenizer
-from bloomery.data.tokenizer_files import FILES, read_settings
+from bloomery.data.tokenizer import FILES, Tokenizer, read_settings
 from bloomery.interop.hf.configs import model_section
 from bloomery.interop.hf.folder import CHAT_TEMPLATE, CONFIG, HfWeights, move_all, require_empty, staged
 from bloomery.interop.hf.maps import Source, embedding_and_head, sources_of, unused_tensors

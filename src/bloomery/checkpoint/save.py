@@ -1,0 +1,497 @@
+"""Asynchronous saves: a snapshot in pinned host memory in an instant, the disk in a thread, one save at a time.
+
+    saver = Saver(pieces, ranks=ranks, device=device)      once, before the first step: allocates the host memory
+    saver.stage()                                          after the optimizer's step: queues the copies
+    saver.persist(SavePlan(root=..., step=..., ...))       begins to write them
+    saver.wait_staged()                                    before the optimizer changes what is being copied
+    saver.poll()                                           now and then: the outcomes
+
+In the thread ranks do not wait for each other, so it never meets the collectives of training. Each writes its part: a
+tensor file and, after it, a small `rank-00003.json` that lists what it holds. When all of them are there, rank 0 checks
+that together they are whole, writes the manifest last and gives the folder its name (`SaveJob.commit`): then the
+checkpoint is valid. A rank that fails tells rank 0 without the storage, which may be what has failed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import shutil
+import threading
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import bloomery
+from bloomery.base.bounded import LARGE_BYTES, read_small
+from bloomery.base.errors import BloomeryError, Problem, StorageError
+from bloomery.base.piece import Piece
+from bloomery.base.pulse import PULSE
+from bloomery.base.ranks import ALONE, Ranks
+from bloomery.base.storage import free_space, open_plain, own_folder, reason, remove_tree, sync, sync_folder
+from bloomery.base.units import format_bytes, format_seconds
+from bloomery.checkpoint import folder as folders
+from bloomery.checkpoint.fence import FencedError, Writer
+from bloomery.checkpoint.format import (
+    INDEX,
+    PARTS,
+    RECIPE,
+    REPORT,
+    STATE,
+    RankReport,
+    facts_of,
+    index_text,
+    is_written,
+    merge,
+    report,
+    write_manifest,
+)
+from bloomery.checkpoint.retention import Retention, sweep_parts
+from bloomery.checkpoint.tensor_file import HostSnapshot, StreamedSnapshot, write_file
+
+_PATIENCE = 0.8
+"""Of a save's time, the share in which rank 0 waits for the parts of the others; the rest is for the commit."""
+_FIRST_PAUSE_SECONDS = 0.005
+_LONGEST_PAUSE_SECONDS = 1.0
+_GRACE_SECONDS = 5.0
+"""How long a failed save waits for ranks that are still writing."""
+_INDEX_BYTES = 256
+"""Of index and manifest, for each tensor of a rank."""
+_FULL = ("disk full", "ENOSPC", "EDQUOT")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SavePlan:
+    """A checkpoint that is due: where it goes, and all that is written beside its tensors."""
+
+    root: Path
+    step: int
+    state: Mapping[str, Any]
+    recipe_yaml: str
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    """More for the manifest."""
+    writer: Writer | None = None
+    after: Sequence[Path] = ()
+    """Files that must be on the disk before this save counts: records of the steps that it holds."""
+    parts_root: Path | None = None
+    """Folder on this node's disk for the tensor files (retention.py); None: they lie with all else."""
+    retention: Retention | None = None
+
+
+@dataclass(frozen=True)
+class SaveOutcome:
+    """How a save ended. On rank 0 the truth about all of it, on the others about their part."""
+
+    step: int
+    folder: Path
+    error: StorageError | None
+    blocking_seconds: float
+    """How long training stood still for it."""
+    persist_seconds: float
+    """From then until all was on the disk."""
+    bytes: int
+    """Of all ranks."""
+    removed: tuple[str, ...] = ()
+    """Checkpoints that retention deleted, to make room or afterwards."""
+    retention_trouble: str = ""
+    """The checkpoint is complete, but older ones could not be deleted."""
+
+
+class Saver:
+    def __init__(
+        self,
+        pieces: Mapping[str, Piece],
+        *,
+        device: torch.device,
+        ranks: Ranks = ALONE,
+        timeout_seconds: float = 1800.0,
+        values: Callable[[str], Tensor] | None = None,
+    ) -> None:
+        """All ranks make theirs together. `values`: see save_checkpoint."""
+        tensors = {name: piece.tensor for name, piece in pieces.items() if is_written(piece)}
+        self._snapshot = HostSnapshot(tensors, device) if values is None else StreamedSnapshot(tensors, values)
+        self._held = report(pieces)
+        self._ranks = ranks
+        self._timeout_seconds = timeout_seconds
+        self._total_bytes = sum(ranks.gather(self._snapshot.layout.file_bytes))
+        self._nonce = ranks.broadcast(secrets.token_hex(4))
+        self._attempts = 0
+        self._parts_before: list[str] = []
+        """Of the save before, which rank 0 may still be completing when this rank has long done its part."""
+        self._staged = False
+        self._stage_seconds = 0.0
+        self._flight: SaveJob | None = None
+        self._finished: list[SaveOutcome] = []
+
+    @property
+    def host_bytes(self) -> int:
+        """Memory on this rank's host that saves take."""
+        return self._snapshot.layout.data_bytes
+
+    def stage(self) -> None:
+        """Take the snapshot: the pieces as they are when the work queued on the device so far is done. `persist` must
+        follow. All ranks call it in the same order; none waits for another.
+
+        If the save before is still being written, this waits for it: that is the price of one snapshot in memory.
+        """
+        started = time.monotonic()
+        self._staged = self._land(wait=True)
+        if self._staged:
+            self._snapshot.take()
+        self._stage_seconds = time.monotonic() - started
+
+    def persist(self, plan: SavePlan) -> None:
+        """Begin to write the snapshot, and return. If the save before hangs beyond its time, nothing is written, and
+        `poll` reports it. Retention acts on rank 0, in the thread."""
+        started = time.monotonic()
+        self._attempts += 1
+        job = SaveJob(
+            plan,
+            ranks=self._ranks,
+            nonce=f"{self._nonce}-{self._attempts}",
+            total_bytes=self._total_bytes,
+            timeout_seconds=_PATIENCE * self._timeout_seconds,
+            spare=self._parts_before,
+        )
+        if plan.parts_root is not None:
+            self._parts_before = [job.parts.name]
+        if not self._staged:
+            assert self._flight is not None
+            hung = self._flight.plan.step
+            what = f"the checkpoint of step {plan.step} was not saved: the save of step {hung} still hangs"
+            self._finished.append(job.outcome(StorageError(Problem(what, remedy="check the storage"))))
+            return
+        self._flight = job
+        self._deadline, self._reported_late = time.monotonic() + self._timeout_seconds, False
+        self._thread = threading.Thread(
+            target=job.run, args=[self._held, self._snapshot], name="bloomery-save", daemon=True
+        )
+        self._thread.start()
+        job.blocking_seconds = self._stage_seconds + time.monotonic() - started
+
+    def wait_staged(self) -> None:
+        """What is queued on the device from now on happens after the copies of the last `stage`. Does not block."""
+        self._snapshot.hold_back()
+
+    def poll(self) -> list[SaveOutcome]:
+        """How saves since the last call have ended. One that is late is reported once as an error, and again when it
+        ends."""
+        self._land(wait=False)
+        job = self._flight
+        if job is not None and not self._reported_late and time.monotonic() > self._deadline:
+            self._reported_late = True
+            what = f"the save of step {job.plan.step} is not on the disk after {format_seconds(self._timeout_seconds)}"
+            remedy = "check the storage: it hangs or is too slow; no other save is made until this one ends"
+            self._finished.append(job.outcome(StorageError(Problem(what, remedy=remedy, place=str(job.plan.root)))))
+        finished, self._finished = self._finished, []
+        return finished
+
+    def wait(self, *, at_most_seconds: float | None = None) -> list[SaveOutcome]:
+        """Until the save in flight has ended, or its time is over; then as `poll`."""
+        self._land(wait=True, at_most_seconds=at_most_seconds)
+        return self.poll()
+
+    def _land(self, *, wait: bool, at_most_seconds: float | None = None) -> bool:
+        """Collect the outcome of a save that has ended. False if one is still in flight."""
+        if self._flight is None:
+            return True
+        left = max(0.0, self._deadline - time.monotonic()) if wait else 0.0
+        with PULSE.excuse(left) if wait else contextlib.nullcontext():
+            self._thread.join(left if at_most_seconds is None else min(left, at_most_seconds))
+        if self._thread.is_alive():
+            return False
+        self._finished.append(self._flight.outcome(self._flight.error))
+        self._flight = None
+        return True
+
+
+class SaveJob:
+    """One attempt at a save as one rank sees it: write this rank's part; on rank 0, wait for the others and commit."""
+
+    def __init__(
+        self,
+        plan: SavePlan,
+        *,
+        ranks: Ranks,
+        nonce: str,
+        total_bytes: int,
+        timeout_seconds: float = 1800.0,
+        spare: Collection[str] = (),
+    ) -> None:
+        """`nonce`: of this attempt, the same on all ranks, so that a part of another attempt is never taken for one of
+        this. `total_bytes`: of the files of all ranks. `spare`: folders in parts_root that belong to saves in flight.
+        """
+        self.plan, self.ranks, self._total_bytes, self._spare = plan, ranks, total_bytes, spare
+        self._nonce, self._timeout_seconds = nonce, timeout_seconds
+        self._texts = {STATE: json.dumps(dict(plan.state), indent=1), RECIPE: plan.recipe_yaml}
+        self.final = plan.root / folders.step_name(plan.step)
+        self.staging_dir = plan.root if plan.writer is None else plan.writer.staging_dir
+        self.draft = self.staging_dir / f".{self.final.name}-{nonce}.tmp"
+        self.parts = self.draft if plan.parts_root is None else plan.parts_root / f"{self.final.name}-{nonce}"
+        """Where this rank's tensor file is written."""
+        self._trouble: dict[int, list[str]] = {}
+        """What went wrong, by rank."""
+        self._fenced = False
+        self._removed: list[str] = []
+        self._retention_trouble = ""
+        self._seconds = 0.0
+        self.blocking_seconds = 0.0
+        self.error: StorageError | None = None
+
+    def run(self, held: RankReport, snapshot: HostSnapshot) -> None:
+        """In the thread: nothing may be raised there, because nobody would see it."""
+        started = time.monotonic()
+        try:
+            snapshot.wait()
+            self._write_part(held, snapshot)
+        except Exception as error:
+            self._note(error)
+            self.ranks.tell(self._word_of(self.ranks.rank), [self._trouble[self.ranks.rank], self._fenced])
+        if self.ranks.rank == 0:
+            try:
+                self.commit()
+                self._retain()
+            except Exception as error:
+                self._note(error)
+                shutil.rmtree(self.draft, ignore_errors=True)  # a rank that still writes into it fails
+        self._seconds = time.monotonic() - started
+        self.error = self._error() if self._trouble else None
+
+    def outcome(self, error: StorageError | None) -> SaveOutcome:
+        return SaveOutcome(
+            step=self.plan.step,
+            folder=self.final,
+            error=error,
+            blocking_seconds=self.blocking_seconds,
+            persist_seconds=self._seconds,
+            bytes=self._total_bytes,
+            removed=tuple(self._removed),
+            retention_trouble=self._retention_trouble,
+        )
+
+    def commit(self) -> None:
+        """Wait for all parts, complete the draft and give it its name. For rank 0."""
+        reports = self.wait_for_parts()
+        with self._acting():
+            self._complete_draft(reports)
+        with self._acting():
+            self.publish()
+
+    def _write_part(self, held: RankReport, snapshot: HostSnapshot) -> None:
+        """This rank's tensors and the report that they are there."""
+        name, layout = f"tensors-{self.ranks.rank:05d}.safetensors", snapshot.layout
+        try:
+            with self._acting():
+                # A staging dir that is gone is not made again: what is beneath a lost mount is another place.
+                self.draft.mkdir(parents=self.plan.writer is None, exist_ok=True)
+                if self.plan.parts_root is not None:
+                    self._sweep_parts()
+                    own_folder(self.parts)
+                self._require_room(snapshot)
+                facts = write_file(self.parts / name, layout, snapshot.blocks()) if layout.data_bytes else None
+                if self.plan.parts_root is not None:
+                    sync_folder(self.parts)  # elsewhere rank 0 does it for all, with the manifest
+                path = self._report_file(self.ranks.rank)
+                hidden = path.with_name(f".{path.name}")  # it need not survive a power cut: it is not synced
+                with open(hidden, "wb", opener=open_plain) as file:
+                    file.write(REPORT.dump_json(replace(held, file=name if facts else "", facts=facts)))
+                os.replace(hidden, path)
+        except Exception:
+            with contextlib.suppress(OSError):
+                (self.parts / name).unlink(missing_ok=True)
+            raise
+
+    def _require_room(self, snapshot: HostSnapshot) -> None:
+        """Before the first byte: rank 0 checks for all ranks if they share a disk, else each for itself. write_file
+        then reserves it."""
+        needed = snapshot.layout.file_bytes
+        if self.ranks.rank == 0 and self.plan.parts_root is None:
+            texts = sum(map(len, self._texts.values()))
+            needed = self._total_bytes + texts + _INDEX_BYTES * (1 + len(snapshot.layout.order)) * self.ranks.size
+        free = shutil.disk_usage(self.parts).free
+        if free < needed and self.plan.retention is not None and self.ranks.rank == 0:
+            with contextlib.suppress(OSError):  # the lack of room is reported instead
+                self._removed += self.plan.retention.make_room()
+                self._sweep_parts()
+            free = shutil.disk_usage(self.parts).free
+        if free < needed:
+            raise OSError(f"disk full: {format_bytes(free)} of {format_bytes(needed)} are free")
+
+    def wait_for_parts(self) -> list[RankReport]:
+        """Every rank's report. _PartsError when one has failed, or when the time is over.
+
+        After a failure the others are waited for a little longer: what they write must not be left behind. Not so when
+        a newer start has taken over, which sweeps what is left. FileNotFoundError where the draft is gone while nobody
+        has failed: no report will ever come.
+        """
+        deadline, pause = time.monotonic() + self._timeout_seconds, _FIRST_PAUSE_SECONDS
+        missing, found = set(range(self.ranks.size)) - self._trouble.keys(), dict[int, RankReport]()
+        while True:
+            for rank in sorted(missing):
+                if (part := self._read_report(rank)) is not None:
+                    found[rank] = part
+                elif (word := self.ranks.told(self._word_of(rank))) is not None:
+                    self._trouble[rank], self._fenced = word[0], self._fenced or word[1]
+            missing -= found.keys() | self._trouble.keys()
+            if missing:
+                with self._acting():
+                    if not self._trouble:
+                        self.draft.stat()
+            if self._trouble:
+                deadline = min(deadline, time.monotonic() + (_GRACE_SECONDS if self.staging_dir.is_dir() else 0.0))
+            if not missing or time.monotonic() >= deadline:
+                break
+            time.sleep(min(pause, max(0.0, deadline - time.monotonic())))
+            pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
+        if missing and not self._trouble:
+            patience = format_seconds(self._timeout_seconds)
+            text = f"its part did not come within {patience}: it hangs, or this is no folder that all ranks share"
+            self._trouble = {rank: [text] for rank in missing}
+        if self._trouble:
+            raise _PartsError
+        return [found[rank] for rank in range(self.ranks.size)]
+
+    def _complete_draft(self, reports: Sequence[RankReport]) -> None:
+        """All that a draft still lacks, the manifest last."""
+        texts = {INDEX: index_text(merge(reports)), **self._texts}
+        for name, text in texts.items():
+            _write_synced(self.draft / name, text)
+        for rank in range(self.ranks.size):
+            self._report_file(rank).unlink()
+        files = {each.file: each.facts for each in reports if each.facts is not None}
+        where = {} if self.plan.parts_root is None else {PARTS: str(self.parts.absolute())}
+        if where:
+            for name in files:
+                os.symlink(self.parts.absolute() / name, self.draft / name)
+        files |= {name: facts_of(text) for name, text in texts.items()}
+        for name, facts in files.items():
+            if not where and (self.draft / name).stat().st_size != facts.bytes:
+                raise OSError(f"{name} does not have the {facts.bytes:,} bytes that were written")
+        for path in filter(Path.exists, self.plan.after):
+            with open(path, "rb") as file:
+                sync(file.fileno())  # brings the file to the disk, whoever wrote it
+        versions = {"bloomery": bloomery.__version__, "torch": torch.__version__}
+        known = {"step": self.plan.step, "ranks": self.ranks.size, "versions": versions, **where}
+        write_manifest(self.draft, {**known, **self.plan.facts}, files)
+
+    def publish(self) -> None:
+        """Make the draft the checkpoint of its step, and the latest, by renames."""
+        old = self.staging_dir / f".{self.final.name}-{self._nonce}.old"
+        latest = self.staging_dir / f".tmp-{folders.LATEST}-{self._nonce}"
+        if os.path.lexists(self.final):  # one of the same step, which this replaces
+            os.rename(self.final, old)
+        os.rename(self.draft, self.final)
+        sync_folder(self.plan.root)
+        _write_synced(latest, self.final.name + "\n")
+        os.replace(latest, self.plan.root / folders.LATEST)
+        sync_folder(self.plan.root)
+        remove_tree(old)
+
+    def _retain(self) -> None:
+        try:
+            self._removed += self.plan.retention.after_save(self.final) if self.plan.retention else ()
+        except OSError as error:
+            self._retention_trouble = str(error)
+
+    def _sweep_parts(self) -> None:
+        if self.plan.parts_root is not None:
+            sweep_parts(self.plan.parts_root, self.plan.root, spare={*self._spare, self.parts.name})
+
+    def _acting(self) -> contextlib.AbstractContextManager[None]:
+        """Within it a start that lost its staging dir to a newer one fails with FencedError."""
+        return contextlib.nullcontext() if self.plan.writer is None else self.plan.writer.acting()
+
+    def _word_of(self, rank: int) -> str:
+        return f"save/{self._nonce}/{rank}"
+
+    def _report_file(self, rank: int) -> Path:
+        return self.draft / f"rank-{rank:05d}.json"
+
+    def _read_report(self, rank: int) -> RankReport | None:
+        try:
+            return REPORT.validate_json(read_small(self._report_file(rank), LARGE_BYTES))
+        except FileNotFoundError:
+            return None
+
+    def _note(self, error: Exception) -> None:
+        """Remember what went wrong on this rank."""
+        self._fenced |= isinstance(error, FencedError)
+        if isinstance(error, _PartsError):
+            return
+        texts = [str(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"]
+        if isinstance(error, BloomeryError):
+            texts = [str(problem) for problem in error.problems]
+        elif isinstance(error, OSError) and error.errno is not None:
+            texts = [reason(error)]
+        self._trouble[self.ranks.rank] = texts
+
+    def _error(self) -> StorageError:
+        """The error that all ranks raise."""
+        problems = []
+        for rank, texts in sorted(self._trouble.items()):
+            where = f" on rank {rank}" if self.ranks.size > 1 else ""
+            problems += [
+                f"the checkpoint of step {self.plan.step} could not be written{where}: {each}" for each in texts
+            ]
+        place = self.plan.parts_root or self.plan.root
+        option = "--run-dir" if self.plan.parts_root is None else "checkpoint.local.path"
+        is_full = any(word in text for text in problems for word in _FULL)
+        rule = f"{free_space(place)}, about {format_bytes(self._total_bytes)} are needed" if is_full else ""
+        advice = "make room" if is_full else "check the storage (`df`, `dmesg`, permissions; is it mounted?)"
+        gone = f"{', '.join(self._removed)} had to go, as `keep` allows" if self._removed else ""
+        remedy = f"{advice} or name another {option}; {gone or 'older checkpoints are untouched'}"
+        if self._fenced:
+            rule, remedy = "", "stop this process: the newer start continues"
+        kind = FencedError if self._fenced else StorageError
+        return kind([*map(Problem, problems[:-1]), Problem(problems[-1], rule, remedy, str(place))])
+
+
+class _PartsError(Exception):
+    """Ranks have failed to deliver their parts."""
+
+
+def save_checkpoint(
+    root: Path,
+    *,
+    step: int,
+    pieces: Mapping[str, Piece],
+    state: Mapping[str, Any],
+    recipe_yaml: str,
+    ranks: Ranks = ALONE,
+    writer: Writer | None = None,
+    facts: Mapping[str, Any] | None = None,
+    values: Callable[[str], Tensor] | None = None,
+) -> Path:
+    """An asynchronous save and a wait: the new folder, complete and named by `latest`. All ranks call it, and all of
+    them return or raise StorageError; then nothing has changed. `values`: gives each tensor when its turn comes, for
+    pieces on the meta device."""
+    device = next((piece.tensor.device for piece in pieces.values()), torch.device("cpu"))
+    saver = Saver(pieces, device=device, ranks=ranks, values=values)
+    saver.stage()
+    plan = SavePlan(root=root, step=step, state=state, recipe_yaml=recipe_yaml, facts=facts or {}, writer=writer)
+    saver.persist(plan)
+    outcome = saver.wait()[-1]
+    raise_together(ranks, outcome.error)
+    return outcome.folder
+
+
+def raise_together(ranks: Ranks, error: StorageError | None) -> None:
+    """Raise the error of the first rank that has one, on every rank. Collective."""
+    found = next((each for each in ranks.gather(error) if each is not None), None)
+    if found is not None:
+        raise found.told_once(ranks.rank)
+
+
+def _write_synced(path: Path, text: str) -> None:
+    """A file on the disk. Its name gets there with the manifest's, before anything but this save can see it."""
+    with path.open("x") as file:
+        file.write(text)
+        file.flush()
+        sync(file.fileno())
