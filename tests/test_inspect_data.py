@@ -154,7 +154,7 @@ def test_a_run_is_inspected_with_the_checks_of_a_training_that_goes_on(workshop:
     assert order["first_sample"] == 24, "what it would come to"
     code, _, err = command(*words, *asked)
     assert code == 2
-    assert "--change data.train.1.weight is given without --run-dir. It says what differs from a run. Add" in err
+    assert "--change data.train.1.weight is given without --run-dir. It names what differs from a run. Add" in err
     assert command(*words, *of_run, "--change", "seed")[0] == 2
 
 
@@ -185,7 +185,7 @@ def test_steps_that_are_passed_over_are_marked(workshop: Workshop, command: Comm
     marked = answer(command, "inspect", "step", str(workshop.recipe), "3", skip)
     assert all(sample["skipped"] for sample in marked)
     assert "skipped" not in answer(command, "inspect", "step", str(workshop.recipe), "5", skip)[0]
-    assert "step 3, passed over by train.skip" in command("inspect", "sample", str(workshop.recipe), "16", skip)[1]
+    assert "step 3, skipped by train.skip" in command("inspect", "sample", str(workshop.recipe), "16", skip)[1]
 
 
 @pytest.fixture
@@ -374,7 +374,7 @@ def test_a_masked_training_is_shown_as_it_is(tmp_path: Path, command: Command, m
         (["sample", "_"], "is not a position such as 0"),
         (["step", "0"], "there is no step 0. For this training the range is 1 to 20"),
         (["step", "21"], "there is no step 21"),
-        (["order", "--at-samples", "161"], "--at-samples asks for 161. For this training the range is 0 to 160"),
+        (["order", "--at-samples", "161"], "--at-samples is 161. For this training the range is 0 to 160"),
         (["sample", "0", "data=null"], "the recipe has no data"),
     ],
 )
