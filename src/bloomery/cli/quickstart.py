@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 
 from bloomery.base import exit_codes
-from bloomery.base.clock import job_seconds
+from bloomery.base.pulse import job_seconds
 from bloomery.base.units import format_seconds
 from bloomery.cli.recipe_argument import load
 from bloomery.config.recipe import Recipe

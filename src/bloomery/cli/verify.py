@@ -42,7 +42,7 @@ def run(args: argparse.Namespace) -> int:
     from bloomery.base.accelerator import device_count, pick_device
     from bloomery.cli.verify_trials import run_trials
     from bloomery.verify.certify import certify, table
-    from bloomery.verify.layouts import choose_layouts
+    from bloomery.verify.shrink import choose_layouts
 
     names = [name.strip() for name in args.layouts.split(",")] if args.layouts is not None else None
     device = pick_device(args.device)
