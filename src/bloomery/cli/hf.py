@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bloomery.base import exit_codes
-from bloomery.cli.recipe_argument import add_json
+from bloomery.cli.arguments import add_json
 
 if TYPE_CHECKING:
     from bloomery.sizing.check import CheckedRecipe
