@@ -150,7 +150,7 @@ def test_a_run_is_inspected_with_the_checks_of_a_training_that_goes_on(workshop:
     assert "but step-00000003 was trained on one with 20 documents" in err
     code, _, err = command(*words, "seed=8", *of_run)
     assert code == 3
-    assert "seed is 8 but the checkpoint has 7. It would make this another training." in err
+    assert "seed is 8 but the checkpoint has 7. Fixed: " in err
     code, _, err = command("inspect", "schedule", str(workshop.recipe), "batch.global_batch_size=16", *of_run)
     assert code == 3
     assert "batch.global_batch_size is 16 but the checkpoint has 8." in err
