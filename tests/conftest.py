@@ -18,6 +18,7 @@ import yaml
 
 from bloomery.cli.main import main
 from bloomery.data.shards import ShardWriter
+from forked import Forked
 
 torch.set_num_threads(1)
 
@@ -98,15 +99,20 @@ class Workshop:
         return [float(record["losses"]["lm loss"]) for record in Workshop.metrics(run)]
 
 
-def start_training(workshop: Workshop, run: Path, *overrides: str, **environment: str) -> subprocess.Popen[str]:
+def start_training(
+    workshop: Workshop, run: Path, *overrides: str, **environment: str
+) -> subprocess.Popen[str] | Forked:
     """`bloomery train` in a process of its own, for as long as nothing stops it."""
-    words = [sys.executable, "-m", "bloomery", "train", str(workshop.recipe), "train.for=1000000 steps", *overrides]
-    words += ["lr.decay=null", "--run-dir", str(run), "--device", "cpu", "--quiet"]
+    words = ["train", str(workshop.recipe), "train.for=1000000 steps", *overrides, "lr.decay=null"]
+    words += ["--run-dir", str(run), "--device", "cpu", "--quiet"]
+    if not environment and not any("parallel" in override for override in overrides):
+        return Forked(words, workshop.folder / "stderr.txt")
     variables = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
-    return subprocess.Popen(words, env=variables, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    command = [sys.executable, "-m", "bloomery", *words]
+    return subprocess.Popen(command, env=variables, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
-def wait_for_steps(run: Path, count: int, process: subprocess.Popen[str]) -> None:
+def wait_for_steps(run: Path, count: int, process: subprocess.Popen[str] | Forked) -> None:
     """Until that many steps are in metrics.jsonl; fails if the process ends or a minute passes."""
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline:

@@ -76,7 +76,10 @@ def plant(point: str, name: str, times: int) -> None:
 
         setattr(owner, function, planted)
 
-    sys.meta_path.insert(0, Finder(module, None, change))
+    if module in sys.modules:
+        change(sys.modules[module])
+    else:
+        sys.meta_path.insert(0, Finder(module, None, change))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,6 @@
 """The tokenizer folder: ids, the end of a document, what is never an id, and what transformers reads."""
 
 import json
-import shutil
 
 import numpy as np
 import pytest
@@ -9,7 +8,7 @@ import tokenizers
 
 from bloomery.base.errors import DataError, RecipeError, StorageError
 from bloomery.data.tokenizer import Tokenizer, is_other_tokenizer
-from bloomery.interop.hf.tokenizer import write_tokenizer
+from bloomery.interop.hf.export import write_tokenizer
 from bloomery.prepare.train_tokenizer import train_tokenizer
 
 TEXTS = ["def read(self, path):\n    return open(path).read()\n", "the end of the text, the text of the end"] * 3
@@ -283,23 +282,15 @@ def test_a_pattern_that_needs_exponential_time_ends_with_a_sentence(tokenizer, m
     ("change", "message"),
     [
         ({"model": {"vocab": {"a": "x"}}}, "has a token whose id is no number"),
-        ({"model": {"vocab": {"a": None}}}, "has a token whose id is no number"),
         ({"model": {"vocab": {"a": True}}}, "has a token whose id is no number"),
         ({"model": {"vocab": {"a": -1}}}, "has a token whose id is no number"),
-        (
-            {"model": {"vocab": {"a": 4_000_000_000}}},
-            "has a token whose id is no number of its own: .* 0 to 16,777,215",
-        ),
+        ({"model": {"vocab": {"a": 4_000_000_000}}}, "whose id is no number of its own: .* 0 to 16,777,215"),
         ({"model": {"vocab": {"a": 1, "b": 1}}}, "has a token whose id is no number of its own"),
         ({"normalizer": deep(100)}, "nested more than 64 levels deep"),
         ({"added_tokens": [{"content": "x", "special": True, "id": 4_000_000_000}]}, "its added token .* has no id"),
         ({"model": {"vocab": 5}}, "its vocabulary is no mapping"),
-        ({"model": {}}, "vocab"),
         ({"model": None}, "can read"),
         ({"added_tokens": [{"content": "x", "special": True}]}, "its added token .* lacks an id"),
-        ({"added_tokens": [{"content": "x", "special": True, "id": None}]}, "its added token .* lacks an id"),
-        ({"added_tokens": [{"content": "x", "id": 1}]}, "its added token .* lacks"),
-        ({"added_tokens": ["<s>"]}, "its added token '<s>' lacks"),
         ({"added_tokens": 7}, "can read"),
     ],
 )
@@ -322,11 +313,6 @@ def test_impossible_vocabularies_say_what_is_possible(tmp_path):
         train_tokenizer(["the end"], vocab_size=257, output=str(tmp_path / "file" / "a"))
 
 
-def test_moving_the_folder_changes_nothing(tokenizer, folder, tmp_path):
-    shutil.copytree(folder, tmp_path / "moved")
-    assert Tokenizer.load(str(tmp_path / "moved")).content_hash == tokenizer.content_hash
-
-
 def test_lazy_loading_says_the_same_and_complains_when_it_is_used(tokenizer, folder, tmp_path):
     lazy = Tokenizer.load(str(folder), lazy=True)
     assert (lazy.vocab_size, lazy.special_tokens, lazy.content_hash) == (
@@ -339,12 +325,6 @@ def test_lazy_loading_says_the_same_and_complains_when_it_is_used(tokenizer, fol
     broken = Tokenizer.load(str(tmp_path), lazy=True)
     with pytest.raises(DataError, match="is not a tokenizer that"):
         broken.encode_batch(["x"])
-
-
-def test_special_tokens_become_ids_only_where_asked_for(tokenizer):
-    (ids,) = tokenizer.encode_batch(["a<|endoftext|>b"], special_tokens_as_ids=True)
-    assert ids.tolist().count(tokenizer.eod_id) == 1
-    assert tokenizer.eod_id not in tokenizer.encode_batch(["a<|endoftext|>b"])[0]
 
 
 @pytest.fixture
@@ -365,39 +345,6 @@ def test_gpt2_vocabulary_and_merges(gpt2_folder, tokenizer):
     assert (loaded.vocab_size, loaded.eod_id) == (tokenizer.vocab_size, tokenizer.eod_id)
     assert loaded.decode(loaded.encode_batch(["the end"])[0]) == "the end"
     assert Tokenizer.load(str(gpt2_folder)).content_hash == loaded.content_hash
-
-
-@pytest.mark.parametrize("prefix_space", [False, True])
-def test_gpt2_files_become_what_the_library_would_save(gpt2_folder, tokenizer, prefix_space):
-    (gpt2_folder / "tokenizer_config.json").write_text(json.dumps({"add_prefix_space": prefix_space}))
-    model = tokenizers.models.BPE.from_file(str(gpt2_folder / "vocab.json"), str(gpt2_folder / "merges.txt"))
-    theirs = tokenizers.Tokenizer(model)
-    theirs.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=prefix_space)
-    theirs.decoder = tokenizers.decoders.ByteLevel()
-    theirs.post_processor = tokenizers.processors.ByteLevel(trim_offsets=False)
-    theirs.add_special_tokens(["<|endoftext|>"])
-    ours, saved = Tokenizer.load(str(gpt2_folder)), json.loads(theirs.to_str())
-    assert ours.parsed == saved
-    assert ours.content_hash == Tokenizer(theirs.to_str(), path="theirs").content_hash
-
-
-def test_gpt2_merges_may_have_odd_spaces_empty_lines_and_no_last_newline(gpt2_folder):
-    plain = Tokenizer.load(str(gpt2_folder))
-    merges = (gpt2_folder / "merges.txt").read_text()
-    (gpt2_folder / "merges.txt").write_text(merges.replace(" ", "  \t").replace("\n", " \r\n\n").rstrip())
-    odd = Tokenizer.load(str(gpt2_folder))
-    assert len(odd.parsed["model"]["merges"]) > 10
-    assert odd.content == plain.content
-    (gpt2_folder / "merges.txt").write_text(merges + merges)  # of a pair that is there twice, the last counts
-    assert Tokenizer.load(str(gpt2_folder)).content == plain.content
-
-
-def test_gpt2_files_equal_transformers(gpt2_folder):
-    transformers = pytest.importorskip("transformers")
-    theirs = transformers.GPT2TokenizerFast(str(gpt2_folder / "vocab.json"), str(gpt2_folder / "merges.txt"))
-    ours = Tokenizer.load(str(gpt2_folder))
-    for text in TEXTS:
-        assert theirs(text)["input_ids"] == ours.encode_batch([text])[0].tolist()
 
 
 def test_gpt2_files_have_the_hash_of_what_transformers_and_tokenizers_make_of_them(gpt2_folder, tmp_path):
@@ -509,14 +456,3 @@ def test_training_does_not_replace_another_tokenizer(tmp_path, monkeypatch, comm
     )
     file.rename(tmp_path / "tok" / "vocab.txt")
     assert command("tokenizer", "train", "a.txt", *words)[0] == 3, "it would hide BERT's"
-
-
-def test_too_little_text_says_what_was_left_out(tmp_path, monkeypatch, command):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "a.txt").write_bytes(b"\xff\xfe" * 9)
-    code, _, err = command("tokenizer", "train", "a.txt", "--vocab-size", "300", "--output", "tok")
-    assert code == 3
-    assert "the texts give only 257 entries where vocab_size is 300" in err
-    assert "a.txt: 0 empty and 1 unreadable documents were left out, of 1 files" in err
-    (tmp_path / "a.txt").write_bytes(b"short")
-    assert "left out" not in command("tokenizer", "train", "a.txt", "--vocab-size", "300", "--output", "tok")[2]

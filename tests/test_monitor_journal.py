@@ -13,8 +13,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from bloomery.base.errors import BloomeryError, StorageError
 from bloomery.monitor.history import read_events, read_metrics
-from bloomery.monitor.journal import Journal
-from bloomery.monitor.sinks import Console, open_sinks
+from bloomery.monitor.journal import Journal, open_sinks
+from bloomery.monitor.sinks import Console
 from bloomery.monitor.tensorboard import TensorBoard
 from monitor_samples import fill, mounted, step_record, strict_lines, validation_record
 

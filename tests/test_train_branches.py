@@ -75,7 +75,8 @@ def test_two_trainings_in_one_folder_are_refused(workshop: Workshop, capsys: pyt
 
 def test_a_signal_with_nobody_left_to_read_still_saves(workshop: Workshop) -> None:
     run = workshop.folder / "run"
-    process = start_training(workshop, run)
+    process = start_training(workshop, run, PYTHONUNBUFFERED="1")  # with a pipe for its standard error
+    assert isinstance(process, subprocess.Popen)
     assert process.stderr is not None
     process.stderr.close()
     wait_for_steps(run, 3, process)

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from tempfile import TemporaryFile
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from bloomery.base.bounded import LARGE_BYTES, read_json
 from bloomery.base.errors import DataError
@@ -28,9 +28,6 @@ from bloomery.checkpoint.fence import Writer
 from bloomery.checkpoint.format import MANIFEST, PARTS, SUSPICIOUS, read_manifest
 from bloomery.config.recipe import CheckpointSection, KeepSection
 from bloomery.sizing.saves import kept_steps
-
-if TYPE_CHECKING:
-    from bloomery.checkpoint.remote import Uploader
 
 DURABLE, LOCAL = "durable", "local"
 
@@ -88,12 +85,19 @@ def sweep_parts(parts_root: Path, root: Path, *, spare: Collection[str] = ()) ->
                 remove_tree(name, dir_fd=here)
 
 
+class Uploads(Protocol):
+    """The part of `remote.Uploader` that retention needs."""
+
+    def offer(self, folder: Path, *, keep_all: bool = False, final: bool = False) -> bool: ...
+    def protected(self) -> set[int]: ...
+
+
 @dataclass(frozen=True)
 class Retention:
     """What one save deletes in its tier, and who uploads the new checkpoint."""
 
     tier: Tier
-    uploader: Uploader | None = None
+    uploader: Uploads | None = None
     known: int | None = None
     """The step that this job has loaded or saved last. Without one nothing is deleted to make room."""
     proven_until: int = -1

@@ -1,9 +1,11 @@
-"""`bloomery download MANIFEST --output DIR`: every file of a list, verified by size and checksum."""
+"""`bloomery download MANIFEST --output DIR`: every file of a list, verified by size and checksum.
+`bloomery extract SOURCES... --output DIR --chunks N`: compressed .jsonl files to N plain ones."""
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 import time
 from collections.abc import Callable
@@ -14,6 +16,7 @@ from typing import TYPE_CHECKING
 from bloomery.base import exit_codes
 from bloomery.base.errors import DataError, Problem
 from bloomery.base.units import format_bytes
+from bloomery.cli.arguments import add_json, whole_number
 
 if TYPE_CHECKING:
     from bloomery.prepare.download import DownloadResult
@@ -21,17 +24,17 @@ if TYPE_CHECKING:
 _SECONDS_BETWEEN_LINES = 10.0
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments_download(parser: argparse.ArgumentParser) -> None:
     positive, timeout = whole_number(1), "silence that ends a connection; default: 60"
     parser.add_argument("manifest", metavar="MANIFEST", help=".json, .jsonl or .yaml list of {url, size, sha256, path}")
     parser.add_argument("--output", metavar="DIR", type=Path, required=True, help="folder for the files")
     parser.add_argument("--jobs", metavar="N", type=positive, default=4, help="files at a time; default: 4")
     parser.add_argument("--retries", metavar="N", type=whole_number(0), default=8, help="after the first; default: 8")
     parser.add_argument("--timeout", metavar="SECONDS", type=positive, default=60, help=timeout)
-    parser.add_argument("--json", action="store_true", help="print the summary as JSON")
+    add_json(parser, "summary")
 
 
-def run(args: argparse.Namespace) -> int:
+def run_download(args: argparse.Namespace) -> int:
     from bloomery.prepare.download import download, read_download_manifest
 
     wanted = read_download_manifest(args.manifest)
@@ -71,12 +74,24 @@ def _progress() -> Callable[[DownloadResult], None]:
     return report
 
 
-def whole_number(least: int) -> Callable[[str], int]:
-    """The type of an option."""
+def add_arguments_extract(parser: argparse.ArgumentParser) -> None:
+    endings = ".jsonl, .ndjson or .jsonlines, plain or with .gz or .zst"
+    parser.add_argument("sources", metavar="SOURCE", nargs="+", help=f"files, folders, globs or URLs of {endings}")
+    parser.add_argument("--output", metavar="DIR", type=Path, required=True, help="folder for the chunks")
+    parser.add_argument("--chunks", metavar="N", type=whole_number(1), required=True, help="how many files to write")
+    parser.add_argument("--jobs", metavar="N", type=whole_number(1), help="chunks at a time; default: one per core")
+    add_json(parser, "summary")
 
-    def parse(text: str) -> int:
-        if not (text.isascii() and text.isdigit() and least <= int(text[:9]) <= 99_999):
-            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from {least} to 99999")
-        return int(text)
 
-    return parse
+def run_extract(args: argparse.Namespace) -> int:
+    from bloomery.prepare.extract import extract
+
+    jobs = args.jobs or len(os.sched_getaffinity(0))
+    result = extract(args.sources, args.output, chunks=args.chunks, jobs=jobs)
+    if args.json:
+        print(json.dumps(asdict(result), indent=2))
+    else:
+        made = f"{args.output}: {result.written:,} written, {result.already_there:,} already there"
+        counts = f"{result.input_files:,} files in, {result.chunks:,} out; {result.documents:,} documents in and out"
+        print(f"{made}. {counts}, {format_bytes(result.bytes)}. Hashes and counts: {result.manifest}")
+    return exit_codes.OK

@@ -16,10 +16,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from bloomery.base.errors import DataError, Problem
     from bloomery.prepare.read import UnitReader, plan_units
     from bloomery.prepare.sources import find_files
-    from bloomery.prepare.train_tokenizer import TooLittleTextError, train_tokenizer
+    from bloomery.prepare.train_tokenizer import train_tokenizer
 
     files = find_files(args.sources)
     empty = bad = 0
@@ -33,15 +32,7 @@ def run(args: argparse.Namespace) -> int:
                 yield from filter(None, block.texts)
             bad += reader.bad
 
-    try:
-        tokenizer = train_tokenizer(texts(), vocab_size=args.vocab_size, output=args.output)
-    except TooLittleTextError as error:
-        if not empty and not bad:
-            raise
-        what = f"{empty} empty and {bad} unreadable documents were left out, of {len(files):,} files"
-        rule = f"a document is text in UTF-8, in records under --text-key {args.text_key}"
-        remedy = "look whether that is why: `bloomery prepare` names the first that cannot be read"
-        raise DataError([*error.problems, Problem(what, rule, remedy, ", ".join(args.sources))]) from error
+    tokenizer = train_tokenizer(texts(), vocab_size=args.vocab_size, output=args.output)
     print(
         f"{args.output}: {tokenizer.vocab_size:,} entries from {len(files):,} files "
         f"({empty} empty and {bad} unreadable left out), hash {tokenizer.content_hash[:12]}"

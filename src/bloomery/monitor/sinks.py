@@ -1,6 +1,6 @@
 """Where records go: metrics.jsonl, events.jsonl, main_log.txt, the console and TensorBoard. The journal feeds them.
 
-A new sink is a subclass of `Sink` that overrides what it wants to receive, and a line in `open_sinks`, both here.
+A new sink is a subclass of `Sink` that overrides what it wants to receive, and a line in `journal.open_sinks`.
 """
 
 from __future__ import annotations
@@ -15,34 +15,7 @@ from typing import Any, TextIO
 from bloomery.base.bounded import parse_json
 from bloomery.base.storage import AppendFile, own_folder
 from bloomery.base.units import format_count, format_seconds
-from bloomery.monitor import names
 from bloomery.monitor.record import Record, StepRecord, ValidationRecord, perplexity_of, strict_json, to_json
-
-
-def open_sinks(
-    run_folder: Path,
-    *,
-    job: int,
-    tensorboard: bool,
-    resume_step: int,
-    console: Console | None = None,
-    recipe_text: str = "",
-    world_size: int = 1,
-) -> list[Sink]:
-    """All sinks of a job. The run folder must exist. `resume_step`: the step this job continues from; what an older job
-    logged beyond it no longer counts."""
-    sinks: list[Sink] = [
-        MetricsFile(run_folder / names.METRICS_FILE),
-        EventFile(run_folder / names.EVENTS_FILE, job=job),
-        TextLog(run_folder / names.TEXT_LOG_FILE),
-        console or Console(),
-    ]
-    if tensorboard:
-        from bloomery.monitor.tensorboard import TensorBoard
-
-        folder = run_folder / names.TENSORBOARD_FOLDER
-        sinks.append(TensorBoard(folder, resume_step=resume_step, recipe_text=recipe_text, world_size=world_size))
-    return sinks
 
 
 class Sink:

@@ -17,10 +17,6 @@ SMALLEST_VOCAB = 257
 """The 256 bytes and the end of text."""
 
 
-class TooLittleTextError(DataError):
-    """There are not as many tokens in the texts as the vocabulary should have."""
-
-
 @written_to("--output")
 def train_tokenizer(texts: Iterable[str], *, vocab_size: int, output: str) -> Tokenizer:
     """Writes `<output>/tokenizer.json` with exactly `vocab_size` entries and returns it loaded. DataError where another
@@ -46,10 +42,10 @@ def train_tokenizer(texts: Iterable[str], *, vocab_size: int, output: str) -> To
     trained.train_from_iterator(texts, trainer)
     reached = trained.get_vocab_size()
     if reached != vocab_size:
-        raise TooLittleTextError(
+        raise DataError(
             Problem(
                 what=f"the texts give only {reached} entries where vocab_size is {vocab_size}",
-                rule="each entry beyond the bytes is a pair that occurs in the texts",
+                rule="each entry beyond the bytes is a pair that occurs in the texts; what is not UTF-8 is left out",
                 remedy=f"train on more text, or set vocab_size to {reached} or less",
                 place=output,
             )

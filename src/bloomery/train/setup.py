@@ -31,10 +31,10 @@ from bloomery.data.loader import Loader
 from bloomery.data.open import OpenData, open_data
 from bloomery.monitor import names
 from bloomery.monitor.history import Start, read_ledger
-from bloomery.monitor.journal import Journal
+from bloomery.monitor.journal import Journal, open_sinks
 from bloomery.monitor.meters import IntervalMeter, spent_before, start_meter
 from bloomery.monitor.names import Event
-from bloomery.monitor.sinks import Console, open_sinks
+from bloomery.monitor.sinks import Console
 from bloomery.parallel.apply import DTYPES, make_runner, parallelise
 from bloomery.parallel.feed import Feed
 from bloomery.parallel.mesh import alone, make_mesh

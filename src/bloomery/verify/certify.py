@@ -125,7 +125,7 @@ def certify(
     left_out: dict[str, str] | None = None,
     quiet: bool = True,
 ) -> Certificate:
-    """Everything happens below `work`, an empty folder. Every rank runs `command`: cli.verify_trials.run_trials.
+    """Everything happens below `work`, an empty folder. Every rank runs `command`: verify.run_trials.run_trials.
     `pair_steps`: so many are trained by each layout from the checkpoint of each other one."""
     started = time.monotonic()
     shrunk = shrink(recipe, layouts, work, steps=steps, clip=clip)

@@ -5,15 +5,12 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from bloomery.base.bounded import parse_json
 from bloomery.base.errors import Problem, RecipeError
-from bloomery.interop.megatron.flags import Kind, Row, as_text
-
-if TYPE_CHECKING:
-    from bloomery.interop.megatron.recipe import Builder
+from bloomery.interop.megatron.flags import DsConfig, Kind, Row, as_text
+from bloomery.interop.megatron.recipe import Builder
 
 _SECTIONS = ("zero_optimization", "fp16", "bf16", "nebula")
 _LIMIT = 10**18
@@ -75,33 +72,6 @@ reduce_bucket_size allgather_partitions allgather_bucket_size round_robin_gradie
 ignore_unused_parameters elastic_checkpoint
 """
 """Keys that change nothing of what is trained, of the file and of zero_optimization."""
-
-
-@dataclass
-class DsConfig:
-    place: str = ""
-    leaves: dict[str, Any] = field(default_factory=dict)
-    """Dotted key -> value, inside the sections that have rows of their own; without `auto` and null, which Hugging
-    Face's Trainer fills in."""
-
-    def get(self, key: str, default: Any = None) -> Any:
-        return self.leaves.get(key, default)
-
-    @property
-    def offloads(self) -> bool:
-        parts = [self.get(f"zero_optimization.{name}") for name in ("offload_optimizer", "offload_param")]
-        devices = [part.get("device", "none") for part in parts if isinstance(part, dict)]
-        return bool(self.get("zero_optimization.cpu_offload")) or any(device != "none" for device in devices)
-
-    def loss_scale(self) -> dict[str, Any]:
-        """Fields of the recipe's section."""
-        return {
-            "initial": 2.0 ** self.get("fp16.initial_scale_power", 16),
-            "window": f"{self.get('fp16.loss_scale_window', 1000)} steps",
-            "hysteresis": self.get("fp16.hysteresis", 2),
-            "consecutive_hysteresis": self.get("fp16.consecutive_hysteresis", False),
-            "min": float(self.get("fp16.min_loss_scale", 1.0)),
-        }
 
 
 def read_ds_config(text: str, place: str) -> DsConfig:

@@ -281,3 +281,30 @@ def _flags(words: Sequence[str], place: str) -> Iterable[Given]:
         elif word != "--":
             found.append(Given(name, [value] if equals else [], place))
     return found
+
+
+@dataclass
+class DsConfig:
+    place: str = ""
+    leaves: dict[str, Any] = field(default_factory=dict)
+    """Dotted key -> value, inside the sections that have rows of their own; without `auto` and null, which Hugging
+    Face's Trainer fills in."""
+
+    def get(self, key: str, default: Any = None) -> Any:
+        return self.leaves.get(key, default)
+
+    @property
+    def offloads(self) -> bool:
+        parts = [self.get(f"zero_optimization.{name}") for name in ("offload_optimizer", "offload_param")]
+        devices = [part.get("device", "none") for part in parts if isinstance(part, dict)]
+        return bool(self.get("zero_optimization.cpu_offload")) or any(device != "none" for device in devices)
+
+    def loss_scale(self) -> dict[str, Any]:
+        """Fields of the recipe's section."""
+        return {
+            "initial": 2.0 ** self.get("fp16.initial_scale_power", 16),
+            "window": f"{self.get('fp16.loss_scale_window', 1000)} steps",
+            "hysteresis": self.get("fp16.hysteresis", 2),
+            "consecutive_hysteresis": self.get("fp16.consecutive_hysteresis", False),
+            "min": float(self.get("fp16.min_loss_scale", 1.0)),
+        }

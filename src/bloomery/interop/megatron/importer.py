@@ -17,8 +17,8 @@ from bloomery.config.load import COMMAND_LINE, Draft
 from bloomery.config.recipe import Recipe
 from bloomery.config.yaml_nodes import dump_yaml
 from bloomery.interop.megatron.data import fill_data
-from bloomery.interop.megatron.ds_config import DsConfig, compare, read_ds_config
-from bloomery.interop.megatron.flags import SWITCHES, CommandLine, Kind, Row, kind_of, parse_command
+from bloomery.interop.megatron.ds_config import compare, read_ds_config
+from bloomery.interop.megatron.flags import SWITCHES, CommandLine, DsConfig, Kind, Row, kind_of, parse_command
 from bloomery.interop.megatron.recipe import Builder, fill, unset_names
 from bloomery.interop.megatron.script import Command, Script, read_script, run_script
 from bloomery.sizing.check import check

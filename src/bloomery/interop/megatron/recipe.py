@@ -16,8 +16,7 @@ from bloomery.base.errors import Problem
 from bloomery.base.units import LONGEST_SECONDS, Duration
 from bloomery.families.family import Family
 from bloomery.families.registry import FAMILIES
-from bloomery.interop.megatron.ds_config import DsConfig
-from bloomery.interop.megatron.flags import FIELDS, REQUIRED, CommandLine, Given, Kind, Row, as_text
+from bloomery.interop.megatron.flags import FIELDS, REQUIRED, CommandLine, DsConfig, Given, Kind, Row, as_text
 
 T = TypeVar("T", int, float, str)
 _LARGEST = 10**18
