@@ -28,8 +28,7 @@ from bloomery.verify.compare import (
     Row,
     followed_differences,
 )
-from bloomery.verify.layouts import SINGLE, VerifiedLayout
-from bloomery.verify.shrink import CLIP, Shrunk, micro_batch_of, middle, shrink, write_data
+from bloomery.verify.shrink import CLIP, SINGLE, Shrunk, VerifiedLayout, micro_batch_of, middle, shrink, write_data
 from bloomery.verify.trials import RESHARDED, RESUME_PREFIX, TRAIN_PREFIX, TRUTH, Outcome, RankCommand, Trial, run_all
 
 FORMAT = 1
