@@ -14,9 +14,10 @@ import pytest
 import tokenizers
 import torch
 
+from bloomery.base.losses import IGNORED_LABEL
 from bloomery.config.load import load_recipe
 from bloomery.data import tokenizer
-from bloomery.data.batch import IGNORED_LABEL, Batch, DocumentSpan, GlobalBatch, Trace
+from bloomery.data.batch import Batch, DocumentSpan, GlobalBatch, Trace
 from bloomery.data.blend import PERIOD
 from bloomery.data.inspect import read_samples
 from bloomery.data.loader import Loader
@@ -128,7 +129,7 @@ def test_a_run_that_changed_its_weights_is_shown_by_its_checkpoint(
     assert [source["achieved"] for source in order["sources"]] == pytest.approx([0.25, 0.75], abs=0.02)
 
 
-def test_a_run_is_inspected_with_the_checks_of_a_training_that_goes_on(workshop: Workshop, command: Command) -> None:
+def test_a_run_is_inspected_with_the_checks_of_a_resumed_training(workshop: Workshop, command: Command) -> None:
     write_shard(workshop.folder / "other", seed=5)
     run = workshop.train(BLEND, "lr.peak=0.02", "train.exit_after=3 steps")
     of_run = ["--run-dir", str(run)]
@@ -177,7 +178,7 @@ def test_a_run_is_inspected_with_its_own_tokenizer_and_length(workshop: Workshop
     make("b")
     code, _, err = command(*words, "train.for=160 samples")
     assert code == 3
-    assert "but step-00000002 was trained with" in err
+    assert "but the checkpoint was trained with" in err
 
 
 def test_steps_that_are_passed_over_are_marked(workshop: Workshop, command: Command) -> None:
