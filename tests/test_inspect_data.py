@@ -14,9 +14,10 @@ import pytest
 import tokenizers
 import torch
 
+from bloomery.base.losses import IGNORED_LABEL
 from bloomery.config.load import load_recipe
 from bloomery.data import tokenizer
-from bloomery.data.batch import IGNORED_LABEL, Batch, DocumentSpan, GlobalBatch, Trace
+from bloomery.data.batch import Batch, DocumentSpan, GlobalBatch, Trace
 from bloomery.data.blend import PERIOD
 from bloomery.data.inspect import read_samples
 from bloomery.data.loader import Loader
@@ -128,7 +129,7 @@ def test_a_run_that_changed_its_weights_is_shown_by_its_checkpoint(
     assert [source["achieved"] for source in order["sources"]] == pytest.approx([0.25, 0.75], abs=0.02)
 
 
-def test_a_run_is_inspected_with_the_checks_of_a_training_that_goes_on(workshop: Workshop, command: Command) -> None:
+def test_a_run_is_inspected_with_the_checks_of_a_resumed_training(workshop: Workshop, command: Command) -> None:
     write_shard(workshop.folder / "other", seed=5)
     run = workshop.train(BLEND, "lr.peak=0.02", "train.exit_after=3 steps")
     of_run = ["--run-dir", str(run)]
@@ -137,10 +138,10 @@ def test_a_run_is_inspected_with_the_checks_of_a_training_that_goes_on(workshop:
     code, _, err = command(*words, "data.train.1.path=other", *of_run)
     assert code == 3
     assert "the source 'books' has 60 documents" in err
-    assert "but step-00000003 was trained on one with 20 documents" in err
+    assert "but the checkpoint is of another shard, with 20 documents" in err
     code, _, err = command(*words, "seed=8", *of_run)
     assert code == 3
-    assert "seed is 8 but the checkpoint has 7. It would make this another training." in err
+    assert "seed is 8 but the checkpoint has 7. Fixed: " in err
     code, _, err = command("inspect", "schedule", str(workshop.recipe), "batch.global_batch_size=16", *of_run)
     assert code == 3
     assert "batch.global_batch_size is 16 but the checkpoint has 8." in err
@@ -148,13 +149,13 @@ def test_a_run_is_inspected_with_the_checks_of_a_training_that_goes_on(workshop:
     heavier = "data.train.1.weight=6"
     code, _, err = command("inspect", "order", str(workshop.recipe), BLEND, heavier, *of_run)
     assert code == 3
-    assert "or --change data.train.1.weight to change it" in err
-    asked = ["--change", "data.train.1.weight"]
+    assert "or --change data.train to change it" in err
+    asked = ["--change", "data.train"]
     order = answer(command, "inspect", "order", str(workshop.recipe), BLEND, heavier, *of_run, *asked)
     assert order["first_sample"] == 24, "what it would come to"
     code, _, err = command(*words, *asked)
     assert code == 2
-    assert "--change data.train.1.weight is given without --run-dir. It names what differs from a run. Add" in err
+    assert "--change data.train is given without --run-dir. It names what differs from a run. Add" in err
     assert command(*words, *of_run, "--change", "seed")[0] == 2
 
 
@@ -177,7 +178,7 @@ def test_a_run_is_inspected_with_its_own_tokenizer_and_length(workshop: Workshop
     make("b")
     code, _, err = command(*words, "train.for=160 samples")
     assert code == 3
-    assert "but step-00000002 was trained with" in err
+    assert "but the checkpoint was trained with" in err
 
 
 def test_steps_that_are_passed_over_are_marked(workshop: Workshop, command: Command) -> None:

@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from bloomery.base.losses import LM_LOSS
+from bloomery.base.losses import IGNORED_LABEL, LM_LOSS
 from bloomery.data.shards import ShardReader
 
 
@@ -42,10 +42,6 @@ def document_spans(shard: ShardReader, start_token: int, count: int) -> list[Doc
         spans.append(DocumentSpan(document, position, tokens))
         start_token, count = start_token + tokens, count - tokens
     return spans
-
-
-IGNORED_LABEL = -100
-"""A label that carries no loss."""
 
 
 @dataclass(frozen=True)
