@@ -21,7 +21,7 @@ from bloomery.base.ranks import Ranks
 from bloomery.cli import verify_trials
 from bloomery.cli.verify_trials import run_trials
 from bloomery.config.recipe import ModelSection
-from bloomery.data import loader
+from bloomery.data import batch as loader
 from bloomery.data.batch import Batch
 from bloomery.parallel import apply, feed, gradients
 from bloomery.parallel.gradients import Gradients

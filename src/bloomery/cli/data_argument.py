@@ -82,7 +82,7 @@ def refuse(what: str, valid: str) -> RecipeError:
 
 def refuse_numbers(option: str, wrong: list[int], valid: str) -> None:
     if wrong:
-        raise refuse(f"{option} asks for {', '.join(f'{number:,}' for number in wrong)}", valid)
+        raise refuse(f"{option} has {', '.join(f'{number:,}' for number in wrong)}", valid)
 
 
 def whole_numbers(text: str) -> list[int]:
