@@ -18,8 +18,6 @@ from torch import Tensor, nn
 
 from bloomery.base.piece import Piece
 from bloomery.base.ranks import Ranks
-from bloomery.cli import verify_trials
-from bloomery.cli.verify_trials import run_trials
 from bloomery.config.recipe import ModelSection
 from bloomery.data import batch as loader
 from bloomery.data.batch import Batch
@@ -29,6 +27,8 @@ from bloomery.parallel.mesh import Mesh
 from bloomery.parallel.runner import PlainExecution
 from bloomery.sizing import layout
 from bloomery.train.optimizer import Optimizer
+from bloomery.verify import run_trials as trial_runner
+from bloomery.verify.run_trials import run_trials
 from bloomery.verify.trials import Trial
 
 Fault = Callable[[], AbstractContextManager[Any]]
@@ -147,13 +147,13 @@ FAULTS: dict[str, Fault] = {
 
 @contextmanager
 def _planted(fault_of: Callable[[Trial], AbstractContextManager[Any]]) -> Iterator[None]:
-    run = verify_trials._run
+    run = trial_runner._run
 
     def faulty(trial: Trial, device: torch.device, ranks: Ranks) -> bool:
         with fault_of(trial):
             return run(trial, device, ranks)
 
-    with patch.object(verify_trials, "_run", faulty):
+    with patch.object(trial_runner, "_run", faulty):
         yield
 
 
@@ -170,12 +170,12 @@ def faults_of_the_reference(arguments: Sequence[str]) -> int:
 
 def other_samples_after_the_checkpoint_of_single(arguments: Sequence[str]) -> int:
     """What is trained aside from the checkpoint of one rank begins eight samples too late."""
-    read_state = verify_trials.read_state
+    read_state = trial_runner.read_state
 
     def wrong(folder: Path) -> dict[str, Any]:
         state = read_state(folder)
         late = "train-single" in str(folder)
         return state | {"consumed_samples": state["consumed_samples"] + 8 * late}
 
-    with patch.object(verify_trials, "read_state", wrong):
+    with patch.object(trial_runner, "read_state", wrong):
         return run_trials(arguments)

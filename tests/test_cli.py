@@ -421,7 +421,7 @@ def test_an_override_that_a_command_does_not_read_is_checked_and_told(
     code, out, err = command(*words, "tr1-13b", override, "--json")
     assert (code, out) == plain[:2]
     section = override.partition("=")[0].partition(".")[0]
-    assert err == f"bloomery: warning: '{override}' changes nothing here: this command does not read {section}\n"
+    assert err == f"bloomery: warning: '{override}' has no effect: this command does not read {section}\n"
     wrong = f"{override.partition('=')[0]}=[]"
     assert refusal(command, *words, "tr1-13b", wrong)
 

@@ -15,7 +15,8 @@ from tokenizers import Tokenizer as HfTokenizer
 from tokenizers import models
 
 from bloomery.base.errors import DataError
-from bloomery.data.batch import IGNORED_LABEL, Batch, Packing, causal_batch
+from bloomery.base.losses import IGNORED_LABEL
+from bloomery.data.batch import Batch, Packing, causal_batch
 from bloomery.data.causal import CausalSource
 from bloomery.data.manifest import ShardManifest
 from bloomery.data.open import open_data

@@ -8,7 +8,7 @@ import tokenizers
 
 from bloomery.base.errors import DataError, RecipeError, StorageError
 from bloomery.data.tokenizer import Tokenizer, is_other_tokenizer
-from bloomery.interop.hf.tokenizer import write_tokenizer
+from bloomery.interop.hf.export import write_tokenizer
 from bloomery.prepare.train_tokenizer import train_tokenizer
 
 TEXTS = ["def read(self, path):\n    return open(path).read()\n", "the end of the text, the text of the end"] * 3

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 from pathlib import Path
@@ -227,12 +228,13 @@ def test_no_proof_is_said_by_name_and_a_missing_one_is_a_warning(
     assert code == 0
     assert "not proven: --no-proof" in out
     assert json.loads((tmp_path / "hf" / "export-proof.json").read_text())["reason"] == "--no-proof"
-    monkeypatch.setattr(exporting, "has_transformers", lambda: False)
+    real = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "transformers" else real(name))
     code, out, err = command("export", str(checkpoint), str(tmp_path / "hf"))
     assert code == 0
     assert "warning: not proven: transformers is not installed here" in err
-    monkeypatch.setattr(exporting, "has_transformers", lambda: True)
-    monkeypatch.setattr(exporting, "_BYTES_TO_PROVE", 10**12)
+    monkeypatch.setattr(importlib.util, "find_spec", real)
+    monkeypatch.setattr("bloomery.interop.hf.proof._BYTES_TO_PROVE", 10**12)
     _, _, err = command("export", str(checkpoint), str(tmp_path / "hf"))
     assert "warning: not proven: it needs about" in err
 

@@ -202,8 +202,8 @@ def test_finite_weights_with_logits_that_are_not_are_no_bug(
     from bloomery.interop.hf import proof
 
     checkpoint = checkpoint_of(CASES["gpt2"], tmp_path / "run", tokenizer)
-    ours = proof._ours
-    monkeypatch.setattr(proof, "_ours", lambda *words: [logits * torch.inf for logits in ours(*words)])
+    ours = proof._Both.ours
+    monkeypatch.setattr(proof._Both, "ours", lambda *words: [logits * torch.inf for logits in ours(*words)])
     code, _, err = command("export", str(checkpoint), str(tmp_path / "hf"))
     assert code == 3
     assert "logits that are not finite, though its weights are" in err

@@ -38,8 +38,8 @@ from bloomery.data import megatron
 from bloomery.data.manifest import read_manifest as read_shard_manifest
 from bloomery.data.shards import ShardReader
 from bloomery.data.tokenizer import Tokenizer
+from bloomery.interop.hf.folder import HfWeights
 from bloomery.interop.hf.importer import read_model
-from bloomery.interop.hf.reader import HfWeights
 from bloomery.interop.megatron.importer import import_megatron
 from bloomery.monitor.history import read_events, read_metrics
 from bloomery.monitor.record import to_json

@@ -14,9 +14,10 @@ import pytest
 import tokenizers
 import torch
 
+from bloomery.base.losses import IGNORED_LABEL
 from bloomery.config.load import load_recipe
 from bloomery.data import tokenizer
-from bloomery.data.batch import IGNORED_LABEL, Batch, DocumentSpan, GlobalBatch, Loader, Trace
+from bloomery.data.batch import Batch, DocumentSpan, GlobalBatch, Loader, Trace
 from bloomery.data.blend import PERIOD
 from bloomery.data.inspect import read_samples
 from bloomery.data.manifest import manifest_path
@@ -127,7 +128,7 @@ def test_a_run_that_changed_its_weights_is_shown_by_its_checkpoint(
     assert [source["achieved"] for source in order["sources"]] == pytest.approx([0.25, 0.75], abs=0.02)
 
 
-def test_a_run_is_inspected_with_the_checks_of_a_training_that_resumes(workshop: Workshop, command: Command) -> None:
+def test_a_run_is_inspected_with_the_checks_of_a_resumed_training(workshop: Workshop, command: Command) -> None:
     write_shard(workshop.folder / "other", seed=5)
     run = workshop.train(BLEND, "lr.peak=0.02", "train.exit_after=3 steps")
     of_run = ["--run-dir", str(run)]
@@ -136,10 +137,10 @@ def test_a_run_is_inspected_with_the_checks_of_a_training_that_resumes(workshop:
     code, _, err = command(*words, "data.train.1.path=other", *of_run)
     assert code == 3
     assert "the source 'books' has 60 documents" in err
-    assert "20 documents" in err
+    assert "but the checkpoint is of another shard, with 20 documents" in err
     code, _, err = command(*words, "seed=8", *of_run)
     assert code == 3
-    assert "seed is 8 but the checkpoint has 7." in err
+    assert "seed is 8 but the checkpoint has 7. Fixed: " in err
     code, _, err = command("inspect", "schedule", str(workshop.recipe), "batch.global_batch_size=16", *of_run)
     assert code == 3
     assert "batch.global_batch_size is 16 but the checkpoint has 8." in err
@@ -147,13 +148,13 @@ def test_a_run_is_inspected_with_the_checks_of_a_training_that_resumes(workshop:
     heavier = "data.train.1.weight=6"
     code, _, err = command("inspect", "order", str(workshop.recipe), BLEND, heavier, *of_run)
     assert code == 3
-    assert "--change data.train" in err
+    assert "or --change data.train to change it" in err
     asked = ["--change", "data.train"]
     order = answer(command, "inspect", "order", str(workshop.recipe), BLEND, heavier, *of_run, *asked)
     assert order["first_sample"] == 24, "what it would come to"
     code, _, err = command(*words, *asked)
     assert code == 2
-    assert "--change data.train is given without --run-dir. It says what differs from a run. Add" in err
+    assert "--change data.train is given without --run-dir. It names what differs from a run. Add" in err
     assert command(*words, *of_run, "--change", "seed")[0] == 2
 
 
@@ -184,7 +185,7 @@ def test_steps_that_are_passed_over_are_marked(workshop: Workshop, command: Comm
     marked = answer(command, "inspect", "step", str(workshop.recipe), "3", skip)
     assert all(sample["skipped"] for sample in marked)
     assert "skipped" not in answer(command, "inspect", "step", str(workshop.recipe), "5", skip)[0]
-    assert "step 3, passed over by train.skip" in command("inspect", "sample", str(workshop.recipe), "16", skip)[1]
+    assert "step 3, skipped by train.skip" in command("inspect", "sample", str(workshop.recipe), "16", skip)[1]
 
 
 @pytest.fixture
@@ -373,7 +374,7 @@ def test_a_masked_training_is_shown_as_it_is(tmp_path: Path, command: Command, m
         (["sample", "_"], "is not a position such as 0"),
         (["step", "0"], "there is no step 0. For this training the range is 1 to 20"),
         (["step", "21"], "there is no step 21"),
-        (["order", "--at-samples", "161"], "--at-samples has 161. For this training the range is 0 to 160"),
+        (["order", "--at-samples", "161"], "--at-samples is 161. For this training the range is 0 to 160"),
         (["sample", "0", "data=null"], "the recipe has no data"),
     ],
 )

@@ -218,7 +218,7 @@ def test_no_two_ranks_and_stages_draw_the_same_dropout() -> None:
 
 def test_an_override_that_nobody_reads_is_told_by_one_rank(workshop: Workshop) -> None:
     assert run_ranks(workshop, *TWO, "train.for=2 steps", "prepare=[]") == exit_codes.OK
-    assert said(workshop).count("'prepare=[]' changes nothing here: this command does not read prepare") == 1
+    assert said(workshop).count("'prepare=[]' has no effect: this command does not read prepare") == 1
 
 
 def test_a_mistake_that_all_ranks_see_is_told_once(workshop: Workshop) -> None:

@@ -251,7 +251,7 @@ def test_every_place_has_its_own_rule(small: Path, command: Command) -> None:
     _, text, _ = command("plan", str(small), *overrides)
     assert "\nCheckpoints in the run folder: at least 10, " in text
     assert "\nCheckpoints on each node (local): up to 2 and one being written, " in text
-    assert "\nCheckpoints far away (upload): about 4, " in text
+    assert "\nCheckpoints in remote storage (upload): about 4, " in text
 
 
 def test_the_default_of_keep_is_counted(recipe_of: Load) -> None:

@@ -112,9 +112,9 @@ def test_tr1_saves_in_three_phases() -> None:
     assert steps[60:63] == [1000, 1500, 3000]
     assert steps[-1] == 310_500
     assert tr1.phase_summaries() == [
-        PhaseSummary(first_step=1, last_step=100, every_steps=10, num_saves=10),
-        PhaseSummary(first_step=101, last_step=1000, every_steps=18, num_saves=51),
-        PhaseSummary(first_step=1001, last_step=311_541, every_steps=1500, num_saves=207),
+        PhaseSummary(first_step=1, last_step=100, every_steps=10, saves=10),
+        PhaseSummary(first_step=101, last_step=1000, every_steps=18, saves=51),
+        PhaseSummary(first_step=1001, last_step=311_541, every_steps=1500, saves=207),
     ]
     assert [step for step in range(1, 5000) if tr1.is_save_step(step)] == [step for step in steps if step < 5000]
 
@@ -123,7 +123,7 @@ def test_tr1_saves_in_three_phases() -> None:
 def test_save_steps_stay_within_a_short_training(train_steps: int) -> None:
     short = plan("tr1-13b", f"train.for={train_steps} steps")
     assert short.save_steps() == [step for step in range(1, train_steps + 1) if short.is_save_step(step)]
-    assert sum(phase.num_saves for phase in short.phase_summaries()) == len(short.save_steps())
+    assert sum(phase.saves for phase in short.phase_summaries()) == len(short.save_steps())
     assert short.phase_summaries()[-1].last_step == train_steps
 
 

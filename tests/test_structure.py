@@ -25,8 +25,8 @@ FLOORS = {
     "prepare": 4,
     "train": 5,
     "plan": 5,
-    "verify": 5,
-    "cli": 6,
+    "verify": 6,
+    "cli": 7,
 }
 NEVER = {
     "model": ("torch.distributed", "torch.cuda", "os"),

@@ -21,8 +21,7 @@ from bloomery.config.describe import fingerprint
 from bloomery.sizing.check import load_checked_recipe
 from bloomery.verify import compare
 from bloomery.verify.certify import Certificate, certify, table
-from bloomery.verify.layouts import STANDARD, choose_layouts
-from bloomery.verify.shrink import CLIP, micro_batch_of, shrink, write_data
+from bloomery.verify.shrink import CLIP, STANDARD, choose_layouts, micro_batch_of, shrink, write_data
 from bloomery.verify.trials import RankCommand
 from conftest import SMALL, Workshop
 

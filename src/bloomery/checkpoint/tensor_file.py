@@ -65,9 +65,10 @@ class FileLayout:
     data_bytes: int
 
     @classmethod
-    def of(cls, tensors: Mapping[str, Tensor]) -> Self:
+    def of(cls, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> Self:
+        """`metadata`: what transformers wants to find there."""
         order = sorted(tensors, key=lambda name: -tensors[name].element_size())  # so that every tensor is aligned
-        entries: dict[str, Any] = {}
+        entries: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
         end = 0
         for name in order:
             tensor = tensors[name]

@@ -1,4 +1,4 @@
-"""`bloomery check RECIPE`: every problem at once, or a line that says what the recipe amounts to."""
+"""`bloomery check RECIPE`: every problem at once, or one line with its parameters, steps and tokens."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import asdict
 from bloomery.base import exit_codes
 from bloomery.base.errors import RecipeError
 from bloomery.base.units import format_count
-from bloomery.cli.recipe_argument import add_json, add_recipe_arguments, load
+from bloomery.cli.arguments import add_json, add_recipe_arguments, load
 from bloomery.config.describe import explain, fingerprint
 from bloomery.sizing.parameters import count_parameters
 from bloomery.sizing.schedule import TrainingPlan

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from bloomery.base import exit_codes
 from bloomery.base.errors import DataError, Problem
 from bloomery.base.units import format_bytes
+from bloomery.cli.arguments import add_json, whole_number
 
 if TYPE_CHECKING:
     from bloomery.prepare.download import DownloadResult
@@ -30,7 +31,7 @@ def add_arguments_download(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--jobs", metavar="N", type=positive, default=4, help="files at a time; default: 4")
     parser.add_argument("--retries", metavar="N", type=whole_number(0), default=8, help="after the first; default: 8")
     parser.add_argument("--timeout", metavar="SECONDS", type=positive, default=60, help=timeout)
-    parser.add_argument("--json", action="store_true", help="print the summary as JSON")
+    add_json(parser, "summary")
 
 
 def run_download(args: argparse.Namespace) -> int:
@@ -73,24 +74,13 @@ def _progress() -> Callable[[DownloadResult], None]:
     return report
 
 
-def whole_number(least: int) -> Callable[[str], int]:
-    """The type of an option."""
-
-    def parse(text: str) -> int:
-        if not (text.isascii() and text.isdigit() and least <= int(text[:9]) <= 99_999):
-            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from {least} to 99999")
-        return int(text)
-
-    return parse
-
-
 def add_arguments_extract(parser: argparse.ArgumentParser) -> None:
     endings = ".jsonl, .ndjson or .jsonlines, plain or with .gz or .zst"
     parser.add_argument("sources", metavar="SOURCE", nargs="+", help=f"files, folders, globs or URLs of {endings}")
     parser.add_argument("--output", metavar="DIR", type=Path, required=True, help="folder for the chunks")
     parser.add_argument("--chunks", metavar="N", type=whole_number(1), required=True, help="how many files to write")
     parser.add_argument("--jobs", metavar="N", type=whole_number(1), help="chunks at a time; default: one per core")
-    parser.add_argument("--json", action="store_true", help="print the summary as JSON")
+    add_json(parser, "summary")
 
 
 def run_extract(args: argparse.Namespace) -> int:

@@ -1,38 +1,31 @@
-"""`bloomery generate CKPT --prompt TEXT`: let a checkpoint go on."""
+"""`bloomery generate CKPT --prompt TEXT`: continue a text."""
 
 from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Callable
 from pathlib import Path
 
 from bloomery.base import exit_codes
 from bloomery.base.errors import Problem, RecipeError
+from bloomery.cli.arguments import add_device, whole_number
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("checkpoint", metavar="CKPT", type=Path, help="a checkpoint, or a run folder for its newest")
     parser.add_argument("--prompt", required=True, help="text to continue")
-    parser.add_argument("--max-new-tokens", type=_at_least_zero(int), default=100)
-    parser.add_argument(
-        "--temperature", type=_at_least_zero(float), default=0.8, help="0 always takes the likeliest token"
-    )
-    parser.add_argument("--top-k", type=_at_least_zero(int), default=40, help="choose among this many; 0 among all")
+    parser.add_argument("--max-new-tokens", type=whole_number(0), default=100)
+    parser.add_argument("--temperature", type=_temperature, default=0.8, help="0 always takes the likeliest token")
+    parser.add_argument("--top-k", type=whole_number(0), default=40, help="choose among this many; 0 among all")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--tokenizer", help="folder with tokenizer.json; default: the recipe's")
-    parser.add_argument("--device", help="cpu, cuda, ...; default: this machine's accelerator")
+    add_device(parser)
 
 
-def _at_least_zero(kind: type[int] | type[float]) -> Callable[[str], float]:
-    def parse(text: str) -> float:
-        value = kind(text)
-        if not 0 <= value < math.inf:
-            raise argparse.ArgumentTypeError(f"{text} is not a number from 0 on")
-        return value
-
-    parse.__name__ = "number"  # what argparse calls it when `kind` cannot read the text
-    return parse
+def _temperature(text: str) -> float:
+    if not 0 <= (value := float(text)) < math.inf:
+        raise ValueError
+    return value
 
 
 def run(args: argparse.Namespace) -> int:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bloomery.base import exit_codes
-from bloomery.cli.recipe_argument import add_json
+from bloomery.cli.arguments import add_json
 
 if TYPE_CHECKING:
     from bloomery.sizing.check import CheckedRecipe
@@ -93,7 +93,7 @@ def run_hf(args: argparse.Namespace) -> int:
         }
         print(json.dumps(facts, indent=2))
         return exit_codes.OK
-    tokenizer = "" if done.has_tokenizer else ", no tokenizer"
+    tokenizer = "" if done.recipe.tokenizer else ", no tokenizer"
     print(f"{done.checkpoint}: {section.family}, {parameters:,} parameters, {done.tensors} tensors{tokenizer}")
     print(done.proof)
     print(f"next: bloomery train {args.output / 'recipe.yaml'} --run-dir {args.output}")

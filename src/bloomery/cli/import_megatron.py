@@ -14,6 +14,7 @@ from bloomery.base.credentials import mask
 from bloomery.base.errors import Problem, RecipeError
 from bloomery.base.storage import write_atomically, written_to
 from bloomery.base.units import format_count
+from bloomery.cli.arguments import add_json
 
 if TYPE_CHECKING:
     from bloomery.interop.megatron.importer import Imported
@@ -35,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     ds_config.add_argument("--without-ds-config", action="store_true", help="import although its ds_config is not here")
     parser.add_argument("--output", metavar="FILE", type=Path, help="recipe to write; default: printed")
     parser.add_argument("--name", help="of the recipe; default: the job's name")
-    parser.add_argument("--json", action="store_true", help="print the answer as JSON")
+    add_json(parser)
 
 
 def parse(parser: argparse.ArgumentParser, arguments: list[str]) -> argparse.Namespace:

@@ -14,15 +14,17 @@ from typing import Any
 from bloomery.base import exit_codes
 from bloomery.base.errors import DataError, Problem
 from bloomery.base.units import format_bytes
-from bloomery.cli.data_argument import (
-    add_recipe_and,
+from bloomery.cli.arguments import (
+    InspectedRun,
+    add_json,
+    add_recipe_arguments,
+    add_run_dir,
     opened_run,
-    print_samples,
     refuse,
     refuse_numbers,
+    show,
     whole_numbers,
 )
-from bloomery.cli.recipe_argument import show
 from bloomery.config.load import shipped_recipes
 
 
@@ -34,7 +36,7 @@ def add_arguments_data(parser: argparse.ArgumentParser) -> None:
         help="a recipe, with overrides section.field=value behind it; or prefixes of shards",
     )
     parser.add_argument("--quick", action="store_true", help="read the indices only, not the tokens")
-    parser.add_argument("--json", action="store_true", help="print the answer as JSON")
+    add_json(parser)
 
 
 def run_data(args: argparse.Namespace) -> int:
@@ -137,7 +139,9 @@ def _details(row: dict[str, Any], vocab_size: int | None) -> list[str]:
 
 def add_arguments_sample(parser: argparse.ArgumentParser) -> None:
     text = "position in the run, from 0, as consumed_samples counts; or a range, both ends included"
-    add_recipe_and(parser, ("samples", {"metavar": "N[-M]", "type": _range, "help": text}))
+    add_recipe_arguments(parser, ("samples", {"metavar": "N[-M]", "type": _range, "help": text}))
+    add_run_dir(parser)
+    add_json(parser)
 
 
 def run_sample(args: argparse.Namespace) -> int:
@@ -146,7 +150,7 @@ def run_sample(args: argparse.Namespace) -> int:
         end = inspected.plan.train_samples
         if last >= end:
             raise refuse(f"there is no sample {last:,}", f"0 to {end - 1:,}")
-        print_samples(inspected, first, last, as_json=args.json)
+        _print_samples(inspected, first, last, as_json=args.json)
     return exit_codes.OK
 
 
@@ -161,7 +165,9 @@ def _range(text: str) -> tuple[int, int]:
 
 
 def add_arguments_step(parser: argparse.ArgumentParser) -> None:
-    add_recipe_and(parser, ("step", {"metavar": "N", "type": _range, "help": "the first step is 1"}))
+    add_recipe_arguments(parser, ("step", {"metavar": "N", "type": _range, "help": "the first step is 1"}))
+    add_run_dir(parser)
+    add_json(parser)
 
 
 def run_step(args: argparse.Namespace) -> int:
@@ -170,18 +176,20 @@ def run_step(args: argparse.Namespace) -> int:
         if not 1 <= first_step <= last_step <= plan.train_steps:
             raise refuse(f"there is no step {last_step:,}", f"1 to {plan.train_steps:,}")
         first, end = plan.batch.consumed_after_step(first_step - 1), plan.batch.consumed_after_step(last_step)
-        print_samples(inspected, first, end - 1, as_json=args.json)
+        _print_samples(inspected, first, end - 1, as_json=args.json)
     return exit_codes.OK
 
 
 def add_arguments_order(parser: argparse.ArgumentParser) -> None:
-    add_recipe_and(parser)
+    add_recipe_arguments(parser)
+    add_run_dir(parser)
+    add_json(parser)
     parser.add_argument(
         "--at-samples",
         metavar="A,B",
         type=whole_numbers,
         default=[],
-        help="where every source stands at these positions",
+        help="how far each source is at these positions",
     )
 
 
@@ -223,3 +231,51 @@ def _order_text(facts: dict[str, Any]) -> str:
                 )
             lines.append(f"  {source['source']:<{width}}  {here['samples_taken']:,} taken: {standing}")
     return "\n".join(lines)
+
+
+def _print_samples(run: InspectedRun, first: int, last: int, *, as_json: bool, **facts: Any) -> None:
+    """Samples first..last of the run, one after the other, however many they are."""
+    from bloomery.data.inspect import first_position, read_samples
+    from bloomery.data.tokenizer import Tokenizer
+
+    if first < (known := first_position(run.data.train)):
+        what = f"sample {first:,} lies before sample {known:,}, where sources, weights or sequence length last changed"
+        rule = "a checkpoint knows the blend segment in which it was saved"
+        remedy = "give a checkpoint from before that change as --run-dir, and its own recipe.yaml"
+        raise DataError(Problem(what, rule, remedy))
+    tokenizer = Tokenizer.load(run.recipe.tokenizer.path) if run.recipe.tokenizer else None
+    before = "[\n" if as_json else ""
+    for sample in read_samples(run.data.train, run.section.train, first, last, tokenizer=tokenizer):
+        step = run.plan.batch.first_step_reaching(sample["index"] + 1)
+        sample |= {"step": step, **({"skipped": True} if run.plan.is_skipped(step) else {}), **facts}
+        print(before + (json.dumps(sample) if as_json else _sample_text(sample, tokenizer)), end="")
+        before = ",\n" if as_json else "\n\n"
+    print("\n]" if as_json else "")
+
+
+def _sample_text(sample: dict[str, Any], tokenizer: Any) -> str:
+    skipped = ", skipped by train.skip" if sample.get("skipped") else ""
+    lines = [
+        f"sample {sample['index']:,} (step {sample['step']:,}{skipped}): {sample['source']}, epoch {sample['epoch']}, "
+        f"{len(sample['tokens']):,} tokens of {sample['shard']}.bin"
+    ]
+    for span in sample["documents"]:
+        end = span["start"] + span["tokens"] - 1
+        origin = f", from {span['origin']}" if "origin" in span else ""
+        lines.append(f"  document {span['document']:,}, tokens {span['start']:,} to {end:,}{origin}")
+    if sample["text"] is None:
+        lines.append(f"  ids (the recipe has no tokenizer): {' '.join(map(str, sample['tokens']))}")
+    else:
+        lines += [f"  | {line}" for line in sample["text"].splitlines()]
+    if silent := sample.get("no_loss"):
+        lines.append(f"  {len(silent):,} labels carry no loss")
+    for name, label in sample.get("labels", {}).items():
+        lines.append(f"  {name}: {_labels(label, tokenizer)}")
+    return "\n".join(lines)
+
+
+def _labels(label: Any, tokenizer: Any) -> str:
+    if not isinstance(label, list):
+        return str(label)
+    words = [(at["position"], tokenizer.decode([at["token"]]) if tokenizer else at["token"]) for at in label]
+    return ", ".join(f"{position} {word!r}" for position, word in words)

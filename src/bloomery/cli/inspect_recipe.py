@@ -4,10 +4,19 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import asdict
 from typing import Any
 
-from bloomery.cli.data_argument import add_run_dir, past_of, refuse_numbers, whole_numbers
-from bloomery.cli.recipe_argument import add_json, add_recipe_arguments, load, show
+from bloomery.cli.arguments import (
+    add_json,
+    add_recipe_arguments,
+    add_run_dir,
+    load,
+    past_of,
+    refuse_numbers,
+    show,
+    whole_numbers,
+)
 from bloomery.config.recipe import Recipe
 from bloomery.families.bloom import alibi_slopes
 from bloomery.families.registry import FAMILIES
@@ -93,26 +102,11 @@ def schedule_facts(recipe: Recipe, plan: TrainingPlan, *, at_steps: list[int], a
         "train_steps": plan.train_steps,
         "train_samples": plan.train_samples,
         "train_tokens": plan.train_tokens,
-        "levels": [
-            {
-                "global_batch": level.global_batch,
-                "first_step": level.first_step,
-                "consumed_samples": level.consumed_samples,
-            }
-            for level in plan.batch.levels()
-        ],
+        "levels": [asdict(level) for level in plan.batch.levels()],
         "warmup_samples": plan.lr.warmup_samples,
         "warmup_ends_at_step": plan.warmup_ends_at_step,
         "decay_samples": None if recipe.lr.schedule == "constant" else plan.lr.decay_samples,
-        "phases": [
-            {
-                "first_step": phase.first_step,
-                "last_step": phase.last_step,
-                "every_steps": phase.every_steps,
-                "saves": phase.num_saves,
-            }
-            for phase in plan.phase_summaries()
-        ],
+        "phases": [asdict(phase) for phase in plan.phase_summaries()],
         "at_steps": [
             {
                 "step": step,
@@ -142,14 +136,14 @@ def _schedule_text(facts: dict[str, Any]) -> str:
             lines.append(
                 f"{level['global_batch']:>12,}   {level['first_step']:>10,}   {level['consumed_samples']:>17,}"
             )
-    lines += ["", f"warm-up: {facts['warmup_samples']:,} samples, really ends at step {facts['warmup_ends_at_step']:,}"]
+    lines += ["", f"warm-up: {facts['warmup_samples']:,} samples, ends at step {facts['warmup_ends_at_step']:,}"]
     if facts["decay_samples"] is not None:
         lines.append(f"decay ends at {facts['decay_samples']:,} samples")
     lines += ["", "checkpoints:"]
     for phase in facts["phases"]:
         span = f"steps {phase['first_step']:,} to {phase['last_step']:,}"
         every = phase["every_steps"]
-        how = f"every {every:,} steps, {phase['saves']:,} saves" if every else "as often as failures make it worth"
+        how = f"every {every:,} steps, {phase['saves']:,} saves" if every else "chosen from the failure rate"
         lines.append(f"  {span}: {how}")
     if facts["at_steps"]:
         lines += ["", "        step        samples   global batch   learning rate"]

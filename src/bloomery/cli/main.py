@@ -1,4 +1,4 @@
-"""The `bloomery` command: a table of commands, imported only when asked for, so that --help answers at once."""
+"""The `bloomery` command: a table of commands, imported only when run, so that --help is fast."""
 
 from __future__ import annotations
 
@@ -15,32 +15,32 @@ from collections.abc import Collection, Sequence
 from typing import NoReturn
 
 from bloomery import __version__
-from bloomery.base import clock, exit_codes, signals
+from bloomery.base import exit_codes, pulse, signals
 from bloomery.base.credentials import mask_streams
 from bloomery.base.errors import BloomeryError, host_memory_problem
 
 COMMANDS = {
-    "quickstart": "the whole way on this machine's own Python files: tokenizer, shards, training, export, report",
-    "tokenizer train": "a byte-level BPE tokenizer from raw text",
-    "download": "the files of a manifest, each verified by size and checksum",
-    "extract": "many compressed .jsonl files to N plain ones",
-    "prepare": "raw text to shards",
+    "quickstart": "everything once, on this machine's Python files: tokenizer, shards, training, export, report",
+    "tokenizer train": "train a byte-level BPE tokenizer on raw text",
+    "download": "download the files of a manifest and verify size and checksum",
+    "extract": "turn many compressed .jsonl files into N plain ones",
+    "prepare": "turn raw text into shards",
     "check": "validate a recipe; --explain prints every value and where it came from",
-    "plan": "parameters, memory and checkpoints of the layout of a recipe, before anything is rented",
+    "plan": "parameters, memory and checkpoint sizes of a recipe's layout",
     "inspect schedule": "steps, batch levels, learning rate and saves of a recipe",
-    "inspect data": "documents, tokens and vocabulary of shards; what the training takes of each source",
-    "inspect sample": "exactly what is trained at some positions of the run, as text",
-    "inspect step": "exactly what one step trains on, as text",
+    "inspect data": "documents, tokens and vocabulary of shards; epochs of each source in a training",
+    "inspect sample": "the samples at some positions of a run, as text",
+    "inspect step": "the samples of one step, as text",
     "inspect order": "epochs, ranges and shares of every source",
     "inspect checkpoint": "contents of a checkpoint; --verify, --list",
     "inspect model": "parameters by group and FLOPs per token of a recipe",
-    "train": "the main job; goes on where it stopped",
-    "verify": "prove that every layout trains what one rank trains, for a small copy of a recipe",
-    "generate": "let a checkpoint continue a prompt",
-    "export": "a checkpoint to a Hugging Face folder",
-    "import hf": "a Hugging Face folder as the beginning of a run",
-    "import megatron": "a Megatron command line, launch script and ds_config to a recipe",
-    "report": "one HTML page for a run",
+    "train": "train, or resume where the run stopped",
+    "verify": "certify, on a small copy of a recipe, that every layout trains the same as one rank",
+    "generate": "continue a prompt with a checkpoint",
+    "export": "convert a checkpoint to a Hugging Face folder",
+    "import hf": "start a run from a Hugging Face folder",
+    "import megatron": "convert a Megatron command line, launch script and ds_config to a recipe",
+    "report": "write one HTML page about a run",
 }
 _MODULES = {
     "inspect model": "inspect_recipe",
@@ -56,12 +56,12 @@ _MODULES = {
 }
 """Of commands that share a module, where each has its own `run_<word>`. The others have a module of their name."""
 _AS_IS = ("generate", "inspect sample", "inspect step")
-"""Their output is the text of documents or of a model, which nobody changes."""
+"""Their output is the text of documents or of a model, which stays as it is."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code (docs/exit-codes.md)."""
-    clock.job_seconds()
+    pulse.job_seconds()
     os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")  # to look for them takes 15 ms of every command
     if sys.stderr is None:  # closed: `print` would write to standard output instead, and the next file get its number
         while os.open(os.devnull, os.O_RDWR) < 2:  # perhaps the other two are closed as well
@@ -69,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stderr = open(2, "w")  # noqa: SIM115 - to the end
     arguments = list(sys.argv[1:] if argv is None else argv)
     mask_streams(output=not " ".join(arguments).startswith(_AS_IS))
-    signals.requested = signals.asked  # what an earlier command of this process was asked is answered
+    signals.requested = signals.asked  # forget the signals of an earlier command of this process
     try:
         return _answered(arguments)
     except (KeyboardInterrupt, Exception) as error:
@@ -80,7 +80,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _answered(arguments: list[str]) -> int:
-    """The exit code, for all that can be said of an error."""
+    """The exit code; prints the problems of an error."""
     try:
         code = _run(arguments)
         if sys.stdout is not None:
@@ -109,8 +109,8 @@ def _answered(arguments: list[str]) -> int:
 
 
 def command() -> NoReturn:
-    """`main` as a process of its own. It ends at once where nothing is left to wait for: to free every object one by
-    one would take longer than many a command."""
+    """`main` as a process of its own. It exits at once when no thread or child is running: freeing every object would
+    take longer than many a command."""
     signals.listen()
     code = main()
     signals.ignore()
@@ -157,6 +157,6 @@ def _run(arguments: list[str]) -> int:
 def _help(commands: Collection[str]) -> str:
     rows = "\n".join(f"  {name:<20}{COMMANDS[name]}" for name in commands)
     return (
-        "usage: bloomery COMMAND [...]\n\nOne recipe, from raw text to a proven language model.\n\n"
-        f"commands:\n{rows}\n\nbloomery COMMAND --help says more. RECIPE is a file or the name of a shipped recipe."
+        "usage: bloomery COMMAND [...]\n\nFrom raw text to a pretrained language model, with one recipe.\n\n"
+        f"commands:\n{rows}\n\nSee also bloomery COMMAND --help. RECIPE is a file or the name of a shipped recipe."
     )

@@ -1,4 +1,4 @@
-"""`bloomery plan RECIPE`: parameters, memory and checkpoints of the recipe's own layout, before anything is rented."""
+"""`bloomery plan RECIPE`: parameters, memory and checkpoint sizes of the recipe's layout."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from bloomery.base.errors import RecipeError
 from bloomery.base.units import format_bytes
-from bloomery.cli.recipe_argument import add_json, add_recipe_arguments, load, show
+from bloomery.cli.arguments import add_json, add_recipe_arguments, load, show
 from bloomery.config.recipe import Recipe
 from bloomery.sizing.layout import Layout, micro_batches, ranks_per_node, world_size
 from bloomery.sizing.memory import (
@@ -30,7 +30,7 @@ _MEMORY = {
     "device": "device, no activations",
     **HOST_LABELS,
 }
-_PLACES = {"durable": "in the run folder", "local": "on each node (local)", "upload": "far away (upload)"}
+_PLACES = {"durable": "in the run folder", "local": "on each node (local)", "upload": "in remote storage (upload)"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

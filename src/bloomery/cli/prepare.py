@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Self
 from bloomery.base import exit_codes
 from bloomery.base.errors import Problem, RecipeError
 from bloomery.base.units import format_bytes, format_count, format_seconds
-from bloomery.cli.recipe_argument import add_recipe_arguments, load
+from bloomery.cli.arguments import add_json, add_recipe_arguments, load
 
 if TYPE_CHECKING:
     from bloomery.data.manifest import ShardManifest
@@ -32,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="do only the K-th of N shares of the work (K from 0); afterwards run once without it, to merge",
     )
     parser.add_argument("--verify", action="store_true", help="read the sources again and compare them with the shards")
-    parser.add_argument("--json", action="store_true", help="print the manifests as JSON")
+    add_json(parser, "manifests")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -1,4 +1,4 @@
-"""`bloomery quickstart`: the whole way, each part by the command a user would type."""
+"""`bloomery quickstart`: everything once, each part by the command a user would type."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import json
 from pathlib import Path
 
 from bloomery.base import exit_codes
-from bloomery.base.clock import job_seconds
+from bloomery.base.pulse import job_seconds
 from bloomery.base.units import format_seconds
-from bloomery.cli.recipe_argument import load
+from bloomery.cli.arguments import add_device, load
 from bloomery.config.recipe import Recipe
 from bloomery.sizing.schedule import TrainingPlan
 
@@ -19,7 +19,7 @@ PROMPT = "def read(self, "
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("overrides", metavar="section.field=value", nargs="*", help="override fields of the recipe")
     parser.add_argument("--run-dir", type=Path, default=Path("runs/quickstart"), help="folder of the run")
-    parser.add_argument("--device", help="cpu, cuda, ...; default: this machine's accelerator")
+    add_device(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -49,11 +49,11 @@ def run(args: argparse.Namespace) -> int:
         print(f"\n[{number}/{len(chapters) + 1}] {title}", flush=True)
         for command in commands:
             if command[0] == "tokenizer" and (Path(recipe.tokenizer.path) / "tokenizer.json").is_file():
-                print(f"{recipe.tokenizer.path} is there already")
+                print(f"{recipe.tokenizer.path} exists already")
             elif code := main(command):
                 return code
             elif command[0] == "train" and (stopped := _stopped_by_hand(args.run_dir)):
-                print(f"quickstart ends here, because training was stopped: {stopped}. Run it again to go on.")
+                print(f"quickstart ends here, because training was stopped: {stopped}. Run it again to resume.")
                 return exit_codes.INTERRUPTED
     print(f"\n[6/6] What came of it\n{_results(recipe, args.run_dir)}")
     return exit_codes.OK
@@ -90,7 +90,7 @@ def _results(recipe: Recipe, folder: Path) -> str:
 
 
 def _stopped_by_hand(folder: Path) -> str | None:
-    """Why the newest job stopped, if a person or the system asked it to."""
+    """Why the newest job stopped, if a signal or a control file stopped it."""
     from bloomery.monitor import names
     from bloomery.monitor.history import read_events
 
@@ -101,6 +101,6 @@ def _stopped_by_hand(folder: Path) -> str | None:
 def _proof(folder: Path) -> str:
     proof = json.loads((folder / "hf" / "export-proof.json").read_text())
     if not proof["proven"]:
-        return f"exported to {folder / 'hf'}; {proof['reason']}, so nobody has seen it load"
+        return f"exported to {folder / 'hf'}; {proof['reason']}, so it was not loaded by transformers"
     difference = proof["max_logit_difference"]
     return f"exported to {folder / 'hf'}: transformers loads it, largest logit difference {difference:.1e}"

@@ -1,4 +1,4 @@
-"""`bloomery train RECIPE`: the main job. Starting it again goes on where it stopped."""
+"""`bloomery train RECIPE`: train, or resume where the run stopped."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from bloomery.base import exit_codes
 from bloomery.base.errors import Problem, RecipeError
 from bloomery.base.ranks import Started, started_as
 from bloomery.base.signals import Interrupted
-from bloomery.cli.recipe_argument import add_change, add_recipe_arguments, load
+from bloomery.cli.arguments import add_change, add_device, add_recipe_arguments, load
 from bloomery.config.recipe import Recipe
 from bloomery.launch.local import run_local_ranks
 from bloomery.sizing.check import CheckedRecipe, fit
@@ -26,16 +26,16 @@ _TRIES = 16
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_recipe_arguments(parser)
     parser.add_argument("--run-dir", type=Path, help="folder of the run; default: runs/<name>")
-    parser.add_argument("--from", dest="start_from", metavar="CKPT", help="go on from this checkpoint: step-00000100")
+    parser.add_argument("--from", dest="start_from", metavar="CKPT", help="resume from this checkpoint: step-00000100")
     add_change(parser)
-    parser.add_argument("--device", help="cpu, cuda, ...; default: this machine's accelerator")
+    add_device(parser)
     parser.add_argument("--trace", type=Path, metavar="DIR", help="write the first steps' gradients and samples here")
     parser.add_argument("--trace-steps", type=int, default=2, metavar="N", help="how many steps; default: 2")
-    parser.add_argument("--quiet", action="store_true", help="say only what is wrong")
+    parser.add_argument("--quiet", action="store_true", help="print warnings and errors only")
 
 
 def run(args: argparse.Namespace) -> int:
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # a lost rank is told once, not in pages of C++ frames
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # a lost rank is reported once, not in pages of C++ frames
     started = started_as()
     try:
         check_change_names(args.changes)
@@ -58,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
     options = {"quiet": args.quiet, "start_from": args.start_from, "changes": args.changes, "trace": trace}
     stopped = None
     with ExitStack() as closing:
-        closing.push(lambda kind, *_: stopped is not None and kind is Interrupted)  # by then all is saved and said
+        closing.push(lambda kind, *_: stopped is not None and kind is Interrupted)  # everything is saved by then
         if started is not None:
             from bloomery.parallel.ranks import joined
 
@@ -71,8 +71,8 @@ def run(args: argparse.Namespace) -> int:
 
 def _recipe(args: argparse.Namespace, started: Started | None) -> Recipe:
     """The recipe, for the ranks that were really started."""
-    tells = started is None or started.rank == 0
-    checked = load(args, reads=set(Recipe.model_fields) - {"prepare"}, tells=tells)
+    warns = started is None or started.rank == 0
+    checked = load(args, reads=set(Recipe.model_fields) - {"prepare"}, warns=warns)
     recipe = checked.recipe
     if started is None or started.size == world_size(recipe):
         return recipe
@@ -108,11 +108,11 @@ def _run_here(recipe: Recipe, args: argparse.Namespace) -> int:
     """Be the launcher of a recipe that wants several ranks and was started as one process."""
     size = world_size(recipe)
     if recipe.launch is not None and recipe.launch.on != "local":
-        what = f"the recipe asks for {size} ranks on {recipe.launch.on}, and this is one process"
+        what = f"the recipe needs {size} ranks on {recipe.launch.on}, and this is one process"
         remedy = (
             f"start it with srun or torchrun, or override launch.on=local launch.nodes=1 to start {size} ranks here"
         )
-        raise RecipeError(Problem(what, "launch.on says who starts the ranks", remedy))
+        raise RecipeError(Problem(what, "launch.on is what starts the ranks", remedy))
     from bloomery.cli.main import main
 
     return run_local_ranks(size, main, args.command_line, preload=["bloomery.train.loop", "bloomery.train.setup"])

@@ -11,7 +11,7 @@ from pathlib import Path
 from bloomery.base import exit_codes
 from bloomery.base.errors import Problem, RecipeError
 from bloomery.base.storage import write_atomically
-from bloomery.cli.recipe_argument import add_recipe_arguments, load
+from bloomery.cli.arguments import add_json, add_recipe_arguments, load
 from bloomery.config.load import read_recipe
 from bloomery.config.recipe import Recipe
 from bloomery.sizing.layout import world_size
@@ -21,14 +21,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_recipe_arguments(parser)
     parser.add_argument("--layouts", metavar="A,B", help="layouts such as tp2,zero3-dp2; default: the standard matrix")
     parser.add_argument("--steps", type=int, default=20, help="steps of every training; default: 20")
-    parser.add_argument("--pairs", action="store_true", help="each layout also trains on from each other's checkpoint")
+    parser.add_argument("--pairs", action="store_true", help="each layout also resumes from every other's checkpoint")
     parser.add_argument("--output", type=Path, default=Path("certificate.json"), help="default: certificate.json")
     parser.add_argument("--device", default="cpu", help="cpu (default), cuda, ...: one device for each rank")
     parser.add_argument(
-        "--simulate-world", type=int, metavar="N", help="build ranks of a world of N, with nothing real but the code"
+        "--simulate-world", type=int, metavar="N", help="build ranks of a world of N without its devices"
     )
     parser.add_argument("--rank", type=int, metavar="R", help="of --simulate-world; default: first, middle, last stage")
-    parser.add_argument("--json", action="store_true", help="print the certificate as JSON")
+    add_json(parser, "certificate")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -40,9 +40,9 @@ def run(args: argparse.Namespace) -> int:
     recipe = load(args).recipe
     pair_steps = _pair_steps(args)
     from bloomery.base.accelerator import device_count, pick_device
-    from bloomery.cli.verify_trials import run_trials
     from bloomery.verify.certify import certify, table
-    from bloomery.verify.layouts import choose_layouts
+    from bloomery.verify.run_trials import run_trials
+    from bloomery.verify.shrink import choose_layouts
 
     names = [name.strip() for name in args.layouts.split(",")] if args.layouts is not None else None
     device = pick_device(args.device)
@@ -97,7 +97,7 @@ def _simulate(args: argparse.Namespace) -> int:
 
 
 def _launched_as(recipe: Recipe, world: int) -> list[str]:
-    """Overrides that give the recipe this many ranks, so that every rule is asked about this very world."""
+    """Overrides that give the recipe this many ranks, so that every rule is checked for this world."""
     nodes = 1
     if recipe.launch is not None and recipe.launch.on != "local" and world % recipe.launch.gpus_per_node == 0:
         nodes = world // recipe.launch.gpus_per_node

@@ -1,1 +1,1 @@
-"""Floor 1: the recipe. `recipe` has the sections, `load` reads YAML, `faults` finds what is wrong, `describe` tells."""
+"""Floor 1: the recipe. `recipe` has the sections, `load` reads YAML, `faults` finds errors, `describe` prints."""

@@ -215,7 +215,7 @@ class LrSection(Section):
     decay: AnyAmount | None = None
     """Where the decay has ended, counted from the start of training; default: the end of training."""
     cooldown: AnyAmount | None = None
-    """Length of the final linear decay (wsd only), ending where `decay` says."""
+    """Length of the final linear decay (wsd only), ending at `decay`."""
 
 
 class EvaluateSection(Section):
@@ -291,7 +291,7 @@ class PhaseSection(Section):
     until: Steps | None = None
     """Last step of this phase (always saved); the last phase has none."""
     every: StepsOrAuto
-    """Save at every multiple of this; `auto`: as often as failures make it worth (`checkpoint.failure_every`)."""
+    """Save at every multiple of this; `auto`: chosen from the failure rate (`checkpoint.failure_every`)."""
 
 
 class KeepSection(Section):

@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from bloomery.base.losses import LM_LOSS
+from bloomery.base.losses import IGNORED_LABEL, LM_LOSS
 from bloomery.data.shards import ShardReader
 
 
@@ -47,8 +47,6 @@ def document_spans(shard: ShardReader, start_token: int, count: int) -> list[Doc
     return spans
 
 
-IGNORED_LABEL = -100
-"""A label that carries no loss."""
 _DEPTH = 2
 """Global batches read ahead. One thread is enough: with a warm cache it read 6 to 8 Mtokens/s in micro-batches of one
 sample of 2048 tokens and 40 to 89 in those of 64, on one core; a 1B model on an H200 takes 0.05."""

@@ -1,1 +1,1 @@
-"""Floor 3: what a run says. Metric names, meters, sinks and the report; it gives verdicts, the loop acts."""
+"""Floor 3: what a run reports. Metric names, meters, sinks, TensorBoard and the HTML report."""

@@ -1,6 +1,6 @@
 """Reading a run back: the one reader of metrics.jsonl and events.jsonl, for reports, watchers and resumes.
 
-Both may have millions of lines: they are read one at a time, and what is not asked for is not kept.
+Both may have millions of lines: they are read one at a time, and nothing else is kept in memory.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ def event_of(line: bytes) -> dict[str, Any]:
 
 def scan(path: Path, take: Callable[[bytes], object], *, skipped_bytes: int = 0) -> None:
     """Give `take` every line, one at a time. DataError names the line that it refuses with a ValueError or the like.
-    A last line without newline is torn, or still being written by a live run: it is left out unless it is whole."""
+    A last line without newline is torn, or still being written by a live run: it is skipped unless it is whole."""
     number = 0
     try:
         with path.open("rb") as file:

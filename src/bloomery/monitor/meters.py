@@ -180,7 +180,7 @@ class EnergyMeter:
         self._first = self._last = self._read()
 
     def own(self, *, fresh: bool = False) -> Energy:
-        """This rank's part of this job so far. Cheap enough for every step: sensors are asked once a second."""
+        """This rank's part of this job so far. Cheap enough for every step: sensors are read once a second."""
         now = time.monotonic()
         if fresh or now - self._read_at >= _FRESH_SECONDS:
             found = self._read()
@@ -222,7 +222,7 @@ def start_meter(sensor: Sensor | str, ranks: Ranks) -> tuple[EnergyMeter, str]:
 
 def spent_before(run_folder: Path, saved: Energy) -> Energy:
     """What earlier jobs of a run have spent: all sums only grow, so the largest one that was written down anywhere.
-    `saved`: what its checkpoint says, which may have come from another machine."""
+    `saved`: that of its checkpoint, which may have come from another machine."""
     found = [saved, *_logged(run_folder / names.METRICS_FILE)]
     with contextlib.suppress(DataError):
         found.append(read_ledger(run_folder / names.EVENTS_FILE).energy)

@@ -1,4 +1,4 @@
-"""What a run says about one logged step or one validation, and its JSON: one strict line, NaN included."""
+"""The record of one logged step or one validation, and its JSON: one strict line, NaN included."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def perplexity_of(loss: float) -> float:
 
 
 def to_json(record: Record) -> str:
-    """One line without newline; its `kind` says which class reads it back."""
+    """One line without newline; its `kind` selects the class that reads it back."""
     kind = names.KIND_STEP if isinstance(record, StepRecord) else names.KIND_VALIDATION
     return strict_json({"kind": kind, **dataclasses.asdict(record)})
 

@@ -203,7 +203,7 @@ def lengths(recipe: Recipe) -> Iterator[Finding]:
             f"train.for ends inside the batch ramp: {plan.asked_samples:,} of {rampup.samples:,} samples",
             f"steps are counted as Megatron counts them, so the run takes {plan.train_steps:,} steps and "
             f"{plan.train_samples:,} samples",
-            "give train.for in steps to say exactly where it ends",
+            "give train.for in steps to set the exact end",
             is_warning=True,
         )
 

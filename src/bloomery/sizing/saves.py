@@ -26,7 +26,7 @@ class Cadence:
 
 
 def seconds_between_failures(configured: Duration | None, *, num_devices: int) -> float:
-    """What the recipe says, else what devices of this number are known for."""
+    """From the recipe, or else from the failure rate of this many devices."""
     return configured.seconds if configured is not None else DEVICE_HOURS_BETWEEN_FAILURES * 3600 / num_devices
 
 
@@ -65,7 +65,7 @@ class Kept:
     being_written: int
     """1 where older ones are deleted: that happens after a save, so there must be room for one more."""
     bound: Literal["up to", "at least", "about"]
-    """A run also saves when it stops, or is asked to; `every: auto` decides while training; of copies that wait to be
+    """A run also saves when it stops, or on request; `every: auto` decides while training; of copies that wait to be
     uploaded only the newest goes."""
 
 

@@ -82,7 +82,7 @@ class BatchLevel:
 class BatchPlan:
     """Converts between steps and samples. A ramp that starts at or above the full batch counts as no ramp.
 
-    What the history says has been; the rest of the fields hold from its end on."""
+    The history is fixed; the other fields apply from its end on."""
 
     global_batch_size: int
     ramp_start: int
@@ -139,7 +139,7 @@ class BatchPlan:
         """Steps of a training of this many samples, as Megatron counts them: the last partial batch is dropped.
 
         Where the training would end inside the ramp, Megatron takes one step off the whole ramp for every full batch
-        that it exceeds, so the run consumes more samples than asked for. We keep its length.
+        that it exceeds, so the run consumes more samples than configured. We keep its length.
         """
         if samples < self.history.samples:
             level = self._level_at(samples)
@@ -226,9 +226,11 @@ class SavePhase:
 
     def saves_at(self, step: int) -> bool:
         """At absolute multiples of the interval, whatever the phase's first step, and at the phase's own end."""
-        if step < self.first_step or (self.last_step is not None and step > self.last_step):
-            return False
-        return step == self.last_step or (self.every_steps is not None and step % self.every_steps == 0)
+        is_multiple = self.every_steps is not None and step % self.every_steps == 0
+        return self.covers(step) and (is_multiple or step == self.last_step)
+
+    def covers(self, step: int) -> bool:
+        return self.first_step <= step and (self.last_step is None or step <= self.last_step)
 
     def steps(self, *, train_steps: int) -> Iterator[int]:
         """The saving steps within a training of `train_steps`, ascending."""
@@ -249,7 +251,7 @@ class PhaseSummary:
     first_step: int
     last_step: int
     every_steps: int | None
-    num_saves: int
+    saves: int
 
 
 def resolve_phases(phases: list[PhaseSection]) -> tuple[SavePhase, ...]:
@@ -274,7 +276,7 @@ class TrainingPlan:
     train_samples: int
     """Samples consumed after the last step."""
     asked_samples: int
-    """What `train.for` says, in samples; whole steps make `train_samples` differ from it."""
+    """`train.for` in samples; whole steps make `train_samples` differ from it."""
     seq_length: int
     batch: BatchPlan
     lr: LrPlan
@@ -282,7 +284,7 @@ class TrainingPlan:
     """First step that has consumed the whole warm-up; 0 without one."""
     save_phases: tuple[SavePhase, ...]
     skip_ranges: tuple[tuple[int, int], ...]
-    """First and last step of each range whose data is passed over, both included."""
+    """First and last step of each range whose data is skipped, both included."""
 
     @classmethod
     def of(cls, recipe: Recipe, history: History = NO_HISTORY) -> Self:
@@ -333,12 +335,7 @@ class TrainingPlan:
 
     def decides_saves_at(self, step: int) -> bool:
         """Whether this step is in a phase of `every: auto`."""
-        return any(
-            phase.every_steps is None
-            and phase.first_step <= step
-            and (phase.last_step is None or step <= phase.last_step)
-            for phase in self.save_phases
-        )
+        return any(phase.every_steps is None and phase.covers(step) for phase in self.save_phases)
 
     def save_steps(self) -> list[int]:
         """All steps of the training after which the schedule saves."""
@@ -351,14 +348,14 @@ class TrainingPlan:
                 first_step=phase.first_step,
                 last_step=self.train_steps if phase.last_step is None else min(phase.last_step, self.train_steps),
                 every_steps=phase.every_steps,
-                num_saves=sum(1 for _ in phase.steps(train_steps=self.train_steps)),
+                saves=sum(1 for _ in phase.steps(train_steps=self.train_steps)),
             )
             for phase in self.save_phases
             if phase.first_step <= self.train_steps
         ]
 
     def is_skipped(self, step: int) -> bool:
-        """Whether this step's data is passed over: it counts as consumed, and no update is made."""
+        """Whether this step's data is skipped: it counts as consumed, and no update is made."""
         return any(first <= step <= last for first, last in self.skip_ranges)
 
     def _history_at(self, step: int) -> History:

@@ -28,8 +28,7 @@ from bloomery.verify.compare import (
     Row,
     followed_differences,
 )
-from bloomery.verify.layouts import SINGLE, VerifiedLayout
-from bloomery.verify.shrink import CLIP, Shrunk, micro_batch_of, middle, shrink, write_data
+from bloomery.verify.shrink import CLIP, SINGLE, Shrunk, VerifiedLayout, micro_batch_of, middle, shrink, write_data
 from bloomery.verify.trials import RESHARDED, RESUME_PREFIX, TRAIN_PREFIX, TRUTH, Outcome, RankCommand, Trial, run_all
 
 FORMAT = 1
@@ -125,7 +124,7 @@ def certify(
     left_out: dict[str, str] | None = None,
     quiet: bool = True,
 ) -> Certificate:
-    """Everything happens below `work`, an empty folder. Every rank runs `command`: cli.verify_trials.run_trials.
+    """Everything happens below `work`, an empty folder. Every rank runs `command`: verify.run_trials.run_trials.
     `pair_steps`: so many are trained by each layout from the checkpoint of each other one."""
     started = time.monotonic()
     shrunk = shrink(recipe, layouts, work, steps=steps, clip=clip)

@@ -1,5 +1,5 @@
 """Trainings to compare: what is to be run, by how many ranks, and what came of each. Running them is cli's
-(cli/verify_trials.py), because that takes the real training loop."""
+(run_trials.py), because that takes the real training loop."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ FOLLOWED = "followed.json"
 """By layout, (step, name, loss) of what was trained from its checkpoint."""
 TRUTH = "truth.json"
 """What the reference is compared with (compare.py)."""
-_PRELOAD = ["bloomery.cli.verify_trials", "bloomery.train.loop", "bloomery.train.setup", "bloomery.parallel.ranks"]
+_PRELOAD = ["bloomery.verify.run_trials", "bloomery.train.loop", "bloomery.train.setup", "bloomery.parallel.ranks"]
 
 RankCommand = Callable[[Sequence[str]], int]
 """What every rank runs: `run_trials(["plan.json"])`."""

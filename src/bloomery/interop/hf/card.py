@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 import bloomery
-from bloomery.base.bounded import LARGE_BYTES, parse_json, read_json, read_small
+from bloomery.base.bounded import LARGE_BYTES, parse_json, read_small
 from bloomery.base.energy import NO_SENSOR, Energy, format_device_hours, format_joules
 from bloomery.checkpoint.format import MANIFEST
 from bloomery.checkpoint.load import consumed_tokens
@@ -24,27 +24,30 @@ from bloomery.monitor.meters import is_whole
 from bloomery.monitor.record import Record, ValidationRecord
 from bloomery.sizing.parameters import count_parameters
 
+Event = dict[str, Any]
+
 
 def model_card(
     recipe: Recipe, checkpoint: Path, state: Mapping[str, Any], *, architecture: str, dtype: str, proof: str
 ) -> str:
     """Markdown with the head that hubs read. Says only what was recorded."""
-    run = checkpoint.parent.parent
-    jobs = _jobs(run, checkpoint, int(state["step"]))
+    run, step = checkpoint.parent.parent, int(state["step"])
+    manifest = read_small(checkpoint / MANIFEST, LARGE_BYTES)
+    events = _events(run, step, parse_json(manifest).get("time", math.inf))
+    jobs = [event for event in events if event["kind"] == names.Event.START]
     parameters = count_parameters(recipe.model, vocab_size=recipe.model.vocab_size).total
-    tokens = consumed_tokens(recipe, state)
     pipeline = "fill-mask" if FAMILIES[recipe.model.family].encoder else "text-generation"
     sections = [
         f"---\nlibrary_name: transformers\npipeline_tag: {pipeline}\ntags: [bloomery, {recipe.model.family}]\n---",
         f"# {recipe.name}",
-        f"`{architecture}` with {parameters:,} parameters, pretrained with Bloomery "
-        f"{bloomery.__version__} on {tokens:,} tokens in {state['step']:,} steps. Weights in {dtype}.",
+        f"`{architecture}` with {parameters:,} parameters, pretrained with Bloomery {bloomery.__version__} on "
+        f"{consumed_tokens(recipe, state):,} tokens in {step:,} steps. Weights in {dtype}.",
         "## Model\n\n" + _table(_model_rows(recipe)),
         "## Data\n\n" + _data(recipe),
-        "## Training\n\n" + _table(_training_rows(recipe, state)) + _changes(run, checkpoint, int(state["step"])),
-        "## Losses\n\n" + _losses(run, int(state["step"])),
+        "## Training\n\n" + _table(_training_rows(recipe, state)) + _changes(events, jobs),
+        "## Losses\n\n" + _losses(run, step),
         "## Energy\n\n" + _energy(Energy.from_json(state.get("energy")), jobs),
-        "## Lineage\n\n" + _table(_lineage(recipe, checkpoint, state, jobs)),
+        "## Lineage\n\n" + _table(_lineage(recipe, checkpoint.name, manifest, state.get("imported_from"), jobs)),
         f"## Proof\n\n{proof[:1].upper()}{proof[1:]}. Details: `export-proof.json`.",
     ]
     return "\n\n".join(sections) + "\n"
@@ -54,20 +57,34 @@ def _table(rows: Mapping[str, Any]) -> str:
     return "| | |\n|---|---|\n" + "\n".join(f"| {name} | {value} |" for name, value in rows.items())
 
 
+def _events(run: Path, step: int, saved_at: float) -> list[Event]:
+    """The starts and changes that came before this checkpoint, as the ledger has them; nothing if it is not there."""
+    found: list[Event] = []
+
+    def take(line: bytes) -> None:
+        event = event_of(line)
+        if event["kind"] in (names.Event.START, names.Event.CHANGED) and event["step"] <= step:
+            found.extend([event] if event["time"] <= saved_at else [])
+
+    if (run / names.EVENTS_FILE).is_file():
+        scan(run / names.EVENTS_FILE, take)
+    return found
+
+
 def _model_rows(recipe: Recipe) -> dict[str, Any]:
     model = recipe.model
-    rows: dict[str, Any] = {
+    return {
         "family": model.family,
         "layers": model.num_layers,
         "hidden size": model.hidden_size,
         "heads": model.num_heads,
         "key/value heads": model.num_kv_heads,
+        "head size": model.head_size,
         "MLP width": model.ffn_hidden_size,
         "sequence length": model.seq_length,
         "vocabulary": model.vocab_size,
         "embedding and head": "tied" if model.tie_embeddings else "untied",
     }
-    return rows
 
 
 def _data(recipe: Recipe) -> str:
@@ -79,7 +96,7 @@ def _data(recipe: Recipe) -> str:
 
 
 def _training_rows(recipe: Recipe, state: Mapping[str, Any]) -> dict[str, Any]:
-    optimizer, lr, ramp = recipe.optimizer, recipe.lr, recipe.batch.rampup
+    optimizer, lr, ramp, parallel = recipe.optimizer, recipe.lr, recipe.batch.rampup, recipe.parallel
     batch = f"{recipe.batch.global_batch_size} samples"
     if ramp is not None:
         batch += f", from {ramp.start} in steps of {ramp.increment} over {ramp.samples:,} samples"
@@ -97,9 +114,22 @@ def _training_rows(recipe: Recipe, state: Mapping[str, Any]) -> dict[str, Any]:
         "learning rate": f"{lr.schedule}, peak {lr.peak:g}, min {lr.min:g}, warm-up {lr.warmup}, {decay}",
         "dropout": recipe.model.dropout,
         "precision": recipe.precision,
-        "layout": f"tp {recipe.parallel.tp}, pp {recipe.parallel.pp}, cp {recipe.parallel.cp}, "
-        f"ZeRO {recipe.parallel.zero}",
+        "layout": f"tp {parallel.tp}, pp {parallel.pp}, cp {parallel.cp}, ZeRO {parallel.zero}",
     }
+
+
+def _changes(events: list[Event], jobs: list[Event]) -> str:
+    """What `--change` changed on the way here, without what a later job went back before."""
+    rows = {}
+    for event in events:
+        is_undone = any(start["time"] > event["time"] and start["step"] < event["step"] for start in jobs)
+        if event["kind"] == names.Event.CHANGED and not is_undone:
+            line = f"| {event['step'] + 1:,} | `{event['field']}` | {event['old']} | {event['new']} |"
+            rows[(event["step"], event["field"])] = line
+    if not rows:
+        return ""
+    head = "Changed on the way, and shown above as it was at the end:\n\n| from step | field | before | then |"
+    return "\n\n" + "\n".join([head, "|---|---|---|---|", *(rows[key] for key in sorted(rows))])
 
 
 def _losses(run: Path, step: int) -> str:
@@ -119,78 +149,41 @@ def _losses(run: Path, step: int) -> str:
     return "\n".join(lines) if len(lines) > 2 else "No step up to this checkpoint was logged."
 
 
-def _jobs(run: Path, checkpoint: Path, step: int) -> list[dict[str, Any]]:
-    """Starts of the run that came before this checkpoint."""
-    return _events(run, checkpoint, step, names.Event.START)
-
-
-def _events(run: Path, checkpoint: Path, step: int, kind: str) -> list[dict[str, Any]]:
-    """What came before this checkpoint, as the ledger has it; nothing if it is not there."""
-    ledger = run / names.EVENTS_FILE
-    if not ledger.is_file():
-        return []
-    saved_at = read_json(checkpoint / MANIFEST, LARGE_BYTES).get("time", math.inf)
-    found: list[dict[str, Any]] = []
-
-    def take(line: bytes) -> None:
-        event = event_of(line)
-        if event["kind"] == kind and event["step"] <= step and event["time"] <= saved_at:
-            found.append(event)
-
-    scan(ledger, take)
-    return found
-
-
-def _changes(run: Path, checkpoint: Path, step: int) -> str:
-    """What `--change` changed on the way here, without what a later job went back before."""
-    starts = _jobs(run, checkpoint, step)
-    rows = {}
-    for event in _events(run, checkpoint, step, names.Event.CHANGED):
-        if not any(start["time"] > event["time"] and start["step"] < event["step"] for start in starts):
-            line = f"| {event['step'] + 1:,} | `{event['field']}` | {event['old']} | {event['new']} |"
-            rows[(event["step"], event["field"])] = line
-    if not rows:
-        return ""
-    head = "Changed on the way, and shown above as it was at the end:\n\n| from step | field | before | then |"
-    return "\n\n" + "\n".join([head, "|---|---|---|---|", *(rows[key] for key in sorted(rows))])
-
-
-def _energy(spent: Energy, jobs: list[dict[str, Any]]) -> str:
+def _energy(spent: Energy, jobs: list[Event]) -> str:
     if not spent.device_seconds:
         return "Not recorded."
     hours, joules = format_device_hours(spent.device_seconds), spent.measured_joules
-    sensors = list(dict.fromkeys(job[names.FACT_ENERGY_SENSOR] for job in jobs if names.FACT_ENERGY_SENSOR in job))
+    sensors = "; ".join(dict.fromkeys(job[names.FACT_ENERGY_SENSOR] for job in jobs if names.FACT_ENERGY_SENSOR in job))
     if joules is None:
-        return f"Not measured: {'; '.join(sensors) or NO_SENSOR}. Training took {hours}."
+        return f"Not measured: {sensors or NO_SENSOR}. Training took {hours}."
     rows = {
         "measured": f"{format_joules(joules)} ({joules:,.0f} J)",
         "device time": hours,
         "of which measured": f"{1 if is_whole(spent) else spent.coverage:.0%}",
     }
-    rows |= {"sensor": "; ".join(sensors)} if sensors else {}
-    remark = (
-        "Of all jobs of the run up to this checkpoint, steps that were done again included. "
-        "Of the devices that trained, without the machines around them, network and cooling."
+    rows |= {"sensor": sensors} if sensors else {}
+    return (
+        f"{_table(rows)}\n\nOf all jobs of the run up to this checkpoint, repeated steps included. Of the devices that "
+        "trained, without the machines around them, network and cooling."
     )
-    return f"{_table(rows)}\n\n{remark}"
 
 
-def _lineage(recipe: Recipe, checkpoint: Path, state: Mapping[str, Any], jobs: list[dict[str, Any]]) -> dict[str, Any]:
-    content = read_small(checkpoint / MANIFEST, LARGE_BYTES)
-    saved = parse_json(content)
+def _lineage(
+    recipe: Recipe, checkpoint: str, manifest: bytes, origin: Mapping[str, str] | None, jobs: list[Event]
+) -> dict[str, Any]:
+    saved, began = parse_json(manifest), "random weights"
+    if origin:
+        hashes = ", ".join(f"{key} `{value}`" for key, value in origin.items() if key != "folder")
+        began = f"the weights of `{origin['folder']}`, whose own training is not counted here ({hashes})"
     rows = {
         "run": f"`{recipe.name}`",
         "recipe fingerprint": f"`{fingerprint(recipe)}`",
-        "checkpoint": f"`{checkpoint.name}`",
-        "sha256 of its manifest": f"`{hashlib.sha256(content).hexdigest()}`",
+        "checkpoint": f"`{checkpoint}`",
+        "sha256 of its manifest": f"`{hashlib.sha256(manifest).hexdigest()}`",
         "saved by": f"torch {saved.get('versions', {}).get('torch', 'unknown')}, {saved.get('ranks', 1)} rank(s)",
         "exported by": f"Bloomery {bloomery.__version__}, torch {torch.__version__}",
+        "began with": began,
     }
-    origin = state.get("imported_from")
-    rows["began with"] = "random weights"
-    if origin:
-        told = ", ".join(f"{key} `{value}`" for key, value in origin.items() if key != "folder")
-        rows["began with"] = f"the weights of `{origin['folder']}`, whose own training is not counted here ({told})"
     if jobs:
         rows["trained by"] = ", ".join(f"{name} {version}" for name, version in jobs[-1].get("versions", {}).items())
         rows["trained on"] = f"{jobs[-1].get('ranks', 1)} x {jobs[-1].get('device', 'unknown')}"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,26 +19,22 @@ from bloomery.checkpoint.folder import CHECKPOINTS
 from bloomery.checkpoint.save import save_checkpoint
 from bloomery.config.describe import as_yaml
 from bloomery.config.recipe import ModelSection, Recipe
-from bloomery.data.tokenizer import Tokenizer, read_settings
+from bloomery.data.tokenizer import FILES, Tokenizer, read_settings
 from bloomery.interop.hf.configs import model_section
-from bloomery.interop.hf.draft import drafted, move_all, require_empty
-from bloomery.interop.hf.export import why_unproven
+from bloomery.interop.hf.folder import CHAT_TEMPLATE, CONFIG, HfWeights, move_all, require_empty, staged
 from bloomery.interop.hf.maps import Source, embedding_and_head, sources_of, unused_tensors
-from bloomery.interop.hf.proof import Proof, prove_import
-from bloomery.interop.hf.reader import HfWeights
-from bloomery.interop.hf.tokenizer import CHAT_TEMPLATE
+from bloomery.interop.hf.proof import Proof, prove_import, why_unproven
 from bloomery.sizing.parameters import parameter_shapes
 
 _TOKENIZER_FILES = (
-    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.json", "merges.txt", "vocab.txt",
-    "added_tokens.json", CHAT_TEMPLATE,
+    *FILES, "tokenizer_config.json", "special_tokens_map.json", "vocab.json", "added_tokens.json", CHAT_TEMPLATE,
 )  # fmt: skip
 TOKENIZER = "tokenizer"
 _RECIPE = "recipe.yaml"
 _WEIGHTS = ("F32", "BF16", "F16")
 _BUFFERS = ("I64", "I32", "U8", "BOOL")
 """Of masks and positions, which no parameter is made of."""
-_MOMENTS = ("exp_avg", "exp_avg_sq")
+_KINDS = "weights must be fp32, bf16 or fp16"
 START = {
     "name": "imported",
     "batch": {"micro_batch_size": 1, "global_batch_size": 8},
@@ -54,7 +49,6 @@ class Imported:
     recipe: Recipe
     checkpoint: Path
     tensors: int
-    has_tokenizer: bool
     proof: Proof
 
 
@@ -67,7 +61,7 @@ class Model:
 
 def read_model(folder: Path) -> Model:
     """The model of a Hugging Face folder. DataError lists everything that is not supported."""
-    path = folder / "config.json"
+    path = folder / CONFIG
     try:
         content = read_json(path)
         if not isinstance(content, dict):
@@ -78,8 +72,8 @@ def read_model(folder: Path) -> Model:
     section = model_section(content, str(path))
     if section["tie_embeddings"] and (pair := _unequal_pair(folder, section["family"])):
         # As transformers 5 loads all families; 4 dropped the head.
-        told = f"{path}: tie_word_embeddings is true, but {pair}: both are kept, and model.tie_embeddings is false"
-        return Model({**section, "tie_embeddings": False}, [told])
+        warning = f"{path}: tie_word_embeddings is true, but {pair}: both are kept, and model.tie_embeddings is false"
+        return Model({**section, "tie_embeddings": False}, [warning])
     return Model(section, [])
 
 
@@ -96,14 +90,14 @@ def _unequal_pair(folder: Path, family: str) -> str:
 
 def origin_of(folder: Path) -> dict[str, str]:
     """What a card says of the model that a run began with."""
-    content = read_small(folder / "config.json")
+    content = read_small(folder / CONFIG)
     return {"folder": str(folder), "sha256 of its config.json": hashlib.sha256(content).hexdigest()}
 
 
 def tokenizer_files(folder: Path) -> list[Path]:
     """The folder's tokenizer; nothing if it has none."""
     files = [folder / name for name in _TOKENIZER_FILES if (folder / name).is_file()]
-    return files if {"tokenizer.json", "merges.txt", "vocab.txt"} & {path.name for path in files} else []
+    return files if {*FILES} & {path.name for path in files} else []
 
 
 def import_weights(
@@ -122,19 +116,30 @@ def import_weights(
         raise DataError(Problem(pair, rule, "leave out model.tie_embeddings=true", str(folder)))
     weights = HfWeights(folder)
     with written_to("OUT"):
-        sources = _checked_sources(weights, recipe.model)
-        _require_finite(weights, sources)
-        shapes = parameter_shapes(recipe.model)
-        with drafted(output, _publish) as draft:
-            _copy(tokenizer_files(folder), draft / TOKENIZER)
-            values = partial(_value, weights, {f"model.{each.entry.ours}": each for each in sources}, shapes)
-            yaml, root = as_yaml(recipe), draft / CHECKPOINTS
-            pieces = {name: Piece.whole(tensor) for name, tensor in _without_memory(shapes).items()}
-            checkpoint = save_checkpoint(root, step=0, pieces=pieces, state=state, recipe_yaml=yaml, values=values)
-            write_atomically(draft / _RECIPE, yaml)
+        sources = {f"model.{each.entry.ours}": each for each in _checked_sources(weights, recipe.model)}
+        shapes = _saved_shapes(recipe.model)
+
+        def value(name: str) -> Tensor:
+            found = sources.get(name)
+            return torch.zeros(shapes[name]) if found is None else found.load(weights.read).to(torch.float32)
+
+        with staged(output, _publish) as staging:
+            _copy(tokenizer_files(folder), staging / TOKENIZER)
+            with torch.device("meta"):
+                pieces = {name: Piece.whole(torch.empty(shape)) for name, shape in shapes.items()}
+            yaml, root = as_yaml(recipe), staging / CHECKPOINTS
+            checkpoint = save_checkpoint(root, step=0, pieces=pieces, state=state, recipe_yaml=yaml, values=value)
+            write_atomically(staging / _RECIPE, yaml)
             proof = _proof(checkpoint, folder, recipe) if with_proof else Proof(False, "--no-proof")
-    at = output / CHECKPOINTS / checkpoint.name
-    return Imported(recipe, at, len(sources), recipe.tokenizer is not None, proof)
+    return Imported(recipe, output / CHECKPOINTS / checkpoint.name, len(sources), proof)
+
+
+def _saved_shapes(model: ModelSection) -> dict[str, tuple[int, ...]]:
+    """Every tensor of a first checkpoint: weights, moments, and the optimizer's steps."""
+    shapes, moments = parameter_shapes(model), ("exp_avg", "exp_avg_sq")
+    found: dict[str, tuple[int, ...]] = {"optim.step": ()}
+    found |= {f"model.{name}": shape for name, shape in shapes.items()}
+    return found | {f"optim.{name}.{moment}": shape for name, shape in shapes.items() for moment in moments}
 
 
 def _proof(checkpoint: Path, folder: Path, recipe: Recipe) -> Proof:
@@ -155,17 +160,17 @@ def _require_new(output: Path) -> None:
     require_empty(output, "an import is the beginning of a run and replaces nothing")
 
 
-def _publish(draft: Path, output: Path) -> None:
+def _publish(staging: Path, output: Path) -> None:
     """With the recipe, by which the folder is a run, last."""
     _require_new(output)  # still
-    move_all(draft, output, last=_RECIPE)
+    move_all(staging, output, last=_RECIPE)
 
 
 def _check_tokenizer(folder: Path, vocab_size: int) -> None:
     """DataError if the folder's tokenizer could not be trained with: better now than after the import."""
     if not tokenizer_files(folder):
         return
-    remedy = "mend it, or import a copy of the folder without it and name one with tokenizer.path=..."
+    remedy = "fix it, or import a copy of the folder without it and name one with tokenizer.path=..."
     try:
         found = Tokenizer.load(str(folder)).vocab_size
         read_settings(str(folder))
@@ -177,51 +182,24 @@ def _check_tokenizer(folder: Path, vocab_size: int) -> None:
 
 
 def _checked_sources(weights: HfWeights, config: ModelSection) -> list[Source]:
+    def refuse(wrong: Sequence[str], what: str, rule: str, remedy: str) -> None:
+        if wrong:
+            text = f"{len(wrong)} {what}: {', '.join(wrong[:5])}"
+            raise DataError(Problem(text, rule, remedy, str(weights.folder)))
+
     odd = [f"{name} is {dtype}" for name, dtype in weights.dtypes.items() if dtype not in (*_WEIGHTS, *_BUFFERS)]
-    if odd:
-        what = f"{len(odd)} tensors are of another kind: {', '.join(odd[:5])}"
-        remedy = "import the model as it was before it was quantized or converted"
-        raise DataError(Problem(what, "weights must be fp32, bf16 or fp16", remedy, str(weights.folder)))
+    refuse(odd, "tensors are of another kind", _KINDS, "import the model as it was before it was quantized")
     sources = sources_of(weights.shapes, config)
     unused = unused_tensors(weights.shapes, sources, config)
-    if unused:
-        what = f"{len(unused)} tensors have no place in a {config.family} model: {', '.join(unused[:5])}"
-        remedy = "import a plain model of this family, or save this one again without them"
-        raise DataError(Problem(what, "without them it would compute something else", remedy, str(weights.folder)))
-    whole = [key for each in sources for key in each.keys if weights.dtypes[key] in _BUFFERS]
-    if whole:
-        what = f"{len(whole)} weights are whole numbers: {', '.join(whole[:5])}"
-        raise DataError(
-            Problem(what, "weights must be fp32, bf16 or fp16", "import another model", str(weights.folder))
-        )
+    remedy = "import a plain model of this family, or save this one again without them"
+    refuse(unused, f"tensors have no place in a {config.family} model", "it would compute something else", remedy)
+    keys = list(dict.fromkeys(key for each in sources for key in each.keys))
+    whole = [key for key in keys if weights.dtypes[key] in _BUFFERS]
+    refuse(whole, "weights are whole numbers", _KINDS, "import another model")
+    infinite = [key for key in keys if not bool(weights.read(key).isfinite().all())]
+    rule = "a model with NaN or infinity computes nothing, and no training repairs it"
+    refuse(infinite, "tensors hold values that are not finite", rule, "import a model that has not diverged")
     return sources
-
-
-def _require_finite(weights: HfWeights, sources: Sequence[Source]) -> None:
-    keys = dict.fromkeys(key for each in sources for key in each.keys)
-    wrong = [key for key in keys if not bool(weights.read(key).isfinite().all())]
-    if wrong:
-        what = f"{len(wrong)} tensors hold values that are not finite: {', '.join(wrong[:5])}"
-        rule = "a model with NaN or infinity computes nothing, and no training mends it"
-        raise DataError(Problem(what, rule, "import a model that has not diverged", str(weights.folder)))
-
-
-def _without_memory(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:
-    """All tensors of a first checkpoint, as shapes: weights, moments, and the optimizer's steps."""
-    with torch.device("meta"):
-        made = {f"model.{name}": torch.empty(shape) for name, shape in shapes.items()}
-        made |= {f"optim.{name}.{part}": torch.empty(s) for name, s in shapes.items() for part in _MOMENTS}
-        return {"optim.step": torch.empty(()), **made}
-
-
-def _value(
-    weights: HfWeights, sources: Mapping[str, Source], shapes: Mapping[str, tuple[int, ...]], name: str
-) -> Tensor:
-    """A tensor of the first checkpoint."""
-    if name in sources:
-        return sources[name].load(weights.read).to(torch.float32)
-    moment_of = name.removeprefix("optim.").rpartition(".")[0]
-    return torch.zeros(shapes.get(moment_of, ()))
 
 
 def _copy(files: Sequence[Path], place: Path) -> None:

@@ -3,31 +3,36 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
+from bloomery.base.accelerator import available_host_bytes
 from bloomery.base.errors import DataError, Problem
-from bloomery.base.losses import LM_LOSS, SOP_LOSS
+from bloomery.base.losses import IGNORED_LABEL, LM_LOSS, SOP_LOSS
+from bloomery.base.units import format_bytes
 from bloomery.checkpoint.load import load_model
 from bloomery.config.recipe import Recipe
 from bloomery.data.tokenizer import Tokenizer
 from bloomery.families.registry import FAMILIES
 from bloomery.model.generate import generate
-from bloomery.model.loss import IGNORE, padding_of, row_losses, token_losses
+from bloomery.model.loss import padding_of, row_losses, token_losses
+from bloomery.sizing.parameters import count_parameters
 
-PROOF_FILE = "export-proof.json"
 LIMIT = 1e-4
 """Of the difference of logits, for logits up to 1; larger ones in proportion."""
 PROMPTS = ("The", "def main(", "Once upon a time", "1 + 1 =", "In the beginning was the word, and")
 _LOSS_LIMIT = 1e-5
 _NEW_TOKENS = 16
 _IMPORTED_TOKENS = 512
+_BYTES_TO_PROVE = 10
+"""A parameter: both models in fp32, and some room for logits."""
 
 
 @dataclass
@@ -46,7 +51,7 @@ class Proof:
     greedy_equal: int = 0
     """Prompts that both continue alike, token by token."""
     compared: str = "greedy continuations"
-    """Of the prompts; bert continues nothing."""
+    """Of the prompts; an encoder continues nothing."""
     training_loss: float | None = None
     """Of an import, as it is trained with, and as transformers has it."""
     their_loss: float | None = None
@@ -68,44 +73,36 @@ class Proof:
         )
 
 
-def has_transformers() -> bool:
-    return importlib.util.find_spec("transformers") is not None
+def why_unproven(recipe: Recipe) -> str:
+    """Why nothing can be compared with transformers here; empty if it can."""
+    if importlib.util.find_spec("transformers") is None:
+        return "transformers is not installed here"
+    needed = _BYTES_TO_PROVE * count_parameters(recipe.model, vocab_size=recipe.model.vocab_size).total
+    free = available_host_bytes()
+    lacking = f"it needs about {format_bytes(needed)} of memory, and {format_bytes(free)} are available"
+    return lacking if needed > free else ""
 
 
 @torch.no_grad()
 def prove(checkpoint: Path, exported: Path, tokenizer: Tokenizer, dtype: torch.dtype) -> Proof:
-    """Both models are held in fp32 at once: 8 bytes a parameter and more."""
-    import transformers
-
-    recipe, model = load_model(checkpoint, device=torch.device("cpu"))
-    theirs = _their_model(recipe, exported)
-    prompts = _prompt_tokens(recipe, tokenizer)
-    random = torch.Generator().manual_seed(0)
-    full = torch.randint(recipe.model.vocab_size, (1, recipe.model.seq_length), generator=random)
-    sequences = [full, *(tokens for _, tokens in prompts)]
-    before = [head for tokens in sequences for head in _ours(model, recipe, tokens)] if dtype != torch.float32 else []
-    for parameter in model.parameters():
+    """Logits and continuations of an export. Both models are held in fp32 at once: 8 bytes a parameter and more."""
+    both = _Both(checkpoint, exported)
+    prompts = _prompt_tokens(both.recipe, tokenizer)
+    sequences = [both.random_tokens(both.recipe.model.seq_length), *(tokens for _, tokens in prompts)]
+    before = both.ours(*sequences) if dtype != torch.float32 else []
+    for parameter in both.model.parameters():
         parameter.copy_(parameter.to(dtype).to(torch.float32))
-    ours = [head for tokens in sequences for head in _ours(model, recipe, tokens)]
+    ours = both.ours(*sequences)
     if not all(bool(logits.isfinite().all()) for logits in ours):
         what = "the model of this checkpoint computes logits that are not finite, though its weights are"
         rule = "it has diverged, and there is nothing to compare"
         raise DataError(Problem(what, rule, "export an earlier checkpoint; --no-proof exports this one as it is"))
-    others = [head for tokens in sequences for head in _theirs(theirs, recipe, tokens)]
-    difference = _largest(ours, others)
-    limit = LIMIT * max(1.0, max(float(logits.abs().max()) for logits in ours))
-    proof = Proof(
-        proven=difference <= limit,
-        transformers=transformers.__version__,
-        max_logit_difference=difference,
-        limit=limit,
-        rounding_difference=_largest(before, ours) if before else None,
-        sequences=len(sequences),
-    )
-    if FAMILIES[recipe.model.family].encoder:
+    proof = both.compare(ours, sequences)
+    proof.rounding_difference = _largest(before, ours) if before else None
+    if both.is_encoder:
         proof.compared = "likeliest tokens"
     for text, tokens in prompts:
-        a, b = _continued(model, theirs, recipe, tokenizer, tokens)
+        a, b = both.continued(tokenizer, tokens)
         proof.greedy_equal += a == b
         proof.prompts.append({"prompt": text, "ours": tokenizer.decode(a), "transformers": tokenizer.decode(b)})
     proof.proven = proof.proven and proof.greedy_equal == len(prompts)
@@ -116,64 +113,87 @@ def prove(checkpoint: Path, exported: Path, tokenizer: Tokenizer, dtype: torch.d
 @torch.no_grad()
 def prove_import(checkpoint: Path, folder: Path) -> Proof:
     """Logits and training loss of a first checkpoint against the folder that it was made of, on random tokens."""
-    import transformers
+    both = _Both(checkpoint, folder)
+    config = both.recipe.model
+    tokens = both.random_tokens(min(config.seq_length, _IMPORTED_TOKENS))
+    targets, labels = {LM_LOSS: F.pad(tokens[:, 1:], (0, 1), value=IGNORED_LABEL)}, {"labels": tokens}
+    if both.is_encoder:
+        order = torch.ones(1).long()
+        targets, labels = {LM_LOSS: tokens, SOP_LOSS: order}, {"labels": tokens, "next_sentence_label": order}
+    losses = partial(token_losses, padding=padding_of(config, tokens.device))
+    rows = row_losses(both.model(tokens), targets, losses)
+    loss = sum(float(rows[name].sum()) / int((target != IGNORED_LABEL).sum()) for name, target in targets.items())
+    proof = both.compare(both.ours(tokens), [tokens])
+    proof.training_loss, proof.their_loss = loss, float(both.their_model(tokens, **labels).loss)
+    proof.proven = proof.proven and abs(loss - proof.their_loss) <= _LOSS_LIMIT * max(1.0, proof.their_loss)
+    return proof
 
-    recipe, model = load_model(checkpoint, device=torch.device("cpu"))
-    theirs, config = _their_model(recipe, folder), recipe.model
-    length, random = min(config.seq_length, _IMPORTED_TOKENS), torch.Generator().manual_seed(0)
-    tokens = torch.randint(config.vocab_size, (1, length), generator=random)
-    targets, order = {LM_LOSS: F.pad(tokens[:, 1:], (0, 1), value=IGNORE)}, {}
-    if FAMILIES[config.family].encoder:
-        targets, order = (
-            {LM_LOSS: tokens, SOP_LOSS: torch.ones(1).long()},
-            {"next_sentence_label": torch.ones(1).long()},
+
+class _Both:
+    """A checkpoint as we load it, and a folder as transformers does, in fp32 on the CPU."""
+
+    def __init__(self, checkpoint: Path, folder: Path) -> None:
+        self.recipe, self.model = load_model(checkpoint, device=torch.device("cpu"))
+        self.is_encoder = FAMILIES[self.recipe.model.family].encoder
+        self.their_model = _their_model(folder, is_encoder=self.is_encoder)
+
+    def random_tokens(self, length: int) -> Tensor:
+        return torch.randint(self.recipe.model.vocab_size, (1, length), generator=torch.Generator().manual_seed(0))
+
+    def ours(self, *sequences: Tensor) -> list[Tensor]:
+        """The logits of each head: an encoder has a second one, for the order of sentences."""
+        made = [self.model(tokens) for tokens in sequences]
+        heads = [head for each in made for head in (each if self.is_encoder else (each,))]
+        return [head[..., : self.recipe.model.vocab_size] for head in heads]
+
+    def theirs(self, *sequences: Tensor) -> list[Tensor]:
+        made = [self.their_model(tokens) for tokens in sequences]
+        if self.is_encoder:
+            return [head for each in made for head in (each.prediction_logits, each.seq_relationship_logits)]
+        return [each.logits for each in made]
+
+    def compare(self, ours: Sequence[Tensor], sequences: Sequence[Tensor]) -> Proof:
+        import transformers
+
+        difference = _largest(ours, self.theirs(*sequences))
+        limit = LIMIT * max(1.0, max(float(logits.abs().max()) for logits in ours))
+        return Proof(
+            proven=difference <= limit,
+            transformers=transformers.__version__,
+            max_logit_difference=difference,
+            limit=limit,
+            sequences=len(sequences),
         )
-    rows = row_losses(model(tokens), targets, partial(token_losses, padding=padding_of(config, tokens.device)))
-    loss = sum(float(rows[name].sum()) / int((labels != IGNORE).sum()) for name, labels in targets.items())
-    their_loss = float(theirs(tokens, labels=tokens, **order).loss)
-    ours = _ours(model, recipe, tokens)
-    difference = _largest(ours, _theirs(theirs, recipe, tokens))
-    limit = LIMIT * max(1.0, max(float(logits.abs().max()) for logits in ours))
-    return Proof(
-        proven=difference <= limit and abs(loss - their_loss) <= _LOSS_LIMIT * max(1.0, their_loss),
-        transformers=transformers.__version__,
-        max_logit_difference=difference,
-        limit=limit,
-        sequences=1,
-        training_loss=loss,
-        their_loss=their_loss,
-    )
+
+    def continued(self, tokenizer: Tokenizer, tokens: Tensor) -> tuple[list[int], list[int]]:
+        """What each makes of a prompt: the likeliest next tokens; of an encoder, the likeliest at each place."""
+        if self.is_encoder:
+            pair = self.ours(tokens)[0], self.theirs(tokens)[0]
+            return pair[0][0].argmax(-1).tolist(), pair[1][0].argmax(-1).tolist()
+        config, length, end = self.recipe.model, tokens.shape[1], tokenizer.eod_id
+        count = min(_NEW_TOKENS, config.seq_length - length)
+        if count < 1:
+            return [], []
+        sizes = {"vocab_size": config.vocab_size, "seq_length": config.seq_length}
+        ours = generate(self.model, tokens, max_new_tokens=count, temperature=0, eod_id=end, **sizes)
+        options = {"max_new_tokens": count, "do_sample": False, "eos_token_id": end, "pad_token_id": end}
+        other = self.their_model.generate(tokens, attention_mask=torch.ones_like(tokens), **options)
+        return ours[0, length:].tolist(), other[0, length:].tolist()
 
 
-def _their_model(recipe: Recipe, exported: Path) -> Any:
-    from transformers import AutoModelForCausalLM, BertForPreTraining  # the heavy extra, only for this
+def _their_model(folder: Path, *, is_encoder: bool) -> Any:
+    from transformers import AutoModelForCausalLM, AutoModelForPreTraining  # the heavy extra, only for this
     from transformers.utils import logging
 
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     logging.set_verbosity_error()  # type: ignore[no-untyped-call]
-    kind: Any = BertForPreTraining if FAMILIES[recipe.model.family].encoder else AutoModelForCausalLM
+    kind: Any = AutoModelForPreTraining if is_encoder else AutoModelForCausalLM
     # Foreign folders are only read: no pickles, no code, nothing from elsewhere.
     safely = {"use_safetensors": True, "trust_remote_code": False, "local_files_only": True}
-    return kind.from_pretrained(exported, dtype=torch.float32, attn_implementation="eager", **safely).eval()
+    return kind.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager", **safely).eval()
 
 
-def _ours(model: nn.Module, recipe: Recipe, tokens: Tensor) -> list[Tensor]:
-    """The logits of each head: bert has a second one, for the order of sentences."""
-    made = model(tokens)
-    logits, *others = made if FAMILIES[recipe.model.family].encoder else [made]
-    return [logits[..., : recipe.model.vocab_size], *others]
-
-
-def _theirs(model: Any, recipe: Recipe, tokens: Tensor) -> list[Tensor]:
-    made = model(tokens)
-    return (
-        [made.prediction_logits, made.seq_relationship_logits]
-        if FAMILIES[recipe.model.family].encoder
-        else [made.logits]
-    )
-
-
-def _largest(left: list[Tensor], right: list[Tensor]) -> float:
+def _largest(left: Sequence[Tensor], right: Sequence[Tensor]) -> float:
     """NaN counts as infinitely far."""
     return max(float((a - b).abs().nan_to_num(nan=float("inf")).max()) for a, b in zip(left, right, strict=True))
 
@@ -182,27 +202,3 @@ def _prompt_tokens(recipe: Recipe, tokenizer: Tokenizer) -> list[tuple[str, Tens
     room = max(1, recipe.model.seq_length - _NEW_TOKENS)
     ids = ((text, tokenizer.encode_lists([text])[0][:room]) for text in PROMPTS)
     return [(text, torch.tensor([one])) for text, one in ids if one]
-
-
-def _continued(
-    model: nn.Module, theirs: Any, recipe: Recipe, tokenizer: Tokenizer, tokens: Tensor
-) -> tuple[list[int], list[int]]:
-    """What each makes of a prompt: the likeliest next tokens, or for bert the likeliest token at each place."""
-    if FAMILIES[recipe.model.family].encoder:
-        logits = _ours(model, recipe, tokens)[0], _theirs(theirs, recipe, tokens)[0]
-        return logits[0][0].argmax(-1).tolist(), logits[1][0].argmax(-1).tolist()
-    sizes = {"vocab_size": recipe.model.vocab_size, "seq_length": recipe.model.seq_length}
-    count = min(_NEW_TOKENS, recipe.model.seq_length - tokens.shape[1])
-    if count < 1:
-        return [], []
-    end = tokenizer.eod_id
-    ours = generate(model, tokens, max_new_tokens=count, temperature=0, eod_id=end, **sizes)
-    other = theirs.generate(
-        tokens,
-        attention_mask=torch.ones_like(tokens),
-        max_new_tokens=count,
-        do_sample=False,
-        eos_token_id=end,
-        pad_token_id=end,
-    )
-    return ours[0, tokens.shape[1] :].tolist(), other[0, tokens.shape[1] :].tolist()

@@ -1,0 +1,166 @@
+"""Arguments that several commands share, the recipe that they name, and a run's data opened as training opens it."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from bloomery.base import exit_codes
+from bloomery.base.errors import Problem, RecipeError
+
+if TYPE_CHECKING:  # --help must not wait for what only a run of the command needs
+    from bloomery.config.recipe import DataSection, Recipe
+    from bloomery.data.open import OpenData
+    from bloomery.sizing.check import CheckedRecipe
+    from bloomery.sizing.schedule import TrainingPlan
+    from bloomery.train.resume import ResumePoint
+
+DATA_SECTIONS = ("name", "seed", "model", "tokenizer", "data", "batch", "train")
+"""What the data of a run depends on."""
+
+
+def add_recipe_arguments(parser: argparse.ArgumentParser, *between: tuple[str, dict[str, Any]]) -> None:
+    """RECIPE, the arguments `between`, then overrides."""
+    parser.add_argument("recipe", metavar="RECIPE", help="a recipe file, or the name of a shipped recipe")
+    for name, options in between:
+        parser.add_argument(name, **options)
+    parser.add_argument(
+        "overrides", metavar="section.field=value", nargs="*", default=[], help="override fields of the recipe"
+    )
+
+
+def add_json(parser: argparse.ArgumentParser, what: str = "answer") -> None:
+    parser.add_argument("--json", action="store_true", help=f"print the {what} as JSON")
+
+
+def add_device(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--device", help="cpu, cuda, ...; default: this machine's accelerator")
+
+
+def show(args: argparse.Namespace, facts: Any, text: Callable[[Any], str]) -> int:
+    """Print the answer of a command, for scripts or for people."""
+    print(json.dumps(facts, indent=2) if args.json else text(facts))
+    return exit_codes.OK
+
+
+def add_change(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--change",
+        dest="changes",
+        metavar="FIELD",
+        action="append",
+        default=[],
+        help="this field or section may differ from the checkpoint; repeatable",
+    )
+
+
+def add_run_dir(parser: argparse.ArgumentParser) -> None:
+    text = "a run whose weights, batch or sequence length have changed: use its newest checkpoint"
+    parser.add_argument("--run-dir", type=Path, help=text)
+    add_change(parser)
+
+
+def whole_number(least: int, most: int = 99_999) -> Callable[[str], int]:
+    """The type of an option."""
+
+    def parse(text: str) -> int:
+        digits = text.replace("_", "")
+        if not (digits.isascii() and digits.isdigit() and len(digits) < 19 and least <= int(digits) <= most):
+            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from {least} to {most}")
+        return int(digits)
+
+    return parse
+
+
+def whole_numbers(text: str) -> list[int]:
+    """The type of an option such as `--at-samples 100,2000`."""
+    parts = [part.strip().replace("_", "") for part in text.split(",")]
+    if not all(re.fullmatch("-?[0-9]{1,18}", part) for part in parts):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of whole numbers such as 100,2000")
+    return [int(part) for part in parts]
+
+
+def load(args: argparse.Namespace, *, reads: Collection[str] | None = None, warns: bool = True) -> CheckedRecipe:
+    """The checked recipe. `reads`: the sections this command uses, where it is not all of them; an override of another
+    is a warning, so that all commands may share one list of them. `warns`: only one of many processes should."""
+    from bloomery.sizing.check import load_checked_recipe
+
+    checked = load_checked_recipe(args.recipe, args.overrides)
+    idle = [text for text in args.overrides if reads is not None and _section(text) not in reads]
+    unread = [f"{text!r} has no effect: this command does not read {_section(text)}" for text in idle]
+    for warning in [*checked.warnings, *unread] if warns else []:
+        print(f"bloomery: warning: {warning}", file=sys.stderr)
+    return checked
+
+
+def _section(override: str) -> str:
+    return override.partition("=")[0].partition(".")[0].strip()
+
+
+def past_of(recipe: Recipe, args: argparse.Namespace, *, reads: Collection[str]) -> ResumePoint | None:
+    """What the run has done by its newest checkpoint; None without a run. DataError if `bloomery train` could not
+    resume there with this recipe, as far as this command reads it."""
+    if args.run_dir is None:
+        if args.changes:
+            what, rule = f"--change {args.changes[0]} is given without --run-dir", "it names what differs from a run"
+            raise RecipeError(Problem(what, rule, "add --run-dir, or remove it", "command line"))
+        return None
+    from bloomery.checkpoint.folder import find_checkpoint
+    from bloomery.checkpoint.verify import verify
+    from bloomery.train.contract import check_change_names
+    from bloomery.train.resume import resume_point_at
+
+    check_change_names(args.changes)
+    folder = find_checkpoint(args.run_dir)
+    verify(folder, tensors=False)
+    return resume_point_at(folder, recipe, changes=args.changes, reads=reads)
+
+
+@dataclass(frozen=True)
+class InspectedRun:
+    recipe: Recipe
+    section: DataSection
+    plan: TrainingPlan
+    data: OpenData
+    past: ResumePoint | None
+    """Of a run that is inspected by its checkpoint."""
+
+
+@contextmanager
+def opened_run(args: argparse.Namespace) -> Iterator[InspectedRun]:
+    recipe = load(args, reads=DATA_SECTIONS).recipe
+    section = recipe.data
+    if section is None:
+        remedy = "add `data:` with `train:` to the recipe"
+        raise RecipeError(Problem("the recipe has no data", remedy=remedy, place=args.recipe))
+    from bloomery.data.open import open_data
+    from bloomery.sizing.schedule import TrainingPlan
+
+    past = past_of(recipe, args, reads=DATA_SECTIONS)
+    plan = past.plan if past else TrainingPlan.of(recipe)
+    with open_data(recipe, plan=plan, cursor=past.before if past else None) as data:
+        for warning in data.warnings:
+            print(f"bloomery: warning: {warning}", file=sys.stderr)
+        if past is not None:
+            from bloomery.train.resume import check_tokenizer, checked_shards
+
+            check_tokenizer(past, data.tokenizer_hash)
+            checked_shards(past, data.shards())
+        yield InspectedRun(recipe, section, plan, data, past)
+
+
+def refuse(what: str, valid: str) -> RecipeError:
+    """The error for a number that this training does not have."""
+    return RecipeError(Problem(what, f"for this training the range is {valid}", "stay within it", "command line"))
+
+
+def refuse_numbers(option: str, wrong: list[int], valid: str) -> None:
+    if wrong:
+        raise refuse(f"{option} is {', '.join(f'{number:,}' for number in wrong)}", valid)
