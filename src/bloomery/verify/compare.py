@@ -307,7 +307,7 @@ def check_followed(row: Row, losses: Mapping[str, Sequence[Difference]], after: 
 
 
 def check_failure(row: Row, trial: Trial, outcome: Outcome) -> None:
-    what = "the training" if trial.resume_from is None else "going on from another layout's checkpoint"
+    what = "the training" if trial.resume_from is None else "resuming from another layout's checkpoint"
     row.reasons.append(f"{what} failed on {outcome.error}")
     row.details = outcome.details
 
