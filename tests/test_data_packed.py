@@ -15,7 +15,8 @@ from tokenizers import Tokenizer as HfTokenizer
 from tokenizers import models
 
 from bloomery.base.errors import DataError
-from bloomery.data.batch import IGNORED_LABEL, Batch, Packing, causal_batch
+from bloomery.base.losses import IGNORED_LABEL
+from bloomery.data.batch import Batch, Packing, causal_batch
 from bloomery.data.causal import CausalSource
 from bloomery.data.manifest import ShardManifest
 from bloomery.data.open import open_data
@@ -204,4 +205,4 @@ def test_a_packed_run_learns_and_differs_from_a_plain_one(
     assert packed != plain
     code, _, error = command("train", str(workshop.recipe), "model.family=bloom", PACKED[1], "--device", "cpu")
     assert code != 0
-    assert "no position to reset" in error
+    assert "data.reset_positions is set but model.family is bloom" in error

@@ -6,14 +6,15 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from bloomery.model.loss import IGNORE, row_losses
+from bloomery.base.losses import IGNORED_LABEL
+from bloomery.model.loss import row_losses
 from model_samples import random_tokens, small_config, small_model
 
 
 def labels_for(tokens: torch.Tensor) -> torch.Tensor:
     labels = tokens.roll(-1, dims=1)
-    labels[0, 5:9] = IGNORE
-    labels[1, -1] = IGNORE
+    labels[0, 5:9] = IGNORED_LABEL
+    labels[1, -1] = IGNORED_LABEL
     return labels
 
 
@@ -24,7 +25,7 @@ def test_the_sum_runs_over_valid_tokens_only() -> None:
     logits = small_model(config)(tokens)
     total = row_losses(logits, {"lm loss": labels})["lm loss"]
     chosen = -logits.log_softmax(-1).gather(-1, labels.clamp(min=0)[..., None])[..., 0]
-    torch.testing.assert_close(total, torch.where(labels == IGNORE, 0.0, chosen).sum(1))
+    torch.testing.assert_close(total, torch.where(labels == IGNORED_LABEL, 0.0, chosen).sum(1))
 
 
 def test_cut_batches_add_up_to_the_whole() -> None:
@@ -38,7 +39,7 @@ def test_cut_batches_add_up_to_the_whole() -> None:
 def test_bert_has_two_losses() -> None:
     config = small_config("bert")
     tokens = random_tokens(config)
-    targets = {"lm loss": torch.full_like(tokens, IGNORE), "sop loss": torch.tensor([1, IGNORE])}
+    targets = {"lm loss": torch.full_like(tokens, IGNORED_LABEL), "sop loss": torch.tensor([1, IGNORED_LABEL])}
     targets["lm loss"][:, 3] = tokens[:, 3]
     outputs = small_model(config)(tokens)
     sums = row_losses(outputs, targets)

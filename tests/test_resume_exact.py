@@ -174,7 +174,7 @@ def test_a_rate_in_tokens_is_told_when_the_sequence_length_changes(
     capsys.readouterr()
     workshop.train(*tokens, "model.seq_length=32", code=3, changes=["model.seq_length"])
     text = capsys.readouterr().err
-    assert "lr.decay is 100 samples but the checkpoint has 160 samples. It is 2560 tokens, which comes to other" in text
+    assert "lr.decay is 100 samples but the checkpoint has 160 samples." in text
     assert "lr.warmup" not in text, "it has been, at the old length"
     run = workshop.train(*tokens, "model.seq_length=32", changes=["model.seq_length", "lr.decay"])
     ends = [record["consumed_tokens"] for record in workshop.metrics(run) if record["lr"] == pytest.approx(1e-3)]

@@ -27,8 +27,14 @@ from bloomery.sizing.memory import weight_bytes
 from bloomery.sizing.parameters import count_parameters, padded_vocab_size
 from bloomery.train.optimizer import Optimizer
 from bloomery.verify import simulate
-from bloomery.verify.fake_device import MemoryMeter, accelerator_kernels, fuse_attention
-from bloomery.verify.simulate import most_held, passes_of_rank, simulate_rank
+from bloomery.verify.simulate import (
+    MemoryMeter,
+    accelerator_kernels,
+    fuse_attention,
+    most_held,
+    passes_of_rank,
+    simulate_rank,
+)
 
 Command = Callable[..., tuple[int, str, str]]
 

@@ -11,11 +11,12 @@ import torch
 from torch import nn
 
 from bloomery.base.errors import DivergedError
+from bloomery.base.losses import IGNORED_LABEL
 from bloomery.base.piece import Piece
 from bloomery.base.units import Amount
 from bloomery.config.recipe import LossScaleSection, OptimizerSection
-from bloomery.data.batch import IGNORED_LABEL, Batch, GlobalBatch
-from bloomery.model.loss import IGNORE, token_losses
+from bloomery.data.batch import Batch, GlobalBatch
+from bloomery.model.loss import token_losses
 from bloomery.parallel.gradients import Gradients, count_zeros, total_norm
 from bloomery.parallel.mesh import alone
 from bloomery.parallel.runner import PlainExecution, Runner
@@ -67,7 +68,9 @@ class Probe(nn.Module):
 
 def test_the_loss_is_the_mean_over_valid_tokens_however_the_batch_is_cut() -> None:
     tokens = torch.tensor([[0, 1, 2], [3, 4, 0], [1, 1, 1], [2, 3, 4]])
-    labels = torch.tensor([[1, IGNORE, IGNORE], [4, 0, 1], [IGNORE, IGNORE, IGNORE], [3, 4, 0]])
+    labels = torch.tensor(
+        [[1, IGNORED_LABEL, IGNORED_LABEL], [4, 0, 1], [IGNORED_LABEL, IGNORED_LABEL, IGNORED_LABEL], [3, 4, 0]]
+    )
     found = []
     for rows in (1, 2, 4):
         probe = Probe()
@@ -79,14 +82,10 @@ def test_the_loss_is_the_mean_over_valid_tokens_however_the_batch_is_cut() -> No
         batch = GlobalBatch(0, 4, parts, {"lm loss": np.array([1, 3, 0, 3])}, {"lm loss": 7})
         loss = runner.forward_backward(batch, loss_scale=1.0, step=1).means["lm loss"]
         found.append((loss.item(), runner.gradients.tensors()[0].clone()))
-    expected = nn.functional.cross_entropy(Probe()(tokens).flatten(0, 1), labels.flatten(), ignore_index=IGNORE)
+    expected = nn.functional.cross_entropy(Probe()(tokens).flatten(0, 1), labels.flatten(), ignore_index=IGNORED_LABEL)
     for loss, gradient in found:
         assert loss == pytest.approx(expected.item(), abs=1e-6)
         torch.testing.assert_close(gradient, found[0][1])
-
-
-def test_data_and_model_agree_on_the_label_without_loss() -> None:
-    assert IGNORED_LABEL == IGNORE
 
 
 def test_updates_equal_torchs_adamw_with_clipping() -> None:

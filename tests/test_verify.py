@@ -21,8 +21,7 @@ from bloomery.config.describe import fingerprint
 from bloomery.sizing.check import load_checked_recipe
 from bloomery.verify import compare
 from bloomery.verify.certify import Certificate, certify, table
-from bloomery.verify.layouts import STANDARD, choose_layouts
-from bloomery.verify.shrink import CLIP, micro_batch_of, shrink, write_data
+from bloomery.verify.shrink import CLIP, STANDARD, choose_layouts, micro_batch_of, shrink, write_data
 from bloomery.verify.trials import RankCommand
 from conftest import SMALL, Workshop
 
@@ -58,7 +57,7 @@ def test_the_command_passes_and_writes_its_certificate(
     code, out, _ = command("verify", source, "--layouts", "tp2,zero3-dp2", "--steps", "4", "--pairs")
     assert code == 0, out
     assert "2 of 2 layouts equal one rank" in out
-    assert out.count("2 of 2 exact, 2 of 2 go on") == 3
+    assert out.count("2 of 2 exact, 2 of 2 continue") == 3
     assert "dropout 0.1: masks depend on the layout, verified with dropout 0" in out
     assert "; not verified: dropout 0.1. Certificate" in out
     written = json.loads((tmp_path / "certificate.json").read_text())
@@ -148,7 +147,7 @@ def test_a_planted_fault_is_found_and_named(faulty: Certificate, fault: str, fir
 def test_what_is_right_passes_beside_the_faults(faulty: Certificate) -> None:
     assert faulty.verdict == "fail"
     assert [row.layout for row in faulty.rows if row.verdict == "pass"] == ["pp2-dp1"], table(faulty)
-    assert faulty.reference.verdict == "pass", "it went on from what was right"
+    assert faulty.reference.verdict == "pass", "it resumed from what was right"
     (averaged,) = row_of(faulty, planted_faults.losses_are_averaged_by_micro_batch).reasons[1:] or [""]
     assert "lm loss of step 1" not in averaged, "the mistake is in what is learned, not in what is reported"
     assert "Traceback" in row_of(faulty, planted_faults.rank_one_dies).details

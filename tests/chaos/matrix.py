@@ -145,7 +145,7 @@ row(
     LOST,
     "resumes",
     half_way=True,
-    plant=Plant(Before("bloomery.train.setup:load_on_all"), kill),
+    plant=Plant(Before("bloomery.train.setup:load_pieces"), kill),
     fast=("tp2",),
 )
 row(

@@ -12,7 +12,7 @@ from bloomery.base.credentials import mask
 
 @dataclass(frozen=True)
 class Problem:
-    """One thing a user must mend."""
+    """One thing a user must fix."""
 
     what: str
     """The fact, with the offending value: `lr.peak is -0.1`."""
@@ -48,7 +48,7 @@ def _capitalised(sentence: str) -> str:
 
 
 class BloomeryError(Exception):
-    """A mistake that the user can mend. Carries every problem found; printed without a traceback."""
+    """A mistake that the user can fix. Carries every problem found; printed without a traceback."""
 
     exit_code = exit_codes.USAGE
     told_by_rank_0 = False
@@ -90,7 +90,7 @@ class StorageError(BloomeryError):
 
 
 class LostRankError(BloomeryError):
-    """Another rank of this training is gone, so this one cannot go on."""
+    """Another rank of this training is gone, so this one cannot continue."""
 
     exit_code = exit_codes.LOST_RANK
 

@@ -3,9 +3,9 @@
 OK = 0
 """The command did what it was asked. A training that stopped early on request and saved also returns 0."""
 BUG = 1
-"""A mistake of ours; the traceback was printed."""
+"""An internal error; the traceback was printed."""
 FAILED_CERTIFICATE = 1
-"""`bloomery verify` only: a layout differs from one rank. That is a mistake of ours too; the table says where."""
+"""`bloomery verify` only: a layout differs from one rank. That is a bug in Bloomery too; the table shows where."""
 USAGE = 2
 """The recipe or the command line is wrong. Nothing was started."""
 DATA = 3

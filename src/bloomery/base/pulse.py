@@ -1,4 +1,4 @@
-"""How far the main thread has come, for threads that must judge it when it does not answer."""
+"""When this job began, and how far its main thread is, for threads that must judge it when it does not answer."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ import contextlib
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+
+_STARTED = time.monotonic()
+"""The command line imports this first, so that imports and set-up count towards a deadline."""
 
 
 @dataclass(frozen=True)
@@ -65,3 +68,8 @@ class Pulse:
 
 PULSE = Pulse()
 """Of this process."""
+
+
+def job_seconds() -> float:
+    """Wall-clock seconds since this process began its work."""
+    return time.monotonic() - _STARTED

@@ -215,7 +215,7 @@ class AppendFile:
         self.path = Path(path)
         self.last_error: OSError | None = None
         self.repaired = ""
-        """What was mended when the file was opened, for a log; empty when it was in order."""
+        """What was repaired when the file was opened, for a log; empty when it was in order."""
         self.belongs_to_another: Callable[[], bool] = lambda: False
         """When this is true, nothing more is written."""
         self._waiting: deque[bytes] = deque()
@@ -311,7 +311,7 @@ class AppendFile:
         return f"nothing is lost: they are in {name}; append that file to {self.path.name} when there is room"
 
     def _repair(self, is_whole: Callable[[bytes], bool] | None) -> int:
-        """Mend a last line without newline, as kill -9 or a power cut leave it. Returns the size of the good file."""
+        """Repair a last line without newline, as kill -9 or a power cut leave it. Returns the size of the good file."""
         size = os.fstat(self._descriptor).st_size
         start, tail = _last_line(self._descriptor, size)
         if not tail:

@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 
 from bloomery.base import exit_codes
-from bloomery.base.clock import job_seconds
+from bloomery.base.pulse import job_seconds
 from bloomery.base.units import format_seconds
 from bloomery.cli.arguments import add_device, load
 from bloomery.config.recipe import Recipe

@@ -41,8 +41,8 @@ def run(args: argparse.Namespace) -> int:
     pair_steps = _pair_steps(args)
     from bloomery.base.accelerator import device_count, pick_device
     from bloomery.verify.certify import certify, table
-    from bloomery.verify.layouts import choose_layouts
     from bloomery.verify.run_trials import run_trials
+    from bloomery.verify.shrink import choose_layouts
 
     names = [name.strip() for name in args.layouts.split(",")] if args.layouts is not None else None
     device = pick_device(args.device)

@@ -11,9 +11,9 @@ from typing import Any, cast
 import numpy as np
 
 from bloomery.base.errors import DataError
-from bloomery.base.losses import LM_LOSS
+from bloomery.base.losses import IGNORED_LABEL, LM_LOSS
 from bloomery.config.recipe import Recipe, SourceSection
-from bloomery.data.batch import IGNORED_LABEL, Batch, SampleSource, Stream, Trace
+from bloomery.data.batch import Batch, SampleSource, Stream, Trace
 from bloomery.data.blend import TimelessBlend
 from bloomery.data.causal import ShardSource
 from bloomery.data.manifest import ShardManifest, check_describes, file_of, manifest_path, read_manifest

@@ -18,10 +18,10 @@ import torch
 from numpy.typing import NDArray
 
 from bloomery.base.errors import DataError, Problem
-from bloomery.base.losses import LM_LOSS, SOP_LOSS
+from bloomery.base.losses import IGNORED_LABEL, LM_LOSS, SOP_LOSS
 from bloomery.base.splitmix import GOLDEN, U64, splitmix64, splitmix64_one
 from bloomery.config.recipe import MaskingSection
-from bloomery.data.batch import IGNORED_LABEL, Batch, Trace, document_spans
+from bloomery.data.batch import Batch, Trace, document_spans
 from bloomery.data.causal import ShardSource, check_ids
 from bloomery.data.order import TimelessOrder, stream_key
 from bloomery.data.shards import ShardReader

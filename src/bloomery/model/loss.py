@@ -11,12 +11,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from bloomery.base.losses import LM_LOSS, SOP_LOSS
+from bloomery.base.losses import IGNORED_LABEL, LM_LOSS, SOP_LOSS
 from bloomery.config.recipe import ModelSection
 from bloomery.sizing.parameters import padded_vocab_size, softmax_size
-
-IGNORE = -100
-"""The label of a position that has no loss."""
 
 
 def padding_of(model: ModelSection, device: torch.device) -> Tensor | None:
@@ -35,10 +32,10 @@ def true_logits(logits: Tensor, padding: Tensor | None) -> Tensor:
 
 
 def token_losses(logits: Tensor, labels: Tensor, padding: Tensor | None = None) -> Tensor:
-    """Cross-entropy of every label in fp32, from logits of any dtype; 0 where the label is IGNORE. `padding`: see
-    padding_of."""
+    """Cross-entropy of every label in fp32, from logits of any dtype; 0 where the label is IGNORED_LABEL. `padding`:
+    see padding_of."""
     logits = true_logits(logits, padding).flatten(0, -2)
-    return F.cross_entropy(logits, labels.flatten(), ignore_index=IGNORE, reduction="none").view(labels.shape)
+    return F.cross_entropy(logits, labels.flatten(), ignore_index=IGNORED_LABEL, reduction="none").view(labels.shape)
 
 
 def row_losses(

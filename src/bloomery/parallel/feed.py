@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 
 from bloomery.base.errors import DataError, Problem
 from bloomery.base.ranks import Ranks
-from bloomery.data.batch import GlobalBatch, Source, read_batch
-from bloomery.data.loader import Loader
+from bloomery.data.batch import GlobalBatch, Loader, Source, read_batch
 from bloomery.parallel.mesh import Mesh
 
 _MOST_TARGETS = 2
@@ -24,11 +24,7 @@ class Feed:
 
     def take(self) -> GlobalBatch:
         """The next global batch, its counts summed over all replicas. DataError on every rank if any could not read."""
-        batch, problems = None, None
-        try:
-            batch = self._loader.take()
-        except DataError as error:
-            problems = error.problems
+        batch, problems = _try_read(self._loader.take)
         counts = list(batch.counts.values()) if batch is not None and self._speaks else []
         told = [float(problems is not None), *counts, *[0.0] * (_MOST_TARGETS - len(counts))]
         failed, *totals = self._ranks.sum(told)
@@ -51,26 +47,22 @@ def validation_batches(
     DataError on every rank if any could not read."""
     window = micro_batch_size * mesh.layout.dp
     for first in range(0, num_samples, window):
-        batch, problems = None, None
-        try:
-            batch = read_batch(
-                source,
-                first,
-                window,
-                micro_batch_size=micro_batch_size,
-                replica=mesh.dp,
-                replicas=mesh.layout.dp,
-                end=num_samples,
-            )
-        except DataError as error:
-            problems = error.problems
+        read = partial(read_batch, source, first, window, replica=mesh.dp, replicas=mesh.layout.dp, end=num_samples)
+        batch, problems = _try_read(partial(read, micro_batch_size=micro_batch_size))
         if ranks.sum([float(problems is not None)])[0]:
             raise _common_error(ranks, problems)
         assert batch is not None
         yield batch
 
 
+def _try_read(read: Callable[[], GlobalBatch]) -> tuple[GlobalBatch | None, list[Problem] | None]:
+    try:
+        return read(), None
+    except DataError as error:
+        return None, error.problems
+
+
 def _common_error(ranks: Ranks, problems: list[Problem] | None) -> DataError:
-    """Every problem of every rank once; who cannot go on because of another says nothing new."""
+    """Every problem of every rank once; a rank that only fails because of another adds none."""
     told: list[list[Problem] | None] = ranks.gather(problems)
     return DataError(list(dict.fromkeys(one for each in told for one in each or ()))).told_once(ranks.rank)

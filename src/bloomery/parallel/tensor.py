@@ -19,8 +19,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from bloomery.base.losses import IGNORED_LABEL
 from bloomery.config.recipe import ModelSection
-from bloomery.model.loss import IGNORE, padding_of, token_losses, true_logits
+from bloomery.model.loss import padding_of, token_losses, true_logits
 from bloomery.parallel.collectives import (
     all_gather_replicated,
     all_reduce,
@@ -136,6 +137,6 @@ def _parallel_losses(padding: Tensor | None, group: dist.ProcessGroup) -> Callab
         absent = (own < 0) | (own >= rows)
         chosen = logits.gather(-1, own.masked_fill(absent, 0)[..., None])[..., 0]
         chosen = sum_of_all(chosen.masked_fill(absent, 0.0), group)
-        return (torch.log(total) + highest - chosen).masked_fill(labels == IGNORE, 0.0)
+        return (torch.log(total) + highest - chosen).masked_fill(labels == IGNORED_LABEL, 0.0)
 
     return losses

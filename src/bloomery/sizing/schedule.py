@@ -226,9 +226,11 @@ class SavePhase:
 
     def saves_at(self, step: int) -> bool:
         """At absolute multiples of the interval, whatever the phase's first step, and at the phase's own end."""
-        if step < self.first_step or (self.last_step is not None and step > self.last_step):
-            return False
-        return step == self.last_step or (self.every_steps is not None and step % self.every_steps == 0)
+        is_multiple = self.every_steps is not None and step % self.every_steps == 0
+        return self.covers(step) and (is_multiple or step == self.last_step)
+
+    def covers(self, step: int) -> bool:
+        return self.first_step <= step and (self.last_step is None or step <= self.last_step)
 
     def steps(self, *, train_steps: int) -> Iterator[int]:
         """The saving steps within a training of `train_steps`, ascending."""
@@ -333,12 +335,7 @@ class TrainingPlan:
 
     def decides_saves_at(self, step: int) -> bool:
         """Whether this step is in a phase of `every: auto`."""
-        return any(
-            phase.every_steps is None
-            and phase.first_step <= step
-            and (phase.last_step is None or step <= phase.last_step)
-            for phase in self.save_phases
-        )
+        return any(phase.every_steps is None and phase.covers(step) for phase in self.save_phases)
 
     def save_steps(self) -> list[int]:
         """All steps of the training after which the schedule saves."""

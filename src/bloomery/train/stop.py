@@ -12,9 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from bloomery.base import exit_codes, signals
-from bloomery.base.clock import job_seconds
 from bloomery.base.errors import BloomeryError, DivergedError, Problem
-from bloomery.base.pulse import PULSE
+from bloomery.base.pulse import PULSE, job_seconds
 from bloomery.base.ranks import ALONE, Ranks
 from bloomery.base.units import Duration, format_seconds
 from bloomery.checkpoint.fence import Writer

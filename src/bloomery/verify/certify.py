@@ -28,8 +28,7 @@ from bloomery.verify.compare import (
     Row,
     followed_differences,
 )
-from bloomery.verify.layouts import SINGLE, VerifiedLayout
-from bloomery.verify.shrink import CLIP, Shrunk, micro_batch_of, middle, shrink, write_data
+from bloomery.verify.shrink import CLIP, SINGLE, Shrunk, VerifiedLayout, micro_batch_of, middle, shrink, write_data
 from bloomery.verify.trials import RESHARDED, RESUME_PREFIX, TRAIN_PREFIX, TRUTH, Outcome, RankCommand, Trial, run_all
 
 FORMAT = 1
@@ -175,8 +174,8 @@ def _trainings(shrunk: Shrunk, layouts: Sequence[VerifiedLayout], work: Path, st
 
 
 def _resumptions(whole: Sequence[Trial], work: Path, steps: int, pair_steps: int) -> list[Trial]:
-    """Each layout loads the checkpoints of all others and goes on from its neighbour's; the largest world first, whose
-    checkpoint the single rank goes on from."""
+    """Each layout loads the checkpoints of all others and resumes from its neighbour's; the largest world first, whose
+    checkpoint the single rank resumes from."""
     at = middle(steps)
     trials = []
     for i, trial in enumerate(whole):
@@ -227,7 +226,7 @@ def _rows(
         if outcomes[trial.folder].error or expected is None:
             continue
         if again is None:
-            row.reasons.append("no other layout left a checkpoint to go on from")
+            row.reasons.append("no other layout left a checkpoint to continue from")
             continue
         row.seconds += outcomes[again.folder].seconds
         if outcomes[again.folder].error:
@@ -277,7 +276,7 @@ def _head(certificate: Certificate) -> list[str]:
 def _cells(row: Row) -> tuple[str, ...]:
     reshard = f"{row.resharded_from} of {row.resharded_of} exact" if row.resharded_of else "-"
     if row.followed_of:
-        reshard += f", {row.followed_from} of {row.followed_of} go on"
+        reshard += f", {row.followed_from} of {row.followed_of} continue"
     is_reference = row.layout == "single"
     return (
         f"{row.layout} (reference)" if is_reference else row.layout,

@@ -16,12 +16,12 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from bloomery.base.losses import LM_LOSS
+from bloomery.base.losses import IGNORED_LABEL, LM_LOSS
 from bloomery.base.piece import Piece
 from bloomery.checkpoint.folder import complete_checkpoints
 from bloomery.checkpoint.format import read_index
 from bloomery.config.recipe import Recipe
-from bloomery.data.batch import IGNORED_LABEL, GlobalBatch
+from bloomery.data.batch import GlobalBatch
 from bloomery.model.transformer import build_model, materialise
 from bloomery.monitor.history import read_metrics
 from bloomery.monitor.record import StepRecord
@@ -307,7 +307,7 @@ def check_followed(row: Row, losses: Mapping[str, Sequence[Difference]], after: 
 
 
 def check_failure(row: Row, trial: Trial, outcome: Outcome) -> None:
-    what = "the training" if trial.resume_from is None else "going on from another layout's checkpoint"
+    what = "the training" if trial.resume_from is None else "resuming from another layout's checkpoint"
     row.reasons.append(f"{what} failed on {outcome.error}")
     row.details = outcome.details
 

@@ -31,7 +31,7 @@ from bloomery.train.state import TrainState
 from bloomery.train.step import finish_pending_step, train_step
 from bloomery.train.trace import TraceRequest
 from bloomery.verify.compare import large_norm, plain_losses, report_reloaded
-from bloomery.verify.layouts import SINGLE
+from bloomery.verify.shrink import SINGLE
 from bloomery.verify.trials import (
     FOLLOWED,
     RELOADED,

@@ -44,7 +44,7 @@ class Trial:
     keep_step: int | None = None
     """Whose checkpoint remains for other layouts to load."""
     resume_from: str | None = None
-    """Checkpoint to go on from."""
+    """Checkpoint to resume from."""
     reload: dict[str, str] = field(default_factory=dict)
     """Layout -> its checkpoint: each is loaded and saved again before anything is trained."""
     follow_steps: int = 0
@@ -52,7 +52,7 @@ class Trial:
 
     @property
     def source(self) -> str:
-        """The layout whose checkpoint it goes on from."""
+        """The layout whose checkpoint it resumes from."""
         assert self.resume_from is not None
         return Path(self.resume_from).parents[2].name.removeprefix(TRAIN_PREFIX)
 
@@ -94,7 +94,7 @@ def run_all(
     trials: Sequence[Trial], command: RankCommand, work: Path, *, device: str, quiet: bool
 ) -> dict[str, Outcome]:
     """The outcome of each trial, by its folder. Trials of as many ranks share one set of processes; after a failure the
-    rest go on in a new one."""
+    rest continue in a new one."""
     outcomes: dict[str, Outcome] = {}
     for world in dict.fromkeys(trial.world for trial in trials):
         waiting = [trial for trial in trials if trial.world == world]
@@ -124,7 +124,7 @@ def _outcome(trial: Trial, code: int) -> Outcome:
 
 
 def start_folder(trial: Trial) -> None:
-    """Make room for a trial, with the checkpoint that it goes on from. For one rank."""
+    """Make room for a trial, with the checkpoint that it resumes from. For one rank."""
     shutil.rmtree(trial.file(RUN), ignore_errors=True)
     if trial.resume_from is not None:
         source = Path(trial.resume_from)

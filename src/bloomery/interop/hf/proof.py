@@ -15,14 +15,14 @@ from torch.nn import functional as F
 
 from bloomery.base.accelerator import available_host_bytes
 from bloomery.base.errors import DataError, Problem
-from bloomery.base.losses import LM_LOSS, SOP_LOSS
+from bloomery.base.losses import IGNORED_LABEL, LM_LOSS, SOP_LOSS
 from bloomery.base.units import format_bytes
 from bloomery.checkpoint.load import load_model
 from bloomery.config.recipe import Recipe
 from bloomery.data.tokenizer import Tokenizer
 from bloomery.families.registry import FAMILIES
 from bloomery.model.generate import generate
-from bloomery.model.loss import IGNORE, padding_of, row_losses, token_losses
+from bloomery.model.loss import padding_of, row_losses, token_losses
 from bloomery.sizing.parameters import count_parameters
 
 LIMIT = 1e-4
@@ -116,13 +116,13 @@ def prove_import(checkpoint: Path, folder: Path) -> Proof:
     both = _Both(checkpoint, folder)
     config = both.recipe.model
     tokens = both.random_tokens(min(config.seq_length, _IMPORTED_TOKENS))
-    targets, labels = {LM_LOSS: F.pad(tokens[:, 1:], (0, 1), value=IGNORE)}, {"labels": tokens}
+    targets, labels = {LM_LOSS: F.pad(tokens[:, 1:], (0, 1), value=IGNORED_LABEL)}, {"labels": tokens}
     if both.is_encoder:
         order = torch.ones(1).long()
         targets, labels = {LM_LOSS: tokens, SOP_LOSS: order}, {"labels": tokens, "next_sentence_label": order}
     losses = partial(token_losses, padding=padding_of(config, tokens.device))
     rows = row_losses(both.model(tokens), targets, losses)
-    loss = sum(float(rows[name].sum()) / int((target != IGNORE).sum()) for name, target in targets.items())
+    loss = sum(float(rows[name].sum()) / int((target != IGNORED_LABEL).sum()) for name, target in targets.items())
     proof = both.compare(both.ours(tokens), [tokens])
     proof.training_loss, proof.their_loss = loss, float(both.their_model(tokens, **labels).loss)
     proof.proven = proof.proven and abs(loss - proof.their_loss) <= _LOSS_LIMIT * max(1.0, proof.their_loss)
