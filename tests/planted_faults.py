@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from bloomery.base.piece import Piece
 from bloomery.base.ranks import Ranks
 from bloomery.config.recipe import ModelSection
-from bloomery.data import loader
+from bloomery.data import batch as loader
 from bloomery.data.batch import Batch
 from bloomery.parallel import apply, feed, gradients
 from bloomery.parallel.gradients import Gradients

@@ -87,7 +87,7 @@ def broken_data_on_rank_1(arguments: Sequence[str]) -> int:
     """Rank 1 cannot read its fourth batch."""
     if is_rank(1):
         from bloomery.base.errors import DataError, Problem
-        from bloomery.data import loader
+        from bloomery.data import batch as loader
 
         take, taken = loader.Loader.take, Counter[str]()
 

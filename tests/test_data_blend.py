@@ -122,7 +122,7 @@ def test_changing_weights_sizes_and_layouts_never_repeats_or_loses_a_sample() ->
                 assert len(set(shown.tolist())) == len(shown), "no sample twice in an epoch"
 
 
-def test_a_blend_goes_on_with_the_slots_that_it_began_with() -> None:
+def test_a_blend_keeps_the_slots_that_it_began_with() -> None:
     """The states of earlier versions do not say their period, which was 65,536; the values are what they gave."""
     facts = {"first_sample": 0, "cursors": {}, "weights": {"a": 0.7, "b": 0.2, "c": 0.1}}
     blend = TimelessBlend(BlendState.from_json(facts))

@@ -16,8 +16,7 @@ import numpy as np
 import pytest
 
 from bloomery.base.errors import StorageError
-from bloomery.data.index_cache import IndexCache
-from bloomery.data.megatron import MegatronSource
+from bloomery.data.megatron import IndexCache, MegatronSource
 from megatron_referee import write_lengths
 
 KEY = {"idx": "abc", "seed": 1}
@@ -122,7 +121,7 @@ def test_a_builder_killed_while_writing_leaves_nothing_that_counts(tmp_path: Pat
     code = """
 import os, sys, time
 import numpy as np
-from bloomery.data.index_cache import IndexCache
+from bloomery.data.megatron import IndexCache
 save = np.save
 def slow(file, array, **more):
     save(file, array[: len(array) // 2], **more); print("half", flush=True); time.sleep(60)

@@ -11,10 +11,9 @@ import pytest
 from bloomery.base.errors import DataError, StorageError
 from bloomery.data import shards
 from bloomery.data.causal import CausalSource
-from bloomery.data.index_cache import IndexCache, file_checksum
 from bloomery.data.manifest import ShardManifest, check_describes, read_manifest
-from bloomery.data.megatron import MegatronSource
-from bloomery.data.shards import ShardReader, ShardWriter, token_dtype
+from bloomery.data.megatron import IndexCache, MegatronSource
+from bloomery.data.shards import ShardReader, ShardWriter, file_checksum, token_dtype
 
 DOCUMENTS = [[5, 6, 7], [8], [9, 10, 11, 12]]
 

@@ -7,10 +7,9 @@ import pytest
 import torch
 
 from bloomery.base.errors import DataError, RecipeError
-from bloomery.data.batch import Batch, Stream, read_batch
+from bloomery.data.batch import Batch, Loader, Stream, read_batch
 from bloomery.data.blend import TimelessBlend
 from bloomery.data.causal import CausalSource
-from bloomery.data.loader import Loader
 from bloomery.data.megatron_order import part_range, split_boundaries
 from bloomery.data.shards import ShardWriter
 

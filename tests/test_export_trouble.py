@@ -42,12 +42,11 @@ def refused(command: Command, checkpoint: Path, output: Path, *options: str, cod
     return err
 
 
-@pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize(("name", "dtype"), [("gpt2-untied", "fp32"), ("qwen3", "bf16"), ("bert", "fp16")])
 def test_export_import_export_gives_the_same_bytes(
     name: str, dtype: str, tmp_path: Path, tokenizer: Path, command: Command
 ) -> None:
-    """Every family, tied and untied, with a padded vocabulary, in every dtype and in shards."""
+    """With a padded vocabulary, in every dtype and in shards; every family: test_export_import.py."""
     checkpoint = checkpoint_of(CASES[name], tmp_path / "run", tokenizer)
     options = ("--dtype", dtype, "--shard-size", "40KB", "--no-proof")
     assert command("export", str(checkpoint), str(tmp_path / "a"), *options)[0] == 0

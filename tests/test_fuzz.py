@@ -34,7 +34,7 @@ from bloomery.checkpoint.format import read_index, read_manifest
 from bloomery.checkpoint.load import consumed_tokens, read_recipe_of, read_state
 from bloomery.checkpoint.tensor_file import TensorFile
 from bloomery.config.load import load_recipe
-from bloomery.data import index_cache
+from bloomery.data import megatron
 from bloomery.data.manifest import read_manifest as read_shard_manifest
 from bloomery.data.shards import ShardReader
 from bloomery.data.tokenizer import Tokenizer
@@ -401,11 +401,11 @@ class Samples:
         return Parser(folder.marker(3), lambda: folder.verified(3, "k"), fields=True)
 
     def cache_entry(self) -> Parser:
-        cache = index_cache.IndexCache(self.folder / "cache")
+        cache = megatron.IndexCache(self.folder / "cache")
         cache.arrays("order", {"a": 1}, lambda: {"x": np.arange(5)})
         entry = next((self.folder / "cache").glob("order-*"))
         facts = json.loads((entry / "entry.json").read_text())["key"]
-        return Parser(entry / "entry.json", lambda: index_cache._load(entry, facts), fields=True)
+        return Parser(entry / "entry.json", lambda: megatron._load(entry, facts), fields=True)
 
     def download_json(self) -> Parser:
         path = self.folder / "list.json"

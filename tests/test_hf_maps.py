@@ -11,7 +11,7 @@ from bloomery.base.errors import DataError, RecipeError
 from bloomery.config.load import load_recipe
 from bloomery.config.recipe import ModelSection
 from bloomery.interop.hf.configs import hf_config, model_section
-from bloomery.interop.hf.maps import from_hf, to_hf
+from bloomery.interop.hf.maps import sources_of, to_hf
 from bloomery.sizing.parameters import count_parameters
 from model_samples import FAMILIES, perturb, random_tokens, small_config, small_model
 
@@ -32,6 +32,11 @@ CASES = {
     "bert": small_config("bert"),
 }
 TIED_COPIES = {"lm_head.weight", "cls.predictions.decoder.weight", "cls.predictions.decoder.bias"}
+
+
+def from_hf(state: dict[str, torch.Tensor], config: ModelSection) -> dict[str, torch.Tensor]:
+    sources = sources_of({name: tuple(tensor.shape) for name, tensor in state.items()}, config)
+    return {each.entry.ours: each.load(state.__getitem__) for each in sources}
 
 
 def their_model(config: ModelSection) -> Any:

@@ -39,9 +39,9 @@ def peak_bytes(folder: Path, output: Path) -> int:
 
 
 def test_an_import_holds_a_few_tensors_and_not_the_model(tmp_path: Path) -> None:
-    """Weights of 168 MB as fp32 need little more than weights of 34 MB: far less than the difference."""
+    """Weights of 101 MB as fp32 need little more than weights of 17 MB: far less than the difference."""
     peaks = {}
-    for layers in (8, 40):
+    for layers in (4, 24):
         config = small_config("llama", num_layers=layers, hidden_size=256, num_heads=4, ffn_hidden_size=1024)
         folder = tmp_path / f"hf-{layers}"
         folder.mkdir()
@@ -59,9 +59,9 @@ def test_an_import_holds_a_few_tensors_and_not_the_model(tmp_path: Path) -> None
         (folder / "config.json").write_text(json.dumps(hf_config(config)))
         peaks[layers] = peak_bytes(folder, tmp_path / f"run-{layers}")
     model_bytes = 4 * sum(t.numel() for t in shapes.values())
-    assert model_bytes > 160e6
-    assert peaks[40] - peaks[8] < model_bytes / 3, f"{(peaks[40] - peaks[8]) / 1e6:.0f} MB more"
-    made = tensors_of(tmp_path / "run-40")
+    assert model_bytes > 95e6
+    assert peaks[24] - peaks[4] < model_bytes / 3, f"{(peaks[24] - peaks[4]) / 1e6:.0f} MB more"
+    made = tensors_of(tmp_path / "run-24")
     assert all(bool((tensor == 0.5).all()) for name, tensor in made.items() if name.startswith("model.layers."))
 
 
@@ -72,7 +72,7 @@ def test_shards_and_one_file_give_the_same_checkpoint(family: str, tmp_path: Pat
     hf_folder(tmp_path / "many", config)
     in_shards(tmp_path / "many", 5)
     for name in ("one", "many"):
-        code, _, err = command("import", "hf", str(tmp_path / name), str(tmp_path / f"run-{name}"))
+        code, _, err = command("import", "hf", str(tmp_path / name), str(tmp_path / f"run-{name}"), "--no-proof")
         assert code == 0, err
     one, many = (next((tmp_path / f"run-{name}").rglob("tensors-*")) for name in ("one", "many"))
     assert one.read_bytes() == many.read_bytes()

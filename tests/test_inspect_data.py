@@ -17,10 +17,9 @@ import torch
 from bloomery.base.losses import IGNORED_LABEL
 from bloomery.config.load import load_recipe
 from bloomery.data import tokenizer
-from bloomery.data.batch import Batch, DocumentSpan, GlobalBatch, Trace
+from bloomery.data.batch import Batch, DocumentSpan, GlobalBatch, Loader, Trace
 from bloomery.data.blend import PERIOD
 from bloomery.data.inspect import read_samples
-from bloomery.data.loader import Loader
 from bloomery.data.manifest import manifest_path
 from bloomery.data.open import open_data
 from bloomery.data.shards import ShardReader, ShardWriter
@@ -231,7 +230,7 @@ def test_documents_without_an_end_are_a_warning(text_recipe: Path, command: Comm
     assert warning in command(*one, "data.train=[{path: endless}]")[2]
 
 
-def test_a_checkpoint_of_an_earlier_version_goes_on(
+def test_a_checkpoint_of_an_earlier_version_resumes(
     text_recipe: Path, command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its hash of the tokenizer was of another kind. Shards of then are made again, with the same bytes."""
@@ -437,7 +436,7 @@ def shown(batch: Batch) -> dict[str, Any]:
     return sample
 
 
-def test_labels_without_loss_are_told_and_the_last_token_is_not_lost(workshop: Workshop) -> None:
+def test_labels_without_loss_are_listed_and_the_last_token_is_not_lost(workshop: Workshop) -> None:
     with ShardReader("train") as shard:
         tokens = shard.read(2, 5).tolist()
     labels = [IGNORED_LABEL, *tokens[2:4], IGNORED_LABEL]
@@ -570,7 +569,7 @@ def test_data_with_a_manifest(text_recipe: Path, command: Command) -> None:
     assert facts["sources"][0]["manifest"] is None
 
 
-def test_ids_that_are_no_ids_are_told(tmp_path: Path, command: Command) -> None:
+def test_ids_that_are_no_ids_are_reported(tmp_path: Path, command: Command) -> None:
     with ShardWriter(str(tmp_path / "odd"), "int32") as writer:
         writer.append(np.array([1, 2, 2_000_000_000, -5, 3]))
     used = answer(command, "inspect", "data", str(tmp_path / "odd"))["sources"][0]["vocabulary"]
@@ -653,7 +652,7 @@ def test_epochs_of_megatrons_orders_are_those_of_their_tokens(workshop: Workshop
 
 
 @pytest.mark.parametrize("sources", ["[{path: train}]", "[{path: train, weight: 6}, {path: valid}]"])
-def test_a_last_epoch_on_its_own_begins_where_it_is_told(workshop: Workshop, command: Command, sources: str) -> None:
+def test_a_last_epoch_on_its_own_begins_where_it_is_shown(workshop: Workshop, command: Command, sources: str) -> None:
     words = [str(workshop.recipe), f"data.train={sources}", "data.order=megatron", "train.for=45 steps"]
     source = answer(command, "inspect", "order", *words, "--at-samples", "100,359")["sources"][0]
     samples = answer(command, "inspect", "sample", words[0], "0-359", *words[1:])

@@ -18,8 +18,7 @@ import pytest
 from bloomery.base.errors import DataError
 from bloomery.base.losses import IGNORED_LABEL
 from bloomery.data.batch import Packing
-from bloomery.data.index_cache import IndexCache
-from bloomery.data.megatron import GreedyBlend, MegatronSource
+from bloomery.data.megatron import GreedyBlend, IndexCache, MegatronSource
 from bloomery.data.megatron_order import PARTS, BlendRequest, build_blend, split_boundaries
 from megatron_referee import greedy, random_lengths, write_lengths
 

@@ -33,10 +33,10 @@ def log_lines(run: Path) -> list[str]:
         (10, ["precision=bf16"]),
         (10, ["precision=fp16", "loss_scale={initial: 1048576, window: 4 steps}"]),
         (5, ["model.family=bloom", "parallel.recompute=full"]),
-        (5, ["model.family=llama", "parallel.recompute=selective"]),
+        (5, ["model.family=qwen3", "model.head_dim=32", "parallel.recompute=selective"]),
         (6, ["train.skip=['5-8 steps']"]),
     ],
-    ids=["plain", "mid-interval", "dropout", "ramp", "bf16", "fp16", "bloom-recompute", "llama-selective", "skip"],
+    ids=["plain", "mid-interval", "dropout", "ramp", "bf16", "fp16", "bloom-recompute", "qwen3-selective", "skip"],
 )
 def test_stop_and_resume_equals_one_unbroken_run(workshop: Workshop, stop_at: int, overrides: list[str]) -> None:
     whole = workshop.train(*overrides, run="whole")

@@ -75,25 +75,25 @@ def run_hf(args: argparse.Namespace) -> int:
     from bloomery.sizing.parameters import count_parameters
     from bloomery.train.state import TrainState
 
-    model = read_model(args.folder)
-    checked = _recipe(args, model.section, args.output / TOKENIZER if tokenizer_files(args.folder) else None)
-    for warning in (*model.warnings, *checked.warnings):
+    model, warnings = read_model(args.folder)
+    checked = _recipe(args, model, args.output / TOKENIZER if tokenizer_files(args.folder) else None)
+    for warning in (*warnings, *checked.warnings):
         print(f"bloomery: warning: {warning}", file=sys.stderr)
     state = {**TrainState(imported_from=origin_of(args.folder)).to_json(), "interval": None, "blend": None}
     done = import_weights(args.folder, args.output, checked.recipe, state, with_proof=not args.no_proof)
-    section = done.recipe.model
+    section = checked.recipe.model
     parameters = count_parameters(section, vocab_size=section.vocab_size).total
     if args.json:
         facts = {
             "checkpoint": str(done.checkpoint),
             "parameters": parameters,
-            "model": model.section,
+            "model": model,
             "tensors": done.tensors,
             "proof": done.proof.to_json(),
         }
         print(json.dumps(facts, indent=2))
         return exit_codes.OK
-    tokenizer = "" if done.recipe.tokenizer else ", no tokenizer"
+    tokenizer = "" if checked.recipe.tokenizer else ", no tokenizer"
     print(f"{done.checkpoint}: {section.family}, {parameters:,} parameters, {done.tensors} tensors{tokenizer}")
     print(done.proof)
     print(f"next: bloomery train {args.output / 'recipe.yaml'} --run-dir {args.output}")

@@ -16,8 +16,7 @@ from bloomery.base.bounded import LARGE_BYTES, read_small, wrong_fields
 from bloomery.base.credentials import mask
 from bloomery.base.errors import DataError, Problem, first_few
 from bloomery.base.storage import write_atomically
-from bloomery.data.index_cache import file_checksum
-from bloomery.data.shards import ShardReader, unreadable
+from bloomery.data.shards import ShardReader, file_checksum, unreadable
 
 if TYPE_CHECKING:
     from bloomery.data.tokenizer import Tokenizer

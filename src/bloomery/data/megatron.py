@@ -1,27 +1,39 @@
 """Sources and blends in the order of megatron-core or of BigScience's Megatron-DeepSpeed, to continue their runs.
 
-The order follows from how many samples the run asks for: the same recipe with another length is another order. Indices
-are built once and kept in a cache (index_cache.py); how they are built is in megatron_order.py.
+The order follows from how many samples the run requests: the same recipe with another length is another order. Indices
+are built once and kept in a cache; how they are built is in megatron_order.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import fcntl
+import json
+import os
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
+from pathlib import Path
 from typing import Any, Literal, cast
 
 import numpy as np
+import xxhash
 from numpy.typing import NDArray
 
-from bloomery.base.errors import DataError, Problem, RecipeError
+from bloomery.base.bounded import read_json
+from bloomery.base.errors import DataError, Problem, RecipeError, StorageError
+from bloomery.base.storage import open_plain, publish, reason, remove_tree
 from bloomery.config.recipe import Recipe, SourceSection
 from bloomery.data.batch import Batch, DocumentSpan, SampleSource, Stream, Trace, causal_batch
 from bloomery.data.causal import DataCursor, ShardSource, check_ids
-from bloomery.data.index_cache import IndexCache, file_checksum
 from bloomery.data.megatron_order import BlendRequest, Flavour, OrderShape, SampleIndex, build_blend, build_index
+from bloomery.data.shards import file_checksum
 from bloomery.sizing.schedule import TrainingPlan
 
 _COUNTED_AT_A_TIME = 1 << 24
+_FORMAT = 1
+"""Counted up when the meaning of an entry changes, so that older ones are left alone."""
+Arrays = dict[str, NDArray[Any]]
 
 
 class MegatronSource(ShardSource):
@@ -118,7 +130,7 @@ class MegatronSource(ShardSource):
     def _stretches(self, ordinal: int) -> list[tuple[int, int]]:
         """Tokens [start, stop) of the shard that make up a sample, in order."""
         if not 0 <= ordinal < self.total_samples:
-            raise DataError(_exhausted(self.key, f"sample {ordinal} is asked for", self.total_samples))
+            raise DataError(_exhausted(self.key, f"sample {ordinal} was requested", self.total_samples))
         sample = int(self.index.shuffle[ordinal])
         (first, offset), (last, end) = self.index.samples[sample : sample + 2].tolist()
         sequences = self.index.documents[first : last + 1]
@@ -150,7 +162,7 @@ class GreedyBlend:
         """(index of the source, ordinal within it) of each position."""
         positions = np.asarray(positions, np.int64)
         if positions.size and not 0 <= int(positions.min()) <= int(positions.max()) < self.size:
-            what = f"samples {positions.min()} to {positions.max()} are asked for"
+            what = f"samples {positions.min()} to {positions.max()} were requested"
             raise DataError(_exhausted("the blend", what, self.size))
         return self._sources[positions].astype(np.int64), np.array(self._ordinals[positions])
 
@@ -179,7 +191,7 @@ class OneSource:
 def _exhausted(name: str, what: str, have: int) -> Problem:
     return Problem(
         what=f"{name}: {what}, but it has {have}",
-        rule="in the megatron and bigscience orders a source ends after the samples the run asked for",
+        rule="in the megatron and bigscience orders a source ends after the samples the run requested",
         remedy="give train.for the length of the run to be continued, or use data.order=timeless",
     )
 
@@ -219,7 +231,7 @@ class MegatronOpening:
         return BlendRequest.of(self._flavour, [section.weight for section in sections], samples)
 
     def member_samples(self, sections: Sequence[SourceSection], use: Use) -> list[int]:
-        """What each of these sources is asked for."""
+        """What is requested of each of these sources."""
         samples = wanted_samples(self._recipe, self._plan, use)
         request = self.request(sections, samples)
         return request.member_samples if request else [samples]
@@ -264,3 +276,82 @@ class MegatronOpening:
                 back = there if cursor.plan.batch == self._plan.batch else f"{then} samples"
                 remedy = f"use 'train.for={back}' to resume, or start a new run under another name or --run-dir"
                 raise DataError(Problem(what, why, remedy))
+
+
+# ---------------------------------------------------------------- the cache
+
+
+class IndexCache:
+    """A folder of entries. Nothing is created before the first entry is stored: a hit needs no write permission.
+
+    An entry is a folder named after its key, with one .npy per array and `entry.json` (the key and a checksum per
+    file). It is written beside its place and renamed, so it is whole or absent; one that is damaged all the same is
+    made again. The first process of a node builds while the others wait for its lock. Arrays are memory-mapped, so the
+    processes of a node share them.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str]) -> None:
+        self.folder = Path(folder)
+
+    def arrays(self, kind: str, key: Mapping[str, Any], build: Callable[[], Arrays]) -> Arrays:
+        """What `build` returns, from the disk if it was ever built for this key. `key` must decide the result."""
+        facts = {"format": _FORMAT, "kind": kind, **key}
+        entry = self.folder / f"{kind}-{xxhash.xxh3_128_hexdigest(json.dumps(facts, sort_keys=True).encode())}"
+        if (found := _load(entry, facts)) is not None:
+            return found
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            with open(self.folder / ".lock", "rb", opener=_created) as lock:
+                with suppress(OSError):  # without locks, each process builds and the first to finish wins
+                    fcntl.flock(lock, fcntl.LOCK_EX)
+                if (found := _load(entry, facts)) is None:
+                    _store(entry, facts, build())
+                    found = _load(entry, facts)
+            if found is None:
+                raise OSError(f"{entry} reads back otherwise than it was written")
+            return found
+        except OSError as error:
+            what = f"cannot keep index caches in {self.folder}: {reason(error)}"
+            remedy = "choose a data.cache_dir that can be written and has room, or repair this one"
+            raise StorageError(Problem(what, remedy=remedy)) from error
+
+
+def _created(path: str, flags: int) -> int:
+    return open_plain(path, flags | os.O_CREAT)  # for reading, which is enough: it may be another user's
+
+
+def _store(entry: Path, facts: Mapping[str, Any], arrays: Arrays) -> None:
+    with tempfile.TemporaryDirectory(prefix=f".{entry.name}.", dir=entry.parent, ignore_cleanup_errors=True) as folder:
+        partial = Path(folder, "entry")
+        partial.mkdir()
+        for name, array in arrays.items():
+            np.save(partial / f"{name}.npy", array, allow_pickle=False)
+        checksums = {name: file_checksum(partial / f"{name}.npy") for name in arrays}
+        (partial / "entry.json").write_text(json.dumps({"key": facts, "checksums": checksums}, indent=1))
+        for path in partial.iterdir():
+            publish(path, path)  # brings it to the disk
+        if _load(entry, facts) is None:
+            remove_tree(entry)  # absent, or damaged; whoever has mapped its files keeps them
+            with suppress(FileExistsError):
+                os.rename(partial, entry)
+
+
+def _load(entry: Path, facts: Mapping[str, Any]) -> Arrays | None:
+    """The arrays of a whole entry, mapped from its files; None if it is absent, damaged or another's."""
+    try:
+        known = read_json(entry / "entry.json")
+        paths = {name: entry / f"{name}.npy" for name in known["checksums"]}
+        is_whole = all(file_checksum(path) == known["checksums"][name] for name, path in paths.items())
+        if not is_whole or known["key"] != json.loads(json.dumps(facts)):
+            return None
+        return {name: _mapped(path) for name, path in paths.items()}
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
+        return None
+
+
+def _mapped(path: Path) -> NDArray[Any]:
+    try:
+        array: NDArray[Any] = np.load(path, mmap_mode="r", allow_pickle=False)
+    except ValueError:  # an empty array cannot be mapped
+        array = np.load(path, allow_pickle=False)
+    return array

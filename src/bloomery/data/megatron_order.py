@@ -27,7 +27,7 @@ Flavour = Literal["megatron", "bigscience"]
 _SEPARATE_BELOW = {"megatron": 0.80, "bigscience": 0.95}
 """An incomplete last epoch is kept out of the shuffle of the others if less than this share of it is needed."""
 _SURPLUS = 0.005
-"""What the members of a blend are asked for beyond their share."""
+"""What is requested of the members of a blend beyond their share."""
 _MAX_INT32 = 2**31 - 1
 
 
@@ -43,7 +43,7 @@ class OrderShape:
 
     @classmethod
     def of(cls, flavour: Flavour, *, tokens_per_epoch: int, seq_length: int, samples: int) -> Self:
-        """For a run that asks for this many samples; `tokens_per_epoch` is above 0."""
+        """For a run that requests this many samples; `tokens_per_epoch` is above 0."""
         epochs = max(1, -(-(samples * seq_length + 1) // tokens_per_epoch))
         before_last = ((epochs - 1) * tokens_per_epoch - 1) // seq_length
         per_epoch = (tokens_per_epoch - 1) // seq_length
@@ -52,7 +52,7 @@ class OrderShape:
 
     @property
     def num_samples(self) -> int:
-        """Samples of all epochs; at least those asked for, since epochs are whole."""
+        """Samples of all epochs; at least those requested, since epochs are whole."""
         return (self.epochs * self.tokens_per_epoch - 1) // self.seq_length
 
     @property
@@ -216,7 +216,7 @@ def plain_sum(numbers: Sequence[float]) -> float:
 def part_range(
     split: str | None, part: Part | Literal["all"], num_documents: int, *, place: str, flavour: Flavour = "megatron"
 ) -> tuple[int, int]:
-    """The documents [first, last) of a part. An empty part is an error: whoever asks for it means to read it."""
+    """The documents [first, last) of a part. An empty part is an error: whoever requests it means to read it."""
     if (part == "all") != (split is None):
         raise ValueError(f"part {part!r} with split {split!r}: a split is needed for a part, and only then")
     if split is None or part == "all":

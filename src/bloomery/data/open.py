@@ -146,7 +146,7 @@ class _Opening:
         return opened
 
     def _open(self, section: SourceSection, part: Part | Literal["all"], wanted: int) -> SampleSource:
-        """`wanted` samples are asked of it, which only Megatron's orders need to know."""
+        """`wanted` samples are requested of it, which only Megatron's orders need to know."""
         assert self._recipe.data is not None
         settings: dict[str, Any] = {
             "seq_length": self._recipe.model.seq_length,

@@ -43,6 +43,7 @@ _AN_END = 256
 _INDEX_ENTRIES = 1 << 20
 _FACT_DOCUMENTS, _FACT_PLACES, _FACT_TOKENS = 256, 64, 1024
 _BLOCK_TOKENS = 1 << 22
+_BLOCK_BYTES = 1 << 24
 
 
 def token_dtype(vocab_size: int) -> np.dtype[Any]:
@@ -264,7 +265,7 @@ class ShardReader:
 
 
 class ShardIndex:
-    """Opened by its end, which is all there is of a small one; what is asked for whole is read and checked then.
+    """Opened by its end, which is all there is of a small one; what is requested whole is read and checked then.
     DataError where something is wrong. May be used by several threads."""
 
     def __init__(self, path: str) -> None:
@@ -383,6 +384,14 @@ def read_into(values: NDArray[Any], file: IO[bytes], offset: int) -> None:
         if got == 0:
             raise damaged(str(file.name), f"ends at byte {offset}", "it was cut off while it was being read")
         unread, offset = unread[got:], offset + got
+
+
+def file_checksum(path: str | os.PathLike[str]) -> str:
+    digest = xxhash.xxh3_128()
+    with open(path, "rb", buffering=0, opener=open_regular) as file:
+        while block := file.read(_BLOCK_BYTES):
+            digest.update(block)
+    return digest.hexdigest()
 
 
 def damaged(place: str, what: str, rule: str, remedy: str = _REMAKE) -> DataError:

@@ -205,7 +205,7 @@ class Tokenizer:
         return hashlib.sha256(_DECIDES_NO_ID.sub(b"", encoded)).hexdigest() + OF_IDS
 
     def encode_batch(self, texts: Sequence[str], *, special_tokens_as_ids: bool = False) -> list[NDArray[np.int64]]:
-        """Ids of the texts alone: nothing is added, and special tokens in a text are read as text unless asked for."""
+        """Ids of the texts alone: nothing is added, and special tokens in a text are read as text by default."""
         import numpy as np
 
         ids = self.encode_lists(texts, special_tokens_as_ids=special_tokens_as_ids)

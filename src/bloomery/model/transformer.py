@@ -117,20 +117,12 @@ class Decoder(nn.Module):
             if positions is None:
                 positions = torch.arange(seq_length, device=x.device)
             rotary = rotary_table(positions, head_dim=config.head_size, theta=config.rope_theta)
-        kernel = choose_kernel(
-            x.device.type,
-            alibi=self.slopes is not None,
-            documents=document_ids is not None,
-            dropout=config.dropout if self.training else 0.0,
-            seq_length=seq_length,
-            head_dim=config.head_size,
-            some_queries=some is not None,
-        )
-        return attention_context(
-            kernel,
+        return _attention(
+            config,
+            x,
+            self.training,
             causal=True,
             seq_length=seq_length,
-            device=x.device,
             slopes=self.slopes,
             document_ids=document_ids,
             rotary=rotary,
@@ -177,16 +169,8 @@ class Encoder(nn.Module):
         """
         x = tokens if self.embed is None else self.embed(tokens, places, token_types)
         seq_length = x.shape[1] if places is None else len(places)
-        kernel = choose_kernel(
-            x.device.type,
-            alibi=False,
-            documents=attention_mask is not None,
-            dropout=self.config.dropout if self.training else 0.0,
-            seq_length=seq_length,
-            head_dim=self.config.head_size,
-        )
-        context = attention_context(
-            kernel, causal=False, seq_length=seq_length, device=x.device, document_ids=attention_mask
+        context = _attention(
+            self.config, x, self.training, causal=False, seq_length=seq_length, document_ids=attention_mask
         )
         for layer in self.layers.values():
             x = layer(x, context)
@@ -209,3 +193,19 @@ def _tie(head: nn.Module | None, embed: Embeddings | None, config: ModelSection)
     has only the head, `head.weight` stays a parameter of its own, a copy that `parallel` must keep equal."""
     if config.tie_embeddings and head is not None and embed is not None:
         head.weight = embed.tokens.weight
+
+
+def _attention(
+    config: ModelSection, x: Tensor, training: bool, *, causal: bool, seq_length: int, **parts: Any
+) -> AttentionContext:
+    """What all layers share, for the kernel that suits it; `parts` as in `attention_context`."""
+    kernel = choose_kernel(
+        x.device.type,
+        alibi=parts.get("slopes") is not None,
+        documents=parts.get("document_ids") is not None,
+        dropout=config.dropout if training else 0.0,
+        seq_length=seq_length,
+        head_dim=config.head_size,
+        some_queries=parts.get("query_places") is not None,
+    )
+    return attention_context(kernel, causal=causal, seq_length=seq_length, device=x.device, **parts)

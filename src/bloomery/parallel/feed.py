@@ -8,8 +8,7 @@ from functools import partial
 
 from bloomery.base.errors import DataError, Problem
 from bloomery.base.ranks import Ranks
-from bloomery.data.batch import GlobalBatch, Source, read_batch
-from bloomery.data.loader import Loader
+from bloomery.data.batch import GlobalBatch, Loader, Source, read_batch
 from bloomery.parallel.mesh import Mesh
 
 _MOST_TARGETS = 2

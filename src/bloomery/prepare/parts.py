@@ -28,7 +28,7 @@ from pydantic import NonNegativeInt, TypeAdapter
 from bloomery.base.bounded import read_json
 from bloomery.base.errors import DataError, Problem
 from bloomery.base.storage import open_plain, own_folder, writing
-from bloomery.data.index_cache import file_checksum
+from bloomery.data.shards import file_checksum
 
 _TEMPORARY = ".tmp-"
 _LOCK = "lock"

@@ -23,9 +23,8 @@ from bloomery.base.errors import BloomeryError, DataError, Problem, StorageError
 from bloomery.base.storage import publish, writing, written_to
 from bloomery.config.recipe import PrepareSection
 from bloomery.data import manifest as manifests
-from bloomery.data.index_cache import file_checksum
 from bloomery.data.manifest import ShardManifest, SourceCount, SourceFile, manifest_path, origins_path
-from bloomery.data.shards import PARTIAL, ShardReader, ShardWriter, token_dtype
+from bloomery.data.shards import PARTIAL, ShardReader, ShardWriter, file_checksum, token_dtype
 from bloomery.data.tokenizer import Tokenizer
 from bloomery.prepare import encoders
 from bloomery.prepare.encoders import Encoder, Ids, Reference

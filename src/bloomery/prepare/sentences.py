@@ -1,9 +1,9 @@
 """Sentences of a text, by rules: no model, no download, no dependency.
 
 A sentence ends at `.`, `!`, `?` or `…` (with closing quotes and brackets) before white space and anything but a
-lower-case letter; at a full stop of another script, such as `。` or `।`; and at a line break, unless the next line goes
-on in lower case or the line ended in a comma or hyphen. A `.` ends nothing after an abbreviation, an
-initial or the number of a list item.
+lower-case letter; at a full stop of another script, such as `。` or `।`; and at a line break, unless the next line
+continues in lower case or the line ended in a comma or hyphen. A `.` ends nothing after an abbreviation, an initial or
+the number of a list item.
 
 Limits, known and accepted: abbreviations and months are those of English and a few of German, French and Spanish; an
 ordinal such as `3. Platz` is split; a sentence that begins with a lower-case letter (`iPhone`) joins the one before;
@@ -71,8 +71,8 @@ def _ends_here(text: str, start: int, match: re.Match[str]) -> bool:
     mark, more, following = text[place], match["more"], match["next"]
     if mark == "\n":
         line = text[max(start, place - _LONGEST_WORD) : place].rstrip()
-        goes_on = line.endswith((",", ";", "-", "–", "—")) or following[:1].islower()
-        return not goes_on or match[0].count("\n") > 1
+        continues = line.endswith((",", ";", "-", "–", "—")) or following[:1].islower()
+        return not continues or match[0].count("\n") > 1
     if more:
         mark = more[-1]
     if mark in _NEED_NOTHING:
@@ -85,7 +85,7 @@ def _ends_here(text: str, start: int, match: re.Match[str]) -> bool:
 
 
 def _is_abbreviated(text: str, start: int, place: int, following: str) -> bool:
-    """Whether the `.` at `place` belongs to the word before it, and the sentence goes on."""
+    """Whether the `.` at `place` belongs to the word before it, and the sentence continues."""
     before = text[max(start, place - _LONGEST_WORD) : place]
     words = before.rsplit(None, 1)
     if not words:

@@ -12,9 +12,8 @@ import numpy as np
 from bloomery.base.errors import DataError, Problem
 from bloomery.base.storage import writing, written_to
 from bloomery.config.recipe import PrepareSection
-from bloomery.data.index_cache import file_checksum
 from bloomery.data.manifest import ShardManifest, manifest_path, origins_path, read_manifest
-from bloomery.data.shards import ShardReader
+from bloomery.data.shards import ShardReader, file_checksum
 from bloomery.data.tokenizer import Tokenizer
 from bloomery.prepare.run import Preparation, Progress
 

@@ -141,7 +141,7 @@ def check_change_names(names: Sequence[str]) -> None:
             meant = meant_paths(name.split("."))
             remedy = f"did you mean {' or '.join(meant)}?" if meant else "name a field such as lr.peak"
             problems.append(Problem(f"--change {name}: this is not a field of a recipe", "", remedy, COMMAND_LINE))
-        elif all(rule.kind == "fixed" for rule in rules):
+        elif rules and all(rule.kind == "fixed" for rule in rules):
             what, rule = f"--change {name}: a resumed run cannot change it", f"fixed: {rules[0].why}"
             remedy = "remove it, or start a new run under another name or --run-dir"
             problems.append(Problem(what, rule, remedy, COMMAND_LINE))

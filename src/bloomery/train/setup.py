@@ -27,7 +27,7 @@ from bloomery.checkpoint.save import Saver
 from bloomery.checkpoint.select import refuse_later
 from bloomery.config.describe import as_yaml, fingerprint
 from bloomery.config.recipe import Recipe
-from bloomery.data.loader import Loader
+from bloomery.data.batch import Loader
 from bloomery.data.open import OpenData, open_data
 from bloomery.monitor import names
 from bloomery.monitor.history import Start, read_ledger

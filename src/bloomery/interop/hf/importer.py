@@ -46,21 +46,14 @@ START = {
 
 @dataclass(frozen=True)
 class Imported:
-    recipe: Recipe
     checkpoint: Path
     tensors: int
     proof: Proof
 
 
-@dataclass(frozen=True)
-class Model:
-    section: dict[str, Any]
-    """`model` of a recipe."""
-    warnings: list[str]
-
-
-def read_model(folder: Path) -> Model:
-    """The model of a Hugging Face folder. DataError lists everything that is not supported."""
+def read_model(folder: Path) -> tuple[dict[str, Any], list[str]]:
+    """The model of a Hugging Face folder as `model` of a recipe, and warnings. DataError lists everything that is not
+    supported."""
     path = folder / CONFIG
     try:
         content = read_json(path)
@@ -73,8 +66,8 @@ def read_model(folder: Path) -> Model:
     if section["tie_embeddings"] and (pair := _unequal_pair(folder, section["family"])):
         # As transformers 5 loads all families; 4 dropped the head.
         warning = f"{path}: tie_word_embeddings is true, but {pair}: both are kept, and model.tie_embeddings is false"
-        return Model({**section, "tie_embeddings": False}, [warning])
-    return Model(section, [])
+        return {**section, "tie_embeddings": False}, [warning]
+    return section, []
 
 
 def _unequal_pair(folder: Path, family: str) -> str:
@@ -131,7 +124,7 @@ def import_weights(
             checkpoint = save_checkpoint(root, step=0, pieces=pieces, state=state, recipe_yaml=yaml, values=value)
             write_atomically(staging / _RECIPE, yaml)
             proof = _proof(checkpoint, folder, recipe) if with_proof else Proof(False, "--no-proof")
-    return Imported(recipe, output / CHECKPOINTS / checkpoint.name, len(sources), proof)
+    return Imported(output / CHECKPOINTS / checkpoint.name, len(sources), proof)
 
 
 def _saved_shapes(model: ModelSection) -> dict[str, tuple[int, ...]]:

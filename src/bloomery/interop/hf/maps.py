@@ -115,13 +115,6 @@ def to_hf(state: Mapping[str, Tensor], config: ModelSection) -> dict[str, Tensor
     return exported
 
 
-def from_hf(state: Mapping[str, Tensor], config: ModelSection) -> dict[str, Tensor]:
-    """Our state from theirs; padded vocabulary rows are zero. Raises DataError if a tensor is missing or its shape does
-    not fit the config; other tensors are left alone."""
-    sources = sources_of({name: tuple(tensor.shape) for name, tensor in state.items()}, config)
-    return {each.entry.ours: each.load(state.__getitem__) for each in sources}
-
-
 def their_shapes(config: ModelSection) -> dict[str, tuple[int, ...]]:
     """Every tensor of the exported model, in the order in which `entries_of` makes them."""
     with torch.device("meta"):
