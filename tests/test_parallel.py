@@ -166,7 +166,7 @@ def test_a_rank_that_dies_while_the_ranks_join_is_no_traceback(monkeypatch: pyte
         pass
     assert "the 4 ranks could not join at head:1234 (Failed to recv, got 0 bytes)" in str(caught.value)
     assert caught.value.exit_code == exit_codes.LOST_RANK
-    assert caught.value.told_by_rank_0 == (rank == 2)
+    assert caught.value.reported_by_rank_0 == (rank == 2)
 
 
 @pytest.mark.parametrize("seen_by", [[0], [0, 1]])

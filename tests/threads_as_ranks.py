@@ -33,10 +33,10 @@ class ThreadRanks:
     def broadcast(self, value: Any, source: int = 0) -> Any:
         return self.gather(value)[source]
 
-    def tell(self, key: str, word: Any) -> None:
+    def store_set(self, key: str, word: Any) -> None:
         self._words[key] = word
 
-    def told(self, key: str) -> Any:
+    def store_get(self, key: str) -> Any:
         return self._words.get(key)
 
 

@@ -51,16 +51,16 @@ class BloomeryError(Exception):
     """A mistake that the user can fix. Carries every problem found; printed without a traceback."""
 
     exit_code = exit_codes.USAGE
-    told_by_rank_0 = False
+    reported_by_rank_0 = False
     """Whether all ranks raise this very error, so that this one need not print it."""
 
     def __init__(self, problems: Problem | Sequence[Problem]) -> None:
         self.problems = [problems] if isinstance(problems, Problem) else list(problems)
         super().__init__("\n".join(str(problem) for problem in self.problems))
 
-    def told_once(self, rank: int) -> Self:
+    def reported_once(self, rank: int) -> Self:
         """This error, which every rank raises: only rank 0 prints it."""
-        self.told_by_rank_0 = rank > 0
+        self.reported_by_rank_0 = rank > 0
         return self
 
     def __reduce__(self) -> tuple[type[BloomeryError], tuple[list[Problem]]]:

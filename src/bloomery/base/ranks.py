@@ -40,11 +40,11 @@ class Ranks(Protocol):
         """The sum over all ranks of each number. Cheap enough for every step."""
         ...
 
-    def tell(self, key: str, word: Any) -> None:
+    def store_set(self, key: str, word: Any) -> None:
         """Leave a word for all ranks, without storage. Not collective, and from any thread; lost if nobody can hear."""
         ...
 
-    def told(self, key: str) -> Any:
+    def store_get(self, key: str) -> Any:
         """The word that a rank has left under this key; None if there is none. Not collective."""
         ...
 
@@ -79,9 +79,9 @@ class _Alone:
         PULSE.mark(waiting=False)
         return list(values)
 
-    def tell(self, key: str, word: Any) -> None: ...
+    def store_set(self, key: str, word: Any) -> None: ...
 
-    def told(self, key: str) -> Any:
+    def store_get(self, key: str) -> Any:
         return None
 
     def waits(self) -> str:
@@ -110,7 +110,7 @@ def agreed(ranks: Ranks) -> Iterator[None]:
     errors = [each for each in ranks.gather(error) if each is not None]
     if errors:
         problems = list(dict.fromkeys(problem for each in errors for problem in each.problems))
-        raise type(errors[0])(problems).told_once(ranks.rank)
+        raise type(errors[0])(problems).reported_once(ranks.rank)
 
 
 def first_rank_does(ranks: Ranks, function: Callable[[], T]) -> T:

@@ -253,7 +253,7 @@ class SaveJob:
             self._write_part(held, snapshot)
         except Exception as error:
             self._note(error)
-            self.ranks.tell(self._word_of(self.ranks.rank), [self._trouble[self.ranks.rank], self._fenced])
+            self.ranks.store_set(self._word_of(self.ranks.rank), [self._trouble[self.ranks.rank], self._fenced])
         if self.ranks.rank == 0:
             try:
                 self.commit()
@@ -337,7 +337,7 @@ class SaveJob:
             for rank in sorted(missing):
                 if (part := self._read_report(rank)) is not None:
                     found[rank] = part
-                elif (word := self.ranks.told(self._word_of(rank))) is not None:
+                elif (word := self.ranks.store_get(self._word_of(rank))) is not None:
                     self._trouble[rank], self._fenced = word[0], self._fenced or word[1]
             missing -= found.keys() | self._trouble.keys()
             if missing:
@@ -486,7 +486,7 @@ def raise_together(ranks: Ranks, error: StorageError | None) -> None:
     """Raise the error of the first rank that has one, on every rank. Collective."""
     found = next((each for each in ranks.gather(error) if each is not None), None)
     if found is not None:
-        raise found.told_once(ranks.rank)
+        raise found.reported_once(ranks.rank)
 
 
 def _write_synced(path: Path, text: str) -> None:

@@ -89,7 +89,7 @@ def _answered(arguments: list[str]) -> int:
     except BloomeryError as error:
         if signals.asked:  # while modules were loaded, for instance: nothing is wrong with the recipe
             raise
-        for problem in error.problems if not error.told_by_rank_0 else ():
+        for problem in error.problems if not error.reported_by_rank_0 else ():
             print(f"bloomery: {problem}", file=sys.stderr)
         return error.exit_code
     except (MemoryError, RuntimeError) as error:

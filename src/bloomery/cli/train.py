@@ -41,7 +41,7 @@ def run(args: argparse.Namespace) -> int:
         check_change_names(args.changes)
         recipe = _recipe(args, started)
     except RecipeError as error:
-        raise error.told_once(started.rank if started else 0) from None
+        raise error.reported_once(started.rank if started else 0) from None
     folder = args.run_dir or Path("runs") / recipe.name
     if (switch := folder / "control" / "kill").exists():
         print(f"Detected kill switch at {switch}. Exiting; remove the file to train again.")

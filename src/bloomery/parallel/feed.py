@@ -26,8 +26,8 @@ class Feed:
         """The next global batch, its counts summed over all replicas. DataError on every rank if any could not read."""
         batch, problems = _try_read(self._loader.take)
         counts = list(batch.counts.values()) if batch is not None and self._speaks else []
-        told = [float(problems is not None), *counts, *[0.0] * (_MOST_TARGETS - len(counts))]
-        failed, *totals = self._ranks.sum(told)
+        gathered = [float(problems is not None), *counts, *[0.0] * (_MOST_TARGETS - len(counts))]
+        failed, *totals = self._ranks.sum(gathered)
         if failed:
             raise _common_error(self._ranks, problems)
         assert batch is not None
@@ -64,5 +64,5 @@ def _try_read(read: Callable[[], GlobalBatch]) -> tuple[GlobalBatch | None, list
 
 def _common_error(ranks: Ranks, problems: list[Problem] | None) -> DataError:
     """Every problem of every rank once; a rank that only fails because of another adds none."""
-    told: list[list[Problem] | None] = ranks.gather(problems)
-    return DataError(list(dict.fromkeys(one for each in told for one in each or ()))).told_once(ranks.rank)
+    gathered: list[list[Problem] | None] = ranks.gather(problems)
+    return DataError(list(dict.fromkeys(one for each in gathered for one in each or ()))).reported_once(ranks.rank)

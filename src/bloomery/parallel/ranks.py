@@ -61,11 +61,11 @@ class DistributedRanks:
             dist.all_reduce(total)
         return total.tolist()
 
-    def tell(self, key: str, word: Any) -> None:
+    def store_set(self, key: str, word: Any) -> None:
         with contextlib.suppress(*_COMMUNICATION_ERRORS):
             self._board.set(f"bloomery/{key}", json.dumps(word))
 
-    def told(self, key: str) -> Any:
+    def store_get(self, key: str) -> Any:
         with contextlib.suppress(*_COMMUNICATION_ERRORS):
             if self._board.check([f"bloomery/{key}"]):
                 return json.loads(self._board.get(f"bloomery/{key}"))
@@ -86,7 +86,7 @@ class DistributedRanks:
             return None
         if self.watchdog.hangs:  # the others leave for that, and one of them says so
             hung = LostRankError(Problem(self.waits()))
-            hung.told_by_rank_0 = True
+            hung.reported_by_rank_0 = True
             return hung
         answers = self._roll_call()
         missing = [str(rank) for rank, answer in enumerate(answers) if not answer]
@@ -98,7 +98,7 @@ class DistributedRanks:
         rule = f"rank {self.rank} cannot continue alone ({_short(error)})"
         remedy = "read the last lines of that rank's log; start again to resume from the newest checkpoint"
         lost = LostRankError(Problem(what, rule, remedy))
-        lost.told_by_rank_0 = True in answers and self.rank != answers.index(True)
+        lost.reported_by_rank_0 = True in answers and self.rank != answers.index(True)
         return lost
 
     def _roll_call(self) -> list[bool]:
@@ -161,7 +161,7 @@ def _not_joined(started: Started, error: Exception) -> LostRankError:
     what = f"the {started.size} ranks could not join at {started.address}:{started.port} ({_short(error)})"
     rule = "rank 0 is gone or cannot be reached there, or another rank died before it had joined"
     lost = LostRankError(Problem(what, rule, "read the last lines of the ranks' logs, and start again"))
-    lost.told_by_rank_0 = started.rank > 1  # nobody knows which of the first two is left
+    lost.reported_by_rank_0 = started.rank > 1  # nobody knows which of the first two is left
     return lost
 
 
@@ -196,7 +196,7 @@ class Watchdog:
     def __init__(self, store: Any, rank: int, size: int) -> None:
         self.hangs = False
         self.report: Callable[[str], None] = lambda text: None
-        """Called with what is said of a hang."""
+        """Called with the description of a hang."""
         self._store, self._rank, self._size = store, rank, size
         self._keys = [f"bloomery/watch/{number}" for number in range(size)]
         self._notes: dict[int, _Note] = {}

@@ -68,9 +68,9 @@ def find_drift(ranks: Ranks, pieces: Mapping[str, Piece], facts: Mapping[str, ob
     """Collective. Compare this rank's pieces with all who hold the same boxes, and `facts` with everybody."""
     mine: dict[str, int] = {name: hash_of(piece.tensor) for name, piece in pieces.items() if piece.tensor.numel()}
     boxes = {name: (piece.offset, tuple(piece.tensor.shape)) for name, piece in pieces.items()}
-    told = ranks.gather(({(name, *boxes[name]): value for name, value in mine.items()}, dict(facts)))
+    gathered = ranks.gather(({(name, *boxes[name]): value for name, value in mine.items()}, dict(facts)))
     seen: dict[tuple[object, ...], dict[int, object]] = defaultdict(dict)
-    for rank, (hashes, their_facts) in enumerate(told):
+    for rank, (hashes, their_facts) in enumerate(gathered):
         for key, value in [*hashes.items(), *(((name,), value) for name, value in their_facts.items())]:
             seen[key][rank] = value
     found = [_odd_ones(str(key[0]), values) for key, values in seen.items()]

@@ -95,7 +95,7 @@ class StopRules:
         reasons: list[StopReason | None] = self._ranks.gather(mine)
         chosen = next(reason for reason in reasons if reason is not None)
         if chosen.error is not None:
-            chosen.error.told_once(self._ranks.rank)
+            chosen.error.reported_once(self._ranks.rank)
         return chosen
 
     def _own_reason(self, state: TrainState) -> StopReason | None:
@@ -131,7 +131,7 @@ class StopRules:
             good = reason.last_good
             rule = f"the last good checkpoint is {good}" if good else "no checkpoint is known to be good"
             remedy = f"start again with --from {good} and {remedy}" if good else f"start afresh: {remedy}"
-        return DivergedError(Problem(what, rule, remedy)).told_once(self._ranks.rank)
+        return DivergedError(Problem(what, rule, remedy)).reported_once(self._ranks.rank)
 
     def request(self, reason: StopReason) -> None:
         """Stop before the next step, for a reason found elsewhere. The first reason wins."""

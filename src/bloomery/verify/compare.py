@@ -236,7 +236,7 @@ class Row:
 
 
 def check_training(row: Row, found: Recorded, expected: Recorded) -> None:
-    """Compare a training from the beginning with the reference. What went wrong first is told."""
+    """Compare a training from the beginning with the reference. What went wrong first is reported."""
     losses, norms = loss_differences(found, expected), norm_differences(found, expected)
     gradients = gradient_differences(found, expected)
     row.loss, row.grad_norm, row.gradient = map(worst, (losses, norms, gradients))

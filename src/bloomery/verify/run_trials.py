@@ -150,8 +150,8 @@ class _Losses(Journal):
 
 
 def _tell(trial: Trial, error: Exception, ranks: Ranks) -> None:
-    told = {"rank": ranks.rank, "error": _first_line(error), "details": traceback.format_exc()}
-    (Path(trial.folder) / f"error-{ranks.rank}.json").write_text(json.dumps(told))
+    report = {"rank": ranks.rank, "error": _first_line(error), "details": traceback.format_exc()}
+    (Path(trial.folder) / f"error-{ranks.rank}.json").write_text(json.dumps(report))
 
 
 def _first_line(error: Exception) -> str:
