@@ -6,6 +6,8 @@ import json
 import re
 import shlex
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -275,13 +277,13 @@ def test_orders_of_a_whole_run_refuse_what_would_reorder_the_past(
     assert [record.consumed_samples for record in read_metrics(run / "metrics.jsonl")][-2:] == [136, 152]
 
 
-def test_ranks_agree_on_a_change_and_report_a_refusal_once(
-    workshop: Workshop, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_ranks_agree_on_a_change_and_report_a_refusal_once(workshop: Workshop) -> None:
     two = ("launch={gpus_per_node: 2}", "batch.micro_batch_size=2", "train.for=4 steps")
     workshop.train(*two, "train.exit_after=2 steps")
-    workshop.train(*two, "lr.peak=0.005", code=3)
-    assert capfd.readouterr().err.count("lr.peak is 0.005 but the checkpoint has 0.01") == 1
+    words = ["train", str(workshop.recipe), *two, "lr.peak=0.005", "--run-dir", "run", "--device", "cpu"]
+    refused = subprocess.run([sys.executable, "-m", "bloomery", *words], capture_output=True, text=True, timeout=120)
+    assert refused.returncode == 3
+    assert refused.stderr.count("lr.peak is 0.005 but the checkpoint has 0.01") == 1, refused.stderr
     run = workshop.train(*two, "lr.peak=0.005", changes=["lr.peak"])
     assert workshop.events(run, "start")[-1]["ranks"] == 2
     (event,) = workshop.events(run, "changed")

@@ -17,7 +17,6 @@ from bloomery.config.recipe import Recipe
 from bloomery.launch.local import run_local_ranks
 from bloomery.sizing.check import CheckedRecipe, fit
 from bloomery.sizing.layout import world_size
-from bloomery.train.contract import check_change_names
 
 _TRIES = 16
 """Numbers of ranks to try, in each direction, for one that fits."""
@@ -36,6 +35,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # a lost rank is reported once, not in pages of C++ frames
+    from bloomery.train.contract import check_change_names
+
     started = started_as()
     try:
         check_change_names(args.changes)

@@ -258,7 +258,8 @@ class Watchdog:
 
     def _judge(self) -> None:
         while not self._ended.wait(_NOTE_SECONDS / 2):
-            if PULSE.silent_seconds <= max(PULSE.limit, *(note.limit for note in self._notes.values()), 0.0):
+            heard = self._notes.keys() - self.silent_ranks()  # a silent rank noted the limit of something past
+            if PULSE.silent_seconds <= max([PULSE.limit, *(self._notes[rank].limit for rank in heard)]):
                 continue
             self.hangs, behind, text = True, self._behind(), f"{self.waits()}. Start again to resume"
             if self._rank == min(set(range(self._size)) - set(behind)):  # the first of those that wait speaks for all
