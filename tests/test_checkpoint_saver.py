@@ -317,7 +317,7 @@ def test_a_draft_that_is_taken_away_while_rank_0_waits_ends_the_wait(
         if ranks.rank == 1:
             assert waits.wait(60)
             take_over(tmp_path)
-            ranks.tell = lambda *_: None  # it is gone before it can say so
+            ranks.store_set = lambda *_: None  # it is gone before it can say so
         begin(saver, tmp_path, 5, writer=stale if ranks.rank == 0 else old)
         return in_the_end(saver)
 

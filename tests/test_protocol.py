@@ -205,7 +205,7 @@ def save(run: Run, start: str, rank: int, writer: fence.Writer, step: int) -> No
     ranks: Any = SimpleNamespace(
         rank=rank, size=RANKS, gather=lambda value: [value], broadcast=lambda _: f"{start}{step}"
     )
-    ranks.told, ranks.tell = run.board.get, run.board.__setitem__
+    ranks.store_get, ranks.store_set = run.board.get, run.board.__setitem__
     one = saving.Saver(
         {"w": Piece(values, (2 * RANKS,), (2 * rank,))}, device=values.device, ranks=ranks, timeout_seconds=100.0
     )
