@@ -105,19 +105,21 @@ def read_ledger(path: Path) -> Ledger:
 @lru_cache(maxsize=1)
 def _read_ledger(path: Path, version: tuple[int, ...]) -> Ledger:
     starts: list[Start] = []
-    energy = Energy()
+    spent = Energy()
 
     def take(line: bytes) -> None:
         if b'"start"' not in line and b'"energy"' not in line:
             return
-        nonlocal energy
+        nonlocal spent
         event = event_of(line)
-        energy = max(energy, Energy.from_json(event.get(names.FACT_ENERGY)), key=Energy.order)
+        energy = event.get(names.FACT_ENERGY)
+        if isinstance(energy, dict) and energy.get("device_seconds", 0.0) > spent.device_seconds:  # sums only grow
+            spent = Energy.from_json(energy)
         if event["kind"] == names.Event.START and type(event.get("job")) is type(event.get("step")) is int:
             starts.append(Start(event["job"], event["step"], str(event.get("start", ""))))
 
     scan(path, take)
-    return Ledger(starts, energy)
+    return Ledger(starts, spent)
 
 
 def event_of(line: bytes) -> dict[str, Any]:
