@@ -11,8 +11,7 @@ import pytest
 
 from bloomery.base.errors import Problem, RecipeError
 from bloomery.config.load import load_recipe, shipped_recipes
-from bloomery.sizing.check import RULES, load_checked_recipe
-from bloomery.sizing.rules import nearby_divisors
+from bloomery.sizing.check import RULES, load_checked_recipe, nearby_divisors
 
 SOUND = """\
 name: sound
@@ -46,7 +45,7 @@ BERT = "model.family=bert"
 CASES: list[tuple[str, list[str], str, str, str]] = [
     # rule, overrides, what, rule text, remedy
     ("heads", ["model.num_heads=6"], "model.num_heads is 6 but model.hidden_size is 64", "divide the hidden size", "use 4 or 8 heads"),
-    ("heads", [LLAMA, "model.hidden_size=24"], "a head is 3 wide", "must be even", "change model.num_heads"),
+    ("heads", [LLAMA, "model.hidden_size=24"], "a head is 3 wide", "must be even", "change model.head_dim or model.num_heads"),
     ("heads", [LLAMA, "model.num_kv_heads=3"], "model.num_kv_heads is 3 but model.num_heads is 8", "same number of query heads", "use 2 or 4"),
     ("heads", [LLAMA, "model.num_kv_heads=16"], "model.num_kv_heads is 16", "same number of query heads", "use 8"),
     ("ignored", ["model.num_kv_heads=4"], "model.num_kv_heads is set but model.family is gpt2", "would be ignored", "set it back to 8"),
@@ -56,16 +55,16 @@ CASES: list[tuple[str, list[str], str, str, str]] = [
     ("tensor_parallel", ["model.ffn_hidden_size=5", "parallel.tp=2"], "but model.ffn_hidden_size is 5", "divide evenly", "tp 1"),
     ("tensor_parallel", ["model.vocab_multiple=1", "model.vocab_size=1001", "parallel.tp=2"], "the padded vocabulary is 1001", "divide evenly", "tp 1"),
     ("tensor_parallel", ["model.seq_length=36", "parallel.tp=8"], "parallel.tp is 8 but the number of tokens of a sequence is 36", "divide evenly", "tp 4"),
-    ("context", ["parallel.cp=4", "model.seq_length=36"], "parallel.cp is 4 but model.seq_length is 36", "2 * cp", "use parallel.cp 3 or 6, or a sequence of 32"),
+    ("context", ["parallel.cp=4", "model.seq_length=36"], "parallel.cp is 4 but model.seq_length is 36", "2 * cp", "use parallel.cp 3 or 6, or 32 tokens"),
     ("context", [BERT, "parallel.cp=2"], "parallel.cp is 2 but model.family is bert", "first token", "parallel.cp=1"),
     ("pipeline", ["parallel.pp=8", "launch=null"], "parallel.pp * parallel.chunks is 8 but model.num_layers is 4", "at least one layer", "at most 4 stages"),
     ("pipeline", ["parallel.pp=2", "parallel.zero=2"], "parallel.zero is 2 with parallel.pp 2", "would act as ZeRO 1", "parallel.zero=1"),
     ("ignored", ["parallel.schedule=gpipe"], "parallel.schedule is set but parallel.pp is 1", "would be ignored", "set it back to 1f1b"),
     ("ignored", ["parallel.chunks=2"], "parallel.chunks is set but parallel.pp is 1", "would be ignored", "set it back to 1"),
-    ("pipeline", ["parallel.pp=2", "parallel.chunks=2"], "parallel.schedule is 1f1b with parallel.chunks 2", "one stage per rank", "interleaved"),
-    ("pipeline", ["parallel.pp=2", "parallel.schedule=interleaved"], "parallel.schedule is interleaved with parallel.chunks 1", "at least two stages", "parallel.chunks=2"),
+    ("pipeline", ["parallel.pp=2", "parallel.chunks=2"], "parallel.chunks is 2 but parallel.schedule is 1f1b", "the others one", "interleaved"),
+    ("pipeline", ["parallel.pp=2", "parallel.schedule=interleaved"], "parallel.chunks is 1 but parallel.schedule is interleaved", "at least two stages", "parallel.chunks=2"),
     ("pipeline", ["parallel.pp=4", "parallel.schedule=interleaved", "parallel.chunks=2", "model.num_layers=8", "batch.rampup=null", "batch.global_batch_size=6", "launch=null"], "a batch of 6 samples makes 3 micro-batches for parallel.pp 4", "in rounds of pp", "multiples of 8"),
-    ("pipeline", ["parallel.pp=2", "parallel.schedule=zero_bubble", "parallel.chunks=2", "train.compile=true", "launch=null"], "zero_bubble with train.compile", "compiled blocks", "interleaved"),
+    ("pipeline", ["parallel.pp=2", "parallel.schedule=zero_bubble", "parallel.chunks=2", "train.compile=true", "launch=null"], "parallel.schedule is zero_bubble but train.compile is True", "compiled blocks", "interleaved"),
     ("pipeline", ["parallel.pp=2", "parallel.schedule=zero_bubble", "parallel.chunks=2"], "zero_bubble with precision bf16 and 2 data-parallel ranks", "in 16 bits", "interleaved"),
     ("data_parallel", ["launch.nodes=3", "parallel.tp=4"], "launch starts 6 ranks", "tp * pp * cp = 4", "a multiple of 4 ranks, such as 4 or 8"),
     ("ignored", ["parallel.shard_size=2", "parallel.zero=0"], "parallel.shard_size is set but parallel.zero is 0", "would be ignored", "back to null"),
@@ -89,30 +88,24 @@ CASES: list[tuple[str, list[str], str, str, str]] = [
     ("lengths", ["lr.warmup=5000 samples"], "lr.warmup is 5000 samples = 5,000 samples", "ends at 5,000 samples", "shorten the warm-up"),
     ("lengths", ["lr.warmup=1000 steps", "lr.decay=null"], "lr.warmup is 1000 steps", "shorter than the decay", "lengthen lr.decay"),
     ("lengths", ["lr.schedule=wsd", "lr.cooldown=4950 samples"], "lr.cooldown is 4950 samples", "between the end of warm-up and 5,000", "shorten it"),
-    ("skips", ["train.skip=['10-5 steps']"], "train.skip has '10-5 steps'", "from its first step", "use '5-10 steps'"),
-    ("skips", ["train.skip=['0-5 steps']"], "train.skip has '0-5 steps'", "at least 1", "use '1-5 steps'"),
+    ("skips", ["train.skip=['10-5 steps']"], "train.skip has '10-5 steps'", "from its first step", "sort"),
+    ("skips", ["train.skip=['0-5 steps']"], "train.skip has '0-5 steps'", "at least 1", "sort"),
     ("skips", ["train.skip=['1-5 steps','5-6 steps']"], "train.skip has '5-6 steps'", "do not overlap", "sort and join"),
-    ("data", ["prepare=[{output: x, sources: [y]}]", "tokenizer=null"], "prepare is set but tokenizer is not", "text needs one", "add `tokenizer"),
+    ("prepare", ["prepare=[{output: x, sources: [y]}]", "tokenizer=null"], "prepare is set but tokenizer is not", "text needs one", "add `tokenizer"),
     ("data", ["data.split='9,1'"], "data.split and data.validation are both set", "either from a split", "remove one"),
     ("data", ["data.validation={}"], "train.evaluate is set but there is nothing to evaluate", "data.validation or data.split", "remove train.evaluate"),
     ("ignored", ["train.evaluate=null"], "data.validation is set but train.evaluate is not set", "would be ignored", "set it back to"),
-    ("data", ["data.validation={main: []}"], "data.validation.main is empty", "a group has sources", "add one"),
     ("data", ["data.validation={}", "data.split='0,1,1'"], "data.split is '0,1,1', which leaves nothing for training", "in this order", "'949,50,1'"),
     ("data", ["data.validation={}", "data.split='1,0,1'"], "leaves nothing for validation", "train, valid and test", "'949,50,1'"),
     ("data", ["data.train=[{path: shards/a}, {path: ./shards/a}]"], "data.train.1 and data.train.0 are both called 'shards/a'", "distinguish sources", "add up their weights"),
-    ("data", ["data.train=[{path: a, name: x}, {path: b, name: x}]"], "data.train.1 and data.train.0 are both called 'x'", "distinguish sources", "give each a `name`"),
+    ("data", ["data.train=[{path: a, name: x}, {path: b, name: x}]"], "data.train.1 and data.train.0 are both called 'x'", "distinguish sources", "give each a `name`, or add up their weights"),
     ("data", ["data.validation.main=[{path: a}, {path: a}]"], "data.validation.main.1 and data.validation.main.0 are both", "distinguish sources", "add up their weights"),
-    ("data", ["data.order=megatron", "data.train=[{path: a}, {path: a}]"], "data.train.1 and data.train.0 are both called 'a'", "distinguish sources", "give each a `name`"),
+    ("data", ["data.order=megatron", "data.train=[{path: a}, {path: a}]"], "data.train.1 and data.train.0 are both called 'a'", "distinguish sources", "give each a `name`, or add up their weights"),
     ("data", ["data.train=[{path: s/a, name: x, weight: 2}, {path: ./s/a, name: y}]"], "data.train.1 and data.train.0 are the same shard, ./s/a", "text repeats", "the weight 3"),
     ("data", ["data.validation.main=[{path: a, name: x}, {path: a, name: y}]"], "data.validation.main.1 and data.validation.main.0 are the same shard, a", "text repeats", "the weight 2"),
-    ("data", ["data.train=[{path: a, weight: 1e308}, {path: b, weight: 1.5e308}]"], "the weights of data.train have no finite sum, with 1.5e+308 for data.train.1", "only their proportions", "0.7 and 0.3"),
-    ("data", ["data.order=bigscience", "data.validation.main=[{path: a, weight: 1e308}, {path: c, weight: 1e308}]"], "the weights of data.validation.main have no finite sum", "only their proportions", "0.7 and 0.3"),
-    ("data", [f"data.split='{'9' * 400},1,1'"], "data.split is '9999999999999999999999999999999999999999...'", "a finite number", "'949,50,1'"),
-    ("data", [f"data.split='{'9' * 308},{'9' * 308}'"], "data.split is '9999", "a finite number", "'949,50,1'"),
     ("data", ["data.validation={}", "data.split='1'"], "data.split is '1', which leaves nothing for validation", "train, valid and test", "'949,50,1'"),
-    ("data", ["prepare=[{output: x, sources: [y]}, {output: ./x, sources: [z]}]"], "prepare.1 and prepare.0 both write ./x", "would replace", "output of its own"),
-    ("data", ["prepare=[{output: x/, sources: [y]}]"], "prepare.0.output is 'x/'", "a prefix", "after the last /"),
-    ("data", ["prepare=[{output: x, sources: [y], min_tokens: 9, max_tokens: 8}]"], "prepare.0.min_tokens is 9 and max_tokens is 8", "that few", "swap them"),
+    ("prepare", ["prepare=[{output: x, sources: [y]}, {output: ./x, sources: [z]}]"], "prepare.1 and prepare.0 both write ./x", "would replace", "output of its own"),
+    ("prepare", ["prepare=[{output: x, sources: [y], min_tokens: 9, max_tokens: 8}]"], "prepare.0.min_tokens is 9 and max_tokens is 8", "that few", "swap them"),
     ("ignored", ["data.blend_one_source=true"], "is set but data.order is timeless", "would be ignored", "set it back to"),
     ("ignored", ["data.masking={}"], "data.masking is set but model.family is gpt2", "would be ignored", "set it back to"),
     ("ignored", ["model.family=bloom", "data.reset_positions=true"], "data.reset_positions is set but model.family is bloom", "would be ignored", "set it back to"),
@@ -125,10 +118,10 @@ CASES: list[tuple[str, list[str], str, str, str]] = [
     ("samples", [BERT, "prepare=[{output: shards/b, sources: [y]}]"], "prepare.0 makes shards/b without split_sentences", "pairs of sentences", "split_sentences: true"),
     ("ignored", ["loss_scale.initial=2.0"], "loss_scale is set but precision is bf16", "would be ignored", "set it back to"),
     ("loss_scale", ["precision=fp16", "loss_scale.min=8192.0"], "loss_scale.initial is 4096.0 but loss_scale.min is 8192.0", "at or above", "raise"),
-    ("phases", ["checkpoint.phases=[{every: 1 step},{every: 2 steps}]"], "checkpoint.phases.0 has no `until`", "only the last", "add `until"),
-    ("phases", ["checkpoint.phases=[{every: 1 step, until: 9 steps}]"], "checkpoint.phases.0, the last, ends at 9 steps", "nothing would be saved", "remove its"),
+    ("phases", ["checkpoint.phases=[{every: 1 step},{every: 2 steps}]"], "checkpoint.phases.0 has no `until`", "each phase but the last", "sort the phases"),
+    ("phases", ["checkpoint.phases=[{every: 1 step, until: 9 steps}]"], "checkpoint.phases.0 ends at 9 steps", "the last has none", "save to the end"),
     ("phases", ["checkpoint.phases=[{every: 1 step, until: 9 steps},{every: 1 step, until: 9 steps},{every: 2 steps}]"],
-     "checkpoint.phases.1 ends at 9 steps", "end at 9 steps", "sort the phases"),
+     "checkpoint.phases.1 ends at 9 steps", "later than those before", "sort the phases"),
 ]  # fmt: skip
 
 
@@ -196,7 +189,7 @@ def test_a_split_of_one_number_is_all_for_training(sound: str, split: str) -> No
     assert recipe.data.split == split.strip("'")
 
 
-@pytest.mark.parametrize("split", ["1,2,3,4", "a", "-1", "1e30"])
+@pytest.mark.parametrize("split", ["1,2,3,4", "a", "-1", "1e30", "9" * 400])
 def test_a_split_that_is_none_states_the_rule(sound: str, split: str) -> None:
     (problem,) = [
         str(problem) for problem in problems(sound, [f"data.split={split}"]) if "data.split is" in str(problem)

@@ -24,8 +24,7 @@ from bloomery.checkpoint.retention import Tier, apply_retention
 from bloomery.checkpoint.save import save_checkpoint
 from bloomery.checkpoint.select import list_checkpoints, newest_good, refuse_later, tidy
 from bloomery.config.recipe import CheckpointSection, KeepSection, LocalTierSection, PhaseSection
-from bloomery.sizing.saves import cadence, daly_seconds, kept_steps, seconds_between_failures
-from bloomery.sizing.schedule import resolve_phases
+from bloomery.sizing.schedule import cadence, daly_seconds, kept_steps, resolve_phases, seconds_between_failures
 from checkpoints import change_manifest
 from threads_as_ranks import together
 

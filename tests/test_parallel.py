@@ -352,7 +352,7 @@ def test_as_little_as_possible_changes(overrides: list[str], world: int, expecte
         assert fitted is None
     else:
         assert fitted is not None
-        assert fitted.reasons[1:] == expected
+        assert fitted[1][1:] == expected
 
 
 def test_no_rank_of_a_large_model_holds_more_than_its_part() -> None:

@@ -22,7 +22,7 @@ from bloomery.sizing.check import load_checked_recipe
 from bloomery.sizing.layout import Layout, layout_overrides, world_size
 from bloomery.sizing.memory import HeldElements, StagePart, held_elements, node_bytes, stage_memories
 from bloomery.sizing.parameters import model_shapes, padded_vocab_size, parameter_shapes
-from bloomery.sizing.saves import kept_checkpoints
+from bloomery.sizing.schedule import kept_checkpoints
 from bloomery.verify import simulate
 from bloomery.verify.simulate import simulate_rank
 from conftest import Workshop

@@ -68,7 +68,7 @@ def test_every_batch_of_the_recipe_divides_over_its_ranks(name: str) -> None:
     loaded = recipe(name)
     assert world_size(loaded) == data_parallel_size(loaded) * ranks_per_replica(loaded)
     samples_at_once = loaded.batch.micro_batch_size * data_parallel_size(loaded)
-    for level in TrainingPlan.of(loaded).batch.levels():
+    for level in TrainingPlan.of(loaded).batch.levels:
         assert level.global_batch % samples_at_once == 0, level
     assert loaded.model.num_heads % loaded.parallel.tp == 0
     assert padded_vocab_size(loaded.model) % loaded.parallel.tp == 0

@@ -37,7 +37,7 @@ def megatron_train_steps(train_samples: int, start: int, increment: int, samples
 
 
 def test_tr1_levels_start_where_the_log_says() -> None:
-    by_batch = {level.global_batch: level for level in TR1.levels()}
+    by_batch = {level.global_batch: level for level in TR1.levels}
     assert len(by_batch) == 64
     assert by_batch[16] == BatchLevel(16, first_step=1, consumed_samples=0)
     assert by_batch[32] == BatchLevel(32, first_step=4962, consumed_samples=79_376)
@@ -47,7 +47,7 @@ def test_tr1_levels_start_where_the_log_says() -> None:
     assert by_batch[96] == BatchLevel(96, first_step=11_328, consumed_samples=396_848)
     assert by_batch[1008].first_step == 23_378
     assert by_batch[1024] == BatchLevel(1024, first_step=23_457, consumed_samples=5_000_528)
-    first_steps = [level.first_step for level in TR1.levels()]
+    first_steps = [level.first_step for level in TR1.levels]
     assert [b - a for a, b in pairwise(first_steps)][:6] == [4961, 2480, 1654, 1240, 992, 827]
 
 
@@ -67,7 +67,7 @@ def test_train_steps_equal_megatrons() -> None:
 
 
 def test_tr11_reaches_batch_784_where_its_chronicle_says() -> None:
-    level = next(level for level in TR11.levels() if level.global_batch == 784)
+    level = next(level for level in TR11.levels if level.global_batch == 784)
     assert level == BatchLevel(784, first_step=7573, consumed_samples=3_115_072)
     assert TR11.consumed_after_step(12_695) == 9_841_584
 
@@ -81,7 +81,7 @@ def test_training_that_ends_inside_the_ramp_keeps_megatrons_floor() -> None:
 
 def test_without_a_ramp_everything_is_a_division() -> None:
     flat = plan(16)
-    assert flat.levels() == [BatchLevel(16, first_step=1, consumed_samples=0)]
+    assert flat.levels == (BatchLevel(16, first_step=1, consumed_samples=0),)
     assert flat.train_steps_for_samples(1607) == 100
     assert flat.consumed_after_step(0) == 0
     assert flat.consumed_after_step(7) == 112
@@ -90,12 +90,12 @@ def test_without_a_ramp_everything_is_a_division() -> None:
 
 
 def test_a_ramp_that_does_not_grow_is_no_ramp() -> None:
-    assert plan(16, (16, 4, 100)).levels() == plan(16, (32, 4, 100)).levels() == plan(16).levels()
+    assert plan(16, (16, 4, 100)).levels == plan(16, (32, 4, 100)).levels == plan(16).levels
 
 
 def test_a_big_batch_jumps_over_levels() -> None:
     # 2, 4, ... 16 in stages of 10/7 samples: the first step of 2 samples already passes one boundary.
-    assert [level.global_batch for level in plan(16, (2, 2, 10)).levels()] == [2, 4, 10, 16]
+    assert [level.global_batch for level in plan(16, (2, 2, 10)).levels] == [2, 4, 10, 16]
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -120,7 +120,7 @@ def test_plan_equals_a_step_by_step_replay(seed: int) -> None:
         consumed += batch
         reached.append((step, consumed))
         assert tested.consumed_after_step(step) == consumed
-    assert tested.levels() == levels
+    assert list(tested.levels) == levels
     for wanted in [rng.randint(0, consumed) for _ in range(50)] + [after for _, after in reached[:50]]:
         assert tested.first_step_reaching(wanted) == next(step for step, after in reached if after >= wanted)
     for wanted in (0, samples // 2, samples, samples + 1, samples * 3):

@@ -27,7 +27,7 @@ from bloomery.checkpoint import folder as folders
 from bloomery.checkpoint.fence import Writer
 from bloomery.checkpoint.format import MANIFEST, PARTS, SUSPICIOUS, read_manifest
 from bloomery.config.recipe import CheckpointSection, KeepSection
-from bloomery.sizing.saves import kept_steps
+from bloomery.sizing.schedule import kept_steps
 
 DURABLE, LOCAL = "durable", "local"
 

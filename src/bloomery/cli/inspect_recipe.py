@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import asdict
 from typing import Any
 
 from bloomery.cli.arguments import (
@@ -102,11 +101,23 @@ def schedule_facts(recipe: Recipe, plan: TrainingPlan, *, at_steps: list[int], a
         "train_steps": plan.train_steps,
         "train_samples": plan.train_samples,
         "train_tokens": plan.train_tokens,
-        "levels": [asdict(level) for level in plan.batch.levels()],
+        "levels": [
+            {name: getattr(level, name) for name in ("global_batch", "first_step", "consumed_samples")}
+            for level in plan.batch.levels
+        ],
         "warmup_samples": plan.lr.warmup_samples,
         "warmup_ends_at_step": plan.warmup_ends_at_step,
         "decay_samples": None if recipe.lr.schedule == "constant" else plan.lr.decay_samples,
-        "phases": [asdict(phase) for phase in plan.phase_summaries()],
+        "phases": [
+            {
+                "first_step": phase.first_step,
+                "last_step": min(plan.train_steps, phase.last_step or plan.train_steps),
+                "every_steps": phase.every_steps,
+                "saves": len(phase.steps(train_steps=plan.train_steps)),
+            }
+            for phase in plan.save_phases
+            if phase.first_step <= plan.train_steps
+        ],
         "at_steps": [
             {
                 "step": step,

@@ -22,7 +22,7 @@ from bloomery.sizing.memory import (
     stage_memories,
 )
 from bloomery.sizing.parameters import count_parameters, padded_vocab_size
-from bloomery.sizing.saves import kept_checkpoints
+from bloomery.sizing.schedule import kept_checkpoints
 
 _READS = ("name", "model", "batch", "train", "precision", "parallel", "checkpoint", "launch")
 _MEMORY = {

@@ -86,9 +86,10 @@ def _recipe(args: argparse.Namespace, started: Started | None) -> Recipe:
         near = " or ".join(str(count * ranks) for count in _fitting(checked, nodes, ranks)) if nodes > 1 else ""
         near = near or " or ".join(str(count) for count in _fitting(checked, 1, started.size))
         raise RecipeError(Problem(what, rule, f"start {near} ranks" if near else "start as many as divide the batch"))
-    if fitted.reasons and started.rank == 0:
-        print(f"bloomery: another layout, the same training: {'; '.join(fitted.reasons)}", file=sys.stderr)
-    return fitted.recipe
+    recipe, reasons = fitted
+    if reasons and started.rank == 0:
+        print(f"bloomery: another layout, the same training: {'; '.join(reasons)}", file=sys.stderr)
+    return recipe
 
 
 def _fitting(checked: CheckedRecipe, nodes: int, ranks: int) -> list[int]:

@@ -73,7 +73,7 @@ PathText = Annotated[str, Field(min_length=1)]
 SplitText = Annotated[
     str,
     BeforeValidator(_text_of_number),  # one part alone is a number to YAML
-    Field(pattern=r"^[0-9]+(\.[0-9]+)?([,/]\s*[0-9]+(\.[0-9]+)?){0,2}$"),
+    Field(pattern=r"^[0-9]{1,50}(\.[0-9]+)?([,/]\s*[0-9]{1,50}(\.[0-9]+)?){0,2}$"),
 ]
 AnyAmount = Annotated[Amount, BeforeValidator(_amount("steps", "samples", "tokens", positive=False)), _AS_TEXT]
 Steps = Annotated[Amount, BeforeValidator(_steps), _AS_TEXT]

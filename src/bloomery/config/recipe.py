@@ -2,7 +2,7 @@
 
 A new field is added in its class here and nowhere else: type, default, meaning (the text below it, shown in messages
 and in docs/recipe.md) and, unless its section's holds, a mark for what a resumed run may do with it (`OnResume`).
-Derived numbers live in `bloomery.sizing`, rules between fields in `sizing/rules.py`, and defaults that depend on the
+Derived numbers live in `bloomery.sizing`, rules between fields in `sizing/check.py`, and defaults that depend on the
 model family in `families/`.
 """
 
@@ -136,7 +136,7 @@ class SourceSection(Section):
     """Shard prefix: `<path>.bin` and `<path>.idx`, relative to the working directory."""
     name: str | None = None
     """Stable name in the order of samples, so that shards may move; default: the path."""
-    weight: float = Field(default=1.0, gt=0)
+    weight: float = Field(default=1.0, gt=0, le=1e100)
     """Share of samples drawn from this source, relative to the others."""
 
 
@@ -156,7 +156,7 @@ class DataSection(Section):
     """In these two, treat one source like a blend: Megatron does so where it has a weight, `--data-path 1.0 PATH`."""
     train: Annotated[list[SourceSection], SOURCES] = Field(min_length=1)
     """What is trained on."""
-    validation: Annotated[dict[str, list[SourceSection]], VALIDATION] = Field(default_factory=dict)
+    validation: Annotated[dict[str, Annotated[list[SourceSection], Field(min_length=1)]], VALIDATION] = {}
     """Named groups, each evaluated and logged on its own."""
     split: Annotated[SplitText | None, ORDER] = None
     """Train, valid and test parts of each source, by document: one to three numbers, '949,50,1'; missing ones are 0."""
@@ -379,7 +379,7 @@ class LaunchSection(Section):
 
 
 class PrepareSection(Section):
-    output: PathText
+    output: PathText = Field(pattern="[^/]$")
     """Shard prefix to write: `<output>.bin`, `.idx` and `.manifest.json`."""
     sources: list[PathText] = Field(min_length=1)
     """Files, folders, globs or URLs of text; `python-stdlib` is this machine's own Python standard library."""

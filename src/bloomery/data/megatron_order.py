@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bloomery.base.errors import DataError, Problem, RecipeError
-from bloomery.sizing.data_rules import split_shares
+from bloomery.sizing.check import split_shares
 
 Part = Literal["train", "valid", "test"]
 PARTS: tuple[Part, ...] = ("train", "valid", "test")

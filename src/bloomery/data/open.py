@@ -28,7 +28,7 @@ from bloomery.data.megatron_order import Part
 from bloomery.data.shards import ShardReader
 from bloomery.data.tokenizer import Tokenizer
 from bloomery.families.registry import FAMILIES
-from bloomery.sizing.data_rules import source_key
+from bloomery.sizing.check import source_key
 from bloomery.sizing.schedule import TrainingPlan
 
 SPLIT_GROUP = "valid"

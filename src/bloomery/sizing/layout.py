@@ -1,4 +1,4 @@
-"""How the ranks of a recipe are divided, and what of the model each holds. sizing/rules.py checks that it is legal."""
+"""How the ranks of a recipe are divided, and what of the model each holds. sizing/check.py checks that it is legal."""
 
 from __future__ import annotations
 

@@ -1,30 +1,46 @@
-"""The whole training in numbers: batch ramp, learning rate, save phases, and every amount as samples and steps."""
+"""The whole training in numbers: batch ramp, learning rate, every amount as samples and steps; when to save, which
+checkpoints to keep, and how many that makes."""
 
 from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
-from typing import Any, Self
+from operator import attrgetter
+from typing import Any, Literal, Self, TypeVar
 
-from bloomery.base.units import Amount
-from bloomery.config.recipe import BatchSection, LrSection, PhaseSection, Recipe, Schedule
+from bloomery.base.units import Amount, Duration, format_seconds
+from bloomery.config.recipe import BatchSection, KeepSection, LrSection, PhaseSection, Recipe, Schedule
 
 
 @dataclass(frozen=True)
-class Stretch:
-    """Steps of the past with one global batch size and one sequence length."""
+class BatchLevel:
+    """Steps with one global batch size."""
 
+    global_batch: int
     first_step: int
     """Steps count from 1."""
     consumed_samples: int
     """Before `first_step`."""
+
+
+@dataclass(frozen=True)
+class Stretch(BatchLevel):
+    """Steps of the past, which also had one sequence length."""
+
     consumed_tokens: int
     """Before `first_step`."""
-    global_batch: int
     seq_length: int
+
+
+Level = TypeVar("Level", bound=BatchLevel)
+
+
+def _begun(levels: Sequence[Level], count: int, unit: str) -> Level:
+    """The last level that has begun after so many steps, samples or tokens."""
+    return levels[bisect_right(levels, count, key=attrgetter(unit)) - 1]
 
 
 @dataclass(frozen=True)
@@ -49,33 +65,19 @@ class History:
         """Tokens in the first samples of the run; `seq_length` is the present one."""
         if consumed_samples >= self.samples:
             return self.tokens + (consumed_samples - self.samples) * seq_length
-        stretch = self._at(consumed_samples, "consumed_samples")
+        stretch = _begun(self.stretches, consumed_samples, "consumed_samples")
         return stretch.consumed_tokens + (consumed_samples - stretch.consumed_samples) * stretch.seq_length
 
     def samples_at(self, consumed_tokens: int, *, seq_length: int) -> int:
         """Whole samples in the first tokens of the run; `seq_length` is the present one."""
         if consumed_tokens >= self.tokens:
             return self.samples + (consumed_tokens - self.tokens) // seq_length
-        stretch = self._at(consumed_tokens, "consumed_tokens")
+        stretch = _begun(self.stretches, consumed_tokens, "consumed_tokens")
         return stretch.consumed_samples + (consumed_tokens - stretch.consumed_tokens) // stretch.seq_length
-
-    def _at(self, count: int, unit: str) -> Stretch:
-        return self.stretches[bisect_right(self.stretches, count, key=lambda stretch: getattr(stretch, unit)) - 1]
 
 
 NO_HISTORY = History()
 """Of a run that has never changed its batch or its sequence length."""
-
-
-@dataclass(frozen=True)
-class BatchLevel:
-    """A stretch of steps with one global batch size."""
-
-    global_batch: int
-    first_step: int
-    """Steps count from 1."""
-    consumed_samples: int
-    """Samples consumed before `first_step`."""
 
 
 @dataclass(frozen=True)
@@ -98,14 +100,10 @@ class BatchPlan:
             return cls(full, ramp_start=full, ramp_increment=1, ramp_samples=0, history=history)
         return cls(full, ramp.start, ramp.increment, ramp.samples, history)
 
-    def is_rule_of(self, other: BatchPlan) -> bool:
-        """Whether both give the same batch to the same samples, their histories apart."""
-        return replace(self, history=other.history) == other
-
     def global_batch_at(self, consumed_samples: int) -> int:
         """Batch of the step that starts when this many samples have been consumed."""
         if consumed_samples < self.history.samples:
-            return self._level_at(consumed_samples).global_batch
+            return _begun(self.levels, consumed_samples, "consumed_samples").global_batch
         if not self.ramp_samples or consumed_samples > self.ramp_samples:
             return self.global_batch_size
         # Megatron divides floats; integer arithmetic would move some level boundaries by a step.
@@ -113,26 +111,31 @@ class BatchPlan:
         samples_per_increment = self.ramp_samples / increments
         return self.ramp_start + int(consumed_samples / samples_per_increment) * self.ramp_increment
 
-    def levels(self) -> list[BatchLevel]:
+    @cached_property
+    def levels(self) -> tuple[BatchLevel, ...]:
         """Batch sizes that really occur, in order; a large batch can jump over a level. The last one never ends."""
-        return list(self._levels)
+        done = self.history
+        levels = [BatchLevel(self.global_batch_at(done.samples), done.steps + 1, done.samples)]
+        while levels[-1].global_batch != self.global_batch_size:
+            levels.append(self._level_after(levels[-1]))
+        return (*done.stretches, *levels)
 
     def global_batch_at_step(self, step: int) -> int:
         """Batch of this step; steps count from 1."""
-        return self._level_of(step).global_batch
+        return _begun(self.levels, step, "first_step").global_batch
 
     def consumed_after_step(self, step: int) -> int:
         """Samples consumed when this step has ended; 0 after step 0."""
         if step <= 0:
             return 0
-        level = self._level_of(step)
+        level = _begun(self.levels, step, "first_step")
         return level.consumed_samples + (step - level.first_step + 1) * level.global_batch
 
     def first_step_reaching(self, samples: int) -> int:
         """Smallest step after which at least this many samples have been consumed; 0 for none."""
         if samples <= 0:
             return 0
-        level = self._level_at(samples - 1)
+        level = _begun(self.levels, samples - 1, "consumed_samples")
         return level.first_step - 1 + -(-(samples - level.consumed_samples) // level.global_batch)
 
     def train_steps_for_samples(self, samples: int) -> int:
@@ -142,24 +145,12 @@ class BatchPlan:
         that it exceeds, so the run consumes more samples than configured. We keep its length.
         """
         if samples < self.history.samples:
-            level = self._level_at(samples)
+            level = _begun(self.levels, samples, "consumed_samples")
             return level.first_step - 1 + (samples - level.consumed_samples) // level.global_batch
         ramp_steps = self.history.steps
         if self.ramp_samples:
             ramp_steps = max(ramp_steps, self.first_step_reaching(self.ramp_samples + 1))
         return ramp_steps + (samples - self.consumed_after_step(ramp_steps)) // self.global_batch_size
-
-    @cached_property
-    def _levels(self) -> tuple[BatchLevel, ...]:
-        past = [
-            BatchLevel(stretch.global_batch, stretch.first_step, stretch.consumed_samples)
-            for stretch in self.history.stretches
-        ]
-        done = self.history
-        levels = [BatchLevel(self.global_batch_at(done.samples), done.steps + 1, done.samples)]
-        while levels[-1].global_batch != self.global_batch_size:
-            levels.append(self._level_after(levels[-1]))
-        return (*past, *levels)
 
     def _level_after(self, level: BatchLevel) -> BatchLevel:
         """Bisects for the number of steps: the batch never falls as samples grow, float rounding included."""
@@ -172,13 +163,6 @@ class BatchPlan:
                 too_few = steps
         consumed_samples = level.consumed_samples + enough * level.global_batch
         return BatchLevel(self.global_batch_at(consumed_samples), level.first_step + enough, consumed_samples)
-
-    def _level_at(self, consumed_samples: int) -> BatchLevel:
-        index = bisect_right(self._levels, consumed_samples, key=lambda level: level.consumed_samples)
-        return self._levels[index - 1]
-
-    def _level_of(self, step: int) -> BatchLevel:
-        return self._levels[bisect_right(self._levels, step, key=lambda level: level.first_step) - 1]
 
 
 @dataclass(frozen=True)
@@ -232,26 +216,11 @@ class SavePhase:
     def covers(self, step: int) -> bool:
         return self.first_step <= step and (self.last_step is None or step <= self.last_step)
 
-    def steps(self, *, train_steps: int) -> Iterator[int]:
+    def steps(self, *, train_steps: int) -> list[int]:
         """The saving steps within a training of `train_steps`, ascending."""
-        last_step = train_steps if self.last_step is None else min(self.last_step, train_steps)
-        if self.every_steps is None:
-            yield from [last_step] if last_step == self.last_step else []
-            return
-        first_multiple = -(-self.first_step // self.every_steps) * self.every_steps
-        yield from range(first_multiple, last_step + 1, self.every_steps)
-        if last_step == self.last_step and last_step % self.every_steps and last_step >= self.first_step:
-            yield last_step
-
-
-@dataclass(frozen=True)
-class PhaseSummary:
-    """A phase as it falls within the training, for printing."""
-
-    first_step: int
-    last_step: int
-    every_steps: int | None
-    saves: int
+        last, every = min(train_steps, self.last_step or train_steps), self.every_steps
+        multiples = range(-(-self.first_step // every) * every, last + 1, every) if every else range(0)
+        return [*multiples, *([last] if last == self.last_step and last not in multiples else [])]
 
 
 def resolve_phases(phases: list[PhaseSection]) -> tuple[SavePhase, ...]:
@@ -302,14 +271,14 @@ class TrainingPlan:
             lr=lr,
             warmup_ends_at_step=batch.first_step_reaching(lr.warmup_samples),
             save_phases=resolve_phases(recipe.checkpoint.phases),
-            skip_ranges=tuple(_skip_range(text) for text in recipe.train.skip),
+            skip_ranges=tuple(skip_range(text) for text in recipe.train.skip),
         )
 
     @classmethod
     def resumed(cls, recipe: Recipe, then: TrainingPlan, step: int) -> Self:
         """The plan of a run that has done `step` steps as `then` planned them. They stay counted as they were."""
         batch, seq_length = BatchPlan.of(recipe.batch), recipe.model.seq_length
-        same = batch.is_rule_of(then.batch) and seq_length == then.seq_length
+        same = replace(batch, history=then.history) == then.batch and seq_length == then.seq_length
         return cls.of(recipe, then.history if same else then._history_at(step))
 
     @property
@@ -341,19 +310,6 @@ class TrainingPlan:
         """All steps of the training after which the schedule saves."""
         return [step for phase in self.save_phases for step in phase.steps(train_steps=self.train_steps)]
 
-    def phase_summaries(self) -> list[PhaseSummary]:
-        """The saving phases that begin within the training."""
-        return [
-            PhaseSummary(
-                first_step=phase.first_step,
-                last_step=self.train_steps if phase.last_step is None else min(phase.last_step, self.train_steps),
-                every_steps=phase.every_steps,
-                saves=sum(1 for _ in phase.steps(train_steps=self.train_steps)),
-            )
-            for phase in self.save_phases
-            if phase.first_step <= self.train_steps
-        ]
-
     def is_skipped(self, step: int) -> bool:
         """Whether this step's data is skipped: it counts as consumed, and no update is made."""
         return any(first <= step <= last for first, last in self.skip_ranges)
@@ -361,16 +317,10 @@ class TrainingPlan:
     def _history_at(self, step: int) -> History:
         """What has been after this step."""
         samples = self.batch.consumed_after_step(step)
-        lived = [level for level in self.batch.levels() if self.history.steps < level.first_step <= step]
         stretches = [
-            Stretch(
-                level.first_step,
-                level.consumed_samples,
-                self.tokens_at(level.consumed_samples),
-                level.global_batch,
-                self.seq_length,
-            )
-            for level in lived
+            Stretch(**asdict(level), consumed_tokens=self.tokens_at(level.consumed_samples), seq_length=self.seq_length)
+            for level in self.batch.levels
+            if self.history.steps < level.first_step <= step
         ]
         return History(step, samples, self.tokens_at(samples), (*self.history.stretches, *stretches))
 
@@ -423,7 +373,101 @@ def _cooldown_samples(cooldown: Amount | None, decay_samples: int, *, batch: Bat
     return decay_samples - batch.consumed_after_step(begins_after_step)
 
 
-def _skip_range(text: str) -> tuple[int, int]:
+def skip_range(text: str) -> tuple[int, int]:
     """'1000-1010 steps' -> (1000, 1010); the recipe has already checked the form."""
     first, last = text.removesuffix(" steps").split("-")
     return int(first), int(last)
+
+
+DEVICE_HOURS_BETWEEN_FAILURES = 50_000
+"""Llama 3's 16,384 GPUs were interrupted 419 times unexpectedly in 54 days: once in 50,000 hours of one device."""
+_STORAGE_SHARE = 0.5
+"""Of the time, storage is busy with saving at most this share."""
+
+
+@dataclass(frozen=True)
+class Cadence:
+    every_steps: int
+    reasoning: str
+    """How it came about, for people."""
+
+
+def seconds_between_failures(configured: Duration | None, *, num_devices: int) -> float:
+    """From the recipe, or else from the failure rate of this many devices."""
+    return configured.seconds if configured is not None else DEVICE_HOURS_BETWEEN_FAILURES * 3600 / num_devices
+
+
+def daly_seconds(cost_seconds: float, failure_seconds: float) -> float:
+    """The interval between saves that loses the least time (Daly 2006, the higher-order estimate of Young's rule)."""
+    if cost_seconds >= 2 * failure_seconds:
+        return failure_seconds
+    ratio = cost_seconds / (2 * failure_seconds)
+    return math.sqrt(2 * cost_seconds * failure_seconds) * (1 + math.sqrt(ratio) / 3 + ratio / 9) - cost_seconds
+
+
+def cadence(*, blocking_seconds: float, persist_seconds: float, step_seconds: float, failure_seconds: float) -> Cadence:
+    """From a save's measured costs: how long training stood still for it, and how long storage was busy."""
+    best = daly_seconds(blocking_seconds, failure_seconds)
+    least = persist_seconds / _STORAGE_SHARE
+    steps = max(1, math.ceil(max(best, least) / step_seconds))
+    shown = format_seconds(best) if best >= 10 else f"{best:.2g}s"
+    why = (
+        f"a save stops training for {blocking_seconds:.3g}s and a failure is expected every "
+        f"{format_seconds(failure_seconds)}, so an interval of {shown} loses the least (Young/Daly)"
+    )
+    if least > best:
+        why += f"; storage needs {persist_seconds:.3g}s for a save, so not more often than every {least:.3g}s"
+    lost = (blocking_seconds + steps * step_seconds * steps * step_seconds / (2 * failure_seconds)) / (
+        steps * step_seconds
+    )
+    why += f"; that is every {steps:,} steps of {step_seconds:.3g}s, and {100 * lost:.2g}% of the time lost"
+    return Cadence(steps, why)
+
+
+@dataclass(frozen=True)
+class Kept:
+    """Checkpoints that lie in one place when the training ends."""
+
+    count: int
+    being_written: int
+    """1 where older ones are deleted: that happens after a save, so there must be room for one more."""
+    bound: Literal["up to", "at least", "about"]
+    """A run also saves when it stops, or on request; `every: auto` decides while training; of copies that wait to be
+    uploaded only the newest goes."""
+
+
+def kept_steps(
+    steps: list[int], keep: KeepSection, losses: Mapping[int, float], suspicious: Collection[int] = ()
+) -> set[int]:
+    """Which of these steps to keep. `losses`: of those that were evaluated; one that is no number is never the best.
+    `suspicious`: they do not count among the last, but the newest of all stays."""
+    newest = sorted(set(steps) - set(suspicious))[-max(1, keep.last) :]
+    kept = {max(steps), *newest} if steps else set()
+    kept |= set(keep.steps) & set(steps)
+    if keep.every is not None:
+        kept |= {step for step in steps if step % keep.every.count == 0}
+    numbers = [step for step, loss in losses.items() if math.isfinite(loss)]
+    best = sorted(numbers, key=lambda step: (losses[step], step))
+    return kept | set(best[: keep.best])
+
+
+def kept_checkpoints(recipe: Recipe) -> dict[str, Kept]:
+    """By place: `durable` (the run folder), and `local` and `upload` where the recipe has them."""
+    section, plan = recipe.checkpoint, TrainingPlan.of(recipe)
+    saves = sorted({*plan.save_steps(), plan.train_steps})
+    places = {"durable": _kept(saves, section.keep, "at least")}
+    if section.local is not None:
+        places["local"] = Kept(section.local.keep, 1, "up to")
+    if (upload := section.upload) is not None:
+        every = upload.every.count if upload.every else 1
+        copies = [step for step in saves if step % every == 0 or step == plan.train_steps]
+        places["upload"] = _kept(copies, upload.keep, "about")
+    return places
+
+
+def _kept(steps: list[int], keep: KeepSection | None, unless_bounded: Literal["at least", "about"]) -> Kept:
+    if keep is None:
+        return Kept(len(steps), 0, unless_bounded)
+    if keep.every is None:
+        return Kept(keep.last + len(keep.steps) + keep.best, 1, "up to")
+    return Kept(len(kept_steps(steps, keep, {})), 1, unless_bounded)

@@ -20,7 +20,7 @@ from bloomery.config.schema import all_fields, field_at, meant_paths
 from bloomery.config.yaml_nodes import inline_yaml
 from bloomery.data.blend import same_shares
 from bloomery.families.registry import FAMILIES, READERS
-from bloomery.sizing.data_rules import source_key
+from bloomery.sizing.check import source_key
 from bloomery.sizing.schedule import TrainingPlan
 
 _USED_AT_STEP_0 = ("seed", "model", "tokenizer")

@@ -14,7 +14,7 @@ from bloomery.checkpoint.save import SaveOutcome, SavePlan, raise_together
 from bloomery.config.describe import as_yaml
 from bloomery.monitor import names
 from bloomery.monitor.names import Event
-from bloomery.sizing.saves import Cadence, cadence, seconds_between_failures
+from bloomery.sizing.schedule import Cadence, cadence, seconds_between_failures
 from bloomery.train.run import Run
 from bloomery.train.state import StagedSave, TrainState
 from bloomery.train.stop import StopReason
