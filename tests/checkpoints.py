@@ -9,11 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bloomery.base.piece import Piece
+from bloomery.base.ranks import Piece
 from bloomery.checkpoint.folder import complete_checkpoints, find_checkpoint
-from bloomery.checkpoint.format import MANIFEST, facts_of, read_index, write_manifest
+from bloomery.checkpoint.format import DTYPES, MANIFEST, FileFacts, facts_of, read_index, write_manifest
 from bloomery.checkpoint.load import load_pieces
-from bloomery.checkpoint.tensor_file import DTYPES, FileFacts
 
 
 def tensors_of(run: Path) -> dict[str, Tensor]:

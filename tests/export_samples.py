@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
-from bloomery.base.piece import Piece
+from bloomery.base.ranks import Piece
 from bloomery.checkpoint.folder import find_checkpoint
 from bloomery.checkpoint.save import save_checkpoint
 from bloomery.config.recipe import ModelSection

@@ -16,8 +16,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor, nn
 
-from bloomery.base.piece import Piece
-from bloomery.base.ranks import Ranks
+from bloomery.base.ranks import Piece, Ranks
 from bloomery.config.recipe import ModelSection
 from bloomery.data import batch as loader
 from bloomery.data.batch import Batch

@@ -66,7 +66,7 @@ def kill_rank_1(arguments: Sequence[str]) -> int:
 def newer_start_seen_by(numbers: Sequence[int], arguments: Sequence[str]) -> int:
     """A newer start takes the checkpoints over during the save of step 4, and only these ranks find out by themselves:
     before they write their part, or, rank 0 alone, before it completes the save."""
-    from bloomery.checkpoint.fence import Writer, take_over
+    from bloomery.checkpoint.folder import Writer, take_over
     from bloomery.checkpoint.save import SaveJob
 
     where = "commit" if numbers == [0] else "_write_part"
@@ -148,7 +148,7 @@ def count_collectives(arguments: Sequence[str]) -> int:
 
 def spend_energy(arguments: Sequence[str]) -> int:
     """A machine with one package, in the folder powercap beside the recipe: each reading finds a joule more."""
-    from bloomery.base import energy
+    from bloomery.base import accelerator
 
     readings = Counter[str]()
 
@@ -156,8 +156,8 @@ def spend_energy(arguments: Sequence[str]) -> int:
         readings["all"] += 1
         return int((zone / "energy_uj").read_text()) + 1_000_000 * readings["all"]
 
-    energy.POWERCAP = Path(arguments[1]).with_name("powercap")
-    energy._counter = counter
+    accelerator.POWERCAP = Path(arguments[1]).with_name("powercap")
+    accelerator._counter = counter
     return main(arguments)
 
 
@@ -199,9 +199,9 @@ def with_spikes(steps: Sequence[int], factor: float, arguments: Sequence[str]) -
 
 def stops_after_step_5(rank: int, arguments: Sequence[str]) -> int:
     """This rank gets SIGSTOP; the ranks' patience is short."""
-    from bloomery.base import pulse
+    from bloomery.base import signals
 
-    pulse.USUAL = pulse.Patience(least_seconds=6.0)
+    signals.USUAL = signals.Patience(least_seconds=6.0)
     if is_rank(rank):
         after_step(5, lambda run, state: os.kill(os.getpid(), signal.SIGSTOP))
     return main(arguments)

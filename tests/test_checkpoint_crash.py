@@ -18,14 +18,13 @@ import pytest
 import torch
 
 from bloomery.base.errors import StorageError
-from bloomery.base.piece import Piece
+from bloomery.base.ranks import Piece
 from bloomery.checkpoint import folder as folders
-from bloomery.checkpoint.fence import Writer, take_over
-from bloomery.checkpoint.load import load_pieces
+from bloomery.checkpoint.folder import Writer, take_over
+from bloomery.checkpoint.load import load_pieces, verify
 from bloomery.checkpoint.retention import Retention, Tier, apply_retention
 from bloomery.checkpoint.save import SavePlan, Saver, save_checkpoint
 from bloomery.checkpoint.select import newest_good, tidy
-from bloomery.checkpoint.verify import verify
 from bloomery.config.recipe import KeepSection
 from checkpoints import assert_same_tensors, latest_checkpoint
 from conftest import Workshop, start_training, wait_for_steps

@@ -14,9 +14,9 @@ import pytest
 
 from bloomery.checkpoint import folder as folders
 from bloomery.checkpoint import remote as remote_module
-from bloomery.checkpoint.fence import take_over
+from bloomery.checkpoint.folder import take_over
+from bloomery.checkpoint.load import verify
 from bloomery.checkpoint.remote import RemoteSource, Uploader
-from bloomery.checkpoint.verify import verify
 from checkpoints import assert_same_tensors
 from conftest import Workshop
 from threads_as_ranks import together

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from bloomery.checkpoint.format import MANIFEST, Box, why_not_whole
+from bloomery.checkpoint.load import damage
 from bloomery.checkpoint.select import newest_good
-from bloomery.checkpoint.verify import damage
 from checkpoints import change_manifest
 from conftest import Workshop
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from bloomery.base.accelerator import host_memory, pick_device, synchronize
-from bloomery.base.piece import Piece
+from bloomery.base.ranks import Piece
 from bloomery.checkpoint.load import load_pieces
 from bloomery.checkpoint.save import SavePlan, Saver
 

@@ -12,13 +12,13 @@ import pytest
 import torch
 
 from bloomery.base.errors import DataError, Problem
-from bloomery.base.piece import Piece
+from bloomery.base.ranks import Piece
 from bloomery.checkpoint import folder as folders
 from bloomery.checkpoint.format import MANIFEST, parse_manifest
+from bloomery.checkpoint.load import damage
 from bloomery.checkpoint.retention import apply_retention
 from bloomery.checkpoint.save import save_checkpoint
 from bloomery.checkpoint.select import describe_checkpoint, list_checkpoints, newest_good
-from bloomery.checkpoint.verify import damage
 from bloomery.config.recipe import KeepSection
 from bloomery.train import setup as start
 from checkpoints import change_manifest, flip_bit

@@ -16,8 +16,8 @@ import pytest
 import rank_commands
 from bloomery.base import exit_codes
 from bloomery.checkpoint import folder as folders
+from bloomery.checkpoint.load import verify
 from bloomery.checkpoint.retention import sweep_parts
-from bloomery.checkpoint.verify import verify
 from bloomery.launch.local import run_local_ranks
 from checkpoints import assert_same_tensors
 from conftest import Workshop

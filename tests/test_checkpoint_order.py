@@ -14,12 +14,12 @@ import torch
 from pydantic import ValidationError
 
 from bloomery.base.errors import DataError, StorageError
-from bloomery.base.piece import Piece
+from bloomery.base.ranks import Piece
 from bloomery.base.units import Amount, Duration
 from bloomery.checkpoint import folder as folders
+from bloomery.checkpoint import load as load_module
 from bloomery.checkpoint import retention
-from bloomery.checkpoint import verify as verify_module
-from bloomery.checkpoint.fence import FencedError, take_over
+from bloomery.checkpoint.folder import FencedError, take_over
 from bloomery.checkpoint.retention import Tier, apply_retention
 from bloomery.checkpoint.save import save_checkpoint
 from bloomery.checkpoint.select import list_checkpoints, newest_good, refuse_later, tidy
@@ -261,7 +261,7 @@ def test_many_checkpoints_are_listed_and_deleted_with_few_reads(
     read: list[Path] = []
     real = retention.read_manifest
     monkeypatch.setattr(retention, "read_manifest", lambda folder: read.append(folder) or real(folder))
-    monkeypatch.setattr(verify_module, "read_index", lambda folder: pytest.fail("an index was parsed"))
+    monkeypatch.setattr(load_module, "read_index", lambda folder: pytest.fail("an index was parsed"))
     assert [one.state for one in list_checkpoints(tmp_path)] == ["complete"] * 20
     assert len(apply_retention(tmp_path, KeepSection(last=15))) == 5
     assert len(read) == 20  # each once

@@ -16,14 +16,22 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from bloomery.base.errors import DataError, StorageError
-from bloomery.base.piece import Piece
-from bloomery.base.ranks import ALONE
+from bloomery.base.ranks import ALONE, Piece
 from bloomery.checkpoint import save as save_module
-from bloomery.checkpoint.format import Box, index_text, merge, read_index, report, why_not_whole
-from bloomery.checkpoint.load import load_pieces
+from bloomery.checkpoint.format import (
+    DTYPES,
+    Box,
+    FileLayout,
+    index_text,
+    merge,
+    raw_bytes,
+    read_index,
+    report,
+    why_not_whole,
+    write_file,
+)
+from bloomery.checkpoint.load import load_pieces, verify
 from bloomery.checkpoint.save import save_checkpoint
-from bloomery.checkpoint.tensor_file import DTYPES, FileLayout, raw_bytes, write_file
-from bloomery.checkpoint.verify import verify
 from checkpoints import change_manifest, latest_checkpoint
 from threads_as_ranks import together
 

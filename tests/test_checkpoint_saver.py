@@ -14,14 +14,12 @@ from typing import Any
 import pytest
 import torch
 
-from bloomery.base.piece import Piece
+from bloomery.base.ranks import Piece
 from bloomery.checkpoint import folder as folders
 from bloomery.checkpoint import save as save_module
-from bloomery.checkpoint import tensor_file
-from bloomery.checkpoint.fence import FencedError, Writer, take_over
-from bloomery.checkpoint.load import load_pieces
+from bloomery.checkpoint.folder import FencedError, Writer, take_over
+from bloomery.checkpoint.load import load_pieces, verify
 from bloomery.checkpoint.save import SaveOutcome, SavePlan, Saver, raise_together
-from bloomery.checkpoint.verify import verify
 from checkpoints import latest_checkpoint
 from threads_as_ranks import together
 
@@ -144,7 +142,7 @@ def test_storage_that_hangs_is_told_once_and_training_goes_on(tmp_path: Path, ga
 
 
 def test_tensors_across_blocks_and_views_are_staged_right(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tensor_file, "_HOST_BLOCK_BYTES", 64)
+    monkeypatch.setattr(save_module, "_HOST_BLOCK_BYTES", 64)
     tensors = {
         "a": torch.randn(7, 5),
         "b": torch.randn(6, 4).t(),

@@ -13,15 +13,14 @@ import pytest
 import torch
 
 from bloomery.base.errors import DataError
-from bloomery.base.piece import Piece
-from bloomery.base.ranks import ALONE, Ranks
+from bloomery.base.ranks import ALONE, Piece, Ranks
 from bloomery.base.units import Amount
 from bloomery.checkpoint import remote as remote_module
-from bloomery.checkpoint.fence import FencedError, take_over
+from bloomery.checkpoint.folder import FencedError, take_over
+from bloomery.checkpoint.load import verify
 from bloomery.checkpoint.remote import RemoteSource, Uploader, UploadOutcome, apply_remote_retention, list_remote
 from bloomery.checkpoint.retention import apply_retention
 from bloomery.checkpoint.save import save_checkpoint
-from bloomery.checkpoint.verify import verify
 from bloomery.config.recipe import KeepSection
 from checkpoints import assert_same_tensors
 from conftest import Workshop

@@ -21,7 +21,7 @@ import yaml
 from fsspec.implementations.memory import MemoryFileSystem  # type: ignore[import-untyped]
 
 import rank_commands
-from bloomery.base.credentials import mask
+from bloomery.base.errors import mask
 from bloomery.cli.main import main
 from bloomery.data.manifest import read_manifest
 from bloomery.launch.local import run_local_ranks

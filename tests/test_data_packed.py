@@ -15,12 +15,12 @@ from tokenizers import Tokenizer as HfTokenizer
 from tokenizers import models
 
 from bloomery.base.errors import DataError
-from bloomery.base.losses import IGNORED_LABEL
 from bloomery.data.batch import Batch, Packing, causal_batch
 from bloomery.data.causal import CausalSource
 from bloomery.data.manifest import ShardManifest
 from bloomery.data.open import open_data
 from bloomery.data.shards import ShardReader, ShardWriter
+from bloomery.families.family import IGNORED_LABEL
 from bloomery.model.loss import row_losses
 from bloomery.sizing.check import load_checked_recipe
 from conftest import VOCAB, Workshop

@@ -28,11 +28,10 @@ from hypothesis import strategies as st
 
 from bloomery.base.errors import BloomeryError
 from bloomery.base.units import parse_amount, parse_duration
-from bloomery.checkpoint import fence, remote
+from bloomery.checkpoint import folder, remote
 from bloomery.checkpoint.folder import read_latest
-from bloomery.checkpoint.format import read_index, read_manifest
+from bloomery.checkpoint.format import TensorFile, read_index, read_manifest
 from bloomery.checkpoint.load import consumed_tokens, read_recipe_of, read_state
-from bloomery.checkpoint.tensor_file import TensorFile
 from bloomery.config.load import load_recipe
 from bloomery.data import megatron
 from bloomery.data.manifest import read_manifest as read_shard_manifest
@@ -229,8 +228,8 @@ class Samples:
         return Parser(folder / "recipe.yaml", lambda: resume_point_at(folder, recipe))
 
     def writer(self) -> Parser:
-        fence.take_over(self.folder)
-        return Parser(self.folder / fence.WRITER, lambda: fence._read(self.folder), fields=True)
+        folder.take_over(self.folder)
+        return Parser(self.folder / folder.WRITER, lambda: folder._read(self.folder), fields=True)
 
     def latest(self) -> Parser:
         (self.folder / "latest").write_text("step-00000002\n")

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from bloomery.base.errors import DataError
-from bloomery.base.piece import Piece
+from bloomery.base.ranks import Piece
 from bloomery.checkpoint.folder import find_checkpoint
 from bloomery.checkpoint.load import CheckpointReader
 from bloomery.checkpoint.save import save_checkpoint

@@ -14,7 +14,6 @@ import pytest
 import tokenizers
 import torch
 
-from bloomery.base.losses import IGNORED_LABEL
 from bloomery.config.load import load_recipe
 from bloomery.data import tokenizer
 from bloomery.data.batch import Batch, DocumentSpan, GlobalBatch, Loader, Trace
@@ -24,6 +23,7 @@ from bloomery.data.manifest import manifest_path
 from bloomery.data.open import open_data
 from bloomery.data.shards import ShardReader, ShardWriter
 from bloomery.data.tokenizer import Tokenizer
+from bloomery.families.family import IGNORED_LABEL
 from conftest import Workshop, write_shard
 
 Command = Callable[..., tuple[int, str, str]]

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from bloomery.base.losses import IGNORED_LABEL
+from bloomery.families.family import IGNORED_LABEL
 from bloomery.model.loss import row_losses
 from model_samples import random_tokens, small_config, small_model
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from bloomery.base.energy import Energy
 from bloomery.base.errors import DataError
+from bloomery.base.units import Energy
 from bloomery.monitor import history
 from bloomery.monitor.history import read_events, read_ledger, read_metrics, scan_metrics
 from bloomery.monitor.record import StepRecord, from_json, perplexity_of, strict_json, to_json

@@ -16,10 +16,10 @@ import numpy as np
 import pytest
 
 from bloomery.base.errors import DataError
-from bloomery.base.losses import IGNORED_LABEL
 from bloomery.data.batch import Packing
 from bloomery.data.megatron import GreedyBlend, IndexCache, MegatronSource
 from bloomery.data.megatron_order import PARTS, BlendRequest, build_blend, split_boundaries
+from bloomery.families.family import IGNORED_LABEL
 from megatron_referee import greedy, random_lengths, write_lengths
 
 REASON = "needs the package megatron-core (pip install --no-deps megatron-core==0.16.1), see docs/orders.md"

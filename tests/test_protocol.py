@@ -25,8 +25,8 @@ import pytest
 import torch
 
 from bloomery.base.errors import BloomeryError
-from bloomery.base.piece import Piece
-from bloomery.checkpoint import fence, folder, retention, select
+from bloomery.base.ranks import Piece
+from bloomery.checkpoint import folder, retention, select
 from bloomery.checkpoint import save as saving
 from bloomery.checkpoint.load import load_pieces
 from bloomery.config.recipe import KeepSection
@@ -36,7 +36,7 @@ DEPTH = int(os.environ.get("BLOOMERY_SIMULATION_DEPTH", "1"))
 RANKS = 2 if DEPTH == 1 else 3
 CHANGES = {"os.rename": 3, "os.mkdir": 2, "os.remove": 1, "os.rmdir": 1, "os.symlink": 2}  # which argument is dir_fd
 here = threading.local()
-commit, take_over, remove = saving.SaveJob.commit, fence.take_over, folder.remove
+commit, take_over, remove = saving.SaveJob.commit, folder.take_over, folder.remove
 Schedule = list[tuple[int, str, str]]  # at which turn, `switch` or `crash`, and whom: an actor (A0) or a start (A)
 
 
@@ -196,7 +196,7 @@ def hook(event: str, arguments: tuple[Any, ...]) -> None:
 sys.addaudithook(hook)
 
 
-def save(run: Run, start: str, rank: int, writer: fence.Writer, step: int) -> None:
+def save(run: Run, start: str, rank: int, writer: folder.Writer, step: int) -> None:
     def promise(folder: Path) -> list[str]:
         run.notes["promised"] = max(step, run.notes["promised"])
         return retention.apply_retention(run.root, KeepSection(last=1), writer=writer)
@@ -220,7 +220,7 @@ def take_over_and_save(run: Run) -> None:
     try:
         choice = select.newest_good([run.root])
         step = folder.step_of(choice.folder) if choice.folder else 0
-        writer = fence.take_over(run.root)
+        writer = folder.take_over(run.root)
         run.notes["fenced"] = "A"
         select.refuse_later([run.root], step=step, damaged=choice.damaged)
         select.tidy(run.root, step=step, damaged=choice.damaged)
@@ -232,7 +232,7 @@ def take_over_and_save(run: Run) -> None:
 
 class Scenario:
     def __init__(self, place: Path) -> None:
-        self.place, self.chosen, self.writer = place, dict[Any, int](), fence.take_over(place / "template")
+        self.place, self.chosen, self.writer = place, dict[Any, int](), folder.take_over(place / "template")
         for rank in reversed(range(RANKS)):
             save(Run(place / "template", promised=0), "A", rank, self.writer, 1)
 
@@ -300,10 +300,10 @@ def test_nothing_promised_is_lost_and_nothing_partial_is_chosen(scenario: Scenar
     assert explore(scenario, switch=DEPTH, crash=0) + explore(scenario, switch=DEPTH - 1, crash=1) > 5_000
 
 
-def only_a_look(root: Path) -> fence.Writer:
+def only_a_look(root: Path) -> folder.Writer:
     writer = take_over(root)  # but leaves an older start its staging dir: that one looks, and then acts
-    for left in root.glob(f"{fence.STALE}*"):
-        left.rename(root / f"{fence.STAGING}{left.name.split('-')[1]}")
+    for left in root.glob(f"{folder.STALE}*"):
+        left.rename(root / f"{folder.STAGING}{left.name.split('-')[1]}")
     return writer
 
 
@@ -314,7 +314,7 @@ PLANTED: dict[str, tuple[Any, str, Any]] = {
         "commit",
         lambda job: remove(latest_checkpoint(job.plan.root), job.staging_dir) or commit(job),
     ),
-    "fenced by a look": (fence, "take_over", only_a_look),
+    "fenced by a look": (folder, "take_over", only_a_look),
     "no second look": (select, "refuse_later", lambda *_, **__: None),
 }
 

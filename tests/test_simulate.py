@@ -13,10 +13,10 @@ import yaml
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.pipelining import ScheduleGPipe
 
-from bloomery.base.losses import LM_LOSS
 from bloomery.checkpoint.save import Saver
 from bloomery.config.recipe import Recipe
 from bloomery.data.batch import GlobalBatch
+from bloomery.families.family import LM_LOSS
 from bloomery.parallel.apply import DTYPES, give_memory, make_runner, outline, parallelise
 from bloomery.parallel.gradients import Gradients
 from bloomery.parallel.mesh import alone

@@ -11,11 +11,11 @@ import torch
 from torch import nn
 
 from bloomery.base.errors import DivergedError
-from bloomery.base.losses import IGNORED_LABEL
-from bloomery.base.piece import Piece
+from bloomery.base.ranks import Piece
 from bloomery.base.units import Amount
 from bloomery.config.recipe import LossScaleSection, OptimizerSection
 from bloomery.data.batch import Batch, GlobalBatch
+from bloomery.families.family import IGNORED_LABEL
 from bloomery.model.loss import token_losses
 from bloomery.parallel.gradients import Gradients, count_zeros, total_norm
 from bloomery.parallel.mesh import alone

@@ -17,7 +17,7 @@ import yaml
 
 from bloomery.base.errors import RecipeError
 from bloomery.checkpoint import folder as folders
-from bloomery.checkpoint.verify import verify
+from bloomery.checkpoint.load import verify
 from bloomery.config.load import load_recipe
 from bloomery.data.open import open_data
 from bloomery.data.shards import ShardWriter

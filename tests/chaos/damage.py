@@ -127,8 +127,7 @@ def forged_file(name: str, text: str) -> Callable[[Scene], None]:
 
 
 def vouch(folder: Path, name: str, text: str, facts_of: Callable[[str], object]) -> None:
-    from bloomery.checkpoint.format import MANIFEST, write_manifest
-    from bloomery.checkpoint.tensor_file import FileFacts
+    from bloomery.checkpoint.format import MANIFEST, FileFacts, write_manifest
 
     said = json.loads((folder / MANIFEST).read_text())
     said.pop("sha256", None)

@@ -111,10 +111,10 @@ class HangPatience:
     seconds: float
 
     def __call__(self, plant: Plant, _: Any) -> None:
-        from bloomery.base import pulse
+        from bloomery.base import signals
 
-        pulse.USUAL = pulse.Patience(steps=0.0, least_seconds=self.seconds, first_seconds=self.seconds)
-        pulse.PULSE.learn(0.0)
+        signals.USUAL = signals.Patience(steps=0.0, least_seconds=self.seconds, first_seconds=self.seconds)
+        signals.PULSE.learn(0.0)
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ import yaml
 
 from bloomery.base import exit_codes, signals
 from bloomery.checkpoint import folder as folders
-from bloomery.checkpoint.verify import damage
+from bloomery.checkpoint.load import damage
 from bloomery.cli.main import main
 from bloomery.launch.local import run_local_ranks
 from bloomery.monitor.history import read_events, read_metrics

@@ -11,17 +11,20 @@ import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from pathlib import Path
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from bloomery.base.energy import NO_SENSOR, Sensor, find_rapl
 from bloomery.base.errors import Problem, RecipeError, host_memory_problem
 from bloomery.base.units import format_bytes
 
 # Some CPUs have no bf16 matrix units; torch says so with a page of C++ frames and then does the right thing.
 warnings.filterwarnings("ignore", message="mkldnn_matmul failed")
+
+POWERCAP = Path("/sys/class/powercap")
+NO_SENSOR = "no sensor"
 
 
 def pick_device(wanted: str | None = None) -> torch.device:
@@ -79,6 +82,56 @@ def available_host_bytes(meminfo: str = "/proc/meminfo") -> int:
     except (OSError, StopIteration):
         pages = "SC_AVPHYS_PAGES" if "SC_AVPHYS_PAGES" in os.sysconf_names else "SC_PHYS_PAGES"  # macOS has only this
         return os.sysconf(pages) * os.sysconf("SC_PAGE_SIZE")
+
+
+class Sensor(Protocol):
+    """What counts energy. How a run adds it up is in monitor/meters.py."""
+
+    name: str
+    """What it is and what it counts, for people."""
+    shared: bool
+    """Whether it counts for all ranks of this machine at once."""
+
+    def joules(self) -> float:
+        """Counted since some beginning; never falls. OSError if it cannot be read."""
+        ...
+
+
+class Rapl:
+    """Processor packages and their memory (Linux powercap), of the whole machine, whoever uses it."""
+
+    shared = True
+
+    def __init__(self, zones: dict[Path, str]) -> None:
+        """By zone its name. OSError or ValueError if one cannot be read."""
+        self.name = f"RAPL ({', '.join(sorted(zones.values()))})"
+        self._ranges = {zone: int((zone / "max_energy_range_uj").read_text()) for zone in zones}
+        self._last = {zone: _counter(zone) for zone in zones}
+        self._total_uj = 0
+
+    def joules(self) -> float:
+        for zone, before in self._last.items():
+            now = _counter(zone)
+            # A counter that has come round begins at zero again.
+            self._total_uj += now - before if now >= before else now - before + self._ranges[zone]
+            self._last[zone] = now
+        return self._total_uj / 1e6
+
+
+def find_rapl(root: Path | None = None) -> Rapl | str:
+    """The counters of this machine's processors, or why there are none to read."""
+    # Zones of zones hold cores and graphics, which the package counts already, and dram, which it does not. A zone
+    # `psys` and the driver intel-rapl-mmio count what the packages count, once more.
+    try:
+        named = {zone: (zone / "name").read_text().strip() for zone in (root or POWERCAP).glob("intel-rapl:*")}
+        zones = {zone: name for zone, name in named.items() if name == "dram" or name.startswith("package")}
+        return Rapl(zones) if zones else NO_SENSOR
+    except (OSError, ValueError) as error:
+        return f"{NO_SENSOR} that may be read: {error}"
+
+
+def _counter(zone: Path) -> int:
+    return int((zone / "energy_uj").read_text())
 
 
 class NvmlSensor:

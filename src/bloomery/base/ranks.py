@@ -1,5 +1,5 @@
 """What code below `parallel` may know of other ranks: how many there are, how a launcher (torchrun, Slurm) numbered
-them, and how to agree with them.
+them, how to agree with them, and what a rank holds of a tensor.
 
 `ALONE` is a single process. `parallel/ranks.py` has the real thing.
 """
@@ -11,10 +11,13 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 
 from bloomery.base.errors import BloomeryError, LostRankError
-from bloomery.base.pulse import PULSE
+from bloomery.base.signals import PULSE
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 T = TypeVar("T")
 
@@ -120,6 +123,30 @@ def first_rank_does(ranks: Ranks, function: Callable[[], T]) -> T:
         if ranks.rank == 0:
             answer = function()
     return cast(T, ranks.broadcast(answer))
+
+
+@dataclass(frozen=True)
+class Piece:
+    """The box of a logical tensor that one rank holds: the one description of how tensors lie on a machine. Initial
+    weights, gradients, norms and checkpoints speak of pieces, so none of them needs to know why a tensor was cut."""
+
+    tensor: Tensor
+    """The very memory of the rank; its shape is the size of the box. A rank that holds nothing has an empty one."""
+    shape: tuple[int, ...]
+    """Of the whole tensor."""
+    offset: tuple[int, ...]
+    """Where the box begins in the whole."""
+    owned: bool = True
+    """Of all the ranks that hold this box, exactly one owns it: it alone writes it and counts it in a norm."""
+
+    @classmethod
+    def whole(cls, tensor: Tensor) -> Piece:
+        """A tensor that has not been cut."""
+        return cls(tensor, tuple(tensor.shape), (0,) * tensor.ndim)
+
+    def with_tensor(self, tensor: Tensor) -> Piece:
+        """The same box of another tensor: the gradient or a moment of a weight."""
+        return Piece(tensor, self.shape, self.offset, self.owned)
 
 
 _SLURM_PORTS = range(15_000, 25_000)

@@ -2,7 +2,8 @@
 
 Outside of training they raise `Interrupted` in the main thread: one line, exit code 130. Who can do better takes them
 over with `handled`: the loop saves first, the launcher passes them on. A thread, the guard, sees each of them even
-while the main thread is in a call that does not return, and ends a process that does not answer.
+while the main thread is in a call that does not return, and ends a process that does not answer. `PULSE` is how far the
+main thread is, for those who must judge that.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from types import FrameType, TracebackType
 from typing import Any, NamedTuple, NoReturn
 
@@ -186,3 +188,73 @@ def _watch(pipe: int) -> None:
         elif pending and (end := pending[1](pending[0])):
             (say_once if end[0] == exit_codes.INTERRUPTED else say)(end[1])
             os._exit(end[0])
+
+
+# ---------------------------------------------------------------- the pulse of the main thread
+
+_STARTED = time.monotonic()
+"""The command line imports this first, so that imports and set-up count towards a deadline."""
+
+
+@dataclass(frozen=True)
+class Patience:
+    """How long the ranks of a run may wait for each other."""
+
+    steps: float = 10.0
+    """In a step: so many times the median of the last ones,"""
+    least_seconds: float = 60.0
+    """but at least this."""
+    first_seconds: float = 590.0
+    """For what is done once and may compile or load: set-up, the first step, the first evaluation."""
+
+
+USUAL = Patience()
+
+
+@dataclass
+class Pulse:
+    step: int = 0
+    """The last one that is done."""
+    beats: int = 0
+    """Agreements with other ranks that are behind us."""
+    waiting: bool = False
+    """Whether the main thread waits for other ranks to agree."""
+    since: float = field(default_factory=time.monotonic)
+    """When any of that changed last."""
+    limit: float = USUAL.first_seconds
+    """How long it may take to change again."""
+    excused: bool = False
+    """Whether `limit` is that of something that has a time limit of its own."""
+
+    @property
+    def silent_seconds(self) -> float:
+        return time.monotonic() - self.since
+
+    def mark(self, *, waiting: bool) -> None:
+        """An agreement begins, or has come."""
+        self.beats += not waiting
+        self.waiting, self.since = waiting, time.monotonic()
+
+    def learn(self, step_seconds: float) -> None:
+        """From the median step; 0 before there is one."""
+        usual = max(USUAL.least_seconds, USUAL.steps * step_seconds)
+        self.limit = usual if step_seconds else USUAL.first_seconds
+
+    @contextlib.contextmanager
+    def excuse(self, seconds: float) -> Iterator[None]:
+        """Within it, the main thread does something else that may take so long."""
+        before = self.limit, self.excused
+        self.limit, self.excused, self.since = max(self.limit, seconds), True, time.monotonic()
+        try:
+            yield
+        finally:
+            (self.limit, self.excused), self.since = before, time.monotonic()
+
+
+PULSE = Pulse()
+"""Of this process."""
+
+
+def job_seconds() -> float:
+    """Wall-clock seconds since this process began its work."""
+    return time.monotonic() - _STARTED

@@ -17,8 +17,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from bloomery.base.credentials import mask
-from bloomery.base.errors import Problem, StorageError, on_one_line
+from bloomery.base.errors import Problem, StorageError, mask, on_one_line
 from bloomery.base.signals import is_stopped
 from bloomery.base.units import format_bytes
 

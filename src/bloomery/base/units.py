@@ -1,11 +1,11 @@
-"""Amounts the way people say them: `216_320 samples`, `2000 steps`, `300B tokens`, `19h50m`."""
+"""Amounts the way people say them: `216_320 samples`, `2000 steps`, `300B tokens`, `19h50m`, `1.25 kWh`."""
 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from decimal import Decimal
-from typing import Literal
+from typing import Any, Literal
 
 AmountUnit = Literal["steps", "samples", "tokens"]
 DURATION_RULE = "a duration is written like '19h50m', '90m', '2d' or '45s'"
@@ -105,3 +105,58 @@ def format_seconds(seconds: float) -> str:
 
 def _examples(units: tuple[AmountUnit, ...]) -> list[str]:
     return [{"steps": "2000 steps", "samples": "216_320 samples", "tokens": "300B tokens"}[unit] for unit in units]
+
+
+@dataclass(frozen=True)
+class Energy:
+    """What a run has spent, over all its jobs, steps that were done again included."""
+
+    joules: float = 0.0
+    """As measured: of the devices that train, not of hosts around them, network or cooling."""
+    measured_seconds: float = 0.0
+    """Device-seconds that `joules` covers."""
+    device_seconds: float = 0.0
+    """Ranks times wall clock."""
+
+    def __add__(self, other: Energy) -> Energy:
+        return Energy(
+            self.joules + other.joules,
+            self.measured_seconds + other.measured_seconds,
+            self.device_seconds + other.device_seconds,
+        )
+
+    @property
+    def measured_joules(self) -> float | None:
+        """None where no sensor measured anything."""
+        return self.joules if self.measured_seconds > 0 else None
+
+    @property
+    def coverage(self) -> float:
+        """The share of the devices' time that was measured, from 0 to 1."""
+        return min(1.0, self.measured_seconds / self.device_seconds) if self.device_seconds else 0.0
+
+    def order(self) -> float:
+        """Sums only grow, so of two the later one is the one with more time of devices."""
+        return self.device_seconds
+
+    def to_json(self) -> dict[str, float]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, facts: Any) -> Energy:
+        """Zero where nothing was recorded."""
+        if not isinstance(facts, dict):
+            return cls()
+        return cls(*(float(facts.get(key, 0.0)) for key in ("joules", "measured_seconds", "device_seconds")))
+
+
+def format_joules(joules: float) -> str:
+    """`1.25 kWh`, and below a watt-hour `812 J`."""
+    if joules < 3600:
+        return f"{joules:.3g} J"
+    scale, unit = next(((s, u) for s, u in ((3.6e9, "MWh"), (3.6e6, "kWh")) if joules >= s), (3600.0, "Wh"))
+    return f"{joules / scale:,.2f} {unit}"
+
+
+def format_device_hours(seconds: float) -> str:
+    return f"{seconds / 3600:,.3g} device-hours" if seconds < 3.6e6 else f"{seconds / 3600:,.0f} device-hours"

@@ -23,10 +23,10 @@ from bloomery.base.errors import DataError, Problem
 from bloomery.base.ranks import ALONE, Ranks, first_rank_does
 from bloomery.base.storage import own_folder, remove_tree
 from bloomery.checkpoint import folder as folders
-from bloomery.checkpoint.fence import Writer
+from bloomery.checkpoint.folder import Writer
 from bloomery.checkpoint.format import MANIFEST, parse_manifest, read_manifest
+from bloomery.checkpoint.load import damage
 from bloomery.checkpoint.retention import kept_by
-from bloomery.checkpoint.verify import damage
 from bloomery.config.recipe import KeepSection
 from bloomery.monitor.history import Start
 

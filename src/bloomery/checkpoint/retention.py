@@ -24,7 +24,7 @@ from bloomery.base.bounded import LARGE_BYTES, read_json
 from bloomery.base.errors import DataError
 from bloomery.base.storage import opened_folder, own_folder, remove_tree, writing, written_to
 from bloomery.checkpoint import folder as folders
-from bloomery.checkpoint.fence import Writer
+from bloomery.checkpoint.folder import Writer
 from bloomery.checkpoint.format import MANIFEST, PARTS, SUSPICIOUS, read_manifest
 from bloomery.config.recipe import CheckpointSection, KeepSection
 from bloomery.sizing.schedule import kept_steps

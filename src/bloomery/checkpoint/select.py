@@ -14,11 +14,10 @@ from bloomery.base.errors import DataError, Problem, StorageError
 from bloomery.base.ranks import ALONE, Ranks
 from bloomery.base.storage import write_atomically
 from bloomery.checkpoint import folder as folders
-from bloomery.checkpoint.fence import STAGING, STALE
+from bloomery.checkpoint.folder import STAGING, STALE
 from bloomery.checkpoint.format import MANIFEST, SavedTensor, read_index, read_manifest
-from bloomery.checkpoint.load import consumed_tokens, read_recipe_of, read_state
+from bloomery.checkpoint.load import consumed_tokens, damage, read_recipe_of, read_state, verify
 from bloomery.checkpoint.remote import Fetched, RemoteSource
-from bloomery.checkpoint.verify import damage, verify
 from bloomery.config.describe import fingerprint
 
 _LINK = "it is a link to another place, which no save makes"

@@ -113,7 +113,7 @@ def past_of(recipe: Recipe, args: argparse.Namespace, *, reads: Collection[str])
             raise RecipeError(Problem(what, rule, "add --run-dir, or remove it", "command line"))
         return None
     from bloomery.checkpoint.folder import find_checkpoint
-    from bloomery.checkpoint.verify import verify
+    from bloomery.checkpoint.load import verify
     from bloomery.train.contract import check_change_names
     from bloomery.train.resume import resume_point_at
 

@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from bloomery.base import exit_codes
-from bloomery.base.credentials import mask
-from bloomery.base.errors import Problem, RecipeError
+from bloomery.base.errors import Problem, RecipeError, mask
 from bloomery.base.storage import write_atomically, written_to
 from bloomery.base.units import format_count
 from bloomery.cli.arguments import add_json

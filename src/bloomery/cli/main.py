@@ -15,9 +15,8 @@ from collections.abc import Collection, Sequence
 from typing import NoReturn
 
 from bloomery import __version__
-from bloomery.base import exit_codes, pulse, signals
-from bloomery.base.credentials import mask_streams
-from bloomery.base.errors import BloomeryError, host_memory_problem
+from bloomery.base import exit_codes, signals
+from bloomery.base.errors import BloomeryError, host_memory_problem, mask_streams
 
 COMMANDS = {
     "quickstart": "everything once, on this machine's Python files: tokenizer, shards, training, export, report",
@@ -61,7 +60,7 @@ _AS_IS = ("generate", "inspect sample", "inspect step")
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code (docs/exit-codes.md)."""
-    pulse.job_seconds()
+    signals.job_seconds()
     os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")  # to look for them takes 15 ms of every command
     if sys.stderr is None:  # closed: `print` would write to standard output instead, and the next file get its number
         while os.open(os.devnull, os.O_RDWR) < 2:  # perhaps the other two are closed as well

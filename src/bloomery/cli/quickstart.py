@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 
 from bloomery.base import exit_codes
-from bloomery.base.pulse import job_seconds
+from bloomery.base.signals import job_seconds
 from bloomery.base.units import format_seconds
 from bloomery.cli.arguments import add_device, load
 from bloomery.config.recipe import Recipe
@@ -61,9 +61,9 @@ def run(args: argparse.Namespace) -> int:
 
 def _results(recipe: Recipe, folder: Path) -> str:
     """Measure the run against a model that knows only frequencies, note it in the ledger, and write the report."""
-    from bloomery.base.losses import LM_LOSS
     from bloomery.data.inspect import unigram_entropy
     from bloomery.data.shards import ShardReader
+    from bloomery.families.family import LM_LOSS
     from bloomery.monitor import names
     from bloomery.monitor.history import read_metrics
     from bloomery.monitor.record import StepRecord

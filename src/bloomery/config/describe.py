@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from bloomery.base.credentials import mask
+from bloomery.base.errors import mask
 from bloomery.config.load import Draft
 from bloomery.config.recipe import Recipe
 from bloomery.config.schema import all_fields

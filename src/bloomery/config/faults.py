@@ -8,8 +8,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from bloomery.base.credentials import mask, where_instead
-from bloomery.base.errors import Problem
+from bloomery.base.errors import Problem, mask, where_instead
 from bloomery.config.recipe import Recipe
 from bloomery.config.schema import closest, field_at, meant_paths, names_in
 

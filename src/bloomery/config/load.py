@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from bloomery.base.bounded import read_small
-from bloomery.base.credentials import mask
-from bloomery.base.errors import Problem, RecipeError
+from bloomery.base.errors import Problem, RecipeError, mask
 from bloomery.config.faults import mask_secrets, validate
 from bloomery.config.recipe import Recipe
 from bloomery.config.schema import closest

@@ -14,8 +14,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from bloomery.base.losses import IGNORED_LABEL, LM_LOSS
 from bloomery.data.shards import ShardReader
+from bloomery.families.family import IGNORED_LABEL, LM_LOSS
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,6 @@ from typing import Any, cast
 import numpy as np
 
 from bloomery.base.errors import DataError
-from bloomery.base.losses import IGNORED_LABEL, LM_LOSS
 from bloomery.config.recipe import Recipe, SourceSection
 from bloomery.data.batch import Batch, SampleSource, Stream, Trace
 from bloomery.data.blend import TimelessBlend
@@ -21,6 +20,7 @@ from bloomery.data.megatron import MegatronSource
 from bloomery.data.open import OpenData
 from bloomery.data.shards import ShardReader
 from bloomery.data.tokenizer import Tokenizer
+from bloomery.families.family import IGNORED_LABEL, LM_LOSS
 
 _SAMPLES_AT_A_TIME = 32
 

@@ -18,7 +18,6 @@ import torch
 from numpy.typing import NDArray
 
 from bloomery.base.errors import DataError, Problem
-from bloomery.base.losses import IGNORED_LABEL, LM_LOSS, SOP_LOSS
 from bloomery.base.splitmix import GOLDEN, U64, splitmix64, splitmix64_one
 from bloomery.config.recipe import MaskingSection
 from bloomery.data.batch import Batch, Trace, document_spans
@@ -26,6 +25,7 @@ from bloomery.data.causal import ShardSource, check_ids
 from bloomery.data.order import TimelessOrder, stream_key
 from bloomery.data.shards import ShardReader
 from bloomery.data.tokenizer import Tokenizer
+from bloomery.families.family import IGNORED_LABEL, LM_LOSS, SOP_LOSS
 
 _TWO_WORDS, _THREE_WORDS = 6 / 11, 9 / 11
 """1, 1/2 and 1/3, scaled to sum to 1: a run has two words or more from the first number on, three from the second."""

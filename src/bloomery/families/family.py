@@ -10,6 +10,13 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+LM_LOSS = "lm loss"
+"""The loss that perplexity, the console and the report's headline refer to. Batches carry labels by the names of
+losses, models return losses by them, every log shows them."""
+SOP_LOSS = "sop loss"
+"""Sentence order prediction, of bert."""
+IGNORED_LABEL = -100
+"""A label without a loss; torch's default."""
 HfProblem = tuple[str, str, str]
 """What is wrong with a config.json, the rule, the remedy."""
 

@@ -20,8 +20,7 @@ from multiprocessing.process import BaseProcess
 from typing import cast
 
 from bloomery.base import exit_codes, signals
-from bloomery.base.credentials import mask_streams
-from bloomery.base.errors import LostRankError, Problem
+from bloomery.base.errors import LostRankError, Problem, mask_streams
 
 _NO_SERVER = 255
 """What multiprocessing gives as the exit code of a process whose fork server is gone: nobody knows it."""

@@ -17,7 +17,7 @@ from typing import Literal
 import numpy as np
 import torch
 
-from bloomery.base.piece import Piece
+from bloomery.base.ranks import Piece
 from bloomery.base.splitmix import GOLDEN, mix_in_place
 from bloomery.config.recipe import ModelSection
 from bloomery.families.registry import FAMILIES

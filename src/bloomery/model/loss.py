@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from bloomery.base.losses import IGNORED_LABEL, LM_LOSS, SOP_LOSS
 from bloomery.config.recipe import ModelSection
+from bloomery.families.family import IGNORED_LABEL, LM_LOSS, SOP_LOSS
 from bloomery.sizing.parameters import padded_vocab_size, softmax_size
 
 

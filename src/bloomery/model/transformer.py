@@ -7,7 +7,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from bloomery.base.piece import Piece
+from bloomery.base.ranks import Piece
 from bloomery.config.recipe import ModelSection, Recompute
 from bloomery.families.bloom import alibi_slopes
 from bloomery.families.family import Family

@@ -17,8 +17,8 @@ import numpy as np
 import orjson
 from numpy.typing import NDArray
 
-from bloomery.base.energy import Energy
 from bloomery.base.errors import DataError, Problem
+from bloomery.base.units import Energy
 from bloomery.monitor import names
 from bloomery.monitor.history import event_of, last_valid_steps, scan
 from bloomery.monitor.record import Record, StepRecord, ValidationRecord, from_json

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 
 import orjson
 
-from bloomery.base.energy import Energy
 from bloomery.base.errors import DataError, Problem
+from bloomery.base.units import Energy
 from bloomery.monitor import names
 from bloomery.monitor.record import Record, ValidationRecord, from_json
 

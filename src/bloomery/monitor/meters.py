@@ -14,16 +14,19 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from bloomery.base import pulse
-from bloomery.base.energy import Energy, Sensor
+from bloomery.base import signals
 from bloomery.base.errors import DataError
-from bloomery.base.pulse import PULSE
 from bloomery.base.ranks import Ranks
+from bloomery.base.signals import PULSE
 from bloomery.base.storage import open_plain
+from bloomery.base.units import Energy
 from bloomery.monitor import names
 from bloomery.monitor.history import read_ledger
+
+if TYPE_CHECKING:
+    from bloomery.base.accelerator import Sensor
 
 _FRESH_SECONDS = 1.0
 """A reading that is younger is used again: sensors are not faster, and steps may be."""
@@ -151,7 +154,7 @@ class IntervalMeter:
     def evaluating(self) -> Iterator[None]:
         """For an evaluation: it is timed, and has a time limit of its own; the first one may compile."""
         began = time.monotonic()
-        limit = pulse.USUAL.steps * self.evaluation_seconds or pulse.USUAL.first_seconds
+        limit = signals.USUAL.steps * self.evaluation_seconds or signals.USUAL.first_seconds
         with self.paused(), PULSE.excuse(limit):
             yield
         self.evaluation_seconds = max(time.monotonic() - began, self.evaluation_seconds)

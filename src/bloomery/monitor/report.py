@@ -14,12 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from bloomery.base.bounded import read_small
-from bloomery.base.credentials import mask
-from bloomery.base.energy import format_device_hours, format_joules
-from bloomery.base.errors import DataError, Problem
-from bloomery.base.losses import LM_LOSS
+from bloomery.base.errors import DataError, Problem, mask
 from bloomery.base.storage import write_atomically
-from bloomery.base.units import format_count, format_seconds
+from bloomery.base.units import format_count, format_device_hours, format_joules, format_seconds
+from bloomery.families.family import LM_LOSS
 from bloomery.monitor import names
 from bloomery.monitor.gather import MOST_POINTS, Gathered, Point, is_number, thin
 from bloomery.monitor.meters import is_whole

@@ -9,9 +9,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from bloomery.base.energy import Energy
 from bloomery.base.errors import BloomeryError, DataError, Problem
 from bloomery.base.storage import own_folder, reason
+from bloomery.base.units import Energy
 from bloomery.monitor import names
 from bloomery.monitor.history import scan_metrics
 from bloomery.monitor.record import Record, StepRecord, perplexity_of

@@ -11,8 +11,8 @@ import re
 import torch
 from torch import Tensor, nn
 
-from bloomery.base.losses import LM_LOSS
 from bloomery.data.batch import Batch
+from bloomery.families.family import LM_LOSS
 from bloomery.parallel.collectives import gather
 from bloomery.parallel.mesh import Mesh
 

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from bloomery.base.piece import Piece
+from bloomery.base.ranks import Piece
 from bloomery.parallel.mesh import Mesh
 from bloomery.parallel.weights import Weight, local_of
 

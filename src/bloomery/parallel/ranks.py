@@ -19,8 +19,8 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 from bloomery.base import exit_codes, signals
 from bloomery.base.errors import LostRankError, Problem
-from bloomery.base.pulse import PULSE
 from bloomery.base.ranks import Started
+from bloomery.base.signals import PULSE
 
 _TIMEOUT = timedelta(minutes=10)
 """How long a rank waits for another in a collective. A rank that dies is noticed at once, by its closed connection."""

@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from bloomery.base.losses import LM_LOSS
 from bloomery.data.batch import Batch, GlobalBatch
+from bloomery.families.family import LM_LOSS
 from bloomery.model.loss import row_losses
 from bloomery.parallel.context import own_tokens
 from bloomery.parallel.fsdp import set_fsdp_sync

@@ -19,8 +19,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from bloomery.base.losses import IGNORED_LABEL
 from bloomery.config.recipe import ModelSection
+from bloomery.families.family import IGNORED_LABEL
 from bloomery.model.loss import padding_of, token_losses, true_logits
 from bloomery.parallel.collectives import (
     all_gather_replicated,

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from bloomery.base.piece import Piece
+from bloomery.base.ranks import Piece
 from bloomery.parallel.mesh import Mesh
 from bloomery.sizing.layout import cut_dimension, cut_of
 

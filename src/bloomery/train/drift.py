@@ -12,8 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from bloomery.base.piece import Piece
-from bloomery.base.ranks import Ranks
+from bloomery.base.ranks import Piece, Ranks
 from bloomery.monitor.names import Event
 from bloomery.train.run import Run
 from bloomery.train.state import TrainState

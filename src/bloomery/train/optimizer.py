@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from bloomery.base.errors import DivergedError, Problem
-from bloomery.base.piece import Piece
+from bloomery.base.ranks import Piece
 from bloomery.config.recipe import LossScaleSection, OptimizerSection
 from bloomery.parallel.gradients import Gradients
 from bloomery.parallel.weights import Weight

@@ -6,9 +6,8 @@ from contextlib import suppress
 from dataclasses import replace
 
 from bloomery.checkpoint.folder import step_name
-from bloomery.checkpoint.load import load_pieces, read_state
+from bloomery.checkpoint.load import damage, load_pieces, read_state
 from bloomery.checkpoint.retention import good_steps
-from bloomery.checkpoint.verify import damage
 from bloomery.monitor.names import Event
 from bloomery.train.run import Run
 from bloomery.train.save import flush_staged_save, report_saves, save, save_if_due

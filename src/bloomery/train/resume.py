@@ -12,10 +12,9 @@ from bloomery.base.ranks import ALONE, Ranks
 from bloomery.base.storage import writing
 from bloomery.checkpoint.folder import RETIRED, checkpoint_named
 from bloomery.checkpoint.format import read_manifest
-from bloomery.checkpoint.load import read_recipe_of, read_state, using_state
+from bloomery.checkpoint.load import read_recipe_of, read_state, using_state, verify
 from bloomery.checkpoint.remote import Fetched, RemoteSource
 from bloomery.checkpoint.select import Choice, newest_good, tidy
-from bloomery.checkpoint.verify import verify
 from bloomery.config.recipe import Recipe
 from bloomery.data.blend import BlendState
 from bloomery.data.causal import DataCursor

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import time
 
-from bloomery.base.pulse import PULSE
+from bloomery.base.signals import PULSE
 from bloomery.base.units import format_seconds
-from bloomery.checkpoint.fence import FencedError
+from bloomery.checkpoint.folder import FencedError
 from bloomery.checkpoint.format import SUSPICIOUS
 from bloomery.checkpoint.remote import Uploader, UploadOutcome
 from bloomery.checkpoint.retention import Retention, Tier

@@ -18,8 +18,7 @@ from bloomery.base.errors import BloomeryError, LostRankError, Problem, RecipeEr
 from bloomery.base.ranks import ALONE, Ranks, agreed
 from bloomery.base.storage import locked, make_folder, own_folder, write_atomically
 from bloomery.base.units import format_count
-from bloomery.checkpoint.fence import FencedError, take_over
-from bloomery.checkpoint.folder import CHECKPOINTS, LOCAL_CHECKPOINTS
+from bloomery.checkpoint.folder import CHECKPOINTS, LOCAL_CHECKPOINTS, FencedError, take_over
 from bloomery.checkpoint.load import load_pieces
 from bloomery.checkpoint.remote import RemoteSource, Uploader
 from bloomery.checkpoint.retention import DURABLE, LOCAL, Tier, tier_roots

@@ -11,7 +11,7 @@ from typing import Any, get_type_hints
 from pydantic import TypeAdapter
 from torch import Tensor
 
-from bloomery.base.energy import Energy
+from bloomery.base.units import Energy
 from bloomery.checkpoint.retention import Tier
 from bloomery.sizing.schedule import NO_HISTORY, History
 from bloomery.train.optimizer import LossScale

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from bloomery.base.errors import DivergedError
-from bloomery.base.losses import LM_LOSS
 from bloomery.checkpoint.save import SavePlan
+from bloomery.families.family import LM_LOSS
 from bloomery.monitor.names import Event
 from bloomery.monitor.record import ValidationRecord, perplexity_of
 from bloomery.parallel.runner import StepLosses

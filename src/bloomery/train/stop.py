@@ -13,10 +13,10 @@ from typing import Any
 
 from bloomery.base import exit_codes, signals
 from bloomery.base.errors import BloomeryError, DivergedError, Problem
-from bloomery.base.pulse import PULSE, job_seconds
 from bloomery.base.ranks import ALONE, Ranks
+from bloomery.base.signals import PULSE, job_seconds
 from bloomery.base.units import Duration, format_seconds
-from bloomery.checkpoint.fence import Writer
+from bloomery.checkpoint.folder import Writer
 from bloomery.config.recipe import TrainSection
 from bloomery.monitor.meters import IntervalMeter
 from bloomery.sizing.schedule import TrainingPlan

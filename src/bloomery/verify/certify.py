@@ -13,10 +13,10 @@ from typing import Any
 import torch
 
 import bloomery
-from bloomery.base.losses import LM_LOSS
 from bloomery.config.describe import as_yaml, fingerprint
 from bloomery.config.recipe import Recipe
 from bloomery.config.yaml_nodes import dump_yaml
+from bloomery.families.family import LM_LOSS
 from bloomery.sizing.check import load_checked_recipe
 from bloomery.verify import compare
 from bloomery.verify.compare import (

@@ -16,12 +16,12 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from bloomery.base.losses import IGNORED_LABEL, LM_LOSS
-from bloomery.base.piece import Piece
+from bloomery.base.ranks import Piece
 from bloomery.checkpoint.folder import complete_checkpoints
 from bloomery.checkpoint.format import read_index
 from bloomery.config.recipe import Recipe
 from bloomery.data.batch import GlobalBatch
+from bloomery.families.family import IGNORED_LABEL, LM_LOSS
 from bloomery.model.transformer import build_model, materialise
 from bloomery.monitor.history import read_metrics
 from bloomery.monitor.record import StepRecord

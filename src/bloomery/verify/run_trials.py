@@ -15,8 +15,7 @@ import torch
 from bloomery.base import exit_codes
 from bloomery.base.accelerator import device_of_rank, pick_device
 from bloomery.base.errors import BloomeryError
-from bloomery.base.piece import Piece
-from bloomery.base.ranks import ALONE, Ranks, first_rank_does, started_as
+from bloomery.base.ranks import ALONE, Piece, Ranks, first_rank_does, started_as
 from bloomery.checkpoint.load import load_pieces, read_state
 from bloomery.checkpoint.save import save_checkpoint
 from bloomery.config.load import load_recipe

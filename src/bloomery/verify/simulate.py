@@ -30,10 +30,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from bloomery.base.errors import Problem, RecipeError
-from bloomery.base.losses import LM_LOSS, SOP_LOSS
 from bloomery.base.units import format_bytes
 from bloomery.config.recipe import PipelineSchedule, Recipe
 from bloomery.data.batch import Batch, Packing, causal_batch
+from bloomery.families.family import LM_LOSS, SOP_LOSS
 from bloomery.families.registry import FAMILIES
 from bloomery.model import transformer
 from bloomery.model.attention import AttentionContext, choose_kernel, run_recomputable

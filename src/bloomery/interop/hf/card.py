@@ -11,8 +11,9 @@ from typing import Any
 import torch
 
 import bloomery
+from bloomery.base.accelerator import NO_SENSOR
 from bloomery.base.bounded import LARGE_BYTES, parse_json, read_small
-from bloomery.base.energy import NO_SENSOR, Energy, format_device_hours, format_joules
+from bloomery.base.units import Energy, format_device_hours, format_joules
 from bloomery.checkpoint.format import MANIFEST
 from bloomery.checkpoint.load import consumed_tokens
 from bloomery.config.describe import fingerprint

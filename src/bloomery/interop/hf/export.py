@@ -12,12 +12,10 @@ import torch
 from torch import Tensor
 
 from bloomery.base.bounded import read_small
-from bloomery.base.credentials import mask
-from bloomery.base.errors import DataError, Problem
+from bloomery.base.errors import DataError, Problem, mask
 from bloomery.base.storage import make_folder, write_atomically, writing, written_to
 from bloomery.checkpoint.folder import find_checkpoint
-from bloomery.checkpoint.load import CheckpointReader, read_recipe_of, read_state, tokenizer_of
-from bloomery.checkpoint.verify import verify
+from bloomery.checkpoint.load import CheckpointReader, read_recipe_of, read_state, tokenizer_of, verify
 from bloomery.config.recipe import Recipe
 from bloomery.data.tokenizer import Tokenizer, read_settings, token_of
 from bloomery.families.registry import FAMILIES

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from bloomery.base.bounded import LARGE_BYTES, read_json, read_small
 from bloomery.base.errors import DataError, Problem
-from bloomery.base.piece import Piece
+from bloomery.base.ranks import Piece
 from bloomery.base.storage import make_folder, write_atomically, writing, written_to
 from bloomery.checkpoint.folder import CHECKPOINTS
 from bloomery.checkpoint.save import save_checkpoint

@@ -15,11 +15,11 @@ from torch.nn import functional as F
 
 from bloomery.base.accelerator import available_host_bytes
 from bloomery.base.errors import DataError, Problem
-from bloomery.base.losses import IGNORED_LABEL, LM_LOSS, SOP_LOSS
 from bloomery.base.units import format_bytes
 from bloomery.checkpoint.load import load_model
 from bloomery.config.recipe import Recipe
 from bloomery.data.tokenizer import Tokenizer
+from bloomery.families.family import IGNORED_LABEL, LM_LOSS, SOP_LOSS
 from bloomery.families.registry import FAMILIES
 from bloomery.model.generate import generate
 from bloomery.model.loss import padding_of, row_losses, token_losses
