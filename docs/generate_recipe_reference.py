@@ -15,8 +15,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from bloomery.config import recipe
-from bloomery.config.fields import OnResume
-from bloomery.config.recipe import Recipe, Section
+from bloomery.config.recipe import OnResume, Recipe, Section
 from bloomery.config.schema import all_fields
 from bloomery.families.registry import READERS, family_defaults
 

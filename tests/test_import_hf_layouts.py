@@ -54,7 +54,6 @@ def imported(command: Command, folder: Path, output: Path) -> str:
 
 def is_tied(run: Path) -> bool:
     recipe = load_recipe(str(run / "recipe.yaml")).recipe
-    assert recipe is not None
     assert ("model.head.weight" in tensors_of(run)) != recipe.model.tie_embeddings
     return recipe.model.tie_embeddings
 

@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 
 from bloomery.base.errors import RecipeError
-from bloomery.config.describe import as_dict
-from bloomery.config.load import load_recipe
+from bloomery.config.load import as_dict, load_recipe
 from bloomery.interop.megatron import script as runner
 from bloomery.interop.megatron.flags import MAPPED, REFUSED, Row, known_names
 from bloomery.interop.megatron.importer import Imported, import_megatron
@@ -70,7 +69,6 @@ def field_of(done: Imported, path: str) -> Any:
 def different_fields(imported: Imported, shipped: str) -> set[str]:
     """Fields that both have, with different values."""
     recipe = load_recipe(shipped).recipe
-    assert recipe is not None
     found = set()
 
     def compare(left: Any, right: Any, path: str) -> None:

@@ -339,7 +339,6 @@ def test_a_masked_training_is_shown_as_it_is(tmp_path: Path, command: Command, m
     code, _, err = command("prepare", "bert.yaml")
     assert code == 0, err
     recipe = load_recipe("bert.yaml").recipe
-    assert recipe is not None
     with open_data(recipe) as data:
         batch = data.train.batch(0, 20)
     for row, sample in enumerate(answer(command, "inspect", "sample", "bert.yaml", "0-19")):

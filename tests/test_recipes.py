@@ -34,9 +34,7 @@ PARAMETERS = {
 
 
 def recipe(name: str) -> Recipe:
-    loaded = load_recipe(name).recipe
-    assert loaded is not None
-    return loaded
+    return load_recipe(name).recipe
 
 
 def test_the_pinned_recipes_are_the_shipped_ones() -> None:

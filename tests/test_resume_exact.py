@@ -19,9 +19,7 @@ from conftest import SMALL, Workshop
 
 
 def recipe_of(workshop: Workshop, *overrides: str) -> Recipe:
-    recipe = load_recipe(str(workshop.recipe), overrides).recipe
-    assert recipe is not None
-    return recipe
+    return load_recipe(str(workshop.recipe), overrides).recipe
 
 
 def traced(workshop: Workshop, *overrides: str, run: str = "run", changes: tuple[str, ...] = ()) -> dict[int, str]:

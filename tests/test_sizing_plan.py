@@ -11,9 +11,7 @@ from bloomery.sizing.schedule import LrPlan, TrainingPlan
 
 
 def recipe(name: str, *overrides: str) -> Recipe:
-    loaded = load_recipe(name, list(overrides)).recipe
-    assert loaded is not None
-    return loaded
+    return load_recipe(name, list(overrides)).recipe
 
 
 def plan(name: str, *overrides: str) -> TrainingPlan:

@@ -54,7 +54,6 @@ def test_the_length_of_a_job_is_counted_from_its_own_start(workshop: Workshop) -
 
 def stop_rules(workshop: Workshop, *overrides: str, **options: float) -> tuple[StopRules, IntervalMeter]:
     recipe = load_recipe(str(workshop.recipe), overrides).recipe
-    assert recipe is not None
     meter = IntervalMeter()
     return StopRules(TrainingPlan.of(recipe), recipe.train, meter, control=workshop.folder, **options), meter
 

@@ -101,7 +101,6 @@ def test_an_unknown_device_is_refused(workshop: Workshop, command, capsys: pytes
 
 def test_a_device_without_enough_memory_is_told_as_a_recipe_problem(workshop: Workshop) -> None:
     recipe = load_recipe(str(workshop.recipe)).recipe
-    assert recipe is not None
     with (
         pytest.raises(RecipeError, match=r"ran out of memory.*micro_batch_size"),
         prepared_run(recipe, workshop.folder / "run", device=torch.device("cpu"), quiet=True),

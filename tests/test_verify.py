@@ -17,7 +17,7 @@ import planted_faults
 from bloomery.base.errors import RecipeError
 from bloomery.checkpoint.load import verify as check_whole
 from bloomery.cli.main import main
-from bloomery.config.describe import fingerprint
+from bloomery.config.load import fingerprint
 from bloomery.sizing.check import load_checked_recipe
 from bloomery.verify import compare
 from bloomery.verify.certify import Certificate, certify, table

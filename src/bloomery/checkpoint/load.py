@@ -84,7 +84,6 @@ def read_recipe_of(folder: Path) -> Recipe:
         recipe = load_recipe(str(folder / RECIPE), is_saved=True).recipe
     except RecipeError as error:
         raise DataError(error.problems) from error
-    assert recipe is not None
     return recipe
 
 
@@ -324,7 +323,6 @@ def _misfits(folder: Path, tensors: Mapping[str, SavedTensor]) -> list[str]:
         recipe = load_recipe(str(folder / RECIPE), is_saved=True).recipe
     except BloomeryError as error:
         return [f"{RECIPE} cannot be used: {problem.what}" for problem in error.problems]
-    assert recipe is not None
     needed = dict(islice(_tensors_of(recipe.model), len(tensors) + 1))  # one more shows that there are too few
     if missing := [name for name in needed if name not in tensors]:
         return [f"{INDEX} lacks {first_few(missing)}"]

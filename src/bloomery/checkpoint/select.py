@@ -18,7 +18,7 @@ from bloomery.checkpoint.folder import STAGING, STALE
 from bloomery.checkpoint.format import MANIFEST, SavedTensor, read_index, read_manifest
 from bloomery.checkpoint.load import consumed_tokens, damage, read_recipe_of, read_state, verify
 from bloomery.checkpoint.remote import Fetched, RemoteSource
-from bloomery.config.describe import fingerprint
+from bloomery.config.load import fingerprint
 
 _LINK = "it is a link to another place, which no save makes"
 _STEP = re.compile(r"step-(\d{8,})")

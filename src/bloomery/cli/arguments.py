@@ -16,9 +16,9 @@ from bloomery.base import exit_codes
 from bloomery.base.errors import Problem, RecipeError
 
 if TYPE_CHECKING:  # --help must not wait for what only a run of the command needs
+    from bloomery.config.load import LoadedRecipe
     from bloomery.config.recipe import DataSection, Recipe
     from bloomery.data.open import OpenData
-    from bloomery.sizing.check import CheckedRecipe
     from bloomery.sizing.schedule import TrainingPlan
     from bloomery.train.resume import ResumePoint
 
@@ -87,7 +87,7 @@ def whole_numbers(text: str) -> list[int]:
     return [int(part) for part in parts]
 
 
-def load(args: argparse.Namespace, *, reads: Collection[str] | None = None, warns: bool = True) -> CheckedRecipe:
+def load(args: argparse.Namespace, *, reads: Collection[str] | None = None, warns: bool = True) -> LoadedRecipe:
     """The checked recipe. `reads`: the sections this command uses, where it is not all of them; an override of another
     is a warning, so that all commands may share one list of them. `warns`: only one of many processes should."""
     from bloomery.sizing.check import load_checked_recipe

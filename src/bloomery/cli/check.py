@@ -10,7 +10,7 @@ from bloomery.base import exit_codes
 from bloomery.base.errors import RecipeError
 from bloomery.base.units import format_count
 from bloomery.cli.arguments import add_json, add_recipe_arguments, load
-from bloomery.config.describe import explain, fingerprint
+from bloomery.config.load import explain, fingerprint
 from bloomery.sizing.parameters import count_parameters
 from bloomery.sizing.schedule import TrainingPlan
 
@@ -28,7 +28,7 @@ def run(args: argparse.Namespace) -> int:
         if args.json:
             print(json.dumps({"ok": False, "problems": [asdict(problem) for problem in error.problems]}, indent=2))
         raise
-    values = explain(checked.draft)
+    values = explain(checked)
     plan = TrainingPlan.of(checked.recipe)
     parameters = count_parameters(checked.recipe.model, vocab_size=checked.recipe.model.vocab_size).total
     if args.json:

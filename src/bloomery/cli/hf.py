@@ -16,7 +16,7 @@ from bloomery.base import exit_codes
 from bloomery.cli.arguments import add_json
 
 if TYPE_CHECKING:
-    from bloomery.sizing.check import CheckedRecipe
+    from bloomery.config.load import LoadedRecipe
 
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
@@ -100,7 +100,7 @@ def run_hf(args: argparse.Namespace) -> int:
     return exit_codes.OK
 
 
-def _recipe(args: argparse.Namespace, model: dict[str, Any], tokenizer: Path | None) -> CheckedRecipe:
+def _recipe(args: argparse.Namespace, model: dict[str, Any], tokenizer: Path | None) -> LoadedRecipe:
     from bloomery.config.yaml_nodes import dump_yaml
     from bloomery.interop.hf.importer import START
     from bloomery.sizing.check import load_checked_recipe

@@ -15,7 +15,7 @@ from bloomery.base.signals import Interrupted
 from bloomery.cli.arguments import add_change, add_device, add_recipe_arguments, load
 from bloomery.config.recipe import Recipe
 from bloomery.launch.local import run_local_ranks
-from bloomery.sizing.check import CheckedRecipe, fit
+from bloomery.sizing.check import fit
 from bloomery.sizing.layout import world_size
 
 _TRIES = 16
@@ -82,9 +82,7 @@ def _recipe(args: argparse.Namespace, started: Started | None) -> Recipe:
     if fitted is None:
         what = f"{started.size} ranks were started, and no layout of them can train this recipe"
         rule = f"the global batch is {recipe.batch.global_batch_size} samples, whatever the number of ranks"
-        ranks = started.size // nodes
-        near = " or ".join(str(count * ranks) for count in _fitting(checked, nodes, ranks)) if nodes > 1 else ""
-        near = near or " or ".join(str(count) for count in _fitting(checked, 1, started.size))
+        near = _fitting(recipe, nodes, started.size // nodes)
         raise RecipeError(Problem(what, rule, f"start {near} ranks" if near else "start as many as divide the batch"))
     recipe, reasons = fitted
     if reasons and started.rank == 0:
@@ -92,18 +90,14 @@ def _recipe(args: argparse.Namespace, started: Started | None) -> Recipe:
     return recipe
 
 
-def _fitting(checked: CheckedRecipe, nodes: int, ranks: int) -> list[int]:
-    """The nearest counts, below and above, that can train: of nodes with so many ranks, or of ranks on one node."""
-
-    def first(counts: range) -> list[int]:
-        for n in counts:
-            world = (n, ranks) if nodes > 1 else (1, n)
-            if fit(checked.recipe, nodes=world[0], ranks_per_node=world[1]) is not None:
-                return [n]
-        return []
-
+def _fitting(recipe: Recipe, nodes: int, ranks: int) -> str:
+    """The nearest numbers of ranks that can train, below and above: whole nodes, where there are several."""
     size = nodes if nodes > 1 else ranks
-    return first(range(size - 1, max(0, size - 1 - _TRIES), -1)) + first(range(size + 1, size + 1 + _TRIES))
+    found = []
+    for counts in (range(size - 1, max(0, size - 1 - _TRIES), -1), range(size + 1, size + 1 + _TRIES)):
+        worlds = ((n, ranks) if nodes > 1 else (1, n) for n in counts)
+        found += [a * b for a, b in worlds if fit(recipe, nodes=a, ranks_per_node=b)][:1]
+    return " or ".join(map(str, found))
 
 
 def _run_here(recipe: Recipe, args: argparse.Namespace) -> int:

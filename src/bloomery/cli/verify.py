@@ -12,7 +12,7 @@ from bloomery.base import exit_codes
 from bloomery.base.errors import Problem, RecipeError
 from bloomery.base.storage import write_atomically
 from bloomery.cli.arguments import add_json, add_recipe_arguments, load
-from bloomery.config.load import read_recipe
+from bloomery.config.load import load_recipe
 from bloomery.config.recipe import Recipe
 from bloomery.sizing.layout import world_size
 
@@ -85,11 +85,10 @@ def _simulate(args: argparse.Namespace) -> int:
     if args.simulate_world is None:
         rule = "it names a rank of a simulated world"
         raise RecipeError(Problem(f"--rank is {args.rank}", rule, "add --simulate-world N"))
-    draft = read_recipe(args.recipe, args.overrides)
-    if draft.recipe is not None:
-        check_world(draft.recipe, args.simulate_world, args.rank)
-        if world_size(draft.recipe) != args.simulate_world:
-            args.overrides += _launched_as(draft.recipe, args.simulate_world)
+    recipe = load_recipe(args.recipe, args.overrides).recipe
+    check_world(recipe, args.simulate_world, args.rank)
+    if world_size(recipe) != args.simulate_world:
+        args.overrides += _launched_as(recipe, args.simulate_world)
     recipe = load(args).recipe
     world = simulate_world(recipe, args.simulate_world, args.rank)
     print(json.dumps(world_json(world, recipe), indent=1) if args.json else world_table(world, recipe))

@@ -1,1 +1,1 @@
-"""Floor 1: the recipe. `recipe` has the sections, `load` reads YAML, `faults` finds errors, `describe` prints."""
+"""Floor 1: the recipe. `recipe` has the sections, `schema` their fields by path and faults, `load` reads and writes."""

@@ -1,18 +1,20 @@
-"""From a file or a shipped name, through `base:` and command-line overrides, to a typed recipe or all its problems."""
+"""From a file or a shipped name, through `base:` and command-line overrides, to a typed recipe or all its problems; and
+back: every value with its origin, the file that a run keeps, and the fingerprint of its science."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+import hashlib
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from bloomery.base.bounded import read_small
 from bloomery.base.errors import Problem, RecipeError, mask
-from bloomery.config.faults import mask_secrets, validate
 from bloomery.config.recipe import Recipe
-from bloomery.config.schema import closest
-from bloomery.config.yaml_nodes import parse_yaml
+from bloomery.config.schema import all_fields, closest, mask_secrets, validate
+from bloomery.config.yaml_nodes import dump_yaml, parse_yaml
 from bloomery.families.registry import family_defaults
 
 COMMAND_LINE = "command line"
@@ -24,44 +26,35 @@ _LONGEST_SHOWN = 200
 
 
 @dataclass
-class Draft:
-    """A recipe as far as it could be read. `recipe` is None if there are problems."""
+class Places:
+    """Where the user wrote each value."""
 
     source: str
-    recipe: Recipe | None = None
-    places: dict[str, str] = field(default_factory=dict)
-    """Dotted path -> where the user wrote it; a path that is missing here has its default."""
-    by_family: set[str] = field(default_factory=set)
-    """Paths whose value is the model family's default."""
-    problems: list[Problem] = field(default_factory=list)
+    written: dict[str, str] = field(default_factory=dict)
+    """By dotted path; a path that is missing here has its default."""
 
-    def place(self, *paths: str) -> str:
+    def find(self, *paths: str) -> str:
         """Where to look: what the command line changed, else the first path that was written, else its section."""
-        written = [self.places[path] for path in paths if path in self.places]
-        inside = [place for path in paths for inner, place in self.places.items() if is_inside(inner, path)]
-        around = [place for path in paths for outer, place in reversed(self.places.items()) if is_inside(path, outer)]
-        on_command_line = [place for place in (*written, *inside) if place.startswith(COMMAND_LINE)]
-        return next(iter([*on_command_line, *written, *inside, *around]), self.source)
+        exact = [self.written[path] for path in paths if path in self.written]
+        inside = [place for path in paths for inner, place in self.written.items() if is_inside(inner, path)]
+        around = [place for path in paths for outer, place in reversed(self.written.items()) if is_inside(path, outer)]
+        on_command_line = [place for place in (*exact, *inside) if place.startswith(COMMAND_LINE)]
+        return next(iter([*on_command_line, *exact, *inside, *around]), self.source)
 
-    def set_places(self, path: str, places: dict[str, str]) -> None:
+    def replace(self, path: str, places: dict[str, str]) -> None:
         """`path` and everything inside it now comes from `places`."""
-        self.places = {old: place for old, place in self.places.items() if not is_inside(old, path)}
-        self.places |= {new: place for new, place in places.items() if is_inside(new, path)}
+        self.written = {old: place for old, place in self.written.items() if not is_inside(old, path)}
+        self.written |= {new: place for new, place in places.items() if is_inside(new, path)}
 
-    def validate(self, raw: dict[str, Any], *, is_saved: bool = False) -> None:
-        """Set `recipe`, or add every fault of the schema. `is_saved`: a secret is masked, not refused, because the
-        recipe is that of a checkpoint."""
-        secrets = mask_secrets(raw, "", self.place)
-        self.problems += [] if is_saved else secrets
-        if isinstance(model := raw.get("model"), dict):
-            defaults = family_defaults(model)
-            raw["model"] = {**model, **defaults}
-            self.by_family |= {f"model.{key}" for key in defaults}
-        found = validate(raw, self.place)
-        if isinstance(found, list):
-            self.problems += found
-        elif not self.problems:
-            self.recipe = found
+
+@dataclass(frozen=True)
+class LoadedRecipe:
+    recipe: Recipe
+    places: Places
+    by_family: set[str]
+    """Paths whose value is the model family's default."""
+    warnings: list[Problem] = field(default_factory=list)
+    """Of the rules between fields (sizing/check.py)."""
 
 
 def is_inside(path: str, outer: str) -> bool:
@@ -69,85 +62,69 @@ def is_inside(path: str, outer: str) -> bool:
     return path == outer or path.startswith(f"{outer}.")
 
 
-def by_place(problem: Problem) -> tuple[str, int]:
-    """Sort key: the order in which a reader of the files meets the problems."""
-    file, _, line = problem.place.rpartition(":")
-    return (file, int(line)) if file and line.isdigit() else (problem.place, 0)
-
-
 def shipped_recipes() -> list[str]:
     """Names of the recipes inside the package."""
     return sorted(file.stem for file in _SHIPPED.glob("*.yaml"))
 
 
-def load_recipe(name: str, overrides: Sequence[str] = (), *, is_saved: bool = False) -> Draft:
-    """A draft without problems, or RecipeError with every problem of the schema. More rules: sizing/check.py."""
-    draft = read_recipe(name, overrides, is_saved=is_saved)
-    if draft.problems:
-        raise RecipeError(sorted(draft.problems, key=by_place))
-    return draft
+def load_recipe(name: str, overrides: Sequence[str] = (), *, is_saved: bool = False) -> LoadedRecipe:
+    """RecipeError for what cannot be read, or else with every fault of the schema. The rules: sizing/check.py."""
+    places = Places(source=name)
+    raw = _read_with_bases(name, places, chain=())
+    for override in overrides:
+        _apply_override(raw, override, places)
+    return validated(raw, places, is_saved=is_saved)
 
 
-def read_recipe(name: str, overrides: Sequence[str] = (), *, is_saved: bool = False) -> Draft:
-    """Everything that can be known about the recipe, problems included. `is_saved`: see Draft.validate."""
-    draft = Draft(source=name)
-    raw = _read_with_bases(name, draft, chain=[])
-    for override in overrides if raw is not None else ():
-        _apply_override(raw, override, draft)
-    if raw is not None and not draft.problems:
-        draft.validate(raw, is_saved=is_saved)
-    return draft
+def validated(raw: dict[str, Any], places: Places, *, is_saved: bool = False) -> LoadedRecipe:
+    """`is_saved`: a secret is masked, not refused, because the recipe is that of a checkpoint."""
+    secrets = mask_secrets(raw, "", places.find)
+    if secrets and not is_saved:
+        raise RecipeError(secrets)
+    model = raw.get("model")
+    defaults = family_defaults(model) if isinstance(model, dict) else {}
+    if isinstance(model, dict):
+        raw["model"] = {**model, **defaults}
+    return LoadedRecipe(validate(raw, places.find), places, {f"model.{key}" for key in defaults})
 
 
-def _read_with_bases(name: str, draft: Draft, chain: list[Path]) -> dict[str, Any] | None:
-    """The merged values of this recipe and its bases, their places in the draft; None if it could not be read.
-    `chain`: the recipe files that led here, each the base of the one before."""
-    try:
-        path, text = _open(name, chain[-1].parent if chain else None)
-    except RecipeError as error:
-        draft.problems += error.problems
-        return None
+def _read_with_bases(name: str, places: Places, chain: tuple[Path, ...]) -> dict[str, Any]:
+    """The merged values of this recipe and its bases. `chain`: the files that led here, each the base of the one
+    before."""
+    path, text = _open(name, chain[-1].parent if chain else None)
+    shown = _name(path)
     if path.resolve() in [other.resolve() for other in chain]:
         loop = " -> ".join(map(_name, [*chain, path]))
-        draft.problems.append(Problem(f"circular base: {loop}", remedy="remove one of these bases"))
-        return None
-    parsed = parse_yaml(text, file=_name(path))
-    draft.problems += parsed.problems
-    values = parsed.value
+        raise RecipeError(Problem(f"circular base: {loop}", remedy="remove one of these bases"))
+    values, written = parse_yaml(text, lambda line: f"{shown}:{line}")
     if not isinstance(values, dict):
-        if not parsed.problems:
-            kind = {type(None): "empty", list: "a list"}.get(type(values), f"only {mask(repr(values)):.60}")
-            rule, remedy = "a recipe is a mapping of sections such as `model:`", "start with `base: quickstart`"
-            draft.problems.append(Problem(f"the recipe is {kind}", rule, remedy, f"{_name(path)}:1"))
-        return None
-    base, place = values.pop("base", None), parsed.places.pop("base", "")
-    below: dict[str, Any] | None = {}
-    if isinstance(base, str):
-        known = len(draft.problems)
-        below = _read_with_bases(base, draft, [*chain, path])
-        # What could not be opened has no place of its own: the line that names it is the one to fix.
-        draft.problems[known:] = [
-            Problem(found.what, found.rule, found.remedy, found.place or place) for found in draft.problems[known:]
-        ]
-    elif base is not None:
+        kind = {type(None): "empty", list: "a list"}.get(type(values), f"only {mask(repr(values)):.60}")
+        rule, remedy = "a recipe is a mapping of sections such as `model:`", "start with `base: quickstart`"
+        raise RecipeError(Problem(f"the recipe is {kind}", rule, remedy, f"{shown}:1"))
+    base, place = values.pop("base", ""), written.pop("base", "")
+    if not isinstance(base, str):
         rule, remedy = "base names one other recipe", "write `base: other-recipe`"
-        draft.problems.append(Problem(f"base is {base!r}", rule, remedy, place))
-    return _merge(below or {}, values, "", parsed.places, draft)
+        raise RecipeError(Problem(f"base is {base!r}", rule, remedy, place))
+    try:
+        below = _read_with_bases(base, places, (*chain, path)) if base else {}
+    except RecipeError as error:  # what could not be opened has no place of its own: the line that names it is the one
+        raise RecipeError([replace(found, place=found.place or place) for found in error.problems]) from None
+    return _merge(below, values, "", written, places)
 
 
 def _merge(
-    below: dict[str, Any], above: dict[str, Any], path: str, places: dict[str, str], draft: Draft
+    below: dict[str, Any], above: dict[str, Any], path: str, written: dict[str, str], places: Places
 ) -> dict[str, Any]:
-    """`above` over `below`: mappings merge, everything else replaces. The draft's places follow the winner."""
+    """`above` over `below`: mappings merge, everything else replaces. The places follow the winner."""
     merged = dict(below)
     for key, value in above.items():
         inner = f"{path}.{key}" if path else key
         if isinstance(value, dict) and isinstance(below.get(key), dict):
-            merged[key] = _merge(below[key], value, inner, places, draft)
-            draft.places[inner] = places[inner]
+            merged[key] = _merge(below[key], value, inner, written, places)
+            places.written[inner] = written[inner]
         else:
             merged[key] = value
-            draft.set_places(inner, places)
+            places.replace(inner, written)
     return merged
 
 
@@ -187,7 +164,7 @@ def _yaml_files(folder: Path) -> list[str]:
         return []
 
 
-def _apply_override(raw: Any, override: str, draft: Draft) -> None:
+def _apply_override(raw: Any, override: str, places: Places) -> None:
     """Put `section.field=value` into `raw`; its place is the command line."""
     shown = mask(override.encode(errors="backslashreplace").decode())
     place = f"{COMMAND_LINE} '{shown if len(shown) <= _LONGEST_SHOWN else f'{shown[:_LONGEST_SHOWN]} ...'}'"
@@ -195,23 +172,68 @@ def _apply_override(raw: Any, override: str, draft: Draft) -> None:
     keys = [key.strip() for key in name.split(".")]
     if not equals or not all(keys) or len(keys) > _DEEPEST_OVERRIDE or not name.isprintable() or "://" in name:
         remedy = "write it as section.field=value, for example batch.micro_batch_size=4"
-        draft.problems.append(Problem("this is not an override", remedy=remedy, place=place))
-        return
-    parsed = parse_yaml(text, file=place)
-    problems = [Problem(found.what, found.rule, "fix the value, or quote it", place) for found in parsed.problems]
+        raise RecipeError(Problem("this is not an override", remedy=remedy, place=place))
+    value, written = parse_yaml(text, lambda line: place)
     path, target = ".".join(keys), raw
     for i, key in enumerate(keys):
-        outer = ".".join(keys[:i])
         index: Any = int(key) if isinstance(target, list) and key.isdecimal() else key
         if not isinstance(target, dict) and not (isinstance(target, list) and index in range(len(target))):
+            outer = ".".join(keys[:i])
             has = f"{len(target)} items, counted from 0" if isinstance(target, list) else "no fields of its own"
-            what, remedy = f"{path} cannot be set", f"set {outer} as a whole"
-            problems.append(Problem(what, f"{outer} has {has}", remedy, place))
-            break
+            raise RecipeError(Problem(f"{path} cannot be set", f"{outer} has {has}", f"set {outer} as a whole", place))
         if i + 1 == len(keys):
-            target[index] = parsed.value
+            target[index] = value
         elif isinstance(target, dict) and target.get(index) is None:
             target[index] = {}
         target = target[index]
-    draft.problems += problems
-    draft.set_places(path, {f"{path}.{inner}" if inner else path: place for inner in parsed.places} | {path: place})
+    places.replace(path, {f"{path}.{inner}" if inner else path: place for inner in written} | {path: place})
+
+
+@dataclass(frozen=True)
+class Value:
+    path: str
+    value: Any
+    origin: str
+    """A place such as `my.yaml:31`, or `default`, or `default of family gpt2`."""
+
+
+def explain(loaded: LoadedRecipe) -> list[Value]:
+    """Every resolved value and where it came from."""
+    by_family = dict.fromkeys(loaded.by_family, f"default of family {loaded.recipe.model.family}")
+    origins = by_family | loaded.places.written
+    return [Value(path, value, origins.get(path, "default")) for path, value in leaves(as_dict(loaded.recipe))]
+
+
+def as_dict(recipe: Recipe) -> dict[str, Any]:
+    """The recipe as plain YAML values, every field present."""
+    return recipe.model_dump(mode="json", by_alias=True)
+
+
+def as_yaml(recipe: Recipe) -> str:
+    """The file a run folder keeps: every field, loadable again, headed by the fingerprint."""
+    return f"# Resolved by Bloomery. fingerprint: {fingerprint(recipe)}\n{mask(dump_yaml(as_dict(recipe)))}"
+
+
+def fingerprint(recipe: Recipe) -> str:
+    """Sixteen hex digits over every field that decides what is learned; equal for every layout and every machine."""
+    # Without defaults, so that a field added later does not change the fingerprint of every older recipe.
+    science = recipe.model_dump(mode="json", by_alias=True, exclude_defaults=True)
+    for path, spec in all_fields().items():
+        section, _, name = path.rpartition(".")
+        holder = science.get(section) if section else science
+        if not spec.on_resume.in_fingerprint and isinstance(holder, dict):
+            holder.pop(name, None)
+    return hashlib.sha256(json.dumps(science, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def leaves(node: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Every value of plain YAML values by its dotted path; a list of values counts as one."""
+    prefix = f"{path}." if path else ""
+    if isinstance(node, dict) and node:
+        for key, value in node.items():
+            yield from leaves(value, f"{prefix}{key}")
+    elif isinstance(node, list) and any(isinstance(item, dict) for item in node):
+        for i, item in enumerate(node):
+            yield from leaves(item, f"{prefix}{i}")
+    else:
+        yield path, node

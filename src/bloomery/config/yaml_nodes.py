@@ -6,12 +6,12 @@ Scalars follow YAML 1.2: `on`, `off`, `yes` and `no` are words, `1e-4` is a numb
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from typing import Any
 
 import yaml
 
-from bloomery.base.errors import Problem
+from bloomery.base.errors import Problem, RecipeError
 
 _INT = re.compile(r"^[-+]?[0-9]+(_[0-9]+)*$")
 _FLOAT = re.compile(r"^[-+]?(\.[0-9]+|[0-9]+(_[0-9]+)*(\.[0-9]*)?)([eE][-+]?[0-9]+)?$")
@@ -25,31 +25,32 @@ _MOST_VALUES = 100_000
 """More cannot be a recipe: it is aliases of aliases of aliases."""
 
 
-@dataclass
-class Parsed:
-    value: Any = None
-    places: dict[str, str] = field(default_factory=dict)
-    """Dotted path -> `file:line`; the whole document is the empty path."""
-    problems: list[Problem] = field(default_factory=list)
+Place = Callable[[int], str]
+"""What to call a line, counted from 1."""
 
 
-def parse_yaml(text: str, *, file: str) -> Parsed:
-    """Never raises for what a user wrote."""
+def parse_yaml(text: str, place: Place) -> tuple[Any, dict[str, str]]:
+    """(the value, the place of each dotted path in it). RecipeError for what is not YAML as a recipe uses it."""
+    reader = _Reader(place)
     try:
         node = yaml.compose(text, Loader=yaml.SafeLoader)
-        reader = _Reader(file)
         value = None if node is None else reader.value(node, "", ())
-        return Parsed(value, reader.places, reader.problems)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
-        place = f"{file}:{mark.line + 1}" if mark else file
-        what = f"not valid YAML: {error.problem or error.context}"
-        return _failure(what, "fix the syntax on this line or the one above", place)
+        what, at = f"not valid YAML: {error.problem or error.context}", place(mark.line + 1 if mark else 1)
+        raise RecipeError(Problem(what, remedy="fix the syntax here or on the line above", place=at)) from None
     except yaml.reader.ReaderError as error:
-        place = f"{file}:{text.count(chr(10), 0, error.position) + 1}"
-        return _failure(f"character U+{int(error.character):04X} is not allowed in YAML", "remove it", place)
+        what, line = (
+            f"character U+{int(error.character):04X} is not allowed in YAML",
+            text.count("\n", 0, error.position),
+        )
+        raise RecipeError(Problem(what, remedy="remove it", place=place(line + 1))) from None
     except (RecursionError, _TooManyValuesError):
-        return _failure("not a recipe: nested too deeply, or too many values", "write it plainly", file)
+        what = "not a recipe: nested too deeply, or too many values"
+        raise RecipeError(Problem(what, remedy="write it plainly", place=place(1))) from None
+    if reader.problems:
+        raise RecipeError(reader.problems)
+    return value, reader.places
 
 
 def dump_yaml(value: Any) -> str:
@@ -63,22 +64,18 @@ def inline_yaml(value: Any) -> str:
     return text.removesuffix("...\n").rstrip("\n")
 
 
-def _failure(what: str, remedy: str, place: str) -> Parsed:
-    return Parsed(problems=[Problem(what, remedy=remedy, place=place)])
-
-
 class _TooManyValuesError(Exception):
     pass
 
 
 class _Reader:
-    def __init__(self, file: str) -> None:
-        self.file = file
+    def __init__(self, place: Place) -> None:
+        self.place = place
         self.places: dict[str, str] = {}
         self.problems: list[Problem] = []
 
     def value(self, node: yaml.Node, path: str, around: tuple[yaml.Node, ...]) -> Any:
-        place = self.places[path] = f"{self.file}:{node.start_mark.line + 1}"
+        place = self.places[path] = self.place(node.start_mark.line + 1)
         if len(self.places) > _MOST_VALUES or any(node is outer for outer in around):
             raise _TooManyValuesError
         if isinstance(node, yaml.ScalarNode):
@@ -92,7 +89,7 @@ class _Reader:
         assert isinstance(node, yaml.MappingNode)
         mapping: dict[str, Any] = {}
         for key_node, value_node in node.value:
-            place = f"{self.file}:{key_node.start_mark.line + 1}"
+            place = self.place(key_node.start_mark.line + 1)
             if not isinstance(key_node, yaml.ScalarNode) or not key_node.value.isprintable():
                 what = f"{path or 'the recipe'} has a key that is not a word"
                 self.problems.append(Problem(what, "a key is the name of a field", "write `field: value`", place))

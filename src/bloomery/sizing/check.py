@@ -7,16 +7,16 @@ import math
 import os
 import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import reduce
 from itertools import product
 from typing import Any
 
 from bloomery.base.errors import Problem, RecipeError, first_few
 from bloomery.base.units import Duration
-from bloomery.config.load import Draft, by_place, read_recipe
+from bloomery.config.load import LoadedRecipe, load_recipe
 from bloomery.config.recipe import LaunchSection, Recipe, Section, SourceSection
-from bloomery.config.schema import all_fields
+from bloomery.config.schema import all_fields, by_place
 from bloomery.config.yaml_nodes import inline_yaml
 from bloomery.families.registry import FAMILIES, READERS, family_defaults
 from bloomery.sizing.layout import data_parallel_size, ranks_per_replica, world_size
@@ -31,29 +31,20 @@ _SHORTEST_PAIR = 5
 """[CLS], a token, [SEP], a token, [SEP]."""
 
 
-@dataclass(frozen=True)
-class CheckedRecipe:
-    """A recipe that keeps every rule."""
-
-    recipe: Recipe
-    draft: Draft
-    warnings: list[Problem]
-
-
-def load_checked_recipe(name: str, overrides: Sequence[str] = ()) -> CheckedRecipe:
+def load_checked_recipe(name: str, overrides: Sequence[str] = ()) -> LoadedRecipe:
     """The recipe, or RecipeError with every problem in the order of the file: of the schema, or else of the rules."""
-    return check(read_recipe(name, overrides))
+    return check(load_recipe(name, overrides))
 
 
-def check(draft: Draft) -> CheckedRecipe:
-    problems, warnings = list(draft.problems), list[Problem]()
-    for found in [found for rule in RULES for found in rule(draft.recipe)] if draft.recipe else ():
-        problem = Problem(found.what, found.rule, found.remedy, draft.place(*found.paths))
+def check(loaded: LoadedRecipe) -> LoadedRecipe:
+    """The recipe with its warnings, or RecipeError with every broken rule."""
+    problems, warnings = list[Problem](), list[Problem]()
+    for found in [found for rule in RULES for found in rule(loaded.recipe)]:
+        problem = Problem(found.what, found.rule, found.remedy, loaded.places.find(*found.paths))
         (warnings if found.is_warning else problems).append(problem)
     if problems:
         raise RecipeError(sorted(problems, key=by_place))
-    assert draft.recipe is not None
-    return CheckedRecipe(draft.recipe, draft, warnings)
+    return replace(loaded, warnings=warnings)
 
 
 @dataclass(frozen=True)

@@ -12,10 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from bloomery.base.errors import Problem, RecipeError
-from bloomery.config.describe import as_dict
-from bloomery.config.fields import OnResume
-from bloomery.config.load import COMMAND_LINE, is_inside
-from bloomery.config.recipe import Recipe
+from bloomery.config.load import COMMAND_LINE, as_dict, is_inside
+from bloomery.config.recipe import OnResume, Recipe
 from bloomery.config.schema import all_fields, field_at, meant_paths
 from bloomery.config.yaml_nodes import inline_yaml
 from bloomery.data.blend import same_shares

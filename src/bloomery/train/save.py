@@ -11,7 +11,7 @@ from bloomery.checkpoint.format import SUSPICIOUS
 from bloomery.checkpoint.remote import Uploader, UploadOutcome
 from bloomery.checkpoint.retention import Retention, Tier
 from bloomery.checkpoint.save import SaveOutcome, SavePlan, raise_together
-from bloomery.config.describe import as_yaml
+from bloomery.config.load import as_yaml
 from bloomery.monitor import names
 from bloomery.monitor.names import Event
 from bloomery.sizing.schedule import Cadence, cadence, seconds_between_failures

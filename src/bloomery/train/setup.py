@@ -24,7 +24,7 @@ from bloomery.checkpoint.remote import RemoteSource, Uploader
 from bloomery.checkpoint.retention import DURABLE, LOCAL, Tier, tier_roots
 from bloomery.checkpoint.save import Saver
 from bloomery.checkpoint.select import refuse_later
-from bloomery.config.describe import as_yaml, fingerprint
+from bloomery.config.load import as_yaml, fingerprint
 from bloomery.config.recipe import Recipe
 from bloomery.data.batch import Loader
 from bloomery.data.open import OpenData, open_data

@@ -15,7 +15,7 @@ from typing import Any
 from bloomery.base.ranks import Ranks, first_rank_does
 from bloomery.base.storage import make_folder, open_plain, storage_error
 from bloomery.checkpoint.save import save_checkpoint
-from bloomery.config.describe import as_yaml
+from bloomery.config.load import as_yaml
 from bloomery.config.recipe import Recipe
 from bloomery.data.batch import GlobalBatch
 from bloomery.parallel.gradients import Gradients

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 import bloomery
-from bloomery.config.describe import as_yaml, fingerprint
+from bloomery.config.load import as_yaml, fingerprint
 from bloomery.config.recipe import Recipe
 from bloomery.config.yaml_nodes import dump_yaml
 from bloomery.families.family import LM_LOSS

@@ -86,7 +86,6 @@ def _run_each(plan: TrialPlan, device: torch.device, ranks: Ranks) -> int:
 def _run(trial: Trial, device: torch.device, ranks: Ranks) -> bool:
     """Whether it came to its end; if not, somebody interrupted it."""
     recipe = load_recipe(trial.recipe).recipe
-    assert recipe is not None
     first_rank_does(ranks, lambda: start_folder(trial))
     trace = TraceRequest(trial.file(TRACE), trial.gradient_steps, trial.sample_steps)
     with prepared_run(recipe, trial.file(RUN), device=device, ranks=ranks, quiet=True, trace=trace) as (run, state):

@@ -13,7 +13,7 @@ import numpy as np
 
 import bloomery
 from bloomery.base.errors import Problem, RecipeError
-from bloomery.config.describe import as_dict
+from bloomery.config.load import as_dict
 from bloomery.config.recipe import LossScaleSection, ModelSection, Recipe
 from bloomery.config.schema import closest
 from bloomery.data.manifest import ShardManifest

@@ -16,7 +16,7 @@ from bloomery.base.bounded import LARGE_BYTES, parse_json, read_small
 from bloomery.base.units import Energy, format_device_hours, format_joules
 from bloomery.checkpoint.format import MANIFEST
 from bloomery.checkpoint.load import consumed_tokens
-from bloomery.config.describe import fingerprint
+from bloomery.config.load import fingerprint
 from bloomery.config.recipe import Recipe
 from bloomery.families.registry import FAMILIES
 from bloomery.monitor import names

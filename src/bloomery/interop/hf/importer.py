@@ -17,7 +17,7 @@ from bloomery.base.ranks import Piece
 from bloomery.base.storage import make_folder, write_atomically, writing, written_to
 from bloomery.checkpoint.folder import CHECKPOINTS
 from bloomery.checkpoint.save import save_checkpoint
-from bloomery.config.describe import as_yaml
+from bloomery.config.load import as_yaml
 from bloomery.config.recipe import ModelSection, Recipe
 from bloomery.data.tokenizer import FILES, Tokenizer, read_settings
 from bloomery.interop.hf.configs import model_section

@@ -13,8 +13,9 @@ from typing import Any
 from bloomery.base.bounded import read_text
 from bloomery.base.errors import Problem, RecipeError
 from bloomery.base.units import LONGEST_SECONDS, Duration
-from bloomery.config.load import COMMAND_LINE, Draft
+from bloomery.config.load import COMMAND_LINE, Places, validated
 from bloomery.config.recipe import Recipe
+from bloomery.config.schema import by_place
 from bloomery.config.yaml_nodes import dump_yaml
 from bloomery.interop.megatron.data import fill_data
 from bloomery.interop.megatron.ds_config import compare, read_ds_config
@@ -285,8 +286,7 @@ def _warnings(b: Builder, script: Script | None, source: str, given: Mapping[str
 
 def _checked(raw: dict[str, Any], b: Builder, source: str) -> tuple[Recipe, list[Problem]]:
     """The recipe that `bloomery check` would accept. Problems of flags come first: they may explain those of fields."""
-    draft = Draft(source=source, places=dict(b.places), problems=list(b.problems))
-    if not draft.problems:
-        draft.validate(copy.deepcopy(raw))
-    checked = check(draft)
+    if b.problems:
+        raise RecipeError(sorted(b.problems, key=by_place))
+    checked = check(validated(copy.deepcopy(raw), Places(source, dict(b.places))))
     return checked.recipe, checked.warnings
