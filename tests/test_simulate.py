@@ -19,7 +19,7 @@ from bloomery.data.batch import GlobalBatch
 from bloomery.families.family import LM_LOSS
 from bloomery.parallel.apply import DTYPES, give_memory, make_runner, outline, parallelise
 from bloomery.parallel.gradients import Gradients
-from bloomery.parallel.mesh import alone
+from bloomery.parallel.mesh import Mesh
 from bloomery.parallel.weights import weights_of
 from bloomery.sizing.check import load_checked_recipe
 from bloomery.sizing.layout import Layout, layout_overrides, world_size
@@ -27,14 +27,7 @@ from bloomery.sizing.memory import weight_bytes
 from bloomery.sizing.parameters import count_parameters, padded_vocab_size
 from bloomery.train.optimizer import Optimizer
 from bloomery.verify import simulate
-from bloomery.verify.simulate import (
-    MemoryMeter,
-    accelerator_kernels,
-    fuse_attention,
-    most_held,
-    passes_of_rank,
-    simulate_rank,
-)
+from bloomery.verify.simulate import MemoryMeter, fake_accelerator, most_held, passes_of_rank, simulate_rank
 
 Command = Callable[..., tuple[int, str, str]]
 
@@ -102,15 +95,11 @@ def test_bloom_176b_holds_what_was_counted_by_hand(command: Command) -> None:
 @pytest.mark.parametrize(
     ("family", "layout"),
     [
-        ("bloom", "tp2"),
-        ("bloom", "zero3-dp12"),
         ("bloom", "pp3-tp2-dp2"),
-        ("bloom", "pp2-interleaved-zero0-dp2"),
         ("bloom", "cp2-dp2-tp2"),
         ("gpt2", "zero2-dp4-shard2-tp2"),
-        ("llama", "pp5-dp2"),
+        ("llama", "pp2-interleaved-zero0-dp2"),
         ("bert", "pp2-tp4-zero0-dp1"),
-        ("bert", "zero1-dp3"),
     ],
 )
 def test_what_all_ranks_own_is_the_model(recipe_of: Callable[..., Recipe], family: str, layout: str) -> None:
@@ -121,13 +110,7 @@ def test_what_all_ranks_own_is_the_model(recipe_of: Callable[..., Recipe], famil
 
 @pytest.mark.parametrize(
     ("layout", "precision"),
-    [
-        ("tp2", "bf16"),
-        ("zero0-dp2", "fp32"),
-        ("zero1-dp2", "bf16"),
-        ("zero1-dp2-tp2-pp2", "bf16"),
-        ("zero2-dp2", "bf16"),
-    ],
+    [("tp2", "bf16"), ("zero0-dp2", "fp32"), ("zero1-dp2-tp2-pp2", "bf16"), ("zero2-dp2", "bf16")],
 )
 def test_known_memory_is_what_lives_between_micro_batches(
     recipe_of: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch, layout: str, precision: str
@@ -151,7 +134,7 @@ def test_known_memory_is_what_lives_between_micro_batches(
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_known_memory_is_what_a_real_optimizer_holds(recipe_of: Callable[..., Recipe], precision: str) -> None:
     recipe = recipe_of("single", f"precision={precision}")
-    parts = parallelise(recipe, alone(), device=torch.device("cpu"), compile_model=False)
+    parts = parallelise(recipe, Mesh(), device=torch.device("cpu"), compile_model=False)
     optimizer = Optimizer(parts.weights, recipe.optimizer, compute_dtype=DTYPES[precision])
     held = [weight.parameter.data for weight in parts.weights] + [weight.piece.tensor for weight in parts.weights]
     held += [each for state in optimizer._adamw.state.values() for each in state.values()]
@@ -163,7 +146,7 @@ def test_known_memory_is_what_a_real_optimizer_holds(recipe_of: Callable[..., Re
     assert Saver(optimizer.pieces(), device=torch.device("cpu")).host_bytes == known.saves + step_count
 
 
-@pytest.mark.parametrize(("layout", "precision"), [("single", "bf16"), ("single", "fp32"), ("dp2", "bf16")])
+@pytest.mark.parametrize(("layout", "precision"), [("single", "bf16"), ("dp2", "bf16")])
 def test_offloaded_state_is_on_the_host_and_not_on_the_device(
     recipe_of: Callable[..., Recipe], layout: str, precision: str
 ) -> None:
@@ -177,15 +160,6 @@ def test_offloaded_state_is_on_the_host_and_not_on_the_device(
     # What is computed with stays: the fp32 weights themselves, where no 16-bit copies stand for them.
     assert away.masters == (0 if (layout, precision) == ("single", "bf16") else here.masters)
     assert here.peak - away.peak == here.optimizer + here.masters - away.masters
-
-
-def test_masters_that_are_offloaded_leave_the_device(recipe_of: Callable[..., Recipe]) -> None:
-    recipe = recipe_of("single", "parallel.offload=true")
-    parts = parallelise(recipe, alone(), device=torch.device("cpu"), compile_model=False)
-    on_device = {weight.piece.tensor.data_ptr() for weight in parts.weights}
-    optimizer = Optimizer(parts.weights, recipe.optimizer, compute_dtype=torch.bfloat16, offload=True)
-    held = [each for weight in optimizer.weights for each in (weight.parameter.data, weight.piece.tensor)]
-    assert not on_device & {each.data_ptr() for each in held}
 
 
 # ---------------------------------------------------------------- activations
@@ -204,7 +178,6 @@ class NumberingMeter(MemoryMeter):
 @pytest.mark.parametrize(
     ("layout", "recompute", "num_layers"),
     [
-        ("pp3-dp2", "none", 3),
         ("pp2-tp2-dp2", "full", 2),
         ("pp2-interleaved-dp2", "none", 5),
         ("pp2-gpipe", "selective", 2),
@@ -221,10 +194,8 @@ def test_the_peak_is_that_of_the_real_schedule(
     world = Layout.of(recipe, world_size(recipe))
     simulated = simulate_rank(recipe, world, 0).memory_bytes
     with simulate._fake_world(world, 0) as mesh:
-        outlined = outline(recipe, mesh, compile_model=False)
-        for model in outlined.stages.values():
-            fuse_attention(model)
-        with FakeTensorMode(allow_non_fake_inputs=True), accelerator_kernels(), NumberingMeter().running() as meter:
+        outlined, meter = outline(recipe, mesh, compile_model=False), NumberingMeter()
+        with fake_accelerator(meter):
             parts = give_memory(outlined, recipe, mesh, device=torch.device("cpu"))
             simulate._compute_in(recipe, parts)
             runner = make_runner(recipe, parts, device=torch.device("cpu"), compile_model=False, num_sources=1)
@@ -256,15 +227,8 @@ def test_forward_passes_held_are_those_of_torch(
     recipe = recipe_of(layout, f"batch.global_batch_size={2 * micro_batches}")
     parallel, world = recipe.parallel, Layout.of(recipe, world_size(recipe))
     for rank in range(world.pp):
-        ours = list(
-            passes_of_rank(
-                parallel.schedule,
-                pp=world.pp,
-                pp_rank=rank,
-                chunks=parallel.chunks,
-                micro_batches=micro_batches,
-            )
-        )
+        counts = {"pp": world.pp, "pp_rank": rank, "chunks": parallel.chunks, "micro_batches": micro_batches}
+        ours = list(passes_of_rank(parallel.schedule, **counts))
         assert ours.count(("forward", 0)) == ours.count(("backward", 0)) == micro_batches
         held = most_held(iter(ours), [1] * parallel.chunks, [0] * parallel.chunks)
         assert held[0] == held[1] == _held_by_torch(recipe, world, rank, micro_batches)
@@ -317,14 +281,11 @@ def test_the_three_stages_of_a_pipeline_are_shown(
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--simulate-world", "13"], "--simulate-world is 13. One replica takes tp 2 * pp 3 * cp 1 = 6"),
-        (["--simulate-world", "13"], "Use 12 or 18."),
+        (["--simulate-world", "13"], "tp 2 * pp 3 * cp 1 = 6 ranks, which must divide the world. Use 12 or 18."),
         (["--simulate-world", "0"], "Use 6."),
         (["--simulate-world", "12", "--rank", "12"], "--rank is 12. Ranks of this world are 0 to 11. Use 11."),
         (["--rank", "3"], "Add --simulate-world N."),
         (["--simulate-world", "30"], "it must be a multiple of micro_batch_size 2 times 5 data-parallel replicas"),
-        (["batch.global_batch_size=95", "--simulate-world", "12"], "batch.global_batch_size is 95"),
-        (["parallel.tp=3", "--simulate-world", "9"], "parallel.tp is 3 but model.num_heads is 4"),
         (
             ["precision=fp8", "--simulate-world", "12"],
             "This version computes in fp32, bf16 or fp16. Use precision=bf16.",
