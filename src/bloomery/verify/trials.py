@@ -18,7 +18,7 @@ import torch
 from bloomery.base import exit_codes
 from bloomery.base.accelerator import device_of_rank, pick_device
 from bloomery.base.errors import BloomeryError
-from bloomery.base.ranks import ALONE, Piece, Ranks, first_rank_does, started_as
+from bloomery.base.ranks import ALONE, Piece, Ranks, agreed, started_as
 from bloomery.checkpoint.load import load_pieces
 from bloomery.checkpoint.save import save_checkpoint
 from bloomery.config.load import load_recipe
@@ -27,7 +27,7 @@ from bloomery.parallel.ranks import joined
 from bloomery.train.loop import train
 from bloomery.train.run import Run
 from bloomery.train.setup import prepared_run
-from bloomery.train.trace import TraceRequest
+from bloomery.train.trace import Tracer
 from bloomery.verify.compare import RESHARDED, RUN, TRACE, TRUTH, differing_tensors, large_norm, plain_losses
 
 SINGLE = "single"
@@ -144,9 +144,11 @@ def _run(trial: Trial, device: torch.device, ranks: Ranks, quiet: bool) -> bool:
 
 def _train(trial: Trial, device: torch.device, ranks: Ranks) -> bool:
     recipe, run_folder = load_recipe(str(trial.recipe)).recipe, trial.folder / RUN
-    if (source := trial.resume_from) is not None:
-        first_rank_does(ranks, lambda: shutil.copytree(source, run_folder / "checkpoints" / source.name))
-    trace = TraceRequest(trial.folder / TRACE, 0 if trial.source else GRADIENT_STEPS, trial.steps)
+    if trial.resume_from is not None:
+        with agreed(ranks):
+            if ranks.rank == 0:
+                shutil.copytree(trial.resume_from, trial.folder / RUN / "checkpoints" / trial.resume_from.name)
+    trace = Tracer(trial.folder / TRACE, 0 if trial.source else GRADIENT_STEPS, trial.steps)
     with prepared_run(recipe, run_folder, device=device, ranks=ranks, quiet=True, trace=trace) as (run, state):
         if trial.reload:
             _reload(trial, run)
