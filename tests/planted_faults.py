@@ -134,7 +134,6 @@ FAULTS: dict[str, Fault] = {
     "tp2-pp1": losses_are_averaged_by_micro_batch,
     "tp2-cp1": replicated_weights_count_twice,
     "tp2-zero1": every_rank_takes_the_first_slopes,
-    "tp2-zero0": padding_takes_part,
     "pp2": tied_gradients_are_not_added,
     "dp2": replicas_read_the_same_samples,
     "dp1-tp2": rank_one_dies,
@@ -172,7 +171,9 @@ def other_samples_after_the_checkpoint_of_single(*arguments: Any) -> int:
     def late(source: Any, first: int, size: int, **options: Any) -> Any:
         return dataclasses.replace(original(source, first + 8, size, **options), first_sample=first)
 
-    with _planted(
-        lambda trial: patch.object(loader, "read_batch", late) if trial.source == "single" else nullcontext()
-    ):
+    def fault_of(trial: Trial) -> AbstractContextManager[Any]:
+        is_wrong = trial.source is not None and trial.source.layout == "single"
+        return patch.object(loader, "read_batch", late) if is_wrong else nullcontext()
+
+    with _planted(fault_of):
         return run_trials(*arguments)

@@ -7,6 +7,7 @@ import math
 import platform
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -113,9 +114,7 @@ def _resumptions(whole: Sequence[Trial], work: Path, *, pairs: bool) -> list[Tri
         for source in others if pairs else others[:1]:
             folder = work / f"resume-{trial.layout}-from-{source.layout}"
             folder.mkdir()
-            reload = {other.layout: other.checkpoint for other in others} if source is others[0] else {}
-            resumed = (trial.layout, trial.world, folder, trial.recipe, trial.steps)
-            trials.append(Trial(*resumed, source=source.layout, resume_from=source.checkpoint, reload=reload))
+            trials.append(replace(trial, folder=folder, source=source, reload=others if source is others[0] else ()))
     return sorted(trials, key=lambda trial: -trial.world)
 
 
@@ -161,7 +160,7 @@ def _check_resumptions(
     if not trials:
         row.reasons.append("no other layout left a checkpoint to continue from")
     for trial in trials:
-        outcome, source = outcomes[trial.folder], trial.source or ""
+        outcome, source = outcomes[trial.folder], trial.source.layout if trial.source else ""
         row.seconds += outcome.seconds
         if outcome.error:
             row.reasons.append(f"resuming from another layout's checkpoint failed on {outcome.error}")

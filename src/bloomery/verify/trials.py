@@ -9,7 +9,7 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -45,11 +45,10 @@ class Trial:
     folder: Path
     recipe: Path
     steps: int
-    source: str | None = None
-    """The layout whose checkpoint it resumes from."""
-    resume_from: Path | None = None
-    reload: dict[str, Path] = field(default_factory=dict)
-    """Layout -> its checkpoint: each is loaded and saved again before anything is trained."""
+    source: Trial | None = None
+    """From whose checkpoint it resumes."""
+    reload: Sequence[Trial] = ()
+    """The checkpoint of each is loaded and saved again before anything is trained."""
 
     @property
     def checkpoint(self) -> Path:
@@ -137,17 +136,18 @@ def _run(trial: Trial, device: torch.device, ranks: Ranks, quiet: bool) -> bool:
         seconds = time.monotonic() - started
         (trial.folder / _RESULT).write_text(json.dumps(seconds))
         if not quiet:
-            what = f"continues from {trial.source}" if trial.source else "trains"
+            what = f"continues from {trial.source.layout}" if trial.source else "trains"
             print(f"{trial.layout} {what}: {seconds:.1f} s", file=sys.stderr)
     return finished
 
 
 def _train(trial: Trial, device: torch.device, ranks: Ranks) -> bool:
     recipe, run_folder = load_recipe(str(trial.recipe)).recipe, trial.folder / RUN
-    if trial.resume_from is not None:
+    if trial.source is not None:
         with agreed(ranks):
             if ranks.rank == 0:
-                shutil.copytree(trial.resume_from, trial.folder / RUN / "checkpoints" / trial.resume_from.name)
+                checkpoint = trial.source.checkpoint
+                shutil.copytree(checkpoint, run_folder / "checkpoints" / checkpoint.name)
     trace = Tracer(trial.folder / TRACE, 0 if trial.source else GRADIENT_STEPS, trial.steps)
     with prepared_run(recipe, run_folder, device=device, ranks=ranks, quiet=True, trace=trace) as (run, state):
         if trial.reload:
@@ -165,14 +165,15 @@ def _reload(trial: Trial, run: Run) -> None:
     pieces = run.optimizer.pieces()
     before = {name: piece.tensor.clone() for name, piece in pieces.items()}
     found: dict[str, Piece] = {}
-    for source, folder in trial.reload.items():
+    for source in trial.reload:
         for piece in pieces.values():
             piece.tensor.fill_(float("nan"))  # nothing may remain of what was there
-        load_pieces(folder, pieces)
-        found |= {f"{source}/{name}": piece.with_tensor(piece.tensor.clone()) for name, piece in pieces.items()}
+        load_pieces(source.checkpoint, pieces)
+        found |= {f"{source.layout}/{name}": each.with_tensor(each.tensor.clone()) for name, each in pieces.items()}
     saved = save_checkpoint(trial.folder / "reloaded", step=0, pieces=found, state={}, recipe_yaml="", ranks=run.ranks)
     if run.ranks.rank == 0:
-        (trial.folder / RESHARDED).write_text(json.dumps(differing_tensors(saved, trial.reload)))
+        originals = {source.layout: source.checkpoint for source in trial.reload}
+        (trial.folder / RESHARDED).write_text(json.dumps(differing_tensors(saved, originals)))
         shutil.rmtree(saved)
     for name, piece in pieces.items():
         piece.tensor.copy_(before[name])
