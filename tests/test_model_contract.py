@@ -72,24 +72,6 @@ def test_two_stages_of_a_decoder_keep_their_names_and_compute_the_whole(family: 
 
     tokens = random_tokens(config)
     torch.testing.assert_close(last(first(tokens)), whole(tokens), rtol=0, atol=0)
-    first.embed = None
-    hidden = torch.randn(2, 5, 64)
-    assert first(hidden).shape == hidden.shape
-
-
-@torch.no_grad()
-def test_two_stages_of_an_encoder_compute_the_whole() -> None:
-    config = small_config("bert")
-    whole, first, last = (small_model(config) for _ in range(3))
-    first.head = first.pooler = first.order_head = None
-    del first.layers["1"]
-    last.embed = None
-    del last.layers["0"]
-    tokens, mask = random_tokens(config), torch.ones(2, 32, dtype=torch.long)
-    mask[1, 10:] = 0
-    made = last(first(tokens, attention_mask=mask), attention_mask=mask)
-    for mine, right in zip(made, whole(tokens, attention_mask=mask), strict=True):
-        torch.testing.assert_close(mine, right, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("family", DECODERS)

@@ -51,22 +51,17 @@ def test_a_nan_is_visible_in_every_sink(tmp_path: Path) -> None:
     assert math.isnan(scalars(tmp_path / "tensorboard")["lm-loss-training/lm loss"][0][1])
 
 
-def test_an_event_carries_its_times_and_job(tmp_path: Path) -> None:
-    book, _ = journal(tmp_path, job=3)
+def test_events_and_notices_carry_their_times(tmp_path: Path) -> None:
+    book, screen = journal(tmp_path, job=3)
     book.event("save", 7, path=tmp_path)
+    book.notice("two\nlines")
+    book.warning("slow disk")
+    book.close()
     book.close()
     (event,) = read_events(tmp_path / "events.jsonl")
     assert (event["kind"], event["step"], event["job"], event["path"]) == ("save", 7, 3, str(tmp_path))
     assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ", event["iso_time"])
     assert isinstance(event["time"], float)
-
-
-def test_notices_and_warnings_reach_the_screen_and_the_log(tmp_path: Path) -> None:
-    book, screen = journal(tmp_path)
-    book.notice("two\nlines")
-    book.warning("slow disk")
-    book.close()
-    book.close()
     assert screen.getvalue() == "two\nlines\nwarning: slow disk\n"
     log = (tmp_path / "logs/main_log.txt").read_text()
     assert re.fullmatch(r"\[\S+Z\] two\n\[\S+Z\] lines\n\[\S+Z\] warning: slow disk\n", log)

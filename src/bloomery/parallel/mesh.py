@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -41,7 +42,7 @@ def make_mesh(layout: Layout, device: torch.device) -> Mesh:
         rank=rank,
         **asdict(layout.place_of(rank)),
         tp_group=mesh["tp"].get_group() if layout.tp > 1 else None,
-        cp_group=_context_group(layout, rank) if layout.cp > 1 else None,
+        cp_group=_context_group(layout) if layout.cp > 1 else None,
         pp_group=mesh["pp"].get_group() if layout.pp > 1 else None,
         data=(mesh["shard"] if layout.copies == 1 else mesh["copy", "shard"]) if layout.dp * layout.cp > 1 else None,
     )
@@ -52,15 +53,10 @@ def device_mesh(layout: Layout, device: torch.device) -> DeviceMesh:
     return init_device_mesh(device.type, shape, mesh_dim_names=("pp", "copy", "shard", "tp"))
 
 
-def _context_group(layout: Layout, rank: int) -> dist.ProcessGroup:
+def _context_group(layout: Layout) -> dist.ProcessGroup:
     """Context ranks lie inside the dimensions `copy` and `shard`, so their groups are made by hand."""
     span = layout.cp * layout.tp
-    mine: dist.ProcessGroup | None = None
-    for first in range(0, layout.world, span):
-        for tp in range(layout.tp):
-            ranks = list(range(first + tp, first + span, layout.tp))
-            group = dist.new_group(ranks)
-            if rank in ranks:
-                mine = group
-    assert mine is not None
-    return mine
+    firsts = [first + tp for first in range(0, layout.world, span) for tp in range(layout.tp)]
+    make_groups: Any = dist.new_subgroups_by_enumeration
+    mine, _ = make_groups([list(range(first, first + span, layout.tp)) for first in firsts])
+    return cast(dist.ProcessGroup, mine)
