@@ -21,7 +21,6 @@ from bloomery.checkpoint.format import MANIFEST
 from bloomery.cli.main import main
 from bloomery.data.open import open_data
 from bloomery.launch.local import run_local_ranks
-from bloomery.model.loss import token_losses
 from bloomery.sizing.check import load_checked_recipe
 from bloomery.sizing.layout import layout_overrides
 from bloomery.verify.shrink import write_data
@@ -218,19 +217,3 @@ def test_a_checkpoint_of_an_earlier_version_resumes(workshop: Workshop) -> None:
     before, after = Workshop.losses(run)[2:4]
     assert len(Workshop.losses(run)) == 5
     assert after < before, "64 of 128 rows were padding, which had learned to be unlikely"
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_padding_gets_no_gradient_whatever_it_holds(dtype: torch.dtype) -> None:
-    random = torch.Generator().manual_seed(0)
-    labels = torch.randint(6, (2, 5), generator=random)
-    logits = (torch.randn(2, 5, 8, generator=random) - 15).to(dtype)
-    logits[..., 6:] = torch.tensor([30.0, 1e4], dtype=dtype)
-    logits.requires_grad_()
-    token_losses(logits, labels, torch.tensor([0.0] * 6 + [-torch.inf] * 2)).sum().backward()
-    true = logits.detach()[..., :6].float().requires_grad_()
-    F.cross_entropy(true.flatten(0, 1), labels.flatten(), reduction="sum").backward()
-    assert logits.grad is not None
-    assert true.grad is not None
-    assert torch.equal(logits.grad[..., :6], true.grad.to(dtype))
-    assert not logits.grad[..., 6:].any()

@@ -18,6 +18,8 @@ from bloomery.monitor import names
 from bloomery.monitor.record import Record, ValidationRecord, from_json
 
 _MOST_LINE_BYTES = 2**24
+_HEAD_BYTES = 64
+"""Of an event: its kind stands first."""
 
 
 class Start(NamedTuple):
@@ -92,13 +94,13 @@ def read_events(path: Path) -> list[dict[str, Any]]:
 
 
 def read_ledger(path: Path) -> Ledger:
-    """What a start needs to know of all jobs before it; empty where there is no ledger. Lines without any of it are not
-    even parsed."""
+    """What a start needs to know of all jobs before it; empty where there is no ledger. Only starts and stops have any
+    of it: no other line is even parsed."""
     starts: list[Start] = []
     spent = Energy()
 
     def take(line: bytes) -> None:
-        if b'"start"' not in line and b'"energy"' not in line:
+        if b'"start"' not in (head := line[:_HEAD_BYTES]) and b'"stop"' not in head:
             return
         nonlocal spent
         event = event_of(line)
