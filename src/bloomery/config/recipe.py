@@ -41,12 +41,9 @@ class OnResume:
 
 def _amount(*units: AmountUnit, positive: bool = True) -> Callable[[Any], Amount]:
     def parse(value: Any) -> Amount:
-        if isinstance(value, Amount):
-            value = str(value)
-        if type(value) is int and value >= 0:
-            examples = " or ".join(f"'{value} {unit}'" for unit in units)
-            raise ValueError(f"needs a unit: write {examples}")
-        found = parse_amount(value if isinstance(value, str) else "", units=units)
+        found = (
+            value if isinstance(value, Amount) else parse_amount(value if isinstance(value, str) else "", units=units)
+        )
         if positive and not found.count:
             raise ValueError("must be greater than 0")
         return found
@@ -62,12 +59,8 @@ def _duration(value: Any) -> Duration:
 
 
 def _amount_or_duration(value: Any) -> Amount | Duration:
-    if isinstance(value, Amount) or (isinstance(value, str) and re.search("step|sample|token", value)):
-        return _amount("steps", "samples", "tokens")(value)
-    try:
-        return _duration(value)
-    except ValueError as error:
-        raise ValueError(f"{error}; an amount is written like '500 steps'") from None
+    is_amount = isinstance(value, Amount) or re.search("step|sample|token", str(value))
+    return _amount("steps", "samples", "tokens")(value) if is_amount else _duration(value)
 
 
 def _steps_or_auto(value: Any) -> Any:

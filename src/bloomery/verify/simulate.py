@@ -15,7 +15,7 @@ import time
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Literal, cast
 
 import numpy as np
@@ -48,8 +48,6 @@ from bloomery.parallel.tensor import vocabulary_losses
 from bloomery.parallel.weights import weights_of
 from bloomery.sizing.layout import Layout, cut_dimension, micro_batches, ranks_per_replica, stage_layers, stages_of_rank
 from bloomery.sizing.memory import (
-    HOST_LABELS,
-    STATE_LABELS,
     HeldElements,
     WeightBytes,
     precision_problems,
@@ -385,15 +383,6 @@ simulated: fake micro-batches go forward and backward through the rank's own sta
 attention and dropout keep what an accelerator's kernels keep. There is no allocator in it (rounding, fragmentation,
 CUDA context, communication buffers come on top), and nothing is compiled (compiled code keeps less)."""
 
-_MEMORY = {
-    **STATE_LABELS,
-    "receive_buffers": "receive buffers",
-    "kept_per_micro_batch": "  kept per micro-batch",
-    "activations": "activations, at peak",
-    "peak": "peak of a step",
-    **HOST_LABELS,
-}
-
 
 def world_json(world: SimulatedWorld, recipe: Recipe) -> dict[str, Any]:
     """The JSON of `verify --simulate-world`: a public contract. Sizes are in bytes."""
@@ -424,10 +413,10 @@ def world_table(world: SimulatedWorld, recipe: Recipe) -> str:
         "parameters held": [f"{rank.elements:,}" for rank in world.ranks],
         "forward passes held": [str(rank.forward_passes_held) for rank in world.ranks],
     }
-    for name, title in _MEMORY.items():
-        sizes = [getattr(rank.memory_bytes, name) for rank in world.ranks]
+    for field in fields(RankMemory):
+        sizes = [getattr(rank.memory_bytes, field.name) for rank in world.ranks]
         if any(sizes):
-            rows[title] = [format_bytes(size) for size in sizes]
+            rows[field.name.replace("_", " ")] = [format_bytes(size) for size in sizes]
     rows = {"": [f"rank {rank.rank:,}" for rank in world.ranks]} | rows
     widths = [max(len(row[i]) for row in rows.values()) for i in range(len(world.ranks))]
     lines = [
