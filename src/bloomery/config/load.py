@@ -103,7 +103,8 @@ def _read_with_bases(name: str, places: Places, chain: tuple[Path, ...], *, is_s
     values, written = parse_yaml(mask(text) if is_saved else text, lambda line: f"{shown}:{line}")
     if not isinstance(values, dict):
         rule, remedy = "a recipe is a mapping of sections such as `model:`", "start with `base: quickstart`"
-        raise RecipeError(Problem(f"the recipe is {mask(repr(values)):.60}", rule, remedy, f"{shown}:1"))
+        kind = "empty" if values is None else mask(repr(values))
+        raise RecipeError(Problem(f"the recipe is {kind:.60}", rule, remedy, f"{shown}:1"))
     base, place = values.pop("base", None), written.pop("base", "")
     try:
         below = _read_with_bases(str(base), places, (*chain, path), is_saved=is_saved) if base else {}

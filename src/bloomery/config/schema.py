@@ -108,7 +108,12 @@ def validate(raw: dict[str, Any], place: Callable[[str], str]) -> Recipe:
         return Recipe.model_validate(raw)
     except ValidationError as error:
         faults = [(tuple(map(str, item["loc"])), item) for item in error.errors(include_url=False)]
-    problems = [_problem(path, item, place(".".join(path))) for path, item in faults]
+    misspelt = {meant(path) for path, item in faults if item["type"] == "extra_forbidden"}
+    problems = [
+        _problem(path, item, place(".".join(path)))
+        for path, item in faults
+        if item["type"] != "missing" or ".".join(path) not in misspelt
+    ]
     raise RecipeError(sorted(problems, key=by_place))
 
 
