@@ -376,8 +376,8 @@ train:
     assert complaints(write(text)) == [
         "my.yaml:6: model.num_heads is 5 but model.hidden_size is 64. Heads must divide the hidden size evenly. Use 4 or 8 "
         "heads.",
-        "my.yaml:13: batch.rampup.start is 10 but batch.rampup.increment is 9. Every batch, in a ramp every level, must be "
-        "a multiple of micro_batch_size 3 times 1 data-parallel replicas: 10, 19, 28, 37, 46, 55 and 1 more. Use "
+        "my.yaml:13: batch.rampup.start is 10 but batch.rampup.increment is 9. Every level of the ramp must be a "
+        "multiple of micro_batch_size 3 times 1 data-parallel replicas, not 10, 19, 28, 37, 46, 55 and 1 more. Use "
         "multiples of 3, or change micro_batch_size.",
     ]
 

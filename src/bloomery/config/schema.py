@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import re
 import types
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -51,7 +52,9 @@ def all_paths() -> list[str]:
 
 def field_at(path: Sequence[str]) -> FieldSpec | None:
     """None for a path that a recipe cannot have."""
-    return all_fields().get(_known(path) or "")
+    dotted = ".".join("0" if part.isdecimal() else part for part in path)
+    patterns = {other: re.escape(other).replace(r"\*", "[^.]+") for other in all_fields()}
+    return next((all_fields()[other] for other, pattern in patterns.items() if re.fullmatch(pattern, dotted)), None)
 
 
 def closest(word: str, known: Iterable[str], *, cutoff: float = 0.6) -> str | None:
@@ -65,18 +68,6 @@ def meant(path: Sequence[str]) -> str | None:
     """The field that the writer of this unknown path may have meant: by its name elsewhere, or a path like this one."""
     namesakes = [other for other in all_paths() if other.rpartition(".")[2] == path[-1]]
     return namesakes[0] if len(namesakes) == 1 else closest(".".join(path), all_paths())
-
-
-def _known(path: Sequence[str]) -> str | None:
-    """The path with `0` and `*` for items, or None."""
-    found = ""
-    for part in path:
-        prefix = f"{found}." if found else ""
-        names = (f"{prefix}{part}", f"{prefix}{'0' if part.isdecimal() else '*'}")
-        found = next((name for name in names if name in all_fields()), "")
-        if not found:
-            return None
-    return found
 
 
 def _walk(annotation: Any, path: str, info: FieldInfo, mark: OnResume) -> Iterator[tuple[str, FieldSpec]]:

@@ -25,12 +25,9 @@ _MOST_VALUES = 100_000
 """More cannot be a recipe: it is aliases of aliases of aliases."""
 
 
-Place = Callable[[int], str]
-"""What to call a line, counted from 1."""
-
-
-def parse_yaml(text: str, place: Place) -> tuple[Any, dict[str, str]]:
-    """(the value, the place of each dotted path in it). RecipeError for what is not YAML as a recipe uses it."""
+def parse_yaml(text: str, place: Callable[[int], str]) -> tuple[Any, dict[str, str]]:
+    """(the value, the place of each dotted path in it). `place`: the name of a line, from 1. RecipeError for what
+    is not YAML as a recipe uses it."""
     reader = _Reader(place)
     try:
         node = yaml.compose(text, Loader=yaml.SafeLoader)
@@ -61,7 +58,7 @@ def inline_yaml(value: Any) -> str:
 
 
 class _Reader:
-    def __init__(self, place: Place) -> None:
+    def __init__(self, place: Callable[[int], str]) -> None:
         self.place = place
         self.places: dict[str, str] = {}
         self.problems: list[Problem] = []

@@ -37,10 +37,9 @@ def load_checked_recipe(name: str, overrides: Sequence[str] = ()) -> LoadedRecip
 
 def check(loaded: LoadedRecipe) -> LoadedRecipe:
     """The recipe with its warnings, or RecipeError with every broken rule."""
-    problems, warnings = list[Problem](), list[Problem]()
+    values, problems, warnings = as_dict(loaded.recipe), list[Problem](), list[Problem]()
     for found in [found for rule in RULES for found in rule(loaded.recipe)]:
-        values = [(path, _value(loaded.recipe, path)) for path in found.paths[:2]]
-        what = " but ".join(f"{path} is {shown(value)}" for path, value in values)
+        what = " but ".join(f"{path} is {shown(_at(values, path))}" for path in found.paths[:2])
         problem = Problem(what, found.rule, found.remedy, loaded.places.find(*found.paths))
         (warnings if found.is_warning else problems).append(problem)
     if problems:
@@ -62,9 +61,8 @@ class Finding:
 Findings = Iterator[Finding]
 
 
-def _value(recipe: Recipe, path: str) -> Any:
-    """As YAML has it."""
-    value: Any = as_dict(recipe)
+def _at(value: Any, path: str) -> Any:
+    """A field of a recipe in plain YAML values; None where a section is not set."""
     for key in path.split("."):
         value = value[int(key)] if isinstance(value, list) else value.get(key) if isinstance(value, dict) else None
     return value
@@ -97,7 +95,7 @@ def heads(recipe: Recipe) -> Findings:
 def ignored(recipe: Recipe) -> Findings:
     """A field that nothing reads because of another one, unless it has its default value: with that a recipe takes back
     what its base had set, and the resolved recipe of a run writes out every field."""
-    model, parallel, lr, data = recipe.model, recipe.parallel, recipe.lr, recipe.data
+    model, parallel, lr, data, values = recipe.model, recipe.parallel, recipe.lr, recipe.data, as_dict(recipe)
     encoder, alibi = FAMILIES[model.family].encoder, FAMILIES[model.family].positions == "alibi"
     unread = {
         "model.family": [f"model.{name}" for name, families in READERS.items() if model.family not in families],
@@ -117,7 +115,7 @@ def ignored(recipe: Recipe) -> Findings:
             default = all_fields()[path].info.get_default(call_default_factory=True)
             default = by_family.get(path.rpartition(".")[2], default)
             default = default.model_dump(mode="json") if isinstance(default, Section) else default
-            if _value(recipe, path) != default:
+            if _at(values, path) != default:
                 yield Finding(
                     (path, other), "it would be ignored", f"set it back to {inline_yaml(default)}, or change {other}"
                 )
@@ -209,7 +207,8 @@ def batch(recipe: Recipe) -> Findings:
         yield Finding(("batch.rampup.increment", "batch.global_batch_size", *paths), rule, remedy)
     elif misfits := [str(size) for size in (*levels, full) if size % unit]:
         factors = f"micro_batch_size {recipe.batch.micro_batch_size} times {replicas} data-parallel replicas"
-        rule = f"every batch, in a ramp every level, must be a multiple of {factors}: {first_few(misfits, 6)}"
+        rule = f"it must be a multiple of {factors}"
+        rule = f"every level of the ramp must be a multiple of {factors}, not {first_few(misfits, 6)}" if ramp else rule
         remedy = f"use {f'multiples of {unit}' if ramp else _multiples(full, unit)}, or change micro_batch_size"
         yield Finding(paths, rule, remedy)
     elif parallel.schedule in _SEVERAL_STAGES and any(size // unit % parallel.pp for size in (*levels, full)):
@@ -357,8 +356,10 @@ def fit(recipe: Recipe, *, nodes: int, ranks_per_node: int) -> tuple[Recipe, lis
     if found is None:
         return None
     paths = [*(f"parallel.{name}" for name in type(recipe.parallel).model_fields), "batch.micro_batch_size"]
-    values = [(path, _value(here, path), _value(found, path)) for path in paths]
-    changes = [f"{path} {new} instead of {old}" for path, old, new in values if old != new]
+    old, new = as_dict(here), as_dict(found)
+    changes = [
+        f"{path} {_at(new, path)} instead of {_at(old, path)}" for path in paths if _at(new, path) != _at(old, path)
+    ]
     return found, [f"{world_size(here)} ranks instead of {world_size(recipe)}: {wrong[0]}", *changes]
 
 
