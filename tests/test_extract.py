@@ -253,7 +253,7 @@ def test_lines_longer_than_any_buffer(tmp_path: Path) -> None:
         (["note.txt"], 3, "0 input files cannot fill 3 chunks"),
         (["raw", "--chunks", "13"], 3, "12 input files cannot fill 13 chunks"),
         (["raw", "--chunks", "0"], 2, "is not a whole number"),
-        (["raw", "--chunks", "²"], 2, "is not a whole number"),
+        (["raw", "--chunks", "²"], 2, "invalid number value"),
         (["raw", "--output", "other"], 3, "holds chunk-00000-of-00002.jsonl, which is not of this extraction"),
         (["raw", "--output", "strange"], 3, "holds manifest.json, which is not of this extraction"),
         (["raw", "--output", "note.txt"], 5, "cannot write note.txt"),

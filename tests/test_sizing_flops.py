@@ -95,12 +95,6 @@ def test_bert_has_no_causal_half() -> None:
     assert flops_per_token(bert, FlopCount.MODEL_CAUSAL) == flops_per_token(bert, FlopCount.MODEL_FULL)
 
 
-def test_every_definition_describes_itself_in_one_line() -> None:
-    descriptions = [definition.description for definition in FlopCount]
-    assert len(set(descriptions)) == len(FlopCount)
-    assert all(description and "\n" not in description for description in descriptions)
-
-
 @pytest.mark.parametrize(
     ("device", "precision", "tflops"),
     [

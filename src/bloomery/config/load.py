@@ -80,9 +80,10 @@ def validated(raw: dict[str, Any], places: Places) -> LoadedRecipe:
     rule = "a recipe is copied into checkpoints, logs and reports, so it holds no password, key or signature"
     secrets = []
     for path, value in leaves(raw):
-        if mask(path) != path or mask(str(value)) != str(value):
-            what = mask(f"{path} is {value!r}, with a secret in it")
-            secrets.append(Problem(what, rule, f"remove it, and {where_instead(str(value))}", places.find(path)))
+        for text in map(str, value if isinstance(value, list) else [value]):
+            if mask(path) != path or mask(text) != text:
+                what = mask(f"{path} is {text!r}, with a secret in it")
+                secrets.append(Problem(what, rule, f"remove it, and {where_instead(text)}", places.find(path)))
     if secrets:
         raise RecipeError(secrets)
     model = raw.get("model")

@@ -192,8 +192,8 @@ def batch(recipe: Recipe) -> Findings:
     full, ramp, parallel = recipe.batch.global_batch_size, recipe.batch.rampup, recipe.parallel
     replicas, levels = max(1, data_parallel_size(recipe)), _ramp_levels(recipe)
     unit = recipe.batch.micro_batch_size * replicas
-    paths = ("batch.global_batch_size", "batch.micro_batch_size", *LAYOUT)
-    paths = ("batch.rampup.start", "batch.rampup.increment", *paths) if ramp else paths
+    ramp_paths = ("batch.rampup.start", "batch.rampup.increment") if ramp else ()
+    paths = (*ramp_paths, "batch.global_batch_size", "batch.micro_batch_size", *LAYOUT)
     if ramp and not 1 <= len(levels) <= _MOST_LEVELS:
         rule = f"this ramp has {len(levels):,} levels below the full batch, and 1 to {_MOST_LEVELS:,} are possible"
         yield Finding(

@@ -214,6 +214,9 @@ class SavePhase:
     def covers(self, step: int) -> bool:
         return self.first_step <= step and (self.last_step is None or step <= self.last_step)
 
+    def saves_at(self, step: int) -> bool:
+        return self.covers(step) and (step == self.last_step or step % (self.every_steps or math.inf) == 0)
+
     def steps(self, *, train_steps: int) -> list[int]:
         """The saving steps within a training of `train_steps`, ascending: absolute multiples of the interval, whatever
         the phase's first step, and the phase's own end."""
@@ -300,8 +303,7 @@ class TrainingPlan:
 
     def is_save_step(self, step: int) -> bool:
         """Whether the schedule saves after this step; a run also saves when it stops."""
-        phases = [phase for phase in self.save_phases if phase.covers(step)]
-        return any(step == phase.last_step or step % (phase.every_steps or math.inf) == 0 for phase in phases)
+        return any(phase.saves_at(step) for phase in self.save_phases)
 
     def decides_saves_at(self, step: int) -> bool:
         """Whether this step is in a phase of `every: auto`."""
