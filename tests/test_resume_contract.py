@@ -245,7 +245,7 @@ def test_orders_of_a_whole_run_refuse_what_would_reorder_the_past(
     run = stopped(workshop, *whole, both)
     names = ["data.train", "model.seq_length", "batch"]
     workshop.train(*whole, "data.train=[{path: train, weight: 2}, {path: other}]", code=3, changes=names)
-    follows = f"With data.order={order} the order of all samples follows from it: some would come twice."
+    follows = f"With data.order={order} the order of all samples follows from it: some would repeat."
     assert re.search(r"data\.train is .* but the checkpoint has .* Fixed: ", capsys.readouterr().err)
     workshop.train(*whole, both, "model.seq_length=8", code=3, changes=names)
     assert "model.seq_length is 8 but the checkpoint has 16. Fixed: " in capsys.readouterr().err
@@ -326,7 +326,7 @@ def test_a_shard_that_has_moved_does_not_begin_again_under_a_new_name(
     workshop.train(moved, code=3, changes=["data.train"])
     assert capsys.readouterr().err.splitlines()[-1] == (
         "bloomery: the source 'moved' is the shard that the run knows as 'train'. "
-        "Under another name its samples would come again from the beginning. Add `name: train` to the source."
+        "Under another name its samples would repeat from the beginning. Add `name: train` to the source."
     )
     twice = "data.train=[{path: train}, {path: valid}, {path: moved}]"
     workshop.train(twice, code=3, changes=["data.train"])

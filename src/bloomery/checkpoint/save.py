@@ -357,7 +357,7 @@ class SaveJob:
             pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
         if missing and not self._trouble:
             patience = format_seconds(self._timeout_seconds)
-            text = f"its part did not come within {patience}: it hangs, or this is no folder that all ranks share"
+            text = f"its part did not arrive within {patience}: it hangs, or this is no folder that all ranks share"
             self._trouble = {rank: [text] for rank in missing}
         if self._trouble:
             raise _PartsError

@@ -106,7 +106,7 @@ def whole_number(least: int, most: int = 99_999) -> Callable[[str], int]:
 
     def number(text: str) -> int:
         if not least <= (found := int(text)) <= most:
-            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from {least} to {most}")
+            raise argparse.ArgumentTypeError(f"{text!r} is not an integer from {least} to {most}")
         return found
 
     return number

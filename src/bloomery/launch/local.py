@@ -79,7 +79,7 @@ def run_local_ranks(
             os.write(watched.fileno(), bytes(size))  # all are there: one byte for each, and they begin
         code = job.watch()
         if any(rank.exitcode == _NO_SERVER for rank in ranks):
-            signals.say(f"the process that the ranks came from is gone, so they were asked to stop. {_RESUME}")
+            signals.say(f"the process that started the ranks has exited, so they were asked to stop. {_RESUME}")
             job.see_them_end(watched)
     watched.close()
     return code

@@ -149,7 +149,7 @@ def gradient_differences(found: Recorded, expected: Recorded) -> list[Difference
 
 
 def report_reloaded(trial: Trial, saved: Path) -> None:
-    """Write down which tensors of which layout's checkpoint did not come back bit by bit in `saved`, and delete that.
+    """Write down which tensors of which layout's checkpoint were not restored bit for bit in `saved`, and delete that.
     For one rank."""
     reloaded = whole_tensors(saved)
     wrong = {}
@@ -286,13 +286,15 @@ def check_continuation(row: Row, found: Recorded, expected: Recorded, source: st
 
 
 def check_reshard(row: Row, resharded: Mapping[str, Sequence[str]]) -> None:
-    """`resharded`: by layout, the tensors of its checkpoint that did not come back bit by bit."""
+    """`resharded`: by layout, the tensors of its checkpoint that were not restored bit for bit."""
     row.resharded_of = len(resharded)
     for source, wrong in resharded.items():
         row.resharded_from += not wrong
         if wrong:
             names = _listed(wrong)
-            row.reasons.append(f"reshard: {len(wrong)} tensors saved by {source} did not come back bit by bit: {names}")
+            row.reasons.append(
+                f"reshard: {len(wrong)} tensors saved by {source} were not restored bit for bit: {names}"
+            )
 
 
 def check_followed(row: Row, losses: Mapping[str, Sequence[Difference]], after: int) -> None:

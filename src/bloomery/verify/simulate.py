@@ -117,7 +117,7 @@ def simulate_world(recipe: Recipe, world: int, rank: int | None = None) -> Simul
     chosen = [rank] if rank is not None else sorted({0, layout.pp // 2 * stage_size, world - stage_size})
     parameters = count_parameters(recipe.model, vocab_size=padded_vocab_size(recipe.model)).total
     built = sum(_elements_of_stage(recipe, layout, pp * stage_size) for pp in range(layout.pp))
-    assert built == parameters, f"the ranks of all stages hold {built:,} parameters, the formula says {parameters:,}"
+    assert built == parameters, f"the ranks of all stages hold {built:,} parameters, the formula gives {parameters:,}"
     return SimulatedWorld(
         name=recipe.name,
         world=world,
@@ -429,7 +429,7 @@ def world_table(world: SimulatedWorld, recipe: Recipe) -> str:
             f"pp {layout.pp}{chunks}, ZeRO {parallel.zero} over {layout.shard}{pipeline}, recompute "
             f"{parallel.recompute}, {recipe.precision}, {world.micro_batches:,} micro-batches of "
             f"{recipe.batch.micro_batch_size}",
-            f"parameters of all stages: {world.built_parameters:,}, as the formula says",
+            f"parameters of all stages: {world.built_parameters:,}, as computed",
             "",
             *lines,
             "",
