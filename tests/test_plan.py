@@ -19,7 +19,7 @@ from bloomery.parallel.apply import Parallelised, outline
 from bloomery.parallel.weights import weights_of
 from bloomery.sizing.check import load_checked_recipe
 from bloomery.sizing.layout import Layout, layout_overrides, world_size
-from bloomery.sizing.memory import HeldElements, StagePart, held_elements, node_bytes, stage_facts
+from bloomery.sizing.memory import HeldElements, held_elements, node_bytes, stage_facts
 from bloomery.sizing.parameters import model_shapes, padded_vocab_size, parameter_shapes
 from bloomery.sizing.schedule import kept_checkpoints
 from bloomery.verify import simulate
@@ -71,8 +71,7 @@ def layout_of(recipe: Recipe) -> Layout:
 
 def planned(recipe: Recipe, rank: int) -> HeldElements:
     layout = layout_of(recipe)
-    place = layout.place_of(rank)
-    return held_elements(recipe, layout, StagePart.of(recipe, layout, place.pp), place)
+    return held_elements(recipe, layout, layout.place_of(rank))
 
 
 def built(recipe: Recipe, rank: int) -> HeldElements:

@@ -11,17 +11,13 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer
 
 from bloomery.base.units import Amount, AmountUnit, Duration, parse_amount, parse_duration
 from bloomery.families.registry import FAMILIES
 
-if TYPE_CHECKING:
-    FamilyName = str
-else:
-    FamilyName = Literal[tuple(FAMILIES)]
 Precision = Literal["fp32", "bf16", "fp16", "fp8"]
 Recompute = Literal["none", "selective", "full"]
 Schedule = Literal["constant", "linear", "cosine", "wsd"]
@@ -133,7 +129,7 @@ class Section(BaseModel):
 class ModelSection(Section):
     """The architecture. Fields marked 'by family' have a default that depends on it."""
 
-    family: FamilyName
+    family: Literal[tuple(FAMILIES)]  # type: ignore[valid-type]
     """gpt2 (learned positions), bloom (ALiBi), llama, qwen2, qwen3 (rotary, gated MLP) or bert (encoder)."""
     num_layers: Annotated[int, Field(gt=0, le=MOST_LAYERS)]
     """Transformer blocks."""

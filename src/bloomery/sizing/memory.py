@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from functools import cache
 from math import prod
-from typing import Any, Self
+from typing import Any
 
 from bloomery.base.errors import Problem
 from bloomery.config.recipe import Recipe
@@ -72,21 +72,6 @@ class WeightBytes:
         return self.masters + self.compute_copies + sums + self.optimizer
 
 
-@dataclass(frozen=True)
-class StagePart:
-    """What a pipeline rank has of the model."""
-
-    num_layers: int
-    has_embedding: bool
-    has_head: bool
-
-    @classmethod
-    def of(cls, recipe: Recipe, layout: Layout, pp: int) -> Self:
-        layers = stage_layers(recipe.model.num_layers, layout.pp * recipe.parallel.chunks)
-        numbers = stages_of_rank(pp, layout.pp, recipe.parallel.chunks)
-        return cls(sum(len(layers[number]) for number in numbers), 0 in numbers, len(layers) - 1 in numbers)
-
-
 def precision_problems(recipe: Recipe) -> list[Problem]:
     """A precision that this version cannot compute in."""
     if recipe.precision in _COMPUTE_BYTES:
@@ -119,17 +104,19 @@ def weight_bytes(recipe: Recipe, layout: Layout, held: HeldElements) -> WeightBy
     )
 
 
-def held_elements(recipe: Recipe, layout: Layout, part: StagePart, place: Place) -> HeldElements:
+def stage_part(recipe: Recipe, layout: Layout, pp: int) -> tuple[int, bool, bool]:
+    """(number of layers, has the embedding, has the head) of a pipeline rank."""
+    layers = stage_layers(recipe.model.num_layers, layout.pp * recipe.parallel.chunks)
+    numbers = stages_of_rank(pp, layout.pp, recipe.parallel.chunks)
+    return sum(len(layers[number]) for number in numbers), 0 in numbers, len(layers) - 1 in numbers
+
+
+def held_elements(recipe: Recipe, layout: Layout, place: Place) -> HeldElements:
     """As parallel/weights.py: FSDP cuts rows, after tensor parallelism has cut what it cuts, into equal portions, of
     which the last may be short or empty."""
-    model = recipe.model
-    weights = model_shapes(
-        model,
-        vocab_size=padded_vocab_size(model),
-        num_layers=part.num_layers,
-        embedding=part.has_embedding,
-        head=part.has_head,
-    )
+    model, vocab_size = recipe.model, padded_vocab_size(recipe.model)
+    layers, embedding, head = stage_part(recipe, layout, place.pp)
+    weights = model_shapes(model, vocab_size=vocab_size, num_layers=layers, embedding=embedding, head=head)
     pieces = whole = owned = 0
     for weight in weights:
         cut = cut_dimension(weight.name)
@@ -147,19 +134,19 @@ def held_elements(recipe: Recipe, layout: Layout, part: StagePart, place: Place)
 
 def stage_facts(recipe: Recipe, layout: Layout) -> list[dict[str, Any]]:
     """Of every kind of pipeline rank, in their order: the ranks that are alike, and what the fullest of them holds."""
-    kinds: dict[StagePart, list[int]] = {}
+    kinds: dict[tuple[int, bool, bool], list[int]] = {}
     for pp in range(layout.pp):
-        kinds.setdefault(StagePart.of(recipe, layout, pp), []).append(pp)
+        kinds.setdefault(stage_part(recipe, layout, pp), []).append(pp)
     facts = []
-    for part, pipeline_ranks in kinds.items():
-        held = held_elements(recipe, layout, part, Place())  # of all ranks of a stage, none holds or owns more
+    for (num_layers, embedding, head), pipeline_ranks in kinds.items():
+        held = held_elements(recipe, layout, Place(pp=pipeline_ranks[0]))  # none of the stage holds or owns more
         memory = weight_bytes(recipe, layout, held)
         facts.append(
             {
                 "pipeline_ranks": pipeline_ranks,
-                "num_layers": part.num_layers,
-                "embedding": part.has_embedding,
-                "head": part.has_head,
+                "num_layers": num_layers,
+                "embedding": embedding,
+                "head": head,
                 "elements": held.pieces,
                 "owned_elements": held.owned,
                 "memory_bytes": asdict(memory) | {"device": memory.device},
@@ -172,15 +159,14 @@ def node_bytes(recipe: Recipe, layout: Layout) -> dict[str, int]:
     """Host memory of all ranks of a node together, of the node that needs most: for saves, for offload, for both."""
 
     @cache
-    def used(part: StagePart, place: Place) -> WeightBytes:
-        return weight_bytes(recipe, layout, held_elements(recipe, layout, part, place))
+    def used(place: Place) -> WeightBytes:
+        return weight_bytes(recipe, layout, held_elements(recipe, layout, place))
 
-    parts = [StagePart.of(recipe, layout, pp) for pp in range(layout.pp)]
     nodes: dict[int, list[WeightBytes]] = {}
     for rank in range(layout.world):
         place = layout.place_of(rank)
-        alike = Place(tp=min(place.tp, 1), copy=min(place.copy, 1), shard=place.shard)
-        nodes.setdefault(rank // ranks_per_node(recipe), []).append(used(parts[place.pp], alike))
+        alike = Place(pp=place.pp, tp=min(place.tp, 1), copy=min(place.copy, 1), shard=place.shard)
+        nodes.setdefault(rank // ranks_per_node(recipe), []).append(used(alike))
     sums = [(sum(rank.saves for rank in ranks), sum(rank.host for rank in ranks)) for ranks in nodes.values()]
     return {
         "saves": max(saves for saves, _ in sums),

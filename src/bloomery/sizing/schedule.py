@@ -227,13 +227,9 @@ class SavePhase:
 
 def resolve_phases(phases: list[PhaseSection]) -> tuple[SavePhase, ...]:
     """Each phase starts on the step after the previous one's `until`."""
-    first_steps = [1, *(phase.until.count + 1 for phase in phases if phase.until)]
-    return tuple(
-        SavePhase(
-            first, phase.until.count if phase.until else None, None if phase.every == "auto" else phase.every.count
-        )
-        for first, phase in zip(first_steps, phases, strict=False)
-    )
+    last_steps = [phase.until.count if phase.until else None for phase in phases]
+    intervals = [None if phase.every == "auto" else phase.every.count for phase in phases]
+    return tuple(map(SavePhase, [1, *(last + 1 for last in last_steps if last)], last_steps, intervals))
 
 
 @dataclass(frozen=True)
