@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 import os
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
@@ -275,11 +276,10 @@ def launch(recipe: Recipe) -> Findings:
 def prepare(recipe: Recipe) -> Findings:
     if recipe.prepare and recipe.tokenizer is None:
         yield Finding(("prepare", "tokenizer"), "text needs a tokenizer", "add `tokenizer: {path: ...}`")
-    outputs = [os.path.normpath(section.output) for section in recipe.prepare]
-    for i, output in enumerate(outputs):
-        if output in outputs[:i]:
-            rule = "it would replace the shard of an earlier section"
-            yield Finding((f"prepare.{i}.output",), rule, "give each section an output of its own")
+    outputs = Counter(os.path.normpath(section.output) for section in recipe.prepare)
+    if twice := [output for output, count in outputs.items() if count > 1]:
+        rule = f"a later section would replace the shard of an earlier one: {first_few(twice)}"
+        yield Finding(("prepare",), rule, "give each section an output of its own")
 
 
 def data(recipe: Recipe) -> Findings:
@@ -287,23 +287,17 @@ def data(recipe: Recipe) -> Findings:
         return
     data, evaluate, family = recipe.data, recipe.train.evaluate, recipe.model.family
     trained = {os.path.normpath(source.path) for source in data.train}
-    for place, sources in {
-        "train": data.train,
-        **{f"validation.{name}": group for name, group in data.validation.items()},
-    }.items():
-        keys = [source_key(source) for source in sources]
-        if twice := [key for key in dict.fromkeys(keys) if keys.count(key) > 1]:
-            rule = (
-                f"orders, checkpoints and metrics know a source by its `name`, by default the path: {first_few(twice)}"
-            )
+    groups = {"data.train": data.train} | {f"data.validation.{name}": group for name, group in data.validation.items()}
+    for place, sources in groups.items():
+        if twice := [key for key, count in Counter(map(source_key, sources)).items() if count > 1]:
+            rule = f"sources are distinguished by `name`, by default the path, and some share it: {first_few(twice)}"
             remedy = "give each a `name`, or add up their weights in one of them"
-            yield Finding((f"data.{place}",), rule, remedy)
-        if place != "train" and (
-            known := [source.path for source in sources if os.path.normpath(source.path) in trained]
-        ):
+            yield Finding((place,), rule, remedy)
+        known = [source.path for source in sources if os.path.normpath(source.path) in trained]
+        if known and sources is not data.train:
             rule = f"data.train trains on {first_few(known)}, so this loss will not measure the model on new text"
             remedy = "give it its own shard, or split the training sources with data.split"
-            yield Finding((f"data.{place}", "data.train"), rule, remedy, is_warning=True)
+            yield Finding((place, "data.train"), rule, remedy, is_warning=True)
     if data.split and data.validation:
         rule = "validation comes either from a split of the training sources or from groups of its own"
         yield Finding(("data.split", "data.validation"), rule, "remove one of them")
