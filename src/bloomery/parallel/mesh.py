@@ -39,7 +39,7 @@ class Mesh:
 
     @property
     def reports_loss(self) -> bool:
-        """Of the tensor-parallel ranks that know the same loss, one tells it."""
+        """Of the tensor-parallel ranks that have the same loss, one reports it."""
         return self.is_last_stage and self.tp == 0
 
 

@@ -57,8 +57,8 @@ class Layout:
         return self.dp * self.cp // self.shard
 
     def place_of(self, rank: int) -> Place:
-        """Ranks are numbered with tensor parallelism fastest, then context, data and pipeline, so that those who talk
-        most are neighbours."""
+        """Ranks are numbered with tensor parallelism fastest, then context, data and pipeline, so that those that
+        communicate most are neighbours."""
         rest, tp = divmod(rank, self.tp)
         rest, cp = divmod(rest, self.cp)
         pp, dp = divmod(rest, self.dp)

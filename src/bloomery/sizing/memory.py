@@ -62,7 +62,7 @@ class WeightBytes:
     host: int
     """In host memory with parallel.offload: masters, moments, and gradients while they are applied."""
     saves: int
-    """In host memory, pinned: the picture that a save writes, of the pieces that the rank alone saves. (Rank 0 adds a
+    """In host memory, pinned: the snapshot that a save writes, of the pieces that the rank alone saves. (Rank 0 adds a
     step count of 4 bytes.)"""
 
     @property
