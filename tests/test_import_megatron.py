@@ -226,7 +226,7 @@ def test_values_that_only_the_machine_knows_stay_as_they_are_written(tmp_path: P
     assert field_of(again, "tokenizer.path") == "tok"
     with pytest.raises(RecipeError, match=r"--seed is \$SEED. \$SEED: the script does not set it. .*--set SEED=VALUE"):
         script(tmp_path, "pretrain_gpt.py FLAGS --seed $SEED\n")
-    with pytest.raises(RecipeError, match=r"--seed is \$\(wc\). Only a running program knows it"):
+    with pytest.raises(RecipeError, match=r"--seed is \$\(wc\). It is known only at run time"):
         script(tmp_path, "N=$(nvidia-smi -L | wc -l)\npretrain_gpt.py FLAGS --seed $N\n")
     assert script(tmp_path, "pretrain_gpt.py FLAGS --seed $SEED\n", "--seed", "5").recipe.seed == 5
 
@@ -326,7 +326,7 @@ def test_what_is_not_read_has_no_value_and_a_reason(text: str, reason: str) -> N
         ("if [ -f x ]; then\n pretrain_gpt.py FLAGS\nfi", "It depends on the `if` of line 1, which is not read"),
         ("if [ -f x ]; then D=--deepspeed; fi\npretrain_gpt.py FLAGS $D", "$D may hold flags"),
         ("cat <<EOT > d.json\n{}\nEOT\npretrain_gpt.py FLAGS --deepspeed_config d.json", "cannot be seen"),
-        ("pretrain_gpt.py FLAGS --seed $((3 * 4))", "--seed is $((3*4)). Only a running program knows it"),
+        ("pretrain_gpt.py FLAGS --seed $((3 * 4))", "--seed is $((3*4)). It is known only at run time"),
     ],
 )
 def test_a_script_that_cannot_be_read_is_refused(tmp_path: Path, text: str, message: str) -> None:
@@ -499,7 +499,7 @@ def test_what_is_reported_of_a_flag(text: str, kind: str, flag: str) -> None:
         ("--lr-decay-style WSD --lr-wsd-decay-iters 9", "--lr-wsd-decay-style is exponential"),
         ("--lr-warmup-iters 2 --lr-warmup-samples 3", "are both set"),
         ("--lr-warmup-fraction nan", "--lr-warmup-fraction is 'nan'. It is a finite number"),
-        ("--lr-warmup-fraction 1.5", "command line --lr-warmup-fraction: lr.warmup is 150 steps"),
+        ("--lr-warmup-fraction 1.5", "command line --lr-warmup-fraction: lr.warmup is '150 steps'"),
         ("--lr-warmup-iters 1e30", "It is a finite whole number of at most 1,000,000,000,000,000,000"),
         ("--train-samples 9", "--train-samples and --train-iters are both set"),
         ("--rampup-batch-size 2 2 90", "--train-iters with --rampup-batch-size"),
@@ -745,10 +745,10 @@ def test_every_key_of_a_ds_config_is_a_row(tmp_path: Path) -> None:
         ('{"gradient_clipping": NaN}', "gradient_clipping is NaN. It is a number"),
         ("[" * 100_000, "not valid JSON"),
         ("[{}]", "it is no object. A ds_config is a JSON object"),
-        ({"train_batch_size": "many"}, 'train_batch_size is "many". It is a whole number'),
-        ({"fp16": {"initial_scale_power": 5000}}, "initial_scale_power is 5000. It is a whole number from 0 to 127"),
+        ({"train_batch_size": "many"}, 'train_batch_size is "many". It is an integer'),
+        ({"fp16": {"initial_scale_power": 5000}}, "initial_scale_power is 5000. It is an integer from 0 to 127"),
         ({"gradient_clipping": 1e30}, "It is a number, at most 1,000,000,000,000,000,000"),
-        ({"gradient_accumulation_steps": 0}, "gradient_accumulation_steps is 0. It is a whole number of at least 1"),
+        ({"gradient_accumulation_steps": 0}, "gradient_accumulation_steps is 0. It is an integer of at least 1"),
         ({"scheduler": {"type": "WarmupLR", "params": {}}}, 'scheduler.type is "WarmupLR"'),
         ({"curriculum_learning": {"enabled": True}}, "curriculum_learning is enabled. Every sample has"),
         ({"compression_training": {"a": {"b": {"enabled": True}}}}, "compression_training is enabled"),

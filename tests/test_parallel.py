@@ -256,7 +256,6 @@ def test_more_ranks_than_the_recipe_says_become_replicas(workshop: Workshop) -> 
 def test_a_world_that_does_not_fit_is_refused_once_by_rank_0(workshop: Workshop) -> None:
     assert run_ranks(workshop, "parallel.tp=2", size=3) == exit_codes.USAGE
     assert said(workshop).count("3 ranks were started, and no layout of them can train this recipe") == 1
-    assert "Start 2 or 4 ranks." in said(workshop), "numbers that work"
     assert not (workshop.folder / "run").exists()
 
 

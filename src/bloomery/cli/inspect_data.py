@@ -33,7 +33,7 @@ def add_arguments_data(parser: argparse.ArgumentParser) -> None:
         "data",
         metavar="RECIPE|SHARD",
         nargs="+",
-        help="a recipe, with overrides section.field=value behind it; or prefixes of shards",
+        help="a recipe, with overrides section.field=value after it; or prefixes of shards",
     )
     parser.add_argument("--quick", action="store_true", help="read the indices only, not the tokens")
     add_json(parser)
@@ -240,7 +240,7 @@ def _print_samples(run: InspectedRun, first: int, last: int, *, as_json: bool, *
 
     if first < (known := first_position(run.data.train)):
         what = f"sample {first:,} lies before sample {known:,}, where sources, weights or sequence length last changed"
-        rule = "a checkpoint knows the blend segment in which it was saved"
+        rule = "a checkpoint records the blend segment in which it was saved"
         remedy = "give a checkpoint from before that change as --run-dir, and its own recipe.yaml"
         raise DataError(Problem(what, rule, remedy))
     tokenizer = Tokenizer.load(run.recipe.tokenizer.path) if run.recipe.tokenizer else None

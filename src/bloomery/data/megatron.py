@@ -253,7 +253,7 @@ class MegatronOpening:
         size = cast(GreedyBlend | OneSource, stream.blend).size
         if self._plan.train_samples > size:
             what = f"the training takes {self._plan.train_samples} samples, but data.order={self._flavour} has {size}"
-            rule = "a training that ends within its batch ramp takes more than train.for says"
+            rule = "a training that ends within its batch ramp takes more samples than train.for"
             raise DataError(Problem(what, rule, "use a shorter ramp or a longer train.for"))
         if cursor is not None:
             self._check_order(cursor, sections, cast(Sequence[MegatronSource], sources))
@@ -272,7 +272,7 @@ class MegatronOpening:
             if shape != source.shape:
                 here, there = self._recipe.train.for_, cursor.recipe.train.for_
                 what = f"train.for is {here} = {now} samples but the checkpoint has {there} = {then} samples"
-                why = f"with data.order={self._flavour} the order of all samples follows from it: some would come twice"
+                why = f"with data.order={self._flavour} the order of all samples follows from it: some would repeat"
                 back = there if cursor.plan.batch == self._plan.batch else f"{then} samples"
                 remedy = f"use 'train.for={back}' to resume, or start a new run under another name or --run-dir"
                 raise DataError(Problem(what, why, remedy))

@@ -112,7 +112,7 @@ class ShardWriter:
             while unwritten:
                 copied = os.sendfile(self._bin.fileno(), file.fileno(), offset + nbytes - unwritten, unwritten)
                 if not copied:
-                    raise damaged(str(file.name), "ends too early", "it was cut off while it was being copied")
+                    raise damaged(str(file.name), "ends too early", "it was truncated while it was being copied")
                 unwritten -= copied
         self._count(lengths, sequences, nbytes)
 
@@ -382,7 +382,7 @@ def read_into(values: NDArray[Any], file: IO[bytes], offset: int) -> None:
         except OSError as error:
             raise unreadable(str(file.name), error) from error
         if got == 0:
-            raise damaged(str(file.name), f"ends at byte {offset}", "it was cut off while it was being read")
+            raise damaged(str(file.name), f"ends at byte {offset}", "it was truncated while it was being read")
         unread, offset = unread[got:], offset + got
 
 
@@ -405,7 +405,7 @@ def unreadable(place: str, error: OSError) -> DataError:
 
 def _read_header(path: str, header: bytes, found: int) -> tuple[np.dtype[Any], int, int]:
     if len(header) < HEADER.size or not header.startswith(MAGIC):
-        rule = f"an index starts with {MAGIC!r}: this was cut off, is of Megatron's older TNTIDX format, or no index"
+        rule = f"an index starts with {MAGIC!r}: this was truncated, is of Megatron's older TNTIDX format, or no index"
         raise damaged(path, f"holds {found} bytes and starts with {header[:9]!r}", rule)
     _, version, code, num_sequences, num_entries = HEADER.unpack(header)
     if version != VERSION or code not in DTYPES or num_entries == 0:

@@ -38,7 +38,7 @@ LEAST_SECONDS, LEAST_CHARACTERS_PER_SECOND = 60.0, 20_000
 
 
 def is_other_tokenizer(remembered: str | None, now: str | None) -> bool:
-    """Whether a hash that a checkpoint remembers is of another tokenizer; one of an earlier version tells nothing."""
+    """Whether a hash that a checkpoint remembers is of another tokenizer; one of an earlier version decides nothing."""
     return remembered is not None and now is not None and remembered != now and remembered.endswith(OF_IDS)
 
 

@@ -92,7 +92,7 @@ class Decoder(nn.Module):
         _tie(self.head, self.embed, self.config)
 
     def rebuild_buffers(self, device: torch.device | str) -> None:
-        """Make the buffers anew: they are not in checkpoints, and `to_empty` leaves garbage in them. Always fp32,
+        """Recreate the buffers: they are not in checkpoints, and `to_empty` leaves garbage in them. Always fp32,
         always for all heads: cut them afterwards."""
         if self.slopes is not None:
             self.slopes = torch.tensor(alibi_slopes(self.config.num_heads), dtype=torch.float32, device=device)

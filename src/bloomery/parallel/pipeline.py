@@ -136,7 +136,7 @@ class PipelineExecution:
         return self._loss_of(rows)
 
     def _schedule_for(self, num_micro_batches: int) -> Any:
-        """Made anew when a batch ramp changes the number of micro-batches: torch fixes it for a schedule's life."""
+        """Rebuilt when a batch ramp changes the number of micro-batches: torch fixes it for a schedule's life."""
         if self._schedule is None or self._schedule[0] != num_micro_batches:
             stages = [self._stage(number, stage) for number, stage in self._stages.items()]
             kind = schedule_in_force(self._kind, num_stages=self._num_stages, num_micro_batches=num_micro_batches)

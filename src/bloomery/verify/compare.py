@@ -250,13 +250,15 @@ def check_continuation(
 
 
 def check_reshard(row: Row, resharded: Mapping[str, Sequence[str]]) -> None:
-    """`resharded`: by layout, the tensors of its checkpoint that did not come back bit by bit."""
+    """`resharded`: by layout, the tensors of its checkpoint that were not restored bit for bit."""
     row.resharded_of = len(resharded)
     for source, wrong in resharded.items():
         row.resharded_from += not wrong
         if wrong:
             names = _listed(wrong)
-            row.reasons.append(f"reshard: {len(wrong)} tensors saved by {source} did not come back bit by bit: {names}")
+            row.reasons.append(
+                f"reshard: {len(wrong)} tensors saved by {source} were not restored bit for bit: {names}"
+            )
 
 
 def _check_norms(norms: Sequence[Difference]) -> list[tuple[int, str]]:

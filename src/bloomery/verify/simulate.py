@@ -50,8 +50,6 @@ from bloomery.parallel.tensor import vocabulary_losses
 from bloomery.parallel.weights import weights_of
 from bloomery.sizing.layout import Layout, cut_dimension, micro_batches, ranks_per_replica, stage_layers, stages_of_rank
 from bloomery.sizing.memory import (
-    HOST_LABELS,
-    STATE_LABELS,
     HeldElements,
     WeightBytes,
     precision_problems,
@@ -352,15 +350,6 @@ Masters, copies, gradients and optimizer state are exact: counted from the piece
 simulated: fake micro-batches go forward and backward through the rank's own stages while every tensor is counted;
 attention and dropout keep what an accelerator's kernels keep. There is no allocator in it (rounding, fragmentation,
 CUDA context, communication buffers come on top), and nothing is compiled (compiled code keeps less)."""
-
-_MEMORY = {
-    **STATE_LABELS,
-    "receive_buffers": "receive buffers",
-    "kept_per_micro_batch": "  kept per micro-batch",
-    "activations": "activations, at peak",
-    "peak": "peak of a step",
-    **HOST_LABELS,
-}
 
 
 def world_table(facts: Mapping[str, Any]) -> str:

@@ -108,7 +108,7 @@ class _Reader:
             good = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
             rule = "it must be a number"
         else:
-            good, rule = type(value) is int and value > 0, "it must be a whole number above 0"
+            good, rule = type(value) is int and value > 0, "it must be a positive integer"
         if not good:
             self.problem(f"{name} is {value!r}", rule)
             return 1

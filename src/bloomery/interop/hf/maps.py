@@ -53,7 +53,7 @@ def entries_of(config: ModelSection) -> list[Entry]:
     hf = FAMILIES[config.family].hf
     if "ffn_hidden_size" not in hf.fields and config.ffn_hidden_size != 4 * config.hidden_size:
         what = f"model.ffn_hidden_size is {config.ffn_hidden_size}"
-        rule = f"Hugging Face's {hf.architecture} knows only 4 * hidden_size = {4 * config.hidden_size}"
+        rule = f"Hugging Face's {hf.architecture} supports only 4 * hidden_size = {4 * config.hidden_size}"
         raise RecipeError(Problem(what, rule, "train with that width, or keep the checkpoint as it is"))
     return [_entry(name, shape, hf, config) for name, shape in parameter_shapes(config).items()]
 

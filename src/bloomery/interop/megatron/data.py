@@ -68,7 +68,7 @@ def _sources(b: Builder, flag: str) -> list[dict[str, Any]]:
     given = b.line.flags[flag]
     words = given.values
     if any(word.startswith("$(") for word in words):
-        b.note("left out", flag, "only a running program knows these paths: add `data:` to the recipe")
+        b.note("left out", flag, "these paths are known only at run time: add `data:` to the recipe")
     elif len(words) == 1:
         return [{"path": words[0]}]
     elif not words or len(words) % 2 or not re.fullmatch(r"[0-9.eE+-]+", words[0]):
@@ -140,7 +140,7 @@ def _groups(b: Builder, flag: str) -> dict[str, list[_Member]]:
     texts = given.values if any(" " in text for text in given.values) else [given.text]
     if flag.endswith("-path"):
         if (found := b.find_file(given.text)) is None:
-            remark = f"the file is not here: add --{flag} FILE behind the script, or `data:` to the recipe"
+            remark = f"the file is not here: add --{flag} FILE after the script, or `data:` to the recipe"
             b.note("left out", flag, remark)
             return {}
         try:

@@ -15,8 +15,8 @@ from bloomery.interop.megatron.recipe import Builder
 _SECTIONS = ("zero_optimization", "fp16", "bf16", "nebula")
 _LIMIT = 10**18
 _TYPES: dict[str, tuple[str, Callable[[Any], bool]]] = {
-    "count": ("a whole number of at least 1", lambda value: type(value) is int and 1 <= value <= _LIMIT),
-    "power": ("a whole number from 0 to 127", lambda value: type(value) is int and 0 <= value <= 127),
+    "count": ("an integer of at least 1", lambda value: type(value) is int and 1 <= value <= _LIMIT),
+    "power": ("an integer from 0 to 127", lambda value: type(value) is int and 0 <= value <= 127),
     "number": ("a number", lambda value: type(value) in (int, float) and abs(value) <= _LIMIT),
     "bool": ("true or false", lambda value: type(value) is bool),
     "text": ("a text", lambda value: type(value) is str),

@@ -103,7 +103,7 @@ def _read(path: Path, execute: bool, given: Mapping[str, str]) -> Script:
     try:
         text = read_text(path)
     except (OSError, UnicodeDecodeError) as error:
-        rule = "a script is a file; flags begin with --, and a program such as pretrain_gpt.py may stand before them"
+        rule = "a script is a file; flags begin with --, and a program such as pretrain_gpt.py may precede them"
         raise RecipeError(Problem(f"cannot read {path}: {error}", rule, "correct the path")) from error
     return (run_script if execute else read_script)(path, text, given)
 
@@ -127,7 +127,7 @@ def _training_command(script: Script, source: str) -> CommandLine:
             remedy = "import a copy of the script with one of them, or choose with --set NAME=VALUE"
             raise RecipeError(Problem(what, "a recipe is one training", remedy, f"{source}:{last.line}"))
     if doubt := last.doubt or _hidden_flags(script, last):
-        remedy = "run the script: --script FILE, or give the flags themselves behind `--`"
+        remedy = "run the script: --script FILE, or give the flags themselves after `--`"
         raise RecipeError(Problem("this command may be another one", doubt, remedy, f"{source}:{last.line}"))
     for outer in script.commands:  # `srun --nodes 2 bash -c ...` around it
         if outer.line == last.line and outer is not last:

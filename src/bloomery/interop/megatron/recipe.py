@@ -70,7 +70,7 @@ class Builder:
             return default
         if len(given.values) != 1:
             what = f"{given.flag} has {len(given.values)} values"
-            self.refuse(name, what, "it takes one", "write one behind it; of a script: --set what it comes from")
+            self.refuse(name, what, "it takes one", "write one after it; of a script: --set what it comes from")
             return default
         return self.convert(given, given.values[0], default)
 
@@ -78,7 +78,7 @@ class Builder:
         if isinstance(default, str):
             return text
         if "$" in text:
-            names, remedy = unset_names(text), f"add {given.flag} VALUE behind the script"
+            names, remedy = unset_names(text), f"add {given.flag} VALUE after the script"
             if self.reasons is None:
                 remedy = f"write {given.flag} with its value"
             elif names:
@@ -98,7 +98,7 @@ class Builder:
 
     def why_unset(self, text: str) -> str:
         known = {name: (self.reasons or {}).get(name) for name in unset_names(text)}
-        return "; ".join(f"${name}: {why}" for name, why in known.items() if why) or "only a running program knows it"
+        return "; ".join(f"${name}: {why}" for name, why in known.items() if why) or "it is known only at run time"
 
     def put(self, path: str, value: Any, *flags: str, kind: Kind = "mapped", remark: str = "") -> None:
         """Set a field of the recipe. `flags` it came from; none of them given: Megatron's default."""
@@ -262,7 +262,7 @@ def _tokenizer(b: Builder) -> None:
         size = b.value(flag, 1) + is_null
         remark = "NullTokenizer adds an end of document" if is_null else ""
     elif size is None:
-        remedy = "add --vocab-size N (entries of the tokenizer) behind the command line"
+        remedy = "add --vocab-size N (entries of the tokenizer) to the command line"
         b.refuse("tokenizer-type", f"the vocabulary of {kind} is not on the command line", "", remedy)
     b.put("model.vocab_size", size or 1, flag, remark=remark)
     if "tokenizer" not in b.raw and vocab and vocab.text:
