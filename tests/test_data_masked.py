@@ -126,9 +126,10 @@ def test_every_sentence_is_used_once_in_an_epoch_and_stays_in_its_document(
         texts = [reader.read(int(start), int(stop - start)).tolist() for start, stop in itertools.pairwise(bounds)]
         found = [token for place in np.argsort(samples) for token in together[place]]
         assert found == [token for text in texts for token in text if len(text) > 1]
-        for ordinal in range(source.num_samples):
-            (span,) = source.trace(ordinal).documents
-            assert span.tokens == len(together[ordinal])
+        for ordinal, sample in enumerate(samples.tolist()):
+            ((start, stop),) = source.stretches(sample)
+            assert stop - start == len(together[ordinal])
+            assert reader.index.document_at(start)[0] == reader.index.document_at(stop - 1)[0]
 
 
 def test_segments_are_cut_between_sentences_unless_there_is_only_one(
@@ -295,7 +296,8 @@ def test_parts_share_no_document(shard: str, vocabulary: MaskVocabulary) -> None
     documents = []
     for part in ("train", "valid", "test"):
         source = open_source(shard, vocabulary, part=part, split="7,2,1")
-        documents.append({span.document for i in range(source.num_samples) for span in source.trace(i).documents})
+        places = [place for i in range(source.num_samples) for place in source.stretches(i)]
+        documents.append({source.shard.index.document_at(start)[0] for start, _ in places})
     with ShardReader(shard) as reader:
         usable = int((np.diff(reader.index.document_starts()) > 1).sum())
     assert sum(map(len, documents)) == len(set.union(*documents)) == usable

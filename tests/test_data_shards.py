@@ -254,21 +254,15 @@ def test_damage_inside_a_large_index_is_named_when_it_is_met(tmp_path, short_end
         ShardReader(hand_made(tmp_path, idx, bytes(28)))
 
 
-def test_many_documents_at_once_and_a_copied_file_give_the_same_bytes(tmp_path, monkeypatch):
+def test_many_documents_at_once_give_the_same_bytes(tmp_path):
     with ShardWriter(str(tmp_path / "one"), np.uint16) as writer:
         for document in DOCUMENTS:
             writer.append(np.array(document))
     flat, lengths = np.concatenate(DOCUMENTS).astype(np.uint16), np.array([3, 1, 4], np.int32)
     with ShardWriter(str(tmp_path / "many"), np.uint16) as writer:
         writer.append_many(flat.data, lengths)
-    (tmp_path / "tokens").write_bytes(b"ab" + flat.tobytes())
-    with open(tmp_path / "tokens", "rb") as file, ShardWriter(str(tmp_path / "copied"), np.uint16) as writer:
-        writer.append_file(file, 2, lengths[:2])
-        monkeypatch.setattr("os.copy_file_range", lambda *_, **__: (_ for _ in ()).throw(OSError(18, "other disk")))
-        writer.append_file(file, 10, lengths[2:])
-    for name in ("many", "copied"):
-        for ending in (".bin", ".idx"):
-            assert (tmp_path / f"{name}{ending}").read_bytes() == (tmp_path / f"one{ending}").read_bytes()
+    for ending in (".bin", ".idx"):
+        assert (tmp_path / f"many{ending}").read_bytes() == (tmp_path / f"one{ending}").read_bytes()
 
 
 def test_documents_of_several_sequences_are_written(tmp_path, monkeypatch):
@@ -277,17 +271,6 @@ def test_documents_of_several_sequences_are_written(tmp_path, monkeypatch):
         writer.append_many(np.arange(5, 13, dtype=np.uint16).data, np.array([3, 1, 4]), np.array([2, 1]))
     assert (writer.num_documents, writer.num_sequences, writer.num_tokens) == (2, 3, 8)
     assert (tmp_path / "x.idx").read_bytes() == index_bytes([3, 1, 4], doc_idx=[0, 2, 3])
-
-
-def test_a_file_that_ends_too_early_is_named(tmp_path):
-    (tmp_path / "tokens").write_bytes(b"ab")
-    with (
-        open(tmp_path / "tokens", "rb") as file,
-        pytest.raises(DataError, match="tokens: ends too early"),
-        ShardWriter(str(tmp_path / "x"), np.uint16) as writer,
-    ):
-        writer.append_file(file, 0, np.array([5], np.int32))
-    assert [path.name for path in tmp_path.iterdir()] == ["tokens"]
 
 
 @pytest.fixture(params=["plain", "plain, large", "sentences"])

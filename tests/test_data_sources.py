@@ -221,8 +221,6 @@ def test_close_ends_the_thread_at_any_time():
         loader.close()
         loader.close()
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("bloomery-loader")]
-    with pytest.raises(ValueError, match="replica 2 of 2"):
-        Loader(PositionSource(), micro_batch_size=1, batch_size_at=lambda _: 2, replica=2, replicas=2)
 
 
 def test_causal_batches_carry_the_names_the_model_and_the_loss_know(counting):

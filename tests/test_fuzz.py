@@ -33,7 +33,6 @@ from bloomery.checkpoint.folder import read_latest
 from bloomery.checkpoint.format import TensorFile, read_index, read_manifest
 from bloomery.checkpoint.load import consumed_tokens, read_recipe_of, read_state
 from bloomery.config.load import load_recipe
-from bloomery.data import megatron
 from bloomery.data.manifest import read_manifest as read_shard_manifest
 from bloomery.data.shards import ShardReader
 from bloomery.data.tokenizer import Tokenizer
@@ -398,13 +397,6 @@ class Samples:
         folder.marker(3).write_text(json.dumps(content))
 
         return Parser(folder.marker(3), lambda: folder.verified(3, "k"), fields=True)
-
-    def cache_entry(self) -> Parser:
-        cache = megatron.IndexCache(self.folder / "cache")
-        cache.arrays("order", {"a": 1}, lambda: {"x": np.arange(5)})
-        entry = next((self.folder / "cache").glob("order-*"))
-        facts = json.loads((entry / "entry.json").read_text())["key"]
-        return Parser(entry / "entry.json", lambda: megatron._load(entry, facts), fields=True)
 
     def download_json(self) -> Parser:
         path = self.folder / "list.json"

@@ -29,46 +29,29 @@ from bloomery.config.load import shipped_recipes
 
 
 def add_arguments_data(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "data",
-        metavar="RECIPE|SHARD",
-        nargs="+",
-        help="a recipe, with overrides section.field=value behind it; or prefixes of shards",
-    )
+    what = "a recipe, with overrides section.field=value behind it; or prefixes of shards"
+    parser.add_argument("data", metavar="RECIPE|SHARD", nargs="+", help=what)
     parser.add_argument("--quick", action="store_true", help="read the indices only, not the tokens")
     add_json(parser)
 
 
 def run_data(args: argparse.Namespace) -> int:
-    words = [_prefix(word) for word in args.data]
-    facts = _of_recipe(args) if _is_recipe(words[0]) else _of_shards(words, quick=args.quick)
-    print(json.dumps(facts, indent=2) if args.json else _data_text(facts))
-    return exit_codes.OK
-
-
-def _prefix(word: str) -> str:
-    """A shard may be named by any of its files."""
-    return next((word.removesuffix(end) for end in (".bin", ".idx", ".manifest.json") if word.endswith(end)), word)
-
-
-def _is_recipe(word: str) -> bool:
-    return not _is_shard(word) and (word in shipped_recipes() or word.endswith(".yaml") or os.path.isfile(word))
-
-
-def _is_shard(word: str) -> bool:
-    return os.path.isfile(f"{word}.idx") or os.path.isfile(f"{word}.bin")
-
-
-def _of_recipe(args: argparse.Namespace) -> dict[str, Any]:
+    # A shard may be named by any of its files.
+    prefixes = [re.sub(r"\.(bin|idx|manifest\.json)$", "", word) for word in args.data]
+    word = prefixes[0]
+    is_shard = os.path.isfile(f"{word}.idx") or os.path.isfile(f"{word}.bin")
+    if is_shard or not (word in shipped_recipes() or word.endswith(".yaml") or os.path.isfile(word)):
+        return show(args, _facts_of_shards(prefixes, quick=args.quick), _data_text)
     arguments = argparse.Namespace(recipe=args.data[0], overrides=args.data[1:], run_dir=None, changes=[])
     with opened_run(arguments) as inspected:
         from bloomery.data.inspect import recipe_facts
 
         end = inspected.plan.train_samples
-        return recipe_facts(inspected.recipe, inspected.data, train_samples=end, quick=args.quick)
+        facts = recipe_facts(inspected.recipe, inspected.data, train_samples=end, quick=args.quick)
+    return show(args, facts, _data_text)
 
 
-def _of_shards(prefixes: list[str], *, quick: bool) -> dict[str, Any]:
+def _facts_of_shards(prefixes: list[str], *, quick: bool) -> dict[str, Any]:
     from bloomery.data.inspect import shard_facts
     from bloomery.data.manifest import without_manifest
 
@@ -87,22 +70,22 @@ def _of_shards(prefixes: list[str], *, quick: bool) -> dict[str, Any]:
 
 
 def _data_text(facts: dict[str, Any]) -> str:
-    sources = facts["sources"]
-    lines = []
-    if "name" in facts:
+    sources = {f"{row['group']}: {row['source']}" if "group" in row else row["source"]: row for row in facts["sources"]}
+    is_recipe, lines = "name" in facts, list[str]()
+    if is_recipe:
         lines += [f"{facts['name']}: {facts['train_samples']:,} samples of {facts['seq_length']:,} tokens", ""]
-    names = [f"{row['group']}: {row['source']}" if "group" in row else row["source"] for row in sources]
-    width = max(len("source"), *(len(name) for name in names))
+    width = max(len("source"), *map(len, sources))
     head = f"{'source':<{width}}  {'documents':>12}  {'tokens':>16}  {'size':>10}  dtype "
-    lines.append((head + ("  samples/epoch     weight   epochs" if "name" in facts else "")).rstrip())
-    for name, row in zip(names, sources, strict=True):
+    lines.append((head + ("  samples/epoch     weight   epochs" if is_recipe else "")).rstrip())
+    for name, row in sources.items():
         line = f"{name:<{width}}  {row['documents']:>12,}  {row['tokens']:>16,}  {format_bytes(row['bytes']):>10}  "
         line += f"{row['dtype']:<6}"
-        if "name" in facts:
+        if is_recipe:
             line += f"  {row['samples_per_epoch']:>13,}"
-            line += f"  {row['weight']:>9.4g}  {row['epochs']:>7.3f}" if "weight" in row else ""
+        if "weight" in row:
+            line += f"  {row['weight']:>9.4g}  {row['epochs']:>7.3f}"
         lines.append(line.rstrip())
-    for name, row in zip(names, sources, strict=True):
+    for name, row in sources.items():
         lines += ["", f"{name} ({row['shard']})", *(f"  {line}" for line in _details(row, facts.get("vocab_size")))]
     return "\n".join(lines)
 
@@ -113,9 +96,7 @@ def _details(row: dict[str, Any], vocab_size: int | None) -> list[str]:
     if row["sequences"] != row["documents"]:
         lines.append(f"sentences: {row['sequences']:,}")
     if documents := row.get("document_range"):
-        lines.append(
-            f"document indices in [{documents[0]:,}, {documents[1]:,}) total of {row['documents']:,} documents"
-        )
+        lines.append(f"documents in [{documents[0]:,}, {documents[1]:,}) of {row['documents']:,}")
     if used := row["vocabulary"]:
         size = vocab_size or (manifest or {}).get("vocab_size")
         of = f" of {size:,}" if size else ""
@@ -123,17 +104,13 @@ def _details(row: dict[str, Any], vocab_size: int | None) -> list[str]:
         if used["eod_id"] is not None:
             eod = f"end of document (id {used['eod_id']}) {used['eod_share']:.2%} of tokens"
         lines.append(f"vocabulary: {used['distinct_ids']:,}{of} ids used, the highest {used['max_id']:,}; {eod}")
-        if bad := used.get("ids_that_are_none"):
-            lines.append(f"DAMAGED: {bad:,} tokens are no ids, from {used['min_id']:,} to {used['max_id']:,}")
     if manifest is None:
         return [*lines, "no manifest: tokenizer and vocabulary could not be checked"]
     made = f"by bloomery {manifest['bloomery_version']}, tokenizer {manifest['tokenizer_hash'][:12]}"
     lines.append(f"manifest: made {made}, vocabulary {manifest['vocab_size']:,}")
-    lines += [
-        f"from {source['name']}: {source['documents']:,} documents, {source['tokens']:,} tokens, "
-        f"{format_bytes(source['bytes'])} of text"
-        for source in manifest["sources"]
-    ]
+    for source in manifest["sources"]:
+        counts = f"{source['documents']:,} documents, {source['tokens']:,} tokens"
+        lines.append(f"from {source['name']}: {counts}, {format_bytes(source['bytes'])} of text")
     return lines
 
 
@@ -144,14 +121,10 @@ def add_arguments_sample(parser: argparse.ArgumentParser) -> None:
     add_json(parser)
 
 
-def run_sample(args: argparse.Namespace) -> int:
-    first, last = args.samples
-    with opened_run(args) as inspected:
-        end = inspected.plan.train_samples
-        if last >= end:
-            raise refuse(f"there is no sample {last:,}", f"0 to {end - 1:,}")
-        _print_samples(inspected, first, last, as_json=args.json)
-    return exit_codes.OK
+def add_arguments_step(parser: argparse.ArgumentParser) -> None:
+    add_recipe_arguments(parser, ("step", {"metavar": "N", "type": _range, "help": "the first step is 1"}))
+    add_run_dir(parser)
+    add_json(parser)
 
 
 def _range(text: str) -> tuple[int, int]:
@@ -164,10 +137,13 @@ def _range(text: str) -> tuple[int, int]:
     return first, last
 
 
-def add_arguments_step(parser: argparse.ArgumentParser) -> None:
-    add_recipe_arguments(parser, ("step", {"metavar": "N", "type": _range, "help": "the first step is 1"}))
-    add_run_dir(parser)
-    add_json(parser)
+def run_sample(args: argparse.Namespace) -> int:
+    first, last = args.samples
+    with opened_run(args) as inspected:
+        end = inspected.plan.train_samples
+        if last >= end:
+            raise refuse(f"there is no sample {last:,}", f"0 to {end - 1:,}")
+        return _print_samples(inspected, first, last, as_json=args.json)
 
 
 def run_step(args: argparse.Namespace) -> int:
@@ -176,21 +152,58 @@ def run_step(args: argparse.Namespace) -> int:
         if not 1 <= first_step <= last_step <= plan.train_steps:
             raise refuse(f"there is no step {last_step:,}", f"1 to {plan.train_steps:,}")
         first, end = plan.batch.consumed_after_step(first_step - 1), plan.batch.consumed_after_step(last_step)
-        _print_samples(inspected, first, end - 1, as_json=args.json)
+        return _print_samples(inspected, first, end - 1, as_json=args.json)
+
+
+def _print_samples(run: InspectedRun, first: int, last: int, *, as_json: bool) -> int:
+    """Samples first..last of the run, one after the other, however many they are."""
+    from bloomery.data.inspect import first_position, read_samples
+
+    if first < (known := first_position(run.data.train)):
+        what = f"sample {first:,} lies before sample {known:,}, where sources, weights or sequence length last changed"
+        rule = "a checkpoint knows the blend segment in which it was saved"
+        remedy = "give a checkpoint from before that change as --run-dir, and its own recipe.yaml"
+        raise DataError(Problem(what, rule, remedy))
+    before = "[\n" if as_json else ""
+    for sample in read_samples(run.data, first, last):
+        step = run.plan.batch.first_step_reaching(sample["index"] + 1)
+        sample |= {"step": step, **({"skipped": True} if run.plan.is_skipped(step) else {})}
+        print(before + (json.dumps(sample) if as_json else _sample_text(sample, run.data.tokenizer)), end="")
+        before = ",\n" if as_json else "\n\n"
+    print("\n]" if as_json else "")
     return exit_codes.OK
+
+
+def _sample_text(sample: dict[str, Any], tokenizer: Any) -> str:
+    skipped = ", skipped by train.skip" if sample.get("skipped") else ""
+    lines = [
+        f"sample {sample['index']:,} (step {sample['step']:,}{skipped}): {sample['source']}, epoch {sample['epoch']}, "
+        f"{len(sample['tokens']):,} tokens of {sample['shard']}.bin"
+    ]
+    for span in sample["documents"]:
+        end = span["start"] + span["tokens"] - 1
+        origin = f", from {span['origin']}" if "origin" in span else ""
+        lines.append(f"  document {span['document']:,}, tokens {span['start']:,} to {end:,}{origin}")
+    if sample["text"] is None:
+        lines.append(f"  ids (the recipe has no tokenizer): {' '.join(map(str, sample['tokens']))}")
+    else:
+        lines += [f"  | {line}" for line in sample["text"].splitlines()]
+    if silent := sample.get("no_loss"):
+        lines.append(f"  {len(silent):,} labels carry no loss")
+    for name, label in sample.get("labels", {}).items():
+        if isinstance(label, list):
+            words = [(at["position"], tokenizer.decode([at["token"]])) for at in label]
+            label = ", ".join(f"{position} {word!r}" for position, word in words)
+        lines.append(f"  {name}: {label}")
+    return "\n".join(lines)
 
 
 def add_arguments_order(parser: argparse.ArgumentParser) -> None:
     add_recipe_arguments(parser)
     add_run_dir(parser)
     add_json(parser)
-    parser.add_argument(
-        "--at-samples",
-        metavar="A,B",
-        type=whole_numbers,
-        default=[],
-        help="how far each source is at these positions",
-    )
+    what = "how far each source is at these positions"
+    parser.add_argument("--at-samples", metavar="A,B", type=whole_numbers, default=[], help=what)
 
 
 def run_order(args: argparse.Namespace) -> int:
@@ -224,58 +237,8 @@ def _order_text(facts: dict[str, Any]) -> str:
         lines += ["", f"before sample {at['samples']:,}:"]
         for source in facts["sources"]:
             here = source["at"][number]
-            standing = f"{here['epochs']:.3f} epochs, of those that are shuffled together"
+            place = f"{here['epochs']:.3f} epochs"
             if here["epoch"] is not None:
-                standing = (
-                    f"epoch {here['epoch']}, sample {here['sample_of_epoch']:,} of {source['samples_per_epoch']:,}"
-                )
-            lines.append(f"  {source['source']:<{width}}  {here['samples_taken']:,} taken: {standing}")
+                place = f"epoch {here['epoch']}, sample {here['sample_of_epoch']:,} of {source['samples_per_epoch']:,}"
+            lines.append(f"  {source['source']:<{width}}  {here['samples_taken']:,} taken: {place}")
     return "\n".join(lines)
-
-
-def _print_samples(run: InspectedRun, first: int, last: int, *, as_json: bool, **facts: Any) -> None:
-    """Samples first..last of the run, one after the other, however many they are."""
-    from bloomery.data.inspect import first_position, read_samples
-    from bloomery.data.tokenizer import Tokenizer
-
-    if first < (known := first_position(run.data.train)):
-        what = f"sample {first:,} lies before sample {known:,}, where sources, weights or sequence length last changed"
-        rule = "a checkpoint knows the blend segment in which it was saved"
-        remedy = "give a checkpoint from before that change as --run-dir, and its own recipe.yaml"
-        raise DataError(Problem(what, rule, remedy))
-    tokenizer = Tokenizer.load(run.recipe.tokenizer.path) if run.recipe.tokenizer else None
-    before = "[\n" if as_json else ""
-    for sample in read_samples(run.data.train, run.section.train, first, last, tokenizer=tokenizer):
-        step = run.plan.batch.first_step_reaching(sample["index"] + 1)
-        sample |= {"step": step, **({"skipped": True} if run.plan.is_skipped(step) else {}), **facts}
-        print(before + (json.dumps(sample) if as_json else _sample_text(sample, tokenizer)), end="")
-        before = ",\n" if as_json else "\n\n"
-    print("\n]" if as_json else "")
-
-
-def _sample_text(sample: dict[str, Any], tokenizer: Any) -> str:
-    skipped = ", skipped by train.skip" if sample.get("skipped") else ""
-    lines = [
-        f"sample {sample['index']:,} (step {sample['step']:,}{skipped}): {sample['source']}, epoch {sample['epoch']}, "
-        f"{len(sample['tokens']):,} tokens of {sample['shard']}.bin"
-    ]
-    for span in sample["documents"]:
-        end = span["start"] + span["tokens"] - 1
-        origin = f", from {span['origin']}" if "origin" in span else ""
-        lines.append(f"  document {span['document']:,}, tokens {span['start']:,} to {end:,}{origin}")
-    if sample["text"] is None:
-        lines.append(f"  ids (the recipe has no tokenizer): {' '.join(map(str, sample['tokens']))}")
-    else:
-        lines += [f"  | {line}" for line in sample["text"].splitlines()]
-    if silent := sample.get("no_loss"):
-        lines.append(f"  {len(silent):,} labels carry no loss")
-    for name, label in sample.get("labels", {}).items():
-        lines.append(f"  {name}: {_labels(label, tokenizer)}")
-    return "\n".join(lines)
-
-
-def _labels(label: Any, tokenizer: Any) -> str:
-    if not isinstance(label, list):
-        return str(label)
-    words = [(at["position"], tokenizer.decode([at["token"]]) if tokenizer else at["token"]) for at in label]
-    return ", ".join(f"{position} {word!r}" for position, word in words)

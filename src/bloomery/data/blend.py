@@ -70,10 +70,6 @@ class TimelessBlend:
         self._pairs = _Pairs(self._counts.tolist())
         self._cursors = np.array([state.cursors.get(key, 0) for key in self._keys])
 
-    def shares(self) -> dict[str, float]:
-        """What each source gets of the samples: its weight, rounded to whole slots."""
-        return dict(zip(self._keys, (self._counts / self.state.period).tolist(), strict=True))
-
     @classmethod
     def start(cls, weights: Mapping[str, float]) -> Self:
         """From the first sample of a run. Only the proportions of the weights matter."""

@@ -20,8 +20,7 @@ from numpy.typing import NDArray
 from bloomery.base.errors import DataError, Problem
 from bloomery.base.splitmix import GOLDEN, U64, splitmix64, splitmix64_one
 from bloomery.config.recipe import MaskingSection
-from bloomery.data.batch import Batch, Trace, document_spans
-from bloomery.data.causal import ShardSource, check_ids
+from bloomery.data.batch import Batch, ShardSource
 from bloomery.data.order import TimelessOrder, stream_key
 from bloomery.data.shards import ShardReader
 from bloomery.data.tokenizer import Tokenizer
@@ -172,7 +171,7 @@ class MaskedSource(ShardSource):
     def _index_samples(self) -> None:
         shard = self.shard
         self._chance = stream_key(self.seed, f"{self.key}\0masked")
-        documents, is_split = self._part_of(shard.num_documents), self._split_sentences
+        is_split = self._split_sentences
         if not (shard.num_sequences > shard.num_documents if is_split is None else is_split):
             what = f"the shard has {shard.num_documents} documents and {shard.num_sequences} sequences"
             rule = "bert learns the order of sentences, so each sentence must be a sequence of its own"
@@ -180,7 +179,7 @@ class MaskedSource(ShardSource):
             raise DataError(Problem(what, rule, remedy, f"{shard.prefix}.idx"))
         self.index = index_samples(
             shard,
-            documents=documents,
+            documents=self.documents,
             room=self.seq_length - _SPECIAL,
             short_probability=self.masking.short_sequence_probability,
             ends_with_eod=self._ends_with_eod,
@@ -190,16 +189,17 @@ class MaskedSource(ShardSource):
             remedy = "" if self.part == "all" else f", or give {self.part} a larger share in data.split"
             what, place = f"{self.where} has no document of two tokens", f"{shard.prefix}.bin"
             raise DataError(Problem(what, "a sample is a pair", f"prepare more text{remedy}", place))
-        self.order = TimelessOrder(self.seed, self.key, len(self.index.first))
+        self.num_samples = len(self.index.first)
+        self.order = TimelessOrder(self.seed, self.key, self.num_samples)
 
-    @property
-    def num_samples(self) -> int:
-        """Samples of one epoch."""
-        return self.order.num_samples
+    def locate(self, ordinals: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        return self.order.locate(ordinals)
+
+    def stretches(self, sample: int) -> list[tuple[int, int]]:
+        return [self.index.tokens_of(sample)]
 
     def read(self, ordinals: NDArray[np.int64]) -> Batch:
-        """The samples that a run takes from this source at these places."""
-        epochs, samples = self.order.locate(ordinals)
+        epochs, samples = self.locate(ordinals)
         shape = (len(samples), self.seq_length)
         tokens = np.full(shape, self.vocabulary.pad_id, np.int64)
         labels = np.full(shape, IGNORED_LABEL, np.int64)
@@ -232,17 +232,10 @@ class MaskedSource(ShardSource):
             targets={LM_LOSS: torch.from_numpy(labels), SOP_LOSS: torch.from_numpy(exchanged)},
         )
 
-    def trace(self, ordinal: int) -> Trace:
-        """Where the sample at this place comes from."""
-        epoch, sample = self.order.locate_one(ordinal)
-        start, stop = self.index.tokens_of(sample)
-        return Trace(self.key, epoch, sample, document_spans(self.shard, start, stop - start))
-
     def _pair(self, sample: int, where: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """The sample's tokens, cut between two of its sentences, or inside its only one between two words."""
         start, stop = self.index.tokens_of(sample)
-        tokens = self.shard.read(start, stop - start).astype(np.int64)
-        check_ids(tokens[None], np.array([start]), shard=self.shard, vocab_size=self.vocab_size)
+        tokens = self.ids(start, stop)
         cuts = self.index.starts[self.index.first[sample] + 1 : self.index.last[sample]] - start
         if not len(cuts):
             cuts = np.flatnonzero(self.vocabulary.word_starts(tokens)[1:]) + 1

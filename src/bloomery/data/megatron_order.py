@@ -72,9 +72,6 @@ class SampleIndex:
     """Where each sample begins: (position in `documents`, token within it); one more row than samples."""
     shuffle: NDArray[Any]
 
-    def as_arrays(self) -> dict[str, NDArray[Any]]:
-        return {"documents": self.documents, "samples": self.samples, "shuffle": self.shuffle}
-
 
 def build_index(starts: NDArray[np.int64], *, first: int, last: int, shape: OrderShape, seed: int) -> SampleIndex:
     """The order of sequences [first, last) of a shard whose sequence k begins at token `starts[k]`."""
@@ -147,41 +144,16 @@ def build_blend(weights: NDArray[np.float64], size: int) -> dict[str, NDArray[An
     Position i takes from the source with the largest w * max(i, 1) - taken, the first of equals. The product is rounded
     before the difference, as on x86; Megatron compiled for aarch64 fuses the two and often gives another order.
     """
-    sources, ordinals = np.empty(size, _source_dtype(len(weights))), np.empty(size, np.int64)
-    taken = np.zeros(len(weights))
+    sources, ordinals = np.empty(size, np.int32), np.empty(size, np.int64)
+    taken, behind = np.zeros(len(weights)), np.empty(len(weights))
     step = max(1, (1 << 20) // len(weights))
     for first in range(0, size, step):
-        positions = np.maximum(np.arange(first, min(first + step, size)), 1).astype(np.float64)
-        before = taken.astype(np.int64)
-        chosen = np.array(_choose(positions[:, None] * weights, taken))
-        sources[first : first + step] = chosen
-        ordinals[first : first + step] = before[chosen] + _occurrences_before(chosen)
+        positions = np.arange(first, min(first + step, size))
+        for position, due in zip(positions.tolist(), np.maximum(positions, 1)[:, None] * weights, strict=True):
+            source = int(np.subtract(due, taken, out=behind).argmax())
+            sources[position], ordinals[position] = source, taken[source]
+            taken[source] += 1.0
     return {"sources": sources, "ordinals": ordinals, "taken": taken.astype(np.int64)}
-
-
-def _choose(due: NDArray[np.float64], taken: NDArray[np.float64]) -> list[int]:
-    """The source of each row, where `due` is what each source should have given; counts them in `taken`."""
-    chosen = []
-    behind = np.empty_like(taken)
-    for row in due:
-        source = int(np.subtract(row, taken, out=behind).argmax())
-        taken[source] += 1.0
-        chosen.append(source)
-    return chosen
-
-
-def _source_dtype(num_sources: int) -> type[np.integer[Any]]:
-    """The originals stop at 254 (uint8) and 32,766 (int16) sources."""
-    return next(kind for kind in (np.uint8, np.int16, np.int32) if num_sources <= np.iinfo(kind).max)
-
-
-def _occurrences_before(numbers: NDArray[np.int64]) -> NDArray[np.int64]:
-    """For each entry, how often it occurs before its place."""
-    order = np.argsort(numbers, kind="stable")
-    counts = np.bincount(numbers)
-    occurrences = np.empty_like(numbers)
-    occurrences[order] = np.arange(len(numbers)) - np.repeat(np.cumsum(counts) - counts, counts)
-    return occurrences
 
 
 # ---------------------------------------------------------------- parts of a shard

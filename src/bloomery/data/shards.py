@@ -15,7 +15,7 @@ import struct
 from array import array
 from bisect import bisect_right
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import ExitStack, closing, suppress
 from glob import escape, glob
 from types import TracebackType
 from typing import IO, Any, Self
@@ -96,31 +96,10 @@ class ShardWriter:
         sequences of every document (None: one each)."""
         with writing(f"{self.prefix}.bin"):
             written = self._bin.write(tokens)
-        self._count(lengths, sequences, written)
-
-    def append_file(
-        self,
-        file: IO[bytes],
-        offset: int,
-        lengths: NDArray[np.int32],
-        sequences: NDArray[np.int32] | None = None,
-    ) -> None:
-        """As `append_many`, with the tokens copied from another file by the kernel."""
-        unwritten = nbytes = int(lengths.sum(dtype=np.int64)) * self.dtype.itemsize
-        with writing(f"{self.prefix}.bin"):
-            self._bin.flush()
-            while unwritten:
-                copied = os.sendfile(self._bin.fileno(), file.fileno(), offset + nbytes - unwritten, unwritten)
-                if not copied:
-                    raise damaged(str(file.name), "ends too early", "it was cut off while it was being copied")
-                unwritten -= copied
-        self._count(lengths, sequences, nbytes)
-
-    def _count(self, lengths: NDArray[np.int32], sequences: NDArray[np.int32] | None, written: int) -> None:
-        tokens = int(lengths.sum(dtype=np.int64))
-        assert written == tokens * self.dtype.itemsize, "lengths and tokens differ"
+        num_tokens = int(lengths.sum(dtype=np.int64))
+        assert written == num_tokens * self.dtype.itemsize, "lengths and tokens differ"
         assert sequences is None or sequences.sum(dtype=np.int64) == len(lengths), "sequences and documents differ"
-        self.num_tokens += tokens
+        self.num_tokens += num_tokens
         self._lengths.frombytes(lengths.astype("<i4").tobytes())
         self._sequences.frombytes((np.ones_like(lengths) if sequences is None else sequences).astype("<i4").tobytes())
 
@@ -193,41 +172,22 @@ class ShardReader:
 
     def __init__(self, prefix: str) -> None:
         self.prefix = prefix
-        try:
-            self.index = ShardIndex(f"{prefix}.idx")
-        except OSError as error:
-            raise _not_opened(prefix, error) from error
-        try:
-            self._file = open(f"{prefix}.bin", "rb", buffering=0, opener=open_regular)  # noqa: SIM115 - closed by close
-        except OSError as error:
-            self.index.close()
-            raise _not_opened(prefix, error) from error
-        found, expected = os.fstat(self._file.fileno()).st_size, self.num_tokens * self.dtype.itemsize
-        if found != expected:
-            self.close()
-            raise damaged(
-                f"{prefix}.bin",
-                f"holds {found} bytes where its index says {expected} "
-                f"({self.num_tokens} tokens of {self.dtype.itemsize} bytes)",
-                f"the data is {'shorter' if found < expected else 'longer'} than the index: it was cut off, "
-                "is still being written, or belongs to another .idx",
-            )
-
-    @property
-    def dtype(self) -> np.dtype[Any]:
-        return self.index.dtype
-
-    @property
-    def num_tokens(self) -> int:
-        return self.index.num_tokens
-
-    @property
-    def num_documents(self) -> int:
-        return self.index.num_documents
-
-    @property
-    def num_sequences(self) -> int:
-        return self.index.num_sequences
+        with ExitStack() as opened:
+            try:
+                self.index = opened.enter_context(closing(ShardIndex(f"{prefix}.idx")))
+                self._file = opened.enter_context(open(f"{prefix}.bin", "rb", buffering=0, opener=open_regular))
+            except OSError as error:
+                raise _not_opened(prefix, error) from error
+            self.dtype, self.num_tokens = self.index.dtype, self.index.num_tokens
+            self.num_documents, self.num_sequences = self.index.num_documents, self.index.num_sequences
+            found, expected = os.fstat(self._file.fileno()).st_size, self.num_tokens * self.dtype.itemsize
+            if found != expected:
+                what = f"holds {found} bytes where its index says {expected} "
+                what += f"({self.num_tokens} tokens of {self.dtype.itemsize} bytes)"
+                rule = f"the data is {'shorter' if found < expected else 'longer'} than the index: it was cut off, "
+                rule += "is still being written, or belongs to another .idx"
+                raise damaged(f"{prefix}.bin", what, rule)
+            self._closing = opened.pop_all()
 
     def facts(self) -> dict[str, Any]:
         """What identifies this shard: its size, and a hash of some of its tokens and of where some documents
@@ -254,8 +214,7 @@ class ShardReader:
             yield self.read(start, min(_BLOCK_TOKENS, self.num_tokens - start))
 
     def close(self) -> None:
-        self.index.close()
-        self._file.close()
+        self._closing.close()
 
     def __enter__(self) -> Self:
         return self
@@ -265,21 +224,22 @@ class ShardReader:
 
 
 class ShardIndex:
-    """Opened by its end, which is all there is of a small one; what is requested whole is read and checked then.
+    """Opened by its end, which is all there is of a small one; the rest is read and checked when it is requested.
     DataError where something is wrong. May be used by several threads."""
 
     def __init__(self, path: str) -> None:
         """OSError where it cannot be opened."""
         self.path = path
-        self._whole: NDArray[np.int64] | None = None
         self._file = open(path, "rb", buffering=0, opener=open_regular)  # noqa: SIM115 - closed by close
         try:
             found = os.fstat(self._file.fileno()).st_size
             header = np.empty(min(HEADER.size, found), np.uint8)
             read_into(header, self._file, 0)
-            self.dtype, self.num_sequences, entries = _read_header(path, header.tobytes(), found)
-            self.num_documents = entries - 1
-            self.num_tokens = self._look_at_ends()
+            self.dtype, count, entries = _read_header(path, header.tobytes(), found)
+            self.num_sequences, self.num_documents = count, entries - 1
+            self._documents(0, 1)
+            self._documents(max(0, entries - _AN_END), entries)
+            self.num_tokens = int(self._sequences(max(0, count - _AN_END), count)[-1])
         except BaseException:
             self.close()
             raise
@@ -287,8 +247,6 @@ class ShardIndex:
     def document_start(self, document: int) -> int:
         """The token at which it begins; behind the last one, the number of tokens. What is read is compared with the
         entries beside it."""
-        if self._whole is not None:
-            return int(self._whole[document])
         first = max(0, document - 1)
         sequence = int(self._documents(first, min(document + 2, self.num_documents + 1))[document - first])
         if not 0 <= sequence <= self.num_sequences:
@@ -306,16 +264,9 @@ class ShardIndex:
         document = bisect_right(range(self.num_documents + 1), token, key=self.document_start) - 1
         return document, token - self.document_start(document)
 
-    def documents_of(self, first: int, last: int) -> tuple[int, int]:
-        """[first, last) of the documents that have a sequence in [first, last), of which there is at least one."""
-        begins = self._documents(0, self.num_documents + 1)
-        return int(np.searchsorted(begins, first, "right")) - 1, int(np.searchsorted(begins, last - 1, "right"))
-
     def document_starts(self) -> NDArray[np.int64]:
-        """Of every document, and the number of tokens at the end. Stays in memory."""
-        if self._whole is None:
-            self._whole = self.sequence_starts()[self._documents(0, self.num_documents + 1)]
-        return self._whole
+        """Of every document, and the number of tokens at the end."""
+        return self.sequence_starts()[self._documents(0, self.num_documents + 1)]
 
     def sequence_starts(self) -> NDArray[np.int64]:
         """The token at which every sequence begins, and the number of tokens at the end."""
@@ -323,17 +274,6 @@ class ShardIndex:
 
     def close(self) -> None:
         self._file.close()
-
-    def _look_at_ends(self) -> int:
-        """The number of tokens."""
-        count, entries = self.num_sequences, self.num_documents + 1
-        if count <= _AN_END and entries <= _AN_END:
-            starts = self._sequences(0, count)
-            self._whole = starts[self._documents(0, entries)]
-            return int(starts[-1])
-        self._documents(0, 1)
-        self._documents(max(0, entries - _AN_END), entries)
-        return int(self._sequences(max(0, count - _AN_END), count)[-1])
 
     def _sequences(self, first: int, last: int) -> NDArray[np.int64]:
         """The token at which each of these begins, and the end of the last one."""
@@ -425,8 +365,7 @@ def _not_opened(prefix: str, error: OSError) -> DataError:
     if not missing or error.errno not in (errno.ENOENT, errno.ENOTDIR):
         return unreadable(str(error.filename), error)
     near = [path[:-4] for path in sorted(glob(escape(prefix.removesuffix(".bin").removesuffix(".idx")) + "*.idx"))]
-    remedy = "make the shard with `bloomery prepare`, or correct the path"
-    if near and near != [prefix]:
-        remedy += f" (there is {', '.join(near[:3])})"
+    hint = f" (there is {', '.join(near[:3])})" if near and near != [prefix] else ""
+    remedy = f"make the shard with `bloomery prepare`, or correct the path{hint}"
     rule = "a shard is a pair of files, <path>.bin and <path>.idx"
     return DataError([Problem("no such file", rule, remedy, prefix + suffix) for suffix in missing])
