@@ -62,10 +62,10 @@ def test_reader_knows_every_integer_type(tmp_path, code, letter, dtype):
 def test_reader_counts_documents_of_several_sequences(tmp_path):
     with ShardReader(hand_made(tmp_path, index_bytes([3, 0, 1, 4], doc_idx=[0, 2, 2, 4]))) as shard:
         assert (shard.num_sequences, shard.num_documents, shard.num_tokens) == (4, 3, 8)
-        assert shard.index.document_starts().tolist() == [0, 3, 3, 8]
-        assert shard.index.document_starts().dtype == np.int64
-        assert shard.index.document_at(2) == (0, 2)
-        assert shard.index.document_at(3) == (2, 0), "the empty document 1 holds no token"
+        assert shard.document_starts().tolist() == [0, 3, 3, 8]
+        assert shard.document_starts().dtype == np.int64
+        assert shard.document_at(2) == (0, 2)
+        assert shard.document_at(3) == (2, 0), "the empty document 1 holds no token"
         assert shard.read(2, 3).tolist() == [7, 8, 9]
         assert shard.read(8, 0).tolist() == []
         with pytest.raises(IndexError, match="of a shard of 8"):
@@ -223,12 +223,10 @@ def test_of_a_large_index_only_what_is_needed_is_read(tmp_path, short_ends):
     prefix = hand_made(tmp_path, index_bytes(lengths, doc_idx=doc_idx), bytes(32))
     with ShardReader(prefix) as shard, ShardReader(prefix) as whole:
         assert (shard.num_tokens, shard.num_documents, shard.num_sequences) == (16, 6, 7)
-        starts = whole.index.document_starts().tolist()
+        starts = whole.document_starts().tolist()
         assert starts == [0, 3, 3, 4, 10, 15, 16]
-        assert [shard.index.document_start(number) for number in range(7)] == starts
-        assert [shard.index.document_at(token) for token in range(16)] == [
-            whole.index.document_at(token) for token in range(16)
-        ]
+        assert [shard.document_start(number) for number in range(7)] == starts
+        assert [shard.document_at(token) for token in range(16)] == [whole.document_at(token) for token in range(16)]
         assert shard.facts() == whole.facts()
 
 
@@ -243,12 +241,12 @@ def test_damage_inside_a_large_index_is_named_when_it_is_met(tmp_path, short_end
         (index_bytes([2] * 7, doc_idx=[0, 1, 2, 99, 5, 6, 7]), "document 4 begins at sequence 5"),
     ):
         with ShardReader(hand_made(tmp_path, idx, bytes(28))) as shard, pytest.raises(DataError, match=damage):
-            shard.index.document_starts()
+            shard.document_starts()
     with (
         ShardReader(hand_made(tmp_path, idx, bytes(28))) as shard,
         pytest.raises(DataError, match="document 4 begins at sequence 5"),
     ):
-        shard.index.document_start(3)
+        shard.document_start(3)
     idx = index_bytes([2] * 7, pointers=[0, 4, 8, 12, 16, 20, 25])
     with pytest.raises(DataError, match=r"sequence 6 .* points to byte 25 where the lengths before it add up to 24"):
         ShardReader(hand_made(tmp_path, idx, bytes(28)))

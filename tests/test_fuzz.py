@@ -20,7 +20,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import zstandard
 from hypothesis import HealthCheck, given, settings
@@ -279,7 +278,7 @@ class Samples:
         def read() -> None:
             with ShardReader(prefix) as shard:
                 for document in range(min(shard.num_documents, 50)):
-                    shard.index.document_start(document)
+                    shard.document_start(document)
                 shard.read(0, min(shard.num_tokens, 1000))
 
         return Parser(Path(f"{prefix}.idx"), read)

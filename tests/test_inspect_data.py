@@ -97,7 +97,7 @@ def test_documents_and_epochs_lead_to_the_very_tokens(workshop: Workshop, comman
             tokens: list[int] = []
             for span in sample["documents"]:
                 assert set(span) == {"document", "start", "tokens"}
-                start = int(shard.index.document_starts()[span["document"]]) + span["start"]
+                start = int(shard.document_starts()[span["document"]]) + span["start"]
                 tokens += shard.read(start, span["tokens"]).tolist()
             assert tokens == sample["tokens"]
     late = answer(command, "inspect", "sample", str(workshop.recipe), "700-799", BLEND, "train.for=100 steps")
@@ -222,14 +222,6 @@ def test_files_that_the_manifest_does_not_describe_are_refused(text_recipe: Path
         assert "both.manifest.json: the manifest belongs to another shard: it says tokens" in err
 
 
-def test_documents_without_an_end_are_a_warning(text_recipe: Path, command: Command) -> None:
-    assert command("prepare", str(text_recipe), "prepare.0.append_eod=false", "prepare.0.output=endless")[0] == 0
-    one = ["inspect", "sample", str(text_recipe), "0"]
-    assert command(*one, "data.train=[{path: both}]")[2] == ""
-    warning = "endless: documents have no end (append_eod: false), so the model does not learn to stop"
-    assert warning in command(*one, "data.train=[{path: endless}]")[2]
-
-
 def test_a_checkpoint_of_an_earlier_version_resumes(
     text_recipe: Path, command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -306,7 +298,7 @@ def test_samples_are_shown_as_text_with_their_origin(text_recipe: Path, command:
             if sample["shard"] == "both":
                 assert span["origin"] == ("fables.jsonl" if span["document"] < 40 else "laws.jsonl")
             with ShardReader(sample["shard"]) as shard:
-                begin = int(shard.index.document_starts()[span["document"]])
+                begin = int(shard.document_starts()[span["document"]])
                 assert tokenizer.decode(shard.read(begin, 12)).startswith(span["origin"].removesuffix(".jsonl"))
     for name in ("both", "mixed"):
         spans = [span for sample in samples if sample["shard"] == name for span in sample["documents"]]
@@ -367,7 +359,7 @@ def test_a_masked_training_is_shown_as_it_is(tmp_path: Path, command: Command, m
     [
         (["sample", "160"], "there is no sample 160. For this training the range is 0 to 159"),
         (["sample", "150-1000"], "there is no sample 1,000"),
-        (["sample", "5-3"], "ends before it begins"),
+        (["sample", "5-3"], "is not a position such as 0"),
         (["sample", "-3"], "is not a position such as 0"),
         (["sample", "x"], "is not a position such as 0"),
         (["sample", "_"], "is not a position such as 0"),
@@ -403,7 +395,7 @@ def test_missing_data_is_an_error_that_names_it(workshop: Workshop, command: Com
 def test_labels_without_loss_are_listed_and_the_last_token_is_not_lost(workshop: Workshop, command: Command) -> None:
     with ShardReader("train") as shard:
         tokens = shard.read(0, shard.num_tokens)
-        starts = shard.index.document_starts().tolist()
+        starts = shard.document_starts().tolist()
     ends = ["data.eod_loss=false", "tokenizer={path: tok}"]
     eod = int(tokens[starts[1] - 1])
     words = {f"t{number}": number for number in range(64) if number != eod} | {"<|endoftext|>": eod}
@@ -421,7 +413,7 @@ def test_labels_without_loss_are_listed_and_the_last_token_is_not_lost(workshop:
             silent = [place for place, token in enumerate(sample["tokens"][:-1]) if token == eod]
             assert sample.get("no_loss", []) == silent
             seen += 15 in silent
-            spans = [(shard.index.document_start(span["document"]) + span["start"], span["tokens"])
+            spans = [(shard.document_start(span["document"]) + span["start"], span["tokens"])
                      for span in sample["documents"]]  # fmt: skip
             assert [token for span in spans for token in shard.read(*span).tolist()] == sample["tokens"]
     assert seen, "where the last label has no loss, its token is shown"
@@ -464,8 +456,8 @@ def test_the_order_in_words(workshop: Workshop, command: Command) -> None:
     code, out, _ = command("inspect", "order", str(workshop.recipe), *words, "--at-samples", "100")
     assert code == 0
     assert "order timeless, seed 7, 800 samples" in out
-    assert "train: documents in [0, 48) of train" in out
-    assert "before sample 100:\n  train   100 taken: epoch 0, sample 100 of " in out
+    assert "  [0, 48)  train\n" in out
+    assert "before sample 100:\nsource  taken  epochs  epoch  sample\ntrain     100   " in out
 
 
 def test_a_very_long_training_is_answered_at_once(workshop: Workshop, command: Command) -> None:
@@ -485,7 +477,7 @@ def test_data_of_shards_is_counted(workshop: Workshop, command: Command) -> None
     for source in facts["sources"]:
         with ShardReader(source["shard"]) as shard:
             tokens = shard.read(0, shard.num_tokens)
-            lengths = np.diff(shard.index.document_starts())
+            lengths = np.diff(shard.document_starts())
         assert source["documents"] == len(lengths)
         assert (source["tokens"], source["bytes"], source["dtype"]) == (len(tokens), 2 * len(tokens), "uint16")
         assert source["document_tokens"] == {
@@ -612,7 +604,7 @@ def test_epochs_of_megatrons_orders_are_those_of_their_tokens(workshop: Workshop
         assert at["epochs"] == at["samples_taken"] * length / tokens
         assert (at["epoch"], at["sample_of_epoch"]) == (None, None), "epochs are shuffled together"
     told = command("inspect", "order", *words, "--at-samples", "300")[1]
-    assert f"300 taken: {300 * length / tokens:.3f} epochs" in told
+    assert f"train     300  {300 * length / tokens:>6.3f}\n" in told
     assert source["first_repeat_at"] is None
 
 

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import Any, Literal, Protocol, Self
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import torch
@@ -15,7 +15,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from bloomery.base.errors import DataError, Problem
-from bloomery.data.megatron_order import Flavour, Part, part_range
+from bloomery.data.megatron_order import PARTS, Flavour, Part, split_boundaries
+from bloomery.data.order import TimelessOrder
 from bloomery.data.shards import ShardReader
 from bloomery.families.family import IGNORED_LABEL, LM_LOSS
 
@@ -111,22 +112,28 @@ class ShardSource:
         self.key = prefix if key is None else key
         self.packing, self.seq_length, self.vocab_size, self.seed = packing, seq_length, vocab_size, seed
         self.part, self.split = part, split
-        self.where = "the shard" if part == "all" else f"its {part} part"
-        """For messages."""
         self.shard = ShardReader(prefix)
         try:
             self._index_samples()
+            if self.num_samples < 1:
+                of = f"{self.shard.num_tokens} tokens in {self.shard.num_documents} documents"
+                what = f"{f'the {part} part of ' * bool(split)}{of} gives no sample"
+                rule = f"one takes seq_length + 1 = {seq_length + 1} tokens (bert: two of one document)"
+                remedy = "prepare more text, use a shorter model.seq_length or another data.split"
+                raise DataError(Problem(what, rule, remedy, f"{prefix}.bin"))
+            self.order = TimelessOrder(seed, self.key, self.num_samples)
         except BaseException:
             self.shard.close()
             raise
 
     def _index_samples(self) -> None:
-        """What the samples of the part are, and how many. DataError where there are none."""
+        """What the samples of the part are; sets `num_samples`."""
         raise NotImplementedError
 
     def locate(self, ordinals: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """(epochs, samples) that a run takes from this source at these places."""
-        raise NotImplementedError
+        """(epochs, samples) that a run takes from this source at these places: in timeless order, unless a subclass has
+        another."""
+        return self.order.locate(ordinals)
 
     def stretches(self, sample: int) -> list[tuple[int, int]]:
         """Tokens [start, stop) of the shard that make up a sample, in order."""
@@ -147,19 +154,25 @@ class ShardSource:
         ids = self.shard.read(start, stop - start).astype(np.int64)
         wrong = ids.view(np.uint64) >= self.vocab_size  # as unsigned numbers, negative ids are large
         if wrong.any():
-            document, position = self.shard.index.document_at(start + int(wrong.argmax()))
+            document, position = self.shard.document_at(start + int(wrong.argmax()))
             what = f"document {document} holds token id {ids[wrong.argmax()]} at position {position}"
-            rule = f"ids must be from 0 to {self.vocab_size - 1}, below the vocabulary size {self.vocab_size}"
-            remedy = (
-                "use the tokenizer the shard was made with and set model.vocab_size to its size, or make the shard "
-            )
-            remedy += "again with `bloomery prepare`"
+            rule = f"ids must be from 0 to {self.vocab_size - 1}, below model.vocab_size or the tokenizer's"
+            remedy = "use the tokenizer the shard was made with, or make the shard again with `bloomery prepare`"
             raise DataError(Problem(what, rule, remedy, f"{self.shard.prefix}.bin"))
         return ids
 
     def part_of(self, count: int) -> tuple[int, int]:
-        """The documents, or sequences, [first, last) of the part, of so many."""
-        return part_range(self.split, self.part, count, place=f"{self.shard.prefix}.idx", flavour=self.flavour)
+        """The documents, or sequences, [first, last) of the part, of so many. DataError for an empty part."""
+        if self.split is None or self.part == "all":
+            return 0, count
+        ends = split_boundaries(self.split, count, self.flavour)
+        first, last = ends[PARTS.index(self.part) :][:2]
+        if not 0 <= first < last:
+            what = f"the split '{self.split}' of {count} documents leaves none for {self.part} (train, valid, test end "
+            what += f"at {', '.join(map(str, ends[1:]))})"
+            remedy = f"give {self.part} a larger share in data.split, or prepare more documents"
+            raise DataError(Problem(what, "a part that is used needs one", remedy, f"{self.shard.prefix}.idx"))
+        return first, last
 
     @property
     def documents(self) -> tuple[int, int]:
@@ -216,10 +229,6 @@ class Stream:
             return {name: torch.from_numpy(array[places]) for name, array in whole.items()}
 
         return Batch(joined([part.inputs for part in batches]), joined([part.targets for part in batches]), owners)
-
-    def close(self) -> None:
-        for source in self.sources:
-            source.close()
 
 
 @dataclass(frozen=True)
@@ -293,32 +302,30 @@ class Loader:
         """`batch_size_at(consumed_samples)` is the size of the global batch that begins there, for any number.
         `settings`: those of read_batch."""
         self._source, self._batch_size_at, self._settings = source, batch_size_at, settings
-        self._consumed_samples = self._submitted_samples = 0
+        self.consumed_samples = 0
+        """Samples before the next batch, over all replicas: save it, and `seek` to it to resume."""
+        self._submitted_samples = 0
         self._prefetched: deque[Future[GlobalBatch]] = deque()
         self._thread: ThreadPoolExecutor | None = None
-
-    @property
-    def consumed_samples(self) -> int:
-        """Samples before the next batch, over all replicas: save it, and `seek` to it to resume."""
-        return self._consumed_samples
 
     def seek(self, consumed_samples: int) -> None:
         """The next batch begins at this sample. Costs nothing however far it is."""
         self.close()
-        self._consumed_samples = self._submitted_samples = consumed_samples
+        self.consumed_samples = self._submitted_samples = consumed_samples
 
     def take(self) -> GlobalBatch:
         """The next global batch. Raises what went wrong while reading it; the position then stays."""
         self._thread = self._thread or ThreadPoolExecutor(1, thread_name_prefix="bloomery-loader")
         while len(self._prefetched) <= _DEPTH:
-            self._prefetched.append(self._thread.submit(self._read, self._submitted_samples))
-            self._submitted_samples += self._batch_size_at(self._submitted_samples)
+            first, size = self._submitted_samples, self._batch_size_at(self._submitted_samples)
+            self._prefetched.append(self._thread.submit(read_batch, self._source, first, size, **self._settings))
+            self._submitted_samples += size
         try:
             batch = self._prefetched.popleft().result()
         except BaseException:
-            self.seek(self._consumed_samples)
+            self.seek(self.consumed_samples)
             raise
-        self._consumed_samples = batch.first_sample + batch.size
+        self.consumed_samples = batch.first_sample + batch.size
         return batch
 
     def close(self) -> None:
@@ -327,13 +334,4 @@ class Loader:
             self._thread.shutdown(cancel_futures=True)
         self._thread = None
         self._prefetched.clear()
-        self._submitted_samples = self._consumed_samples
-
-    def _read(self, first: int) -> GlobalBatch:
-        return read_batch(self._source, first, self._batch_size_at(first), **self._settings)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
+        self._submitted_samples = self.consumed_samples

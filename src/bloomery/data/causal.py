@@ -6,14 +6,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-import numpy as np
-from numpy.typing import NDArray
-
-from bloomery.base.errors import DataError, Problem
 from bloomery.config.recipe import Recipe
 from bloomery.data.batch import ShardSource
 from bloomery.data.blend import BlendState, TimelessBlend
-from bloomery.data.order import TimelessOrder
 from bloomery.sizing.schedule import TrainingPlan
 
 
@@ -22,23 +17,13 @@ class CausalSource(ShardSource):
 
     def _index_samples(self) -> None:
         first, last = self.documents
-        self._start_token = self.shard.index.document_start(first)
-        self._num_tokens = self.shard.index.document_start(last) - self._start_token
-        if self._num_tokens < self.seq_length + 1:
-            what = f"{self.where} has {self._num_tokens} tokens in {last - first} documents"
-            rule = f"one sample takes seq_length + 1 = {self.seq_length + 1} tokens"
-            remedy = "prepare more text, use a shorter model.seq_length"
-            remedy += "" if self.part == "all" else f", or give {self.part} a larger share in data.split"
-            raise DataError(Problem(what, rule, remedy, f"{self.shard.prefix}.bin"))
+        self._start_token = self.shard.document_start(first)
+        self._num_tokens = self.shard.document_start(last) - self._start_token
         self.num_samples = self.num_samples_at(self.seq_length)
-        self.order = TimelessOrder(self.seed, self.key, self.num_samples)
 
     def num_samples_at(self, seq_length: int) -> int:
         """Samples of one epoch, if they had this length."""
         return (self._num_tokens - 1) // seq_length
-
-    def locate(self, ordinals: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        return self.order.locate(ordinals)
 
     def stretches(self, sample: int) -> list[tuple[int, int]]:
         start = self._start_token + sample * self.seq_length

@@ -62,8 +62,8 @@ def read_samples(data: OpenData, first: int, last: int) -> Iterator[dict[str, An
 def document_spans(shard: ShardReader, start: int, stop: int) -> Iterator[dict[str, Any]]:
     """The documents that tokens [start, stop) of a shard belong to, in order."""
     while start < stop:
-        document, position = shard.index.document_at(start)
-        end = min(stop, shard.index.document_start(document + 1))
+        document, position = shard.document_at(start)
+        end = min(stop, shard.document_start(document + 1))
         yield {"document": document, "start": position, "tokens": end - start}
         start = end
 
@@ -91,7 +91,7 @@ def order_facts(recipe: Recipe, stream: Stream, *, train_samples: int, at_sample
     assert recipe.data is not None
     first, total_weight = first_position(stream), sum(section.weight for section in recipe.data.train)
     taken = {position: stream.blend.taken(position) for position in (first, train_samples, *at_samples)}
-    is_timeless = isinstance(stream.blend, TimelessBlend)
+    is_timeless = recipe.data.order == "timeless"
     sources = []
     for source, section in zip(stream.sources, recipe.data.train, strict=True):
         at = []
@@ -165,7 +165,7 @@ def shard_facts(prefix: str, *, quick: bool, eod_id: int | None = None) -> dict[
     """One shard, from its index and, unless `quick`, from all its tokens. DataError where it is damaged or its
     manifest is of another."""
     with ShardReader(prefix) as shard:
-        lengths = np.diff(shard.index.document_starts())
+        lengths = np.diff(shard.document_starts())
         manifest = read_manifest(prefix)
         if manifest and (problems := check_describes(manifest, shard, place=manifest_path(prefix))):
             raise DataError(problems)

@@ -24,12 +24,12 @@ from bloomery.base.errors import DataError, Problem, RecipeError, StorageError
 from bloomery.base.storage import open_plain, publish, reason
 from bloomery.config.recipe import Recipe, SourceSection
 from bloomery.data.batch import ShardSource, Stream
+from bloomery.data.blend import TimelessBlend
 from bloomery.data.causal import DataCursor
 from bloomery.data.megatron_order import BlendRequest, Flavour, OrderShape, SampleIndex, build_blend, build_index
 from bloomery.data.shards import file_checksum
 from bloomery.sizing.schedule import TrainingPlan
 
-_COUNTED_AT_A_TIME = 1 << 24
 _INDEX = tuple(field.name for field in fields(SampleIndex))
 Arrays = dict[str, NDArray[Any]]
 
@@ -45,12 +45,12 @@ class MegatronSource(ShardSource):
 
     def _index_samples(self) -> None:
         """These orders cut the shard into parts between sequences, not documents."""
-        self._starts = starts = self.shard.index.sequence_starts()
+        self._starts = starts = self.shard.sequence_starts()
         self._sequences = first, last = self.part_of(self.shard.num_sequences)
         tokens = int(starts[last] - starts[first])
+        self.num_samples, self.total_samples = 0, 0
         if tokens == 0:
-            what, rule = f"{self.where} has no tokens", "samples are cut from tokens"
-            raise DataError(Problem(what, rule, "prepare text for it", f"{self.shard.prefix}.bin"))
+            return
         self.num_samples = max(1, (tokens - 1) // self.seq_length)
         self.shape = shape = OrderShape.of(
             self.flavour, tokens_per_epoch=tokens, seq_length=self.seq_length, samples=self._samples
@@ -67,7 +67,7 @@ class MegatronSource(ShardSource):
     @property
     def documents(self) -> tuple[int, int]:
         first, last = (int(self._starts[sequence]) for sequence in self._sequences)
-        return self.shard.index.document_at(first)[0], self.shard.index.document_at(last - 1)[0] + 1
+        return self.shard.document_at(first)[0], self.shard.document_at(last - 1)[0] + 1
 
     def epochs(self, samples: int) -> float:
         """The end of the text need not be that of a sample."""
@@ -113,24 +113,8 @@ class GreedyBlend:
         return self._sources[positions].astype(np.int64), np.array(self._ordinals[positions])
 
     def taken(self, consumed_samples: int) -> dict[str, int]:
-        counts = np.zeros(len(self._keys), np.int64)
-        for start in range(0, consumed_samples, _COUNTED_AT_A_TIME):
-            part = self._sources[start : min(start + _COUNTED_AT_A_TIME, consumed_samples)]
-            counts += np.bincount(part, minlength=len(counts))
+        counts = np.bincount(self._sources[:consumed_samples], minlength=len(self._keys))
         return dict(zip(self._keys, counts.tolist(), strict=True))
-
-
-class OneSource:
-    """No blend: the only source, from its first sample on."""
-
-    def __init__(self, source: MegatronSource) -> None:
-        self.size, self._key = source.total_samples, source.key
-
-    def taken(self, consumed_samples: int) -> dict[str, int]:
-        return {self._key: consumed_samples}
-
-    def locate(self, positions: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        return np.zeros_like(positions), positions
 
 
 def _refuse_beyond(name: str, numbers: NDArray[np.int64], size: int) -> None:
@@ -169,8 +153,8 @@ class MegatronOpening:
         if recipe.seed > MAX_SEED:
             rule = f"with data.order={flavour} it is at most {MAX_SEED}"
             raise RecipeError(Problem(f"seed is {recipe.seed}", rule, "use the seed of the run to be continued"))
-        self._recipe, self._plan, self.flavour = recipe, plan, flavour
-        self._blends_one, self.cache = recipe.data.blend_one_source, IndexCache(recipe.data.cache_dir)
+        self._recipe, self._plan, self._flavour = recipe, plan, flavour
+        self._blends_one, self._cache = recipe.data.blend_one_source, IndexCache(recipe.data.cache_dir)
 
     def request(self, sections: Sequence[SourceSection], use: Use) -> BlendRequest:
         """What is requested of these sources, by this run."""
@@ -179,20 +163,24 @@ class MegatronOpening:
     def _request(self, sections: Sequence[SourceSection], samples: int) -> BlendRequest:
         if len(sections) == 1 and not self._blends_one:
             return BlendRequest(np.ones(1), [samples], samples)
-        return BlendRequest.of(self.flavour, [section.weight for section in sections], samples)
+        return BlendRequest.of(self._flavour, [section.weight for section in sections], samples)
+
+    def source(self, path: str, **settings: Any) -> MegatronSource:
+        return MegatronSource(path, flavour=self._flavour, cache=self._cache, **settings)
 
     def stream(self, sections: Sequence[SourceSection], sources: Sequence[MegatronSource], use: Use) -> Stream:
         """DataError if a source has fewer samples than the blend takes from it."""
         if len(sources) == 1 and not self._blends_one:
-            return Stream(sources, OneSource(sources[0]))
-        return Stream(sources, GreedyBlend(self.request(sections, use), sources, self.cache))
+            return Stream(sources, TimelessBlend.start({sources[0].key: 1.0}))  # its samples, one after the other
+        return Stream(sources, GreedyBlend(self.request(sections, use), sources, self._cache))
 
     def check(self, stream: Stream, sections: Sequence[SourceSection], cursor: DataCursor | None) -> None:
         """DataError if the run is longer than its order, or if `cursor` gave its sources other epochs or another blend;
         all but the length is the same."""
-        asked, size = self._plan.asked_samples, cast(GreedyBlend | OneSource, stream.blend).size
+        blend, asked = stream.blend, self._plan.asked_samples
+        size = blend.size if isinstance(blend, GreedyBlend) else cast(MegatronSource, stream.sources[0]).total_samples
         if self._plan.train_samples > size:
-            what = f"the training takes {self._plan.train_samples} samples, but data.order={self.flavour} has {size}"
+            what = f"the training takes {self._plan.train_samples} samples, but data.order={self._flavour} has {size}"
             rule = "a training that ends within its batch ramp takes more than train.for says"
             raise DataError(Problem(what, rule, "use a shorter ramp or a longer train.for"))
         if cursor is None:
@@ -201,10 +189,10 @@ class MegatronOpening:
         for source, samples in zip(stream.sources, self._request(sections, then).member_samples, strict=True):
             now = cast(MegatronSource, source).shape
             shard = {"tokens_per_epoch": now.tokens_per_epoch, "seq_length": now.seq_length}
-            if OrderShape.of(self.flavour, samples=samples, **shard) != now:
+            if OrderShape.of(self._flavour, samples=samples, **shard) != now:
                 here, there = self._recipe.train.for_, cursor.recipe.train.for_
                 what = f"train.for is {here} = {asked} samples but the checkpoint has {there} = {then} samples"
-                why = f"with data.order={self.flavour} the order of all samples follows from it: some would come twice"
+                why = f"with data.order={self._flavour} the order of all samples follows from it: some would come twice"
                 back = there if cursor.plan.batch == self._plan.batch else f"{then} samples"
                 remedy = f"use 'train.for={back}' to resume, or start a new run under another name or --run-dir"
                 raise DataError(Problem(what, why, remedy))

@@ -17,7 +17,7 @@ from typing import Any, Literal, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from bloomery.base.errors import DataError, Problem, RecipeError
+from bloomery.base.errors import Problem, RecipeError
 from bloomery.sizing.check import split_shares
 
 Part = Literal["train", "valid", "test"]
@@ -183,28 +183,3 @@ def plain_sum(numbers: Sequence[float]) -> float:
     for number in numbers:
         total += number
     return total
-
-
-def part_range(
-    split: str | None, part: Part | Literal["all"], num_documents: int, *, place: str, flavour: Flavour = "megatron"
-) -> tuple[int, int]:
-    """The documents [first, last) of a part. An empty part is an error: whoever requests it means to read it."""
-    if (part == "all") != (split is None):
-        raise ValueError(f"part {part!r} with split {split!r}: a split is needed for a part, and only then")
-    if split is None or part == "all":
-        return 0, num_documents
-    boundaries = split_boundaries(split, num_documents, flavour)
-    number = PARTS.index(part)
-    first, last = boundaries[number], boundaries[number + 1]
-    if not 0 <= first < last:
-        raise DataError(
-            Problem(
-                what=f"the split '{split}' of {num_documents} documents leaves none for {part} "
-                f"(train, valid, test end at {', '.join(str(end) for end in boundaries[1:])})",
-                rule="a part that is used needs at least one document"
-                + (f", counted as {flavour} rounds" if flavour != "megatron" else ""),
-                remedy=f"give {part} a larger share in data.split, or prepare more documents",
-                place=place,
-            )
-        )
-    return first, last

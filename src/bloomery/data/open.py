@@ -7,25 +7,16 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 
-import numpy as np
-
-from bloomery.base.errors import DataError, Problem, first_few
+from bloomery.base.errors import DataError, Problem
 from bloomery.config.recipe import Recipe, SourceSection
+from bloomery.data import manifest as manifests
 from bloomery.data.batch import Packing, ShardSource, Stream
 from bloomery.data.blend import TimelessBlend
 from bloomery.data.causal import CausalSource, DataCursor, blend_after
-from bloomery.data.manifest import (
-    ShardManifest,
-    check_describes,
-    check_fits,
-    manifest_path,
-    read_manifest,
-    without_manifest,
-)
+from bloomery.data.manifest import ShardManifest, manifest_path
 from bloomery.data.masked import MaskedSource, MaskVocabulary
 from bloomery.data.megatron import MegatronOpening, MegatronSource, Use
 from bloomery.data.megatron_order import Part
-from bloomery.data.shards import ShardReader
 from bloomery.data.tokenizer import Tokenizer
 from bloomery.families.registry import FAMILIES
 from bloomery.sizing.check import source_key
@@ -34,8 +25,6 @@ from bloomery.sizing.schedule import TrainingPlan
 SPLIT_GROUP = "valid"
 """Name of the validation group that `data.split` makes."""
 _FINDS_ENDS = "data.mask_documents, data.reset_positions and data.eod_loss find the ends of documents by their token"
-_ENDS_LOOKED_AT = 100
-"""Documents whose last token is read where no manifest says how documents end."""
 
 
 @dataclass(frozen=True)
@@ -112,21 +101,19 @@ class _Opening:
         self._manifests: dict[str, ShardManifest | None] = {}
         order = recipe.data.order
         self.megatron = MegatronOpening(recipe, plan, order) if order != "timeless" else None
-        if recipe.tokenizer is not None:
-            try:
-                self._load_tokenizer(recipe.tokenizer.path)
-            except DataError as error:
-                self.problems += error.problems
-
-    def _load_tokenizer(self, path: str) -> None:
-        tokenizer = Tokenizer.load(path)
-        if self._is_encoder:
-            self._mask_vocabulary = MaskVocabulary.of(tokenizer)
+        if recipe.tokenizer is None:
+            return
+        try:
+            tokenizer = Tokenizer.load(recipe.tokenizer.path)
+            self._mask_vocabulary = MaskVocabulary.of(tokenizer) if self._is_encoder else None
+        except DataError as error:
+            self.problems += error.problems
+            return
         self.tokenizer = tokenizer
-        have, room = tokenizer.vocab_size, self._recipe.model.vocab_size
+        have, room = tokenizer.vocab_size, recipe.model.vocab_size
         if have > room:
             what = f"the tokenizer has {have} entries but model.vocab_size is {room}"
-            raise DataError(Problem(what, remedy=f"use model.vocab_size={have}", place=tokenizer.path))
+            self.problems.append(Problem(what, remedy=f"use model.vocab_size={have}", place=tokenizer.path))
 
     def sources(self, sections: Sequence[SourceSection], part: Part | Literal["all"], use: Use) -> list[ShardSource]:
         opened = []
@@ -161,15 +148,18 @@ class _Opening:
         else:
             settings["packing"] = packing = self._packing(path)
             if self.megatron is not None:
-                order: dict[str, Any] = {"flavour": self.megatron.flavour, "cache": self.megatron.cache}
-                source = MegatronSource(path, samples=wanted, **order, **settings)
+                source = self.megatron.source(path, samples=wanted, **settings)
             else:
                 source = CausalSource(path, **settings)
         self._closing.callback(source.close)
         if is_new and manifest is not None:
-            self.problems += check_describes(manifest, source.shard, place=manifest_path(path))
+            self.problems += manifests.check_describes(manifest, source.shard, place=manifest_path(path))
         elif is_new and packing is not None:
-            self._check_ends(source.shard, packing.eod_id)
+            token = int(source.shard.read(source.shard.num_tokens - 1, 1)[0])
+            if token != packing.eod_id:
+                what = f"its last token is {token}, not {packing.eod_id}, the end of a document"
+                remedy = "prepare it again with append_eod: true (Megatron: --append-eod), or turn them off"
+                self.problems.append(Problem(what, _FINDS_ENDS, remedy, path))
         return source
 
     def _masked(self, path: str, settings: dict[str, Any]) -> MaskedSource:
@@ -200,32 +190,12 @@ class _Opening:
             raise DataError(Problem("its end-of-document token is not known", _FINDS_ENDS, remedy, path))
         return Packing(eod_id, data.mask_documents, data.reset_positions, data.eod_loss)
 
-    def _check_ends(self, shard: ShardReader, eod_id: int) -> None:
-        """That documents of a shard without a manifest end as those want it who look for their ends."""
-        count = shard.num_documents
-        for document in np.linspace(0, count - 1, min(_ENDS_LOOKED_AT, count), dtype=np.int64).tolist():
-            start, stop = (shard.index.document_start(number) for number in (document, document + 1))
-            token = int(shard.read(stop - 1, 1)[0]) if start < stop else eod_id
-            if token != eod_id:
-                what = f"document {document} ends with token {token}, not with {eod_id}, the end of a document"
-                remedy = "prepare it again with append_eod: true (Megatron: --append-eod), or turn them off"
-                self.problems.append(Problem(what, _FINDS_ENDS, remedy, shard.prefix))
-                return
-
     def check_together(self) -> None:
         """All shards against the tokenizer and against each other."""
         if bare := [path for path, manifest in self._manifests.items() if manifest is None]:
-            self.warnings.append(without_manifest(bare))
+            self.warnings.append(manifests.without_manifest(bare))
         known = {path: manifest for path, manifest in self._manifests.items() if manifest is not None}
-        self.problems += check_fits(known, tokenizer=self.tokenizer, vocab_size=self._recipe.model.vocab_size)
-        endless = [
-            path
-            for path, manifest in known.items()
-            if manifest.eod_id is None and manifest.settings.get("special_tokens") != "as_ids"
-        ]
-        if endless and not self._is_encoder:
-            what = "documents have no end (append_eod: false), so the model does not learn to stop"
-            self.warnings.append(f"{first_few(endless)}: {what}")
+        self.problems += manifests.check_fits(known, tokenizer=self.tokenizer, vocab_size=self._recipe.model.vocab_size)
 
     def tokenizer_hash(self) -> str | None:
         """The recipe's tokenizer; without one, that of the manifests, which all have the same."""
@@ -235,5 +205,5 @@ class _Opening:
 
     def _manifest(self, path: str) -> ShardManifest | None:
         if path not in self._manifests:
-            self._manifests[path] = read_manifest(path)
+            self._manifests[path] = manifests.read_manifest(path)
         return self._manifests[path]

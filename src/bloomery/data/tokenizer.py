@@ -8,6 +8,7 @@ import os
 import re
 import threading
 from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import Future
 from functools import cached_property, partial
 from typing import Any, TypeVar
 
@@ -42,27 +43,23 @@ def is_other_tokenizer(remembered: str, now: str) -> bool:
 def in_time(work: Callable[[], T], characters: int, place: str) -> T:
     """What `work`, a call of a library that encodes or decodes, returns. DataError if it fails or takes too long: a
     thread cannot be ended, so it is left to itself then."""
-    done: list[T] = []
-    errors: list[BaseException] = []
+    outcome: Future[T] = Future()
 
     def run() -> None:
         try:
-            done.append(work())
+            outcome.set_result(work())
         except BaseException as error:  # a panic of Rust is no Exception
-            errors.append(error)
+            outcome.set_exception(error if isinstance(error, MemoryError) else RuntimeError(str(error)))
 
-    thread = threading.Thread(target=run, name="bloomery-tokenize", daemon=True)
-    thread.start()
+    threading.Thread(target=run, name="bloomery-tokenize", daemon=True).start()
     seconds = LEAST_SECONDS + characters / LEAST_CHARACTERS_PER_SECOND
-    thread.join(seconds)
-    if done:
-        return done[0]
-    if errors and isinstance(errors[0], MemoryError):
-        raise errors[0]
-    why = f"fails at a text: {errors[0]}" if errors else f"has not done {characters:,} characters in {seconds:,.0f} s"
-    rule = "a pattern in it may need exponential time"
-    remedy = "look at its normalizer and pre_tokenizer, or use another tokenizer"
-    raise DataError(Problem(why, rule, remedy, place)) from (errors[0] if errors else None)
+    try:
+        return outcome.result(seconds)
+    except (RuntimeError, TimeoutError) as error:
+        late = f"has not done {characters:,} characters in {seconds:,.0f} s"
+        what = late if isinstance(error, TimeoutError) else f"fails at a text: {error}"
+        remedy = "look at its normalizer and pre_tokenizer, or use another tokenizer"
+        raise DataError(Problem(what, "a pattern in it may need exponential time", remedy, place)) from error
 
 
 class Tokenizer:
