@@ -19,6 +19,7 @@ import torch
 from bloomery.base.errors import DataError, RecipeError
 from bloomery.checkpoint.folder import find_checkpoint
 from bloomery.config.recipe import Recipe
+from bloomery.data.inspect import document_spans
 from bloomery.data.megatron import GreedyBlend, IndexCache, MegatronSource, wanted_samples
 from bloomery.data.megatron_order import (
     PARTS,
@@ -112,7 +113,7 @@ def test_every_sample_equals_the_plain_referee(tmp_path: Path, flavour: Flavour,
         samples = int(tokens / seq_length * random.choice([0.3, 1, 1.5, 1.85, 2.9])) + 1
         settings: dict[str, Any] = {"samples": samples, "seq_length": seq_length, "seed": seed}
         if tokens == 0 or first < 0:
-            with pytest.raises(DataError, match=r"leaves none for|has no tokens"):
+            with pytest.raises(DataError, match=r"leaves none for|gives no sample"):
                 open_source(prefix, tmp_path, flavour=flavour, part=part, split=split, **settings)
             continue
         source = open_source(prefix, tmp_path, flavour=flavour, part=part, split=split, **settings)
@@ -149,7 +150,7 @@ def test_a_text_shorter_than_a_sample_is_repeated(tmp_path: Path) -> None:
     assert source.shape.epochs == 7
     assert source.num_samples == 1
     assert rows_of(source).shape == (2, 17)
-    with pytest.raises(DataError, match="sample 2 was requested, but it has 2"):
+    with pytest.raises(DataError, match="samples 2 to 2 were requested, but it has 2"):
         source.read(np.array([2]))
     source.close()
 
@@ -167,13 +168,13 @@ def test_sequences_are_ordered_and_documents_named(tmp_path: Path) -> None:
     source = open_source(prefix, tmp_path, seq_length=17, samples=1)
     order = source.index.documents.tolist()
     assert sorted(order) == [0, 1, 2, 3]
-    trace = source.trace(0)
+    spans_of = [document_spans(source.shard, *stretch) for stretch in source.stretches(0)]
     starts = [0, 6, 10, 10, 18]
     spans = [(start, tokens) for sequence in order if (tokens := starts[sequence + 1] - (start := starts[sequence]))]
-    assert [(span.document, span.start, span.tokens) for span in trace.documents] == [
+    assert [tuple(span.values()) for found in spans_of for span in found] == [
         (0 if start < 10 else 2, start if start < 10 else start - 10, tokens) for start, tokens in spans
     ]
-    assert (trace.source, trace.epoch, trace.sample) == (prefix, 0, 0)
+    assert [found.tolist() for found in source.locate(np.array([0]))] == [[0], [0]]
     source.close()
 
 
@@ -221,10 +222,8 @@ def test_an_empty_part_is_an_error_and_never_waits(tmp_path: Path, flavour: Flav
     with pytest.raises(DataError, match=r"x\.idx: the split '949,50,1' of 10 documents leaves none for test"):
         open_source(prefix, tmp_path, flavour=flavour, part="test", split="949,50,1")
     empty = write_lengths(tmp_path / "y", [0, 0, 0, 9])
-    with pytest.raises(DataError, match=r"y\.bin: its train part has no tokens"):
+    with pytest.raises(DataError, match=r"y\.bin: the train part of 9 tokens in 4 documents gives no sample"):
         open_source(empty, tmp_path, flavour=flavour, part="train", split="3,1")
-    with pytest.raises(ValueError, match="a split is needed for a part"):
-        open_source(prefix, tmp_path, flavour=flavour, part="train")
 
 
 # ---------------------------------------------------------------- blends
@@ -266,13 +265,10 @@ def test_the_order_does_not_depend_on_where_it_was_cut() -> None:
     assert long["ordinals"].max() == long["taken"].max() - 1
 
 
-@pytest.mark.parametrize(
-    ("count", "dtype"), [(254, np.uint8), (255, np.uint8), (256, np.int16), (32767, np.int16), (40000, np.int32)]
-)
-def test_there_may_be_any_number_of_sources(count: int, dtype: type) -> None:
-    blend = build_blend(np.full(count, 1 / count), 100)
-    assert blend["sources"].dtype == dtype
-    assert blend["sources"].tolist() == list(range(100))
+def test_there_may_be_any_number_of_sources() -> None:
+    """megatron-core stops at 32,766, BigScience at 254."""
+    count = 40_000
+    assert build_blend(np.full(count, 1 / count), 100)["sources"].tolist() == list(range(100))
     last = np.full(count, 0.5 / count)
     last[-1] = 0.5
     assert build_blend(last, 10)["sources"][0] == count - 1

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from bloomery.base.errors import DataError
-from bloomery.base.ranks import Ranks, agreed
-from bloomery.data.batch import GlobalBatch, Loader, Source, read_batch
+from bloomery.base.errors import DataError, Problem
+from bloomery.base.ranks import Ranks
+from bloomery.data.batch import GlobalBatch, Loader, Stream, read_batch
 from bloomery.parallel.mesh import Mesh
 
 _MOST_TARGETS = 2
@@ -44,7 +44,7 @@ class Feed:
 
 
 def validation_batches(
-    source: Source, num_samples: int, *, micro_batch_size: int, mesh: Mesh, ranks: Ranks
+    source: Stream, num_samples: int, *, micro_batch_size: int, mesh: Mesh, ranks: Ranks
 ) -> Iterator[GlobalBatch]:
     """This replica's share of exactly the first `num_samples`, one micro-batch at a time, whatever the layout.
     DataError on every rank if any could not read."""
