@@ -26,18 +26,13 @@ def fill_data(b: Builder) -> None:
             b.refuse("bert-no-binary-head", "--bert-no-binary-head is set", "bert has its order head here")
     groups = [f"train-{name}" for name in _GROUPS]
     flags = [name for name in (*groups, "data-path", "train-data-path") if b.has(name)]
-    if b.has(*groups):
-        flags += [name for name in ("split", "valid-data-path") if b.has(name)]
-    if len(flags) > 1:
-        b.refuse(flags[0], f"--{flags[1]} and --{flags[0]} are both set", "Megatron takes one of them", "remove one")
     evaluates = _weighted_splits(b) if b.has(*groups) else bool(flags) and _paths(b, flags[0])
     for name in () if b.has(*groups) else _GROUPS:
         b.note("left out", f"valid-{name}", "Megatron reads it with --train-weighted-split-paths only")
     if "train" not in b.raw.get("data", {}):
         b.raw.pop("data", None)
-        fields = [row for row in b.rows if row.field.startswith("data.")]
-        b.rows = [row for row in b.rows if row not in fields]
-        for row in fields if any(row.flag for row in fields) else ():
+        for row in [row for row in b.rows if row.field.startswith("data.")]:
+            b.rows.remove(row)
             remark = f"add it to `data:` as {row.field.removeprefix('data.')}: {row.result}"
             b.rows += [Row("left out", row.flag, row.value, remark=remark)] if row.flag else []
     every, steps = b.value("eval-interval", 1000), b.value("eval-iters", 100)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from decimal import Decimal, InvalidOperation
 from typing import Any, TypeVar
@@ -35,6 +36,12 @@ _FAMILIES = (
 _BIGSCIENCE = ("tokenizer-name-or-path", "pad-vocab-size-to", "codecarbon-dir", "skip-train-iteration-range",
                "train-weighted-split-paths", "train-weighted-split-paths-path")  # fmt: skip
 """Flags that only BigScience's Megatron-DeepSpeed has, which reads --train-tokens and never uses it."""
+_EXCLUSIVE = (
+    "fp16 bf16", "train-samples train-iters", "rampup-batch-size train-iters", "split train-weighted-split-paths",
+    "lr-warmup-samples lr-warmup-iters lr-warmup-fraction", "split train-weighted-split-paths-path",
+    "data-path train-data-path train-weighted-split-paths train-weighted-split-paths-path",
+)  # fmt: skip
+"""Flags of which Megatron takes one."""
 _SHARDING: dict[str, Any] = {"no_shard": 0, "optim": 1, "optim_grads": 2, "optim_grads_params": 3}
 
 
@@ -67,12 +74,10 @@ class Builder:
 
     def value(self, name: str, default: T) -> T:
         """The flag's value, of the type of `default`; `default`, and a problem, where it has none that can be used."""
-        values = self.line.flags[name].values if self.has(name) else None
-        if values is not None and len(values) != 1:
-            remedy = "write one behind it; of a script: --set what it comes from"
-            self.refuse(name, f"--{name} has {len(values)} values", "it takes one", remedy)
-            return default
-        return self.convert(name, values[0], default) if values else default
+        values = self.line.flags[name].values if self.has(name) else []
+        if self.has(name) and len(values) != 1:
+            self.refuse(name, f"--{name} has {len(values)} values", "it takes one", "write one; of a script: --set it")
+        return self.convert(name, values[0], default) if len(values) == 1 else default
 
     def convert(self, name: str, text: str, default: T) -> T:
         if isinstance(default, str):
@@ -83,12 +88,10 @@ class Builder:
             names, remedy = unset_names(text), f"add --{name} VALUE behind the script"
             what, rule = f"--{name} is {text}", (names and self.unset) or "only a running program knows it"
             remedy = f"give it with --set {names[0]}=VALUE, or {remedy}" if names else remedy
-        try:
+        with suppress(InvalidOperation):
             number = Decimal(text)  # also `3e9` and `1.0` for a whole number
             if number.is_finite() and abs(number) <= _LARGEST and (isinstance(default, float) or number == int(number)):
                 return type(default)(number)
-        except InvalidOperation:
-            pass
         self.refuse(name, what, rule, remedy)
         return default
 
@@ -125,12 +128,10 @@ def unset_names(text: str) -> list[str]:
     return re.findall(r"\$\{?([A-Za-z_][A-Za-z0-9_]*|[0-9])", text)
 
 
-def _ramp(b: Builder, name: str) -> dict[str, int] | None:
-    values = b.line.flags[name].values
-    if len(values) != 3:
+def _ramp(b: Builder, name: str) -> dict[str, int]:
+    if len(values := b.line.flags[name].values) != 3:
         b.refuse(name, f"--{name} has {len(values)} values", "it takes START INCREMENT SAMPLES", "give three")
-        return None
-    return {key: b.convert(name, text, 1) for key, text in zip(("start", "increment", "samples"), values, strict=True)}
+    return {key: b.convert(name, text, 1) for key, text in zip(("start", "increment", "samples"), values, strict=False)}
 
 
 def _skipped_steps(b: Builder, name: str) -> list[str]:
@@ -164,6 +165,11 @@ def fill(b: Builder) -> None:
             b.refuse(flag, f"--{flag} is missing", rule, f"add --{flag} VALUE")
         if value is not None:
             b.put(path, value, flag)
+    for names in _EXCLUSIVE:
+        found = [name for name in names.split() if b.has(name) and b.line.flags[name].text not in ("0", "0.0")]
+        if len(found) > 1 and not ("warmup" in names and b.has("lr-warmup-tokens")):  # which overrules the others
+            both = " and ".join(f"--{name}" for name in found)
+            b.refuse(found[1], f"{both} are both set", "Megatron takes one of them", "remove one")
     _model(b)
     _tokenizer(b)
     _optimizer(b)
@@ -309,9 +315,6 @@ def _warmup(b: Builder, style: str, decay: int, unit: str) -> None:
     names = ("lr-warmup-tokens", "lr-warmup-samples", "lr-warmup-iters", "lr-warmup-fraction")
     flags = [name for name in names if b.value(name, 0.0) != 0]
     flag, kind, remark = (flags[0] if flags else b.first(*names)), "mapped", ""
-    if len(flags) > 1 and flag != "lr-warmup-tokens":  # which overrules the others
-        both = " and ".join(f"--{name}" for name in flags)
-        b.refuse(flags[1], f"{both} are both set", "there is one warm-up", "remove one")
     if flag == "lr-warmup-fraction":
         fraction = b.value(flag, 0.0)
         count, remark = round(fraction * decay, 6), f"{fraction:g} of the decay"
@@ -328,12 +331,8 @@ def _warmup(b: Builder, style: str, decay: int, unit: str) -> None:
 def _length(b: Builder) -> None:
     """`train`, but its evaluation."""
     samples, iters, tokens = (b.has(name) for name in ("train-samples", "train-iters", "train-tokens"))
-    if samples and iters:
-        b.refuse("train-iters", "--train-samples and --train-iters are both set", "Megatron takes one", "remove one")
-    elif not samples and not iters and not tokens:
+    if not samples and not iters and not tokens:
         b.refuse("", "--train-samples is missing", "a training has a length", "add --train-samples or --train-iters")
-    elif iters and b.has("rampup-batch-size"):
-        b.refuse("train-iters", "--train-iters with --rampup-batch-size", "Megatron forbids it", "use --train-samples")
     flag = "train-samples" if samples else "train-iters"
     count, most = b.value(flag, 1), b.value("train-tokens", 1)
     total = count * (1 if samples else b.raw["batch"]["global_batch_size"]) * b.raw["model"]["seq_length"]
@@ -354,32 +353,26 @@ def _length(b: Builder) -> None:
 
 
 def _precision(b: Builder) -> None:
-    if b.has("fp16") and b.has("bf16"):
-        b.refuse("bf16", "--fp16 and --bf16 are both set", "there is one precision", "remove one")
     fp8 = [name for name in ("fp8-format", "fp8-hybrid", "fp8-e4m3", "fp8-e5m2") if b.has(name)]
     precision = "fp8" if fp8 else "bf16" if b.has("bf16") else "fp16" if b.has("fp16") else "fp32"
     b.put("precision", precision, *fp8, "fp16", "bf16")
-    flags, remark, ds = ["initial-loss-scale", "loss-scale-window", "hysteresis", "min-loss-scale"], "", b.ds or {}
     if precision == "fp16" and b.deepspeed:
-        flags, remark = [], "ds_config fp16" if b.ds is not None else "of the ds_config, which is not here: check it"
-        scale = {
-            "initial": 2.0 ** ds.get("fp16.initial_scale_power", 16),
-            "window": f"{ds.get('fp16.loss_scale_window', 1000)} steps",
-            "hysteresis": ds.get("fp16.hysteresis", 2),
-            "consecutive_hysteresis": ds.get("fp16.consecutive_hysteresis", False),
-            "min": float(ds.get("fp16.min_loss_scale", 1.0)),
+        get = (b.ds or {}).get
+        scale: dict[str, Any] = {
+            "initial": 2.0 ** get("fp16.initial_scale_power", 16),
+            "window": f"{get('fp16.loss_scale_window', 1000)} steps",
+            "hysteresis": get("fp16.hysteresis", 2),
+            "consecutive_hysteresis": get("fp16.consecutive_hysteresis", False),
+            "min": float(get("fp16.min_loss_scale", 1.0)),
         }
+        remark = "ds_config fp16" if b.ds is not None else "of the ds_config, which is not here: check it"
+        b.put("loss_scale", scale, remark=remark)
     elif precision == "fp16":
         if b.has("loss-scale"):
             b.refuse("loss-scale", "--loss-scale is a fixed scale", "the scale is dynamic here", "remove it")
-        scale = {
-            "initial": b.value("initial-loss-scale", 2.0**32),
-            "window": f"{b.value('loss-scale-window', 1000)} steps",
-            "hysteresis": b.value("hysteresis", 2),
-            "min": b.value("min-loss-scale", 1.0),
-        }
-    if precision == "fp16":
-        b.put("loss_scale", scale, *flags, remark=remark)
+        flags = ("initial-loss-scale", "loss-scale-window", "hysteresis", "min-loss-scale")
+        scale = {"initial": b.value(flags[0], 2.0**32), "window": f"{b.value(flags[1], 1000)} steps"}
+        b.put("loss_scale", scale | {"hysteresis": b.value(flags[2], 2), "min": b.value(flags[3], 1.0)}, *flags)
 
 
 def _parallel(b: Builder) -> None:
@@ -401,7 +394,6 @@ def _parallel(b: Builder) -> None:
 
 
 def _zero(b: Builder) -> None:
-    fsdp = b.first("use-torch-fsdp2", "use-megatron-fsdp", "use-custom-fsdp")
     flag, remark = "use-distributed-optimizer", ""
     stage: Any = int(b.has(flag))
     if b.deepspeed:
@@ -412,10 +404,9 @@ def _zero(b: Builder) -> None:
             stage, remark = b.value(flag, 1), ""
         if stage == 0 and b.has("bf16"):
             stage, remark = 1, "DeepSpeed's bf16 optimizer shards the optimizer state at stage 0"
-    elif fsdp == "use-torch-fsdp2" and b.has(fsdp):
-        flag, stage = fsdp, 2 if b.has("torch-fsdp2-no-reshard-after-forward") else 3
-    elif b.has(fsdp):
+    elif b.has("use-torch-fsdp2"):
+        flag, stage = "use-torch-fsdp2", 2 if b.has("torch-fsdp2-no-reshard-after-forward") else 3
+    elif b.has("use-megatron-fsdp", "use-custom-fsdp"):
         flag = "data-parallel-sharding-strategy"
-        name = b.value(flag, "no_shard")
-        stage = _SHARDING.get(name, name)  # the recipe's own rules refuse another name
+        stage = _SHARDING.get(b.value(flag, "no_shard"), b.value(flag, ""))  # the recipe's rules refuse another name
     b.put("parallel.zero", stage, flag, remark=remark)
