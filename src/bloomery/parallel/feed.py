@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from bloomery.base.errors import DataError, Problem
-from bloomery.base.ranks import Ranks
+from bloomery.base.errors import DataError
+from bloomery.base.ranks import Ranks, agreed
 from bloomery.data.batch import GlobalBatch, Loader, Stream, read_batch
 from bloomery.parallel.mesh import Mesh
 

@@ -235,7 +235,7 @@ class _Start:
             stop=self._stop_rules(meter),
             job=1 + len(self.starts),
             start_facts=facts,
-            trace=trace,
+            trace=replace(trace, recipe_yaml=as_yaml(recipe), ranks=self.ranks) if trace else None,
         )
 
     def _loader(self) -> Loader:

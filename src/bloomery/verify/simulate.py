@@ -49,12 +49,7 @@ from bloomery.parallel.pipeline import schedule_in_force
 from bloomery.parallel.tensor import vocabulary_losses
 from bloomery.parallel.weights import weights_of
 from bloomery.sizing.layout import Layout, cut_dimension, micro_batches, ranks_per_replica, stage_layers, stages_of_rank
-from bloomery.sizing.memory import (
-    HeldElements,
-    WeightBytes,
-    precision_problems,
-    weight_bytes,
-)
+from bloomery.sizing.memory import HeldElements, WeightBytes, precision_problems, weight_bytes
 from bloomery.sizing.parameters import count_parameters, padded_vocab_size
 
 _CPU = torch.device("cpu")
@@ -364,10 +359,10 @@ def world_table(facts: Mapping[str, Any]) -> str:
         "parameters held": [f"{rank['elements']:,}" for rank in ranks],
         "forward passes held": [str(rank["forward_passes_held"]) for rank in ranks],
     }
-    for name, title in _MEMORY.items():
+    for name in ranks[0]["memory_bytes"]:
         sizes = [rank["memory_bytes"][name] for rank in ranks]
         if any(sizes):
-            rows[title] = [format_bytes(size) for size in sizes]
+            rows[name.replace("_", " ")] = [format_bytes(size) for size in sizes]
     widths = [max(map(len, column)) for column in zip(*rows.values(), strict=True)]
     lines = [
         f"{facts['name']} on {facts['world']:,} simulated ranks: tp {layout['tp']} x cp {layout['cp']} x "
