@@ -496,7 +496,7 @@ def test_what_is_reported_of_a_flag(text: str, kind: str, flag: str) -> None:
         ("--lr-warmup-fraction 1.5", "command line --lr-warmup-fraction: lr.warmup is 150 steps"),
         ("--lr-warmup-iters 1e30", "It is a finite whole number of at most 1,000,000,000,000,000,000"),
         ("--train-samples 9", "--train-samples and --train-iters are both set"),
-        ("--rampup-batch-size 2 2 90", "--train-iters with --rampup-batch-size"),
+        ("--rampup-batch-size 2 2 90", "--rampup-batch-size and --train-iters are both set"),
         ("--rampup-batch-size 2 2", "--rampup-batch-size has 2 values"),
         ("--exit-duration-in-mins -5", "command line --exit-duration-in-mins: train.exit_after is '-5m'"),
         ("--fp16 --bf16", "--fp16 and --bf16 are both set"),
@@ -508,7 +508,7 @@ def test_what_is_reported_of_a_flag(text: str, kind: str, flag: str) -> None:
         ("--data-path 0.5 a 0.5", "has 3 words"),
         ("--data-path a b", "without weights Megatron blends by lengths"),
         ("--data-path 1 a b c", "--data-path is 'b'"),
-        ("--data-path a --train-data-path b", "--train-data-path and --data-path are both set"),
+        ("--data-path a --train-data-path b", "--data-path and --train-data-path are both set"),
         ("--num-layers two", "--num-layers is 'two'. It is a finite whole number"),
         ("--seed", "--seed has 0 values"),
         ("--global-batch-size 7", "batch.global_batch_size is 7"),
@@ -615,7 +615,7 @@ def test_groups_on_the_command_line_become_training_and_validation_groups() -> N
         (["T: 1 0:1 a", "--split", "9,1,0"], "--split and --train-weighted-split-paths are both set"),
         (
             ["T: 1 0:1 a", "--train-weighted-split-paths-path", "b"],
-            "--train-weighted-split-paths-path and --train-weighted-split-paths are both set",
+            "--train-weighted-split-paths and --train-weighted-split-paths-path are both set",
         ),
     ],
 )
