@@ -333,6 +333,19 @@ def test_a_script_that_cannot_be_read_is_refused(tmp_path: Path, text: str, mess
     assert message in str(caught.value)
 
 
+def test_a_published_script_can_be_read(tmp_path: Path) -> None:
+    given = {"six_ALL_CCFRSCRATCH": "s", "SLURM_JOBID": "7"}
+    words = "--seq-length 2048 --max-position-embeddings 2048 --save-interval 1500 --data-path x --loss-scale 4096"
+    done = script(tmp_path, TR1, *words.split(), given=given, execute=False, without_ds_config=True)
+    assert different_fields(done, "tr1-13b") <= {
+        "name", "tokenizer.path", "checkpoint.phases", "data.train", "data.train.0.path", "loss_scale.initial",
+        "loss_scale.window",
+    }  # fmt: skip
+    messages = "\n".join(map(str, done.warnings))
+    assert ":19: the `if` of this line is not read" in messages
+    assert ":94: `cat here-document` is not read" in messages
+
+
 def test_running_and_reading_agree_on_a_plain_script(tmp_path: Path) -> None:
     text = 'A=3\nB="x $A"\nL=(1 \'2 3\')\nrun $B \'$A\' "$B" "${L[@]}" ${C:-7} pre${A}post\\\n  end # c\n'
     (tmp_path / "x.sh").write_text(text)
