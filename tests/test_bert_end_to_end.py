@@ -139,21 +139,13 @@ def test_validation_has_both_losses_and_the_perplexity_of_the_first(trained: Pat
 
 
 def test_resume_is_exact_to_the_bit(inside: Path) -> None:
-    settings = ("train.for=12 steps", "train.evaluate=null", "data.split=null", "model.dropout=0.1")
+    settings = ("train.for=6 steps", "train.evaluate=null", "data.split=null", "model.dropout=0.1")
     whole = train("whole", *settings)
-    run = train("resumed", *settings, "train.exit_after=7 steps")
-    assert len(Workshop.metrics(run)) == 7
+    run = train("resumed", *settings, "train.exit_after=3 steps")
+    assert len(Workshop.metrics(run)) == 3
     train("resumed", *settings)
     assert [row["losses"] for row in Workshop.metrics(run)] == [row["losses"] for row in Workshop.metrics(whole)]
     assert_same_tensors(whole, run)
-
-
-def test_the_micro_batch_size_changes_nothing_but_rounding(inside: Path) -> None:
-    """Though samples have different numbers of predictions, and micro-batches even more so."""
-    settings = ("train.for=5 steps", "train.evaluate=null", "data.split=null", "lr.warmup=1 steps")
-    small, large = (train(f"micro-{size}", *settings, f"batch.micro_batch_size={size}") for size in (4, 32))
-    for a, b in zip(Workshop.metrics(small), Workshop.metrics(large), strict=True):
-        assert a["losses"] == pytest.approx(b["losses"], abs=1e-3)
 
 
 def test_the_exported_folder_is_bert_for_pretraining(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import os
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +14,7 @@ from tokenizers import models
 
 from bloomery.base.errors import DataError
 from bloomery.config.recipe import MaskingSection
-from bloomery.data.batch import Batch, Stream, read_batch
-from bloomery.data.blend import TimelessBlend
+from bloomery.data.batch import Batch
 from bloomery.data.masked import MaskedSource, MaskVocabulary, mask_tokens
 from bloomery.data.shards import ShardReader, ShardWriter
 from bloomery.data.tokenizer import Tokenizer
@@ -148,11 +146,6 @@ def test_segments_are_cut_between_sentences_unless_there_is_only_one(
             assert not vocabulary.continues[a[0] if was_exchanged else b[0]]
 
 
-def test_few_samples_have_a_single_sentence(source: MaskedSource) -> None:
-    """One document in twelve has only one; others leave none behind where they can."""
-    assert (source.last - source.first == 1).mean() < 0.07
-
-
 def test_statistics_of_masking(source: MaskedSource, vocabulary: MaskVocabulary) -> None:
     batch = source.read(np.arange(6 * source.num_samples))
     tokens, labels = batch.inputs["tokens"].numpy(), batch.targets["lm loss"].numpy()
@@ -266,13 +259,6 @@ def test_short_sequences(shard: str, vocabulary: MaskVocabulary) -> None:
     assert always.mean() < 0.75 * never.mean()
 
 
-def test_another_share_of_tokens(shard: str, vocabulary: MaskVocabulary) -> None:
-    source = open_source(shard, vocabulary, masking=MaskingSection(probability=0.4))
-    batch = source.read(np.arange(source.num_samples))
-    words = np.isin(original(batch), (PAD, CLS, SEP), invert=True)
-    assert (batch.targets["lm loss"].numpy() >= 0).sum() / words.sum() == pytest.approx(0.4, abs=0.02)
-
-
 def test_long_sentences_are_cut_and_nothing_is_lost(tmp_path: Path, vocabulary: MaskVocabulary) -> None:
     random = np.random.default_rng(0)
     documents = [[sentence(random, 200), sentence(random, 3)], [sentence(random, 90)], [[9], [9]]]
@@ -303,18 +289,6 @@ def test_parts_share_no_document(shard: str, vocabulary: MaskVocabulary) -> None
     assert sum(map(len, documents)) == len(set.union(*documents)) == usable
 
 
-def test_masked_sources_blend_and_deal_out_like_others(shard: str, vocabulary: MaskVocabulary) -> None:
-    sources = [open_source(shard, vocabulary, key=key) for key in ("a", "b")]
-    stream = Stream(sources, TimelessBlend.start({"a": 0.5, "b": 0.5}))
-    batch = read_batch(stream, 8, 8, micro_batch_size=2)
-    assert batch.counts["sop loss"] == 8
-    halves = [read_batch(stream, 8, 8, micro_batch_size=2, replica=r, replicas=2) for r in (0, 1)]
-    rows = [row for half in halves for micro in half.micro_batches for row in micro.inputs["tokens"].tolist()]
-    whole = [row for micro in batch.micro_batches for row in micro.inputs["tokens"].tolist()]
-    assert sorted(rows) == sorted(whole)
-    assert sum(half.counts["lm loss"] for half in halves) == batch.counts["lm loss"]
-
-
 def test_a_shard_without_sentences_is_refused_with_the_remedy(tmp_path: Path, vocabulary: MaskVocabulary) -> None:
     prefix = write_sentences(tmp_path / "x", [[[5, 6, 7]], [[8, 9]]])
     with pytest.raises(DataError, match=r"2 documents and 2 sequences.*Prepare it again with `split_sentences: true`"):
@@ -328,14 +302,6 @@ def test_a_shard_of_single_tokens_is_refused(tmp_path: Path, vocabulary: MaskVoc
     prefix = write_sentences(tmp_path / "x", [[[5], [SEP]], [[6], [SEP]]])
     with pytest.raises(DataError, match=r"4 tokens in 2 documents gives no sample"):
         open_source(prefix, vocabulary, ends_with_eod=True)
-
-
-@pytest.mark.parametrize(("suffix", "says"), [(".bin", "shorter than the index"), (".idx", "where its header says")])
-def test_a_shard_cut_short_is_refused(tmp_path: Path, vocabulary: MaskVocabulary, suffix: str, says: str) -> None:
-    prefix = write_sentences(tmp_path / "x", [[[5, 6], [7]], [[8], [9]]])
-    os.truncate(prefix + suffix, os.path.getsize(prefix + suffix) - 2)
-    with pytest.raises(DataError, match=says):
-        open_source(prefix, vocabulary)
 
 
 def test_ids_of_another_tokenizer_are_refused(tmp_path: Path, vocabulary: MaskVocabulary) -> None:
@@ -354,17 +320,3 @@ def test_without_word_pieces_every_token_is_a_word() -> None:
     made = MaskVocabulary.of(make_tokenizer(model=models.WordLevel(vocab, unk_token="[UNK]")))
     assert not made.continues.any()
     assert made.replacements.tolist() == [5, 6]
-
-
-def test_indexing_is_cheap(tmp_path: Path, vocabulary: MaskVocabulary) -> None:
-    """100,000 sentences in 10,000 documents and one of 20,000 sentences."""
-    random = np.random.default_rng(0)
-    lengths = random.integers(5, 40, 120_000).astype(np.int32)
-    sequences = np.array([10] * 10_000 + [20_000], np.int32)
-    tokens = random.integers(5, SIZE, int(lengths.sum())).astype(np.uint16)
-    with ShardWriter(str(tmp_path / "x"), np.uint16) as writer:
-        writer.append_many(tokens.tobytes(), lengths, sequences)
-    source = open_source(str(tmp_path / "x"), vocabulary, seq_length=128)
-    assert int(source.lengths.sum()) == len(tokens)
-    covered = sum(np.diff(source.stretches(i)[0])[0] for i in range(source.num_samples))
-    assert covered >= len(tokens) - 10

@@ -26,7 +26,6 @@ from bloomery.data.megatron_order import (
     BlendRequest,
     Flavour,
     OrderShape,
-    _cut,
     build_blend,
     build_index,
     split_boundaries,
@@ -94,13 +93,8 @@ def test_the_order_is_the_one_megatron_core_gave(
     source.close()
 
 
-def test_samples_are_cut_across_documents() -> None:
-    assert _cut(np.array([5, 3, 4]), seq_length=4, num_samples=2).tolist() == [[0, 0], [0, 4], [2, 0]]
-    assert _cut(np.array([0, 0, 5, 0, 4]), seq_length=4, num_samples=2).tolist() == [[0, 0], [2, 4], [4, 3]]
-
-
 @pytest.mark.parametrize("flavour", FLAVOURS)
-@pytest.mark.parametrize("case", range(25))
+@pytest.mark.parametrize("case", range(12))
 def test_every_sample_equals_the_plain_referee(tmp_path: Path, flavour: Flavour, case: int) -> None:
     random = np.random.default_rng(case)
     lengths = random_lengths(random)
@@ -240,7 +234,7 @@ def test_a_blend_takes_from_whoever_is_furthest_behind(weights: list[float], sou
     assert blend["taken"].tolist() == [sources.count(source) for source in range(len(weights))]
 
 
-@pytest.mark.parametrize("count", [1, 2, 3, 7, 30, 100])
+@pytest.mark.parametrize("count", [1, 3, 30])
 def test_blends_equal_the_referee_that_rounds_twice(count: int) -> None:
     random = np.random.default_rng(count)
     for raw in (random.dirichlet(np.ones(count)), random.integers(1, 9, count)):
@@ -250,12 +244,12 @@ def test_blends_equal_the_referee_that_rounds_twice(count: int) -> None:
 
 def test_rounding_is_that_of_x86_and_not_of_a_fused_multiply_add() -> None:
     differ = 0
-    for total in range(4, 60):
+    for total in range(4, 30):
         weights = [1 / total, 2 / total, (total - 3) / total]
         plain = greedy(weights, 200)
         assert build_blend(np.array(weights), 200)["sources"].tolist() == plain
         differ += plain != greedy(weights, 200, fused=True)
-    assert differ > 10, "so it matters"
+    assert differ > 3, "so it matters"
 
 
 def test_the_order_does_not_depend_on_where_it_was_cut() -> None:
@@ -356,17 +350,6 @@ def test_parts_and_blends_of_a_recipe_follow_the_referee(workshop: Workshop, fla
             assert (batch.targets["lm loss"].numpy() == rows[:, 1:]).all()
 
 
-def test_a_blend_of_300_sources(workshop: Workshop) -> None:
-    sources = ", ".join(f"{{path: valid, name: s{number}, weight: {number + 1}}}" for number in range(300))
-    with open_data(
-        recipe_of(workshop, "data.order=bigscience", f"data.train=[{sources}]", "train.for=500 steps")
-    ) as data:
-        batch = data.train.batch(0, 4000)
-        assert batch.sources is not None
-        shares = np.bincount(batch.sources, minlength=300) / 4000
-        assert np.abs(shares - np.arange(1, 301) / 45150).max() < 2 / 4000
-
-
 def test_a_seed_beyond_32_bits_and_an_empty_part_are_refused(workshop: Workshop) -> None:
     with pytest.raises(RecipeError, match=r"seed is 4294967296\. With data.order=megatron it is at most 4294967295"):
         open_data(recipe_of(workshop, "data.order=megatron", "seed=4294967296")).__enter__()
@@ -375,8 +358,8 @@ def test_a_seed_beyond_32_bits_and_an_empty_part_are_refused(workshop: Workshop)
         open_data(recipe_of(workshop, "data.order=megatron", *split)).__enter__()
 
 
-@pytest.mark.parametrize("flavour", FLAVOURS)
-def test_a_training_follows_the_order_and_resumes_bit_by_bit(workshop: Workshop, flavour: Flavour) -> None:
+def test_a_training_follows_the_order_and_resumes_bit_by_bit(workshop: Workshop) -> None:
+    flavour: Flavour = "bigscience"
     order = (f"data.order={flavour}", "data.split=80,20,0", "train.evaluate={every: 5 steps, steps: 1}")
     whole = workshop.train(*order, run="whole")
     workshop.train(*order, "train.exit_after=7 steps", run="halves")

@@ -142,8 +142,8 @@ def positions(batch):
     return [int(row[0]) for micro_batch in batch.micro_batches for row in micro_batch.inputs["tokens"]]
 
 
-@pytest.mark.parametrize("micro_batch_size", [1, 2, 3, 6])
-@pytest.mark.parametrize("replicas", [1, 2, 4])
+@pytest.mark.parametrize("micro_batch_size", [1, 6])
+@pytest.mark.parametrize("replicas", [1, 4])
 def test_a_global_batch_holds_the_same_samples_in_every_layout(micro_batch_size, replicas):
     parts = [
         read_batch(PositionSource(), 24, 24, micro_batch_size=micro_batch_size, replica=replica, replicas=replicas)

@@ -38,6 +38,7 @@ def from_hf(state: dict[str, torch.Tensor], config: ModelSection) -> dict[str, t
 
 
 def their_model(config: ModelSection) -> Any:
+    torch.manual_seed(0)
     fields = hf_config(config)
     made = transformers.AutoConfig.for_model(**{k: v for k, v in fields.items() if k != "architectures"})
     return getattr(transformers, fields["architectures"][0])(made).eval()

@@ -333,6 +333,19 @@ def test_a_script_that_cannot_be_read_is_refused(tmp_path: Path, text: str, mess
     assert message in str(caught.value)
 
 
+def test_a_published_script_can_be_read(tmp_path: Path) -> None:
+    given = {"six_ALL_CCFRSCRATCH": "s", "SLURM_JOBID": "7"}
+    words = "--seq-length 2048 --max-position-embeddings 2048 --save-interval 1500 --data-path x --loss-scale 4096"
+    done = script(tmp_path, TR1, *words.split(), given=given, execute=False, without_ds_config=True)
+    assert different_fields(done, "tr1-13b") <= {
+        "name", "tokenizer.path", "checkpoint.phases", "data.train", "data.train.0.path", "loss_scale.initial",
+        "loss_scale.window",
+    }  # fmt: skip
+    messages = "\n".join(map(str, done.warnings))
+    assert ":19: the `if` of this line is not read" in messages
+    assert ":94: `cat here-document` is not read" in messages
+
+
 def test_running_and_reading_agree_on_a_plain_script(tmp_path: Path) -> None:
     text = 'A=3\nB="x $A"\nL=(1 \'2 3\')\nrun $B \'$A\' "$B" "${L[@]}" ${C:-7} pre${A}post\\\n  end # c\n'
     (tmp_path / "x.sh").write_text(text)
@@ -496,7 +509,7 @@ def test_what_is_reported_of_a_flag(text: str, kind: str, flag: str) -> None:
         ("--lr-warmup-fraction 1.5", "command line --lr-warmup-fraction: lr.warmup is '150 steps'"),
         ("--lr-warmup-iters 1e30", "It is a finite whole number of at most 1,000,000,000,000,000,000"),
         ("--train-samples 9", "--train-samples and --train-iters are both set"),
-        ("--rampup-batch-size 2 2 90", "--train-iters with --rampup-batch-size"),
+        ("--rampup-batch-size 2 2 90", "--rampup-batch-size and --train-iters are both set"),
         ("--rampup-batch-size 2 2", "--rampup-batch-size has 2 values"),
         ("--exit-duration-in-mins -5", "command line --exit-duration-in-mins: train.exit_after is '-5m'"),
         ("--fp16 --bf16", "--fp16 and --bf16 are both set"),
@@ -508,7 +521,7 @@ def test_what_is_reported_of_a_flag(text: str, kind: str, flag: str) -> None:
         ("--data-path 0.5 a 0.5", "has 3 words"),
         ("--data-path a b", "without weights Megatron blends by lengths"),
         ("--data-path 1 a b c", "--data-path is 'b'"),
-        ("--data-path a --train-data-path b", "--train-data-path and --data-path are both set"),
+        ("--data-path a --train-data-path b", "--data-path and --train-data-path are both set"),
         ("--num-layers two", "--num-layers is 'two'. It is a finite whole number"),
         ("--seed", "--seed has 0 values"),
         ("--global-batch-size 7", "batch.global_batch_size is 7"),
@@ -615,7 +628,7 @@ def test_groups_on_the_command_line_become_training_and_validation_groups() -> N
         (["T: 1 0:1 a", "--split", "9,1,0"], "--split and --train-weighted-split-paths are both set"),
         (
             ["T: 1 0:1 a", "--train-weighted-split-paths-path", "b"],
-            "--train-weighted-split-paths-path and --train-weighted-split-paths are both set",
+            "--train-weighted-split-paths and --train-weighted-split-paths-path are both set",
         ),
     ],
 )

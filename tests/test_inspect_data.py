@@ -16,7 +16,6 @@ import tokenizers
 import torch
 
 from bloomery.config.load import load_recipe
-from bloomery.data import tokenizer
 from bloomery.data.batch import GlobalBatch, Loader
 from bloomery.data.blend import PERIOD
 from bloomery.data.manifest import manifest_path
@@ -62,12 +61,10 @@ BLEND = "data.train=[{path: train, weight: 3}, {path: valid, name: books, weight
     "overrides",
     [
         [BLEND, "batch.micro_batch_size=2", "batch.rampup={start: 4, increment: 2, samples: 40}"],
-        ["data.split='80,20,0'", "train.evaluate={every: 5 steps, steps: 1}"],
-        ["train.for=70 steps"],
-        [BLEND, "data.order=megatron", "train.for=70 steps"],
-        [BLEND, "data.order=bigscience"],
+        ["data.split='80,20,0'", "train.evaluate={every: 30 steps, steps: 1}", "train.for=40 steps"],
+        [BLEND, "data.order=megatron", "train.for=40 steps"],
     ],
-    ids=["ramp-up", "split", "second epoch", "megatron", "bigscience"],
+    ids=["ramp-up", "split, second epoch", "megatron"],
 )
 def test_inspect_shows_what_the_training_consumes(
     workshop: Workshop, command: Command, consumed: list[list[int]], overrides: list[str]
@@ -180,14 +177,6 @@ def test_a_run_is_inspected_with_its_own_tokenizer_and_length(workshop: Workshop
     assert "but the checkpoint was trained with" in err
 
 
-def test_steps_that_are_passed_over_are_marked(workshop: Workshop, command: Command) -> None:
-    skip = "train.skip=['3-4 steps']"
-    marked = answer(command, "inspect", "step", str(workshop.recipe), "3", skip)
-    assert all(sample["skipped"] for sample in marked)
-    assert "skipped" not in answer(command, "inspect", "step", str(workshop.recipe), "5", skip)[0]
-    assert "step 3, skipped by train.skip" in command("inspect", "sample", str(workshop.recipe), "16", skip)[1]
-
-
 @pytest.fixture
 def text_recipe(tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A tokenizer, two shards made by `prepare`, and a recipe that trains on them."""
@@ -220,26 +209,6 @@ def test_files_that_the_manifest_does_not_describe_are_refused(text_recipe: Path
         code, _, err = command(*words)
         assert code == 3
         assert "both.manifest.json: the manifest belongs to another shard: it records tokens" in err
-
-
-def test_a_checkpoint_of_an_earlier_version_resumes(
-    text_recipe: Path, command: Command, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its hash of the tokenizer was of another kind. Shards of then are made again, with the same bytes."""
-    words = [str(text_recipe), "--device", "cpu"]
-    with monkeypatch.context() as then:
-        then.setattr(tokenizer, "_OF_IDS", "")
-        assert command("prepare", str(text_recipe))[0] == 0
-        assert command("train", *words, "train.exit_after=2 steps")[0] == 0
-    code, _, err = command("train", *words)
-    assert code == 3
-    assert "another tokenizer" in err
-    assert "run `bloomery prepare` again" in err
-    assert command("prepare", str(text_recipe))[0] == 0
-    code, out, err = command("train", *words)
-    assert code == 0, err
-    assert "resumed at step 2" in out
-    assert command("export", "runs/text", "hf", "--no-proof")[0] == 0
 
 
 def test_shards_of_two_tokenizers_do_not_train_together(text_recipe: Path, command: Command) -> None:
@@ -362,11 +331,8 @@ def test_a_masked_training_is_shown_as_it_is(tmp_path: Path, command: Command, m
         (["sample", "160"], "there is no sample 160. For this training the range is 0 to 159"),
         (["sample", "150-1000"], "there is no sample 1,000"),
         (["sample", "5-3"], "is not a position such as 0"),
-        (["sample", "-3"], "is not a position such as 0"),
-        (["sample", "x"], "is not a position such as 0"),
         (["sample", "_"], "is not a position such as 0"),
         (["step", "0"], "there is no step 0. For this training the range is 1 to 20"),
-        (["step", "21"], "there is no step 21"),
         (["order", "--at-samples", "161"], "--at-samples is 161. For this training the range is 0 to 160"),
         (["sample", "0", "data=null"], "the recipe has no data"),
     ],
@@ -443,16 +409,6 @@ def test_the_order_counts_what_the_samples_are(workshop: Workshop, command: Comm
     assert [source["weight"] for source in facts["sources"]] == pytest.approx([2 / 3, 1 / 3])
 
 
-def test_the_orders_of_megatron_are_counted_too(workshop: Workshop, command: Command) -> None:
-    words = [str(workshop.recipe), BLEND, "train.for=100 steps", "data.order=megatron"]
-    samples = answer(command, "inspect", "sample", words[0], "0-799", *words[1:])
-    facts = answer(command, "inspect", "order", *words)
-    for source in facts["sources"]:
-        assert source["samples_taken"] == sum(sample["source"] == source["source"] for sample in samples)
-        assert source["first_repeat_at"] is None
-    assert "mixed" in command("inspect", "order", *words)[1]
-
-
 def test_the_order_in_words(workshop: Workshop, command: Command) -> None:
     words = ["data.split='80,20,0'", "train.evaluate={every: 5 steps, steps: 1}", "train.for=100 steps"]
     code, out, _ = command("inspect", "order", str(workshop.recipe), *words, "--at-samples", "100")
@@ -460,14 +416,6 @@ def test_the_order_in_words(workshop: Workshop, command: Command) -> None:
     assert "order timeless, seed 7, 800 samples" in out
     assert "  [0, 48)  train\n" in out
     assert "before sample 100:\nsource  taken  epochs  epoch  sample\ntrain     100   " in out
-
-
-def test_a_very_long_training_is_answered_at_once(workshop: Workshop, command: Command) -> None:
-    facts = answer(command, "inspect", "order", str(workshop.recipe), BLEND, "train.for=100000000 steps")
-    assert facts["train_samples"] == 8 * 10**8
-    assert sum(source["samples_taken"] for source in facts["sources"]) == 8 * 10**8
-    last = answer(command, "inspect", "sample", str(workshop.recipe), "799999999", "train.for=100000000 steps")
-    assert last[0]["epoch"] == (8 * 10**8 - 1) // 297
 
 
 # ---------------------------------------------------------------- data
@@ -583,11 +531,10 @@ def test_a_tiny_share_is_printed_as_it_is(workshop: Workshop, command: Command) 
     assert f"  {share:.4g}  " in command("inspect", "data", str(workshop.recipe), tiny, "--quick")[1]
 
 
-@pytest.mark.parametrize("order", ["megatron", "bigscience"])
-def test_epochs_of_a_source_that_is_shorter_than_a_sample(workshop: Workshop, command: Command, order: str) -> None:
+def test_epochs_of_a_source_that_is_shorter_than_a_sample(workshop: Workshop, command: Command) -> None:
     with ShardWriter(str(workshop.folder / "one"), np.uint16) as writer:
         writer.append(np.array([5]))
-    words = [str(workshop.recipe), "data.train.0={path: one}", f"data.order={order}", "train.for=2 steps"]
+    words = [str(workshop.recipe), "data.train.0={path: one}", "data.order=bigscience", "train.for=2 steps"]
     facts = answer(command, "inspect", "order", *words, "--at-samples", "8")
     (source,) = facts["sources"]
     length = load_recipe(str(workshop.recipe)).recipe.model.seq_length
@@ -610,9 +557,8 @@ def test_epochs_of_megatrons_orders_are_those_of_their_tokens(workshop: Workshop
     assert source["first_repeat_at"] is None
 
 
-@pytest.mark.parametrize("order", ["megatron", "bigscience"])
-def test_megatrons_orders_say_which_documents_they_read(workshop: Workshop, command: Command, order: str) -> None:
-    words = [str(workshop.recipe), f"data.order={order}", "data.split='80,20,0'", "train.for=40 steps"]
+def test_megatrons_orders_say_which_documents_they_read(workshop: Workshop, command: Command) -> None:
+    words = [str(workshop.recipe), "data.order=bigscience", "data.split='80,20,0'", "train.for=40 steps"]
     words += ["train.evaluate={every: 5 steps, steps: 1}"]
     (source,) = answer(command, "inspect", "order", *words)["sources"]
     first, last = source["document_range"]

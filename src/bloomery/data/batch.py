@@ -230,6 +230,10 @@ class Stream:
 
         return Batch(joined([part.inputs for part in batches]), joined([part.targets for part in batches]), owners)
 
+    def close(self) -> None:
+        for source in self.sources:
+            source.close()
+
 
 @dataclass(frozen=True)
 class GlobalBatch:

@@ -181,8 +181,7 @@ class Tokenizer:
         return [np.array(encoding.ids, dtype=np.int64) for encoding in encodings]
 
     def decode(self, ids: Sequence[int] | NDArray[np.integer[Any]]) -> str:
-        decode = partial(self._tokenizer.decode, [int(token) for token in ids], skip_special_tokens=False)
-        return str(in_time(decode, len(ids), self.path))
+        return str(self._tokenizer.decode([int(token) for token in ids], skip_special_tokens=False))
 
     @property
     def pairs(self) -> dict[str, Any] | None:

@@ -128,6 +128,8 @@ class _Reader:
             theta = inner.value("rope_theta", "rope_theta", {"rope_theta": theta})
             self.problems += inner.problems
         layers = self.content.get("layer_types") or []
-        if other := sorted({str(each) for each in layers} - {"full_attention"}):
+        if other := sorted(
+            {str(each) for each in (layers if isinstance(layers, list) else [layers])} - {"full_attention"}
+        ):
             self.problem(f"layer_types has {other[0]!r:.80}", "attention looks at the whole sequence here")
         return theta

@@ -124,7 +124,7 @@ def _training_command(script: Script, source: str, was_read: bool) -> CommandLin
     hidden = [
         f"{word} has no value, and may hold flags"
         for before, word in zip(last.words, last.words[1:], strict=False)
-        if was_read and word.startswith("$") and (not before.startswith("--") or before[2:] in SWITCHES.split())
+        if was_read and re.fullmatch(r"\$\w+", word) and (not before.startswith("--") or before[2:] in SWITCHES.split())
     ]
     if doubt := last.doubt or (hidden and hidden[0]):
         remedy = "run the script: --script FILE, or give the flags themselves behind `--`"

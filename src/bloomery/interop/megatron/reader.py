@@ -22,7 +22,7 @@ _LINE = re.compile(rf"(?:{_COMMENT}|{_QUOTED}|{_ARRAY}|[^\n'\"\\])+|(?P<wrong>['
 _NOISE = re.compile(rf"({_QUOTED}|{_PROGRAM})|{_COMMENT}|(?<=\s)[0-9&]?(?:>>?|<)\s*&?[^\s;&|]*", re.DOTALL)
 _STATEMENT = re.compile(rf"(?:{_QUOTED}|{_PROGRAM}|{_ARRAY}|[^;&|\n'\"\\])+|[;&|\n]+", re.DOTALL)
 _VARIABLE = re.compile(rf"{_PROGRAM}|\$\{{(?P<name>\w+)(?P<rest>[^}}]*)\}}|\$(?P<plain>\w+)|\$[@*#]", re.DOTALL)
-_EXPANSION = re.compile(rf'"\$\{{\w+\[@\]\}}"|{_QUOTED}|{_VARIABLE.pattern}', re.DOTALL)
+_EXPANSION = re.compile(rf'"\$(?:\{{\w+\[@\]\}}|@)"|{_QUOTED}|{_VARIABLE.pattern}', re.DOTALL)
 _ASSIGNMENT = re.compile(r"(?:(?:export|declare|local|readonly)\s+(?:-\w+\s+)*)?(\w+)(\+?)=(.*)", re.DOTALL)
 _OPENS = {"if": "fi", "for": "done", "while": "done", "until": "done", "select": "done", "case": "esac", "{": "}"}
 _LEADING = re.compile(r"(?:(?:then|else|do|elif|!|time|if|while|until|\{|eval|exec|\(|[^\s()$]+\))(?:\s+|$))*")
@@ -45,7 +45,7 @@ class _Reader:
     def read(self, text: str, inside: int, launcher: list[str], depth: int) -> None:
         """`inside`: the line of a text that `bash -c` runs, else 0. `launcher`: the words before that."""
         blocks: list[tuple[int, str]] = []
-        text = _HEREDOC.sub(lambda match: f"{match[3]}; cat <<{match[2]}" + "\n" * match[0].count("\n"), text)
+        text = _HEREDOC.sub(lambda match: f"here-document{match[3]}" + "\n" * match[0].count("\n"), text)
         for match in _LINE.finditer(text):
             at, before = inside or text.count("\n", 0, match.start()) + 1, ""
             if match["wrong"] or depth > 20:
@@ -99,7 +99,7 @@ class _Reader:
     def expand(self, text: str) -> str:
         def expanded(match: re.Match[str]) -> str:
             if match[0].startswith('"') and not match["name"]:
-                if re.fullmatch(r'"\$\{\w+\[@\]\}"', match[0]):
+                if re.fullmatch(r'"\$(\{\w+\[@\]\}|@)"', match[0]):
                     return _VARIABLE.sub(self.value, match[0][1:-1])
                 return _VARIABLE.sub(lambda found: re.sub(r'(["\\])', r"\\\1", self.value(found)), match[0])
             return match[0] if match[0][0] in "\\'" else self.value(match)

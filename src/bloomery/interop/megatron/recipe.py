@@ -40,6 +40,7 @@ _EXCLUSIVE = (
     "fp16 bf16", "train-samples train-iters", "rampup-batch-size train-iters", "split train-weighted-split-paths",
     "lr-warmup-samples lr-warmup-iters lr-warmup-fraction", "split train-weighted-split-paths-path",
     "data-path train-data-path train-weighted-split-paths train-weighted-split-paths-path",
+    "valid-data-path train-weighted-split-paths", "valid-data-path train-weighted-split-paths-path",
 )  # fmt: skip
 """Flags of which Megatron takes one."""
 _SHARDING: dict[str, Any] = {"no_shard": 0, "optim": 1, "optim_grads": 2, "optim_grads_params": 3}
