@@ -202,4 +202,4 @@ def test_a_packed_run_learns_and_differs_from_a_plain_one(
     assert packed != plain
     code, _, error = command("train", str(workshop.recipe), "model.family=bloom", PACKED[1], "--device", "cpu")
     assert code != 0
-    assert "data.reset_positions is set but model.family is bloom" in error
+    assert "data.reset_positions is true but model.family is 'bloom'" in error

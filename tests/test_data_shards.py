@@ -121,8 +121,8 @@ GOOD = index_bytes([3, 1, 4])
 BROKEN = {
     "magic": (b"PK\x03\x04 is a zip file, not an index of any kind", r"x\.idx: .*starts with b'PK.*MMIDIDX"),
     "legacy": (b"TNTIDX\x00\x00" + bytes(40), "starts with b'TNTIDX.*older TNTIDX format"),
-    "short header": (GOOD[:20], "holds 20 bytes.*cut off"),
-    "empty file": (b"", "holds 0 bytes.*cut off"),
+    "short header": (GOOD[:20], "holds 20 bytes.*truncated"),
+    "empty file": (b"", "holds 0 bytes.*truncated"),
     "version": (index_bytes([3, 1, 4], version=2), "version 2.*The version is 1"),
     "dtype": (index_bytes([3, 1, 4], code=6), r"dtype code 6.*8 \(uint16\)"),
     "cut off": (GOOD[:-5], "holds 97 bytes where its header says 102. 3 sequences and 4 entries"),
@@ -183,14 +183,14 @@ def test_missing_files_are_all_named_with_a_hint(tmp_path):
 def test_a_shard_cut_off_while_open_is_named(tmp_path):
     with ShardReader(hand_made(tmp_path)) as shard:
         (tmp_path / "x.bin").write_bytes(b"\0\0")
-        with pytest.raises(DataError, match=r"ends at byte 2. It was cut off while it was being read"):
+        with pytest.raises(DataError, match=r"ends at byte 2. It was truncated while it was being read"):
             shard.read(0, 8)
 
 
 def test_an_index_cut_off_while_it_is_read_is_named(tmp_path, monkeypatch):
     prefix = hand_made(tmp_path, index_bytes([2, 2])[:-1], b"\0" * 8)
     monkeypatch.setattr(shards, "_read_header", lambda *_: (np.dtype("<u2"), 2, 3))  # it was whole then
-    with pytest.raises(DataError, match=r"ends at byte 81. It was cut off while it was being read"):
+    with pytest.raises(DataError, match=r"ends at byte 81. It was truncated while it was being read"):
         ShardReader(prefix)
 
 

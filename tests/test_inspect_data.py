@@ -208,7 +208,7 @@ def test_files_that_the_manifest_does_not_describe_are_refused(text_recipe: Path
     for words in (["inspect", "sample", str(text_recipe), "0"], ["train", str(text_recipe), "--device", "cpu"]):
         code, _, err = command(*words)
         assert code == 3
-        assert "both.manifest.json: the manifest belongs to another shard: it says tokens" in err
+        assert "both.manifest.json: the manifest belongs to another shard: it records tokens" in err
 
 
 def test_shards_of_two_tokenizers_do_not_train_together(text_recipe: Path, command: Command) -> None:
@@ -242,7 +242,9 @@ def test_a_shard_is_compared_with_its_manifest(text_recipe: Path, command: Comma
     Path(manifest_path("mixed")).write_text(json.dumps({**facts, "dtype": "int32", "documents": 7}))
     code, _, err = command("inspect", "data", "mixed")
     assert code == 3
-    assert "mixed.manifest.json: the manifest belongs to another shard: it says dtype int32 where it is uint16" in err
+    assert (
+        "mixed.manifest.json: the manifest belongs to another shard: it records dtype int32 where it is uint16" in err
+    )
     assert "documents 7 where it is 80" in err
     Path(manifest_path("mixed")).write_text(json.dumps({**facts, "dtype": 5}))
     code, _, err = command("inspect", "data", "mixed")

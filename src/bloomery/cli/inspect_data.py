@@ -156,7 +156,7 @@ def _print_samples(run: arguments.InspectedRun, first: int, last: int, *, as_jso
 
     if first < (known := first_position(run.data.train)):
         what = f"sample {first:,} lies before sample {known:,}, where sources, weights or sequence length last changed"
-        rule = "a checkpoint knows the blend segment in which it was saved"
+        rule = "a checkpoint records the blend segment in which it was saved"
         remedy = "give a checkpoint from before that change as --run-dir, and its own recipe.yaml"
         raise DataError(Problem(what, rule, remedy))
     before = "[\n" if as_json else ""

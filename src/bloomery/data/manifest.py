@@ -177,7 +177,7 @@ def check_describes(manifest: ShardManifest, shard: ShardReader, *, place: str) 
     wrong = [f"{name} {listed} where it is {found}" for name, (listed, found) in counts.items() if listed != found]
     if not wrong:
         return []
-    what = f"the manifest belongs to another shard: it says {', '.join(wrong)}"
+    what = f"the manifest belongs to another shard: it records {', '.join(wrong)}"
     rule = "tokenizer and vocabulary are checked by it, so it must describe the .bin and .idx beside it"
     remedy = "copy all three files from where the shard was made, or run `bloomery prepare` again"
     return [Problem(what, rule, remedy, place)]

@@ -181,7 +181,7 @@ class MegatronOpening:
         size = blend.size if isinstance(blend, GreedyBlend) else cast(MegatronSource, stream.sources[0]).total_samples
         if self._plan.train_samples > size:
             what = f"the training takes {self._plan.train_samples} samples, but data.order={self._flavour} has {size}"
-            rule = "a training that ends within its batch ramp takes more than train.for says"
+            rule = "a training that ends within its batch ramp takes more samples than train.for"
             raise DataError(Problem(what, rule, "use a shorter ramp or a longer train.for"))
         if cursor is None:
             return

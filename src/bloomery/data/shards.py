@@ -289,7 +289,7 @@ def read_into(values: NDArray[Any], file: IO[bytes], offset: int) -> None:
         except OSError as error:
             raise unreadable(str(file.name), error) from error
         if got == 0:
-            raise damaged(str(file.name), f"ends at byte {offset}", "it was cut off while it was being read")
+            raise damaged(str(file.name), f"ends at byte {offset}", "it was truncated while it was being read")
         unread, offset = unread[got:], offset + got
 
 
@@ -317,7 +317,7 @@ def _read_header(file: IO[bytes]) -> tuple[np.dtype[Any], int, int]:
     read_into(values, file, 0)
     header = values.tobytes()
     if len(header) < HEADER.size or not header.startswith(MAGIC):
-        rule = f"an index starts with {MAGIC!r}: this was cut off, is of Megatron's older TNTIDX format, or no index"
+        rule = f"an index starts with {MAGIC!r}: this was truncated, is of Megatron's older TNTIDX format, or no index"
         raise damaged(path, f"holds {found} bytes and starts with {header[:9]!r}", rule)
     _, version, code, num_sequences, num_entries = HEADER.unpack(header)
     if version != VERSION or code not in DTYPES or num_entries == 0:
