@@ -385,7 +385,7 @@ def test_manifest_missing_broken_or_foreign(corpus, tokenizer):
         ("[]", "This Bloomery reads exactly the fields of format_version 2"),
         (
             json.dumps({**good, "format_version": 1}),
-            "has format_version 1 (should be 2). This Bloomery reads exactly the fields",
+            r"has format_version 1 \(should be 2\). This Bloomery reads exactly the fields",
         ),
         (json.dumps({**good, "colour": 1}), r"has colour 1 \(Unexpected"),
         (json.dumps({key: good[key] for key in good if key != "tokens"}), "has no tokens"),
