@@ -41,7 +41,7 @@ def is_other_tokenizer(remembered: str, now: str) -> bool:
 
 
 def in_time(work: Callable[[], T], characters: int, place: str) -> T:
-    """What `work`, a call of a library that encodes or decodes, returns. DataError if it fails or takes too long: a
+    """What `work`, a call of a library that encodes, returns. DataError if it fails or takes too long: a
     thread cannot be ended, so it is left to itself then."""
     outcome: Future[T] = Future()
 
