@@ -307,7 +307,8 @@ def test_another_number_of_ranks_goes_on_with_a_layout_that_fits(workshop: Works
     four = ("parallel={tp: 2, pp: 2}", "checkpoint={phases: [{every: 5 steps}]}")
     assert run_ranks(workshop, *four, "train.exit_after=10 steps", size=4) == exit_codes.OK
     assert run_ranks(workshop, *four, size=2) == exit_codes.OK
-    assert "2 ranks instead of 4: one replica takes 4 ranks; parallel.pp 1 instead of 2" in said(workshop)
+    assert "2 ranks instead of 4: one replica takes tp * pp * cp = 4 of the 2 ranks that are launched" in said(workshop)
+    assert "; parallel.pp 1 instead of 2" in said(workshop)
     one = workshop.losses(workshop.train(run="one"))
     assert workshop.losses(workshop.folder / "run") == pytest.approx(one, rel=2e-6)
 
