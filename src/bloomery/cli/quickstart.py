@@ -71,7 +71,7 @@ def _results(recipe: Recipe, folder: Path) -> str:
 
     assert recipe.data is not None
     with ShardReader(recipe.data.train[0].path) as shard:
-        entropy = unigram_entropy(shard, vocab_size=recipe.model.vocab_size)
+        entropy = unigram_entropy(shard)
     records = read_metrics(folder / names.METRICS_FILE)
     last = next((each for each in reversed(records) if not isinstance(each, StepRecord)), records[-1])
     kind = "training" if isinstance(last, StepRecord) else "validation"

@@ -46,7 +46,7 @@ def set_fsdp_sync(model: nn.Module, *, zero: int, last: bool) -> None:
 
 
 def init_fsdp(model: nn.Module) -> None:
-    """Call it once the parameters have memory: FSDP then moves what it must pad, which it would do unnoticed in the
-    first forward pass otherwise."""
+    """Call it once the parameters have memory: FSDP then moves what it must pad, which it would otherwise do in the
+    first forward pass, unnoticed by whoever holds a piece."""
     if isinstance(model, FSDPModule):
         model._get_fsdp_state()._lazy_init()

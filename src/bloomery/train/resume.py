@@ -137,7 +137,7 @@ def _why_not(checkpoint: Path) -> list[str]:
 def check_tokenizer(past: ResumePoint, tokenizer_hash: str | None) -> None:
     """DataError if the data turns out to be of another tokenizer than the checkpoint's, under the same path."""
     then = read_manifest(past.checkpoint).get("tokenizer") if past.checkpoint is not None else None
-    if then is not None and tokenizer_hash is not None and is_other_tokenizer(then, tokenizer_hash):
+    if then and tokenizer_hash and is_other_tokenizer(then, tokenizer_hash):
         what = f"the tokenizer has the hash {tokenizer_hash[:12]}, but the checkpoint was trained with {then[:12]}"
         rule = "with another one its tokens would mean other texts"
         raise DataError(Problem(what, rule, "restore the tokenizer that it was trained with", str(past.checkpoint)))
