@@ -4,9 +4,7 @@
 
 from __future__ import annotations
 
-import itertools
 import json
-import math
 import os
 import subprocess
 import sys
@@ -263,75 +261,6 @@ def test_the_schedule_json_has_exactly_the_keys_of_its_contract(command: Command
     assert [set(row) for row in facts["at_steps"]] == [{"step", "consumed_samples", "global_batch", "lr"}]
     assert [set(row) for row in facts["at_samples"]] == [{"samples", "lr"}]
     assert all(set(phase) == {"first_step", "last_step", "every_steps", "saves"} for phase in facts["phases"])
-
-
-RAMP_2_TO_16 = (
-    "gpt-1.3b", "batch.micro_batch_size=1", "batch.rampup={start: 2, increment: 2, samples: 1000}", "lr.warmup=0 samples",
-)  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("words", "steps"),
-    [
-        ((*RAMP_2_TO_16, "train.for=10_000 samples"), 748),
-        (("tr1-13b", "train.for=150M samples"), 165_057),
-        (("tr1-13b", "train.for=614.4B tokens"), 311_541),
-        (("tr1-13b", "train.for=12345 steps", "lr.decay=null"), 12_345),
-        (("gpt-1.3b", "train.for=16_031 samples", "lr.warmup=1 steps"), 1001),
-        (("bloom-176b",), 95_150),
-    ],
-)
-def test_other_ramps_have_the_steps_of_a_plain_count(command: Command, words: tuple[str, ...], steps: int) -> None:
-    facts = answer(command, "inspect", "schedule", *words)
-    assert facts["train_steps"] == steps
-    levels = facts["levels"]
-    for this, following in itertools.pairwise(levels):
-        stretch = (following["first_step"] - this["first_step"]) * this["global_batch"]
-        assert following["consumed_samples"] == this["consumed_samples"] + stretch
-
-
-def test_a_ramp_is_what_stepping_through_it_gives(command: Command) -> None:
-    facts = answer(command, "inspect", "schedule", *RAMP_2_TO_16, "train.for=10_000 samples")
-    consumed, step, first = 0, 0, {}
-    while step < 748:
-        batch = 16 if consumed > 1000 else 2 + int(consumed / (1000 / 7)) * 2
-        step += 1
-        first.setdefault(batch, (step, consumed))
-        consumed += batch
-    assert {
-        level["global_batch"]: (level["first_step"], level["consumed_samples"]) for level in facts["levels"]
-    } == first
-    assert facts["train_samples"] == consumed
-
-
-@pytest.mark.parametrize(
-    ("schedule", "expected"),
-    [
-        ("cosine", [0.0, 5e-4, 1e-3, 1e-4 + 9e-4 * 0.5 * (1 + math.cos(math.pi * 0.25)), 5.5e-4, 1e-4, 1e-4]),
-        ("linear", [0.0, 5e-4, 1e-3, 1e-4 + 9e-4 * 0.75, 5.5e-4, 1e-4, 1e-4]),
-        ("wsd", [0.0, 5e-4, 1e-3, 1e-3, 1e-3, 1e-4, 1e-4]),
-        ("constant", [0.0, 5e-4, 1e-3, 1e-3, 1e-3, 1e-3, 1e-3]),
-    ],
-)
-def test_the_learning_rate_table_is_the_closed_form(command: Command, schedule: str, expected: list[float]) -> None:
-    words = [
-        "gpt-1.3b",
-        f"lr={{peak: 1e-3, min: 1e-4, schedule: {schedule}, warmup: 1000 samples, decay: 9000 samples}}",
-    ]
-    if schedule == "wsd":
-        words.append("lr.cooldown=2000 samples")
-    if schedule == "constant":
-        words += ["lr.min=0.0", "lr.decay=null"]
-    facts = answer(
-        command,
-        "inspect",
-        "schedule",
-        *words,
-        "train.for=16_000 samples",
-        "--at-samples",
-        "0,500,1000,3000,5000,9000,12000",
-    )
-    assert [row["lr"] for row in facts["at_samples"]] == pytest.approx(expected, rel=1e-12)
 
 
 def test_the_answer_for_people_has_the_facts_of_the_json(command: Command) -> None:

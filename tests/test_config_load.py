@@ -210,12 +210,6 @@ def test_bases_in_a_circle_are_named(write: Write, back: str) -> None:
     assert told.startswith("there/b.yaml:2: circular base: there/a.yaml -> there/b.yaml -> there/")
 
 
-def test_a_missing_base_is_one_complaint_at_its_line(write: Write) -> None:
-    told = the_complaint(write("name: x\nbase: tr1-13\nlr: {cooldown: 3 steps}\n"))
-    assert told.startswith("my.yaml:2: there is no recipe 'tr1-13'")
-    assert "Did you mean tr1-13b?" in told
-
-
 def test_a_problem_inside_a_base_points_into_the_base(write: Write) -> None:
     write(changed("peak: 1e-3", "peak: -1"), "base.yaml")
     assert the_complaint(write("base: base.yaml\nname: x\n")).startswith("base.yaml:16: lr.peak is -1")
@@ -320,26 +314,6 @@ def test_an_error_names_place_value_rule_and_remedy(write: Write) -> None:
 )  # fmt: skip
 def test_an_unknown_field_is_told_what_was_meant(write: Write, text: str, line: int, wrong: str, right: str) -> None:
     assert f"my.yaml:{line}: {wrong} is not a field of a recipe. Did you mean {right}?" in complaints(write(text))
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        changed("  family: gpt2", "  family: gpt3"),
-        changed("  family: gpt2", "  family: [gpt2]"),
-        changed("  hidden_size: 64", "  hidden_size: -64"),
-        changed("  num_heads: 4", "  num_heads: 0"),
-        changed("  for: 100 steps", "  for: 100"),
-        changed("lr:\n", "lr:\n  shedule: wsd\n  cooldown: 10 steps\n"),
-        SMALL + "checkpoint: {phases: [{every: 10 steps}, 7]}\n",
-        SMALL + "monitor: {carbon: {country: France}}\n",
-        SMALL + "optimizer: {betas: [0.9, 7]}\n",
-        SMALL + "parallel: {tp: two}\nlaunch: {gpus_per_node: 4}\n",
-        changed("    - {path: shards/a}", "    - 5"),
-    ],
-)
-def test_one_mistake_is_one_complaint(write: Write, text: str) -> None:
-    the_complaint(write(text))
 
 
 def test_all_faults_of_the_schema_are_reported_at_once_and_then_all_broken_rules(write: Write) -> None:
@@ -459,10 +433,6 @@ def test_duplicate_keys_name_both_lines(write: Write) -> None:
 def test_a_file_that_is_no_recipe_is_told_why(write: Write, content: str | bytes, fragment: str) -> None:
     told = complaints(write(content))
     assert any(fragment in text for text in told), told
-
-
-def test_a_utf8_file_with_a_byte_order_mark_is_read(write: Write) -> None:
-    assert loaded(write(b"\xef\xbb\xbf" + SMALL.encode())).name == "small"
 
 
 def test_a_recipe_and_its_base_are_regular_files_of_a_bounded_size(write: Write, tmp_path: Path) -> None:
