@@ -131,7 +131,7 @@ def _groups(b: Builder, flag: str) -> dict[str, list[_Member]]:
     texts = given.values if any(" " in text for text in given.values) else [given.text]
     if flag.endswith("-path"):
         if (found := b.find_file(given.text)) is None:
-            b.note("left out", flag, f"the file is not here: add --{flag} FILE behind the script, or `data:` yourself")
+            b.note("left out", flag, f"the file is not here: add --{flag} FILE after the script, or `data:` yourself")
             return {}
         try:
             texts = shlex.split(found[0])

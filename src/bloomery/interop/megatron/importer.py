@@ -30,7 +30,7 @@ _ORDER = (
     "name", "seed", "model", "tokenizer", "data", "batch", "optimizer", "lr", "train", "precision", "loss_scale",
     "parallel", "checkpoint", "monitor", "launch",
 )  # fmt: skip
-_UNSET = "the script does not set it where it was run or read, or only a running program knows it"
+_UNSET = "the script does not set it where it was run or read, or it is known only at run time"
 
 
 @dataclass(frozen=True)

@@ -86,8 +86,8 @@ class Builder:
         kind = "number" if isinstance(default, float) else "whole number"
         what, rule, remedy = f"--{name} is {text[:60]!r}", f"it is a finite {kind} of at most {_LARGEST:,}", "write one"
         if "$" in text:
-            names, remedy = unset_names(text), f"add --{name} VALUE behind the script"
-            what, rule = f"--{name} is {text}", (names and self.unset) or "only a running program knows it"
+            names, remedy = unset_names(text), f"add --{name} VALUE after the script"
+            what, rule = f"--{name} is {text}", (names and self.unset) or "it is known only at run time"
             remedy = f"give it with --set {names[0]}=VALUE, or {remedy}" if names else remedy
         with suppress(InvalidOperation):
             number = Decimal(text)  # also `3e9` and `1.0` for a whole number
@@ -253,7 +253,7 @@ def _tokenizer(b: Builder) -> None:
     elif not size:
         size, remark = _VOCABULARIES.get(kind), f"of every {kind}; check it if the vocabulary is your own"
     if size is None:
-        remedy = "add --vocab-size N (entries of the tokenizer) behind the command line"
+        remedy = "add --vocab-size N (entries of the tokenizer) to the command line"
         b.refuse("tokenizer-type", f"the vocabulary of {kind} is not on the command line", "", remedy)
     b.put("model.vocab_size", size or 1, flag, remark=remark)
     if "tokenizer" not in b.raw and file:
