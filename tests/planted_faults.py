@@ -169,12 +169,12 @@ def faults_of_the_reference(arguments: Sequence[str]) -> int:
 
 def other_samples_after_the_checkpoint_of_single(arguments: Sequence[str]) -> int:
     """What is trained aside from the checkpoint of one rank begins eight samples too late."""
-    read_state = trial_runner.read_state
+    read = trial_runner.read_checkpoint
 
-    def wrong(folder: Path) -> dict[str, Any]:
-        state = read_state(folder)
-        late = "train-single" in str(folder)
-        return state | {"consumed_samples": state["consumed_samples"] + 8 * late}
+    def wrong(folder: Path, **options: Any) -> Any:
+        checkpoint = read(folder, **options)
+        checkpoint.state["consumed_samples"] += 8 * ("train-single" in str(folder))
+        return checkpoint
 
-    with patch.object(trial_runner, "read_state", wrong):
+    with patch.object(trial_runner, "read_checkpoint", wrong):
         return run_trials(arguments)

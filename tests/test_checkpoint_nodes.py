@@ -16,7 +16,7 @@ import pytest
 import rank_commands
 from bloomery.base import exit_codes
 from bloomery.checkpoint import folder as folders
-from bloomery.checkpoint.load import verify
+from bloomery.checkpoint.load import read_checkpoint
 from bloomery.checkpoint.retention import sweep_parts
 from bloomery.launch.local import run_local_ranks
 from checkpoints import assert_same_tensors
@@ -145,7 +145,7 @@ def test_a_fast_checkpoint_is_no_promise_so_a_run_that_stops_there_still_saves(w
     workshop.train(*settings)
     assert workshop.events(run, "start")[1]["resumed_from"] == "step-00000004"
     assert folders.read_latest(run / "checkpoints") == "step-00000004"
-    verify(run / "checkpoints" / "step-00000004")
+    read_checkpoint(run / "checkpoints" / "step-00000004")
 
 
 def test_a_disk_that_was_emptied_is_told_and_the_run_folder_is_used(workshop: Workshop) -> None:

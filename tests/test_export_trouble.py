@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from bloomery.base.errors import DataError
-from bloomery.checkpoint.load import CheckpointReader
+from bloomery.checkpoint.load import Checkpoint
 from bloomery.interop.hf import export as exporting
 from bloomery.interop.hf.export import export_checkpoint
 from export_samples import CASES, Command, checkpoint_of, small_tokenizer, weights_of
@@ -123,7 +123,7 @@ def test_a_damaged_checkpoint_is_refused_before_anything_is_written(
 def test_what_ends_an_export_half_way_leaves_the_folder_as_it_was(
     error: BaseException, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    read, count = CheckpointReader.read, 0
+    read, count = Checkpoint.read, 0
 
     def breaking(self: Any, name: str) -> torch.Tensor:
         nonlocal count
@@ -132,7 +132,7 @@ def test_what_ends_an_export_half_way_leaves_the_folder_as_it_was(
             raise error
         return read(self, name)
 
-    monkeypatch.setattr(exporting.CheckpointReader, "read", breaking)
+    monkeypatch.setattr(exporting.Checkpoint, "read", breaking)
     with pytest.raises(BaseException):  # noqa: B017, PT011 - whichever it was
         export_checkpoint(checkpoint, tmp_path / "deep" / "hf", with_proof=False)
     assert count == 10
@@ -179,13 +179,13 @@ def test_a_tokenizer_that_is_not_there_or_does_not_fit_is_named(
 def test_a_model_that_has_diverged_is_named_with_its_first_tensor(
     options: tuple[str, ...], checkpoint: Path, tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    read = CheckpointReader.read
+    read = Checkpoint.read
 
-    def broken(self: CheckpointReader, name: str, *more: Any, **others: Any) -> torch.Tensor:
+    def broken(self: Checkpoint, name: str, *more: Any, **others: Any) -> torch.Tensor:
         tensor = read(self, name, *more, **others)
         return torch.full_like(tensor, torch.nan) if name.startswith("model.layers.1.mlp.") else tensor
 
-    monkeypatch.setattr(CheckpointReader, "read", broken)
+    monkeypatch.setattr(Checkpoint, "read", broken)
     code, _, err = command("export", str(checkpoint), str(tmp_path / "hf"), *options)
     assert code == 3
     assert "the checkpoint holds values that are not finite" in err

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import os
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
@@ -22,10 +21,11 @@ from typing import Any, Protocol
 
 from bloomery.base.bounded import LARGE_BYTES, read_json
 from bloomery.base.errors import DataError
-from bloomery.base.storage import opened_folder, own_folder, remove_tree, writing, written_to
+from bloomery.base.storage import own_folder, sweep_folder, writing, written_to
 from bloomery.checkpoint import folder as folders
 from bloomery.checkpoint.folder import Writer
-from bloomery.checkpoint.format import MANIFEST, PARTS, SUSPICIOUS, read_manifest
+from bloomery.checkpoint.format import MANIFEST, PARTS, SUSPICIOUS
+from bloomery.checkpoint.load import read_manifest
 from bloomery.config.recipe import CheckpointSection, KeepSection
 from bloomery.sizing.schedule import kept_steps
 
@@ -79,10 +79,7 @@ def sweep_parts(parts_root: Path, root: Path, *, spare: Collection[str] = ()) ->
             continue
         except (OSError, ValueError, AttributeError, TypeError):  # it may name any of them
             return
-    with contextlib.suppress(OSError), opened_folder(parts_root) as here:
-        for name in os.listdir(here):
-            if name not in kept:
-                remove_tree(name, dir_fd=here)
+    sweep_folder(parts_root, lambda name: name not in kept)
 
 
 class Uploads(Protocol):

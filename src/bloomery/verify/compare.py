@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from bloomery.base.ranks import Piece
 from bloomery.checkpoint.folder import complete_checkpoints
-from bloomery.checkpoint.format import read_index
+from bloomery.checkpoint.load import read_checkpoint
 from bloomery.config.recipe import Recipe
 from bloomery.data.batch import GlobalBatch
 from bloomery.families.family import IGNORED_LABEL, LM_LOSS
@@ -166,7 +166,7 @@ def whole_tensors(folder: Path) -> dict[str, Tensor]:
     """A checkpoint put together from its pieces, on purpose not by the loader that is verified here."""
     files = {path.name: load_file(path) for path in folder.glob("*.safetensors")}
     whole = {}
-    for name, saved in read_index(folder).items():
+    for name, saved in read_checkpoint(folder, tensors=False).tensors.items():
         tensor = None
         for piece in saved.pieces:
             values = files[piece.file][piece.key]

@@ -16,7 +16,7 @@ from bloomery.base import exit_codes
 from bloomery.base.accelerator import device_of_rank, pick_device
 from bloomery.base.errors import BloomeryError
 from bloomery.base.ranks import ALONE, Piece, Ranks, first_rank_does, started_as
-from bloomery.checkpoint.load import load_pieces, read_state
+from bloomery.checkpoint.load import Checkpoint, load_pieces, read_checkpoint
 from bloomery.checkpoint.save import save_checkpoint
 from bloomery.config.load import load_recipe
 from bloomery.monitor.journal import Journal
@@ -110,10 +110,11 @@ def _reload(trial: Trial, run: Run, state: TrainState) -> None:
     for source, folder in trial.reload.items():
         for piece in pieces.values():
             piece.tensor.fill_(float("nan"))  # nothing may remain of what was there
-        load_pieces(Path(folder), pieces)
+        checkpoint = read_checkpoint(Path(folder), tensors=False)
+        load_pieces(checkpoint, pieces)
         found |= {f"{source}/{name}": piece.with_tensor(piece.tensor.clone()) for name, piece in pieces.items()}
         if trial.follow_steps:
-            followed[source] = _losses_after(Path(folder), run, trial.follow_steps)
+            followed[source] = _losses_after(checkpoint, run, trial.follow_steps)
     saved = save_checkpoint(trial.file(RELOADED), step=0, pieces=found, state={}, recipe_yaml="", ranks=run.ranks)
     first_rank_does(run.ranks, lambda: report_reloaded(trial, saved))
     first_rank_does(run.ranks, lambda: trial.file(FOLLOWED).write_text(json.dumps(followed)))
@@ -123,11 +124,11 @@ def _reload(trial: Trial, run: Run, state: TrainState) -> None:
     run.feed.seek(state.consumed_samples)
 
 
-def _losses_after(checkpoint: Path, run: Run, steps: int) -> list[tuple[int, str, float]]:
+def _losses_after(checkpoint: Checkpoint, run: Run, steps: int) -> list[tuple[int, str, float]]:
     """(step, name, loss) of the steps that follow a checkpoint, whose tensors are loaded. The run's own records know
     nothing of them."""
     run.optimizer.restored()
-    state, losses = TrainState.from_json(read_state(checkpoint)), _Losses()
+    state, losses = TrainState.from_json(checkpoint.state), _Losses()
     aside = replace(run, journal=losses, meter=IntervalMeter(), trace=None)
     run.feed.seek(state.consumed_samples)
     for _ in range(steps):

@@ -15,7 +15,7 @@ from bloomery.base.accelerator import NO_SENSOR
 from bloomery.base.bounded import LARGE_BYTES, parse_json, read_small
 from bloomery.base.units import Energy, format_device_hours, format_joules
 from bloomery.checkpoint.format import MANIFEST
-from bloomery.checkpoint.load import consumed_tokens
+from bloomery.checkpoint.load import Checkpoint
 from bloomery.config.load import fingerprint
 from bloomery.config.recipe import Recipe
 from bloomery.families.registry import FAMILIES
@@ -28,12 +28,11 @@ from bloomery.sizing.parameters import count_parameters
 Event = dict[str, Any]
 
 
-def model_card(
-    recipe: Recipe, checkpoint: Path, state: Mapping[str, Any], *, architecture: str, dtype: str, proof: str
-) -> str:
+def model_card(checkpoint: Checkpoint, *, architecture: str, dtype: str, proof: str) -> str:
     """Markdown with the head that hubs read. Says only what was recorded."""
-    run, step = checkpoint.parent.parent, int(state["step"])
-    manifest = read_small(checkpoint / MANIFEST, LARGE_BYTES)
+    recipe, state, folder = checkpoint.recipe, checkpoint.state, checkpoint.folder
+    run, step = folder.parent.parent, int(state["step"])
+    manifest = read_small(folder / MANIFEST, LARGE_BYTES)
     events = _events(run, step, parse_json(manifest).get("time", math.inf))
     jobs = [event for event in events if event["kind"] == names.Event.START]
     parameters = count_parameters(recipe.model, vocab_size=recipe.model.vocab_size).total
@@ -42,13 +41,13 @@ def model_card(
         f"---\nlibrary_name: transformers\npipeline_tag: {pipeline}\ntags: [bloomery, {recipe.model.family}]\n---",
         f"# {recipe.name}",
         f"`{architecture}` with {parameters:,} parameters, pretrained with Bloomery {bloomery.__version__} on "
-        f"{consumed_tokens(recipe, state):,} tokens in {step:,} steps. Weights in {dtype}.",
+        f"{checkpoint.consumed_tokens:,} tokens in {step:,} steps. Weights in {dtype}.",
         "## Model\n\n" + _table(_model_rows(recipe)),
         "## Data\n\n" + _data(recipe),
-        "## Training\n\n" + _table(_training_rows(recipe, state)) + _changes(events, jobs),
+        "## Training\n\n" + _table(_training_rows(checkpoint)) + _changes(events, jobs),
         "## Losses\n\n" + _losses(run, step),
         "## Energy\n\n" + _energy(Energy.from_json(state.get("energy")), jobs),
-        "## Lineage\n\n" + _table(_lineage(recipe, checkpoint.name, manifest, state.get("imported_from"), jobs)),
+        "## Lineage\n\n" + _table(_lineage(recipe, folder.name, manifest, state.get("imported_from"), jobs)),
         f"## Proof\n\n{proof[:1].upper()}{proof[1:]}. Details: `export-proof.json`.",
     ]
     return "\n\n".join(sections) + "\n"
@@ -96,7 +95,8 @@ def _data(recipe: Recipe) -> str:
     return "\n".join([*lines, "", f"Order `{recipe.data.order}`, seed {recipe.seed}."])
 
 
-def _training_rows(recipe: Recipe, state: Mapping[str, Any]) -> dict[str, Any]:
+def _training_rows(checkpoint: Checkpoint) -> dict[str, Any]:
+    recipe, state = checkpoint.recipe, checkpoint.state
     optimizer, lr, ramp, parallel = recipe.optimizer, recipe.lr, recipe.batch.rampup, recipe.parallel
     batch = f"{recipe.batch.global_batch_size} samples"
     if ramp is not None:
@@ -107,7 +107,7 @@ def _training_rows(recipe: Recipe, state: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "steps": f"{state['step']:,}",
         "samples": f"{state['consumed_samples']:,}",
-        "tokens": f"{consumed_tokens(recipe, state):,}",
+        "tokens": f"{checkpoint.consumed_tokens:,}",
         "updates skipped": state.get("skipped_updates", 0),
         "global batch": batch,
         "optimizer": f"{optimizer.name}, betas {optimizer.betas}, eps {optimizer.eps:g}, "
