@@ -11,8 +11,9 @@ from torch import Tensor
 
 from bloomery.base.ranks import Piece
 from bloomery.checkpoint.folder import complete_checkpoints, find_checkpoint
-from bloomery.checkpoint.format import DTYPES, MANIFEST, FileFacts, facts_of, write_manifest
+from bloomery.checkpoint.format import DTYPES
 from bloomery.checkpoint.load import load_pieces, read_checkpoint
+from bloomery.checkpoint.manifest import MANIFEST, FileFacts, facts_of, write_manifest
 from bloomery.checkpoint.select import newest_good
 
 

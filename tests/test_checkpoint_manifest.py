@@ -14,11 +14,12 @@ import torch
 from bloomery.base.errors import DataError, Problem
 from bloomery.base.ranks import Piece
 from bloomery.checkpoint import folder as folders
-from bloomery.checkpoint.format import MANIFEST
-from bloomery.checkpoint.load import damage, parse_manifest
+from bloomery.checkpoint.listing import list_checkpoints
+from bloomery.checkpoint.load import damage
+from bloomery.checkpoint.manifest import MANIFEST, parse_manifest
 from bloomery.checkpoint.retention import apply_retention
 from bloomery.checkpoint.save import save_checkpoint
-from bloomery.checkpoint.select import describe_checkpoint, list_checkpoints, newest_good
+from bloomery.checkpoint.select import describe_checkpoint, newest_good
 from bloomery.config.recipe import KeepSection
 from bloomery.train import setup as start
 from checkpoints import change_manifest, chosen, flip_bit

@@ -20,9 +20,10 @@ from bloomery.checkpoint import folder as folders
 from bloomery.checkpoint import load as load_module
 from bloomery.checkpoint import retention
 from bloomery.checkpoint.folder import FencedError, take_over, tidy
+from bloomery.checkpoint.listing import list_checkpoints
 from bloomery.checkpoint.retention import Tier, apply_retention
 from bloomery.checkpoint.save import save_checkpoint
-from bloomery.checkpoint.select import list_checkpoints, newest_good, refuse_later
+from bloomery.checkpoint.select import newest_good, refuse_later
 from bloomery.config.recipe import CheckpointSection, KeepSection, LocalTierSection, PhaseSection
 from bloomery.sizing.schedule import cadence, daly_seconds, kept_steps, resolve_phases, seconds_between_failures
 from checkpoints import change_manifest, chosen

@@ -29,8 +29,8 @@ from hypothesis import strategies as st
 from bloomery.base.errors import BloomeryError
 from bloomery.base.units import parse_amount, parse_duration
 from bloomery.checkpoint import folder, remote
-from bloomery.checkpoint.folder import read_latest
-from bloomery.checkpoint.load import Checkpoint, TensorFile, read_index, read_manifest
+from bloomery.checkpoint.folder import read_latest, read_manifest
+from bloomery.checkpoint.load import Checkpoint, TensorFile, read_index
 from bloomery.config.load import load_recipe
 from bloomery.data import megatron
 from bloomery.data.manifest import read_manifest as read_shard_manifest

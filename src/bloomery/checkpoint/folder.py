@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bloomery.base.bounded import read_json
+from bloomery.base.bounded import LARGE_BYTES, read_json, read_small
 from bloomery.base.errors import DataError, Problem, StorageError
 from bloomery.base.storage import (
     make_folder,
@@ -28,13 +28,14 @@ from bloomery.base.storage import (
     sweep_folder,
     write_atomically,
 )
-from bloomery.checkpoint.format import MANIFEST, STATE
+from bloomery.checkpoint.manifest import ANOTHER, MANIFEST, STATE, parse_manifest
 
 CHECKPOINTS, LOCAL_CHECKPOINTS = "checkpoints", "checkpoints-local"
 """Where a run lists its checkpoints, and the node-local ones."""
 LATEST = "latest"
 RETIRED = "retired"
 """Folder of checkpoints whose branch of the run was abandoned."""
+LINK = "it is a link to another place, which no save makes"
 _LONGEST_NAME = 255
 _NAME = re.compile(r"^step-(\d{8,})$")
 
@@ -62,6 +63,20 @@ def step_folders(root: Path) -> list[Path]:
     if not root.is_dir():
         return []
     return sorted((path for path in root.iterdir() if _NAME.match(path.name) and path.is_dir()), key=step_of)
+
+
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """DataError if it is missing, damaged, of another format or of another step."""
+    try:
+        manifest = parse_manifest(read_small(folder / MANIFEST, LARGE_BYTES))
+        text = f"its manifest says step {manifest['step']}: the folder was copied or renamed"
+        if not is_step_name(folder.name) or manifest["step"] == step_of(folder):
+            return manifest
+    except FileNotFoundError:
+        text = f"{MANIFEST} is missing"
+    except (OSError, ValueError) as error:
+        text = f"{MANIFEST} cannot be used: {error}"
+    raise DataError(Problem(text, "", ANOTHER, str(folder)))
 
 
 def read_latest(root: Path) -> str | None:

@@ -1,10 +1,7 @@
-"""The files of a checkpoint that are text: index.json, which says where each tensor lies, and manifest.json, written
-last, which makes a checkpoint complete.
+"""index.json, which says where each tensor lies, and tensor files.
 
 index.json     {"tensors": {"model.w": {"shape": [4, 2], "dtype": "F32", "pieces": [{"offset": [0, 0], "size": [2, 2],
                "file": "tensors-00000.safetensors", "key": "model.w"}, ...]}}}
-manifest.json  {"format": 2, "step": 100, ..., "files": {"state.json": {"bytes": 770, "sha256": "7263..."}, ...},
-               "sha256": "8edc..."}
 """
 
 from __future__ import annotations
@@ -21,22 +18,15 @@ from pathlib import Path
 from typing import Annotated, Any, Self
 
 import torch
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import AfterValidator, Field, TypeAdapter
 from torch import Tensor
 
 from bloomery.base.errors import Problem, StorageError
 from bloomery.base.ranks import Piece
-from bloomery.base.storage import reserve, sync, write_all, write_atomically
-from bloomery.monitor.record import strict_json
+from bloomery.base.storage import reserve, sync, write_all
+from bloomery.checkpoint.manifest import Count, FileFacts
 
-FORMAT = 2
-INDEX, MANIFEST, STATE, RECIPE = "index.json", "manifest.json", "state.json", "recipe.yaml"
-SUSPICIOUS = "suspicious"
-"""In a manifest: whether it was saved in a stretch of spikes or NaNs, so that older ones may be better."""
-PARTS = "parts"
-"""In a manifest: the folder on the nodes' disks that holds the tensor files, if they are links."""
 _MOST_PROBLEMS = 10
-Count = Annotated[int, Field(ge=0, strict=True)]
 Counts = Annotated[tuple[Count, ...], Field(max_length=8)]
 Kind = tuple[str, tuple[int, ...]]
 """dtype and shape."""
@@ -110,14 +100,6 @@ class SavedTensor:
 
 
 @dataclass(frozen=True)
-class FileFacts:
-    """What a manifest says of a file."""
-
-    bytes: int
-    sha256: str
-
-
-@dataclass(frozen=True)
 class RankReport:
     """What one rank reports about its part of a save."""
 
@@ -128,10 +110,6 @@ class RankReport:
 
 
 REPORT = TypeAdapter(RankReport)
-
-
-def is_tensor_file(name: str) -> bool:
-    return name.endswith(".safetensors")
 
 
 def is_written(piece: Piece) -> bool:
@@ -198,83 +176,6 @@ def not_whole(tensors: Mapping[str, SavedTensor]) -> list[str]:
 def index_text(tensors: Mapping[str, SavedTensor]) -> str:
     lines = (f"  {json.dumps(name)}: {json.dumps(asdict(tensor))}" for name, tensor in sorted(tensors.items()))
     return '{"tensors": {\n' + ",\n".join(lines) + "\n}}\n"
-
-
-# ---------------------------------------------------------------- manifest
-
-
-class _Entry(BaseModel):
-    """What code relies on; more is allowed."""
-
-    model_config = ConfigDict(strict=True)
-
-
-class _File(_Entry):
-    bytes: Count
-    sha256: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
-
-
-class _Shard(_Entry):
-    documents: Count
-    tokens: Count
-    sample_digest: str = ""
-    path: str = ""
-
-
-class _Validation(_Entry):
-    step: Count
-    loss: Annotated[float | str, AfterValidator(float)]
-    """One that is no number is a string, as in the metrics."""
-
-
-class Manifest(_Entry):
-    """Only for `check`: what code reads is the JSON, which may hold more."""
-
-    format: int
-    step: Count
-    ranks: Annotated[int, Field(gt=0)]
-    files: dict[Annotated[str, Field(pattern="^[A-Za-z0-9_-][A-Za-z0-9._-]{0,199}$")], _File]
-    """By names in the checkpoint's own folder."""
-    versions: dict[str, Any] | None = None
-    tokenizer: str | None = None
-    shards: dict[str, _Shard] | None = None
-    time: Annotated[float, Field(ge=0, le=1e11)] | None = None
-    validation: _Validation | None = None
-    suspicious: bool | None = None
-    parts: str | None = None
-
-    @classmethod
-    def check(cls, manifest: Mapping[str, Any]) -> None:
-        """ValueError names what is missing or malformed."""
-        number = manifest.get("format")
-        if type(number) is int and number != FORMAT:
-            rule = f"This Bloomery reads format {FORMAT}"
-            raise ValueError(f"it has format {number}. {rule}. Use the version of Bloomery that saved it")
-        try:
-            lacking = {INDEX, STATE, RECIPE} - cls.model_validate(manifest).files.keys()
-        except ValidationError as error:
-            wrong = sorted({str(fault["loc"][0]) for fault in error.errors(include_url=False)})
-            raise ValueError(f"entries are missing or malformed: {', '.join(wrong)}") from None
-        if lacking:
-            raise ValueError(f"it does not list {', '.join(sorted(lacking))}")
-
-
-def facts_of(text: str) -> FileFacts:
-    content = text.encode()
-    return FileFacts(len(content), hashlib.sha256(content).hexdigest())
-
-
-def write_manifest(folder: Path, facts: Mapping[str, Any], files: Mapping[str, FileFacts]) -> None:
-    """List every file with size and hash. Call it last: with it the folder is complete."""
-    listed = {name: asdict(files[name]) for name in sorted(files)}
-    content = json.loads(strict_json({"format": FORMAT, **facts, "files": listed}))
-    write_atomically(folder / MANIFEST, json.dumps({**content, "sha256": own_hash(content)}, indent=1))
-
-
-def own_hash(manifest: Mapping[str, Any]) -> str:
-    """Of all else in a manifest."""
-    rest = {name: value for name, value in manifest.items() if name != "sha256"}
-    return hashlib.sha256(json.dumps(rest, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
 # ---------------------------------------------------------------- tensor files

@@ -3,7 +3,6 @@ index, recipe and state, and gives its tensors, whole or into pieces."""
 
 from __future__ import annotations
 
-import hashlib
 import os
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
@@ -22,24 +21,10 @@ from torch import Tensor, nn
 from bloomery.base.bounded import LARGE_BYTES, open_regular, parse_json, read_small, wrong_fields
 from bloomery.base.errors import DataError, Problem, RecipeError, first_few
 from bloomery.base.ranks import ALONE, Piece, Ranks, agreed
-from bloomery.base.storage import reason
 from bloomery.base.units import Energy
-from bloomery.checkpoint.folder import is_step_name, step_of
-from bloomery.checkpoint.format import (
-    DTYPES,
-    INDEX,
-    MANIFEST,
-    RECIPE,
-    STATE,
-    Box,
-    Kind,
-    Manifest,
-    SavedPiece,
-    SavedTensor,
-    is_tensor_file,
-    not_whole,
-    own_hash,
-)
+from bloomery.checkpoint.folder import read_manifest
+from bloomery.checkpoint.format import DTYPES, Box, Kind, SavedPiece, SavedTensor, not_whole
+from bloomery.checkpoint.manifest import ANOTHER, INDEX, MANIFEST, RECIPE, STATE, file_damage, is_tensor_file
 from bloomery.config.load import load_recipe
 from bloomery.config.recipe import ModelSection, Recipe
 from bloomery.data.tokenizer import Tokenizer, is_other_tokenizer
@@ -47,10 +32,8 @@ from bloomery.model.transformer import build_model
 from bloomery.sizing.parameters import model_shapes, padded_vocab_size
 from bloomery.sizing.schedule import History, TrainingPlan
 
-ANOTHER = "use another checkpoint, `bloomery train` with --from; `bloomery inspect checkpoint RUN --list` names them"
 _LARGEST_COUNT = 10**18
 _MOST_OPEN_FILES = 128
-_SMALL_BYTES = 2**20
 _TENSORS = TypeAdapter(dict[str, SavedTensor])
 
 
@@ -134,7 +117,7 @@ def read_checkpoint(folder: Path, *, ranks: Ranks = ALONE, tensors: bool = True)
     readers = {name: [rank for rank, held in enumerate(holders) if name in held] for name in sorted(files)}
     mine = [name for i, (name, who) in enumerate(readers.items()) if who and who[i % len(who)] == ranks.rank]
     with agreed(ranks):
-        wrong = [_damage(folder / name, files[name], read=tensors or not is_tensor_file(name)) for name in mine]
+        wrong = [file_damage(folder / name, files[name], read=tensors or not is_tensor_file(name)) for name in mine]
         absent = [name for name, who in readers.items() if not who]
         wrong += [f"{name} is missing" for name in absent if not (folder / name).is_symlink()]
         wrong += [f"{name} is on none of the nodes" for name in absent if tensors and (folder / name).is_symlink()]
@@ -159,47 +142,6 @@ def damage(folder: Path, *, ranks: Ranks = ALONE, tensors: bool = True) -> list[
     return []
 
 
-def quick_damage(folder: Path) -> list[str]:
-    """For lists of very many: what sizes and the hashes of small files tell of those that are here."""
-    try:
-        files = read_manifest(folder)["files"]
-    except DataError as error:
-        return [problem.what for problem in error.problems]
-    here = {
-        name: facts for name, facts in files.items() if not (folder / name).is_symlink() or (folder / name).exists()
-    }
-    wrong = [
-        _damage(folder / name, facts, read=not is_tensor_file(name) and facts["bytes"] <= _SMALL_BYTES)
-        for name, facts in sorted(here.items())
-    ]
-    return list(filter(None, wrong))
-
-
-def read_manifest(folder: Path) -> dict[str, Any]:
-    """DataError if it is missing, damaged, of another format or of another step."""
-    try:
-        manifest = parse_manifest(read_small(folder / MANIFEST, LARGE_BYTES))
-        text = f"its manifest says step {manifest['step']}: the folder was copied or renamed"
-        if not is_step_name(folder.name) or manifest["step"] == step_of(folder):
-            return manifest
-    except FileNotFoundError:
-        text = f"{MANIFEST} is missing"
-    except (OSError, ValueError) as error:
-        text = f"{MANIFEST} cannot be used: {error}"
-    raise DataError(Problem(text, "", ANOTHER, str(folder)))
-
-
-def parse_manifest(content: bytes) -> dict[str, Any]:
-    """All that code relies on is there and of the right kind; ValueError names what is not."""
-    manifest = parse_json(content)
-    if not isinstance(manifest, dict):
-        raise ValueError("it is no JSON object")
-    if manifest.get("sha256", own_hash(manifest)) != own_hash(manifest):  # those of earlier versions have none
-        raise ValueError("it has been changed since it was saved")
-    Manifest.check(manifest)
-    return manifest
-
-
 def read_index(folder: Path) -> dict[str, SavedTensor]:
     """What the checkpoint holds, by name: every tensor whole, in boxes of its own. DataError if it is not so."""
     try:
@@ -215,21 +157,6 @@ def read_index(folder: Path) -> dict[str, SavedTensor]:
     except (OSError, ValueError, KeyError, TypeError) as error:
         why = wrong_fields(error) if isinstance(error, ValidationError) else f"{type(error).__name__}: {error}"
         raise DataError(Problem(f"{INDEX} cannot be read: {why:.1000}", "", ANOTHER, str(folder))) from error
-
-
-def _damage(path: Path, expected: dict[str, Any], *, read: bool) -> str:
-    """What is wrong with a file; empty if nothing is."""
-    try:
-        with open(path, "rb", opener=open_regular) as file:
-            size = os.fstat(file.fileno()).st_size
-            if size != expected["bytes"]:
-                return f"{path.name} has {size:,} bytes instead of {expected['bytes']:,}"
-            same = not read or hashlib.file_digest(file, "sha256").hexdigest() == expected["sha256"]
-    except FileNotFoundError:
-        return f"{path.name} is missing"
-    except OSError as error:
-        return f"{path.name} cannot be read: {reason(error)}"
-    return "" if same else f"{path.name} has been changed since it was saved"
 
 
 def _why_not_as_indexed(checkpoint: Checkpoint, read: Collection[str]) -> str:

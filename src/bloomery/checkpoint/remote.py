@@ -24,8 +24,8 @@ from bloomery.base.ranks import ALONE, Ranks, agreed, first_rank_does
 from bloomery.base.storage import own_folder, remove_tree
 from bloomery.checkpoint import folder as folders
 from bloomery.checkpoint.folder import Writer
-from bloomery.checkpoint.format import MANIFEST
-from bloomery.checkpoint.load import Checkpoint, parse_manifest, read_checkpoint
+from bloomery.checkpoint.load import Checkpoint, read_checkpoint
+from bloomery.checkpoint.manifest import MANIFEST, parse_manifest
 from bloomery.checkpoint.retention import kept_by
 from bloomery.config.recipe import KeepSection
 from bloomery.monitor.history import Start

@@ -16,16 +16,14 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from tempfile import TemporaryFile
 from typing import Any, Protocol
 
 from bloomery.base.bounded import LARGE_BYTES, read_json
 from bloomery.base.errors import DataError
-from bloomery.base.storage import own_folder, sweep_folder, writing, written_to
+from bloomery.base.storage import make_folder, own_folder, sweep_folder, written_to
 from bloomery.checkpoint import folder as folders
-from bloomery.checkpoint.folder import Writer
-from bloomery.checkpoint.format import MANIFEST, PARTS, SUSPICIOUS
-from bloomery.checkpoint.load import read_manifest
+from bloomery.checkpoint.folder import Writer, read_manifest
+from bloomery.checkpoint.manifest import MANIFEST, PARTS, SUSPICIOUS
 from bloomery.config.recipe import CheckpointSection, KeepSection
 from bloomery.sizing.schedule import kept_steps
 
@@ -54,10 +52,8 @@ class Tier:
         """Make the folder on this node, and delete what earlier starts have left there and no checkpoint needs. Every
         rank calls it, after one of them has tidied `root`. StorageError if nothing can be written there."""
         if self.parts_root is not None:
-            with written_to("checkpoint.local.path"), writing(self.parts_root, "write in the folder"):
-                own_folder(self.parts_root, parents=True)
-                with TemporaryFile(dir=self.parts_root) as probe:  # without a name: a kill leaves nothing
-                    probe.write(b"probe")
+            with written_to("checkpoint.local.path"):
+                make_folder(own_folder(self.parts_root, parents=True))
             sweep_parts(self.parts_root, self.root)
 
 

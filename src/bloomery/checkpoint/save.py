@@ -40,24 +40,19 @@ from bloomery.base.units import format_bytes, format_seconds
 from bloomery.checkpoint import folder as folders
 from bloomery.checkpoint.folder import FencedError, Writer
 from bloomery.checkpoint.format import (
-    INDEX,
-    PARTS,
-    RECIPE,
     REPORT,
-    STATE,
     FileLayout,
     RankReport,
     SavedTensor,
     as_bytes,
-    facts_of,
     held_tensors,
     index_text,
     is_written,
     merge,
     raw_bytes,
     write_file,
-    write_manifest,
 )
+from bloomery.checkpoint.manifest import INDEX, PARTS, RECIPE, STATE, facts_of, write_manifest
 from bloomery.checkpoint.retention import Retention, sweep_parts
 
 _PATIENCE = 0.8

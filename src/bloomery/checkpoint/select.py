@@ -3,25 +3,21 @@
 from __future__ import annotations
 
 import math
-import os
-import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from bloomery.base.errors import DataError, Problem, RecipeError, StorageError
 from bloomery.base.ranks import ALONE, Ranks, agreed
 from bloomery.checkpoint import folder as folders
-from bloomery.checkpoint.folder import STAGING, STALE
-from bloomery.checkpoint.format import MANIFEST, SavedTensor
-from bloomery.checkpoint.load import Checkpoint, damage, quick_damage, read_checkpoint
+from bloomery.checkpoint.format import SavedTensor
+from bloomery.checkpoint.load import Checkpoint, read_checkpoint
+from bloomery.checkpoint.manifest import MANIFEST
 from bloomery.checkpoint.remote import Fetched, RemoteSource
 from bloomery.config.load import fingerprint
 
-_LINK = "it is a link to another place, which no save makes"
-_STEP = re.compile(r"step-(\d{8,})")
 _ORDER = ("model.embed", "model.layers", "model.", "optim.")
 
 
@@ -67,7 +63,7 @@ def newest_good(
         if good is not None and is_complete:
             continue
         if is_link or not is_complete:
-            damaged[folder] = [_LINK if is_link else f"{MANIFEST} is missing"]
+            damaged[folder] = [folders.LINK if is_link else f"{MANIFEST} is missing"]
         else:
             good = usable(folder, partial(read_checkpoint, folder, ranks=ranks))
     fetched = remote.fetch_newer(good) if remote else Fetched()
@@ -93,20 +89,6 @@ def refuse_later(roots: Sequence[Path], *, step: int, damaged: Iterable[Path] = 
 
 
 # ---------------------------------------------------------------- for people
-
-State = Literal["complete", "damaged", "debris", "retired"]
-
-
-@dataclass(frozen=True)
-class Listed:
-    name: str
-    """Within the checkpoints folder, or that of the run for node-local ones."""
-    state: State
-    step: int | None
-    bytes: int
-    reason: str = ""
-    """What is wrong with it."""
-    is_latest: bool = False
 
 
 def describe_checkpoint(path: Path, *, check_hashes: bool = False) -> dict[str, Any]:
@@ -153,46 +135,3 @@ def _model_order(item: tuple[str, SavedTensor]) -> tuple[int, list[tuple[int, st
     name = item[0]
     group = next(i for i, start in enumerate((*_ORDER, "")) if name.startswith(start))
     return group, [(int(part), "") if part.isdigit() else (-1, part) for part in name.split(".")]
-
-
-def list_checkpoints(path: Path, *, check_hashes: bool = False) -> list[Listed]:
-    """Every checkpoint of a run, complete or not, oldest first. DataError if there is no such folder."""
-    found: list[Listed] = []
-    for places in ([path / folders.CHECKPOINTS, path / folders.LOCAL_CHECKPOINTS], [path], [path.parent]):
-        if found := [one for root in places for one in _listed_in(root, check_hashes=check_hashes)]:
-            return sorted(found, key=lambda one: (one.step or 0, one.name))
-    rule = "a run folder has checkpoints/step-00000100 and the like"
-    raise DataError(Problem(f"there are no checkpoints at {path}", rule, "name a run folder"))
-
-
-def _listed_in(root: Path, *, check_hashes: bool) -> list[Listed]:
-    latest = folders.read_latest(root)
-    found = []
-    for place in (root, root / folders.RETIRED, root / "debris", *root.glob(f"{STAGING}*"), *root.glob(f"{STALE}*")):
-        for folder in sorted(place.iterdir()) if place.is_dir() else ():
-            match = _STEP.search(folder.name)
-            if match is None or not folder.is_dir():
-                continue
-            state, reason = _state_of(folder, check_hashes=check_hashes)
-            size = sum(file.stat().st_size for file in os.scandir(folder) if file.is_file())
-            name = str(folder.relative_to(root))
-            shown = f"{root.name}/{name}" if root.name == folders.LOCAL_CHECKPOINTS else name
-            found.append(Listed(shown, state, int(match[1]), size, reason, is_latest=name == latest))
-    return found
-
-
-def _state_of(folder: Path, *, check_hashes: bool) -> tuple[State, str]:
-    if folder.name.startswith("damaged-"):
-        return "damaged", "moved aside by a restart"
-    if folder.name.startswith("."):
-        return "debris", "a save or a deletion was interrupted, or is in progress"
-    if folder.is_symlink():
-        return "damaged", _LINK
-    away = [file.name for file in os.scandir(folder) if file.is_symlink() and not os.path.exists(file)]
-    reasons = damage(folder, tensors=not away) if check_hashes else quick_damage(folder)
-    if reasons:
-        return "damaged", "; ".join(reasons)
-    if away:
-        return "complete", f"{len(away)} of its files lie on other nodes and were not checked"
-    is_retired = folder.parent.name == folders.RETIRED
-    return ("retired", "its branch of the run was abandoned") if is_retired else ("complete", "")
