@@ -72,7 +72,7 @@ def save_for_ever(root: Path, rank: int, size: int, first_step: int, nonce: str,
             time.sleep(0.001)
 
 
-@pytest.mark.parametrize(("size", "victims", "rounds"), [(1, "all", 20), (4, "all", 10), (4, "one", 8)])
+@pytest.mark.parametrize(("size", "victims", "rounds"), [(1, "all", 8), (4, "all", 6), (4, "one", 4)])
 def test_kill_9_at_random_points_leaves_a_complete_newest_checkpoint(
     tmp_path: Path, size: int, victims: str, rounds: int
 ) -> None:

@@ -56,7 +56,7 @@ def test_every_flipped_bit_of_a_manifest_is_noticed_or_harmless(tmp_path: Path) 
             assert {key: now[key] for key in said if key != "sha256"} == {k: said[k] for k in said if k != "sha256"}
         except ValueError:
             refused.append(bit)
-    for bit in random.Random(5).sample(refused, 40):  # what is chosen follows from that
+    for bit in random.Random(5).sample(refused, 10):  # what is chosen follows from that
         flip_bit(newer / MANIFEST, bit)
         choice = newest_good([tmp_path])
         assert choice.checkpoint.folder == older
@@ -69,7 +69,7 @@ def test_flipped_bits_of_a_manifest_without_hash_never_end_in_a_traceback(tmp_pa
     without_hash(newer)
     assert chosen([tmp_path]) == newer
     whole = (newer / MANIFEST).read_bytes()
-    for bit in random.Random(5).sample(range(8 * len(whole)), 100):
+    for bit in random.Random(5).sample(range(8 * len(whole)), 30):
         flip_bit(newer / MANIFEST, bit)
         assert chosen([tmp_path]) in (older, newer)
         apply_retention(tmp_path, KeepSection(last=2, best=1))

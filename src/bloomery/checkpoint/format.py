@@ -82,6 +82,14 @@ class SavedPiece(Box):
     file: str
     key: str
 
+    @torch.no_grad()
+    def copy(self, values: Tensor, piece: Piece) -> None:
+        """What this part, of which these are the values, and the piece have in common."""
+        box = Box.of(piece)
+        shared = self.meet(box)
+        assert shared is not None
+        piece.tensor.detach()[shared.slices_of(box)].copy_(values[shared.slices_of(self)])
+
 
 @dataclass(frozen=True)
 class SavedTensor:

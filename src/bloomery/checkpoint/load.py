@@ -93,7 +93,7 @@ class Checkpoint:
             raise DataError(Problem(f"{name} is not in the checkpoint", place=str(self.folder)))
         whole = Piece.whole(torch.empty(saved.shape, dtype=DTYPES[saved.dtype]))
         for part in saved.pieces:
-            _copy(self._files.open(part.file).view(part.key, part.size), part, whole)
+            part.copy(self._files.open(part.file).view(part.key, part.size), whole)
         return whole.tensor
 
 
@@ -264,7 +264,7 @@ def load_pieces(checkpoint: Checkpoint, pieces: Mapping[str, Piece], *, ranks: R
         for file in sorted(here):
             source = TensorFile(folder / file)
             for part, piece in parts[file]:
-                _copy(source.view(part.key, part.size), part, piece)
+                part.copy(source.view(part.key, part.size), piece)
     lacking = {(file, part.key): (part, piece) for file in parts.keys() - here for part, piece in parts[file]}
     wanted = sorted({each for found in ranks.gather(list(lacking)) for each in found})
     holders: list[set[str]] = ranks.gather({file for file, _ in wanted if (folder / file).exists()})
@@ -273,7 +273,8 @@ def load_pieces(checkpoint: Checkpoint, pieces: Mapping[str, Piece], *, ranks: R
         values = TensorFile(folder / file).view(key).clone() if sender == ranks.rank else None
         values = ranks.broadcast(values, sender)
         if (file, key) in lacking:
-            _copy(values, *lacking[file, key])
+            part, piece = lacking[file, key]
+            part.copy(values, piece)
 
 
 def _parts(checkpoint: Checkpoint, pieces: Mapping[str, Piece]) -> dict[str, list[tuple[SavedPiece, Piece]]]:
@@ -295,15 +296,6 @@ def _parts(checkpoint: Checkpoint, pieces: Mapping[str, Piece]) -> dict[str, lis
         what = "the checkpoint does not fit this recipe"
         raise DataError([*problems, Problem(what, remedy="use the recipe it came from")])
     return parts
-
-
-@torch.no_grad()
-def _copy(values: Tensor, part: SavedPiece, piece: Piece) -> None:
-    """What the saved part, of which these are the values, and the piece have in common."""
-    box = Box.of(piece)
-    shared = part.meet(box)
-    assert shared is not None
-    piece.tensor.detach()[shared.slices_of(box)].copy_(values[shared.slices_of(part)])
 
 
 def load_model(checkpoint: Checkpoint, *, device: torch.device) -> nn.Module:

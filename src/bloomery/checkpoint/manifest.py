@@ -1,7 +1,7 @@
-"""manifest.json, written last, which makes a checkpoint complete, and whether files are as it says. Without torch, which
+"""manifest.json, written last, which makes a checkpoint complete, and whether files are as it says. Without torch: it
 takes longer to import than a long list of checkpoints to read.
 
-    {"format": 2, "step": 100, ..., "files": {"state.json": {"bytes": 770, "sha256": "7263..."}, ...}, "sha256": "8e..."}
+    {"format": 2, "step": 100, ..., "files": {"state.json": {"bytes": 770, "sha256": "72..."}, ...}, "sha256": "8e..."}
 """
 
 from __future__ import annotations
