@@ -69,7 +69,7 @@ def test_a_folder_that_is_somebodys_is_not_written_to(checkpoint: Path, tmp_path
     told = refused(command, checkpoint, checkpoint, code=5)
     assert "it holds index.json, manifest.json" in told
     (tmp_path / "file").write_text("x")
-    assert "a file stands where a folder is needed" in refused(command, checkpoint, tmp_path / "file", code=5).lower()
+    assert "something stands in its place" in refused(command, checkpoint, tmp_path / "file", code=5).lower()
 
 
 def test_an_older_export_is_replaced_and_what_was_added_to_it_stays(
