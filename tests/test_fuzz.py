@@ -20,7 +20,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import zstandard
 from hypothesis import HealthCheck, given, settings
@@ -32,7 +31,6 @@ from bloomery.checkpoint import folder, remote
 from bloomery.checkpoint.folder import read_latest, read_manifest
 from bloomery.checkpoint.load import Checkpoint, TensorFile, read_index
 from bloomery.config.load import load_recipe
-from bloomery.data import megatron
 from bloomery.data.manifest import read_manifest as read_shard_manifest
 from bloomery.data.shards import ShardReader
 from bloomery.data.tokenizer import Tokenizer
@@ -284,7 +282,7 @@ class Samples:
         def read() -> None:
             with ShardReader(prefix) as shard:
                 for document in range(min(shard.num_documents, 50)):
-                    shard.index.document_start(document)
+                    shard.document_start(document)
                 shard.read(0, min(shard.num_tokens, 1000))
 
         return Parser(Path(f"{prefix}.idx"), read)
@@ -402,13 +400,6 @@ class Samples:
         folder.marker(3).write_text(json.dumps(content))
 
         return Parser(folder.marker(3), lambda: folder.verified(3, "k"), fields=True)
-
-    def cache_entry(self) -> Parser:
-        cache = megatron.IndexCache(self.folder / "cache")
-        cache.arrays("order", {"a": 1}, lambda: {"x": np.arange(5)})
-        entry = next((self.folder / "cache").glob("order-*"))
-        facts = json.loads((entry / "entry.json").read_text())["key"]
-        return Parser(entry / "entry.json", lambda: megatron._load(entry, facts), fields=True)
 
     def download_json(self) -> Parser:
         path = self.folder / "list.json"

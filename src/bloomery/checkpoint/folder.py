@@ -69,7 +69,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     """DataError if it is missing, damaged, of another format or of another step."""
     try:
         manifest = parse_manifest(read_small(folder / MANIFEST, LARGE_BYTES))
-        text = f"its manifest says step {manifest['step']}: the folder was copied or renamed"
+        text = f"its manifest is of step {manifest['step']}: the folder was copied or renamed"
         if not is_step_name(folder.name) or manifest["step"] == step_of(folder):
             return manifest
     except FileNotFoundError:

@@ -146,7 +146,7 @@ def merge(reports: Sequence[RankReport]) -> dict[str, SavedTensor]:
             known.pieces.extend(held.pieces)
     problems += not_whole(tensors)
     if problems:
-        what = f"{len(problems)} tensor(s) would not be saved whole: {'; '.join(problems[:_MOST_PROBLEMS])}"
+        what = f"{len(problems)} tensor(s) would not be saved completely: {'; '.join(problems[:_MOST_PROBLEMS])}"
         rule = "exactly one rank must own each element of each tensor"
         raise StorageError(Problem(what, rule, "this is a bug: report it"))
     return tensors
@@ -156,7 +156,7 @@ def why_not_whole(shape: tuple[int, ...], boxes: Sequence[Box]) -> str:
     """What is wrong with boxes that should cover a tensor of this shape exactly once; empty if nothing is."""
     for box in boxes:
         if not box.inside(shape):
-            return f"{box} does not lie within {shape}"
+            return f"{box} is outside of {shape}"
     if _corners(boxes) == _corners([Box((0,) * len(shape), shape)]):
         return ""
     missing = prod(shape) - sum(prod(box.size) for box in boxes)

@@ -71,7 +71,7 @@ def _state_of(folder: Path, *, check_hashes: bool) -> tuple[State, str]:
     if reasons:
         return "damaged", "; ".join(reasons)
     if away:
-        return "complete", f"{len(away)} of its files lie on other nodes and were not checked"
+        return "complete", f"{len(away)} of its files are on other nodes and were not checked"
     is_retired = folder.parent.name == folders.RETIRED
     return ("retired", "its branch of the run was abandoned") if is_retired else ("complete", "")
 

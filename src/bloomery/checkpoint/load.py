@@ -59,9 +59,9 @@ class Checkpoint:
         with self.using_state():
             facts: dict[str, Any] = parse_json(read_small(self.folder / STATE))
             if not isinstance(facts, dict) or _has_absurd_counts(facts):
-                raise ValueError(f"it must be an object whose whole numbers are from 0 to {_LARGEST_COUNT:,}")
+                raise ValueError(f"it must be an object whose integers are from 0 to {_LARGEST_COUNT:,}")
             if {type(facts[name]) for name in ("step", "consumed_samples")} != {int}:
-                raise ValueError("step and consumed_samples must be whole numbers")
+                raise ValueError("step and consumed_samples must be integers")
             Energy.from_json(facts.get("energy"))
             dict(facts.get("imported_from") or {})
         return facts
@@ -152,7 +152,7 @@ def read_index(folder: Path) -> dict[str, SavedTensor]:
             raise ValueError("; ".join(problems[:10]))
         places = [(piece.file, piece.key) for tensor in tensors.values() for piece in tensor.pieces]
         if len(places) != len(set(places)):
-            raise ValueError("two pieces lie in one place")
+            raise ValueError("two pieces overlap")
         return tensors
     except (OSError, ValueError, KeyError, TypeError) as error:
         why = wrong_fields(error) if isinstance(error, ValidationError) else f"{type(error).__name__}: {error}"
@@ -170,11 +170,11 @@ def _why_not_as_indexed(checkpoint: Checkpoint, read: Collection[str]) -> str:
     for name, kinds in listed.items():
         num_bytes = sum(prod(shape) * DTYPES[dtype].itemsize for dtype, shape in kinds.values())
         if num_bytes > checkpoint.manifest["files"][name]["bytes"]:
-            return f"{name} is too small for what {INDEX} says of it"
+            return f"{name} is smaller than {INDEX} records"
     for name in filter(is_tensor_file, read):
         if (found := TensorFile(checkpoint.folder / name).kinds()) != listed[name]:
             odd = sorted(dict(found.items() ^ listed[name].items()))
-            return f"{name} does not hold what {INDEX} says: {first_few(odd)}"
+            return f"{name} does not match {INDEX}: {first_few(odd)}"
     return ""
 
 
@@ -328,7 +328,7 @@ def tokenizer_of(checkpoint: Checkpoint, path: str | None = None) -> Tokenizer:
 def check_tokenizer(checkpoint: Checkpoint, tokenizer_hash: str | None, *, remedy: str, place: str) -> None:
     """DataError if it is not the tokenizer that the checkpoint was trained with. Without a hash nobody knows."""
     then: str | None = checkpoint.manifest.get("tokenizer")
-    if then is not None and tokenizer_hash is not None and is_other_tokenizer(then, tokenizer_hash):
+    if then and tokenizer_hash and is_other_tokenizer(then, tokenizer_hash):
         own, name = tokenizer_hash[:12], checkpoint.folder.name
         what = f"the tokenizer has the hash {own}, but {name} was trained with {then[:12]}"
         raise DataError(Problem(what, "with another one its tokens would mean other texts", remedy, place))

@@ -241,7 +241,7 @@ def retain_remote(url: str, keep: KeepSection, newest: int, run: str, writer: Wr
     store, _ = open_store(url)
     found = {each.step: each for each in list_remote(url) if each.manifest and each.is_of(run) and each.step <= newest}
     if newest not in found or not found[newest].is_whole():
-        raise OSError(f"{folders.step_name(newest)} is not whole in {url}, so nothing older was deleted there")
+        raise OSError(f"{folders.step_name(newest)} is not complete in {url}, so nothing older was deleted there")
     doomed = sorted(found.keys() - kept_by({step: each.manifest for step, each in found.items()}, keep))
     for each in (found[step] for step in doomed):
         _require(writer)
@@ -367,7 +367,7 @@ class RemoteSource:
     def _unreachable(self, error: Exception) -> DataError:
         what = f"checkpoints at {self.url} cannot be read: {type(error).__name__}: {error}"
         remedy = "fix the connection, or start without it: checkpoint.upload=null"
-        return DataError(Problem(what, "a newer checkpoint may lie there", remedy))
+        return DataError(Problem(what, "a newer checkpoint may be there", remedy))
 
 
 def _publish(staging: Path, final: Path) -> str:

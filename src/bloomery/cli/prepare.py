@@ -46,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
     from bloomery.prepare.verify import verify
 
     assert recipe.tokenizer is not None  # a rule of sizing/check.py
-    tokenizer = Tokenizer.load(recipe.tokenizer.path, lazy=True)
+    tokenizer = Tokenizer.load(recipe.tokenizer.path)
     manifests: dict[str, Any] = {}
     manifest: ShardManifest | None
     settings: Any = {"tokenizer": tokenizer, "seed": recipe.seed, "workers": workers}

@@ -114,8 +114,8 @@ class Merge:
         table, lengths = self._folder.documents(part), self._folder.lengths(part)
         add_origins(table["file"][~duplicate])
         if not duplicate.any():
-            with open(self._folder.file(part.unit), "rb", buffering=0) as file:
-                writer.append_file(file, 0, lengths, table["sequences"])
+            tokens = np.memmap(self._folder.file(part.unit), self._dtype, "r", shape=part.tokens)
+            writer.append_many(tokens.data, lengths, table["sequences"])
             return
         known = _Documents(table, lengths, duplicate, np.empty(0, self._dtype))
         for run in self._runs([part]):

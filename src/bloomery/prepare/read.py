@@ -173,7 +173,7 @@ class UnitReader:
         except Exception as error:  # files, decompressors, Arrow and URLs each have their own kinds
             if isinstance(error, OSError) and error.errno is not None:
                 raise unreadable(span.file.name, error) from error
-            what = f"is cut off or damaged: {error}"
+            what = f"is truncated or damaged: {error}"
             raise DataError(Problem(what, "", "copy or download the file again", span.file.name)) from error
 
     def _jsonl(self, span: Span, raw: IO[bytes], hasher: Any) -> Documents:

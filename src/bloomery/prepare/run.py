@@ -191,7 +191,6 @@ class Preparation:
             self._notes += [f"encoder: {fast.name}"]
             break
         else:
-            self._tokenizer.build()  # once, before the workers are forked
             parts = self._parts_by(reference, units, reference)
             self._notes += [f"encoder: {reference.name}"]
         self._notes += [f"not {name}: {reason}" for name, reason in rejected.items()]

@@ -83,8 +83,8 @@ def _other_bytes(prefix: str, expected_prefix: str, tokenizer: Tokenizer) -> str
         for tokens, expected in zip(shard.blocks(), right.blocks(), strict=True):
             if len(wrong := np.flatnonzero(tokens != expected)):
                 first = int(wrong[0])
-                document, position = right.index.document_at(start + first)
-                begin = right.index.document_start(document)
+                document, position = right.document_at(start + first)
+                begin = right.document_start(document)
                 text = tokenizer.decode(right.read(begin, min(20, right.num_tokens - begin)))
                 has = f"document {document} has token {tokens[first]} at {position}"
                 return f"{has} where its source gives {expected[first]}; it begins {text!r:.80}"

@@ -151,7 +151,7 @@ def checked_shards(past: ResumePoint, shards: dict[str, dict[str, Any]]) -> dict
         elif then is None and others:
             old = sorted(others, key=lambda other: other in shards)[0]  # one that the recipe no longer has
             what = f"the source '{name}' is the shard that the run knows as '{old}'"
-            rule = "under another name its samples would come again from the beginning"
+            rule = "under another name its samples would repeat from the beginning"
             remedy = f"give '{old}' more weight instead" if old in shards else f"add `name: {old}` to the source"
             problems.append(Problem(what, rule, remedy))
     if problems:
