@@ -18,8 +18,6 @@ from bloomery.monitor import names
 from bloomery.monitor.record import Record, ValidationRecord, from_json
 
 _MOST_LINE_BYTES = 2**24
-_HEAD_BYTES = 64
-"""Of an event: its kind stands first."""
 
 
 class Start(NamedTuple):
@@ -74,7 +72,7 @@ def last_valid_steps(metrics: Path) -> dict[int, float]:
         begin = line.find(b'"job"')
         if (found := line[begin : line.find(b",", begin)]) != mark:  # only the first record of a job is parsed
             record, mark = from_json(line), found
-            began_after.setdefault(record.job, record.step)
+            began_after.setdefault(record.job, record.step - 1)
 
     if not began_after:
         scan(metrics, look)
@@ -100,7 +98,7 @@ def read_ledger(path: Path) -> Ledger:
     spent = Energy()
 
     def take(line: bytes) -> None:
-        if b'"start"' not in (head := line[:_HEAD_BYTES]) and b'"stop"' not in head:
+        if b'"start"' not in line and b'"stop"' not in line:
             return
         nonlocal spent
         event = event_of(line)
