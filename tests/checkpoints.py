@@ -11,16 +11,24 @@ from torch import Tensor
 
 from bloomery.base.ranks import Piece
 from bloomery.checkpoint.folder import complete_checkpoints, find_checkpoint
-from bloomery.checkpoint.format import DTYPES, MANIFEST, FileFacts, facts_of, read_index, write_manifest
-from bloomery.checkpoint.load import load_pieces
+from bloomery.checkpoint.format import DTYPES
+from bloomery.checkpoint.load import load_pieces, read_checkpoint
+from bloomery.checkpoint.manifest import MANIFEST, FileFacts, facts_of, write_manifest
+from bloomery.checkpoint.select import newest_good
 
 
 def tensors_of(run: Path) -> dict[str, Tensor]:
     """Everything in the newest checkpoint of a run."""
-    folder = find_checkpoint(run)
-    tensors = {name: torch.empty(facts.shape, dtype=DTYPES[facts.dtype]) for name, facts in read_index(folder).items()}
-    load_pieces(folder, {name: Piece.whole(tensor) for name, tensor in tensors.items()})
+    checkpoint = read_checkpoint(find_checkpoint(run), tensors=False)
+    tensors = {name: torch.empty(facts.shape, dtype=DTYPES[facts.dtype]) for name, facts in checkpoint.tensors.items()}
+    load_pieces(checkpoint, {name: Piece.whole(tensor) for name, tensor in tensors.items()})
     return tensors
+
+
+def chosen(roots: list[Path]) -> Path | None:
+    """What a run with checkpoints in these places resumes from."""
+    checkpoint = newest_good(roots).checkpoint
+    return checkpoint and checkpoint.folder
 
 
 def latest_checkpoint(root: Path) -> Path | None:

@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 
 from bloomery.base.ranks import Piece
 from bloomery.checkpoint.folder import find_checkpoint
+from bloomery.checkpoint.load import read_checkpoint
 from bloomery.checkpoint.save import save_checkpoint
 from bloomery.config.recipe import ModelSection
 from bloomery.config.yaml_nodes import dump_yaml
@@ -79,6 +80,6 @@ def weights_of(folder: Path) -> dict[str, torch.Tensor]:
 
 def logits_difference(checkpoint: Path, exported: Path) -> float:
     """Largest absolute difference between our logits and transformers'."""
-    found = prove_import(find_checkpoint(checkpoint), exported).max_logit_difference
+    found = prove_import(read_checkpoint(find_checkpoint(checkpoint)), exported).max_logit_difference
     assert found is not None
     return found

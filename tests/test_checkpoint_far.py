@@ -15,7 +15,7 @@ import pytest
 from bloomery.checkpoint import folder as folders
 from bloomery.checkpoint import remote as remote_module
 from bloomery.checkpoint.folder import take_over
-from bloomery.checkpoint.load import verify
+from bloomery.checkpoint.load import read_checkpoint
 from bloomery.checkpoint.remote import RemoteSource, Uploader
 from checkpoints import assert_same_tensors
 from conftest import Workshop
@@ -78,7 +78,7 @@ def test_a_good_copy_replaces_a_damaged_newest(site: Site, capsys: pytest.Captur
     capsys.readouterr()
     site.train()
     assert site.resumed_from() == "step-00000006"
-    verify(site.here / "step-00000006")
+    read_checkpoint(site.here / "step-00000006")
     assert (site.here / "damaged-step-00000006").is_dir()
     (event,) = site.workshop.events(site.run, "damaged")
     assert event["reasons"] == [f"{TENSORS} has been changed since it was saved"]
@@ -94,7 +94,7 @@ def test_a_copy_is_fetched_when_all_here_are_damaged(site: Site) -> None:
     assert site.resumed_from() == "step-00000006"
     assert len(site.workshop.events(site.run, "damaged")) == 3
     for checkpoint in folders.complete_checkpoints(site.here):
-        verify(checkpoint)
+        read_checkpoint(checkpoint)
 
 
 @pytest.mark.parametrize("damage", [spoil, lose_a_file, cut_manifest])
@@ -110,7 +110,7 @@ def test_the_next_older_copy_is_fetched_where_the_newest_is_damaged(
     assert (event["folder"], event["place"]) == ("step-00000006", str(site.far))
     assert "step-00000006 is damaged" in capsys.readouterr().out
     assert site.copies()[-1] == "step-00000006"  # made again, and whole now
-    verify(site.far / "step-00000006")
+    read_checkpoint(site.far / "step-00000006")
 
 
 def test_a_run_whose_copies_are_all_damaged_does_not_begin_anew(site: Site, capsys: pytest.CaptureFixture[str]) -> None:
@@ -132,7 +132,7 @@ def test_debris_is_in_nobodys_way_and_in_no_checkpoint(site: Site, ranks: int) -
     (here / ".step-00000006-fetch.tmp").mkdir()
     (here / ".step-00000006-fetch.tmp" / "junk").write_text("of a fetch that was killed")
     together(ranks, lambda rank: RemoteSource(str(site.far), here, "small", ranks=rank).fetch_newer(None))
-    verify(here / "step-00000006")
+    read_checkpoint(here / "step-00000006")
     names = {path.name for path in (here / "step-00000006").iterdir()}
     assert names == {"manifest.json", *json.loads((here / "step-00000006" / "manifest.json").read_text())["files"]}
     assert {path.name for path in here.iterdir()} == {"step-00000006", "damaged-step-00000006"}
@@ -153,7 +153,7 @@ def test_a_branch_left_without_the_far_place_does_not_come_back(site: Site) -> N
     assert site.resumed_from() == "step-00000005"
     assert site.workshop.events(site.run, "retired")[-1]["folders"] == ["step-00000006"]
     assert "step-00000006" in site.copies()  # of the new branch
-    verify(site.far / "step-00000006")
+    read_checkpoint(site.far / "step-00000006")
     there, here = ((place / "step-00000006" / "manifest.json").read_bytes() for place in (site.far, site.here))
     assert there == here
 
@@ -276,4 +276,4 @@ def test_what_lies_there_already_is_not_copied_again(site: Site) -> None:
     uploader.offer(site.here / "step-00000006")
     (outcome,) = uploader.wait(60)
     assert (outcome.was_there, outcome.error) == (False, "")
-    verify(site.far / "step-00000006")
+    read_checkpoint(site.far / "step-00000006")

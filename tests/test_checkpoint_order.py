@@ -19,13 +19,14 @@ from bloomery.base.units import Amount, Duration
 from bloomery.checkpoint import folder as folders
 from bloomery.checkpoint import load as load_module
 from bloomery.checkpoint import retention
-from bloomery.checkpoint.folder import FencedError, take_over
+from bloomery.checkpoint.folder import FencedError, take_over, tidy
+from bloomery.checkpoint.listing import list_checkpoints
 from bloomery.checkpoint.retention import Tier, apply_retention
 from bloomery.checkpoint.save import save_checkpoint
-from bloomery.checkpoint.select import list_checkpoints, newest_good, refuse_later, tidy
+from bloomery.checkpoint.select import newest_good, refuse_later
 from bloomery.config.recipe import CheckpointSection, KeepSection, LocalTierSection, PhaseSection
 from bloomery.sizing.schedule import cadence, daly_seconds, kept_steps, resolve_phases, seconds_between_failures
-from checkpoints import change_manifest
+from checkpoints import change_manifest, chosen
 from threads_as_ranks import together
 
 
@@ -90,18 +91,18 @@ def test_an_older_start_deletes_nothing(tmp_path: Path) -> None:
 
 def test_the_newest_good_one_of_all_places_is_chosen(tmp_path: Path) -> None:
     durable, local = tmp_path / "durable", tmp_path / "local"
-    assert newest_good([durable, local]).folder is None
+    assert chosen([durable, local]) is None
     for step in (10, 20):
         save(durable, step)
     for step in (20, 25):
         save(local, step)
-    assert newest_good([durable, local]).folder == local / "step-00000025"
+    assert chosen([durable, local]) == local / "step-00000025"
     flip(local / "step-00000025")
     choice = newest_good([durable, local])
-    assert choice.folder == durable / "step-00000020"  # of one step, the durable one
+    assert choice.checkpoint.folder == durable / "step-00000020"  # of one step, the durable one
     assert list(choice.damaged) == [local / "step-00000025"]
     flip(durable / "step-00000020")
-    assert newest_good([durable, local]).folder == local / "step-00000020"
+    assert chosen([durable, local]) == local / "step-00000020"
     (local / "step-00000020" / "state.json").unlink()
     (durable / "step-00000010" / "manifest.json").write_text("")
     before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
@@ -116,8 +117,8 @@ def test_all_ranks_choose_the_same(tmp_path: Path) -> None:
         save(tmp_path, step)
     flip(tmp_path / "step-00000003")
     choices = together(4, lambda ranks: newest_good([tmp_path], ranks=ranks))
-    assert all(choice == choices[0] for choice in choices)
-    assert choices[0].folder == tmp_path / "step-00000002"
+    assert all(choice.damaged == choices[0].damaged for choice in choices)
+    assert choices[0].checkpoint.folder == tmp_path / "step-00000002"
 
 
 def test_another_format_is_told_by_number_and_stops_no_run_that_has_an_older_checkpoint(tmp_path: Path) -> None:
@@ -126,7 +127,7 @@ def test_another_format_is_told_by_number_and_stops_no_run_that_has_an_older_che
         newest_good([tmp_path])
     older = save(tmp_path, 1)
     choice = newest_good([tmp_path])
-    assert choice.folder == older
+    assert choice.checkpoint.folder == older
     assert "it has format 99. This Bloomery reads format 2" in choice.damaged[tmp_path / "step-00000002"][0]
 
 
@@ -246,7 +247,7 @@ def test_a_start_that_was_overtaken_between_its_choice_and_its_take_over_refuses
     save(tmp_path, 1)
     choice = newest_good([tmp_path])
     newer = save(tmp_path, 2)  # by a start that was still alive: it has promised this one
-    assert choice.folder == tmp_path / "step-00000001"
+    assert choice.checkpoint.folder == tmp_path / "step-00000001"
     with pytest.raises(StorageError, match="another start saved step-00000002 while this one resumed from step 1"):
         refuse_later([tmp_path], step=1)
     refuse_later([tmp_path], step=1, damaged=[newer])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Mapping
-from dataclasses import replace
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -22,15 +21,14 @@ from bloomery.checkpoint.format import (
     DTYPES,
     Box,
     FileLayout,
-    index_text,
+    RankReport,
+    held_tensors,
     merge,
     raw_bytes,
-    read_index,
-    report,
     why_not_whole,
     write_file,
 )
-from bloomery.checkpoint.load import load_pieces, verify
+from bloomery.checkpoint.load import Checkpoint, load_pieces, read_checkpoint, read_index
 from bloomery.checkpoint.save import save_checkpoint
 from checkpoints import change_manifest, latest_checkpoint
 from threads_as_ranks import together
@@ -109,10 +107,10 @@ def check(held: list[dict[str, Piece]], tensors: Mapping[str, Tensor] = WHOLE) -
 def test_any_cutting_loads_into_any_other(tmp_path: Path, saved: int, loaded: int, seed: int) -> None:
     (folder, *others) = save(tmp_path, cuttings(WHOLE, saved, seed))
     assert set(others) <= {folder}
-    verify(folder)
+    read_checkpoint(folder)
     wanted = blank(cuttings(WHOLE, loaded, seed + 100))
     for own in wanted:
-        load_pieces(folder, own)
+        load_pieces(read_checkpoint(folder, tensors=False), own)
     check(wanted)
 
 
@@ -129,12 +127,11 @@ def test_hundreds_of_pieces_load_like_one(tmp_path: Path) -> None:
         tensors_of_rank = {key: piece.tensor for key, piece in own.items()}
         layout = FileLayout.of(tensors_of_rank)
         facts = write_file(tmp_path / name, layout, (raw_bytes(tensors_of_rank[key]) for key in layout.order))
-        reports.append(replace(report(own), file=name, facts=facts))
-    (tmp_path / "index.json").write_text(index_text(merge(reports)))
+        reports.append(RankReport(held_tensors(own, name), {name: facts}))
     for ranks in (1, 12):
         wanted = blank(cuttings(tensors, ranks, 5))
         for own in wanted:
-            load_pieces(tmp_path, own)
+            load_pieces(Checkpoint(tmp_path, {}, merge(reports)), own)
         check(wanted, tensors)
 
 
@@ -150,7 +147,7 @@ def test_every_dtype_comes_back_bit_by_bit_and_safetensors_reads_the_file(tmp_pa
     )
     theirs = load_file(folder / "tensors-00000.safetensors")
     ours = {name: torch.empty_like(tensor) for name, tensor in tensors.items()}
-    load_pieces(folder, {name: Piece.whole(tensor) for name, tensor in ours.items()})
+    load_pieces(read_checkpoint(folder, tensors=False), {name: Piece.whole(tensor) for name, tensor in ours.items()})
     for name, tensor in tensors.items():
         for found in (theirs[name], ours[name]):
             assert found.dtype == tensor.dtype
@@ -163,7 +160,7 @@ def test_a_view_is_saved_without_the_storage_behind_it(tmp_path: Path) -> None:
     folder = save_checkpoint(tmp_path, step=1, pieces={"v": Piece.whole(view)}, state={}, recipe_yaml="")
     assert (folder / "tensors-00000.safetensors").stat().st_size < 200
     found = torch.zeros(2, 2)
-    load_pieces(folder, {"v": Piece.whole(found)})
+    load_pieces(read_checkpoint(folder, tensors=False), {"v": Piece.whole(found)})
     assert torch.equal(found, view)
 
 
@@ -171,14 +168,14 @@ def test_a_column_of_long_rows_is_loaded(tmp_path: Path) -> None:
     whole = torch.arange(8 * 100_000, dtype=torch.float32).reshape(8, 100_000)
     folder = save_checkpoint(tmp_path, step=1, pieces={"w": Piece.whole(whole)}, state={}, recipe_yaml="")
     column = torch.zeros(8, 25_000)
-    load_pieces(folder, {"w": Piece(column, (8, 100_000), (0, 50_000))})
+    load_pieces(read_checkpoint(folder, tensors=False), {"w": Piece(column, (8, 100_000), (0, 50_000))})
     assert torch.equal(column, whole[:, 50_000:75_000])
 
 
 def test_loading_into_another_dtype_converts(tmp_path: Path) -> None:
     folder = save_checkpoint(tmp_path, step=1, pieces={"w": Piece.whole(torch.ones(4))}, state={}, recipe_yaml="")
     into = torch.zeros(4, dtype=torch.bfloat16)
-    load_pieces(folder, {"w": Piece.whole(into)})
+    load_pieces(read_checkpoint(folder, tensors=False), {"w": Piece.whole(into)})
     assert into.tolist() == [1.0] * 4
 
 
@@ -186,7 +183,9 @@ def test_everything_that_does_not_fit_is_named_at_once(tmp_path: Path) -> None:
     folder = save_checkpoint(tmp_path, step=1, pieces={"w": Piece.whole(torch.ones(4))}, state={}, recipe_yaml="")
     wanted = {"w": torch.ones(5), "lost": torch.ones(2), "gone": torch.ones(2)}
     with pytest.raises(DataError) as caught:
-        load_pieces(folder, {name: Piece.whole(tensor) for name, tensor in wanted.items()})
+        load_pieces(
+            read_checkpoint(folder, tensors=False), {name: Piece.whole(tensor) for name, tensor in wanted.items()}
+        )
     for part in ("w is (4,) in the checkpoint and (5,)", "lost is not in", "gone is not in"):
         assert part in str(caught.value)
 
@@ -214,7 +213,7 @@ def test_a_wrong_owner_is_caught_before_the_checkpoint_counts(
 def test_ranks_that_disagree_about_a_tensor_are_refused(tmp_path: Path) -> None:
     held = [{"w": Piece.whole(torch.ones(2))}, {"w": Piece(torch.ones(3), (3,), (0,), owned=False)}]
     raised = save(tmp_path, held)
-    assert "w is F32 (3,) on rank 1 and F32 (2,) on another" in str(raised[0])
+    assert "w is ('F32', (3,)) on rank 1 and ('F32', (2,)) on another" in str(raised[0])
 
 
 @pytest.mark.parametrize("failing", [0, 2, 3])
@@ -253,7 +252,7 @@ def test_a_save_of_the_same_step_replaces_the_older_one(tmp_path: Path) -> None:
         tensor = torch.full((3,), value)
         folder = save_checkpoint(tmp_path, step=1, pieces={"w": Piece.whole(tensor)}, state={}, recipe_yaml="")
     found = torch.zeros(3)
-    load_pieces(folder, {"w": Piece.whole(found)})
+    load_pieces(read_checkpoint(folder, tensors=False), {"w": Piece.whole(found)})
     assert found.tolist() == [2.0] * 3
     assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step-00000001"]
 
@@ -266,14 +265,14 @@ def test_no_code_is_in_a_checkpoint(tmp_path: Path) -> None:
     }  # fmt: skip
     manifest = json.loads((folder / "manifest.json").read_text())
     assert set(manifest["files"]) == names - {"manifest.json"}
-    assert set(read_index(folder)) == set(WHOLE)
+    assert set(read_checkpoint(folder, tensors=False).tensors) == set(WHOLE)
 
 
 def test_the_old_format_is_refused_by_number(tmp_path: Path) -> None:
     folder = save_checkpoint(tmp_path, step=1, pieces={"w": Piece.whole(torch.ones(2))}, state={}, recipe_yaml="")
     change_manifest(folder, format=1)
     with pytest.raises(DataError, match=r"format 1. This Bloomery reads format 2. Use the version"):
-        verify(folder)
+        read_checkpoint(folder)
 
 
 @pytest.mark.parametrize("text", ["", "{}", '{"tensors": {"w": {"shape": [2], "dtype": "F7", "pieces": []}}}', "[]"])
@@ -296,19 +295,19 @@ def test_a_broken_index_is_named(tmp_path: Path, text: str) -> None:
 )
 def test_a_broken_tensor_file_is_named(tmp_path: Path, content: bytes | None, said: str) -> None:
     folder = save_checkpoint(tmp_path, step=1, pieces={"w": Piece.whole(torch.ones(2))}, state={}, recipe_yaml="")
-    file = folder / "tensors-00000.safetensors"
+    checkpoint, file = read_checkpoint(folder), folder / "tensors-00000.safetensors"
     file.unlink()
     if content is not None:
         file.write_bytes(content)
     with pytest.raises(DataError, match=r"tensors-00000.safetensors cannot be read") as caught:
-        load_pieces(folder, {"w": Piece.whole(torch.ones(2))})
+        load_pieces(checkpoint, {"w": Piece.whole(torch.ones(2))})
     assert said in str(caught.value)
 
 
 def test_all_ranks_hear_of_a_damaged_file_and_each_reads_its_share(tmp_path: Path) -> None:
     (folder, *_) = save(tmp_path, cuttings(WHOLE, 4, 1))
     (folder / "tensors-00002.safetensors").unlink()
-    raised = together(3, lambda ranks: verify(folder, ranks=ranks))
+    raised = together(3, lambda ranks: read_checkpoint(folder, ranks=ranks))
     assert all(isinstance(error, DataError) for error in raised)
     assert len({str(error) for error in raised}) == 1
     assert "tensors-00002.safetensors is missing" in str(raised[0])
@@ -323,7 +322,7 @@ def test_a_file_that_cannot_be_read_is_damage(tmp_path: Path) -> None:
     manifest["files"]["state.json"]["bytes"] = (folder / "state.json").stat().st_size
     change_manifest(folder, files=manifest["files"])
     with pytest.raises(DataError, match=r"state.json cannot be read: Is a directory"):
-        verify(folder, ranks=ALONE)
+        read_checkpoint(folder, ranks=ALONE)
     assert size == 2
 
 

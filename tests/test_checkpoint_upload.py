@@ -17,8 +17,8 @@ from bloomery.base.ranks import ALONE, Piece, Ranks
 from bloomery.base.units import Amount
 from bloomery.checkpoint import remote as remote_module
 from bloomery.checkpoint.folder import FencedError, take_over
-from bloomery.checkpoint.load import verify
-from bloomery.checkpoint.remote import RemoteSource, Uploader, UploadOutcome, apply_remote_retention, list_remote
+from bloomery.checkpoint.load import read_checkpoint
+from bloomery.checkpoint.remote import RemoteSource, Uploader, UploadOutcome, list_remote, retain_remote
 from bloomery.checkpoint.retention import apply_retention
 from bloomery.checkpoint.save import save_checkpoint
 from bloomery.config.recipe import KeepSection
@@ -47,7 +47,8 @@ def empty_bucket() -> Iterator[None]:
 
 
 def fetch(url: str, root: Path, *, ranks: Ranks = ALONE, local: Path | None = None) -> Path | None:
-    return RemoteSource(url, root, RUN, ranks=ranks).fetch_newer(local).folder
+    copy = RemoteSource(url, root, RUN, ranks=ranks).fetch_newer(local and read_checkpoint(local)).checkpoint
+    return copy and copy.folder
 
 
 def upload(*folders_: Path, **settings: Any) -> list[str]:
@@ -65,7 +66,7 @@ def test_a_copy_comes_back_whole(tmp_path: Path, ranks: int) -> None:
     there = tmp_path / "there"
     fetched = together(ranks, lambda rank: fetch(URL, there, ranks=rank))
     assert fetched == [there / "step-00000002"] * ranks
-    verify(there / "step-00000002")
+    read_checkpoint(there / "step-00000002")
     assert fetch(URL, there, local=there / "step-00000002") is None
     assert fetch("memory://nothing", there) is None
 
@@ -206,13 +207,13 @@ def test_copies_are_kept_by_the_same_rules_as_checkpoints(far: str, tmp_path: Pa
     assert steps_at(far) == [1, 3, 4, 8, 9]  # named, best, every, every and last, last
     removed = {outcome.step: outcome.removed for outcome in outcomes if outcome.removed}
     # At step 3 the second was the best but one, and the newest two are 2 and 3.
-    assert removed == {4: ("step-00000002",), 7: ("step-00000005",), 8: ("step-00000006",), 9: ("step-00000007",)}
+    assert removed == {4: ["step-00000002"], 7: ["step-00000005"], 8: ["step-00000006"], 9: ["step-00000007"]}
     for step in (2, 5, 6, 7):
         assert not [name for name in files_at(far) if name.startswith(f"step-{step:08d}")]
     for step in steps_at(far):
         store, path = fsspec.core.url_to_fs(far)
         store.get(f"{path}/step-{step:08d}", str(tmp_path / "back" / f"step-{step:08d}"), recursive=True)
-        verify(tmp_path / "back" / f"step-{step:08d}")
+        read_checkpoint(tmp_path / "back" / f"step-{step:08d}")
 
 
 def test_without_keep_nothing_is_deleted_there(far: str, tmp_path: Path) -> None:
@@ -229,7 +230,7 @@ def test_only_what_a_manifest_of_ours_names_is_deleted(far: str, tmp_path: Path)
     put(f"{far}/step-00000005/manifest.json", '{"format": 2, "step": 5, "files": {"../../secret": {}}}')
     put(f"{far}/backup/manifest.json", "{}")
     (outcome,) = copy_to(far, save(tmp_path / "here", 9), keep=KeepSection(last=1))
-    assert outcome.removed == ("step-00000001",)
+    assert outcome.removed == ["step-00000001"]
     left = [name for name in files_at(far) if not name.startswith("step-00000009/")]
     manifests = [f"step-{step:08d}/manifest.json" for step in (2, 3, 5)]
     assert left == sorted(["backup/manifest.json", "step-00000001/notes.txt", "step-00000004/weights.bin", *manifests])
@@ -239,9 +240,9 @@ def test_nothing_is_deleted_before_a_newer_one_is_whole_there(far: str, tmp_path
     copy_to(far, save(tmp_path / "here", 1), save(tmp_path / "here", 2))
     put(f"{far}/step-00000002/state.json", "shorter or longer")
     with pytest.raises(OSError, match=r"step-00000002 is not complete in .*, so nothing older was deleted there"):
-        apply_remote_retention(far, KeepSection(last=1), 2, RUN)
+        retain_remote(far, KeepSection(last=1), 2, RUN)
     with pytest.raises(OSError, match="step-00000003 is not complete"):
-        apply_remote_retention(far, KeepSection(last=1), 3, RUN)
+        retain_remote(far, KeepSection(last=1), 3, RUN)
     assert steps_at(far) == [1, 2]
 
 
@@ -250,7 +251,7 @@ def test_a_start_that_was_overtaken_deletes_nothing_there(far: str, tmp_path: Pa
     copy_to(far, save(tmp_path, 1), save(tmp_path, 2), writer=old)
     take_over(tmp_path)
     with pytest.raises(FencedError, match="has taken over"):
-        apply_remote_retention(far, KeepSection(last=1), 2, RUN, old)
+        retain_remote(far, KeepSection(last=1), 2, RUN, old)
     assert steps_at(far) == [1, 2]
 
 

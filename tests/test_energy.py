@@ -15,7 +15,7 @@ import torch
 from bloomery.base import accelerator as counters
 from bloomery.base.accelerator import NvmlSensor, Rapl, energy_sensor, find_rapl, pick_device
 from bloomery.base.units import Energy, format_device_hours, format_joules
-from bloomery.checkpoint.load import read_recipe_of, read_state
+from bloomery.checkpoint.load import read_checkpoint
 from bloomery.interop.hf.card import model_card
 from bloomery.monitor import meters as monitor
 from bloomery.monitor.meters import EnergyMeter, is_whole, spent_before, start_meter
@@ -177,7 +177,7 @@ def test_energy_is_said_in_units_that_people_pay_for() -> None:
 def card_of(run: Path) -> str:
     checkpoint = max((run / "checkpoints").glob("step-*"))
     facts: dict[str, Any] = {"architecture": "A", "dtype": "fp32", "proof": "none"}
-    return model_card(read_recipe_of(checkpoint), checkpoint, read_state(checkpoint), **facts)
+    return model_card(read_checkpoint(checkpoint), **facts)
 
 
 def test_a_run_without_a_sensor_states_its_device_hours_and_no_energy(
@@ -212,7 +212,10 @@ def test_energy_is_summed_over_jobs_and_lost_steps_count(
     first = workshop.events(run, "stop")[-1]["energy"]
     assert first["joules"] >= 5
     assert first["measured_seconds"] == pytest.approx(first["device_seconds"], rel=0.01)
-    assert read_state(run / "checkpoints" / "step-00000004")["energy"]["joules"] < first["joules"]
+    assert (
+        read_checkpoint(run / "checkpoints" / "step-00000004", tensors=False).state["energy"]["joules"]
+        < first["joules"]
+    )
     shutil.rmtree(run / "checkpoints" / "step-00000005")  # a step that must be done again
     workshop.train(*settings)
     start, stop = workshop.events(run, "start")[-1], workshop.events(run, "stop")[-1]
@@ -229,6 +232,6 @@ def test_energy_is_summed_over_jobs_and_lost_steps_count(
     assert "<dt>Energy</dt><dd>" in write_report(run).read_text()
     for name in ("metrics.jsonl", "events.jsonl"):  # another machine, which has the checkpoint alone
         (run / name).unlink()
-    saved = read_state(run / "checkpoints" / "step-00000008")["energy"]
+    saved = read_checkpoint(run / "checkpoints" / "step-00000008", tensors=False).state["energy"]
     workshop.train("train.for=10 steps", "lr.decay=20 steps")
     assert workshop.events(run, "start")[-1]["energy"] == saved

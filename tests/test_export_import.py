@@ -114,7 +114,7 @@ def test_an_export_holds_one_tensor_at_a_time(tmp_path: Path, tokenizer: Path, m
 
     alive: list[weakref.ref[torch.Tensor]] = []
     most = 0
-    read = exporting.CheckpointReader.read
+    read = exporting.Checkpoint.read
 
     def watched(self: Any, name: str) -> torch.Tensor:
         nonlocal most
@@ -123,7 +123,7 @@ def test_an_export_holds_one_tensor_at_a_time(tmp_path: Path, tokenizer: Path, m
         alive.append(weakref.ref(tensor))
         return tensor
 
-    monkeypatch.setattr(exporting.CheckpointReader, "read", watched)
+    monkeypatch.setattr(exporting.Checkpoint, "read", watched)
     checkpoint = checkpoint_of(CASES["llama-grouped"], tmp_path / "run", tokenizer)
     export_checkpoint(checkpoint, tmp_path / "hf", with_proof=False)
     assert len(alive) > 15

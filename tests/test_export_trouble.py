@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from bloomery.checkpoint.load import CheckpointReader
+from bloomery.checkpoint.load import Checkpoint
 from bloomery.interop.hf import export as exporting
 from bloomery.interop.hf.export import export_checkpoint
 from export_samples import CASES, Command, checkpoint_of, small_tokenizer, weights_of
@@ -51,7 +51,7 @@ def test_a_folder_that_is_somebodys_is_not_written_to(checkpoint: Path, tmp_path
     told = refused(command, checkpoint, checkpoint, code=5)
     assert "it holds index.json, manifest.json" in told
     (tmp_path / "file").write_text("x")
-    assert "there is a file where a folder is needed" in refused(command, checkpoint, tmp_path / "file", code=5).lower()
+    assert "something stands in its place" in refused(command, checkpoint, tmp_path / "file", code=5).lower()
 
 
 def test_an_older_export_is_replaced_and_what_was_added_to_it_stays(
@@ -105,7 +105,7 @@ def test_a_damaged_checkpoint_is_refused_before_anything_is_written(
 def test_what_ends_an_export_half_way_leaves_the_folder_as_it_was(
     error: BaseException, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    read, count = CheckpointReader.read, 0
+    read, count = Checkpoint.read, 0
 
     def breaking(self: Any, name: str) -> torch.Tensor:
         nonlocal count
@@ -114,7 +114,7 @@ def test_what_ends_an_export_half_way_leaves_the_folder_as_it_was(
             raise error
         return read(self, name)
 
-    monkeypatch.setattr(exporting.CheckpointReader, "read", breaking)
+    monkeypatch.setattr(exporting.Checkpoint, "read", breaking)
     with pytest.raises(BaseException):  # noqa: B017, PT011 - whichever it was
         export_checkpoint(checkpoint, tmp_path / "deep" / "hf", with_proof=False)
     assert count == 10
@@ -160,13 +160,13 @@ def test_a_tokenizer_that_is_not_there_or_does_not_fit_is_named(
 def test_a_model_that_has_diverged_is_named_with_its_first_tensor(
     checkpoint: Path, tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    read = CheckpointReader.read
+    read = Checkpoint.read
 
-    def broken(self: CheckpointReader, name: str, *more: Any, **others: Any) -> torch.Tensor:
+    def broken(self: Checkpoint, name: str, *more: Any, **others: Any) -> torch.Tensor:
         tensor = read(self, name, *more, **others)
         return torch.full_like(tensor, torch.nan) if name.startswith("model.layers.1.mlp.") else tensor
 
-    monkeypatch.setattr(CheckpointReader, "read", broken)
+    monkeypatch.setattr(Checkpoint, "read", broken)
     code, _, err = command("export", str(checkpoint), str(tmp_path / "hf"))
     assert code == 3
     assert "the checkpoint holds values that are not finite" in err

@@ -301,4 +301,4 @@ def test_an_output_that_is_a_file_is_told(tmp_path: Path, command: Command) -> N
     (tmp_path / "file").write_text("")
     code, _, err = command("import", "hf", str(hf_folder(tmp_path / "hf")), str(tmp_path / "file"))
     assert code == 5
-    assert "There is a file where a folder is needed: choose another OUT" in err
+    assert "move it away, or choose another OUT" in err

@@ -187,7 +187,8 @@ def test_a_name_that_is_too_long_is_reported(tokenizer, command):
     code, _, err = command("prepare", "r.yaml", f"prepare.0.output={name}")
     assert code == 5
     assert f"cannot create the folder {name}.par" in err
-    assert "File name too long (ENAMETOOLONG). Choose another place for prepare.output, with shorter names" in err
+    assert "File name too long (ENAMETOOLONG). " in err
+    assert "choose another place for prepare.output" in err
 
 
 def test_a_name_that_is_too_long_cannot_be_verified_or_inspected(tokenizer, command):

@@ -53,6 +53,8 @@ class Actor:
     state: str = "ready"  # or waiting (until the folder changes), done or dead
     about_to: tuple[str, str, bool] = ("begin", "", False)  # event, path, whether it changes the folder
     seen: int = 0  # a hash of all that it did and saw
+    rounds: tuple[int, int] = (0, 0)  # `seen` when it last woke up, and what it has done and seen since then
+    slept: tuple[int, int] = (0, 0)  # the same when it fell asleep before: a round of looking that saw nothing new
     baton: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
     counts: Any = field(default_factory=itertools.count)
 
@@ -68,8 +70,11 @@ class Actor:
             self.run.pass_on(self, "done")
 
     def sleep(self, _: float) -> None:  # until somebody changes the folder, or nobody else can
-        self.about_to = ("sleep", "", False)
+        if self.slept[1] == self.rounds[1]:  # it looked again and saw the same: it stands where it stood
+            self.seen = self.slept[0]
+        self.slept, self.about_to = (self.seen, self.rounds[1]), ("sleep", "", False)
         self.run.pass_on(self, "waiting")
+        self.rounds = (self.seen, 0)
 
 
 class Run:  # of one schedule, on a folder of its own; `notes`: what actors tell the judge
@@ -113,7 +118,8 @@ class Run:  # of one schedule, on a folder of its own; `notes`: what actors tell
                 if state != "done":
                     me.baton.acquire()
         event, path, changes = me.about_to
-        me.seen = hash((me.seen, event, path, 0 if changes else glance(path)))
+        saw = hash((event, path, 0 if changes else glance(path)))
+        me.seen, me.rounds = hash((me.seen, saw)), (me.rounds[0], hash((me.rounds[1], saw)))
         here.busy = False
         if me.state == "dead":
             raise DiedError
@@ -122,7 +128,10 @@ class Run:  # of one schedule, on a folder of its own; `notes`: what actors tell
         """Whose operation comes now; None if all have ended, or if the rest was seen before."""
         if self.changed:
             self.on_disk = None
+        since = max(self.planned, default=0)  # what came before was judged when this schedule was one deviation shorter
+        if self.turn == since or (self.changed and self.turn > since):
             self.judge(self, self.current)
+        if self.changed:
             for each in self.actors.values():
                 each.state = "ready" if each.state == "waiting" else each.state
         while able := self._able():
@@ -169,8 +178,22 @@ class Run:  # of one schedule, on a folder of its own; `notes`: what actors tell
         twins = {f"{each[0]}2" for each in able if each[1] == "1" and self.actors[each].about_to[0] == "begin"}
         found = [("crash", self.current.removesuffix("0"))] if self.left["crash"] and self.changed else []
         if self.left["switch"] and (forced or name.startswith("rank-") or not private):
-            found += [("switch", each) for each in able if each not in (self.current, *twins)]
+            others = [each for each in able if each not in (self.current, *twins)]
+            found += [("switch", each) for each in others if forced or self._meet(each)]
         return found
+
+    def _meet(self, other: str) -> bool:
+        """Whether this turn's operation and any of the other actor's depend on their order. Of two that do not, one
+        order is enough: the switch comes before the next operation."""
+        event, path, changes = self.actors[self.current].about_to
+        name, in_staging = path.rpartition("/")[2], "/.writer-" in path or "/.left-" in path
+        if self.current[0] == other[0]:  # ranks of one start meet in their draft, where rank 0 reads reports of others
+            ranks = {self.current[1], other[1]} - {"0"}
+            is_met = not name.startswith("rank-") or name == f"rank-0000{min(ranks)}.json"
+            return in_staging and len(ranks) == 1 and is_met
+        if self.current[0] == "B" and in_staging:  # A never enters it; but what is renamed to there was in the root
+            return event == "os.rename" and not name.startswith("rank-")
+        return event != "begin" and (self.current[0] == "A" or changes or name != ".writer")  # A never writes that
 
 
 def glance(path: str) -> int:
@@ -219,11 +242,11 @@ def take_over_and_save(run: Run) -> None:
     """Rank 0 of start B, in the order of train/setup.py."""
     try:
         choice = select.newest_good([run.root])
-        step = folder.step_of(choice.folder) if choice.folder else 0
+        step = folder.step_of(choice.checkpoint.folder) if choice.checkpoint else 0
         writer = folder.take_over(run.root)
         run.notes["fenced"] = "A"
         select.refuse_later([run.root], step=step, damaged=choice.damaged)
-        select.tidy(run.root, step=step, damaged=choice.damaged)
+        folder.tidy(run.root, step=step, damaged=choice.damaged)
     except BloomeryError:
         return  # it does not start
     run.notes["save"] = (writer, step + 1)
@@ -252,14 +275,17 @@ class Scenario:
 
     def judge(self, run: Run, actor: str) -> None:
         whole = {path.name: (path / "manifest.json").stat().st_ino for path in folder.complete_checkpoints(run.root)}
-        assert actor[0] != run.notes["fenced"] or whole == run.notes["whole"], f"{actor} is fenced and changed {whole}"
+        assert actor[:1] != (run.notes["fenced"] or None) or whole == run.notes.get("whole", whole), (
+            f"{actor} is fenced and changed {whole}"
+        )
         run.notes["whole"], latest, key = whole, folder.read_latest(run.root), tuple(whole.items())
         assert latest in whole, f"latest is {latest}, there are {sorted(whole)}"
         if key not in self.chosen:
-            chosen, found = select.newest_good([run.root]).folder or Path(), torch.zeros(2 * RANKS)
-            load_pieces(chosen, {"w": Piece.whole(found)})
-            one = [{1000.0 * folder.step_of(chosen) + ord(start)} for start in "AB"]  # save's values
-            assert set(found.tolist()) in one, f"{chosen.name} is not of one save: {found.tolist()}"
+            good, found = select.newest_good([run.root]).checkpoint, torch.zeros(2 * RANKS)
+            assert good is not None, f"none is chosen of {sorted(whole)}"
+            load_pieces(good, {"w": Piece.whole(found)})
+            one = [{1000.0 * good.manifest["step"] + ord(start)} for start in "AB"]  # save's values
+            assert set(found.tolist()) in one, f"{good.folder.name} is not of one save: {found.tolist()}"
             self.chosen[key] = int(found[0]) // 1000
         assert self.chosen[key] >= run.notes["promised"], f"step {run.notes['promised']} is lost: {sorted(whole)}"
 

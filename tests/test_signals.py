@@ -67,7 +67,6 @@ def run_at(point: str, name: str, words: list[str], times: int = 1) -> tuple[int
 TRAINING = [
     ("import", "bloomery.config.load"),
     ("import", "torch"),
-    ("call", "bloomery.sizing.check:load_checked_recipe"),
     ("call", "bloomery.train.setup:find_resume_point"),
     ("stuck", "bloomery.train.setup:find_resume_point"),
 ]
@@ -84,7 +83,7 @@ def test_a_signal_before_training_is_one_line_and_130(workshop: Workshop, kind: 
 
 @pytest.mark.parametrize(
     "place",
-    ["bloomery.train.loop:train_step", "bloomery.train.loop:save_last", "bloomery.monitor.journal:Journal.close"],
+    ["bloomery.train.loop:train_step", "bloomery.monitor.journal:Journal.close"],
 )
 def test_a_signal_from_the_first_step_on_is_a_save_and_0(workshop: Workshop, place: str) -> None:
     run = workshop.folder / "run"
@@ -100,7 +99,6 @@ def test_a_signal_from_the_first_step_on_is_a_save_and_0(workshop: Workshop, pla
     ("place", "words"),
     [
         ("stuck:bloomery.prepare.train_tokenizer:train_tokenizer", TOKENIZER),
-        ("import:tokenizers", TOKENIZER),
         ("call:bloomery.prepare.extract:make_chunk", ["extract", "texts", "--output", "chunks", "--chunks", "1"]),
         ("import:bloomery.monitor.report", ["report", "run"]),
     ],

@@ -17,7 +17,7 @@ import yaml
 
 from bloomery.base.errors import RecipeError
 from bloomery.checkpoint import folder as folders
-from bloomery.checkpoint.load import verify
+from bloomery.checkpoint.load import read_checkpoint
 from bloomery.config.load import load_recipe
 from bloomery.data.open import open_data
 from bloomery.data.shards import ShardWriter
@@ -153,7 +153,7 @@ def test_a_disk_that_fills_up_with_checkpoints_keeps_the_older_ones(
     assert len(workshop.events(run, "save_failed")) >= 2  # it went on after the first
     assert [record["step"] for record in workshop.metrics(run)] == list(range(1, 17))
     newest = (run / "checkpoints" / "latest").read_text().strip()
-    verify(run / "checkpoints" / newest)
+    read_checkpoint(run / "checkpoints" / newest)
     assert not list((run / "checkpoints").glob(".step*"))  # no debris
     subprocess.run(["mount", "-o", "remount,size=8m", small_disk], check=True)
     workshop.train("train.for=16 steps", run="disk/run")

@@ -14,7 +14,7 @@ import yaml
 
 import planted_faults
 from bloomery.base.errors import RecipeError
-from bloomery.checkpoint.load import verify as check_whole
+from bloomery.checkpoint.load import read_checkpoint as check_whole
 from bloomery.cli.main import main
 from bloomery.config.load import fingerprint
 from bloomery.sizing.check import load_checked_recipe

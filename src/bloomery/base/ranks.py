@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from bloomery.base.errors import BloomeryError, LostRankError
 from bloomery.base.signals import PULSE
@@ -22,84 +22,50 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-class Ranks(Protocol):
-    """Every method is collective: all ranks call it, in the same order."""
+class Ranks:
+    """All the ranks of a training, as one of them sees them; this one is alone. What is collective, all ranks call in
+    the same order."""
 
-    @property
-    def rank(self) -> int: ...
-
-    @property
-    def size(self) -> int: ...
-
-    def gather(self, value: Any) -> list[Any]:
-        """What every rank gave, in the order of ranks, on every rank. Plain Python values."""
-        ...
-
-    def broadcast(self, value: Any, source: int = 0) -> Any:
-        """What that rank gave."""
-        ...
-
-    def sum(self, values: Sequence[float]) -> list[float]:
-        """The sum over all ranks of each number. Cheap enough for every step."""
-        ...
-
-    def store_set(self, key: str, word: Any) -> None:
-        """Leave a word for all ranks, without storage. Not collective, and from any thread; lost if nobody can hear."""
-        ...
-
-    def store_get(self, key: str) -> Any:
-        """The word that a rank has left under this key; None if there is none. Not collective."""
-        ...
-
-    def waits(self) -> str:
-        """Who waits for whom, as a sentence; empty for a single rank. Not collective."""
-        ...
-
-    def silent_ranks(self) -> list[int]:
-        """Those that no longer report: stopped, or on a host that is gone. Not collective."""
-        ...
-
-    def report_hang(self, report: Callable[[str], None]) -> None:
-        """Call this when the ranks wait for each other for too long; then the job ends. Not collective."""
-        ...
-
-    def lost(self, error: Exception) -> LostRankError | None:
-        """Whom we lost, if that is what the error means. Not collective."""
-        ...
-
-
-class _Alone:
     rank = 0
     size = 1
 
     def gather(self, value: Any) -> list[Any]:
+        """What every rank gave, in the order of ranks, on every rank. Plain Python values. Collective."""
         return [value]
 
     def broadcast(self, value: Any, source: int = 0) -> Any:
+        """What that rank gave. Collective."""
         return value
 
     def sum(self, values: Sequence[float]) -> list[float]:
+        """The sum over all ranks of each number. Cheap enough for every step. Collective."""
         PULSE.mark(waiting=False)
         return list(values)
 
-    def store_set(self, key: str, word: Any) -> None: ...
+    def store_set(self, key: str, word: Any) -> None:
+        """Leave a word for all ranks, without storage; from any thread. Lost if nobody can hear."""
 
     def store_get(self, key: str) -> Any:
+        """The word that a rank has left under this key; None if there is none."""
         return None
 
     def waits(self) -> str:
+        """Who waits for whom, as a sentence."""
         return ""
 
     def silent_ranks(self) -> list[int]:
+        """Those that no longer report: stopped, or on a host that is gone."""
         return []
 
-    def report_hang(self, report: Callable[[str], None]) -> None: ...
+    def report_hang(self, report: Callable[[str], None]) -> None:
+        """Call this when the ranks wait for each other for too long; then the job ends."""
 
     def lost(self, error: Exception) -> LostRankError | None:
+        """Whom we lost, if that is what the error means."""
         return None
 
 
-ALONE: Ranks = _Alone()
+ALONE = Ranks()
 
 
 @contextmanager

@@ -49,14 +49,16 @@ def own_folder(path: Path, *, parents: bool = False, may_be_linked: bool = False
     return path
 
 
-@contextlib.contextmanager
-def opened_folder(path: str | os.PathLike[str]) -> Iterator[int]:
-    """A descriptor of a folder that is no link: what is done by it is done there, whatever takes its name meanwhile."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    try:
-        yield descriptor
-    finally:
-        os.close(descriptor)
+def sweep_folder(folder: Path, is_swept: Callable[[str], bool]) -> None:
+    """Delete what has such names in a folder that is no link, whatever takes its name meanwhile. What cannot be deleted
+    stays."""
+    with contextlib.suppress(OSError):
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        try:
+            for name in filter(is_swept, os.listdir(descriptor)):
+                remove_tree(name, dir_fd=descriptor)
+        finally:
+            os.close(descriptor)
 
 
 def remove_tree(path: str | os.PathLike[str], *, dir_fd: int | None = None) -> None:
@@ -70,25 +72,27 @@ def remove_tree(path: str | os.PathLike[str], *, dir_fd: int | None = None) -> N
 def write_atomically(path: str | os.PathLike[str], data: bytes | str) -> None:
     """Readers see the old file or the new one, also after a power cut. StorageError if it cannot be written."""
     target = Path(path)
-    content = data.encode() if isinstance(data, str) else data
-    try:
-        _write_beside_and_rename(target, content)
-    except OSError as error:
-        raise storage_error(target, error, wanted_bytes=len(content)) from error
+    temporary = target.parent / f".tmp-{os.getpid()}-{secrets.token_hex(4)}"
+    with writing(target):
+        try:
+            with open(temporary, "xb") as file:
+                write_all(file.fileno(), data.encode() if isinstance(data, str) else data)
+                sync(file.fileno())
+            os.replace(temporary, target)
+            sync_folder(target.parent)
+        finally:
+            with contextlib.suppress(OSError):  # gone already when the rename succeeded
+                temporary.unlink()
 
 
 def make_folder(path: str | os.PathLike[str]) -> Path:
     """Create the folder and prove, by writing, that a run can live in it."""
     folder = Path(path)
-    probe = folder / f".probe-{os.getpid()}-{secrets.token_hex(4)}"
-    action = "create the folder"
-    try:
+    with writing(folder, "create the folder"):
         folder.mkdir(parents=True, exist_ok=True)
-        action = "write in the folder"
-        _write_beside_and_rename(probe, bytes(_PROBE_BYTES))
-        probe.unlink()
-    except OSError as error:
-        raise storage_error(folder, error, action=action, wanted_bytes=_PROBE_BYTES) from error
+    with writing(folder, "write in the folder"), tempfile.TemporaryFile(dir=folder) as probe:
+        write_all(probe.fileno(), bytes(_PROBE_BYTES))
+        sync(probe.fileno())
     return folder
 
 
@@ -160,10 +164,10 @@ def publish(partial: Path, final: Path) -> None:
     sync_folder(final.parent)
 
 
-def storage_error(path: Path, error: OSError, *, action: str = "write", wanted_bytes: int = 0) -> StorageError:
+def storage_error(path: Path, error: OSError, *, action: str = "write") -> StorageError:
     """The error a user can act on, for an OSError met while writing `path`."""
-    remedy = _remedy(path, error.errno or 0, wanted_bytes)
-    return StorageError(Problem(f"cannot {action} {on_one_line(str(path))}: {reason(error)}", remedy=remedy))
+    what = f"cannot {action} {on_one_line(str(path))}: {reason(error)}"
+    return StorageError(Problem(what, remedy=_remedy(path, error.errno)))
 
 
 def reason(error: OSError | None) -> str:
@@ -173,34 +177,29 @@ def reason(error: OSError | None) -> str:
     return f"{error.strerror or os.strerror(error.errno)} ({errno.errorcode.get(error.errno, error.errno)})"
 
 
-def _remedy(path: Path, number: int, wanted_bytes: int) -> str:
-    if number in (errno.ENOSPC, errno.EDQUOT):
-        wanted = f", {format_bytes(wanted_bytes)} wanted" if wanted_bytes else ""
-        quota = " or raise the quota" if number == errno.EDQUOT else ""
-        return f"free space on that file system{quota} ({free_space(path)}{wanted}), or choose another --run-dir"
-    if number in (errno.EROFS, errno.EACCES, errno.EPERM):
-        return "the place is read-only for this user: choose another --run-dir, or change its permissions or mount"
-    if number in (errno.ENOTDIR, errno.EEXIST):
-        return "there is a file where a folder is needed: choose another --run-dir, or move that file away"
-    if number in (errno.ELOOP, errno.ENXIO):
-        return "there is a link, a pipe or a device, which is not followed: move it away, or choose another --run-dir"
-    if number == errno.ENAMETOOLONG:
-        return "choose another --run-dir, with shorter names"
-    if number in (errno.EMFILE, errno.ENFILE):
-        return "raise the number of files that may be open (`ulimit -n`)"
-    return "check the disk or mount (`df`, `dmesg`), or choose another --run-dir"
+_IN_THE_WAY = (errno.ENOTDIR, errno.EEXIST, errno.ELOOP, errno.ENXIO)
+_ADVICE = {
+    "free space or raise the quota": (errno.ENOSPC, errno.EDQUOT),
+    "the place is read-only for this user: change its permissions or mount": (errno.EROFS, errno.EACCES, errno.EPERM),
+    "something stands in its place, and links, pipes and devices are not followed: move it away": _IN_THE_WAY,
+    "raise the number of files that may be open (`ulimit -n`)": (errno.EMFILE, errno.ENFILE),
+}
+
+
+def _remedy(path: Path, number: int | None) -> str:
+    advice = (text for text, numbers in _ADVICE.items() if number in numbers)
+    room = f" ({free_space(path)})" if number in (errno.ENOSPC, errno.EDQUOT) else ""
+    return f"{next(advice, 'check the disk or mount (`df`, `dmesg`)')}, or choose another --run-dir{room}"
 
 
 def free_space(path: Path) -> str:
     """`12 KiB free`, or that the file system has run out of file entries. Looks at the nearest folder that exists."""
     for folder in (path, *path.absolute().parents):
-        try:
+        with contextlib.suppress(OSError):
             facts = os.statvfs(folder)
-        except OSError:
-            continue
-        if facts.f_files and not facts.f_favail and facts.f_bavail:
-            return "it has bytes left but no file entries: delete files"
-        return f"{format_bytes(facts.f_bavail * facts.f_frsize)} free"
+            if facts.f_files and not facts.f_favail:
+                return "it has no file entries left: delete files"
+            return f"{format_bytes(facts.f_bavail * facts.f_frsize)} free"
     return "free space unknown"
 
 
@@ -269,7 +268,7 @@ class AppendFile:
             Problem(
                 what=f"{self.pending_lines} line(s) could not be written to {self.path}: {reason(self.last_error)}",
                 rule=self._rescue(),
-                remedy=_remedy(self.path, getattr(self.last_error, "errno", 0), 0),
+                remedy=_remedy(self.path, getattr(self.last_error, "errno", 0)),
             )
         )
 
@@ -336,22 +335,6 @@ def _last_line(descriptor: int, size: int) -> tuple[int, bytes]:
         if newline >= 0:
             return start + newline + 1, tail[newline + 1 :]
     return 0, tail
-
-
-def _write_beside_and_rename(target: Path, content: bytes) -> None:
-    temporary = target.parent / f".tmp-{os.getpid()}-{secrets.token_hex(4)}"
-    try:
-        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
-        try:
-            write_all(descriptor, content)
-            sync(descriptor)
-        finally:
-            os.close(descriptor)
-        os.replace(temporary, target)
-        sync_folder(target.parent)
-    finally:
-        with contextlib.suppress(OSError):  # gone already when the rename succeeded
-            temporary.unlink()
 
 
 def write_all(descriptor: int, data: bytes | memoryview) -> None:

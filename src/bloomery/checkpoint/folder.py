@@ -13,29 +13,29 @@ import re
 import secrets
 import shutil
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bloomery.base.bounded import read_json
+from bloomery.base.bounded import LARGE_BYTES, read_json, read_small
 from bloomery.base.errors import DataError, Problem, StorageError
 from bloomery.base.storage import (
     make_folder,
     open_plain,
-    opened_folder,
     own_folder,
-    remove_tree,
     storage_error,
+    sweep_folder,
     write_atomically,
 )
-from bloomery.checkpoint.format import MANIFEST, STATE
+from bloomery.checkpoint.manifest import ANOTHER, MANIFEST, STATE, parse_manifest
 
 CHECKPOINTS, LOCAL_CHECKPOINTS = "checkpoints", "checkpoints-local"
 """Where a run lists its checkpoints, and the node-local ones."""
 LATEST = "latest"
 RETIRED = "retired"
 """Folder of checkpoints whose branch of the run was abandoned."""
+LINK = "it is a link to another place, which no save makes"
 _LONGEST_NAME = 255
 _NAME = re.compile(r"^step-(\d{8,})$")
 
@@ -63,6 +63,20 @@ def step_folders(root: Path) -> list[Path]:
     if not root.is_dir():
         return []
     return sorted((path for path in root.iterdir() if _NAME.match(path.name) and path.is_dir()), key=step_of)
+
+
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """DataError if it is missing, damaged, of another format or of another step."""
+    try:
+        manifest = parse_manifest(read_small(folder / MANIFEST, LARGE_BYTES))
+        text = f"its manifest is of step {manifest['step']}: the folder was copied or renamed"
+        if not is_step_name(folder.name) or manifest["step"] == step_of(folder):
+            return manifest
+    except FileNotFoundError:
+        text = f"{MANIFEST} is missing"
+    except (OSError, ValueError) as error:
+        text = f"{MANIFEST} cannot be used: {error}"
+    raise DataError(Problem(text, "", ANOTHER, str(folder)))
 
 
 def read_latest(root: Path) -> str | None:
@@ -105,36 +119,44 @@ def checkpoint_named(roots: Sequence[Path], name: str) -> Path:
     raise DataError(Problem(f"there is no complete checkpoint {wanted}", f"there are: {have}", "name one", place))
 
 
-def sweep_debris(root: Path, *, keep: bool = False) -> list[str]:
-    """Delete what killed saves and deletions have left, or with `keep` move it to `debris/`; the names. Only for the
-    holder of the write lease."""
-    aside, found = own_folder(root / "debris") if keep else None, [path.name for path in root.glob(".step-*")]
-    for path in root.glob(".step-*"):
-        _put_away(path, aside)
-    for left in root.glob(f"{STALE}*"):
-        with contextlib.suppress(NotADirectoryError), opened_folder(left) as staging_dir:  # not through a link
-            for entry in [each for each in os.scandir(staging_dir) if each.is_dir(follow_symlinks=False)]:
-                found.append(entry.name)
-                _put_away(Path(entry.name), aside, dir_fd=staging_dir)
-        remove_tree(left)
-    for path in [*root.glob(".tmp-*"), *root.glob(".probe-*")]:  # of files that were being replaced or tried out
-        remove_tree(path)
-    return sorted(found)
+@dataclass(frozen=True)
+class Tidied:
+    """What `tidy` has done, by the names of folders."""
+
+    quarantined: dict[Path, str]
+    """The new names of damaged checkpoints."""
+    retired: list[str]
+    debris: list[str]
+    latest_said: str | None
+    """If `latest` had to be changed: what it said, empty if it was not there."""
 
 
-def _put_away(path: Path, aside: Path | None, *, dir_fd: int | None = None) -> None:
-    if aside is None:
-        remove_tree(path, dir_fd=dir_fd)
-    else:
-        os.rename(path, _free_name(aside / path.name), src_dir_fd=dir_fd)
+def tidy(root: Path, *, step: int, damaged: Iterable[Path] = (), keep_debris: bool = False) -> Tidied:
+    """Prepare a folder of checkpoints for a run that resumes from `step`: only for the holder of its write lease.
 
-
-def retire_later(root: Path, step: int) -> list[str]:
-    """Move complete checkpoints after `step` aside, so that they are neither resumed from nor counted; their names."""
-    later = [path for path in complete_checkpoints(root) if step_of(path) > step]
+    Damaged ones get a name that nothing resumes from, those of an abandoned branch are retired, debris is swept. Before
+    any of them moves, `latest` names one that stays.
+    """
+    doomed = [path for path in damaged if path.parent == root]
+    complete = [path for path in complete_checkpoints(root) if path not in doomed]
+    later = [path for path in complete if step_of(path) > step]
+    said, wanted = read_latest(root), next((path.name for path in reversed(complete) if path not in later), None)
+    if wanted is not None and said != wanted:
+        write_atomically(root / LATEST, wanted + "\n")
+    elif wanted is None:
+        (root / LATEST).unlink(missing_ok=True)
+    quarantined = {path: quarantine(path).name for path in doomed}
     for path in later:
-        _put_away(path, own_folder(root / RETIRED))
-    return [path.name for path in later]
+        path.rename(_free_name(own_folder(root / RETIRED) / path.name))
+    debris = []
+    for place in [root, *(path for path in root.glob(f"{STALE}*") if not path.is_symlink())]:
+        for path in list(place.glob(".step-*")):
+            debris.append(path.name)
+            if keep_debris and path.is_dir():
+                path.rename(_free_name(own_folder(root / "debris") / path.name))
+    # Of saves, older starts, files that were being replaced or tried out.
+    sweep_folder(root.resolve(), lambda name: name.startswith((".step-", STALE, ".tmp-", ".probe-")))
+    return Tidied(quarantined, [path.name for path in later], sorted(debris), (said or "") if said != wanted else None)
 
 
 def quarantine(folder: Path) -> Path:

@@ -1,44 +1,30 @@
-"""Load a checkpoint: its state, its recipe, and its tensors, into the given pieces or whole."""
+"""Read a checkpoint: `read_checkpoint` proves that it is whole and as it was saved; what it returns knows its manifest,
+index, recipe and state, and gives its tensors, whole or into pieces."""
 
 from __future__ import annotations
 
-import hashlib
 import os
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
 from itertools import islice
 from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import TypeAdapter, ValidationError
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from bloomery.base.bounded import LARGE_BYTES, open_regular, read_json, read_small
-from bloomery.base.errors import BloomeryError, DataError, Problem, RecipeError, first_few
+from bloomery.base.bounded import LARGE_BYTES, open_regular, parse_json, read_small, wrong_fields
+from bloomery.base.errors import DataError, Problem, RecipeError, first_few
 from bloomery.base.ranks import ALONE, Piece, Ranks, agreed
-from bloomery.base.storage import reason
 from bloomery.base.units import Energy
-from bloomery.checkpoint.folder import complete_checkpoints, is_step_name, step_of
-from bloomery.checkpoint.format import (
-    ANOTHER,
-    DTYPES,
-    INDEX,
-    MANIFEST,
-    PARTS,
-    RECIPE,
-    STATE,
-    Box,
-    Kind,
-    SavedPiece,
-    SavedTensor,
-    TensorFile,
-    TensorFiles,
-    is_tensor_file,
-    parse_manifest,
-    read_index,
-    read_manifest,
-)
+from bloomery.checkpoint.folder import read_manifest
+from bloomery.checkpoint.format import DTYPES, Box, Kind, SavedPiece, SavedTensor, not_whole
+from bloomery.checkpoint.manifest import ANOTHER, INDEX, MANIFEST, RECIPE, STATE, file_damage, is_tensor_file
 from bloomery.config.load import load_recipe
 from bloomery.config.recipe import ModelSection, Recipe
 from bloomery.data.tokenizer import Tokenizer, is_other_tokenizer
@@ -47,60 +33,58 @@ from bloomery.sizing.parameters import model_shapes, padded_vocab_size
 from bloomery.sizing.schedule import History, TrainingPlan
 
 _LARGEST_COUNT = 10**18
+_MOST_OPEN_FILES = 128
+_TENSORS = TypeAdapter(dict[str, SavedTensor])
 
 
-def read_state(folder: Path) -> dict[str, Any]:
-    """What the training loop saved beside the tensors. DataError if it is not that."""
-    with using_state(folder):
-        facts: dict[str, Any] = read_json(folder / STATE)
-        if not isinstance(facts, dict) or _has_absurd_counts(facts):
-            raise ValueError(f"it must be an object whose integers are from 0 to {_LARGEST_COUNT:,}")
-        if {type(facts[name]) for name in ("step", "consumed_samples")} != {int}:
-            raise ValueError("step and consumed_samples must be integers")
-        Energy.from_json(facts.get("energy"))
-        dict(facts.get("imported_from") or {})
-    return facts
+@dataclass(frozen=True)
+class Checkpoint:
+    """A folder whose manifest and index are sound. From `read_checkpoint`: whose files are as they were saved."""
 
+    folder: Path
+    manifest: dict[str, Any]
+    tensors: dict[str, SavedTensor]
 
-@contextmanager
-def using_state(place: Path | str = "") -> Iterator[None]:
-    """Any value of state.json may be anything: an error that comes of it is reported as one of the file."""
-    try:
-        yield
-    except (OSError, ArithmeticError, LookupError, TypeError, ValueError, AttributeError) as error:
-        what = f"{STATE} cannot be used: {type(error).__name__}: {error}"[:500]
-        raise DataError(Problem(what, "", ANOTHER, str(place))) from error
+    @cached_property
+    def recipe(self) -> Recipe:
+        """That it was trained with. DataError if this version cannot read it."""
+        try:
+            return load_recipe(str(self.folder / RECIPE), is_saved=True).recipe
+        except RecipeError as error:
+            raise DataError(error.problems) from error
 
+    @cached_property
+    def state(self) -> dict[str, Any]:
+        """What the training loop saved beside the tensors. DataError if it is not that."""
+        with self.using_state():
+            facts: dict[str, Any] = parse_json(read_small(self.folder / STATE))
+            if not isinstance(facts, dict) or _has_absurd_counts(facts):
+                raise ValueError(f"it must be an object whose integers are from 0 to {_LARGEST_COUNT:,}")
+            if {type(facts[name]) for name in ("step", "consumed_samples")} != {int}:
+                raise ValueError("step and consumed_samples must be integers")
+            Energy.from_json(facts.get("energy"))
+            dict(facts.get("imported_from") or {})
+        return facts
 
-def _has_absurd_counts(value: Any) -> bool:
-    if isinstance(value, dict | list):
-        return any(map(_has_absurd_counts, value.values() if isinstance(value, dict) else value))
-    return type(value) is int and not 0 <= value <= _LARGEST_COUNT
+    @contextmanager
+    def using_state(self) -> Iterator[None]:
+        """Any value of state.json may be anything: an error that comes of it is reported as one of the file."""
+        try:
+            yield
+        except (OSError, ArithmeticError, LookupError, TypeError, ValueError, AttributeError) as error:
+            what = f"{STATE} cannot be used: {type(error).__name__}: {error}"[:500]
+            raise DataError(Problem(what, "", ANOTHER, str(self.folder))) from error
 
+    @cached_property
+    def consumed_tokens(self) -> int:
+        """Tokens that its training has taken, whatever sequence lengths it has had."""
+        with self.using_state():
+            plan = TrainingPlan.of(self.recipe, History.from_json(self.state.get("history")))
+            return plan.tokens_at(self.state["consumed_samples"])
 
-def read_recipe_of(folder: Path) -> Recipe:
-    """The recipe this checkpoint was trained with. DataError if this version cannot read it."""
-    try:
-        recipe = load_recipe(str(folder / RECIPE), is_saved=True).recipe
-    except RecipeError as error:
-        raise DataError(error.problems) from error
-    return recipe
-
-
-def consumed_tokens(recipe: Recipe, state: Mapping[str, Any]) -> int:
-    """Tokens that the training of this checkpoint has taken, whatever sequence lengths it has had."""
-    with using_state():
-        plan = TrainingPlan.of(recipe, History.from_json(state.get("history")))
-        return plan.tokens_at(state["consumed_samples"])
-
-
-class CheckpointReader:
-    """A checkpoint as a set of tensors, each read when it is needed. Holds the index and some open files."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.tensors: dict[str, SavedTensor] = read_index(folder)
-        self._files = TensorFiles(folder)
+    @cached_property
+    def _files(self) -> TensorFiles:
+        return TensorFiles(self.folder)
 
     def read(self, name: str) -> Tensor:
         """The whole tensor, however it was cut. DataError if it is not there."""
@@ -109,227 +93,107 @@ class CheckpointReader:
             raise DataError(Problem(f"{name} is not in the checkpoint", place=str(self.folder)))
         whole = Piece.whole(torch.empty(saved.shape, dtype=DTYPES[saved.dtype]))
         for part in saved.pieces:
-            _copy(self._files.open(part.file).view(part.key, part.size), part, whole)
+            part.copy(self._files.open(part.file).view(part.key, part.size), whole)
         return whole.tensor
 
 
-def load_pieces(folder: Path, pieces: Mapping[str, Piece], *, ranks: Ranks = ALONE) -> None:
-    """Fill the given pieces in place, however the checkpoint was cut; read no more than they need.
+def _has_absurd_counts(value: Any) -> bool:
+    if isinstance(value, dict | list):
+        return any(map(_has_absurd_counts, value.values() if isinstance(value, dict) else value))
+    return type(value) is int and not 0 <= value <= _LARGEST_COUNT
 
-    Other tensors in the checkpoint are not touched. DataError names everything that does not fit. All ranks call it:
-    what lies only on the disk of another node is broadcast from there, one tensor at a time.
-    """
+
+# ---------------------------------------------------------------- read and prove
+
+
+def read_checkpoint(folder: Path, *, ranks: Ranks = ALONE, tensors: bool = True) -> Checkpoint:
+    """DataError names all that is missing, short, changed or contradicts the rest. All ranks call it: each reads its
+    share, and all return or raise. `tensors`: read the tensor files too, and compare them with index and recipe;
+    without it only their sizes are checked, of those on this node."""
     with agreed(ranks):
-        parts = _parts(read_index(folder), folder, pieces)
-        here = {file for file in parts if ranks is ALONE or (folder / file).exists()}
-        for file in sorted(here):
-            source = TensorFile(folder / file)
-            for part, piece in parts[file]:
-                _copy(source.view(part.key, part.size), part, piece)
-    lacking = {(file, part.key): (part, piece) for file in parts.keys() - here for part, piece in parts[file]}
-    wanted = sorted({each for found in ranks.gather(list(lacking)) for each in found})
-    files = {file for file, _ in wanted}
-    holders: list[set[str]] = ranks.gather({file for file in files if (folder / file).exists()})
-    for file, key in wanted:
-        sender = next(rank for rank, held in enumerate(holders) if file in held)  # `damage` has found one
-        values = TensorFile(folder / file).view(key).clone() if sender == ranks.rank else None
-        values = ranks.broadcast(values, sender)
-        if (file, key) in lacking:
-            _copy(values, *lacking[file, key])
+        manifest = read_manifest(folder)
+    files = manifest["files"]
+    holders: list[set[str]] = ranks.gather({name for name in files if (folder / name).exists()})
+    readers = {name: [rank for rank, held in enumerate(holders) if name in held] for name in sorted(files)}
+    mine = [name for i, (name, who) in enumerate(readers.items()) if who and who[i % len(who)] == ranks.rank]
+    with agreed(ranks):
+        wrong = [file_damage(folder / name, files[name], read=tensors or not is_tensor_file(name)) for name in mine]
+        absent = [name for name, who in readers.items() if not who]
+        wrong += [f"{name} is missing" for name in absent if not (folder / name).is_symlink()]
+        wrong += [f"{name} is on none of the nodes" for name in absent if tensors and (folder / name).is_symlink()]
+        if found := [Problem(text, "", ANOTHER, str(folder)) for text in wrong if text]:
+            raise DataError(found)
+    with agreed(ranks):
+        checkpoint = Checkpoint(folder, manifest, read_index(folder))
+        text = _why_not_as_indexed(checkpoint, mine if tensors else ())
+        if not text and tensors and ranks.rank == 0 and any(name.startswith("model.") for name in checkpoint.tensors):
+            text = _why_not_of_its_recipe(checkpoint)  # others are of something else, such as the gradients of a trace
+        if text:
+            raise DataError(Problem(text, "", ANOTHER, str(folder)))
+    return checkpoint
 
 
-def _parts(
-    saved: Mapping[str, SavedTensor], folder: Path, pieces: Mapping[str, Piece]
-) -> dict[str, list[tuple[SavedPiece, Piece]]]:
-    """By file, what must be copied from it into which piece."""
-    wanted = {name: piece for name, piece in pieces.items() if prod(piece.shape)}
-    problems = []
-    for name, piece in wanted.items():
-        shape = saved[name].shape if name in saved else None
-        if shape != tuple(piece.shape):
-            found = "not" if shape is None else shape
-            what = f"{name} is {found} in the checkpoint and {tuple(piece.shape)} in the recipe"
-            problems.append(Problem(what, place=str(folder)))
-    if problems:
-        what = "the checkpoint does not fit this recipe"
-        raise DataError([*problems, Problem(what, remedy="use the recipe it came from")])
-    parts: dict[str, list[tuple[SavedPiece, Piece]]] = {}
-    for name, piece in wanted.items():
-        for part in saved[name].pieces:
-            if part.meet(Box.of(piece)) is not None:
-                parts.setdefault(part.file, []).append((part, piece))
-    return parts
-
-
-@torch.no_grad()
-def _copy(values: Tensor, part: SavedPiece, piece: Piece) -> None:
-    """What the saved part, of which these are the values, and the piece have in common."""
-    box = Box.of(piece)
-    shared = part.meet(box)
-    assert shared is not None
-    piece.tensor.detach()[shared.slices_of(box)].copy_(values[shared.slices_of(part)])
-
-
-def load_model(folder: Path, *, device: torch.device) -> tuple[Recipe, nn.Module]:
-    """The recipe and its model with the checkpoint's fp32 weights, ready to evaluate."""
-    verify(folder)
-    recipe = read_recipe_of(folder)
-    model = build_model(recipe.model)
-    model.to_empty(device=device)
-    model.tie_weights()
-    model.rebuild_buffers(device)
-    load_pieces(folder, {f"model.{name}": Piece.whole(parameter.data) for name, parameter in model.named_parameters()})
-    return recipe, model.eval()
-
-
-def tokenizer_of(folder: Path, recipe: Recipe, path: str | None = None) -> Tokenizer:
-    """The tokenizer at `path`, else the recipe's; the one that this checkpoint was trained with, or DataError."""
-    where = path or (recipe.tokenizer.path if recipe.tokenizer else None)
-    if where is None:
-        raise DataError(Problem("the recipe names no tokenizer", remedy="give one with --tokenizer"))
-    tokenizer = Tokenizer.load(where)
-    if tokenizer.vocab_size > recipe.model.vocab_size:
-        what = (
-            f"the tokenizer has {tokenizer.vocab_size} entries but the model's vocabulary is {recipe.model.vocab_size}"
-        )
-        raise DataError(Problem(what, remedy="give the one it was trained with, with --tokenizer", place=where))
-    trained_with: str | None = read_manifest(folder).get("tokenizer")
-    if trained_with is not None and is_other_tokenizer(trained_with, tokenizer.content_hash):
-        own, other = tokenizer.content_hash[:12], trained_with[:12]
-        what = f"the tokenizer has the hash {own}, but {folder.name} was trained with {other}"
-        rule = "with another one its tokens would mean other texts"
-        raise DataError(Problem(what, rule, "give the one it was trained with, with --tokenizer", where))
-    return tokenizer
-
-
-# ---------------------------------------------------------------- verify
-
-_LARGE_BYTES = 2**20
-
-
-def verify(folder: Path, *, ranks: Ranks = ALONE, tensors: bool = True) -> None:
-    """DataError names every file that is missing, short or changed. All ranks call it, and all return or raise."""
-    found = damage(folder, ranks=ranks, tensors=tensors)
-    if found:
-        others = [path for path in complete_checkpoints(folder.parent) if path != folder]
-        usable = [path.name for path in others if not damage(path, tensors=False)]
-        remedy = f"use another one, `bloomery train` with --from: {', '.join(usable) or 'there is no other'}"
-        problems = [Problem(text, place=str(folder)) for text in found]
-        raise DataError([*problems, Problem(f"checkpoint {folder.name} cannot be used", "", remedy, str(folder))])
-
-
-def damage(folder: Path, *, ranks: Ranks = ALONE, tensors: bool = True, quick: bool = False) -> list[str]:
-    """Why a checkpoint cannot be used; nothing if it is complete, unchanged and of this version's format.
-
-    All ranks call it: each reads its share, all return the same. `tensors`: read the tensor files too, and compare
-    them with index and recipe; without it only their sizes are checked, of those on this node. `quick`: for very many
-    checkpoints, sizes only also for other large files, and no comparison with the index.
-    """
-    manifest: dict[str, Any] | str = ranks.broadcast(_manifest_or_damage(folder) if ranks.rank == 0 else "")
-    if isinstance(manifest, str):
-        return [manifest]
-    share, nowhere = _shares(manifest, ranks)
-    found = [f"{name} is on none of the nodes" for name in nowhere if tensors]
-    for name in share:
-        facts = manifest["files"][name]
-        is_read = tensors or not (is_tensor_file(name) or (quick and facts["bytes"] > _LARGE_BYTES))
-        found.append(_damage(folder / name, facts, read=is_read))
-    everywhere = sorted({text for texts in ranks.gather(found) for text in texts if text})
-    if everywhere or quick:
-        return everywhere
-    wrong = _contradictions(folder, manifest, read=share if tensors else (), recipe=tensors and ranks.rank == 0)
-    return sorted({text for texts in ranks.gather(wrong) for text in texts})
-
-
-def _manifest_or_damage(folder: Path) -> dict[str, Any] | str:
+def damage(folder: Path, *, ranks: Ranks = ALONE, tensors: bool = True) -> list[str]:
+    """Why `read_checkpoint` refuses it; nothing if it does not."""
     try:
-        manifest = parse_manifest(read_small(folder / MANIFEST, LARGE_BYTES))
-    except FileNotFoundError:
-        return f"{MANIFEST} is missing"
-    except (OSError, ValueError) as error:
-        return f"{MANIFEST} cannot be used: {error}"
-    if is_step_name(folder.name) and manifest["step"] != step_of(folder):
-        return f"its manifest is of step {manifest['step']}: the folder was copied or renamed"
-    return manifest
-
-
-def _shares(manifest: Mapping[str, Any], ranks: Ranks) -> tuple[list[str], list[str]]:
-    """(files that this rank should read, those on no node at all). Collective: every file is read by one rank that has
-    it."""
-    names = sorted(manifest["files"])
-    if manifest.get(PARTS) is None:
-        return names[ranks.rank :: ranks.size], []
-    try:
-        here = set(os.listdir(manifest[PARTS]))
-    except OSError:
-        here = set()
-    seen: list[set[str]] = ranks.gather(here)
-    readers = {
-        name: [rank for rank, found in enumerate(seen) if name in found] if is_tensor_file(name) else [0]
-        for name in names
-    }
-    mine = [
-        name for i, name in enumerate(names) if readers[name] and readers[name][i % len(readers[name])] == ranks.rank
-    ]
-    return mine, [name for name in names if not readers[name]]
-
-
-def _damage(path: Path, expected: dict[str, Any], *, read: bool) -> str:
-    """What is wrong with a file; empty if nothing is."""
-    try:
-        with open(path, "rb", opener=open_regular) as file:
-            size = os.fstat(file.fileno()).st_size
-            if size != expected["bytes"]:
-                return f"{path.name} has {size:,} bytes instead of {expected['bytes']:,}"
-            same = not read or hashlib.file_digest(file, "sha256").hexdigest() == expected["sha256"]
-    except FileNotFoundError:
-        return f"{path.name} is missing"
-    except OSError as error:
-        return f"{path.name} cannot be read: {reason(error)}"
-    return "" if same else f"{path.name} has been changed since it was saved"
-
-
-def _contradictions(folder: Path, manifest: Mapping[str, Any], *, read: Collection[str], recipe: bool) -> list[str]:
-    """`read`: the files whose headers are compared with the index. `recipe`: compare the tensors with those that the
-    checkpoint's own recipe needs."""
-    try:
-        tensors = read_index(folder)
-        files: dict[str, dict[str, Kind]] = {}
-        for tensor in tensors.values():
-            for piece in tensor.pieces:
-                files.setdefault(piece.file, {})[piece.key] = tensor.dtype, piece.size
-        if unlisted := sorted(files.keys() - set(filter(is_tensor_file, manifest["files"]))):
-            return [f"{MANIFEST} does not list {first_few(unlisted)}"]
-        small = [name for name, kinds in files.items() if _bytes(kinds) > manifest["files"][name]["bytes"]]
-        if small:
-            return [f"{name} is smaller than {INDEX} records" for name in small]
-        for name in filter(is_tensor_file, read):
-            if (kinds := TensorFile(folder / name).kinds()) != files.get(name, {}):
-                odd = sorted(dict(kinds.items() ^ files.get(name, {}).items()))
-                return [f"{name} does not match {INDEX}: {first_few(odd)}"]
-        return _misfits(folder, tensors) if recipe else []
+        read_checkpoint(folder, ranks=ranks, tensors=tensors)
     except DataError as error:
-        return [problem.what for problem in error.problems]
+        return sorted(problem.what for problem in error.problems)
+    return []
 
 
-def _bytes(kinds: Mapping[str, Kind]) -> int:
-    return sum(prod(shape) * DTYPES[dtype].itemsize for dtype, shape in kinds.values())
-
-
-def _misfits(folder: Path, tensors: Mapping[str, SavedTensor]) -> list[str]:
-    if not any(name.startswith("model.") for name in tensors):
-        return []  # of something else, such as the gradients of a trace
+def read_index(folder: Path) -> dict[str, SavedTensor]:
+    """What the checkpoint holds, by name: every tensor whole, in boxes of its own. DataError if it is not so."""
     try:
-        recipe = load_recipe(str(folder / RECIPE), is_saved=True).recipe
-    except BloomeryError as error:
-        return [f"{RECIPE} cannot be used: {problem.what}" for problem in error.problems]
-    needed = dict(islice(_tensors_of(recipe.model), len(tensors) + 1))  # one more shows that there are too few
+        tensors = _TENSORS.validate_python(parse_json(read_small(folder / INDEX, LARGE_BYTES))["tensors"])
+        if astray := [name for name, each in tensors.items() if any(piece.key != name for piece in each.pieces)]:
+            raise ValueError(f"pieces of {astray[0]!r:.80} have another key")
+        if problems := not_whole(tensors):
+            raise ValueError("; ".join(problems[:10]))
+        places = [(piece.file, piece.key) for tensor in tensors.values() for piece in tensor.pieces]
+        if len(places) != len(set(places)):
+            raise ValueError("two pieces overlap")
+        return tensors
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        why = wrong_fields(error) if isinstance(error, ValidationError) else f"{type(error).__name__}: {error}"
+        raise DataError(Problem(f"{INDEX} cannot be read: {why:.1000}", "", ANOTHER, str(folder))) from error
+
+
+def _why_not_as_indexed(checkpoint: Checkpoint, read: Collection[str]) -> str:
+    """Where index, manifest and the headers of the tensor files `read` contradict each other."""
+    listed: dict[str, dict[str, Kind]] = {name: {} for name in checkpoint.manifest["files"] if is_tensor_file(name)}
+    for tensor in checkpoint.tensors.values():
+        for piece in tensor.pieces:
+            if piece.file not in listed:
+                return f"{MANIFEST} does not list {piece.file}"
+            listed[piece.file][piece.key] = tensor.dtype, piece.size
+    for name, kinds in listed.items():
+        num_bytes = sum(prod(shape) * DTYPES[dtype].itemsize for dtype, shape in kinds.values())
+        if num_bytes > checkpoint.manifest["files"][name]["bytes"]:
+            return f"{name} is smaller than {INDEX} records"
+    for name in filter(is_tensor_file, read):
+        if (found := TensorFile(checkpoint.folder / name).kinds()) != listed[name]:
+            odd = sorted(dict(found.items() ^ listed[name].items()))
+            return f"{name} does not match {INDEX}: {first_few(odd)}"
+    return ""
+
+
+def _why_not_of_its_recipe(checkpoint: Checkpoint) -> str:
+    """Which tensors are not those that a training of its recipe saves."""
+    tensors = checkpoint.tensors
+    try:
+        model = checkpoint.recipe.model
+    except DataError as error:
+        raise DataError(
+            [Problem(f"{RECIPE} cannot be used: {each.what}", place=each.place) for each in error.problems]
+        ) from error
+    needed = dict(islice(_tensors_of(model), len(tensors) + 1))  # one more shows that there are too few
     if missing := [name for name in needed if name not in tensors]:
-        return [f"{INDEX} lacks {first_few(missing)}"]
+        return f"{INDEX} lacks {first_few(missing)}"
     if unknown := sorted(tensors.keys() - needed.keys()):
-        return [f"{INDEX} has tensors that the model does not: {first_few(unknown)}"]
+        return f"{INDEX} has tensors that the model does not: {first_few(unknown)}"
     wrong = [name for name, kind in needed.items() if tensors[name].kind != kind]
-    return [f"{name} is {tensors[name].kind} in {INDEX} and {needed[name]} in {RECIPE}" for name in wrong]
+    return f"other in {INDEX} than in {RECIPE}: {first_few(wrong)}" if wrong else ""
 
 
 def _tensors_of(model: ModelSection) -> Iterator[tuple[str, Kind]]:
@@ -340,3 +204,131 @@ def _tensors_of(model: ModelSection) -> Iterator[tuple[str, Kind]]:
             name = weight.name.replace("layers.0.", f"layers.{layer}.", 1)
             for full in (f"model.{name}", f"optim.{name}.exp_avg", f"optim.{name}.exp_avg_sq"):
                 yield full, ("F32", weight.shape)
+
+
+# ---------------------------------------------------------------- tensors
+
+
+class TensorFile:
+    """A safetensors file, open for reading. DataError if it is not one: the library proves that the header is sane and
+    that every byte belongs to exactly one tensor."""
+
+    def __init__(self, path: Path, *, remedy: str = ANOTHER) -> None:
+        """`remedy`: what to do about a file that cannot be read."""
+        self.path = path
+        self._remedy = remedy
+        try:
+            os.close(open_regular(path))
+            self._file: Any = safe_open(path, framework="pt")
+        except (OSError, ValueError, SafetensorError) as error:  # ValueError: a name that cannot be one
+            raise self._damaged(str(error)) from error
+
+    def kinds(self) -> dict[str, Kind]:
+        """(dtype, shape) of every tensor."""
+        slices = {name: self._file.get_slice(name) for name in self._file.keys()}  # noqa: SIM118 (no mapping)
+        return {name: (found.get_dtype(), tuple(found.get_shape())) for name, found in slices.items()}
+
+    def view(self, key: str, shape: tuple[int, ...] | None = None) -> Tensor:
+        """A tensor, of this shape if one is given, as a view of the mapped file: it is read where it is used."""
+        try:
+            found = self._file.get_slice(key)
+            if shape is None or tuple(found.get_shape()) == shape:
+                values: Tensor = found[...]
+                return values
+        except (SafetensorError, ValueError, RuntimeError, AttributeError) as error:
+            raise self._damaged(f"{key}: {error}") from error
+        raise self._damaged(f"it holds no {key} of shape {shape}")
+
+    def _damaged(self, why: str) -> DataError:
+        what = f"{self.path.name} cannot be read: {why[:500]}"
+        return DataError(Problem(what, "", self._remedy, str(self.path.parent)))
+
+
+class TensorFiles:
+    """Of one folder, opened when they are needed; some stay open."""
+
+    def __init__(self, folder: Path, **options: str) -> None:
+        self.open = lru_cache(_MOST_OPEN_FILES)(lambda name: TensorFile(folder / name, **options))
+
+
+def load_pieces(checkpoint: Checkpoint, pieces: Mapping[str, Piece], *, ranks: Ranks = ALONE) -> None:
+    """Fill the given pieces in place, however the checkpoint was cut; read no more than they need.
+
+    Other tensors in the checkpoint are not touched. DataError names everything that does not fit. All ranks call it:
+    what lies only on the disk of another node is broadcast from there, one tensor at a time.
+    """
+    folder = checkpoint.folder
+    with agreed(ranks):
+        parts = _parts(checkpoint, pieces)
+        here = {file for file in parts if ranks is ALONE or (folder / file).exists()}
+        for file in sorted(here):
+            source = TensorFile(folder / file)
+            for part, piece in parts[file]:
+                part.copy(source.view(part.key, part.size), piece)
+    lacking = {(file, part.key): (part, piece) for file in parts.keys() - here for part, piece in parts[file]}
+    wanted = sorted({each for found in ranks.gather(list(lacking)) for each in found})
+    holders: list[set[str]] = ranks.gather({file for file, _ in wanted if (folder / file).exists()})
+    for file, key in wanted:
+        sender = next(rank for rank, held in enumerate(holders) if file in held)  # read_checkpoint has found one
+        values = TensorFile(folder / file).view(key).clone() if sender == ranks.rank else None
+        values = ranks.broadcast(values, sender)
+        if (file, key) in lacking:
+            part, piece = lacking[file, key]
+            part.copy(values, piece)
+
+
+def _parts(checkpoint: Checkpoint, pieces: Mapping[str, Piece]) -> dict[str, list[tuple[SavedPiece, Piece]]]:
+    """By file, what must be copied from it into which piece."""
+    problems, parts = list[Problem](), dict[str, list[tuple[SavedPiece, Piece]]]()
+    for name, piece in pieces.items():
+        saved = checkpoint.tensors.get(name)
+        if not prod(piece.shape):
+            continue
+        if saved is None or saved.shape != tuple(piece.shape):
+            found = "not" if saved is None else saved.shape
+            what = f"{name} is {found} in the checkpoint and {tuple(piece.shape)} in the recipe"
+            problems.append(Problem(what, place=str(checkpoint.folder)))
+            continue
+        for part in saved.pieces:
+            if part.meet(Box.of(piece)) is not None:
+                parts.setdefault(part.file, []).append((part, piece))
+    if problems:
+        what = "the checkpoint does not fit this recipe"
+        raise DataError([*problems, Problem(what, remedy="use the recipe it came from")])
+    return parts
+
+
+def load_model(checkpoint: Checkpoint, *, device: torch.device) -> nn.Module:
+    """The model of its recipe with its fp32 weights, ready to evaluate."""
+    model = build_model(checkpoint.recipe.model)
+    model.to_empty(device=device)
+    model.tie_weights()
+    model.rebuild_buffers(device)
+    weights = {f"model.{name}": Piece.whole(parameter.data) for name, parameter in model.named_parameters()}
+    load_pieces(checkpoint, weights)
+    return model.eval()
+
+
+def tokenizer_of(checkpoint: Checkpoint, path: str | None = None) -> Tokenizer:
+    """The tokenizer at `path`, else the recipe's; the one that this checkpoint was trained with, or DataError."""
+    recipe, remedy = checkpoint.recipe, "give the one it was trained with, with --tokenizer"
+    where = path or (recipe.tokenizer.path if recipe.tokenizer else None)
+    if where is None:
+        raise DataError(Problem("the recipe names no tokenizer", remedy="give one with --tokenizer"))
+    tokenizer = Tokenizer.load(where)
+    if tokenizer.vocab_size > recipe.model.vocab_size:
+        what = (
+            f"the tokenizer has {tokenizer.vocab_size} entries but the model's vocabulary is {recipe.model.vocab_size}"
+        )
+        raise DataError(Problem(what, remedy=remedy, place=where))
+    check_tokenizer(checkpoint, tokenizer.content_hash, remedy=remedy, place=where)
+    return tokenizer
+
+
+def check_tokenizer(checkpoint: Checkpoint, tokenizer_hash: str | None, *, remedy: str, place: str) -> None:
+    """DataError if it is not the tokenizer that the checkpoint was trained with. Without a hash nobody knows."""
+    then: str | None = checkpoint.manifest.get("tokenizer")
+    if then and tokenizer_hash and is_other_tokenizer(then, tokenizer_hash):
+        own, name = tokenizer_hash[:12], checkpoint.folder.name
+        what = f"the tokenizer has the hash {own}, but {name} was trained with {then[:12]}"
+        raise DataError(Problem(what, "with another one its tokens would mean other texts", remedy, place))

@@ -13,24 +13,23 @@ import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
-from functools import cached_property, partial
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from bloomery.base.bounded import LARGE_BYTES, read_small
 from bloomery.base.errors import DataError, Problem
-from bloomery.base.ranks import ALONE, Ranks, first_rank_does
+from bloomery.base.ranks import ALONE, Ranks, agreed, first_rank_does
 from bloomery.base.storage import own_folder, remove_tree
 from bloomery.checkpoint import folder as folders
 from bloomery.checkpoint.folder import Writer
-from bloomery.checkpoint.format import MANIFEST, parse_manifest, read_manifest
-from bloomery.checkpoint.load import damage
+from bloomery.checkpoint.load import Checkpoint, read_checkpoint
+from bloomery.checkpoint.manifest import MANIFEST, parse_manifest
 from bloomery.checkpoint.retention import kept_by
 from bloomery.config.recipe import KeepSection
 from bloomery.monitor.history import Start
 
-T = TypeVar("T")
 _FILES_AT_A_TIME = 8
 
 
@@ -41,37 +40,26 @@ class RemoteCheckpoint:
     step: int
     content: bytes
     """Of its manifest."""
+    manifest: dict[str, Any]
+    """Empty if it is not that of a checkpoint of this step."""
     sizes: Mapping[str, int]
     """Of the files that are there."""
 
     @property
-    def name(self) -> str:
-        return folders.step_name(self.step)
-
-    @cached_property
-    def manifest(self) -> dict[str, Any] | None:
-        """None if it is not that of a checkpoint of this step."""
-        try:
-            found = parse_manifest(self.content)
-        except ValueError:
-            return None
-        return found if found["step"] == self.step else None
-
-    @property
     def saved_at(self) -> float:
-        return float((self.manifest or {}).get("time") or 0.0)
+        return float(self.manifest.get("time") or 0.0)
 
     def is_of(self, run: str) -> bool:
-        return self.manifest is not None and self.manifest.get("run", run) == run
+        return bool(self.manifest.get("run", run) == run)
 
     def is_whole(self) -> bool:
-        files = self.manifest["files"] if self.manifest else {}
+        files = self.manifest.get("files", {})
         return bool(files) and all(self.sizes.get(file) == facts["bytes"] for file, facts in files.items())
 
     def is_stale(self, starts: Sequence[Start]) -> bool:
         """Whether a start after the one that saved it began from an earlier step: its branch was abandoned. Of one that
         was saved from another folder nobody here knows."""
-        saved_by = [n for n, start in enumerate(starts) if start.token == (self.manifest or {}).get("start")]
+        saved_by = [n for n, start in enumerate(starts) if start.token == self.manifest.get("start")]
         return bool(saved_by) and any(start.step < self.step for start in starts[saved_by[-1] + 1 :])
 
 
@@ -92,11 +80,10 @@ def _is_link(store: Any, path: str) -> bool:
 def list_remote(url: str) -> list[RemoteCheckpoint]:
     """All that have a manifest, by step."""
     store, root = open_store(url)
-    if not store.exists(root):
-        return []
-    names = {entry.rstrip("/").rsplit("/", 1)[-1] for entry in store.ls(root, detail=False)}
-    found = [_read_remote(store, f"{root}/{name}") for name in sorted(filter(folders.is_step_name, names))]
-    return sorted((each for each in found if each is not None), key=lambda each: each.step)
+    entries = store.ls(root, detail=False) if store.exists(root) else []
+    names = {entry.rstrip("/").rsplit("/", 1)[-1] for entry in entries}
+    found = [_read_remote(store, f"{root}/{name}") for name in filter(folders.is_step_name, names)]
+    return sorted(filter(None, found), key=lambda each: each.step)
 
 
 def _read_remote(store: Any, path: str) -> RemoteCheckpoint | None:
@@ -106,11 +93,13 @@ def _read_remote(store: Any, path: str) -> RemoteCheckpoint | None:
         sizes = {entry["name"].rsplit("/", 1)[-1]: entry["size"] or 0 for entry in store.ls(path, detail=True)}
         if MANIFEST not in sizes:
             return None
-        is_bounded = sizes[MANIFEST] <= LARGE_BYTES
-        content = store.cat_file(f"{path}/{MANIFEST}") if is_bounded else b""
+        content = store.cat_file(f"{path}/{MANIFEST}") if sizes[MANIFEST] <= LARGE_BYTES else b""
     except (FileNotFoundError, NotADirectoryError):  # deleted meanwhile, or a file in the way
         return None
-    return RemoteCheckpoint(path, folders.step_of(Path(path)), content, sizes)
+    step, manifest = folders.step_of(Path(path)), dict[str, Any]()
+    with contextlib.suppress(ValueError):
+        manifest = parse_manifest(content)
+    return RemoteCheckpoint(path, step, content, manifest if manifest.get("step") == step else {}, sizes)
 
 
 # ---------------------------------------------------------------- upload
@@ -122,7 +111,7 @@ class UploadOutcome:
     to: str
     seconds: float
     error: str = ""
-    removed: tuple[str, ...] = ()
+    removed: Sequence[str] = ()
     """Older copies that were deleted there."""
     was_there: bool = False
     """Nothing was copied, because the same one lies there."""
@@ -146,9 +135,8 @@ class Uploader:
         self.to = to
         self._run, self._every_steps, self._keep, self._writer = run, every_steps, keep, writer
         self._changed = threading.Condition()
-        self._waiting: tuple[Path, bool] | None = None
-        """(checkpoint, whether to delete nothing for it), like the one that is being copied."""
-        self._current: tuple[Path, bool] | None = None
+        self._queue: list[tuple[Path, bool]] = []
+        """(checkpoint, whether to delete nothing for it): the one that is being copied, and one that waits."""
         self._outcomes: list[UploadOutcome] = []
 
     def offer(self, folder: Path, *, keep_all: bool = False, final: bool = False) -> bool:
@@ -158,12 +146,9 @@ class Uploader:
         if not final and self._every_steps is not None and folders.step_of(folder) % self._every_steps:
             return False
         with self._changed:
-            self._waiting = folder, keep_all
-            if self._current is None:
-                self._current, self._waiting = self._waiting, None
-                threading.Thread(
-                    target=self._work, args=[folder, keep_all], name="bloomery-upload", daemon=True
-                ).start()
+            self._queue[1:] = [(folder, keep_all)]
+            if len(self._queue) == 1:
+                threading.Thread(target=self._work, name="bloomery-upload", daemon=True).start()
         return True
 
     def offer_newest(self, root: Path, *, train_steps: int) -> None:
@@ -174,7 +159,7 @@ class Uploader:
     def protected(self) -> set[int]:
         """Steps that retention must not delete for now."""
         with self._changed:
-            return {folders.step_of(each[0]) for each in (self._current, self._waiting) if each is not None}
+            return {folders.step_of(folder) for folder, _ in self._queue}
 
     def poll(self) -> list[UploadOutcome]:
         """How uploads since the last call have ended."""
@@ -185,34 +170,32 @@ class Uploader:
     def wait(self, at_most_seconds: float) -> list[UploadOutcome]:
         """Until no upload is in flight, or the time is over; then as `poll`."""
         with self._changed:
-            self._changed.wait_for(lambda: self._current is None, at_most_seconds)
+            self._changed.wait_for(lambda: not self._queue, at_most_seconds)
         return self.poll()
 
-    def _work(self, folder: Path, keep_all: bool) -> None:
-        while True:
-            outcome = self._copy(folder, keep_all)
+    def _work(self) -> None:
+        is_done = False
+        while not is_done:
+            outcome = self._copy(*self._queue[0])
             with self._changed:
                 self._outcomes.append(outcome)
-                self._current, self._waiting = self._waiting, None
+                del self._queue[0]
                 self._changed.notify_all()
-                if self._current is None:
-                    return
-                folder, keep_all = self._current
+                is_done = not self._queue
 
     def _copy(self, folder: Path, keep_all: bool) -> UploadOutcome:
         step, started = folders.step_of(folder), time.monotonic()
-        error, trouble, removed, was_there = "", "", [], False
         try:
             was_there = upload(folder, self.to, self._writer)
-        except Exception as caught:  # whatever a store may raise: it is reported, and training continues
-            error = f"{type(caught).__name__}: {caught}"
-        seconds = time.monotonic() - started
-        if self._keep is not None and not keep_all and not error:
-            try:
-                removed = apply_remote_retention(self.to, self._keep, step, self._run, self._writer)
-            except Exception as caught:
-                trouble = f"{type(caught).__name__}: {caught}"
-        return UploadOutcome(step, self.to, seconds, error, tuple(removed), was_there, trouble)
+        except Exception as error:  # whatever a store may raise: it is reported, and training continues
+            return UploadOutcome(step, self.to, time.monotonic() - started, f"{type(error).__name__}: {error}")
+        outcome = UploadOutcome(step, self.to, time.monotonic() - started, was_there=was_there)
+        if self._keep is None or keep_all:
+            return outcome
+        try:
+            return replace(outcome, removed=retain_remote(self.to, self._keep, step, self._run, self._writer))
+        except Exception as error:
+            return replace(outcome, retention_trouble=f"{type(error).__name__}: {error}")
 
 
 def upload(folder: Path, to: str, writer: Writer | None = None) -> bool:
@@ -230,20 +213,18 @@ def upload(folder: Path, to: str, writer: Writer | None = None) -> bool:
     if there is not None:  # of another branch of the run: no longer complete
         store.rm_file(f"{path}/{MANIFEST}")
     store.makedirs(path, exist_ok=True)
-    for file in store.ls(path, detail=False) if "file" in store.protocol else ():
-        if os.path.islink(file):
-            os.unlink(file)
-    _at_once(partial(_put, store, path, folder, writer), parse_manifest(content)["files"])
-    _require(writer)
-    store.pipe_file(f"{path}/{MANIFEST}", content)
+
+    def put(file: str) -> None:
+        _require(writer)
+        if (folder / file).is_symlink():
+            raise OSError(f"{folder / file} is a link, which is not followed")
+        if _is_link(store, f"{path}/{file}"):
+            os.unlink(f"{path}/{file}")
+        store.put_file(str(folder / file), f"{path}/{file}")
+
+    _at_once(put, parse_manifest(content)["files"])
+    put(MANIFEST)
     return False
-
-
-def _put(store: Any, path: str, folder: Path, writer: Writer | None, file: str) -> None:
-    _require(writer)
-    if (folder / file).is_symlink():
-        raise OSError(f"{folder / file} is a link, which is not followed")
-    store.put_file(str(folder / file), f"{path}/{file}")
 
 
 def _require(writer: Writer | None) -> None:
@@ -251,28 +232,25 @@ def _require(writer: Writer | None) -> None:
         writer.require()
 
 
-def apply_remote_retention(
-    url: str, keep: KeepSection, newest: int, run: str, writer: Writer | None = None
-) -> list[str]:
+def retain_remote(url: str, keep: KeepSection, newest: int, run: str, writer: Writer | None = None) -> list[str]:
     """Delete there what `keep` does not name, now that the checkpoint of step `newest` has arrived; the names.
 
     Never touches that one, later ones, which belong to another branch, nor those of another run. OSError, and nothing
     is deleted, if it is not whole there.
     """
     store, _ = open_store(url)
-    found = {each.step: each for each in list_remote(url) if each.is_of(run) and each.step <= newest}
+    found = {each.step: each for each in list_remote(url) if each.manifest and each.is_of(run) and each.step <= newest}
     if newest not in found or not found[newest].is_whole():
         raise OSError(f"{folders.step_name(newest)} is not complete in {url}, so nothing older was deleted there")
-    manifests = {step: each.manifest or {} for step, each in found.items()}
-    doomed = sorted(found.keys() - kept_by(manifests, keep))
-    for step in doomed:
+    doomed = sorted(found.keys() - kept_by({step: each.manifest for step, each in found.items()}, keep))
+    for each in (found[step] for step in doomed):
         _require(writer)
-        for file in (MANIFEST, *manifests[step]["files"]):
+        for file in (MANIFEST, *each.manifest["files"]):
             with contextlib.suppress(FileNotFoundError):
-                store.rm_file(f"{found[step].path}/{file}")
+                store.rm_file(f"{each.path}/{file}")
         with contextlib.suppress(Exception):  # a store without folders has none to remove, and a file of a user stays
-            store.rmdir(found[step].path)
-    return [found[step].name for step in doomed]
+            store.rmdir(each.path)
+    return [folders.step_name(step) for step in doomed]
 
 
 # ---------------------------------------------------------------- fetch
@@ -280,7 +258,7 @@ def apply_remote_retention(
 
 @dataclass(frozen=True)
 class Fetched:
-    folder: Path | None = None
+    checkpoint: Checkpoint | None = None
     """None: nothing newer that is whole lies there."""
     damaged: Mapping[str, list[str]] = field(default_factory=dict)
     """Newer ones there that cannot be used, by URL, and why."""
@@ -301,14 +279,14 @@ class RemoteSource:
     """Of this run folder, which know abandoned branches."""
     ranks: Ranks = ALONE
 
-    def fetch_newer(self, local: Path | None) -> Fetched:
+    def fetch_newer(self, local: Checkpoint | None) -> Fetched:
         """The newest that is whole and was saved after the `local` one. DataError if the place cannot be read or holds
         copies of another run."""
-        after = float(read_manifest(local).get("time") or 0.0) if local else -1.0
-        step = folders.step_of(local) if local else -1
+        after = float(local.manifest.get("time") or 0.0) if local else -1.0
+        step = local.manifest["step"] if local else -1
 
         def is_newer(each: RemoteCheckpoint) -> bool:
-            if each.manifest is None:
+            if not each.manifest:
                 return each.step > step
             return each.saved_at > after and not each.is_stale(self.starts)
 
@@ -320,67 +298,76 @@ class RemoteSource:
         is_here = any(path.name == wanted for root in roots for path in folders.complete_checkpoints(root))
         if not folders.is_step_name(wanted) or self.ranks.broadcast(is_here):
             return Fetched()
-        return self._fetch(lambda each: each.name == wanted)
+        return self._fetch(lambda each: folders.step_name(each.step) == wanted)
 
     def _fetch(self, is_wanted: Callable[[RemoteCheckpoint], bool]) -> Fetched:
         """The one that was saved last: a branch that began from an earlier step wins over the one it abandoned."""
         damaged: dict[str, list[str]] = {}
         for candidate in first_rank_does(self.ranks, lambda: self._candidates(is_wanted)):
-            staging = self.root / f".{candidate.name}-fetch.tmp"
-            if wrong := self._download(candidate, staging):
-                damaged[f"{self.url.rstrip('/')}/{candidate.name}"] = wrong
+            name = folders.step_name(candidate.step)
+            staging, final = self.root / f".{name}-fetch.tmp", self.root / name
+            place = f"{self.url.rstrip('/')}/{name}"
+            if not candidate.manifest:
+                damaged[place] = [f"{MANIFEST} is not that of a checkpoint of step {candidate.step}"]
                 continue
-            final = self.root / candidate.name
+            self._download(candidate, staging)
+            try:
+                checkpoint = read_checkpoint(staging, ranks=self.ranks)
+            except DataError as error:
+                damaged[place] = [problem.what for problem in error.problems]
+                self._remove(staging)
+                continue
             aside = first_rank_does(self.ranks, partial(_publish, staging, final))  # all see it only under its name
-            return Fetched(final, damaged, aside)
+            return Fetched(replace(checkpoint, folder=final), damaged, aside)
         return Fetched(None, damaged)
 
     def _candidates(self, is_wanted: Callable[[RemoteCheckpoint], bool]) -> list[RemoteCheckpoint]:
         try:
             found = list_remote(self.url)
         except Exception as error:  # whatever a store may raise
-            raise self._unreachable([f"{type(error).__name__}: {error}"]) from error
+            raise self._unreachable(error) from error
         for each in found:
-            if each.manifest is not None and not each.is_of(self.run):
+            if not each.is_of(self.run):
                 other = each.manifest["run"]
-                what = f"{self.url}: {each.name} is of the run {other!r}, and this is {self.run!r}"
+                what = f"{self.url}: {folders.step_name(each.step)} is of the run {other!r}, and this is {self.run!r}"
                 rule = "every run has a place of its own for its copies"
                 remedy = f"use another checkpoint.upload.to, or name={other} to resume that run"
                 raise DataError(Problem(what, rule, remedy))
-        wanted = filter(is_wanted, found)
-        return sorted(wanted, key=lambda each: (each.manifest is None, each.saved_at, each.step), reverse=True)
+        return sorted(
+            filter(is_wanted, found), key=lambda each: (not each.manifest, each.saved_at, each.step), reverse=True
+        )
 
-    def _download(self, remote: RemoteCheckpoint, staging: Path) -> list[str]:
-        """Copy one into an empty folder and verify it there; what is wrong with it. DataError if it cannot be read."""
-        if remote.manifest is None:
-            return [f"{MANIFEST} is not that of a checkpoint of step {remote.step}"]
-        ranks, trouble = self.ranks, ""
-        if ranks.rank == 0:
-            remove_tree(staging)  # of a start that was killed
-        ranks.gather(None)
+    def _download(self, remote: RemoteCheckpoint, staging: Path) -> None:
+        """Copy one into an empty folder. DataError if it cannot be read; then nothing is left."""
+        self._remove(staging)  # of a start that was killed
+
+        def get(file: str) -> None:
+            with contextlib.suppress(FileNotFoundError):  # read_checkpoint finds that it is missing
+                store.get_file(f"{remote.path}/{file}", str(staging / file))
+
         try:
-            own_folder(staging, parents=True)
-            store, _ = open_store(self.url)
-            _at_once(
-                partial(_get, store, remote.path, staging), sorted(remote.manifest["files"])[ranks.rank :: ranks.size]
-            )
-            if ranks.rank == 0:
-                (staging / MANIFEST).write_bytes(remote.content)
-        except Exception as caught:  # whatever a store may raise
-            trouble = f"{type(caught).__name__}: {caught}"
-        errors = [text for text in ranks.gather(trouble) if text]
-        wrong = errors or damage(staging, ranks=ranks)
-        if wrong and ranks.rank == 0:
-            remove_tree(staging)
-        if errors:
-            raise self._unreachable(errors)
-        return wrong
+            with agreed(self.ranks):
+                try:
+                    own_folder(staging, parents=True)
+                    store, _ = open_store(self.url)
+                    _at_once(get, sorted(remote.manifest["files"])[self.ranks.rank :: self.ranks.size])
+                    if self.ranks.rank == 0:
+                        (staging / MANIFEST).write_bytes(remote.content)
+                except Exception as error:  # whatever a store may raise
+                    raise self._unreachable(error) from error
+        except DataError:
+            self._remove(staging)
+            raise
 
-    def _unreachable(self, errors: Sequence[str]) -> DataError:
-        rule = "a newer checkpoint may be there"
+    def _remove(self, staging: Path) -> None:
+        if self.ranks.rank == 0:
+            remove_tree(staging)
+        self.ranks.gather(None)
+
+    def _unreachable(self, error: Exception) -> DataError:
+        what = f"checkpoints at {self.url} cannot be read: {type(error).__name__}: {error}"
         remedy = "fix the connection, or start without it: checkpoint.upload=null"
-        texts = [f"checkpoints at {self.url} cannot be read: {error}" for error in errors]
-        return DataError([Problem(text, rule, remedy) for text in texts])
+        return DataError(Problem(what, "a newer checkpoint may be there", remedy))
 
 
 def _publish(staging: Path, final: Path) -> str:
@@ -390,11 +377,6 @@ def _publish(staging: Path, final: Path) -> str:
     return aside
 
 
-def _get(store: Any, path: str, folder: Path, file: str) -> None:
-    with contextlib.suppress(FileNotFoundError):  # that it is missing is found by `damage`
-        store.get_file(f"{path}/{file}", str(folder / file))
-
-
-def _at_once(function: Callable[[str], T], files: Collection[str]) -> list[T]:
+def _at_once(function: Callable[[str], None], files: Collection[str]) -> None:
     with ThreadPoolExecutor(_FILES_AT_A_TIME) as pool:
-        return [done.result() for done in [pool.submit(function, file) for file in files]]
+        list(pool.map(function, files))

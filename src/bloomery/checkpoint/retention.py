@@ -12,20 +12,18 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import os
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from tempfile import TemporaryFile
 from typing import Any, Protocol
 
 from bloomery.base.bounded import LARGE_BYTES, read_json
 from bloomery.base.errors import DataError
-from bloomery.base.storage import opened_folder, own_folder, remove_tree, writing, written_to
+from bloomery.base.storage import make_folder, own_folder, sweep_folder, written_to
 from bloomery.checkpoint import folder as folders
-from bloomery.checkpoint.folder import Writer
-from bloomery.checkpoint.format import MANIFEST, PARTS, SUSPICIOUS, read_manifest
+from bloomery.checkpoint.folder import Writer, read_manifest
+from bloomery.checkpoint.manifest import MANIFEST, PARTS, SUSPICIOUS
 from bloomery.config.recipe import CheckpointSection, KeepSection
 from bloomery.sizing.schedule import kept_steps
 
@@ -54,10 +52,8 @@ class Tier:
         """Make the folder on this node, and delete what earlier starts have left there and no checkpoint needs. Every
         rank calls it, after one of them has tidied `root`. StorageError if nothing can be written there."""
         if self.parts_root is not None:
-            with written_to("checkpoint.local.path"), writing(self.parts_root, "write in the folder"):
-                own_folder(self.parts_root, parents=True)
-                with TemporaryFile(dir=self.parts_root) as probe:  # without a name: a kill leaves nothing
-                    probe.write(b"probe")
+            with written_to("checkpoint.local.path"):
+                make_folder(own_folder(self.parts_root, parents=True))
             sweep_parts(self.parts_root, self.root)
 
 
@@ -79,10 +75,7 @@ def sweep_parts(parts_root: Path, root: Path, *, spare: Collection[str] = ()) ->
             continue
         except (OSError, ValueError, AttributeError, TypeError):  # it may name any of them
             return
-    with contextlib.suppress(OSError), opened_folder(parts_root) as here:
-        for name in os.listdir(here):
-            if name not in kept:
-                remove_tree(name, dir_fd=here)
+    sweep_folder(parts_root, lambda name: name not in kept)
 
 
 class Uploads(Protocol):

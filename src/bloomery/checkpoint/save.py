@@ -40,23 +40,19 @@ from bloomery.base.units import format_bytes, format_seconds
 from bloomery.checkpoint import folder as folders
 from bloomery.checkpoint.folder import FencedError, Writer
 from bloomery.checkpoint.format import (
-    INDEX,
-    PARTS,
-    RECIPE,
     REPORT,
-    STATE,
     FileLayout,
     RankReport,
+    SavedTensor,
     as_bytes,
-    facts_of,
+    held_tensors,
     index_text,
     is_written,
     merge,
     raw_bytes,
-    report,
     write_file,
-    write_manifest,
 )
+from bloomery.checkpoint.manifest import INDEX, PARTS, RECIPE, STATE, facts_of, write_manifest
 from bloomery.checkpoint.retention import Retention, sweep_parts
 
 _PATIENCE = 0.8
@@ -69,7 +65,6 @@ _GRACE_SECONDS = 5.0
 """How long a failed save waits for ranks that are still writing."""
 _INDEX_BYTES = 256
 """Of index and manifest, for each tensor of a rank."""
-_FULL = ("disk full", "ENOSPC", "EDQUOT")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,20 +85,20 @@ class SavePlan:
     retention: Retention | None = None
 
 
-@dataclass(frozen=True)
+@dataclass
 class SaveOutcome:
     """How a save ended. On rank 0 the truth about all of it, on the others about their part."""
 
     step: int
     folder: Path
-    error: StorageError | None
-    blocking_seconds: float
-    """How long training stood still for it."""
-    persist_seconds: float
-    """From then until all was on the disk."""
     bytes: int
     """Of all ranks."""
-    removed: tuple[str, ...] = ()
+    error: StorageError | None = None
+    blocking_seconds: float = 0.0
+    """How long training stood still for it."""
+    persist_seconds: float = 0.0
+    """From then until all was on the disk."""
+    removed: list[str] = field(default_factory=list)
     """Checkpoints that retention deleted, to make room or afterwards."""
     retention_trouble: str = ""
     """The checkpoint is complete, but older ones could not be deleted."""
@@ -122,7 +117,7 @@ class Saver:
         """All ranks make theirs together. `values`: see save_checkpoint."""
         tensors = {name: piece.tensor for name, piece in pieces.items() if is_written(piece)}
         self._snapshot = HostSnapshot(tensors, device) if values is None else StreamedSnapshot(tensors, values)
-        self._held = report(pieces)
+        self._held = held_tensors(pieces, _tensor_file(ranks.rank))
         self._ranks = ranks
         self._timeout_seconds = timeout_seconds
         self._total_bytes = sum(ranks.gather(self._snapshot.layout.file_bytes))
@@ -171,7 +166,7 @@ class Saver:
             assert self._flight is not None
             hung = self._flight.plan.step
             what = f"the checkpoint of step {plan.step} was not saved: the save of step {hung} still hangs"
-            self._finished.append(job.outcome(StorageError(Problem(what, remedy="check the storage"))))
+            self._finished.append(replace(job.outcome, error=StorageError(Problem(what, remedy="check the storage"))))
             return
         self._flight = job
         self._deadline, self._reported_late = time.monotonic() + self._timeout_seconds, False
@@ -179,11 +174,11 @@ class Saver:
             target=job.run, args=[self._held, self._snapshot], name="bloomery-save", daemon=True
         )
         self._thread.start()
-        job.blocking_seconds = self._stage_seconds + time.monotonic() - started
+        job.outcome.blocking_seconds = self._stage_seconds + time.monotonic() - started
 
     def wait_staged(self) -> None:
         """What is queued on the device from now on happens after the copies of the last `stage`. Does not block."""
-        self._snapshot.hold_back()
+        self._snapshot.queue.hold_back()
 
     def poll(self) -> list[SaveOutcome]:
         """How saves since the last call have ended. One that is late is reported once as an error, and again when it
@@ -194,7 +189,8 @@ class Saver:
             self._reported_late = True
             what = f"the save of step {job.plan.step} is not on the disk after {format_seconds(self._timeout_seconds)}"
             remedy = "check the storage: it hangs or is too slow; no other save is made until this one ends"
-            self._finished.append(job.outcome(StorageError(Problem(what, remedy=remedy, place=str(job.plan.root)))))
+            error = StorageError(Problem(what, remedy=remedy, place=str(job.plan.root)))
+            self._finished.append(replace(job.outcome, error=error))
         finished, self._finished = self._finished, []
         return finished
 
@@ -212,7 +208,7 @@ class Saver:
             self._thread.join(left if at_most_seconds is None else min(left, at_most_seconds))
         if self._thread.is_alive():
             return False
-        self._finished.append(self._flight.outcome(self._flight.error))
+        self._finished.append(self._flight.outcome)
         self._flight = None
         return True
 
@@ -233,7 +229,7 @@ class SaveJob:
         """`nonce`: of this attempt, the same on all ranks, so that a part of another attempt is never taken for one of
         this. `total_bytes`: of the files of all ranks. `spare`: folders in parts_root that belong to saves in flight.
         """
-        self.plan, self.ranks, self._total_bytes, self._spare = plan, ranks, total_bytes, spare
+        self.plan, self.ranks, self._spare = plan, ranks, spare
         self._nonce, self._timeout_seconds = nonce, timeout_seconds
         self._texts = {STATE: json.dumps(dict(plan.state), indent=1), RECIPE: plan.recipe_yaml}
         self.final = plan.root / folders.step_name(plan.step)
@@ -241,20 +237,16 @@ class SaveJob:
         self.draft = self.staging_dir / f".{self.final.name}-{nonce}.tmp"
         self.parts = self.draft if plan.parts_root is None else plan.parts_root / f"{self.final.name}-{nonce}"
         """Where this rank's tensor file is written."""
+        self.outcome = SaveOutcome(plan.step, self.final, total_bytes)
         self._trouble: dict[int, list[str]] = {}
         """What went wrong, by rank."""
         self._fenced = False
-        self._removed: list[str] = []
-        self._retention_trouble = ""
-        self._seconds = 0.0
-        self.blocking_seconds = 0.0
-        self.error: StorageError | None = None
 
-    def run(self, held: RankReport, snapshot: HostSnapshot) -> None:
+    def run(self, held: dict[str, SavedTensor], snapshot: HostSnapshot) -> None:
         """In the thread: nothing may be raised there, because nobody would see it."""
         started = time.monotonic()
         try:
-            snapshot.wait()
+            snapshot.queue.wait()
             self._write_part(held, snapshot)
         except Exception as error:
             self._note(error)
@@ -265,33 +257,24 @@ class SaveJob:
                 self._retain()
             except Exception as error:
                 self._note(error)
+            if self._trouble:
                 shutil.rmtree(self.draft, ignore_errors=True)  # a rank that still writes into it fails
-        self._seconds = time.monotonic() - started
-        self.error = self._error() if self._trouble else None
-
-    def outcome(self, error: StorageError | None) -> SaveOutcome:
-        return SaveOutcome(
-            step=self.plan.step,
-            folder=self.final,
-            error=error,
-            blocking_seconds=self.blocking_seconds,
-            persist_seconds=self._seconds,
-            bytes=self._total_bytes,
-            removed=tuple(self._removed),
-            retention_trouble=self._retention_trouble,
-        )
+        self.outcome.persist_seconds = time.monotonic() - started
+        self.outcome.error = self._error() if self._trouble else None
 
     def commit(self) -> None:
         """Wait for all parts, complete the draft and give it its name. For rank 0."""
         reports = self.wait_for_parts()
+        if self._trouble:
+            return
         with self._acting():
             self._complete_draft(reports)
         with self._acting():
             self.publish()
 
-    def _write_part(self, held: RankReport, snapshot: HostSnapshot) -> None:
+    def _write_part(self, held: dict[str, SavedTensor], snapshot: HostSnapshot) -> None:
         """This rank's tensors and the report that they are there."""
-        name, layout = f"tensors-{self.ranks.rank:05d}.safetensors", snapshot.layout
+        name, layout = _tensor_file(self.ranks.rank), snapshot.layout
         try:
             with self._acting():
                 # A staging dir that is gone is not made again: what is beneath a lost mount is another place.
@@ -300,13 +283,15 @@ class SaveJob:
                     self._sweep_parts()
                     own_folder(self.parts)
                 self._require_room(snapshot)
-                facts = write_file(self.parts / name, layout, snapshot.blocks()) if layout.data_bytes else None
+                written = {}
+                if layout.data_bytes:
+                    written[name] = write_file(self.parts / name, layout, snapshot.blocks())
                 if self.plan.parts_root is not None:
                     sync_folder(self.parts)  # elsewhere rank 0 does it for all, with the manifest
                 path = self._report_file(self.ranks.rank)
                 hidden = path.with_name(f".{path.name}")  # it need not survive a power cut: it is not synced
                 with open(hidden, "wb", opener=open_plain) as file:
-                    file.write(REPORT.dump_json(replace(held, file=name if facts else "", facts=facts)))
+                    file.write(REPORT.dump_json(RankReport(held, written)))
                 os.replace(hidden, path)
         except Exception:
             with contextlib.suppress(OSError):
@@ -316,21 +301,19 @@ class SaveJob:
     def _require_room(self, snapshot: HostSnapshot) -> None:
         """Before the first byte: rank 0 checks for all ranks if they share a disk, else each for itself. write_file
         then reserves it."""
-        needed = snapshot.layout.file_bytes
-        if self.ranks.rank == 0 and self.plan.parts_root is None:
+        is_first, needed = self.ranks.rank == 0, snapshot.layout.file_bytes
+        if is_first and self.plan.parts_root is None:
             texts = sum(map(len, self._texts.values()))
-            needed = self._total_bytes + texts + _INDEX_BYTES * (1 + len(snapshot.layout.order)) * self.ranks.size
-        free = shutil.disk_usage(self.parts).free
-        if free < needed and self.plan.retention is not None and self.ranks.rank == 0:
+            needed = self.outcome.bytes + texts + _INDEX_BYTES * (1 + len(snapshot.layout.order)) * self.ranks.size
+        if is_first and self.plan.retention is not None and shutil.disk_usage(self.parts).free < needed:
             with contextlib.suppress(OSError):  # the lack of room is reported instead
-                self._removed += self.plan.retention.make_room()
+                self.outcome.removed += self.plan.retention.make_room()
                 self._sweep_parts()
-            free = shutil.disk_usage(self.parts).free
-        if free < needed:
+        if (free := shutil.disk_usage(self.parts).free) < needed:
             raise OSError(f"disk full: {format_bytes(free)} of {format_bytes(needed)} are free")
 
     def wait_for_parts(self) -> list[RankReport]:
-        """Every rank's report. _PartsError when one has failed, or when the time is over.
+        """Every rank's report; none of them when one has failed, or when the time is over, which is then noted.
 
         After a failure the others are waited for a little longer: what they write must not be left behind. Not so when
         a newer start has taken over, which sweeps what is left. FileNotFoundError where the draft is gone while nobody
@@ -345,10 +328,9 @@ class SaveJob:
                 elif (word := self.ranks.store_get(self._word_of(rank))) is not None:
                     self._trouble[rank], self._fenced = word[0], self._fenced or word[1]
             missing -= found.keys() | self._trouble.keys()
-            if missing:
+            if missing and not self._trouble:
                 with self._acting():
-                    if not self._trouble:
-                        self.draft.stat()
+                    self.draft.stat()
             if self._trouble:
                 deadline = min(deadline, time.monotonic() + (_GRACE_SECONDS if self.staging_dir.is_dir() else 0.0))
             if not missing or time.monotonic() >= deadline:
@@ -359,9 +341,7 @@ class SaveJob:
             patience = format_seconds(self._timeout_seconds)
             text = f"its part did not arrive within {patience}: it hangs, or this is no folder that all ranks share"
             self._trouble = {rank: [text] for rank in missing}
-        if self._trouble:
-            raise _PartsError
-        return [found[rank] for rank in range(self.ranks.size)]
+        return [] if self._trouble else [found[rank] for rank in range(self.ranks.size)]
 
     def _complete_draft(self, reports: Sequence[RankReport]) -> None:
         """All that a draft still lacks, the manifest last."""
@@ -370,7 +350,7 @@ class SaveJob:
             _write_synced(self.draft / name, text)
         for rank in range(self.ranks.size):
             self._report_file(rank).unlink()
-        files = {each.file: each.facts for each in reports if each.facts is not None}
+        files = {name: facts for each in reports for name, facts in each.files.items()}
         where = {} if self.plan.parts_root is None else {PARTS: str(self.parts.absolute())}
         if where:
             for name in files:
@@ -400,10 +380,11 @@ class SaveJob:
         remove_tree(old)
 
     def _retain(self) -> None:
-        try:
-            self._removed += self.plan.retention.after_save(self.final) if self.plan.retention else ()
-        except OSError as error:
-            self._retention_trouble = str(error)
+        if self.plan.retention is not None and not self._trouble:
+            try:
+                self.outcome.removed += self.plan.retention.after_save(self.final)
+            except OSError as error:
+                self.outcome.retention_trouble = str(error)
 
     def _sweep_parts(self) -> None:
         if self.plan.parts_root is not None:
@@ -428,13 +409,9 @@ class SaveJob:
     def _note(self, error: Exception) -> None:
         """Remember what went wrong on this rank."""
         self._fenced |= isinstance(error, FencedError)
-        if isinstance(error, _PartsError):
-            return
-        texts = [str(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"]
+        texts = [reason(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"]
         if isinstance(error, BloomeryError):
             texts = [str(problem) for problem in error.problems]
-        elif isinstance(error, OSError) and error.errno is not None:
-            texts = [reason(error)]
         self._trouble[self.ranks.rank] = texts
 
     def _error(self) -> StorageError:
@@ -442,24 +419,25 @@ class SaveJob:
         problems = []
         for rank, texts in sorted(self._trouble.items()):
             where = f" on rank {rank}" if self.ranks.size > 1 else ""
-            problems += [
-                f"the checkpoint of step {self.plan.step} could not be written{where}: {each}" for each in texts
-            ]
-        place = self.plan.parts_root or self.plan.root
-        option = "--run-dir" if self.plan.parts_root is None else "checkpoint.local.path"
-        is_full = any(word in text for text in problems for word in _FULL)
-        rule = f"{free_space(place)}, about {format_bytes(self._total_bytes)} are needed" if is_full else ""
-        advice = "make room" if is_full else "check the storage (`df`, `dmesg`, permissions; is it mounted?)"
-        gone = f"{', '.join(self._removed)} had to go, as `keep` allows" if self._removed else ""
-        remedy = f"{advice} or name another {option}; {gone or 'older checkpoints are untouched'}"
+            what = f"the checkpoint of step {self.plan.step} could not be written{where}"
+            problems += [Problem(f"{what}: {each}") for each in texts]
         if self._fenced:
-            rule, remedy = "", "stop this process: the newer start continues"
-        kind = FencedError if self._fenced else StorageError
-        return kind([*map(Problem, problems[:-1]), Problem(problems[-1], rule, remedy, str(place))])
+            return FencedError(
+                [*problems[:-1], replace(problems[-1], remedy="stop this process: the newer one continues")]
+            )
+        place, option = self.plan.root, "--run-dir"
+        if self.plan.parts_root is not None:
+            place, option = self.plan.parts_root, "checkpoint.local.path"
+        rule = f"{free_space(place)}, about {format_bytes(self.outcome.bytes)} are needed"
+        gone = ", ".join(self.outcome.removed)
+        older = f"{gone} had to go, as `keep` allows" if gone else "older checkpoints are untouched"
+        advice = "make room, check the storage (`df`, `dmesg`, permissions; is it mounted?) or name another"
+        remedy = f"{advice} {option}; {older}"
+        return StorageError([*problems[:-1], replace(problems[-1], rule=rule, remedy=remedy, place=str(place))])
 
 
-class _PartsError(Exception):
-    """Ranks have failed to deliver their parts."""
+def _tensor_file(rank: int) -> str:
+    return f"tensors-{rank:05d}.safetensors"
 
 
 def save_checkpoint(
@@ -511,42 +489,37 @@ class HostSnapshot:
 
     def __init__(self, tensors: Mapping[str, Tensor], device: torch.device) -> None:
         self.layout = FileLayout.of(tensors)
-        self._queue = CopyQueue(device)
+        self.queue = CopyQueue(device)
         starts = range(0, self.layout.data_bytes, _HOST_BLOCK_BYTES)
         sizes = [min(_HOST_BLOCK_BYTES, self.layout.data_bytes - start) for start in starts]
         self._blocks = [host_memory(size, device) for size in sizes]
-        self._copies: list[tuple[Tensor, Tensor]] = []
-        """(target, source) of tensors that lie in one block."""
-        self._split: list[tuple[list[Tensor], Tensor]] = []
-        """The same for tensors across several blocks."""
+        # All views are made here: made at every save they would cost it milliseconds.
+        self._targets: list[Tensor] = []
+        self._sources: list[Tensor] = []
+        self._strided: list[tuple[list[Tensor], Tensor]] = []
+        """(targets, source) of tensors across blocks that do not lie in one stretch themselves."""
         position = 0
         for name in self.layout.order:
             tensor = tensors[name]
             parts = self._parts(position, tensor.nbytes)
             position += tensor.nbytes
             if len(parts) == 1:
-                self._copies.append((parts[0].view(tensor.dtype).view(tensor.shape), tensor))
-            elif parts:
-                self._split.append((parts, tensor))
+                self._targets.append(parts[0].view(tensor.dtype).view(tensor.shape))
+                self._sources.append(tensor)
+            elif tensor.is_contiguous():
+                self._targets += parts
+                self._sources += _cut(tensor, parts)
+            else:
+                self._strided.append((parts, tensor))
 
     @torch.no_grad()
     def take(self) -> None:
         """Copy the tensors as they are when the work queued so far is done."""
-        targets, sources = ([pair[side] for pair in self._copies] for side in (0, 1))
-        with self._queue.after_all_so_far():
-            for parts, tensor in self._split:
-                targets += parts
-                sources += as_bytes(tensor.contiguous()).split_with_sizes([len(part) for part in parts])
-            if targets:
-                torch._foreach_copy_(targets, sources, non_blocking=True)  # a loop in C++: a third of the host's time
-
-    def hold_back(self) -> None:
-        """What is queued on the device from now on happens after the copies. Costs the host nothing."""
-        self._queue.hold_back()
-
-    def wait(self) -> None:
-        """Until the snapshot is complete."""
-        self._queue.wait()
+        with self.queue.after_all_so_far():
+            if self._targets:  # a loop in C++: a third of the host's time
+                torch._foreach_copy_(self._targets, self._sources, non_blocking=True)
+            for parts, tensor in self._strided:
+                torch._foreach_copy_(parts, _cut(tensor.contiguous(), parts), non_blocking=True)
 
     def blocks(self) -> Iterator[memoryview]:
         return (block.numpy().data for block in self._blocks)
@@ -561,12 +534,17 @@ class HostSnapshot:
         return parts
 
 
+def _cut(tensor: Tensor, parts: Sequence[Tensor]) -> list[Tensor]:
+    """The bytes of a tensor in one stretch, in parts of these sizes."""
+    return list(as_bytes(tensor).split_with_sizes([len(part) for part in parts]))
+
+
 class StreamedSnapshot(HostSnapshot):
     """Without memory: each tensor is made when its turn to be written comes, for pieces on the meta device."""
 
     def __init__(self, tensors: Mapping[str, Tensor], values: Callable[[str], Tensor]) -> None:
         self.layout = FileLayout.of(tensors)
-        self._queue = CopyQueue(torch.device("cpu"))
+        self.queue = CopyQueue(torch.device("cpu"))
         self._values = values
 
     def take(self) -> None: ...

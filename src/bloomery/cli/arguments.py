@@ -143,14 +143,13 @@ def past_of(recipe: Recipe, args: argparse.Namespace, *, reads: Collection[str])
             raise RecipeError(Problem(what, rule, "add --run-dir, or remove it", "command line"))
         return None
     from bloomery.checkpoint.folder import find_checkpoint
-    from bloomery.checkpoint.load import verify
+    from bloomery.checkpoint.load import read_checkpoint
     from bloomery.train.contract import check_change_names
     from bloomery.train.resume import resume_point_at
 
     check_change_names(args.changes)
-    folder = find_checkpoint(args.run_dir)
-    verify(folder, tensors=False)
-    return resume_point_at(folder, recipe, changes=args.changes, reads=reads)
+    checkpoint = read_checkpoint(find_checkpoint(args.run_dir), tensors=False)
+    return resume_point_at(checkpoint, recipe, changes=args.changes, reads=reads)
 
 
 @dataclass(frozen=True)

@@ -33,18 +33,18 @@ def run(args: argparse.Namespace) -> int:
 
     from bloomery.base.accelerator import pick_device
     from bloomery.checkpoint.folder import find_checkpoint
-    from bloomery.checkpoint.load import load_model, tokenizer_of
+    from bloomery.checkpoint.load import load_model, read_checkpoint, tokenizer_of
     from bloomery.families.registry import FAMILIES
     from bloomery.model.generate import generate
 
     if any("\ud800" <= letter <= "\udfff" for letter in args.prompt):
         raise RecipeError(Problem("--prompt is not UTF-8", remedy="write it in UTF-8", place="command line"))
     device = pick_device(args.device)
-    folder = find_checkpoint(args.checkpoint)
-    recipe, model = load_model(folder, device=device)
+    checkpoint = read_checkpoint(find_checkpoint(args.checkpoint))
+    recipe, model = checkpoint.recipe, load_model(checkpoint, device=device)
     if FAMILIES[recipe.model.family].encoder:
         raise RecipeError(Problem(f"this checkpoint is a {recipe.model.family}", "an encoder cannot continue a text"))
-    tokenizer = tokenizer_of(folder, recipe, args.tokenizer)
+    tokenizer = tokenizer_of(checkpoint, args.tokenizer)
     ids = tokenizer.encode_batch([args.prompt])[0].tolist() or [tokenizer.eod_id]
     tokens = generate(
         model,

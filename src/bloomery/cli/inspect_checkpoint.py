@@ -14,7 +14,7 @@ from bloomery.base.errors import on_one_line
 from bloomery.base.units import format_bytes, format_count
 
 if TYPE_CHECKING:
-    from bloomery.checkpoint.select import Listed
+    from bloomery.checkpoint.listing import Listed
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -25,12 +25,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from bloomery.checkpoint.select import describe_checkpoint, list_checkpoints
-
     if args.list:
+        from bloomery.checkpoint.listing import list_checkpoints
+
         found = list_checkpoints(args.path, check_hashes=args.verify)
         print(json.dumps([asdict(one) for one in found], indent=2) if args.json else _list_text(found))
     else:
+        from bloomery.checkpoint.select import describe_checkpoint
+
         facts = describe_checkpoint(args.path, check_hashes=args.verify)
         print(json.dumps(facts, indent=2) if args.json else _text(facts))
     return exit_codes.OK

@@ -19,7 +19,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 from bloomery.base import exit_codes, signals
 from bloomery.base.errors import LostRankError, Problem
-from bloomery.base.ranks import Started
+from bloomery.base.ranks import Ranks, Started
 from bloomery.base.signals import PULSE
 
 _TIMEOUT = timedelta(minutes=10)
@@ -33,7 +33,7 @@ _QUIET_SECONDS = 3.0
 _LAST_WORDS_SECONDS = 2.0
 
 
-class DistributedRanks:
+class DistributedRanks(Ranks):
     """The real `Ranks` (base/ranks.py), over the host network: nothing here touches a device."""
 
     def __init__(self) -> None:

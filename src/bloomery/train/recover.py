@@ -5,8 +5,9 @@ from __future__ import annotations
 from contextlib import suppress
 from dataclasses import replace
 
+from bloomery.base.errors import DataError
 from bloomery.checkpoint.folder import step_name
-from bloomery.checkpoint.load import damage, load_pieces, read_state
+from bloomery.checkpoint.load import Checkpoint, load_pieces, read_checkpoint
 from bloomery.checkpoint.retention import good_steps
 from bloomery.monitor.names import Event
 from bloomery.train.run import Run
@@ -26,8 +27,8 @@ def rewind_or_stop(run: Run, state: TrainState) -> StopReason | None:
     reason = run.stop.reason(state)
     if reason is None or reason.kind != "diverged":
         return reason
-    good = _whole(run, state, tensors=False)  # for people: its tensors are not read
-    return replace(reason, last_good=None if good is None else step_name(good))
+    good = _last_good(run, state, tensors=False)  # for people: its tensors are not read
+    return replace(reason, last_good=None if good is None else good.folder.name)
 
 
 def rewind(run: Run, state: TrainState) -> None:
@@ -38,7 +39,7 @@ def rewind(run: Run, state: TrainState) -> None:
     watch, target = state.spikes, max(state.step, state.spikes.rewind_due or 0)
     soon = watch.rewound is not None and target - watch.rewound[1] <= run.recipe.train.stop_after_spike_steps
     rewinds = watch.rewinds + 1 if soon else 1
-    good = _whole(run, state)
+    good = _last_good(run, state)
     if good is None:
         watch.rewind_due = None
         if watch.since == target - 1:  # once for each stretch
@@ -49,29 +50,29 @@ def rewind(run: Run, state: TrainState) -> None:
         text = f"{_MOST} rewinds in a row did not help: step {watch.since} was again far above the recent ones"
         run.stop.request(StopReason("diverged", text))
         return
-    folder = run.durable.root / step_name(good)
-    load_pieces(folder, run.optimizer.pieces(), ranks=run.ranks)
+    step = good.manifest["step"]
+    load_pieces(good, run.optimizer.pieces(), ranks=run.ranks)
     run.optimizer.restored()
-    then = TrainState.from_json(read_state(folder))
+    then = TrainState.from_json(good.state)
     for name in ("held_samples", "skipped_updates", "nan_steps", "nan_steps_in_a_row", "spikes"):
         setattr(state, name, getattr(then, name))
     if state.loss_scale is not None and then.loss_scale is not None:
         state.loss_scale = then.loss_scale
-    state.spikes.rewinds, state.spikes.rewound = rewinds, (good, target)
+    state.spikes.rewinds, state.spikes.rewound = rewinds, (step, target)
     state.step, state.consumed_samples = target, run.plan.batch.consumed_after_step(target)
     run.feed.seek(state.consumed_samples)
     run.meter.drop()
-    run.journal.event(Event.REWIND, target, to=folder.name, passed_over=[good + 1, target])
-    run.journal.warning(f"back to {folder.name}: the data of steps {good + 1:,} to {target:,} is passed over")
+    run.journal.event(Event.REWIND, target, to=good.folder.name, passed_over=[step + 1, target])
+    run.journal.warning(f"back to {good.folder.name}: the data of steps {step + 1:,} to {target:,} is passed over")
     save(run, state)
 
 
-def _whole(run: Run, state: TrainState, *, tensors: bool = True) -> int | None:
+def _last_good(run: Run, state: TrainState, *, tensors: bool = True) -> Checkpoint | None:
     proven_until, given_up = state.spikes.proven_until(state.step), state.spikes.given_up
     found = good_steps(run.durable.root, proven_until=proven_until, given_up=given_up)
     for step in run.ranks.broadcast(list(found) if run.ranks.rank == 0 else []):
-        if not damage(run.durable.root / step_name(step), ranks=run.ranks, tensors=tensors):
-            return int(step)
+        with suppress(DataError):
+            return read_checkpoint(run.durable.root / step_name(step), ranks=run.ranks, tensors=tensors)
     return None
 
 

@@ -7,14 +7,14 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from bloomery.base.errors import BloomeryError, DataError, Problem
+from bloomery.base.errors import DataError, Problem
 from bloomery.base.ranks import ALONE, Ranks
 from bloomery.base.storage import writing
-from bloomery.checkpoint.folder import RETIRED, checkpoint_named
-from bloomery.checkpoint.format import read_manifest
-from bloomery.checkpoint.load import read_recipe_of, read_state, using_state, verify
+from bloomery.checkpoint import load
+from bloomery.checkpoint.folder import RETIRED, checkpoint_named, tidy
+from bloomery.checkpoint.load import Checkpoint, read_checkpoint
 from bloomery.checkpoint.remote import Fetched, RemoteSource
-from bloomery.checkpoint.select import Choice, newest_good, tidy
+from bloomery.checkpoint.select import Choice, newest_good
 from bloomery.config.recipe import Recipe
 from bloomery.data.blend import BlendState
 from bloomery.data.causal import DataCursor
@@ -35,7 +35,7 @@ class ResumePoint:
     state: TrainState
     plan: TrainingPlan
     """Of the present recipe, after the steps that are done."""
-    checkpoint: Path | None = None
+    checkpoint: Checkpoint | None = None
     before: DataCursor | None = None
     """What was consumed of the data; None if nothing was."""
     changes: Sequence[Difference] = ()
@@ -61,12 +61,11 @@ def find_resume_point(
     training, except for the fields named by `changes`. All ranks call it: they share the work of verifying."""
     if wanted is not None:
         fetched = remote.fetch_named(wanted, roots) if remote is not None else Fetched()
-        named = checkpoint_named(roots, wanted)
-        verify(named, ranks=ranks)
+        named = read_checkpoint(checkpoint_named(roots, wanted), ranks=ranks)
         choice = Choice(named, fetched=fetched)
     else:
-        choice = newest_good(roots, ranks=ranks, remote=remote, why_not=_why_not)
-    checkpoint = choice.folder
+        choice = newest_good(roots, ranks=ranks, remote=remote, check=_read)
+    checkpoint = choice.checkpoint
     if checkpoint is None:
         scale = LossScale.start(recipe.loss_scale) if recipe.precision == "fp16" else None
         return ResumePoint(TrainState(loss_scale=scale), TrainingPlan.of(recipe))
@@ -75,21 +74,22 @@ def find_resume_point(
 
 
 def resume_point_at(
-    checkpoint: Path, recipe: Recipe, *, changes: Sequence[str] = (), reads: Collection[str] | None = None
+    checkpoint: Checkpoint, recipe: Recipe, *, changes: Sequence[str] = (), reads: Collection[str] | None = None
 ) -> ResumePoint:
     """This checkpoint, for a recipe that resumes from it. DataError if that is another training, except for the fields
     named by `changes`. `reads`: the sections to compare, where it is not all of them."""
-    saved, facts, state, blend = _read(checkpoint)
+    saved, facts = checkpoint.recipe, checkpoint.state
+    state, blend = _read(checkpoint)
     then = Side(saved, TrainingPlan.of(saved, state.history))
     now = Side(recipe, TrainingPlan.resumed(recipe, then.plan, state.step))
     same_tokenizer = recipe.tokenizer == saved.tokenizer or _is_tokenizer_of(checkpoint, recipe)
     different = differences(now, then, step=state.step, same_tokenizer=same_tokenizer)
     if reads is not None:
         different = [each for each in different if each.field.split(".")[0] in reads]
-    if problems := refusals(different, changes, checkpoint=str(checkpoint)):
+    if problems := refusals(different, changes, checkpoint=str(checkpoint.folder)):
         raise DataError(problems)
     state.history = now.plan.history
-    state.saved_at = float(read_manifest(checkpoint).get("time") or 0.0)
+    state.saved_at = float(checkpoint.manifest.get("time") or 0.0)
     if any(each.field.startswith(("data.", "model.", "batch.")) for each in different):
         state.spikes = state.spikes.learn_again()
     if recipe.precision != "fp16":
@@ -107,10 +107,10 @@ def resume_point_at(
     )
 
 
-def _read(checkpoint: Path) -> tuple[Recipe, dict[str, Any], TrainState, BlendState | None]:
-    """Recipe, facts and state of a checkpoint, and its blend. DataError or RecipeError if they make no sense."""
-    saved, facts = read_recipe_of(checkpoint), read_state(checkpoint)
-    with using_state(checkpoint):
+def _read(checkpoint: Checkpoint) -> tuple[TrainState, BlendState | None]:
+    """State of a checkpoint, and its blend. DataError or RecipeError if they make no sense."""
+    saved, facts = checkpoint.recipe, checkpoint.state
+    with checkpoint.using_state():
         state = TrainState.from_json(facts)
         expected = TrainingPlan.of(saved, state.history).batch.consumed_after_step(state.step)
         if expected != state.consumed_samples:
@@ -122,25 +122,14 @@ def _read(checkpoint: Path) -> tuple[Recipe, dict[str, Any], TrainState, BlendSt
         blend = BlendState.from_json(facts["blend"]) if facts["blend"] is not None else None
         if blend is not None and blend.first_sample > state.consumed_samples:
             raise ValueError(f"the blend begins at sample {blend.first_sample}, after {state.consumed_samples}")
-    return saved, facts, state, blend
-
-
-def _why_not(checkpoint: Path) -> list[str]:
-    """What makes recipe and state of a checkpoint unusable though every file is as it was saved."""
-    try:
-        _read(checkpoint)
-    except BloomeryError as error:
-        return [problem.what for problem in error.problems]
-    return []
+    return state, blend
 
 
 def check_tokenizer(past: ResumePoint, tokenizer_hash: str | None) -> None:
     """DataError if the data turns out to be of another tokenizer than the checkpoint's, under the same path."""
-    then = read_manifest(past.checkpoint).get("tokenizer") if past.checkpoint is not None else None
-    if then and tokenizer_hash and is_other_tokenizer(then, tokenizer_hash):
-        what = f"the tokenizer has the hash {tokenizer_hash[:12]}, but the checkpoint was trained with {then[:12]}"
-        rule = "with another one its tokens would mean other texts"
-        raise DataError(Problem(what, rule, "restore the tokenizer that it was trained with", str(past.checkpoint)))
+    if past.checkpoint is not None:
+        remedy, place = "restore the tokenizer that it was trained with", str(past.checkpoint.folder)
+        load.check_tokenizer(past.checkpoint, tokenizer_hash, remedy=remedy, place=place)
 
 
 def checked_shards(past: ResumePoint, shards: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
@@ -158,7 +147,7 @@ def checked_shards(past: ResumePoint, shards: dict[str, dict[str, Any]]) -> dict
             what = f"the source '{name}' has {sizes[0]}, but the checkpoint is of another shard, with {sizes[1]}"
             rule = "the position reached in it would mean other samples"
             remedy = "restore the shard, or add the new one under another `name` with --change data.train"
-            problems.append(Problem(what, rule, remedy, str(past.checkpoint)))
+            problems.append(Problem(what, rule, remedy, str(past.checkpoint.folder)))
         elif then is None and others:
             old = sorted(others, key=lambda other: other in shards)[0]  # one that the recipe no longer has
             what = f"the source '{name}' is the shard that the run knows as '{old}'"
@@ -170,9 +159,9 @@ def checked_shards(past: ResumePoint, shards: dict[str, dict[str, Any]]) -> dict
     return known | shards
 
 
-def known_shards(checkpoint: Path) -> dict[str, dict[str, Any]]:
+def known_shards(checkpoint: Checkpoint) -> dict[str, dict[str, Any]]:
     """By source, all shards that a run was ever trained on: what identifies them, and their paths."""
-    return read_manifest(checkpoint).get("shards") or {}
+    return checkpoint.manifest.get("shards") or {}
 
 
 def archive_stale(recipe: Recipe, roots: Sequence[Path], past: ResumePoint, journal: Journal) -> None:
@@ -180,10 +169,14 @@ def archive_stale(recipe: Recipe, roots: Sequence[Path], past: ResumePoint, jour
     fails must leave every checkpoint where it was."""
     keep_debris, step, fetched = recipe.checkpoint.debris == "keep", past.state.step, past.fetched
     remarks = dict.fromkeys(map(str, fetched.damaged), "It is not used")
-    if fetched.folder is not None and (upload := recipe.checkpoint.upload) is not None:
-        journal.event(Event.FETCHED, step, folder=fetched.folder.name, source=upload.to)
-        remarks[str(fetched.folder)] = f"It is called {fetched.put_aside} now"
-    doomed = [path for path in past.damaged if str(path) not in remarks or path != past.checkpoint]
+    if fetched.checkpoint is not None and (upload := recipe.checkpoint.upload) is not None:
+        journal.event(Event.FETCHED, step, folder=fetched.checkpoint.folder.name, source=upload.to)
+        remarks[str(fetched.checkpoint.folder)] = f"It is called {fetched.put_aside} now"
+    doomed = [
+        path
+        for path in past.damaged
+        if str(path) not in remarks or past.checkpoint is None or path != past.checkpoint.folder
+    ]
     for root in roots:
         with writing(root, "tidy the folder"):
             done = tidy(root, step=step, damaged=doomed, keep_debris=keep_debris)
@@ -195,16 +188,16 @@ def archive_stale(recipe: Recipe, roots: Sequence[Path], past: ResumePoint, jour
             journal.notice(f"later checkpoints belong to a branch that is abandoned now; they are in {root / RETIRED}")
         if done.latest_said is not None and past.checkpoint is not None:
             journal.event(Event.LATEST_MENDED, step, said=done.latest_said, place=str(root))
-    used = past.checkpoint.name if past.checkpoint else "nothing"
+    used = past.checkpoint.folder.name if past.checkpoint else "nothing"
     for place, reasons in [*((str(path), texts) for path, texts in past.damaged.items()), *fetched.damaged.items()]:
         parent, _, name = place.rpartition("/")
         journal.event(Event.DAMAGED, step, folder=name, reasons=reasons, place=parent)
         journal.warning(f"{place} is damaged ({'; '.join(reasons)}). {remarks[place]}; {used} is used")
 
 
-def _is_tokenizer_of(checkpoint: Path, recipe: Recipe) -> bool:
+def _is_tokenizer_of(checkpoint: Checkpoint, recipe: Recipe) -> bool:
     """Whether the recipe's tokenizer is that of the checkpoint, by content."""
-    then = read_manifest(checkpoint).get("tokenizer")
+    then = checkpoint.manifest.get("tokenizer")
     if recipe.tokenizer is None or then is None:
         return False
     return not is_other_tokenizer(then, Tokenizer.load(recipe.tokenizer.path).content_hash)

@@ -123,7 +123,7 @@ class _Start:
         self.energy, self.energy_sensor = start_meter(energy_sensor(self.device), self.ranks)
         spent = spent_before(self.folder, state.energy) if self.ranks.rank == 0 else None
         self.energy.before = state.energy = self.ranks.broadcast(spent)
-        if self.past.checkpoint is not None and self.past.checkpoint.parent != self.roots[DURABLE]:
+        if self.past.checkpoint is not None and self.past.checkpoint.folder.parent != self.roots[DURABLE]:
             state.saved_step = None  # a node-local checkpoint is no promise: a run that stops here still saves
 
     def open_data(self) -> None:
@@ -281,7 +281,7 @@ class _Start:
             "device": device_name(self.device),
             "ranks": self.ranks.size,
             "precision": recipe.precision,
-            "resumed_from": past.checkpoint.name if past.checkpoint else None,
+            "resumed_from": past.checkpoint.folder.name if past.checkpoint else None,
             "versions": {
                 "bloomery": bloomery.__version__,
                 "torch": torch.__version__,

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from bloomery.base.ranks import Piece
 from bloomery.checkpoint.folder import complete_checkpoints, step_of
-from bloomery.checkpoint.format import read_index
+from bloomery.checkpoint.load import read_checkpoint
 from bloomery.config.recipe import Recipe
 from bloomery.data.batch import GlobalBatch
 from bloomery.families.family import IGNORED_LABEL, LM_LOSS
@@ -150,7 +150,7 @@ def whole_tensors(folder: Path) -> dict[str, Tensor]:
     """A checkpoint put together from its pieces, on purpose not by the loader that is verified here."""
     files = {path.name: load_file(path) for path in folder.glob("*.safetensors")}
     whole = {}
-    for name, saved in read_index(folder).items():
+    for name, saved in read_checkpoint(folder, tensors=False).tensors.items():
         whole[name] = torch.zeros(saved.shape, dtype=files[saved.pieces[0].file][saved.pieces[0].key].dtype)
         for piece in saved.pieces:
             box = tuple(slice(a, a + n) for a, n in zip(piece.offset, piece.size, strict=True))

@@ -19,7 +19,7 @@ from bloomery.base import exit_codes
 from bloomery.base.accelerator import device_of_rank, pick_device
 from bloomery.base.errors import BloomeryError
 from bloomery.base.ranks import ALONE, Piece, Ranks, agreed, started_as
-from bloomery.checkpoint.load import load_pieces
+from bloomery.checkpoint.load import load_pieces, read_checkpoint
 from bloomery.checkpoint.save import save_checkpoint
 from bloomery.config.load import load_recipe
 from bloomery.launch.local import run_local_ranks
@@ -168,7 +168,7 @@ def _reload(trial: Trial, run: Run) -> None:
     for source in trial.reload:
         for piece in pieces.values():
             piece.tensor.fill_(float("nan"))  # nothing may remain of what was there
-        load_pieces(source.checkpoint, pieces)
+        load_pieces(read_checkpoint(source.checkpoint, tensors=False), pieces)
         found |= {f"{source.layout}/{name}": each.with_tensor(each.tensor.clone()) for name, each in pieces.items()}
     saved = save_checkpoint(trial.folder / "reloaded", step=0, pieces=found, state={}, recipe_yaml="", ranks=run.ranks)
     if run.ranks.rank == 0:

@@ -14,8 +14,8 @@ import bloomery
 from bloomery.base.accelerator import NO_SENSOR
 from bloomery.base.bounded import LARGE_BYTES, parse_json, read_small
 from bloomery.base.units import Energy, format_device_hours, format_joules
-from bloomery.checkpoint.format import MANIFEST
-from bloomery.checkpoint.load import consumed_tokens
+from bloomery.checkpoint.load import Checkpoint
+from bloomery.checkpoint.manifest import MANIFEST
 from bloomery.config.load import as_dict, fingerprint
 from bloomery.config.recipe import Recipe
 from bloomery.config.yaml_nodes import dump_yaml
@@ -30,12 +30,11 @@ Event = dict[str, Any]
 _SECTIONS = ("seed", "model", "data", "batch", "optimizer", "lr", "precision", "loss_scale", "parallel")
 
 
-def model_card(
-    recipe: Recipe, checkpoint: Path, state: Mapping[str, Any], *, architecture: str, dtype: str, proof: str
-) -> str:
+def model_card(checkpoint: Checkpoint, *, architecture: str, dtype: str, proof: str) -> str:
     """Markdown with the head that hubs read. Says only what was recorded."""
-    run, step = checkpoint.parent.parent, int(state["step"])
-    manifest = read_small(checkpoint / MANIFEST, LARGE_BYTES)
+    recipe, state, folder = checkpoint.recipe, checkpoint.state, checkpoint.folder
+    run, step = folder.parent.parent, int(state["step"])
+    manifest = read_small(folder / MANIFEST, LARGE_BYTES)
     events = _events(run, step, parse_json(manifest).get("time", math.inf))
     jobs = [event for event in events if event["kind"] == names.Event.START]
     parameters = count_parameters(recipe.model, vocab_size=recipe.model.vocab_size).total
@@ -45,12 +44,12 @@ def model_card(
         f"---\nlibrary_name: transformers\npipeline_tag: {pipeline}\ntags: [bloomery, {recipe.model.family}]\n---",
         f"# {recipe.name}",
         f"`{architecture}` with {parameters:,} parameters, pretrained with Bloomery {bloomery.__version__} on "
-        f"{consumed_tokens(recipe, state):,} tokens ({state['consumed_samples']:,} samples) in {step:,} steps, of "
+        f"{checkpoint.consumed_tokens:,} tokens ({state['consumed_samples']:,} samples) in {step:,} steps, of "
         f"which {skipped:,} updated nothing. Weights in {dtype}.",
         f"## Recipe\n\n```yaml\n{dump_yaml({key: sections[key] for key in _SECTIONS})}```" + _changes(events, jobs),
         "## Losses\n\n" + _losses(run, step),
         "## Energy\n\n" + _energy(Energy.from_json(state.get("energy")), jobs),
-        "## Lineage\n\n" + _table(_lineage(recipe, checkpoint.name, manifest, state.get("imported_from"), jobs)),
+        "## Lineage\n\n" + _table(_lineage(recipe, folder.name, manifest, state.get("imported_from"), jobs)),
         f"## Proof\n\n{proof[:1].upper()}{proof[1:]}. Details: `export-proof.json`.",
     ]
     return "\n\n".join(parts) + "\n"

@@ -15,7 +15,7 @@ from bloomery.base.bounded import read_small
 from bloomery.base.errors import DataError, Problem, mask
 from bloomery.base.storage import make_folder, write_atomically, writing, written_to
 from bloomery.checkpoint.folder import find_checkpoint
-from bloomery.checkpoint.load import CheckpointReader, read_recipe_of, read_state, tokenizer_of, verify
+from bloomery.checkpoint.load import Checkpoint, read_checkpoint, tokenizer_of
 from bloomery.config.recipe import Recipe
 from bloomery.data.tokenizer import Tokenizer, read_settings, token_of
 from bloomery.families.registry import FAMILIES
@@ -74,20 +74,19 @@ def export_checkpoint(
     DataError if the proof fails; the folder then holds it, for inspection. After any other error it is as it was.
     """
     require_own(output)
-    folder = find_checkpoint(checkpoint)
-    verify(folder)
-    recipe, state = read_recipe_of(folder), read_state(folder)
-    tokenizer = tokenizer_of(folder, recipe, tokenizer_path)
+    saved = read_checkpoint(find_checkpoint(checkpoint))
+    recipe, state = saved.recipe, saved.state
+    tokenizer = tokenizer_of(saved, tokenizer_path)
     shapes = their_shapes(recipe.model)
     with written_to("folder"), staged(output, replace_export) as staging:
         with writing(output):
-            tensors = _their_tensors(recipe, CheckpointReader(folder))
+            tensors = _their_tensors(saved)
             files = write_weights(staging, shapes, DTYPES[dtype], tensors, shard_bytes=shard_bytes)
         config = _write_configs(staging, recipe, tokenizer, dtype)
-        proof = _proof(folder, staging, recipe, tokenizer, dtype) if with_proof else Proof(False, "--no-proof")
+        proof = _proof(saved, staging, tokenizer, dtype) if with_proof else Proof(False, "--no-proof")
         write_atomically(staging / PROOF_FILE, json.dumps(proof.to_json(), indent=2) + "\n")
         architecture = config["architectures"][0]
-        card = model_card(recipe, folder, state, architecture=architecture, dtype=dtype, proof=str(proof))
+        card = model_card(saved, architecture=architecture, dtype=dtype, proof=str(proof))
         write_atomically(staging / "README.md", mask(card))
     if not proof.proven and proof.max_logit_difference is not None:
         rule = f"the limit is {proof.limit:.1e}, and every prompt must be continued identically"
@@ -96,17 +95,17 @@ def export_checkpoint(
     return Exported(architecture, len(shapes), files, int(state["step"]), proof)
 
 
-def _their_tensors(recipe: Recipe, reader: CheckpointReader) -> Iterator[tuple[str, Tensor]]:
-    for entry in entries_of(recipe.model):
-        made = entry.export(reader.read(f"model.{entry.ours}"))
+def _their_tensors(saved: Checkpoint) -> Iterator[tuple[str, Tensor]]:
+    for entry in entries_of(saved.recipe.model):
+        made = entry.export(saved.read(f"model.{entry.ours}"))
         yield from zip(entry.theirs, made, strict=True)
 
 
-def _proof(folder: Path, output: Path, recipe: Recipe, tokenizer: Tokenizer, dtype: str) -> Proof:
-    if reason := why_unproven(recipe):
+def _proof(saved: Checkpoint, output: Path, tokenizer: Tokenizer, dtype: str) -> Proof:
+    if reason := why_unproven(saved.recipe):
         return Proof(False, reason)
     try:
-        return prove(folder, output, tokenizer, DTYPES[dtype])
+        return prove(saved, output, tokenizer, DTYPES[dtype])
     except DataError:
         raise
     except Exception as error:  # whatever transformers may raise

@@ -17,7 +17,8 @@ from torch import Tensor
 from bloomery.base.bounded import LARGE_BYTES, read_json
 from bloomery.base.errors import DataError, Problem, StorageError
 from bloomery.base.storage import make_folder, remove_tree, sync_folder, write_atomically, writing
-from bloomery.checkpoint.format import FileLayout, TensorFiles, raw_bytes, write_file
+from bloomery.checkpoint.format import FileLayout, raw_bytes, write_file
+from bloomery.checkpoint.load import TensorFiles
 
 CONFIG, CHAT_TEMPLATE, PROOF_FILE = "config.json", "chat_template.jinja", "export-proof.json"
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"

@@ -16,6 +16,7 @@ from bloomery.base.errors import DataError, Problem
 from bloomery.base.ranks import Piece
 from bloomery.base.storage import make_folder, write_atomically, writing, written_to
 from bloomery.checkpoint.folder import CHECKPOINTS
+from bloomery.checkpoint.load import read_checkpoint
 from bloomery.checkpoint.save import save_checkpoint
 from bloomery.config.load import as_yaml
 from bloomery.config.recipe import ModelSection, Recipe
@@ -139,7 +140,7 @@ def _proof(checkpoint: Path, folder: Path, recipe: Recipe) -> Proof:
     """DataError if transformers computes something else; there are folders that only we can read."""
     reason = why_unproven(recipe)
     try:
-        proof = Proof(False, reason) if reason else prove_import(checkpoint, folder)
+        proof = Proof(False, reason) if reason else prove_import(read_checkpoint(checkpoint), folder)
     except Exception as error:  # whatever transformers may raise
         return Proof(False, f"transformers cannot load or run the folder: {type(error).__name__}: {error}")
     if proof.limit is not None and not proof.proven:

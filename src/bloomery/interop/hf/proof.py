@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from bloomery.base.accelerator import available_host_bytes
 from bloomery.base.errors import DataError, Problem
 from bloomery.base.units import format_bytes
-from bloomery.checkpoint.load import load_model
+from bloomery.checkpoint.load import Checkpoint, load_model
 from bloomery.config.recipe import Recipe
 from bloomery.data.tokenizer import Tokenizer
 from bloomery.families.family import IGNORED_LABEL, LM_LOSS, SOP_LOSS
@@ -84,7 +84,7 @@ def why_unproven(recipe: Recipe) -> str:
 
 
 @torch.no_grad()
-def prove(checkpoint: Path, exported: Path, tokenizer: Tokenizer, dtype: torch.dtype) -> Proof:
+def prove(checkpoint: Checkpoint, exported: Path, tokenizer: Tokenizer, dtype: torch.dtype) -> Proof:
     """Logits and continuations of an export. Both models are held in fp32 at once: 8 bytes a parameter and more."""
     both = _Both(checkpoint, exported)
     prompts = _prompt_tokens(both.recipe, tokenizer)
@@ -111,7 +111,7 @@ def prove(checkpoint: Path, exported: Path, tokenizer: Tokenizer, dtype: torch.d
 
 
 @torch.no_grad()
-def prove_import(checkpoint: Path, folder: Path) -> Proof:
+def prove_import(checkpoint: Checkpoint, folder: Path) -> Proof:
     """Logits and training loss of a first checkpoint against the folder that it was made of, on random tokens."""
     both = _Both(checkpoint, folder)
     config = both.recipe.model
@@ -132,8 +132,8 @@ def prove_import(checkpoint: Path, folder: Path) -> Proof:
 class _Both:
     """A checkpoint as we load it, and a folder as transformers does, in fp32 on the CPU."""
 
-    def __init__(self, checkpoint: Path, folder: Path) -> None:
-        self.recipe, self.model = load_model(checkpoint, device=torch.device("cpu"))
+    def __init__(self, checkpoint: Checkpoint, folder: Path) -> None:
+        self.recipe, self.model = checkpoint.recipe, load_model(checkpoint, device=torch.device("cpu"))
         self.is_encoder = FAMILIES[self.recipe.model.family].encoder
         self.their_model = _their_model(folder, is_encoder=self.is_encoder)
 
