@@ -9,6 +9,7 @@ What it costs against `bloomery train` alone is the price of the wrappers; see t
 from __future__ import annotations
 
 import os
+import random
 import sys
 
 import torch
@@ -29,5 +30,10 @@ def wrapped(layout: Layout, device: torch.device) -> Mesh:
 
 if __name__ == "__main__":
     setup.make_mesh = wrapped  # type: ignore[assignment]
-    os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29517"}
+    os.environ |= {
+        "RANK": "0",
+        "WORLD_SIZE": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(random.randrange(20_000, 30_000)),
+    }
     sys.exit(main(sys.argv[2:]))

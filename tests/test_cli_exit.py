@@ -1,0 +1,42 @@
+"""How the process of a command ends."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+PATCHED = """
+import atexit, sys, threading
+from bloomery.cli import main as cli
+sys.argv = ["bloomery", *{arguments!r}]
+atexit.register(lambda: print("tidied up"))
+{before}
+cli.command()
+"""
+
+
+def run(*arguments: str, before: str = "") -> tuple[int, str]:
+    code = PATCHED.format(arguments=list(arguments), before=before)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    return done.returncode, done.stdout
+
+
+def test_all_is_said_with_the_right_code_and_nothing_is_tidied_up() -> None:
+    code, said = run("check", "quickstart")
+    assert code == 0
+    assert said.startswith("quickstart: ok")
+    assert "tidied up" not in said
+    assert run("check", "no-such-recipe")[0] == 2
+
+
+def test_threads_and_processes_are_waited_for() -> None:
+    slow = "threading.Thread(target=lambda: (threading.Event().wait(0.2), print('the thread is done'))).start()"
+    code, said = run("--version", before=slow)
+    assert code == 0
+    assert said.endswith("the thread is done\ntidied up\n")
+    child = (
+        "import multiprocessing as m; m.get_context('fork').Process(target=threading.Event().wait, args=(1,)).start()"
+    )
+    code, said = run("--version", before=child)
+    assert code == 0
+    assert said.endswith("tidied up\n")
