@@ -383,7 +383,7 @@ class Samples:
         return Parser(path, lambda: read_metrics(path), fields=True)
 
     def part_marker(self) -> Parser:
-        folder = PartsFolder(str(self.folder / "x"), 2)
+        folder = PartsFolder(str(self.folder / "x"), np.dtype(np.uint16))
         folder.path.mkdir()
         content = {
             "unit": 3,
@@ -392,7 +392,6 @@ class Samples:
             "inputs": [["a", "b"]],
             "part_hash": "h",
             "runs": [[1, 1, 5]],
-            "text_bytes": 9,
             "dropped": {},
         }
         folder.marker(3).write_text(json.dumps(content))

@@ -19,8 +19,8 @@ from bloomery.base.bounded import LARGE_BYTES, read_json, read_small
 from bloomery.base.errors import BloomeryError, DataError, Problem
 from bloomery.base.storage import publish, write_all, write_atomically, writing, written_to
 from bloomery.prepare.download import AGAIN
+from bloomery.prepare.read import Span, StoredBytes, content, damaged, whole_lines
 from bloomery.prepare.sources import LINES, InputFile, find_files, open_input
-from bloomery.prepare.unpack import HashedFile, bounded_lines, unpacked, whole_lines
 
 MANIFEST = "manifest.json"
 
@@ -136,18 +136,14 @@ def make_chunk(chunk: Chunk, stop: threading.Event) -> None:
     with writing(chunk.path):
         for stale in (chunk.record_path, *partial.parent.glob(f".{chunk.path.name}.partial-*")):
             stale.unlink(missing_ok=True)  # of a process that was killed
-        file = open(partial, "xb", buffering=0)  # noqa: SIM115 - closed below
     try:
-        with file:
-            for source in chunk.inputs:
-                for lines in _lines(source, inputs):
-                    with writing(chunk.path):
-                        write_all(file.fileno(), lines)
-                    hasher.update(lines)
-                    size += len(lines)
-                    if stop.is_set():
-                        return
-        with writing(chunk.path):
+        with writing(chunk.path), open(partial, "xb", buffering=0) as file:
+            for lines in (lines for source in chunk.inputs for lines in _lines(source, inputs)):
+                write_all(file.fileno(), lines)
+                hasher.update(lines)
+                size += len(lines)
+                if stop.is_set():
+                    return
             publish(partial, chunk.path)
     finally:
         partial.unlink(missing_ok=True)  # gives the space back to a full disk
@@ -162,9 +158,8 @@ def _lines(source: InputFile, inputs: list[dict[str, Any]]) -> Iterator[bytes]:
     hasher, documents, text_bytes, blank = sha256(), 0, 0, 0
     try:
         with open_input(source) as raw:
-            file = HashedFile(raw, hasher)
-            blocks = bounded_lines(unpacked(file, source.compression), lambda line: f"{source.path}:{line}")
-            for block in whole_lines(blocks):
+            stored = StoredBytes(Span(source, 0, source.size), raw, hasher)
+            for block in whole_lines(content(stored, source.compression), source):
                 lines = block.removeprefix(codecs.BOM_UTF8 if not text_bytes else b"").split(b"\n")
                 kept = [line for line in lines if line and not line.isspace()]
                 if not block.endswith(b"\n") and kept and not kept[-1].rstrip().endswith(b"}"):
@@ -172,12 +167,11 @@ def _lines(source: InputFile, inputs: list[dict[str, Any]]) -> Iterator[bytes]:
                 text_bytes, documents = text_bytes + len(block), documents + len(kept)
                 blank += len(lines) - len(kept) - block.endswith(b"\n")
                 yield b"".join(line + b"\n" for line in kept)
-            if not file.bytes or file.bytes != source.size:
-                raise EOFError(f"it had {source.size} bytes and now {file.bytes}: it is empty or being written")
+            if not source.size:
+                raise EOFError("it is empty")
     except BloomeryError:
         raise
     except Exception as error:  # files, decompressors and stores each have their own kinds
-        remedy = "download or copy it again"
-        raise DataError(Problem(f"is cut off or damaged: {error}", "", remedy, source.path)) from error
+        raise damaged(source.name, error) from error
     facts = {"path": source.path, "bytes": source.size, "sha256": hasher.hexdigest(), "documents": documents}
     inputs.append({**facts, "text_bytes": text_bytes, "blank_lines": blank})
