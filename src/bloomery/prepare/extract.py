@@ -75,22 +75,20 @@ def extract(sources: Sequence[str], output: Path, *, chunks: int, jobs: int = 1)
         _make(todo, jobs)
     records = [chunk.record() or {} for chunk in plan]
     inputs = [each for record in records for each in record["inputs"]]
-    counts = {name: sum(record[name] for record in records) for name in ("documents", "bytes")}
-    counts |= {"input_files": len(inputs), "input_documents": sum(each["documents"] for each in inputs)}
+    documents, size = (sum(record[name] for record in records) for name in ("documents", "bytes"))
+    counts = {"documents": documents, "bytes": size, "input_files": len(inputs), "input_documents": documents}
     write_atomically(path, json.dumps({"format_version": 1, **counts, "chunks": records}, indent=1) + "\n")
-    del counts["input_documents"]
-    return ExtractResult(chunks, len(todo), chunks - len(todo), **counts, manifest=str(path))
+    return ExtractResult(chunks, len(todo), chunks - len(todo), len(inputs), documents, size, str(path))
 
 
 def plan_chunks(sources: Sequence[str], output: Path, *, chunks: int) -> list[Chunk]:
     """Chunk k holds the files [k * n // chunks, (k + 1) * n // chunks) of the inputs in natural order."""
     paths = [output / f"chunk-{k:05d}-of-{chunks:05d}.jsonl" for k in range(chunks)]
     others = {path.name for path in output.glob("chunk-*-of-*.jsonl")} - {path.name for path in paths}
-    try:
-        is_ours = b'"format_version": 1' in read_small(output / MANIFEST, LARGE_BYTES)[:99]
-    except OSError as error:
-        is_ours = isinstance(error, FileNotFoundError | NotADirectoryError)
-    others |= set() if is_ours else {MANIFEST}
+    if os.path.lexists(path := output / MANIFEST):
+        with writing(path, "read"):
+            is_ours = b'"format_version": 1' in read_small(path, LARGE_BYTES)[:99]
+        others |= set() if is_ours else {MANIFEST}
     if others:
         what = f"holds {min(others)}, which is not of this extraction"
         raise DataError(Problem(what, "one folder, one extraction", "choose another --output", str(output)))
@@ -117,13 +115,13 @@ def _make(todo: list[Chunk], jobs: int) -> None:
     with ThreadPoolExecutor(jobs) as pool:
         try:
             for done in as_completed([pool.submit(make_chunk, chunk, stop) for chunk in todo]):
-                if isinstance(error := done.exception(), DataError):
+                try:
+                    done.result()
+                except DataError as error:
                     problems += error.problems
-                elif error is not None:
-                    raise error
         except BaseException:
             stop.set()
-            pool.shutdown(wait=True, cancel_futures=True)
+            pool.shutdown(cancel_futures=True)
             raise
     if problems:
         raise DataError(problems)
