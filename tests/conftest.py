@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -21,6 +22,9 @@ from bloomery.data.shards import ShardWriter
 from forked import Forked
 
 torch.set_num_threads(1)
+# Under nohup, SIGHUP is ignored, and so it would be by every training that a test starts.
+if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
+    signal.signal(signal.SIGHUP, lambda *_: None)
 
 VOCAB = 64
 SMALL: dict[str, Any] = {

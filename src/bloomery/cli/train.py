@@ -52,10 +52,10 @@ def run(args: argparse.Namespace) -> int:
     from bloomery.base.accelerator import device_of_rank, pick_device
     from bloomery.train.loop import train
     from bloomery.train.setup import prepared_run
-    from bloomery.train.trace import TraceRequest
+    from bloomery.train.trace import Tracer
 
     device = pick_device(args.device)
-    trace = TraceRequest(args.trace, args.trace_steps, args.trace_steps) if args.trace else None
+    trace = Tracer(args.trace, args.trace_steps, args.trace_steps) if args.trace else None
     options = {"quiet": args.quiet, "start_from": args.start_from, "changes": args.changes, "trace": trace}
     stopped = None
     with ExitStack() as closing:

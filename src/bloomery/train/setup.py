@@ -51,7 +51,7 @@ from bloomery.train.resume import (
 from bloomery.train.run import Run
 from bloomery.train.state import TrainState
 from bloomery.train.stop import StopRules
-from bloomery.train.trace import TraceRequest
+from bloomery.train.trace import Tracer
 
 _LAST_MOMENT_SECONDS = 60.0
 _SLOW_STORAGE_BYTES_PER_SECOND = 1e8
@@ -68,7 +68,7 @@ def prepared_run(
     quiet: bool = False,
     start_from: str | None = None,
     changes: Sequence[str] = (),
-    trace: TraceRequest | None = None,
+    trace: Tracer | None = None,
 ) -> Iterator[tuple[Run, TrainState]]:
     """A run ready for `train`, resumed from its newest checkpoint, or from the one named `start_from`; closed at the
     end in any case. `changes`: the fields that may differ from the checkpoint's, by --change.
@@ -209,7 +209,7 @@ class _Start:
         )
         self.closing.push(partial(_finish_saves, self.saver))
 
-    def build_run(self, trace: TraceRequest | None) -> Run:
+    def build_run(self, trace: Tracer | None) -> Run:
         recipe, past, data, meter = self.recipe, self.past, self.data, IntervalMeter(self.past.interval)
         facts = self._start_facts()
         self.journal.notice(_greeting(facts, past))
@@ -235,7 +235,7 @@ class _Start:
             stop=self._stop_rules(meter),
             job=1 + len(self.starts),
             start_facts=facts,
-            trace=trace.begin(recipe, self.ranks) if trace else None,
+            trace=trace,
         )
 
     def _loader(self) -> Loader:

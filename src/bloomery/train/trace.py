@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bloomery.base.ranks import Ranks, first_rank_does
+from bloomery.base.ranks import Ranks, agreed
 from bloomery.base.storage import make_folder, open_plain, storage_error
 from bloomery.checkpoint.save import save_checkpoint
 from bloomery.config.load import as_yaml
@@ -25,38 +25,28 @@ DIFFERENT = "differs between ranks"
 """Stands instead of a hash where two ranks saw different samples at one position."""
 
 
-@dataclass(frozen=True)
-class TraceRequest:
-    """What to write down, and where. Steps are counted from the start of this job, also when it resumes."""
+@dataclass
+class Tracer:
+    """Steps are counted from the start of this job, also when it resumes."""
 
     folder: Path
     gradient_steps: int
     sample_steps: int
+    _seen: int = 0
 
-    def begin(self, recipe: Recipe, ranks: Ranks) -> Tracer:
-        first_rank_does(ranks, lambda: make_folder(self.folder))
-        return Tracer(self, as_yaml(recipe), ranks)
-
-
-class Tracer:
-    def __init__(self, request: TraceRequest, recipe_yaml: str, ranks: Ranks) -> None:
-        self._request = request
-        self._recipe_yaml = recipe_yaml
-        self._ranks = ranks
-        self._seen = 0
-
-    def step(self, step: int, batch: GlobalBatch, gradients: Gradients, *, loss_scale: float) -> None:
+    def step(
+        self, step: int, batch: GlobalBatch, gradients: Gradients, *, loss_scale: float, recipe: Recipe, ranks: Ranks
+    ) -> None:
         """Write down a step whose gradients are complete. All ranks call it."""
         self._seen += 1
-        wanted, ranks = self._request, self._ranks
-        if self._seen <= wanted.sample_steps:
+        if self._seen <= self.sample_steps:
             everybody = ranks.gather(sample_hashes(batch))
-            first_rank_does(ranks, lambda: self._write_samples(step, everybody))
-        if self._seen <= wanted.gradient_steps:
+            with agreed(ranks):
+                if ranks.rank == 0:
+                    self._write_samples(step, everybody)
+        if self._seen <= self.gradient_steps:
             pieces = {f"grad.{name}": piece for name, piece in gradients.pieces(scale=1.0 / loss_scale).items()}
-            save_checkpoint(
-                wanted.folder, step=step, pieces=pieces, state={}, recipe_yaml=self._recipe_yaml, ranks=ranks
-            )
+            save_checkpoint(self.folder, step=step, pieces=pieces, state={}, recipe_yaml=as_yaml(recipe), ranks=ranks)
 
     def _write_samples(self, step: int, everybody: list[dict[int, str]]) -> None:
         samples: dict[int, str] = {}
@@ -65,7 +55,8 @@ class Tracer:
                 if samples.setdefault(position, hashed) != hashed:
                     samples[position] = DIFFERENT
         record: dict[str, Any] = {"step": step, "samples": {str(place): samples[place] for place in sorted(samples)}}
-        path = self._request.folder / SAMPLES
+        make_folder(self.folder)
+        path = self.folder / SAMPLES
         try:
             with open(path, "a", opener=open_plain) as file:
                 file.write(json.dumps(record) + "\n")

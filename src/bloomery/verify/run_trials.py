@@ -28,7 +28,7 @@ from bloomery.train.run import Run
 from bloomery.train.setup import prepared_run
 from bloomery.train.state import TrainState
 from bloomery.train.step import finish_pending_step, train_step
-from bloomery.train.trace import TraceRequest
+from bloomery.train.trace import Tracer
 from bloomery.verify.compare import large_norm, plain_losses, report_reloaded
 from bloomery.verify.shrink import SINGLE
 from bloomery.verify.trials import (
@@ -87,7 +87,7 @@ def _run(trial: Trial, device: torch.device, ranks: Ranks) -> bool:
     """Whether it came to its end; if not, somebody interrupted it."""
     recipe = load_recipe(trial.recipe).recipe
     first_rank_does(ranks, lambda: start_folder(trial))
-    trace = TraceRequest(trial.file(TRACE), trial.gradient_steps, trial.sample_steps)
+    trace = Tracer(trial.file(TRACE), trial.gradient_steps, trial.sample_steps)
     with prepared_run(recipe, trial.file(RUN), device=device, ranks=ranks, quiet=True, trace=trace) as (run, state):
         if trial.reload:
             _reload(trial, run, state)
