@@ -228,7 +228,10 @@ class Preparation:
                 with writing(self._folder.path, "read"):
                     merge.write(writer, shuffle=self._settings.shuffle_seed is not None, appended=appended)
                 if not writer.num_documents:
-                    raise self._nothing_left(dropped)
+                    why = ", ".join(f"{count} {reason}" for reason, count in dropped.items() if count)
+                    what = "; ".join([f"no document is left ({why or 'there is no text'})", *self._without_bytes()])
+                    rule, remedy = "a shard needs at least one document", "correct prepare.sources or the filters"
+                    raise DataError(Problem(what, rule, remedy, output))
                 origins.flush()
                 # An older manifest must not describe the new shard, not even for the moment until its own is written.
                 _remove(manifest_path(output))
@@ -260,13 +263,6 @@ class Preparation:
         """A note, or none."""
         empty = [file.name for file in self._files if not file.size]
         return [f"{len(empty)} of {len(self._files)} files have no bytes: {first_few(empty)}"] if empty else []
-
-    def _nothing_left(self, dropped: dict[str, int]) -> DataError:
-        reasons = ", ".join(f"{count} {reason}" for reason, count in dropped.items() if count)
-        what = f"no document is left ({reasons})" if reasons else "the sources hold no text"
-        what = "; ".join([what, *self._without_bytes()])
-        remedy = "correct prepare.sources or the filters"
-        return DataError(Problem(what, "a shard needs at least one document", remedy, self.output))
 
     # ---------------------------------------------------------------- what it was made from
 

@@ -6,7 +6,7 @@ import os
 import re
 import stat
 import sysconfig
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from glob import escape, glob, has_magic
 from typing import IO, Any, NoReturn, cast
@@ -77,7 +77,11 @@ def find_files(sources: Sequence[str], *, outputs: Sequence[str] = ()) -> list[I
     prefixes = [os.path.join(os.path.realpath(os.path.dirname(path)), os.path.basename(path)) for path in outputs]
     for number, source in enumerate(sources):
         try:
-            found = [file for file in _find(source) if not _is_output(file, prefixes)]
+            found = [
+                file
+                for file in _find(source)
+                if not any(file.real.startswith(each) and _OUTPUT.fullmatch(file.real, len(each)) for each in prefixes)
+            ]
         except DataError as error:
             problems += error.problems
             continue
@@ -97,10 +101,6 @@ def find_files(sources: Sequence[str], *, outputs: Sequence[str] = ()) -> list[I
     if problems:
         raise DataError(problems)
     return files
-
-
-def _is_output(file: InputFile, prefixes: Sequence[str]) -> bool:
-    return any(file.real.startswith(prefix) and _OUTPUT.fullmatch(file.real, len(prefix)) for prefix in prefixes)
 
 
 def _find(source: str) -> list[InputFile]:
@@ -232,17 +232,13 @@ def _find_remote(source: str) -> list[InputFile]:
             if info["size"] is None:
                 what, remedy = "its server does not report its length", "fetch it with `bloomery download` first"
                 raise DataError(Problem(what, "a file that ends early must be noticed", remedy, url))
-            found.append(InputFile(url, name, int(info["size"]), _version_of(info), url, source))
+            stamp = next((str(info[key]) for key in _VERSIONS if info.get(key) is not None), "")
+            found.append(InputFile(url, name, int(info["size"]), stamp, url, source))
         return found
     except DataError:
         raise
     except Exception as error:  # every store has its own kinds
         raise unreadable(source, error) from error
-
-
-def _version_of(info: Mapping[str, Any]) -> str:
-    """What changes when the file does, as its store reports; empty where it reports nothing."""
-    return next((str(info[key]) for key in _VERSIONS if info.get(key) is not None), "")
 
 
 def first_line(error: BaseException) -> str:
