@@ -8,18 +8,23 @@ What it costs against `bloomery train` alone is the price of the wrappers; see t
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import sys
 
+import torch
+import torch.distributed as dist
+
 from bloomery.cli.main import main
-from bloomery.parallel.mesh import Mesh, make_mesh
+from bloomery.parallel.mesh import Mesh, device_mesh
+from bloomery.sizing.layout import Layout
 from bloomery.train import setup
 
 
-def wrapped(layout: object, device: object) -> Mesh:
-    mesh = make_mesh(layout, device, groups_of_one=True)  # type: ignore[arg-type]
-    return mesh if sys.argv[1] == "all" else dataclasses.replace(mesh, tp_group=None, cp_group=None)
+def wrapped(layout: Layout, device: torch.device) -> Mesh:
+    mesh = device_mesh(layout, device)
+    if sys.argv[1] == "data":
+        return Mesh(layout=layout, data=mesh["shard"])
+    return Mesh(layout=layout, data=mesh["shard"], tp_group=mesh["tp"].get_group(), cp_group=dist.new_group([0]))
 
 
 if __name__ == "__main__":

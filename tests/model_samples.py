@@ -7,9 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from bloomery.base.ranks import Piece
 from bloomery.config.recipe import ModelSection
 from bloomery.families import registry
 from bloomery.families.registry import family_defaults
+from bloomery.model.init import initialise
 from bloomery.model.transformer import build_model, materialise
 
 FAMILIES = list(registry.FAMILIES)
@@ -37,10 +39,17 @@ def small_config(family: str, **changes: Any) -> ModelSection:
     return ModelSection(**fields, **family_defaults(fields))
 
 
+def initialised(config: ModelSection, *, seed: int = 1, device: str = "cpu", dtype: torch.dtype = torch.float32) -> Any:
+    """A model with memory and its initial values."""
+    model = build_model(config).to(dtype)
+    materialise(model, device)
+    initialise(((name, Piece.whole(each.data)) for name, each in model.named_parameters()), config, seed)
+    return model
+
+
 def small_model(config: ModelSection, *, device: str = "cpu", dtype: torch.dtype = torch.float32) -> Any:
-    """A materialised model whose every parameter, norms and biases too, is perturbed, in evaluation mode."""
-    model = build_model(config)
-    materialise(model, config, seed=1, device=device, dtype=dtype)
+    """An initialised model whose every parameter, norms and biases too, is perturbed, in evaluation mode."""
+    model = initialised(config, device=device, dtype=dtype)
     perturb(model)
     return model.eval()
 
@@ -56,3 +65,20 @@ def perturb(model: nn.Module) -> None:
 def random_tokens(config: ModelSection, batch: int = 2, length: int | None = None) -> Tensor:
     random = torch.Generator().manual_seed(7)
     return torch.randint(0, config.vocab_size, (batch, length or config.seq_length), generator=random)
+
+
+def reference_attention(
+    q: Tensor, k: Tensor, v: Tensor, *, causal: bool, slopes: Tensor | None = None, document_ids: Tensor | None = None
+) -> Tensor:
+    """The definition, in fp32, sharing nothing with the kernels that are tested against it."""
+    groups = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(groups, dim=1).float(), v.repeat_interleave(groups, dim=1).float()
+    scores = q.float() @ k.mT / q.shape[-1] ** 0.5
+    places = torch.arange(k.shape[2], device=q.device)
+    if slopes is not None:
+        scores = scores + slopes[:, None, None] * places
+    if causal:
+        scores = scores.masked_fill(places[None, :] > places[:, None], float("-inf"))
+    if document_ids is not None:
+        scores = scores.masked_fill(document_ids[:, None, :, None] != document_ids[:, None, None, :], float("-inf"))
+    return (scores.softmax(-1) @ v).to(q.dtype)

@@ -9,7 +9,6 @@ import dataclasses
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -26,9 +25,8 @@ from bloomery.parallel.mesh import Mesh
 from bloomery.parallel.runner import PlainExecution
 from bloomery.sizing import layout
 from bloomery.train.optimizer import Optimizer
-from bloomery.verify import run_trials as trial_runner
-from bloomery.verify.run_trials import run_trials
-from bloomery.verify.trials import Trial
+from bloomery.verify import trials as trial_runner
+from bloomery.verify.trials import Trial, run_trials
 
 Fault = Callable[[], AbstractContextManager[Any]]
 
@@ -136,7 +134,6 @@ FAULTS: dict[str, Fault] = {
     "tp2-pp1": losses_are_averaged_by_micro_batch,
     "tp2-cp1": replicated_weights_count_twice,
     "tp2-zero1": every_rank_takes_the_first_slopes,
-    "tp2-zero0": padding_takes_part,
     "pp2": tied_gradients_are_not_added,
     "dp2": replicas_read_the_same_samples,
     "dp1-tp2": rank_one_dies,
@@ -146,35 +143,37 @@ FAULTS: dict[str, Fault] = {
 
 @contextmanager
 def _planted(fault_of: Callable[[Trial], AbstractContextManager[Any]]) -> Iterator[None]:
-    run = trial_runner._run
+    train = trial_runner._train
 
     def faulty(trial: Trial, device: torch.device, ranks: Ranks) -> bool:
         with fault_of(trial):
-            return run(trial, device, ranks)
+            return train(trial, device, ranks)
 
-    with patch.object(trial_runner, "_run", faulty):
+    with patch.object(trial_runner, "_train", faulty):
         yield
 
 
-def faults_by_layout(arguments: Sequence[str]) -> int:
+def faults_by_layout(*arguments: Any) -> int:
     with _planted(lambda trial: FAULTS.get(trial.layout, nullcontext)()):
-        return run_trials(arguments)
+        return run_trials(*arguments)
 
 
-def faults_of_the_reference(arguments: Sequence[str]) -> int:
+def faults_of_the_reference(*arguments: Any) -> int:
     """Two that all layouts have, so that they agree: only plain torch, beside the reference, does not."""
     with padding_takes_part(), norms_are_summed_in_fp32():
-        return run_trials(arguments)
+        return run_trials(*arguments)
 
 
-def other_samples_after_the_checkpoint_of_single(arguments: Sequence[str]) -> int:
-    """What is trained aside from the checkpoint of one rank begins eight samples too late."""
-    read_state = trial_runner.read_state
+def other_samples_after_the_checkpoint_of_single(*arguments: Any) -> int:
+    """Whoever resumes from the checkpoint of one rank reads eight samples too late."""
+    original: Callable[..., Any] = loader.read_batch
 
-    def wrong(folder: Path) -> dict[str, Any]:
-        state = read_state(folder)
-        late = "train-single" in str(folder)
-        return state | {"consumed_samples": state["consumed_samples"] + 8 * late}
+    def late(source: Any, first: int, size: int, **options: Any) -> Any:
+        return dataclasses.replace(original(source, first + 8, size, **options), first_sample=first)
 
-    with patch.object(trial_runner, "read_state", wrong):
-        return run_trials(arguments)
+    def fault_of(trial: Trial) -> AbstractContextManager[Any]:
+        is_wrong = trial.source is not None and trial.source.layout == "single"
+        return patch.object(loader, "read_batch", late) if is_wrong else nullcontext()
+
+    with _planted(fault_of):
+        return run_trials(*arguments)

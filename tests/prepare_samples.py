@@ -86,5 +86,5 @@ def shard_bytes(prefix: str = "x", *, manifest: bool = False) -> dict[str, bytes
 
 def read_texts(tokenizer: Tokenizer, prefix: str = "x") -> list[str]:
     with ShardReader(prefix) as shard:
-        starts = shard.index.document_starts()
+        starts = shard.document_starts()
         return [tokenizer.decode(shard.read(int(a), int(b - a))) for a, b in pairwise(starts)]

@@ -146,21 +146,6 @@ def count_collectives(arguments: Sequence[str]) -> int:
     return main(arguments)
 
 
-def spend_energy(arguments: Sequence[str]) -> int:
-    """A machine with one package, in the folder powercap beside the recipe: each reading finds a joule more."""
-    from bloomery.base import accelerator
-
-    readings = Counter[str]()
-
-    def counter(zone: Path) -> int:
-        readings["all"] += 1
-        return int((zone / "energy_uj").read_text()) + 1_000_000 * readings["all"]
-
-    accelerator.POWERCAP = Path(arguments[1]).with_name("powercap")
-    accelerator._counter = counter
-    return main(arguments)
-
-
 def on_two_nodes(mount: str, disks: Sequence[str], arguments: Sequence[str]) -> int:
     """Each half of the ranks has a disk of its own at one path, `mount`: what the others write there it cannot see."""
     import ctypes

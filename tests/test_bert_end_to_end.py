@@ -139,21 +139,13 @@ def test_validation_has_both_losses_and_the_perplexity_of_the_first(trained: Pat
 
 
 def test_resume_is_exact_to_the_bit(inside: Path) -> None:
-    settings = ("train.for=12 steps", "train.evaluate=null", "data.split=null", "model.dropout=0.1")
+    settings = ("train.for=6 steps", "train.evaluate=null", "data.split=null", "model.dropout=0.1")
     whole = train("whole", *settings)
-    run = train("resumed", *settings, "train.exit_after=7 steps")
-    assert len(Workshop.metrics(run)) == 7
+    run = train("resumed", *settings, "train.exit_after=3 steps")
+    assert len(Workshop.metrics(run)) == 3
     train("resumed", *settings)
     assert [row["losses"] for row in Workshop.metrics(run)] == [row["losses"] for row in Workshop.metrics(whole)]
     assert_same_tensors(whole, run)
-
-
-def test_the_micro_batch_size_changes_nothing_but_rounding(inside: Path) -> None:
-    """Though samples have different numbers of predictions, and micro-batches even more so."""
-    settings = ("train.for=5 steps", "train.evaluate=null", "data.split=null", "lr.warmup=1 steps")
-    small, large = (train(f"micro-{size}", *settings, f"batch.micro_batch_size={size}") for size in (4, 32))
-    for a, b in zip(Workshop.metrics(small), Workshop.metrics(large), strict=True):
-        assert a["losses"] == pytest.approx(b["losses"], abs=1e-3)
 
 
 def test_the_exported_folder_is_bert_for_pretraining(
@@ -205,7 +197,7 @@ def test_the_exported_tokenizer_puts_texts_together_as_they_were_trained(
     assert tokenizer.convert_ids_to_tokens(int(logits[0, place].argmax())) in PEOPLE.values()
     ours, exported = Tokenizer.load("wordpiece"), Tokenizer.load("pairs")
     assert exported.content_hash == ours.content_hash, "the shards are still those of this tokenizer"
-    assert exported.encode_lists(["At dawn"]) == ours.encode_lists(["At dawn"])
+    assert exported.encode_batch(["At dawn"])[0].tolist() == ours.encode_batch(["At dawn"])[0].tolist()
 
 
 def test_a_bert_that_goes_out_and_in_and_out_is_the_same_to_the_byte(

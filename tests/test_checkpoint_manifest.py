@@ -128,10 +128,10 @@ def test_a_copy_under_the_name_of_another_step_is_damaged_and_nothing_good_moves
     shutil.copytree(root / "step-00000002", root / "step-00000012")
     out = command("inspect", "checkpoint", str(run), "--list")[1]
     assert "damaged" in out.splitlines()[-1]
-    assert "its manifest says step 2" in out.splitlines()[-1]
+    assert "its manifest is of step 2" in out.splitlines()[-1]
     code, _, err = command("inspect", "checkpoint", str(run))
     assert code == 3
-    assert "its manifest says step 2" in err
+    assert "its manifest is of step 2" in err
     workshop.train("train.exit_after=6 steps", *SAVES)
     assert workshop.events(run, "start")[-1]["resumed_from"] == "step-00000004"
     assert not (root / "retired").exists()

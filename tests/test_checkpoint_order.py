@@ -202,7 +202,7 @@ def test_a_phase_of_auto_saves_at_its_end_only_by_plan() -> None:
 @pytest.mark.parametrize(
     ("every", "said"),
     [
-        (7, "write '7 steps'"),
+        (7, "an amount is a number and a unit"),
         ("often", "such as '2000 steps'"),
         ("7 tokens", "must be counted in steps"),
         (None, "such as '2000 steps'"),

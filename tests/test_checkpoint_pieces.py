@@ -197,7 +197,7 @@ def test_everything_that_does_not_fit_is_named_at_once(tmp_path: Path) -> None:
         ([(4, (0,), True), (4, (4,), False)], "4 of 8 elements are missing"),
         ([(4, (0,), False), (4, (4,), False)], "8 of 8 elements are missing"),
         ([(5, (0,), True), (4, (4,), True)], "some elements are there twice"),
-        ([(4, (0,), True), (4, (5,), True)], "[5:9] does not lie within (8,)"),
+        ([(4, (0,), True), (4, (5,), True)], "[5:9] is outside of (8,)"),
     ],
 )
 def test_a_wrong_owner_is_caught_before_the_checkpoint_counts(

@@ -253,7 +253,7 @@ def test_a_rank_whose_part_never_comes_is_named(tmp_path: Path) -> None:
         return in_the_end(saver)
 
     first, _, third = on_ranks(3, tmp_path, act, timeout_seconds=0.5)
-    assert "on rank 1: its part did not come within" in str(first.error)
+    assert "on rank 1: its part did not arrive within" in str(first.error)
     assert "folder that all ranks share" in str(first.error)
     assert third.error is None  # its own part was written; rank 0 knows the truth
     assert list(tmp_path.iterdir()) == []

@@ -238,9 +238,9 @@ def test_only_what_a_manifest_of_ours_names_is_deleted(far: str, tmp_path: Path)
 def test_nothing_is_deleted_before_a_newer_one_is_whole_there(far: str, tmp_path: Path) -> None:
     copy_to(far, save(tmp_path / "here", 1), save(tmp_path / "here", 2))
     put(f"{far}/step-00000002/state.json", "shorter or longer")
-    with pytest.raises(OSError, match=r"step-00000002 is not whole in .*, so nothing older was deleted there"):
+    with pytest.raises(OSError, match=r"step-00000002 is not complete in .*, so nothing older was deleted there"):
         apply_remote_retention(far, KeepSection(last=1), 2, RUN)
-    with pytest.raises(OSError, match="step-00000003 is not whole"):
+    with pytest.raises(OSError, match="step-00000003 is not complete"):
         apply_remote_retention(far, KeepSection(last=1), 3, RUN)
     assert steps_at(far) == [1, 2]
 

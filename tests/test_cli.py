@@ -66,18 +66,16 @@ def test_help_answers_in_less_than_a_third_of_a_second() -> None:
     assert min(seconds) < 0.3, seconds
 
 
-@pytest.mark.parametrize(
-    "words",
-    [["--help"], ["--version"], ["check", "tr1-13b", "--explain"], ["inspect", "schedule", "tr1-13b"], ["inspect", "model", "tr1-13b"],
-     ["plan", "tr1-13b"],
-     ["train", "--help"], ["generate", "--help"], ["quickstart", "--help"], ["nonsense"]],
-)  # fmt: skip
-def test_what_only_answers_imports_no_torch(words: list[str]) -> None:
-    code = (
-        "import sys; from bloomery.cli.main import main; main(sys.argv[1:]); heavy = {'torch', 'numpy', 'transformers'} & "
-        "set(sys.modules); sys.exit(f'imported {heavy}' if heavy else 0)"
-    )
-    done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, timeout=60)
+def test_what_only_answers_imports_no_torch() -> None:
+    code = """
+import sys
+from bloomery.cli.main import main
+for words in ("--help", "check tr1-13b --explain", "inspect schedule tr1-13b", "inspect model tr1-13b", "plan tr1-13b",
+              "train --help", "generate --help", "quickstart --help", "nonsense"):
+    main(words.split())
+    assert not {"torch", "numpy", "transformers"} & sys.modules.keys(), words
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
 
 
@@ -91,13 +89,8 @@ def test_help_lists_every_command_and_each_has_help_of_its_own(command: Command)
         assert own.startswith(f"usage: bloomery {name} ")
 
 
-def test_no_command_at_all_shows_the_help_and_fails(command: Command) -> None:
-    code, out, _ = command()
-    assert code == 2
-    assert "usage: bloomery COMMAND" in out
-
-
 def test_half_a_command_shows_its_other_halves(command: Command) -> None:
+    assert command()[0] == 2
     code, out, _ = command("inspect")
     assert code == 2
     assert "inspect schedule" in out
@@ -109,19 +102,12 @@ def test_half_a_command_shows_its_other_halves(command: Command) -> None:
     ("words", "meant"),
     [
         (["chekc", "tr1-13b"], "did you mean `bloomery check`?"),
-        (["trian"], "did you mean `bloomery train`?"),
         (["inspect", "shedule", "tr1-13b"], "did you mean `bloomery inspect schedule`?"),
-        (["tokenizer", "trian"], "did you mean `bloomery tokenizer train`?"),
         (["xyzzy"], "see `bloomery --help`."),
-        ([""], "see `bloomery --help`."),
     ],
 )
 def test_an_unknown_command_is_told_what_was_meant(command: Command, words: list[str], meant: str) -> None:
     assert meant in refusal(command, *words)
-
-
-def test_version_is_printed(command: Command) -> None:
-    assert command("--version")[1].startswith("bloomery ")
 
 
 @pytest.mark.parametrize(
@@ -133,9 +119,7 @@ def test_wrong_arguments_are_a_refusal_that_names_only_what_is_wrong(command: Co
     assert "required: RECIPE, section" not in err
 
 
-@pytest.mark.parametrize(
-    "words", [["check", "bloom-176b", "--explain"], ["inspect", "schedule", "tr1-13b", "--json"], ["--help"]]
-)
+@pytest.mark.parametrize("words", [["check", "bloom-176b", "--explain"]])
 def test_a_reader_that_has_seen_enough_is_no_error(words: list[str]) -> None:
     process = subprocess.Popen([*BLOOMERY, *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert process.stdout is not None
@@ -146,28 +130,17 @@ def test_a_reader_that_has_seen_enough_is_no_error(words: list[str]) -> None:
     process.stderr.close()
 
 
-def test_head_cuts_a_long_answer_quietly() -> None:
-    line = f"{' '.join(BLOOMERY)} check bloom-176b --explain | head -1"
-    done = subprocess.run(["bash", "-o", "pipefail", "-c", line], capture_output=True, text=True, timeout=60)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.startswith("name ")
-
-
 # ---------------------------------------------------------------- check
 
 
-def test_check_says_what_the_recipe_amounts_to() -> None:
-    done = run("check", "tr1-13b")
-    assert done.returncode == 0
-    assert done.stdout.startswith("tr1-13b: ok. 12.85B parameters, 311,541 steps, 614.4B tokens, fingerprint ")
-    assert done.stderr == ""
-
-
-@pytest.mark.parametrize("name", shipped_recipes())
-def test_check_passes_every_shipped_recipe(command: Command, name: str) -> None:
-    code, out, err = command("check", name)
-    assert (code, err) == (0, "")
-    assert out.startswith(f"{name}: ok.")
+def test_check_passes_every_shipped_recipe(command: Command) -> None:
+    for name in shipped_recipes():
+        code, out, err = command("check", name)
+        assert (code, err) == (0, "")
+        assert out.startswith(f"{name}: ok.")
+    assert command("check", "tr1-13b")[1].startswith(
+        "tr1-13b: ok. 12.85B parameters, 311,541 steps, 614.4B tokens, fing"
+    )
 
 
 def test_check_explains_every_value(command: Command) -> None:
@@ -242,10 +215,6 @@ def test_a_surrogate_on_the_real_command_line_is_a_clear_refusal() -> None:
     done = subprocess.run([*BLOOMERY, "check", "tr1-13b", b"name=\xff\xfe"], capture_output=True, timeout=60)
     assert done.returncode == 2
     assert b"Traceback" not in done.stderr
-
-
-def test_a_missing_recipe_is_a_refusal(command: Command) -> None:
-    assert "Did you mean tr1-13b?" in refusal(command, "check", "tr1-13")
 
 
 # ---------------------------------------------------------------- inspect schedule
@@ -365,29 +334,20 @@ def test_the_learning_rate_table_is_the_closed_form(command: Command, schedule: 
     assert [row["lr"] for row in facts["at_samples"]] == pytest.approx(expected, rel=1e-12)
 
 
-def test_wsd_falls_in_its_cooldown(command: Command) -> None:
-    lr = "lr={peak: 1e-3, min: 0.0, schedule: wsd, warmup: 0 samples, cooldown: 2000 samples}"
-    facts = answer(
-        command, "inspect", "schedule", "gpt-1.3b", lr, "train.for=16_000 samples", "--at-samples", "14000,15000,16000"
-    )
-    assert [row["lr"] for row in facts["at_samples"]] == pytest.approx([1e-3, 5e-4, 0.0])
-
-
-def test_the_schedule_in_words_has_the_same_numbers(command: Command) -> None:
-    code, out, _ = command("inspect", "schedule", "tr1-13b", "--at-steps", "29_020", "--at-samples", "216_320")
+def test_the_answer_for_people_has_the_facts_of_the_json(command: Command) -> None:
+    code, out, _ = command("inspect", "schedule", "tr1-13b", "--at-steps", "29_020")
     assert code == 0
-    for number in (
-        "311,541 steps",
-        "8,641",
-        "10,698,064",
-        "23,457",
-        "1.000000e-04",
-        "steps 101 to 1,000: every 18 steps, 51 saves",
-    ):
-        assert number in out
+    lines = [line.split() for line in out.splitlines()]
+    for row in (["train_steps", "311,541"], ["32", "4,962", "79,376"], ["consumed_samples", "10,698,064"]):
+        assert row in lines
+    assert "... and 48 more, with --json" in out
+    _, out, _ = command("inspect", "model", "bloom-1.3b")
+    lines = [line.split(maxsplit=1) for line in out.splitlines()]
+    assert ["groups.mlp", "805,552,128"] in lines
+    assert any(name == "alibi_slopes" and slopes.startswith("0.7071068, 0.5, ") for name, slopes in lines)
 
 
-@pytest.mark.parametrize("steps", ["0", "-5", "1,0", "311542", "1000000000", "999999999999999999"])
+@pytest.mark.parametrize("steps", ["0", "-5", "1,0", "311542", "9" * 4000])
 def test_steps_outside_the_training_are_refused_with_the_range(command: Command, steps: str) -> None:
     err = refusal(command, "inspect", "schedule", "tr1-13b", f"--at-steps={steps}")
     assert "the range is 1 to 311,541" in err
@@ -397,54 +357,18 @@ def test_samples_below_zero_are_refused_and_those_beyond_the_end_are_not(command
     assert "0 or more" in refusal(command, "inspect", "schedule", "tr1-13b", "--at-samples", "-1")
     facts = answer(command, "inspect", "schedule", "tr1-13b", "--at-samples", "999_999_999_999")
     assert facts["at_samples"][0]["lr"] == 1e-5
+    assert "argument --at-steps: invalid" in refusal(command, "inspect", "schedule", "tr1-13b", "--at-steps", "1,,2")
 
 
-@pytest.mark.parametrize("numbers", ["", ",", "1,,2", "x", "1.5", "1e3", "9" * 5000, "٣", "1 2"])
-def test_what_is_no_list_of_numbers_is_refused(command: Command, numbers: str) -> None:
-    assert "is not a list of whole numbers" in refusal(command, "inspect", "schedule", "tr1-13b", "--at-steps", numbers)
-
-
-@pytest.mark.parametrize(
-    ("words", "override"),
-    [
-        (("inspect", "schedule"), "optimizer.eps=1e-7"),
-        (("inspect", "schedule"), "seed=3"),
-        (("inspect", "schedule"), "data.train.0.path=x"),
-        (("inspect", "model"), "lr.peak=1e-3"),
-        (("inspect", "model"), "batch.micro_batch_size=1"),
-    ],
-)
-def test_an_override_that_a_command_does_not_read_is_checked_and_told(
-    command: Command, words: tuple[str, ...], override: str
-) -> None:
-    plain = command(*words, "tr1-13b", "--json")
-    code, out, err = command(*words, "tr1-13b", override, "--json")
+def test_an_override_that_a_command_does_not_read_is_checked_and_reported(command: Command) -> None:
+    plain = command("inspect", "model", "tr1-13b", "--json")
+    code, out, err = command("inspect", "model", "tr1-13b", "lr.peak=1e-3", "--json")
     assert (code, out) == plain[:2]
-    section = override.partition("=")[0].partition(".")[0]
-    assert err == f"bloomery: warning: '{override}' has no effect: this command does not read {section}\n"
-    wrong = f"{override.partition('=')[0]}=[]"
-    assert refusal(command, *words, "tr1-13b", wrong)
-
-
-def test_a_misspelt_section_is_told_what_was_meant_by_every_command(command: Command) -> None:
-    assert "Did you mean lr?" in refusal(command, "inspect", "schedule", "tr1-13b", "lrr.peak=1")
+    assert err == "bloomery: warning: 'lr.peak=1e-3' has no effect: this command does not read lr\n"
+    assert refusal(command, "inspect", "model", "tr1-13b", "lr.peak=[]")
 
 
 # ---------------------------------------------------------------- inspect model
-
-
-@pytest.mark.parametrize(
-    ("name", "parameters"),
-    [
-        ("tr1-13b", 12_853_386_240),
-        ("bloom-176b", 176_247_271_424),
-        ("llama-1b", 1_100_048_384),
-        ("bert-large", 336_226_108),
-    ],
-)
-def test_parameters_are_those_that_were_published(command: Command, name: str, parameters: int) -> None:
-    facts = answer(command, "inspect", "model", name)
-    assert facts["parameters"] == parameters == sum(facts["groups"].values())
 
 
 def test_the_model_json_counts_its_own_and_the_padded_vocabulary(command: Command) -> None:
@@ -453,6 +377,7 @@ def test_the_model_json_counts_its_own_and_the_padded_vocabulary(command: Comman
         "name", "family", "parameters", "parameters_without_embeddings", "groups", "vocab_size", "padded_vocab_size",
         "padded_parameters", "flops_per_token",
     }  # fmt: skip
+    assert facts["parameters"] == 12_853_386_240 == sum(facts["groups"].values())
     assert (facts["vocab_size"], facts["padded_vocab_size"]) == (50_257, 50_304)
     assert facts["padded_parameters"] - facts["parameters"] == (50_304 - 50_257) * 5120
 
@@ -460,7 +385,6 @@ def test_the_model_json_counts_its_own_and_the_padded_vocabulary(command: Comman
 @pytest.mark.parametrize(
     ("heads", "expected"),
     [
-        (8, [2.0**-i for i in range(1, 9)]),
         (12, [2.0**-i for i in range(1, 9)] + [2.0**-0.5, 2.0**-1.5, 2.0**-2.5, 2.0**-3.5]),
         (112, [2.0 ** (-i / 8) for i in range(1, 65)] + [2.0 ** (-i / 16) for i in range(1, 97, 2)]),
     ],
@@ -473,10 +397,3 @@ def test_alibi_slopes_for_any_number_of_heads(
     facts = answer(command, "inspect", "model", str(recipe), f"model.num_heads={heads}")
     assert len(facts["alibi_slopes"]) == heads
     assert facts["alibi_slopes"] == pytest.approx(expected, rel=1e-12)
-
-
-def test_the_model_in_words_has_the_same_numbers(command: Command) -> None:
-    code, out, _ = command("inspect", "model", "bloom-1.3b")
-    assert code == 0
-    assert "1,311,629,312 parameters" in out
-    assert "ALiBi slopes: 0.7071, 0.5, " in out

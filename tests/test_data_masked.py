@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import os
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +14,7 @@ from tokenizers import models
 
 from bloomery.base.errors import DataError
 from bloomery.config.recipe import MaskingSection
-from bloomery.data.batch import Batch, Stream, read_batch
-from bloomery.data.blend import TimelessBlend
+from bloomery.data.batch import Batch
 from bloomery.data.masked import MaskedSource, MaskVocabulary, mask_tokens
 from bloomery.data.shards import ShardReader, ShardWriter
 from bloomery.data.tokenizer import Tokenizer
@@ -122,13 +120,14 @@ def test_every_sentence_is_used_once_in_an_epoch_and_stays_in_its_document(
     ]
     _, samples = source.order.locate(np.arange(source.num_samples))
     with ShardReader(shard) as reader:
-        bounds = reader.index.document_starts()
+        bounds = reader.document_starts()
         texts = [reader.read(int(start), int(stop - start)).tolist() for start, stop in itertools.pairwise(bounds)]
         found = [token for place in np.argsort(samples) for token in together[place]]
         assert found == [token for text in texts for token in text if len(text) > 1]
-        for ordinal in range(source.num_samples):
-            (span,) = source.trace(ordinal).documents
-            assert span.tokens == len(together[ordinal])
+        for ordinal, sample in enumerate(samples.tolist()):
+            ((start, stop),) = source.stretches(sample)
+            assert stop - start == len(together[ordinal])
+            assert reader.document_at(start)[0] == reader.document_at(stop - 1)[0]
 
 
 def test_segments_are_cut_between_sentences_unless_there_is_only_one(
@@ -137,19 +136,14 @@ def test_segments_are_cut_between_sentences_unless_there_is_only_one(
     _, samples = source.order.locate(np.arange(source.num_samples))
     exchanged = epoch.targets["sop loss"].tolist()
     for row, sample, was_exchanged in zip(original(epoch), samples, exchanged, strict=True):
-        first, last = source.index.first[sample], source.index.last[sample]
+        first, last = source.first[sample], source.last[sample]
         a, b = segments(row)
         length_of_first = len(b) if was_exchanged else len(a)
-        lengths = source.index.lengths[first:last]
+        lengths = source.lengths[first:last]
         if last - first > 1:
             assert length_of_first in np.cumsum(lengths)[:-1]
         elif lengths[0] > 3:  # longer than any word
             assert not vocabulary.continues[a[0] if was_exchanged else b[0]]
-
-
-def test_few_samples_have_a_single_sentence(source: MaskedSource) -> None:
-    """One document in twelve has only one; others leave none behind where they can."""
-    assert (source.index.last - source.index.first == 1).mean() < 0.07
 
 
 def test_statistics_of_masking(source: MaskedSource, vocabulary: MaskVocabulary) -> None:
@@ -256,7 +250,7 @@ def test_the_numbers_of_the_first_sample_never_change(source: MaskedSource) -> N
 def test_short_sequences(shard: str, vocabulary: MaskVocabulary) -> None:
     def tokens_of(probability: float) -> np.ndarray:
         source = open_source(shard, vocabulary, masking=MaskingSection(short_sequence_probability=probability))
-        return np.array([np.diff(source.index.tokens_of(i))[0] for i in range(source.num_samples)])
+        return np.array([np.diff(source.stretches(i)[0])[0] for i in range(source.num_samples)])
 
     never, some, always = tokens_of(0.0), tokens_of(0.1), tokens_of(1.0)
     assert len(never) < len(some) < len(always)
@@ -265,20 +259,13 @@ def test_short_sequences(shard: str, vocabulary: MaskVocabulary) -> None:
     assert always.mean() < 0.75 * never.mean()
 
 
-def test_another_share_of_tokens(shard: str, vocabulary: MaskVocabulary) -> None:
-    source = open_source(shard, vocabulary, masking=MaskingSection(probability=0.4))
-    batch = source.read(np.arange(source.num_samples))
-    words = np.isin(original(batch), (PAD, CLS, SEP), invert=True)
-    assert (batch.targets["lm loss"].numpy() >= 0).sum() / words.sum() == pytest.approx(0.4, abs=0.02)
-
-
 def test_long_sentences_are_cut_and_nothing_is_lost(tmp_path: Path, vocabulary: MaskVocabulary) -> None:
     random = np.random.default_rng(0)
     documents = [[sentence(random, 200), sentence(random, 3)], [sentence(random, 90)], [[9], [9]]]
     source = open_source(write_sentences(tmp_path / "x", documents), vocabulary)
     batch = source.read(np.arange(source.num_samples))
     assert (original(batch) >= 5).sum() == sum(len(part) for document in documents for part in document)
-    assert source.index.lengths.max() <= 61
+    assert source.lengths.max() <= 61
 
 
 def test_the_end_of_document_token_is_left_out(tmp_path: Path, vocabulary: MaskVocabulary) -> None:
@@ -295,22 +282,11 @@ def test_parts_share_no_document(shard: str, vocabulary: MaskVocabulary) -> None
     documents = []
     for part in ("train", "valid", "test"):
         source = open_source(shard, vocabulary, part=part, split="7,2,1")
-        documents.append({span.document for i in range(source.num_samples) for span in source.trace(i).documents})
+        places = [place for i in range(source.num_samples) for place in source.stretches(i)]
+        documents.append({source.shard.document_at(start)[0] for start, _ in places})
     with ShardReader(shard) as reader:
-        usable = int((np.diff(reader.index.document_starts()) > 1).sum())
+        usable = int((np.diff(reader.document_starts()) > 1).sum())
     assert sum(map(len, documents)) == len(set.union(*documents)) == usable
-
-
-def test_masked_sources_blend_and_deal_out_like_others(shard: str, vocabulary: MaskVocabulary) -> None:
-    sources = [open_source(shard, vocabulary, key=key) for key in ("a", "b")]
-    stream = Stream(sources, TimelessBlend.start({"a": 0.5, "b": 0.5}))
-    batch = read_batch(stream, 8, 8, micro_batch_size=2)
-    assert batch.counts["sop loss"] == 8
-    halves = [read_batch(stream, 8, 8, micro_batch_size=2, replica=r, replicas=2) for r in (0, 1)]
-    rows = [row for half in halves for micro in half.micro_batches for row in micro.inputs["tokens"].tolist()]
-    whole = [row for micro in batch.micro_batches for row in micro.inputs["tokens"].tolist()]
-    assert sorted(rows) == sorted(whole)
-    assert sum(half.counts["lm loss"] for half in halves) == batch.counts["lm loss"]
 
 
 def test_a_shard_without_sentences_is_refused_with_the_remedy(tmp_path: Path, vocabulary: MaskVocabulary) -> None:
@@ -324,16 +300,8 @@ def test_a_shard_without_sentences_is_refused_with_the_remedy(tmp_path: Path, vo
 
 def test_a_shard_of_single_tokens_is_refused(tmp_path: Path, vocabulary: MaskVocabulary) -> None:
     prefix = write_sentences(tmp_path / "x", [[[5], [SEP]], [[6], [SEP]]])
-    with pytest.raises(DataError, match="has no document of two tokens"):
+    with pytest.raises(DataError, match=r"4 tokens in 2 documents gives no sample"):
         open_source(prefix, vocabulary, ends_with_eod=True)
-
-
-@pytest.mark.parametrize(("suffix", "says"), [(".bin", "shorter than the index"), (".idx", "where its header says")])
-def test_a_shard_cut_short_is_refused(tmp_path: Path, vocabulary: MaskVocabulary, suffix: str, says: str) -> None:
-    prefix = write_sentences(tmp_path / "x", [[[5, 6], [7]], [[8], [9]]])
-    os.truncate(prefix + suffix, os.path.getsize(prefix + suffix) - 2)
-    with pytest.raises(DataError, match=says):
-        open_source(prefix, vocabulary)
 
 
 def test_ids_of_another_tokenizer_are_refused(tmp_path: Path, vocabulary: MaskVocabulary) -> None:
@@ -352,17 +320,3 @@ def test_without_word_pieces_every_token_is_a_word() -> None:
     made = MaskVocabulary.of(make_tokenizer(model=models.WordLevel(vocab, unk_token="[UNK]")))
     assert not made.continues.any()
     assert made.replacements.tolist() == [5, 6]
-
-
-def test_indexing_is_cheap(tmp_path: Path, vocabulary: MaskVocabulary) -> None:
-    """100,000 sentences in 10,000 documents and one of 20,000 sentences."""
-    random = np.random.default_rng(0)
-    lengths = random.integers(5, 40, 120_000).astype(np.int32)
-    sequences = np.array([10] * 10_000 + [20_000], np.int32)
-    tokens = random.integers(5, SIZE, int(lengths.sum())).astype(np.uint16)
-    with ShardWriter(str(tmp_path / "x"), np.uint16) as writer:
-        writer.append_many(tokens.tobytes(), lengths, sequences)
-    source = open_source(str(tmp_path / "x"), vocabulary, seq_length=128)
-    assert int(source.index.lengths.sum()) == len(tokens)
-    covered = sum(np.diff(source.index.tokens_of(i))[0] for i in range(source.num_samples))
-    assert covered >= len(tokens) - 10

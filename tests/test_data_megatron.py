@@ -19,13 +19,13 @@ import torch
 from bloomery.base.errors import DataError, RecipeError
 from bloomery.checkpoint.folder import find_checkpoint
 from bloomery.config.recipe import Recipe
+from bloomery.data.inspect import document_spans
 from bloomery.data.megatron import GreedyBlend, IndexCache, MegatronSource, wanted_samples
 from bloomery.data.megatron_order import (
     PARTS,
     BlendRequest,
     Flavour,
     OrderShape,
-    _cut,
     build_blend,
     build_index,
     split_boundaries,
@@ -93,13 +93,8 @@ def test_the_order_is_the_one_megatron_core_gave(
     source.close()
 
 
-def test_samples_are_cut_across_documents() -> None:
-    assert _cut(np.array([5, 3, 4]), seq_length=4, num_samples=2).tolist() == [[0, 0], [0, 4], [2, 0]]
-    assert _cut(np.array([0, 0, 5, 0, 4]), seq_length=4, num_samples=2).tolist() == [[0, 0], [2, 4], [4, 3]]
-
-
 @pytest.mark.parametrize("flavour", FLAVOURS)
-@pytest.mark.parametrize("case", range(25))
+@pytest.mark.parametrize("case", range(12))
 def test_every_sample_equals_the_plain_referee(tmp_path: Path, flavour: Flavour, case: int) -> None:
     random = np.random.default_rng(case)
     lengths = random_lengths(random)
@@ -112,7 +107,7 @@ def test_every_sample_equals_the_plain_referee(tmp_path: Path, flavour: Flavour,
         samples = int(tokens / seq_length * random.choice([0.3, 1, 1.5, 1.85, 2.9])) + 1
         settings: dict[str, Any] = {"samples": samples, "seq_length": seq_length, "seed": seed}
         if tokens == 0 or first < 0:
-            with pytest.raises(DataError, match=r"leaves none for|has no tokens"):
+            with pytest.raises(DataError, match=r"leaves none for|gives no sample"):
                 open_source(prefix, tmp_path, flavour=flavour, part=part, split=split, **settings)
             continue
         source = open_source(prefix, tmp_path, flavour=flavour, part=part, split=split, **settings)
@@ -149,7 +144,7 @@ def test_a_text_shorter_than_a_sample_is_repeated(tmp_path: Path) -> None:
     assert source.shape.epochs == 7
     assert source.num_samples == 1
     assert rows_of(source).shape == (2, 17)
-    with pytest.raises(DataError, match="sample 2 was requested, but it has 2"):
+    with pytest.raises(DataError, match="samples 2 to 2 were requested, but it has 2"):
         source.read(np.array([2]))
     source.close()
 
@@ -167,13 +162,13 @@ def test_sequences_are_ordered_and_documents_named(tmp_path: Path) -> None:
     source = open_source(prefix, tmp_path, seq_length=17, samples=1)
     order = source.index.documents.tolist()
     assert sorted(order) == [0, 1, 2, 3]
-    trace = source.trace(0)
+    spans_of = [document_spans(source.shard, *stretch) for stretch in source.stretches(0)]
     starts = [0, 6, 10, 10, 18]
     spans = [(start, tokens) for sequence in order if (tokens := starts[sequence + 1] - (start := starts[sequence]))]
-    assert [(span.document, span.start, span.tokens) for span in trace.documents] == [
+    assert [tuple(span.values()) for found in spans_of for span in found] == [
         (0 if start < 10 else 2, start if start < 10 else start - 10, tokens) for start, tokens in spans
     ]
-    assert (trace.source, trace.epoch, trace.sample) == (prefix, 0, 0)
+    assert [found.tolist() for found in source.locate(np.array([0]))] == [[0], [0]]
     source.close()
 
 
@@ -221,10 +216,8 @@ def test_an_empty_part_is_an_error_and_never_waits(tmp_path: Path, flavour: Flav
     with pytest.raises(DataError, match=r"x\.idx: the split '949,50,1' of 10 documents leaves none for test"):
         open_source(prefix, tmp_path, flavour=flavour, part="test", split="949,50,1")
     empty = write_lengths(tmp_path / "y", [0, 0, 0, 9])
-    with pytest.raises(DataError, match=r"y\.bin: its train part has no tokens"):
+    with pytest.raises(DataError, match=r"y\.bin: the train part of 9 tokens in 4 documents gives no sample"):
         open_source(empty, tmp_path, flavour=flavour, part="train", split="3,1")
-    with pytest.raises(ValueError, match="a split is needed for a part"):
-        open_source(prefix, tmp_path, flavour=flavour, part="train")
 
 
 # ---------------------------------------------------------------- blends
@@ -241,7 +234,7 @@ def test_a_blend_takes_from_whoever_is_furthest_behind(weights: list[float], sou
     assert blend["taken"].tolist() == [sources.count(source) for source in range(len(weights))]
 
 
-@pytest.mark.parametrize("count", [1, 2, 3, 7, 30, 100])
+@pytest.mark.parametrize("count", [1, 3, 30])
 def test_blends_equal_the_referee_that_rounds_twice(count: int) -> None:
     random = np.random.default_rng(count)
     for raw in (random.dirichlet(np.ones(count)), random.integers(1, 9, count)):
@@ -251,12 +244,12 @@ def test_blends_equal_the_referee_that_rounds_twice(count: int) -> None:
 
 def test_rounding_is_that_of_x86_and_not_of_a_fused_multiply_add() -> None:
     differ = 0
-    for total in range(4, 60):
+    for total in range(4, 30):
         weights = [1 / total, 2 / total, (total - 3) / total]
         plain = greedy(weights, 200)
         assert build_blend(np.array(weights), 200)["sources"].tolist() == plain
         differ += plain != greedy(weights, 200, fused=True)
-    assert differ > 10, "so it matters"
+    assert differ > 3, "so it matters"
 
 
 def test_the_order_does_not_depend_on_where_it_was_cut() -> None:
@@ -266,13 +259,10 @@ def test_the_order_does_not_depend_on_where_it_was_cut() -> None:
     assert long["ordinals"].max() == long["taken"].max() - 1
 
 
-@pytest.mark.parametrize(
-    ("count", "dtype"), [(254, np.uint8), (255, np.uint8), (256, np.int16), (32767, np.int16), (40000, np.int32)]
-)
-def test_there_may_be_any_number_of_sources(count: int, dtype: type) -> None:
-    blend = build_blend(np.full(count, 1 / count), 100)
-    assert blend["sources"].dtype == dtype
-    assert blend["sources"].tolist() == list(range(100))
+def test_there_may_be_any_number_of_sources() -> None:
+    """megatron-core stops at 32,766, BigScience at 254."""
+    count = 40_000
+    assert build_blend(np.full(count, 1 / count), 100)["sources"].tolist() == list(range(100))
     last = np.full(count, 0.5 / count)
     last[-1] = 0.5
     assert build_blend(last, 10)["sources"][0] == count - 1
@@ -360,17 +350,6 @@ def test_parts_and_blends_of_a_recipe_follow_the_referee(workshop: Workshop, fla
             assert (batch.targets["lm loss"].numpy() == rows[:, 1:]).all()
 
 
-def test_a_blend_of_300_sources(workshop: Workshop) -> None:
-    sources = ", ".join(f"{{path: valid, name: s{number}, weight: {number + 1}}}" for number in range(300))
-    with open_data(
-        recipe_of(workshop, "data.order=bigscience", f"data.train=[{sources}]", "train.for=500 steps")
-    ) as data:
-        batch = data.train.batch(0, 4000)
-        assert batch.sources is not None
-        shares = np.bincount(batch.sources, minlength=300) / 4000
-        assert np.abs(shares - np.arange(1, 301) / 45150).max() < 2 / 4000
-
-
 def test_a_seed_beyond_32_bits_and_an_empty_part_are_refused(workshop: Workshop) -> None:
     with pytest.raises(RecipeError, match=r"seed is 4294967296\. With data.order=megatron it is at most 4294967295"):
         open_data(recipe_of(workshop, "data.order=megatron", "seed=4294967296")).__enter__()
@@ -379,8 +358,8 @@ def test_a_seed_beyond_32_bits_and_an_empty_part_are_refused(workshop: Workshop)
         open_data(recipe_of(workshop, "data.order=megatron", *split)).__enter__()
 
 
-@pytest.mark.parametrize("flavour", FLAVOURS)
-def test_a_training_follows_the_order_and_resumes_bit_by_bit(workshop: Workshop, flavour: Flavour) -> None:
+def test_a_training_follows_the_order_and_resumes_bit_by_bit(workshop: Workshop) -> None:
+    flavour: Flavour = "bigscience"
     order = (f"data.order={flavour}", "data.split=80,20,0", "train.evaluate={every: 5 steps, steps: 1}")
     whole = workshop.train(*order, run="whole")
     workshop.train(*order, "train.exit_after=7 steps", run="halves")

@@ -2,7 +2,6 @@
 
 import os
 import struct
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -62,31 +61,14 @@ def test_reader_knows_every_integer_type(tmp_path, code, letter, dtype):
 def test_reader_counts_documents_of_several_sequences(tmp_path):
     with ShardReader(hand_made(tmp_path, index_bytes([3, 0, 1, 4], doc_idx=[0, 2, 2, 4]))) as shard:
         assert (shard.num_sequences, shard.num_documents, shard.num_tokens) == (4, 3, 8)
-        assert shard.index.document_starts().tolist() == [0, 3, 3, 8]
-        assert shard.index.document_starts().dtype == np.int64
-        assert shard.index.document_at(2) == (0, 2)
-        assert shard.index.document_at(3) == (2, 0), "the empty document 1 holds no token"
+        assert shard.document_starts().tolist() == [0, 3, 3, 8]
+        assert shard.document_starts().dtype == np.int64
+        assert shard.document_at(2) == (0, 2)
+        assert shard.document_at(3) == (2, 0), "the empty document 1 holds no token"
         assert shard.read(2, 3).tolist() == [7, 8, 9]
         assert shard.read(8, 0).tolist() == []
         with pytest.raises(IndexError, match="of a shard of 8"):
             shard.read(7, 2)
-
-
-def test_a_shard_without_documents_can_be_written_and_read(tmp_path):
-    prefix = str(tmp_path / "x")
-    ShardWriter(prefix, np.uint16).finish()
-    with ShardReader(prefix) as shard:
-        assert (shard.num_documents, shard.num_tokens) == (0, 0)
-
-
-def test_threads_read_one_shard_at_once(tmp_path):
-    tokens = np.arange(50_000, dtype=np.uint16)
-    with ShardWriter(str(tmp_path / "x"), np.uint16) as writer:
-        writer.append(tokens)
-    with ShardReader(writer.prefix) as shard, ThreadPoolExecutor(4) as pool:
-        starts = np.random.default_rng(0).integers(0, 49_000, 400)
-        for start, got in zip(starts, pool.map(lambda start: shard.read(int(start), 1000), starts), strict=True):
-            assert (got == tokens[start : start + 1000]).all()
 
 
 @pytest.mark.parametrize("vocab_size", [1, 65499, 65500, 70000])
@@ -139,8 +121,8 @@ GOOD = index_bytes([3, 1, 4])
 BROKEN = {
     "magic": (b"PK\x03\x04 is a zip file, not an index of any kind", r"x\.idx: .*starts with b'PK.*MMIDIDX"),
     "legacy": (b"TNTIDX\x00\x00" + bytes(40), "starts with b'TNTIDX.*older TNTIDX format"),
-    "short header": (GOOD[:20], "holds 20 bytes.*cut off"),
-    "empty file": (b"", "holds 0 bytes.*cut off"),
+    "short header": (GOOD[:20], "holds 20 bytes.*truncated"),
+    "empty file": (b"", "holds 0 bytes.*truncated"),
     "version": (index_bytes([3, 1, 4], version=2), "version 2.*The version is 1"),
     "dtype": (index_bytes([3, 1, 4], code=6), r"dtype code 6.*8 \(uint16\)"),
     "cut off": (GOOD[:-5], "holds 97 bytes where its header says 102. 3 sequences and 4 entries"),
@@ -201,14 +183,14 @@ def test_missing_files_are_all_named_with_a_hint(tmp_path):
 def test_a_shard_cut_off_while_open_is_named(tmp_path):
     with ShardReader(hand_made(tmp_path)) as shard:
         (tmp_path / "x.bin").write_bytes(b"\0\0")
-        with pytest.raises(DataError, match=r"ends at byte 2. It was cut off while it was being read"):
+        with pytest.raises(DataError, match=r"ends at byte 2. It was truncated while it was being read"):
             shard.read(0, 8)
 
 
 def test_an_index_cut_off_while_it_is_read_is_named(tmp_path, monkeypatch):
     prefix = hand_made(tmp_path, index_bytes([2, 2])[:-1], b"\0" * 8)
     monkeypatch.setattr(shards, "_read_header", lambda *_: (np.dtype("<u2"), 2, 3))  # it was whole then
-    with pytest.raises(DataError, match=r"ends at byte 81. It was cut off while it was being read"):
+    with pytest.raises(DataError, match=r"ends at byte 81. It was truncated while it was being read"):
         ShardReader(prefix)
 
 
@@ -223,12 +205,10 @@ def test_of_a_large_index_only_what_is_needed_is_read(tmp_path, short_ends):
     prefix = hand_made(tmp_path, index_bytes(lengths, doc_idx=doc_idx), bytes(32))
     with ShardReader(prefix) as shard, ShardReader(prefix) as whole:
         assert (shard.num_tokens, shard.num_documents, shard.num_sequences) == (16, 6, 7)
-        starts = whole.index.document_starts().tolist()
+        starts = whole.document_starts().tolist()
         assert starts == [0, 3, 3, 4, 10, 15, 16]
-        assert [shard.index.document_start(number) for number in range(7)] == starts
-        assert [shard.index.document_at(token) for token in range(16)] == [
-            whole.index.document_at(token) for token in range(16)
-        ]
+        assert [shard.document_start(number) for number in range(7)] == starts
+        assert [shard.document_at(token) for token in range(16)] == [whole.document_at(token) for token in range(16)]
         assert shard.facts() == whole.facts()
 
 
@@ -243,32 +223,26 @@ def test_damage_inside_a_large_index_is_named_when_it_is_met(tmp_path, short_end
         (index_bytes([2] * 7, doc_idx=[0, 1, 2, 99, 5, 6, 7]), "document 4 begins at sequence 5"),
     ):
         with ShardReader(hand_made(tmp_path, idx, bytes(28))) as shard, pytest.raises(DataError, match=damage):
-            shard.index.document_starts()
+            shard.document_starts()
     with (
         ShardReader(hand_made(tmp_path, idx, bytes(28))) as shard,
         pytest.raises(DataError, match="document 4 begins at sequence 5"),
     ):
-        shard.index.document_start(3)
+        shard.document_start(3)
     idx = index_bytes([2] * 7, pointers=[0, 4, 8, 12, 16, 20, 25])
     with pytest.raises(DataError, match=r"sequence 6 .* points to byte 25 where the lengths before it add up to 24"):
         ShardReader(hand_made(tmp_path, idx, bytes(28)))
 
 
-def test_many_documents_at_once_and_a_copied_file_give_the_same_bytes(tmp_path, monkeypatch):
+def test_many_documents_at_once_give_the_same_bytes(tmp_path):
     with ShardWriter(str(tmp_path / "one"), np.uint16) as writer:
         for document in DOCUMENTS:
             writer.append(np.array(document))
     flat, lengths = np.concatenate(DOCUMENTS).astype(np.uint16), np.array([3, 1, 4], np.int32)
     with ShardWriter(str(tmp_path / "many"), np.uint16) as writer:
         writer.append_many(flat.data, lengths)
-    (tmp_path / "tokens").write_bytes(b"ab" + flat.tobytes())
-    with open(tmp_path / "tokens", "rb") as file, ShardWriter(str(tmp_path / "copied"), np.uint16) as writer:
-        writer.append_file(file, 2, lengths[:2])
-        monkeypatch.setattr("os.copy_file_range", lambda *_, **__: (_ for _ in ()).throw(OSError(18, "other disk")))
-        writer.append_file(file, 10, lengths[2:])
-    for name in ("many", "copied"):
-        for ending in (".bin", ".idx"):
-            assert (tmp_path / f"{name}{ending}").read_bytes() == (tmp_path / f"one{ending}").read_bytes()
+    for ending in (".bin", ".idx"):
+        assert (tmp_path / f"many{ending}").read_bytes() == (tmp_path / f"one{ending}").read_bytes()
 
 
 def test_documents_of_several_sequences_are_written(tmp_path, monkeypatch):
@@ -277,17 +251,6 @@ def test_documents_of_several_sequences_are_written(tmp_path, monkeypatch):
         writer.append_many(np.arange(5, 13, dtype=np.uint16).data, np.array([3, 1, 4]), np.array([2, 1]))
     assert (writer.num_documents, writer.num_sequences, writer.num_tokens) == (2, 3, 8)
     assert (tmp_path / "x.idx").read_bytes() == index_bytes([3, 1, 4], doc_idx=[0, 2, 3])
-
-
-def test_a_file_that_ends_too_early_is_named(tmp_path):
-    (tmp_path / "tokens").write_bytes(b"ab")
-    with (
-        open(tmp_path / "tokens", "rb") as file,
-        pytest.raises(DataError, match="tokens: ends too early"),
-        ShardWriter(str(tmp_path / "x"), np.uint16) as writer,
-    ):
-        writer.append_file(file, 0, np.array([5], np.int32))
-    assert [path.name for path in tmp_path.iterdir()] == ["tokens"]
 
 
 @pytest.fixture(params=["plain", "plain, large", "sentences"])
@@ -332,10 +295,10 @@ def test_a_flipped_bit_of_an_index_is_an_error_or_changes_nothing(shard_of_a_kin
     prefix, batches = shard_of_a_kind
     path, right = Path(f"{prefix}.idx"), batches()
     whole, found = path.read_bytes(), 0
-    for bit in range(0, 8 * len(whole), 5):  # five and eight share no factor: every bit of a byte is met
+    for bit in range(0, 8 * len(whole), 11):  # eleven and eight share no factor: every bit of a byte is met
         path.write_bytes(whole[: bit // 8] + bytes([whole[bit // 8] ^ 1 << bit % 8]) + whole[bit // 8 + 1 :])
         try:
             assert batches() == right, f"bit {bit} of {8 * len(whole)} is trained on"
         except DataError:
             found += 1
-    assert found > 4 * len(whole) // 5
+    assert found > 4 * len(whole) // 11

@@ -1,6 +1,7 @@
 """Split, causal samples, batches and the loader."""
 
 import threading
+from contextlib import closing
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ from bloomery.base.errors import DataError, RecipeError
 from bloomery.data.batch import Batch, Loader, Stream, read_batch
 from bloomery.data.blend import TimelessBlend
 from bloomery.data.causal import CausalSource
-from bloomery.data.megatron_order import part_range, split_boundaries
+from bloomery.data.megatron_order import split_boundaries
 from bloomery.data.shards import ShardWriter
 
 
@@ -50,11 +51,11 @@ def test_split_follows_megatron_lm(split, documents, boundaries):
     assert split_boundaries(split, documents) == boundaries
 
 
-def test_an_empty_part_names_itself_and_the_documents():
+def test_an_empty_part_names_itself_and_the_documents(counting):
     with pytest.raises(
         DataError, match=r"x\.idx: the split '949,50,1' of 10 documents leaves none for test .*9, 10, 10"
     ):
-        part_range("949,50,1", "test", 10, place="x.idx")
+        CausalSource(counting, seq_length=3, vocab_size=100, seed=0, part="test", split="949,50,1")
     with pytest.raises(RecipeError, match=r"data.split is '0,0'. One part at least must be above 0"):
         split_boundaries("0,0", 10)
     with pytest.raises(RecipeError, match=r"data.split is '9{40}'. .*their sum a finite number. Use '949,50,1'"):
@@ -97,7 +98,7 @@ def test_an_id_beyond_the_vocabulary_is_named_with_its_place(tmp_path):
         source.read(np.arange(1))
     message = str(caught.value)
     assert message.startswith(f"{prefix}.bin: ")
-    assert "vocabulary size 50257" in message
+    assert "from 0 to 50256" in message
     assert "model.vocab_size" in message
 
 
@@ -109,17 +110,11 @@ def test_a_negative_id_is_found_too(tmp_path):
 
 
 def test_too_few_tokens_for_one_sample(counting):
-    with pytest.raises(DataError, match=r"the shard has 100 tokens in 10 documents. .*seq_length \+ 1 = 101"):
+    with pytest.raises(DataError, match=r"x.bin: 100 tokens in 10 documents gives no sample. .*seq_length \+ 1 = 101"):
         CausalSource(counting, seq_length=100, vocab_size=100, seed=0)
-    with pytest.raises(DataError, match=r"its valid part has 10 tokens in 1 documents.*give valid a larger share"):
+    with pytest.raises(DataError, match=r"the valid part of 100 tokens in 10 documents gives no .*another data.split"):
         CausalSource(counting, seq_length=10, vocab_size=100, seed=0, part="valid", split="9,1")
     assert CausalSource(counting, seq_length=99, vocab_size=100, seed=0).num_samples == 1
-
-
-@pytest.mark.parametrize(("part", "split"), [("train", None), ("all", "9,1")])
-def test_a_part_needs_a_split_and_the_other_way_round(counting, part, split):
-    with pytest.raises(ValueError, match="a split is needed for a part"):
-        CausalSource(counting, seq_length=3, vocab_size=100, seed=0, part=part, split=split)
 
 
 class PositionSource:
@@ -147,8 +142,8 @@ def positions(batch):
     return [int(row[0]) for micro_batch in batch.micro_batches for row in micro_batch.inputs["tokens"]]
 
 
-@pytest.mark.parametrize("micro_batch_size", [1, 2, 3, 6])
-@pytest.mark.parametrize("replicas", [1, 2, 4])
+@pytest.mark.parametrize("micro_batch_size", [1, 6])
+@pytest.mark.parametrize("replicas", [1, 4])
 def test_a_global_batch_holds_the_same_samples_in_every_layout(micro_batch_size, replicas):
     parts = [
         read_batch(PositionSource(), 24, 24, micro_batch_size=micro_batch_size, replica=replica, replicas=replicas)
@@ -174,14 +169,14 @@ def test_loader_follows_the_ramp_and_resumes_exactly():
     def loader():
         return Loader(PositionSource(), micro_batch_size=2, batch_size_at=lambda consumed: 4 if consumed < 8 else 8)
 
-    with loader() as whole:
+    with closing(loader()) as whole:
         batches = [whole.take() for _ in range(5)]
         assert [(batch.first_sample, batch.size) for batch in batches] == [(0, 4), (4, 4), (8, 8), (16, 8), (24, 8)]
         assert [position for batch in batches for position in positions(batch)] == list(range(32))
         assert whole.consumed_samples == 32
         whole.seek(4)
         assert positions(whole.take()) == [4, 5, 6, 7]
-    with loader() as resumed:
+    with closing(loader()) as resumed:
         resumed.seek(16)
         assert resumed.consumed_samples == 16
         assert positions(resumed.take()) == list(range(16, 24))
@@ -189,7 +184,7 @@ def test_loader_follows_the_ramp_and_resumes_exactly():
 
 def test_loader_reads_ahead_by_two_batches_only():
     source = PositionSource()
-    with Loader(source, micro_batch_size=2, batch_size_at=lambda _: 2) as loader:
+    with closing(Loader(source, micro_batch_size=2, batch_size_at=lambda _: 2)) as loader:
         loader.take()
         for _ in range(100):
             if source.largest == 6:
@@ -221,8 +216,6 @@ def test_close_ends_the_thread_at_any_time():
         loader.close()
         loader.close()
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("bloomery-loader")]
-    with pytest.raises(ValueError, match="replica 2 of 2"):
-        Loader(PositionSource(), micro_batch_size=1, batch_size_at=lambda _: 2, replica=2, replicas=2)
 
 
 def test_causal_batches_carry_the_names_the_model_and_the_loss_know(counting):

@@ -26,12 +26,12 @@ def tokenizer(folder):
     return Tokenizer.load(str(folder))
 
 
-def test_it_has_exactly_the_size_that_was_asked_for(tokenizer):
-    assert tokenizer.vocab_size == 280
-    assert tokenizer.special_tokens == {"<|endoftext|>": tokenizer.eod_id}
+def ids_of(tokenizer, text):
+    (ids,) = tokenizer.encode_batch([text])
+    return ids.tolist()
 
 
-@pytest.mark.parametrize("text", ["the end", " leading", "tabs\tand\n\nlines", "żółć 漢字 🙂 \x00", "a" * 300])
+@pytest.mark.parametrize("text", ["tabs\tand\n\nlines", "żółć 漢字 🙂 \x00"])
 def test_any_text_comes_back(tokenizer, text):
     (ids,) = tokenizer.encode_batch([text])
     assert ids.dtype == np.int64
@@ -44,11 +44,6 @@ def test_a_document_cannot_forge_its_end(tokenizer):
     assert tokenizer.eod_id not in ids
     assert tokenizer.decode(ids) == text
     assert tokenizer.decode([tokenizer.eod_id]) == "<|endoftext|>"
-
-
-def test_training_twice_gives_the_same_bytes(folder, tmp_path):
-    train_tokenizer(iter(TEXTS), vocab_size=280, output=str(tmp_path / "new" / "again"))
-    assert (tmp_path / "new" / "again" / "tokenizer.json").read_bytes() == (folder / "tokenizer.json").read_bytes()
 
 
 def test_the_hash_knows_the_content_not_the_place_or_the_layout(tokenizer, folder, tmp_path):
@@ -79,17 +74,9 @@ SPELLINGS = {
          "merges": ['" ,', '", \\', '\\ "', '\\ ",\\', '\\ ",']}
     ),
     "dropout as a whole number": spelling({**spelling()["model"], "dropout": 0}),
-    "no type": spelling({"vocab": {"a": 0, "b": 1, "ab": 2}, "merges": ["a b"]}),
-    "no merges": spelling({"type": "BPE", "vocab": {"a": 0, "b": 1, "c": 2}, "merges": []}),
-    "some nulls": spelling(normalizer=None, truncation=None, decoder=None),
-    "no added tokens": {"model": {"type": "BPE", "vocab": {"a": 0}, "merges": []}},
-    "unigram": spelling({"type": "Unigram", "vocab": [["a", 0], ["b", -1.5], ["c", -2]]}),
     "unigram of many digits": spelling(
         {"type": "Unigram", "vocab": [["a", 0], ["b", -3.8214433963530685], *([str(n), -n / 7e3] for n in range(999))]}
     ),
-    "unigram without a type": spelling({"vocab": [["a", 0], ["b", -1.5]]}),
-    "words without a type": spelling({"vocab": {"a": 0, "b": 1, "c": 2}, "unk_token": "c"}),
-    "byte level": spelling(pre_tokenizer=BYTES, decoder=BYTES, post_processor=BYTES),
     "byte level inside": spelling(
         pre_tokenizer={"type": "Sequence", "pretokenizers": [{"type": "Punctuation"}, BYTES, {"type": "FixedLength"}]}
     ),
@@ -139,11 +126,9 @@ def test_whether_an_added_token_is_normalized_counts_only_where_something_is():
 
 def test_hashes_of_an_earlier_version_tell_nothing():
     new, other = Tokenizer(json.dumps(spelling()), path="x").content_hash, "0" * 64 + "-ids"
-    old = new.removesuffix("-ids")
     assert is_other_tokenizer(new, other)
     assert not is_other_tokenizer(new, new)
-    assert not is_other_tokenizer(old, new)
-    assert not is_other_tokenizer(None, new)
+    assert not is_other_tokenizer(new.removesuffix("-ids"), other)
 
 
 def test_a_tokenizer_at_which_the_library_panics_is_named(tmp_path):
@@ -167,7 +152,7 @@ def test_the_hash_does_not_know_what_decides_no_id(tokenizer, change):
     changed = Tokenizer(json.dumps(content), path="x")
     assert json.loads(changed.content) != tokenizer.parsed
     assert changed.content_hash == tokenizer.content_hash
-    assert changed.encode_lists(["the end of it"]) == tokenizer.encode_lists(["the end of it"])
+    assert ids_of(changed, "the end of it") == ids_of(tokenizer, "the end of it")
 
 
 def test_truncation_and_padding_of_the_file_are_not_obeyed(tokenizer, folder, tmp_path):
@@ -183,7 +168,7 @@ def test_truncation_and_padding_of_the_file_are_not_obeyed(tokenizer, folder, tm
     }
     (tmp_path / "tokenizer.json").write_text(json.dumps(content))
     limited = Tokenizer.load(str(tmp_path))
-    assert limited.encode_batch(["the end of it"])[0].tolist() == tokenizer.encode_batch(["the end of it"])[0].tolist()
+    assert ids_of(limited, "the end of it") == ids_of(tokenizer, "the end of it")
     assert limited.content_hash == tokenizer.content_hash
 
 
@@ -281,25 +266,23 @@ def test_a_pattern_that_needs_exponential_time_ends_with_a_sentence(tokenizer, m
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"model": {"vocab": {"a": "x"}}}, "has a token whose id is no number"),
-        ({"model": {"vocab": {"a": True}}}, "has a token whose id is no number"),
-        ({"model": {"vocab": {"a": -1}}}, "has a token whose id is no number"),
-        ({"model": {"vocab": {"a": 4_000_000_000}}}, "whose id is no number of its own: .* 0 to 16,777,215"),
-        ({"model": {"vocab": {"a": 1, "b": 1}}}, "has a token whose id is no number of its own"),
+        ({"model": {"vocab": {"a": "x"}}}, "each token has an id of its own"),
+        ({"model": {"vocab": {"a": True}}}, "each token has an id of its own"),
+        ({"model": {"vocab": {"a": 4_000_000_000}}}, "from 0 to 16,777,215"),
+        ({"model": {"vocab": {"a": 1, "b": 1}}}, "each token has an id of its own"),
         ({"normalizer": deep(100)}, "nested more than 64 levels deep"),
-        ({"added_tokens": [{"content": "x", "special": True, "id": 4_000_000_000}]}, "its added token .* has no id"),
+        ({"added_tokens": [{"content": "x", "special": True, "id": 4_000_000_000}]}, "from 0 to 16,777,215"),
         ({"model": {"vocab": 5}}, "its vocabulary is no mapping"),
         ({"model": None}, "can read"),
-        ({"added_tokens": [{"content": "x", "special": True}]}, "its added token .* lacks an id"),
+        ({"added_tokens": [{"content": "x", "special": True}]}, "can read: 'id'"),
+        ({"added_tokens": [{"content": 3, "special": True, "id": 1}]}, "an added token lacks its content"),
         ({"added_tokens": 7}, "can read"),
     ],
 )
-def test_nonsense_in_a_tokenizer_is_named_before_the_library_has_seen_it(tokenizer, tmp_path, change, message):
+def test_nonsense_in_a_tokenizer_is_named(tokenizer, tmp_path, change, message):
     (tmp_path / "tokenizer.json").write_text(json.dumps(json.loads(tokenizer.content) | change))
-    loaded = Tokenizer.load(str(tmp_path), lazy=True)
-    for read in (lambda: loaded.vocab_size, lambda: loaded.special_tokens, lambda: loaded.content_hash):
-        with pytest.raises(DataError, match=rf"tokenizer.json: is not a tokenizer that .*{message}"):
-            read()
+    with pytest.raises(DataError, match=rf"tokenizer.json: is not a tokenizer that .*{message}"):
+        Tokenizer.load(str(tmp_path))
 
 
 def test_impossible_vocabularies_say_what_is_possible(tmp_path):
@@ -311,20 +294,6 @@ def test_impossible_vocabularies_say_what_is_possible(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(StorageError):
         train_tokenizer(["the end"], vocab_size=257, output=str(tmp_path / "file" / "a"))
-
-
-def test_lazy_loading_says_the_same_and_complains_when_it_is_used(tokenizer, folder, tmp_path):
-    lazy = Tokenizer.load(str(folder), lazy=True)
-    assert (lazy.vocab_size, lazy.special_tokens, lazy.content_hash) == (
-        tokenizer.vocab_size,
-        tokenizer.special_tokens,
-        tokenizer.content_hash,
-    )
-    assert lazy.vocab_size == max(tokenizer._tokenizer.get_vocab(with_added_tokens=True).values()) + 1
-    (tmp_path / "tokenizer.json").write_text('{"model": {"vocab": {}}}')
-    broken = Tokenizer.load(str(tmp_path), lazy=True)
-    with pytest.raises(DataError, match="is not a tokenizer that"):
-        broken.encode_batch(["x"])
 
 
 @pytest.fixture
@@ -360,22 +329,22 @@ def test_gpt2_files_have_the_hash_of_what_transformers_and_tokenizers_make_of_th
         assert Tokenizer.load(str(tmp_path / folder)).content_hash == ours.content_hash
 
 
-def test_broken_gpt2_files_are_named(gpt2_folder):
-    (gpt2_folder / "merges.txt").write_text("a b c\n")
-    with pytest.raises(DataError, match=r"merges.txt: has the line 'a b c'. Each line is a pair"):
-        Tokenizer.load(str(gpt2_folder))
-    (gpt2_folder / "merges.txt").write_text("nobody knows\n")
-    with pytest.raises(DataError, match=r"merges.txt: does not fit .*vocab.json: .*nobody.*out of vocabulary"):
-        Tokenizer.load(str(gpt2_folder))
-    for broken in ('{"a": 0, "b": 0}', '{"a": "0"}', '{"a": -1}', '{"a": 1.5}', '{"a": true}'):
-        (gpt2_folder / "vocab.json").write_text(broken)
-        with pytest.raises(DataError, match=r"vocab.json: gives a token no id, or two tokens the same"):
-            Tokenizer.load(str(gpt2_folder))
-    (gpt2_folder / "vocab.json").write_text("[]")
-    with pytest.raises(DataError, match=r"vocab.json: holds no object"):
-        Tokenizer.load(str(gpt2_folder))
-    (gpt2_folder / "vocab.json").unlink()
-    with pytest.raises(DataError, match=r"vocab.json: cannot be read: No such file"):
+@pytest.mark.parametrize(
+    ("merges", "vocab", "message"),
+    [
+        ("a b c\n", None, "merges.txt: does not fit the vocab.json beside it: .* A line is a pair of tokens"),
+        ("nobody knows\n", None, "merges.txt: does not fit the vocab.json beside it: .*nobody.*out of vocabulary"),
+        (None, '{"a": 0, "b": 0}', "merges.txt: does not fit .*each token has an id of its own"),
+        (None, '{"a": 1.5}', "merges.txt: does not fit .*each token has an id of its own"),
+        (None, "[]", "vocab.json: holds no object"),
+        (None, "{", "vocab.json: is not JSON"),
+    ],
+)
+def test_broken_gpt2_files_are_named(gpt2_folder, merges, vocab, message):
+    for name, content in (("merges.txt", merges), ("vocab.json", vocab)):
+        if content is not None:
+            (gpt2_folder / name).write_text(content)
+    with pytest.raises(DataError, match=message):
         Tokenizer.load(str(gpt2_folder))
 
 

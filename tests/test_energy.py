@@ -74,18 +74,8 @@ def test_a_counter_that_comes_round_goes_on(powercap: Path) -> None:
     assert rapl.joules() == pytest.approx(997.0)
 
 
-def test_a_machine_without_counters_has_no_sensor(tmp_path: Path) -> None:
-    assert find_rapl(tmp_path / "nowhere") == "no sensor"
-    zone(tmp_path, "dtpm", "something else")
-    assert find_rapl(tmp_path) == "no sensor"
-
-
 def test_an_unreadable_counter_is_named_and_not_a_number(powercap: Path) -> None:
-    count(powercap / "intel-rapl:0:1", 0)
-    (powercap / "intel-rapl:0:1" / "energy_uj").write_text("not a number\n")
-    told = find_rapl(powercap)
-    assert isinstance(told, str)
-    assert told.startswith("no sensor that may be read")
+    assert find_rapl(powercap / "nowhere") == "no sensor"
     unreadable = powercap / "intel-rapl:0" / "energy_uj"  # the kernel lets only root read it since CVE-2020-8694
     unreadable.chmod(0)
     if os.geteuid() == 0:  # root reads everything: a folder in its place cannot be read either
@@ -95,20 +85,6 @@ def test_an_unreadable_counter_is_named_and_not_a_number(powercap: Path) -> None
     assert isinstance(told, str)
     assert str(unreadable) in told
     assert "Permission denied" in told or "Is a directory" in told
-
-
-def test_a_counter_that_vanishes_keeps_what_it_counted(powercap: Path) -> None:
-    sensor = find_rapl(powercap)
-    assert isinstance(sensor, Rapl)
-    meter = EnergyMeter(sensor)
-    count(powercap / "intel-rapl:0", 45_000_000)
-    before = meter.own(fresh=True)
-    assert before.joules == pytest.approx(40.0)
-    shutil.rmtree(powercap)
-    after = meter.own(fresh=True)
-    assert after.joules == before.joules
-    assert after.measured_seconds == before.measured_seconds
-    assert after.device_seconds > before.device_seconds
 
 
 def test_nvml_counts_in_millijoules_and_an_error_of_it_ends_the_measurement() -> None:
@@ -190,16 +166,8 @@ def test_the_largest_sum_that_was_written_anywhere_counts(tmp_path: Path) -> Non
     assert spent_before(tmp_path, saved).joules == 4.0
 
 
-@pytest.mark.parametrize(
-    ("joules", "text"),
-    [(812.4, "812 J"), (0.0, "0 J"), (7200.0, "2.00 Wh"), (4.5e6, "1.25 kWh"), (1.56e12, "433.33 MWh")],
-)
-def test_joules_are_said_in_units_that_people_pay_for(joules: float, text: str) -> None:
-    assert format_joules(joules) == text
-
-
-def test_device_hours_are_said_with_three_digits() -> None:
-    assert format_device_hours(1.0) == "0.000278 device-hours"
+def test_energy_is_said_in_units_that_people_pay_for() -> None:
+    assert [format_joules(joules) for joules in (812.4, 7200.0, 4.5e6)] == ["812 J", "2.00 Wh", "1.25 kWh"]
     assert format_device_hours(3_680_504_000.0) == "1,022,362 device-hours"
 
 

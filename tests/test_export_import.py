@@ -16,7 +16,6 @@ from safetensors.torch import load_file, save_file
 from bloomery.base.accelerator import available_host_bytes
 from bloomery.base.errors import DataError
 from bloomery.config.load import load_recipe
-from bloomery.config.recipe import ModelSection
 from bloomery.interop.hf import export as exporting
 from bloomery.interop.hf.configs import hf_config, model_section
 from bloomery.interop.hf.export import export_checkpoint
@@ -44,46 +43,44 @@ def test_the_proof_of_bert_knows_both_heads(tmp_path: Path, tokenizer: Path, com
     assert logits_difference(checkpoint, tmp_path / "hf") == pytest.approx(1, abs=1e-4)
 
 
-@pytest.mark.parametrize("config", CASES.values(), ids=CASES.keys())
+OPTIONS = {
+    "gpt2-untied": ("--dtype", "fp32", "--shard-size", "40KB"),
+    "llama-grouped": ("--dtype", "bf16"),
+    "qwen3": ("--dtype", "bf16", "--shard-size", "40KB"),
+    "bert": ("--dtype", "fp16", "--shard-size", "40KB"),
+}
+"""Of some exports: every dtype, in one file and in shards, with a padded vocabulary."""
+
+
+@pytest.mark.parametrize("name", CASES)
 def test_export_proves_itself_and_export_import_export_is_bit_equal(
-    config: ModelSection, tmp_path: Path, tokenizer: Path, command: Command
+    name: str, tmp_path: Path, tokenizer: Path, command: Command
 ) -> None:
-    checkpoint = checkpoint_of(config, tmp_path / "run", tokenizer)
+    checkpoint, options = checkpoint_of(CASES[name], tmp_path / "run", tokenizer), OPTIONS.get(name, ())
     first, second = tmp_path / "first", tmp_path / "second"
-    code, out, err = command("export", str(checkpoint), str(first))
+    code, out, err = command("export", str(checkpoint), str(first), *options)
     assert code == 0, err
-    assert "proof: largest logit difference" in out
-    compared = "likeliest tokens" if config.family == "bert" else "greedy continuations"
+    compared = "likeliest tokens" if name == "bert" else "greedy continuations"
     assert f"{compared} equal for 5 of 5 prompts" in out
     proof = json.loads((first / "export-proof.json").read_text())
     assert proof["proven"]
     assert proof["max_logit_difference"] <= 1e-4
+    is_rounded = "bf16" in options or "fp16" in options
+    assert ("rounding changed them by" in out) == is_rounded
+    dtype = json.loads((first / "config.json").read_text())["dtype"]
+    assert {str(tensor.dtype) for tensor in weights_of(first).values()} == {f"torch.{dtype}"}
+    assert (dtype != "float32") == is_rounded
     code, out, err = command("import", "hf", str(first), str(tmp_path / "back"))
     assert code == 0, err
     assert "step-00000000" in out
-    code, out, err = command("export", str(tmp_path / "back"), str(second))
-    assert code == 0, err
-    for name in ("model.safetensors", "config.json", "tokenizer.json", "tokenizer_config.json"):
-        assert (first / name).read_bytes() == (second / name).read_bytes(), name
+    assert command("export", str(tmp_path / "back"), str(second), *options, "--no-proof")[0] == 0
+    files = sorted(path.name for path in first.iterdir())
+    assert files == sorted(path.name for path in second.iterdir())
+    for file in {*files} - {"README.md", "export-proof.json"}:
+        assert (first / file).read_bytes() == (second / file).read_bytes(), file
     moments = {name: t for name, t in tensors_of(tmp_path / "back").items() if name.startswith("optim.")}
     assert len(moments) > 20
     assert all(not tensor.any() for tensor in moments.values())
-
-
-@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
-def test_half_precision_is_proven_and_round_trips(
-    dtype: str, tmp_path: Path, tokenizer: Path, command: Command
-) -> None:
-    checkpoint = checkpoint_of(CASES["llama-grouped"], tmp_path / "run", tokenizer)
-    code, out, err = command("export", str(checkpoint), str(tmp_path / "a"), "--dtype", dtype)
-    assert code == 0, err
-    assert "rounding changed them by" in out
-    kind = {"bf16": torch.bfloat16, "fp16": torch.float16}[dtype]
-    assert {tensor.dtype for tensor in weights_of(tmp_path / "a").values()} == {kind}
-    assert json.loads((tmp_path / "a" / "config.json").read_text())["dtype"] == str(kind).removeprefix("torch.")
-    command("import", "hf", str(tmp_path / "a"), str(tmp_path / "back"))
-    command("export", str(tmp_path / "back"), str(tmp_path / "b"), "--dtype", dtype, "--no-proof")
-    assert (tmp_path / "a" / "model.safetensors").read_bytes() == (tmp_path / "b" / "model.safetensors").read_bytes()
 
 
 def test_shards_hold_the_same_tensors_and_an_older_export_leaves_nothing(
@@ -142,11 +139,11 @@ def test_the_card_tells_the_run(workshop: Workshop, tokenizer: Path, tmp_path: P
     code, out, err = command("export", str(run), str(tmp_path / "hf"))
     assert code == 0, out + err
     card = (tmp_path / "hf" / "README.md").read_text()
-    for text in ("# small", "512 tokens in 4 steps", "| training, lm loss | 4 |", "| validation held, lm loss | 4 |",
-                 "| `train` | 1 |", "recipe fingerprint", "sha256 of its manifest",
-                 "## Energy", "device-hours", "| began with | random weights |",
+    for text in ("# small", "512 tokens (32 samples) in 4 steps", "| training, lm loss | 4 |",
+                 "| validation held, lm loss | 4 |", "  - path: train\n", "recipe fingerprint",
+                 "sha256 of its manifest", "## Energy", "device-hours", "| began with | random weights |",
                  "Proof: largest logit",
-                 "cosine, peak 0.01", "tags: [bloomery, gpt2]", "| trained on | 1 x cpu |"):  # fmt: skip
+                 "  peak: 0.01\n", "tags: [bloomery, gpt2]", "| trained on | 1 x cpu |"):  # fmt: skip
         assert text in card
     elsewhere = tmp_path / "alone" / "step-00000004"
     (run / "checkpoints" / "step-00000004").rename(tmp_path / "step-00000004")
@@ -156,7 +153,7 @@ def test_the_card_tells_the_run(workshop: Workshop, tokenizer: Path, tmp_path: P
     assert "The run folder was not beside the checkpoint." in (tmp_path / "hf" / "README.md").read_text()
 
 
-def test_the_card_lists_what_was_changed_on_the_way_and_says_no_none(
+def test_the_card_lists_what_was_changed_on_the_way(
     workshop: Workshop, tokenizer: Path, tmp_path: Path, command: Command
 ) -> None:
     settings = [
@@ -172,8 +169,6 @@ def test_the_card_lists_what_was_changed_on_the_way_and_says_no_none(
     card = (tmp_path / "hf" / "README.md").read_text()
     assert card.count("`lr.peak`") == 2
     assert "| 3 | `lr.peak` | 0.01 | 0.005 |\n| 5 | `lr.peak` | 0.005 | 0.002 |" in card
-    assert "warm-up 0 steps, no decay |" in card
-    assert "gradients not clipped" in card
     assert "None" not in card
     first = run / "checkpoints" / "step-00000002"
     assert command("export", str(first), str(tmp_path / "first"), "--no-proof")[0] == 0
@@ -239,21 +234,12 @@ def test_no_proof_is_said_by_name_and_a_missing_one_is_a_warning(
     assert "warning: not proven: it needs about" in err
 
 
-def test_memory_that_only_caches_files_does_not_prevent_the_proof(
-    tmp_path: Path, tokenizer: Path, command: Command, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    real = os.sysconf
-    monkeypatch.setattr(os, "sysconf", lambda name: 1 if name == "SC_AVPHYS_PAGES" else real(name))
-    checkpoint = checkpoint_of(CASES["gpt2"], tmp_path / "run", tokenizer)
-    _, out, err = command("export", str(checkpoint), str(tmp_path / "hf"))
-    assert "proof: largest logit difference" in out, err
-    meminfo = tmp_path / "meminfo"
+def test_memory_that_only_caches_files_counts_as_free(tmp_path: Path) -> None:
+    meminfo, page = tmp_path / "meminfo", os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
     meminfo.write_text("MemTotal: 9000 kB\nMemFree: 10 kB\nMemAvailable:   8000 kB\n")
     assert available_host_bytes(str(meminfo)) == 8000 * 1024
-    for without in ("MemFree: 10 kB\n", ""):
-        meminfo.write_text(without)
-        assert available_host_bytes(str(meminfo)) == real("SC_PAGE_SIZE")
-    assert available_host_bytes(str(tmp_path / "none")) == real("SC_PAGE_SIZE")
+    meminfo.write_text("MemFree: 10 kB\n")
+    assert available_host_bytes(str(meminfo)) == pytest.approx(page, rel=0.5)
 
 
 def test_values_that_fp16_cannot_hold_are_refused(tmp_path: Path, tokenizer: Path, command: Command) -> None:
@@ -330,13 +316,6 @@ def test_folders_that_hold_no_model_are_refused(tmp_path: Path, tokenizer: Path,
     assert "lacks 27 of 28 tensors" in command("import", "hf", str(tmp_path), str(tmp_path / "x"))[2]
     (tmp_path / "model.safetensors.index.json").write_text("{}")
     assert "index.json cannot be read" in command("import", "hf", str(tmp_path), str(tmp_path / "x"))[2]
-
-
-def test_a_run_that_has_begun_is_not_imported_into(tmp_path: Path, tokenizer: Path, command: Command) -> None:
-    export_checkpoint(checkpoint_of(CASES["gpt2"], tmp_path / "run", tokenizer), tmp_path / "hf", with_proof=False)
-    code, _, err = command("import", "hf", str(tmp_path / "hf"), str(tmp_path / "run"))
-    assert code == 5
-    assert "is not empty: it holds checkpoints. An import is the beginning of a run and replaces nothing." in err
 
 
 def test_the_json_and_a_model_without_a_tokenizer(tmp_path: Path, tokenizer: Path, command: Command) -> None:

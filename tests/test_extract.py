@@ -187,15 +187,15 @@ def damaged(raw: Path, name: str, change: Callable[[bytes], bytes]) -> None:
 @pytest.mark.parametrize(
     ("name", "change", "message"),
     [
-        ("s2.jsonl.zst", lambda data: data[:-5], "is cut off or damaged"),
-        ("s2.jsonl.zst", lambda data: data[:2], "is cut off or damaged"),
+        ("s2.jsonl.zst", lambda data: data[:-5], "is truncated or damaged"),
+        ("s2.jsonl.zst", lambda data: data[:2], "is truncated or damaged"),
         ("s2.jsonl.zst", lambda data: data + b"garbage", "damaged"),
         ("s2.jsonl.zst", lambda data: b"not zst at all", "damaged"),
-        ("s1.jsonl.gz", lambda data: data[:-5], "is cut off or damaged"),
-        ("s1.jsonl.gz", lambda data: data[:40] + b"\xff" * 40 + data[80:], "is cut off or damaged"),
-        ("s1.jsonl.gz", lambda data: b"plain text", "is cut off or damaged"),
-        ("s0.jsonl", lambda data: data[:-9], "s0.jsonl: is cut off or damaged: its last line"),
-        ("s0.jsonl", lambda data: data + b"\0" * 100, "s0.jsonl: is cut off or damaged: its last line"),
+        ("s1.jsonl.gz", lambda data: data[:-5], "is truncated or damaged"),
+        ("s1.jsonl.gz", lambda data: data[:40] + b"\xff" * 40 + data[80:], "is truncated or damaged"),
+        ("s1.jsonl.gz", lambda data: b"plain text", "is truncated or damaged"),
+        ("s0.jsonl", lambda data: data[:-9], "s0.jsonl: is truncated or damaged: its last line"),
+        ("s0.jsonl", lambda data: data + b"\0" * 100, "s0.jsonl: is truncated or damaged: its last line"),
     ],
 )
 def test_a_damaged_input_is_named_and_nothing_is_half_written(
@@ -252,8 +252,8 @@ def test_lines_longer_than_any_buffer(tmp_path: Path) -> None:
         (["nowhere"], 3, "the source 'nowhere' matches no file"),
         (["note.txt"], 3, "0 input files cannot fill 3 chunks"),
         (["raw", "--chunks", "13"], 3, "12 input files cannot fill 13 chunks"),
-        (["raw", "--chunks", "0"], 2, "is not a whole number"),
-        (["raw", "--chunks", "²"], 2, "is not a whole number"),
+        (["raw", "--chunks", "0"], 2, "is not an integer"),
+        (["raw", "--chunks", "²"], 2, "invalid number value"),
         (["raw", "--output", "other"], 3, "holds chunk-00000-of-00002.jsonl, which is not of this extraction"),
         (["raw", "--output", "strange"], 3, "holds manifest.json, which is not of this extraction"),
         (["raw", "--output", "note.txt"], 5, "cannot write note.txt"),

@@ -20,7 +20,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import zstandard
 from hypothesis import HealthCheck, given, settings
@@ -33,9 +32,8 @@ from bloomery.checkpoint.folder import read_latest
 from bloomery.checkpoint.format import TensorFile, read_index, read_manifest
 from bloomery.checkpoint.load import consumed_tokens, read_recipe_of, read_state
 from bloomery.config.load import load_recipe
-from bloomery.data import megatron
 from bloomery.data.manifest import read_manifest as read_shard_manifest
-from bloomery.data.shards import ShardReader
+from bloomery.data.shards import ShardReader, token_dtype
 from bloomery.data.tokenizer import Tokenizer
 from bloomery.interop.hf.folder import HfWeights
 from bloomery.interop.hf.importer import read_model
@@ -280,7 +278,7 @@ class Samples:
         def read() -> None:
             with ShardReader(prefix) as shard:
                 for document in range(min(shard.num_documents, 50)):
-                    shard.index.document_start(document)
+                    shard.document_start(document)
                 shard.read(0, min(shard.num_tokens, 1000))
 
         return Parser(Path(f"{prefix}.idx"), read)
@@ -383,7 +381,7 @@ class Samples:
         return Parser(path, lambda: read_metrics(path), fields=True)
 
     def part_marker(self) -> Parser:
-        folder = PartsFolder(str(self.folder / "x"), np.dtype(np.uint16))
+        folder = PartsFolder(str(self.folder / "x"), token_dtype(300))
         folder.path.mkdir()
         content = {
             "unit": 3,
@@ -397,13 +395,6 @@ class Samples:
         folder.marker(3).write_text(json.dumps(content))
 
         return Parser(folder.marker(3), lambda: folder.verified(3, "k"), fields=True)
-
-    def cache_entry(self) -> Parser:
-        cache = megatron.IndexCache(self.folder / "cache")
-        cache.arrays("order", {"a": 1}, lambda: {"x": np.arange(5)})
-        entry = next((self.folder / "cache").glob("order-*"))
-        facts = json.loads((entry / "entry.json").read_text())["key"]
-        return Parser(entry / "entry.json", lambda: megatron._load(entry, facts), fields=True)
 
     def download_json(self) -> Parser:
         path = self.folder / "list.json"

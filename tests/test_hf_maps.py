@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from bloomery.base.errors import DataError, RecipeError
+from bloomery.base.errors import RecipeError
 from bloomery.config.load import load_recipe
 from bloomery.config.recipe import ModelSection
 from bloomery.interop.hf.configs import hf_config, model_section
@@ -18,14 +18,12 @@ from model_samples import FAMILIES, perturb, random_tokens, small_config, small_
 transformers = pytest.importorskip("transformers")
 
 CASES = {
-    "gpt2": small_config("gpt2"),
     "gpt2-untied-wide": small_config("gpt2", tie_embeddings=False, ffn_hidden_size=96),
     "bloom-8-heads": small_config("bloom"),
     "bloom-6-heads": small_config("bloom", hidden_size=48, num_heads=6),
     "llama-grouped": small_config("llama"),
     "llama-one-kv-head-tied": small_config("llama", num_kv_heads=1, tie_embeddings=True, rope_theta=500.0),
     "llama-wide-heads": small_config("llama", head_dim=12),
-    "qwen2": small_config("qwen2"),
     "qwen2-tied": small_config("qwen2", tie_embeddings=True, rope_theta=1e6),
     "qwen3": small_config("qwen3"),
     "qwen3-tied-default-heads": small_config("qwen3", tie_embeddings=True, head_dim=None, num_kv_heads=8),
@@ -36,10 +34,11 @@ TIED_COPIES = {"lm_head.weight", "cls.predictions.decoder.weight", "cls.predicti
 
 def from_hf(state: dict[str, torch.Tensor], config: ModelSection) -> dict[str, torch.Tensor]:
     sources = sources_of({name: tuple(tensor.shape) for name, tensor in state.items()}, config)
-    return {each.entry.ours: each.load(state.__getitem__) for each in sources}
+    return {each.ours: each.loaded(state.__getitem__) for each in sources}
 
 
 def their_model(config: ModelSection) -> Any:
+    torch.manual_seed(0)
     fields = hf_config(config)
     made = transformers.AutoConfig.for_model(**{k: v for k, v in fields.items() if k != "architectures"})
     return getattr(transformers, fields["architectures"][0])(made).eval()
@@ -120,23 +119,6 @@ def test_the_exported_config_survives_transformers_and_keeps_the_unpadded_vocabu
     }
     assert 0.25 in hf_config(config).values()
     assert 1e-3 in hf_config(config).values()
-
-
-def test_a_state_without_the_prefix_and_with_old_buffers_is_taken() -> None:
-    config = small_config("gpt2")
-    ours = {name: p.detach() for name, p in small_model(config).named_parameters()}
-    bare = {name.removeprefix("transformer."): tensor for name, tensor in to_hf(ours, config).items()}
-    bare["h.0.attn.bias"] = torch.ones(1, 1, 32, 32)
-    assert torch.equal(from_hf(bare, config)["layers.1.mlp.up.weight"], ours["layers.1.mlp.up.weight"])
-
-
-def test_missing_and_misshapen_tensors_are_all_named() -> None:
-    config = small_config("llama")
-    state = to_hf({name: p.detach() for name, p in small_model(config).named_parameters()}, config)
-    del state["model.layers.1.mlp.gate_proj.weight"]
-    state["model.norm.weight"] = torch.ones(3)
-    with pytest.raises(DataError, match=r"gate_proj.weight(.|\n)*model.norm.weight is \(3,\) instead of \(64,\)"):
-        from_hf(state, config)
 
 
 def test_a_bloom_with_another_mlp_width_is_refused() -> None:

@@ -34,7 +34,7 @@ def test_the_contents_are_told(run: Path, command: Command) -> None:
     assert code == 0, err
     lines = [" ".join(line.split()) for line in out.splitlines()]
     assert lines[0].startswith(f"{run}/checkpoints/step-00000004: small, step 4,")
-    assert lines[0].endswith("every file is whole")
+    assert lines[0].endswith("all files verified")
     assert "samples 32" in lines
     assert "tokens 512" in lines
     assert "saved by 1 rank(s), tp 1, pp 1, cp 1, zero 1" in lines
@@ -186,4 +186,4 @@ def test_the_fast_place_of_a_run_is_known_where_its_files_are_here(
     with pytest.raises(DataError, match="there is no complete checkpoint"):
         find_checkpoint(run)
     (*_, newest) = list_checkpoints(run, check_hashes=True)
-    assert (newest.state, newest.reason) == ("complete", "1 of its files lie on other nodes and were not checked")
+    assert (newest.state, newest.reason) == ("complete", "1 of its files are on other nodes and were not checked")

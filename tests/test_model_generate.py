@@ -43,17 +43,12 @@ def test_sampling_follows_the_seed_and_never_leaves_the_vocabulary() -> None:
 
 
 def test_top_k_one_is_greedy_at_any_temperature() -> None:
-    model, tokens = small_model(CONFIG), random_tokens(CONFIG, length=4)
+    model, tokens = small_model(CONFIG).train(), random_tokens(CONFIG, length=4)
     greedy = generate(model, tokens, max_new_tokens=10, temperature=0, **LIMITS)
     assert torch.equal(generate(model, tokens, max_new_tokens=10, temperature=9.0, top_k=1, **LIMITS), greedy)
+    assert model.training, "it returns to its mode"
 
 
 def test_rows_end_at_the_end_of_document() -> None:
     made = generate(Counter(), torch.tensor([[3], [6]]), max_new_tokens=30, temperature=0, eod_id=8, **LIMITS)
     assert made.tolist() == [[3, 4, 5, 6, 7, 8], [6, 7, 8, 8, 8, 8]]
-
-
-def test_the_model_returns_to_its_mode() -> None:
-    model = small_model(CONFIG).train()
-    generate(model, torch.tensor([[3]]), max_new_tokens=1, **LIMITS)
-    assert model.training

@@ -28,14 +28,6 @@ def test_the_sum_runs_over_valid_tokens_only() -> None:
     torch.testing.assert_close(total, torch.where(labels == IGNORED_LABEL, 0.0, chosen).sum(1))
 
 
-def test_cut_batches_add_up_to_the_whole() -> None:
-    config = small_config("llama")
-    model, tokens = small_model(config), random_tokens(config, batch=4)
-    labels = labels_for(tokens)
-    parts = [row_losses(model(tokens[i : i + 1]), {"lm loss": labels[i : i + 1]})["lm loss"] for i in range(4)]
-    torch.testing.assert_close(torch.cat(parts), row_losses(model(tokens), {"lm loss": labels})["lm loss"])
-
-
 def test_bert_has_two_losses() -> None:
     config = small_config("bert")
     tokens = random_tokens(config)

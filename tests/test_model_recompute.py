@@ -30,10 +30,9 @@ def measure(model: Any, tokens: torch.Tensor) -> tuple[torch.Tensor, list[torch.
     return loss, list(torch.autograd.grad(loss, list(model.parameters()))), stored
 
 
-@pytest.mark.parametrize("dropout", [0.0, 0.2])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_recomputing_gives_identical_loss_and_gradients(family: str, dropout: float) -> None:
-    config = small_config(family, dropout=dropout)
+def test_recomputing_gives_identical_loss_and_gradients(family: str) -> None:
+    config = small_config(family, dropout=0.2)
     model, tokens = small_model(config).train(), random_tokens(config)
     names = [name for name, _ in model.named_parameters()]
     apply_recompute(model, "none")
@@ -46,7 +45,7 @@ def test_recomputing_gives_identical_loss_and_gradients(family: str, dropout: fl
         assert all(torch.equal(a, b) for a, b in zip(gradients, other_gradients, strict=True))
         if mode == "full":
             assert less < 0.7 * stored
-        elif dropout:  # without dropout the CPU kernel stores no scores in the first place
+        else:
             assert less < stored
 
 
@@ -63,9 +62,8 @@ def test_selective_stores_no_scores() -> None:
 
 
 @pytest.mark.parametrize("mode", ["selective", "full"])
-@pytest.mark.parametrize("family", ["gpt2", "bloom"])
-def test_recomputing_compiles_into_one_graph(family: str, mode: Any) -> None:
-    config = small_config(family)
+def test_recomputing_compiles_into_one_graph(mode: Any) -> None:
+    config = small_config("bloom")
     model, tokens = small_model(config).train(), random_tokens(config)
     right = measure(model, tokens)[1]
     apply_recompute(model, mode)

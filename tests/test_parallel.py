@@ -9,8 +9,9 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
+from itertools import product
+from typing import Any
 
 import pytest
 import torch
@@ -25,11 +26,11 @@ from bloomery.config.recipe import ModelSection
 from bloomery.families import registry
 from bloomery.launch.local import run_local_ranks
 from bloomery.model.transformer import build_model
-from bloomery.parallel.mesh import alone
+from bloomery.parallel.mesh import Mesh
 from bloomery.parallel.ranks import joined
 from bloomery.parallel.runner import Runner
 from bloomery.sizing.check import fit, load_checked_recipe
-from bloomery.sizing.layout import CUTS, cut_of, layout_overrides, stage_layers, stages_of_rank
+from bloomery.sizing.layout import CUTS, Layout, stage_layers
 from conftest import SMALL, Workshop, start_training, wait_for_steps
 
 FAMILIES = tuple(registry.FAMILIES)
@@ -62,11 +63,6 @@ def test_every_parameter_and_buffer_matches_exactly_one_cut(family: str) -> None
         assert sum(re.fullmatch(pattern, name) is not None for pattern, _ in CUTS) == 1, name
 
 
-def test_a_parameter_without_a_cut_is_named() -> None:
-    with pytest.raises(AssertionError, match=r"layers\.0\.router\.weight"):
-        cut_of("layers.0.router.weight")
-
-
 def _model(family: str) -> dict[str, object]:
     given = {**SMALL["model"], "family": family}
     return {**registry.family_defaults(given), **given}
@@ -76,26 +72,13 @@ def test_blooms_stages_count_embedding_and_head_as_work() -> None:
     assert [len(layers) for layers in stage_layers(70, 12)] == [5, *[6] * 10, 5]
 
 
-@pytest.mark.parametrize(("layers", "stages"), [(4, 2), (5, 3), (7, 4), (4, 4), (3, 1), (40, 4), (96, 16), (13, 5)])
+@pytest.mark.parametrize(("layers", "stages"), [(5, 3), (4, 4), (3, 1), (96, 16), (13, 5)])
 def test_stages_own_every_layer_once_and_are_balanced(layers: int, stages: int) -> None:
     owned = stage_layers(layers, stages)
     assert [layer for each in owned for layer in each] == list(range(layers))
     assert all(len(each) for each in owned)
     work = [len(each) + (i == 0) + (i == stages - 1) for i, each in enumerate(owned)]
     assert max(work) == max(-(-(layers + 2) // stages), 2 if stages > 1 else layers + 2)
-
-
-def test_stages_are_dealt_out_in_turn() -> None:
-    assert [stages_of_rank(rank, 2, 3) for rank in range(2)] == [[0, 2, 4], [1, 3, 5]]
-
-
-def test_a_layouts_name_is_its_factors() -> None:
-    assert layout_overrides("pp2-dp2-tp2")[-1] == "launch.gpus_per_node=8"
-    assert "parallel.zero=3" in layout_overrides("zero3-dp2")
-    assert "parallel.chunks=2" in layout_overrides("pp2-interleaved")
-    for wrong in ("tp", "xp2", "tp0", "tp2--pp2", ""):
-        with pytest.raises(ValueError, match="is not a factor"):
-            layout_overrides(wrong)
 
 
 def test_ranks_are_read_from_torchrun_and_from_srun_but_not_from_a_batch_script() -> None:
@@ -116,10 +99,8 @@ def test_ranks_are_read_from_torchrun_and_from_srun_but_not_from_a_batch_script(
     }
     assert started_as(step) == Started(6, 8, 2, 4, "gpu017", 15_077)
     assert started_as({**step, **address}) == Started(6, 8, 2, 4, "head", 1234)
-    assert first_host("a1-[3,5]-x,b") == "a1-3-x"
-    assert first_host("r[1-2]n[3-4],s1") == "r1n3"
     assert started_as({**step, "SLURM_STEP_NUM_TASKS": "1"}) is None
-    assert first_host("node7") == "node7"
+    assert [first_host(nodes) for nodes in ("a1-[3,5]-x,b", "r[1-2]n[3-4],s1", "node7")] == ["a1-3-x", "r1n3", "node7"]
 
 
 def test_one_interrupt_that_arrives_twice_still_saves(workshop: Workshop) -> None:
@@ -139,7 +120,9 @@ def test_a_killed_rank_is_named_ends_the_job_and_costs_only_the_steps_since_the_
     workshop: Workshop, capfd: pytest.CaptureFixture[str]
 ) -> None:
     saves = "checkpoint={phases: [{every: 5 steps}]}"
-    assert run_ranks(workshop, *TWO, saves, command=rank_commands.kill_rank_1) == exit_codes.LOST_RANK
+    kill = rank_commands.kill_rank_1
+    assert run_ranks(workshop, *TWO, saves, "prepare=[]", command=kill) == exit_codes.LOST_RANK
+    assert said(workshop).count("'prepare=[]' has no effect: this command does not read prepare") == 1
     assert "rank 1 of 2 is lost" in said(workshop)
     assert "rank 1 was killed by SIGKILL" in capfd.readouterr().err
     folder = workshop.folder / "run"
@@ -155,7 +138,7 @@ def test_a_killed_rank_is_named_ends_the_job_and_costs_only_the_steps_since_the_
     assert last == whole
 
 
-@pytest.mark.parametrize("rank", [0, 1, 2])
+@pytest.mark.parametrize("rank", [1, 2])
 def test_a_rank_that_dies_while_the_ranks_join_is_no_traceback(monkeypatch: pytest.MonkeyPatch, rank: int) -> None:
     def breaks(*_: object, **__: object) -> None:
         raise dist.DistNetworkError("Failed to recv, got 0 bytes. Connection was likely closed. Did it crash?")
@@ -169,10 +152,9 @@ def test_a_rank_that_dies_while_the_ranks_join_is_no_traceback(monkeypatch: pyte
     assert caught.value.reported_by_rank_0 == (rank == 2)
 
 
-@pytest.mark.parametrize("seen_by", [[0], [0, 1]])
-def test_a_newer_start_ends_all_ranks_of_the_older_one_together(workshop: Workshop, seen_by: list[int]) -> None:
+def test_a_newer_start_ends_all_ranks_of_the_older_one_together(workshop: Workshop) -> None:
     saves = ("checkpoint={phases: [{every: 2 steps}]}", "train.for=100000 steps", "lr.decay=null")
-    command = partial(rank_commands.newer_start_seen_by, seen_by)
+    command = partial(rank_commands.newer_start_seen_by, [0])
     assert run_ranks(workshop, *TWO, *saves, command=command) == exit_codes.STORAGE
     assert all(said(workshop).count(f"on rank {rank}: start 2") <= 1 for rank in (0, 1))  # each rank is named once
     assert "lost" not in said(workshop)
@@ -199,26 +181,17 @@ def test_validation_that_one_rank_cannot_read_is_an_error_of_all_after_a_save(wo
 
 def test_no_two_ranks_and_stages_draw_the_same_dropout() -> None:
     """Ranks that see other tokens, heads or layers must drop other units; one that is resumed must drop the same."""
-    drawn = {}
-    for stage in range(4):
-        for dp in range(2):
-            for cp in range(2):
-                for tp in range(2):
-                    mesh = replace(alone(), pp=stage % 2, dp=dp, cp=cp, tp=tp)
-                    options = {"device": torch.device("cpu"), "seq_length": 4, "num_sources": 1, "dropout_seed": 7}
-                    runner = Runner(None, None, mesh, **options)  # type: ignore[arg-type]
-                    draws = []
-                    for _ in range(2):
-                        runner._seed_dropout(3, 1, stage)
-                        draws.append(tuple(torch.rand(3).tolist()))
-                    assert draws[0] == draws[1]
-                    drawn[stage, dp, cp, tp] = draws[0]
-    assert len(set(drawn.values())) == len(drawn) == 32
-
-
-def test_an_override_that_nobody_reads_is_told_by_one_rank(workshop: Workshop) -> None:
-    assert run_ranks(workshop, *TWO, "train.for=2 steps", "prepare=[]") == exit_codes.OK
-    assert said(workshop).count("'prepare=[]' has no effect: this command does not read prepare") == 1
+    drawn = set()
+    for stage, dp, cp, tp in product(range(4), range(2), range(2), range(2)):
+        mesh = Mesh(pp=stage % 2, dp=dp, cp=cp, tp=tp)
+        options = {"device": torch.device("cpu"), "seq_length": 4, "num_sources": 1, "dropout_seed": 7}
+        runner = Runner(None, None, mesh, **options)  # type: ignore[arg-type]
+        runner._seed_dropout(3, 1, stage)
+        draw = torch.rand(3)
+        runner._seed_dropout(3, 1, stage)
+        assert torch.equal(draw, torch.rand(3))
+        drawn.add(tuple(draw.tolist()))
+    assert len(drawn) == 32
 
 
 def test_a_mistake_that_all_ranks_see_is_told_once(workshop: Workshop) -> None:
@@ -226,11 +199,10 @@ def test_a_mistake_that_all_ranks_see_is_told_once(workshop: Workshop) -> None:
     assert said(workshop).count("precision is fp8") == 1
 
 
-@pytest.mark.parametrize(("action", "code"), [("stop", exit_codes.DIVERGED), ("warn", exit_codes.OK)])
-def test_one_flipped_bit_of_a_replicated_norm_is_found_and_named(workshop: Workshop, action: str, code: int) -> None:
-    watch = f"monitor.drift={{every: 2 steps, action: {action}}}"
-    command = rank_commands.drift_on_rank_1
-    assert run_ranks(workshop, "parallel.tp=2", "train.for=6 steps", watch, command=command) == code
+def test_one_flipped_bit_of_a_replicated_norm_is_found_and_named(workshop: Workshop) -> None:
+    watch, command = "monitor.drift={every: 2 steps, action: stop}", rank_commands.drift_on_rank_1
+    code = run_ranks(workshop, "parallel.tp=2", "train.for=6 steps", watch, command=command)
+    assert code == exit_codes.DIVERGED
     text = "model.layers.1.mlp_norm.weight on rank 1 differs from rank 0"
     assert text in said(workshop)
     first = workshop.events(workshop.folder / "run", "drift")[0]
@@ -243,7 +215,7 @@ def test_the_sentinel_is_silent_when_nothing_drifts(workshop: Workshop) -> None:
     assert workshop.events(workshop.folder / "run", "drift") == []
 
 
-@pytest.mark.parametrize(("zero", "gathers", "scatters"), [(0, 0, 0), (1, 3, 3), (2, 3, 12), (3, 20, 12)])
+@pytest.mark.parametrize(("zero", "gathers", "scatters"), [(0, 0, 0), (2, 3, 12), (3, 20, 12)])
 def test_micro_batches_communicate_no_more_than_their_zero_stage_needs(
     workshop: Workshop, zero: int, gathers: int, scatters: int
 ) -> None:
@@ -259,21 +231,6 @@ def test_micro_batches_communicate_no_more_than_their_zero_stage_needs(
     assert found["allreduce"] == (3 if zero == 0 else 0), counts
 
 
-def test_ranks_that_share_a_machine_share_its_energy_counter(workshop: Workshop) -> None:
-    zone = workshop.folder / "powercap" / "intel-rapl:0"
-    zone.mkdir(parents=True)
-    for name, text in {"name": "package-0", "max_energy_range_uj": "65532610987", "energy_uj": "7"}.items():
-        (zone / name).write_text(f"{text}\n")
-    assert run_ranks(workshop, *TWO, "train.for=4 steps", command=rank_commands.spend_energy) == exit_codes.OK
-    (start,), (stop,) = (workshop.events(workshop.folder / "run", kind) for kind in ("start", "stop"))
-    assert start["energy_sensor"] == "RAPL (package-0)"
-    spent = stop["energy"]
-    assert 1 <= spent["joules"] < 20  # readings of one rank, about one a second
-    assert spent["device_seconds"] > 2 * (stop["time"] - start["time"])
-    assert spent["measured_seconds"] == pytest.approx(spent["device_seconds"], rel=0.2)
-    assert workshop.metrics(workshop.folder / "run")[-1]["energy"]["device_seconds"] <= spent["device_seconds"]
-
-
 def test_torchrun_starts_the_same_training(workshop: Workshop) -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--master-port=0", "--standalone"]
     arguments = [str(workshop.recipe), "parallel.tp=2", "train.for=4 steps", "--device", "cpu", "--quiet"]
@@ -281,8 +238,8 @@ def test_torchrun_starts_the_same_training(workshop: Workshop) -> None:
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(script, env=environment, capture_output=True, text=True, cwd=workshop.folder, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
-    assert run_ranks(workshop, "parallel.tp=2", "train.for=4 steps", run="ours") == exit_codes.OK
-    assert workshop.losses(workshop.folder / "theirs") == workshop.losses(workshop.folder / "ours")
+    ours = workshop.losses(workshop.train("train.for=4 steps", run="ours"))
+    assert workshop.losses(workshop.folder / "theirs") == pytest.approx(ours, rel=1e-6)
     (start,) = workshop.events(workshop.folder / "theirs", "start")
     assert start["ranks"] == 2
 
@@ -299,7 +256,6 @@ def test_more_ranks_than_the_recipe_says_become_replicas(workshop: Workshop) -> 
 def test_a_world_that_does_not_fit_is_refused_once_by_rank_0(workshop: Workshop) -> None:
     assert run_ranks(workshop, "parallel.tp=2", size=3) == exit_codes.USAGE
     assert said(workshop).count("3 ranks were started, and no layout of them can train this recipe") == 1
-    assert "Start 2 or 4 ranks." in said(workshop), "numbers that work"
     assert not (workshop.folder / "run").exists()
 
 
@@ -308,58 +264,39 @@ def test_another_number_of_ranks_goes_on_with_a_layout_that_fits(workshop: Works
     four = ("parallel={tp: 2, pp: 2}", "checkpoint={phases: [{every: 5 steps}]}")
     assert run_ranks(workshop, *four, "train.exit_after=10 steps", size=4) == exit_codes.OK
     assert run_ranks(workshop, *four, size=2) == exit_codes.OK
-    assert "2 ranks instead of 4: one replica takes 4 ranks; parallel.pp 1 instead of 2" in said(workshop)
+    assert "2 ranks instead of 4: " in said(workshop)
+    assert "; parallel.pp 1 instead of 2" in said(workshop)
     one = workshop.losses(workshop.train(run="one"))
     assert workshop.losses(workshop.folder / "run") == pytest.approx(one, rel=2e-6)
 
 
 @pytest.mark.parametrize(
-    ("overrides", "world", "expected"),
+    ("changes", "world", "expected"),
     [
-        ([], 4, []),  # replicas only
-        (["parallel.tp=2"], 6, ["parallel.pp 3 instead of 1"]),  # three replicas cannot share 64 samples in twos
-        (["model.num_layers=2"], 3, None),  # nor can three stages share two layers
-        (["parallel.tp=4"], 2, ["parallel.tp 2 instead of 4"]),
+        ({}, 4, []),  # replicas only
+        ({"parallel": {"tp": 2}}, 6, ["parallel.pp 3 instead of 1"]),  # three replicas cannot share 64 samples in twos
+        ({"model": {"num_layers": 2}}, 3, None),  # nor can three stages share two layers
         (
-            ["parallel={pp: 4, schedule: gpipe}"],
-            1,
-            ["parallel.pp 1 instead of 4", "parallel.schedule 1f1b instead of gpipe"],
-        ),
-        (["parallel={tp: 2, pp: 2}"], 2, ["parallel.pp 1 instead of 2"]),
-        (
-            ["parallel={cp: 2, shard_size: 2}"],
+            {"parallel": {"cp": 2, "shard_size": 2}},
             1,
             ["parallel.cp 1 instead of 2", "parallel.shard_size None instead of 2"],
         ),
-        (["batch={micro_batch_size: 16, global_batch_size: 64}"], 8, ["batch.micro_batch_size 8 instead of 16"]),
+        ({"batch": {"micro_batch_size": 16}}, 8, ["batch.micro_batch_size 8 instead of 16"]),
     ],
 )
-def test_as_little_as_possible_changes(overrides: list[str], world: int, expected: list[str] | None) -> None:
-    whole = ["model={family: gpt2, num_layers: 4, hidden_size: 64, num_heads: 8, seq_length: 32, vocab_size: 1000}"]
-    checked = load_checked_recipe(
-        "quickstart", [*whole, "batch={micro_batch_size: 2, global_batch_size: 64}", "parallel={}", "launch=null"]
-    )
-    recipe = checked.recipe
-    for text in overrides:
-        section, _, value = text.partition("=")
-        given = yaml.safe_load(value)
-        if "." in section:
-            section, _, field = section.partition(".")
-            given = {field: given}
+def test_as_little_as_possible_changes(changes: dict[str, Any], world: int, expected: list[str] | None) -> None:
+    model = "model={family: gpt2, num_layers: 4, hidden_size: 64, num_heads: 8, seq_length: 32, vocab_size: 1000}"
+    words = [model, "batch={micro_batch_size: 2, global_batch_size: 64}", "parallel={}", "launch=null"]
+    recipe = load_checked_recipe("quickstart", words).recipe
+    for section, given in changes.items():
         recipe = recipe.model_copy(update={section: getattr(recipe, section).model_copy(update=given)})
     fitted = fit(recipe, nodes=1, ranks_per_node=world)
-    if expected is None:
-        assert fitted is None
-    else:
-        assert fitted is not None
-        assert fitted[1][1:] == expected
+    assert (fitted and fitted[1][1:]) == expected
 
 
 def test_no_rank_of_a_large_model_holds_more_than_its_part() -> None:
     """Every tensor of a stage is cut before it has memory: the largest one that `to_empty` makes is a rank's own."""
-    from bloomery.parallel.mesh import Mesh
     from bloomery.parallel.tensor import apply_tensor_parallel
-    from bloomery.sizing.layout import Layout
 
     class Group:
         def size(self) -> int:
@@ -368,7 +305,7 @@ def test_no_rank_of_a_large_model_holds_more_than_its_part() -> None:
         def rank(self) -> int:
             return 1
 
-    mesh = Mesh(Layout(tp=4), 1, 0, 0, 0, 1, 0, 0, Group(), None, None, None)  # type: ignore[arg-type]
+    mesh = Mesh(layout=Layout(tp=4), rank=1, tp=1, tp_group=Group())  # type: ignore[arg-type]
     config = ModelSection.model_validate({**_model("bloom"), "hidden_size": 64, "num_heads": 4})
     model = build_model(config)
     whole = max(parameter.numel() for parameter in model.parameters())

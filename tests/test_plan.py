@@ -12,15 +12,14 @@ from typing import Any
 import pytest
 import yaml
 
-from bloomery.config.load import shipped_recipes
-from bloomery.config.recipe import KeepSection, Recipe
+from bloomery.config.recipe import Recipe
 from bloomery.families import registry
 from bloomery.model.transformer import build_model
 from bloomery.parallel.apply import Parallelised, outline
 from bloomery.parallel.weights import weights_of
 from bloomery.sizing.check import load_checked_recipe
 from bloomery.sizing.layout import Layout, layout_overrides, world_size
-from bloomery.sizing.memory import HeldElements, StagePart, held_elements, node_bytes, stage_memories
+from bloomery.sizing.memory import HeldElements, held_elements, node_bytes, stage_facts
 from bloomery.sizing.parameters import model_shapes, padded_vocab_size, parameter_shapes
 from bloomery.sizing.schedule import kept_checkpoints
 from bloomery.verify import simulate
@@ -31,7 +30,6 @@ from model_samples import small_config
 Command = Callable[..., tuple[int, str, str]]
 Load = Callable[..., Recipe]
 
-FAMILIES = ("gpt2", "bloom", "qwen3", "bert")
 STEP_COUNT = 4
 """Bytes that rank 0 saves besides."""
 SMALL: dict[str, Any] = {
@@ -73,8 +71,7 @@ def layout_of(recipe: Recipe) -> Layout:
 
 def planned(recipe: Recipe, rank: int) -> HeldElements:
     layout = layout_of(recipe)
-    place = layout.place_of(rank)
-    return held_elements(recipe, layout, StagePart.of(recipe, layout, place.pp), place)
+    return held_elements(recipe, layout, layout.place_of(rank))
 
 
 def built(recipe: Recipe, rank: int) -> HeldElements:
@@ -100,37 +97,26 @@ def test_the_shapes_are_those_of_the_built_model(family: str, tied: bool) -> Non
 
 # ---------------------------------------------------------------- against what training builds
 
-LAYOUTS = (
-    "single",
-    "dp4",
-    "zero0-dp2",
-    "zero3-dp2",
-    "tp2",
-    "pp2",
-    "pp2-dp2-tp2",
-    "dp4-shard2-tp2",
-    "pp2-interleaved-dp2",
-    "dp16",
-    "dp48",
-)
+LAYOUTS = ("single", "zero3-dp2", "tp2", "pp2-dp2-tp2", "dp4-shard2-tp2", "pp2-interleaved-dp2", "dp48")
 
 
 @pytest.mark.parametrize(
     ("family", "layout"),
     [
-        *((family, layout) for family in FAMILIES for layout in LAYOUTS),
-        *((family, "cp2-dp2") for family in FAMILIES if family != "bert"),
+        *(("bloom", layout) for layout in LAYOUTS),
+        *((family, "pp2-dp2-tp2") for family in ("gpt2", "qwen3", "bert")),
+        ("qwen3", "cp2-dp2"),
+        ("gpt2", "zero0-dp2"),
     ],
 )
 def test_every_rank_holds_and_owns_what_is_planned(recipe_of: Load, family: str, layout: str) -> None:
     recipe = recipe_of(layout, f"model.family={family}")
     world = world_size(recipe)
-    for rank in {*range(min(world, 8)), world // 2 + 1 if world > 2 else 0, world - 1}:
+    for rank in {*range(min(world, 4)), world // 2, world - 1}:
         assert planned(recipe, rank) == built(recipe, rank), f"rank {rank}"
 
 
-@pytest.mark.parametrize("layout", ["pp2-tp2", "pp5-dp2", "pp2-interleaved-chunks2-tp2"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "layout"), [("gpt2", "pp5-dp2"), ("bert", "pp2-tp2")])
 def test_an_untied_head_is_owned_and_a_tied_copy_is_not(recipe_of: Load, family: str, layout: str) -> None:
     for tied in ("true", "false"):
         recipe = recipe_of(layout, f"model.family={family}", f"model.tie_embeddings={tied}")
@@ -142,18 +128,12 @@ def test_an_untied_head_is_owned_and_a_tied_copy_is_not(recipe_of: Load, family:
     ("family", "layout", "overrides"),
     [
         ("gpt2", "single", ["precision=fp16"]),
-        ("bloom", "single", ["precision=fp32"]),
         ("llama", "single", ["parallel.offload=true"]),
-        ("bloom", "dp4", []),
         ("bloom", "dp4", ["batch.global_batch_size=8"]),
-        ("gpt2", "zero0-dp2", ["precision=fp32"]),
-        ("llama", "zero2-dp2", []),
         ("llama", "zero3-dp2", []),
         ("bert", "tp2", ["precision=fp16"]),
-        ("bert", "pp2", []),
         ("bloom", "pp2-dp2-tp2", ["parallel.offload=true"]),
         ("llama", "cp2-dp2", []),
-        ("gpt2", "dp4-shard2", ["precision=fp32"]),
         ("bloom", "pp2-interleaved-chunks2-dp2", []),
         ("gpt2", "zero1-dp3", ["model.hidden_size=52"]),
     ],
@@ -163,34 +143,34 @@ def test_the_bytes_are_those_of_a_simulated_rank(
 ) -> None:
     recipe = recipe_of(layout, f"model.family={family}", *overrides)
     world = layout_of(recipe)
-    for stage in stage_memories(recipe, world):
-        first_rank = stage.pipeline_ranks[0] * world.world // world.pp
+    for stage in stage_facts(recipe, world):
+        first_rank = stage["pipeline_ranks"][0] * world.world // world.pp
         simulated = simulate_rank(recipe, world, first_rank)
         known = asdict(simulated.memory_bytes)
-        assert asdict(stage.bytes) == {name: known[name] for name in asdict(stage.bytes)}
-        assert (stage.elements.pieces, stage.elements.owned) == (simulated.elements, simulated.owned_elements)
-        assert stage.part.num_layers == sum(map(len, simulated.layers))
-        assert (stage.part.has_embedding, stage.part.has_head) == (simulated.embedding, simulated.head)
-        assert stage.bytes.device <= simulated.memory_bytes.peak
+        assert stage["memory_bytes"].pop("device") <= known["peak"]
+        assert stage["memory_bytes"] == {name: known[name] for name in stage["memory_bytes"]}
+        assert (stage["elements"], stage["owned_elements"]) == (simulated.elements, simulated.owned_elements)
+        assert stage["num_layers"] == sum(map(len, simulated.layers))
+        assert (stage["embedding"], stage["head"]) == (simulated.embedding, simulated.head)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", ["pp2-dp2-tp2", "dp4-shard2-tp2", "dp48"])
 def test_a_stage_shows_its_fullest_rank_and_a_node_all_of_its_ranks(recipe_of: Load, layout: str) -> None:
     world = world_size(recipe_of(layout))
     nodes = 2 if world % 2 == 0 else 1
     places = ["launch.on=slurm", f"launch.nodes={nodes}", f"launch.gpus_per_node={world // nodes}"]
     recipe = recipe_of(layout, *places, "parallel.offload=true")
     ranks = [planned(recipe, rank) for rank in range(world)]
-    stages = stage_memories(recipe, layout_of(recipe))
-    assert max(stage.elements.pieces for stage in stages) == max(rank.pieces for rank in ranks)
-    assert max(stage.elements.owned for stage in stages) == max(rank.owned for rank in ranks)
+    stages = stage_facts(recipe, layout_of(recipe))
+    assert max(stage["elements"] for stage in stages) == max(rank.pieces for rank in ranks)
+    assert max(stage["owned_elements"] for stage in stages) == max(rank.owned for rank in ranks)
     size = world // nodes
     halves = [ranks[first : first + size] for first in range(0, world, size)]
     saves = [sum(12 * rank.owned for rank in half) for half in halves]
     offload = [sum(16 * rank.pieces + 4 * rank.tensors for rank in half) for half in halves]
     found = node_bytes(recipe, layout_of(recipe))
-    assert (found.saves, found.offload) == (max(saves), max(offload))
-    assert found.host == max(map(sum, zip(saves, offload, strict=True)))
+    assert (found["saves"], found["offload"]) == (max(saves), max(offload))
+    assert found["host"] == max(map(sum, zip(saves, offload, strict=True)))
 
 
 def test_a_real_training_takes_and_writes_what_is_planned(workshop: Workshop, command: Command) -> None:
@@ -230,7 +210,7 @@ def test_the_run_folder_keeps_what_retention_leaves(
 ) -> None:
     recipe = recipe_of("single", "train.for=1050 steps", f"checkpoint.keep={keep}")
     kept = kept_checkpoints(recipe)["durable"]
-    assert (kept.count, kept.being_written, kept.bound) == (count, being_written, bound)
+    assert kept == {"count": count, "being_written": being_written, "bound": bound}
 
 
 def test_every_place_has_its_own_rule(small: Path, command: Command) -> None:
@@ -248,14 +228,6 @@ def test_every_place_has_its_own_rule(small: Path, command: Command) -> None:
     assert kept["local"] == {"count": 2, "being_written": 1, "bound": "up to", "bytes": 3 * node["saves"]}
     assert kept["upload"] == {"count": 4, "being_written": 0, "bound": "about", "bytes": 4 * checkpoint}
     assert checkpoint / 2 < node["saves"] < checkpoint
-    _, text, _ = command("plan", str(small), *overrides)
-    assert "\nCheckpoints in the run folder: at least 10, " in text
-    assert "\nCheckpoints on each node (local): up to 2 and one being written, " in text
-    assert "\nCheckpoints in remote storage (upload): about 4, " in text
-
-
-def test_the_default_of_keep_is_counted(recipe_of: Load) -> None:
-    assert kept_checkpoints(recipe_of("single", "checkpoint.keep={}"))["durable"].count == KeepSection().last
 
 
 # ---------------------------------------------------------------- the command
@@ -280,33 +252,13 @@ def test_the_answer_for_people(command: Command) -> None:
     code, out, err = command("plan", "bloom-176b")
     assert (code, err) == (0, "")
     lines = [" ".join(line.split()) for line in out.splitlines()]
-    assert lines[0] == "bloom-176b (bloom): 176,247,271,424 parameters, the vocabulary padded to 250,880"
-    assert lines[1].startswith("384 ranks on 48 nodes of 8: tp 4 x cp 1 x dp 8 x pp 12, ZeRO 1 over 8, bf16, 128 micro")
-    assert "pipeline ranks 1 2-11 12" in lines
-    assert "blocks embedding + 5 6 5 + head" in lines
-    assert "fp32 masters 1.855 GiB 1.723 GiB 1.855 GiB" in lines
-    assert "device, no activations 27.82 GiB 25.84 GiB 27.82 GiB" in lines
-    assert "Fullest device, without activations: 27.82 GiB, of pipeline rank 1, 12" in lines
-    assert "Host memory of the fullest node: 44.5 GiB for saves (pinned)" in lines
-    assert "Checkpoints in the run folder: at least 113 and one being written, 219.3 TiB" in lines
+    assert lines[0] == "name bloom-176b"
+    assert "pipeline_ranks 0 1-10 11" in lines
+    assert "memory_bytes.masters 1.855 GiB 1.723 GiB 1.855 GiB" in lines
+    assert "fullest_device_bytes 27.82 GiB" in lines
+    assert "kept.durable.bytes 219.3 TiB" in lines
     measures = "bloomery verify bloom-176b --simulate-world 384"
     assert lines[-1] == f"Activations are not counted. This measures them: {measures}"
-
-
-def test_offload_is_told_beside_saves(small: Path, command: Command) -> None:
-    code, out, _ = command("plan", str(small), "parallel.offload=true")
-    assert code == 0
-    assert "optimizer state" not in out
-    assert "fp32 masters" not in out  # nor do they stay on the device, where there are 16-bit copies
-    assert "Host memory of the fullest node: 2.912 MiB, of it 1.248 MiB for saves (pinned) and 1.664 MiB for off" in out
-    assert f"bloomery verify {small} parallel.offload=true --simulate-world 1" in out
-
-
-@pytest.mark.parametrize("name", shipped_recipes())
-def test_every_shipped_recipe_is_planned(name: str, command: Command) -> None:
-    code, out, err = command("plan", name)
-    assert code == 0, err
-    assert "One checkpoint: " in out
 
 
 @pytest.mark.parametrize(

@@ -354,7 +354,7 @@ def test_a_manifest_beside_the_files_of_another_shard_is_found(corpus, tokenizer
     with ShardReader("x") as shard, ShardReader("y") as other:
         assert check_describes(manifest, shard, place="x") == []
         (problem,) = check_describes(manifest, other, place="x.manifest.json")
-    assert f"it says tokens {manifest.tokens} where it is {manifest.tokens - manifest.documents}" in problem.what
+    assert f"it records tokens {manifest.tokens} where it is {manifest.tokens - manifest.documents}" in problem.what
     for ending in (".bin", ".idx"):
         os.replace(f"y{ending}", f"x{ending}")
     assert not make(tokenizer).reused
@@ -390,8 +390,11 @@ def test_manifest_missing_broken_or_foreign(corpus, tokenizer):
     good = json.loads(Path(manifest_path("x")).read_text())
     for content, message in [
         ("{", r"x\.manifest\.json: has .*Invalid JSON"),
-        ("[]", "This Bloomery reads exactly the fields of version 2"),
-        (json.dumps({**good, "format_version": 1}), "has format_version 1. This Bloomery reads exactly the fields"),
+        ("[]", "This Bloomery reads exactly the fields of format_version 2"),
+        (
+            json.dumps({**good, "format_version": 1}),
+            r"has format_version 1 \(should be 2\). This Bloomery reads exactly the fields",
+        ),
         (json.dumps({**good, "colour": 1}), r"has colour 1 \(Unexpected"),
         (json.dumps({key: good[key] for key in good if key != "tokens"}), "has no tokens"),
         ("[" * 100_000, "Invalid JSON: recursion limit"),

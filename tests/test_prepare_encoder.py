@@ -248,9 +248,9 @@ def test_an_end_that_only_an_odd_text_gives_is_found_too(tmp_path, monkeypatch):
     made.pre_tokenizer = parts.Sequence([parts.Metaspace(prepend_scheme="always"), parts.Split("\n", "removed")])
     made.add_special_tokens(["<unk>", "</s>"])
     tokenizer = Tokenizer(made.to_str(), path="t.json")
-    probes = tokenizer.encode_lists(["</s>", "a </s> b", "a</s>b"])
+    probes = [ids.tolist() for ids in tokenizer.encode_batch(["</s>", "a </s> b", "a</s>b"])]
     assert not any(3 in ids for ids in probes)
-    assert tokenizer.encode_lists(["a\n</s>\nb"]) == [[1, 3, 2]]
+    assert tokenizer.encode_batch(["a\n</s>\nb"])[0].tolist() == [1, 3, 2]
     write_jsonl(tmp_path / "corpus" / "a.jsonl", ["a\n</s>\nb"])
     with pytest.raises(DataError, match=r"gives the special token 3.*forge an end"):
         make(tokenizer)

@@ -226,7 +226,7 @@ def test_rows_of_a_parquet_file(folder):
     assert read("null.parquet", skip_bad=True) == (["x", "y"], 1)
     data = (folder / "a.parquet").read_bytes()
     (folder / "cut.parquet").write_bytes(data[: len(data) // 2])
-    with pytest.raises(DataError, match=r"cut.parquet: is cut off or damaged"):
+    with pytest.raises(DataError, match=r"cut.parquet: is truncated or damaged"):
         read("cut.parquet")
 
 
@@ -342,10 +342,10 @@ def test_a_truncated_or_damaged_archive_is_an_error_even_when_skipping(folder, p
     ending = "zst" if pack is zstandard.compress else "gz"
     good = pack(jsonl(make_texts(2000)))
     for content, message in [
-        (good[:-10], "is cut off or damaged"),
-        (good[: len(good) // 2], "is cut off or damaged"),
-        (good + good[:-5], "is cut off or damaged"),
-        (b"plain text, not an archive", "is cut off or damaged"),
+        (good[:-10], "is truncated or damaged"),
+        (good[: len(good) // 2], "is truncated or damaged"),
+        (good + good[:-5], "is truncated or damaged"),
+        (b"plain text, not an archive", "is truncated or damaged"),
     ]:
         (folder / f"a.jsonl.{ending}").write_bytes(content)
         with pytest.raises(DataError, match=rf"a.jsonl.{ending}: {message}"):
@@ -361,7 +361,7 @@ def test_a_plain_file_without_bytes_holds_no_document(folder):
 def test_packed_files_without_bytes_were_cut_off(folder, name):
     write_jsonl(folder / "c" / "good.jsonl", ["x"])
     (folder / "c" / name).touch()
-    with pytest.raises(DataError, match=rf"{name}: is cut off or damaged.*Copy or download"):
+    with pytest.raises(DataError, match=rf"{name}: is truncated or damaged.*Copy or download"):
         read("c", skip_bad=True)
 
 
@@ -378,7 +378,7 @@ def test_a_file_that_cannot_be_opened_is_named(folder, monkeypatch):
     with pytest.raises(DataError, match=r"a.jsonl: cannot be read: No such file"):
         list(UnitReader(files[0], text_key="text", skip_bad=True).blocks())
     (folder / "a.jsonl").write_text("{")
-    with pytest.raises(DataError, match=r"is cut off or damaged: it ends 22 bytes before the end it had"):
+    with pytest.raises(DataError, match=r"is truncated or damaged: it ends 22 bytes before the end it had"):
         list(UnitReader(files[0], text_key="text", skip_bad=True).blocks())
 
 

@@ -78,7 +78,7 @@ def test_what_is_not_there_or_broken_is_named(store, folder):
         make(tokenizer, sources=[f"{store}/broken"], workers=2)
     packed = zstandard.compress(jsonl(make_texts(50)))
     put(f"{store}/broken/a.jsonl.zst", packed[: len(packed) // 2])
-    with pytest.raises(DataError, match=rf"{store}/broken/a.jsonl.zst: is cut off or damaged"):
+    with pytest.raises(DataError, match=rf"{store}/broken/a.jsonl.zst: is truncated or damaged"):
         make(tokenizer, sources=[f"{store}/broken/*.zst"], workers=2)
     assert not Path("x.bin").exists()
 

@@ -246,7 +246,7 @@ def test_without_standard_error_the_work_is_done_and_the_answer_stays_clean(toke
 def test_a_folder_in_the_place_of_a_file_is_named_and_the_work_is_kept(tokenizer, command):
     Path("x.bin").mkdir()
     code, _, err = command("prepare", "r.yaml")
-    assert (code, "cannot write x.idx: Is a directory" in err) == (5, True), err
+    assert (code, "cannot write x.bin: Is a directory" in err) == (5, True), err
     Path("x.bin").rmdir()
     Path("x.bin").symlink_to("corpus")
     assert command("prepare", "r.yaml")[0] == 0, "a link is replaced"

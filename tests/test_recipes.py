@@ -10,7 +10,7 @@ from bloomery.config.load import load_recipe, shipped_recipes
 from bloomery.config.recipe import Recipe
 from bloomery.model.transformer import build_model
 from bloomery.sizing.check import load_checked_recipe
-from bloomery.sizing.layout import data_parallel_size, ranks_per_replica, world_size
+from bloomery.sizing.layout import data_parallel_size
 from bloomery.sizing.parameters import count_parameters, padded_vocab_size
 from bloomery.sizing.schedule import TrainingPlan
 
@@ -42,46 +42,20 @@ def test_the_pinned_recipes_are_the_shipped_ones() -> None:
 
 
 @pytest.mark.parametrize("name", sorted(PARAMETERS))
-def test_recipe_is_named_after_its_file_and_says_what_it_is(name: str) -> None:
+def test_a_shipped_recipe_is_sound_and_is_the_model_that_gets_built(name: str) -> None:
     text = (resources.files("bloomery") / "recipes" / f"{name}.yaml").read_text(encoding="utf-8")
     assert text.startswith("# ")
-    assert recipe(name).name == name
-
-
-@pytest.mark.parametrize("name", sorted(PARAMETERS))
-def test_recipe_keeps_every_rule_without_a_warning(name: str) -> None:
-    assert load_checked_recipe(name).warnings == []
-
-
-@pytest.mark.parametrize("name", sorted(PARAMETERS))
-def test_recipe_has_a_plan(name: str) -> None:
-    plan = TrainingPlan.of(recipe(name))
+    checked = load_checked_recipe(name)
+    assert (checked.recipe.name, checked.warnings) == (name, [])
+    plan = TrainingPlan.of(checked.recipe)
     assert plan.train_steps > 0
     assert plan.lr.warmup_samples < plan.lr.decay_samples
     assert plan.save_steps()
-
-
-@pytest.mark.parametrize("name", sorted(PARAMETERS))
-def test_every_batch_of_the_recipe_divides_over_its_ranks(name: str) -> None:
-    loaded = recipe(name)
-    assert world_size(loaded) == data_parallel_size(loaded) * ranks_per_replica(loaded)
-    samples_at_once = loaded.batch.micro_batch_size * data_parallel_size(loaded)
-    for level in TrainingPlan.of(loaded).batch.levels:
-        assert level.global_batch % samples_at_once == 0, level
-    assert loaded.model.num_heads % loaded.parallel.tp == 0
-    assert padded_vocab_size(loaded.model) % loaded.parallel.tp == 0
-
-
-@pytest.mark.parametrize("name", sorted(PARAMETERS))
-def test_parameter_count_is_pinned(name: str) -> None:
-    model = recipe(name).model
+    samples_at_once = checked.recipe.batch.micro_batch_size * data_parallel_size(checked.recipe)
+    assert all(level.global_batch % samples_at_once == 0 for level in plan.batch.levels)
+    model = checked.recipe.model
     assert count_parameters(model, vocab_size=padded_vocab_size(model)).total == PARAMETERS[name]
-
-
-@pytest.mark.parametrize("name", sorted(PARAMETERS))
-def test_the_built_model_has_as_many_parameters_as_counted(name: str) -> None:
-    model = build_model(recipe(name).model)
-    assert sum(parameter.numel() for parameter in model.parameters()) == PARAMETERS[name]
+    assert sum(parameter.numel() for parameter in build_model(model).parameters()) == PARAMETERS[name]
 
 
 def test_tr1_keeps_the_loss_scale_of_its_ds_config() -> None:

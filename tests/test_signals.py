@@ -131,7 +131,7 @@ def test_a_signal_to_the_fork_server_stops_the_ranks_with_a_save(workshop: Works
     os.kill(fork_server_of(process), signal.Signals[name])
     _, err = process.communicate(timeout=60)
     assert process.returncode == code, err
-    assert ("the process that the ranks came from is gone" in err) == (name == "SIGKILL")
+    assert ("the process that started the ranks has exited" in err) == (name == "SIGKILL")
     (stop,) = workshop.events(run, "stop")
     assert folders.read_latest(run / "checkpoints") == folders.step_name(stop["step"])
     assert all_gone(family, 5)

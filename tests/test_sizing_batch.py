@@ -66,12 +66,6 @@ def test_train_steps_equal_megatrons() -> None:
     assert TR11.train_steps_for_samples(220_000_000) == 115_311
 
 
-def test_tr11_reaches_batch_784_where_its_chronicle_says() -> None:
-    level = next(level for level in TR11.levels if level.global_batch == 784)
-    assert level == BatchLevel(784, first_step=7573, consumed_samples=3_115_072)
-    assert TR11.consumed_after_step(12_695) == 9_841_584
-
-
 def test_training_that_ends_inside_the_ramp_keeps_megatrons_floor() -> None:
     asked = 1_000_000
     steps = TR1.train_steps_for_samples(asked)
@@ -93,12 +87,7 @@ def test_a_ramp_that_does_not_grow_is_no_ramp() -> None:
     assert plan(16, (16, 4, 100)).levels == plan(16, (32, 4, 100)).levels == plan(16).levels
 
 
-def test_a_big_batch_jumps_over_levels() -> None:
-    # 2, 4, ... 16 in stages of 10/7 samples: the first step of 2 samples already passes one boundary.
-    assert [level.global_batch for level in plan(16, (2, 2, 10)).levels] == [2, 4, 10, 16]
-
-
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", range(16))
 def test_plan_equals_a_step_by_step_replay(seed: int) -> None:
     rng = random.Random(seed)
     increment = rng.randint(1, 20)

@@ -84,35 +84,19 @@ def test_selective_recompute_adds_the_forward_pass_of_the_attention_core() -> No
     assert added == 4 * 32 * 4096 * 8192
 
 
-def test_the_vocabulary_is_padded() -> None:
-    fields = {"family": "gpt2", "num_layers": 2, "hidden_size": 64, "num_heads": 4, "seq_length": 32}
-    odd, padded = model(**fields, vocab_size=50257), model(**fields, vocab_size=50304)
-    assert flops_per_token(odd, FlopCount.MODEL_FULL) == flops_per_token(padded, FlopCount.MODEL_FULL)
-
-
 def test_bert_has_no_causal_half() -> None:
     bert = model(family="bert", num_layers=2, hidden_size=64, num_heads=4, seq_length=32, vocab_size=128)
     assert flops_per_token(bert, FlopCount.MODEL_CAUSAL) == flops_per_token(bert, FlopCount.MODEL_FULL)
-
-
-def test_every_definition_describes_itself_in_one_line() -> None:
-    descriptions = [definition.description for definition in FlopCount]
-    assert len(set(descriptions)) == len(FlopCount)
-    assert all(description and "\n" not in description for description in descriptions)
 
 
 @pytest.mark.parametrize(
     ("device", "precision", "tflops"),
     [
         ("NVIDIA H200", "bf16", 989),
-        ("NVIDIA H200", "fp8", 1979),
         ("NVIDIA A100-SXM4-80GB", "bf16", 312),
         ("NVIDIA A100 80GB PCIe", "fp16", 312),
         ("NVIDIA H100 80GB HBM3", "fp16", 989),
-        ("NVIDIA H100 PCIe", "bf16", 756),
         ("Tesla V100-SXM2-32GB", "fp16", 125),
-        ("NVIDIA L4", "bf16", 121),
-        ("NVIDIA L40S", "bf16", 362),
     ],
 )
 def test_peaks_by_the_names_torch_reports(device: str, precision: str, tflops: float) -> None:
@@ -123,13 +107,10 @@ def test_peaks_by_the_names_torch_reports(device: str, precision: str, tflops: f
     ("device", "precision"),
     [
         ("Tesla V100-SXM2-32GB", "bf16"),
-        ("NVIDIA A100-SXM4-80GB", "fp8"),
         ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", "bf16"),
         ("NVIDIA GeForce RTX 4090 Laptop GPU", "bf16"),
-        ("NVIDIA H20", "bf16"),
         ("NVIDIA H200", "fp32"),
         ("cpu", "bf16"),
-        ("", "bf16"),
     ],
 )
 def test_an_unknown_peak_is_none_and_never_a_guess(device: str, precision: str) -> None:

@@ -6,7 +6,6 @@ import pytest
 
 from bloomery.config.load import load_recipe
 from bloomery.config.recipe import Recipe
-from bloomery.sizing.layout import data_parallel_size, world_size
 from bloomery.sizing.schedule import LrPlan, TrainingPlan
 
 
@@ -36,10 +35,6 @@ TR11_LR = LrPlan(6e-5, 6e-6, "cosine", warmup_samples=183_105, decay_samples=200
 )
 def test_lr_equals_the_published_log_line(lr: LrPlan, samples: int, logged: str) -> None:
     assert f"{lr.at(samples):.3E}" == logged
-
-
-def test_after_the_decay_the_rate_is_exactly_the_minimum() -> None:
-    assert TR1_LR.at(126_953_125) == TR1_LR.at(10**12) == 1e-5
 
 
 def test_linear_constant_and_wsd_schedules() -> None:
@@ -113,7 +108,7 @@ def test_tr1_saves_in_three_phases() -> None:
     assert [step for step in range(1, 5000) if tr1.is_save_step(step)] == [step for step in steps if step < 5000]
 
 
-@pytest.mark.parametrize("train_steps", [5, 99, 100, 105, 108, 999, 1000, 1001, 1600])
+@pytest.mark.parametrize("train_steps", [5, 100, 105, 1000, 1600])
 def test_save_steps_stay_within_a_short_training(train_steps: int) -> None:
     short = plan("tr1-13b", f"train.for={train_steps} steps")
     assert short.save_steps() == [step for step in range(1, train_steps + 1) if short.is_save_step(step)]
@@ -122,11 +117,3 @@ def test_save_steps_stay_within_a_short_training(train_steps: int) -> None:
 def test_skip_ranges_include_both_ends() -> None:
     skipping = plan("quickstart", "train.skip=['10-12 steps', '20-20 steps']")
     assert [step for step in range(1, 30) if skipping.is_skipped(step)] == [10, 11, 12, 20]
-
-
-def test_layout_of_the_published_runs() -> None:
-    tr1, quickstart = recipe("tr1-13b"), recipe("quickstart")
-    assert (world_size(tr1), data_parallel_size(tr1)) == (128, 16)
-    assert (world_size(quickstart), data_parallel_size(quickstart)) == (1, 1)
-    assert (world_size(recipe("bloom-176b")), data_parallel_size(recipe("bloom-176b"))) == (384, 8)
-    assert world_size(recipe("quickstart", "parallel.tp=2", "parallel.pp=2")) == 4

@@ -122,7 +122,7 @@ def test_make_run_folder_refuses_a_full_place_and_cleans_up(tmp_path: Path) -> N
 @pytest.mark.parametrize("below", ["", "deeper"])
 def test_make_run_folder_refuses_a_file_in_the_way(tmp_path: Path, below: str) -> None:
     (tmp_path / "taken").write_text("")
-    with pytest.raises(StorageError, match="A file stands where a folder is needed"):
+    with pytest.raises(StorageError, match="There is a file where a folder is needed"):
         make_folder(tmp_path / "taken" / below)
 
 

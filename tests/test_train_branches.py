@@ -198,12 +198,6 @@ def test_a_checkpoint_may_be_named_by_its_path(workshop: Workshop) -> None:
     assert workshop.events(run, "start")[-1]["resumed_from"] == "step-00000005"
 
 
-def test_a_folder_in_place_of_a_control_file_is_obeyed_once(workshop: Workshop) -> None:
-    (workshop.folder / "run" / "control" / "stop").mkdir(parents=True)
-    run = workshop.train()
-    assert workshop.events(run, "stop")[-1]["reason"] == "control"
-
-
 def test_a_training_without_standard_output_trains(workshop: Workshop) -> None:
     words = [sys.executable, "-m", "bloomery", "train", str(workshop.recipe), "train.for=5 steps", "--device", "cpu"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}

@@ -18,7 +18,7 @@ from bloomery.data.batch import Batch, GlobalBatch
 from bloomery.families.family import IGNORED_LABEL
 from bloomery.model.loss import token_losses
 from bloomery.parallel.gradients import Gradients, count_zeros, total_norm
-from bloomery.parallel.mesh import alone
+from bloomery.parallel.mesh import Mesh
 from bloomery.parallel.runner import PlainExecution, Runner
 from bloomery.parallel.weights import Weight
 from bloomery.train.optimizer import LossScale, Optimizer
@@ -48,7 +48,7 @@ def weights_of(**parameters: nn.Parameter) -> list[Weight]:
 
 
 def gradients_of(weights: list[Weight], values: list[torch.Tensor]) -> Gradients:
-    gradients = Gradients(weights, alone())
+    gradients = Gradients(weights, Mesh())
     for weight, value in zip(weights, values, strict=True):
         weight.parameter.grad = value.to(weight.parameter.dtype)
     gradients.accumulate()
@@ -74,10 +74,10 @@ def test_the_loss_is_the_mean_over_valid_tokens_however_the_batch_is_cut() -> No
     found = []
     for rows in (1, 2, 4):
         probe = Probe()
-        gradients = Gradients(weights_of(table=probe.table), alone())
+        gradients = Gradients(weights_of(table=probe.table), Mesh())
         execution = PlainExecution(probe, gradients, token_losses, zero=0, compile_model=False)
         cpu = torch.device("cpu")
-        runner = Runner(execution, gradients, alone(), device=cpu, seq_length=3, num_sources=1, dropout_seed=None)
+        runner = Runner(execution, gradients, Mesh(), device=cpu, seq_length=3, num_sources=1, dropout_seed=None)
         parts = [Batch({"tokens": tokens[i : i + rows]}, {"lm loss": labels[i : i + rows]}) for i in range(0, 4, rows)]
         batch = GlobalBatch(0, 4, parts, {"lm loss": np.array([1, 3, 0, 3])}, {"lm loss": 7})
         loss = runner.forward_backward(batch, loss_scale=1.0, step=1).means["lm loss"]
@@ -152,7 +152,7 @@ def test_fp32_masters_keep_updates_that_bf16_would_lose() -> None:
 
 def test_gradients_of_16_bit_weights_are_summed_in_fp32() -> None:
     weight = nn.Parameter(torch.zeros(1, dtype=torch.bfloat16))
-    total = Gradients(weights_of(w=weight), alone())
+    total = Gradients(weights_of(w=weight), Mesh())
     for value in [256.0] + [1.0] * 100:  # 256 + 1 is 256 in bf16
         weight.grad = torch.tensor([value], dtype=torch.bfloat16)
         total.accumulate()

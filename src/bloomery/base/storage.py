@@ -181,11 +181,9 @@ def _remedy(path: Path, number: int, wanted_bytes: int) -> str:
     if number in (errno.EROFS, errno.EACCES, errno.EPERM):
         return "the place is read-only for this user: choose another --run-dir, or change its permissions or mount"
     if number in (errno.ENOTDIR, errno.EEXIST):
-        return "a file stands where a folder is needed: choose another --run-dir, or move that file away"
+        return "there is a file where a folder is needed: choose another --run-dir, or move that file away"
     if number in (errno.ELOOP, errno.ENXIO):
-        return (
-            "a link, a pipe or a device stands there, which is not followed: move it away, or choose another --run-dir"
-        )
+        return "there is a link, a pipe or a device, which is not followed: move it away, or choose another --run-dir"
     if number == errno.ENAMETOOLONG:
         return "choose another --run-dir, with shorter names"
     if number in (errno.EMFILE, errno.ENFILE):

@@ -165,7 +165,7 @@ def merge(reports: Sequence[RankReport]) -> dict[str, SavedTensor]:
             tensors[name].pieces.append(SavedPiece(offset, size, found.file, name))
     problems += _not_whole(tensors)
     if problems:
-        what = f"{len(problems)} tensor(s) would not be saved whole: {'; '.join(problems[:_MOST_PROBLEMS])}"
+        what = f"{len(problems)} tensor(s) would not be saved completely: {'; '.join(problems[:_MOST_PROBLEMS])}"
         rule = "exactly one rank must own each element of each tensor"
         raise StorageError(Problem(what, rule, "this is a bug: report it"))
     return tensors
@@ -175,7 +175,7 @@ def why_not_whole(shape: tuple[int, ...], boxes: Sequence[Box]) -> str:
     """What is wrong with boxes that should cover a tensor of this shape exactly once; empty if nothing is."""
     for box in boxes:
         if not box.inside(shape):
-            return f"{box} does not lie within {shape}"
+            return f"{box} is outside of {shape}"
     if _corners(boxes) == _corners([Box((0,) * len(shape), shape)]):
         return ""
     missing = prod(shape) - sum(prod(box.size) for box in boxes)
@@ -214,7 +214,7 @@ def read_index(folder: Path) -> dict[str, SavedTensor]:
             raise ValueError("; ".join(problems[:_MOST_PROBLEMS]))
         places = [(piece.file, piece.key) for tensor in tensors.values() for piece in tensor.pieces]
         if len(places) != len(set(places)):
-            raise ValueError("two pieces lie in one place")
+            raise ValueError("two pieces overlap")
         return tensors
     except (OSError, ValueError, KeyError, TypeError) as error:
         reason = wrong_fields(error) if isinstance(error, ValidationError) else f"{type(error).__name__}: {error}"

@@ -54,9 +54,9 @@ def read_state(folder: Path) -> dict[str, Any]:
     with using_state(folder):
         facts: dict[str, Any] = read_json(folder / STATE)
         if not isinstance(facts, dict) or _has_absurd_counts(facts):
-            raise ValueError(f"it must be an object whose whole numbers are from 0 to {_LARGEST_COUNT:,}")
+            raise ValueError(f"it must be an object whose integers are from 0 to {_LARGEST_COUNT:,}")
         if {type(facts[name]) for name in ("step", "consumed_samples")} != {int}:
-            raise ValueError("step and consumed_samples must be whole numbers")
+            raise ValueError("step and consumed_samples must be integers")
         Energy.from_json(facts.get("energy"))
         dict(facts.get("imported_from") or {})
     return facts
@@ -249,7 +249,7 @@ def _manifest_or_damage(folder: Path) -> dict[str, Any] | str:
     except (OSError, ValueError) as error:
         return f"{MANIFEST} cannot be used: {error}"
     if is_step_name(folder.name) and manifest["step"] != step_of(folder):
-        return f"its manifest says step {manifest['step']}: the folder was copied or renamed"
+        return f"its manifest is of step {manifest['step']}: the folder was copied or renamed"
     return manifest
 
 
@@ -302,11 +302,11 @@ def _contradictions(folder: Path, manifest: Mapping[str, Any], *, read: Collecti
             return [f"{MANIFEST} does not list {first_few(unlisted)}"]
         small = [name for name, kinds in files.items() if _bytes(kinds) > manifest["files"][name]["bytes"]]
         if small:
-            return [f"{name} is too small for what {INDEX} says of it" for name in small]
+            return [f"{name} is smaller than {INDEX} records" for name in small]
         for name in filter(is_tensor_file, read):
             if (kinds := TensorFile(folder / name).kinds()) != files.get(name, {}):
                 odd = sorted(dict(kinds.items() ^ files.get(name, {}).items()))
-                return [f"{name} does not hold what {INDEX} says: {first_few(odd)}"]
+                return [f"{name} does not match {INDEX}: {first_few(odd)}"]
         return _misfits(folder, tensors) if recipe else []
     except DataError as error:
         return [problem.what for problem in error.problems]

@@ -262,7 +262,7 @@ def apply_remote_retention(
     store, _ = open_store(url)
     found = {each.step: each for each in list_remote(url) if each.is_of(run) and each.step <= newest}
     if newest not in found or not found[newest].is_whole():
-        raise OSError(f"{folders.step_name(newest)} is not whole in {url}, so nothing older was deleted there")
+        raise OSError(f"{folders.step_name(newest)} is not complete in {url}, so nothing older was deleted there")
     manifests = {step: each.manifest or {} for step, each in found.items()}
     doomed = sorted(found.keys() - kept_by(manifests, keep))
     for step in doomed:
@@ -377,7 +377,7 @@ class RemoteSource:
         return wrong
 
     def _unreachable(self, errors: Sequence[str]) -> DataError:
-        rule = "a newer checkpoint may lie there"
+        rule = "a newer checkpoint may be there"
         remedy = "fix the connection, or start without it: checkpoint.upload=null"
         texts = [f"checkpoints at {self.url} cannot be read: {error}" for error in errors]
         return DataError([Problem(text, rule, remedy) for text in texts])

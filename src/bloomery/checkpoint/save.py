@@ -9,7 +9,7 @@
 In the thread ranks do not wait for each other, so it never meets the collectives of training. Each writes its part: a
 tensor file and, after it, a small `rank-00003.json` that lists what it holds. When all of them are there, rank 0 checks
 that together they are whole, writes the manifest last and gives the folder its name (`SaveJob.commit`): then the
-checkpoint is valid. A rank that fails tells rank 0 without the storage, which may be what has failed.
+checkpoint is valid. A rank that fails reports to rank 0 without the storage, which may be what has failed.
 """
 
 from __future__ import annotations
@@ -357,7 +357,7 @@ class SaveJob:
             pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
         if missing and not self._trouble:
             patience = format_seconds(self._timeout_seconds)
-            text = f"its part did not come within {patience}: it hangs, or this is no folder that all ranks share"
+            text = f"its part did not arrive within {patience}: it hangs, or this is no folder that all ranks share"
             self._trouble = {rank: [text] for rank in missing}
         if self._trouble:
             raise _PartsError

@@ -227,7 +227,7 @@ def _state_of(folder: Path, *, check_hashes: bool) -> tuple[State, str]:
     if not reasons:
         away = [file.name for file in os.scandir(folder) if file.is_symlink() and not os.path.exists(file)]
         if away:
-            return "complete", f"{len(away)} of its files lie on other nodes and were not checked"
+            return "complete", f"{len(away)} of its files are on other nodes and were not checked"
         reasons = damage(folder) if check_hashes else []
     if reasons:
         return "damaged", "; ".join(reasons)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 import sys
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
@@ -13,7 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bloomery.base import exit_codes
-from bloomery.base.errors import Problem, RecipeError
+from bloomery.base.errors import Problem, RecipeError, on_one_line
+from bloomery.base.units import format_bytes
 
 if TYPE_CHECKING:  # --help must not wait for what only a run of the command needs
     from bloomery.config.load import LoadedRecipe
@@ -24,6 +24,7 @@ if TYPE_CHECKING:  # --help must not wait for what only a run of the command nee
 
 DATA_SECTIONS = ("name", "seed", "model", "tokenizer", "data", "batch", "train")
 """What the data of a run depends on."""
+_MOST_ROWS = 16
 
 
 def add_recipe_arguments(parser: argparse.ArgumentParser, *between: tuple[str, dict[str, Any]]) -> None:
@@ -44,10 +45,43 @@ def add_device(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", help="cpu, cuda, ...; default: this machine's accelerator")
 
 
-def show(args: argparse.Namespace, facts: Any, text: Callable[[Any], str]) -> int:
+def show(args: argparse.Namespace, facts: dict[str, Any], text: Callable[[Any], str] | None = None) -> int:
     """Print the answer of a command, for scripts or for people."""
-    print(json.dumps(facts, indent=2) if args.json else text(facts))
+    print(json.dumps(facts, indent=2) if args.json else (text or as_text)(facts))
     return exit_codes.OK
+
+
+def as_text(facts: dict[str, Any]) -> str:
+    """A line for each fact, called by its path in the JSON; below, a table for each list of records."""
+    from bloomery.config.load import leaves
+
+    tables = {
+        name: value for name, value in facts.items() if isinstance(value, list) and isinstance([*value, 0][0], dict)
+    }
+    plain = leaves({name: value for name, value in facts.items() if name not in tables})
+    lines = [f"{path:<38}  {_shown(path, value)}" for path, value in plain if value not in (None, [])]
+    for name, records in tables.items():
+        rest = len(records) - _MOST_ROWS
+        lines += ["", f"{name}:", *_table([dict(leaves(record)) for record in records[:_MOST_ROWS]])]
+        lines += [f"... and {rest:,} more, with --json"] * (rest > 0)
+    return "\n".join(lines)
+
+
+def _table(records: list[dict[str, Any]]) -> list[str]:
+    """The fields as columns, or as rows where there are more of them than records."""
+    rows = [tuple(records[0]), *(tuple(_shown(*item) for item in record.items()) for record in records)]
+    rows = rows if len(rows) > len(rows[0]) else list(zip(*rows, strict=True))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(f"{cell:>{width}}" for cell, width in zip(row, widths, strict=True)) for row in rows]
+
+
+def _shown(path: str, value: Any) -> str:
+    if isinstance(value, list):
+        is_range = len(value) > 2 and value == list(range(int(value[0]), int(value[0]) + len(value)))
+        return f"{value[0]}-{value[-1]}" if is_range else ", ".join(_shown(path, item) for item in value)
+    if isinstance(value, int) and not isinstance(value, bool):
+        return format_bytes(value) if "bytes" in path else f"{value:,}"
+    return f"{value:.7g}" if isinstance(value, float) else on_one_line(str(value))
 
 
 def add_change(parser: argparse.ArgumentParser) -> None:
@@ -70,21 +104,17 @@ def add_run_dir(parser: argparse.ArgumentParser) -> None:
 def whole_number(least: int, most: int = 99_999) -> Callable[[str], int]:
     """The type of an option."""
 
-    def parse(text: str) -> int:
-        digits = text.replace("_", "")
-        if not (digits.isascii() and digits.isdigit() and len(digits) < 19 and least <= int(digits) <= most):
-            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from {least} to {most}")
-        return int(digits)
+    def number(text: str) -> int:
+        if not least <= (found := int(text)) <= most:
+            raise argparse.ArgumentTypeError(f"{text!r} is not an integer from {least} to {most}")
+        return found
 
-    return parse
+    return number
 
 
 def whole_numbers(text: str) -> list[int]:
     """The type of an option such as `--at-samples 100,2000`."""
-    parts = [part.strip().replace("_", "") for part in text.split(",")]
-    if not all(re.fullmatch("-?[0-9]{1,18}", part) for part in parts):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a list of whole numbers such as 100,2000")
-    return [int(part) for part in parts]
+    return [int(part) for part in text.split(",")]
 
 
 def load(args: argparse.Namespace, *, reads: Collection[str] | None = None, warns: bool = True) -> LoadedRecipe:

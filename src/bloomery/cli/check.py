@@ -37,15 +37,15 @@ def run(args: argparse.Namespace) -> int:
             "name": checked.recipe.name,
             "fingerprint": fingerprint(checked.recipe),
             "warnings": [str(warning) for warning in checked.warnings],
-            "values": {value.path: {"value": value.value, "origin": value.origin} for value in values},
+            "values": values,
         }
         print(json.dumps(answer, indent=2))
         return exit_codes.OK
     if args.explain:
-        width = max(len(value.path) for value in values)
-        for value in values:
-            shown = value.value if isinstance(value.value, str) and value.value else json.dumps(value.value)
-            print(f"{value.path:<{width}}  {shown:<24}  {value.origin}")
+        for path, found in values.items():
+            value = found["value"]
+            shown = value if isinstance(value, str) and value else json.dumps(value)
+            print(f"{path:<{max(map(len, values))}}  {shown:<24}  {found['origin']}")
     print(
         f"{checked.recipe.name}: ok. {format_count(parameters)} parameters, {plan.train_steps:,} steps, "
         f"{format_count(plan.train_tokens)} tokens, fingerprint {fingerprint(checked.recipe)}"

@@ -29,12 +29,6 @@ def _temperature(text: str) -> float:
 
 
 def run(args: argparse.Namespace) -> int:
-    print(continue_text(args))
-    return exit_codes.OK
-
-
-def continue_text(args: argparse.Namespace) -> str:
-    """The prompt and what the model adds to it."""
     import torch
 
     from bloomery.base.accelerator import pick_device
@@ -63,4 +57,5 @@ def continue_text(args: argparse.Namespace) -> str:
         seed=args.seed,
         eod_id=tokenizer.eod_id,
     )
-    return tokenizer.decode([token for token in tokens[0].tolist() if token != tokenizer.eod_id])
+    print(tokenizer.decode([token for token in tokens[0].tolist() if token != tokenizer.eod_id]))
+    return exit_codes.OK

@@ -5,10 +5,8 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 import sys
 import tempfile
-from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,8 +15,6 @@ from bloomery.cli.arguments import add_json
 
 if TYPE_CHECKING:
     from bloomery.config.load import LoadedRecipe
-
-_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
 def add_arguments_export(parser: argparse.ArgumentParser) -> None:
@@ -33,8 +29,13 @@ def add_arguments_export(parser: argparse.ArgumentParser) -> None:
 
 
 def _size(text: str) -> int:
-    match = re.fullmatch(r"([0-9]{1,30}(?:\.[0-9]{1,30})?)\s*([A-Za-z]*)", text)
-    if match is None or (unit := _UNITS.get(match[2].upper())) is None or (found := int(Fraction(match[1]) * unit)) < 1:
+    from pydantic import ByteSize, TypeAdapter
+
+    try:
+        found = int(TypeAdapter(ByteSize).validate_python(text))
+    except (ValueError, OverflowError):
+        found = 0
+    if not 1 <= found < 10**30:
         raise argparse.ArgumentTypeError(f"{text!r} is not a size: write for example 5GB or 500MB")
     return found
 

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from bloomery.base import exit_codes
 from bloomery.base.errors import Problem, RecipeError, mask
 from bloomery.base.storage import write_atomically, written_to
 from bloomery.base.units import format_count
-from bloomery.cli.arguments import add_json
+from bloomery.cli.arguments import add_json, show
 
 if TYPE_CHECKING:
     from bloomery.interop.megatron.importer import Imported
@@ -21,17 +19,14 @@ if TYPE_CHECKING:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.usage = "bloomery import megatron [--script FILE [--no-execute] [--set NAME=VALUE]] [OPTIONS] [-- FLAGS...]"
-    parser.add_argument(
-        "--script", metavar="FILE", type=Path, help="launch script: its bash is executed, with a stub for every program"
-    )
+    script_help = "launch script: its bash is executed, with a stub for every program"
+    parser.add_argument("--script", metavar="FILE", type=Path, help=script_help)
     parser.add_argument("--no-execute", action="store_true", help="read the script, without running any of it")
-    parser.add_argument(
-        "--set", metavar="NAME=VALUE", action="append", default=[], help="a variable of the script, or an argument: 1=X"
-    )
+    set_help = "a variable of the script, or an argument: 1=X"
+    parser.add_argument("--set", metavar="NAME=VALUE", action="append", default=[], help=set_help)
     ds_config = parser.add_mutually_exclusive_group()
-    ds_config.add_argument(
-        "--ds-config", metavar="FILE", type=Path, help="ds_config.json; default: the one the script writes"
-    )
+    ds_help = "ds_config.json; default: the one the script writes"
+    ds_config.add_argument("--ds-config", metavar="FILE", type=Path, help=ds_help)
     ds_config.add_argument("--without-ds-config", action="store_true", help="import although its ds_config is not here")
     parser.add_argument("--output", metavar="FILE", type=Path, help="recipe to write; default: printed")
     parser.add_argument("--name", help="of the recipe; default: the job's name")
@@ -42,8 +37,6 @@ def parse(parser: argparse.ArgumentParser, arguments: list[str]) -> argparse.Nam
     """Our own options out of a command line whose other flags are Megatron's; behind `--` all are."""
     at = arguments.index("--") if "--" in arguments else len(arguments)
     args, words = parser.parse_known_args(arguments[:at])
-    if words and args.script is None and not words[0].startswith("-") and not words[0].endswith(".py"):
-        args.script, args.no_execute, words = Path(words[0]), True, words[1:]  # SCRIPT alone was never executed
     args.words = [*words, *arguments[at + 1 :]]
     return args
 
@@ -67,42 +60,33 @@ def run(args: argparse.Namespace) -> int:
             write_atomically(args.output, mask(done.yaml()))
     for warning in done.warnings:
         print(f"bloomery: warning: {warning}", file=sys.stderr)
-    if args.json:
-        rows = [asdict(row) for row in done.rows]
-        print(json.dumps({"recipe": done.raw, "rows": rows, "warnings": [str(w) for w in done.warnings]}, indent=2))
-        return exit_codes.OK
-    print(_table(done))
-    if args.output is None:
-        print(f"\n{done.yaml()}", end="")
-    print(f"\n{_summary(done, args.output)}")
-    return exit_codes.OK
+    facts = {"recipe": done.raw, "rows": [asdict(row) for row in done.rows], "warnings": list(map(str, done.warnings))}
+    return show(args, facts, lambda _: _text(done, args.output))
 
 
-def _table(done: Imported) -> str:
-    cells = [("flag", "value", "recipe field", "value", "")]
-    for row in done.rows:
-        kind = "" if row.kind in ("mapped", "default") else f"{row.kind}: "
-        cells.append((row.flag or "-", _cut(row.value), row.field or "-", _cut(row.result), f"{kind}{row.remark}"))
-    widths = [max(len(row[i]) for row in cells) for i in range(4)]
-    lines = ["  ".join([*(f"{text:<{w}}" for text, w in zip(row, widths, strict=False)), row[4]]) for row in cells]
-    return "\n".join(line.rstrip() for line in lines)
-
-
-def _cut(text: str) -> str:
-    text = mask(text)
-    return text if len(text) <= 44 else f"{text[:20]} ... {text[-19:]}"
-
-
-def _summary(done: Imported, output: Path | None) -> str:
+def _text(done: Imported, output: Path | None) -> str:
+    """A table of the flags, the recipe unless it is in a file, and a line about it."""
     from bloomery.sizing.parameters import count_parameters
     from bloomery.sizing.schedule import TrainingPlan
 
+    cells = [("flag", "value", "recipe field", "value", "")]
+    for row in done.rows:
+        kind = "" if row.kind in ("mapped", "default") else f"{row.kind}: "
+        value, result = (_cut(mask(text)) for text in (row.value, row.result))
+        cells.append((row.flag or "-", value, row.field or "-", result, f"{kind}{row.remark}"))
+    widths = [max(len(row[i]) for row in cells) for i in range(4)]
+    lines = ["  ".join([*(f"{text:<{w}}" for text, w in zip(row, widths, strict=False)), row[4]]) for row in cells]
     plan, model = TrainingPlan.of(done.recipe), done.recipe.model
     parameters = count_parameters(model, vocab_size=model.vocab_size).total
     unknown = [row.flag for row in done.rows_of("not understood")]
-    rest = f"; not understood: {', '.join(unknown)}" if unknown else ""
-    where = f"{output}: " if output is not None else ""
     return (
-        f"{where}{done.recipe.name}, {format_count(parameters)} parameters, {plan.train_steps:,} steps, "
-        f"warm-up ends at step {plan.warmup_ends_at_step:,}{rest}"
+        "\n".join(line.rstrip() for line in lines)
+        + (f"\n\n{done.yaml()}\n" if output is None else f"\n\n{output}: ")
+        + f"{done.recipe.name}, {format_count(parameters)} parameters, {plan.train_steps:,} steps, "
+        + f"warm-up ends at step {plan.warmup_ends_at_step:,}"
+        + (f"; not understood: {', '.join(unknown)}" if unknown else "")
     )
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= 44 else f"{text[:20]} ... {text[-19:]}"

@@ -41,7 +41,7 @@ def _text(facts: dict[str, Any]) -> str:
     versions = ", ".join(f"{name} {value}" for name, value in facts["versions"].items())
     lines = [
         f"{facts['folder']}: {facts['name']}, step {facts['step']:,}, {format_bytes(facts['bytes'])}"
-        + (", every file is whole" if facts["verified"] else ""),
+        + (", all files verified" if facts["verified"] else ""),
         "",
         f"  samples      {facts['consumed_samples']:,}",
         f"  tokens       {facts['consumed_tokens']:,}",

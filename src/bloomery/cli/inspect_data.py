@@ -14,61 +14,34 @@ from typing import Any
 from bloomery.base import exit_codes
 from bloomery.base.errors import DataError, Problem
 from bloomery.base.units import format_bytes
-from bloomery.cli.arguments import (
-    InspectedRun,
-    add_json,
-    add_recipe_arguments,
-    add_run_dir,
-    opened_run,
-    refuse,
-    refuse_numbers,
-    show,
-    whole_numbers,
-)
+from bloomery.cli import arguments
 from bloomery.config.load import shipped_recipes
 
 
 def add_arguments_data(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "data",
-        metavar="RECIPE|SHARD",
-        nargs="+",
-        help="a recipe, with overrides section.field=value behind it; or prefixes of shards",
-    )
+    what = "a recipe, with overrides section.field=value behind it; or prefixes of shards"
+    parser.add_argument("data", metavar="RECIPE|SHARD", nargs="+", help=what)
     parser.add_argument("--quick", action="store_true", help="read the indices only, not the tokens")
-    add_json(parser)
+    arguments.add_json(parser)
 
 
 def run_data(args: argparse.Namespace) -> int:
-    words = [_prefix(word) for word in args.data]
-    facts = _of_recipe(args) if _is_recipe(words[0]) else _of_shards(words, quick=args.quick)
-    print(json.dumps(facts, indent=2) if args.json else _data_text(facts))
-    return exit_codes.OK
-
-
-def _prefix(word: str) -> str:
-    """A shard may be named by any of its files."""
-    return next((word.removesuffix(end) for end in (".bin", ".idx", ".manifest.json") if word.endswith(end)), word)
-
-
-def _is_recipe(word: str) -> bool:
-    return not _is_shard(word) and (word in shipped_recipes() or word.endswith(".yaml") or os.path.isfile(word))
-
-
-def _is_shard(word: str) -> bool:
-    return os.path.isfile(f"{word}.idx") or os.path.isfile(f"{word}.bin")
-
-
-def _of_recipe(args: argparse.Namespace) -> dict[str, Any]:
-    arguments = argparse.Namespace(recipe=args.data[0], overrides=args.data[1:], run_dir=None, changes=[])
-    with opened_run(arguments) as inspected:
+    # A shard may be named by any of its files.
+    prefixes = [re.sub(r"\.(bin|idx|manifest\.json)$", "", word) for word in args.data]
+    word = prefixes[0]
+    is_shard = os.path.isfile(f"{word}.idx") or os.path.isfile(f"{word}.bin")
+    if is_shard or not (word in shipped_recipes() or word.endswith(".yaml") or os.path.isfile(word)):
+        return arguments.show(args, _facts_of_shards(prefixes, quick=args.quick), _data_text)
+    words = argparse.Namespace(recipe=args.data[0], overrides=args.data[1:], run_dir=None, changes=[])
+    with arguments.opened_run(words) as inspected:
         from bloomery.data.inspect import recipe_facts
 
         end = inspected.plan.train_samples
-        return recipe_facts(inspected.recipe, inspected.data, train_samples=end, quick=args.quick)
+        facts = recipe_facts(inspected.recipe, inspected.data, train_samples=end, quick=args.quick)
+    return arguments.show(args, facts, _data_text)
 
 
-def _of_shards(prefixes: list[str], *, quick: bool) -> dict[str, Any]:
+def _facts_of_shards(prefixes: list[str], *, quick: bool) -> dict[str, Any]:
     from bloomery.data.inspect import shard_facts
     from bloomery.data.manifest import without_manifest
 
@@ -87,170 +60,113 @@ def _of_shards(prefixes: list[str], *, quick: bool) -> dict[str, Any]:
 
 
 def _data_text(facts: dict[str, Any]) -> str:
-    sources = facts["sources"]
-    lines = []
-    if "name" in facts:
+    is_recipe, lines, details = "name" in facts, list[str](), list[str]()
+    rows = [["source", "documents", "tokens", "size", "dtype", *["samples/epoch", "weight", "epochs"] * is_recipe]]
+    if is_recipe:
         lines += [f"{facts['name']}: {facts['train_samples']:,} samples of {facts['seq_length']:,} tokens", ""]
-    names = [f"{row['group']}: {row['source']}" if "group" in row else row["source"] for row in sources]
-    width = max(len("source"), *(len(name) for name in names))
-    head = f"{'source':<{width}}  {'documents':>12}  {'tokens':>16}  {'size':>10}  dtype "
-    lines.append((head + ("  samples/epoch     weight   epochs" if "name" in facts else "")).rstrip())
-    for name, row in zip(names, sources, strict=True):
-        line = f"{name:<{width}}  {row['documents']:>12,}  {row['tokens']:>16,}  {format_bytes(row['bytes']):>10}  "
-        line += f"{row['dtype']:<6}"
-        if "name" in facts:
-            line += f"  {row['samples_per_epoch']:>13,}"
-            line += f"  {row['weight']:>9.4g}  {row['epochs']:>7.3f}" if "weight" in row else ""
-        lines.append(line.rstrip())
-    for name, row in zip(names, sources, strict=True):
-        lines += ["", f"{name} ({row['shard']})", *(f"  {line}" for line in _details(row, facts.get("vocab_size")))]
-    return "\n".join(lines)
+    for row in facts["sources"]:
+        name = f"{row['group']}: {row['source']}" if is_recipe else row["source"]
+        cells = [name, f"{row['documents']:,}", f"{row['tokens']:,}", format_bytes(row["bytes"]), row["dtype"]]
+        cells += [f"{row['samples_per_epoch']:,}"] if is_recipe else []
+        cells += [f"{row['weight']:.4g}", f"{row['epochs']:.3f}"] if "weight" in row else [""] * 2 * is_recipe
+        rows.append(cells)
+        found = _details(row, facts.get("vocab_size"))
+        details += ["", f"{name} ({row['shard']})", *(f"  {line}" for line in found)]
+    return "\n".join([*lines, *_table(rows), *details])
+
+
+def _table(rows: list[list[str]]) -> list[str]:
+    """The first column to the left, the others to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    aligned = [[row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])] for row in rows]
+    return ["  ".join(row).rstrip() for row in aligned]
 
 
 def _details(row: dict[str, Any], vocab_size: int | None) -> list[str]:
     lengths, manifest = row["document_tokens"], row["manifest"]
     lines = [f"tokens a document: mean {lengths['mean']:,.1f}, median {lengths['median']:,.1f}, max {lengths['max']:,}"]
-    if row["sequences"] != row["documents"]:
-        lines.append(f"sentences: {row['sequences']:,}")
-    if documents := row.get("document_range"):
-        lines.append(
-            f"document indices in [{documents[0]:,}, {documents[1]:,}) total of {row['documents']:,} documents"
-        )
     if used := row["vocabulary"]:
         size = vocab_size or (manifest or {}).get("vocab_size")
         of = f" of {size:,}" if size else ""
-        eod = "end of document not known"
-        if used["eod_id"] is not None:
-            eod = f"end of document (id {used['eod_id']}) {used['eod_share']:.2%} of tokens"
-        lines.append(f"vocabulary: {used['distinct_ids']:,}{of} ids used, the highest {used['max_id']:,}; {eod}")
-        if bad := used.get("ids_that_are_none"):
-            lines.append(f"DAMAGED: {bad:,} tokens are no ids, from {used['min_id']:,} to {used['max_id']:,}")
+        is_known = used["eod_id"] is not None
+        eod = f"(id {used['eod_id']}) {used['eod_share']:.2%} of tokens" if is_known else "not known"
+        lines.append(
+            f"vocabulary: {used['distinct_ids']:,}{of} ids used, the highest {used['max_id']:,}; end of document {eod}"
+        )
     if manifest is None:
         return [*lines, "no manifest: tokenizer and vocabulary could not be checked"]
     made = f"by bloomery {manifest['bloomery_version']}, tokenizer {manifest['tokenizer_hash'][:12]}"
     lines.append(f"manifest: made {made}, vocabulary {manifest['vocab_size']:,}")
-    lines += [
-        f"from {source['name']}: {source['documents']:,} documents, {source['tokens']:,} tokens, "
-        f"{format_bytes(source['bytes'])} of text"
-        for source in manifest["sources"]
-    ]
+    for source in manifest["sources"]:
+        counts = f"{source['documents']:,} documents, {source['tokens']:,} tokens"
+        lines.append(f"from {source['name']}: {counts}, {format_bytes(source['bytes'])} of text")
     return lines
+
+
+def _add_arguments(parser: argparse.ArgumentParser, *between: tuple[str, dict[str, Any]]) -> None:
+    arguments.add_recipe_arguments(parser, *between)
+    arguments.add_run_dir(parser)
+    arguments.add_json(parser)
 
 
 def add_arguments_sample(parser: argparse.ArgumentParser) -> None:
     text = "position in the run, from 0, as consumed_samples counts; or a range, both ends included"
-    add_recipe_arguments(parser, ("samples", {"metavar": "N[-M]", "type": _range, "help": text}))
-    add_run_dir(parser)
-    add_json(parser)
+    _add_arguments(parser, ("samples", {"metavar": "N[-M]", "type": _range, "help": text}))
 
 
-def run_sample(args: argparse.Namespace) -> int:
-    first, last = args.samples
-    with opened_run(args) as inspected:
-        end = inspected.plan.train_samples
-        if last >= end:
-            raise refuse(f"there is no sample {last:,}", f"0 to {end - 1:,}")
-        _print_samples(inspected, first, last, as_json=args.json)
-    return exit_codes.OK
+def add_arguments_step(parser: argparse.ArgumentParser) -> None:
+    _add_arguments(parser, ("step", {"metavar": "N", "type": _range, "help": "the first step is 1"}))
+
+
+def add_arguments_order(parser: argparse.ArgumentParser) -> None:
+    _add_arguments(parser)
+    what = "how far each source is at these positions"
+    parser.add_argument("--at-samples", metavar="A,B", type=arguments.whole_numbers, default=[], help=what)
 
 
 def _range(text: str) -> tuple[int, int]:
     found = re.fullmatch(r"([0-9][0-9_]{0,17})(?:-([0-9][0-9_]{0,17}))?", text)
-    if not found:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a position such as 0, or a range such as 16-31")
-    first, last = (int((number or found[1]).replace("_", "")) for number in found.groups())
+    first, last = (int((number or found[1]).replace("_", "")) for number in found.groups()) if found else (1, 0)
     if last < first:
-        raise argparse.ArgumentTypeError(f"the range {text!r} ends before it begins")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a position such as 0, or a range such as 16-31")
     return first, last
 
 
-def add_arguments_step(parser: argparse.ArgumentParser) -> None:
-    add_recipe_arguments(parser, ("step", {"metavar": "N", "type": _range, "help": "the first step is 1"}))
-    add_run_dir(parser)
-    add_json(parser)
+def run_sample(args: argparse.Namespace) -> int:
+    first, last = args.samples
+    with arguments.opened_run(args) as inspected:
+        end = inspected.plan.train_samples
+        if last >= end:
+            raise arguments.refuse(f"there is no sample {last:,}", f"0 to {end - 1:,}")
+        return _print_samples(inspected, first, last, as_json=args.json)
 
 
 def run_step(args: argparse.Namespace) -> int:
-    with opened_run(args) as inspected:
+    with arguments.opened_run(args) as inspected:
         plan, (first_step, last_step) = inspected.plan, args.step
         if not 1 <= first_step <= last_step <= plan.train_steps:
-            raise refuse(f"there is no step {last_step:,}", f"1 to {plan.train_steps:,}")
+            raise arguments.refuse(f"there is no step {last_step:,}", f"1 to {plan.train_steps:,}")
         first, end = plan.batch.consumed_after_step(first_step - 1), plan.batch.consumed_after_step(last_step)
-        _print_samples(inspected, first, end - 1, as_json=args.json)
-    return exit_codes.OK
+        return _print_samples(inspected, first, end - 1, as_json=args.json)
 
 
-def add_arguments_order(parser: argparse.ArgumentParser) -> None:
-    add_recipe_arguments(parser)
-    add_run_dir(parser)
-    add_json(parser)
-    parser.add_argument(
-        "--at-samples",
-        metavar="A,B",
-        type=whole_numbers,
-        default=[],
-        help="how far each source is at these positions",
-    )
-
-
-def run_order(args: argparse.Namespace) -> int:
-    with opened_run(args) as inspected:
-        from bloomery.data.inspect import first_position, order_facts
-
-        end, first = inspected.plan.train_samples, first_position(inspected.data.train)
-        refuse_numbers("--at-samples", [n for n in args.at_samples if not first <= n <= end], f"{first:,} to {end:,}")
-        facts = order_facts(inspected.recipe, inspected.data.train, train_samples=end, at_samples=args.at_samples)
-    return show(args, facts, _order_text)
-
-
-def _order_text(facts: dict[str, Any]) -> str:
-    lines = [f"{facts['name']}: order {facts['order']}, seed {facts['seed']}, {facts['train_samples']:,} samples", ""]
-    if facts["first_sample"]:
-        lines.insert(1, f"the weights hold from sample {facts['first_sample']:,} on")
-    width = max(len("source"), *(len(source["source"]) for source in facts["sources"]))
-    lines.append(f"{'source':<{width}}  samples/epoch       weight     achieved         taken    epochs  repeats from")
-    for source in facts["sources"]:
-        repeat = "never" if source["epochs"] <= 1 else "earlier" if facts["order"] == "timeless" else "mixed"
-        if source["first_repeat_at"] is not None:
-            repeat = f"{source['first_repeat_at']:,}"
-        lines.append(
-            f"{source['source']:<{width}}  {source['samples_per_epoch']:>13,}  {source['weight']:>11.6g}  "
-            f"{source['achieved']:>11.6g}  {source['samples_taken']:>12,}  {source['epochs']:>8.3f}  {repeat:>12}"
-        )
-    for source in facts["sources"]:
-        first, last = source["document_range"]
-        lines.append(f"{source['source']}: documents in [{first:,}, {last:,}) of {source['shard']}")
-    for number, at in enumerate(facts["sources"][0]["at"]):
-        lines += ["", f"before sample {at['samples']:,}:"]
-        for source in facts["sources"]:
-            here = source["at"][number]
-            standing = f"{here['epochs']:.3f} epochs, of those that are shuffled together"
-            if here["epoch"] is not None:
-                standing = (
-                    f"epoch {here['epoch']}, sample {here['sample_of_epoch']:,} of {source['samples_per_epoch']:,}"
-                )
-            lines.append(f"  {source['source']:<{width}}  {here['samples_taken']:,} taken: {standing}")
-    return "\n".join(lines)
-
-
-def _print_samples(run: InspectedRun, first: int, last: int, *, as_json: bool, **facts: Any) -> None:
+def _print_samples(run: arguments.InspectedRun, first: int, last: int, *, as_json: bool) -> int:
     """Samples first..last of the run, one after the other, however many they are."""
     from bloomery.data.inspect import first_position, read_samples
-    from bloomery.data.tokenizer import Tokenizer
 
     if first < (known := first_position(run.data.train)):
         what = f"sample {first:,} lies before sample {known:,}, where sources, weights or sequence length last changed"
-        rule = "a checkpoint knows the blend segment in which it was saved"
+        rule = "a checkpoint records the blend segment in which it was saved"
         remedy = "give a checkpoint from before that change as --run-dir, and its own recipe.yaml"
         raise DataError(Problem(what, rule, remedy))
-    tokenizer = Tokenizer.load(run.recipe.tokenizer.path) if run.recipe.tokenizer else None
     before = "[\n" if as_json else ""
-    for sample in read_samples(run.data.train, run.section.train, first, last, tokenizer=tokenizer):
+    for sample in read_samples(run.data, first, last):
         step = run.plan.batch.first_step_reaching(sample["index"] + 1)
-        sample |= {"step": step, **({"skipped": True} if run.plan.is_skipped(step) else {}), **facts}
-        print(before + (json.dumps(sample) if as_json else _sample_text(sample, tokenizer)), end="")
+        sample |= {"step": step, **({"skipped": True} if run.plan.is_skipped(step) else {})}
+        print(before + (json.dumps(sample) if as_json else _sample_text(sample, run.data.tokenizer)), end="")
         before = ",\n" if as_json else "\n\n"
     print("\n]" if as_json else "")
+    return exit_codes.OK
 
 
 def _sample_text(sample: dict[str, Any], tokenizer: Any) -> str:
@@ -270,12 +186,44 @@ def _sample_text(sample: dict[str, Any], tokenizer: Any) -> str:
     if silent := sample.get("no_loss"):
         lines.append(f"  {len(silent):,} labels carry no loss")
     for name, label in sample.get("labels", {}).items():
-        lines.append(f"  {name}: {_labels(label, tokenizer)}")
+        if isinstance(label, list):
+            words = [(at["position"], tokenizer.decode([at["token"]])) for at in label]
+            label = ", ".join(f"{position} {word!r}" for position, word in words)
+        lines.append(f"  {name}: {label}")
     return "\n".join(lines)
 
 
-def _labels(label: Any, tokenizer: Any) -> str:
-    if not isinstance(label, list):
-        return str(label)
-    words = [(at["position"], tokenizer.decode([at["token"]]) if tokenizer else at["token"]) for at in label]
-    return ", ".join(f"{position} {word!r}" for position, word in words)
+def run_order(args: argparse.Namespace) -> int:
+    with arguments.opened_run(args) as inspected:
+        from bloomery.data.inspect import first_position, order_facts
+
+        end, first = inspected.plan.train_samples, first_position(inspected.data.train)
+        arguments.refuse_numbers(
+            "--at-samples", [n for n in args.at_samples if not first <= n <= end], f"{first:,} to {end:,}"
+        )
+        facts = order_facts(inspected.recipe, inspected.data.train, train_samples=end, at_samples=args.at_samples)
+    return arguments.show(args, facts, _order_text)
+
+
+def _order_text(facts: dict[str, Any]) -> str:
+    lines = [f"{facts['name']}: order {facts['order']}, seed {facts['seed']}, {facts['train_samples']:,} samples", ""]
+    if facts["first_sample"]:
+        lines.insert(1, f"the weights hold from sample {facts['first_sample']:,} on")
+    rows = [["source", "samples/epoch", "weight", "achieved", "taken", "epochs", "repeats from", "documents", "shard"]]
+    for source in facts["sources"]:
+        repeat = "never" if source["epochs"] <= 1 else "earlier" if facts["order"] == "timeless" else "mixed"
+        if source["first_repeat_at"] is not None:
+            repeat = f"{source['first_repeat_at']:,}"
+        cells = [source["source"], f"{source['samples_per_epoch']:,}", f"{source['weight']:.6g}"]
+        cells += [f"{source['achieved']:.6g}", f"{source['samples_taken']:,}", f"{source['epochs']:.3f}", repeat]
+        first, last = source["document_range"]
+        rows.append([*cells, f"[{first:,}, {last:,})", source["shard"]])
+    lines += _table(rows)
+    for number, at in enumerate(facts["sources"][0]["at"]):
+        rows = [["source", "taken", "epochs", "epoch", "sample"]]
+        for source in facts["sources"]:
+            here = source["at"][number]
+            place = [str(here["epoch"]), f"{here['sample_of_epoch']:,}"] if here["epoch"] is not None else ["", ""]
+            rows.append([source["source"], f"{here['samples_taken']:,}", f"{here['epochs']:.3f}", *place])
+        lines += ["", f"before sample {at['samples']:,}:", *_table(rows)]
+    return "\n".join(lines)

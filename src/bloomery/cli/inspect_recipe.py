@@ -32,8 +32,7 @@ def add_arguments_model(parser: argparse.ArgumentParser) -> None:
 
 
 def run_model(args: argparse.Namespace) -> int:
-    facts = model_facts(load(args, reads=("name", "model", "parallel", "launch")).recipe)
-    return show(args, facts, _model_text)
+    return show(args, model_facts(load(args, reads=("name", "model", "parallel", "launch")).recipe))
 
 
 def model_facts(recipe: Recipe) -> dict[str, Any]:
@@ -57,22 +56,6 @@ def model_facts(recipe: Recipe) -> dict[str, Any]:
     return facts
 
 
-def _model_text(facts: dict[str, Any]) -> str:
-    lines = [f"{facts['name']} ({facts['family']}): {facts['parameters']:,} parameters", ""]
-    lines += [f"  {group:<22}{number:>18,}" for group, number in facts["groups"].items()]
-    lines += [
-        "",
-        f"vocabulary {facts['vocab_size']:,}, padded to {facts['padded_vocab_size']:,}: "
-        f"{facts['padded_parameters']:,} parameters in memory",
-        "",
-        "FLOPs per token, by definition:",
-    ]
-    lines += [f"  {FlopCount(name).description}: {number:,}" for name, number in facts["flops_per_token"].items()]
-    if slopes := facts.get("alibi_slopes"):
-        lines += ["", f"ALiBi slopes: {', '.join(f'{slope:.4g}' for slope in slopes)}"]
-    return "\n".join(lines)
-
-
 def add_arguments_schedule(parser: argparse.ArgumentParser) -> None:
     add_recipe_arguments(parser)
     parser.add_argument(
@@ -87,8 +70,7 @@ def run_schedule(args: argparse.Namespace) -> int:
     recipe = load(args, reads=_SCHEDULE_READS).recipe
     past = past_of(recipe, args, reads=_SCHEDULE_READS)
     plan = past.plan if past else TrainingPlan.of(recipe)
-    facts = schedule_facts(recipe, plan, at_steps=args.at_steps, at_samples=args.at_samples)
-    return show(args, facts, _schedule_text)
+    return show(args, schedule_facts(recipe, plan, at_steps=args.at_steps, at_samples=args.at_samples))
 
 
 def schedule_facts(recipe: Recipe, plan: TrainingPlan, *, at_steps: list[int], at_samples: list[int]) -> dict[str, Any]:
@@ -129,40 +111,3 @@ def schedule_facts(recipe: Recipe, plan: TrainingPlan, *, at_steps: list[int], a
         ],
         "at_samples": [{"samples": samples, "lr": plan.lr.at(samples)} for samples in at_samples],
     }
-
-
-def _schedule_text(facts: dict[str, Any]) -> str:
-    lines = [
-        f"{facts['name']}: {facts['train_steps']:,} steps, {facts['train_samples']:,} samples, "
-        f"{facts['train_tokens']:,} tokens",
-        "",
-        "global batch   first step   samples before it",
-    ]
-    levels = facts["levels"]
-    shown = levels if len(levels) <= 16 else [*levels[:8], None, *levels[-4:]]
-    for level in shown:
-        if level is None:
-            lines.append(f"{'...':>12}   ({len(levels) - 12} more levels, all with --json)")
-        else:
-            lines.append(
-                f"{level['global_batch']:>12,}   {level['first_step']:>10,}   {level['consumed_samples']:>17,}"
-            )
-    lines += ["", f"warm-up: {facts['warmup_samples']:,} samples, ends at step {facts['warmup_ends_at_step']:,}"]
-    if facts["decay_samples"] is not None:
-        lines.append(f"decay ends at {facts['decay_samples']:,} samples")
-    lines += ["", "checkpoints:"]
-    for phase in facts["phases"]:
-        span = f"steps {phase['first_step']:,} to {phase['last_step']:,}"
-        every = phase["every_steps"]
-        how = f"every {every:,} steps, {phase['saves']:,} saves" if every else "chosen from the failure rate"
-        lines.append(f"  {span}: {how}")
-    if facts["at_steps"]:
-        lines += ["", "        step        samples   global batch   learning rate"]
-        lines += [
-            f"{row['step']:>12,}   {row['consumed_samples']:>12,}   {row['global_batch']:>12,}   {row['lr']:>13.6e}"
-            for row in facts["at_steps"]
-        ]
-    if facts["at_samples"]:
-        lines += ["", "     samples   learning rate"]
-        lines += [f"{row['samples']:>12,}   {row['lr']:>13.6e}" for row in facts["at_samples"]]
-    return "\n".join(lines)

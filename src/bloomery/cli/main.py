@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import difflib
 import errno
 import importlib
 import os
 import signal
 import sys
-import threading
 from collections.abc import Collection, Sequence
 from typing import NoReturn
 
@@ -108,18 +106,11 @@ def _answered(arguments: list[str]) -> int:
 
 
 def command() -> NoReturn:
-    """`main` as a process of its own. It exits at once when no thread or child is running: freeing every object would
-    take longer than many a command."""
+    """`main` as a process of its own."""
     signals.listen()
     code = main()
     signals.ignore()
-    multiprocessing = sys.modules.get("multiprocessing")
-    if threading.active_count() > 1 + signals.is_guarded() or (multiprocessing and multiprocessing.active_children()):
-        sys.exit(code)
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError, AttributeError):  # closed, full or none: `main` has answered
-            stream.flush()
-    os._exit(code)
+    sys.exit(code)
 
 
 def _run(arguments: list[str]) -> int:

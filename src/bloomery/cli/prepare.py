@@ -47,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
     from bloomery.prepare.verify import verify
 
     assert recipe.tokenizer is not None  # a rule of sizing/check.py
-    tokenizer = Tokenizer.load(recipe.tokenizer.path, lazy=True)
+    tokenizer = Tokenizer.load(recipe.tokenizer.path)
     manifests: dict[str, Any] = {}
     for preparation in plan_all(recipe.prepare, tokenizer=tokenizer, seed=recipe.seed, workers=workers):
         output, progress, manifest, notes = preparation.output, _progress(preparation.output), None, list[str]()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 
 from bloomery.base import exit_codes
@@ -53,14 +52,14 @@ def run(args: argparse.Namespace) -> int:
             elif code := main(command):
                 return code
             elif command[0] == "train" and (stopped := _stopped_by_hand(args.run_dir)):
-                print(f"quickstart ends here, because training was stopped: {stopped}. Run it again to resume.")
+                print(f"quickstart ends here, because training stopped: {stopped}. Run it again to resume.")
                 return exit_codes.INTERRUPTED
-    print(f"\n[6/6] What came of it\n{_results(recipe, args.run_dir)}")
+    print(f"\n[6/6] Results\n{_results(recipe, args.run_dir)}")
     return exit_codes.OK
 
 
 def _results(recipe: Recipe, folder: Path) -> str:
-    """Measure the run against a model that knows only frequencies, note it in the ledger, and write the report."""
+    """Compare the run with a model that knows only frequencies, note that in the ledger, and write the report."""
     from bloomery.data.inspect import unigram_entropy
     from bloomery.data.shards import ShardReader
     from bloomery.families.family import LM_LOSS
@@ -72,21 +71,17 @@ def _results(recipe: Recipe, folder: Path) -> str:
 
     assert recipe.data is not None
     with ShardReader(recipe.data.train[0].path) as shard:
-        entropy = unigram_entropy(shard, vocab_size=recipe.model.vocab_size)
+        entropy = unigram_entropy(shard)
     records = read_metrics(folder / names.METRICS_FILE)
     last = next((each for each in reversed(records) if not isinstance(each, StepRecord)), records[-1])
     kind = "training" if isinstance(last, StepRecord) else "validation"
     ledger = EventFile(folder / names.EVENTS_FILE, job=last.job)
     ledger.event({"kind": names.Event.NOTE, "step": last.step, "reference_losses": {"unigram entropy": entropy}})
     ledger.close()
-    lines = [
-        f"{kind} loss {last.losses[LM_LOSS]:.3f} nats per token; knowing only how often each token occurs gives "
-        f"{entropy:.3f}",
-        _proof(folder),
-        f"report: {write_report(folder)}",
-        f"done in {format_seconds(job_seconds())}; next: docs/tour.md",
-    ]
-    return "\n".join(lines)
+    loss = (
+        f"{kind} loss {last.losses[LM_LOSS]:.3f} nats per token; the frequency of each token alone gives {entropy:.3f}"
+    )
+    return f"{loss}\nreport: {write_report(folder)}\ndone in {format_seconds(job_seconds())}; next: docs/tour.md"
 
 
 def _stopped_by_hand(folder: Path) -> str | None:
@@ -96,11 +91,3 @@ def _stopped_by_hand(folder: Path) -> str | None:
 
     stops = [event for event in read_events(folder / names.EVENTS_FILE) if event["kind"] == names.Event.STOP]
     return str(stops[-1]["text"]) if stops and stops[-1]["reason"] in ("signal", "control") else None
-
-
-def _proof(folder: Path) -> str:
-    proof = json.loads((folder / "hf" / "export-proof.json").read_text())
-    if not proof["proven"]:
-        return f"exported to {folder / 'hf'}; {proof['reason']}, so it was not loaded by transformers"
-    difference = proof["max_logit_difference"]
-    return f"exported to {folder / 'hf'}: transformers loads it, largest logit difference {difference:.1e}"

@@ -18,9 +18,6 @@ from bloomery.launch.local import run_local_ranks
 from bloomery.sizing.check import fit
 from bloomery.sizing.layout import world_size
 
-_TRIES = 16
-"""Numbers of ranks to try, in each direction, for one that fits."""
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_recipe_arguments(parser)
@@ -81,23 +78,12 @@ def _recipe(args: argparse.Namespace, started: Started | None) -> Recipe:
     fitted = fit(recipe, nodes=nodes, ranks_per_node=started.size // nodes)
     if fitted is None:
         what = f"{started.size} ranks were started, and no layout of them can train this recipe"
-        rule = f"the global batch is {recipe.batch.global_batch_size} samples, whatever the number of ranks"
-        near = _fitting(recipe, nodes, started.size // nodes)
-        raise RecipeError(Problem(what, rule, f"start {near} ranks" if near else "start as many as divide the batch"))
+        rule = f"they must divide the global batch, which stays at {recipe.batch.global_batch_size} samples"
+        raise RecipeError(Problem(what, rule, "start another number of ranks"))
     recipe, reasons = fitted
     if reasons and started.rank == 0:
         print(f"bloomery: another layout, the same training: {'; '.join(reasons)}", file=sys.stderr)
     return recipe
-
-
-def _fitting(recipe: Recipe, nodes: int, ranks: int) -> str:
-    """The nearest numbers of ranks that can train, below and above: whole nodes, where there are several."""
-    size = nodes if nodes > 1 else ranks
-    found = []
-    for counts in (range(size - 1, max(0, size - 1 - _TRIES), -1), range(size + 1, size + 1 + _TRIES)):
-        worlds = ((n, ranks) if nodes > 1 else (1, n) for n in counts)
-        found += [a * b for a, b in worlds if fit(recipe, nodes=a, ranks_per_node=b)][:1]
-    return " or ".join(map(str, found))
 
 
 def _run_here(recipe: Recipe, args: argparse.Namespace) -> int:

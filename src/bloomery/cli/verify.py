@@ -38,49 +38,34 @@ def run(args: argparse.Namespace) -> int:
         rule = "one part is trained before a checkpoint is resharded and one after it"
         raise RecipeError(Problem(f"--steps is {args.steps}", rule, "use at least 2"))
     recipe = load(args).recipe
-    pair_steps = _pair_steps(args)
     from bloomery.base.accelerator import device_count, pick_device
     from bloomery.verify.certify import certify, table
-    from bloomery.verify.run_trials import run_trials
     from bloomery.verify.shrink import choose_layouts
+    from bloomery.verify.trials import run_trials
 
     names = [name.strip() for name in args.layouts.split(",")] if args.layouts is not None else None
     device = pick_device(args.device)
     layouts, left_out = choose_layouts(args.recipe, args.overrides, recipe, names, most_ranks=device_count(device))
     with tempfile.TemporaryDirectory(prefix="bloomery-verify-") as folder:
-        certificate = certify(
+        facts = certify(
             recipe,
             layouts,
             Path(folder),
             run_trials,
             steps=args.steps,
             device=args.device,
-            pair_steps=pair_steps,
+            pairs=args.pairs,
             left_out=left_out,
             quiet=args.json,
         )
-    facts = certificate.to_json()
     write_atomically(args.output, json.dumps(facts, indent=1) + "\n")
-    print(json.dumps(facts, indent=1) if args.json else f"{table(certificate)}. Certificate: {args.output}")
-    return exit_codes.OK if certificate.verdict == "pass" else exit_codes.FAILED_CERTIFICATE
-
-
-def _pair_steps(args: argparse.Namespace) -> int:
-    """How many steps each layout trains from the checkpoint of each other one."""
-    if not args.pairs:
-        return 0
-    from bloomery.verify.certify import PAIR_STEPS
-    from bloomery.verify.shrink import middle
-
-    if args.steps - middle(args.steps) < PAIR_STEPS:
-        rule = f"with --pairs, {PAIR_STEPS} steps must follow the checkpoint in the middle"
-        raise RecipeError(Problem(f"--steps is {args.steps}", rule, f"use at least {2 * PAIR_STEPS - 1}"))
-    return PAIR_STEPS
+    print(json.dumps(facts, indent=1) if args.json else f"{table(facts)}. Certificate: {args.output}")
+    return exit_codes.OK if facts["verdict"] == "pass" else exit_codes.FAILED_CERTIFICATE
 
 
 def _simulate(args: argparse.Namespace) -> int:
     """Instead of everything else that `verify` does: the recipe need only be legal in the simulated world."""
-    from bloomery.verify.simulate import check_world, simulate_world, world_json, world_table
+    from bloomery.verify.simulate import check_world, simulate_world, world_table
 
     if args.simulate_world is None:
         rule = "it names a rank of a simulated world"
@@ -90,8 +75,8 @@ def _simulate(args: argparse.Namespace) -> int:
     if world_size(recipe) != args.simulate_world:
         args.overrides += _launched_as(recipe, args.simulate_world)
     recipe = load(args).recipe
-    world = simulate_world(recipe, args.simulate_world, args.rank)
-    print(json.dumps(world_json(world, recipe), indent=1) if args.json else world_table(world, recipe))
+    facts = simulate_world(recipe, args.simulate_world, args.rank)
+    print(json.dumps(facts, indent=1) if args.json else world_table(facts))
     return exit_codes.OK
 
 

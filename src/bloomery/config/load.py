@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from bloomery.base.bounded import read_small
-from bloomery.base.errors import Problem, RecipeError, mask
+from bloomery.base.errors import Problem, RecipeError, mask, where_instead
 from bloomery.config.recipe import Recipe
-from bloomery.config.schema import all_fields, closest, mask_secrets, validate
+from bloomery.config.schema import all_fields, closest, validate
 from bloomery.config.yaml_nodes import dump_yaml, parse_yaml
 from bloomery.families.registry import family_defaults
 
@@ -22,7 +22,6 @@ _SHIPPED = Path(__file__).parents[1] / "recipes"
 _RECIPE_BYTES = 1 << 19
 """PyYAML needs up to 15 seconds for so much."""
 _DEEPEST_OVERRIDE = 12
-_LONGEST_SHOWN = 200
 
 
 @dataclass
@@ -70,16 +69,22 @@ def shipped_recipes() -> list[str]:
 def load_recipe(name: str, overrides: Sequence[str] = (), *, is_saved: bool = False) -> LoadedRecipe:
     """RecipeError for what cannot be read, or else with every fault of the schema. The rules: sizing/check.py."""
     places = Places(source=name)
-    raw = _read_with_bases(name, places, chain=())
+    raw = _read_with_bases(name, places, chain=(), is_saved=is_saved)
     for override in overrides:
         _apply_override(raw, override, places)
-    return validated(raw, places, is_saved=is_saved)
+    return validated(raw, places)
 
 
-def validated(raw: dict[str, Any], places: Places, *, is_saved: bool = False) -> LoadedRecipe:
-    """`is_saved`: a secret is masked, not refused, because the recipe is that of a checkpoint."""
-    secrets = mask_secrets(raw, "", places.find)
-    if secrets and not is_saved:
+def validated(raw: dict[str, Any], places: Places) -> LoadedRecipe:
+    """RecipeError with every secret, or else with every fault of the schema."""
+    rule = "a recipe is copied into checkpoints, logs and reports, so it holds no password, key or signature"
+    secrets = []
+    for path, value in leaves(raw):
+        for text in map(str, value if isinstance(value, list) else [value]):
+            if mask(path) != path or mask(text) != text:
+                what = mask(f"{path} is {text!r}, with a secret in it")
+                secrets.append(Problem(what, rule, f"remove it, and {where_instead(text)}", places.find(path)))
+    if secrets:
         raise RecipeError(secrets)
     model = raw.get("model")
     defaults = family_defaults(model) if isinstance(model, dict) else {}
@@ -88,25 +93,22 @@ def validated(raw: dict[str, Any], places: Places, *, is_saved: bool = False) ->
     return LoadedRecipe(validate(raw, places.find), places, {f"model.{key}" for key in defaults})
 
 
-def _read_with_bases(name: str, places: Places, chain: tuple[Path, ...]) -> dict[str, Any]:
+def _read_with_bases(name: str, places: Places, chain: tuple[Path, ...], *, is_saved: bool = False) -> dict[str, Any]:
     """The merged values of this recipe and its bases. `chain`: the files that led here, each the base of the one
-    before."""
+    before. `is_saved`: a secret is masked, not refused, because the recipe is that of a checkpoint."""
     path, text = _open(name, chain[-1].parent if chain else None)
     shown = _name(path)
     if path.resolve() in [other.resolve() for other in chain]:
         loop = " -> ".join(map(_name, [*chain, path]))
         raise RecipeError(Problem(f"circular base: {loop}", remedy="remove one of these bases"))
-    values, written = parse_yaml(text, lambda line: f"{shown}:{line}")
+    values, written = parse_yaml(mask(text) if is_saved else text, lambda line: f"{shown}:{line}")
     if not isinstance(values, dict):
-        kind = {type(None): "empty", list: "a list"}.get(type(values), f"only {mask(repr(values)):.60}")
         rule, remedy = "a recipe is a mapping of sections such as `model:`", "start with `base: quickstart`"
-        raise RecipeError(Problem(f"the recipe is {kind}", rule, remedy, f"{shown}:1"))
-    base, place = values.pop("base", ""), written.pop("base", "")
-    if not isinstance(base, str):
-        rule, remedy = "base names one other recipe", "write `base: other-recipe`"
-        raise RecipeError(Problem(f"base is {base!r}", rule, remedy, place))
+        kind = "empty" if values is None else mask(repr(values))
+        raise RecipeError(Problem(f"the recipe is {kind:.60}", rule, remedy, f"{shown}:1"))
+    base, place = values.pop("base", None), written.pop("base", "")
     try:
-        below = _read_with_bases(base, places, (*chain, path)) if base else {}
+        below = _read_with_bases(str(base), places, (*chain, path), is_saved=is_saved) if base else {}
     except RecipeError as error:  # what could not be opened has no place of its own: the line that names it is the one
         raise RecipeError([replace(found, place=found.place or place) for found in error.problems]) from None
     return _merge(below, values, "", written, places)
@@ -130,24 +132,19 @@ def _merge(
 
 def _open(name: str, beside: Path | None) -> tuple[Path, str]:
     """A file wins over a shipped name; a base is looked for beside its child, then in the working directory."""
-    paths = [*([beside / name] if beside else []), Path(name)]
-    for path in paths:
+    shipped = _SHIPPED / f"{name.removesuffix('.yaml')}.yaml"
+    for path in [*([beside / name] if beside else []), Path(name), shipped]:
         try:
             content = read_small(path, _RECIPE_BYTES)
-        except (FileNotFoundError, NotADirectoryError, IsADirectoryError, ValueError):
-            continue
-        except OSError as error:
-            raise RecipeError(Problem(f"cannot read {path}: {error.strerror}", remedy="check the path")) from error
-        try:
             return path, content.decode("utf-8")
         except UnicodeDecodeError as error:
             what, place = f"byte {error.start} is not UTF-8", f"{path}:{1 + content[: error.start].count(10)}"
             raise RecipeError(Problem(what, "a recipe is YAML in UTF-8", "save it as UTF-8", place)) from error
-    if name.removesuffix(".yaml") in shipped_recipes():
-        path = _SHIPPED / f"{name.removesuffix('.yaml')}.yaml"
-        return path, path.read_text(encoding="utf-8")
-    inside, beside_it = _yaml_files(paths[0]), _yaml_files(paths[0].parent)
-    guess = inside[0] if inside else closest(name, [*shipped_recipes(), *beside_it])
+        except (FileNotFoundError, NotADirectoryError, IsADirectoryError, ValueError):
+            continue
+        except OSError as error:
+            raise RecipeError(Problem(f"cannot read {path}: {error.strerror}", remedy="check the path")) from error
+    guess = closest(name, shipped_recipes())
     remedy = f"did you mean {guess}?" if guess else f"shipped recipes: {', '.join(shipped_recipes())}"
     raise RecipeError(Problem(f"there is no recipe {name!r}", "it is neither a file nor a shipped recipe", remedy))
 
@@ -157,20 +154,12 @@ def _name(path: Path) -> str:
     return path.name if path.parent == _SHIPPED else str(path)
 
 
-def _yaml_files(folder: Path) -> list[str]:
-    try:
-        return [str(file) for file in folder.iterdir() if file.suffix in (".yaml", ".yml")]
-    except (OSError, ValueError):
-        return []
-
-
 def _apply_override(raw: Any, override: str, places: Places) -> None:
     """Put `section.field=value` into `raw`; its place is the command line."""
-    shown = mask(override.encode(errors="backslashreplace").decode())
-    place = f"{COMMAND_LINE} '{shown if len(shown) <= _LONGEST_SHOWN else f'{shown[:_LONGEST_SHOWN]} ...'}'"
+    place = f"{COMMAND_LINE} '{mask(override.encode(errors='backslashreplace').decode()):.200}'"
     name, equals, text = override.partition("=")
     keys = [key.strip() for key in name.split(".")]
-    if not equals or not all(keys) or len(keys) > _DEEPEST_OVERRIDE or not name.isprintable() or "://" in name:
+    if not equals or not all(keys) or len(keys) > _DEEPEST_OVERRIDE or not name.isprintable():
         remedy = "write it as section.field=value, for example batch.micro_batch_size=4"
         raise RecipeError(Problem("this is not an override", remedy=remedy, place=place))
     value, written = parse_yaml(text, lambda line: place)
@@ -189,19 +178,12 @@ def _apply_override(raw: Any, override: str, places: Places) -> None:
     places.replace(path, {f"{path}.{inner}" if inner else path: place for inner in written} | {path: place})
 
 
-@dataclass(frozen=True)
-class Value:
-    path: str
-    value: Any
-    origin: str
-    """A place such as `my.yaml:31`, or `default`, or `default of family gpt2`."""
-
-
-def explain(loaded: LoadedRecipe) -> list[Value]:
-    """Every resolved value and where it came from."""
+def explain(loaded: LoadedRecipe) -> dict[str, dict[str, Any]]:
+    """Every resolved value and its origin: a place such as `my.yaml:31`, `default`, or `default of family gpt2`."""
     by_family = dict.fromkeys(loaded.by_family, f"default of family {loaded.recipe.model.family}")
     origins = by_family | loaded.places.written
-    return [Value(path, value, origins.get(path, "default")) for path, value in leaves(as_dict(loaded.recipe))]
+    values = leaves(as_dict(loaded.recipe))
+    return {path: {"value": value, "origin": origins.get(path, "default")} for path, value in values}
 
 
 def as_dict(recipe: Recipe) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import re
 import types
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -14,18 +15,10 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
-from bloomery.base.errors import Problem, RecipeError, mask, where_instead
+from bloomery.base.errors import Problem, RecipeError
 from bloomery.config.recipe import FIXED, OnResume, Recipe
 
-_MOST_SUGGESTIONS = 3
 _SHOWN_CHARACTERS = 60
-_RULES = {
-    "model_type": "must be a section with fields of its own",
-    "dict_type": "must be a section with fields of its own",
-    "int_from_float": "must be a valid integer",
-    "string_too_short": "must not be empty",
-}
-"""Where pydantic's own words are those of a programmer, by its name of the fault."""
 
 
 @dataclass(frozen=True)
@@ -59,16 +52,9 @@ def all_paths() -> list[str]:
 
 def field_at(path: Sequence[str]) -> FieldSpec | None:
     """None for a path that a recipe cannot have."""
-    return all_fields().get(_known(path) or "")
-
-
-def names_in(path: Sequence[str]) -> list[str]:
-    """The fields of the section at this path; empty where it is not a section."""
-    section = _known(path)
-    prefix = f"{section}." if section else ""
-    if section is None:
-        return []
-    return [name for other in all_fields() if other.startswith(prefix) and "." not in (name := other[len(prefix) :])]
+    dotted = ".".join("0" if part.isdecimal() else part for part in path)
+    patterns = {other: re.escape(other).replace(r"\*", "[^.]+") for other in all_fields()}
+    return next((all_fields()[other] for other, pattern in patterns.items() if re.fullmatch(pattern, dotted)), None)
 
 
 def closest(word: str, known: Iterable[str], *, cutoff: float = 0.6) -> str | None:
@@ -78,29 +64,10 @@ def closest(word: str, known: Iterable[str], *, cutoff: float = 0.6) -> str | No
     return plain[found[0]] if found else None
 
 
-def meant_paths(path: Sequence[str]) -> list[str]:
-    """Dotted paths that the writer of this unknown field may have meant; the likeliest first, at most three."""
-    around, name = list(path[:-1]), path[-1]
-    if name in all_fields():  # `batch.micro_batch_size: 4` as one key
-        return [name]
-    if sibling := closest(name, names_in(around)):
-        return [".".join([*around, sibling])]
-    ends = {other: other.rpartition(".")[2] for other in all_paths()}
-    similar = closest(name, ends.values(), cutoff=0.8)
-    found = [other for other, end in ends.items() if end == similar]
-    return ([other for other in found if other.split(".")[0] == path[0]] or found)[:_MOST_SUGGESTIONS]
-
-
-def _known(path: Sequence[str]) -> str | None:
-    """The path with `0` and `*` for items, or None."""
-    found = ""
-    for part in path:
-        prefix = f"{found}." if found else ""
-        names = (f"{prefix}{part}", f"{prefix}{'0' if part.isdecimal() else '*'}")
-        found = next((name for name in names if name in all_fields()), "")
-        if not found:
-            return None
-    return found
+def meant(path: Sequence[str]) -> str | None:
+    """The field that the writer of this unknown path may have meant: by its name elsewhere, or a path like this one."""
+    namesakes = [other for other in all_paths() if other.rpartition(".")[2] == path[-1]]
+    return namesakes[0] if len(namesakes) == 1 else closest(".".join(path), all_paths())
 
 
 def _walk(annotation: Any, path: str, info: FieldInfo, mark: OnResume) -> Iterator[tuple[str, FieldSpec]]:
@@ -131,12 +98,11 @@ def validate(raw: dict[str, Any], place: Callable[[str], str]) -> Recipe:
     try:
         return Recipe.model_validate(raw)
     except ValidationError as error:
-        faults = {tuple(map(str, item["loc"])): item for item in error.errors(include_url=False)}
-    unknown = [path for path, item in faults.items() if item["type"] == "extra_forbidden"]
-    misspelt = {other for path in unknown for other in meant_paths(path)}
+        faults = [(tuple(map(str, item["loc"])), item) for item in error.errors(include_url=False)]
+    misspelt = {meant(path) for path, item in faults if item["type"] == "extra_forbidden"}
     problems = [
         _problem(path, item, place(".".join(path)))
-        for path, item in faults.items()
+        for path, item in faults
         if item["type"] != "missing" or ".".join(path) not in misspelt
     ]
     raise RecipeError(sorted(problems, key=by_place))
@@ -148,61 +114,32 @@ def by_place(problem: Problem) -> tuple[str, int]:
     return (file, int(line)) if file and line.isdigit() else (problem.place, 0)
 
 
-def mask_secrets(node: Any, path: str, place: Callable[[str], str]) -> list[Problem]:
-    """Masks each secret among the values and keys, before any is shown; returns a problem for each."""
-    problems = []
-    for key, value in list(
-        node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else ()
-    ):
-        inner = f"{path}.{key}" if path else str(key)
-        what = ""
-        if isinstance(key, str) and mask(key) != key:
-            node[mask(key)] = node.pop(key)
-            what, remedy = f"{mask(inner)} is a name with a secret in it", "use another name"
-        elif isinstance(value, str) and (masked := mask(value)) != value:
-            node[key] = masked
-            what, remedy = f"{inner} is '{masked}', with a secret in it", f"remove it, and {where_instead(value)}"
-        else:
-            problems += mask_secrets(value, inner, place)
-        if what:
-            rule = "a recipe is copied into checkpoints, logs and reports, so it holds no password, key or signature"
-            problems.append(Problem(what, rule, remedy, mask(place(inner))))
-    return problems
-
-
 def _problem(path: tuple[str, ...], item: Any, place: str) -> Problem:
     dotted, kind, value = ".".join(path), item["type"], item["input"]
     if kind == "extra_forbidden":
-        return Problem(f"{dotted} is not a field of a recipe", remedy=_instead(path), place=place)
+        guess = meant(path)
+        remedy = f"did you mean {guess}?" if guess else "docs/recipe.md lists all fields"
+        return Problem(f"{dotted} is not a field of a recipe", remedy=remedy, place=place)
     field = field_at(path)
     meaning, options = (field.meaning, field.options) if field else ("", [])
     if kind == "missing":
         where = f"`{'.'.join(path[:-1])}`" if path[:-1] else "the recipe"
         return Problem(f"{dotted} is missing", meaning, f"add `{path[-1]}:` to {where}", place)
     words = item["msg"].removeprefix("Value error, ").replace("Input should be", "must be")
-    rule = f"must be one of {', '.join(options)}" if options else _RULES.get(kind, words)
+    rule = f"must be one of {', '.join(options)}" if options else words
     remedy = f"`{next(part for part in reversed(path) if not part.isdecimal())}`: {meaning}" if meaning else ""
     if kind == "string_pattern_mismatch":
         rule, remedy = meaning, ""
-    elif kind == "model_type":
-        remedy = f"its fields are {', '.join(names_in(path))}"
+    elif kind in ("model_type", "dict_type"):
+        rule = "must be a section with fields of its own"
     elif isinstance(value, str) and (guess := closest(value, options, cutoff=0.5)):
         remedy = f"did you mean {guess}?"
-    return Problem(f"{dotted} is {_shown(value)}", rule, remedy, place)
+    return Problem(f"{dotted} is {shown(value)}", rule, remedy, place)
 
 
-def _instead(path: tuple[str, ...]) -> str:
-    if path[-1] == "base":
-        return "a base is named once, at the top of a recipe file: `base: other-recipe`"
-    if meant := meant_paths(path):
-        return f"did you mean {' or '.join(meant)}?"
-    where = f"`{'.'.join(path[:-1])}`" if len(path) > 1 else "a recipe"
-    return f"{where} has: {', '.join(names_in(path[:-1]))}"
-
-
-def _shown(value: Any) -> str:
+def shown(value: Any) -> str:
     """The value as YAML writes it, cut short where it is long."""
     if isinstance(value, dict):
-        return "a section"
+        return "a section" if value else "empty"
     text = f"'{value}'" if isinstance(value, str) and value.isprintable() else json.dumps(value)
     return text if len(text) <= _SHOWN_CHARACTERS else f"{text[: _SHOWN_CHARACTERS - 4]} ..."

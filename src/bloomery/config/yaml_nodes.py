@@ -25,29 +25,22 @@ _MOST_VALUES = 100_000
 """More cannot be a recipe: it is aliases of aliases of aliases."""
 
 
-Place = Callable[[int], str]
-"""What to call a line, counted from 1."""
-
-
-def parse_yaml(text: str, place: Place) -> tuple[Any, dict[str, str]]:
-    """(the value, the place of each dotted path in it). RecipeError for what is not YAML as a recipe uses it."""
+def parse_yaml(text: str, place: Callable[[int], str]) -> tuple[Any, dict[str, str]]:
+    """(the value, the place of each dotted path in it). `place`: the name of a line, from 1. RecipeError for what
+    is not YAML as a recipe uses it."""
     reader = _Reader(place)
     try:
         node = yaml.compose(text, Loader=yaml.SafeLoader)
         value = None if node is None else reader.value(node, "", ())
-    except yaml.MarkedYAMLError as error:
-        mark = error.problem_mark or error.context_mark
-        what, at = f"not valid YAML: {error.problem or error.context}", place(mark.line + 1 if mark else 1)
-        raise RecipeError(Problem(what, remedy="fix the syntax here or on the line above", place=at)) from None
-    except yaml.reader.ReaderError as error:
-        what, line = (
-            f"character U+{int(error.character):04X} is not allowed in YAML",
-            text.count("\n", 0, error.position),
-        )
-        raise RecipeError(Problem(what, remedy="remove it", place=place(line + 1))) from None
-    except (RecursionError, _TooManyValuesError):
+    except yaml.YAMLError as error:
+        mark, position = getattr(error, "problem_mark", None), getattr(error, "position", 0)
+        what = getattr(error, "problem", None) or str(error).partition("\n")[0]
+        at = place((mark.line if mark else text.count("\n", 0, position)) + 1)
+        remedy = "fix the syntax here or on the line above"
+        raise RecipeError(Problem(f"not valid YAML: {what}", remedy=remedy, place=at)) from None
+    except RecursionError:
         what = "not a recipe: nested too deeply, or too many values"
-        raise RecipeError(Problem(what, remedy="write it plainly", place=place(1))) from None
+        raise RecipeError(Problem(what, place=place(1))) from None
     if reader.problems:
         raise RecipeError(reader.problems)
     return value, reader.places
@@ -64,12 +57,8 @@ def inline_yaml(value: Any) -> str:
     return text.removesuffix("...\n").rstrip("\n")
 
 
-class _TooManyValuesError(Exception):
-    pass
-
-
 class _Reader:
-    def __init__(self, place: Place) -> None:
+    def __init__(self, place: Callable[[int], str]) -> None:
         self.place = place
         self.places: dict[str, str] = {}
         self.problems: list[Problem] = []
@@ -77,7 +66,7 @@ class _Reader:
     def value(self, node: yaml.Node, path: str, around: tuple[yaml.Node, ...]) -> Any:
         place = self.places[path] = self.place(node.start_mark.line + 1)
         if len(self.places) > _MOST_VALUES or any(node is outer for outer in around):
-            raise _TooManyValuesError
+            raise RecursionError
         if isinstance(node, yaml.ScalarNode):
             if _NO_TEXT.search(node.value):
                 what = f"{path or 'the recipe'} is {node.value!r:.60}"

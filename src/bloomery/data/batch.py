@@ -1,55 +1,24 @@
-"""Samples on their way to the model: what a source yields, a stream of several sources, micro-batches, and the loader
-that reads them ahead of the training."""
+"""Samples on their way to the model: sources of them, a stream of several sources, micro-batches, and the loader that
+reads them ahead of the training."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
-from typing import Protocol, Self
+from dataclasses import dataclass, replace
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from bloomery.base.errors import DataError, Problem
+from bloomery.data.megatron_order import PARTS, Flavour, Part, split_boundaries
+from bloomery.data.order import TimelessOrder
 from bloomery.data.shards import ShardReader
 from bloomery.families.family import IGNORED_LABEL, LM_LOSS
-
-
-@dataclass(frozen=True)
-class DocumentSpan:
-    """Tokens [start, start + tokens) of one document of a shard, as they stand in a sample."""
-
-    document: int
-    start: int
-    tokens: int
-
-
-@dataclass(frozen=True)
-class Trace:
-    source: str
-    epoch: int
-    sample: int
-    """Number of the sample within its source, whatever the order."""
-    documents: list[DocumentSpan]
-
-
-def document_spans(shard: ShardReader, start_token: int, count: int) -> list[DocumentSpan]:
-    """The documents that tokens [start_token, start_token + count) of a shard belong to, in order."""
-    spans = []
-    while count > 0:
-        document, position = shard.index.document_at(start_token)
-        tokens = min(count, shard.index.document_start(document + 1) - start_token)
-        spans.append(DocumentSpan(document, position, tokens))
-        start_token, count = start_token + tokens, count - tokens
-    return spans
-
-
-_DEPTH = 2
-"""Global batches read ahead. One thread is enough: with a warm cache it read 6 to 8 Mtokens/s in micro-batches of one
-sample of 2048 tokens and 40 to 89 in those of 64, on one core; a 1B model on an H200 takes 0.05."""
 
 
 @dataclass(frozen=True)
@@ -70,68 +39,19 @@ class Batch:
             for name, labels in self.targets.items()
         }
 
+    def without_loss_from(self, row: int) -> Batch:
+        """The same without labels from this row on."""
+        targets = {name: labels.clone() for name, labels in self.targets.items()}
+        for labels in targets.values():
+            labels[max(0, row) :] = IGNORED_LABEL
+        return replace(self, targets=targets)
+
     def pin_memory(self) -> Batch:
         """A copy in page-locked memory, from which a device can fetch without waiting."""
-        return Batch(
-            inputs={name: tensor.pin_memory() for name, tensor in self.inputs.items()},
-            targets={name: tensor.pin_memory() for name, tensor in self.targets.items()},
-            sources=self.sources,
+        inputs, targets = (
+            {name: tensor.pin_memory() for name, tensor in tensors.items()} for tensors in (self.inputs, self.targets)
         )
-
-
-class SampleSource(Protocol):
-    """One corpus in an order of its own. Ordinals count its samples as a run takes them, from 0, epoch after epoch.
-
-    `read` is a pure function and may be called from a thread.
-    """
-
-    key: str
-    """A stable name: with the seed it decides the order, and checkpoints and metrics use it."""
-
-    @property
-    def num_samples(self) -> int:
-        """Samples of one epoch."""
-        ...
-
-    def read(self, ordinals: NDArray[np.int64]) -> Batch: ...
-
-    def close(self) -> None: ...
-
-
-class Source(Protocol):
-    """An endless row of samples in a fixed order. `batch` is a pure function and may be called from a thread."""
-
-    @property
-    def num_samples(self) -> int:
-        """Samples of one epoch; of a stream, of all its sources together."""
-        ...
-
-    def batch(self, first: int, count: int) -> Batch:
-        """The samples at positions [first, first + count) of the run."""
-        ...
-
-
-@dataclass(frozen=True)
-class GlobalBatch:
-    """One replica's part of one optimizer step."""
-
-    first_sample: int
-    """Samples consumed before this batch, over all replicas."""
-    size: int
-    """Samples of the whole batch, over all replicas."""
-    micro_batches: list[Batch]
-    row_counts: dict[str, NDArray[np.int64]]
-    """Labels that carry a loss, per target, for each sample of this replica's micro-batches."""
-    counts: dict[str, int]
-    """Labels that carry a loss, per target: of this replica as it is read, of all replicas as it is trained on."""
-    starts: tuple[int, ...] = ()
-    """Position in the run of the first sample of each micro-batch."""
-
-    @property
-    def sources(self) -> NDArray[np.int64] | None:
-        """The source of each sample of this replica's micro-batches."""
-        parts = [batch.sources for batch in self.micro_batches if batch.sources is not None]
-        return np.concatenate(parts) if parts else None
+        return Batch(inputs, targets, self.sources)
 
 
 @dataclass(frozen=True)
@@ -167,8 +87,179 @@ def causal_batch(rows: NDArray[np.int64], packing: Packing | None = None) -> Bat
     return Batch(inputs=inputs, targets={LM_LOSS: torch.from_numpy(labels)})
 
 
+class ShardSource:
+    """A part of one shard as samples; a subclass says what a sample is and in which order they come."""
+
+    num_samples: int
+    """Of one epoch."""
+    flavour: Flavour = "megatron"
+    """Whose rounding cuts the shard into parts."""
+
+    def __init__(
+        self,
+        prefix: str,
+        *,
+        seq_length: int,
+        vocab_size: int,
+        seed: int,
+        part: Part | Literal["all"] = "all",
+        split: str | None = None,
+        key: str | None = None,
+        packing: Packing | None = None,
+    ) -> None:
+        """`key` names the source in the order of samples; by default the prefix, as the recipe writes it. `packing`
+        keeps documents of one sample apart."""
+        self.key = prefix if key is None else key
+        self.packing, self.seq_length, self.vocab_size, self.seed = packing, seq_length, vocab_size, seed
+        self.part, self.split = part, split
+        self.shard = ShardReader(prefix)
+        try:
+            self._index_samples()
+            if self.num_samples < 1:
+                of = f"{self.shard.num_tokens} tokens in {self.shard.num_documents} documents"
+                what = f"{f'the {part} part of ' * bool(split)}{of} gives no sample"
+                rule = f"one takes seq_length + 1 = {seq_length + 1} tokens (bert: two of one document)"
+                remedy = "prepare more text, use a shorter model.seq_length or another data.split"
+                raise DataError(Problem(what, rule, remedy, f"{prefix}.bin"))
+            self.order = TimelessOrder(seed, self.key, self.num_samples)
+        except BaseException:
+            self.shard.close()
+            raise
+
+    def _index_samples(self) -> None:
+        """What the samples of the part are; sets `num_samples`."""
+        raise NotImplementedError
+
+    def locate(self, ordinals: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """(epochs, samples) that a run takes from this source at these places: in timeless order, unless a subclass has
+        another."""
+        return self.order.locate(ordinals)
+
+    def stretches(self, sample: int) -> list[tuple[int, int]]:
+        """Tokens [start, stop) of the shard that make up a sample, in order."""
+        raise NotImplementedError
+
+    def read(self, ordinals: NDArray[np.int64]) -> Batch:
+        """The samples that a run takes from this source at these places."""
+        rows = np.empty((len(ordinals), self.seq_length + 1), np.int64)
+        for row, sample in zip(rows, self.locate(ordinals)[1].tolist(), strict=True):
+            at = 0
+            for start, stop in self.stretches(sample):
+                row[at : at + stop - start] = self.ids(start, stop)
+                at += stop - start
+        return causal_batch(rows, self.packing)
+
+    def ids(self, start: int, stop: int) -> NDArray[np.int64]:
+        """Tokens [start, stop) of the shard. DataError for an id outside the vocabulary."""
+        ids = self.shard.read(start, stop - start).astype(np.int64)
+        wrong = ids.view(np.uint64) >= self.vocab_size  # as unsigned numbers, negative ids are large
+        if wrong.any():
+            document, position = self.shard.document_at(start + int(wrong.argmax()))
+            what = f"document {document} holds token id {ids[wrong.argmax()]} at position {position}"
+            rule = f"ids must be from 0 to {self.vocab_size - 1}, below model.vocab_size or the tokenizer's"
+            remedy = "use the tokenizer the shard was made with, or make the shard again with `bloomery prepare`"
+            raise DataError(Problem(what, rule, remedy, f"{self.shard.prefix}.bin"))
+        return ids
+
+    def part_of(self, count: int) -> tuple[int, int]:
+        """The documents, or sequences, [first, last) of the part, of so many. DataError for an empty part."""
+        if self.split is None or self.part == "all":
+            return 0, count
+        ends = split_boundaries(self.split, count, self.flavour)
+        first, last = ends[PARTS.index(self.part) :][:2]
+        if not 0 <= first < last:
+            what = f"the split '{self.split}' of {count} documents leaves none for {self.part} (train, valid, test end "
+            what += f"at {', '.join(map(str, ends[1:]))})"
+            remedy = f"give {self.part} a larger share in data.split, or prepare more documents"
+            raise DataError(Problem(what, "a part that is used needs one", remedy, f"{self.shard.prefix}.idx"))
+        return first, last
+
+    @property
+    def documents(self) -> tuple[int, int]:
+        """[first, last) of the shard that the part reads, at least a sequence of each."""
+        return self.part_of(self.shard.num_documents)
+
+    def epochs(self, samples: int) -> float:
+        """How often so many samples go through the part."""
+        return samples / self.num_samples
+
+    def close(self) -> None:
+        self.shard.close()
+
+
+class Blend(Protocol):
+    """Says which source a position belongs to."""
+
+    def locate(self, positions: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """(index of the source, ordinal within it) of each position."""
+        ...
+
+    def taken(self, consumed_samples: int) -> dict[str, int]:
+        """Samples taken from each source, by its key, by the first `consumed_samples` of the run."""
+        ...
+
+
+class Stream:
+    """The run's samples: the blend says where each comes from, the source reads it."""
+
+    def __init__(self, sources: Sequence[ShardSource], blend: Blend) -> None:
+        self.sources = list(sources)
+        self.blend = blend
+
+    @property
+    def num_samples(self) -> int:
+        return sum(source.num_samples for source in self.sources)
+
+    @property
+    def keys(self) -> list[str]:
+        return [source.key for source in self.sources]
+
+    def batch(self, first: int, count: int) -> Batch:
+        """The samples at positions [first, first + count) of the run. A pure function; may be called from a thread."""
+        owners, ordinals = self.blend.locate(np.arange(first, first + count))
+        rows = {int(owner): np.flatnonzero(owners == owner) for owner in np.unique(owners)}
+        batches = [self.sources[owner].read(ordinals[own]) for owner, own in rows.items()]
+        if len(batches) == 1:
+            return replace(batches[0], sources=owners)
+        places = np.argsort(np.concatenate(list(rows.values())))
+
+        def joined(parts: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
+            """By numpy: torch would wake its threads for copies this small."""
+            whole = {name: np.concatenate([part[name].numpy() for part in parts]) for name in parts[0]}
+            return {name: torch.from_numpy(array[places]) for name, array in whole.items()}
+
+        return Batch(joined([part.inputs for part in batches]), joined([part.targets for part in batches]), owners)
+
+    def close(self) -> None:
+        for source in self.sources:
+            source.close()
+
+
+@dataclass(frozen=True)
+class GlobalBatch:
+    """One replica's part of one optimizer step."""
+
+    first_sample: int
+    """Samples consumed before this batch, over all replicas."""
+    size: int
+    """Samples of the whole batch, over all replicas."""
+    micro_batches: list[Batch]
+    row_counts: dict[str, NDArray[np.int64]]
+    """Labels that carry a loss, per target, for each sample of this replica's micro-batches."""
+    counts: dict[str, int]
+    """Labels that carry a loss, per target: of this replica as it is read, of all replicas as it is trained on."""
+    starts: tuple[int, ...] = ()
+    """Position in the run of the first sample of each micro-batch."""
+
+    @property
+    def sources(self) -> NDArray[np.int64] | None:
+        """The source of each sample of this replica's micro-batches."""
+        parts = [batch.sources for batch in self.micro_batches if batch.sources is not None]
+        return np.concatenate(parts) if parts else None
+
+
 def read_batch(
-    source: Source,
+    source: Stream,
     first: int,
     size: int,
     *,
@@ -192,7 +283,7 @@ def read_batch(
     micro_batches = [source.batch(start, micro_batch_size) for start in starts]
     if end is not None:
         micro_batches = [
-            _without_loss_from(end - start, batch) for start, batch in zip(starts, micro_batches, strict=True)
+            batch.without_loss_from(end - start) for start, batch in zip(starts, micro_batches, strict=True)
         ]
     rows = [micro_batch.row_counts() for micro_batch in micro_batches]
     row_counts = {name: np.concatenate([counts[name] for counts in rows]) for name in rows[0]}
@@ -202,117 +293,43 @@ def read_batch(
     return GlobalBatch(first, size, micro_batches, row_counts, counts, tuple(starts))
 
 
-def _without_loss_from(row: int, batch: Batch) -> Batch:
-    """The batch with no labels from this row on."""
-    rows = len(next(iter(batch.targets.values())))
-    if row >= rows:
-        return batch
-    targets = {name: labels.clone() for name, labels in batch.targets.items()}
-    for labels in targets.values():
-        labels[max(0, row) :] = IGNORED_LABEL
-    return Batch(batch.inputs, targets, batch.sources)
-
-
-class Blend(Protocol):
-    """Says which source a position belongs to."""
-
-    def locate(self, positions: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """(index of the source, ordinal within it) of each position."""
-        ...
-
-    def taken(self, consumed_samples: int) -> dict[str, int]:
-        """Samples taken from each source, by its key, by the first `consumed_samples` of the run."""
-        ...
-
-
-class Stream:
-    """The run's samples: the blend says where each comes from, the source reads it."""
-
-    def __init__(self, sources: Sequence[SampleSource], blend: Blend) -> None:
-        self.sources = list(sources)
-        self.blend = blend
-
-    @property
-    def num_samples(self) -> int:
-        return sum(source.num_samples for source in self.sources)
-
-    @property
-    def keys(self) -> list[str]:
-        return [source.key for source in self.sources]
-
-    def batch(self, first: int, count: int) -> Batch:
-        """The samples at positions [first, first + count) of the run."""
-        owners, ordinals = self.blend.locate(np.arange(first, first + count))
-        parts = {int(owner): np.flatnonzero(owners == owner) for owner in np.flatnonzero(np.bincount(owners))}
-        batches = {owner: self.sources[owner].read(ordinals[rows]) for owner, rows in parts.items()}
-        if len(batches) == 1:
-            only = next(iter(batches.values()))
-            return Batch(only.inputs, only.targets, owners)
-
-        def joined(tensors: dict[int, Tensor]) -> Tensor:
-            one = next(iter(tensors.values()))
-            whole = torch.empty((count, *one.shape[1:]), dtype=one.dtype)
-            rows_of_whole = whole.numpy()  # the same memory; torch would wake its threads for a copy this small
-            for owner, rows in parts.items():
-                rows_of_whole[rows] = tensors[owner].numpy()
-            return whole
-
-        some = next(iter(batches.values()))
-        inputs = {name: joined({o: batch.inputs[name] for o, batch in batches.items()}) for name in some.inputs}
-        targets = {name: joined({o: batch.targets[name] for o, batch in batches.items()}) for name in some.targets}
-        return Batch(inputs, targets, owners)
-
-    def close(self) -> None:
-        for source in self.sources:
-            source.close()
+_DEPTH = 2
+"""Global batches read ahead. One thread is enough: with a warm cache it read 6 to 8 Mtokens/s in micro-batches of one
+sample of 2048 tokens and 40 to 89 in those of 64, on one core; a 1B model on an H200 takes 0.05."""
 
 
 class Loader:
     """One replica's batches, in order, read ahead in one thread, which the first `take` starts. Its whole state is the
     number of samples consumed."""
 
-    def __init__(
-        self,
-        source: Source,
-        *,
-        micro_batch_size: int,
-        batch_size_at: Callable[[int], int],
-        replica: int = 0,
-        replicas: int = 1,
-        pin_memory: bool = False,
-    ) -> None:
-        """`batch_size_at(consumed_samples)` is the size of the global batch that begins there, for any number."""
-        if not 0 <= replica < replicas:
-            raise ValueError(f"replica {replica} of {replicas}")
-        self._source, self._batch_size_at = source, batch_size_at
-        self._micro_batch_size, self._pin_memory = micro_batch_size, pin_memory
-        self._replica, self._replicas = replica, replicas
-        self._consumed_samples = self._submitted_samples = 0
+    def __init__(self, source: Stream, *, batch_size_at: Callable[[int], int], **settings: Any) -> None:
+        """`batch_size_at(consumed_samples)` is the size of the global batch that begins there, for any number.
+        `settings`: those of read_batch."""
+        self._source, self._batch_size_at, self._settings = source, batch_size_at, settings
+        self.consumed_samples = 0
+        """Samples before the next batch, over all replicas: save it, and `seek` to it to resume."""
+        self._submitted_samples = 0
         self._prefetched: deque[Future[GlobalBatch]] = deque()
         self._thread: ThreadPoolExecutor | None = None
-
-    @property
-    def consumed_samples(self) -> int:
-        """Samples before the next batch, over all replicas: save it, and `seek` to it to resume."""
-        return self._consumed_samples
 
     def seek(self, consumed_samples: int) -> None:
         """The next batch begins at this sample. Costs nothing however far it is."""
         self.close()
-        self._consumed_samples = self._submitted_samples = consumed_samples
+        self.consumed_samples = self._submitted_samples = consumed_samples
 
     def take(self) -> GlobalBatch:
         """The next global batch. Raises what went wrong while reading it; the position then stays."""
         self._thread = self._thread or ThreadPoolExecutor(1, thread_name_prefix="bloomery-loader")
         while len(self._prefetched) <= _DEPTH:
-            self._prefetched.append(self._thread.submit(self._read, self._submitted_samples))
-            self._submitted_samples += self._batch_size_at(self._submitted_samples)
+            first, size = self._submitted_samples, self._batch_size_at(self._submitted_samples)
+            self._prefetched.append(self._thread.submit(read_batch, self._source, first, size, **self._settings))
+            self._submitted_samples += size
         try:
             batch = self._prefetched.popleft().result()
         except BaseException:
-            self.seek(self._consumed_samples)
+            self.seek(self.consumed_samples)
             raise
-        self._consumed_samples = batch.first_sample + batch.size
+        self.consumed_samples = batch.first_sample + batch.size
         return batch
 
     def close(self) -> None:
@@ -321,21 +338,4 @@ class Loader:
             self._thread.shutdown(cancel_futures=True)
         self._thread = None
         self._prefetched.clear()
-        self._submitted_samples = self._consumed_samples
-
-    def _read(self, first: int) -> GlobalBatch:
-        return read_batch(
-            self._source,
-            first,
-            self._batch_size_at(first),
-            micro_batch_size=self._micro_batch_size,
-            replica=self._replica,
-            replicas=self._replicas,
-            pin_memory=self._pin_memory,
-        )
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
+        self._submitted_samples = self.consumed_samples

@@ -11,11 +11,13 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
-from typing import Any, Self, TypeVar
+from dataclasses import asdict, field
+from typing import Annotated, Any, Self, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import ConfigDict, Field
+from pydantic.dataclasses import dataclass
 
 PERIOD = 1 << 30
 """Slots: weights are exact to 1 / PERIOD. Twice its square still fits into 64 bits."""
@@ -27,20 +29,27 @@ _ROUNDING = 1e-9
 """Relative. Far more than shares can be off by rounding when all weights are scaled alike, and about a slot."""
 
 
-@dataclass(frozen=True)
+_Count = Annotated[int, Field(ge=0)]
+
+
+@dataclass(frozen=True, config=ConfigDict(strict=True))
 class BlendState:
     """The present blend segment: where its weights began to hold."""
 
-    first_sample: int
+    first_sample: _Count
     """Samples of the run before that."""
-    cursors: dict[str, int]
+    cursors: dict[str, _Count]
     """Samples taken from each source before that; sources no longer in the blend are remembered."""
-    weights: dict[str, float]
-    lengths: dict[str, int] = field(default_factory=dict)
+    weights: dict[str, Annotated[float, Field(gt=0)]]
+    lengths: dict[str, Annotated[int, Field(ge=1)]] = field(default_factory=dict)
     """Sequence lengths of cursors that count samples of another length than the run's: of sources that were not in the
     blend when it changed."""
-    period: int = PERIOD
+    period: Annotated[int, Field(ge=1, le=PERIOD)] = PERIOD
     """Its slots. These weights keep the number that they began with: another one would give another order."""
+
+    def __post_init__(self) -> None:
+        if not math.isclose(sum(self.weights.values()), 1, rel_tol=1e-6) or len(self.weights) > self.period:
+            raise ValueError(f"a blend has shares that sum to 1, not {self.weights!r:.200}")
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -48,16 +57,7 @@ class BlendState:
     @classmethod
     def from_json(cls, facts: Mapping[str, Any]) -> Self:
         """ValueError, or another error of Python's, where it cannot be one."""
-        cursors, weights, lengths = (dict(facts.get(key, {})) for key in ("cursors", "weights", "lengths"))
-        period = int(facts.get("period", _FIRST_PERIOD))
-        state = cls(int(facts["first_sample"]), cursors, weights, lengths, period)
-        shares, counts = weights.values(), (state.first_sample, period, *cursors.values())
-        is_blend = math.isclose(sum(shares), 1, rel_tol=1e-6) and min(shares) > 0 and len(shares) <= period
-        if not is_blend or period > PERIOD or {*map(type, counts)} - {int} or min(counts) < 0:
-            raise ValueError(f"a blend has shares that sum to 1, and counts: {state!r:.200}")
-        if {*map(type, lengths.values())} - {int} or min(lengths.values(), default=1) < 1:
-            raise ValueError(f"a blend has sequence lengths: {lengths!r:.200}")
-        return state
+        return cls(**{"period": _FIRST_PERIOD, **facts})
 
 
 class TimelessBlend:
@@ -69,10 +69,6 @@ class TimelessBlend:
         self._counts = _slot_counts(np.array([state.weights[key] for key in self._keys]), state.period)
         self._pairs = _Pairs(self._counts.tolist())
         self._cursors = np.array([state.cursors.get(key, 0) for key in self._keys])
-
-    def shares(self) -> dict[str, float]:
-        """What each source gets of the samples: its weight, rounded to whole slots."""
-        return dict(zip(self._keys, (self._counts / self.state.period).tolist(), strict=True))
 
     @classmethod
     def start(cls, weights: Mapping[str, float]) -> Self:

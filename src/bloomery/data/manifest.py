@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -105,10 +104,9 @@ def read_manifest(prefix: str) -> ShardManifest | None:
     except OSError as error:
         raise unreadable(path, error) from error
     except ValidationError as error:
-        version = [each["input"] for each in error.errors() if each["loc"] == ("format_version",)]
-        what = f"format_version {version[0]!r:.40}" if version else wrong_fields(error)
-        rule = f"this Bloomery reads exactly the fields of version {FORMAT_VERSION}"
-        raise DataError(Problem(f"has {what}", rule, "delete it and run `bloomery prepare` again", path)) from error
+        rule = f"this Bloomery reads exactly the fields of format_version {FORMAT_VERSION}"
+        remedy = "delete it and run `bloomery prepare` again"
+        raise DataError(Problem(f"has {wrong_fields(error)}", rule, remedy, path)) from error
 
 
 def origins_path(prefix: str) -> str:
@@ -119,17 +117,14 @@ def origins_path(prefix: str) -> str:
 
 def file_of(document: int, manifest: ShardManifest, prefix: str) -> str | None:
     """The name of the file that a document came from; None where that is unknown."""
-    files = manifest.source_files
+    files, path = manifest.source_files, origins_path(prefix)
     if len(files) == 1:
         return files[0].name
-    path = origins_path(prefix)
     try:
-        if os.path.getsize(path) != manifest.documents * ORIGINS_DTYPE.itemsize:
-            return None  # of another shard
-        number = int(np.fromfile(path, ORIGINS_DTYPE, 1, offset=document * ORIGINS_DTYPE.itemsize)[0])
-    except (OSError, IndexError):
+        origins = np.memmap(path, ORIGINS_DTYPE, "r")
+        return files[origins[document]].name if len(origins) == manifest.documents else None
+    except (OSError, ValueError, IndexError):
         return None
-    return files[number].name if number < len(files) else None
 
 
 def without_manifest(prefixes: Sequence[str]) -> str:
@@ -145,23 +140,22 @@ def check_fits(
     problems = []
     known: dict[str, tuple[str, Any]] = {}
     if tokenizer is not None:
-        known = {"tokenizer_hash": (tokenizer.path, tokenizer.content_hash)}
-        known["vocab_size"] = (tokenizer.path, tokenizer.vocab_size)
+        facts = {"tokenizer_hash": tokenizer.content_hash, "vocab_size": tokenizer.vocab_size}
         if tokenizer.end_of_document is not None:  # it may stand in a file beside tokenizer.json that was not copied
-            known["eod_id"] = (tokenizer.path, tokenizer.eod_id)
+            facts["eod_id"] = tokenizer.eod_id
+        known = {name: (tokenizer.path, value) for name, value in facts.items()}
     for prefix, manifest in manifests.items():
         for name in ("tokenizer_hash", "vocab_size", "eod_id"):
-            if (value := getattr(manifest, name)) is None:
-                continue
-            place, expected = known.setdefault(name, (prefix, value))
-            if value != expected:
+            value = getattr(manifest, name)
+            place, expected = known.get(name, (prefix, value))
+            if value is not None and value != expected:
                 what = f"the shard was made with another tokenizer: its {name} is {value!s:.12}, that of {place} is "
                 rule = "token ids only have a meaning together with their tokenizer"
-                remedy = "name the tokenizer of the shards in the recipe, or delete the manifest and run "
-                remedy += "`bloomery prepare` again"
-                what += f"{expected!s:.12}"
-                problems.append(Problem(what, rule, remedy, manifest_path(prefix)))
+                remedy = "name the tokenizer of the shards, or delete the manifest and run `bloomery prepare` again"
+                problems.append(Problem(f"{what}{expected!s:.12}", rule, remedy, manifest_path(prefix)))
                 break
+            if value is not None:
+                known[name] = (place, expected)
         if manifest.vocab_size > vocab_size:
             what = f"the shard's vocabulary has {manifest.vocab_size} entries but model.vocab_size is {vocab_size}"
             rule, remedy = "every token id must be below model.vocab_size", f"set it to {manifest.vocab_size}"
@@ -183,7 +177,7 @@ def check_describes(manifest: ShardManifest, shard: ShardReader, *, place: str) 
     wrong = [f"{name} {listed} where it is {found}" for name, (listed, found) in counts.items() if listed != found]
     if not wrong:
         return []
-    what = f"the manifest belongs to another shard: it says {', '.join(wrong)}"
+    what = f"the manifest belongs to another shard: it records {', '.join(wrong)}"
     rule = "tokenizer and vocabulary are checked by it, so it must describe the .bin and .idx beside it"
     remedy = "copy all three files from where the shard was made, or run `bloomery prepare` again"
     return [Problem(what, rule, remedy, place)]

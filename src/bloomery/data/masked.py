@@ -20,10 +20,8 @@ from numpy.typing import NDArray
 from bloomery.base.errors import DataError, Problem
 from bloomery.base.splitmix import GOLDEN, U64, splitmix64, splitmix64_one
 from bloomery.config.recipe import MaskingSection
-from bloomery.data.batch import Batch, Trace, document_spans
-from bloomery.data.causal import ShardSource, check_ids
-from bloomery.data.order import TimelessOrder, stream_key
-from bloomery.data.shards import ShardReader
+from bloomery.data.batch import Batch, ShardSource
+from bloomery.data.order import stream_key
 from bloomery.data.tokenizer import Tokenizer
 from bloomery.families.family import IGNORED_LABEL, LM_LOSS, SOP_LOSS
 
@@ -63,10 +61,6 @@ class MaskVocabulary:
         ordinary = np.ones(size, bool)
         ordinary[list(tokenizer.special_tokens.values())] = False
         return cls(**ids, continues=continues, fixed=fixed, replacements=np.flatnonzero(ordinary))
-
-    @property
-    def size(self) -> int:
-        return len(self.continues)
 
     def word_starts(self, tokens: NDArray[np.int64]) -> NDArray[np.bool_]:
         """Where a word begins; the first token always begins one."""
@@ -167,39 +161,78 @@ class MaskedSource(ShardSource):
         self.vocabulary = vocabulary
         self.masking = masking or MaskingSection()
         self._ends_with_eod, self._split_sentences = ends_with_eod, split_sentences
-        super().__init__(prefix, vocab_size=min(vocab_size, vocabulary.size), **settings)
+        super().__init__(prefix, vocab_size=min(vocab_size, len(vocabulary.continues)), **settings)
 
     def _index_samples(self) -> None:
         shard = self.shard
         self._chance = stream_key(self.seed, f"{self.key}\0masked")
-        documents, is_split = self._part_of(shard.num_documents), self._split_sentences
+        is_split = self._split_sentences
         if not (shard.num_sequences > shard.num_documents if is_split is None else is_split):
             what = f"the shard has {shard.num_documents} documents and {shard.num_sequences} sequences"
             rule = "bert learns the order of sentences, so each sentence must be a sequence of its own"
             remedy = "prepare it again with `split_sentences: true` (Megatron: --split-sentences)"
             raise DataError(Problem(what, rule, remedy, f"{shard.prefix}.idx"))
-        self.index = index_samples(
-            shard,
-            documents=documents,
-            room=self.seq_length - _SPECIAL,
-            short_probability=self.masking.short_sequence_probability,
-            ends_with_eod=self._ends_with_eod,
-            chance=self._chance,
-        )
-        if not len(self.index.first):
-            remedy = "" if self.part == "all" else f", or give {self.part} a larger share in data.split"
-            what, place = f"{self.where} has no document of two tokens", f"{shard.prefix}.bin"
-            raise DataError(Problem(what, "a sample is a pair", f"prepare more text{remedy}", place))
-        self.order = TimelessOrder(self.seed, self.key, len(self.index.first))
+        self._index_sentences(room=self.seq_length - _SPECIAL)
 
-    @property
-    def num_samples(self) -> int:
-        """Samples of one epoch."""
-        return self.order.num_samples
+    def _index_sentences(self, room: int) -> None:
+        """Fill each sample with as many sentences of its document as fit into `room` tokens, or into a random number of
+        them for some. One round a sample of the longest document, over all documents at once."""
+        starts, lengths, bounds = self._sentences(longest=room)
+        before = np.concatenate(([0], np.cumsum(lengths, dtype=np.int64)))
+        first, stop = bounds[:-1], bounds[1:]
+        first, stop = first[first < stop], stop[first < stop]
+        found: list[tuple[NDArray[np.int64], NDArray[np.int64]]] = []
+        while len(first):
+            numbers = splitmix64(starts[first].astype(np.uint64) ^ np.uint64(self._chance))
+            is_short = fractions(numbers) < self.masking.short_sequence_probability
+            short_target = 2 + (splitmix64(numbers) % np.uint64(room - 1)).astype(np.int64)
+            target = before[first] + np.where(is_short, short_target, room)
+            last = np.searchsorted(before, target, side="right") - 1
+            # Two sentences at least where two fit, for they have an order; and no lonely one left for the end: it joins
+            # the others where it can, or they give it one of theirs.
+            two = np.minimum(first + 2, stop)
+            last = np.maximum(last, np.where(before[two] - before[first] <= room, two, first + 1))
+            last = np.minimum(last, stop)
+            last = np.where((stop - last == 1) & (before[stop] - before[first] <= room), stop, last)
+            lends = (stop - last == 1) & (last - first >= 3) & (before[stop] - before[stop - 2] <= room)
+            last = last - lends
+            found.append((first, last))
+            first, stop = last[last < stop], stop[last < stop]
+        firsts, lasts = np.concatenate([np.zeros((2, 0), np.int64), *map(np.array, found)], axis=1)
+        kept = before[lasts] - before[firsts] >= 2  # a single token is no pair
+        by_place = np.argsort(firsts[kept], kind="stable")
+        self.starts, self.lengths = starts, lengths.astype(np.int32)
+        """Sentence s is tokens [starts[s], starts[s] + lengths[s])."""
+        self.first, self.last = firsts[kept][by_place], lasts[kept][by_place]
+        """Sample i is sentences [first[i], last[i])."""
+        self.num_samples = len(self.first)
+
+    def _sentences(self, longest: int) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+        """(first token of each sentence, its length, the sentence at which each document begins with the total at the
+        end), without the ends of documents; sentences over `longest` are cut into equal pieces."""
+        first, last = self.documents
+        document_starts = self.shard.document_starts()[first : last + 1]
+        starts = self.shard.sequence_starts()
+        starts, lengths = starts[:-1], np.diff(starts)
+        inside = (lengths > 0) & (starts >= document_starts[0]) & (starts < document_starts[-1])
+        starts, lengths = starts[inside], lengths[inside]
+        if self._ends_with_eod:
+            lengths[np.isin(starts + lengths, document_starts[1:], assume_unique=False)] -= 1
+            starts, lengths = starts[lengths > 0], lengths[lengths > 0]
+        pieces = -(-lengths // longest)
+        if (pieces > 1).any():
+            width = np.repeat(-(-lengths // pieces), pieces)
+            offset = (np.arange(len(width)) - np.repeat(np.cumsum(pieces) - pieces, pieces)) * width
+            lengths = np.minimum(width, np.repeat(lengths, pieces) - offset)
+            starts = np.repeat(starts, pieces) + offset
+        return starts, lengths, np.searchsorted(starts, document_starts)
+
+    def stretches(self, sample: int) -> list[tuple[int, int]]:
+        final = self.last[sample] - 1
+        return [(int(self.starts[self.first[sample]]), int(self.starts[final] + self.lengths[final]))]
 
     def read(self, ordinals: NDArray[np.int64]) -> Batch:
-        """The samples that a run takes from this source at these places."""
-        epochs, samples = self.order.locate(ordinals)
+        epochs, samples = self.locate(ordinals)
         shape = (len(samples), self.seq_length)
         tokens = np.full(shape, self.vocabulary.pad_id, np.int64)
         labels = np.full(shape, IGNORED_LABEL, np.int64)
@@ -213,10 +246,7 @@ class MaskedSource(ShardSource):
             if exchanged[row]:
                 first, second = second, first
             seen, predicted = mask_tokens(
-                (first, second),
-                vocabulary=self.vocabulary,
-                probability=self.masking.probability,
-                key=mask_key,
+                (first, second), vocabulary=self.vocabulary, probability=self.masking.probability, key=mask_key
             )
             middle, end = len(first) + 1, len(first) + len(second) + 2
             places = np.arange(1, end)
@@ -232,97 +262,14 @@ class MaskedSource(ShardSource):
             targets={LM_LOSS: torch.from_numpy(labels), SOP_LOSS: torch.from_numpy(exchanged)},
         )
 
-    def trace(self, ordinal: int) -> Trace:
-        """Where the sample at this place comes from."""
-        epoch, sample = self.order.locate_one(ordinal)
-        start, stop = self.index.tokens_of(sample)
-        return Trace(self.key, epoch, sample, document_spans(self.shard, start, stop - start))
-
     def _pair(self, sample: int, where: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """The sample's tokens, cut between two of its sentences, or inside its only one between two words."""
-        start, stop = self.index.tokens_of(sample)
-        tokens = self.shard.read(start, stop - start).astype(np.int64)
-        check_ids(tokens[None], np.array([start]), shard=self.shard, vocab_size=self.vocab_size)
-        cuts = self.index.starts[self.index.first[sample] + 1 : self.index.last[sample]] - start
+        ((start, stop),) = self.stretches(sample)
+        tokens = self.ids(start, stop)
+        cuts = self.starts[self.first[sample] + 1 : self.last[sample]] - start
         if not len(cuts):
             cuts = np.flatnonzero(self.vocabulary.word_starts(tokens)[1:]) + 1
         if not len(cuts):
             cuts = np.arange(1, len(tokens))
         cut = int(cuts[where % len(cuts)])
         return tokens[:cut], tokens[cut:]
-
-
-@dataclass(frozen=True)
-class SampleIndex:
-    """Sentence s is tokens [starts[s], starts[s] + lengths[s]); sample i is sentences [first[i], last[i])."""
-
-    starts: NDArray[np.int64]
-    lengths: NDArray[np.int32]
-    first: NDArray[np.int64]
-    last: NDArray[np.int64]
-
-    def tokens_of(self, sample: int) -> tuple[int, int]:
-        """The tokens [start, stop) of the shard that a sample is made of."""
-        final = self.last[sample] - 1
-        return int(self.starts[self.first[sample]]), int(self.starts[final] + self.lengths[final])
-
-
-def index_samples(
-    shard: ShardReader,
-    *,
-    documents: tuple[int, int],
-    room: int,
-    short_probability: float,
-    ends_with_eod: bool,
-    chance: int,
-) -> SampleIndex:
-    """Fill each sample with as many sentences of its document as fit into `room` tokens, or into a random number of
-    them for some. One round a sample of the longest document, over all documents at once."""
-    starts, lengths, bounds = _sentences(shard, documents, ends_with_eod=ends_with_eod, longest=room)
-    before = np.concatenate(([0], np.cumsum(lengths, dtype=np.int64)))
-    first, stop = bounds[:-1], bounds[1:]
-    first, stop = first[first < stop], stop[first < stop]
-    found: list[tuple[NDArray[np.int64], NDArray[np.int64]]] = []
-    while len(first):
-        numbers = splitmix64(starts[first].astype(np.uint64) ^ np.uint64(chance))
-        is_short = fractions(numbers) < short_probability
-        short_target = 2 + (splitmix64(numbers) % np.uint64(room - 1)).astype(np.int64)
-        target = before[first] + np.where(is_short, short_target, room)
-        last = np.searchsorted(before, target, side="right") - 1
-        # Two sentences at least where two fit, for they have an order; and no lonely one left for the end: it joins the
-        # others where it can, or they give it one of theirs.
-        two = np.minimum(first + 2, stop)
-        last = np.maximum(last, np.where(before[two] - before[first] <= room, two, first + 1))
-        last = np.minimum(last, stop)
-        last = np.where((stop - last == 1) & (before[stop] - before[first] <= room), stop, last)
-        lends = (stop - last == 1) & (last - first >= 3) & (before[stop] - before[stop - 2] <= room)
-        last = last - lends
-        found.append((first, last))
-        first, stop = last[last < stop], stop[last < stop]
-    firsts = np.concatenate([pair[0] for pair in found]) if found else np.zeros(0, np.int64)
-    lasts = np.concatenate([pair[1] for pair in found]) if found else np.zeros(0, np.int64)
-    kept = before[lasts] - before[firsts] >= 2  # a single token is no pair
-    by_place = np.argsort(firsts[kept], kind="stable")
-    return SampleIndex(starts, lengths.astype(np.int32), firsts[kept][by_place], lasts[kept][by_place])
-
-
-def _sentences(
-    shard: ShardReader, documents: tuple[int, int], *, ends_with_eod: bool, longest: int
-) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-    """(first token of each sentence, its length, the sentence at which each document begins with the total at the end),
-    without the ends of documents; sentences over `longest` are cut into equal pieces."""
-    document_starts = shard.index.document_starts()[documents[0] : documents[1] + 1]
-    starts = shard.index.sequence_starts()
-    starts, lengths = starts[:-1], np.diff(starts)
-    inside = (lengths > 0) & (starts >= document_starts[0]) & (starts < document_starts[-1])
-    starts, lengths = starts[inside], lengths[inside]
-    if ends_with_eod:
-        lengths[np.isin(starts + lengths, document_starts[1:], assume_unique=False)] -= 1
-        starts, lengths = starts[lengths > 0], lengths[lengths > 0]
-    pieces = -(-lengths // longest)
-    if (pieces > 1).any():
-        width = np.repeat(-(-lengths // pieces), pieces)
-        offset = (np.arange(len(width)) - np.repeat(np.cumsum(pieces) - pieces, pieces)) * width
-        lengths = np.minimum(width, np.repeat(lengths, pieces) - offset)
-        starts = np.repeat(starts, pieces) + offset
-    return starts, lengths, np.searchsorted(starts, document_starts)

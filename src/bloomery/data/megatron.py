@@ -9,10 +9,10 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import secrets
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
-from functools import partial
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -20,19 +20,17 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from bloomery.base.bounded import read_json
 from bloomery.base.errors import DataError, Problem, RecipeError, StorageError
-from bloomery.base.storage import open_plain, publish, reason, remove_tree
+from bloomery.base.storage import open_plain, publish, reason
 from bloomery.config.recipe import Recipe, SourceSection
-from bloomery.data.batch import Batch, DocumentSpan, SampleSource, Stream, Trace, causal_batch
-from bloomery.data.causal import DataCursor, ShardSource, check_ids
+from bloomery.data.batch import ShardSource, Stream
+from bloomery.data.blend import TimelessBlend
+from bloomery.data.causal import DataCursor
 from bloomery.data.megatron_order import BlendRequest, Flavour, OrderShape, SampleIndex, build_blend, build_index
 from bloomery.data.shards import file_checksum
 from bloomery.sizing.schedule import TrainingPlan
 
-_COUNTED_AT_A_TIME = 1 << 24
-_FORMAT = 1
-"""Counted up when the meaning of an entry changes, so that older ones are left alone."""
+_INDEX = tuple(field.name for field in fields(SampleIndex))
 Arrays = dict[str, NDArray[Any]]
 
 
@@ -42,96 +40,46 @@ class MegatronSource(ShardSource):
     def __init__(self, prefix: str, *, flavour: Flavour, samples: int, cache: IndexCache, **settings: Any) -> None:
         """`samples` is what the run asks of this source: the number of epochs follows from it. `settings`: those of
         ShardSource."""
-        self._flavour: Flavour = flavour
-        self._samples, self._cache = samples, cache
+        self.flavour, self._samples, self._cache = flavour, samples, cache
         super().__init__(prefix, **settings)
 
     def _index_samples(self) -> None:
-        self._starts = self.shard.index.sequence_starts()
-        self.sequences = first, last = self._part_of(self.shard.num_sequences, self._flavour)
-        """[first, last) of the shard: these orders cut it there, not between documents."""
-        tokens = int(self._starts[last] - self._starts[first])
+        """These orders cut the shard into parts between sequences, not documents."""
+        self._starts = starts = self.shard.sequence_starts()
+        self._sequences = first, last = self.part_of(self.shard.num_sequences)
+        tokens = int(starts[last] - starts[first])
+        self.num_samples, self.total_samples = 0, 0
         if tokens == 0:
-            what, rule = f"{self.where} has no tokens", "samples are cut from tokens"
-            raise DataError(Problem(what, rule, "prepare text for it", f"{self.shard.prefix}.bin"))
-        self.shape = OrderShape.of(
-            self._flavour, tokens_per_epoch=tokens, seq_length=self.seq_length, samples=self._samples
+            return
+        self.num_samples = max(1, (tokens - 1) // self.seq_length)
+        self.shape = shape = OrderShape.of(
+            self.flavour, tokens_per_epoch=tokens, seq_length=self.seq_length, samples=self._samples
         )
-        self.index = self._index()
+        self.total_samples = shape.num_samples
+        """Of all epochs; beyond them there is no order."""
+        key = {"idx": file_checksum(f"{self.shard.prefix}.idx"), "sequences": [first, last], "seed": self.seed}
 
-    @property
-    def num_samples(self) -> int:
-        """Samples of one epoch."""
-        return max(1, (self.shape.tokens_per_epoch - 1) // self.seq_length)
+        def build() -> Arrays:
+            return vars(build_index(starts, first=first, last=last, shape=shape, seed=self.seed))
 
-    @property
-    def total_samples(self) -> int:
-        """Samples of all epochs; beyond them there is no order."""
-        return self.shape.num_samples
+        self.index = SampleIndex(**self._cache.arrays("samples", _INDEX, key | asdict(shape), build))
 
     @property
     def documents(self) -> tuple[int, int]:
-        return self.shard.index.documents_of(*self.sequences)
+        first, last = (int(self._starts[sequence]) for sequence in self._sequences)
+        return self.shard.document_at(first)[0], self.shard.document_at(last - 1)[0] + 1
 
     def epochs(self, samples: int) -> float:
         """The end of the text need not be that of a sample."""
         return samples * self.seq_length / self.shape.tokens_per_epoch
 
-    def standing(self, samples: int) -> tuple[int | None, int | None]:
-        """(epoch, sample of it) behind so many; nothing among epochs that are shuffled together."""
-        shape = self.shape
-        if shape.separate_last and samples >= shape.samples_shuffled_first:
-            return shape.epochs - 1, samples - shape.samples_shuffled_first
-        return (0, samples) if shape.epochs - shape.separate_last == 1 else (None, None)
+    def locate(self, ordinals: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """The epochs count tokens: those that are shuffled together mix."""
+        _refuse_beyond(self.key, ordinals, self.total_samples)
+        samples = self.index.shuffle[ordinals].astype(np.int64)
+        return samples * self.seq_length // self.shape.tokens_per_epoch, samples
 
-    def read(self, ordinals: NDArray[np.int64]) -> Batch:
-        """The samples that a run takes from this source at these places."""
-        rows = np.empty((len(ordinals), self.seq_length + 1), np.int64)
-        for row, ordinal in zip(rows, ordinals, strict=True):
-            for start, tokens in self._cut(row, int(ordinal)):
-                tokens[:] = self.shard.read(start, len(tokens))
-        if rows.size and rows.view(np.uint64).max() >= self.vocab_size:
-            for row, ordinal in zip(rows, ordinals, strict=True):
-                for start, tokens in self._cut(row, int(ordinal)):
-                    check_ids(tokens[None], np.array([start]), shard=self.shard, vocab_size=self.vocab_size)
-        return causal_batch(rows, self.packing)
-
-    def trace(self, ordinal: int) -> Trace:
-        """Where the sample at this place comes from. `epoch` counts tokens: epochs that are shuffled together mix."""
-        stretches = self._stretches(ordinal)
-        sample = int(self.index.shuffle[ordinal])
-        spans = []
-        for start, stop in stretches:
-            document, position = self.shard.index.document_at(start)
-            spans.append(DocumentSpan(document, position, stop - start))
-        return Trace(self.key, sample * self.seq_length // self.shape.tokens_per_epoch, sample, spans)
-
-    def _index(self) -> SampleIndex:
-        first, last = self.sequences
-        key = {
-            "idx": file_checksum(f"{self.shard.prefix}.idx"),
-            "sequences": [first, last],
-            "tokens": self.shape.tokens_per_epoch,
-            "seq_length": self.seq_length,
-            "epochs": self.shape.epochs,
-            "separate_last": self.shape.separate_last,
-            "seed": self.seed,
-        }
-        build = partial(build_index, self._starts, first=first, last=last, shape=self.shape, seed=self.seed)
-        return SampleIndex(**self._cache.arrays("samples", key, lambda: build().as_arrays()))
-
-    def _cut(self, row: NDArray[np.int64], ordinal: int) -> Iterator[tuple[int, NDArray[np.int64]]]:
-        """(first token in the shard, place in the row) of each stretch of a sample."""
-        at = 0
-        for start, stop in self._stretches(ordinal):
-            yield start, row[at : at + stop - start]
-            at += stop - start
-
-    def _stretches(self, ordinal: int) -> list[tuple[int, int]]:
-        """Tokens [start, stop) of the shard that make up a sample, in order."""
-        if not 0 <= ordinal < self.total_samples:
-            raise DataError(_exhausted(self.key, f"sample {ordinal} was requested", self.total_samples))
-        sample = int(self.index.shuffle[ordinal])
+    def stretches(self, sample: int) -> list[tuple[int, int]]:
         (first, offset), (last, end) = self.index.samples[sample : sample + 2].tolist()
         sequences = self.index.documents[first : last + 1]
         starts, stops = self._starts[sequences], self._starts[sequences + 1]
@@ -145,9 +93,10 @@ class GreedyBlend:
 
     def __init__(self, request: BlendRequest, sources: Sequence[MegatronSource], cache: IndexCache) -> None:
         """DataError if a source has fewer samples than the blend takes from it."""
-        key = {"weights": [weight.hex() for weight in request.weights.tolist()], "size": request.size}
-        arrays = cache.arrays("blend", key, lambda: build_blend(request.weights, request.size))
-        self.size = request.size
+        self.size = max(1, request.size)  # empty arrays cannot be mapped
+        key = {"weights": [weight.hex() for weight in request.weights.tolist()], "size": self.size}
+        names = ("sources", "ordinals", "taken")
+        arrays = cache.arrays("blend", names, key, lambda: build_blend(request.weights, self.size))
         self._keys = [source.key for source in sources]
         self._sources, self._ordinals = arrays["sources"], arrays["ordinals"]
         problems = [
@@ -160,32 +109,17 @@ class GreedyBlend:
 
     def locate(self, positions: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """(index of the source, ordinal within it) of each position."""
-        positions = np.asarray(positions, np.int64)
-        if positions.size and not 0 <= int(positions.min()) <= int(positions.max()) < self.size:
-            what = f"samples {positions.min()} to {positions.max()} were requested"
-            raise DataError(_exhausted("the blend", what, self.size))
+        _refuse_beyond("the blend", positions, self.size)
         return self._sources[positions].astype(np.int64), np.array(self._ordinals[positions])
 
     def taken(self, consumed_samples: int) -> dict[str, int]:
-        counts = np.zeros(len(self._keys), np.int64)
-        for start in range(0, consumed_samples, _COUNTED_AT_A_TIME):
-            part = self._sources[start : min(start + _COUNTED_AT_A_TIME, consumed_samples)]
-            counts += np.bincount(part, minlength=len(counts))
+        counts = np.bincount(self._sources[:consumed_samples], minlength=len(self._keys))
         return dict(zip(self._keys, counts.tolist(), strict=True))
 
 
-class OneSource:
-    """No blend: the only source, from its first sample on."""
-
-    def __init__(self, source: MegatronSource) -> None:
-        self.size, self._key = source.total_samples, source.key
-
-    def taken(self, consumed_samples: int) -> dict[str, int]:
-        return {self._key: consumed_samples}
-
-    def locate(self, positions: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        positions = np.asarray(positions, np.int64)
-        return np.zeros_like(positions), positions
+def _refuse_beyond(name: str, numbers: NDArray[np.int64], size: int) -> None:
+    if numbers.size and not 0 <= int(numbers.min()) <= int(numbers.max()) < size:
+        raise DataError(_exhausted(name, f"samples {numbers.min()} to {numbers.max()} were requested", size))
 
 
 def _exhausted(name: str, what: str, have: int) -> Problem:
@@ -219,139 +153,101 @@ class MegatronOpening:
         if recipe.seed > MAX_SEED:
             rule = f"with data.order={flavour} it is at most {MAX_SEED}"
             raise RecipeError(Problem(f"seed is {recipe.seed}", rule, "use the seed of the run to be continued"))
-        self._recipe, self._plan = recipe, plan
-        self._flavour: Flavour = flavour
-        self._cache = IndexCache(recipe.data.cache_dir)
-        self._blends_one = recipe.data.blend_one_source
+        self._recipe, self._plan, self._flavour = recipe, plan, flavour
+        self._blends_one, self._cache = recipe.data.blend_one_source, IndexCache(recipe.data.cache_dir)
 
-    def request(self, sections: Sequence[SourceSection], samples: int) -> BlendRequest | None:
-        """None for one source that is not blended."""
+    def request(self, sections: Sequence[SourceSection], use: Use) -> BlendRequest:
+        """What is requested of these sources, by this run."""
+        return self._request(sections, wanted_samples(self._recipe, self._plan, use))
+
+    def _request(self, sections: Sequence[SourceSection], samples: int) -> BlendRequest:
         if len(sections) == 1 and not self._blends_one:
-            return None
+            return BlendRequest(np.ones(1), [samples], samples)
         return BlendRequest.of(self._flavour, [section.weight for section in sections], samples)
 
-    def member_samples(self, sections: Sequence[SourceSection], use: Use) -> list[int]:
-        """What is requested of each of these sources."""
-        samples = wanted_samples(self._recipe, self._plan, use)
-        request = self.request(sections, samples)
-        return request.member_samples if request else [samples]
+    def source(self, path: str, **settings: Any) -> MegatronSource:
+        return MegatronSource(path, flavour=self._flavour, cache=self._cache, **settings)
 
-    def source(self, path: str, samples: int, **settings: Any) -> MegatronSource:
-        return MegatronSource(path, flavour=self._flavour, samples=samples, cache=self._cache, **settings)
-
-    def stream(self, sections: Sequence[SourceSection], sources: Sequence[SampleSource], use: Use) -> Stream:
+    def stream(self, sections: Sequence[SourceSection], sources: Sequence[MegatronSource], use: Use) -> Stream:
         """DataError if a source has fewer samples than the blend takes from it."""
-        members = cast(Sequence[MegatronSource], sources)
-        request = self.request(sections, wanted_samples(self._recipe, self._plan, use))
-        return Stream(sources, GreedyBlend(request, members, self._cache) if request else OneSource(members[0]))
+        if len(sources) == 1 and not self._blends_one:
+            return Stream(sources, TimelessBlend.start({sources[0].key: 1.0}))  # its samples, one after the other
+        return Stream(sources, GreedyBlend(self.request(sections, use), sources, self._cache))
 
-    def train_stream(
-        self, sections: Sequence[SourceSection], sources: Sequence[SampleSource], cursor: DataCursor | None
-    ) -> Stream:
-        """DataError also if the run is longer than its order, or resumes another order than that of `cursor`."""
-        stream = self.stream(sections, sources, "train")
-        size = cast(GreedyBlend | OneSource, stream.blend).size
+    def check(self, stream: Stream, sections: Sequence[SourceSection], cursor: DataCursor | None) -> None:
+        """DataError if the run is longer than its order, or if `cursor` gave its sources other epochs or another blend;
+        all but the length is the same."""
+        blend, asked = stream.blend, self._plan.asked_samples
+        size = blend.size if isinstance(blend, GreedyBlend) else cast(MegatronSource, stream.sources[0]).total_samples
         if self._plan.train_samples > size:
             what = f"the training takes {self._plan.train_samples} samples, but data.order={self._flavour} has {size}"
-            rule = "a training that ends within its batch ramp takes more than train.for says"
+            rule = "a training that ends within its batch ramp takes more samples than train.for"
             raise DataError(Problem(what, rule, "use a shorter ramp or a longer train.for"))
-        if cursor is not None:
-            self._check_order(cursor, sections, cast(Sequence[MegatronSource], sources))
-        return stream
-
-    def _check_order(
-        self, cursor: DataCursor, sections: Sequence[SourceSection], sources: Sequence[MegatronSource]
-    ) -> None:
-        """DataError unless `cursor` gave these sources the same epochs and the same blend; all but the length is the
-        same."""
-        then, now = cursor.plan.asked_samples, self._plan.asked_samples
-        request = self.request(sections, then)
-        for source, samples in zip(sources, request.member_samples if request else [then], strict=True):
-            tokens, seq_length = source.shape.tokens_per_epoch, source.seq_length
-            shape = OrderShape.of(self._flavour, tokens_per_epoch=tokens, seq_length=seq_length, samples=samples)
-            if shape != source.shape:
+        if cursor is None:
+            return
+        then = cursor.plan.asked_samples
+        for source, samples in zip(stream.sources, self._request(sections, then).member_samples, strict=True):
+            now = cast(MegatronSource, source).shape
+            shard = {"tokens_per_epoch": now.tokens_per_epoch, "seq_length": now.seq_length}
+            if OrderShape.of(self._flavour, samples=samples, **shard) != now:
                 here, there = self._recipe.train.for_, cursor.recipe.train.for_
-                what = f"train.for is {here} = {now} samples but the checkpoint has {there} = {then} samples"
+                what = f"train.for is {here} = {asked} samples but the checkpoint has {there} = {then} samples"
                 why = f"with data.order={self._flavour} the order of all samples follows from it: some would come twice"
                 back = there if cursor.plan.batch == self._plan.batch else f"{then} samples"
                 remedy = f"use 'train.for={back}' to resume, or start a new run under another name or --run-dir"
                 raise DataError(Problem(what, why, remedy))
 
 
-# ---------------------------------------------------------------- the cache
-
-
 class IndexCache:
-    """A folder of entries. Nothing is created before the first entry is stored: a hit needs no write permission.
-
-    An entry is a folder named after its key, with one .npy per array and `entry.json` (the key and a checksum per
-    file). It is written beside its place and renamed, so it is whole or absent; one that is damaged all the same is
-    made again. The first process of a node builds while the others wait for its lock. Arrays are memory-mapped, so the
-    processes of a node share them.
+    """A folder of arrays, each in a file that is named after its key and a checksum of itself. A file is written beside
+    its place and renamed, so it is whole or absent; one that is damaged all the same is made again. The first process
+    of a node builds while the others wait for its lock. Arrays are memory-mapped, so the processes of a node share
+    them. Nothing is created before the first is stored: a hit needs no write permission.
     """
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         self.folder = Path(folder)
 
-    def arrays(self, kind: str, key: Mapping[str, Any], build: Callable[[], Arrays]) -> Arrays:
-        """What `build` returns, from the disk if it was ever built for this key. `key` must decide the result."""
-        facts = {"format": _FORMAT, "kind": kind, **key}
-        entry = self.folder / f"{kind}-{xxhash.xxh3_128_hexdigest(json.dumps(facts, sort_keys=True).encode())}"
-        if (found := _load(entry, facts)) is not None:
+    def arrays(self, kind: str, names: Collection[str], key: Mapping[str, Any], build: Callable[[], Arrays]) -> Arrays:
+        """The arrays of these names that `build` returns, from the disk if they were ever built for this key, which
+        must decide them."""
+        stem = f"{kind}-{xxhash.xxh3_128_hexdigest(json.dumps(key, sort_keys=True).encode())}"
+        if {*(found := self._load(stem))} >= {*names}:
             return found
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             with open(self.folder / ".lock", "rb", opener=_created) as lock:
-                with suppress(OSError):  # without locks, each process builds and the first to finish wins
+                with suppress(OSError):  # without locks, each process builds
                     fcntl.flock(lock, fcntl.LOCK_EX)
-                if (found := _load(entry, facts)) is None:
-                    _store(entry, facts, build())
-                    found = _load(entry, facts)
-            if found is None:
-                raise OSError(f"{entry} reads back otherwise than it was written")
-            return found
-        except OSError as error:
-            what = f"cannot keep index caches in {self.folder}: {reason(error)}"
+                if not {*(found := self._load(stem))} >= {*names}:
+                    for name, array in build().items():
+                        self._store(f"{stem}.{name}", array)
+                    found = self._load(stem)
+            return {name: found[name] for name in names}
+        except (OSError, KeyError) as error:
+            why = reason(error) if isinstance(error, OSError) else f"{stem} reads back otherwise than it was written"
             remedy = "choose a data.cache_dir that can be written and has room, or repair this one"
-            raise StorageError(Problem(what, remedy=remedy)) from error
+            raise StorageError(Problem(f"cannot keep index caches in {self.folder}: {why}", remedy=remedy)) from error
+
+    def _store(self, stem: str, array: NDArray[Any]) -> None:
+        partial = self.folder / f".{stem}.{secrets.token_hex(4)}"
+        try:
+            with open(partial, "xb") as file:
+                np.save(file, array, allow_pickle=False)
+            publish(partial, self.folder / f"{stem}.{file_checksum(partial)}.npy")
+        finally:
+            partial.unlink(missing_ok=True)
+
+    def _load(self, stem: str) -> Arrays:
+        """The arrays that are whole, by name."""
+        found = {}
+        for path in self.folder.glob(f"{stem}.*.npy"):
+            with suppress(OSError, ValueError):
+                _, name, checksum, _ = path.name.split(".")
+                if file_checksum(path) == checksum:
+                    found[name] = np.load(path, mmap_mode="r", allow_pickle=False)
+        return found
 
 
 def _created(path: str, flags: int) -> int:
     return open_plain(path, flags | os.O_CREAT)  # for reading, which is enough: it may be another user's
-
-
-def _store(entry: Path, facts: Mapping[str, Any], arrays: Arrays) -> None:
-    with tempfile.TemporaryDirectory(prefix=f".{entry.name}.", dir=entry.parent, ignore_cleanup_errors=True) as folder:
-        partial = Path(folder, "entry")
-        partial.mkdir()
-        for name, array in arrays.items():
-            np.save(partial / f"{name}.npy", array, allow_pickle=False)
-        checksums = {name: file_checksum(partial / f"{name}.npy") for name in arrays}
-        (partial / "entry.json").write_text(json.dumps({"key": facts, "checksums": checksums}, indent=1))
-        for path in partial.iterdir():
-            publish(path, path)  # brings it to the disk
-        if _load(entry, facts) is None:
-            remove_tree(entry)  # absent, or damaged; whoever has mapped its files keeps them
-            with suppress(FileExistsError):
-                os.rename(partial, entry)
-
-
-def _load(entry: Path, facts: Mapping[str, Any]) -> Arrays | None:
-    """The arrays of a whole entry, mapped from its files; None if it is absent, damaged or another's."""
-    try:
-        known = read_json(entry / "entry.json")
-        paths = {name: entry / f"{name}.npy" for name in known["checksums"]}
-        is_whole = all(file_checksum(path) == known["checksums"][name] for name, path in paths.items())
-        if not is_whole or known["key"] != json.loads(json.dumps(facts)):
-            return None
-        return {name: _mapped(path) for name, path in paths.items()}
-    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
-        return None
-
-
-def _mapped(path: Path) -> NDArray[Any]:
-    try:
-        array: NDArray[Any] = np.load(path, mmap_mode="r", allow_pickle=False)
-    except ValueError:  # an empty array cannot be mapped
-        array = np.load(path, allow_pickle=False)
-    return array

@@ -17,7 +17,7 @@ from typing import Any, Literal, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from bloomery.base.errors import DataError, Problem, RecipeError
+from bloomery.base.errors import Problem, RecipeError
 from bloomery.sizing.check import split_shares
 
 Part = Literal["train", "valid", "test"]
@@ -71,9 +71,6 @@ class SampleIndex:
     samples: NDArray[Any]
     """Where each sample begins: (position in `documents`, token within it); one more row than samples."""
     shuffle: NDArray[Any]
-
-    def as_arrays(self) -> dict[str, NDArray[Any]]:
-        return {"documents": self.documents, "samples": self.samples, "shuffle": self.shuffle}
 
 
 def build_index(starts: NDArray[np.int64], *, first: int, last: int, shape: OrderShape, seed: int) -> SampleIndex:
@@ -147,41 +144,16 @@ def build_blend(weights: NDArray[np.float64], size: int) -> dict[str, NDArray[An
     Position i takes from the source with the largest w * max(i, 1) - taken, the first of equals. The product is rounded
     before the difference, as on x86; Megatron compiled for aarch64 fuses the two and often gives another order.
     """
-    sources, ordinals = np.empty(size, _source_dtype(len(weights))), np.empty(size, np.int64)
-    taken = np.zeros(len(weights))
+    sources, ordinals = np.empty(size, np.int32), np.empty(size, np.int64)
+    taken, behind = np.zeros(len(weights)), np.empty(len(weights))
     step = max(1, (1 << 20) // len(weights))
     for first in range(0, size, step):
-        positions = np.maximum(np.arange(first, min(first + step, size)), 1).astype(np.float64)
-        before = taken.astype(np.int64)
-        chosen = np.array(_choose(positions[:, None] * weights, taken))
-        sources[first : first + step] = chosen
-        ordinals[first : first + step] = before[chosen] + _occurrences_before(chosen)
+        positions = np.arange(first, min(first + step, size))
+        for position, due in zip(positions.tolist(), np.maximum(positions, 1)[:, None] * weights, strict=True):
+            source = int(np.subtract(due, taken, out=behind).argmax())
+            sources[position], ordinals[position] = source, taken[source]
+            taken[source] += 1.0
     return {"sources": sources, "ordinals": ordinals, "taken": taken.astype(np.int64)}
-
-
-def _choose(due: NDArray[np.float64], taken: NDArray[np.float64]) -> list[int]:
-    """The source of each row, where `due` is what each source should have given; counts them in `taken`."""
-    chosen = []
-    behind = np.empty_like(taken)
-    for row in due:
-        source = int(np.subtract(row, taken, out=behind).argmax())
-        taken[source] += 1.0
-        chosen.append(source)
-    return chosen
-
-
-def _source_dtype(num_sources: int) -> type[np.integer[Any]]:
-    """The originals stop at 254 (uint8) and 32,766 (int16) sources."""
-    return next(kind for kind in (np.uint8, np.int16, np.int32) if num_sources <= np.iinfo(kind).max)
-
-
-def _occurrences_before(numbers: NDArray[np.int64]) -> NDArray[np.int64]:
-    """For each entry, how often it occurs before its place."""
-    order = np.argsort(numbers, kind="stable")
-    counts = np.bincount(numbers)
-    occurrences = np.empty_like(numbers)
-    occurrences[order] = np.arange(len(numbers)) - np.repeat(np.cumsum(counts) - counts, counts)
-    return occurrences
 
 
 # ---------------------------------------------------------------- parts of a shard
@@ -211,28 +183,3 @@ def plain_sum(numbers: Sequence[float]) -> float:
     for number in numbers:
         total += number
     return total
-
-
-def part_range(
-    split: str | None, part: Part | Literal["all"], num_documents: int, *, place: str, flavour: Flavour = "megatron"
-) -> tuple[int, int]:
-    """The documents [first, last) of a part. An empty part is an error: whoever requests it means to read it."""
-    if (part == "all") != (split is None):
-        raise ValueError(f"part {part!r} with split {split!r}: a split is needed for a part, and only then")
-    if split is None or part == "all":
-        return 0, num_documents
-    boundaries = split_boundaries(split, num_documents, flavour)
-    number = PARTS.index(part)
-    first, last = boundaries[number], boundaries[number + 1]
-    if not 0 <= first < last:
-        raise DataError(
-            Problem(
-                what=f"the split '{split}' of {num_documents} documents leaves none for {part} "
-                f"(train, valid, test end at {', '.join(str(end) for end in boundaries[1:])})",
-                rule="a part that is used needs at least one document"
-                + (f", counted as {flavour} rounds" if flavour != "megatron" else ""),
-                remedy=f"give {part} a larger share in data.split, or prepare more documents",
-                place=place,
-            )
-        )
-    return first, last

@@ -15,9 +15,9 @@ import struct
 from array import array
 from bisect import bisect_right
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from glob import escape, glob
-from types import TracebackType
+from pathlib import Path
 from typing import IO, Any, Self
 
 import numpy as np
@@ -26,7 +26,7 @@ from numpy.typing import DTypeLike, NDArray
 
 from bloomery.base.bounded import open_regular
 from bloomery.base.errors import DataError, Problem
-from bloomery.base.storage import make_folder, writing
+from bloomery.base.storage import make_folder, publish, writing
 
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
@@ -65,29 +65,19 @@ class ShardWriter:
         self._lengths = array("i")
         self._sequences = array("i")
         """How many sequences each document has."""
-        self.num_tokens = 0
+        self.num_tokens = self.num_documents = self.num_sequences = 0
         partial = f"{prefix}{PARTIAL}{secrets.token_hex(4)}"  # two writers of one shard never mix their bytes
         self._partial_bin, self._partial_idx = f"{partial}.bin", f"{partial}.idx"
         make_folder(os.path.dirname(prefix) or ".")
         with writing(f"{prefix}.bin"):
             self._bin = open(self._partial_bin, "xb", buffering=1 << 20)  # noqa: SIM115 - closed by finish and abort
 
-    @property
-    def num_documents(self) -> int:
-        return len(self._sequences)
-
-    @property
-    def num_sequences(self) -> int:
-        return len(self._lengths)
-
     def append(self, document: NDArray[np.integer[Any]]) -> None:
         """One document, stored as one sequence. ValueError where it is empty or an id does not fit the dtype."""
-        if document.ndim != 1 or document.size == 0:
-            raise ValueError(f"a document is a row of at least one token, not an array of shape {document.shape}")
-        limits = np.iinfo(self.dtype)
-        if document.dtype != self.dtype and (document.min() < limits.min or document.max() > limits.max):
-            raise ValueError(f"token ids {document.min()}..{document.max()} do not fit into {self.dtype}")
-        self.append_many(document.astype(self.dtype).data, np.array([document.size], "<i4"))
+        tokens = document.astype(self.dtype)
+        if tokens.ndim != 1 or not tokens.size or (tokens != document).any():
+            raise ValueError(f"not a row of at least one token, or they do not fit into {self.dtype}")
+        self.append_many(tokens.data, np.array([tokens.size], "<i4"))
 
     def append_many(
         self, tokens: bytes | memoryview, lengths: NDArray[np.int32], sequences: NDArray[np.int32] | None = None
@@ -96,48 +86,27 @@ class ShardWriter:
         sequences of every document (None: one each)."""
         with writing(f"{self.prefix}.bin"):
             written = self._bin.write(tokens)
-        self._count(lengths, sequences, written)
-
-    def append_file(
-        self,
-        file: IO[bytes],
-        offset: int,
-        lengths: NDArray[np.int32],
-        sequences: NDArray[np.int32] | None = None,
-    ) -> None:
-        """As `append_many`, with the tokens copied from another file by the kernel."""
-        unwritten = nbytes = int(lengths.sum(dtype=np.int64)) * self.dtype.itemsize
-        with writing(f"{self.prefix}.bin"):
-            self._bin.flush()
-            while unwritten:
-                copied = os.sendfile(self._bin.fileno(), file.fileno(), offset + nbytes - unwritten, unwritten)
-                if not copied:
-                    raise damaged(str(file.name), "ends too early", "it was cut off while it was being copied")
-                unwritten -= copied
-        self._count(lengths, sequences, nbytes)
-
-    def _count(self, lengths: NDArray[np.int32], sequences: NDArray[np.int32] | None, written: int) -> None:
-        tokens = int(lengths.sum(dtype=np.int64))
-        assert written == tokens * self.dtype.itemsize, "lengths and tokens differ"
-        assert sequences is None or sequences.sum(dtype=np.int64) == len(lengths), "sequences and documents differ"
-        self.num_tokens += tokens
+        sequences = np.ones_like(lengths) if sequences is None else sequences
+        num_tokens = int(lengths.sum(dtype=np.int64))
+        assert written == num_tokens * self.dtype.itemsize, "lengths and tokens differ"
+        assert sequences.sum(dtype=np.int64) == len(lengths), "sequences and documents differ"
+        self.num_tokens += num_tokens
+        self.num_sequences += len(lengths)
+        self.num_documents += len(sequences)
         self._lengths.frombytes(lengths.astype("<i4").tobytes())
-        self._sequences.frombytes((np.ones_like(lengths) if sequences is None else sequences).astype("<i4").tobytes())
+        self._sequences.frombytes(sequences.astype("<i4").tobytes())
 
     def finish(self) -> None:
         """The data comes first and the index last: an index under its final name stands for a whole shard."""
         try:
             with writing(f"{self.prefix}.bin"):
-                self._bin.flush()
-                os.fsync(self._bin.fileno())
                 self._bin.close()
-            with writing(f"{self.prefix}.idx"):
                 self._write_index()
                 # An older shard of this name loses its index first, so that it never describes the new data.
                 with suppress(FileNotFoundError):
                     os.unlink(f"{self.prefix}.idx")
-                os.replace(self._partial_bin, f"{self.prefix}.bin")
-                os.replace(self._partial_idx, f"{self.prefix}.idx")
+                publish(Path(self._partial_bin), Path(f"{self.prefix}.bin"))
+                publish(Path(self._partial_idx), Path(f"{self.prefix}.idx"))
         except BaseException:
             self.abort()
             raise
@@ -161,15 +130,11 @@ class ShardWriter:
             file.write(np.zeros(1, "<i8").data)
             for starts in _running_sums(sequences):
                 file.write(starts[1:].data)
-            file.flush()
-            os.fsync(file.fileno())
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None:
             self.finish()
         else:
@@ -189,52 +154,39 @@ def _running_sums(counts: NDArray[np.int32]) -> Iterator[NDArray[np.int64]]:
 
 
 class ShardReader:
-    """One shard, opened in no time whatever its size: see ShardIndex. `read` may be called from several threads."""
+    """One shard, opened in no time whatever its size: by the end of its index, which is all there is of a small one.
+    The rest is read and checked when it is requested. DataError where something is wrong. Several threads may read."""
 
     def __init__(self, prefix: str) -> None:
         self.prefix = prefix
-        try:
-            self.index = ShardIndex(f"{prefix}.idx")
-        except OSError as error:
-            raise _not_opened(prefix, error) from error
-        try:
-            self._file = open(f"{prefix}.bin", "rb", buffering=0, opener=open_regular)  # noqa: SIM115 - closed by close
-        except OSError as error:
-            self.index.close()
-            raise _not_opened(prefix, error) from error
-        found, expected = os.fstat(self._file.fileno()).st_size, self.num_tokens * self.dtype.itemsize
-        if found != expected:
-            self.close()
-            raise damaged(
-                f"{prefix}.bin",
-                f"holds {found} bytes where its index says {expected} "
-                f"({self.num_tokens} tokens of {self.dtype.itemsize} bytes)",
-                f"the data is {'shorter' if found < expected else 'longer'} than the index: it was cut off, "
-                "is still being written, or belongs to another .idx",
-            )
-
-    @property
-    def dtype(self) -> np.dtype[Any]:
-        return self.index.dtype
-
-    @property
-    def num_tokens(self) -> int:
-        return self.index.num_tokens
-
-    @property
-    def num_documents(self) -> int:
-        return self.index.num_documents
-
-    @property
-    def num_sequences(self) -> int:
-        return self.index.num_sequences
+        with ExitStack() as closing:
+            try:
+                self._idx, self._bin = (
+                    closing.enter_context(open(prefix + suffix, "rb", buffering=0, opener=open_regular))
+                    for suffix in (".idx", ".bin")
+                )
+            except OSError as error:
+                raise _not_opened(prefix, error) from error
+            self.dtype, count, entries = _read_header(self._idx)
+            self.num_sequences, self.num_documents = count, entries - 1
+            self._documents(0, 1)
+            self._documents(max(0, entries - _AN_END), entries)
+            self.num_tokens = int(self._sequences(max(0, count - _AN_END), count)[-1])
+            found, expected = os.fstat(self._bin.fileno()).st_size, self.num_tokens * self.dtype.itemsize
+            if found != expected:
+                what = f"holds {found} bytes where its index says {expected} "
+                what += f"({self.num_tokens} tokens of {self.dtype.itemsize} bytes)"
+                rule = f"the data is {'shorter' if found < expected else 'longer'} than the index: it was cut off, "
+                rule += "is still being written, or belongs to another .idx"
+                raise damaged(f"{prefix}.bin", what, rule)
+            self._closing = closing.pop_all()
 
     def facts(self) -> dict[str, Any]:
         """What identifies this shard: its size, and a hash of some of its tokens and of where some documents
         begin."""
         hasher = xxhash.xxh3_128()
         for document in np.linspace(0, self.num_documents, _FACT_DOCUMENTS, dtype=np.int64):
-            hasher.update(self.index.document_start(int(document)).to_bytes(8, "little"))
+            hasher.update(self.document_start(int(document)).to_bytes(8, "little"))
         count = min(_FACT_TOKENS, self.num_tokens)
         for start in np.linspace(0, self.num_tokens - count, _FACT_PLACES, dtype=np.int64):
             hasher.update(self.read(int(start), count).tobytes())
@@ -245,7 +197,7 @@ class ShardReader:
         if start_token < 0 or count < 0 or start_token + count > self.num_tokens:
             raise IndexError(f"tokens {start_token}..{start_token + count} of a shard of {self.num_tokens}")
         tokens = np.empty(count, self.dtype)
-        read_into(tokens, self._file, start_token * self.dtype.itemsize)
+        read_into(tokens, self._bin, start_token * self.dtype.itemsize)
         return tokens
 
     def blocks(self) -> Iterator[NDArray[Any]]:
@@ -253,52 +205,19 @@ class ShardReader:
         for start in range(0, self.num_tokens, _BLOCK_TOKENS):
             yield self.read(start, min(_BLOCK_TOKENS, self.num_tokens - start))
 
-    def close(self) -> None:
-        self.index.close()
-        self._file.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-
-class ShardIndex:
-    """Opened by its end, which is all there is of a small one; what is requested whole is read and checked then.
-    DataError where something is wrong. May be used by several threads."""
-
-    def __init__(self, path: str) -> None:
-        """OSError where it cannot be opened."""
-        self.path = path
-        self._whole: NDArray[np.int64] | None = None
-        self._file = open(path, "rb", buffering=0, opener=open_regular)  # noqa: SIM115 - closed by close
-        try:
-            found = os.fstat(self._file.fileno()).st_size
-            header = np.empty(min(HEADER.size, found), np.uint8)
-            read_into(header, self._file, 0)
-            self.dtype, self.num_sequences, entries = _read_header(path, header.tobytes(), found)
-            self.num_documents = entries - 1
-            self.num_tokens = self._look_at_ends()
-        except BaseException:
-            self.close()
-            raise
-
     def document_start(self, document: int) -> int:
         """The token at which it begins; behind the last one, the number of tokens. What is read is compared with the
         entries beside it."""
-        if self._whole is not None:
-            return int(self._whole[document])
         first = max(0, document - 1)
         sequence = int(self._documents(first, min(document + 2, self.num_documents + 1))[document - first])
         if not 0 <= sequence <= self.num_sequences:
             what = f"document {document} begins at sequence {sequence} of {self.num_sequences}"
-            raise damaged(self.path, what, _DOCUMENTS)
+            raise damaged(self._idx.name, what, _DOCUMENTS)
         before = max(0, sequence - 1)
         start = int(self._sequences(before, min(sequence + 1, self.num_sequences))[sequence - before])
         if not 0 <= start <= self.num_tokens or (sequence == self.num_sequences and start != self.num_tokens):
             what = f"sequence {sequence} begins at token {start} of {self.num_tokens}"
-            raise damaged(self.path, what, _SEQUENCES)
+            raise damaged(self._idx.name, what, _SEQUENCES)
         return start
 
     def document_at(self, token: int) -> tuple[int, int]:
@@ -306,34 +225,22 @@ class ShardIndex:
         document = bisect_right(range(self.num_documents + 1), token, key=self.document_start) - 1
         return document, token - self.document_start(document)
 
-    def documents_of(self, first: int, last: int) -> tuple[int, int]:
-        """[first, last) of the documents that have a sequence in [first, last), of which there is at least one."""
-        begins = self._documents(0, self.num_documents + 1)
-        return int(np.searchsorted(begins, first, "right")) - 1, int(np.searchsorted(begins, last - 1, "right"))
-
     def document_starts(self) -> NDArray[np.int64]:
-        """Of every document, and the number of tokens at the end. Stays in memory."""
-        if self._whole is None:
-            self._whole = self.sequence_starts()[self._documents(0, self.num_documents + 1)]
-        return self._whole
+        """Of every document, and the number of tokens at the end."""
+        return self.sequence_starts()[self._documents(0, self.num_documents + 1)]
 
     def sequence_starts(self) -> NDArray[np.int64]:
         """The token at which every sequence begins, and the number of tokens at the end."""
         return self._sequences(0, self.num_sequences)
 
     def close(self) -> None:
-        self._file.close()
+        self._closing.close()
 
-    def _look_at_ends(self) -> int:
-        """The number of tokens."""
-        count, entries = self.num_sequences, self.num_documents + 1
-        if count <= _AN_END and entries <= _AN_END:
-            starts = self._sequences(0, count)
-            self._whole = starts[self._documents(0, entries)]
-            return int(starts[-1])
-        self._documents(0, 1)
-        self._documents(max(0, entries - _AN_END), entries)
-        return int(self._sequences(max(0, count - _AN_END), count)[-1])
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def _sequences(self, first: int, last: int) -> NDArray[np.int64]:
         """The token at which each of these begins, and the end of the last one."""
@@ -348,7 +255,7 @@ class ShardIndex:
             bad = int(np.argmax(wrong))
             what = f"sequence {first + bad} has length {lengths[bad]} and points to byte {pointers[bad]}"
             sums = f"where the lengths before it add up to {starts[bad] * self.dtype.itemsize}"
-            raise damaged(self.path, f"{what} {sums}", _SEQUENCES)
+            raise damaged(self._idx.name, f"{what} {sums}", _SEQUENCES)
         return starts
 
     def _documents(self, first: int, last: int) -> NDArray[np.int64]:
@@ -361,14 +268,14 @@ class ShardIndex:
             wrong |= begins != np.arange(first, last)
         if wrong.any():
             bad = int(np.argmax(wrong))
-            raise damaged(self.path, f"document {first + bad} begins at sequence {begins[bad]}", _DOCUMENTS)
+            raise damaged(self._idx.name, f"document {first + bad} begins at sequence {begins[bad]}", _DOCUMENTS)
         return begins
 
     def _array(self, dtype: str, offset: int, count: int) -> NDArray[Any]:
         """`offset`: in bytes behind the header. Read, not mapped: the header's 34 bytes leave every array misaligned,
         and numpy then copies on every use."""
         values = np.empty(count, dtype)
-        read_into(values, self._file, HEADER.size + offset)
+        read_into(values, self._idx, HEADER.size + offset)
         return values
 
 
@@ -382,7 +289,7 @@ def read_into(values: NDArray[Any], file: IO[bytes], offset: int) -> None:
         except OSError as error:
             raise unreadable(str(file.name), error) from error
         if got == 0:
-            raise damaged(str(file.name), f"ends at byte {offset}", "it was cut off while it was being read")
+            raise damaged(str(file.name), f"ends at byte {offset}", "it was truncated while it was being read")
         unread, offset = unread[got:], offset + got
 
 
@@ -403,9 +310,14 @@ def unreadable(place: str, error: OSError) -> DataError:
     return damaged(place, f"cannot be read: {error.strerror or error}", "", remedy)
 
 
-def _read_header(path: str, header: bytes, found: int) -> tuple[np.dtype[Any], int, int]:
+def _read_header(file: IO[bytes]) -> tuple[np.dtype[Any], int, int]:
+    """(type of the tokens, sequences, entries of documents) of an index."""
+    path, found = str(file.name), os.fstat(file.fileno()).st_size
+    values = np.empty(min(HEADER.size, found), np.uint8)
+    read_into(values, file, 0)
+    header = values.tobytes()
     if len(header) < HEADER.size or not header.startswith(MAGIC):
-        rule = f"an index starts with {MAGIC!r}: this was cut off, is of Megatron's older TNTIDX format, or no index"
+        rule = f"an index starts with {MAGIC!r}: this was truncated, is of Megatron's older TNTIDX format, or no index"
         raise damaged(path, f"holds {found} bytes and starts with {header[:9]!r}", rule)
     _, version, code, num_sequences, num_entries = HEADER.unpack(header)
     if version != VERSION or code not in DTYPES or num_entries == 0:
@@ -424,9 +336,9 @@ def _not_opened(prefix: str, error: OSError) -> DataError:
     missing = [suffix for suffix in (".bin", ".idx") if not os.path.exists(prefix + suffix)]
     if not missing or error.errno not in (errno.ENOENT, errno.ENOTDIR):
         return unreadable(str(error.filename), error)
-    near = [path[:-4] for path in sorted(glob(escape(prefix.removesuffix(".bin").removesuffix(".idx")) + "*.idx"))]
     remedy = "make the shard with `bloomery prepare`, or correct the path"
-    if near and near != [prefix]:
-        remedy += f" (there is {', '.join(near[:3])})"
+    near = sorted(glob(f"{escape(prefix.removesuffix('.bin').removesuffix('.idx'))}*.idx"))
+    if near and ".idx" in missing:
+        remedy += f" (there is {', '.join(path[:-4] for path in near[:3])})"
     rule = "a shard is a pair of files, <path>.bin and <path>.idx"
     return DataError([Problem("no such file", rule, remedy, prefix + suffix) for suffix in missing])

@@ -4,13 +4,13 @@ a head whose width is a field of its own (qwen3)."""
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
-from bloomery.families.family import Family, HuggingFace
-from bloomery.families.llama import CONSTANTS, DEFAULTS, FIELDS, ONLY, TENSORS
+from bloomery.families.family import HuggingFace
+from bloomery.families.llama import CONSTANTS, DEFAULTS, FIELDS, LLAMA, ONLY, TENSORS
 
 _DEFAULTS = {"dropout": 0.0, "norm_eps": 1e-6, "tie_embeddings": False}
-_READS = ("num_kv_heads", "head_dim", "rope_theta")
 
 
 def _hf(architecture: str, tensors: Mapping[str, str | tuple[str, ...]], head_dim: int | None) -> HuggingFace:
@@ -28,37 +28,10 @@ def _hf(architecture: str, tensors: Mapping[str, str | tuple[str, ...]], head_di
     )
 
 
-QWEN2 = Family(
-    name="qwen2",
-    defaults=_DEFAULTS,
-    hf=_hf("Qwen2ForCausalLM", TENSORS, head_dim=None),
-    reads=_READS,
-    positions="rotary",
-    norm="rms",
-    bias=False,
-    qkv_bias=True,
-    activation="silu",
-    gated=True,
+QWEN2 = replace(
+    LLAMA, name="qwen2", defaults=_DEFAULTS, hf=_hf("Qwen2ForCausalLM", TENSORS, head_dim=None), qkv_bias=True
 )
-
-QWEN3 = Family(
-    name="qwen3",
-    defaults=_DEFAULTS,
-    hf=_hf(
-        "Qwen3ForCausalLM",
-        TENSORS
-        | {
-            "layers.N.attention.q_norm": "model.layers.N.self_attn.q_norm",
-            "layers.N.attention.k_norm": "model.layers.N.self_attn.k_norm",
-        },
-        head_dim=128,
-    ),
-    reads=_READS,
-    positions="rotary",
-    norm="rms",
-    bias=False,
-    qkv_bias=False,
-    qk_norm=True,
-    activation="silu",
-    gated=True,
+_NORMS = {f"layers.N.attention.{name}": f"model.layers.N.self_attn.{name}" for name in ("q_norm", "k_norm")}
+QWEN3 = replace(
+    LLAMA, name="qwen3", defaults=_DEFAULTS, hf=_hf("Qwen3ForCausalLM", TENSORS | _NORMS, head_dim=128), qk_norm=True
 )

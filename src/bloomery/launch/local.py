@@ -79,7 +79,7 @@ def run_local_ranks(
             os.write(watched.fileno(), bytes(size))  # all are there: one byte for each, and they begin
         code = job.watch()
         if any(rank.exitcode == _NO_SERVER for rank in ranks):
-            signals.say(f"the process that the ranks came from is gone, so they were asked to stop. {_RESUME}")
+            signals.say(f"the process that started the ranks has exited, so they were asked to stop. {_RESUME}")
             job.see_them_end(watched)
     watched.close()
     return code
@@ -193,7 +193,7 @@ class _Job:
         return next((code for code in codes.values() if code != exit_codes.LOST_RANK), max(codes.values(), default=0))
 
     def see_them_end(self, watched: Connection) -> None:
-        """Without a fork server: the ranks save and stop by themselves (`end_with_parent`), but nobody tells us. All
+        """Without a fork server: the ranks save and stop by themselves (`end_with_parent`), but nothing reports it. All
         have ended when nobody is left who could read what we write."""
         poll = select.poll()
         poll.register(watched, 0)

@@ -25,7 +25,7 @@ from torch.utils.checkpoint import checkpoint
 from bloomery.config.recipe import ModelSection
 from bloomery.families.family import Family
 
-Kernel = Literal["sdpa", "flex", "bias", "reference"]
+Kernel = Literal["sdpa", "flex", "bias"]
 
 _FASTEST_FIRST = [
     SDPBackend.CUDNN_ATTENTION,
@@ -42,12 +42,6 @@ class AttentionContext:
 
     kernel: Kernel
     causal: bool
-    slopes: Tensor | None = None
-    """ALiBi slopes (H,) fp32, of the heads that are present."""
-    document_ids: Tensor | None = None
-    """(B, S): a token sees only tokens of its own id."""
-    query_places: Tensor | None = None
-    """(queries,): where each query stands in the sequence, if they are only a part of it; keys are always all."""
     bias: Tensor | None = None
     """Kernel `bias`: (B or 1, H or 1, queries, S), boolean (True is seen) or additive fp32."""
     block_mask: BlockMask | None = None
@@ -91,7 +85,12 @@ def attention_context(
     query_places: Tensor | None = None,
 ) -> AttentionContext:
     """Prepare one forward pass: the bias or the block mask is made here, once for all layers. `seq_length` counts the
-    keys."""
+    keys.
+
+    slopes (H,): ALiBi's, in fp32, of the heads that are present.
+    document_ids (B, S): a token sees only tokens of its own id.
+    query_places (queries,): where each query stands, if they are only a part of the sequence; keys are always all.
+    """
     if kernel == "bias":
         extra: dict[str, Any] = {"bias": _dense_bias(causal, seq_length, device, slopes, document_ids, query_places)}
     elif kernel == "flex":
@@ -101,15 +100,14 @@ def attention_context(
             "score_mod": None if slopes is None else _alibi_score(slopes, query_places),
         }
     else:
-        plain = slopes is None and document_ids is None and query_places is None
-        assert kernel == "reference" or plain, "sdpa takes none of these"
+        assert slopes is document_ids is query_places is None, "sdpa takes none of these"
         extra = {}
-    return AttentionContext(kernel, causal, slopes, document_ids, query_places, rotary=rotary, **extra)
+    return AttentionContext(kernel, causal, rotary=rotary, **extra)
 
 
 def attend(q_BHSD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, context: AttentionContext, dropout: float = 0.0) -> Tensor:
     """softmax(q k / sqrt(D) + bias) v as o_BHSD, by the context's kernel. Query head h reads key head h * K // H."""
-    kernel = {"sdpa": _sdpa, "flex": _flex, "bias": _biased, "reference": _reference}[context.kernel]
+    kernel = {"sdpa": _sdpa, "flex": _flex, "bias": _biased}[context.kernel]
     return kernel(q_BHSD, k_BKSD, v_BKSD, context, dropout)
 
 
@@ -283,20 +281,3 @@ def _dot_product(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
         return F.scaled_dot_product_attention(q, k, v, **options)
     with sdpa_kernel(_FASTEST_FIRST, set_priority=True):
         return F.scaled_dot_product_attention(q, k, v, **options)
-
-
-def _reference(q: Tensor, k: Tensor, v: Tensor, context: AttentionContext, dropout: float) -> Tensor:
-    """The definition, in fp32, sharing nothing with the kernels that are tested against it."""
-    groups = q.shape[1] // k.shape[1]
-    k, v = k.repeat_interleave(groups, dim=1).float(), v.repeat_interleave(groups, dim=1).float()
-    scores = q.float() @ k.mT / q.shape[-1] ** 0.5
-    keys = torch.arange(k.shape[2], device=q.device)
-    queries = keys if context.query_places is None else context.query_places
-    if context.slopes is not None:
-        scores = scores + context.slopes[:, None, None] * keys
-    if context.causal:
-        scores = scores.masked_fill(keys[None, :] > queries[:, None], float("-inf"))
-    if context.document_ids is not None:
-        other = context.document_ids[:, None, queries, None] != context.document_ids[:, None, None, :]
-        scores = scores.masked_fill(other, float("-inf"))
-    return (F.dropout(scores.softmax(-1), dropout) @ v).to(q.dtype)

@@ -7,13 +7,11 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from bloomery.base.ranks import Piece
 from bloomery.config.recipe import ModelSection, Recompute
 from bloomery.families.bloom import alibi_slopes
 from bloomery.families.family import Family
 from bloomery.families.registry import FAMILIES
 from bloomery.model.attention import AttentionContext, attention_context, choose_kernel, rotary_table
-from bloomery.model.init import initialise
 from bloomery.model.layers import Block, Embeddings, MaskedHead, Pooler, make_norm
 from bloomery.sizing.parameters import padded_vocab_size
 
@@ -25,18 +23,12 @@ def build_model(config: ModelSection) -> Decoder | Encoder:
         return Encoder(config, family) if family.encoder else Decoder(config, family)
 
 
-def materialise(
-    model: Decoder | Encoder, config: ModelSection, *, seed: int, device: torch.device | str, dtype: torch.dtype
-) -> None:
-    """Give a meta-device model memory and its initial values, in place.
-
-    The order matters: `to_empty` makes new parameters, which separates tied ones, and leaves garbage in buffers.
-    """
-    model.to(dtype)
+def materialise(model: nn.Module, device: torch.device | str) -> None:
+    """Give a meta-device model (a Decoder or an Encoder, or a stage of one) memory, in place, without values.
+    `to_empty` makes new parameters, which separates tied ones, and leaves garbage in buffers."""
     model.to_empty(device=device)
-    model.tie_weights()
-    model.rebuild_buffers(device)
-    initialise(((name, Piece.whole(each.data)) for name, each in model.named_parameters()), config, seed)
+    cast(Any, model).tie_weights()
+    cast(Any, model).rebuild_buffers(device)
 
 
 def apply_recompute(model: nn.Module, mode: Recompute) -> None:
@@ -100,7 +92,7 @@ class Decoder(nn.Module):
         _tie(self.head, self.embed, self.config)
 
     def rebuild_buffers(self, device: torch.device | str) -> None:
-        """Make the buffers anew: they are not in checkpoints, and `to_empty` leaves garbage in them. Always fp32,
+        """Recreate the buffers: they are not in checkpoints, and `to_empty` leaves garbage in them. Always fp32,
         always for all heads: cut them afterwards."""
         if self.slopes is not None:
             self.slopes = torch.tensor(alibi_slopes(self.config.num_heads), dtype=torch.float32, device=device)

@@ -1,16 +1,12 @@
-"""What a run's metrics and events add up to: all that the report shows, in memory that does not grow with the run, with
-curves thinned to what a screen shows."""
+"""What a run's metrics and events add up to: all that the report shows, its curves thinned to what a screen shows."""
 
 from __future__ import annotations
 
 import math
 from array import array
 from collections import defaultdict, deque
-from collections.abc import Sequence
 from operator import itemgetter
 from pathlib import Path
-from struct import Struct
-from struct import error as StructError
 from typing import Any
 
 import numpy as np
@@ -25,20 +21,17 @@ from bloomery.monitor.record import Record, StepRecord, ValidationRecord, from_j
 
 MOST_POINTS = 1200
 """Of a curve."""
-Point = tuple[int, float]
-
-_COLUMNS = ("step", "lr", "tokens_per_second", "grad_norm", "tflops", "time", "mfu")
-_numbers, _row = itemgetter(*_COLUMNS[:-1]), Struct(f"{len(_COLUMNS)}d")
-_AT_ONCE = 4096
-"""Records that are added up together, which is several times quicker than one by one."""
-_MOST_SAMPLED = 2**16
-"""Records that medians are taken of; of more than these every other, every fourth and so on."""
+Points = NDArray[np.float64]
+"""(points, 2): step and value."""
+_MOST_KEPT = 2**16
+"""Points of a curve before it is thinned."""
 _MOST_EVENTS = 1000
+_COLUMNS = ("step", "time", "lr", "tokens_per_second", "grad_norm", "tflops", "mfu")
+_numbers = itemgetter(*_COLUMNS[:-1])
 
 
 class Gathered:
     def __init__(self) -> None:
-        self.columns: dict[str, Curve] = {name: Curve() for name in ("lr", "tokens_per_second", "grad_norm")}
         self.losses: dict[str, Curve] = defaultdict(Curve)
         self.source_losses: dict[str, Curve] = defaultdict(Curve)
         self.validation_losses: dict[tuple[str, str], Curve] = defaultdict(Curve)
@@ -59,13 +52,18 @@ class Gathered:
         self.references: dict[str, float] = {}
         self.last_word: dict[str, Any] = {}
         """The newest start or stop."""
-        self._rows = bytearray()
-        self._sample: NDArray[np.float64] = np.empty((0, len(_COLUMNS)))
-        self._stride = 1
+        self._rows = array("d")
+        """Of each record of a step its columns: 112 MB for two million."""
+
+    def _column(self, name: str) -> Points:
+        return np.frombuffer(self._rows).reshape(-1, len(_COLUMNS))[:, [0, _COLUMNS.index(name)]]
+
+    def curve(self, column: str) -> Points:
+        return thin(self._column(column))
 
     def median(self, column: str) -> float:
         """Of the steps where it is a number; NaN if there are none."""
-        values = self._sample[:, _COLUMNS.index(column)]
+        values = self._column(column)[:, 1]
         finite = values[np.isfinite(values)]
         return float(np.median(finite)) if len(finite) else math.nan
 
@@ -76,31 +74,16 @@ class Gathered:
         def take(line: bytes) -> None:
             nonlocal last_line
             fields = orjson.loads(line)
-            step = fields["step"]
-            if step > last_valid.get(fields["job"], math.inf):
+            if fields["step"] > last_valid.get(fields["job"], math.inf):
                 return
-            if fields["kind"] != names.KIND_STEP:
+            if fields["kind"] == names.KIND_STEP:
+                self._add_step(fields)
+                last_line = line
+            else:
                 self._add_validation(from_json(line))
-                return
-            numbers = (*_numbers(fields), math.nan if fields["mfu"] is None else fields["mfu"])
-            try:
-                self._rows += _row.pack(*numbers)
-            except StructError:  # NaN is a string
-                self._rows += _row.pack(*map(float, numbers))
-            for name, loss in fields["losses"].items():
-                self.losses[name].add(step, loss)
-            if sources := fields.get("source_losses"):
-                for source, loss in sources.items():
-                    self.source_losses[source].add(step, loss)
-            self.skipped_steps += fields["skipped_steps"]
-            self.nan_steps += fields["nan_steps"]
-            last_line = line
-            if len(self._rows) == _AT_ONCE * _row.size:
-                self._add_rows()
 
         scan(path, take)
         if last_line:
-            self._add_rows()
             try:
                 record = from_json(last_line)
             except (ValueError, TypeError, AttributeError) as error:
@@ -108,19 +91,25 @@ class Gathered:
                 raise DataError(Problem(what, remedy="remove its line", place=str(path))) from error
             assert isinstance(record, StepRecord)
             self.last_step, self.energy = record, Energy.from_json(record.energy)
+            times = self._column("time")[:, 1]
+            self._at(float(times.min()), float(times.max()))
 
     def read_events(self, path: Path) -> None:
         scan(path, lambda line: self._add_event(event_of(line)))
 
-    def _add_rows(self) -> None:
-        table = np.frombuffer(bytes(self._rows)).reshape(-1, len(_COLUMNS))
-        self._rows.clear()
-        for place, curve in enumerate(self.columns.values(), 1):
-            curve.extend(table[:, [0, place]])
-        self._at(*table[:, 5].tolist())
-        self._sample = np.concatenate([self._sample, table[:: self._stride]])
-        if len(self._sample) > _MOST_SAMPLED:
-            self._sample, self._stride = self._sample[::2], 2 * self._stride
+    def _add_step(self, fields: dict[str, Any]) -> None:
+        numbers = (*_numbers(fields), math.nan if fields["mfu"] is None else fields["mfu"])
+        try:
+            self._rows.extend(numbers)
+        except TypeError:  # NaN is a string
+            del self._rows[len(self._rows) // len(_COLUMNS) * len(_COLUMNS) :]
+            self._rows.extend(map(float, numbers))
+        for name, loss in fields["losses"].items():
+            self.losses[name].add(fields["step"], float(loss))
+        for source, loss in (fields.get("source_losses") or {}).items():
+            self.source_losses[source].add(fields["step"], float(loss))
+        self.skipped_steps += fields["skipped_steps"]
+        self.nan_steps += fields["nan_steps"]
 
     def _add_validation(self, record: Record) -> None:
         assert isinstance(record, ValidationRecord)
@@ -156,53 +145,32 @@ def is_number(value: Any) -> bool:
 
 
 class Curve:
-    """The points of one series as they come, thinned on the way: of each stretch of steps the lowest, the highest, one
-    that is not finite, and the last of all. Few points are kept as they are; of two at one step the newer one stays."""
+    """The points of one series as they come; when there are many they are thinned."""
 
     def __init__(self) -> None:
-        self._points: NDArray[np.float64] = np.empty((0, 2))
-        self._new = array("d")
+        self._numbers = array("d")
 
-    def add(self, step: int, value: float | str) -> None:
-        self._new.extend((step, float(value)))
-        if len(self._new) > 8 * MOST_POINTS:
-            self._fold()
-
-    def extend(self, points: NDArray[np.float64]) -> None:
-        self._points = np.concatenate([self._points, points])
-        if len(self._points) > 4 * MOST_POINTS:
-            self._points = _thin(self._points)
-
-    def _fold(self) -> None:
-        new, self._new = self._new, array("d")
-        self.extend(np.frombuffer(new).reshape(-1, 2))
+    def add(self, step: int, value: float) -> None:
+        self._numbers.extend((step, value))
+        if len(self._numbers) > 2 * _MOST_KEPT:
+            self._numbers = array("d", self.points.tobytes())
 
     @property
-    def points(self) -> list[Point]:
-        self._fold()
-        return thin(self._points)
+    def points(self) -> Points:
+        return thin(np.frombuffer(self._numbers).reshape(-1, 2))
 
 
-def thin(points: Sequence[Point] | NDArray[np.float64], most: int = MOST_POINTS) -> list[Point]:
-    """About `most` at the most, in the order of steps."""
-    few = _thin(np.reshape(np.asarray(points, float), (-1, 2)), most)
-    return [(int(step), value) for step, value in few.tolist()]
-
-
-def _thin(points: NDArray[np.float64], most: int = MOST_POINTS) -> NDArray[np.float64]:
-    if not (np.diff(points[:, 0]) > 0).all():
-        points = points[::-1][np.unique(points[::-1, 0], return_index=True)[1]]
+def thin(points: Points, most: int = MOST_POINTS) -> Points:
+    """About `most` at the most, in the order of steps; of two at one step the newer. Of many, those that are the
+    lowest, the highest, not finite or the last of their stretch stay: no spike is lost, however often they are thinned.
+    """
+    points = points[::-1][np.unique(points[::-1, 0], return_index=True)[1]]
     if len(points) <= most:
         return points
-    # Widths are powers of two, so that thinning again joins whole stretches: no lowest or highest is ever lost.
-    width = 2.0 ** math.ceil(math.log2((points[-1, 0] - points[0, 0]) / (most / 3)))
-    stretch, values, finite = np.floor(points[:, 0] / width), points[:, 1], np.isfinite(points[:, 1])
-    begins = np.flatnonzero(np.diff(stretch, prepend=-math.inf))
-    ends: list[NDArray[np.bool_]] = [~finite]
-    for extreme, unless in ((np.minimum, math.inf), (np.maximum, -math.inf)):
-        found = extreme.reduceat(np.where(finite, values, unless), begins)
-        ends.append(values == np.repeat(found, np.diff(begins, append=len(points))))
-    kept = [len(points) - 1]
-    for chosen in map(np.flatnonzero, ends):
-        kept += chosen[np.diff(stretch[chosen], prepend=-math.inf) > 0].tolist()  # the first of each stretch
-    return points[sorted(set(kept))]
+    kept, edges = [], np.linspace(points[0, 0], points[-1, 0], most // 4, endpoint=False)[1:]
+    for stretch in filter(len, np.split(points, np.searchsorted(points[:, 0], edges))):
+        values = stretch[:, 1]
+        finite = np.isfinite(values)
+        lowest, highest = np.where(finite, values, np.inf).argmin(), np.where(finite, values, -np.inf).argmax()
+        kept.append(stretch[np.unique([lowest, highest, finite.argmin(), len(values) - 1])])
+    return np.concatenate(kept)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -73,7 +72,7 @@ def last_valid_steps(metrics: Path) -> dict[int, float]:
         begin = line.find(b'"job"')
         if (found := line[begin : line.find(b",", begin)]) != mark:  # only the first record of a job is parsed
             record, mark = from_json(line), found
-            began_after.setdefault(record.job, record.step)
+            began_after.setdefault(record.job, record.step - 1)
 
     if not began_after:
         scan(metrics, look)
@@ -93,32 +92,22 @@ def read_events(path: Path) -> list[dict[str, Any]]:
 
 
 def read_ledger(path: Path) -> Ledger:
-    """What a start needs to know of all jobs before it; empty where there is no ledger. Lines without any of it are not
-    even parsed, and a file that has not changed since is not read twice."""
-    try:
-        found = path.stat()
-    except OSError:
-        return Ledger([], Energy())
-    return _read_ledger(path, (found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns))
-
-
-@lru_cache(maxsize=1)
-def _read_ledger(path: Path, version: tuple[int, ...]) -> Ledger:
+    """What a start needs to know of all jobs before it; empty where there is no ledger. Only starts and stops have any
+    of it: no other line is even parsed."""
     starts: list[Start] = []
     spent = Energy()
 
     def take(line: bytes) -> None:
-        if b'"start"' not in line and b'"energy"' not in line:
+        if b'"start"' not in line and b'"stop"' not in line:
             return
         nonlocal spent
         event = event_of(line)
-        energy = event.get(names.FACT_ENERGY)
-        if isinstance(energy, dict) and energy.get("device_seconds", 0.0) > spent.device_seconds:  # sums only grow
-            spent = Energy.from_json(energy)
+        spent = max(spent, Energy.from_json(event.get(names.FACT_ENERGY)), key=Energy.order)
         if event["kind"] == names.Event.START and type(event.get("job")) is type(event.get("step")) is int:
             starts.append(Start(event["job"], event["step"], str(event.get("start", ""))))
 
-    scan(path, take)
+    if path.exists():
+        scan(path, take)
     return Ledger(starts, spent)
 
 

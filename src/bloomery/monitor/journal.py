@@ -107,8 +107,6 @@ class Journal:
                 self.event(names.Event.TENSORBOARD_OFF, self._step, reason=sink.failure)
                 rest = f"Training continues; {names.METRICS_FILE} has every number."
                 self.warning(f"{type(sink).__name__} is off for the rest of this job: {sink.failure}. {rest}")
-            while sink.warnings:
-                self.warning(sink.warnings.pop())
         files = self._files
         if self._is_failing:
             for file in files:

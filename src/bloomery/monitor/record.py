@@ -11,6 +11,7 @@ from typing import Any
 import orjson
 from pydantic import TypeAdapter, ValidationError
 
+from bloomery.base.bounded import wrong_fields
 from bloomery.monitor import names
 
 
@@ -99,8 +100,7 @@ def from_json(line: str | bytes) -> Record:
     try:
         return _READERS[kind].validate_python(fields)
     except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        raise ValueError(f"{'.'.join(map(str, first['loc']))}: {first['msg']}") from None
+        raise ValueError(wrong_fields(error)) from None
 
 
 _READERS: dict[str, TypeAdapter[Record]] = {
@@ -111,19 +111,7 @@ _READERS: dict[str, TypeAdapter[Record]] = {
 
 
 def strict_json(value: Any, *, indent: int | None = None) -> str:
-    """JSON that every parser reads: NaN and infinities become the strings 'NaN', 'Infinity' and '-Infinity'."""
-    return json.dumps(_without_special_floats(value), allow_nan=False, ensure_ascii=False, indent=indent)
-
-
-def _without_special_floats(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {str(key): _without_special_floats(item) for key, item in value.items()}
-    if isinstance(value, list | tuple | set | frozenset):
-        return [_without_special_floats(item) for item in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
-    if value is None or isinstance(value, bool | int | float | str):
-        return value
-    if hasattr(value, "item"):  # a numpy or torch scalar
-        return _without_special_floats(value.item())
-    return str(value)
+    """JSON that every parser reads: NaN and infinities become the strings 'NaN', 'Infinity' and '-Infinity'; scalars of
+    numpy and torch become numbers, and what JSON does not know becomes its text."""
+    text = json.dumps(value, default=lambda each: each.item() if hasattr(each, "item") else str(each))
+    return json.dumps(json.loads(text, parse_constant=str), ensure_ascii=False, indent=indent)

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import hashlib
 import math
-import re
 import time
 from base64 import b64encode
 from collections.abc import Iterable, Mapping, Sequence
@@ -13,13 +12,14 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from bloomery.base.bounded import read_small
+import numpy as np
+
 from bloomery.base.errors import DataError, Problem, mask
 from bloomery.base.storage import write_atomically
 from bloomery.base.units import format_count, format_device_hours, format_joules, format_seconds
 from bloomery.families.family import LM_LOSS
 from bloomery.monitor import names
-from bloomery.monitor.gather import MOST_POINTS, Gathered, Point, is_number, thin
+from bloomery.monitor.gather import MOST_POINTS, Gathered, Points, is_number, thin
 from bloomery.monitor.meters import is_whole
 from bloomery.monitor.record import perplexity_of, strict_json
 from bloomery.monitor.sinks import iso_time
@@ -57,14 +57,15 @@ def write_report(run_folder: Path, *, output: Path | None = None) -> Path:
 
 def report_html(run_folder: Path, found: Gathered) -> str:
     """The page as text."""
-    name = _name(run_folder, found)
+    name, last = str(found.facts.get(names.FACT_RECIPE) or run_folder.resolve().name), found.last_step
+    definition = f"TFLOP/s: {escape(last.tflops_definition)}. " if last and last.tflops_definition else ""
     body = [
         f'<h1>{escape(name)}</h1><p class="lead">{escape(str(run_folder))} · {escape(_last_word(found))}</p>',
         f'<dl class="facts">{"".join(_facts(found))}</dl>',
         f'<div class="charts">{"".join(_charts(found))}</div>',
         _validation_table(found),
         _event_table(found),
-        f"<footer>{_definition(found)}Written by Bloomery at {iso_time(time.time())}.</footer>",
+        f"<footer>{definition}Written by Bloomery at {iso_time(time.time())}.</footer>",
     ]
     return _page(mask(f"{name} · Bloomery"), mask("\n".join(body)))
 
@@ -99,7 +100,7 @@ def _charts(found: Gathered) -> list[str]:
     if found.source_losses:
         by_source = {source: curve.points for source, curve in found.source_losses.items()}
         charts.append(chart_html("training loss by source", by_source))
-    lr, speed, norm = (found.columns[name].points for name in ("lr", "tokens_per_second", "grad_norm"))
+    lr, speed, norm = (found.curve(name) for name in ("lr", "tokens_per_second", "grad_norm"))
     return [
         *charts,
         chart_html("learning rate", {"learning rate": lr}, from_zero=True),
@@ -166,43 +167,36 @@ def _last_word(found: Gathered) -> str:
 def _validation_table(found: Gathered) -> str:
     if not found.last_of:
         return ""
-    rows = ""
+    rows = []
     for (group, name), (loss, step) in found.last_of.items():
-        lowest = found.lowest_of.get((group, name), (math.nan, step))
-        cells = [_loss(loss), number(perplexity_of(loss)), f"{step:,}", f"{_loss(lowest[0])} at step {lowest[1]:,}"]
-        rows += f"<tr><td>{escape(group)}</td><td>{escape(name)}</td>"
-        rows += "".join(f'<td class="number">{cell}</td>' for cell in cells) + "</tr>"
-    head = "<th>group<th>loss" + "".join(f'<th class="number">{it}' for it in ("last", "perplexity", "step", "lowest"))
-    return f'<h2>Validation</h2><div class="table"><table><tr>{head}</tr>{rows}</table></div>'
+        lowest, lowest_step = found.lowest_of.get((group, name), (math.nan, step))
+        low = f"{_loss(lowest)} at step {lowest_step:,}"
+        rows.append([group, name, _loss(loss), number(perplexity_of(loss)), f"{step:,}", low])
+    head = {"group": "", "loss": "", "last": "number", "perplexity": "number", "step": "number", "lowest": "number"}
+    return f"<h2>Validation</h2>{_table(head, rows)}"
 
 
 def _event_table(found: Gathered) -> str:
     if not found.events:
         return '<h2>Events</h2><p class="lead">None recorded.</p>'
-    rows = ""
+    rows = []
     for event in found.events:
         facts = " · ".join(f"{key}: {_words(value)}" for key, value in event.items() if key not in _HEAD)
         when = str(event.get("iso_time", "")).replace("T", " ").removesuffix("Z")
-        rows += f'<tr><td class="when">{escape(when)}</td><td class="number">{escape(str(event.get("job", "")))}</td>'
-        rows += f'<td class="number">{escape(str(event.get("step", "")))}</td><td>{escape(event["kind"])}</td>'
-        rows += f'<td class="facts-cell">{escape(facts)}</td></tr>'
-    shown, all_events = len(found.events), found.num_events
+        rows.append([when, str(event.get("job", "")), str(event.get("step", "")), event["kind"], facts])
+    shown, all_events = len(rows), found.num_events
     cut = f" (the newest {shown:,} of {all_events:,})" if shown < all_events else ""
-    head = '<th>time (UTC)<th class="number">job<th class="number">step<th>event<th>facts'
-    return f'<h2>Events{cut}</h2><div class="table"><table><tr>{head}</tr>{rows}</table></div>'
+    head = {"time (UTC)": "when", "job": "number", "step": "number", "event": "", "facts": "facts-cell"}
+    return f"<h2>Events{cut}</h2>{_table(head, rows)}"
 
 
-def _name(run_folder: Path, found: Gathered) -> str:
-    recipe = run_folder / names.RECIPE_FILE
-    text = read_small(recipe).decode(errors="replace") if recipe.is_file() else ""
-    named = re.search(r"^name:(.*\S)", text, re.M)
-    from_file = named[1].strip().strip("'\"") if named else run_folder.resolve().name
-    return str(found.facts.get(names.FACT_RECIPE) or from_file)
-
-
-def _definition(found: Gathered) -> str:
-    last = found.last_step
-    return f"TFLOP/s: {escape(last.tflops_definition)}. " if last and last.tflops_definition else ""
+def _table(head: Mapping[str, str], rows: Iterable[Sequence[str]]) -> str:
+    """`head`: titles of the columns and their styles."""
+    lines = ["".join(f'<th class="{style}">{title}</th>' for title, style in head.items())]
+    for row in rows:
+        cells = zip(row, head.values(), strict=True)
+        lines.append("".join(f'<td class="{style}">{escape(cell)}</td>' for cell, style in cells))
+    return f'<div class="table"><table>{"".join(f"<tr>{line}</tr>" for line in lines)}</table></div>'
 
 
 def _words(value: Any) -> str:
@@ -219,7 +213,7 @@ def _loss(loss: float) -> str:
 
 def chart_html(
     title: str,
-    curves: Mapping[str, Sequence[Point]],
+    curves: Mapping[str, Points],
     *,
     unit: str = "",
     from_zero: bool = False,
@@ -232,14 +226,14 @@ def chart_html(
     `curves`: over steps, by name; values that are not finite are gaps with a red tick. `may_be_logarithmic`: log scale
     when the values span more than two decades. `references`: dashed horizontal lines, by name."""
     most = max(32, min(MOST_POINTS, _MOST_ON_PAGE // (1 + len(curves))))
-    shown = {name: thin(points, most) for name, points in curves.items() if points}
+    shown = {name: thin(points, most) for name, points in curves.items() if len(points)}
     size = ' class="wide"' if wide else ""
     head = f"<figure{size}><figcaption>{escape(title)}"
     if not shown:
         return f'{head}</figcaption><p class="empty">No values yet.</p></figure>'
     is_log = may_be_logarithmic and _spans_decades(shown.values())
     data = {
-        "curves": {name: [(x, float(f"{y:.6g}")) for x, y in points] for name, points in shown.items()},
+        "curves": {name: [(int(x), float(f"{y:.6g}")) for x, y in points] for name, points in shown.items()},
         "references": {name: value for name, value in (references or {}).items() if math.isfinite(value)},
         "from_zero": from_zero,
         "log": is_log,
@@ -260,6 +254,7 @@ def number(value: float) -> str:
     return format_count(value) if value == 0 or abs(value) >= 1e-3 else f"{value:.3g}"
 
 
-def _spans_decades(curves: Iterable[Sequence[Point]]) -> bool:
-    values = [value for points in curves for _, value in points if math.isfinite(value)]
-    return bool(values) and min(values) > 0 and max(values) / min(values) > _LOG_SCALE_FROM
+def _spans_decades(curves: Iterable[Points]) -> bool:
+    values = np.concatenate([points[:, 1] for points in curves])
+    values = values[np.isfinite(values)]
+    return len(values) > 0 and values.min() > 0 and bool(values.max() / values.min() > _LOG_SCALE_FROM)

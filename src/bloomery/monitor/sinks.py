@@ -26,10 +26,6 @@ class Sink:
     failure: str = ""
     """Why it cannot write any more: the journal then reports it and drops the sink."""
 
-    def __init__(self) -> None:
-        self.warnings: list[str] = []
-        """For the journal to report."""
-
     def step(self, record: StepRecord) -> None: ...
 
     def validation(self, record: ValidationRecord) -> None: ...
@@ -50,7 +46,6 @@ class MetricsFile(Sink):
     """metrics.jsonl: every other view is made from it."""
 
     def __init__(self, path: Path) -> None:
-        super().__init__()
         self.file: AppendFile = AppendFile(path, is_whole=_is_json_object)
 
     def step(self, record: Record) -> None:
@@ -63,7 +58,6 @@ class EventFile(Sink):
     """events.jsonl: what happened to a run, and when."""
 
     def __init__(self, path: Path, *, job: int) -> None:
-        super().__init__()
         self.file: AppendFile = AppendFile(path, is_whole=_is_json_object)
         self._job = job
 
@@ -80,7 +74,6 @@ class TextLog(Sink):
     """logs/main_log.txt, for people and for parsers of Megatron-DeepSpeed logs (requirements 10.1)."""
 
     def __init__(self, path: Path) -> None:
-        super().__init__()
         own_folder(path.parent)
         self.file: AppendFile = AppendFile(path)
 
@@ -138,7 +131,6 @@ class Console(Sink):
     """Writes to `file` (standard output by default). `quiet`: warnings only."""
 
     def __init__(self, quiet: bool = False, *, file: TextIO | None = None) -> None:
-        super().__init__()
         self.quiet = quiet
         self._file: TextIO | None = file or sys.stdout
 

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from bloomery.base.errors import BloomeryError, DataError, Problem
 from bloomery.base.storage import own_folder, reason
 from bloomery.base.units import Energy
 from bloomery.monitor import names
@@ -19,7 +16,7 @@ from bloomery.monitor.sinks import Sink
 
 _REPLAYED_POINTS = 1000
 """TensorBoard shows at most this many points of a curve, so a longer replay would only cost time."""
-_REPLAYED_WHOLE_BYTES = 2**23
+_REPLAYED_WHOLE_BYTES = 2**20
 """Of metrics beyond so many bytes only some records are read."""
 
 # A TensorBoard tag with such a suffix has that count as its x axis instead of steps.
@@ -33,24 +30,9 @@ Scalar = tuple[str, str, int, float]
 class TensorBoard(Sink):
     """The tags of requirements 10.2. It is only a view: when it cannot be written it stops and keeps the reason."""
 
-    def __init__(
-        self,
-        folder: Path,
-        *,
-        resume_step: int = 0,
-        recipe_text: str = "",
-        world_size: int = 1,
-    ) -> None:
+    def __init__(self, folder: Path, *, resume_step: int = 0, recipe_text: str = "", world_size: int = 1) -> None:
         """Recipe and world size are written once, where this job begins. Curves that a purge hides are drawn again from
         the metrics.jsonl beside the folder."""
-        if importlib.util.find_spec("tensorboard") is None:
-            raise BloomeryError(
-                Problem(
-                    "monitor.tensorboard is true but the package tensorboard is not installed",
-                    remedy="run `pip install tensorboard`, or set monitor.tensorboard=false",
-                )
-            )
-        super().__init__()
         self.folder = folder
         self._resume_step = resume_step
         self._recipe_text, self._world_size = recipe_text, world_size
@@ -81,7 +63,6 @@ class TensorBoard(Sink):
         from torch.utils.tensorboard import SummaryWriter
 
         own_folder(self.folder, parents=True)
-        _date_back_later_files(self.folder)
         _silence_writer_thread()
         first_step = self._resume_step + 1
         self._writer = SummaryWriter(str(self.folder), purge_step=first_step)
@@ -96,16 +77,13 @@ class TensorBoard(Sink):
             self._add(record.time, lost)
 
     def _past(self) -> list[Record]:
-        """Of the steps that still count, as many as TensorBoard shows; the last one is among them."""
+        """Of the steps that still count, as many as TensorBoard shows; of a long file only some are read."""
         past: list[Record] = []
         metrics = self.folder.with_name(names.METRICS_FILE)
-        try:
-            beyond = max(0, metrics.stat().st_size - _REPLAYED_WHOLE_BYTES) if metrics.exists() else 0
+        if metrics.exists():
+            beyond = max(0, metrics.stat().st_size - _REPLAYED_WHOLE_BYTES)
             scan_metrics(metrics, past.append, skipped_bytes=beyond // _REPLAYED_POINTS)
-        except DataError as error:
-            self.warnings.append(f"TensorBoard curves over samples and tokens begin at this job: {error}")
-        past = [record for record in past if record.step <= self._resume_step]
-        return past[::-1][:: -(-len(past) // _REPLAYED_POINTS) or 1][::-1]
+        return [record for record in past if record.step <= self._resume_step]
 
     def _add(self, wall_time: float, scalars: Iterator[Scalar]) -> None:
         """One event per axis, not per scalar: a file of a third of the size."""
@@ -163,15 +141,6 @@ def _curves(record: Record) -> Iterator[tuple[str, float | None, tuple[str, ...]
     yield "energy/joules", Energy.from_json(record.energy).measured_joules, by_step
     yield "steps-vs-samples/y=samples,x=steps", record.consumed_samples, by_step
     yield "steps-vs-tokens/y=tokens,x=steps", record.consumed_tokens, by_step
-
-
-def _date_back_later_files(folder: Path) -> None:
-    """Readers apply event files by the second in their names, so a purge must come last, whatever this node's clock."""
-    now = int(time.time())
-    for path in sorted(folder.glob("events.out.tfevents.*")):
-        second, _, rest = path.name.removeprefix("events.out.tfevents.").partition(".")
-        if second.isdigit() and int(second) >= now:
-            path.rename(folder / f"events.out.tfevents.{now - 1:010d}.{second}.{rest}")
 
 
 def _silence_writer_thread() -> None:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from bloomery.config.recipe import Recipe
 from bloomery.families.registry import FAMILIES
 from bloomery.model.init import initialise
-from bloomery.model.transformer import apply_recompute
+from bloomery.model.transformer import apply_recompute, materialise
 from bloomery.parallel.context import apply_context_parallel
 from bloomery.parallel.fsdp import apply_fsdp, init_fsdp
 from bloomery.parallel.gradients import Gradients
@@ -60,7 +60,8 @@ def outline(recipe: Recipe, mesh: Mesh, *, compile_model: bool) -> Outline:
         apply_context_parallel(model, mesh, recipe.model.seq_length)
         apply_recompute(model, recipe.parallel.recompute)
         if compile_model and not _compiles_whole(mesh):
-            _compile_blocks(model)
+            for block in cast(Any, model).layers.values():
+                block.forward = torch.compile(block.forward, dynamic=False)
         apply_fsdp(model, mesh, zero=recipe.parallel.zero, dtype=DTYPES[recipe.precision])
     return Outline(stages, shapes)
 
@@ -68,7 +69,9 @@ def outline(recipe: Recipe, mesh: Mesh, *, compile_model: bool) -> Outline:
 def give_memory(outlined: Outline, recipe: Recipe, mesh: Mesh, *, device: torch.device) -> Parallelised:
     """Memory without values. (Inside a FakeTensorMode it is as fake as a simulation needs it.)"""
     for model in outlined.stages.values():
-        _materialise(model, mesh, device)
+        materialise(model, device)
+        cut_buffers(model, mesh)
+        init_fsdp(model)
     weights = weights_of(outlined.stages.values(), outlined.shapes, mesh, tied=recipe.model.tie_embeddings)
     return Parallelised(outlined.stages, weights, mesh)
 
@@ -92,7 +95,7 @@ def make_runner(
             mesh,
             kind=parallel.schedule,
             num_stages=mesh.layout.pp * parallel.chunks,
-            hidden=_hidden(recipe, mesh),
+            hidden=hidden_states(recipe, mesh),
             outputs=_outputs(recipe, mesh),
             device=device,
         )
@@ -107,26 +110,12 @@ def make_runner(
     )
 
 
-def _materialise(model: nn.Module, mesh: Mesh, device: torch.device) -> None:
-    """`to_empty` makes new parameters, which separates tied ones, and leaves garbage in buffers."""
-    model.to_empty(device=device)
-    cast(Any, model).tie_weights()
-    cast(Any, model).rebuild_buffers(device)
-    cut_buffers(model, mesh)
-    init_fsdp(model)
-
-
 def _compiles_whole(mesh: Mesh) -> bool:
     """One graph, loss included, unless FSDP or a pipeline must step in between the blocks."""
     return mesh.data is None and mesh.layout.pp == 1
 
 
-def _compile_blocks(model: nn.Module) -> None:
-    for block in cast(Any, model).layers.values():
-        block.forward = torch.compile(block.forward, dynamic=False)
-
-
-def _hidden(recipe: Recipe, mesh: Mesh) -> Tensor:
+def hidden_states(recipe: Recipe, mesh: Mesh) -> Tensor:
     """What travels between stages: the tokens of this rank, between blocks. Gradients travel back."""
     tokens = recipe.model.seq_length // (mesh.layout.cp * mesh.layout.tp)
     shape = (recipe.batch.micro_batch_size, tokens, recipe.model.hidden_size)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
-from functools import partial
 
-from bloomery.base.errors import DataError, Problem
-from bloomery.base.ranks import Ranks
-from bloomery.data.batch import GlobalBatch, Loader, Source, read_batch
+from bloomery.base.errors import DataError
+from bloomery.base.ranks import Ranks, agreed
+from bloomery.data.batch import GlobalBatch, Loader, Stream, read_batch
 from bloomery.parallel.mesh import Mesh
 
 _MOST_TARGETS = 2
@@ -24,13 +23,17 @@ class Feed:
 
     def take(self) -> GlobalBatch:
         """The next global batch, its counts summed over all replicas. DataError on every rank if any could not read."""
-        batch, problems = _try_read(self._loader.take)
-        counts = list(batch.counts.values()) if batch is not None and self._speaks else []
-        gathered = [float(problems is not None), *counts, *[0.0] * (_MOST_TARGETS - len(counts))]
-        failed, *totals = self._ranks.sum(gathered)
+        error: DataError | None = None
+        try:
+            batch = self._loader.take()
+            counts = list(batch.counts.values()) if self._speaks else []
+        except DataError as found:
+            error, counts = found, []
+        failed, *totals = self._ranks.sum([float(error is not None), *counts, *[0.0] * (_MOST_TARGETS - len(counts))])
         if failed:
-            raise _common_error(self._ranks, problems)
-        assert batch is not None
+            with agreed(self._ranks):
+                if error is not None:
+                    raise error
         return replace(batch, counts={name: int(total) for name, total in zip(batch.counts, totals, strict=False)})
 
     def seek(self, consumed_samples: int) -> None:
@@ -41,28 +44,20 @@ class Feed:
 
 
 def validation_batches(
-    source: Source, num_samples: int, *, micro_batch_size: int, mesh: Mesh, ranks: Ranks
+    source: Stream, num_samples: int, *, micro_batch_size: int, mesh: Mesh, ranks: Ranks
 ) -> Iterator[GlobalBatch]:
     """This replica's share of exactly the first `num_samples`, one micro-batch at a time, whatever the layout.
     DataError on every rank if any could not read."""
     window = micro_batch_size * mesh.layout.dp
     for first in range(0, num_samples, window):
-        read = partial(read_batch, source, first, window, replica=mesh.dp, replicas=mesh.layout.dp, end=num_samples)
-        batch, problems = _try_read(partial(read, micro_batch_size=micro_batch_size))
-        if ranks.sum([float(problems is not None)])[0]:
-            raise _common_error(ranks, problems)
-        assert batch is not None
+        with agreed(ranks):
+            batch = read_batch(
+                source,
+                first,
+                window,
+                micro_batch_size=micro_batch_size,
+                replica=mesh.dp,
+                replicas=mesh.layout.dp,
+                end=num_samples,
+            )
         yield batch
-
-
-def _try_read(read: Callable[[], GlobalBatch]) -> tuple[GlobalBatch | None, list[Problem] | None]:
-    try:
-        return read(), None
-    except DataError as error:
-        return None, error.problems
-
-
-def _common_error(ranks: Ranks, problems: list[Problem] | None) -> DataError:
-    """Every problem of every rank once; a rank that only fails because of another adds none."""
-    gathered: list[list[Problem] | None] = ranks.gather(problems)
-    return DataError(list(dict.fromkeys(one for each in gathered for one in each or ()))).reported_once(ranks.rank)

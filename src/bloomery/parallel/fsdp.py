@@ -37,7 +37,7 @@ def apply_fsdp(model: nn.Module, mesh: Mesh, *, zero: int, dtype: torch.dtype) -
 
 
 def set_fsdp_sync(model: nn.Module, *, zero: int, last: bool) -> None:
-    """Tell FSDP what the next backward pass is for: ZeRO 0 and 1 communicate once a step, 2 and 3 every micro-batch."""
+    """Set what FSDP does in the next backward pass: ZeRO 0 and 1 communicate once a step, 2 and 3 every micro-batch."""
     if isinstance(model, FSDPModule):
         model.set_is_last_backward(last)
         model.set_requires_gradient_sync(last or zero >= 2)
@@ -46,7 +46,7 @@ def set_fsdp_sync(model: nn.Module, *, zero: int, last: bool) -> None:
 
 
 def init_fsdp(model: nn.Module) -> None:
-    """Call it once the parameters have memory: FSDP then moves what it must pad, which it would do in the first forward
-    pass, behind the back of everybody who holds a piece."""
+    """Call it once the parameters have memory: FSDP then moves what it must pad, which it would otherwise do in the
+    first forward pass, unnoticed by whoever holds a piece."""
     if isinstance(model, FSDPModule):
         model._get_fsdp_state()._lazy_init()

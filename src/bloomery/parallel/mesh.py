@@ -2,88 +2,61 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from bloomery.sizing.layout import Layout
+from bloomery.sizing.layout import Layout, Place
 
 
-@dataclass(frozen=True)
-class Mesh:
-    """Where this rank stands (`Layout.place_of`). A group is None where there is nobody to talk to."""
+@dataclass(frozen=True, kw_only=True)
+class Mesh(Place):
+    """Where this rank stands. A group is None where there is nobody to talk to. As it is, a process without others."""
 
-    layout: Layout
-    rank: int
-    pp: int
-    dp: int
-    cp: int
-    tp: int
-    copy: int
-    """Which of the `layout.copies` equal copies of the weights' shards this rank belongs to."""
-    shard: int
-    """Which shard of a copy it holds."""
-    tp_group: dist.ProcessGroup | None
-    cp_group: dist.ProcessGroup | None
-    pp_group: dist.ProcessGroup | None
-    data: DeviceMesh | None
+    layout: Layout = field(default_factory=Layout)
+    rank: int = 0
+    tp_group: dist.ProcessGroup | None = None
+    cp_group: dist.ProcessGroup | None = None
+    pp_group: dist.ProcessGroup | None = None
+    data: DeviceMesh | None = None
     """(copy, shard), or only (shard) when there is one copy: the ranks between which gradients are summed. None when
     that is one rank."""
 
     @property
-    def is_last_stage(self) -> bool:
-        """Whether this rank holds the end of the pipeline, where losses are."""
-        return self.pp == self.layout.pp - 1
-
-    @property
     def reports_loss(self) -> bool:
-        """Of the tensor-parallel ranks that know the same loss, one tells it."""
-        return self.is_last_stage and self.tp == 0
+        """It holds the end of the pipeline, where losses are; of the tensor-parallel ranks there, one reports them."""
+        return self.pp == self.layout.pp - 1 and self.tp == 0
 
 
-def alone() -> Mesh:
-    """The mesh of a process without others."""
-    return Mesh(Layout(), 0, 0, 0, 0, 0, 0, 0, None, None, None, None)
-
-
-def make_mesh(layout: Layout, device: torch.device, *, groups_of_one: bool = False) -> Mesh:
-    """Collective: every rank of the default process group calls it with the same layout.
-
-    `groups_of_one`: wrap and communicate even where there is nobody to talk to. That is of no use, except to measure
-    what wrapping costs and to run every collective of a backend on one device.
-    """
+def make_mesh(layout: Layout, device: torch.device) -> Mesh:
+    """Collective: every rank of the default process group calls it with the same layout."""
     assert dist.get_world_size() == layout.world, "sizing decided the layout from this very world"
-    if layout.world == 1 and not groups_of_one:
-        return alone()
-    shape = (layout.pp, layout.copies, layout.shard, layout.tp)
-    mesh = init_device_mesh(device.type, shape, mesh_dim_names=("pp", "copy", "shard", "tp"))
-    rank = dist.get_rank()
+    if layout.world == 1:
+        return Mesh()
+    mesh, rank = device_mesh(layout, device), dist.get_rank()
     return Mesh(
         layout=layout,
         rank=rank,
         **asdict(layout.place_of(rank)),
-        tp_group=mesh["tp"].get_group() if layout.tp > 1 or groups_of_one else None,
-        cp_group=_context_group(layout, rank) if layout.cp > 1 or groups_of_one else None,
+        tp_group=mesh["tp"].get_group() if layout.tp > 1 else None,
+        cp_group=_context_group(layout) if layout.cp > 1 else None,
         pp_group=mesh["pp"].get_group() if layout.pp > 1 else None,
-        data=_data_mesh(mesh, layout) if layout.dp * layout.cp > 1 or groups_of_one else None,
+        data=(mesh["shard"] if layout.copies == 1 else mesh["copy", "shard"]) if layout.dp * layout.cp > 1 else None,
     )
 
 
-def _data_mesh(mesh: DeviceMesh, layout: Layout) -> DeviceMesh:
-    return mesh["shard"] if layout.copies == 1 else mesh["copy", "shard"]
+def device_mesh(layout: Layout, device: torch.device) -> DeviceMesh:
+    shape = (layout.pp, layout.copies, layout.shard, layout.tp)
+    return init_device_mesh(device.type, shape, mesh_dim_names=("pp", "copy", "shard", "tp"))
 
 
-def _context_group(layout: Layout, rank: int) -> dist.ProcessGroup:
+def _context_group(layout: Layout) -> dist.ProcessGroup:
     """Context ranks lie inside the dimensions `copy` and `shard`, so their groups are made by hand."""
     span = layout.cp * layout.tp
-    mine: dist.ProcessGroup | None = None
-    for first in range(0, layout.world, span):
-        for tp in range(layout.tp):
-            ranks = list(range(first + tp, first + span, layout.tp))
-            group = dist.new_group(ranks)
-            if rank in ranks:
-                mine = group
-    assert mine is not None
-    return mine
+    firsts = [first + tp for first in range(0, layout.world, span) for tp in range(layout.tp)]
+    make_groups: Any = dist.new_subgroups_by_enumeration
+    mine, _ = make_groups([list(range(first, first + span, layout.tp)) for first in firsts])
+    return cast(dist.ProcessGroup, mine)

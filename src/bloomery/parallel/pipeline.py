@@ -84,7 +84,7 @@ class PipelineExecution:
             stage.train()
         numbers = torch.arange(len(micro_batches))
         args = (numbers,) if 0 in self._stages else ()
-        targets = {"target": numbers, "losses": []} if self._has_end else {}
+        targets = {"target": numbers, "losses": []} if self._num_stages - 1 in self._stages else {}
         self._schedule_for(len(micro_batches)).step(*args, **targets, micro_batch=numbers, return_outputs=False)
         return [self._found[i] for i in sorted(self._found)]
 
@@ -109,10 +109,6 @@ class PipelineExecution:
                 elif number + 1 not in self._stages:
                     dist.send(hidden, self._rank_of(number + 1), self._mesh.pp_group)
         return found
-
-    @property
-    def _has_end(self) -> bool:
-        return self._num_stages - 1 in self._stages
 
     def _rank_of(self, stage: int) -> int:
         assert self._mesh.pp_group is not None
@@ -140,7 +136,7 @@ class PipelineExecution:
         return self._loss_of(rows)
 
     def _schedule_for(self, num_micro_batches: int) -> Any:
-        """Made anew when a batch ramp changes the number of micro-batches: torch fixes it for a schedule's life."""
+        """Rebuilt when a batch ramp changes the number of micro-batches: torch fixes it for a schedule's life."""
         if self._schedule is None or self._schedule[0] != num_micro_batches:
             stages = [self._stage(number, stage) for number, stage in self._stages.items()]
             kind = schedule_in_force(self._kind, num_stages=self._num_stages, num_micro_batches=num_micro_batches)

@@ -97,7 +97,7 @@ def plan_chunks(sources: Sequence[str], output: Path, *, chunks: int) -> list[Ch
     inputs.sort(key=lambda file: (natural_key(file.path), file.path))
     if len(inputs) < chunks:
         what = f"{len(inputs)} input files cannot fill {chunks} chunks"
-        rule = f"inputs end in {', '.join(LINES)}, plain or with .gz or .zst, and a file goes whole into one chunk"
+        rule = f"inputs end in {', '.join(LINES)}, plain or with .gz or .zst, and each file goes into one chunk"
         raise DataError(Problem(what, rule, f"use --chunks {len(inputs)} or less" if inputs else "correct the sources"))
     bounds = [k * len(inputs) // chunks for k in range(chunks + 1)]
     return [Chunk(path, tuple(inputs[bounds[k] : bounds[k + 1]])) for k, path in enumerate(paths)]
@@ -152,7 +152,7 @@ def make_chunk(chunk: Chunk, stop: threading.Event) -> None:
 
 def _lines(source: InputFile, inputs: list[dict[str, Any]]) -> Iterator[bytes]:
     """Blocks of whole lines, each line with its newline, without blank ones and byte order mark; what the file held is
-    appended to `inputs` at its end. DataError where it is cut off or damaged."""
+    appended to `inputs` at its end. DataError where it is truncated or damaged."""
     hasher, documents, text_bytes, blank = sha256(), 0, 0, 0
     try:
         with open_input(source) as raw:

@@ -459,4 +459,4 @@ def _text_of(line: bytes, key: str) -> str:
 
 
 def damaged(name: str, error: Exception) -> DataError:
-    return DataError(Problem(f"is cut off or damaged: {error}", "", "copy or download the file again", name))
+    return DataError(Problem(f"is truncated or damaged: {error}", "", "copy or download the file again", name))

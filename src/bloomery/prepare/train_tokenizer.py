@@ -62,7 +62,7 @@ def train_tokenizer(texts: Iterable[str], *, vocab_size: int, output: str) -> To
 
 def _refuse_another(output: str, tokenizer: Tokenizer) -> None:
     try:
-        there = Tokenizer.load(output, lazy=True).content_hash
+        there = Tokenizer.load(output).content_hash
     except DataError:
         there = "which cannot be read"
     if there != tokenizer.content_hash:

@@ -70,7 +70,7 @@ def _other_bytes(prefix: str, expected_prefix: str) -> str:
         for tokens, wanted in zip(shard.blocks(), right.blocks(), strict=True):
             if len(wrong := np.flatnonzero(tokens != wanted)):
                 first = int(wrong[0])
-                document, position = right.index.document_at(start + first)
+                document, position = right.document_at(start + first)
                 has = f"document {document} has token {tokens[first]} at {position}"
                 return f"{has} where its source gives {wanted[first]}"
             start += len(tokens)

@@ -1,40 +1,31 @@
 """FLOPs per token under named definitions, and the peak FLOP/s of known devices. One run differs by a quarter between
-definitions, so print `definition.description` beside any TFLOP/s."""
+definitions, so name the definition beside any TFLOP/s."""
 
 from __future__ import annotations
 
 import re
-from enum import Enum
+from enum import StrEnum
 
 from bloomery.config.recipe import ModelSection
 from bloomery.families.registry import FAMILIES
 from bloomery.sizing.parameters import count_parameters, matmul_parameters_per_layer, padded_vocab_size
 
 
-class FlopCount(Enum):
+class FlopCount(StrEnum):
     """A way to count the FLOPs of training on one token. W: matmul weights with the output head, N: all parameters."""
 
     MODEL_FULL = "model_full"
+    """6W + 12Lhs: full attention, head once, no recomputation (NeMo, llm-foundry)."""
     MODEL_CAUSAL = "model_causal"
+    """6W + 6Lhs: only the causal half of attention (Megatron-Core today)."""
     HARDWARE_FULL_RECOMPUTE = "hardware_full_recompute"
+    """8(W-Vh) + 6Vh + 16Lhs: blocks recomputed (Megatron eq. 3)."""
     HARDWARE_SELECTIVE = "hardware_selective"
+    """6W + 16Lhs: only the attention core recomputed (2205.05198 HFU)."""
     SIX_N_12LHS = "six_n_12lhs"
+    """6N + 12Lhs: N counts every parameter, embeddings included (torchtitan)."""
     SIX_N = "six_n"
-
-    @property
-    def description(self) -> str:
-        """One line for people."""
-        return _DESCRIPTIONS[self]
-
-
-_DESCRIPTIONS = {
-    FlopCount.MODEL_FULL: "model FLOPs, 6W + 12Lhs: full attention, head once, no recomputation (NeMo, llm-foundry)",
-    FlopCount.MODEL_CAUSAL: "model FLOPs, 6W + 6Lhs: only the causal half of attention (Megatron-Core today)",
-    FlopCount.HARDWARE_FULL_RECOMPUTE: "hardware FLOPs, 8(W-Vh) + 6Vh + 16Lhs: blocks recomputed (Megatron eq. 3)",
-    FlopCount.HARDWARE_SELECTIVE: "hardware FLOPs, 6W + 16Lhs: only the attention core recomputed (2205.05198 HFU)",
-    FlopCount.SIX_N_12LHS: "model FLOPs, 6N + 12Lhs: N counts every parameter, embeddings included (torchtitan)",
-    FlopCount.SIX_N: "rule of thumb, 6N: N counts every parameter, attention scores not counted",
-}
+    """6N: the rule of thumb, attention scores not counted."""
 
 
 def flops_per_token(model: ModelSection, definition: FlopCount) -> int:
@@ -48,19 +39,15 @@ def flops_per_token(model: ModelSection, definition: FlopCount) -> int:
     blocks = model.num_layers * matmul_parameters_per_layer(model)
     head = vocab_size * model.hidden_size
     scores = model.num_layers * model.num_heads * model.head_size * model.seq_length
-    match definition:
-        case FlopCount.MODEL_FULL:
-            return 6 * (blocks + head) + 12 * scores
-        case FlopCount.MODEL_CAUSAL:
-            return 6 * (blocks + head) + (12 if FAMILIES[model.family].encoder else 6) * scores
-        case FlopCount.HARDWARE_FULL_RECOMPUTE:
-            return 8 * blocks + 16 * scores + 6 * head
-        case FlopCount.HARDWARE_SELECTIVE:
-            return 6 * (blocks + head) + 16 * scores
-        case FlopCount.SIX_N_12LHS:
-            return 6 * count_parameters(model, vocab_size=vocab_size).total + 12 * scores
-        case FlopCount.SIX_N:
-            return 6 * count_parameters(model, vocab_size=vocab_size).total
+    parameters = count_parameters(model, vocab_size=vocab_size).total
+    return {
+        FlopCount.MODEL_FULL: 6 * (blocks + head) + 12 * scores,
+        FlopCount.MODEL_CAUSAL: 6 * (blocks + head) + (12 if FAMILIES[model.family].encoder else 6) * scores,
+        FlopCount.HARDWARE_FULL_RECOMPUTE: 8 * blocks + 16 * scores + 6 * head,
+        FlopCount.HARDWARE_SELECTIVE: 6 * (blocks + head) + 16 * scores,
+        FlopCount.SIX_N_12LHS: 6 * parameters + 12 * scores,
+        FlopCount.SIX_N: 6 * parameters,
+    }[definition]
 
 
 def tflops_per_device(
@@ -100,6 +87,5 @@ def peak_flops(device_name: str, precision: str) -> float | None:
     """
     for pattern, peaks in _PEAK_TFLOPS:
         if re.fullmatch(pattern, device_name.strip(), flags=re.IGNORECASE):
-            tflops = peaks.get(precision)
-            return None if tflops is None else tflops * 1e12
+            return peaks[precision] * 1e12 if precision in peaks else None
     return None

@@ -8,9 +8,11 @@ from typing import Literal
 
 from bloomery.config.recipe import Recipe
 
-_FACTOR = re.compile(
-    r"(tp|pp|cp|dp|zero|shard|chunks)(\d+)|(gpipe|1f1b|interleaved|zero_bubble|full|selective|offload)"
-)
+_FACTOR = re.compile(r"(tp|pp|cp|dp|zero|shard|chunks)(\d{1,6})")
+_WORDS = {
+    **dict.fromkeys(("gpipe", "1f1b", "interleaved", "zero_bubble"), "schedule"),
+    **dict.fromkeys(("full", "selective"), "recompute"),
+}
 
 
 @dataclass(frozen=True)
@@ -55,8 +57,8 @@ class Layout:
         return self.dp * self.cp // self.shard
 
     def place_of(self, rank: int) -> Place:
-        """Ranks are numbered with tensor parallelism fastest, then context, data and pipeline, so that those who talk
-        most are neighbours."""
+        """Ranks are numbered with tensor parallelism fastest, then context, data and pipeline, so that those that
+        communicate most are neighbours."""
         rest, tp = divmod(rank, self.tp)
         rest, cp = divmod(rest, self.cp)
         pp, dp = divmod(rest, self.dp)
@@ -71,17 +73,14 @@ def layout_overrides(name: str) -> list[str]:
     """
     values: dict[str, str] = {"tp": "1", "pp": "1", "cp": "1", "dp": "1", "zero": "1"}
     for part in [] if name == "single" else name.split("-"):
-        match = _FACTOR.fullmatch(part)
-        if match is None or (match[2] == "0" and match[1] != "zero"):
-            raise ValueError(f"{part!r} is not a factor of a layout")
-        if match[1]:
-            values[{"shard": "shard_size"}.get(match[1], match[1])] = match[2]
-        elif match[3] in ("full", "selective"):
-            values["recompute"] = match[3]
-        elif match[3] == "offload":
+        if match := _FACTOR.fullmatch(part):
+            values["shard_size" if match[1] == "shard" else match[1]] = match[2]
+        elif part == "offload":
             values["offload"] = "true"
+        elif part in _WORDS:
+            values[_WORDS[part]] = part
         else:
-            values["schedule"] = match[3]
+            raise ValueError(f"{part!r} is not a factor of a layout")
     if values.get("schedule") in ("interleaved", "zero_bubble"):
         values.setdefault("chunks", "2")
     ranks = int(values["tp"]) * int(values["pp"]) * int(values["cp"]) * int(values.pop("dp"))
@@ -128,9 +127,10 @@ def stage_layers(num_layers: int, num_stages: int) -> list[range]:
     """
     if num_stages > num_layers:
         raise ValueError(f"{num_stages} stages need at least as many layers, not {num_layers}")
-    layers = [1] * num_stages
+    layers, middle = [1] * num_stages, (num_stages - 1) / 2
     for _ in range(num_layers - num_stages):
-        layers[min(range(num_stages), key=lambda stage: (_work(layers, stage), _from_middle(stage, num_stages)))] += 1
+        work = [count + (stage == 0) + (stage == num_stages - 1) for stage, count in enumerate(layers)]
+        layers[min(range(num_stages), key=lambda stage: (work[stage], abs(stage - middle)))] += 1
     starts = [sum(layers[:stage]) for stage in range(num_stages)]
     return [range(start, start + count) for start, count in zip(starts, layers, strict=True)]
 
@@ -138,14 +138,6 @@ def stage_layers(num_layers: int, num_stages: int) -> list[range]:
 def stages_of_rank(pp_rank: int, pp: int, chunks: int) -> list[int]:
     """The stages that one pipeline rank owns: they are dealt out in turn."""
     return [pp_rank + chunk * pp for chunk in range(chunks)]
-
-
-def _work(layers: list[int], stage: int) -> int:
-    return layers[stage] + (stage == 0) + (stage == len(layers) - 1)
-
-
-def _from_middle(stage: int, num_stages: int) -> float:
-    return abs(stage - (num_stages - 1) / 2)
 
 
 Cut = Literal["rows", "columns", "summed", "alike"]

@@ -6,11 +6,10 @@ found there.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cache
 from math import prod
-from operator import add
-from typing import Self
+from typing import Any
 
 from bloomery.base.errors import Problem
 from bloomery.config.recipe import Recipe
@@ -29,19 +28,6 @@ _FP32 = 4
 _MOMENTS = 2
 _COMPUTE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 SAVED_BYTES_PER_PARAMETER = _FP32 * (1 + _MOMENTS)
-
-STATE_LABELS = {
-    "masters": "fp32 masters",
-    "compute_copies": "compute copies",
-    "gradients": "fp32 gradient sums",
-    "reduced_gradients": "  reduced, at the end",
-    "optimizer": "optimizer state",
-}
-HOST_LABELS = {
-    "host": "host memory (offload)",
-    "saves": "host memory (saves)",
-}
-"""What tables call the memory of a rank, by field."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +62,7 @@ class WeightBytes:
     host: int
     """In host memory with parallel.offload: masters, moments, and gradients while they are applied."""
     saves: int
-    """In host memory, pinned: the picture that a save writes, of the pieces that the rank alone saves. (Rank 0 adds a
+    """In host memory, pinned: the snapshot that a save writes, of the pieces that the rank alone saves. (Rank 0 adds a
     step count of 4 bytes.)"""
 
     @property
@@ -84,41 +70,6 @@ class WeightBytes:
         """At least this much at once on the device: sums of gradients go as reduced ones come."""
         sums = max(self.gradients, self.reduced_gradients)
         return self.masters + self.compute_copies + sums + self.optimizer
-
-
-@dataclass(frozen=True)
-class StagePart:
-    """What a pipeline rank has of the model."""
-
-    num_layers: int
-    has_embedding: bool
-    has_head: bool
-
-    @classmethod
-    def of(cls, recipe: Recipe, layout: Layout, pp: int) -> Self:
-        layers = stage_layers(recipe.model.num_layers, layout.pp * recipe.parallel.chunks)
-        numbers = stages_of_rank(pp, layout.pp, recipe.parallel.chunks)
-        return cls(sum(len(layers[number]) for number in numbers), 0 in numbers, len(layers) - 1 in numbers)
-
-
-@dataclass(frozen=True)
-class StageMemory:
-    """Pipeline ranks whose parts are alike, and what the fullest rank of them holds."""
-
-    part: StagePart
-    pipeline_ranks: list[int]
-    elements: HeldElements
-    bytes: WeightBytes
-
-
-@dataclass(frozen=True)
-class NodeBytes:
-    """Host memory of all ranks of a node together, of the node that needs most."""
-
-    saves: int
-    offload: int
-    host: int
-    """Both together."""
 
 
 def precision_problems(recipe: Recipe) -> list[Problem]:
@@ -153,17 +104,19 @@ def weight_bytes(recipe: Recipe, layout: Layout, held: HeldElements) -> WeightBy
     )
 
 
-def held_elements(recipe: Recipe, layout: Layout, part: StagePart, place: Place) -> HeldElements:
+def stage_part(recipe: Recipe, layout: Layout, pp: int) -> tuple[int, bool, bool]:
+    """(number of layers, has the embedding, has the head) of a pipeline rank."""
+    layers = stage_layers(recipe.model.num_layers, layout.pp * recipe.parallel.chunks)
+    numbers = stages_of_rank(pp, layout.pp, recipe.parallel.chunks)
+    return sum(len(layers[number]) for number in numbers), 0 in numbers, len(layers) - 1 in numbers
+
+
+def held_elements(recipe: Recipe, layout: Layout, place: Place) -> HeldElements:
     """As parallel/weights.py: FSDP cuts rows, after tensor parallelism has cut what it cuts, into equal portions, of
     which the last may be short or empty."""
-    model = recipe.model
-    weights = model_shapes(
-        model,
-        vocab_size=padded_vocab_size(model),
-        num_layers=part.num_layers,
-        embedding=part.has_embedding,
-        head=part.has_head,
-    )
+    model, vocab_size = recipe.model, padded_vocab_size(recipe.model)
+    layers, embedding, head = stage_part(recipe, layout, place.pp)
+    weights = model_shapes(model, vocab_size=vocab_size, num_layers=layers, embedding=embedding, head=head)
     pieces = whole = owned = 0
     for weight in weights:
         cut = cut_dimension(weight.name)
@@ -179,31 +132,44 @@ def held_elements(recipe: Recipe, layout: Layout, part: StagePart, place: Place)
     return HeldElements(pieces, whole, owned, tensors=sum(weight.count for weight in weights))
 
 
-def stage_memories(recipe: Recipe, layout: Layout) -> list[StageMemory]:
-    """Of every kind of pipeline rank, in their order."""
-    kinds: dict[StagePart, list[int]] = {}
+def stage_facts(recipe: Recipe, layout: Layout) -> list[dict[str, Any]]:
+    """Of every kind of pipeline rank, in their order: the ranks that are alike, and what the fullest of them holds."""
+    kinds: dict[tuple[int, bool, bool], list[int]] = {}
     for pp in range(layout.pp):
-        kinds.setdefault(StagePart.of(recipe, layout, pp), []).append(pp)
-    first = Place()  # of all ranks of a stage, none holds or owns more
-    held = {part: held_elements(recipe, layout, part, first) for part in kinds}
-    return [
-        StageMemory(part, pipeline_ranks, held[part], weight_bytes(recipe, layout, held[part]))
-        for part, pipeline_ranks in kinds.items()
-    ]
+        kinds.setdefault(stage_part(recipe, layout, pp), []).append(pp)
+    facts = []
+    for (num_layers, embedding, head), pipeline_ranks in kinds.items():
+        held = held_elements(recipe, layout, Place(pp=pipeline_ranks[0]))  # none of the stage holds or owns more
+        memory = weight_bytes(recipe, layout, held)
+        facts.append(
+            {
+                "pipeline_ranks": pipeline_ranks,
+                "num_layers": num_layers,
+                "embedding": embedding,
+                "head": head,
+                "elements": held.pieces,
+                "owned_elements": held.owned,
+                "memory_bytes": asdict(memory) | {"device": memory.device},
+            }
+        )
+    return facts
 
 
-def node_bytes(recipe: Recipe, layout: Layout) -> NodeBytes:
+def node_bytes(recipe: Recipe, layout: Layout) -> dict[str, int]:
+    """Host memory of all ranks of a node together, of the node that needs most: for saves, for offload, for both."""
+
     @cache
-    def used(part: StagePart, place: Place) -> WeightBytes:
-        return weight_bytes(recipe, layout, held_elements(recipe, layout, part, place))
+    def used(place: Place) -> WeightBytes:
+        return weight_bytes(recipe, layout, held_elements(recipe, layout, place))
 
-    parts = [StagePart.of(recipe, layout, pp) for pp in range(layout.pp)]
-    size = ranks_per_node(recipe)
-    saves, offload = [0] * (layout.world // size), [0] * (layout.world // size)
+    nodes: dict[int, list[WeightBytes]] = {}
     for rank in range(layout.world):
         place = layout.place_of(rank)
-        alike = Place(tp=min(place.tp, 1), copy=min(place.copy, 1), shard=place.shard)
-        found = used(parts[place.pp], alike)
-        saves[rank // size] += found.saves
-        offload[rank // size] += found.host
-    return NodeBytes(saves=max(saves), offload=max(offload), host=max(map(add, saves, offload)))
+        alike = Place(pp=place.pp, tp=min(place.tp, 1), copy=min(place.copy, 1), shard=place.shard)
+        nodes.setdefault(rank // ranks_per_node(recipe), []).append(used(alike))
+    sums = [(sum(rank.saves for rank in ranks), sum(rank.host for rank in ranks)) for ranks in nodes.values()]
+    return {
+        "saves": max(saves for saves, _ in sums),
+        "offload": max(offload for _, offload in sums),
+        "host": max(map(sum, sums)),
+    }

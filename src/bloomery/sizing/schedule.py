@@ -9,10 +9,10 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from operator import attrgetter
-from typing import Any, Literal, Self, TypeVar
+from typing import Any, Self, TypeVar
 
 from bloomery.base.units import Amount, Duration, format_seconds
-from bloomery.config.recipe import BatchSection, KeepSection, LrSection, PhaseSection, Recipe, Schedule
+from bloomery.config.recipe import BatchSection, KeepSection, PhaseSection, Recipe, Schedule
 
 
 @dataclass(frozen=True)
@@ -120,6 +120,16 @@ class BatchPlan:
             levels.append(self._level_after(levels[-1]))
         return (*done.stretches, *levels)
 
+    def samples_in(self, amount: Amount, *, seq_length: int) -> int:
+        """Samples consumed at this point, counted from the start of training; a partial sequence is dropped."""
+        match amount.unit:
+            case "steps":
+                return self.consumed_after_step(amount.count)
+            case "samples":
+                return amount.count
+            case "tokens":
+                return self.history.samples_at(amount.count, seq_length=seq_length)
+
     def global_batch_at_step(self, step: int) -> int:
         """Batch of this step; steps count from 1."""
         return _begun(self.levels, step, "first_step").global_batch
@@ -153,16 +163,12 @@ class BatchPlan:
         return ramp_steps + (samples - self.consumed_after_step(ramp_steps)) // self.global_batch_size
 
     def _level_after(self, level: BatchLevel) -> BatchLevel:
-        """Bisects for the number of steps: the batch never falls as samples grow, float rounding included."""
-        too_few, enough = 0, (self.ramp_samples - level.consumed_samples) // level.global_batch + 1
-        while enough - too_few > 1:
-            steps = (too_few + enough) // 2
-            if self.global_batch_at(level.consumed_samples + steps * level.global_batch) > level.global_batch:
-                enough = steps
-            else:
-                too_few = steps
-        consumed_samples = level.consumed_samples + enough * level.global_batch
-        return BatchLevel(self.global_batch_at(consumed_samples), level.first_step + enough, consumed_samples)
+        """The batch never falls as samples grow, float rounding included, so steps can be bisected for."""
+        batch, samples = level.global_batch, level.consumed_samples
+        candidates = range(1, (self.ramp_samples - samples) // batch + 1)
+        steps = 1 + bisect_right(candidates, batch, key=lambda steps: self.global_batch_at(samples + steps * batch))
+        samples += steps * batch
+        return BatchLevel(self.global_batch_at(samples), level.first_step + steps, samples)
 
 
 @dataclass(frozen=True)
@@ -186,16 +192,13 @@ class LrPlan:
             return self.peak
         if samples >= self.decay_samples:
             return self.min
-        return self.min + self._share_of_peak(samples) * (self.peak - self.min)
-
-    def _share_of_peak(self, samples: int) -> float:
-        """1 at the peak, 0 at the minimum; only for samples between the warm-up and the end of the decay."""
         if self.schedule == "wsd":
-            if self.cooldown_samples <= 0:
-                return 1.0
-            return min(1.0, (self.decay_samples - samples) / self.cooldown_samples)
-        done = (samples - self.warmup_samples) / (self.decay_samples - self.warmup_samples)
-        return 1.0 - done if self.schedule == "linear" else 0.5 * (math.cos(math.pi * done) + 1.0)
+            left = (self.decay_samples - samples) / self.cooldown_samples if self.cooldown_samples > 0 else 1.0
+            share = min(1.0, left)
+        else:
+            done = (samples - self.warmup_samples) / (self.decay_samples - self.warmup_samples)
+            share = 1.0 - done if self.schedule == "linear" else 0.5 * (math.cos(math.pi * done) + 1.0)
+        return self.min + share * (self.peak - self.min)
 
 
 @dataclass(frozen=True)
@@ -208,16 +211,15 @@ class SavePhase:
     every_steps: int | None
     """None: `auto`, decided while training from what saving costs."""
 
-    def saves_at(self, step: int) -> bool:
-        """At absolute multiples of the interval, whatever the phase's first step, and at the phase's own end."""
-        is_multiple = self.every_steps is not None and step % self.every_steps == 0
-        return self.covers(step) and (is_multiple or step == self.last_step)
-
     def covers(self, step: int) -> bool:
         return self.first_step <= step and (self.last_step is None or step <= self.last_step)
 
+    def saves_at(self, step: int) -> bool:
+        return self.covers(step) and (step == self.last_step or step % (self.every_steps or math.inf) == 0)
+
     def steps(self, *, train_steps: int) -> list[int]:
-        """The saving steps within a training of `train_steps`, ascending."""
+        """The saving steps within a training of `train_steps`, ascending: absolute multiples of the interval, whatever
+        the phase's first step, and the phase's own end."""
         last, every = min(train_steps, self.last_step or train_steps), self.every_steps
         multiples = range(-(-self.first_step // every) * every, last + 1, every) if every else range(0)
         return [*multiples, *([last] if last == self.last_step and last not in multiples else [])]
@@ -225,16 +227,9 @@ class SavePhase:
 
 def resolve_phases(phases: list[PhaseSection]) -> tuple[SavePhase, ...]:
     """Each phase starts on the step after the previous one's `until`."""
-    resolved: list[SavePhase] = []
-    first_step = 1
-    for phase in phases:
-        last_step = None if phase.until is None else phase.until.count
-        every = None if phase.every == "auto" else phase.every.count
-        resolved.append(SavePhase(first_step, last_step, every))
-        if last_step is None:
-            break
-        first_step = last_step + 1
-    return tuple(resolved)
+    last_steps = [phase.until.count if phase.until else None for phase in phases]
+    intervals = [None if phase.every == "auto" else phase.every.count for phase in phases]
+    return tuple(map(SavePhase, [1, *(last + 1 for last in last_steps if last)], last_steps, intervals))
 
 
 @dataclass(frozen=True)
@@ -258,18 +253,22 @@ class TrainingPlan:
     @classmethod
     def of(cls, recipe: Recipe, history: History = NO_HISTORY) -> Self:
         """`history`: of a run that has changed its batch or its sequence length on the way."""
-        batch, seq_length = BatchPlan.of(recipe.batch, history), recipe.model.seq_length
-        train_steps = amount_in_steps(recipe.train.for_, batch=batch, seq_length=seq_length)
+        batch, seq_length, lr = BatchPlan.of(recipe.batch, history), recipe.model.seq_length, recipe.lr
+        length = recipe.train.for_
+        asked_samples = batch.samples_in(length, seq_length=seq_length)
+        train_steps = length.count if length.unit == "steps" else batch.train_steps_for_samples(asked_samples)
         train_samples = batch.consumed_after_step(train_steps)
-        lr = _lr_plan(recipe.lr, batch=batch, seq_length=seq_length, train_samples=train_samples)
+        warmup_samples = batch.samples_in(lr.warmup, seq_length=seq_length)
+        decay_samples = batch.samples_in(lr.decay, seq_length=seq_length) if lr.decay is not None else train_samples
+        cooldown_samples = _cooldown_samples(lr.cooldown, decay_samples, batch=batch, seq_length=seq_length)
         return cls(
             train_steps=train_steps,
             train_samples=train_samples,
-            asked_samples=amount_in_samples(recipe.train.for_, batch=batch, seq_length=seq_length),
+            asked_samples=asked_samples,
             seq_length=seq_length,
             batch=batch,
-            lr=lr,
-            warmup_ends_at_step=batch.first_step_reaching(lr.warmup_samples),
+            lr=LrPlan(lr.peak, lr.min, lr.schedule, warmup_samples, decay_samples, cooldown_samples),
+            warmup_ends_at_step=batch.first_step_reaching(warmup_samples),
             save_phases=resolve_phases(recipe.checkpoint.phases),
             skip_ranges=tuple(skip_range(text) for text in recipe.train.skip),
         )
@@ -325,38 +324,6 @@ class TrainingPlan:
         return History(step, samples, self.tokens_at(samples), (*self.history.stretches, *stretches))
 
 
-def amount_in_steps(amount: Amount, *, batch: BatchPlan, seq_length: int) -> int:
-    """Length of a training of this amount, in steps; a partial last batch is dropped."""
-    if amount.unit == "steps":
-        return amount.count
-    return batch.train_steps_for_samples(amount_in_samples(amount, batch=batch, seq_length=seq_length))
-
-
-def amount_in_samples(amount: Amount, *, batch: BatchPlan, seq_length: int) -> int:
-    """Samples consumed at this point, counted from the start of training; a partial sequence of tokens is dropped."""
-    match amount.unit:
-        case "steps":
-            return batch.consumed_after_step(amount.count)
-        case "samples":
-            return amount.count
-        case "tokens":
-            return batch.history.samples_at(amount.count, seq_length=seq_length)
-
-
-def _lr_plan(lr: LrSection, *, batch: BatchPlan, seq_length: int, train_samples: int) -> LrPlan:
-    decay_samples = train_samples
-    if lr.decay is not None:
-        decay_samples = amount_in_samples(lr.decay, batch=batch, seq_length=seq_length)
-    return LrPlan(
-        peak=lr.peak,
-        min=lr.min,
-        schedule=lr.schedule,
-        warmup_samples=amount_in_samples(lr.warmup, batch=batch, seq_length=seq_length),
-        decay_samples=decay_samples,
-        cooldown_samples=_cooldown_samples(lr.cooldown, decay_samples, batch=batch, seq_length=seq_length),
-    )
-
-
 def _cooldown_samples(cooldown: Amount | None, decay_samples: int, *, batch: BatchPlan, seq_length: int) -> int:
     """A cooldown is a length that ends at `decay_samples`, so its steps have the batch size of that place."""
     if cooldown is None:
@@ -379,7 +346,7 @@ def skip_range(text: str) -> tuple[int, int]:
     return int(first), int(last)
 
 
-DEVICE_HOURS_BETWEEN_FAILURES = 50_000
+_DEVICE_HOURS_BETWEEN_FAILURES = 50_000
 """Llama 3's 16,384 GPUs were interrupted 419 times unexpectedly in 54 days: once in 50,000 hours of one device."""
 _STORAGE_SHARE = 0.5
 """Of the time, storage is busy with saving at most this share."""
@@ -394,7 +361,7 @@ class Cadence:
 
 def seconds_between_failures(configured: Duration | None, *, num_devices: int) -> float:
     """From the recipe, or else from the failure rate of this many devices."""
-    return configured.seconds if configured is not None else DEVICE_HOURS_BETWEEN_FAILURES * 3600 / num_devices
+    return configured.seconds if configured is not None else _DEVICE_HOURS_BETWEEN_FAILURES * 3600 / num_devices
 
 
 def daly_seconds(cost_seconds: float, failure_seconds: float) -> float:
@@ -407,33 +374,15 @@ def daly_seconds(cost_seconds: float, failure_seconds: float) -> float:
 
 def cadence(*, blocking_seconds: float, persist_seconds: float, step_seconds: float, failure_seconds: float) -> Cadence:
     """From a save's measured costs: how long training stood still for it, and how long storage was busy."""
-    best = daly_seconds(blocking_seconds, failure_seconds)
-    least = persist_seconds / _STORAGE_SHARE
-    steps = max(1, math.ceil(max(best, least) / step_seconds))
-    shown = format_seconds(best) if best >= 10 else f"{best:.2g}s"
+    seconds = max(daly_seconds(blocking_seconds, failure_seconds), persist_seconds / _STORAGE_SHARE)
+    steps = max(1, math.ceil(seconds / step_seconds))
+    lost = blocking_seconds / (steps * step_seconds) + steps * step_seconds / (2 * failure_seconds)
     why = (
-        f"a save stops training for {blocking_seconds:.3g}s and a failure is expected every "
-        f"{format_seconds(failure_seconds)}, so an interval of {shown} loses the least (Young/Daly)"
+        f"a save stops training for {blocking_seconds:.3g}s and storage needs {persist_seconds:.3g}s for it; with a "
+        f"failure every {format_seconds(failure_seconds)} and steps of {step_seconds:.3g}s, {steps:,} steps between "
+        f"saves lose the least time (Young/Daly): {100 * lost:.2g}%"
     )
-    if least > best:
-        why += f"; storage needs {persist_seconds:.3g}s for a save, so not more often than every {least:.3g}s"
-    lost = (blocking_seconds + steps * step_seconds * steps * step_seconds / (2 * failure_seconds)) / (
-        steps * step_seconds
-    )
-    why += f"; that is every {steps:,} steps of {step_seconds:.3g}s, and {100 * lost:.2g}% of the time lost"
     return Cadence(steps, why)
-
-
-@dataclass(frozen=True)
-class Kept:
-    """Checkpoints that lie in one place when the training ends."""
-
-    count: int
-    being_written: int
-    """1 where older ones are deleted: that happens after a save, so there must be room for one more."""
-    bound: Literal["up to", "at least", "about"]
-    """A run also saves when it stops, or on request; `every: auto` decides while training; of copies that wait to be
-    uploaded only the newest goes."""
 
 
 def kept_steps(
@@ -451,23 +400,25 @@ def kept_steps(
     return kept | set(best[: keep.best])
 
 
-def kept_checkpoints(recipe: Recipe) -> dict[str, Kept]:
-    """By place: `durable` (the run folder), and `local` and `upload` where the recipe has them."""
+def kept_checkpoints(recipe: Recipe) -> dict[str, dict[str, Any]]:
+    """How many checkpoints lie in each place when the training ends: `durable` (the run folder), and `local` and
+    `upload` where the recipe has them. `being_written`: 1 where older ones are deleted: that happens after a save, so
+    there must be room for one more."""
     section, plan = recipe.checkpoint, TrainingPlan.of(recipe)
     saves = sorted({*plan.save_steps(), plan.train_steps})
-    places = {"durable": _kept(saves, section.keep, "at least")}
+    places = {"durable": _kept(saves, section.keep, "at least")}  # a run also saves when it stops, or on request
     if section.local is not None:
-        places["local"] = Kept(section.local.keep, 1, "up to")
+        places["local"] = {"count": section.local.keep, "being_written": 1, "bound": "up to"}
     if (upload := section.upload) is not None:
         every = upload.every.count if upload.every else 1
         copies = [step for step in saves if step % every == 0 or step == plan.train_steps]
-        places["upload"] = _kept(copies, upload.keep, "about")
+        places["upload"] = _kept(copies, upload.keep, "about")  # of copies that wait, only the newest goes
     return places
 
 
-def _kept(steps: list[int], keep: KeepSection | None, unless_bounded: Literal["at least", "about"]) -> Kept:
+def _kept(steps: list[int], keep: KeepSection | None, unless_bounded: str) -> dict[str, Any]:
     if keep is None:
-        return Kept(len(steps), 0, unless_bounded)
+        return {"count": len(steps), "being_written": 0, "bound": unless_bounded}
     if keep.every is None:
-        return Kept(keep.last + len(keep.steps) + keep.best, 1, "up to")
-    return Kept(len(kept_steps(steps, keep, {})), 1, unless_bounded)
+        return {"count": keep.last + len(keep.steps) + keep.best, "being_written": 1, "bound": "up to"}
+    return {"count": len(kept_steps(steps, keep, {})), "being_written": 1, "bound": unless_bounded}

@@ -14,7 +14,7 @@ from typing import Any
 from bloomery.base.errors import Problem, RecipeError
 from bloomery.config.load import COMMAND_LINE, as_dict, is_inside
 from bloomery.config.recipe import OnResume, Recipe
-from bloomery.config.schema import all_fields, field_at, meant_paths
+from bloomery.config.schema import all_fields, field_at, meant
 from bloomery.config.yaml_nodes import inline_yaml
 from bloomery.data.blend import same_shares
 from bloomery.families.registry import FAMILIES, READERS
@@ -136,8 +136,8 @@ def check_change_names(names: Sequence[str]) -> None:
     for name in names:
         rules = [field.on_resume for path, field in all_fields().items() if is_inside(path, name)]
         if field_at(name.split(".")) is None:
-            meant = meant_paths(name.split("."))
-            remedy = f"did you mean {' or '.join(meant)}?" if meant else "name a field such as lr.peak"
+            guess = meant(name.split("."))
+            remedy = f"did you mean {guess}?" if guess else "name a field such as lr.peak"
             problems.append(Problem(f"--change {name}: this is not a field of a recipe", "", remedy, COMMAND_LINE))
         elif rules and all(rule.kind == "fixed" for rule in rules):
             what, rule = f"--change {name}: a resumed run cannot change it", f"fixed: {rules[0].why}"

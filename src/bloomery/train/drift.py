@@ -45,7 +45,7 @@ def watch_drift(run: Run, state: TrainState) -> None:
     if watch.action == "stop":
         run.stop.request(StopReason("drift", text))
     else:
-        run.journal.warning(f"at step {state.step:,} {text}. Training continues, as monitor.drift.action says.")
+        run.journal.warning(f"at step {state.step:,} {text}. Training continues, because monitor.drift.action is warn.")
 
 
 @dataclass(frozen=True)

@@ -137,7 +137,7 @@ def _why_not(checkpoint: Path) -> list[str]:
 def check_tokenizer(past: ResumePoint, tokenizer_hash: str | None) -> None:
     """DataError if the data turns out to be of another tokenizer than the checkpoint's, under the same path."""
     then = read_manifest(past.checkpoint).get("tokenizer") if past.checkpoint is not None else None
-    if then is not None and tokenizer_hash is not None and is_other_tokenizer(then, tokenizer_hash):
+    if then and tokenizer_hash and is_other_tokenizer(then, tokenizer_hash):
         what = f"the tokenizer has the hash {tokenizer_hash[:12]}, but the checkpoint was trained with {then[:12]}"
         rule = "with another one its tokens would mean other texts"
         raise DataError(Problem(what, rule, "restore the tokenizer that it was trained with", str(past.checkpoint)))
@@ -162,7 +162,7 @@ def checked_shards(past: ResumePoint, shards: dict[str, dict[str, Any]]) -> dict
         elif then is None and others:
             old = sorted(others, key=lambda other: other in shards)[0]  # one that the recipe no longer has
             what = f"the source '{name}' is the shard that the run knows as '{old}'"
-            rule = "under another name its samples would come again from the beginning"
+            rule = "under another name its samples would repeat from the beginning"
             remedy = f"give '{old}' more weight instead" if old in shards else f"add `name: {old}` to the source"
             problems.append(Problem(what, rule, remedy))
     if problems:

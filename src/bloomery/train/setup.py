@@ -36,7 +36,7 @@ from bloomery.monitor.names import Event
 from bloomery.monitor.sinks import Console
 from bloomery.parallel.apply import DTYPES, make_runner, parallelise
 from bloomery.parallel.feed import Feed
-from bloomery.parallel.mesh import alone, make_mesh
+from bloomery.parallel.mesh import Mesh, make_mesh
 from bloomery.sizing.layout import Layout
 from bloomery.sizing.memory import precision_problems
 from bloomery.sizing.parameters import count_parameters
@@ -176,7 +176,7 @@ class _Start:
 
     def build_model(self) -> None:
         recipe, device = self.recipe, self.device
-        self.mesh = alone() if self.ranks is ALONE else make_mesh(Layout.of(recipe, self.ranks.size), device)
+        self.mesh = Mesh() if self.ranks is ALONE else make_mesh(Layout.of(recipe, self.ranks.size), device)
         compile_model = recipe.train.compile
         if compile_model == "auto":
             compile_model = device.type != "cpu" and recipe.parallel.schedule != "zero_bubble"
@@ -235,7 +235,7 @@ class _Start:
             stop=self._stop_rules(meter),
             job=1 + len(self.starts),
             start_facts=facts,
-            trace=trace,
+            trace=replace(trace, recipe_yaml=as_yaml(recipe), ranks=self.ranks) if trace else None,
         )
 
     def _loader(self) -> Loader:

@@ -37,7 +37,7 @@ def train_step(run: Run, state: TrainState) -> None:
     assert (batch.first_sample, batch.size) == (state.consumed_samples, size), "loader and loop disagree"
     losses = run.runner.forward_backward(batch, loss_scale=scale, step=step)
     if run.trace is not None:
-        run.trace.step(step, batch, run.runner.gradients, loss_scale=scale, recipe=run.recipe, ranks=run.ranks)
+        run.trace.step(step, batch, run.runner.gradients, loss_scale=scale)
     flush_staged_save(run, finish_pending_step(run, state))
     lr = run.plan.lr.at(state.lr_samples + size)
     run.saver.wait_staged()  # what a save copies must not change under it

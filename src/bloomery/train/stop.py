@@ -80,7 +80,6 @@ class StopRules:
         self._polled_at = 0.0
         self._save_seen = False
         self._save_agreed = False
-        self._stuck: set[str] = set()
         self._first: tuple[int, int] | None = None
         """(step, samples) at which this job began."""
 
@@ -197,14 +196,11 @@ class StopRules:
         return None
 
     def _take(self, name: str) -> bool:
-        """Whether this control file is there; it is removed, if that is possible."""
-        path = self._control / name
-        if name in self._stuck or not path.exists():
-            return False
+        """Whether this control file is there; it is removed."""
         try:
-            path.unlink()
-        except OSError:  # a folder, or a read-only place: obey once
-            self._stuck.add(name)
+            (self._control / name).unlink()
+        except OSError:
+            return False
         return True
 
     def _poll_control_files(self) -> None:

@@ -12,11 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bloomery.base.ranks import Ranks, agreed
+from bloomery.base.ranks import ALONE, Ranks, agreed
 from bloomery.base.storage import make_folder, open_plain, storage_error
 from bloomery.checkpoint.save import save_checkpoint
-from bloomery.config.load import as_yaml
-from bloomery.config.recipe import Recipe
 from bloomery.data.batch import GlobalBatch
 from bloomery.parallel.gradients import Gradients
 
@@ -32,21 +30,23 @@ class Tracer:
     folder: Path
     gradient_steps: int
     sample_steps: int
+    recipe_yaml: str = ""
+    ranks: Ranks = ALONE
     _seen: int = 0
 
-    def step(
-        self, step: int, batch: GlobalBatch, gradients: Gradients, *, loss_scale: float, recipe: Recipe, ranks: Ranks
-    ) -> None:
+    def step(self, step: int, batch: GlobalBatch, gradients: Gradients, *, loss_scale: float) -> None:
         """Write down a step whose gradients are complete. All ranks call it."""
         self._seen += 1
         if self._seen <= self.sample_steps:
-            everybody = ranks.gather(sample_hashes(batch))
-            with agreed(ranks):
-                if ranks.rank == 0:
+            everybody = self.ranks.gather(sample_hashes(batch))
+            with agreed(self.ranks):
+                if self.ranks.rank == 0:
                     self._write_samples(step, everybody)
         if self._seen <= self.gradient_steps:
             pieces = {f"grad.{name}": piece for name, piece in gradients.pieces(scale=1.0 / loss_scale).items()}
-            save_checkpoint(self.folder, step=step, pieces=pieces, state={}, recipe_yaml=as_yaml(recipe), ranks=ranks)
+            save_checkpoint(
+                self.folder, step=step, pieces=pieces, state={}, recipe_yaml=self.recipe_yaml, ranks=self.ranks
+            )
 
     def _write_samples(self, step: int, everybody: list[dict[int, str]]) -> None:
         samples: dict[int, str] = {}

@@ -4,8 +4,8 @@ seconds, with the shards it trains on."""
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ import numpy as np
 
 import bloomery
 from bloomery.base.errors import Problem, RecipeError
-from bloomery.config.load import as_dict
+from bloomery.config.load import as_dict, leaves
 from bloomery.config.recipe import LossScaleSection, ModelSection, Recipe
 from bloomery.config.schema import closest
 from bloomery.data.manifest import ShardManifest
@@ -21,7 +21,7 @@ from bloomery.data.shards import ShardWriter, token_dtype
 from bloomery.data.tokenizer import Tokenizer
 from bloomery.families.registry import FAMILIES
 from bloomery.sizing.check import load_checked_recipe
-from bloomery.sizing.layout import data_parallel_size, layout_overrides, world_size
+from bloomery.sizing.layout import Layout, layout_overrides, world_size
 
 CLIP = 0.05
 """Small enough to bind on every step: Adam hides a wrong gradient norm unless it is clipped with."""
@@ -34,6 +34,7 @@ _SMALLEST_BATCH = 8
 _MOST_GROUPED = 8
 _WORDS = 300
 _REPORTED = ("model", "data", "batch", "optimizer", "lr", "train", "precision")
+_NOT_REPORTED = ("data.train", "data.validation", "data.cache_dir", "train.compile", "batch.micro_batch_size")
 
 
 @dataclass(frozen=True)
@@ -49,8 +50,10 @@ class Shrunk:
     """What is not verified, and why."""
 
 
-def shrink(recipe: Recipe, layouts: Sequence[VerifiedLayout], folder: Path, *, steps: int, clip: float) -> Shrunk:
-    """Shards and a tokenizer are expected in `folder` (synthetic.py)."""
+def shrink(
+    recipe: Recipe, layouts: Sequence[VerifiedLayout], folder: Path, *, steps: int, clip: float, checkpoint_step: int
+) -> Shrunk:
+    """The recipe reads shards and a tokenizer in `folder` (`write_data`)."""
     before = as_dict(recipe)
     sources = _sources(recipe, folder)
     batch = -(-_SMALLEST_BATCH // (unit := math.lcm(*(_micro_batches(each) for each in layouts)))) * unit
@@ -83,31 +86,26 @@ def shrink(recipe: Recipe, layouts: Sequence[VerifiedLayout], folder: Path, *, s
         "precision": "fp32",
         "loss_scale": LossScaleSection().model_dump(mode="json"),
         "parallel": {"recompute": recipe.parallel.recompute, "offload": recipe.parallel.offload},
-        "checkpoint": {"phases": [{"every": f"{middle(steps)} steps"}]},
+        "checkpoint": {"phases": [{"every": f"{checkpoint_step} steps"}]},
         "monitor": {"log_every": "1 steps", "tensorboard": False},
         "launch": None,
     }
     return Shrunk(after, batch, _changes(before, after), _remarks(recipe))
 
 
-def middle(steps: int) -> int:
-    """The step whose checkpoint is resharded and continued from."""
-    return max(1, steps // 2)
-
-
 def _model(model: ModelSection, layouts: Sequence[VerifiedLayout]) -> dict[str, Any]:
-    tp = math.lcm(*(layout.tp for layout in layouts))
+    tp = math.lcm(*(each.layout.tp for each in layouts))
     grouped = min(model.num_heads // model.num_kv_heads, _MOST_GROUPED)
     # ALiBi slopes have another formula for heads that are no power of two, so that is kept.
     odd = 3 if model.num_heads & (model.num_heads - 1) else 2
     kv_heads = tp * (1 if grouped >= 4 else odd)
     heads = kv_heads * grouped
     hidden = heads * (8 if heads <= 16 else 4)
-    tokens = math.lcm(*(2 * layout.cp * layout.tp for layout in layouts))
+    tokens = math.lcm(*(2 * each.layout.cp * each.layout.tp for each in layouts))
     # Padding is more than the last of tp ranks has: all of its words, and some of the rank's before it.
     unit = math.lcm(8, tp)
     rows = -(-_WORDS * tp // (unit * max(1, tp - 1))) * unit
-    stages = max(layout.stages for layout in layouts)
+    stages = max(each.stages for each in layouts)
     return {
         # One more than stages where the user's layers do not divide evenly either.
         "num_layers": max(2, stages) + (model.num_layers % stages > 0),
@@ -124,13 +122,13 @@ def _model(model: ModelSection, layouts: Sequence[VerifiedLayout]) -> dict[str, 
     }
 
 
-def micro_batch_of(layout: VerifiedLayout, shrunk: Shrunk) -> int:
-    return shrunk.batch // _micro_batches(layout)
+def micro_batch_of(chosen: VerifiedLayout, shrunk: Shrunk) -> int:
+    return shrunk.batch // _micro_batches(chosen)
 
 
-def _micro_batches(layout: VerifiedLayout) -> int:
+def _micro_batches(chosen: VerifiedLayout) -> int:
     """Over all replicas: two for each, so that gradients are accumulated, and two for every rank of a pipeline."""
-    return layout.dp * 2 * layout.pp
+    return chosen.layout.dp * 2 * chosen.layout.pp
 
 
 def _batch(recipe: Recipe, batch: int, steps: int) -> dict[str, Any]:
@@ -184,21 +182,14 @@ def _remarks(recipe: Recipe) -> list[str]:
 
 
 def _changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    old = dict(_leaves({key: before[key] for key in _REPORTED}, ""))
-    new = dict(_leaves({key: after[key] for key in _REPORTED}, ""))
-    return {path: (old.get(path), new.get(path)) for path in {**old, **new} if old.get(path) != new.get(path)}
-
-
-def _leaves(node: Any, path: str) -> Iterator[tuple[str, Any]]:
-    if path == "data.validation":
-        return
-    if isinstance(node, dict):
-        for key, value in node.items():
-            yield from _leaves(value, f"{path}.{key}" if path else key)
-    elif path == "data.train":
-        yield "data.train", f"{len(node)} source{'s' if len(node) > 1 else ''}"
-    elif path not in ("data.cache_dir", "train.compile", "batch.micro_batch_size"):
-        yield path, node
+    """Of the sections that decide what is learned; of the sources only how many there are."""
+    old, new = (dict(leaves({name: values[name] for name in _REPORTED})) for values in (before, after))
+    paths = [path for path in old | new if not path.startswith(_NOT_REPORTED)]
+    changes = {path: (old.get(path), new.get(path)) for path in paths if old.get(path) != new.get(path)}
+    sources = [f"{len(values['data']['train'])} sources" for values in (before, after) if values["data"]]
+    if len(set(sources)) > 1:
+        changes["data.train"] = (sources[0], sources[1])
+    return changes
 
 
 _DOCUMENTS = 300
@@ -220,17 +211,20 @@ def _write_shard(prefix: str, *, seed: int, vocab: int, sentences: bool, tokeniz
     """Token 0 ends a document, unless it consists of sentences; each source follows rules of its own."""
     random = np.random.default_rng(seed)
     first = len(_SPECIAL) if sentences else 1
-    follower = random.permutation(np.arange(first, vocab))
+    follower = dict(zip(range(first, vocab), (first + random.permutation(vocab - first)).tolist(), strict=True))
     dtype = token_dtype(vocab)
-    written = 0
     with ShardWriter(prefix, dtype) as writer:
         for _ in range(_DOCUMENTS):
             lengths = random.integers(3, 12, size=int(random.integers(2, 7)))
-            tokens = _chain(random, int(lengths.sum()), follower, first)
+            tokens = [int(random.integers(first, vocab))]
+            while len(tokens) < lengths.sum():
+                is_next = random.random() < 0.8
+                tokens.append(follower[tokens[-1]] if is_next else int(random.integers(first, vocab)))
             if sentences:
-                writer.append_many(tokens.astype(dtype).data, lengths.astype("<i4"), np.array([len(lengths)], "<i4"))
+                document = np.array(tokens, dtype).data
+                writer.append_many(document, lengths.astype("<i4"), np.array([len(lengths)], "<i4"))
             else:
-                writer.append(np.append(tokens, 0))
+                writer.append(np.array([*tokens, 0]))
         written, sequences = writer.num_tokens, writer.num_sequences
     ShardManifest(
         tokenizer_hash=tokenizer_hash,
@@ -251,17 +245,6 @@ def _write_shard(prefix: str, *, seed: int, vocab: int, sentences: bool, tokeniz
     ).write(prefix)
 
 
-def _chain(random: np.random.Generator, length: int, follower: np.ndarray, first: int) -> np.ndarray:
-    vocab = len(follower)
-    chance, others = random.random(length), random.integers(vocab, size=length)
-    tokens = np.empty(length, np.int64)
-    token = int(others[0])
-    for i in range(length):
-        token = int(follower[token]) - first if chance[i] < 0.8 else int(others[i])
-        tokens[i] = token + first
-    return tokens
-
-
 def _write_tokenizer(folder: Path, vocab: int) -> str:
     """BERT's vocab.txt; every fourth token continues a word. Returns its hash."""
     folder.mkdir()
@@ -270,8 +253,6 @@ def _write_tokenizer(folder: Path, vocab: int) -> str:
     return Tokenizer.load(str(folder)).content_hash
 
 
-SINGLE = "single"
-"""The reference: one rank, one micro-batch, no process group."""
 STANDARD = (
     *("zero0-dp2", "zero1-dp2", "zero2-dp2", "zero3-dp2", "tp2", "cp2", "pp2", "pp2-interleaved", "pp2-zero_bubble"),
     *("tp4", "zero3-dp4-shard2", "zero3-dp2-tp2", "dp2-cp2", "pp2-tp2", "pp2-dp2"),
@@ -290,11 +271,7 @@ class VerifiedLayout:
 
     name: str
     overrides: tuple[str, ...]
-    world: int
-    dp: int
-    tp: int
-    pp: int
-    cp: int
+    layout: Layout
     stages: int
 
 
@@ -309,18 +286,12 @@ def choose_layouts(
     left_out: dict[str, str] = {}
     found: list[VerifiedLayout] = []
     for name in dict.fromkeys(STANDARD if names is None else names):
-        if name == SINGLE:
-            continue  # always run
         try:
-            layout = _legal(source, overrides, recipe, name)
-            if most_ranks is not None and layout.world > most_ranks:
-                what = f"{layout.world} ranks, and this machine has {most_ranks} devices"
-                raise RecipeError(Problem(what, "every rank needs its own", "use --device cpu"))
-            found.append(layout)
+            if name != "single":  # which is always run
+                found.append(_legal(source, overrides, recipe, name, most_ranks))
         except RecipeError as error:
-            if names is None:
-                left_out[name] = " ".join(str(problem) for problem in error.problems)
-            problems += [Problem(each.what, each.rule, each.remedy, f"--layouts {name}") for each in error.problems]
+            left_out[name] = " ".join(map(str, error.problems))
+            problems += [replace(each, place=f"--layouts {name}") for each in error.problems]
     if names is not None and problems:
         raise RecipeError(problems)
     if not found:
@@ -328,7 +299,7 @@ def choose_layouts(
     return found, left_out
 
 
-def _legal(source: str, overrides: Sequence[str], recipe: Recipe, name: str) -> VerifiedLayout:
+def _legal(source: str, overrides: Sequence[str], recipe: Recipe, name: str, most_ranks: int | None) -> VerifiedLayout:
     try:
         factors = layout_overrides(name)
     except ValueError as error:
@@ -337,14 +308,8 @@ def _legal(source: str, overrides: Sequence[str], recipe: Recipe, name: str) -> 
     own = f"parallel={{recompute: {recipe.parallel.recompute}, offload: {str(recipe.parallel.offload).lower()}}}"
     # The micro-batch is no part of the science: it is chosen again for the small recipe.
     checked = load_checked_recipe(source, [*overrides, own, *factors, "batch.micro_batch_size=1"]).recipe
-    parallel = checked.parallel
-    return VerifiedLayout(
-        name=name,
-        overrides=tuple(factors),
-        world=world_size(checked),
-        dp=data_parallel_size(checked),
-        tp=parallel.tp,
-        pp=parallel.pp,
-        cp=parallel.cp,
-        stages=parallel.pp * parallel.chunks,
-    )
+    layout = Layout.of(checked, world_size(checked))
+    if most_ranks is not None and layout.world > most_ranks:
+        what = f"{layout.world} ranks, and this machine has {most_ranks} devices"
+        raise RecipeError(Problem(what, "every rank needs its own", "use --device cpu"))
+    return VerifiedLayout(name, tuple(factors), layout, layout.pp * checked.parallel.chunks)

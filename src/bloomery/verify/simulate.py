@@ -13,15 +13,17 @@ from __future__ import annotations
 import sys
 import time
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any, Literal, cast
+from unittest.mock import patch
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
@@ -35,10 +37,10 @@ from bloomery.config.recipe import PipelineSchedule, Recipe
 from bloomery.data.batch import Batch, Packing, causal_batch
 from bloomery.families.family import LM_LOSS, SOP_LOSS
 from bloomery.families.registry import FAMILIES
-from bloomery.model import transformer
-from bloomery.model.attention import AttentionContext, choose_kernel, run_recomputable
+from bloomery.model import attention, transformer
+from bloomery.model.attention import AttentionContext, choose_kernel
 from bloomery.model.loss import row_losses
-from bloomery.parallel.apply import DTYPES, Parallelised, give_memory, outline
+from bloomery.parallel.apply import DTYPES, Parallelised, give_memory, hidden_states, outline
 from bloomery.parallel.context import own_tokens
 from bloomery.parallel.fsdp import set_fsdp_sync
 from bloomery.parallel.gradients import Gradients
@@ -47,14 +49,7 @@ from bloomery.parallel.pipeline import schedule_in_force
 from bloomery.parallel.tensor import vocabulary_losses
 from bloomery.parallel.weights import weights_of
 from bloomery.sizing.layout import Layout, cut_dimension, micro_batches, ranks_per_replica, stage_layers, stages_of_rank
-from bloomery.sizing.memory import (
-    HOST_LABELS,
-    STATE_LABELS,
-    HeldElements,
-    WeightBytes,
-    precision_problems,
-    weight_bytes,
-)
+from bloomery.sizing.memory import HeldElements, WeightBytes, precision_problems, weight_bytes
 from bloomery.sizing.parameters import count_parameters, padded_vocab_size
 
 _CPU = torch.device("cpu")
@@ -92,44 +87,33 @@ class SimulatedRank:
     memory_bytes: RankMemory
 
 
-@dataclass(frozen=True)
-class SimulatedWorld:
-    name: str
-    world: int
-    layout: Layout
-    micro_batches: int
-    """Per step and replica."""
-    parameters: int
-    """Of the whole model, by the formula, vocabulary padded."""
-    built_parameters: int
-    """The same, added up from what the ranks of all pipeline stages hold."""
-    ranks: list[SimulatedRank]
-    seconds: float
-
-
-def simulate_world(recipe: Recipe, world: int, rank: int | None = None) -> SimulatedWorld:
-    """Build ranks of a world of `world` ranks: the given one, or those of the first, a middle and the last stage.
+def simulate_world(recipe: Recipe, world: int, rank: int | None = None) -> dict[str, Any]:
+    """Build ranks of a world of `world` ranks: the given one, or those of the first, a middle and the last stage. What
+    they hold, as the JSON of `verify --simulate-world`: a public contract. Sizes are in bytes.
 
     RecipeError if the world or the rank is impossible. Everything else must have been checked for this very world.
     """
     check_world(recipe, world, rank)
-    began = time.monotonic()
-    layout = Layout.of(recipe, world)
+    began, parallel, layout = time.monotonic(), recipe.parallel, Layout.of(recipe, world)
     stage_size = world // layout.pp
     chosen = [rank] if rank is not None else sorted({0, layout.pp // 2 * stage_size, world - stage_size})
     parameters = count_parameters(recipe.model, vocab_size=padded_vocab_size(recipe.model)).total
     built = sum(_elements_of_stage(recipe, layout, pp * stage_size) for pp in range(layout.pp))
     assert built == parameters, f"the ranks of all stages hold {built:,} parameters, the formula says {parameters:,}"
-    return SimulatedWorld(
-        name=recipe.name,
-        world=world,
-        layout=layout,
-        micro_batches=micro_batches(recipe, layout),
-        parameters=parameters,
-        built_parameters=built,
-        ranks=[simulate_rank(recipe, layout, each) for each in chosen],
-        seconds=time.monotonic() - began,
-    )
+    return {
+        "name": recipe.name,
+        "world": world,
+        "layout": asdict(layout) | {"zero": parallel.zero, "schedule": parallel.schedule, "chunks": parallel.chunks},
+        "recompute": parallel.recompute,
+        "precision": recipe.precision,
+        "micro_batch_size": recipe.batch.micro_batch_size,
+        "micro_batches": micro_batches(recipe, layout),
+        "parameters": parameters,
+        "built_parameters": built,
+        "ranks": [asdict(simulate_rank(recipe, layout, each)) for each in chosen],
+        "seconds": round(time.monotonic() - began, 1),
+        "torch": torch.__version__,
+    }
 
 
 def check_world(recipe: Recipe, world: int, rank: int | None) -> None:
@@ -151,12 +135,9 @@ def check_world(recipe: Recipe, world: int, rank: int | None) -> None:
 
 def simulate_rank(recipe: Recipe, layout: Layout, rank: int) -> SimulatedRank:
     with _fake_world(layout, rank) as mesh:
-        outlined = outline(recipe, mesh, compile_model=False)
-        for model in outlined.stages.values():
-            fuse_attention(model)
-        with FakeTensorMode(allow_non_fake_inputs=True), accelerator_kernels(), MemoryMeter().running() as meter:
-            parts = give_memory(outlined, recipe, mesh, device=_CPU)
-            parts = _compute_in(recipe, parts)
+        outlined, meter = outline(recipe, mesh, compile_model=False), MemoryMeter()
+        with fake_accelerator(meter):
+            parts = _compute_in(recipe, give_memory(outlined, recipe, mesh, device=_CPU))
             gradients, held = Gradients(parts.weights, mesh), _held_elements(parts)
             memory, in_flight = _measure(recipe, parts, gradients, meter, weight_bytes(recipe, layout, held))
     numbers = stages_of_rank(mesh.pp, layout.pp, recipe.parallel.chunks)
@@ -223,24 +204,18 @@ def _measure(
     peak, in_flight, kept = 0, 1, [0] * len(parts.stages)
     if count > 1:
         for stage in parts.stages:
-            passes.backward(passes.forward(stage, last=False))
+            passes.forward(stage, last=False)()
         base = meter.live_bytes
         sizes = [passes.measure(stage, meter) for stage in parts.stages]
         kept, working = [size[0] for size in sizes], [size[1] for size in sizes]
         pp, chunks = mesh.layout.pp, parallel.chunks
         kind = schedule_in_force(parallel.schedule, num_stages=pp * chunks, num_micro_batches=count)
-        order = passes_of_rank(
-            kind,
-            pp=pp,
-            pp_rank=mesh.pp,
-            chunks=chunks,
-            micro_batches=count,
-        )
+        order = passes_of_rank(kind, pp=pp, pp_rank=mesh.pp, chunks=chunks, micro_batches=count)
         held, in_flight = most_held(order, kept, working)
         peak = base + held
     meter.restart()
     for stage in parts.stages:
-        passes.backward(passes.forward(stage, last=True))
+        passes.forward(stage, last=True)()
     gradients.reduce_across_ranks()
     peak = max(peak, meter.peak_bytes)
     buffers = count * passes.received_bytes
@@ -263,16 +238,6 @@ def _held_elements(parts: Parallelised) -> HeldElements:
     )
 
 
-@dataclass(frozen=True)
-class _Held:
-    """A forward pass that waits for its backward pass, and all that it keeps."""
-
-    root: Tensor
-    gradient: Tensor | None
-    received: Tensor | None
-    outputs: Any
-
-
 class _Passes:
     """Fake micro-batches through the stages of a rank, as runner.py and pipeline.py send real ones."""
 
@@ -284,13 +249,9 @@ class _Passes:
         self._num_stages = parts.mesh.layout.pp * recipe.parallel.chunks
         self._losses = vocabulary_losses(recipe.model, parts.mesh.tp_group, _CPU)
         self._batch = own_tokens(_batch(recipe), parts.mesh, recipe.model.seq_length)
-        layout = parts.mesh.layout
-        tokens = recipe.model.seq_length // (layout.cp * layout.tp)
-        shape = (recipe.batch.micro_batch_size, tokens, recipe.model.hidden_size)
-        self._from_before = {n: torch.empty(shape, dtype=DTYPES[recipe.precision]) for n in parts.stages if n > 0}
-        self._from_behind = {
-            n: torch.empty(shape, dtype=DTYPES[recipe.precision]) for n in parts.stages if n < self._num_stages - 1
-        }
+        buffer = partial(torch.empty_like, hidden_states(recipe, parts.mesh), device=_CPU, requires_grad=False)
+        self._from_before = {n: buffer() for n in parts.stages if n > 0}
+        self._from_behind = {n: buffer() for n in parts.stages if n < self._num_stages - 1}
 
     @property
     def received_bytes(self) -> int:
@@ -298,8 +259,8 @@ class _Passes:
         buffers = [*self._from_before.values(), *self._from_behind.values()]
         return sum(buffer.untyped_storage().nbytes() for buffer in buffers)
 
-    def forward(self, stage: int, *, last: bool) -> _Held:
-        """`last`: it is the last micro-batch of a step."""
+    def forward(self, stage: int, *, last: bool) -> Callable[[], None]:
+        """The backward pass that follows; until then it holds all that is kept. `last`: of a step's micro-batches."""
         model = self._stages[stage]
         model.train()
         set_fsdp_sync(model, zero=self._zero, last=last)
@@ -309,21 +270,21 @@ class _Passes:
         outputs = model(tokens if received is None else received, **inputs)
         kept = outputs if self._num_stages > 1 else None  # a pipeline holds on to what its stages return
         if stage < self._num_stages - 1:
-            return _Held(outputs, self._from_behind[stage], received, kept)
+            return partial(self._backward, outputs, self._from_behind[stage], received, kept)
         rows = row_losses(outputs, self._batch.targets, self._losses)
-        return _Held(torch.stack([each.sum() for each in rows.values()]).sum(), None, received, kept)
+        return partial(self._backward, torch.stack([each.sum() for each in rows.values()]).sum(), None, received, kept)
 
-    def backward(self, held: _Held) -> None:
-        torch.autograd.backward(held.root, held.gradient)
+    def _backward(self, root: Tensor, gradient: Tensor | None, *held: Any) -> None:
+        torch.autograd.backward(root, gradient)
         self._gradients.accumulate()
 
     def measure(self, stage: int, meter: MemoryMeter) -> tuple[int, int]:
         """(bytes that a micro-batch keeps, bytes that its passes need on top of that)."""
         start = meter.live_bytes
         meter.restart()
-        held = self.forward(stage, last=False)
+        backward = self.forward(stage, last=False)
         kept = meter.live_bytes - start
-        self.backward(held)
+        backward()
         return kept, meter.peak_bytes - start - kept
 
 
@@ -385,96 +346,53 @@ simulated: fake micro-batches go forward and backward through the rank's own sta
 attention and dropout keep what an accelerator's kernels keep. There is no allocator in it (rounding, fragmentation,
 CUDA context, communication buffers come on top), and nothing is compiled (compiled code keeps less)."""
 
-_MEMORY = {
-    **STATE_LABELS,
-    "receive_buffers": "receive buffers",
-    "kept_per_micro_batch": "  kept per micro-batch",
-    "activations": "activations, at peak",
-    "peak": "peak of a step",
-    **HOST_LABELS,
-}
 
-
-def world_json(world: SimulatedWorld, recipe: Recipe) -> dict[str, Any]:
-    """The JSON of `verify --simulate-world`: a public contract. Sizes are in bytes."""
-    layout, parallel = world.layout, recipe.parallel
-    return {
-        "name": world.name,
-        "world": world.world,
-        "layout": asdict(layout) | {"zero": parallel.zero, "schedule": parallel.schedule, "chunks": parallel.chunks},
-        "recompute": parallel.recompute,
-        "precision": recipe.precision,
-        "micro_batch_size": recipe.batch.micro_batch_size,
-        "micro_batches": world.micro_batches,
-        "parameters": world.parameters,
-        "built_parameters": world.built_parameters,
-        "ranks": [asdict(rank) for rank in world.ranks],
-        "seconds": round(world.seconds, 1),
-        "torch": torch.__version__,
-    }
-
-
-def world_table(world: SimulatedWorld, recipe: Recipe) -> str:
-    layout, parallel = world.layout, recipe.parallel
-    chunks = f" x {parallel.chunks} chunks" if parallel.chunks > 1 else ""
-    pipeline = f", {parallel.schedule}" if layout.pp > 1 else ""
+def world_table(facts: Mapping[str, Any]) -> str:
+    """What `simulate_world` found, for people."""
+    layout, ranks = facts["layout"], facts["ranks"]
+    chunks = f" x {layout['chunks']} chunks" if layout["chunks"] > 1 else ""
+    pipeline = f", {layout['schedule']}" if layout["pp"] > 1 else ""
     rows = {
-        "pipeline rank": [f"{rank.place['pp'] + 1} of {layout.pp}" for rank in world.ranks],
-        "layers": [_layers(rank) for rank in world.ranks],
-        "parameters held": [f"{rank.elements:,}" for rank in world.ranks],
-        "forward passes held": [str(rank.forward_passes_held) for rank in world.ranks],
+        "": [f"rank {rank['rank']:,}" for rank in ranks],
+        "pipeline rank": [f"{rank['place']['pp'] + 1} of {layout['pp']}" for rank in ranks],
+        "layers": [_layers(rank) for rank in ranks],
+        "parameters held": [f"{rank['elements']:,}" for rank in ranks],
+        "forward passes held": [str(rank["forward_passes_held"]) for rank in ranks],
     }
-    for name, title in _MEMORY.items():
-        sizes = [getattr(rank.memory_bytes, name) for rank in world.ranks]
+    for name in ranks[0]["memory_bytes"]:
+        sizes = [rank["memory_bytes"][name] for rank in ranks]
         if any(sizes):
-            rows[title] = [format_bytes(size) for size in sizes]
-    rows = {"": [f"rank {rank.rank:,}" for rank in world.ranks]} | rows
-    widths = [max(len(row[i]) for row in rows.values()) for i in range(len(world.ranks))]
+            rows[name.replace("_", " ")] = [format_bytes(size) for size in sizes]
+    widths = [max(map(len, column)) for column in zip(*rows.values(), strict=True)]
     lines = [
-        f"{title:<24}" + "  ".join(f"{cell:>{width}}" for cell, width in zip(row, widths, strict=True))
-        for title, row in rows.items()
+        f"{facts['name']} on {facts['world']:,} simulated ranks: tp {layout['tp']} x cp {layout['cp']} x "
+        f"dp {layout['dp']} x pp {layout['pp']}{chunks}, ZeRO {layout['zero']} over {layout['shard']}{pipeline}, "
+        f"recompute {facts['recompute']}, {facts['precision']}, {facts['micro_batches']:,} micro-batches of "
+        f"{facts['micro_batch_size']}",
+        f"parameters of all stages: {facts['built_parameters']:,}, as the formula says",
+        "",
     ]
-    return "\n".join(
-        [
-            f"{world.name} on {world.world:,} simulated ranks: tp {layout.tp} x cp {layout.cp} x dp {layout.dp} x "
-            f"pp {layout.pp}{chunks}, ZeRO {parallel.zero} over {layout.shard}{pipeline}, recompute "
-            f"{parallel.recompute}, {recipe.precision}, {world.micro_batches:,} micro-batches of "
-            f"{recipe.batch.micro_batch_size}",
-            f"parameters of all stages: {world.built_parameters:,}, as the formula says",
-            "",
-            *lines,
-            "",
-            _METHOD,
-            f"Took {world.seconds:.1f} s.",
-        ]
-    )
+    for title, row in rows.items():
+        cells = (f"{cell:>{width}}" for cell, width in zip(row, widths, strict=True))
+        lines.append(f"{title:<24}{'  '.join(cells)}")
+    return "\n".join([*lines, "", _METHOD, f"Took {facts['seconds']:.1f} s."])
 
 
-def _layers(rank: SimulatedRank) -> str:
-    parts = ["embedding"] if rank.embedding else []
-    parts += [f"{layers[0]}-{layers[-1]}" if len(layers) > 1 else str(layers[0]) for layers in rank.layers]
-    return " + ".join([*parts, "head"] if rank.head else parts)
+def _layers(rank: Mapping[str, Any]) -> str:
+    blocks = [
+        f"{first}-{last}" if last > first else str(first)
+        for first, last in ((layers[0], layers[-1]) for layers in rank["layers"])
+    ]
+    return " + ".join(["embedding"] * rank["embedding"] + blocks + ["head"] * rank["head"])
 
 
-@contextmanager
-def accelerator_kernels() -> Iterator[None]:
-    """Models choose kernels as on an accelerator, and dropout keeps a byte per element; on a CPU it keeps a factor."""
+def _accelerator_kernel(device_type: str, **facts: Any) -> str:
+    return choose_kernel("cuda", **facts)
 
-    def dropout(x: Tensor, p: float, training: bool) -> Tensor:
-        return torch.native_dropout(x, p, True)[0] if training and p > 0 else x
 
-    def kernel(device_type: str, **facts: Any) -> str:
-        return choose_kernel("cuda", **facts)
-
-    places: list[tuple[Any, str, Any]] = [(F, "dropout", dropout), (transformer, "choose_kernel", kernel)]
-    before = [getattr(place, name) for place, name, _ in places]
-    for place, name, instead in places:
-        setattr(place, name, instead)
-    try:
-        yield
-    finally:
-        for (place, name, _), original in zip(places, before, strict=True):
-            setattr(place, name, original)
+def _accelerator_dropout(x: Tensor, p: float, training: bool) -> Tensor:
+    """Keeps a byte per element; on a CPU it keeps a factor."""
+    return torch.native_dropout(x, p, True)[0] if training and p > 0 else x
 
 
 class _FusedAttention(torch.autograd.Function):
@@ -492,25 +410,27 @@ class _FusedAttention(torch.autograd.Function):
         return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), None
 
 
-def fuse_attention(model: nn.Module) -> None:
-    """Let a Decoder or Encoder keep what the attention kernels of an accelerator keep."""
-    for block in cast(Any, model).layers.values():
-        block.attention.core.forward = _forward_of(block.attention.core)
+def _fused_attend(q: Tensor, k: Tensor, v: Tensor, context: AttentionContext, dropout: float = 0.0) -> Tensor:
+    bias, groups = context.bias, q.shape[1] // k.shape[1]
+    if context.kernel == "bias" and groups > 1:
+        k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
+    if bias is not None and bias.dtype != torch.bool:
+        bias = bias.to(q.dtype)
+    return cast(Tensor, cast(Any, _FusedAttention).apply(q, k, v, bias))
 
 
-def _forward_of(core: nn.Module) -> Any:
-    def forward(q: Tensor, k: Tensor, v: Tensor, context: AttentionContext) -> Tensor:
-        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            bias, groups = context.bias, q.shape[1] // k.shape[1]
-            if context.kernel == "bias" and groups > 1:
-                k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
-            if bias is not None and bias.dtype != torch.bool:
-                bias = bias.to(q.dtype)
-            return cast(Tensor, cast(Any, _FusedAttention).apply(q, k, v, bias))
-
-        return run_recomputable(attend, q, k, v, recompute=cast(bool, core.recompute))
-
-    return forward
+@contextmanager
+def fake_accelerator(meter: MemoryMeter) -> Iterator[None]:
+    """Tensors are fake and counted, and models keep what the kernels of an accelerator keep."""
+    with (
+        patch.object(transformer, "choose_kernel", _accelerator_kernel),
+        patch.object(attention, "attend", _fused_attend),
+        patch.object(F, "dropout", _accelerator_dropout),
+        patch.object(torch.UntypedStorage, "resize_", meter.counted_resize),
+        FakeTensorMode(allow_non_fake_inputs=True),
+        meter,
+    ):
+        yield
 
 
 class MemoryMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -533,9 +453,9 @@ class MemoryMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._count(leaf.untyped_storage())
         return out
 
-    @contextmanager
-    def running(self) -> Iterator[MemoryMeter]:
-        """Count, also what is resized: that is how FSDP frees weights."""
+    @property
+    def counted_resize(self) -> Any:
+        """Counts also what is resized: that is how FSDP frees weights."""
         resize = torch.UntypedStorage.resize_
 
         def counted(storage: torch.UntypedStorage, size: int) -> Any:
@@ -544,12 +464,7 @@ class MemoryMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._change(storage._cdata, storage.nbytes())
             return result
 
-        torch.UntypedStorage.resize_ = counted  # type: ignore[method-assign, assignment]
-        try:
-            with self:
-                yield self
-        finally:
-            torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign]
+        return counted
 
     def restart(self) -> None:
         """Look for a new peak from here on."""

@@ -1,33 +1,39 @@
-"""Trainings to compare: what is to be run, by how many ranks, and what came of each. Running them is cli's
-(run_trials.py), because that takes the real training loop."""
+"""Trainings to compare, of one layout each: starting their ranks, and what every rank runs: the real training loop."""
 
 from __future__ import annotations
 
 import json
 import shutil
+import sys
+import time
+import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
+import torch
+
 from bloomery.base import exit_codes
+from bloomery.base.accelerator import device_of_rank, pick_device
+from bloomery.base.errors import BloomeryError
+from bloomery.base.ranks import ALONE, Piece, Ranks, agreed, started_as
+from bloomery.checkpoint.load import load_pieces
+from bloomery.checkpoint.save import save_checkpoint
+from bloomery.config.load import load_recipe
 from bloomery.launch.local import run_local_ranks
+from bloomery.parallel.ranks import joined
+from bloomery.train.loop import train
+from bloomery.train.run import Run
+from bloomery.train.setup import prepared_run
+from bloomery.train.trace import Tracer
+from bloomery.verify.compare import RESHARDED, RUN, TRACE, TRUTH, differing_tensors, large_norm, plain_losses
 
-TRAIN_PREFIX, RESUME_PREFIX = "train-", "resume-"
-# In the folder of a trial:
-RUN, TRACE = "run", "trace"
-RESULT = "trial.json"
-RELOADED = "reloaded"
-"""The checkpoint of all that was loaded, each tensor under `<layout>/<name>`."""
-RESHARDED = "resharded.json"
-"""By layout, the tensors of its checkpoint that did not come back bit by bit."""
-FOLLOWED = "followed.json"
-"""By layout, (step, name, loss) of what was trained from its checkpoint."""
-TRUTH = "truth.json"
-"""What the reference is compared with (compare.py)."""
-_PRELOAD = ["bloomery.verify.run_trials", "bloomery.train.loop", "bloomery.train.setup", "bloomery.parallel.ranks"]
-
-RankCommand = Callable[[Sequence[str]], int]
-"""What every rank runs: `run_trials(["plan.json"])`."""
+SINGLE = "single"
+"""The reference: one rank, one micro-batch, no process group."""
+GRADIENT_STEPS = 2
+_RESULT = "trial.json"
 
 
 @dataclass(frozen=True)
@@ -36,32 +42,23 @@ class Trial:
 
     layout: str
     world: int
-    folder: str
-    recipe: str
-    """File of its complete recipe."""
-    gradient_steps: int
-    sample_steps: int
-    keep_step: int | None = None
-    """Whose checkpoint remains for other layouts to load."""
-    resume_from: str | None = None
-    """Checkpoint to resume from."""
-    reload: dict[str, str] = field(default_factory=dict)
-    """Layout -> its checkpoint: each is loaded and saved again before anything is trained."""
-    follow_steps: int = 0
-    """So many steps are trained from each of them, aside."""
+    folder: Path
+    recipe: Path
+    steps: int
+    source: Trial | None = None
+    """From whose checkpoint it resumes."""
+    reload: Sequence[Trial] = ()
+    """The checkpoint of each is loaded and saved again before anything is trained."""
 
     @property
-    def source(self) -> str:
-        """The layout whose checkpoint it resumes from."""
-        assert self.resume_from is not None
-        return Path(self.resume_from).parents[2].name.removeprefix(TRAIN_PREFIX)
+    def checkpoint(self) -> Path:
+        """The one in the middle, for other layouts to load."""
+        return self.folder / RUN / "checkpoints" / f"step-{middle(self.steps):08d}"
 
-    def file(self, name: str) -> Path:
-        """One of the files and folders above."""
-        return Path(self.folder) / name
 
-    def checkpoint(self, step: int) -> Path:
-        return self.file(RUN) / "checkpoints" / f"step-{step:08d}"
+def middle(steps: int) -> int:
+    """The step whose checkpoint is resharded and continued from."""
+    return max(1, steps // 2)
 
 
 @dataclass(frozen=True)
@@ -73,66 +70,111 @@ class Outcome:
     """The traceback of the rank that failed first."""
 
 
-@dataclass(frozen=True)
-class TrialPlan:
-    """What one set of processes runs, one after the other."""
-
-    device: str
-    trials: list[Trial]
-    quiet: bool
-
-    def write(self, path: Path) -> None:
-        path.write_text(json.dumps(asdict(self)))
-
-    @classmethod
-    def read(cls, path: Path) -> TrialPlan:
-        facts = json.loads(path.read_text())
-        return cls(facts["device"], [Trial(**each) for each in facts["trials"]], facts["quiet"])
+RankCommand = Callable[[Sequence[Trial], str, bool, Sequence[str]], int]
+"""What every rank runs: `run_trials`."""
 
 
-def run_all(
-    trials: Sequence[Trial], command: RankCommand, work: Path, *, device: str, quiet: bool
-) -> dict[str, Outcome]:
+def run_all(trials: Sequence[Trial], command: RankCommand, *, device: str, quiet: bool) -> dict[Path, Outcome]:
     """The outcome of each trial, by its folder. Trials of as many ranks share one set of processes; after a failure the
     rest continue in a new one."""
-    outcomes: dict[str, Outcome] = {}
+    outcomes: dict[Path, Outcome] = {}
+    preload = ["bloomery.verify.trials"]
     for world in dict.fromkeys(trial.world for trial in trials):
         waiting = [trial for trial in trials if trial.world == world]
         while waiting:
-            plan = work / "plan.json"
-            TrialPlan(device, waiting, quiet).write(plan)
-            code = run_local_ranks(world, command, [str(plan)], preload=_PRELOAD)
+            code = run_local_ranks(world, partial(command, waiting, device, quiet), [], preload=preload)
             if code == exit_codes.INTERRUPTED:
                 raise KeyboardInterrupt
-            while waiting:
-                trial = waiting.pop(0)
+            for trial in waiting:
                 outcomes[trial.folder] = _outcome(trial, code)
                 if outcomes[trial.folder].error:
                     break
+            waiting = [trial for trial in waiting if trial.folder not in outcomes]
     return outcomes
 
 
 def _outcome(trial: Trial, code: int) -> Outcome:
-    folder = Path(trial.folder)
-    if (folder / RESULT).is_file():
-        return Outcome(json.loads((folder / RESULT).read_text())["seconds"])
-    errors = sorted(folder.glob("error-*.json"), key=lambda path: path.stat().st_mtime_ns)
+    if (trial.folder / _RESULT).is_file():
+        return Outcome(json.loads((trial.folder / _RESULT).read_text()))
+    errors = sorted(trial.folder.glob("error-*.json"), key=lambda path: path.stat().st_mtime_ns)
     if not errors:
         return Outcome(0.0, f"its ranks ended with exit code {code} and left no word")
-    first = json.loads(errors[0].read_text())  # the others lost this one
-    return Outcome(0.0, f"rank {first['rank']}: {first['error']}", first["details"])
+    return Outcome(0.0, *json.loads(errors[0].read_text()))  # the others lost this one
 
 
-def start_folder(trial: Trial) -> None:
-    """Make room for a trial, with the checkpoint that it resumes from. For one rank."""
-    shutil.rmtree(trial.file(RUN), ignore_errors=True)
-    if trial.resume_from is not None:
-        source = Path(trial.resume_from)
-        shutil.copytree(source, trial.file(RUN) / "checkpoints" / source.name)
+def run_trials(trials: Sequence[Trial], device_name: str, quiet: bool, arguments: Sequence[str] = ()) -> int:
+    """Exit code of a rank: OK when all its trials ended. A trial that fails leaves a file, and ends the process."""
+    started = started_as()
+    assert started is not None
+    device = device_of_rank(pick_device(device_name), started.local_rank, started.local_size)
+    try:
+        # The reference has no process group at all.
+        with joined(started, device) if started.size > 1 else nullcontext(ALONE) as ranks:
+            for trial in trials:
+                if not _run(trial, device, ranks, quiet):
+                    return exit_codes.INTERRUPTED
+    except BloomeryError as error:
+        return error.exit_code
+    except KeyboardInterrupt:
+        return exit_codes.INTERRUPTED
+    except Exception:
+        return exit_codes.BUG
+    return exit_codes.OK
 
 
-def tidy_folder(trial: Trial) -> None:
-    """Leave of a trial that has ended what others need. For one rank."""
-    for path in (trial.file(RUN) / "checkpoints").iterdir():
-        if path.is_dir() and (trial.keep_step is None or path != trial.checkpoint(trial.keep_step)):
-            shutil.rmtree(path)
+def _run(trial: Trial, device: torch.device, ranks: Ranks, quiet: bool) -> bool:
+    """Whether it came to its end; if not, somebody interrupted it."""
+    started = time.monotonic()
+    try:
+        finished = _train(trial, device, ranks)
+    except Exception as error:
+        text = next(iter(str(error).strip().splitlines()), "")
+        report = (f"rank {ranks.rank}: {type(error).__name__}: {text}".removesuffix(": "), traceback.format_exc())
+        (trial.folder / f"error-{ranks.rank}.json").write_text(json.dumps(report))
+        raise
+    if finished and ranks.rank == 0:
+        seconds = time.monotonic() - started
+        (trial.folder / _RESULT).write_text(json.dumps(seconds))
+        if not quiet:
+            what = f"continues from {trial.source.layout}" if trial.source else "trains"
+            print(f"{trial.layout} {what}: {seconds:.1f} s", file=sys.stderr)
+    return finished
+
+
+def _train(trial: Trial, device: torch.device, ranks: Ranks) -> bool:
+    recipe, run_folder = load_recipe(str(trial.recipe)).recipe, trial.folder / RUN
+    if trial.source is not None:
+        with agreed(ranks):
+            if ranks.rank == 0:
+                checkpoint = trial.source.checkpoint
+                shutil.copytree(checkpoint, run_folder / "checkpoints" / checkpoint.name)
+    trace = Tracer(trial.folder / TRACE, 0 if trial.source else GRADIENT_STEPS, trial.steps)
+    with prepared_run(recipe, run_folder, device=device, ranks=ranks, quiet=True, trace=trace) as (run, state):
+        if trial.reload:
+            _reload(trial, run)
+        elif trial.layout == SINGLE and not trial.source:
+            truth = {"losses": plain_losses(recipe, run.feed.take(), device), "norm": large_norm(device)}
+            (trial.folder / TRUTH).write_text(json.dumps(truth))
+            run.feed.seek(state.consumed_samples)
+        return train(run, state).finished
+
+
+def _reload(trial: Trial, run: Run) -> None:
+    """Load every checkpoint into this layout's own tensors, save what they then hold, all of it in one checkpoint, and
+    write down which tensors did not come back bit by bit."""
+    pieces = run.optimizer.pieces()
+    before = {name: piece.tensor.clone() for name, piece in pieces.items()}
+    found: dict[str, Piece] = {}
+    for source in trial.reload:
+        for piece in pieces.values():
+            piece.tensor.fill_(float("nan"))  # nothing may remain of what was there
+        load_pieces(source.checkpoint, pieces)
+        found |= {f"{source.layout}/{name}": each.with_tensor(each.tensor.clone()) for name, each in pieces.items()}
+    saved = save_checkpoint(trial.folder / "reloaded", step=0, pieces=found, state={}, recipe_yaml="", ranks=run.ranks)
+    if run.ranks.rank == 0:
+        originals = {source.layout: source.checkpoint for source in trial.reload}
+        (trial.folder / RESHARDED).write_text(json.dumps(differing_tensors(saved, originals)))
+        shutil.rmtree(saved)
+    for name, piece in pieces.items():
+        piece.tensor.copy_(before[name])
+    run.optimizer.restored()

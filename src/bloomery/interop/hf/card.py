@@ -16,8 +16,9 @@ from bloomery.base.bounded import LARGE_BYTES, parse_json, read_small
 from bloomery.base.units import Energy, format_device_hours, format_joules
 from bloomery.checkpoint.format import MANIFEST
 from bloomery.checkpoint.load import consumed_tokens
-from bloomery.config.load import fingerprint
+from bloomery.config.load import as_dict, fingerprint
 from bloomery.config.recipe import Recipe
+from bloomery.config.yaml_nodes import dump_yaml
 from bloomery.families.registry import FAMILIES
 from bloomery.monitor import names
 from bloomery.monitor.history import event_of, scan, scan_metrics
@@ -26,6 +27,7 @@ from bloomery.monitor.record import Record, ValidationRecord
 from bloomery.sizing.parameters import count_parameters
 
 Event = dict[str, Any]
+_SECTIONS = ("seed", "model", "data", "batch", "optimizer", "lr", "precision", "loss_scale", "parallel")
 
 
 def model_card(
@@ -38,20 +40,20 @@ def model_card(
     jobs = [event for event in events if event["kind"] == names.Event.START]
     parameters = count_parameters(recipe.model, vocab_size=recipe.model.vocab_size).total
     pipeline = "fill-mask" if FAMILIES[recipe.model.family].encoder else "text-generation"
-    sections = [
+    sections, skipped = as_dict(recipe), state.get("skipped_updates", 0)
+    parts = [
         f"---\nlibrary_name: transformers\npipeline_tag: {pipeline}\ntags: [bloomery, {recipe.model.family}]\n---",
         f"# {recipe.name}",
         f"`{architecture}` with {parameters:,} parameters, pretrained with Bloomery {bloomery.__version__} on "
-        f"{consumed_tokens(recipe, state):,} tokens in {step:,} steps. Weights in {dtype}.",
-        "## Model\n\n" + _table(_model_rows(recipe)),
-        "## Data\n\n" + _data(recipe),
-        "## Training\n\n" + _table(_training_rows(recipe, state)) + _changes(events, jobs),
+        f"{consumed_tokens(recipe, state):,} tokens ({state['consumed_samples']:,} samples) in {step:,} steps, of "
+        f"which {skipped:,} updated nothing. Weights in {dtype}.",
+        f"## Recipe\n\n```yaml\n{dump_yaml({key: sections[key] for key in _SECTIONS})}```" + _changes(events, jobs),
         "## Losses\n\n" + _losses(run, step),
         "## Energy\n\n" + _energy(Energy.from_json(state.get("energy")), jobs),
         "## Lineage\n\n" + _table(_lineage(recipe, checkpoint.name, manifest, state.get("imported_from"), jobs)),
         f"## Proof\n\n{proof[:1].upper()}{proof[1:]}. Details: `export-proof.json`.",
     ]
-    return "\n\n".join(sections) + "\n"
+    return "\n\n".join(parts) + "\n"
 
 
 def _table(rows: Mapping[str, Any]) -> str:
@@ -70,53 +72,6 @@ def _events(run: Path, step: int, saved_at: float) -> list[Event]:
     if (run / names.EVENTS_FILE).is_file():
         scan(run / names.EVENTS_FILE, take)
     return found
-
-
-def _model_rows(recipe: Recipe) -> dict[str, Any]:
-    model = recipe.model
-    return {
-        "family": model.family,
-        "layers": model.num_layers,
-        "hidden size": model.hidden_size,
-        "heads": model.num_heads,
-        "key/value heads": model.num_kv_heads,
-        "head size": model.head_size,
-        "MLP width": model.ffn_hidden_size,
-        "sequence length": model.seq_length,
-        "vocabulary": model.vocab_size,
-        "embedding and head": "tied" if model.tie_embeddings else "untied",
-    }
-
-
-def _data(recipe: Recipe) -> str:
-    if recipe.data is None:
-        return "Not recorded."
-    lines = ["| source | weight |", "|---|---|"]
-    lines += [f"| `{source.name or source.path}` | {source.weight:g} |" for source in recipe.data.train]
-    return "\n".join([*lines, "", f"Order `{recipe.data.order}`, seed {recipe.seed}."])
-
-
-def _training_rows(recipe: Recipe, state: Mapping[str, Any]) -> dict[str, Any]:
-    optimizer, lr, ramp, parallel = recipe.optimizer, recipe.lr, recipe.batch.rampup, recipe.parallel
-    batch = f"{recipe.batch.global_batch_size} samples"
-    if ramp is not None:
-        batch += f", from {ramp.start} in steps of {ramp.increment} over {ramp.samples:,} samples"
-    clip = optimizer.clip_grad_norm
-    clipping = f"gradient norm clipped to {clip:g}" if clip else "gradients not clipped"
-    decay = f"decay {lr.decay}" if lr.decay else "no decay" if lr.schedule == "constant" else "decay to the end"
-    return {
-        "steps": f"{state['step']:,}",
-        "samples": f"{state['consumed_samples']:,}",
-        "tokens": f"{consumed_tokens(recipe, state):,}",
-        "updates skipped": state.get("skipped_updates", 0),
-        "global batch": batch,
-        "optimizer": f"{optimizer.name}, betas {optimizer.betas}, eps {optimizer.eps:g}, "
-        f"weight decay {optimizer.weight_decay:g}, {clipping}",
-        "learning rate": f"{lr.schedule}, peak {lr.peak:g}, min {lr.min:g}, warm-up {lr.warmup}, {decay}",
-        "dropout": recipe.model.dropout,
-        "precision": recipe.precision,
-        "layout": f"tp {parallel.tp}, pp {parallel.pp}, cp {parallel.cp}, ZeRO {parallel.zero}",
-    }
 
 
 def _changes(events: list[Event], jobs: list[Event]) -> str:

@@ -13,6 +13,10 @@ from bloomery.families.registry import FAMILIES
 _ENDINGS = ("LMHeadModel", "ForCausalLM", "ForPreTraining", "ForMaskedLM", "Model")
 _NUMBERS = ("dropout", "norm_eps", "init_std", "rope_theta")
 _WHOLE_HEAD = "positions turn the whole head here"
+_NONE: dict[str, tuple[tuple[Any, ...], str]] = {
+    "quantization_config": (({},), "weights must be fp32, bf16 or fp16: import the unquantized model"),
+    "auto_map": (({},), "the model has code of its own, which may compute something else"),
+}
 
 
 def hf_config(config: ModelSection) -> dict[str, Any]:
@@ -42,12 +46,7 @@ def model_section(content: Mapping[str, Any], place: str) -> dict[str, Any]:
     architectures = content.get("architectures")
     if architectures and not (isinstance(architectures, list) and set(map(str, architectures)) & set(known)):
         reader.problem(f"architectures is {architectures!r:.80}", f"a {kind} model here is one of {', '.join(known)}")
-    if content.get("quantization_config"):
-        remedy = "import the unquantized model"
-        reader.problem("quantization_config is set", "weights must be fp32, bf16 or fp16", remedy)
-    if content.get("auto_map"):
-        reader.problem("auto_map is set", "the model has code of its own, which may compute something else")
-    for name, (allowed, rule) in hf.only.items():
+    for name, (allowed, rule) in {**_NONE, **hf.only}.items():
         reader.require(name, allowed, rule)
     for problem in hf.check(content) if hf.check else ():
         reader.problem(*problem)
@@ -82,7 +81,7 @@ class _Reader:
         """A field that may be missing, but says nothing else."""
         value = self.content.get(name)
         if value is not None and value not in allowed:
-            self.problem(f"{name} is {value!r}", rule)
+            self.problem(f"{name} is {value!r:.80}", rule)
 
     def value(self, ours: str, theirs: str | tuple[str, ...], defaults: Mapping[str, Any]) -> Any:
         names = (theirs,) if isinstance(theirs, str) else theirs
@@ -108,7 +107,7 @@ class _Reader:
             good = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
             rule = "it must be a number"
         else:
-            good, rule = type(value) is int and value > 0, "it must be a whole number above 0"
+            good, rule = type(value) is int and value > 0, "it must be a positive integer"
         if not good:
             self.problem(f"{name} is {value!r}", rule)
             return 1
@@ -129,6 +128,8 @@ class _Reader:
             theta = inner.value("rope_theta", "rope_theta", {"rope_theta": theta})
             self.problems += inner.problems
         layers = self.content.get("layer_types") or []
-        if other := sorted({str(each) for each in layers} - {"full_attention"}):
+        if other := sorted(
+            {str(each) for each in (layers if isinstance(layers, list) else [layers])} - {"full_attention"}
+        ):
             self.problem(f"layer_types has {other[0]!r:.80}", "attention looks at the whole sequence here")
         return theta

@@ -90,7 +90,7 @@ def export_checkpoint(
         card = model_card(recipe, folder, state, architecture=architecture, dtype=dtype, proof=str(proof))
         write_atomically(staging / "README.md", mask(card))
     if not proof.proven and proof.max_logit_difference is not None:
-        rule = f"the limit is {proof.limit:.1e}, and every prompt must be continued alike"
+        rule = f"the limit is {proof.limit:.1e}, and every prompt must be continued identically"
         remedy = f"this is a bug: report it with {output / PROOF_FILE}"
         raise DataError(Problem(f"transformers computes something else: {proof}", rule, remedy, str(output)))
     return Exported(architecture, len(shapes), files, int(state["step"]), proof)
@@ -112,7 +112,7 @@ def _proof(folder: Path, output: Path, recipe: Recipe, tokenizer: Tokenizer, dty
     except Exception as error:  # whatever transformers may raise
         what = f"transformers cannot load or run the export: {type(error).__name__}: {error}"
         remedy = "report it as a bug; --no-proof exports without asking transformers"
-        raise DataError(Problem(what, "an export is proven by running it", remedy)) from error
+        raise DataError(Problem(what, "an export is verified by running it", remedy)) from error
 
 
 def _write_configs(output: Path, recipe: Recipe, tokenizer: Tokenizer, dtype: str) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from bloomery.config.recipe import ModelSection, Recipe
 from bloomery.data.tokenizer import FILES, Tokenizer, read_settings
 from bloomery.interop.hf.configs import model_section
 from bloomery.interop.hf.folder import CHAT_TEMPLATE, CONFIG, HfWeights, move_all, require_empty, staged
-from bloomery.interop.hf.maps import Source, embedding_and_head, sources_of, unused_tensors
+from bloomery.interop.hf.maps import Entry, embedding_and_head, sources_of, unused_tensors
 from bloomery.interop.hf.proof import Proof, prove_import, why_unproven
 from bloomery.sizing.parameters import parameter_shapes
 
@@ -109,12 +109,12 @@ def import_weights(
         raise DataError(Problem(pair, rule, "leave out model.tie_embeddings=true", str(folder)))
     weights = HfWeights(folder)
     with written_to("OUT"):
-        sources = {f"model.{each.entry.ours}": each for each in _checked_sources(weights, recipe.model)}
+        sources = {f"model.{each.ours}": each for each in _checked_sources(weights, recipe.model)}
         shapes = _saved_shapes(recipe.model)
 
         def value(name: str) -> Tensor:
             found = sources.get(name)
-            return torch.zeros(shapes[name]) if found is None else found.load(weights.read).to(torch.float32)
+            return torch.zeros(shapes[name]) if found is None else found.loaded(weights.read).to(torch.float32)
 
         with staged(output, _publish) as staging:
             _copy(tokenizer_files(folder), staging / TOKENIZER)
@@ -174,7 +174,7 @@ def _check_tokenizer(folder: Path, vocab_size: int) -> None:
         raise DataError(Problem(what, "every token needs a row of the embedding", remedy, str(folder)))
 
 
-def _checked_sources(weights: HfWeights, config: ModelSection) -> list[Source]:
+def _checked_sources(weights: HfWeights, config: ModelSection) -> list[Entry]:
     def refuse(wrong: Sequence[str], what: str, rule: str, remedy: str) -> None:
         if wrong:
             text = f"{len(wrong)} {what}: {', '.join(wrong[:5])}"

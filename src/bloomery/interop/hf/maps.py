@@ -34,18 +34,11 @@ class Entry:
     """Of each tensor that is read: its names, the best last."""
     export: Callable[[Tensor], Sequence[Tensor]] = lambda t: [t]
     load: Callable[[Sequence[Tensor]], Tensor] = lambda ts: ts[0]
+    keys: tuple[str, ...] = ()
+    """Of the tensors in a state that is read."""
 
-
-@dataclass(frozen=True)
-class Source:
-    """Where one of our parameters comes from."""
-
-    entry: Entry
-    keys: tuple[str, ...]
-    """Of the tensors in the state that it is made of."""
-
-    def load(self, read: Callable[[str], Tensor]) -> Tensor:
-        return self.entry.load([read(key) for key in self.keys]).contiguous()
+    def loaded(self, read: Callable[[str], Tensor]) -> Tensor:
+        return self.load([read(key) for key in self.keys]).contiguous()
 
 
 def entries_of(config: ModelSection) -> list[Entry]:
@@ -53,7 +46,7 @@ def entries_of(config: ModelSection) -> list[Entry]:
     hf = FAMILIES[config.family].hf
     if "ffn_hidden_size" not in hf.fields and config.ffn_hidden_size != 4 * config.hidden_size:
         what = f"model.ffn_hidden_size is {config.ffn_hidden_size}"
-        rule = f"Hugging Face's {hf.architecture} knows only 4 * hidden_size = {4 * config.hidden_size}"
+        rule = f"Hugging Face's {hf.architecture} supports only 4 * hidden_size = {4 * config.hidden_size}"
         raise RecipeError(Problem(what, rule, "train with that width, or keep the checkpoint as it is"))
     return [_entry(name, shape, hf, config) for name, shape in parameter_shapes(config).items()]
 
@@ -122,7 +115,7 @@ def their_shapes(config: ModelSection) -> dict[str, tuple[int, ...]]:
     return {name: tuple(tensor.shape) for name, tensor in to_hf(state, config).items()}
 
 
-def sources_of(shapes: Mapping[str, tuple[int, ...]], config: ModelSection) -> list[Source]:
+def sources_of(shapes: Mapping[str, tuple[int, ...]], config: ModelSection) -> list[Entry]:
     """How to make each of our parameters of a state that has tensors of these shapes. DataError with every tensor that
     is missing or of another shape."""
     expected, hf = their_shapes(config), FAMILIES[config.family].hf
@@ -136,7 +129,7 @@ def sources_of(shapes: Mapping[str, tuple[int, ...]], config: ModelSection) -> l
                 missing.append(written)
             elif shapes[found[-1]] != expected[written]:
                 wrong.append(f"{found[-1]} is {shapes[found[-1]]} instead of {expected[written]}")
-        sources.append(Source(entry, tuple(keys)))
+        sources.append(replace(entry, keys=tuple(keys)))
     remedy = "config.json and weights must be of one model: copy them together"
     problems = []
     if missing:
@@ -158,11 +151,11 @@ def _spellings(name: str, prefix: str) -> list[str]:
     return [key for each in (old, name) for key in (each.removeprefix(prefix), each)]
 
 
-def unused_tensors(keys: Iterable[str], sources: Iterable[Source], config: ModelSection) -> list[str]:
+def unused_tensors(keys: Iterable[str], sources: Iterable[Entry], config: ModelSection) -> list[str]:
     """Tensors of a state that no parameter is made of, and that are neither buffers nor copies of tied weights."""
     known = {*_their_names(HEAD, FAMILIES[config.family].hf)} if config.tie_embeddings else set()
     for source in sources:
-        known |= {*source.keys, *(name for names in source.entry.names for name in names)}
+        known |= {*source.keys, *(name for names in source.names for name in names)}
     return sorted(key for key in keys if key not in known and not _BUFFER.search(key))
 
 

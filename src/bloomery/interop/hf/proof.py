@@ -200,5 +200,5 @@ def _largest(left: Sequence[Tensor], right: Sequence[Tensor]) -> float:
 
 def _prompt_tokens(recipe: Recipe, tokenizer: Tokenizer) -> list[tuple[str, Tensor]]:
     room = max(1, recipe.model.seq_length - _NEW_TOKENS)
-    ids = ((text, tokenizer.encode_lists([text])[0][:room]) for text in PROMPTS)
+    ids = ((text, tokenizer.encode_batch([text])[0][:room].tolist()) for text in PROMPTS)
     return [(text, torch.tensor([one])) for text, one in ids if one]

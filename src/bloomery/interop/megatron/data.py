@@ -8,7 +8,7 @@ from decimal import Decimal
 from typing import Any, NamedTuple
 
 from bloomery.families.registry import FAMILIES
-from bloomery.interop.megatron.flags import Given, Row
+from bloomery.interop.megatron.flags import Row
 from bloomery.interop.megatron.recipe import Builder
 
 _NUMBER = r"[0-9]*\.?[0-9]+"
@@ -26,23 +26,18 @@ def fill_data(b: Builder) -> None:
             b.refuse("bert-no-binary-head", "--bert-no-binary-head is set", "bert has its order head here")
     groups = [f"train-{name}" for name in _GROUPS]
     flags = [name for name in (*groups, "data-path", "train-data-path") if b.has(name)]
-    if b.has(*groups):
-        flags += [name for name in ("split", "valid-data-path") if b.has(name)]
-    if len(flags) > 1:
-        b.refuse(flags[0], f"--{flags[1]} and --{flags[0]} are both set", "Megatron takes one of them", "remove one")
     evaluates = _weighted_splits(b) if b.has(*groups) else bool(flags) and _paths(b, flags[0])
     for name in () if b.has(*groups) else _GROUPS:
         b.note("left out", f"valid-{name}", "Megatron reads it with --train-weighted-split-paths only")
     if "train" not in b.raw.get("data", {}):
-        for number, row in enumerate(b.rows):
-            if row.field.startswith("data."):
-                remark = f"add it to `data:` as {row.field.removeprefix('data.')}: {row.result}"
-                b.rows[number] = Row("left out", row.flag, row.value, remark=remark)
-        b.rows = [row for row in b.rows if row.flag or row.field]
         b.raw.pop("data", None)
-    every, each = b.value("eval-interval", 1000), b.value("eval-iters", 100)
-    if each and evaluates:
-        b.put("train.evaluate", {"every": f"{every} steps", "steps": each}, "eval-interval", "eval-iters")
+        for row in [row for row in b.rows if row.field.startswith("data.")]:
+            b.rows.remove(row)
+            remark = f"add it to `data:` as {row.field.removeprefix('data.')}: {row.result}"
+            b.rows += [Row("left out", row.flag, row.value, remark=remark)] if row.flag else []
+    every, steps = b.value("eval-interval", 1000), b.value("eval-iters", 100)
+    if steps and evaluates:
+        b.put("train.evaluate", {"every": f"{every} steps", "steps": steps}, "eval-interval", "eval-iters")
     else:
         for name in ("eval-interval", "eval-iters"):
             b.note("left out", name, "there is nothing to evaluate")
@@ -65,19 +60,18 @@ def _paths(b: Builder, flag: str) -> bool:
 
 
 def _sources(b: Builder, flag: str) -> list[dict[str, Any]]:
-    given = b.line.flags[flag]
-    words = given.values
+    words = b.line.flags[flag].values
     if any(word.startswith("$(") for word in words):
-        b.note("left out", flag, "only a running program knows these paths: add `data:` to the recipe")
+        b.note("left out", flag, "these paths are known only at run time: add `data:` to the recipe")
     elif len(words) == 1:
         return [{"path": words[0]}]
     elif not words or len(words) % 2 or not re.fullmatch(r"[0-9.eE+-]+", words[0]):
         rule = "it is one path, or pairs of weight and path; without weights Megatron blends by lengths, and ends when "
         rule += "all is read once, which no recipe can express"
-        b.problem(given, f"--{flag} has {len(words)} words", rule, f"give each path a weight: `--{flag} 0.7 A 0.3 B`")
+        b.refuse(flag, f"--{flag} has {len(words)} words", rule, f"give each path a weight: `--{flag} 0.7 A 0.3 B`")
     else:
         pairs = zip(words[::2], words[1::2], strict=True)
-        return [{"path": path, "weight": b.convert(given, weight, 1.0)} for weight, path in pairs]
+        return [{"path": path, "weight": b.convert(flag, weight, 1.0)} for weight, path in pairs]
     return []
 
 
@@ -85,9 +79,9 @@ class _Member(NamedTuple):
     """Of a group of weighted split paths: the documents from one fraction of a shard to another."""
 
     weight: float
+    path: str
     start: Decimal
     end: Decimal
-    path: str
 
 
 def _weighted_splits(b: Builder) -> bool:
@@ -106,21 +100,17 @@ def _weighted_splits(b: Builder) -> bool:
         remedy = "use one group with 0:END and one END, or prepare shards of their own"
         b.refuse(flag, f"--{flag} has {len(train)} groups with documents {shown}", rule, remedy)
         return False
-    behind = [each._replace(start=each.end, end=Decimal(0)) for each in members]
     validation: dict[str, Any] = {}
     for name, group in valid.items():
+        last = group[0].end
         if end == 1 and all(each.start == 0 and each.end == 1 for each in group):
             validation[name] = _as_sources(group)
-        elif (
-            until == end < 1
-            and len({each.end for each in group}) == 1
-            and behind == [each._replace(end=Decimal(0)) for each in group]
-        ):
-            until = group[0].end
+        elif until == end < 1 and group == [each._replace(start=end, end=last) for each in members]:
+            until = last
             b.note("differs", valid_flag, "its group is called valid, behind data.split", name)
         else:
-            remark = f"documents {group[0].start}:{group[0].end} of {group[0].path}: prepare these documents as a shard"
-            b.note("left out", valid_flag, f"{remark} of their own and add it to data.validation.{name}", name)
+            remark = f"documents {group[0].start}:{last} of {group[0].path}: prepare these documents as a shard of "
+            b.note("left out", valid_flag, f"{remark}their own and add it to data.validation.{name}", name)
     if end < 1:
         shares = (f"{share.normalize():f}" if share else "0" for share in (end, until - end, 1 - until))
         b.put("data.split", ",".join(shares), flag)
@@ -135,30 +125,27 @@ def _as_sources(members: list[_Member]) -> list[dict[str, Any]]:
 
 def _groups(b: Builder, flag: str) -> dict[str, list[_Member]]:
     """The groups of a flag or of the file that it names; empty if there are none, which a row or a problem reports."""
-    if (given := b.line.flags.get(flag)) is None:
+    if not b.has(flag):
         return {}
+    given = b.line.flags[flag]
     texts = given.values if any(" " in text for text in given.values) else [given.text]
     if flag.endswith("-path"):
         if (found := b.find_file(given.text)) is None:
-            remark = f"the file is not here: add --{flag} FILE behind the script, or `data:` to the recipe"
-            b.note("left out", flag, remark)
+            b.note("left out", flag, f"the file is not here: add --{flag} FILE behind the script, or `data:` yourself")
             return {}
         try:
             texts = shlex.split(found[0])
         except ValueError as error:
-            return _wrong_group(b, given, f"{found[1]} cannot be read: {error}")
+            texts = [f"{found[1]}: {error}"]
     members: dict[str, list[_Member]] = {}
     for text in texts or [""]:
         name, _, rest = text.partition(":")
         parts = [_MEMBER.fullmatch(part) for part in rest.split(",")]
-        group = [_Member(float(part[1]), Decimal(part[2]), Decimal(part[3]), part[4]) for part in parts if part]
+        group = [_Member(float(part[1]), part[4], Decimal(part[2]), Decimal(part[3])) for part in parts if part]
         is_right = all(0 <= each.start < each.end <= 1 and each.weight > 0 for each in group)
         if not name.strip() or name.strip() in members or len(group) < len(parts) or not is_right:
-            return _wrong_group(b, given, f"{text[:80]!r} is no group of its own")
+            remedy = "correct it, and --set the variables in it"
+            b.refuse(flag, f"--{flag}: {text[:80]!r} is no group of its own", _FORM, remedy)
+            return {}
         members[name.strip()] = group
     return members
-
-
-def _wrong_group(b: Builder, given: Given, what: str) -> dict[str, list[_Member]]:
-    b.problem(given, f"{given.flag}: {what}", _FORM, "correct it, and --set the variables in it")
-    return {}

@@ -1,59 +1,47 @@
-"""DeepSpeed's ds_config.json: its schema, what its keys become, and where they contradict the command line."""
+"""DeepSpeed's ds_config.json: the table of its keys, what they become, and where they contradict the command line."""
 
 from __future__ import annotations
 
 import json
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from bloomery.base.bounded import parse_json
 from bloomery.base.errors import Problem, RecipeError
-from bloomery.interop.megatron.flags import DsConfig, Kind, Row, as_text
+from bloomery.config.yaml_nodes import inline_yaml
+from bloomery.interop.megatron.flags import Kind, Row
 from bloomery.interop.megatron.recipe import Builder
 
 _SECTIONS = ("zero_optimization", "fp16", "bf16", "nebula")
-_LIMIT = 10**18
-_TYPES: dict[str, tuple[str, Callable[[Any], bool]]] = {
-    "count": ("a whole number of at least 1", lambda value: type(value) is int and 1 <= value <= _LIMIT),
-    "power": ("a whole number from 0 to 127", lambda value: type(value) is int and 0 <= value <= 127),
-    "number": ("a number", lambda value: type(value) in (int, float) and abs(value) <= _LIMIT),
-    "bool": ("true or false", lambda value: type(value) is bool),
-    "text": ("a text", lambda value: type(value) is str),
-    "": ("anything", lambda value: True),
-}
+_LARGEST = 10**18
 
 # Key -> (type, recipe field, flag of the same meaning): where that flag is given, or has a default, the two must agree.
-_KEYS: dict[str, tuple[str, str, str]] = {
-    "train_batch_size": ("count", "batch.global_batch_size", "global-batch-size"),
-    "train_micro_batch_size_per_gpu": ("count", "batch.micro_batch_size", "micro-batch-size"),
-    "gradient_accumulation_steps": ("count", "", ""),
-    "gradient_clipping": ("number", "optimizer.clip_grad_norm", "clip-grad"),
-    "fp16.enabled": ("bool", "precision", "fp16"),
-    "bf16.enabled": ("bool", "precision", "bf16"),
-    "zero_optimization.stage": ("power", "parallel.zero", "zero-stage"),
-    "zero_optimization.offload_optimizer": ("", "parallel.offload", ""),
-    "zero_optimization.cpu_offload": ("", "parallel.offload", ""),
-    "fp16.loss_scale": ("number", "loss_scale", ""),
-    "fp16.initial_scale_power": ("power", "loss_scale.initial", ""),
-    "fp16.loss_scale_window": ("count", "loss_scale.window", ""),
-    "fp16.hysteresis": ("count", "loss_scale.hysteresis", ""),
-    "fp16.consecutive_hysteresis": ("bool", "loss_scale.consecutive_hysteresis", ""),
-    "fp16.min_loss_scale": ("number", "loss_scale.min", ""),
-    "nebula.enabled": ("bool", "", ""),
-    "nebula.persistent_storage_path": ("text", "checkpoint.upload.to", ""),
-    "nebula.num_of_version_in_retention": ("count", "checkpoint.keep.last", ""),
+_KEYS: dict[str, tuple[type, str, str]] = {
+    "train_batch_size": (int, "batch.global_batch_size", "global-batch-size"),
+    "train_micro_batch_size_per_gpu": (int, "batch.micro_batch_size", "micro-batch-size"),
+    "gradient_accumulation_steps": (int, "", ""),
+    "gradient_clipping": (float, "optimizer.clip_grad_norm", "clip-grad"),
+    "fp16.enabled": (bool, "precision", "fp16"),
+    "bf16.enabled": (bool, "precision", "bf16"),
+    "zero_optimization.stage": (int, "parallel.zero", "zero-stage"),
+    "zero_optimization.offload_optimizer": (object, "parallel.offload", ""),
+    "zero_optimization.cpu_offload": (object, "parallel.offload", ""),
+    "fp16.loss_scale": (float, "loss_scale", ""),
+    "fp16.initial_scale_power": (int, "loss_scale.initial", ""),
+    "fp16.loss_scale_window": (int, "loss_scale.window", ""),
+    "fp16.hysteresis": (int, "loss_scale.hysteresis", ""),
+    "fp16.consecutive_hysteresis": (bool, "loss_scale.consecutive_hysteresis", ""),
+    "fp16.min_loss_scale": (float, "loss_scale.min", ""),
+    "nebula.enabled": (bool, "", ""),
+    "nebula.persistent_storage_path": (str, "checkpoint.upload.to", ""),
+    "nebula.num_of_version_in_retention": (int, "checkpoint.keep.last", ""),
 }
-_REFUSED = {
-    "curriculum_learning": "every sample has its full length, and a loss at every place",
-    "data_efficiency": "every sample has its full length, and a loss at every place",
-    "progressive_layer_drop": "every layer is trained with every sample",
-    "compression_training": "weights are neither quantized nor pruned",
-    "quantize_training": "weights are neither quantized nor pruned",
-    "sparse_attention": "no family here has such an attention",
-    "amp": "precision is that of --fp16 or --bf16",
-}
-"""Sections that change what is trained, and why a recipe cannot express it."""
+_TYPES = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
+_REFUSED = (
+    "curriculum_learning", "data_efficiency", "progressive_layer_drop", "compression_training", "quantize_training",
+    "sparse_attention", "amp",
+)  # fmt: skip
+"""Sections that change what is trained."""
 _REMARKS: dict[str, tuple[Kind, str]] = {
     "optimizer": ("not needed", "Megatron passes DeepSpeed its own optimizer, so this section is not read"),
     "gradient_accumulation_steps": ("not needed", "follows from the batch, the micro batch and the replicas"),
@@ -74,13 +62,14 @@ ignore_unused_parameters elastic_checkpoint
 """Keys that change nothing of what is trained, of the file and of zero_optimization."""
 
 
-def read_ds_config(text: str, place: str) -> DsConfig:
-    """RecipeError with all that is wrong with it, or that a recipe cannot express."""
+def read_ds_config(text: str, place: str) -> dict[str, Any]:
+    """Values by dotted key, inside the sections that have rows of their own; without `auto` and null, which Hugging
+    Face's Trainer fills in. RecipeError with all that is wrong with it, or that a recipe cannot express."""
 
     def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:  # DeepSpeed refuses a key that occurs twice, too
-        if twice := [key for key, count in Counter(key for key, _ in pairs).items() if count > 1]:
-            raise ValueError(f"{json.dumps(twice[0])} occurs twice in one object")
-        return dict(pairs)
+        if len(found := dict(pairs)) < len(pairs):
+            raise ValueError(f"one of the keys {', '.join(map(json.dumps, found))} occurs twice in one object")
+        return found
 
     try:
         content = parse_json(text, object_pairs_hook=once)
@@ -91,22 +80,25 @@ def read_ds_config(text: str, place: str) -> DsConfig:
         raise RecipeError(Problem(f"not valid JSON: {error}", rule, "correct it", place)) from error
     if "bfloat16" in content:
         content["bf16"] = content.pop("bfloat16")
-    found = DsConfig(place, dict(_leaves(content, "")))
-    wrong = [(f"{key} is {_short(content[key])}", "it is an object: {...}") for key in found.leaves if key in _SECTIONS]
-    for key, (kind, *_) in _KEYS.items():
-        if key in found.leaves and not _TYPES[kind][1](found.leaves[key]):
-            wrong.append((f"{key} is {_short(found.leaves[key])}", f"it is {_TYPES[kind][0]}, at most {_LIMIT:,}"))
-    wrong += [(f"{key} is enabled", rule) for key, rule in _REFUSED.items() if _is_on(content.get(key))]
-    if found.get("fp16.enabled") and found.get("fp16.loss_scale"):
-        wrong.append((f"fp16.loss_scale is {_short(found.get('fp16.loss_scale'))}", "the scale is dynamic here: 0"))
-    scheduler = content.get("scheduler")
-    if isinstance(scheduler, dict) and scheduler.get("type") not in (None, "auto"):
+    ds = dict(_leaves(content, ""))
+    wrong = [(f"{key} is {_short(ds[key])}", "it is an object: {...}") for key in ds if key in _SECTIONS]
+    for key in ds.keys() & _KEYS.keys():
+        kind, value = _KEYS[key][0], ds[key]
+        is_number = kind in (int, float) and type(value) in (int, kind)
+        if is_number and not 0 <= value <= (127 if key.endswith("_power") else _LARGEST):
+            wrong.append((f"{key} is {_short(value)}", f"it is at least 0, and at most 127 (powers) or {_LARGEST:,}"))
+        elif not is_number and kind is not object and type(value) is not kind:
+            wrong.append((f"{key} is {_short(value)}", f"it is {_TYPES[kind]}"))
+    wrong += [(f"{key} is enabled", "it changes what is trained") for key in _REFUSED if _is_on(content.get(key))]
+    if ds.get("fp16.enabled") and ds.get("fp16.loss_scale"):
+        wrong.append((f"fp16.loss_scale is {_short(ds['fp16.loss_scale'])}", "the scale is dynamic here: 0"))
+    if isinstance(scheduler := ds.get("scheduler"), dict) and scheduler.get("type") not in (None, "auto"):
         what = f"scheduler.type is {_short(scheduler['type'])}"
         wrong.append((what, "it would replace Megatron's schedule: use --lr-decay-style and --lr-warmup-*"))
     if wrong:
         remedy = "correct or remove it, if the training may go without"
         raise RecipeError([Problem(what, rule, remedy, place) for what, rule in wrong])
-    return found
+    return ds
 
 
 def _leaves(content: dict[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
@@ -123,15 +115,15 @@ def _is_on(value: Any) -> bool:
     return bool(value["enabled"]) if "enabled" in value else any(_is_on(each) for each in value.values())
 
 
-def compare(b: Builder, ds: DsConfig) -> None:
+def compare(b: Builder, ds: dict[str, Any], place: str) -> None:
     """Nebula's fields, problems where the file contradicts the flags, and a row for every key of it."""
     if ds.get("nebula.enabled") and (folder := ds.get("nebula.persistent_storage_path")):
         # The run folder is the fast tier; a copy of every checkpoint persists.
         b.raw.setdefault("checkpoint", {})["upload"] = {"to": folder}
         b.raw["checkpoint"]["keep"] = {"last": ds.get("nebula.num_of_version_in_retention", 2)}
-        b.places |= {"checkpoint.upload.to": ds.place, "checkpoint.keep.last": ds.place}
-    for key, value in ds.leaves.items():
-        _, path, flag = _KEYS.get(key, ("", "", ""))
+        b.places |= {"checkpoint.upload.to": place, "checkpoint.keep.last": place}
+    for key, value in ds.items():
+        _, path, flag = _KEYS.get(key, (object, "", ""))
         ours: Any = value
         if path == "precision":
             ours = b.has(flag)
@@ -141,14 +133,13 @@ def compare(b: Builder, ds: DsConfig) -> None:
         if value != ours:
             given = b.line.flags.get(flag)
             theirs = f"{given.flag} {given.text}".strip() if given else f"no --{flag}"
-            what = f"{key} is {json.dumps(value)} in {ds.place} but the command line has {theirs}"
-            rule = "DeepSpeed asserts that the two agree, or silently takes one of them"
-            b.problem(given, what, rule, "make them equal")
-        b.rows.append(_row(b, ds, key, value, path))
+            what = f"{key} is {json.dumps(value)} in {place} but the command line has {theirs}"
+            b.refuse(flag, what, "DeepSpeed asserts that the two agree, or takes one of them", "make them equal")
+        b.rows.append(_row(b, ds, key, path))
 
 
-def _row(b: Builder, ds: DsConfig, key: str, value: Any, path: str) -> Row:
-    flag, (section, _, inner), text = f"ds_config {key}", key.partition("."), _short(value)
+def _row(b: Builder, ds: dict[str, Any], key: str, path: str) -> Row:
+    flag, (section, _, inner), text = f"ds_config {key}", key.partition("."), _short(ds[key])
     if key in _REMARKS:
         return Row(_REMARKS[key][0], flag, text, remark=_REMARKS[key][1])
     if path and section in ("fp16", "nebula") and inner != "enabled" and not ds.get(f"{section}.enabled"):
@@ -157,7 +148,7 @@ def _row(b: Builder, ds: DsConfig, key: str, value: Any, path: str) -> Row:
         result: Any = b.raw
         for name in path.split("."):
             result = result.get(name) if isinstance(result, dict) else None
-        return Row("mapped", flag, text, path, as_text(result))
+        return Row("mapped", flag, text, path, inline_yaml(result))
     if key in _REFUSED or (inner or key) in _BOOKKEEPING.split() or inner.startswith("stage3_"):
         return Row("not needed", flag, text, remark="it is off, or DeepSpeed's own bookkeeping")
     return Row("not understood", flag, text, remark="nothing here reads it")

@@ -1,14 +1,13 @@
 """The table of Megatron-LM's and Megatron-DeepSpeed's flags, and a command line split into flags and values.
 
-A flag becomes a recipe field (FIELDS, or COMBINED with others in recipe.py), is refused (REFUSED), or has no field
-(OTHERS). A flag in none of them is `not understood`.
+A flag becomes a recipe field (FIELDS, or in recipe.py with others), is refused (REFUSED), or has
+no field (OTHERS). A flag in none of them is `not understood`.
 """
 
 from __future__ import annotations
 
 import difflib
 import fnmatch
-import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -17,9 +16,8 @@ Kind = Literal["mapped", "default", "differs", "left out", "not needed", "not un
 REQUIRED = object()
 """Instead of a default: Megatron does not start without this flag."""
 
-# (names of the flag, recipe field, converter, Megatron's default): the first name that is given counts.
-# Converters: CONVERTERS of recipe.py; `true` and `false` for flags without a value. Default None: the field is set only
-# where the flag is given.
+# (names of the flag, recipe field, converter of recipe.py, Megatron's default): the first name that is given counts.
+# Default None: the field is set only where the flag is given.
 FIELDS: tuple[tuple[str, str, str, Any], ...] = (
     ("seed", "seed", "int", 1234),
     ("num-layers encoder-num-layers", "model.num_layers", "int", REQUIRED),
@@ -55,158 +53,128 @@ FIELDS: tuple[tuple[str, str, str, Any], ...] = (
     ("data-cache-path", "data.cache_dir", "str", None),
 )
 
-_COMBINED = """
-kv-channels max-position-embeddings position-embedding-type normalization hidden-dropout attention-dropout rotary-base
-rotary-position-embeddings-theta rotary-percent num-query-groups pad-vocab-size-to padded-vocab-size vocab-size
-tokenizer-type vocab-file merge-file train-samples train-iters train-tokens exit-interval exit-duration-in-mins
-optimizer adam-beta1 adam-beta2 clip-grad min-lr lr-decay-iters lr-decay-samples lr-decay-tokens lr-warmup-iters
-lr-warmup-samples lr-warmup-tokens lr-warmup-fraction lr-wsd-decay-style lr-wsd-decay-iters lr-wsd-decay-samples
-loss-scale initial-loss-scale min-loss-scale loss-scale-window hysteresis fp8-format zero-stage
-data-parallel-sharding-strategy num-layers-per-virtual-pipeline-stage num-virtual-stages-per-pipeline-rank
-recompute-granularity split mask-prob short-seq-prob eval-interval eval-iters deepspeed_config
-train-weighted-split-paths-path valid-weighted-split-paths-path data-path train-data-path
-valid-data-path train-weighted-split-paths valid-weighted-split-paths
-"""
-COMBINED = _COMBINED.split()
-"""Flags with values that recipe.py maps together with others."""
-
-_SWITCHES = """
+SWITCHES = """
 fp16 bf16 fp8-e4m3 fp8-e5m2 fp8-hybrid deepspeed embed-layernorm swiglu group-query-attention
 use-rotary-position-embeddings use-alibi-position-embeddings no-position-embedding disable-bias-linear
 no-bias-gelu-fusion openai-gelu checkpoint-activations recompute-activations deepspeed-activation-checkpointing
 use-distributed-optimizer use-torch-fsdp2 torch-fsdp2-no-reshard-after-forward use-megatron-fsdp use-custom-fsdp
 bert-no-binary-head reset-position-ids reset-attention-mask eod-mask-loss
 """
-SWITCHES = _SWITCHES.split()
-"""Flags without a value that recipe.py maps."""
-
-MAPPED = frozenset([*COMBINED, *SWITCHES, *(name for names, *_ in FIELDS for name in names.split())])
-
-_ATTENTION = "no family here has such an attention or such positions"
-_FAMILIES = "the families here have fixed layers, all alike, with one kind of weights and activations"
-_WEIGHTS = (
-    "a recipe has one model.init_std, one learning rate and one weight decay, for all weights but norms and biases"
-)
-_STREAM = "every sample is a stretch of the documents' stream, of full length, with a loss for every next token"
+"""Flags without a value that recipe.py and data.py map together with others."""
 
 # Flags that change what is trained in a way that a recipe cannot express: an import ends here.
 # (why, names; `name=value` for a value that switches it off)
-_REFUSED: tuple[tuple[str, str], ...] = (
+REFUSED: tuple[tuple[str, str], ...] = (
     ("no family here has experts", """num-experts=1 expert-model-parallel-size=1 moe-expert-parallel-size=1
         num-experts-switch=1 moe-use-upcycling"""),
-    (_ATTENTION, """multi-latent-attention qk-layernorm qk-l2-norm qk-clip add-qkv-bias attention-output-gate
-        window-size window-attn-skip-freq experimental-attention-variant linear-attention-freq softmax-type=vanilla
-        rotary-interleaved use-rope-scaling rotary-seq-len-interpolation-factor=1 no-rope-freq rope-type=rope
-        mrope-section"""),
-    (_FAMILIES, """squared-relu quick-geglu glu-activation activation-func-clamp-value glu-linear-offset=0
-        glu-linear-offset=0.0 apply-residual-connection-post-layernorm hybrid-attention-ratio=0
-        hybrid-attention-ratio=0.0 hybrid-mlp-ratio=0 hybrid-mlp-ratio=0.0 hybrid-override-pattern hybrid-layer-pattern
-        is-hybrid-model heterogeneous-layers-config-path heterogeneous-layers-config-encoded-json spec
-        decoder-num-layers enable-hyper-connections perform-rl-step retro-add-retriever vision-pretraining kd mos
-        fp4-format kitchen-config-file kitchen-recipe-number te-precision-config-file"""),
-    (_WEIGHTS, """init-method-xavier-uniform no-scaled-init data-parallel-random-init use-mup embedding-init-method-std
+    ("no family here has such an attention or such positions", """multi-latent-attention qk-layernorm qk-l2-norm
+        qk-clip add-qkv-bias attention-output-gate window-size window-attn-skip-freq experimental-attention-variant
+        linear-attention-freq softmax-type=vanilla rotary-interleaved use-rope-scaling
+        rotary-seq-len-interpolation-factor=1 no-rope-freq rope-type=rope mrope-section"""),
+    ("the families here have fixed layers, all alike, with one kind of weights and activations",
+     """squared-relu quick-geglu glu-activation activation-func-clamp-value glu-linear-offset=0 glu-linear-offset=0.0
+        apply-residual-connection-post-layernorm hybrid-attention-ratio=0 hybrid-attention-ratio=0.0
+        hybrid-mlp-ratio=0 hybrid-mlp-ratio=0.0 hybrid-override-pattern hybrid-layer-pattern is-hybrid-model
+        heterogeneous-layers-config-path heterogeneous-layers-config-encoded-json spec decoder-num-layers
+        enable-hyper-connections perform-rl-step retro-add-retriever vision-pretraining kd mos fp4-format
+        kitchen-config-file kitchen-recipe-number te-precision-config-file"""),
+    ("a recipe has one model.init_std, one learning rate and one weight decay, for all weights but norms and biases",
+     """init-method-xavier-uniform no-scaled-init data-parallel-random-init use-mup embedding-init-method-std
         start-weight-decay end-weight-decay weight-decay-incr-style=constant do-norm-bias-weight-decay
         no-decoupled-weight-decay apply-wd-to-qk-layernorm no-weight-decay-cond-type decoupled-lr decoupled-min-lr
-        head-lr-mult"""),
-    ("the warm-up begins at zero", "lr-warmup-init=0 lr-warmup-init=0.0"),
-    (_STREAM, """random-ltd data-efficiency-curriculum-learning loss-on-targets-only sft fim-data mtp-num-layers=0
+        head-lr-mult lr-warmup-init=0 lr-warmup-init=0.0"""),
+    ("every sample is a stretch of the documents' stream, of full length, with a loss for every next token",
+     """random-ltd data-efficiency-curriculum-learning loss-on-targets-only sft fim-data mtp-num-layers=0
         reweight-loss-based-on-position-frequency sample-rate=1 sample-rate=1.0 phase-transition-iterations"""),
     ("a recipe's batch grows in equal stages of samples: where these are equal, write --global-batch-size N "
      "--rampup-batch-size START INCREMENT SAMPLES", "step-batch-size-schedule"),
-    ("the vocabulary is that of the tokenizer", "vocab-extra-ids=0"),
-    ("it ends without a training, and a recipe is one", "skip-train eval-only"),
-    ("Megatron then takes all of its arguments from that file, which is not read here", "yaml-cfg"),
-    ("Megatron asks for --micro-batch-size, --tensor-model-parallel-size, --lr-warmup-fraction instead",
-     "batch-size model-parallel-size warmup"),
+    ("a recipe has no such field, and it changes what is trained", """vocab-extra-ids=0 skip-train eval-only yaml-cfg
+        batch-size model-parallel-size warmup"""),
 )  # fmt: skip
 
 # Flags that no field comes from: (what is reported of them, why, names and patterns). The first counts.
-_OTHERS: tuple[tuple[Kind, str, str], ...] = (
+OTHERS: tuple[tuple[Kind, str, str], ...] = (
+    ("not needed", "this training does not read it, or decides it with other flags",
+     f"""{SWITCHES} {" ".join(names for names, *_ in FIELDS)}
+        kv-channels max-position-embeddings position-embedding-type normalization hidden-dropout attention-dropout
+        rotary-base rotary-position-embeddings-theta rotary-percent num-query-groups pad-vocab-size-to
+        padded-vocab-size vocab-size tokenizer-type vocab-file merge-file train-samples train-iters train-tokens
+        exit-interval exit-duration-in-mins optimizer adam-beta1 adam-beta2 clip-grad min-lr lr-decay-iters
+        lr-decay-samples lr-decay-tokens lr-warmup-iters lr-warmup-samples lr-warmup-tokens lr-warmup-fraction
+        lr-wsd-decay-style lr-wsd-decay-iters lr-wsd-decay-samples loss-scale initial-loss-scale min-loss-scale
+        loss-scale-window hysteresis fp8-format zero-stage data-parallel-sharding-strategy
+        num-layers-per-virtual-pipeline-stage num-virtual-stages-per-pipeline-rank recompute-granularity split
+        mask-prob short-seq-prob eval-interval eval-iters deepspeed_config train-weighted-split-paths-path
+        valid-weighted-split-paths-path data-path train-data-path valid-data-path train-weighted-split-paths
+        valid-weighted-split-paths"""),
     ("left out", "begins with those weights: see `bloomery import hf`", "finetune pretrained-checkpoint bert-load"),
     ("left out", "the checkpoint's arguments would overrule these: check the model", "use-checkpoint-args"),
     ("left out", "`bloomery train --from` chooses a checkpoint", "ckpt-step"),
     ("left out", "add `data:` to the recipe",
      "data-args-path per-split-data-args-path aml-data-download-path mock-data"),
-    ("left out", "add checkpoint.keep or checkpoint.local to the recipe", "save-retain-interval non-persistent-*"),
-    ("left out", "add parallel.shard_size: replicas divided by it", "num-distributed-optimizer-instances"),
+    ("left out", "the recipe has a field of its own for it: checkpoint.keep, checkpoint.local, parallel.shard_size",
+     "save-retain-interval non-persistent-* num-distributed-optimizer-instances"),
     ("left out", "a training ends by its length (train.for), or by hand", "eval-loss-exit-value"),
-    ("differs", "all layers have one precision; weights, gradients and moments are kept in fp32",
+    ("differs", "all layers have one precision; weights, gradients and moments are kept in fp32, on the device",
      """fp32-residual-connection first-last-layers-bf16 num-layers-at-*-in-bf16 use-bnb-optimizer main-grads-dtype
-     main-params-dtype exp-avg-dtype exp-avg-sq-dtype"""),
-    ("differs", "an evaluation has train.evaluate.steps batches for every group of data.validation",
-     "full-validation multiple-validation-sets"),
-    ("differs", "the order of samples is Bloomery's own (data.order), and repeats sources as train.for needs",
-     "train-data-exact-num-epochs disable-doc-shuffling"),
-    ("differs", "batch sizes never follow from the machines", "decrease-batch-size-if-needed"),
-    ("differs", "weights stay on the device", "remote-device"),
+        main-params-dtype exp-avg-dtype exp-avg-sq-dtype remote-device"""),
+    ("differs", "evaluations and the order of samples are the recipe's own; batches never follow from the machines",
+     """full-validation multiple-validation-sets train-data-exact-num-epochs disable-doc-shuffling
+        decrease-batch-size-if-needed"""),
     ("not needed", "a choice of kernels and of how they round; ours are tested to agree",
      """*-fusion *-fusion-impl *flash-attn* *fused-* use-fast-softmax no-persist-layer-norm disable-mem-efficient-ln
-     use-te-activation-func *-in-fp32 *query-key-layer-scaling use-mcore-models use-legacy-models deterministic-mode
-     disable-bf16-reduced-precision-matmul te-rng-tracker *cuda-graph* enable-experimental mask-tensor-adding
-     fix-position-emb-redundant-alloc memory-centric-tiled-linear attention-backend transformer-impl *torch-compile*
-     compiled-autograd-* onnx-safe tile-factor apply-layernorm-1p fp16-lm-cross-entropy grad-reduce-in-bf16 *fp8-*
-     calculate-per-token-loss use-cpu-initialization sequence-parallel recompute-* checkpoint-num-layers"""),
+        use-te-activation-func *-in-fp32 *query-key-layer-scaling use-mcore-models use-legacy-models compiled-autograd-*
+        disable-bf16-reduced-precision-matmul te-rng-tracker *cuda-graph* enable-experimental mask-tensor-adding
+        fix-position-emb-redundant-alloc memory-centric-tiled-linear attention-backend transformer-impl onnx-safe
+        *torch-compile* tile-factor apply-layernorm-1p fp16-lm-cross-entropy grad-reduce-in-bf16 *fp8-*
+        deterministic-mode calculate-per-token-loss use-cpu-initialization sequence-parallel recompute-*
+        checkpoint-num-layers"""),
     ("not needed", "how processes talk and where tensors are kept; PyTorch and the recipe's `parallel` decide",
      """distributed-* local?rank DDP-impl nccl-* lazy-mpu-init *sharp* wgrad-deferral-limit *-comm-* use-nccl-ub ddp-*
-     train-sync-interval microbatch-group-size-* suggested-communication-unit-size *delay-* *overlap-* no-align-*
-     *-sizes high-priority-stream-groups disable-symmetric-registration *-tensor-model-parallel-allreduce
-     use-ring-exchange-p2p
-     no-scatter-gather-tensors-in-pipeline use-tp-pp-dp-mapping defer-embedding-wgrad-compute *contiguous-buffers-in-*
-     disable-gloo-process-groups force-ds-sequence-parallel fsdp-double-buffer deepspeed_mpi init-model-with-meta-device
-     zero-* sync-tp-duplicated-parameters no-pipeline-parallel pp-partition-method decoder-*-pipeline-num-layers
-     pipeline-model-parallel-layout standalone-embedding-stage account-for-* *-activations checkpoint-in-cpu
-     contigious-checkpointing scattered-embeddings synchronize-each-layer profile-backward *pin-* split-transformers
-     cpu-offloading* pytorch-activation-checkpointing ds-sequence-parallel-fpdt* no-clone-* *_adam use-torch-optimizer-*
-     use-precision-aware-optimizer *manual-gc* optimizer-offload-fraction dump-param-* empty-unused-memory-level"""),
-    ("not needed", "a run has one folder (--run-dir), and resumes from its newest checkpoint by itself",
+        train-sync-interval microbatch-group-size-* suggested-communication-unit-size *delay-* *overlap-* no-align-*
+        *-sizes high-priority-stream-groups disable-symmetric-registration *-tensor-model-parallel-allreduce
+        use-ring-exchange-p2p no-scatter-gather-tensors-in-pipeline use-tp-pp-dp-mapping defer-embedding-wgrad-compute
+        *contiguous-buffers-in-* disable-gloo-process-groups force-ds-sequence-parallel fsdp-double-buffer
+        deepspeed_mpi init-model-with-meta-device zero-* sync-tp-duplicated-parameters no-pipeline-parallel
+        pp-partition-method decoder-*-pipeline-num-layers pipeline-model-parallel-layout standalone-embedding-stage
+        account-for-* *-activations checkpoint-in-cpu contigious-checkpointing scattered-embeddings *pin-* no-clone-*
+        synchronize-each-layer profile-backward split-transformers cpu-offloading* pytorch-activation-checkpointing
+        ds-sequence-parallel-fpdt* *_adam use-torch-optimizer-* use-precision-aware-optimizer *manual-gc*
+        optimizer-offload-fraction dump-param-* empty-unused-memory-level"""),
+    ("not needed", "a run has one folder (--run-dir), resumes from its newest checkpoint, and is always recorded",
      """save load load-tag override-* use-checkpoint-* universal-checkpoint no-load-* no-save-* reset-iteration
-     no-initialization exit-on-missing-checkpoint use-mp-args-* load-main-params-* verify-checkpoint* *ckpt*
-     no-use-tokenizer-model-from-checkpoint-args no-strict-fsdp-dtensor-load async-* replication* distrib-optim-*"""),
-    ("not needed", "a signal, or control/kill in the run folder, saves and ends a job",
-     "kill-switch-path exit-signal*"),
-    ("not needed", "always recorded in metrics.jsonl and TensorBoard, and watched; `train --trace` shows a step",
-     """*log-* logging-level *-logger-* app-tag-* no-barrier-with-level-1-timing no-one-logger tensorboard-* wandb-*
-     profile profile-* use-pytorch-profiler* codecarbon-dir *memory-snapshot* record-memory-* *check-* *-ft-*
-     inprocess-* *straggler* run-workload-inspector-server adlr-* rerun-mode error-injection-*
-     result-rejected-tracker-filename"""),
+        no-initialization exit-on-missing-checkpoint use-mp-args-* load-main-params-* verify-checkpoint* *ckpt*
+        no-use-tokenizer-model-from-checkpoint-args no-strict-fsdp-dtensor-load async-* replication* distrib-optim-*
+        kill-switch-path exit-signal* *log-* logging-level *-logger-* app-tag-* no-barrier-with-level-1-timing
+        no-one-logger tensorboard-* wandb-* profile profile-* use-pytorch-profiler* codecarbon-dir *memory-snapshot*
+        record-memory-* *check-* *-ft-* inprocess-* *straggler* run-workload-inspector-server adlr-* rerun-mode
+        error-injection-* result-rejected-tracker-filename"""),
     ("not needed", "data.order and the tokenizer's folder decide; one thread prefetches",
      """*num-workers data-impl num-dataset-builder-threads *-cache-path *mmap-* no-create-attention-mask-* repeated-*
-     return-data-index disable-msc mid-level-dataset-surplus eval-micro-batch-size dataloader-type train-*-path
-     no-seq-len-plus-one-tokens test-* trust-remote-code legacy-tokenizer tokenizer-metadata tiktoken-*"""),
+        return-data-index disable-msc mid-level-dataset-surplus eval-micro-batch-size dataloader-type train-*-path
+        no-seq-len-plus-one-tokens test-* trust-remote-code legacy-tokenizer tokenizer-metadata tiktoken-*"""),
     ("not needed", "only another kind of model or optimizer reads it",
      """moe-* *-moe-* topk mlp-type expert-interval expert-tensor-parallel-size use-tutel inference fim-* mup-*
-     qk-clip-*
-     muon-* sgd-momentum decoder-seq-length mtp-loss-scaling-factor num-channels patch-dim"""),
+        qk-clip-* muon-* sgd-momentum decoder-seq-length mtp-loss-scaling-factor num-channels patch-dim"""),
 )  # fmt: skip
 
 
-def _refused() -> dict[str, tuple[str, set[str]]]:
-    found: dict[str, tuple[str, set[str]]] = {}
-    for why, names in _REFUSED:
-        for name, _, off in (word.partition("=") for word in names.split()):
-            found.setdefault(name, (why, set()))[1].update([off] if off else [])
-    return found
-
-
-REFUSED = _refused()
-"""Name -> why a recipe cannot express it, and the values with which it does nothing."""
-
-
-def known_names() -> Iterable[str]:
-    return [*MAPPED, *REFUSED, *(name for *_, names in _OTHERS for name in names.split() if "*" not in name)]
+def known_names() -> list[str]:
+    """All but patterns."""
+    words = [word.partition("=")[0] for *_, names in (*REFUSED, *OTHERS) for word in names.split()]
+    return [word for word in words if not set("*?") & set(word)]
 
 
 def kind_of(name: str, values: Sequence[str]) -> tuple[Kind | Literal["refused"], str]:
     """What to report of a flag that no field came from, and why."""
-    if name in REFUSED:
-        why, off = REFUSED[name]
-        return ("not needed", "that turns it off") if values and set(values) <= off else ("refused", why)
-    if name in MAPPED:
-        return "not needed", "this training does not read it, or decides it with other flags"
-    for kind, why, names in _OTHERS:
+    for why, names in REFUSED:
+        if found := [word for word in names.split() if word.partition("=")[0] == name]:
+            is_off = bool(values) and all(f"{name}={value}" in found for value in values)
+            return ("not needed", "that turns it off") if is_off else ("refused", why)
+    for kind, why, names in OTHERS:
         if any(fnmatch.fnmatchcase(name, word) for word in names.split()):
             return kind, why
-    near = difflib.get_close_matches(name, list(known_names()), n=1, cutoff=0.8)
+    near = difflib.get_close_matches(name, known_names(), n=1, cutoff=0.8)
     return "not understood", f"did you mean --{near[0]}?" if near else "check whether it changes what is trained"
 
 
@@ -221,15 +189,6 @@ class Row:
     """Of the recipe."""
     result: str = ""
     remark: str = ""
-
-
-def as_text(value: Any) -> str:
-    """A value as YAML would write it on one line."""
-    if isinstance(value, dict):
-        return "{" + ", ".join(f"{key}: {as_text(inner)}" for key, inner in value.items()) + "}"
-    if isinstance(value, list):
-        return "[" + ", ".join(as_text(inner) for inner in value) + "]"
-    return json.dumps(value) if value is None or isinstance(value, bool) else str(value)
 
 
 @dataclass(frozen=True)
@@ -258,53 +217,22 @@ class CommandLine:
 
 def parse_command(words: Sequence[str], place: str) -> CommandLine:
     """A command line, its program and launcher separated. Nothing is refused here."""
-    program_at = next((i for i, word in enumerate(words) if word.endswith(".py")), -1)
-    line = CommandLine(program=words[program_at] if program_at >= 0 else "")
-    for given in _flags(words[: max(0, program_at)], place):
-        line.launcher[given.flag.removeprefix("--").replace("_", "-")] = " ".join(given.values[:1])
-    for given in _flags(words[program_at + 1 :], place):
-        name = given.flag.removeprefix("--")
-        if not name or name in SWITCHES:
-            line.stray += given.values
-        if name:
-            line.flags[name] = given
+    at = next((i for i, word in enumerate(words) if word.endswith(".py")), -1)
+    launcher = {name.replace("_", "-"): " ".join(each.values[:1]) for name, each in _flags(words[: max(0, at)], place)}
+    line = CommandLine(words[at] if at >= 0 else "", launcher)
+    for name, given in _flags(words[at + 1 :], place):
+        line.stray += given.values if not name or name in SWITCHES.split() else []
+        line.flags |= {name: given} if name else {}
     return line
 
 
-def _flags(words: Sequence[str], place: str) -> Iterable[Given]:
+def _flags(words: Sequence[str], place: str) -> Iterable[tuple[str, Given]]:
     """Every flag with the words up to the next one; words before the first flag have the flag ''."""
-    found = [Given("", [], place)]
+    found = [("", Given("", [], place))]
     for word in words:
-        name, equals, value = word.partition("=")
+        flag, equals, value = word.partition("=")
         if not word.startswith("--"):
-            found[-1].values.append(word)
+            found[-1][1].values.append(word)
         elif word != "--":
-            found.append(Given(name, [value] if equals else [], place))
+            found.append((flag[2:], Given(flag, [value] if equals else [], place)))
     return found
-
-
-@dataclass
-class DsConfig:
-    place: str = ""
-    leaves: dict[str, Any] = field(default_factory=dict)
-    """Dotted key -> value, inside the sections that have rows of their own; without `auto` and null, which Hugging
-    Face's Trainer fills in."""
-
-    def get(self, key: str, default: Any = None) -> Any:
-        return self.leaves.get(key, default)
-
-    @property
-    def offloads(self) -> bool:
-        parts = [self.get(f"zero_optimization.{name}") for name in ("offload_optimizer", "offload_param")]
-        devices = [part.get("device", "none") for part in parts if isinstance(part, dict)]
-        return bool(self.get("zero_optimization.cpu_offload")) or any(device != "none" for device in devices)
-
-    def loss_scale(self) -> dict[str, Any]:
-        """Fields of the recipe's section."""
-        return {
-            "initial": 2.0 ** self.get("fp16.initial_scale_power", 16),
-            "window": f"{self.get('fp16.loss_scale_window', 1000)} steps",
-            "hysteresis": self.get("fp16.hysteresis", 2),
-            "consecutive_hysteresis": self.get("fp16.consecutive_hysteresis", False),
-            "min": float(self.get("fp16.min_loss_scale", 1.0)),
-        }

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import copy
+import math
 import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from bloomery.base.bounded import read_text
 from bloomery.base.errors import Problem, RecipeError
@@ -19,17 +20,17 @@ from bloomery.config.schema import by_place
 from bloomery.config.yaml_nodes import dump_yaml
 from bloomery.interop.megatron.data import fill_data
 from bloomery.interop.megatron.ds_config import compare, read_ds_config
-from bloomery.interop.megatron.flags import SWITCHES, CommandLine, DsConfig, Kind, Row, kind_of, parse_command
+from bloomery.interop.megatron.flags import SWITCHES, CommandLine, Kind, Row, kind_of, parse_command
+from bloomery.interop.megatron.reader import read_script
 from bloomery.interop.megatron.recipe import Builder, fill, unset_names
-from bloomery.interop.megatron.script import Command, Script, read_script, run_script
+from bloomery.interop.megatron.script import Script, run_script
 from bloomery.sizing.check import check
 
 _ORDER = (
     "name", "seed", "model", "tokenizer", "data", "batch", "optimizer", "lr", "train", "precision", "loss_scale",
     "parallel", "checkpoint", "monitor", "launch",
 )  # fmt: skip
-_KINDS: tuple[Kind, ...] = ("mapped", "default", "differs", "left out", "not needed", "not understood")
-_MOST_LEVELS = 10_000
+_UNSET = "the script does not set it where it was run or read, or only a running program knows it"
 
 
 @dataclass(frozen=True)
@@ -68,49 +69,44 @@ def import_megatron(
 ) -> Imported:
     """`words`: what the program gets, or flags that overrule those of the `script`. RecipeError with every problem.
     `execute`: run the script under bash with stubs, else only read it. `given`: variables and arguments of it."""
-    found, source = None, COMMAND_LINE
-    if script is not None:
-        found, source = _read(script, execute, given or {}), str(script)
-        line = _training_command(found, source)
-        more = parse_command(["x.py", *words], COMMAND_LINE)
-        line.flags |= more.flags
-        line.stray += more.stray
-    elif words:
-        line = parse_command(words, COMMAND_LINE)
-    else:
+    if script is None and not words:
         remedy = "bloomery import megatron -- FLAGS, or --script FILE"
         raise RecipeError(Problem("there is nothing to import", remedy=remedy))
-    b = Builder(line, found.reasons if found else None, find_file=lambda path: _find_file(path, found, source))
-    b.ds = _find_ds_config(b, ds_config, without_ds_config)
+    found, source = None, COMMAND_LINE
+    line = parse_command(words if script is None else ["x.py", *words], COMMAND_LINE)
+    if script is not None:
+        found, source = _read(script, execute, given or {}), str(script)
+        own = _training_command(found, source, not execute)
+        line = CommandLine(own.program, own.launcher, own.flags | line.flags, own.stray + line.stray)
+    b = Builder(line, _UNSET if found else None, lambda path: _find_file(path, found, source))
+    place = _find_ds_config(b, ds_config, without_ds_config)
     fill(b)
     fill_data(b)
-    _launch(b, found, source)
+    _launch(b, found.sbatch if found else {}, source)
     if b.ds is not None:
-        compare(b, b.ds)
+        compare(b, b.ds, place)
     _rest(b)
     job = found.sbatch.get("job-name", Path(source).stem) if found else "imported"
     b.raw["name"] = name or re.sub(r"[^A-Za-z0-9._-]+", "-", job).strip("-._")[:100] or "imported"
+    if b.problems:  # they may explain what is wrong with the recipe
+        raise RecipeError(sorted(b.problems, key=by_place))
     raw = {key: b.raw[key] for key in _ORDER if key in b.raw}
-    recipe, warnings = _checked(raw, b, source)
-    warnings += _warnings(b, found, source, given or {})
-    return Imported(recipe, raw, sorted(b.rows, key=lambda row: _KINDS.index(row.kind)), warnings, source)
+    checked = check(validated(copy.deepcopy(raw), Places(source, dict(b.places))))
+    warnings = checked.warnings + _warnings(b, found, source, given or {})
+    kinds = get_args(Kind)
+    return Imported(checked.recipe, raw, sorted(b.rows, key=lambda row: kinds.index(row.kind)), warnings, source)
 
 
 def _read(path: Path, execute: bool, given: Mapping[str, str]) -> Script:
     if wrong := [name for name in given if not re.fullmatch(r"[A-Za-z]\w*|_[A-Za-z]\w*|[1-9][0-9]?", name, re.ASCII)]:
         rule = "it sets a variable of the script such as NAME, or an argument of it such as 1"
         raise RecipeError([Problem(f"--set {name}={given[name]}", rule, "correct the name") for name in wrong])
-    try:
-        text = read_text(path)
-    except (OSError, UnicodeDecodeError) as error:
-        rule = "a script is a file; flags begin with --, and a program such as pretrain_gpt.py may stand before them"
-        raise RecipeError(Problem(f"cannot read {path}: {error}", rule, "correct the path")) from error
-    return (run_script if execute else read_script)(path, text, given)
+    return (run_script if execute else read_script)(path, _text_of(path), given)
 
 
-def _training_command(script: Script, source: str) -> CommandLine:
+def _training_command(script: Script, source: str, was_read: bool) -> CommandLine:
     """The command with a model's size, of a program called pretrain if there is one."""
-    found = [each for each in script.commands if each.is_training and each.words[0] != "echo"]
+    found = [each for each in script.commands if each.is_training]
     for pattern in (r"\.py(\0|$)", r"pretrain\w*\.py(\0|$)"):
         found = [each for each in found if re.search(pattern, "\0".join(each.words))] or found
     if not found:
@@ -119,53 +115,45 @@ def _training_command(script: Script, source: str) -> CommandLine:
         remedy = "give its variables with --set NAME=VALUE, check it with `bash -n`, or name the script that trains"
         raise RecipeError(Problem("there is no training in this script", rule, remedy, source))
     last = found[-1]
-    line = parse_command(last.words, f"{source}:{last.line}")
+    line, place = parse_command(last.words, f"{source}:{last.line}"), f"{source}:{last.line}"
     for other in found[:-1]:
-        theirs = parse_command(other.words, "").flags
-        if {name: each.values for name, each in theirs.items()} != {name: f.values for name, f in line.flags.items()}:
+        if parse_command(other.words, place).flags != line.flags:
             what = f"lines {other.line} and {last.line} are different trainings"
             remedy = "import a copy of the script with one of them, or choose with --set NAME=VALUE"
-            raise RecipeError(Problem(what, "a recipe is one training", remedy, f"{source}:{last.line}"))
-    if doubt := last.doubt or _hidden_flags(script, last):
+            raise RecipeError(Problem(what, "a recipe is one training", remedy, place))
+    hidden = [
+        f"{word} has no value, and may hold flags"
+        for before, word in zip(last.words, last.words[1:], strict=False)
+        if was_read and re.fullmatch(r"\$\w+", word) and (not before.startswith("--") or before[2:] in SWITCHES.split())
+    ]
+    if doubt := last.doubt or (hidden and hidden[0]):
         remedy = "run the script: --script FILE, or give the flags themselves behind `--`"
-        raise RecipeError(Problem("this command may be another one", doubt, remedy, f"{source}:{last.line}"))
+        raise RecipeError(Problem("this command may be another one", str(doubt), remedy, place))
     for outer in script.commands:  # `srun --nodes 2 bash -c ...` around it
         if outer.line == last.line and outer is not last:
             line.launcher = parse_command([*outer.words, ".py"], "").launcher | line.launcher
     return line
 
 
-def _hidden_flags(script: Script, command: Command) -> str:
-    """A word of the command that has no value, and is not the value of a flag: it may hold flags."""
-    for before, word in zip(command.words, command.words[1:], strict=False):
-        is_value = before.startswith("--") and before[2:] not in SWITCHES
-        if (why := script.reasons.get(word.removeprefix("$"), "")) and word.startswith("$") and not is_value:
-            return f"{word} may hold flags. {why}"
-    return ""
-
-
-def _find_ds_config(b: Builder, named: Path | None, may_lack: bool) -> DsConfig | None:
-    """The one that the user or a flag names, where it is here. Whoever has one means DeepSpeed."""
+def _find_ds_config(b: Builder, named: Path | None, may_lack: bool) -> str:
+    """Reads the one that the user or a flag names, where it is here; its place. Whoever has one means DeepSpeed."""
     flag = b.line.flags.get("deepspeed_config")
-    b.deepspeed = b.has("deepspeed") or named is not None
-    path = str(named or (flag.text if flag else ""))
-    found = b.find_file(path) if path else None
-    if found is None and (b.deepspeed or flag is not None):
-        if not may_lack:
-            what = f"the ds_config {path!r} cannot be seen"
-            rule = "it is not here, or a program writes it; ZeRO stage, precision, clipping and loss scale are in it"
-            remedy = "give it with --ds-config FILE, or import without it: --without-ds-config"
-            b.problem(flag or b.line.flags.get("deepspeed"), what, rule, remedy)
+    path, b.deepspeed = str(named or (flag.text if flag else "")), b.has("deepspeed") or named is not None
+    if path and (found := b.find_file(path)):
+        b.note("not needed", "deepspeed_config", f"{found[1]} is read and compared with the flags")
+        if not b.has("deepspeed"):
+            remark = "though --deepspeed is not there: a ds_config means DeepSpeed, so it counts"
+            b.rows.append(Row("differs", "ds_config", found[1], remark=remark))
+        b.deepspeed, b.ds = True, read_ds_config(*found)
+        return found[1]
+    if b.deepspeed or flag:
         remark = "not seen, so it was neither read nor compared with the flags"
         b.rows.append(Row("left out", "--deepspeed_config", flag.text if flag else "", remark=remark))
-    if found is None:
-        return None
-    b.note("not needed", "deepspeed_config", f"{found[1]} is read and compared with the flags")
-    if not b.has("deepspeed"):
-        remark = "though --deepspeed is not there: a ds_config means DeepSpeed, so it counts"
-        b.rows.append(Row("differs", "ds_config", found[1], remark=remark))
-    b.deepspeed = True
-    return read_ds_config(*found)
+        if not may_lack:
+            rule = "it is not here, or a program writes it; ZeRO stage, precision, clipping and loss scale are in it"
+            remedy = "give it with --ds-config FILE, or import without it: --without-ds-config"
+            b.refuse(b.first("deepspeed_config", "deepspeed"), f"the ds_config {path!r} cannot be seen", rule, remedy)
+    return ""
 
 
 def _find_file(path: str, script: Script | None, source: str) -> tuple[str, str] | None:
@@ -174,42 +162,42 @@ def _find_file(path: str, script: Script | None, source: str) -> tuple[str, str]
     if script is not None and name in script.files:
         text = script.files[name]
         return None if text is None else (text, f"{source} {name}")
-    for place in (Path(path), Path(source).parent / path):
-        if os.path.isfile(place):
-            try:
-                return read_text(place), str(place)
-            except (OSError, UnicodeDecodeError) as error:
-                raise RecipeError(Problem(f"cannot read {place}: {error}", remedy="correct the path")) from error
-    return None
+    places = (place for place in (Path(path), Path(source).parent / path) if os.path.isfile(place))
+    return next(((_text_of(place), str(place)) for place in places), None)
 
 
-def _launch(b: Builder, script: Script | None, source: str) -> None:
+def _text_of(path: Path) -> str:
+    try:
+        return read_text(path)
+    except (OSError, UnicodeDecodeError) as error:
+        raise RecipeError(Problem(f"cannot read {path}: {error}", remedy="correct the path")) from error
+
+
+def _launch(b: Builder, sbatch: Mapping[str, str], source: str) -> None:
     """The recipe's `launch` section, where #SBATCH lines or the launcher's flags say anything about it."""
-    sbatch, launcher = script.sbatch if script else {}, b.line.launcher
-    nodes = _number(launcher.get("nnodes", launcher.get("num-nodes")))
-    asked = _number(sbatch.get("nodes"))
-    per_node = (
-        launcher.get("nproc-per-node"),
-        launcher.get("num-gpus"),
-        sbatch.get("gpus-per-node"),
-        sbatch.get("gres"),
-    )
-    gpus = next(filter(None, map(_number, per_node)), None)
+
+    def number(*texts: str | None) -> int:
+        """The last number of the first that has one: of `4`, `gpu:4` or `gpu:a100:4`; 0 if there is none."""
+        found = (re.fullmatch(r"(?:.*:)?([0-9]{1,6})", text or "") for text in texts)
+        return next((int(match[1]) for match in found if match), 0)
+
+    launcher, remark = b.line.launcher, "#SBATCH lines" if sbatch else "the launcher's flags"
+    nodes, asked = number(launcher.get("nnodes"), launcher.get("num-nodes")), number(sbatch.get("nodes"))
+    per_node = (launcher.get("nproc-per-node"), launcher.get("num-gpus"), sbatch.get("gpus-per-node"))
+    gpus = number(*per_node, sbatch.get("gres"))
     if nodes and asked and nodes != asked:
         what, rule = f"#SBATCH --nodes is {asked} but the launcher starts {nodes}", "it would wait, or leave nodes idle"
         b.problems.append(Problem(what, rule, "make them equal: NNODES=$SLURM_NNODES", source))
-    count = nodes or asked
-    if count is None and gpus is None:
+    if not nodes and not asked and not gpus:
         return
-    remark = "#SBATCH lines" if sbatch else "the launcher's flags"
-    count, gpus = count or 1, gpus or 1
+    count, gpus = nodes or asked or 1, gpus or 1
     b.put("launch.on", "slurm" if sbatch else "hosts" if count > 1 else "local", remark=remark)
+    b.put("launch.gpus_per_node", gpus, remark=remark)
     fitting = _fitting_nodes(b, count, gpus)
     b.put("launch.nodes", fitting, remark=remark)
     if fitting != count:
         remark = "so many nodes make more replicas than every level of the batch ramp can feed"
         b.rows[-1] = Row("differs", "nodes", str(count), "launch.nodes", str(fitting), remark)
-    b.put("launch.gpus_per_node", gpus, remark=remark)
     if limit := _time_limit(sbatch.get("time", "")):
         b.put("launch.time_limit", limit, remark=f"#SBATCH --time {sbatch['time']}")
     if match := re.fullmatch(r"(\d{1,6})-(\d{1,6})%1", sbatch.get("array", "")):
@@ -219,36 +207,20 @@ def _launch(b: Builder, script: Script | None, source: str) -> None:
 def _fitting_nodes(b: Builder, nodes: int, gpus: int) -> int:
     """The most nodes, up to those asked for, with which every level of a ramp divides among the replicas."""
     batch, parallel = b.raw["batch"], b.raw["parallel"]
-    ramp, replica = batch.get("rampup"), parallel["tp"] * parallel["pp"] * parallel.get("cp", 1)
-    if ramp is None or ramp["increment"] < 1 or replica < 1 or nodes > _MOST_LEVELS:
-        return nodes
-    rising = range(ramp["start"], batch["global_batch_size"], ramp["increment"])
-    for count in range(nodes if len(rising) <= _MOST_LEVELS else 0, 0, -1):
-        unit = count * gpus // replica * batch["micro_batch_size"]
-        if (
-            count * gpus % replica == 0
-            and unit
-            and all(level % unit == 0 for level in (*rising, batch["global_batch_size"]))
-        ):
-            return count
-    return nodes
-
-
-def _number(text: str | None) -> int | None:
-    """The last number of `4`, `gpu:4` or `gpu:a100:4`."""
-    match = re.fullmatch(r"(?:.*:)?([0-9]{1,9})", text or "")
-    return int(match[1]) if match else None
+    ramp, replica = batch.get("rampup"), max(1, parallel["tp"] * parallel["pp"] * parallel.get("cp", 1))
+    level = math.gcd(ramp["start"], ramp["increment"], batch["global_batch_size"]) if ramp else 0
+    units = {n: n * gpus // replica * batch["micro_batch_size"] for n in range(1, nodes + 1) if n * gpus % replica == 0}
+    return max((n for n, unit in units.items() if unit and level % unit == 0), default=nodes) if ramp else nodes
 
 
 def _time_limit(text: str) -> str:
     """Slurm's `20:00:00`, `1-00:00:00` or `90` (minutes) as a recipe writes it; empty for no limit."""
-    number = "([0-9]{1,9})"
-    match = re.fullmatch(f"(?:{number}-)?{number}(?::{number})?(?::{number})?", text)
-    if match is None:
+    if re.fullmatch(r"(\d{1,9}-)?\d{1,9}(:\d{1,9}){0,2}", text) is None:
         return ""
-    days, first, second, third = (int(part or 0) for part in match.groups())
-    is_hours = match[1] is not None or match[4] is not None  # else minutes and seconds
-    seconds = days * 86400 + (first * 3600 + second * 60 + third if is_hours else first * 60 + second)
+    days, _, clock = text.rpartition("-")
+    parts = [int(part) for part in clock.split(":")]
+    parts = parts if days or len(parts) == 3 else [0, *parts]  # else minutes and seconds
+    seconds = int(days or 0) * 86400 + sum(n * unit for n, unit in zip(parts, (3600, 60, 1), strict=False))
     return str(Duration(seconds)) if 0 < seconds <= LONGEST_SECONDS else ""
 
 
@@ -256,37 +228,27 @@ def _rest(b: Builder) -> None:
     """Rows and problems for the flags that no field came from."""
     reported = {row.flag for row in b.rows}
     for name, given in b.line.flags.items():
+        kind, why = kind_of(name, given.values)
         if given.flag in reported:
             continue
-        kind, why = kind_of(name, given.values)
         if kind == "refused":
             what = f"{given.flag} {given.text[:60]}".strip()
-            b.problem(given, f"{what} is set", why, "remove it, if the training may go without")
+            b.refuse(name, f"{what} is set", why, "remove it, if the training may go without")
         else:
             b.note(kind, name, why)
 
 
 def _warnings(b: Builder, script: Script | None, source: str, given: Mapping[str, str]) -> list[Problem]:
     found = [Problem(f"{word!r} belongs to no flag", "it is ignored") for word in b.line.stray]
-    unset: dict[str, Problem] = {}
     for number, row in enumerate(b.rows):
         if "$" in row.result:  # a path with a variable in it that has no value
-            why, names = b.why_unset(row.result), unset_names(row.result)
-            b.rows[number] = replace(row, kind="left out", remark=f"complete it by hand: {why}")
+            names = unset_names(row.result)
+            b.rows[number] = replace(row, kind="left out", remark="complete it by hand: a variable has no value")
             remedy = f"give it with --set {names[0]}=VALUE" if names and script else "complete the recipe"
-            unset[why] = Problem(f"{row.field} is {row.result}", why, remedy, b.places.get(row.field, ""))
-    found += unset.values()
+            found.append(Problem(f"{row.field} is {row.result}", _UNSET, remedy, b.places.get(row.field, "")))
     found += [Problem(f"{row.flag} is not understood", row.remark) for row in b.rows if row.kind == "not understood"]
     for name, value in given.items():
-        if script is None or name not in script.names:
+        if script is None or not (name.isdecimal() or re.search(rf"\b{name}\b", script.text)):
             rule = "there is no script" if script is None else f"the script has no ${name}"
             found.append(Problem(f"--set {name}={value} changes nothing", rule, place=COMMAND_LINE))
     return found + [Problem(what, place=f"{source}:{at}") for at, what in (script.unread if script else [])]
-
-
-def _checked(raw: dict[str, Any], b: Builder, source: str) -> tuple[Recipe, list[Problem]]:
-    """The recipe that `bloomery check` would accept. Problems of flags come first: they may explain those of fields."""
-    if b.problems:
-        raise RecipeError(sorted(b.problems, key=by_place))
-    checked = check(validated(copy.deepcopy(raw), Places(source, dict(b.places))))
-    return checked.recipe, checked.warnings

@@ -6,7 +6,8 @@ Flags that are a field of their own: FIELDS of flags.py. Here are those that dec
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from decimal import Decimal, InvalidOperation
 from typing import Any, TypeVar
@@ -14,9 +15,10 @@ from typing import Any, TypeVar
 from bloomery.base.bounded import LARGE_BYTES, parse_json, read_text
 from bloomery.base.errors import Problem
 from bloomery.base.units import LONGEST_SECONDS, Duration
+from bloomery.config.yaml_nodes import inline_yaml
 from bloomery.families.family import Family
 from bloomery.families.registry import FAMILIES
-from bloomery.interop.megatron.flags import FIELDS, REQUIRED, CommandLine, DsConfig, Given, Kind, Row, as_text
+from bloomery.interop.megatron.flags import FIELDS, REQUIRED, CommandLine, Kind, Row
 
 T = TypeVar("T", int, float, str)
 _LARGEST = 10**18
@@ -34,6 +36,13 @@ _FAMILIES = (
 _BIGSCIENCE = ("tokenizer-name-or-path", "pad-vocab-size-to", "codecarbon-dir", "skip-train-iteration-range",
                "train-weighted-split-paths", "train-weighted-split-paths-path")  # fmt: skip
 """Flags that only BigScience's Megatron-DeepSpeed has, which reads --train-tokens and never uses it."""
+_EXCLUSIVE = (
+    "fp16 bf16", "train-samples train-iters", "rampup-batch-size train-iters", "split train-weighted-split-paths",
+    "lr-warmup-samples lr-warmup-iters lr-warmup-fraction", "split train-weighted-split-paths-path",
+    "data-path train-data-path train-weighted-split-paths train-weighted-split-paths-path",
+    "valid-data-path train-weighted-split-paths", "valid-data-path train-weighted-split-paths-path",
+)  # fmt: skip
+"""Flags of which Megatron takes one."""
 _SHARDING: dict[str, Any] = {"no_shard": 0, "optim": 1, "optim_grads": 2, "optim_grads_params": 3}
 
 
@@ -42,19 +51,20 @@ class Builder:
     """Values out of flags and into recipe fields, with a row for each and every problem kept."""
 
     line: CommandLine
-    reasons: Mapping[str, str] | None = None
-    """Why a variable of the script has no value; None: there is no script."""
-    ds: DsConfig | None = None
+    unset: str | None = None
+    """Why a variable of the script may have no value; None: there is no script."""
+    find_file: Callable[[str], tuple[str, str] | None] = lambda path: None
+    """(text, place) of a file that a flag names; None if it is not here."""
     deepspeed: bool = False
     """Whether DeepSpeed trains: --deepspeed, or a ds_config at hand."""
+    ds: dict[str, Any] | None = None
+    """The ds_config: values by dotted key."""
     raw: dict[str, Any] = field(default_factory=dict)
     """The recipe as plain values."""
     places: dict[str, str] = field(default_factory=dict)
     """Recipe field -> the flag it came from, for messages."""
     rows: list[Row] = field(default_factory=list)
     problems: list[Problem] = field(default_factory=list)
-    find_file: Callable[[str], tuple[str, str] | None] = lambda path: None
-    """(text, place) of a file that a flag names; None if it is not here."""
 
     def has(self, *names: str) -> bool:
         return any(name in self.line.flags for name in names)
@@ -65,40 +75,26 @@ class Builder:
 
     def value(self, name: str, default: T) -> T:
         """The flag's value, of the type of `default`; `default`, and a problem, where it has none that can be used."""
-        given = self.line.flags.get(name)
-        if given is None:
-            return default
-        if len(given.values) != 1:
-            what = f"{given.flag} has {len(given.values)} values"
-            self.refuse(name, what, "it takes one", "write one behind it; of a script: --set what it comes from")
-            return default
-        return self.convert(given, given.values[0], default)
+        values = self.line.flags[name].values if self.has(name) else []
+        if self.has(name) and len(values) != 1:
+            self.refuse(name, f"--{name} has {len(values)} values", "it takes one", "write one; of a script: --set it")
+        return self.convert(name, values[0], default) if len(values) == 1 else default
 
-    def convert(self, given: Given, text: str, default: T) -> T:
+    def convert(self, name: str, text: str, default: T) -> T:
         if isinstance(default, str):
             return text
+        kind = "number" if isinstance(default, float) else "whole number"
+        what, rule, remedy = f"--{name} is {text[:60]!r}", f"it is a finite {kind} of at most {_LARGEST:,}", "write one"
         if "$" in text:
-            names, remedy = unset_names(text), f"add {given.flag} VALUE behind the script"
-            if self.reasons is None:
-                remedy = f"write {given.flag} with its value"
-            elif names:
-                remedy = f"give it with --set {names[0]}=VALUE, or {remedy}"
-            self.problem(given, f"{given.flag} is {text}", self.why_unset(text), remedy)
-            return default
-        try:
+            names, remedy = unset_names(text), f"add --{name} VALUE behind the script"
+            what, rule = f"--{name} is {text}", (names and self.unset) or "only a running program knows it"
+            remedy = f"give it with --set {names[0]}=VALUE, or {remedy}" if names else remedy
+        with suppress(InvalidOperation):
             number = Decimal(text)  # also `3e9` and `1.0` for a whole number
             if number.is_finite() and abs(number) <= _LARGEST and (isinstance(default, float) or number == int(number)):
                 return type(default)(number)
-        except InvalidOperation:
-            pass
-        kind = "number" if isinstance(default, float) else "whole number"
-        rule = f"it is a finite {kind} of at most {_LARGEST:,}"
-        self.problem(given, f"{given.flag} is {text[:60]!r}", rule, "write one, or remove the flag")
+        self.refuse(name, what, rule, remedy)
         return default
-
-    def why_unset(self, text: str) -> str:
-        known = {name: (self.reasons or {}).get(name) for name in unset_names(text)}
-        return "; ".join(f"${name}: {why}" for name, why in known.items() if why) or "only a running program knows it"
 
     def put(self, path: str, value: Any, *flags: str, kind: Kind = "mapped", remark: str = "") -> None:
         """Set a field of the recipe. `flags` it came from; none of them given: Megatron's default."""
@@ -107,62 +103,56 @@ class Builder:
         for section in sections:
             holder = holder.setdefault(section, {})
         holder[last] = value
+        result = value if isinstance(value, str) else inline_yaml(value)
         found = [self.line.flags[name] for name in flags if self.has(name)]
         if found:
             self.places[path] = f"{found[0].place} {found[0].flag}"
-        for given in found:
-            self.rows.append(Row(kind, given.flag, given.text, path, as_text(value), remark))
-        if not found:
+            self.rows += [Row(kind, given.flag, given.text, path, result, remark) for given in found]
+        else:
             kind = "default" if kind == "mapped" else kind
-            self.rows.append(Row(kind, "", "", path, as_text(value), remark or "Megatron's default"))
+            self.rows.append(Row(kind, "", "", path, result, remark or "Megatron's default"))
 
     def note(self, kind: Kind, name: str, remark: str, value: str | None = None) -> None:
         """A row without a field, where the flag is given: it is not needed, or means something else here."""
         if given := self.line.flags.get(name):
             self.rows.append(Row(kind, given.flag, given.text if value is None else value, remark=remark))
 
-    def problem(self, given: Given | None, what: str, rule: str = "", remedy: str = "") -> None:
-        place = given.place if given else next((g.place for g in self.line.flags.values()), "command line")
-        found = Problem(what, rule, remedy, place)
+    def refuse(self, name: str, what: str, rule: str, remedy: str = "remove it, if that is the training") -> None:
+        given = self.line.flags.get(name) or next(iter(self.line.flags.values()), None)
+        found = Problem(what, rule, remedy, given.place if given else "command line")
         if found not in self.problems:  # several fields may ask for one flag
             self.problems.append(found)
-
-    def refuse(self, name: str, what: str, rule: str, remedy: str = "remove it, if that is the training") -> None:
-        self.problem(self.line.flags.get(name), what, rule, remedy)
 
 
 def unset_names(text: str) -> list[str]:
     """The variables and arguments of a script in a text that have no value."""
-    return list(dict.fromkeys(re.findall(r"\$\{?([A-Za-z_][A-Za-z0-9_]*|[0-9])", text)))
+    return re.findall(r"\$\{?([A-Za-z_][A-Za-z0-9_]*|[0-9])", text)
 
 
-def _ramp(b: Builder, given: Given) -> dict[str, int] | None:
-    if len(given.values) != 3:
-        what = f"--rampup-batch-size has {len(given.values)} values"
-        b.problem(given, what, "it takes START INCREMENT SAMPLES", "give three")
-        return None
-    return dict(
-        zip(("start", "increment", "samples"), (b.convert(given, text, 1) for text in given.values), strict=True)
-    )
+def _ramp(b: Builder, name: str) -> dict[str, int]:
+    if len(values := b.line.flags[name].values) != 3:
+        b.refuse(name, f"--{name} has {len(values)} values", "it takes START INCREMENT SAMPLES", "give three")
+    return {key: b.convert(name, text, 1) for key, text in zip(("start", "increment", "samples"), values, strict=False)}
 
 
-def _steps_to_skip(b: Builder, given: Given) -> list[str]:
+def _skipped_steps(b: Builder, name: str) -> list[str]:
     """Megatron counts from 0, we from 1."""
-    return [f"{step}-{step} steps" for step in sorted({b.convert(given, text, 0) + 1 for text in given.values})]
+    steps = sorted({b.convert(name, text, 0) + 1 for text in b.line.flags[name].values})
+    return [f"{step}-{step} steps" for step in steps]
 
 
-CONVERTERS: dict[str, Callable[[Builder, Given], Any]] = {
-    "int": lambda b, given: b.value(given.flag[2:], 1),
-    "float": lambda b, given: b.value(given.flag[2:], 1.0),
-    "str": lambda b, given: b.value(given.flag[2:], ""),
-    "lower": lambda b, given: b.value(given.flag[2:], "").lower(),
-    "steps": lambda b, given: f"{b.value(given.flag[2:], 1)} steps",
-    "phases": lambda b, given: [{"every": f"{every} steps"}] if (every := b.value(given.flag[2:], 0)) else None,
-    "true": lambda b, given: True,
-    "false": lambda b, given: False,
+_CONVERTERS: dict[str, Callable[[Builder, str], Any]] = {
+    "int": lambda b, name: b.value(name, 1),
+    "float": lambda b, name: b.value(name, 1.0),
+    "str": lambda b, name: b.value(name, ""),
+    "lower": lambda b, name: b.value(name, "").lower(),
+    "steps": lambda b, name: f"{b.value(name, 1)} steps",
+    "phases": lambda b, name: [{"every": f"{every} steps"}] if (every := b.value(name, 0)) else None,
+    "true": lambda b, name: True,
+    "false": lambda b, name: False,
     "ramp": _ramp,
-    "ranges": lambda b, given: [f"{text} steps" for text in given.values],
-    "skips": _steps_to_skip,
+    "ranges": lambda b, name: [f"{text} steps" for text in b.line.flags[name].values],
+    "skips": _skipped_steps,
 }
 
 
@@ -170,12 +160,17 @@ def fill(b: Builder) -> None:
     """Every section but `data` and `launch`; problems and rows are in the builder."""
     for names, path, kind, default in FIELDS:
         flag = b.first(*names.split())
+        value = _CONVERTERS[kind](b, flag) if b.has(flag) else 1 if default is REQUIRED else default
         if not b.has(flag) and default is REQUIRED:
             rule = "Megatron needs it, or takes a value that depends on the machines"
-            b.problem(None, f"--{flag} is missing", rule, f"add --{flag} VALUE")
-        value = CONVERTERS[kind](b, b.line.flags[flag]) if b.has(flag) else 1 if default is REQUIRED else default
+            b.refuse(flag, f"--{flag} is missing", rule, f"add --{flag} VALUE")
         if value is not None:
             b.put(path, value, flag)
+    for names in _EXCLUSIVE:
+        found = [name for name in names.split() if b.has(name) and b.line.flags[name].text not in ("0", "0.0")]
+        if len(found) > 1 and not ("warmup" in names and b.has("lr-warmup-tokens")):  # which overrules the others
+            both = " and ".join(f"--{name}" for name in found)
+            b.refuse(found[1], f"{both} are both set", "Megatron takes one of them", "remove one")
     _model(b)
     _tokenizer(b)
     _optimizer(b)
@@ -191,10 +186,8 @@ def _model(b: Builder) -> None:
     b.put("model.family", family.name, *_FAMILY)
     is_exact = b.has("no-bias-gelu-fusion") and not b.has("openai-gelu")
     if family.activation != "silu" and is_exact is not (family.activation == "gelu"):
-        remark = (
-            "Megatron's GELU is exact with --no-bias-gelu-fusion, else the tanh form; bert's is exact, others' tanh"
-        )
         flag = "--no-bias-gelu-fusion" if is_exact else ""
+        remark = f"Megatron's GELU is exact with --no-bias-gelu-fusion, else the tanh form; here {family.activation}"
         b.rows.append(Row("differs", flag, "", "model.family", family.name, remark))
     if family.positions == "learned" and b.value("max-position-embeddings", 0) not in (0, model["seq_length"]):
         b.note("differs", "max-position-embeddings", "positions are as many as the sequence has tokens")
@@ -220,13 +213,14 @@ def _model(b: Builder) -> None:
 def _family(b: Builder) -> Family:
     program = b.line.program.rpartition("/")[2]
     if _OTHER_PROGRAMS & set(program.removesuffix(".py").split("_")):
-        b.problem(None, f"the program is {program}", _FAMILIES, "import the script of one of these")
+        b.refuse("", f"the program is {program}", _FAMILIES, "import the script of one of these")
     if "pretrain_bert" in program:
         return next(family for family in FAMILIES.values() if family.encoder)
     positions = b.value("position-embedding-type", "absolute").lower()
     norm = b.value("normalization", "LayerNorm").lower()
     rotary = b.has("use-rotary-position-embeddings") or positions in ("rope", "rotary")
     alibi = b.has("use-alibi-position-embeddings") or positions == "alibi"
+    known = ("absolute", "learned_absolute", "rope", "rotary", "alibi")
     parts = {
         "rotary positions": rotary,
         "--normalization RMSNorm": norm == "rmsnorm",
@@ -234,8 +228,7 @@ def _family(b: Builder) -> Family:
         "--disable-bias-linear": b.has("disable-bias-linear"),
         "ALiBi": alibi,
         "--embed-layernorm": b.has("embed-layernorm"),
-        f"--position-embedding-type {positions}": positions
-        not in ("absolute", "learned_absolute", "rope", "rotary", "alibi"),
+        f"--position-embedding-type {positions}": positions not in known,
         f"--normalization {norm}": norm not in ("layernorm", "rmsnorm"),
         "--rotary-percent": rotary and b.value("rotary-percent", 1.0) != 1.0,
         "--no-position-embedding alone": b.has("no-position-embedding") and not alibi and not rotary,
@@ -251,22 +244,20 @@ def _family(b: Builder) -> Family:
 
 def _tokenizer(b: Builder) -> None:
     is_encoder = FAMILIES[b.raw["model"]["family"]].encoder
-    default = "BertWordPieceLowerCase" if is_encoder else "GPT2BPETokenizer"
-    kind, vocab = b.value("tokenizer-type", default), b.line.flags.get("vocab-file")
-    flag = b.first("pad-vocab-size-to", "padded-vocab-size", "vocab-size")
-    counted = _count_vocabulary(vocab.text) if vocab else None
-    size = counted or _VOCABULARIES.get(kind)
-    remark = "counted in --vocab-file" if counted else f"of every {kind}; check it if the vocabulary is your own"
+    kind = b.value("tokenizer-type", "BertWordPieceLowerCase" if is_encoder else "GPT2BPETokenizer")
+    flag, file = b.first("pad-vocab-size-to", "padded-vocab-size", "vocab-size"), b.value("vocab-file", "")
+    size, remark = _count_vocabulary(file), "counted in --vocab-file"
     if b.has(flag):
         is_null = flag == "vocab-size" and kind == "NullTokenizer"
-        size = b.value(flag, 1) + is_null
-        remark = "NullTokenizer adds an end of document" if is_null else ""
-    elif size is None:
+        size, remark = b.value(flag, 1) + is_null, "NullTokenizer adds an end of document" if is_null else ""
+    elif not size:
+        size, remark = _VOCABULARIES.get(kind), f"of every {kind}; check it if the vocabulary is your own"
+    if size is None:
         remedy = "add --vocab-size N (entries of the tokenizer) behind the command line"
         b.refuse("tokenizer-type", f"the vocabulary of {kind} is not on the command line", "", remedy)
     b.put("model.vocab_size", size or 1, flag, remark=remark)
-    if "tokenizer" not in b.raw and vocab and vocab.text:
-        folder = vocab.text.rpartition("/")[0] or (vocab.text if "$" in vocab.text else ".")
+    if "tokenizer" not in b.raw and file:
+        folder = file.rpartition("/")[0] or (file if "$" in file else ".")
         remark = "a folder with a tokenizer.json, or with vocab.json and merges.txt"
         b.put("tokenizer.path", folder, "vocab-file", "merge-file", remark=remark)
     if b.raw.get("tokenizer", {}).get("path", "").endswith(".model"):
@@ -287,16 +278,12 @@ def _optimizer(b: Builder) -> None:
     b.put("optimizer.name", "adamw" if name in ("adam", "fusedadamw") else name, "optimizer")
     betas = [b.value("adam-beta1", 0.9), b.value("adam-beta2", 0.999)]
     b.put("optimizer.betas", betas, "adam-beta1", "adam-beta2")
-    path, clip, kind, remark = "optimizer.clip_grad_norm", b.value("clip-grad", 1.0), "mapped", ""
-    if b.ds is not None and b.ds.get("gradient_clipping") is None and clip:
-        kind = "differs"
-        remark = "DeepSpeed clips where ds_config says gradient_clipping, and it does not: it would not clip at all"
+    clip, kind, remark = b.value("clip-grad", 1.0), "mapped", ""
+    if b.ds is not None and "gradient_clipping" not in b.ds and clip:
+        kind, remark = "differs", "DeepSpeed clips by the gradient_clipping of ds_config: without, it would not clip"
     elif b.ds is not None and not b.has("clip-grad"):
-        clip, remark = (
-            float(b.ds.get("gradient_clipping")),
-            "ds_config gradient_clipping: DeepSpeed clips, not Megatron",
-        )
-    b.put(path, clip or None, "clip-grad", kind=kind, remark=remark)  # type: ignore[arg-type]
+        clip, remark = float(b.ds["gradient_clipping"]), "ds_config gradient_clipping: DeepSpeed clips, not Megatron"
+    b.put("optimizer.clip_grad_norm", clip or None, "clip-grad", kind=kind, remark=remark)  # type: ignore[arg-type]
 
 
 def _schedule(b: Builder) -> None:
@@ -329,9 +316,6 @@ def _warmup(b: Builder, style: str, decay: int, unit: str) -> None:
     names = ("lr-warmup-tokens", "lr-warmup-samples", "lr-warmup-iters", "lr-warmup-fraction")
     flags = [name for name in names if b.value(name, 0.0) != 0]
     flag, kind, remark = (flags[0] if flags else b.first(*names)), "mapped", ""
-    if len(flags) > 1 and flag != "lr-warmup-tokens":  # which overrules the others
-        both = " and ".join(f"--{name}" for name in flags)
-        b.refuse(flags[1], f"{both} are both set", "there is one warm-up", "remove one")
     if flag == "lr-warmup-fraction":
         fraction = b.value(flag, 0.0)
         count, remark = round(fraction * decay, 6), f"{fraction:g} of the decay"
@@ -348,12 +332,8 @@ def _warmup(b: Builder, style: str, decay: int, unit: str) -> None:
 def _length(b: Builder) -> None:
     """`train`, but its evaluation."""
     samples, iters, tokens = (b.has(name) for name in ("train-samples", "train-iters", "train-tokens"))
-    if samples and iters:
-        b.refuse("train-iters", "--train-samples and --train-iters are both set", "Megatron takes one", "remove one")
-    elif not samples and not iters and not tokens:
-        b.problem(None, "--train-samples is missing", "a training has a length", "add --train-samples or --train-iters")
-    elif iters and b.has("rampup-batch-size"):
-        b.refuse("train-iters", "--train-iters with --rampup-batch-size", "Megatron forbids it", "use --train-samples")
+    if not samples and not iters and not tokens:
+        b.refuse("", "--train-samples is missing", "a training has a length", "add --train-samples or --train-iters")
     flag = "train-samples" if samples else "train-iters"
     count, most = b.value(flag, 1), b.value("train-tokens", 1)
     total = count * (1 if samples else b.raw["batch"]["global_batch_size"]) * b.raw["model"]["seq_length"]
@@ -374,24 +354,26 @@ def _length(b: Builder) -> None:
 
 
 def _precision(b: Builder) -> None:
-    if b.has("fp16") and b.has("bf16"):
-        b.refuse("bf16", "--fp16 and --bf16 are both set", "there is one precision", "remove one")
     fp8 = [name for name in ("fp8-format", "fp8-hybrid", "fp8-e4m3", "fp8-e5m2") if b.has(name)]
     precision = "fp8" if fp8 else "bf16" if b.has("bf16") else "fp16" if b.has("fp16") else "fp32"
     b.put("precision", precision, *fp8, "fp16", "bf16")
     if precision == "fp16" and b.deepspeed:
-        scale = (b.ds or DsConfig()).loss_scale()
-        b.put("loss_scale", scale, remark="ds_config fp16" if b.ds else "of the ds_config, which is not here: check it")
+        get = (b.ds or {}).get
+        scale: dict[str, Any] = {
+            "initial": 2.0 ** get("fp16.initial_scale_power", 16),
+            "window": f"{get('fp16.loss_scale_window', 1000)} steps",
+            "hysteresis": get("fp16.hysteresis", 2),
+            "consecutive_hysteresis": get("fp16.consecutive_hysteresis", False),
+            "min": float(get("fp16.min_loss_scale", 1.0)),
+        }
+        remark = "ds_config fp16" if b.ds is not None else "of the ds_config, which is not here: check it"
+        b.put("loss_scale", scale, remark=remark)
     elif precision == "fp16":
         if b.has("loss-scale"):
             b.refuse("loss-scale", "--loss-scale is a fixed scale", "the scale is dynamic here", "remove it")
-        scale = {
-            "initial": b.value("initial-loss-scale", 2.0**32),
-            "window": f"{b.value('loss-scale-window', 1000)} steps",
-            "hysteresis": b.value("hysteresis", 2),
-            "min": b.value("min-loss-scale", 1.0),
-        }
-        b.put("loss_scale", scale, "initial-loss-scale", "loss-scale-window", "hysteresis", "min-loss-scale")
+        flags = ("initial-loss-scale", "loss-scale-window", "hysteresis", "min-loss-scale")
+        scale = {"initial": b.value(flags[0], 2.0**32), "window": f"{b.value(flags[1], 1000)} steps"}
+        b.put("loss_scale", scale | {"hysteresis": b.value(flags[2], 2), "min": b.value(flags[3], 1.0)}, *flags)
 
 
 def _parallel(b: Builder) -> None:
@@ -406,12 +388,13 @@ def _parallel(b: Builder) -> None:
     flag = b.first("recompute-activations", "recompute-granularity", "checkpoint-activations")
     recompute = {"recompute-activations": "selective", "checkpoint-activations": "full"}.get(flag, "")
     b.put("parallel.recompute", (recompute or b.value(flag, "none")) if b.has(flag) else "none", flag)
-    if b.ds is not None and b.ds.offloads:
+    parts = [(b.ds or {}).get(f"zero_optimization.{name}") for name in ("offload_optimizer", "offload_param")]
+    is_offloaded = any(isinstance(part, dict) and part.get("device", "none") != "none" for part in parts)
+    if is_offloaded or (b.ds or {}).get("zero_optimization.cpu_offload"):
         b.put("parallel.offload", True, remark="ds_config offload")
 
 
 def _zero(b: Builder) -> None:
-    fsdp = b.first("use-torch-fsdp2", "use-megatron-fsdp", "use-custom-fsdp")
     flag, remark = "use-distributed-optimizer", ""
     stage: Any = int(b.has(flag))
     if b.deepspeed:
@@ -422,10 +405,9 @@ def _zero(b: Builder) -> None:
             stage, remark = b.value(flag, 1), ""
         if stage == 0 and b.has("bf16"):
             stage, remark = 1, "DeepSpeed's bf16 optimizer shards the optimizer state at stage 0"
-    elif fsdp == "use-torch-fsdp2" and b.has(fsdp):
-        flag, stage = fsdp, 2 if b.has("torch-fsdp2-no-reshard-after-forward") else 3
-    elif b.has(fsdp):
+    elif b.has("use-torch-fsdp2"):
+        flag, stage = "use-torch-fsdp2", 2 if b.has("torch-fsdp2-no-reshard-after-forward") else 3
+    elif b.has("use-megatron-fsdp", "use-custom-fsdp"):
         flag = "data-parallel-sharding-strategy"
-        name = b.value(flag, "no_shard")
-        stage = _SHARDING.get(name, name)  # the recipe's own rules refuse another name
+        stage = _SHARDING.get(b.value(flag, "no_shard"), b.value(flag, ""))  # the recipe's rules refuse another name
     b.put("parallel.zero", stage, flag, remark=remark)
