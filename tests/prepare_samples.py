@@ -13,10 +13,12 @@ import pytest
 import zstandard
 
 from bloomery.config.recipe import PrepareSection
+from bloomery.data.manifest import ShardManifest
 from bloomery.data.shards import ShardReader
 from bloomery.data.tokenizer import Tokenizer
 from bloomery.prepare.run import Preparation, PrepareResult
 from bloomery.prepare.train_tokenizer import train_tokenizer
+from bloomery.prepare.verify import verify
 
 WORDS = ["the", "a", "of", "some", "text", "more", "to", "learn", "from", "and", "it's", "not", "17", "żółć", "漢字"]
 WORDS += ["🙂", "<|endoftext|>", "def", "self(x):", "\n", "\t", "", "  "]
@@ -64,8 +66,12 @@ def small_units(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("bloomery.prepare.merge.BUCKET_BYTES", 3000)
 
 
-def prepare(section: PrepareSection, *, share: Any = None, progress: Any = None, **fields: Any) -> PrepareResult:
+def prepare(section: PrepareSection, *, share: Any = None, progress: Any = id, **fields: Any) -> PrepareResult:
     return Preparation(section, **fields).run(share, progress)
+
+
+def verified(section: PrepareSection, **fields: Any) -> ShardManifest:
+    return verify(Preparation(section, **fields))
 
 
 def make(tokenizer: Tokenizer, *, seed: int = 1, workers: int = 1, share: Any = None, **fields: Any) -> PrepareResult:

@@ -233,17 +233,6 @@ def test_attempts_that_bring_a_file_further_do_not_use_up_the_patience(tmp_path:
     assert len(server.ranges("a.bin")) == 17
 
 
-def test_a_host_that_asks_for_a_pause_gets_it_from_every_thread(tmp_path: Path, server: Server) -> None:
-    entries = [server.add(f"{n}.bin", 10) for n in range(6)]
-    server.mischief["0.bin"] = [("status", 429, {"Retry_After": "1"})]
-    begin = time.monotonic()
-    get(tmp_path, entries, jobs=1)
-    assert time.monotonic() - begin >= 1.0
-    gaps = [after - before for before, after in zip(server.times, server.times[1:], strict=False)]
-    assert max(gaps) >= 1.0
-    assert_whole(tmp_path, server, *(f"{n}.bin" for n in range(6)))
-
-
 def test_retry_after_may_be_a_date(tmp_path: Path, server: Server) -> None:
     date = email.utils.format_datetime(datetime.now(UTC) + timedelta(seconds=2), usegmt=True)
     entry = server.add("a.bin", 10, ("status", 503, {"Retry_After": date}))

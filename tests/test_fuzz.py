@@ -32,7 +32,7 @@ from bloomery.checkpoint.folder import read_latest, read_manifest
 from bloomery.checkpoint.load import Checkpoint, TensorFile, read_index
 from bloomery.config.load import load_recipe
 from bloomery.data.manifest import read_manifest as read_shard_manifest
-from bloomery.data.shards import ShardReader
+from bloomery.data.shards import ShardReader, token_dtype
 from bloomery.data.tokenizer import Tokenizer
 from bloomery.interop.hf.folder import HfWeights
 from bloomery.interop.hf.importer import read_model
@@ -385,7 +385,7 @@ class Samples:
         return Parser(path, lambda: read_metrics(path), fields=True)
 
     def part_marker(self) -> Parser:
-        folder = PartsFolder(str(self.folder / "x"), 2)
+        folder = PartsFolder(str(self.folder / "x"), token_dtype(300))
         folder.path.mkdir()
         content = {
             "unit": 3,
@@ -394,7 +394,6 @@ class Samples:
             "inputs": [["a", "b"]],
             "part_hash": "h",
             "runs": [[1, 1, 5]],
-            "text_bytes": 9,
             "dropped": {},
         }
         folder.marker(3).write_text(json.dumps(content))

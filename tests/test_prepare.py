@@ -15,10 +15,18 @@ from bloomery.data.manifest import check_describes, check_fits, file_of, manifes
 from bloomery.data.shards import ShardReader, ShardWriter
 from bloomery.data.tokenizer import Tokenizer
 from bloomery.prepare.read import UnitReader, plan_units
-from bloomery.prepare.run import Share
 from bloomery.prepare.sources import find_files
-from bloomery.prepare.verify import verify
-from prepare_samples import make, make_texts, make_tokenizer, prepare, read_texts, shard_bytes, small_units, write_jsonl
+from prepare_samples import (
+    make,
+    make_texts,
+    make_tokenizer,
+    prepare,
+    read_texts,
+    shard_bytes,
+    small_units,
+    verified,
+    write_jsonl,
+)
 
 EOD = "<|endoftext|>"
 
@@ -128,7 +136,7 @@ def test_the_bytes_do_not_know_the_workers_the_shares_or_the_compression(
     make(tokenizer, output="two", workers=2, **fields)
     assert shard_bytes("two", manifest=True) == right
     for k in (2, 0, 1):
-        assert make(tokenizer, output="shared", share=Share(k, 3), **fields).manifest is None
+        assert make(tokenizer, output="shared", share=(k, 3), **fields).manifest is None
     make(tokenizer, output="shared", **fields)
     assert shard_bytes("shared", manifest=True) == right
     for ending in (".zst", ".gz"):
@@ -228,35 +236,33 @@ def test_a_finished_shard_is_reused_until_anything_changes(corpus, tokenizer, tm
 def test_verify_finds_a_changed_token_a_changed_source_and_a_missing_shard(some, tokenizer, tmp_path):
     section = PrepareSection(output="x", sources=["corpus"], deduplicate=True)
     with pytest.raises(DataError, match="has no manifest"):
-        verify(section, tokenizer=tokenizer, seed=1)
+        verified(section, tokenizer=tokenizer, seed=1)
     prepare(section, tokenizer=tokenizer, seed=1)
-    assert verify(section, tokenizer=tokenizer, seed=1, workers=2).documents
+    assert verified(section, tokenizer=tokenizer, seed=1, workers=2).documents
     assert not list(tmp_path.glob("x.verify*")), "nothing is left behind"
     data = bytearray((tmp_path / "x.bin").read_bytes())
     data[5000] ^= 1
     (tmp_path / "x.bin").write_bytes(data)
-    with pytest.raises(
-        DataError, match=r"x: document \d+ has token \d+ at \d+ where its source gives \d+; it begins '"
-    ):
-        verify(section, tokenizer=tokenizer, seed=1)
+    with pytest.raises(DataError, match=r"x: document \d+ has token \d+ at \d+ where its source gives \d+"):
+        verified(section, tokenizer=tokenizer, seed=1)
     with pytest.raises(DataError, match=r"[Dd]elete x.manifest.json.*and make it again with `bloomery prepare`"):
-        verify(section, tokenizer=tokenizer, seed=1)
+        verified(section, tokenizer=tokenizer, seed=1)
     (tmp_path / "x.manifest.json").unlink()
     prepare(section, tokenizer=tokenizer, seed=1)
-    assert verify(section, tokenizer=tokenizer, seed=1).documents, "the remedy is one"
+    assert verified(section, tokenizer=tokenizer, seed=1).documents, "the remedy is one"
     prepare(section, tokenizer=tokenizer, seed=2)
     with pytest.raises(DataError, match="its shuffle_seed is 2 where now it would be 1"):
-        verify(section, tokenizer=tokenizer, seed=1)
+        verified(section, tokenizer=tokenizer, seed=1)
     (tmp_path / "corpus" / "1.jsonl").write_text('{"text": "x"}\n')
     with pytest.raises(DataError, match=r"corpus/1.jsonl has changed since"):
-        verify(section, tokenizer=tokenizer, seed=2)
+        verified(section, tokenizer=tokenizer, seed=2)
 
 
 def test_a_finished_shard_is_up_to_date_where_nothing_can_be_written(corpus, tokenizer, monkeypatch):
     make(tokenizer)
     monkeypatch.setattr("bloomery.prepare.parts.PartsFolder.locked", None)
     assert make(tokenizer).reused
-    assert make(tokenizer, share=Share(1, 3)).reused
+    assert make(tokenizer, share=(1, 3)).reused
 
 
 def swapped_lengths(path: Path) -> None:
@@ -280,13 +286,17 @@ def test_verify_compares_all_that_is_written(some, tokenizer, tmp_path):
     prepare(section, tokenizer=tokenizer, seed=1)
     falsified(tmp_path / "x.manifest.json", encoder="another", bloomery_version="0")
     (tmp_path / "x.verify").mkdir()
-    assert verify(section, tokenizer=tokenizer, seed=1).documents
+    assert verified(section, tokenizer=tokenizer, seed=1).documents
     assert sorted(tmp_path.glob("x.verify*")) == [tmp_path / "x.verify"], "somebody else's"
     other_source = [{"name": "corpus", "documents": 939, "tokens": 1, "bytes": 1}]
     damages = [
-        ("x.idx", swapped_lengths, "x.idx has other documents or sequences than their sources give"),
-        ("x.origins", lambda path: path.write_bytes(b"\0" * path.stat().st_size), "x.origins is missing, or names"),
-        ("x.origins", Path.unlink, "x.origins is missing, or names"),
+        ("x.idx", swapped_lengths, "x.idx is missing, or is not what"),
+        (
+            "x.origins",
+            lambda path: path.write_bytes(b"\0" * path.stat().st_size),
+            "x.origins is missing",
+        ),
+        ("x.origins", Path.unlink, "x.origins is missing"),
     ]
     for fields, message in [
         ({"vocab_size": 299}, "its vocab_size is 299 where .* be 300"),
@@ -301,7 +311,7 @@ def test_verify_compares_all_that_is_written(some, tokenizer, tmp_path):
         right = (tmp_path / name).read_bytes()
         damage(tmp_path / name)
         with pytest.raises(DataError, match=message):
-            verify(section, tokenizer=tokenizer, seed=1)
+            verified(section, tokenizer=tokenizer, seed=1)
         (tmp_path / name).write_bytes(right)
 
 
@@ -310,9 +320,7 @@ def test_nothing_left_is_an_error_and_an_empty_source_a_note(corpus, tokenizer):
     result = make(tokenizer, sources=["corpus/nothing.jsonl", "corpus/b.txt"])
     assert "the source 'corpus/nothing.jsonl' gave no document" in result.notes
     assert "1 of 2 files have no bytes: corpus/nothing.jsonl" in result.notes
-    message = (
-        "the sources hold no text; 1 of 1 files have no bytes: corpus/nothing.jsonl. A shard needs at least one doc"
-    )
+    message = r"no document is left \(there is no text\); 1 of 1 files have no bytes: corpus/nothing.jsonl. A shard"
     with pytest.raises(DataError, match=message):
         make(tokenizer, sources=["corpus/nothing.jsonl"])
     with pytest.raises(DataError, match=r"no document is left \(8 short\)|no document is left \(1 empty, 8 short\)"):

@@ -15,7 +15,7 @@ import zstandard
 from bloomery.base.errors import DataError
 from bloomery.data.tokenizer import Tokenizer
 from bloomery.prepare import encoders
-from bloomery.prepare.encoders import NASTY, Fastokens, Gigatoken, Reference
+from bloomery.prepare.encoders import NASTY, Encoder, fastokens, gigatoken, reference
 from prepare_samples import jsonl, make, make_texts, make_tokenizer, shard_bytes, small_units, write_jsonl
 
 
@@ -37,126 +37,114 @@ class Panic(BaseException):
     """As pyo3 raises for a panic of Rust."""
 
 
-class Fails(Reference):
-    """An error for one text."""
+def fails_for(wanted, error):
+    """An encoder that raises this where a text is among those to encode; where none is given, always."""
 
-    fails_for, error = "", Panic()
+    def load(tokenizer, as_ids):
+        def encode(texts):
+            if wanted is None or wanted in texts:
+                raise error
+            return reference(tokenizer, as_ids).encode(texts)
 
-    def encode(self, texts):
-        if self.fails_for in texts:
-            raise self.error
-        return super().encode(texts)
+        return Encoder("pytest", encode)
 
-
-class AlwaysFails(Reference):
-    def encode(self, texts):
-        raise Panic("overflow")
+    return load
 
 
-class WrongForOne(Reference):
+def wrong_for_one(tokenizer, as_ids):
     """Of the user's texts."""
 
-    def encode(self, texts):
-        ids, lengths = super().encode(texts)
+    def encode(texts):
+        ids, lengths = reference(tokenizer, as_ids).encode(texts)
         return ids + np.repeat([text.startswith("0 ") for text in texts], lengths), lengths
 
-
-class Crashes(Reference):
-    def encode(self, texts):
-        os.kill(os.getpid(), signal.SIGKILL)
+    return Encoder("pytest", encode)
 
 
-class Hangs(Reference):
-    def encode(self, texts):
-        time.sleep(60)
+def crashes(tokenizer, as_ids):
+    return Encoder("pytest", lambda texts: os.kill(os.getpid(), signal.SIGKILL))
 
 
-class Refuses:
-    def __init__(self, tokenizer, as_ids):
-        raise ValueError(f"no such pre-tokenizer{' but_these' * 20}\nmore")
+def hangs(tokenizer, as_ids):
+    return Encoder("pytest", lambda texts: time.sleep(60))
 
 
-class Absent:
-    def __init__(self, tokenizer, as_ids):
-        raise ImportError("fastokens")
+def refuses(tokenizer, as_ids):
+    raise ValueError(f"no such pre-tokenizer{' but_these' * 20}\nmore")
+
+
+def absent(tokenizer, as_ids):
+    raise ImportError("fastokens")
 
 
 @pytest.mark.parametrize("as_ids", [False, True])
-@pytest.mark.parametrize("make_encoder", [Fastokens, Gigatoken, Reference])
-def test_special_tokens_in_a_text_on_every_encoder(tokenizer, make_encoder, as_ids):
-    pytest.importorskip(make_encoder.__name__.lower() if make_encoder is not Reference else "tokenizers")
-    ids, lengths = make_encoder(tokenizer, as_ids).encode(["a<|endoftext|>b", "", "x"])
+@pytest.mark.parametrize("load", [fastokens, gigatoken, reference])
+def test_special_tokens_in_a_text_on_every_encoder(tokenizer, load, as_ids):
+    pytest.importorskip("tokenizers" if load is reference else load.__name__)
+    ids, lengths = load(tokenizer, as_ids).encode(["a<|endoftext|>b", "", "x"])
     assert (tokenizer.eod_id in ids) == as_ids
     assert lengths.tolist() == [3 if as_ids else int(lengths[0]), 0, 1]
     assert len(ids) == lengths.sum()
-    assert make_encoder(tokenizer, as_ids).encode([])[1].tolist() == []
+    assert load(tokenizer, as_ids).encode([])[1].tolist() == []
 
 
 @pytest.mark.parametrize("as_ids", [False, True])
 def test_fastokens_equals_the_reference_on_nasty_strings(tokenizer, as_ids):
     pytest.importorskip("fastokens")
-    fast, slow = Fastokens(tokenizer, as_ids).encode(list(NASTY)), Reference(tokenizer, as_ids).encode(list(NASTY))
-    assert all(np.array_equal(*pair) for pair in zip(fast, slow, strict=True))
+    right, fast = (load(tokenizer, as_ids) for load in (reference, fastokens))
+    assert encoders.first_difference(list(NASTY), right, fast) == ""
 
 
 def test_no_library_starts_threads_before_the_workers_fork(tokenizer):
     """A fork copies one thread only: workers of a process in which fastokens had encoded waited for ever."""
     before = len(os.listdir("/proc/self/task"))
-    for name, make_encoder in encoders.FAST.items():
-        pytest.importorskip(name)
-        make_encoder(tokenizer, False)
+    for load in encoders.FAST:
+        pytest.importorskip(load.__name__)
+        load(tokenizer, False)
     assert len(os.listdir("/proc/self/task")) <= before
 
 
-@pytest.mark.parametrize("workers", [1, 2])
-def test_an_encoder_that_does_not_equal_the_reference_is_rejected_with_the_reason(
-    corpus, tokenizer, monkeypatch, workers
-):
-    monkeypatch.setattr(encoders, "FAST", {})
+def test_an_encoder_that_does_not_equal_the_reference_is_rejected_with_the_reason(corpus, tokenizer, monkeypatch):
+    monkeypatch.setattr(encoders, "FAST", ())
     right = make(tokenizer, output="right")
     assert right.notes[0].startswith("encoder: tokenizers ")
-    wrong = {"tokenizers": WrongForOne, "refuses": Refuses, "absent": Absent}
     for bad, reason in [
-        (WrongForOne, "it gives other ids for '0 "),
-        (AlwaysFails, "it fails at a text: overflow"),
-        (Crashes, "its process was killed"),
-        (Hangs, "it has not done"),
+        (wrong_for_one, "gives other ids for '0 "),
+        (fails_for(None, Panic("overflow")), "fails at a text: overflow"),
+        (crashes, "a worker process was killed"),
+        (hangs, "has not done"),
     ]:
-        monkeypatch.setattr("bloomery.data.tokenizer.LEAST_SECONDS", 0.3 if bad is Hangs else 60.0)
-        monkeypatch.setattr(encoders, "FAST", {**wrong, "tokenizers": bad})
-        result = make(tokenizer, output=bad.__name__, workers=workers)
+        monkeypatch.setattr("bloomery.data.tokenizer.LEAST_SECONDS", 0.3 if bad is hangs else 60.0)
+        monkeypatch.setattr(encoders, "FAST", (refuses, absent, bad))
+        result = make(tokenizer, output=bad.__name__, workers=2)
         assert shard_bytes(bad.__name__) == shard_bytes("right")
         assert result.manifest.encoder == right.manifest.encoder
         notes = dict(note.split(": ", 1) for note in result.notes)
-        assert notes["not tokenizers"].startswith(reason)
+        assert notes[f"not {bad.__name__}"].startswith(reason)
         assert notes["not absent"] == "it is not installed"
         assert notes["not refuses"].startswith("it cannot read this tokenizer: no such pre-tokenizer but_these")
         assert not list(Path().glob("*.parts"))
 
 
-@pytest.mark.parametrize("error", [RuntimeError("no such pair"), KeyError(), Panic("overflow")])
-def test_where_a_fast_encoder_fails_later_the_reference_encodes_these_texts(corpus, tokenizer, monkeypatch, error):
+def test_where_a_fast_encoder_fails_later_the_reference_encodes_these_texts(corpus, tokenizer, monkeypatch):
     monkeypatch.setattr("bloomery.prepare.run.SAMPLE_DOCUMENTS", 5)
     make(tokenizer, output="right")
-    monkeypatch.setattr(Fails, "fails_for", corpus[330])
-    monkeypatch.setattr(Fails, "error", error)
-    monkeypatch.setattr(encoders, "FAST", {"fast": Fails})
+    monkeypatch.setattr(encoders, "FAST", (fails_for(corpus[330], Panic("overflow")),))
     result = make(tokenizer, workers=2)
     assert shard_bytes() == shard_bytes("right")
-    assert len(result.notes) == 1, "it was used"
+    assert result.notes == [f"encoder: {result.manifest.encoder}"], "it was used"
+    assert result.manifest.encoder.startswith("pytest ")
 
 
 def test_a_reference_that_fails_is_an_error(corpus, tokenizer, monkeypatch):
-    monkeypatch.setattr(encoders, "FAST", {})
-    monkeypatch.setattr("bloomery.prepare.run.Reference", Fails)
-    monkeypatch.setattr(Fails, "fails_for", corpus[330])
-    monkeypatch.setattr(Fails, "error", RuntimeError("no such pair"))
-    with pytest.raises(DataError, match=r"^tokenizers .*: fails at a text: no such pair"):
+    monkeypatch.setattr(encoders, "FAST", ())
+    monkeypatch.setattr(encoders, "reference", fails_for(corpus[330], RuntimeError("no such pair")))
+    monkeypatch.setattr("bloomery.prepare.run.reference", encoders.reference)
+    with pytest.raises(DataError, match=r"^pytest .*: fails at a text: no such pair"):
         make(tokenizer)
 
 
-@pytest.mark.parametrize("special", [True, False])
-@pytest.mark.parametrize("as_ids", ["as_text", "as_ids"])
+@pytest.mark.parametrize(("special", "as_ids"), [(True, "as_text"), (False, "as_ids"), (True, "as_ids")])
 def test_added_tokens_are_tried_with_all_their_flags(corpus, tokenizer, monkeypatch, special, as_ids, tmp_path):
     """Whoever passes gives the right ids where the one token of its kind, one of the last of many, may hide."""
     hugging = tokenizers.Tokenizer.from_str(tokenizer.content)
@@ -169,7 +157,7 @@ def test_added_tokens_are_tried_with_all_their_flags(corpus, tokenizer, monkeypa
     write_jsonl(tmp_path / "corpus" / "z.jsonl", [form.format(word) for word in flags for form in forms])
     monkeypatch.setattr("bloomery.prepare.run.SAMPLE_DOCUMENTS", 8)
     monkeypatch.setattr(encoders, "NASTY", ())  # on which this version of a library may fail already
-    for name, fast in [("right", {}), *((name, {name: load}) for name, load in encoders.FAST.items())]:
+    for name, fast in [("right", ()), *((load.__name__, (load,)) for load in encoders.FAST)]:
         monkeypatch.setattr(encoders, "FAST", fast)
         make(other, output=name, special_tokens=as_ids)
         assert shard_bytes(name) == shard_bytes("right")
@@ -233,8 +221,7 @@ def test_no_model_lets_a_text_forge_an_end_of_document(tmp_path, monkeypatch, ki
         ("a.txt", ""),
     ],
 )
-@pytest.mark.parametrize("workers", [1, 2])
-def test_a_text_that_forges_an_end_is_named_by_its_line_or_row(tmp_path, monkeypatch, name, place, workers):
+def test_a_text_that_forges_an_end_is_named_by_its_line_or_row(tmp_path, monkeypatch, name, place):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("bloomery.prepare.read._SMALLEST_UNIT_BYTES", 6000)
     monkeypatch.setattr("bloomery.prepare.read.BLOCK_BYTES", 2000)
@@ -249,7 +236,7 @@ def test_a_text_that_forges_an_end_is_named_by_its_line_or_row(tmp_path, monkeyp
         pack = {".gz": gzip.compress, ".zst": zstandard.compress}.get(Path(name).suffix, bytes)
         (tmp_path / name).write_bytes(pack(lines))
     with pytest.raises(DataError, match=rf"^{name}{place}: has a text that gives the special token 1"):
-        make(forging("words"), sources=[name], workers=workers)
+        make(forging("words"), sources=[name], workers=2)
 
 
 def test_an_end_that_only_an_odd_text_gives_is_found_too(tmp_path, monkeypatch):

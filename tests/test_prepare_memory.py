@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gzip
-import io
 import tracemalloc
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,9 +15,8 @@ import zstandard
 
 from bloomery.prepare.extract import _lines
 from bloomery.prepare.merge import Merge, gather
-from bloomery.prepare.read import Block, UnitReader, plan_units
-from bloomery.prepare.sources import find_files
-from bloomery.prepare.unpack import HashedFile, unpacked
+from bloomery.prepare.read import Block, Span, StoredBytes, UnitReader, content, plan_units
+from bloomery.prepare.sources import find_files, open_input
 from prepare_samples import jsonl, make, make_tokenizer, write_jsonl
 
 
@@ -102,35 +100,34 @@ def test_lines_that_repeat_are_unpacked_a_little_at_a_time(folder: Path, ending:
     assert documents == 20_000
 
 
-def packed(data: bytes, **settings: bool) -> bytes:
-    """One frame, written in pieces."""
-    parameters = zstandard.ZstdCompressionParameters.from_level(3, **settings)
-    packer = zstandard.ZstdCompressor(compression_params=parameters).compressobj()
-    return (
-        packer.compress(data[:700])
-        + packer.flush(zstandard.COMPRESSOBJ_FLUSH_BLOCK)
-        + packer.compress(data[700:])
-        + packer.flush()
-    )
-
-
-def test_every_kind_of_frame_is_unpacked_and_no_block_is_large() -> None:
-    random = np.random.default_rng(0).bytes(300_000)
-    skippable = [b"\x5f\x2a\x4d\x18" + size.to_bytes(4, "little") + bytes(size) for size in (0, 3, 200_000)]
-    contents = [b"", b"x", random, bytes(20 << 20), jsonl(["some text"] * 5000), random[:256], random[:70_000]]
-    flags = [{}, {"write_checksum": True}, {"write_content_size": False}]
-    frames = [packed(content, **each) for content in contents for each in flags]
-    frames += [zstandard.compress(content) for content in contents]
+def test_every_kind_of_frame_is_unpacked_and_no_cut_goes_unnoticed(folder: Path) -> None:
+    random = np.random.default_rng(0).bytes(3000)
+    skippable = [b"\x5f\x2a\x4d\x18" + size.to_bytes(4, "little") + bytes(size) for size in (0, 3, 2000)]
+    contents = [b"", b"x", random, bytes(20 << 20), jsonl(["some text"] * 500), b""]
+    flags = [(True, True), (True, False), (False, True), (False, False)]
+    frames = [
+        zstandard.ZstdCompressor(write_checksum=checksum, write_content_size=size).compress(each)
+        for each in contents
+        for checksum, size in flags
+    ]
     frames[3:3], frames[9:9] = skippable, skippable
     data, hasher = b"".join(frames), xxhash.xxh3_128()
-    file = HashedFile(io.BytesIO(data), hasher)  # type: ignore[arg-type]
-    blocks = list(unpacked(file, "zst"))
-    assert b"".join(blocks) == b"".join(content for content in contents for _ in flags) + b"".join(contents)
-    assert max(map(len, blocks)) <= 3 << 17
-    assert (file.bytes, hasher.digest()) == (len(data), xxhash.xxh3_128_digest(data))
-    for cut in (1, 2, 5, 100, 70_000):
-        with pytest.raises(EOFError, match="it ends inside a frame"):
-            list(unpacked(HashedFile(io.BytesIO(data[: len(data) - cut]), hasher), "zst"))  # type: ignore[arg-type]
+
+    def unpacked(data: bytes) -> Iterator[bytes]:
+        (folder / "a.zst").write_bytes(data)
+        (file,) = find_files(["a.zst"])
+        with open_input(file) as raw:
+            yield from content(StoredBytes(Span(file, 0, file.size), raw, hasher), "zst")
+
+    pieces = list(unpacked(data))
+    assert b"".join(pieces) == b"".join(each for each in contents for _ in flags)
+    assert max(map(len, pieces)) <= (1 << 20) + 1024
+    assert hasher.digest() == xxhash.xxh3_128_digest(data)
+    small = b"".join(frame for frame in frames if len(frame) < 400)
+    ends = {sum(len(frame) for frame in frames[:count] if len(frame) < 400) for count in range(len(frames) + 1)}
+    for cut in {*range(1, len(small))} - ends:
+        with pytest.raises((EOFError, zstandard.ZstdError)):
+            list(unpacked(small[:cut]))
 
 
 # ---------------------------------------------------------------- .parquet
@@ -152,7 +149,7 @@ def test_long_rows_of_one_row_group_come_a_few_at_a_time(folder: Path, long_rows
     def read(block_bytes: int, most: int) -> None:
         reader = UnitReader(unit, text_key="text", skip_bad=False, block_bytes=block_bytes)
         for block in reader.blocks():
-            assert block.size < 2 * max(block_bytes, 80_000)
+            assert block.size < 3 * max(block_bytes, 80_000)
             found.extend(text[:4] for text in block.texts)
             del block
             if len(found) >= most:

@@ -10,19 +10,13 @@ import sys
 import time
 from pathlib import Path
 
-import numpy as np
 import pytest
 import yaml
 
 from bloomery.base.errors import DataError, StorageError
-from bloomery.config.recipe import PrepareSection
 from bloomery.data.tokenizer import Tokenizer
-from bloomery.prepare.merge import Merge
-from bloomery.prepare.parts import DOCUMENT, PartsFolder, ShardPart
-from bloomery.prepare.run import Share
 from bloomery.prepare.tokenize import UnitTokenizer
-from bloomery.prepare.verify import verify
-from prepare_samples import make, make_texts, make_tokenizer, prepare, shard_bytes, small_units, write_jsonl
+from prepare_samples import make, make_texts, make_tokenizer, shard_bytes, small_units, write_jsonl
 
 
 @pytest.fixture(scope="module")
@@ -131,10 +125,10 @@ def test_only_what_is_missing_or_damaged_is_made_again(corpus, tokenizer, monkey
     all_units = made()
     assert all_units == list(range(len(all_units)))
     for k in (0, 1):
-        make(tokenizer, share=Share(k, 2))
+        make(tokenizer, share=(k, 2))
     assert made() == all_units
     for k in (0, 1):
-        make(tokenizer, share=Share(k, 2))
+        make(tokenizer, share=(k, 2))
     assert made() == [], "shares that are done are not done again"
     parts = corpus / "x.parts"
     (parts / "000001.part").write_bytes((parts / "000001.part").read_bytes()[:-1])
@@ -152,13 +146,13 @@ def test_only_what_is_missing_or_damaged_is_made_again(corpus, tokenizer, monkey
 
 def test_a_changed_input_or_setting_makes_parts_worthless(corpus, tokenizer, monkeypatch):
     made = count_made(monkeypatch, corpus)
-    make(tokenizer, share=Share(0, 1))
+    make(tokenizer, share=(0, 1))
     units = made()
-    make(tokenizer, share=Share(0, 1), min_tokens=3)
+    make(tokenizer, share=(0, 1), min_tokens=3)
     assert made() == units
     path = corpus / "corpus" / "a.jsonl"
     path.write_bytes(path.read_bytes().replace(b"text", b"TEXT").replace(b"TEXT", b"text").replace(b"the", b"eht", 1))
-    make(tokenizer, share=Share(0, 1), min_tokens=3)
+    make(tokenizer, share=(0, 1), min_tokens=3)
     assert made() == [0], "the ranges of the file that are as they were"
 
 
@@ -166,7 +160,7 @@ def test_merging_makes_the_units_that_are_missing(corpus, tokenizer, monkeypatch
     made = count_made(monkeypatch, corpus)
     make(tokenizer, output="right")
     units = made()
-    make(tokenizer, share=Share(1, 3))
+    make(tokenizer, share=(1, 3))
     assert made() == units[1::3]
     make(tokenizer)
     assert made() == sorted({*units} - {*units[1::3]})
@@ -282,7 +276,7 @@ def test_a_full_disk_is_named_and_nothing_half_written_is_left(corpus, tokenizer
     """The sizes fill the disk while parts are made, and while they are merged."""
     small = corpus / "small"
     with file_system(small, f"size={kilobytes}k"):
-        with pytest.raises(StorageError, match=r"No space left.*place for prepare.output.*resumes where") as caught:
+        with pytest.raises(StorageError, match=r"No space left.*prepare.output.*run the command again") as caught:
             make(tokenizer, output="small/x", workers=2)
         assert "--run-dir" not in str(caught.value)
         assert not [path for path in small.iterdir() if path.is_file()], "nothing under a final or partial name"
@@ -291,24 +285,3 @@ def test_a_full_disk_is_named_and_nothing_half_written_is_left(corpus, tokenizer
         make(tokenizer, output="small/x")
         make(tokenizer, output="right")
         assert shard_bytes("small/x") == shard_bytes("right")
-
-
-def test_verify_on_a_full_disk_does_not_promise_to_resume(corpus, tokenizer):
-    section = PrepareSection(output="small/x", sources=["corpus"])
-    with file_system(corpus / "small", "size=4m"):
-        prepare(section, tokenizer=tokenizer, seed=1)
-        shard = sum(path.stat().st_size for path in (corpus / "small").iterdir()) >> 10
-        subprocess.run(["mount", "-o", f"remount,size={shard + 40}k", str(corpus / "small")], check=True)
-        with pytest.raises(StorageError, match=r"No space left.*--verify needs room for the shard three") as caught:
-            verify(section, tokenizer=tokenizer, seed=1)
-        assert "resumes" not in str(caught.value)
-        assert not list((corpus / "small").glob("x.verify*"))
-
-
-def test_a_disk_that_fills_up_while_documents_are_sorted_is_named(corpus):
-    part = ShardPart(0, "k", "e", [], "", [(20_000, 20_000, 0)], 0)
-    with file_system(corpus / "small", "size=64k"):
-        (corpus / "small" / "x.parts").mkdir()
-        merge = Merge([part], PartsFolder("small/x", 2), np.dtype(np.uint16))
-        with pytest.raises(StorageError, match="No space left on device"):
-            merge._spooled(DOCUMENT, lambda _: np.zeros(20_000, DOCUMENT))

@@ -16,6 +16,7 @@ import sys
 import traceback
 from pathlib import Path
 
+import numpy as np
 import pytest
 import yaml
 import zstandard
@@ -26,7 +27,6 @@ from bloomery.config.recipe import PrepareSection
 from bloomery.data.tokenizer import Tokenizer
 from bloomery.prepare import run
 from bloomery.prepare.parts import PartsFolder
-from bloomery.prepare.run import Share
 from prepare_samples import make, make_texts, make_tokenizer, prepare, shard_bytes, small_units, write_jsonl
 
 
@@ -56,7 +56,7 @@ def failing(number: int):
 
 @pytest.mark.parametrize(
     ("first", "second", "fits"),
-    [(None, Share(0, 1), False), (Share(0, 2), None, False), (Share(0, 2), Share(1, 2), True)],
+    [(None, (0, 1), False), ((0, 2), None, False), ((0, 2), (1, 2), True)],
 )
 def test_only_shares_work_beside_each_other(tokenizer, monkeypatch, first, second, fits):
     monkeypatch.setattr("bloomery.prepare.parts._LOCK_TIMEOUT_SECONDS", 0.0)
@@ -80,7 +80,7 @@ def test_only_shares_work_beside_each_other(tokenizer, monkeypatch, first, secon
         assert not Path("x.parts").exists()
 
 
-@pytest.mark.parametrize("share", [None, Share(0, 1)])
+@pytest.mark.parametrize("share", [None, (0, 1)])
 def test_a_run_that_waited_for_one_that_tidied_up_begins_again(tokenizer, monkeypatch, share):
     folder = Path("x.parts")
     folder.mkdir()
@@ -102,18 +102,18 @@ def test_a_run_that_waited_for_one_that_tidied_up_begins_again(tokenizer, monkey
 
 def test_a_share_of_a_finished_shard_removes_the_folder_unless_others_are_in_it(tokenizer):
     """`locked` has made the folder, although the shard was finished while it waited."""
-    one, two = PartsFolder("x", 2), PartsFolder("x", 2)
-    with one.locked(shared=True):
-        with two.locked(shared=True):
-            two.remove()
+    one, two = (PartsFolder("x", np.dtype(np.uint16)) for _ in range(2))
+    with one.locked(shared=True) as lock:
+        with two.locked(shared=True) as other:
+            two.remove(other)
         assert one.path.exists()
-        one.remove()
+        one.remove(lock)
         assert not one.path.exists()
-        one.remove()  # where locks do not work, somebody else may have done it
+        one.remove(lock)  # where locks do not work, somebody else may have done it
 
 
 def test_who_comes_while_the_folder_is_removed_loses_nothing(tokenizer, monkeypatch):
-    one, two = PartsFolder("x", 2), PartsFolder("x", 2)
+    one, two = (PartsFolder("x", np.dtype(np.uint16)) for _ in range(2))
     real = Path.unlink
     came = []
 
@@ -125,9 +125,9 @@ def test_who_comes_while_the_folder_is_removed_loses_nothing(tokenizer, monkeypa
                 two.file(0).write_bytes(b"part")
 
     monkeypatch.setattr(Path, "unlink", unlink)
-    with one.locked(shared=False):
+    with one.locked(shared=False) as lock:
         one.file(1).touch()
-        one.remove()
+        one.remove(lock)
     assert came == ["lock"], "its own"
     assert two.file(0).exists()
 
@@ -223,7 +223,7 @@ def test_origins_that_cannot_be_written_are_named(tokenizer, monkeypatch):
 
 
 def test_the_work_continues_where_nobody_reads_the_progress(tokenizer, monkeypatch):
-    monkeypatch.setattr("bloomery.cli.prepare._PLAIN_EVERY_SECONDS", 0.0)
+    monkeypatch.setattr("bloomery.cli.prepare._SECONDS_BETWEEN_LINES", 0.0)
     recipe = yaml.safe_load(Path("r.yaml").read_text())
     recipe["prepare"].append({"output": "y", "sources": ["corpus"]})
     Path("r.yaml").write_text(yaml.safe_dump(recipe))
@@ -247,7 +247,7 @@ def test_without_standard_error_the_work_is_done_and_the_answer_stays_clean(toke
 def test_a_folder_in_the_place_of_a_file_is_named_and_the_work_is_kept(tokenizer, command):
     Path("x.bin").mkdir()
     code, _, err = command("prepare", "r.yaml")
-    assert (code, "cannot write x.idx: Is a directory" in err) == (5, True), err
+    assert (code, "cannot write x.bin: Is a directory" in err) == (5, True), err
     Path("x.bin").rmdir()
     Path("x.bin").symlink_to("corpus")
     assert command("prepare", "r.yaml")[0] == 0, "a link is replaced"
@@ -270,7 +270,7 @@ def test_temporary_files_are_removed_when_the_merge_fails(tokenizer, monkeypatch
     def full(self, part):
         raise StorageError([])
 
-    monkeypatch.setattr(PartsFolder, "documents", full)
+    monkeypatch.setattr(PartsFolder, "index", full)
     with pytest.raises(StorageError):
         make(tokenizer)
     assert {path.suffix for path in Path("x.parts").iterdir()} == {"", ".part", ".done"}
@@ -287,9 +287,8 @@ BOMBS = {
 
 @pytest.mark.parametrize("bomb", BOMBS)
 def test_a_document_or_blank_lines_without_end_end_with_a_sentence(tokenizer, command, monkeypatch, bomb):
-    for module in ("unpack", "read"):
-        monkeypatch.setattr(f"bloomery.prepare.{module}.MOST_DOCUMENT_BYTES", 100_000)
-    monkeypatch.setattr("bloomery.prepare.unpack.MOST_BLANK_BYTES", 100_000)
+    monkeypatch.setattr("bloomery.prepare.read.MOST_DOCUMENT_BYTES", 100_000)
+    monkeypatch.setattr("bloomery.prepare.read.MOST_BLANK_BYTES", 100_000)
     name, content, message = BOMBS[bomb]
     pack = {".zst": zstandard.compress, ".gz": gzip.compress}.get(Path(name).suffix, bytes)
     Path("bomb").mkdir()

@@ -5,27 +5,28 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import sys
 import time
+from collections.abc import Callable
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
-from bloomery.base import exit_codes
-from bloomery.base.errors import Problem, RecipeError
+from bloomery.base import exit_codes, signals
+from bloomery.base.errors import Problem, RecipeError, mask, on_one_line
 from bloomery.base.units import format_bytes, format_count, format_seconds
-from bloomery.cli.arguments import add_json, add_recipe_arguments, load
+from bloomery.cli.arguments import add_json, add_recipe_arguments, load, whole_number
 
 if TYPE_CHECKING:
     from bloomery.data.manifest import ShardManifest
-    from bloomery.prepare.run import Progress, Share
+    from bloomery.prepare.run import Progress
 
-_PLAIN_EVERY_SECONDS, _TERMINAL_EVERY_SECONDS = 10.0, 0.2
-_CLEAR_LINE = "\r\x1b[K"
+_SECONDS_BETWEEN_LINES = 10.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_recipe_arguments(parser)
-    parser.add_argument("--workers", type=int, metavar="N", help="processes; default: one for each processor")
+    parser.add_argument(
+        "--workers", type=whole_number(1), metavar="N", help="processes; default: one for each processor"
+    )
     parser.add_argument(
         "--unit",
         metavar="K/N",
@@ -40,7 +41,7 @@ def run(args: argparse.Namespace) -> int:
     if not recipe.prepare:
         remedy = "add `prepare:` with an `output` and its `sources`"
         raise RecipeError(Problem("the recipe has nothing to prepare", remedy=remedy, place=args.recipe))
-    share, workers = _share(args), _workers(args)
+    share, workers = _share(args), args.workers or len(os.sched_getaffinity(0))
     from bloomery.data.tokenizer import Tokenizer
     from bloomery.prepare.run import plan_all
     from bloomery.prepare.verify import verify
@@ -48,39 +49,22 @@ def run(args: argparse.Namespace) -> int:
     assert recipe.tokenizer is not None  # a rule of sizing/check.py
     tokenizer = Tokenizer.load(recipe.tokenizer.path)
     manifests: dict[str, Any] = {}
-    manifest: ShardManifest | None
-    settings: Any = {"tokenizer": tokenizer, "seed": recipe.seed, "workers": workers}
-    preparations = [] if args.verify else plan_all(recipe.prepare, **settings)
-    for number, section in enumerate(recipe.prepare):
-        with _Display(section.output) as display:
-            if args.verify:
-                outputs = [section.output for section in recipe.prepare]
-                manifest = verify(section, progress=display.show, outputs=outputs, **settings)
-                how, notes = "agrees with its sources", []
-            else:
-                result = preparations[number].run(share, display.show)
-                manifest, notes = result.manifest, result.notes
-                how = "is up to date" if result.reused else "written"
+    for preparation in plan_all(recipe.prepare, tokenizer=tokenizer, seed=recipe.seed, workers=workers):
+        output, progress, manifest, notes = preparation.output, _progress(preparation.output), None, list[str]()
+        if args.verify:
+            manifest, how = verify(preparation, progress), "agrees with its sources"
+        else:
+            result = preparation.run(share, progress)
+            manifest, notes = result.manifest, result.notes
+            how = "is up to date" if result.reused else "written"
         for note in notes:
-            _print_error(f"{section.output}: {note}")
-        manifests[section.output] = manifest and asdict(manifest)
+            signals.say(mask(on_one_line(f"{output}: {note}")))
+        manifests[output] = manifest and asdict(manifest)
         if not args.json:
-            print(
-                f"{section.output}: share {args.unit} is done"
-                if manifest is None
-                else _line(section.output, how, manifest)
-            )
+            print(_line(output, how, manifest) if manifest else f"{output}: share {args.unit} is done")
     if args.json:
         print(json.dumps(manifests, indent=2))
     return exit_codes.OK
-
-
-def _print_error(text: str, end: str = "\n") -> None:
-    """On standard error. The work continues where that is closed."""
-    try:
-        print(text, end=end, file=sys.stderr, flush=True)
-    except OSError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
 
 
 def _line(output: str, how: str, manifest: ShardManifest) -> str:
@@ -94,48 +78,31 @@ def _line(output: str, how: str, manifest: ShardManifest) -> str:
     )
 
 
-def _workers(args: argparse.Namespace) -> int:
-    if args.workers is not None and args.workers < 1:
-        raise RecipeError(Problem(f"--workers is {args.workers}", "it counts processes", "use 1 or more"))
-    return int(args.workers or len(os.sched_getaffinity(0)))
-
-
-def _share(args: argparse.Namespace) -> Share | None:
+def _share(args: argparse.Namespace) -> tuple[int, int] | None:
     if args.unit is None:
         return None
-    from bloomery.prepare.run import Share
-
     k, _, n = args.unit.partition("/")
     if args.verify or not (args.unit.isascii() and k.isdecimal() and n.isdecimal() and int(k) < int(n)):
         rule = "it is K/N: share K of N, the first is 0 and the last N-1; --verify takes no share"
         raise RecipeError(Problem(f"--unit is {args.unit}", rule, "use for example --unit 0/4"))
-    return Share(int(k), int(n))
+    return int(k), int(n)
 
 
-class _Display:
-    """Progress on standard error: one line that is rewritten on a terminal, else a line now and then."""
+def _progress(output: str) -> Callable[[Progress], None]:
+    """Writes a line on standard error now and then; the work continues where nobody reads it."""
+    started = shown = time.monotonic()
 
-    def __init__(self, output: str) -> None:
-        self._output = output
-        self._is_terminal = sys.stderr.isatty()
-        self._started = self._shown = time.monotonic()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._is_terminal:
-            _print_error(_CLEAR_LINE, end="")
-
-    def show(self, progress: Progress) -> None:
+    def show(progress: Progress) -> None:
+        nonlocal shown
         now = time.monotonic()
-        if now - self._shown < (_TERMINAL_EVERY_SECONDS if self._is_terminal else _PLAIN_EVERY_SECONDS):
+        if now - shown < _SECONDS_BETWEEN_LINES:
             return
-        self._shown, seconds = now, max(now - self._started, 1e-3)
+        shown, seconds = now, max(now - started, 1e-3)
         done = progress.input_bytes + progress.reused_bytes
         rate = progress.input_bytes / seconds
         left = format_seconds((progress.total_input_bytes - done) / rate) if rate else "?"
         speed = f"{progress.text_bytes / seconds / 1e6:.1f} MB/s, {format_count(progress.tokens / seconds)} tokens/s"
         what = f"merging {progress.merged:.0%}" if progress.merged else f"{speed}, {left} left"
-        text = f"{self._output}: {min(done / max(progress.total_input_bytes, 1), 1.0):.1%}, {what}"
-        _print_error(*((_CLEAR_LINE + text, "") if self._is_terminal else (text,)))
+        signals.say(on_one_line(f"{output}: {min(done / max(progress.total_input_bytes, 1), 1.0):.1%}, {what}"))
+
+    return show

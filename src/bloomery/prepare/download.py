@@ -13,7 +13,6 @@ import os
 import random
 import re
 import threading
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
@@ -171,12 +170,11 @@ def download(
 
 
 class _Downloads:
-    """What all threads share: which files are verified, a stop, and when the hosts may be asked again."""
+    """What all threads share: which files are verified, and a stop."""
 
     def __init__(self, folder: Path, retries: int, timeout_seconds: float) -> None:
         self._folder, self._retries, self._timeout_seconds = folder, retries, timeout_seconds
         self.stop = threading.Event()
-        self._not_before: dict[str, float] = {}
         self._verified: dict[str, tuple[list[int], dict[str, str]]] = {}
         """By path, size and time of change of a file that was verified, and its hashes: it is hashed once."""
         with writing(folder / STATE_FILE):
@@ -222,10 +220,10 @@ class _Downloads:
     def _fetch(self, wanted: RemoteFile, path: Path) -> dict[str, str]:
         """The retry loop; returns hashes. What has arrived waits in a hidden file, which no glob takes for data."""
         stem = path.name if len(os.fsencode(path.name)) < 250 else hashlib.sha256(path.name.encode()).hexdigest()
-        part, host = path.with_name(f".{stem}.part"), public_url(wanted.url).partition("://")[2].partition("/")[0]
+        part = path.with_name(f".{stem}.part")
         failures, furthest, wait_seconds = 0, _size_of(part), 0.0
         while True:
-            if self.stop.wait(max(0.0, wait_seconds, self._not_before.get(host, 0.0) - time.monotonic())):
+            if self.stop.wait(wait_seconds):
                 raise FetchError("stopped")
             try:
                 if not wanted.hashes:  # the version of the file that the first bytes are of is unknown
@@ -248,8 +246,8 @@ class _Downloads:
                     part.unlink(missing_ok=True)
                 if failures > self._retries:
                     raise FetchError(f"{error} (gave up after {failures} attempts)") from error
-                self._not_before[host] = max(self._not_before.get(host, 0.0), time.monotonic() + error.wait_seconds)
-                wait_seconds = random.uniform(0.25, 0.5) * min(LONGEST_WAIT_SECONDS, FIRST_WAIT_SECONDS * 2**failures)
+                back_off = random.uniform(0.25, 0.5) * min(LONGEST_WAIT_SECONDS, FIRST_WAIT_SECONDS * 2**failures)
+                wait_seconds = max(back_off, error.wait_seconds)
 
     def _receive(self, wanted: RemoteFile, part: Path) -> None:
         """Append what is missing. Read errors are retried, write errors are the user's."""

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import importlib.metadata
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from textwrap import shorten
-from typing import Protocol
 
 import numpy as np
 import orjson
 from numpy.typing import NDArray
 
 from bloomery.base.errors import DataError, Problem
-from bloomery.data.tokenizer import Tokenizer
+from bloomery.data.tokenizer import Tokenizer, in_time
+from bloomery.prepare.pool import worker_pool
 
 Ids = tuple[NDArray[np.uint32], NDArray[np.int64]]
 """(the ids of all texts in a row, how many each has)."""
@@ -34,68 +35,79 @@ NASTY = (
 """Strings on which libraries have been seen to differ, or may."""
 
 
-class Encoder(Protocol):
-    name: str
-    """The library and its version, for the manifest."""
-
-    def encode(self, texts: list[str]) -> Ids: ...
-
-
-class Reference:
-    """Hugging Face's tokenizers, whose ids are right by definition."""
-
-    def __init__(self, tokenizer: Tokenizer, as_ids: bool) -> None:
-        self.name = _with_version("tokenizers")
-        self._tokenizer, self._as_ids = tokenizer, as_ids
+class Encoder:
+    def __init__(self, library: str, encode: Callable[[list[str]], Ids]) -> None:
+        self.name = f"{library} {importlib.metadata.version(library)}"
+        """For the manifest."""
+        self._encode = encode
 
     def encode(self, texts: list[str]) -> Ids:
-        ids = self._tokenizer.encode_batch(texts, special_tokens_as_ids=self._as_ids)
+        """DataError if the library fails or takes too long."""
+        return in_time(lambda: self._encode(texts), sum(map(len, texts)), self.name)
+
+
+def reference(tokenizer: Tokenizer, as_ids: bool) -> Encoder:
+    """Hugging Face's tokenizers, whose ids are right by definition."""
+
+    def encode(texts: list[str]) -> Ids:
+        ids = tokenizer.encode_batch(texts, special_tokens_as_ids=as_ids)
         lengths = np.fromiter(map(len, ids), np.int64, len(ids))
         return np.concatenate(ids or [np.empty(0, np.int64)]).astype(np.uint32), lengths
 
+    return Encoder("tokenizers", encode)
 
-class Fastokens:
-    def __init__(self, tokenizer: Tokenizer, as_ids: bool) -> None:
-        import fastokens  # type: ignore[import-untyped]
 
-        self.name = _with_version("fastokens")
-        self._tokenizer = fastokens.Tokenizer.from_json_str(_without_limits(tokenizer))
-        self._as_text = not as_ids
+def fastokens(tokenizer: Tokenizer, as_ids: bool) -> Encoder:
+    import fastokens  # type: ignore[import-untyped]
 
-    def encode(self, texts: list[str]) -> Ids:
-        ids, offsets = self._tokenizer.encode_batch_flat(texts, split_special_tokens=self._as_text)
+    fast = fastokens.Tokenizer.from_json_str(_without_limits(tokenizer))
+
+    def encode(texts: list[str]) -> Ids:
+        ids, offsets = fast.encode_batch_flat(texts, split_special_tokens=not as_ids)
         return np.frombuffer(ids, "<u4"), np.diff(np.frombuffer(offsets, "<u8")).astype(np.int64)
 
+    return Encoder("fastokens", encode)
 
-class Gigatoken:
-    def __init__(self, tokenizer: Tokenizer, as_ids: bool) -> None:
-        import gigatoken
 
-        self.name = _with_version("gigatoken")
-        self._tokenizer = gigatoken.Tokenizer.from_json(_without_limits(tokenizer, special=as_ids))
+def gigatoken(tokenizer: Tokenizer, as_ids: bool) -> Encoder:
+    import gigatoken
 
-    def encode(self, texts: list[str]) -> Ids:
-        layout = self._tokenizer.encode_batch(texts, parallel=False).layout
+    fast = gigatoken.Tokenizer.from_json(_without_limits(tokenizer, special=as_ids))
+
+    def encode(texts: list[str]) -> Ids:
+        layout = fast.encode_batch(texts, parallel=False).layout
         offsets = np.asarray(layout.offsets.data)
         return np.asarray(layout.content.data)[offsets[0] : offsets[-1]], np.diff(offsets)
 
+    return Encoder("gigatoken", encode)
 
-FAST: dict[str, Callable[[Tokenizer, bool], Encoder]] = {"fastokens": Fastokens, "gigatoken": Gigatoken}
+
+FAST: tuple[Callable[[Tokenizer, bool], Encoder], ...] = (fastokens, gigatoken)
 """In order of preference. They need not be installed."""
 
 
-def fast_encoders(tokenizer: Tokenizer, *, as_ids: bool, rejected: dict[str, str]) -> Iterator[Encoder]:
-    """Those that load this tokenizer; `rejected` gets the others, with the reason. They have encoded nothing yet: a
-    library would start threads for that, which a fork does not copy, and every worker would wait for them for ever."""
-    for name, load in FAST.items():
+def choose_encoder(tokenizer: Tokenizer, texts: Sequence[str], *, as_ids: bool) -> tuple[Encoder, list[str]]:
+    """The first fast encoder that equals the reference on a sample, else the reference; and what a user should know.
+    They are compared in a process of its own: a library may crash or never end, and the threads that it starts would
+    be missing in the workers that are forked later, which would wait for them for ever."""
+    right, sample, rejected = reference(tokenizer, as_ids), sample_around(tokenizer, texts), list[str]()
+    for load in FAST:
         try:
-            yield load(tokenizer, as_ids)
+            fast = load(tokenizer, as_ids)
+            with worker_pool(partial(first_difference, sample, right, fast), 1) as submit:
+                difference = submit().result()
         except ImportError:
-            rejected[name] = "it is not installed"
-        except (KeyboardInterrupt, SystemExit, MemoryError, GeneratorExit):
+            difference = "it is not installed"
+        except DataError as error:
+            difference = error.problems[0].what
+        except (KeyboardInterrupt, SystemExit, MemoryError):
             raise
         except BaseException as error:  # each library has its own kinds, and a panic of Rust is no Exception
-            rejected[name] = f"it cannot read this tokenizer: {shorten(str(error).partition(chr(10))[0], 120)}"
+            difference = f"it cannot read this tokenizer: {shorten(str(error).partition(chr(10))[0], 120)}"
+        if not difference:
+            return fast, [f"encoder: {fast.name}", *rejected]
+        rejected.append(f"not {load.__name__}: {difference}")
+    return right, [f"encoder: {right.name}", *rejected]
 
 
 def sample_around(tokenizer: Tokenizer, texts: Sequence[str]) -> list[str]:
@@ -103,16 +115,18 @@ def sample_around(tokenizer: Tokenizer, texts: Sequence[str]) -> list[str]:
     last added tokens, which libraries find or not by their flags."""
     added = list(dict.fromkeys(token["content"] for token in tokenizer.added_tokens))
     forms = ("{0}", "x{0}", "{0}y", "a{0}b {0}c  {0}  d{0} 1{0}_ {0}{0}", "One {0}, \u00e9{0}\u00e9\n{0}\n {0}.")
-    around = [form.replace("{0}", text) for text in added[:100] + added[100:][-100:] for form in forms]
+    around = [form.format(text) for text in added[:100] + added[100:][-100:] for form in forms]
     return [*NASTY, *around, *texts]
 
 
-def first_difference(texts: Sequence[str], expected: Ids, found: Ids) -> str:
+def first_difference(texts: list[str], right: Encoder, other: Encoder) -> str:
     """The first text for which an encoder gives other ids than the reference; empty where all are equal."""
-    rows, others = (np.split(ids, np.cumsum(lengths)[:-1]) for ids, lengths in (expected, found))
-    for text, right, other in zip(texts, rows, others, strict=True):
-        if not np.array_equal(right, other):
-            return f"it gives other ids for {text!r:.60}"
+    rows, others = (
+        np.split(ids, np.cumsum(lengths)[:-1]) for ids, lengths in (right.encode(texts), other.encode(texts))
+    )
+    for text, row, found in zip(texts, rows, others, strict=True):
+        if not np.array_equal(row, found):
+            return f"gives other ids for {text!r:.60}"
     return ""
 
 
@@ -140,7 +154,3 @@ def _without_limits(tokenizer: Tokenizer, *, special: bool = True) -> str:
     content |= {"truncation": None, "padding": None}
     content["added_tokens"] = added if special else [token for token in added if not token["special"]]
     return orjson.dumps(content).decode()
-
-
-def _with_version(name: str) -> str:
-    return f"{name} {importlib.metadata.version(name)}"

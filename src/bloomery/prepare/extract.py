@@ -19,8 +19,8 @@ from bloomery.base.bounded import LARGE_BYTES, read_json, read_small
 from bloomery.base.errors import BloomeryError, DataError, Problem
 from bloomery.base.storage import publish, write_all, write_atomically, writing, written_to
 from bloomery.prepare.download import AGAIN
+from bloomery.prepare.read import Span, StoredBytes, content, damaged, whole_lines
 from bloomery.prepare.sources import LINES, InputFile, find_files, open_input
-from bloomery.prepare.unpack import HashedFile, bounded_lines, unpacked, whole_lines
 
 MANIFEST = "manifest.json"
 
@@ -75,22 +75,20 @@ def extract(sources: Sequence[str], output: Path, *, chunks: int, jobs: int = 1)
         _make(todo, jobs)
     records = [chunk.record() or {} for chunk in plan]
     inputs = [each for record in records for each in record["inputs"]]
-    counts = {name: sum(record[name] for record in records) for name in ("documents", "bytes")}
-    counts |= {"input_files": len(inputs), "input_documents": sum(each["documents"] for each in inputs)}
+    documents, size = (sum(record[name] for record in records) for name in ("documents", "bytes"))
+    counts = {"documents": documents, "bytes": size, "input_files": len(inputs), "input_documents": documents}
     write_atomically(path, json.dumps({"format_version": 1, **counts, "chunks": records}, indent=1) + "\n")
-    del counts["input_documents"]
-    return ExtractResult(chunks, len(todo), chunks - len(todo), **counts, manifest=str(path))
+    return ExtractResult(chunks, len(todo), chunks - len(todo), len(inputs), documents, size, str(path))
 
 
 def plan_chunks(sources: Sequence[str], output: Path, *, chunks: int) -> list[Chunk]:
     """Chunk k holds the files [k * n // chunks, (k + 1) * n // chunks) of the inputs in natural order."""
     paths = [output / f"chunk-{k:05d}-of-{chunks:05d}.jsonl" for k in range(chunks)]
     others = {path.name for path in output.glob("chunk-*-of-*.jsonl")} - {path.name for path in paths}
-    try:
-        is_ours = b'"format_version": 1' in read_small(output / MANIFEST, LARGE_BYTES)[:99]
-    except OSError as error:
-        is_ours = isinstance(error, FileNotFoundError | NotADirectoryError)
-    others |= set() if is_ours else {MANIFEST}
+    if os.path.lexists(path := output / MANIFEST):
+        with writing(path, "read"):
+            is_ours = b'"format_version": 1' in read_small(path, LARGE_BYTES)[:99]
+        others |= set() if is_ours else {MANIFEST}
     if others:
         what = f"holds {min(others)}, which is not of this extraction"
         raise DataError(Problem(what, "one folder, one extraction", "choose another --output", str(output)))
@@ -117,13 +115,13 @@ def _make(todo: list[Chunk], jobs: int) -> None:
     with ThreadPoolExecutor(jobs) as pool:
         try:
             for done in as_completed([pool.submit(make_chunk, chunk, stop) for chunk in todo]):
-                if isinstance(error := done.exception(), DataError):
+                try:
+                    done.result()
+                except DataError as error:
                     problems += error.problems
-                elif error is not None:
-                    raise error
         except BaseException:
             stop.set()
-            pool.shutdown(wait=True, cancel_futures=True)
+            pool.shutdown(cancel_futures=True)
             raise
     if problems:
         raise DataError(problems)
@@ -136,18 +134,14 @@ def make_chunk(chunk: Chunk, stop: threading.Event) -> None:
     with writing(chunk.path):
         for stale in (chunk.record_path, *partial.parent.glob(f".{chunk.path.name}.partial-*")):
             stale.unlink(missing_ok=True)  # of a process that was killed
-        file = open(partial, "xb", buffering=0)  # noqa: SIM115 - closed below
     try:
-        with file:
-            for source in chunk.inputs:
-                for lines in _lines(source, inputs):
-                    with writing(chunk.path):
-                        write_all(file.fileno(), lines)
-                    hasher.update(lines)
-                    size += len(lines)
-                    if stop.is_set():
-                        return
-        with writing(chunk.path):
+        with writing(chunk.path), open(partial, "xb", buffering=0) as file:
+            for lines in (lines for source in chunk.inputs for lines in _lines(source, inputs)):
+                write_all(file.fileno(), lines)
+                hasher.update(lines)
+                size += len(lines)
+                if stop.is_set():
+                    return
             publish(partial, chunk.path)
     finally:
         partial.unlink(missing_ok=True)  # gives the space back to a full disk
@@ -162,9 +156,8 @@ def _lines(source: InputFile, inputs: list[dict[str, Any]]) -> Iterator[bytes]:
     hasher, documents, text_bytes, blank = sha256(), 0, 0, 0
     try:
         with open_input(source) as raw:
-            file = HashedFile(raw, hasher)
-            blocks = bounded_lines(unpacked(file, source.compression), lambda line: f"{source.path}:{line}")
-            for block in whole_lines(blocks):
+            stored = StoredBytes(Span(source, 0, source.size), raw, hasher)
+            for block in whole_lines(content(stored, source.compression), source):
                 lines = block.removeprefix(codecs.BOM_UTF8 if not text_bytes else b"").split(b"\n")
                 kept = [line for line in lines if line and not line.isspace()]
                 if not block.endswith(b"\n") and kept and not kept[-1].rstrip().endswith(b"}"):
@@ -172,12 +165,11 @@ def _lines(source: InputFile, inputs: list[dict[str, Any]]) -> Iterator[bytes]:
                 text_bytes, documents = text_bytes + len(block), documents + len(kept)
                 blank += len(lines) - len(kept) - block.endswith(b"\n")
                 yield b"".join(line + b"\n" for line in kept)
-            if not file.bytes or file.bytes != source.size:
-                raise EOFError(f"it had {source.size} bytes and now {file.bytes}: it is empty or being written")
+            if not source.size:
+                raise EOFError("it is empty")
     except BloomeryError:
         raise
     except Exception as error:  # files, decompressors and stores each have their own kinds
-        remedy = "download or copy it again"
-        raise DataError(Problem(f"is truncated or damaged: {error}", "", remedy, source.path)) from error
+        raise damaged(source.name, error) from error
     facts = {"path": source.path, "bytes": source.size, "sha256": hasher.hexdigest(), "documents": documents}
     inputs.append({**facts, "text_bytes": text_bytes, "blank_lines": blank})

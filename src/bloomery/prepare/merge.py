@@ -1,10 +1,9 @@
 """All parts to one shard: duplicates out, documents in order. The bytes follow from the parts alone.
 
-Without shuffling, the tokens of a part are copied as they are. With it, every run of a part is sorted by the keys of
-its documents, so the documents of a range of keys (a bucket) are a slice of every run: they are read, sorted and
-appended, one bucket after the other. Memory: two buckets of 64 MB (up to 512 MB for shards beyond 32 GB, whose slices
-would get too small), what is known of their documents counted, and the 8 bytes a document of ShardWriter (9 where
-duplicates are removed).
+Where documents are shuffled, every run of a part is sorted by the keys of its documents, so the documents of a range of
+keys (a bucket) are a slice of every run: they are read, sorted and appended, one bucket after the other. Else every run
+is a bucket. Memory: two buckets of 64 MB (up to 512 MB for shards beyond 32 GB, whose slices would get too small), what
+is known of their documents counted, and the 8 bytes a document of ShardWriter (9 where duplicates are removed).
 """
 
 from __future__ import annotations
@@ -34,21 +33,11 @@ _LONG_ROW = 128
 the array is four times as fast."""
 
 
-@dataclass(frozen=True)
-class _Documents:
-    """Documents one after the other, with the lengths of their sequences and, once they are read, their tokens."""
-
-    table: NDArray[Any]
-    lengths: NDArray[np.int32]
-    duplicate: NDArray[np.bool_]
-    tokens: NDArray[Any]
-
-
 @dataclass
 class _Run:
     """The documents of one block of a part that are still to be taken."""
 
-    part: ShardPart
+    unit: int
     offset: int
     """Of their tokens in the file of the part, in bytes."""
     document: int
@@ -58,139 +47,78 @@ class _Run:
 
 
 class Merge:
-    def __init__(self, parts: list[ShardPart], folder: PartsFolder, dtype: np.dtype[Any]) -> None:
-        """`parts`: of all units, in their order."""
-        self.parts, self._folder, self._dtype = parts, folder, dtype
-        self.first_document = np.cumsum([0, *(part.documents for part in parts)])
-        """Of each part, among all documents of all parts."""
-        self.duplicate = np.broadcast_to(np.False_, int(self.first_document[-1]))
-        """Of each document; none before `find_duplicates`."""
-
-    def find_duplicates(self) -> None:
-        """Of documents with the same text all but the first, in the order of the units, are duplicates."""
-        total = int(self.first_document[-1])
-        self.duplicate = np.zeros(total, bool)
-        passes = max(1, -(-total * _HASH_ENTRY_BYTES // BUCKET_BYTES))
-        for number in range(passes):
-            found = [np.empty((0, 3), np.uint64)]
-            for part, first in zip(self.parts, self.first_document, strict=False):
-                hashes = self._folder.documents(part)["hash"]
-                here = np.flatnonzero(hashes[:, 0] % np.uint64(passes) == number)
-                found.append(np.column_stack((hashes[here], (first + here).astype(np.uint64))))
-            entries = np.concatenate(found)
-            entries = entries[np.lexsort((entries[:, 2], entries[:, 1], entries[:, 0]))]
-            again = (entries[1:, :2] == entries[:-1, :2]).all(axis=1)
-            self.duplicate[entries[1:, 2][again].astype(np.int64)] = True
-
-    def counts(self, number: int) -> tuple[int, int, int, int]:
-        """(documents, tokens, bytes of text, duplicates) that the part of this number gives to the shard."""
-        part = self.parts[number]
-        kept = ~self._duplicates(number)
-        if kept.all():
-            return part.documents, part.tokens, part.text_bytes, 0
-        table = self._folder.documents(part)
-        tokens = sums(self._folder.lengths(part), table["sequences"])
-        left_out = int((~kept).sum())
-        return part.documents - left_out, int(tokens[kept].sum()), int(table["text_bytes"][kept].sum()), left_out
-
-    def write(
-        self,
-        writer: ShardWriter,
-        add_origins: Callable[[NDArray[np.uint32]], None],
-        shuffle: bool,
-        done: Callable[[float], None],
-    ) -> None:
-        """`add_origins` gets the number of the file of each document, `done` the share that is written."""
-        if shuffle:
-            self._write_shuffled(writer, add_origins, done)
-            return
-        for number, part in enumerate(self.parts):
-            if part.documents:
-                self._write_part(writer, add_origins, number)
-            done((number + 1) / len(self.parts))
-
-    def _write_part(self, writer: ShardWriter, add_origins: Callable[[NDArray[np.uint32]], None], number: int) -> None:
-        part, duplicate = self.parts[number], self._duplicates(number)
-        table, lengths = self._folder.documents(part), self._folder.lengths(part)
-        add_origins(table["file"][~duplicate])
-        if not duplicate.any():
-            tokens = np.memmap(self._folder.file(part.unit), self._dtype, "r", shape=part.tokens)
-            writer.append_many(tokens.data, lengths, table["sequences"])
-            return
-        known = _Documents(table, lengths, duplicate, np.empty(0, self._dtype))
-        for run in self._runs([part]):
-            documents = self._take(run, known, None)
-            _append(writer, documents, np.arange(len(documents.table)))
-
-    def _write_shuffled(
-        self, writer: ShardWriter, add_origins: Callable[[NDArray[np.uint32]], None], done: Callable[[float], None]
-    ) -> None:
-        table, lengths = self._spooled(DOCUMENT, self._folder.documents), self._spooled(LENGTH, self._folder.lengths)
-        known = _Documents(table, lengths, self.duplicate, np.empty(0, self._dtype))
-        runs = list(self._runs(self.parts))
-        tokens, sequences = (sum(run[field] for part in self.parts for run in part.runs) for field in (2, 1))
-        total = tokens * self._dtype.itemsize + sequences * _SEQUENCE_BYTES
-        buckets = max(1, -(-total // min(max(BUCKET_BYTES, total // _BUCKETS), _LARGEST_BUCKET_BYTES)))
-        for number in range(1, buckets + 1):
-            edge = (1 << 64) * number // buckets if number < buckets else None
-            if left := [run for run in runs if run.document < run.end]:
-                pieces = [self._take(run, known, edge) for run in left]
-                columns = zip(
-                    *((each.table, each.lengths, each.duplicate, each.tokens) for each in pieces), strict=True
-                )
-                bucket = _Documents(*map(np.concatenate, columns))
-                order = np.argsort(bucket.table["key"], kind="stable")
-                add_origins(bucket.table["file"][order[~bucket.duplicate[order]]])
-                _append(writer, bucket, order)
-            done(number / buckets)
-
-    def _duplicates(self, number: int) -> NDArray[np.bool_]:
-        return self.duplicate[self.first_document[number] : self.first_document[number + 1]]
-
-    def _runs(self, parts: list[ShardPart]) -> Iterator[_Run]:
+    def __init__(self, parts: list[ShardPart], folder: PartsFolder) -> None:
+        """`parts`: of all units, in their order. What is known of their documents goes to files without a name."""
+        self._folder = folder
+        self._runs: list[_Run] = []
+        paths = folder.temporary(0), folder.temporary(1)
         document = sequence = 0
-        for part in parts:
-            offset = 0
-            for documents, sequences, tokens in part.runs:
-                yield _Run(part, offset, document, document + documents, sequence)
-                offset += tokens * self._dtype.itemsize
-                document, sequence = document + documents, sequence + sequences
+        with writing(folder.path), open(paths[0], "xb") as lengths, open(paths[1], "xb") as table:
+            for part in parts:
+                offset = 0
+                for documents, sequences, tokens in part.runs:
+                    self._runs.append(_Run(part.unit, offset, document, document + documents, sequence))
+                    offset += tokens * folder.dtype.itemsize
+                    document, sequence = document + documents, sequence + sequences
+                for values, file in zip(folder.index(part), (lengths, table), strict=True):
+                    file.write(values.view(np.uint8).data)  # not tofile, which does not report why it fails
+        self.num_documents = document
+        self._lengths, self._table = (
+            np.memmap(path, dtype, "r") if document else np.empty(0, dtype)
+            for path, dtype in zip(paths, (LENGTH, DOCUMENT), strict=True)
+        )
+        for path in paths:
+            path.unlink()  # the memory map keeps it alive
+        self._duplicate = np.broadcast_to(np.False_, document)
 
-    def _take(self, run: _Run, known: _Documents, edge: int | None) -> _Documents:
-        """The next documents of a run, those with keys below `edge`. `known`: all documents that runs number."""
-        table = known.table[run.document : run.end]
-        count = len(table) if edge is None else int(np.searchsorted(table["key"], np.uint64(edge)))
-        table = table[:count]
+    def find_duplicates(self) -> int:
+        """Of documents with the same text all but the first, in the order of the units, are duplicates. How many."""
+        self._duplicate = np.zeros(self.num_documents, bool)
+        passes = max(1, -(-self.num_documents * _HASH_ENTRY_BYTES // BUCKET_BYTES))
+        for number in range(passes):
+            here = np.flatnonzero(self._table["hash"][:, 0] % np.uint64(passes) == number)
+            hashes = self._table["hash"][here]
+            order = np.lexsort((hashes[:, 1], hashes[:, 0]))  # stable: the first of equal ones stays first
+            again = (hashes[order[1:]] == hashes[order[:-1]]).all(axis=1)
+            self._duplicate[here[order[1:][again]]] = True
+        return int(self._duplicate.sum())
+
+    def write(self, writer: ShardWriter, *, shuffle: bool, appended: Callable[[NDArray[Any]], None]) -> None:
+        """`appended` gets DOCUMENT of the documents that were appended, in their order."""
+        for table, lengths, duplicate, tokens in self._buckets(shuffle):
+            if shuffle or duplicate.any():
+                order = np.argsort(table["key"], kind="stable") if shuffle else np.arange(len(table))
+                order = order[~duplicate[order]]
+                tokens, lengths = gather(tokens, table["tokens"], order), gather(lengths, table["sequences"], order)
+                table = table[order]
+            writer.append_many(tokens.data, lengths, table["sequences"])
+            appended(table)
+
+    def _buckets(self, shuffle: bool) -> Iterator[tuple[NDArray[Any], ...]]:
+        if not shuffle:
+            yield from (self._take(run, None) for run in self._runs)
+            return
+        total = int(self._table["tokens"].sum(dtype=np.int64)) * self._folder.dtype.itemsize
+        total += len(self._lengths) * _SEQUENCE_BYTES
+        count = max(1, -(-total // min(max(BUCKET_BYTES, total // _BUCKETS), _LARGEST_BUCKET_BYTES)))
+        for number in range(1, count + 1):
+            edge = (1 << 64) * number // count if number < count else None
+            if slices := [self._take(run, edge) for run in self._runs if run.document < run.end]:
+                yield tuple(map(np.concatenate, zip(*slices, strict=True)))
+
+    def _take(self, run: _Run, edge: int | None) -> tuple[NDArray[Any], ...]:
+        """(DOCUMENT, lengths of sequences, whether it is a duplicate, tokens) of the next documents of a run, those
+        with keys below `edge`."""
+        table = self._table[run.document : run.end]
+        if edge is not None:
+            table = table[: int(np.searchsorted(table["key"], np.uint64(edge)))]
         end = run.sequence + int(table["sequences"].sum(dtype=np.int64))
-        lengths = known.lengths[run.sequence : end]
-        tokens = int(lengths.sum(dtype=np.int64))
-        values = known.tokens
-        if tokens:
-            values = np.fromfile(self._folder.file(run.part.unit), self._dtype, tokens, offset=run.offset)
-        duplicate = known.duplicate[run.document : run.document + count]
-        run.offset += tokens * self._dtype.itemsize
-        run.document, run.sequence = run.document + count, end
-        return _Documents(table, lengths, duplicate, values)
-
-    def _spooled(self, dtype: np.dtype[Any], read: Callable[[ShardPart], NDArray[Any]]) -> NDArray[Any]:
-        """An index of all parts, in a file, so that it needs no memory."""
-        path = self._folder.temporary(0)
-        with writing(path), open(path, "xb") as file:
-            for part in self.parts:
-                file.write(read(part).view(np.uint8).data)  # not tofile, which does not report why it fails
-            file.flush()
-            empty = not file.tell()
-        values = np.empty(0, dtype) if empty else np.memmap(path, dtype, "r")
-        path.unlink()  # the memory map keeps it alive
-        return values
-
-
-def _append(writer: ShardWriter, documents: _Documents, order: NDArray[np.int64]) -> None:
-    order = order[~documents.duplicate[order]]
-    if len(order):
-        sequences = documents.table["sequences"]
-        tokens = gather(documents.tokens, sums(documents.lengths, sequences), order)
-        writer.append_many(tokens.data, gather(documents.lengths, sequences, order), sequences[order])
+        lengths, duplicate = self._lengths[run.sequence : end], self._duplicate[run.document :][: len(table)]
+        count, dtype = int(table["tokens"].sum(dtype=np.int64)), self._folder.dtype
+        tokens = np.fromfile(self._folder.file(run.unit), dtype, count, offset=run.offset)
+        run.offset += count * dtype.itemsize
+        run.document, run.sequence = run.document + len(table), end
+        return table, lengths, duplicate, tokens
 
 
 def gather(values: NDArray[Any], lengths: NDArray[Any], order: NDArray[np.int64]) -> NDArray[Any]:
@@ -212,10 +140,3 @@ def gather(values: NDArray[Any], lengths: NDArray[Any], order: NDArray[np.int64]
         for start, stop, count in zip(starts[rows].tolist(), ends[rows].tolist(), counts[rows].tolist(), strict=True):
             target[stop - count : stop] = source[start : start + count]
     return gathered
-
-
-def sums(values: NDArray[Any], lengths: NDArray[Any]) -> NDArray[np.int64]:
-    """The sum of each row."""
-    totals = np.concatenate(([0], np.cumsum(values, dtype=np.int64)))
-    ends = np.cumsum(lengths, dtype=np.int64)
-    return np.asarray(totals[ends] - totals[ends - lengths], np.int64)

@@ -16,9 +16,8 @@ import os
 import secrets
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any, Self
+from typing import IO, Any
 
 import numpy as np
 import xxhash
@@ -27,7 +26,7 @@ from pydantic import NonNegativeInt, TypeAdapter
 
 from bloomery.base.bounded import read_json
 from bloomery.base.errors import DataError, Problem
-from bloomery.base.storage import open_plain, own_folder, writing
+from bloomery.base.storage import open_plain, own_folder, write_all, writing
 from bloomery.data.shards import file_checksum
 
 _TEMPORARY = ".tmp-"
@@ -37,13 +36,20 @@ _LOCK_TIMEOUT_SECONDS = 5.0
 LENGTH = np.dtype("<i4")
 """Of a sequence: a document, or one of its sentences."""
 DOCUMENT = np.dtype(
-    [("sequences", "<i4"), ("file", "<u4"), ("key", "<u8"), ("hash", "<u8", (2,)), ("text_bytes", "<i8")]
+    [
+        ("sequences", "<i4"),
+        ("tokens", "<i4"),
+        ("file", "<u4"),
+        ("key", "<u8"),
+        ("hash", "<u8", 2),
+        ("text_bytes", "<i8"),
+    ]
 )
-"""What is known of a document: its number of sequences, the number of its file, its place in the shuffled order, and
+"""What is known of a document: its sequences and tokens, the number of its file, its place in the shuffled order, and
 the two halves of the hash of its text. A part holds the tokens, the lengths of all sequences, then these."""
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class ShardPart:
     """The content of a marker."""
 
@@ -56,66 +62,49 @@ class ShardPart:
     part_hash: str
     runs: list[tuple[NonNegativeInt, NonNegativeInt, NonNegativeInt]]
     """(documents, sequences, tokens) of each block; where documents are shuffled, they are sorted within it."""
-    text_bytes: int
-    dropped: dict[str, int] = field(default_factory=dict)
-
-    @property
-    def documents(self) -> int:
-        return sum(run[0] for run in self.runs)
-
-    @property
-    def sequences(self) -> int:
-        return sum(run[1] for run in self.runs)
-
-    @property
-    def tokens(self) -> int:
-        return sum(run[2] for run in self.runs)
+    dropped: dict[str, int]
 
 
 class PartsFolder:
     """`<output>.parts`."""
 
-    def __init__(self, output: str, itemsize: int) -> None:
-        self.path = Path(f"{output}.parts")
-        self._itemsize = itemsize
-        self._lock: IO[bytes] | None = None
+    def __init__(self, output: str, dtype: np.dtype[Any]) -> None:
+        self.path, self.dtype = Path(f"{output}.parts"), dtype
+        """Of tokens."""
 
     @contextlib.contextmanager
-    def locked(self, *, shared: bool) -> Iterator[None]:
+    def locked(self, *, shared: bool) -> Iterator[IO[bytes]]:
         """Runs that share the units may work beside each other, but none beside a run that merges them. The lock ends
         with the process and its children."""
         give_up = time.monotonic() + _LOCK_TIMEOUT_SECONDS
-        while not self._take_lock(fcntl.LOCK_SH if shared else fcntl.LOCK_EX):
+        while (lock := self._take_lock(fcntl.LOCK_SH if shared else fcntl.LOCK_EX)) is None:
             if time.monotonic() > give_up:
                 rule = "two runs would do the same work, or write over it"
                 remedy = "wait for it; runs that work at the same time need a share each, with --unit k/n"
                 raise DataError(Problem("another run is at work on this", rule, remedy, str(self.path)))
             time.sleep(0.05)
-        assert self._lock is not None
-        with self._lock:
-            yield
+        with lock:
+            yield lock
 
-    def _take_lock(self, how: int) -> bool:
+    def _take_lock(self, how: int) -> IO[bytes] | None:
         own_folder(self.path, parents=True)
         # FileNotFoundError: the run before has just finished and removed the folder. On NFS a shared lock needs a file
         # that may be read, and an exclusive one a file that may be written.
         with writing(self.path / _LOCK), contextlib.suppress(FileNotFoundError):
-            self._lock = open(self.path / _LOCK, "a+b", opener=open_plain)  # noqa: SIM115 - closed by locked
-            if _try_lock(self._lock, how) and os.fstat(self._lock.fileno()).st_nlink:
-                return True
-            self._lock.close()
-        return False
+            lock = open(self.path / _LOCK, "a+b", opener=open_plain)  # noqa: SIM115 - closed by locked
+            if _try_lock(lock, how) and os.fstat(lock.fileno()).st_nlink:
+                return lock
+            lock.close()
+        return None
 
-    def remove(self) -> None:
+    def remove(self, lock: IO[bytes]) -> None:
         """Once the shard is finished, within `locked`. Stays where other shares are at work in it."""
-        assert self._lock is not None
-        if not _try_lock(self._lock, fcntl.LOCK_EX):
-            return
-        # The lock goes last: a run that makes a new one from then on finds nothing that could still be removed.
-        others = [path for path in self.path.glob("*") if path.name != _LOCK]
-        for remove in [*(path.unlink for path in others), (self.path / _LOCK).unlink, self.path.rmdir]:
+        if _try_lock(lock, fcntl.LOCK_EX):
+            # The lock goes last: a run that makes a new one from then on finds nothing that could still be removed.
             with contextlib.suppress(OSError):
-                remove()
+                for path in sorted(self.path.iterdir(), key=lambda path: path.name == _LOCK):
+                    path.unlink()
+                self.path.rmdir()
 
     def file(self, unit: int) -> Path:
         return self.path / f"{unit:06d}.part"
@@ -126,17 +115,12 @@ class PartsFolder:
     def temporary(self, unit: int) -> Path:
         return self.path / f"{unit:06d}{_TEMPORARY}{os.getpid()}-{secrets.token_hex(4)}"
 
-    def lengths(self, part: ShardPart) -> NDArray[np.int32]:
-        """Of all sequences."""
-        return self._read(part, LENGTH, part.sequences, part.tokens * self._itemsize)
-
-    def documents(self, part: ShardPart) -> NDArray[Any]:
-        """DOCUMENT of each."""
-        offset = part.tokens * self._itemsize + part.sequences * LENGTH.itemsize
-        return self._read(part, DOCUMENT, part.documents, offset)
-
-    def _read(self, part: ShardPart, dtype: np.dtype[Any], count: int, offset: int) -> NDArray[Any]:
-        return np.fromfile(self.file(part.unit), dtype, count, offset=offset) if count else np.empty(0, dtype)
+    def index(self, part: ShardPart) -> tuple[NDArray[np.int32], NDArray[Any]]:
+        """The lengths of all sequences, and DOCUMENT of each document."""
+        documents, sequences, tokens = (sum(run[field] for run in part.runs) for field in range(3))
+        with open(self.file(part.unit), "rb") as file:
+            file.seek(tokens * self.dtype.itemsize)
+            return np.fromfile(file, LENGTH, sequences), np.fromfile(file, DOCUMENT, documents)
 
     def mark(self, part: ShardPart) -> None:
         """From now on the part counts."""
@@ -155,9 +139,9 @@ class PartsFolder:
 
     def clean(self) -> None:
         """Remove what killed runs left behind, where no other run is at work."""
-        for leftover in self.path.glob(f"*{_TEMPORARY}*"):
-            with writing(leftover, "remove"):
-                leftover.unlink(missing_ok=True)
+        for stale in self.path.glob(f"*{_TEMPORARY}*"):
+            with writing(stale, "remove"):
+                stale.unlink(missing_ok=True)
 
 
 def _try_lock(file: IO[bytes], how: int) -> bool:
@@ -170,44 +154,40 @@ def _try_lock(file: IO[bytes], how: int) -> bool:
 
 
 class PartWriter:
-    """Writes one part beside its name and gives it the name at the end; without `finish`, nothing is left of it."""
+    """Writes one part beside its name; `finish` gives it the name."""
 
     def __init__(self, folder: PartsFolder, unit: int) -> None:
         self._folder, self._unit = folder, unit
         self._hasher = xxhash.xxh3_128()
-        self._runs: list[tuple[int, int, int]] = []
-        self._index: tuple[list[NDArray[Any]], list[NDArray[Any]]] = ([], [])
-        """Lengths of sequences, and DOCUMENT of each document."""
+        self.runs: list[tuple[int, int, int]] = []
+        self._lengths: list[NDArray[Any]] = []
+        self._documents: list[NDArray[Any]] = []
         self._temporary = folder.temporary(unit)
         with writing(folder.path):
-            self._file = open(self._temporary, "xb", buffering=0)  # noqa: SIM115 - closed by __exit__
+            self._file = open(self._temporary, "xb", buffering=0)  # noqa: SIM115 - closed by finish and discard
 
     def append(self, tokens: NDArray[Any], lengths: NDArray[Any], documents: NDArray[Any]) -> None:
         self._write(tokens)
-        self._runs.append((len(documents), len(lengths), len(tokens)))
-        self._index[0].append(lengths.astype(LENGTH))
-        self._index[1].append(documents)
+        self.runs.append((len(documents), len(lengths), len(tokens)))
+        self._lengths.append(lengths.astype(LENGTH))
+        self._documents.append(documents)
 
-    def finish(
-        self, *, key: str, encoder: str, inputs: list[tuple[str, str]], text_bytes: int, dropped: dict[str, int]
-    ) -> ShardPart:
-        for values in (*self._index[0], *self._index[1]):
+    def finish(self) -> str:
+        """The hash of all bytes."""
+        for values in (*self._lengths, *self._documents):
             self._write(values)
+        self._file.close()
         with writing(self._folder.path):
             os.replace(self._temporary, self._folder.file(self._unit))
-        return ShardPart(self._unit, key, encoder, inputs, self._hasher.hexdigest(), self._runs, text_bytes, dropped)
+        return self._hasher.hexdigest()
+
+    def discard(self) -> None:
+        """After a failure."""
+        self._file.close()
+        self._temporary.unlink(missing_ok=True)
 
     def _write(self, values: NDArray[Any]) -> None:
         view = np.ascontiguousarray(values).view(np.uint8).data
         self._hasher.update(view)
         with writing(self._folder.path):
-            while view:
-                view = view[self._file.write(view) :]
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        with contextlib.suppress(OSError):
-            self._file.close()
-        self._temporary.unlink(missing_ok=True)
+            write_all(self._file.fileno(), view)

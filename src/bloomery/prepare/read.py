@@ -1,15 +1,17 @@
 """Units of work, and the documents of each in blocks of about 8 MB: lines, rows or whole files.
 
 A unit is a range of lines of a large plain .jsonl, or one or more files. Units follow from the files alone, never from
-the number of workers. What is broken is named or counted.
+the number of workers. What is broken is named or counted; a file that was cut off is an error, never a shorter file.
 """
 
 from __future__ import annotations
 
+import gzip
+import io
 import json
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from io import BytesIO
 from itertools import pairwise
 from typing import IO, Any
 
@@ -19,10 +21,14 @@ import xxhash
 from numpy.typing import NDArray
 
 from bloomery.base.errors import BloomeryError, DataError, Problem
+from bloomery.base.units import format_bytes
 from bloomery.prepare.sources import InputFile, open_input, unreadable
-from bloomery.prepare.unpack import MOST_DOCUMENT_BYTES, HashedFile, bounded_lines, too_long, unpacked, whole_lines
 
 BLOCK_BYTES = 8 << 20
+_PIECE_BYTES = 1 << 20
+"""Of unpacked content at a time."""
+_MOST_ZST_WINDOW_BYTES = 1 << 31
+"""What a decompressor may have to hold: 128 MB where a file was made with `zstd --long`, 2 GB with `--long=31`."""
 _PARQUET_BUFFER_BYTES = 1 << 20
 _MOST_ROWS = 256
 """Of a .parquet file at a time. With fewer, short ones would take notably longer."""
@@ -35,6 +41,13 @@ _UNITS = 64
 _MOST_FILES = 4096
 _EXPANSION = 4
 """Of compressed text, roughly."""
+MOST_DOCUMENT_BYTES = 256 << 20
+"""Of a line, a row or a text file. Encoding takes up to ten times as much memory."""
+MOST_BLANK_BYTES = 16 << 20
+"""White space in a row."""
+
+
+# ---------------------------------------------------------------- units
 
 
 @dataclass(frozen=True)
@@ -51,10 +64,6 @@ class Unit:
     number: int
     spans: tuple[Span, ...]
     """All of one source."""
-
-    @property
-    def source(self) -> int:
-        return self.spans[0].file.source
 
     @property
     def input_bytes(self) -> int:
@@ -108,6 +117,144 @@ def _after_newline(raw: IO[bytes], offset: int) -> int:
     return offset
 
 
+# ---------------------------------------------------------------- content
+
+
+class StoredBytes(io.RawIOBase):
+    """The bytes of a span as they are stored, hashed while they are read. EOFError where the file has fewer by now."""
+
+    def __init__(self, span: Span, raw: IO[bytes], hasher: Any) -> None:
+        self._raw, self._hasher, self.left, self.then = raw, hasher, span.end - span.start, b""
+        raw.seek(span.start)
+
+    def readable(self) -> bool:
+        return True
+
+    def read(self, size: int = -1) -> bytes:
+        data = self._raw.read(min(size, self.left))
+        if self.left and not data:
+            raise EOFError(f"it ends {self.left} bytes before the end it had")
+        self._hasher.update(data)
+        self.left -= len(data)
+        if not self.left:
+            data, self.then = data + self.then, b""
+        return data
+
+    def readinto(self, buffer: Any) -> int:
+        data = self.read(len(buffer))
+        buffer[: len(data)] = data
+        return len(data)
+
+
+def content(stored: StoredBytes, compression: str, block_bytes: int = _PIECE_BYTES) -> Iterator[bytes]:
+    """The unpacked content in pieces of at most this size, however far it expands. Where it is cut off or damaged:
+    EOFError, or what the libraries raise."""
+    if compression and not stored.left:
+        raise EOFError("it has no bytes")
+    if compression == "zst":
+        yield from _zst(stored)
+        return
+    reader: Any = _gz(stored) if compression else stored
+    while piece := reader.read(_PIECE_BYTES if compression else block_bytes):
+        yield piece
+    while stored.read(_PIECE_BYTES):  # padding after the last member
+        pass
+
+
+def _gz(stored: StoredBytes) -> Any:
+    try:
+        from isal import igzip  # three times as fast
+    except ImportError:
+        return gzip.GzipFile(fileobj=stored)
+    return igzip.IGzipFile(fileobj=stored)  # type: ignore[no-untyped-call]
+
+
+def _zst(stored: StoredBytes) -> Iterator[bytes]:
+    """zstandard's reader takes a file that is cut off for a whole one. So one more frame follows the last one: what it
+    holds, more than its own bytes, arrives only where no frame before it lacks an end. It comes together with the last
+    bytes of the file: libzstd takes a frame at the start of a buffer for one even in the middle of a header."""
+    import zstandard
+
+    end = os.urandom(16) * 64
+    stored.then = zstandard.ZstdCompressor(write_checksum=True).compress(end)
+    decompressor = zstandard.ZstdDecompressor(max_window_size=_MOST_ZST_WINDOW_BYTES)
+    reader, held = decompressor.stream_reader(stored, read_across_frames=True), b""  # type: ignore[arg-type]
+    while piece := reader.read(_PIECE_BYTES):
+        if not stored.left:
+            piece = held + piece
+            piece, held = piece[: -len(end)], piece[-len(end) :]
+        if piece:
+            yield piece
+    if held != end:
+        raise EOFError("it ends inside a frame")
+
+
+def whole_lines(
+    pieces: Iterator[bytes], file: InputFile, offset: int = 0, block_bytes: int = _PIECE_BYTES
+) -> Iterator[bytes]:
+    """The same bytes, from this offset of the content, in blocks that end with a newline, of about `block_bytes`; the
+    last one may lack it. DataError where a line is too long, or there is nothing but blank ones."""
+    waiting: list[bytes] = []
+    size = begun = blank = 0
+    for piece in pieces:
+        cut = piece.rfind(b"\n") + 1
+        if begun + (piece.find(b"\n") if cut else len(piece)) > MOST_DOCUMENT_BYTES:
+            raise too_long(file, offset - begun)
+        blank = blank + len(piece) if piece.isspace() else 0
+        if blank > MOST_BLANK_BYTES:
+            what, rule = "follows blank lines without end", f"at most {format_bytes(MOST_BLANK_BYTES)} are passed over"
+            raise DataError(
+                Problem(what, rule, "remove the blank lines, or copy the file again", place_of(file, offset))
+            )
+        begun = len(piece) - cut if cut else begun + len(piece)
+        offset += len(piece)
+        waiting.append(piece)
+        size += len(piece)
+        if size < block_bytes or not cut:  # too little, or inside a long line
+            continue
+        waiting[-1] = piece[:cut]
+        whole = [b"".join(waiting)]
+        waiting = [piece[cut:]]
+        size = len(waiting[0])
+        yield whole.pop()  # so that nothing of it stays here
+    if rest := b"".join(waiting):
+        yield rest
+
+
+def too_long(file: InputFile, offset: int) -> DataError:
+    what, rule = "is too long", f"a document has at most {format_bytes(MOST_DOCUMENT_BYTES)}, as it is written"
+    return DataError(Problem(what, rule, "cut it into several, or leave it out", place_of(file, offset)))
+
+
+def place_of(file: InputFile, offset: int) -> str:
+    """A document as an error names it: its file, with the line or the row. `offset`: as in Block.places."""
+    if file.kind == "text":
+        return file.name
+    if file.kind == "parquet":
+        return f"{file.name}:row {offset + 1}"
+    line = 1
+    with open_input(file) as raw:
+        pieces = content(StoredBytes(Span(file, 0, file.size), raw, xxhash.xxh3_64()), file.compression)
+        while offset > 0 and (piece := next(pieces, b"")):
+            line += piece.count(b"\n", 0, offset)
+            offset -= len(piece)
+    return f"{file.name}:{line}"
+
+
+def hash_span(span: Span) -> str:
+    hasher = xxhash.xxh3_128()
+    try:
+        with open_input(span.file) as raw:
+            for _ in content(StoredBytes(span, raw, hasher), "", BLOCK_BYTES):
+                pass
+    except Exception as error:  # an OSError, or what the library of a URL raises
+        raise unreadable(span.file.name, error) from error
+    return hasher.hexdigest()
+
+
+# ---------------------------------------------------------------- documents
+
+
 @dataclass
 class Block:
     texts: list[str] = field(default_factory=list)
@@ -154,37 +301,35 @@ class UnitReader:
 
     def _read(self, span: Span, hasher: Any) -> Iterator[tuple[list[str], Any, int, int]]:
         """As Documents, with the bytes of the file."""
-        kind, counted = span.file.kind, span.start
-        if not span.file.size and kind == "jsonl" and not span.file.compression:
-            return
-        reader = {"jsonl": self._jsonl, "parquet": self._parquet, "text": self._text}[kind]
+        kind, name = span.file.kind, span.file.name
         try:
             with open_input(span.file) as raw:
-                for documents in reader(span, raw, hasher):
-                    before, counted = counted, counted if kind == "parquet" else raw.tell()
-                    yield *documents, counted - before
+                if kind == "parquet":
+                    for documents in self._parquet(span, raw):
+                        yield *documents, 0
+                        del documents
+                stored = StoredBytes(span, raw, hasher)
+                pieces = content(stored, span.file.compression, self._block_bytes)
+                left = span.end - span.start
+                for documents in {"jsonl": self._jsonl, "parquet": _hashed, "text": self._text}[kind](span, pieces):
+                    yield *documents, left - stored.left
+                    left = stored.left
                     del documents
-            yield [], np.empty(0, np.int64), 0, span.end - counted
         except (BloomeryError, MemoryError, AssertionError, AttributeError, IndexError):  # ours
             raise
         except ImportError as error:
             remedy = "install it with `pip install 'bloomery[parquet]'`"
-            raise DataError(Problem(f"needs pyarrow: {error}", "", remedy, span.file.name)) from error
+            raise DataError(Problem(f"needs pyarrow: {error}", "", remedy, name)) from error
         except Exception as error:  # files, decompressors, Arrow and URLs each have their own kinds
             if isinstance(error, OSError) and error.errno is not None:
-                raise unreadable(span.file.name, error) from error
-            what = f"is truncated or damaged: {error}"
-            raise DataError(Problem(what, "", "copy or download the file again", span.file.name)) from error
+                raise unreadable(name, error) from error
+            raise damaged(name, error) from error
 
-    def _jsonl(self, span: Span, raw: IO[bytes], hasher: Any) -> Documents:
-        offset, name = span.start, span.file.name
-        chunks = bounded_lines(
-            _chunks(span, raw, hasher, self._block_bytes),
-            lambda line: f"{name}:{line + _newlines(span.file, span.start)}",
-        )
-        for data in whole_lines(chunks, self._block_bytes):
+    def _jsonl(self, span: Span, pieces: Iterator[bytes]) -> Documents:
+        offset = span.start
+        for data in whole_lines(pieces, span.file, offset, self._block_bytes):
             # With their newlines, of which each has one: this is five times as fast as `split`.
-            lines = BytesIO(data if data.endswith(b"\n") else data + b"\n").readlines()
+            lines = io.BytesIO(data if data.endswith(b"\n") else data + b"\n").readlines()
             if offset == 0 and lines[0].startswith(b"\xef\xbb\xbf"):
                 lines[0] = b"   " + lines[0][3:]  # a byte order mark; JSON may begin with spaces
             lengths = np.fromiter(map(len, lines), np.int64, len(lines))
@@ -216,25 +361,28 @@ class UnitReader:
                     self._reject(span.file, str(error), offset)
         return texts, np.array(good, np.int64)
 
-    def _parquet(self, span: Span, raw: IO[bytes], hasher: Any) -> Documents:
+    def _parquet(self, span: Span, raw: IO[bytes]) -> Documents:
         import pyarrow.parquet  # type: ignore[import-untyped]
 
         key, row = self._text_key, 0
         try:
             # pre_buffer would read the column of a whole row group at once.
             table = pyarrow.parquet.ParquetFile(raw, buffer_size=_PARQUET_BUFFER_BYTES, pre_buffer=False)
-            _check_columns(span, table.schema_arrow.names, key)
+            names = table.schema_arrow.names
+            if names.count(key) != 1:
+                what = f"has {names.count(key)} columns '{key}': its columns are {', '.join(names)}"
+                remedy = "set text_key to the one column that holds the documents"
+                raise DataError(Problem(what, "each row of a .parquet file is a document", remedy, span.file.name))
             for column in _columns(table, key, self._block_bytes):
                 if len(column) == 1 and column.nbytes > MOST_DOCUMENT_BYTES:
-                    raise too_long(place_of(span.file, row))
+                    raise too_long(span.file, row)
                 texts, good, size = [], [], column.nbytes + _ROW_BYTES * len(column)
                 for number, value in enumerate(_values(column), row):
                     if type(value) is str:
                         texts.append(value)
                         good.append(number)
-                        continue
-                    what = f"is not UTF-8: {value}" if isinstance(value, ValueError) else f"has {value!r:.40}"
-                    self._reject(span.file, f"{what} in column '{key}'", number)
+                    else:
+                        self._reject(span.file, f"is no text in column '{key}': {value!s:.90}", number)
                 row += len(column)
                 del column
                 yield texts, np.array(good, np.int64), size
@@ -242,58 +390,45 @@ class UnitReader:
         finally:
             table = None
             pyarrow.default_memory_pool().release_unused()  # else it keeps the largest page there was
-        for _ in _chunks(span, raw, hasher, self._block_bytes):  # last, so that a sample does not read so far
-            pass
 
-    def _text(self, span: Span, raw: IO[bytes], hasher: Any) -> Documents:
+    def _text(self, span: Span, pieces: Iterator[bytes]) -> Documents:
         data = bytearray()
-        for chunk in _chunks(span, raw, hasher, self._block_bytes):
-            data += chunk
+        for piece in pieces:
+            data += piece
             if len(data) > MOST_DOCUMENT_BYTES:
-                raise too_long(span.file.name)
+                raise too_long(span.file, 0)
         try:
             texts = [data.decode("utf-8").removeprefix("\ufeff")]  # a byte order mark is no text
         except UnicodeDecodeError as error:
-            line = data.count(b"\n", 0, error.start) + 1
-            self._reject(span.file, f"is not UTF-8 at byte {error.start}", place=f"{span.file.name}:{line}")
+            self._reject(span.file, f"is not UTF-8 at byte {error.start}", 0)
             texts = []
         yield texts, np.zeros(len(texts), np.int64), len(data)
 
-    def _reject(self, file: InputFile, what: str, offset: int = 0, *, place: str = "") -> None:
+    def _reject(self, file: InputFile, what: str, offset: int) -> None:
         self.bad += 1
         if not self._skip_bad:
             rule = "" if file.kind == "text" else f"a document is a string under '{self._text_key}'"
             remedy = "fix it, or leave such records out with `bad_records: skip`"
-            raise DataError(Problem(what, rule, remedy, place or place_of(file, offset)))
+            raise DataError(Problem(what, rule, remedy, place_of(file, offset)))
 
 
-def _check_columns(span: Span, names: list[str], key: str) -> None:
-    if (count := names.count(key)) != 1:
-        what = f"has {f'{count} columns' if count else 'no column'} '{key}': its columns are {', '.join(names)}"
-        remedy = "give each its own name" if count else "set text_key to the column that holds the documents"
-        raise DataError(Problem(what, "each row of a .parquet file is a document", remedy, span.file.name))
+def _hashed(_: Span, pieces: Iterator[bytes]) -> Documents:
+    """No documents: a .parquet file is hashed after them, so that a sample does not read all of it."""
+    for _piece in pieces:
+        yield [], np.empty(0, np.int64), 0
 
 
 def _columns(table: Any, name: str, block_bytes: int) -> Iterator[Any]:
-    """The column of a .parquet file in arrays of about an eighth of a block, going by the average row of each row
-    group. Rows far above it come at most `_MOST_ROWS` at a time from the file, and cut to blocks from here."""
-    for number in range(table.num_row_groups):
-        group = table.metadata.row_group(number)
-        leaves = [group.column(index) for index in range(group.num_columns)]
-        own = [leaf for leaf in leaves if f"{leaf.path_in_schema}.".startswith(f"{name}.")]
-        stored_bytes = max(sum(leaf.total_uncompressed_size for leaf in own), 1)
-        rows = min(max(block_bytes * group.num_rows // (8 * stored_bytes), 1), _MOST_ROWS)
-        for batch in table.iter_batches(rows, row_groups=[number], columns=[name], use_threads=False):
-            yield from _cut(batch.column(batch.schema.get_field_index(name)), block_bytes)
-
-
-def _cut(column: Any, most_bytes: int) -> Iterator[Any]:
-    """In slices that are no larger, or a single row."""
-    if column.nbytes <= most_bytes or len(column) < 2:
-        yield column
-    else:
-        yield from _cut(column[: len(column) // 2], most_bytes)
-        yield from _cut(column[len(column) // 2 :], most_bytes)
+    """The column of a .parquet file in arrays of about an eighth of a block, going by its average row. Rows far above
+    it come at most `_MOST_ROWS` at a time from the file, and cut to blocks from here."""
+    groups = [table.metadata.row_group(number) for number in range(table.num_row_groups)]
+    stored_bytes = max(sum(group.total_byte_size for group in groups), 1)
+    rows = min(max(block_bytes * table.metadata.num_rows // (8 * stored_bytes), 1), _MOST_ROWS)
+    for batch in table.iter_batches(rows, columns=[name], use_threads=False):
+        column = batch.column(batch.schema.get_field_index(name))
+        step = max(block_bytes * len(column) // max(column.nbytes, 1), 1)
+        for first in range(0, len(column), step):
+            yield column[first : first + step]
 
 
 def _values(column: Any) -> Iterator[Any]:
@@ -323,51 +458,5 @@ def _text_of(line: bytes, key: str) -> str:
     raise ValueError(f"has no string under '{key}': {f'it is {text!r:.40}' if text is not None else keys}")
 
 
-def place_of(file: InputFile, offset: int) -> str:
-    """A document as an error names it: its file, with the line or the row. `offset`: as in Block.places."""
-    if file.kind == "text":
-        return file.name
-    return f"{file.name}:{f'row {offset + 1}' if file.kind == 'parquet' else 1 + _newlines(file, offset)}"
-
-
-def _newlines(file: InputFile, end: int) -> int:
-    """Before this byte of its content."""
-    count = 0
-    if end:
-        with open_input(file) as raw:
-            for data in _chunks(Span(file, 0, file.size), raw, xxhash.xxh3_64(), BLOCK_BYTES):
-                count += data.count(b"\n", 0, end)
-                end -= min(end, len(data))
-                if not end:
-                    break
-    return count
-
-
-def hash_span(span: Span) -> str:
-    hasher = xxhash.xxh3_128()
-    try:
-        with open_input(span.file) as raw:
-            for _ in _stored_bytes(span, raw, hasher, BLOCK_BYTES):
-                pass
-    except Exception as error:  # an OSError, or what the library of a URL raises
-        raise unreadable(span.file.name, error) from error
-    return hasher.hexdigest()
-
-
-def _chunks(span: Span, raw: IO[bytes], hasher: Any, block_bytes: int) -> Iterator[bytes]:
-    """The content, unpacked; the hash is that of the bytes as they are stored."""
-    if span.file.compression:
-        return unpacked(HashedFile(raw, hasher), span.file.compression)
-    return _stored_bytes(span, raw, hasher, block_bytes)
-
-
-def _stored_bytes(span: Span, raw: IO[bytes], hasher: Any, block_bytes: int) -> Iterator[bytes]:
-    raw.seek(span.start)
-    left = span.end - span.start
-    while left:
-        chunk = raw.read(min(left, block_bytes))
-        if not chunk:
-            raise EOFError(f"it ends {left} bytes before the end it had")
-        hasher.update(chunk)
-        left -= len(chunk)
-        yield chunk
+def damaged(name: str, error: Exception) -> DataError:
+    return DataError(Problem(f"is truncated or damaged: {error}", "", "copy or download the file again", name))

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import mmap
 import os
 import queue
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass, field, fields, replace
 from glob import escape, glob
 from pathlib import Path
@@ -19,22 +19,22 @@ import xxhash
 from numpy.typing import NDArray
 
 from bloomery import __version__
-from bloomery.base.errors import BloomeryError, DataError, Problem, StorageError, first_few
+from bloomery.base.errors import DataError, Problem, StorageError, first_few
 from bloomery.base.storage import publish, writing, written_to
 from bloomery.config.recipe import PrepareSection
 from bloomery.data import manifest as manifests
 from bloomery.data.manifest import ShardManifest, SourceCount, SourceFile, manifest_path, origins_path
 from bloomery.data.shards import PARTIAL, ShardReader, ShardWriter, file_checksum, token_dtype
 from bloomery.data.tokenizer import Tokenizer
-from bloomery.prepare import encoders
-from bloomery.prepare.encoders import Encoder, Ids, Reference
+from bloomery.prepare.encoders import choose_encoder, reference, reject_dropout
 from bloomery.prepare.merge import Merge
 from bloomery.prepare.parts import PartsFolder, ShardPart
+from bloomery.prepare.pool import worker_pool
 from bloomery.prepare.read import Block, Unit, UnitReader, hash_span, plan_units
 from bloomery.prepare.sources import find_files
-from bloomery.prepare.tokenize import DUPLICATE, REASONS, Settings, UnitTokenizer, reusable, worker_pool
+from bloomery.prepare.tokenize import DUPLICATE, REASONS, Settings, UnitTokenizer, reusable
 
-_RESUMES = "; then run the command again, which resumes where it stopped"
+AGAIN = "; then run the command again: it needs room for the tokens twice, --verify three times"
 _SAMPLE_UNITS = 8
 SAMPLE_DOCUMENTS = 2000
 """On which a fast encoder is compared with the reference: at most so many, the first of some units of all."""
@@ -58,14 +58,6 @@ class Progress:
 
 
 @dataclass(frozen=True)
-class Share:
-    """One of several processes or machines: the units k, k + n, k + 2n, ..."""
-
-    k: int
-    n: int
-
-
-@dataclass(frozen=True)
 class PrepareResult:
     manifest: ShardManifest | None
     """None for a share, which merges nothing."""
@@ -75,23 +67,19 @@ class PrepareResult:
     """What a user should know: which encoder was taken and why, empty files, sources that gave nothing."""
 
 
-class _RejectedEncoderError(Exception):
-    """A fast encoder does not equal the reference."""
-
-
 def plan_all(sections: Sequence[PrepareSection], **settings: Any) -> list[Preparation]:
-    """`settings`: those of Preparation. BloomeryError with everything that keeps any of them from beginning."""
-    found: list[Preparation] = []
-    errors: list[BloomeryError] = []
+    """`settings`: those of Preparation. DataError with everything that keeps any of them from beginning."""
+    plans: list[Preparation] = []
+    problems: dict[Problem, None] = {}
     outputs = [section.output for section in sections]
     for section in sections:
         try:
-            found.append(Preparation(section, outputs=outputs, **settings))
-        except BloomeryError as error:
-            errors.append(error)
-    if errors:
-        raise type(errors[0])(list(dict.fromkeys(problem for error in errors for problem in error.problems)))
-    return found
+            plans.append(Preparation(section, outputs=outputs, **settings))
+        except DataError as error:
+            problems |= dict.fromkeys(error.problems)
+    if problems:
+        raise DataError(list(problems))
+    return plans
 
 
 class Preparation:
@@ -99,64 +87,62 @@ class Preparation:
     bytes, with any number of workers and shares."""
 
     def __init__(
-        self,
-        section: PrepareSection,
-        *,
-        tokenizer: Tokenizer,
-        seed: int,
-        workers: int = 1,
-        outputs: Sequence[str] = (),
+        self, section: PrepareSection, *, tokenizer: Tokenizer, seed: int, workers: int = 1, outputs: Sequence[str] = ()
     ) -> None:
         """`outputs`: those of other sections, which are no text either."""
-        encoders.reject_dropout(tokenizer)
-        self._section, self._tokenizer, self._workers = section, tokenizer, max(1, workers)
-        self._dtype = token_dtype(tokenizer.vocab_size)
+        reject_dropout(tokenizer)
+        self.output, self.tokenizer = section.output, tokenizer
+        self._sources, self._workers = section.sources, max(1, workers)
+        dtype = token_dtype(tokenizer.vocab_size)
         eod = section.append_eod and ("append_eod" in section.model_fields_set or not section.split_sentences)
         self._settings = Settings(
             tokenizer_hash=tokenizer.content_hash,
-            dtype=self._dtype.name,
+            dtype=dtype.name,
             eod_id=tokenizer.eod_id if eod else None,
             shuffle_seed=seed if section.shuffle else None,
             **{field.name: getattr(section, field.name) for field in fields(Settings) if hasattr(section, field.name)},
         )
         self._files = find_files(section.sources, outputs=[section.output, *outputs])
         self._units = plan_units(self._files)
-        self._folder = PartsFolder(section.output, self._dtype.itemsize)
+        self._folder = PartsFolder(section.output, dtype)
         self._report: Callable[[Progress], None] = lambda _: None
         self._progress = Progress(sum(file.size for file in self._files))
         self._notes: list[str] = []
 
+    def elsewhere(self, output: str) -> Preparation:
+        """The same shard under another name."""
+        other = copy.copy(self)
+        other.output, other._folder = output, PartsFolder(output, self._folder.dtype)
+        return other
+
     def run(
-        self, share: Share | None = None, progress: Callable[[Progress], None] | None = None, *, then: str = _RESUMES
+        self, share: tuple[int, int] | None = None, progress: Callable[[Progress], None] = lambda _: None
     ) -> PrepareResult:
-        """`then`: what errors of the disk add."""
-        self._report = progress or self._report
-        with written_to("place for prepare.output", then):
+        """`share`: (k, n) for the units k, k + n, k + 2n, ..., as one of several processes or machines."""
+        self._report = progress
+        with written_to("place for prepare.output", AGAIN):
             if not os.path.exists(self._folder.path) and (found := self._finished()):
                 return PrepareResult(found, True)  # nothing to write, not even a lock
-            with self._folder.locked(shared=share is not None):
-                return self._run_locked(share)
-
-    def _run_locked(self, share: Share | None) -> PrepareResult:
-        if found := self._finished():
-            self._folder.remove()
-            return PrepareResult(found, True)
-        units = self._units if share is None else self._units[share.k :: share.n]
-        parts = self._reused_parts(units)
-        try:
-            if share is None:
-                self._folder.clean()
-            if missing := [unit for unit in units if unit.number not in parts]:
-                parts |= self._new_parts(missing)
-            manifest = self._merge([parts[unit.number] for unit in units]) if share is None else None
-        except BaseException:  # workers that were ended in the middle of a file
-            with contextlib.suppress(StorageError):
-                if share is None:
-                    self._folder.clean()
-            raise
-        if manifest is not None:
-            self._folder.remove()
-        return PrepareResult(manifest, False, self._notes)
+            with self._folder.locked(shared=share is not None) as lock:
+                if found := self._finished():
+                    self._folder.remove(lock)
+                    return PrepareResult(found, True)
+                units = self._units[share[0] :: share[1]] if share else self._units
+                parts = self._reused_parts(units)
+                try:
+                    if not share:
+                        self._folder.clean()
+                    if missing := [unit for unit in units if unit.number not in parts]:
+                        parts |= self._new_parts(missing)
+                    manifest = None if share else self._merge([parts[unit.number] for unit in units])
+                except BaseException:  # workers that were ended in the middle of a file
+                    with contextlib.suppress(StorageError):
+                        if not share:
+                            self._folder.clean()
+                    raise
+                if manifest is not None:
+                    self._folder.remove(lock)
+                return PrepareResult(manifest, False, self._notes)
 
     def _advance(self, **facts: Any) -> None:
         self._progress = replace(self._progress, **facts)
@@ -167,33 +153,38 @@ class Preparation:
     def _reused_parts(self, units: Sequence[Unit]) -> dict[int, ShardPart]:
         """The parts that earlier runs have made of these units, verified by their hashes."""
         marked = [unit for unit in units if self._folder.marker(unit.number).exists()]
-        parts: dict[int, ShardPart] = {}
         with ThreadPoolExecutor(self._workers) as pool:
             verified = pool.map(lambda unit: reusable(unit, self._settings, self._folder), marked)
-            for unit, part in zip(marked, verified, strict=True):
-                if part is not None:
-                    parts[unit.number] = part
-                    self._advance(reused_bytes=self._progress.reused_bytes + unit.input_bytes)
+            parts = {part.unit: part for part in verified if part is not None}
+        self._advance(reused_bytes=sum(unit.input_bytes for unit in marked if unit.number in parts))
         return parts
 
     def _new_parts(self, units: Sequence[Unit]) -> dict[int, ShardPart]:
-        """By the first fast encoder that equals the reference tokenizer on a sample, else by the reference."""
         as_ids = self._settings.special_tokens == "as_ids"
-        reference = Reference(self._tokenizer, as_ids)
-        sample = encoders.sample_around(self._tokenizer, self._sample_texts())
-        rejected: dict[str, str] = {}
-        for fast in encoders.fast_encoders(self._tokenizer, as_ids=as_ids, rejected=rejected):
-            try:
-                parts = self._parts_by(fast, units, reference, sample)
-            except _RejectedEncoderError as reason:
-                rejected[fast.name.split()[0]] = str(reason)
-                continue
-            self._notes += [f"encoder: {fast.name}"]
-            break
-        else:
-            parts = self._parts_by(reference, units, reference)
-            self._notes += [f"encoder: {reference.name}"]
-        self._notes += [f"not {name}: {reason}" for name, reason in rejected.items()]
+        encoder, notes = choose_encoder(self.tokenizer, self._sample_texts(), as_ids=as_ids)
+        self._notes += notes
+        counts = np.frombuffer(mmap.mmap(-1, 32 * len(self._units)), np.int64).reshape(-1, 4)  # shared by all processes
+        worker = UnitTokenizer(
+            units=self._units,
+            settings=self._settings,
+            folder=self._folder,
+            encoder=encoder,
+            reference=reference(self.tokenizer, as_ids),
+            tokenizer=self.tokenizer,
+            progress=counts,
+        )
+        parts: dict[int, ShardPart] = {}
+        with worker_pool(worker.make_part, min(self._workers, len(units))) as submit:
+            done: queue.SimpleQueue[Future[ShardPart]] = queue.SimpleQueue()
+            for unit in units:
+                submit(unit.number).add_done_callback(done.put)
+            while len(parts) < len(units):
+                with contextlib.suppress(queue.Empty):
+                    part = done.get(timeout=_REPORT_SECONDS).result()
+                    self._folder.mark(part)
+                    parts[part.unit] = part
+                names = ("input_bytes", "text_bytes", "documents", "tokens")
+                self._advance(**dict(zip(names, counts.sum(axis=0).tolist(), strict=True)))
         return parts
 
     def _sample_texts(self) -> list[str]:
@@ -209,75 +200,38 @@ class Preparation:
                 left -= len(texts[-1])
         return [text for text in texts if text]
 
-    def _parts_by(
-        self, encoder: Encoder, units: Sequence[Unit], reference: Encoder, sample: list[str] | None = None
-    ) -> dict[int, ShardPart]:
-        """_RejectedEncoderError where the encoder does not give the ids of the reference for the sample. The units are
-        begun meanwhile; no part counts before the check is passed."""
-        counts = np.frombuffer(mmap.mmap(-1, 32 * len(self._units)), np.int64).reshape(-1, 4)  # shared by all processes
-        worker = UnitTokenizer(
-            self._units, self._settings, self._folder, encoder, self._tokenizer, reference=reference, progress=counts
-        )
-        parts: dict[int, ShardPart] = {}
-        with worker_pool(worker, workers=min(self._workers, len(units))) as submit:
-            encoded = submit("encode", sample) if sample else None
-            done: queue.SimpleQueue[Future[ShardPart]] = queue.SimpleQueue()
-            for unit in units:
-                submit("make_part", unit.number).add_done_callback(done.put)
-            if sample and encoded:
-                _check_sample(sample, reference, encoded)
-            while len(parts) < len(units):
-                with contextlib.suppress(queue.Empty):
-                    part = done.get(timeout=_REPORT_SECONDS).result()
-                    self._folder.mark(part)
-                    parts[part.unit] = part
-                names = ("input_bytes", "text_bytes", "documents", "tokens")
-                self._advance(**dict(zip(names, counts.sum(axis=0).tolist(), strict=True)))
-        return parts
-
     # ---------------------------------------------------------------- the shard
 
     def _merge(self, parts: list[ShardPart]) -> ShardManifest:
-        output = self._section.output
-        with writing(self._folder.path, "read"):
-            merge = Merge(parts, self._folder, self._dtype)
-            if self._settings.deduplicate:
-                merge.find_duplicates()
-            sources, dropped = self._counts(merge)
-            if not sum(source.documents for source in sources):
-                raise self._nothing_left(dropped)
-            writer = self._write(merge)
-        manifest = ShardManifest(
-            **self._decisive(),
-            documents=writer.num_documents,
-            sequences=writer.num_sequences,
-            tokens=writer.num_tokens,
-            sources=sources,
-            source_files=self._source_files(parts),
-            dropped=dropped,
-            encoder=", ".join(sorted({part.encoder for part in parts})),
-            bloomery_version=__version__,
-            index_hash=file_checksum(f"{output}.idx"),
-        )
-        manifest.write(output)
-        return manifest
-
-    def _write(self, merge: Merge) -> ShardWriter:
-        """The .bin, the .idx and, of several files, the .origins."""
-        output = self._section.output
-        for leftover in glob(f"{escape(output)}{PARTIAL}*"):
-            _remove(leftover)
+        """Makes the .bin, the .idx, of several files the .origins, and at last the manifest."""
+        output = self.output
+        dropped = {reason: sum(part.dropped[reason] for part in parts) for reason in REASONS}
+        counts = np.zeros((len(self._sources), 3), np.int64)
+        for stale in glob(f"{escape(output)}{PARTIAL}*"):
+            _remove(stale)
         partial, final = Path(f"{output}{PARTIAL}origins"), Path(origins_path(output))
         try:
-            with ShardWriter(output, self._dtype) as writer, writing(partial), open(partial, "xb") as origins:
+            with writing(self._folder.path, "read"):
+                merge = Merge(parts, self._folder)
+                if self._settings.deduplicate:
+                    dropped[DUPLICATE] += merge.find_duplicates()
+            with ShardWriter(output, self._folder.dtype) as writer, writing(partial), open(partial, "xb") as origins:
+                source_of = np.array([file.source for file in self._files])
 
-                def add_origins(files: NDArray[np.uint32]) -> None:
+                def appended(table: NDArray[Any]) -> None:
                     with writing(partial):
-                        origins.write(np.ascontiguousarray(files).data)
+                        origins.write(np.ascontiguousarray(table["file"]).data)
+                    rows = np.ones(len(table), np.int64), table["tokens"], table["text_bytes"]
+                    np.add.at(counts, source_of[table["file"]], np.column_stack(rows))
+                    self._advance(merged=writer.num_documents / merge.num_documents)
 
                 with writing(self._folder.path, "read"):
-                    is_shuffled = self._settings.shuffle_seed is not None
-                    merge.write(writer, add_origins, is_shuffled, lambda share: self._advance(merged=share))
+                    merge.write(writer, shuffle=self._settings.shuffle_seed is not None, appended=appended)
+                if not writer.num_documents:
+                    why = ", ".join(f"{count} {reason}" for reason, count in dropped.items() if count)
+                    what = "; ".join([f"no document is left ({why or 'there is no text'})", *self._without_bytes()])
+                    rule, remedy = "a shard needs at least one document", "correct prepare.sources or the filters"
+                    raise DataError(Problem(what, rule, remedy, output))
                 origins.flush()
                 # An older manifest must not describe the new shard, not even for the moment until its own is written.
                 _remove(manifest_path(output))
@@ -286,36 +240,29 @@ class Preparation:
                     publish(partial, final)
         finally:
             partial.unlink(missing_ok=True)
-        return writer
-
-    def _counts(self, merge: Merge) -> tuple[tuple[SourceCount, ...], dict[str, int]]:
-        totals = np.zeros((len(self._section.sources), 3), np.int64)
-        dropped: dict[str, int] = dict.fromkeys(REASONS, 0)
-        for number, (unit, part) in enumerate(zip(self._units, merge.parts, strict=True)):
-            documents, tokens, text_bytes, duplicates = merge.counts(number)
-            totals[unit.source] += (documents, tokens, text_bytes)
-            for reason, count in {**part.dropped, DUPLICATE: part.dropped[DUPLICATE] + duplicates}.items():
-                dropped[reason] += count
-        sources = tuple(
-            SourceCount(name, *map(int, row)) for name, row in zip(self._section.sources, totals, strict=True)
+        manifest = ShardManifest(
+            **self._decisive(),
+            documents=writer.num_documents,
+            sequences=writer.num_sequences,
+            tokens=writer.num_tokens,
+            sources=tuple(SourceCount(name, *map(int, row)) for name, row in zip(self._sources, counts, strict=True)),
+            source_files=self._source_files(parts),
+            dropped=dropped,
+            encoder=", ".join(sorted({part.encoder for part in parts})),
+            bloomery_version=__version__,
+            index_hash=file_checksum(f"{output}.idx"),
         )
-        self._notes += [f"the source '{source.name}' gave no document" for source in sources if not source.documents]
+        manifest.write(output)
+        self._notes += [f"the source '{each.name}' gave no document" for each in manifest.sources if not each.documents]
         self._notes += self._without_bytes()
         if whole := sum(file.stem.endswith(".json") for file in self._files):
             self._notes += [f"{whole} .json files were taken for one text each: lines of JSON need the ending .jsonl"]
-        return sources, dropped
+        return manifest
 
     def _without_bytes(self) -> list[str]:
         """A note, or none."""
         empty = [file.name for file in self._files if not file.size]
         return [f"{len(empty)} of {len(self._files)} files have no bytes: {first_few(empty)}"] if empty else []
-
-    def _nothing_left(self, dropped: dict[str, int]) -> DataError:
-        reasons = ", ".join(f"{count} {reason}" for reason, count in dropped.items() if count)
-        what = f"no document is left ({reasons})" if reasons else "the sources hold no text"
-        what = "; ".join([what, *self._without_bytes()])
-        remedy = "correct prepare.sources or the filters"
-        return DataError(Problem(what, "a shard needs at least one document", remedy, self._section.output))
 
     # ---------------------------------------------------------------- what it was made from
 
@@ -324,7 +271,7 @@ class Preparation:
         settings = asdict(self._settings)
         own = {name: settings.pop(name) for name in ("tokenizer_hash", "dtype", "eod_id", "shuffle_seed")}
         eod = self._settings.eod_id is not None
-        return {**own, "vocab_size": self._tokenizer.vocab_size, "append_eod": eod, "settings": settings}
+        return {**own, "vocab_size": self.tokenizer.vocab_size, "append_eod": eod, "settings": settings}
 
     def _source_files(self, parts: Sequence[ShardPart]) -> tuple[SourceFile, ...]:
         digests: dict[int, list[str]] = {}
@@ -337,16 +284,15 @@ class Preparation:
 
     def _finished(self) -> ShardManifest | None:
         """The manifest of a shard that was made from these files in this way, and is whole."""
-        output = self._section.output
         try:
-            found = manifests.read_manifest(output)
+            found = manifests.read_manifest(self.output)
             if found is None or any(getattr(found, name) != value for name, value in self._decisive().items()):
                 return None
             names = [source.name for source in found.sources]
-            if names != list(self._section.sources) or not self._same_files(found.source_files):
+            if names != list(self._sources) or not self._same_files(found.source_files):
                 return None
-            with ShardReader(output) as shard:
-                return None if manifests.check_describes(found, shard, place=output) else found
+            with ShardReader(self.output) as shard:
+                return None if manifests.check_describes(found, shard, place=self.output) else found
         except DataError:
             return None
 
@@ -359,18 +305,6 @@ class Preparation:
         for span in (span for unit in self._units for span in unit.spans if span.file.number in changed):
             digests.setdefault(span.file.number, []).append(hash_span(span))
         return all(_combined(found) == changed[number] for number, found in digests.items())
-
-
-def _check_sample(sample: list[str], reference: Encoder, encoded: Future[Ids]) -> None:
-    expected = reference.encode(sample)
-    try:
-        difference = encoders.first_difference(sample, expected, encoded.result())
-    except BrokenProcessPool:
-        difference = "its process was killed"
-    except DataError as error:
-        difference = f"it {error.problems[0].what}"
-    if difference:
-        raise _RejectedEncoderError(difference)
 
 
 def _combined(digests: list[str]) -> str:

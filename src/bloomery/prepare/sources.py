@@ -6,7 +6,7 @@ import os
 import re
 import stat
 import sysconfig
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from glob import escape, glob, has_magic
 from typing import IO, Any, NoReturn, cast
@@ -77,7 +77,11 @@ def find_files(sources: Sequence[str], *, outputs: Sequence[str] = ()) -> list[I
     prefixes = [os.path.join(os.path.realpath(os.path.dirname(path)), os.path.basename(path)) for path in outputs]
     for number, source in enumerate(sources):
         try:
-            found = [file for file in _find(source) if not _is_output(file, prefixes)]
+            found = [
+                file
+                for file in _find(source)
+                if not any(file.real.startswith(each) and _OUTPUT.fullmatch(file.real, len(each)) for each in prefixes)
+            ]
         except DataError as error:
             problems += error.problems
             continue
@@ -99,14 +103,10 @@ def find_files(sources: Sequence[str], *, outputs: Sequence[str] = ()) -> list[I
     return files
 
 
-def _is_output(file: InputFile, prefixes: Sequence[str]) -> bool:
-    return any(file.real.startswith(prefix) and _OUTPUT.fullmatch(file.real, len(prefix)) for prefix in prefixes)
-
-
 def _find(source: str) -> list[InputFile]:
     if source == STDLIB:
         folder = sysconfig.get_paths()["stdlib"]
-        files = find_local(folder, wanted=lambda name: name.endswith(".py"), skip=_NOT_STDLIB)
+        files = [file for file in find_local(folder, skip=_NOT_STDLIB) if file.path.endswith(".py")]
         return [replace(file, name=STDLIB + file.path.removeprefix(folder)) for file in files]
     return _find_remote(source) if is_url(source) else find_local(source)
 
@@ -123,57 +123,41 @@ def _matches_nothing(source: str) -> Problem:
 # ---------------------------------------------------------------- on this machine
 
 
-def find_local(
-    source: str, *, wanted: Callable[[str], bool] = lambda _: True, skip: frozenset[str] = frozenset()
-) -> list[InputFile]:
+def find_local(source: str, *, skip: frozenset[str] = frozenset()) -> list[InputFile]:
     """A file, all files below a folder, or those that a glob matches, by path, each once. In folders, hidden names and
-    folders called as in `skip` are passed over, and files whose name is not `wanted`. DataError where anything cannot
-    be listed: a folder that is passed over unnoticed is text that is lost."""
+    folders called as in `skip` are passed over. DataError where anything cannot be listed: a folder that is passed over
+    unnoticed is text that is lost."""
     found: dict[str, InputFile] = {}
     try:
         for path in [source] if os.path.lexists(source) else _glob(source):
-            inner = [path]
-            if os.path.isdir(path):
-                found_here = ((folder, name) for folder, names in _walk(path, skip) for name in names if wanted(name))
-                inner = sorted(os.path.join(*pair) for pair in found_here)
-            for name in inner:
-                if (real := os.path.realpath(name)) not in found:
-                    found[real] = _facts(name, real)
+            is_folder = os.path.isdir(path)
+            inner = (os.path.join(folder, name) for folder, names in _walk(path, skip) for name in names)
+            for name in sorted(inner) if is_folder else [path]:
+                if (real := os.path.realpath(name)) in found:
+                    continue
+                facts = os.stat(name)
+                if not stat.S_ISREG(facts.st_mode):
+                    what, rule = "is no regular file", "a pipe, a socket or a device has no content that stays"
+                    remedy = "remove it, or name the files with a glob such as 'folder/**/*.py'"
+                    raise DataError(Problem(what, rule, remedy, name))
+                found[real] = InputFile(name, name, facts.st_size, str(facts.st_mtime_ns), real)
     except (OSError, ValueError) as error:  # ValueError: a path that cannot be one
         raise unreadable(str(getattr(error, "filename", None) or source), error) from error
     return list(found.values())
 
 
-def _facts(path: str, real: str) -> InputFile:
-    try:
-        facts = os.stat(path)
-    except FileNotFoundError:
-        if not os.path.islink(path):
-            raise
-        what, rule = f"is a link to nothing: there is no {real}", "a link stands for a file"
-        raise DataError(Problem(what, rule, "correct the link, or remove it", path)) from None
-    if not stat.S_ISREG(facts.st_mode):
-        what, rule = "is no regular file", "a pipe, a socket or a device has no content that stays"
-        raise DataError(Problem(what, rule, "remove it, or name the files with a glob such as 'folder/**/*.py'", path))
-    return InputFile(path, path, facts.st_size, str(facts.st_mtime_ns), real)
-
-
-def _walk(folder: str, skip: frozenset[str] = frozenset()) -> Iterator[tuple[str, list[str]]]:
-    """(folder, the names of its files) of a folder and of all below it, hidden ones apart. Links are followed last, so
-    that what is also reached without them keeps its name; no folder is entered twice."""
+def _walk(top: str, skip: frozenset[str] = frozenset()) -> Iterator[tuple[str, list[str]]]:
+    """(folder, the names of its files) of a folder and of all below it, hidden ones apart. Links are followed, but no
+    folder is entered twice."""
     entered: set[str] = set()
-    waiting = [folder]
-    while waiting:
-        for here, folders, names in os.walk(waiting.pop(0), onerror=_raise):
-            if (real := os.path.realpath(here)) in entered:
-                folders.clear()
-                continue
-            entered.add(real)
-            visible = [name for name in sorted(folders) if name[0] != "." and name not in skip]
-            links = [name for name in visible if os.path.islink(os.path.join(here, name))]
-            folders[:] = [name for name in visible if name not in links]
-            waiting += [os.path.join(here, name) for name in links]
-            yield here, [name for name in names if name[0] != "."]
+    for here, folders, names in os.walk(top, onerror=_raise, followlinks=True):
+        if (real := os.path.realpath(here)) in entered:
+            folders.clear()
+            continue
+        entered.add(real)
+        visible = [name for name in sorted(folders) if name[0] != "." and name not in skip]
+        folders[:] = sorted(visible, key=lambda name: os.path.islink(os.path.join(here, name)))
+        yield here, [name for name in names if name[0] != "."]
 
 
 def _raise(error: OSError) -> NoReturn:
@@ -248,17 +232,13 @@ def _find_remote(source: str) -> list[InputFile]:
             if info["size"] is None:
                 what, remedy = "its server does not report its length", "fetch it with `bloomery download` first"
                 raise DataError(Problem(what, "a file that ends early must be noticed", remedy, url))
-            found.append(InputFile(url, name, int(info["size"]), _version_of(info), url, source))
+            stamp = next((str(info[key]) for key in _VERSIONS if info.get(key) is not None), "")
+            found.append(InputFile(url, name, int(info["size"]), stamp, url, source))
         return found
     except DataError:
         raise
     except Exception as error:  # every store has its own kinds
         raise unreadable(source, error) from error
-
-
-def _version_of(info: Mapping[str, Any]) -> str:
-    """What changes when the file does, as its store reports; empty where it reports nothing."""
-    return next((str(info[key]) for key in _VERSIONS if info.get(key) is not None), "")
 
 
 def first_line(error: BaseException) -> str:

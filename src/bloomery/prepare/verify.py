@@ -4,56 +4,42 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import fields
 
 import numpy as np
 
 from bloomery.base.errors import DataError, Problem
 from bloomery.base.storage import writing, written_to
-from bloomery.config.recipe import PrepareSection
 from bloomery.data.manifest import ShardManifest, manifest_path, origins_path, read_manifest
 from bloomery.data.shards import ShardReader, file_checksum
-from bloomery.data.tokenizer import Tokenizer
-from bloomery.prepare.run import Preparation, Progress
+from bloomery.prepare.run import AGAIN, Preparation, Progress
 
-_ROOM = "; --verify needs room for the shard three times beside it, until it ends"
 _MAY_DIFFER = ("source_files", "encoder", "bloomery_version", "index_hash")
 """Fields of a manifest that do not follow from the inputs (of the files only the time stamps), or that earlier versions
 have not written."""
 
 
-def verify(
-    section: PrepareSection,
-    *,
-    tokenizer: Tokenizer,
-    seed: int,
-    workers: int = 1,
-    progress: Callable[[Progress], None] | None = None,
-    outputs: Sequence[str] = (),
-) -> ShardManifest:
+def verify(preparation: Preparation, progress: Callable[[Progress], None] = lambda _: None) -> ShardManifest:
     """The manifest of a shard that is what its sources give today; DataError with the first difference otherwise.
-    Nothing is left behind of what it makes beside the shard.
-    """
-    manifest = read_manifest(section.output)
+    Nothing is left behind of what it makes beside the shard."""
+    output = preparation.output
+    manifest = read_manifest(output)
     if manifest is None:
         remedy = "run `bloomery prepare` without --verify"
-        raise DataError(Problem("has no manifest", "there is nothing to compare", remedy, section.output))
-    folder, name = os.path.split(section.output)
-    with written_to("place for prepare.output", _ROOM), writing(section.output):
+        raise DataError(Problem("has no manifest", "there is nothing to compare", remedy, output))
+    folder, name = os.path.split(output)
+    with written_to("place for prepare.output", AGAIN), writing(output):
         beside = tempfile.TemporaryDirectory(prefix=f"{name}.verify-", dir=folder or ".", ignore_cleanup_errors=True)
     with beside:
-        again = section.model_copy(update={"output": os.path.join(beside.name, "again")})
-        preparation = Preparation(
-            again, tokenizer=tokenizer, seed=seed, workers=workers, outputs=[section.output, *outputs]
-        )
-        expected = preparation.run(progress=progress, then=_ROOM).manifest
+        again = os.path.join(beside.name, "again")
+        expected = preparation.elsewhere(again).run(progress=progress).manifest
         assert expected is not None
-        if what := _difference(manifest, expected) or _other_bytes(section.output, again.output, tokenizer):
+        if what := _difference(manifest, expected) or _other_bytes(output, again):
             rule = "the shard must hold exactly what its sources give"
-            remedy = f"delete {manifest_path(section.output)}, by which the shard may count as up to date, and make it "
-            remedy += "again with `bloomery prepare`, or restore the sources"
-            raise DataError(Problem(what, rule, remedy, section.output))
+            remedy = f"delete {manifest_path(output)}, by which the shard may count as up to date, and make it again "
+            remedy += "with `bloomery prepare`, or restore the sources"
+            raise DataError(Problem(what, rule, remedy, output))
     return manifest
 
 
@@ -74,22 +60,18 @@ def _difference(manifest: ShardManifest, expected: ShardManifest) -> str:
     return ""
 
 
-def _other_bytes(prefix: str, expected_prefix: str, tokenizer: Tokenizer) -> str:
+def _other_bytes(prefix: str, expected_prefix: str) -> str:
     """The first difference of the files of two shards; empty where there is none."""
+    for path, expected in ((f(prefix), f(expected_prefix)) for f in ("{}.idx".format, origins_path)):
+        if len({file_checksum(each) if os.path.exists(each) else "" for each in (path, expected)}) > 1:
+            return f"{path} is missing, or is not what the sources give"
     with ShardReader(prefix) as shard, ShardReader(expected_prefix) as right:
-        if file_checksum(f"{prefix}.idx") != file_checksum(f"{expected_prefix}.idx"):
-            return f"{prefix}.idx has other documents or sequences than their sources give"
         start = 0
-        for tokens, expected in zip(shard.blocks(), right.blocks(), strict=True):
-            if len(wrong := np.flatnonzero(tokens != expected)):
+        for tokens, wanted in zip(shard.blocks(), right.blocks(), strict=True):
+            if len(wrong := np.flatnonzero(tokens != wanted)):
                 first = int(wrong[0])
                 document, position = right.document_at(start + first)
-                begin = right.document_start(document)
-                text = tokenizer.decode(right.read(begin, min(20, right.num_tokens - begin)))
                 has = f"document {document} has token {tokens[first]} at {position}"
-                return f"{has} where its source gives {expected[first]}; it begins {text!r:.80}"
+                return f"{has} where its source gives {wanted[first]}"
             start += len(tokens)
-    origins = [origins_path(prefix), origins_path(expected_prefix)]
-    if len({file_checksum(path) if os.path.exists(path) else "" for path in origins}) > 1:
-        return f"{origins[0]} is missing, or names other files than the documents came from"
     return ""
