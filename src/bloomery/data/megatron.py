@@ -192,7 +192,7 @@ class MegatronOpening:
             if OrderShape.of(self._flavour, samples=samples, **shard) != now:
                 here, there = self._recipe.train.for_, cursor.recipe.train.for_
                 what = f"train.for is {here} = {asked} samples but the checkpoint has {there} = {then} samples"
-                why = f"with data.order={self._flavour} the order of all samples follows from it: some would come twice"
+                why = f"with data.order={self._flavour} the order of all samples follows from it: some would repeat"
                 back = there if cursor.plan.batch == self._plan.batch else f"{then} samples"
                 remedy = f"use 'train.for={back}' to resume, or start a new run under another name or --run-dir"
                 raise DataError(Problem(what, why, remedy))
