@@ -172,7 +172,7 @@ def test_unknown_and_illegal_layouts_are_refused_before_anything_starts(tmp_path
     assert "--layouts pipeline2: 'pipeline2' is not a factor of a layout. A layout is its factors" in err
     assert "--layouts dp12: batch.global_batch_size is 16 but batch.micro_batch_size is 1." in err
     assert "12 or 24" in err
-    assert "--layouts zero3-pp2-dp2: parallel.zero is 3 with parallel.pp 2." in err
+    assert "--layouts zero3-pp2-dp2: parallel.zero is 3 but parallel.pp is 2." in err
 
 
 def test_too_few_steps_are_refused(tmp_path: Path, command: Command) -> None:
