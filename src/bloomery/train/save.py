@@ -31,6 +31,7 @@ def save_if_due(run: Run, state: TrainState) -> None:
     if state.spikes.rewind_due is not None:  # it saves after the rewind, or calls this again
         return
     if run.stop.take_save_request() or run.plan.is_save_step(state.step) or _auto_due(run, state):
+        _choose_cadence(run, state)
         save(run, state)
     elif run.local is not None and _local_due(run, state) and not state.is_suspicious:
         _stage(run, state, run.local)
@@ -111,8 +112,6 @@ def plan_staged_save(run: Run, state: TrainState) -> SavePlan | None:
         return None
     tier, is_durable = staged.tier, staged.tier is run.durable
     run.count_energy(state)
-    if is_durable:
-        _choose_cadence(run, state)
     suspicious = staged.keep_all or state.is_suspicious
     state.saved_at = max(time.time(), state.saved_at + 1e-3)
     blend = run.data.blend.state.to_json() if run.data.blend else None
