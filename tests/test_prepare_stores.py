@@ -95,7 +95,7 @@ def test_download_from_a_store(store, folder, command):
     assert code == 3
     assert "none.jsonl: there is no such file" in errors
     assert (folder / "got" / "a.jsonl").read_bytes() == content
-    assert sorted(os.listdir("got")) == [".bloomery-download.jsonl", ".lock", "a.jsonl"]
+    assert sorted(os.listdir("got")) == [".lock", "a.jsonl"]
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ import json
 import os
 import secrets
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import IO, Any
 
@@ -153,41 +153,33 @@ def _try_lock(file: IO[bytes], how: int) -> bool:
     return True
 
 
-class PartWriter:
-    """Writes one part beside its name; `finish` gives it the name."""
+def write_part(
+    folder: PartsFolder, unit: int, blocks: Iterable[tuple[NDArray[Any], ...]]
+) -> tuple[str, list[tuple[int, int, int]]]:
+    """Writes one part beside its name, then gives it the name; returns the hash of all bytes, and its runs. `blocks`:
+    (tokens, lengths of sequences, DOCUMENT of each document)."""
+    hasher, temporary = xxhash.xxh3_128(), folder.temporary(unit)
+    runs: list[tuple[int, int, int]] = []
+    lengths: list[NDArray[Any]] = []
+    tables: list[NDArray[Any]] = []
 
-    def __init__(self, folder: PartsFolder, unit: int) -> None:
-        self._folder, self._unit = folder, unit
-        self._hasher = xxhash.xxh3_128()
-        self.runs: list[tuple[int, int, int]] = []
-        self._lengths: list[NDArray[Any]] = []
-        self._documents: list[NDArray[Any]] = []
-        self._temporary = folder.temporary(unit)
-        with writing(folder.path):
-            self._file = open(self._temporary, "xb", buffering=0)  # noqa: SIM115 - closed by finish and discard
-
-    def append(self, tokens: NDArray[Any], lengths: NDArray[Any], documents: NDArray[Any]) -> None:
-        self._write(tokens)
-        self.runs.append((len(documents), len(lengths), len(tokens)))
-        self._lengths.append(lengths.astype(LENGTH))
-        self._documents.append(documents)
-
-    def finish(self) -> str:
-        """The hash of all bytes."""
-        for values in (*self._lengths, *self._documents):
-            self._write(values)
-        self._file.close()
-        with writing(self._folder.path):
-            os.replace(self._temporary, self._folder.file(self._unit))
-        return self._hasher.hexdigest()
-
-    def discard(self) -> None:
-        """After a failure."""
-        self._file.close()
-        self._temporary.unlink(missing_ok=True)
-
-    def _write(self, values: NDArray[Any]) -> None:
+    def write(values: NDArray[Any]) -> None:
         view = np.ascontiguousarray(values).view(np.uint8).data
-        self._hasher.update(view)
-        with writing(self._folder.path):
-            write_all(self._file.fileno(), view)
+        hasher.update(view)
+        write_all(file.fileno(), view)
+
+    with writing(folder.path):
+        try:
+            with open(temporary, "xb", buffering=0) as file:
+                for block in blocks:
+                    runs.append((len(block[2]), len(block[1]), len(block[0])))
+                    lengths.append(block[1].astype(LENGTH))
+                    tables.append(block[2])
+                    write(block[0])
+                    del block  # before the next one is made
+                for values in (*lengths, *tables):
+                    write(values)
+            os.replace(temporary, folder.file(unit))
+        finally:
+            temporary.unlink(missing_ok=True)
+    return hasher.hexdigest(), runs

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -17,7 +17,7 @@ from bloomery.base.splitmix import splitmix64
 from bloomery.data.tokenizer import Tokenizer
 from bloomery.prepare.encoders import Encoder, Ids, forbidden_ids
 from bloomery.prepare.merge import gather
-from bloomery.prepare.parts import DOCUMENT, PartsFolder, PartWriter, ShardPart
+from bloomery.prepare.parts import DOCUMENT, PartsFolder, ShardPart, write_part
 from bloomery.prepare.read import Block, Unit, UnitReader, hash_span, place_of
 
 _FORMAT = 5
@@ -73,25 +73,24 @@ class UnitTokenizer:
 
     def make_part(self, number: int) -> ShardPart:
         """The part is under its name, but counts only once it is marked."""
-        unit, settings, progress = self.units[number], self.settings, self.progress[number]
+        unit, settings = self.units[number], self.settings
         reader = UnitReader(unit, text_key=settings.text_key, skip_bad=settings.bad_records == "skip")
         dropped = dict.fromkeys(REASONS, 0)
-        progress[:] = 0
-        writer = PartWriter(self.folder, number)
-        try:
-            for block in reader.blocks():
-                tokens, lengths, table = self._encode_block(block, dropped)
-                if len(table):
-                    writer.append(tokens, lengths, table)
-                progress += (block.input_bytes, table["text_bytes"].sum(), len(table), len(tokens))
-                del block, tokens, lengths, table  # before the next block is read
-            part_hash = writer.finish()
-        except BaseException:
-            writer.discard()
-            raise
+        self.progress[number] = 0
+        part_hash, runs = write_part(self.folder, number, self._encoded(reader, dropped))
         dropped[BAD] += reader.bad
         inputs = [(digest, span.file.stamp) for digest, span in zip(reader.hashes, unit.spans, strict=True)]
-        return ShardPart(number, settings.key(unit), self.encoder.name, inputs, part_hash, writer.runs, dropped)
+        return ShardPart(number, settings.key(unit), self.encoder.name, inputs, part_hash, runs, dropped)
+
+    def _encoded(self, reader: UnitReader, dropped: dict[str, int]) -> Iterator[tuple[NDArray[Any], ...]]:
+        for block in reader.blocks():
+            tokens, lengths, table = self._encode_block(block, dropped)
+            counts = block.input_bytes, table["text_bytes"].sum(), len(table), len(tokens)
+            self.progress[reader.unit.number] += counts
+            del block
+            if len(table):
+                yield tokens, lengths, table
+            del tokens, lengths, table  # before the next block is read
 
     def _encode_block(self, block: Block, dropped: dict[str, int]) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
         """(tokens, lengths of sequences, DOCUMENT of each document); `dropped` counts the others."""
