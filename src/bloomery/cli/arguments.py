@@ -64,12 +64,13 @@ def as_text(facts: dict[str, Any]) -> str:
         rest = len(records) - _MOST_ROWS
         lines += ["", f"{name}:", *_table([dict(leaves(record)) for record in records[:_MOST_ROWS]])]
         lines += [f"... and {rest:,} more, with --json"] * (rest > 0)
-    return "\n".join(lines)
+    return "\n".join(map(on_one_line, lines))  # what a foreign file says may hold escapes of the terminal
 
 
 def _table(records: list[dict[str, Any]]) -> list[str]:
     """The fields as columns, or as rows where there are more of them than records."""
-    rows = [tuple(records[0]), *(tuple(_shown(*item) for item in record.items()) for record in records)]
+    names = tuple(dict.fromkeys(name for record in records for name in record))
+    rows = [names, *(tuple(_shown(name, record.get(name)) for name in names) for record in records)]
     rows = rows if len(rows) > len(rows[0]) else list(zip(*rows, strict=True))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return ["  ".join(f"{cell:>{width}}" for cell, width in zip(row, widths, strict=True)) for row in rows]
@@ -77,11 +78,11 @@ def _table(records: list[dict[str, Any]]) -> list[str]:
 
 def _shown(path: str, value: Any) -> str:
     if isinstance(value, list):
-        is_range = len(value) > 2 and value == list(range(int(value[0]), int(value[0]) + len(value)))
+        is_range = len(value) > 2 and all(type(item) is int and item == value[0] + i for i, item in enumerate(value))
         return f"{value[0]}-{value[-1]}" if is_range else ", ".join(_shown(path, item) for item in value)
     if isinstance(value, int) and not isinstance(value, bool):
         return format_bytes(value) if "bytes" in path else f"{value:,}"
-    return f"{value:.7g}" if isinstance(value, float) else on_one_line(str(value))
+    return "-" if value is None else f"{value:.7g}" if isinstance(value, float) else str(value)
 
 
 def add_change(parser: argparse.ArgumentParser) -> None:
