@@ -1,13 +1,11 @@
-"""Arguments that several commands share, the recipe that they name, and a run's data opened as training opens it."""
+"""Arguments that several commands share, the recipe that they name, and answers for scripts or for people."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import sys
-from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,13 +15,9 @@ from bloomery.base.units import format_bytes
 
 if TYPE_CHECKING:  # --help must not wait for what only a run of the command needs
     from bloomery.config.load import LoadedRecipe
-    from bloomery.config.recipe import DataSection, Recipe
-    from bloomery.data.open import OpenData
-    from bloomery.sizing.schedule import TrainingPlan
+    from bloomery.config.recipe import Recipe
     from bloomery.train.resume import ResumePoint
 
-DATA_SECTIONS = ("name", "seed", "model", "tokenizer", "data", "batch", "train")
-"""What the data of a run depends on."""
 _MOST_ROWS = 16
 
 
@@ -59,17 +53,18 @@ def as_text(facts: dict[str, Any]) -> str:
         name: value for name, value in facts.items() if isinstance(value, list) and isinstance([*value, 0][0], dict)
     }
     plain = leaves({name: value for name, value in facts.items() if name not in tables})
-    lines = [f"{path:<38}  {_shown(path, value)}" for path, value in plain if value not in (None, [])]
+    lines = [f"{path:<38}  {_shown(path, value)}" for path, value in plain if value not in (None, [], {})]
     for name, records in tables.items():
         rest = len(records) - _MOST_ROWS
         lines += ["", f"{name}:", *_table([dict(leaves(record)) for record in records[:_MOST_ROWS]])]
         lines += [f"... and {rest:,} more, with --json"] * (rest > 0)
-    return "\n".join(lines)
+    return "\n".join(map(on_one_line, lines)).strip("\n")  # what a foreign file says may hold escapes of the terminal
 
 
 def _table(records: list[dict[str, Any]]) -> list[str]:
     """The fields as columns, or as rows where there are more of them than records."""
-    rows = [tuple(records[0]), *(tuple(_shown(*item) for item in record.items()) for record in records)]
+    names = tuple(dict.fromkeys(name for record in records for name in record))
+    rows = [names, *(tuple(_shown(name, record.get(name)) for name in names) for record in records)]
     rows = rows if len(rows) > len(rows[0]) else list(zip(*rows, strict=True))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return ["  ".join(f"{cell:>{width}}" for cell, width in zip(row, widths, strict=True)) for row in rows]
@@ -77,11 +72,11 @@ def _table(records: list[dict[str, Any]]) -> list[str]:
 
 def _shown(path: str, value: Any) -> str:
     if isinstance(value, list):
-        is_range = len(value) > 2 and value == list(range(int(value[0]), int(value[0]) + len(value)))
+        is_range = len(value) > 2 and all(type(item) is int and item == value[0] + i for i, item in enumerate(value))
         return f"{value[0]}-{value[-1]}" if is_range else ", ".join(_shown(path, item) for item in value)
     if isinstance(value, int) and not isinstance(value, bool):
         return format_bytes(value) if "bytes" in path else f"{value:,}"
-    return f"{value:.7g}" if isinstance(value, float) else on_one_line(str(value))
+    return "-" if value is None else f"{value:.7g}" if isinstance(value, float) else str(value)
 
 
 def add_change(parser: argparse.ArgumentParser) -> None:
@@ -150,39 +145,6 @@ def past_of(recipe: Recipe, args: argparse.Namespace, *, reads: Collection[str])
     check_change_names(args.changes)
     checkpoint = read_checkpoint(find_checkpoint(args.run_dir), tensors=False)
     return resume_point_at(checkpoint, recipe, changes=args.changes, reads=reads)
-
-
-@dataclass(frozen=True)
-class InspectedRun:
-    recipe: Recipe
-    section: DataSection
-    plan: TrainingPlan
-    data: OpenData
-    past: ResumePoint | None
-    """Of a run that is inspected by its checkpoint."""
-
-
-@contextmanager
-def opened_run(args: argparse.Namespace) -> Iterator[InspectedRun]:
-    recipe = load(args, reads=DATA_SECTIONS).recipe
-    section = recipe.data
-    if section is None:
-        remedy = "add `data:` with `train:` to the recipe"
-        raise RecipeError(Problem("the recipe has no data", remedy=remedy, place=args.recipe))
-    from bloomery.data.open import open_data
-    from bloomery.sizing.schedule import TrainingPlan
-
-    past = past_of(recipe, args, reads=DATA_SECTIONS)
-    plan = past.plan if past else TrainingPlan.of(recipe)
-    with open_data(recipe, plan=plan, cursor=past.before if past else None) as data:
-        for warning in data.warnings:
-            print(f"bloomery: warning: {warning}", file=sys.stderr)
-        if past is not None:
-            from bloomery.train.resume import check_tokenizer, checked_shards
-
-            check_tokenizer(past, data.tokenizer_hash)
-            checked_shards(past, data.shards())
-        yield InspectedRun(recipe, section, plan, data, past)
 
 
 def refuse(what: str, valid: str) -> RecipeError:

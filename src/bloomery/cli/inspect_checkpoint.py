@@ -5,13 +5,12 @@ from __future__ import annotations
 import argparse
 import json
 from dataclasses import asdict
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bloomery.base import exit_codes
-from bloomery.base.errors import on_one_line
-from bloomery.base.units import format_bytes, format_count
+from bloomery.base.units import format_bytes
+from bloomery.cli.arguments import as_text, show
 
 if TYPE_CHECKING:
     from bloomery.checkpoint.listing import Listed
@@ -30,43 +29,20 @@ def run(args: argparse.Namespace) -> int:
 
         found = list_checkpoints(args.path, check_hashes=args.verify)
         print(json.dumps([asdict(one) for one in found], indent=2) if args.json else _list_text(found))
-    else:
-        from bloomery.checkpoint.select import describe_checkpoint
+        return exit_codes.OK
+    from bloomery.checkpoint.select import describe_checkpoint
 
-        facts = describe_checkpoint(args.path, check_hashes=args.verify)
-        print(json.dumps(facts, indent=2) if args.json else _text(facts))
-    return exit_codes.OK
+    return show(args, describe_checkpoint(args.path, check_hashes=args.verify), _text)
 
 
 def _text(facts: dict[str, Any]) -> str:
-    layout = ", ".join(f"{name} {value}" for name, value in facts["layout"].items())
-    versions = ", ".join(f"{name} {value}" for name, value in facts["versions"].items())
-    lines = [
-        f"{facts['folder']}: {facts['name']}, step {facts['step']:,}, {format_bytes(facts['bytes'])}"
-        + (", all files verified" if facts["verified"] else ""),
-        "",
-        f"  samples      {facts['consumed_samples']:,}",
-        f"  tokens       {facts['consumed_tokens']:,}",
-        f"  fingerprint  {facts['fingerprint']}",
-        f"  saved by     {facts['ranks']} rank(s), {layout}",
-        f"  versions     format {facts['format']}, {versions}",
-    ]
-    if facts["time"] is not None:
-        lines.append(f"  saved at     {datetime.fromtimestamp(facts['time'], UTC):%Y-%m-%d %H:%M:%S} UTC")
-    if facts["validation"] is not None:
-        lines.append(f"  validation   loss {facts['validation']['loss']} at step {facts['validation']['step']:,}")
-    if facts["tokenizer"] is not None:
-        lines.append(f"  tokenizer    {facts['tokenizer']}")
-    lines.append("")
-    for name, group in facts["groups"].items():
-        pieces = f" in {group['pieces']:,} pieces" if group["pieces"] > group["tensors"] else ""
-        lines.append(
-            f"  {name:<11}  {group['tensors']:,} tensors{pieces}, {format_count(group['elements'])} elements, "
-            f"{format_bytes(group['bytes'])}"
-        )
-    lines.append("")
-    lines += [f"  {format_bytes(size):>10}  {name}" for name, size in facts["files"].items()]
-    return "\n".join(map(on_one_line, lines))  # a manifest from elsewhere may hold escapes of the terminal
+    """Without the tensors and the state of training."""
+    from bloomery.monitor.sinks import iso_time
+
+    shown = {name: value for name, value in facts.items() if name not in ("tensors", "state")}
+    saved_at = None if facts["time"] is None else iso_time(facts["time"])
+    files = [{"file": name, "bytes": size} for name, size in facts["files"].items()]
+    return as_text(shown | {"time": saved_at, "files": files})
 
 
 def _list_text(found: list[Listed]) -> str:

@@ -11,7 +11,7 @@ from pathlib import Path
 from bloomery.base import exit_codes
 from bloomery.base.errors import Problem, RecipeError
 from bloomery.base.storage import write_atomically
-from bloomery.cli.arguments import add_json, add_recipe_arguments, load
+from bloomery.cli.arguments import add_json, add_recipe_arguments, as_text, load, show
 from bloomery.config.load import load_recipe
 from bloomery.config.recipe import Recipe
 from bloomery.sizing.layout import world_size
@@ -65,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _simulate(args: argparse.Namespace) -> int:
     """Instead of everything else that `verify` does: the recipe need only be legal in the simulated world."""
-    from bloomery.verify.simulate import check_world, simulate_world, world_table
+    from bloomery.verify.simulate import METHOD, check_world, simulate_world
 
     if args.simulate_world is None:
         rule = "it names a rank of a simulated world"
@@ -76,8 +76,7 @@ def _simulate(args: argparse.Namespace) -> int:
         args.overrides += _launched_as(recipe, args.simulate_world)
     recipe = load(args).recipe
     facts = simulate_world(recipe, args.simulate_world, args.rank)
-    print(json.dumps(facts, indent=1) if args.json else world_table(facts))
-    return exit_codes.OK
+    return show(args, facts, lambda facts: f"{as_text(facts)}\n\n{METHOD}")
 
 
 def _launched_as(recipe: Recipe, world: int) -> list[str]:

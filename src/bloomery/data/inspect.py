@@ -86,22 +86,19 @@ def first_position(stream: Stream) -> int:
 
 
 def order_facts(recipe: Recipe, stream: Stream, *, train_samples: int, at_samples: Sequence[int]) -> dict[str, Any]:
-    """The JSON of `inspect order`: a public contract. `epoch` counts from 0, `samples_taken` before that position. Only
-    the timeless order has an `epoch` and a `first_repeat_at`: Megatron's shuffle several together."""
+    """The JSON of `inspect order`: a public contract. `epoch` counts from 0, `samples_taken` before that position."""
     assert recipe.data is not None
     first, total_weight = first_position(stream), sum(section.weight for section in recipe.data.train)
     taken = {position: stream.blend.taken(position) for position in (first, train_samples, *at_samples)}
-    is_timeless = recipe.data.order == "timeless"
     sources = []
     for source, section in zip(stream.sources, recipe.data.train, strict=True):
         at = []
         for position in at_samples:
             count = taken[position][source.key]
-            epoch, sample = divmod(count, source.num_samples) if is_timeless else (None, None)
+            epoch, sample = source.standing(count) or (None, None)
             facts = {"samples": position, "samples_taken": count, "epochs": source.epochs(count)}
             at.append({**facts, "epoch": epoch, "sample_of_epoch": sample})
         at_first, at_end = taken[first][source.key], taken[train_samples][source.key]
-        repeats = is_timeless and at_first <= source.num_samples < at_end
         sources.append(
             {
                 "source": source.key,
@@ -112,7 +109,7 @@ def order_facts(recipe: Recipe, stream: Stream, *, train_samples: int, at_sample
                 "achieved": (at_end - at_first) / max(1, train_samples - first),
                 "samples_taken": at_end,
                 "epochs": source.epochs(at_end),
-                "first_repeat_at": _first_repeat(stream, source, first, train_samples) if repeats else None,
+                "first_repeat_at": _first_repeat(stream, source, first, train_samples),
                 "at": at,
             }
         )
@@ -126,13 +123,15 @@ def order_facts(recipe: Recipe, stream: Stream, *, train_samples: int, at_sample
     }
 
 
-def _first_repeat(stream: Stream, source: ShardSource, first: int, last: int) -> int:
-    """The position of the run, in [first, last), at which a source begins its second epoch."""
+def _first_repeat(stream: Stream, source: ShardSource, first: int, last: int) -> int | None:
+    """The position of the run, in [first, last), at which a source begins its second epoch; None where that is never,
+    was before, or where epochs are shuffled together."""
 
-    def taken(position: int) -> int:
-        return stream.blend.taken(position)[source.key]
+    def standing(position: int) -> tuple[int, int]:
+        return source.standing(stream.blend.taken(position)[source.key]) or (2, 0)
 
-    return bisect_right(range(last + 1), source.num_samples, lo=first, key=taken) - 1
+    repeats = standing(first) <= (1, 0) < standing(last)
+    return bisect_right(range(last + 1), (1, 0), lo=first, key=standing) - 1 if repeats else None
 
 
 def recipe_facts(recipe: Recipe, data: OpenData, *, train_samples: int, quick: bool) -> dict[str, Any]:

@@ -73,6 +73,12 @@ class MegatronSource(ShardSource):
         """The end of the text need not be that of a sample."""
         return samples * self.seq_length / self.shape.tokens_per_epoch
 
+    def standing(self, samples: int) -> tuple[int, int] | None:
+        shape = self.shape
+        if shape.separate_last and samples >= shape.samples_shuffled_first:
+            return shape.epochs - 1, samples - shape.samples_shuffled_first
+        return (0, samples) if shape.epochs - shape.separate_last == 1 else None
+
     def locate(self, ordinals: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """The epochs count tokens: those that are shuffled together mix."""
         _refuse_beyond(self.key, ordinals, self.total_samples)

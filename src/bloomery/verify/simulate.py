@@ -13,7 +13,7 @@ from __future__ import annotations
 import sys
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -32,7 +32,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from bloomery.base.errors import Problem, RecipeError
-from bloomery.base.units import format_bytes
 from bloomery.config.recipe import PipelineSchedule, Recipe
 from bloomery.data.batch import Batch, Packing, causal_batch
 from bloomery.families.family import LM_LOSS, SOP_LOSS
@@ -340,50 +339,11 @@ def most_held(passes: Iterator[Pass], kept: Sequence[int], working: Sequence[int
     return peak, most
 
 
-_METHOD = """\
+METHOD = """\
 Masters, copies, gradients and optimizer state are exact: counted from the pieces of the rank. Activations are
 simulated: fake micro-batches go forward and backward through the rank's own stages while every tensor is counted;
 attention and dropout keep what an accelerator's kernels keep. There is no allocator in it (rounding, fragmentation,
 CUDA context, communication buffers come on top), and nothing is compiled (compiled code keeps less)."""
-
-
-def world_table(facts: Mapping[str, Any]) -> str:
-    """What `simulate_world` found, for people."""
-    layout, ranks = facts["layout"], facts["ranks"]
-    chunks = f" x {layout['chunks']} chunks" if layout["chunks"] > 1 else ""
-    pipeline = f", {layout['schedule']}" if layout["pp"] > 1 else ""
-    rows = {
-        "": [f"rank {rank['rank']:,}" for rank in ranks],
-        "pipeline rank": [f"{rank['place']['pp'] + 1} of {layout['pp']}" for rank in ranks],
-        "layers": [_layers(rank) for rank in ranks],
-        "parameters held": [f"{rank['elements']:,}" for rank in ranks],
-        "forward passes held": [str(rank["forward_passes_held"]) for rank in ranks],
-    }
-    for name in ranks[0]["memory_bytes"]:
-        sizes = [rank["memory_bytes"][name] for rank in ranks]
-        if any(sizes):
-            rows[name.replace("_", " ")] = [format_bytes(size) for size in sizes]
-    widths = [max(map(len, column)) for column in zip(*rows.values(), strict=True)]
-    lines = [
-        f"{facts['name']} on {facts['world']:,} simulated ranks: tp {layout['tp']} x cp {layout['cp']} x "
-        f"dp {layout['dp']} x pp {layout['pp']}{chunks}, ZeRO {layout['zero']} over {layout['shard']}{pipeline}, "
-        f"recompute {facts['recompute']}, {facts['precision']}, {facts['micro_batches']:,} micro-batches of "
-        f"{facts['micro_batch_size']}",
-        f"parameters of all stages: {facts['built_parameters']:,}, as the formula says",
-        "",
-    ]
-    for title, row in rows.items():
-        cells = (f"{cell:>{width}}" for cell, width in zip(row, widths, strict=True))
-        lines.append(f"{title:<24}{'  '.join(cells)}")
-    return "\n".join([*lines, "", _METHOD, f"Took {facts['seconds']:.1f} s."])
-
-
-def _layers(rank: Mapping[str, Any]) -> str:
-    blocks = [
-        f"{first}-{last}" if last > first else str(first)
-        for first, last in ((layers[0], layers[-1]) for layers in rank["layers"])
-    ]
-    return " + ".join(["embedding"] * rank["embedding"] + blocks + ["head"] * rank["head"])
 
 
 def _accelerator_kernel(device_type: str, **facts: Any) -> str:
