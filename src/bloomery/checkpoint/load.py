@@ -186,7 +186,7 @@ def _why_not_of_its_recipe(checkpoint: Checkpoint) -> str:
         raise DataError(
             [Problem(f"{RECIPE} cannot be used: {each.what}", place=each.place) for each in error.problems]
         ) from error
-    needed = dict(islice(_tensors_of(model), len(tensors) + 1))  # one more shows that there are too few
+    needed = dict(islice(saved_tensors(model), len(tensors) + 1))  # one more shows that there are too few
     if missing := [name for name in needed if name not in tensors]:
         return f"{INDEX} lacks {first_few(missing)}"
     if unknown := sorted(tensors.keys() - needed.keys()):
@@ -195,7 +195,7 @@ def _why_not_of_its_recipe(checkpoint: Checkpoint) -> str:
     return f"other in {INDEX} than in {RECIPE}: {first_few(wrong)}" if wrong else ""
 
 
-def _tensors_of(model: ModelSection) -> Iterator[tuple[str, Kind]]:
+def saved_tensors(model: ModelSection) -> Iterator[tuple[str, Kind]]:
     """What a training of this model saves."""
     yield "optim.step", ("F32", ())
     for weight in model_shapes(model, vocab_size=padded_vocab_size(model), num_layers=model.num_layers):
