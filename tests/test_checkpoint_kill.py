@@ -31,6 +31,7 @@ from kill_points import KillPoint, end, train_until_killed
 
 POINTS = int(os.environ.get("BLOOMERY_KILL_POINTS", "0"))
 PRELOAD = ["kill_points", "bloomery.train.loop", "bloomery.train.setup"]
+FOUR = ("parallel.tp=2", "launch={on: local, gpus_per_node: 4}", "batch={micro_batch_size: 2, global_batch_size: 8}")
 NOBODY = KillPoint(victim=0, operation=None, all_ranks=False)
 CHANGING = ("seconds_per_step", "samples_per_second", "tokens_per_second", "tflops", "mfu", "job", "time")
 CHANGING += ("memory_bytes", "peak_memory_bytes", "energy")
@@ -43,7 +44,7 @@ class Victims:
     def __init__(self, workshop: Workshop, size: int, *overrides: str) -> None:
         self.workshop, self.size = workshop, size
         endless = ("train.for=1000000 steps", "lr.decay=null", "checkpoint.timeout=20s")
-        self._overrides = (*(("parallel.tp=2",) if size > 1 else ()), *endless, *overrides)
+        self._overrides = (*(FOUR if size == 4 else ()), *endless, *overrides)
         self._pids = workshop.folder / "pids"
         self.run = workshop.folder / "run"
 
@@ -138,7 +139,7 @@ def points(chance: random.Random, operations: dict[int, int], count: int) -> lis
     return found
 
 
-@pytest.mark.parametrize(("size", "few"), [(1, 2), (2, 1)])
+@pytest.mark.parametrize(("size", "few"), [(1, 2), (4, 1)])
 def test_a_training_that_is_killed_at_any_point_goes_on_as_if_it_never_was(
     workshop: Workshop, size: int, few: int
 ) -> None:

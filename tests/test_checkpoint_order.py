@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import random
 import re
 from math import isclose, sqrt
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from pydantic import ValidationError
 
-from bloomery.base.errors import DataError, StorageError
+from bloomery.base.errors import DataError, Problem, StorageError
 from bloomery.base.ranks import Piece
 from bloomery.base.units import Amount, Duration
 from bloomery.checkpoint import folder as folders
@@ -21,6 +23,7 @@ from bloomery.checkpoint import load as load_module
 from bloomery.checkpoint import retention
 from bloomery.checkpoint.folder import FencedError, take_over, tidy
 from bloomery.checkpoint.listing import list_checkpoints
+from bloomery.checkpoint.load import Checkpoint
 from bloomery.checkpoint.retention import Tier, apply_retention
 from bloomery.checkpoint.save import save_checkpoint
 from bloomery.checkpoint.select import newest_good, refuse_later
@@ -118,7 +121,34 @@ def test_all_ranks_choose_the_same(tmp_path: Path) -> None:
     flip(tmp_path / "step-00000003")
     choices = together(4, lambda ranks: newest_good([tmp_path], ranks=ranks))
     assert all(choice.damaged == choices[0].damaged for choice in choices)
-    assert choices[0].checkpoint.folder == tmp_path / "step-00000002"
+    assert {choice.checkpoint.folder for choice in choices} == {tmp_path / "step-00000002"}
+
+
+def test_a_candidate_is_judged_before_its_tensors_are_read_and_rank_0_reads_the_manifest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for step in (1, 2, 3):
+        save(tmp_path, step)
+    tensors, manifests, original = set[str](), list[str](), load_module.file_damage
+
+    def file_damage(path: Path, facts: dict[str, Any], *, read: bool) -> str:
+        tensors.update([path.parent.name] if read and path.suffix == ".safetensors" else [])
+        return original(path, facts, read=read)
+
+    def read_manifest(folder: Path) -> Any:
+        manifests.append(folder.name)
+        return folders.read_manifest(folder)
+
+    def check(checkpoint: Checkpoint) -> None:
+        if checkpoint.manifest["step"] == 3:
+            raise DataError(Problem("its state makes no sense"))
+
+    monkeypatch.setattr(load_module, "file_damage", file_damage)
+    monkeypatch.setattr(load_module, "read_manifest", read_manifest)
+    choices = together(4, lambda ranks: newest_good([tmp_path], ranks=ranks, check=check))
+    assert {choice.checkpoint.folder for choice in choices} == {tmp_path / "step-00000002"}
+    assert tensors == {"step-00000002"}
+    assert manifests == ["step-00000003", "step-00000002", "step-00000002"]  # of four ranks
 
 
 def test_another_format_is_told_by_number_and_stops_no_run_that_has_an_older_checkpoint(tmp_path: Path) -> None:
@@ -163,6 +193,30 @@ def test_tidying_puts_everything_in_its_place_and_latest_never_names_what_moves(
     assert tidy(tmp_path, step=2).latest_said is None
     assert tidy(tmp_path, step=0).latest_said == "step-00000002"
     assert not (tmp_path / "latest").exists()
+
+
+def test_debris_is_kept_without_following_links_however_late_they_are_planted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root, victim = tmp_path / "checkpoints", tmp_path / "victim"
+    (victim / ".step-00000001.tmp").mkdir(parents=True)
+    for name in (".left-a", ".left-b"):
+        (root / name / ".step-00000002.tmp").mkdir(parents=True)
+    (root / ".left-link").symlink_to(victim)
+    original = folders.os.rename
+
+    def planted(*arguments: Any, **descriptors: Any) -> None:
+        for place in (root / "debris", root / ".left-a", root / ".left-b"):
+            if not place.is_symlink():
+                original(place, tmp_path / f"moved-{place.name}")
+                place.symlink_to(victim)
+        original(*arguments, **descriptors)
+
+    monkeypatch.setattr(folders.os, "rename", planted)
+    with contextlib.suppress(StorageError):  # the second time `debris` is a link
+        tidy(root, step=0, keep_debris=True)
+    assert [path.name for path in victim.iterdir()] == [".step-00000001.tmp"]
+    assert [path.name for path in (tmp_path / "moved-debris").iterdir()] == [".step-00000002.tmp"]
 
 
 def test_the_local_place_of_a_run_is_its_own(tmp_path: Path) -> None:

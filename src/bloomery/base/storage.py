@@ -49,16 +49,21 @@ def own_folder(path: Path, *, parents: bool = False, may_be_linked: bool = False
     return path
 
 
+@contextlib.contextmanager
+def opened_folder(folder: Path) -> Iterator[int]:
+    """A descriptor of a folder that is no link: what is done by it is done there, whatever takes its name meanwhile."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
 def sweep_folder(folder: Path, is_swept: Callable[[str], bool]) -> None:
-    """Delete what has such names in a folder that is no link, whatever takes its name meanwhile. What cannot be deleted
-    stays."""
-    with contextlib.suppress(OSError):
-        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-        try:
-            for name in filter(is_swept, os.listdir(descriptor)):
-                remove_tree(name, dir_fd=descriptor)
-        finally:
-            os.close(descriptor)
+    """Delete what has such names in a folder that is no link. What cannot be deleted stays."""
+    with contextlib.suppress(OSError), opened_folder(folder) as descriptor:
+        for name in filter(is_swept, os.listdir(descriptor)):
+            remove_tree(name, dir_fd=descriptor)
 
 
 def remove_tree(path: str | os.PathLike[str], *, dir_fd: int | None = None) -> None:

@@ -23,6 +23,7 @@ from bloomery.base.errors import DataError, Problem, StorageError
 from bloomery.base.storage import (
     make_folder,
     open_plain,
+    opened_folder,
     own_folder,
     storage_error,
     sweep_folder,
@@ -33,8 +34,8 @@ from bloomery.checkpoint.manifest import ANOTHER, MANIFEST, STATE, parse_manifes
 CHECKPOINTS, LOCAL_CHECKPOINTS = "checkpoints", "checkpoints-local"
 """Where a run lists its checkpoints, and the node-local ones."""
 LATEST = "latest"
-RETIRED = "retired"
-"""Folder of checkpoints whose branch of the run was abandoned."""
+RETIRED, DEBRIS = "retired", "debris"
+"""Folders of checkpoints whose branch of the run was abandoned, and of what killed saves have left."""
 LINK = "it is a link to another place, which no save makes"
 _LONGEST_NAME = 255
 _NAME = re.compile(r"^step-(\d{8,})$")
@@ -148,14 +149,17 @@ def tidy(root: Path, *, step: int, damaged: Iterable[Path] = (), keep_debris: bo
     quarantined = {path: quarantine(path).name for path in doomed}
     for path in later:
         path.rename(_free_name(own_folder(root / RETIRED) / path.name))
-    debris = []
-    for place in [root, *(path for path in root.glob(f"{STALE}*") if not path.is_symlink())]:
-        for path in list(place.glob(".step-*")):
-            debris.append(path.name)
-            if keep_debris and path.is_dir():
-                path.rename(_free_name(own_folder(root / "debris") / path.name))
+    real, debris = root.resolve(), list[str]()
+    for place in (real, *real.glob(f"{STALE}*")):
+        with contextlib.suppress(NotADirectoryError), opened_folder(place) as source:  # not through a link
+            found = [name for name in os.listdir(source) if name.startswith(".step-")]
+            debris += found
+            for name in found if keep_debris else ():
+                with opened_folder(own_folder(real / DEBRIS)) as kept:
+                    free = _free_name(real / DEBRIS / name).name
+                    os.rename(name, free, src_dir_fd=source, dst_dir_fd=kept)
     # Of saves, older starts, files that were being replaced or tried out.
-    sweep_folder(root.resolve(), lambda name: name.startswith((".step-", STALE, ".tmp-", ".probe-")))
+    sweep_folder(real, lambda name: name.startswith((".step-", STALE, ".tmp-", ".probe-")))
     return Tidied(quarantined, [path.name for path in later], sorted(debris), (said or "") if said != wanted else None)
 
 

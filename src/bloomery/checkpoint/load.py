@@ -7,7 +7,7 @@ import os
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from itertools import islice
 from math import prod
 from pathlib import Path
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from bloomery.base.bounded import LARGE_BYTES, open_regular, parse_json, read_small, wrong_fields
 from bloomery.base.errors import DataError, Problem, RecipeError, first_few
-from bloomery.base.ranks import ALONE, Piece, Ranks, agreed
+from bloomery.base.ranks import ALONE, Piece, Ranks, agreed, first_rank_does
 from bloomery.base.units import Energy
 from bloomery.checkpoint.folder import read_manifest
 from bloomery.checkpoint.format import DTYPES, Box, Kind, SavedPiece, SavedTensor, not_whole
@@ -110,8 +110,7 @@ def read_checkpoint(folder: Path, *, ranks: Ranks = ALONE, tensors: bool = True)
     """DataError names all that is missing, short, changed or contradicts the rest. All ranks call it: each reads its
     share, and all return or raise. `tensors`: read the tensor files too, and compare them with index and recipe;
     without it only their sizes are checked, of those on this node."""
-    with agreed(ranks):
-        manifest = read_manifest(folder)
+    manifest = first_rank_does(ranks, partial(read_manifest, folder))  # another node may see an older one
     files = manifest["files"]
     holders: list[set[str]] = ranks.gather({name for name in files if (folder / name).exists()})
     readers = {name: [rank for rank, held in enumerate(holders) if name in held] for name in sorted(files)}
@@ -187,7 +186,7 @@ def _why_not_of_its_recipe(checkpoint: Checkpoint) -> str:
         raise DataError(
             [Problem(f"{RECIPE} cannot be used: {each.what}", place=each.place) for each in error.problems]
         ) from error
-    needed = dict(islice(_tensors_of(model), len(tensors) + 1))  # one more shows that there are too few
+    needed = dict(islice(saved_tensors(model), len(tensors) + 1))  # one more shows that there are too few
     if missing := [name for name in needed if name not in tensors]:
         return f"{INDEX} lacks {first_few(missing)}"
     if unknown := sorted(tensors.keys() - needed.keys()):
@@ -196,7 +195,7 @@ def _why_not_of_its_recipe(checkpoint: Checkpoint) -> str:
     return f"other in {INDEX} than in {RECIPE}: {first_few(wrong)}" if wrong else ""
 
 
-def _tensors_of(model: ModelSection) -> Iterator[tuple[str, Kind]]:
+def saved_tensors(model: ModelSection) -> Iterator[tuple[str, Kind]]:
     """What a training of this model saves."""
     yield "optim.step", ("F32", ())
     for weight in model_shapes(model, vocab_size=padded_vocab_size(model), num_layers=model.num_layers):

@@ -11,7 +11,7 @@ import contextlib
 import os
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -315,17 +315,15 @@ class RemoteSource:
                 checkpoint = read_checkpoint(staging, ranks=self.ranks)
             except DataError as error:
                 damaged[place] = [problem.what for problem in error.problems]
-                self._remove(staging)
+                first_rank_does(self.ranks, partial(remove_tree, staging))
                 continue
             aside = first_rank_does(self.ranks, partial(_publish, staging, final))  # all see it only under its name
             return Fetched(replace(checkpoint, folder=final), damaged, aside)
         return Fetched(None, damaged)
 
     def _candidates(self, is_wanted: Callable[[RemoteCheckpoint], bool]) -> list[RemoteCheckpoint]:
-        try:
+        with self._reachable():
             found = list_remote(self.url)
-        except Exception as error:  # whatever a store may raise
-            raise self._unreachable(error) from error
         for each in found:
             if not each.is_of(self.run):
                 other = each.manifest["run"]
@@ -339,35 +337,32 @@ class RemoteSource:
 
     def _download(self, remote: RemoteCheckpoint, staging: Path) -> None:
         """Copy one into an empty folder. DataError if it cannot be read; then nothing is left."""
-        self._remove(staging)  # of a start that was killed
+        first_rank_does(self.ranks, partial(remove_tree, staging))  # of a start that was killed
 
         def get(file: str) -> None:
             with contextlib.suppress(FileNotFoundError):  # read_checkpoint finds that it is missing
                 store.get_file(f"{remote.path}/{file}", str(staging / file))
 
         try:
-            with agreed(self.ranks):
-                try:
-                    own_folder(staging, parents=True)
-                    store, _ = open_store(self.url)
-                    _at_once(get, sorted(remote.manifest["files"])[self.ranks.rank :: self.ranks.size])
-                    if self.ranks.rank == 0:
-                        (staging / MANIFEST).write_bytes(remote.content)
-                except Exception as error:  # whatever a store may raise
-                    raise self._unreachable(error) from error
+            with agreed(self.ranks), self._reachable():
+                own_folder(staging, parents=True)
+                store, _ = open_store(self.url)
+                _at_once(get, sorted(remote.manifest["files"])[self.ranks.rank :: self.ranks.size])
+                if self.ranks.rank == 0:
+                    (staging / MANIFEST).write_bytes(remote.content)
         except DataError:
-            self._remove(staging)
+            first_rank_does(self.ranks, partial(remove_tree, staging))
             raise
 
-    def _remove(self, staging: Path) -> None:
-        if self.ranks.rank == 0:
-            remove_tree(staging)
-        self.ranks.gather(None)
-
-    def _unreachable(self, error: Exception) -> DataError:
-        what = f"checkpoints at {self.url} cannot be read: {type(error).__name__}: {error}"
-        remedy = "fix the connection, or start without it: checkpoint.upload=null"
-        return DataError(Problem(what, "a newer checkpoint may be there", remedy))
+    @contextlib.contextmanager
+    def _reachable(self) -> Iterator[None]:
+        """Whatever a store raises within it is a DataError that says what to do."""
+        try:
+            yield
+        except Exception as error:
+            what = f"checkpoints at {self.url} cannot be read: {type(error).__name__}: {error}"
+            remedy = "fix the connection, or start without it: checkpoint.upload=null"
+            raise DataError(Problem(what, "a newer checkpoint may be there", remedy)) from error
 
 
 def _publish(staging: Path, final: Path) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -46,12 +45,13 @@ def newest_good(
     ranks call it, each reads its share."""
     damaged: dict[Path, list[str]] = {}
 
-    def usable(folder: Path, read: Callable[[], Checkpoint]) -> Checkpoint | None:
+    def usable(folder: Path, fetched: Checkpoint | None = None) -> Checkpoint | None:
         try:
-            checkpoint = read()
+            checkpoint = fetched or read_checkpoint(folder, ranks=ranks, tensors=False)
             with agreed(ranks):
-                check(checkpoint)
-            return checkpoint
+                if ranks.rank == 0:
+                    check(checkpoint)
+            return fetched or read_checkpoint(folder, ranks=ranks)  # the hours of reading last
         except (DataError, RecipeError) as error:
             damaged[folder] = [problem.what for problem in error.problems]
             return None
@@ -65,10 +65,10 @@ def newest_good(
         if is_link or not is_complete:
             damaged[folder] = [folders.LINK if is_link else f"{MANIFEST} is missing"]
         else:
-            good = usable(folder, partial(read_checkpoint, folder, ranks=ranks))
+            good = usable(folder)
     fetched = remote.fetch_newer(good) if remote else Fetched()
     if (copy := fetched.checkpoint) is not None:
-        good = usable(copy.folder, lambda: copy) or good
+        good = usable(copy.folder, copy) or good
     if good is None and (damaged or fetched.damaged):
         everything = [*damaged.items(), *fetched.damaged.items()]
         problems = [Problem(text, place=str(place)) for place, texts in everything for text in texts]

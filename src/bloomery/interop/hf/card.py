@@ -12,12 +12,11 @@ import torch
 
 import bloomery
 from bloomery.base.accelerator import NO_SENSOR
-from bloomery.base.bounded import LARGE_BYTES, parse_json, read_small
+from bloomery.base.bounded import LARGE_BYTES, read_small
 from bloomery.base.units import Energy, format_device_hours, format_joules
 from bloomery.checkpoint.load import Checkpoint
 from bloomery.checkpoint.manifest import MANIFEST
 from bloomery.config.load import as_dict, fingerprint
-from bloomery.config.recipe import Recipe
 from bloomery.config.yaml_nodes import dump_yaml
 from bloomery.families.registry import FAMILIES
 from bloomery.monitor import names
@@ -34,8 +33,7 @@ def model_card(checkpoint: Checkpoint, *, architecture: str, dtype: str, proof: 
     """Markdown with the head that hubs read. Says only what was recorded."""
     recipe, state, folder = checkpoint.recipe, checkpoint.state, checkpoint.folder
     run, step = folder.parent.parent, int(state["step"])
-    manifest = read_small(folder / MANIFEST, LARGE_BYTES)
-    events = _events(run, step, parse_json(manifest).get("time", math.inf))
+    events = _events(run, step, checkpoint.manifest.get("time", math.inf))
     jobs = [event for event in events if event["kind"] == names.Event.START]
     parameters = count_parameters(recipe.model, vocab_size=recipe.model.vocab_size).total
     pipeline = "fill-mask" if FAMILIES[recipe.model.family].encoder else "text-generation"
@@ -49,7 +47,7 @@ def model_card(checkpoint: Checkpoint, *, architecture: str, dtype: str, proof: 
         f"## Recipe\n\n```yaml\n{dump_yaml({key: sections[key] for key in _SECTIONS})}```" + _changes(events, jobs),
         "## Losses\n\n" + _losses(run, step),
         "## Energy\n\n" + _energy(Energy.from_json(state.get("energy")), jobs),
-        "## Lineage\n\n" + _table(_lineage(recipe, folder.name, manifest, state.get("imported_from"), jobs)),
+        "## Lineage\n\n" + _table(_lineage(checkpoint, jobs)),
         f"## Proof\n\n{proof[:1].upper()}{proof[1:]}. Details: `export-proof.json`.",
     ]
     return "\n\n".join(parts) + "\n"
@@ -123,18 +121,17 @@ def _energy(spent: Energy, jobs: list[Event]) -> str:
     )
 
 
-def _lineage(
-    recipe: Recipe, checkpoint: str, manifest: bytes, origin: Mapping[str, str] | None, jobs: list[Event]
-) -> dict[str, Any]:
-    saved, began = parse_json(manifest), "random weights"
-    if origin:
+def _lineage(checkpoint: Checkpoint, jobs: list[Event]) -> dict[str, Any]:
+    saved, began = checkpoint.manifest, "random weights"
+    content = read_small(checkpoint.folder / MANIFEST, LARGE_BYTES)
+    if origin := checkpoint.state.get("imported_from"):
         hashes = ", ".join(f"{key} `{value}`" for key, value in origin.items() if key != "folder")
         began = f"the weights of `{origin['folder']}`, whose own training is not counted here ({hashes})"
     rows = {
-        "run": f"`{recipe.name}`",
-        "recipe fingerprint": f"`{fingerprint(recipe)}`",
-        "checkpoint": f"`{checkpoint}`",
-        "sha256 of its manifest": f"`{hashlib.sha256(manifest).hexdigest()}`",
+        "run": f"`{checkpoint.recipe.name}`",
+        "recipe fingerprint": f"`{fingerprint(checkpoint.recipe)}`",
+        "checkpoint": f"`{checkpoint.folder.name}`",
+        "sha256 of its manifest": f"`{hashlib.sha256(content).hexdigest()}`",
         "saved by": f"torch {saved.get('versions', {}).get('torch', 'unknown')}, {saved.get('ranks', 1)} rank(s)",
         "exported by": f"Bloomery {bloomery.__version__}, torch {torch.__version__}",
         "began with": began,

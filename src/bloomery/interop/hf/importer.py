@@ -16,7 +16,7 @@ from bloomery.base.errors import DataError, Problem
 from bloomery.base.ranks import Piece
 from bloomery.base.storage import make_folder, write_atomically, writing, written_to
 from bloomery.checkpoint.folder import CHECKPOINTS
-from bloomery.checkpoint.load import read_checkpoint
+from bloomery.checkpoint.load import read_checkpoint, saved_tensors
 from bloomery.checkpoint.save import save_checkpoint
 from bloomery.config.load import as_yaml
 from bloomery.config.recipe import ModelSection, Recipe
@@ -25,7 +25,6 @@ from bloomery.interop.hf.configs import model_section
 from bloomery.interop.hf.folder import CHAT_TEMPLATE, CONFIG, HfWeights, move_all, require_empty, staged
 from bloomery.interop.hf.maps import Entry, embedding_and_head, sources_of, unused_tensors
 from bloomery.interop.hf.proof import Proof, prove_import, why_unproven
-from bloomery.sizing.parameters import parameter_shapes
 
 _TOKENIZER_FILES = (
     *FILES, "tokenizer_config.json", "special_tokens_map.json", "vocab.json", "added_tokens.json", CHAT_TEMPLATE,
@@ -111,7 +110,7 @@ def import_weights(
     weights = HfWeights(folder)
     with written_to("OUT"):
         sources = {f"model.{each.ours}": each for each in _checked_sources(weights, recipe.model)}
-        shapes = _saved_shapes(recipe.model)
+        shapes = {name: shape for name, (_, shape) in saved_tensors(recipe.model)}
 
         def value(name: str) -> Tensor:
             found = sources.get(name)
@@ -126,14 +125,6 @@ def import_weights(
             write_atomically(staging / _RECIPE, yaml)
             proof = _proof(checkpoint, folder, recipe) if with_proof else Proof(False, "--no-proof")
     return Imported(output / CHECKPOINTS / checkpoint.name, len(sources), proof)
-
-
-def _saved_shapes(model: ModelSection) -> dict[str, tuple[int, ...]]:
-    """Every tensor of a first checkpoint: weights, moments, and the optimizer's steps."""
-    shapes, moments = parameter_shapes(model), ("exp_avg", "exp_avg_sq")
-    found: dict[str, tuple[int, ...]] = {"optim.step": ()}
-    found |= {f"model.{name}": shape for name, shape in shapes.items()}
-    return found | {f"optim.{name}.{moment}": shape for name, shape in shapes.items() for moment in moments}
 
 
 def _proof(checkpoint: Path, folder: Path, recipe: Recipe) -> Proof:
