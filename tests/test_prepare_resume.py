@@ -167,17 +167,6 @@ def test_merging_makes_the_units_that_are_missing(corpus, tokenizer, monkeypatch
     assert shard_bytes() == shard_bytes("right")
 
 
-def test_one_run_at_a_time(corpus, tokenizer, monkeypatch):
-    import fcntl
-
-    monkeypatch.setattr("bloomery.prepare.parts._LOCK_TIMEOUT_SECONDS", 0.2)
-    (corpus / "x.parts").mkdir()
-    with open(corpus / "x.parts" / "lock", "w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        with pytest.raises(DataError, match=r"x.parts: another run is at work on this.*--unit k/n"):
-            make(tokenizer)
-
-
 def test_a_broken_line_leaves_no_marker_and_the_rest_is_kept(corpus, tokenizer, monkeypatch):
     path = corpus / "corpus" / "a.jsonl"
     good = path.read_bytes()

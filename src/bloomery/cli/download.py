@@ -6,14 +6,13 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from bloomery.base import exit_codes
+from bloomery.base import exit_codes, signals
 from bloomery.base.errors import DataError, Problem
 from bloomery.base.units import format_bytes
 from bloomery.cli.arguments import add_json, whole_number
@@ -63,13 +62,14 @@ def _text(result: DownloadResult) -> str:
 
 
 def _progress() -> Callable[[DownloadResult], None]:
+    """Writes a line on standard error now and then; the work continues where nobody reads it."""
     last = time.monotonic()
 
     def report(result: DownloadResult) -> None:
         nonlocal last
         if time.monotonic() - last >= _SECONDS_BETWEEN_LINES:
             last = time.monotonic()
-            print(_text(result).partition("\n")[0], file=sys.stderr)
+            signals.say(_text(result).partition("\n")[0])
 
     return report
 

@@ -10,7 +10,6 @@ import hashlib
 import os
 import random
 import re
-import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
@@ -18,6 +17,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path, PurePosixPath
+from threading import Event
 from typing import Annotated, Any
 from urllib.parse import unquote
 
@@ -136,17 +136,17 @@ def download(
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
     with locked(folder), ThreadPoolExecutor(jobs) as pool:
-        stop = threading.Event()
+        stop = Event()
         try:
             futures = {pool.submit(_bring, file, folder, retries, timeout_seconds, stop): file for file in wanted}
             for future in as_completed(futures):
                 file = futures[future]
                 try:
-                    is_new = future.result()
+                    size, is_new = future.result()
                 except FetchError as error:
                     result.failures.append({"path": file.path, "url": public_url(file.url), "reason": str(error)})
                 else:
-                    result.bytes += (folder / file.path).stat().st_size
+                    result.bytes += size
                     result.downloaded += is_new
                     result.already_there += not is_new
                     result.without_checksum += not file.hashes
@@ -160,8 +160,8 @@ def download(
     return result
 
 
-def _bring(wanted: RemoteFile, folder: Path, retries: int, timeout_seconds: float, stop: threading.Event) -> bool:
-    """Whether it had to be fetched. FetchError where it cannot be downloaded."""
+def _bring(wanted: RemoteFile, folder: Path, retries: int, timeout_seconds: float, stop: Event) -> tuple[int, bool]:
+    """(bytes, whether they had to be fetched). FetchError where it cannot be downloaded."""
     path = folder / wanted.path
     with writing(path):
         if any(parent.is_symlink() for parent in path.parents if folder in parent.parents):
@@ -172,10 +172,10 @@ def _bring(wanted: RemoteFile, folder: Path, retries: int, timeout_seconds: floa
         if is_new:
             path.parent.mkdir(parents=True, exist_ok=True)
             _fetch(wanted, path, retries, timeout_seconds, stop)
-        return is_new
+        return path.stat().st_size, is_new
 
 
-def _fetch(wanted: RemoteFile, path: Path, retries: int, timeout_seconds: float, stop: threading.Event) -> None:
+def _fetch(wanted: RemoteFile, path: Path, retries: int, timeout_seconds: float, stop: Event) -> None:
     """The retry loop. What has arrived waits in a hidden file, which no glob takes for data."""
     stem = path.name if len(os.fsencode(path.name)) < 250 else hashlib.sha256(path.name.encode()).hexdigest()
     part = path.with_name(f".{stem}.part")
@@ -205,7 +205,7 @@ def _fetch(wanted: RemoteFile, path: Path, retries: int, timeout_seconds: float,
             wait_seconds = max(back_off, min(error.wait_seconds, _LONGEST_RETRY_AFTER_SECONDS))
 
 
-def _receive(wanted: RemoteFile, part: Path, timeout_seconds: float, stop: threading.Event) -> None:
+def _receive(wanted: RemoteFile, part: Path, timeout_seconds: float, stop: Event) -> None:
     """Append what is missing. Read errors are retried, write errors are the user's."""
     begun = _size_of(part) if _size_of(part) <= (wanted.size or float("inf")) else 0
     with ExitStack() as stack:
