@@ -5,12 +5,13 @@ from __future__ import annotations
 import argparse
 import json
 from dataclasses import asdict
+from typing import Any
 
-from bloomery.base import exit_codes
 from bloomery.base.errors import RecipeError
 from bloomery.base.units import format_count
-from bloomery.cli.arguments import add_json, add_recipe_arguments, load
+from bloomery.cli.arguments import add_json, add_recipe_arguments, load, show
 from bloomery.config.load import explain, fingerprint
+from bloomery.config.recipe import Recipe
 from bloomery.sizing.parameters import count_parameters
 from bloomery.sizing.schedule import TrainingPlan
 
@@ -28,26 +29,24 @@ def run(args: argparse.Namespace) -> int:
         if args.json:
             print(json.dumps({"ok": False, "problems": [asdict(problem) for problem in error.problems]}, indent=2))
         raise
-    values = explain(checked)
-    plan = TrainingPlan.of(checked.recipe)
-    parameters = count_parameters(checked.recipe.model, vocab_size=checked.recipe.model.vocab_size).total
-    if args.json:
-        answer = {
-            "ok": True,
-            "name": checked.recipe.name,
-            "fingerprint": fingerprint(checked.recipe),
-            "warnings": [str(warning) for warning in checked.warnings],
-            "values": values,
-        }
-        print(json.dumps(answer, indent=2))
-        return exit_codes.OK
-    if args.explain:
-        for path, found in values.items():
-            value = found["value"]
-            shown = value if isinstance(value, str) and value else json.dumps(value)
-            print(f"{path:<{max(map(len, values))}}  {shown:<24}  {found['origin']}")
-    print(
-        f"{checked.recipe.name}: ok. {format_count(parameters)} parameters, {plan.train_steps:,} steps, "
-        f"{format_count(plan.train_tokens)} tokens, fingerprint {fingerprint(checked.recipe)}"
+    facts = {
+        "ok": True,
+        "name": checked.recipe.name,
+        "fingerprint": fingerprint(checked.recipe),
+        "warnings": [str(warning) for warning in checked.warnings],
+        "values": explain(checked),
+    }
+    return show(args, facts, lambda facts: _text(facts, checked.recipe, every_value=args.explain))
+
+
+def _text(facts: dict[str, Any], recipe: Recipe, *, every_value: bool) -> str:
+    lines, width = [], max(map(len, facts["values"]))
+    for path, found in facts["values"].items() if every_value else ():
+        value = found["value"]
+        shown = value if isinstance(value, str) and value else json.dumps(value)
+        lines.append(f"{path:<{width}}  {shown:<24}  {found['origin']}")
+    plan, parameters = TrainingPlan.of(recipe), count_parameters(recipe.model, vocab_size=recipe.model.vocab_size).total
+    size = (
+        f"{format_count(parameters)} parameters, {plan.train_steps:,} steps, {format_count(plan.train_tokens)} tokens"
     )
-    return exit_codes.OK
+    return "\n".join([*lines, f"{recipe.name}: ok. {size}, fingerprint {facts['fingerprint']}"])

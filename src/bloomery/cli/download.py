@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import time
 from collections.abc import Callable
@@ -15,7 +14,7 @@ from typing import TYPE_CHECKING
 from bloomery.base import exit_codes, signals
 from bloomery.base.errors import DataError, Problem
 from bloomery.base.units import format_bytes
-from bloomery.cli.arguments import add_json, whole_number
+from bloomery.cli.arguments import add_json, show, whole_number
 
 if TYPE_CHECKING:
     from bloomery.prepare.download import DownloadResult
@@ -40,7 +39,7 @@ def run_download(args: argparse.Namespace) -> int:
     options = {"jobs": args.jobs, "retries": args.retries, "timeout_seconds": args.timeout}
     result = download(wanted, args.output, progress=_progress(), **options)
     facts = asdict(result) | {"failed": len(result.failures)}
-    print(json.dumps(facts, indent=2) if args.json else f"{args.output}: {_text(result)}")
+    show(args, facts, lambda _: f"{args.output}: {_text(result)}")
     if result.failures:
         again = "run the command again: files that are complete stay, others resume where they stopped"
         count = f"{len(result.failures):,} of {result.files:,} files could not be downloaded"
@@ -88,10 +87,7 @@ def run_extract(args: argparse.Namespace) -> int:
 
     jobs = args.jobs or len(os.sched_getaffinity(0))
     result = extract(args.sources, args.output, chunks=args.chunks, jobs=jobs)
-    if args.json:
-        print(json.dumps(asdict(result), indent=2))
-    else:
-        made = f"{args.output}: {result.written:,} written, {result.already_there:,} already there"
-        counts = f"{result.input_files:,} files in, {result.chunks:,} out; {result.documents:,} documents in and out"
-        print(f"{made}. {counts}, {format_bytes(result.bytes)}. Hashes and counts: {result.manifest}")
-    return exit_codes.OK
+    made = f"{args.output}: {result.written:,} written, {result.already_there:,} already there"
+    counts = f"{result.input_files:,} files in, {result.chunks:,} out; {result.documents:,} documents in and out"
+    text = f"{made}. {counts}, {format_bytes(result.bytes)}. Hashes and counts: {result.manifest}"
+    return show(args, asdict(result), lambda _: text)

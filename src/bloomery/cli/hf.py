@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bloomery.base import exit_codes
-from bloomery.cli.arguments import add_json
+from bloomery.cli.arguments import add_json, show
 
 if TYPE_CHECKING:
     from bloomery.config.load import LoadedRecipe
@@ -84,21 +84,13 @@ def run_hf(args: argparse.Namespace) -> int:
     done = import_weights(args.folder, args.output, checked.recipe, state, with_proof=not args.no_proof)
     section = checked.recipe.model
     parameters = count_parameters(section, vocab_size=section.vocab_size).total
-    if args.json:
-        facts = {
-            "checkpoint": str(done.checkpoint),
-            "parameters": parameters,
-            "model": model,
-            "tensors": done.tensors,
-            "proof": done.proof.to_json(),
-        }
-        print(json.dumps(facts, indent=2))
-        return exit_codes.OK
     tokenizer = "" if checked.recipe.tokenizer else ", no tokenizer"
-    print(f"{done.checkpoint}: {section.family}, {parameters:,} parameters, {done.tensors} tensors{tokenizer}")
-    print(done.proof)
-    print(f"next: bloomery train {args.output / 'recipe.yaml'} --run-dir {args.output}")
-    return exit_codes.OK
+    text = (
+        f"{done.checkpoint}: {section.family}, {parameters:,} parameters, {done.tensors} tensors{tokenizer}\n"
+        f"{done.proof}\nnext: bloomery train {args.output / 'recipe.yaml'} --run-dir {args.output}"
+    )
+    facts = {"checkpoint": str(done.checkpoint), "parameters": parameters, "model": model, "tensors": done.tensors}
+    return show(args, facts | {"proof": done.proof.to_json()}, lambda _: text)
 
 
 def _recipe(args: argparse.Namespace, model: dict[str, Any], tokenizer: Path | None) -> LoadedRecipe:
