@@ -30,7 +30,7 @@ from pydantic import BaseModel, ConfigDict, Field, StringConstraints, TypeAdapte
 from pydantic import ValidationInfo as Info
 
 from bloomery import __version__
-from bloomery.base.bounded import LARGE_BYTES, parse_json, parse_yaml, read_text, wrong_fields
+from bloomery.base.bounded import LARGE_BYTES, open_regular, parse_json, parse_yaml, read_text, wrong_fields
 from bloomery.base.errors import DataError, Problem
 from bloomery.base.storage import locked, open_plain, publish, write_all, writing, written_to
 from bloomery.prepare.sources import first_line, open_store
@@ -178,9 +178,9 @@ class _Downloads:
         self._verified: dict[str, tuple[list[int], dict[str, str]]] = {}
         """By path, size and time of change of a file that was verified, and its hashes: it is hashed once."""
         with writing(folder / STATE_FILE):
-            self.state = open(folder / STATE_FILE, "a+", opener=open_plain)  # noqa: SIM115 - closed by download
+            self.state = open(folder / STATE_FILE, "a+b", opener=open_plain)  # noqa: SIM115 - closed by download
             self.state.seek(0)
-            for line in self.state:
+            for line in self.state.read(LARGE_BYTES).split(b"\n"):
                 with suppress(ValueError, KeyError, TypeError):  # the last one may have been cut off
                     facts = parse_json(line)
                     self._verified[facts["path"]] = [facts["size"], facts["mtime_ns"]], dict(facts["hashes"])
@@ -214,7 +214,7 @@ class _Downloads:
 
     def _remember(self, wanted: RemoteFile, path: Path, hashes: Mapping[str, str]) -> None:
         facts = {"path": wanted.path, "size": path.stat().st_size, "mtime_ns": path.stat().st_mtime_ns}
-        self.state.write(json.dumps({**facts, "hashes": hashes}) + "\n")
+        self.state.write(json.dumps({**facts, "hashes": hashes}).encode() + b"\n")
         self.state.flush()
 
     def _fetch(self, wanted: RemoteFile, path: Path) -> dict[str, str]:
@@ -284,7 +284,7 @@ def _size_of(part: Path) -> int:
 def _hashes(path: Path, wanted: RemoteFile) -> dict[str, str]:
     found = {}
     for name in {"sha256": "", **wanted.hashes}:
-        with open(path, "rb") as file:
+        with open(path, "rb", opener=open_regular) as file:
             found[name] = hashlib.file_digest(file, _HASHES[name]).hexdigest()
     return found
 
