@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+
+import pytest
 
 PATCHED = """
 import atexit, sys, threading
@@ -40,3 +43,12 @@ def test_threads_and_processes_are_waited_for() -> None:
     code, said = run("--version", before=child)
     assert code == 0
     assert said.endswith("tidied up\n")
+
+
+@pytest.mark.parametrize(("command", "right"), [(["check", "no-such-recipe"], 2), (["no-such-command"], 2)])
+def test_an_error_that_nobody_can_read_keeps_its_code(command: list[str], right: int) -> None:
+    reader, gone = os.pipe()
+    os.close(reader)
+    with open(gone, "wb") as pipe, open("/dev/full", "wb") as full:
+        for stream in (pipe, full):
+            assert subprocess.run([sys.executable, "-m", "bloomery", *command], stderr=stream).returncode == right

@@ -569,6 +569,22 @@ def test_a_missing_manifest_and_a_broken_line(tmp_path: Path, command: Command) 
     )
 
 
+@pytest.mark.parametrize("text", ['!!int ""', "!!bool x", "!!timestamp x", "!!float x", "2001-99-99", "? [a]\n: b"])
+def test_yaml_whose_values_cannot_be_made_is_refused(tmp_path: Path, command: Command, text: str) -> None:
+    (tmp_path / "files.yaml").write_text(text)
+    code, _, err = command("download", str(tmp_path / "files.yaml"), "--output", str(tmp_path / "out"))
+    assert code == 3
+    assert "cannot be read" in err
+
+
+def test_a_pipe_in_place_of_a_file_does_not_hang(tmp_path: Path, server: Server) -> None:
+    entry = server.add("a", 0)
+    (tmp_path / "out").mkdir()
+    os.mkfifo(tmp_path / "out" / ".a.part")
+    with pytest.raises(StorageError, match="it is no regular file"):
+        get(tmp_path, [entry])
+
+
 def test_a_local_file_that_is_not_there(tmp_path: Path) -> None:
     entries = [{"url": f"file://{tmp_path}/nowhere"}, {"url": f"file://{tmp_path}", "path": "x"}, {"url": "zz://a/b"}]
     reasons = [failure["reason"] for failure in get(tmp_path, entries).failures]

@@ -162,7 +162,9 @@ def test_the_largest_sum_that_was_written_anywhere_counts(tmp_path: Path) -> Non
     assert spent_before(tmp_path, saved).joules == 2.0
     records = [{"kind": "step", "energy": Energy(n, 10.0 * n, 10.0 * n).to_json()} for n in (3.0, 4.0)]
     lines = [json.dumps(record) for record in records]
-    (tmp_path / "metrics.jsonl").write_text("\n".join([*lines, '{"kind": "step"}', "[1]", '{"torn']))
+    (tmp_path / "metrics.jsonl").write_text(
+        "\n".join([*lines, '{"kind": "step"}', "[1]", '{"energy":' + "[" * 100_000, '{"torn'])
+    )
     assert spent_before(tmp_path, saved).joules == 4.0
 
 

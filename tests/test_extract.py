@@ -153,6 +153,14 @@ def test_a_changed_input_is_noticed(tmp_path: Path, raw: Path) -> None:
     assert {name for name in before if before[name] != after[name]} == {"chunk-00003-of-00006.jsonl", "manifest.json"}
 
 
+@pytest.mark.parametrize("facts", [{}, [["a", 1]], {"documents": "x", "bytes": 1, "inputs": []}])
+def test_a_record_that_is_none_makes_its_chunk_again(tmp_path: Path, raw: Path, facts: Any) -> None:
+    extract([str(raw)], tmp_path / "out", chunks=6)
+    record = tmp_path / "out" / ".chunk-00003-of-00006.json"
+    record.write_text(json.dumps({**json.loads(record.read_text()), "facts": facts}))
+    assert extract([str(raw)], tmp_path / "out", chunks=6).written == 1
+
+
 KILLED = """
 import os, sys, threading, time
 from pathlib import Path

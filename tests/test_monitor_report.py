@@ -6,6 +6,7 @@ import base64
 import hashlib
 import json
 import math
+import os
 import re
 from html.parser import HTMLParser
 from pathlib import Path
@@ -15,6 +16,7 @@ import pytest
 
 from bloomery.base.errors import DataError
 from bloomery.monitor import gather
+from bloomery.monitor.history import scan
 from bloomery.monitor.record import to_json
 from bloomery.monitor.report import write_report
 from monitor_samples import step_record, validation_record
@@ -222,6 +224,16 @@ def test_a_record_of_wrong_kinds_is_named_by_its_line(tmp_path: Path, damage: di
     (run / "metrics.jsonl").write_text("\n".join(lines) + "\n")
     with pytest.raises(DataError, match="line 2 is damaged"):
         write_report(run)
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "events.jsonl"])
+def test_a_pipe_or_a_device_in_place_of_a_file_is_never_waited_for(tmp_path: Path, name: str) -> None:
+    run = make_run(tmp_path / "run", step_record(1))
+    for plant in (os.mkfifo, lambda path: path.symlink_to("/dev/zero")):
+        (run / name).unlink(missing_ok=True)
+        plant(run / name)
+        with pytest.raises(DataError, match="it is no regular file"):
+            scan(run / name, id)
 
 
 def test_a_last_record_that_is_not_whole_is_a_clear_error(tmp_path: Path) -> None:

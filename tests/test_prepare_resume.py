@@ -144,6 +144,28 @@ def test_only_what_is_missing_or_damaged_is_made_again(corpus, tokenizer, monkey
     assert not parts.exists()
 
 
+@pytest.mark.parametrize(
+    "lie",
+    [
+        {"unit": 3},
+        {"inputs": []},
+        {"runs": []},
+        {"runs": [[10**30, 1, 1]]},
+        {"runs": [[1, 2, 3]]},
+        {"dropped": {}},
+        {"dropped": dict.fromkeys(["empty", "short", "long", "duplicate", "bad"], -1)},
+    ],
+)
+def test_a_marker_that_its_part_contradicts_does_not_count(corpus, tokenizer, monkeypatch, lie):
+    made = count_made(monkeypatch, corpus)
+    make(tokenizer, share=(0, 1))
+    right, marker = made(), corpus / "x.parts" / "000001.done"
+    assert len(right) > 3
+    marker.write_text(json.dumps({**json.loads(marker.read_text()), **lie}))
+    make(tokenizer)
+    assert made() == [1]
+
+
 def test_a_changed_input_or_setting_makes_parts_worthless(corpus, tokenizer, monkeypatch):
     made = count_made(monkeypatch, corpus)
     make(tokenizer, share=(0, 1))

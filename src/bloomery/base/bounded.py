@@ -79,7 +79,7 @@ def parse_yaml(text: str) -> Any:
             if depth > _DEEPEST or isinstance(event, yaml.AliasEvent):
                 raise ValueError(f"it has aliases, or is nested more than {_DEEPEST} levels deep")
         return yaml.load(text, Loader=loader)
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, LookupError, AttributeError) as error:  # the others: PyYAML of `!!int ""` and `!!bool x`
         raise ValueError(str(error)) from error
 
 

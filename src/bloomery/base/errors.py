@@ -3,6 +3,7 @@ keys and signatures that URLs carry are masked in all that is written or printed
 
 from __future__ import annotations
 
+import contextlib
 import re
 import sys
 from collections.abc import Sequence
@@ -159,12 +160,19 @@ def where_instead(url: str) -> str:
 class _Masked:
     """A stream through which no secret passes, whoever prints: also libraries, and Python's own tracebacks."""
 
-    def __init__(self, stream: TextIO) -> None:
+    def __init__(self, stream: TextIO, *, must_arrive: bool) -> None:
+        """`must_arrive`: what cannot be written is an OSError. Otherwise it is lost, and the exit code has to do."""
         self._stream = stream
+        self._lost = () if must_arrive else (OSError,)
 
     def write(self, text: str) -> int:
-        self._stream.write(mask(text))
+        with contextlib.suppress(*self._lost):
+            self._stream.write(mask(text))
         return len(text)
+
+    def flush(self) -> None:
+        with contextlib.suppress(*self._lost):
+            self._stream.flush()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
@@ -175,4 +183,4 @@ def mask_streams(*, output: bool = True) -> None:
     for name in ("stdout", "stderr") if output else ("stderr",):
         stream = getattr(sys, name)
         if stream is not None and not isinstance(stream, _Masked):
-            setattr(sys, name, _Masked(stream))
+            setattr(sys, name, _Masked(stream, must_arrive=name == "stdout"))

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import orjson
 
+from bloomery.base.bounded import open_regular
 from bloomery.base.errors import DataError, Problem
 from bloomery.base.units import Energy
 from bloomery.monitor import names
@@ -124,7 +125,7 @@ def scan(path: Path, take: Callable[[bytes], object], *, skipped_bytes: int = 0)
     A last line without newline is torn, or still being written by a live run: it is skipped unless it is whole."""
     number = 0
     try:
-        with path.open("rb") as file:
+        with open(path, "rb", opener=open_regular) as file:
             while line := file.readline(_MOST_LINE_BYTES):
                 number += 1
                 if not line.isspace():

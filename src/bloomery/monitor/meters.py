@@ -4,7 +4,6 @@ a run has used, over all its ranks and jobs."""
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import socket
 import time
@@ -17,6 +16,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from bloomery.base import signals
+from bloomery.base.bounded import parse_json
 from bloomery.base.errors import DataError
 from bloomery.base.ranks import Ranks
 from bloomery.base.signals import PULSE
@@ -248,7 +248,7 @@ def _logged(metrics: Path) -> list[Energy]:
     found = []
     for line in lines:
         with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError):  # torn, or without energy
-            found.append(Energy.from_json(json.loads(line)[names.FACT_ENERGY]))
+            found.append(Energy.from_json(parse_json(line)[names.FACT_ENERGY]))
     return found
 
 

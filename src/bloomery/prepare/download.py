@@ -28,7 +28,7 @@ from pydantic import BaseModel, ConfigDict, Field, StringConstraints, TypeAdapte
 from pydantic import ValidationInfo as Info
 
 from bloomery import __version__
-from bloomery.base.bounded import LARGE_BYTES, parse_json, parse_yaml, read_text, wrong_fields
+from bloomery.base.bounded import LARGE_BYTES, open_regular, parse_json, parse_yaml, read_text, wrong_fields
 from bloomery.base.errors import DataError, Problem
 from bloomery.base.storage import locked, open_plain, publish, write_all, writing, written_to
 from bloomery.prepare.sources import first_line, open_store
@@ -239,7 +239,7 @@ def _mismatch(path: Path, wanted: RemoteFile) -> str:
     """The first checksum that differs; empty where none does."""
     for name, expected in wanted.hashes.items():
         xxh3 = xxhash.xxh3_64 if len(expected) == 16 else xxhash.xxh3_128
-        with open(path, "rb") as file:
+        with open(path, "rb", opener=open_regular) as file:
             found = hashlib.file_digest(file, xxh3 if name == "xxh3" else name).hexdigest()
         if found != expected:
             return f"its {name} is {found}, the manifest says {expected}"

@@ -46,7 +46,9 @@ class Chunk:
         """Facts for the manifest, if the chunk is complete and made of the inputs as they are now."""
         try:
             record = read_json(self.record_path)
-            return dict(record["facts"]) if record["of"] == self.stamps() else None
+            facts = dict(record["facts"])
+            is_sound = [type(facts[name]) for name in ("documents", "bytes", "inputs")] == [int, int, list]
+            return facts if is_sound and record["of"] == self.stamps() else None
         except (OSError, ValueError, TypeError, KeyError):
             return None
 

@@ -62,7 +62,12 @@ class ShardPart:
     part_hash: str
     runs: list[tuple[NonNegativeInt, NonNegativeInt, NonNegativeInt]]
     """(documents, sequences, tokens) of each block; where documents are shuffled, they are sorted within it."""
-    dropped: dict[str, int]
+    dropped: dict[str, NonNegativeInt]
+
+    def num_bytes(self, dtype: np.dtype[Any]) -> int:
+        """Of its file."""
+        counts = (sum(run[field] for run in self.runs) for field in range(3))
+        return sum(count * of.itemsize for count, of in zip(counts, (DOCUMENT, LENGTH, dtype), strict=True))
 
 
 class PartsFolder:
@@ -132,8 +137,9 @@ class PartsFolder:
     def verified(self, unit: int, key: str) -> ShardPart | None:
         """The part of an earlier run, if its marker has this key and its file the bytes that the marker names."""
         try:
-            part = TypeAdapter(ShardPart).validate_python(read_json(self.marker(unit)))
-            return part if part.key == key and file_checksum(self.file(unit)) == part.part_hash else None
+            part, path = TypeAdapter(ShardPart).validate_python(read_json(self.marker(unit))), self.file(unit)
+            is_it = (part.unit, part.key, part.num_bytes(self.dtype)) == (unit, key, path.stat().st_size)
+            return part if is_it and file_checksum(path) == part.part_hash else None
         except (OSError, ValueError):
             return None
 

@@ -51,7 +51,9 @@ class Settings:
 def reusable(unit: Unit, settings: Settings, folder: PartsFolder) -> ShardPart | None:
     """The part of an earlier run, if it is what this one would write."""
     part = folder.verified(unit.number, settings.key(unit))
-    for span, (content_hash, stamp) in zip(unit.spans, part.inputs if part else [], strict=part is not None):
+    if part is None or len(part.inputs) != len(unit.spans) or part.dropped.keys() != {*REASONS}:
+        return None
+    for span, (content_hash, stamp) in zip(unit.spans, part.inputs, strict=True):
         if not (span.file.stamp and span.file.stamp == stamp) and hash_span(span) != content_hash:
             return None
     return part
