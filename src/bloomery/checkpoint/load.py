@@ -4,7 +4,7 @@ index, recipe and state, and gives its tensors, whole or into pieces."""
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
@@ -97,6 +97,10 @@ class Checkpoint:
         return whole.tensor
 
 
+Check = Callable[[Checkpoint], object] | None
+"""Raises DataError or RecipeError for a checkpoint whose recipe or state cannot be used."""
+
+
 def _has_absurd_counts(value: Any) -> bool:
     if isinstance(value, dict | list):
         return any(map(_has_absurd_counts, value.values() if isinstance(value, dict) else value))
@@ -106,30 +110,38 @@ def _has_absurd_counts(value: Any) -> bool:
 # ---------------------------------------------------------------- read and prove
 
 
-def read_checkpoint(folder: Path, *, ranks: Ranks = ALONE, tensors: bool = True) -> Checkpoint:
+def read_checkpoint(folder: Path, *, ranks: Ranks = ALONE, tensors: bool = True, check: Check = None) -> Checkpoint:
     """DataError names all that is missing, short, changed or contradicts the rest. All ranks call it: each reads its
-    share, and all return or raise. `tensors`: read the tensor files too, and compare them with index and recipe;
-    without it only their sizes are checked, of those on this node."""
-    manifest = first_rank_does(ranks, partial(read_manifest, folder))  # another node may see an older one
+    share, and all return or raise. `tensors`: at the end, read the tensor files too, and compare them with index and
+    recipe; without it only their sizes are checked, of those on this node. `check`: before that, on rank 0, raises
+    DataError or RecipeError for a recipe or a state that cannot be used."""
+    manifest = first_rank_does(ranks, partial(read_manifest, folder))  # another node may still see an older one
     files = manifest["files"]
     holders: list[set[str]] = ranks.gather({name for name in files if (folder / name).exists()})
     readers = {name: [rank for rank, held in enumerate(holders) if name in held] for name in sorted(files)}
     mine = [name for i, (name, who) in enumerate(readers.items()) if who and who[i % len(who)] == ranks.rank]
     with agreed(ranks):
-        wrong = [file_damage(folder / name, files[name], read=tensors or not is_tensor_file(name)) for name in mine]
-        absent = [name for name, who in readers.items() if not who]
-        wrong += [f"{name} is missing" for name in absent if not (folder / name).is_symlink()]
-        wrong += [f"{name} is on none of the nodes" for name in absent if tensors and (folder / name).is_symlink()]
-        if found := [Problem(text, "", ANOTHER, str(folder)) for text in wrong if text]:
-            raise DataError(found)
+        wrong = [file_damage(folder / name, files[name], read=not is_tensor_file(name)) for name in mine]
+        absent = {name: (folder / name).is_symlink() for name, who in readers.items() if not who}
+        _refuse(folder, wrong + [f"{name} is missing" for name, is_link in absent.items() if not is_link])
     with agreed(ranks):
         checkpoint = Checkpoint(folder, manifest, read_index(folder))
-        text = _why_not_as_indexed(checkpoint, mine if tensors else ())
-        if not text and tensors and ranks.rank == 0 and any(name.startswith("model.") for name in checkpoint.tensors):
-            text = _why_not_of_its_recipe(checkpoint)  # others are of something else, such as the gradients of a trace
-        if text:
-            raise DataError(Problem(text, "", ANOTHER, str(folder)))
+        _refuse(folder, [_why_not_as_indexed(checkpoint)])
+        if tensors and ranks.rank == 0 and any(name.startswith("model.") for name in checkpoint.tensors):
+            _refuse(folder, [_why_not_of_its_recipe(checkpoint)])  # others: such as the gradients of a trace
+        if check is not None and ranks.rank == 0:
+            check(checkpoint)
+    with agreed(ranks):
+        read = [name for name in mine if tensors and is_tensor_file(name)]
+        wrong = [file_damage(folder / name, files[name], read=True) for name in read]  # hours, so it comes last
+        _refuse(folder, wrong + [f"{name} is on none of the nodes" for name in absent if tensors])
+        _refuse(folder, [_why_not_as_indexed(checkpoint, read)])
     return checkpoint
+
+
+def _refuse(folder: Path, wrong: Iterable[str]) -> None:
+    if found := [Problem(text, "", ANOTHER, str(folder)) for text in wrong if text]:
+        raise DataError(found)
 
 
 def damage(folder: Path, *, ranks: Ranks = ALONE, tensors: bool = True) -> list[str]:
@@ -158,7 +170,7 @@ def read_index(folder: Path) -> dict[str, SavedTensor]:
         raise DataError(Problem(f"{INDEX} cannot be read: {why:.1000}", "", ANOTHER, str(folder))) from error
 
 
-def _why_not_as_indexed(checkpoint: Checkpoint, read: Collection[str]) -> str:
+def _why_not_as_indexed(checkpoint: Checkpoint, read: Collection[str] = ()) -> str:
     """Where index, manifest and the headers of the tensor files `read` contradict each other."""
     listed: dict[str, dict[str, Kind]] = {name: {} for name in checkpoint.manifest["files"] if is_tensor_file(name)}
     for tensor in checkpoint.tensors.values():
@@ -170,7 +182,7 @@ def _why_not_as_indexed(checkpoint: Checkpoint, read: Collection[str]) -> str:
         num_bytes = sum(prod(shape) * DTYPES[dtype].itemsize for dtype, shape in kinds.values())
         if num_bytes > checkpoint.manifest["files"][name]["bytes"]:
             return f"{name} is smaller than {INDEX} records"
-    for name in filter(is_tensor_file, read):
+    for name in read:
         if (found := TensorFile(checkpoint.folder / name).kinds()) != listed[name]:
             odd = sorted(dict(found.items() ^ listed[name].items()))
             return f"{name} does not match {INDEX}: {first_few(odd)}"

@@ -19,12 +19,12 @@ from pathlib import Path
 from typing import Any
 
 from bloomery.base.bounded import LARGE_BYTES, read_small
-from bloomery.base.errors import DataError, Problem
+from bloomery.base.errors import DataError, Problem, RecipeError
 from bloomery.base.ranks import ALONE, Ranks, agreed, first_rank_does
 from bloomery.base.storage import own_folder, remove_tree
 from bloomery.checkpoint import folder as folders
 from bloomery.checkpoint.folder import Writer
-from bloomery.checkpoint.load import Checkpoint, read_checkpoint
+from bloomery.checkpoint.load import Check, Checkpoint, read_checkpoint
 from bloomery.checkpoint.manifest import MANIFEST, parse_manifest
 from bloomery.checkpoint.retention import kept_by
 from bloomery.config.recipe import KeepSection
@@ -279,9 +279,9 @@ class RemoteSource:
     """Of this run folder, which know abandoned branches."""
     ranks: Ranks = ALONE
 
-    def fetch_newer(self, local: Checkpoint | None) -> Fetched:
-        """The newest that is whole and was saved after the `local` one. DataError if the place cannot be read or holds
-        copies of another run."""
+    def fetch_newer(self, local: Checkpoint | None, check: Check = None) -> Fetched:
+        """The newest that is whole, passes `check` and was saved after the `local` one. DataError if the place cannot
+        be read or holds copies of another run."""
         after = float(local.manifest.get("time") or 0.0) if local else -1.0
         step = local.manifest["step"] if local else -1
 
@@ -290,7 +290,7 @@ class RemoteSource:
                 return each.step > step
             return each.saved_at > after and not each.is_stale(self.starts)
 
-        return self._fetch(is_newer)
+        return self._fetch(is_newer, check)
 
     def fetch_named(self, name: str, roots: Sequence[Path]) -> Fetched:
         """The one that a user names, if it is there and not here."""
@@ -300,7 +300,7 @@ class RemoteSource:
             return Fetched()
         return self._fetch(lambda each: folders.step_name(each.step) == wanted)
 
-    def _fetch(self, is_wanted: Callable[[RemoteCheckpoint], bool]) -> Fetched:
+    def _fetch(self, is_wanted: Callable[[RemoteCheckpoint], bool], check: Check = None) -> Fetched:
         """The one that was saved last: a branch that began from an earlier step wins over the one it abandoned."""
         damaged: dict[str, list[str]] = {}
         for candidate in first_rank_does(self.ranks, lambda: self._candidates(is_wanted)):
@@ -312,8 +312,8 @@ class RemoteSource:
                 continue
             self._download(candidate, staging)
             try:
-                checkpoint = read_checkpoint(staging, ranks=self.ranks)
-            except DataError as error:
+                checkpoint = read_checkpoint(staging, ranks=self.ranks, check=check)
+            except (DataError, RecipeError) as error:
                 damaged[place] = [problem.what for problem in error.problems]
                 first_rank_does(self.ranks, partial(remove_tree, staging))
                 continue

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from bloomery.base.errors import DataError, Problem, RecipeError, StorageError
-from bloomery.base.ranks import ALONE, Ranks, agreed
+from bloomery.base.ranks import ALONE, Ranks
 from bloomery.checkpoint import folder as folders
 from bloomery.checkpoint.format import SavedTensor
-from bloomery.checkpoint.load import Checkpoint, read_checkpoint
+from bloomery.checkpoint.load import Check, Checkpoint, read_checkpoint
 from bloomery.checkpoint.manifest import MANIFEST
 from bloomery.checkpoint.remote import Fetched, RemoteSource
 from bloomery.config.load import fingerprint
@@ -34,28 +34,11 @@ class Choice:
 
 
 def newest_good(
-    roots: Sequence[Path],
-    *,
-    ranks: Ranks = ALONE,
-    remote: RemoteSource | None = None,
-    check: Callable[[Checkpoint], object] = lambda checkpoint: None,
+    roots: Sequence[Path], *, ranks: Ranks = ALONE, remote: RemoteSource | None = None, check: Check = None
 ) -> Choice:
-    """Verify from the newest on; a newer remote one wins. `check`: raises DataError or RecipeError for one that cannot
-    be used though its files are as they were saved. DataError if there are checkpoints but none that can be used. All
-    ranks call it, each reads its share."""
+    """Verify from the newest on; a newer remote one wins. DataError if there are checkpoints but none that can be used.
+    All ranks call it, each reads its share."""
     damaged: dict[Path, list[str]] = {}
-
-    def usable(folder: Path, fetched: Checkpoint | None = None) -> Checkpoint | None:
-        try:
-            checkpoint = fetched or read_checkpoint(folder, ranks=ranks, tensors=False)
-            with agreed(ranks):
-                if ranks.rank == 0:
-                    check(checkpoint)
-            return fetched or read_checkpoint(folder, ranks=ranks)  # the hours of reading last
-        except (DataError, RecipeError) as error:
-            damaged[folder] = [problem.what for problem in error.problems]
-            return None
-
     found = [path for root in roots for path in folders.step_folders(root)]
     order = sorted(found, key=lambda path: -folders.step_of(path))  # stable: of one step the first root's
     good: Checkpoint | None = None
@@ -65,10 +48,12 @@ def newest_good(
         if is_link or not is_complete:
             damaged[folder] = [folders.LINK if is_link else f"{MANIFEST} is missing"]
         else:
-            good = usable(folder)
-    fetched = remote.fetch_newer(good) if remote else Fetched()
-    if (copy := fetched.checkpoint) is not None:
-        good = usable(copy.folder, copy) or good
+            try:
+                good = read_checkpoint(folder, ranks=ranks, check=check)
+            except (DataError, RecipeError) as error:
+                damaged[folder] = [problem.what for problem in error.problems]
+    fetched = remote.fetch_newer(good, check) if remote else Fetched()
+    good = fetched.checkpoint or good
     if good is None and (damaged or fetched.damaged):
         everything = [*damaged.items(), *fetched.damaged.items()]
         problems = [Problem(text, place=str(place)) for place, texts in everything for text in texts]

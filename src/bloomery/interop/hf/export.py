@@ -26,7 +26,7 @@ from bloomery.interop.hf.folder import (
     CONFIG,
     PROOF_FILE,
     replace_export,
-    require_own,
+    require_empty,
     staged,
     write_weights,
 )
@@ -73,7 +73,8 @@ def export_checkpoint(
 
     DataError if the proof fails; the folder then holds it, for inspection. After any other error it is as it was.
     """
-    require_own(output)
+    rule = f"an export replaces an older export (with {PROOF_FILE}) and nothing else"
+    require_empty(output, rule, unless=PROOF_FILE)
     saved = read_checkpoint(find_checkpoint(checkpoint))
     recipe, state = saved.recipe, saved.state
     tokenizer = tokenizer_of(saved, tokenizer_path)

@@ -136,26 +136,15 @@ def _rounded(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return made
 
 
-def require_own(output: Path) -> None:
-    """StorageError if the folder holds something that is not an older export: a README.md there may be the user's.
-
-    Hidden files are left alone: an export may lie in a clone of a hub's repository."""
-    if PROOF_FILE not in _visible(output):
-        require_empty(output, f"an export replaces an older export (with {PROOF_FILE}) and nothing else")
-
-
-def require_empty(output: Path, rule: str) -> None:
-    """StorageError if the folder holds anything that is not hidden: it is the user's."""
-    found = _visible(output)
-    if found:
+def require_empty(output: Path, rule: str, *, unless: str = "") -> None:
+    """StorageError if the folder holds anything, which may be the user's, but not the file `unless`. Hidden files are
+    left alone: an export may lie in a clone of a hub's repository."""
+    with writing(output, "read"):
+        paths = output.iterdir() if output.is_dir() else []
+        found = sorted(path.name for path in paths if not path.name.startswith("."))
+    if found and unless not in found:
         what = f"{output} is not empty: it holds {', '.join(found[:5])}" + (" and more" if len(found) > 5 else "")
         raise StorageError(Problem(what, rule, "name another folder, or empty this one"))
-
-
-def _visible(output: Path) -> list[str]:
-    with writing(output, "read"):
-        found = output.iterdir() if output.is_dir() else []
-        return sorted(path.name for path in found if not path.name.startswith("."))
 
 
 @contextmanager

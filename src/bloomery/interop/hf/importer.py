@@ -31,6 +31,7 @@ _TOKENIZER_FILES = (
 )  # fmt: skip
 TOKENIZER = "tokenizer"
 _RECIPE = "recipe.yaml"
+_RULE = "an import is the beginning of a run and replaces nothing"
 _WEIGHTS = ("F32", "BF16", "F16")
 _BUFFERS = ("I64", "I32", "U8", "BOOL")
 """Of masks and positions, which no parameter is made of."""
@@ -102,7 +103,7 @@ def import_weights(
     DataError names everything in the folder that does not fit, or that the proof fails; StorageError if `output` holds
     something. After any error it is as it was.
     """
-    _require_new(output)
+    require_empty(output, _RULE)
     _check_tokenizer(folder, recipe.model.vocab_size)
     if recipe.model.tie_embeddings and (pair := _unequal_pair(folder, recipe.model.family)):
         rule = "a tied model has one tensor for both"
@@ -141,13 +142,9 @@ def _proof(checkpoint: Path, folder: Path, recipe: Recipe) -> Proof:
     return proof
 
 
-def _require_new(output: Path) -> None:
-    require_empty(output, "an import is the beginning of a run and replaces nothing")
-
-
 def _publish(staging: Path, output: Path) -> None:
     """With the recipe, by which the folder is a run, last."""
-    _require_new(output)  # still
+    require_empty(output, _RULE)  # still
     move_all(staging, output, last=_RECIPE)
 
 
