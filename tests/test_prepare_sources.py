@@ -200,12 +200,6 @@ def test_names_that_only_look_packed_are_texts(folder, name):
     assert read(name) == (["plain enough to be one text"], 0)
 
 
-def test_gzip_without_isal(folder, monkeypatch):
-    write_jsonl(folder / "a.jsonl.gz", ["one", "two"])
-    monkeypatch.setitem(__import__("sys").modules, "isal.igzip", None)
-    assert read("a.jsonl.gz") == (["one", "two"], 0)
-
-
 def test_rows_of_a_parquet_file(folder):
     arrow = pytest.importorskip("pyarrow")
     parquet = pytest.importorskip("pyarrow.parquet")
