@@ -164,9 +164,11 @@ def manifest(folder: Path, entries: list[dict[str, Any]], name: str = "files.jso
     return str(folder / name)
 
 
-def get(tmp_path: Path, entries: list[dict[str, Any]], jobs: int = 4, retries: int = 4) -> DownloadResult:
+def get(
+    tmp_path: Path, entries: list[dict[str, Any]], jobs: int = 4, retries: int = 4, timeout_seconds: float = 0.5
+) -> DownloadResult:
     wanted = read_download_manifest(manifest(tmp_path, entries))
-    return download(wanted, tmp_path / "out", jobs=jobs, retries=retries, timeout_seconds=0.5)
+    return download(wanted, tmp_path / "out", jobs=jobs, retries=retries, timeout_seconds=timeout_seconds)
 
 
 def assert_whole(tmp_path: Path, server: Server, *names: str) -> None:
@@ -332,7 +334,7 @@ def test_user_and_password_of_a_url_go_to_its_host_alone(tmp_path: Path, server:
         entries = [server.add("a"), there | {"url": server.add("b", 0, ("redirect", there["url"]))["url"]}]
         for entry in entries:
             entry["url"] = entry["url"].replace("127.0.0.1", "me:se%40cr%3aet@127.0.0.1")
-        result = get(tmp_path, entries)
+        result = get(tmp_path, entries, timeout_seconds=10.0)
         other.shutdown()
     assert not result.failures
     assert (tmp_path / "out" / "a").read_bytes() == server.contents["a"]
@@ -340,7 +342,7 @@ def test_user_and_password_of_a_url_go_to_its_host_alone(tmp_path: Path, server:
     sent_on = server.add("e") | {
         "url": server.add("f", 0, ("redirect", "e"))["url"].replace("//", "//me:se%40cr%3aet@")
     }
-    assert not get(tmp_path, [sent_on | {"path": "within"}]).failures
+    assert not get(tmp_path, [sent_on | {"path": "within"}], timeout_seconds=10.0).failures
     assert server.logins == [server.login] * 4, "who is sent on within the host logs in again"
     wrong = get(tmp_path, [server.add("d") | {"url": f"http://me:guess@127.0.0.1:{server.server_port}/d"}]).failures
     assert [(failed["url"], failed["reason"]) for failed in wrong] == [
