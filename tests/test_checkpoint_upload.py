@@ -12,15 +12,16 @@ import fsspec
 import pytest
 import torch
 
-from bloomery.base.errors import DataError
+from bloomery.base.errors import DataError, Problem
 from bloomery.base.ranks import ALONE, Piece, Ranks
 from bloomery.base.units import Amount
 from bloomery.checkpoint import remote as remote_module
 from bloomery.checkpoint.folder import FencedError, take_over
-from bloomery.checkpoint.load import read_checkpoint
+from bloomery.checkpoint.load import Checkpoint, read_checkpoint
 from bloomery.checkpoint.remote import RemoteSource, Uploader, UploadOutcome, list_remote, retain_remote
 from bloomery.checkpoint.retention import apply_retention
 from bloomery.checkpoint.save import save_checkpoint
+from bloomery.checkpoint.select import newest_good
 from bloomery.config.recipe import KeepSection
 from checkpoints import assert_same_tensors
 from conftest import Workshop
@@ -69,6 +70,22 @@ def test_a_copy_comes_back_whole(tmp_path: Path, ranks: int) -> None:
     read_checkpoint(there / "step-00000002")
     assert fetch(URL, there, local=there / "step-00000002") is None
     assert fetch("memory://nothing", there) is None
+
+
+def test_a_copy_whose_state_cannot_be_used_is_damaged_and_the_next_older_one_is_tried(tmp_path: Path) -> None:
+    assert upload(save(tmp_path / "here", 1), save(tmp_path / "here", 2)) == ["", ""]
+
+    def check(checkpoint: Checkpoint) -> None:
+        if checkpoint.manifest["step"] == 2:
+            raise DataError(Problem("its state makes no sense"))
+
+    there = tmp_path / "there"
+    choices = together(
+        3, lambda rank: newest_good([there], remote=RemoteSource(URL, there, RUN, ranks=rank), ranks=rank, check=check)
+    )
+    assert {choice.checkpoint.folder for choice in choices} == {there / "step-00000001"}
+    assert choices[0].fetched.damaged == {f"{URL}/step-00000002": ["its state makes no sense"]}
+    assert [path.name for path in there.iterdir()] == ["step-00000001"]
 
 
 def test_only_marked_steps_are_copied(tmp_path: Path) -> None:

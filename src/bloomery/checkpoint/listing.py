@@ -43,13 +43,8 @@ def list_checkpoints(path: Path, *, check_hashes: bool = False) -> list[Listed]:
 def _listed_in(root: Path, *, check_hashes: bool) -> list[Listed]:
     latest = folders.read_latest(root)
     found = []
-    for place in (
-        root,
-        root / folders.RETIRED,
-        root / folders.DEBRIS,
-        *root.glob(f"{STAGING}*"),
-        *root.glob(f"{STALE}*"),
-    ):
+    staging_dirs = [*root.glob(f"{STAGING}*"), *root.glob(f"{STALE}*")]
+    for place in (root, root / folders.RETIRED, root / folders.DEBRIS, *staging_dirs):
         for folder in sorted(place.iterdir()) if place.is_dir() else ():
             match = _STEP.search(folder.name)
             if match is None or not folder.is_dir():
