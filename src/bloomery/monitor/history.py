@@ -6,6 +6,7 @@ Both may have millions of lines: they are read one at a time, and nothing else i
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
@@ -20,6 +21,7 @@ from bloomery.monitor import names
 from bloomery.monitor.record import Record, ValidationRecord, from_json
 
 _MOST_LINE_BYTES = 2**24
+_STARTS_AND_STOPS = re.compile(rb'"kind": ?"(start|stop)"')
 
 
 class Start(NamedTuple):
@@ -108,7 +110,7 @@ def _read_ledger(path: Path, version: tuple[int, ...]) -> Ledger:
     spent = Energy()
 
     def take(line: bytes) -> None:
-        if b'"start"' not in line and b'"stop"' not in line:
+        if not _STARTS_AND_STOPS.search(line):
             return
         nonlocal spent
         event = event_of(line)
