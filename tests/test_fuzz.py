@@ -213,7 +213,7 @@ class Samples:
         recipe = unproven(folder).recipe
 
         def read() -> None:
-            assert unproven(folder).consumed_tokens
+            _ = unproven(folder).consumed_tokens
             resume_point_at(unproven(folder), recipe)
 
         return Parser(folder / "state.json", read, fields=True)
