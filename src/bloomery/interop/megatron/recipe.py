@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
-from decimal import Decimal, InvalidOperation
+from decimal import Decimal
 from typing import Any, TypeVar
 
 from bloomery.base.bounded import LARGE_BYTES, parse_json, read_text
@@ -89,7 +89,7 @@ class Builder:
             names, remedy = unset_names(text), f"add --{name} VALUE after the script"
             what, rule = f"--{name} is {text}", (names and self.unset) or "it is known only at run time"
             remedy = f"give it with --set {names[0]}=VALUE, or {remedy}" if names else remedy
-        with suppress(InvalidOperation):
+        with suppress(ArithmeticError):  # not a number, or one that no arithmetic can hold: 9e999999
             number = Decimal(text)  # also `3e9` and `1.0` for a whole number
             if number.is_finite() and abs(number) <= _LARGEST and (isinstance(default, float) or number == int(number)):
                 return type(default)(number)
@@ -129,9 +129,10 @@ def unset_names(text: str) -> list[str]:
     return re.findall(r"\$\{?([A-Za-z_][A-Za-z0-9_]*|[0-9])", text)
 
 
-def _ramp(b: Builder, name: str) -> dict[str, int]:
+def _ramp(b: Builder, name: str) -> dict[str, int] | None:
     if len(values := b.line.flags[name].values) != 3:
         b.refuse(name, f"--{name} has {len(values)} values", "it takes START INCREMENT SAMPLES", "give three")
+        return None
     return {key: b.convert(name, text, 1) for key, text in zip(("start", "increment", "samples"), values, strict=False)}
 
 
