@@ -8,7 +8,6 @@ from numpy.typing import NDArray
 
 GOLDEN = 0x9E3779B97F4A7C15
 _MIX_1, _MIX_2 = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
-MASK = 2**64 - 1
 
 U64 = NDArray[np.uint64]
 
@@ -27,11 +26,3 @@ def mix_in_place(z: U64) -> U64:
     z *= np.uint64(_MIX_2)
     z ^= z >> np.uint64(31)
     return z
-
-
-def splitmix64_one(value: int) -> int:
-    """The same for one Python integer."""
-    mixed = (value + GOLDEN) & MASK
-    mixed = ((mixed ^ (mixed >> 30)) * _MIX_1) & MASK
-    mixed = ((mixed ^ (mixed >> 27)) * _MIX_2) & MASK
-    return mixed ^ (mixed >> 31)

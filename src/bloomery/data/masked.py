@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 
 from bloomery.base.errors import DataError, Problem
-from bloomery.base.splitmix import GOLDEN, U64, splitmix64, splitmix64_one
+from bloomery.base.splitmix import GOLDEN, U64, splitmix64
 from bloomery.config.recipe import MaskingSection
 from bloomery.data.batch import Batch, ShardSource
 from bloomery.data.order import stream_key
@@ -238,8 +238,8 @@ class MaskedSource(ShardSource):
         labels = np.full(shape, IGNORED_LABEL, np.int64)
         token_types, attention_mask = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
         exchanged = np.zeros(len(samples), np.int64)
-        for row, (epoch, sample) in enumerate(zip(epochs.tolist(), samples.tolist(), strict=True)):
-            key = splitmix64_one(splitmix64_one(self._chance ^ epoch) ^ sample)
+        keys = splitmix64(splitmix64(epochs.astype(np.uint64) ^ np.uint64(self._chance)) ^ samples.astype(np.uint64))
+        for row, (key, sample) in enumerate(zip(keys.tolist(), samples.tolist(), strict=True)):
             where, exchange, mask_key = random_numbers(key, 3).tolist()
             exchanged[row] = exchange >> 63
             first, second = self._pair(sample, where)

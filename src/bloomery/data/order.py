@@ -13,12 +13,10 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
-from bloomery.base.splitmix import GOLDEN, MASK, U64, splitmix64, splitmix64_one
+from bloomery.base.splitmix import GOLDEN, U64, splitmix64
 
 _ROUNDS = 6
 """Two rounds fail statistical tests badly, three pass; the rest is margin."""
-_FEW = 8
-"""Positions for which Python is faster than numpy."""
 
 
 def stream_key(seed: int, name: str) -> int:
@@ -40,35 +38,12 @@ class TimelessOrder:
 
     def locate(self, indices: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """(epochs, samples) at these positions of the run."""
-        if np.size(indices) <= _FEW:
-            found = np.array([self.locate_one(int(index)) for index in np.ravel(indices)], np.int64).reshape(-1, 2)
-            return found[:, 0].reshape(np.shape(indices)), found[:, 1].reshape(np.shape(indices))
-        epochs, places = np.divmod(np.asarray(indices, dtype=np.int64), self.num_samples)
-        return epochs, self._walk(places, epochs)
-
-    def locate_one(self, index: int) -> tuple[int, int]:
-        """The same for one position, without numpy's overhead."""
-        epoch, place = divmod(index, self.num_samples)
-        keys = self._round_keys_one(epoch)
-        while True:
-            row, column = divmod(place, self._columns)
-            for number, key in enumerate(keys):
-                if number % 2 == 0:
-                    row = (row + splitmix64_one(column ^ key)) % self._rows
-                else:
-                    column = (column + splitmix64_one(row ^ key)) % self._columns
-            place = row * self._columns + column
-            if place < self.num_samples:
-                return epoch, place
-
-    def _walk(self, places: NDArray[np.int64], epochs: NDArray[np.int64]) -> NDArray[np.int64]:
+        epochs, places = np.divmod(indices, self.num_samples)
         keys = self._round_keys(epochs)
-        result = self._step(places.astype(np.uint64), keys)
-        outside = np.flatnonzero(result >= self.num_samples)
-        while len(outside):
-            result[outside] = self._step(result[outside], keys[:, outside])
-            outside = outside[result[outside] >= self.num_samples]
-        return result.astype(np.int64)
+        samples = self._step(places.astype(np.uint64), keys)
+        while len(outside := np.flatnonzero(samples >= self.num_samples)):
+            samples[outside] = self._step(samples[outside], keys[:, outside])
+        return epochs, samples.astype(np.int64)
 
     def _step(self, places: U64, keys: U64) -> U64:
         rows, columns = np.uint64(self._rows), np.uint64(self._columns)
@@ -85,7 +60,3 @@ class TimelessOrder:
         numbers = np.arange(1, _ROUNDS + 1, dtype=np.uint64)[:, None] * np.uint64(GOLDEN)
         epoch_keys = splitmix64(epochs.astype(np.uint64) ^ np.uint64(self._key))
         return splitmix64(epoch_keys[None, :] + numbers)
-
-    def _round_keys_one(self, epoch: int) -> list[int]:
-        epoch_key = splitmix64_one(epoch ^ self._key)
-        return [splitmix64_one((epoch_key + number * GOLDEN) & MASK) for number in range(1, _ROUNDS + 1)]
