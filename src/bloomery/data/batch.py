@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -102,13 +102,13 @@ class ShardSource:
         seq_length: int,
         vocab_size: int,
         seed: int,
-        part: Part | Literal["all"] = "all",
+        part: Part = "train",
         split: str | None = None,
         key: str | None = None,
         packing: Packing | None = None,
     ) -> None:
-        """`key` names the source in the order of samples; by default the prefix, as the recipe writes it. `packing`
-        keeps documents of one sample apart."""
+        """`part` is that of `split`; without one it is the whole shard. `key` names the source in the order of
+        samples; by default the prefix, as the recipe writes it. `packing` keeps documents of one sample apart."""
         self.key = prefix if key is None else key
         self.packing, self.seq_length, self.vocab_size, self.seed = packing, seq_length, vocab_size, seed
         self.part, self.split = part, split
@@ -163,7 +163,7 @@ class ShardSource:
 
     def part_of(self, count: int) -> tuple[int, int]:
         """The documents, or sequences, [first, last) of the part, of so many. DataError for an empty part."""
-        if self.split is None or self.part == "all":
+        if self.split is None:
             return 0, count
         ends = split_boundaries(self.split, count, self.flavour)
         first, last = ends[PARTS.index(self.part) :][:2]

@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, fields
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import numpy as np
 import xxhash
@@ -26,7 +26,7 @@ from bloomery.config.recipe import Recipe, SourceSection
 from bloomery.data.batch import ShardSource, Stream
 from bloomery.data.blend import TimelessBlend
 from bloomery.data.causal import DataCursor
-from bloomery.data.megatron_order import BlendRequest, Flavour, OrderShape, SampleIndex, build_blend, build_index
+from bloomery.data.megatron_order import BlendRequest, Flavour, OrderShape, Part, SampleIndex, build_blend, build_index
 from bloomery.data.shards import file_checksum
 from bloomery.sizing.schedule import TrainingPlan
 
@@ -81,7 +81,6 @@ class MegatronSource(ShardSource):
 
     def locate(self, ordinals: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """The epochs count tokens: those that are shuffled together mix."""
-        _refuse_beyond(self.key, ordinals, self.total_samples)
         samples = self.index.shuffle[ordinals].astype(np.int64)
         return samples * self.seq_length // self.shape.tokens_per_epoch, samples
 
@@ -105,17 +104,17 @@ class GreedyBlend:
         arrays = cache.arrays("blend", names, key, lambda: build_blend(request.weights, self.size))
         self._keys = [source.key for source in sources]
         self._sources, self._ordinals = arrays["sources"], arrays["ordinals"]
-        problems = [
-            _exhausted(source.key, f"the blend takes {count} samples from it", source.total_samples)
-            for source, count in zip(sources, arrays["taken"].tolist(), strict=True)
-            if count > source.total_samples
-        ]
-        if problems:
+        rule = "in the megatron and bigscience orders a source ends after the samples the run requested"
+        remedy = "give train.for the length of the run to be continued, or use data.order=timeless"
+        if problems := [
+            Problem(f"{each.key}: the blend takes {count} samples of its {each.total_samples}", rule, remedy)
+            for each, count in zip(sources, arrays["taken"].tolist(), strict=True)
+            if count > each.total_samples
+        ]:
             raise DataError(problems)
 
     def locate(self, positions: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """(index of the source, ordinal within it) of each position."""
-        _refuse_beyond("the blend", positions, self.size)
         return self._sources[positions].astype(np.int64), np.array(self._ordinals[positions])
 
     def taken(self, consumed_samples: int) -> dict[str, int]:
@@ -123,28 +122,14 @@ class GreedyBlend:
         return dict(zip(self._keys, counts.tolist(), strict=True))
 
 
-def _refuse_beyond(name: str, numbers: NDArray[np.int64], size: int) -> None:
-    if numbers.size and not 0 <= int(numbers.min()) <= int(numbers.max()) < size:
-        raise DataError(_exhausted(name, f"samples {numbers.min()} to {numbers.max()} were requested", size))
-
-
-def _exhausted(name: str, what: str, have: int) -> Problem:
-    return Problem(
-        what=f"{name}: {what}, but it has {have}",
-        rule="in the megatron and bigscience orders a source ends after the samples the run requested",
-        remedy="give train.for the length of the run to be continued, or use data.order=timeless",
-    )
-
-
-Use = Literal["train", "validation"]
 MAX_SEED = 2**32 - 1
 """RandomState takes no larger one."""
 
 
-def wanted_samples(recipe: Recipe, plan: TrainingPlan, use: Use) -> int:
+def wanted_samples(recipe: Recipe, plan: TrainingPlan, part: Part) -> int:
     """What Megatron asks of its datasets, for validation of all evaluations of the run together. Its orders follow from
     these numbers."""
-    if use == "train":
+    if part == "train":
         return plan.asked_samples
     evaluate = recipe.train.evaluate
     steps = (plan.train_steps // evaluate.every.count + 1) * evaluate.steps if evaluate else 0
@@ -162,11 +147,7 @@ class MegatronOpening:
         self._recipe, self._plan, self._flavour = recipe, plan, flavour
         self._blends_one, self._cache = recipe.data.blend_one_source, IndexCache(recipe.data.cache_dir)
 
-    def request(self, sections: Sequence[SourceSection], use: Use) -> BlendRequest:
-        """What is requested of these sources, by this run."""
-        return self._request(sections, wanted_samples(self._recipe, self._plan, use))
-
-    def _request(self, sections: Sequence[SourceSection], samples: int) -> BlendRequest:
+    def request(self, sections: Sequence[SourceSection], samples: int) -> BlendRequest:
         if len(sections) == 1 and not self._blends_one:
             return BlendRequest(np.ones(1), [samples], samples)
         return BlendRequest.of(self._flavour, [section.weight for section in sections], samples)
@@ -174,11 +155,11 @@ class MegatronOpening:
     def source(self, path: str, **settings: Any) -> MegatronSource:
         return MegatronSource(path, flavour=self._flavour, cache=self._cache, **settings)
 
-    def stream(self, sections: Sequence[SourceSection], sources: Sequence[MegatronSource], use: Use) -> Stream:
+    def stream(self, sections: Sequence[SourceSection], sources: Sequence[MegatronSource], samples: int) -> Stream:
         """DataError if a source has fewer samples than the blend takes from it."""
         if len(sources) == 1 and not self._blends_one:
             return Stream(sources, TimelessBlend.start({sources[0].key: 1.0}))  # its samples, one after the other
-        return Stream(sources, GreedyBlend(self.request(sections, use), sources, self._cache))
+        return Stream(sources, GreedyBlend(self.request(sections, samples), sources, self._cache))
 
     def check(self, stream: Stream, sections: Sequence[SourceSection], cursor: DataCursor | None) -> None:
         """DataError if the run is longer than its order, or if `cursor` gave its sources other epochs or another blend;
@@ -192,7 +173,7 @@ class MegatronOpening:
         if cursor is None:
             return
         then = cursor.plan.asked_samples
-        for source, samples in zip(stream.sources, self._request(sections, then).member_samples, strict=True):
+        for source, samples in zip(stream.sources, self.request(sections, then).member_samples, strict=True):
             now = cast(MegatronSource, source).shape
             shard = {"tokens_per_epoch": now.tokens_per_epoch, "seq_length": now.seq_length}
             if OrderShape.of(self._flavour, samples=samples, **shard) != now:

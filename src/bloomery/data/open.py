@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 from bloomery.base.errors import DataError, Problem
 from bloomery.config.recipe import Recipe, SourceSection
@@ -15,15 +15,13 @@ from bloomery.data.blend import TimelessBlend
 from bloomery.data.causal import CausalSource, DataCursor, blend_after
 from bloomery.data.manifest import ShardManifest, manifest_path
 from bloomery.data.masked import MaskedSource, MaskVocabulary
-from bloomery.data.megatron import MegatronOpening, MegatronSource, Use
+from bloomery.data.megatron import MegatronOpening, MegatronSource, wanted_samples
 from bloomery.data.megatron_order import Part
 from bloomery.data.tokenizer import Tokenizer
 from bloomery.families.registry import FAMILIES
 from bloomery.sizing.check import source_key
 from bloomery.sizing.schedule import TrainingPlan
 
-SPLIT_GROUP = "valid"
-"""Name of the validation group that `data.split` makes."""
 _FINDS_ENDS = "data.mask_documents, data.reset_positions and data.eod_loss find the ends of documents by their token"
 
 
@@ -58,14 +56,12 @@ def open_data(
     """
     assert recipe.data is not None
     data, blend, notices = recipe.data, None, list[str]()
+    # The recipe has a split or validation groups, never both; where there is no split, a part is the whole shard.
+    sections = {"valid": data.train} if data.split and recipe.train.evaluate else data.validation
     with ExitStack() as closing:
         opening = _Opening(recipe, plan or TrainingPlan.of(recipe), closing)
-        train = opening.sources(data.train, "train" if data.split else "all", "train")
-        sections = dict(data.validation)
-        groups = {name: opening.sources(group, "all", "validation") for name, group in sections.items()}
-        if data.split and recipe.train.evaluate:
-            sections[SPLIT_GROUP] = data.train
-            groups[SPLIT_GROUP] = opening.sources(data.train, "valid", "validation")
+        train = opening.sources(data.train, "train")
+        groups = {name: opening.sources(group, "valid") for name, group in sections.items()}
         opening.check_together()
         if opening.problems:
             raise DataError(opening.problems)
@@ -78,7 +74,7 @@ def open_data(
                 windows = cast(Sequence[CausalSource], train)  # bert has others, but never another length
                 blend, notices = blend_after(cursor, _weights(data.train), windows, seq_length=recipe.model.seq_length)
             stream = Stream(train, blend)
-        validation = {name: opening.stream(sections[name], group, "validation") for name, group in groups.items()}
+        validation = {name: opening.stream(sections[name], group, "valid") for name, group in groups.items()}
         tokenizer, tokenizer_hash = opening.tokenizer, opening.tokenizer_hash()
         yield OpenData(stream, validation, blend, opening.warnings, notices, tokenizer, tokenizer_hash)
 
@@ -95,10 +91,12 @@ class _Opening:
         self.problems: list[Problem] = []
         self.warnings: list[str] = []
         self.tokenizer: Tokenizer | None = None
-        self._recipe, self._data, self._closing = recipe, recipe.data, closing
+        self._recipe, self._plan, self._data, self._closing = recipe, plan, recipe.data, closing
         self._is_encoder = FAMILIES[recipe.model.family].encoder
         self._mask_vocabulary: MaskVocabulary | None = None
         self._manifests: dict[str, ShardManifest | None] = {}
+        self._sources: dict[str, ShardSource] = {}
+        """One of each shard."""
         order = recipe.data.order
         self.megatron = MegatronOpening(recipe, plan, order) if order != "timeless" else None
         if recipe.tokenizer is None:
@@ -115,58 +113,53 @@ class _Opening:
             what = f"the tokenizer has {have} entries but model.vocab_size is {room}"
             self.problems.append(Problem(what, remedy=f"use model.vocab_size={have}", place=tokenizer.path))
 
-    def sources(self, sections: Sequence[SourceSection], part: Part | Literal["all"], use: Use) -> list[ShardSource]:
-        opened = []
-        samples = self.megatron.request(sections, use).member_samples if self.megatron else [0] * len(sections)
+    def sources(self, sections: Sequence[SourceSection], part: Part) -> list[ShardSource]:
+        opened, samples = [], [0] * len(sections)
+        if self.megatron is not None:
+            samples = self.megatron.request(sections, wanted_samples(self._recipe, self._plan, part)).member_samples
         for section, wanted in zip(sections, samples, strict=True):
             try:
                 opened.append(self._open(section, part, wanted))
             except DataError as error:
-                self.problems += error.problems
+                self.problems += [each for each in error.problems if each not in self.problems]
         return opened
 
-    def stream(self, sections: Sequence[SourceSection], sources: list[ShardSource], use: Use) -> Stream:
+    def stream(self, sections: Sequence[SourceSection], sources: list[ShardSource], part: Part) -> Stream:
         if self.megatron is not None:
-            return self.megatron.stream(sections, cast(Sequence[MegatronSource], sources), use)
+            samples = wanted_samples(self._recipe, self._plan, part)
+            return self.megatron.stream(sections, cast(Sequence[MegatronSource], sources), samples)
         return Stream(sources, TimelessBlend.start(_weights(sections)))
 
-    def _open(self, section: SourceSection, part: Part | Literal["all"], wanted: int) -> ShardSource:
+    def _open(self, section: SourceSection, part: Part, wanted: int) -> ShardSource:
         """`wanted` samples are requested of it, which only Megatron's orders need to know."""
-        path, recipe, is_new = section.path, self._recipe, section.path not in self._manifests
+        path, recipe = section.path, self._recipe
         settings: dict[str, Any] = {
             "seq_length": recipe.model.seq_length,
             "vocab_size": recipe.model.vocab_size,
             "seed": recipe.seed,
             "part": part,
-            "split": None if part == "all" else self._data.split,
+            "split": self._data.split,
             "key": source_key(section),
         }
         source: ShardSource
-        manifest, packing = self._manifest(path), None
+        if path not in self._manifests:
+            self._manifests[path] = manifests.read_manifest(path)
+        manifest = self._manifests[path]
         if self._is_encoder:
-            source = self._masked(path, settings)
+            source = self._masked(path, manifest, settings)
+        elif self.megatron is not None:
+            packing = self._packing(path, manifest)
+            source = self.megatron.source(path, samples=wanted, packing=packing, **settings)
         else:
-            settings["packing"] = packing = self._packing(path)
-            if self.megatron is not None:
-                source = self.megatron.source(path, samples=wanted, **settings)
-            else:
-                source = CausalSource(path, **settings)
+            source = CausalSource(path, packing=self._packing(path, manifest), **settings)
         self._closing.callback(source.close)
-        if is_new and manifest is not None:
-            self.problems += manifests.check_describes(manifest, source.shard, place=manifest_path(path))
-        elif is_new and packing is not None:
-            token = int(source.shard.read(source.shard.num_tokens - 1, 1)[0])
-            if token != packing.eod_id:
-                what = f"its last token is {token}, not {packing.eod_id}, the end of a document"
-                remedy = "prepare it again with append_eod: true (Megatron: --append-eod), or turn them off"
-                self.problems.append(Problem(what, _FINDS_ENDS, remedy, path))
+        self._sources[path] = source
         return source
 
-    def _masked(self, path: str, settings: dict[str, Any]) -> MaskedSource:
+    def _masked(self, path: str, manifest: ShardManifest | None, settings: dict[str, Any]) -> MaskedSource:
         if self._mask_vocabulary is None:  # a problem that has been reported, unless there is no tokenizer at all
             what, rule = "the recipe names no tokenizer", "masking needs the ids of [CLS], [SEP], [MASK] and [PAD]"
             raise DataError([] if self.problems else Problem(what, rule, "add `tokenizer: {path: ...}`"))
-        manifest = self._manifest(path)
         return MaskedSource(
             path,
             **settings,
@@ -176,9 +169,9 @@ class _Opening:
             split_sentences=manifest.settings.get("split_sentences") if manifest else None,
         )
 
-    def _packing(self, path: str) -> Packing | None:
+    def _packing(self, path: str, manifest: ShardManifest | None) -> Packing | None:
         """How documents of one sample are kept apart; None where they are not."""
-        data, manifest = self._data, self._manifest(path)
+        data = self._data
         if data.eod_loss and not data.mask_documents and not data.reset_positions:
             return None
         if manifest is not None:
@@ -191,10 +184,19 @@ class _Opening:
         return Packing(eod_id, data.mask_documents, data.reset_positions, data.eod_loss)
 
     def check_together(self) -> None:
-        """All shards against the tokenizer and against each other."""
-        if bare := [path for path, manifest in self._manifests.items() if manifest is None]:
-            self.warnings.append(manifests.without_manifest(bare))
+        """All shards against their manifests, the tokenizer and each other."""
         known = {path: manifest for path, manifest in self._manifests.items() if manifest is not None}
+        for path, source in self._sources.items():
+            if path in known:
+                self.problems += manifests.check_describes(known[path], source.shard, place=manifest_path(path))
+            elif (packing := source.packing) is not None:
+                token = int(source.shard.read(source.shard.num_tokens - 1, 1)[0])
+                if token != packing.eod_id:
+                    what = f"its last token is {token}, not {packing.eod_id}, the end of a document"
+                    remedy = "prepare it again with append_eod: true (Megatron: --append-eod), or turn them off"
+                    self.problems.append(Problem(what, _FINDS_ENDS, remedy, path))
+        if bare := [path for path in self._manifests if path not in known]:
+            self.warnings.append(manifests.without_manifest(bare))
         self.problems += manifests.check_fits(known, tokenizer=self.tokenizer, vocab_size=self._recipe.model.vocab_size)
 
     def tokenizer_hash(self) -> str | None:
@@ -202,8 +204,3 @@ class _Opening:
         if self.tokenizer is not None:
             return self.tokenizer.content_hash
         return next((manifest.tokenizer_hash for manifest in self._manifests.values() if manifest is not None), None)
-
-    def _manifest(self, path: str) -> ShardManifest | None:
-        if path not in self._manifests:
-            self._manifests[path] = manifests.read_manifest(path)
-        return self._manifests[path]
