@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import os
 from pathlib import Path
 
 import numpy as np
@@ -118,6 +119,13 @@ def test_a_torn_last_line_is_left_out_and_a_damaged_one_inside_is_named(tmp_path
     path.write_text("{broken\n" + whole)
     with pytest.raises(DataError, match=r"metrics.jsonl:1: line 1 is damaged.*sed -i 1d"):
         read_metrics(path)
+
+
+def test_a_ledger_that_ends_in_a_line_without_end_is_not_read_to_it(tmp_path: Path) -> None:
+    (path := tmp_path / "events.jsonl").write_text('{"kind": "note"}\n')
+    os.truncate(path, 1 << 40)
+    with pytest.raises(DataError, match="line 2 is damaged: it is too long"):
+        read_ledger(path)
 
 
 def test_a_sample_of_a_long_file_is_spread_over_it_and_holds_what_still_counts(tmp_path: Path) -> None:

@@ -277,6 +277,14 @@ def test_a_long_torn_tail_is_found(tmp_path: Path) -> None:
     assert path.read_bytes() == b"good\n"
 
 
+def test_a_line_without_end_is_refused_before_it_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    path.write_bytes(b"good\n")
+    os.truncate(path, 1 << 40)
+    with pytest.raises(StorageError, match=r"a line of more than 16 MiB.*[Mm]ove it away"):
+        AppendFile(path)
+
+
 def test_append_file_that_cannot_be_opened_says_so(tmp_path: Path) -> None:
     with pytest.raises(StorageError, match="cannot open"):
         AppendFile(tmp_path / "missing" / "log")

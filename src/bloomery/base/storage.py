@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
+from bloomery.base.bounded import SMALL_BYTES
 from bloomery.base.errors import Problem, StorageError, mask, on_one_line
 from bloomery.base.signals import is_stopped
 from bloomery.base.units import format_bytes
@@ -182,7 +183,7 @@ def reason(error: OSError | None) -> str:
     return f"{error.strerror or os.strerror(error.errno)} ({errno.errorcode.get(error.errno, error.errno)})"
 
 
-_IN_THE_WAY = (errno.ENOTDIR, errno.EEXIST, errno.ELOOP, errno.ENXIO)
+_IN_THE_WAY = (errno.ENOTDIR, errno.EEXIST, errno.ELOOP, errno.ENXIO, errno.EFBIG)
 _ADVICE = {
     "free space or raise the quota": (errno.ENOSPC, errno.EDQUOT),
     "the place is read-only for this user: change its permissions or mount": (errno.EROFS, errno.EACCES, errno.EPERM),
@@ -331,15 +332,12 @@ class AppendFile:
 
 def _last_line(descriptor: int, size: int) -> tuple[int, bytes]:
     """Where the text after the last newline starts, and that text: empty for a file in order."""
-    start, tail = size, b""
-    while start > 0:
-        length = min(65536, start)
-        start -= length
-        tail = os.pread(descriptor, length, start) + tail
-        newline = tail.rfind(b"\n")
-        if newline >= 0:
+    for most_bytes in (1 << 16, SMALL_BYTES):
+        start = max(0, size - most_bytes)
+        tail = os.pread(descriptor, most_bytes, start)
+        if (newline := tail.rfind(b"\n")) >= 0 or start == 0:
             return start + newline + 1, tail[newline + 1 :]
-    return 0, tail
+    raise OSError(errno.EFBIG, f"it ends in a line of more than {format_bytes(SMALL_BYTES)}")
 
 
 def write_all(descriptor: int, data: bytes | memoryview) -> None:

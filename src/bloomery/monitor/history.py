@@ -14,13 +14,12 @@ from typing import Any, NamedTuple
 
 import orjson
 
-from bloomery.base.bounded import open_regular
+from bloomery.base.bounded import SMALL_BYTES, open_regular
 from bloomery.base.errors import DataError, Problem
 from bloomery.base.units import Energy
 from bloomery.monitor import names
 from bloomery.monitor.record import Record, ValidationRecord, from_json
 
-_MOST_LINE_BYTES = 2**24
 _STARTS_AND_STOPS = re.compile(rb'"kind": ?"(start|stop)"')
 
 
@@ -136,15 +135,17 @@ def scan(path: Path, take: Callable[[bytes], object], *, skipped_bytes: int = 0)
     number = 0
     try:
         with open(path, "rb", opener=open_regular) as file:
-            while line := file.readline(_MOST_LINE_BYTES):
+            while line := file.readline(SMALL_BYTES):
                 number += 1
+                if len(line) == SMALL_BYTES:
+                    raise ValueError("it is too long")
                 if not line.isspace():
                     take(line)
                 if skipped_bytes:
                     file.seek(skipped_bytes, os.SEEK_CUR)
-                    file.readline(_MOST_LINE_BYTES)
+                    file.readline(SMALL_BYTES)
     except (ValueError, TypeError, KeyError, AttributeError) as error:
-        if line.endswith(b"\n") or len(line) == _MOST_LINE_BYTES:
+        if line.endswith(b"\n") or len(line) == SMALL_BYTES:
             which, where = ("a line", "") if skipped_bytes else (f"line {number}", f":{number}")
             remedy = "remove it" + (f", for example with `sed -i {number}d {path}`" if where else "")
             raise DataError(Problem(f"{which} is damaged: {error}", remedy=remedy, place=f"{path}{where}")) from error
