@@ -18,8 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
-from bloomery.checkpoint.folder import read_manifest, step_name
-from bloomery.checkpoint.manifest import MANIFEST, FileFacts, write_manifest
+from bloomery.checkpoint.folder import MANIFEST, FileFacts, read_manifest, step_name, write_manifest
 from bloomery.data.shards import ShardWriter
 
 _MODEL = "{family: gpt2, num_layers: 4, hidden_size: 32, num_heads: 2, seq_length: 16, vocab_size: 64}"

@@ -10,10 +10,16 @@ import torch
 from torch import Tensor
 
 from bloomery.base.ranks import Piece
-from bloomery.checkpoint.folder import complete_checkpoints, find_checkpoint
+from bloomery.checkpoint.folder import (
+    MANIFEST,
+    FileFacts,
+    complete_checkpoints,
+    facts_of,
+    find_checkpoint,
+    write_manifest,
+)
 from bloomery.checkpoint.format import DTYPES
 from bloomery.checkpoint.load import load_pieces, read_checkpoint
-from bloomery.checkpoint.manifest import MANIFEST, FileFacts, facts_of, write_manifest
 from bloomery.checkpoint.select import newest_good
 
 

@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
+from bloomery.checkpoint.folder import MANIFEST
 from bloomery.checkpoint.format import Box, why_not_whole
 from bloomery.checkpoint.load import damage
-from bloomery.checkpoint.manifest import MANIFEST
 from bloomery.checkpoint.select import newest_good
 from checkpoints import change_manifest
 from conftest import Workshop

@@ -14,9 +14,9 @@ import torch
 from bloomery.base.errors import DataError, Problem
 from bloomery.base.ranks import Piece
 from bloomery.checkpoint import folder as folders
+from bloomery.checkpoint.folder import MANIFEST, parse_manifest
 from bloomery.checkpoint.listing import list_checkpoints
 from bloomery.checkpoint.load import damage
-from bloomery.checkpoint.manifest import MANIFEST, parse_manifest
 from bloomery.checkpoint.retention import apply_retention
 from bloomery.checkpoint.save import save_checkpoint
 from bloomery.checkpoint.select import describe_checkpoint, newest_good

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import rank_commands
-from bloomery.checkpoint.manifest import MANIFEST
+from bloomery.checkpoint.folder import MANIFEST
 from bloomery.cli.main import main
 from bloomery.data.open import open_data
 from bloomery.launch.local import run_local_ranks

@@ -104,7 +104,7 @@ def forged(change: Callable[[dict], None]) -> Callable[[Scene], None]:  # type: 
     """An index that says something else, under a manifest that vouches for it."""
 
     def do(scene: Scene) -> None:
-        from bloomery.checkpoint.manifest import facts_of
+        from bloomery.checkpoint.folder import facts_of
 
         folder = newest(scene)
         index = json.loads((folder / "index.json").read_text())
@@ -118,7 +118,7 @@ def forged(change: Callable[[dict], None]) -> Callable[[Scene], None]:  # type: 
 
 def forged_file(name: str, text: str) -> Callable[[Scene], None]:
     def do(scene: Scene) -> None:
-        from bloomery.checkpoint.manifest import facts_of
+        from bloomery.checkpoint.folder import facts_of
 
         (newest(scene) / name).write_text(text)
         vouch(newest(scene), name, text, facts_of)
@@ -127,7 +127,7 @@ def forged_file(name: str, text: str) -> Callable[[Scene], None]:
 
 
 def vouch(folder: Path, name: str, text: str, facts_of: Callable[[str], object]) -> None:
-    from bloomery.checkpoint.manifest import MANIFEST, FileFacts, write_manifest
+    from bloomery.checkpoint.folder import MANIFEST, FileFacts, write_manifest
 
     said = json.loads((folder / MANIFEST).read_text())
     said.pop("sha256", None)

@@ -1,44 +1,56 @@
-"""The folder of a run's checkpoints: names, which are complete, `latest`, and moving them aside.
+"""The folder of a run's checkpoints: names, the manifest that makes one complete, `latest`, moving them aside, and the
+write lease. Without torch: it takes longer to import than a long list of checkpoints to read.
 
-checkpoints/step-00000100/   tensors-*.safetensors, index.json, state.json, recipe.yaml, and manifest.json, written last
+checkpoints/step-00000100/   tensors-*.safetensors, index.json, state.json, recipe.yaml; written last, manifest.json:
+                             {"format": 2, "step": 100, ..., "files": {"state.json": {"bytes": 770, "sha256": "72..."}}}
 checkpoints/latest           the name of a complete checkpoint
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
 import re
 import secrets
 import shutil
 import socket
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from bloomery.base.bounded import LARGE_BYTES, read_json, read_small
+from pydantic import AfterValidator, BaseModel, Field, ValidationError
+
+from bloomery.base.bounded import LARGE_BYTES, open_regular, parse_json, read_json, read_small
 from bloomery.base.errors import DataError, Problem, StorageError
 from bloomery.base.storage import (
     make_folder,
     open_plain,
     opened_folder,
     own_folder,
+    reason,
     storage_error,
     sweep_folder,
     write_atomically,
 )
-from bloomery.checkpoint.manifest import ANOTHER, MANIFEST, STATE, parse_manifest
 
 CHECKPOINTS, LOCAL_CHECKPOINTS = "checkpoints", "checkpoints-local"
 """Where a run lists its checkpoints, and the node-local ones."""
-LATEST = "latest"
+INDEX, MANIFEST, STATE, RECIPE, LATEST = "index.json", "manifest.json", "state.json", "recipe.yaml", "latest"
+FORMAT = 2
 RETIRED, DEBRIS = "retired", "debris"
 """Folders of checkpoints whose branch of the run was abandoned, and of what killed saves have left."""
 LINK = "it is a link to another place, which no save makes"
 _LONGEST_NAME = 255
 _NAME = re.compile(r"^step-(\d{8,})$")
+SUSPICIOUS = "suspicious"
+"""In a manifest: whether it was saved in a stretch of spikes or NaNs, so that older ones may be better."""
+PARTS = "parts"
+"""In a manifest: the folder on the nodes' disks that holds the tensor files, if they are links."""
+ANOTHER = "use another checkpoint, `bloomery train` with --from; `bloomery inspect checkpoint RUN --list` names them"
+Count = Annotated[int, Field(ge=0, strict=True)]
 
 
 def step_name(step: int) -> str:
@@ -66,6 +78,104 @@ def step_folders(root: Path) -> list[Path]:
     return sorted((path for path in root.iterdir() if _NAME.match(path.name) and path.is_dir()), key=step_of)
 
 
+# ---------------------------------------------------------------- the manifest
+
+
+class FileFacts(BaseModel):
+    """What a manifest says of a file."""
+
+    bytes: Count
+    sha256: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
+
+
+class _Shard(BaseModel):
+    documents: Count
+    tokens: Count
+    sample_digest: str = ""
+    path: str = ""
+
+
+class _Validation(BaseModel):
+    step: Count
+    loss: Annotated[float | str, AfterValidator(float)]
+    """One that is no number is a string, as in the metrics."""
+
+
+class _Manifest(BaseModel):
+    """What code relies on. It reads the JSON, which may hold more."""
+
+    format: int
+    step: Count
+    ranks: Annotated[int, Field(gt=0)]
+    files: dict[Annotated[str, Field(pattern="^[A-Za-z0-9_-][A-Za-z0-9._-]{0,199}$")], FileFacts]
+    """By names in the checkpoint's own folder."""
+    versions: dict[str, Any] | None = None
+    tokenizer: str | None = None
+    shards: dict[str, _Shard] | None = None
+    time: Annotated[float, Field(ge=0, le=1e11)] | None = None
+    validation: _Validation | None = None
+    suspicious: bool | None = None
+    parts: str | None = None
+
+
+def is_tensor_file(name: str) -> bool:
+    return name.endswith(".safetensors")
+
+
+def facts_of(text: str) -> FileFacts:
+    content = text.encode()
+    return FileFacts(bytes=len(content), sha256=hashlib.sha256(content).hexdigest())
+
+
+def write_manifest(folder: Path, facts: Mapping[str, Any], files: Mapping[str, FileFacts]) -> None:
+    """List every file with size and hash. Call it last: with it the folder is complete."""
+    listed = {name: files[name].model_dump() for name in sorted(files)}
+    content = json.loads(json.dumps({"format": FORMAT, **facts, "files": listed}), parse_constant=str)
+    write_atomically(folder / MANIFEST, json.dumps({**content, "sha256": _own_hash(content)}, indent=1))
+
+
+def _own_hash(manifest: Mapping[str, Any]) -> str:
+    """Of all else in a manifest."""
+    rest = {name: value for name, value in manifest.items() if name != "sha256"}
+    return hashlib.sha256(json.dumps(rest, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
+def parse_manifest(content: bytes) -> dict[str, Any]:
+    """All that code relies on is there and of the right kind; ValueError names what is not."""
+    manifest = parse_json(content)
+    if not isinstance(manifest, dict):
+        raise ValueError("it is no JSON object")
+    if "sha256" in manifest and manifest["sha256"] != _own_hash(manifest):  # those of earlier versions have none
+        raise ValueError("it has been changed since it was saved")
+    number = manifest.get("format")
+    if type(number) is int and number != FORMAT:
+        rule = f"This Bloomery reads format {FORMAT}"
+        raise ValueError(f"it has format {number}. {rule}. Use the version of Bloomery that saved it")
+    try:
+        lacking = {INDEX, STATE, RECIPE} - _Manifest.model_validate(manifest, strict=True).files.keys()
+    except ValidationError as error:
+        wrong = sorted({str(fault["loc"][0]) for fault in error.errors(include_url=False)})
+        raise ValueError(f"entries are missing or malformed: {', '.join(wrong)}") from None
+    if lacking:
+        raise ValueError(f"it does not list {', '.join(sorted(lacking))}")
+    return manifest
+
+
+def file_damage(path: Path, expected: dict[str, Any], *, read: bool) -> str:
+    """What is wrong with a file; empty if nothing is."""
+    try:
+        with open(path, "rb", opener=open_regular) as file:
+            size = os.fstat(file.fileno()).st_size
+            if size != expected["bytes"]:
+                return f"{path.name} has {size:,} bytes instead of {expected['bytes']:,}"
+            same = not read or hashlib.file_digest(file, "sha256").hexdigest() == expected["sha256"]
+    except FileNotFoundError:
+        return f"{path.name} is missing"
+    except OSError as error:
+        return f"{path.name} cannot be read: {reason(error)}"
+    return "" if same else f"{path.name} has been changed since it was saved"
+
+
 def read_manifest(folder: Path) -> dict[str, Any]:
     """DataError if it is missing, damaged, of another format or of another step."""
     try:
@@ -78,6 +188,9 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         text = f"{MANIFEST} cannot be used: {error}"
     raise DataError(Problem(text, "", ANOTHER, str(folder)))
+
+
+# ---------------------------------------------------------------- which there are
 
 
 def read_latest(root: Path) -> str | None:
@@ -146,7 +259,7 @@ def tidy(root: Path, *, step: int, damaged: Iterable[Path] = (), keep_debris: bo
         write_atomically(root / LATEST, wanted + "\n")
     elif wanted is None:
         (root / LATEST).unlink(missing_ok=True)
-    quarantined = {path: quarantine(path).name for path in doomed}
+    quarantined = {path: quarantine(path) for path in doomed}
     for path in later:
         path.rename(_free_name(own_folder(root / RETIRED) / path.name))
     real, debris = root.resolve(), list[str]()
@@ -163,11 +276,9 @@ def tidy(root: Path, *, step: int, damaged: Iterable[Path] = (), keep_debris: bo
     return Tidied(quarantined, [path.name for path in later], sorted(debris), (said or "") if said != wanted else None)
 
 
-def quarantine(folder: Path) -> Path:
-    """Give a damaged checkpoint a name that nothing resumes from; the new path."""
-    place = _free_name(folder.with_name(f"damaged-{folder.name}"))
-    folder.rename(place)
-    return place
+def quarantine(folder: Path) -> str:
+    """Give a damaged checkpoint a name that nothing resumes from; returns it."""
+    return folder.rename(_free_name(folder.with_name(f"damaged-{folder.name}"))).name
 
 
 def _free_name(wanted: Path) -> Path:

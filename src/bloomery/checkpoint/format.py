@@ -24,7 +24,7 @@ from torch import Tensor
 from bloomery.base.errors import Problem, StorageError
 from bloomery.base.ranks import Piece
 from bloomery.base.storage import reserve, sync, write_all
-from bloomery.checkpoint.manifest import Count, FileFacts
+from bloomery.checkpoint.folder import Count, FileFacts
 
 _MOST_PROBLEMS = 10
 Counts = Annotated[tuple[Count, ...], Field(max_length=8)]
@@ -253,7 +253,7 @@ def write_file(path: Path, layout: FileLayout, blocks: Iterable[memoryview]) -> 
         sync(descriptor)
     finally:
         os.close(descriptor)
-    return FileFacts(layout.file_bytes, hasher.hexdigest())
+    return FileFacts(bytes=layout.file_bytes, sha256=hasher.hexdigest())
 
 
 def raw_bytes(tensor: Tensor) -> memoryview:

@@ -1,4 +1,4 @@
-"""The list of a run's checkpoints, for people. Without torch, like manifest.py."""
+"""The list of a run's checkpoints, for people. Without torch."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from typing import Literal
 
 from bloomery.base.errors import DataError, Problem
 from bloomery.checkpoint import folder as folders
-from bloomery.checkpoint.folder import LINK, STAGING, STALE, read_manifest
-from bloomery.checkpoint.manifest import file_damage, is_tensor_file
+from bloomery.checkpoint.folder import LINK, STAGING, STALE, file_damage, is_tensor_file, read_manifest
 
 _SMALL_BYTES = 2**20
 _STEP = re.compile(r"step-(\d{8,})")

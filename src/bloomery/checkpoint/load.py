@@ -22,9 +22,17 @@ from bloomery.base.bounded import LARGE_BYTES, open_regular, parse_json, read_sm
 from bloomery.base.errors import DataError, Problem, RecipeError, first_few
 from bloomery.base.ranks import ALONE, Piece, Ranks, agreed, first_rank_does
 from bloomery.base.units import Energy
-from bloomery.checkpoint.folder import read_manifest
+from bloomery.checkpoint.folder import (
+    ANOTHER,
+    INDEX,
+    MANIFEST,
+    RECIPE,
+    STATE,
+    file_damage,
+    is_tensor_file,
+    read_manifest,
+)
 from bloomery.checkpoint.format import DTYPES, Box, Kind, SavedPiece, SavedTensor, not_whole
-from bloomery.checkpoint.manifest import ANOTHER, INDEX, MANIFEST, RECIPE, STATE, file_damage, is_tensor_file
 from bloomery.config.load import load_recipe
 from bloomery.config.recipe import ModelSection, Recipe
 from bloomery.data.tokenizer import Tokenizer, is_other_tokenizer

@@ -23,9 +23,8 @@ from bloomery.base.errors import DataError, Problem, RecipeError
 from bloomery.base.ranks import ALONE, Ranks, agreed, first_rank_does
 from bloomery.base.storage import own_folder, remove_tree
 from bloomery.checkpoint import folder as folders
-from bloomery.checkpoint.folder import Writer
+from bloomery.checkpoint.folder import MANIFEST, Writer, parse_manifest
 from bloomery.checkpoint.load import Check, Checkpoint, read_checkpoint
-from bloomery.checkpoint.manifest import MANIFEST, parse_manifest
 from bloomery.checkpoint.retention import kept_by
 from bloomery.config.recipe import KeepSection
 from bloomery.monitor.history import Start
@@ -367,7 +366,7 @@ class RemoteSource:
 
 def _publish(staging: Path, final: Path) -> str:
     """Give what was fetched its name; the new name of the damaged checkpoint that had it, if one had."""
-    aside = folders.quarantine(final).name if os.path.lexists(final) else ""
+    aside = folders.quarantine(final) if os.path.lexists(final) else ""
     staging.rename(final)
     return aside
 

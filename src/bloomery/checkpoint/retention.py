@@ -22,8 +22,7 @@ from bloomery.base.bounded import LARGE_BYTES, read_json
 from bloomery.base.errors import DataError
 from bloomery.base.storage import make_folder, own_folder, sweep_folder, written_to
 from bloomery.checkpoint import folder as folders
-from bloomery.checkpoint.folder import Writer, read_manifest
-from bloomery.checkpoint.manifest import MANIFEST, PARTS, SUSPICIOUS
+from bloomery.checkpoint.folder import MANIFEST, PARTS, SUSPICIOUS, Writer, read_manifest
 from bloomery.config.recipe import CheckpointSection, KeepSection
 from bloomery.sizing.schedule import kept_steps
 

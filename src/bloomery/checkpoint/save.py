@@ -38,7 +38,7 @@ from bloomery.base.signals import PULSE
 from bloomery.base.storage import free_space, open_plain, own_folder, reason, remove_tree, sync, sync_folder
 from bloomery.base.units import format_bytes, format_seconds
 from bloomery.checkpoint import folder as folders
-from bloomery.checkpoint.folder import FencedError, Writer
+from bloomery.checkpoint.folder import INDEX, PARTS, RECIPE, STATE, FencedError, Writer, facts_of, write_manifest
 from bloomery.checkpoint.format import (
     REPORT,
     FileLayout,
@@ -52,7 +52,6 @@ from bloomery.checkpoint.format import (
     raw_bytes,
     write_file,
 )
-from bloomery.checkpoint.manifest import INDEX, PARTS, RECIPE, STATE, facts_of, write_manifest
 from bloomery.checkpoint.retention import Retention, sweep_parts
 
 _PATIENCE = 0.8

@@ -11,9 +11,9 @@ from typing import Any
 from bloomery.base.errors import DataError, Problem, RecipeError, StorageError
 from bloomery.base.ranks import ALONE, Ranks
 from bloomery.checkpoint import folder as folders
+from bloomery.checkpoint.folder import MANIFEST
 from bloomery.checkpoint.format import SavedTensor
 from bloomery.checkpoint.load import Check, Checkpoint, read_checkpoint
-from bloomery.checkpoint.manifest import MANIFEST
 from bloomery.checkpoint.remote import Fetched, RemoteSource
 from bloomery.config.load import fingerprint
 

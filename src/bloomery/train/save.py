@@ -6,8 +6,7 @@ import time
 
 from bloomery.base.signals import PULSE
 from bloomery.base.units import format_seconds
-from bloomery.checkpoint.folder import FencedError
-from bloomery.checkpoint.manifest import SUSPICIOUS
+from bloomery.checkpoint.folder import SUSPICIOUS, FencedError
 from bloomery.checkpoint.remote import Uploader, UploadOutcome
 from bloomery.checkpoint.retention import Retention, Tier
 from bloomery.checkpoint.save import SaveOutcome, SavePlan, raise_together

@@ -14,8 +14,8 @@ import bloomery
 from bloomery.base.accelerator import NO_SENSOR
 from bloomery.base.bounded import LARGE_BYTES, read_small
 from bloomery.base.units import Energy, format_device_hours, format_joules
+from bloomery.checkpoint.folder import MANIFEST
 from bloomery.checkpoint.load import Checkpoint
-from bloomery.checkpoint.manifest import MANIFEST
 from bloomery.config.load import as_dict, fingerprint
 from bloomery.config.yaml_nodes import dump_yaml
 from bloomery.families.registry import FAMILIES
