@@ -20,8 +20,7 @@ _GROUPS = ("weighted-split-paths", "weighted-split-paths-path")
 def fill_data(b: Builder) -> None:
     """`data` and `train.evaluate`."""
     if FAMILIES[b.raw["model"]["family"]].encoder:
-        b.put("data.masking.probability", b.value("mask-prob", 0.15), "mask-prob")
-        b.put("data.masking.short_sequence_probability", b.value("short-seq-prob", 0.1), "short-seq-prob")
+        b.fill("encoder")
         if b.has("bert-no-binary-head"):
             b.refuse("bert-no-binary-head", "--bert-no-binary-head is set", "bert has its order head here")
     groups = [f"train-{name}" for name in _GROUPS]
@@ -71,7 +70,7 @@ def _sources(b: Builder, flag: str) -> list[dict[str, Any]]:
         b.refuse(flag, f"--{flag} has {len(words)} words", rule, f"give each path a weight: `--{flag} 0.7 A 0.3 B`")
     else:
         pairs = zip(words[::2], words[1::2], strict=True)
-        return [{"path": path, "weight": b.convert(flag, weight, 1.0)} for weight, path in pairs]
+        return [{"path": path, "weight": b.convert(b.line.flags[flag], weight, 1.0)} for weight, path in pairs]
     return []
 
 

@@ -1,7 +1,8 @@
-"""The table of Megatron-LM's and Megatron-DeepSpeed's flags, and a command line split into flags and values.
+"""The table of Megatron-LM's and Megatron-DeepSpeed's flags and of the keys of a ds_config, and a command line split
+into flags and values. The name of a flag is without its dashes; a key of a ds_config has the name `ds:KEY`.
 
-A flag becomes a recipe field (FIELDS, or in recipe.py with others), is refused (REFUSED), or has
-no field (OTHERS). A flag in none of them is `not understood`.
+It becomes a recipe field (FIELDS and the tables below it, or in recipe.py with others), is refused (REFUSED), or has
+no field (OTHERS). What is in none of them is `not understood`.
 """
 
 from __future__ import annotations
@@ -16,42 +17,68 @@ Kind = Literal["mapped", "default", "differs", "left out", "not needed", "not un
 REQUIRED = object()
 """Instead of a default: Megatron does not start without this flag."""
 
-# (names of the flag, recipe field, converter of recipe.py, Megatron's default): the first name that is given counts.
-# Default None: the field is set only where the flag is given.
-FIELDS: tuple[tuple[str, str, str, Any], ...] = (
-    ("seed", "seed", "int", 1234),
-    ("num-layers encoder-num-layers", "model.num_layers", "int", REQUIRED),
-    ("hidden-size", "model.hidden_size", "int", REQUIRED),
-    ("num-attention-heads", "model.num_heads", "int", REQUIRED),
-    ("seq-length encoder-seq-length", "model.seq_length", "int", REQUIRED),
-    ("ffn-hidden-size", "model.ffn_hidden_size", "int", None),
-    ("num-key-value-heads", "model.num_kv_heads", "int", None),
-    ("init-method-std", "model.init_std", "float", 0.02),
-    ("norm-epsilon layernorm-epsilon", "model.norm_eps", "float", 1e-5),
-    ("make-vocab-size-divisible-by", "model.vocab_multiple", "int", None),
-    ("untie-embeddings-and-output-weights", "model.tie_embeddings", "false", None),
-    ("tokenizer-name-or-path tokenizer-model", "tokenizer.path", "str", None),
-    ("rampup-batch-size", "batch.rampup", "ramp", None),
-    ("micro-batch-size", "batch.micro_batch_size", "int", REQUIRED),
-    ("global-batch-size", "batch.global_batch_size", "int", REQUIRED),
-    ("adam-eps", "optimizer.eps", "float", 1e-8),
-    ("weight-decay", "optimizer.weight_decay", "float", 0.01),
-    ("lr", "lr.peak", "float", REQUIRED),
-    ("lr-decay-style", "lr.schedule", "lower", "linear"),
-    ("tensor-model-parallel-size", "parallel.tp", "int", 1),
-    ("pipeline-model-parallel-size", "parallel.pp", "int", 1),
-    ("context-parallel-size ds-sequence-parallel-size", "parallel.cp", "int", None),
-    ("cpu-optimizer optimizer-cpu-offload", "parallel.offload", "true", None),
-    ("save-interval persistent-save-interval", "checkpoint.phases", "phases", None),
-    ("skip-train-iteration-range", "train.skip", "ranges", None),
-    ("iterations-to-skip", "train.skip", "skips", None),
-    ("log-interval", "monitor.log_every", "steps", "100 steps"),
-    ("tensorboard-dir", "monitor.tensorboard", "true", False),
-    ("reset-attention-mask", "data.mask_documents", "true", None),
-    ("reset-position-ids", "data.reset_positions", "true", None),
-    ("eod-mask-loss", "data.eod_loss", "false", None),
-    ("data-cache-path", "data.cache_dir", "str", None),
-)
+FIELDS: dict[str, tuple[tuple[str, str, str, Any], ...]] = {
+    "": (
+        ("seed", "seed", "int", 1234),
+        ("num-layers encoder-num-layers", "model.num_layers", "int", REQUIRED),
+        ("hidden-size", "model.hidden_size", "int", REQUIRED),
+        ("num-attention-heads", "model.num_heads", "int", REQUIRED),
+        ("seq-length encoder-seq-length", "model.seq_length", "int", REQUIRED),
+        ("ffn-hidden-size", "model.ffn_hidden_size", "int", None),
+        ("num-key-value-heads", "model.num_kv_heads", "int", None),
+        ("init-method-std", "model.init_std", "float", 0.02),
+        ("norm-epsilon layernorm-epsilon", "model.norm_eps", "float", 1e-5),
+        ("make-vocab-size-divisible-by", "model.vocab_multiple", "int", None),
+        ("untie-embeddings-and-output-weights", "model.tie_embeddings", "false", None),
+        ("tokenizer-name-or-path tokenizer-model", "tokenizer.path", "str", None),
+        ("rampup-batch-size", "batch.rampup", "ramp", None),
+        ("micro-batch-size ds:train_micro_batch_size_per_gpu", "batch.micro_batch_size", "int", REQUIRED),
+        ("global-batch-size ds:train_batch_size", "batch.global_batch_size", "int", REQUIRED),
+        ("optimizer", "optimizer.name", "optimizer", "adamw"),
+        ("adam-eps", "optimizer.eps", "float", 1e-8),
+        ("weight-decay", "optimizer.weight_decay", "float", 0.01),
+        ("clip-grad ds:gradient_clipping", "optimizer.clip_grad_norm", "float", 1.0),
+        ("lr", "lr.peak", "float", REQUIRED),
+        ("lr-decay-style", "lr.schedule", "lower", "linear"),
+        ("tensor-model-parallel-size", "parallel.tp", "int", 1),
+        ("pipeline-model-parallel-size", "parallel.pp", "int", 1),
+        ("context-parallel-size ds-sequence-parallel-size", "parallel.cp", "int", None),
+        ("cpu-optimizer optimizer-cpu-offload ds:zero_optimization.offload_optimizer.device "
+         "ds:zero_optimization.cpu_offload", "parallel.offload", "offload", None),
+        ("save-interval persistent-save-interval", "checkpoint.phases", "phases", None),
+        ("ds:nebula.persistent_storage_path", "checkpoint.upload.to", "str", None),
+        ("ds:nebula.num_of_version_in_retention", "checkpoint.keep.last", "int", None),
+        ("skip-train-iteration-range", "train.skip", "ranges", None),
+        ("iterations-to-skip", "train.skip", "skips", None),
+        ("log-interval", "monitor.log_every", "steps", "100 steps"),
+        ("tensorboard-dir", "monitor.tensorboard", "true", False),
+        ("reset-attention-mask", "data.mask_documents", "true", None),
+        ("reset-position-ids", "data.reset_positions", "true", None),
+        ("eod-mask-loss", "data.eod_loss", "false", None),
+        ("data-cache-path", "data.cache_dir", "str", None),
+    ),
+    "rotary": (("rotary-base rotary-position-embeddings-theta", "model.rope_theta", "float", 10000.0),),
+    "encoder": (
+        ("mask-prob", "data.masking.probability", "float", 0.15),
+        ("short-seq-prob", "data.masking.short_sequence_probability", "float", 0.1),
+    ),
+    "fp16": (
+        ("initial-loss-scale", "loss_scale.initial", "float", 2.0**32),
+        ("loss-scale-window", "loss_scale.window", "steps", "1000 steps"),
+        ("hysteresis", "loss_scale.hysteresis", "int", 2),
+        ("min-loss-scale", "loss_scale.min", "float", 1.0),
+    ),
+    "deepspeed": (("zero-stage ds:zero_optimization.stage", "parallel.zero", "stage", None),),
+    "deepspeed fp16": (
+        ("ds:fp16.initial_scale_power", "loss_scale.initial", "power", 2.0**16),
+        ("ds:fp16.loss_scale_window", "loss_scale.window", "steps", "1000 steps"),
+        ("ds:fp16.hysteresis", "loss_scale.hysteresis", "int", 2),
+        ("ds:fp16.consecutive_hysteresis", "loss_scale.consecutive_hysteresis", "bool", False),
+        ("ds:fp16.min_loss_scale", "loss_scale.min", "float", 1.0),
+    ),
+}  # fmt: skip
+"""In which trainings -> (names of one meaning, which must agree where several are given; recipe field; converter of
+recipe.py; the default there). Default None: the field is set only where a flag is given."""
 
 SWITCHES = """
 fp16 bf16 fp8-e4m3 fp8-e5m2 fp8-hybrid deepspeed embed-layernorm swiglu group-query-attention
@@ -89,27 +116,45 @@ REFUSED: tuple[tuple[str, str], ...] = (
     ("a recipe's batch grows in equal stages of samples: where these are equal, write --global-batch-size N "
      "--rampup-batch-size START INCREMENT SAMPLES", "step-batch-size-schedule"),
     ("a recipe has no such field, and it changes what is trained", """vocab-extra-ids=0 skip-train eval-only yaml-cfg
-        batch-size model-parallel-size warmup"""),
+        batch-size model-parallel-size warmup ds:curriculum_learning ds:data_efficiency ds:progressive_layer_drop
+        ds:compression_training ds:quantize_training ds:sparse_attention ds:amp"""),
+    ("it would replace Megatron's schedule: use --lr-decay-style and --lr-warmup-*", "ds:scheduler.type"),
+    ("the scale is dynamic here: 0", "ds:fp16.loss_scale=0 ds:fp16.loss_scale=0.0"),
+    ("it is an object: {...}", """ds:fp16 ds:bf16 ds:nebula ds:zero_optimization ds:zero_optimization.offload_optimizer
+        ds:zero_optimization.offload_param"""),
 )  # fmt: skip
 
 # Flags that no field comes from: (what is reported of them, why, names and patterns). The first counts.
 OTHERS: tuple[tuple[Kind, str, str], ...] = (
     ("not needed", "this training does not read it, or decides it with other flags",
-     f"""{SWITCHES} {" ".join(names for names, *_ in FIELDS)}
+     f"""{SWITCHES} {" ".join(names for table in FIELDS.values() for names, *_ in table)}
         kv-channels max-position-embeddings position-embedding-type normalization hidden-dropout attention-dropout
-        rotary-base rotary-position-embeddings-theta rotary-percent num-query-groups pad-vocab-size-to
-        padded-vocab-size vocab-size tokenizer-type vocab-file merge-file train-samples train-iters train-tokens
-        exit-interval exit-duration-in-mins optimizer adam-beta1 adam-beta2 clip-grad min-lr lr-decay-iters
-        lr-decay-samples lr-decay-tokens lr-warmup-iters lr-warmup-samples lr-warmup-tokens lr-warmup-fraction
-        lr-wsd-decay-style lr-wsd-decay-iters lr-wsd-decay-samples loss-scale initial-loss-scale min-loss-scale
-        loss-scale-window hysteresis fp8-format zero-stage data-parallel-sharding-strategy
-        num-layers-per-virtual-pipeline-stage num-virtual-stages-per-pipeline-rank recompute-granularity split
-        mask-prob short-seq-prob eval-interval eval-iters deepspeed_config train-weighted-split-paths-path
+        rotary-percent num-query-groups pad-vocab-size-to padded-vocab-size vocab-size tokenizer-type vocab-file
+        merge-file train-samples train-iters train-tokens exit-interval exit-duration-in-mins adam-beta1 adam-beta2
+        min-lr lr-decay-iters lr-decay-samples lr-decay-tokens lr-warmup-iters lr-warmup-samples lr-warmup-tokens
+        lr-warmup-fraction lr-wsd-decay-style lr-wsd-decay-iters lr-wsd-decay-samples loss-scale fp8-format
+        data-parallel-sharding-strategy num-layers-per-virtual-pipeline-stage num-virtual-stages-per-pipeline-rank
+        recompute-granularity split eval-interval eval-iters deepspeed_config train-weighted-split-paths-path
         valid-weighted-split-paths-path data-path train-data-path valid-data-path train-weighted-split-paths
         valid-weighted-split-paths"""),
+    ("not needed", "it is off", "ds:off:*"),
+    ("not needed", "Megatron passes DeepSpeed its own optimizer, so this section is not read", "ds:optimizer"),
+    ("not needed", "follows from the batch, the micro batch and the replicas", "ds:gradient_accumulation_steps"),
+    ("not needed", "every save is asynchronous, and a start resumes from the newest checkpoint of both places",
+     "ds:nebula.enabled ds:nebula.enable_nebula_load"),
+    ("left out", "every save is copied; checkpoint.upload.every counts steps", "ds:nebula.persistent_time_interval"),
+    ("left out", "`bloomery train --from` chooses a checkpoint", "ckpt-step ds:nebula.load_path"),
+    ("differs", "weights stay on the device here; parallel.zero 3 shards them", "ds:zero_optimization.offload_param.*"),
+    ("not needed", "DeepSpeed's own bookkeeping",
+     """ds:steps_per_print ds:wall_clock_breakdown ds:dump_state ds:zero_allow_untested_optimizer ds:prescale_gradients
+        ds:memory_breakdown ds:communication_data_type ds:gradient_predivide_factor ds:sparse_gradients
+        ds:disable_allgather ds:activation_checkpointing ds:flops_profiler ds:comms_logger ds:tensorboard ds:wandb
+        ds:csv_monitor ds:aio ds:checkpoint ds:data_types ds:zero_force_ds_cpu_optimizer ds:autotuning
+        ds:seq_parallel_communication_data_type ds:scheduler.* ds:*contiguous_gradients ds:*overlap_comm
+        ds:*reduce_scatter ds:*_bucket_size ds:*allgather_partitions ds:*round_robin_gradients ds:*sub_group_size
+        ds:*ignore_unused_parameters ds:*elastic_checkpoint ds:*.stage3_* ds:zero_optimization.offload_optimizer.*"""),
     ("left out", "begins with those weights: see `bloomery import hf`", "finetune pretrained-checkpoint bert-load"),
     ("left out", "the checkpoint's arguments would overrule these: check the model", "use-checkpoint-args"),
-    ("left out", "`bloomery train --from` chooses a checkpoint", "ckpt-step"),
     ("left out", "add `data:` to the recipe",
      "data-args-path per-split-data-args-path aml-data-download-path mock-data"),
     ("left out", "the recipe has a field of its own for it: checkpoint.keep, checkpoint.local, parallel.shard_size",
@@ -162,7 +207,7 @@ OTHERS: tuple[tuple[Kind, str, str], ...] = (
 def known_names() -> list[str]:
     """All but patterns."""
     words = [word.partition("=")[0] for *_, names in (*REFUSED, *OTHERS) for word in names.split()]
-    return [word for word in words if not set("*?") & set(word)]
+    return [word for word in words if not set("*?:") & set(word)]
 
 
 def kind_of(name: str, values: Sequence[str]) -> tuple[Kind | Literal["refused"], str]:

@@ -19,7 +19,7 @@ from bloomery.config.recipe import Recipe
 from bloomery.config.schema import by_place
 from bloomery.config.yaml_nodes import dump_yaml
 from bloomery.interop.megatron.data import fill_data
-from bloomery.interop.megatron.ds_config import compare, read_ds_config
+from bloomery.interop.megatron.ds_config import read_ds_config
 from bloomery.interop.megatron.flags import SWITCHES, CommandLine, Kind, Row, kind_of, parse_command
 from bloomery.interop.megatron.reader import read_script
 from bloomery.interop.megatron.recipe import Builder, fill, unset_names
@@ -79,17 +79,15 @@ def import_megatron(
         own = _training_command(found, source, not execute)
         line = CommandLine(own.program, own.launcher, own.flags | line.flags, own.stray + line.stray)
     b = Builder(line, _UNSET if found else None, lambda path: _find_file(path, found, source))
-    place = _find_ds_config(b, ds_config, without_ds_config)
+    _find_ds_config(b, ds_config, without_ds_config)
     fill(b)
     fill_data(b)
     _launch(b, found.sbatch if found else {}, source)
-    if b.ds is not None:
-        compare(b, b.ds, place)
     _rest(b)
     job = found.sbatch.get("job-name", Path(source).stem) if found else "imported"
     b.raw["name"] = name or re.sub(r"[^A-Za-z0-9._-]+", "-", job).strip("-._")[:100] or "imported"
     if b.problems:  # they may explain what is wrong with the recipe
-        raise RecipeError(sorted(b.problems, key=by_place))
+        raise RecipeError(sorted(dict.fromkeys(b.problems), key=by_place))
     raw = {key: b.raw[key] for key in _ORDER if key in b.raw}
     checked = check(validated(copy.deepcopy(raw), Places(source, dict(b.places))))
     warnings = checked.warnings + _warnings(b, found, source, given or {})
@@ -135,8 +133,8 @@ def _training_command(script: Script, source: str, was_read: bool) -> CommandLin
     return line
 
 
-def _find_ds_config(b: Builder, named: Path | None, may_lack: bool) -> str:
-    """Reads the one that the user or a flag names, where it is here; its place. Whoever has one means DeepSpeed."""
+def _find_ds_config(b: Builder, named: Path | None, may_lack: bool) -> None:
+    """Reads the one that the user or a flag names, where it is here. Whoever has one means DeepSpeed."""
     flag = b.line.flags.get("deepspeed_config")
     path, b.deepspeed = str(named or (flag.text if flag else "")), b.has("deepspeed") or named is not None
     if path and (found := b.find_file(path)):
@@ -144,16 +142,15 @@ def _find_ds_config(b: Builder, named: Path | None, may_lack: bool) -> str:
         if not b.has("deepspeed"):
             remark = "though --deepspeed is not there: a ds_config means DeepSpeed, so it counts"
             b.rows.append(Row("differs", "ds_config", found[1], remark=remark))
-        b.deepspeed, b.ds = True, read_ds_config(*found)
-        return found[1]
-    if b.deepspeed or flag:
+        b.deepspeed = b.has_ds_config = True
+        b.line.flags |= read_ds_config(*found)
+    elif b.deepspeed or flag:
         remark = "not seen, so it was neither read nor compared with the flags"
         b.rows.append(Row("left out", "--deepspeed_config", flag.text if flag else "", remark=remark))
         if not may_lack:
             rule = "it is not here, or a program writes it; ZeRO stage, precision, clipping and loss scale are in it"
             remedy = "give it with --ds-config FILE, or import without it: --without-ds-config"
             b.refuse(b.first("deepspeed_config", "deepspeed"), f"the ds_config {path!r} cannot be seen", rule, remedy)
-    return ""
 
 
 def _find_file(path: str, script: Script | None, source: str) -> tuple[str, str] | None:

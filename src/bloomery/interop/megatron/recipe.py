@@ -18,7 +18,7 @@ from bloomery.base.units import LONGEST_SECONDS, Duration
 from bloomery.config.yaml_nodes import inline_yaml
 from bloomery.families.family import Family
 from bloomery.families.registry import FAMILIES
-from bloomery.interop.megatron.flags import FIELDS, REQUIRED, CommandLine, Kind, Row
+from bloomery.interop.megatron.flags import FIELDS, REQUIRED, CommandLine, Given, Kind, Row
 
 T = TypeVar("T", int, float, str)
 _LARGEST = 10**18
@@ -37,10 +37,11 @@ _BIGSCIENCE = ("tokenizer-name-or-path", "pad-vocab-size-to", "codecarbon-dir", 
                "train-weighted-split-paths", "train-weighted-split-paths-path")  # fmt: skip
 """Flags that only BigScience's Megatron-DeepSpeed has, which reads --train-tokens and never uses it."""
 _EXCLUSIVE = (
-    "fp16 bf16", "train-samples train-iters", "rampup-batch-size train-iters", "split train-weighted-split-paths",
-    "lr-warmup-samples lr-warmup-iters lr-warmup-fraction", "split train-weighted-split-paths-path",
+    "fp16 bf16", "train-samples train-iters", "rampup-batch-size train-iters",
+    "lr-warmup-samples lr-warmup-iters lr-warmup-fraction",
     "data-path train-data-path train-weighted-split-paths train-weighted-split-paths-path",
-    "valid-data-path train-weighted-split-paths", "valid-data-path train-weighted-split-paths-path",
+    "split train-weighted-split-paths train-weighted-split-paths-path",
+    "valid-data-path train-weighted-split-paths train-weighted-split-paths-path",
 )  # fmt: skip
 """Flags of which Megatron takes one."""
 _SHARDING: dict[str, Any] = {"no_shard": 0, "optim": 1, "optim_grads": 2, "optim_grads_params": 3}
@@ -57,8 +58,8 @@ class Builder:
     """(text, place) of a file that a flag names; None if it is not here."""
     deepspeed: bool = False
     """Whether DeepSpeed trains: --deepspeed, or a ds_config at hand."""
-    ds: dict[str, Any] | None = None
-    """The ds_config: values by dotted key."""
+    has_ds_config: bool = False
+    """Whether it is at hand. Its keys are among the flags."""
     raw: dict[str, Any] = field(default_factory=dict)
     """The recipe as plain values."""
     places: dict[str, str] = field(default_factory=dict)
@@ -75,25 +76,26 @@ class Builder:
 
     def value(self, name: str, default: T) -> T:
         """The flag's value, of the type of `default`; `default`, and a problem, where it has none that can be used."""
-        values = self.line.flags[name].values if self.has(name) else []
-        if self.has(name) and len(values) != 1:
-            self.refuse(name, f"--{name} has {len(values)} values", "it takes one", "write one; of a script: --set it")
-        return self.convert(name, values[0], default) if len(values) == 1 else default
+        given = self.line.flags.get(name)
+        if given is None or len(given.values) == 1:
+            return default if given is None else self.convert(given, given.values[0], default)
+        self.refuse(name, f"{given.flag} has {len(given.values)} values", "it takes one", "write one, or --set it")
+        return default
 
-    def convert(self, name: str, text: str, default: T) -> T:
+    def convert(self, given: Given, text: str, default: T) -> T:
         if isinstance(default, str):
             return text
         kind = "number" if isinstance(default, float) else "whole number"
-        what, rule, remedy = f"--{name} is {text[:60]!r}", f"it is a finite {kind} of at most {_LARGEST:,}", "write one"
+        what, rule, remedy = f"{given.flag} is {text[:60]!r}", f"it is a finite {kind} of at most {_LARGEST:,}", ""
         if "$" in text:
-            names, remedy = unset_names(text), f"add --{name} VALUE after the script"
-            what, rule = f"--{name} is {text}", (names and self.unset) or "it is known only at run time"
+            names, remedy = unset_names(text), f"add {given.flag} VALUE after the script"
+            what, rule = f"{given.flag} is {text}", (names and self.unset) or "it is known only at run time"
             remedy = f"give it with --set {names[0]}=VALUE, or {remedy}" if names else remedy
         with suppress(ArithmeticError):  # not a number, or one that no arithmetic can hold: 9e999999
             number = Decimal(text)  # also `3e9` and `1.0` for a whole number
             if number.is_finite() and abs(number) <= _LARGEST and (isinstance(default, float) or number == int(number)):
                 return type(default)(number)
-        self.refuse(name, what, rule, remedy)
+        self.problems.append(Problem(what, rule, remedy or "write one", given.place))
         return default
 
     def put(self, path: str, value: Any, *flags: str, kind: Kind = "mapped", remark: str = "") -> None:
@@ -112,6 +114,23 @@ class Builder:
             kind = "default" if kind == "mapped" else kind
             self.rows.append(Row(kind, "", "", path, result, remark or "Megatron's default"))
 
+    def fill(self, which: str, otherwise: Any = None) -> None:
+        """Set the fields of one of the tables. `otherwise`: a default that the table lacks."""
+        for names, path, kind, default in FIELDS[which]:
+            found = {name: _CONVERTERS[kind](self, name) for name in names.split() if self.has(name)}
+            first = next(iter(found), "")
+            for name in found:
+                if found[name] != found[first]:
+                    one, other = self.line.flags[name], self.line.flags[first]
+                    what = f"{one.flag} is {one.text} but {other.flag} is {other.text}"
+                    self.refuse(name, what, "they mean the same, so they must agree", "make them equal")
+            if not found and default is REQUIRED:
+                flag, rule = names.split()[0], "Megatron needs it, or takes a value that depends on the machines"
+                self.refuse("", f"--{flag} is missing", rule, f"add --{flag} VALUE")
+            value = found.get(first, 1 if default is REQUIRED else otherwise if default is None else default)
+            if value is not None:
+                self.put(path, value, *found)
+
     def note(self, kind: Kind, name: str, remark: str, value: str | None = None) -> None:
         """A row without a field, where the flag is given: it is not needed, or means something else here."""
         if given := self.line.flags.get(name):
@@ -119,9 +138,7 @@ class Builder:
 
     def refuse(self, name: str, what: str, rule: str, remedy: str = "remove it, if that is the training") -> None:
         given = self.line.flags.get(name) or next(iter(self.line.flags.values()), None)
-        found = Problem(what, rule, remedy, given.place if given else "command line")
-        if found not in self.problems:  # several fields may ask for one flag
-            self.problems.append(found)
+        self.problems.append(Problem(what, rule, remedy, given.place if given else "command line"))
 
 
 def unset_names(text: str) -> list[str]:
@@ -130,16 +147,31 @@ def unset_names(text: str) -> list[str]:
 
 
 def _ramp(b: Builder, name: str) -> dict[str, int] | None:
-    if len(values := b.line.flags[name].values) != 3:
-        b.refuse(name, f"--{name} has {len(values)} values", "it takes START INCREMENT SAMPLES", "give three")
+    given = b.line.flags[name]
+    if len(given.values) != 3:
+        b.refuse(name, f"--{name} has {len(given.values)} values", "it takes START INCREMENT SAMPLES", "give three")
         return None
-    return {key: b.convert(name, text, 1) for key, text in zip(("start", "increment", "samples"), values, strict=False)}
+    numbers = (b.convert(given, text, 1) for text in given.values)
+    return dict(zip(("start", "increment", "samples"), numbers, strict=True))
 
 
 def _skipped_steps(b: Builder, name: str) -> list[str]:
     """Megatron counts from 0, we from 1."""
-    steps = sorted({b.convert(name, text, 0) + 1 for text in b.line.flags[name].values})
+    given = b.line.flags[name]
+    steps = sorted({b.convert(given, text, 0) + 1 for text in given.values})
     return [f"{step}-{step} steps" for step in steps]
+
+
+def _power_of_two(b: Builder, name: str) -> float:
+    if not 0 <= (power := b.value(name, 0)) <= 127:
+        b.refuse(name, f"{b.line.flags[name].flag} is {power}", "it is at least 0 and at most 127", "correct it")
+    return 2.0 ** min(max(power, 0), 127)
+
+
+def _true_or_false(b: Builder, name: str) -> bool:
+    if (text := b.line.flags[name].text) not in ("true", "false"):
+        b.refuse(name, f"{b.line.flags[name].flag} is {text[:60]!r}", "it is true or false", "correct it")
+    return text == "true"
 
 
 _CONVERTERS: dict[str, Callable[[Builder, str], Any]] = {
@@ -151,6 +183,11 @@ _CONVERTERS: dict[str, Callable[[Builder, str], Any]] = {
     "phases": lambda b, name: [{"every": f"{every} steps"}] if (every := b.value(name, 0)) else None,
     "true": lambda b, name: True,
     "false": lambda b, name: False,
+    "bool": _true_or_false,
+    "optimizer": lambda b, name: {"adam": "adamw", "fusedadamw": "adamw"}.get(found := b.value(name, ""), found),
+    "offload": lambda b, name: b.line.flags[name].text not in ("none", "false"),
+    "power": _power_of_two,
+    "stage": lambda b, name: max(b.value(name, 0), int(b.has("bf16"))),
     "ramp": _ramp,
     "ranges": lambda b, name: [f"{text} steps" for text in b.line.flags[name].values],
     "skips": _skipped_steps,
@@ -159,14 +196,7 @@ _CONVERTERS: dict[str, Callable[[Builder, str], Any]] = {
 
 def fill(b: Builder) -> None:
     """Every section but `data` and `launch`; problems and rows are in the builder."""
-    for names, path, kind, default in FIELDS:
-        flag = b.first(*names.split())
-        value = _CONVERTERS[kind](b, flag) if b.has(flag) else 1 if default is REQUIRED else default
-        if not b.has(flag) and default is REQUIRED:
-            rule = "Megatron needs it, or takes a value that depends on the machines"
-            b.refuse(flag, f"--{flag} is missing", rule, f"add --{flag} VALUE")
-        if value is not None:
-            b.put(path, value, flag)
+    b.fill("")
     for names in _EXCLUSIVE:
         found = [name for name in names.split() if b.has(name) and b.line.flags[name].text not in ("0", "0.0")]
         if len(found) > 1 and not ("warmup" in names and b.has("lr-warmup-tokens")):  # which overrules the others
@@ -193,11 +223,9 @@ def _model(b: Builder) -> None:
     if family.positions == "learned" and b.value("max-position-embeddings", 0) not in (0, model["seq_length"]):
         b.note("differs", "max-position-embeddings", "positions are as many as the sequence has tokens")
     if family.positions == "rotary":
-        theta = b.first("rotary-base", "rotary-position-embeddings-theta")
-        b.put("model.rope_theta", b.value(theta, 10000.0), theta)
+        b.fill("rotary")
         if "ffn_hidden_size" not in model:
-            width = 4 * model["hidden_size"] * 2 // 3 // 64 * 64
-            b.put("model.ffn_hidden_size", width, remark="Megatron's default with --swiglu: 8/3 of the hidden size")
+            b.put("model.ffn_hidden_size", 4 * model["hidden_size"] * 2 // 3 // 64 * 64)
         if "tie_embeddings" not in model:
             b.put("model.tie_embeddings", True)
     if (channels := b.value("kv-channels", 0)) and channels * model["num_heads"] != model["hidden_size"]:
@@ -221,7 +249,6 @@ def _family(b: Builder) -> Family:
     norm = b.value("normalization", "LayerNorm").lower()
     rotary = b.has("use-rotary-position-embeddings") or positions in ("rope", "rotary")
     alibi = b.has("use-alibi-position-embeddings") or positions == "alibi"
-    known = ("absolute", "learned_absolute", "rope", "rotary", "alibi")
     parts = {
         "rotary positions": rotary,
         "--normalization RMSNorm": norm == "rmsnorm",
@@ -229,7 +256,9 @@ def _family(b: Builder) -> Family:
         "--disable-bias-linear": b.has("disable-bias-linear"),
         "ALiBi": alibi,
         "--embed-layernorm": b.has("embed-layernorm"),
-        f"--position-embedding-type {positions}": positions not in known,
+        f"--position-embedding-type {positions}": not (
+            rotary or alibi or positions in ("absolute", "learned_absolute")
+        ),
         f"--normalization {norm}": norm not in ("layernorm", "rmsnorm"),
         "--rotary-percent": rotary and b.value("rotary-percent", 1.0) != 1.0,
         "--no-position-embedding alone": b.has("no-position-embedding") and not alibi and not rotary,
@@ -275,79 +304,71 @@ def _count_vocabulary(path: str) -> int | None:
 
 
 def _optimizer(b: Builder) -> None:
-    name = b.value("optimizer", "adam")
-    b.put("optimizer.name", "adamw" if name in ("adam", "fusedadamw") else name, "optimizer")
     betas = [b.value("adam-beta1", 0.9), b.value("adam-beta2", 0.999)]
     b.put("optimizer.betas", betas, "adam-beta1", "adam-beta2")
-    clip, kind, remark = b.value("clip-grad", 1.0), "mapped", ""
-    if b.ds is not None and "gradient_clipping" not in b.ds and clip:
-        kind, remark = "differs", "DeepSpeed clips by the gradient_clipping of ds_config: without, it would not clip"
-    elif b.ds is not None and not b.has("clip-grad"):
-        clip, remark = float(b.ds["gradient_clipping"]), "ds_config gradient_clipping: DeepSpeed clips, not Megatron"
-    b.put("optimizer.clip_grad_norm", clip or None, "clip-grad", kind=kind, remark=remark)  # type: ignore[arg-type]
+    clip = b.raw["optimizer"]["clip_grad_norm"] = b.raw["optimizer"]["clip_grad_norm"] or None
+    if clip and b.has_ds_config and not b.has("ds:gradient_clipping"):
+        remark = "DeepSpeed clips by the gradient_clipping of ds_config: without, it would not clip"
+        b.rows.append(Row("differs", "ds_config", "", "optimizer.clip_grad_norm", str(clip), remark))
 
 
 def _schedule(b: Builder) -> None:
     """`lr`, but its peak and schedule."""
     style = b.raw["lr"]["schedule"]
     length = b.first("train-samples", "train-iters", "train-tokens")
-    flag = b.first("lr-decay-samples", "lr-decay-iters", length)
-    decay, unit = b.value(flag, 1), _unit(flag)
+    flag = b.first("lr-decay-tokens", "lr-decay-samples", "lr-decay-iters", length)
     if style != "constant":
         b.put("lr.min", b.value("min-lr", 0.0), "min-lr")
-        if b.has("lr-decay-tokens"):
-            b.put("lr.decay", f"{b.value('lr-decay-tokens', 1)} tokens", "lr-decay-tokens")
-        else:
-            remark = "Megatron's default: the length of the training" if flag == length else ""
-            b.put("lr.decay", f"{decay} {unit}", *([] if flag == length else [flag]), remark=remark)
-    _warmup(b, style, decay, unit)
+        b.put("lr.decay", _amount(b, flag if b.has(flag) else length), *([] if flag == length else [flag]))
+    _warmup(b, style, b.first("lr-decay-samples", "lr-decay-iters", length))
     if style == "wsd":
         if (shape := b.value("lr-wsd-decay-style", "exponential")) != "linear":
             what, remedy = f"--lr-wsd-decay-style is {shape}", "use --lr-wsd-decay-style linear"
             b.refuse("lr-wsd-decay-style", what, "it is linear here", remedy)
         flag = b.first("lr-wsd-decay-iters", "lr-wsd-decay-samples")
-        b.put("lr.cooldown", f"{b.value(flag, 0)} {_unit(flag)}", flag)
+        b.put("lr.cooldown", _amount(b, flag), flag)
+
+
+def _amount(b: Builder, flag: str) -> str:
+    return f"{b.value(flag, 0)} {_unit(flag)}"
 
 
 def _unit(flag: str) -> str:
     return {"samples": "samples", "tokens": "tokens"}.get(flag.rpartition("-")[2], "steps")
 
 
-def _warmup(b: Builder, style: str, decay: int, unit: str) -> None:
+def _warmup(b: Builder, style: str, decay: str) -> None:
+    """`decay`: the flag of the length that a fraction is of."""
     names = ("lr-warmup-tokens", "lr-warmup-samples", "lr-warmup-iters", "lr-warmup-fraction")
-    flags = [name for name in names if b.value(name, 0.0) != 0]
-    flag, kind, remark = (flags[0] if flags else b.first(*names)), "mapped", ""
-    if flag == "lr-warmup-fraction":
-        fraction = b.value(flag, 0.0)
-        count, remark = round(fraction * decay, 6), f"{fraction:g} of the decay"
-        if count != int(count):  # Megatron counts samples, so a fraction of a step is exact in samples
-            count, unit = count * (b.raw["batch"]["global_batch_size"] if unit == "steps" else 1), "samples"
+    flag, kind, remark = next((name for name in names if b.value(name, 0.0)), "lr-warmup-samples"), "mapped", ""
+    if flag == "lr-warmup-fraction":  # Megatron counts samples, and so a fraction of a step is exact
+        fraction, unit, total = b.value(flag, 0.0), _unit(decay), b.value(decay, 1)
+        unit, total = ("samples", total * b.raw["batch"]["global_batch_size"]) if unit == "steps" else (unit, total)
+        amount, remark = f"{int(round(fraction * total, 6))} {unit}", f"{fraction:g} of the decay"
     else:
-        count, unit = b.value(flag, 0), _unit(flag) if b.has(flag) else "samples"
-    if flag == "lr-warmup-tokens" and b.has(flag) and style != "constant" and not b.has("lr-decay-tokens"):
+        amount = _amount(b, flag)
+    if flag == "lr-warmup-tokens" and style != "constant" and not b.has("lr-decay-tokens"):
         kind = "differs"
         remark = "the decay begins with its end; in Megatron, without --lr-decay-tokens, as if there were no warm-up"
-    b.put("lr.warmup", f"{int(count)} {unit}", flag, kind=kind, remark=remark)  # type: ignore[arg-type]
+    b.put("lr.warmup", amount, flag, kind=kind, remark=remark)  # type: ignore[arg-type]
 
 
 def _length(b: Builder) -> None:
     """`train`, but its evaluation."""
-    samples, iters, tokens = (b.has(name) for name in ("train-samples", "train-iters", "train-tokens"))
-    if not samples and not iters and not tokens:
+    flag = b.first("train-samples", "train-iters", "train-tokens")
+    if not b.has(flag):
         b.refuse("", "--train-samples is missing", "a training has a length", "add --train-samples or --train-iters")
-    flag = "train-samples" if samples else "train-iters"
-    count, most = b.value(flag, 1), b.value("train-tokens", 1)
-    total = count * (1 if samples else b.raw["batch"]["global_batch_size"]) * b.raw["model"]["seq_length"]
-    if tokens and not ((samples or iters) and (b.has(*_BIGSCIENCE) or most >= total)):
-        b.put("train.for", f"{most} tokens", "train-tokens", remark="it ends with whichever limit comes first")
-    else:
-        b.put("train.for", f"{count} {_unit(flag)}", flag)
+    count, batch = b.value(flag, 1), b.raw["batch"]["global_batch_size"] if flag == "train-iters" else 1
+    total = count * batch * b.raw["model"]["seq_length"]
+    if flag != "train-tokens" and b.has("train-tokens") and not b.has(*_BIGSCIENCE):
+        flag = "train-tokens" if b.value("train-tokens", 1) < total else flag
+    b.put("train.for", f"{b.value(flag, 1)} {_unit(flag)}", flag)
+    if flag != "train-tokens":
         remark = f"--{flag} ends the training first, or BigScience's Megatron-DeepSpeed never uses it"
         b.note("not needed", "train-tokens", remark)
     minutes, interval = b.value("exit-duration-in-mins", 0), b.value("exit-interval", 0)
     if minutes and minutes * 60 <= LONGEST_SECONDS:
-        after = str(Duration(minutes * 60)) if minutes > 0 else f"{minutes}m"
-        b.put("train.exit_after", after, "exit-duration-in-mins")
+        b.put("train.exit_after", str(Duration(minutes * 60)), "exit-duration-in-mins")
         b.note("left out", "exit-interval", "a job ends by one rule: the wall clock")
     elif interval:
         remark = "Megatron ends a job at every multiple of it, ours after that many steps of the job"
@@ -355,26 +376,19 @@ def _length(b: Builder) -> None:
 
 
 def _precision(b: Builder) -> None:
+    for name in ("fp16", "bf16"):
+        key = f"ds:{name}.enabled"
+        if b.has(key) and _true_or_false(b, key) is not b.has(name):
+            flag = f"--{name}" if b.has(name) else f"no --{name}"
+            what = f"ds_config {name}.enabled is {b.line.flags[key].text} but the command line has {flag}"
+            b.refuse(key, what, "DeepSpeed asserts that the two agree, or takes one of them", "make them equal")
     fp8 = [name for name in ("fp8-format", "fp8-hybrid", "fp8-e4m3", "fp8-e5m2") if b.has(name)]
     precision = "fp8" if fp8 else "bf16" if b.has("bf16") else "fp16" if b.has("fp16") else "fp32"
-    b.put("precision", precision, *fp8, "fp16", "bf16")
-    if precision == "fp16" and b.deepspeed:
-        get = (b.ds or {}).get
-        scale: dict[str, Any] = {
-            "initial": 2.0 ** get("fp16.initial_scale_power", 16),
-            "window": f"{get('fp16.loss_scale_window', 1000)} steps",
-            "hysteresis": get("fp16.hysteresis", 2),
-            "consecutive_hysteresis": get("fp16.consecutive_hysteresis", False),
-            "min": float(get("fp16.min_loss_scale", 1.0)),
-        }
-        remark = "ds_config fp16" if b.ds is not None else "of the ds_config, which is not here: check it"
-        b.put("loss_scale", scale, remark=remark)
-    elif precision == "fp16":
-        if b.has("loss-scale"):
+    b.put("precision", precision, *fp8, "fp16", "bf16", "ds:fp16.enabled", "ds:bf16.enabled")
+    if precision == "fp16":
+        b.fill("deepspeed fp16" if b.deepspeed else "fp16")
+        if b.has("loss-scale") and not b.deepspeed:
             b.refuse("loss-scale", "--loss-scale is a fixed scale", "the scale is dynamic here", "remove it")
-        flags = ("initial-loss-scale", "loss-scale-window", "hysteresis", "min-loss-scale")
-        scale = {"initial": b.value(flags[0], 2.0**32), "window": f"{b.value(flags[1], 1000)} steps"}
-        b.put("loss_scale", scale | {"hysteresis": b.value(flags[2], 2), "min": b.value(flags[3], 1.0)}, *flags)
 
 
 def _parallel(b: Builder) -> None:
@@ -389,26 +403,16 @@ def _parallel(b: Builder) -> None:
     flag = b.first("recompute-activations", "recompute-granularity", "checkpoint-activations")
     recompute = {"recompute-activations": "selective", "checkpoint-activations": "full"}.get(flag, "")
     b.put("parallel.recompute", (recompute or b.value(flag, "none")) if b.has(flag) else "none", flag)
-    parts = [(b.ds or {}).get(f"zero_optimization.{name}") for name in ("offload_optimizer", "offload_param")]
-    is_offloaded = any(isinstance(part, dict) and part.get("device", "none") != "none" for part in parts)
-    if is_offloaded or (b.ds or {}).get("zero_optimization.cpu_offload"):
-        b.put("parallel.offload", True, remark="ds_config offload")
 
 
 def _zero(b: Builder) -> None:
-    flag, remark = "use-distributed-optimizer", ""
-    stage: Any = int(b.has(flag))
-    if b.deepspeed:
-        flag, stage, remark = "zero-stage", 1, "check it: of the ds_config, which is not here"
-        if b.ds is not None:
-            stage, remark = b.ds.get("zero_optimization.stage", 0), "ds_config zero_optimization.stage, or its default"
-        if b.has(flag):
-            stage, remark = b.value(flag, 1), ""
-        if stage == 0 and b.has("bf16"):
-            stage, remark = 1, "DeepSpeed's bf16 optimizer shards the optimizer state at stage 0"
+    if b.deepspeed:  # its bf16 optimizer shards the optimizer state at stage 0
+        b.fill("deepspeed", int(b.has("bf16")) if b.has_ds_config else 1)
     elif b.has("use-torch-fsdp2"):
-        flag, stage = "use-torch-fsdp2", 2 if b.has("torch-fsdp2-no-reshard-after-forward") else 3
+        stage = 2 if b.has("torch-fsdp2-no-reshard-after-forward") else 3
+        b.put("parallel.zero", stage, "use-torch-fsdp2")
     elif b.has("use-megatron-fsdp", "use-custom-fsdp"):
-        flag = "data-parallel-sharding-strategy"
-        stage = _SHARDING.get(b.value(flag, "no_shard"), b.value(flag, ""))  # the recipe's rules refuse another name
-    b.put("parallel.zero", stage, flag, remark=remark)
+        name = b.value("data-parallel-sharding-strategy", "no_shard")  # the recipe's rules refuse another
+        b.put("parallel.zero", _SHARDING.get(name, name), "data-parallel-sharding-strategy")
+    else:
+        b.put("parallel.zero", int(b.has("use-distributed-optimizer")), "use-distributed-optimizer")
