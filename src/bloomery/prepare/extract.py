@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from bloomery.base.bounded import LARGE_BYTES, read_json, read_small
-from bloomery.base.errors import BloomeryError, DataError, Problem
+from bloomery.base.errors import DataError, Problem
 from bloomery.base.storage import publish, write_all, write_atomically, writing, written_to
 from bloomery.prepare.download import AGAIN
-from bloomery.prepare.read import Span, StoredBytes, content, damaged, whole_lines
-from bloomery.prepare.sources import LINES, InputFile, find_files, open_input
+from bloomery.prepare.read import Span, content, open_span, whole_lines
+from bloomery.prepare.sources import LINES, InputFile, find_files
 
 MANIFEST = "manifest.json"
 
@@ -155,23 +155,17 @@ def make_chunk(chunk: Chunk, stop: threading.Event) -> None:
 def _lines(source: InputFile, inputs: list[dict[str, Any]]) -> Iterator[bytes]:
     """Blocks of whole lines, each line with its newline, without blank ones and byte order mark; what the file held is
     appended to `inputs` at its end. DataError where it is truncated or damaged."""
-    hasher, documents, text_bytes, blank = sha256(), 0, 0, 0
-    try:
-        with open_input(source) as raw:
-            stored = StoredBytes(Span(source, 0, source.size), raw, hasher)
-            for block in whole_lines(content(stored, source.compression), source):
-                lines = block.removeprefix(codecs.BOM_UTF8 if not text_bytes else b"").split(b"\n")
-                kept = [line for line in lines if line and not line.isspace()]
-                if not block.endswith(b"\n") and kept and not kept[-1].rstrip().endswith(b"}"):
-                    raise EOFError("its last line has neither newline nor closing brace")
-                text_bytes, documents = text_bytes + len(block), documents + len(kept)
-                blank += len(lines) - len(kept) - block.endswith(b"\n")
-                yield b"".join(line + b"\n" for line in kept)
-            if not source.size:
-                raise EOFError("it is empty")
-    except BloomeryError:
-        raise
-    except Exception as error:  # files, decompressors and stores each have their own kinds
-        raise damaged(source.name, error) from error
-    facts = {"path": source.path, "bytes": source.size, "sha256": hasher.hexdigest(), "documents": documents}
+    documents, text_bytes, blank = 0, 0, 0
+    with open_span(Span(source, 0, source.size), sha256) as stored:
+        for block in whole_lines(content(stored, source.compression), source):
+            lines = block.removeprefix(codecs.BOM_UTF8 if not text_bytes else b"").split(b"\n")
+            kept = [line for line in lines if line and not line.isspace()]
+            if not block.endswith(b"\n") and kept and not kept[-1].rstrip().endswith(b"}"):
+                raise EOFError("its last line has neither newline nor closing brace")
+            text_bytes, documents = text_bytes + len(block), documents + len(kept)
+            blank += len(lines) - len(kept) - block.endswith(b"\n")
+            yield b"".join(line + b"\n" for line in kept)
+        if not source.size:
+            raise EOFError("it is empty")
+    facts = {"path": source.path, "bytes": source.size, "sha256": stored.hasher.hexdigest(), "documents": documents}
     inputs.append({**facts, "text_bytes": text_bytes, "blank_lines": blank})

@@ -10,19 +10,20 @@ import gzip
 import io
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import IO, Any
+from typing import IO, Any, cast
 
 import numpy as np
 import orjson
 import xxhash
 from numpy.typing import NDArray
 
-from bloomery.base.errors import BloomeryError, DataError, Problem
+from bloomery.base.errors import DataError, Problem
 from bloomery.base.units import format_bytes
-from bloomery.prepare.sources import InputFile, open_input, unreadable
+from bloomery.prepare.sources import InputFile, open_input
 
 BLOCK_BYTES = 8 << 20
 _PIECE_BYTES = 1 << 20
@@ -99,22 +100,14 @@ def _split_at_lines(file: InputFile, target: int) -> list[Span]:
     count = -(-file.size // target)
     cuts = [0]
     if count > 1:
-        try:
-            with open_input(file) as raw:
-                for index in range(1, count):
-                    cuts.append(_after_newline(raw, max(file.size * index // count, cuts[-1] - 1)))
-        except Exception as error:  # an OSError, or what the library of a URL raises
-            raise unreadable(file.name, error) from error
+        with open_input(file) as raw:
+            lines = io.BufferedReader(cast(io.RawIOBase, raw))
+            for index in range(1, count):
+                lines.seek(max(file.size * index // count, cuts[-1] - 1))
+                while (line := lines.readline(io.DEFAULT_BUFFER_SIZE)) and not line.endswith(b"\n"):
+                    pass  # of a line of any length
+                cuts.append(lines.tell())
     return [Span(file, start, end) for start, end in pairwise([*cuts, file.size]) if end > start]
-
-
-def _after_newline(raw: IO[bytes], offset: int) -> int:
-    raw.seek(offset)
-    while chunk := raw.read(1 << 16):
-        if newline := chunk.find(b"\n") + 1:
-            return offset + int(newline)
-        offset += len(chunk)
-    return offset
 
 
 # ---------------------------------------------------------------- content
@@ -124,17 +117,17 @@ class StoredBytes(io.RawIOBase):
     """The bytes of a span as they are stored, hashed while they are read. EOFError where the file has fewer by now."""
 
     def __init__(self, span: Span, raw: IO[bytes], hasher: Any) -> None:
-        self._raw, self._hasher, self.left, self.then = raw, hasher, span.end - span.start, b""
+        self.raw, self.hasher, self.left, self.then = raw, hasher, span.end - span.start, b""
         raw.seek(span.start)
 
     def readable(self) -> bool:
         return True
 
     def read(self, size: int = -1) -> bytes:
-        data = self._raw.read(min(size, self.left))
+        data = self.raw.read(min(size, self.left))
         if self.left and not data:
             raise EOFError(f"it ends {self.left} bytes before the end it had")
-        self._hasher.update(data)
+        self.hasher.update(data)
         self.left -= len(data)
         if not self.left:
             data, self.then = data + self.then, b""
@@ -144,6 +137,12 @@ class StoredBytes(io.RawIOBase):
         data = self.read(len(buffer))
         buffer[: len(data)] = data
         return len(data)
+
+
+@contextmanager
+def open_span(span: Span, new_hasher: Callable[[], Any] = xxhash.xxh3_128) -> Iterator[StoredBytes]:
+    with open_input(span.file) as raw:
+        yield StoredBytes(span, raw, new_hasher())
 
 
 def content(stored: StoredBytes, compression: str, block_bytes: int = _PIECE_BYTES) -> Iterator[bytes]:
@@ -157,8 +156,6 @@ def content(stored: StoredBytes, compression: str, block_bytes: int = _PIECE_BYT
     reader: Any = _gz(stored) if compression else stored
     while piece := reader.read(_PIECE_BYTES if compression else block_bytes):
         yield piece
-    while stored.read(_PIECE_BYTES):  # padding after the last member
-        pass
 
 
 def _gz(stored: StoredBytes) -> Any:
@@ -233,8 +230,8 @@ def place_of(file: InputFile, offset: int) -> str:
     if file.kind == "parquet":
         return f"{file.name}:row {offset + 1}"
     line = 1
-    with open_input(file) as raw:
-        pieces = content(StoredBytes(Span(file, 0, file.size), raw, xxhash.xxh3_64()), file.compression)
+    with open_span(Span(file, 0, file.size)) as stored:
+        pieces = content(stored, file.compression)
         while offset > 0 and (piece := next(pieces, b"")):
             line += piece.count(b"\n", 0, offset)
             offset -= len(piece)
@@ -242,14 +239,10 @@ def place_of(file: InputFile, offset: int) -> str:
 
 
 def hash_span(span: Span) -> str:
-    hasher = xxhash.xxh3_128()
-    try:
-        with open_input(span.file) as raw:
-            for _ in content(StoredBytes(span, raw, hasher), "", BLOCK_BYTES):
-                pass
-    except Exception as error:  # an OSError, or what the library of a URL raises
-        raise unreadable(span.file.name, error) from error
-    return hasher.hexdigest()
+    with open_span(span) as stored:
+        while stored.read(BLOCK_BYTES):
+            pass
+        return str(stored.hasher.hexdigest())
 
 
 # ---------------------------------------------------------------- documents
@@ -283,8 +276,7 @@ class UnitReader:
     def blocks(self) -> Iterator[Block]:
         block = Block()
         for span in self.unit.spans:
-            hasher = xxhash.xxh3_128()
-            for texts, offsets, size, input_bytes in self._read(span, hasher):
+            for texts, offsets, size, input_bytes in self._read(span):
                 block.texts += texts
                 places = np.empty((len(texts), 2), np.uint64)
                 places[:, 0], places[:, 1] = span.file.number, offsets
@@ -295,35 +287,25 @@ class UnitReader:
                     del texts  # else the next block is read while this one is still held
                     yield block
                     block = Block()
-            self.hashes.append(hasher.hexdigest())
         if block.texts or block.input_bytes:
             yield block
 
-    def _read(self, span: Span, hasher: Any) -> Iterator[tuple[list[str], Any, int, int]]:
+    def _read(self, span: Span) -> Iterator[tuple[list[str], Any, int, int]]:
         """As Documents, with the bytes of the file."""
-        kind, name = span.file.kind, span.file.name
-        try:
-            with open_input(span.file) as raw:
-                if kind == "parquet":
-                    for documents in self._parquet(span, raw):
-                        yield *documents, 0
-                        del documents
-                stored = StoredBytes(span, raw, hasher)
-                pieces = content(stored, span.file.compression, self._block_bytes)
-                left = span.end - span.start
-                for documents in {"jsonl": self._jsonl, "parquet": _hashed, "text": self._text}[kind](span, pieces):
-                    yield *documents, left - stored.left
-                    left = stored.left
+        with open_span(span) as stored:
+            if span.file.kind == "parquet":
+                for documents in self._parquet(span, stored.raw):
+                    yield *documents, 0
                     del documents
-        except (BloomeryError, MemoryError, AssertionError, AttributeError, IndexError):  # ours
-            raise
-        except ImportError as error:
-            remedy = "install it with `pip install 'bloomery[parquet]'`"
-            raise DataError(Problem(f"needs pyarrow: {error}", "", remedy, name)) from error
-        except Exception as error:  # files, decompressors, Arrow and URLs each have their own kinds
-            if isinstance(error, OSError) and error.errno is not None:
-                raise unreadable(name, error) from error
-            raise damaged(name, error) from error
+                self.hashes.append(hash_span(span))  # not before them: a sample needs the first rows only
+                yield [], np.empty(0), 0, span.end
+                return
+            left, read = stored.left, self._jsonl if span.file.kind == "jsonl" else self._text
+            for documents in read(span, content(stored, span.file.compression, self._block_bytes)):
+                yield *documents, left - stored.left
+                left = stored.left
+                del documents
+            self.hashes.append(stored.hasher.hexdigest())
 
     def _jsonl(self, span: Span, pieces: Iterator[bytes]) -> Documents:
         offset = span.start
@@ -362,8 +344,11 @@ class UnitReader:
         return texts, np.array(good, np.int64)
 
     def _parquet(self, span: Span, raw: IO[bytes]) -> Documents:
-        import pyarrow.parquet  # type: ignore[import-untyped]
-
+        try:
+            import pyarrow.parquet  # type: ignore[import-untyped]
+        except ImportError as error:
+            remedy = "install it with `pip install 'bloomery[parquet]'`"
+            raise DataError(Problem(f"needs pyarrow: {error}", "", remedy, span.file.name)) from error
         key, row = self._text_key, 0
         try:
             # pre_buffer would read the column of a whole row group at once.
@@ -412,12 +397,6 @@ class UnitReader:
             raise DataError(Problem(what, rule, remedy, place_of(file, offset)))
 
 
-def _hashed(_: Span, pieces: Iterator[bytes]) -> Documents:
-    """No documents: a .parquet file is hashed after them, so that a sample does not read all of it."""
-    for _piece in pieces:
-        yield [], np.empty(0, np.int64), 0
-
-
 def _columns(table: Any, name: str, block_bytes: int) -> Iterator[Any]:
     """The column of a .parquet file in arrays of about an eighth of a block, going by its average row. Rows far above
     it come at most `_MOST_ROWS` at a time from the file, and cut to blocks from here."""
@@ -456,7 +435,3 @@ def _text_of(line: bytes, key: str) -> str:
         raise ValueError(f"is not JSON in UTF-8: {error}") from error
     keys = f"its keys are {', '.join(record) or 'none'}" if isinstance(record, dict) else "it is no object"
     raise ValueError(f"has no string under '{key}': {f'it is {text!r:.40}' if text is not None else keys}")
-
-
-def damaged(name: str, error: Exception) -> DataError:
-    return DataError(Problem(f"is truncated or damaged: {error}", "", "copy or download the file again", name))

@@ -7,11 +7,12 @@ import re
 import stat
 import sysconfig
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from glob import escape, glob, has_magic
-from typing import IO, Any, NoReturn, cast
+from typing import IO, Any, NoReturn
 
-from bloomery.base.errors import DataError, Problem
+from bloomery.base.errors import BloomeryError, DataError, Problem
 
 STDLIB = "python-stdlib"
 """The source that is on every machine: the source files of this Python's standard library."""
@@ -182,12 +183,25 @@ def _glob(pattern: str) -> list[str]:
     return sorted(glob(pattern))
 
 
-def open_input(file: InputFile) -> IO[bytes]:
-    """OSError or, in a store, whatever its library raises."""
-    if not file.store:
-        return open(file.path, "rb", buffering=0)
-    # The store is opened again: this may be a forked worker, where the parent's connections are of no use.
-    return cast(IO[bytes], open_store(file.store)[0].open(file.path, "rb", block_size=_READ_AHEAD_BYTES))
+@contextmanager
+def open_input(file: InputFile) -> Iterator[IO[bytes]]:
+    """DataError, which names it, for what fails while it is open: files, stores, decompressors and Arrow each have
+    their own kinds of errors."""
+    try:
+        if file.store:  # opened again: this may be a forked worker, where the parent's connections are of no use
+            store = open_store(file.store)[0]
+            opened = store.open(file.path, "rb", block_size=_READ_AHEAD_BYTES)
+        else:
+            opened = open(file.path, "rb", buffering=0)  # noqa: SIM115 - closed by `with`
+        with opened as raw:
+            yield raw
+    except (BloomeryError, MemoryError, AssertionError, AttributeError, IndexError):  # ours
+        raise
+    except Exception as error:
+        if isinstance(error, OSError) and error.errno is not None:
+            raise unreadable(file.name, error) from error
+        what = f"is truncated or damaged: {error}"
+        raise DataError(Problem(what, "", "copy or download the file again", file.name)) from error
 
 
 # ---------------------------------------------------------------- in stores
