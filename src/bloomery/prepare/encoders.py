@@ -1,4 +1,4 @@
-"""Text to ids: Hugging Face's tokenizers are the reference, and a faster library is used where it equals them."""
+"""Text to ids: Hugging Face's tokenizers are the reference, and fastokens is used where it equals them."""
 
 from __future__ import annotations
 
@@ -58,9 +58,11 @@ def reference(tokenizer: Tokenizer, as_ids: bool) -> Encoder:
 
 
 def fastokens(tokenizer: Tokenizer, as_ids: bool) -> Encoder:
+    """It need not be installed."""
     import fastokens  # type: ignore[import-untyped]
 
-    fast = fastokens.Tokenizer.from_json_str(_without_limits(tokenizer))
+    content = orjson.dumps(tokenizer.parsed | {"truncation": None, "padding": None}).decode()
+    fast = fastokens.Tokenizer.from_json_str(content)
 
     def encode(texts: list[str]) -> Ids:
         ids, offsets = fast.encode_batch_flat(texts, split_special_tokens=not as_ids)
@@ -69,45 +71,25 @@ def fastokens(tokenizer: Tokenizer, as_ids: bool) -> Encoder:
     return Encoder("fastokens", encode)
 
 
-def gigatoken(tokenizer: Tokenizer, as_ids: bool) -> Encoder:
-    import gigatoken
-
-    fast = gigatoken.Tokenizer.from_json(_without_limits(tokenizer, special=as_ids))
-
-    def encode(texts: list[str]) -> Ids:
-        layout = fast.encode_batch(texts, parallel=False).layout
-        offsets = np.asarray(layout.offsets.data)
-        return np.asarray(layout.content.data)[offsets[0] : offsets[-1]], np.diff(offsets)
-
-    return Encoder("gigatoken", encode)
-
-
-FAST: tuple[Callable[[Tokenizer, bool], Encoder], ...] = (fastokens, gigatoken)
-"""In order of preference. They need not be installed."""
-
-
 def choose_encoder(tokenizer: Tokenizer, texts: Sequence[str], *, as_ids: bool) -> tuple[Encoder, list[str]]:
-    """The first fast encoder that equals the reference on a sample, else the reference; and what a user should know.
-    They are compared in a process of its own: a library may crash or never end, and the threads that it starts would
-    be missing in the workers that are forked later, which would wait for them for ever."""
-    right, sample, rejected = reference(tokenizer, as_ids), sample_around(tokenizer, texts), list[str]()
-    for load in FAST:
-        try:
-            fast = load(tokenizer, as_ids)
-            with worker_pool(partial(first_difference, sample, right, fast), 1) as submit:
-                difference = submit().result()
-        except ImportError:
-            difference = "it is not installed"
-        except DataError as error:
-            difference = error.problems[0].what
-        except (KeyboardInterrupt, SystemExit, MemoryError):
-            raise
-        except BaseException as error:  # each library has its own kinds, and a panic of Rust is no Exception
-            difference = f"it cannot read this tokenizer: {shorten(str(error).partition(chr(10))[0], 120)}"
-        if not difference:
-            return fast, [f"encoder: {fast.name}", *rejected]
-        rejected.append(f"not {load.__name__}: {difference}")
-    return right, [f"encoder: {right.name}", *rejected]
+    """fastokens if it equals the reference on a sample, else the reference; and what a user should know. They are
+    compared in a process of its own: a library may crash or never end, and the threads that it starts would be missing
+    in the workers that are forked later, which would wait for them for ever."""
+    right = reference(tokenizer, as_ids)
+    try:
+        fast = fastokens(tokenizer, as_ids)
+        with worker_pool(partial(first_difference, sample_around(tokenizer, texts), right, fast), 1) as submit:
+            if not (difference := submit().result()):
+                return fast, [f"encoder: {fast.name}"]
+    except ImportError:
+        difference = "it is not installed"
+    except DataError as error:
+        difference = error.problems[0].what
+    except (KeyboardInterrupt, SystemExit, MemoryError):
+        raise
+    except BaseException as error:  # each library has its own kinds, and a panic of Rust is no Exception
+        difference = f"it cannot read this tokenizer: {shorten(str(error).partition(chr(10))[0], 120)}"
+    return right, [f"encoder: {right.name}", f"not fastokens: {difference}"]
 
 
 def sample_around(tokenizer: Tokenizer, texts: Sequence[str]) -> list[str]:
@@ -143,14 +125,3 @@ def forbidden_ids(tokenizer: Tokenizer) -> list[int]:
     special = tokenizer.special_tokens
     end = special.get(tokenizer.end_of_document or "")
     return sorted(set(special.values()) - ({tokenizer.unknown_id} - {end}))
-
-
-def _without_limits(tokenizer: Tokenizer, *, special: bool = True) -> str:
-    """The tokenizer.json without truncation and padding and, if asked, without its special tokens."""
-    content = dict(tokenizer.parsed)
-    added = content.get("added_tokens") or []
-    if special and not content.get("truncation") and not content.get("padding"):
-        return tokenizer.content
-    content |= {"truncation": None, "padding": None}
-    content["added_tokens"] = added if special else [token for token in added if not token["special"]]
-    return orjson.dumps(content).decode()
