@@ -20,7 +20,7 @@ from bloomery.config.load import fingerprint
 from bloomery.sizing.check import load_checked_recipe
 from bloomery.verify import compare
 from bloomery.verify.certify import certify, table
-from bloomery.verify.shrink import CLIP, STANDARD, choose_layouts, micro_batch_of, shrink
+from bloomery.verify.shrink import CLIP, STANDARD, choose_layouts, shrink
 from bloomery.verify.trials import RankCommand
 from conftest import SMALL, Workshop
 
@@ -203,7 +203,7 @@ def test_a_recipe_keeps_its_structure_when_it_is_shrunk(name: str, tmp_path: Pat
     file = tmp_path / "small.yaml"
     file.write_text(yaml.safe_dump(shrunk.values))
     for layout in layouts:
-        cut = f"batch.micro_batch_size={micro_batch_of(layout, shrunk)}"
+        cut = f"batch.micro_batch_size={shrunk.batch // layout.micro_batches}"
         small = load_checked_recipe(str(file), [*layout.overrides, cut]).recipe
     was, now = recipe.model, small.model
     assert (now.family, now.tie_embeddings) == (was.family, was.tie_embeddings)

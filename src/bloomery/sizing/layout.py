@@ -6,6 +6,7 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
+from bloomery.base.errors import Problem, RecipeError
 from bloomery.config.recipe import Recipe
 
 _FACTOR = re.compile(r"(tp|pp|cp|dp|zero|shard|chunks)(\d{1,6})")
@@ -13,6 +14,10 @@ _WORDS = {
     **dict.fromkeys(("gpipe", "1f1b", "interleaved", "zero_bubble"), "schedule"),
     **dict.fromkeys(("full", "selective"), "recompute"),
 }
+_RULE = (
+    "a layout is its factors joined by dashes: dpN, tpN, ppN, cpN, zero0 to zero3, shardN, chunksN, a schedule (gpipe, "
+    "1f1b, interleaved, zero_bubble), a recompute (selective, full) and offload"
+)
 
 
 @dataclass(frozen=True)
@@ -80,7 +85,9 @@ def layout_overrides(name: str) -> list[str]:
         elif part in _WORDS:
             values[_WORDS[part]] = part
         else:
-            raise ValueError(f"{part!r} is not a factor of a layout")
+            raise RecipeError(
+                Problem(f"{part!r} is not a factor of a layout", _RULE, "write for example zero3-dp2-tp2")
+            )
     if values.get("schedule") in ("interleaved", "zero_bubble"):
         values.setdefault("chunks", "2")
     ranks = int(values["tp"]) * int(values["pp"]) * int(values["cp"]) * int(values.pop("dp"))

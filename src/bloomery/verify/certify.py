@@ -21,7 +21,7 @@ from bloomery.families.family import LM_LOSS
 from bloomery.sizing.check import load_checked_recipe
 from bloomery.verify import compare
 from bloomery.verify.compare import GRADIENT_RELATIVE, LOSS_RELATIVE, RESHARDED, TOLERANCES, TRUTH, Recorded, Row
-from bloomery.verify.shrink import CLIP, Shrunk, VerifiedLayout, micro_batch_of, shrink, write_data
+from bloomery.verify.shrink import CLIP, Shrunk, VerifiedLayout, shrink, write_data
 from bloomery.verify.trials import SINGLE, Outcome, RankCommand, Trial, middle, run_all
 
 FORMAT = 1
@@ -74,7 +74,7 @@ def certify(
         "device": device,
         "steps": steps,
         "model": shrunk.values["model"],
-        "shrunk": {path: {"from": old, "to": new} for path, (old, new) in shrunk.changes.items()},
+        "shrunk": shrunk.changes,
         "not_verified": [f"dropout {recipe.model.dropout}"] if recipe.model.dropout else [],
         "remarks": shrunk.remarks,
         "tolerances": TOLERANCES,
@@ -93,7 +93,7 @@ def _trainings(shrunk: Shrunk, layouts: Sequence[VerifiedLayout], work: Path, st
     small.write_text(dump_yaml(shrunk.values))
     chosen = [(SINGLE, 1, ["parallel.recompute=none", "parallel.offload=false"])]
     for each in layouts:
-        cut = f"batch.micro_batch_size={micro_batch_of(each, shrunk)}"
+        cut = f"batch.micro_batch_size={shrunk.batch // each.micro_batches}"
         chosen.append((each.name, each.layout.world, [*each.overrides, cut]))
     trials = []
     for name, world, overrides in sorted(chosen, key=lambda each: each[1]):

@@ -11,14 +11,10 @@ from typing import Any
 
 import numpy as np
 
-import bloomery
 from bloomery.base.errors import Problem, RecipeError
 from bloomery.config.load import as_dict, leaves
-from bloomery.config.recipe import LossScaleSection, ModelSection, Recipe
-from bloomery.config.schema import closest
-from bloomery.data.manifest import ShardManifest
+from bloomery.config.recipe import LrSection, ModelSection, Recipe
 from bloomery.data.shards import ShardWriter, token_dtype
-from bloomery.data.tokenizer import Tokenizer
 from bloomery.families.registry import FAMILIES
 from bloomery.sizing.check import load_checked_recipe
 from bloomery.sizing.layout import Layout, layout_overrides, world_size
@@ -33,8 +29,8 @@ _SHORTEST = 32
 _SMALLEST_BATCH = 8
 _MOST_GROUPED = 8
 _WORDS = 300
-_REPORTED = ("model", "data", "batch", "optimizer", "lr", "train", "precision")
-_NOT_REPORTED = ("data.train", "data.validation", "data.cache_dir", "train.compile", "batch.micro_batch_size")
+_DOCUMENTS = 300
+_SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 
 
 @dataclass(frozen=True)
@@ -44,8 +40,8 @@ class Shrunk:
     batch: int
     """Samples of a global batch, at the start of a ramp. The reference takes them all at once, so that how a batch is
     cut is compared too."""
-    changes: dict[str, tuple[Any, Any]]
-    """Path -> (the user's value, the small one)."""
+    changes: dict[str, dict[str, Any]]
+    """Path -> the user's value and the small one, of the sections that decide what is learned."""
     remarks: list[str]
     """What is not verified, and why."""
 
@@ -55,42 +51,43 @@ def shrink(
 ) -> Shrunk:
     """The recipe reads shards and a tokenizer in `folder` (`write_data`)."""
     before = as_dict(recipe)
-    sources = _sources(recipe, folder)
-    batch = -(-_SMALLEST_BATCH // (unit := math.lcm(*(_micro_batches(each) for each in layouts)))) * unit
-    evaluates = recipe.train.evaluate is not None and recipe.data is not None
-    data = before["data"] or {}
-    validation = {"valid": [{"path": str(folder / "valid")}]} if evaluates and data.get("validation") else {}
-    after = {
-        **before,
-        "model": before["model"] | _model(recipe.model, layouts),
-        "tokenizer": {"path": str(folder / "tokenizer")} if FAMILIES[recipe.model.family].encoder else None,
-        "prepare": [],
-        "data": data
-        | {
-            "train": sources,
-            "validation": validation,
-            "split": "90,10" if data.get("split") else None,
-            "cache_dir": str(folder / "cache"),
-        },
+    unit = math.lcm(*(each.micro_batches for each in layouts))
+    batch = -(-_SMALLEST_BATCH // unit) * unit
+    data, evaluates = before["data"] or {}, recipe.data is not None and recipe.train.evaluate is not None
+    science = {
+        "model": _model(recipe.model, layouts),
+        "data": {"split": "90,10" if data.get("split") else None},
         "batch": _batch(recipe, batch, steps),
-        "optimizer": before["optimizer"] | {"clip_grad_norm": clip, "eps": max(EPS, recipe.optimizer.eps)},
-        "lr": _lr(recipe, steps),
-        "train": before["train"]
-        | {
+        "optimizer": {"clip_grad_norm": clip, "eps": max(EPS, recipe.optimizer.eps)},
+        "lr": _lr(recipe.lr, steps),
+        "train": {
             "for": f"{steps} steps",
             "evaluate": {"every": f"{steps} steps", "steps": 1} if evaluates else None,
             "exit_after": None,
             "skip": [],
-            "compile": False,
         },
+    }
+    small = before | {section: (before[section] or {}) | fields for section, fields in science.items()}
+    small["data"] |= {
+        "train": _sources(recipe, folder),
+        "validation": {"valid": [{"path": str(folder / "valid")}]} if evaluates and data.get("validation") else {},
+        "cache_dir": str(folder / "cache"),
+    }
+    small["batch"]["micro_batch_size"] = batch
+    small["train"]["compile"] = False
+    small |= {
+        "tokenizer": {"path": str(folder / "tokenizer")},
+        "prepare": [],
         "precision": "fp32",
-        "loss_scale": LossScaleSection().model_dump(mode="json"),
+        "loss_scale": {},
         "parallel": {"recompute": recipe.parallel.recompute, "offload": recipe.parallel.offload},
         "checkpoint": {"phases": [{"every": f"{checkpoint_step} steps"}]},
         "monitor": {"log_every": "1 steps", "tensorboard": False},
         "launch": None,
     }
-    return Shrunk(after, batch, _changes(before, after), _remarks(recipe))
+    old = dict(leaves(before))
+    changes = {path: {"from": old.get(path), "to": new} for path, new in leaves(science) if old.get(path) != new}
+    return Shrunk(small, batch, changes, _remarks(recipe))
 
 
 def _model(model: ModelSection, layouts: Sequence[VerifiedLayout]) -> dict[str, Any]:
@@ -118,34 +115,22 @@ def _model(model: ModelSection, layouts: Sequence[VerifiedLayout]) -> dict[str, 
         "vocab_size": rows - (rows // tp if tp > 1 else 0) - 3,
         "vocab_multiple": rows,
         "dropout": 0.0,
-        "init_std": float(f"{model.init_std * math.sqrt(model.hidden_size / hidden):.3g}"),
+        "init_std": model.init_std * math.sqrt(model.hidden_size / hidden),
     }
-
-
-def micro_batch_of(chosen: VerifiedLayout, shrunk: Shrunk) -> int:
-    return shrunk.batch // _micro_batches(chosen)
-
-
-def _micro_batches(chosen: VerifiedLayout) -> int:
-    """Over all replicas: two for each, so that gradients are accumulated, and two for every rank of a pipeline."""
-    return chosen.layout.dp * 2 * chosen.layout.pp
 
 
 def _batch(recipe: Recipe, batch: int, steps: int) -> dict[str, Any]:
     """A ramp stays one: it doubles the batch after a quarter of the steps."""
     if recipe.batch.rampup is None:
-        return {"micro_batch_size": batch, "global_batch_size": batch, "rampup": None}
+        return {"global_batch_size": batch}
     rampup = {"start": batch, "increment": batch, "samples": batch * max(1, steps // 4)}
-    return {"micro_batch_size": batch, "global_batch_size": 2 * batch, "rampup": rampup}
+    return {"global_batch_size": 2 * batch, "rampup": rampup}
 
 
-def _lr(recipe: Recipe, steps: int) -> dict[str, Any]:
-    lr = recipe.lr
-    fades = lr.schedule != "constant"
+def _lr(lr: LrSection, steps: int) -> dict[str, Any]:
     return {
         "peak": PEAK_LR,
-        "min": float(f"{PEAK_LR * lr.min / lr.peak:.3g}") if fades else 0.0,
-        "schedule": lr.schedule,
+        "min": PEAK_LR * lr.min / lr.peak,
         "warmup": f"{min(2, steps - 1) if lr.warmup.count else 0} steps",
         "decay": None,
         "cooldown": f"{max(1, steps // 4)} steps" if lr.schedule == "wsd" else None,
@@ -164,55 +149,37 @@ def _sources(recipe: Recipe, folder: Path) -> list[dict[str, Any]]:
 
 
 def _remarks(recipe: Recipe) -> list[str]:
-    remarks = []
-    if recipe.model.dropout:
-        remarks.append(f"dropout {recipe.model.dropout}: masks depend on the layout, verified with dropout 0")
-    if recipe.precision != "fp32":
-        remarks.append(
-            f"precision {recipe.precision}: its rounding depends on the order of sums, so equality is shown in fp32"
-        )
-    if recipe.parallel.recompute != "none":
-        remarks.append(f"recompute {recipe.parallel.recompute}: in every layout, and not in the reference")
-    if recipe.optimizer.eps < EPS:
-        remarks.append(
-            f"optimizer.eps {recipe.optimizer.eps:g}: verified with {EPS:g}, or Adam would make steps of rounding "
-            "where gradients are zero"
-        )
-    return remarks
-
-
-def _changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Of the sections that decide what is learned; of the sources only how many there are."""
-    old, new = (dict(leaves({name: values[name] for name in _REPORTED})) for values in (before, after))
-    paths = [path for path in old | new if not path.startswith(_NOT_REPORTED)]
-    changes = {path: (old.get(path), new.get(path)) for path in paths if old.get(path) != new.get(path)}
-    sources = [f"{len(values['data']['train'])} sources" for values in (before, after) if values["data"]]
-    if len(set(sources)) > 1:
-        changes["data.train"] = (sources[0], sources[1])
-    return changes
-
-
-_DOCUMENTS = 300
-_SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+    dropout, recompute, eps = recipe.model.dropout, recipe.parallel.recompute, recipe.optimizer.eps
+    rounding = f"verified with {EPS:g}, or Adam would make steps of rounding where gradients are zero"
+    in_fp32 = "its rounding depends on the order of sums, so equality is shown in fp32"
+    many = recipe.data is not None and len(recipe.data.train) > _MOST_SOURCES
+    remarks = (
+        (dropout > 0, f"dropout {dropout}: masks depend on the layout, verified with dropout 0"),
+        (recipe.precision != "fp32", f"precision {recipe.precision}: {in_fp32}"),
+        (recompute != "none", f"recompute {recompute}: in every layout, and not in the reference"),
+        (eps < EPS, f"optimizer.eps {eps:g}: {rounding}"),
+        (many, f"data.train: the {_MOST_SOURCES} heaviest sources"),
+    )
+    return [text for holds, text in remarks if holds]
 
 
 def write_data(values: Mapping[str, Any], folder: Path) -> None:
-    """Everything that the shrunk recipe `values` reads."""
-    vocab = values["model"]["vocab_size"]
-    sources = [source["path"] for source in values["data"]["train"]]
-    sources += [source["path"] for group in values["data"]["validation"].values() for source in group]
-    is_masked = FAMILIES[values["model"]["family"]].encoder
-    tokenizer_hash = _write_tokenizer(folder / "tokenizer", vocab) if is_masked else ""
-    for seed, prefix in enumerate(sources):
-        _write_shard(prefix, seed=seed, vocab=vocab, sentences=is_masked, tokenizer_hash=tokenizer_hash)
+    """A tokenizer (BERT's vocab.txt; every fourth token continues a word) and every shard that the shrunk recipe
+    `values` reads. Each source follows rules of its own."""
+    vocab, data, is_encoder = values["model"]["vocab_size"], values["data"], FAMILIES[values["model"]["family"]].encoder
+    (folder / "tokenizer").mkdir()
+    words = [f"##{i}" if i % 4 == 0 else f"word{i}" for i in range(vocab - len(_SPECIAL))]
+    (folder / "tokenizer" / "vocab.txt").write_text("\n".join([*_SPECIAL, *words]) + "\n")
+    for seed, source in enumerate(
+        source for group in (data["train"], *data["validation"].values()) for source in group
+    ):
+        _write_shard(source["path"], seed=seed, vocab=vocab, sentences=is_encoder)
 
 
-def _write_shard(prefix: str, *, seed: int, vocab: int, sentences: bool, tokenizer_hash: str) -> None:
-    """Token 0 ends a document, unless it consists of sentences; each source follows rules of its own."""
-    random = np.random.default_rng(seed)
-    first = len(_SPECIAL) if sentences else 1
+def _write_shard(prefix: str, *, seed: int, vocab: int, sentences: bool) -> None:
+    """[SEP] ends a document, unless it consists of sentences."""
+    random, first, dtype = np.random.default_rng(seed), len(_SPECIAL), token_dtype(vocab)
     follower = dict(zip(range(first, vocab), (first + random.permutation(vocab - first)).tolist(), strict=True))
-    dtype = token_dtype(vocab)
     with ShardWriter(prefix, dtype) as writer:
         for _ in range(_DOCUMENTS):
             lengths = random.integers(3, 12, size=int(random.integers(2, 7)))
@@ -224,33 +191,7 @@ def _write_shard(prefix: str, *, seed: int, vocab: int, sentences: bool, tokeniz
                 document = np.array(tokens, dtype).data
                 writer.append_many(document, lengths.astype("<i4"), np.array([len(lengths)], "<i4"))
             else:
-                writer.append(np.array([*tokens, 0]))
-        written, sequences = writer.num_tokens, writer.num_sequences
-    ShardManifest(
-        tokenizer_hash=tokenizer_hash,
-        vocab_size=vocab,
-        dtype=str(dtype),
-        eod_id=None if sentences else 0,
-        append_eod=not sentences,
-        shuffle_seed=None,
-        documents=_DOCUMENTS,
-        sequences=sequences,
-        tokens=written,
-        sources=(),
-        source_files=(),
-        dropped={},
-        settings={},
-        encoder="synthetic",
-        bloomery_version=bloomery.__version__,
-    ).write(prefix)
-
-
-def _write_tokenizer(folder: Path, vocab: int) -> str:
-    """BERT's vocab.txt; every fourth token continues a word. Returns its hash."""
-    folder.mkdir()
-    words = [f"##{i}" if i % 4 == 0 else f"word{i}" for i in range(vocab - len(_SPECIAL))]
-    (folder / "vocab.txt").write_text("\n".join([*_SPECIAL, *words]) + "\n")
-    return Tokenizer.load(str(folder)).content_hash
+                writer.append(np.array([*tokens, _SPECIAL.index("[SEP]")]))
 
 
 STANDARD = (
@@ -259,10 +200,6 @@ STANDARD = (
     *("pp2-dp2-tp2", "pp2-cp2-tp2", "zero2-dp4-tp2"),
 )
 """2, 4 and 8 ranks."""
-_RULE = (
-    "a layout is its factors joined by dashes: dpN, tpN, ppN, cpN, zero0 to zero3, shardN, chunksN, a schedule (gpipe, "
-    "1f1b, interleaved, zero_bubble), a recompute (selective, full) and offload"
-)
 
 
 @dataclass(frozen=True)
@@ -273,6 +210,11 @@ class VerifiedLayout:
     overrides: tuple[str, ...]
     layout: Layout
     stages: int
+
+    @property
+    def micro_batches(self) -> int:
+        """Over all replicas: two for each, so that gradients are accumulated, and two for every rank of a pipeline."""
+        return self.layout.dp * 2 * self.layout.pp
 
 
 def choose_layouts(
@@ -300,11 +242,7 @@ def choose_layouts(
 
 
 def _legal(source: str, overrides: Sequence[str], recipe: Recipe, name: str, most_ranks: int | None) -> VerifiedLayout:
-    try:
-        factors = layout_overrides(name)
-    except ValueError as error:
-        guess = closest(name, STANDARD)
-        raise RecipeError(Problem(str(error), _RULE, f"did you mean {guess}?" if guess else "correct it")) from None
+    factors = layout_overrides(name)
     own = f"parallel={{recompute: {recipe.parallel.recompute}, offload: {str(recipe.parallel.offload).lower()}}}"
     # The micro-batch is no part of the science: it is chosen again for the small recipe.
     checked = load_checked_recipe(source, [*overrides, own, *factors, "batch.micro_batch_size=1"]).recipe
