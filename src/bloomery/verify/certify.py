@@ -47,16 +47,18 @@ def certify(
     write_data(shrunk.values, work)
     trainings = _trainings(shrunk, layouts, work, steps)
     outcomes = run_all(trainings, command, device=device, quiet=quiet)
+    single = outcomes[trainings[0].folder]
+    if single.error:
+        raise RuntimeError(f"one rank, with which layouts are compared, failed on {single.error}\n{single.details}")
     resumptions = _resumptions([trial for trial in trainings if not outcomes[trial.folder].error], work, pairs=pairs)
     outcomes |= run_all(resumptions, command, device=device, quiet=quiet)
-    reference = Recorded(trainings[0].folder) if not outcomes[trainings[0].folder].error else None
-    rows = [row.to_json() for row in _rows(trainings, resumptions, outcomes, reference, pairs=pairs)]
-    smallest = min(reference.norms.values()) if reference else None
-    losses = [loss for (_, name), loss in reference.losses.items() if name == LM_LOSS] if reference else [None]
+    reference = Recorded(trainings[0].folder)
+    rows = [row.to_json() for row in _rows(trainings, resumptions, outcomes, reference)]
+    smallest = min(reference.norms.values())
+    losses = [loss for (_, name), loss in reference.losses.items() if name == LM_LOSS]
     reasons = [f"{row['layout']}: {reason}" for row in rows for reason in row["reasons"]]
-    binds = smallest is not None and smallest > clip
-    if not binds:
-        found = f"the smallest grad norm is {smallest or 0:.3g} and the clip {clip:g}"
+    if not smallest > clip:
+        found = f"the smallest grad norm is {smallest:.3g} and the clip {clip:g}"
         reasons.append(f"clipping did not bind on every step: {found}. A wrong norm would not have been seen")
     return {
         "verdict": "fail" if reasons else "pass",
@@ -78,7 +80,7 @@ def certify(
         "not_verified": [f"dropout {recipe.model.dropout}"] if recipe.model.dropout else [],
         "remarks": shrunk.remarks,
         "tolerances": TOLERANCES,
-        "clipping": {"clip_grad_norm": clip, "smallest_grad_norm": smallest, "bound_on_every_step": binds},
+        "clipping": {"clip_grad_norm": clip, "smallest_grad_norm": smallest, "bound_on_every_step": smallest > clip},
         "learned": {"first_loss": losses[0], "last_loss": losses[-1]},
         "reference": rows[0],
         "layouts": rows[1:],
@@ -119,12 +121,7 @@ def _resumptions(whole: Sequence[Trial], work: Path, *, pairs: bool) -> list[Tri
 
 
 def _rows(
-    trainings: Sequence[Trial],
-    resumptions: Sequence[Trial],
-    outcomes: Mapping[Path, Outcome],
-    expected: Recorded | None,
-    *,
-    pairs: bool,
+    trainings: Sequence[Trial], resumptions: Sequence[Trial], outcomes: Mapping[Path, Outcome], expected: Recorded
 ) -> list[Row]:
     rows = {trial.layout: Row(trial.layout, trial.world) for trial in trainings}
     for trial in trainings:
@@ -133,63 +130,45 @@ def _rows(
         if outcome.error:
             row.reasons.append(f"the training failed on {outcome.error}")
             row.details = outcome.details
-        elif expected is None:
-            row.reasons.append("there is no reference to compare with")
         elif trial.layout == SINGLE:
             compare.check_reference(row, expected, json.loads((trial.folder / TRUTH).read_text()))
         else:
             compare.check_training(row, Recorded(trial.folder), expected)
     wrong = {row.layout for row in rows.values() if row.reasons}
-    for layout, row in rows.items():
-        again = [trial for trial in resumptions if trial.layout == layout]
-        if expected is not None and not row.details:
-            _check_resumptions(row, again, outcomes, expected, wrong, pairs=pairs)
+    for trial in resumptions:
+        _check_resumption(rows[trial.layout], trial, outcomes[trial.folder], expected, wrong)
     return list(rows.values())
 
 
-def _check_resumptions(
-    row: Row,
-    trials: Sequence[Trial],
-    outcomes: Mapping[Path, Outcome],
-    expected: Recorded,
-    wrong: set[str],
-    *,
-    pairs: bool,
-) -> None:
+def _check_resumption(row: Row, trial: Trial, outcome: Outcome, expected: Recorded, wrong: set[str]) -> None:
     """`wrong`: layouts that already differ in what they trained from the beginning."""
-    if not trials:
-        row.reasons.append("no other layout left a checkpoint to continue from")
-    for trial in trials:
-        outcome, source = outcomes[trial.folder], trial.source.layout if trial.source else ""
-        row.seconds += outcome.seconds
-        if outcome.error:
-            row.reasons.append(f"resuming from another layout's checkpoint failed on {outcome.error}")
-            row.details = outcome.details
-            continue
-        if trial.reload:
-            compare.check_reshard(row, json.loads((trial.folder / RESHARDED).read_text()))
-        if source in wrong and row.layout not in wrong:
-            row.remarks.append(f"continued from {source}: not judged, because {source} differs itself")
-            continue
-        at, found = middle(trial.steps), Recorded(trial.folder)
-        reasons = compare.check_continuation(row, found, expected, source, at, is_pair=pairs)
-        if row.layout not in wrong:  # or it is most likely the same mistake once more
-            row.reasons += reasons
+    assert trial.source is not None
+    source = trial.source.layout
+    row.seconds += outcome.seconds
+    if outcome.error:
+        row.reasons.append(f"resuming from the checkpoint of {source} failed on {outcome.error}")
+        row.details = outcome.details
+        return
+    if trial.reload:
+        compare.check_reshard(row, json.loads((trial.folder / RESHARDED).read_text()))
+    if row.layout in wrong:
+        return  # it would most likely be the same mistake once more
+    if source in wrong:
+        row.remarks.append(f"continued from {source}: not judged, because {source} differs itself")
+    else:
+        compare.check_continuation(row, Recorded(trial.folder), expected, source, middle(trial.steps))
 
 
 def table(facts: Mapping[str, Any]) -> str:
     """A certificate, for people."""
-    rows, model = [facts["reference"], *facts["layouts"]], facts["model"]
+    rows, model, losses = [facts["reference"], *facts["layouts"]], facts["model"], facts["learned"]
     head = ("layout", "ranks", "loss", "grad norm", "worst gradient", "data order", "reshard", "verdict", "seconds")
     cells = [head, *map(_cells, rows)]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    losses = [math.nan if loss is None else loss for loss in facts["learned"].values()]
     lines = [
         f"{facts['recipe']} ({model['family']}, fingerprint {facts['fingerprint']}), shrunk to {model['num_layers']} "
-        f"layers, hidden {model['hidden_size']}, {model['num_heads']} heads, vocabulary {model['vocab_size']}, "
-        f"sequence {model['seq_length']}",
-        f"{facts['steps']} steps in fp32 on {facts['device']}, loss {losses[0]:.3f} to {losses[1]:.3f}; differences "
-        "from one rank:",
+        f"layers, hidden {model['hidden_size']}: {facts['steps']} steps in fp32 on {facts['device']}, loss "
+        f"{losses['first_loss']:.3f} to {losses['last_loss']:.3f}; differences from one rank:",
         "",
     ]
     for line in cells:
@@ -199,12 +178,6 @@ def table(facts: Mapping[str, Any]) -> str:
     lines += [f"note: {row['layout']}: {remark}" for row in rows for remark in row["remarks"]]
     lines += [f"note: {remark}" for remark in facts["remarks"]]
     lines += [f"left out: {name}: {why}" for name, why in facts["left_out"].items()]
-    clipping = facts["clipping"]
-    if clipping["bound_on_every_step"]:
-        smallest = clipping["smallest_grad_norm"]
-        lines.append(
-            f"clipping at {clipping['clip_grad_norm']:g} bound on every step (smallest grad norm {smallest:.2g})"
-        )
     bounds = f"loss {LOSS_RELATIVE:g}, gradients {GRADIENT_RELATIVE:g}, samples equal, weights bit-exact"
     passed = sum(row["verdict"] == "pass" for row in facts["layouts"])
     lines.append(
@@ -215,9 +188,7 @@ def table(facts: Mapping[str, Any]) -> str:
 
 
 def _cells(row: Mapping[str, Any]) -> list[str]:
-    reshard = f"{row['resharded_from']} of {row['resharded_of']} exact" if row["resharded_of"] else "-"
-    if row["followed_of"]:
-        reshard += f", {row['followed_from']} of {row['followed_of']} continue"
+    exact, continues = (f"{row[f'{what}_from']} of {row[f'{what}_of']}" for what in ("resharded", "followed"))
     is_reference, gradient = row["layout"] == SINGLE, row["gradient"]
     return [
         f"{row['layout']} (reference)" if is_reference else row["layout"],
@@ -226,7 +197,7 @@ def _cells(row: Mapping[str, Any]) -> list[str]:
         _largest(row["grad_norm"], row["continued_grad_norm"]),
         f"{_largest(gradient)} {gradient['name']}" if gradient else "-",
         "-" if is_reference else row["data_order"],
-        reshard,
+        f"{exact} exact, {continues} continue",
         "pass" if row["verdict"] == "pass" else "FAIL",
         f"{row['seconds']:.1f}",
     ]

@@ -16,6 +16,7 @@ from pydantic_core import to_jsonable_python
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from bloomery.base.errors import first_few
 from bloomery.base.ranks import Piece
 from bloomery.checkpoint.folder import complete_checkpoints, step_of
 from bloomery.checkpoint.load import read_checkpoint
@@ -54,7 +55,6 @@ TOLERANCES = {
     "weights_after_reshard": "bit-exact",
     "data_order": "equal",
 }
-_MOST_NAMED = 3
 _LARGE = 1 << 24
 """Elements: fp32 sums that are added one by one are visibly low."""
 
@@ -186,7 +186,7 @@ class Row:
     """Layouts whose checkpoints it loaded bit by bit."""
     resharded_of: int = 0
     followed_from: int = 0
-    """Layouts from whose checkpoints it learns what one rank learns, where all pairs are compared."""
+    """Layouts from whose checkpoints it learns what one rank learns."""
     followed_of: int = 0
     followed_loss: Difference | None = None
     seconds: float = 0.0
@@ -229,11 +229,8 @@ def check_reference(row: Row, found: Recorded, truth: Mapping[str, Any]) -> None
     row.reasons += [text for _, text in _check_norms([norm])]
 
 
-def check_continuation(
-    row: Row, found: Recorded, expected: Recorded, source: str, after: int, *, is_pair: bool
-) -> list[str]:
-    """Compare what came after the checkpoint of `source`, which was right itself, with the uninterrupted reference.
-    What is wrong. `is_pair`: all pairs of layouts are compared, and counted."""
+def check_continuation(row: Row, found: Recorded, expected: Recorded, source: str, after: int) -> None:
+    """Compare what came after the checkpoint of `source`, which was right itself, with the uninterrupted reference."""
     losses = differences(found.losses, expected.losses, after)
     norms = differences(found.norms, expected.norms, after)
     if row.continued_from is None:
@@ -242,11 +239,10 @@ def check_continuation(
     if other:
         row.data_order = "differs"
     wrong = [*([other] if other else []), *_check_norms(norms), *_check_losses(row, losses)]
-    if is_pair:
-        row.followed_of += 1
-        row.followed_from += not wrong
-        row.followed_loss = worst([*losses, *filter(None, [row.followed_loss])])
-    return [f"continued from {source} at step {after}: {text}" for _, text in wrong]
+    row.followed_of += 1
+    row.followed_from += not wrong
+    row.followed_loss = worst([*losses, *filter(None, [row.followed_loss])])
+    row.reasons += [f"continued from {source} at step {after}: {text}" for _, text in wrong]
 
 
 def check_reshard(row: Row, resharded: Mapping[str, Sequence[str]]) -> None:
@@ -255,10 +251,8 @@ def check_reshard(row: Row, resharded: Mapping[str, Sequence[str]]) -> None:
     for source, wrong in resharded.items():
         row.resharded_from += not wrong
         if wrong:
-            names = _listed(wrong)
-            row.reasons.append(
-                f"reshard: {len(wrong)} tensors saved by {source} were not restored bit for bit: {names}"
-            )
+            what = f"{len(wrong)} tensors saved by {source} were not restored bit for bit"
+            row.reasons.append(f"reshard: {what}: {first_few(wrong)}")
 
 
 def _check_norms(norms: Sequence[Difference]) -> list[tuple[int, str]]:
@@ -285,16 +279,10 @@ def _instead(at: Difference) -> str:
 
 
 def _gradients_text(step: int, wrong: Sequence[Difference], gradients: Sequence[Difference]) -> str:
-    largest, *others = sorted((each for each in wrong if each.step == step), key=lambda each: -each.difference)
+    largest_first = sorted((each for each in wrong if each.step == step), key=lambda each: -each.difference)
     of = sum(each.step == step for each in gradients)
-    size = f"{largest.name} by {largest.difference:.1e} of its norm"
-    also = f"; also {_listed([each.name for each in others])}" if others else ""
-    return f"gradients of step {step}: {1 + len(others)} of {of} differ, {size}{also}"
-
-
-def _listed(names: Sequence[str]) -> str:
-    more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
-    return ", ".join(names[:_MOST_NAMED]) + more
+    names = first_few([f"{each.name} by {each.difference:.1e} of its norm" for each in largest_first])
+    return f"gradients of step {step}: {len(largest_first)} of {of} differ, {names}"
 
 
 @torch.no_grad()

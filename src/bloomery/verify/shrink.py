@@ -11,10 +11,13 @@ from typing import Any
 
 import numpy as np
 
+import bloomery
 from bloomery.base.errors import Problem, RecipeError
 from bloomery.config.load import as_dict, leaves
 from bloomery.config.recipe import LrSection, ModelSection, Recipe
+from bloomery.data.manifest import ShardManifest
 from bloomery.data.shards import ShardWriter, token_dtype
+from bloomery.data.tokenizer import Tokenizer
 from bloomery.families.registry import FAMILIES
 from bloomery.sizing.check import load_checked_recipe
 from bloomery.sizing.layout import Layout, layout_overrides, world_size
@@ -170,15 +173,17 @@ def write_data(values: Mapping[str, Any], folder: Path) -> None:
     (folder / "tokenizer").mkdir()
     words = [f"##{i}" if i % 4 == 0 else f"word{i}" for i in range(vocab - len(_SPECIAL))]
     (folder / "tokenizer" / "vocab.txt").write_text("\n".join([*_SPECIAL, *words]) + "\n")
+    tokenizer = Tokenizer.load(str(folder / "tokenizer"))
     for seed, source in enumerate(
         source for group in (data["train"], *data["validation"].values()) for source in group
     ):
-        _write_shard(source["path"], seed=seed, vocab=vocab, sentences=is_encoder)
+        _write_shard(source["path"], tokenizer, seed=seed, sentences=is_encoder)
 
 
-def _write_shard(prefix: str, *, seed: int, vocab: int, sentences: bool) -> None:
+def _write_shard(prefix: str, tokenizer: Tokenizer, *, seed: int, sentences: bool) -> None:
     """[SEP] ends a document, unless it consists of sentences."""
-    random, first, dtype = np.random.default_rng(seed), len(_SPECIAL), token_dtype(vocab)
+    random, first, vocab = np.random.default_rng(seed), len(_SPECIAL), tokenizer.vocab_size
+    dtype, eod_id = token_dtype(vocab), None if sentences else tokenizer.eod_id
     follower = dict(zip(range(first, vocab), (first + random.permutation(vocab - first)).tolist(), strict=True))
     with ShardWriter(prefix, dtype) as writer:
         for _ in range(_DOCUMENTS):
@@ -187,11 +192,28 @@ def _write_shard(prefix: str, *, seed: int, vocab: int, sentences: bool) -> None
             while len(tokens) < lengths.sum():
                 is_next = random.random() < 0.8
                 tokens.append(follower[tokens[-1]] if is_next else int(random.integers(first, vocab)))
-            if sentences:
+            if eod_id is None:
                 document = np.array(tokens, dtype).data
                 writer.append_many(document, lengths.astype("<i4"), np.array([len(lengths)], "<i4"))
             else:
-                writer.append(np.array([*tokens, _SPECIAL.index("[SEP]")]))
+                writer.append(np.array([*tokens, eod_id]))
+    ShardManifest(
+        tokenizer_hash=tokenizer.content_hash,
+        vocab_size=vocab,
+        dtype=str(dtype),
+        eod_id=eod_id,
+        append_eod=eod_id is not None,
+        shuffle_seed=None,
+        documents=writer.num_documents,
+        sequences=writer.num_sequences,
+        tokens=writer.num_tokens,
+        sources=(),
+        source_files=(),
+        dropped={},
+        settings={},
+        encoder="synthetic",
+        bloomery_version=bloomery.__version__,
+    ).write(prefix)
 
 
 STANDARD = (
