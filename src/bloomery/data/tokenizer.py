@@ -7,7 +7,7 @@ import hashlib
 import os
 import re
 import threading
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import cached_property, partial
 from typing import Any, TypeVar
@@ -16,7 +16,7 @@ import numpy as np
 import orjson
 from numpy.typing import NDArray
 
-from bloomery.base.bounded import LARGE_BYTES, check_depth, parse_json, read_text
+from bloomery.base.bounded import LARGE_BYTES, parse_json, read_text
 from bloomery.base.errors import DataError, Problem
 
 T = TypeVar("T")
@@ -69,10 +69,11 @@ class Tokenizer:
 
         self.path, self.content = path, content
         try:
+            self._tokenizer = tokenizers.Tokenizer.from_str(content)
             self.parsed: dict[str, Any] = orjson.loads(content)
             """The content of the tokenizer.json; not to be changed."""
-            _check_parsed(self.parsed)
-            self._tokenizer = tokenizers.Tokenizer.from_str(content)
+            self.vocab_size = _vocab_size(self._tokenizer)
+            """Rows an embedding needs: the highest id plus one, added tokens included."""
         except (KeyboardInterrupt, MemoryError):
             raise
         except BaseException as error:  # the library raises bare Exception, and its panics are not even that
@@ -94,30 +95,23 @@ class Tokenizer:
         file = os.path.join(path, FILES[0])
         return cls(_read(file), path=file)
 
-    @property
-    def vocab_size(self) -> int:
-        """Rows an embedding needs: the highest id plus one, added tokens included."""
-        vocab = self.parsed["model"]["vocab"]
-        highest = max(vocab.values(), default=-1) if isinstance(vocab, dict) else len(vocab) - 1
-        return int(max(highest, -1, *(token["id"] for token in self.added_tokens))) + 1
-
     @cached_property
     def special_tokens(self) -> dict[str, int]:
-        by_id = sorted(self.added_tokens, key=lambda token: token["id"])
-        return {token["content"]: token["id"] for token in by_id if token["special"]}
+        added = self._tokenizer.get_added_tokens_decoder()
+        return {added[number].content: number for number in sorted(added) if added[number].special}
 
     @property
     def unknown_id(self) -> int | None:
         """Of what the model has no token for; None where there is always one."""
         model = self.parsed["model"]
         vocab = model["vocab"]
-        found = model.get("unk_id") if isinstance(vocab, list) else vocab.get(model.get("unk_token"))
-        return found if isinstance(found, int) else None
+        found: int | None = model.get("unk_id") if isinstance(vocab, list) else vocab.get(model.get("unk_token"))
+        return found
 
     @property
-    def added_tokens(self) -> list[dict[str, Any]]:
-        """Those that are looked for in a text before the model sees it: content, id, special and other flags."""
-        return list(self.parsed.get("added_tokens") or [])
+    def added_tokens(self) -> list[str]:
+        """Those that are looked for in a text before the model sees it."""
+        return [token.content for token in self._tokenizer.get_added_tokens_decoder().values()]
 
     def special_id(self, token: str) -> int:
         """The id of a special token such as `[MASK]`; DataError where the tokenizer has none."""
@@ -192,29 +186,12 @@ class Tokenizer:
         return {"type": "BertProcessing", "sep": ["[SEP]", special["[SEP]"]], "cls": ["[CLS]", special["[CLS]"]]}
 
 
-def _check_parsed(parsed: Any) -> None:
-    """TypeError or ValueError, or KeyError, where what is read of a tokenizer.json here makes no sense, or the library
-    would abort at it."""
-    check_depth(parsed)
-    model, added = parsed["model"], parsed.get("added_tokens") or []
-    vocab, prefix = model["vocab"], model.get("continuing_subword_prefix")
-    if not isinstance(vocab, dict | list):
-        raise TypeError("its vocabulary is no mapping")
-    check_ids(vocab.values() if isinstance(vocab, dict) else ())
-    check_ids({token["id"] for token in added})
-    if any(type(token["content"]) is not str or type(token["special"]) is not bool for token in added):
-        raise TypeError("an added token lacks its content or whether it is special")
-    if isinstance(prefix, str) and prefix:
-        pairs = [pair.split(" ") if isinstance(pair, str) else pair for pair in model.get("merges") or []]
-        if any(len(pair) != 2 or not str(pair[1]).startswith(prefix) for pair in pairs):
-            raise ValueError(f"its merges have a token that does not begin with its prefix {prefix!r:.60}")
-
-
-def check_ids(ids: Collection[Any]) -> None:
-    """ValueError unless each is a number of its own, and none so high that tables by id would not fit into memory."""
-    is_number = {*map(type, ids)} <= {int} and 0 <= min(ids, default=0) <= max(ids, default=0) <= HIGHEST_ID
-    if not is_number or len({*ids}) != len(ids):
+def _vocab_size(tokenizer: Any) -> int:
+    """Of one of the library. ValueError where ids are not unique, or so high that tables by id would fill memory."""
+    ids = tokenizer.get_vocab().values()
+    if len({*ids}) != len(ids) or (highest := max(ids, default=-1)) > HIGHEST_ID:
         raise ValueError(f"each token has an id of its own, from 0 to {HIGHEST_ID:,}")
+    return int(highest) + 1
 
 
 # ---------------------------------------------------------------- files, each as the text of a tokenizer.json
@@ -228,11 +205,11 @@ def _gpt2(path: str) -> str:
     lines = [line for line in _read(path).split("\n") if line.strip() and not line.startswith("#version")]
     prefix_space = bool(read_beside(folder, "tokenizer_config.json").get("add_prefix_space", False))
     try:
-        check_ids(vocab.values())
         pairs = [(first, second) for first, second in map(str.split, lines)]
         tokenizer = ByteLevelBPETokenizer(vocab, pairs, add_prefix_space=prefix_space)
+        _vocab_size(tokenizer)  # the library takes all memory when it saves a vocabulary with a hole of billions of ids
     except Exception as error:  # the library raises nothing more specific
-        rule = "a line is a pair of tokens of vocab.json, where each has an id of its own"
+        rule = "a line is a pair of tokens of vocab.json"
         raise _broken(path, f"does not fit the vocab.json beside it: {error}", rule) from error
     if END_OF_DOCUMENT[0] in vocab:
         tokenizer.add_special_tokens([END_OF_DOCUMENT[0]])
@@ -240,23 +217,20 @@ def _gpt2(path: str) -> str:
 
 
 def _bert(path: str) -> str:
-    from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
+    from tokenizers import BertWordPieceTokenizer, decoders
 
     tokens = _read(path).removesuffix("\n").split("\n")
     vocab = {token.rstrip("\r"): number for number, token in enumerate(tokens)}
     if missing := [token for token in _BERT_SPECIAL if token not in vocab]:
         raise _broken(path, f"lacks {', '.join(missing)}", "BERT's vocabulary has one token a line, these among them")
     config = read_beside(os.path.dirname(path), "tokenizer_config.json")
-    tokenizer = Tokenizer(models.WordPiece(vocab, unk_token="[UNK]", max_input_chars_per_word=100))
-    tokenizer.normalizer = normalizers.BertNormalizer(
-        clean_text=True,
+    tokenizer = BertWordPieceTokenizer(
+        vocab,
         handle_chinese_chars=bool(config.get("tokenize_chinese_chars", True)),
         strip_accents=accents if type(accents := config.get("strip_accents")) is bool else None,
         lowercase=bool(config.get("do_lower_case", True)),
     )
-    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-    tokenizer.decoder = decoders.WordPiece(prefix="##", cleanup=False)
-    tokenizer.add_special_tokens(list(_BERT_SPECIAL))
+    tokenizer.decoder, tokenizer.post_processor = decoders.WordPiece(cleanup=False), None
     return str(tokenizer.to_str())
 
 

@@ -95,7 +95,7 @@ def choose_encoder(tokenizer: Tokenizer, texts: Sequence[str], *, as_ids: bool) 
 def sample_around(tokenizer: Tokenizer, texts: Sequence[str]) -> list[str]:
     """What a fast encoder must get right: texts of the user, strings that are known to be difficult, and the first and
     last added tokens, which libraries find or not by their flags."""
-    added = list(dict.fromkeys(token["content"] for token in tokenizer.added_tokens))
+    added = tokenizer.added_tokens
     forms = ("{0}", "x{0}", "{0}y", "a{0}b {0}c  {0}  d{0} 1{0}_ {0}{0}", "One {0}, \u00e9{0}\u00e9\n{0}\n {0}.")
     around = [form.format(text) for text in added[:100] + added[100:][-100:] for form in forms]
     return [*NASTY, *around, *texts]
