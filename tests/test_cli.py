@@ -276,14 +276,17 @@ def test_the_answer_for_people_has_the_facts_of_the_json(command: Command) -> No
     assert any(name == "alibi_slopes" and slopes.startswith("0.7071068, 0.5, ") for name, slopes in lines)
 
 
-@pytest.mark.parametrize("steps", ["0", "-5", "1,0", "311542", "9" * 4000])
+@pytest.mark.parametrize("steps", ["0", "1,0", "311542"])
 def test_steps_outside_the_training_are_refused_with_the_range(command: Command, steps: str) -> None:
     err = refusal(command, "inspect", "schedule", "tr1-13b", f"--at-steps={steps}")
     assert "the range is 1 to 311,541" in err
 
 
 def test_samples_below_zero_are_refused_and_those_beyond_the_end_are_not(command: Command) -> None:
-    assert "0 or more" in refusal(command, "inspect", "schedule", "tr1-13b", "--at-samples", "-1")
+    for number in ("-1", "9" * 4000):
+        err = refusal(command, "inspect", "schedule", "tr1-13b", f"--at-samples={number}")
+        assert "argument --at-samples: " in err
+        assert "is not an integer from 0 to" in err
     facts = answer(command, "inspect", "schedule", "tr1-13b", "--at-samples", "999_999_999_999")
     assert facts["at_samples"][0]["lr"] == 1e-5
     assert "argument --at-steps: invalid" in refusal(command, "inspect", "schedule", "tr1-13b", "--at-steps", "1,,2")

@@ -160,11 +160,6 @@ def test_replicas_take_turns_inside_each_window():
     assert positions(part) == [2, 3, 8, 9]
 
 
-def test_a_batch_that_cannot_be_cut_evenly_is_refused():
-    with pytest.raises(ValueError, match="10 samples is not a multiple of 2 per micro-batch x 2"):
-        read_batch(PositionSource(), 0, 10, micro_batch_size=2, replicas=2)
-
-
 def test_loader_follows_the_ramp_and_resumes_exactly():
     def loader():
         return Loader(PositionSource(), micro_batch_size=2, batch_size_at=lambda consumed: 4 if consumed < 8 else 8)

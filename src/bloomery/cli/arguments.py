@@ -109,7 +109,7 @@ def whole_number(least: int, most: int = 99_999) -> Callable[[str], int]:
 
 def whole_numbers(text: str) -> list[int]:
     """The type of an option such as `--at-samples 100,2000`."""
-    return [int(part) for part in text.split(",")]
+    return [whole_number(0, 10**18)(part) for part in text.split(",")]
 
 
 def load(args: argparse.Namespace, *, reads: Collection[str] | None = None, warns: bool = True) -> LoadedRecipe:
@@ -147,11 +147,8 @@ def past_of(recipe: Recipe, args: argparse.Namespace, *, reads: Collection[str])
     return resume_point_at(checkpoint, recipe, changes=args.changes, reads=reads)
 
 
-def refuse(what: str, valid: str) -> RecipeError:
-    """The error for a number that this training does not have."""
-    return RecipeError(Problem(what, f"for this training the range is {valid}", "stay within it", "command line"))
-
-
-def refuse_numbers(option: str, wrong: list[int], valid: str) -> None:
-    if wrong:
-        raise refuse(f"{option} is {', '.join(f'{number:,}' for number in wrong)}", valid)
+def check_range(what: str, numbers: list[int], first: int, last: int) -> None:
+    """RecipeError for numbers that this training does not have."""
+    if wrong := [f"{number:,}" for number in numbers if not first <= number <= last]:
+        rule = f"for this training the range is {first:,} to {last:,}"
+        raise RecipeError(Problem(f"{what} {', '.join(wrong)}", rule, "stay within it", "command line"))

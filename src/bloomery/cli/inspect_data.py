@@ -136,16 +136,14 @@ def _range(text: str) -> tuple[int, int]:
 def run_sample(args: argparse.Namespace) -> int:
     first, last = args.samples
     with _opened_run(args) as (_, plan, data):
-        if last >= plan.train_samples:
-            raise arguments.refuse(f"there is no sample {last:,}", f"0 to {plan.train_samples - 1:,}")
+        arguments.check_range("there is no sample", [last], 0, plan.train_samples - 1)
         return _print_samples(plan, data, first, last, as_json=args.json)
 
 
 def run_step(args: argparse.Namespace) -> int:
     first_step, last_step = args.step
     with _opened_run(args) as (_, plan, data):
-        if not 1 <= first_step <= last_step <= plan.train_steps:
-            raise arguments.refuse(f"there is no step {last_step:,}", f"1 to {plan.train_steps:,}")
+        arguments.check_range("there is no step", sorted({*args.step}), 1, plan.train_steps)
         first, end = plan.batch.consumed_after_step(first_step - 1), plan.batch.consumed_after_step(last_step)
         return _print_samples(plan, data, first, end - 1, as_json=args.json)
 
@@ -198,8 +196,6 @@ def run_order(args: argparse.Namespace) -> int:
         from bloomery.data.inspect import first_position, order_facts
 
         end, first = plan.train_samples, first_position(data.train)
-        arguments.refuse_numbers(
-            "--at-samples", [n for n in args.at_samples if not first <= n <= end], f"{first:,} to {end:,}"
-        )
+        arguments.check_range("--at-samples is", args.at_samples, first, end)
         facts = order_facts(recipe, data.train, train_samples=end, at_samples=args.at_samples)
     return arguments.show(args, facts)

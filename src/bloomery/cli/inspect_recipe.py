@@ -6,16 +6,8 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from bloomery.cli.arguments import (
-    add_json,
-    add_recipe_arguments,
-    add_run_dir,
-    load,
-    past_of,
-    refuse_numbers,
-    show,
-    whole_numbers,
-)
+from bloomery.cli import arguments
+from bloomery.cli.arguments import add_json, add_recipe_arguments, add_run_dir, load, past_of, show, whole_numbers
 from bloomery.config.recipe import Recipe
 from bloomery.families.bloom import alibi_slopes
 from bloomery.families.registry import FAMILIES
@@ -76,8 +68,7 @@ def run_schedule(args: argparse.Namespace) -> int:
 def schedule_facts(recipe: Recipe, plan: TrainingPlan, *, at_steps: list[int], at_samples: list[int]) -> dict[str, Any]:
     """The JSON of `inspect schedule`: a public contract. `consumed_samples` of a level is before its first step, of a
     step after it. A rate is defined beyond the last sample too, because the decay may end there."""
-    refuse_numbers("--at-steps", [n for n in at_steps if not 1 <= n <= plan.train_steps], f"1 to {plan.train_steps:,}")
-    refuse_numbers("--at-samples", [n for n in at_samples if n < 0], "0 or more")
+    arguments.check_range("--at-steps is", at_steps, 1, plan.train_steps)
     return {
         "name": recipe.name,
         "train_steps": plan.train_steps,

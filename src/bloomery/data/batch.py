@@ -279,10 +279,7 @@ def read_batch(
     samples in a global batch depends on neither number.
     """
     window = micro_batch_size * replicas
-    if size <= 0 or size % window:
-        raise ValueError(
-            f"a batch of {size} samples is not a multiple of {micro_batch_size} per micro-batch x {replicas}"
-        )
+    assert size % window == 0, f"a batch of {size} samples is no multiple of {window}"
     starts = range(first + replica * micro_batch_size, first + size, window)
     micro_batches = [source.batch(start, micro_batch_size) for start in starts]
     if end is not None:

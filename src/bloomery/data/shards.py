@@ -9,6 +9,7 @@ of a large corpus is larger than memory, and a training that starts needs two nu
 from __future__ import annotations
 
 import errno
+import hashlib
 import os
 import secrets
 import struct
@@ -43,7 +44,6 @@ _AN_END = 256
 _INDEX_ENTRIES = 1 << 20
 _FACT_DOCUMENTS, _FACT_PLACES, _FACT_TOKENS = 256, 64, 1024
 _BLOCK_TOKENS = 1 << 22
-_BLOCK_BYTES = 1 << 24
 
 
 def token_dtype(vocab_size: int) -> np.dtype[Any]:
@@ -294,11 +294,8 @@ def read_into(values: NDArray[Any], file: IO[bytes], offset: int) -> None:
 
 
 def file_checksum(path: str | os.PathLike[str]) -> str:
-    digest = xxhash.xxh3_128()
     with open(path, "rb", buffering=0, opener=open_regular) as file:
-        while block := file.read(_BLOCK_BYTES):
-            digest.update(block)
-    return digest.hexdigest()
+        return hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()
 
 
 def damaged(place: str, what: str, rule: str, remedy: str = _REMAKE) -> DataError:
