@@ -126,12 +126,12 @@ def test_an_nvidia_board_counts_what_it_spends() -> None:
 def test_ranks_of_one_machine_read_a_shared_sensor_once(powercap: Path) -> None:
     sensor = find_rapl(powercap)
     assert isinstance(sensor, Rapl)
-    meters = together(3, lambda rank: start_meter(sensor, rank))
-    assert {words for _, words in meters} == {"RAPL (dram, package-0)"}
+    meters = together(3, lambda ranks: start_meter(sensor, powercap, Energy(), ranks))
+    assert {meter.counted_by for meter in meters} == {"RAPL (dram, package-0)"}
     count(powercap / "intel-rapl:0", 65_000_000)
-    for meter, _ in meters:
+    for meter in meters:
         meter._started -= 100
-    spent = [meter.own(fresh=True) for meter, _ in meters]
+    spent = [meter.own(fresh=True) for meter in meters]
     total = spent[0] + spent[1] + spent[2]
     assert [each.joules for each in spent] == [pytest.approx(60.0), 0, 0]
     assert total.coverage == pytest.approx(1.0, abs=0.01)
@@ -144,10 +144,11 @@ def test_a_rank_without_a_sensor_is_seen_in_the_share(powercap: Path) -> None:
         def joules(self) -> float:
             return 0.0
 
-    meters = together(2, lambda rank: start_meter(Own() if rank.rank else "no sensor that answers", rank))
-    assert {words for _, words in meters} == {"no sensor that answers; NVML"}
+    sensors = ["no sensor that answers", Own()]
+    meters = together(2, lambda ranks: start_meter(sensors[ranks.rank], powercap, Energy(), ranks))
+    assert {meter.counted_by for meter in meters} == {"no sensor that answers; NVML"}
     total = Energy()
-    for meter, _ in meters:
+    for meter in meters:
         meter._started -= 100
         total += meter.own(fresh=True)
     assert 0.4 < total.coverage < 0.6

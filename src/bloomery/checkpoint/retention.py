@@ -56,12 +56,6 @@ class Tier:
             sweep_parts(self.parts_root, self.root)
 
 
-def tier_roots(section: CheckpointSection, run_folder: Path) -> dict[str, Path]:
-    """Where checkpoints are listed, by tier; all ranks see these."""
-    roots = {DURABLE: run_folder / folders.CHECKPOINTS}
-    return roots if section.local is None else {**roots, LOCAL: run_folder / folders.LOCAL_CHECKPOINTS}
-
-
 def sweep_parts(parts_root: Path, root: Path, *, spare: Collection[str] = ()) -> None:
     """Delete what lies on this node's disk and belongs to no checkpoint in `root`, retired ones included. `spare`:
     folders of saves in flight. Ranks of one node may do it at once. Never fails: what cannot be deleted stays."""

@@ -33,6 +33,16 @@ class Choice:
     fetched: Fetched = field(default_factory=Fetched)
 
 
+def choose(
+    roots: Sequence[Path], wanted: str | None, *, ranks: Ranks, remote: RemoteSource | None, check: Check
+) -> Choice:
+    """The checkpoint called `wanted`, or else the newest good one, local or remote. All ranks call it."""
+    if wanted is None:
+        return newest_good(roots, ranks=ranks, remote=remote, check=check)
+    fetched = remote.fetch_named(wanted, roots) if remote is not None else Fetched()
+    return Choice(read_checkpoint(folders.checkpoint_named(roots, wanted), ranks=ranks), fetched=fetched)
+
+
 def newest_good(
     roots: Sequence[Path], *, ranks: Ranks = ALONE, remote: RemoteSource | None = None, check: Check = None
 ) -> Choice:

@@ -36,7 +36,7 @@ def _opened_run(args: argparse.Namespace) -> Iterator[tuple[Recipe, TrainingPlan
         raise RecipeError(Problem("the recipe has no data", remedy=remedy, place=args.recipe))
     from bloomery.data.open import open_data
     from bloomery.sizing.schedule import TrainingPlan
-    from bloomery.train.resume import check_tokenizer, checked_shards
+    from bloomery.train.resume import checked_shards
 
     past = arguments.past_of(recipe, args, reads=_READS)
     plan = past.plan if past else TrainingPlan.of(recipe)
@@ -44,8 +44,7 @@ def _opened_run(args: argparse.Namespace) -> Iterator[tuple[Recipe, TrainingPlan
         for warning in data.warnings:
             print(f"bloomery: warning: {warning}", file=sys.stderr)
         if past is not None:
-            check_tokenizer(past, data.tokenizer_hash)
-            checked_shards(past, data.shards())
+            checked_shards(past, data)
         yield recipe, plan, data
 
 

@@ -174,10 +174,12 @@ class IntervalMeter:
 class EnergyMeter:
     """What this rank has used in this job. Read at every step, and so before a counter wraps around."""
 
-    def __init__(self, sensor: Sensor | None = None, *, covers: int = 1) -> None:
-        """`covers`: how many ranks the sensor counts for."""
-        self.before = Energy()
-        """What earlier jobs of the run have spent, on all ranks; set once that is known."""
+    def __init__(
+        self, sensor: Sensor | None = None, *, covers: int = 1, counted_by: str = "", before: Energy | None = None
+    ) -> None:
+        """`covers`: how many ranks the sensor counts for. `counted_by`: in words, what measures the run. `before`: what
+        earlier jobs of the run have spent, on all ranks."""
+        self.counted_by, self.before = counted_by, before or Energy()
         self._sensor, self._covers = sensor, covers
         self._started = self._read_at = time.monotonic()
         self._first = self._last = self._read()
@@ -210,17 +212,17 @@ class EnergyMeter:
             return None
 
 
-def start_meter(sensor: Sensor | str, ranks: Ranks) -> tuple[EnergyMeter, str]:
-    """This rank's meter, and in words what measures the run. Of ranks that share a sensor the first one reads it.
+def start_meter(sensor: Sensor | str, run_folder: Path, saved: Energy, ranks: Ranks) -> EnergyMeter:
+    """This rank's meter. Of ranks that share a sensor the first one reads it. Collective.
 
-    Collective. `sensor`: of this rank's device, or why it has none."""
+    `sensor`: of this rank's device, or why it has none. `saved`: see spent_before."""
     name, is_shared = (sensor, False) if isinstance(sensor, str) else (sensor.name, sensor.shared)
     found = ranks.gather((_machine(), name))
     here = [rank for rank, (machine, _) in enumerate(found) if machine == found[ranks.rank][0]]
     words = "; ".join(dict.fromkeys(name for _, name in found))
-    if isinstance(sensor, str) or (is_shared and ranks.rank != here[0]):
-        return EnergyMeter(), words
-    return EnergyMeter(sensor, covers=len(here) if is_shared else 1), words
+    spent = spent_before(run_folder, saved) if ranks.rank == 0 else None
+    own = None if isinstance(sensor, str) or (is_shared and ranks.rank != here[0]) else sensor
+    return EnergyMeter(own, covers=len(here) if is_shared else 1, counted_by=words, before=ranks.broadcast(spent))
 
 
 def spent_before(run_folder: Path, saved: Energy) -> Energy:

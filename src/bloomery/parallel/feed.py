@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from bloomery.base.errors import DataError
@@ -16,10 +16,27 @@ _MOST_TARGETS = 2
 class Feed:
     """What the training loop takes its batches from."""
 
-    def __init__(self, loader: Loader, ranks: Ranks, mesh: Mesh) -> None:
-        self._loader = loader
+    def __init__(
+        self,
+        source: Stream,
+        *,
+        batch_size_at: Callable[[int], int],
+        micro_batch_size: int,
+        mesh: Mesh,
+        ranks: Ranks,
+        pin_memory: bool,
+    ) -> None:
+        """`batch_size_at`: see Loader."""
         self._ranks = ranks
         self._speaks = mesh.pp == mesh.cp == mesh.tp == 0  # one rank counts for its replica
+        self._loader = Loader(
+            source,
+            batch_size_at=batch_size_at,
+            micro_batch_size=micro_batch_size,
+            replica=mesh.dp,
+            replicas=mesh.layout.dp,
+            pin_memory=pin_memory,
+        )
 
     def take(self) -> GlobalBatch:
         """The next global batch, its counts summed over all replicas. DataError on every rank if any could not read."""

@@ -33,9 +33,9 @@ class Mesh(Place):
 
 def make_mesh(layout: Layout, device: torch.device) -> Mesh:
     """Collective: every rank of the default process group calls it with the same layout."""
-    assert dist.get_world_size() == layout.world, "sizing decided the layout from this very world"
     if layout.world == 1:
         return Mesh()
+    assert dist.get_world_size() == layout.world, "sizing decided the layout from this very world"
     mesh, rank = device_mesh(layout, device), dist.get_rank()
     return Mesh(
         layout=layout,

@@ -8,17 +8,19 @@ from pathlib import Path
 from typing import Any
 
 from bloomery.base.errors import DataError, Problem
-from bloomery.base.ranks import ALONE, Ranks
+from bloomery.base.ranks import ALONE, Ranks, agreed
 from bloomery.base.storage import writing
 from bloomery.checkpoint import load
-from bloomery.checkpoint.folder import RETIRED, checkpoint_named, tidy
-from bloomery.checkpoint.load import Checkpoint, read_checkpoint
+from bloomery.checkpoint.folder import RETIRED, tidy
+from bloomery.checkpoint.load import Checkpoint
 from bloomery.checkpoint.remote import Fetched, RemoteSource
-from bloomery.checkpoint.select import Choice, newest_good
+from bloomery.checkpoint.select import choose
 from bloomery.config.recipe import Recipe
 from bloomery.data.blend import BlendState
 from bloomery.data.causal import DataCursor
+from bloomery.data.open import OpenData
 from bloomery.data.tokenizer import Tokenizer, is_other_tokenizer
+from bloomery.monitor.history import Start
 from bloomery.monitor.journal import Journal
 from bloomery.monitor.meters import IntervalMeter
 from bloomery.monitor.names import Event
@@ -51,26 +53,26 @@ class ResumePoint:
 def find_resume_point(
     recipe: Recipe,
     roots: Sequence[Path],
+    starts: Sequence[Start],
     *,
     wanted: str | None,
-    changes: Sequence[str] = (),
-    ranks: Ranks = ALONE,
-    remote: RemoteSource | None = None,
+    changes: Sequence[str],
+    ranks: Ranks,
 ) -> ResumePoint:
-    """The checkpoint called `wanted`, else the newest good one, local or `remote`. DataError if it is of another
-    training, except for the fields named by `changes`. All ranks call it: they share the work of verifying."""
-    if wanted is not None:
-        fetched = remote.fetch_named(wanted, roots) if remote is not None else Fetched()
-        named = read_checkpoint(checkpoint_named(roots, wanted), ranks=ranks)
-        choice = Choice(named, fetched=fetched)
-    else:
-        choice = newest_good(roots, ranks=ranks, remote=remote, check=_read)
-    checkpoint = choice.checkpoint
-    if checkpoint is None:
-        scale = LossScale.start(recipe.loss_scale) if recipe.precision == "fp16" else None
-        return ResumePoint(TrainState(loss_scale=scale), TrainingPlan.of(recipe))
-    point = resume_point_at(checkpoint, recipe, changes=changes)
-    return replace(point, damaged=choice.damaged, fetched=choice.fetched)
+    """The checkpoint called `wanted`, else the newest good one, local or remote. DataError if it is of another
+    training, except for the fields named by `changes`. All ranks call it: they share the work of verifying. `roots`:
+    the durable one first."""
+    upload = recipe.checkpoint.upload
+    remote = None if upload is None else RemoteSource(upload.to, roots[0], recipe.name, starts, ranks)
+    with agreed(ranks):
+        choice = choose(roots, wanted, ranks=ranks, remote=remote, check=_read)
+        if choice.checkpoint is None:
+            scale = LossScale.start(recipe.loss_scale) if recipe.precision == "fp16" else None
+            return ResumePoint(TrainState(loss_scale=scale), TrainingPlan.of(recipe))
+        point = resume_point_at(choice.checkpoint, recipe, changes=changes)
+        if choice.checkpoint.folder.parent != roots[0]:
+            point.state.saved_step = None  # a node-local checkpoint is no promise: a run that stops here still saves
+        return replace(point, damaged=choice.damaged, fetched=choice.fetched)
 
 
 def resume_point_at(
@@ -80,9 +82,9 @@ def resume_point_at(
     named by `changes`. `reads`: the sections to compare, where it is not all of them."""
     saved, facts = checkpoint.recipe, checkpoint.state
     state, blend = _read(checkpoint)
+    same_tokenizer = recipe.tokenizer == saved.tokenizer or _is_tokenizer_of(checkpoint, recipe)
     then = Side(saved, TrainingPlan.of(saved, state.history))
     now = Side(recipe, TrainingPlan.resumed(recipe, then.plan, state.step))
-    same_tokenizer = recipe.tokenizer == saved.tokenizer or _is_tokenizer_of(checkpoint, recipe)
     different = differences(now, then, step=state.step, same_tokenizer=same_tokenizer)
     if reads is not None:
         different = [each for each in different if each.field.split(".")[0] in reads]
@@ -125,16 +127,14 @@ def _read(checkpoint: Checkpoint) -> tuple[TrainState, BlendState | None]:
     return state, blend
 
 
-def check_tokenizer(past: ResumePoint, tokenizer_hash: str | None) -> None:
-    """DataError if the data turns out to be of another tokenizer than the checkpoint's, under the same path."""
+def checked_shards(past: ResumePoint, data: OpenData, ranks: Ranks = ALONE) -> dict[str, dict[str, Any]]:
+    """On rank 0, what identifies the shards of the data, also of sources that the recipe no longer has: they stay known
+    with the position reached in them. DataError if the data is of another tokenizer than the checkpoint, under the same
+    path, if a source is another shard than it was, or under a new name the shard that another one was."""
     if past.checkpoint is not None:
         remedy, place = "restore the tokenizer that it was trained with", str(past.checkpoint.folder)
-        load.check_tokenizer(past.checkpoint, tokenizer_hash, remedy=remedy, place=place)
-
-
-def checked_shards(past: ResumePoint, shards: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """These, and those of sources that the recipe no longer has: they stay known with the position reached in them.
-    DataError if a source is another shard than it was, or under a new name the shard that another one was."""
+        load.check_tokenizer(past.checkpoint, data.tokenizer_hash, remedy=remedy, place=place)
+    shards = data.shards() if ranks.rank == 0 else {}
     if past.checkpoint is None or past.before is None:
         return shards
     known = known_shards(past.checkpoint)
@@ -177,7 +177,7 @@ def archive_stale(recipe: Recipe, roots: Sequence[Path], past: ResumePoint, jour
         for path in past.damaged
         if str(path) not in remarks or past.checkpoint is None or path != past.checkpoint.folder
     ]
-    for root in roots:
+    for root in filter(Path.is_dir, roots):
         with writing(root, "tidy the folder"):
             done = tidy(root, step=step, damaged=doomed, keep_debris=keep_debris)
         remarks |= {str(path): f"It is called {name} now" for path, name in done.quarantined.items()}

@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import platform
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
 
+import bloomery
 from bloomery.base.accelerator import device_name, memory_bytes
 from bloomery.base.ranks import Ranks
 from bloomery.checkpoint.remote import Uploader
 from bloomery.checkpoint.retention import Tier
 from bloomery.checkpoint.save import Saver
+from bloomery.config.load import fingerprint
 from bloomery.config.recipe import Recipe
 from bloomery.data.batch import GlobalBatch
 from bloomery.data.open import OpenData
+from bloomery.monitor import names
 from bloomery.monitor.journal import Journal
 from bloomery.monitor.meters import EnergyMeter, IntervalMeter
 from bloomery.monitor.record import StepRecord
@@ -25,10 +30,10 @@ from bloomery.parallel.feed import Feed, validation_batches
 from bloomery.parallel.mesh import Mesh
 from bloomery.parallel.runner import Runner
 from bloomery.sizing.flops import FlopCount, peak_flops, tflops_per_device
-from bloomery.sizing.layout import Layout
 from bloomery.sizing.parameters import count_parameters
 from bloomery.sizing.schedule import TrainingPlan
 from bloomery.train.optimizer import Optimizer
+from bloomery.train.resume import ResumePoint
 from bloomery.train.spikes import Limits
 from bloomery.train.state import PendingStep, TrainState
 from bloomery.train.stop import StopRules
@@ -38,31 +43,67 @@ LOGGED_FLOPS = FlopCount.MODEL_FULL
 
 
 @dataclass(frozen=True)
-class Run:
+class Opened:
+    """What a run has before its model is built."""
+
     recipe: Recipe
-    plan: TrainingPlan
     folder: Path
     device: torch.device
+    ranks: Ranks
+    past: ResumePoint
+    data: OpenData
+    shards: Mapping[str, Any]
+    """On rank 0, by source, what identifies every shard that the run was ever trained on."""
+    energy: EnergyMeter
+    journal: Journal
+    job: int
+    """Which start of this run this is, from 1."""
+
+    @property
+    def plan(self) -> TrainingPlan:
+        return self.past.plan
+
+
+@dataclass(frozen=True)
+class Run(Opened):
+    mesh: Mesh
     runner: Runner
     optimizer: Optimizer
     feed: Feed
-    data: OpenData
-    mesh: Mesh
-    ranks: Ranks
     saver: Saver
     durable: Tier
     local: Tier | None
     """The node-local tier, saved to more often."""
     uploader: Uploader | None
-    journal: Journal
     meter: IntervalMeter
-    energy: EnergyMeter
     stop: StopRules
-    job: int
-    """Which start of this run this is, from 1."""
-    start_facts: Mapping[str, Any]
     trace: Tracer | None = None
     """Records the gradients and samples of the first steps, for --trace."""
+
+    @cached_property
+    def start_facts(self) -> dict[str, Any]:
+        """For the ledger. Checkpoints have some of them too."""
+        recipe, checkpoint = self.recipe, self.past.checkpoint
+        return {
+            "recipe": recipe.name,
+            "fingerprint": fingerprint(recipe),
+            "parameters": count_parameters(recipe.model, vocab_size=recipe.model.vocab_size).total,
+            "device": device_name(self.device),
+            "ranks": self.ranks.size,
+            "precision": recipe.precision,
+            "resumed_from": checkpoint.folder.name if checkpoint else None,
+            "versions": {
+                "bloomery": bloomery.__version__,
+                "torch": torch.__version__,
+                "python": platform.python_version(),
+            },
+            "start": self.durable.writer.token,
+            "tokenizer": self.data.tokenizer_hash,
+            "shards": self.shards,
+            "save_host_bytes": self.saver.host_bytes,
+            names.FACT_ENERGY: self.energy.before.to_json(),
+            names.FACT_ENERGY_SENSOR: self.energy.counted_by,
+        }
 
     def validation_batches(self, group: str) -> Iterator[GlobalBatch]:
         """This process's share of a group's samples: always the same, at most as many as its sources have."""
@@ -126,7 +167,7 @@ class Run:
                 peak_memory_bytes=memory_peak,
                 job=self.job,
                 time=time.time(),
-                replicas=Layout.of(self.recipe, self.ranks.size).dp,
+                replicas=self.mesh.layout.dp,
                 energy=state.energy.to_json(),
             )
         )
