@@ -146,7 +146,7 @@ def test_the_written_recipe_passes_check_and_every_flag_has_a_row(tmp_path: Path
     assert code == 0, err
     load_checked_recipe(str(tmp_path / "r.yaml"))
     written = set(re.findall(r"(?<=[\s\"])--[a-zA-Z0-9_=-]{2,}", TR1[TR1.index("OPTIMIZER_ARGS") :]))
-    launcher = {"--nproc_per_node", "--nnodes", "--master_addr", "--master_port", "--rdzv_endpoint", "--rdzv_backend",
+    launcher = {"--master_addr", "--master_port", "--rdzv_endpoint", "--rdzv_backend",
                 "--max_restarts", "--tee", "--jobid", "--node_rank", "--wait=60", "--kill-on-bad-exit=1"}  # fmt: skip
     assert written - launcher == {line.split()[0] for line in out.splitlines() if line.startswith("--")}
 
@@ -217,12 +217,12 @@ def test_values_that_only_the_machine_knows_stay_as_they_are_written(tmp_path: P
     assert field_of(done, "data.train") == [{"path": "/blob/$(whoami)/$ROOT/a"}]
     assert field_of(done, "tokenizer.path") == "$2"
     assert {row.flag for row in done.rows_of("left out")} >= {"--data-path", "--vocab-file"}
-    assert any("Give it with --set ROOT=VALUE" in str(warning) for warning in done.warnings)
+    assert any("--set ROOT" in str(warning) for warning in done.warnings)
     again = script(tmp_path, text, given={"ROOT": "r", "1": "", "2": "tok"})
     assert field_of(again, "tokenizer.path") == "tok"
-    with pytest.raises(RecipeError, match=r"--seed is \$SEED. The script does not set it .*--set SEED=VALUE"):
+    with pytest.raises(RecipeError, match=r"--seed is \$SEED. It has no value .*--set SEED=VALUE"):
         script(tmp_path, "pretrain_gpt.py FLAGS --seed $SEED\n")
-    with pytest.raises(RecipeError, match=r"--seed is \$\(wc\). It is known only at run time"):
+    with pytest.raises(RecipeError, match=r"--seed is \$\(wc\). .* known only at run time. Add --seed VALUE"):
         script(tmp_path, "N=$(nvidia-smi -L | wc -l)\npretrain_gpt.py FLAGS --seed $N\n")
     assert script(tmp_path, "pretrain_gpt.py FLAGS --seed $SEED\n", "--seed", "5").recipe.seed == 5
 
@@ -256,16 +256,13 @@ def test_two_different_trainings_or_none_are_refused(tmp_path: Path) -> None:
     for text in ("source x\nls\n", "exit 0\npretrain_gpt.py FLAGS\n", "if false; then pretrain_gpt.py FLAGS; fi\n"):
         with pytest.raises(RecipeError, match="there is no training in this script"):
             script(tmp_path, text)
-    with pytest.raises(RecipeError, match="#SBATCH --nodes is 128 but the launcher starts 64"):
+    with pytest.raises(RecipeError, match="#SBATCH --nodes is 128 but --nnodes is 64"):
         script(tmp_path, TR1.replace("NNODES=$SLURM_NNODES", "NNODES=64"))
 
 
-def test_settings_that_change_nothing_and_stray_words_are_warnings(tmp_path: Path) -> None:
-    text = "pretrain_gpt.py FLAGS --fp16 stray $X\n"
-    messages = "\n".join(map(str, script(tmp_path, text, given={"X": "", "Y": "1"}).warnings))
-    assert "--set Y=1 changes nothing. The script has no $Y" in messages
-    assert "'stray' belongs to no flag" in messages
-    assert "there is no script" in str(flags(given={"X": "1"}).warnings[0]).lower()
+def test_stray_words_are_warnings(tmp_path: Path) -> None:
+    (warning,) = script(tmp_path, "pretrain_gpt.py FLAGS --fp16 stray $X\n", given={"X": ""}).warnings
+    assert "'stray' belongs to no flag" in str(warning)
 
 
 # ---------------------------------------------------------------- a script that is only read
@@ -322,7 +319,7 @@ def test_what_is_not_read_has_no_value_and_is_reported(text: str, unread: list[t
         ("if [ -f x ]; then\n pretrain_gpt.py FLAGS\nfi", "It depends on line 1, which is not read"),
         ("if [ -f x ]; then D=--deepspeed; fi\npretrain_gpt.py FLAGS $D", "$D has no value, and may hold flags"),
         ("cat <<EOT > d.json\n{}\nEOT\npretrain_gpt.py FLAGS --deepspeed_config d.json", "cannot be seen"),
-        ("pretrain_gpt.py FLAGS --seed $((3 * 4))", "--seed is $((3*4)). It is known only at run time"),
+        ("pretrain_gpt.py FLAGS --seed $((3 * 4))", "--seed is $((3*4)). It has no value"),
     ],
 )
 def test_a_script_that_cannot_be_read_is_refused(tmp_path: Path, text: str, message: str) -> None:
@@ -505,7 +502,7 @@ def test_what_is_reported_of_a_flag(text: str, kind: str, flag: str) -> None:
         ("--lr-decay-style inverse-square-root", "command line --lr-decay-style: lr.schedule is 'inverse-square-root'"),
         ("--lr-decay-style WSD --lr-wsd-decay-iters 9", "--lr-wsd-decay-style is exponential"),
         ("--lr-warmup-iters 2 --lr-warmup-samples 3", "are both set"),
-        ("--lr-warmup-fraction nan", "--lr-warmup-fraction is 'nan'. It is a finite number"),
+        ("--lr-warmup-fraction nan", "--lr-warmup-fraction is nan. It is a finite number"),
         ("--lr-warmup-fraction 1.5", "command line --lr-warmup-fraction: lr.warmup is '1200 samples'"),
         ("--lr-warmup-fraction 9e999999999999999999", "It is a finite number of at most"),
         ("--train-iters 1e30", "It is a finite whole number of at most 1,000,000,000,000,000,000"),
@@ -521,9 +518,9 @@ def test_what_is_reported_of_a_flag(text: str, kind: str, flag: str) -> None:
         ),
         ("--data-path 0.5 a 0.5", "has 3 words"),
         ("--data-path a b", "without weights Megatron blends by lengths"),
-        ("--data-path 1 a b c", "--data-path is 'b'"),
+        ("--data-path 1 a b c", "--data-path is b"),
         ("--data-path a --train-data-path b", "--data-path and --train-data-path are both set"),
-        ("--num-layers two", "--num-layers is 'two'. It is a finite whole number"),
+        ("--num-layers two", "--num-layers is two. It is a finite whole number"),
         ("--seed", "--seed has 0 values"),
         ("--global-batch-size 7", "batch.global_batch_size is 7"),
         ("--num-attention-heads 5", "command line --num-attention-heads: model.num_heads is 5"),
@@ -596,7 +593,7 @@ def test_tr11_with_its_files_of_splits(tmp_path: Path) -> None:
     flag = "--valid-weighted-split-paths-path"
     rows = {(row.kind, row.value): row.remark for row in done.rows if row.flag == flag}
     assert rows["differs", "ALL"] == "its group is called valid, behind data.split"
-    assert "prepare these documents as a shard of their own and add it to data.validation.en" in rows["left out", "en"]
+    assert "documents 0.950:1.0: prepare them as shards of their own, for data.validation.en" in rows["left out", "en"]
 
 
 def test_groups_on_the_command_line_become_training_and_validation_groups() -> None:
@@ -616,13 +613,15 @@ def test_groups_on_the_command_line_become_training_and_validation_groups() -> N
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["T: 1 0.1:1 a"], "documents 0.1:1 of a. A training has one group, and a recipe cuts all its sources"),
-        (["T: 1 0:0.9 a, 1 0:0.8 b"], "documents 0:0.9 of a, 0:0.8 of b"),
+        (["T: 1 0.1:1 a"], "documents 0.1:1. A training has one group, and a recipe cuts all its sources"),
+        (["T: 1 0:0.9 a, 1 0:0.8 b"], "documents 0:0.8, 0:0.9"),
         (["T: 1 0:1 a", "U: 1 0:1 b"], "has 2 groups"),
         (["T: 1 0:1 a", "T: 1 0:1 b"], "is no group of its own"),
         (["1 a, 2 b"], "'1 a, 2 b' is no group of its own"),
         (["T: 1 a"], "'T: 1 a' is no group of its own. A group is"),
-        (["T: 1 0.9:0.5 a"], "'T: 1 0.9:0.5 a' is no group"),
+        (["T: 1 0.9:0.5 a"], "documents 0.9:0.5"),
+        (["T: 1 0:1.5 a"], "documents 0:1.5"),
+        (["T: 1 0:0.9 a", "--valid-weighted-split-paths", "V: 1 0.9:1.5 a"], "data.split is '0.9,0.6,-0.5'"),
         (["T: -1 0:1 a"], "'T: -1 0:1 a' is no group"),
         (["T: $W 0:1 a"], "'T: $W 0:1 a' is no group"),
         (["T: 1 0:1 a", "--data-path", "b"], "--data-path and --train-weighted-split-paths are both set"),
@@ -757,12 +756,15 @@ def test_every_key_of_a_ds_config_is_a_row(tmp_path: Path) -> None:
             '{"fp16": {"enabled": true, "enabled": false}}',
             'not valid JSON: one of the keys "enabled" occurs twice in one object',
         ),
-        ('{"gradient_clipping": NaN}', "gradient_clipping is 'NaN'. It is a finite number"),
+        ('{"gradient_clipping": NaN}', "gradient_clipping is NaN. It is a finite number"),
         ("[" * 100_000, "not valid JSON"),
         ("[{}]", "it is no object. A ds_config is a JSON object"),
         ({"fp16": {"enabled": True, "loss_scale": 128}}, "fp16.loss_scale 128 is set. The scale is dynamic here"),
-        ({"train_batch_size": "many"}, "train_batch_size is 'many'. It is a finite whole number"),
-        ({"fp16": {"enabled": True, "initial_scale_power": 5000}}, "initial_scale_power is 5000. It is at least 0 and"),
+        ({"train_batch_size": "many"}, "train_batch_size is many. It is a finite whole number"),
+        (
+            {"fp16": {"enabled": True, "initial_scale_power": 5000}},
+            "initial_scale_power: loss_scale.initial is Infinity",
+        ),
         ({"gradient_clipping": 1e30}, "of at most 1,000,000,000,000,000,000"),
         ({"scheduler": {"type": "WarmupLR", "params": {}}}, "scheduler.type WarmupLR is set"),
         ({"curriculum_learning": {"enabled": True}}, "curriculum_learning .* is set.*it changes what is trained"),

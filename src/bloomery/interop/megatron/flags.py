@@ -1,16 +1,16 @@
-"""The table of Megatron-LM's and Megatron-DeepSpeed's flags and of the keys of a ds_config, and a command line split
-into flags and values. The name of a flag is without its dashes; a key of a ds_config has the name `ds:KEY`.
+"""The table of Megatron-LM's and Megatron-DeepSpeed's flags, and a command line split into flags and values.
 
-It becomes a recipe field (FIELDS and the tables below it, or in recipe.py with others), is refused (REFUSED), or has
-no field (OTHERS). What is in none of them is `not understood`.
+The name of a flag has no dashes. A key of a ds_config is a flag with the name `ds:KEY`, an #SBATCH line `sbatch:NAME`,
+a flag of the launcher before the program `launcher:NAME`. A flag becomes a recipe field (FIELDS, or in recipe.py with
+others), is refused (REFUSED), or has no field (OTHERS). A flag in none of them is `not understood`.
 """
 
 from __future__ import annotations
 
 import difflib
 import fnmatch
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 Kind = Literal["mapped", "default", "differs", "left out", "not needed", "not understood"]
@@ -56,6 +56,13 @@ FIELDS: dict[str, tuple[tuple[str, str, str, Any], ...]] = {
         ("reset-position-ids", "data.reset_positions", "true", None),
         ("eod-mask-loss", "data.eod_loss", "false", None),
         ("data-cache-path", "data.cache_dir", "str", None),
+        ("launcher:nnodes launcher:num-nodes sbatch:nodes", "launch.nodes", "count", None),
+        ("launcher:nproc-per-node launcher:num-gpus sbatch:gpus-per-node sbatch:gres", "launch.gpus_per_node", "count",
+         None),
+    ),
+    "launch": (
+        ("sbatch:time", "launch.time_limit", "time", None),
+        ("sbatch:array", "launch.array", "chain", None),
     ),
     "rotary": (("rotary-base rotary-position-embeddings-theta", "model.rope_theta", "float", 10000.0),),
     "encoder": (
@@ -79,6 +86,7 @@ FIELDS: dict[str, tuple[tuple[str, str, str, Any], ...]] = {
 }  # fmt: skip
 """In which trainings -> (names of one meaning, which must agree where several are given; recipe field; converter of
 recipe.py; the default there). Default None: the field is set only where a flag is given."""
+MAPPED = " ".join(names for table in FIELDS.values() for names, *_ in table).split()
 
 SWITCHES = """
 fp16 bf16 fp8-e4m3 fp8-e5m2 fp8-hybrid deepspeed embed-layernorm swiglu group-query-attention
@@ -127,16 +135,18 @@ REFUSED: tuple[tuple[str, str], ...] = (
 # Flags that no field comes from: (what is reported of them, why, names and patterns). The first counts.
 OTHERS: tuple[tuple[Kind, str, str], ...] = (
     ("not needed", "this training does not read it, or decides it with other flags",
-     f"""{SWITCHES} {" ".join(names for table in FIELDS.values() for names, *_ in table)}
+     f"""{SWITCHES} {" ".join(MAPPED)}
         kv-channels max-position-embeddings position-embedding-type normalization hidden-dropout attention-dropout
         rotary-percent num-query-groups pad-vocab-size-to padded-vocab-size vocab-size tokenizer-type vocab-file
         merge-file train-samples train-iters train-tokens exit-interval exit-duration-in-mins adam-beta1 adam-beta2
         min-lr lr-decay-iters lr-decay-samples lr-decay-tokens lr-warmup-iters lr-warmup-samples lr-warmup-tokens
         lr-warmup-fraction lr-wsd-decay-style lr-wsd-decay-iters lr-wsd-decay-samples loss-scale fp8-format
         data-parallel-sharding-strategy num-layers-per-virtual-pipeline-stage num-virtual-stages-per-pipeline-rank
-        recompute-granularity split eval-interval eval-iters deepspeed_config train-weighted-split-paths-path
-        valid-weighted-split-paths-path data-path train-data-path valid-data-path train-weighted-split-paths
-        valid-weighted-split-paths"""),
+        recompute-granularity split deepspeed_config data-path train-data-path valid-data-path
+        train-weighted-split-paths train-weighted-split-paths-path"""),
+    ("left out", "Megatron reads it with --train-weighted-split-paths only",
+     "valid-weighted-split-paths valid-weighted-split-paths-path"),
+    ("left out", "there is nothing to evaluate", "eval-interval eval-iters"),
     ("not needed", "it is off", "ds:off:*"),
     ("not needed", "Megatron passes DeepSpeed its own optimizer, so this section is not read", "ds:optimizer"),
     ("not needed", "follows from the batch, the micro batch and the replicas", "ds:gradient_accumulation_steps"),
@@ -252,10 +262,8 @@ class Given:
 @dataclass
 class CommandLine:
     program: str = ""
-    launcher: dict[str, str] = field(default_factory=dict)
-    """Flags before the program: of torchrun, deepspeed or srun."""
     flags: dict[str, Given] = field(default_factory=dict)
-    """By name, without the dashes. Of a flag that is given twice the last one counts, as in argparse."""
+    """By name. Of a flag that is given twice the last one counts, as in argparse."""
     stray: list[str] = field(default_factory=list)
     """Words that belong to no flag."""
 
@@ -263,21 +271,24 @@ class CommandLine:
 def parse_command(words: Sequence[str], place: str) -> CommandLine:
     """A command line, its program and launcher separated. Nothing is refused here."""
     at = next((i for i, word in enumerate(words) if word.endswith(".py")), -1)
-    launcher = {name.replace("_", "-"): " ".join(each.values[:1]) for name, each in _flags(words[: max(0, at)], place)}
-    line = CommandLine(words[at] if at >= 0 else "", launcher)
-    for name, given in _flags(words[at + 1 :], place):
+    line = CommandLine(words[at] if at >= 0 else "")
+    for given in _flags(words[: max(0, at)], place):
+        name = f"launcher:{given.flag[2:].replace('_', '-')}"
+        line.flags |= {name: replace(given, values=given.values[:1])} if name in MAPPED else {}
+    for given in _flags(words[at + 1 :], place):
+        name = given.flag[2:]
         line.stray += given.values if not name or name in SWITCHES.split() else []
         line.flags |= {name: given} if name else {}
     return line
 
 
-def _flags(words: Sequence[str], place: str) -> Iterable[tuple[str, Given]]:
+def _flags(words: Sequence[str], place: str) -> list[Given]:
     """Every flag with the words up to the next one; words before the first flag have the flag ''."""
-    found = [("", Given("", [], place))]
+    found = [Given("", [], place)]
     for word in words:
         flag, equals, value = word.partition("=")
         if not word.startswith("--"):
-            found[-1][1].values.append(word)
+            found[-1].values.append(word)
         elif word != "--":
-            found.append((flag[2:], Given(flag, [value] if equals else [], place)))
+            found.append(Given(flag, [value] if equals else [], place))
     return found

@@ -2,27 +2,24 @@
 
 from __future__ import annotations
 
-import copy
-import math
 import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
 
 from bloomery.base.bounded import read_text
 from bloomery.base.errors import Problem, RecipeError
-from bloomery.base.units import LONGEST_SECONDS, Duration
 from bloomery.config.load import COMMAND_LINE, Places, validated
 from bloomery.config.recipe import Recipe
 from bloomery.config.schema import by_place
 from bloomery.config.yaml_nodes import dump_yaml
 from bloomery.interop.megatron.data import fill_data
 from bloomery.interop.megatron.ds_config import read_ds_config
-from bloomery.interop.megatron.flags import SWITCHES, CommandLine, Kind, Row, kind_of, parse_command
+from bloomery.interop.megatron.flags import MAPPED, CommandLine, Given, Kind, Row, kind_of, parse_command
 from bloomery.interop.megatron.reader import read_script
-from bloomery.interop.megatron.recipe import Builder, fill, unset_names
+from bloomery.interop.megatron.recipe import Builder, fill
 from bloomery.interop.megatron.script import Script, run_script
 from bloomery.sizing.check import check
 
@@ -30,7 +27,6 @@ _ORDER = (
     "name", "seed", "model", "tokenizer", "data", "batch", "optimizer", "lr", "train", "precision", "loss_scale",
     "parallel", "checkpoint", "monitor", "launch",
 )  # fmt: skip
-_UNSET = "the script does not set it where it was run or read, or it is known only at run time"
 
 
 @dataclass(frozen=True)
@@ -76,21 +72,22 @@ def import_megatron(
     line = parse_command(words if script is None else ["x.py", *words], COMMAND_LINE)
     if script is not None:
         found, source = _read(script, execute, given or {}), str(script)
-        own = _training_command(found, source, not execute)
-        line = CommandLine(own.program, own.launcher, own.flags | line.flags, own.stray + line.stray)
-    b = Builder(line, _UNSET if found else None, lambda path: _find_file(path, found, source))
+        own = _training_command(found, source)
+        line = CommandLine(own.program, own.flags | line.flags, own.stray + line.stray)
+        slurm = {f"sbatch:{key}": Given(f"#SBATCH --{key}", [text], source) for key, text in found.sbatch.items()}
+        line.flags |= {name: flag for name, flag in slurm.items() if name in MAPPED}
+    b = Builder(line, lambda path: _find_file(path, found, source))
     _find_ds_config(b, ds_config, without_ds_config)
     fill(b)
     fill_data(b)
-    _launch(b, found.sbatch if found else {}, source)
     _rest(b)
     job = found.sbatch.get("job-name", Path(source).stem) if found else "imported"
     b.raw["name"] = name or re.sub(r"[^A-Za-z0-9._-]+", "-", job).strip("-._")[:100] or "imported"
     if b.problems:  # they may explain what is wrong with the recipe
         raise RecipeError(sorted(dict.fromkeys(b.problems), key=by_place))
     raw = {key: b.raw[key] for key in _ORDER if key in b.raw}
-    checked = check(validated(copy.deepcopy(raw), Places(source, dict(b.places))))
-    warnings = checked.warnings + _warnings(b, found, source, given or {})
+    checked = check(validated(dict(raw), Places(source, dict(b.places))))
+    warnings = checked.warnings + _warnings(b, found, source)
     kinds = get_args(Kind)
     return Imported(checked.recipe, raw, sorted(b.rows, key=lambda row: kinds.index(row.kind)), warnings, source)
 
@@ -102,7 +99,7 @@ def _read(path: Path, execute: bool, given: Mapping[str, str]) -> Script:
     return (run_script if execute else read_script)(path, _text_of(path), given)
 
 
-def _training_command(script: Script, source: str, was_read: bool) -> CommandLine:
+def _training_command(script: Script, source: str) -> CommandLine:
     """The command with a model's size, of a program called pretrain if there is one."""
     found = [each for each in script.commands if each.is_training]
     for pattern in (r"\.py(\0|$)", r"pretrain\w*\.py(\0|$)"):
@@ -119,17 +116,9 @@ def _training_command(script: Script, source: str, was_read: bool) -> CommandLin
             what = f"lines {other.line} and {last.line} are different trainings"
             remedy = "import a copy of the script with one of them, or choose with --set NAME=VALUE"
             raise RecipeError(Problem(what, "a recipe is one training", remedy, place))
-    hidden = [
-        f"{word} has no value, and may hold flags"
-        for before, word in zip(last.words, last.words[1:], strict=False)
-        if was_read and re.fullmatch(r"\$\w+", word) and (not before.startswith("--") or before[2:] in SWITCHES.split())
-    ]
-    if doubt := last.doubt or (hidden and hidden[0]):
+    if last.doubt:
         remedy = "run the script: --script FILE, or give the flags themselves behind `--`"
-        raise RecipeError(Problem("this command may be another one", str(doubt), remedy, place))
-    for outer in script.commands:  # `srun --nodes 2 bash -c ...` around it
-        if outer.line == last.line and outer is not last:
-            line.launcher = parse_command([*outer.words, ".py"], "").launcher | line.launcher
+        raise RecipeError(Problem("this command may be another one", last.doubt, remedy, place))
     return line
 
 
@@ -170,57 +159,6 @@ def _text_of(path: Path) -> str:
         raise RecipeError(Problem(f"cannot read {path}: {error}", remedy="correct the path")) from error
 
 
-def _launch(b: Builder, sbatch: Mapping[str, str], source: str) -> None:
-    """The recipe's `launch` section, where #SBATCH lines or the launcher's flags say anything about it."""
-
-    def number(*texts: str | None) -> int:
-        """The last number of the first that has one: of `4`, `gpu:4` or `gpu:a100:4`; 0 if there is none."""
-        found = (re.fullmatch(r"(?:.*:)?([0-9]{1,6})", text or "") for text in texts)
-        return next((int(match[1]) for match in found if match), 0)
-
-    launcher, remark = b.line.launcher, "#SBATCH lines" if sbatch else "the launcher's flags"
-    nodes, asked = number(launcher.get("nnodes"), launcher.get("num-nodes")), number(sbatch.get("nodes"))
-    per_node = (launcher.get("nproc-per-node"), launcher.get("num-gpus"), sbatch.get("gpus-per-node"))
-    gpus = number(*per_node, sbatch.get("gres"))
-    if nodes and asked and nodes != asked:
-        what, rule = f"#SBATCH --nodes is {asked} but the launcher starts {nodes}", "it would wait, or leave nodes idle"
-        b.problems.append(Problem(what, rule, "make them equal: NNODES=$SLURM_NNODES", source))
-    if not nodes and not asked and not gpus:
-        return
-    count, gpus = nodes or asked or 1, gpus or 1
-    b.put("launch.on", "slurm" if sbatch else "hosts" if count > 1 else "local", remark=remark)
-    b.put("launch.gpus_per_node", gpus, remark=remark)
-    fitting = _fitting_nodes(b, count, gpus)
-    b.put("launch.nodes", fitting, remark=remark)
-    if fitting != count:
-        remark = "so many nodes make more replicas than every level of the batch ramp can feed"
-        b.rows[-1] = Row("differs", "nodes", str(count), "launch.nodes", str(fitting), remark)
-    if limit := _time_limit(sbatch.get("time", "")):
-        b.put("launch.time_limit", limit, remark=f"#SBATCH --time {sbatch['time']}")
-    if match := re.fullmatch(r"(\d{1,6})-(\d{1,6})%1", sbatch.get("array", "")):
-        b.put("launch.array", int(match[2]) - int(match[1]) + 1, remark=f"#SBATCH --array {match[0]}")
-
-
-def _fitting_nodes(b: Builder, nodes: int, gpus: int) -> int:
-    """The most nodes, up to those asked for, with which every level of a ramp divides among the replicas."""
-    batch, parallel = b.raw["batch"], b.raw["parallel"]
-    ramp, replica = batch.get("rampup"), max(1, parallel["tp"] * parallel["pp"] * parallel.get("cp", 1))
-    level = math.gcd(ramp["start"], ramp["increment"], batch["global_batch_size"]) if ramp else 0
-    units = {n: n * gpus // replica * batch["micro_batch_size"] for n in range(1, nodes + 1) if n * gpus % replica == 0}
-    return max((n for n, unit in units.items() if unit and level % unit == 0), default=nodes) if ramp else nodes
-
-
-def _time_limit(text: str) -> str:
-    """Slurm's `20:00:00`, `1-00:00:00` or `90` (minutes) as a recipe writes it; empty for no limit."""
-    if re.fullmatch(r"(\d{1,9}-)?\d{1,9}(:\d{1,9}){0,2}", text) is None:
-        return ""
-    days, _, clock = text.rpartition("-")
-    parts = [int(part) for part in clock.split(":")]
-    parts = parts if days or len(parts) == 3 else [0, *parts]  # else minutes and seconds
-    seconds = int(days or 0) * 86400 + sum(n * unit for n, unit in zip(parts, (3600, 60, 1), strict=False))
-    return str(Duration(seconds)) if 0 < seconds <= LONGEST_SECONDS else ""
-
-
 def _rest(b: Builder) -> None:
     """Rows and problems for the flags that no field came from."""
     reported = {row.flag for row in b.rows}
@@ -235,17 +173,8 @@ def _rest(b: Builder) -> None:
             b.note(kind, name, why)
 
 
-def _warnings(b: Builder, script: Script | None, source: str, given: Mapping[str, str]) -> list[Problem]:
+def _warnings(b: Builder, script: Script | None, source: str) -> list[Problem]:
     found = [Problem(f"{word!r} belongs to no flag", "it is ignored") for word in b.line.stray]
-    for number, row in enumerate(b.rows):
-        if "$" in row.result:  # a path with a variable in it that has no value
-            names = unset_names(row.result)
-            b.rows[number] = replace(row, kind="left out", remark="complete it by hand: a variable has no value")
-            remedy = f"give it with --set {names[0]}=VALUE" if names and script else "complete the recipe"
-            found.append(Problem(f"{row.field} is {row.result}", _UNSET, remedy, b.places.get(row.field, "")))
     found += [Problem(f"{row.flag} is not understood", row.remark) for row in b.rows if row.kind == "not understood"]
-    for name, value in given.items():
-        if script is None or not (name.isdecimal() or re.search(rf"\b{name}\b", script.text)):
-            rule = "there is no script" if script is None else f"the script has no ${name}"
-            found.append(Problem(f"--set {name}={value} changes nothing", rule, place=COMMAND_LINE))
+    found += [Problem(f"{row.field} is {row.result}", row.remark) for row in b.rows if "$" in row.result]
     return found + [Problem(what, place=f"{source}:{at}") for at, what in (script.unread if script else [])]

@@ -7,10 +7,12 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Mapping
+from itertools import pairwise
 from pathlib import Path
 from typing import NoReturn
 
 from bloomery.base.errors import Problem, RecipeError
+from bloomery.interop.megatron.flags import SWITCHES
 from bloomery.interop.megatron.script import Command, Script
 
 _COMMENT = r"(?<!\S)\#[^\n]*"
@@ -31,7 +33,7 @@ _LEADING = re.compile(r"(?:(?:then|else|do|elif|!|time|if|while|until|\{|eval|ex
 def read_script(path: Path, text: str, given: Mapping[str, str]) -> Script:
     """RecipeError with a line that cannot be read."""
     reader = _Reader(path, Script(text), given)
-    reader.read(text, 0, [], 0)
+    reader.read(text, 0, 0)
     return reader.script
 
 
@@ -42,8 +44,8 @@ class _Reader:
         self.unread: set[str] = set()
         """Names that are set where nothing is read."""
 
-    def read(self, text: str, inside: int, launcher: list[str], depth: int) -> None:
-        """`inside`: the line of a text that `bash -c` runs, else 0. `launcher`: the words before that."""
+    def read(self, text: str, inside: int, depth: int) -> None:
+        """`inside`: the line of a text that `bash -c` runs, else 0."""
         blocks: list[tuple[int, str]] = []
         text = _HEREDOC.sub(lambda match: f"here-document{match[3]}" + "\n" * match[0].count("\n"), text)
         for match in _LINE.finditer(text):
@@ -64,9 +66,9 @@ class _Reader:
                     blocks.append((at, opens))
                 doubt = f"it depends on line {blocks[0][0] if blocks else at}, which is not read"
                 doubt = doubt if blocks or before in ("&&", "||") else ""
-                self.statement(part[_LEADING.match(part).end() :], at, doubt, launcher, depth)  # type: ignore[union-attr]
+                self.statement(part[_LEADING.match(part).end() :], at, doubt, depth)  # type: ignore[union-attr]
 
-    def statement(self, part: str, at: int, doubt: str, launcher: list[str], depth: int) -> None:
+    def statement(self, part: str, at: int, doubt: str, depth: int) -> None:
         match = _ASSIGNMENT.fullmatch(part)
         if doubt:
             names = re.findall(r"\b([A-Za-z_]\w*)\+?=", part) + re.findall(r"\b(?:for|read|select)\b.*?(\w+)", part)
@@ -86,9 +88,9 @@ class _Reader:
         if words[:1] in (["source"], ["."], ["cat"], ["exit"]):
             self.script.unread += [] if doubt else [(at, f"`{' '.join(words)}` is not read")]
         elif words[shell + 1 : shell + 2] in (["-c"], ["-lc"]) and len(words) > shell + 2:
-            self.read(words[shell + 2], at, [*launcher, *words[:shell]], depth + 1)
+            self.read(words[shell + 2], at, depth + 1)
         elif words and words[0] != "echo":
-            self.script.commands.append(Command([*launcher, *words], at, doubt))
+            self.script.commands.append(Command(words, at, doubt or _hidden_flags(words)))
 
     def split(self, text: str, at: int) -> list[str]:
         try:
@@ -119,3 +121,11 @@ class _Reader:
     def fail(self, line: int, what: str) -> NoReturn:
         remedy = "correct that line, or run the script: bloomery import megatron --script FILE"
         raise RecipeError(Problem(f"this script cannot be read: {what}", "", remedy, f"{self.path}:{line}"))
+
+
+def _hidden_flags(words: list[str]) -> str:
+    """A variable without a value that may hold flags."""
+    for before, word in pairwise(words):
+        if re.fullmatch(r"\$\w+", word) and (not before.startswith("--") or before[2:] in SWITCHES.split()):
+            return f"{word} has no value, and may hold flags"
+    return ""

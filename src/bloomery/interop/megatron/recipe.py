@@ -5,6 +5,7 @@ Flags that are a field of their own: FIELDS of flags.py. Here are those that dec
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable
 from contextlib import suppress
@@ -14,13 +15,14 @@ from typing import Any, TypeVar
 
 from bloomery.base.bounded import LARGE_BYTES, parse_json, read_text
 from bloomery.base.errors import Problem
-from bloomery.base.units import LONGEST_SECONDS, Duration
+from bloomery.base.units import LONGEST_SECONDS, Duration, parse_duration
 from bloomery.config.yaml_nodes import inline_yaml
 from bloomery.families.family import Family
 from bloomery.families.registry import FAMILIES
 from bloomery.interop.megatron.flags import FIELDS, REQUIRED, CommandLine, Given, Kind, Row
 
 T = TypeVar("T", int, float, str)
+UNSET = "it has no value where the script was run or read, or it is known only at run time"
 _LARGEST = 10**18
 """Of every number: it keeps nonsense out of later arithmetic."""
 _VOCABULARIES = {"GPT2BPETokenizer": 50257, "BertWordPieceLowerCase": 30522, "BertWordPieceCase": 28996}
@@ -52,8 +54,6 @@ class Builder:
     """Values out of flags and into recipe fields, with a row for each and every problem kept."""
 
     line: CommandLine
-    unset: str | None = None
-    """Why a variable of the script may have no value; None: there is no script."""
     find_file: Callable[[str], tuple[str, str] | None] = lambda path: None
     """(text, place) of a file that a flag names; None if it is not here."""
     deepspeed: bool = False
@@ -86,16 +86,15 @@ class Builder:
         if isinstance(default, str):
             return text
         kind = "number" if isinstance(default, float) else "whole number"
-        what, rule, remedy = f"{given.flag} is {text[:60]!r}", f"it is a finite {kind} of at most {_LARGEST:,}", ""
+        rule, remedy = f"it is a finite {kind} of at most {_LARGEST:,}", "write one"
         if "$" in text:
-            names, remedy = unset_names(text), f"add {given.flag} VALUE after the script"
-            what, rule = f"{given.flag} is {text}", (names and self.unset) or "it is known only at run time"
-            remedy = f"give it with --set {names[0]}=VALUE, or {remedy}" if names else remedy
+            names = [f"give it with --set {name}=VALUE, or " for name in unset_names(text)]
+            rule, remedy = UNSET, f"{names[0] if names else ''}add {given.flag} VALUE after the script"
         with suppress(ArithmeticError):  # not a number, or one that no arithmetic can hold: 9e999999
             number = Decimal(text)  # also `3e9` and `1.0` for a whole number
             if number.is_finite() and abs(number) <= _LARGEST and (isinstance(default, float) or number == int(number)):
                 return type(default)(number)
-        self.problems.append(Problem(what, rule, remedy or "write one", given.place))
+        self.problems.append(Problem(f"{given.flag} is {text[:60]}", rule, remedy, given.place))
         return default
 
     def put(self, path: str, value: Any, *flags: str, kind: Kind = "mapped", remark: str = "") -> None:
@@ -107,6 +106,8 @@ class Builder:
         holder[last] = value
         result = value if isinstance(value, str) else inline_yaml(value)
         found = [self.line.flags[name] for name in flags if self.has(name)]
+        if "$" in result:
+            kind, remark = "left out", f"complete it by hand, or --set {', '.join(unset_names(result))}: {UNSET}"
         if found:
             self.places[path] = f"{found[0].place} {found[0].flag}"
             self.rows += [Row(kind, given.flag, given.text, path, result, remark) for given in found]
@@ -117,7 +118,8 @@ class Builder:
     def fill(self, which: str, otherwise: Any = None) -> None:
         """Set the fields of one of the tables. `otherwise`: a default that the table lacks."""
         for names, path, kind, default in FIELDS[which]:
-            found = {name: _CONVERTERS[kind](self, name) for name in names.split() if self.has(name)}
+            made = {name: _CONVERTERS[kind](self, name) for name in names.split() if self.has(name)}
+            found = {name: value for name, value in made.items() if value is not None}
             first = next(iter(found), "")
             for name in found:
                 if found[name] != found[first]:
@@ -151,8 +153,8 @@ def _ramp(b: Builder, name: str) -> dict[str, int] | None:
     if len(given.values) != 3:
         b.refuse(name, f"--{name} has {len(given.values)} values", "it takes START INCREMENT SAMPLES", "give three")
         return None
-    numbers = (b.convert(given, text, 1) for text in given.values)
-    return dict(zip(("start", "increment", "samples"), numbers, strict=True))
+    start, increment, samples = (b.convert(given, text, 1) for text in given.values)
+    return {"start": start, "increment": increment, "samples": samples}
 
 
 def _skipped_steps(b: Builder, name: str) -> list[str]:
@@ -162,16 +164,27 @@ def _skipped_steps(b: Builder, name: str) -> list[str]:
     return [f"{step}-{step} steps" for step in steps]
 
 
-def _power_of_two(b: Builder, name: str) -> float:
-    if not 0 <= (power := b.value(name, 0)) <= 127:
-        b.refuse(name, f"{b.line.flags[name].flag} is {power}", "it is at least 0 and at most 127", "correct it")
-    return 2.0 ** min(max(power, 0), 127)
+def _time_limit(b: Builder, name: str) -> str | None:
+    """Slurm's `20:00:00`, `1-00:00:00` or `90` (minutes); None for no limit."""
+    days, _, clock = b.line.flags[name].text.rpartition("-")
+    parts = clock.split(":")
+    units = "hms" if days or len(parts) == 3 else "ms"
+    with suppress(ValueError):
+        limit = parse_duration((f"{days}d" if days else "") + "".join(map("".join, zip(parts, units, strict=False))))
+        return str(limit) if limit.seconds else None
+    return None
 
 
-def _true_or_false(b: Builder, name: str) -> bool:
-    if (text := b.line.flags[name].text) not in ("true", "false"):
-        b.refuse(name, f"{b.line.flags[name].flag} is {text[:60]!r}", "it is true or false", "correct it")
-    return text == "true"
+def _chain(b: Builder, name: str) -> int | None:
+    """Slurm's `1-10%1`: ten jobs, one after the other."""
+    match = re.fullmatch(r"([0-9]{1,6})-([0-9]{1,6})%1", b.line.flags[name].text)
+    return int(match[2]) - int(match[1]) + 1 if match else None
+
+
+def _count(b: Builder, name: str) -> int | None:
+    """Of `4`, `gpu:4` or `gpu:a100:4`; None if there is no number."""
+    match = re.fullmatch(r"(?:.*:)?([0-9]{1,6})", b.line.flags[name].text)
+    return int(match[1]) if match else None
 
 
 _CONVERTERS: dict[str, Callable[[Builder, str], Any]] = {
@@ -183,19 +196,22 @@ _CONVERTERS: dict[str, Callable[[Builder, str], Any]] = {
     "phases": lambda b, name: [{"every": f"{every} steps"}] if (every := b.value(name, 0)) else None,
     "true": lambda b, name: True,
     "false": lambda b, name: False,
-    "bool": _true_or_false,
+    "bool": lambda b, name: {"true": True, "false": False}.get(text := b.line.flags[name].text, text),
     "optimizer": lambda b, name: {"adam": "adamw", "fusedadamw": "adamw"}.get(found := b.value(name, ""), found),
     "offload": lambda b, name: b.line.flags[name].text not in ("none", "false"),
-    "power": _power_of_two,
+    "power": lambda b, name: 2.0**power if abs(power := b.value(name, 0)) < 1000 else math.inf,
     "stage": lambda b, name: max(b.value(name, 0), int(b.has("bf16"))),
     "ramp": _ramp,
     "ranges": lambda b, name: [f"{text} steps" for text in b.line.flags[name].values],
     "skips": _skipped_steps,
+    "count": _count,
+    "time": _time_limit,
+    "chain": _chain,
 }
 
 
 def fill(b: Builder) -> None:
-    """Every section but `data` and `launch`; problems and rows are in the builder."""
+    """Every section but `data`; problems and rows are in the builder."""
     b.fill("")
     for names in _EXCLUSIVE:
         found = [name for name in names.split() if b.has(name) and b.line.flags[name].text not in ("0", "0.0")]
@@ -209,6 +225,7 @@ def fill(b: Builder) -> None:
     _length(b)
     _precision(b)
     _parallel(b)
+    _launch(b)
 
 
 def _model(b: Builder) -> None:
@@ -290,9 +307,6 @@ def _tokenizer(b: Builder) -> None:
         folder = file.rpartition("/")[0] or (file if "$" in file else ".")
         remark = "a folder with a tokenizer.json, or with vocab.json and merges.txt"
         b.put("tokenizer.path", folder, "vocab-file", "merge-file", remark=remark)
-    if b.raw.get("tokenizer", {}).get("path", "").endswith(".model"):
-        remark = "a SentencePiece file; a recipe has a folder with a tokenizer.json"
-        b.rows.append(Row("left out", "", "", "tokenizer.path", remark=remark))
 
 
 def _count_vocabulary(path: str) -> int | None:
@@ -378,7 +392,7 @@ def _length(b: Builder) -> None:
 def _precision(b: Builder) -> None:
     for name in ("fp16", "bf16"):
         key = f"ds:{name}.enabled"
-        if b.has(key) and _true_or_false(b, key) is not b.has(name):
+        if b.has(key) and b.line.flags[key].text != str(b.has(name)).lower():
             flag = f"--{name}" if b.has(name) else f"no --{name}"
             what = f"ds_config {name}.enabled is {b.line.flags[key].text} but the command line has {flag}"
             b.refuse(key, what, "DeepSpeed asserts that the two agree, or takes one of them", "make them equal")
@@ -416,3 +430,29 @@ def _zero(b: Builder) -> None:
         b.put("parallel.zero", _SHARDING.get(name, name), "data-parallel-sharding-strategy")
     else:
         b.put("parallel.zero", int(b.has("use-distributed-optimizer")), "use-distributed-optimizer")
+
+
+def _launch(b: Builder) -> None:
+    """Where #SBATCH lines or the launcher's flags give nodes or devices."""
+    if "launch" not in b.raw:
+        return
+    section = b.raw["launch"]
+    nodes, gpus = max(1, section.get("nodes", 1)), max(1, section.get("gpus_per_node", 1))
+    is_slurm = any(name.startswith("sbatch:") for name in b.line.flags)
+    section["on"] = "slurm" if is_slurm else "hosts" if nodes > 1 else "local"
+    section |= {"nodes": _fitting_nodes(b, nodes, gpus), "gpus_per_node": gpus}
+    if section["nodes"] != nodes:
+        remark = "so many nodes make more replicas than every level of the batch ramp can feed"
+        b.rows.append(Row("differs", "nodes", str(nodes), "launch.nodes", str(section["nodes"]), remark))
+    b.fill("launch")
+
+
+def _fitting_nodes(b: Builder, nodes: int, gpus: int) -> int:
+    """The most nodes, up to those asked for, with which every level of a ramp divides among the replicas."""
+    batch, parallel = b.raw["batch"], b.raw["parallel"]
+    if not (ramp := batch.get("rampup")):
+        return nodes
+    level = math.gcd(ramp["start"], ramp["increment"], batch["global_batch_size"])
+    replica = max(1, parallel["tp"] * parallel["pp"] * parallel.get("cp", 1))
+    units = {n: n * gpus // replica * batch["micro_batch_size"] for n in range(nodes, 0, -1) if n * gpus % replica == 0}
+    return next((n for n, unit in units.items() if unit and level % unit == 0), nodes)
