@@ -201,6 +201,21 @@ def test_a_recipe_that_asks_for_a_billion_layers_is_damage_and_costs_nothing(new
     assert time.monotonic() - started < 20
 
 
+@pytest.mark.parametrize(("name", "why"), [("extra", "would have"), ("tensors-00001.safetensors", "has not the size")])
+def test_a_file_that_no_tensor_needs_is_refused_before_it_is_read(newer: Path, name: str, why: str) -> None:
+    (newer / name).touch()
+    os.truncate(newer / name, 1 << 33)
+    files = listed(newer, name)["files"]
+    change_manifest(newer, files={**files, name: {**files[name], "bytes": 1 << 33}})
+    assert why in damage(newer)[0]
+
+
+def test_a_box_has_few_corners(newer: Path) -> None:
+    with forged_index(newer) as index:
+        index[W].update(shape=[1] * 8, pieces=[{**index[W]["pieces"][0], "offset": [0] * 8, "size": [1] * 8}])
+    assert "should have at most 3 items" in damage(newer)[0]
+
+
 def test_boxes_that_somebody_chose_to_be_slow_are_judged_soon() -> None:
     """Each column is cut at another height: any sweep over one dimension meets all of them at once."""
     n = 5_000

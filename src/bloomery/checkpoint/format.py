@@ -27,7 +27,7 @@ from bloomery.base.storage import reserve, sync, write_all
 from bloomery.checkpoint.folder import Count, FileFacts
 
 _MOST_PROBLEMS = 10
-Counts = Annotated[tuple[Count, ...], Field(max_length=8)]
+Counts = Annotated[tuple[Count, ...], Field(max_length=3)]
 Kind = tuple[str, tuple[int, ...]]
 """dtype and shape."""
 

@@ -188,8 +188,8 @@ def _why_not_as_indexed(checkpoint: Checkpoint, read: Collection[str] = ()) -> s
             listed[piece.file][piece.key] = tensor.dtype, piece.size
     for name, kinds in listed.items():
         num_bytes = sum(prod(shape) * DTYPES[dtype].itemsize for dtype, shape in kinds.values())
-        if num_bytes > checkpoint.manifest["files"][name]["bytes"]:
-            return f"{name} is smaller than {INDEX} records"
+        if not 0 <= checkpoint.manifest["files"][name]["bytes"] - num_bytes <= LARGE_BYTES:  # that of the header
+            return f"{name} has not the size that {INDEX} records"
     for name in read:
         if (found := TensorFile(checkpoint.folder / name).kinds()) != listed[name]:
             odd = sorted(dict(found.items() ^ listed[name].items()))

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import orjson
 
-from bloomery.base.bounded import SMALL_BYTES, open_regular
+from bloomery.base.bounded import SMALL_BYTES, check_depth, open_regular
 from bloomery.base.errors import DataError, Problem
 from bloomery.base.units import Energy
 from bloomery.monitor import names
@@ -126,6 +126,7 @@ def event_of(line: bytes) -> dict[str, Any]:
     fields = orjson.loads(line)
     if not isinstance(fields, dict) or not isinstance(fields.get("kind"), str):
         raise ValueError("not an event: it has no kind")
+    check_depth(fields)
     return fields
 
 
