@@ -13,7 +13,7 @@ import pytest
 
 from bloomery.base.errors import DataError
 from bloomery.base.units import Energy
-from bloomery.monitor.history import read_ledger, read_metrics, scan_metrics
+from bloomery.monitor.history import read_events, read_ledger, read_metrics, scan_metrics
 from bloomery.monitor.record import StepRecord, from_json, perplexity_of, strict_json, to_json
 from bloomery.monitor.sinks import iteration_line, validation_box
 from monitor_samples import step_record, strict_lines, validation_record
@@ -119,6 +119,12 @@ def test_a_torn_last_line_is_left_out_and_a_damaged_one_inside_is_named(tmp_path
     path.write_text("{broken\n" + whole)
     with pytest.raises(DataError, match=r"metrics.jsonl:1: line 1 is damaged.*sed -i 1d"):
         read_metrics(path)
+
+
+def test_an_event_that_is_nested_too_deeply_is_named(tmp_path: Path) -> None:
+    (path := tmp_path / "events.jsonl").write_text('{"kind": "note", "x": ' + "[" * 900 + "]" * 900 + "}\n")
+    with pytest.raises(DataError, match="line 1 is damaged: it is nested more than 64 levels deep"):
+        read_events(path)
 
 
 def test_a_ledger_that_ends_in_a_line_without_end_is_not_read_to_it(tmp_path: Path) -> None:

@@ -152,12 +152,14 @@ def parse_manifest(content: bytes) -> dict[str, Any]:
         rule = f"This Bloomery reads format {FORMAT}"
         raise ValueError(f"it has format {number}. {rule}. Use the version of Bloomery that saved it")
     try:
-        lacking = {INDEX, STATE, RECIPE} - _Manifest.model_validate(manifest, strict=True).files.keys()
+        files = _Manifest.model_validate(manifest, strict=True).files
     except ValidationError as error:
         wrong = sorted({str(fault["loc"][0]) for fault in error.errors(include_url=False)})
         raise ValueError(f"entries are missing or malformed: {', '.join(wrong)}") from None
-    if lacking:
+    if lacking := {INDEX, STATE, RECIPE} - files.keys():
         raise ValueError(f"it does not list {', '.join(sorted(lacking))}")
+    if large := [name for name in files if not is_tensor_file(name) and files[name].bytes > LARGE_BYTES]:
+        raise ValueError(f"{large[0]} would have {files[large[0]].bytes:,} bytes")
     return manifest
 
 
