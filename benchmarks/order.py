@@ -32,7 +32,7 @@ from bloomery.data.blend import TimelessBlend
 from bloomery.data.causal import CausalSource
 from bloomery.data.megatron_order import OrderShape, build_index
 from bloomery.data.order import TimelessOrder
-from bloomery.data.shards import HEADER, MAGIC, VERSION
+from bloomery.data.shards import HEADER, MAGIC, VERSION, ShardReader
 
 SOURCES, SAMPLES, SEQ_LENGTH = 30, 10**9, 2048
 
@@ -75,11 +75,12 @@ def main() -> None:
 
 
 def first_batch(prefixes: list[str], size: int) -> None:
-    sources = [CausalSource(prefix, seq_length=SEQ_LENGTH, vocab_size=50257, seed=42) for prefix in prefixes]
+    sources = [
+        CausalSource(ShardReader(prefix), seq_length=SEQ_LENGTH, vocab_size=50257, seed=42) for prefix in prefixes
+    ]
     stream = Stream(sources, TimelessBlend.start(weights([source.key for source in sources])))
     batch = stream.batch(SAMPLES, size)
     assert batch.inputs["tokens"].shape == (size, SEQ_LENGTH)
-    stream.close()
 
 
 def first_places(size: int) -> None:

@@ -15,6 +15,7 @@ import pytest
 
 from bloomery.base.errors import StorageError
 from bloomery.data.megatron import IndexCache, MegatronSource
+from bloomery.data.shards import ShardReader
 from megatron_referee import write_lengths
 
 NAMES, KEY = ("a", "b"), {"idx": "abc", "seed": 1}
@@ -139,7 +140,7 @@ def test_an_order_is_found_by_the_content_of_its_shard_and_not_by_its_name(tmp_p
     def entries(name: str, lengths: list[int], **changed: Any) -> int:
         settings: dict[str, Any] = {"samples": 3, "seq_length": 4, "vocab_size": 65521, "seed": 1} | changed
         prefix = write_lengths(tmp_path / name, lengths)
-        MegatronSource(prefix, flavour="megatron", cache=IndexCache(tmp_path / "c"), **settings).close()
+        MegatronSource(ShardReader(prefix), flavour="megatron", cache=IndexCache(tmp_path / "c"), **settings)
         return len({path.name.split(".")[0] for path in (tmp_path / "c").glob("samples-*")})
 
     assert entries("a", [9, 5, 8]) == 1

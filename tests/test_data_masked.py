@@ -69,7 +69,7 @@ def shard(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def open_source(shard: str, vocabulary: MaskVocabulary, **changes: Any) -> MaskedSource:
     settings: dict[str, Any] = {"seq_length": 64, "vocab_size": SIZE, "seed": 1, "vocabulary": vocabulary, "key": "x"}
-    return MaskedSource(shard, **{**settings, **changes})
+    return MaskedSource(ShardReader(shard), **{**settings, **changes})
 
 
 @pytest.fixture(scope="module")

@@ -31,6 +31,7 @@ from bloomery.data.megatron_order import (
     split_boundaries,
 )
 from bloomery.data.open import open_data
+from bloomery.data.shards import ShardReader
 from bloomery.sizing.check import load_checked_recipe
 from bloomery.sizing.schedule import TrainingPlan
 from bloomery.train.setup import prepared_run
@@ -46,7 +47,7 @@ LENGTHS = [(7 * i * i + 3 * i) % 50 for i in range(100)]
 
 def open_source(prefix: str, folder: Path, **settings: Any) -> MegatronSource:
     usual: dict[str, Any] = {"flavour": "megatron", "samples": 1, "seq_length": 16, "vocab_size": VOCAB, "seed": 1234}
-    return MegatronSource(prefix, cache=IndexCache(folder / "cache"), **(usual | settings))
+    return MegatronSource(ShardReader(prefix), cache=IndexCache(folder / "cache"), **(usual | settings))
 
 
 def rows_of(source: MegatronSource, count: int | None = None) -> np.ndarray:
@@ -90,7 +91,6 @@ def test_the_order_is_the_one_megatron_core_gave(
         np.uint32,
     )
     assert hashlib.sha256(rows_of(source)).hexdigest()[:16] == digest
-    source.close()
 
 
 @pytest.mark.parametrize("flavour", FLAVOURS)
@@ -115,7 +115,6 @@ def test_every_sample_equals_the_plain_referee(tmp_path: Path, flavour: Flavour,
         expected = ordered_samples(lengths, range(first, last), separate_below=below, **settings)
         assert rows_of(source).tolist() == expected
         assert len(expected) >= samples
-        source.close()
 
 
 def test_the_last_epoch_is_separate_below_80_or_95_percent() -> None:
@@ -136,7 +135,6 @@ def test_neighbours_overlap_by_one_token_and_every_token_is_seen(tmp_path: Path)
     rows = rows_of(source)
     assert sorted(rows[:, 0]) == list(range(0, 198, 9))
     assert {token for row in rows for token in row} == set(range(199))
-    source.close()
 
 
 def test_a_text_shorter_than_a_sample_is_repeated(tmp_path: Path) -> None:
@@ -144,7 +142,6 @@ def test_a_text_shorter_than_a_sample_is_repeated(tmp_path: Path) -> None:
     assert source.shape.epochs == 7
     assert source.num_samples == 1
     assert rows_of(source).shape == (2, 17)
-    source.close()
 
 
 def test_the_index_of_large_corpora_has_wider_types() -> None:
@@ -167,7 +164,6 @@ def test_sequences_are_ordered_and_documents_named(tmp_path: Path) -> None:
         (0 if start < 10 else 2, start if start < 10 else start - 10, tokens) for start, tokens in spans
     ]
     assert [found.tolist() for found in source.locate(np.array([0]))] == [[0], [0]]
-    source.close()
 
 
 def test_an_id_beyond_the_vocabulary_is_named_with_its_place(tmp_path: Path) -> None:
@@ -175,7 +171,6 @@ def test_an_id_beyond_the_vocabulary_is_named_with_its_place(tmp_path: Path) -> 
     source = open_source(prefix, tmp_path, seq_length=99, samples=1, vocab_size=90)
     with pytest.raises(DataError, match=r"x\.bin: document 1 holds token id 90 at position 40"):
         source.read(np.array([0]))
-    source.close()
 
 
 # ---------------------------------------------------------------- splits
@@ -288,8 +283,6 @@ def test_a_member_that_would_run_out_is_named(tmp_path: Path) -> None:
         GreedyBlend(request, sources, IndexCache(tmp_path / "cache"))
     blend = GreedyBlend(BlendRequest(np.array([0.5, 0.5]), [2, 2], 4), sources, IndexCache(tmp_path / "cache"))
     assert blend.locate(np.arange(4))[0].tolist() == [0, 1, 0, 1]
-    for source in sources:
-        source.close()
 
 
 # ---------------------------------------------------------------- recipes

@@ -89,7 +89,7 @@ def test_packed_documents_train_as_they_would_alone(family: str, tmp_path: Path)
             writer.append(document)
     packing = dataclasses.replace(ALL, reset_positions=family != "bloom")
     with_ends = CausalSource(
-        writer.prefix, seq_length=32, vocab_size=config.vocab_size, seed=1, packing=packing
+        ShardReader(writer.prefix), seq_length=32, vocab_size=config.vocab_size, seed=1, packing=packing
     ).read(np.array([0]))  # fmt: skip
     model = small_model(config)
 

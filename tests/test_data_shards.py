@@ -275,12 +275,14 @@ def shard_of_a_kind(request, tmp_path, monkeypatch):
         told = []
         manifest = read_manifest(prefix)
         parts = [
-            CausalSource(prefix, seq_length=4, vocab_size=64, seed=1, split="5,3,0", part=part)
+            CausalSource(ShardReader(prefix), seq_length=4, vocab_size=64, seed=1, split="5,3,0", part=part)
             for part in ("train", "valid")
         ]
         cache = IndexCache(tmp_path / "cache")
         parts.append(
-            MegatronSource(prefix, flavour="megatron", samples=20, seq_length=4, vocab_size=64, seed=1, cache=cache)
+            MegatronSource(
+                ShardReader(prefix), flavour="megatron", samples=20, seq_length=4, vocab_size=64, seed=1, cache=cache
+            )
         )
         for source in parts:
             if manifest and (problems := check_describes(manifest, source.shard, place=prefix)):

@@ -12,7 +12,7 @@ from bloomery.data.batch import Batch, Loader, Stream, read_batch
 from bloomery.data.blend import TimelessBlend
 from bloomery.data.causal import CausalSource
 from bloomery.data.megatron_order import split_boundaries
-from bloomery.data.shards import ShardWriter
+from bloomery.data.shards import ShardReader, ShardWriter
 
 
 def windows(source, first=0, count=None):
@@ -55,7 +55,7 @@ def test_an_empty_part_names_itself_and_the_documents(counting):
     with pytest.raises(
         DataError, match=r"x\.idx: the split '949,50,1' of 10 documents leaves none for test .*9, 10, 10"
     ):
-        CausalSource(counting, seq_length=3, vocab_size=100, seed=0, part="test", split="949,50,1")
+        CausalSource(ShardReader(counting), seq_length=3, vocab_size=100, seed=0, part="test", split="949,50,1")
     with pytest.raises(RecipeError, match=r"data.split is '0,0'. One part at least must be above 0"):
         split_boundaries("0,0", 10)
     with pytest.raises(RecipeError, match=r"data.split is '9{40}'. .*their sum a finite number. Use '949,50,1'"):
@@ -63,7 +63,7 @@ def test_an_empty_part_names_itself_and_the_documents(counting):
 
 
 def test_samples_are_windows_that_overlap_by_one_and_cover_every_token(counting):
-    source = CausalSource(counting, seq_length=8, vocab_size=100, seed=1)
+    source = CausalSource(ShardReader(counting), seq_length=8, vocab_size=100, seed=1)
     assert source.num_samples == 99 // 8
     tokens, labels = windows(source)
     assert tokens.dtype == labels.dtype == np.int64
@@ -77,7 +77,7 @@ def test_samples_are_windows_that_overlap_by_one_and_cover_every_token(counting)
 def test_parts_share_no_token(counting):
     seen = []
     for part, expected in [("train", 70), ("valid", 20), ("test", 10)]:
-        source = CausalSource(counting, seq_length=3, vocab_size=100, seed=1, part=part, split="7,2,1")
+        source = CausalSource(ShardReader(counting), seq_length=3, vocab_size=100, seed=1, part=part, split="7,2,1")
         tokens, labels = windows(source)
         ids = set(tokens.ravel()) | set(labels.ravel())
         assert len(ids) == (expected - 1) // 3 * 3 + 1
@@ -86,14 +86,17 @@ def test_parts_share_no_token(counting):
 
 
 def test_the_order_belongs_to_the_name_of_the_source(counting):
-    first = [windows(CausalSource(counting, seq_length=3, vocab_size=100, seed=1, key=key), 0, 33)[0] for key in "aab"]
+    first = [
+        windows(CausalSource(ShardReader(counting), seq_length=3, vocab_size=100, seed=1, key=key), 0, 33)[0]
+        for key in "aab"
+    ]
     assert (first[0] == first[1]).all()
     assert (first[0] != first[2]).any()
 
 
 def test_an_id_beyond_the_vocabulary_is_named_with_its_place(tmp_path):
     prefix = make_shard(tmp_path, [[1, 2, 3], [4, 5, 60000, 6], [7, 8]])
-    source = CausalSource(prefix, seq_length=8, vocab_size=50257, seed=0)
+    source = CausalSource(ShardReader(prefix), seq_length=8, vocab_size=50257, seed=0)
     with pytest.raises(DataError, match="document 1 holds token id 60000 at position 2") as caught:
         source.read(np.arange(1))
     message = str(caught.value)
@@ -106,15 +109,15 @@ def test_a_negative_id_is_found_too(tmp_path):
     with ShardWriter(str(tmp_path / "x"), np.int32) as writer:
         writer.append(np.array([1, 2, -3, 4]))
     with pytest.raises(DataError, match="holds token id -3 at position 2"):
-        CausalSource(writer.prefix, seq_length=3, vocab_size=10, seed=0).read(np.arange(1))
+        CausalSource(ShardReader(writer.prefix), seq_length=3, vocab_size=10, seed=0).read(np.arange(1))
 
 
 def test_too_few_tokens_for_one_sample(counting):
     with pytest.raises(DataError, match=r"x.bin: 100 tokens in 10 documents gives no sample. .*seq_length \+ 1 = 101"):
-        CausalSource(counting, seq_length=100, vocab_size=100, seed=0)
+        CausalSource(ShardReader(counting), seq_length=100, vocab_size=100, seed=0)
     with pytest.raises(DataError, match=r"the valid part of 100 tokens in 10 documents gives no .*another data.split"):
-        CausalSource(counting, seq_length=10, vocab_size=100, seed=0, part="valid", split="9,1")
-    assert CausalSource(counting, seq_length=99, vocab_size=100, seed=0).num_samples == 1
+        CausalSource(ShardReader(counting), seq_length=10, vocab_size=100, seed=0, part="valid", split="9,1")
+    assert CausalSource(ShardReader(counting), seq_length=99, vocab_size=100, seed=0).num_samples == 1
 
 
 class PositionSource:
@@ -214,7 +217,7 @@ def test_close_ends_the_thread_at_any_time():
 
 
 def test_causal_batches_carry_the_names_the_model_and_the_loss_know(counting):
-    source = CausalSource(counting, seq_length=8, vocab_size=100, seed=1)
+    source = CausalSource(ShardReader(counting), seq_length=8, vocab_size=100, seed=1)
     stream = Stream([source], TimelessBlend.start({source.key: 1.0}))
     batch = read_batch(stream, 0, 4, micro_batch_size=2)
     assert list(batch.micro_batches[0].inputs) == ["tokens"]
@@ -222,4 +225,3 @@ def test_causal_batches_carry_the_names_the_model_and_the_loss_know(counting):
     assert batch.micro_batches[0].inputs["tokens"].shape == (2, 8)
     assert batch.micro_batches[0].inputs["tokens"].dtype == torch.int64
     assert batch.counts == {"lm loss": 32}
-    source.close()

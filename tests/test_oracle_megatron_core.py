@@ -19,6 +19,7 @@ from bloomery.base.errors import DataError
 from bloomery.data.batch import Packing
 from bloomery.data.megatron import GreedyBlend, IndexCache, MegatronSource
 from bloomery.data.megatron_order import PARTS, BlendRequest, build_blend, split_boundaries
+from bloomery.data.shards import ShardReader
 from bloomery.families.family import IGNORED_LABEL
 from megatron_referee import greedy, random_lengths, write_lengths
 
@@ -102,7 +103,7 @@ def test_every_index_and_sample_of_one_source(tmp_path: Path, case: int) -> None
     for part, samples in zip(PARTS, wanted, strict=True):
         common = {"flavour": "megatron", "samples": samples, "vocab_size": VOCAB, "part": part, "split": split}
         try:
-            ours.append(MegatronSource(prefix, cache=cache, **common, **settings))  # type: ignore[arg-type]
+            ours.append(MegatronSource(ShardReader(prefix), cache=cache, **common, **settings))  # type: ignore[arg-type]
         except DataError:
             ours.append(None)
             assert not sum(lengths[document] for document in parts[PARTS.index(part)])
@@ -123,7 +124,6 @@ def test_every_index_and_sample_of_one_source(tmp_path: Path, case: int) -> None
             assert (name == expected).all()
         assert mine.total_samples == len(dataset)
         assert_same_samples(mine, dataset)
-        mine.close()
 
 
 def test_positions_and_loss_at_the_ends_of_documents(tmp_path: Path) -> None:
@@ -131,7 +131,7 @@ def test_positions_and_loss_at_the_ends_of_documents(tmp_path: Path) -> None:
     packing = Packing(EOD, reset_positions=True, eod_loss=False)
     settings = {"seed": 3, "seq_length": 24}
     ours = MegatronSource(
-        prefix,
+        ShardReader(prefix),
         flavour="megatron",
         samples=100,
         vocab_size=11,
@@ -187,7 +187,9 @@ def test_every_sample_of_a_blend(tmp_path: Path, case: int, fused: bool) -> None
     request = BlendRequest.of("megatron", weights, samples)
     cache = IndexCache(tmp_path / "cache")
     sources = [
-        MegatronSource(prefix, flavour="megatron", samples=wanted, vocab_size=VOCAB, cache=cache, **settings)
+        MegatronSource(
+            ShardReader(prefix), flavour="megatron", samples=wanted, vocab_size=VOCAB, cache=cache, **settings
+        )
         for prefix, wanted in zip(prefixes, request.member_samples, strict=True)
     ]
     expected = greedy(request.weights.tolist(), request.size)

@@ -97,7 +97,7 @@ class ShardSource:
 
     def __init__(
         self,
-        prefix: str,
+        shard: ShardReader,
         *,
         seq_length: int,
         vocab_size: int,
@@ -108,23 +108,19 @@ class ShardSource:
         packing: Packing | None = None,
     ) -> None:
         """`part` is that of `split`; without one it is the whole shard. `key` names the source in the order of
-        samples; by default the prefix, as the recipe writes it. `packing` keeps documents of one sample apart."""
-        self.key = prefix if key is None else key
+        samples; by default the shard's prefix, as the recipe writes it. `packing` keeps documents of one sample
+        apart."""
+        self.key = shard.prefix if key is None else key
         self.packing, self.seq_length, self.vocab_size, self.seed = packing, seq_length, vocab_size, seed
-        self.part, self.split = part, split
-        self.shard = ShardReader(prefix)
-        try:
-            self._index_samples()
-            if self.num_samples < 1:
-                of = f"{self.shard.num_tokens} tokens in {self.shard.num_documents} documents"
-                what = f"{f'the {part} part of ' * bool(split)}{of} gives no sample"
-                rule = f"one takes seq_length + 1 = {seq_length + 1} tokens (bert: two of one document)"
-                remedy = "prepare more text, use a shorter model.seq_length or another data.split"
-                raise DataError(Problem(what, rule, remedy, f"{prefix}.bin"))
-            self.order = TimelessOrder(seed, self.key, self.num_samples)
-        except BaseException:
-            self.shard.close()
-            raise
+        self.shard, self.part, self.split = shard, part, split
+        self._index_samples()
+        if self.num_samples < 1:
+            of = f"{shard.num_tokens} tokens in {shard.num_documents} documents"
+            what = f"{f'the {part} part of ' * bool(split)}{of} gives no sample"
+            rule = f"one takes seq_length + 1 = {seq_length + 1} tokens (bert: two of one document)"
+            remedy = "prepare more text, use a shorter model.seq_length or another data.split"
+            raise DataError(Problem(what, rule, remedy, f"{shard.prefix}.bin"))
+        self.order = TimelessOrder(seed, self.key, self.num_samples)
 
     def _index_samples(self) -> None:
         """What the samples of the part are; sets `num_samples`."""
@@ -143,10 +139,7 @@ class ShardSource:
         """The samples that a run takes from this source at these places."""
         rows = np.empty((len(ordinals), self.seq_length + 1), np.int64)
         for row, sample in zip(rows, self.locate(ordinals)[1].tolist(), strict=True):
-            at = 0
-            for start, stop in self.stretches(sample):
-                row[at : at + stop - start] = self.ids(start, stop)
-                at += stop - start
+            np.concatenate([self.ids(*stretch) for stretch in self.stretches(sample)], out=row)
         return causal_batch(rows, self.packing)
 
     def ids(self, start: int, stop: int) -> NDArray[np.int64]:
@@ -186,9 +179,6 @@ class ShardSource:
     def standing(self, samples: int) -> tuple[int, int] | None:
         """(epoch, sample of it) behind so many; None among epochs that are shuffled together."""
         return divmod(samples, self.num_samples)
-
-    def close(self) -> None:
-        self.shard.close()
 
 
 class Blend(Protocol):
@@ -233,10 +223,6 @@ class Stream:
             return {name: torch.from_numpy(array[places]) for name, array in whole.items()}
 
         return Batch(joined([part.inputs for part in batches]), joined([part.targets for part in batches]), owners)
-
-    def close(self) -> None:
-        for source in self.sources:
-            source.close()
 
 
 @dataclass(frozen=True)

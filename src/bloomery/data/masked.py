@@ -22,6 +22,7 @@ from bloomery.base.splitmix import GOLDEN, U64, splitmix64
 from bloomery.config.recipe import MaskingSection
 from bloomery.data.batch import Batch, ShardSource
 from bloomery.data.order import stream_key
+from bloomery.data.shards import ShardReader
 from bloomery.data.tokenizer import Tokenizer
 from bloomery.families.family import IGNORED_LABEL, LM_LOSS, SOP_LOSS
 
@@ -147,7 +148,7 @@ class MaskedSource(ShardSource):
 
     def __init__(
         self,
-        prefix: str,
+        shard: ShardReader,
         *,
         vocabulary: MaskVocabulary,
         vocab_size: int,
@@ -161,7 +162,7 @@ class MaskedSource(ShardSource):
         self.vocabulary = vocabulary
         self.masking = masking or MaskingSection()
         self._ends_with_eod, self._split_sentences = ends_with_eod, split_sentences
-        super().__init__(prefix, vocab_size=min(vocab_size, len(vocabulary.continues)), **settings)
+        super().__init__(shard, vocab_size=min(vocab_size, len(vocabulary.continues)), **settings)
 
     def _index_samples(self) -> None:
         shard = self.shard

@@ -27,7 +27,7 @@ from bloomery.data.batch import ShardSource, Stream
 from bloomery.data.blend import TimelessBlend
 from bloomery.data.causal import DataCursor
 from bloomery.data.megatron_order import BlendRequest, Flavour, OrderShape, Part, SampleIndex, build_blend, build_index
-from bloomery.data.shards import file_checksum
+from bloomery.data.shards import ShardReader, file_checksum
 from bloomery.sizing.schedule import TrainingPlan
 
 _INDEX = tuple(field.name for field in fields(SampleIndex))
@@ -37,11 +37,13 @@ Arrays = dict[str, NDArray[Any]]
 class MegatronSource(ShardSource):
     """Ordinals count the samples of the reference's dataset, from 0 to `total_samples`; there it ends."""
 
-    def __init__(self, prefix: str, *, flavour: Flavour, samples: int, cache: IndexCache, **settings: Any) -> None:
+    def __init__(
+        self, shard: ShardReader, *, flavour: Flavour, samples: int, cache: IndexCache, **settings: Any
+    ) -> None:
         """`samples` is what the run asks of this source: the number of epochs follows from it. `settings`: those of
         ShardSource."""
         self.flavour, self._samples, self._cache = flavour, samples, cache
-        super().__init__(prefix, **settings)
+        super().__init__(shard, **settings)
 
     def _index_samples(self) -> None:
         """These orders cut the shard into parts between sequences, not documents."""
@@ -152,8 +154,8 @@ class MegatronOpening:
             return BlendRequest(np.ones(1), [samples], samples)
         return BlendRequest.of(self._flavour, [section.weight for section in sections], samples)
 
-    def source(self, path: str, **settings: Any) -> MegatronSource:
-        return MegatronSource(path, flavour=self._flavour, cache=self._cache, **settings)
+    def source(self, shard: ShardReader, **settings: Any) -> MegatronSource:
+        return MegatronSource(shard, flavour=self._flavour, cache=self._cache, **settings)
 
     def stream(self, sections: Sequence[SourceSection], sources: Sequence[MegatronSource], samples: int) -> Stream:
         """DataError if a source has fewer samples than the blend takes from it."""

@@ -17,6 +17,7 @@ from bloomery.data.manifest import ShardManifest, manifest_path
 from bloomery.data.masked import MaskedSource, MaskVocabulary
 from bloomery.data.megatron import MegatronOpening, MegatronSource, wanted_samples
 from bloomery.data.megatron_order import Part
+from bloomery.data.shards import ShardReader
 from bloomery.data.tokenizer import Tokenizer
 from bloomery.families.registry import FAMILIES
 from bloomery.sizing.check import source_key
@@ -94,9 +95,7 @@ class _Opening:
         self._recipe, self._plan, self._data, self._closing = recipe, plan, recipe.data, closing
         self._is_encoder = FAMILIES[recipe.model.family].encoder
         self._mask_vocabulary: MaskVocabulary | None = None
-        self._manifests: dict[str, ShardManifest | None] = {}
-        self._sources: dict[str, ShardSource] = {}
-        """One of each shard."""
+        self._shards: dict[str, tuple[ShardReader, ShardManifest | None]] = {}
         order = recipe.data.order
         self.megatron = MegatronOpening(recipe, plan, order) if order != "timeless" else None
         if recipe.tokenizer is None:
@@ -132,7 +131,8 @@ class _Opening:
 
     def _open(self, section: SourceSection, part: Part, wanted: int) -> ShardSource:
         """`wanted` samples are requested of it, which only Megatron's orders need to know."""
-        path, recipe = section.path, self._recipe
+        recipe = self._recipe
+        shard, manifest = self._shard(section.path)
         settings: dict[str, Any] = {
             "seq_length": recipe.model.seq_length,
             "vocab_size": recipe.model.vocab_size,
@@ -141,27 +141,25 @@ class _Opening:
             "split": self._data.split,
             "key": source_key(section),
         }
-        source: ShardSource
-        if path not in self._manifests:
-            self._manifests[path] = manifests.read_manifest(path)
-        manifest = self._manifests[path]
         if self._is_encoder:
-            source = self._masked(path, manifest, settings)
-        elif self.megatron is not None:
-            packing = self._packing(path, manifest)
-            source = self.megatron.source(path, samples=wanted, packing=packing, **settings)
-        else:
-            source = CausalSource(path, packing=self._packing(path, manifest), **settings)
-        self._closing.callback(source.close)
-        self._sources[path] = source
-        return source
+            return self._masked(shard, manifest, settings)
+        packing = self._packing(shard, manifest)
+        if self.megatron is not None:
+            return self.megatron.source(shard, samples=wanted, packing=packing, **settings)
+        return CausalSource(shard, packing=packing, **settings)
 
-    def _masked(self, path: str, manifest: ShardManifest | None, settings: dict[str, Any]) -> MaskedSource:
+    def _shard(self, path: str) -> tuple[ShardReader, ShardManifest | None]:
+        if path not in self._shards:
+            manifest = manifests.read_manifest(path)
+            self._shards[path] = self._closing.enter_context(ShardReader(path)), manifest
+        return self._shards[path]
+
+    def _masked(self, shard: ShardReader, manifest: ShardManifest | None, settings: dict[str, Any]) -> MaskedSource:
         if self._mask_vocabulary is None:  # a problem that has been reported, unless there is no tokenizer at all
             what, rule = "the recipe names no tokenizer", "masking needs the ids of [CLS], [SEP], [MASK] and [PAD]"
             raise DataError([] if self.problems else Problem(what, rule, "add `tokenizer: {path: ...}`"))
         return MaskedSource(
-            path,
+            shard,
             **settings,
             vocabulary=self._mask_vocabulary,
             masking=self._data.masking,
@@ -169,7 +167,7 @@ class _Opening:
             split_sentences=manifest.settings.get("split_sentences") if manifest else None,
         )
 
-    def _packing(self, path: str, manifest: ShardManifest | None) -> Packing | None:
+    def _packing(self, shard: ShardReader, manifest: ShardManifest | None) -> Packing | None:
         """How documents of one sample are kept apart; None where they are not."""
         data = self._data
         if data.eod_loss and not data.mask_documents and not data.reset_positions:
@@ -180,22 +178,20 @@ class _Opening:
             eod_id = self.tokenizer.eod_id if self.tokenizer else None
             remedy = "name the tokenizer of the shard in the recipe, or turn them off"
         if eod_id is None:
-            raise DataError(Problem("its end-of-document token is not known", _FINDS_ENDS, remedy, path))
+            raise DataError(Problem("its end-of-document token is not known", _FINDS_ENDS, remedy, shard.prefix))
+        last = shard.read(max(0, shard.num_tokens - 1), min(1, shard.num_tokens))
+        if manifest is None and (last != eod_id).any():
+            what = f"its last token is {last[0]}, not {eod_id}, the end of a document"
+            remedy = "prepare it again with append_eod: true (Megatron: --append-eod), or turn them off"
+            raise DataError(Problem(what, _FINDS_ENDS, remedy, shard.prefix))
         return Packing(eod_id, data.mask_documents, data.reset_positions, data.eod_loss)
 
     def check_together(self) -> None:
         """All shards against their manifests, the tokenizer and each other."""
-        known = {path: manifest for path, manifest in self._manifests.items() if manifest is not None}
-        for path, source in self._sources.items():
-            if path in known:
-                self.problems += manifests.check_describes(known[path], source.shard, place=manifest_path(path))
-            elif (packing := source.packing) is not None:
-                token = int(source.shard.read(source.shard.num_tokens - 1, 1)[0])
-                if token != packing.eod_id:
-                    what = f"its last token is {token}, not {packing.eod_id}, the end of a document"
-                    remedy = "prepare it again with append_eod: true (Megatron: --append-eod), or turn them off"
-                    self.problems.append(Problem(what, _FINDS_ENDS, remedy, path))
-        if bare := [path for path in self._manifests if path not in known]:
+        known = {path: manifest for path, (_, manifest) in self._shards.items() if manifest is not None}
+        for path, manifest in known.items():
+            self.problems += manifests.check_describes(manifest, self._shards[path][0], place=manifest_path(path))
+        if bare := [path for path in self._shards if path not in known]:
             self.warnings.append(manifests.without_manifest(bare))
         self.problems += manifests.check_fits(known, tokenizer=self.tokenizer, vocab_size=self._recipe.model.vocab_size)
 
@@ -203,4 +199,4 @@ class _Opening:
         """The recipe's tokenizer; without one, that of the manifests, which all have the same."""
         if self.tokenizer is not None:
             return self.tokenizer.content_hash
-        return next((manifest.tokenizer_hash for manifest in self._manifests.values() if manifest is not None), None)
+        return next((manifest.tokenizer_hash for _, manifest in self._shards.values() if manifest is not None), None)
