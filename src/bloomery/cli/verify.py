@@ -11,10 +11,8 @@ from pathlib import Path
 from bloomery.base import exit_codes
 from bloomery.base.errors import Problem, RecipeError
 from bloomery.base.storage import write_atomically
-from bloomery.cli.arguments import add_json, add_recipe_arguments, as_text, load, show
-from bloomery.config.load import load_recipe
-from bloomery.config.recipe import Recipe
-from bloomery.sizing.layout import world_size
+from bloomery.cli.arguments import add_json, add_recipe_arguments, load, refuse, show
+from bloomery.sizing.memory import precision_problems
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -65,23 +63,15 @@ def run(args: argparse.Namespace) -> int:
 
 def _simulate(args: argparse.Namespace) -> int:
     """Instead of everything else that `verify` does: the recipe need only be legal in the simulated world."""
-    from bloomery.verify.simulate import METHOD, check_world, simulate_world
-
     if args.simulate_world is None:
         rule = "it names a rank of a simulated world"
         raise RecipeError(Problem(f"--rank is {args.rank}", rule, "add --simulate-world N"))
-    recipe = load_recipe(args.recipe, args.overrides).recipe
-    check_world(recipe, args.simulate_world, args.rank)
-    if world_size(recipe) != args.simulate_world:
-        args.overrides += _launched_as(recipe, args.simulate_world)
+    args.overrides += ["launch.nodes=1", f"launch.gpus_per_node={args.simulate_world}"]
     recipe = load(args).recipe
-    facts = simulate_world(recipe, args.simulate_world, args.rank)
-    return show(args, facts, lambda facts: f"{as_text(facts)}\n\n{METHOD}")
+    if problems := precision_problems(recipe):
+        raise RecipeError(problems)
+    if args.rank is not None and args.rank not in range(args.simulate_world):
+        raise refuse(f"--rank is {args.rank}", f"0 to {args.simulate_world - 1}")
+    from bloomery.verify.simulate import simulate_world
 
-
-def _launched_as(recipe: Recipe, world: int) -> list[str]:
-    """Overrides that give the recipe this many ranks, so that every rule is checked for this world."""
-    nodes = 1
-    if recipe.launch is not None and recipe.launch.on != "local" and world % recipe.launch.gpus_per_node == 0:
-        nodes = world // recipe.launch.gpus_per_node
-    return [f"launch.nodes={nodes}", f"launch.gpus_per_node={world // nodes}"]
+    return show(args, simulate_world(recipe, args.rank))

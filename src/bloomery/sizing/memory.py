@@ -104,11 +104,11 @@ def weight_bytes(recipe: Recipe, layout: Layout, held: HeldElements) -> WeightBy
     )
 
 
-def stage_part(recipe: Recipe, layout: Layout, pp: int) -> tuple[int, bool, bool]:
-    """(number of layers, has the embedding, has the head) of a pipeline rank."""
+def stage_part(recipe: Recipe, layout: Layout, pp: int) -> tuple[list[range], bool, bool]:
+    """(layers of each of its stages, has the embedding, has the head) of a pipeline rank."""
     layers = stage_layers(recipe.model.num_layers, layout.pp * recipe.parallel.chunks)
     numbers = stages_of_rank(pp, layout.pp, recipe.parallel.chunks)
-    return sum(len(layers[number]) for number in numbers), 0 in numbers, len(layers) - 1 in numbers
+    return [layers[number] for number in numbers], 0 in numbers, len(layers) - 1 in numbers
 
 
 def held_elements(recipe: Recipe, layout: Layout, place: Place) -> HeldElements:
@@ -116,7 +116,8 @@ def held_elements(recipe: Recipe, layout: Layout, place: Place) -> HeldElements:
     which the last may be short or empty."""
     model, vocab_size = recipe.model, padded_vocab_size(recipe.model)
     layers, embedding, head = stage_part(recipe, layout, place.pp)
-    weights = model_shapes(model, vocab_size=vocab_size, num_layers=layers, embedding=embedding, head=head)
+    num_layers = sum(map(len, layers))
+    weights = model_shapes(model, vocab_size=vocab_size, num_layers=num_layers, embedding=embedding, head=head)
     pieces = whole = owned = 0
     for weight in weights:
         cut = cut_dimension(weight.name)
@@ -136,7 +137,8 @@ def stage_facts(recipe: Recipe, layout: Layout) -> list[dict[str, Any]]:
     """Of every kind of pipeline rank, in their order: the ranks that are alike, and what the fullest of them holds."""
     kinds: dict[tuple[int, bool, bool], list[int]] = {}
     for pp in range(layout.pp):
-        kinds.setdefault(stage_part(recipe, layout, pp), []).append(pp)
+        layers, embedding, head = stage_part(recipe, layout, pp)
+        kinds.setdefault((sum(map(len, layers)), embedding, head), []).append(pp)
     facts = []
     for (num_layers, embedding, head), pipeline_ranks in kinds.items():
         held = held_elements(recipe, layout, Place(pp=pipeline_ranks[0]))  # none of the stage holds or owns more

@@ -10,7 +10,6 @@ compiled, and there is no allocator: real memory is rounded up and fragmented, c
 
 from __future__ import annotations
 
-import sys
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -31,7 +30,6 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from bloomery.base.errors import Problem, RecipeError
 from bloomery.config.recipe import PipelineSchedule, Recipe
 from bloomery.data.batch import Batch, Packing, causal_batch
 from bloomery.families.family import LM_LOSS, SOP_LOSS
@@ -47,8 +45,8 @@ from bloomery.parallel.mesh import Mesh, make_mesh
 from bloomery.parallel.pipeline import schedule_in_force
 from bloomery.parallel.tensor import vocabulary_losses
 from bloomery.parallel.weights import weights_of
-from bloomery.sizing.layout import Layout, cut_dimension, micro_batches, ranks_per_replica, stage_layers, stages_of_rank
-from bloomery.sizing.memory import HeldElements, WeightBytes, precision_problems, weight_bytes
+from bloomery.sizing.layout import Layout, cut_dimension, micro_batches, world_size
+from bloomery.sizing.memory import HeldElements, WeightBytes, stage_part, weight_bytes
 from bloomery.sizing.parameters import count_parameters, padded_vocab_size
 
 _CPU = torch.device("cpu")
@@ -86,14 +84,11 @@ class SimulatedRank:
     memory_bytes: RankMemory
 
 
-def simulate_world(recipe: Recipe, world: int, rank: int | None = None) -> dict[str, Any]:
-    """Build ranks of a world of `world` ranks: the given one, or those of the first, a middle and the last stage. What
-    they hold, as the JSON of `verify --simulate-world`: a public contract. Sizes are in bytes.
-
-    RecipeError if the world or the rank is impossible. Everything else must have been checked for this very world.
-    """
-    check_world(recipe, world, rank)
-    began, parallel, layout = time.monotonic(), recipe.parallel, Layout.of(recipe, world)
+def simulate_world(recipe: Recipe, rank: int | None = None) -> dict[str, Any]:
+    """Build ranks of the recipe's world: the given one, or those of the first, a middle and the last stage. What they
+    hold, as the JSON of `verify --simulate-world`: a public contract. Sizes are in bytes."""
+    began, parallel, world = time.monotonic(), recipe.parallel, world_size(recipe)
+    layout = Layout.of(recipe, world)
     stage_size = world // layout.pp
     chosen = [rank] if rank is not None else sorted({0, layout.pp // 2 * stage_size, world - stage_size})
     parameters = count_parameters(recipe.model, vocab_size=padded_vocab_size(recipe.model)).total
@@ -115,23 +110,6 @@ def simulate_world(recipe: Recipe, world: int, rank: int | None = None) -> dict[
     }
 
 
-def check_world(recipe: Recipe, world: int, rank: int | None) -> None:
-    """RecipeError, with the nearest legal values, if the recipe cannot have such a world or such a rank."""
-    parallel, unit = recipe.parallel, ranks_per_replica(recipe)
-    problems = precision_problems(recipe)
-    if world < 1 or world % unit:
-        below, above = world // unit * unit, (max(world, 0) // unit + 1) * unit
-        factors = f"tp {parallel.tp} * pp {parallel.pp} * cp {parallel.cp} = {unit}"
-        near = f"{below} or {above}" if below > 0 else f"{above}"
-        rule = f"one replica takes {factors} ranks, which must divide the world"
-        problems.append(Problem(f"--simulate-world is {world}", rule, f"use {near}"))
-    if rank is not None and not 0 <= rank < world:
-        near = f"use {min(max(rank, 0), max(world - 1, 0))}"
-        problems.append(Problem(f"--rank is {rank}", f"ranks of this world are 0 to {world - 1}", near))
-    if problems:
-        raise RecipeError(problems)
-
-
 def simulate_rank(recipe: Recipe, layout: Layout, rank: int) -> SimulatedRank:
     with _fake_world(layout, rank) as mesh:
         outlined, meter = outline(recipe, mesh, compile_model=False), MemoryMeter()
@@ -139,14 +117,13 @@ def simulate_rank(recipe: Recipe, layout: Layout, rank: int) -> SimulatedRank:
             parts = _compute_in(recipe, give_memory(outlined, recipe, mesh, device=_CPU))
             gradients, held = Gradients(parts.weights, mesh), _held_elements(parts)
             memory, in_flight = _measure(recipe, parts, gradients, meter, weight_bytes(recipe, layout, held))
-    numbers = stages_of_rank(mesh.pp, layout.pp, recipe.parallel.chunks)
-    owned = stage_layers(recipe.model.num_layers, layout.pp * recipe.parallel.chunks)
+    layers, embedding, head = stage_part(recipe, layout, mesh.pp)
     return SimulatedRank(
         rank=rank,
         place={"pp": mesh.pp, "dp": mesh.dp, "cp": mesh.cp, "tp": mesh.tp},
-        layers=[list(owned[number]) for number in numbers],
-        embedding=0 in numbers,
-        head=len(owned) - 1 in numbers,
+        layers=list(map(list, layers)),
+        embedding=embedding,
+        head=head,
         elements=held.pieces,
         owned_elements=held.owned,
         forward_passes_held=in_flight,
@@ -158,13 +135,11 @@ def simulate_rank(recipe: Recipe, layout: Layout, rank: int) -> SimulatedRank:
 def _fake_world(layout: Layout, rank: int) -> Iterator[Mesh]:
     """A process group whose other ranks never answer, and of which nobody notices that they do not."""
     assert not dist.is_initialized(), "a simulation needs a process without a process group"
-    excepthook = sys.excepthook  # torch puts the rank before every line of a traceback, once more with every group
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=layout.world)
     try:
         yield make_mesh(layout, _CPU)
     finally:
         dist.destroy_process_group()
-        sys.excepthook = excepthook
 
 
 def _elements_of_stage(recipe: Recipe, layout: Layout, rank: int) -> int:
@@ -337,13 +312,6 @@ def most_held(passes: Iterator[Pass], kept: Sequence[int], working: Sequence[int
         if direction == "backward":
             held[chunk] -= 1
     return peak, most
-
-
-METHOD = """\
-Masters, copies, gradients and optimizer state are exact: counted from the pieces of the rank. Activations are
-simulated: fake micro-batches go forward and backward through the rank's own stages while every tensor is counted;
-attention and dropout keep what an accelerator's kernels keep. There is no allocator in it (rounding, fragmentation,
-CUDA context, communication buffers come on top), and nothing is compiled (compiled code keeps less)."""
 
 
 def _accelerator_kernel(device_type: str, **facts: Any) -> str:
