@@ -203,7 +203,10 @@ def test_the_three_stages_of_a_pipeline_are_shown(
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--simulate-world", "13"], "tp * pp * cp = 6 of the 13 ranks that are launched, and must divide them. Use 12 or 18"),
+        (
+            ["--simulate-world", "13"],
+            "tp * pp * cp = 6 of the 13 ranks that are launched, and must divide them. Use 12 or 18",
+        ),
         (["--simulate-world", "0"], "launch.gpus_per_node is 0. Must be greater than 0."),
         (["--simulate-world", "12", "--rank", "12"], "--rank is 12. For this training the range is 0 to 11."),
         (["--rank", "3"], "Add --simulate-world N."),

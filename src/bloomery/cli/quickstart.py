@@ -5,8 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from bloomery.base import exit_codes
-from bloomery.base.signals import job_seconds
+from bloomery.base import exit_codes, signals
 from bloomery.base.units import format_seconds
 from bloomery.cli.arguments import add_device, load
 from bloomery.config.recipe import Recipe
@@ -24,38 +23,39 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     args.recipe = "quickstart"
     recipe = load(args).recipe
+    chapters = _chapters(recipe, args)
+    from bloomery.cli.main import main
+
+    for number, (title, commands) in enumerate(chapters.items(), 1):
+        print(f"\n[{number}/{len(chapters) + 1}] {title}", flush=True)
+        for command in commands:
+            if code := main(command):
+                return code
+            if signals.requested:  # training has saved and returned
+                print("quickstart ends here, because training was stopped. Run it again to resume.")
+                return exit_codes.INTERRUPTED
+    print(f"\n[{len(chapters) + 1}/{len(chapters) + 1}] Results\n{_results(recipe, args.run_dir)}")
+    return exit_codes.OK
+
+
+def _chapters(recipe: Recipe, args: argparse.Namespace) -> dict[str, list[list[str]]]:
+    """The commands of each title."""
     assert recipe.tokenizer is not None
-    run_dir, device = str(args.run_dir), ["--device", args.device] if args.device else []
-    vocabulary = ["--vocab-size", str(recipe.model.vocab_size), "--output", recipe.tokenizer.path]
+    tokenizer, run_dir, device = recipe.tokenizer.path, str(args.run_dir), ["--device", args.device] * bool(args.device)
+    make = ["tokenizer", "train", "python-stdlib", "--vocab-size", str(recipe.model.vocab_size), "--output", tokenizer]
     for_data = [text for text in args.overrides if text.split("=")[0].split(".")[0] in ("seed", "tokenizer", "prepare")]
     train = ["train", "quickstart", *args.overrides, "--run-dir", run_dir, *device]
     half = f"train.exit_after={TrainingPlan.of(recipe).train_steps // 2} steps"
-    prompt = ["--prompt", PROMPT, "--max-new-tokens", "80", *device]
     is_new = not (args.run_dir / "checkpoints" / "latest").is_file()
-    chapters: list[tuple[str, list[list[str]]]] = [
-        (
-            "Tokenizer: byte-level BPE from this Python's own source files",
-            [["tokenizer", "train", "python-stdlib", *vocabulary]],
+    return {
+        "Tokenizer: byte-level BPE from this Python's own source files": (
+            [] if (Path(tokenizer) / "tokenizer.json").is_file() else [make]
         ),
-        ("Shards", [["prepare", "quickstart", *for_data]]),
-        ("Training: stopped half way, then resumed", [[*train, half], train] if is_new else [train]),
-        ("Export: a Hugging Face folder", [["export", run_dir, str(args.run_dir / "hf")]]),
-        ("A sample", [["generate", run_dir, *prompt]]),
-    ]
-    from bloomery.cli.main import main
-
-    for number, (title, commands) in enumerate(chapters, 1):
-        print(f"\n[{number}/{len(chapters) + 1}] {title}", flush=True)
-        for command in commands:
-            if command[0] == "tokenizer" and (Path(recipe.tokenizer.path) / "tokenizer.json").is_file():
-                print(f"{recipe.tokenizer.path} exists already")
-            elif code := main(command):
-                return code
-            elif command[0] == "train" and (stopped := _stopped_by_hand(args.run_dir)):
-                print(f"quickstart ends here, because training stopped: {stopped}. Run it again to resume.")
-                return exit_codes.INTERRUPTED
-    print(f"\n[6/6] Results\n{_results(recipe, args.run_dir)}")
-    return exit_codes.OK
+        "Shards": [["prepare", "quickstart", *for_data]],
+        "Training: stopped half way, then resumed": [[*train, half], train] if is_new else [train],
+        "Export: a Hugging Face folder": [["export", run_dir, str(args.run_dir / "hf")]],
+        "A sample": [["generate", run_dir, "--prompt", PROMPT, "--max-new-tokens", "80", *device]],
+    }
 
 
 def _results(recipe: Recipe, folder: Path) -> str:
@@ -81,13 +81,6 @@ def _results(recipe: Recipe, folder: Path) -> str:
     loss = (
         f"{kind} loss {last.losses[LM_LOSS]:.3f} nats per token; the frequency of each token alone gives {entropy:.3f}"
     )
-    return f"{loss}\nreport: {write_report(folder)}\ndone in {format_seconds(job_seconds())}; next: docs/tour.md"
-
-
-def _stopped_by_hand(folder: Path) -> str | None:
-    """Why the newest job stopped, if a signal or a control file stopped it."""
-    from bloomery.monitor import names
-    from bloomery.monitor.history import read_events
-
-    stops = [event for event in read_events(folder / names.EVENTS_FILE) if event["kind"] == names.Event.STOP]
-    return str(stops[-1]["text"]) if stops and stops[-1]["reason"] in ("signal", "control") else None
+    return (
+        f"{loss}\nreport: {write_report(folder)}\ndone in {format_seconds(signals.job_seconds())}; next: docs/tour.md"
+    )
