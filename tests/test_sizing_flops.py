@@ -8,7 +8,7 @@ import pytest
 
 from bloomery.config.recipe import ModelSection
 from bloomery.families.registry import family_defaults
-from bloomery.sizing.flops import FlopCount, flops_per_token, peak_flops, tflops_per_device
+from bloomery.sizing.flops import FlopCount, flops_per_token, peak_flops
 
 
 def model(**fields: Any) -> ModelSection:
@@ -35,13 +35,8 @@ LLAMA_3_8B = model(
 
 @pytest.mark.parametrize(("seconds", "published"), [(104.70, 149.76), (105.22, 149.02)])
 def test_bloom_176b_tflops_equal_the_log(seconds: float, published: float) -> None:
-    tflops = tflops_per_device(
-        bloom(layers=70),
-        FlopCount.HARDWARE_FULL_RECOMPUTE,
-        tokens_per_second=2048 * 2048 / seconds,
-        num_devices=384,
-    )
-    assert tflops == pytest.approx(published, abs=0.005)
+    flops = flops_per_token(bloom(layers=70), FlopCount.HARDWARE_FULL_RECOMPUTE)
+    assert flops * 2048 * 2048 / seconds / 384 / 1e12 == pytest.approx(published, abs=0.005)
 
 
 @pytest.mark.parametrize(
@@ -49,13 +44,8 @@ def test_bloom_176b_tflops_equal_the_log(seconds: float, published: float) -> No
     [(10, 4.173, 16, 119.42), (8, 2.510, 8, 117.70), (8, 2.634, 8, 123.52)],
 )
 def test_azure_rows_are_reproduced(layers: int, samples_per_second: float, gpus: int, published: float) -> None:
-    tflops = tflops_per_device(
-        bloom(layers=layers, heads=32),
-        FlopCount.HARDWARE_FULL_RECOMPUTE,
-        tokens_per_second=samples_per_second * 2048,
-        num_devices=gpus,
-    )
-    assert tflops == pytest.approx(published, abs=0.015)
+    flops = flops_per_token(bloom(layers=layers, heads=32), FlopCount.HARDWARE_FULL_RECOMPUTE)
+    assert flops * samples_per_second * 2048 / gpus / 1e12 == pytest.approx(published, abs=0.015)
 
 
 def test_full_recompute_is_megatrons_equation_3() -> None:

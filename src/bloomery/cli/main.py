@@ -19,41 +19,29 @@ from bloomery.base import exit_codes, signals
 from bloomery.base.errors import BloomeryError, host_memory_problem, mask_streams
 
 COMMANDS = {
-    "quickstart": "everything once, on this machine's Python files: tokenizer, shards, training, export, report",
-    "tokenizer train": "train a byte-level BPE tokenizer on raw text",
-    "download": "download the files of a manifest and verify size and checksum",
-    "extract": "turn many compressed .jsonl files into N plain ones",
-    "prepare": "turn raw text into shards",
-    "check": "validate a recipe; --explain prints every value and where it came from",
-    "plan": "parameters, memory and checkpoint sizes of a recipe's layout",
-    "inspect schedule": "steps, batch levels, learning rate and saves of a recipe",
-    "inspect data": "documents, tokens and vocabulary of shards; epochs of each source in a training",
-    "inspect sample": "the samples at some positions of a run, as text",
-    "inspect step": "the samples of one step, as text",
-    "inspect order": "epochs, ranges and shares of every source",
-    "inspect checkpoint": "contents of a checkpoint; --verify, --list",
-    "inspect model": "parameters by group and FLOPs per token of a recipe",
-    "train": "train, or resume where the run stopped",
-    "verify": "certify, on a small copy of a recipe, that every layout trains the same as one rank",
-    "generate": "continue a prompt with a checkpoint",
-    "export": "convert a checkpoint to a Hugging Face folder",
-    "import hf": "start a run from a Hugging Face folder",
-    "import megatron": "convert a Megatron command line, launch script and ds_config to a recipe",
-    "report": "write one HTML page about a run",
+    "quickstart": ("quickstart", "everything once, on this machine's Python files, from tokenizer to report"),
+    "tokenizer train": ("tokenizer_train", "train a byte-level BPE tokenizer on raw text"),
+    "download": ("download", "download the files of a manifest and verify size and checksum"),
+    "extract": ("download", "turn many compressed .jsonl files into N plain ones"),
+    "prepare": ("prepare", "turn raw text into shards"),
+    "check": ("check", "validate a recipe; --explain prints every value and where it came from"),
+    "plan": ("plan", "parameters, memory and checkpoint sizes of a recipe's layout"),
+    "inspect schedule": ("inspect_recipe", "steps, batch levels, learning rate and saves of a recipe"),
+    "inspect data": ("inspect_data", "documents, tokens and vocabulary of shards; epochs of each source in a training"),
+    "inspect sample": ("inspect_data", "the samples at some positions of a run, as text"),
+    "inspect step": ("inspect_data", "the samples of one step, as text"),
+    "inspect order": ("inspect_data", "epochs, ranges and shares of every source"),
+    "inspect checkpoint": ("inspect_checkpoint", "contents of a checkpoint; --verify, --list"),
+    "inspect model": ("inspect_recipe", "parameters by group and FLOPs per token of a recipe"),
+    "train": ("train", "train, or resume where the run stopped"),
+    "verify": ("verify", "certify, on a small copy of a recipe, that every layout trains the same as one rank"),
+    "generate": ("generate", "continue a prompt with a checkpoint"),
+    "export": ("hf", "convert a checkpoint to a Hugging Face folder"),
+    "import hf": ("hf", "start a run from a Hugging Face folder"),
+    "import megatron": ("import_megatron", "convert a Megatron command line, launch script and ds_config to a recipe"),
+    "report": ("report", "write one HTML page about a run"),
 }
-_MODULES = {
-    "inspect model": "inspect_recipe",
-    "inspect schedule": "inspect_recipe",
-    "inspect data": "inspect_data",
-    "inspect sample": "inspect_data",
-    "inspect step": "inspect_data",
-    "inspect order": "inspect_data",
-    "download": "download",
-    "extract": "download",
-    "export": "hf",
-    "import hf": "hf",
-}
-"""Of commands that share a module, where each has its own `run_<word>`. The others have a module of their name."""
+"""Name -> module and what it does. A module of several commands has a `run_<last word>` for each."""
 _AS_IS = ("generate", "inspect sample", "inspect step")
 """Their output is the text of documents or of a model, which stays as it is."""
 
@@ -140,9 +128,10 @@ def _run(arguments: list[str]) -> int:
         remedy = f"did you mean `bloomery {guess[0]}`?" if guess else "see `bloomery --help`."
         print(f"bloomery: there is no command {name!r}; {remedy}", file=sys.stderr)
         return exit_codes.USAGE
-    command = importlib.import_module(f"bloomery.cli.{_MODULES.get(name, name.replace(' ', '_'))}")
-    own = f"_{name.split()[-1]}" if name in _MODULES else ""
-    parser = argparse.ArgumentParser(prog=f"bloomery {name}", description=COMMANDS[name], allow_abbrev=False)
+    module, text = COMMANDS[name]
+    command = importlib.import_module(f"bloomery.cli.{module}")
+    own = "" if hasattr(command, "run") else f"_{name.split()[-1]}"
+    parser = argparse.ArgumentParser(prog=f"bloomery {name}", description=text, allow_abbrev=False)
     getattr(command, f"add_arguments{own}")(parser)
     try:
         parse = getattr(command, "parse", argparse.ArgumentParser.parse_intermixed_args)  # its own, if it has one
@@ -154,7 +143,7 @@ def _run(arguments: list[str]) -> int:
 
 
 def _help(commands: Collection[str]) -> str:
-    rows = "\n".join(f"  {name:<20}{COMMANDS[name]}" for name in commands)
+    rows = "\n".join(f"  {name:<20}{COMMANDS[name][1]}" for name in commands)
     return (
         "usage: bloomery COMMAND [...]\n\nFrom raw text to a pretrained language model, with one recipe.\n\n"
         f"commands:\n{rows}\n\nSee also bloomery COMMAND --help. RECIPE is a file or the name of a shipped recipe."

@@ -37,9 +37,7 @@ class OnResume:
 
 def _amount(*units: AmountUnit, positive: bool = True) -> Callable[[Any], Amount]:
     def parse(value: Any) -> Amount:
-        found = (
-            value if isinstance(value, Amount) else parse_amount(value if isinstance(value, str) else "", units=units)
-        )
+        found = parse_amount(str(value), units=units)
         if positive and not found.count:
             raise ValueError("must be greater than 0")
         return found
@@ -48,14 +46,14 @@ def _amount(*units: AmountUnit, positive: bool = True) -> Callable[[Any], Amount
 
 
 def _duration(value: Any) -> Duration:
-    found = value if isinstance(value, Duration) else parse_duration(value if isinstance(value, str) else "")
+    found = parse_duration(str(value))
     if not found.seconds:
         raise ValueError("must be greater than 0")
     return found
 
 
 def _amount_or_duration(value: Any) -> Amount | Duration:
-    is_amount = isinstance(value, Amount) or re.search("step|sample|token", str(value))
+    is_amount = re.search("step|sample|token", str(value))
     return _amount("steps", "samples", "tokens")(value) if is_amount else _duration(value)
 
 

@@ -50,13 +50,6 @@ def flops_per_token(model: ModelSection, definition: FlopCount) -> int:
     }[definition]
 
 
-def tflops_per_device(
-    model: ModelSection, definition: FlopCount, *, tokens_per_second: float, num_devices: int
-) -> float:
-    """Achieved TFLOP/s of one device; `tokens_per_second` is that of all devices together."""
-    return flops_per_token(model, definition) * tokens_per_second / num_devices / 1e12
-
-
 _PEAK_TFLOPS: tuple[tuple[str, dict[str, float]], ...] = (
     # Names are matched whole: a laptop part, a MIG slice or an unlisted variant has another peak.
     (r"(Tesla|NVIDIA) V100-SXM[23]-\d+GB", {"fp16": 125}),

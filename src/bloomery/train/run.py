@@ -29,7 +29,7 @@ from bloomery.monitor.record import StepRecord
 from bloomery.parallel.feed import Feed, validation_batches
 from bloomery.parallel.mesh import Mesh
 from bloomery.parallel.runner import Runner
-from bloomery.sizing.flops import FlopCount, peak_flops, tflops_per_device
+from bloomery.sizing.flops import FlopCount, flops_per_token, peak_flops
 from bloomery.sizing.parameters import count_parameters
 from bloomery.sizing.schedule import TrainingPlan
 from bloomery.train.optimizer import Optimizer
@@ -143,9 +143,7 @@ class Run(Opened):
         self.count_energy(state)
         interval, consumed = self.meter.take(), pending.consumed_samples
         tokens_per_second = interval.samples_per_second * self.plan.seq_length
-        tflops = tflops_per_device(
-            self.recipe.model, LOGGED_FLOPS, tokens_per_second=tokens_per_second, num_devices=self.ranks.size
-        )
+        tflops = flops_per_token(self.recipe.model, LOGGED_FLOPS) * tokens_per_second / self.ranks.size / 1e12
         peak = peak_flops(device_name(self.device), self.recipe.precision)
         memory_now, memory_peak = memory_bytes(self.device)
         self.journal.step(
