@@ -208,7 +208,7 @@ def test_the_three_stages_of_a_pipeline_are_shown(
             "tp * pp * cp = 6 of the 13 ranks that are launched, and must divide them. Use 12 or 18",
         ),
         (["--simulate-world", "0"], "launch.gpus_per_node is 0. Must be greater than 0."),
-        (["--simulate-world", "12", "--rank", "12"], "--rank is 12. For this training the range is 0 to 11."),
+        (["--simulate-world", "12", "--rank", "12"], "--rank is 12. Ranks of this world are 0 to 11."),
         (["--rank", "3"], "Add --simulate-world N."),
         (["--simulate-world", "30"], "it must be a multiple of micro_batch_size 2 times 5 data-parallel replicas"),
         (

@@ -11,7 +11,7 @@ from pathlib import Path
 from bloomery.base import exit_codes
 from bloomery.base.errors import Problem, RecipeError
 from bloomery.base.storage import write_atomically
-from bloomery.cli.arguments import add_json, add_recipe_arguments, load, refuse, show
+from bloomery.cli.arguments import add_json, add_recipe_arguments, load, show
 from bloomery.sizing.memory import precision_problems
 
 
@@ -71,7 +71,8 @@ def _simulate(args: argparse.Namespace) -> int:
     if problems := precision_problems(recipe):
         raise RecipeError(problems)
     if args.rank is not None and args.rank not in range(args.simulate_world):
-        raise refuse(f"--rank is {args.rank}", f"0 to {args.simulate_world - 1}")
+        rule = f"ranks of this world are 0 to {args.simulate_world - 1}"
+        raise RecipeError(Problem(f"--rank is {args.rank}", rule, "use one of them"))
     from bloomery.verify.simulate import simulate_world
 
     return show(args, simulate_world(recipe, args.rank))
