@@ -15,7 +15,7 @@ from bloomery.model.init import initialise
 from bloomery.model.transformer import build_model, materialise
 
 FAMILIES = list(registry.FAMILIES)
-DECODERS = registry.families_that(encoder=False)
+DECODERS = [name for name, family in registry.FAMILIES.items() if not family.encoder]
 
 
 def small_config(family: str, **changes: Any) -> ModelSection:

@@ -105,12 +105,12 @@ def broken_validation_on_rank_1(arguments: Sequence[str]) -> int:
     """Rank 1 cannot read what it is to evaluate."""
     if is_rank(1):
         from bloomery.base.errors import DataError, Problem
-        from bloomery.parallel import feed
+        from bloomery.train import run
 
         def fail(*args: Any, **kwargs: Any) -> Any:
             raise DataError(Problem("shard valid.bin has gone"))
 
-        feed.read_batch = fail
+        run.read_batch = fail
     return main(arguments)
 
 

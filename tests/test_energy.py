@@ -14,11 +14,12 @@ import torch
 
 from bloomery.base import accelerator as counters
 from bloomery.base.accelerator import NvmlSensor, Rapl, energy_sensor, find_rapl, pick_device
+from bloomery.base.ranks import ALONE
 from bloomery.base.units import Energy, format_device_hours, format_joules
 from bloomery.checkpoint.load import read_checkpoint
 from bloomery.interop.hf.card import model_card
 from bloomery.monitor import meters as monitor
-from bloomery.monitor.meters import EnergyMeter, is_whole, spent_before, start_meter
+from bloomery.monitor.meters import EnergyMeter, is_whole, start_meter
 from bloomery.monitor.report import write_report
 from conftest import Workshop
 from threads_as_ranks import together
@@ -126,7 +127,7 @@ def test_an_nvidia_board_counts_what_it_spends() -> None:
 def test_ranks_of_one_machine_read_a_shared_sensor_once(powercap: Path) -> None:
     sensor = find_rapl(powercap)
     assert isinstance(sensor, Rapl)
-    meters = together(3, lambda ranks: start_meter(sensor, powercap, Energy(), ranks))
+    meters = together(3, lambda ranks: start_meter(sensor, powercap, [Energy()], ranks))
     assert {meter.counted_by for meter in meters} == {"RAPL (dram, package-0)"}
     count(powercap / "intel-rapl:0", 65_000_000)
     for meter in meters:
@@ -145,7 +146,7 @@ def test_a_rank_without_a_sensor_is_seen_in_the_share(powercap: Path) -> None:
             return 0.0
 
     sensors = ["no sensor that answers", Own()]
-    meters = together(2, lambda ranks: start_meter(sensors[ranks.rank], powercap, Energy(), ranks))
+    meters = together(2, lambda ranks: start_meter(sensors[ranks.rank], powercap, [Energy()], ranks))
     assert {meter.counted_by for meter in meters} == {"no sensor that answers; NVML"}
     total = Energy()
     for meter in meters:
@@ -156,17 +157,16 @@ def test_a_rank_without_a_sensor_is_seen_in_the_share(powercap: Path) -> None:
 
 
 def test_the_largest_sum_that_was_written_anywhere_counts(tmp_path: Path) -> None:
-    saved = Energy(1.0, 10.0, 10.0)
-    assert spent_before(tmp_path, saved) == saved
-    event = {"kind": "start", "energy": Energy(2.0, 20.0, 20.0).to_json()}
-    (tmp_path / "events.jsonl").write_text(json.dumps(event) + "\n" + json.dumps({"kind": "note"}) + "\n")
-    assert spent_before(tmp_path, saved).joules == 2.0
+    def before(*known: Energy) -> Energy:
+        return start_meter("no sensor", tmp_path / "metrics.jsonl", known, ALONE).before
+
+    assert before(Energy(1.0, 10.0, 10.0), Energy(2.0, 20.0, 20.0)).joules == 2.0
     records = [{"kind": "step", "energy": Energy(n, 10.0 * n, 10.0 * n).to_json()} for n in (3.0, 4.0)]
     lines = [json.dumps(record) for record in records]
     (tmp_path / "metrics.jsonl").write_text(
         "\n".join([*lines, '{"kind": "step"}', "[1]", '{"energy":' + "[" * 100_000, '{"torn'])
     )
-    assert spent_before(tmp_path, saved).joules == 4.0
+    assert before(Energy(1.0, 10.0, 10.0)).joules == 4.0
 
 
 def test_energy_is_said_in_units_that_people_pay_for() -> None:

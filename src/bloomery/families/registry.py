@@ -19,11 +19,6 @@ READERS: dict[str, list[str]] = {
 """Model fields that only some families read -> those families."""
 
 
-def families_that(**facts: Any) -> list[str]:
-    """Names of the families with these facts, such as encoder=True."""
-    return [name for name, family in FAMILIES.items() if all(getattr(family, key) == facts[key] for key in facts)]
-
-
 def family_defaults(model: dict[str, Any]) -> dict[str, Any]:
     """Values for the `model` fields that the user left out; of a faulty recipe, values that do no further harm."""
     name = model.get("family")

@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable
-from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -96,15 +95,7 @@ def read_events(path: Path) -> list[dict[str, Any]]:
 
 def read_ledger(path: Path) -> Ledger:
     """What a start needs to know of all jobs before it; empty where there is no ledger. Only starts and stops have any
-    of it: no other line is even parsed. A start asks twice: a file that has not changed since is not read again."""
-    if not path.exists():
-        return Ledger([], Energy())
-    found = path.stat()
-    return _read_ledger(path, (found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns))
-
-
-@lru_cache(maxsize=1)
-def _read_ledger(path: Path, version: tuple[int, ...]) -> Ledger:
+    of it: no other line is even parsed."""
     starts: list[Start] = []
     spent = Energy()
 
@@ -117,7 +108,8 @@ def _read_ledger(path: Path, version: tuple[int, ...]) -> Ledger:
         if event["kind"] == names.Event.START and type(event.get("job")) is type(event.get("step")) is int:
             starts.append(Start(event["job"], event["step"], str(event.get("start", ""))))
 
-    scan(path, take)
+    if path.exists():
+        scan(path, take)
     return Ledger(starts, spent)
 
 

@@ -8,7 +8,7 @@ import os
 import socket
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -17,13 +17,11 @@ from typing import TYPE_CHECKING, Any
 
 from bloomery.base import signals
 from bloomery.base.bounded import parse_json
-from bloomery.base.errors import DataError
 from bloomery.base.ranks import Ranks
 from bloomery.base.signals import PULSE
 from bloomery.base.storage import open_plain
 from bloomery.base.units import Energy
 from bloomery.monitor import names
-from bloomery.monitor.history import read_ledger
 
 if TYPE_CHECKING:
     from bloomery.base.accelerator import Sensor
@@ -212,26 +210,19 @@ class EnergyMeter:
             return None
 
 
-def start_meter(sensor: Sensor | str, run_folder: Path, saved: Energy, ranks: Ranks) -> EnergyMeter:
+def start_meter(sensor: Sensor | str, metrics: Path, known: Sequence[Energy], ranks: Ranks) -> EnergyMeter:
     """This rank's meter. Of ranks that share a sensor the first one reads it. Collective.
 
-    `sensor`: of this rank's device, or why it has none. `saved`: see spent_before."""
+    `sensor`: of this rank's device, or why it has none. `known`: what checkpoint and ledger say that earlier jobs of
+    the run have spent; the records in `metrics` may know more. The checkpoint may have come from another machine. All
+    sums only grow, so the largest one counts."""
     name, is_shared = (sensor, False) if isinstance(sensor, str) else (sensor.name, sensor.shared)
     found = ranks.gather((_machine(), name))
     here = [rank for rank, (machine, _) in enumerate(found) if machine == found[ranks.rank][0]]
     words = "; ".join(dict.fromkeys(name for _, name in found))
-    spent = spent_before(run_folder, saved) if ranks.rank == 0 else None
+    spent = max([*known, *_logged(metrics)], key=Energy.order) if ranks.rank == 0 else None
     own = None if isinstance(sensor, str) or (is_shared and ranks.rank != here[0]) else sensor
     return EnergyMeter(own, covers=len(here) if is_shared else 1, counted_by=words, before=ranks.broadcast(spent))
-
-
-def spent_before(run_folder: Path, saved: Energy) -> Energy:
-    """What earlier jobs of a run have spent: all sums only grow, so the largest one that was written down anywhere.
-    `saved`: that of its checkpoint, which may have come from another machine."""
-    found = [saved, *_logged(run_folder / names.METRICS_FILE)]
-    with contextlib.suppress(DataError):
-        found.append(read_ledger(run_folder / names.EVENTS_FILE).energy)
-    return max(found, key=Energy.order)
 
 
 def is_whole(energy: Energy) -> bool:

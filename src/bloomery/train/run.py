@@ -14,19 +14,19 @@ import torch
 
 import bloomery
 from bloomery.base.accelerator import device_name, memory_bytes
-from bloomery.base.ranks import Ranks
+from bloomery.base.ranks import Ranks, agreed
 from bloomery.checkpoint.remote import Uploader
 from bloomery.checkpoint.retention import Tier
 from bloomery.checkpoint.save import Saver
 from bloomery.config.load import fingerprint
 from bloomery.config.recipe import Recipe
-from bloomery.data.batch import GlobalBatch
+from bloomery.data.batch import GlobalBatch, read_batch
 from bloomery.data.open import OpenData
 from bloomery.monitor import names
 from bloomery.monitor.journal import Journal
 from bloomery.monitor.meters import EnergyMeter, IntervalMeter
 from bloomery.monitor.record import StepRecord
-from bloomery.parallel.feed import Feed, validation_batches
+from bloomery.parallel.feed import Feed
 from bloomery.parallel.mesh import Mesh
 from bloomery.parallel.runner import Runner
 from bloomery.sizing.flops import FlopCount, flops_per_token, peak_flops
@@ -106,13 +106,18 @@ class Run(Opened):
         }
 
     def validation_batches(self, group: str) -> Iterator[GlobalBatch]:
-        """This process's share of a group's samples: always the same, at most as many as its sources have."""
+        """This replica's share of a group's samples, one micro-batch at a time: always the same samples, whatever the
+        layout, at most as many as the sources have. DataError on every rank if any could not read."""
         source, evaluate, batch = self.data.validation[group], self.recipe.train.evaluate, self.recipe.batch
         wanted = evaluate.steps * batch.global_batch_size if evaluate else 0
-        num_samples = min(wanted, source.num_samples)
-        return validation_batches(
-            source, num_samples, micro_batch_size=batch.micro_batch_size, mesh=self.mesh, ranks=self.ranks
-        )
+        end, rows, mesh = min(wanted, source.num_samples), batch.micro_batch_size, self.mesh
+        window = rows * mesh.layout.dp
+        for first in range(0, end, window):
+            with agreed(self.ranks):
+                found = read_batch(
+                    source, first, window, micro_batch_size=rows, replica=mesh.dp, replicas=mesh.layout.dp, end=end
+                )
+            yield found
 
     def evaluates_at(self, step: int) -> bool:
         every = self.recipe.train.evaluate

@@ -7,6 +7,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import cast
 
 import torch
 
@@ -25,7 +26,7 @@ from bloomery.config.load import as_yaml
 from bloomery.config.recipe import Recipe
 from bloomery.data.open import open_data
 from bloomery.monitor import names
-from bloomery.monitor.history import Start, read_ledger
+from bloomery.monitor.history import Ledger, read_ledger
 from bloomery.monitor.journal import Journal, open_sinks
 from bloomery.monitor.meters import IntervalMeter, start_meter
 from bloomery.monitor.names import Event
@@ -66,15 +67,16 @@ def prepared_run(
     One training at a time may hold a run folder; its rank 0 holds it and reports. All ranks take the same steps."""
     with ExitStack() as closing:
         _refuse_unsupported(recipe, ranks)
-        starts, taken_over = _claim_folder(folder, ranks, closing)
+        ledger, taken_over = _claim_folder(folder, ranks, closing)
         roots = [folder / CHECKPOINTS, folder / LOCAL_CHECKPOINTS]
-        past = find_resume_point(recipe, roots, starts, wanted=start_from, changes=changes, ranks=ranks)
-        energy = start_meter(energy_sensor(device), folder, past.state.energy, ranks)
+        past = find_resume_point(recipe, roots, ledger.starts, wanted=start_from, changes=changes, ranks=ranks)
+        spent = (past.state.energy, ledger.energy)
+        energy = start_meter(energy_sensor(device), folder / names.METRICS_FILE, spent, ranks)
         past.state.energy = energy.before
         with agreed(ranks):
             data = closing.enter_context(open_data(recipe, plan=past.plan, cursor=past.before))
             shards = checked_shards(past, data, ranks)
-        job = 1 + len(starts)
+        job = 1 + len(ledger.starts)
         journal = _open_journal(recipe, folder, ranks, job=job, step=past.state.step, quiet=quiet)
         closing.callback(journal.close)
         opened = Opened(recipe, folder, device, ranks, past, data, shards, energy, journal, job)
@@ -101,9 +103,10 @@ def _refuse_unsupported(recipe: Recipe, ranks: Ranks) -> None:
         raise RecipeError(problems).reported_once(ranks.rank)
 
 
-def _claim_folder(folder: Path, ranks: Ranks, closing: ExitStack) -> tuple[list[Start], str]:
-    """Rank 0 locks the run folder. The starts before this one, and from whom it was taken over, if it was."""
-    taken_over, starts = "", list[Start]()
+def _claim_folder(folder: Path, ranks: Ranks, closing: ExitStack) -> tuple[Ledger, str]:
+    """Rank 0 locks the run folder. What earlier starts have left in its ledger, and from whom the folder was taken
+    over, if it was."""
+    found: tuple[Ledger, str] | None = None
     with agreed(ranks):
         if ranks.rank == 0:
             make_folder(folder)
@@ -111,9 +114,8 @@ def _claim_folder(folder: Path, ranks: Ranks, closing: ExitStack) -> tuple[list[
             for root in filter(Path.is_symlink, (folder / CHECKPOINTS, folder / LOCAL_CHECKPOINTS)):
                 own_folder(root, may_be_linked=True)
             taken_over = closing.enter_context(locked(folder))
-            starts = read_ledger(folder / names.EVENTS_FILE).starts
-    found: tuple[list[Start], str] = ranks.broadcast((starts, taken_over))
-    return found
+            found = read_ledger(folder / names.EVENTS_FILE), taken_over
+    return cast(tuple[Ledger, str], ranks.broadcast(found))
 
 
 def _open_journal(recipe: Recipe, folder: Path, ranks: Ranks, *, job: int, step: int, quiet: bool) -> Journal:
@@ -175,10 +177,10 @@ def _build(opened: Opened, roots: list[Path], closing: ExitStack, *, is_newest: 
     closing.push(partial(_finish_saves, saver))
     feed = Feed(
         opened.data.train,
+        mesh,
+        ranks,
         batch_size_at=past.plan.batch.global_batch_at,
         micro_batch_size=recipe.batch.micro_batch_size,
-        mesh=mesh,
-        ranks=ranks,
         pin_memory=device.type != "cpu",
     )
     closing.callback(feed.close)
