@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bloomery.base.errors import DataError
 from bloomery.base.ranks import Piece
 from bloomery.checkpoint.folder import (
     MANIFEST,
@@ -35,6 +36,15 @@ def chosen(roots: list[Path]) -> Path | None:
     """What a run with checkpoints in these places resumes from."""
     checkpoint = newest_good(roots).checkpoint
     return checkpoint and checkpoint.folder
+
+
+def damage(folder: Path) -> list[str]:
+    """Why `read_checkpoint` refuses it; nothing if it does not."""
+    try:
+        read_checkpoint(folder)
+    except DataError as error:
+        return sorted(problem.what for problem in error.problems)
+    return []
 
 
 def latest_checkpoint(root: Path) -> Path | None:

@@ -16,9 +16,8 @@ import pytest
 
 from bloomery.checkpoint.folder import MANIFEST
 from bloomery.checkpoint.format import Box, why_not_whole
-from bloomery.checkpoint.load import damage
 from bloomery.checkpoint.select import newest_good
-from checkpoints import change_manifest
+from checkpoints import change_manifest, damage
 from conftest import Workshop
 
 Command = Callable[..., tuple[int, str, str]]

@@ -15,14 +15,13 @@ from bloomery.base.errors import DataError, Problem
 from bloomery.base.ranks import Piece
 from bloomery.checkpoint import folder as folders
 from bloomery.checkpoint.folder import MANIFEST, parse_manifest
-from bloomery.checkpoint.listing import list_checkpoints
-from bloomery.checkpoint.load import damage
+from bloomery.checkpoint.inspect import describe_checkpoint, list_checkpoints
 from bloomery.checkpoint.retention import apply_retention
 from bloomery.checkpoint.save import save_checkpoint
-from bloomery.checkpoint.select import describe_checkpoint, newest_good
+from bloomery.checkpoint.select import newest_good
 from bloomery.config.recipe import KeepSection
 from bloomery.train import setup as start
-from checkpoints import change_manifest, chosen, flip_bit
+from checkpoints import change_manifest, chosen, damage, flip_bit
 from conftest import Workshop
 from threads_as_ranks import together
 

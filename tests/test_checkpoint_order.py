@@ -22,7 +22,7 @@ from bloomery.checkpoint import folder as folders
 from bloomery.checkpoint import load as load_module
 from bloomery.checkpoint import retention
 from bloomery.checkpoint.folder import FencedError, take_over, tidy
-from bloomery.checkpoint.listing import list_checkpoints
+from bloomery.checkpoint.inspect import list_checkpoints
 from bloomery.checkpoint.load import Checkpoint
 from bloomery.checkpoint.retention import Tier, apply_retention
 from bloomery.checkpoint.save import save_checkpoint

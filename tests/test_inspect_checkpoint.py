@@ -13,7 +13,7 @@ import torch
 from bloomery.base.errors import DataError
 from bloomery.base.ranks import Piece
 from bloomery.checkpoint.folder import find_checkpoint
-from bloomery.checkpoint.listing import list_checkpoints
+from bloomery.checkpoint.inspect import list_checkpoints
 from bloomery.checkpoint.load import read_checkpoint
 from bloomery.checkpoint.save import save_checkpoint
 from checkpoints import change_manifest, flip_bit, tensors_of

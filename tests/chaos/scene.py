@@ -24,12 +24,11 @@ import yaml
 
 from bloomery.base import exit_codes, signals
 from bloomery.checkpoint import folder as folders
-from bloomery.checkpoint.load import damage
 from bloomery.cli.main import main
 from bloomery.launch.local import run_local_ranks
 from bloomery.monitor.history import read_events, read_metrics
 from chaos.plant import Plant, planted
-from checkpoints import tensors_of
+from checkpoints import damage, tensors_of
 from conftest import SMALL, write_shard
 
 TESTS = Path(__file__).parents[1]

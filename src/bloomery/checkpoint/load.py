@@ -152,15 +152,6 @@ def _refuse(folder: Path, wrong: Iterable[str]) -> None:
         raise DataError(found)
 
 
-def damage(folder: Path, *, ranks: Ranks = ALONE, tensors: bool = True) -> list[str]:
-    """Why `read_checkpoint` refuses it; nothing if it does not."""
-    try:
-        read_checkpoint(folder, ranks=ranks, tensors=tensors)
-    except DataError as error:
-        return sorted(problem.what for problem in error.problems)
-    return []
-
-
 def read_index(folder: Path) -> dict[str, SavedTensor]:
     """What the checkpoint holds, by name: every tensor whole, in boxes of its own. DataError if it is not so."""
     try:

@@ -1,26 +1,17 @@
-"""Which checkpoints a run has: the newest good one to resume from, and the list of all of them for people."""
+"""Which checkpoint a run resumes from: the newest good one."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from bloomery.base.errors import DataError, Problem, RecipeError, StorageError
 from bloomery.base.ranks import ALONE, Ranks
 from bloomery.checkpoint import folder as folders
 from bloomery.checkpoint.folder import MANIFEST
-from bloomery.checkpoint.format import SavedTensor
 from bloomery.checkpoint.load import Check, Checkpoint, read_checkpoint
 from bloomery.checkpoint.remote import Fetched, RemoteSource
-from bloomery.config.load import fingerprint
-
-_ORDER = ("model.embed", "model.layers", "model.", "optim.")
-
-
-# ---------------------------------------------------------------- to resume from
 
 
 @dataclass(frozen=True)
@@ -81,52 +72,3 @@ def refuse_later(roots: Sequence[Path], *, step: int, damaged: Iterable[Path] = 
         what = f"another start saved {later[-1].name} while this one resumed from step {step}"
         rule = "a start resumes from the newest checkpoint"
         raise StorageError(Problem(what, rule, "start again; the other one can save no more", str(later[-1].parent)))
-
-
-# ---------------------------------------------------------------- for people
-
-
-def describe_checkpoint(path: Path, *, check_hashes: bool = False) -> dict[str, Any]:
-    """The JSON of `inspect checkpoint`. DataError if the checkpoint is damaged."""
-    checkpoint = read_checkpoint(folders.find_checkpoint(path), tensors=check_hashes)
-    manifest, recipe, state, tensors = checkpoint.manifest, checkpoint.recipe, checkpoint.state, checkpoint.tensors
-    groups: dict[str, dict[str, int]] = {}
-    for name, tensor in tensors.items():
-        kind = "model" if name.startswith("model.") else "optimizer"
-        group = groups.setdefault(kind, {"tensors": 0, "elements": 0, "bytes": 0, "pieces": 0})
-        group["tensors"] += 1
-        group["elements"] += math.prod(tensor.shape)
-        group["bytes"] += tensor.num_bytes
-        group["pieces"] += len(tensor.pieces)
-    parallel = recipe.parallel
-    return {
-        "folder": str(checkpoint.folder),
-        "step": state["step"],
-        "consumed_samples": state["consumed_samples"],
-        "consumed_tokens": checkpoint.consumed_tokens,
-        "name": recipe.name,
-        "fingerprint": fingerprint(recipe),
-        "format": manifest["format"],
-        "ranks": manifest.get("ranks"),
-        "layout": {"tp": parallel.tp, "pp": parallel.pp, "cp": parallel.cp, "zero": parallel.zero},
-        "versions": manifest.get("versions") or {},
-        "time": manifest.get("time"),
-        "validation": manifest.get("validation"),
-        "tokenizer": manifest.get("tokenizer"),
-        "verified": check_hashes,
-        "bytes": sum(file["bytes"] for file in manifest["files"].values()),
-        "files": {name: file["bytes"] for name, file in sorted(manifest["files"].items())},
-        "groups": groups,
-        "tensors": {
-            name: {"shape": t.shape, "dtype": t.dtype, "pieces": len(t.pieces)}
-            for name, t in sorted(tensors.items(), key=_model_order)
-        },
-        "state": state,
-    }
-
-
-def _model_order(item: tuple[str, SavedTensor]) -> tuple[int, list[tuple[int, str]]]:
-    """Embeddings, layers by number, the rest of the model, then the optimizer's."""
-    name = item[0]
-    group = next(i for i, start in enumerate((*_ORDER, "")) if name.startswith(start))
-    return group, [(int(part), "") if part.isdigit() else (-1, part) for part in name.split(".")]

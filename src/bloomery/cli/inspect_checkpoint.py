@@ -13,7 +13,7 @@ from bloomery.base.units import format_bytes
 from bloomery.cli.arguments import as_text, show
 
 if TYPE_CHECKING:
-    from bloomery.checkpoint.listing import Listed
+    from bloomery.checkpoint.inspect import Listed
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -24,14 +24,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    if args.list:
-        from bloomery.checkpoint.listing import list_checkpoints
+    from bloomery.checkpoint.inspect import describe_checkpoint, list_checkpoints
 
+    if args.list:
         found = list_checkpoints(args.path, check_hashes=args.verify)
         print(json.dumps([asdict(one) for one in found], indent=2) if args.json else _list_text(found))
         return exit_codes.OK
-    from bloomery.checkpoint.select import describe_checkpoint
-
     return show(args, describe_checkpoint(args.path, check_hashes=args.verify), _text)
 
 
