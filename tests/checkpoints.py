@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from bloomery.checkpoint.folder import (
     find_checkpoint,
     write_manifest,
 )
-from bloomery.checkpoint.format import DTYPES
+from bloomery.checkpoint.format import DTYPES, SavedTensor, held_tensors
 from bloomery.checkpoint.load import load_pieces, read_checkpoint
 from bloomery.checkpoint.select import newest_good
 
@@ -49,6 +50,11 @@ def damage(folder: Path) -> list[str]:
 
 def latest_checkpoint(root: Path) -> Path | None:
     return next(reversed(complete_checkpoints(root)), None)
+
+
+def held_by_all(pieces_of: Callable[[int], dict[str, Piece]], size: int) -> list[dict[str, SavedTensor]]:
+    """What `Saver.held` is, for ranks that never speak to each other."""
+    return [held_tensors(pieces_of(rank), f"tensors-{rank:05d}.safetensors") for rank in range(size)]
 
 
 def assert_same_tensors(left: Path, right: Path) -> None:

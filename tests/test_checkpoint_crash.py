@@ -26,7 +26,7 @@ from bloomery.checkpoint.retention import Retention, Tier, apply_retention
 from bloomery.checkpoint.save import SavePlan, Saver, save_checkpoint
 from bloomery.checkpoint.select import newest_good
 from bloomery.config.recipe import KeepSection
-from checkpoints import assert_same_tensors, chosen, latest_checkpoint
+from checkpoints import assert_same_tensors, chosen, held_by_all, latest_checkpoint
 from conftest import Workshop, start_training, wait_for_steps
 from kill_points import OPERATIONS
 
@@ -55,8 +55,13 @@ class Apart:
 def save_for_ever(root: Path, rank: int, size: int, first_step: int, nonce: str, writer: Writer) -> None:
     share = ROWS // size
     weight = torch.zeros(share, 16)
-    pieces = {"w": Piece(weight, (ROWS, 16), (rank * share, 0)), "step": Piece(torch.zeros(()), (), (), rank == 0)}
+
+    def pieces_of(rank: int) -> dict[str, Piece]:
+        return {"w": Piece(weight, (ROWS, 16), (rank * share, 0)), "step": Piece(torch.zeros(()), (), (), rank == 0)}
+
+    pieces = pieces_of(rank)
     saver = Saver(pieces, device=CPU, ranks=Apart(rank, size, nonce), timeout_seconds=0.5)  # type: ignore[arg-type]
+    saver.held = held_by_all(pieces_of, size)
     for step in range(first_step, first_step + 10_000):
         weight.fill_(float(step))
         pieces["step"].tensor.fill_(float(step))

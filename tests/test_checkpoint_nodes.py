@@ -119,10 +119,10 @@ def test_only_what_no_checkpoint_needs_is_swept(tmp_path: Path) -> None:
         (root / folder / "manifest.json").write_text(json.dumps({"parts": str(disk / parts)}))
     (root / "step-00000002" / "manifest.json").rename(tmp_path / "manifest.json")
     (root / "step-00000002" / "manifest.json").write_text("{")
-    sweep_parts(disk, root, spare=["on-its-way"])
+    sweep_parts(disk, root, spare=("-its-way",))
     assert len(list(disk.iterdir())) == 4, "a manifest that cannot be read may need any of them"
     (tmp_path / "manifest.json").rename(root / "step-00000002" / "manifest.json")
-    sweep_parts(disk, root, spare=["on-its-way"])
+    sweep_parts(disk, root, spare=("-its-way",))
     assert {path.name for path in disk.iterdir()} == {"needed", "retired", "on-its-way"}
     sweep_parts(tmp_path / "nowhere", root)
 

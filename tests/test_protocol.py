@@ -23,7 +23,7 @@ from bloomery.checkpoint import folder, retention, select
 from bloomery.checkpoint import save as saving
 from bloomery.checkpoint.load import load_pieces
 from bloomery.config.recipe import KeepSection
-from checkpoints import latest_checkpoint
+from checkpoints import held_by_all, latest_checkpoint
 from interleavings import Actor, Run, explore, here
 
 DEPTH = int(os.environ.get("BLOOMERY_SIMULATION_DEPTH", "1"))
@@ -41,10 +41,11 @@ def save(run: Run, start: str, rank: int, writer: folder.Writer, step: int) -> N
     ranks.broadcast, ranks.store_get, ranks.store_set = lambda _: f"{start}{step}", run.board.get, run.board.__setitem__
     piece = Piece(values, (2 * RANKS,), (2 * rank,))
     one = saving.Saver({"w": piece}, device=values.device, ranks=ranks, timeout_seconds=100.0)
+    one.held = held_by_all(lambda rank: {"w": Piece(values, (2 * RANKS,), (2 * rank,))}, RANKS)
     one.stage()
     plan: dict[str, Any] = {"writer": writer, "retention": SimpleNamespace(after_save=promise)}
     one.persist(saving.SavePlan(root=run.root, step=step, state={}, recipe_yaml="", **plan))
-    one._flight.run(one._held, one._snapshot)  # in the place of its thread
+    one._flight.run()  # in the place of its thread
 
 
 def take_over_and_save(run: Run) -> None:

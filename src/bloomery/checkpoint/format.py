@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Annotated, Any, Self
 
 import torch
-from pydantic import AfterValidator, Field, TypeAdapter
+from pydantic import AfterValidator, Field
 from torch import Tensor
 
 from bloomery.base.errors import Problem, StorageError
@@ -107,25 +107,12 @@ class SavedTensor:
         return prod(self.shape) * DTYPES[self.dtype].itemsize
 
 
-@dataclass(frozen=True)
-class RankReport:
-    """What one rank reports about its part of a save."""
-
-    tensors: dict[str, SavedTensor]
-    """Every tensor of which it holds a piece, with the pieces that it has written."""
-    files: dict[str, FileFacts]
-    """Its tensor file; empty if it owns nothing."""
-
-
-REPORT = TypeAdapter(RankReport)
-
-
 def is_written(piece: Piece) -> bool:
     return piece.owned and piece.tensor.numel() > 0
 
 
 def held_tensors(pieces: Mapping[str, Piece], file: str) -> dict[str, SavedTensor]:
-    """For a report: `file` is where this rank writes what it owns."""
+    """Every tensor of which this rank holds a piece, with the pieces that it writes into `file`."""
     held = {}
     for name, piece in pieces.items():
         box = Box.of(piece)
@@ -134,16 +121,16 @@ def held_tensors(pieces: Mapping[str, Piece], file: str) -> dict[str, SavedTenso
     return {name: tensor for name, tensor in held.items() if prod(tensor.shape)}
 
 
-def merge(reports: Sequence[RankReport]) -> dict[str, SavedTensor]:
-    """The index of all ranks' files. StorageError unless every tensor is there exactly once."""
+def merge(held: Sequence[Mapping[str, SavedTensor]]) -> dict[str, SavedTensor]:
+    """All tensors, of what each rank holds. StorageError unless every one is there exactly once."""
     tensors: dict[str, SavedTensor] = {}
     problems = []
-    for rank, found in enumerate(reports):
-        for name, held in found.tensors.items():
-            known = tensors.setdefault(name, SavedTensor(held.shape, held.dtype))
-            if known.kind != held.kind:
-                problems.append(f"{name} is {held.kind} on rank {rank} and {known.kind} on another")
-            known.pieces.extend(held.pieces)
+    for rank, found in enumerate(held):
+        for name, each in found.items():
+            known = tensors.setdefault(name, SavedTensor(each.shape, each.dtype))
+            if known.kind != each.kind:
+                problems.append(f"{name} is {each.kind} on rank {rank} and {known.kind} on another")
+            known.pieces.extend(each.pieces)
     problems += not_whole(tensors)
     if problems:
         what = f"{len(problems)} tensor(s) would not be saved completely: {'; '.join(problems[:_MOST_PROBLEMS])}"
@@ -181,8 +168,9 @@ def not_whole(tensors: Mapping[str, SavedTensor]) -> list[str]:
     return [f"{name} {tensors[name].shape}: {text}" for name, text in wrong.items() if text]
 
 
-def index_text(tensors: Mapping[str, SavedTensor]) -> str:
-    lines = (f"  {json.dumps(name)}: {json.dumps(asdict(tensor))}" for name, tensor in sorted(tensors.items()))
+def index_text(held: Sequence[Mapping[str, SavedTensor]]) -> str:
+    """index.json, of what each rank holds. StorageError: see merge."""
+    lines = (f"  {json.dumps(name)}: {json.dumps(asdict(tensor))}" for name, tensor in sorted(merge(held).items()))
     return '{"tensors": {\n' + ",\n".join(lines) + "\n}}\n"
 
 

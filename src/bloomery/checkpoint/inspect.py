@@ -13,7 +13,6 @@ from typing import Any, Literal
 from bloomery.base.errors import DataError, Problem
 from bloomery.checkpoint import folder as folders
 from bloomery.checkpoint.folder import file_damage, find_checkpoint, is_tensor_file, read_manifest
-from bloomery.config.load import fingerprint
 
 _SMALL_BYTES = 2**20
 _STEP = re.compile(r"step-(\d{8,})")
@@ -96,6 +95,7 @@ def _damage(folder: Path, away: set[str], *, check_hashes: bool) -> list[str]:
 def describe_checkpoint(path: Path, *, check_hashes: bool = False) -> dict[str, Any]:
     """The JSON of `inspect checkpoint`. DataError if the checkpoint is damaged."""
     from bloomery.checkpoint.load import read_checkpoint
+    from bloomery.config.load import fingerprint
 
     checkpoint = read_checkpoint(find_checkpoint(path), tensors=check_hashes)
     manifest, recipe, state, tensors = checkpoint.manifest, checkpoint.recipe, checkpoint.state, checkpoint.tensors

@@ -56,10 +56,11 @@ class Tier:
             sweep_parts(self.parts_root, self.root)
 
 
-def sweep_parts(parts_root: Path, root: Path, *, spare: Collection[str] = ()) -> None:
+def sweep_parts(parts_root: Path, root: Path, *, spare: tuple[str, ...] = ()) -> None:
     """Delete what lies on this node's disk and belongs to no checkpoint in `root`, retired ones included. `spare`:
-    folders of saves in flight. Ranks of one node may do it at once. Never fails: what cannot be deleted stays."""
-    kept = set(spare)
+    how the names of folders of saves in flight end. Ranks of one node may do it at once. Never fails: what cannot be
+    deleted stays."""
+    kept = set[str]()
     complete = [path / MANIFEST for path in folders.complete_checkpoints(root)]
     for path in [*complete, *root.glob(f"{folders.RETIRED}/*/{MANIFEST}")]:
         try:
@@ -68,7 +69,7 @@ def sweep_parts(parts_root: Path, root: Path, *, spare: Collection[str] = ()) ->
             continue
         except (OSError, ValueError, AttributeError, TypeError):  # it may name any of them
             return
-    sweep_folder(parts_root, lambda name: name not in kept)
+    sweep_folder(parts_root, lambda name: name not in kept and not name.endswith(spare))
 
 
 class Uploads(Protocol):

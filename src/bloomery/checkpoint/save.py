@@ -7,7 +7,7 @@
     saver.poll()                                           now and then: the outcomes
 
 In the thread ranks do not wait for each other, so it never meets the collectives of training. Each writes its part: a
-tensor file and, after it, a small `rank-00003.json` that lists what it holds. When all of them are there, rank 0 checks
+tensor file and, after it, a small `rank-00003.json` with its size and hash. When all of them are there, rank 0 checks
 that together they are whole, writes the manifest last and gives the folder its name (`SaveJob.commit`): then the
 checkpoint is valid. A rank that fails reports to rank 0 without the storage, which may be what has failed.
 """
@@ -21,8 +21,9 @@ import secrets
 import shutil
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -31,27 +32,15 @@ from torch import Tensor
 
 import bloomery
 from bloomery.base.accelerator import CopyQueue, host_memory
-from bloomery.base.bounded import LARGE_BYTES, read_small
+from bloomery.base.bounded import read_small
 from bloomery.base.errors import BloomeryError, Problem, StorageError
 from bloomery.base.ranks import ALONE, Piece, Ranks
 from bloomery.base.signals import PULSE
 from bloomery.base.storage import free_space, open_plain, own_folder, reason, remove_tree, sync, sync_folder
 from bloomery.base.units import format_bytes, format_seconds
 from bloomery.checkpoint import folder as folders
-from bloomery.checkpoint.folder import INDEX, PARTS, RECIPE, STATE, FencedError, Writer, facts_of, write_manifest
-from bloomery.checkpoint.format import (
-    REPORT,
-    FileLayout,
-    RankReport,
-    SavedTensor,
-    as_bytes,
-    held_tensors,
-    index_text,
-    is_written,
-    merge,
-    raw_bytes,
-    write_file,
-)
+from bloomery.checkpoint.folder import INDEX, PARTS, RECIPE, STATE, FencedError, FileFacts, Writer
+from bloomery.checkpoint.format import FileLayout, as_bytes, held_tensors, index_text, is_written, raw_bytes, write_file
 from bloomery.checkpoint.retention import Retention, sweep_parts
 
 _PATIENCE = 0.8
@@ -62,8 +51,6 @@ _HOST_BLOCK_BYTES = 2**28
 """A power of two: torch rounds pinned memory up to one, so that larger or odd sizes would waste half of it."""
 _GRACE_SECONDS = 5.0
 """How long a failed save waits for ranks that are still writing."""
-_INDEX_BYTES = 256
-"""Of index and manifest, for each tensor of a rank."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,24 +102,27 @@ class Saver:
     ) -> None:
         """All ranks make theirs together. `values`: see save_checkpoint."""
         tensors = {name: piece.tensor for name, piece in pieces.items() if is_written(piece)}
-        self._snapshot = HostSnapshot(tensors, device) if values is None else StreamedSnapshot(tensors, values)
-        self._held = held_tensors(pieces, _tensor_file(ranks.rank))
-        self._ranks = ranks
-        self._timeout_seconds = timeout_seconds
-        self._total_bytes = sum(ranks.gather(self._snapshot.layout.file_bytes))
-        self._nonce = ranks.broadcast(secrets.token_hex(4))
+        self.snapshot = HostSnapshot(tensors, device) if values is None else StreamedSnapshot(tensors, values)
+        self.ranks, self.timeout_seconds = ranks, timeout_seconds
+        self.total_bytes = sum(ranks.gather(self.snapshot.layout.file_bytes))
+        self.nonce = ranks.broadcast(secrets.token_hex(4))
+        held = ranks.gather(held_tensors(pieces, _tensor_file(ranks.rank)))
+        self.held = held if ranks.rank == 0 else []
         self._attempts = 0
-        self._parts_before: list[str] = []
-        """Of the save before, which rank 0 may still be completing when this rank has long done its part."""
         self._staged = False
         self._stage_seconds = 0.0
         self._flight: SaveJob | None = None
         self._finished: list[SaveOutcome] = []
 
+    @cached_property
+    def index(self) -> str:
+        """index.json of every save, for rank 0. StorageError if the ranks' pieces do not make all tensors once."""
+        return index_text(self.held)
+
     @property
     def host_bytes(self) -> int:
         """Memory on this rank's host that saves take."""
-        return self._snapshot.layout.data_bytes
+        return self.snapshot.layout.data_bytes
 
     def stage(self) -> None:
         """Take the snapshot: the pieces as they are when the work queued on the device so far is done. `persist` must
@@ -143,7 +133,7 @@ class Saver:
         started = time.monotonic()
         self._staged = self._land(wait=True)
         if self._staged:
-            self._snapshot.take()
+            self.snapshot.take()
         self._stage_seconds = time.monotonic() - started
 
     def persist(self, plan: SavePlan) -> None:
@@ -151,16 +141,7 @@ class Saver:
         `poll` reports it. Retention acts on rank 0, in the thread."""
         started = time.monotonic()
         self._attempts += 1
-        job = SaveJob(
-            plan,
-            ranks=self._ranks,
-            nonce=f"{self._nonce}-{self._attempts}",
-            total_bytes=self._total_bytes,
-            timeout_seconds=_PATIENCE * self._timeout_seconds,
-            spare=self._parts_before,
-        )
-        if plan.parts_root is not None:
-            self._parts_before = [job.parts.name]
+        job = SaveJob(plan, self, self._attempts)
         if not self._staged:
             assert self._flight is not None
             hung = self._flight.plan.step
@@ -168,16 +149,14 @@ class Saver:
             self._finished.append(replace(job.outcome, error=StorageError(Problem(what, remedy="check the storage"))))
             return
         self._flight = job
-        self._deadline, self._reported_late = time.monotonic() + self._timeout_seconds, False
-        self._thread = threading.Thread(
-            target=job.run, args=[self._held, self._snapshot], name="bloomery-save", daemon=True
-        )
+        self._deadline, self._reported_late = time.monotonic() + self.timeout_seconds, False
+        self._thread = threading.Thread(target=job.run, name="bloomery-save", daemon=True)
         self._thread.start()
         job.outcome.blocking_seconds = self._stage_seconds + time.monotonic() - started
 
     def wait_staged(self) -> None:
         """What is queued on the device from now on happens after the copies of the last `stage`. Does not block."""
-        self._snapshot.queue.hold_back()
+        self.snapshot.queue.hold_back()
 
     def poll(self) -> list[SaveOutcome]:
         """How saves since the last call have ended. One that is late is reported once as an error, and again when it
@@ -186,7 +165,7 @@ class Saver:
         job = self._flight
         if job is not None and not self._reported_late and time.monotonic() > self._deadline:
             self._reported_late = True
-            what = f"the save of step {job.plan.step} is not on the disk after {format_seconds(self._timeout_seconds)}"
+            what = f"the save of step {job.plan.step} is not on the disk after {format_seconds(self.timeout_seconds)}"
             remedy = "check the storage: it hangs or is too slow; no other save is made until this one ends"
             error = StorageError(Problem(what, remedy=remedy, place=str(job.plan.root)))
             self._finished.append(replace(job.outcome, error=error))
@@ -215,38 +194,32 @@ class Saver:
 class SaveJob:
     """One attempt at a save as one rank sees it: write this rank's part; on rank 0, wait for the others and commit."""
 
-    def __init__(
-        self,
-        plan: SavePlan,
-        *,
-        ranks: Ranks,
-        nonce: str,
-        total_bytes: int,
-        timeout_seconds: float = 1800.0,
-        spare: Collection[str] = (),
-    ) -> None:
-        """`nonce`: of this attempt, the same on all ranks, so that a part of another attempt is never taken for one of
-        this. `total_bytes`: of the files of all ranks. `spare`: folders in parts_root that belong to saves in flight.
-        """
-        self.plan, self.ranks, self._spare = plan, ranks, spare
-        self._nonce, self._timeout_seconds = nonce, timeout_seconds
+    def __init__(self, plan: SavePlan, saver: Saver, attempt: int) -> None:
+        self.plan, self.ranks, self._saver = plan, saver.ranks, saver
+        self._nonce = f"{saver.nonce}-{attempt}"
+        """The same on all ranks, so that a part of another attempt is never taken for one of this."""
+        self._spare = tuple(f"-{saver.nonce}-{number}" for number in (attempt, attempt - 1))
+        """Ends of the names of folders in parts_root that may belong to saves in flight: rank 0 may still be completing
+        the one before when this rank has long done its part."""
         self._texts = {STATE: json.dumps(dict(plan.state), indent=1), RECIPE: plan.recipe_yaml}
         self.final = plan.root / folders.step_name(plan.step)
         self.staging_dir = plan.root if plan.writer is None else plan.writer.staging_dir
-        self.draft = self.staging_dir / f".{self.final.name}-{nonce}.tmp"
-        self.parts = self.draft if plan.parts_root is None else plan.parts_root / f"{self.final.name}-{nonce}"
+        self.draft = self.staging_dir / f".{self.final.name}-{self._nonce}.tmp"
+        self.parts = self.draft if plan.parts_root is None else plan.parts_root / f"{self.final.name}-{self._nonce}"
         """Where this rank's tensor file is written."""
-        self.outcome = SaveOutcome(plan.step, self.final, total_bytes)
+        self.outcome = SaveOutcome(plan.step, self.final, saver.total_bytes)
         self._trouble: dict[int, list[str]] = {}
         """What went wrong, by rank."""
         self._fenced = False
 
-    def run(self, held: dict[str, SavedTensor], snapshot: HostSnapshot) -> None:
+    def run(self) -> None:
         """In the thread: nothing may be raised there, because nobody would see it."""
         started = time.monotonic()
         try:
-            snapshot.queue.wait()
-            self._write_part(held, snapshot)
+            self._saver.snapshot.queue.wait()
+            if self.ranks.rank == 0:
+                self._texts[INDEX] = self._saver.index
+            self._write_part(self._saver.snapshot)
         except Exception as error:
             self._note(error)
             self.ranks.store_set(self._word_of(self.ranks.rank), [self._trouble[self.ranks.rank], self._fenced])
@@ -263,17 +236,16 @@ class SaveJob:
 
     def commit(self) -> None:
         """Wait for all parts, complete the draft and give it its name. For rank 0."""
-        reports = self.wait_for_parts()
-        if self._trouble:
-            return
-        with self._acting():
-            self._complete_draft(reports)
-        with self._acting():
-            self.publish()
+        files = self.wait_for_parts()
+        if not self._trouble:
+            with self._acting():
+                self._complete_draft(files)
+            with self._acting():
+                self.publish()
 
-    def _write_part(self, held: dict[str, SavedTensor], snapshot: HostSnapshot) -> None:
+    def _write_part(self, snapshot: HostSnapshot) -> None:
         """This rank's tensors and the report that they are there."""
-        name, layout = _tensor_file(self.ranks.rank), snapshot.layout
+        name, layout, facts = _tensor_file(self.ranks.rank), snapshot.layout, ""
         try:
             with self._acting():
                 # A staging dir that is gone is not made again: what is beneath a lost mount is another place.
@@ -281,29 +253,27 @@ class SaveJob:
                 if self.plan.parts_root is not None:
                     self._sweep_parts()
                     own_folder(self.parts)
-                self._require_room(snapshot)
-                written = {}
+                self._require_room(layout.file_bytes)
                 if layout.data_bytes:
-                    written[name] = write_file(self.parts / name, layout, snapshot.blocks())
+                    facts = write_file(self.parts / name, layout, snapshot.blocks()).model_dump_json()
                 if self.plan.parts_root is not None:
                     sync_folder(self.parts)  # elsewhere rank 0 does it for all, with the manifest
                 path = self._report_file(self.ranks.rank)
                 hidden = path.with_name(f".{path.name}")  # it need not survive a power cut: it is not synced
-                with open(hidden, "wb", opener=open_plain) as file:
-                    file.write(REPORT.dump_json(RankReport(held, written)))
+                with open(hidden, "w", opener=open_plain) as file:
+                    file.write(facts)
                 os.replace(hidden, path)
         except Exception:
             with contextlib.suppress(OSError):
                 (self.parts / name).unlink(missing_ok=True)
             raise
 
-    def _require_room(self, snapshot: HostSnapshot) -> None:
+    def _require_room(self, needed: int) -> None:
         """Before the first byte: rank 0 checks for all ranks if they share a disk, else each for itself. write_file
         then reserves it."""
-        is_first, needed = self.ranks.rank == 0, snapshot.layout.file_bytes
+        is_first = self.ranks.rank == 0
         if is_first and self.plan.parts_root is None:
-            texts = sum(map(len, self._texts.values()))
-            needed = self.outcome.bytes + texts + _INDEX_BYTES * (1 + len(snapshot.layout.order)) * self.ranks.size
+            needed = self.outcome.bytes + sum(map(len, self._texts.values()))
         if is_first and self.plan.retention is not None and shutil.disk_usage(self.parts).free < needed:
             with contextlib.suppress(OSError):  # the lack of room is reported instead
                 self.outcome.removed += self.plan.retention.make_room()
@@ -311,59 +281,57 @@ class SaveJob:
         if (free := shutil.disk_usage(self.parts).free) < needed:
             raise OSError(f"disk full: {format_bytes(free)} of {format_bytes(needed)} are free")
 
-    def wait_for_parts(self) -> list[RankReport]:
-        """Every rank's report; none of them when one has failed, or when the time is over, which is then noted.
+    def wait_for_parts(self) -> dict[str, FileFacts]:
+        """The tensor files of all ranks; incomplete when one has failed, or when the time is over, which is then noted.
 
         After a failure the others are waited for a little longer: what they write must not be left behind. Not so when
         a newer start has taken over, which sweeps what is left. FileNotFoundError where the draft is gone while nobody
         has failed: no report will ever come.
         """
-        deadline, pause = time.monotonic() + self._timeout_seconds, _FIRST_PAUSE_SECONDS
-        missing, found = set(range(self.ranks.size)) - self._trouble.keys(), dict[int, RankReport]()
+        deadline, pause = time.monotonic() + _PATIENCE * self._saver.timeout_seconds, _FIRST_PAUSE_SECONDS
+        missing, files = set(range(self.ranks.size)) - self._trouble.keys(), dict[str, FileFacts]()
         while True:
             for rank in sorted(missing):
-                if (part := self._read_report(rank)) is not None:
-                    found[rank] = part
+                if (facts := self._read_report(rank)) is not None:
+                    missing.remove(rank)
+                    files |= facts
                 elif (word := self.ranks.store_get(self._word_of(rank))) is not None:
+                    missing.remove(rank)
                     self._trouble[rank], self._fenced = word[0], self._fenced or word[1]
-            missing -= found.keys() | self._trouble.keys()
-            if missing and not self._trouble:
-                with self._acting():
-                    self.draft.stat()
             if self._trouble:
                 deadline = min(deadline, time.monotonic() + (_GRACE_SECONDS if self.staging_dir.is_dir() else 0.0))
+            elif missing:
+                with self._acting():
+                    self.draft.stat()
             if not missing or time.monotonic() >= deadline:
                 break
             time.sleep(min(pause, max(0.0, deadline - time.monotonic())))
             pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
         if missing and not self._trouble:
-            patience = format_seconds(self._timeout_seconds)
+            patience = format_seconds(_PATIENCE * self._saver.timeout_seconds)
             text = f"its part did not arrive within {patience}: it hangs, or this is no folder that all ranks share"
             self._trouble = {rank: [text] for rank in missing}
-        return [] if self._trouble else [found[rank] for rank in range(self.ranks.size)]
+        return files
 
-    def _complete_draft(self, reports: Sequence[RankReport]) -> None:
+    def _complete_draft(self, files: dict[str, FileFacts]) -> None:
         """All that a draft still lacks, the manifest last."""
-        texts = {INDEX: index_text(merge(reports)), **self._texts}
-        for name, text in texts.items():
-            _write_synced(self.draft / name, text)
         for rank in range(self.ranks.size):
             self._report_file(rank).unlink()
-        files = {name: facts for each in reports for name, facts in each.files.items()}
         where = {} if self.plan.parts_root is None else {PARTS: str(self.parts.absolute())}
-        if where:
-            for name in files:
-                os.symlink(self.parts.absolute() / name, self.draft / name)
-        files |= {name: facts_of(text) for name, text in texts.items()}
         for name, facts in files.items():
-            if not where and (self.draft / name).stat().st_size != facts.bytes:
+            if where:
+                os.symlink(self.parts.absolute() / name, self.draft / name)
+            elif (self.draft / name).stat().st_size != facts.bytes:
                 raise OSError(f"{name} does not have the {facts.bytes:,} bytes that were written")
+        for name, text in self._texts.items():
+            _write_synced(self.draft / name, text)
         for path in filter(Path.exists, self.plan.after):
             with open(path, "rb") as file:
                 sync(file.fileno())  # brings the file to the disk, whoever wrote it
         versions = {"bloomery": bloomery.__version__, "torch": torch.__version__}
-        known = {"step": self.plan.step, "ranks": self.ranks.size, "versions": versions, **where}
-        write_manifest(self.draft, {**known, **self.plan.facts}, files)
+        known = {"step": self.plan.step, "ranks": self.ranks.size, "versions": versions, **where, **self.plan.facts}
+        texts = {name: folders.facts_of(text) for name, text in self._texts.items()}
+        folders.write_manifest(self.draft, known, files | texts)
 
     def publish(self) -> None:
         """Make the draft the checkpoint of its step, and the latest, by renames."""
@@ -387,7 +355,7 @@ class SaveJob:
 
     def _sweep_parts(self) -> None:
         if self.plan.parts_root is not None:
-            sweep_parts(self.plan.parts_root, self.plan.root, spare={*self._spare, self.parts.name})
+            sweep_parts(self.plan.parts_root, self.plan.root, spare=self._spare)
 
     def _acting(self) -> contextlib.AbstractContextManager[None]:
         """Within it a start that lost its staging dir to a newer one fails with FencedError."""
@@ -399,11 +367,12 @@ class SaveJob:
     def _report_file(self, rank: int) -> Path:
         return self.draft / f"rank-{rank:05d}.json"
 
-    def _read_report(self, rank: int) -> RankReport | None:
-        try:
-            return REPORT.validate_json(read_small(self._report_file(rank), LARGE_BYTES))
-        except FileNotFoundError:
-            return None
+    def _read_report(self, rank: int) -> dict[str, FileFacts] | None:
+        """The tensor file of a rank, if it has written one; None until it reports."""
+        with contextlib.suppress(FileNotFoundError):
+            text = read_small(self._report_file(rank))
+            return {_tensor_file(rank): FileFacts.model_validate_json(text)} if text else {}
+        return None
 
     def _note(self, error: Exception) -> None:
         """Remember what went wrong on this rank."""
@@ -420,10 +389,9 @@ class SaveJob:
             where = f" on rank {rank}" if self.ranks.size > 1 else ""
             what = f"the checkpoint of step {self.plan.step} could not be written{where}"
             problems += [Problem(f"{what}: {each}") for each in texts]
+        *first, last = problems
         if self._fenced:
-            return FencedError(
-                [*problems[:-1], replace(problems[-1], remedy="stop this process: the newer one continues")]
-            )
+            return FencedError([*first, replace(last, remedy="stop this process: the newer one continues")])
         place, option = self.plan.root, "--run-dir"
         if self.plan.parts_root is not None:
             place, option = self.plan.parts_root, "checkpoint.local.path"
@@ -432,7 +400,7 @@ class SaveJob:
         older = f"{gone} had to go, as `keep` allows" if gone else "older checkpoints are untouched"
         advice = "make room, check the storage (`df`, `dmesg`, permissions; is it mounted?) or name another"
         remedy = f"{advice} {option}; {older}"
-        return StorageError([*problems[:-1], replace(problems[-1], rule=rule, remedy=remedy, place=str(place))])
+        return StorageError([*first, replace(last, rule=rule, remedy=remedy, place=str(place))])
 
 
 def _tensor_file(rank: int) -> str:
