@@ -12,7 +12,7 @@ import random
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import as_completed
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -31,6 +31,7 @@ from bloomery import __version__
 from bloomery.base.bounded import LARGE_BYTES, open_regular, parse_json, parse_yaml, read_text, wrong_fields
 from bloomery.base.errors import DataError, Problem
 from bloomery.base.storage import locked, open_plain, publish, write_all, writing, written_to
+from bloomery.prepare.pool import thread_pool
 from bloomery.prepare.sources import first_line, open_store
 
 AGAIN = "; run the command again afterwards: what is complete is kept"
@@ -135,26 +136,20 @@ def download(
     result = DownloadResult(files=len(wanted))
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
-    with locked(folder), ThreadPoolExecutor(jobs) as pool:
-        stop = Event()
-        try:
-            futures = {pool.submit(_bring, file, folder, retries, timeout_seconds, stop): file for file in wanted}
-            for future in as_completed(futures):
-                file = futures[future]
-                try:
-                    size, is_new = future.result()
-                except FetchError as error:
-                    result.failures.append({"path": file.path, "url": public_url(file.url), "reason": str(error)})
-                else:
-                    result.bytes += size
-                    result.downloaded += is_new
-                    result.already_there += not is_new
-                    result.without_checksum += not file.hashes
-                progress(result)
-        except BaseException:
-            stop.set()
-            pool.shutdown(wait=True, cancel_futures=True)
-            raise
+    with locked(folder), thread_pool(jobs) as (pool, stop):
+        futures = {pool.submit(_bring, file, folder, retries, timeout_seconds, stop): file for file in wanted}
+        for future in as_completed(futures):
+            file = futures[future]
+            try:
+                size, is_new = future.result()
+            except FetchError as error:
+                result.failures.append({"path": file.path, "url": public_url(file.url), "reason": str(error)})
+            else:
+                result.bytes += size
+                result.downloaded += is_new
+                result.already_there += not is_new
+                result.without_checksum += not file.hashes
+            progress(result)
     order = {file.path: number for number, file in enumerate(wanted)}
     result.failures.sort(key=lambda failure: order[failure["path"]])
     return result

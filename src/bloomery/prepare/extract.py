@@ -7,18 +7,19 @@ import json
 import os
 import re
 import secrets
-import threading
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import as_completed
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 from bloomery.base.bounded import LARGE_BYTES, read_json, read_small
 from bloomery.base.errors import DataError, Problem
 from bloomery.base.storage import publish, write_all, write_atomically, writing, written_to
 from bloomery.prepare.download import AGAIN
+from bloomery.prepare.pool import thread_pool
 from bloomery.prepare.read import Span, content, open_span, whole_lines
 from bloomery.prepare.sources import LINES, InputFile, find_files
 
@@ -113,23 +114,17 @@ def natural_key(text: str) -> list[tuple[int, int, str]]:
 def _make(todo: list[Chunk], jobs: int) -> None:
     """In threads: decompression, hashing and the disk do not hold Python's lock. StorageError ends all at once."""
     problems: list[Problem] = []
-    stop = threading.Event()
-    with ThreadPoolExecutor(jobs) as pool:
-        try:
-            for done in as_completed([pool.submit(make_chunk, chunk, stop) for chunk in todo]):
-                try:
-                    done.result()
-                except DataError as error:
-                    problems += error.problems
-        except BaseException:
-            stop.set()
-            pool.shutdown(cancel_futures=True)
-            raise
+    with thread_pool(jobs) as (pool, stop):
+        for done in as_completed([pool.submit(make_chunk, chunk, stop) for chunk in todo]):
+            try:
+                done.result()
+            except DataError as error:
+                problems += error.problems
     if problems:
         raise DataError(problems)
 
 
-def make_chunk(chunk: Chunk, stop: threading.Event) -> None:
+def make_chunk(chunk: Chunk, stop: Event) -> None:
     """Writes the chunk and its record. The chunk has its name only when it is whole, its record comes last."""
     partial = chunk.path.with_name(f".{chunk.path.name}.partial-{secrets.token_hex(4)}")
     hasher, size, inputs = sha256(), 0, list[dict[str, Any]]()

@@ -1,4 +1,4 @@
-"""The processes that encode: forked, because a vocabulary is too large to be sent."""
+"""Threads that fetch and unpack; processes that encode, forked because a vocabulary is too large to be sent."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ import multiprocessing
 import os
 import signal
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from threading import Event
 from typing import Any
 
 from bloomery.base import signals
@@ -17,6 +18,19 @@ from bloomery.base.storage import reason
 
 _work: Callable[..., Any]
 """In a worker: what it does."""
+
+
+@contextlib.contextmanager
+def thread_pool(threads: int) -> Iterator[tuple[ThreadPoolExecutor, Event]]:
+    """Any error inside sets the event, for work in progress to end early; what waits does not begin."""
+    with ThreadPoolExecutor(threads) as executor:
+        stop = Event()
+        try:
+            yield executor, stop
+        except BaseException:
+            stop.set()
+            executor.shutdown(cancel_futures=True)
+            raise
 
 
 @contextlib.contextmanager
