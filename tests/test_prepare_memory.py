@@ -88,7 +88,7 @@ def test_lines_that_repeat_are_unpacked_a_little_at_a_time(folder: Path, ending:
     counts: list[dict[str, Any]] = []
     (file,) = find_files([name])
     assert peak_bytes(lambda: sum(map(len, _lines(file, counts)))) < 12 << 20
-    assert (counts[0]["documents"], counts[0]["text_bytes"]) == (20_000, 200 * len(lines))
+    assert counts[0]["documents"] == 20_000
     documents = 0
 
     def read() -> None:

@@ -103,7 +103,7 @@ def test_a_file_of_two_sources_is_an_error_that_names_both(folder, other):
     with pytest.raises(DataError, match=r"jsonl: is in the source .* and in 'in/a.jsonl'. Each file counts once"):
         find_files(["in/a.jsonl", other])
     write_jsonl(folder / "in" / "b.jsonl", ["y"])
-    with pytest.raises(DataError, match=r"in/a.jsonl: is in the source 'in' and in 'in/\*' \(1 more are in two\)"):
+    with pytest.raises(DataError, match=r"in/a.jsonl: is in the source 'in' and in 'in/\*'"):
         find_files(["in/*", "in"])
 
 
@@ -147,9 +147,9 @@ def test_a_pipe_is_an_error_and_no_hang(folder):
     (folder / "tree" / "a.py").write_text("x")
     os.mkfifo(folder / "tree" / "pipe.jsonl")
     for source in ("tree", "tree/pipe.jsonl", "tree/*"):
-        for find in (find_files, lambda sources: plan_chunks(sources, folder / "out", chunks=1)):
-            with pytest.raises(DataError, match=r"tree/pipe.jsonl: is no regular file.*name the files with a glob"):
-                find([source])
+        for reads in (lambda source: read(source, skip_bad=True), lambda it: extract([it], folder / "out", chunks=1)):
+            with pytest.raises(DataError, match=r"tree/pipe.jsonl: cannot be read: it is no regular file"):
+                reads(source)
     assert read("tree/**/*.py")[0] == ["x"]
 
 

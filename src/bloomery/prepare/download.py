@@ -30,7 +30,7 @@ from pydantic import ValidationInfo as Info
 from bloomery import __version__
 from bloomery.base.bounded import LARGE_BYTES, open_regular, parse_json, parse_yaml, read_text, wrong_fields
 from bloomery.base.errors import DataError, Problem
-from bloomery.base.storage import locked, open_plain, publish, write_all, writing, written_to
+from bloomery.base.storage import locked, make_folder, open_plain, publish, write_all, writing, written_to
 from bloomery.prepare.pool import thread_pool
 from bloomery.prepare.sources import first_line, open_store
 
@@ -134,8 +134,7 @@ def download(
     `retries`: attempts after the first, counted from 0 again whenever one has received more of the file.
     """
     result = DownloadResult(files=len(wanted))
-    with writing(folder):
-        folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     with locked(folder), thread_pool(jobs) as (pool, stop):
         futures = {pool.submit(_bring, file, folder, retries, timeout_seconds, stop): file for file in wanted}
         for future in as_completed(futures):

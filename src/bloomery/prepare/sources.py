@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import stat
 import sysconfig
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -12,6 +11,7 @@ from dataclasses import dataclass, replace
 from glob import escape, glob, has_magic
 from typing import IO, Any, NoReturn
 
+from bloomery.base.bounded import open_regular
 from bloomery.base.errors import BloomeryError, DataError, Problem
 
 STDLIB = "python-stdlib"
@@ -33,6 +33,10 @@ EXTRAS = {"s3": ("s3", "s3a"), "gs": ("gs", "gcs"), "abfs": ("abfs", "abfss", "a
 """What to install for which URLs: `pip install 'bloomery[s3]'`."""
 _VERSIONS = ("ETag", "etag", "md5Hash", "blob_id", "last_commit", "LastModified", "last_modified", "mtime", "created")
 _READ_AHEAD_BYTES = 1 << 23
+_RULE = (
+    f"a source is a file, a folder, a glob or a URL, or '{STDLIB}' for Python's own library; paths are relative to "
+    "the working directory, `~` is not expanded, and outputs of the recipe are no sources"
+)
 
 
 @dataclass(frozen=True)
@@ -87,10 +91,10 @@ def find_files(sources: Sequence[str], *, outputs: Sequence[str] = ()) -> list[I
             problems += error.problems
             continue
         if not found:
-            problems.append(_matches_nothing(source))
+            what, remedy = f"the source {source!r} matches no file", "correct the path in prepare.sources"
+            problems.append(Problem(what, _RULE, remedy, source))
         if twice := [file for file in found if owners.setdefault(file.real, number) != number]:
-            more = f" ({len(twice) - 1} more are in two)" if len(twice) > 1 else ""
-            what = f"is in the source {source!r} and in {sources[owners[twice[0].real]]!r}{more}"
+            what = f"is in the source {source!r} and in {sources[owners[twice[0].real]]!r}"
             remedy = "leave it out of one; to train more often on a text, give a shard of its own a `weight`"
             problems.append(Problem(what, "each file counts once", remedy, twice[0].name))
         for file in found:
@@ -112,15 +116,6 @@ def _find(source: str) -> list[InputFile]:
     return _find_remote(source) if is_url(source) else find_local(source)
 
 
-def _matches_nothing(source: str) -> Problem:
-    rule = (
-        f"a source is a file, a folder, a glob or a URL, or '{STDLIB}' for Python's own library; paths are relative to "
-        "the working directory, `~` is not expanded, and outputs of the recipe are no sources"
-    )
-    remedy = "correct the path in prepare.sources, or put the text there"
-    return Problem(f"the source {source!r} matches no file", rule, remedy, source)
-
-
 # ---------------------------------------------------------------- on this machine
 
 
@@ -131,17 +126,10 @@ def find_local(source: str, *, skip: frozenset[str] = frozenset()) -> list[Input
     found: dict[str, InputFile] = {}
     try:
         for path in [source] if os.path.lexists(source) else _glob(source):
-            is_folder = os.path.isdir(path)
             inner = (os.path.join(folder, name) for folder, names in _walk(path, skip) for name in names)
-            for name in sorted(inner) if is_folder else [path]:
-                if (real := os.path.realpath(name)) in found:
-                    continue
-                facts = os.stat(name)
-                if not stat.S_ISREG(facts.st_mode):
-                    what, rule = "is no regular file", "a pipe, a socket or a device has no content that stays"
-                    remedy = "remove it, or name the files with a glob such as 'folder/**/*.py'"
-                    raise DataError(Problem(what, rule, remedy, name))
-                found[real] = InputFile(name, name, facts.st_size, str(facts.st_mtime_ns), real)
+            for name in sorted(inner) if os.path.isdir(path) else [path]:
+                facts, real = os.stat(name), os.path.realpath(name)
+                found.setdefault(real, InputFile(name, name, facts.st_size, str(facts.st_mtime_ns), real))
     except (OSError, ValueError) as error:  # ValueError: a path that cannot be one
         raise unreadable(str(getattr(error, "filename", None) or source), error) from error
     return list(found.values())
@@ -192,7 +180,7 @@ def open_input(file: InputFile) -> Iterator[IO[bytes]]:
             store = open_store(file.store)[0]
             opened = store.open(file.path, "rb", block_size=_READ_AHEAD_BYTES)
         else:
-            opened = open(file.path, "rb", buffering=0)  # noqa: SIM115 - closed by `with`
+            opened = open(file.path, "rb", 0, opener=open_regular)  # noqa: SIM115 - closed by `with`
         with opened as raw:
             yield raw
     except (BloomeryError, MemoryError, AssertionError, AttributeError, IndexError):  # ours
