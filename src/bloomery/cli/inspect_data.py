@@ -74,15 +74,7 @@ def _facts_of_shards(prefixes: list[str], *, quick: bool) -> dict[str, Any]:
     from bloomery.data.inspect import shard_facts
     from bloomery.data.manifest import without_manifest
 
-    problems: list[Problem] = []
-    sources = []
-    for prefix in prefixes:
-        try:
-            sources.append({"source": prefix, **shard_facts(prefix, quick=quick)})
-        except DataError as error:
-            problems += error.problems
-    if problems:
-        raise DataError(problems)
+    sources = [{"source": prefix, **shard_facts(prefix, quick=quick)} for prefix in prefixes]
     if bare := [source["shard"] for source in sources if source["manifest"] is None]:
         print(f"bloomery: warning: {without_manifest(bare)}", file=sys.stderr)
     return {"sources": sources}

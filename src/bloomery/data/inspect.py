@@ -21,8 +21,6 @@ from bloomery.data.shards import ShardReader, damaged
 from bloomery.data.tokenizer import HIGHEST_ID
 from bloomery.families.family import IGNORED_LABEL, LM_LOSS
 
-_SAMPLES_AT_A_TIME = 32
-
 
 def read_samples(data: OpenData, first: int, last: int) -> Iterator[dict[str, Any]]:
     """The samples at positions first..last of the run, both included, read as the training reads them.
@@ -32,31 +30,28 @@ def read_samples(data: OpenData, first: int, last: int) -> Iterator[dict[str, An
     """
     stream = data.train
     manifests = {source.key: read_manifest(source.shard.prefix) for source in stream.sources}
-    for start in range(first, last + 1, _SAMPLES_AT_A_TIME):
-        positions = np.arange(start, min(start + _SAMPLES_AT_A_TIME, last + 1))
-        owners, ordinals = stream.blend.locate(positions)
-        batch = stream.batch(start, len(positions))
-        for row, position in enumerate(positions.tolist()):
-            source = stream.sources[owners[row]]
-            prefix, manifest = source.shard.prefix, manifests[source.key]
-            (epoch,), (sample,) = (found.tolist() for found in source.locate(ordinals[row : row + 1]))
-            documents = []
-            for stretch in source.stretches(sample):
-                for span in document_spans(source.shard, *stretch):
-                    origin = manifest and file_of(span["document"], manifest, prefix)
-                    documents.append({**span, "origin": origin} if origin else span)
-            tokens, labels = _row(batch, row, source, sample)
-            yield {
-                "index": position,
-                "source": source.key,
-                "epoch": epoch,
-                "sample": sample,
-                "shard": prefix,
-                "documents": documents,
-                "tokens": tokens,
-                **labels,
-                "text": None if data.tokenizer is None else data.tokenizer.decode(tokens),
-            }
+    for position in range(first, last + 1):
+        owners, ordinals = stream.blend.locate(np.array([position]))
+        source = stream.sources[owners[0]]
+        prefix, manifest = source.shard.prefix, manifests[source.key]
+        (epoch,), (sample,) = (found.tolist() for found in source.locate(ordinals))
+        documents = []
+        for stretch in source.stretches(sample):
+            for span in document_spans(source.shard, *stretch):
+                origin = manifest and file_of(span["document"], manifest, prefix)
+                documents.append({**span, "origin": origin} if origin else span)
+        tokens, labels = _tokens_and_labels(stream.batch(position, 1), source, sample)
+        yield {
+            "index": position,
+            "source": source.key,
+            "epoch": epoch,
+            "sample": sample,
+            "shard": prefix,
+            "documents": documents,
+            "tokens": tokens,
+            **labels,
+            "text": None if data.tokenizer is None else data.tokenizer.decode(tokens),
+        }
 
 
 def document_spans(shard: ShardReader, start: int, stop: int) -> Iterator[dict[str, Any]]:
@@ -68,16 +63,16 @@ def document_spans(shard: ShardReader, start: int, stop: int) -> Iterator[dict[s
         start = end
 
 
-def _row(batch: Batch, row: int, source: ShardSource, sample: int) -> tuple[list[int], dict[str, Any]]:
-    """(tokens, facts about labels) of one sample of a batch."""
-    tokens, labels = (tensor[row].tolist() for tensor in (batch.inputs["tokens"], batch.targets[LM_LOSS]))
+def _tokens_and_labels(batch: Batch, source: ShardSource, sample: int) -> tuple[list[int], dict[str, Any]]:
+    """(tokens, facts about labels) of a batch of this sample."""
+    tokens, labels = (tensor[0].tolist() for tensor in (batch.inputs["tokens"], batch.targets[LM_LOSS]))
     if (mask := batch.inputs.get("attention_mask")) is None:
         end = source.stretches(sample)[-1][1]  # not of the labels: that one may have no loss
         silent = [position for position, label in enumerate(labels) if label == IGNORED_LABEL]
         return [*tokens, int(source.shard.read(end - 1, 1)[0])], {"no_loss": silent} if silent else {}
     found = [{"position": at, "token": label} for at, label in enumerate(labels) if label != IGNORED_LABEL]
-    others = {name: targets[row].tolist() for name, targets in batch.targets.items() if name != LM_LOSS}
-    return tokens[: int(mask[row].sum())], {"labels": {LM_LOSS: found, **others}}  # padding stands at the end
+    others = {name: targets[0].tolist() for name, targets in batch.targets.items() if name != LM_LOSS}
+    return tokens[: int(mask.sum())], {"labels": {LM_LOSS: found, **others}}  # padding stands at the end
 
 
 def first_position(stream: Stream) -> int:
