@@ -166,13 +166,6 @@ def test_sequences_are_ordered_and_documents_named(tmp_path: Path) -> None:
     assert [found.tolist() for found in source.locate(np.array([0]))] == [[0], [0]]
 
 
-def test_an_id_beyond_the_vocabulary_is_named_with_its_place(tmp_path: Path) -> None:
-    prefix = write_lengths(tmp_path / "x", [50, 50])
-    source = open_source(prefix, tmp_path, seq_length=99, samples=1, vocab_size=90)
-    with pytest.raises(DataError, match=r"x\.bin: document 1 holds token id 90 at position 40"):
-        source.read(np.array([0]))
-
-
 # ---------------------------------------------------------------- splits
 
 

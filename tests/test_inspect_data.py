@@ -17,7 +17,6 @@ import torch
 
 from bloomery.config.load import load_recipe
 from bloomery.data.batch import GlobalBatch, Loader
-from bloomery.data.blend import PERIOD
 from bloomery.data.manifest import manifest_path
 from bloomery.data.open import open_data
 from bloomery.data.shards import ShardReader, ShardWriter
@@ -409,16 +408,6 @@ def test_the_order_counts_what_the_samples_are(workshop: Workshop, command: Comm
     assert [source["weight"] for source in facts["sources"]] == pytest.approx([2 / 3, 1 / 3])
 
 
-def test_the_order_in_words(workshop: Workshop, command: Command) -> None:
-    words = ["data.split='80,20,0'", "train.evaluate={every: 5 steps, steps: 1}", "train.for=100 steps"]
-    code, out, _ = command("inspect", "order", str(workshop.recipe), *words, "--at-samples", "100")
-    assert code == 0
-    lines = [" ".join(line.split()) for line in out.splitlines()]
-    for shown in ("order timeless", "seed 7", "train_samples 800", "shard train", "document_range 0, 48"):
-        assert shown in lines
-    assert "at.0.samples_taken 100" in lines
-
-
 # ---------------------------------------------------------------- data
 
 
@@ -523,25 +512,6 @@ def test_many_sources_are_all_listed(workshop: Workshop, command: Command) -> No
     warning = f"bloomery: warning: no manifest of s0, s1, s2 and 297 more: {unchecked}"
     assert command("inspect", "order", *words)[2] == warning, "one line, not 300"
     assert command("inspect", "data", "s0", "s1", "--quick")[2].endswith(f"no manifest of s0, s1: {unchecked}")
-
-
-def test_a_tiny_share_is_printed_as_it_is(workshop: Workshop, command: Command) -> None:
-    tiny = f"data.train=[{{path: train}}, {{path: valid, weight: {0.25 / PERIOD}}}]"
-    code, out, _ = command("inspect", "order", str(workshop.recipe), tiny)
-    share = 0.25 / PERIOD / (1 + 0.25 / PERIOD)
-    assert (code, f"  {share:.7g}\n" in out) == (0, True), "not 0.000000"
-    assert f"  {share:.7g}\n" in command("inspect", "data", str(workshop.recipe), tiny, "--quick")[1]
-
-
-def test_epochs_of_a_source_that_is_shorter_than_a_sample(workshop: Workshop, command: Command) -> None:
-    with ShardWriter(str(workshop.folder / "one"), np.uint16) as writer:
-        writer.append(np.array([5]))
-    words = [str(workshop.recipe), "data.train.0={path: one}", "data.order=bigscience", "train.for=2 steps"]
-    facts = answer(command, "inspect", "order", *words, "--at-samples", "8")
-    (source,) = facts["sources"]
-    length = load_recipe(str(workshop.recipe)).recipe.model.seq_length
-    assert (source["samples_taken"], source["epochs"], source["at"][0]["epochs"]) == (16, 16 * length, 8 * length)
-    assert answer(command, "inspect", "data", *words)["sources"][0]["epochs"] == 16 * length
 
 
 def test_epochs_of_megatrons_orders_are_those_of_their_tokens(workshop: Workshop, command: Command) -> None:

@@ -267,15 +267,14 @@ def read_batch(
     window = micro_batch_size * replicas
     assert size % window == 0, f"a batch of {size} samples is no multiple of {window}"
     starts = range(first + replica * micro_batch_size, first + size, window)
-    micro_batches = [source.batch(start, micro_batch_size) for start in starts]
-    if end is not None:
-        micro_batches = [
-            batch.without_loss_from(end - start) for start, batch in zip(starts, micro_batches, strict=True)
-        ]
-    rows = [micro_batch.row_counts() for micro_batch in micro_batches]
+    micro_batches, rows = [], []
+    for start in starts:
+        batch = source.batch(start, micro_batch_size)
+        if end is not None:
+            batch = batch.without_loss_from(end - start)
+        rows.append(batch.row_counts())
+        micro_batches.append(batch.pin_memory() if pin_memory else batch)
     row_counts = {name: np.concatenate([counts[name] for counts in rows]) for name in rows[0]}
-    if pin_memory:
-        micro_batches = [micro_batch.pin_memory() for micro_batch in micro_batches]
     counts = {name: int(each.sum()) for name, each in row_counts.items()}
     return GlobalBatch(first, size, micro_batches, row_counts, counts, tuple(starts))
 
