@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import resource
 import shlex
 import shutil
 import signal
@@ -32,7 +31,7 @@ _SHORT = {"N": "nodes", "t": "time", "J": "job-name", "a": "array"}
 _OWN_TO_BASH = re.compile(r"BASH|PATH$|HOME$|PWD$|OLDPWD$|RANDOM$|SECONDS$|LINENO$|_")
 
 _STUBS = r"""
-set -T
+set -T; ulimit -f 4096 -t 20
 __guard() {  # before every simple command; with extdebug, `return 1` skips it
   shopt -s extdebug; set +eu
   __GIVEN__
@@ -141,7 +140,7 @@ def run_script(path: Path, text: str, given: Mapping[str, str]) -> Script:
         root = Path(folder).resolve()
         for name in ("work", "calls", "abs", "none"):
             (root / name).mkdir()
-        before = _copy_neighbours(path, root / "work")
+        _copy_neighbours(path, root / "work")
         (root / "work" / path.name).write_text(text, encoding="utf-8")
         named = {name: value for name, value in script.variables(given).items() if not name.isdecimal()}
         forced = "; ".join(f"{name}={shlex.quote(value)}" for name, value in named.items())
@@ -151,6 +150,7 @@ def run_script(path: Path, text: str, given: Mapping[str, str]) -> Script:
             "PATH": str(root / "none"), "HOME": str(root / "work"), "LC_ALL": "C",
             "__root": str(root), "__bash": bash, "__mkdir": mkdir,
         }  # fmt: skip
+        before = _files(root)
         if not _execute([bash, "--norc", f"./{path.name}", *_arguments(text, given)], root / "work", environment):
             script.unread.append((1, f"the script was ended after {_SECONDS} s; what follows was not run"))
         _collect(script, root, before)
@@ -160,14 +160,10 @@ def run_script(path: Path, text: str, given: Mapping[str, str]) -> Script:
 def _execute(command: list[str], folder: Path, environment: dict[str, str]) -> bool:
     """Run it; whether it came to its end in time. Nothing that it started survives."""
 
-    def limit() -> None:
-        for kind, most in ((resource.RLIMIT_FSIZE, _FILE_BYTES), (resource.RLIMIT_CPU, _SECONDS)):
-            resource.setrlimit(kind, (most, most))
-
-    streams = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
+    null = subprocess.DEVNULL
     process = subprocess.Popen(
-        command, cwd=folder, env=environment, start_new_session=True, preexec_fn=limit, **streams
-    )  # type: ignore[call-overload]
+        command, cwd=folder, env=environment, start_new_session=True, stdin=null, stdout=null, stderr=null
+    )
     try:
         process.wait(_SECONDS)
     except subprocess.TimeoutExpired:
@@ -179,15 +175,24 @@ def _execute(command: list[str], folder: Path, environment: dict[str, str]) -> b
     return True
 
 
-def _copy_neighbours(path: Path, folder: Path) -> dict[str, bytes]:
-    """Small files beside the script, which it may source or read; their bytes by name."""
-    found: dict[str, bytes] = {}
+def _copy_neighbours(path: Path, folder: Path) -> None:
+    """Small files beside the script, which it may source or read."""
     with contextlib.suppress(OSError):  # a folder that cannot be listed
-        for entry in sorted(os.scandir(path.parent), key=lambda entry: entry.name)[: 4 * _MOST_FILES]:
+        for entry in sorted(os.scandir(path.parent), key=lambda entry: entry.name)[:_MOST_FILES]:
             with contextlib.suppress(OSError):
-                if entry.is_file() and len(found) < _MOST_FILES:
-                    found[entry.name] = read_small(entry.path, _FILE_BYTES // 16)
-                    (folder / entry.name).write_bytes(found[entry.name])
+                (folder / entry.name).write_bytes(read_small(entry.path, _FILE_BYTES // 16))
+
+
+def _files(root: Path) -> dict[str, str]:
+    """The texts of the script's folder, by name, and of files with absolute paths; empty if it is no text."""
+    found = {}
+    for top, prefix in ((root / "work", ""), (root / "abs", "/")):
+        for file in sorted(path for path in top.rglob("*") if path.is_file())[: 2 * _MOST_FILES]:
+            name = f"{prefix}{file.relative_to(top)}"
+            try:
+                found[name] = read_text(file, _FILE_BYTES)
+            except (OSError, ValueError):
+                found[name] = ""
     return found
 
 
@@ -208,21 +213,15 @@ def _arguments(text: str, given: Mapping[str, str]) -> list[str]:
     return [given.get(str(i), f"${i}" if str(i) in used else "") for i in range(1, last + 1)]
 
 
-def _collect(script: Script, root: Path, before: Mapping[str, bytes]) -> None:
+def _collect(script: Script, root: Path, before: Mapping[str, str]) -> None:
     work = f"{root / 'work'}/"
     for call in sorted((root / "calls").iterdir(), key=lambda path: path.name)[: 64 * _MOST_FILES]:
         line, *words = call.read_bytes().decode("utf-8", "replace").removesuffix("\0").split("\0")
         script.commands.append(Command([word.replace(work, "") for word in words], int(line)))
     touched = {os.path.normpath(word) for each in script.commands if not each.is_training for word in each.words[1:]}
-    for top, prefix in ((root / "work", ""), (root / "abs", "/")):
-        for file in sorted(path for path in top.rglob("*") if path.is_file())[:_MOST_FILES]:
-            name = f"{prefix}{file.relative_to(top)}"
-            try:
-                text = read_text(file, _FILE_BYTES)
-            except (OSError, ValueError):
-                text = ""
-            is_changed = before.get(name) != file.read_bytes()
-            if name in touched or (is_changed and (not text.strip() or "$(" in text)):
-                script.files[name] = None  # not what the script would have there
-            elif is_changed:
-                script.files[name] = text
+    for name, text in _files(root).items():
+        is_changed = before.get(name) != text
+        if name in touched or (is_changed and (not text.strip() or "$(" in text)):
+            script.files[name] = None  # not what the script would have there
+        elif is_changed:
+            script.files[name] = text
