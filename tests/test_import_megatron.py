@@ -427,6 +427,8 @@ def test_flags_alone_make_a_recipe_with_megatrons_defaults() -> None:
         ("--clip-grad 0", "optimizer.clip_grad_norm", None),
         ("--use-alibi-position-embeddings --embed-layernorm", "model.family", "bloom"),
         (f"{LLAMA} --rotary-base 500", "model.rope_theta", 500.0),
+        (f"{LLAMA} --add-qkv-bias", "model.family", "qwen2"),
+        (f"{LLAMA} --qk-layernorm --kv-channels 32", "model", {"family": "qwen3", "head_dim": 32}),
         (f"{LLAMA} --group-query-attention --num-query-groups 2", "model.num_kv_heads", 2),
         (f"{LLAMA.lower()} --num-key-value-heads 2", "model.num_kv_heads", 2),
         (f"{LLAMA} --position-embedding-type rotary", "model.ffn_hidden_size", 128),
@@ -451,7 +453,8 @@ def test_flags_alone_make_a_recipe_with_megatrons_defaults() -> None:
     ],
 )
 def test_a_flag_becomes_its_field(text: str, field: str, value: Any) -> None:
-    assert field_of(flags(text), field) == value
+    found = field_of(flags(text), field)
+    assert (found if field != "model" else {key: found[key] for key in value}) == value
 
 
 def test_bert_becomes_a_bert() -> None:
@@ -460,6 +463,8 @@ def test_bert_becomes_a_bert() -> None:
     assert done.recipe.model.family == "bert"
     assert field_of(done, "data.masking.probability") == 0.2
     assert not done.rows_of("differs")
+    with pytest.raises(RecipeError, match="the model has encoder: True, positions: learned, norm: layer, gated: True"):
+        import_megatron(["pretrain_bert.py", *SMALL, "--swiglu"])
 
 
 @pytest.mark.parametrize(
@@ -486,18 +491,15 @@ def test_what_is_reported_of_a_flag(text: str, kind: str, flag: str) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("--position-embedding-type alibi", "the model has ALiBi. The families here are gpt2"),
-        ("--embed-layernorm", "the model has --embed-layernorm"),
-        (
-            "--position-embedding-type rope",
-            "the model has rotary positions. The families",
-        ),
-        ("--position-embedding-type relative", "the model has --position-embedding-type relative"),
-        ("--no-position-embedding", "the model has --no-position-embedding alone"),
-        ("--normalization batchnorm", "the model has --normalization batchnorm"),
-        (f"{LLAMA} --rotary-percent 0.5", "--disable-bias-linear, --rotary-percent"),
+        ("--position-embedding-type alibi", "positions: alibi, norm: layer"),
+        ("--embed-layernorm", "embedding_norm: True. The families here are gpt2, bloom, llama, qwen2, qwen3, bert"),
+        ("--position-embedding-type relative", "positions: relative"),
+        ("--no-position-embedding", "positions: no,"),
+        ("--normalization batchnorm", "norm: batchnorm"),
+        (f"{LLAMA} --use-alibi-position-embeddings", "positions: rotary and alibi"),
+        (f"{LLAMA} --rotary-percent 0.5", "--rotary-percent 0.5 is set"),
         ("--hidden-dropout 0", "--hidden-dropout is 0.0 and --attention-dropout is 0.1"),
-        ("--kv-channels 5", "--kv-channels is 5. A head is hidden-size / num-attention-heads wide here"),
+        ("--kv-channels 5", "command line --kv-channels: model.head_dim is 5"),
         ("--optimizer sgd", "command line --optimizer: optimizer.name is 'sgd'"),
         ("--lr-decay-style inverse-square-root", "command line --lr-decay-style: lr.schedule is 'inverse-square-root'"),
         ("--lr-decay-style WSD --lr-wsd-decay-iters 9", "--lr-wsd-decay-style is exponential"),
@@ -526,7 +528,8 @@ def test_what_is_reported_of_a_flag(text: str, kind: str, flag: str) -> None:
         ("--num-attention-heads 5", "command line --num-attention-heads: model.num_heads is 5"),
         ("--num-experts 8", "--num-experts 8 is set. No family here has experts"),
         ("--decoupled-lr 5e-4", "one learning rate"),
-        ("--qk-layernorm", "No family here has such an attention"),
+        ("--qk-layernorm", "qk_norm: True"),
+        ("--window-size 8,0", "No family here has such an attention"),
         ("--squared-relu", "--squared-relu is set"),
         ("--eval-only True", "--eval-only True is set. A recipe has no such field"),
         ("--step-batch-size-schedule 0:768,250B:1536", "A recipe's batch grows in equal stages of samples"),

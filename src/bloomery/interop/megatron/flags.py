@@ -92,6 +92,7 @@ SWITCHES = """
 fp16 bf16 fp8-e4m3 fp8-e5m2 fp8-hybrid deepspeed embed-layernorm swiglu group-query-attention
 use-rotary-position-embeddings use-alibi-position-embeddings no-position-embedding disable-bias-linear
 no-bias-gelu-fusion openai-gelu checkpoint-activations recompute-activations deepspeed-activation-checkpointing
+add-qkv-bias qk-layernorm
 use-distributed-optimizer use-torch-fsdp2 torch-fsdp2-no-reshard-after-forward use-megatron-fsdp use-custom-fsdp
 bert-no-binary-head reset-position-ids reset-attention-mask eod-mask-loss
 """
@@ -102,10 +103,10 @@ bert-no-binary-head reset-position-ids reset-attention-mask eod-mask-loss
 REFUSED: tuple[tuple[str, str], ...] = (
     ("no family here has experts", """num-experts=1 expert-model-parallel-size=1 moe-expert-parallel-size=1
         num-experts-switch=1 moe-use-upcycling"""),
-    ("no family here has such an attention or such positions", """multi-latent-attention qk-layernorm qk-l2-norm
-        qk-clip add-qkv-bias attention-output-gate window-size window-attn-skip-freq experimental-attention-variant
-        linear-attention-freq softmax-type=vanilla rotary-interleaved use-rope-scaling
-        rotary-seq-len-interpolation-factor=1 no-rope-freq rope-type=rope mrope-section"""),
+    ("no family here has such an attention or such positions", """multi-latent-attention qk-l2-norm qk-clip
+        attention-output-gate window-size window-attn-skip-freq experimental-attention-variant linear-attention-freq
+        softmax-type=vanilla rotary-interleaved use-rope-scaling rotary-seq-len-interpolation-factor=1 no-rope-freq
+        rope-type=rope mrope-section rotary-percent=1 rotary-percent=1.0"""),
     ("the families here have fixed layers, all alike, with one kind of weights and activations",
      """squared-relu quick-geglu glu-activation activation-func-clamp-value glu-linear-offset=0 glu-linear-offset=0.0
         apply-residual-connection-post-layernorm hybrid-attention-ratio=0 hybrid-attention-ratio=0.0
@@ -137,7 +138,7 @@ OTHERS: tuple[tuple[Kind, str, str], ...] = (
     ("not needed", "this training does not read it, or decides it with other flags",
      f"""{SWITCHES} {" ".join(MAPPED)}
         kv-channels max-position-embeddings position-embedding-type normalization hidden-dropout attention-dropout
-        rotary-percent num-query-groups pad-vocab-size-to padded-vocab-size vocab-size tokenizer-type vocab-file
+        num-query-groups pad-vocab-size-to padded-vocab-size vocab-size tokenizer-type vocab-file
         merge-file train-samples train-iters train-tokens exit-interval exit-duration-in-mins adam-beta1 adam-beta2
         min-lr lr-decay-iters lr-decay-samples lr-decay-tokens lr-warmup-iters lr-warmup-samples lr-warmup-tokens
         lr-warmup-fraction lr-wsd-decay-style lr-wsd-decay-iters lr-wsd-decay-samples loss-scale fp8-format

@@ -18,7 +18,7 @@ from bloomery.base.errors import Problem
 from bloomery.base.units import LONGEST_SECONDS, Duration, parse_duration
 from bloomery.config.yaml_nodes import inline_yaml
 from bloomery.families.family import Family
-from bloomery.families.registry import FAMILIES
+from bloomery.families.registry import FAMILIES, families_that
 from bloomery.interop.megatron.flags import FIELDS, REQUIRED, CommandLine, Given, Kind, Row
 
 T = TypeVar("T", int, float, str)
@@ -29,12 +29,9 @@ _VOCABULARIES = {"GPT2BPETokenizer": 50257, "BertWordPieceLowerCase": 30522, "Be
 _OTHER_PROGRAMS = {"t5", "ict", "realm", "vision", "vlm", "mamba", "hybrid", "retro", "prefix", "rl"}
 _FAMILY = (
     "position-embedding-type", "use-rotary-position-embeddings", "use-alibi-position-embeddings", "embed-layernorm",
-    "normalization", "swiglu", "disable-bias-linear",
+    "normalization", "swiglu", "disable-bias-linear", "add-qkv-bias", "qk-layernorm", "no-position-embedding",
 )  # fmt: skip
-_FAMILIES = (
-    "the families here are gpt2 (learned positions), bloom (ALiBi and --embed-layernorm), llama (rotary positions, "
-    "--normalization RMSNorm, --swiglu and --disable-bias-linear), and bert (pretrain_bert.py)"
-)
+_FAMILIES = f"the families here are {', '.join(FAMILIES)}, as docs/models.md describes them"
 _BIGSCIENCE = ("tokenizer-name-or-path", "pad-vocab-size-to", "codecarbon-dir", "skip-train-iteration-range",
                "train-weighted-split-paths", "train-weighted-split-paths-path")  # fmt: skip
 """Flags that only BigScience's Megatron-DeepSpeed has, which reads --train-tokens and never uses it."""
@@ -246,7 +243,7 @@ def _model(b: Builder) -> None:
         if "tie_embeddings" not in model:
             b.put("model.tie_embeddings", True)
     if (channels := b.value("kv-channels", 0)) and channels * model["num_heads"] != model["hidden_size"]:
-        b.refuse("kv-channels", f"--kv-channels is {channels}", "a head is hidden-size / num-attention-heads wide here")
+        b.put("model.head_dim", channels, "kv-channels")
     hidden, attention = b.value("hidden-dropout", 0.1), b.value("attention-dropout", 0.1)
     if hidden != attention:
         what = f"--hidden-dropout is {hidden} and --attention-dropout is {attention}"
@@ -260,33 +257,28 @@ def _family(b: Builder) -> Family:
     program = b.line.program.rpartition("/")[2]
     if _OTHER_PROGRAMS & set(program.removesuffix(".py").split("_")):
         b.refuse("", f"the program is {program}", _FAMILIES, "import the script of one of these")
-    if "pretrain_bert" in program:
-        return next(family for family in FAMILIES.values() if family.encoder)
-    positions = b.value("position-embedding-type", "absolute").lower()
+    kind = b.value("position-embedding-type", "absolute").lower().removeprefix("learned_")
     norm = b.value("normalization", "LayerNorm").lower()
-    rotary = b.has("use-rotary-position-embeddings") or positions in ("rope", "rotary")
-    alibi = b.has("use-alibi-position-embeddings") or positions == "alibi"
-    parts = {
-        "rotary positions": rotary,
-        "--normalization RMSNorm": norm == "rmsnorm",
-        "--swiglu": b.has("swiglu"),
-        "--disable-bias-linear": b.has("disable-bias-linear"),
-        "ALiBi": alibi,
-        "--embed-layernorm": b.has("embed-layernorm"),
-        f"--position-embedding-type {positions}": not (
-            rotary or alibi or positions in ("absolute", "learned_absolute")
-        ),
-        f"--normalization {norm}": norm not in ("layernorm", "rmsnorm"),
-        "--rotary-percent": rotary and b.value("rotary-percent", 1.0) != 1.0,
-        "--no-position-embedding alone": b.has("no-position-embedding") and not alibi and not rotary,
+    found = {
+        "rotary": b.has("use-rotary-position-embeddings") or kind in ("rope", "rotary"),
+        "alibi": b.has("use-alibi-position-embeddings") or kind == "alibi",
     }
-    found = [name for name, is_set in parts.items() if is_set]
-    if found not in ([], ["ALiBi", "--embed-layernorm"], list(parts)[:4]):
-        what = f"the model has {', '.join(found)}"
-        b.refuse(b.first(*_FAMILY), what, _FAMILIES, "add what is missing, or remove it, if that is the model")
-    wanted = "rotary" if rotary or norm == "rmsnorm" else "alibi" if alibi else "learned"
-    decoders = (family for family in FAMILIES.values() if not family.encoder and not family.qk_norm)
-    return next(family for family in decoders if family.positions == wanted)
+    positions = [name for name, is_set in found.items() if is_set] or ["no" * b.has("no-position-embedding") or kind]
+    is_encoder = "pretrain_bert" in program
+    facts = {
+        "encoder": is_encoder,
+        "positions": "learned" if positions == ["absolute"] else " and ".join(positions),
+        "norm": {"layernorm": "layer", "rmsnorm": "rms"}.get(norm, norm),
+        "gated": b.has("swiglu"),
+        "bias": not b.has("disable-bias-linear"),
+        "qkv_bias": b.has("add-qkv-bias") or not b.has("disable-bias-linear"),
+        "qk_norm": b.has("qk-layernorm"),
+        "embedding_norm": is_encoder or b.has("embed-layernorm"),
+    }
+    if not (names := families_that(**facts)):
+        shown = ", ".join(f"{name}: {value}" for name, value in facts.items())
+        b.refuse(b.first(*_FAMILY), f"the model has {shown}", _FAMILIES, "add what is missing, or remove it")
+    return FAMILIES[(names or [*FAMILIES])[0]]
 
 
 def _tokenizer(b: Builder) -> None:
