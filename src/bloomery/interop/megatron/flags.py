@@ -60,6 +60,7 @@ FIELDS: dict[str, tuple[tuple[str, str, str, Any], ...]] = {
         ("launcher:nproc-per-node launcher:num-gpus sbatch:gpus-per-node sbatch:gres", "launch.gpus_per_node", "count",
          None),
     ),
+    "wsd": (("lr-wsd-decay-iters lr-wsd-decay-samples", "lr.cooldown", "amount", None),),
     "launch": (
         ("sbatch:time", "launch.time_limit", "time", None),
         ("sbatch:array", "launch.array", "chain", None),
@@ -141,7 +142,7 @@ OTHERS: tuple[tuple[Kind, str, str], ...] = (
         num-query-groups pad-vocab-size-to padded-vocab-size vocab-size tokenizer-type vocab-file
         merge-file train-samples train-iters train-tokens exit-interval exit-duration-in-mins adam-beta1 adam-beta2
         min-lr lr-decay-iters lr-decay-samples lr-decay-tokens lr-warmup-iters lr-warmup-samples lr-warmup-tokens
-        lr-warmup-fraction lr-wsd-decay-style lr-wsd-decay-iters lr-wsd-decay-samples loss-scale fp8-format
+        lr-warmup-fraction lr-wsd-decay-style loss-scale fp8-format
         data-parallel-sharding-strategy num-layers-per-virtual-pipeline-stage num-virtual-stages-per-pipeline-rank
         recompute-granularity split deepspeed_config data-path train-data-path valid-data-path
         train-weighted-split-paths train-weighted-split-paths-path"""),

@@ -172,15 +172,8 @@ def _time_limit(b: Builder, name: str) -> str | None:
     return None
 
 
-def _chain(b: Builder, name: str) -> int | None:
-    """Slurm's `1-10%1`: ten jobs, one after the other."""
-    match = re.fullmatch(r"([0-9]{1,6})-([0-9]{1,6})%1", b.line.flags[name].text)
-    return int(match[2]) - int(match[1]) + 1 if match else None
-
-
-def _count(b: Builder, name: str) -> int | None:
-    """Of `4`, `gpu:4` or `gpu:a100:4`; None if there is no number."""
-    match = re.fullmatch(r"(?:.*:)?([0-9]{1,6})", b.line.flags[name].text)
+def _number(b: Builder, name: str, pattern: str) -> int | None:
+    match = re.fullmatch(pattern, b.line.flags[name].text)
     return int(match[1]) if match else None
 
 
@@ -189,6 +182,7 @@ _CONVERTERS: dict[str, Callable[[Builder, str], Any]] = {
     "float": lambda b, name: b.value(name, 1.0),
     "str": lambda b, name: b.value(name, ""),
     "lower": lambda b, name: b.value(name, "").lower(),
+    "amount": lambda b, name: _amount(b, name),
     "steps": lambda b, name: f"{b.value(name, 1)} steps",
     "phases": lambda b, name: [{"every": f"{every} steps"}] if (every := b.value(name, 0)) else None,
     "true": lambda b, name: True,
@@ -201,9 +195,9 @@ _CONVERTERS: dict[str, Callable[[Builder, str], Any]] = {
     "ramp": _ramp,
     "ranges": lambda b, name: [f"{text} steps" for text in b.line.flags[name].values],
     "skips": _skipped_steps,
-    "count": _count,
+    "count": lambda b, name: _number(b, name, r"(?:.*:)?([0-9]{1,6})"),  # `4`, `gpu:4` or `gpu:a100:4`
+    "chain": lambda b, name: _number(b, name, r"1-([0-9]{1,6})%1"),  # jobs one after the other
     "time": _time_limit,
-    "chain": _chain,
 }
 
 
@@ -328,11 +322,10 @@ def _schedule(b: Builder) -> None:
         b.put("lr.decay", _amount(b, flag if b.has(flag) else length), *([] if flag == length else [flag]))
     _warmup(b, style, b.first("lr-decay-samples", "lr-decay-iters", length))
     if style == "wsd":
+        b.fill("wsd")
         if (shape := b.value("lr-wsd-decay-style", "exponential")) != "linear":
             what, remedy = f"--lr-wsd-decay-style is {shape}", "use --lr-wsd-decay-style linear"
             b.refuse("lr-wsd-decay-style", what, "it is linear here", remedy)
-        flag = b.first("lr-wsd-decay-iters", "lr-wsd-decay-samples")
-        b.put("lr.cooldown", _amount(b, flag), flag)
 
 
 def _amount(b: Builder, flag: str) -> str:
@@ -426,13 +419,11 @@ def _zero(b: Builder) -> None:
 
 def _launch(b: Builder) -> None:
     """Where #SBATCH lines or the launcher's flags give nodes or devices."""
-    if "launch" not in b.raw:
+    if (section := b.raw.get("launch")) is None:
         return
-    section = b.raw["launch"]
-    nodes, gpus = max(1, section.get("nodes", 1)), max(1, section.get("gpus_per_node", 1))
-    is_slurm = any(name.startswith("sbatch:") for name in b.line.flags)
+    nodes, is_slurm = section.get("nodes", 1), any(name.startswith("sbatch:") for name in b.line.flags)
     section["on"] = "slurm" if is_slurm else "hosts" if nodes > 1 else "local"
-    section |= {"nodes": _fitting_nodes(b, nodes, gpus), "gpus_per_node": gpus}
+    section["nodes"] = _fitting_nodes(b, nodes, section.get("gpus_per_node", 1))
     if section["nodes"] != nodes:
         remark = "so many nodes make more replicas than every level of the batch ramp can feed"
         b.rows.append(Row("differs", "nodes", str(nodes), "launch.nodes", str(section["nodes"]), remark))
