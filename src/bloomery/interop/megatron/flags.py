@@ -7,7 +7,6 @@ others), is refused (REFUSED), or has no field (OTHERS). A flag in none of them 
 
 from __future__ import annotations
 
-import difflib
 import fnmatch
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -180,46 +179,34 @@ OTHERS: tuple[tuple[Kind, str, str], ...] = (
         decrease-batch-size-if-needed"""),
     ("not needed", "a choice of kernels and of how they round; ours are tested to agree",
      """*-fusion *-fusion-impl *flash-attn* *fused-* use-fast-softmax no-persist-layer-norm disable-mem-efficient-ln
-        use-te-activation-func *-in-fp32 *query-key-layer-scaling use-mcore-models use-legacy-models compiled-autograd-*
-        disable-bf16-reduced-precision-matmul te-rng-tracker *cuda-graph* enable-experimental mask-tensor-adding
-        fix-position-emb-redundant-alloc memory-centric-tiled-linear attention-backend transformer-impl onnx-safe
-        *torch-compile* tile-factor apply-layernorm-1p fp16-lm-cross-entropy grad-reduce-in-bf16 *fp8-*
-        deterministic-mode calculate-per-token-loss use-cpu-initialization sequence-parallel recompute-*
-        checkpoint-num-layers"""),
+        te-* use-te-* *-in-fp32 *query-key-layer-scaling use-mcore-models use-legacy-models disable-bf16-reduced-*
+        *cuda-graph* enable-experimental mask-tensor-adding attention-backend transformer-impl onnx-safe *torch-compile*
+        tile-factor apply-layernorm-1p fp16-lm-cross-entropy grad-reduce-in-bf16 *fp8-* deterministic-mode
+        calculate-per-token-loss use-cpu-initialization sequence-parallel recompute-* checkpoint-num-layers
+        *-activations"""),
     ("not needed", "how processes talk and where tensors are kept; PyTorch and the recipe's `parallel` decide",
-     """distributed-* local?rank DDP-impl nccl-* lazy-mpu-init *sharp* wgrad-deferral-limit *-comm-* use-nccl-ub ddp-*
-        train-sync-interval microbatch-group-size-* suggested-communication-unit-size *delay-* *overlap-* no-align-*
-        *-sizes high-priority-stream-groups disable-symmetric-registration *-tensor-model-parallel-allreduce
-        use-ring-exchange-p2p no-scatter-gather-tensors-in-pipeline use-tp-pp-dp-mapping defer-embedding-wgrad-compute
-        *contiguous-buffers-in-* disable-gloo-process-groups force-ds-sequence-parallel fsdp-double-buffer
+     """distributed-* local?rank DDP-impl *nccl-* lazy-mpu-init *sharp* wgrad-* *-comm-* ddp-* *delay-* *overlap-*
+        no-align-* *-sizes *-allreduce use-ring-exchange-p2p no-scatter-gather-* use-tp-pp-dp-mapping defer-embedding-*
+        microbatch-group-size-* *contiguous-buffers-in-* *gloo-process-groups force-ds-sequence-parallel fsdp-*
         deepspeed_mpi init-model-with-meta-device zero-* sync-tp-duplicated-parameters no-pipeline-parallel
         pp-partition-method decoder-*-pipeline-num-layers pipeline-model-parallel-layout standalone-embedding-stage
-        account-for-* *-activations checkpoint-in-cpu contigious-checkpointing scattered-embeddings *pin-* no-clone-*
-        synchronize-each-layer profile-backward split-transformers cpu-offloading* pytorch-activation-checkpointing
-        ds-sequence-parallel-fpdt* *_adam use-torch-optimizer-* use-precision-aware-optimizer *manual-gc*
-        optimizer-offload-fraction dump-param-* empty-unused-memory-level"""),
+        account-for-* checkpoint-in-cpu contigious-checkpointing scattered-embeddings *pin-* no-clone-* synchronize-*
+        split-transformers cpu-offloading* pytorch-activation-checkpointing ds-sequence-parallel-fpdt* *_adam
+        use-torch-optimizer-* use-precision-aware-optimizer optimizer-offload-fraction *manual-gc* empty-unused-*"""),
     ("not needed", "a run has one folder (--run-dir), resumes from its newest checkpoint, and is always recorded",
      """save load load-tag override-* use-checkpoint-* universal-checkpoint no-load-* no-save-* reset-iteration
-        no-initialization exit-on-missing-checkpoint use-mp-args-* load-main-params-* verify-checkpoint* *ckpt*
-        no-use-tokenizer-model-from-checkpoint-args no-strict-fsdp-dtensor-load async-* replication* distrib-optim-*
-        kill-switch-path exit-signal* *log-* logging-level *-logger-* app-tag-* no-barrier-with-level-1-timing
-        no-one-logger tensorboard-* wandb-* profile profile-* use-pytorch-profiler* codecarbon-dir *memory-snapshot*
-        record-memory-* *check-* *-ft-* inprocess-* *straggler* run-workload-inspector-server adlr-* rerun-mode
-        error-injection-* result-rejected-tracker-filename"""),
+        no-initialization exit-* use-mp-args-* load-main-params-* verify-checkpoint* *ckpt*
+        no-use-tokenizer-model-from-* no-strict-fsdp-* async-* replication* distrib-optim-* kill-switch-path *log-*
+        logging-level *-logger-* app-tag-* no-barrier-with-level-1-timing no-one-logger tensorboard-* wandb-* profile
+        profile-* use-pytorch-profiler* codecarbon-dir *memory-* *check-* *-ft-* inprocess-* *straggler* adlr-*
+        rerun-mode error-injection-*"""),
     ("not needed", "data.order and the tokenizer's folder decide; one thread prefetches",
-     """*num-workers data-impl num-dataset-builder-threads *-cache-path *mmap-* no-create-attention-mask-* repeated-*
-        return-data-index disable-msc mid-level-dataset-surplus eval-micro-batch-size dataloader-type train-*-path
-        no-seq-len-plus-one-tokens test-* trust-remote-code legacy-tokenizer tokenizer-metadata tiktoken-*"""),
+     """*num-workers data-impl num-dataset-* *-cache-path *mmap-* no-create-attention-mask-* repeated-* dataloader-type
+        eval-micro-batch-size train-*-path test-* trust-remote-code legacy-tokenizer tokenizer-metadata tiktoken-*"""),
     ("not needed", "only another kind of model or optimizer reads it",
      """moe-* *-moe-* topk mlp-type expert-interval expert-tensor-parallel-size use-tutel inference fim-* mup-*
         qk-clip-* muon-* sgd-momentum decoder-seq-length mtp-loss-scaling-factor num-channels patch-dim"""),
 )  # fmt: skip
-
-
-def known_names() -> list[str]:
-    """All but patterns."""
-    words = [word.partition("=")[0] for *_, names in (*REFUSED, *OTHERS) for word in names.split()]
-    return [word for word in words if not set("*?:") & set(word)]
 
 
 def kind_of(name: str, values: Sequence[str]) -> tuple[Kind | Literal["refused"], str]:
@@ -231,8 +218,7 @@ def kind_of(name: str, values: Sequence[str]) -> tuple[Kind | Literal["refused"]
     for kind, why, names in OTHERS:
         if any(fnmatch.fnmatchcase(name, word) for word in names.split()):
             return kind, why
-    near = difflib.get_close_matches(name, known_names(), n=1, cutoff=0.8)
-    return "not understood", f"did you mean --{near[0]}?" if near else "check whether it changes what is trained"
+    return "not understood", "check whether it changes what is trained"
 
 
 @dataclass(frozen=True)
