@@ -18,7 +18,7 @@ from bloomery.base.errors import Problem
 from bloomery.base.units import LONGEST_SECONDS, Duration, parse_duration
 from bloomery.config.yaml_nodes import inline_yaml
 from bloomery.families.family import Family
-from bloomery.families.registry import FAMILIES, families_that
+from bloomery.families.registry import FAMILIES
 from bloomery.interop.megatron.flags import FIELDS, REQUIRED, CommandLine, Given, Kind, Row
 
 T = TypeVar("T", int, float, str)
@@ -253,11 +253,11 @@ def _family(b: Builder) -> Family:
         b.refuse("", f"the program is {program}", _FAMILIES, "import the script of one of these")
     kind = b.value("position-embedding-type", "absolute").lower().removeprefix("learned_")
     norm = b.value("normalization", "LayerNorm").lower()
-    found = {
+    asked = {
         "rotary": b.has("use-rotary-position-embeddings") or kind in ("rope", "rotary"),
         "alibi": b.has("use-alibi-position-embeddings") or kind == "alibi",
     }
-    positions = [name for name, is_set in found.items() if is_set] or ["no" * b.has("no-position-embedding") or kind]
+    positions = [name for name, is_set in asked.items() if is_set] or ["no" * b.has("no-position-embedding") or kind]
     is_encoder = "pretrain_bert" in program
     facts = {
         "encoder": is_encoder,
@@ -269,10 +269,11 @@ def _family(b: Builder) -> Family:
         "qk_norm": b.has("qk-layernorm"),
         "embedding_norm": is_encoder or b.has("embed-layernorm"),
     }
-    if not (names := families_that(**facts)):
+    found = [family for family in FAMILIES.values() if all(getattr(family, fact) == facts[fact] for fact in facts)]
+    if not found:
         shown = ", ".join(f"{name}: {value}" for name, value in facts.items())
         b.refuse(b.first(*_FAMILY), f"the model has {shown}", _FAMILIES, "add what is missing, or remove it")
-    return FAMILIES[(names or [*FAMILIES])[0]]
+    return (found or [*FAMILIES.values()])[0]
 
 
 def _tokenizer(b: Builder) -> None:
