@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from bloomery.base import accelerator as counters
-from bloomery.base.accelerator import NvmlSensor, Rapl, energy_sensor, find_rapl, pick_device
+from bloomery.base.accelerator import Sensor, energy_sensor, find_rapl, nvml_sensor, pick_device
 from bloomery.base.ranks import ALONE
 from bloomery.base.units import Energy, format_device_hours, format_joules
 from bloomery.checkpoint.load import read_checkpoint
@@ -58,7 +58,7 @@ def powercap(tmp_path: Path) -> Path:
 
 def test_packages_and_memory_are_added_up_and_nothing_twice(powercap: Path) -> None:
     rapl = find_rapl(powercap)
-    assert isinstance(rapl, Rapl)
+    assert isinstance(rapl, Sensor)
     assert rapl.name == "RAPL (dram, package-0)"
     for folder in ("intel-rapl:0", "intel-rapl:0:0", "intel-rapl:0:1", "intel-rapl:1", "intel-rapl-mmio:0"):
         count(powercap / folder, 10_000_000)
@@ -67,7 +67,7 @@ def test_packages_and_memory_are_added_up_and_nothing_twice(powercap: Path) -> N
 
 def test_a_counter_that_comes_round_goes_on(powercap: Path) -> None:
     rapl = find_rapl(powercap)
-    assert isinstance(rapl, Rapl)
+    assert isinstance(rapl, Sensor)
     count(powercap / "intel-rapl:0", RANGE_UJ - 1_000_000)
     assert rapl.joules() == pytest.approx(994.0)
     count(powercap / "intel-rapl:0", 2_000_000)
@@ -99,7 +99,7 @@ def test_nvml_counts_in_millijoules_and_an_error_of_it_ends_the_measurement() ->
             return self.millijoules
 
     nvml = Nvml()
-    meter = EnergyMeter(NvmlSensor(nvml, "a board"))
+    meter = EnergyMeter(nvml_sensor(nvml, "a board"))
     nvml.millijoules = 9_500
     assert meter.own(fresh=True).joules == pytest.approx(7.5)
     nvml.millijoules = -1
@@ -126,7 +126,7 @@ def test_an_nvidia_board_counts_what_it_spends() -> None:
 
 def test_ranks_of_one_machine_read_a_shared_sensor_once(powercap: Path) -> None:
     sensor = find_rapl(powercap)
-    assert isinstance(sensor, Rapl)
+    assert isinstance(sensor, Sensor)
     meters = together(3, lambda ranks: start_meter(sensor, powercap, [Energy()], ranks))
     assert {meter.counted_by for meter in meters} == {"RAPL (dram, package-0)"}
     count(powercap / "intel-rapl:0", 65_000_000)

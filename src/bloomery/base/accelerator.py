@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import os
 import resource
-import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -66,88 +66,68 @@ def device_name(device: torch.device) -> str:
 def memory_bytes(device: torch.device) -> tuple[int, int]:
     """(now, peak) bytes held on the device; on a CPU, of this process."""
     if device.type == "cpu":
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-        if not os.path.exists("/proc/self/statm"):
-            return peak, peak
         with open("/proc/self/statm") as statm:
-            return int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE"), peak
+            now = int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+        return now, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     return torch.accelerator.memory_allocated(device), torch.accelerator.max_memory_allocated(device)
 
 
 def available_host_bytes(meminfo: str = "/proc/meminfo") -> int:
-    """Bytes that a process can still take here. On Linux with the page cache, which is given back when asked for."""
-    try:
-        with open(meminfo) as file:
-            return next(int(line.split()[1]) * 1024 for line in file if line.startswith("MemAvailable:"))
-    except (OSError, StopIteration):
-        pages = "SC_AVPHYS_PAGES" if "SC_AVPHYS_PAGES" in os.sysconf_names else "SC_PHYS_PAGES"  # macOS has only this
-        return os.sysconf(pages) * os.sysconf("SC_PAGE_SIZE")
+    """Bytes that a process can still take here, with the page cache, which is given back when asked for."""
+    with open(meminfo) as file:
+        return next(int(line.split()[1]) * 1024 for line in file if line.startswith("MemAvailable:"))
 
 
-class Sensor(Protocol):
+@dataclass(frozen=True)
+class Sensor:
     """What counts energy. How a run adds it up is in monitor/meters.py."""
 
     name: str
     """What it is and what it counts, for people."""
     shared: bool
     """Whether it counts for all ranks of this machine at once."""
-
-    def joules(self) -> float:
-        """Counted since some beginning; never falls. OSError if it cannot be read."""
-        ...
+    joules: Callable[[], float]
+    """Counted since some beginning; never falls. OSError if it cannot be read."""
 
 
-class Rapl:
-    """Processor packages and their memory (Linux powercap), of the whole machine, whoever uses it."""
-
-    shared = True
-
-    def __init__(self, zones: dict[Path, str]) -> None:
-        """By zone its name. OSError or ValueError if one cannot be read."""
-        self.name = f"RAPL ({', '.join(sorted(zones.values()))})"
-        self._ranges = {zone: int((zone / "max_energy_range_uj").read_text()) for zone in zones}
-        self._last = {zone: _counter(zone) for zone in zones}
-        self._total_uj = 0
-
-    def joules(self) -> float:
-        for zone, before in self._last.items():
-            now = _counter(zone)
-            # A counter that has come round begins at zero again.
-            self._total_uj += now - before if now >= before else now - before + self._ranges[zone]
-            self._last[zone] = now
-        return self._total_uj / 1e6
-
-
-def find_rapl(root: Path | None = None) -> Rapl | str:
-    """The counters of this machine's processors, or why there are none to read."""
+def find_rapl(root: Path | None = None) -> Sensor | str:
+    """The counters of this machine's processor packages and their memory (Linux powercap), whoever uses them, or why
+    there are none to read."""
     # Zones of zones hold cores and graphics, which the package counts already, and dram, which it does not. A zone
     # `psys` and the driver intel-rapl-mmio count what the packages count, once more.
     try:
         named = {zone: (zone / "name").read_text().strip() for zone in (root or POWERCAP).glob("intel-rapl:*")}
         zones = {zone: name for zone, name in named.items() if name == "dram" or name.startswith("package")}
-        return Rapl(zones) if zones else NO_SENSOR
+        ranges = {zone: int((zone / "max_energy_range_uj").read_text()) for zone in zones}
+        last = {zone: _counter(zone) for zone in zones}
     except (OSError, ValueError) as error:
         return f"{NO_SENSOR} that may be read: {error}"
+    total_uj = 0
+
+    def joules() -> float:
+        nonlocal total_uj
+        for zone, before in last.items():
+            last[zone] = now = _counter(zone)
+            total_uj += now - before + ranges[zone] * (now < before)  # one that has come round begins at zero again
+        return total_uj / 1e6
+
+    return Sensor(f"RAPL ({', '.join(sorted(zones.values()))})", True, joules) if zones else NO_SENSOR
 
 
 def _counter(zone: Path) -> int:
     return int((zone / "energy_uj").read_text())
 
 
-class NvmlSensor:
+def nvml_sensor(nvml: Any, handle: Any) -> Sensor:
     """The total energy counter of one NVIDIA board, since its driver was loaded."""
 
-    name = "NVML"
-    shared = False
-
-    def __init__(self, nvml: Any, handle: Any) -> None:
-        self._nvml, self._handle = nvml, handle
-
-    def joules(self) -> float:
+    def joules() -> float:
         try:
-            return int(self._nvml.nvmlDeviceGetTotalEnergyConsumption(self._handle)) / 1000
-        except self._nvml.NVMLError as error:
+            return int(nvml.nvmlDeviceGetTotalEnergyConsumption(handle)) / 1000
+        except nvml.NVMLError as error:
             raise OSError(f"NVML: {error}") from error
+
+    return Sensor("NVML", False, joules)
 
 
 def energy_sensor(device: torch.device) -> Sensor | str:
@@ -164,7 +144,7 @@ def energy_sensor(device: torch.device) -> Sensor | str:
         pynvml.nvmlInit()
         # By its identity: NVML's numbers know nothing of CUDA_VISIBLE_DEVICES.
         uuid = f"GPU-{_backend(device).get_device_properties(device).uuid}"
-        sensor = NvmlSensor(pynvml, pynvml.nvmlDeviceGetHandleByUUID(uuid))
+        sensor = nvml_sensor(pynvml, pynvml.nvmlDeviceGetHandleByUUID(uuid))
         sensor.joules()
     except (pynvml.NVMLError, OSError) as error:  # boards before Volta, and slices of a board (MIG)
         return f"{NO_SENSOR} that answers: {error}"

@@ -32,14 +32,14 @@ def read_small(path: str | os.PathLike[str], most_bytes: int = SMALL_BYTES) -> b
     return content
 
 
-def open_regular(path: str | os.PathLike[str], flags: int = os.O_RDONLY) -> int:
+def open_regular(path: str | os.PathLike[str], flags: int = os.O_RDONLY, mode: int = 0o666) -> int:
     """An opener for `open` that never waits. OSError for a folder, a pipe, a socket or a device."""
-    descriptor = os.open(path, flags | os.O_NONBLOCK)
-    mode = os.fstat(descriptor).st_mode
-    if stat.S_ISREG(mode):
+    descriptor = os.open(path, flags | os.O_NONBLOCK, mode)
+    found = os.fstat(descriptor).st_mode
+    if stat.S_ISREG(found):
         return descriptor
     os.close(descriptor)
-    if stat.S_ISDIR(mode):
+    if stat.S_ISDIR(found):
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
     raise OSError(errno.ENXIO, "it is no regular file", str(path))
 

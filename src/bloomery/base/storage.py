@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from bloomery.base.bounded import SMALL_BYTES
+from bloomery.base.bounded import SMALL_BYTES, open_regular
 from bloomery.base.errors import Problem, StorageError, mask, on_one_line
 from bloomery.base.signals import is_stopped
 from bloomery.base.units import format_bytes
@@ -31,11 +31,7 @@ _PROBE_BYTES = 4096
 def open_plain(path: str | os.PathLike[str], flags: int, mode: int = 0o666) -> int:
     """`os.open` for files that we name: an OSError where a link, a pipe or a device has the name. Also the `opener` of
     `open`. Links in the folders before the name are followed."""
-    descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, mode)
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        os.close(descriptor)
-        raise OSError(errno.ENXIO, os.strerror(errno.ENXIO), str(path))
-    return descriptor
+    return open_regular(path, flags | os.O_NOFOLLOW, mode)
 
 
 def own_folder(path: Path, *, parents: bool = False, may_be_linked: bool = False) -> Path:
@@ -83,9 +79,7 @@ def write_atomically(path: str | os.PathLike[str], data: bytes | str) -> None:
         try:
             with open(temporary, "xb") as file:
                 write_all(file.fileno(), data.encode() if isinstance(data, str) else data)
-                sync(file.fileno())
-            os.replace(temporary, target)
-            sync_folder(target.parent)
+            publish(temporary, target)
         finally:
             with contextlib.suppress(OSError):  # gone already when the rename succeeded
                 temporary.unlink()
@@ -110,10 +104,8 @@ def locked(folder: Path) -> Iterator[str]:
     (SIGSTOP) holds nobody up: a new lock takes the place of its lock, and what is said of that is yielded.
     """
     path = folder / ".lock"
-    try:
+    with writing(path):
         descriptor = open_plain(path, os.O_RDWR | os.O_CREAT)
-    except OSError as error:
-        raise storage_error(path, error) from error
     try:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -148,7 +140,8 @@ def writing(path: str | os.PathLike[str], action: str = "write") -> Iterator[Non
     try:
         yield
     except OSError as error:
-        raise storage_error(Path(path), error, action=action) from error
+        what = f"cannot {action} {on_one_line(str(path))}: {reason(error)}"
+        raise StorageError(Problem(what, remedy=_remedy(Path(path), error.errno))) from error
 
 
 @contextlib.contextmanager
@@ -157,9 +150,8 @@ def written_to(option: str, then: str = "") -> Iterator[None]:
     try:
         yield
     except StorageError as error:
-        remedies = [problem.remedy.replace("--run-dir", option) + then for problem in error.problems]
-        pairs = zip(error.problems, remedies, strict=True)
-        raise StorageError([replace(problem, remedy=remedy) for problem, remedy in pairs]) from error
+        told = [replace(each, remedy=each.remedy.replace("--run-dir", option) + then) for each in error.problems]
+        raise StorageError(told) from error
 
 
 def publish(partial: Path, final: Path) -> None:
@@ -170,12 +162,6 @@ def publish(partial: Path, final: Path) -> None:
     sync_folder(final.parent)
 
 
-def storage_error(path: Path, error: OSError, *, action: str = "write") -> StorageError:
-    """The error a user can act on, for an OSError met while writing `path`."""
-    what = f"cannot {action} {on_one_line(str(path))}: {reason(error)}"
-    return StorageError(Problem(what, remedy=_remedy(path, error.errno)))
-
-
 def reason(error: OSError | None) -> str:
     """`No space left on device (ENOSPC)`."""
     if error is None or error.errno is None:
@@ -183,7 +169,7 @@ def reason(error: OSError | None) -> str:
     return f"{error.strerror or os.strerror(error.errno)} ({errno.errorcode.get(error.errno, error.errno)})"
 
 
-_IN_THE_WAY = (errno.ENOTDIR, errno.EEXIST, errno.ELOOP, errno.ENXIO, errno.EFBIG)
+_IN_THE_WAY = (errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ELOOP, errno.ENXIO, errno.EFBIG)
 _ADVICE = {
     "free space or raise the quota": (errno.ENOSPC, errno.EDQUOT),
     "the place is read-only for this user: change its permissions or mount": (errno.EROFS, errno.EACCES, errno.EPERM),
@@ -224,11 +210,9 @@ class AppendFile:
         self._unsynced: list[bytes] = []
         self._torn = False
         self._closed = False
-        try:
+        with writing(self.path, "open"):
             self._descriptor = open_plain(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
             self._size = self._synced_size = self._repair(is_whole)
-        except OSError as error:
-            raise storage_error(self.path, error, action="open") from error
 
     @property
     def pending_lines(self) -> int:

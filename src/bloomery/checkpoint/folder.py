@@ -31,9 +31,9 @@ from bloomery.base.storage import (
     opened_folder,
     own_folder,
     reason,
-    storage_error,
     sweep_folder,
     write_atomically,
+    writing,
 )
 
 CHECKPOINTS, LOCAL_CHECKPOINTS = "checkpoints", "checkpoints-local"
@@ -361,21 +361,16 @@ def take_over(root: Path) -> Writer:
     who = f"process {os.getpid()} on {socket.gethostname()}"
     facts = {"incarnation": incarnation, "token": writer.token, "who": who}
     write_atomically(root / WRITER, json.dumps(facts) + "\n")
-    try:
+    with writing(root, "take over the folder"):
         for staging_dir in filter(Path.is_dir, root.glob(f"{STAGING}*")):
             staging_dir.rename(root / f"{STALE}{staging_dir.name.removeprefix(STAGING)}-{secrets.token_hex(4)}")
         writer.staging_dir.mkdir()
-    except OSError as error:
-        raise storage_error(root, error, action="take over the folder") from error
     return writer
 
 
 def _read(root: Path) -> dict[str, Any] | None:
     """What `.writer` says; None if nobody has written it, or no start that went through."""
-    try:
+    facts = None
+    with writing(root / WRITER, "read"), contextlib.suppress(FileNotFoundError, ValueError):
         facts = read_json(root / WRITER)
-    except (FileNotFoundError, ValueError):
-        return None
-    except OSError as error:
-        raise storage_error(root / WRITER, error, action="read") from error
     return facts if isinstance(facts, dict) and isinstance(facts.get("incarnation"), int) else None

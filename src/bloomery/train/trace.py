@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from bloomery.base.ranks import ALONE, Ranks, agreed
-from bloomery.base.storage import make_folder, open_plain, storage_error
+from bloomery.base.storage import make_folder, open_plain, writing
 from bloomery.checkpoint.save import save_checkpoint
 from bloomery.data.batch import GlobalBatch
 from bloomery.parallel.gradients import Gradients
@@ -57,11 +57,8 @@ class Tracer:
         record: dict[str, Any] = {"step": step, "samples": {str(place): samples[place] for place in sorted(samples)}}
         make_folder(self.folder)
         path = self.folder / SAMPLES
-        try:
-            with open(path, "a", opener=open_plain) as file:
-                file.write(json.dumps(record) + "\n")
-        except OSError as error:
-            raise storage_error(path, error) from error
+        with writing(path), open(path, "a", opener=open_plain) as file:
+            file.write(json.dumps(record) + "\n")
 
 
 def sample_hashes(batch: GlobalBatch) -> dict[int, str]:
