@@ -66,7 +66,7 @@ def recipe_of(small: Path) -> Load:
 
 
 def layout_of(recipe: Recipe) -> Layout:
-    return Layout.of(recipe, world_size(recipe))
+    return Layout.of(recipe)
 
 
 def planned(recipe: Recipe, rank: int) -> HeldElements:

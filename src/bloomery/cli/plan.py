@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import argparse
 import shlex
-from dataclasses import asdict
 from typing import Any
 
 from bloomery.base.errors import RecipeError
 from bloomery.cli.arguments import add_json, add_recipe_arguments, as_text, load, show
 from bloomery.config.recipe import Recipe
-from bloomery.sizing.layout import Layout, micro_batches, ranks_per_node, world_size
-from bloomery.sizing.memory import SAVED_BYTES_PER_PARAMETER, node_bytes, precision_problems, stage_facts
+from bloomery.sizing.layout import Layout, ranks_per_node
+from bloomery.sizing.memory import SAVED_BYTES_PER_PARAMETER, layout_facts, node_bytes, precision_problems, stage_facts
 from bloomery.sizing.parameters import count_parameters, padded_vocab_size
 from bloomery.sizing.schedule import kept_checkpoints
 
@@ -36,8 +35,8 @@ def run(args: argparse.Namespace) -> int:
 def plan_facts(recipe: Recipe) -> dict[str, Any]:
     """The JSON of `plan`: a public contract. Pipeline ranks that are alike are one stage, with the numbers of its
     fullest rank; they count from 0."""
-    model, parallel = recipe.model, recipe.parallel
-    layout = Layout.of(recipe, world_size(recipe))
+    model = recipe.model
+    layout = Layout.of(recipe)
     parameters = count_parameters(model, vocab_size=padded_vocab_size(model)).total
     stages = stage_facts(recipe, layout)
     node = node_bytes(recipe, layout)
@@ -50,12 +49,8 @@ def plan_facts(recipe: Recipe) -> dict[str, Any]:
         "parameters": count_parameters(model, vocab_size=model.vocab_size).total,
         "padded_parameters": parameters,
         "padded_vocab_size": padded_vocab_size(model),
-        "world": layout.world,
         "ranks_per_node": ranks_per_node(recipe),
-        "layout": asdict(layout) | {"zero": parallel.zero, "schedule": parallel.schedule, "chunks": parallel.chunks},
-        "precision": recipe.precision,
-        "micro_batch_size": recipe.batch.micro_batch_size,
-        "micro_batches": micro_batches(recipe, layout),
+        **layout_facts(recipe, layout),
         "stages": stages,
         "fullest_device_bytes": fullest,
         "fullest_pipeline_ranks": sorted(

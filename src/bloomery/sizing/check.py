@@ -19,7 +19,7 @@ from bloomery.config.recipe import LaunchSection, Recipe, Section, SourceSection
 from bloomery.config.schema import all_fields, by_place, shown
 from bloomery.config.yaml_nodes import inline_yaml
 from bloomery.families.registry import FAMILIES, READERS, family_defaults
-from bloomery.sizing.layout import data_parallel_size, ranks_per_replica, world_size
+from bloomery.sizing.layout import Layout, ranks_per_replica, world_size
 from bloomery.sizing.parameters import padded_vocab_size
 from bloomery.sizing.schedule import TrainingPlan, skip_range
 
@@ -163,7 +163,7 @@ def pipeline(recipe: Recipe) -> Findings:
     if parallel.schedule == "zero_bubble" and recipe.train.compile is True:
         remedy = "use train.compile=false, or the schedule interleaved"
         yield Finding(("parallel.schedule", "train.compile"), "torch cannot split compiled backward passes", remedy)
-    data_ranks = data_parallel_size(recipe) * parallel.cp
+    data_ranks = Layout.of(recipe).dp * parallel.cp
     if parallel.schedule == "zero_bubble" and data_ranks > 1 and recipe.precision != "fp32":
         rule = f"across {data_ranks} data-parallel ranks, torch then adds the gradients of micro-batches in 16 bits"
         yield Finding(("parallel.schedule", "precision", *LAYOUT), rule, "use the schedule interleaved")
@@ -174,7 +174,7 @@ def pipeline(recipe: Recipe) -> Findings:
 
 def data_parallel(recipe: Recipe) -> Findings:
     parallel, ranks, world = recipe.parallel, ranks_per_replica(recipe), world_size(recipe)
-    size, copies = parallel.shard_size, data_parallel_size(recipe) * parallel.cp
+    size, copies = parallel.shard_size, Layout.of(recipe).dp * parallel.cp
     if world % ranks:
         rule = f"one replica takes tp * pp * cp = {ranks} of the {world} ranks that are launched, and must divide them"
         yield Finding(LAYOUT, rule, f"use {_multiples(world, ranks)} ranks")
@@ -191,7 +191,7 @@ def _multiples(number: int, unit: int) -> str:
 def batch(recipe: Recipe) -> Findings:
     """Every level of the ramp must be fed too: the reference finds out days later, when it reaches the level."""
     full, ramp, parallel = recipe.batch.global_batch_size, recipe.batch.rampup, recipe.parallel
-    replicas, levels = max(1, data_parallel_size(recipe)), _ramp_levels(recipe)
+    replicas, levels = max(1, Layout.of(recipe).dp), _ramp_levels(recipe)
     unit = recipe.batch.micro_batch_size * replicas
     ramp_paths = ("batch.rampup.start", "batch.rampup.increment") if ramp else ()
     paths = (*ramp_paths, "batch.global_batch_size", "batch.micro_batch_size", *LAYOUT)

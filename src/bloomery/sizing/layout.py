@@ -46,9 +46,10 @@ class Layout:
     """Ranks that share one copy of what ZeRO shards; it divides dp * cp. With zero 0 it is 1."""
 
     @classmethod
-    def of(cls, recipe: Recipe, world: int) -> Layout:
+    def of(cls, recipe: Recipe) -> Layout:
+        """Replicas are what remains of the world, rounded down; none when it is smaller than one replica."""
         parallel = recipe.parallel
-        dp = world // ranks_per_replica(recipe)
+        dp = world_size(recipe) // ranks_per_replica(recipe)
         shard = 1 if parallel.zero == 0 else parallel.shard_size or dp * parallel.cp
         return cls(dp=dp, tp=parallel.tp, pp=parallel.pp, cp=parallel.cp, shard=shard)
 
@@ -119,11 +120,6 @@ def micro_batches(recipe: Recipe, layout: Layout) -> int:
 def ranks_per_replica(recipe: Recipe) -> int:
     """Ranks that hold one copy of the model and work on one micro-batch together."""
     return recipe.parallel.tp * recipe.parallel.pp * recipe.parallel.cp
-
-
-def data_parallel_size(recipe: Recipe) -> int:
-    """Replicas: what remains of the world, rounded down; 0 when the world is smaller than one replica."""
-    return world_size(recipe) // ranks_per_replica(recipe)
 
 
 def stage_layers(num_layers: int, num_stages: int) -> list[range]:

@@ -104,6 +104,19 @@ def weight_bytes(recipe: Recipe, layout: Layout, held: HeldElements) -> WeightBy
     )
 
 
+def layout_facts(recipe: Recipe, layout: Layout) -> dict[str, Any]:
+    """What `plan` and `verify --simulate-world` say of a layout."""
+    parallel = recipe.parallel
+    return {
+        "world": layout.world,
+        "layout": asdict(layout) | {"zero": parallel.zero, "schedule": parallel.schedule, "chunks": parallel.chunks},
+        "recompute": parallel.recompute,
+        "precision": recipe.precision,
+        "micro_batch_size": recipe.batch.micro_batch_size,
+        "micro_batches": micro_batches(recipe, layout),
+    }
+
+
 def stage_part(recipe: Recipe, layout: Layout, pp: int) -> tuple[list[range], bool, bool]:
     """(layers of each of its stages, has the embedding, has the head) of a pipeline rank."""
     layers = stage_layers(recipe.model.num_layers, layout.pp * recipe.parallel.chunks)

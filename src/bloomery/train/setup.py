@@ -165,7 +165,7 @@ def _build(opened: Opened, roots: list[Path], closing: ExitStack, *, is_newest: 
     """Take over the checkpoints, and build what trains and what saves. `is_newest`: see _take_over."""
     recipe, past, device, ranks = opened.recipe, opened.past, opened.device, opened.ranks
     durable, local = _take_over(opened, roots, is_newest=is_newest)
-    mesh = make_mesh(Layout.of(recipe, ranks.size), device)
+    mesh = make_mesh(Layout.of(recipe), device)
     optimizer, runner = _build_model(opened, mesh)
     with agreed(ranks):  # now that the resume point is loaded
         if ranks.rank == 0:

@@ -20,7 +20,7 @@ from bloomery.data.shards import ShardWriter, token_dtype
 from bloomery.data.tokenizer import Tokenizer
 from bloomery.families.registry import FAMILIES
 from bloomery.sizing.check import load_checked_recipe
-from bloomery.sizing.layout import Layout, layout_overrides, world_size
+from bloomery.sizing.layout import Layout, layout_overrides
 
 CLIP = 0.05
 """Small enough to bind on every step: Adam hides a wrong gradient norm unless it is clipped with."""
@@ -268,7 +268,7 @@ def _legal(source: str, overrides: Sequence[str], recipe: Recipe, name: str, mos
     own = f"parallel={{recompute: {recipe.parallel.recompute}, offload: {str(recipe.parallel.offload).lower()}}}"
     # The micro-batch is no part of the science: it is chosen again for the small recipe.
     checked = load_checked_recipe(source, [*overrides, own, *factors, "batch.micro_batch_size=1"]).recipe
-    layout = Layout.of(checked, world_size(checked))
+    layout = Layout.of(checked)
     if most_ranks is not None and layout.world > most_ranks:
         what = f"{layout.world} ranks, and this machine has {most_ranks} devices"
         raise RecipeError(Problem(what, "every rank needs its own", "use --device cpu"))

@@ -45,8 +45,8 @@ from bloomery.parallel.mesh import Mesh, make_mesh
 from bloomery.parallel.pipeline import schedule_in_force
 from bloomery.parallel.tensor import vocabulary_losses
 from bloomery.parallel.weights import weights_of
-from bloomery.sizing.layout import Layout, cut_dimension, micro_batches, world_size
-from bloomery.sizing.memory import HeldElements, WeightBytes, stage_part, weight_bytes
+from bloomery.sizing.layout import Layout, cut_dimension, micro_batches
+from bloomery.sizing.memory import HeldElements, WeightBytes, layout_facts, stage_part, weight_bytes
 from bloomery.sizing.parameters import count_parameters, padded_vocab_size
 
 _CPU = torch.device("cpu")
@@ -87,21 +87,15 @@ class SimulatedRank:
 def simulate_world(recipe: Recipe, rank: int | None = None) -> dict[str, Any]:
     """Build ranks of the recipe's world: the given one, or those of the first, a middle and the last stage. What they
     hold, as the JSON of `verify --simulate-world`: a public contract. Sizes are in bytes."""
-    began, parallel, world = time.monotonic(), recipe.parallel, world_size(recipe)
-    layout = Layout.of(recipe, world)
-    stage_size = world // layout.pp
-    chosen = [rank] if rank is not None else sorted({0, layout.pp // 2 * stage_size, world - stage_size})
+    began, layout = time.monotonic(), Layout.of(recipe)
+    stage_size = layout.world // layout.pp
+    chosen = [rank] if rank is not None else sorted({0, layout.pp // 2 * stage_size, layout.world - stage_size})
     parameters = count_parameters(recipe.model, vocab_size=padded_vocab_size(recipe.model)).total
     built = sum(_elements_of_stage(recipe, layout, pp * stage_size) for pp in range(layout.pp))
     assert built == parameters, f"the ranks of all stages hold {built:,} parameters, the formula says {parameters:,}"
     return {
         "name": recipe.name,
-        "world": world,
-        "layout": asdict(layout) | {"zero": parallel.zero, "schedule": parallel.schedule, "chunks": parallel.chunks},
-        "recompute": parallel.recompute,
-        "precision": recipe.precision,
-        "micro_batch_size": recipe.batch.micro_batch_size,
-        "micro_batches": micro_batches(recipe, layout),
+        **layout_facts(recipe, layout),
         "parameters": parameters,
         "built_parameters": built,
         "ranks": [asdict(simulate_rank(recipe, layout, each)) for each in chosen],
