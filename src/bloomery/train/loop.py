@@ -40,7 +40,7 @@ def train(run: Run, state: TrainState) -> StopReason:
         flush_staged_save(run, finish_pending_step(run, state))
         if stop.finished and state.step > first_step and not run.evaluates_at(state.step):
             evaluate(run, state)
-        save_last(run, state, keep_all=stop.is_failure)
+        save_last(run, state)
         run.count_energy(state, fresh=True)
         run.journal.event(Event.STOP, state.step, **stop.facts(), energy=state.energy.to_json())
         run.journal.notice(f"stopped at step {state.step:,}: {stop.text.rstrip('.')}. Saved in {run.folder}")

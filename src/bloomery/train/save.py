@@ -15,7 +15,7 @@ from bloomery.monitor import names
 from bloomery.monitor.names import Event
 from bloomery.sizing.schedule import Cadence, cadence, seconds_between_failures
 from bloomery.train.run import Run
-from bloomery.train.state import StagedSave, TrainState
+from bloomery.train.state import TrainState
 from bloomery.train.stop import StopReason
 
 _FIRST_AUTO_STEPS = 20
@@ -36,19 +36,19 @@ def save_if_due(run: Run, state: TrainState) -> None:
         _stage(run, state, run.local)
 
 
-def save(run: Run, state: TrainState, *, keep_all: bool = False) -> None:
+def save(run: Run, state: TrainState) -> None:
     """A checkpoint of this step, unless there is one; training continues while it is written. If it fails, that is an
-    event and a warning, and training continues: the older checkpoints are untouched. `keep_all`: see StagedSave."""
+    event and a warning, and training continues: the older checkpoints are untouched."""
     if state.step not in (state.saved_step, state.saving_step):
-        _stage(run, state, run.durable, keep_all=keep_all)
+        _stage(run, state, run.durable)
 
 
-def save_last(run: Run, state: TrainState, *, keep_all: bool) -> None:
+def save_last(run: Run, state: TrainState) -> None:
     """The checkpoint that a job ends with is a promise: an asynchronous save and a wait, StorageError if it fails."""
     report_saves(run, state, run.saver.wait())
     state.saved_step = run.ranks.broadcast(state.saved_step)  # rank 0 knows the outcome
     if state.step not in (state.saved_step, state.saving_step):
-        save(run, state, keep_all=keep_all)
+        save(run, state)
         outcomes = run.saver.wait()
         report_saves(run, state, outcomes, last=True)
         raise_together(run.ranks, outcomes[-1].error)
@@ -91,7 +91,7 @@ def report_saves(run: Run, state: TrainState, outcomes: list[SaveOutcome], *, la
         )
 
 
-def _stage(run: Run, state: TrainState, tier: Tier, *, keep_all: bool = False) -> None:
+def _stage(run: Run, state: TrainState, tier: Tier) -> None:
     """Take the snapshot now, and begin to write it when the numbers of this step are known, which is while the device
     computes the next one. To wait for them here would leave the device idle, and more: on an H200 the main stream,
     once idle, did not start again before the copies beside it were done (0.29 s for 16 GB)."""
@@ -99,19 +99,19 @@ def _stage(run: Run, state: TrainState, tier: Tier, *, keep_all: bool = False) -
         run.saver.stage()
     if tier is run.durable:
         state.saving_step = state.begun_step = state.step
-    state.staged = StagedSave(tier, keep_all)
+    state.staged = tier
     if state.pending is None:
         flush_staged_save(run, plan_staged_save(run, state))
 
 
 def plan_staged_save(run: Run, state: TrainState) -> SavePlan | None:
     """The checkpoint that is staged, now that the numbers of its step are counted; None if there is none."""
-    staged, state.staged = state.staged, None
-    if staged is None:
+    tier, state.staged = state.staged, None
+    if tier is None:
         return None
-    tier, is_durable = staged.tier, staged.tier is run.durable
+    is_durable = tier is run.durable
     run.count_energy(state)
-    suspicious = staged.keep_all or state.is_suspicious
+    suspicious = state.is_suspicious or run.stop.is_failing
     state.saved_at = max(time.time(), state.saved_at + 1e-3)
     blend = run.data.blend.state.to_json() if run.data.blend else None
     return SavePlan(
@@ -195,20 +195,18 @@ def _choose_cadence(run: Run, state: TrainState) -> None:
     """Decide, at a save of `every: auto`, when the next one will be, from what the saves before have cost."""
     if not run.plan.decides_saves_at(state.step):
         return
-    chosen = run.ranks.broadcast(_cadence_as_measured(run, state))
+    chosen: Cadence | None = None
+    if state.save_costs is not None and run.meter.step_seconds:
+        failure_seconds = seconds_between_failures(run.recipe.checkpoint.failure_every, num_devices=run.ranks.size)
+        blocking, persist = state.save_costs
+        chosen = cadence(
+            blocking_seconds=blocking,
+            persist_seconds=persist,
+            step_seconds=run.meter.step_seconds,
+            failure_seconds=failure_seconds,
+        )
+    chosen = run.ranks.broadcast(chosen)
     if chosen is not None and chosen.every_steps != state.auto_every_steps:
         state.auto_every_steps = chosen.every_steps
         run.journal.event(Event.CADENCE, state.step, every_steps=chosen.every_steps, reasoning=chosen.reasoning)
         run.journal.notice(f"checkpoints every {chosen.every_steps:,} steps: {chosen.reasoning}")
-
-
-def _cadence_as_measured(run: Run, state: TrainState) -> Cadence | None:
-    if state.save_costs is None or not run.meter.step_seconds:
-        return None
-    blocking, persist = state.save_costs
-    return cadence(
-        blocking_seconds=blocking,
-        persist_seconds=persist,
-        step_seconds=run.meter.step_seconds,
-        failure_seconds=seconds_between_failures(run.recipe.checkpoint.failure_every, num_devices=run.ranks.size),
-    )

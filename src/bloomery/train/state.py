@@ -53,15 +53,6 @@ class PendingStep:
         return {source: (total, int(count)) for source, total, count in found if count}
 
 
-@dataclass(frozen=True)
-class StagedSave:
-    """A snapshot in host memory whose writing begins when the numbers of its step are known."""
-
-    tier: Tier
-    keep_all: bool
-    """Delete nothing, because this state may be worse than the older ones."""
-
-
 @dataclass
 class TrainState:
     """The only thing the loop changes."""
@@ -86,8 +77,9 @@ class TrainState:
     imported_from: dict[str, str] | None = None
     """The model that the run began with; None if it began with random weights."""
     pending: PendingStep | None = field(default=None, repr=False)
-    staged: StagedSave | None = field(default=None, repr=False)
-    """The snapshot that was taken after the pending step; not saved itself."""
+    staged: Tier | None = field(default=None, repr=False)
+    """Where the snapshot goes that was taken after the pending step: it is written when the numbers of that step are
+    known. Not saved itself."""
     validation: dict[str, float] | None = None
     """The newest validation: `step`, and `loss`, the mean over its groups."""
     auto_every_steps: int | None = None

@@ -57,68 +57,69 @@ class StopReason:
         return self.kind in _REMEDIES
 
 
+@dataclass
 class StopRules:
     """Asked once before every step. Signals only set a flag; the loop stops between two steps, after a save."""
 
-    def __init__(
-        self,
-        plan: TrainingPlan,
-        section: TrainSection,
-        meter: IntervalMeter,
-        *,
-        control: Path,
-        save_seconds_estimate: float = 0.0,
-        ranks: Ranks = ALONE,
-        writer: Writer | None = None,
-    ) -> None:
-        self._plan, self._section, self._meter = plan, section, meter
-        self._ranks, self._control, self._writer = ranks, control, writer
-        self._save_seconds_estimate = save_seconds_estimate
-        self._signal: signal.Signals | None = None
-        self._signalled_at = 0.0
-        self._requested: StopReason | None = None
-        self._polled_at = 0.0
-        self._save_seen = False
-        self._save_agreed = False
-        self._first: tuple[int, int] | None = None
-        """(step, samples) at which this job began."""
+    plan: TrainingPlan
+    section: TrainSection
+    meter: IntervalMeter
+    control: Path
+    """The folder of control files."""
+    save_seconds_estimate: float = 0.0
+    """For the deadline, until a save was measured."""
+    ranks: Ranks = ALONE
+    writer: Writer | None = None
+    _signal: signal.Signals | None = None
+    _signalled_at: float = 0.0
+    _requested: StopReason | None = None
+    _polled_at: float = 0.0
+    _save_seen: bool = False
+    _save_agreed: bool = False
+    _first: tuple[int, int] | None = None
+    """(step, samples) at which this job began."""
+
+    @property
+    def is_failing(self) -> bool:
+        """Whether a stop is requested because the state may be worse than that of older checkpoints."""
+        return self._requested is not None and self._requested.is_failure
 
     def reason(self, state: TrainState) -> StopReason | None:
         """Why to stop now, or None. All ranks get the same answer: what one of them sees, all act on."""
         PULSE.step = state.step
         mine = self._own_reason(state)
-        stops, saves = self._ranks.sum([float(mine is not None), float(self._save_seen)])
+        stops, saves = self.ranks.sum([float(mine is not None), float(self._save_seen)])
         self._save_agreed, self._save_seen = self._save_agreed or saves > 0, False
         if not stops:
             return None
-        reasons: list[StopReason | None] = self._ranks.gather(mine)
+        reasons: list[StopReason | None] = self.ranks.gather(mine)
         chosen = next(reason for reason in reasons if reason is not None)
         if chosen.error is not None:
-            chosen.error.reported_once(self._ranks.rank)
+            chosen.error.reported_once(self.ranks.rank)
         return chosen
 
     def _own_reason(self, state: TrainState) -> StopReason | None:
         self._first = self._first or (state.step, state.consumed_samples)
-        if self._ranks.rank == 0:  # the files are one for all, and removed once seen
+        if self.ranks.rank == 0:  # the files are one for all, and removed once seen
             self._poll_control_files()
         if self._requested is not None:
             return self._requested
         if self._signal is not None:
-            where = f" on rank {self._ranks.rank}" if self._ranks.size > 1 else ""
+            where = f" on rank {self.ranks.rank}" if self.ranks.size > 1 else ""
             return StopReason("signal", f"received {self._signal.name}{where}")
-        is_last = state.step >= self._plan.train_steps
-        patience = self._section.stop_after_spike_steps
+        is_last = state.step >= self.plan.train_steps
+        patience = self.section.stop_after_spike_steps
         if state.spikes.steps >= (min(patience, RECOVERY_STEPS) if is_last else patience):
             many = f"{state.spikes.steps} steps since step {state.spikes.since}"
             return StopReason("diverged", f"the loss or the gradient norm was far above the recent ones in {many}")
         if is_last:
-            verb = "reached" if state.step == self._plan.train_steps else "is beyond"
-            return StopReason("finished", f"{verb} {self._plan.train_steps:,} steps")
+            verb = "reached" if state.step == self.plan.train_steps else "is beyond"
+            return StopReason("finished", f"{verb} {self.plan.train_steps:,} steps")
         return self._end_of_job(state)
 
     def seconds_left(self) -> float:
         """Until the deadline of this job; infinite if it has none."""
-        limit = self._section.exit_after
+        limit = self.section.exit_after
         return max(0.0, limit.seconds - job_seconds()) if isinstance(limit, Duration) else math.inf
 
     def failure(self, reason: StopReason, step: int) -> DivergedError | None:
@@ -130,7 +131,7 @@ class StopRules:
             good = reason.last_good
             rule = f"the last good checkpoint is {good}" if good else "no checkpoint is known to be good"
             remedy = f"start again with --from {good} and {remedy}" if good else f"start afresh: {remedy}"
-        return DivergedError(Problem(what, rule, remedy)).reported_once(self._ranks.rank)
+        return DivergedError(Problem(what, rule, remedy)).reported_once(self.ranks.rank)
 
     def request(self, reason: StopReason) -> None:
         """Stop before the next step, for a reason found elsewhere. The first reason wins."""
@@ -153,7 +154,7 @@ class StopRules:
         if self._signal is None:
             self._signal, self._signalled_at = number, now
             again = " Ctrl-C again leaves without it." if number == signal.SIGINT else ""
-            if self._ranks.rank == 0:
+            if self.ranks.rank == 0:
                 signals.say(f"{number.name}: stopping after this step, with a save.{again}")
         elif number == signal.SIGINT and now - self._signalled_at > signals.ONE_REQUEST_SECONDS:
             raise signals.Interrupted(number.name)
@@ -161,36 +162,36 @@ class StopRules:
     def _overdue(self, request: signals.Request) -> tuple[int, str] | None:
         """Asked by the guard after a signal: whether the step does not end."""
         silent = PULSE.silent_seconds
-        slowest = self._meter.slowest_step_seconds
+        slowest = self.meter.slowest_step_seconds
         usual = max(signals.ANSWER_SECONDS, _SLOW * slowest)
         is_busy = (PULSE.excused or silent < usual) and not (
-            silent > signals.ANSWER_SECONDS and self._ranks.silent_ranks()
+            silent > signals.ANSWER_SECONDS and self.ranks.silent_ranks()
         )
         if not request.is_overdue() or (request.insisted is None and is_busy):
             return None
         if request.insisted is not None or not slowest:
             when = "" if slowest else " before the first step of this job was done"
             return exit_codes.INTERRUPTED, f"interrupted by {request.name}{when}, without a save"
-        why = self._ranks.waits() or f"nothing has happened for {silent:.0f} s, since step {PULSE.step}"
+        why = self.ranks.waits() or f"nothing has happened for {silent:.0f} s, since step {PULSE.step}"
         return exit_codes.LOST_RANK, f"{request.name} ends this run without a save: {why}. Start again to resume"
 
     def _end_of_job(self, state: TrainState) -> StopReason | None:
         """The length of this job, not of the training."""
-        limit, evaluate = self._section.exit_after, self._section.evaluate
+        limit, evaluate = self.section.exit_after, self.section.evaluate
         if limit is None or self._first is None:
             return None
         if isinstance(limit, Duration):
-            step_seconds = self._meter.slowest_step_seconds
+            step_seconds = self.meter.slowest_step_seconds
             if evaluate and (state.step + 1) % evaluate.every.count == 0:
-                step_seconds += self._meter.evaluation_seconds
-            save_seconds = state.save_seconds if state.save_seconds is not None else self._save_seconds_estimate
+                step_seconds += self.meter.evaluation_seconds
+            save_seconds = state.save_seconds if state.save_seconds is not None else self.save_seconds_estimate
             save_seconds *= 2 if state.saving_step is not None else 1  # the last save waits for the one in flight
             if job_seconds() + step_seconds + save_seconds > limit.seconds:
                 needed = f"a step ({format_seconds(step_seconds)}) and a save ({format_seconds(save_seconds)})"
                 return StopReason("deadline", f"train.exit_after {limit} leaves no time for {needed}")
             return None
         steps, samples = state.step - self._first[0], state.consumed_samples - self._first[1]
-        done = {"steps": steps, "samples": samples, "tokens": samples * self._plan.seq_length}[limit.unit]
+        done = {"steps": steps, "samples": samples, "tokens": samples * self.plan.seq_length}[limit.unit]
         if done >= limit.count:
             return StopReason("exit_after", f"this job did its {limit}")
         return None
@@ -198,7 +199,7 @@ class StopRules:
     def _take(self, name: str) -> bool:
         """Whether this control file is there; it is removed."""
         try:
-            (self._control / name).unlink()
+            (self.control / name).unlink()
         except OSError:
             return False
         return True
@@ -208,10 +209,10 @@ class StopRules:
         if now - self._polled_at < _POLL_SECONDS:
             return
         self._polled_at = now
-        if self._writer is not None and (error := self._writer.fenced()):
+        if self.writer is not None and (error := self.writer.fenced()):
             self.request(StopReason("error", str(error), error))
         self._save_seen |= self._take("save")
         if self._take("stop"):
             self.request(StopReason("control", "control/stop was touched"))
-        if (self._control / "kill").exists():  # stays: it also forbids the next start
+        if (self.control / "kill").exists():  # stays: it also forbids the next start
             self.request(StopReason("control", "control/kill was touched; remove it before the next start"))
