@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 
@@ -122,15 +120,3 @@ def test_materialising_keeps_weights_tied_and_slopes_right(family: str) -> None:
         assert torch.equal(model.slopes, torch.tensor(alibi_slopes(8)))
         assert model.slopes.dtype == torch.float32
         assert "slopes" not in model.state_dict()
-
-
-def test_a_compiled_model_is_one_graph_with_the_same_gradients() -> None:
-    config = small_config("bloom")
-    model, tokens = small_model(config), random_tokens(config)
-
-    def gradients(function: Any) -> list[torch.Tensor]:
-        return list(torch.autograd.grad(function(tokens).square().mean(), list(model.parameters())))
-
-    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
-    for mine, right in zip(gradients(compiled), gradients(model), strict=True):
-        torch.testing.assert_close(mine, right, rtol=1e-4, atol=1e-6)

@@ -61,8 +61,8 @@ def test_selective_stores_no_scores() -> None:
     assert stored["full"] < stored["selective"]
 
 
-@pytest.mark.parametrize("mode", ["selective", "full"])
-def test_recomputing_compiles_into_one_graph(mode: Any) -> None:
+@pytest.mark.parametrize("mode", ["none", "selective", "full"])
+def test_a_model_compiles_into_one_graph(mode: Any) -> None:
     config = small_config("bloom")
     model, tokens = small_model(config).train(), random_tokens(config)
     right = measure(model, tokens)[1]

@@ -30,7 +30,7 @@ from bloomery.parallel.mesh import Mesh
 from bloomery.parallel.ranks import joined
 from bloomery.parallel.runner import Runner
 from bloomery.sizing.check import fit, load_checked_recipe
-from bloomery.sizing.layout import CUTS, Layout, stage_layers
+from bloomery.sizing.layout import CUTS, stage_layers
 from conftest import SMALL, Workshop, start_training, wait_for_steps
 
 FAMILIES = tuple(registry.FAMILIES)
@@ -292,23 +292,3 @@ def test_as_little_as_possible_changes(changes: dict[str, Any], world: int, expe
         recipe = recipe.model_copy(update={section: getattr(recipe, section).model_copy(update=given)})
     fitted = fit(recipe, nodes=1, ranks_per_node=world)
     assert (fitted and fitted[1][1:]) == expected
-
-
-def test_no_rank_of_a_large_model_holds_more_than_its_part() -> None:
-    """Every tensor of a stage is cut before it has memory: the largest one that `to_empty` makes is a rank's own."""
-    from bloomery.parallel.tensor import apply_tensor_parallel
-
-    class Group:
-        def size(self) -> int:
-            return 4
-
-        def rank(self) -> int:
-            return 1
-
-    mesh = Mesh(layout=Layout(tp=4), rank=1, tp=1, tp_group=Group())  # type: ignore[arg-type]
-    config = ModelSection.model_validate({**_model("bloom"), "hidden_size": 64, "num_heads": 4})
-    model = build_model(config)
-    whole = max(parameter.numel() for parameter in model.parameters())
-    apply_tensor_parallel(model, mesh)
-    assert max(parameter.numel() for parameter in model.parameters()) == whole // 4
-    assert all(parameter.device == torch.device("meta") for parameter in model.parameters())

@@ -54,14 +54,6 @@ def test_retention_after_going_back_keeps_what_was_just_saved(workshop: Workshop
     assert "step-00000013" in checkpoints(run)
 
 
-def test_an_unknown_checkpoint_is_told_with_those_there_are(
-    workshop: Workshop, capsys: pytest.CaptureFixture[str]
-) -> None:
-    workshop.train("train.for=5 steps", EVERY_FIVE)
-    workshop.train("train.for=9 steps", start_from="7", code=3)
-    assert "there are: step-00000005" in capsys.readouterr().err.lower()
-
-
 def test_two_trainings_in_one_folder_are_refused(workshop: Workshop, capsys: pytest.CaptureFixture[str]) -> None:
     run = workshop.folder / "run"
     process = start_training(workshop, run)
@@ -95,37 +87,9 @@ def test_bad_data_in_mid_run_saves_what_was_learned(workshop: Workshop, capsys: 
     assert stop["reason"] == "error"
     assert stop["step"] > 0
     assert (run / "checkpoints" / "latest").read_text() == f"step-{stop['step']:08d}\n"
-    assert "document 77" in capsys.readouterr().err
-
-
-def test_divergence_deletes_no_checkpoint_and_shows_its_nan(workshop: Workshop) -> None:
-    keep = "checkpoint={phases: [{every: 1 steps}], keep: {last: 1}}"
-    run = workshop.train("lr={peak: 1e38, schedule: constant}", "monitor.log_every=100 steps", keep, code=4)
-    assert len(checkpoints(run)) >= 2
-    records = workshop.metrics(run)
-    assert [record["nan_steps"] for record in records] == [1, 1, 1, 1]  # three, and the one that was under way
-    text = (run / "logs" / "main_log.txt").read_text()
-    assert "lm loss: NAN" in text
-    assert "stopped at step" in text
-
-
-def test_a_changed_batch_that_was_not_asked_for_is_refused_on_resume(
-    workshop: Workshop, capsys: pytest.CaptureFixture[str]
-) -> None:
-    workshop.train("train.exit_after=5 steps")
-    workshop.train("batch.global_batch_size=16", code=3)
-    assert "batch.global_batch_size is 16 but the checkpoint has 8" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("content", ["", "{", "[]", "\0\0"])
-def test_a_broken_checkpoint_manifest_is_damage(
-    workshop: Workshop, capsys: pytest.CaptureFixture[str], content: str
-) -> None:
-    run = workshop.train("train.for=10 steps", EVERY_FIVE)
-    (run / "checkpoints" / "step-00000010" / "manifest.json").write_text(content)
-    workshop.train("train.for=12 steps")
-    assert "manifest.json cannot be used" in capsys.readouterr().out
-    assert workshop.events(run, "start")[-1]["resumed_from"] == "step-00000005"
+    said = capsys.readouterr().err
+    for words in ("bad.bin", f"token id {VOCAB + 3}", "document 77"):
+        assert words in said
 
 
 def test_debris_of_killed_saves_is_swept(workshop: Workshop) -> None:

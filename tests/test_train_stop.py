@@ -144,14 +144,6 @@ def test_kill_ends_a_live_run_with_a_save_and_forbids_the_next_start(
     assert sorted(path.name for path in run.rglob("*")) == before
 
 
-def test_kill_present_at_start_builds_nothing(workshop: Workshop) -> None:
-    control = workshop.folder / "run" / "control"
-    control.mkdir(parents=True)
-    (control / "kill").touch()
-    run = workshop.train()
-    assert sorted(str(path.relative_to(run)) for path in run.rglob("*")) == ["control", "control/kill"]
-
-
 def test_a_later_interrupt_leaves_at_once(workshop: Workshop, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(signals, "ONE_REQUEST_SECONDS", 0.0)
     rules, _ = stop_rules(workshop)
