@@ -13,7 +13,7 @@ import pytest
 
 from bloomery.base import exit_codes, storage
 from bloomery.base.errors import StorageError
-from bloomery.base.storage import AppendFile, make_folder, write_atomically, written_to
+from bloomery.base.storage import AppendFile, free_space, make_folder, write_atomically, written_to
 from monitor_samples import fill, mounted
 
 
@@ -94,6 +94,15 @@ def test_a_full_disk_error_says_how_much_is_free(tmp_path: Path) -> None:
     assert str(small / "big") in message
     assert re.search(r"choose another --run-dir \([\d.]+ (B|KiB) free\)", message)
     assert caught.value.exit_code == exit_codes.STORAGE
+
+
+def test_free_space_is_known_where_the_working_directory_is_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (folder := tmp_path / "gone").mkdir()
+    monkeypatch.chdir(folder)
+    folder.rmdir()
+    assert free_space(Path("runs/small")).endswith(" free")
 
 
 def test_make_run_folder_creates_parents_and_leaves_nothing_behind(tmp_path: Path) -> None:

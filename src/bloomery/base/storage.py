@@ -186,7 +186,7 @@ def _remedy(path: Path, number: int | None) -> str:
 
 def free_space(path: Path) -> str:
     """`12 KiB free`, or that the file system has run out of file entries. Looks at the nearest folder that exists."""
-    for folder in (path, *path.absolute().parents):
+    for folder in (path, *path.parents):  # not absolute: the working directory may be gone
         with contextlib.suppress(OSError):
             facts = os.statvfs(folder)
             if facts.f_files and not facts.f_favail:
