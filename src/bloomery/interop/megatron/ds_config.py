@@ -38,7 +38,7 @@ def read_ds_config(text: str, place: str) -> dict[str, Given]:
     found, given = dict(_leaves(content, "")), {}
     for key, value in found.items():
         section, _, inner = key.partition(".")
-        is_off = section in _SWITCHED and inner != "enabled" and not found.get(f"{section}.enabled")
+        is_off = section in _SWITCHED and inner not in ("", "enabled") and not found.get(f"{section}.enabled")
         is_off |= isinstance(value, dict) and kind_of(f"ds:{key}", [])[0] == "refused" and not _is_on(value)
         text = value if isinstance(value, str) else json.dumps(value)
         given[f"ds:off:{key}" if is_off else f"ds:{key}"] = Given(f"ds_config {key}", [text], place)
