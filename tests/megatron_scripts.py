@@ -1,6 +1,46 @@
 """Launch scripts for the tests of `import megatron`: flags and values of published trainings and examples, in shell as
 people write it there: variables in variables, long quoted strings, a ds_config in a here-document, all in `bash -c`."""
 
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from bloomery.config.load import as_dict, leaves, load_recipe
+from bloomery.interop.megatron.flags import Row
+from bloomery.interop.megatron.importer import Imported, import_megatron
+
+_SMALL = (
+    "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32 "
+    "--micro-batch-size 2 --global-batch-size 8 --lr 1e-3 --lr-decay-style cosine --vocab-size 512 --train-iters 100"
+)
+SMALL = _SMALL.split()
+
+
+def script(folder: Path, text: str, *more: str, **options: Any) -> Imported:
+    file = folder / "script.slurm"
+    file.write_text(text.replace("FLAGS", " ".join(SMALL)))
+    return import_megatron(more, script=file, **options)
+
+
+def row_of(done: Imported, flag: str) -> Row:
+    (row,) = (row for row in done.rows if row.flag == flag)
+    return row
+
+
+def field_of(done: Imported, path: str) -> Any:
+    found: Any = done.raw
+    for part in path.split("."):
+        found = found[part]
+    return found
+
+
+def different_fields(imported: Imported, shipped: str) -> set[str]:
+    """Fields that both have, with different values."""
+    theirs = dict(leaves(as_dict(load_recipe(shipped).recipe)))
+    return {path for path, value in leaves(imported.raw) if theirs.get(path) is not None and value != theirs[path]}
+
+
 TR1 = r"""#!/bin/bash
 #SBATCH --job-name=tr1-13B-round3
 #SBATCH --constraint=v100-32g

@@ -347,7 +347,7 @@ class Samples:
         }
         adam = {"type": "Adam", "params": {"lr": 1e-4, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1}}
         zero = {"stage": 1, "overlap_comm": True}
-        path.write_text(json.dumps({"train_micro_batch_size_per_gpu": 1, "train_batch_size": 8, "gradient_clipping": 1.0, "zero_optimization": zero, "fp16": fp16, "optimizer": adam, "steps_per_print": 2000, "wall_clock_breakdown": False}))  # fmt: skip
+        path.write_text(json.dumps({"train_micro_batch_size_per_gpu": 1, "train_batch_size": 8, "gradient_clipping": 1.0, "zero_optimization": zero, "fp16": fp16, "optimizer": adam, "scheduler": {"type": "auto"}, "nebula": {"enabled": True, "persistent_storage_path": "/b", "num_of_version_in_retention": 2}, "steps_per_print": 2000, "wall_clock_breakdown": False}))  # fmt: skip
         flags = "--num-layers 2 --hidden-size 32 --num-attention-heads 2 --seq-length 16 --max-position-embeddings 16 --micro-batch-size 1 --global-batch-size 8 --lr 1e-4 --train-iters 10 --tokenizer-type GPT2BPETokenizer --data-path x --fp16 --adam-beta2 0.95 --weight-decay 0.1"
         return Parser(path, lambda: import_megatron(flags.split(), ds_config=path), fields=True)
 

@@ -1,10 +1,9 @@
-"""`bloomery import megatron`: published launch scripts flag by flag, the stubs they run under, ds_config, refusals."""
+"""`bloomery import megatron`: published launch scripts flag by flag, the command, refusals, ds_config."""
 
 from __future__ import annotations
 
 import json
 import re
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,22 +12,14 @@ import pytest
 import yaml
 
 from bloomery.base.errors import RecipeError
-from bloomery.config.load import as_dict, leaves, load_recipe
-from bloomery.interop.megatron import script as runner
-from bloomery.interop.megatron.flags import OTHERS, REFUSED, Row
+from bloomery.config.load import leaves
+from bloomery.interop.megatron.flags import OTHERS, REFUSED
 from bloomery.interop.megatron.importer import Imported, import_megatron
-from bloomery.interop.megatron.reader import read_script
-from bloomery.interop.megatron.script import run_script
 from bloomery.sizing.check import load_checked_recipe
 from bloomery.sizing.schedule import TrainingPlan
-from megatron_scripts import GPT_TOKENS, LLAMA2, TR1, TR11
+from megatron_scripts import GPT_TOKENS, LLAMA2, SMALL, TR1, TR11, different_fields, field_of, row_of, script
 
 Command = Callable[..., tuple[int, str, str]]
-_SMALL = (
-    "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32 "
-    "--micro-batch-size 2 --global-batch-size 8 --lr 1e-3 --lr-decay-style cosine --vocab-size 512"
-)
-SMALL = [*_SMALL.split(), "--train-iters", "100"]
 LLAMA = "--swiglu --disable-bias-linear --normalization RMSNorm --use-rotary-position-embeddings"
 
 
@@ -42,36 +33,12 @@ def refused(*words: str, **options: Any) -> str:
     return str(caught.value)
 
 
-def script(folder: Path, text: str, *more: str, **options: Any) -> Imported:
-    file = folder / "script.slurm"
-    file.write_text(text.replace("FLAGS", " ".join(SMALL)))
-    return import_megatron(more, script=file, **options)
-
-
 def deepspeed(folder: Path, config: Any, *more: str) -> Imported:
     (folder / "ds.json").write_text(config if isinstance(config, str) else json.dumps(config))
     return import_megatron([*SMALL, "--deepspeed", *more], ds_config=folder / "ds.json")
 
 
-def row_of(done: Imported, flag: str) -> Row:
-    (row,) = (row for row in done.rows if row.flag == flag)
-    return row
-
-
-def field_of(done: Imported, path: str) -> Any:
-    found: Any = done.raw
-    for part in path.split("."):
-        found = found[part]
-    return found
-
-
 # ---------------------------------------------------------------- published trainings
-
-
-def different_fields(imported: Imported, shipped: str) -> set[str]:
-    """Fields that both have, with different values."""
-    theirs = dict(leaves(as_dict(load_recipe(shipped).recipe)))
-    return {path for path, value in leaves(imported.raw) if theirs.get(path) is not None and value != theirs[path]}
 
 
 def test_tr1_becomes_the_shipped_recipe_and_its_published_schedule(tmp_path: Path) -> None:
@@ -137,199 +104,6 @@ def test_the_written_recipe_passes_check_and_every_flag_has_a_row(tmp_path: Path
     assert written - launcher == {line.split()[0] for line in out.splitlines() if line.startswith("--")}
 
 
-# ---------------------------------------------------------------- the stubs under which a script runs
-
-HARMFUL = """set -euo pipefail
-rm -rf ROOT/victim; /bin/rm -rf ROOT/victim; command rm -rf ROOT/victim; $(echo /bin/rm) -rf ROOT/victim
-export PATH=/usr/bin:/bin; rm -rf ROOT/victim; touch ROOT/touched; /usr/bin/env touch ROOT/touched
-X=/bin/sh; $X -c 'rm -rf ROOT/victim; /usr/bin/touch ROOT/touched' || true
-echo gone > ROOT/victim; cat <<EOT > ROOT/victim
-gone
-EOT
-cd ROOT; echo gone > victim; kill -9 $PPID; module load x; conda activate y; source /nowhere/z; cd /nowhere; unset PATH
-python3 -c 'open("ROOT/touched", "w")'; (exec /usr/bin/touch ROOT/touched)
-exec torchrun --nproc_per_node 4 pretrain_gpt.py FLAGS --seed 7 > /nowhere/at/all.log 2>&1
-"""
-
-
-def test_a_script_starts_no_program_and_writes_nothing_outside(tmp_path: Path) -> None:
-    (tmp_path / "victim").write_text("here")
-    (tmp_path / "in").mkdir()
-    done = script(tmp_path / "in", HARMFUL.replace("ROOT", str(tmp_path)))
-    assert done.recipe.seed == 7
-    assert (tmp_path / "victim").read_text() == "here"
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["in", "victim"]
-    assert [path.name for path in (tmp_path / "in").iterdir()] == ["script.slurm"]
-
-
-def test_a_script_that_does_not_end_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runner, "_SECONDS", 1)
-    began = time.monotonic()
-    done = script(
-        tmp_path, "pretrain_gpt.py FLAGS --seed 7 &\n(while :; do :; done) &\nwhile :; do echo x >> out; done\n"
-    )
-    assert done.recipe.seed == 7
-    assert "was ended after 1 s" in str(done.warnings[-1])
-    assert time.monotonic() - began < 8
-    with pytest.raises(RecipeError, match="there is no training in this script"):
-        script(tmp_path, 'f() { f | f & }\nX=\'eval "$X"\'\neval "$X"\n')
-
-
-@pytest.mark.parametrize(
-    "start",
-    [
-        "srun -N 2 --label bash -c 'cd x && torchrun {}'",
-        "bash -lc \"python -m torch.distributed.run {}\"",
-        "/usr/bin/bash -c '/opt/conda/bin/python {}'",
-        "mpirun -np 8 singularity exec --nv x.sif python3 {}",
-        "deepspeed --hostfile h --no_python /usr/bin/bash -c \"exec python {}\"",
-        "PY=/opt/py/bin/python; OMP_NUM_THREADS=1 $PY -u {} 2>&1 | tee -a /logs/x.log",
-        "CMD='accelerate launch {}'; echo $CMD; eval $CMD &> /nowhere/log & wait",
-        "sbatch <<EOT\n#!/bin/bash\nsrun {}\nEOT",
-        "sbatch --wrap='python {}'",
-        "for i in 0; do case $i in 0) run() {{ python \"$@\"; }};; esac; done; run {}",
-        "chmod +x inner.sh; echo 'python {}' > inner.sh; srun ./inner.sh",
-        "until nc -z h 1; do sleep 9; done; if command -v nvidia-smi; then nohup python {} & fi",
-    ],
-)  # fmt: skip
-def test_the_program_is_reached_through_launchers_and_shells(tmp_path: Path, start: str) -> None:
-    text = start.format("pretrain_gpt.py FLAGS --seed ${SEED:-7}")
-    assert script(tmp_path, text).recipe.seed == 7
-
-
-def test_values_that_only_the_machine_knows_stay_as_they_are_written(tmp_path: Path) -> None:
-    text = "pretrain_gpt.py FLAGS --data-path /blob/$(whoami)/$ROOT/a --vocab-file $2/v.json --split 9,1,0\n"
-    done = script(tmp_path, text)
-    assert field_of(done, "data.train") == [{"path": "/blob/$(whoami)/$ROOT/a"}]
-    assert field_of(done, "tokenizer.path") == "$2"
-    assert {row.flag for row in done.rows_of("left out")} >= {"--data-path", "--vocab-file"}
-    assert any("--set ROOT" in str(warning) for warning in done.warnings)
-    again = script(tmp_path, text, given={"ROOT": "r", "1": "", "2": "tok"})
-    assert field_of(again, "tokenizer.path") == "tok"
-    with pytest.raises(RecipeError, match=r"--seed is \$SEED. It has no value .*--set SEED=VALUE"):
-        script(tmp_path, "pretrain_gpt.py FLAGS --seed $SEED\n")
-    with pytest.raises(RecipeError, match=r"--seed is \$\(wc\). .* known only at run time. Add --seed VALUE"):
-        script(tmp_path, "N=$(nvidia-smi -L | wc -l)\npretrain_gpt.py FLAGS --seed $N\n")
-    assert script(tmp_path, "pretrain_gpt.py FLAGS --seed $SEED\n", "--seed", "5").recipe.seed == 5
-
-
-def test_scripts_source_and_read_what_lies_beside_them(tmp_path: Path) -> None:
-    (tmp_path / "env.sh").write_text("SEED=7\n")
-    text = 'source ./env.sh\nX=$(cat env.sh)\npretrain_gpt.py FLAGS --seed $SEED --save "$(dirname $0)/$X"\n'
-    done = script(tmp_path, text)
-    assert (done.recipe.seed, row_of(done, "--save").value) == (7, "./SEED=7")
-
-
-def test_a_script_of_arrays_with_data_that_only_the_machine_knows(tmp_path: Path) -> None:
-    text = """#SBATCH --gpus-per-node=8
-readarray -t TRAIN < <(find data -name '*.bin' | sort)
-DIST=(--nproc_per_node "$SLURM_GPUS_PER_NODE" --nnodes "$SLURM_NNODES")
-DATA=(--train-data-path "${TRAIN[@]}" --valid-data-path v --eval-interval 10 --eod-mask-loss)
-srun torchrun "${DIST[@]}" pretrain_gpt.py FLAGS --global-batch-size 16 "${DATA[@]}" --fp16
-"""
-    done = script(tmp_path, text, given={"SLURM_NNODES": "1"})
-    assert (field_of(done, "launch.nodes"), field_of(done, "launch.gpus_per_node")) == (1, 8)
-    assert done.recipe.data is None
-    assert {row.flag for row in done.rows_of("left out")} >= {"--train-data-path", "--eval-interval", "--eod-mask-loss"}
-
-
-def test_two_different_trainings_or_none_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(RecipeError) as caught:
-        script(tmp_path, "torchrun pretrain_gpt.py FLAGS --seed 1\ntorchrun pretrain_gpt.py FLAGS --seed 7\n")
-    assert "lines 1 and 2 are different trainings" in str(caught.value)
-    again = "torchrun pretrain_gpt.py FLAGS || torchrun pretrain_gpt.py FLAGS\npython tools/eval.py FLAGS --seed 9\n"
-    assert script(tmp_path, again).recipe.seed == 1234
-    for text in ("source x\nls\n", "exit 0\npretrain_gpt.py FLAGS\n", "if false; then pretrain_gpt.py FLAGS; fi\n"):
-        with pytest.raises(RecipeError, match="there is no training in this script"):
-            script(tmp_path, text)
-    with pytest.raises(RecipeError, match="#SBATCH --nodes is 128 but --nnodes is 64"):
-        script(tmp_path, TR1.replace("NNODES=$SLURM_NNODES", "NNODES=64"))
-
-
-def test_stray_words_are_warnings(tmp_path: Path) -> None:
-    (warning,) = script(tmp_path, "pretrain_gpt.py FLAGS --fp16 stray $X\n", given={"X": ""}).warnings
-    assert "'stray' belongs to no flag" in str(warning)
-
-
-# ---------------------------------------------------------------- a script that is only read
-
-
-def test_a_script_is_read_without_running_any_of_it(tmp_path: Path) -> None:
-    text = f"""#SBATCH --nodes=2
-touch {tmp_path}/touched; echo > {tmp_path}/touched
-A=3; export B="x  $A" C=$A   # a comment
-ARGS=" --seed $A \\
-    --log-interval ${{EVERY:-5}}"
-LIST=(--min-lr 1e-5 "--weight-decay" "0.2")
-LIST+=(--clip-grad $CLIP)
-srun --label bash -c "torchrun --nnodes $SLURM_NNODES --nproc_per_node 8 pretrain_gpt.py $ARGS FLAGS ${{LIST[*]}}"
-"""
-    flags_only = "--micro-batch-size 1 --global-batch-size 16"
-    done = script(tmp_path, text, *flags_only.split(), execute=False, given={"CLIP": "0.5"})
-    assert not (tmp_path / "touched").exists()
-    fields = ("seed", "monitor.log_every", "lr.min", "optimizer.weight_decay", "optimizer.clip_grad_norm")
-    assert [field_of(done, path) for path in (*fields, "launch.nodes")] == [3, "5 steps", 1e-5, 0.2, 0.5, 2]
-
-
-@pytest.mark.parametrize(
-    ("text", "unread"),
-    [
-        ("B=0\nfor A in 1 2; do B=$A; done\nrun $B", [(2, "the `for` of this line is not read")]),
-        ("while read B; do :; done\nrun $B", [(1, "the `while` of this line is not read")]),
-        ("B=1; case $X in\n a) B=1;;\nesac\nrun $B", [(1, "the `case` of this line is not read")]),
-        ("if [ -f x ]; then B=1; else B=2; fi\nrun $B", [(1, "the `if` of this line is not read")]),
-        ("B=1\n[ -d y ] && B=2\nrun $B", []),
-        ("f() {\n B=9\n}\nB=${B:-2}\nrun $B", [(1, "the `f()` of this line is not read")]),
-        ("source env.sh\nrun $B", [(1, "`source env.sh` is not read")]),
-    ],
-)
-def test_what_is_not_read_has_no_value_and_is_reported(text: str, unread: list[tuple[int, str]]) -> None:
-    found = read_script(Path("x.sh"), text, {})
-    assert found.commands[-1].words == ["run", "$B"]
-    assert found.unread == unread
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("ls\npretrain 'c", "x.sh:2: this script cannot be read"),
-        ("A=(1\n2", "x.sh:1: this script cannot be read"),
-        ('X=\'bash -c "$X"\'\nbash -c "$X"', "calls itself"),
-        ("if [ -f x ]; then\n pretrain_gpt.py FLAGS\nfi", "It depends on line 1, which is not read"),
-        ("if [ -f x ]; then D=--deepspeed; fi\npretrain_gpt.py FLAGS $D", "$D has no value, and may hold flags"),
-        ("cat <<EOT > d.json\n{}\nEOT\npretrain_gpt.py FLAGS --deepspeed_config d.json", "cannot be seen"),
-        ("pretrain_gpt.py FLAGS --seed $((3 * 4))", "--seed is $((3*4)). It has no value"),
-    ],
-)
-def test_a_script_that_cannot_be_read_is_refused(tmp_path: Path, text: str, message: str) -> None:
-    file = tmp_path / "x.sh"
-    file.write_text(text.replace("FLAGS", " ".join(SMALL)))
-    with pytest.raises(RecipeError) as caught:
-        import_megatron([], script=file, execute=False)
-    assert message in str(caught.value)
-
-
-def test_a_published_script_can_be_read(tmp_path: Path) -> None:
-    given = {"six_ALL_CCFRSCRATCH": "s", "SLURM_JOBID": "7"}
-    words = "--seq-length 2048 --max-position-embeddings 2048 --save-interval 1500 --data-path x --loss-scale 4096"
-    done = script(tmp_path, TR1, *words.split(), given=given, execute=False, without_ds_config=True)
-    assert different_fields(done, "tr1-13b") <= {
-        "name", "tokenizer.path", "checkpoint.phases.0.every", "data.train", "data.train.0.path", "loss_scale.initial",
-        "loss_scale.window",
-    }  # fmt: skip
-    messages = "\n".join(map(str, done.warnings))
-    assert ":19: the `if` of this line is not read" in messages
-    assert ":94: `cat here-document` is not read" in messages
-
-
-def test_running_and_reading_agree_on_a_plain_script(tmp_path: Path) -> None:
-    text = 'A=3\nB="x $A"\nL=(1 \'2 3\')\nrun $B \'$A\' "$B" "${L[@]}" ${C:-7} pre${A}post\\\n  end # c\n'
-    (tmp_path / "x.sh").write_text(text)
-    words = ["run", "x", "3", "$A", "x 3", "1", "2 3", "7", "pre3post", "end"]
-    for how in (run_script, read_script):
-        assert how(tmp_path / "x.sh", text, {}).commands[-1].words == words
-
-
 # ---------------------------------------------------------------- the command
 
 
@@ -380,7 +154,7 @@ def test_flags_alone_make_a_recipe_with_megatrons_defaults() -> None:
     assert (recipe.seed, recipe.precision, recipe.optimizer.betas) == (1234, "fp32", [0.9, 0.999])
     assert (recipe.optimizer.weight_decay, recipe.parallel.zero, recipe.monitor.tensorboard) == (0.01, 0, False)
     assert (str(recipe.lr.decay), recipe.model.family, recipe.model.dropout) == ("100 steps", "gpt2", 0.1)
-    (length,) = import_megatron([*_SMALL.split(), "--train-tokens", "256000"]).raw["train"].values()
+    (length,) = import_megatron([*SMALL[:-2], "--train-tokens", "256000"]).raw["train"].values()
     assert length == "256000 tokens"
 
 
@@ -497,7 +271,7 @@ def test_missing_flags_other_programs_and_sizes_beyond_reason_are_refused(tmp_pa
         assert text in str(caught.value)
     ramp = "--train-samples 100000 --rampup-batch-size 1 1 1000 --global-batch-size 1000000000 --micro-batch-size 1"
     with pytest.raises(RecipeError, match="levels"):
-        script(tmp_path, f"torchrun --nnodes 999999 pretrain_gpt.py {_SMALL} {ramp}\n")
+        script(tmp_path, f"torchrun --nnodes 999999 pretrain_gpt.py {' '.join(SMALL[:-2])} {ramp}\n")
 
 
 @pytest.mark.parametrize("values", [[], [""], ["-1"], ["9" * 5000], ["1", "1", "1e18"], ["$X"]], ids=range(6))
@@ -696,21 +470,3 @@ def test_a_ds_config_that_is_wrong_or_does_something_else_is_refused(tmp_path: P
     with pytest.raises(RecipeError, match=re.escape(message)) as caught:
         deepspeed(tmp_path, config, "--fp16")
     assert all(problem.place for problem in caught.value.problems)
-
-
-KEYS = "fp16.enabled fp16.loss_scale fp16.initial_scale_power fp16.min_loss_scale bfloat16 zero_optimization.stage \
-zero_optimization.offload_optimizer scheduler.type curriculum_learning nebula.persistent_storage_path other"
-
-
-@pytest.mark.parametrize("path", KEYS.split())
-def test_no_value_of_a_ds_config_is_a_traceback(tmp_path: Path, path: str) -> None:
-    for value in (None, [], {}, "x", "auto", True, -1, 5000, 1e308, 0.9, ["auto"], {"a": 1}):
-        config: Any = value
-        for key in reversed(path.split(".")):
-            config = {"enabled": True, key: config} if "nebula." in path and key != "nebula" else {key: config}
-        try:
-            deepspeed(tmp_path, {"fp16": {"enabled": True}} | config, "--fp16")
-        except RecipeError as error:
-            for problem in error.problems:
-                assert problem.place, problem
-                assert problem.rule or problem.remedy, problem
