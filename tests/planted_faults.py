@@ -1,6 +1,6 @@
 """Mistakes that `bloomery verify` must find: each is a patch of one thing, played in the layout that it is planted in.
 
-Ranks run `faults_by_layout` or `faults_of_the_reference` instead of `run_trials`, so that one reference serves many.
+Ranks run `faults_by_layout` or `faults_of_the_reference` instead of `run_trial`, so that one reference serves many.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from bloomery.parallel.runner import PlainExecution
 from bloomery.sizing import layout
 from bloomery.train.optimizer import Optimizer
 from bloomery.verify import trials as trial_runner
-from bloomery.verify.trials import Trial, run_trials
+from bloomery.verify.trials import Trial, run_trial
 
 Fault = Callable[[], AbstractContextManager[Any]]
 
@@ -155,13 +155,13 @@ def _planted(fault_of: Callable[[Trial], AbstractContextManager[Any]]) -> Iterat
 
 def faults_by_layout(*arguments: Any) -> int:
     with _planted(lambda trial: FAULTS.get(trial.layout, nullcontext)()):
-        return run_trials(*arguments)
+        return run_trial(*arguments)
 
 
 def faults_of_the_reference(*arguments: Any) -> int:
     """Two that all layouts have, so that they agree: only plain torch, beside the reference, does not."""
     with padding_takes_part(), norms_are_summed_in_fp32():
-        return run_trials(*arguments)
+        return run_trial(*arguments)
 
 
 def other_samples_after_the_checkpoint_of_single(*arguments: Any) -> int:
@@ -176,4 +176,4 @@ def other_samples_after_the_checkpoint_of_single(*arguments: Any) -> int:
         return patch.object(loader, "read_batch", late) if is_wrong else nullcontext()
 
     with _planted(fault_of):
-        return run_trials(*arguments)
+        return run_trial(*arguments)

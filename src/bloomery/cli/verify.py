@@ -39,7 +39,7 @@ def run(args: argparse.Namespace) -> int:
     from bloomery.base.accelerator import device_count, pick_device
     from bloomery.verify.certify import certify, table
     from bloomery.verify.shrink import choose_layouts
-    from bloomery.verify.trials import run_trials
+    from bloomery.verify.trials import run_trial
 
     names = [name.strip() for name in args.layouts.split(",")] if args.layouts is not None else None
     device = pick_device(args.device)
@@ -49,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
             recipe,
             layouts,
             Path(folder),
-            run_trials,
+            run_trial,
             steps=args.steps,
             device=args.device,
             pairs=args.pairs,

@@ -41,7 +41,7 @@ def certify(
     quiet: bool = True,
 ) -> dict[str, Any]:
     """The certificate, as its JSON has it: a public contract. Everything happens below `work`, an empty folder. Every
-    rank runs `command`: verify.trials.run_trials. `pairs`: each layout resumes from every other one's checkpoint."""
+    rank runs `command`: verify.trials.run_trial. `pairs`: each layout resumes from every other one's checkpoint."""
     started = time.monotonic()
     shrunk = shrink(recipe, layouts, work, steps=steps, clip=clip, checkpoint_step=middle(steps))
     write_data(shrunk.values, work)

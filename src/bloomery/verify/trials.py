@@ -33,7 +33,6 @@ from bloomery.verify.compare import RESHARDED, RUN, TRACE, TRUTH, differing_tens
 SINGLE = "single"
 """The reference: one rank, one micro-batch, no process group."""
 GRADIENT_STEPS = 2
-_RESULT = "trial.json"
 
 
 @dataclass(frozen=True)
@@ -70,78 +69,53 @@ class Outcome:
     """The traceback of the rank that failed first."""
 
 
-RankCommand = Callable[[Sequence[Trial], str, bool, Sequence[str]], int]
-"""What every rank runs: `run_trials`."""
+RankCommand = Callable[[Trial, str, Sequence[str]], int]
+"""What every rank runs: `run_trial`."""
 
 
 def run_all(trials: Sequence[Trial], command: RankCommand, *, device: str, quiet: bool) -> dict[Path, Outcome]:
-    """The outcome of each trial, by its folder. Trials of as many ranks share one set of processes; after a failure the
-    rest continue in a new one."""
-    outcomes: dict[Path, Outcome] = {}
-    preload = ["bloomery.verify.trials"]
-    for world in dict.fromkeys(trial.world for trial in trials):
-        waiting = [trial for trial in trials if trial.world == world]
-        while waiting:
-            code = run_local_ranks(world, partial(command, waiting, device, quiet), [], preload=preload)
-            if code == exit_codes.INTERRUPTED:
-                raise KeyboardInterrupt
-            for trial in waiting:
-                outcomes[trial.folder] = _outcome(trial, code)
-                if outcomes[trial.folder].error:
-                    break
-            waiting = [trial for trial in waiting if trial.folder not in outcomes]
+    """The outcome of each trial, by its folder."""
+    outcomes = {}
+    for trial in trials:
+        began = time.monotonic()
+        code = run_local_ranks(trial.world, partial(command, trial, device), [], preload=["bloomery.verify.trials"])
+        if code == exit_codes.INTERRUPTED:
+            raise KeyboardInterrupt
+        seconds = time.monotonic() - began
+        outcomes[trial.folder] = Outcome(seconds, *_failure(trial, code))
+        if not quiet:
+            what = f"continues from {trial.source.layout}" if trial.source else "trains"
+            print(f"{trial.layout} {what}: {seconds:.1f} s", file=sys.stderr)
     return outcomes
 
 
-def _outcome(trial: Trial, code: int) -> Outcome:
-    if (trial.folder / _RESULT).is_file():
-        return Outcome(json.loads((trial.folder / _RESULT).read_text()))
+def _failure(trial: Trial, code: int) -> tuple[str, str]:
+    """Error and traceback of the rank that failed first: the others lost this one."""
     errors = sorted(trial.folder.glob("error-*.json"), key=lambda path: path.stat().st_mtime_ns)
-    if not errors:
-        return Outcome(0.0, f"its ranks ended with exit code {code} and left no word")
-    return Outcome(0.0, *json.loads(errors[0].read_text()))  # the others lost this one
+    if errors:
+        error, details = json.loads(errors[0].read_text())
+        return error, details
+    return ("" if code == exit_codes.OK else f"its ranks ended with exit code {code} and left no word", "")
 
 
-def run_trials(trials: Sequence[Trial], device_name: str, quiet: bool, arguments: Sequence[str] = ()) -> int:
-    """Exit code of a rank: OK when all its trials ended. A trial that fails leaves a file, and ends the process."""
+def run_trial(trial: Trial, device_name: str, arguments: Sequence[str] = ()) -> int:
+    """Exit code of a rank. One that fails leaves a file."""
     started = started_as()
     assert started is not None
     device = device_of_rank(pick_device(device_name), started.local_rank, started.local_size)
     try:
         # The reference has no process group at all.
         with joined(started, device) if started.size > 1 else nullcontext(ALONE) as ranks:
-            for trial in trials:
-                if not _run(trial, device, ranks, quiet):
-                    return exit_codes.INTERRUPTED
-    except BloomeryError as error:
-        return error.exit_code
-    except KeyboardInterrupt:
-        return exit_codes.INTERRUPTED
-    except Exception:
-        return exit_codes.BUG
-    return exit_codes.OK
-
-
-def _run(trial: Trial, device: torch.device, ranks: Ranks, quiet: bool) -> bool:
-    """Whether it came to its end; if not, somebody interrupted it."""
-    started = time.monotonic()
-    try:
-        finished = _train(trial, device, ranks)
+            return exit_codes.OK if _train(trial, device, ranks) else exit_codes.INTERRUPTED
     except Exception as error:
         text = next(iter(str(error).strip().splitlines()), "")
-        report = (f"rank {ranks.rank}: {type(error).__name__}: {text}".removesuffix(": "), traceback.format_exc())
-        (trial.folder / f"error-{ranks.rank}.json").write_text(json.dumps(report))
-        raise
-    if finished and ranks.rank == 0:
-        seconds = time.monotonic() - started
-        (trial.folder / _RESULT).write_text(json.dumps(seconds))
-        if not quiet:
-            what = f"continues from {trial.source.layout}" if trial.source else "trains"
-            print(f"{trial.layout} {what}: {seconds:.1f} s", file=sys.stderr)
-    return finished
+        report = (f"rank {started.rank}: {type(error).__name__}: {text}".removesuffix(": "), traceback.format_exc())
+        (trial.folder / f"error-{started.rank}.json").write_text(json.dumps(report))
+        return error.exit_code if isinstance(error, BloomeryError) else exit_codes.BUG
 
 
 def _train(trial: Trial, device: torch.device, ranks: Ranks) -> bool:
+    """Whether it came to its end; if not, somebody interrupted it."""
     recipe, run_folder = load_recipe(str(trial.recipe)).recipe, trial.folder / RUN
     if trial.source is not None:
         with agreed(ranks):
