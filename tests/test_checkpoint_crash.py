@@ -250,7 +250,7 @@ def test_a_zombie_stopped_at_any_operation_neither_completes_nor_deletes(
             monkeypatch.setattr(os, name, counting(name))
         with suppress(StorageError, OSError):
             write(root, 3, 1.0, old)
-            apply_retention(root, KeepSection(last=1), writer=old)
+            apply_retention(old, KeepSection(last=1))
         monkeypatch.undo()
         if done < stop_before:
             break

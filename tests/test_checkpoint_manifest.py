@@ -14,7 +14,7 @@ import torch
 from bloomery.base.errors import DataError, Problem
 from bloomery.base.ranks import Piece
 from bloomery.checkpoint import folder as folders
-from bloomery.checkpoint.folder import MANIFEST, parse_manifest
+from bloomery.checkpoint.folder import MANIFEST, parse_manifest, take_over
 from bloomery.checkpoint.inspect import describe_checkpoint, list_checkpoints
 from bloomery.checkpoint.retention import apply_retention
 from bloomery.checkpoint.save import save_checkpoint
@@ -71,7 +71,7 @@ def test_flipped_bits_of_a_manifest_without_hash_never_end_in_a_traceback(tmp_pa
     for bit in random.Random(5).sample(range(8 * len(whole)), 30):
         flip_bit(newer / MANIFEST, bit)
         assert chosen([tmp_path]) in (older, newer)
-        apply_retention(tmp_path, KeepSection(last=2, best=1))
+        apply_retention(take_over(tmp_path), KeepSection(last=2, best=1))
         list_checkpoints(tmp_path)
         (newer / MANIFEST).write_bytes(whole)
 

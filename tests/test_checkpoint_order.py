@@ -55,13 +55,13 @@ def test_retention_keeps_the_newest_the_marked_the_named_and_the_best(tmp_path: 
     for step, loss in losses.items():
         save(tmp_path, step, loss=loss, loss_step=40 if step == 50 else None)  # 50 was not evaluated itself
     keep = KeepSection(last=1, every=Amount(30, "steps"), steps=[10, 999], best=2)
-    assert apply_retention(tmp_path, keep) == ["step-00000050"]
+    assert apply_retention(take_over(tmp_path), keep) == ["step-00000050"]
     assert names(tmp_path) == [
         "latest", "step-00000010", "step-00000020", "step-00000030", "step-00000040", "step-00000060", "step-00000070"
     ]  # fmt: skip
-    assert apply_retention(tmp_path, KeepSection(last=1)) == [f"step-000000{n}0" for n in (1, 2, 3, 4, 6)]
+    assert apply_retention(take_over(tmp_path), KeepSection(last=1)) == [f"step-000000{n}0" for n in (1, 2, 3, 4, 6)]
     assert names(tmp_path) == ["latest", "step-00000070"]
-    assert apply_retention(tmp_path, None) == []
+    assert apply_retention(take_over(tmp_path), None) == []
 
 
 def test_retention_never_touches_the_newest_whatever_is_asked() -> None:
@@ -79,7 +79,7 @@ def test_retention_never_touches_the_newest_whatever_is_asked() -> None:
 def test_retention_reads_no_loss_from_a_broken_manifest(tmp_path: Path) -> None:
     (save(tmp_path, 1) / "manifest.json").write_text("{")
     save(tmp_path, 2)
-    assert apply_retention(tmp_path, KeepSection(last=1, best=1)) == ["step-00000001"]
+    assert apply_retention(take_over(tmp_path), KeepSection(last=1, best=1)) == ["step-00000001"]
 
 
 def test_an_older_start_deletes_nothing(tmp_path: Path) -> None:
@@ -88,7 +88,7 @@ def test_an_older_start_deletes_nothing(tmp_path: Path) -> None:
         save(tmp_path, step)
     take_over(tmp_path)
     with pytest.raises(FencedError):
-        apply_retention(tmp_path, KeepSection(last=1), writer=old)
+        apply_retention(old, KeepSection(last=1))
     assert len(folders.complete_checkpoints(tmp_path)) == 3
 
 
@@ -171,7 +171,7 @@ def test_a_loss_that_is_no_number_is_never_the_best(tmp_path: Path) -> None:
         strict = json.loads((tmp_path / f"step-{step:08d}" / "manifest.json").read_text(), parse_constant=pytest.fail)
         assert strict["validation"]["loss"] == loss or isinstance(strict["validation"]["loss"], str)
     save(tmp_path, 6)
-    apply_retention(tmp_path, keep)
+    apply_retention(take_over(tmp_path), keep)
     assert [path.name for path in folders.complete_checkpoints(tmp_path)] == ["step-00000003", "step-00000006"]
 
 
@@ -318,7 +318,7 @@ def test_many_checkpoints_are_listed_and_deleted_with_few_reads(
     monkeypatch.setattr(retention, "read_manifest", lambda folder: read.append(folder) or real(folder))
     monkeypatch.setattr(load_module, "read_index", lambda folder: pytest.fail("an index was parsed"))
     assert [one.state for one in list_checkpoints(tmp_path)] == ["complete"] * 20
-    assert len(apply_retention(tmp_path, KeepSection(last=15))) == 5
+    assert len(apply_retention(take_over(tmp_path), KeepSection(last=15))) == 5
     assert len(read) == 20  # each once
-    assert len(apply_retention(tmp_path, KeepSection(last=1, best=1))) == 13
+    assert len(apply_retention(take_over(tmp_path), KeepSection(last=1, best=1))) == 13
     assert len(read) == 20 + 15

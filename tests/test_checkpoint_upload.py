@@ -15,6 +15,7 @@ import torch
 from bloomery.base.errors import DataError, Problem
 from bloomery.base.ranks import ALONE, Piece, Ranks
 from bloomery.base.units import Amount
+from bloomery.checkpoint import folder as folders
 from bloomery.checkpoint import remote as remote_module
 from bloomery.checkpoint.folder import FencedError, take_over
 from bloomery.checkpoint.load import Checkpoint, read_checkpoint
@@ -53,7 +54,8 @@ def fetch(url: str, root: Path, *, ranks: Ranks = ALONE, local: Path | None = No
 
 
 def upload(*folders_: Path, **settings: Any) -> list[str]:
-    uploader = Uploader(URL, run=RUN, **settings)
+    writer = settings.pop("writer", None) or take_over(folders_[0].parent)
+    uploader = Uploader(URL, writer, run=RUN, **settings)
     errors = []
     for folder in folders_:
         uploader.offer(folder)
@@ -113,12 +115,13 @@ def test_copies_wait_for_each_other_and_retention_for_them(tmp_path: Path, monke
         return original(*arguments)
 
     monkeypatch.setattr(remote_module, "upload", held)
-    uploader = Uploader(URL, run=RUN)
+    writer = take_over(tmp_path)
+    uploader = Uploader(URL, writer, run=RUN)
     for step in (1, 2, 3, 4):
         uploader.offer(save(tmp_path, step))
         assert reached.wait(60)
     assert uploader.protected() == {1, 4}  # the one on its way, and the newest
-    assert apply_retention(tmp_path, KeepSection(last=1), spare=uploader.protected()) == [
+    assert apply_retention(writer, KeepSection(last=1), spare=uploader.protected()) == [
         "step-00000002", "step-00000003"
     ]  # fmt: skip
     assert uploader.poll() == []
@@ -128,7 +131,7 @@ def test_copies_wait_for_each_other_and_retention_for_them(tmp_path: Path, monke
 
 
 def test_a_place_that_fails_is_told(tmp_path: Path) -> None:
-    uploader = Uploader("nosuchstore://x", run=RUN)
+    uploader = Uploader("nosuchstore://x", take_over(tmp_path), run=RUN)
     uploader.offer(save(tmp_path, 1))
     (outcome,) = uploader.wait(60)
     assert "nosuchstore" in outcome.error
@@ -137,7 +140,7 @@ def test_a_place_that_fails_is_told(tmp_path: Path) -> None:
     assert "checkpoint.upload=null" in str(raised[0])
 
 
-def test_a_copy_that_breaks_off_while_it_is_fetched_leaves_nothing(
+def test_a_copy_that_breaks_off_while_it_is_fetched_is_fetched_anew(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     upload(save(tmp_path / "here", 1))
@@ -146,10 +149,13 @@ def test_a_copy_that_breaks_off_while_it_is_fetched_leaves_nothing(
     def break_off(source: str, target: str) -> None:
         raise ConnectionError(f"lost at {source}")
 
-    monkeypatch.setattr(store, "get_file", break_off)
-    with pytest.raises(DataError, match=r"cannot be read: ConnectionError: lost"):
-        fetch(URL, tmp_path / "there")
-    assert list((tmp_path / "there").iterdir()) == []
+    with monkeypatch.context() as broken:
+        broken.setattr(store, "get_file", break_off)
+        with pytest.raises(DataError, match=r"cannot be read: ConnectionError: lost"):
+            fetch(URL, tmp_path / "there")
+    assert folders.complete_checkpoints(tmp_path / "there") == []
+    assert fetch(URL, tmp_path / "there") == tmp_path / "there" / "step-00000001"
+    assert [path.name for path in (tmp_path / "there").iterdir()] == ["step-00000001"]
 
 
 def test_a_run_goes_on_from_its_copy_on_a_new_machine(workshop: Workshop, tmp_path: Path) -> None:
@@ -208,7 +214,8 @@ def steps_at(url: str) -> list[int]:
 
 
 def copy_to(url: str, *checkpoints: Path, **settings: Any) -> list[UploadOutcome]:
-    uploader = Uploader(url, run=RUN, **settings)
+    writer = settings.pop("writer", None) or take_over(checkpoints[0].parent)
+    uploader = Uploader(url, writer, run=RUN, **settings)
     outcomes = []
     for folder in checkpoints:
         uploader.offer(folder)
@@ -257,9 +264,9 @@ def test_nothing_is_deleted_before_a_newer_one_is_whole_there(far: str, tmp_path
     copy_to(far, save(tmp_path / "here", 1), save(tmp_path / "here", 2))
     put(f"{far}/step-00000002/state.json", "shorter or longer")
     with pytest.raises(OSError, match=r"step-00000002 is not complete in .*, so nothing older was deleted there"):
-        retain_remote(far, KeepSection(last=1), 2, RUN)
+        retain_remote(far, KeepSection(last=1), 2, RUN, take_over(tmp_path))
     with pytest.raises(OSError, match="step-00000003 is not complete"):
-        retain_remote(far, KeepSection(last=1), 3, RUN)
+        retain_remote(far, KeepSection(last=1), 3, RUN, take_over(tmp_path))
     assert steps_at(far) == [1, 2]
 
 
@@ -273,7 +280,7 @@ def test_a_start_that_was_overtaken_deletes_nothing_there(far: str, tmp_path: Pa
 
 
 def test_copies_of_another_run_are_left_alone(far: str, tmp_path: Path) -> None:
-    theirs = Uploader(far, run="theirs")
+    theirs = Uploader(far, take_over(tmp_path), run="theirs")
     save_checkpoint(
         tmp_path / "a",
         step=1,
@@ -285,7 +292,7 @@ def test_copies_of_another_run_are_left_alone(far: str, tmp_path: Path) -> None:
     theirs.offer(tmp_path / "a" / "step-00000001")
     assert theirs.wait(60)[0].error == ""
     for step in (2, 3):
-        uploader = Uploader(far, run=RUN, keep=KeepSection(last=1))
+        uploader = Uploader(far, take_over(tmp_path), run=RUN, keep=KeepSection(last=1))
         uploader.offer(save(tmp_path, step))
         (outcome,) = uploader.wait(60)
         assert (outcome.error, outcome.retention_trouble) == ("", "")
@@ -293,7 +300,7 @@ def test_copies_of_another_run_are_left_alone(far: str, tmp_path: Path) -> None:
 
 
 def test_a_state_that_may_be_worse_deletes_nothing(tmp_path: Path) -> None:
-    uploader = Uploader(URL, run=RUN, keep=KeepSection(last=1))
+    uploader = Uploader(URL, take_over(tmp_path), run=RUN, keep=KeepSection(last=1))
     for step, is_suspicious in ((1, False), (2, True), (3, False)):
         uploader.offer(save(tmp_path, step), keep_all=is_suspicious)
         uploader.wait(60)

@@ -34,7 +34,7 @@ commit, take_over, remove = saving.SaveJob.commit, folder.take_over, folder.remo
 def save(run: Run, start: str, rank: int, writer: folder.Writer, step: int) -> None:
     def promise(folder: Path) -> list[str]:
         run.notes["promised"] = max(step, run.notes["promised"])
-        return retention.apply_retention(run.root, KeepSection(last=1), writer=writer)
+        return retention.apply_retention(writer, KeepSection(last=1))
 
     values = torch.full((2,), float(step * 1000 + ord(start)))
     ranks: Any = SimpleNamespace(rank=rank, size=RANKS, gather=lambda value: [value])
@@ -126,7 +126,7 @@ def only_a_look(root: Path) -> folder.Writer:
 
 
 def deletes_first(job: saving.SaveJob) -> None:
-    remove(latest_checkpoint(job.plan.root), job.staging_dir)
+    remove(latest_checkpoint(job.plan.root), job.plan.writer)
     commit(job)
 
 

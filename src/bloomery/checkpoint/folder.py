@@ -178,6 +178,10 @@ def file_damage(path: Path, expected: dict[str, Any], *, read: bool) -> str:
     return "" if same else f"{path.name} has been changed since it was saved"
 
 
+def damage_error(folder: Path, *texts: str) -> DataError:
+    return DataError([Problem(text, "", ANOTHER, str(folder)) for text in texts])
+
+
 def read_manifest(folder: Path) -> dict[str, Any]:
     """DataError if it is missing, damaged, of another format or of another step."""
     try:
@@ -189,7 +193,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         text = f"{MANIFEST} is missing"
     except (OSError, ValueError) as error:
         text = f"{MANIFEST} cannot be used: {error}"
-    raise DataError(Problem(text, "", ANOTHER, str(folder)))
+    raise damage_error(folder, text)
 
 
 # ---------------------------------------------------------------- which there are
@@ -291,13 +295,6 @@ def _free_name(wanted: Path) -> Path:
     return place
 
 
-def remove(folder: Path, staging_dir: Path) -> None:
-    """Delete a checkpoint: one rename takes it out of its folder, to a staging dir in the same file system."""
-    gone = staging_dir / f".{folder.name}-{secrets.token_hex(4)}.old"
-    os.rename(folder, gone)
-    shutil.rmtree(gone)
-
-
 # ---------------------------------------------------------------- who may write here
 
 WRITER = ".writer"
@@ -350,6 +347,14 @@ class Writer:
         except FileNotFoundError:
             self.require()
             raise
+
+
+def remove(folder: Path, writer: Writer) -> None:
+    """Delete a checkpoint: one rename takes it out of its folder, to the staging dir."""
+    gone = writer.staging_dir / f".{folder.name}-{secrets.token_hex(4)}.old"
+    with writer.acting():
+        os.rename(folder, gone)
+        shutil.rmtree(gone)
 
 
 def take_over(root: Path) -> Writer:

@@ -28,6 +28,7 @@ from bloomery.checkpoint.folder import (
     MANIFEST,
     RECIPE,
     STATE,
+    damage_error,
     file_damage,
     is_tensor_file,
     read_manifest,
@@ -59,7 +60,8 @@ class Checkpoint:
         try:
             return load_recipe(str(self.folder / RECIPE), is_saved=True).recipe
         except RecipeError as error:
-            raise DataError(error.problems) from error
+            found = [(f"{RECIPE} cannot be used: {each.what}", each.place) for each in error.problems]
+            raise DataError([Problem(what, place=place) for what, place in found]) from error
 
     @cached_property
     def state(self) -> dict[str, Any]:
@@ -80,8 +82,7 @@ class Checkpoint:
         try:
             yield
         except (OSError, ArithmeticError, LookupError, TypeError, ValueError, AttributeError) as error:
-            what = f"{STATE} cannot be used: {type(error).__name__}: {error}"[:500]
-            raise DataError(Problem(what, "", ANOTHER, str(self.folder))) from error
+            raise damage_error(self.folder, f"{STATE} cannot be used: {type(error).__name__}: {error}"[:500]) from error
 
     @cached_property
     def consumed_tokens(self) -> int:
@@ -148,8 +149,8 @@ def read_checkpoint(folder: Path, *, ranks: Ranks = ALONE, tensors: bool = True,
 
 
 def _refuse(folder: Path, wrong: Iterable[str]) -> None:
-    if found := [Problem(text, "", ANOTHER, str(folder)) for text in wrong if text]:
-        raise DataError(found)
+    if found := list(filter(None, wrong)):
+        raise damage_error(folder, *found)
 
 
 def read_index(folder: Path) -> dict[str, SavedTensor]:
@@ -166,7 +167,7 @@ def read_index(folder: Path) -> dict[str, SavedTensor]:
         return tensors
     except (OSError, ValueError, KeyError, TypeError) as error:
         why = wrong_fields(error) if isinstance(error, ValidationError) else f"{type(error).__name__}: {error}"
-        raise DataError(Problem(f"{INDEX} cannot be read: {why:.1000}", "", ANOTHER, str(folder))) from error
+        raise damage_error(folder, f"{INDEX} cannot be read: {why:.1000}") from error
 
 
 def _why_not_as_indexed(checkpoint: Checkpoint, read: Collection[str] = ()) -> str:
@@ -191,13 +192,7 @@ def _why_not_as_indexed(checkpoint: Checkpoint, read: Collection[str] = ()) -> s
 def _why_not_of_its_recipe(checkpoint: Checkpoint) -> str:
     """Which tensors are not those that a training of its recipe saves."""
     tensors = checkpoint.tensors
-    try:
-        model = checkpoint.recipe.model
-    except DataError as error:
-        raise DataError(
-            [Problem(f"{RECIPE} cannot be used: {each.what}", place=each.place) for each in error.problems]
-        ) from error
-    needed = dict(islice(saved_tensors(model), len(tensors) + 1))  # one more shows that there are too few
+    needed = dict(islice(saved_tensors(checkpoint.recipe.model), len(tensors) + 1))  # one more: there are too few
     if missing := [name for name in needed if name not in tensors]:
         return f"{INDEX} lacks {first_few(missing)}"
     if unknown := sorted(tensors.keys() - needed.keys()):

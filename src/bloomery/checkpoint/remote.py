@@ -124,11 +124,11 @@ class Uploader:
     def __init__(
         self,
         to: str,
+        writer: Writer,
         *,
         run: str,
         every_steps: int | None = None,
         keep: KeepSection | None = None,
-        writer: Writer | None = None,
     ) -> None:
         """`run`: its name. `keep`: which of its copies stay there; None: all."""
         self.to = to
@@ -197,7 +197,7 @@ class Uploader:
             return replace(outcome, retention_trouble=f"{type(error).__name__}: {error}")
 
 
-def upload(folder: Path, to: str, writer: Writer | None = None) -> bool:
+def upload(folder: Path, to: str, writer: Writer) -> bool:
     """Copy a checkpoint, its manifest last. True: the same one was there already. FencedError, before any change there,
     if a newer start has taken over."""
     store, root = open_store(to)
@@ -206,7 +206,7 @@ def upload(folder: Path, to: str, writer: Writer | None = None) -> bool:
     there = _read_remote(store, path)
     if there is not None and there.content == content and there.is_whole():
         return True
-    _require(writer)
+    writer.require()
     if _is_link(store, path):
         raise OSError(f"{path} is a link, which is not followed")
     if there is not None:  # of another branch of the run: no longer complete
@@ -214,7 +214,7 @@ def upload(folder: Path, to: str, writer: Writer | None = None) -> bool:
     store.makedirs(path, exist_ok=True)
 
     def put(file: str) -> None:
-        _require(writer)
+        writer.require()
         if (folder / file).is_symlink():
             raise OSError(f"{folder / file} is a link, which is not followed")
         if _is_link(store, f"{path}/{file}"):
@@ -226,12 +226,7 @@ def upload(folder: Path, to: str, writer: Writer | None = None) -> bool:
     return False
 
 
-def _require(writer: Writer | None) -> None:
-    if writer is not None:
-        writer.require()
-
-
-def retain_remote(url: str, keep: KeepSection, newest: int, run: str, writer: Writer | None = None) -> list[str]:
+def retain_remote(url: str, keep: KeepSection, newest: int, run: str, writer: Writer) -> list[str]:
     """Delete there what `keep` does not name, now that the checkpoint of step `newest` has arrived; the names.
 
     Never touches that one, later ones, which belong to another branch, nor those of another run. OSError, and nothing
@@ -243,7 +238,7 @@ def retain_remote(url: str, keep: KeepSection, newest: int, run: str, writer: Wr
         raise OSError(f"{folders.step_name(newest)} is not complete in {url}, so nothing older was deleted there")
     doomed = sorted(found.keys() - kept_by({step: each.manifest for step, each in found.items()}, keep))
     for each in (found[step] for step in doomed):
-        _require(writer)
+        writer.require()
         for file in (MANIFEST, *each.manifest["files"]):
             with contextlib.suppress(FileNotFoundError):
                 store.rm_file(f"{each.path}/{file}")
@@ -335,23 +330,19 @@ class RemoteSource:
         )
 
     def _download(self, remote: RemoteCheckpoint, staging: Path) -> None:
-        """Copy one into an empty folder. DataError if it cannot be read; then nothing is left."""
-        first_rank_does(self.ranks, partial(remove_tree, staging))  # of a start that was killed
+        """Copy one into an empty folder. DataError if it cannot be read; the next start sweeps what is left."""
+        first_rank_does(self.ranks, partial(remove_tree, staging))
 
         def get(file: str) -> None:
             with contextlib.suppress(FileNotFoundError):  # read_checkpoint finds that it is missing
                 store.get_file(f"{remote.path}/{file}", str(staging / file))
 
-        try:
-            with agreed(self.ranks), self._reachable():
-                own_folder(staging, parents=True)
-                store, _ = open_store(self.url)
-                _at_once(get, sorted(remote.manifest["files"])[self.ranks.rank :: self.ranks.size])
-                if self.ranks.rank == 0:
-                    (staging / MANIFEST).write_bytes(remote.content)
-        except DataError:
-            first_rank_does(self.ranks, partial(remove_tree, staging))
-            raise
+        with agreed(self.ranks), self._reachable():
+            own_folder(staging, parents=True)
+            store, _ = open_store(self.url)
+            _at_once(get, sorted(remote.manifest["files"])[self.ranks.rank :: self.ranks.size])
+            if self.ranks.rank == 0:
+                (staging / MANIFEST).write_bytes(remote.content)
 
     @contextlib.contextmanager
     def _reachable(self) -> Iterator[None]:

@@ -10,7 +10,6 @@ fenced happens in the shared folder in both tiers; only the bytes of the tensors
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -100,7 +99,7 @@ class Retention:
         what this job has loaded or saved. A node-local tier without room for all that it should keep keeps the newest.
         Returns the names, like `after_save`."""
         if self.tier.name == LOCAL:
-            return apply_retention(self.tier.root, KeepSection(last=1), writer=self.tier.writer)
+            return apply_retention(self.tier.writer, KeepSection(last=1))
         if self.is_suspicious or self.known is None:
             return []
         return self._retain({self.known})
@@ -114,23 +113,20 @@ class Retention:
     def _retain(self, spare: set[int]) -> list[str]:
         good = good_steps(self.tier.root, proven_until=self.proven_until, given_up=self.given_up)
         spare |= {*islice(good, 1), *(self.uploader.protected() if self.uploader else ())}
-        return apply_retention(self.tier.root, self.tier.keep, writer=self.tier.writer, spare=spare)
+        return apply_retention(self.tier.writer, self.tier.keep, spare=spare)
 
 
-def apply_retention(
-    root: Path, keep: KeepSection | None, *, writer: Writer | None = None, spare: Collection[int] = ()
-) -> list[str]:
+def apply_retention(writer: Writer, keep: KeepSection | None, *, spare: Collection[int] = ()) -> list[str]:
     """Delete the complete checkpoints that `keep` does not name, never the newest and none of `spare`; their names,
     oldest first."""
     if keep is None:
         return []
-    found = {folders.step_of(path): path for path in folders.complete_checkpoints(root)}
-    removed = []
-    for step in sorted(found.keys() - kept_by({s: _manifest(path) for s, path in found.items()}, keep) - {*spare}):
-        with writer.acting() if writer is not None else contextlib.nullcontext():
-            folders.remove(found[step], root if writer is None else writer.staging_dir)
-        removed.append(found[step].name)
-    return removed
+    found = {folders.step_of(path): path for path in folders.complete_checkpoints(writer.root)}
+    kept = kept_by({step: _manifest(path) for step, path in found.items()}, keep)
+    doomed = [found[step] for step in sorted(found.keys() - kept - {*spare})]
+    for folder in doomed:
+        folders.remove(folder, writer)
+    return [folder.name for folder in doomed]
 
 
 def kept_by(manifests: Mapping[int, Mapping[str, Any]], keep: KeepSection) -> set[int]:
