@@ -6,7 +6,7 @@ import pytest
 from bloomery.data.order import TimelessOrder
 
 
-@pytest.mark.parametrize("num_samples", [1, 2, 3, 7, 64, 1000, 65537, 100003])
+@pytest.mark.parametrize("num_samples", [1, 2, 3, 7, 64, 1000, 30011])
 def test_every_epoch_shows_every_sample_once(num_samples):
     order = TimelessOrder(42, "shards/a", num_samples)
     positions = np.arange(3 * num_samples)
@@ -17,7 +17,7 @@ def test_every_epoch_shows_every_sample_once(num_samples):
     few = np.array([num_samples, 0])
     for found, right in zip(order.locate(few), (epochs, samples), strict=True):
         assert found.dtype == np.int64
-        assert (found == right[few]).all()
+        assert (found == right[few]).all(), "whatever else was asked"
 
 
 def test_golden_values():

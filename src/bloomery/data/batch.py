@@ -281,7 +281,7 @@ def read_batch(
 
 _DEPTH = 2
 """Global batches read ahead. One thread is enough: with a warm cache it read 6 to 8 Mtokens/s in micro-batches of one
-sample of 2048 tokens and 40 to 89 in those of 64, on one core; a 1B model on an H200 takes 0.05."""
+sample of 2048 tokens and more in larger ones, on one core; a 1B model on an H200 takes 0.05."""
 
 
 class Loader:

@@ -13,7 +13,7 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
-from bloomery.base.splitmix import GOLDEN, U64, splitmix64
+from bloomery.base.splitmix import GOLDEN, splitmix64_one
 
 _ROUNDS = 6
 """Two rounds fail statistical tests badly, three pass; the rest is margin."""
@@ -39,24 +39,24 @@ class TimelessOrder:
     def locate(self, indices: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """(epochs, samples) at these positions of the run."""
         epochs, places = np.divmod(indices, self.num_samples)
-        keys = self._round_keys(epochs)
-        samples = self._step(places.astype(np.uint64), keys)
-        while len(outside := np.flatnonzero(samples >= self.num_samples)):
-            samples[outside] = self._step(samples[outside], keys[:, outside])
-        return epochs, samples.astype(np.int64)
+        keys = {epoch: self._round_keys(epoch) for epoch in {*epochs.tolist()}}
+        pairs = zip(places.tolist(), epochs.tolist(), strict=True)
+        return epochs, np.array([self._walk(place, keys[epoch]) for place, epoch in pairs], np.int64)
 
-    def _step(self, places: U64, keys: U64) -> U64:
-        rows, columns = np.uint64(self._rows), np.uint64(self._columns)
-        row, column = np.divmod(places, columns)
-        for number, key in enumerate(keys):
-            if number % 2 == 0:
-                row = (row + splitmix64(column ^ key) % rows) % rows
-            else:
-                column = (column + splitmix64(row ^ key) % columns) % columns
-        return row * columns + column
+    def _round_keys(self, epoch: int) -> list[int]:
+        """Each epoch has keys of its own."""
+        epoch_key = splitmix64_one(epoch ^ self._key)
+        return [splitmix64_one(epoch_key + number * GOLDEN) for number in range(1, _ROUNDS + 1)]
 
-    def _round_keys(self, epochs: NDArray[np.int64]) -> U64:
-        """(rounds, positions): each epoch has keys of its own."""
-        numbers = np.arange(1, _ROUNDS + 1, dtype=np.uint64)[:, None] * np.uint64(GOLDEN)
-        epoch_keys = splitmix64(epochs.astype(np.uint64) ^ np.uint64(self._key))
-        return splitmix64(epoch_keys[None, :] + numbers)
+    def _walk(self, place: int, keys: list[int]) -> int:
+        """In Python: a micro-batch is a few samples of each source, for which numpy takes longer."""
+        while True:
+            row, column = divmod(place, self._columns)
+            for number, key in enumerate(keys):
+                if number % 2 == 0:
+                    row = (row + splitmix64_one(column ^ key)) % self._rows
+                else:
+                    column = (column + splitmix64_one(row ^ key)) % self._columns
+            place = row * self._columns + column
+            if place < self.num_samples:
+                return place
