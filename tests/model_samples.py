@@ -10,7 +10,9 @@ from torch import Tensor, nn
 from bloomery.base.ranks import Piece
 from bloomery.config.recipe import ModelSection
 from bloomery.families import registry
+from bloomery.families.bloom import alibi_slopes
 from bloomery.families.registry import family_defaults
+from bloomery.model.attention import attend, attention_context
 from bloomery.model.init import initialise
 from bloomery.model.transformer import build_model, materialise
 
@@ -82,3 +84,42 @@ def reference_attention(
     if document_ids is not None:
         scores = scores.masked_fill(document_ids[:, None, :, None] != document_ids[:, None, None, :], float("-inf"))
     return (scores.softmax(-1) @ v).to(q.dtype)
+
+
+def run_attention(
+    kernel: Any,
+    *,
+    alibi: bool,
+    documents: bool,
+    kv_heads: int,
+    sizes: tuple[int, int, int],
+    causal: bool = True,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.float32,
+    compiled: bool = False,
+    dropout: float = 0.0,
+) -> list[Tensor]:
+    """Output and gradients of q, k, v, from values that bf16 holds exactly; `kernel` may be "reference". `sizes`:
+    heads, tokens, head size. FlexAttention has no gradients on a CPU."""
+    heads, length, width = sizes
+    has_gradients = kernel != "flex" or device != "cpu"
+    random = torch.Generator().manual_seed(3)
+    made = [torch.randn(2, count, length, width, generator=random) for count in (heads, kv_heads, kv_heads, heads)]
+    q, k, v, weight = (tensor.bfloat16().to(device, dtype) for tensor in made)
+    for tensor in (q, k, v):
+        tensor.requires_grad_(has_gradients)
+    ends = torch.tensor([[length * 5 // 16], [length]], device=device)
+    extra = {
+        "slopes": torch.tensor(alibi_slopes(heads), device=device) if alibi else None,
+        "document_ids": torch.arange(length, device=device) // ends if documents else None,
+    }
+
+    def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        if kernel == "reference":
+            return reference_attention(q, k, v, causal=causal, **extra)
+        return attend(
+            q, k, v, attention_context(kernel, causal=causal, seq_length=length, device=q.device, **extra), dropout
+        )
+
+    out = (torch.compile(attention, fullgraph=True) if compiled else attention)(q, k, v)
+    return [out, *torch.autograd.grad((out * weight).sum(), (q, k, v))] if has_gradients else [out]

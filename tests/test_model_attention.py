@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+from functools import partial
 
 import pytest
 import torch
 
 from bloomery.families.bloom import alibi_slopes
-from bloomery.model.attention import attend, attention_context, choose_kernel
-from model_samples import reference_attention
+from bloomery.model.attention import choose_kernel
+from model_samples import run_attention
 
-SEQ = 20
-DOCUMENTS = torch.tensor([[0] * 7 + [1] * 13, [3] * 20])
+run = partial(run_attention, sizes=(6, 20, 16))
 
 
 def test_alibi_slopes_have_their_published_values() -> None:
@@ -22,24 +21,6 @@ def test_alibi_slopes_have_their_published_values() -> None:
     of_176b = alibi_slopes(112)
     assert len(of_176b) == 112
     assert [of_176b[0], of_176b[64]] == pytest.approx([0.9170040432, 0.9576032807], rel=1e-7)
-
-
-def run(kernel: Any, *, causal: bool, alibi: bool, documents: bool, kv_heads: int, **options: Any) -> list[Any]:
-    """Output and gradients of q, k, v for 6 query heads; FlexAttention has no gradients on a CPU."""
-    random = torch.Generator().manual_seed(3)
-    q, k, v, weight = (torch.randn(2, heads, SEQ, 16, generator=random) for heads in (6, kv_heads, kv_heads, 6))
-    for tensor in (q, k, v):
-        tensor.requires_grad_(kernel != "flex")
-    extra = {
-        "slopes": torch.tensor(alibi_slopes(6)) if alibi else None,
-        "document_ids": DOCUMENTS if documents else None,
-    }
-    if kernel == "reference":
-        out = reference_attention(q, k, v, causal=causal, **extra)
-    else:
-        context = attention_context(kernel, causal=causal, seq_length=SEQ, device=q.device, **extra)
-        out = attend(q, k, v, context, **options)
-    return [out] if kernel == "flex" else [out, *torch.autograd.grad((out * weight).sum(), (q, k, v))]
 
 
 CASES = [

@@ -2,54 +2,30 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 
-from bloomery.families.bloom import alibi_slopes
 from bloomery.model import transformer
-from bloomery.model.attention import attend, attention_context
 from bloomery.model.loss import row_losses
 from bloomery.model.transformer import apply_recompute
-from model_samples import random_tokens, reference_attention, small_config, small_model
+from model_samples import random_tokens, run_attention, small_config, small_model
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.accelerator.is_available(), reason="needs an accelerator"),
 ]
-SEQ, HEADS = 320, 8
+run = partial(
+    run_attention, sizes=(8, 320, 64), device=torch.accelerator.current_accelerator() or "cpu", dtype=torch.bfloat16
+)
 
 
 @pytest.fixture(autouse=True)
 def _forget_compiled_code() -> None:
     """Else the cases, compiled from one function, would add up to the recompile limit."""
     torch._dynamo.reset()
-
-
-def run(
-    kernel: Any, *, alibi: bool, documents: bool, kv_heads: int, compiled: bool = False, dropout: float = 0
-) -> list[torch.Tensor]:
-    """Output and gradients of q, k, v, in bf16, from values that bf16 holds exactly."""
-    device = torch.accelerator.current_accelerator()
-    random = torch.Generator().manual_seed(3)
-    made = [torch.randn(2, heads, SEQ, 64, generator=random) for heads in (HEADS, kv_heads, kv_heads, HEADS)]
-    q, k, v, weight = (tensor.to(device, torch.bfloat16) for tensor in made)
-    for tensor in (q, k, v):
-        tensor.requires_grad_()
-    slopes = torch.tensor(alibi_slopes(HEADS), device=device) if alibi else None
-    ids = (torch.arange(SEQ, device=device) // torch.tensor([[100], [170]], device=device)) if documents else None
-
-    def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        if kernel == "reference":
-            return reference_attention(q, k, v, causal=True, slopes=slopes, document_ids=ids)
-        context = attention_context(
-            kernel, causal=True, seq_length=SEQ, device=q.device, slopes=slopes, document_ids=ids
-        )
-        return attend(q, k, v, context, dropout)
-
-    out = (torch.compile(attention, fullgraph=True) if compiled else attention)(q, k, v)
-    return [out, *torch.autograd.grad((out * weight).sum(), (q, k, v))]
 
 
 def assert_near(mine: list[torch.Tensor], right: list[torch.Tensor]) -> None:

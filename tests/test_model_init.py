@@ -13,6 +13,7 @@ import torch
 from bloomery.model import init
 from bloomery.model.init import RULES, initial_slice, rule_of
 from bloomery.model.transformer import build_model
+from bloomery.sizing.layout import CUTS
 from model_samples import FAMILIES, initialised, small_config
 
 UP = "layers.0.mlp.up.weight"
@@ -21,9 +22,12 @@ GOLDEN = -0.0347182266
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("tied", [True, False])
-def test_every_parameter_matches_exactly_one_rule(family: str, tied: bool) -> None:
-    for name, _ in build_model(small_config(family, tie_embeddings=tied)).named_parameters():
+def test_every_parameter_matches_exactly_one_rule_and_one_cut(family: str, tied: bool) -> None:
+    model = build_model(small_config(family, tie_embeddings=tied))
+    for name, _ in model.named_parameters():
         assert [rule for pattern, rule in RULES if re.fullmatch(pattern, name)] == [rule_of(name)], name
+    for name, _ in [*model.named_parameters(), *model.named_buffers()]:
+        assert sum(re.fullmatch(pattern, name) is not None for pattern, _ in CUTS) == 1, name
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from bloomery.base.errors import StorageError
 from bloomery.monitor.history import read_events, read_metrics
 from bloomery.monitor.journal import Journal, open_sinks
 from bloomery.monitor.sinks import Console
@@ -92,25 +91,6 @@ def test_a_full_disk_is_warned_of_once_and_loses_nothing(tmp_path: Path) -> None
             "storage_recovered",
         ]
         assert (small / "logs/main_log.txt").read_text().count("samples per second") == 40
-
-
-def test_close_on_a_disk_that_stays_full_raises_after_everything_was_closed(tmp_path: Path) -> None:
-    with mounted(tmp_path / "small", "size=128k") as small:
-        book, _ = journal(small, tensorboard=True)
-        book.step(step_record(1))
-        fill(small)
-        for step in range(2, 40):
-            book.step(step_record(step))
-        with pytest.raises(StorageError) as caught:
-            book.close()
-        strict_lines(small / "metrics.jsonl")
-        book.close()
-    message = str(caught.value)
-    rescued = [Path(name) for name in re.findall(r"they are in (\S+);", message)]
-    assert len(rescued) == message.count("could not be written") >= 2
-    assert any(path.name.endswith("metrics.jsonl") for path in rescued)
-    for path in rescued:
-        path.unlink()
 
 
 def test_a_full_disk_turns_tensorboard_off_with_one_warning(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -22,18 +21,14 @@ import rank_commands
 from bloomery.base import exit_codes
 from bloomery.base.errors import LostRankError
 from bloomery.base.ranks import Started, first_host, started_as
-from bloomery.config.recipe import ModelSection
-from bloomery.families import registry
 from bloomery.launch.local import run_local_ranks
-from bloomery.model.transformer import build_model
 from bloomery.parallel.mesh import Mesh
 from bloomery.parallel.ranks import joined
 from bloomery.parallel.runner import Runner
 from bloomery.sizing.check import fit, load_checked_recipe
-from bloomery.sizing.layout import CUTS, stage_layers
-from conftest import SMALL, Workshop, start_training, wait_for_steps
+from bloomery.sizing.layout import stage_layers
+from conftest import Workshop, start_training, wait_for_steps
 
-FAMILIES = tuple(registry.FAMILIES)
 TWO = ("launch={on: local, gpus_per_node: 2}", "batch={micro_batch_size: 2, global_batch_size: 8}")
 PRELOAD = ["bloomery.train.loop", "bloomery.train.setup"]
 
@@ -52,20 +47,6 @@ def run_ranks(
 
 def said(workshop: Workshop) -> str:
     return (workshop.folder / "said.txt").read_text()
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_every_parameter_and_buffer_matches_exactly_one_cut(family: str) -> None:
-    model = build_model(ModelSection.model_validate({**_model(family)}))
-    names = [name for name, _ in [*model.named_parameters(), *model.named_buffers()]]
-    assert len(names) > 15
-    for name in names:
-        assert sum(re.fullmatch(pattern, name) is not None for pattern, _ in CUTS) == 1, name
-
-
-def _model(family: str) -> dict[str, object]:
-    given = {**SMALL["model"], "family": family}
-    return {**registry.family_defaults(given), **given}
 
 
 def test_blooms_stages_count_embedding_and_head_as_work() -> None:

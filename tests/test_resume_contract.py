@@ -274,15 +274,16 @@ def test_ranks_agree_on_a_change_and_report_a_refusal_once(workshop: Workshop) -
 
 
 @pytest.mark.parametrize("order", ["timeless", "megatron"])
-def test_another_shard_under_the_same_name_is_refused(
+def test_another_shard_under_the_same_name_is_refused_if_only_one_token_differs(
     workshop: Workshop, capsys: pytest.CaptureFixture[str], order: str
 ) -> None:
     settings = (f"data.order={order}", "data.train=[{path: train, name: web}]")
     workshop.train(*settings, "train.exit_after=5 steps")
-    write_shard(workshop.folder / "other", seed=5)
     for ending in (".bin", ".idx"):
-        (workshop.folder / f"train{ending}").rename(workshop.folder / f"kept{ending}")
-        (workshop.folder / f"other{ending}").rename(workshop.folder / f"train{ending}")
+        shutil.copy(workshop.folder / f"train{ending}", workshop.folder / f"kept{ending}")
+    content = bytearray((workshop.folder / "train.bin").read_bytes())
+    content[100] ^= 1
+    (workshop.folder / "train.bin").write_bytes(content)
     capsys.readouterr()
     workshop.train(*settings, code=3)
     said = capsys.readouterr().err
@@ -333,16 +334,3 @@ def test_a_shard_that_has_moved_does_not_begin_again_under_a_new_name(
     assert capsys.readouterr().err.splitlines()[-1].endswith("Give 'train' more weight instead.")
     workshop.train("data.train=[{path: moved, name: train}, {path: valid}]")
     assert workshop.events(run, "changed") == []
-
-
-def test_one_other_token_in_a_shard_of_the_same_size_is_noticed(
-    workshop: Workshop, capsys: pytest.CaptureFixture[str]
-) -> None:
-    workshop.train("train.exit_after=5 steps")
-    path = workshop.folder / "train.bin"
-    content = bytearray(path.read_bytes())
-    content[100] ^= 1
-    path.write_bytes(content)
-    capsys.readouterr()
-    workshop.train(code=3)
-    assert "but the checkpoint is of another shard, with " in capsys.readouterr().err

@@ -159,12 +159,6 @@ def test_gradients_of_16_bit_weights_are_summed_in_fp32() -> None:
     assert total.tensors()[0].item() == 356.0
 
 
-def test_bf16_follows_fp32_closely(workshop: Workshop) -> None:
-    exact, rounded = (workshop.losses(workshop.train(f"precision={p}", run=p)) for p in ("fp32", "bf16"))
-    assert rounded == pytest.approx(exact, abs=0.05)
-    assert rounded != exact
-
-
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile on a CPU needs g++")
 def test_a_compiled_run_equals_an_eager_one(workshop: Workshop) -> None:
     settings = ("train.for=3 steps", "model.num_layers=1")

@@ -98,12 +98,8 @@ class Gathered:
         scan(path, lambda line: self._add_event(event_of(line)))
 
     def _add_step(self, fields: dict[str, Any]) -> None:
-        numbers = (*_numbers(fields), math.nan if fields["mfu"] is None else fields["mfu"])
-        try:
-            self._rows.extend(numbers)
-        except TypeError:  # NaN is a string
-            del self._rows[len(self._rows) // len(_COLUMNS) * len(_COLUMNS) :]
-            self._rows.extend(map(float, numbers))
+        mfu = math.nan if fields["mfu"] is None else fields["mfu"]
+        self._rows.extend([float(number) for number in (*_numbers(fields), mfu)])  # NaN is a string
         for name, loss in fields["losses"].items():
             self.losses[name].add(fields["step"], float(loss))
         for source, loss in (fields.get("source_losses") or {}).items():

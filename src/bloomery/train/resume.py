@@ -137,7 +137,7 @@ def checked_shards(past: ResumePoint, data: OpenData, ranks: Ranks = ALONE) -> d
     shards = data.shards() if ranks.rank == 0 else {}
     if past.checkpoint is None or past.before is None:
         return shards
-    known = known_shards(past.checkpoint)
+    known: dict[str, dict[str, Any]] = past.checkpoint.manifest.get("shards") or {}
     problems = []
     for name, facts in shards.items():
         then = known.get(name)
@@ -157,11 +157,6 @@ def checked_shards(past: ResumePoint, data: OpenData, ranks: Ranks = ALONE) -> d
     if problems:
         raise DataError(problems)
     return known | shards
-
-
-def known_shards(checkpoint: Checkpoint) -> dict[str, dict[str, Any]]:
-    """By source, all shards that a run was ever trained on: what identifies them, and their paths."""
-    return checkpoint.manifest.get("shards") or {}
 
 
 def archive_stale(recipe: Recipe, roots: Sequence[Path], past: ResumePoint, journal: Journal) -> None:
