@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -44,8 +45,9 @@ def parse(parser: argparse.ArgumentParser, arguments: list[str]) -> argparse.Nam
 def run(args: argparse.Namespace) -> int:
     from bloomery.interop.megatron.importer import import_megatron
 
-    if wrong := [text for text in args.set if "=" not in text]:
-        raise RecipeError([Problem(f"--set {text}", "it is NAME=VALUE", "add the value") for text in wrong])
+    if wrong := [text for text in args.set if not re.match(r"([A-Za-z_]\w*|[1-9][0-9]?)=", text, re.ASCII)]:
+        rule = "it sets a variable of the script, NAME=VALUE, or an argument of it, 1=VALUE"
+        raise RecipeError([Problem(f"--set {text}", rule, "correct it") for text in wrong])
     done = import_megatron(
         args.words,
         script=args.script,

@@ -23,11 +23,6 @@ from bloomery.interop.megatron.recipe import Builder, fill
 from bloomery.interop.megatron.script import Script, run_script
 from bloomery.sizing.check import check
 
-_ORDER = (
-    "name", "seed", "model", "tokenizer", "data", "batch", "optimizer", "lr", "train", "precision", "loss_scale",
-    "parallel", "checkpoint", "monitor", "launch",
-)  # fmt: skip
-
 
 @dataclass(frozen=True)
 class Imported:
@@ -71,7 +66,7 @@ def import_megatron(
     found, source = None, COMMAND_LINE
     line = parse_command(words if script is None else ["x.py", *words], COMMAND_LINE)
     if script is not None:
-        found, source = _read(script, execute, given or {}), str(script)
+        found, source = (run_script if execute else read_script)(script, _text_of(script), given or {}), str(script)
         own = _training_command(found, source)
         line = CommandLine(own.program, own.flags | line.flags, own.stray + line.stray)
         slurm = {f"sbatch:{key}": Given(f"#SBATCH --{key}", [text], source) for key, text in found.sbatch.items()}
@@ -85,18 +80,11 @@ def import_megatron(
     b.raw["name"] = name or re.sub(r"[^A-Za-z0-9._-]+", "-", job).strip("-._")[:100] or "imported"
     if b.problems:  # they may explain what is wrong with the recipe
         raise RecipeError(sorted(dict.fromkeys(b.problems), key=by_place))
-    raw = {key: b.raw[key] for key in _ORDER if key in b.raw}
+    raw = {key: b.raw[key] for key in Recipe.model_fields if key in b.raw}
     checked = check(validated(dict(raw), Places(source, dict(b.places))))
     warnings = checked.warnings + _warnings(b, found, source)
     kinds = get_args(Kind)
     return Imported(checked.recipe, raw, sorted(b.rows, key=lambda row: kinds.index(row.kind)), warnings, source)
-
-
-def _read(path: Path, execute: bool, given: Mapping[str, str]) -> Script:
-    if wrong := [name for name in given if not re.fullmatch(r"[A-Za-z]\w*|_[A-Za-z]\w*|[1-9][0-9]?", name, re.ASCII)]:
-        rule = "it sets a variable of the script such as NAME, or an argument of it such as 1"
-        raise RecipeError([Problem(f"--set {name}={given[name]}", rule, "correct the name") for name in wrong])
-    return (run_script if execute else read_script)(path, _text_of(path), given)
 
 
 def _training_command(script: Script, source: str) -> CommandLine:
