@@ -81,10 +81,6 @@ def listen() -> None:
     _guard.start()
 
 
-def is_guarded() -> bool:
-    return _guard is not None
-
-
 def ignore() -> None:
     """For a process that is at its end, and for workers, which end with their parent."""
     for number in STOPS:

@@ -12,7 +12,6 @@ import shutil
 import socket
 import stat
 import tempfile
-from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -206,8 +205,10 @@ class AppendFile:
         """What was repaired when the file was opened, for a log; empty when it was in order."""
         self.belongs_to_another: Callable[[], bool] = lambda: False
         """When this is true, nothing more is written."""
-        self._waiting: deque[bytes] = deque()
-        self._unsynced: list[bytes] = []
+        self._lines: list[bytes] = []
+        """Those that are not known to be on the disk."""
+        self._written = 0
+        """How many of them are in the file."""
         self._torn = False
         self._closed = False
         with writing(self.path, "open"):
@@ -217,31 +218,28 @@ class AppendFile:
     @property
     def pending_lines(self) -> int:
         """Lines that are not in the file yet."""
-        return len(self._waiting)
+        return len(self._lines) - self._written
 
     def append(self, line: str) -> bool:
         """False if this line, or one before it, could not be written; the next append or flush tries again."""
         assert "\n" not in line, "a record is one line"
         assert not self._closed, f"{self.path} is closed"
-        self._waiting.append(mask(line).encode(errors="replace") + b"\n")
-        written = self._write_waiting()
-        return self.flush() if written and len(self._unsynced) >= _SYNC_AFTER_LINES else written
+        self._lines.append(mask(line).encode(errors="replace") + b"\n")
+        is_written = self._write()
+        return self.flush() if is_written and self._written >= _SYNC_AFTER_LINES else is_written
 
     def flush(self) -> bool:
         """Write what waits and bring it to the disk. False if that is not possible now."""
-        if not self._write_waiting():
+        if not self._write():
             return False
         try:
             sync(self._descriptor)
         except OSError as error:
             # Network file systems report a full disk only here, and the kernel then forgets the data: write it again.
-            self._waiting.extendleft(reversed(self._unsynced))
-            self._unsynced.clear()
-            self._size = self._synced_size
-            self._fail(error)
-            return False
-        self._synced_size = self._size
-        self._unsynced.clear()
+            self._written, self._size = 0, self._synced_size
+            return self._fail(error)
+        self._synced_size, self._written = self._size, 0
+        self._lines.clear()
         return True
 
     def close(self) -> None:
@@ -262,36 +260,36 @@ class AppendFile:
             )
         )
 
-    def _write_waiting(self) -> bool:
-        if (self._waiting or self._torn) and self.belongs_to_another():
-            self._waiting.clear()
+    def _write(self) -> bool:
+        if (self.pending_lines or self._torn) and self.belongs_to_another():
+            del self._lines[self._written :]
             return True
         try:
             if self._torn:
                 os.ftruncate(self._descriptor, self._size)
                 self._torn = False
-            while self._waiting:
-                write_all(self._descriptor, self._waiting[0])
-                self._size += len(self._waiting[0])
-                self._unsynced.append(self._waiting.popleft())
+            for line in self._lines[self._written :]:
+                write_all(self._descriptor, line)
+                self._size += len(line)
+                self._written += 1
         except OSError as error:
-            self._fail(error)
-            return False
+            return self._fail(error)
         self.last_error = None
         return True
 
-    def _fail(self, error: OSError) -> None:
+    def _fail(self, error: OSError) -> bool:
         self.last_error = error
         self._torn = True  # until the cut below, or one before the next write, succeeds
         with contextlib.suppress(OSError):
             os.ftruncate(self._descriptor, self._size)
             self._torn = False
+        return False
 
     def _rescue(self) -> str:
         try:
             name = f"{tempfile.gettempdir()}/bloomery-rescue-{secrets.token_hex(8)}-{self.path.name}"
             with open(name, "xb") as file:
-                file.writelines(self._waiting)
+                file.writelines(self._lines[self._written :])
         except OSError as error:
             return f"these lines are lost, because the system's temporary folder failed too: {reason(error)}"
         return f"nothing is lost: they are in {name}; append that file to {self.path.name} when there is room"

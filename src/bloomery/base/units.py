@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, astuple, dataclass
 from decimal import Decimal
 from typing import Any, Literal
 
 AmountUnit = Literal["steps", "samples", "tokens"]
-DURATION_RULE = "a duration is written like '19h50m', '90m', '2d' or '45s'"
+_EXAMPLES = {"steps": "2000 steps", "samples": "216_320 samples", "tokens": "300B tokens"}
+_DURATION_RULE = "a duration is written like '19h50m', '90m', '2d' or '45s'"
 
 _MULTIPLIERS = {"": 1, "k": 10**3, "K": 10**3, "M": 10**6, "B": 10**9, "G": 10**9, "T": 10**12}
 _WHOLE = r"[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+(?:_[0-9]+)*"
@@ -47,7 +48,7 @@ class Duration:
 
 def parse_amount(text: str, *, units: tuple[AmountUnit, ...] = ("steps", "samples", "tokens")) -> Amount:
     """`300B tokens` -> Amount(300_000_000_000, 'tokens'). ValueError names the rule."""
-    wanted = " or ".join(f"'{example}'" for example in _examples(units))
+    wanted = " or ".join(f"'{_EXAMPLES[unit]}'" for unit in units)
     match = _AMOUNT.match(text.strip())
     if not match:
         raise ValueError(f"an amount is a number and a unit, such as {wanted}")
@@ -67,7 +68,7 @@ def parse_duration(text: str) -> Duration:
     """`19h50m` -> Duration(71400). ValueError names the rule."""
     match = _DURATION.match(text.strip())
     if not text.strip() or not match:
-        raise ValueError(DURATION_RULE)
+        raise ValueError(_DURATION_RULE)
     days, hours, minutes, seconds = (float(number or 0) for number in match.groups())
     total = days * 86400 + hours * 3600 + minutes * 60 + seconds
     if total > LONGEST_SECONDS:
@@ -103,10 +104,6 @@ def format_seconds(seconds: float) -> str:
     return f"{seconds:.0f}s"
 
 
-def _examples(units: tuple[AmountUnit, ...]) -> list[str]:
-    return [{"steps": "2000 steps", "samples": "216_320 samples", "tokens": "300B tokens"}[unit] for unit in units]
-
-
 @dataclass(frozen=True)
 class Energy:
     """What a run has spent, over all its jobs, steps that were done again included."""
@@ -119,11 +116,7 @@ class Energy:
     """Ranks times wall clock."""
 
     def __add__(self, other: Energy) -> Energy:
-        return Energy(
-            self.joules + other.joules,
-            self.measured_seconds + other.measured_seconds,
-            self.device_seconds + other.device_seconds,
-        )
+        return Energy(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
 
     @property
     def measured_joules(self) -> float | None:

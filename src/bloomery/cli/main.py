@@ -101,8 +101,8 @@ def command() -> NoReturn:
     signals.listen()
     code = main()
     signals.ignore()
-    multiprocessing = sys.modules.get("multiprocessing")
-    if threading.active_count() > 1 + signals.is_guarded() or (multiprocessing and multiprocessing.active_children()):
+    multiprocessing = sys.modules.get("multiprocessing")  # the two threads: this one, and the guard of the signals
+    if threading.active_count() > 2 or (multiprocessing and multiprocessing.active_children()):
         sys.exit(code)
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError, AttributeError):  # closed, full or none: `main` has answered
