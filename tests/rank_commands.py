@@ -9,6 +9,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -83,34 +84,22 @@ def newer_start_seen_by(numbers: Sequence[int], arguments: Sequence[str]) -> int
     return main(arguments)
 
 
-def broken_data_on_rank_1(arguments: Sequence[str]) -> int:
-    """Rank 1 cannot read its fourth batch."""
+def broken_data_on_rank_1(use: str, arguments: Sequence[str]) -> int:
+    """Rank 1 cannot read its fourth batch (`train`), or what it is to evaluate (`valid`)."""
     if is_rank(1):
         from bloomery.base.errors import DataError, Problem
-        from bloomery.data import batch as loader
-
-        take, taken = loader.Loader.take, Counter[str]()
-
-        def fail(self: Any) -> Any:
-            taken["batches"] += 1
-            if taken["batches"] == 4:
-                raise DataError(Problem("shard train.bin has gone"))
-            return take(self)
-
-        loader.Loader.take = fail  # type: ignore[method-assign]
-    return main(arguments)
-
-
-def broken_validation_on_rank_1(arguments: Sequence[str]) -> int:
-    """Rank 1 cannot read what it is to evaluate."""
-    if is_rank(1):
-        from bloomery.base.errors import DataError, Problem
+        from bloomery.data import batch
         from bloomery.train import run
 
-        def fail(*args: Any, **kwargs: Any) -> Any:
-            raise DataError(Problem("shard valid.bin has gone"))
+        reader: Any = batch if use == "train" else run
+        read, calls = reader.read_batch, count(1)
 
-        run.read_batch = fail
+        def fail(*args: Any, **kwargs: Any) -> Any:
+            if next(calls) == (4 if use == "train" else 1):
+                raise DataError(Problem(f"shard {use}.bin has gone"))
+            return read(*args, **kwargs)
+
+        reader.read_batch = fail
     return main(arguments)
 
 

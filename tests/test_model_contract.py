@@ -54,26 +54,6 @@ def test_building_a_huge_model_allocates_nothing(family: str) -> None:
 
 @pytest.mark.parametrize("family", DECODERS)
 @torch.no_grad()
-def test_two_stages_of_a_decoder_keep_their_names_and_compute_the_whole(family: str) -> None:
-    config = small_config(family)
-    whole, first, last = (small_model(config) for _ in range(3))
-    first.final_norm = first.head = None
-    del first.layers["1"]
-    last.embed = None
-    del last.layers["0"]
-    names = {name for name, _ in whole.named_parameters()}
-    assert {name for name, _ in first.named_parameters()} < names
-    left = {name for name, _ in last.named_parameters()}
-    assert left - names == ({"head.weight"} if config.tie_embeddings else set())
-    assert "layers.1.mlp.up.weight" in left
-    assert "layers.0.mlp.up.weight" not in left
-
-    tokens = random_tokens(config)
-    torch.testing.assert_close(last(first(tokens)), whole(tokens), rtol=0, atol=0)
-
-
-@pytest.mark.parametrize("family", DECODERS)
-@torch.no_grad()
 def test_a_changed_token_leaves_earlier_logits_alone(family: str) -> None:
     config = small_config(family)
     model, tokens = small_model(config), random_tokens(config)

@@ -12,7 +12,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from bloomery.monitor.history import read_events, read_metrics
-from bloomery.monitor.journal import Journal, open_sinks
+from bloomery.monitor.journal import Journal, open_journal
 from bloomery.monitor.sinks import Console
 from bloomery.monitor.tensorboard import TensorBoard
 from monitor_samples import fill, mounted, step_record, strict_lines, validation_record
@@ -23,8 +23,7 @@ def journal(
 ) -> tuple[Journal, io.StringIO]:
     screen = io.StringIO()
     console = Console(file=screen)
-    sinks = open_sinks(folder, job=job, tensorboard=tensorboard, resume_step=resume_step, console=console)
-    return Journal(sinks, step=resume_step), screen
+    return open_journal(folder, console=console, job=job, tensorboard=tensorboard, resume_step=resume_step), screen
 
 
 def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:

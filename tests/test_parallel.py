@@ -146,17 +146,12 @@ def test_a_newer_start_ends_all_ranks_of_the_older_one_together(workshop: Worksh
     assert workshop.events(folder, "error") == workshop.events(folder, "save_failed") == []  # it is the newer one's
 
 
-def test_data_that_one_rank_cannot_read_is_an_error_of_all_after_a_save(workshop: Workshop) -> None:
-    assert run_ranks(workshop, *TWO, command=rank_commands.broken_data_on_rank_1) == exit_codes.DATA
-    assert said(workshop).count("shard train.bin has gone") == 1
-    assert (workshop.folder / "run" / "checkpoints" / "latest").read_text().strip() == "step-00000003"
-
-
-def test_validation_that_one_rank_cannot_read_is_an_error_of_all_after_a_save(workshop: Workshop) -> None:
+@pytest.mark.parametrize("use", ["train", "valid"])
+def test_data_that_one_rank_cannot_read_is_an_error_of_all_after_a_save(workshop: Workshop, use: str) -> None:
     evaluates = ("data.validation={v: [{path: valid}]}", "train.evaluate={every: 3 steps}")
-    command = rank_commands.broken_validation_on_rank_1
+    command = partial(rank_commands.broken_data_on_rank_1, use)
     assert run_ranks(workshop, *TWO, *evaluates, command=command) == exit_codes.DATA
-    assert said(workshop).count("shard valid.bin has gone") == 1
+    assert said(workshop).count(f"shard {use}.bin has gone") == 1
     assert (workshop.folder / "run" / "checkpoints" / "latest").read_text().strip() == "step-00000003"
 
 

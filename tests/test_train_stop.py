@@ -47,11 +47,6 @@ def test_amounts_and_the_clock_stop_a_run(workshop: Workshop, override: str, ste
     assert (run / "checkpoints" / "latest").read_text() == f"step-{step:08d}\n"
 
 
-def test_the_length_of_a_job_is_counted_from_its_own_start(workshop: Workshop) -> None:
-    for expected in (4, 8, 12):
-        assert stop_event(workshop.train("train.exit_after=4 steps"))["step"] == expected
-
-
 def stop_rules(workshop: Workshop, *overrides: str, **options: float) -> tuple[StopRules, IntervalMeter]:
     recipe = load_recipe(str(workshop.recipe), overrides).recipe
     meter = IntervalMeter()

@@ -13,30 +13,30 @@ from bloomery.monitor.record import StepRecord, ValidationRecord
 from bloomery.monitor.sinks import Console, EventFile, MetricsFile, Sink, TextLog
 
 
-def open_sinks(
+def open_journal(
     run_folder: Path,
     *,
+    console: Console,
     job: int,
     tensorboard: bool,
     resume_step: int,
-    console: Console | None = None,
     recipe_text: str = "",
     world_size: int = 1,
-) -> list[Sink]:
-    """All sinks of a job. The run folder must exist. `resume_step`: the step this job continues from; what an older job
-    logged beyond it no longer counts."""
+) -> Journal:
+    """That of rank 0, with all sinks of a job. The run folder must exist. `resume_step`: the step this job continues
+    from; what an older job logged beyond it no longer counts."""
     sinks: list[Sink] = [
         MetricsFile(run_folder / names.METRICS_FILE),
         EventFile(run_folder / names.EVENTS_FILE, job=job),
         TextLog(run_folder / names.TEXT_LOG_FILE),
-        console or Console(),
+        console,
     ]
     if tensorboard:
         from bloomery.monitor.tensorboard import TensorBoard
 
         folder = run_folder / names.TENSORBOARD_FOLDER
         sinks.append(TensorBoard(folder, resume_step=resume_step, recipe_text=recipe_text, world_size=world_size))
-    return sinks
+    return Journal(sinks, step=resume_step)
 
 
 class Journal:

@@ -1,6 +1,6 @@
 """Where records go: metrics.jsonl, events.jsonl, main_log.txt, the console and TensorBoard. The journal feeds them.
 
-A new sink is a subclass of `Sink` that overrides what it wants to receive, and a line in `journal.open_sinks`.
+A new sink is a subclass of `Sink` that overrides what it wants to receive, and a line in `journal.open_journal`.
 """
 
 from __future__ import annotations

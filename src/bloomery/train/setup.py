@@ -27,7 +27,7 @@ from bloomery.config.recipe import Recipe
 from bloomery.data.open import open_data
 from bloomery.monitor import names
 from bloomery.monitor.history import Ledger, read_ledger
-from bloomery.monitor.journal import Journal, open_sinks
+from bloomery.monitor.journal import Journal, open_journal
 from bloomery.monitor.meters import IntervalMeter, start_meter
 from bloomery.monitor.names import Event
 from bloomery.monitor.sinks import Console
@@ -77,7 +77,18 @@ def prepared_run(
             data = closing.enter_context(open_data(recipe, plan=past.plan, cursor=past.before))
             shards = checked_shards(past, data, ranks)
         job = 1 + len(ledger.starts)
-        journal = _open_journal(recipe, folder, ranks, job=job, step=past.state.step, quiet=quiet)
+        journal = Journal()
+        with agreed(ranks):
+            if ranks.rank == 0:
+                journal = open_journal(
+                    folder,
+                    console=Console(quiet=quiet),
+                    job=job,
+                    tensorboard=recipe.monitor.tensorboard,
+                    resume_step=past.state.step,
+                    recipe_text=as_yaml(recipe),
+                    world_size=ranks.size,
+                )
         closing.callback(journal.close)
         opened = Opened(recipe, folder, device, ranks, past, data, shards, energy, journal, job)
         with _errors_reported(opened):
@@ -116,23 +127,6 @@ def _claim_folder(folder: Path, ranks: Ranks, closing: ExitStack) -> tuple[Ledge
             taken_over = closing.enter_context(locked(folder))
             found = read_ledger(folder / names.EVENTS_FILE), taken_over
     return cast(tuple[Ledger, str], ranks.broadcast(found))
-
-
-def _open_journal(recipe: Recipe, folder: Path, ranks: Ranks, *, job: int, step: int, quiet: bool) -> Journal:
-    """That of rank 0 writes; the others are silent."""
-    with agreed(ranks):
-        if ranks.rank == 0:
-            sinks = open_sinks(
-                folder,
-                job=job,
-                tensorboard=recipe.monitor.tensorboard,
-                resume_step=step,
-                console=Console(quiet=quiet),
-                recipe_text=as_yaml(recipe),
-                world_size=ranks.size,
-            )
-            return Journal(sinks, step=step)
-    return Journal()
 
 
 @contextmanager
