@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 import random
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
 
 from bloomery.data.blend import DRIFT, PERIOD, BlendState, TimelessBlend
+from bloomery.data.causal import DataCursor, blend_after
 from bloomery.data.order import TimelessOrder
 from conftest import Workshop
 
@@ -27,6 +30,12 @@ def _drift(blend: TimelessBlend) -> float:
             taken, here = ordinals[mine] + 1, positions[mine]
             worst = max([worst, *np.abs(taken - (here + 1) * share), *np.abs(taken - 1 - here * share)])
     return worst
+
+
+def resumed(state: BlendState, weights: dict[str, float], *, consumed_samples: int) -> TimelessBlend:
+    recipe: Any = SimpleNamespace(model=SimpleNamespace(seq_length=8))
+    cursor = DataCursor(recipe, cast(Any, None), consumed_samples, state)
+    return blend_after(cursor, weights, [], seq_length=8)[0]
 
 
 def test_every_prefix_holds_each_share_to_within_two_samples() -> None:
@@ -83,7 +92,7 @@ def test_changing_weights_sizes_and_layouts_never_repeats_or_loses_a_sample() ->
             if state is None:
                 blend = TimelessBlend.start(weights)
             else:
-                blend = TimelessBlend.resume(state, weights, consumed_samples=consumed)
+                blend = resumed(state, weights, consumed_samples=consumed)
             for _ in range(dice.randint(1, 40)):
                 size = dice.choice([1, 4, 16, 48])
                 replicas = dice.choice([replicas for replicas in (1, 2, 4) if size % replicas == 0])
@@ -114,7 +123,7 @@ def test_a_blend_keeps_the_slots_that_it_began_with() -> None:
     assert ordinals.tolist() == [45876, 45877, 6554, 45878, 45879, 45880, 13108, 45881, 45882, 13109]
     again = TimelessBlend(BlendState.from_json(blend.state.to_json()))
     assert again.state == blend.state
-    changed = TimelessBlend.resume(blend.state, {"a": 1, "b": 1}, consumed_samples=70_000)
+    changed = resumed(blend.state, {"a": 1, "b": 1}, consumed_samples=70_000)
     assert changed.state.period == PERIOD
     with_past = {**changed.state.to_json(), "earlier": [facts | {"period": 65536}]}
     assert BlendState.from_json(with_past) == changed.state, "some versions kept all weights that ever held"
@@ -122,14 +131,14 @@ def test_a_blend_keeps_the_slots_that_it_began_with() -> None:
 
 def test_resuming_with_the_same_weights_keeps_the_state() -> None:
     blend = TimelessBlend.start({"a": 2, "b": 6})
-    again = TimelessBlend.resume(blend.state, {"a": 1, "b": 3}, consumed_samples=500)
+    again = resumed(blend.state, {"a": 1, "b": 3}, consumed_samples=500)
     assert again.state == blend.state
-    scaled = TimelessBlend.resume(blend.state, {"a": 0.1, "b": 0.3}, consumed_samples=500)
+    scaled = resumed(blend.state, {"a": 0.1, "b": 0.3}, consumed_samples=500)
     assert scaled.state == blend.state, "rounding is no change"
-    nearly = TimelessBlend.resume(blend.state, {"a": 1, "b": 3.001}, consumed_samples=500)
+    nearly = resumed(blend.state, {"a": 1, "b": 3.001}, consumed_samples=500)
     assert nearly.state.first_sample == 500
     with pytest.raises(ValueError, match="hold from sample 500"):
-        TimelessBlend.resume(blend.state, {"a": 1, "b": 1}, consumed_samples=500).locate(np.array([499]))
+        resumed(blend.state, {"a": 1, "b": 1}, consumed_samples=500).locate(np.array([499]))
 
 
 def test_a_blend_trains_resumes_exactly_and_says_each_sources_loss(workshop: Workshop, tmp_path: Path) -> None:

@@ -311,7 +311,7 @@ def test_ids_of_another_tokenizer_are_refused(tmp_path: Path, vocabulary: MaskVo
 
 
 def test_a_tokenizer_without_a_mask_is_refused() -> None:
-    with pytest.raises(DataError, match=r"has no \[MASK\]"):
+    with pytest.raises(DataError, match=r"has no \[MASK\]; its special tokens are \[PAD\], \[UNK\]"):
         MaskVocabulary.of(make_tokenizer(SPECIAL[:4]))
 
 

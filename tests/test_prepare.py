@@ -401,7 +401,6 @@ def test_manifest_missing_broken_or_foreign(corpus, tokenizer):
         (json.dumps({**good, "vocab_size": None}), r"has vocab_size null \(should be a valid integer\)"),
         (json.dumps({**good, "vocab_size": "300"}), r'has vocab_size "300" \(should be a valid integer\)'),
         (json.dumps({**good, "vocab_size": True}), r"has vocab_size true \(should be a valid integer\)"),
-        (json.dumps({**good, "eod_id": 300}), "eod_id 300 is no id of a vocabulary of 300"),
         (json.dumps({**good, "dropped": {"bad": -1}}), r"has dropped.bad -1 \(should be greater than or equal to 0\)"),
         (json.dumps({**good, "dtype": 5, "tokens": -1}), r"has dtype 5 \(.*string\); tokens -1 \(.*greater"),
         (json.dumps({**good, "source_files": 3}), "has source_files 3 "),

@@ -75,14 +75,6 @@ class TimelessBlend:
         """From the first sample of a run. Only the proportions of the weights matter."""
         return cls(BlendState(0, {}, _normalised(weights)))
 
-    @classmethod
-    def resume(cls, state: BlendState, weights: Mapping[str, float], *, consumed_samples: int) -> Self:
-        """Resume after `consumed_samples`. Changed weights hold from there; every source resumes where it stood."""
-        if same_shares(weights, state.weights):
-            return cls(state)
-        taken = cls(state).taken(consumed_samples)
-        return cls(BlendState(consumed_samples, taken, _normalised(weights), state.lengths))
-
     def locate(self, positions: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """(index of the source, ordinal within it) of each position."""
         local = np.asarray(positions, np.int64) - self.state.first_sample

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from bloomery.config.recipe import Recipe
 from bloomery.data.batch import ShardSource
-from bloomery.data.blend import BlendState, TimelessBlend
+from bloomery.data.blend import BlendState, TimelessBlend, same_shares
 from bloomery.sizing.schedule import TrainingPlan
 
 
@@ -36,7 +36,6 @@ class DataCursor:
 
     recipe: Recipe
     plan: TrainingPlan
-    step: int
     consumed_samples: int
     blend: BlendState | None
     """None for orders without state, and for a run that has taken nothing."""
@@ -45,17 +44,18 @@ class DataCursor:
 def blend_after(
     cursor: DataCursor, weights: Mapping[str, float], sources: Sequence[CausalSource], *, seq_length: int
 ) -> tuple[TimelessBlend, list[str]]:
-    """The blend of the run that resumes, and notices about it.
+    """The blend of the run that resumes, and notices about it. Changed weights hold from there on; every source
+    continues where it stood.
 
     Samples of another length are other samples, and no cursor knows which of them have been seen. So a source whose
     cursor counts another length begins its next epoch, in which again every sample comes once.
     """
     assert cursor.blend is not None
-    state, notices = cursor.blend, list[str]()
-    lengths = dict.fromkeys({**state.cursors, **state.weights}, cursor.recipe.model.seq_length) | state.lengths
+    state, notices, length_before = cursor.blend, list[str](), cursor.recipe.model.seq_length
+    lengths = dict.fromkeys({**state.cursors, **state.weights}, length_before) | state.lengths
     resized = [source for source in sources if lengths.get(source.key, seq_length) != seq_length]
-    if not resized and cursor.recipe.model.seq_length == seq_length:
-        return TimelessBlend.resume(state, weights, consumed_samples=cursor.consumed_samples), notices
+    if not resized and length_before == seq_length and same_shares(weights, state.weights):
+        return TimelessBlend(state), notices
     cursors = TimelessBlend(state).taken(cursor.consumed_samples)
     for source in resized:
         length = lengths.pop(source.key)

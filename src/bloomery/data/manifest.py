@@ -19,7 +19,6 @@ from bloomery.data.shards import ShardReader, file_checksum, unreadable
 if TYPE_CHECKING:
     from bloomery.data.tokenizer import Tokenizer
 
-FORMAT_VERSION = 2
 ORIGINS_DTYPE = np.dtype("<u4")
 _EXACTLY = ConfigDict(strict=True, extra="forbid")
 _Count = Annotated[int, Field(ge=0)]
@@ -57,7 +56,7 @@ class ShardManifest:
     """`Tokenizer.content_hash`: the same wherever the tokenizer lies."""
     vocab_size: _Count
     dtype: str
-    eod_id: int | None
+    eod_id: _Count | None
     """The token that ends each document; None when none was appended."""
     append_eod: bool
     shuffle_seed: int | None
@@ -78,10 +77,6 @@ class ShardManifest:
     index_hash: str | None = None
     """xxh3-128 of the `.idx`; None in manifests of earlier versions."""
     format_version: Literal[2] = 2
-
-    def __post_init__(self) -> None:
-        if self.eod_id is not None and not 0 <= self.eod_id < self.vocab_size:
-            raise ValueError(f"eod_id {self.eod_id} is no id of a vocabulary of {self.vocab_size}")
 
     def write(self, prefix: str) -> None:
         write_atomically(manifest_path(prefix), mask(json.dumps(asdict(self), indent=2)) + "\n")
@@ -104,7 +99,7 @@ def read_manifest(prefix: str) -> ShardManifest | None:
     except OSError as error:
         raise unreadable(path, error) from error
     except ValidationError as error:
-        rule = f"this Bloomery reads exactly the fields of format_version {FORMAT_VERSION}"
+        rule = "this Bloomery reads exactly the fields of format_version 2"
         remedy = "delete it and run `bloomery prepare` again"
         raise DataError(Problem(f"has {wrong_fields(error)}", rule, remedy, path)) from error
 

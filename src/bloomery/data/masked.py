@@ -57,10 +57,16 @@ class MaskVocabulary:
         if prefix:
             continues[[number for token, number in model["vocab"].items() if token.startswith(prefix)]] = True
         fixed = np.zeros(size, bool)
-        ids = {f"{name}_id": tokenizer.special_id(f"[{name.upper()}]") for name in ("cls", "sep", "mask", "pad")}
+        special = tokenizer.special_tokens
+        names = ("[CLS]", "[SEP]", "[MASK]", "[PAD]")
+        if missing := [name for name in names if name not in special]:
+            what = f"has no {', '.join(missing)}; its special tokens are {', '.join(special) or 'none'}"
+            remedy = "use a tokenizer that was made for this family of models"
+            raise DataError(Problem(what, remedy=remedy, place=tokenizer.path))
+        ids = {f"{name[1:-1].lower()}_id": special[name] for name in names}
         fixed[list(ids.values())] = True
         ordinary = np.ones(size, bool)
-        ordinary[list(tokenizer.special_tokens.values())] = False
+        ordinary[list(special.values())] = False
         return cls(**ids, continues=continues, fixed=fixed, replacements=np.flatnonzero(ordinary))
 
     def word_starts(self, tokens: NDArray[np.int64]) -> NDArray[np.bool_]:

@@ -113,14 +113,6 @@ class Tokenizer:
         """Those that are looked for in a text before the model sees it."""
         return [token.content for token in self._tokenizer.get_added_tokens_decoder().values()]
 
-    def special_id(self, token: str) -> int:
-        """The id of a special token such as `[MASK]`; DataError where the tokenizer has none."""
-        if token not in self.special_tokens:
-            have = ", ".join(self.special_tokens) or "none"
-            remedy = "use a tokenizer that was made for this family of models"
-            raise DataError(Problem(f"has no {token}; its special tokens are {have}", "", remedy, self.path))
-        return self.special_tokens[token]
-
     def id_of(self, token: str) -> int | None:
         """The id of any token of the vocabulary."""
         found: int | None = self._tokenizer.token_to_id(token)

@@ -103,7 +103,7 @@ def resume_point_at(
         state,
         now.plan,
         checkpoint=checkpoint,
-        before=DataCursor(saved, then.plan, state.step, state.consumed_samples, blend) if state.step else None,
+        before=DataCursor(saved, then.plan, state.consumed_samples, blend) if state.step else None,
         changes=different,
         interval=facts["interval"] if same_length else None,  # tokens per second would be of neither length
     )
