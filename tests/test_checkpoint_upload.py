@@ -86,7 +86,7 @@ def test_a_copy_whose_state_cannot_be_used_is_damaged_and_the_next_older_one_is_
         3, lambda rank: newest_good([there], remote=RemoteSource(URL, there, RUN, ranks=rank), ranks=rank, check=check)
     )
     assert {choice.checkpoint.folder for choice in choices} == {there / "step-00000001"}
-    assert choices[0].fetched.damaged == {f"{URL}/step-00000002": ["its state makes no sense"]}
+    assert choices[0].damaged == {f"{URL}/step-00000002": ["its state makes no sense"]}
     assert [path.name for path in there.iterdir()] == ["step-00000001"]
 
 

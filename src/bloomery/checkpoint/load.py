@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, lru_cache, partial
 from itertools import islice
 from math import prod
@@ -108,6 +108,21 @@ class Checkpoint:
 
 Check = Callable[[Checkpoint], object] | None
 """Raises DataError or RecipeError for a checkpoint whose recipe or state cannot be used."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What a start resumes from."""
+
+    checkpoint: Checkpoint | None = None
+    """None: there is none, so the run starts from the beginning."""
+    damaged: Mapping[Path | str, list[str]] = field(default_factory=dict)
+    """Those that cannot be used, by path or URL, and why: newer ones, and any that have lost their manifest. Not moved
+    yet, except one whose name a fetched copy took."""
+    fetched_from: str = ""
+    """The URL of the remote place, if it comes from one."""
+    put_aside: str = ""
+    """The new name of the damaged local checkpoint whose name it took; empty if there was none."""
 
 
 def _has_absurd_counts(value: Any) -> bool:

@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from bloomery.base.ranks import ALONE, Ranks, agreed, first_rank_does
 from bloomery.base.storage import own_folder, remove_tree
 from bloomery.checkpoint import folder as folders
 from bloomery.checkpoint.folder import MANIFEST, Writer, parse_manifest
-from bloomery.checkpoint.load import Check, Checkpoint, read_checkpoint
+from bloomery.checkpoint.load import Check, Checkpoint, Choice, read_checkpoint
 from bloomery.checkpoint.retention import kept_by
 from bloomery.config.recipe import KeepSection
 from bloomery.monitor.history import Start
@@ -251,16 +251,6 @@ def retain_remote(url: str, keep: KeepSection, newest: int, run: str, writer: Wr
 
 
 @dataclass(frozen=True)
-class Fetched:
-    checkpoint: Checkpoint | None = None
-    """None: nothing newer that is whole lies there."""
-    damaged: Mapping[str, list[str]] = field(default_factory=dict)
-    """Newer ones there that cannot be used, by URL, and why."""
-    put_aside: str = ""
-    """The new name of the damaged local checkpoint whose name it took; empty if there was none."""
-
-
-@dataclass(frozen=True)
 class RemoteSource:
     """Where a start may fetch checkpoints from. All ranks call its methods together."""
 
@@ -273,7 +263,7 @@ class RemoteSource:
     """Of this run folder, which know abandoned branches."""
     ranks: Ranks = ALONE
 
-    def fetch_newer(self, local: Checkpoint | None, check: Check = None) -> Fetched:
+    def fetch_newer(self, local: Checkpoint | None, check: Check = None) -> Choice:
         """The newest that is whole, passes `check` and was saved after the `local` one. DataError if the place cannot
         be read or holds copies of another run."""
         after = float(local.manifest.get("time") or 0.0) if local else -1.0
@@ -286,17 +276,17 @@ class RemoteSource:
 
         return self._fetch(is_newer, check)
 
-    def fetch_named(self, name: str, roots: Sequence[Path]) -> Fetched:
+    def fetch_named(self, name: str, roots: Sequence[Path]) -> Choice:
         """The one that a user names, if it is there and not here."""
         wanted = folders.name_of(name)
         is_here = any(path.name == wanted for root in roots for path in folders.complete_checkpoints(root))
         if not folders.is_step_name(wanted) or self.ranks.broadcast(is_here):
-            return Fetched()
+            return Choice()
         return self._fetch(lambda each: folders.step_name(each.step) == wanted)
 
-    def _fetch(self, is_wanted: Callable[[RemoteCheckpoint], bool], check: Check = None) -> Fetched:
+    def _fetch(self, is_wanted: Callable[[RemoteCheckpoint], bool], check: Check = None) -> Choice:
         """The one that was saved last: a branch that began from an earlier step wins over the one it abandoned."""
-        damaged: dict[str, list[str]] = {}
+        damaged: dict[Path | str, list[str]] = {}
         for candidate in first_rank_does(self.ranks, lambda: self._candidates(is_wanted)):
             name = folders.step_name(candidate.step)
             staging, final = self.root / f".{name}-fetch.tmp", self.root / name
@@ -312,8 +302,8 @@ class RemoteSource:
                 first_rank_does(self.ranks, partial(remove_tree, staging))
                 continue
             aside = first_rank_does(self.ranks, partial(_publish, staging, final))  # all see it only under its name
-            return Fetched(replace(checkpoint, folder=final), damaged, aside)
-        return Fetched(None, damaged)
+            return Choice(replace(checkpoint, folder=final), damaged, self.url, aside)
+        return Choice(None, damaged)
 
     def _candidates(self, is_wanted: Callable[[RemoteCheckpoint], bool]) -> list[RemoteCheckpoint]:
         with self._reachable():

@@ -3,25 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import replace
 from pathlib import Path
 
 from bloomery.base.errors import DataError, Problem, RecipeError, StorageError
 from bloomery.base.ranks import ALONE, Ranks
 from bloomery.checkpoint import folder as folders
 from bloomery.checkpoint.folder import MANIFEST
-from bloomery.checkpoint.load import Check, Checkpoint, read_checkpoint
-from bloomery.checkpoint.remote import Fetched, RemoteSource
-
-
-@dataclass(frozen=True)
-class Choice:
-    checkpoint: Checkpoint | None
-    """None: there is none, so the run starts from the beginning."""
-    damaged: dict[Path, list[str]] = field(default_factory=dict)
-    """Those that cannot be used, and why: newer ones, and any that have lost their manifest. Not moved yet, except one
-    whose name a fetched copy took."""
-    fetched: Fetched = field(default_factory=Fetched)
+from bloomery.checkpoint.load import Check, Checkpoint, Choice, read_checkpoint
+from bloomery.checkpoint.remote import RemoteSource
 
 
 def choose(
@@ -30,8 +20,8 @@ def choose(
     """The checkpoint called `wanted`, or else the newest good one, local or remote. All ranks call it."""
     if wanted is None:
         return newest_good(roots, ranks=ranks, remote=remote, check=check)
-    fetched = remote.fetch_named(wanted, roots) if remote is not None else Fetched()
-    return Choice(read_checkpoint(folders.checkpoint_named(roots, wanted), ranks=ranks), fetched=fetched)
+    found = remote.fetch_named(wanted, roots) if remote is not None else Choice()
+    return replace(found, checkpoint=read_checkpoint(folders.checkpoint_named(roots, wanted), ranks=ranks))
 
 
 def newest_good(
@@ -39,7 +29,7 @@ def newest_good(
 ) -> Choice:
     """Verify from the newest on; a newer remote one wins. DataError if there are checkpoints but none that can be used.
     All ranks call it, each reads its share."""
-    damaged: dict[Path, list[str]] = {}
+    damaged: dict[Path | str, list[str]] = {}
     found = [path for root in roots for path in folders.step_folders(root)]
     order = sorted(found, key=lambda path: -folders.step_of(path))  # stable: of one step the first root's
     good: Checkpoint | None = None
@@ -53,17 +43,16 @@ def newest_good(
                 good = read_checkpoint(folder, ranks=ranks, check=check)
             except (DataError, RecipeError) as error:
                 damaged[folder] = [problem.what for problem in error.problems]
-    fetched = remote.fetch_newer(good, check) if remote else Fetched()
-    good = fetched.checkpoint or good
-    if good is None and (damaged or fetched.damaged):
-        everything = [*damaged.items(), *fetched.damaged.items()]
-        problems = [Problem(text, place=str(place)) for place, texts in everything for text in texts]
+    fetched = remote.fetch_newer(good, check) if remote else Choice()
+    good, damaged = fetched.checkpoint or good, {**damaged, **fetched.damaged}
+    if good is None and damaged:
+        problems = [Problem(text, place=str(place)) for place, texts in damaged.items() for text in texts]
         remedy = "restore one from a backup, or move them away to start from the beginning"
         raise DataError([*problems, Problem("no checkpoint of this run can be used", remedy=remedy)])
-    return Choice(good, damaged, fetched)
+    return replace(fetched, checkpoint=good, damaged=damaged)
 
 
-def refuse_later(roots: Sequence[Path], *, step: int, damaged: Iterable[Path] = ()) -> None:
+def refuse_later(roots: Sequence[Path], *, step: int, damaged: Iterable[Path | str] = ()) -> None:
     """For a start that chose `step` and has just taken over: StorageError if an older start, which was still alive, has
     completed a later one in between. To resume from `step` would lose what that one has promised."""
     found = [path for root in roots for path in folders.complete_checkpoints(root) if folders.step_of(path) > step]

@@ -12,8 +12,8 @@ from bloomery.base.ranks import ALONE, Ranks, agreed
 from bloomery.base.storage import writing
 from bloomery.checkpoint import load
 from bloomery.checkpoint.folder import RETIRED, tidy
-from bloomery.checkpoint.load import Checkpoint
-from bloomery.checkpoint.remote import Fetched, RemoteSource
+from bloomery.checkpoint.load import Checkpoint, Choice
+from bloomery.checkpoint.remote import RemoteSource
 from bloomery.checkpoint.select import choose
 from bloomery.config.recipe import Recipe
 from bloomery.data.blend import BlendState
@@ -44,10 +44,8 @@ class ResumePoint:
     """What differs from the checkpoint's recipe, by --change."""
     interval: Mapping[str, Any] | None = None
     """The logging interval that the stop cut in two."""
-    damaged: Mapping[Path, list[str]] = field(default_factory=dict)
-    """Newer checkpoints that cannot be used, and why."""
-    fetched: Fetched = field(default_factory=Fetched)
-    """What was fetched from a remote place, and what there is damaged."""
+    choice: Choice = field(default_factory=Choice)
+    """Where the checkpoint comes from, and which others cannot be used."""
 
 
 def find_resume_point(
@@ -72,7 +70,7 @@ def find_resume_point(
         point = resume_point_at(choice.checkpoint, recipe, changes=changes)
         if choice.checkpoint.folder.parent != roots[0]:
             point.state.saved_step = None  # a node-local checkpoint is no promise: a run that stops here still saves
-        return replace(point, damaged=choice.damaged, fetched=choice.fetched)
+        return replace(point, choice=choice)
 
 
 def resume_point_at(
@@ -162,20 +160,16 @@ def checked_shards(past: ResumePoint, data: OpenData, ranks: Ranks = ALONE) -> d
 def archive_stale(recipe: Recipe, roots: Sequence[Path], past: ResumePoint, journal: Journal) -> None:
     """Move aside what this run does not resume from, and report it. Not before the resume point is loaded: a start that
     fails must leave every checkpoint where it was."""
-    keep_debris, step, fetched = recipe.checkpoint.debris == "keep", past.state.step, past.fetched
-    remarks = dict.fromkeys(map(str, fetched.damaged), "It is not used")
-    if fetched.checkpoint is not None and (upload := recipe.checkpoint.upload) is not None:
-        journal.event(Event.FETCHED, step, folder=fetched.checkpoint.folder.name, source=upload.to)
-        remarks[str(fetched.checkpoint.folder)] = f"It is called {fetched.put_aside} now"
-    doomed = [
-        path
-        for path in past.damaged
-        if str(path) not in remarks or past.checkpoint is None or path != past.checkpoint.folder
-    ]
+    keep_debris, step, choice = recipe.checkpoint.debris == "keep", past.state.step, past.choice
+    remarks: dict[Path | str, str] = {}
+    if choice.checkpoint is not None and choice.fetched_from:
+        journal.event(Event.FETCHED, step, folder=choice.checkpoint.folder.name, source=choice.fetched_from)
+        remarks[choice.checkpoint.folder] = f"It is called {choice.put_aside} now"
+    doomed = [path for path in choice.damaged if isinstance(path, Path) and path not in remarks]
     for root in filter(Path.is_dir, roots):
         with writing(root, "tidy the folder"):
             done = tidy(root, step=step, damaged=doomed, keep_debris=keep_debris)
-        remarks |= {str(path): f"It is called {name} now" for path, name in done.quarantined.items()}
+        remarks |= {path: f"It is called {name} now" for path, name in done.quarantined.items()}
         if done.debris:
             journal.event(Event.DEBRIS_REMOVED, step, folders=done.debris, kept=keep_debris)
         if done.retired:
@@ -184,10 +178,11 @@ def archive_stale(recipe: Recipe, roots: Sequence[Path], past: ResumePoint, jour
         if done.latest_said is not None and past.checkpoint is not None:
             journal.event(Event.LATEST_MENDED, step, said=done.latest_said, place=str(root))
     used = past.checkpoint.folder.name if past.checkpoint else "nothing"
-    for place, reasons in [*((str(path), texts) for path, texts in past.damaged.items()), *fetched.damaged.items()]:
-        parent, _, name = place.rpartition("/")
+    for place, reasons in choice.damaged.items():
+        parent, _, name = str(place).rpartition("/")
         journal.event(Event.DAMAGED, step, folder=name, reasons=reasons, place=parent)
-        journal.warning(f"{place} is damaged ({'; '.join(reasons)}). {remarks[place]}; {used} is used")
+        remark = remarks.get(place, "It is not used")
+        journal.warning(f"{place} is damaged ({'; '.join(reasons)}). {remark}; {used} is used")
 
 
 def _is_tokenizer_of(checkpoint: Checkpoint, recipe: Recipe) -> bool:

@@ -215,7 +215,7 @@ def _take_over(opened: Opened, roots: list[Path], *, is_newest: bool) -> tuple[T
             if recipe.checkpoint.local is not None or roots[1].is_dir():
                 tiers.append(Tier.of(LOCAL, recipe.checkpoint, folder, take_over(roots[1])))
             if is_newest:
-                refuse_later(roots, step=past.state.step, damaged=past.damaged)
+                refuse_later(roots, step=past.state.step, damaged=past.choice.damaged)
             write_atomically(folder / names.RECIPE_FILE, as_yaml(recipe))
     durable, *local = ranks.broadcast(tiers)
     opened.journal.silent_when(lambda: durable.writer.fenced() is not None)
