@@ -96,6 +96,7 @@ CASES: list[tuple[str, list[str], str]] = [
     ("ignored", ["data.masking={}"], "data.masking is a section but model.family is 'gpt2'. It would be ignored. Set it back to null, or change model.family."),
     ("ignored", ["model.family=bloom", "data.reset_positions=true"], "data.reset_positions is true but model.family is 'bloom'. It would be ignored. Set it back to false, or change model.family."),
     ("ignored", [BERT, "data.mask_documents=true"], "data.mask_documents is true but model.family is 'bert'. It would be ignored. Set it back to false, or change model.family."),
+    ("data", ["data.order=megatron", "seed=4294967296"], "seed is 4294967296 but data.order is 'megatron'. It is below 2**32 there. Use the seed of the run to be continued."),
     ("data", [BERT, "data.order=megatron"], "data.order is 'megatron' but model.family is 'bert'. The orders of other systems are those of their GPT datasets. Use data.order=timeless."),
     ("data", [BERT, "model.seq_length=4"], "model.seq_length is 4 but model.family is 'bert'. A sample is [CLS] A [SEP] B [SEP] with at least one token in A and in B. Use at least 5."),
     ("ignored", ["loss_scale.initial=2.0"], "loss_scale is a section but precision is 'bf16'. It would be ignored. Set it back to {initial: 4096.0, window: 500 steps, hysteresis: 2, consecutive_hysteresis: false, min: 1.0}, or change precision."),

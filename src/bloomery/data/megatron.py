@@ -20,7 +20,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from bloomery.base.errors import DataError, Problem, RecipeError, StorageError
+from bloomery.base.errors import DataError, Problem, StorageError
 from bloomery.base.storage import open_plain, publish, reason
 from bloomery.config.recipe import Recipe, SourceSection
 from bloomery.data.batch import ShardSource, Stream
@@ -124,10 +124,6 @@ class GreedyBlend:
         return dict(zip(self._keys, counts.tolist(), strict=True))
 
 
-MAX_SEED = 2**32 - 1
-"""RandomState takes no larger one."""
-
-
 def wanted_samples(recipe: Recipe, plan: TrainingPlan, part: Part) -> int:
     """What Megatron asks of its datasets, for validation of all evaluations of the run together. Its orders follow from
     these numbers."""
@@ -143,9 +139,6 @@ class MegatronOpening:
 
     def __init__(self, recipe: Recipe, plan: TrainingPlan, flavour: Flavour) -> None:
         assert recipe.data is not None
-        if recipe.seed > MAX_SEED:
-            rule = f"with data.order={flavour} it is at most {MAX_SEED}"
-            raise RecipeError(Problem(f"seed is {recipe.seed}", rule, "use the seed of the run to be continued"))
         self._recipe, self._plan, self._flavour = recipe, plan, flavour
         self._blends_one, self._cache = recipe.data.blend_one_source, IndexCache(recipe.data.cache_dir)
 

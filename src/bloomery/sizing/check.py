@@ -308,6 +308,8 @@ def data(recipe: Recipe) -> Findings:
     if not (train > 0 and (valid > 0 or evaluate is None)):
         rule = f"of train, valid and test, in this order, nothing is left for {'valid' if train > 0 else 'train'}"
         yield Finding(("data.split", "train.evaluate"), rule, "use for example '949,50,1'")
+    if data.order != "timeless" and recipe.seed >= 2**32:
+        yield Finding(("seed", "data.order"), "it is below 2**32 there", "use the seed of the run to be continued")
     if FAMILIES[family].encoder and data.order != "timeless":
         rule = "the orders of other systems are those of their GPT datasets"
         yield Finding(("data.order", "model.family"), rule, "use data.order=timeless")
