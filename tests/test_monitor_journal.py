@@ -155,11 +155,13 @@ def test_tensorboard_has_the_tags_of_the_reference(tmp_path: Path) -> None:
 
 def test_a_resume_hides_rolled_back_steps_in_tensorboard_and_keeps_the_past_on_every_axis(tmp_path: Path) -> None:
     first, _ = journal(tmp_path, tensorboard=True)
+    first.event("start", 0)
     for step in range(1, 9):
         first.step(step_record(step, loss=1.0))
     first.validation(validation_record(4))
     first.close()
     second, _ = journal(tmp_path, job=2, resume_step=5, tensorboard=True)
+    second.event("start", 5)
     second.step(step_record(6, loss=2.0, job=2))
     second.close()
     found = scalars(tmp_path / "tensorboard")

@@ -90,8 +90,11 @@ def test_facts_of_any_kind_become_strict_json() -> None:
     assert json.loads(strict_json(facts)) == plain
 
 
-def write_records(path: Path, *records: object) -> Path:
+def write_records(path: Path, *records: object, starts: tuple[int, ...] = ()) -> Path:
+    """`starts`: the steps from which the jobs continued."""
     path.write_text("".join(to_json(record) + "\n" for record in records))  # type: ignore[arg-type]
+    ledger = [{"kind": "start", "job": job, "step": step} for job, step in enumerate(starts, 1)]
+    path.with_name("events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in ledger))
     return path
 
 
@@ -104,6 +107,7 @@ def test_a_restart_replaces_what_it_did_again_and_drops_what_was_rolled_back(tmp
         *(step_record(step, job=2, loss=9.0) for step in (30, 40)),
         validation_record(40, job=2, loss=8.0),
         *(step_record(step, job=3, loss=7.0) for step in (35, 45)),
+        starts=(0, 20, 30),
     )
     found = [(type(record).__name__[0], record.step, record.job) for record in read_metrics(path)]
     assert found == [("S", 10, 1), ("S", 20, 1), ("V", 20, 1), ("S", 30, 2), ("S", 35, 3), ("S", 45, 3)]
@@ -139,6 +143,7 @@ def test_a_sample_of_a_long_file_is_spread_over_it_and_holds_what_still_counts(t
         tmp_path / "metrics.jsonl",
         *(step_record(step, job=1) for step in range(1, 1500)),
         *(step_record(step, job=2) for step in range(1001, 2001)),
+        starts=(0, 1000),
     )
     found: list[StepRecord] = []
     scan_metrics(path, found.append, skipped_bytes=path.stat().st_size // 100)  # type: ignore[arg-type]

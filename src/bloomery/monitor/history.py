@@ -64,20 +64,9 @@ def scan_metrics(path: Path, take: Callable[[Record], object], *, skipped_bytes:
 
 
 def last_valid_steps(metrics: Path) -> dict[int, float]:
-    """By job: up to which step its records count, which is where the earliest of all newer jobs began. That is in the
-    ledger beside the metrics; without one a job is taken to begin just before its first record."""
+    """By job: up to which step its records count, which is where the earliest of all newer jobs began, by the ledger
+    beside the metrics."""
     began_after = {start.job: start.step for start in read_ledger(metrics.with_name(names.EVENTS_FILE)).starts}
-    mark = b""
-
-    def look(line: bytes) -> None:
-        nonlocal mark
-        begin = line.find(b'"job"')
-        if (found := line[begin : line.find(b",", begin)]) != mark:  # only the first record of a job is parsed
-            record, mark = from_json(line), found
-            began_after.setdefault(record.job, record.step - 1)
-
-    if not began_after:
-        scan(metrics, look)
     last_valid: dict[int, float] = {}
     earliest = float("inf")
     for job in sorted(began_after, reverse=True):

@@ -130,7 +130,7 @@ def _facts(found: Gathered) -> list[str]:
         facts.append(_fact("Skipped steps", f"{found.skipped_steps:,}", f"{found.nan_steps:,} NaN", nan))
     facts += _energy_fact(found)
     if found.last_time >= found.first_time:
-        jobs = len(found.jobs)
+        jobs = max(1, len(found.jobs))
         seconds = format_seconds(found.last_time - found.first_time)
         facts.append(_fact("Wall clock", seconds, f"{jobs} job{'s' * (jobs != 1)}"))
     return facts
