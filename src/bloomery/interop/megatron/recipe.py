@@ -117,6 +117,9 @@ class Builder:
         for names, path, kind, default in FIELDS[which]:
             made = {name: _CONVERTERS[kind](self, name) for name in names.split() if self.has(name)}
             found = {name: value for name, value in made.items() if value is not None}
+            for name in made.keys() - found.keys():
+                if "$" in self.line.flags[name].text:
+                    self.note("left out", name, UNSET)
             first = next(iter(found), "")
             for name in found:
                 if found[name] != found[first]:
