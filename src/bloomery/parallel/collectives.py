@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, cast
 
 import torch
@@ -14,71 +15,37 @@ _ALL_GATHER: Any = getattr(functional, "all_gather_single", None) or functional.
 _REDUCE_SCATTER: Any = getattr(functional, "reduce_scatter_single", None) or functional.reduce_scatter_tensor
 
 
-class _Gather(torch.autograd.Function):
-    """Everybody's part, along a dimension. Each rank uses the whole for its own purpose: backward sums and cuts."""
+class _Collective(torch.autograd.Function):
+    """One of the table below; backward is the one that `_BACKWARD` names."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
-        ctx.dim, ctx.group = dim, group
-        return all_gather(x, dim, group)
+    def forward(ctx: Any, x: Tensor, name: str, dim: int, group: dist.ProcessGroup) -> Tensor:
+        ctx.name, ctx.dim, ctx.group = name, dim, group
+        return _COLLECTIVES[name](x, dim, group)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return reduce_scatter(grad, ctx.dim, ctx.group), None, None
-
-
-class _AllGatherReplicated(torch.autograd.Function):
-    """Everybody's part, along a dimension. All ranks compute the same from the whole: backward only cuts."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
-        ctx.dim, ctx.group = dim, group
-        return all_gather(x, dim, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return own_part(grad, ctx.dim, ctx.group).contiguous(), None, None
-
-
-class _ReduceScatter(torch.autograd.Function):
-    """The sum of what all ranks have, of which each keeps its part along a dimension."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
-        ctx.dim, ctx.group = dim, group
-        return reduce_scatter(x, dim, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return all_gather(grad, ctx.dim, ctx.group), None, None
-
-
-class _Sum(torch.autograd.Function):
-    """The sum of what all ranks have, with which all then compute the same: backward is the identity."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        return all_reduce(x, "sum", group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        return _COLLECTIVES[_BACKWARD[ctx.name]](grad, ctx.dim, ctx.group), None, None, None
 
 
 def gather(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
-    return cast(Tensor, _apply(_Gather, x, dim, group))
+    """Everybody's part, along a dimension. Each rank uses the whole for its own purpose: backward sums and cuts."""
+    return _with_gradient("all_gather", x, dim, group)
 
 
 def all_gather_replicated(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
-    return cast(Tensor, _apply(_AllGatherReplicated, x, dim, group))
+    """Everybody's part, along a dimension. All ranks compute the same from the whole: backward only cuts."""
+    return _with_gradient("all_gather_replicated", x, dim, group)
 
 
 def reduce_scatter_with_grad(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
-    return cast(Tensor, _apply(_ReduceScatter, x, dim, group))
+    """The sum of what all ranks have, of which each keeps its part along a dimension."""
+    return _with_gradient("reduce_scatter", x, dim, group)
 
 
 def sum_of_all(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    return cast(Tensor, _apply(_Sum, x, group))
+    """The sum of what all ranks have, with which all then compute the same: backward is the identity."""
+    return _with_gradient("sum", x, 0, group)
 
 
 def own_part(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
@@ -101,10 +68,27 @@ def all_reduce(x: Tensor, operation: str, group: dist.ProcessGroup) -> Tensor:
     return _wait(functional.all_reduce(x.contiguous(), operation, group))
 
 
-def _apply(function: Any, *args: Any) -> Any:
-    return function.apply(*args)
+def _with_gradient(name: str, x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
+    apply: Any = _Collective.apply
+    return cast(Tensor, apply(x, name, dim, group))
 
 
 def _wait(result: Tensor) -> Tensor:
     wait: Any = functional.wait_tensor
     return cast(Tensor, wait(result))
+
+
+_COLLECTIVES: dict[str, Callable[[Tensor, int, dist.ProcessGroup], Tensor]] = {
+    "all_gather": all_gather,
+    "all_gather_replicated": all_gather,
+    "reduce_scatter": reduce_scatter,
+    "own_part": lambda x, dim, group: own_part(x, dim, group).contiguous(),
+    "sum": lambda x, _, group: all_reduce(x, "sum", group),
+    "identity": lambda x, _, group: x,
+}
+_BACKWARD = {
+    "all_gather": "reduce_scatter",
+    "all_gather_replicated": "own_part",
+    "reduce_scatter": "all_gather",
+    "sum": "identity",
+}

@@ -95,10 +95,8 @@ def _embed_vocabulary_parallel(embedding: nn.Module, group: dist.ProcessGroup) -
 
     def forward(tokens: Tensor) -> Tensor:
         weight = cast(Tensor, embedding.weight)
-        own = tokens - group.rank() * weight.shape[0]
-        absent = (own < 0) | (own >= weight.shape[0])
-        found = F.embedding(own.masked_fill(absent, 0), weight)
-        return reduce_scatter_with_grad(found.masked_fill(absent[..., None], 0.0), 1, group)
+        own, absent = _own_rows(tokens, weight.shape[0], group)
+        return reduce_scatter_with_grad(F.embedding(own, weight).masked_fill(absent[..., None], 0.0), 1, group)
 
     embedding.forward = forward
 
@@ -122,21 +120,22 @@ def vocabulary_losses(
     padding = padding_of(model, device)
     if group is None:
         return partial(token_losses, padding=padding)
-    return _parallel_losses(None if padding is None else own_part(padding, 0, group), group)
+    return partial(_parallel_losses, padding=None if padding is None else own_part(padding, 0, group), group=group)
 
 
-def _parallel_losses(padding: Tensor | None, group: dist.ProcessGroup) -> Callable[[Tensor, Tensor], Tensor]:
+def _parallel_losses(logits: Tensor, labels: Tensor, padding: Tensor | None, group: dist.ProcessGroup) -> Tensor:
     """For logits (..., vocabulary / ranks). Padding may be a part of a rank's words, or all of them."""
+    logits = true_logits(logits, padding)
+    highest = all_reduce(logits.detach().amax(-1), "max", group)
+    total = sum_of_all(torch.exp(logits - highest[..., None]).sum(-1), group)
+    own, absent = _own_rows(labels, logits.shape[-1], group)
+    chosen = logits.gather(-1, own[..., None])[..., 0]
+    chosen = sum_of_all(chosen.masked_fill(absent, 0.0), group)
+    return (torch.log(total) + highest - chosen).masked_fill(labels == IGNORED_LABEL, 0.0)
 
-    def losses(logits: Tensor, labels: Tensor) -> Tensor:
-        logits = true_logits(logits, padding)
-        rows = logits.shape[-1]
-        highest = all_reduce(logits.detach().amax(-1), "max", group)
-        total = sum_of_all(torch.exp(logits - highest[..., None]).sum(-1), group)
-        own = labels - group.rank() * rows
-        absent = (own < 0) | (own >= rows)
-        chosen = logits.gather(-1, own.masked_fill(absent, 0)[..., None])[..., 0]
-        chosen = sum_of_all(chosen.masked_fill(absent, 0.0), group)
-        return (torch.log(total) + highest - chosen).masked_fill(labels == IGNORED_LABEL, 0.0)
 
-    return losses
+def _own_rows(words: Tensor, rows: int, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
+    """Which of this rank's rows of the vocabulary each word has, 0 for those of other ranks; and which those are."""
+    own = words - group.rank() * rows
+    absent = (own < 0) | (own >= rows)
+    return own.masked_fill(absent, 0), absent
