@@ -60,12 +60,11 @@ def test_dropout_in_attention_drops_probabilities_not_whole_outputs() -> None:
 
 
 def test_the_kernel_is_the_fastest_that_can_do_it() -> None:
-    plain = {"alibi": False, "documents": False, "dropout": 0.1, "seq_length": 2048, "head_dim": 128}
-    alibi = plain | {"alibi": True}
+    plain = {"plain": True, "dropout": 0.1, "seq_length": 2048, "head_dim": 128}
+    masked = plain | {"plain": False, "dropout": 0.0}
     assert choose_kernel("cuda", **plain) == choose_kernel("cpu", **plain) == "sdpa"
-    assert choose_kernel("cuda", **alibi) == "bias", "FlexAttention has no dropout"
-    assert choose_kernel("cuda", **(alibi | {"dropout": 0.0})) == "flex"
-    assert choose_kernel("cuda", **(plain | {"documents": True, "dropout": 0.0})) == "flex"
-    assert choose_kernel("cpu", **(alibi | {"dropout": 0.0})) == "bias"
-    assert choose_kernel("cuda", **(alibi | {"dropout": 0.0, "head_dim": 8})) == "bias"
-    assert choose_kernel("cuda", **(alibi | {"dropout": 0.0, "seq_length": 64})) == "bias"
+    assert choose_kernel("cuda", **masked) == "flex"
+    assert choose_kernel("cuda", **(masked | {"dropout": 0.1})) == "bias", "FlexAttention has no dropout"
+    assert choose_kernel("cpu", **masked) == "bias"
+    assert choose_kernel("cuda", **(masked | {"head_dim": 8})) == "bias"
+    assert choose_kernel("cuda", **(masked | {"seq_length": 64})) == "bias"

@@ -10,9 +10,9 @@ dropout a materialised bias is the only way: a step of a 6-layer BLOOM takes 107
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Literal, cast
 
 import torch
@@ -42,31 +42,22 @@ class AttentionContext:
 
     kernel: Kernel
     causal: bool
+    rotary: tuple[Tensor, Tensor] | None = None
     bias: Tensor | None = None
     """Kernel `bias`: (B or 1, H or 1, queries, S), boolean (True is seen) or additive fp32."""
     block_mask: BlockMask | None = None
     """Kernel `flex`."""
     score_mod: Callable[..., Tensor] | None = None
     """Kernel `flex`."""
-    rotary: tuple[Tensor, Tensor] | None = None
 
 
-def choose_kernel(
-    device_type: str,
-    *,
-    alibi: bool,
-    documents: bool,
-    dropout: float,
-    seq_length: int,
-    head_dim: int,
-    some_queries: bool = False,
-) -> Kernel:
-    """The fastest kernel that can do it. `dropout` is the probability in force: 0 in evaluation. `some_queries`: the
-    queries are a part of the sequence, which SDPA's own causal mask does not know.
+def choose_kernel(device_type: str, *, plain: bool, dropout: float, seq_length: int, head_dim: int) -> Kernel:
+    """The fastest kernel that can do it. `plain`: no ALiBi, no documents, and queries for all of the sequence, else
+    SDPA's own causal mask is not the right one. `dropout` is the probability in force: 0 in evaluation.
 
     FlexAttention has no dropout, no training kernel on CPUs, none for head sizes under 16, and works in blocks of 128.
     """
-    if not alibi and not documents and not some_queries:
+    if plain:
         return "sdpa"
     if device_type != "cpu" and dropout == 0 and head_dim >= 16 and seq_length >= _FLEX_BLOCK:
         return "flex"
@@ -81,8 +72,8 @@ def attention_context(
     device: torch.device,
     slopes: Tensor | None = None,
     document_ids: Tensor | None = None,
-    rotary: tuple[Tensor, Tensor] | None = None,
     query_places: Tensor | None = None,
+    rotary: tuple[Tensor, Tensor] | None = None,
 ) -> AttentionContext:
     """Prepare one forward pass: the bias or the block mask is made here, once for all layers. `seq_length` counts the
     keys.
@@ -91,23 +82,21 @@ def attention_context(
     document_ids (B, S): a token sees only tokens of its own id.
     query_places (queries,): where each query stands, if they are only a part of the sequence; keys are always all.
     """
-    if kernel == "bias":
-        extra: dict[str, Any] = {"bias": _dense_bias(causal, seq_length, device, slopes, document_ids, query_places)}
-    elif kernel == "flex":
-        places = torch.arange(seq_length, device=device) if query_places is None else query_places
-        extra = {
-            "block_mask": _block_mask(causal, seq_length, device, document_ids, places),
-            "score_mod": None if slopes is None else _alibi_score(slopes, query_places),
-        }
-    else:
+    if kernel == "sdpa":
         assert slopes is document_ids is query_places is None, "sdpa takes none of these"
-        extra = {}
-    return AttentionContext(kernel, causal, rotary=rotary, **extra)
+        return AttentionContext(kernel, causal, rotary)
+    keys = torch.arange(seq_length, device=device)
+    queries = keys if query_places is None else query_places
+    if kernel == "bias":
+        return AttentionContext(kernel, causal, rotary, bias=_dense_bias(causal, keys, queries, slopes, document_ids))
+    mask = _block_mask(causal, seq_length, document_ids, queries)
+    score = None if slopes is None else _alibi_score(slopes, query_places)
+    return AttentionContext(kernel, causal, rotary, block_mask=mask, score_mod=score)
 
 
 def attend(q_BHSD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, context: AttentionContext, dropout: float = 0.0) -> Tensor:
     """softmax(q k / sqrt(D) + bias) v as o_BHSD, by the context's kernel. Query head h reads key head h * K // H."""
-    kernel = {"sdpa": _sdpa, "flex": _flex, "bias": _biased}[context.kernel]
+    kernel = _flex if context.kernel == "flex" else _sdpa
     return kernel(q_BHSD, k_BKSD, v_BKSD, context, dropout)
 
 
@@ -197,15 +186,8 @@ class Attention(nn.Module):
 
 
 def _dense_bias(
-    causal: bool,
-    seq_length: int,
-    device: torch.device,
-    slopes: Tensor | None,
-    document_ids: Tensor | None,
-    query_places: Tensor | None,
+    causal: bool, keys: Tensor, queries: Tensor, slopes: Tensor | None, document_ids: Tensor | None
 ) -> Tensor | None:
-    keys = torch.arange(seq_length, device=device)
-    queries = keys if query_places is None else query_places
     mask: Tensor | None = None
     if causal:
         mask = (keys[None, :] <= queries[:, None])[None, None]
@@ -219,9 +201,9 @@ def _dense_bias(
     return bias if mask is None else bias.masked_fill(~mask, float("-inf"))
 
 
-def _block_mask(
-    causal: bool, seq_length: int, device: torch.device, document_ids: Tensor | None, places: Tensor
-) -> BlockMask | None:
+def _block_mask(causal: bool, seq_length: int, document_ids: Tensor | None, places: Tensor) -> BlockMask:
+    """`places`: of the queries."""
+
     def is_causal(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         return places[q] >= k
 
@@ -230,9 +212,9 @@ def _block_mask(
         same = document_ids[b, places[q]] == document_ids[b, k]
         return same & (places[q] >= k) if causal else same
 
-    queries = len(places)
+    queries, device = len(places), places.device
     if document_ids is None:
-        return create_block_mask(is_causal, None, None, queries, seq_length, device=device) if causal else None
+        return create_block_mask(is_causal, None, None, queries, seq_length, device=device)
     return create_block_mask(same_document, document_ids.shape[0], None, queries, seq_length, device=device)
 
 
@@ -247,7 +229,7 @@ def _alibi_score(slopes: Tensor, query_places: Tensor | None) -> Callable[..., T
     return alibi if query_places is None else alibi_of_some
 
 
-@functools.cache
+@cache
 def _compiled_flex() -> Callable[..., Tensor]:
     return torch.compile(flex_attention)
 
@@ -262,21 +244,13 @@ def _flex(q: Tensor, k: Tensor, v: Tensor, context: AttentionContext, dropout: f
 
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, context: AttentionContext, dropout: float) -> Tensor:
-    grouped = q.shape[1] != k.shape[1]
-    return _dot_product(q, k, v, dropout_p=dropout, is_causal=context.causal, enable_gqa=grouped)
-
-
-def _biased(q: Tensor, k: Tensor, v: Tensor, context: AttentionContext, dropout: float) -> Tensor:
-    groups = q.shape[1] // k.shape[1]
-    if groups > 1:  # the kernels that take a bias know no groups
+    bias, groups = context.bias, q.shape[1] // k.shape[1]
+    if context.kernel == "bias" and groups > 1:  # the backends that take a bias know no groups
         k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
-    bias = context.bias
     if bias is not None and bias.dtype != torch.bool:
         bias = bias.to(q.dtype)
-    return _dot_product(q, k, v, attn_mask=bias, dropout_p=dropout)
-
-
-def _dot_product(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+    options: dict[str, Any] = {"attn_mask": bias, "is_causal": context.causal and context.kernel == "sdpa"}
+    options |= {"dropout_p": dropout, "enable_gqa": q.shape[1] != k.shape[1]}
     if q.device.type != "cuda":
         return F.scaled_dot_product_attention(q, k, v, **options)
     with sdpa_kernel(_FASTEST_FIRST, set_priority=True):

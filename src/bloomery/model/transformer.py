@@ -39,17 +39,14 @@ def apply_recompute(model: nn.Module, mode: Recompute) -> None:
         block.attention.core.recompute = mode == "selective"
 
 
-class Decoder(nn.Module):
-    """embed -> layers -> final_norm -> head.
-
-    For a pipeline stage set `embed`, `final_norm` or `head` to None and delete layers by key; the names of what remains
-    do not change. Per-head state is the buffer `slopes` (ALiBi): a tensor-parallel rule cuts it along dimension 0.
-    """
+class _Transformer(nn.Module):
+    """What both models share. For a pipeline stage set `embed` or what follows the layers to None and delete layers by
+    key; the names of what remains do not change."""
 
     embed: Embeddings | None
-    final_norm: nn.Module | None
-    head: nn.Linear | None
+    head: nn.Module | None
     slopes: Tensor | None
+    """ALiBi's, of each head: a tensor-parallel rule cuts them along dimension 0."""
 
     def __init__(self, config: ModelSection, family: Family) -> None:
         super().__init__()
@@ -57,10 +54,51 @@ class Decoder(nn.Module):
         self.family = family
         self.embed = Embeddings(config, family)
         self.layers = nn.ModuleDict({str(n): Block(config, family) for n in range(config.num_layers)})
-        self.final_norm = make_norm(config, family)
-        self.head = nn.Linear(config.hidden_size, padded_vocab_size(config), bias=False)
         has_slopes = family.positions == "alibi"
         self.register_buffer("slopes", torch.empty(config.num_heads) if has_slopes else None, persistent=False)
+
+    def tie_weights(self) -> None:
+        """Make `head.weight` the embedding's parameter again if the recipe ties them and both are here; anything that
+        replaces parameters, such as `to_empty`, separates them. On a pipeline stage that has only the head,
+        `head.weight` stays a parameter of its own, a copy that `parallel` must keep equal."""
+        if self.config.tie_embeddings and self.head is not None and self.embed is not None:
+            self.head.weight = self.embed.tokens.weight
+
+    def rebuild_buffers(self, device: torch.device | str) -> None:
+        """Recreate the buffers: they are not in checkpoints, and `to_empty` leaves garbage in them. Always fp32,
+        always for all heads: cut them afterwards."""
+        if self.slopes is not None:
+            self.slopes = torch.tensor(alibi_slopes(self.config.num_heads), dtype=torch.float32, device=device)
+
+    def _context(
+        self,
+        x: Tensor,
+        *,
+        causal: bool,
+        seq_length: int,
+        rotary: tuple[Tensor, Tensor] | None = None,
+        **parts: Tensor | None,
+    ) -> AttentionContext:
+        """What all layers share, for the kernel that suits it; `parts` of the scores as in `attention_context`."""
+        kernel = choose_kernel(
+            x.device.type,
+            plain=all(part is None for part in parts.values()),
+            dropout=self.config.dropout if self.training else 0.0,
+            seq_length=seq_length,
+            head_dim=self.config.head_size,
+        )
+        return attention_context(kernel, causal=causal, seq_length=seq_length, device=x.device, rotary=rotary, **parts)
+
+
+class Decoder(_Transformer):
+    """embed -> layers -> final_norm -> head."""
+
+    final_norm: nn.Module | None
+
+    def __init__(self, config: ModelSection, family: Family) -> None:
+        super().__init__(config, family)
+        self.final_norm = make_norm(config, family)
+        self.head = nn.Linear(config.hidden_size, padded_vocab_size(config), bias=False)
         self.tie_weights()
 
     def forward(
@@ -80,65 +118,36 @@ class Decoder(nn.Module):
         """
         positions = places if positions is None else positions
         x = tokens if self.embed is None else self.embed(tokens, positions)
-        context = self._context(x, positions, document_ids, places)
+        # Hidden states do not tell the length: between attentions they may be cut along the sequence.
+        seq_length = x.shape[1] if places is None else self.config.seq_length
+        rotary = None
+        if self.family.positions == "rotary":
+            turns = torch.arange(seq_length, device=x.device) if positions is None else positions
+            rotary = rotary_table(turns, head_dim=self.config.head_size, theta=self.config.rope_theta)
+        context = self._context(
+            x,
+            causal=True,
+            seq_length=seq_length,
+            slopes=self.slopes,
+            document_ids=document_ids,
+            query_places=places if places is not None and len(places) < seq_length else None,
+            rotary=rotary,
+        )
         for layer in self.layers.values():
             x = layer(x, context)
         if self.final_norm is not None:
             x = self.final_norm(x)
         return x if self.head is None else self.head(x)
 
-    def tie_weights(self) -> None:
-        """Share embedding and head again; anything that replaces parameters, such as `to_empty`, separates them."""
-        _tie(self.head, self.embed, self.config)
 
-    def rebuild_buffers(self, device: torch.device | str) -> None:
-        """Recreate the buffers: they are not in checkpoints, and `to_empty` leaves garbage in them. Always fp32,
-        always for all heads: cut them afterwards."""
-        if self.slopes is not None:
-            self.slopes = torch.tensor(alibi_slopes(self.config.num_heads), dtype=torch.float32, device=device)
+class Encoder(_Transformer):
+    """embed -> layers -> head, pooler and order_head. Post-norm blocks end in a norm, so `final_norm` is None."""
 
-    def _context(
-        self, x: Tensor, positions: Tensor | None, document_ids: Tensor | None, places: Tensor | None
-    ) -> AttentionContext:
-        config = self.config
-        # Hidden states do not tell the length: between attentions they may be cut along the sequence.
-        seq_length = x.shape[1] if places is None else config.seq_length
-        some = places if places is not None and len(places) < seq_length else None
-        rotary = None
-        if self.family.positions == "rotary":
-            if positions is None:
-                positions = torch.arange(seq_length, device=x.device)
-            rotary = rotary_table(positions, head_dim=config.head_size, theta=config.rope_theta)
-        return _attention(
-            config,
-            x,
-            self.training,
-            causal=True,
-            seq_length=seq_length,
-            slopes=self.slopes,
-            document_ids=document_ids,
-            rotary=rotary,
-            query_places=some,
-        )
-
-
-class Encoder(nn.Module):
-    """embed -> layers -> head, pooler and order_head. Post-norm blocks end in a norm, so `final_norm` is None.
-
-    For a pipeline stage set `embed` or `head` to None and delete layers by key; without `head` the pooler and the
-    order head are skipped too.
-    """
-
-    embed: Embeddings | None
-    head: MaskedHead | None
     pooler: Pooler | None
     order_head: nn.Linear | None
 
     def __init__(self, config: ModelSection, family: Family) -> None:
-        super().__init__()
-        self.config = config
-        self.embed = Embeddings(config, family)
-        self.layers = nn.ModuleDict({str(n): Block(config, family) for n in range(config.num_layers)})
+        super().__init__(config, family)
         self.final_norm = None
         self.head = MaskedHead(config, family)
         self.pooler = Pooler(config)
@@ -161,9 +170,7 @@ class Encoder(nn.Module):
         """
         x = tokens if self.embed is None else self.embed(tokens, places, token_types)
         seq_length = x.shape[1] if places is None else len(places)
-        context = _attention(
-            self.config, x, self.training, causal=False, seq_length=seq_length, document_ids=attention_mask
-        )
+        context = self._context(x, causal=False, seq_length=seq_length, document_ids=attention_mask)
         for layer in self.layers.values():
             x = layer(x, context)
         if self.head is None:
@@ -171,33 +178,3 @@ class Encoder(nn.Module):
         assert self.pooler is not None, "the heads live on one stage"
         assert self.order_head is not None, "the heads live on one stage"
         return self.head(x), self.order_head(self.pooler(x))
-
-    def tie_weights(self) -> None:
-        """Share embedding and head again; anything that replaces parameters, such as `to_empty`, separates them."""
-        _tie(self.head, self.embed, self.config)
-
-    def rebuild_buffers(self, device: torch.device | str) -> None:
-        """Nothing to do: an encoder has no buffers."""
-
-
-def _tie(head: nn.Module | None, embed: Embeddings | None, config: ModelSection) -> None:
-    """Make `head.weight` the embedding's parameter if the recipe ties them and both are here. On a pipeline stage that
-    has only the head, `head.weight` stays a parameter of its own, a copy that `parallel` must keep equal."""
-    if config.tie_embeddings and head is not None and embed is not None:
-        head.weight = embed.tokens.weight
-
-
-def _attention(
-    config: ModelSection, x: Tensor, training: bool, *, causal: bool, seq_length: int, **parts: Any
-) -> AttentionContext:
-    """What all layers share, for the kernel that suits it; `parts` as in `attention_context`."""
-    kernel = choose_kernel(
-        x.device.type,
-        alibi=parts.get("slopes") is not None,
-        documents=parts.get("document_ids") is not None,
-        dropout=config.dropout if training else 0.0,
-        seq_length=seq_length,
-        head_dim=config.head_size,
-        some_queries=parts.get("query_places") is not None,
-    )
-    return attention_context(kernel, causal=causal, seq_length=seq_length, device=x.device, **parts)
