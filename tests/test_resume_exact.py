@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import TypeAdapter
 
 from bloomery.cli.main import main
 from bloomery.config.load import load_recipe
@@ -74,7 +75,7 @@ def test_a_batch_changed_and_back_again_equals_the_run_that_never_did_in_its_cou
     workshop.train(*samples, "batch.global_batch_size=16", "train.exit_after=2 steps", changes=["batch"])
     run = workshop.train(*samples, "train.for=160 samples", changes=["batch"])
     assert workshop.metrics(run)[-1]["step"] == 4 + 2 + 12
-    history = History.from_json(state_of(run)["history"])
+    history = TypeAdapter(History).validate_python(state_of(run)["history"])
     assert (history.steps, history.samples, history.tokens) == (6, 64, 1024)
     assert [(each.first_step, each.global_batch) for each in history.stretches] == [(1, 8), (5, 16)]
     capsys.readouterr()
@@ -216,7 +217,7 @@ def test_a_plan_that_goes_on_counts_what_really_was() -> None:
             raw["model"] |= family_defaults(raw["model"])
             recipe = Recipe.model_validate(raw)
             plan = TrainingPlan.resumed(recipe, plan, len(lived) - 1) if plan else TrainingPlan.of(recipe)
-            plan = TrainingPlan.of(recipe, History.from_json(as_json(plan.history)))
+            plan = TrainingPlan.of(recipe, TypeAdapter(History).validate_python(as_json(plan.history)))
             for _ in range(dice.randint(0, 12)):
                 size = plan.batch.global_batch_at(samples)
                 samples, tokens = samples + size, tokens + size * recipe.model.seq_length

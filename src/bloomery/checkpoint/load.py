@@ -88,7 +88,8 @@ class Checkpoint:
     def consumed_tokens(self) -> int:
         """Tokens that its training has taken, whatever sequence lengths it has had."""
         with self.using_state():
-            plan = TrainingPlan.of(self.recipe, History.from_json(self.state.get("history")))
+            history = self.state.get("history") or {}  # earlier versions have none
+            plan = TrainingPlan.of(self.recipe, TypeAdapter(History).validate_python(history))
             return plan.tokens_at(self.state["consumed_samples"])
 
     @cached_property

@@ -54,13 +54,6 @@ class History:
     stretches: tuple[Stretch, ...] = ()
     """Of these steps, in order."""
 
-    @classmethod
-    def from_json(cls, facts: Mapping[str, Any] | None) -> Self:
-        """What `dataclasses.asdict` made of it; None for a checkpoint from before there was a history."""
-        if facts is None:
-            return cls()
-        return cls(**{**facts, "stretches": tuple(Stretch(**each) for each in facts["stretches"])})
-
     def tokens_at(self, consumed_samples: int, *, seq_length: int) -> int:
         """Tokens in the first samples of the run; `seq_length` is the present one."""
         if consumed_samples >= self.samples:
