@@ -20,7 +20,7 @@ from bloomery.config.yaml_nodes import dump_yaml
 from bloomery.families.family import LM_LOSS
 from bloomery.sizing.check import load_checked_recipe
 from bloomery.verify import compare
-from bloomery.verify.compare import GRADIENT_RELATIVE, LOSS_RELATIVE, RESHARDED, TOLERANCES, TRUTH, Recorded, Row
+from bloomery.verify.compare import GRADIENT_RELATIVE, LOSS_RELATIVE, TOLERANCES, TRUTH, Recorded, Row
 from bloomery.verify.shrink import CLIP, Shrunk, VerifiedLayout, shrink, write_data
 from bloomery.verify.trials import SINGLE, Outcome, RankCommand, Trial, middle, run_all
 
@@ -150,7 +150,7 @@ def _check_resumption(row: Row, trial: Trial, outcome: Outcome, expected: Record
         row.details = outcome.details
         return
     if trial.reload:
-        compare.check_reshard(row, json.loads((trial.folder / RESHARDED).read_text()))
+        compare.check_reshard(row, trial.reloaded, {each.layout: each.checkpoint for each in trial.reload})
     if row.layout in wrong:
         return  # it would most likely be the same mistake once more
     if source in wrong:

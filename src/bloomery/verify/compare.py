@@ -35,8 +35,6 @@ from bloomery.parallel.weights import Weight
 RUN, TRACE = "run", "trace"
 TRUTH = "truth.json"
 """What plain torch finds."""
-RESHARDED = "resharded.json"
-"""By layout, the tensors of its checkpoint that did not come back bit by bit."""
 
 LOSS_RELATIVE = 1e-6
 LOSS_ABSOLUTE = 1e-5
@@ -133,17 +131,6 @@ def gradient_differences(found: Recorded, expected: Recorded) -> list[Difference
             found_norm, norm = other.norm().item(), each.norm().item()
             different.append(Difference(by, name.removeprefix("grad."), step, found_norm, norm))
     return different
-
-
-def differing_tensors(saved: Path, originals: Mapping[str, Path]) -> dict[str, list[str]]:
-    """By layout, the tensors of its checkpoint in `originals` that are not the same, bit by bit, in `saved`: there each
-    is called `<layout>/<name>`."""
-    reloaded, wrong = whole_tensors(saved), {}
-    for layout, folder in originals.items():
-        mine = {name.partition("/")[2]: each for name, each in reloaded.items() if name.startswith(f"{layout}/")}
-        right = whole_tensors(folder)
-        wrong[layout] = sorted(name for name in mine | right if not _same_bits(mine.get(name), right.get(name)))
-    return wrong
 
 
 def whole_tensors(folder: Path) -> dict[str, Tensor]:
@@ -245,13 +232,18 @@ def check_continuation(row: Row, found: Recorded, expected: Recorded, source: st
     row.reasons += [f"continued from {source} at step {after}: {text}" for _, text in wrong]
 
 
-def check_reshard(row: Row, resharded: Mapping[str, Sequence[str]]) -> None:
-    """`resharded`: by layout, the tensors of its checkpoint that were not restored bit for bit."""
-    row.resharded_of = len(resharded)
-    for source, wrong in resharded.items():
+def check_reshard(row: Row, saved: Path, originals: Mapping[str, Path]) -> None:
+    """`saved`: what the layout held after it had loaded the checkpoints in `originals`, each by the layout it is from;
+    there a tensor is called `<layout>/<name>`."""
+    reloaded = whole_tensors(saved)
+    row.resharded_of = len(originals)
+    for layout, folder in originals.items():
+        mine = {name.partition("/")[2]: each for name, each in reloaded.items() if name.startswith(f"{layout}/")}
+        right = whole_tensors(folder)
+        wrong = sorted(name for name in mine | right if not _same_bits(mine.get(name), right.get(name)))
         row.resharded_from += not wrong
         if wrong:
-            what = f"{len(wrong)} tensors saved by {source} were not restored bit for bit"
+            what = f"{len(wrong)} tensors saved by {layout} were not restored bit for bit"
             row.reasons.append(f"reshard: {what}: {first_few(wrong)}")
 
 

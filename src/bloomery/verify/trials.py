@@ -28,7 +28,7 @@ from bloomery.train.loop import train
 from bloomery.train.run import Run
 from bloomery.train.setup import prepared_run
 from bloomery.train.trace import Tracer
-from bloomery.verify.compare import RESHARDED, RUN, TRACE, TRUTH, differing_tensors, large_norm, plain_losses
+from bloomery.verify.compare import RUN, TRACE, TRUTH, large_norm, plain_losses
 
 SINGLE = "single"
 """The reference: one rank, one micro-batch, no process group."""
@@ -47,7 +47,11 @@ class Trial:
     source: Trial | None = None
     """From whose checkpoint it resumes."""
     reload: Sequence[Trial] = ()
-    """The checkpoint of each is loaded and saved again before anything is trained."""
+    """The checkpoint of each is loaded and saved again after the training."""
+
+    @property
+    def reloaded(self) -> Path:
+        return self.folder / "reloaded" / "step-00000000"
 
     @property
     def checkpoint(self) -> Path:
@@ -124,31 +128,23 @@ def _train(trial: Trial, device: torch.device, ranks: Ranks) -> bool:
                 shutil.copytree(checkpoint, run_folder / "checkpoints" / checkpoint.name)
     trace = Tracer(trial.folder / TRACE, 0 if trial.source else GRADIENT_STEPS, trial.steps)
     with prepared_run(recipe, run_folder, device=device, ranks=ranks, quiet=True, trace=trace) as (run, state):
-        if trial.reload:
-            _reload(trial, run)
-        elif trial.layout == SINGLE and not trial.source:
+        if trial.layout == SINGLE and not trial.source:
             truth = {"losses": plain_losses(recipe, run.feed.take(), device), "norm": large_norm(device)}
             (trial.folder / TRUTH).write_text(json.dumps(truth))
             run.feed.seek(state.consumed_samples)
-        return train(run, state).finished
+        finished = train(run, state).finished
+        if finished and trial.reload:
+            _reload(trial, run)
+        return finished
 
 
 def _reload(trial: Trial, run: Run) -> None:
-    """Load every checkpoint into this layout's own tensors, save what they then hold, all of it in one checkpoint, and
-    write down which tensors did not come back bit by bit."""
+    """Load every checkpoint into this layout's own tensors, and save what they then hold, all in one checkpoint."""
     pieces = run.optimizer.pieces()
-    before = {name: piece.tensor.clone() for name, piece in pieces.items()}
     found: dict[str, Piece] = {}
     for source in trial.reload:
         for piece in pieces.values():
             piece.tensor.fill_(float("nan"))  # nothing may remain of what was there
         load_pieces(read_checkpoint(source.checkpoint, tensors=False), pieces)
         found |= {f"{source.layout}/{name}": each.with_tensor(each.tensor.clone()) for name, each in pieces.items()}
-    saved = save_checkpoint(trial.folder / "reloaded", step=0, pieces=found, state={}, recipe_yaml="", ranks=run.ranks)
-    if run.ranks.rank == 0:
-        originals = {source.layout: source.checkpoint for source in trial.reload}
-        (trial.folder / RESHARDED).write_text(json.dumps(differing_tensors(saved, originals)))
-        shutil.rmtree(saved)
-    for name, piece in pieces.items():
-        piece.tensor.copy_(before[name])
-    run.optimizer.restored()
+    save_checkpoint(trial.reloaded.parent, step=0, pieces=found, state={}, recipe_yaml="", ranks=run.ranks)
