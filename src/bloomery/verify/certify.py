@@ -14,11 +14,10 @@ from typing import Any
 import torch
 
 import bloomery
-from bloomery.config.load import as_yaml, fingerprint
+from bloomery.config.load import fingerprint
 from bloomery.config.recipe import Recipe
 from bloomery.config.yaml_nodes import dump_yaml
 from bloomery.families.family import LM_LOSS
-from bloomery.sizing.check import load_checked_recipe
 from bloomery.verify import compare
 from bloomery.verify.compare import GRADIENT_RELATIVE, LOSS_RELATIVE, TOLERANCES, TRUTH, Recorded, Row
 from bloomery.verify.shrink import CLIP, Shrunk, VerifiedLayout, shrink, write_data
@@ -90,34 +89,25 @@ def certify(
 
 
 def _trainings(shrunk: Shrunk, layouts: Sequence[VerifiedLayout], work: Path, steps: int) -> list[Trial]:
-    """The reference first, then by the number of ranks."""
+    """The reference first."""
     small = work / "small.yaml"
     small.write_text(dump_yaml(shrunk.values))
-    chosen = [(SINGLE, 1, ["parallel.recompute=none", "parallel.offload=false"])]
+    trials = [Trial(SINGLE, 1, work / "single", small, ("parallel.recompute=none", "parallel.offload=false"), steps)]
     for each in layouts:
-        cut = f"batch.micro_batch_size={shrunk.batch // each.micro_batches}"
-        chosen.append((each.name, each.layout.world, [*each.overrides, cut]))
-    trials = []
-    for name, world, overrides in sorted(chosen, key=lambda each: each[1]):
-        folder = work / f"train-{name}"
-        folder.mkdir()
-        file = folder / "recipe.yaml"
-        file.write_text(as_yaml(load_checked_recipe(str(small), overrides).recipe))
-        trials.append(Trial(name, world, folder, file, steps))
+        overrides = (*each.overrides, f"batch.micro_batch_size={shrunk.batch // each.micro_batches}")
+        trials.append(Trial(each.name, each.layout.world, work / each.name, small, overrides, steps))
     return trials
 
 
 def _resumptions(whole: Sequence[Trial], work: Path, *, pairs: bool) -> list[Trial]:
-    """Each layout loads the checkpoints of all others and resumes from its neighbour's, or from each of them; the
-    largest world first, whose checkpoint the single rank resumes from."""
+    """Each layout loads the checkpoints of all others and resumes from its neighbour's, or from each of them."""
     trials = []
     for i, trial in enumerate(whole):
         others = [*whole[:i][::-1], *whole[i + 1 :][::-1]]  # the neighbour first
         for source in others if pairs else others[:1]:
-            folder = work / f"resume-{trial.layout}-from-{source.layout}"
-            folder.mkdir()
+            folder = work / f"{trial.layout}-from-{source.layout}"
             trials.append(replace(trial, folder=folder, source=source, reload=others if source is others[0] else ()))
-    return sorted(trials, key=lambda trial: -trial.world)
+    return trials
 
 
 def _rows(

@@ -21,9 +21,9 @@ from bloomery.base.errors import BloomeryError
 from bloomery.base.ranks import ALONE, Piece, Ranks, agreed, started_as
 from bloomery.checkpoint.load import load_pieces, read_checkpoint
 from bloomery.checkpoint.save import save_checkpoint
-from bloomery.config.load import load_recipe
 from bloomery.launch.local import run_local_ranks
 from bloomery.parallel.ranks import joined
+from bloomery.sizing.check import load_checked_recipe
 from bloomery.train.loop import train
 from bloomery.train.run import Run
 from bloomery.train.setup import prepared_run
@@ -43,6 +43,7 @@ class Trial:
     world: int
     folder: Path
     recipe: Path
+    overrides: Sequence[str]
     steps: int
     source: Trial | None = None
     """From whose checkpoint it resumes."""
@@ -81,6 +82,7 @@ def run_all(trials: Sequence[Trial], command: RankCommand, *, device: str, quiet
     """The outcome of each trial, by its folder."""
     outcomes = {}
     for trial in trials:
+        trial.folder.mkdir()
         began = time.monotonic()
         code = run_local_ranks(trial.world, partial(command, trial, device), [], preload=["bloomery.verify.trials"])
         if code == exit_codes.INTERRUPTED:
@@ -120,7 +122,7 @@ def run_trial(trial: Trial, device_name: str, arguments: Sequence[str] = ()) -> 
 
 def _train(trial: Trial, device: torch.device, ranks: Ranks) -> bool:
     """Whether it came to its end; if not, somebody interrupted it."""
-    recipe, run_folder = load_recipe(str(trial.recipe)).recipe, trial.folder / RUN
+    recipe, run_folder = load_checked_recipe(str(trial.recipe), trial.overrides).recipe, trial.folder / RUN
     if trial.source is not None:
         with agreed(ranks):
             if ranks.rank == 0:
