@@ -123,7 +123,7 @@ def test_an_encoder_that_does_not_equal_the_reference_is_rejected_with_the_reaso
 
 
 def test_where_a_fast_encoder_fails_later_the_reference_encodes_these_texts(corpus, tokenizer, monkeypatch):
-    monkeypatch.setattr("bloomery.prepare.run.SAMPLE_DOCUMENTS", 5)
+    monkeypatch.setattr("bloomery.prepare.run.SAMPLE_DOCUMENTS", 0)
     make(tokenizer, output="right")
     monkeypatch.setattr(encoders, "fastokens", fails_for(corpus[330], Panic("overflow")))
     result = make(tokenizer, workers=2)
@@ -151,7 +151,7 @@ def test_added_tokens_are_tried_with_all_their_flags(corpus, tokenizer, monkeypa
     other = Tokenizer(hugging.to_str(), path="x")
     forms = ("cake{}", "{}s", "we {} it", "a  {} \n b", "a{0}b {0}{0}.", "tok7 tok299 stok299")
     write_jsonl(tmp_path / "corpus" / "z.jsonl", [form.format(word) for word in flags for form in forms])
-    monkeypatch.setattr("bloomery.prepare.run.SAMPLE_DOCUMENTS", 8)
+    monkeypatch.setattr("bloomery.prepare.run.SAMPLE_DOCUMENTS", 1)
     monkeypatch.setattr(encoders, "NASTY", ())  # on which this version of a library may fail already
     make(other, output="fast", special_tokens=as_ids)
     monkeypatch.setattr(encoders, "fastokens", absent)

@@ -7,7 +7,7 @@ import copy
 import mmap
 import os
 import queue
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, fields, replace
 from glob import escape, glob
@@ -30,14 +30,14 @@ from bloomery.prepare.encoders import choose_encoder, reference, reject_dropout
 from bloomery.prepare.merge import Merge
 from bloomery.prepare.parts import PartsFolder, ShardPart
 from bloomery.prepare.pool import worker_pool
-from bloomery.prepare.read import Block, Unit, UnitReader, hash_span, plan_units
+from bloomery.prepare.read import Block, Span, Unit, UnitReader, hash_span, plan_units
 from bloomery.prepare.sources import find_files
 from bloomery.prepare.tokenize import DUPLICATE, REASONS, Settings, UnitTokenizer, reusable
 
 AGAIN = "; then run the command again: it needs room for the tokens twice, --verify three times"
-_SAMPLE_UNITS = 8
-SAMPLE_DOCUMENTS = 2000
-"""On which a fast encoder is compared with the reference: at most so many, the first of some units of all."""
+_SAMPLE_UNITS, SAMPLE_DOCUMENTS, _SAMPLE_BYTES = 8, 250, 1 << 14
+"""On which fastokens is compared with the reference: of so many units the first documents, from each so many at most
+and so many characters."""
 _REPORT_SECONDS = 0.5
 
 
@@ -188,14 +188,12 @@ class Preparation:
         return parts
 
     def _sample_texts(self) -> list[str]:
-        """The first documents of some units, 64 to 256 KiB, so that checking takes a small part of the time."""
-        units = self._units[:: -(-len(self._units) // _SAMPLE_UNITS)]
-        room = min(max(self._progress.total_input_bytes // 512, 1 << 16), 1 << 18) // len(units)
+        """The first documents of some units."""
         texts: list[str] = []
-        for unit in units:
-            reader = UnitReader(unit, text_key=self._settings.text_key, skip_bad=True, block_bytes=room)
-            left = room
-            for text in next(reader.blocks(), Block()).texts[: SAMPLE_DOCUMENTS // len(units)]:
+        for unit in self._units[:: -(-len(self._units) // _SAMPLE_UNITS)]:
+            reader = UnitReader(unit, text_key=self._settings.text_key, skip_bad=True, block_bytes=_SAMPLE_BYTES)
+            left = _SAMPLE_BYTES
+            for text in next(reader.blocks(), Block()).texts[:SAMPLE_DOCUMENTS]:
                 texts.append(text[:left])
                 left -= len(texts[-1])
         return [text for text in texts if text]
@@ -274,13 +272,9 @@ class Preparation:
         return {**own, "vocab_size": self.tokenizer.vocab_size, "append_eod": eod, "settings": settings}
 
     def _source_files(self, parts: Sequence[ShardPart]) -> tuple[SourceFile, ...]:
-        digests: dict[int, list[str]] = {}
-        for unit, part in zip(self._units, parts, strict=True):
-            for span, (digest, _) in zip(unit.spans, part.inputs, strict=True):
-                digests.setdefault(span.file.number, []).append(digest)
-        return tuple(
-            SourceFile(file.name, file.size, _combined(digests[file.number]), file.stamp) for file in self._files
-        )
+        digests = [digest for part in parts for digest, _ in part.inputs]
+        hashes = _file_hashes(zip((span for unit in self._units for span in unit.spans), digests, strict=True))
+        return tuple(SourceFile(file.name, file.size, hashes[file.number], file.stamp) for file in self._files)
 
     def _finished(self) -> ShardManifest | None:
         """The manifest of a shard that was made from these files in this way, and is whole."""
@@ -301,14 +295,18 @@ class Preparation:
         if [(file.name, file.bytes) for file in known] != [(file.name, file.size) for file in self._files]:
             return False
         changed = {now.number: old.hash for old, now in zip(known, self._files, strict=True) if old.stamp != now.stamp}
-        digests: dict[int, list[str]] = {}
-        for span in (span for unit in self._units for span in unit.spans if span.file.number in changed):
-            digests.setdefault(span.file.number, []).append(hash_span(span))
-        return all(_combined(found) == changed[number] for number, found in digests.items())
+        spans = [span for unit in self._units for span in unit.spans if span.file.number in changed]
+        return _file_hashes((span, hash_span(span)) for span in spans) == changed
 
 
-def _combined(digests: list[str]) -> str:
-    return digests[0] if len(digests) == 1 else xxhash.xxh3_128("".join(digests).encode()).hexdigest()
+def _file_hashes(spans: Iterable[tuple[Span, str]]) -> dict[int, str]:
+    """Of each file by its number, from the hashes of its spans."""
+    digests: dict[int, list[str]] = {}
+    for span, digest in spans:
+        digests.setdefault(span.file.number, []).append(digest)
+    joined = {number: "".join(found) for number, found in digests.items()}
+    several = {number for number, found in digests.items() if len(found) > 1}
+    return joined | {number: xxhash.xxh3_128(joined[number].encode()).hexdigest() for number in several}
 
 
 def _remove(path: str | Path) -> None:

@@ -53,10 +53,9 @@ def reusable(unit: Unit, settings: Settings, folder: PartsFolder) -> ShardPart |
     part = folder.verified(unit.number, settings.key(unit))
     if part is None or len(part.inputs) != len(unit.spans) or part.dropped.keys() != {*REASONS}:
         return None
-    for span, (content_hash, stamp) in zip(unit.spans, part.inputs, strict=True):
-        if not (span.file.stamp and span.file.stamp == stamp) and hash_span(span) != content_hash:
-            return None
-    return part
+    inputs = zip(unit.spans, part.inputs, strict=True)
+    same = ((stamp and span.file.stamp == stamp) or hash_span(span) == digest for span, (digest, stamp) in inputs)
+    return part if all(same) else None
 
 
 @dataclass(frozen=True)

@@ -53,19 +53,13 @@ def train_tokenizer(texts: Iterable[str], *, vocab_size: int, output: str) -> To
     path = os.path.join(output, "tokenizer.json")
     tokenizer = Tokenizer(trained.to_str(pretty=True), path=path)
     if any(os.path.lexists(os.path.join(output, name)) for name in FILES):
-        _refuse_another(output, tokenizer)
-        return Tokenizer.load(output)
+        if (there := Tokenizer.load(output)).content_hash != tokenizer.content_hash:
+            what = (
+                f"holds another tokenizer already (hash {there.content_hash[:12]}, not {tokenizer.content_hash[:12]})"
+            )
+            rule = "shards that were made with that one would no longer fit"
+            raise DataError(Problem(what, rule, "choose another --output, or move that one away", output))
+        return there
     make_folder(output)
     write_atomically(path, tokenizer.content)
     return tokenizer
-
-
-def _refuse_another(output: str, tokenizer: Tokenizer) -> None:
-    try:
-        there = Tokenizer.load(output).content_hash
-    except DataError:
-        there = "which cannot be read"
-    if there != tokenizer.content_hash:
-        what = f"holds another tokenizer already (hash {there:.24}; the new one has {tokenizer.content_hash[:12]})"
-        rule = "shards that were made with that one would no longer fit"
-        raise DataError(Problem(what, rule, "choose another --output, or move that one away", output))
