@@ -221,7 +221,7 @@ def test_origins_that_cannot_be_written_are_named(tokenizer, monkeypatch):
 
 
 def test_the_work_continues_where_nobody_reads_the_progress(tokenizer, monkeypatch):
-    monkeypatch.setattr("bloomery.cli.prepare._SECONDS_BETWEEN_LINES", 0.0)
+    monkeypatch.setattr("bloomery.cli.arguments.SECONDS_BETWEEN_LINES", 0.0)
     recipe = yaml.safe_load(Path("r.yaml").read_text())
     recipe["prepare"].append({"output": "y", "sources": ["corpus"]})
     Path("r.yaml").write_text(yaml.safe_dump(recipe))

@@ -5,11 +5,12 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import time
 from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bloomery.base import exit_codes
+from bloomery.base import exit_codes, signals
 from bloomery.base.errors import Problem, RecipeError, on_one_line
 from bloomery.base.units import format_bytes
 
@@ -19,6 +20,7 @@ if TYPE_CHECKING:  # --help must not wait for what only a run of the command nee
     from bloomery.train.resume import ResumePoint
 
 _MOST_ROWS = 16
+SECONDS_BETWEEN_LINES = 10.0
 
 
 def add_recipe_arguments(parser: argparse.ArgumentParser, *between: tuple[str, dict[str, Any]]) -> None:
@@ -43,6 +45,20 @@ def show(args: argparse.Namespace, facts: dict[str, Any], text: Callable[[Any], 
     """Print the answer of a command, for scripts or for people."""
     print(json.dumps(facts, indent=2) if args.json else (text or as_text)(facts))
     return exit_codes.OK
+
+
+def now_and_then(line: Callable[[Any], str]) -> Callable[[Any], None]:
+    """Called with the progress of a long work, writes its line on standard error at most every ten seconds; the work
+    continues where nobody reads it."""
+    shown = time.monotonic()
+
+    def report(progress: Any) -> None:
+        nonlocal shown
+        if time.monotonic() - shown >= SECONDS_BETWEEN_LINES:
+            shown = time.monotonic()
+            signals.say(on_one_line(line(progress)))
+
+    return report
 
 
 def as_text(facts: dict[str, Any]) -> str:

@@ -5,21 +5,17 @@ from __future__ import annotations
 
 import argparse
 import os
-import time
-from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from bloomery.base import exit_codes, signals
+from bloomery.base import exit_codes
 from bloomery.base.errors import DataError, Problem
 from bloomery.base.units import format_bytes
-from bloomery.cli.arguments import add_json, show, whole_number
+from bloomery.cli.arguments import add_json, now_and_then, show, whole_number
 
 if TYPE_CHECKING:
     from bloomery.prepare.download import DownloadResult
-
-_SECONDS_BETWEEN_LINES = 10.0
 
 
 def add_arguments_download(parser: argparse.ArgumentParser) -> None:
@@ -37,7 +33,9 @@ def run_download(args: argparse.Namespace) -> int:
 
     wanted = read_download_manifest(args.manifest)
     options = {"jobs": args.jobs, "retries": args.retries, "timeout_seconds": args.timeout}
-    result = download(wanted, args.output, progress=_progress(), **options)
+    result = download(
+        wanted, args.output, progress=now_and_then(lambda result: _text(result).partition("\n")[0]), **options
+    )
     facts = asdict(result) | {"failed": len(result.failures)}
     show(args, facts, lambda _: f"{args.output}: {_text(result)}")
     if result.failures:
@@ -58,19 +56,6 @@ def _text(result: DownloadResult) -> str:
     if result.without_checksum:
         line += f"\nwithout a checksum in the manifest, so verified by size only: {result.without_checksum:,}"
     return line
-
-
-def _progress() -> Callable[[DownloadResult], None]:
-    """Writes a line on standard error now and then; the work continues where nobody reads it."""
-    last = time.monotonic()
-
-    def report(result: DownloadResult) -> None:
-        nonlocal last
-        if time.monotonic() - last >= _SECONDS_BETWEEN_LINES:
-            last = time.monotonic()
-            signals.say(_text(result).partition("\n")[0])
-
-    return report
 
 
 def add_arguments_extract(parser: argparse.ArgumentParser) -> None:

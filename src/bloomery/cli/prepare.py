@@ -13,13 +13,11 @@ from typing import TYPE_CHECKING, Any
 from bloomery.base import exit_codes, signals
 from bloomery.base.errors import Problem, RecipeError, mask, on_one_line
 from bloomery.base.units import format_bytes, format_count, format_seconds
-from bloomery.cli.arguments import add_json, add_recipe_arguments, load, whole_number
+from bloomery.cli.arguments import add_json, add_recipe_arguments, load, now_and_then, whole_number
 
 if TYPE_CHECKING:
     from bloomery.data.manifest import ShardManifest
     from bloomery.prepare.run import Progress
-
-_SECONDS_BETWEEN_LINES = 10.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -89,20 +87,15 @@ def _share(args: argparse.Namespace) -> tuple[int, int] | None:
 
 
 def _progress(output: str) -> Callable[[Progress], None]:
-    """Writes a line on standard error now and then; the work continues where nobody reads it."""
-    started = shown = time.monotonic()
+    started = time.monotonic()
 
-    def show(progress: Progress) -> None:
-        nonlocal shown
-        now = time.monotonic()
-        if now - shown < _SECONDS_BETWEEN_LINES:
-            return
-        shown, seconds = now, max(now - started, 1e-3)
+    def line(progress: Progress) -> str:
+        seconds = time.monotonic() - started
         done = progress.input_bytes + progress.reused_bytes
         rate = progress.input_bytes / seconds
         left = format_seconds((progress.total_input_bytes - done) / rate) if rate else "?"
         speed = f"{progress.text_bytes / seconds / 1e6:.1f} MB/s, {format_count(progress.tokens / seconds)} tokens/s"
         what = f"merging {progress.merged:.0%}" if progress.merged else f"{speed}, {left} left"
-        signals.say(on_one_line(f"{output}: {min(done / max(progress.total_input_bytes, 1), 1.0):.1%}, {what}"))
+        return f"{output}: {min(done / max(progress.total_input_bytes, 1), 1.0):.1%}, {what}"
 
-    return show
+    return now_and_then(line)
