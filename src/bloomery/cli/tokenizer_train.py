@@ -6,11 +6,13 @@ import argparse
 from collections.abc import Iterator
 
 from bloomery.base import exit_codes
+from bloomery.cli.arguments import whole_number
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("sources", metavar="SOURCE", nargs="+", help="files, folders, globs, URLs, or python-stdlib")
-    parser.add_argument("--vocab-size", type=int, required=True, help="entries, special tokens included")
+    entries = whole_number(257, 1 << 24)  # from the bytes and the end of text to the most that a tokenizer may have
+    parser.add_argument("--vocab-size", type=entries, required=True, help="entries, special tokens included")
     parser.add_argument("--output", required=True, help="folder for tokenizer.json")
     parser.add_argument("--text-key", default="text", help="where a .jsonl record or parquet row keeps its document")
 

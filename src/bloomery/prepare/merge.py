@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from tempfile import TemporaryFile
+from typing import IO, Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -51,9 +52,9 @@ class Merge:
         """`parts`: of all units, in their order. What is known of their documents goes to files without a name."""
         self._folder = folder
         self._runs: list[_Run] = []
-        paths = folder.temporary(0), folder.temporary(1)
         document = sequence = 0
-        with writing(folder.path), open(paths[0], "xb") as lengths, open(paths[1], "xb") as table:
+        place = folder.path
+        with writing(place), TemporaryFile(dir=place) as lengths, TemporaryFile(dir=place) as table:
             for part in parts:
                 offset = 0
                 for documents, sequences, tokens in part.runs:
@@ -62,13 +63,12 @@ class Merge:
                     document, sequence = document + documents, sequence + sequences
                 for values, file in zip(folder.index(part), (lengths, table), strict=True):
                     file.write(values.view(np.uint8).data)  # not tofile, which does not report why it fails
+            mapped: list[NDArray[Any]] = [
+                np.memmap(cast(IO[bytes], file), dtype, "r") if document else np.empty(0, dtype)
+                for file, dtype in ((lengths, LENGTH), (table, DOCUMENT))
+            ]
         self.num_documents = document
-        self._lengths, self._table = (
-            np.memmap(path, dtype, "r") if document else np.empty(0, dtype)
-            for path, dtype in zip(paths, (LENGTH, DOCUMENT), strict=True)
-        )
-        for path in paths:
-            path.unlink()  # the memory map keeps it alive
+        self._lengths, self._table = mapped
         self._duplicate = np.broadcast_to(np.False_, document)
 
     def find_duplicates(self) -> int:

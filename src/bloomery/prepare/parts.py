@@ -89,6 +89,9 @@ class PartsFolder:
                 raise DataError(Problem("another run is at work on this", rule, remedy, str(self.path)))
             time.sleep(0.05)
         with lock:
+            for stale in self.path.glob(f"*{_TEMPORARY}*") if not shared else ():  # of a run that was killed
+                with writing(stale, "remove"):
+                    stale.unlink(missing_ok=True)
             yield lock
 
     def _take_lock(self, how: int) -> IO[bytes] | None:
@@ -142,12 +145,6 @@ class PartsFolder:
             return part if is_it and file_checksum(path) == part.part_hash else None
         except (OSError, ValueError):
             return None
-
-    def clean(self) -> None:
-        """Remove what killed runs left behind, where no other run is at work."""
-        for stale in self.path.glob(f"*{_TEMPORARY}*"):
-            with writing(stale, "remove"):
-                stale.unlink(missing_ok=True)
 
 
 def _try_lock(file: IO[bytes], how: int) -> bool:

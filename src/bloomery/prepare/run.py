@@ -19,7 +19,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from bloomery import __version__
-from bloomery.base.errors import DataError, Problem, StorageError, first_few
+from bloomery.base.errors import DataError, Problem, first_few
 from bloomery.base.storage import publish, writing, written_to
 from bloomery.config.recipe import PrepareSection
 from bloomery.data import manifest as manifests
@@ -129,19 +129,12 @@ class Preparation:
                     return PrepareResult(found, True)
                 units = self._units[share[0] :: share[1]] if share else self._units
                 parts = self._reused_parts(units)
-                try:
-                    if not share:
-                        self._folder.clean()
-                    if missing := [unit for unit in units if unit.number not in parts]:
-                        parts |= self._new_parts(missing)
-                    manifest = None if share else self._merge([parts[unit.number] for unit in units])
-                except BaseException:  # workers that were ended in the middle of a file
-                    with contextlib.suppress(StorageError):
-                        if not share:
-                            self._folder.clean()
-                    raise
-                if manifest is not None:
-                    self._folder.remove(lock)
+                if missing := [unit for unit in units if unit.number not in parts]:
+                    parts |= self._new_parts(missing)
+                if share:
+                    return PrepareResult(None, False, self._notes)
+                manifest = self._merge([parts[unit.number] for unit in units])
+                self._folder.remove(lock)
                 return PrepareResult(manifest, False, self._notes)
 
     def _advance(self, **facts: Any) -> None:
