@@ -80,15 +80,14 @@ def read_download_manifest(path: str) -> list[RemoteFile]:
             content = [parse_json(line) for line in text.split("\n") if line.strip()]
         else:
             content = parse_yaml(text) if path.endswith((".yaml", ".yml")) else parse_json(text)
-        wanted = TypeAdapter(list[RemoteFile]).validate_python(content)
+        wanted = TypeAdapter(Annotated[list[RemoteFile], Field(min_length=1)]).validate_python(content)
+        path_of, count = Counter(file.path for file in wanted).most_common(1)[0]
+        if count > 1:
+            raise ValueError(f"it has two files for the path {path_of}: give one of them another `path`")
     except (OSError, ValueError) as error:
         why = getattr(error, "strerror", None) or str(error)
-        what = f"has {wrong_fields(error)}" if isinstance(error, ValidationError) else f"cannot be read: {why}"
+        what = f"has {wrong_fields(error)}" if isinstance(error, ValidationError) else f"cannot be used: {why}"
         raise DataError(Problem(what, _FORM, "correct the file, or the path to it", path)) from error
-    counts = Counter(file.path for file in wanted)
-    if not wanted or max(counts.values()) > 1:
-        what = f"has two files for the path {max(counts, key=counts.__getitem__)}" if wanted else "lists no file"
-        raise DataError(Problem(what, "every file needs a path of its own", "give one of them another `path`", path))
     return wanted
 
 
@@ -171,8 +170,7 @@ def _bring(wanted: RemoteFile, folder: Path, retries: int, timeout_seconds: floa
 
 def _fetch(wanted: RemoteFile, path: Path, retries: int, timeout_seconds: float, stop: Event) -> None:
     """The retry loop. What has arrived waits in a hidden file, which no glob takes for data."""
-    stem = path.name if len(os.fsencode(path.name)) < 250 else hashlib.sha256(path.name.encode()).hexdigest()
-    part = path.with_name(f".{stem}.part")
+    part = path.with_name(f".{path.name}.part")
     failures, furthest, wait_seconds = 0, _size_of(part), 0.0
     while True:
         if stop.wait(wait_seconds):

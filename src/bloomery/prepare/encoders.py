@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.metadata
 from collections.abc import Callable, Sequence
 from functools import partial
-from textwrap import shorten
 
 import numpy as np
 import orjson
@@ -14,6 +13,7 @@ from numpy.typing import NDArray
 from bloomery.base.errors import DataError, Problem
 from bloomery.data.tokenizer import Tokenizer, in_time
 from bloomery.prepare.pool import worker_pool
+from bloomery.prepare.sources import first_line
 
 Ids = tuple[NDArray[np.uint32], NDArray[np.int64]]
 """(the ids of all texts in a row, how many each has)."""
@@ -88,7 +88,7 @@ def choose_encoder(tokenizer: Tokenizer, texts: Sequence[str], *, as_ids: bool) 
     except (KeyboardInterrupt, SystemExit, MemoryError):
         raise
     except BaseException as error:  # each library has its own kinds, and a panic of Rust is no Exception
-        difference = f"it cannot read this tokenizer: {shorten(str(error).partition(chr(10))[0], 120)}"
+        difference = f"it cannot read this tokenizer: {first_line(error):.120}"
     return right, [f"encoder: {right.name}", f"not fastokens: {difference}"]
 
 
