@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import multiprocessing
 import os
 import random
@@ -17,29 +16,29 @@ from typing import Any
 import pytest
 import torch
 
-from bloomery.base.errors import StorageError
 from bloomery.base.ranks import Piece
 from bloomery.checkpoint import folder as folders
 from bloomery.checkpoint.folder import Writer, take_over, tidy
 from bloomery.checkpoint.load import load_pieces, read_checkpoint
-from bloomery.checkpoint.retention import Retention, Tier, apply_retention
-from bloomery.checkpoint.save import SavePlan, Saver, save_checkpoint
+from bloomery.checkpoint.retention import Retention, Tier
+from bloomery.checkpoint.save import SavePlan, Saver
 from bloomery.checkpoint.select import newest_good
 from bloomery.config.recipe import KeepSection
 from checkpoints import assert_same_tensors, chosen, held_by_all, latest_checkpoint
 from conftest import Workshop, start_training, wait_for_steps
-from kill_points import OPERATIONS
 
 CPU = torch.device("cpu")
 FORK = multiprocessing.get_context("fork")
-ROWS = 4000
+ROWS, RANKS = 4000, 4
 
 
 class Apart:
     """A rank in a process of its own that never speaks to another: all of them have equal shares."""
 
-    def __init__(self, rank: int, size: int, nonce: str) -> None:
-        self.rank, self.size, self._nonce = rank, size, nonce
+    size = RANKS
+
+    def __init__(self, rank: int, nonce: str) -> None:
+        self.rank, self._nonce = rank, nonce
 
     def gather(self, value: Any) -> list[Any]:
         return [value] * self.size
@@ -52,16 +51,16 @@ class Apart:
     def store_get(self, key: str) -> None: ...
 
 
-def save_for_ever(root: Path, rank: int, size: int, first_step: int, nonce: str, writer: Writer) -> None:
-    share = ROWS // size
+def save_for_ever(root: Path, rank: int, first_step: int, nonce: str, writer: Writer) -> None:
+    share = ROWS // RANKS
     weight = torch.zeros(share, 16)
 
     def pieces_of(rank: int) -> dict[str, Piece]:
         return {"w": Piece(weight, (ROWS, 16), (rank * share, 0)), "step": Piece(torch.zeros(()), (), (), rank == 0)}
 
     pieces = pieces_of(rank)
-    saver = Saver(pieces, device=CPU, ranks=Apart(rank, size, nonce), timeout_seconds=0.5)  # type: ignore[arg-type]
-    saver.held = held_by_all(pieces_of, size)
+    saver = Saver(pieces, device=CPU, ranks=Apart(rank, nonce), timeout_seconds=0.5)  # type: ignore[arg-type]
+    saver.held = held_by_all(pieces_of, RANKS)
     for step in range(first_step, first_step + 10_000):
         weight.fill_(float(step))
         pieces["step"].tensor.fill_(float(step))
@@ -73,19 +72,17 @@ def save_for_ever(root: Path, rank: int, size: int, first_step: int, nonce: str,
         weight.fill_(-1.0)  # training goes on
         saver.wait()
         deadline = time.monotonic() + 0.5  # about in step with the others, as training would be
-        while size > 1 and time.monotonic() < deadline and not (root / folders.step_name(step)).exists():
+        while time.monotonic() < deadline and not (root / folders.step_name(step)).exists():
             time.sleep(0.001)
 
 
-@pytest.mark.parametrize(("size", "victims", "rounds"), [(1, "all", 8), (4, "all", 6), (4, "one", 4)])
-def test_kill_9_at_random_points_leaves_a_complete_newest_checkpoint(
-    tmp_path: Path, size: int, victims: str, rounds: int
-) -> None:
-    chance = random.Random(size + rounds)
+@pytest.mark.parametrize(("victims", "rounds"), [("all", 6), ("one", 4)])
+def test_kill_9_at_random_points_leaves_a_complete_newest_checkpoint(tmp_path: Path, victims: str, rounds: int) -> None:
+    chance = random.Random(RANKS + rounds)
     newest = 0
     for i in range(rounds):
         writer = take_over(tmp_path)
-        arguments = [(tmp_path, rank, size, newest + 1, f"nonce{i}", writer) for rank in range(size)]
+        arguments = [(tmp_path, rank, newest + 1, f"nonce{i}", writer) for rank in range(RANKS)]
         ranks = [FORK.Process(target=save_for_ever, args=args) for args in arguments]
         for process in ranks:
             process.start()
@@ -199,63 +196,6 @@ def test_a_writer_file_that_is_a_folder_is_named(workshop: Workshop, capsys: pyt
     workshop.train("train.for=2 steps", code=5)
     assert "cannot read" in (err := capsys.readouterr().err)
     assert "checkpoints/.writer" in err
-
-
-def held(root: Path) -> dict[str, Any]:
-    """What a folder of checkpoints says: `latest`, and the weight of each that is complete."""
-    weights = {}
-    for folder in folders.complete_checkpoints(root):
-        read_checkpoint(folder)
-        load_pieces(read_checkpoint(folder, tensors=False), {"w": Piece.whole(weight := torch.zeros(()))})
-        weights[folder.name] = float(weight)
-    return {"latest": folders.read_latest(root), **weights}
-
-
-def write(root: Path, step: int, weight: float, writer: Writer) -> None:
-    pieces = {"w": Piece.whole(torch.tensor(weight))}
-    save_checkpoint(root, step=step, pieces=pieces, state={}, recipe_yaml="", writer=writer)
-
-
-def test_a_zombie_stopped_at_any_operation_neither_completes_nor_deletes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It stops before the n-th thing that it does to the disk, for every n; a newer start goes on; it comes back."""
-    originals = {name: getattr(os, name) for name in OPERATIONS}
-    for stop_before in itertools.count(1):
-        root = tmp_path / str(stop_before)
-        old = take_over(root)
-        for step in (1, 2):
-            write(root, step, 1.0, old)
-        done, after_the_newer = 0, {}
-
-        def newer_start(root: Path = root) -> dict[str, Any]:
-            new = take_over(root)
-            step = folders.step_of(chosen([root]) or Path("step-0"))
-            assert step >= 2
-            tidy(root, step=step)
-            write(root, step + 1, 2.0, new)
-            return held(root)
-
-        def counting(name: str, stop_before: int = stop_before) -> Any:
-            def counted(*arguments: Any, **options: Any) -> Any:
-                nonlocal done, after_the_newer
-                done += 1
-                if done == stop_before:
-                    after_the_newer = newer_start()
-                return originals[name](*arguments, **options)
-
-            return counted
-
-        for name in OPERATIONS:
-            monkeypatch.setattr(os, name, counting(name))
-        with suppress(StorageError, OSError):
-            write(root, 3, 1.0, old)
-            apply_retention(old, KeepSection(last=1))
-        monkeypatch.undo()
-        if done < stop_before:
-            break
-        assert held(root) == after_the_newer, f"stopped before operation {stop_before}"
-    assert stop_before > 20
 
 
 def test_a_zombie_training_is_stopped_by_a_newer_start(workshop: Workshop) -> None:

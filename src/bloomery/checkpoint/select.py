@@ -20,8 +20,9 @@ def choose(
     """The checkpoint called `wanted`, or else the newest good one, local or remote. All ranks call it."""
     if wanted is None:
         return newest_good(roots, ranks=ranks, remote=remote, check=check)
-    found = remote.fetch_named(wanted, roots) if remote is not None else Choice()
-    return replace(found, checkpoint=read_checkpoint(folders.checkpoint_named(roots, wanted), ranks=ranks))
+    if remote is not None and (found := remote.fetch_named(wanted, roots)).checkpoint is not None:
+        return found
+    return Choice(read_checkpoint(folders.checkpoint_named(roots, wanted), ranks=ranks))
 
 
 def newest_good(
