@@ -6,7 +6,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-import tempfile
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -90,20 +90,13 @@ def run_hf(args: argparse.Namespace) -> int:
         f"{done.proof}\nnext: bloomery train {args.output / 'recipe.yaml'} --run-dir {args.output}"
     )
     facts = {"checkpoint": str(done.checkpoint), "parameters": parameters, "model": model, "tensors": done.tensors}
-    return show(args, facts | {"proof": done.proof.to_json()}, lambda _: text)
+    return show(args, facts | {"proof": asdict(done.proof)}, lambda _: text)
 
 
 def _recipe(args: argparse.Namespace, model: dict[str, Any], tokenizer: Path | None) -> LoadedRecipe:
-    from bloomery.config.yaml_nodes import dump_yaml
     from bloomery.interop.hf.importer import START
     from bloomery.sizing.check import load_checked_recipe
 
     found = [f"model={json.dumps(model)}"]
     found += [f"tokenizer={json.dumps({'path': str(tokenizer)})}"] if tokenizer else []
-    overrides = [*found, *args.overrides]
-    if args.recipe is not None:
-        return load_checked_recipe(args.recipe, overrides)
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "imported.yaml"
-        path.write_text(dump_yaml({**START, "model": model}))
-        return load_checked_recipe(str(path), overrides)
+    return load_checked_recipe(args.recipe or str(START), [*found, *args.overrides])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -85,7 +85,7 @@ def export_checkpoint(
             files = write_weights(staging, shapes, DTYPES[dtype], tensors, shard_bytes=shard_bytes)
         config = _write_configs(staging, recipe, tokenizer, dtype)
         proof = _proof(saved, staging, tokenizer, dtype) if with_proof else Proof(False, "--no-proof")
-        write_atomically(staging / PROOF_FILE, json.dumps(proof.to_json(), indent=2) + "\n")
+        write_atomically(staging / PROOF_FILE, json.dumps(asdict(proof), indent=2) + "\n")
         architecture = config["architectures"][0]
         card = model_card(saved, architecture=architecture, dtype=dtype, proof=str(proof))
         write_atomically(staging / "README.md", mask(card))

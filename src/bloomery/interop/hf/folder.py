@@ -41,14 +41,13 @@ class HfWeights:
         self.shapes: Shapes = {}
         self._places: dict[str, str] = {}
         self._files = TensorFiles(folder, remedy=_COPY_AGAIN)
-        index = _read_index(folder)
-        problems = []
-        for file in sorted(set(index.values())) if index is not None else [_single(folder)]:
+        index, problems = _read_index(folder), []
+        for file in sorted(set(index.values())) or [_single(folder)]:
             for name, (dtype, shape) in self._files.open(file).kinds().items():
                 if name in self._places:
                     problems.append(Problem(f"{name} is in {self._places[name]} and in {file}", "", _COPY_AGAIN))
                 self._places[name], self.dtypes[name], self.shapes[name] = file, dtype, shape
-        astray = [name for name, file in (index or {}).items() if self._places.get(name) != file]
+        astray = [name for name, file in index.items() if self._places.get(name) != file]
         if astray:
             what = f"{len(astray)} tensors are not in the file that {INDEX} names: {', '.join(astray[:5])}"
             problems.append(Problem(what, "", _COPY_AGAIN, str(folder)))
@@ -60,11 +59,11 @@ class HfWeights:
         return self._files.open(self._places[name]).view(name)
 
 
-def _read_index(folder: Path) -> dict[str, str] | None:
-    """Tensor -> file; None if the folder has no index."""
+def _read_index(folder: Path) -> dict[str, str]:
+    """Tensor -> file; empty if the folder has no index."""
     path = folder / INDEX
     if not path.is_file():
-        return None
+        return {}
     try:
         places = read_json(path, LARGE_BYTES)["weight_map"]
         if not isinstance(places, dict) or not places:

@@ -36,13 +36,8 @@ _WEIGHTS = ("F32", "BF16", "F16")
 _BUFFERS = ("I64", "I32", "U8", "BOOL")
 """Of masks and positions, which no parameter is made of."""
 _KINDS = "weights must be fp32, bf16 or fp16"
-START = {
-    "name": "imported",
-    "batch": {"micro_batch_size": 1, "global_batch_size": 8},
-    "lr": {"peak": 1e-5, "schedule": "constant"},
-    "train": {"for": "1000 steps"},
-}
-"""What a recipe must say and a config.json does not: small and careful, to be overridden."""
+START = Path(__file__).with_name("start.yaml")
+"""What a recipe must say and a config.json does not."""
 
 
 @dataclass(frozen=True)

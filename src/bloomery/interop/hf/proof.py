@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -56,9 +56,6 @@ class Proof:
     """Of an import, as it is trained with, and as transformers has it."""
     their_loss: float | None = None
     prompts: list[dict[str, str]] = field(default_factory=list)
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
 
     def __str__(self) -> str:
         if self.max_logit_difference is None:
