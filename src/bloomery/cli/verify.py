@@ -11,30 +11,28 @@ from pathlib import Path
 from bloomery.base import exit_codes
 from bloomery.base.errors import Problem, RecipeError
 from bloomery.base.storage import write_atomically
-from bloomery.cli.arguments import add_json, add_recipe_arguments, load, show
+from bloomery.cli.arguments import add_json, add_recipe_arguments, load, show, whole_number
+from bloomery.sizing.layout import world_size
 from bloomery.sizing.memory import precision_problems
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_recipe_arguments(parser)
     parser.add_argument("--layouts", metavar="A,B", help="layouts such as tp2,zero3-dp2; default: the standard matrix")
-    parser.add_argument("--steps", type=int, default=20, help="steps of every training; default: 20")
+    parser.add_argument("--steps", type=whole_number(2), default=20, help="steps of every training; default: 20")
     parser.add_argument("--pairs", action="store_true", help="each layout also resumes from every other's checkpoint")
     parser.add_argument("--output", type=Path, default=Path("certificate.json"), help="default: certificate.json")
     parser.add_argument("--device", default="cpu", help="cpu (default), cuda, ...: one device for each rank")
     parser.add_argument(
         "--simulate-world", type=int, metavar="N", help="build ranks of a world of N without its devices"
     )
-    parser.add_argument("--rank", type=int, metavar="R", help="of --simulate-world; default: first, middle, last stage")
+    parser.add_argument("--rank", type=int, metavar="R", help="simulate this one; default: first, middle, last stage")
     add_json(parser, "certificate")
 
 
 def run(args: argparse.Namespace) -> int:
     if args.simulate_world is not None or args.rank is not None:
         return _simulate(args)
-    if args.steps < 2:
-        rule = "one part is trained before a checkpoint is resharded and one after it"
-        raise RecipeError(Problem(f"--steps is {args.steps}", rule, "use at least 2"))
     recipe = load(args).recipe
     from bloomery.base.accelerator import device_count, pick_device
     from bloomery.verify.certify import certify, table
@@ -63,15 +61,14 @@ def run(args: argparse.Namespace) -> int:
 
 def _simulate(args: argparse.Namespace) -> int:
     """Instead of everything else that `verify` does: the recipe need only be legal in the simulated world."""
-    if args.simulate_world is None:
-        rule = "it names a rank of a simulated world"
-        raise RecipeError(Problem(f"--rank is {args.rank}", rule, "add --simulate-world N"))
-    args.overrides += ["launch.nodes=1", f"launch.gpus_per_node={args.simulate_world}"]
+    if args.simulate_world is not None:
+        args.overrides += ["launch.nodes=1", f"launch.gpus_per_node={args.simulate_world}"]
     recipe = load(args).recipe
+    world = world_size(recipe)
     if problems := precision_problems(recipe):
         raise RecipeError(problems)
-    if args.rank is not None and args.rank not in range(args.simulate_world):
-        rule = f"ranks of this world are 0 to {args.simulate_world - 1}"
+    if args.rank is not None and args.rank not in range(world):
+        rule = f"ranks of this world are 0 to {world - 1}"
         raise RecipeError(Problem(f"--rank is {args.rank}", rule, "use one of them"))
     from bloomery.verify.simulate import simulate_world
 
