@@ -183,6 +183,8 @@ def test_one_flipped_bit_of_a_replicated_norm_is_found_and_named(workshop: Works
     assert text in said(workshop)
     first = workshop.events(workshop.folder / "run", "drift")[0]
     assert (first["step"], first["drifts"][0]["ranks"]) == (4, [1])
+    (newest,) = (workshop.folder / "run" / "checkpoints").glob("step-*/manifest.json")
+    assert json.loads(newest.read_text())["suspicious"] == (action == "stop")
 
 
 def test_the_sentinel_is_silent_when_nothing_drifts(workshop: Workshop) -> None:
