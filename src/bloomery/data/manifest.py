@@ -135,22 +135,21 @@ def check_fits(
     problems = []
     known: dict[str, tuple[str, Any]] = {}
     if tokenizer is not None:
-        facts = {"tokenizer_hash": tokenizer.content_hash, "vocab_size": tokenizer.vocab_size}
+        known["tokenizer_hash"] = tokenizer.path, tokenizer.content_hash
+        known["vocab_size"] = tokenizer.path, tokenizer.vocab_size
         if tokenizer.end_of_document is not None:  # it may stand in a file beside tokenizer.json that was not copied
-            facts["eod_id"] = tokenizer.eod_id
-        known = {name: (tokenizer.path, value) for name, value in facts.items()}
+            known["eod_id"] = tokenizer.path, tokenizer.eod_id
     for prefix, manifest in manifests.items():
         for name in ("tokenizer_hash", "vocab_size", "eod_id"):
-            value = getattr(manifest, name)
-            place, expected = known.get(name, (prefix, value))
-            if value is not None and value != expected:
+            if (value := getattr(manifest, name)) is None:
+                continue
+            place, expected = known.setdefault(name, (prefix, value))
+            if value != expected:
                 what = f"the shard was made with another tokenizer: its {name} is {value!s:.12}, that of {place} is "
                 rule = "token ids only have a meaning together with their tokenizer"
                 remedy = "name the tokenizer of the shards, or delete the manifest and run `bloomery prepare` again"
                 problems.append(Problem(f"{what}{expected!s:.12}", rule, remedy, manifest_path(prefix)))
                 break
-            if value is not None:
-                known[name] = (place, expected)
         if manifest.vocab_size > vocab_size:
             what = f"the shard's vocabulary has {manifest.vocab_size} entries but model.vocab_size is {vocab_size}"
             rule, remedy = "every token id must be below model.vocab_size", f"set it to {manifest.vocab_size}"

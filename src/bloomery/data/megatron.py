@@ -142,7 +142,9 @@ class MegatronOpening:
         self._recipe, self._plan, self._flavour = recipe, plan, flavour
         self._blends_one, self._cache = recipe.data.blend_one_source, IndexCache(recipe.data.cache_dir)
 
-    def request(self, sections: Sequence[SourceSection], samples: int) -> BlendRequest:
+    def request(self, sections: Sequence[SourceSection], part: Part, plan: TrainingPlan | None = None) -> BlendRequest:
+        """What the run asks of these sources, or what it would ask by another plan."""
+        samples = wanted_samples(self._recipe, plan or self._plan, part)
         if len(sections) == 1 and not self._blends_one:
             return BlendRequest(np.ones(1), [samples], samples)
         return BlendRequest.of(self._flavour, [section.weight for section in sections], samples)
@@ -150,11 +152,11 @@ class MegatronOpening:
     def source(self, shard: ShardReader, **settings: Any) -> MegatronSource:
         return MegatronSource(shard, flavour=self._flavour, cache=self._cache, **settings)
 
-    def stream(self, sections: Sequence[SourceSection], sources: Sequence[MegatronSource], samples: int) -> Stream:
+    def stream(self, sections: Sequence[SourceSection], sources: Sequence[MegatronSource], part: Part) -> Stream:
         """DataError if a source has fewer samples than the blend takes from it."""
         if len(sources) == 1 and not self._blends_one:
             return Stream(sources, TimelessBlend.start({sources[0].key: 1.0}))  # its samples, one after the other
-        return Stream(sources, GreedyBlend(self.request(sections, samples), sources, self._cache))
+        return Stream(sources, GreedyBlend(self.request(sections, part), sources, self._cache))
 
     def check(self, stream: Stream, sections: Sequence[SourceSection], cursor: DataCursor | None) -> None:
         """DataError if the run is longer than its order, or if `cursor` gave its sources other epochs or another blend;
@@ -167,8 +169,8 @@ class MegatronOpening:
             raise DataError(Problem(what, rule, "use a shorter ramp or a longer train.for"))
         if cursor is None:
             return
-        then = cursor.plan.asked_samples
-        for source, samples in zip(stream.sources, self.request(sections, then).member_samples, strict=True):
+        then, request = cursor.plan.asked_samples, self.request(sections, "train", cursor.plan)
+        for source, samples in zip(stream.sources, request.member_samples, strict=True):
             now = cast(MegatronSource, source).shape
             shard = {"tokens_per_epoch": now.tokens_per_epoch, "seq_length": now.seq_length}
             if OrderShape.of(self._flavour, samples=samples, **shard) != now:

@@ -15,7 +15,7 @@ from bloomery.data.blend import TimelessBlend
 from bloomery.data.causal import CausalSource, DataCursor, blend_after
 from bloomery.data.manifest import ShardManifest, manifest_path
 from bloomery.data.masked import MaskedSource, MaskVocabulary
-from bloomery.data.megatron import MegatronOpening, MegatronSource, wanted_samples
+from bloomery.data.megatron import MegatronOpening, MegatronSource
 from bloomery.data.megatron_order import Part
 from bloomery.data.shards import ShardReader
 from bloomery.data.tokenizer import Tokenizer
@@ -92,7 +92,7 @@ class _Opening:
         self.problems: list[Problem] = []
         self.warnings: list[str] = []
         self.tokenizer: Tokenizer | None = None
-        self._recipe, self._plan, self._data, self._closing = recipe, plan, recipe.data, closing
+        self._recipe, self._data, self._closing = recipe, recipe.data, closing
         self._is_encoder = FAMILIES[recipe.model.family].encoder
         self._mask_vocabulary: MaskVocabulary | None = None
         self._shards: dict[str, tuple[ShardReader, ShardManifest | None]] = {}
@@ -115,7 +115,7 @@ class _Opening:
     def sources(self, sections: Sequence[SourceSection], part: Part) -> list[ShardSource]:
         opened, samples = [], [0] * len(sections)
         if self.megatron is not None:
-            samples = self.megatron.request(sections, wanted_samples(self._recipe, self._plan, part)).member_samples
+            samples = self.megatron.request(sections, part).member_samples
         for section, wanted in zip(sections, samples, strict=True):
             try:
                 opened.append(self._open(section, part, wanted))
@@ -125,8 +125,7 @@ class _Opening:
 
     def stream(self, sections: Sequence[SourceSection], sources: list[ShardSource], part: Part) -> Stream:
         if self.megatron is not None:
-            samples = wanted_samples(self._recipe, self._plan, part)
-            return self.megatron.stream(sections, cast(Sequence[MegatronSource], sources), samples)
+            return self.megatron.stream(sections, cast(Sequence[MegatronSource], sources), part)
         return Stream(sources, TimelessBlend.start(_weights(sections)))
 
     def _open(self, section: SourceSection, part: Part, wanted: int) -> ShardSource:
