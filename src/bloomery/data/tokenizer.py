@@ -80,8 +80,6 @@ class Tokenizer:
             what = f"is not a tokenizer that the tokenizers library {tokenizers.__version__} can read: {error}"
             remedy = "train one with `bloomery tokenizer train`, or copy the file again"
             raise DataError(Problem(what, remedy=remedy, place=path)) from error
-        # A document that merely contains the text '<|endoftext|>' must not end there.
-        self._tokenizer.encode_special_tokens = True
         # Files saved by others may carry these; they would silently drop or invent tokens.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
@@ -89,11 +87,10 @@ class Tokenizer:
     @classmethod
     def load(cls, path: str) -> Tokenizer:
         """From a folder that holds a tokenizer.json, GPT-2's vocab.json and merges.txt, or BERT's vocab.txt."""
-        for name, as_json in (("tokenizer.json", _read), ("merges.txt", _gpt2), ("vocab.txt", _bert)):
-            if os.path.exists(file := os.path.join(path, name)):
-                return cls(as_json(file), path=file)
-        file = os.path.join(path, FILES[0])
-        return cls(_read(file), path=file)
+        files = [os.path.join(path, name) for name in FILES]
+        file = next(filter(os.path.exists, files), files[0])
+        as_json = dict(zip(files, (_read, _gpt2, _bert), strict=True))[file]
+        return cls(as_json(file), path=file)
 
     @cached_property
     def special_tokens(self) -> dict[str, int]:
@@ -157,13 +154,11 @@ class Tokenizer:
         return hashlib.sha256(_DECIDES_NO_ID.sub(b"", encoded)).hexdigest() + _OF_IDS
 
     def encode_batch(self, texts: Sequence[str], *, special_tokens_as_ids: bool = False) -> list[NDArray[np.int64]]:
-        """Ids of the texts alone: nothing is added, and special tokens in a text are read as text by default."""
+        """Ids of the texts alone: nothing is added, and special tokens in a text are read as text by default. A text
+        that merely contains '<|endoftext|>' must not end there."""
         self._tokenizer.encode_special_tokens = not special_tokens_as_ids
-        try:
-            encode = partial(self._tokenizer.encode_batch_fast, list(texts), add_special_tokens=False)
-            encodings = in_time(encode, sum(map(len, texts)), self.path)
-        finally:
-            self._tokenizer.encode_special_tokens = True
+        encode = partial(self._tokenizer.encode_batch_fast, list(texts), add_special_tokens=False)
+        encodings = in_time(encode, sum(map(len, texts)), self.path)
         return [np.array(encoding.ids, dtype=np.int64) for encoding in encodings]
 
     def decode(self, ids: Sequence[int] | NDArray[np.integer[Any]]) -> str:
