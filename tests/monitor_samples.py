@@ -45,8 +45,18 @@ def step_record(step: int, *, loss: float = 2.5, job: int = 1, **changes: Any) -
 
 
 def validation_record(step: int, *, group: str = "web", loss: float = 2.0, job: int = 1) -> ValidationRecord:
-    counts = (step, step * 16, step * 512, step * 3)
-    return ValidationRecord(*counts, group, {"lm loss": loss}, perplexity_of(loss), 5, job, 1_700_000_000.0 + step)
+    return ValidationRecord(
+        step=step,
+        consumed_samples=step * 16,
+        consumed_tokens=step * 512,
+        consumed_gigaflops=step * 3,
+        group=group,
+        losses={"lm loss": loss},
+        perplexity=perplexity_of(loss),
+        batches=5,
+        job=job,
+        time=1_700_000_000.0 + step,
+    )
 
 
 @contextmanager

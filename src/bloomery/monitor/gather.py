@@ -5,29 +5,24 @@ from __future__ import annotations
 import math
 from array import array
 from collections import defaultdict, deque
-from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import orjson
 from numpy.typing import NDArray
 
-from bloomery.base.errors import DataError, Problem
 from bloomery.base.units import Energy
 from bloomery.monitor import names
-from bloomery.monitor.history import event_of, last_valid_steps, scan
-from bloomery.monitor.record import Record, StepRecord, ValidationRecord, from_json
+from bloomery.monitor.history import event_of, scan, scan_metrics
+from bloomery.monitor.record import Record, StepRecord
 
-MOST_POINTS = 1200
-"""Of a curve."""
 Points = NDArray[np.float64]
 """(points, 2): step and value."""
+_MOST_POINTS = 1200
+"""Of a curve."""
 _MOST_KEPT = 2**16
 """Points of a curve before it is thinned."""
 _MOST_EVENTS = 1000
-_COLUMNS = ("step", "time", "lr", "tokens_per_second", "grad_norm", "tflops", "mfu")
-_numbers = itemgetter(*_COLUMNS[:-1])
 
 
 class Gathered:
@@ -35,9 +30,10 @@ class Gathered:
         self.losses: dict[str, Curve] = defaultdict(Curve)
         self.source_losses: dict[str, Curve] = defaultdict(Curve)
         self.validation_losses: dict[tuple[str, str], Curve] = defaultdict(Curve)
-        """By group and name, as are (loss, step) of the last and of the lowest."""
-        self.last_of: dict[tuple[str, str], tuple[float, int]] = {}
-        self.lowest_of: dict[tuple[str, str], tuple[float, int]] = {}
+        """By group and name."""
+        self.lr, self.tokens_per_second, self.grad_norm = Curve(), Curve(), Curve()
+        self.medians: dict[str, array[float]] = {name: array("d") for name in ("tokens_per_second", "tflops", "mfu")}
+        """All their values."""
         self.last_step: StepRecord | None = None
         self.skipped_steps = self.nan_steps = 0
         self.first_time, self.last_time = math.inf, -math.inf
@@ -52,70 +48,41 @@ class Gathered:
         self.references: dict[str, float] = {}
         self.last_word: dict[str, Any] = {}
         """The newest start or stop."""
-        self._rows = array("d")
-        """Of each record of a step its columns: 112 MB for two million."""
 
-    def _column(self, name: str) -> Points:
-        return np.frombuffer(self._rows).reshape(-1, len(_COLUMNS))[:, [0, _COLUMNS.index(name)]]
-
-    def curve(self, column: str) -> Points:
-        return thin(self._column(column))
-
-    def median(self, column: str) -> float:
+    def median(self, name: str) -> float:
         """Of the steps where it is a number; NaN if there are none."""
-        values = self._column(column)[:, 1]
+        values = np.frombuffer(self.medians[name])
         finite = values[np.isfinite(values)]
         return float(np.median(finite)) if len(finite) else math.nan
 
     def read_metrics(self, path: Path) -> None:
-        last_valid, last_line = last_valid_steps(path), b""
-        self.jobs.update(map(str, last_valid))
-
-        def take(line: bytes) -> None:
-            nonlocal last_line
-            fields = orjson.loads(line)
-            if fields["step"] > last_valid.get(fields["job"], math.inf):
-                return
-            if fields["kind"] == names.KIND_STEP:
-                self._add_step(fields)
-                last_line = line
-            else:
-                self._add_validation(from_json(line))
-
-        scan(path, take)
-        if last_line:
-            try:
-                record = from_json(last_line)
-            except (ValueError, TypeError, AttributeError) as error:
-                what = f"the last record of a step is damaged: {error}"
-                raise DataError(Problem(what, remedy="remove its line", place=str(path))) from error
-            assert isinstance(record, StepRecord)
-            self.last_step, self.energy = record, Energy.from_json(record.energy)
-            times = self._column("time")[:, 1]
-            self._at(float(times.min()), float(times.max()))
+        scan_metrics(path, self._add)
+        if self.last_step is not None:
+            self.energy = Energy.from_json(self.last_step.energy)
 
     def read_events(self, path: Path) -> None:
         scan(path, lambda line: self._add_event(event_of(line)))
 
-    def _add_step(self, fields: dict[str, Any]) -> None:
-        mfu = math.nan if fields["mfu"] is None else fields["mfu"]
-        self._rows.extend([float(number) for number in (*_numbers(fields), mfu)])  # NaN is a string
-        for name, loss in fields["losses"].items():
-            self.losses[name].add(fields["step"], float(loss))
-        for source, loss in (fields.get("source_losses") or {}).items():
-            self.source_losses[source].add(fields["step"], float(loss))
-        self.skipped_steps += fields["skipped_steps"]
-        self.nan_steps += fields["nan_steps"]
-
-    def _add_validation(self, record: Record) -> None:
-        assert isinstance(record, ValidationRecord)
+    def _add(self, record: Record) -> None:
+        self.jobs.add(str(record.job))
+        self._at(record.time)
+        if not isinstance(record, StepRecord):
+            for name, loss in record.losses.items():
+                self.validation_losses[record.group, name].add(record.step, loss)
+            return
+        self.last_step = record
         for name, loss in record.losses.items():
-            key, found = (record.group, name), (loss, record.step)
-            self.validation_losses[key].add(record.step, loss)
-            if key not in self.last_of or self.last_of[key][1] <= record.step:
-                self.last_of[key] = found
-            if math.isfinite(loss):
-                self.lowest_of[key] = min(self.lowest_of.get(key, found), found)
+            self.losses[name].add(record.step, loss)
+        for source, loss in record.source_losses.items():
+            self.source_losses[source].add(record.step, loss)
+        self.lr.add(record.step, record.lr)
+        self.tokens_per_second.add(record.step, record.tokens_per_second)
+        self.grad_norm.add(record.step, record.grad_norm)
+        for name, values in self.medians.items():
+            value = getattr(record, name)
+            values.append(math.nan if value is None else value)
+        self.skipped_steps += record.skipped_steps
+        self.nan_steps += record.nan_steps
 
     def _add_event(self, event: dict[str, Any]) -> None:
         self.num_events += 1
@@ -132,8 +99,8 @@ class Gathered:
         if event["kind"] in (names.Event.START, names.Event.STOP):
             self.last_word = event
 
-    def _at(self, *times: float) -> None:
-        self.first_time, self.last_time = min(self.first_time, *times), max(self.last_time, *times)
+    def _at(self, time: float) -> None:
+        self.first_time, self.last_time = min(self.first_time, time), max(self.last_time, time)
 
 
 def is_number(value: Any) -> bool:
@@ -153,17 +120,16 @@ class Curve:
 
     @property
     def points(self) -> Points:
-        return thin(np.frombuffer(self._numbers).reshape(-1, 2))
+        return _thin(np.frombuffer(self._numbers).reshape(-1, 2))
 
 
-def thin(points: Points, most: int = MOST_POINTS) -> Points:
-    """About `most` at the most, in the order of steps; of two at one step the newer. Of many, those that are the
-    lowest, the highest, not finite or the last of their stretch stay: no spike is lost, however often they are thinned.
-    """
+def _thin(points: Points) -> Points:
+    """In the order of steps; of two at one step the newer. Of many, those that are the lowest, the highest, not finite
+    or the last of their stretch stay: no spike is lost, however often they are thinned."""
     points = points[::-1][np.unique(points[::-1, 0], return_index=True)[1]]
-    if len(points) <= most:
+    if len(points) <= _MOST_POINTS:
         return points
-    kept, edges = [], np.linspace(points[0, 0], points[-1, 0], most // 4, endpoint=False)[1:]
+    kept, edges = [], np.linspace(points[0, 0], points[-1, 0], _MOST_POINTS // 4, endpoint=False)[1:]
     for stretch in filter(len, np.split(points, np.searchsorted(points[:, 0], edges))):
         values = stretch[:, 1]
         finite = np.isfinite(values)

@@ -5,7 +5,6 @@ Both may have millions of lines: they are read one at a time, and nothing else i
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -50,22 +49,22 @@ def read_metrics(path: Path) -> list[Record]:
     return [newest[key] for key in sorted(newest)]
 
 
-def scan_metrics(path: Path, take: Callable[[Record], object], *, skipped_bytes: int = 0) -> None:
+def scan_metrics(path: Path, take: Callable[[Record], object], *, every: int = 1) -> None:
     """Give `take` the records that no later job rolled back, in the order written; of one step there may be two.
-    `skipped_bytes`: after each record, for a sample of them."""
-    last_valid = last_valid_steps(path)
+    `every`: only so many lines apart, for a sample of them."""
+    last_valid = _last_valid_steps(path)
 
     def check(line: bytes) -> None:
         record = from_json(line)
         if record.step <= last_valid.get(record.job, record.step):
             take(record)
 
-    scan(path, check, skipped_bytes=skipped_bytes)
+    scan(path, check, every=every)
 
 
-def last_valid_steps(metrics: Path) -> dict[int, float]:
-    """By job: up to which step its records count, which is where the earliest of all newer jobs began, by the ledger
-    beside the metrics."""
+def _last_valid_steps(metrics: Path) -> dict[int, float]:
+    """By job: up to which step its records count, which is where the earliest of all newer jobs began. That is in the
+    ledger beside the metrics."""
     began_after = {start.job: start.step for start in read_ledger(metrics.with_name(names.EVENTS_FILE)).starts}
     last_valid: dict[int, float] = {}
     earliest = float("inf")
@@ -111,7 +110,7 @@ def event_of(line: bytes) -> dict[str, Any]:
     return fields
 
 
-def scan(path: Path, take: Callable[[bytes], object], *, skipped_bytes: int = 0) -> None:
+def scan(path: Path, take: Callable[[bytes], object], *, every: int = 1) -> None:
     """Give `take` every line, one at a time. DataError names the line that it refuses with a ValueError or the like.
     A last line without newline is torn, or still being written by a live run: it is skipped unless it is whole."""
     number = 0
@@ -121,16 +120,13 @@ def scan(path: Path, take: Callable[[bytes], object], *, skipped_bytes: int = 0)
                 number += 1
                 if len(line) == SMALL_BYTES:
                     raise ValueError("it is too long")
-                if not line.isspace():
+                if number % every == 0 and not line.isspace():
                     take(line)
-                if skipped_bytes:
-                    file.seek(skipped_bytes, os.SEEK_CUR)
-                    file.readline(SMALL_BYTES)
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError, OverflowError) as error:
         if line.endswith(b"\n") or len(line) == SMALL_BYTES:
-            which, where = ("a line", "") if skipped_bytes else (f"line {number}", f":{number}")
-            remedy = "remove it" + (f", for example with `sed -i {number}d {path}`" if where else "")
-            raise DataError(Problem(f"{which} is damaged: {error}", remedy=remedy, place=f"{path}{where}")) from error
+            remedy = f"remove it, for example with `sed -i {number}d {path}`"
+            problem = Problem(f"line {number} is damaged: {error}", remedy=remedy, place=f"{path}:{number}")
+            raise DataError(problem) from error
     except OSError as error:
         what = f"cannot read {path}: {error.strerror}"
         raise DataError(Problem(what, remedy="give the folder of a run", place=str(path))) from error

@@ -11,9 +11,6 @@ TENSORBOARD_FOLDER = "tensorboard"
 REPORT_FILE = "report.html"
 RECIPE_FILE = "recipe.yaml"
 
-KIND_STEP = "step"
-KIND_VALIDATION = "validation"
-
 
 class Event(StrEnum):
     """Kinds of events.jsonl (docs/run-folder.md). `journal.event` takes no other, so that none is spelled twice."""

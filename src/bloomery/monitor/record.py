@@ -6,19 +6,18 @@ import dataclasses
 import json
 import math
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any, Literal
 
-import orjson
-from pydantic import TypeAdapter, ValidationError
+from pydantic import Field, TypeAdapter, ValidationError
 
 from bloomery.base.bounded import wrong_fields
-from bloomery.monitor import names
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class StepRecord:
     """One logged interval of training, named by its last step."""
 
+    kind: Literal["step"] = "step"
     step: int
     train_steps: int
     consumed_samples: int
@@ -60,10 +59,11 @@ class StepRecord:
     (`measured_seconds`) of all (`device_seconds`). Empty in records of older versions."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ValidationRecord:
     """One validation group, evaluated after `step`."""
 
+    kind: Literal["validation"] = "validation"
     step: int
     consumed_samples: int
     consumed_tokens: int
@@ -87,27 +87,18 @@ def perplexity_of(loss: float) -> float:
 
 def to_json(record: Record) -> str:
     """One line without newline; its `kind` selects the class that reads it back."""
-    kind = names.KIND_STEP if isinstance(record, StepRecord) else names.KIND_VALIDATION
-    return strict_json({"kind": kind, **dataclasses.asdict(record)})
+    return strict_json(dataclasses.asdict(record))
 
 
 def from_json(line: str | bytes) -> Record:
     """ValueError if the line is not a whole record. Fields of a newer version are ignored."""
-    fields = orjson.loads(line)
-    kind = fields.get("kind") if isinstance(fields, dict) else None
-    if kind not in _READERS:
-        raise ValueError(f"not a metrics record: kind is {kind!r}")
     try:
-        return _READERS[kind].validate_python(fields)
+        return _READER.validate_json(line)  # what `strict_json` writes for NaN and infinities becomes a float
     except ValidationError as error:
         raise ValueError(wrong_fields(error)) from None
 
 
-_READERS: dict[str, TypeAdapter[Record]] = {
-    names.KIND_STEP: TypeAdapter(StepRecord),
-    names.KIND_VALIDATION: TypeAdapter(ValidationRecord),
-}
-"""By kind. They read what `strict_json` writes for NaN and infinities."""
+_READER: TypeAdapter[Record] = TypeAdapter(Annotated[Record, Field(discriminator="kind")])
 
 
 def strict_json(value: Any, *, indent: int | None = None) -> str:

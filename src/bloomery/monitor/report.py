@@ -9,6 +9,7 @@ import time
 from base64 import b64encode
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -19,15 +20,13 @@ from bloomery.base.storage import write_atomically
 from bloomery.base.units import format_count, format_device_hours, format_joules, format_seconds
 from bloomery.families.family import LM_LOSS
 from bloomery.monitor import names
-from bloomery.monitor.gather import MOST_POINTS, Gathered, Points, is_number, thin
+from bloomery.monitor.gather import Gathered, Points, is_number
 from bloomery.monitor.meters import is_whole
 from bloomery.monitor.record import perplexity_of, strict_json
 from bloomery.monitor.sinks import iso_time
 
 _STYLES, _SCRIPTS = ("uplot/uPlot.min.css", "report.css"), ("uplot/uPlot.iife.min.js", "report.js")
 _LICENSE = "uplot/LICENSE"
-_MOST_ON_PAGE = 40_000
-"""Points of all curves of a chart."""
 _LOG_SCALE_FROM = 100.0
 _HEAD = ("kind", "step", "iso_time", "time", "job")
 
@@ -100,7 +99,7 @@ def _charts(found: Gathered) -> list[str]:
     if found.source_losses:
         by_source = {source: curve.points for source, curve in found.source_losses.items()}
         charts.append(chart_html("training loss by source", by_source))
-    lr, speed, norm = (found.curve(name) for name in ("lr", "tokens_per_second", "grad_norm"))
+    lr, speed, norm = found.lr.points, found.tokens_per_second.points, found.grad_norm.points
     return [
         *charts,
         chart_html("learning rate", {"learning rate": lr}, from_zero=True),
@@ -118,9 +117,10 @@ def _facts(found: Gathered) -> list[str]:
         facts.append(_fact("Steps", f"{last.step:,}", f"of {last.train_steps:,}"))
         facts.append(_fact("Tokens", format_count(last.consumed_tokens), f"{last.consumed_samples:,} samples"))
         facts += [_fact(f"Training {name}", _loss(loss), "last logged", loss) for name, loss in last.losses.items()]
-    for group in dict.fromkeys(group for group, _ in found.last_of):
-        loss, _ = found.last_of.get((group, LM_LOSS), (math.nan, 0))
-        facts.append(_fact(f"Validation: {group}", _loss(loss), f"perplexity {number(perplexity_of(loss))}", loss))
+    for (group, name), curve in found.validation_losses.items():
+        loss = float(curve.points[-1, 1])
+        if name == LM_LOSS:
+            facts.append(_fact(f"Validation: {group}", _loss(loss), f"perplexity {number(perplexity_of(loss))}", loss))
     if last is not None:
         facts.append(_fact("Tokens per second", number(found.median("tokens_per_second")), "median"))
         mfu = found.median("mfu")
@@ -165,13 +165,15 @@ def _last_word(found: Gathered) -> str:
 
 
 def _validation_table(found: Gathered) -> str:
-    if not found.last_of:
+    if not found.validation_losses:
         return ""
     rows = []
-    for (group, name), (loss, step) in found.last_of.items():
-        lowest, lowest_step = found.lowest_of.get((group, name), (math.nan, step))
-        low = f"{_loss(lowest)} at step {lowest_step:,}"
-        rows.append([group, name, _loss(loss), number(perplexity_of(loss)), f"{step:,}", low])
+    for (group, name), curve in found.validation_losses.items():
+        points: list[tuple[float, float]] = curve.points.tolist()
+        step, loss = points[-1]
+        low_step, low = min((each for each in points if math.isfinite(each[1])), key=itemgetter(1), default=points[-1])
+        lowest = f"{_loss(low)} at step {low_step:,.0f}"
+        rows.append([group, name, _loss(loss), number(perplexity_of(loss)), f"{step:,.0f}", lowest])
     head = {"group": "", "loss": "", "last": "number", "perplexity": "number", "step": "number", "lowest": "number"}
     return f"<h2>Validation</h2>{_table(head, rows)}"
 
@@ -225,8 +227,7 @@ def chart_html(
 
     `curves`: over steps, by name; values that are not finite are gaps with a red tick. `may_be_logarithmic`: log scale
     when the values span more than two decades. `references`: dashed horizontal lines, by name."""
-    most = max(32, min(MOST_POINTS, _MOST_ON_PAGE // (1 + len(curves))))
-    shown = {name: thin(points, most) for name, points in curves.items() if len(points)}
+    shown = {name: points for name, points in curves.items() if len(points)}
     size = ' class="wide"' if wide else ""
     head = f"<figure{size}><figcaption>{escape(title)}"
     if not shown:

@@ -14,10 +14,8 @@ from bloomery.monitor.history import scan_metrics
 from bloomery.monitor.record import Record, StepRecord, perplexity_of
 from bloomery.monitor.sinks import Sink
 
-_REPLAYED_POINTS = 1000
-"""TensorBoard shows at most this many points of a curve, so a longer replay would only cost time."""
-_REPLAYED_WHOLE_BYTES = 2**20
-"""Of metrics beyond so many bytes only some records are read."""
+_REPLAYED_BYTES = 2**20
+"""Of metrics: about as many records as TensorBoard shows of a curve. Of a longer file every n-th line is read."""
 
 # A TensorBoard tag with such a suffix has that count as its x axis instead of steps.
 VS_STEPS, VS_SAMPLES, VS_TOKENS = "", " vs samples", " vs tokens"
@@ -81,8 +79,7 @@ class TensorBoard(Sink):
         past: list[Record] = []
         metrics = self.folder.with_name(names.METRICS_FILE)
         if metrics.exists():
-            beyond = max(0, metrics.stat().st_size - _REPLAYED_WHOLE_BYTES)
-            scan_metrics(metrics, past.append, skipped_bytes=beyond // _REPLAYED_POINTS)
+            scan_metrics(metrics, past.append, every=1 + metrics.stat().st_size // _REPLAYED_BYTES)
         return [record for record in past if record.step <= self._resume_step]
 
     def _add(self, wall_time: float, scalars: Iterator[Scalar]) -> None:
