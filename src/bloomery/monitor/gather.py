@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from array import array
 from collections import defaultdict, deque
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,8 @@ _MOST_POINTS = 1200
 _MOST_KEPT = 2**16
 """Points of a curve before it is thinned."""
 _MOST_EVENTS = 1000
+_COLUMNS = ("step", "time", "lr", "tokens_per_second", "grad_norm", "tflops", "mfu")
+_numbers = attrgetter(*_COLUMNS[:-1])
 
 
 class Gathered:
@@ -31,9 +34,6 @@ class Gathered:
         self.source_losses: dict[str, Curve] = defaultdict(Curve)
         self.validation_losses: dict[tuple[str, str], Curve] = defaultdict(Curve)
         """By group and name."""
-        self.lr, self.tokens_per_second, self.grad_norm = Curve(), Curve(), Curve()
-        self.medians: dict[str, array[float]] = {name: array("d") for name in ("tokens_per_second", "tflops", "mfu")}
-        """All their values."""
         self.last_step: StepRecord | None = None
         self.skipped_steps = self.nan_steps = 0
         self.first_time, self.last_time = math.inf, -math.inf
@@ -48,10 +48,18 @@ class Gathered:
         self.references: dict[str, float] = {}
         self.last_word: dict[str, Any] = {}
         """The newest start or stop."""
+        self._rows = array("d")
+        """Of each record of a step its columns: 112 MB for two million."""
 
-    def median(self, name: str) -> float:
+    def _column(self, name: str) -> Points:
+        return np.frombuffer(self._rows).reshape(-1, len(_COLUMNS))[:, [0, _COLUMNS.index(name)]]
+
+    def curve(self, column: str) -> Points:
+        return _thin(self._column(column))
+
+    def median(self, column: str) -> float:
         """Of the steps where it is a number; NaN if there are none."""
-        values = np.frombuffer(self.medians[name])
+        values = self._column(column)[:, 1]
         finite = values[np.isfinite(values)]
         return float(np.median(finite)) if len(finite) else math.nan
 
@@ -59,13 +67,14 @@ class Gathered:
         scan_metrics(path, self._add)
         if self.last_step is not None:
             self.energy = Energy.from_json(self.last_step.energy)
+            times = self._column("time")[:, 1]
+            self._at(float(times.min()), float(times.max()))
 
     def read_events(self, path: Path) -> None:
         scan(path, lambda line: self._add_event(event_of(line)))
 
     def _add(self, record: Record) -> None:
         self.jobs.add(str(record.job))
-        self._at(record.time)
         if not isinstance(record, StepRecord):
             for name, loss in record.losses.items():
                 self.validation_losses[record.group, name].add(record.step, loss)
@@ -75,12 +84,7 @@ class Gathered:
             self.losses[name].add(record.step, loss)
         for source, loss in record.source_losses.items():
             self.source_losses[source].add(record.step, loss)
-        self.lr.add(record.step, record.lr)
-        self.tokens_per_second.add(record.step, record.tokens_per_second)
-        self.grad_norm.add(record.step, record.grad_norm)
-        for name, values in self.medians.items():
-            value = getattr(record, name)
-            values.append(math.nan if value is None else value)
+        self._rows.extend((*_numbers(record), math.nan if record.mfu is None else record.mfu))
         self.skipped_steps += record.skipped_steps
         self.nan_steps += record.nan_steps
 
@@ -99,8 +103,8 @@ class Gathered:
         if event["kind"] in (names.Event.START, names.Event.STOP):
             self.last_word = event
 
-    def _at(self, time: float) -> None:
-        self.first_time, self.last_time = min(self.first_time, time), max(self.last_time, time)
+    def _at(self, *times: float) -> None:
+        self.first_time, self.last_time = min(self.first_time, *times), max(self.last_time, *times)
 
 
 def is_number(value: Any) -> bool:

@@ -99,7 +99,7 @@ def _charts(found: Gathered) -> list[str]:
     if found.source_losses:
         by_source = {source: curve.points for source, curve in found.source_losses.items()}
         charts.append(chart_html("training loss by source", by_source))
-    lr, speed, norm = found.lr.points, found.tokens_per_second.points, found.grad_norm.points
+    lr, speed, norm = (found.curve(name) for name in ("lr", "tokens_per_second", "grad_norm"))
     return [
         *charts,
         chart_html("learning rate", {"learning rate": lr}, from_zero=True),
