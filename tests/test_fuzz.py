@@ -398,7 +398,7 @@ class Samples:
         }
         folder.marker(3).write_text(json.dumps(content))
 
-        return Parser(folder.marker(3), lambda: folder.verified(3, "k"), fields=True)
+        return Parser(folder.marker(3), lambda: folder.verified(3, "k", [0]), fields=True)
 
     def download_json(self) -> Parser:
         path = self.folder / "list.json"
