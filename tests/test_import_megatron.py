@@ -239,7 +239,7 @@ REFUSALS = f"""
 --lr-warmup-iters 2 --lr-warmup-samples 3 --seed -> --lr-warmup-iters are both set; --seed has 0 values
 --lr-warmup-fraction nan --num-layers two -> fraction is nan. It is a finite number; is two. It is a finite whole number
 --train-iters 1e30 --lr 9e9999999999999999 -> a finite whole number of at most 1,000,000,000,000,000,000; finite number
---rampup-batch-size 2 2 --data-path 0.5 a 0.5 -> has 2 values; both set; has 3 words
+--rampup-batch-size 2 2 --data-path 0.5 a 0.5 -> has 2 values; --rampup-batch-size and --train-iters; has 3 words
 --data-path a b --num-layers 2 --encoder-num-layers 3 -> Megatron blends by lengths; but --num-layers is 2
 --data-path 1 a b c --train-data-path b -> --data-path is b; --data-path and --train-data-path are both set
 --num-experts 8 --eval-only True -> --num-experts 8 is set. No family here has; --eval-only True is set. A recipe has no
@@ -346,7 +346,6 @@ T: 1 0:1.5 a -> documents 0:1.5
 T: 1 0:0.9 a|--valid-weighted-split-paths|V: 1 0.9:1.5 a -> data.split is '0.9,0.6,-0.5'
 T: $W 0:1 a -> 'T: $W 0:1 a' is no group
 T: 1 0:1 a|--data-path|b -> --data-path and --train-weighted-split-paths are both set
-T: 1 0:1 a|--split|9,1,0 -> --split and --train-weighted-split-paths are both set
 """
 
 

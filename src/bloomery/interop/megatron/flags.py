@@ -92,44 +92,44 @@ SWITCHES = """
 fp16 bf16 fp8-e4m3 fp8-e5m2 fp8-hybrid deepspeed embed-layernorm swiglu group-query-attention
 use-rotary-position-embeddings use-alibi-position-embeddings no-position-embedding disable-bias-linear
 no-bias-gelu-fusion openai-gelu checkpoint-activations recompute-activations deepspeed-activation-checkpointing
-add-qkv-bias qk-layernorm
 use-distributed-optimizer use-torch-fsdp2 torch-fsdp2-no-reshard-after-forward use-megatron-fsdp use-custom-fsdp
-bert-no-binary-head reset-position-ids reset-attention-mask eod-mask-loss
+bert-no-binary-head reset-position-ids reset-attention-mask eod-mask-loss add-qkv-bias qk-layernorm
 """
 """Flags without a value that recipe.py and data.py map together with others."""
 
 # Flags that change what is trained in a way that a recipe cannot express: an import ends here.
 # (why, names; `name=value` for a value that switches it off)
 REFUSED: tuple[tuple[str, str], ...] = (
-    ("no family here has experts", """num-experts=1 expert-model-parallel-size=1 moe-expert-parallel-size=1
-        num-experts-switch=1 moe-use-upcycling"""),
-    ("no family here has such an attention or such positions", """multi-latent-attention qk-l2-norm qk-clip
-        attention-output-gate window-size window-attn-skip-freq experimental-attention-variant linear-attention-freq
-        softmax-type=vanilla rotary-interleaved use-rope-scaling rotary-seq-len-interpolation-factor=1 no-rope-freq
-        rope-type=rope mrope-section rotary-percent=1 rotary-percent=1.0"""),
+    ("no family here has experts",
+     "num-experts=1 expert-model-parallel-size=1 moe-expert-parallel-size=1 num-experts-switch=1 moe-use-upcycling"),
+    ("no family here has such an attention or such positions",
+     """multi-latent-attention qk-l2-norm qk-clip attention-output-gate window-size window-attn-skip-freq
+        experimental-attention-variant linear-attention-freq softmax-type=vanilla rotary-interleaved use-rope-scaling
+        rotary-seq-len-interpolation-factor=1 no-rope-freq rope-type=rope mrope-section rotary-percent=1"""),
     ("the families here have fixed layers, all alike, with one kind of weights and activations",
-     """squared-relu quick-geglu glu-activation activation-func-clamp-value glu-linear-offset=0 glu-linear-offset=0.0
-        apply-residual-connection-post-layernorm hybrid-attention-ratio=0 hybrid-attention-ratio=0.0
-        hybrid-mlp-ratio=0 hybrid-mlp-ratio=0.0 hybrid-override-pattern hybrid-layer-pattern is-hybrid-model
-        heterogeneous-layers-config-path heterogeneous-layers-config-encoded-json spec decoder-num-layers
-        enable-hyper-connections perform-rl-step retro-add-retriever vision-pretraining kd mos fp4-format
-        kitchen-config-file kitchen-recipe-number te-precision-config-file"""),
+     """squared-relu quick-geglu glu-activation activation-func-clamp-value glu-linear-offset=0
+        apply-residual-connection-post-layernorm hybrid-attention-ratio=0 hybrid-mlp-ratio=0 hybrid-override-pattern
+        hybrid-layer-pattern is-hybrid-model heterogeneous-layers-config-path heterogeneous-layers-config-encoded-json
+        spec decoder-num-layers enable-hyper-connections perform-rl-step retro-add-retriever vision-pretraining kd mos
+        fp4-format kitchen-config-file kitchen-recipe-number te-precision-config-file"""),
     ("a recipe has one model.init_std, one learning rate and one weight decay, for all weights but norms and biases",
      """init-method-xavier-uniform no-scaled-init data-parallel-random-init use-mup embedding-init-method-std
         start-weight-decay end-weight-decay weight-decay-incr-style=constant do-norm-bias-weight-decay
         no-decoupled-weight-decay apply-wd-to-qk-layernorm no-weight-decay-cond-type decoupled-lr decoupled-min-lr
-        head-lr-mult lr-warmup-init=0 lr-warmup-init=0.0"""),
+        head-lr-mult lr-warmup-init=0"""),
     ("every sample is a stretch of the documents' stream, of full length, with a loss for every next token",
      """random-ltd data-efficiency-curriculum-learning loss-on-targets-only sft fim-data mtp-num-layers=0
-        reweight-loss-based-on-position-frequency sample-rate=1 sample-rate=1.0 phase-transition-iterations"""),
+        reweight-loss-based-on-position-frequency sample-rate=1 phase-transition-iterations"""),
     ("a recipe's batch grows in equal stages of samples: where these are equal, write --global-batch-size N "
      "--rampup-batch-size START INCREMENT SAMPLES", "step-batch-size-schedule"),
-    ("a recipe has no such field, and it changes what is trained", """vocab-extra-ids=0 skip-train eval-only yaml-cfg
-        batch-size model-parallel-size warmup ds:curriculum_learning ds:data_efficiency ds:progressive_layer_drop
-        ds:compression_training ds:quantize_training ds:sparse_attention ds:amp"""),
+    ("a recipe has no such field, and it changes what is trained",
+     """vocab-extra-ids=0 skip-train eval-only yaml-cfg batch-size model-parallel-size warmup ds:curriculum_learning
+        ds:data_efficiency ds:progressive_layer_drop ds:compression_training ds:quantize_training ds:sparse_attention
+        ds:amp"""),
     ("it would replace Megatron's schedule: use --lr-decay-style and --lr-warmup-*", "ds:scheduler.type"),
-    ("the scale is dynamic here: 0", "ds:fp16.loss_scale=0 ds:fp16.loss_scale=0.0"),
-    ("it is an object: {...}", """ds:fp16 ds:bf16 ds:nebula ds:zero_optimization ds:zero_optimization.offload_optimizer
+    ("the scale is dynamic here: 0", "ds:fp16.loss_scale=0"),
+    ("it is an object: {...}",
+     """ds:fp16 ds:bf16 ds:nebula ds:zero_optimization ds:zero_optimization.offload_optimizer
         ds:zero_optimization.offload_param"""),
 )  # fmt: skip
 
@@ -213,7 +213,7 @@ def kind_of(name: str, values: Sequence[str]) -> tuple[Kind | Literal["refused"]
     """What to report of a flag that no field came from, and why."""
     for why, names in REFUSED:
         if found := [word for word in names.split() if word.partition("=")[0] == name]:
-            is_off = bool(values) and all(f"{name}={value}" in found for value in values)
+            is_off = bool(values) and all(f"{name}={value.removesuffix('.0')}" in found for value in values)
             return ("not needed", "that turns it off") if is_off else ("refused", why)
     for kind, why, names in OTHERS:
         if any(fnmatch.fnmatchcase(name, word) for word in names.split()):

@@ -39,10 +39,8 @@ _EXCLUSIVE = (
     "fp16 bf16", "train-samples train-iters", "rampup-batch-size train-iters",
     "lr-warmup-samples lr-warmup-iters lr-warmup-fraction",
     "data-path train-data-path train-weighted-split-paths train-weighted-split-paths-path",
-    "split train-weighted-split-paths train-weighted-split-paths-path",
-    "valid-data-path train-weighted-split-paths train-weighted-split-paths-path",
 )  # fmt: skip
-"""Flags of which Megatron takes one."""
+"""Flags of which Megatron takes one, and so one of the script may contradict one behind `--`."""
 _SHARDING: dict[str, Any] = {"no_shard": 0, "optim": 1, "optim_grads": 2, "optim_grads_params": 3}
 
 
