@@ -10,7 +10,7 @@ from bloomery.config.load import load_recipe, shipped_recipes
 from bloomery.config.recipe import Recipe
 from bloomery.model.transformer import build_model
 from bloomery.sizing.check import load_checked_recipe
-from bloomery.sizing.layout import data_parallel_size
+from bloomery.sizing.layout import Layout
 from bloomery.sizing.parameters import count_parameters, padded_vocab_size
 from bloomery.sizing.schedule import TrainingPlan
 
@@ -51,7 +51,7 @@ def test_a_shipped_recipe_is_sound_and_is_the_model_that_gets_built(name: str) -
     assert plan.train_steps > 0
     assert plan.lr.warmup_samples < plan.lr.decay_samples
     assert plan.save_steps()
-    samples_at_once = checked.recipe.batch.micro_batch_size * data_parallel_size(checked.recipe)
+    samples_at_once = checked.recipe.batch.micro_batch_size * Layout.of(checked.recipe).dp
     assert all(level.global_batch % samples_at_once == 0 for level in plan.batch.levels)
     model = checked.recipe.model
     assert count_parameters(model, vocab_size=padded_vocab_size(model)).total == PARAMETERS[name]
@@ -68,4 +68,4 @@ def test_tr1_keeps_the_loss_scale_of_its_ds_config() -> None:
 def test_the_hostfile_recipe_is_tr1_in_bf16_on_other_machines() -> None:
     tr1, habana = recipe("tr1-13b"), recipe("bloom13b-hostfile")
     assert (habana.model, habana.batch, habana.lr, habana.seed) == (tr1.model, tr1.batch, tr1.lr, tr1.seed)
-    assert (habana.precision, habana.train.exit_after, data_parallel_size(habana)) == ("bf16", None, 4)
+    assert (habana.precision, habana.train.exit_after, Layout.of(habana).dp) == ("bf16", None, 4)
