@@ -154,7 +154,7 @@ def test_another_sequence_length_begins_the_next_epoch_and_counts_tokens_right(w
     unread = ((tokens - 1) // 16 - 40) * 16
     text = (run / "logs" / "main_log.txt").read_text()
     assert f"train: samples of 32 tokens begin with epoch 1; {unread:,} tokens of epoch 0 stay unread" in text
-    from bloomery.checkpoint.select import describe_checkpoint
+    from bloomery.checkpoint.inspect import describe_checkpoint
 
     assert describe_checkpoint(run)["consumed_tokens"] == 4480
     manifest = json.loads((run / "checkpoints" / "step-00000020" / "manifest.json").read_text())
