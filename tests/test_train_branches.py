@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import os
 import signal
 import subprocess
@@ -168,13 +167,6 @@ def test_a_training_without_standard_output_trains(workshop: Workshop) -> None:
     done = subprocess.run(["sh", "-c", 'exec "$@" >&-', "sh", *words], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert (workshop.folder / "runs" / "small" / "checkpoints" / "latest").is_file()
-
-
-def test_the_records_of_a_left_branch_do_not_come_back(workshop: Workshop) -> None:
-    run = workshop.train("checkpoint.phases=[{every: 6 steps}]", "train.exit_after=14 steps")
-    workshop.train("monitor.log_every=20 steps", start_from="6")
-    assert [record.step for record in read_metrics(run / "metrics.jsonl")] == [1, 2, 3, 4, 5, 6, 20]
-    assert json.loads((run / "metrics.jsonl").read_text().splitlines()[13])["step"] == 14
 
 
 def test_a_save_does_not_wait_for_its_step(workshop: Workshop, monkeypatch: pytest.MonkeyPatch) -> None:
