@@ -15,8 +15,7 @@ import yaml
 from bloomery.config.recipe import Recipe
 from bloomery.families import registry
 from bloomery.model.transformer import build_model
-from bloomery.parallel.apply import Parallelised, outline
-from bloomery.parallel.weights import weights_of
+from bloomery.parallel.apply import outline
 from bloomery.sizing.check import load_checked_recipe
 from bloomery.sizing.layout import Layout, layout_overrides, world_size
 from bloomery.sizing.memory import HeldElements, held_elements, node_bytes, stage_facts
@@ -77,9 +76,7 @@ def planned(recipe: Recipe, rank: int) -> HeldElements:
 def built(recipe: Recipe, rank: int) -> HeldElements:
     """Counted from a rank that the code of training outlines."""
     with simulate._fake_world(layout_of(recipe), rank) as mesh:
-        outlined = outline(recipe, mesh, compile_model=False)
-        weights = weights_of(outlined.stages.values(), outlined.shapes, mesh, tied=recipe.model.tie_embeddings)
-        return simulate._held_elements(Parallelised(outlined.stages, weights, mesh))
+        return simulate._held_elements(outline(recipe, mesh, compile_model=False))
 
 
 # ---------------------------------------------------------------- the table of shapes

@@ -15,10 +15,11 @@ from bloomery.checkpoint.save import Saver
 from bloomery.config.recipe import Recipe
 from bloomery.data.batch import GlobalBatch
 from bloomery.families.family import LM_LOSS
-from bloomery.parallel.apply import DTYPES, give_memory, make_runner, outline, parallelise
+from bloomery.parallel.apply import give_memory, make_runner, outline, parallelise
 from bloomery.parallel.gradients import Gradients
 from bloomery.parallel.mesh import Mesh
 from bloomery.parallel.pipeline import schedule_in_force
+from bloomery.parallel.runner import DTYPES
 from bloomery.sizing.check import load_checked_recipe
 from bloomery.sizing.layout import Layout, layout_overrides
 from bloomery.sizing.memory import weight_bytes
@@ -165,9 +166,9 @@ def test_the_peak_is_that_of_the_real_schedule(
     world = Layout.of(recipe)
     simulated = simulate_rank(recipe, world, 0).memory_bytes
     with simulate._fake_world(world, 0) as mesh:
-        outlined, meter = outline(recipe, mesh, compile_model=False), NumberingMeter()
+        parts, meter = outline(recipe, mesh, compile_model=False), NumberingMeter()
         with fake_accelerator(meter):
-            parts = give_memory(outlined, recipe, mesh, device=torch.device("cpu"))
+            parts = give_memory(parts, recipe, torch.device("cpu"))
             simulate._compute_in(recipe, parts)
             runner = make_runner(recipe, parts, device=torch.device("cpu"), compile_model=False, num_sources=1)
             batch = simulate._batch(recipe)

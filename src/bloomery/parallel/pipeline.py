@@ -22,12 +22,14 @@ from torch.distributed.pipelining import (
 
 from bloomery.config.recipe import PipelineSchedule, Recipe
 from bloomery.data.batch import Batch
+from bloomery.families.registry import FAMILIES
 from bloomery.model.loss import row_losses
 from bloomery.model.transformer import Decoder, Encoder, build_model
 from bloomery.parallel.gradients import Gradients
 from bloomery.parallel.mesh import Mesh
-from bloomery.parallel.runner import RowLosses, Seed
+from bloomery.parallel.runner import DTYPES, RowLosses, Seed
 from bloomery.sizing.layout import stage_layers, stages_of_rank
+from bloomery.sizing.parameters import padded_vocab_size
 
 _SCHEDULES: dict[PipelineSchedule, Any] = {
     "gpipe": ScheduleGPipe,
@@ -46,27 +48,20 @@ def schedule_in_force(kind: PipelineSchedule, *, num_stages: int, num_micro_batc
 class PipelineExecution:
     def __init__(
         self,
+        recipe: Recipe,
         stages: Mapping[int, nn.Module],
         gradients: Gradients,
         vocabulary_losses: Callable[[Tensor, Tensor], Tensor],
         mesh: Mesh,
-        *,
-        kind: PipelineSchedule,
-        num_stages: int,
-        hidden: Tensor,
-        outputs: Tensor | tuple[Tensor, ...],
         device: torch.device,
     ) -> None:
-        """`hidden`: the shape and type of what travels between stages; `outputs`: of what the last one returns. Both on
-        the meta device."""
+        self._kind = recipe.parallel.schedule
+        self._num_stages = mesh.layout.pp * recipe.parallel.chunks
+        self._hidden, self._outputs = hidden_states(recipe, mesh), _outputs(recipe, mesh)
         self._stages = dict(stages)
         self._gradients = gradients
         self._vocabulary_losses = vocabulary_losses
         self._mesh = mesh
-        self._kind = kind
-        self._num_stages = num_stages
-        self._hidden = hidden
-        self._outputs = outputs
         self._device = device
         self._micro_batches: Sequence[Batch] = ()
         self._seed: Seed = lambda i, stage: None
@@ -200,3 +195,20 @@ def build_stages(recipe: Recipe, mesh: Mesh) -> dict[int, Decoder | Encoder]:
                     setattr(cast(Any, model), end, None)
         stages[stage] = model
     return stages
+
+
+def hidden_states(recipe: Recipe, mesh: Mesh) -> Tensor:
+    """What travels between stages, as it is on the meta device: the tokens of this rank, between blocks. Gradients
+    travel back."""
+    tokens = recipe.model.seq_length // (mesh.layout.cp * mesh.layout.tp)
+    shape = (recipe.batch.micro_batch_size, tokens, recipe.model.hidden_size)
+    return torch.empty(shape, dtype=DTYPES[recipe.precision], device="meta", requires_grad=True)
+
+
+def _outputs(recipe: Recipe, mesh: Mesh) -> tuple[Tensor, ...]:
+    """What the last stage returns, as it is on the meta device."""
+    rows, dtype = recipe.batch.micro_batch_size, DTYPES[recipe.precision]
+    words = padded_vocab_size(recipe.model) // mesh.layout.tp
+    logits = torch.empty((rows, recipe.model.seq_length // mesh.layout.cp, words), dtype=dtype, device="meta")
+    order = torch.empty((rows, 2), dtype=dtype, device="meta")
+    return (logits, order) if FAMILIES[recipe.model.family].encoder else (logits,)

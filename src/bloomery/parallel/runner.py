@@ -20,6 +20,8 @@ from bloomery.parallel.fsdp import set_fsdp_sync
 from bloomery.parallel.gradients import Gradients
 from bloomery.parallel.mesh import Mesh
 
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+"""What a recipe's precision computes in."""
 RowLosses = dict[str, Tensor]
 """By name, the loss of each sample of a micro-batch: (B,)."""
 

@@ -31,10 +31,10 @@ from bloomery.monitor.journal import Journal, open_journal
 from bloomery.monitor.meters import IntervalMeter, start_meter
 from bloomery.monitor.names import Event
 from bloomery.monitor.sinks import Console
-from bloomery.parallel.apply import DTYPES, make_runner, parallelise
+from bloomery.parallel.apply import make_runner, parallelise
 from bloomery.parallel.feed import Feed
 from bloomery.parallel.mesh import Mesh, make_mesh
-from bloomery.parallel.runner import Runner
+from bloomery.parallel.runner import DTYPES, Runner
 from bloomery.sizing.layout import Layout
 from bloomery.sizing.memory import precision_problems
 from bloomery.train.optimizer import Optimizer

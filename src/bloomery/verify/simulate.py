@@ -37,14 +37,14 @@ from bloomery.families.registry import FAMILIES
 from bloomery.model import attention, transformer
 from bloomery.model.attention import AttentionContext, choose_kernel
 from bloomery.model.loss import row_losses
-from bloomery.parallel.apply import DTYPES, Parallelised, give_memory, hidden_states, outline
+from bloomery.parallel.apply import Parallelised, give_memory, outline
 from bloomery.parallel.context import own_tokens
 from bloomery.parallel.fsdp import set_fsdp_sync
 from bloomery.parallel.gradients import Gradients
 from bloomery.parallel.mesh import Mesh, make_mesh
-from bloomery.parallel.pipeline import schedule_in_force
+from bloomery.parallel.pipeline import hidden_states, schedule_in_force
+from bloomery.parallel.runner import DTYPES
 from bloomery.parallel.tensor import vocabulary_losses
-from bloomery.parallel.weights import weights_of
 from bloomery.sizing.layout import Layout, cut_dimension, micro_batches
 from bloomery.sizing.memory import HeldElements, WeightBytes, layout_facts, stage_part, weight_bytes
 from bloomery.sizing.parameters import count_parameters, padded_vocab_size
@@ -106,9 +106,9 @@ def simulate_world(recipe: Recipe, rank: int | None = None) -> dict[str, Any]:
 
 def simulate_rank(recipe: Recipe, layout: Layout, rank: int) -> SimulatedRank:
     with _fake_world(layout, rank) as mesh:
-        outlined, meter = outline(recipe, mesh, compile_model=False), MemoryMeter()
+        parts, meter = outline(recipe, mesh, compile_model=False), MemoryMeter()
         with fake_accelerator(meter):
-            parts = _compute_in(recipe, give_memory(outlined, recipe, mesh, device=_CPU))
+            parts = _compute_in(recipe, give_memory(parts, recipe, _CPU))
             gradients, held = Gradients(parts.weights, mesh), _held_elements(parts)
             memory, in_flight = _measure(recipe, parts, gradients, meter, weight_bytes(recipe, layout, held))
     layers, embedding, head = stage_part(recipe, layout, mesh.pp)
@@ -139,8 +139,7 @@ def _fake_world(layout: Layout, rank: int) -> Iterator[Mesh]:
 def _elements_of_stage(recipe: Recipe, layout: Layout, rank: int) -> int:
     """What all ranks of a pipeline rank's stages own, from the first of them: it owns a part of everything they do."""
     with _fake_world(layout, rank) as mesh:
-        outlined = outline(recipe, mesh, compile_model=False)
-        weights = weights_of(outlined.stages.values(), outlined.shapes, mesh, tied=recipe.model.tie_embeddings)
+        weights = outline(recipe, mesh, compile_model=False).weights
     return sum(
         weight.parameter.numel() * (1 if cut_dimension(weight.name) is None else layout.tp)
         for weight in weights
