@@ -151,14 +151,8 @@ def test_the_hash_does_not_know_what_decides_no_id(tokenizer, change):
 def test_truncation_and_padding_of_the_file_are_not_obeyed(tokenizer, folder, tmp_path):
     content = json.loads((folder / "tokenizer.json").read_text())
     content["truncation"] = {"direction": "Right", "max_length": 2, "strategy": "LongestFirst", "stride": 0}
-    content["padding"] = {
-        "strategy": {"Fixed": 50},
-        "direction": "Right",
-        "pad_to_multiple_of": None,
-        "pad_id": 0,
-        "pad_type_id": 0,
-        "pad_token": "<|endoftext|>",
-    }
+    content["padding"] = {"strategy": {"Fixed": 50}, "direction": "Right", "pad_to_multiple_of": None, "pad_id": 0}
+    content["padding"] |= {"pad_type_id": 0, "pad_token": "<|endoftext|>"}
     (tmp_path / "tokenizer.json").write_text(json.dumps(content))
     limited = Tokenizer.load(str(tmp_path))
     assert ids_of(limited, "the end of it") == ids_of(tokenizer, "the end of it")
@@ -345,22 +339,7 @@ def test_broken_gpt2_files_are_named(gpt2_folder, merges, vocab, message):
 
 @pytest.fixture
 def bert_folder(tmp_path):
-    pieces = [
-        "[PAD]",
-        "[UNK]",
-        "[CLS]",
-        "[SEP]",
-        "[MASK]",
-        "un",
-        "##aff",
-        "##able",
-        "cafe",
-        "café",
-        "Hello",
-        "hello",
-        ",",
-        "漢",
-    ]
+    pieces = "[PAD] [UNK] [CLS] [SEP] [MASK] un ##aff ##able cafe café Hello hello , 漢".split()
     (tmp_path / "vocab.txt").write_text("\n".join(pieces) + "\n")
     return tmp_path
 

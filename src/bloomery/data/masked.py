@@ -41,8 +41,6 @@ class MaskVocabulary:
     pad_id: int
     continues: NDArray[np.bool_]
     """Of each id, whether it continues the word of the token before it."""
-    fixed: NDArray[np.bool_]
-    """Of each id, whether it is one of the four above, which are never predicted."""
     replacements: NDArray[np.int64]
     """Ids that may stand in for a token: all but the special ones."""
 
@@ -56,18 +54,14 @@ class MaskVocabulary:
         continues = np.zeros(size, bool)
         if prefix:
             continues[[number for token, number in model["vocab"].items() if token.startswith(prefix)]] = True
-        fixed = np.zeros(size, bool)
         special = tokenizer.special_tokens
         names = ("[CLS]", "[SEP]", "[MASK]", "[PAD]")
         if missing := [name for name in names if name not in special]:
             what = f"has no {', '.join(missing)}; its special tokens are {', '.join(special) or 'none'}"
             remedy = "use a tokenizer that was made for this family of models"
             raise DataError(Problem(what, remedy=remedy, place=tokenizer.path))
-        ids = {f"{name[1:-1].lower()}_id": special[name] for name in names}
-        fixed[list(ids.values())] = True
-        ordinary = np.ones(size, bool)
-        ordinary[list(special.values())] = False
-        return cls(**ids, continues=continues, fixed=fixed, replacements=np.flatnonzero(ordinary))
+        cls_id, sep_id, mask_id, pad_id = (special[name] for name in names)
+        return cls(cls_id, sep_id, mask_id, pad_id, continues, np.setdiff1d(np.arange(size), [*special.values()]))
 
     def word_starts(self, tokens: NDArray[np.int64]) -> NDArray[np.bool_]:
         """Where a word begins; the first token always begins one."""
@@ -94,7 +88,7 @@ def mask_tokens(
     count = len(tokens)
     priorities, lengths, kinds, others = random_numbers(key, 4 * count).reshape(4, count)
     starts = np.concatenate([vocabulary.word_starts(segment) for segment in segments])
-    fixed = vocabulary.fixed[tokens]
+    fixed = np.isin(tokens, (vocabulary.cls_id, vocabulary.sep_id, vocabulary.mask_id, vocabulary.pad_id))
     places = np.flatnonzero(starts)
     words = len(places)
     span = fractions(lengths[:words])
