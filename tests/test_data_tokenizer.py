@@ -339,8 +339,8 @@ def test_broken_gpt2_files_are_named(gpt2_folder, merges, vocab, message):
 
 @pytest.fixture
 def bert_folder(tmp_path):
-    pieces = "[PAD] [UNK] [CLS] [SEP] [MASK] un ##aff ##able cafe café Hello hello , 漢".split()
-    (tmp_path / "vocab.txt").write_text("\n".join(pieces) + "\n")
+    pieces = "[PAD] [UNK] [CLS] [SEP] [MASK] un ##aff ##able cafe café Hello hello , 漢"
+    (tmp_path / "vocab.txt").write_text(pieces.replace(" ", "\n") + "\n")
     return tmp_path
 
 
