@@ -308,3 +308,9 @@ def test_a_row_that_is_too_long_is_named(tokenizer, command, monkeypatch):
     parquet.write_table(pyarrow.table({"text": ["short", "a" * 10_000_000]}), "bomb/a.parquet")
     code, _, err = command("prepare", "r.yaml", "prepare.0.sources=[bomb]")
     assert (code, "bomb/a.parquet:row 2: is too long" in err) == (3, True), err
+
+
+@pytest.mark.parametrize("words", ["4/4", "-1/2", "1", "x/y", "0/2 --verify"])
+def test_a_share_that_is_none_is_refused(tokenizer, command, words):
+    code, _, err = command("prepare", "r.yaml", "--unit", *words.split())
+    assert (code, "--unit" in err) == (2, True)

@@ -25,12 +25,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--workers", type=whole_number(1), metavar="N", help="processes; default: one for each processor"
     )
-    parser.add_argument(
-        "--unit",
-        metavar="K/N",
-        help="do only the K-th of N shares of the work (K from 0); afterwards run once without it, to merge",
-    )
-    parser.add_argument("--verify", action="store_true", help="read the sources again and compare them with the shards")
+    either = parser.add_mutually_exclusive_group()
+    unit = "do only the K-th of N shares of the work (K from 0); afterwards run once without it, to merge"
+    either.add_argument("--unit", type=share, metavar="K/N", help=unit)
+    either.add_argument("--verify", action="store_true", help="read the sources again and compare them with the shards")
     add_json(parser, "manifests")
 
 
@@ -39,7 +37,7 @@ def run(args: argparse.Namespace) -> int:
     if not recipe.prepare:
         remedy = "add `prepare:` with an `output` and its `sources`"
         raise RecipeError(Problem("the recipe has nothing to prepare", remedy=remedy, place=args.recipe))
-    share, workers = _share(args), args.workers or len(os.sched_getaffinity(0))
+    workers = args.workers or len(os.sched_getaffinity(0))
     from bloomery.data.tokenizer import Tokenizer
     from bloomery.prepare.run import plan_all
     from bloomery.prepare.verify import verify
@@ -52,14 +50,14 @@ def run(args: argparse.Namespace) -> int:
         if args.verify:
             manifest, how = verify(preparation, progress), "agrees with its sources"
         else:
-            result = preparation.run(share, progress)
+            result = preparation.run(args.unit, progress)
             manifest, notes = result.manifest, result.notes
             how = "is up to date" if result.reused else "written"
         for note in notes:
             signals.say(mask(on_one_line(f"{output}: {note}")))
         manifests[output] = manifest and asdict(manifest)
         if not args.json:
-            print(_line(output, how, manifest) if manifest else f"{output}: share {args.unit} is done")
+            print(_line(output, how, manifest) if manifest else "{}: share {}/{} is done".format(output, *args.unit))
     if args.json:
         print(json.dumps(manifests, indent=2))
     return exit_codes.OK
@@ -76,14 +74,11 @@ def _line(output: str, how: str, manifest: ShardManifest) -> str:
     )
 
 
-def _share(args: argparse.Namespace) -> tuple[int, int] | None:
-    if args.unit is None:
-        return None
-    k, _, n = args.unit.partition("/")
-    if args.verify or not (args.unit.isascii() and k.isdecimal() and n.isdecimal() and int(k) < int(n)):
-        rule = "it is K/N: share K of N, the first is 0 and the last N-1; --verify takes no share"
-        raise RecipeError(Problem(f"--unit is {args.unit}", rule, "use for example --unit 0/4"))
-    return int(k), int(n)
+def share(text: str) -> tuple[int, int]:
+    k, n = map(int, text.split("/"))
+    if not 0 <= k < n:
+        raise argparse.ArgumentTypeError(f"{text} is not K/N: share K of N, the first is 0 and the last N-1")
+    return k, n
 
 
 def _progress(output: str) -> Callable[[Progress], None]:
