@@ -8,7 +8,7 @@ is known of their documents counted, and the 8 bytes a document of ShardWriter (
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from tempfile import TemporaryFile
 from typing import IO, Any, cast
@@ -83,8 +83,8 @@ class Merge:
             self._duplicate[here[order[1:][again]]] = True
         return int(self._duplicate.sum())
 
-    def write(self, writer: ShardWriter, *, shuffle: bool, appended: Callable[[NDArray[Any]], None]) -> None:
-        """`appended` gets DOCUMENT of the documents that were appended, in their order."""
+    def write(self, writer: ShardWriter, *, shuffle: bool) -> Iterator[NDArray[Any]]:
+        """Yields DOCUMENT of the documents that were appended, in their order."""
         for table, lengths, duplicate, tokens in self._buckets(shuffle):
             if shuffle or duplicate.any():
                 order = np.argsort(table["key"], kind="stable") if shuffle else np.arange(len(table))
@@ -92,7 +92,7 @@ class Merge:
                 tokens, lengths = gather(tokens, table["tokens"], order), gather(lengths, table["sequences"], order)
                 table = table[order]
             writer.append_many(tokens.data, lengths, table["sequences"])
-            appended(table)
+            yield table
 
     def _buckets(self, shuffle: bool) -> Iterator[tuple[NDArray[Any], ...]]:
         if not shuffle:

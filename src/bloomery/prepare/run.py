@@ -16,11 +16,10 @@ from typing import Any
 
 import numpy as np
 import xxhash
-from numpy.typing import NDArray
 
 from bloomery import __version__
 from bloomery.base.errors import DataError, Problem, first_few
-from bloomery.base.storage import publish, writing, written_to
+from bloomery.base.storage import open_plain, publish, writing, written_to
 from bloomery.config.recipe import PrepareSection
 from bloomery.data import manifest as manifests
 from bloomery.data.manifest import ShardManifest, SourceCount, SourceFile, manifest_path, origins_path
@@ -51,7 +50,6 @@ class Progress:
     reused_bytes: int = 0
     """Of the input, what an earlier run had done."""
     text_bytes: int = 0
-    documents: int = 0
     tokens: int = 0
     merged: float = 0.0
     """Share of the shard that is written."""
@@ -156,7 +154,7 @@ class Preparation:
         as_ids = self._settings.special_tokens == "as_ids"
         encoder, notes = choose_encoder(self.tokenizer, self._sample_texts(), as_ids=as_ids)
         self._notes += notes
-        counts = np.frombuffer(mmap.mmap(-1, 32 * len(self._units)), np.int64).reshape(-1, 4)  # shared by all processes
+        counts = np.frombuffer(mmap.mmap(-1, 24 * len(self._units)), np.int64).reshape(-1, 3)  # shared by all processes
         worker = UnitTokenizer(
             units=self._units,
             settings=self._settings,
@@ -176,8 +174,8 @@ class Preparation:
                     part = done.get(timeout=_REPORT_SECONDS).result()
                     self._folder.mark(part)
                     parts[part.unit] = part
-                names = ("input_bytes", "text_bytes", "documents", "tokens")
-                self._advance(**dict(zip(names, counts.sum(axis=0).tolist(), strict=True)))
+                input_bytes, text_bytes, tokens = counts.sum(axis=0).tolist()
+                self._advance(input_bytes=input_bytes, text_bytes=text_bytes, tokens=tokens)
         return parts
 
     def _sample_texts(self) -> list[str]:
@@ -197,40 +195,34 @@ class Preparation:
         """Makes the .bin, the .idx, of several files the .origins, and at last the manifest."""
         output = self.output
         dropped = {reason: sum(part.dropped[reason] for part in parts) for reason in REASONS}
-        counts = np.zeros((len(self._sources), 3), np.int64)
+        counts, source_of = np.zeros((len(self._sources), 3), np.int64), np.array([file.source for file in self._files])
         for stale in glob(f"{escape(output)}{PARTIAL}*"):
             _remove(stale)
-        partial, final = Path(f"{output}{PARTIAL}origins"), Path(origins_path(output))
-        try:
-            with writing(self._folder.path, "read"):
-                merge = Merge(parts, self._folder)
-                if self._settings.deduplicate:
-                    dropped[DUPLICATE] += merge.find_duplicates()
-            with ShardWriter(output, self._folder.dtype) as writer, writing(partial), open(partial, "xb") as origins:
-                source_of = np.array([file.source for file in self._files])
-
-                def appended(table: NDArray[Any]) -> None:
-                    with writing(partial):
-                        origins.write(np.ascontiguousarray(table["file"]).data)
-                    rows = np.ones(len(table), np.int64), table["tokens"], table["text_bytes"]
-                    np.add.at(counts, source_of[table["file"]], np.column_stack(rows))
-                    self._advance(merged=writer.num_documents / merge.num_documents)
-
-                with writing(self._folder.path, "read"):
-                    merge.write(writer, shuffle=self._settings.shuffle_seed is not None, appended=appended)
-                if not writer.num_documents:
-                    why = ", ".join(f"{count} {reason}" for reason, count in dropped.items() if count)
-                    what = "; ".join([f"no document is left ({why or 'there is no text'})", *self._without_bytes()])
-                    rule, remedy = "a shard needs at least one document", "correct prepare.sources or the filters"
-                    raise DataError(Problem(what, rule, remedy, output))
-                origins.flush()
-                # An older manifest must not describe the new shard, not even for the moment until its own is written.
-                _remove(manifest_path(output))
-                _remove(final)
-                if len(self._files) > 1:
-                    publish(partial, final)
-        finally:
-            partial.unlink(missing_ok=True)
+        partial, final = self._folder.path / "origins", Path(origins_path(output))
+        with (
+            writing(self._folder.path),
+            ShardWriter(output, self._folder.dtype) as writer,
+            open(partial, "wb", opener=open_plain) as origins,
+        ):
+            merge = Merge(parts, self._folder)
+            if self._settings.deduplicate:
+                dropped[DUPLICATE] += merge.find_duplicates()
+            for table in merge.write(writer, shuffle=self._settings.shuffle_seed is not None):
+                origins.write(np.ascontiguousarray(table["file"]).data)
+                rows = np.ones(len(table), np.int64), table["tokens"], table["text_bytes"]
+                np.add.at(counts, source_of[table["file"]], np.column_stack(rows))
+                self._advance(merged=writer.num_documents / merge.num_documents)
+            if not writer.num_documents:
+                why = ", ".join(f"{count} {reason}" for reason, count in dropped.items() if count)
+                what = "; ".join([f"no document is left ({why or 'there is no text'})", *self._without_bytes()])
+                rule, remedy = "a shard needs at least one document", "correct prepare.sources or the filters"
+                raise DataError(Problem(what, rule, remedy, output))
+            origins.flush()
+            # An older manifest must not describe the new shard, not even for the moment until its own is written.
+            _remove(manifest_path(output))
+            _remove(final)
+            if len(self._files) > 1:
+                publish(partial, final)
         manifest = ShardManifest(
             **self._decisive(),
             documents=writer.num_documents,

@@ -70,7 +70,7 @@ class UnitTokenizer:
     """For blocks at which the encoder fails."""
     tokenizer: Tokenizer
     progress: NDArray[np.int64]
-    """Of every unit, in memory that all processes share: bytes of input, bytes of text, documents and tokens."""
+    """Of every unit, in memory that all processes share: bytes of input, bytes of text, and tokens."""
 
     def make_part(self, number: int) -> ShardPart:
         """The part is under its name, but counts only once it is marked."""
@@ -86,8 +86,7 @@ class UnitTokenizer:
     def _encoded(self, reader: UnitReader, dropped: dict[str, int]) -> Iterator[tuple[NDArray[Any], ...]]:
         for block in reader.blocks():
             tokens, lengths, table = self._encode_block(block, dropped)
-            counts = block.input_bytes, table["text_bytes"].sum(), len(table), len(tokens)
-            self.progress[reader.unit.number] += counts
+            self.progress[reader.unit.number] += block.input_bytes, table["text_bytes"].sum(), len(tokens)
             del block
             if len(table):
                 yield tokens, lengths, table
