@@ -79,7 +79,6 @@ class Handler(BaseHTTPRequestHandler):
         self.server.requests.append((name, asked))
         self.server.times.append(time.monotonic())
         self.server.logins.append(self.headers.get("Authorization"))
-        self.close_connection = True
         if self.server.login and self.server.logins[-1] != self.server.login:
             self.answer(401)
             return
@@ -138,6 +137,10 @@ class Handler(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(content[start:stop])
         self.wfile.flush()
+
+    def end_headers(self) -> None:
+        self.send_header("Connection", "close")  # else a client may ask again on a connection that is being closed
+        super().end_headers()
 
     def answer(self, code: int, body: bytes = b"", **headers: str) -> None:
         self.send_response(code)
