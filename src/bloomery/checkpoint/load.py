@@ -38,7 +38,7 @@ from bloomery.config.load import load_recipe
 from bloomery.config.recipe import ModelSection, Recipe
 from bloomery.data.tokenizer import Tokenizer, is_other_tokenizer
 from bloomery.model.transformer import build_model
-from bloomery.sizing.parameters import model_shapes, padded_vocab_size
+from bloomery.sizing.parameters import parameter_shapes
 from bloomery.sizing.schedule import History, TrainingPlan
 
 _LARGEST_COUNT = 10**18
@@ -220,11 +220,9 @@ def _why_not_of_its_recipe(checkpoint: Checkpoint) -> str:
 def saved_tensors(model: ModelSection) -> Iterator[tuple[str, Kind]]:
     """What a training of this model saves."""
     yield "optim.step", ("F32", ())
-    for weight in model_shapes(model, vocab_size=padded_vocab_size(model), num_layers=model.num_layers):
-        for layer in range(weight.count):
-            name = weight.name.replace("layers.0.", f"layers.{layer}.", 1)
-            for full in (f"model.{name}", f"optim.{name}.exp_avg", f"optim.{name}.exp_avg_sq"):
-                yield full, ("F32", weight.shape)
+    for name, shape in parameter_shapes(model):
+        for full in (f"model.{name}", f"optim.{name}.exp_avg", f"optim.{name}.exp_avg_sq"):
+            yield full, ("F32", shape)
 
 
 # ---------------------------------------------------------------- tensors

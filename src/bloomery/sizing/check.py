@@ -14,7 +14,7 @@ from typing import Any
 
 from bloomery.base.errors import Problem, RecipeError, first_few
 from bloomery.base.units import Duration
-from bloomery.config.load import LoadedRecipe, as_dict, load_recipe
+from bloomery.config.load import LoadedRecipe, as_dict, leaves, load_recipe
 from bloomery.config.recipe import LaunchSection, Recipe, Section, SourceSection
 from bloomery.config.schema import all_fields, by_place, shown
 from bloomery.config.yaml_nodes import inline_yaml
@@ -351,11 +351,8 @@ def fit(recipe: Recipe, *, nodes: int, ranks_per_node: int) -> tuple[Recipe, lis
     found = next((other for other in _layouts(here) if not _layout_problems(other)), None)
     if found is None:
         return None
-    paths = [*(f"parallel.{name}" for name in type(recipe.parallel).model_fields), "batch.micro_batch_size"]
-    old, new = as_dict(here), as_dict(found)
-    changes = [
-        f"{path} {_at(new, path)} instead of {_at(old, path)}" for path in paths if _at(new, path) != _at(old, path)
-    ]
+    old, new = dict(leaves(as_dict(here))), dict(leaves(as_dict(found)))
+    changes = [f"{path} {value} instead of {old[path]}" for path, value in new.items() if value != old[path]]
     return found, [f"{world_size(here)} ranks instead of {world_size(recipe)}: {wrong[0]}", *changes]
 
 

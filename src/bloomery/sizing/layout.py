@@ -128,8 +128,7 @@ def stage_layers(num_layers: int, num_stages: int) -> list[range]:
     The work is evened out: 70 layers on 12 stages give BLOOM's [embedding + 5] [6] x 10 [5 + head]. What does not
     divide goes to middle stages first.
     """
-    if num_stages > num_layers:
-        raise ValueError(f"{num_stages} stages need at least as many layers, not {num_layers}")
+    assert num_stages <= num_layers
     layers, middle = [1] * num_stages, (num_stages - 1) / 2
     for _ in range(num_layers - num_stages):
         work = [count + (stage == 0) + (stage == num_stages - 1) for stage, count in enumerate(layers)]

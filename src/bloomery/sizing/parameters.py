@@ -3,7 +3,9 @@ those; tests hold them to the built model."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import groupby
 from math import prod
 
 from bloomery.config.recipe import ModelSection
@@ -53,14 +55,14 @@ def model_shapes(
     return weights
 
 
-def parameter_shapes(model: ModelSection) -> dict[str, tuple[int, ...]]:
-    """Every parameter of the whole model, with the padded vocabulary; a tied head is the embedding."""
-    rows, block = padded_vocab_size(model), _block(model)
-    found = {weight.name: weight.shape for weight in _embedding(model, rows)}
-    for layer in range(model.num_layers):
-        found |= {weight.name.replace(".0.", f".{layer}.", 1): weight.shape for weight in block}
-    end = [weight for weight in _end(model, rows) if not (model.tie_embeddings and weight.name == HEAD)]
-    return found | {weight.name: weight.shape for weight in end}
+def parameter_shapes(model: ModelSection) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Name and shape of every parameter, with the padded vocabulary; a tied head is the embedding. One by one: a
+    foreign recipe may have many layers."""
+    weights = model_shapes(model, vocab_size=padded_vocab_size(model), num_layers=1)
+    for in_block, found in groupby(weights, lambda weight: weight.name.startswith("layers.")):
+        group = list(found)
+        for layer in range(model.num_layers if in_block else 1):
+            yield from ((weight.name.replace("layers.0.", f"layers.{layer}.", 1), weight.shape) for weight in group)
 
 
 def _embedding(model: ModelSection, vocab_size: int) -> list[WeightShape]:

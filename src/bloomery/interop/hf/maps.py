@@ -48,7 +48,7 @@ def entries_of(config: ModelSection) -> list[Entry]:
         what = f"model.ffn_hidden_size is {config.ffn_hidden_size}"
         rule = f"Hugging Face's {hf.architecture} supports only 4 * hidden_size = {4 * config.hidden_size}"
         raise RecipeError(Problem(what, rule, "train with that width, or keep the checkpoint as it is"))
-    return [_entry(name, shape, hf, config) for name, shape in parameter_shapes(config).items()]
+    return [_entry(name, shape, hf, config) for name, shape in parameter_shapes(config)]
 
 
 def _entry(ours: str, shape: tuple[int, ...], hf: HuggingFace, config: ModelSection) -> Entry:
