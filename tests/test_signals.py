@@ -15,7 +15,7 @@ import pytest
 import rank_commands
 import signal_points
 from bloomery.base import exit_codes
-from bloomery.base.signals import STOPS
+from bloomery.base.signals import STOPS, is_stopped
 from bloomery.checkpoint import folder as folders
 from bloomery.launch.local import run_local_ranks
 from conftest import Workshop, start_training, wait_for_steps
@@ -175,6 +175,8 @@ def test_a_trainer_that_is_stopped_keeps_nobody_out_and_writes_nothing_when_it_c
     wait_for_steps(run, 3, process)
     workshop.train("train.for=1000000 steps", "lr.decay=null", code=5)  # it is alive: no
     os.kill(process.pid, signal.SIGSTOP)
+    while not is_stopped(process.pid):
+        time.sleep(0.01)
     workshop.train("train.for=1000000 steps", "lr.decay=null", every, "train.exit_after=3 steps")
     (taken,) = workshop.events(run, "taken_over")
     assert f"process {process.pid} on " in taken["text"]

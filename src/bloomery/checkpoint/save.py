@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import secrets
 import shutil
@@ -131,7 +132,7 @@ class Saver:
         If the save before is still being written, this waits for it: that is the price of one snapshot in memory.
         """
         started = time.monotonic()
-        self._staged = self._land(wait=True)
+        self._staged = self._land()
         if self._staged:
             self.snapshot.take()
         self._stage_seconds = time.monotonic() - started
@@ -161,7 +162,7 @@ class Saver:
     def poll(self) -> list[SaveOutcome]:
         """How saves since the last call have ended. One that is late is reported once as an error, and again when it
         ends."""
-        self._land(wait=False)
+        self._land(0.0)
         job = self._flight
         if job is not None and not self._reported_late and time.monotonic() > self._deadline:
             self._reported_late = True
@@ -172,18 +173,18 @@ class Saver:
         finished, self._finished = self._finished, []
         return finished
 
-    def wait(self, *, at_most_seconds: float | None = None) -> list[SaveOutcome]:
+    def wait(self, *, at_most_seconds: float = math.inf) -> list[SaveOutcome]:
         """Until the save in flight has ended, or its time is over; then as `poll`."""
-        self._land(wait=True, at_most_seconds=at_most_seconds)
+        self._land(at_most_seconds)
         return self.poll()
 
-    def _land(self, *, wait: bool, at_most_seconds: float | None = None) -> bool:
+    def _land(self, at_most_seconds: float = math.inf) -> bool:
         """Collect the outcome of a save that has ended. False if one is still in flight."""
         if self._flight is None:
             return True
-        left = max(0.0, self._deadline - time.monotonic()) if wait else 0.0
-        with PULSE.excuse(left) if wait else contextlib.nullcontext():
-            self._thread.join(left if at_most_seconds is None else min(left, at_most_seconds))
+        left = max(0.0, min(at_most_seconds, self._deadline - time.monotonic()))
+        with PULSE.excuse(left):
+            self._thread.join(left)
         if self._thread.is_alive():
             return False
         self._finished.append(self._flight.outcome)
