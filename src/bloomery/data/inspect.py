@@ -11,11 +11,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from bloomery.base.errors import DataError
 from bloomery.config.recipe import Recipe
 from bloomery.data.batch import Batch, ShardSource, Stream
 from bloomery.data.blend import TimelessBlend
-from bloomery.data.manifest import check_describes, file_of, manifest_path, read_manifest
+from bloomery.data.manifest import file_of, manifest_of, read_manifest
 from bloomery.data.open import OpenData
 from bloomery.data.shards import ShardReader, damaged
 from bloomery.data.tokenizer import HIGHEST_ID
@@ -160,9 +159,7 @@ def shard_facts(prefix: str, *, quick: bool, eod_id: int | None = None) -> dict[
     manifest is of another."""
     with ShardReader(prefix) as shard:
         lengths = np.diff(shard.document_starts())
-        manifest = read_manifest(prefix)
-        if manifest and (problems := check_describes(manifest, shard, place=manifest_path(prefix))):
-            raise DataError(problems)
+        manifest = manifest_of(shard)
         facts = {
             "shard": prefix,
             "documents": shard.num_documents,

@@ -104,6 +104,27 @@ def read_manifest(prefix: str) -> ShardManifest | None:
         raise DataError(Problem(f"has {wrong_fields(error)}", rule, remedy, path)) from error
 
 
+def manifest_of(shard: ShardReader) -> ShardManifest | None:
+    """DataError where the manifest beside a shard describes another one."""
+    if (manifest := read_manifest(shard.prefix)) is None:
+        return None
+    counts = {
+        "dtype": (manifest.dtype, shard.dtype.name),
+        "documents": (manifest.documents, shard.num_documents),
+        "sequences": (manifest.sequences, shard.num_sequences),
+        "tokens": (manifest.tokens, shard.num_tokens),
+    }
+    if manifest.index_hash is not None and shard.num_documents != shard.num_sequences:
+        # Only then can sequences move from one document to another unseen: all else in an index stands there twice.
+        counts["index_hash"] = (manifest.index_hash, file_checksum(f"{shard.prefix}.idx"))
+    if wrong := [f"{name} {listed} where it is {found}" for name, (listed, found) in counts.items() if listed != found]:
+        what = f"the manifest belongs to another shard: it records {', '.join(wrong)}"
+        rule = "tokenizer and vocabulary are checked by it, so it must describe the .bin and .idx beside it"
+        remedy = "copy all three files from where the shard was made, or run `bloomery prepare` again"
+        raise DataError(Problem(what, rule, remedy, manifest_path(shard.prefix)))
+    return manifest
+
+
 def origins_path(prefix: str) -> str:
     """The file that says which file each document of a shard came from: for each the index of its file in the manifest.
     `prepare` writes it for shards of several files and `inspect` reads it; a shard is whole without."""
@@ -155,23 +176,3 @@ def check_fits(
             rule, remedy = "every token id must be below model.vocab_size", f"set it to {manifest.vocab_size}"
             problems.append(Problem(what, rule, remedy, manifest_path(prefix)))
     return problems
-
-
-def check_describes(manifest: ShardManifest, shard: ShardReader, *, place: str) -> list[Problem]:
-    """Why the manifest does not belong to the shard beside it; empty when it does."""
-    counts = {
-        "dtype": (manifest.dtype, shard.dtype.name),
-        "documents": (manifest.documents, shard.num_documents),
-        "sequences": (manifest.sequences, shard.num_sequences),
-        "tokens": (manifest.tokens, shard.num_tokens),
-    }
-    if manifest.index_hash is not None and shard.num_documents != shard.num_sequences:
-        # Only then can sequences move from one document to another unseen: all else in an index stands there twice.
-        counts["index_hash"] = (manifest.index_hash, file_checksum(f"{shard.prefix}.idx"))
-    wrong = [f"{name} {listed} where it is {found}" for name, (listed, found) in counts.items() if listed != found]
-    if not wrong:
-        return []
-    what = f"the manifest belongs to another shard: it records {', '.join(wrong)}"
-    rule = "tokenizer and vocabulary are checked by it, so it must describe the .bin and .idx beside it"
-    remedy = "copy all three files from where the shard was made, or run `bloomery prepare` again"
-    return [Problem(what, rule, remedy, place)]

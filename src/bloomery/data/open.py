@@ -13,7 +13,7 @@ from bloomery.data import manifest as manifests
 from bloomery.data.batch import Packing, ShardSource, Stream
 from bloomery.data.blend import TimelessBlend
 from bloomery.data.causal import CausalSource, DataCursor, blend_after
-from bloomery.data.manifest import ShardManifest, manifest_path
+from bloomery.data.manifest import ShardManifest
 from bloomery.data.masked import MaskedSource, MaskVocabulary
 from bloomery.data.megatron import MegatronOpening, MegatronSource
 from bloomery.data.megatron_order import Part
@@ -149,8 +149,8 @@ class _Opening:
 
     def _shard(self, path: str) -> tuple[ShardReader, ShardManifest | None]:
         if path not in self._shards:
-            manifest = manifests.read_manifest(path)
-            self._shards[path] = self._closing.enter_context(ShardReader(path)), manifest
+            shard = self._closing.enter_context(ShardReader(path))
+            self._shards[path] = shard, manifests.manifest_of(shard)
         return self._shards[path]
 
     def _masked(self, shard: ShardReader, manifest: ShardManifest | None, settings: dict[str, Any]) -> MaskedSource:
@@ -186,10 +186,8 @@ class _Opening:
         return Packing(eod_id, data.mask_documents, data.reset_positions, data.eod_loss)
 
     def check_together(self) -> None:
-        """All shards against their manifests, the tokenizer and each other."""
+        """All shards against the tokenizer and against each other."""
         known = {path: manifest for path, (_, manifest) in self._shards.items() if manifest is not None}
-        for path, manifest in known.items():
-            self.problems += manifests.check_describes(manifest, self._shards[path][0], place=manifest_path(path))
         if bare := [path for path in self._shards if path not in known]:
             self.warnings.append(manifests.without_manifest(bare))
         self.problems += manifests.check_fits(known, tokenizer=self.tokenizer, vocab_size=self._recipe.model.vocab_size)
