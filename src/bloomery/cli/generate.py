@@ -50,8 +50,6 @@ def run(args: argparse.Namespace) -> int:
         model,
         torch.tensor([ids], device=device),
         max_new_tokens=args.max_new_tokens,
-        vocab_size=recipe.model.vocab_size,
-        seq_length=recipe.model.seq_length,
         temperature=args.temperature,
         top_k=args.top_k or None,
         seed=args.seed,

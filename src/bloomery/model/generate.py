@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any, cast
+
 import torch
 from torch import Tensor, nn
 
@@ -12,36 +14,26 @@ def generate(
     tokens: Tensor,
     *,
     max_new_tokens: int,
-    vocab_size: int,
-    seq_length: int,
+    eod_id: int,
     temperature: float = 1.0,
     top_k: int | None = None,
     seed: int = 0,
-    eod_id: int | None = None,
 ) -> Tensor:
     """`tokens` (B, S) with up to max_new_tokens appended; ends early once every row has met eod_id (shorter rows are
-    filled with it).
+    filled with it). `model`: a Decoder in evaluation mode.
 
-    Temperature 0 takes the likeliest token. Ids from vocab_size on (padding rows) never come out. Beyond seq_length the
-    model sees only the last seq_length tokens. The draws depend on `seed` alone, not on the device. The model is left
-    in the mode it was found in.
+    Temperature 0 takes the likeliest token. Ids of padding rows never come out. Beyond its seq_length the model sees
+    only the last tokens. The draws depend on `seed` alone, not on the device.
     """
-    was_training = model.training
-    model.eval()
-    random = torch.Generator().manual_seed(seed)
+    config, random = cast(Any, model).config, torch.Generator().manual_seed(seed)
     done = torch.zeros(tokens.shape[0], dtype=torch.bool, device=tokens.device)
-    try:
-        for _ in range(max_new_tokens):
-            logits = model(tokens[:, -seq_length:])[:, -1, :vocab_size].float().cpu()
-            chosen = _pick(logits, temperature, top_k, random).to(tokens.device)
-            if eod_id is not None:
-                chosen = torch.where(done, eod_id, chosen)
-                done |= chosen == eod_id
-            tokens = torch.cat((tokens, chosen[:, None]), dim=1)
-            if eod_id is not None and bool(done.all()):
-                break
-    finally:
-        model.train(was_training)
+    for _ in range(max_new_tokens):
+        logits = model(tokens[:, -config.seq_length :])[:, -1, : config.vocab_size].float().cpu()
+        chosen = torch.where(done, eod_id, _pick(logits, temperature, top_k, random).to(tokens.device))
+        done |= chosen == eod_id
+        tokens = torch.cat((tokens, chosen[:, None]), dim=1)
+        if bool(done.all()):
+            break
     return tokens
 
 

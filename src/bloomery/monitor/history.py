@@ -16,7 +16,7 @@ from bloomery.base.bounded import SMALL_BYTES, check_depth, open_regular
 from bloomery.base.errors import DataError, Problem
 from bloomery.base.units import Energy
 from bloomery.monitor import names
-from bloomery.monitor.record import Record, ValidationRecord, from_json
+from bloomery.monitor.record import Record, from_json
 
 _STARTS_AND_STOPS = re.compile(rb'"kind": ?"(start|stop)"')
 
@@ -37,20 +37,13 @@ class Ledger(NamedTuple):
 
 def read_metrics(path: Path) -> list[Record]:
     """The run as it counts, by step: what a newer job did again replaces what an older job had done."""
-    newest: dict[tuple[int, bool, str], Record] = {}
-
-    def take(record: Record) -> None:
-        is_validation = isinstance(record, ValidationRecord)
-        key = (record.step, is_validation, record.group if isinstance(record, ValidationRecord) else "")
-        if key not in newest or newest[key].job <= record.job:
-            newest[key] = record
-
-    scan_metrics(path, take)
-    return [newest[key] for key in sorted(newest)]
+    records: list[Record] = []
+    scan_metrics(path, records.append)
+    return sorted(records, key=lambda record: record.step)
 
 
 def scan_metrics(path: Path, take: Callable[[Record], object], *, every: int = 1) -> None:
-    """Give `take` the records that no later job rolled back, in the order written; of one step there may be two.
+    """Give `take` the records that no later job rolled back, in the order written.
     `every`: only so many lines apart, for a sample of them."""
     last_valid = _last_valid_steps(path)
 

@@ -15,6 +15,8 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
+from pydantic import TypeAdapter
+
 from bloomery.base import signals
 from bloomery.base.bounded import parse_json
 from bloomery.base.ranks import Ranks
@@ -73,15 +75,10 @@ class IntervalMeter:
         self._recent: deque[float] = deque(maxlen=10)
         self.evaluation_seconds = 0.0
         """Of the slowest evaluation in this job."""
-        self._sums = _Sums()
+        self._sums = TypeAdapter(_Sums).validate_python(partial or {})
         self._grad_norm = 0.0
         self._num_zeros: float | None = None
         if partial:
-            self._sums = _Sums(
-                {name: float(total) for name, total in partial["losses"].items()},
-                {name: (float(total), int(tokens)) for name, (total, tokens) in partial["sources"].items()},
-                *(int(partial[name]) for name in ("steps", "samples", "skipped", "nan")),
-            )
             self._started -= float(partial["seconds"])
 
     def partial(self) -> dict[str, Any]:
@@ -223,11 +220,6 @@ def start_meter(sensor: Sensor | str, metrics: Path, known: Sequence[Energy], ra
     spent = max([*known, *_logged(metrics)], key=Energy.order) if ranks.rank == 0 else None
     own = None if isinstance(sensor, str) or (is_shared and ranks.rank != here[0]) else sensor
     return EnergyMeter(own, covers=len(here) if is_shared else 1, counted_by=words, before=ranks.broadcast(spent))
-
-
-def is_whole(energy: Energy) -> bool:
-    """Whether all of the devices' time was measured. Readings lie up to a second apart, so the last moment may lack."""
-    return energy.coverage > 0.99 or energy.device_seconds - energy.measured_seconds < _FRESH_SECONDS
 
 
 def _logged(metrics: Path) -> list[Energy]:

@@ -21,7 +21,6 @@ from bloomery.base.units import format_count, format_device_hours, format_joules
 from bloomery.families.family import LM_LOSS
 from bloomery.monitor import names
 from bloomery.monitor.gather import Gathered, Points, is_number
-from bloomery.monitor.meters import is_whole
 from bloomery.monitor.record import perplexity_of, strict_json
 from bloomery.monitor.sinks import iso_time
 
@@ -144,7 +143,7 @@ def _energy_fact(found: Gathered) -> list[str]:
     hours = format_device_hours(spent.device_seconds)
     if spent.measured_joules is None:
         return [_fact("Energy", "not measured", f"{found.facts.get(names.FACT_ENERGY_SENSOR)} · {hours}")]
-    part = "" if is_whole(spent) else f" · measured {spent.coverage:.0%}"
+    part = "" if spent.coverage > 0.99 else f" · measured {spent.coverage:.0%}"
     return [_fact("Energy", format_joules(spent.measured_joules), f"{hours}{part}")]
 
 

@@ -59,24 +59,25 @@ def cut_buffers(model: nn.Module, mesh: Mesh) -> None:
             setattr(model, name, buffer.chunk(mesh.layout.tp, dim)[mesh.tp].contiguous())
 
 
-def _gather_input(module: nn.Module, group: dist.ProcessGroup) -> None:
-    """The module sees all tokens and computes a part of the features from them."""
-    module.register_forward_pre_hook(lambda _, args: (gather(args[0], 1, group), *args[1:]))
+Attach = Callable[[nn.Module, dist.ProcessGroup], None]
 
 
-def _gather_input_replicated(module: nn.Module, group: dist.ProcessGroup) -> None:
-    """The module sees all tokens and computes on every rank the same."""
-    module.register_forward_pre_hook(lambda _, args: (all_gather_replicated(args[0], 1, group), *args[1:]))
+def _on_input(collective: Callable[[Tensor, int, dist.ProcessGroup], Tensor]) -> Attach:
+    """What the module is given goes through a collective along its tokens."""
+
+    def attach(module: nn.Module, group: dist.ProcessGroup) -> None:
+        module.register_forward_pre_hook(lambda _, args: (collective(args[0], 1, group), *args[1:]))
+
+    return attach
 
 
-def _gather_output(module: nn.Module, group: dist.ProcessGroup) -> None:
-    """What follows the module sees all tokens."""
-    module.register_forward_hook(lambda _, args, output: gather(output, 1, group))
+def _on_output(collective: Callable[[Tensor, int, dist.ProcessGroup], Tensor]) -> Attach:
+    """What the module returns, which ends in (tokens, features), goes through a collective along its tokens."""
 
+    def attach(module: nn.Module, group: dist.ProcessGroup) -> None:
+        module.register_forward_hook(lambda _, args, output: collective(output, output.ndim - 2, group))
 
-def _keep_own_tokens(module: nn.Module, group: dist.ProcessGroup) -> None:
-    """The module is asked for all tokens and answers for its own: its output ends in (tokens, features)."""
-    module.register_forward_hook(lambda _, args, output: own_part(output, output.ndim - 2, group))
+    return attach
 
 
 def _sum_output(linear: nn.Module, group: dist.ProcessGroup) -> None:
@@ -101,14 +102,14 @@ def _embed_vocabulary_parallel(embedding: nn.Module, group: dist.ProcessGroup) -
     embedding.forward = forward
 
 
-BEHAVIOURS: tuple[tuple[str, type[nn.Module], Callable[[nn.Module, dist.ProcessGroup], None]], ...] = (
+BEHAVIOURS: tuple[tuple[str, type[nn.Module], Attach], ...] = (
     (r"embed\.tokens", nn.Embedding, _embed_vocabulary_parallel),
-    (r"embed\.(positions|token_types)", nn.Embedding, _keep_own_tokens),
-    (r"layers\.\d+\.(attention|mlp)", nn.Module, _gather_input),
+    (r"embed\.(positions|token_types)", nn.Embedding, _on_output(own_part)),
+    (r"layers\.\d+\.(attention|mlp)", nn.Module, _on_input(gather)),
     (r"layers\.\d+\.(attention\.out|mlp\.down)", nn.Linear, _sum_output),
-    (r"head", nn.Linear, _gather_input),
-    (r"head\.norm", nn.Module, _gather_output),
-    (r"pooler", nn.Module, _gather_input_replicated),
+    (r"head", nn.Linear, _on_input(gather)),
+    (r"head\.norm", nn.Module, _on_output(gather)),
+    (r"pooler", nn.Module, _on_input(all_gather_replicated)),
 )
 """What is attached to which modules, by name and kind."""
 

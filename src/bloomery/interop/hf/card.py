@@ -21,7 +21,6 @@ from bloomery.config.yaml_nodes import dump_yaml
 from bloomery.families.registry import FAMILIES
 from bloomery.monitor import names
 from bloomery.monitor.history import event_of, scan, scan_metrics
-from bloomery.monitor.meters import is_whole
 from bloomery.monitor.record import Record, ValidationRecord
 from bloomery.sizing.parameters import count_parameters
 
@@ -112,7 +111,7 @@ def _energy(spent: Energy, jobs: list[Event]) -> str:
     rows = {
         "measured": f"{format_joules(joules)} ({joules:,.0f} J)",
         "device time": hours,
-        "of which measured": f"{1 if is_whole(spent) else spent.coverage:.0%}",
+        "of which measured": f"{spent.coverage:.0%}",
     }
     rows |= {"sensor": sensors} if sensors else {}
     return (

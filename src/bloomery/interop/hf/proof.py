@@ -167,12 +167,11 @@ class _Both:
         if self.is_encoder:
             pair = self.ours(tokens)[0], self.theirs(tokens)[0]
             return pair[0][0].argmax(-1).tolist(), pair[1][0].argmax(-1).tolist()
-        config, length, end = self.recipe.model, tokens.shape[1], tokenizer.eod_id
-        count = min(_NEW_TOKENS, config.seq_length - length)
+        length, end = tokens.shape[1], tokenizer.eod_id
+        count = min(_NEW_TOKENS, self.recipe.model.seq_length - length)
         if count < 1:
             return [], []
-        sizes = {"vocab_size": config.vocab_size, "seq_length": config.seq_length}
-        ours = generate(self.model, tokens, max_new_tokens=count, temperature=0, eod_id=end, **sizes)
+        ours = generate(self.model, tokens, max_new_tokens=count, temperature=0, eod_id=end)
         options = {"max_new_tokens": count, "do_sample": False, "eos_token_id": end, "pad_token_id": end}
         other = self.their_model.generate(tokens, attention_mask=torch.ones_like(tokens), **options)
         return ours[0, length:].tolist(), other[0, length:].tolist()
