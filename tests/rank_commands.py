@@ -75,7 +75,7 @@ def newer_start_seen_by(numbers: Sequence[int], arguments: Sequence[str]) -> int
 
     def taken_over(job: SaveJob, *rest: Any) -> Any:
         if job.plan.step == 4 and is_rank(numbers[0]):
-            take_over(job.plan.root)
+            take_over(job.root)
         return original(job, *rest)
 
     setattr(SaveJob, where, taken_over)

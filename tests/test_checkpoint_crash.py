@@ -65,8 +65,8 @@ def save_for_ever(root: Path, rank: int, first_step: int, nonce: str, writer: Wr
         weight.fill_(float(step))
         pieces["step"].tensor.fill_(float(step))
         saver.stage()
-        keep = Retention(Tier("durable", root, writer, KeepSection(last=2)))
-        plan = SavePlan(root=root, step=step, state={"step": step}, recipe_yaml="", writer=writer, retention=keep)
+        tier = Tier(writer, KeepSection(last=2))
+        plan = SavePlan(tier=tier, step=step, state={"step": step}, recipe_yaml="", retention=Retention(tier))
         saver.persist(plan)
         saver.wait_staged()
         weight.fill_(-1.0)  # training goes on
@@ -133,7 +133,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 def attempt(saver: Saver, root: Path, step: int) -> str:
     saver.stage()
-    saver.persist(SavePlan(root=root, step=step, state={}, recipe_yaml=""))
+    saver.persist(SavePlan(tier=Tier(Writer(root)), step=step, state={}, recipe_yaml=""))
     return str(saver.wait()[-1].error)
 
 
@@ -176,7 +176,7 @@ def test_a_mount_that_vanishes_is_not_written_beneath(small_disk: Path) -> None:
 
     def attempt_as(step: int) -> str:
         saver.stage()
-        saver.persist(SavePlan(root=small_disk / "c", step=step, state={}, recipe_yaml="", writer=writer))
+        saver.persist(SavePlan(tier=Tier(writer), step=step, state={}, recipe_yaml=""))
         return str(saver.wait()[-1].error)
 
     assert attempt_as(1) == "None"

@@ -9,7 +9,9 @@ import torch
 
 from bloomery.base.accelerator import host_memory, pick_device, synchronize
 from bloomery.base.ranks import Piece
+from bloomery.checkpoint.folder import Writer
 from bloomery.checkpoint.load import load_pieces, read_checkpoint
+from bloomery.checkpoint.retention import Tier
 from bloomery.checkpoint.save import SavePlan, Saver
 
 pytestmark = [
@@ -29,7 +31,7 @@ def test_the_moment_of_staging_is_saved_though_the_weights_change_at_once(tmp_pa
         for tensor in tensors.values():
             tensor.fill_(float(step))
         saver.stage()
-        saver.persist(SavePlan(root=tmp_path, step=step, state={}, recipe_yaml=""))
+        saver.persist(SavePlan(tier=Tier(Writer(tmp_path)), step=step, state={}, recipe_yaml=""))
         saver.wait_staged()
         for tensor in tensors.values():
             tensor.fill_(-1.0)  # queued behind the copies on the device
@@ -50,7 +52,7 @@ def test_staging_does_not_wait_for_the_device(tmp_path: Path) -> None:
     pieces = {"w": Piece.whole(weight)}
     saver = Saver(pieces, device=device)
     saver.stage()
-    saver.persist(SavePlan(root=tmp_path, step=0, state={}, recipe_yaml=""))
+    saver.persist(SavePlan(tier=Tier(Writer(tmp_path)), step=0, state={}, recipe_yaml=""))
     saver.wait()
     synchronize(device)
     started, ended = torch.Event(device, enable_timing=True), torch.Event(device, enable_timing=True)
@@ -60,7 +62,7 @@ def test_staging_does_not_wait_for_the_device(tmp_path: Path) -> None:
         matrix = matrix @ matrix * 1e-4
     ended.record()
     saver.stage()
-    saver.persist(SavePlan(root=tmp_path, step=1, state={}, recipe_yaml=""))
+    saver.persist(SavePlan(tier=Tier(Writer(tmp_path)), step=1, state={}, recipe_yaml=""))
     busy = not ended.query()  # the host came back while the device still computed
     (outcome,) = saver.wait()
     synchronize(device)

@@ -27,7 +27,7 @@ from bloomery.checkpoint.load import Checkpoint
 from bloomery.checkpoint.retention import Tier, apply_retention
 from bloomery.checkpoint.save import save_checkpoint
 from bloomery.checkpoint.select import newest_good, refuse_later
-from bloomery.config.recipe import CheckpointSection, KeepSection, LocalTierSection, PhaseSection
+from bloomery.config.recipe import KeepSection, LocalTierSection, PhaseSection
 from bloomery.sizing.schedule import cadence, daly_seconds, kept_steps, resolve_phases, seconds_between_failures
 from checkpoints import change_manifest, chosen
 from threads_as_ranks import together
@@ -220,15 +220,13 @@ def test_debris_is_kept_without_following_links_however_late_they_are_planted(
 
 
 def test_the_local_place_of_a_run_is_its_own(tmp_path: Path) -> None:
-    section = CheckpointSection(local=LocalTierSection(path=str(tmp_path), every=Amount(5, "steps"), keep=2))
-    tiers = [Tier.of("local", section, tmp_path / side / "run", take_over(tmp_path / side)) for side in ("a", "b")]
+    section = LocalTierSection(path=str(tmp_path), every=Amount(5, "steps"), keep=2)
+    tiers = [Tier.node_local(section, tmp_path / side / "run", take_over(tmp_path / side)) for side in ("a", "b")]
     here, there = (tier.parts_root for tier in tiers)
     assert here is not None
     assert here != there
     assert here.parent == tmp_path
     assert tiers[0].keep == KeepSection(last=2)
-    durable = Tier.of("durable", section, tmp_path, tiers[0].writer)
-    assert (durable.parts_root, durable.keep) == (None, None)
 
 
 def test_the_three_rounds_of_tr1_save_exactly_the_wanted_steps() -> None:

@@ -19,6 +19,7 @@ from bloomery.checkpoint import folder as folders
 from bloomery.checkpoint import save as save_module
 from bloomery.checkpoint.folder import FencedError, Writer, take_over
 from bloomery.checkpoint.load import load_pieces, read_checkpoint
+from bloomery.checkpoint.retention import Tier
 from bloomery.checkpoint.save import SaveOutcome, SavePlan, Saver, raise_together
 from checkpoints import latest_checkpoint
 from threads_as_ranks import together
@@ -26,9 +27,11 @@ from threads_as_ranks import together
 CPU = torch.device("cpu")
 
 
-def begin(saver: Saver, root: Path, step: int, **more: Any) -> None:
+def begin(saver: Saver, root: Path, step: int, writer: Writer | None = None, **more: Any) -> None:
     saver.stage()
-    saver.persist(SavePlan(root=root, step=step, state={"step": step}, recipe_yaml="name: x\n", **more))
+    saver.persist(
+        SavePlan(tier=Tier(writer or Writer(root)), step=step, state={"step": step}, recipe_yaml="name: x\n", **more)
+    )
 
 
 def value_in(folder: Path, size: int = 4) -> list[float]:
@@ -97,7 +100,7 @@ def test_the_state_is_that_of_the_moment_too(tmp_path: Path, gate: Gate) -> None
     saver = Saver(pieces, device=CPU)
     cursors = {"books": 5}
     saver.stage()
-    saver.persist(SavePlan(root=tmp_path, step=1, state={"cursors": cursors}, recipe_yaml=""))
+    saver.persist(SavePlan(tier=Tier(Writer(tmp_path)), step=1, state={"cursors": cursors}, recipe_yaml=""))
     cursors["books"] = 6  # training goes on
     gate.open.set()
     (outcome,) = saver.wait()

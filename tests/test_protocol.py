@@ -43,8 +43,8 @@ def save(run: Run, start: str, rank: int, writer: folder.Writer, step: int) -> N
     one = saving.Saver({"w": piece}, device=values.device, ranks=ranks, timeout_seconds=100.0)
     one.held = held_by_all(lambda rank: {"w": Piece(values, (2 * RANKS,), (2 * rank,))}, RANKS)
     one.stage()
-    plan: dict[str, Any] = {"writer": writer, "retention": SimpleNamespace(after_save=promise)}
-    one.persist(saving.SavePlan(root=run.root, step=step, state={}, recipe_yaml="", **plan))
+    plan: dict[str, Any] = {"tier": retention.Tier(writer), "retention": SimpleNamespace(after_save=promise)}
+    one.persist(saving.SavePlan(step=step, state={}, recipe_yaml="", **plan))
     one._flight.run()  # in the place of its thread
 
 
@@ -126,7 +126,7 @@ def only_a_look(root: Path) -> folder.Writer:
 
 
 def deletes_first(job: saving.SaveJob) -> None:
-    remove(latest_checkpoint(job.plan.root), job.plan.writer)
+    remove(latest_checkpoint(job.root), job.plan.tier.writer)
     commit(job)
 
 

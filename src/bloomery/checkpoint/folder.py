@@ -309,16 +309,17 @@ class FencedError(StorageError):
 
 @dataclass(frozen=True)
 class Writer:
-    """The right to write into a folder of checkpoints. All ranks of a start share one."""
+    """The right to write into a folder of checkpoints. All ranks of a start share one. `take_over` gives it; without a
+    token it is that of the only one who ever writes there."""
 
     root: Path
-    incarnation: int
+    incarnation: int = 0
     """Counts the starts that wrote here, from 1."""
-    token: str
+    token: str = ""
 
     def require(self) -> None:
         """FencedError if a newer start has taken over."""
-        newest = _read(self.root)
+        newest = _read(self.root) if self.token else None
         if newest is not None and newest.get("token") != self.token:
             who = f"start {newest.get('incarnation')} ({newest.get('who')})"
             what = f"{who} has taken over {self.root}; this is start {self.incarnation}"
@@ -336,7 +337,7 @@ class Writer:
     @property
     def staging_dir(self) -> Path:
         """Where this start's drafts are made, and what it deletes goes to."""
-        return self.root / f"{STAGING}{self.token}"
+        return self.root / f"{STAGING}{self.token}" if self.token else self.root
 
     @contextlib.contextmanager
     def acting(self) -> Iterator[None]:

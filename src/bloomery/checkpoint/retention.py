@@ -22,29 +22,26 @@ from bloomery.base.errors import DataError
 from bloomery.base.storage import make_folder, own_folder, sweep_folder, written_to
 from bloomery.checkpoint import folder as folders
 from bloomery.checkpoint.folder import MANIFEST, PARTS, SUSPICIOUS, Writer, read_manifest
-from bloomery.config.recipe import CheckpointSection, KeepSection
+from bloomery.config.recipe import KeepSection, LocalTierSection
 from bloomery.sizing.schedule import kept_steps
-
-DURABLE, LOCAL = "durable", "local"
 
 
 @dataclass(frozen=True)
 class Tier:
-    name: str
-    """`durable` or `local`."""
-    root: Path
     writer: Writer
-    keep: KeepSection | None
+    keep: KeepSection | None = None
     parts_root: Path | None = None
     """Where on each node's own disk its tensor files lie; None: in `root`."""
 
+    @property
+    def root(self) -> Path:
+        return self.writer.root
+
     @classmethod
-    def of(cls, name: str, section: CheckpointSection, run_folder: Path, writer: Writer) -> Tier:
-        if name == DURABLE or section.local is None:
-            return cls(name, writer.root, writer, section.keep)
+    def node_local(cls, local: LocalTierSection, run_folder: Path, writer: Writer) -> Tier:
         mark = hashlib.sha256(str(run_folder.absolute()).encode()).hexdigest()[:8]  # two runs of one name stay apart
-        parts_root = Path(section.local.path).absolute() / f"{run_folder.name}-{mark}"
-        return cls(name, writer.root, writer, KeepSection(last=section.local.keep), parts_root)
+        parts_root = Path(local.path).absolute() / f"{run_folder.name}-{mark}"
+        return cls(writer, KeepSection(last=local.keep), parts_root)
 
     def prepare_node_dir(self) -> None:
         """Make the folder on this node, and delete what earlier starts have left there and no checkpoint needs. Every
@@ -98,7 +95,7 @@ class Retention:
         """Before the first byte, if the disk has no room: delete what retention would delete after this save, except
         what this job has loaded or saved. A node-local tier without room for all that it should keep keeps the newest.
         Returns the names, like `after_save`."""
-        if self.tier.name == LOCAL:
+        if self.tier.parts_root is not None:
             return apply_retention(self.tier.writer, KeepSection(last=1))
         if self.is_suspicious or self.known is None:
             return []

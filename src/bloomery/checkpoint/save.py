@@ -2,7 +2,7 @@
 
     saver = Saver(pieces, ranks=ranks, device=device)      once, before the first step: allocates the host memory
     saver.stage()                                          after the optimizer's step: queues the copies
-    saver.persist(SavePlan(root=..., step=..., ...))       begins to write them
+    saver.persist(SavePlan(tier=..., step=..., ...))       begins to write them
     saver.wait_staged()                                    before the optimizer changes what is being copied
     saver.poll()                                           now and then: the outcomes
 
@@ -42,7 +42,7 @@ from bloomery.base.units import format_bytes, format_seconds
 from bloomery.checkpoint import folder as folders
 from bloomery.checkpoint.folder import INDEX, PARTS, RECIPE, STATE, FencedError, FileFacts, Writer
 from bloomery.checkpoint.format import FileLayout, as_bytes, held_tensors, index_text, is_written, raw_bytes, write_file
-from bloomery.checkpoint.retention import Retention, sweep_parts
+from bloomery.checkpoint.retention import Retention, Tier, sweep_parts
 
 _PATIENCE = 0.8
 """Of a save's time, the share in which rank 0 waits for the parts of the others; the rest is for the commit."""
@@ -58,17 +58,14 @@ _GRACE_SECONDS = 5.0
 class SavePlan:
     """A checkpoint that is due: where it goes, and all that is written beside its tensors."""
 
-    root: Path
+    tier: Tier
     step: int
     state: Mapping[str, Any]
     recipe_yaml: str
     facts: Mapping[str, Any] = field(default_factory=dict)
     """More for the manifest."""
-    writer: Writer | None = None
     after: Sequence[Path] = ()
     """Files that must be on the disk before this save counts: records of the steps that it holds."""
-    parts_root: Path | None = None
-    """Folder on this node's disk for the tensor files (retention.py); None: they lie with all else."""
     retention: Retention | None = None
 
 
@@ -168,7 +165,7 @@ class Saver:
             self._reported_late = True
             what = f"the save of step {job.plan.step} is not on the disk after {format_seconds(self.timeout_seconds)}"
             remedy = "check the storage: it hangs or is too slow; no other save is made until this one ends"
-            error = StorageError(Problem(what, remedy=remedy, place=str(job.plan.root)))
+            error = StorageError(Problem(what, remedy=remedy, place=str(job.plan.tier.root)))
             self._finished.append(replace(job.outcome, error=error))
         finished, self._finished = self._finished, []
         return finished
@@ -197,16 +194,17 @@ class SaveJob:
 
     def __init__(self, plan: SavePlan, saver: Saver, attempt: int) -> None:
         self.plan, self.ranks, self._saver = plan, saver.ranks, saver
+        self.root, self._writer, self._parts_root = plan.tier.root, plan.tier.writer, plan.tier.parts_root
         self._nonce = f"{saver.nonce}-{attempt}"
         """The same on all ranks, so that a part of another attempt is never taken for one of this."""
         self._spare = tuple(f"-{saver.nonce}-{number}" for number in (attempt, attempt - 1))
         """Ends of the names of folders in parts_root that may belong to saves in flight: rank 0 may still be completing
         the one before when this rank has long done its part."""
         self._texts = {STATE: json.dumps(dict(plan.state), indent=1), RECIPE: plan.recipe_yaml}
-        self.final = plan.root / folders.step_name(plan.step)
-        self.staging_dir = plan.root if plan.writer is None else plan.writer.staging_dir
+        self.final = self.root / folders.step_name(plan.step)
+        self.staging_dir = self._writer.staging_dir
         self.draft = self.staging_dir / f".{self.final.name}-{self._nonce}.tmp"
-        self.parts = self.draft if plan.parts_root is None else plan.parts_root / f"{self.final.name}-{self._nonce}"
+        self.parts = self._parts_root / f"{self.final.name}-{self._nonce}" if self._parts_root else self.draft
         """Where this rank's tensor file is written."""
         self.outcome = SaveOutcome(plan.step, self.final, saver.total_bytes)
         self._trouble: dict[int, list[str]] = {}
@@ -239,25 +237,25 @@ class SaveJob:
         """Wait for all parts, complete the draft and give it its name. For rank 0."""
         files = self.wait_for_parts()
         if not self._trouble:
-            with self._acting():
+            with self._writer.acting():
                 self._complete_draft(files)
-            with self._acting():
+            with self._writer.acting():
                 self.publish()
 
     def _write_part(self, snapshot: HostSnapshot) -> None:
         """This rank's tensors and the report that they are there."""
         name, layout, facts = _tensor_file(self.ranks.rank), snapshot.layout, ""
         try:
-            with self._acting():
+            with self._writer.acting():
                 # A staging dir that is gone is not made again: what is beneath a lost mount is another place.
-                self.draft.mkdir(parents=self.plan.writer is None, exist_ok=True)
-                if self.plan.parts_root is not None:
+                self.draft.mkdir(parents=not self._writer.token, exist_ok=True)
+                if self._parts_root is not None:
                     self._sweep_parts()
                     own_folder(self.parts)
                 self._require_room(layout.file_bytes)
                 if layout.data_bytes:
                     facts = write_file(self.parts / name, layout, snapshot.blocks()).model_dump_json()
-                if self.plan.parts_root is not None:
+                if self._parts_root is not None:
                     sync_folder(self.parts)  # elsewhere rank 0 does it for all, with the manifest
                 path = self._report_file(self.ranks.rank)
                 hidden = path.with_name(f".{path.name}")  # it need not survive a power cut: it is not synced
@@ -273,7 +271,7 @@ class SaveJob:
         """Before the first byte: rank 0 checks for all ranks if they share a disk, else each for itself. write_file
         then reserves it."""
         is_first = self.ranks.rank == 0
-        if is_first and self.plan.parts_root is None:
+        if is_first and self._parts_root is None:
             needed = self.outcome.bytes + sum(map(len, self._texts.values()))
         if is_first and self.plan.retention is not None and shutil.disk_usage(self.parts).free < needed:
             with contextlib.suppress(OSError):  # the lack of room is reported instead
@@ -302,7 +300,7 @@ class SaveJob:
             if self._trouble:
                 deadline = min(deadline, time.monotonic() + (_GRACE_SECONDS if self.staging_dir.is_dir() else 0.0))
             elif missing:
-                with self._acting():
+                with self._writer.acting():
                     self.draft.stat()
             if not missing or time.monotonic() >= deadline:
                 break
@@ -318,7 +316,7 @@ class SaveJob:
         """All that a draft still lacks, the manifest last."""
         for rank in range(self.ranks.size):
             self._report_file(rank).unlink()
-        where = {} if self.plan.parts_root is None else {PARTS: str(self.parts.absolute())}
+        where = {} if self._parts_root is None else {PARTS: str(self.parts.absolute())}
         for name, facts in files.items():
             if where:
                 os.symlink(self.parts.absolute() / name, self.draft / name)
@@ -341,10 +339,10 @@ class SaveJob:
         if os.path.lexists(self.final):  # one of the same step, which this replaces
             os.rename(self.final, old)
         os.rename(self.draft, self.final)
-        sync_folder(self.plan.root)
+        sync_folder(self.root)
         _write_synced(latest, self.final.name + "\n")
-        os.replace(latest, self.plan.root / folders.LATEST)
-        sync_folder(self.plan.root)
+        os.replace(latest, self.root / folders.LATEST)
+        sync_folder(self.root)
         remove_tree(old)
 
     def _retain(self) -> None:
@@ -355,12 +353,8 @@ class SaveJob:
                 self.outcome.retention_trouble = str(error)
 
     def _sweep_parts(self) -> None:
-        if self.plan.parts_root is not None:
-            sweep_parts(self.plan.parts_root, self.plan.root, spare=self._spare)
-
-    def _acting(self) -> contextlib.AbstractContextManager[None]:
-        """Within it a start that lost its staging dir to a newer one fails with FencedError."""
-        return contextlib.nullcontext() if self.plan.writer is None else self.plan.writer.acting()
+        if self._parts_root is not None:
+            sweep_parts(self._parts_root, self.root, spare=self._spare)
 
     def _word_of(self, rank: int) -> str:
         return f"save/{self._nonce}/{rank}"
@@ -393,9 +387,9 @@ class SaveJob:
         *first, last = problems
         if self._fenced:
             return FencedError([*first, replace(last, remedy="stop this process: the newer one continues")])
-        place, option = self.plan.root, "--run-dir"
-        if self.plan.parts_root is not None:
-            place, option = self.plan.parts_root, "checkpoint.local.path"
+        place, option = self.root, "--run-dir"
+        if self._parts_root is not None:
+            place, option = self._parts_root, "checkpoint.local.path"
         rule = f"{free_space(place)}, about {format_bytes(self.outcome.bytes)} are needed"
         gone = ", ".join(self.outcome.removed)
         older = f"{gone} had to go, as `keep` allows" if gone else "older checkpoints are untouched"
@@ -416,7 +410,6 @@ def save_checkpoint(
     state: Mapping[str, Any],
     recipe_yaml: str,
     ranks: Ranks = ALONE,
-    writer: Writer | None = None,
     facts: Mapping[str, Any] | None = None,
     values: Callable[[str], Tensor] | None = None,
 ) -> Path:
@@ -426,7 +419,8 @@ def save_checkpoint(
     device = next((piece.tensor.device for piece in pieces.values()), torch.device("cpu"))
     saver = Saver(pieces, device=device, ranks=ranks, values=values)
     saver.stage()
-    plan = SavePlan(root=root, step=step, state=state, recipe_yaml=recipe_yaml, facts=facts or {}, writer=writer)
+    tier = Tier(Writer(root))
+    plan = SavePlan(tier=tier, step=step, state=state, recipe_yaml=recipe_yaml, facts=facts or {})
     saver.persist(plan)
     outcome = saver.wait()[-1]
     raise_together(ranks, outcome.error)

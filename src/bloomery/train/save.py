@@ -115,11 +115,10 @@ def plan_staged_save(run: Run, state: TrainState) -> SavePlan | None:
     state.saved_at = max(time.time(), state.saved_at + 1e-3)
     blend = run.data.blend.state.to_json() if run.data.blend else None
     return SavePlan(
-        root=tier.root,
+        tier=tier,
         step=state.step,
         state={**state.to_json(), "interval": run.meter.partial(), "blend": blend},
         recipe_yaml=as_yaml(run.recipe),
-        writer=tier.writer,
         facts={
             "consumed_samples": state.consumed_samples,
             "consumed_tokens": run.plan.tokens_at(state.consumed_samples),
@@ -133,7 +132,6 @@ def plan_staged_save(run: Run, state: TrainState) -> SavePlan | None:
             "validation": state.validation,
             SUSPICIOUS: suspicious,
         },
-        parts_root=tier.parts_root,
         after=[run.folder / names.METRICS_FILE, run.folder / names.EVENTS_FILE],
         retention=Retention(
             tier,

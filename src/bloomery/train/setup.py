@@ -19,7 +19,7 @@ from bloomery.base.units import format_count
 from bloomery.checkpoint.folder import CHECKPOINTS, LOCAL_CHECKPOINTS, FencedError, take_over
 from bloomery.checkpoint.load import load_pieces
 from bloomery.checkpoint.remote import Uploader
-from bloomery.checkpoint.retention import DURABLE, LOCAL, Tier
+from bloomery.checkpoint.retention import Tier
 from bloomery.checkpoint.save import Saver
 from bloomery.checkpoint.select import refuse_later
 from bloomery.config.load import as_yaml
@@ -211,15 +211,17 @@ def _take_over(opened: Opened, roots: list[Path], *, is_newest: bool) -> tuple[T
     tiers: list[Tier] = []
     with agreed(ranks):
         if ranks.rank == 0:
-            tiers = [Tier.of(DURABLE, recipe.checkpoint, folder, take_over(roots[0]))]
-            if recipe.checkpoint.local is not None or roots[1].is_dir():
-                tiers.append(Tier.of(LOCAL, recipe.checkpoint, folder, take_over(roots[1])))
+            tiers = [Tier(take_over(roots[0]), recipe.checkpoint.keep)]
+            if recipe.checkpoint.local is not None:
+                tiers.append(Tier.node_local(recipe.checkpoint.local, folder, take_over(roots[1])))
+            elif roots[1].is_dir():
+                take_over(roots[1])
             if is_newest:
                 refuse_later(roots, step=past.state.step, damaged=past.choice.damaged)
             write_atomically(folder / names.RECIPE_FILE, as_yaml(recipe))
     durable, *local = ranks.broadcast(tiers)
     opened.journal.silent_when(lambda: durable.writer.fenced() is not None)
-    return durable, local[0] if local and recipe.checkpoint.local is not None else None
+    return durable, local[0] if local else None
 
 
 def _build_model(opened: Opened, mesh: Mesh) -> tuple[Optimizer, Runner]:
