@@ -168,7 +168,7 @@ def test_the_peak_is_that_of_the_real_schedule(
     with simulate._fake_world(world, 0) as mesh:
         parts, meter = outline(recipe, mesh, compile_model=False), NumberingMeter()
         with fake_accelerator(meter):
-            parts = give_memory(parts, recipe, torch.device("cpu"))
+            parts = give_memory(parts, torch.device("cpu"))
             simulate._compute_in(recipe, parts)
             runner = make_runner(recipe, parts, device=torch.device("cpu"), compile_model=False, num_sources=1)
             batch = simulate._batch(recipe)

@@ -19,7 +19,7 @@ from bloomery.parallel.mesh import Mesh
 from bloomery.parallel.pipeline import PipelineExecution, build_stages
 from bloomery.parallel.runner import DTYPES, Execution, PlainExecution, Runner
 from bloomery.parallel.tensor import apply_tensor_parallel, cut_buffers, vocabulary_losses
-from bloomery.parallel.weights import Weight, logical_shapes, weights_of
+from bloomery.parallel.weights import Weight, weights_of
 
 
 @dataclass(frozen=True)
@@ -27,8 +27,6 @@ class Parallelised:
     """What one rank holds of a model: modules cut and wrapped."""
 
     stages: Mapping[int, nn.Module]
-    shapes: Mapping[str, tuple[int, ...]]
-    """Of all parameters before anything was cut."""
     weights: list[Weight]
     mesh: Mesh
 
@@ -36,7 +34,7 @@ class Parallelised:
 def parallelise(recipe: Recipe, mesh: Mesh, *, device: torch.device, compile_model: bool) -> Parallelised:
     """Build, cut, attach, wrap; only then give it memory and values: no rank ever holds more than its part. All in
     fp32."""
-    parts = give_memory(outline(recipe, mesh, compile_model=compile_model), recipe, device)
+    parts = give_memory(outline(recipe, mesh, compile_model=compile_model), device)
     initialise(((weight.name, weight.piece) for weight in parts.weights), recipe.model, recipe.seed)
     return parts
 
@@ -44,7 +42,7 @@ def parallelise(recipe: Recipe, mesh: Mesh, *, device: torch.device, compile_mod
 def outline(recipe: Recipe, mesh: Mesh, *, compile_model: bool) -> Parallelised:
     """Build, cut, attach, wrap, on the meta device."""
     stages = build_stages(recipe, mesh)
-    shapes = logical_shapes(stages.values())
+    shapes = {name: tuple(each.shape) for model in stages.values() for name, each in model.named_parameters()}
     for model in stages.values():
         apply_tensor_parallel(model, mesh)
         apply_context_parallel(model, mesh, recipe.model.seq_length)
@@ -54,17 +52,17 @@ def outline(recipe: Recipe, mesh: Mesh, *, compile_model: bool) -> Parallelised:
                 block.forward = torch.compile(block.forward, dynamic=False)
         apply_fsdp(model, mesh, zero=recipe.parallel.zero, dtype=DTYPES[recipe.precision])
     weights = weights_of(stages.values(), shapes, mesh, tied=recipe.model.tie_embeddings)
-    return Parallelised(stages, shapes, weights, mesh)
+    return Parallelised(stages, weights, mesh)
 
 
-def give_memory(parts: Parallelised, recipe: Recipe, device: torch.device) -> Parallelised:
+def give_memory(parts: Parallelised, device: torch.device) -> Parallelised:
     """Memory without values. (Inside a FakeTensorMode it is as fake as a simulation needs it.)"""
     for model in parts.stages.values():
         materialise(model, device)
         cut_buffers(model, parts.mesh)
         init_fsdp(model)
-    weights = weights_of(parts.stages.values(), parts.shapes, parts.mesh, tied=recipe.model.tie_embeddings)
-    return replace(parts, weights=weights)
+    parameters = [each for model in parts.stages.values() for each in model.parameters()]
+    return replace(parts, weights=[weight.at(each) for weight, each in zip(parts.weights, parameters, strict=True)])
 
 
 def make_runner(

@@ -22,8 +22,6 @@ _CUT_INPUTS = ("tokens", "positions")
 
 def places_of(seq_length: int, cp: int, cp_rank: int) -> Tensor:
     """Where the tokens of a context-parallel rank stand in the sequence."""
-    if cp == 1:
-        return torch.arange(seq_length)
     pieces = torch.arange(seq_length).chunk(2 * cp)
     return torch.cat([pieces[cp_rank], pieces[2 * cp - 1 - cp_rank]])
 

@@ -17,7 +17,6 @@ class Mesh(Place):
     """Where this rank stands. A group is None where there is nobody to talk to. As it is, a process without others."""
 
     layout: Layout = field(default_factory=Layout)
-    rank: int = 0
     tp_group: dist.ProcessGroup | None = None
     cp_group: dist.ProcessGroup | None = None
     pp_group: dist.ProcessGroup | None = None
@@ -36,21 +35,16 @@ def make_mesh(layout: Layout, device: torch.device) -> Mesh:
     if layout.world == 1:
         return Mesh()
     assert dist.get_world_size() == layout.world, "sizing decided the layout from this very world"
-    mesh, rank = device_mesh(layout, device), dist.get_rank()
+    shape = (layout.pp, layout.copies, layout.shard, layout.tp)
+    mesh = init_device_mesh(device.type, shape, mesh_dim_names=("pp", "copy", "shard", "tp"))
     return Mesh(
         layout=layout,
-        rank=rank,
-        **asdict(layout.place_of(rank)),
+        **asdict(layout.place_of(dist.get_rank())),
         tp_group=mesh["tp"].get_group() if layout.tp > 1 else None,
         cp_group=_context_group(layout) if layout.cp > 1 else None,
         pp_group=mesh["pp"].get_group() if layout.pp > 1 else None,
         data=(mesh["shard"] if layout.copies == 1 else mesh["copy", "shard"]) if layout.dp * layout.cp > 1 else None,
     )
-
-
-def device_mesh(layout: Layout, device: torch.device) -> DeviceMesh:
-    shape = (layout.pp, layout.copies, layout.shard, layout.tp)
-    return init_device_mesh(device.type, shape, mesh_dim_names=("pp", "copy", "shard", "tp"))
 
 
 def _context_group(layout: Layout) -> dist.ProcessGroup:

@@ -121,14 +121,12 @@ class Runner:
 
     def _sums(self, found: Sequence[RowLosses], names: Sequence[str]) -> Tensor:
         """Each loss summed over this rank's samples; zeros where another rank reports the same."""
-        if not found or not self._mesh.reports_loss:
-            return torch.zeros(len(names), device=self._device)
-        # A loss over whole samples is known to every context-parallel rank, one over tokens only in parts.
-        is_mine = [name == LM_LOSS or self._mesh.cp == 0 for name in names]
-        totals = [torch.stack([rows[name].detach().sum() for rows in found]).sum() for name in names]
-        return torch.stack(
-            [total if mine else torch.zeros_like(total) for total, mine in zip(totals, is_mine, strict=True)]
-        )
+        sums = torch.zeros(len(names), device=self._device)
+        for i, name in enumerate(names):
+            # A loss over whole samples is known to every context-parallel rank, one over tokens only in parts.
+            if found and self._mesh.reports_loss and (name == LM_LOSS or self._mesh.cp == 0):
+                sums[i] = torch.stack([rows[name].detach().sum() for rows in found]).sum()
+        return sums
 
     def _by_source(self, found: Sequence[RowLosses], batch: GlobalBatch) -> Tensor | None:
         if self._num_sources < 2 or batch.sources is None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -30,16 +30,15 @@ class Weight:
     tied_over_pp: bool
     """The first and the last stage have copies, and each a part of the gradient."""
 
-
-def logical_shapes(models: Iterable[nn.Module]) -> dict[str, tuple[int, ...]]:
-    """Shapes of all parameters before anything was cut."""
-    return {name: tuple(parameter.shape) for model in models for name, parameter in model.named_parameters()}
+    def at(self, parameter: nn.Parameter) -> Weight:
+        """The same weight in another place in memory."""
+        return replace(self, parameter=parameter, piece=self.piece.with_tensor(local_of(parameter.data)))
 
 
 def weights_of(
     models: Iterable[nn.Module], shapes: Mapping[str, tuple[int, ...]], mesh: Mesh, *, tied: bool
 ) -> list[Weight]:
-    """Everything this rank trains, in the order of the models' parameters."""
+    """Everything this rank trains, in the order of the models' parameters. `shapes`: before anything was cut."""
     weights = []
     across = tied and mesh.layout.pp > 1
     for model in models:

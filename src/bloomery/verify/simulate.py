@@ -108,7 +108,7 @@ def simulate_rank(recipe: Recipe, layout: Layout, rank: int) -> SimulatedRank:
     with _fake_world(layout, rank) as mesh:
         parts, meter = outline(recipe, mesh, compile_model=False), MemoryMeter()
         with fake_accelerator(meter):
-            parts = _compute_in(recipe, give_memory(parts, recipe, _CPU))
+            parts = _compute_in(recipe, give_memory(parts, _CPU))
             gradients, held = Gradients(parts.weights, mesh), _held_elements(parts)
             memory, in_flight = _measure(recipe, parts, gradients, meter, weight_bytes(recipe, layout, held))
     layers, embedding, head = stage_part(recipe, layout, mesh.pp)
