@@ -181,13 +181,13 @@ def test_an_upload_to_a_folder_follows_no_link(workshop: Workshop, victim: Path,
     assert workshop.events(workshop.folder / "run", "upload" if "/" in name else "upload_failed")
 
 
-IN_PREPARE = [".bin", ".idx", ".manifest.json", ".origins", ".partial-origins", ".partial-x.bin", ".parts",
-              ".parts/lock", ".parts/000000.part", ".parts/000000.done", ".parts/000000.tmp-1-x", ".parts/shared",
-              ".parts/strange"]  # fmt: skip
+IN_PREPARE = [".x.lock", "x.bin", "x.idx", "x.manifest.json", "x.origins", "x.partial-x.bin", "x.parts",
+              "x.parts/origins", "x.parts/000000.part", "x.parts/000000.done",
+              "x.parts/000000.tmp-1-x", "x.parts/strange"]  # fmt: skip
 
 
-@pytest.mark.parametrize("ending", IN_PREPARE)
-def test_prepare_follows_no_link(ending: str, tmp_path: Path, victim: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", IN_PREPARE)
+def test_prepare_follows_no_link(name: str, tmp_path: Path, victim: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     tokenizer = make_tokenizer(tmp_path / "tok")
     write_jsonl(tmp_path / "corpus/a.jsonl", make_texts(20))
@@ -195,7 +195,7 @@ def test_prepare_follows_no_link(ending: str, tmp_path: Path, victim: Path, monk
 
     def prepare() -> int:
         for path in tmp_path.glob("out/x.*"):
-            if path.is_dir() and not path.is_symlink() and ".parts/" not in ending:
+            if path.is_dir() and not path.is_symlink() and ".parts/" not in name:
                 shutil.rmtree(path)
             elif path.is_file() and not path.is_symlink():
                 path.unlink()
@@ -207,7 +207,7 @@ def test_prepare_follows_no_link(ending: str, tmp_path: Path, victim: Path, monk
             assert shard.num_documents > 30
         return 0
 
-    untouched(victim, tmp_path / f"out/x{ending}", prepare)
+    untouched(victim, tmp_path / "out" / name, prepare)
 
 
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors", "README.md", ".draft-1.tmp", "tokenizer.json"])

@@ -80,7 +80,7 @@ def test_every_document_is_there_with_its_end_and_the_manifest_says_so(corpus, t
     result = prepare(section, tokenizer=tokenizer, seed=1, progress=seen.append)
     expected = ["bee", "# Aye\r\n", "bee", "zed <|endoftext|> żółć", *(f"line {i}" for i in range(5))]
     assert read_texts(tokenizer, "out/shards/x") == [text + EOD for text in expected]
-    assert sorted(os.listdir("out/shards")) == ["x.bin", "x.idx", "x.manifest.json", "x.origins"]
+    assert sorted(os.listdir("out/shards")) == [".x.lock", "x.bin", "x.idx", "x.manifest.json", "x.origins"]
     assert not result.reused
 
     manifest = read_manifest("out/shards/x")

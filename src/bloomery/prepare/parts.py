@@ -26,11 +26,10 @@ from pydantic import NonNegativeInt, TypeAdapter
 
 from bloomery.base.bounded import read_json
 from bloomery.base.errors import DataError, Problem
-from bloomery.base.storage import open_plain, own_folder, write_all, writing
+from bloomery.base.storage import open_plain, own_folder, remove_tree, write_all, writing
 from bloomery.data.shards import file_checksum
 
 _TEMPORARY = ".tmp-"
-_LOCK = "lock"
 _LOCK_TIMEOUT_SECONDS = 5.0
 """For the workers of a killed run to end."""
 LENGTH = np.dtype("<i4")
@@ -76,43 +75,35 @@ class PartsFolder:
     def __init__(self, output: str, dtype: np.dtype[Any]) -> None:
         self.path, self.dtype = Path(f"{output}.parts"), dtype
         """Of tokens."""
+        self._lock = self.path.with_name(f".{self.path.stem}.lock")
 
     @contextlib.contextmanager
     def locked(self, *, shared: bool) -> Iterator[IO[bytes]]:
         """Runs that share the units may work beside each other, but none beside a run that merges them. The lock ends
-        with the process and its children."""
+        with the process and its children. Its file stays: without it two runs could each lock one of their own."""
+        own_folder(self.path, parents=True)
+        with writing(
+            self._lock
+        ):  # on NFS a shared lock needs a file that is read, and an exclusive one that is written
+            lock = open(self._lock, "a+b", opener=open_plain)  # noqa: SIM115 - closed below
         give_up = time.monotonic() + _LOCK_TIMEOUT_SECONDS
-        while (lock := self._take_lock(fcntl.LOCK_SH if shared else fcntl.LOCK_EX)) is None:
-            if time.monotonic() > give_up:
-                rule = "two runs would do the same work, or write over it"
-                remedy = "wait for it; runs that work at the same time need a share each, with --unit k/n"
-                raise DataError(Problem("another run is at work on this", rule, remedy, str(self.path)))
-            time.sleep(0.05)
         with lock:
+            while not _try_lock(lock, fcntl.LOCK_SH if shared else fcntl.LOCK_EX):
+                if time.monotonic() > give_up:
+                    rule = "two runs would do the same work, or write over it"
+                    remedy = "wait for it; runs that work at the same time need a share each, with --unit k/n"
+                    raise DataError(Problem("another run is at work on this", rule, remedy, str(self.path)))
+                time.sleep(0.05)
+            own_folder(self.path)  # the run before may have finished and removed it
             for stale in self.path.glob(f"*{_TEMPORARY}*") if not shared else ():  # of a run that was killed
                 with writing(stale, "remove"):
                     stale.unlink(missing_ok=True)
             yield lock
 
-    def _take_lock(self, how: int) -> IO[bytes] | None:
-        own_folder(self.path, parents=True)
-        # FileNotFoundError: the run before has just finished and removed the folder. On NFS a shared lock needs a file
-        # that may be read, and an exclusive one a file that may be written.
-        with writing(self.path / _LOCK), contextlib.suppress(FileNotFoundError):
-            lock = open(self.path / _LOCK, "a+b", opener=open_plain)  # noqa: SIM115 - closed by locked
-            if _try_lock(lock, how) and os.fstat(lock.fileno()).st_nlink:
-                return lock
-            lock.close()
-        return None
-
     def remove(self, lock: IO[bytes]) -> None:
         """Once the shard is finished, within `locked`. Stays where other shares are at work in it."""
         if _try_lock(lock, fcntl.LOCK_EX):
-            # The lock goes last: a run that makes a new one from then on finds nothing that could still be removed.
-            with contextlib.suppress(OSError):
-                for path in sorted(self.path.iterdir(), key=lambda path: path.name == _LOCK):
-                    path.unlink()
-                self.path.rmdir()
+            remove_tree(self.path)
 
     def file(self, unit: int) -> Path:
         return self.path / f"{unit:06d}.part"
