@@ -117,21 +117,33 @@ _TO_AT = r"(?:(?!://)[^\s'\"<>]){0,1024}@"
 _PORT = r"\d{1,5}(?:[^\w@%!$*+=~.-]|[.,]?$|[.,]\s)|[\s'\"<>),;\]]|$"
 _CHAIN = r":(?:[\w+.-]+::)*[\w+.-]+://"
 _NAMED = (
-    r"(?<![a-z])(?:sig|sas|pass|pw|code|session|hmac|hdnea)(?![a-z])|signature|token(?!iz)|secret|passw|pwd|jwt"
-    r"|key(?!word)|cred|auth(?!or)"
+    r"(?<![a-z])(?:sig|sas|pass|pw|code|hmac|hdnea|sid)(?![a-z])|signature|token(?!iz)|secret|passw|pwd|jwt|session"
+    r"|ticket|bearer|key(?!word)|cred|auth(?!or)"
 )
-_WORDS = r"\w*secret\w*|passw\w*|sharedaccess\w*|(?:access|account|api)_?key|(?:access|api|auth|hf|sas|session)_?token"
+_SOME = r"\w{0,64}"  # not \w*: a long word of many secrets would take minutes
+_WORDS = (
+    rf"{_SOME}(?:secret|passw){_SOME}|sharedaccess{_SOME}|{_SOME}(?:access|account|api)_?key"
+    rf"|{_SOME}(?:access|api|auth|git\w{{0,3}}|hf|hub|sas|session)_?token"
+)
 _RULES = (
     # scheme://user:PASSWORD@host, also where a message cut it short, and as a path, which has one `/`. Stores have no
     # ports; fsspec chains with `::`.
     (re.compile(rf"(\b(?:s3a?|gc?s|abfss?|az|hf):/{{1,2}}){_USER}{_TO_AT}", re.I), "@"),
-    (re.compile(rf"(://|\b(?:https?|ftps?):/){_USER}(?!{_PORT})(?!{_CHAIN})(?:{_TO_AT}|[^\s'\"<>/]{{1,1024}})"), "@"),
+    (
+        re.compile(
+            rf"(:(?://|\\/\\/)|\b(?:https?|ftps?):/){_USER}(?!{_PORT})(?!{_CHAIN})(?:{_TO_AT}|[^\s'\"<>/]{{1,1024}})"
+        ),
+        "@",
+    ),
     (re.compile(r"(\b(?:https?|ftps?):/{1,2})[^\s/@:'\"<>]+@", re.I), "@"),
     # Signed queries, the pairs of a connection string, what libraries print of their options and headers.
-    (re.compile(rf"([?&;#][\w.%-]{{0,64}}?(?:{_NAMED})[\w.%-]{{0,64}}=){_VALUE}", re.I), ""),
-    (re.compile(rf"(\b(?:{_WORDS})(?:=|['\"]: ?)['\"]?){_VALUE}", re.I), ""),
-    (re.compile(r"(authorization['\"]?\s*[:=]\s*+['\"]?+)(?!\*)[^'\"\n,}]+", re.I), ""),
-    (re.compile(rf"(\b(?:x-[\w-]*(?:key|token|secret)['\"]?\s*[:=]\s*['\"]?|Bearer ))(?!\*){_VALUE}", re.I), ""),
+    (
+        re.compile(rf"((?:[?&;#]|%3F|%26|\\u0026)[\w.%-]{{0,64}}?(?:{_NAMED})[\w.%-]{{0,64}}?(?:=|%3D)){_VALUE}", re.I),
+        "",
+    ),
+    (re.compile(rf"(\b(?:{_WORDS})(?:\s?=\s?|['\"]: ?)['\"]?){_VALUE}", re.I), ""),
+    (re.compile(r"((?:authorization|cookie)['\"]?\s*[:=]\s*+['\"]?+)(?!\*)[^'\"\n,}]+", re.I), ""),
+    (re.compile(rf"(\b(?:x-[\w-]{{0,64}}(?:key|token|secret)['\"]?\s*[:=]\s*['\"]?|Bearer ))(?!\*){_VALUE}", re.I), ""),
 )
 _INSTEAD = {
     "s3 s3a": "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or write ~/.aws/credentials",
