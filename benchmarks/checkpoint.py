@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from bloomery.base.accelerator import device_name, pick_device, synchronize
+from bloomery.base.accelerator import device_name, pick_device
 from bloomery.base.units import format_bytes
 from bloomery.data.shards import ShardWriter
 from bloomery.model.transformer import build_model
@@ -68,7 +68,8 @@ def measure_peers(name: str, overrides: list[str], folder: Path) -> dict[str, An
     for parameter, value in build_model(load_checked_recipe(name, overrides).recipe.model).named_parameters():
         for kind in ("model", "exp_avg", "exp_avg_sq"):
             tensors[f"{kind}.{parameter}"] = torch.rand(value.shape, device=device)
-    synchronize(device)
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
     plain, stall, whole = [], [], []
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     for i in range(2):
@@ -81,7 +82,8 @@ def measure_peers(name: str, overrides: list[str], folder: Path) -> dict[str, An
             warnings.simplefilter("ignore")
             started = time.monotonic()
             future = async_save(tensors, checkpoint_id=str(folder / f"dcp-{i}"))
-            synchronize(device)
+            if device.type != "cpu":
+                torch.accelerator.synchronize(device)
             stall.append(time.monotonic() - started)
             future.result()
         whole.append(time.monotonic() - started)

@@ -21,7 +21,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from bloomery.base.accelerator import device_name, memory_bytes, pick_device, synchronize
+from bloomery.base.accelerator import device_name, memory_bytes, pick_device
 from bloomery.config.recipe import ModelSection
 from bloomery.data.shards import ShardWriter
 from bloomery.sizing.check import load_checked_recipe
@@ -147,7 +147,8 @@ def measure_peer(name: str, batch: int, steps: int, overrides: list[str]) -> dic
     tokens = torch.randint(model_section.vocab_size, (8, batch, model_section.seq_length), device=device)
     seconds = []
     for step in range(steps):
-        synchronize(device)
+        if device.type != "cpu":
+            torch.accelerator.synchronize(device)
         started = time.monotonic()
         with torch.autocast(device.type, dtype=torch.bfloat16):
             loss = compiled(input_ids=tokens[step % 8], labels=tokens[step % 8], use_cache=False).loss
@@ -155,7 +156,8 @@ def measure_peer(name: str, batch: int, steps: int, overrides: list[str]) -> dic
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        synchronize(device)
+        if device.type != "cpu":
+            torch.accelerator.synchronize(device)
         seconds.append(time.monotonic() - started)
     step_seconds = statistics.median(seconds[steps // 2 :])
     return {

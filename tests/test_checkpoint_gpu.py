@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from bloomery.base.accelerator import host_memory, pick_device, synchronize
+from bloomery.base.accelerator import host_memory, pick_device
 from bloomery.base.ranks import Piece
 from bloomery.checkpoint.folder import Writer
 from bloomery.checkpoint.load import load_pieces, read_checkpoint
@@ -54,7 +54,7 @@ def test_staging_does_not_wait_for_the_device(tmp_path: Path) -> None:
     saver.stage()
     saver.persist(SavePlan(tier=Tier(Writer(tmp_path)), step=0, state={}, recipe_yaml=""))
     saver.wait()
-    synchronize(device)
+    torch.accelerator.synchronize(device)
     started, ended = torch.Event(device, enable_timing=True), torch.Event(device, enable_timing=True)
     matrix = torch.randn(8192, 8192, device=device)
     started.record()
@@ -65,7 +65,7 @@ def test_staging_does_not_wait_for_the_device(tmp_path: Path) -> None:
     saver.persist(SavePlan(tier=Tier(Writer(tmp_path)), step=1, state={}, recipe_yaml=""))
     busy = not ended.query()  # the host came back while the device still computed
     (outcome,) = saver.wait()
-    synchronize(device)
+    torch.accelerator.synchronize(device)
     assert busy or outcome.blocking_seconds * 1000 < started.elapsed_time(ended)
 
 

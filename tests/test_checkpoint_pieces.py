@@ -239,13 +239,6 @@ def test_trouble_on_one_rank_is_the_same_error_on_all(
     assert latest_checkpoint(tmp_path) == first
 
 
-def test_a_root_that_cannot_be_made_is_the_same_error_on_all(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    held = [{"w": Piece(torch.ones(2), (4,), (2 * rank,))} for rank in range(2)]
-    raised = save(tmp_path / "file" / "root", held)
-    assert all("could not be written on rank 0: Not a directory" in str(error) for error in raised)
-
-
 def test_a_save_of_the_same_step_replaces_the_older_one(tmp_path: Path) -> None:
     for value in (1.0, 2.0):
         tensor = torch.full((3,), value)

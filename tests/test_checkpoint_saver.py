@@ -236,21 +236,6 @@ def test_many_ranks_save_without_a_collective_in_their_threads(tmp_path: Path) -
     assert sorted(path.name for path in folder.glob("rank-*")) == []
 
 
-@pytest.mark.parametrize("failing", [0, 2])
-def test_a_rank_that_fails_is_named_on_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: int) -> None:
-    original = save_module.write_file
-
-    def fails(path: Path, *rest: Any) -> Any:
-        if path.name == f"tensors-{failing:05d}.safetensors":
-            raise OSError(122, "Disk quota exceeded")
-        return original(path, *rest)
-
-    monkeypatch.setattr(save_module, "write_file", fails)
-    errors = on_ranks(4, tmp_path, saved(tmp_path))
-    assert all(f"on rank {failing}: Disk quota exceeded (EDQUOT)" in str(error) for error in errors)
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_a_rank_whose_part_never_comes_is_named(tmp_path: Path) -> None:
     def act(saver: Saver, ranks: Any, pieces: dict[str, Piece]) -> SaveOutcome | None:
         if ranks.rank == 1:

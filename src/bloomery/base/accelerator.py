@@ -151,12 +151,6 @@ def energy_sensor(device: torch.device) -> Sensor | str:
     return sensor
 
 
-def synchronize(device: torch.device) -> None:
-    """Wait until the device is idle."""
-    if device.type != "cpu":
-        torch.accelerator.synchronize(device)
-
-
 def host_memory(size: int, device: torch.device) -> Tensor:
     """Bytes on the host that the device can copy into without the processor; the system cannot page them out. All of
     them are really there: the first use is as fast as the next."""
