@@ -131,7 +131,7 @@ def test_ranks_of_one_machine_read_a_shared_sensor_once(powercap: Path) -> None:
     assert {meter.counted_by for meter in meters} == {"RAPL (dram, package-0)"}
     count(powercap / "intel-rapl:0", 65_000_000)
     for meter in meters:
-        meter._started -= 100
+        meter._started, meter._read_at = meter._started - 100, meter._read_at - 100
     spent = [meter.own(fresh=True) for meter in meters]
     total = spent[0] + spent[1] + spent[2]
     assert [each.joules for each in spent] == [pytest.approx(60.0), 0, 0]
@@ -150,7 +150,7 @@ def test_a_rank_without_a_sensor_is_seen_in_the_share(powercap: Path) -> None:
     assert {meter.counted_by for meter in meters} == {"no sensor that answers; NVML"}
     total = Energy()
     for meter in meters:
-        meter._started -= 100
+        meter._started, meter._read_at = meter._started - 100, meter._read_at - 100
         total += meter.own(fresh=True)
     assert 0.4 < total.coverage < 0.6
 

@@ -113,13 +113,8 @@ def _normal_block(
             left, right = max(2 * start, offset[-1]), min(2 * stop, offset[-1] + size[-1])
             block[rows, left - offset[-1] : right - offset[-1]] = values[:, left - 2 * start : right - 2 * start]
 
-    starts = range(0, row_numbers.size, rows_per_chunk)
-    if threads > 1 and len(starts) > 1:
-        with ThreadPoolExecutor(min(threads, len(starts))) as pool:  # numpy lets go of the interpreter lock
-            list(pool.map(fill, starts))
-    else:
-        for row in starts:
-            fill(row)
+    with ThreadPoolExecutor(threads) as pool:  # numpy lets go of the interpreter lock
+        list(pool.map(fill, range(0, row_numbers.size, rows_per_chunk)))
     return block.reshape(size)
 
 

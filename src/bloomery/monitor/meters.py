@@ -177,34 +177,25 @@ class EnergyMeter:
         self.counted_by, self.before = counted_by, before or Energy()
         self._sensor, self._covers = sensor, covers
         self._started = self._read_at = time.monotonic()
-        self._first = self._last = self._read()
+        self._first = self._last = 0.0
+        self.own(fresh=True)
+        self._first = self._last
 
     def own(self, *, fresh: bool = False) -> Energy:
-        """This rank's part of this job so far. Cheap enough for every step: sensors are read once a second."""
+        """This rank's part of this job so far. Cheap enough for every step: sensors are read once a second. What one
+        that no longer answers has counted until then stays."""
         now = time.monotonic()
-        if fresh or now - self._read_at >= _FRESH_SECONDS:
-            found = self._read()
-            if found is not None:
-                self._last, self._read_at = found, now
-        device_seconds = now - self._started
-        if self._first is None or self._last is None:
-            return Energy(device_seconds=device_seconds)
+        if self._sensor is not None and (fresh or now - self._read_at >= _FRESH_SECONDS):
+            try:
+                self._last, self._read_at = self._sensor.joules(), now
+            except (OSError, ValueError):
+                self._sensor = None
         measured_seconds = self._covers * (self._read_at - self._started)
-        return Energy(self._last - self._first, measured_seconds, device_seconds)
+        return Energy(self._last - self._first, measured_seconds, now - self._started)
 
     def total(self, ranks: Ranks, *, fresh: bool = False) -> Energy:
         """What all ranks and jobs have spent so far. Collective."""
         return self.before + Energy(*ranks.sum(list(self.own(fresh=fresh).to_json().values())))
-
-    def _read(self) -> float | None:
-        """None where there is no sensor, or one that no longer answers: what it counted until then stays."""
-        if self._sensor is None:
-            return None
-        try:
-            return self._sensor.joules()
-        except (OSError, ValueError):
-            self._sensor = None
-            return None
 
 
 def start_meter(sensor: Sensor | str, metrics: Path, known: Sequence[Energy], ranks: Ranks) -> EnergyMeter:
