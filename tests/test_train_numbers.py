@@ -17,10 +17,9 @@ from bloomery.config.recipe import LossScaleSection, OptimizerSection
 from bloomery.data.batch import Batch, GlobalBatch
 from bloomery.families.family import IGNORED_LABEL
 from bloomery.model.loss import token_losses
-from bloomery.parallel.gradients import Gradients, count_zeros, total_norm
+from bloomery.parallel.gradients import Gradients, Weight, count_zeros, total_norm
 from bloomery.parallel.mesh import Mesh
 from bloomery.parallel.runner import PlainExecution, Runner
-from bloomery.parallel.weights import Weight
 from bloomery.train.optimizer import LossScale, Optimizer
 from conftest import Workshop
 

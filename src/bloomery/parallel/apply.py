@@ -14,12 +14,11 @@ from bloomery.model.init import initialise
 from bloomery.model.transformer import apply_recompute, materialise
 from bloomery.parallel.context import apply_context_parallel
 from bloomery.parallel.fsdp import apply_fsdp, init_fsdp
-from bloomery.parallel.gradients import Gradients
+from bloomery.parallel.gradients import Gradients, Weight, weights_of
 from bloomery.parallel.mesh import Mesh
 from bloomery.parallel.pipeline import PipelineExecution, build_stages
 from bloomery.parallel.runner import DTYPES, Execution, PlainExecution, Runner
 from bloomery.parallel.tensor import apply_tensor_parallel, cut_buffers, vocabulary_losses
-from bloomery.parallel.weights import Weight, weights_of
 
 
 @dataclass(frozen=True)

@@ -125,7 +125,7 @@ def stage_part(recipe: Recipe, layout: Layout, pp: int) -> tuple[list[range], bo
 
 
 def held_elements(recipe: Recipe, layout: Layout, place: Place) -> HeldElements:
-    """As parallel/weights.py: FSDP cuts rows, after tensor parallelism has cut what it cuts, into equal portions, of
+    """As parallel/gradients.py: FSDP cuts rows, after tensor parallelism has cut what it cuts, into equal portions, of
     which the last may be short or empty."""
     model, vocab_size = recipe.model, padded_vocab_size(recipe.model)
     layers, embedding, head = stage_part(recipe, layout, place.pp)

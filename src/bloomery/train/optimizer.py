@@ -13,8 +13,7 @@ from torch.distributed.tensor import DTensor
 from bloomery.base.errors import DivergedError, Problem
 from bloomery.base.ranks import Piece
 from bloomery.config.recipe import LossScaleSection, OptimizerSection
-from bloomery.parallel.gradients import Gradients
-from bloomery.parallel.weights import Weight
+from bloomery.parallel.gradients import Gradients, Weight
 
 
 @dataclass(frozen=True)

@@ -27,9 +27,8 @@ from bloomery.model.init import initialise
 from bloomery.model.transformer import build_model, materialise
 from bloomery.monitor.history import read_metrics
 from bloomery.monitor.record import StepRecord
-from bloomery.parallel.gradients import Gradients
+from bloomery.parallel.gradients import Gradients, Weight
 from bloomery.parallel.mesh import Mesh
-from bloomery.parallel.weights import Weight
 
 # In the folder of a trial (trials.py):
 RUN, TRACE = "run", "trace"
