@@ -131,14 +131,16 @@ _RULES = (
     (re.compile(rf"(\b(?:s3a?|gc?s|abfss?|az|hf):/{{1,2}}){_USER}{_TO_AT}", re.I), "@"),
     (
         re.compile(
-            rf"(:(?://|\\/\\/)|\b(?:https?|ftps?):/){_USER}(?!{_PORT})(?!{_CHAIN})(?:{_TO_AT}|[^\s'\"<>/]{{1,1024}})"
+            rf"(:(?://|\\+/\\+/)|\b(?:https?|ftps?):/){_USER}(?!{_PORT})(?!{_CHAIN})(?:{_TO_AT}|[^\s'\"<>/]{{1,1024}})"
         ),
         "@",
     ),
     (re.compile(r"(\b(?:https?|ftps?):/{1,2})[^\s/@:'\"<>]+@", re.I), "@"),
     # Signed queries, the pairs of a connection string, what libraries print of their options and headers.
     (
-        re.compile(rf"((?:[?&;#]|%3F|%26|\\u0026)[\w.%-]{{0,64}}?(?:{_NAMED})[\w.%-]{{0,64}}?(?:=|%3D)){_VALUE}", re.I),
+        re.compile(
+            rf"((?:[?&;#]|%3F|%26|\\+u0026)[\w.%-]{{0,64}}?(?:{_NAMED})[\w.%-]{{0,64}}?(?:=|%3D)){_VALUE}", re.I
+        ),
         "",
     ),
     (re.compile(rf"(\b(?:{_WORDS})(?:\s?=\s?|['\"]: ?)['\"]?){_VALUE}", re.I), ""),
