@@ -458,8 +458,6 @@ class HostSnapshot:
         # All views are made here: made at every save they would cost it milliseconds.
         self._targets: list[Tensor] = []
         self._sources: list[Tensor] = []
-        self._strided: list[tuple[list[Tensor], Tensor]] = []
-        """(targets, source) of tensors across blocks that do not lie in one stretch themselves."""
         position = 0
         for name in self.layout.order:
             tensor = tensors[name]
@@ -468,11 +466,9 @@ class HostSnapshot:
             if len(parts) == 1:
                 self._targets.append(parts[0].view(tensor.dtype).view(tensor.shape))
                 self._sources.append(tensor)
-            elif tensor.is_contiguous():
+            else:  # across blocks: only in bytes, so it must lie in one stretch, as weights and moments do
                 self._targets += parts
-                self._sources += _cut(tensor, parts)
-            else:
-                self._strided.append((parts, tensor))
+                self._sources += as_bytes(tensor).split_with_sizes([len(part) for part in parts])
 
     @torch.no_grad()
     def take(self) -> None:
@@ -480,8 +476,6 @@ class HostSnapshot:
         with self.queue.after_all_so_far():
             if self._targets:  # a loop in C++: a third of the host's time
                 torch._foreach_copy_(self._targets, self._sources, non_blocking=True)
-            for parts, tensor in self._strided:
-                torch._foreach_copy_(parts, _cut(tensor.contiguous(), parts), non_blocking=True)
 
     def blocks(self) -> Iterator[memoryview]:
         return (block.numpy().data for block in self._blocks)
@@ -494,11 +488,6 @@ class HostSnapshot:
             parts.append(block[start : start + count])
             position, count = position + len(parts[-1]), count - len(parts[-1])
         return parts
-
-
-def _cut(tensor: Tensor, parts: Sequence[Tensor]) -> list[Tensor]:
-    """The bytes of a tensor in one stretch, in parts of these sizes."""
-    return list(as_bytes(tensor).split_with_sizes([len(part) for part in parts]))
 
 
 class StreamedSnapshot(HostSnapshot):
