@@ -135,7 +135,6 @@ def test_where_a_fast_encoder_fails_later_the_reference_encodes_these_texts(corp
 def test_a_reference_that_fails_is_an_error(corpus, tokenizer, monkeypatch):
     monkeypatch.setattr(encoders, "fastokens", absent)
     monkeypatch.setattr(encoders, "reference", fails_for(corpus[330], RuntimeError("no such pair")))
-    monkeypatch.setattr("bloomery.prepare.run.reference", encoders.reference)
     with pytest.raises(DataError, match=r"^pytest .*: fails at a text: no such pair"):
         make(tokenizer)
 

@@ -89,8 +89,7 @@ def _progress(output: str) -> Callable[[Progress], None]:
         done = progress.input_bytes + progress.reused_bytes
         rate = progress.input_bytes / seconds
         left = format_seconds((progress.total_input_bytes - done) / rate) if rate else "?"
-        speed = f"{progress.text_bytes / seconds / 1e6:.1f} MB/s, {format_count(progress.tokens / seconds)} tokens/s"
-        what = f"merging {progress.merged:.0%}" if progress.merged else f"{speed}, {left} left"
+        what = f"merging {progress.merged:.0%}" if progress.merged else f"{rate / 1e6:.1f} MB/s, {left} left"
         return f"{output}: {min(done / max(progress.total_input_bytes, 1), 1.0):.1%}, {what}"
 
     return now_and_then(line)

@@ -40,10 +40,17 @@ class Encoder:
         self.name = f"{library} {importlib.metadata.version(library)}"
         """For the manifest."""
         self._encode = encode
+        self.otherwise: Encoder | None = None
+        """For texts at which the library fails, or takes too long."""
 
     def encode(self, texts: list[str]) -> Ids:
-        """DataError if the library fails or takes too long."""
-        return in_time(lambda: self._encode(texts), sum(map(len, texts)), self.name)
+        """DataError if that happens and there is no other."""
+        try:
+            return in_time(lambda: self._encode(texts), sum(map(len, texts)), self.name)
+        except DataError:
+            if self.otherwise is None:
+                raise
+            return self.otherwise.encode(texts)
 
 
 def reference(tokenizer: Tokenizer, as_ids: bool) -> Encoder:
@@ -79,8 +86,10 @@ def choose_encoder(tokenizer: Tokenizer, texts: Sequence[str], *, as_ids: bool) 
     try:
         fast = fastokens(tokenizer, as_ids)
         with worker_pool(partial(first_difference, sample_around(tokenizer, texts), right, fast), 1) as submit:
-            if not (difference := submit().result()):
-                return fast, [f"encoder: {fast.name}"]
+            difference = submit().result()
+        if not difference:
+            fast.otherwise = right
+            return fast, [f"encoder: {fast.name}"]
     except ImportError:
         difference = "it is not installed"
     except DataError as error:

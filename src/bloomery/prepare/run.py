@@ -25,7 +25,7 @@ from bloomery.data import manifest as manifests
 from bloomery.data.manifest import ShardManifest, SourceCount, SourceFile, manifest_path, origins_path
 from bloomery.data.shards import PARTIAL, ShardReader, ShardWriter, file_checksum, token_dtype
 from bloomery.data.tokenizer import Tokenizer
-from bloomery.prepare.encoders import choose_encoder, reference, reject_dropout
+from bloomery.prepare.encoders import choose_encoder, reject_dropout
 from bloomery.prepare.merge import Merge
 from bloomery.prepare.parts import PartsFolder, ShardPart
 from bloomery.prepare.pool import worker_pool
@@ -49,8 +49,6 @@ class Progress:
     input_bytes: int = 0
     reused_bytes: int = 0
     """Of the input, what an earlier run had done."""
-    text_bytes: int = 0
-    tokens: int = 0
     merged: float = 0.0
     """Share of the shard that is written."""
 
@@ -154,15 +152,14 @@ class Preparation:
         as_ids = self._settings.special_tokens == "as_ids"
         encoder, notes = choose_encoder(self.tokenizer, self._sample_texts(), as_ids=as_ids)
         self._notes += notes
-        counts = np.frombuffer(mmap.mmap(-1, 24 * len(self._units)), np.int64).reshape(-1, 3)  # shared by all processes
+        read_bytes = np.frombuffer(mmap.mmap(-1, 8 * len(self._units)), np.int64)  # shared by all processes
         worker = UnitTokenizer(
             units=self._units,
             settings=self._settings,
             folder=self._folder,
             encoder=encoder,
-            reference=reference(self.tokenizer, as_ids),
             tokenizer=self.tokenizer,
-            progress=counts,
+            read_bytes=read_bytes,
         )
         parts: dict[int, ShardPart] = {}
         with worker_pool(worker.make_part, min(self._workers, len(units))) as submit:
@@ -174,8 +171,7 @@ class Preparation:
                     part = done.get(timeout=_REPORT_SECONDS).result()
                     self._folder.mark(part)
                     parts[part.unit] = part
-                input_bytes, text_bytes, tokens = counts.sum(axis=0).tolist()
-                self._advance(input_bytes=input_bytes, text_bytes=text_bytes, tokens=tokens)
+                self._advance(input_bytes=int(read_bytes.sum()))
         return parts
 
     def _sample_texts(self) -> list[str]:

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from bloomery.base.errors import DataError, Problem
 from bloomery.base.splitmix import splitmix64
 from bloomery.data.tokenizer import Tokenizer
-from bloomery.prepare.encoders import Encoder, Ids, forbidden_ids
+from bloomery.prepare.encoders import Encoder, forbidden_ids
 from bloomery.prepare.merge import gather
 from bloomery.prepare.parts import DOCUMENT, PartsFolder, ShardPart, write_part
 from bloomery.prepare.read import Block, Unit, UnitReader, hash_span, place_of
@@ -66,18 +66,15 @@ class UnitTokenizer:
     settings: Settings
     folder: PartsFolder
     encoder: Encoder
-    reference: Encoder
-    """For blocks at which the encoder fails."""
     tokenizer: Tokenizer
-    progress: NDArray[np.int64]
-    """Of every unit, in memory that all processes share: bytes of input, bytes of text, and tokens."""
+    read_bytes: NDArray[np.int64]
+    """Of the input of every unit, in memory that all processes share."""
 
     def make_part(self, number: int) -> ShardPart:
         """The part is under its name, but counts only once it is marked."""
         unit, settings = self.units[number], self.settings
         reader = UnitReader(unit, text_key=settings.text_key, skip_bad=settings.bad_records == "skip")
         dropped = dict.fromkeys(REASONS, 0)
-        self.progress[number] = 0
         part_hash, runs = write_part(self.folder, number, self._encoded(reader, dropped))
         dropped[BAD] += reader.bad
         inputs = [(digest, span.file.stamp) for digest, span in zip(reader.hashes, unit.spans, strict=True)]
@@ -86,7 +83,7 @@ class UnitTokenizer:
     def _encoded(self, reader: UnitReader, dropped: dict[str, int]) -> Iterator[tuple[NDArray[Any], ...]]:
         for block in reader.blocks():
             tokens, lengths, table = self._encode_block(block, dropped)
-            self.progress[reader.unit.number] += block.input_bytes, table["text_bytes"].sum(), len(tokens)
+            self.read_bytes[reader.unit.number] += block.input_bytes
             del block
             if len(table):
                 yield tokens, lengths, table
@@ -105,7 +102,7 @@ class UnitTokenizer:
             hashes = b"".join(xxhash.xxh3_128_digest(text.encode()) for text in texts)
             table["hash"] = np.frombuffer(hashes, "<u8").reshape(-1, 2)
         sequences, sequence_texts = self._split(texts)
-        ids, lengths = self._ids(sequence_texts)
+        ids, lengths = self.encoder.encode(sequence_texts)
         table["sequences"] = _sums(lengths > 0, sequences)  # a sentence may be nothing but white space
         lengths = lengths[lengths > 0]
         table["tokens"] = _sums(lengths, table["sequences"])
@@ -122,14 +119,6 @@ class UnitTokenizer:
             lengths[last] += 1
             table["tokens"] += 1
         return tokens, lengths, table
-
-    def _ids(self, texts: list[str]) -> Ids:
-        try:
-            return self.encoder.encode(texts)
-        except DataError:
-            if self.encoder.name == self.reference.name:
-                raise
-            return self.reference.encode(texts)
 
     def _split(self, texts: list[str]) -> tuple[NDArray[np.int64], list[str]]:
         """(sequences of each document, the text of each sequence)."""
