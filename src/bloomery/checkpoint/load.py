@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from pydantic import TypeAdapter, ValidationError
 from safetensors import SafetensorError, safe_open
-from torch import Tensor, nn
+from torch import Tensor
 
 from bloomery.base.bounded import LARGE_BYTES, open_regular, parse_json, read_small, wrong_fields
 from bloomery.base.errors import DataError, Problem, RecipeError, first_few
@@ -37,7 +37,7 @@ from bloomery.checkpoint.format import DTYPES, Box, Kind, SavedPiece, SavedTenso
 from bloomery.config.load import load_recipe
 from bloomery.config.recipe import ModelSection, Recipe
 from bloomery.data.tokenizer import Tokenizer, is_other_tokenizer
-from bloomery.model.transformer import build_model
+from bloomery.model.transformer import Transformer, build_model, materialise
 from bloomery.sizing.parameters import parameter_shapes
 from bloomery.sizing.schedule import History, TrainingPlan
 
@@ -317,12 +317,10 @@ def _parts(checkpoint: Checkpoint, pieces: Mapping[str, Piece]) -> dict[str, lis
     return parts
 
 
-def load_model(checkpoint: Checkpoint, *, device: torch.device) -> nn.Module:
+def load_model(checkpoint: Checkpoint, *, device: torch.device) -> Transformer:
     """The model of its recipe with its fp32 weights, ready to evaluate."""
     model = build_model(checkpoint.recipe.model)
-    model.to_empty(device=device)
-    model.tie_weights()
-    model.rebuild_buffers(device)
+    materialise(model, device)
     weights = {f"model.{name}": Piece.whole(parameter.data) for name, parameter in model.named_parameters()}
     load_pieces(checkpoint, weights)
     return model.eval()

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Any
-
-from bloomery.families.family import Family, HfProblem, HuggingFace
+from bloomery.families.family import Family, HuggingFace
 
 
 def alibi_slopes(num_heads: int) -> list[float]:
@@ -17,14 +14,6 @@ def alibi_slopes(num_heads: int) -> list[float]:
 
     below = 1 << (num_heads.bit_length() - 1)
     return geometric(below) + geometric(2 * below)[0::2][: num_heads - below]
-
-
-def _check(config: Mapping[str, Any]) -> Iterator[HfProblem]:
-    slices = config.get("pretraining_tp", 1)
-    if config.get("slow_but_exact") and slices != 1:
-        rule = "it sums the rows of a matrix in that many slices, which rounds differently; sums are not sliced here"
-        remedy = "set slow_but_exact to false in config.json, if another rounding is acceptable"
-        yield f"slow_but_exact is true and pretraining_tp is {slices}", rule, remedy
 
 
 _HF = HuggingFace(
@@ -54,9 +43,11 @@ _HF = HuggingFace(
         "tie_embeddings": "tie_word_embeddings",
     },
     defaults={"seq_length": 2048, "dropout": 0.0, "norm_eps": 1e-5, "init_std": 0.02, "tie_embeddings": True},
-    only={"apply_residual_connection_post_layernorm": ((False,), "the residual is taken before the norm")},
+    only={
+        "apply_residual_connection_post_layernorm": ((False,), "the residual is taken before the norm"),
+        "slow_but_exact": ((False,), "sums are not sliced; set it to false if another rounding is acceptable"),
+    },
     constants={"apply_residual_connection_post_layernorm": False, "bos_token_id": None, "eos_token_id": None},
-    check=_check,
 )
 
 BLOOM = Family(

@@ -6,7 +6,7 @@ layer that no family had, that layer in `model/`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -17,8 +17,6 @@ SOP_LOSS = "sop loss"
 """Sentence order prediction, of bert."""
 IGNORED_LABEL = -100
 """A label without a loss; torch's default."""
-HfProblem = tuple[str, str, str]
-"""What is wrong with a config.json, the rule, the remedy."""
 
 
 @dataclass(frozen=True)
@@ -47,8 +45,6 @@ class HuggingFace:
     otherwise a fused `attention.qkv` has our layout."""
     missing_remedy: str = ""
     """What to do where tensors are missing."""
-    check: Callable[[Mapping[str, Any]], Iterator[HfProblem]] | None = None
-    """What `only` cannot express."""
 
 
 @dataclass(frozen=True)

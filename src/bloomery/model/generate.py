@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any, cast
-
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+
+from bloomery.model.transformer import Transformer
 
 
 @torch.no_grad()
 def generate(
-    model: nn.Module,
+    model: Transformer,
     tokens: Tensor,
     *,
     max_new_tokens: int,
@@ -25,7 +25,7 @@ def generate(
     Temperature 0 takes the likeliest token. Ids of padding rows never come out. Beyond its seq_length the model sees
     only the last tokens. The draws depend on `seed` alone, not on the device.
     """
-    config, random = cast(Any, model).config, torch.Generator().manual_seed(seed)
+    config, random = model.config, torch.Generator().manual_seed(seed)
     done = torch.zeros(tokens.shape[0], dtype=torch.bool, device=tokens.device)
     for _ in range(max_new_tokens):
         logits = model(tokens[:, -config.seq_length :])[:, -1, : config.vocab_size].float().cpu()

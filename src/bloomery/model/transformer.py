@@ -16,37 +16,40 @@ from bloomery.model.layers import Block, Embeddings, MaskedHead, Pooler, make_no
 from bloomery.sizing.parameters import padded_vocab_size
 
 
-def build_model(config: ModelSection) -> Decoder | Encoder:
+def build_model(config: ModelSection) -> Transformer:
     """The model on the meta device, in fp32: names and shapes, no memory. In training mode."""
     family = FAMILIES[config.family]
     with torch.device("meta"):
         return Encoder(config, family) if family.encoder else Decoder(config, family)
 
 
-def materialise(model: nn.Module, device: torch.device | str) -> None:
-    """Give a meta-device model (a Decoder or an Encoder, or a stage of one) memory, in place, without values.
-    `to_empty` makes new parameters, which separates tied ones, and leaves garbage in buffers."""
+def materialise(model: Transformer, device: torch.device | str) -> None:
+    """Give a meta-device model, or a stage of one, memory, in place, without values. `to_empty` makes new parameters,
+    which separates tied ones, and leaves garbage in buffers. Buffers are always fp32 and of all heads: cut them
+    afterwards."""
     model.to_empty(device=device)
-    cast(Any, model).tie_weights()
-    cast(Any, model).rebuild_buffers(device)
+    model.tie_weights()
+    if model.slopes is not None:
+        model.slopes = torch.tensor(alibi_slopes(model.config.num_heads), dtype=torch.float32, device=device)
 
 
-def apply_recompute(model: nn.Module, mode: Recompute) -> None:
-    """Set what `model` (a Decoder or an Encoder) recomputes: nothing, the attention cores (their scores are not
-    stored) or whole blocks (only the input of each is stored). May be called again to change it."""
+def apply_recompute(model: Transformer, mode: Recompute) -> None:
+    """Set what `model` recomputes: nothing, the attention cores (their scores are not stored) or whole blocks (only the
+    input of each is stored). May be called again to change it."""
     for block in cast(Any, model.layers).values():
         block.recompute = mode == "full"
         block.attention.core.recompute = mode == "selective"
 
 
-class _Transformer(nn.Module):
+class Transformer(nn.Module):
     """What both models share. For a pipeline stage set `embed` or what follows the layers to None and delete layers by
     key; the names of what remains do not change."""
 
     embed: Embeddings | None
+    final_norm: nn.Module | None
     head: nn.Module | None
     slopes: Tensor | None
-    """ALiBi's, of each head: a tensor-parallel rule cuts them along dimension 0."""
+    """ALiBi's, of each head: a tensor-parallel rule cuts them along dimension 0. Not in checkpoints."""
 
     def __init__(self, config: ModelSection, family: Family) -> None:
         super().__init__()
@@ -63,12 +66,6 @@ class _Transformer(nn.Module):
         `head.weight` stays a parameter of its own, a copy that `parallel` must keep equal."""
         if self.config.tie_embeddings and self.head is not None and self.embed is not None:
             self.head.weight = self.embed.tokens.weight
-
-    def rebuild_buffers(self, device: torch.device | str) -> None:
-        """Recreate the buffers: they are not in checkpoints, and `to_empty` leaves garbage in them. Always fp32,
-        always for all heads: cut them afterwards."""
-        if self.slopes is not None:
-            self.slopes = torch.tensor(alibi_slopes(self.config.num_heads), dtype=torch.float32, device=device)
 
     def _context(
         self,
@@ -90,10 +87,8 @@ class _Transformer(nn.Module):
         return attention_context(kernel, causal=causal, seq_length=seq_length, device=x.device, rotary=rotary, **parts)
 
 
-class Decoder(_Transformer):
+class Decoder(Transformer):
     """embed -> layers -> final_norm -> head."""
-
-    final_norm: nn.Module | None
 
     def __init__(self, config: ModelSection, family: Family) -> None:
         super().__init__(config, family)
@@ -140,7 +135,7 @@ class Decoder(_Transformer):
         return x if self.head is None else self.head(x)
 
 
-class Encoder(_Transformer):
+class Encoder(Transformer):
     """embed -> layers -> head, pooler and order_head. Post-norm blocks end in a norm, so `final_norm` is None."""
 
     pooler: Pooler | None

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, cast
 
 import torch
-from torch import nn
 
 from bloomery.config.recipe import Recipe
 from bloomery.model.init import initialise
-from bloomery.model.transformer import apply_recompute, materialise
+from bloomery.model.transformer import Transformer, apply_recompute, materialise
 from bloomery.parallel.context import apply_context_parallel
 from bloomery.parallel.fsdp import apply_fsdp, init_fsdp
 from bloomery.parallel.gradients import Gradients, Weight, weights_of
@@ -25,7 +23,7 @@ from bloomery.parallel.tensor import apply_tensor_parallel, cut_buffers, vocabul
 class Parallelised:
     """What one rank holds of a model: modules cut and wrapped."""
 
-    stages: Mapping[int, nn.Module]
+    stages: Mapping[int, Transformer]
     weights: list[Weight]
     mesh: Mesh
 
@@ -47,7 +45,7 @@ def outline(recipe: Recipe, mesh: Mesh, *, compile_model: bool) -> Parallelised:
         apply_context_parallel(model, mesh, recipe.model.seq_length)
         apply_recompute(model, recipe.parallel.recompute)
         if compile_model and not _compiles_whole(mesh):
-            for block in cast(Any, model).layers.values():
+            for block in model.layers.values():
                 block.forward = torch.compile(block.forward, dynamic=False)
         apply_fsdp(model, mesh, zero=recipe.parallel.zero, dtype=DTYPES[recipe.precision])
     weights = weights_of(stages.values(), shapes, mesh, tied=recipe.model.tie_embeddings)

@@ -6,19 +6,19 @@ ZeRO 0 is a shard group of one rank. With fewer shards than ranks the rest are c
 from __future__ import annotations
 
 import warnings
-from typing import Any, cast
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
+from bloomery.model.transformer import Transformer
 from bloomery.parallel.mesh import Mesh
 
 # It warns of changes in place to what a module returned; the losses make none.
 warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module .* returned a view tensor")
 
 
-def apply_fsdp(model: nn.Module, mesh: Mesh, *, zero: int, dtype: torch.dtype) -> None:
+def apply_fsdp(model: Transformer, mesh: Mesh, *, zero: int, dtype: torch.dtype) -> None:
     """Shard a meta-device model over the data-parallel ranks, a block at a time, so that communication overlaps.
 
     Weights are fp32 and computed with in `dtype`; gradients are summed, not averaged, in fp32.
@@ -26,7 +26,7 @@ def apply_fsdp(model: nn.Module, mesh: Mesh, *, zero: int, dtype: torch.dtype) -
     if mesh.data is None:
         return
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
-    for block in cast(Any, model).layers.values():
+    for block in model.layers.values():
         fully_shard(block, mesh=mesh.data, mp_policy=policy, reshard_after_forward=zero == 3)
     # What is left, embedding and head, is needed at both ends of a pass: gathered once.
     fully_shard(model, mesh=mesh.data, mp_policy=policy, reshard_after_forward=False)

@@ -24,7 +24,7 @@ from bloomery.config.recipe import PipelineSchedule, Recipe
 from bloomery.data.batch import Batch
 from bloomery.families.registry import FAMILIES
 from bloomery.model.loss import row_losses
-from bloomery.model.transformer import Decoder, Encoder, build_model
+from bloomery.model.transformer import Transformer, build_model
 from bloomery.parallel.gradients import Gradients
 from bloomery.parallel.mesh import Mesh
 from bloomery.parallel.runner import DTYPES, RowLosses, Seed
@@ -49,7 +49,7 @@ class PipelineExecution:
     def __init__(
         self,
         recipe: Recipe,
-        stages: Mapping[int, nn.Module],
+        stages: Mapping[int, Transformer],
         gradients: Gradients,
         vocabulary_losses: Callable[[Tensor, Tensor], Tensor],
         mesh: Mesh,
@@ -174,7 +174,7 @@ class _AccumulatingStage(PipelineStage):
         self._gradients.accumulate()
 
 
-def build_stages(recipe: Recipe, mesh: Mesh) -> dict[int, Decoder | Encoder]:
+def build_stages(recipe: Recipe, mesh: Mesh) -> dict[int, Transformer]:
     """The stages of this rank by their number, on the meta device: the whole model if there is no pipeline."""
     pp, chunks = mesh.layout.pp, recipe.parallel.chunks
     if pp == 1:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from functools import partial
-from typing import Any, cast
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -22,6 +22,7 @@ from torch.nn import functional as F
 from bloomery.config.recipe import ModelSection
 from bloomery.families.family import IGNORED_LABEL
 from bloomery.model.loss import padding_of, token_losses, true_logits
+from bloomery.model.transformer import Transformer
 from bloomery.parallel.collectives import (
     all_gather_replicated,
     all_reduce,
@@ -34,7 +35,7 @@ from bloomery.parallel.mesh import Mesh
 from bloomery.sizing.layout import cut_dimension
 
 
-def apply_tensor_parallel(model: nn.Module, mesh: Mesh) -> None:
+def apply_tensor_parallel(model: Transformer, mesh: Mesh) -> None:
     """Cut the parameters of a meta-device model to this rank's part and make its modules communicate."""
     if mesh.tp_group is None:
         return
@@ -47,10 +48,10 @@ def apply_tensor_parallel(model: nn.Module, mesh: Mesh) -> None:
         for pattern, kind, attach in BEHAVIOURS:
             if re.fullmatch(pattern, module_name) and isinstance(module, kind):
                 attach(module, mesh.tp_group)
-    cast(Any, model).tie_weights()
+    model.tie_weights()
 
 
-def cut_buffers(model: nn.Module, mesh: Mesh) -> None:
+def cut_buffers(model: Transformer, mesh: Mesh) -> None:
     """Cut freshly rebuilt buffers, such as the slopes of all heads, to this rank's part."""
     if mesh.tp_group is not None:
         for name, buffer in list(model.named_buffers()):

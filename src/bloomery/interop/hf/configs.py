@@ -48,8 +48,6 @@ def model_section(content: Mapping[str, Any], place: str) -> dict[str, Any]:
         reader.problem(f"architectures is {architectures!r:.80}", f"a {kind} model here is one of {', '.join(known)}")
     for name, (allowed, rule) in {**_NONE, **hf.only}.items():
         reader.require(name, allowed, rule)
-    for problem in hf.check(content) if hf.check else ():
-        reader.problem(*problem)
     section: dict[str, Any] = {"family": family.name}
     section |= {ours: reader.value(ours, theirs, hf.defaults) for ours, theirs in hf.fields.items()}
     if "rope_theta" in section:
