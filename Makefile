@@ -28,7 +28,7 @@ $(AZURITE): | install
 	-command -v npm > /dev/null && npm install --silent --no-fund --no-audit --prefix $(VENV)/azurite azurite@3.35.0
 
 test: install check $(AZURITE)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 4 --dist worksteal
 
 # Every fault in every layout, 100,000 inputs for each parser, deeper interleavings; writes docs/reliability.md.
 chaos: install
