@@ -218,6 +218,23 @@ def test_a_manifest_holds_no_secret_of_its_sources(workshop: Workshop) -> None:
     assert [source.name for source in manifest.sources] == ["memory://***@box/x.jsonl"]
 
 
+def test_an_extraction_writes_no_secret_of_its_sources(workshop: Workshop, command: Command) -> None:
+    MemoryFileSystem().pipe(f"/me:{SECRET}@box/x.jsonl", jsonl(make_texts(20)))
+    words = ("extract", f"memory://me:{SECRET}@box/x.jsonl", "--output", "out", "--chunks", "1")
+    assert command(*words)[0] == 0
+    assert command(*words)[0] == 0
+    assert {path.name: SECRET in path.read_text() for path in Path("out").iterdir()} == dict.fromkeys(
+        (".lock", "chunk-00000-of-00001.jsonl", ".chunk-00000-of-00001.json", "manifest.json"), False
+    )
+
+
+def test_a_library_that_logs_a_traceback_is_silent(tmp_path: Path) -> None:
+    code = "import logging; from bloomery.cli.main import main; main(['--version']); "
+    code += "logging.getLogger('gcsfs').exception('no u:secret@b', exc_info=OSError())"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 def fails(arguments: list[str]) -> int:
     raise RuntimeError(f"no {SIGNED}")
 

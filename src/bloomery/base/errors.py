@@ -131,7 +131,7 @@ _RULES = (
     (re.compile(rf"(\b(?:s3a?|gc?s|abfss?|az|hf):/{{1,2}}){_USER}{_TO_AT}", re.I), "@"),
     (
         re.compile(
-            rf"(:(?://|\\+/\\+/)|\b(?:https?|ftps?):/){_USER}(?!{_PORT})(?!{_CHAIN})(?:{_TO_AT}|[^\s'\"<>/]{{1,1024}})"
+            rf"(:(?:///?|\\+/\\+/)|\b(?:https?|ftps?):/){_USER}(?!{_PORT})(?!{_CHAIN})(?:{_TO_AT}|[^\s'\"<>/]{{1,1024}})"
         ),
         "@",
     ),

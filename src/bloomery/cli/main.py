@@ -7,6 +7,7 @@ import contextlib
 import difflib
 import errno
 import importlib
+import logging
 import os
 import signal
 import sys
@@ -55,6 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             pass
         sys.stderr = open(2, "w")  # noqa: SIM115 - to the end
     arguments = list(sys.argv[1:] if argv is None else argv)
+    logging.lastResort = logging.NullHandler()  # libraries that log an error, with pages of traceback, raise it too
     mask_streams(output=not " ".join(arguments).startswith(_AS_IS))
     signals.requested = signals.asked  # forget the signals of an earlier command of this process
     try:

@@ -15,7 +15,7 @@ from threading import Event
 from typing import Any
 
 from bloomery.base.bounded import read_json
-from bloomery.base.errors import DataError, Problem
+from bloomery.base.errors import DataError, Problem, mask
 from bloomery.base.storage import locked, make_folder, publish, write_all, write_atomically, writing, written_to
 from bloomery.prepare.download import AGAIN
 from bloomery.prepare.pool import thread_pool
@@ -40,7 +40,8 @@ class Chunk:
     def stamps(self) -> list[list[Any]]:
         """What shows whether an input, or the chunk itself, has changed."""
         now = self.path.stat()
-        return [[file.path, file.size, file.stamp] for file in self.inputs] + [["", now.st_size, str(now.st_mtime_ns)]]
+        inputs = [[mask(file.name), file.size, file.stamp] for file in self.inputs]
+        return [*inputs, ["", now.st_size, str(now.st_mtime_ns)]]
 
     def record(self) -> dict[str, Any] | None:
         """Facts for the manifest, if the chunk is complete and made of the inputs as they are now."""
@@ -146,4 +147,4 @@ def _lines(source: InputFile, inputs: list[dict[str, Any]]) -> Iterator[bytes]:
         if not source.size:
             raise EOFError("it is empty")
     digest = stored.hasher.hexdigest()
-    inputs.append({"path": source.path, "bytes": source.size, "sha256": digest, "documents": documents})
+    inputs.append({"path": mask(source.name), "bytes": source.size, "sha256": digest, "documents": documents})
