@@ -160,8 +160,8 @@ def test_no_two_ranks_and_stages_draw_the_same_dropout() -> None:
     drawn = set()
     for stage, dp, cp, tp in product(range(4), range(2), range(2), range(2)):
         mesh = Mesh(pp=stage % 2, dp=dp, cp=cp, tp=tp)
-        options = {"device": torch.device("cpu"), "seq_length": 4, "num_sources": 1, "dropout_seed": 7}
-        runner = Runner(None, None, mesh, **options)  # type: ignore[arg-type]
+        unused = dict.fromkeys(("execution", "gradients", "device", "seq_length", "num_sources"))
+        runner = Runner(**unused, mesh=mesh, dropout_seed=7)  # type: ignore[arg-type]
         runner._seed_dropout(3, 1, stage)
         draw = torch.rand(3)
         runner._seed_dropout(3, 1, stage)

@@ -74,8 +74,8 @@ def test_the_loss_is_the_mean_over_valid_tokens_however_the_batch_is_cut() -> No
         probe = Probe()
         gradients = Gradients(weights_of(table=probe.table), Mesh())
         execution = PlainExecution(probe, gradients, token_losses, zero=0, compile_model=False)
-        cpu = torch.device("cpu")
-        runner = Runner(execution, gradients, Mesh(), device=cpu, seq_length=3, num_sources=1, dropout_seed=None)
+        parts = {"execution": execution, "gradients": gradients, "mesh": Mesh(), "device": torch.device("cpu")}
+        runner = Runner(**parts, seq_length=3, num_sources=1, dropout_seed=None)
         parts = [Batch({"tokens": tokens[i : i + rows]}, {"lm loss": labels[i : i + rows]}) for i in range(0, 4, rows)]
         batch = GlobalBatch(0, 4, parts, {"lm loss": np.array([1, 3, 0, 3])}, {"lm loss": 7})
         loss = runner.forward_backward(batch, loss_scale=1.0, step=1).means["lm loss"]

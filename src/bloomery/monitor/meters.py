@@ -34,24 +34,6 @@ _TAIL_BYTES = 2**20
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
-@dataclass(frozen=True)
-class Interval:
-    """What happened since the last record."""
-
-    losses: dict[str, float]
-    """Mean of each loss over the steps; one NaN makes it NaN, so that it cannot hide."""
-    source_losses: dict[str, float]
-    """Mean language-model loss of each source's tokens in a blend; empty without one."""
-    grad_norm: float
-    """Of the last step."""
-    num_zeros: float | None
-    """Zeros among the gradients of the last step; None if they were not counted."""
-    skipped_steps: int
-    nan_steps: int
-    seconds_per_step: float
-    samples_per_second: float
-
-
 @dataclass
 class _Sums:
     """Of the interval so far, as a checkpoint keeps them."""
@@ -125,21 +107,20 @@ class IntervalMeter:
         """Of the last ten; 0 before the first."""
         return max(self._recent, default=0.0)
 
-    def take(self) -> Interval:
-        """The averages so far; the next interval begins."""
+    def take(self) -> dict[str, Any]:
+        """Fields of the record of the interval so far; the next one begins. One NaN makes a mean NaN."""
         sums, seconds = self._sums, max(time.monotonic() - self._started, 1e-9)
-        interval = Interval(
-            losses={name: total / sums.steps for name, total in sums.losses.items()},
-            source_losses={name: total / tokens for name, (total, tokens) in sums.sources.items() if tokens},
-            grad_norm=self._grad_norm,
-            num_zeros=self._num_zeros,
-            skipped_steps=sums.skipped,
-            nan_steps=sums.nan,
-            seconds_per_step=seconds / sums.steps,
-            samples_per_second=sums.samples / seconds,
-        )
         self.drop()
-        return interval
+        return {
+            "losses": {name: total / sums.steps for name, total in sums.losses.items()},
+            "source_losses": {name: total / tokens for name, (total, tokens) in sums.sources.items() if tokens},
+            "grad_norm": self._grad_norm,
+            "num_zeros": self._num_zeros,
+            "skipped_steps": sums.skipped,
+            "nan_steps": sums.nan,
+            "seconds_per_step": seconds / sums.steps,
+            "samples_per_second": sums.samples / seconds,
+        }
 
     def drop(self) -> None:
         """Forget the interval so far: its steps were given up."""

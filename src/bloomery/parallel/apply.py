@@ -76,9 +76,9 @@ def make_runner(
     else:
         execution = PipelineExecution(recipe, parts.stages, gradients, losses, mesh, device)
     return Runner(
-        execution,
-        gradients,
-        mesh,
+        execution=execution,
+        gradients=gradients,
+        mesh=mesh,
         device=device,
         seq_length=recipe.model.seq_length,
         num_sources=num_sources,

@@ -12,6 +12,7 @@ from torch import Tensor
 
 # torch 2.13 gave them new names and warns about the old ones, which are all that 2.11 has.
 _ALL_GATHER: Any = getattr(functional, "all_gather_single", None) or functional.all_gather_tensor
+_WAIT: Any = functional.wait_tensor
 _REDUCE_SCATTER: Any = getattr(functional, "reduce_scatter_single", None) or functional.reduce_scatter_tensor
 
 
@@ -55,27 +56,22 @@ def own_part(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
 
 def all_gather(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
     """Without gradient."""
-    return _wait(_ALL_GATHER(x.contiguous(), dim, group))
+    return cast(Tensor, _WAIT(_ALL_GATHER(x.contiguous(), dim, group)))
 
 
 def reduce_scatter(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
     """Without gradient."""
-    return _wait(_REDUCE_SCATTER(x.contiguous(), "sum", dim, group))
+    return cast(Tensor, _WAIT(_REDUCE_SCATTER(x.contiguous(), "sum", dim, group)))
 
 
 def all_reduce(x: Tensor, operation: str, group: dist.ProcessGroup) -> Tensor:
     """Without gradient."""
-    return _wait(functional.all_reduce(x.contiguous(), operation, group))
+    return cast(Tensor, _WAIT(functional.all_reduce(x.contiguous(), operation, group)))
 
 
 def _with_gradient(name: str, x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
     apply: Any = _Collective.apply
     return cast(Tensor, apply(x, name, dim, group))
-
-
-def _wait(result: Tensor) -> Tensor:
-    wait: Any = functional.wait_tensor
-    return cast(Tensor, wait(result))
 
 
 _COLLECTIVES: dict[str, Callable[[Tensor, int, dist.ProcessGroup], Tensor]] = {

@@ -6,13 +6,14 @@ causal mask all ranks have the same work.
 
 from __future__ import annotations
 
-import re
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from bloomery.data.batch import Batch
 from bloomery.families.family import LM_LOSS
+from bloomery.model.transformer import Transformer
 from bloomery.parallel.collectives import gather
 from bloomery.parallel.mesh import Mesh
 
@@ -39,7 +40,7 @@ def own_tokens(batch: Batch, mesh: Mesh, seq_length: int) -> Batch:
     return Batch({**inputs, "places": places}, targets, batch.sources)
 
 
-def apply_context_parallel(model: nn.Module, mesh: Mesh, seq_length: int) -> None:
+def apply_context_parallel(model: Transformer, mesh: Mesh, seq_length: int) -> None:
     """Give every attention core the keys and values of the whole sequence."""
     group, cp = mesh.cp_group, mesh.layout.cp
     if group is None:
@@ -51,6 +52,5 @@ def apply_context_parallel(model: nn.Module, mesh: Mesh, seq_length: int) -> Non
         both = gather(torch.stack([k, v]), 3, group).index_select(3, order.to(k.device))
         return q, both[0], both[1], context
 
-    for name, module in model.named_modules():
-        if re.fullmatch(r"layers\.\d+\.attention\.core", name):
-            module.register_forward_pre_hook(everybodys)
+    for block in cast(Any, model.layers).values():
+        block.attention.core.register_forward_pre_hook(everybodys)

@@ -54,25 +54,16 @@ class Execution(Protocol):
 Seed = Callable[[int, int], None]
 
 
+@dataclass(frozen=True, kw_only=True)
 class Runner:
-    def __init__(
-        self,
-        execution: Execution,
-        gradients: Gradients,
-        mesh: Mesh,
-        *,
-        device: torch.device,
-        seq_length: int,
-        num_sources: int,
-        dropout_seed: int | None,
-    ) -> None:
-        self.gradients = gradients
-        self._execution = execution
-        self._mesh = mesh
-        self._device = device
-        self._seq_length = seq_length
-        self._num_sources = num_sources
-        self._dropout_seed = dropout_seed
+    execution: Execution
+    gradients: Gradients
+    mesh: Mesh
+    device: torch.device
+    seq_length: int
+    num_sources: int
+    dropout_seed: int | None
+    """None without dropout."""
 
     def forward_backward(self, batch: GlobalBatch, *, loss_scale: float, step: int) -> StepLosses:
         """Leave loss_scale * d(loss)/d(weights) in `gradients`; return the losses, unscaled.
@@ -85,11 +76,11 @@ class Runner:
             return torch.stack(parts).sum() * loss_scale
 
         self.gradients.clear()
-        found = self._execution.train(self._own(batch), loss_of, partial(self._seed_dropout, step))
+        found = self.execution.train(self._own(batch), loss_of, partial(self._seed_dropout, step))
         self.gradients.reduce_across_ranks()
         sums = self._sums(found, list(batch.counts))
         sources = self._by_source(found, batch)
-        if self._mesh.layout.world > 1:
+        if self.mesh.layout.world > 1:
             together = torch.cat([sums, *([] if sources is None else [sources.flatten()])])
             dist.all_reduce(together)
             sums, rest = together[: len(sums)], together[len(sums) :]
@@ -101,12 +92,12 @@ class Runner:
     def evaluate(self, batch: GlobalBatch) -> Tensor:
         """(2, losses): over all replicas the sum of each loss and the labels it was summed over; in the order of
         `batch.counts`. Without gradients or dropout."""
-        sums = self._sums(self._execution.evaluate(self._own(batch)), list(batch.counts))
+        sums = self._sums(self.execution.evaluate(self._own(batch)), list(batch.counts))
         counts = torch.zeros_like(sums)
-        if self._mesh.reports_loss and self._mesh.cp == 0:
-            counts = torch.tensor(list(batch.counts.values()), dtype=sums.dtype, device=self._device)
+        if self.mesh.reports_loss and self.mesh.cp == 0:
+            counts = torch.tensor(list(batch.counts.values()), dtype=sums.dtype, device=self.device)
         both = torch.stack([sums, counts])
-        if self._mesh.layout.world > 1:
+        if self.mesh.layout.world > 1:
             dist.all_reduce(both)
         return both
 
@@ -114,38 +105,38 @@ class Runner:
         """This rank's part of each micro-batch, on its device."""
 
         def move(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-            return {name: tensor.to(self._device, non_blocking=True) for name, tensor in tensors.items()}
+            return {name: tensor.to(self.device, non_blocking=True) for name, tensor in tensors.items()}
 
-        mine = [own_tokens(each, self._mesh, self._seq_length) for each in batch.micro_batches]
+        mine = [own_tokens(each, self.mesh, self.seq_length) for each in batch.micro_batches]
         return [replace(each, inputs=move(each.inputs), targets=move(each.targets)) for each in mine]
 
     def _sums(self, found: Sequence[RowLosses], names: Sequence[str]) -> Tensor:
         """Each loss summed over this rank's samples; zeros where another rank reports the same."""
-        sums = torch.zeros(len(names), device=self._device)
+        sums = torch.zeros(len(names), device=self.device)
         for i, name in enumerate(names):
             # A loss over whole samples is known to every context-parallel rank, one over tokens only in parts.
-            if found and self._mesh.reports_loss and (name == LM_LOSS or self._mesh.cp == 0):
+            if found and self.mesh.reports_loss and (name == LM_LOSS or self.mesh.cp == 0):
                 sums[i] = torch.stack([rows[name].detach().sum() for rows in found]).sum()
         return sums
 
     def _by_source(self, found: Sequence[RowLosses], batch: GlobalBatch) -> Tensor | None:
-        if self._num_sources < 2 or batch.sources is None:
+        if self.num_sources < 2 or batch.sources is None:
             return None
-        sums = torch.zeros(2, self._num_sources, device=self._device)
-        if found and self._mesh.reports_loss:
-            index = torch.from_numpy(batch.sources).to(self._device, non_blocking=True)
+        sums = torch.zeros(2, self.num_sources, device=self.device)
+        if found and self.mesh.reports_loss:
+            index = torch.from_numpy(batch.sources).to(self.device, non_blocking=True)
             sums[0].index_add_(0, index, torch.cat([rows[LM_LOSS].detach() for rows in found]))
-            if self._mesh.cp == 0:
-                tokens = torch.from_numpy(batch.row_counts[LM_LOSS]).to(self._device, torch.float32, non_blocking=True)
+            if self.mesh.cp == 0:
+                tokens = torch.from_numpy(batch.row_counts[LM_LOSS]).to(self.device, torch.float32, non_blocking=True)
                 sums[1].index_add_(0, index, tokens)
         return sums
 
     def _seed_dropout(self, step: int, micro_batch: int, stage: int) -> None:
         """Dropout depends on where training stands, not on what ran before: a resumed run drops the same units. Ranks
         that see other tokens, heads or layers drop others, so masks depend on the layout."""
-        if self._dropout_seed is not None:
-            place = f"{stage}/{self._mesh.dp}/{self._mesh.cp}/{self._mesh.tp}"
-            key = f"{self._dropout_seed}/{step}/{micro_batch}" + ("" if place == "0/0/0/0" else f"/{place}")
+        if self.dropout_seed is not None:
+            place = f"{stage}/{self.mesh.dp}/{self.mesh.cp}/{self.mesh.tp}"
+            key = f"{self.dropout_seed}/{step}/{micro_batch}" + ("" if place == "0/0/0/0" else f"/{place}")
             torch.manual_seed(int.from_bytes(hashlib.blake2b(key.encode(), digest_size=8).digest(), "little") >> 1)
 
 

@@ -147,13 +147,13 @@ class Run(Opened):
             return
         self.count_energy(state)
         interval, consumed = self.meter.take(), pending.consumed_samples
-        tokens_per_second = interval.samples_per_second * self.plan.seq_length
+        tokens_per_second = interval["samples_per_second"] * self.plan.seq_length
         tflops = flops_per_token(self.recipe.model, LOGGED_FLOPS) * tokens_per_second / self.ranks.size / 1e12
         peak = peak_flops(device_name(self.device), self.recipe.precision)
         memory_now, memory_peak = memory_bytes(self.device)
         self.journal.step(
             StepRecord(
-                **vars(interval),
+                **interval,
                 step=pending.step,
                 train_steps=self.plan.train_steps,
                 consumed_samples=consumed,
