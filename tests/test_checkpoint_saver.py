@@ -144,6 +144,19 @@ def test_storage_that_hangs_is_told_once_and_training_goes_on(tmp_path: Path, ga
     assert [outcome.error for outcome in saver.wait()] == [None]
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_save_whose_thread_dies_is_a_failed_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: Any) -> None:
+        raise RuntimeError("a bug")
+
+    saver = Saver({"w": Piece.whole(torch.ones(4))}, device=CPU)
+    monkeypatch.setattr(save_module.SaveJob, "_write_part", fails)
+    monkeypatch.setattr(save_module.SaveJob, "_error", fails)
+    begin(saver, tmp_path, 1)
+    (outcome,) = saver.wait()
+    assert "the save of step 1 did not come to its end" in str(outcome.error)
+
+
 def test_tensors_across_blocks_and_views_are_staged_right(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(save_module, "_HOST_BLOCK_BYTES", 64)
     tensors = {

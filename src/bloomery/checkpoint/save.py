@@ -206,7 +206,8 @@ class SaveJob:
         self.draft = self.staging_dir / f".{self.final.name}-{self._nonce}.tmp"
         self.parts = self._parts_root / f"{self.final.name}-{self._nonce}" if self._parts_root else self.draft
         """Where this rank's tensor file is written."""
-        self.outcome = SaveOutcome(plan.step, self.final, saver.total_bytes)
+        never = StorageError(Problem(f"the save of step {plan.step} did not come to its end"))
+        self.outcome = SaveOutcome(plan.step, self.final, saver.total_bytes, never)
         self._trouble: dict[int, list[str]] = {}
         """What went wrong, by rank."""
         self._fenced = False
