@@ -275,15 +275,16 @@ def test_a_document_or_blank_lines_without_end_end_with_a_sentence(tokenizer, co
     assert not Path("x.idx").exists()
 
 
-def test_a_row_that_is_too_long_is_named(tokenizer, command, monkeypatch):
+@pytest.mark.parametrize("others", [1, 10_000])
+def test_a_row_that_is_too_long_is_named(tokenizer, command, monkeypatch, others):
     parquet = pytest.importorskip("pyarrow.parquet")
     import pyarrow
 
     monkeypatch.setattr("bloomery.prepare.read.MOST_DOCUMENT_BYTES", 100_000)
     Path("bomb").mkdir()
-    parquet.write_table(pyarrow.table({"text": ["short", "a" * 10_000_000]}), "bomb/a.parquet")
+    parquet.write_table(pyarrow.table({"text": [*["short"] * others, "a" * 200_000]}), "bomb/a.parquet")
     code, _, err = command("prepare", "r.yaml", "prepare.0.sources=[bomb]")
-    assert (code, "bomb/a.parquet:row 2: is too long" in err) == (3, True), err
+    assert (code, f"bomb/a.parquet:row {others + 1}: is too long" in err) == (3, True), err
 
 
 @pytest.mark.parametrize("words", ["4/4", "-1/2", "1", "x/y", "0/2 --verify"])

@@ -399,13 +399,14 @@ class UnitReader:
 
 def _columns(table: Any, name: str, block_bytes: int) -> Iterator[Any]:
     """The column of a .parquet file in arrays of about an eighth of a block, going by its average row. Rows far above
-    it come at most `_MOST_ROWS` at a time from the file, and cut to blocks from here."""
+    it come at most `_MOST_ROWS` at a time from the file, and are cut to blocks; one that may be too long is alone."""
     groups = [table.metadata.row_group(number) for number in range(table.num_row_groups)]
     stored_bytes = max(sum(group.total_byte_size for group in groups), 1)
     rows = min(max(block_bytes * table.metadata.num_rows // (8 * stored_bytes), 1), _MOST_ROWS)
     for batch in table.iter_batches(rows, columns=[name], use_threads=False):
         column = batch.column(batch.schema.get_field_index(name))
-        step = max(block_bytes * len(column) // max(column.nbytes, 1), 1)
+        may_be_long = column.nbytes > MOST_DOCUMENT_BYTES
+        step = 1 if may_be_long else max(block_bytes * len(column) // max(column.nbytes, 1), 1)
         for first in range(0, len(column), step):
             yield column[first : first + step]
 
