@@ -11,7 +11,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing import forkserver
@@ -26,24 +26,6 @@ _NO_SERVER = 255
 """What multiprocessing gives as the exit code of a process whose fork server is gone: nobody knows it."""
 _POLL_SECONDS = 0.5
 _RESUME = "Start again to resume from the newest checkpoint."
-
-
-@dataclass(frozen=True)
-class Node:
-    """The part of a job that is started here."""
-
-    first_rank: int
-    world_size: int
-    address: str
-    port: int
-
-    @classmethod
-    def of(cls, environment: Mapping[str, str], ranks: int) -> Node | None:
-        """Where `launch` has started one `bloomery train` on each of several hosts; None where it has not."""
-        if "NODE_RANK" not in environment or "NNODES" not in environment:
-            return None
-        node, nodes = int(environment["NODE_RANK"]), int(environment["NNODES"])
-        return cls(node * ranks, nodes * ranks, environment["MASTER_ADDR"], int(environment["MASTER_PORT"]))
 
 
 @dataclass(frozen=True)
@@ -69,17 +51,16 @@ def run_local_ranks(
     *,
     preload: Sequence[str] = (),
     patience: Patience = USUAL,
-    node: Node | None = None,
 ) -> int:
-    """Run `command(arguments)` as ranks 0..size-1, or those of this `node`. The exit code of all: the first failure's.
+    """Run `command(arguments)` as ranks 0..size-1 and return the exit code of all: the first failure's, if any.
 
     Ranks are forked from one server process that has imported the modules `preload`: eight ranks start like one.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["bloomery.launch.fork_server", *preload])
-    node = node or Node(0, size, "127.0.0.1", _free_port())
+    port = _free_port()
     alive, watched = context.Pipe(duplex=False)
-    what = (size, node, command, list(arguments), alive, patience)
+    what = (size, port, command, list(arguments), alive, patience)
     ranks = [context.Process(target=_be_rank, args=(rank, *what), name=f"rank {rank}") for rank in range(size)]
     try:
         for rank in ranks:
@@ -105,9 +86,9 @@ def run_local_ranks(
 
 
 def _be_rank(
-    local_rank: int,
+    rank: int,
     size: int,
-    node: Node,
+    port: int,
     command: Callable[[Sequence[str]], int],
     arguments: list[str],
     alive: Connection,
@@ -122,12 +103,12 @@ def _be_rank(
         signals.end_with_parent(signal.SIGTERM)
         os.setpgid(0, 0)  # a Ctrl-C reaches the launcher, which passes it on: once
         os.environ |= {
-            "RANK": str(node.first_rank + local_rank),
-            "WORLD_SIZE": str(node.world_size),
-            "LOCAL_RANK": str(local_rank),
+            "RANK": str(rank),
+            "WORLD_SIZE": str(size),
+            "LOCAL_RANK": str(rank),
             "LOCAL_WORLD_SIZE": str(size),
-            "MASTER_ADDR": node.address,
-            "MASTER_PORT": str(node.port),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
         }
         if "OMP_NUM_THREADS" not in os.environ:
             import torch  # the server has imported it already, with the threads of one process
