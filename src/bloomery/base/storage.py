@@ -149,8 +149,8 @@ def written_to(option: str, then: str = "") -> Iterator[None]:
     try:
         yield
     except StorageError as error:
-        told = [replace(each, remedy=each.remedy.replace("--run-dir", option) + then) for each in error.problems]
-        raise StorageError(told) from error
+        problems = [replace(each, remedy=each.remedy.replace("--run-dir", option) + then) for each in error.problems]
+        raise StorageError(problems) from error
 
 
 def publish(partial: Path, final: Path) -> None:
