@@ -25,10 +25,11 @@ def fill_data(b: Builder) -> None:
         b.fill("encoder")
         if b.has("bert-no-binary-head"):
             b.refuse("bert-no-binary-head", "--bert-no-binary-head is set", "bert has its order head here")
-    if b.has(*_GROUPS):
-        _weighted_splits(b, b.first(*_GROUPS))
-    elif b.has(*_PATHS):
-        _paths(b, b.first(*_PATHS))
+    flag = b.one_of(*_PATHS, *_GROUPS)
+    if flag in _GROUPS:
+        _weighted_splits(b, flag)
+    elif b.has(flag):
+        _paths(b, flag)
     data = b.raw.get("data", {})
     if "train" not in data:
         b.raw.pop("data", None)
@@ -36,8 +37,8 @@ def fill_data(b: Builder) -> None:
             if row.field.startswith("data."):
                 b.rows[at] = replace(row, kind="left out", remark="add it with `data:`")
         return
-    _, share, *_ = *re.findall(r"[0-9]+(?:\.[0-9]+)?", data.get("split", "")), "0", "0"
-    if ("validation" in data or float(share)) and (steps := b.value("eval-iters", 100)):
+    share = re.match(r"[0-9.]+[,/]\s*([0-9.]*[1-9])", data.get("split", ""))
+    if ("validation" in data or share) and (steps := b.value("eval-iters", 100)):
         every = f"{b.value('eval-interval', 1000)} steps"
         b.put("train.evaluate", {"every": every, "steps": steps}, "eval-interval", "eval-iters")
 
@@ -73,65 +74,26 @@ def _sources(b: Builder, flag: str) -> Sources:
 
 
 def _weighted_splits(b: Builder, flag: str) -> None:
-    """A recipe cuts all training sources at one place (`data.split`), and validates behind it or on whole shards
-    (`data.validation`)."""
-    valid_flag = b.first(*(name.replace("train", "valid") for name in _GROUPS))
-    train, valid = _groups(b, flag), _groups(b, valid_flag)
-    if not train:
-        return
-    sources, ranges = next(iter(train.values()))
-    b.put("data.train", sources, flag)
-    start, end = ranges[0]
-    if len(train) > 1 or len(ranges) > 1 or start or not 0 < end <= 1:
-        what = f"--{flag} has {len(train)} groups, and documents {_shown(ranges)}"
-        rule = "a training has one group, and a recipe cuts all its sources at the same place, from their beginning on"
-        b.refuse(flag, what, rule, "use one group with 0:END and one END, or prepare shards of their own")
-        return
-    validation, until = dict[str, Any](), end
-    for name, (group, parts) in valid.items():
-        if end == 1 and parts == [(Decimal(0), Decimal(1))]:
-            validation[name] = group
-        elif until == end < 1 and group == sources and len(parts) == 1 and parts[0][0] == end:
-            until = parts[0][1]
-            b.note("differs", valid_flag, "its group is called valid, behind data.split", name)
-        else:
-            remark = f"documents {_shown(parts)}: prepare them as shards of their own, for data.validation.{name}"
-            b.note("left out", valid_flag, remark, name)
-    if end < 1:
-        shares = (f"{share.normalize():f}" if share else "0" for share in (end, until - end, 1 - until))
-        b.put("data.split", ",".join(shares), flag)
-    if validation:
-        b.put("data.validation", validation, valid_flag)
-
-
-def _shown(ranges: list[tuple[Decimal, Decimal]]) -> str:
-    return ", ".join(f"{start}:{end}" for start, end in ranges[:5])
-
-
-def _groups(b: Builder, flag: str) -> dict[str, tuple[Sources, list[tuple[Decimal, Decimal]]]]:
-    """Sources and ranges of documents of the groups of a flag, or of the file that it names. Empty if there are none,
-    which a row or a problem reports."""
-    if not b.has(flag):
-        return {}
+    """`NAME: WEIGHT START:END PATH, ...`, on the command line or in the file that it names: a recipe has one group, and
+    cuts all its sources at one place (`data.split`)."""
     given = b.line.flags[flag]
     texts = given.values if any(" " in text for text in given.values) else [given.text]
     if flag.endswith("-path"):
         if (found := b.find_file(given.text)) is None:
             b.note("left out", flag, f"the file is not here: add --{flag} FILE after the script, or `data:` yourself")
-            return {}
+            return
         texts = []
         with suppress(ValueError):  # quotes that have no end
             texts = shlex.split(found[0])
-    groups = {}
-    for text in texts or [""]:
-        name, _, rest = text.partition(":")
-        parts = [match for part in rest.split(",") if (match := _MEMBER.fullmatch(part))]
-        if not name.strip() or name.strip() in groups or len(parts) < len(rest.split(",")):
-            rule = 'a group is "NAME: WEIGHT START:END PATH, WEIGHT START:END PATH"'
-            b.refuse(
-                flag, f"--{flag}: {text[:80]!r} is no group of its own", rule, "correct it, or --set its variables"
-            )
-            return {}
-        sources = [{"path": part[4], "weight": float(part[1])} for part in parts]
-        groups[name.strip()] = sources, sorted({(Decimal(part[2]), Decimal(part[3])) for part in parts})
-    return groups
+    parts = [_MEMBER.fullmatch(part) for text in texts for part in text.partition(":")[2].split(",")]
+    members = [part.groups() for part in parts if part]
+    ranges = {(Decimal(start), Decimal(end)) for _, start, end, _ in members}
+    start, end = min(ranges, default=(Decimal(0), Decimal(0)))
+    if len(texts) != 1 or len(members) < len(parts) or len(ranges) != 1 or start or not 0 < end <= 1:
+        what = f"--{flag} is {' '.join(map(repr, texts))[:80]}"
+        rule = 'a recipe has one group, all cut at one place: "NAME: WEIGHT 0:END PATH, WEIGHT 0:END PATH"'
+        b.refuse(flag, what, rule, "correct it, --set its variables, or prepare shards of their own")
+        return
+    b.put("data.train", [{"path": path, "weight": float(weight)} for weight, *_, path in members], flag)
+    if end < 1:
+        b.put("data.split", f"{end},{1 - end},0", flag)

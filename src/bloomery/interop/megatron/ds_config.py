@@ -14,20 +14,12 @@ _SECTIONS = (
     "zero_optimization", "zero_optimization.offload_optimizer", "zero_optimization.offload_param", "fp16", "bf16",
     "nebula", "scheduler",
 )  # fmt: skip
-_SWITCHED = ("fp16", "nebula")
-"""Sections that nothing reads unless they are enabled."""
 
 
 def read_ds_config(text: str, place: str) -> dict[str, Given]:
     """By name; without `auto` and null, which Hugging Face's Trainer fills in. RecipeError if it is no ds_config."""
-
-    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:  # DeepSpeed refuses a key that occurs twice, too
-        if len(found := dict(pairs)) < len(pairs):
-            raise ValueError(f"one of the keys {', '.join(map(json.dumps, found))} occurs twice in one object")
-        return found
-
     try:
-        content = parse_json(text, object_pairs_hook=once)
+        content = parse_json(text)
         if not isinstance(content, dict):
             raise ValueError("it is no object")
     except ValueError as error:
@@ -37,10 +29,10 @@ def read_ds_config(text: str, place: str) -> dict[str, Given]:
         content["bf16"] = content.pop("bfloat16")
     found, given = dict(_leaves(content, "")), {}
     for key, value in found.items():
-        section, _, inner = key.partition(".")
-        is_off = section in _SWITCHED and inner not in ("", "enabled") and not found.get(f"{section}.enabled")
-        is_off |= isinstance(value, dict) and kind_of(f"ds:{key}", [])[0] == "refused" and not _is_on(value)
-        text = value if isinstance(value, str) else json.dumps(value)
+        section, text = key.partition(".")[0], value if isinstance(value, str) else json.dumps(value)
+        is_off = section in ("fp16", "nebula") and key[-8:] != ".enabled" and not found.get(f"{section}.enabled")
+        if isinstance(value, dict) and kind_of(f"ds:{key}", [])[0] == "refused":
+            is_off = not value or ('"enabled": false' in text and '"enabled": true' not in text)
         given[f"ds:off:{key}" if is_off else f"ds:{key}"] = Given(f"ds_config {key}", [text], place)
     return given
 
@@ -51,8 +43,3 @@ def _leaves(content: dict[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
             yield from _leaves(value, f"{prefix}{key}.")
         elif value not in (None, "auto"):
             yield f"{prefix}{key}", value
-
-
-def _is_on(value: Any) -> bool:
-    found = value if isinstance(value, dict) else {}
-    return bool(found["enabled"]) if "enabled" in found else any(map(_is_on, found.values()))

@@ -1,15 +1,15 @@
 """The table of Megatron-LM's and Megatron-DeepSpeed's flags, and a command line split into flags and values.
 
-The name of a flag has no dashes. A key of a ds_config is a flag with the name `ds:KEY`, an #SBATCH line `sbatch:NAME`,
-a flag of the launcher before the program `launcher:NAME`. A flag becomes a recipe field (FIELDS, or in recipe.py with
-others), is refused (REFUSED), or has no field (OTHERS). A flag in none of them is `not understood`.
+The name of a flag has no dashes; a key of a ds_config is a flag with the name `ds:KEY`. A flag becomes a recipe field
+(FIELDS, or in recipe.py with others), is refused (REFUSED), or has no field (OTHERS). A flag in none of them is
+`not understood`.
 """
 
 from __future__ import annotations
 
 import fnmatch
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 Kind = Literal["mapped", "default", "differs", "left out", "not needed", "not understood"]
@@ -28,7 +28,7 @@ FIELDS: dict[str, tuple[tuple[str, str, str, Any], ...]] = {
         ("init-method-std", "model.init_std", "float", 0.02),
         ("norm-epsilon layernorm-epsilon", "model.norm_eps", "float", 1e-5),
         ("make-vocab-size-divisible-by", "model.vocab_multiple", "int", None),
-        ("untie-embeddings-and-output-weights", "model.tie_embeddings", "false", None),
+        ("untie-embeddings-and-output-weights", "model.tie_embeddings", "false", True),
         ("tokenizer-name-or-path tokenizer-model", "tokenizer.path", "str", None),
         ("rampup-batch-size", "batch.rampup", "ramp", None),
         ("micro-batch-size ds:train_micro_batch_size_per_gpu", "batch.micro_batch_size", "int", REQUIRED),
@@ -42,11 +42,16 @@ FIELDS: dict[str, tuple[tuple[str, str, str, Any], ...]] = {
         ("tensor-model-parallel-size", "parallel.tp", "int", 1),
         ("pipeline-model-parallel-size", "parallel.pp", "int", 1),
         ("context-parallel-size ds-sequence-parallel-size", "parallel.cp", "int", None),
+        ("recompute-activations recompute-granularity checkpoint-activations", "parallel.recompute", "recompute",
+         "none"),
+        ("num-layers-per-virtual-pipeline-stage num-virtual-stages-per-pipeline-rank", "parallel.chunks", "chunks",
+         None),
         ("cpu-optimizer optimizer-cpu-offload ds:zero_optimization.offload_optimizer.device "
          "ds:zero_optimization.cpu_offload", "parallel.offload", "offload", None),
         ("save-interval persistent-save-interval", "checkpoint.phases", "phases", None),
         ("ds:nebula.persistent_storage_path", "checkpoint.upload.to", "str", None),
         ("ds:nebula.num_of_version_in_retention", "checkpoint.keep.last", "int", None),
+        ("exit-duration-in-mins", "train.exit_after", "minutes", None),
         ("skip-train-iteration-range", "train.skip", "ranges", None),
         ("iterations-to-skip", "train.skip", "skips", None),
         ("log-interval", "monitor.log_every", "steps", "100 steps"),
@@ -55,15 +60,9 @@ FIELDS: dict[str, tuple[tuple[str, str, str, Any], ...]] = {
         ("reset-position-ids", "data.reset_positions", "true", None),
         ("eod-mask-loss", "data.eod_loss", "false", None),
         ("data-cache-path", "data.cache_dir", "str", None),
-        ("launcher:nnodes launcher:num-nodes sbatch:nodes", "launch.nodes", "count", None),
-        ("launcher:nproc-per-node launcher:num-gpus sbatch:gpus-per-node sbatch:gres", "launch.gpus_per_node", "count",
-         None),
     ),
+    "decay": (("min-lr", "lr.min", "float", 0.0),),
     "wsd": (("lr-wsd-decay-iters lr-wsd-decay-samples", "lr.cooldown", "amount", None),),
-    "launch": (
-        ("sbatch:time", "launch.time_limit", "time", None),
-        ("sbatch:array", "launch.array", "chain", None),
-    ),
     "rotary": (("rotary-base rotary-position-embeddings-theta", "model.rope_theta", "float", 10000.0),),
     "encoder": (
         ("mask-prob", "data.masking.probability", "float", 0.15),
@@ -76,6 +75,9 @@ FIELDS: dict[str, tuple[tuple[str, str, str, Any], ...]] = {
         ("min-loss-scale", "loss_scale.min", "float", 1.0),
     ),
     "deepspeed": (("zero-stage ds:zero_optimization.stage", "parallel.zero", "stage", None),),
+    "no deepspeed": (
+        ("use-distributed-optimizer use-torch-fsdp2 use-megatron-fsdp use-custom-fsdp", "parallel.zero", "sharding", 0),
+    ),
     "deepspeed fp16": (
         ("ds:fp16.initial_scale_power", "loss_scale.initial", "power", 2.0**16),
         ("ds:fp16.loss_scale_window", "loss_scale.window", "steps", "1000 steps"),
@@ -102,15 +104,14 @@ bert-no-binary-head reset-position-ids reset-attention-mask eod-mask-loss add-qk
 REFUSED: tuple[tuple[str, str], ...] = (
     ("no family here has experts",
      "num-experts=1 expert-model-parallel-size=1 moe-expert-parallel-size=1 num-experts-switch=1 moe-use-upcycling"),
-    ("no family here has such an attention or such positions",
+    ("no family here has such an attention, such positions or such layers",
      """multi-latent-attention qk-l2-norm qk-clip attention-output-gate window-size window-attn-skip-freq
         experimental-attention-variant linear-attention-freq softmax-type=vanilla rotary-interleaved use-rope-scaling
-        rotary-seq-len-interpolation-factor=1 no-rope-freq rope-type=rope mrope-section rotary-percent=1"""),
-    ("the families here have fixed layers, all alike, with one kind of weights and activations",
-     """squared-relu quick-geglu glu-activation activation-func-clamp-value glu-linear-offset=0
-        apply-residual-connection-post-layernorm hybrid-attention-ratio=0 hybrid-mlp-ratio=0 hybrid-override-pattern
-        hybrid-layer-pattern is-hybrid-model heterogeneous-layers-config-path heterogeneous-layers-config-encoded-json
-        spec decoder-num-layers enable-hyper-connections perform-rl-step retro-add-retriever vision-pretraining kd mos
+        rotary-seq-len-interpolation-factor=1 no-rope-freq rope-type=rope mrope-section rotary-percent=1 squared-relu
+        quick-geglu glu-activation activation-func-clamp-value glu-linear-offset=0 hybrid-attention-ratio=0
+        apply-residual-connection-post-layernorm hybrid-mlp-ratio=0 hybrid-override-pattern hybrid-layer-pattern
+        is-hybrid-model heterogeneous-layers-config-path heterogeneous-layers-config-encoded-json spec
+        decoder-num-layers enable-hyper-connections perform-rl-step retro-add-retriever vision-pretraining kd mos
         fp4-format kitchen-config-file kitchen-recipe-number te-precision-config-file"""),
     ("a recipe has one model.init_std, one learning rate and one weight decay, for all weights but norms and biases",
      """init-method-xavier-uniform no-scaled-init data-parallel-random-init use-mup embedding-init-method-std
@@ -128,9 +129,6 @@ REFUSED: tuple[tuple[str, str], ...] = (
         ds:amp"""),
     ("it would replace Megatron's schedule: use --lr-decay-style and --lr-warmup-*", "ds:scheduler.type"),
     ("the scale is dynamic here: 0", "ds:fp16.loss_scale=0"),
-    ("it is an object: {...}",
-     """ds:fp16 ds:bf16 ds:nebula ds:zero_optimization ds:zero_optimization.offload_optimizer
-        ds:zero_optimization.offload_param"""),
 )  # fmt: skip
 
 # Flags that no field comes from: (what is reported of them, why, names and patterns). The first counts.
@@ -139,70 +137,60 @@ OTHERS: tuple[tuple[Kind, str, str], ...] = (
      f"""{SWITCHES} {" ".join(MAPPED)}
         kv-channels max-position-embeddings position-embedding-type normalization hidden-dropout attention-dropout
         num-query-groups pad-vocab-size-to padded-vocab-size vocab-size tokenizer-type vocab-file
-        merge-file train-samples train-iters train-tokens exit-interval exit-duration-in-mins adam-beta1 adam-beta2
-        min-lr lr-decay-iters lr-decay-samples lr-decay-tokens lr-warmup-iters lr-warmup-samples lr-warmup-tokens
-        lr-warmup-fraction lr-wsd-decay-style loss-scale fp8-format
-        data-parallel-sharding-strategy num-layers-per-virtual-pipeline-stage num-virtual-stages-per-pipeline-rank
-        recompute-granularity split deepspeed_config data-path train-data-path valid-data-path
-        train-weighted-split-paths train-weighted-split-paths-path"""),
-    ("left out", "Megatron reads it with --train-weighted-split-paths only",
+        merge-file train-samples train-iters train-tokens adam-beta1 adam-beta2 lr-decay-iters lr-decay-samples
+        lr-decay-tokens lr-warmup-iters lr-warmup-samples lr-warmup-tokens lr-warmup-fraction lr-wsd-decay-style
+        loss-scale fp8-format data-parallel-sharding-strategy split deepspeed_config data-path train-data-path
+        valid-data-path train-weighted-split-paths train-weighted-split-paths-path"""),
+    ("left out", "name groups of whole shards in data.validation; data.split already validates on what training leaves",
      "valid-weighted-split-paths valid-weighted-split-paths-path"),
     ("left out", "there is nothing to evaluate", "eval-interval eval-iters"),
-    ("not needed", "it is off", "ds:off:*"),
-    ("not needed", "Megatron passes DeepSpeed its own optimizer, so this section is not read", "ds:optimizer"),
-    ("not needed", "follows from the batch, the micro batch and the replicas", "ds:gradient_accumulation_steps"),
-    ("not needed", "every save is asynchronous, and a start resumes from the newest checkpoint of both places",
-     "ds:nebula.enabled ds:nebula.enable_nebula_load"),
     ("left out", "every save is copied; checkpoint.upload.every counts steps", "ds:nebula.persistent_time_interval"),
     ("left out", "`bloomery train --from` chooses a checkpoint", "ckpt-step ds:nebula.load_path"),
-    ("differs", "weights stay on the device here; parallel.zero 3 shards them", "ds:zero_optimization.offload_param.*"),
-    ("not needed", "DeepSpeed's own bookkeeping",
-     """ds:steps_per_print ds:wall_clock_breakdown ds:dump_state ds:zero_allow_untested_optimizer ds:prescale_gradients
-        ds:memory_breakdown ds:communication_data_type ds:gradient_predivide_factor ds:sparse_gradients
-        ds:disable_allgather ds:activation_checkpointing ds:flops_profiler ds:comms_logger ds:tensorboard ds:wandb
-        ds:csv_monitor ds:aio ds:checkpoint ds:data_types ds:zero_force_ds_cpu_optimizer ds:autotuning
-        ds:seq_parallel_communication_data_type ds:scheduler.* ds:*contiguous_gradients ds:*overlap_comm
-        ds:*reduce_scatter ds:*_bucket_size ds:*allgather_partitions ds:*round_robin_gradients ds:*sub_group_size
-        ds:*ignore_unused_parameters ds:*elastic_checkpoint ds:*.stage3_* ds:zero_optimization.offload_optimizer.*"""),
     ("left out", "begins with those weights: see `bloomery import hf`", "finetune pretrained-checkpoint bert-load"),
     ("left out", "the checkpoint's arguments would overrule these: check the model", "use-checkpoint-args"),
     ("left out", "add `data:` to the recipe",
      "data-args-path per-split-data-args-path aml-data-download-path mock-data"),
-    ("left out", "the recipe has a field of its own for it: checkpoint.keep, checkpoint.local, parallel.shard_size",
-     "save-retain-interval non-persistent-* num-distributed-optimizer-instances"),
-    ("left out", "a training ends by its length (train.for), or by hand", "eval-loss-exit-value"),
+    ("left out", "the recipe has fields of its own for it: checkpoint, parallel.shard_size, train.exit_after",
+     "save-retain-interval non-persistent-* num-distributed-optimizer-instances exit-interval eval-loss-exit-value"),
+    ("differs", "weights stay on the device here; parallel.zero 3 shards them", "ds:zero_optimization.offload_param.*"),
     ("differs", "all layers have one precision; weights, gradients and moments are kept in fp32, on the device",
      """fp32-residual-connection first-last-layers-bf16 num-layers-at-*-in-bf16 use-bnb-optimizer main-grads-dtype
         main-params-dtype exp-avg-dtype exp-avg-sq-dtype remote-device"""),
     ("differs", "evaluations and the order of samples are the recipe's own; batches never follow from the machines",
      """full-validation multiple-validation-sets train-data-exact-num-epochs disable-doc-shuffling
         decrease-batch-size-if-needed"""),
-    ("not needed", "a choice of kernels and of how they round; ours are tested to agree",
+    ("not needed", "it is off, DeepSpeed's own bookkeeping, follows from the batch, or Megatron decides it",
+     """ds:off:* ds:optimizer ds:gradient_accumulation_steps ds:nebula.enabled ds:nebula.enable_nebula_load
+        ds:steps_per_print ds:wall_clock_breakdown ds:dump_state ds:zero_allow_untested_optimizer ds:prescale_gradients
+        ds:memory_breakdown ds:communication_data_type ds:gradient_predivide_factor ds:sparse_gradients
+        ds:disable_allgather ds:activation_checkpointing ds:flops_profiler ds:comms_logger ds:tensorboard ds:wandb
+        ds:csv_monitor ds:aio ds:checkpoint ds:data_types ds:zero_force_ds_cpu_optimizer ds:autotuning
+        ds:seq_parallel_communication_data_type ds:scheduler.* ds:*contiguous_gradients ds:*overlap_comm
+        ds:*reduce_scatter ds:*_bucket_size ds:*allgather_partitions ds:*round_robin_gradients ds:*sub_group_size
+        ds:*ignore_unused_parameters ds:*elastic_checkpoint ds:*.stage3_* ds:zero_optimization.offload_optimizer.*"""),
+    ("not needed", "kernels, communication, processes, logging and paths of a run: PyTorch and other fields decide",
      """*-fusion *-fusion-impl *flash-attn* *fused-* use-fast-softmax no-persist-layer-norm disable-mem-efficient-ln
         te-* use-te-* *-in-fp32 *query-key-layer-scaling use-mcore-models use-legacy-models disable-bf16-reduced-*
         *cuda-graph* enable-experimental mask-tensor-adding attention-backend transformer-impl onnx-safe *torch-compile*
         tile-factor apply-layernorm-1p fp16-lm-cross-entropy grad-reduce-in-bf16 *fp8-* deterministic-mode
         calculate-per-token-loss use-cpu-initialization sequence-parallel recompute-* checkpoint-num-layers
-        *-activations"""),
-    ("not needed", "how processes talk and where tensors are kept; PyTorch and the recipe's `parallel` decide",
-     """distributed-* local?rank DDP-impl *nccl-* lazy-mpu-init *sharp* wgrad-* *-comm-* ddp-* *delay-* *overlap-*
-        no-align-* *-sizes *-allreduce use-ring-exchange-p2p no-scatter-gather-* use-tp-pp-dp-mapping defer-embedding-*
-        microbatch-group-size-* *contiguous-buffers-in-* *gloo-process-groups force-ds-sequence-parallel fsdp-*
-        deepspeed_mpi init-model-with-meta-device zero-* sync-tp-duplicated-parameters no-pipeline-parallel
-        pp-partition-method decoder-*-pipeline-num-layers pipeline-model-parallel-layout standalone-embedding-stage
-        account-for-* checkpoint-in-cpu contigious-checkpointing scattered-embeddings *pin-* no-clone-* synchronize-*
-        split-transformers cpu-offloading* pytorch-activation-checkpointing ds-sequence-parallel-fpdt* *_adam
-        use-torch-optimizer-* use-precision-aware-optimizer optimizer-offload-fraction *manual-gc* empty-unused-*"""),
-    ("not needed", "a run has one folder (--run-dir), resumes from its newest checkpoint, and is always recorded",
-     """save load load-tag override-* use-checkpoint-* universal-checkpoint no-load-* no-save-* reset-iteration
-        no-initialization exit-* use-mp-args-* load-main-params-* verify-checkpoint* *ckpt*
-        no-use-tokenizer-model-from-* no-strict-fsdp-* async-* replication* distrib-optim-* kill-switch-path *log-*
-        logging-level *-logger-* app-tag-* no-barrier-with-level-1-timing no-one-logger tensorboard-* wandb-* profile
-        profile-* use-pytorch-profiler* codecarbon-dir *memory-* *check-* *-ft-* inprocess-* *straggler* adlr-*
-        rerun-mode error-injection-*"""),
-    ("not needed", "data.order and the tokenizer's folder decide; one thread prefetches",
-     """*num-workers data-impl num-dataset-* *-cache-path *mmap-* no-create-attention-mask-* repeated-* dataloader-type
-        eval-micro-batch-size train-*-path test-* trust-remote-code legacy-tokenizer tokenizer-metadata tiktoken-*"""),
+        *-activations distributed-* local?rank DDP-impl *nccl-* lazy-mpu-init *sharp* wgrad-* *-comm-* ddp-* *delay-*
+        *overlap-* no-align-* *-sizes *-allreduce use-ring-exchange-p2p no-scatter-gather-* use-tp-pp-dp-mapping
+        defer-embedding-* microbatch-group-size-* *contiguous-buffers-in-* *gloo-process-groups
+        force-ds-sequence-parallel fsdp-* deepspeed_mpi init-model-with-meta-device zero-*
+        sync-tp-duplicated-parameters no-pipeline-parallel pp-partition-method decoder-*-pipeline-num-layers
+        pipeline-model-parallel-layout standalone-embedding-stage account-for-* checkpoint-in-cpu
+        contigious-checkpointing scattered-embeddings *pin-* no-clone-* synchronize-* split-transformers
+        cpu-offloading* pytorch-activation-checkpointing ds-sequence-parallel-fpdt* *_adam use-torch-optimizer-*
+        use-precision-aware-optimizer optimizer-offload-fraction *manual-gc* empty-unused-* save load load-tag
+        override-* use-checkpoint-* universal-checkpoint no-load-* no-save-* reset-iteration no-initialization exit-*
+        use-mp-args-* load-main-params-* verify-checkpoint* *ckpt* no-use-tokenizer-model-from-* no-strict-fsdp-*
+        async-* replication* distrib-optim-* kill-switch-path *log-* logging-level *-logger-* app-tag-*
+        no-barrier-with-level-1-timing no-one-logger tensorboard-* wandb-* profile profile-* use-pytorch-profiler*
+        codecarbon-dir *memory-* *check-* *-ft-* inprocess-* *straggler* adlr-* rerun-mode error-injection-*
+        *num-workers data-impl num-dataset-* *-cache-path *mmap-* no-create-attention-mask-* repeated-*
+        dataloader-type eval-micro-batch-size train-*-path test-* trust-remote-code legacy-tokenizer
+        tokenizer-metadata tiktoken-*"""),
     ("not needed", "only another kind of model or optimizer reads it",
      """moe-* *-moe-* topk mlp-type expert-interval expert-tensor-parallel-size use-tutel inference fim-* mup-*
         qk-clip-* muon-* sgd-momentum decoder-seq-length mtp-loss-scaling-factor num-channels patch-dim"""),
@@ -257,26 +245,17 @@ class CommandLine:
 
 
 def parse_command(words: Sequence[str], place: str) -> CommandLine:
-    """A command line, its program and launcher separated. Nothing is refused here."""
+    """The program and its flags, each with the words up to the next one. Nothing is refused here."""
     at = next((i for i, word in enumerate(words) if word.endswith(".py")), -1)
     line = CommandLine(words[at] if at >= 0 else "")
-    for given in _flags(words[: max(0, at)], place):
-        name = f"launcher:{given.flag[2:].replace('_', '-')}"
-        line.flags |= {name: replace(given, values=given.values[:1])} if name in MAPPED else {}
-    for given in _flags(words[at + 1 :], place):
-        name = given.flag[2:]
-        line.stray += given.values if not name or name in SWITCHES.split() else []
-        line.flags |= {name: given} if name else {}
-    return line
-
-
-def _flags(words: Sequence[str], place: str) -> list[Given]:
-    """Every flag with the words up to the next one; words before the first flag have the flag ''."""
-    found = [Given("", [], place)]
-    for word in words:
+    last = line.stray
+    for word in words[at + 1 :]:
         flag, equals, value = word.partition("=")
+        name = flag.removeprefix("--")
         if not word.startswith("--"):
-            found[-1].values.append(word)
-        elif word != "--":
-            found.append(Given(flag, [value] if equals else [], place))
-    return found
+            last.append(word)
+        elif name:
+            last = [value] if equals else []
+            line.flags[name] = Given(flag, last, place)
+            last = line.stray if name in SWITCHES.split() else last
+    return line

@@ -17,7 +17,7 @@ from bloomery.config.schema import by_place
 from bloomery.config.yaml_nodes import dump_yaml
 from bloomery.interop.megatron.data import fill_data
 from bloomery.interop.megatron.ds_config import read_ds_config
-from bloomery.interop.megatron.flags import MAPPED, CommandLine, Given, Kind, Row, kind_of, parse_command
+from bloomery.interop.megatron.flags import CommandLine, Kind, Row, kind_of, parse_command
 from bloomery.interop.megatron.reader import read_script
 from bloomery.interop.megatron.recipe import Builder, fill
 from bloomery.interop.megatron.script import Script, run_script
@@ -69,8 +69,6 @@ def import_megatron(
         found, source = (run_script if execute else read_script)(script, _text_of(script), given or {}), str(script)
         own = _training_command(found, source)
         line = CommandLine(own.program, own.flags | line.flags, own.stray + line.stray)
-        slurm = {f"sbatch:{key}": Given(f"#SBATCH --{key}", [text], source) for key, text in found.sbatch.items()}
-        line.flags |= {name: flag for name, flag in slurm.items() if name in MAPPED}
     b = Builder(line, lambda path: _find_file(path, found, source))
     _find_ds_config(b, ds_config, without_ds_config)
     fill(b)

@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 from decimal import Decimal
 from typing import Any, TypeVar
 
-from bloomery.base.bounded import LARGE_BYTES, parse_json, read_text
+from bloomery.base.bounded import parse_json
 from bloomery.base.errors import Problem
-from bloomery.base.units import LONGEST_SECONDS, Duration, parse_duration
+from bloomery.base.units import LONGEST_SECONDS, Duration
 from bloomery.config.yaml_nodes import inline_yaml
 from bloomery.families.family import Family
 from bloomery.families.registry import FAMILIES
@@ -32,15 +32,8 @@ _FAMILY = (
     "normalization", "swiglu", "disable-bias-linear", "add-qkv-bias", "qk-layernorm", "no-position-embedding",
 )  # fmt: skip
 _FAMILIES = f"the families here are {', '.join(FAMILIES)}, as docs/models.md describes them"
-_BIGSCIENCE = ("tokenizer-name-or-path", "pad-vocab-size-to", "codecarbon-dir", "skip-train-iteration-range",
-               "train-weighted-split-paths", "train-weighted-split-paths-path")  # fmt: skip
+_BIGSCIENCE = ("tokenizer-name-or-path", "pad-vocab-size-to", "codecarbon-dir", "train-weighted-split-paths-path")
 """Flags that only BigScience's Megatron-DeepSpeed has, which reads --train-tokens and never uses it."""
-_EXCLUSIVE = (
-    "fp16 bf16", "train-samples train-iters", "rampup-batch-size train-iters",
-    "lr-warmup-samples lr-warmup-iters lr-warmup-fraction",
-    "data-path train-data-path train-weighted-split-paths train-weighted-split-paths-path",
-)  # fmt: skip
-"""Flags of which Megatron takes one, and so one of the script may contradict one behind `--`."""
 _SHARDING: dict[str, Any] = {"no_shard": 0, "optim": 1, "optim_grads": 2, "optim_grads_params": 3}
 
 
@@ -68,6 +61,14 @@ class Builder:
     def first(self, *names: str) -> str:
         """Of several names the one that is given, else the first."""
         return next((name for name in names if self.has(name)), names[0])
+
+    def one_of(self, *names: str) -> str:
+        """`first`, of names of which Megatron takes one: one of the script may contradict one behind `--`."""
+        found = [name for name in names if self.has(name) and self.line.flags[name].text not in ("0", "0.0")]
+        if len(found) > 1:
+            both = " and ".join(f"--{name}" for name in found)
+            self.refuse(found[1], f"{both} are both set", "Megatron takes one of them", "remove one")
+        return self.first(*found, *names)
 
     def value(self, name: str, default: T) -> T:
         """The flag's value, of the type of `default`; `default`, and a problem, where it has none that can be used."""
@@ -113,23 +114,20 @@ class Builder:
     def fill(self, which: str, otherwise: Any = None) -> None:
         """Set the fields of one of the tables. `otherwise`: a default that the table lacks."""
         for names, path, kind, default in FIELDS[which]:
-            made = {name: _CONVERTERS[kind](self, name) for name in names.split() if self.has(name)}
-            found = {name: value for name, value in made.items() if value is not None}
-            for name in made.keys() - found.keys():
-                if "$" in self.line.flags[name].text:
-                    self.note("left out", name, UNSET)
-            first = next(iter(found), "")
-            for name in found:
-                if found[name] != found[first]:
-                    one, other = self.line.flags[name], self.line.flags[first]
+            made = [(name, _CONVERTERS[kind](self, name)) for name in names.split() if self.has(name)]
+            found = [(name, value) for name, value in made if value is not None]
+            for name, value in found[1:]:
+                if value != found[0][1]:
+                    one, other = self.line.flags[name], self.line.flags[found[0][0]]
                     what = f"{one.flag} is {one.text} but {other.flag} is {other.text}"
                     self.refuse(name, what, "they mean the same, so they must agree", "make them equal")
             if not found and default is REQUIRED:
                 flag, rule = names.split()[0], "Megatron needs it, or takes a value that depends on the machines"
                 self.refuse("", f"--{flag} is missing", rule, f"add --{flag} VALUE")
-            value = found.get(first, 1 if default is REQUIRED else otherwise if default is None else default)
+            without = 1 if default is REQUIRED else otherwise if default is None else default
+            value = found[0][1] if found else without
             if value is not None:
-                self.put(path, value, *found)
+                self.put(path, value, *(name for name, _ in found))
 
     def note(self, kind: Kind, name: str, remark: str, value: str | None = None) -> None:
         """A row without a field, where the flag is given: it is not needed, or means something else here."""
@@ -162,20 +160,26 @@ def _skipped_steps(b: Builder, name: str) -> list[str]:
     return [f"{step}-{step} steps" for step in steps]
 
 
-def _time_limit(b: Builder, name: str) -> str | None:
-    """Slurm's `20:00:00`, `1-00:00:00` or `90` (minutes); None for no limit."""
-    days, _, clock = b.line.flags[name].text.rpartition("-")
-    parts = clock.split(":")
-    units = "hms" if days or len(parts) == 3 else "ms"
-    with suppress(ValueError):
-        limit = parse_duration((f"{days}d" if days else "") + "".join(map("".join, zip(parts, units, strict=False))))
-        return str(limit) if limit.seconds else None
-    return None
+def _exit_after(b: Builder, name: str) -> str | None:
+    minutes = b.value(name, 0)
+    return str(Duration(minutes * 60)) if minutes and minutes * 60 <= LONGEST_SECONDS else None
 
 
-def _number(b: Builder, name: str, pattern: str) -> int | None:
-    match = re.fullmatch(pattern, b.line.flags[name].text)
-    return int(match[1]) if match else None
+def _chunks(b: Builder, name: str) -> int | None:
+    count = b.value(name, 0)
+    if count and name.startswith("num-layers"):
+        count = b.raw["model"]["num_layers"] // max(1, b.raw["parallel"]["pp"] * count)
+    return count or None
+
+
+def _sharding(b: Builder, _: str) -> Any:
+    """The ZeRO stage without DeepSpeed."""
+    if b.has("use-torch-fsdp2"):
+        return 2 if b.has("torch-fsdp2-no-reshard-after-forward") else 3
+    if b.has("use-megatron-fsdp", "use-custom-fsdp"):
+        name = b.value("data-parallel-sharding-strategy", "no_shard")
+        return _SHARDING.get(name, name)  # the recipe's rules refuse another
+    return 1
 
 
 _CONVERTERS: dict[str, Callable[[Builder, str], Any]] = {
@@ -190,34 +194,36 @@ _CONVERTERS: dict[str, Callable[[Builder, str], Any]] = {
     "false": lambda b, name: False,
     "bool": lambda b, name: {"true": True, "false": False}.get(text := b.line.flags[name].text, text),
     "optimizer": lambda b, name: {"adam": "adamw", "fusedadamw": "adamw"}.get(found := b.value(name, ""), found),
+    "recompute": lambda b, name: (
+        {"recompute-activations": "selective", "checkpoint-activations": "full"}.get(name) or b.value(name, "")
+    ),
+    "chunks": _chunks,
     "offload": lambda b, name: b.line.flags[name].text not in ("none", "false"),
     "power": lambda b, name: 2.0**power if abs(power := b.value(name, 0)) < 1000 else math.inf,
     "stage": lambda b, name: max(b.value(name, 0), int(b.has("bf16"))),
+    "sharding": _sharding,
     "ramp": _ramp,
     "ranges": lambda b, name: [f"{text} steps" for text in b.line.flags[name].values],
     "skips": _skipped_steps,
-    "count": lambda b, name: _number(b, name, r"(?:.*:)?([0-9]{1,6})"),  # `4`, `gpu:4` or `gpu:a100:4`
-    "chain": lambda b, name: _number(b, name, r"1-([0-9]{1,6})%1"),  # jobs one after the other
-    "time": _time_limit,
+    "minutes": _exit_after,
 }
 
 
 def fill(b: Builder) -> None:
     """Every section but `data`; problems and rows are in the builder."""
     b.fill("")
-    for names in _EXCLUSIVE:
-        found = [name for name in names.split() if b.has(name) and b.line.flags[name].text not in ("0", "0.0")]
-        if len(found) > 1 and not ("warmup" in names and b.has("lr-warmup-tokens")):  # which overrules the others
-            both = " and ".join(f"--{name}" for name in found)
-            b.refuse(found[1], f"{both} are both set", "Megatron takes one of them", "remove one")
     _model(b)
     _tokenizer(b)
     _optimizer(b)
     _schedule(b)
     _length(b)
     _precision(b)
-    _parallel(b)
-    _launch(b)
+    if b.raw["parallel"].get("chunks", 1) > 1:
+        b.put("parallel.schedule", "interleaved", "num-layers-per-virtual-pipeline-stage")
+    if b.deepspeed:  # its bf16 optimizer shards the optimizer state at stage 0
+        b.fill("deepspeed", int(b.has("bf16")) if b.has_ds_config else 1)
+    else:
+        b.fill("no deepspeed")
 
 
 def _model(b: Builder) -> None:
@@ -229,14 +235,10 @@ def _model(b: Builder) -> None:
         flag = "--no-bias-gelu-fusion" if is_exact else ""
         remark = f"Megatron's GELU is exact with --no-bias-gelu-fusion, else the tanh form; here {family.activation}"
         b.rows.append(Row("differs", flag, "", "model.family", family.name, remark))
-    if family.positions == "learned" and b.value("max-position-embeddings", 0) not in (0, model["seq_length"]):
-        b.note("differs", "max-position-embeddings", "positions are as many as the sequence has tokens")
     if family.positions == "rotary":
         b.fill("rotary")
-        if "ffn_hidden_size" not in model:
-            b.put("model.ffn_hidden_size", 4 * model["hidden_size"] * 2 // 3 // 64 * 64)
-        if "tie_embeddings" not in model:
-            b.put("model.tie_embeddings", True)
+    if family.gated and "ffn_hidden_size" not in model:
+        b.put("model.ffn_hidden_size", 4 * model["hidden_size"] * 2 // 3 // 64 * 64)
     if (channels := b.value("kv-channels", 0)) and channels * model["num_heads"] != model["hidden_size"]:
         b.put("model.head_dim", channels, "kv-channels")
     hidden, attention = b.value("hidden-dropout", 0.1), b.value("attention-dropout", 0.1)
@@ -281,12 +283,14 @@ def _tokenizer(b: Builder) -> None:
     is_encoder = FAMILIES[b.raw["model"]["family"]].encoder
     kind = b.value("tokenizer-type", "BertWordPieceLowerCase" if is_encoder else "GPT2BPETokenizer")
     flag, file = b.first("pad-vocab-size-to", "padded-vocab-size", "vocab-size"), b.value("vocab-file", "")
-    size, remark = _count_vocabulary(file), "counted in --vocab-file"
+    size, remark = _VOCABULARIES.get(kind), f"of every {kind}; check it if the vocabulary is your own"
     if b.has(flag):
         is_null = flag == "vocab-size" and kind == "NullTokenizer"
         size, remark = b.value(flag, 1) + is_null, "NullTokenizer adds an end of document" if is_null else ""
-    elif not size:
-        size, remark = _VOCABULARIES.get(kind), f"of every {kind}; check it if the vocabulary is your own"
+    elif found := b.find_file(file):
+        with suppress(ValueError, TypeError):  # it is no vocabulary
+            size = len(parse_json(found[0]) if file.endswith(".json") else found[0].splitlines())
+            remark = "counted in --vocab-file"
     if size is None:
         remedy = "add --vocab-size N (entries of the tokenizer) to the command line"
         b.refuse("tokenizer-type", f"the vocabulary of {kind} is not on the command line", "", remedy)
@@ -295,14 +299,6 @@ def _tokenizer(b: Builder) -> None:
         folder = file.rpartition("/")[0] or (file if "$" in file else ".")
         remark = "a folder with a tokenizer.json, or with vocab.json and merges.txt"
         b.put("tokenizer.path", folder, "vocab-file", "merge-file", remark=remark)
-
-
-def _count_vocabulary(path: str) -> int | None:
-    try:
-        text = read_text(path, LARGE_BYTES)
-        return len(parse_json(text)) if path.endswith(".json") else len(text.splitlines())
-    except (OSError, ValueError, TypeError):
-        return None
 
 
 def _optimizer(b: Builder) -> None:
@@ -320,7 +316,7 @@ def _schedule(b: Builder) -> None:
     length = b.first("train-samples", "train-iters", "train-tokens")
     flag = b.first("lr-decay-tokens", "lr-decay-samples", "lr-decay-iters", length)
     if style != "constant":
-        b.put("lr.min", b.value("min-lr", 0.0), "min-lr")
+        b.fill("decay")
         b.put("lr.decay", _amount(b, flag if b.has(flag) else length), *([] if flag == length else [flag]))
     _warmup(b, style, b.first("lr-decay-samples", "lr-decay-iters", length))
     if style == "wsd":
@@ -340,8 +336,9 @@ def _unit(flag: str) -> str:
 
 def _warmup(b: Builder, style: str, decay: str) -> None:
     """`decay`: the flag of the length that a fraction is of."""
-    names = ("lr-warmup-tokens", "lr-warmup-samples", "lr-warmup-iters", "lr-warmup-fraction")
-    flag, kind, remark = next((name for name in names if b.value(name, 0.0)), "lr-warmup-samples"), "mapped", ""
+    flag, kind, remark = "lr-warmup-tokens", "mapped", ""  # which overrules the others
+    if not b.value(flag, 0):
+        flag = b.one_of("lr-warmup-samples", "lr-warmup-iters", "lr-warmup-fraction")
     if flag == "lr-warmup-fraction":  # Megatron counts samples, and so a fraction of a step is exact
         fraction, unit, total = b.value(flag, 0.0), _unit(decay), b.value(decay, 1)
         unit, total = ("samples", total * b.raw["batch"]["global_batch_size"]) if unit == "steps" else (unit, total)
@@ -355,8 +352,8 @@ def _warmup(b: Builder, style: str, decay: str) -> None:
 
 
 def _length(b: Builder) -> None:
-    """`train`, but its evaluation."""
-    flag = b.first("train-samples", "train-iters", "train-tokens")
+    """`train.for`."""
+    flag = b.first(b.one_of("train-samples", "train-iters"), "train-tokens")
     if not b.has(flag):
         b.refuse("", "--train-samples is missing", "a training has a length", "add --train-samples or --train-iters")
     count, batch = b.value(flag, 1), b.raw["batch"]["global_batch_size"] if flag == "train-iters" else 1
@@ -367,16 +364,10 @@ def _length(b: Builder) -> None:
     if flag != "train-tokens":
         remark = f"--{flag} ends the training first, or BigScience's Megatron-DeepSpeed never uses it"
         b.note("not needed", "train-tokens", remark)
-    minutes, interval = b.value("exit-duration-in-mins", 0), b.value("exit-interval", 0)
-    if minutes and minutes * 60 <= LONGEST_SECONDS:
-        b.put("train.exit_after", str(Duration(minutes * 60)), "exit-duration-in-mins")
-        b.note("left out", "exit-interval", "a job ends by one rule: the wall clock")
-    elif interval:
-        remark = "Megatron ends a job at every multiple of it, ours after that many steps of the job"
-        b.put("train.exit_after", f"{interval} steps", "exit-interval", kind="differs", remark=remark)
 
 
 def _precision(b: Builder) -> None:
+    b.one_of("fp16", "bf16")
     for name in ("fp16", "bf16"):
         key = f"ds:{name}.enabled"
         if b.has(key) and b.line.flags[key].text != str(b.has(name)).lower():
@@ -390,54 +381,3 @@ def _precision(b: Builder) -> None:
         b.fill("deepspeed fp16" if b.deepspeed else "fp16")
         if b.has("loss-scale") and not b.deepspeed:
             b.refuse("loss-scale", "--loss-scale is a fixed scale", "the scale is dynamic here", "remove it")
-
-
-def _parallel(b: Builder) -> None:
-    _zero(b)
-    flag = b.first("num-layers-per-virtual-pipeline-stage", "num-virtual-stages-per-pipeline-rank")
-    if count := b.value(flag, 0):
-        per_rank = b.raw["model"]["num_layers"] // max(1, b.raw["parallel"]["pp"] * count)
-        chunks = per_rank if flag.startswith("num-layers") else count
-        b.put("parallel.chunks", chunks, flag)
-        if chunks > 1:
-            b.put("parallel.schedule", "interleaved", flag)
-    flag = b.first("recompute-activations", "recompute-granularity", "checkpoint-activations")
-    recompute = {"recompute-activations": "selective", "checkpoint-activations": "full"}.get(flag, "")
-    b.put("parallel.recompute", (recompute or b.value(flag, "none")) if b.has(flag) else "none", flag)
-
-
-def _zero(b: Builder) -> None:
-    if b.deepspeed:  # its bf16 optimizer shards the optimizer state at stage 0
-        b.fill("deepspeed", int(b.has("bf16")) if b.has_ds_config else 1)
-    elif b.has("use-torch-fsdp2"):
-        stage = 2 if b.has("torch-fsdp2-no-reshard-after-forward") else 3
-        b.put("parallel.zero", stage, "use-torch-fsdp2")
-    elif b.has("use-megatron-fsdp", "use-custom-fsdp"):
-        name = b.value("data-parallel-sharding-strategy", "no_shard")  # the recipe's rules refuse another
-        b.put("parallel.zero", _SHARDING.get(name, name), "data-parallel-sharding-strategy")
-    else:
-        b.put("parallel.zero", int(b.has("use-distributed-optimizer")), "use-distributed-optimizer")
-
-
-def _launch(b: Builder) -> None:
-    """Where #SBATCH lines or the launcher's flags give nodes or devices."""
-    if (section := b.raw.get("launch")) is None:
-        return
-    nodes, is_slurm = section.get("nodes", 1), any(name.startswith("sbatch:") for name in b.line.flags)
-    section["on"] = "slurm" if is_slurm else "hosts" if nodes > 1 else "local"
-    section["nodes"] = _fitting_nodes(b, nodes, section.get("gpus_per_node", 1))
-    if section["nodes"] != nodes:
-        remark = "so many nodes make more replicas than every level of the batch ramp can feed"
-        b.rows.append(Row("differs", "nodes", str(nodes), "launch.nodes", str(section["nodes"]), remark))
-    b.fill("launch")
-
-
-def _fitting_nodes(b: Builder, nodes: int, gpus: int) -> int:
-    """The most nodes, up to those asked for, with which every level of a ramp divides among the replicas."""
-    batch, parallel = b.raw["batch"], b.raw["parallel"]
-    if not (ramp := batch.get("rampup")):
-        return nodes
-    level = math.gcd(ramp["start"], ramp["increment"], batch["global_batch_size"])
-    replica = max(1, parallel["tp"] * parallel["pp"] * parallel.get("cp", 1))
-    units = {n: n * gpus // replica * batch["micro_batch_size"] for n in range(nodes, 0, -1) if n * gpus % replica == 0}
-    return next((n for n, unit in units.items() if unit and level % unit == 0), nodes)
