@@ -31,7 +31,7 @@ _BY_VALIDATOR = {id(get_args(alias)[1]): words for alias, words in _ALIASES.item
 """An amount is known by its validator: that is where the units it takes are fixed."""
 _WORDS = {int: "whole number", float: "number", str: "text", bool: "true or false"}
 _LIMITS = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
-_NO_LIMIT = 10**12
+_NO_LIMIT = 10**9
 """Limits from here on only keep nonsense out; they would be noise in a table."""
 
 

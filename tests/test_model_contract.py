@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from pydantic import ValidationError
 
 from bloomery.families.bloom import alibi_slopes
 from bloomery.model.transformer import build_model
@@ -50,6 +51,17 @@ def test_building_a_huge_model_allocates_nothing(family: str) -> None:
     model = build_model(config)
     assert all(tensor.is_meta for tensor in [*model.parameters(), *model.buffers()])
     assert model.embed.tokens.weight.shape == (padded_vocab_size(config), 16384)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_largest_sizes_that_a_recipe_takes_are_none_too_many_for_torch(family: str) -> None:
+    sizes = dict.fromkeys(("hidden_size", "ffn_hidden_size", "vocab_size", "vocab_multiple", "seq_length"), 10**9)
+    heads = {"num_heads": 65536, "num_kv_heads": 65536, "head_dim": 4096, "num_layers": 1}
+    config = small_config(family, **sizes, **heads)
+    assert all(tensor.is_meta for tensor in build_model(config).parameters())
+    for name in (*sizes, *heads):
+        with pytest.raises(ValidationError):
+            small_config(family, **{**sizes, **heads, name: 10**9 + 1})
 
 
 @pytest.mark.parametrize("family", DECODERS)

@@ -240,7 +240,8 @@ def test_extract_follows_no_link(name: str, tmp_path: Path, victim: Path, comman
 @pytest.mark.parametrize("name", [".lock", "a/.b.txt.part", "a/b.txt", "a"])
 def test_download_follows_no_link(name: str, tmp_path: Path, victim: Path, command: Command) -> None:
     (tmp_path / "local.txt").write_text("text\n")
-    (tmp_path / "files.json").write_text(json.dumps([{"url": f"file://{tmp_path}/local.txt", "path": "a/b.txt"}]))
+    wanted = {"url": f"file://{tmp_path}/local.txt", "path": "a/b.txt", "sha256": hashlib.sha256(b"text\n").hexdigest()}
+    (tmp_path / "files.json").write_text(json.dumps([wanted]))
     words = ("download", str(tmp_path / "files.json"), "--output", str(tmp_path / "out"))
     untouched(victim, tmp_path / "out" / name, lambda: command(*words)[0])
 

@@ -62,8 +62,8 @@ def _steps_or_auto(value: Any) -> Any:
 
 
 _AS_TEXT = PlainSerializer(str, return_type=str)
-Size = Annotated[int, Field(gt=0, le=10**12)]
-"""A whole number of things; the limit only keeps nonsense out of later arithmetic."""
+Size = Annotated[int, Field(gt=0, le=10**9)]
+"""A whole number of things; the limit only keeps nonsense out of later arithmetic: torch counts bytes in 63 bits."""
 PathText = Annotated[str, Field(min_length=1)]
 SplitText = Annotated[
     str,
@@ -135,7 +135,7 @@ class ModelSection(Section):
     """Width of the residual stream."""
     num_heads: int = Field(gt=0, le=65536)
     """Attention heads; must divide hidden_size, unless head_dim is set."""
-    head_dim: Size | None = None
+    head_dim: Annotated[int, Field(gt=0, le=4096)] | None = None
     """Width of a head (families with rotary positions); default: hidden_size / num_heads."""
     num_kv_heads: Size
     """Key/value heads (families with rotary positions); by family: num_heads."""
