@@ -238,7 +238,7 @@ REFUSALS = f"""
 --data-path a b --num-layers 2 --encoder-num-layers 3 -> Megatron blends by lengths; but --num-layers is 2
 --data-path 1 a b c --train-data-path b -> --data-path is b; --data-path and --train-data-path are both set
 --num-experts 8 --eval-only True -> --num-experts 8 is set. No family here has; --eval-only True is set. A recipe has no
---step-batch-size-schedule 0:8,9:16 -> --step-batch-size-schedule 0:8,9:16 is set. A recipe's batch grows in equal stages
+--step-batch-size-schedule 0:8,9:16 -> --step-batch-size-schedule 0:8,9:16 is set. A recipe's batch grows in equal
 --kv-channels 5 --optimizer sgd -> command line --optimizer: optimizer.name is 'sgd'
 --kv-channels 5 -> command line --kv-channels: model.head_dim is 5
 --lr-decay-style inverse-square-root -> command line --lr-decay-style: lr.schedule is 'inverse-square-root'
