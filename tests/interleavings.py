@@ -149,7 +149,7 @@ class Run:  # of one schedule, on a folder of its own; `notes`: what actors tell
         private = place.endswith((".tmp", ".old")) or "/step-" in place or name.startswith((".tmp-", ".probe"))
         twins = {f"{each[0]}2" for each in able if each[1] == "1" and self.actors[each].about_to[0] == "begin"}
         found = [("crash", self.current.removesuffix("0"))] if self.left["crash"] and self.changed else []
-        if self.left["switch"] and (forced or name.startswith("rank-") or not private):
+        if self.left["switch"] and (forced or not private):
             found += [("switch", each) for each in able if each not in (self.current, *twins)]
         return found
 

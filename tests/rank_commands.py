@@ -175,7 +175,7 @@ def stops_after_step_5(rank: int, arguments: Sequence[str]) -> int:
     """This rank gets SIGSTOP; the ranks' patience is short."""
     from bloomery.base import signals
 
-    signals.USUAL = signals.Patience(least_seconds=6.0)
+    signals.PATIENCE_SECONDS = 6.0
     if is_rank(rank):
         after_step(5, lambda run, state: os.kill(os.getpid(), signal.SIGSTOP))
     return main(arguments)

@@ -9,7 +9,7 @@ import threading
 from collections.abc import Sequence
 from pathlib import Path
 
-from bloomery.launch.local import Patience, run_local_ranks
+from bloomery.launch import local
 
 
 def wait_for_ever(arguments: Sequence[str]) -> int:
@@ -28,5 +28,7 @@ def rank_1_dies(arguments: Sequence[str]) -> int:
     return wait_for_ever(arguments)
 
 
-if __name__ == "__main__":  # a launcher to be killed
-    sys.exit(run_local_ranks(2, wait_for_ever, sys.argv[1:], patience=Patience(last_words_seconds=2.0)))
+if __name__ in ("__main__", "__mp_main__"):  # a launcher to be killed, and its ranks
+    local.LAST_WORDS_SECONDS = 2.0
+if __name__ == "__main__":
+    sys.exit(local.run_local_ranks(2, wait_for_ever, sys.argv[1:]))

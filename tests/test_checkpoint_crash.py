@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import os
 import random
@@ -17,6 +18,7 @@ import pytest
 import torch
 
 from bloomery.base.ranks import Piece
+from bloomery.base.storage import write_atomically
 from bloomery.checkpoint import folder as folders
 from bloomery.checkpoint.folder import Writer, take_over, tidy
 from bloomery.checkpoint.load import load_pieces, read_checkpoint
@@ -33,12 +35,12 @@ ROWS, RANKS = 4000, 4
 
 
 class Apart:
-    """A rank in a process of its own that never speaks to another: all of them have equal shares."""
+    """A rank in a process of its own, with files as a store: all of them have equal shares."""
 
     size = RANKS
 
-    def __init__(self, rank: int, nonce: str) -> None:
-        self.rank, self._nonce = rank, nonce
+    def __init__(self, rank: int, nonce: str, store: Path) -> None:
+        self.rank, self._nonce, self._store = rank, nonce, store
 
     def gather(self, value: Any) -> list[Any]:
         return [value] * self.size
@@ -46,9 +48,12 @@ class Apart:
     def broadcast(self, value: Any) -> Any:
         return self._nonce
 
-    def store_set(self, key: str, word: Any) -> None: ...
+    def store_set(self, key: str, word: Any) -> None:
+        write_atomically(self._store / key.replace("/", "-"), json.dumps(word))
 
-    def store_get(self, key: str) -> None: ...
+    def store_take(self, key: str) -> Any:
+        with suppress(FileNotFoundError):
+            return json.loads((self._store / key.replace("/", "-")).read_text())
 
 
 def save_for_ever(root: Path, rank: int, first_step: int, nonce: str, writer: Writer) -> None:
@@ -59,7 +64,7 @@ def save_for_ever(root: Path, rank: int, first_step: int, nonce: str, writer: Wr
         return {"w": Piece(weight, (ROWS, 16), (rank * share, 0)), "step": Piece(torch.zeros(()), (), (), rank == 0)}
 
     pieces = pieces_of(rank)
-    saver = Saver(pieces, device=CPU, ranks=Apart(rank, nonce), timeout_seconds=0.5)  # type: ignore[arg-type]
+    saver = Saver(pieces, device=CPU, ranks=Apart(rank, nonce, root.parent), timeout_seconds=0.5)  # type: ignore[arg-type]
     saver.held = held_by_all(pieces_of, RANKS)
     for step in range(first_step, first_step + 10_000):
         weight.fill_(float(step))
@@ -79,15 +84,15 @@ def save_for_ever(root: Path, rank: int, first_step: int, nonce: str, writer: Wr
 @pytest.mark.parametrize(("victims", "rounds"), [("all", 6), ("one", 4)])
 def test_kill_9_at_random_points_leaves_a_complete_newest_checkpoint(tmp_path: Path, victims: str, rounds: int) -> None:
     chance = random.Random(RANKS + rounds)
-    newest = 0
+    newest, root = 0, tmp_path / "checkpoints"
     for i in range(rounds):
-        writer = take_over(tmp_path)
-        arguments = [(tmp_path, rank, newest + 1, f"nonce{i}", writer) for rank in range(RANKS)]
+        writer = take_over(root)
+        arguments = [(root, rank, newest + 1, f"nonce{i}", writer) for rank in range(RANKS)]
         ranks = [FORK.Process(target=save_for_ever, args=args) for args in arguments]
         for process in ranks:
             process.start()
         deadline = time.monotonic() + 20  # every other round succeeds at least once, however slow the machine is
-        while i % 2 and folders.read_latest(tmp_path) in (None, folders.step_name(newest)):
+        while i % 2 and folders.read_latest(root) in (None, folders.step_name(newest)):
             assert time.monotonic() < deadline
         time.sleep(0.02 + 0.15 * chance.random())  # the random point, not a proof
         dying = ranks if victims == "all" else [chance.choice(ranks)]
@@ -100,12 +105,12 @@ def test_kill_9_at_random_points_leaves_a_complete_newest_checkpoint(tmp_path: P
                 process.kill()
         for process in ranks:
             process.join()
-        said = folders.read_latest(tmp_path)
-        assert said is None or (tmp_path / said / "manifest.json").is_file()  # `latest` at the instant of the crash
-        choice = newest_good([tmp_path])
+        said = folders.read_latest(root)
+        assert said is None or (root / said / "manifest.json").is_file()  # `latest` at the instant of the crash
+        choice = newest_good([root])
         assert not choice.damaged
-        take_over(tmp_path)
-        tidy(tmp_path, step=folders.step_of(choice.checkpoint.folder) if choice.checkpoint else 0)
+        take_over(root)
+        tidy(root, step=folders.step_of(choice.checkpoint.folder) if choice.checkpoint else 0)
         if choice.checkpoint is None:
             assert newest == 0
             continue
@@ -115,8 +120,8 @@ def test_kill_9_at_random_points_leaves_a_complete_newest_checkpoint(tmp_path: P
         found = torch.zeros(ROWS, 16)
         load_pieces(choice.checkpoint, {"w": Piece.whole(found)})
         assert torch.equal(found, torch.full_like(found, float(step)))
-        left = {path.name for path in tmp_path.iterdir() if not path.name.startswith(".writer")} - {"latest"}
-        assert left == {path.name for path in folders.complete_checkpoints(tmp_path)}
+        left = {path.name for path in root.iterdir() if not path.name.startswith(".writer")} - {"latest"}
+        assert left == {path.name for path in folders.complete_checkpoints(root)}
     assert newest >= rounds // 2  # saves did succeed in between
 
 

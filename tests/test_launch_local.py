@@ -15,7 +15,8 @@ import pytest
 
 import stubborn_ranks
 from bloomery.base import exit_codes, signals
-from bloomery.launch.local import Patience, run_local_ranks
+from bloomery.launch import local
+from bloomery.launch.local import run_local_ranks
 
 
 def wait_for(folder: Path, *names: str) -> None:
@@ -50,10 +51,10 @@ def test_ranks_that_do_not_answer_leave_by_themselves(tmp_path: Path, stopped: b
 
 
 def test_a_rank_that_does_not_notice_the_loss_of_another_is_ended(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    patience = Patience(lost_seconds=0.1)
-    code = run_local_ranks(2, stubborn_ranks.rank_1_dies, [str(tmp_path)], patience=patience)
+    monkeypatch.setattr(local, "LOST_SECONDS", 0.1)
+    code = run_local_ranks(2, stubborn_ranks.rank_1_dies, [str(tmp_path)])
     assert code == exit_codes.LOST_RANK
     assert "rank 1 was killed by SIGKILL, so the others stopped" in capfd.readouterr().err
 

@@ -38,7 +38,13 @@ def save(run: Run, start: str, rank: int, writer: folder.Writer, step: int) -> N
 
     values = torch.full((2,), float(step * 1000 + ord(start)))
     ranks: Any = SimpleNamespace(rank=rank, size=RANKS, gather=lambda value: [value])
-    ranks.broadcast, ranks.store_get, ranks.store_set = lambda _: f"{start}{step}", run.board.get, run.board.__setitem__
+    ranks.broadcast, ranks.store_take = lambda _: f"{start}{step}", lambda key: run.board.pop(key, None)
+
+    def report(key: str, word: Any) -> None:
+        os.listdir(run.root)  # a turn of its own
+        run.board[key] = word
+
+    ranks.store_set = report
     piece = Piece(values, (2 * RANKS,), (2 * rank,))
     one = saving.Saver({"w": piece}, device=values.device, ranks=ranks, timeout_seconds=100.0)
     one.held = held_by_all(lambda rank: {"w": Piece(values, (2 * RANKS,), (2 * rank,))}, RANKS)
@@ -66,8 +72,9 @@ def take_over_and_save(run: Run) -> None:
 class Scenario:
     def __init__(self, place: Path) -> None:
         self.place, self.chosen, self.writer = place, dict[Any, int](), folder.take_over(place / "template")
+        template = Run(place / "template", promised=0)
         for rank in reversed(range(RANKS)):
-            save(Run(place / "template", promised=0), "A", rank, self.writer, 1)
+            save(template, "A", rank, self.writer, 1)
 
     def begin(self, lead: str) -> Run:
         root = self.place / "run"
@@ -131,7 +138,7 @@ def deletes_first(job: saving.SaveJob) -> None:
 
 
 PLANTED: dict[str, tuple[Any, str, Any]] = {
-    "named too early": (saving.SaveJob, "commit", lambda job: job.wait_for_parts() and job.publish()),
+    "named too early": (saving.SaveJob, "commit", lambda job: (job.wait_for_parts(), job.publish())),
     "deleted too early": (saving.SaveJob, "commit", deletes_first),
     "fenced by a look": (folder, "take_over", only_a_look),
     "no second look": (select, "refuse_later", lambda *_, **__: None),

@@ -36,8 +36,8 @@ class ThreadRanks:
     def store_set(self, key: str, word: Any) -> None:
         self._words[key] = word
 
-    def store_get(self, key: str) -> Any:
-        return self._words.get(key)
+    def store_take(self, key: str) -> Any:
+        return self._words.pop(key, None)
 
 
 def together(size: int, act: Callable[[ThreadRanks], Any]) -> list[Any]:

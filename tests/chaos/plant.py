@@ -113,7 +113,7 @@ class HangPatience:
     def __call__(self, plant: Plant, _: Any) -> None:
         from bloomery.base import signals
 
-        signals.USUAL = signals.Patience(steps=0.0, least_seconds=self.seconds, first_seconds=self.seconds)
+        signals.PATIENCE_STEPS, signals.PATIENCE_SECONDS, signals.FIRST_SECONDS = 0.0, self.seconds, self.seconds
         signals.PULSE.learn(0.0)
 
 

@@ -45,8 +45,8 @@ class Ranks:
     def store_set(self, key: str, word: Any) -> None:
         """Leave a word for all ranks, without storage; from any thread. Lost if nobody can hear."""
 
-    def store_get(self, key: str) -> Any:
-        """The word that a rank has left under this key; None if there is none."""
+    def store_take(self, key: str) -> Any:
+        """The word that a rank has left under this key, and nothing after that; None if there is none."""
         return None
 
     def waits(self) -> str:

@@ -192,19 +192,12 @@ _STARTED = time.monotonic()
 """The command line imports this first, so that imports and set-up count towards a deadline."""
 
 
-@dataclass(frozen=True)
-class Patience:
-    """How long the ranks of a run may wait for each other."""
-
-    steps: float = 10.0
-    """In a step: so many times the median of the last ones,"""
-    least_seconds: float = 60.0
-    """but at least this."""
-    first_seconds: float = 590.0
-    """For what is done once and may compile or load: set-up, the first step, the first evaluation."""
-
-
-USUAL = Patience()
+PATIENCE_STEPS = 10.0
+"""How long the ranks of a run may wait for each other: so many times the median of the last steps,"""
+PATIENCE_SECONDS = 60.0
+"""but at least this."""
+FIRST_SECONDS = 590.0
+"""For what is done once and may compile or load: set-up, the first step, the first evaluation."""
 
 
 @dataclass
@@ -217,7 +210,7 @@ class Pulse:
     """Whether the main thread waits for other ranks to agree."""
     since: float = field(default_factory=time.monotonic)
     """When any of that changed last."""
-    limit: float = USUAL.first_seconds
+    limit: float = FIRST_SECONDS
     """How long it may take to change again."""
     excused: bool = False
     """Whether `limit` is that of something that has a time limit of its own."""
@@ -233,8 +226,7 @@ class Pulse:
 
     def learn(self, step_seconds: float) -> None:
         """From the median step; 0 before there is one."""
-        usual = max(USUAL.least_seconds, USUAL.steps * step_seconds)
-        self.limit = usual if step_seconds else USUAL.first_seconds
+        self.limit = max(PATIENCE_SECONDS, PATIENCE_STEPS * step_seconds) if step_seconds else FIRST_SECONDS
 
     @contextlib.contextmanager
     def excuse(self, seconds: float) -> Iterator[None]:

@@ -47,8 +47,6 @@ _LONGEST_NAME = 255
 _NAME = re.compile(r"^step-(\d{8,})$")
 SUSPICIOUS = "suspicious"
 """In a manifest: whether it was saved in a stretch of spikes or NaNs, so that older ones may be better."""
-PARTS = "parts"
-"""In a manifest: the folder on the nodes' disks that holds the tensor files, if they are links."""
 ANOTHER = "use another checkpoint, `bloomery train` with --from; `bloomery inspect checkpoint RUN --list` names them"
 Count = Annotated[int, Field(ge=0, strict=True)]
 
@@ -115,7 +113,6 @@ class _Manifest(BaseModel):
     time: Annotated[float, Field(ge=0, le=1e11)] | None = None
     validation: _Validation | None = None
     suspicious: bool | None = None
-    parts: str | None = None
 
 
 def is_tensor_file(name: str) -> bool:

@@ -17,11 +17,10 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, Protocol
 
-from bloomery.base.bounded import LARGE_BYTES, read_json
 from bloomery.base.errors import DataError
 from bloomery.base.storage import make_folder, own_folder, sweep_folder, written_to
 from bloomery.checkpoint import folder as folders
-from bloomery.checkpoint.folder import MANIFEST, PARTS, SUSPICIOUS, Writer, read_manifest
+from bloomery.checkpoint.folder import SUSPICIOUS, Writer, read_manifest
 from bloomery.config.recipe import KeepSection, LocalTierSection
 from bloomery.sizing.schedule import kept_steps
 
@@ -56,16 +55,9 @@ def sweep_parts(parts_root: Path, root: Path, *, spare: tuple[str, ...] = ()) ->
     """Delete what lies on this node's disk and belongs to no checkpoint in `root`, retired ones included. `spare`:
     how the names of folders of saves in flight end. Ranks of one node may do it at once. Never fails: what cannot be
     deleted stays."""
-    kept = set[str]()
-    complete = [path / MANIFEST for path in folders.complete_checkpoints(root)]
-    for path in [*complete, *root.glob(f"{folders.RETIRED}/*/{MANIFEST}")]:
-        try:
-            kept.add(Path(read_json(path, LARGE_BYTES).get(PARTS, "")).name)
-        except FileNotFoundError:  # retention was faster
-            continue
-        except (OSError, ValueError, AttributeError, TypeError):  # it may name any of them
-            return
-    sweep_folder(parts_root, lambda name: name not in kept and not name.endswith(spare))
+    steps = [*folders.complete_checkpoints(root), *root.glob(f"{folders.RETIRED}/*")]
+    kept = tuple(f"{path.name.partition('.')[0]}-" for path in steps)  # two that were retired from one step: `.2`
+    sweep_folder(parts_root, lambda name: not name.startswith(kept) and not name.endswith(spare))
 
 
 class Uploads(Protocol):

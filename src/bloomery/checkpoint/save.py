@@ -6,10 +6,10 @@
     saver.wait_staged()                                    before the optimizer changes what is being copied
     saver.poll()                                           now and then: the outcomes
 
-In the thread ranks do not wait for each other, so it never meets the collectives of training. Each writes its part: a
-tensor file and, after it, a small `rank-00003.json` with its size and hash. When all of them are there, rank 0 checks
-that together they are whole, writes the manifest last and gives the folder its name (`SaveJob.commit`): then the
-checkpoint is valid. A rank that fails reports to rank 0 without the storage, which may be what has failed.
+In the thread ranks do not wait for each other, so it never meets the collectives of training. Each writes its tensor
+file, and then reports its size and hash, or what went wrong, through the store of the ranks: storage may be what has
+failed. When all have reported, rank 0 checks that together they are whole, writes the manifest last and gives the
+folder its name (`SaveJob.commit`): then the checkpoint is valid.
 """
 
 from __future__ import annotations
@@ -33,14 +33,13 @@ from torch import Tensor
 
 import bloomery
 from bloomery.base.accelerator import CopyQueue, host_memory
-from bloomery.base.bounded import read_small
 from bloomery.base.errors import BloomeryError, Problem, StorageError
 from bloomery.base.ranks import ALONE, Piece, Ranks
 from bloomery.base.signals import PULSE
-from bloomery.base.storage import free_space, open_plain, own_folder, reason, remove_tree, sync, sync_folder
+from bloomery.base.storage import free_space, own_folder, reason, remove_tree, sync, sync_folder
 from bloomery.base.units import format_bytes, format_seconds
 from bloomery.checkpoint import folder as folders
-from bloomery.checkpoint.folder import INDEX, PARTS, RECIPE, STATE, FencedError, FileFacts, Writer
+from bloomery.checkpoint.folder import INDEX, RECIPE, STATE, FencedError, FileFacts, Writer
 from bloomery.checkpoint.format import FileLayout, as_bytes, held_tensors, index_text, is_written, raw_bytes, write_file
 from bloomery.checkpoint.retention import Retention, Tier, sweep_parts
 
@@ -208,6 +207,8 @@ class SaveJob:
         """Where this rank's tensor file is written."""
         never = StorageError(Problem(f"the save of step {plan.step} did not come to its end"))
         self.outcome = SaveOutcome(plan.step, self.final, saver.total_bytes, never)
+        self._files: dict[str, FileFacts] = {}
+        """Tensor files that are written: on rank 0 in the end those of all ranks."""
         self._trouble: dict[int, list[str]] = {}
         """What went wrong, by rank."""
         self._fenced = False
@@ -222,8 +223,12 @@ class SaveJob:
             self._write_part(self._saver.snapshot)
         except Exception as error:
             self._note(error)
-            self.ranks.store_set(self._word_of(self.ranks.rank), [self._trouble[self.ranks.rank], self._fenced])
-        if self.ranks.rank == 0:
+        if self.ranks.rank > 0:
+            files = {name: facts.model_dump() for name, facts in self._files.items()}
+            self.ranks.store_set(
+                self._key_of(self.ranks.rank), [files, self._trouble.get(self.ranks.rank), self._fenced]
+            )
+        else:
             try:
                 self.commit()
                 self._retain()
@@ -236,16 +241,16 @@ class SaveJob:
 
     def commit(self) -> None:
         """Wait for all parts, complete the draft and give it its name. For rank 0."""
-        files = self.wait_for_parts()
+        self.wait_for_parts()
         if not self._trouble:
             with self._writer.acting():
-                self._complete_draft(files)
+                self._complete_draft()
             with self._writer.acting():
                 self.publish()
 
     def _write_part(self, snapshot: HostSnapshot) -> None:
-        """This rank's tensors and the report that they are there."""
-        name, layout, facts = _tensor_file(self.ranks.rank), snapshot.layout, ""
+        """This rank's tensors."""
+        name, layout = _tensor_file(self.ranks.rank), snapshot.layout
         try:
             with self._writer.acting():
                 # A staging dir that is gone is not made again: what is beneath a lost mount is another place.
@@ -255,14 +260,9 @@ class SaveJob:
                     own_folder(self.parts)
                 self._require_room(layout.file_bytes)
                 if layout.data_bytes:
-                    facts = write_file(self.parts / name, layout, snapshot.blocks()).model_dump_json()
+                    self._files[name] = write_file(self.parts / name, layout, snapshot.blocks())
                 if self._parts_root is not None:
                     sync_folder(self.parts)  # elsewhere rank 0 does it for all, with the manifest
-                path = self._report_file(self.ranks.rank)
-                hidden = path.with_name(f".{path.name}")  # it need not survive a power cut: it is not synced
-                with open(hidden, "w", opener=open_plain) as file:
-                    file.write(facts)
-                os.replace(hidden, path)
         except Exception:
             with contextlib.suppress(OSError):
                 (self.parts / name).unlink(missing_ok=True)
@@ -281,23 +281,23 @@ class SaveJob:
         if (free := shutil.disk_usage(self.parts).free) < needed:
             raise OSError(f"disk full: {format_bytes(free)} of {format_bytes(needed)} are free")
 
-    def wait_for_parts(self) -> dict[str, FileFacts]:
-        """The tensor files of all ranks; incomplete when one has failed, or when the time is over, which is then noted.
+    def wait_for_parts(self) -> None:
+        """Until all ranks have reported, one has failed, or the time is over, which is then noted.
 
         After a failure the others are waited for a little longer: what they write must not be left behind. Not so when
         a newer start has taken over, which sweeps what is left. FileNotFoundError where the draft is gone while nobody
         has failed: no report will ever come.
         """
         deadline, pause = time.monotonic() + _PATIENCE * self._saver.timeout_seconds, _FIRST_PAUSE_SECONDS
-        missing, files = set(range(self.ranks.size)) - self._trouble.keys(), dict[str, FileFacts]()
+        missing = set(range(1, self.ranks.size))
         while True:
             for rank in sorted(missing):
-                if (facts := self._read_report(rank)) is not None:
+                if (report := self.ranks.store_take(self._key_of(rank))) is not None:
+                    files, trouble, fenced = report
                     missing.remove(rank)
-                    files |= facts
-                elif (word := self.ranks.store_get(self._word_of(rank))) is not None:
-                    missing.remove(rank)
-                    self._trouble[rank], self._fenced = word[0], self._fenced or word[1]
+                    self._files |= {name: FileFacts(**facts) for name, facts in files.items()}
+                    self._trouble |= {rank: trouble} if trouble else {}
+                    self._fenced |= fenced
             if self._trouble:
                 deadline = min(deadline, time.monotonic() + (_GRACE_SECONDS if self.staging_dir.is_dir() else 0.0))
             elif missing:
@@ -311,16 +311,14 @@ class SaveJob:
             patience = format_seconds(_PATIENCE * self._saver.timeout_seconds)
             text = f"its part did not arrive within {patience}: it hangs, or this is no folder that all ranks share"
             self._trouble = {rank: [text] for rank in missing}
-        return files
 
-    def _complete_draft(self, files: dict[str, FileFacts]) -> None:
+    def _complete_draft(self) -> None:
         """All that a draft still lacks, the manifest last."""
-        for rank in range(self.ranks.size):
-            self._report_file(rank).unlink()
-        where = {} if self._parts_root is None else {PARTS: str(self.parts.absolute())}
-        for name, facts in files.items():
-            if where:
+        for name, facts in self._files.items():
+            if self._parts_root is not None:
                 os.symlink(self.parts.absolute() / name, self.draft / name)
+            elif not (self.draft / name).exists():
+                raise OSError(f"{name} is written but not here: this is no folder that all ranks share")
             elif (self.draft / name).stat().st_size != facts.bytes:
                 raise OSError(f"{name} does not have the {facts.bytes:,} bytes that were written")
         for name, text in self._texts.items():
@@ -329,9 +327,9 @@ class SaveJob:
             with open(path, "rb") as file:
                 sync(file.fileno())  # brings the file to the disk, whoever wrote it
         versions = {"bloomery": bloomery.__version__, "torch": torch.__version__}
-        known = {"step": self.plan.step, "ranks": self.ranks.size, "versions": versions, **where, **self.plan.facts}
+        known = {"step": self.plan.step, "ranks": self.ranks.size, "versions": versions, **self.plan.facts}
         texts = {name: folders.facts_of(text) for name, text in self._texts.items()}
-        folders.write_manifest(self.draft, known, files | texts)
+        folders.write_manifest(self.draft, known, self._files | texts)
 
     def publish(self) -> None:
         """Make the draft the checkpoint of its step, and the latest, by renames."""
@@ -357,18 +355,8 @@ class SaveJob:
         if self._parts_root is not None:
             sweep_parts(self._parts_root, self.root, spare=self._spare)
 
-    def _word_of(self, rank: int) -> str:
+    def _key_of(self, rank: int) -> str:
         return f"save/{self._nonce}/{rank}"
-
-    def _report_file(self, rank: int) -> Path:
-        return self.draft / f"rank-{rank:05d}.json"
-
-    def _read_report(self, rank: int) -> dict[str, FileFacts] | None:
-        """The tensor file of a rank, if it has written one; None until it reports."""
-        with contextlib.suppress(FileNotFoundError):
-            text = read_small(self._report_file(rank))
-            return {_tensor_file(rank): FileFacts.model_validate_json(text)} if text else {}
-        return None
 
     def _note(self, error: Exception) -> None:
         """Remember what went wrong on this rank."""

@@ -13,7 +13,6 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
@@ -28,29 +27,17 @@ _POLL_SECONDS = 0.5
 _RESUME = "Start again to resume from the newest checkpoint."
 
 
-@dataclass(frozen=True)
-class Patience:
-    """How long the launcher and the ranks wait for each other when something ends."""
-
-    lost_seconds: float = 6.0
-    """After a rank died the others notice by themselves and say so; who has not after this time waits for ever."""
-    asked_seconds: float = 1.0
-    """The same, after somebody has asked all of them to stop."""
-    last_words_seconds: float = 120.0
-    """After a rank ended with an error that all agreed on, or the launcher is gone, the ranks finish what they are
-    writing."""
-
-
-USUAL = Patience()
+LOST_SECONDS = 6.0
+"""After a rank died the others notice by themselves and say so; who has not after this time waits for ever."""
+_ASKED_SECONDS = 1.0
+"""The same, after somebody has asked all of them to stop."""
+LAST_WORDS_SECONDS = 120.0
+"""After a rank ended with an error that all agreed on, or the launcher is gone, the ranks finish what they are
+writing."""
 
 
 def run_local_ranks(
-    size: int,
-    command: Callable[[Sequence[str]], int],
-    arguments: Sequence[str],
-    *,
-    preload: Sequence[str] = (),
-    patience: Patience = USUAL,
+    size: int, command: Callable[[Sequence[str]], int], arguments: Sequence[str], *, preload: Sequence[str] = ()
 ) -> int:
     """Run `command(arguments)` as ranks 0..size-1 and return the exit code of all: the first failure's, if any.
 
@@ -60,7 +47,7 @@ def run_local_ranks(
     context.set_forkserver_preload(["bloomery.launch.fork_server", *preload])
     port = _free_port()
     alive, watched = context.Pipe(duplex=False)
-    what = (size, port, command, list(arguments), alive, patience)
+    what = (size, port, command, list(arguments), alive)
     ranks = [context.Process(target=_be_rank, args=(rank, *what), name=f"rank {rank}") for rank in range(size)]
     try:
         for rank in ranks:
@@ -73,7 +60,7 @@ def run_local_ranks(
         ended = f"the process that starts the {size} ranks has ended before they had begun"
         raise LostRankError(Problem(ended, remedy="start again")) from error
     alive.close()
-    job = _Job(ranks, patience)
+    job = _Job(ranks)
     with signals.handled(job.forward):
         with suppress(BrokenPipeError):  # all are dead already: watch() will say so
             os.write(watched.fileno(), bytes(size))  # all are there: one byte for each, and they begin
@@ -86,13 +73,7 @@ def run_local_ranks(
 
 
 def _be_rank(
-    rank: int,
-    size: int,
-    port: int,
-    command: Callable[[Sequence[str]], int],
-    arguments: list[str],
-    alive: Connection,
-    patience: Patience,
+    rank: int, size: int, port: int, command: Callable[[Sequence[str]], int], arguments: list[str], alive: Connection
 ) -> None:
     signals.end_with_parent(signal.SIGKILL)
     if not os.read(alive.fileno(), 1):  # the launcher was stopped before all ranks were there
@@ -114,7 +95,7 @@ def _be_rank(
             import torch  # the server has imported it already, with the threads of one process
 
             torch.set_num_threads(max(1, (os.cpu_count() or 1) // size))
-        threading.Thread(target=_stop_with_launcher, args=(alive, patience), daemon=True).start()
+        threading.Thread(target=_stop_with_launcher, args=(alive,), daemon=True).start()
         code = command(arguments)
     except KeyboardInterrupt:  # before `command` could answer it
         code = exit_codes.INTERRUPTED
@@ -122,20 +103,20 @@ def _be_rank(
     sys.exit(code)
 
 
-def _stop_with_launcher(alive: Connection, patience: Patience) -> None:
+def _stop_with_launcher(alive: Connection) -> None:
     poll = select.poll()
     poll.register(alive, 0)
     poll.poll()  # until nobody is left who could write
     os.kill(os.getpid(), signal.SIGTERM)
-    time.sleep(patience.last_words_seconds)  # who waits for another rank cannot hear a signal
+    time.sleep(LAST_WORDS_SECONDS)  # who waits for another rank cannot hear a signal
     os._exit(exit_codes.LOST_RANK)
 
 
 class _Job:
     """The ranks, from the last one's start to the last one's end."""
 
-    def __init__(self, ranks: Sequence[BaseProcess], patience: Patience) -> None:
-        self._ranks, self._patience = ranks, patience
+    def __init__(self, ranks: Sequence[BaseProcess]) -> None:
+        self._ranks = ranks
         self._asked: float | None = None
         self._deadline = float("inf")
         self._ended_here: set[int] = set()
@@ -146,7 +127,7 @@ class _Job:
         if self._asked is not None:
             if number != signal.SIGINT or now - self._asked < signals.ONE_REQUEST_SECONDS:
                 return
-            self._deadline = min(self._deadline, now + self._patience.lost_seconds)
+            self._deadline = min(self._deadline, now + LOST_SECONDS)
         self._asked = self._asked or now
         with suppress(ProcessLookupError, TypeError):  # it reports the ends of ranks, and may be stopped as well
             os.kill(forkserver._forkserver._forkserver_pid, signal.SIGCONT)  # type: ignore[attr-defined]
@@ -176,8 +157,8 @@ class _Job:
 
     def _patience_after(self, code: int) -> float:
         if code not in (exit_codes.LOST_RANK, exit_codes.BUG, exit_codes.INTERRUPTED):
-            return self._patience.last_words_seconds
-        return self._patience.lost_seconds if self._asked is None else self._patience.asked_seconds
+            return LAST_WORDS_SECONDS
+        return LOST_SECONDS if self._asked is None else _ASKED_SECONDS
 
     def _result(self, failed: Sequence[int]) -> int:
         codes = {number: _code(self._ranks[number]) for number in failed}
@@ -197,7 +178,7 @@ class _Job:
         have ended when nobody is left who could read what we write."""
         poll = select.poll()
         poll.register(watched, 0)
-        if not poll.poll(1000 * self._patience.last_words_seconds):
+        if not poll.poll(1000 * LAST_WORDS_SECONDS):
             for rank in self._ranks:
                 with suppress(ProcessLookupError):
                     os.kill(rank.pid or 0, signal.SIGKILL)

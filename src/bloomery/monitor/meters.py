@@ -130,7 +130,7 @@ class IntervalMeter:
     def evaluating(self) -> Iterator[None]:
         """For an evaluation: it is timed, and has a time limit of its own; the first one may compile."""
         began = time.monotonic()
-        limit = signals.USUAL.steps * self.evaluation_seconds or signals.USUAL.first_seconds
+        limit = signals.PATIENCE_STEPS * self.evaluation_seconds or signals.FIRST_SECONDS
         with self.paused(), PULSE.excuse(limit):
             yield
         self.evaluation_seconds = max(time.monotonic() - began, self.evaluation_seconds)

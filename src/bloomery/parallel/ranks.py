@@ -33,15 +33,38 @@ _QUIET_SECONDS = 3.0
 _LAST_WORDS_SECONDS = 2.0
 
 
+class _Note(NamedTuple):
+    """How far a rank is."""
+
+    time: float
+    step: int
+    beats: int
+    waiting: bool
+    limit: float
+
+
 class DistributedRanks(Ranks):
-    """The real `Ranks` (base/ranks.py), over the host network: nothing here touches a device."""
+    """The real `Ranks` (base/ranks.py), over the host network: nothing here touches a device.
+
+    It has a watchdog for hangs: each rank notes once a second how far it is, and a rank that waits too long reads the
+    notes. They go through the rendezvous store, from threads: the main thread may be in a collective that never ends.
+    One thread speaks with the store, which may not answer either; the other one judges.
+    """
 
     def __init__(self) -> None:
         self.rank = dist.get_rank()
         self.size = dist.get_world_size()
         self._store = cast(Any, _get_default_store())
         self._board = self._store.clone()  # a connection of its own: a wait on the other one would hold it up
-        self.watchdog = Watchdog(self._store.clone(), self.rank, self.size)
+        self._hangs = False
+        self._report: Callable[[str], None] = lambda text: None
+        self._keys = [f"bloomery/watch/{number}" for number in range(self.size)]
+        self._notes: dict[int, _Note] = {}
+        self._changed: dict[int, float] = {}
+        self._ended = threading.Event()
+        self._write_note()  # whoever reads all notes waits for each rank's first one
+        for work in (self._write_notes, self._judge):
+            threading.Thread(target=work, name=f"bloomery{work.__name__}", daemon=True).start()
 
     def gather(self, value: Any) -> list[Any]:
         values: list[Any] = [None] * self.size
@@ -65,26 +88,22 @@ class DistributedRanks(Ranks):
         with contextlib.suppress(*_COMMUNICATION_ERRORS):
             self._board.set(f"bloomery/{key}", json.dumps(word))
 
-    def store_get(self, key: str) -> Any:
+    def store_take(self, key: str) -> Any:
+        word = None
         with contextlib.suppress(*_COMMUNICATION_ERRORS):
             if self._board.check([f"bloomery/{key}"]):
-                return json.loads(self._board.get(f"bloomery/{key}"))
-        return None
-
-    def waits(self) -> str:
-        return self.watchdog.waits()
-
-    def silent_ranks(self) -> list[int]:
-        return self.watchdog.silent_ranks()
+                word = json.loads(self._board.get(f"bloomery/{key}"))
+                self._board.delete_key(f"bloomery/{key}")
+        return word
 
     def report_hang(self, report: Callable[[str], None]) -> None:
-        self.watchdog.report = report
+        self._report = report
 
     def lost(self, error: Exception) -> LostRankError | None:
         """If the error is a broken collective: which ranks are missing. All remaining ranks answer a roll call."""
         if not _is_communication(error):
             return None
-        if self.watchdog.hangs:  # the others leave for that, and one of them says so
+        if self._hangs:  # the others leave for that, and one of them says so
             hung = LostRankError(Problem(self.waits()))
             hung.reported_by_rank_0 = True
             return hung
@@ -115,6 +134,66 @@ class DistributedRanks(Ranks):
             return [self._store.check([key]) for key in keys]
         except Exception:
             return []
+
+    def waits(self) -> str:
+        behind, seconds = self._behind(), f"{PULSE.silent_seconds:.0f} s"
+        if not behind:
+            return f"All {self.size} ranks have waited {seconds} for each other, since step {PULSE.step}"
+        step = self._notes[behind[0]].step if behind[0] in self._notes else PULSE.step
+        whom = f"rank {', '.join(map(str, behind[:8]))}{' and more' if len(behind) > 8 else ''}"
+        return f"rank {self.rank} has waited {seconds} for {whom}, which last reported step {step}"
+
+    def silent_ranks(self) -> list[int]:
+        """Those whose notes no longer change, or that are not heard soon after this rank has begun to read notes."""
+        now, begun = time.monotonic(), PULSE.since + 2 * _NOTE_SECONDS
+        heard = {rank: self._changed.get(rank, begun) for rank in range(self.size) if rank != self.rank}
+        return [rank for rank, last in heard.items() if now - last > _QUIET_SECONDS]
+
+    def _behind(self) -> list[int]:
+        """Whom all wait for: ranks that are silent, or else those that have not come to what the others wait in."""
+        if silent := self.silent_ranks():
+            return [0] if 0 in silent else silent  # rank 0 keeps the store: without it nobody is heard
+        unheard = dict.fromkeys(range(self.size), _Note(0.0, PULSE.step, -1, False, 0.0))
+        notes = {**unheard, **self._notes, self.rank: self._mine()}
+        least = min((note.beats, note.waiting) for note in notes.values())
+        slow = [rank for rank, note in notes.items() if (note.beats, note.waiting) == least]
+        return slow if len(slow) < self.size else []
+
+    def _mine(self) -> _Note:
+        return _Note(time.monotonic(), PULSE.step, PULSE.beats, PULSE.waiting, PULSE.limit)
+
+    def _write_note(self) -> None:
+        self._board.set(self._keys[self.rank], json.dumps(self._mine()))
+
+    def _write_notes(self) -> None:
+        while not self._ended.wait(_NOTE_SECONDS):
+            try:
+                self._write_note()
+                if PULSE.silent_seconds < _NOTE_SECONDS:
+                    continue
+                found = {rank: _Note(*json.loads(text)) for rank, text in enumerate(self._board.multi_get(self._keys))}
+            except Exception:
+                continue  # no store any more: the ranks are leaving
+            for rank, note in found.items():
+                if self._notes.get(rank) != note:
+                    self._changed[rank] = time.monotonic()
+            self._notes = found
+
+    def _judge(self) -> None:
+        while not self._ended.wait(_NOTE_SECONDS / 2):
+            heard = self._notes.keys() - self.silent_ranks()  # a silent rank noted the limit of something past
+            if PULSE.silent_seconds <= max([PULSE.limit, *(self._notes[rank].limit for rank in heard)]):
+                continue
+            self._hangs, behind, text = True, self._behind(), f"{self.waits()}. Start again to resume"
+            if self.rank == min(set(range(self.size)) - set(behind)):  # the first of those that wait speaks for all
+                signals.say(text)
+                reporting = threading.Thread(target=self._report, args=(text,), daemon=True)
+                reporting.start()
+                reporting.join(_LAST_WORDS_SECONDS)  # storage may hang as well
+            else:
+                time.sleep(_LAST_WORDS_SECONDS)
+            if not self._ended.is_set():
+                os._exit(exit_codes.LOST_RANK)
 
 
 @contextmanager
@@ -151,7 +230,7 @@ def joined(started: Started, device: torch.device) -> Iterator[DistributedRanks]
             raise
         raise lost from error
     finally:
-        ranks.watchdog.end()
+        ranks._ended.set()
     if dist.is_initialized():
         dist.destroy_process_group()
 
@@ -176,98 +255,3 @@ def _short(error: Exception) -> str:
     """`Connection closed by peer`, out of a line that begins with a C++ file and ends with advice."""
     line = re.sub(r"^\[[^\]]*\]\s*", "", str(error).strip().splitlines()[0])
     return line.split(". ")[0][:160]
-
-
-class _Note(NamedTuple):
-    number: int
-    step: int
-    beats: int
-    waiting: bool
-    limit: float
-
-
-class Watchdog:
-    """Finds hangs: each rank notes once a second how far it is, and a rank that waits too long reads the notes.
-
-    Notes go through the rendezvous store, from threads: the main thread may be in a collective that never ends. One
-    thread speaks with the store, which may not answer either; the other one judges.
-    """
-
-    def __init__(self, store: Any, rank: int, size: int) -> None:
-        self.hangs = False
-        self.report: Callable[[str], None] = lambda text: None
-        """Called with the description of a hang."""
-        self._store, self._rank, self._size = store, rank, size
-        self._keys = [f"bloomery/watch/{number}" for number in range(size)]
-        self._notes: dict[int, _Note] = {}
-        self._changed: dict[int, float] = {}
-        self._ended = threading.Event()
-        self._write_note(0)  # whoever reads all notes waits for each rank's first one
-        for work in (self._write_notes, self._judge):
-            threading.Thread(target=work, name=f"bloomery{work.__name__}", daemon=True).start()
-
-    def end(self) -> None:
-        self._ended.set()
-
-    def waits(self) -> str:
-        """Who waits for whom."""
-        behind, seconds = self._behind(), f"{PULSE.silent_seconds:.0f} s"
-        if not behind:
-            return f"All {self._size} ranks have waited {seconds} for each other, since step {PULSE.step}"
-        step = self._notes[behind[0]].step if behind[0] in self._notes else PULSE.step
-        whom = f"rank {', '.join(map(str, behind[:8]))}{' and more' if len(behind) > 8 else ''}"
-        return f"rank {self._rank} has waited {seconds} for {whom}, which last reported step {step}"
-
-    def silent_ranks(self) -> list[int]:
-        """Those whose notes no longer change, or that are not heard soon after this rank has begun to read notes."""
-        now, begun = time.monotonic(), PULSE.since + 2 * _NOTE_SECONDS
-        heard = {rank: self._changed.get(rank, begun) for rank in range(self._size) if rank != self._rank}
-        return [rank for rank, last in heard.items() if now - last > _QUIET_SECONDS]
-
-    def _behind(self) -> list[int]:
-        """Whom all wait for: ranks that are silent, or else those that have not come to what the others wait in."""
-        if silent := self.silent_ranks():
-            return [0] if 0 in silent else silent  # rank 0 keeps the store: without it nobody is heard
-        unheard = dict.fromkeys(range(self._size), _Note(0, PULSE.step, -1, False, 0.0))
-        notes = {**unheard, **self._notes, self._rank: self._mine(0)}
-        least = min((note.beats, note.waiting) for note in notes.values())
-        slow = [rank for rank, note in notes.items() if (note.beats, note.waiting) == least]
-        return slow if len(slow) < self._size else []
-
-    def _mine(self, number: int) -> _Note:
-        return _Note(number, PULSE.step, PULSE.beats, PULSE.waiting, PULSE.limit)
-
-    def _write_note(self, number: int) -> None:
-        self._store.set(self._keys[self._rank], json.dumps(self._mine(number)))
-
-    def _write_notes(self) -> None:
-        number = 0
-        while not self._ended.wait(_NOTE_SECONDS):
-            number += 1
-            try:
-                self._write_note(number)
-                if PULSE.silent_seconds < _NOTE_SECONDS:
-                    continue
-                found = {rank: _Note(*json.loads(text)) for rank, text in enumerate(self._store.multi_get(self._keys))}
-            except Exception:
-                continue  # no store any more: the ranks are leaving
-            for rank, note in found.items():
-                if self._notes.get(rank) != note:
-                    self._changed[rank] = time.monotonic()
-            self._notes = found
-
-    def _judge(self) -> None:
-        while not self._ended.wait(_NOTE_SECONDS / 2):
-            heard = self._notes.keys() - self.silent_ranks()  # a silent rank noted the limit of something past
-            if PULSE.silent_seconds <= max([PULSE.limit, *(self._notes[rank].limit for rank in heard)]):
-                continue
-            self.hangs, behind, text = True, self._behind(), f"{self.waits()}. Start again to resume"
-            if self._rank == min(set(range(self._size)) - set(behind)):  # the first of those that wait speaks for all
-                signals.say(text)
-                reporting = threading.Thread(target=self.report, args=(text,), daemon=True)
-                reporting.start()
-                reporting.join(_LAST_WORDS_SECONDS)  # storage may hang as well
-            else:
-                time.sleep(_LAST_WORDS_SECONDS)
-            if not self._ended.is_set():
-                os._exit(exit_codes.LOST_RANK)
