@@ -209,7 +209,6 @@ class AppendFile:
         """Those that are not known to be on the disk."""
         self._written = 0
         """How many of them are in the file."""
-        self._torn = False
         self._closed = False
         with writing(self.path, "open"):
             self._descriptor = open_plain(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
@@ -261,13 +260,12 @@ class AppendFile:
         )
 
     def _write(self) -> bool:
-        if (self.pending_lines or self._torn) and self.belongs_to_another():
+        if (self.pending_lines or self.last_error) and self.belongs_to_another():
             del self._lines[self._written :]
             return True
         try:
-            if self._torn:
+            if self.last_error is not None:
                 os.ftruncate(self._descriptor, self._size)
-                self._torn = False
             for line in self._lines[self._written :]:
                 write_all(self._descriptor, line)
                 self._size += len(line)
@@ -279,10 +277,8 @@ class AppendFile:
 
     def _fail(self, error: OSError) -> bool:
         self.last_error = error
-        self._torn = True  # until the cut below, or one before the next write, succeeds
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):  # then it is cut before the next write
             os.ftruncate(self._descriptor, self._size)
-            self._torn = False
         return False
 
     def _rescue(self) -> str:
@@ -297,9 +293,14 @@ class AppendFile:
     def _repair(self, is_whole: Callable[[bytes], bool] | None) -> int:
         """Repair a last line without newline, as kill -9 or a power cut leave it. Returns the size of the good file."""
         size = os.fstat(self._descriptor).st_size
-        start, tail = _last_line(self._descriptor, size)
+        start = max(0, size - SMALL_BYTES)
+        end = os.pread(self._descriptor, SMALL_BYTES, start)
+        tail = end[end.rfind(b"\n") + 1 :]
+        if len(tail) == SMALL_BYTES:
+            raise OSError(errno.EFBIG, f"it ends in a line of more than {format_bytes(SMALL_BYTES)}")
         if not tail:
             return size
+        start = size - len(tail)
         kept = tail.strip(b"\0").decode(errors="ignore").encode()  # a power cut can leave zeros or half a character
         if is_whole is not None and not is_whole(kept):
             kept = b""
@@ -310,16 +311,6 @@ class AppendFile:
             return start + len(kept) + 1
         self.repaired = f"{self.path}: removed a torn last line of {len(tail)} bytes, left by an earlier crash"
         return start
-
-
-def _last_line(descriptor: int, size: int) -> tuple[int, bytes]:
-    """Where the text after the last newline starts, and that text: empty for a file in order."""
-    for most_bytes in (1 << 16, SMALL_BYTES):
-        start = max(0, size - most_bytes)
-        tail = os.pread(descriptor, most_bytes, start)
-        if (newline := tail.rfind(b"\n")) >= 0 or start == 0:
-            return start + newline + 1, tail[newline + 1 :]
-    raise OSError(errno.EFBIG, f"it ends in a line of more than {format_bytes(SMALL_BYTES)}")
 
 
 def write_all(descriptor: int, data: bytes | memoryview) -> None:

@@ -110,6 +110,7 @@ class _Manifest(BaseModel):
     versions: dict[str, Any] | None = None
     tokenizer: str | None = None
     shards: dict[str, _Shard] | None = None
+    consumed_tokens: Count | None = None
     time: Annotated[float, Field(ge=0, le=1e11)] | None = None
     validation: _Validation | None = None
     suspicious: bool | None = None

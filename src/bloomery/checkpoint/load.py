@@ -39,7 +39,6 @@ from bloomery.config.recipe import ModelSection, Recipe
 from bloomery.data.tokenizer import Tokenizer, is_other_tokenizer
 from bloomery.model.transformer import Transformer, build_model, materialise
 from bloomery.sizing.parameters import parameter_shapes
-from bloomery.sizing.schedule import History, TrainingPlan
 
 _LARGEST_COUNT = 10**18
 _MOST_OPEN_FILES = 128
@@ -84,13 +83,10 @@ class Checkpoint:
         except (OSError, ArithmeticError, LookupError, TypeError, ValueError, AttributeError) as error:
             raise damage_error(self.folder, f"{STATE} cannot be used: {type(error).__name__}: {error}"[:500]) from error
 
-    @cached_property
+    @property
     def consumed_tokens(self) -> int:
-        """Tokens that its training has taken, whatever sequence lengths it has had."""
-        with self.using_state():
-            history = self.state.get("history") or {}  # earlier versions have none
-            plan = TrainingPlan.of(self.recipe, TypeAdapter(History).validate_python(history))
-            return plan.tokens_at(self.state["consumed_samples"])
+        """Tokens that its training has taken, whatever sequence lengths it has had; 0 of an imported model."""
+        return int(self.manifest.get("consumed_tokens") or 0)
 
     @cached_property
     def _files(self) -> TensorFiles:

@@ -45,10 +45,10 @@ class Tier:
     def prepare_node_dir(self) -> None:
         """Make the folder on this node, and delete what earlier starts have left there and no checkpoint needs. Every
         rank calls it, after one of them has tidied `root`. StorageError if nothing can be written there."""
-        if self.parts_root is not None:
-            with written_to("checkpoint.local.path"):
-                make_folder(own_folder(self.parts_root, parents=True))
-            sweep_parts(self.parts_root, self.root)
+        assert self.parts_root is not None, "only the node-local tier has one"
+        with written_to("checkpoint.local.path"):
+            make_folder(own_folder(self.parts_root, parents=True))
+        sweep_parts(self.parts_root, self.root)
 
 
 def sweep_parts(parts_root: Path, root: Path, *, spare: tuple[str, ...] = ()) -> None:

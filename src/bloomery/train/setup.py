@@ -7,13 +7,12 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import cast
 
 import torch
 
 from bloomery.base.accelerator import energy_sensor, out_of_memory_problem
 from bloomery.base.errors import BloomeryError, LostRankError, Problem, RecipeError, StorageError
-from bloomery.base.ranks import ALONE, Ranks, agreed
+from bloomery.base.ranks import ALONE, Ranks, agreed, first_rank_does
 from bloomery.base.storage import locked, make_folder, own_folder, write_atomically
 from bloomery.base.units import format_count
 from bloomery.checkpoint.folder import CHECKPOINTS, LOCAL_CHECKPOINTS, FencedError, take_over
@@ -67,7 +66,7 @@ def prepared_run(
     One training at a time may hold a run folder; its rank 0 holds it and reports. All ranks take the same steps."""
     with ExitStack() as closing:
         _refuse_unsupported(recipe, ranks)
-        ledger, taken_over = _claim_folder(folder, ranks, closing)
+        ledger, taken_over = first_rank_does(ranks, partial(_claim_folder, folder, closing))
         roots = [folder / CHECKPOINTS, folder / LOCAL_CHECKPOINTS]
         past = find_resume_point(recipe, roots, ledger.starts, wanted=start_from, changes=changes, ranks=ranks)
         spent = (past.state.energy, ledger.energy)
@@ -114,19 +113,15 @@ def _refuse_unsupported(recipe: Recipe, ranks: Ranks) -> None:
         raise RecipeError(problems).reported_once(ranks.rank)
 
 
-def _claim_folder(folder: Path, ranks: Ranks, closing: ExitStack) -> tuple[Ledger, str]:
-    """Rank 0 locks the run folder. What earlier starts have left in its ledger, and from whom the folder was taken
-    over, if it was."""
-    found: tuple[Ledger, str] | None = None
-    with agreed(ranks):
-        if ranks.rank == 0:
-            make_folder(folder)
-            own_folder(folder / "control")
-            for root in filter(Path.is_symlink, (folder / CHECKPOINTS, folder / LOCAL_CHECKPOINTS)):
-                own_folder(root, may_be_linked=True)
-            taken_over = closing.enter_context(locked(folder))
-            found = read_ledger(folder / names.EVENTS_FILE), taken_over
-    return cast(tuple[Ledger, str], ranks.broadcast(found))
+def _claim_folder(folder: Path, closing: ExitStack) -> tuple[Ledger, str]:
+    """Lock the run folder. What earlier starts have left in its ledger, and from whom the folder was taken over, if it
+    was."""
+    make_folder(folder)
+    own_folder(folder / "control")
+    for root in filter(Path.is_symlink, (folder / CHECKPOINTS, folder / LOCAL_CHECKPOINTS)):
+        own_folder(root, may_be_linked=True)
+    taken_over = closing.enter_context(locked(folder))
+    return read_ledger(folder / names.EVENTS_FILE), taken_over
 
 
 @contextmanager
@@ -158,14 +153,15 @@ def _errors_reported(opened: Opened) -> Iterator[None]:
 def _build(opened: Opened, roots: list[Path], closing: ExitStack, *, is_newest: bool, trace: Tracer | None) -> Run:
     """Take over the checkpoints, and build what trains and what saves. `is_newest`: see _take_over."""
     recipe, past, device, ranks = opened.recipe, opened.past, opened.device, opened.ranks
-    durable, local = _take_over(opened, roots, is_newest=is_newest)
+    durable, *local = first_rank_does(ranks, partial(_take_over, opened, roots, is_newest=is_newest))
+    opened.journal.silent_when(lambda: durable.writer.fenced() is not None)
     mesh = make_mesh(Layout.of(recipe), device)
     optimizer, runner = _build_model(opened, mesh)
     with agreed(ranks):  # now that the resume point is loaded
         if ranks.rank == 0:
             archive_stale(recipe, roots, past, opened.journal)
     with agreed(ranks):
-        for tier in filter(None, (durable, local)):
+        for tier in local:
             tier.prepare_node_dir()
     saver = Saver(optimizer.pieces(), device=device, ranks=ranks, timeout_seconds=recipe.checkpoint.timeout.seconds)
     closing.push(partial(_finish_saves, saver))
@@ -188,7 +184,7 @@ def _build(opened: Opened, roots: list[Path], closing: ExitStack, *, is_newest: 
         feed=feed,
         saver=saver,
         durable=durable,
-        local=local,
+        local=local[0] if local else None,
         uploader=_uploader(opened, durable) if ranks.rank == 0 else None,
         meter=meter,
         stop=StopRules(
@@ -204,24 +200,19 @@ def _build(opened: Opened, roots: list[Path], closing: ExitStack, *, is_newest: 
     )
 
 
-def _take_over(opened: Opened, roots: list[Path], *, is_newest: bool) -> tuple[Tier, Tier | None]:
+def _take_over(opened: Opened, roots: list[Path], *, is_newest: bool) -> list[Tier]:
     """Take the write lease of all folders of checkpoints: the durable tier, and the node-local one if the recipe has
     it or once had. `is_newest`: this start must still resume from the newest checkpoint."""
-    recipe, folder, past, ranks = opened.recipe, opened.folder, opened.past, opened.ranks
-    tiers: list[Tier] = []
-    with agreed(ranks):
-        if ranks.rank == 0:
-            tiers = [Tier(take_over(roots[0]), recipe.checkpoint.keep)]
-            if recipe.checkpoint.local is not None:
-                tiers.append(Tier.node_local(recipe.checkpoint.local, folder, take_over(roots[1])))
-            elif roots[1].is_dir():
-                take_over(roots[1])
-            if is_newest:
-                refuse_later(roots, step=past.state.step, damaged=past.choice.damaged)
-            write_atomically(folder / names.RECIPE_FILE, as_yaml(recipe))
-    durable, *local = ranks.broadcast(tiers)
-    opened.journal.silent_when(lambda: durable.writer.fenced() is not None)
-    return durable, local[0] if local else None
+    recipe, folder, past = opened.recipe, opened.folder, opened.past
+    tiers = [Tier(take_over(roots[0]), recipe.checkpoint.keep)]
+    if recipe.checkpoint.local is not None:
+        tiers.append(Tier.node_local(recipe.checkpoint.local, folder, take_over(roots[1])))
+    elif roots[1].is_dir():
+        take_over(roots[1])
+    if is_newest:
+        refuse_later(roots, step=past.state.step, damaged=past.choice.damaged)
+    write_atomically(folder / names.RECIPE_FILE, as_yaml(recipe))
+    return tiers
 
 
 def _build_model(opened: Opened, mesh: Mesh) -> tuple[Optimizer, Runner]:

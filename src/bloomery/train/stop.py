@@ -6,7 +6,7 @@ import math
 import signal
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -196,14 +196,6 @@ class StopRules:
             return StopReason("exit_after", f"this job did its {limit}")
         return None
 
-    def _take(self, name: str) -> bool:
-        """Whether this control file is there; it is removed."""
-        try:
-            (self.control / name).unlink()
-        except OSError:
-            return False
-        return True
-
     def _poll_control_files(self) -> None:
         now = time.monotonic()
         if now - self._polled_at < _POLL_SECONDS:
@@ -211,8 +203,11 @@ class StopRules:
         self._polled_at = now
         if self.writer is not None and (error := self.writer.fenced()):
             self.request(StopReason("error", str(error), error))
-        self._save_seen |= self._take("save")
-        if self._take("stop"):
+        with suppress(OSError):
+            (self.control / "save").unlink()
+            self._save_seen = True
+        with suppress(OSError):
+            (self.control / "stop").unlink()
             self.request(StopReason("control", "control/stop was touched"))
         if (self.control / "kill").exists():  # stays: it also forbids the next start
             self.request(StopReason("control", "control/kill was touched; remove it before the next start"))
