@@ -175,7 +175,9 @@ def test_a_trainer_that_is_stopped_keeps_nobody_out_and_writes_nothing_when_it_c
     wait_for_steps(run, 3, process)
     workshop.train("train.for=1000000 steps", "lr.decay=null", code=5)  # it is alive: no
     os.kill(process.pid, signal.SIGSTOP)
+    deadline = time.monotonic() + 60
     while not is_stopped(process.pid):
+        assert time.monotonic() < deadline
         time.sleep(0.01)
     workshop.train("train.for=1000000 steps", "lr.decay=null", every, "train.exit_after=3 steps")
     (taken,) = workshop.events(run, "taken_over")

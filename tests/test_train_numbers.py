@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import shutil
 
@@ -232,10 +233,16 @@ def test_the_loss_scale_follows_deepspeeds_scaler_over_20_000_random_steps(
         assert given_up, "the minimum was met"
 
 
-def test_an_overflow_at_the_smallest_loss_scale_stops_the_training() -> None:
-    section = LossScaleSection(initial=4096.0, window=Amount(500, "steps"), hysteresis=2, min=1.0)
-    with pytest.raises(DivergedError, match="smallest loss scale"):
-        LossScale(scale=1.0, patience=1).update(section, overflow=True)
+def test_an_overflow_at_the_smallest_loss_scale_stops_the_training_with_a_suspicious_checkpoint(
+    workshop: Workshop, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = workshop.train("precision=fp16", "loss_scale={initial: 1e12, min: 1e12, hysteresis: 1}", code=4)
+    said = capsys.readouterr().err
+    assert "smallest loss scale, 1000000000000.0" in said
+    assert "o checkpoint is known to be good" in said
+    assert workshop.events(run, "stop")[-1]["reason"] == "diverged"
+    (manifest,) = (run / "checkpoints").glob("step-*/manifest.json")
+    assert json.loads(manifest.read_text())["suspicious"]
 
 
 def test_an_overflow_skips_the_update_and_does_not_advance_the_rate(workshop: Workshop) -> None:
