@@ -15,6 +15,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import IO
 
 from bloomery.base.bounded import SMALL_BYTES, open_regular
 from bloomery.base.errors import Problem, StorageError, mask, on_one_line
@@ -99,31 +100,37 @@ def make_folder(path: str | os.PathLike[str]) -> Path:
 def locked(folder: Path) -> Iterator[str]:
     """Hold the folder against other processes that ask the same way; StorageError names the one that has it.
 
-    The lock goes with the process, however it ends. File systems without locks let everyone in. One that is stopped
-    (SIGSTOP) holds nobody up: a new lock takes the place of its lock, and what is said of that is yielded.
+    The lock goes with the process, however it ends. One that is stopped (SIGSTOP) holds nobody up: a new lock takes the
+    place of its lock, and what is said of that is yielded.
     """
     path = folder / ".lock"
     with writing(path):
         descriptor = open_plain(path, os.O_RDWR | os.O_CREAT)
     try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
-                holder = os.pread(descriptor, 200, 0).decode(errors="replace").strip() or "another process"
-                if _is_stopped(holder):
-                    path.unlink(missing_ok=True)
-                    with locked(folder):
-                        yield f"{holder} is stopped, so this start takes {folder} over"
-                    return
-                remedy = "wait for it or stop it, or use another --run-dir"
-                raise StorageError(Problem(f"{folder} is in use by {holder}", remedy=remedy)) from error
+        if not try_lock(descriptor):
+            holder = os.pread(descriptor, 200, 0).decode(errors="replace").strip() or "another process"
+            if _is_stopped(holder):
+                path.unlink(missing_ok=True)
+                with locked(folder):
+                    yield f"{holder} is stopped, so this start takes {folder} over"
+                return
+            remedy = "wait for it or stop it, or use another --run-dir"
+            raise StorageError(Problem(f"{folder} is in use by {holder}", remedy=remedy))
         with contextlib.suppress(OSError):  # only for that message
             os.ftruncate(descriptor, 0)
             os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
         yield ""
     finally:
         os.close(descriptor)
+
+
+def try_lock(file: int | IO[bytes], how: int = fcntl.LOCK_EX) -> bool:
+    """False where another process holds it. File systems without locks let everyone in."""
+    try:
+        fcntl.flock(file, how | fcntl.LOCK_NB)
+    except OSError as error:
+        return error.errno not in (errno.EWOULDBLOCK, errno.EACCES)
+    return True
 
 
 def _is_stopped(holder: str) -> bool:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import errno
 import fcntl
 import json
 import os
@@ -26,7 +25,7 @@ from pydantic import NonNegativeInt, TypeAdapter
 
 from bloomery.base.bounded import read_json
 from bloomery.base.errors import DataError, Problem
-from bloomery.base.storage import open_plain, own_folder, remove_tree, write_all, writing
+from bloomery.base.storage import open_plain, own_folder, remove_tree, try_lock, write_all, writing
 from bloomery.data.shards import file_checksum
 
 _TEMPORARY = ".tmp-"
@@ -88,7 +87,7 @@ class PartsFolder:
             lock = open(self._lock, "a+b", opener=open_plain)  # noqa: SIM115 - closed below
         give_up = time.monotonic() + _LOCK_TIMEOUT_SECONDS
         with lock:
-            while not _try_lock(lock, fcntl.LOCK_SH if shared else fcntl.LOCK_EX):
+            while not try_lock(lock, fcntl.LOCK_SH if shared else fcntl.LOCK_EX):
                 if time.monotonic() > give_up:
                     rule = "two runs would do the same work, or write over it"
                     remedy = "wait for it; runs that work at the same time need a share each, with --unit k/n"
@@ -102,7 +101,7 @@ class PartsFolder:
 
     def remove(self, lock: IO[bytes]) -> None:
         """Once the shard is finished, within `locked`. Stays where other shares are at work in it."""
-        if _try_lock(lock, fcntl.LOCK_EX):
+        if try_lock(lock, fcntl.LOCK_EX):
             remove_tree(self.path)
 
     def file(self, unit: int) -> Path:
@@ -151,15 +150,6 @@ class PartsFolder:
             and all(np.array_equal(ends[name][runs[:, 0]], runs[:, i]) for i, name in enumerate(ends, 1))
             and np.isin(table["file"], [*files]).all()
         )
-
-
-def _try_lock(file: IO[bytes], how: int) -> bool:
-    """False where another process holds it. File systems without locks let everyone in."""
-    try:
-        fcntl.flock(file, how | fcntl.LOCK_NB)
-    except OSError as error:
-        return error.errno not in (errno.EWOULDBLOCK, errno.EACCES)
-    return True
 
 
 def write_part(
