@@ -13,8 +13,8 @@ import pytest
 
 from bloomery.base.errors import DataError
 from bloomery.base.units import Energy
-from bloomery.monitor.history import read_events, read_ledger, read_metrics, scan_metrics
-from bloomery.monitor.record import Record, StepRecord, from_json, perplexity_of, strict_json, to_json
+from bloomery.monitor.history import read_events, read_ledger, read_metrics
+from bloomery.monitor.record import StepRecord, from_json, perplexity_of, strict_json, to_json
 from bloomery.monitor.sinks import iteration_line, validation_box
 from monitor_samples import step_record, strict_lines, validation_record
 
@@ -138,13 +138,6 @@ def test_a_ledger_that_ends_in_a_line_without_end_is_not_read_to_it(tmp_path: Pa
     os.truncate(path, 1 << 40)
     with pytest.raises(DataError, match="line 2 is damaged: it is too long"):
         read_ledger(path)
-
-
-def test_a_sample_of_a_long_file_is_spread_over_it(tmp_path: Path) -> None:
-    path = write_records(tmp_path / "metrics.jsonl", *(step_record(step) for step in range(1, 1001)))
-    found: list[Record] = []
-    scan_metrics(path, found.append, every=100)
-    assert [record.step for record in found] == list(range(100, 1001, 100))
 
 
 def test_starts_and_energy_are_found_without_parsing_other_lines(tmp_path: Path) -> None:

@@ -42,9 +42,8 @@ def read_metrics(path: Path) -> list[Record]:
     return sorted(records, key=lambda record: record.step)
 
 
-def scan_metrics(path: Path, take: Callable[[Record], object], *, every: int = 1) -> None:
-    """Give `take` the records that no later job rolled back, in the order written.
-    `every`: only so many lines apart, for a sample of them."""
+def scan_metrics(path: Path, take: Callable[[Record], object]) -> None:
+    """Give `take` the records that no later job rolled back, in the order written."""
     last_valid = _last_valid_steps(path)
 
     def check(line: bytes) -> None:
@@ -52,7 +51,7 @@ def scan_metrics(path: Path, take: Callable[[Record], object], *, every: int = 1
         if record.step <= last_valid.get(record.job, record.step):
             take(record)
 
-    scan(path, check, every=every)
+    scan(path, check)
 
 
 def _last_valid_steps(metrics: Path) -> dict[int, float]:
@@ -103,7 +102,7 @@ def event_of(line: bytes) -> dict[str, Any]:
     return fields
 
 
-def scan(path: Path, take: Callable[[bytes], object], *, every: int = 1) -> None:
+def scan(path: Path, take: Callable[[bytes], object]) -> None:
     """Give `take` every line, one at a time. DataError names the line that it refuses with a ValueError or the like.
     A last line without newline is torn, or still being written by a live run: it is skipped unless it is whole."""
     number = 0
@@ -113,7 +112,7 @@ def scan(path: Path, take: Callable[[bytes], object], *, every: int = 1) -> None
                 number += 1
                 if len(line) == SMALL_BYTES:
                     raise ValueError("it is too long")
-                if number % every == 0 and not line.isspace():
+                if not line.isspace():
                     take(line)
     except (ValueError, TypeError, KeyError, AttributeError, OverflowError) as error:
         if line.endswith(b"\n") or len(line) == SMALL_BYTES:
