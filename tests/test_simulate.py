@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -59,6 +60,10 @@ def recipe_of(tmp_path: Path) -> Callable[..., Recipe]:
     return load
 
 
+def memory_of(recipe: Recipe) -> SimpleNamespace:
+    return SimpleNamespace(**simulate_rank(recipe, Layout.of(recipe), 0)["memory_bytes"])
+
+
 # ---------------------------------------------------------------- exact bytes
 
 
@@ -96,7 +101,7 @@ def test_known_memory_is_what_lives_between_micro_batches(
 
     monkeypatch.setattr(simulate._Passes, "measure", spy)
     recipe = recipe_of(layout, f"precision={precision}", "model.num_layers=2")
-    memory = simulate_rank(recipe, Layout.of(recipe), 0).memory_bytes
+    memory = memory_of(recipe)
     known = memory.masters + memory.compute_copies + memory.gradients
     # Besides: tokens, slopes and what marks padding, and under ZeRO 2 what a reduction left behind for the next.
     allowed = 2048 + 4 * padded_vocab_size(recipe.model) if recipe.parallel.zero < 2 else memory.masters
@@ -126,7 +131,7 @@ def test_offloaded_state_is_on_the_host_and_not_on_the_device(
         recipe_of(layout, "model.num_layers=2", f"precision={precision}", f"parallel.offload={flag}")
         for flag in ("false", "true")
     ]
-    here, away = (simulate_rank(recipe, Layout.of(recipe), 0).memory_bytes for recipe in recipes)
+    here, away = (memory_of(recipe) for recipe in recipes)
     assert (here.host, away.optimizer) == (0, 0)
     assert away.host == 2 * here.masters + here.optimizer  # masters, their gradients while they are applied, moments
     # What is computed with stays: the fp32 weights themselves, where no 16-bit copies stand for them.
@@ -164,7 +169,7 @@ def test_the_peak_is_that_of_the_real_schedule(
         layout, f"parallel.recompute={recompute}", "batch.global_batch_size=24", f"model.num_layers={num_layers}"
     )
     world = Layout.of(recipe)
-    simulated = simulate_rank(recipe, world, 0).memory_bytes
+    simulated = memory_of(recipe)
     with simulate._fake_world(world, 0) as mesh:
         parts, meter = outline(recipe, mesh, compile_model=False), NumberingMeter()
         with fake_accelerator(meter):
@@ -182,7 +187,7 @@ def test_a_ramp_may_begin_with_fewer_micro_batches_than_stages(recipe_of: Callab
     recipe = recipe_of("pp3", "batch.global_batch_size=4")
     assert schedule_in_force("1f1b", num_stages=3, num_micro_batches=2) == "gpipe"
     assert schedule_in_force("1f1b", num_stages=3, num_micro_batches=3) == "1f1b"
-    assert simulate_rank(recipe, Layout.of(recipe), 2).forward_passes_held == 2
+    assert simulate_rank(recipe, Layout.of(recipe), 2)["forward_passes_held"] == 2
 
 
 # ---------------------------------------------------------------- the command

@@ -18,9 +18,9 @@ from bloomery.checkpoint.load import read_checkpoint as check_whole
 from bloomery.cli.main import main
 from bloomery.config.load import fingerprint
 from bloomery.sizing.check import load_checked_recipe
-from bloomery.verify import compare
+from bloomery.verify import compare, shrink
 from bloomery.verify.certify import certify, table
-from bloomery.verify.shrink import CLIP, STANDARD, choose_layouts, shrink
+from bloomery.verify.shrink import STANDARD, choose_layouts
 from bloomery.verify.trials import RankCommand
 from conftest import SMALL, Workshop
 
@@ -139,9 +139,12 @@ def test_what_is_right_passes_beside_the_faults(faulty: dict[str, Any]) -> None:
     assert "differs itself" in remark
 
 
-def test_faults_that_all_layouts_share_are_found_beside_plain_torch(tmp_path: Path) -> None:
+def test_faults_that_all_layouts_share_are_found_beside_plain_torch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shrink, "CLIP", 1000.0)
     fault = planted_faults.faults_of_the_reference
-    certificate = certificate_of(write_recipe(tmp_path), "dp2", tmp_path, fault, clip=1000.0)
+    certificate = certificate_of(write_recipe(tmp_path), "dp2", tmp_path, fault)
     assert [row["verdict"] for row in certificate["layouts"]] == ["pass"], table(certificate)
     assert certificate["verdict"] == "fail"
     loss, norm = certificate["reference"]["reasons"]
@@ -199,7 +202,7 @@ def test_a_recipe_keeps_its_structure_when_it_is_shrunk(name: str, tmp_path: Pat
     recipe = load_checked_recipe(name).recipe
     layouts, left_out = choose_layouts(name, [], recipe, None)
     assert not {each for each in left_out if "cp" not in each.replace("cp2", "cp")} - set(STANDARD)
-    shrunk = shrink(recipe, layouts, tmp_path, steps=20, clip=CLIP, checkpoint_step=10)
+    shrunk = shrink.shrink(recipe, layouts, tmp_path, steps=20)
     file = tmp_path / "small.yaml"
     file.write_text(yaml.safe_dump(shrunk.values))
     for layout in layouts:

@@ -32,7 +32,6 @@ _HEAD = ("kind", "step", "iso_time", "time", "job")
 
 def write_report(run_folder: Path, *, output: Path | None = None) -> Path:
     """Writes `output` (report.html in the run folder by default) and returns its path. DataError if it is no run."""
-    run_folder = Path(run_folder)
     metrics, events = run_folder / names.METRICS_FILE, run_folder / names.EVENTS_FILE
     recipe = run_folder / names.RECIPE_FILE
     if not any(path.is_file() for path in (metrics, events, recipe)):
@@ -48,13 +47,12 @@ def write_report(run_folder: Path, *, output: Path | None = None) -> Path:
         found.read_metrics(metrics)
     if events.is_file():
         found.read_events(events)
-    target = Path(output) if output is not None else run_folder / names.REPORT_FILE
-    write_atomically(target, report_html(run_folder, found))
+    target = output or run_folder / names.REPORT_FILE
+    write_atomically(target, _html(run_folder, found))
     return target
 
 
-def report_html(run_folder: Path, found: Gathered) -> str:
-    """The page as text."""
+def _html(run_folder: Path, found: Gathered) -> str:
     name, last = str(found.facts.get(names.FACT_RECIPE) or run_folder.resolve().name), found.last_step
     definition = f"TFLOP/s: {escape(last.tflops_definition)}. " if last and last.tflops_definition else ""
     body = [

@@ -20,7 +20,7 @@ from bloomery.config.yaml_nodes import dump_yaml
 from bloomery.families.family import LM_LOSS
 from bloomery.verify import compare
 from bloomery.verify.compare import GRADIENT_RELATIVE, LOSS_RELATIVE, TOLERANCES, TRUTH, Recorded, Row
-from bloomery.verify.shrink import CLIP, Shrunk, VerifiedLayout, shrink, write_data
+from bloomery.verify.shrink import Shrunk, VerifiedLayout, shrink, write_data
 from bloomery.verify.trials import SINGLE, Outcome, RankCommand, Trial, middle, run_all
 
 FORMAT = 1
@@ -33,7 +33,6 @@ def certify(
     command: RankCommand,
     *,
     steps: int = 20,
-    clip: float = CLIP,
     device: str = "cpu",
     pairs: bool = False,
     left_out: Mapping[str, str] | None = None,
@@ -42,7 +41,7 @@ def certify(
     """The certificate, as its JSON has it: a public contract. Everything happens below `work`, an empty folder. Every
     rank runs `command`: verify.trials.run_trial. `pairs`: each layout resumes from every other one's checkpoint."""
     started = time.monotonic()
-    shrunk = shrink(recipe, layouts, work, steps=steps, clip=clip, checkpoint_step=middle(steps))
+    shrunk = shrink(recipe, layouts, work, steps=steps)
     write_data(shrunk.values, work)
     trainings = _trainings(shrunk, layouts, work, steps)
     outcomes = run_all(trainings, command, device=device, quiet=quiet)
@@ -53,7 +52,7 @@ def certify(
     outcomes |= run_all(resumptions, command, device=device, quiet=quiet)
     reference = Recorded(trainings[0].folder)
     rows = [row.to_json() for row in _rows(trainings, resumptions, outcomes, reference)]
-    smallest = min(reference.norms.values())
+    clip, smallest = shrunk.values["optimizer"]["clip_grad_norm"], min(reference.norms.values())
     losses = [loss for (_, name), loss in reference.losses.items() if name == LM_LOSS]
     reasons = [f"{row['layout']}: {reason}" for row in rows for reason in row["reasons"]]
     if not smallest > clip:

@@ -21,6 +21,7 @@ from bloomery.data.tokenizer import Tokenizer
 from bloomery.families.registry import FAMILIES
 from bloomery.sizing.check import load_checked_recipe
 from bloomery.sizing.layout import Layout, layout_overrides
+from bloomery.verify.trials import middle
 
 CLIP = 0.05
 """Small enough to bind on every step: Adam hides a wrong gradient norm unless it is clipped with."""
@@ -49,9 +50,7 @@ class Shrunk:
     """What is not verified, and why."""
 
 
-def shrink(
-    recipe: Recipe, layouts: Sequence[VerifiedLayout], folder: Path, *, steps: int, clip: float, checkpoint_step: int
-) -> Shrunk:
+def shrink(recipe: Recipe, layouts: Sequence[VerifiedLayout], folder: Path, *, steps: int) -> Shrunk:
     """The recipe reads shards and a tokenizer in `folder` (`write_data`)."""
     before = as_dict(recipe)
     unit = math.lcm(*(each.micro_batches for each in layouts))
@@ -61,7 +60,7 @@ def shrink(
         "model": _model(recipe.model, layouts),
         "data": {"split": "90,10" if data.get("split") else None},
         "batch": _batch(recipe, batch, steps),
-        "optimizer": {"clip_grad_norm": clip, "eps": max(EPS, recipe.optimizer.eps)},
+        "optimizer": {"clip_grad_norm": CLIP, "eps": max(EPS, recipe.optimizer.eps)},
         "lr": _lr(recipe.lr, steps),
         "train": {
             "for": f"{steps} steps",
@@ -84,7 +83,7 @@ def shrink(
         "precision": "fp32",
         "loss_scale": {},
         "parallel": {"recompute": recipe.parallel.recompute, "offload": recipe.parallel.offload},
-        "checkpoint": {"phases": [{"every": f"{checkpoint_step} steps"}]},
+        "checkpoint": {"phases": [{"every": f"{middle(steps)} steps"}]},
         "monitor": {"log_every": "1 steps", "tensorboard": False},
         "launch": None,
     }

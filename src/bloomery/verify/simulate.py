@@ -14,7 +14,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from functools import partial
 from typing import Any, Literal, cast
 from unittest.mock import patch
@@ -52,38 +52,6 @@ from bloomery.sizing.parameters import count_parameters, padded_vocab_size
 _CPU = torch.device("cpu")
 
 
-@dataclass(frozen=True)
-class RankMemory(WeightBytes):
-    """Bytes of one rank, activations and all."""
-
-    kept_per_micro_batch: int
-    """What one micro-batch keeps from its forward to its backward pass, in all stages of the rank."""
-    receive_buffers: int
-    """For hidden states and their gradients from other stages: torch keeps them for all micro-batches of a step."""
-    activations: int
-    """At the peak: kept by all micro-batches in flight, and the working memory of a backward pass."""
-    peak: int
-    """Everything on the device, at the fullest moment of a step."""
-
-
-@dataclass(frozen=True)
-class SimulatedRank:
-    rank: int
-    place: dict[str, int]
-    """Its coordinates pp, dp, cp and tp."""
-    layers: list[list[int]]
-    """Of each of its pipeline stages."""
-    embedding: bool
-    head: bool
-    elements: int
-    """Elements of all its pieces."""
-    owned_elements: int
-    """Elements of the pieces that it alone counts and saves."""
-    forward_passes_held: int
-    """At once."""
-    memory_bytes: RankMemory
-
-
 def simulate_world(recipe: Recipe, rank: int | None = None) -> dict[str, Any]:
     """Build ranks of the recipe's world: the given one, or those of the first, a middle and the last stage. What they
     hold, as the JSON of `verify --simulate-world`: a public contract. Sizes are in bytes."""
@@ -98,13 +66,14 @@ def simulate_world(recipe: Recipe, rank: int | None = None) -> dict[str, Any]:
         **layout_facts(recipe, layout),
         "parameters": parameters,
         "built_parameters": built,
-        "ranks": [asdict(simulate_rank(recipe, layout, each)) for each in chosen],
+        "ranks": [simulate_rank(recipe, layout, each) for each in chosen],
         "seconds": round(time.monotonic() - began, 1),
         "torch": torch.__version__,
     }
 
 
-def simulate_rank(recipe: Recipe, layout: Layout, rank: int) -> SimulatedRank:
+def simulate_rank(recipe: Recipe, layout: Layout, rank: int) -> dict[str, Any]:
+    """`layers` are those of each of its pipeline stages; `owned_elements` those that it alone counts and saves."""
     with _fake_world(layout, rank) as mesh:
         parts, meter = outline(recipe, mesh, compile_model=False), MemoryMeter()
         with fake_accelerator(meter):
@@ -112,17 +81,17 @@ def simulate_rank(recipe: Recipe, layout: Layout, rank: int) -> SimulatedRank:
             gradients, held = Gradients(parts.weights, mesh), _held_elements(parts)
             memory, in_flight = _measure(recipe, parts, gradients, meter, weight_bytes(recipe, layout, held))
     layers, embedding, head = stage_part(recipe, layout, mesh.pp)
-    return SimulatedRank(
-        rank=rank,
-        place={"pp": mesh.pp, "dp": mesh.dp, "cp": mesh.cp, "tp": mesh.tp},
-        layers=list(map(list, layers)),
-        embedding=embedding,
-        head=head,
-        elements=held.pieces,
-        owned_elements=held.owned,
-        forward_passes_held=in_flight,
-        memory_bytes=memory,
-    )
+    return {
+        "rank": rank,
+        "place": {"pp": mesh.pp, "dp": mesh.dp, "cp": mesh.cp, "tp": mesh.tp},
+        "layers": list(map(list, layers)),
+        "embedding": embedding,
+        "head": head,
+        "elements": held.pieces,
+        "owned_elements": held.owned,
+        "forward_passes_held": in_flight,
+        "memory_bytes": memory,
+    }
 
 
 @contextmanager
@@ -163,8 +132,12 @@ def _compute_in(recipe: Recipe, parts: Parallelised) -> Parallelised:
 
 def _measure(
     recipe: Recipe, parts: Parallelised, gradients: Gradients, meter: MemoryMeter, known: WeightBytes
-) -> tuple[RankMemory, int]:
-    """(what the rank holds, forward passes that are held at once). `known`: what needs no simulation."""
+) -> tuple[dict[str, int], int]:
+    """(bytes of the rank by purpose, forward passes that are held at once). `known`: what needs no simulation.
+
+    `kept_per_micro_batch`: what one keeps from its forward to its backward pass, in all stages of the rank.
+    `receive_buffers`: for hidden states and gradients from other stages; torch keeps them for all micro-batches of a
+    step. `activations`: at the peak, kept by all micro-batches in flight, and the working memory of a backward pass."""
     mesh, parallel = parts.mesh, recipe.parallel
     count = micro_batches(recipe, mesh.layout)
     passes = _Passes(recipe, parts, gradients)
@@ -188,10 +161,8 @@ def _measure(
     buffers = count * passes.received_bytes
     peak += known.optimizer + buffers - passes.received_bytes
     activations = peak - buffers - known.masters - known.compute_copies - known.gradients - known.optimizer
-    memory = RankMemory(
-        **asdict(known), kept_per_micro_batch=sum(kept), receive_buffers=buffers, activations=activations, peak=peak
-    )
-    return memory, in_flight
+    found = {"kept_per_micro_batch": sum(kept), "receive_buffers": buffers, "activations": activations, "peak": peak}
+    return asdict(known) | found, in_flight
 
 
 def _held_elements(parts: Parallelised) -> HeldElements:
