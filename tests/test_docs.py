@@ -121,7 +121,7 @@ def run_block(block: Block, command: Command) -> None:
 def run(step: Step, command: Command) -> tuple[int, str]:
     if "^C" in step.shown:
         return run_and_interrupt(step.command)
-    starts_ranks = re.search(r"bloomery (train .*parallel\.|verify)", step.command)  # they print for themselves
+    starts_ranks = re.search(r"bloomery train .*parallel\.", step.command)  # they print for themselves
     needs_shell = re.search(r"[&|;<>\n]|\$\(", step.command)
     if step.command.startswith("bloomery ") and not needs_shell and not starts_ranks:
         code, out, err = command(*shlex.split(step.command)[1:])  # here, to import torch only once
