@@ -90,7 +90,11 @@ def test_an_import_says_where_it_came_from(tmp_path: Path, command: Command) -> 
         ("llama", {"auto_map": {"AutoModel": "x.Y"}}, "auto_map is {'AutoModel': 'x.Y'}"),
         ("llama", {"architectures": ["LlamaForSequenceClassification"]}, "A llama model here is one of"),
         ("llama", {"attention_dropout": 0.1}, "attention_dropout is 0.1"),
-        ("llama", {"num_hidden_layers": 10**7}, "num_layers is 10000000. It must be at most 10000"),
+        (
+            "llama",
+            {"num_hidden_layers": 10**7},
+            "num_hidden_layers is 10000000. It must be less than or equal to 10000",
+        ),
         ("llama", {"rope_scaling": "linear"}, "rope_scaling is 'linear'"),
         ("llama", {"rope_scaling": {"type": "yarn"}}, "rope_scaling is of the type 'yarn'"),
         ("llama", {"rope_parameters": {"rope_theta": "x"}}, "rope_theta is 'x'"),
@@ -137,7 +141,10 @@ CHANGES: dict[str, tuple[dict[str, torch.Tensor | None], str]] = {
         {"transformer__h__0__attn__q__bias": torch.zeros(4)},
         "1 tensors have no place in a gpt2 model: transformer.h.0.attn.q.bias",
     ),
-    "whole": ({"transformer__wpe__weight": torch.zeros(32, 64).int()}, "1 weights are whole numbers"),
+    "whole": (
+        {"transformer__wpe__weight": torch.zeros(32, 64).int()},
+        "1 tensors are of another kind: transformer.wpe.weight is I32",
+    ),
     "fp8": ({"transformer__wpe__weight": torch.zeros(32, 64).to(torch.float8_e4m3fn)}, "is F8_E4M3"),
 }
 

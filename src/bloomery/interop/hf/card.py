@@ -32,8 +32,7 @@ def model_card(checkpoint: Checkpoint, *, architecture: str, dtype: str, proof: 
     """Markdown with the head that hubs read. Says only what was recorded."""
     recipe, state, folder = checkpoint.recipe, checkpoint.state, checkpoint.folder
     run, step = folder.parent.parent, int(state["step"])
-    events = _events(run, step, checkpoint.manifest.get("time", math.inf))
-    jobs = [event for event in events if event["kind"] == names.Event.START]
+    jobs = _jobs(run, step, checkpoint.manifest.get("time", math.inf))
     parameters = count_parameters(recipe.model, vocab_size=recipe.model.vocab_size).total
     pipeline = "fill-mask" if FAMILIES[recipe.model.family].encoder else "text-generation"
     sections, skipped = as_dict(recipe), state.get("skipped_updates", 0)
@@ -43,7 +42,7 @@ def model_card(checkpoint: Checkpoint, *, architecture: str, dtype: str, proof: 
         f"`{architecture}` with {parameters:,} parameters, pretrained with Bloomery {bloomery.__version__} on "
         f"{checkpoint.consumed_tokens:,} tokens ({state['consumed_samples']:,} samples) in {step:,} steps, of "
         f"which {skipped:,} updated nothing. Weights in {dtype}.",
-        f"## Recipe\n\n```yaml\n{dump_yaml({key: sections[key] for key in _SECTIONS})}```" + _changes(events, jobs),
+        f"## Recipe\n\n```yaml\n{dump_yaml({key: sections[key] for key in _SECTIONS})}```",
         "## Losses\n\n" + _losses(run, step),
         "## Energy\n\n" + _energy(Energy.from_json(state.get("energy")), jobs),
         "## Lineage\n\n" + _table(_lineage(checkpoint, jobs)),
@@ -56,32 +55,18 @@ def _table(rows: Mapping[str, Any]) -> str:
     return "| | |\n|---|---|\n" + "\n".join(f"| {name} | {value} |" for name, value in rows.items())
 
 
-def _events(run: Path, step: int, saved_at: float) -> list[Event]:
-    """The starts and changes that came before this checkpoint, as the ledger has them; nothing if it is not there."""
+def _jobs(run: Path, step: int, saved_at: float) -> list[Event]:
+    """The starts that came before this checkpoint, as the ledger has them; nothing if it is not there."""
     found: list[Event] = []
 
     def take(line: bytes) -> None:
         event = event_of(line)
-        if event["kind"] in (names.Event.START, names.Event.CHANGED) and event["step"] <= step:
-            found.extend([event] if event["time"] <= saved_at else [])
+        if event["kind"] == names.Event.START and event["step"] <= step and event["time"] <= saved_at:
+            found.append(event)
 
     if (run / names.EVENTS_FILE).is_file():
         scan(run / names.EVENTS_FILE, take)
     return found
-
-
-def _changes(events: list[Event], jobs: list[Event]) -> str:
-    """What `--change` changed on the way here, without what a later job went back before."""
-    rows = {}
-    for event in events:
-        is_undone = any(start["time"] > event["time"] and start["step"] < event["step"] for start in jobs)
-        if event["kind"] == names.Event.CHANGED and not is_undone:
-            line = f"| {event['step'] + 1:,} | `{event['field']}` | {event['old']} | {event['new']} |"
-            rows[(event["step"], event["field"])] = line
-    if not rows:
-        return ""
-    head = "Changed on the way, and shown above as it was at the end:\n\n| from step | field | before | then |"
-    return "\n\n" + "\n".join([head, "|---|---|---|---|", *(rows[key] for key in sorted(rows))])
 
 
 def _losses(run: Path, step: int) -> str:

@@ -33,9 +33,6 @@ TOKENIZER = "tokenizer"
 _RECIPE = "recipe.yaml"
 _RULE = "an import is the beginning of a run and replaces nothing"
 _WEIGHTS = ("F32", "BF16", "F16")
-_BUFFERS = ("I64", "I32", "U8", "BOOL")
-"""Of masks and positions, which no parameter is made of."""
-_KINDS = "weights must be fp32, bf16 or fp16"
 START = Path(__file__).with_name("start.yaml")
 """What a recipe must say and a config.json does not."""
 
@@ -164,15 +161,14 @@ def _checked_sources(weights: HfWeights, config: ModelSection) -> list[Entry]:
             text = f"{len(wrong)} {what}: {', '.join(wrong[:5])}"
             raise DataError(Problem(text, rule, remedy, str(weights.folder)))
 
-    odd = [f"{name} is {dtype}" for name, dtype in weights.dtypes.items() if dtype not in (*_WEIGHTS, *_BUFFERS)]
-    refuse(odd, "tensors are of another kind", _KINDS, "import the model as it was before it was quantized")
     sources = sources_of(weights.shapes, config)
     unused = unused_tensors(weights.shapes, sources, config)
     remedy = "import a plain model of this family, or save this one again without them"
     refuse(unused, f"tensors have no place in a {config.family} model", "it would compute something else", remedy)
     keys = list(dict.fromkeys(key for each in sources for key in each.keys))
-    whole = [key for key in keys if weights.dtypes[key] in _BUFFERS]
-    refuse(whole, "weights are whole numbers", _KINDS, "import another model")
+    odd = [f"{key} is {weights.dtypes[key]}" for key in keys if weights.dtypes[key] not in _WEIGHTS]
+    rule = "weights must be fp32, bf16 or fp16"
+    refuse(odd, "tensors are of another kind", rule, "import the model as it was before it was quantized")
     infinite = [key for key in keys if not bool(weights.read(key).isfinite().all())]
     rule = "a model with NaN or infinity computes nothing, and no training repairs it"
     refuse(infinite, "tensors hold values that are not finite", rule, "import a model that has not diverged")
