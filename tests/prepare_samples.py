@@ -80,7 +80,7 @@ def make(tokenizer: Tokenizer, *, seed: int = 1, workers: int = 1, share: Any = 
 
 
 def shard_bytes(prefix: str = "x", *, manifest: bool = False) -> dict[str, bytes]:
-    endings = (".bin", ".idx", ".manifest.json", ".origins") if manifest else (".bin", ".idx")
+    endings = (".bin", ".idx", ".manifest.json") if manifest else (".bin", ".idx")
     return {ending: Path(prefix + ending).read_bytes() for ending in endings}
 
 

@@ -300,7 +300,7 @@ def test_a_tokenizer_that_cannot_be_used_is_refused(tmp_path: Path, command: Com
     assert "or import a copy of the folder without it" in told
     folder = hf_folder(tmp_path / "few", small_config("gpt2", vocab_size=200))
     small_tokenizer(folder)
-    assert "entries but vocab_size is 200. Every token needs a row" in refused(command, folder, tmp_path / "run")
+    assert "entries but model.vocab_size is 200. Every token needs a row" in refused(command, folder, tmp_path / "run")
 
 
 def test_an_output_that_is_a_file_is_told(tmp_path: Path, command: Command) -> None:

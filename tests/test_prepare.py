@@ -11,11 +11,9 @@ import pytest
 
 from bloomery.base.errors import DataError, StorageError
 from bloomery.config.recipe import PrepareSection
-from bloomery.data.manifest import check_fits, file_of, manifest_of, manifest_path, read_manifest
+from bloomery.data.manifest import check_fits, manifest_of, manifest_path, read_manifest
 from bloomery.data.shards import ShardReader, ShardWriter
 from bloomery.data.tokenizer import Tokenizer
-from bloomery.prepare.read import UnitReader, plan_units
-from bloomery.prepare.sources import find_files
 from prepare_samples import (
     make,
     make_texts,
@@ -80,7 +78,7 @@ def test_every_document_is_there_with_its_end_and_the_manifest_says_so(corpus, t
     result = prepare(section, tokenizer=tokenizer, seed=1, progress=seen.append)
     expected = ["bee", "# Aye\r\n", "bee", "zed <|endoftext|> żółć", *(f"line {i}" for i in range(5))]
     assert read_texts(tokenizer, "out/shards/x") == [text + EOD for text in expected]
-    assert sorted(os.listdir("out/shards")) == [".x.lock", "x.bin", "x.idx", "x.manifest.json", "x.origins"]
+    assert sorted(os.listdir("out/shards")) == [".x.lock", "x.bin", "x.idx", "x.manifest.json"]
     assert not result.reused
 
     manifest = read_manifest("out/shards/x")
@@ -289,12 +287,7 @@ def test_verify_compares_all_that_is_written(some, tokenizer, tmp_path):
     other_source = [{"name": "corpus", "documents": 939, "tokens": 1, "bytes": 1}]
     damages = [
         ("x.idx", swapped_lengths, "x.idx is missing, or is not what"),
-        (
-            "x.origins",
-            lambda path: path.write_bytes(b"\0" * path.stat().st_size),
-            "x.origins is missing",
-        ),
-        ("x.origins", Path.unlink, "x.origins is missing"),
+        ("x.bin", Path.unlink, "x.bin is missing"),
     ]
     for fields, message in [
         ({"vocab_size": 299}, "its vocab_size is 299 where .* be 300"),
@@ -357,24 +350,6 @@ def test_a_manifest_beside_the_files_of_another_shard_is_found(corpus, tokenizer
     with ShardReader("x") as shard, pytest.raises(DataError, match=rf"x.manifest.json: the manifest .* {wrong}"):
         manifest_of(shard)
     assert not make(tokenizer).reused
-
-
-@pytest.mark.parametrize("shuffle", [True, False])
-@pytest.mark.parametrize("deduplicate", [True, False])
-def test_every_document_knows_its_file(many, tokenizer, shuffle, deduplicate):
-    manifest = make(tokenizer, workers=2, shuffle=shuffle, deduplicate=deduplicate).manifest
-    by_text: dict[str, set[str]] = {}
-    for file in manifest.source_files:
-        for unit in plan_units(find_files([file.name])):
-            for block in UnitReader(unit, text_key="text", skip_bad=False).blocks():
-                for text in block.texts:
-                    by_text.setdefault(text, set()).add(file.name)
-    texts = read_texts(tokenizer)
-    assert len(texts) == manifest.documents
-    found = [file_of(number, manifest, "x") for number in range(len(texts))]
-    assert all(name in by_text[text.removesuffix(EOD)] for name, text in zip(found, texts, strict=True))
-    assert len(set(found)) > 1
-    assert file_of(0, replace(manifest, documents=1), "x") is None, "of another shard"
 
 
 def test_json_that_is_no_jsonl_is_noted(corpus, tokenizer):

@@ -25,7 +25,6 @@ from bloomery.base.errors import DataError, StorageError
 from bloomery.cli.main import main
 from bloomery.config.recipe import PrepareSection
 from bloomery.data.tokenizer import Tokenizer
-from bloomery.prepare import run
 from bloomery.prepare.parts import PartsFolder
 from prepare_samples import make, make_texts, make_tokenizer, prepare, shard_bytes, small_units, write_jsonl
 
@@ -189,13 +188,6 @@ def test_parts_that_cannot_be_read_are_named(tokenizer, monkeypatch, function):
         make(tokenizer)
 
 
-def test_origins_that_cannot_be_written_are_named(tokenizer, monkeypatch):
-    monkeypatch.setattr(run, "publish", failing(errno.ENOSPC))
-    with pytest.raises(StorageError, match="No space left"):
-        make(tokenizer)
-    assert [path.name for path in Path().glob("x*")] == ["x.parts"]
-
-
 def test_the_work_continues_where_nobody_reads_the_progress(tokenizer, monkeypatch):
     monkeypatch.setattr("bloomery.cli.arguments.SECONDS_BETWEEN_LINES", 0.0)
     recipe = yaml.safe_load(Path("r.yaml").read_text())
@@ -247,7 +239,7 @@ def test_temporary_files_are_removed_when_the_merge_fails(tokenizer, monkeypatch
     monkeypatch.setattr(PartsFolder, "index", full)
     with pytest.raises(StorageError):
         make(tokenizer)
-    assert {path.suffix for path in Path("x.parts").iterdir()} == {".part", ".done", ""}, "with origins"
+    assert {path.suffix for path in Path("x.parts").iterdir()} == {".part", ".done"}
 
 
 BOMBS = {

@@ -329,11 +329,7 @@ def tokenizer_of(checkpoint: Checkpoint, path: str | None = None) -> Tokenizer:
     if where is None:
         raise DataError(Problem("the recipe names no tokenizer", remedy="give one with --tokenizer"))
     tokenizer = Tokenizer.load(where)
-    if tokenizer.vocab_size > recipe.model.vocab_size:
-        what = (
-            f"the tokenizer has {tokenizer.vocab_size} entries but the model's vocabulary is {recipe.model.vocab_size}"
-        )
-        raise DataError(Problem(what, remedy=remedy, place=where))
+    tokenizer.check_fits(recipe.model.vocab_size, remedy)
     check_tokenizer(checkpoint, tokenizer.content_hash, remedy=remedy, place=where)
     return tokenizer
 

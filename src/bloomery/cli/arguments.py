@@ -95,21 +95,9 @@ def _shown(path: str, value: Any) -> str:
     return "-" if value is None else f"{value:.7g}" if isinstance(value, float) else str(value)
 
 
-def add_change(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--change",
-        dest="changes",
-        metavar="FIELD",
-        action="append",
-        default=[],
-        help="this field or section may differ from the checkpoint; repeatable",
-    )
-
-
 def add_run_dir(parser: argparse.ArgumentParser) -> None:
     text = "a run whose weights, batch or sequence length have changed: use its newest checkpoint"
     parser.add_argument("--run-dir", type=Path, help=text)
-    add_change(parser)
 
 
 def whole_number(least: int, most: int = 99_999) -> Callable[[str], int]:
@@ -147,20 +135,15 @@ def _section(override: str) -> str:
 
 def past_of(recipe: Recipe, args: argparse.Namespace, *, reads: Collection[str]) -> ResumePoint | None:
     """What the run has done by its newest checkpoint; None without a run. DataError if `bloomery train` could not
-    resume there with this recipe, as far as this command reads it."""
+    resume there with this recipe, as far as this command reads it, whatever --change it is given."""
     if args.run_dir is None:
-        if args.changes:
-            what, rule = f"--change {args.changes[0]} is given without --run-dir", "it names what differs from a run"
-            raise RecipeError(Problem(what, rule, "add --run-dir, or remove it", "command line"))
         return None
     from bloomery.checkpoint.folder import find_checkpoint
     from bloomery.checkpoint.load import read_checkpoint
-    from bloomery.train.contract import check_change_names
     from bloomery.train.resume import resume_point_at
 
-    check_change_names(args.changes)
     checkpoint = read_checkpoint(find_checkpoint(args.run_dir), tensors=False)
-    return resume_point_at(checkpoint, recipe, changes=args.changes, reads=reads)
+    return resume_point_at(checkpoint, recipe, changes=[*reads], reads=reads)
 
 
 def check_range(what: str, numbers: list[int], first: int, last: int) -> None:

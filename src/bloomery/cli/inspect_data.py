@@ -62,7 +62,7 @@ def run_data(args: argparse.Namespace) -> int:
     is_shard = os.path.isfile(f"{word}.idx") or os.path.isfile(f"{word}.bin")
     if is_shard or not (word in shipped_recipes() or word.endswith(".yaml") or os.path.isfile(word)):
         return arguments.show(args, _facts_of_shards(prefixes, quick=args.quick), _data_text)
-    words = argparse.Namespace(recipe=args.data[0], overrides=args.data[1:], run_dir=None, changes=[])
+    words = argparse.Namespace(recipe=args.data[0], overrides=args.data[1:], run_dir=None)
     with _opened_run(words) as (recipe, plan, data):
         from bloomery.data.inspect import recipe_facts
 
@@ -166,8 +166,7 @@ def _sample_text(sample: dict[str, Any], tokenizer: Any) -> str:
     ]
     for span in sample["documents"]:
         end = span["start"] + span["tokens"] - 1
-        origin = f", from {span['origin']}" if "origin" in span else ""
-        lines.append(f"  document {span['document']:,}, tokens {span['start']:,} to {end:,}{origin}")
+        lines.append(f"  document {span['document']:,}, tokens {span['start']:,} to {end:,}")
     if sample["text"] is None:
         lines.append(f"  ids (the recipe has no tokenizer): {' '.join(map(str, sample['tokens']))}")
     else:

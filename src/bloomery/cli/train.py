@@ -12,7 +12,7 @@ from bloomery.base import exit_codes
 from bloomery.base.errors import Problem, RecipeError
 from bloomery.base.ranks import Started, started_as
 from bloomery.base.signals import Interrupted
-from bloomery.cli.arguments import add_change, add_device, add_recipe_arguments, load
+from bloomery.cli.arguments import add_device, add_recipe_arguments, load
 from bloomery.config.recipe import Recipe
 from bloomery.launch.local import run_local_ranks
 from bloomery.sizing.check import fit
@@ -23,7 +23,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_recipe_arguments(parser)
     parser.add_argument("--run-dir", type=Path, help="folder of the run; default: runs/<name>")
     parser.add_argument("--from", dest="start_from", metavar="CKPT", help="resume from this checkpoint: step-00000100")
-    add_change(parser)
+    change = "this field or section may differ from the checkpoint; repeatable"
+    parser.add_argument("--change", dest="changes", metavar="FIELD", action="append", default=[], help=change)
     add_device(parser)
     parser.add_argument("--trace", type=Path, metavar="DIR", help="write the first steps' gradients and samples here")
     parser.add_argument("--trace-steps", type=int, default=2, metavar="N", help="how many steps; default: 2")

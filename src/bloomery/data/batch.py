@@ -176,10 +176,6 @@ class ShardSource:
         """How often so many samples go through the part."""
         return samples / self.num_samples
 
-    def standing(self, samples: int) -> tuple[int, int] | None:
-        """(epoch, sample of it) behind so many; None among epochs that are shuffled together."""
-        return divmod(samples, self.num_samples)
-
 
 class Blend(Protocol):
     """Says which source a position belongs to."""

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from bloomery.config.recipe import Recipe
 from bloomery.data.batch import Batch, ShardSource, Stream
 from bloomery.data.blend import TimelessBlend
-from bloomery.data.manifest import file_of, manifest_of, read_manifest
+from bloomery.data.manifest import manifest_of
 from bloomery.data.open import OpenData
 from bloomery.data.shards import ShardReader, damaged
 from bloomery.data.tokenizer import HIGHEST_ID
@@ -28,25 +28,19 @@ def read_samples(data: OpenData, first: int, last: int) -> Iterator[dict[str, An
     label behind the inputs. For masked samples `tokens` is what the model sees, and `labels` what it has to find.
     """
     stream = data.train
-    manifests = {source.key: read_manifest(source.shard.prefix) for source in stream.sources}
     for position in range(first, last + 1):
         owners, ordinals = stream.blend.locate(np.array([position]))
         source = stream.sources[owners[0]]
-        prefix, manifest = source.shard.prefix, manifests[source.key]
         (epoch,), (sample,) = (found.tolist() for found in source.locate(ordinals))
-        documents = []
-        for stretch in source.stretches(sample):
-            for span in document_spans(source.shard, *stretch):
-                origin = manifest and file_of(span["document"], manifest, prefix)
-                documents.append({**span, "origin": origin} if origin else span)
+        spans = [span for stretch in source.stretches(sample) for span in document_spans(source.shard, *stretch)]
         tokens, labels = _tokens_and_labels(stream.batch(position, 1), source, sample)
         yield {
             "index": position,
             "source": source.key,
             "epoch": epoch,
             "sample": sample,
-            "shard": prefix,
-            "documents": documents,
+            "shard": source.shard.prefix,
+            "documents": spans,
             "tokens": tokens,
             **labels,
             "text": None if data.tokenizer is None else data.tokenizer.decode(tokens),
@@ -82,6 +76,7 @@ def first_position(stream: Stream) -> int:
 def order_facts(recipe: Recipe, stream: Stream, *, train_samples: int, at_samples: Sequence[int]) -> dict[str, Any]:
     """The JSON of `inspect order`: a public contract. `epoch` counts from 0, `samples_taken` before that position."""
     assert recipe.data is not None
+    has_epochs = recipe.data.order == "timeless"  # Megatron's are shuffled together
     first, total_weight = first_position(stream), sum(section.weight for section in recipe.data.train)
     taken = {position: stream.blend.taken(position) for position in (first, train_samples, *at_samples)}
     sources = []
@@ -89,10 +84,11 @@ def order_facts(recipe: Recipe, stream: Stream, *, train_samples: int, at_sample
         at = []
         for position in at_samples:
             count = taken[position][source.key]
-            epoch, sample = source.standing(count) or (None, None)
+            epoch, sample = divmod(count, source.num_samples) if has_epochs else (None, None)
             facts = {"samples": position, "samples_taken": count, "epochs": source.epochs(count)}
             at.append({**facts, "epoch": epoch, "sample_of_epoch": sample})
         at_first, at_end = taken[first][source.key], taken[train_samples][source.key]
+        repeats = has_epochs and at_first <= source.num_samples < at_end
         sources.append(
             {
                 "source": source.key,
@@ -103,7 +99,7 @@ def order_facts(recipe: Recipe, stream: Stream, *, train_samples: int, at_sample
                 "achieved": (at_end - at_first) / max(1, train_samples - first),
                 "samples_taken": at_end,
                 "epochs": source.epochs(at_end),
-                "first_repeat_at": _first_repeat(stream, source, first, train_samples),
+                "first_repeat_at": _first_repeat(stream, source, first, train_samples) if repeats else None,
                 "at": at,
             }
         )
@@ -117,15 +113,13 @@ def order_facts(recipe: Recipe, stream: Stream, *, train_samples: int, at_sample
     }
 
 
-def _first_repeat(stream: Stream, source: ShardSource, first: int, last: int) -> int | None:
-    """The position of the run, in [first, last), at which a source begins its second epoch; None where that is never,
-    was before, or where epochs are shuffled together."""
+def _first_repeat(stream: Stream, source: ShardSource, first: int, last: int) -> int:
+    """The position of the run, in [first, last), at which a source begins its second epoch."""
 
-    def standing(position: int) -> tuple[int, int]:
-        return source.standing(stream.blend.taken(position)[source.key]) or (2, 0)
+    def taken(position: int) -> int:
+        return stream.blend.taken(position)[source.key]
 
-    repeats = standing(first) <= (1, 0) < standing(last)
-    return bisect_right(range(last + 1), (1, 0), lo=first, key=standing) - 1 if repeats else None
+    return bisect_right(range(last + 1), source.num_samples, lo=first, key=taken) - 1
 
 
 def recipe_facts(recipe: Recipe, data: OpenData, *, train_samples: int, quick: bool) -> dict[str, Any]:

@@ -5,9 +5,8 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
-import numpy as np
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
@@ -15,11 +14,8 @@ from bloomery.base.bounded import LARGE_BYTES, read_small, wrong_fields
 from bloomery.base.errors import DataError, Problem, first_few, mask
 from bloomery.base.storage import write_atomically
 from bloomery.data.shards import ShardReader, file_checksum, unreadable
+from bloomery.data.tokenizer import Tokenizer
 
-if TYPE_CHECKING:
-    from bloomery.data.tokenizer import Tokenizer
-
-ORIGINS_DTYPE = np.dtype("<u4")
 _EXACTLY = ConfigDict(strict=True, extra="forbid")
 _Count = Annotated[int, Field(ge=0)]
 
@@ -123,24 +119,6 @@ def manifest_of(shard: ShardReader) -> ShardManifest | None:
         remedy = "copy all three files from where the shard was made, or run `bloomery prepare` again"
         raise DataError(Problem(what, rule, remedy, manifest_path(shard.prefix)))
     return manifest
-
-
-def origins_path(prefix: str) -> str:
-    """The file that says which file each document of a shard came from: for each the index of its file in the manifest.
-    `prepare` writes it for shards of several files and `inspect` reads it; a shard is whole without."""
-    return f"{prefix}.origins"
-
-
-def file_of(document: int, manifest: ShardManifest, prefix: str) -> str | None:
-    """The name of the file that a document came from; None where that is unknown."""
-    files, path = manifest.source_files, origins_path(prefix)
-    if len(files) == 1:
-        return files[0].name
-    try:
-        origins = np.memmap(path, ORIGINS_DTYPE, "r")
-        return files[origins[document]].name if len(origins) == manifest.documents else None
-    except (OSError, ValueError, IndexError):
-        return None
 
 
 def without_manifest(prefixes: Sequence[str]) -> str:

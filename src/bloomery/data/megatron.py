@@ -7,9 +7,9 @@ are built once and kept in a cache; how they are built is in megatron_order.py.
 from __future__ import annotations
 
 import fcntl
+import io
 import json
 import os
-import secrets
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, fields
@@ -20,8 +20,8 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from bloomery.base.errors import DataError, Problem, StorageError
-from bloomery.base.storage import open_plain, publish, reason
+from bloomery.base.errors import DataError, Problem
+from bloomery.base.storage import open_plain, write_atomically, writing, written_to
 from bloomery.config.recipe import Recipe, SourceSection
 from bloomery.data.batch import ShardSource, Stream
 from bloomery.data.blend import TimelessBlend
@@ -74,12 +74,6 @@ class MegatronSource(ShardSource):
     def epochs(self, samples: int) -> float:
         """The end of the text need not be that of a sample."""
         return samples * self.seq_length / self.shape.tokens_per_epoch
-
-    def standing(self, samples: int) -> tuple[int, int] | None:
-        shape = self.shape
-        if shape.separate_last and samples >= shape.samples_shuffled_first:
-            return shape.epochs - 1, samples - shape.samples_shuffled_first
-        return (0, samples) if shape.epochs - shape.separate_last == 1 else None
 
     def locate(self, ordinals: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """The epochs count tokens: those that are shuffled together mix."""
@@ -196,41 +190,30 @@ class IndexCache:
         """The arrays of these names that `build` returns, from the disk if they were ever built for this key, which
         must decide them."""
         stem = f"{kind}-{xxhash.xxh3_128_hexdigest(json.dumps(key, sort_keys=True).encode())}"
-        if {*(found := self._load(stem))} >= {*names}:
+        if found := self._load(stem, names):
             return found
-        try:
+        with written_to("data.cache_dir"), writing(self.folder, "keep index caches in"):
             self.folder.mkdir(parents=True, exist_ok=True)
             with open(self.folder / ".lock", "rb", opener=_created) as lock:
                 with suppress(OSError):  # without locks, each process builds
                     fcntl.flock(lock, fcntl.LOCK_EX)
-                if not {*(found := self._load(stem))} >= {*names}:
-                    for name, array in build().items():
-                        self._store(f"{stem}.{name}", array)
-                    found = self._load(stem)
-            return {name: found[name] for name in names}
-        except (OSError, KeyError) as error:
-            why = reason(error) if isinstance(error, OSError) else f"{stem} reads back otherwise than it was written"
-            remedy = "choose a data.cache_dir that can be written and has room, or repair this one"
-            raise StorageError(Problem(f"cannot keep index caches in {self.folder}: {why}", remedy=remedy)) from error
+                if found := self._load(stem, names):
+                    return found
+                for name, array in build().items():
+                    np.save(content := io.BytesIO(), array, allow_pickle=False)
+                    checksum = xxhash.xxh3_128_hexdigest(content.getbuffer())
+                    write_atomically(self.folder / f"{stem}.{name}.{checksum}.npy", content.getvalue())
+        return self._load(stem, names)
 
-    def _store(self, stem: str, array: NDArray[Any]) -> None:
-        partial = self.folder / f".{stem}.{secrets.token_hex(4)}"
-        try:
-            with open(partial, "xb") as file:
-                np.save(file, array, allow_pickle=False)
-            publish(partial, self.folder / f"{stem}.{file_checksum(partial)}.npy")
-        finally:
-            partial.unlink(missing_ok=True)
-
-    def _load(self, stem: str) -> Arrays:
-        """The arrays that are whole, by name."""
+    def _load(self, stem: str, names: Collection[str]) -> Arrays:
+        """These arrays; empty where one of them is missing or damaged."""
         found = {}
         for path in self.folder.glob(f"{stem}.*.npy"):
             with suppress(OSError, ValueError):
                 _, name, checksum, _ = path.name.split(".")
                 if file_checksum(path) == checksum:
                     found[name] = np.load(path, mmap_mode="r", allow_pickle=False)
-        return found
+        return found if {*found} >= {*names} else {}
 
 
 def _created(path: str, flags: int) -> int:

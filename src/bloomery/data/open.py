@@ -101,16 +101,11 @@ class _Opening:
         if recipe.tokenizer is None:
             return
         try:
-            tokenizer = Tokenizer.load(recipe.tokenizer.path)
+            self.tokenizer = tokenizer = Tokenizer.load(recipe.tokenizer.path)
             self._mask_vocabulary = MaskVocabulary.of(tokenizer) if self._is_encoder else None
+            tokenizer.check_fits(recipe.model.vocab_size, f"use model.vocab_size={tokenizer.vocab_size}")
         except DataError as error:
             self.problems += error.problems
-            return
-        self.tokenizer = tokenizer
-        have, room = tokenizer.vocab_size, recipe.model.vocab_size
-        if have > room:
-            what = f"the tokenizer has {have} entries but model.vocab_size is {room}"
-            self.problems.append(Problem(what, remedy=f"use model.vocab_size={have}", place=tokenizer.path))
 
     def sources(self, sections: Sequence[SourceSection], part: Part) -> list[ShardSource]:
         opened, samples = [], [0] * len(sections)

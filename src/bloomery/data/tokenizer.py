@@ -137,6 +137,12 @@ class Tokenizer:
     def eod_id(self) -> int:
         return self.special_tokens[self.eod_token]
 
+    def check_fits(self, vocab_size: int, remedy: str) -> None:
+        """DataError where a model with this vocabulary lacks a row for some token."""
+        if self.vocab_size > vocab_size:
+            what = f"the tokenizer has {self.vocab_size} entries but model.vocab_size is {vocab_size}"
+            raise DataError(Problem(what, "every token needs a row of the embedding", remedy, self.path))
+
     @cached_property
     def content_hash(self) -> str:
         """sha256 of what decides the ids, as the tokenizers library saves it and with sorted keys, and `-ids`. Moving,

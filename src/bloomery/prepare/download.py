@@ -40,6 +40,7 @@ FIRST_WAIT_SECONDS, LONGEST_WAIT_SECONDS = 0.5, 60.0
 """Between attempts; doubled with every failure in a row."""
 _LONGEST_RETRY_AFTER_SECONDS = 3600.0
 _BLOCK_BYTES = 1 << 20
+_FINAL = (FileNotFoundError, IsADirectoryError, PermissionError, ValueError, AttributeError, TypeError, LookupError)
 _FORM = "a manifest is a list of {url, size, sha256 or md5 or xxh3, path}, of which all but url may be left out"
 
 
@@ -172,9 +173,7 @@ def _fetch(wanted: RemoteFile, path: Path, retries: int, timeout_seconds: float,
     """The retry loop. What has arrived waits in a hidden file, which no glob takes for data."""
     part = path.with_name(f".{path.name}.part")
     failures, furthest, wait_seconds = 0, _size_of(part), 0.0
-    while True:
-        if stop.wait(wait_seconds):
-            raise FetchError("stopped")
+    while not stop.wait(wait_seconds):
         try:
             if not wanted.hashes:  # the version of the file that the first bytes are of is unknown
                 part.unlink(missing_ok=True)
@@ -195,14 +194,14 @@ def _fetch(wanted: RemoteFile, path: Path, retries: int, timeout_seconds: float,
                 raise FetchError(f"{error} (gave up after {failures} attempts)") from error
             back_off = random.uniform(0.25, 0.5) * min(LONGEST_WAIT_SECONDS, FIRST_WAIT_SECONDS * 2**failures)
             wait_seconds = max(back_off, min(error.wait_seconds, _LONGEST_RETRY_AFTER_SECONDS))
+    raise FetchError("stopped")
 
 
 def _receive(wanted: RemoteFile, part: Path, timeout_seconds: float, stop: Event) -> None:
     """Append what is missing. Read errors are retried, write errors are the user's."""
-    begun = _size_of(part) if _size_of(part) <= (wanted.size or float("inf")) else 0
     with ExitStack() as stack:
         with _network_errors(wanted.url):
-            have, total, read = _opened(wanted.url, begun, timeout_seconds, stack)
+            have, total, read = _opened(wanted.url, _size_of(part), timeout_seconds, stack)
         file = stack.enter_context(open(part, "ab", 0, opener=open_plain))
         whole = total if wanted.size is None else wanted.size
         if whole is None and not wanted.hashes:
@@ -245,8 +244,6 @@ def _opened(
     that reads some more of them)."""
     if not re.match("https?://", url, re.I):
         store, path = open_store(url)
-        if store.isdir(path):
-            raise FetchError("it is a folder, not a file")
         file = stack.enter_context(store.open(path, "rb"))
         file.seek(offset)
         return offset, store.info(path).get("size"), partial(file.read, _BLOCK_BYTES)
@@ -277,10 +274,8 @@ def _network_errors(url: str) -> Iterator[None]:
         raise
     except DataError as error:
         raise FetchError(f"it {error.problems[0].what}: {error.problems[0].remedy}") from error
-    except FileNotFoundError as error:
-        raise FetchError("there is no such file") from error
     except Exception as error:  # every library has its own
-        is_final = isinstance(error, ValueError | PermissionError | AttributeError | TypeError | LookupError)
+        is_final = isinstance(error, _FINAL)
         is_http = re.match("https?://", url, re.I)
         if is_http and is_final:
             raise FetchError("its URL, or one that it redirects to, is not valid") from error

@@ -25,7 +25,7 @@ from pydantic import NonNegativeInt, TypeAdapter
 
 from bloomery.base.bounded import read_json
 from bloomery.base.errors import DataError, Problem
-from bloomery.base.storage import open_plain, own_folder, remove_tree, try_lock, write_all, writing
+from bloomery.base.storage import open_plain, own_folder, remove_tree, try_lock, write_all, write_atomically, writing
 from bloomery.data.shards import file_checksum
 
 _TEMPORARY = ".tmp-"
@@ -81,9 +81,7 @@ class PartsFolder:
         """Runs that share the units may work beside each other, but none beside a run that merges them. The lock ends
         with the process and its children. Its file stays: without it two runs could each lock one of their own."""
         own_folder(self.path, parents=True)
-        with writing(
-            self._lock
-        ):  # on NFS a shared lock needs a file that is read, and an exclusive one that is written
+        with writing(self._lock):  # on NFS a shared lock needs a file to read, and an exclusive one a file to write
             lock = open(self._lock, "a+b", opener=open_plain)  # noqa: SIM115 - closed below
         give_up = time.monotonic() + _LOCK_TIMEOUT_SECONDS
         with lock:
@@ -122,10 +120,7 @@ class PartsFolder:
 
     def mark(self, part: ShardPart) -> None:
         """From now on the part counts."""
-        temporary = self.temporary(part.unit)
-        with writing(self.path):
-            temporary.write_text(json.dumps(dataclasses.asdict(part)))
-            os.replace(temporary, self.marker(part.unit))
+        write_atomically(self.marker(part.unit), json.dumps(dataclasses.asdict(part)))
 
     def verified(self, unit: int, key: str, files: Collection[int]) -> ShardPart | None:
         """The part of an earlier run, if its marker has this key and its file the bytes that the marker names, of

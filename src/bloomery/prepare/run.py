@@ -19,10 +19,10 @@ import xxhash
 
 from bloomery import __version__
 from bloomery.base.errors import DataError, Problem, first_few
-from bloomery.base.storage import open_plain, publish, writing, written_to
+from bloomery.base.storage import writing, written_to
 from bloomery.config.recipe import PrepareSection
 from bloomery.data import manifest as manifests
-from bloomery.data.manifest import ShardManifest, SourceCount, SourceFile, manifest_path, origins_path
+from bloomery.data.manifest import ShardManifest, SourceCount, SourceFile, manifest_path
 from bloomery.data.shards import PARTIAL, ShardReader, ShardWriter, file_checksum, token_dtype
 from bloomery.data.tokenizer import Tokenizer
 from bloomery.prepare.encoders import choose_encoder, reject_dropout
@@ -188,23 +188,17 @@ class Preparation:
     # ---------------------------------------------------------------- the shard
 
     def _merge(self, parts: list[ShardPart]) -> ShardManifest:
-        """Makes the .bin, the .idx, of several files the .origins, and at last the manifest."""
+        """Makes the .bin, the .idx, and at last the manifest."""
         output = self.output
         dropped = {reason: sum(part.dropped[reason] for part in parts) for reason in REASONS}
         counts, source_of = np.zeros((len(self._sources), 3), np.int64), np.array([file.source for file in self._files])
         for stale in glob(f"{escape(output)}{PARTIAL}*"):
             _remove(stale)
-        partial, final = self._folder.path / "origins", Path(origins_path(output))
-        with (
-            writing(self._folder.path),
-            ShardWriter(output, self._folder.dtype) as writer,
-            open(partial, "wb", opener=open_plain) as origins,
-        ):
+        with writing(self._folder.path), ShardWriter(output, self._folder.dtype) as writer:
             merge = Merge(parts, self._folder)
             if self._settings.deduplicate:
                 dropped[DUPLICATE] += merge.find_duplicates()
             for table in merge.write(writer, shuffle=self._settings.shuffle_seed is not None):
-                origins.write(np.ascontiguousarray(table["file"]).data)
                 rows = np.ones(len(table), np.int64), table["tokens"], table["text_bytes"]
                 np.add.at(counts, source_of[table["file"]], np.column_stack(rows))
                 self._advance(merged=writer.num_documents / merge.num_documents)
@@ -213,12 +207,8 @@ class Preparation:
                 what = "; ".join([f"no document is left ({why or 'there is no text'})", *self._without_bytes()])
                 rule, remedy = "a shard needs at least one document", "correct prepare.sources or the filters"
                 raise DataError(Problem(what, rule, remedy, output))
-            origins.flush()
             # An older manifest must not describe the new shard, not even for the moment until its own is written.
             _remove(manifest_path(output))
-            _remove(final)
-            if len(self._files) > 1:
-                publish(partial, final)
         manifest = ShardManifest(
             **self._decisive(),
             documents=writer.num_documents,

@@ -9,7 +9,7 @@ from dataclasses import fields
 
 from bloomery.base.errors import DataError, Problem
 from bloomery.base.storage import writing, written_to
-from bloomery.data.manifest import ShardManifest, manifest_path, origins_path, read_manifest
+from bloomery.data.manifest import ShardManifest, manifest_path, read_manifest
 from bloomery.data.shards import file_checksum
 from bloomery.prepare.run import AGAIN, Preparation, Progress
 
@@ -58,7 +58,7 @@ def _difference(manifest: ShardManifest, expected: ShardManifest) -> str:
 
 def _other_bytes(prefix: str, expected_prefix: str) -> str:
     """The first of the files of two shards that differs; empty where none does."""
-    for ending in (".bin", ".idx", origins_path("")):
+    for ending in (".bin", ".idx"):
         path, expected = prefix + ending, expected_prefix + ending
         with writing(path, "read"):
             if len({file_checksum(each) if os.path.exists(each) else "" for each in (path, expected)}) > 1:

@@ -146,13 +146,10 @@ def _check_tokenizer(folder: Path, vocab_size: int) -> None:
         return
     remedy = "fix it, or import a copy of the folder without it and name one with tokenizer.path=..."
     try:
-        found = Tokenizer.load(str(folder)).vocab_size
+        Tokenizer.load(str(folder)).check_fits(vocab_size, remedy)
         read_settings(str(folder))
     except DataError as error:
         raise DataError([*error.problems, Problem(f"the tokenizer of {folder} cannot be used", "", remedy)]) from error
-    if found > vocab_size:
-        what = f"the tokenizer has {found} entries but vocab_size is {vocab_size}"
-        raise DataError(Problem(what, "every token needs a row of the embedding", remedy, str(folder)))
 
 
 def _checked_sources(weights: HfWeights, config: ModelSection) -> list[Entry]:
