@@ -92,12 +92,14 @@ def test_a_training_follows_no_link_out_of_its_folder(
     def begin() -> None:
         shutil.rmtree(run, ignore_errors=True)
         shutil.copytree(trained, run)
+        if name == "checkpoints/retired":  # so that there is something to retire
+            workshop.train(SAVES[0], "train.exit_after=2 steps")
 
     def go_on() -> int:
         words = ["train", str(workshop.recipe), *SAVES, "train.exit_after=60s", "--run-dir", str(run)]
         words += ["train.for=6 steps", "lr.decay=null", "checkpoint.debris=keep"] if "debris" in name else []
         words += ["monitor.tensorboard=true"] if name == "tensorboard" else []
-        words += ["--from", "1"] if name == "checkpoints/retired" else []
+        words += ["--from", "2"] if name == "checkpoints/retired" else []
         code, _, err = command(*words, "--device", "cpu", "--quiet")
         assert "Traceback" not in err
         assert command("report", str(run))[0] in (0, 3, 5)
