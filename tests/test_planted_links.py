@@ -94,6 +94,8 @@ def test_a_training_follows_no_link_out_of_its_folder(
         shutil.copytree(trained, run)
         if name == "checkpoints/retired":  # so that there is something to retire
             workshop.train(SAVES[0], "train.exit_after=2 steps")
+        if name == "checkpoints/debris":  # and something to keep
+            (run / "checkpoints" / ".step-00000001-y.tmp").mkdir()
 
     def go_on() -> int:
         words = ["train", str(workshop.recipe), *SAVES, "train.exit_after=60s", "--run-dir", str(run)]
