@@ -99,7 +99,7 @@ def test_a_training_follows_no_link_out_of_its_folder(
 
     def go_on() -> int:
         words = ["train", str(workshop.recipe), *SAVES, "train.exit_after=60s", "--run-dir", str(run)]
-        words += ["train.for=6 steps", "lr.decay=null", "checkpoint.debris=keep"] if "debris" in name else []
+        words += ["checkpoint.debris=keep"] if "debris" in name else []
         words += ["monitor.tensorboard=true"] if name == "tensorboard" else []
         words += ["--from", "2"] if name == "checkpoints/retired" else []
         code, _, err = command(*words, "--device", "cpu", "--quiet")
