@@ -115,6 +115,11 @@ class Handler(BaseHTTPRequestHandler):
                 self.wfile.write(b"%x\r\n%s\r\n" % (len(piece), piece))
             if details != ["cut"]:
                 self.wfile.write(b"0\r\n\r\n")
+        elif what == "trickle":
+            self.send(content, 0, 1)
+            for number in range(1, len(content)):
+                self.wfile.write(content[number : number + 1])
+                time.sleep(0.02)
         elif what == "no length":
             self.send_response(200)
             self.end_headers()
@@ -327,6 +332,17 @@ def test_a_length_that_nobody_knows_is_no_success(tmp_path: Path, server: Server
     entry = server.add("a.bin", 100, ("no length",))
     (failure,) = get(tmp_path, [{"url": entry["url"]}]).failures
     assert "does not say how long it is" in failure["reason"]
+
+
+def test_a_server_that_trickles_or_never_ends_is_left(
+    tmp_path: Path, server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(download_module, "_MOST_UNKNOWN_BYTES", 1000)
+    entries = [server.add("slow", 5000, *[("trickle",)] * 9), server.add("endless", 5000, ("no length",))]
+    del entries[1]["size"]
+    slow, endless = get(tmp_path, entries, retries=1).failures
+    assert "less than 1024 bytes a second arrived (gave up after 2 attempts)" in slow["reason"]
+    assert "give its size in the manifest" in endless["reason"]
 
 
 def test_user_and_password_of_a_url_go_to_its_host_alone(tmp_path: Path, server: Server) -> None:

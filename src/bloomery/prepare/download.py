@@ -10,6 +10,7 @@ import hashlib
 import os
 import random
 import re
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import as_completed
@@ -39,6 +40,10 @@ AGAIN = "; run the command again afterwards: what is complete is kept"
 FIRST_WAIT_SECONDS, LONGEST_WAIT_SECONDS = 0.5, 60.0
 """Between attempts; doubled with every failure in a row."""
 _LONGEST_RETRY_AFTER_SECONDS = 3600.0
+_LEAST_BYTES_PER_SECOND = 1 << 10
+"""A connection that brings less than this for the time of the timeout is ended, and does not count as a step ahead."""
+_MOST_UNKNOWN_BYTES = 4 << 30
+"""Of a file whose length neither the manifest nor the server knows."""
 _BLOCK_BYTES = 1 << 20
 _FINAL = (FileNotFoundError, IsADirectoryError, PermissionError, ValueError, AttributeError, TypeError, LookupError)
 _FORM = "a manifest is a list of {url, size, sha256 or md5 or xxh3, path}, of which all but url may be left out"
@@ -114,9 +119,18 @@ class DownloadResult:
 class FetchError(Exception):
     """The file cannot be downloaded; the text is the reason. Another attempt may help if it is `retryable`."""
 
-    def __init__(self, why: str, retryable: bool = False, start_over: bool = False, wait_seconds: float = 0.0) -> None:
+    def __init__(
+        self,
+        why: str,
+        retryable: bool = False,
+        start_over: bool = False,
+        wait_seconds: float = 0.0,
+        step_bytes: float = 0.0,
+    ) -> None:
+        """`step_bytes`: what the attempt must have brought beyond, to count as one that got further."""
         super().__init__(why)
         self.retryable, self.start_over, self.wait_seconds = retryable or start_over, start_over, wait_seconds
+        self.step_bytes = step_bytes
 
 
 @written_to("--output", AGAIN)
@@ -131,7 +145,7 @@ def download(
 ) -> DownloadResult:
     """Bring every file into `folder`. Files that cannot be downloaded are in the result; StorageError ends it at once.
 
-    `retries`: attempts after the first, counted from 0 again whenever one has received more of the file.
+    `retries`: attempts after the first, counted from 0 again whenever one has brought the file further.
     """
     result = DownloadResult(files=len(wanted))
     make_folder(folder)
@@ -186,7 +200,7 @@ def _fetch(wanted: RemoteFile, path: Path, retries: int, timeout_seconds: float,
         except FetchError as error:
             if not error.retryable:
                 raise
-            failures = 1 if _size_of(part) > furthest else failures + 1
+            failures = 1 if _size_of(part) - furthest > error.step_bytes else failures + 1
             furthest = max(furthest, _size_of(part))
             if error.start_over:
                 part.unlink(missing_ok=True)
@@ -209,7 +223,8 @@ def _receive(wanted: RemoteFile, part: Path, timeout_seconds: float, stop: Event
         if total not in (None, whole):
             raise FetchError(f"the server has {total} bytes, the manifest says {whole}", start_over=True)
         file.truncate(have)
-        while whole is None or have <= whole:
+        begun, before, least = time.monotonic(), have, _LEAST_BYTES_PER_SECOND * timeout_seconds
+        while have <= (_MOST_UNKNOWN_BYTES if whole is None else whole):
             with _network_errors(wanted.url):
                 block = bytes(read())
             if not block:
@@ -218,6 +233,13 @@ def _receive(wanted: RemoteFile, part: Path, timeout_seconds: float, stop: Event
             have += len(block)
             if stop.is_set():
                 raise FetchError("stopped")
+            if time.monotonic() - begun > timeout_seconds:
+                if have - before < least:
+                    why = f"less than {_LEAST_BYTES_PER_SECOND} bytes a second arrived"
+                    raise FetchError(why, retryable=True, step_bytes=least)
+                begun, before = time.monotonic(), have
+    if whole is None and have > _MOST_UNKNOWN_BYTES:
+        raise FetchError(f"{have} bytes arrived, and nobody knows how many there are: give its size in the manifest")
     if whole not in (None, have):
         raise FetchError(f"{have} of {whole} bytes arrived", retryable=True, start_over=have > (whole or 0))
 
