@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -97,45 +98,48 @@ def test_norms_of_queries_and_keys_pass_and_json_is_the_certificate(
 # ---------------------------------------------------------------- layouts that are wrong
 
 
-@pytest.fixture(scope="module")
-def faulty(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Every fault of planted_faults.FAULTS in a layout of its own, beside one reference."""
-    folder = tmp_path_factory.mktemp("faulty")
-    source = write_recipe(folder, model={"family": "bloom", "num_layers": 2}, data={"eod_loss": False})
+@dataclass(frozen=True)
+class Found:
+    """What the certificate says of a planted fault."""
+
+    first: str
+    """How its first reason begins."""
+    also: str = ""
+    """What stands somewhere in its reasons."""
+
+
+FOUND = {
+    "tied_gradients_are_not_added": Found("gradients of step 1: 1 of 29 differ, embed.tokens.weight by"),
+    "norms_are_not_summed": Found("gradients of step 1: 4 of", "attention_norm"),  # weight and bias of two layers
+    "losses_are_averaged_by_micro_batch": Found("gradients of step 1: 29 of 29 differ"),
+    "replicated_weights_count_twice": Found("global grad norm of step 1 is ", "some are counted twice or not at all"),
+    "every_rank_takes_the_first_slopes": Found("gradients of step 1: 29 of 29 differ, layers.", "attention.qkv"),
+    "replicas_read_the_same_samples": Found("data order: step 1, sample", "not read"),
+    "pieces_lie_elsewhere": Found("continued from single at step 1: "),
+    "rank_one_dies": Found("the training failed on rank 1: AssertionError: planted: rank 1 stumbles"),
+}
+
+
+def test_every_planted_fault_is_found_and_named_beside_what_is_right(tmp_path: Path, subtests: pytest.Subtests) -> None:
+    """Each in a layout of its own, beside one reference and one layout without a fault."""
+    source = write_recipe(tmp_path, model={"family": "bloom", "num_layers": 2}, data={"eod_loss": False})
     layouts = ",".join([*planted_faults.FAULTS, "pp2-dp1"])
-    return certificate_of(source, layouts, folder, planted_faults.faults_by_layout)
-
-
-@pytest.mark.parametrize(
-    ("fault", "first", "also"),
-    [
-        ("tied_gradients_are_not_added", "gradients of step 1: 1 of 29 differ, embed.tokens.weight by", ""),
-        ("norms_are_not_summed", "gradients of step 1: 4 of", "attention_norm"),  # weight and bias of two layers
-        ("losses_are_averaged_by_micro_batch", "gradients of step 1: 29 of 29 differ", ""),
-        ("replicated_weights_count_twice", "global grad norm of step 1 is ", "some are counted twice or not at all"),
-        ("every_rank_takes_the_first_slopes", "gradients of step 1: 29 of 29 differ, layers.", "attention.qkv"),
-        ("replicas_read_the_same_samples", "data order: step 1, sample", "not read"),
-        ("pieces_lie_elsewhere", "continued from single at step 1: ", ""),
-        ("rank_one_dies", "the training failed on rank 1: AssertionError: planted: rank 1 stumbles", ""),
-    ],
-)
-def test_a_planted_fault_is_found_and_named(faulty: dict[str, Any], fault: str, first: str, also: str) -> None:
-    planted = next(layout for layout, each in planted_faults.FAULTS.items() if each.__name__ == fault)
-    row = next(row for row in faulty["layouts"] if row["layout"] == planted)
-    assert row["verdict"] == "fail", table(faulty)
-    assert row["reasons"][0].startswith(first)
-    assert also in "\n".join(row["reasons"])
-    if fault == "rank_one_dies":
-        assert "Traceback" in row["details"]
-    if fault == "losses_are_averaged_by_micro_batch":
-        assert "lm loss of step 1" not in "".join(row["reasons"]), "what is learned is wrong, not what is reported"
-
-
-def test_what_is_right_passes_beside_the_faults(faulty: dict[str, Any]) -> None:
+    faulty = certificate_of(source, layouts, tmp_path, planted_faults.faults_by_layout)
+    rows = {row["layout"]: row for row in faulty["layouts"]}
+    planted = {fault.__name__: rows[layout] for layout, fault in planted_faults.FAULTS.items()}
+    assert planted.keys() == FOUND.keys()
+    for name, found in FOUND.items():
+        with subtests.test(name):
+            assert planted[name]["verdict"] == "fail", table(faulty)
+            assert planted[name]["reasons"][0].startswith(found.first)
+            assert found.also in "\n".join(planted[name]["reasons"])
+    assert "Traceback" in planted["rank_one_dies"]["details"]
+    averaged = "".join(planted["losses_are_averaged_by_micro_batch"]["reasons"])
+    assert "lm loss of step 1" not in averaged, "what is learned is wrong, not what is reported"
     assert faulty["verdict"] == "fail"
-    assert [row["layout"] for row in faulty["layouts"] if row["verdict"] == "pass"] == ["pp2-dp1"], table(faulty)
+    assert [row["layout"] for row in rows.values() if row["verdict"] == "pass"] == ["pp2-dp1"], table(faulty)
     assert faulty["reference"]["verdict"] == "pass", "it resumed from what was right"
-    (remark,) = [remark for row in faulty["layouts"] for remark in row["remarks"] if "not judged" in remark]
+    (remark,) = [remark for row in rows.values() for remark in row["remarks"] if "not judged" in remark]
     assert "differs itself" in remark
 
 
