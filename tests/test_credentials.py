@@ -28,7 +28,7 @@ from bloomery.data.manifest import read_manifest
 from bloomery.launch.local import run_local_ranks
 from checkpoints import change_manifest
 from conftest import Workshop
-from prepare_samples import jsonl, make, make_texts, make_tokenizer
+from prepare_samples import jsonl, make, make_texts, make_tokenizer, write_jsonl
 
 Command = Callable[..., tuple[int, str, str]]
 SECRET = "SeKr3tw0rd"
@@ -292,12 +292,13 @@ def test_prepare_logs_in_with_netrc(workshop: Workshop, guarded: str, monkeypatc
 def test_files_are_created_with_the_umask_of_the_user(
     workshop: Workshop, command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    write_jsonl(workshop.folder / "texts.jsonl", make_texts(20))
     before = os.umask(0o027)
     try:
         overrides = ["checkpoint.phases=[{every: 2 steps}]", "monitor.tensorboard=true", "train.exit_after=2 steps"]
         run = workshop.train(*overrides, f"checkpoint.upload={{to: '{workshop.folder}/far'}}")
         assert command("report", str(run))[0] == 0
-        make(make_tokenizer(workshop.folder / "made" / "t"), sources=["python-stdlib"], output="made/x")
+        make(make_tokenizer(workshop.folder / "made" / "t"), sources=["texts.jsonl"], output="made/x")
     finally:
         os.umask(before)
     made = [path for top in ("run", "far", "made") for path in (workshop.folder / top).rglob("*")]

@@ -16,16 +16,19 @@ import shlex
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
+import rank_commands
 from bloomery.base import exit_codes
-from bloomery.cli.main import COMMANDS
+from bloomery.cli.main import COMMANDS, main
 from bloomery.config.load import load_recipe, shipped_recipes
+from bloomery.launch.local import run_local_ranks
 from bloomery.monitor import names
 from bloomery.monitor.record import StepRecord, ValidationRecord
 from bloomery.monitor.tensorboard import AXES, scalars
@@ -88,9 +91,27 @@ def with_commands() -> list[Path]:
     return [page for page in PAGES if any(block.language in ("console", "yaml") for block in blocks(page))]
 
 
+@pytest.fixture
+def here(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch, command: Command) -> Command:
+    """Like `command`, with what several ranks print, who do so for themselves."""
+    log = tmp_path_factory.mktemp("ranks") / "log"
+    logged = partial(rank_commands.logged, main, str(log))
+
+    def run_ranks(size: int, _: object, words: Sequence[str], *, preload: Sequence[str]) -> int:
+        return run_local_ranks(size, logged, words, preload=preload)
+
+    def run(*words: str) -> tuple[int, str, str]:
+        log.write_text("")
+        code, out, err = command(*words)
+        return code, out + log.read_text(), err
+
+    monkeypatch.setattr("bloomery.cli.train.run_local_ranks", run_ranks)
+    return run
+
+
 @pytest.mark.parametrize("page", with_commands(), ids=lambda page: str(page.relative_to(ROOT)))
 def test_every_command_of_a_document_does_what_it_says(
-    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Command
+    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, here: Command
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "benchmarks").symlink_to(ROOT / "benchmarks")
@@ -100,7 +121,7 @@ def test_every_command_of_a_document_does_what_it_says(
         elif block.language == "python":
             exec(compile("\n".join(block.lines), str(page), "exec"), {})
         elif block.language == "console":
-            run_block(block, command)
+            run_block(block, here)
 
 
 def run_block(block: Block, command: Command) -> None:
@@ -121,10 +142,9 @@ def run_block(block: Block, command: Command) -> None:
 def run(step: Step, command: Command) -> tuple[int, str]:
     if "^C" in step.shown:
         return run_and_interrupt(step.command)
-    starts_ranks = re.search(r"bloomery train .*parallel\.", step.command)  # they print for themselves
     needs_shell = re.search(r"[&|;<>\n]|\$\(", step.command)
-    if step.command.startswith("bloomery ") and not needs_shell and not starts_ranks:
-        code, out, err = command(*shlex.split(step.command)[1:])  # here, to import torch only once
+    if step.command.startswith("bloomery ") and not needs_shell:
+        code, out, err = command(*shlex.split(step.command)[1:])
         return code, out + err
     done = subprocess.run(
         ["bash", "-e", "-c", step.command],

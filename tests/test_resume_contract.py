@@ -6,8 +6,6 @@ import json
 import re
 import shlex
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +16,7 @@ from bloomery.monitor.history import read_metrics
 from bloomery.train.contract import on_resume
 from checkpoints import assert_same_tensors
 from conftest import Workshop, write_shard
+from test_parallel import run_ranks, said
 
 STOP = "train.exit_after=5 steps"
 
@@ -262,10 +261,8 @@ def test_orders_of_a_whole_run_refuse_what_would_reorder_the_past(
 def test_ranks_agree_on_a_change_and_report_a_refusal_once(workshop: Workshop) -> None:
     two = ("launch={gpus_per_node: 2}", "batch.micro_batch_size=2", "train.for=4 steps")
     workshop.train(*two, "train.exit_after=2 steps")
-    words = ["train", str(workshop.recipe), *two, "lr.peak=0.005", "--run-dir", "run", "--device", "cpu"]
-    refused = subprocess.run([sys.executable, "-m", "bloomery", *words], capture_output=True, text=True, timeout=120)
-    assert refused.returncode == 3
-    assert refused.stderr.count("lr.peak is 0.005 but the checkpoint has 0.01") == 1, refused.stderr
+    assert run_ranks(workshop, *two, "lr.peak=0.005") == 3
+    assert said(workshop).count("lr.peak is 0.005 but the checkpoint has 0.01") == 1, said(workshop)
     run = workshop.train(*two, "lr.peak=0.005", changes=["lr.peak"])
     assert workshop.events(run, "start")[-1]["ranks"] == 2
     (event,) = workshop.events(run, "changed")
