@@ -11,7 +11,7 @@ fenced happens in the shared folder in both tiers; only the bytes of the tensors
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -75,9 +75,8 @@ class Retention:
     uploader: Uploads | None = None
     known: int | None = None
     """The step that this job has loaded or saved last. Without one nothing is deleted to make room."""
-    proven_until: int = -1
-    given_up: range = range(0)
-    """Which checkpoints are good (see good_steps). The newest of them stays, because this one is not proven yet."""
+    is_good: Callable[[int], bool] = lambda step: False
+    """Which steps have a good checkpoint. The newest of them stays, because this one is not proven yet."""
     is_suspicious: bool = False
     """The state may be worse than that of older checkpoints: nothing is deleted."""
     is_final: bool = False
@@ -100,7 +99,7 @@ class Retention:
         return [] if self.is_suspicious else self._retain(set())
 
     def _retain(self, spare: set[int]) -> list[str]:
-        good = good_steps(self.tier.root, proven_until=self.proven_until, given_up=self.given_up)
+        good = good_steps(self.tier.root, self.is_good)
         spare |= {*islice(good, 1), *(self.uploader.protected() if self.uploader else ())}
         return apply_retention(self.tier.writer, self.tier.keep, spare=spare)
 
@@ -126,12 +125,11 @@ def kept_by(manifests: Mapping[int, Mapping[str, Any]], keep: KeepSection) -> se
     return kept_steps(list(manifests), keep, losses, suspicious)
 
 
-def good_steps(root: Path, *, proven_until: int, given_up: range) -> Iterator[int]:
-    """Complete checkpoints that are known to be good, the newest first: up to the step that later steps have proven,
-    except those that a rewind gave up and those saved in a stretch of spikes or NaNs."""
-    steps: Iterable[int] = map(folders.step_of, reversed(folders.complete_checkpoints(root)))
-    wanted = (step for step in steps if step <= proven_until and step not in given_up)
-    return (step for step in wanted if not _manifest(root / folders.step_name(step)).get(SUSPICIOUS))
+def good_steps(root: Path, is_good: Callable[[int], bool]) -> Iterator[int]:
+    """Complete checkpoints that are known to be good, the newest first, without those saved in a stretch of spikes or
+    NaNs."""
+    steps = filter(is_good, map(folders.step_of, reversed(folders.complete_checkpoints(root))))
+    return (step for step in steps if not _manifest(root / folders.step_name(step)).get(SUSPICIOUS))
 
 
 def _manifest(folder: Path) -> Mapping[str, Any]:

@@ -68,8 +68,7 @@ def rewind(run: Run, state: TrainState) -> None:
 
 
 def _last_good(run: Run, state: TrainState, *, tensors: bool = True) -> Checkpoint | None:
-    proven_until, given_up = state.spikes.proven_until(state.step), state.spikes.given_up
-    found = good_steps(run.durable.root, proven_until=proven_until, given_up=given_up)
+    found = good_steps(run.durable.root, state.spikes.good_at(state.step))
     for step in run.ranks.broadcast(list(found) if run.ranks.rank == 0 else []):
         with suppress(DataError):
             return read_checkpoint(run.durable.root / step_name(step), ranks=run.ranks, tensors=tensors)

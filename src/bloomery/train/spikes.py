@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import median
 
@@ -79,14 +79,11 @@ class SpikeWatch:
             self.grad_norms = [*self.grad_norms[1 - _WINDOW :], grad_norm]
         return False
 
-    def proven_until(self, step: int) -> int:
-        """The newest step whose checkpoint enough normal steps have followed, in a run that is at `step`."""
-        return (self.since or step + 1) - 1 - PROOF_STEPS
-
-    @property
-    def given_up(self) -> range:
-        """Steps between the checkpoint of the last rewind and where it continued."""
-        return range(self.rewound[0] + 1, self.rewound[1]) if self.rewound else range(0)
+    def good_at(self, step: int) -> Callable[[int], bool]:
+        """Which steps have a good checkpoint, in a run that is at `step`: enough normal steps have followed, and it is
+        not between the checkpoint of the last rewind and where that continued."""
+        last, (first, end) = (self.since or step + 1) - 1 - PROOF_STEPS, self.rewound or (0, 0)
+        return lambda each: each <= last and not first < each < end
 
     def learn_again(self) -> SpikeWatch:
         """For a run that resumes with other data or another model: what was normal says nothing of what will be."""

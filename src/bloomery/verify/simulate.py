@@ -35,7 +35,7 @@ from bloomery.data.batch import Batch, Packing, causal_batch
 from bloomery.families.family import LM_LOSS, SOP_LOSS
 from bloomery.families.registry import FAMILIES
 from bloomery.model import attention, transformer
-from bloomery.model.attention import AttentionContext, choose_kernel
+from bloomery.model.attention import choose_kernel
 from bloomery.model.loss import row_losses
 from bloomery.parallel.apply import Parallelised, give_memory, outline
 from bloomery.parallel.context import own_tokens
@@ -302,13 +302,8 @@ class _FusedAttention(torch.autograd.Function):
         return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), None
 
 
-def _fused_attend(q: Tensor, k: Tensor, v: Tensor, context: AttentionContext, dropout: float = 0.0) -> Tensor:
-    bias, groups = context.bias, q.shape[1] // k.shape[1]
-    if context.kernel == "bias" and groups > 1:
-        k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
-    if bias is not None and bias.dtype != torch.bool:
-        bias = bias.to(q.dtype)
-    return cast(Tensor, cast(Any, _FusedAttention).apply(q, k, v, bias))
+def _fused_attention(q: Tensor, k: Tensor, v: Tensor, *_: Any, attn_mask: Tensor | None = None, **__: Any) -> Tensor:
+    return cast(Tensor, cast(Any, _FusedAttention).apply(q, k, v, attn_mask))
 
 
 @contextmanager
@@ -316,7 +311,8 @@ def fake_accelerator(meter: MemoryMeter) -> Iterator[None]:
     """Tensors are fake and counted, and models keep what the kernels of an accelerator keep."""
     with (
         patch.object(transformer, "choose_kernel", _accelerator_kernel),
-        patch.object(attention, "attend", _fused_attend),
+        patch.object(attention, "_flex", _fused_attention),
+        patch.object(F, "scaled_dot_product_attention", _fused_attention),
         patch.object(F, "dropout", _accelerator_dropout),
         patch.object(torch.UntypedStorage, "resize_", meter.counted_resize),
         FakeTensorMode(allow_non_fake_inputs=True),
