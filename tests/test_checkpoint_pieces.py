@@ -163,14 +163,6 @@ def test_a_view_is_saved_without_the_storage_behind_it(tmp_path: Path) -> None:
     assert torch.equal(found, view)
 
 
-def test_a_column_of_long_rows_is_loaded(tmp_path: Path) -> None:
-    whole = torch.arange(8 * 100_000, dtype=torch.float32).reshape(8, 100_000)
-    folder = save_checkpoint(tmp_path, step=1, pieces={"w": Piece.whole(whole)}, state={}, recipe_yaml="")
-    column = torch.zeros(8, 25_000)
-    load_pieces(read_checkpoint(folder, tensors=False), {"w": Piece(column, (8, 100_000), (0, 50_000))})
-    assert torch.equal(column, whole[:, 50_000:75_000])
-
-
 def test_loading_into_another_dtype_converts(tmp_path: Path) -> None:
     folder = save_checkpoint(tmp_path, step=1, pieces={"w": Piece.whole(torch.ones(4))}, state={}, recipe_yaml="")
     into = torch.zeros(4, dtype=torch.bfloat16)
@@ -212,7 +204,7 @@ def test_a_wrong_owner_is_caught_before_the_checkpoint_counts(
 def test_ranks_that_disagree_about_a_tensor_are_refused(tmp_path: Path) -> None:
     held = [{"w": Piece.whole(torch.ones(2))}, {"w": Piece(torch.ones(3), (3,), (0,), owned=False)}]
     raised = save(tmp_path, held)
-    assert "w is ('F32', (3,)) on rank 1 and ('F32', (2,)) on another" in str(raised[0])
+    assert "w is ('F32', (3,)) on one rank and ('F32', (2,)) on another" in str(raised[0])
 
 
 @pytest.mark.parametrize("failing", [0, 2, 3])
@@ -258,13 +250,6 @@ def test_no_code_is_in_a_checkpoint(tmp_path: Path) -> None:
     manifest = json.loads((folder / "manifest.json").read_text())
     assert set(manifest["files"]) == names - {"manifest.json"}
     assert set(read_checkpoint(folder, tensors=False).tensors) == set(WHOLE)
-
-
-def test_the_old_format_is_refused_by_number(tmp_path: Path) -> None:
-    folder = save_checkpoint(tmp_path, step=1, pieces={"w": Piece.whole(torch.ones(2))}, state={}, recipe_yaml="")
-    change_manifest(folder, format=1)
-    with pytest.raises(DataError, match=r"format 1. This Bloomery reads format 2. Use the version"):
-        read_checkpoint(folder)
 
 
 @pytest.mark.parametrize("text", ["", "{}", '{"tensors": {"w": {"shape": [2], "dtype": "F7", "pieces": []}}}', "[]"])

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Annotated, Any, Self
 
 import torch
-from pydantic import AfterValidator, Field
+from pydantic import Field
 from torch import Tensor
 
 from bloomery.base.errors import Problem, StorageError
@@ -26,16 +26,25 @@ from bloomery.base.ranks import Piece
 from bloomery.base.storage import reserve, sync, write_all
 from bloomery.checkpoint.folder import Count, FileFacts
 
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _MOST_PROBLEMS = 10
 Counts = Annotated[tuple[Count, ...], Field(max_length=3)]
 Kind = tuple[str, tuple[int, ...]]
 """dtype and shape."""
-
-
-def _known_dtype(name: str) -> str:
-    if name not in DTYPES:
-        raise ValueError("is no dtype of safetensors")
-    return name
 
 
 # ---------------------------------------------------------------- boxes and index
@@ -94,7 +103,7 @@ class SavedPiece(Box):
 @dataclass(frozen=True)
 class SavedTensor:
     shape: Counts
-    dtype: Annotated[str, AfterValidator(_known_dtype)]
+    dtype: Annotated[str, Field(pattern=f"^({'|'.join(DTYPES)})$")]
     """As safetensors call it: `F32`."""
     pieces: list[SavedPiece] = field(default_factory=list)
 
@@ -124,15 +133,11 @@ def held_tensors(pieces: Mapping[str, Piece], file: str) -> dict[str, SavedTenso
 def merge(held: Sequence[Mapping[str, SavedTensor]]) -> dict[str, SavedTensor]:
     """All tensors, of what each rank holds. StorageError unless every one is there exactly once."""
     tensors: dict[str, SavedTensor] = {}
-    problems = []
-    for rank, found in enumerate(held):
-        for name, each in found.items():
-            known = tensors.setdefault(name, SavedTensor(each.shape, each.dtype))
-            if known.kind != each.kind:
-                problems.append(f"{name} is {each.kind} on rank {rank} and {known.kind} on another")
-            known.pieces.extend(each.pieces)
-    problems += not_whole(tensors)
-    if problems:
+    for name, each in chain.from_iterable(found.items() for found in held):
+        known = tensors.setdefault(name, SavedTensor(each.shape, each.dtype))
+        assert known.kind == each.kind, f"{name} is {each.kind} on one rank and {known.kind} on another"
+        known.pieces.extend(each.pieces)
+    if problems := not_whole(tensors):
         what = f"{len(problems)} tensor(s) would not be saved completely: {'; '.join(problems[:_MOST_PROBLEMS])}"
         rule = "exactly one rank must own each element of each tensor"
         raise StorageError(Problem(what, rule, "this is a bug: report it"))
@@ -176,21 +181,6 @@ def index_text(held: Sequence[Mapping[str, SavedTensor]]) -> str:
 
 # ---------------------------------------------------------------- tensor files
 
-DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-}
-DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _BLOCK_BYTES = 2**24
 
 

@@ -91,7 +91,8 @@ def resume_point_at(
     state.history = now.plan.history
     state.saved_at = float(checkpoint.manifest.get("time") or 0.0)
     if any(each.field.startswith(("data.", "model.", "batch.")) for each in different):
-        state.spikes = state.spikes.learn_again()
+        # With other data or another model: what was normal says nothing of what will be.
+        state.spikes = replace(state.spikes, losses=[], grad_norms=[], ceiling=None)
     if recipe.precision != "fp16":
         state.loss_scale = None
     elif state.loss_scale is None:

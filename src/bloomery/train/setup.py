@@ -157,9 +157,7 @@ def _build(opened: Opened, roots: list[Path], closing: ExitStack, *, is_newest: 
     opened.journal.silent_when(lambda: durable.writer.fenced() is not None)
     mesh = make_mesh(Layout.of(recipe), device)
     optimizer, runner = _build_model(opened, mesh)
-    with agreed(ranks):  # now that the resume point is loaded
-        if ranks.rank == 0:
-            archive_stale(recipe, roots, past, opened.journal)
+    first_rank_does(ranks, partial(archive_stale, recipe, roots, past, opened.journal))  # the resume point is loaded
     with agreed(ranks):
         for tier in local:
             tier.prepare_node_dir()

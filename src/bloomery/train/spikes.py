@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from statistics import median
 
 RECOVERY_STEPS = 10
@@ -84,10 +84,6 @@ class SpikeWatch:
         not between the checkpoint of the last rewind and where that continued."""
         last, (first, end) = (self.since or step + 1) - 1 - PROOF_STEPS, self.rewound or (0, 0)
         return lambda each: each <= last and not first < each < end
-
-    def learn_again(self) -> SpikeWatch:
-        """For a run that resumes with other data or another model: what was normal says nothing of what will be."""
-        return replace(self, losses=[], grad_norms=[], ceiling=None)
 
 
 def _above(values: Sequence[float], factor: float, *, share: float, least: float = 0.0) -> float:

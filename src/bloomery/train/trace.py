@@ -9,10 +9,11 @@ from __future__ import annotations
 import hashlib
 import json
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from bloomery.base.ranks import ALONE, Ranks, agreed
+from bloomery.base.ranks import ALONE, Ranks, first_rank_does
 from bloomery.base.storage import make_folder, open_plain, writing
 from bloomery.checkpoint.save import save_checkpoint
 from bloomery.data.batch import GlobalBatch
@@ -39,9 +40,7 @@ class Tracer:
         self._seen += 1
         if self._seen <= self.sample_steps:
             everybody = self.ranks.gather(sample_hashes(batch))
-            with agreed(self.ranks):
-                if self.ranks.rank == 0:
-                    self._write_samples(step, everybody)
+            first_rank_does(self.ranks, partial(self._write_samples, step, everybody))
         if self._seen <= self.gradient_steps:
             pieces = {f"grad.{name}": piece for name, piece in gradients.pieces(scale=1.0 / loss_scale).items()}
             save_checkpoint(
