@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ import yaml
 from bloomery.cli.main import main
 from bloomery.data.shards import ShardWriter
 from forked import Forked
+from monitor_samples import mounted
 
 torch.set_num_threads(1)
 # Under nohup, SIGHUP is ignored, and so it would be by every training that a test starts.
@@ -138,6 +139,13 @@ def _same_kernels_as_a_new_process() -> None:
 def workshop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Workshop:
     monkeypatch.chdir(tmp_path)
     return Workshop(tmp_path)
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 1 MiB, which can be made read-only and full."""
+    with mounted(tmp_path / "disk", "size=1m") as folder:
+        yield folder
 
 
 @pytest.fixture

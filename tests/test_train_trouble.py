@@ -7,7 +7,6 @@ import json
 import os
 import signal
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -91,17 +90,6 @@ def test_a_run_folder_below_a_file_is_refused(workshop: Workshop, capsys: pytest
     (workshop.folder / "file").write_text("")
     workshop.train(run="file/run", code=5)
     assert "--run-dir" in said(capsys)
-
-
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 1 MiB, which can be made read-only and full."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", folder], capture_output=True).returncode:
-        pytest.skip("needs the right to mount a tmpfs")
-    yield folder
-    subprocess.run(["umount", "-l", folder], check=True)
 
 
 def fill(path: Path, leave: int = 0) -> None:
