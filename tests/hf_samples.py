@@ -19,10 +19,15 @@ Command = Callable[..., tuple[int, str, str]]
 GPT2 = small_config("gpt2", vocab_size=300)
 
 
+def their_state(state: dict[str, torch.Tensor], config: ModelSection) -> dict[str, torch.Tensor]:
+    """The state dict of the same model in transformers, from ours."""
+    return {name: tensor.contiguous() for name, tensor in to_hf(state.__getitem__, config)}
+
+
 def hf_folder(folder: Path, config: ModelSection = GPT2, **changes: Any) -> Path:
     """A model as transformers saves it, with `changes` in its config.json."""
     folder.mkdir(parents=True)
-    state = to_hf({name: p.detach() for name, p in small_model(config).named_parameters()}, config)
+    state = their_state({name: p.detach() for name, p in small_model(config).named_parameters()}, config)
     save_file({name: tensor.clone() for name, tensor in state.items()}, folder / "model.safetensors")
     (folder / "config.json").write_text(json.dumps({**hf_config(config), **changes}))
     return folder

@@ -11,8 +11,9 @@ from bloomery.base.errors import RecipeError
 from bloomery.config.load import load_recipe
 from bloomery.config.recipe import ModelSection
 from bloomery.interop.hf.configs import hf_config, model_section
-from bloomery.interop.hf.maps import sources_of, to_hf
+from bloomery.interop.hf.maps import sources_of
 from bloomery.sizing.parameters import count_parameters
+from hf_samples import their_state
 from model_samples import FAMILIES, perturb, random_tokens, small_config, small_model
 
 transformers = pytest.importorskip("transformers")
@@ -74,7 +75,7 @@ def assert_same_logits(our_model: Any, hf_model: Any, config: ModelSection) -> N
 @pytest.mark.parametrize("config", CASES.values(), ids=CASES.keys())
 def test_our_model_exported_gives_the_same_logits_in_transformers(config: ModelSection) -> None:
     model, theirs = small_model(config), their_model(config)
-    result = theirs.load_state_dict(to_hf(dict(model.named_parameters()), config), strict=False)
+    result = theirs.load_state_dict(their_state(dict(model.named_parameters()), config), strict=False)
     assert not result.unexpected_keys
     assert set(result.missing_keys) <= (TIED_COPIES if config.tie_embeddings else set())
     theirs.tie_weights()
@@ -94,7 +95,7 @@ def test_their_model_imported_gives_the_same_logits_here(config: ModelSection) -
 @pytest.mark.parametrize("config", CASES.values(), ids=CASES.keys())
 def test_round_trips_are_exact(config: ModelSection) -> None:
     ours = {name: p.detach().clone() for name, p in small_model(config).named_parameters()}
-    theirs = to_hf(ours, config)
+    theirs = their_state(ours, config)
     back = from_hf(theirs, config)
     assert back.keys() == ours.keys()
     for name, tensor in ours.items():
@@ -102,7 +103,7 @@ def test_round_trips_are_exact(config: ModelSection) -> None:
             assert back[name][config.vocab_size :].eq(0).all()
             tensor[config.vocab_size :] = 0
         assert torch.equal(back[name], tensor), name
-    again = to_hf(back, config)
+    again = their_state(back, config)
     assert again.keys() == theirs.keys()
     assert all(torch.equal(again[name], theirs[name]) and again[name].is_contiguous() for name in theirs)
 
@@ -124,7 +125,7 @@ def test_the_exported_config_survives_transformers_and_keeps_the_unpadded_vocabu
 def test_a_bloom_with_another_mlp_width_is_refused() -> None:
     config = small_config("bloom", ffn_hidden_size=96)
     with pytest.raises(RecipeError, match="4 \\* hidden_size = 256"):
-        to_hf(dict(small_model(config).named_parameters()), config)
+        their_state(dict(small_model(config).named_parameters()), config)
 
 
 @pytest.mark.parametrize("name", ["qwen3-0.6b", "llama-1b", "bloom-1.3b"])

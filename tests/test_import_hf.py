@@ -11,11 +11,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from bloomery.interop.hf.configs import hf_config
-from bloomery.interop.hf.maps import to_hf
 from bloomery.model.transformer import build_model
 from checkpoints import tensors_of
 from export_samples import small_tokenizer
-from hf_samples import Command, change, hf_folder, in_shards, write_index
+from hf_samples import Command, change, hf_folder, in_shards, their_state, write_index
 from model_samples import small_config, small_model
 from monitor_samples import mounted
 
@@ -37,7 +36,8 @@ def test_an_import_holds_a_few_tensors_and_not_the_model(tmp_path: Path, command
         folder = tmp_path / f"hf-{layers}"
         folder.mkdir()
         shapes = {
-            name: tensor.shape for name, tensor in to_hf(dict(build_model(config).named_parameters()), config).items()
+            name: tensor.shape
+            for name, tensor in their_state(dict(build_model(config).named_parameters()), config).items()
         }
         places = {name: f"model-{i // 50 + 1:05d}-of-00009.safetensors" for i, name in enumerate(shapes)}
         for file in set(places.values()):

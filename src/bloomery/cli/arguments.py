@@ -6,7 +6,7 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -45,6 +45,17 @@ def show(args: argparse.Namespace, facts: dict[str, Any], text: Callable[[Any], 
     """Print the answer of a command, for scripts or for people."""
     print(json.dumps(facts, indent=2) if args.json else (text or as_text)(facts))
     return exit_codes.OK
+
+
+def warn(*warnings: object) -> None:
+    for warning in warnings:
+        print(f"bloomery: warning: {warning}", file=sys.stderr)
+
+
+def columns(rows: Sequence[Sequence[str]]) -> str:
+    """A line for each row, its cells below each other."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
 
 
 def now_and_then(line: Callable[[Any], str]) -> Callable[[Any], None]:
@@ -124,8 +135,8 @@ def load(args: argparse.Namespace, *, reads: Collection[str] | None = None, warn
     checked = load_checked_recipe(args.recipe, args.overrides)
     idle = [text for text in args.overrides if reads is not None and _section(text) not in reads]
     unread = [f"{text!r} has no effect: this command does not read {_section(text)}" for text in idle]
-    for warning in [*checked.warnings, *unread] if warns else []:
-        print(f"bloomery: warning: {warning}", file=sys.stderr)
+    if warns:
+        warn(*checked.warnings, *unread)
     return checked
 
 

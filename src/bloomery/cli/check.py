@@ -9,7 +9,7 @@ from typing import Any
 
 from bloomery.base.errors import RecipeError
 from bloomery.base.units import format_count
-from bloomery.cli.arguments import add_json, add_recipe_arguments, load, show
+from bloomery.cli.arguments import add_json, add_recipe_arguments, columns, load, show
 from bloomery.config.load import explain, fingerprint
 from bloomery.config.recipe import Recipe
 from bloomery.sizing.parameters import count_parameters
@@ -40,13 +40,12 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _text(facts: dict[str, Any], recipe: Recipe, *, every_value: bool) -> str:
-    lines, width = [], max(map(len, facts["values"]))
+    rows = []
     for path, found in facts["values"].items() if every_value else ():
         value = found["value"]
-        shown = value if isinstance(value, str) and value else json.dumps(value)
-        lines.append(f"{path:<{width}}  {shown:<24}  {found['origin']}")
+        rows.append((path, value if isinstance(value, str) and value else json.dumps(value), found["origin"]))
     plan, parameters = TrainingPlan.of(recipe), count_parameters(recipe.model, vocab_size=recipe.model.vocab_size).total
     size = (
         f"{format_count(parameters)} parameters, {plan.train_steps:,} steps, {format_count(plan.train_tokens)} tokens"
     )
-    return "\n".join([*lines, f"{recipe.name}: ok. {size}, fingerprint {facts['fingerprint']}"])
+    return columns(rows) + "\n" * bool(rows) + f"{recipe.name}: ok. {size}, fingerprint {facts['fingerprint']}"

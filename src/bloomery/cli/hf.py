@@ -5,16 +5,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 from bloomery.base import exit_codes
-from bloomery.cli.arguments import add_json, show
-
-if TYPE_CHECKING:
-    from bloomery.config.load import LoadedRecipe
+from bloomery.cli.arguments import add_json, show, warn
 
 
 def add_arguments_export(parser: argparse.ArgumentParser) -> None:
@@ -56,7 +51,7 @@ def run_export(args: argparse.Namespace) -> int:
     if done.proof.proven or args.no_proof:
         print(done.proof)
     else:
-        print(f"bloomery: warning: {done.proof}", file=sys.stderr)
+        warn(done.proof)
     return exit_codes.OK
 
 
@@ -72,14 +67,17 @@ def add_arguments_hf(parser: argparse.ArgumentParser) -> None:
 
 
 def run_hf(args: argparse.Namespace) -> int:
-    from bloomery.interop.hf.importer import TOKENIZER, import_weights, origin_of, read_model, tokenizer_files
+    from bloomery.interop.hf.importer import START, TOKENIZER, import_weights, origin_of, read_model, tokenizer_files
+    from bloomery.sizing.check import load_checked_recipe
     from bloomery.sizing.parameters import count_parameters
     from bloomery.train.state import TrainState
 
     model, warnings = read_model(args.folder)
-    checked = _recipe(args, model, args.output / TOKENIZER if tokenizer_files(args.folder) else None)
-    for warning in (*warnings, *checked.warnings):
-        print(f"bloomery: warning: {warning}", file=sys.stderr)
+    found = [f"model={json.dumps(model)}"]
+    if tokenizer_files(args.folder):
+        found.append(f"tokenizer={json.dumps({'path': str(args.output / TOKENIZER)})}")
+    checked = load_checked_recipe(args.recipe or str(START), [*found, *args.overrides])
+    warn(*warnings, *checked.warnings)
     state = {**TrainState(imported_from=origin_of(args.folder)).to_json(), "interval": None, "blend": None}
     done = import_weights(args.folder, args.output, checked.recipe, state, with_proof=not args.no_proof)
     section = checked.recipe.model
@@ -91,12 +89,3 @@ def run_hf(args: argparse.Namespace) -> int:
     )
     facts = {"checkpoint": str(done.checkpoint), "parameters": parameters, "model": model, "tensors": done.tensors}
     return show(args, facts | {"proof": asdict(done.proof)}, lambda _: text)
-
-
-def _recipe(args: argparse.Namespace, model: dict[str, Any], tokenizer: Path | None) -> LoadedRecipe:
-    from bloomery.interop.hf.importer import START
-    from bloomery.sizing.check import load_checked_recipe
-
-    found = [f"model={json.dumps(model)}"]
-    found += [f"tokenizer={json.dumps({'path': str(tokenizer)})}"] if tokenizer else []
-    return load_checked_recipe(args.recipe or str(START), [*found, *args.overrides])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import re
-import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,7 +11,7 @@ from typing import TYPE_CHECKING
 from bloomery.base.errors import Problem, RecipeError, mask
 from bloomery.base.storage import write_atomically, written_to
 from bloomery.base.units import format_count
-from bloomery.cli.arguments import add_json, show
+from bloomery.cli.arguments import add_json, columns, show, warn
 
 if TYPE_CHECKING:
     from bloomery.interop.megatron.importer import Imported
@@ -60,8 +59,7 @@ def run(args: argparse.Namespace) -> int:
     if args.output is not None:
         with written_to("--output"):
             write_atomically(args.output, mask(done.yaml()))
-    for warning in done.warnings:
-        print(f"bloomery: warning: {warning}", file=sys.stderr)
+    warn(*done.warnings)
     facts = {"recipe": done.raw, "rows": [asdict(row) for row in done.rows], "warnings": list(map(str, done.warnings))}
     return show(args, facts, lambda _: _text(done, args.output))
 
@@ -76,13 +74,11 @@ def _text(done: Imported, output: Path | None) -> str:
         kind = "" if row.kind in ("mapped", "default") else f"{row.kind}: "
         value, result = (_cut(mask(text)) for text in (row.value, row.result))
         cells.append((row.flag or "-", value, row.field or "-", result, f"{kind}{row.remark}"))
-    widths = [max(len(row[i]) for row in cells) for i in range(4)]
-    lines = ["  ".join([*(f"{text:<{w}}" for text, w in zip(row, widths, strict=False)), row[4]]) for row in cells]
     plan, model = TrainingPlan.of(done.recipe), done.recipe.model
     parameters = count_parameters(model, vocab_size=model.vocab_size).total
     unknown = [row.flag for row in done.rows_of("not understood")]
     return (
-        "\n".join(line.rstrip() for line in lines)
+        columns(cells)
         + (f"\n\n{done.yaml()}\n" if output is None else f"\n\n{output}: ")
         + f"{done.recipe.name}, {format_count(parameters)} parameters, {plan.train_steps:,} steps, "
         + f"warm-up ends at step {plan.warmup_ends_at_step:,}"

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from bloomery.base import exit_codes
 from bloomery.base.units import format_bytes
-from bloomery.cli.arguments import as_text, show
+from bloomery.cli.arguments import as_text, columns, show
 
 if TYPE_CHECKING:
     from bloomery.checkpoint.inspect import Listed
@@ -44,9 +44,7 @@ def _text(facts: dict[str, Any]) -> str:
 
 
 def _list_text(found: list[Listed]) -> str:
-    width = max(len(one.name) for one in found)
-    lines = [f"{'checkpoint':<{width}}  state     {'size':>10}"]
+    rows = [("checkpoint", "state", "size", "")]
     for one in found:
-        remark = one.reason or ("latest" if one.is_latest else "")
-        lines.append(f"{one.name:<{width}}  {one.state:<8}  {format_bytes(one.bytes):>10}  {remark}".rstrip())
-    return "\n".join(lines)
+        rows.append((one.name, one.state, format_bytes(one.bytes), one.reason or ("latest" if one.is_latest else "")))
+    return columns(rows)

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from bloomery.base.bounded import read_small
 from bloomery.base.errors import DataError, Problem, mask
@@ -30,7 +28,7 @@ from bloomery.interop.hf.folder import (
     staged,
     write_weights,
 )
-from bloomery.interop.hf.maps import entries_of, their_shapes
+from bloomery.interop.hf.maps import their_shapes, to_hf
 from bloomery.interop.hf.proof import Proof, prove, why_unproven
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -81,7 +79,7 @@ def export_checkpoint(
     shapes = their_shapes(recipe.model)
     with written_to("folder"), staged(output, replace_export) as staging:
         with writing(output):
-            tensors = _their_tensors(saved)
+            tensors = to_hf(lambda ours: saved.read(f"model.{ours}"), recipe.model)
             files = write_weights(staging, shapes, DTYPES[dtype], tensors, shard_bytes=shard_bytes)
         config = _write_configs(staging, recipe, tokenizer, dtype)
         proof = _proof(saved, staging, tokenizer, dtype) if with_proof else Proof(False, "--no-proof")
@@ -94,12 +92,6 @@ def export_checkpoint(
         remedy = f"this is a bug: report it with {output / PROOF_FILE}"
         raise DataError(Problem(f"transformers computes something else: {proof}", rule, remedy, str(output)))
     return Exported(architecture, len(shapes), files, int(state["step"]), proof)
-
-
-def _their_tensors(saved: Checkpoint) -> Iterator[tuple[str, Tensor]]:
-    for entry in entries_of(saved.recipe.model):
-        made = entry.export(saved.read(f"model.{entry.ours}"))
-        yield from zip(entry.theirs, made, strict=True)
 
 
 def _proof(saved: Checkpoint, output: Path, tokenizer: Tokenizer, dtype: str) -> Proof:

@@ -4,7 +4,7 @@ transposed, so a round trip is exact."""
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -99,20 +99,17 @@ def _join_qkv(parts: Sequence[Tensor], config: ModelSection) -> Tensor:
     return torch.cat(groups, dim=1).flatten(0, 2)
 
 
-def to_hf(state: Mapping[str, Tensor], config: ModelSection) -> dict[str, Tensor]:
-    """Their state dict from ours (by parameter name), contiguous; where nothing had to move, in the same memory."""
-    exported: dict[str, Tensor] = {}
+def to_hf(read: Callable[[str], Tensor], config: ModelSection) -> Iterator[tuple[str, Tensor]]:
+    """Their tensors by name, one after the other. `read`: one of our parameters."""
     for entry in entries_of(config):
-        made = entry.export(state[entry.ours])
-        exported |= {name: tensor.contiguous() for name, tensor in zip(entry.theirs, made, strict=True)}
-    return exported
+        yield from zip(entry.theirs, entry.export(read(entry.ours)), strict=True)
 
 
 def their_shapes(config: ModelSection) -> dict[str, tuple[int, ...]]:
-    """Every tensor of the exported model, in the order in which `entries_of` makes them."""
+    """Every tensor of the exported model, in the order of `to_hf`."""
+    shapes = {entry.ours: entry.shape for entry in entries_of(config)}
     with torch.device("meta"):
-        state = {entry.ours: torch.empty(entry.shape) for entry in entries_of(config)}
-    return {name: tuple(tensor.shape) for name, tensor in to_hf(state, config).items()}
+        return {name: tuple(tensor.shape) for name, tensor in to_hf(lambda ours: torch.empty(shapes[ours]), config)}
 
 
 def sources_of(shapes: Mapping[str, tuple[int, ...]], config: ModelSection) -> list[Entry]:
