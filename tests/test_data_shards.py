@@ -67,8 +67,6 @@ def test_reader_counts_documents_of_several_sequences(tmp_path):
         assert shard.document_at(3) == (2, 0), "the empty document 1 holds no token"
         assert shard.read(2, 3).tolist() == [7, 8, 9]
         assert shard.read(8, 0).tolist() == []
-        with pytest.raises(IndexError, match="of a shard of 8"):
-            shard.read(7, 2)
 
 
 @pytest.mark.parametrize("vocab_size", [1, 65499, 65500, 70000])
@@ -91,24 +89,26 @@ def test_an_exception_leaves_the_old_shard_and_no_debris(tmp_path):
 
 
 def test_a_failure_while_finishing_leaves_no_index(tmp_path, monkeypatch):
-    writer = ShardWriter(str(tmp_path / "x"), np.uint16)
-    writer.append(np.array([1, 2]))
-
     def full(_descriptor):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("os.fsync", full)
+    def written():
+        with ShardWriter(str(tmp_path / "x"), np.uint16) as writer:
+            writer.append(np.array([1, 2]))
+            monkeypatch.setattr("os.fsync", full)
+
     with pytest.raises(StorageError, match=r"x\.bin: No space left on device"):
-        writer.finish()
+        written()
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("document", [[], [[1]], [70000], [-1]])
 def test_writer_refuses_what_would_not_come_back(tmp_path, document):
-    writer = ShardWriter(str(tmp_path / "x"), np.uint16)
-    with pytest.raises(ValueError, match=r"a document is a row|do not fit into uint16"):
+    with (
+        pytest.raises(ValueError, match="do not fit into uint16"),
+        ShardWriter(str(tmp_path / "x"), np.uint16) as writer,
+    ):
         writer.append(np.array(document, dtype=np.int64))
-    writer.abort()
 
 
 def test_writer_names_a_folder_that_cannot_be_made(tmp_path):

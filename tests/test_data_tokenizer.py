@@ -325,8 +325,8 @@ def test_gpt2_files_have_the_hash_of_what_transformers_and_tokenizers_make_of_th
         ("nobody knows\n", None, "merges.txt: does not fit the vocab.json beside it: .*nobody.*out of vocabulary"),
         ("", '{"a": 0, "b": 0}', "merges.txt: does not fit .*each token has an id of its own"),
         (None, '{"a": 1.5}', "merges.txt: does not fit the vocab.json beside it"),
-        (None, "[]", "vocab.json: holds no object"),
-        (None, "{", "vocab.json: is not JSON"),
+        (None, "[]", "vocab.json: holds no JSON object"),
+        (None, "{", "vocab.json: holds no JSON object"),
     ],
 )
 def test_broken_gpt2_files_are_named(gpt2_folder, merges, vocab, message):

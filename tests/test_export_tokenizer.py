@@ -162,7 +162,7 @@ def test_settings_that_are_no_json_are_refused_by_the_import(tmp_path: Path, com
     (folder / "tokenizer_config.json").write_text("[")
     code, _, err = command("import", "hf", str(folder), str(tmp_path / "run"))
     assert code == 3
-    assert "tokenizer_config.json: is not JSON" in err
+    assert "tokenizer_config.json: holds no JSON object" in err
     assert not (tmp_path / "run").exists()
 
 

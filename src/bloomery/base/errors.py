@@ -98,6 +98,22 @@ class LostRankError(BloomeryError):
     exit_code = exit_codes.LOST_RANK
 
 
+def first_line(error: BaseException) -> str:
+    """Of its text: some libraries write pages. With the kind of an error that is a library's own mistake."""
+    line = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
+    is_plain = line and isinstance(error, OSError | ValueError | ImportError)
+    return line if is_plain else f"{type(error).__name__}: {line}"
+
+
+def unreadable(place: str, error: Exception) -> DataError:
+    """A file, or a URL, that the system or the library of its store does not read."""
+    why = (error.strerror if isinstance(error, OSError) else None) or first_line(error)
+    remedy = (
+        "check the address and what it needs to log in" if "://" in place else "check its path, permissions and storage"
+    )
+    return DataError(Problem(f"cannot be read: {why}", "", remedy, place))
+
+
 def host_memory_problem(error: BaseException) -> Problem | None:
     """For an allocation that the host refused, by Python or by torch; None if the error is another one."""
     if not isinstance(error, MemoryError) and "DefaultCPUAllocator: " not in str(error):

@@ -11,9 +11,9 @@ from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
 from bloomery.base.bounded import LARGE_BYTES, read_small, wrong_fields
-from bloomery.base.errors import DataError, Problem, first_few, mask
+from bloomery.base.errors import DataError, Problem, first_few, mask, unreadable
 from bloomery.base.storage import write_atomically
-from bloomery.data.shards import ShardReader, file_checksum, unreadable
+from bloomery.data.shards import ShardReader, file_checksum
 from bloomery.data.tokenizer import Tokenizer
 
 _EXACTLY = ConfigDict(strict=True, extra="forbid")

@@ -17,7 +17,6 @@ from typing import Any, Literal, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from bloomery.base.errors import Problem, RecipeError
 from bloomery.sizing.check import split_shares
 
 Part = Literal["train", "valid", "test"]
@@ -167,9 +166,6 @@ def split_boundaries(split: str, num_documents: int, flavour: Flavour = "megatro
     """
     weights = split_shares(split)
     total = plain_sum(weights)
-    if not 0 < total < math.inf:
-        rule = "one part at least must be above 0, and their sum a finite number"
-        raise RecipeError(Problem(f"data.split is '{split:.40}'", rule, "use '949,50,1'"))
     fractions = [weight / total for weight in weights]
     if flavour == "megatron":
         return [0, *(round(plain_sum(fractions[: k + 1]) * num_documents) for k in range(len(fractions)))]

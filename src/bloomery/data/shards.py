@@ -16,17 +16,17 @@ import struct
 from array import array
 from bisect import bisect_right
 from collections.abc import Iterator
-from contextlib import ExitStack, suppress
+from contextlib import AbstractContextManager, ExitStack, suppress
 from glob import escape, glob
 from pathlib import Path
-from typing import IO, Any, Self
+from typing import IO, Any
 
 import numpy as np
 import xxhash
 from numpy.typing import DTypeLike, NDArray
 
 from bloomery.base.bounded import open_regular
-from bloomery.base.errors import DataError, Problem
+from bloomery.base.errors import DataError, Problem, unreadable
 from bloomery.base.storage import make_folder, publish, writing
 
 MAGIC = b"MMIDIDX\x00\x00"
@@ -51,12 +51,9 @@ def token_dtype(vocab_size: int) -> np.dtype[Any]:
     return np.dtype(np.uint16 if vocab_size < 65500 else np.int32)
 
 
-class ShardWriter:
-    """Appends documents; `finish` puts both files under their names, `abort` leaves nothing.
-
-    As a context manager it finishes on success and aborts on an exception. Keeps 8 bytes in memory for each document
-    of one sequence, 4 for each sequence more.
-    """
+class ShardWriter(AbstractContextManager["ShardWriter"]):
+    """Appends documents. On leaving its context both files get their names; after an exception nothing is left. Keeps
+    8 bytes in memory for each document of one sequence, 4 for each sequence more."""
 
     def __init__(self, prefix: str, dtype: DTypeLike) -> None:
         self.prefix = prefix
@@ -70,7 +67,7 @@ class ShardWriter:
         self._partial_bin, self._partial_idx = f"{partial}.bin", f"{partial}.idx"
         make_folder(os.path.dirname(prefix) or ".")
         with writing(f"{prefix}.bin"):
-            self._bin = open(self._partial_bin, "xb", buffering=1 << 20)  # noqa: SIM115 - closed by finish and abort
+            self._bin = open(self._partial_bin, "xb", buffering=1 << 20)  # noqa: SIM115 - closed by __exit__
 
     def append(self, document: NDArray[np.integer[Any]]) -> None:
         """One document, stored as one sequence. ValueError where it is empty or an id does not fit the dtype."""
@@ -96,28 +93,27 @@ class ShardWriter:
         self._lengths.frombytes(lengths.astype("<i4").tobytes())
         self._sequences.frombytes(sequences.astype("<i4").tobytes())
 
-    def finish(self) -> None:
-        """The data comes first and the index last: an index under its final name stands for a whole shard."""
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         try:
-            with writing(f"{self.prefix}.bin"):
-                self._bin.close()
-                self._write_index()
-                # An older shard of this name loses its index first, so that it never describes the new data.
-                with suppress(FileNotFoundError):
-                    os.unlink(f"{self.prefix}.idx")
-                publish(Path(self._partial_bin), Path(f"{self.prefix}.bin"))
-                publish(Path(self._partial_idx), Path(f"{self.prefix}.idx"))
-        except BaseException:
-            self.abort()
-            raise
-
-    def abort(self) -> None:
-        """Removes what was written so far."""
-        with suppress(OSError):
-            self._bin.close()
-        for partial in (self._partial_bin, self._partial_idx):
+            if kind is None:
+                self._finish()
+        finally:
             with suppress(OSError):
-                os.unlink(partial)
+                self._bin.close()
+            for partial in (self._partial_bin, self._partial_idx):
+                with suppress(OSError):  # gone where it got its name
+                    os.unlink(partial)
+
+    def _finish(self) -> None:
+        """The data comes first and the index last: an index under its final name stands for a whole shard."""
+        with writing(f"{self.prefix}.bin"):
+            self._bin.close()
+            self._write_index()
+            # An older shard of this name loses its index first, so that it never describes the new data.
+            with suppress(FileNotFoundError):
+                os.unlink(f"{self.prefix}.idx")
+            publish(Path(self._partial_bin), Path(f"{self.prefix}.bin"))
+            publish(Path(self._partial_idx), Path(f"{self.prefix}.idx"))
 
     def _write_index(self) -> None:
         lengths = np.frombuffer(self._lengths, dtype="<i4")
@@ -130,15 +126,6 @@ class ShardWriter:
             file.write(np.zeros(1, "<i8").data)
             for starts in _running_sums(sequences):
                 file.write(starts[1:].data)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is None:
-            self.finish()
-        else:
-            self.abort()
 
 
 def _running_sums(counts: NDArray[np.int32]) -> Iterator[NDArray[np.int64]]:
@@ -153,7 +140,7 @@ def _running_sums(counts: NDArray[np.int32]) -> Iterator[NDArray[np.int64]]:
         before = int(sums[-1])
 
 
-class ShardReader:
+class ShardReader(AbstractContextManager["ShardReader"]):
     """One shard, opened in no time whatever its size: by the end of its index, which is all there is of a small one.
     The rest is read and checked when it is requested. DataError where something is wrong. Several threads may read."""
 
@@ -194,8 +181,6 @@ class ShardReader:
 
     def read(self, start_token: int, count: int) -> NDArray[Any]:
         """Tokens [start_token, start_token + count) in the shard's own dtype."""
-        if start_token < 0 or count < 0 or start_token + count > self.num_tokens:
-            raise IndexError(f"tokens {start_token}..{start_token + count} of a shard of {self.num_tokens}")
         tokens = np.empty(count, self.dtype)
         read_into(tokens, self._bin, start_token * self.dtype.itemsize)
         return tokens
@@ -233,14 +218,8 @@ class ShardReader:
         """The token at which every sequence begins, and the number of tokens at the end."""
         return self._sequences(0, self.num_sequences)
 
-    def close(self) -> None:
-        self._closing.close()
-
-    def __enter__(self) -> Self:
-        return self
-
     def __exit__(self, *_: object) -> None:
-        self.close()
+        self._closing.close()
 
     def _sequences(self, first: int, last: int) -> NDArray[np.int64]:
         """The token at which each of these begins, and the end of the last one."""
@@ -298,13 +277,8 @@ def file_checksum(path: str | os.PathLike[str]) -> str:
         return hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()
 
 
-def damaged(place: str, what: str, rule: str, remedy: str = _REMAKE) -> DataError:
-    return DataError(Problem(what=what, rule=rule, remedy=remedy, place=place))
-
-
-def unreadable(place: str, error: OSError) -> DataError:
-    remedy = "correct the path" if error.errno == errno.ENAMETOOLONG else "correct its permissions or its storage"
-    return damaged(place, f"cannot be read: {error.strerror or error}", "", remedy)
+def damaged(place: str, what: str, rule: str) -> DataError:
+    return DataError(Problem(what, rule, _REMAKE, place))
 
 
 def _read_header(file: IO[bytes]) -> tuple[np.dtype[Any], int, int]:

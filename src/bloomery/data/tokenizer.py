@@ -246,12 +246,9 @@ def read_beside(folder: str, name: str) -> dict[str, Any]:
     if not os.path.exists(path):
         return {}
     try:
-        content = parse_json(_read(path))
-    except ValueError as error:
-        raise _broken(path, f"is not JSON: {error}", "it is a JSON object") from error
-    if not isinstance(content, dict):
-        raise _broken(path, "holds no object", "it is a JSON object")
-    return content
+        return {**parse_json(_read(path))}
+    except (ValueError, TypeError) as error:
+        raise _broken(path, f"holds no JSON object: {error}", "") from error
 
 
 def _read(path: str) -> str:

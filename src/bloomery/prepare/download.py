@@ -30,10 +30,10 @@ from pydantic import ValidationInfo as Info
 
 from bloomery import __version__
 from bloomery.base.bounded import LARGE_BYTES, open_regular, parse_json, parse_yaml, read_text, wrong_fields
-from bloomery.base.errors import DataError, Problem
+from bloomery.base.errors import DataError, Problem, first_line
 from bloomery.base.storage import locked, make_folder, open_plain, publish, write_all, writing, written_to
 from bloomery.prepare.pool import thread_pool
-from bloomery.prepare.sources import first_line, open_store
+from bloomery.prepare.sources import open_store
 
 AGAIN = "; run the command again afterwards: what is complete is kept"
 """What `download` and `extract` add to errors of the disk."""

@@ -10,10 +10,9 @@ import numpy as np
 import orjson
 from numpy.typing import NDArray
 
-from bloomery.base.errors import DataError, Problem
+from bloomery.base.errors import DataError, Problem, first_line
 from bloomery.data.tokenizer import Tokenizer, in_time
 from bloomery.prepare.pool import worker_pool
-from bloomery.prepare.sources import first_line
 
 Ids = tuple[NDArray[np.uint32], NDArray[np.int64]]
 """(the ids of all texts in a row, how many each has)."""

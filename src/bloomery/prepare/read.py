@@ -253,7 +253,6 @@ class Block:
     texts: list[str] = field(default_factory=list)
     places: list[NDArray[np.uint64]] = field(default_factory=list)
     """For each document two numbers that no other has: of its file, and where it stands in it (byte, row or 0)."""
-    input_bytes: int = 0
     size: int = 0
 
 
@@ -262,11 +261,12 @@ Documents = Iterator[tuple[list[str], Any, int]]
 
 
 class UnitReader:
-    """Reads one unit once. `bad` and `hashes` are complete when `blocks` has ended."""
+    """Reads one unit once. `input_bytes` has been read; `bad` and `hashes` are complete when `blocks` has ended."""
 
     def __init__(self, unit: Unit, *, text_key: str, skip_bad: bool, block_bytes: int = BLOCK_BYTES) -> None:
         self.unit = unit
         self._block_bytes = block_bytes
+        self.input_bytes = 0
         self.bad = 0
         """Records that were left out: broken JSON, no text, not UTF-8."""
         self.hashes: list[str] = []
@@ -276,36 +276,32 @@ class UnitReader:
     def blocks(self) -> Iterator[Block]:
         block = Block()
         for span in self.unit.spans:
-            for texts, offsets, size, input_bytes in self._read(span):
+            for texts, offsets, size in self._read(span):
                 block.texts += texts
                 places = np.empty((len(texts), 2), np.uint64)
                 places[:, 0], places[:, 1] = span.file.number, offsets
                 block.places.append(places)
-                block.input_bytes += input_bytes
                 block.size += size
                 if block.size >= self._block_bytes:
                     del texts  # else the next block is read while this one is still held
                     yield block
                     block = Block()
-        if block.texts or block.input_bytes:
+        if block.texts:
             yield block
 
-    def _read(self, span: Span) -> Iterator[tuple[list[str], Any, int, int]]:
-        """As Documents, with the bytes of the file."""
+    def _read(self, span: Span) -> Documents:
+        end, read = self.input_bytes + span.end - span.start, self._jsonl if span.file.kind == "jsonl" else self._text
         with open_span(span) as stored:
             if span.file.kind == "parquet":
-                for documents in self._parquet(span, stored.raw):
-                    yield *documents, 0
-                    del documents
+                yield from self._parquet(span, stored.raw)
                 self.hashes.append(hash_span(span))  # not before them: a sample needs the first rows only
-                yield [], np.empty(0), 0, span.end
-                return
-            left, read = stored.left, self._jsonl if span.file.kind == "jsonl" else self._text
-            for documents in read(span, content(stored, span.file.compression, self._block_bytes)):
-                yield *documents, left - stored.left
-                left = stored.left
-                del documents
-            self.hashes.append(stored.hasher.hexdigest())
+            else:
+                for documents in read(span, content(stored, span.file.compression, self._block_bytes)):
+                    self.input_bytes = end - stored.left
+                    yield documents
+                    del documents
+                self.hashes.append(stored.hasher.hexdigest())
+        self.input_bytes = end
 
     def _jsonl(self, span: Span, pieces: Iterator[bytes]) -> Documents:
         offset = span.start

@@ -153,14 +153,7 @@ class Preparation:
         encoder, notes = choose_encoder(self.tokenizer, self._sample_texts(), as_ids=as_ids)
         self._notes += notes
         read_bytes = np.frombuffer(mmap.mmap(-1, 8 * len(self._units)), np.int64)  # shared by all processes
-        worker = UnitTokenizer(
-            units=self._units,
-            settings=self._settings,
-            folder=self._folder,
-            encoder=encoder,
-            tokenizer=self.tokenizer,
-            read_bytes=read_bytes,
-        )
+        worker = UnitTokenizer(self._units, self._settings, self._folder, encoder, self.tokenizer, read_bytes)
         parts: dict[int, ShardPart] = {}
         with worker_pool(worker.make_part, min(self._workers, len(units))) as submit:
             done: queue.SimpleQueue[Future[ShardPart]] = queue.SimpleQueue()

@@ -12,7 +12,7 @@ from glob import escape, glob, has_magic
 from typing import IO, Any, NoReturn
 
 from bloomery.base.bounded import open_regular
-from bloomery.base.errors import BloomeryError, DataError, Problem
+from bloomery.base.errors import BloomeryError, DataError, Problem, first_line, unreadable
 
 STDLIB = "python-stdlib"
 """The source that is on every machine: the source files of this Python's standard library."""
@@ -241,16 +241,3 @@ def _find_remote(source: str) -> list[InputFile]:
         raise
     except Exception as error:  # every store has its own kinds
         raise unreadable(source, error) from error
-
-
-def first_line(error: BaseException) -> str:
-    """Of its text: some libraries write pages. With the kind of an error that is a library's own mistake."""
-    line = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
-    is_plain = line and isinstance(error, OSError | ValueError | ImportError)
-    return line if is_plain else f"{type(error).__name__}: {line}"
-
-
-def unreadable(path: str, error: Exception) -> DataError:
-    reason = (error.strerror if isinstance(error, OSError) else None) or first_line(error)
-    remedy = "check the address and what it needs to log in" if is_url(path) else "check its permissions and storage"
-    return DataError(Problem(f"cannot be read: {reason}", "", remedy, path))

@@ -77,13 +77,14 @@ class UnitTokenizer:
         dropped = dict.fromkeys(REASONS, 0)
         part_hash, runs = write_part(self.folder, number, self._encoded(reader, dropped))
         dropped[BAD] += reader.bad
+        self.read_bytes[number] = reader.input_bytes
         inputs = [(digest, span.file.stamp) for digest, span in zip(reader.hashes, unit.spans, strict=True)]
         return ShardPart(number, settings.key(unit), self.encoder.name, inputs, part_hash, runs, dropped)
 
     def _encoded(self, reader: UnitReader, dropped: dict[str, int]) -> Iterator[tuple[NDArray[Any], ...]]:
         for block in reader.blocks():
             tokens, lengths, table = self._encode_block(block, dropped)
-            self.read_bytes[reader.unit.number] += block.input_bytes
+            self.read_bytes[reader.unit.number] = reader.input_bytes
             del block
             if len(table):
                 yield tokens, lengths, table
