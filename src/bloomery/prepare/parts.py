@@ -25,7 +25,7 @@ from pydantic import NonNegativeInt, TypeAdapter
 
 from bloomery.base.bounded import read_json
 from bloomery.base.errors import DataError, Problem
-from bloomery.base.storage import open_plain, own_folder, remove_tree, try_lock, write_all, write_atomically, writing
+from bloomery.base.storage import open_plain, own_folder, remove_tree, try_lock, write_all, writing
 from bloomery.data.shards import file_checksum
 
 _TEMPORARY = ".tmp-"
@@ -120,7 +120,10 @@ class PartsFolder:
 
     def mark(self, part: ShardPart) -> None:
         """From now on the part counts."""
-        write_atomically(self.marker(part.unit), json.dumps(dataclasses.asdict(part)))
+        temporary = self.temporary(part.unit)
+        with writing(self.path):  # unlike write_atomically: with many workers there are many a second
+            temporary.write_text(json.dumps(dataclasses.asdict(part)))
+            os.replace(temporary, self.marker(part.unit))
 
     def verified(self, unit: int, key: str, files: Collection[int]) -> ShardPart | None:
         """The part of an earlier run, if its marker has this key and its file the bytes that the marker names, of
