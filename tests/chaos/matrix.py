@@ -100,7 +100,8 @@ def in_save(step: int, file: str) -> str:
 SAVE_POINTS = {
     "before its staging dir exists": (Storage("mkdir", r"\.step-00000004-"), (0, 1)),
     "in the middle of a tensor file": (Storage("write", in_save(4, "tensors-")), (0, 1)),
-    "before a rank reports its part": (Storage("open", in_save(4, r"\.rank-")), (0, 1)),
+    "before it waits for the others": (Before("bloomery.checkpoint.save:SaveJob.commit", 2), (0,)),
+    "before it reports its part": (Before("bloomery.parallel.ranks:DistributedRanks.store_set", 2), (1,)),
     "before the index": (Storage("open", in_save(4, "index")), (0,)),
     "before the manifest": (Storage("rename", in_save(4, "manifest")), (0,)),
     "before it gets its name": (Storage("rename", r"/step-00000004$"), (0,)),
