@@ -116,21 +116,19 @@ class DownloadResult:
     """`path`, `url` and `reason` of each."""
 
 
+@dataclass(eq=False)
 class FetchError(Exception):
-    """The file cannot be downloaded; the text is the reason. Another attempt may help if it is `retryable`."""
+    """The file cannot be downloaded. Another attempt may help if it is `retryable`, or has to `start_over`."""
 
-    def __init__(
-        self,
-        why: str,
-        retryable: bool = False,
-        start_over: bool = False,
-        wait_seconds: float = 0.0,
-        step_bytes: float = 0.0,
-    ) -> None:
-        """`step_bytes`: what the attempt must have brought beyond, to count as one that got further."""
-        super().__init__(why)
-        self.retryable, self.start_over, self.wait_seconds = retryable or start_over, start_over, wait_seconds
-        self.step_bytes = step_bytes
+    why: str
+    retryable: bool = False
+    start_over: bool = False
+    wait_seconds: float = 0.0
+    step_bytes: float = 0.0
+    """What the attempt must have brought beyond, to count as one that got further."""
+
+    def __str__(self) -> str:
+        return self.why
 
 
 @written_to("--output", AGAIN)
@@ -198,7 +196,7 @@ def _fetch(wanted: RemoteFile, path: Path, retries: int, timeout_seconds: float,
             publish(part, path)
             return
         except FetchError as error:
-            if not error.retryable:
+            if not (error.retryable or error.start_over):
                 raise
             failures = 1 if _size_of(part) - furthest > error.step_bytes else failures + 1
             furthest = max(furthest, _size_of(part))
@@ -259,9 +257,7 @@ def _mismatch(path: Path, wanted: RemoteFile) -> str:
     return ""
 
 
-def _opened(
-    url: str, offset: int, timeout_seconds: float, stack: ExitStack
-) -> tuple[int, int | None, Callable[[], Any]]:
+def _opened(url: str, offset: int, timeout: float, stack: ExitStack) -> tuple[int, int | None, Callable[[], Any]]:
     """(the byte at which its content begins: `offset` or 0; bytes of the whole file, where that is known; a function
     that reads some more of them)."""
     if not re.match("https?://", url, re.I):
@@ -271,7 +267,7 @@ def _opened(
         return offset, store.info(path).get("size"), partial(file.read, _BLOCK_BYTES)
     headers = {"User-Agent": f"bloomery/{__version__}", "Accept-Encoding": "identity"}
     headers |= {"Range": f"bytes={offset}-"} if offset else {}
-    answer = stack.enter_context(requests.get(url, headers=headers, stream=True, timeout=timeout_seconds))
+    answer = stack.enter_context(requests.get(url, headers=headers, stream=True, timeout=timeout))
     if (status := answer.status_code) not in (200, 206):
         may_pass = status >= 500 or status in (408, 425, 429)
         asked = urllib3.Retry().get_retry_after(answer.raw) if may_pass else None
