@@ -160,7 +160,7 @@ def test_a_folder_that_may_not_be_searched_is_called_that(tokenizer, tmp_path):
 
 
 def test_a_name_that_is_too_long_is_reported(tokenizer, command):
-    name, unread = "x" * 300, "cannot be read: File name too long. Correct the path"
+    name, unread = "x" * 300, "cannot be read: File name too long. Check its path"
     prepare = ("prepare", "r.yaml", f"prepare.0.output={name}")
     code, _, err = command(*prepare)
     assert (code, f"cannot create the folder {name}.parts: File name too long (ENAMETOOLONG). " in err) == (5, True), (
