@@ -395,7 +395,7 @@ FORGED = {
     ),
     "a state.json of {}": damage.forged_file("state.json", "{}"),
     "a state.json with nonsense": damage.forged_file("state.json", '{"step": -3, "consumed_samples": "many"}'),
-    "a deeply nested state.json": damage.forged_file("state.json", "[" * 100_000),
+    "a deeply nested state.json": damage.forged_file("state.json", '{"x": ' + "[" * 700 + "]" * 700 + "}"),
     "a deeply nested index": damage.forged_file("index.json", "[" * 100_000),
 }
 for _what, _how in FORGED.items():
