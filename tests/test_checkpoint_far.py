@@ -258,7 +258,7 @@ def test_a_start_that_was_overtaken_changes_nothing_there(site: Site) -> None:
     take_over(site.here)
     before = {path: path.read_bytes() for path in site.far.rglob("*") if path.is_file()}
     other = site.workshop.train(STEPS, "seed=5", "checkpoint={phases: [{every: 2 steps}]}", run="other")
-    uploader = Uploader(str(site.far), zombie, run="small")
+    uploader = Uploader(str(site.far), zombie)
     uploader.offer(other / "checkpoints" / "step-00000006")
     (outcome,) = uploader.wait(60)
     assert "has taken over" in outcome.error
@@ -267,7 +267,7 @@ def test_a_start_that_was_overtaken_changes_nothing_there(site: Site) -> None:
 
 def test_what_lies_there_already_is_not_copied_again(site: Site) -> None:
     before = {path: path.stat().st_mtime_ns for path in site.far.rglob("*") if path.is_file()}
-    uploader = Uploader(str(site.far), take_over(site.here), run="small")
+    uploader = Uploader(str(site.far), take_over(site.here))
     uploader.offer(site.here / "step-00000006")
     (outcome,) = uploader.wait(60)
     assert (outcome.was_there, outcome.error) == (True, "")

@@ -1,8 +1,7 @@
 """Remote checkpoints: copies in any store that fsspec knows, uploaded while training continues, fetched by a start.
 
-A copy is complete if its manifest is there: uploads write it last, deletions remove it first. Only folders whose
-manifest is one of this run are ever changed. What an interrupted upload or deletion leaves has no manifest; a lifecycle
-rule of the bucket may remove it.
+A copy is complete if its manifest is there: uploads write it last. Nothing is ever deleted there: a lifecycle rule of
+the bucket may do that, and also remove what an interrupted upload has left.
 """
 
 from __future__ import annotations
@@ -25,8 +24,6 @@ from bloomery.base.storage import own_folder, remove_tree
 from bloomery.checkpoint import folder as folders
 from bloomery.checkpoint.folder import MANIFEST, Writer, parse_manifest
 from bloomery.checkpoint.load import Check, Checkpoint, Choice, read_checkpoint
-from bloomery.checkpoint.retention import kept_by
-from bloomery.config.recipe import KeepSection
 from bloomery.monitor.history import Start
 
 _FILES_AT_A_TIME = 8
@@ -110,42 +107,27 @@ class UploadOutcome:
     to: str
     seconds: float
     error: str = ""
-    removed: Sequence[str] = ()
-    """Older copies that were deleted there."""
     was_there: bool = False
     """Nothing was copied, because the same one lies there."""
-    retention_trouble: str = ""
-    """Why older copies could not be deleted; this one is complete."""
 
 
 class Uploader:
     """Copies complete checkpoints, one at a time, in a thread. Of those that wait, only the newest is copied."""
 
-    def __init__(
-        self,
-        to: str,
-        writer: Writer,
-        *,
-        run: str,
-        every_steps: int | None = None,
-        keep: KeepSection | None = None,
-    ) -> None:
-        """`run`: its name. `keep`: which of its copies stay there; None: all."""
-        self.to = to
-        self._run, self._every_steps, self._keep, self._writer = run, every_steps, keep, writer
+    def __init__(self, to: str, writer: Writer, *, every_steps: int | None = None) -> None:
+        self.to, self._writer, self._every_steps = to, writer, every_steps
         self._changed = threading.Condition()
-        self._queue: list[tuple[Path, bool]] = []
-        """(checkpoint, whether to delete nothing for it): the one that is being copied, and one that waits."""
+        self._queue: list[Path] = []
+        """The checkpoint that is being copied, and one that waits."""
         self._outcomes: list[UploadOutcome] = []
 
-    def offer(self, folder: Path, *, keep_all: bool = False, final: bool = False) -> bool:
+    def offer(self, folder: Path, *, final: bool = False) -> bool:
         """Copy a complete checkpoint if it is due by its step. It must stay until `protected` no longer names its step.
-        `keep_all`: delete nothing for it, because it may be worse than older ones. `final`: the last one of the run,
-        copied at any step."""
+        `final`: the last one of the run, copied at any step."""
         if not final and self._every_steps is not None and folders.step_of(folder) % self._every_steps:
             return False
         with self._changed:
-            self._queue[1:] = [(folder, keep_all)]
+            self._queue[1:] = [folder]
             if len(self._queue) == 1:
                 threading.Thread(target=self._work, name="bloomery-upload", daemon=True).start()
         return True
@@ -153,12 +135,12 @@ class Uploader:
     def offer_newest(self, root: Path, *, train_steps: int) -> None:
         """The newest local checkpoint that is due: an earlier job may have failed to copy it."""
         newest_first = reversed(folders.complete_checkpoints(root))
-        any(self.offer(each, keep_all=True, final=folders.step_of(each) >= train_steps) for each in newest_first)
+        any(self.offer(each, final=folders.step_of(each) >= train_steps) for each in newest_first)
 
     def protected(self) -> set[int]:
         """Steps that retention must not delete for now."""
         with self._changed:
-            return {folders.step_of(folder) for folder, _ in self._queue}
+            return {folders.step_of(folder) for folder in self._queue}
 
     def poll(self) -> list[UploadOutcome]:
         """How uploads since the last call have ended."""
@@ -175,26 +157,20 @@ class Uploader:
     def _work(self) -> None:
         is_done = False
         while not is_done:
-            outcome = self._copy(*self._queue[0])
+            outcome = self._copy(self._queue[0])
             with self._changed:
                 self._outcomes.append(outcome)
                 del self._queue[0]
                 self._changed.notify_all()
                 is_done = not self._queue
 
-    def _copy(self, folder: Path, keep_all: bool) -> UploadOutcome:
+    def _copy(self, folder: Path) -> UploadOutcome:
         step, started = folders.step_of(folder), time.monotonic()
         try:
             was_there = upload(folder, self.to, self._writer)
         except Exception as error:  # whatever a store may raise: it is reported, and training continues
             return UploadOutcome(step, self.to, time.monotonic() - started, f"{type(error).__name__}: {error}")
-        outcome = UploadOutcome(step, self.to, time.monotonic() - started, was_there=was_there)
-        if self._keep is None or keep_all:
-            return outcome
-        try:
-            return replace(outcome, removed=retain_remote(self.to, self._keep, step, self._run, self._writer))
-        except Exception as error:
-            return replace(outcome, retention_trouble=f"{type(error).__name__}: {error}")
+        return UploadOutcome(step, self.to, time.monotonic() - started, was_there=was_there)
 
 
 def upload(folder: Path, to: str, writer: Writer) -> bool:
@@ -224,27 +200,6 @@ def upload(folder: Path, to: str, writer: Writer) -> bool:
     _at_once(put, parse_manifest(content)["files"])
     put(MANIFEST)
     return False
-
-
-def retain_remote(url: str, keep: KeepSection, newest: int, run: str, writer: Writer) -> list[str]:
-    """Delete there what `keep` does not name, now that the checkpoint of step `newest` has arrived; the names.
-
-    Never touches that one, later ones, which belong to another branch, nor those of another run. OSError, and nothing
-    is deleted, if it is not whole there.
-    """
-    store, _ = open_store(url)
-    found = {each.step: each for each in list_remote(url) if each.manifest and each.is_of(run) and each.step <= newest}
-    if newest not in found or not found[newest].is_whole():
-        raise OSError(f"{folders.step_name(newest)} is not complete in {url}, so nothing older was deleted there")
-    doomed = sorted(found.keys() - kept_by({step: each.manifest for step, each in found.items()}, keep))
-    for each in (found[step] for step in doomed):
-        writer.require()
-        for file in (MANIFEST, *each.manifest["files"]):
-            with contextlib.suppress(FileNotFoundError):
-                store.rm_file(f"{each.path}/{file}")
-        with contextlib.suppress(Exception):  # a store without folders has none to remove, and a file of a user stays
-            store.rmdir(each.path)
-    return [folders.step_name(step) for step in doomed]
 
 
 # ---------------------------------------------------------------- fetch

@@ -63,7 +63,7 @@ def sweep_parts(parts_root: Path, root: Path, *, spare: tuple[str, ...] = ()) ->
 class Uploads(Protocol):
     """The part of `remote.Uploader` that retention needs."""
 
-    def offer(self, folder: Path, *, keep_all: bool = False, final: bool = False) -> bool: ...
+    def offer(self, folder: Path, *, final: bool = False) -> bool: ...
     def protected(self) -> set[int]: ...
 
 
@@ -95,7 +95,7 @@ class Retention:
     def after_save(self, folder: Path) -> list[str]:
         """When the checkpoint is complete."""
         if self.uploader is not None:
-            self.uploader.offer(folder, keep_all=self.is_suspicious, final=self.is_final)
+            self.uploader.offer(folder, final=self.is_final)
         return [] if self.is_suspicious else self._retain(set())
 
     def _retain(self, spare: set[int]) -> list[str]:
@@ -106,23 +106,19 @@ class Retention:
 
 def apply_retention(writer: Writer, keep: KeepSection | None, *, spare: Collection[int] = ()) -> list[str]:
     """Delete the complete checkpoints that `keep` does not name, never the newest and none of `spare`; their names,
-    oldest first."""
+    oldest first. The best are those with the lowest validation loss measured at their very step."""
     if keep is None:
         return []
     found = {folders.step_of(path): path for path in folders.complete_checkpoints(writer.root)}
-    kept = kept_by({step: _manifest(path) for step, path in found.items()}, keep)
+    manifests = {step: _manifest(path) for step, path in found.items()}
+    measured = {step: manifest.get("validation") or {} for step, manifest in manifests.items()}
+    losses = {step: float(loss["loss"]) for step, loss in measured.items() if loss.get("step") == step}
+    suspicious = {step for step, manifest in manifests.items() if manifest.get(SUSPICIOUS)}
+    kept = kept_steps(list(manifests), keep, losses, suspicious)
     doomed = [found[step] for step in sorted(found.keys() - kept - {*spare})]
     for folder in doomed:
         folders.remove(folder, writer)
     return [folder.name for folder in doomed]
-
-
-def kept_by(manifests: Mapping[int, Mapping[str, Any]], keep: KeepSection) -> set[int]:
-    """The steps that stay, by their manifests: `best` is by the validation loss that was measured at the very step."""
-    measured = {step: manifest.get("validation") or {} for step, manifest in manifests.items()}
-    losses = {step: float(found["loss"]) for step, found in measured.items() if found.get("step") == step}
-    suspicious = {step for step, manifest in manifests.items() if manifest.get(SUSPICIOUS)}
-    return kept_steps(list(manifests), keep, losses, suspicious)
 
 
 def good_steps(root: Path, is_good: Callable[[int], bool]) -> Iterator[int]:

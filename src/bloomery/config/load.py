@@ -70,6 +70,8 @@ def load_recipe(name: str, overrides: Sequence[str] = (), *, is_saved: bool = Fa
     """RecipeError for what cannot be read, or else with every fault of the schema. The rules: sizing/check.py."""
     places = Places(source=name)
     raw = _read_with_bases(name, places, chain=(), is_saved=is_saved)
+    if is_saved and isinstance(upload := raw.get("checkpoint", {}).get("upload"), dict):
+        upload.pop("keep", None)  # of earlier versions; nothing reads it
     for override in overrides:
         _apply_override(raw, override, places)
     return validated(raw, places)

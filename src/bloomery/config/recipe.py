@@ -359,8 +359,6 @@ class UploadSection(Section):
     """Folder or fsspec URL for the checkpoints of this run alone, such as `s3://bucket/run`."""
     every: Steps | None = None
     """Only checkpoints at a multiple of this; omitted: all of the run folder."""
-    keep: KeepSection | None = None
-    """What to keep there; omitted: everything."""
 
 
 class CheckpointSection(Section):

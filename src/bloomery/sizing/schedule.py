@@ -405,7 +405,7 @@ def kept_checkpoints(recipe: Recipe) -> dict[str, dict[str, Any]]:
     if (upload := section.upload) is not None:
         every = upload.every.count if upload.every else 1
         copies = [step for step in saves if step % every == 0 or step == plan.train_steps]
-        places["upload"] = _kept(copies, upload.keep, "about")  # of copies that wait, only the newest goes
+        places["upload"] = _kept(copies, None, "about")  # of copies that wait, only the newest goes
     return places
 
 

@@ -162,17 +162,14 @@ def _wait_for_uploads(run: Run, uploader: Uploader) -> None:
 
 def report_uploads(run: Run, outcomes: list[UploadOutcome]) -> None:
     for outcome in outcomes:
-        if outcome.was_there and not outcome.retention_trouble:
+        if outcome.was_there:
             continue
         facts = {"to": outcome.to, "seconds": outcome.seconds}
         if outcome.error:
             run.journal.event(Event.UPLOAD_FAILED, outcome.step, reason=outcome.error, **facts)
             run.journal.warning(f"step {outcome.step:,} could not be copied to {outcome.to}: {outcome.error}")
         else:
-            run.journal.event(Event.UPLOAD, outcome.step, removed=list(outcome.removed), **facts)
-        if outcome.retention_trouble:
-            run.journal.event(Event.RETENTION_FAILED, outcome.step, reason=outcome.retention_trouble, place=outcome.to)
-            run.journal.warning(f"older copies could not be deleted: {outcome.retention_trouble}")
+            run.journal.event(Event.UPLOAD, outcome.step, **facts)
 
 
 def _local_due(run: Run, state: TrainState) -> bool:

@@ -247,7 +247,7 @@ def _uploader(opened: Opened, durable: Tier) -> Uploader | None:
     if upload is None:
         return None
     every_steps = upload.every.count if upload.every else None
-    uploader = Uploader(upload.to, durable.writer, run=opened.recipe.name, every_steps=every_steps, keep=upload.keep)
+    uploader = Uploader(upload.to, durable.writer, every_steps=every_steps)
     uploader.offer_newest(durable.root, train_steps=opened.plan.train_steps)
     return uploader
 
