@@ -111,6 +111,7 @@ def state_with(folder: Path, **changes: Any) -> str:
 FORGED: dict[str, Callable[[Path], object]] = {
     "an empty state": lambda folder: forge(folder, "state.json", "{}"),
     "samples that no plan has": lambda folder: forge(folder, "state.json", state_with(folder, consumed_samples=10**17)),
+    "a count below zero": lambda folder: forge(folder, "state.json", state_with(folder, held_samples=-8)),
     "an absurd blend": lambda folder: forge(folder, "state.json", state_with(folder, blend={"first_sample": [], "weights": 1})),
     "a field of another version": lambda folder: forge(folder, "state.json", state_with(folder, pending={})),
     "a deep recipe": lambda folder: forge(folder, "recipe.yaml", "[" * 100_000),
