@@ -45,6 +45,20 @@ def test_threads_and_processes_are_waited_for() -> None:
     assert said.endswith("tidied up\n")
 
 
+def test_a_signal_that_a_library_swallows_is_answered_and_the_recipe_is_not_blamed() -> None:
+    swallow = """
+import contextlib, os, signal
+from bloomery.base import errors
+from bloomery.cli import check
+def run(args):
+    with contextlib.suppress(KeyboardInterrupt):
+        os.kill(os.getpid(), signal.SIGINT)
+    raise errors.RecipeError(errors.Problem("it cannot be read"))
+check.run = run
+"""
+    assert run("check", "quickstart", before=swallow) == (130, "")
+
+
 @pytest.mark.parametrize(("command", "right"), [(["check", "no-such-recipe"], 2), (["no-such-command"], 2)])
 def test_an_error_that_nobody_can_read_keeps_its_code(command: list[str], right: int) -> None:
     reader, gone = os.pipe()

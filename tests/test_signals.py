@@ -14,7 +14,7 @@ import pytest
 
 import rank_commands
 import signal_points
-from bloomery.base import exit_codes
+from bloomery.base import exit_codes, signals
 from bloomery.base.signals import STOPS, is_stopped
 from bloomery.checkpoint import folder as folders
 from bloomery.launch.local import run_local_ranks
@@ -107,6 +107,12 @@ def test_other_commands_answer_alike(workshop: Workshop, place: str, words: list
     (workshop.folder / "texts").mkdir()
     (workshop.folder / "texts" / "a.jsonl").write_text('{"text": "some words"}\n' * 50)
     assert run_at(place, "SIGTERM", words) == (exit_codes.INTERRUPTED, "bloomery: interrupted by SIGTERM\n")
+
+
+def test_who_takes_signals_over_learns_of_one_that_was_swallowed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(signals, "asked", "SIGTERM")
+    with pytest.raises(signals.Interrupted, match="SIGTERM"), signals.handled(lambda _: None):
+        pass
 
 
 def test_children_of_a_launcher_that_is_stopped_early_end_with_it(workshop: Workshop) -> None:
