@@ -87,6 +87,10 @@ def test_values_that_only_the_machine_knows_stay_as_they_are_written(tmp_path: P
         script(tmp_path, "pretrain_gpt.py FLAGS --seed $SEED\n")
     with pytest.raises(RecipeError, match=r"--seed is \$\(wc\). .* known only at run time. Add --seed VALUE"):
         script(tmp_path, "N=$(nvidia-smi -L | wc -l)\npretrain_gpt.py FLAGS --seed $N\n")
+    with pytest.raises(
+        RecipeError, match=r"\$X has no value. It may hold flags. Give it with --set X=VALUE, or --set X= "
+    ):
+        script(tmp_path, "pretrain_gpt.py FLAGS --fp16 $X\n")
     done = script(tmp_path, "pretrain_gpt.py FLAGS --fp16 stray $X --seed $SEED\n", "--seed", "5", given={"X": ""})
     assert done.recipe.seed == 5
     assert [str(warning) for warning in done.warnings] == ["'stray' belongs to no flag. It is ignored."]

@@ -71,6 +71,9 @@ def import_megatron(
         line = CommandLine(own.program, own.flags | line.flags, own.stray + line.stray)
     b = Builder(line, lambda path: _find_file(path, found, source))
     _find_ds_config(b, ds_config, without_ds_config)
+    for word in (word for word in line.stray if re.fullmatch(r"\$\w+", word)):
+        remedy = f"give it with --set {word[1:]}=VALUE, or --set {word[1:]}= where it holds none"
+        b.refuse("", f"{word} has no value", "it may hold flags", remedy)
     fill(b)
     fill_data(b)
     _rest(b)
