@@ -67,6 +67,7 @@ def test_masking_takes_no_longer_for_what_somebody_repeated(word: str) -> None:
         f"{{'Authorization': 'Basic {SECRET}'}} Authorization: Bearer {SECRET}",
         f"AWS_SESSION_TOKEN={SECRET} HUGGING_FACE_HUB_TOKEN={SECRET} WANDB_API_KEY={SECRET} aws_secret_key = {SECRET}",
         f"Set-Cookie: a={SECRET}\nhttps://h/x?sessionid={SECRET}&ticket={SECRET}&bearer={SECRET}",
+        f"the login hf_{SECRET}{'x' * 24} failed",
         f'"https:\\/\\/u:{SECRET}@h\\/x?a=1\\u0026sig={SECRET}"',  # as some servers write JSON
         f"https://h/?to=https%3A%2F%2Fh%3FX-Amz-Signature%3D{SECRET}%26a%3D1",
     ],
@@ -88,7 +89,7 @@ def test_every_form_of_a_secret_is_masked_and_stays_masked(text: str) -> None:
         "abfs://container@account.dfs.core.windows.net/p hf://datasets/u/r@main/x sftp://me@host/x",
         "s3://b/x?versionId=abc http://h/x?author=me&keyword=x&tokenizer=y&design=2",
         '{"text_key": "text", "mask_token": "[MASK]", "eos_token": "x", "?key=": 3, "tokens": 5}',
-        "tokenizer.path=foo batch.micro_batch_size=4 max_tokens=5 file:///tmp/a:b@c",
+        "hf_hub_download tokenizer.path=foo batch.micro_batch_size=4 max_tokens=5 file:///tmp/a:b@c",
     ],
 )
 def test_what_is_no_secret_stays_as_it_is(text: str) -> None:

@@ -162,6 +162,7 @@ _RULES = (
     (re.compile(rf"(\b(?:{_WORDS})(?:\s?=\s?|['\"]: ?)['\"]?){_VALUE}", re.I), ""),
     (re.compile(r"((?:authorization|cookie)['\"]?\s*[:=]\s*+['\"]?+)(?!\*)[^'\"\n,}]+", re.I), ""),
     (re.compile(rf"(\b(?:x-[\w-]{{0,64}}(?:key|token|secret)['\"]?\s*[:=]\s*['\"]?|Bearer ))(?!\*){_VALUE}", re.I), ""),
+    (re.compile(r"\b(hf_)[A-Za-z0-9]{30,100}\b"), ""),  # of the Hub, wherever it stands
 )
 _INSTEAD = {
     "s3 s3a": "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or write ~/.aws/credentials",
@@ -174,7 +175,7 @@ _INSTEAD = {
 
 def mask(text: str) -> str:
     """The text with `***` for every secret in it: of a URL, a query, a connection string or a header."""
-    if "=" in text or ":" in text:  # the others hold none
+    if "=" in text or ":" in text or "hf_" in text:  # the others hold none
         for pattern, end in _RULES:
             text = pattern.sub(rf"\g<1>{_MASK}{end}", text)
     return text
