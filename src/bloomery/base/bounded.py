@@ -54,13 +54,11 @@ def read_json(path: str | os.PathLike[str], most_bytes: int = SMALL_BYTES) -> An
     return parse_json(read_small(path, most_bytes))
 
 
-def parse_json(content: bytes | str, **hooks: Any) -> Any:
-    """ValueError also where it is nested too deeply or has a number that is too long. Takes NaN, as Python writes it.
-    `hooks`: of json.JSONDecoder."""
+def parse_json(content: bytes | str) -> Any:
+    """ValueError also where it is nested too deeply or has a number that is too long. Takes NaN, as Python does."""
     text = content.decode("utf-8-sig") if isinstance(content, bytes) else content
-    decoder = json.JSONDecoder(parse_int=_integer, **hooks) if hooks else _DECODER
     try:
-        value = decoder.decode(text)
+        value = _DECODER.decode(text)
     except RecursionError:
         raise ValueError(_TOO_DEEP) from None
     if text.count("[") + text.count("{") > _DEEPEST:

@@ -44,7 +44,7 @@ def _text(facts: dict[str, Any], recipe: Recipe, *, every_value: bool) -> str:
     for path, found in facts["values"].items() if every_value else ():
         value = found["value"]
         rows.append((path, value if isinstance(value, str) and value else json.dumps(value), found["origin"]))
-    plan, parameters = TrainingPlan.of(recipe), count_parameters(recipe.model, vocab_size=recipe.model.vocab_size).total
+    plan, parameters = TrainingPlan.of(recipe), count_parameters(recipe.model).total
     size = (
         f"{format_count(parameters)} parameters, {plan.train_steps:,} steps, {format_count(plan.train_tokens)} tokens"
     )

@@ -81,7 +81,7 @@ def run_hf(args: argparse.Namespace) -> int:
     state = {**TrainState(imported_from=origin_of(args.folder)).to_json(), "interval": None, "blend": None}
     done = import_weights(args.folder, args.output, checked.recipe, state, with_proof=not args.no_proof)
     section = checked.recipe.model
-    parameters = count_parameters(section, vocab_size=section.vocab_size).total
+    parameters = count_parameters(section).total
     tokenizer = "" if checked.recipe.tokenizer else ", no tokenizer"
     text = (
         f"{done.checkpoint}: {section.family}, {parameters:,} parameters, {done.tensors} tensors{tokenizer}\n"

@@ -75,7 +75,7 @@ def _text(done: Imported, output: Path | None) -> str:
         value, result = (_cut(mask(text)) for text in (row.value, row.result))
         cells.append((row.flag or "-", value, row.field or "-", result, f"{kind}{row.remark}"))
     plan, model = TrainingPlan.of(done.recipe), done.recipe.model
-    parameters = count_parameters(model, vocab_size=model.vocab_size).total
+    parameters = count_parameters(model).total
     unknown = [row.flag for row in done.rows_of("not understood")]
     return (
         columns(cells)

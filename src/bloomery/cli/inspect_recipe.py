@@ -30,7 +30,7 @@ def run_model(args: argparse.Namespace) -> int:
 def model_facts(recipe: Recipe) -> dict[str, Any]:
     """The JSON of `inspect model`: a public contract. `parameters` counts the recipe's own vocabulary."""
     model = recipe.model
-    count = count_parameters(model, vocab_size=model.vocab_size)
+    count = count_parameters(model)
     padded = padded_vocab_size(model)
     facts: dict[str, Any] = {
         "name": recipe.name,

@@ -46,7 +46,7 @@ def plan_facts(recipe: Recipe) -> dict[str, Any]:
     return {
         "name": recipe.name,
         "family": model.family,
-        "parameters": count_parameters(model, vocab_size=model.vocab_size).total,
+        "parameters": count_parameters(model).total,
         "padded_parameters": parameters,
         "padded_vocab_size": padded_vocab_size(model),
         "ranks_per_node": ranks_per_node(recipe),

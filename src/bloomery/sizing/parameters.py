@@ -135,10 +135,11 @@ class ParameterCount:
         return self.total - sum(self.groups.get(name, 0) for name in _EMBEDDING_TABLES)
 
 
-def count_parameters(model: ModelSection, *, vocab_size: int) -> ParameterCount:
-    """Count with `vocab_size` embedding rows: padded for what is built and saved, unpadded to compare with papers."""
+def count_parameters(model: ModelSection, *, vocab_size: int | None = None) -> ParameterCount:
+    """Count with `vocab_size` embedding rows: padded for what is built and saved; default: the model's own, as papers
+    count."""
     groups: dict[str, int] = {}
-    for weight in model_shapes(model, vocab_size=vocab_size, num_layers=model.num_layers):
+    for weight in model_shapes(model, vocab_size=vocab_size or model.vocab_size, num_layers=model.num_layers):
         groups[weight.group] = groups.get(weight.group, 0) + weight.count * weight.elements
     return ParameterCount(groups)
 

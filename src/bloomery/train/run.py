@@ -87,7 +87,7 @@ class Run(Opened):
         return {
             "recipe": recipe.name,
             "fingerprint": fingerprint(recipe),
-            "parameters": count_parameters(recipe.model, vocab_size=recipe.model.vocab_size).total,
+            "parameters": count_parameters(recipe.model).total,
             "device": device_name(self.device),
             "ranks": self.ranks.size,
             "precision": recipe.precision,
@@ -129,7 +129,7 @@ class Run(Opened):
     def gigaflops_at(self, consumed_samples: int) -> int:
         """Work done so far by the seeds' rule: 6 FLOPs per token and parameter outside the embeddings."""
         model = self.recipe.model
-        parameters = count_parameters(model, vocab_size=model.vocab_size).without_embeddings
+        parameters = count_parameters(model).without_embeddings
         return 6 * self.plan.tokens_at(consumed_samples) * parameters // 10**9
 
     def limits(self, state: TrainState) -> Limits:

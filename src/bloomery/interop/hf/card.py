@@ -33,7 +33,7 @@ def model_card(checkpoint: Checkpoint, *, architecture: str, dtype: str, proof: 
     recipe, state, folder = checkpoint.recipe, checkpoint.state, checkpoint.folder
     run, step = folder.parent.parent, int(state["step"])
     jobs = _jobs(run, step, checkpoint.manifest.get("time", math.inf))
-    parameters = count_parameters(recipe.model, vocab_size=recipe.model.vocab_size).total
+    parameters = count_parameters(recipe.model).total
     pipeline = "fill-mask" if FAMILIES[recipe.model.family].encoder else "text-generation"
     sections, skipped = as_dict(recipe), state.get("skipped_updates", 0)
     parts = [

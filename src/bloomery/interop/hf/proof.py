@@ -74,7 +74,7 @@ def why_unproven(recipe: Recipe) -> str:
     """Why nothing can be compared with transformers here; empty if it can."""
     if importlib.util.find_spec("transformers") is None:
         return "transformers is not installed here"
-    needed = _BYTES_TO_PROVE * count_parameters(recipe.model, vocab_size=recipe.model.vocab_size).total
+    needed = _BYTES_TO_PROVE * count_parameters(recipe.model).total
     free = available_host_bytes()
     lacking = f"it needs about {format_bytes(needed)} of memory, and {format_bytes(free)} are available"
     return lacking if needed > free else ""
