@@ -39,8 +39,7 @@ class _Reader:
     def __init__(self, path: Path, script: Script, given: Mapping[str, str]) -> None:
         self.path, self.script, self.given = path, script, given
         self.values = {name: [value] for name, value in script.variables(given).items()} | {"@": [], "*": [], "#": []}
-        self.unread: set[str] = set()
-        """Names that are set where nothing is read."""
+        """A name that is set where nothing is read stands for itself: `$NAME`."""
 
     def read(self, text: str, inside: int = 0, doubt: str = "", depth: int = 0) -> None:
         """`inside`, `doubt`: the line of a text that `bash -c` or `eval` runs, and why it may not."""
@@ -66,22 +65,21 @@ class _Reader:
             line += token[0].count("\n")
 
     def statement(self, words: list[str], at: int, doubt: str, depth: int) -> None:
-        is_export = words[0] in ("export", "declare", "local", "readonly")
         assignments = [match for word in words if (match := _ASSIGNMENT.fullmatch(word))]
         if doubt:
             names = {*re.findall(r"\b([A-Za-z_]\w*)\+?=", " ".join(words))}
             names |= {*words} if {"for", "read", "select"} & {*words} else set()
-            self.unread |= names - self.given.keys()
-            self.values = {name: value for name, value in self.values.items() if name not in self.unread}
-        elif is_export or len(assignments) == len(words):
+            self.values |= {name: [f"${name}"] for name in names - self.given.keys()}
+        elif words[0] in ("export", "declare", "local", "readonly") or len(assignments) == len(words):
             for name, plus, value in (match.groups() for match in assignments):
-                is_array, old = value.startswith("("), self.values.get(name, []) if plus else []
-                inner = [token["word"] for token in _TOKEN.finditer(value[1:-1])] if is_array else [value]
-                items = [item for word in inner if word for item in self.expand(word)]
-                made = old + items if is_array else ["".join(old) + " ".join(items)]
+                old = self.values.get(name, []) if plus else []
+                if value.startswith("("):
+                    made = old + self.expand(*(token["word"] or "" for token in _TOKEN.finditer(value[1:-1])))
+                else:
+                    made = ["".join(old) + " ".join(self.expand(value))]
                 self.values[name] = [self.given[name]] if name in self.given else made
             return
-        words = [made for word in words for made in self.expand(word)]
+        words = self.expand(*words)
         shell = next((i for i, word in enumerate(words) if re.search(r"(^|/)(ba|z)?sh$", word)), len(words))
         if words[:1] in (["source"], ["."], ["cat"], ["exit"]):
             self.script.unread += [] if doubt else [(at, f"`{' '.join(words)}` is not read")]
@@ -90,38 +88,32 @@ class _Reader:
         elif words[shell + 1 : shell + 2] in (["-c"], ["-lc"]) and len(words) > shell + 2:
             self.read(words[shell + 2], at, doubt, depth + 1)
         elif words and words[0] != "echo":
-            self.script.commands.append(Command(words, at, doubt or _hidden_flags(words)))
+            for before, word in pairwise(words):
+                if re.fullmatch(r"\$\w+", word) and (not before.startswith("--") or before[2:] in SWITCHES.split()):
+                    doubt = doubt or f"{word} has no value, and may hold flags"
+            self.script.commands.append(Command(words, at, doubt))
 
-    def expand(self, word: str) -> list[str]:
-        """The words that it becomes: \\0 stands between them, and \\1 in what was quoted, which may be empty."""
-        return [made.replace("\1", "") for made in _PIECE.sub(self.piece, word).split("\0") if made]
+    def expand(self, *words: str) -> list[str]:
+        """The words that these become: \\0 stands between them, and \\1 in what was quoted, which may be empty."""
+        made = "\0".join(_PIECE.sub(self.piece, word) for word in words)
+        return [word.replace("\1", "") for word in made.split("\0") if word]
 
     def piece(self, match: re.Match[str]) -> str:
-        text = match[0]
-        if text[0] in "\\'":
-            return text[1:].strip("\n") if text[0] == "\\" else f"\1{text[1:-1]}"
-        if items := re.fullmatch(r'"\$(?:\{(\w+)\[@\]\}|(@))"', text):
-            name = items[1] or items[2]
+        text, name, rest = match[0], match["name"] or match["plain"], (match["rest"] or "").lstrip(":")
+        if text[0] == "\\":
+            return text[1:].strip("\n")
+        if text[0] == "'":
+            return f"\1{text[1:-1]}"
+        if array := re.fullmatch(r'"\$(?:\{(\w+)\[@\]\}|(@))"', text):
+            name = array[1] or array[2]
             return "\0".join(f"\1{item}" for item in self.values.get(name, [f"${name}"]))
         if text[0] == '"':
-            return "\1" + _INSIDE.sub(self.value, text[1:-1])
-        return re.sub(r"\s+", "\0", self.value(match))
-
-    def value(self, match: re.Match[str]) -> str:
-        name, rest = match["name"] or match["plain"], match["rest"] or ""
-        if match[0][0] == "\\":
-            return match[0][1:].strip("\n")
+            return "\1" + _INSIDE.sub(self.piece, text[1:-1])
         if name is None:  # a program stays, as one word: nobody knows what it prints
-            return "$({})".format(re.sub(r"[\s'\"`]|^\$\(|\)$", "", match[0]))
-        known = " ".join(self.values.get(name, []))
-        if rest.lstrip(":").startswith("-") and (known or name not in self.unread):
-            return known or " ".join(self.expand(rest.lstrip(":")[1:]))
-        return known if name in self.values and rest in ("", "[@]", "[*]") else f"${name}"
-
-
-def _hidden_flags(words: list[str]) -> str:
-    """A variable without a value that may hold flags."""
-    for before, word in pairwise(words):
-        if re.fullmatch(r"\$\w+", word) and (not before.startswith("--") or before[2:] in SWITCHES.split()):
-            return f"{word} has no value, and may hold flags"
-    return ""
+            return "$({})".format(re.sub(r"[\s'\"`]|^\$\(|\)$", "", text))
+        made = " ".join(self.values.get(name, []))
+        if rest.startswith("-"):
+            made = made or " ".join(self.expand(rest[1:]))
+        elif name not in self.values or rest not in ("", "[@]", "[*]"):
+            made = f"${name}"
+        return made if match.re is _INSIDE else re.sub(r"\s+", "\0", made)
