@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -228,9 +229,7 @@ def test_energy_is_summed_over_jobs_and_lost_steps_count(
     logged = [record["energy"]["joules"] for record in workshop.metrics(run)]
     assert logged == sorted(logged)
     card = card_of(run)
-    for text in ("| measured | ", "| of which measured | 100% |", "| sensor | RAPL (dram, package-0) |",
-                 "| jobs | 2: from the beginning, from `step-00000004` |"):  # fmt: skip
-        assert text in card
+    assert re.search(r" J\) in .* device-hours, 100% of it measured by RAPL \(dram, package-0\)\. ", card)
     assert "<dt>Energy</dt><dd>" in write_report(run).read_text()
     for name in ("metrics.jsonl", "events.jsonl"):  # another machine, which has the checkpoint alone
         (run / name).unlink()

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import math
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,45 +22,41 @@ from bloomery.monitor.history import event_of, scan, scan_metrics
 from bloomery.monitor.record import Record, ValidationRecord
 from bloomery.sizing.parameters import count_parameters
 
-Event = dict[str, Any]
 _SECTIONS = ("seed", "model", "data", "batch", "optimizer", "lr", "precision", "loss_scale", "parallel")
 
 
 def model_card(checkpoint: Checkpoint, *, architecture: str, dtype: str, proof: str) -> str:
     """Markdown with the head that hubs read. Says only what was recorded."""
-    recipe, state, folder = checkpoint.recipe, checkpoint.state, checkpoint.folder
-    run, step = folder.parent.parent, int(state["step"])
-    jobs = _jobs(run, step, checkpoint.manifest.get("time", math.inf))
-    parameters = count_parameters(recipe.model).total
+    recipe, state, run = checkpoint.recipe, checkpoint.state, checkpoint.folder.parent.parent
+    sections, start = as_dict(recipe), _last_start(run, checkpoint)
     pipeline = "fill-mask" if FAMILIES[recipe.model.family].encoder else "text-generation"
-    sections, skipped = as_dict(recipe), state.get("skipped_updates", 0)
+    lineage = "\n".join(f"- {name}: {value}" for name, value in _lineage(checkpoint, start).items())
     parts = [
         f"---\nlibrary_name: transformers\npipeline_tag: {pipeline}\ntags: [bloomery, {recipe.model.family}]\n---",
         f"# {recipe.name}",
-        f"`{architecture}` with {parameters:,} parameters, pretrained with Bloomery {bloomery.__version__} on "
-        f"{checkpoint.consumed_tokens:,} tokens ({state['consumed_samples']:,} samples) in {step:,} steps, of "
-        f"which {skipped:,} updated nothing. Weights in {dtype}.",
+        f"`{architecture}` with {count_parameters(recipe.model).total:,} parameters, pretrained with Bloomery "
+        f"{bloomery.__version__} on {checkpoint.consumed_tokens:,} tokens ({state['consumed_samples']:,} samples) in "
+        f"{state['step']:,} steps, of which {state.get('skipped_updates', 0):,} updated nothing. Weights in {dtype}.",
         f"## Recipe\n\n```yaml\n{dump_yaml({key: sections[key] for key in _SECTIONS})}```",
-        "## Losses\n\n" + _losses(run, step),
-        "## Energy\n\n" + _energy(Energy.from_json(state.get("energy")), jobs),
-        "## Lineage\n\n" + _table(_lineage(checkpoint, jobs)),
+        "## Losses\n\n" + _losses(run, state["step"]),
+        "## Energy\n\n"
+        + _energy(Energy.from_json(state.get("energy")), start.get(names.FACT_ENERGY_SENSOR, NO_SENSOR)),
+        f"## Lineage\n\n{lineage}",
         f"## Proof\n\n{proof[:1].upper()}{proof[1:]}. Details: `export-proof.json`.",
     ]
     return "\n\n".join(parts) + "\n"
 
 
-def _table(rows: Mapping[str, Any]) -> str:
-    return "| | |\n|---|---|\n" + "\n".join(f"| {name} | {value} |" for name, value in rows.items())
-
-
-def _jobs(run: Path, step: int, saved_at: float) -> list[Event]:
-    """The starts that came before this checkpoint, as the ledger has them; nothing if it is not there."""
-    found: list[Event] = []
+def _last_start(run: Path, checkpoint: Checkpoint) -> dict[str, Any]:
+    """Of the job that saved this checkpoint, as the ledger has it; empty if it is not there."""
+    step, saved_at = checkpoint.state["step"], checkpoint.manifest.get("time", float("inf"))
+    found: dict[str, Any] = {}
 
     def take(line: bytes) -> None:
+        nonlocal found
         event = event_of(line)
         if event["kind"] == names.Event.START and event["step"] <= step and event["time"] <= saved_at:
-            found.append(event)
+            found = event
 
     if (run / names.EVENTS_FILE).is_file():
         scan(run / names.EVENTS_FILE, take)
@@ -80,34 +74,29 @@ def _losses(run: Path, step: int) -> str:
             newest[what] = record
 
     scan_metrics(run / names.METRICS_FILE, take)
-    lines = ["| | step | loss |", "|---|---|---|"]
-    for what, record in sorted(newest.items()):  # training before validation
-        lines += [f"| {what}, {name} | {record.step:,} | {x:.4f} |" for name, x in record.losses.items()]
-    return "\n".join(lines) if len(lines) > 2 else "No step up to this checkpoint was logged."
+    lines = [
+        f"- {what}, {name}: {loss:.4f} at step {record.step:,}"
+        for what, record in sorted(newest.items())  # training before validation
+        for name, loss in record.losses.items()
+    ]
+    return "\n".join(lines) or "No step up to this checkpoint was logged."
 
 
-def _energy(spent: Energy, jobs: list[Event]) -> str:
+def _energy(spent: Energy, sensor: str) -> str:
+    """Of all jobs of the run up to this checkpoint, repeated steps included."""
     if not spent.device_seconds:
         return "Not recorded."
     hours, joules = format_device_hours(spent.device_seconds), spent.measured_joules
-    sensors = "; ".join(dict.fromkeys(job[names.FACT_ENERGY_SENSOR] for job in jobs if names.FACT_ENERGY_SENSOR in job))
     if joules is None:
-        return f"Not measured: {sensors or NO_SENSOR}. Training took {hours}."
-    rows = {
-        "measured": f"{format_joules(joules)} ({joules:,.0f} J)",
-        "device time": hours,
-        "of which measured": f"{spent.coverage:.0%}",
-    }
-    rows |= {"sensor": sensors} if sensors else {}
+        return f"Not measured: {sensor}. Training took {hours}."
     return (
-        f"{_table(rows)}\n\nOf all jobs of the run up to this checkpoint, repeated steps included. Of the devices that "
-        "trained, without the machines around them, network and cooling."
+        f"{format_joules(joules)} ({joules:,.0f} J) in {hours}, {spent.coverage:.0%} of it measured by {sensor}. "
+        "Of the devices that trained, repeated steps included, without the machines around them, network and cooling."
     )
 
 
-def _lineage(checkpoint: Checkpoint, jobs: list[Event]) -> dict[str, Any]:
-    saved, began = checkpoint.manifest, "random weights"
-    content = read_small(checkpoint.folder / MANIFEST, LARGE_BYTES)
+def _lineage(checkpoint: Checkpoint, start: dict[str, Any]) -> dict[str, str]:
+    manifest, began = read_small(checkpoint.folder / MANIFEST, LARGE_BYTES), "random weights"
     if origin := checkpoint.state.get("imported_from"):
         hashes = ", ".join(f"{key} `{value}`" for key, value in origin.items() if key != "folder")
         began = f"the weights of `{origin['folder']}`, whose own training is not counted here ({hashes})"
@@ -115,15 +104,11 @@ def _lineage(checkpoint: Checkpoint, jobs: list[Event]) -> dict[str, Any]:
         "run": f"`{checkpoint.recipe.name}`",
         "recipe fingerprint": f"`{fingerprint(checkpoint.recipe)}`",
         "checkpoint": f"`{checkpoint.folder.name}`",
-        "sha256 of its manifest": f"`{hashlib.sha256(content).hexdigest()}`",
-        "saved by": f"torch {saved.get('versions', {}).get('torch', 'unknown')}, {saved.get('ranks', 1)} rank(s)",
-        "exported by": f"Bloomery {bloomery.__version__}, torch {torch.__version__}",
+        "sha256 of its manifest": f"`{hashlib.sha256(manifest).hexdigest()}`",
         "began with": began,
+        "exported by": f"Bloomery {bloomery.__version__}, torch {torch.__version__}",
     }
-    if jobs:
-        rows["trained by"] = ", ".join(f"{name} {version}" for name, version in jobs[-1].get("versions", {}).items())
-        rows["trained on"] = f"{jobs[-1].get('ranks', 1)} x {jobs[-1].get('device', 'unknown')}"
-        rows["jobs"] = f"{len(jobs)}: " + ", ".join(
-            f"from `{job['resumed_from']}`" if job.get("resumed_from") else "from the beginning" for job in jobs
-        )
+    if start:
+        rows["trained by"] = ", ".join(f"{name} {version}" for name, version in start.get("versions", {}).items())
+        rows["trained on"] = f"{start.get('ranks', 1)} x {start.get('device', 'unknown')}"
     return rows

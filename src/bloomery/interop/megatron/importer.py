@@ -2,26 +2,31 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
 
-from bloomery.base.bounded import read_text
+from bloomery.base.bounded import parse_json, read_text
 from bloomery.base.errors import Problem, RecipeError
 from bloomery.config.load import COMMAND_LINE, Places, validated
 from bloomery.config.recipe import Recipe
 from bloomery.config.schema import by_place
 from bloomery.config.yaml_nodes import dump_yaml
 from bloomery.interop.megatron.data import fill_data
-from bloomery.interop.megatron.ds_config import read_ds_config
-from bloomery.interop.megatron.flags import CommandLine, Kind, Row, kind_of, parse_command
+from bloomery.interop.megatron.flags import CommandLine, Given, Kind, Row, kind_of, parse_command
 from bloomery.interop.megatron.reader import read_script
 from bloomery.interop.megatron.recipe import Builder, fill
 from bloomery.interop.megatron.script import Script, run_script
 from bloomery.sizing.check import check
+
+_DS_SECTIONS = (
+    "zero_optimization", "zero_optimization.offload_optimizer", "zero_optimization.offload_param", "fp16", "bf16",
+    "nebula", "scheduler",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -121,7 +126,7 @@ def _find_ds_config(b: Builder, named: Path | None, may_lack: bool) -> None:
             remark = "though --deepspeed is not there: a ds_config means DeepSpeed, so it counts"
             b.rows.append(Row("differs", "ds_config", found[1], remark=remark))
         b.deepspeed = b.has_ds_config = True
-        b.line.flags |= read_ds_config(*found)
+        b.line.flags |= _read_ds_config(*found)
     elif b.deepspeed or flag:
         remark = "not seen, so it was neither read nor compared with the flags"
         b.rows.append(Row("left out", "--deepspeed_config", flag.text if flag else "", remark=remark))
@@ -129,6 +134,36 @@ def _find_ds_config(b: Builder, named: Path | None, may_lack: bool) -> None:
             rule = "it is not here, or a program writes it; ZeRO stage, precision, clipping and loss scale are in it"
             remedy = "give it with --ds-config FILE, or import without it: --without-ds-config"
             b.refuse(b.first("deepspeed_config", "deepspeed"), f"the ds_config {path!r} cannot be seen", rule, remedy)
+
+
+def _read_ds_config(text: str, place: str) -> dict[str, Given]:
+    """Its keys as flags with the names `ds:KEY`, without `auto` and null, which Hugging Face's Trainer fills in.
+    RecipeError if it is no ds_config."""
+    try:
+        content = parse_json(text)
+        if not isinstance(content, dict):
+            raise ValueError("it is no object")
+    except ValueError as error:
+        rule = "a ds_config is a JSON object: numbers have no underscores, and nothing is computed in it"
+        raise RecipeError(Problem(f"not valid JSON: {error}", rule, "correct it", place)) from error
+    if "bfloat16" in content:
+        content["bf16"] = content.pop("bfloat16")
+    found, given = dict(_leaves(content, "")), {}
+    for key, value in found.items():
+        section, text = key.partition(".")[0], value if isinstance(value, str) else json.dumps(value)
+        is_off = section in ("fp16", "nebula") and key[-8:] != ".enabled" and not found.get(f"{section}.enabled")
+        if isinstance(value, dict) and kind_of(f"ds:{key}", [])[0] == "refused":
+            is_off = not value or ('"enabled": false' in text and '"enabled": true' not in text)
+        given[f"ds:off:{key}" if is_off else f"ds:{key}"] = Given(f"ds_config {key}", [text], place)
+    return given
+
+
+def _leaves(content: dict[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
+    for key, value in content.items():
+        if f"{prefix}{key}" in _DS_SECTIONS and isinstance(value, dict):
+            yield from _leaves(value, f"{prefix}{key}.")
+        elif value not in (None, "auto"):
+            yield f"{prefix}{key}", value
 
 
 def _find_file(path: str, script: Script | None, source: str) -> tuple[str, str] | None:
