@@ -83,9 +83,9 @@ def test_the_order_is_the_one_megatron_core_gave(
     settings = {"seq_length": seq_length, "samples": samples, "part": "train", "split": "969,30,1"}
     source = open_source(prefix, tmp_path, flavour=flavour, **settings)
     assert (source.shape.epochs, source.total_samples) == (epochs, total)
-    assert source.index.documents[:6].tolist() == documents
-    assert source.index.shuffle[:6].tolist() == shuffle
-    assert (source.index.documents.dtype, source.index.samples.dtype, source.index.shuffle.dtype) == (
+    assert source.index["documents"][:6].tolist() == documents
+    assert source.index["shuffle"][:6].tolist() == shuffle
+    assert (source.index["documents"].dtype, source.index["samples"].dtype, source.index["shuffle"].dtype) == (
         np.int32,
         np.int32,
         np.uint32,
@@ -148,14 +148,14 @@ def test_the_index_of_large_corpora_has_wider_types() -> None:
     """As int32 holds neither such a document nor so many: shown without building 2**31 entries."""
     starts = np.array([0, 2**31 + 10])
     shape = OrderShape.of("megatron", tokens_per_epoch=2**31 + 10, seq_length=2**30, samples=1)
-    assert build_index(starts, first=0, last=1, shape=shape, seed=0).samples.dtype == np.int64
+    assert build_index(starts, first=0, last=1, shape=shape, seed=0)["samples"].dtype == np.int64
 
 
 def test_sequences_are_ordered_and_documents_named(tmp_path: Path) -> None:
     """A shard whose documents have several sequences, or none: Megatron's documents are its sequences."""
     prefix = write_lengths(tmp_path / "x", [6, 4, 0, 8], documents=[0, 2, 2, 4])
     source = open_source(prefix, tmp_path, seq_length=17, samples=1)
-    order = source.index.documents.tolist()
+    order = source.index["documents"].tolist()
     assert sorted(order) == [0, 1, 2, 3]
     spans_of = [document_spans(source.shard, *stretch) for stretch in source.stretches(0)]
     starts = [0, 6, 10, 10, 18]

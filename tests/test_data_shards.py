@@ -240,7 +240,7 @@ def test_many_documents_at_once_give_the_same_bytes(tmp_path):
             writer.append(np.array(document))
     flat, lengths = np.concatenate(DOCUMENTS).astype(np.uint16), np.array([3, 1, 4], np.int32)
     with ShardWriter(str(tmp_path / "many"), np.uint16) as writer:
-        writer.append_many(flat.data, lengths)
+        writer.append_many(flat.data, lengths, np.ones(3, np.int32))
     for ending in (".bin", ".idx"):
         assert (tmp_path / f"many{ending}").read_bytes() == (tmp_path / f"one{ending}").read_bytes()
 

@@ -278,11 +278,11 @@ def test_urls_that_are_none_are_named_and_the_others_arrive(tmp_path: Path, serv
     entries[1:1] = [{"url": url, **({"path": f"{n}.bin"} if with_path else {})} for n, url in enumerate(bad)]
     result = get(tmp_path, entries)
     names = ["0.bin", "1.bin", "2.bin", "3.bin"] if with_path else ["x", "y", "z", "w"]
-    assert [failure["path"] for failure in result.failures] == [*names, "sent.bin"]
+    assert [failure["path"] for failure in result.failures] == sorted([*names, "sent.bin"])
     for failure in result.failures:
         assert failure["reason"] == "its URL, or one that it redirects to, is not valid"
         assert "secret" not in str(failure)
-    assert result.failures[0]["url"] == "http://[abc/x"
+    assert {"http://[abc/x"} <= {failure["url"] for failure in result.failures}
     assert_whole(tmp_path, server, "good.bin", "late.bin")
 
 
@@ -340,7 +340,7 @@ def test_a_server_that_trickles_or_never_ends_is_left(
     monkeypatch.setattr(download_module, "_MOST_UNKNOWN_BYTES", 1000)
     entries = [server.add("slow", 5000, *[("trickle",)] * 9), server.add("endless", 5000, ("no length",))]
     del entries[1]["size"]
-    slow, endless = get(tmp_path, entries, retries=1).failures
+    endless, slow = get(tmp_path, entries, retries=1).failures
     assert "less than 1024 bytes a second arrived (gave up after 2 attempts)" in slow["reason"]
     assert "give its size in the manifest" in endless["reason"]
 
@@ -590,9 +590,9 @@ def test_a_pipe_in_place_of_a_file_does_not_hang(tmp_path: Path, server: Server)
 def test_a_local_file_that_is_not_there(tmp_path: Path) -> None:
     entries = [{"url": f"file://{tmp_path}/nowhere"}, {"url": f"file://{tmp_path}", "path": "x"}, {"url": "zz://a/b"}]
     reasons = [failure["reason"] for failure in get(tmp_path, entries).failures]
-    assert "No such file or directory" in reasons[0]
-    assert "Is a directory" in reasons[1]
-    assert "zz" in reasons[2]
+    assert "zz" in reasons[0]
+    assert "No such file or directory" in reasons[1]
+    assert "Is a directory" in reasons[2]
     begin = time.monotonic()
     (failure,) = get(tmp_path, [{"url": "dir://x/y"}], retries=8).failures
     assert "it cannot be read: AttributeError" in failure["reason"]

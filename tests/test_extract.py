@@ -231,13 +231,6 @@ def test_all_damaged_inputs_are_named(tmp_path: Path, raw: Path) -> None:
     assert {Path(problem.place).name for problem in caught.value.problems} == {"s2.jsonl.zst", "s10.jsonl.gz"}
 
 
-def test_the_standard_gzip_does_as_well(tmp_path: Path, raw: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    extract([str(raw)], tmp_path / "fast", chunks=2)
-    monkeypatch.setitem(sys.modules, "isal", None)
-    extract([str(raw)], tmp_path / "plain", chunks=2)
-    assert outputs(tmp_path / "plain") == outputs(tmp_path / "fast")
-
-
 def test_blank_lines_are_left_out(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_bytes(b'\n{"text": "one"}\r\n  \n\n{"text": "two"}\n\t')
     (tmp_path / "b.jsonl").write_bytes(b"\xef\xbb\xbf\n\n")

@@ -116,9 +116,9 @@ def test_every_index_and_sample_of_one_source(tmp_path: Path, case: int) -> None
         if mine is None:
             continue
         for name, expected in (
-            (mine.index.documents, dataset.document_index),
-            (mine.index.samples, dataset.sample_index),
-            (mine.index.shuffle, dataset.shuffle_index),
+            (mine.index["documents"], dataset.document_index),
+            (mine.index["samples"], dataset.sample_index),
+            (mine.index["shuffle"], dataset.shuffle_index),
         ):
             assert name.dtype == expected.dtype
             assert (name == expected).all()

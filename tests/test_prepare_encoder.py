@@ -191,7 +191,6 @@ def forging(kind: str) -> Tokenizer:
 def test_no_model_lets_a_text_forge_an_end_of_document(tmp_path, monkeypatch, kind):
     monkeypatch.chdir(tmp_path)
     tokenizer = forging(kind)
-    assert tokenizer.unknown_id == 0
     write_jsonl(tmp_path / "corpus" / "a.jsonl", ["the fox sees", "what the <unk> sees", "the fox </s> sees"])
     with pytest.raises(
         DataError, match=r"a.jsonl:3: has a text that gives the special token 1; it begins 'the fox </s> sees'"

@@ -197,10 +197,6 @@ class Stream:
         self.blend = blend
 
     @property
-    def num_samples(self) -> int:
-        return sum(source.num_samples for source in self.sources)
-
-    @property
     def keys(self) -> list[str]:
         return [source.key for source in self.sources]
 

@@ -16,7 +16,7 @@ from typing import Annotated, Any, Self, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import ConfigDict, Field
+from pydantic import ConfigDict, Field, NonNegativeInt, PositiveFloat, PositiveInt
 from pydantic.dataclasses import dataclass
 
 PERIOD = 1 << 30
@@ -29,19 +29,16 @@ _ROUNDING = 1e-9
 """Relative. Far more than shares can be off by rounding when all weights are scaled alike, and about a slot."""
 
 
-_Count = Annotated[int, Field(ge=0)]
-
-
 @dataclass(frozen=True, config=ConfigDict(strict=True))
 class BlendState:
     """The present blend segment: where its weights began to hold."""
 
-    first_sample: _Count
+    first_sample: NonNegativeInt
     """Samples of the run before that."""
-    cursors: dict[str, _Count]
+    cursors: dict[str, NonNegativeInt]
     """Samples taken from each source before that; sources no longer in the blend are remembered."""
-    weights: dict[str, Annotated[float, Field(gt=0)]]
-    lengths: dict[str, Annotated[int, Field(ge=1)]] = field(default_factory=dict)
+    weights: dict[str, PositiveFloat]
+    lengths: dict[str, PositiveInt] = field(default_factory=dict)
     """Sequence lengths of cursors that count samples of another length than the run's: of sources that were not in the
     blend when it changed."""
     period: Annotated[int, Field(ge=1, le=PERIOD)] = PERIOD

@@ -115,11 +115,8 @@ def order_facts(recipe: Recipe, stream: Stream, *, train_samples: int, at_sample
 
 def _first_repeat(stream: Stream, source: ShardSource, first: int, last: int) -> int:
     """The position of the run, in [first, last), at which a source begins its second epoch."""
-
-    def taken(position: int) -> int:
-        return stream.blend.taken(position)[source.key]
-
-    return bisect_right(range(last + 1), source.num_samples, lo=first, key=taken) - 1
+    positions = range(last + 1)
+    return bisect_right(positions, source.num_samples, first, key=lambda at: stream.blend.taken(at)[source.key]) - 1
 
 
 def recipe_facts(recipe: Recipe, data: OpenData, *, train_samples: int, quick: bool) -> dict[str, Any]:
@@ -176,10 +173,9 @@ def shard_facts(prefix: str, *, quick: bool, eod_id: int | None = None) -> dict[
 
 def _vocabulary(shard: ShardReader, eod_id: int | None) -> dict[str, Any]:
     counts = _token_counts(shard)
-    facts = {"distinct_ids": int((counts > 0).sum()), "max_id": len(counts) - 1, "eod_id": eod_id}
-    if eod_id is None:
-        return {**facts, "eod_share": None}
-    return {**facts, "eod_share": int(counts[eod_id : eod_id + 1].sum()) / max(1, shard.num_tokens)}
+    share = None if eod_id is None else int(counts[eod_id : eod_id + 1].sum()) / max(1, shard.num_tokens)
+    distinct = int((counts > 0).sum())
+    return {"distinct_ids": distinct, "max_id": len(counts) - 1, "eod_id": eod_id, "eod_share": share}
 
 
 def unigram_entropy(shard: ShardReader) -> float:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import ConfigDict, NonNegativeInt, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
 from bloomery.base.bounded import LARGE_BYTES, read_small, wrong_fields
@@ -17,7 +17,6 @@ from bloomery.data.shards import ShardReader, file_checksum
 from bloomery.data.tokenizer import Tokenizer
 
 _EXACTLY = ConfigDict(strict=True, extra="forbid")
-_Count = Annotated[int, Field(ge=0)]
 
 
 @dataclass(frozen=True, config=_EXACTLY)
@@ -26,10 +25,10 @@ class SourceCount:
 
     name: str
     """As the recipe writes it."""
-    documents: _Count
-    tokens: _Count
+    documents: NonNegativeInt
+    tokens: NonNegativeInt
     """End-of-document tokens included."""
-    bytes: _Count
+    bytes: NonNegativeInt
     """UTF-8 text."""
 
 
@@ -38,7 +37,7 @@ class SourceFile:
     """A file that was read."""
 
     name: str
-    bytes: _Count
+    bytes: NonNegativeInt
     hash: str
     """xxh3-128 of its bytes; of a large .jsonl, of the hashes of the ranges in which it was read."""
     stamp: str
@@ -50,20 +49,20 @@ class SourceFile:
 class ShardManifest:
     tokenizer_hash: str
     """`Tokenizer.content_hash`: the same wherever the tokenizer lies."""
-    vocab_size: _Count
+    vocab_size: NonNegativeInt
     dtype: str
-    eod_id: _Count | None
+    eod_id: NonNegativeInt | None
     """The token that ends each document; None when none was appended."""
     append_eod: bool
     shuffle_seed: int | None
     """Seed of the documents' order; None when they keep the order of their sources."""
-    documents: _Count
-    sequences: _Count
+    documents: NonNegativeInt
+    sequences: NonNegativeInt
     """More than documents where each sentence is a sequence."""
-    tokens: _Count
+    tokens: NonNegativeInt
     sources: tuple[SourceCount, ...]
     source_files: tuple[SourceFile, ...]
-    dropped: dict[str, _Count]
+    dropped: dict[str, NonNegativeInt]
     """Documents that were left out, by reason: empty, short, long, duplicate, bad."""
     settings: dict[str, Any]
     """The other fields of `prepare:` that decide the content: text_key, special_tokens, split_sentences, ..."""
@@ -104,12 +103,9 @@ def manifest_of(shard: ShardReader) -> ShardManifest | None:
     """DataError where the manifest beside a shard describes another one."""
     if (manifest := read_manifest(shard.prefix)) is None:
         return None
-    counts = {
-        "dtype": (manifest.dtype, shard.dtype.name),
-        "documents": (manifest.documents, shard.num_documents),
-        "sequences": (manifest.sequences, shard.num_sequences),
-        "tokens": (manifest.tokens, shard.num_tokens),
-    }
+    counts = {"dtype": (manifest.dtype, shard.dtype.name)}
+    for name in ("documents", "sequences", "tokens"):
+        counts[name] = getattr(manifest, name), getattr(shard, f"num_{name}")
     if manifest.index_hash is not None and shard.num_documents != shard.num_sequences:
         # Only then can sequences move from one document to another unseen: all else in an index stands there twice.
         counts["index_hash"] = (manifest.index_hash, file_checksum(f"{shard.prefix}.idx"))

@@ -173,11 +173,9 @@ class MaskedSource(ShardSource):
             rule = "bert learns the order of sentences, so each sentence must be a sequence of its own"
             remedy = "prepare it again with `split_sentences: true` (Megatron: --split-sentences)"
             raise DataError(Problem(what, rule, remedy, f"{shard.prefix}.idx"))
-        self._index_sentences(room=self.seq_length - _SPECIAL)
-
-    def _index_sentences(self, room: int) -> None:
-        """Fill each sample with as many sentences of its document as fit into `room` tokens, or into a random number of
-        them for some. One round a sample of the longest document, over all documents at once."""
+        # Each sample is filled with as many sentences of its document as fit into `room` tokens, or, for some, into a
+        # random number of them. One round a sample of the longest document, over all documents at once.
+        room = self.seq_length - _SPECIAL
         starts, lengths, bounds = self._sentences(longest=room)
         before = np.concatenate(([0], np.cumsum(lengths, dtype=np.int64)))
         first, stop = bounds[:-1], bounds[1:]

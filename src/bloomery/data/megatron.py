@@ -12,7 +12,8 @@ import json
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, fields
+from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -26,11 +27,10 @@ from bloomery.config.recipe import Recipe, SourceSection
 from bloomery.data.batch import ShardSource, Stream
 from bloomery.data.blend import TimelessBlend
 from bloomery.data.causal import DataCursor
-from bloomery.data.megatron_order import BlendRequest, Flavour, OrderShape, Part, SampleIndex, build_blend, build_index
+from bloomery.data.megatron_order import BlendRequest, Flavour, OrderShape, Part, build_blend, build_index
 from bloomery.data.shards import ShardReader, file_checksum
 from bloomery.sizing.schedule import TrainingPlan
 
-_INDEX = tuple(field.name for field in fields(SampleIndex))
 Arrays = dict[str, NDArray[Any]]
 
 
@@ -60,11 +60,9 @@ class MegatronSource(ShardSource):
         self.total_samples = shape.num_samples
         """Of all epochs; beyond them there is no order."""
         key = {"idx": file_checksum(f"{self.shard.prefix}.idx"), "sequences": [first, last], "seed": self.seed}
-
-        def build() -> Arrays:
-            return vars(build_index(starts, first=first, last=last, shape=shape, seed=self.seed))
-
-        self.index = SampleIndex(**self._cache.arrays("samples", _INDEX, key | asdict(shape), build))
+        build = partial(build_index, starts, first=first, last=last, shape=shape, seed=self.seed)
+        names = ("documents", "samples", "shuffle")
+        self.index = self._cache.arrays("samples", names, key | asdict(shape), build)
 
     @property
     def documents(self) -> tuple[int, int]:
@@ -77,12 +75,12 @@ class MegatronSource(ShardSource):
 
     def locate(self, ordinals: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """The epochs count tokens: those that are shuffled together mix."""
-        samples = self.index.shuffle[ordinals].astype(np.int64)
+        samples = self.index["shuffle"][ordinals].astype(np.int64)
         return samples * self.seq_length // self.shape.tokens_per_epoch, samples
 
     def stretches(self, sample: int) -> list[tuple[int, int]]:
-        (first, offset), (last, end) = self.index.samples[sample : sample + 2].tolist()
-        sequences = self.index.documents[first : last + 1]
+        (first, offset), (last, end) = self.index["samples"][sample : sample + 2].tolist()
+        sequences = self.index["documents"][first : last + 1]
         starts, stops = self._starts[sequences], self._starts[sequences + 1]
         stops[-1] = starts[-1] + end + 1
         starts[0] += offset

@@ -54,26 +54,13 @@ class OrderShape:
         """Samples of all epochs; at least those requested, since epochs are whole."""
         return (self.epochs * self.tokens_per_epoch - 1) // self.seq_length
 
-    @property
-    def samples_shuffled_first(self) -> int:
-        """Samples in the first shuffle: all, or all that begin before a separate last epoch."""
-        epochs = self.epochs - self.separate_last
-        return (epochs * self.tokens_per_epoch - 1) // self.seq_length
 
-
-@dataclass(frozen=True)
-class SampleIndex:
-    """Sample j of the order is tokens from `samples[shuffle[j]]` up to and with `samples[shuffle[j] + 1]`."""
-
-    documents: NDArray[np.int32]
-    """Sequences of the shard, shuffled, epoch after epoch."""
-    samples: NDArray[Any]
-    """Where each sample begins: (position in `documents`, token within it); one more row than samples."""
-    shuffle: NDArray[Any]
-
-
-def build_index(starts: NDArray[np.int64], *, first: int, last: int, shape: OrderShape, seed: int) -> SampleIndex:
-    """The order of sequences [first, last) of a shard whose sequence k begins at token `starts[k]`."""
+def build_index(
+    starts: NDArray[np.int64], *, first: int, last: int, shape: OrderShape, seed: int
+) -> dict[str, NDArray[Any]]:
+    """The order of sequences [first, last) of a shard whose sequence k begins at token `starts[k]`: sample j is tokens
+    from `samples[shuffle[j]]` up to and with `samples[shuffle[j] + 1]`. `documents`: sequences, shuffled, epoch after
+    epoch; `samples`: where each begins (position in `documents`, token within it), and the end of the last."""
     random = np.random.RandomState(seed)
     part = np.arange(first, last, dtype=np.int32)
     documents = np.tile(part, shape.epochs)
@@ -87,12 +74,13 @@ def build_index(starts: NDArray[np.int64], *, first: int, last: int, shape: Orde
     samples = _cut(lengths[documents], seq_length=shape.seq_length, num_samples=shape.num_samples)
     if max(len(documents), longest) <= _MAX_INT32:
         samples = samples.astype(np.int32)
-    total, first_part = shape.num_samples, shape.samples_shuffled_first
+    total = shape.num_samples
+    first_part = ((shape.epochs - shape.separate_last) * shape.tokens_per_epoch - 1) // shape.seq_length
     shuffle = np.arange(total, dtype=np.int64 if total >= 2**32 - 2 else np.uint32)
     random.shuffle(shuffle[:first_part])
     if first_part != total:
         random.shuffle(shuffle[first_part:])
-    return SampleIndex(documents, samples, shuffle)
+    return {"documents": documents, "samples": samples, "shuffle": shuffle}
 
 
 def _cut(lengths: NDArray[np.int64], *, seq_length: int, num_samples: int) -> NDArray[np.int64]:

@@ -56,7 +56,7 @@ def open_data(
     state must come out as they did for it. `plan` is the recipe's, of a run that resumes.
     """
     assert recipe.data is not None
-    data, blend, notices = recipe.data, None, list[str]()
+    data, notices = recipe.data, list[str]()
     # The recipe has a split or validation groups, never both; where there is no split, a part is the whole shard.
     sections = {"valid": data.train} if data.split and recipe.train.evaluate else data.validation
     with ExitStack() as closing:
@@ -69,15 +69,14 @@ def open_data(
         stream = opening.stream(data.train, train, "train")
         if opening.megatron is not None:
             opening.megatron.check(stream, data.train, cursor)
-        else:
-            blend = cast(TimelessBlend, stream.blend)
-            if cursor is not None and cursor.blend is not None:
-                windows = cast(Sequence[CausalSource], train)  # bert has others, but never another length
-                blend, notices = blend_after(cursor, _weights(data.train), windows, seq_length=recipe.model.seq_length)
+        elif cursor is not None and cursor.blend is not None:
+            windows = cast(Sequence[CausalSource], train)  # bert has others, but never another length
+            blend, notices = blend_after(cursor, _weights(data.train), windows, seq_length=recipe.model.seq_length)
             stream = Stream(train, blend)
         validation = {name: opening.stream(sections[name], group, "valid") for name, group in groups.items()}
         tokenizer, tokenizer_hash = opening.tokenizer, opening.tokenizer_hash()
-        yield OpenData(stream, validation, blend, opening.warnings, notices, tokenizer, tokenizer_hash)
+        state = None if opening.megatron is not None else cast(TimelessBlend, stream.blend)
+        yield OpenData(stream, validation, state, opening.warnings, notices, tokenizer, tokenizer_hash)
 
 
 def _weights(sections: Sequence[SourceSection]) -> dict[str, float]:

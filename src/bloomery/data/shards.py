@@ -74,16 +74,13 @@ class ShardWriter(AbstractContextManager["ShardWriter"]):
         tokens = document.astype(self.dtype)
         if tokens.ndim != 1 or not tokens.size or (tokens != document).any():
             raise ValueError(f"not a row of at least one token, or they do not fit into {self.dtype}")
-        self.append_many(tokens.data, np.array([tokens.size], "<i4"))
+        self.append_many(tokens.data, np.array([tokens.size], "<i4"), np.ones(1, "<i4"))
 
-    def append_many(
-        self, tokens: bytes | memoryview, lengths: NDArray[np.int32], sequences: NDArray[np.int32] | None = None
-    ) -> None:
+    def append_many(self, tokens: bytes | memoryview, lengths: NDArray[np.int32], sequences: NDArray[np.int32]) -> None:
         """Many documents at once: their tokens in the shard's dtype, the length of every sequence, and the number of
-        sequences of every document (None: one each)."""
+        sequences of every document."""
         with writing(f"{self.prefix}.bin"):
             written = self._bin.write(tokens)
-        sequences = np.ones_like(lengths) if sequences is None else sequences
         num_tokens = int(lengths.sum(dtype=np.int64))
         assert written == num_tokens * self.dtype.itemsize, "lengths and tokens differ"
         assert sequences.sum(dtype=np.int64) == len(lengths), "sequences and documents differ"

@@ -97,19 +97,6 @@ class Tokenizer:
         added = self._tokenizer.get_added_tokens_decoder()
         return {added[number].content: number for number in sorted(added) if added[number].special}
 
-    @property
-    def unknown_id(self) -> int | None:
-        """Of what the model has no token for; None where there is always one."""
-        model = self.parsed["model"]
-        vocab = model["vocab"]
-        found: int | None = model.get("unk_id") if isinstance(vocab, list) else vocab.get(model.get("unk_token"))
-        return found
-
-    @property
-    def added_tokens(self) -> list[str]:
-        """Those that are looked for in a text before the model sees it."""
-        return [token.content for token in self._tokenizer.get_added_tokens_decoder().values()]
-
     def id_of(self, token: str) -> int | None:
         """The id of any token of the vocabulary."""
         found: int | None = self._tokenizer.token_to_id(token)
@@ -169,14 +156,6 @@ class Tokenizer:
 
     def decode(self, ids: Sequence[int] | NDArray[np.integer[Any]]) -> str:
         return str(self._tokenizer.decode([int(token) for token in ids], skip_special_tokens=False))
-
-    @property
-    def pairs(self) -> dict[str, Any] | None:
-        """A post-processor that makes `[CLS] A [SEP] B [SEP]` with token types 0 and 1."""
-        special = self.special_tokens
-        if not {"[CLS]", "[SEP]"} <= set(special):
-            return None
-        return {"type": "BertProcessing", "sep": ["[SEP]", special["[SEP]"]], "cls": ["[CLS]", special["[CLS]"]]}
 
 
 def _vocab_size(tokenizer: Any) -> int:

@@ -39,7 +39,6 @@ AGAIN = "; run the command again afterwards: what is complete is kept"
 """What `download` and `extract` add to errors of the disk."""
 FIRST_WAIT_SECONDS, LONGEST_WAIT_SECONDS = 0.5, 60.0
 """Between attempts; doubled with every failure in a row."""
-_LONGEST_RETRY_AFTER_SECONDS = 3600.0
 _LEAST_BYTES_PER_SECOND = 1 << 10
 """A connection that brings less than this for the time of the timeout is ended, and does not count as a step ahead."""
 _MOST_UNKNOWN_BYTES = 4 << 30
@@ -113,7 +112,7 @@ class DownloadResult:
     without_checksum: int = 0
     """Complete files whose content the manifest cannot verify."""
     failures: list[dict[str, str]] = field(default_factory=list)
-    """`path`, `url` and `reason` of each."""
+    """`path`, `url` and `reason` of each, by path."""
 
 
 @dataclass(eq=False)
@@ -126,9 +125,6 @@ class FetchError(Exception):
     wait_seconds: float = 0.0
     step_bytes: float = 0.0
     """What the attempt must have brought beyond, to count as one that got further."""
-
-    def __str__(self) -> str:
-        return self.why
 
 
 @written_to("--output", AGAIN)
@@ -154,15 +150,14 @@ def download(
             try:
                 size, is_new = future.result()
             except FetchError as error:
-                result.failures.append({"path": file.path, "url": public_url(file.url), "reason": str(error)})
+                result.failures.append({"path": file.path, "url": public_url(file.url), "reason": error.why})
             else:
                 result.bytes += size
                 result.downloaded += is_new
                 result.already_there += not is_new
                 result.without_checksum += not file.hashes
             progress(result)
-    order = {file.path: number for number, file in enumerate(wanted)}
-    result.failures.sort(key=lambda failure: order[failure["path"]])
+    result.failures.sort(key=lambda failure: failure["path"])
     return result
 
 
@@ -203,9 +198,9 @@ def _fetch(wanted: RemoteFile, path: Path, retries: int, timeout_seconds: float,
             if error.start_over:
                 part.unlink(missing_ok=True)
             if failures > retries:
-                raise FetchError(f"{error} (gave up after {failures} attempts)") from error
+                raise FetchError(f"{error.why} (gave up after {failures} attempts)") from error
             back_off = random.uniform(0.25, 0.5) * min(LONGEST_WAIT_SECONDS, FIRST_WAIT_SECONDS * 2**failures)
-            wait_seconds = max(back_off, min(error.wait_seconds, _LONGEST_RETRY_AFTER_SECONDS))
+            wait_seconds = max(back_off, error.wait_seconds)
     raise FetchError("stopped")
 
 
@@ -270,7 +265,7 @@ def _opened(url: str, offset: int, timeout: float, stack: ExitStack) -> tuple[in
     answer = stack.enter_context(requests.get(url, headers=headers, stream=True, timeout=timeout))
     if (status := answer.status_code) not in (200, 206):
         may_pass = status >= 500 or status in (408, 425, 429)
-        asked = urllib3.Retry().get_retry_after(answer.raw) if may_pass else None
+        asked = urllib3.Retry().get_retry_after(answer.raw) if may_pass else None  # at most six hours
         raise FetchError(f"the server answers {status} {answer.reason}", may_pass, status == 416, asked or 0.0)
     length = answer.headers.get("Content-Length", "")
     if status == 206:

@@ -103,7 +103,7 @@ def choose_encoder(tokenizer: Tokenizer, texts: Sequence[str], *, as_ids: bool) 
 def sample_around(tokenizer: Tokenizer, texts: Sequence[str]) -> list[str]:
     """What a fast encoder must get right: texts of the user, strings that are known to be difficult, and the first and
     last added tokens, which libraries find or not by their flags."""
-    added = tokenizer.added_tokens
+    added = [token["content"] for token in tokenizer.parsed.get("added_tokens") or []]
     forms = ("{0}", "x{0}", "{0}y", "a{0}b {0}c  {0}  d{0} 1{0}_ {0}{0}", "One {0}, \u00e9{0}\u00e9\n{0}\n {0}.")
     around = [form.format(text) for text in added[:100] + added[100:][-100:] for form in forms]
     return [*NASTY, *around, *texts]
@@ -130,6 +130,7 @@ def reject_dropout(tokenizer: Tokenizer) -> None:
 
 def forbidden_ids(tokenizer: Tokenizer) -> list[int]:
     """Special tokens that no text may give. The one for the unknown may be given, unless it ends documents."""
-    special = tokenizer.special_tokens
-    end = special.get(tokenizer.end_of_document or "")
-    return sorted(set(special.values()) - ({tokenizer.unknown_id} - {end}))
+    special, model = tokenizer.special_tokens, tokenizer.parsed["model"]
+    vocab = model["vocab"]
+    unknown = model.get("unk_id") if isinstance(vocab, list) else vocab.get(model.get("unk_token"))
+    return sorted(set(special.values()) - ({unknown} - {special.get(tokenizer.end_of_document or "")}))

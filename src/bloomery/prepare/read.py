@@ -113,17 +113,14 @@ def _split_at_lines(file: InputFile, target: int) -> list[Span]:
 # ---------------------------------------------------------------- content
 
 
-class StoredBytes(io.RawIOBase):
+class StoredBytes:
     """The bytes of a span as they are stored, hashed while they are read. EOFError where the file has fewer by now."""
 
     def __init__(self, span: Span, raw: IO[bytes], hasher: Any) -> None:
         self.raw, self.hasher, self.left, self.then = raw, hasher, span.end - span.start, b""
         raw.seek(span.start)
 
-    def readable(self) -> bool:
-        return True
-
-    def read(self, size: int = -1) -> bytes:
+    def read(self, size: int) -> bytes:
         data = self.raw.read(min(size, self.left))
         if self.left and not data:
             raise EOFError(f"it ends {self.left} bytes before the end it had")
@@ -132,11 +129,6 @@ class StoredBytes(io.RawIOBase):
         if not self.left:
             data, self.then = data + self.then, b""
         return data
-
-    def readinto(self, buffer: Any) -> int:
-        data = self.read(len(buffer))
-        buffer[: len(data)] = data
-        return len(data)
 
 
 @contextmanager
@@ -153,17 +145,9 @@ def content(stored: StoredBytes, compression: str, block_bytes: int = _PIECE_BYT
     if compression == "zst":
         yield from _zst(stored)
         return
-    reader: Any = _gz(stored) if compression else stored
+    reader: Any = gzip.GzipFile(fileobj=cast(Any, stored)) if compression else stored
     while piece := reader.read(_PIECE_BYTES if compression else block_bytes):
         yield piece
-
-
-def _gz(stored: StoredBytes) -> Any:
-    try:
-        from isal import igzip  # three times as fast
-    except ImportError:
-        return gzip.GzipFile(fileobj=stored)
-    return igzip.IGzipFile(fileobj=stored)  # type: ignore[no-untyped-call]
 
 
 def _zst(stored: StoredBytes) -> Iterator[bytes]:
@@ -199,10 +183,9 @@ def whole_lines(
             raise too_long(file, offset - begun)
         blank = blank + len(piece) if piece.isspace() else 0
         if blank > MOST_BLANK_BYTES:
-            what, rule = "follows blank lines without end", f"at most {format_bytes(MOST_BLANK_BYTES)} are passed over"
-            raise DataError(
-                Problem(what, rule, "remove the blank lines, or copy the file again", place_of(file, offset))
-            )
+            what, remedy = "follows blank lines without end", "remove the blank lines, or copy the file again"
+            rule = f"at most {format_bytes(MOST_BLANK_BYTES)} are passed over"
+            raise DataError(Problem(what, rule, remedy, place_of(file, offset)))
         begun = len(piece) - cut if cut else begun + len(piece)
         offset += len(piece)
         waiting.append(piece)
@@ -358,7 +341,11 @@ class UnitReader:
                 if len(column) == 1 and column.nbytes > MOST_DOCUMENT_BYTES:
                     raise too_long(span.file, row)
                 texts, good, size = [], [], column.nbytes + _ROW_BYTES * len(column)
-                for number, value in enumerate(_values(column), row):
+                for number, scalar in enumerate(column, row):
+                    try:
+                        value = scalar.as_py()
+                    except UnicodeDecodeError as error:
+                        value = error
                     if type(value) is str:
                         texts.append(value)
                         good.append(number)
@@ -405,18 +392,6 @@ def _columns(table: Any, name: str, block_bytes: int) -> Iterator[Any]:
         step = 1 if may_be_long else max(block_bytes * len(column) // max(column.nbytes, 1), 1)
         for first in range(0, len(column), step):
             yield column[first : first + step]
-
-
-def _values(column: Any) -> Iterator[Any]:
-    """Of a column of Arrow; the error in place of a text that is not UTF-8."""
-    try:
-        yield from column.to_pylist()
-    except UnicodeDecodeError:
-        for scalar in column:
-            try:
-                yield scalar.as_py()
-            except UnicodeDecodeError as error:
-                yield error
 
 
 def _text_of(line: bytes, key: str) -> str:

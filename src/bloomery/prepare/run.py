@@ -268,9 +268,8 @@ def _file_hashes(spans: Iterable[tuple[Span, str]]) -> dict[int, str]:
     digests: dict[int, list[str]] = {}
     for span, digest in spans:
         digests.setdefault(span.file.number, []).append(digest)
-    joined = {number: "".join(found) for number, found in digests.items()}
-    several = {number for number, found in digests.items() if len(found) > 1}
-    return joined | {number: xxhash.xxh3_128(joined[number].encode()).hexdigest() for number in several}
+    joined = {number: xxhash.xxh3_128_hexdigest("".join(found).encode()) for number, found in digests.items()}
+    return joined | {number: found[0] for number, found in digests.items() if len(found) == 1}
 
 
 def _remove(path: str | Path) -> None:

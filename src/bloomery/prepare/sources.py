@@ -113,7 +113,7 @@ def _find(source: str) -> list[InputFile]:
         folder = sysconfig.get_paths()["stdlib"]
         files = [file for file in find_local(folder, skip=_NOT_STDLIB) if file.path.endswith(".py")]
         return [replace(file, name=STDLIB + file.path.removeprefix(folder)) for file in files]
-    return _find_remote(source) if is_url(source) else find_local(source)
+    return _find_remote(source) if "://" in source else find_local(source)
 
 
 # ---------------------------------------------------------------- on this machine
@@ -193,10 +193,6 @@ def open_input(file: InputFile) -> Iterator[IO[bytes]]:
 
 
 # ---------------------------------------------------------------- in stores
-
-
-def is_url(text: str) -> bool:
-    return "://" in text
 
 
 def open_store(url: str) -> tuple[Any, str]:

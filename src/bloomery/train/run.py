@@ -108,14 +108,15 @@ class Run(Opened):
     def validation_batches(self, group: str) -> Iterator[GlobalBatch]:
         """This replica's share of a group's samples, one micro-batch at a time: always the same samples, whatever the
         layout, at most as many as the sources have. DataError on every rank if any could not read."""
-        source, evaluate, batch = self.data.validation[group], self.recipe.train.evaluate, self.recipe.batch
+        stream, evaluate, batch = self.data.validation[group], self.recipe.train.evaluate, self.recipe.batch
         wanted = evaluate.steps * batch.global_batch_size if evaluate else 0
-        end, rows, mesh = min(wanted, source.num_samples), batch.micro_batch_size, self.mesh
+        end = min(wanted, sum(source.num_samples for source in stream.sources))
+        rows, mesh = batch.micro_batch_size, self.mesh
         window = rows * mesh.layout.dp
         for first in range(0, end, window):
             with agreed(self.ranks):
                 found = read_batch(
-                    source, first, window, micro_batch_size=rows, replica=mesh.dp, replicas=mesh.layout.dp, end=end
+                    stream, first, window, micro_batch_size=rows, replica=mesh.dp, replicas=mesh.layout.dp, end=end
                 )
             yield found
 

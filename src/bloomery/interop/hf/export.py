@@ -141,9 +141,11 @@ def write_tokenizer(
         # Others, such as LlamaTokenizer, build pre-tokenizers of their own instead of the file's.
         "tokenizer_class": "PreTrainedTokenizerFast",
     }
-    content = tokenizer.content
-    if pairs and tokenizer.parsed.get("post_processor") is None and tokenizer.pairs is not None:
-        content = json.dumps({**tokenizer.parsed, "post_processor": tokenizer.pairs}, ensure_ascii=False, indent=2)
+    content, ids = tokenizer.content, tokenizer.special_tokens
+    if pairs and tokenizer.parsed.get("post_processor") is None and {"[CLS]", "[SEP]"} <= ids.keys():
+        # Makes `[CLS] A [SEP] B [SEP]` with token types 0 and 1.
+        processor = {"type": "BertProcessing", "sep": ["[SEP]", ids["[SEP]"]], "cls": ["[CLS]", ids["[CLS]"]]}
+        content = json.dumps({**tokenizer.parsed, "post_processor": processor}, ensure_ascii=False, indent=2)
     make_folder(folder)
     write_atomically(folder / "tokenizer.json", content)
     write_atomically(folder / "tokenizer_config.json", json.dumps(config, indent=2, sort_keys=True) + "\n")
