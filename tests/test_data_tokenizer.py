@@ -323,6 +323,7 @@ def test_gpt2_files_have_the_hash_of_what_transformers_and_tokenizers_make_of_th
     [
         ("a b c\n", None, "merges.txt: does not fit the vocab.json beside it: .* A line is a pair of tokens"),
         ("nobody knows\n", None, "merges.txt: does not fit the vocab.json beside it: .*nobody.*out of vocabulary"),
+        ("a b\n", '{"a": 0, "b": 1}', "merges.txt: does not fit the vocab.json beside it"),  # the library panics
         ("", '{"a": 0, "b": 0}', "merges.txt: does not fit .*each token has an id of its own"),
         (None, '{"a": 1.5}', "merges.txt: does not fit the vocab.json beside it"),
         (None, "[]", "vocab.json: holds no JSON object"),

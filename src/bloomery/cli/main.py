@@ -51,6 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code (docs/exit-codes.md)."""
     signals.job_seconds()
     os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")  # to look for them takes 15 ms of every command
+    os.environ["RUST_BACKTRACE"] = "0"  # a library that panics at a foreign file is reported in a sentence
     if sys.stderr is None:  # closed: `print` would write to standard output instead, and the next file get its number
         while os.open(os.devnull, os.O_RDWR) < 2:  # perhaps the other two are closed as well
             pass

@@ -180,7 +180,9 @@ def _gpt2(path: str) -> str:
         pairs = [(first, second) for first, second in map(str.split, lines)]
         tokenizer = ByteLevelBPETokenizer(vocab, pairs, add_prefix_space=prefix_space)
         _vocab_size(tokenizer)  # the library takes all memory when it saves a vocabulary with a hole of billions of ids
-    except Exception as error:  # the library raises nothing more specific
+    except (KeyboardInterrupt, MemoryError):
+        raise
+    except BaseException as error:  # the library raises bare Exception, and its panics are not even that
         rule = "a line is a pair of tokens of vocab.json"
         raise _broken(path, f"does not fit the vocab.json beside it: {error}", rule) from error
     if END_OF_DOCUMENT[0] in vocab:
