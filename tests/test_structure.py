@@ -162,7 +162,7 @@ def test_the_loop_fits_a_screen_and_knows_no_ranks() -> None:
         "sizing.check",
         "monitor.report",
         "cli.main",
-        "cli.check",
+        "cli.recipe",
         "cli.plan",
         "cli.import_megatron",
         "interop.megatron.importer",

@@ -1,4 +1,5 @@
-"""`bloomery prepare RECIPE`: the shards that the recipe's `prepare:` section describes."""
+"""`bloomery tokenizer train`: a byte-level BPE tokenizer from raw text.
+`bloomery prepare RECIPE`: the shards that the recipe's `prepare:` section describes."""
 
 from __future__ import annotations
 
@@ -6,7 +7,7 @@ import argparse
 import json
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +21,40 @@ if TYPE_CHECKING:
     from bloomery.prepare.run import Progress
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments_train(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("sources", metavar="SOURCE", nargs="+", help="files, folders, globs, URLs, or python-stdlib")
+    entries = whole_number(257, 1 << 24)  # from the bytes and the end of text to the most that a tokenizer may have
+    parser.add_argument("--vocab-size", type=entries, required=True, help="entries, special tokens included")
+    parser.add_argument("--output", required=True, help="folder for tokenizer.json")
+    parser.add_argument("--text-key", default="text", help="where a .jsonl record or parquet row keeps its document")
+
+
+def run_train(args: argparse.Namespace) -> int:
+    from bloomery.prepare.read import UnitReader, plan_units
+    from bloomery.prepare.sources import find_files
+    from bloomery.prepare.train_tokenizer import train_tokenizer
+
+    files = find_files(args.sources)
+    empty = bad = 0
+
+    def texts() -> Iterator[str]:
+        nonlocal empty, bad
+        for unit in plan_units(files):
+            reader = UnitReader(unit, text_key=args.text_key, skip_bad=True)
+            for block in reader.blocks():
+                empty += block.texts.count("")
+                yield from filter(None, block.texts)
+            bad += reader.bad
+
+    tokenizer = train_tokenizer(texts(), vocab_size=args.vocab_size, output=args.output)
+    print(
+        f"{args.output}: {tokenizer.vocab_size:,} entries from {len(files):,} files "
+        f"({empty} empty and {bad} unreadable left out), hash {tokenizer.content_hash[:12]}"
+    )
+    return exit_codes.OK
+
+
+def add_arguments_prepare(parser: argparse.ArgumentParser) -> None:
     add_recipe_arguments(parser)
     parser.add_argument(
         "--workers", type=whole_number(1), metavar="N", help="processes; default: one for each processor"
@@ -32,7 +66,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_json(parser, "manifests")
 
 
-def run(args: argparse.Namespace) -> int:
+def run_prepare(args: argparse.Namespace) -> int:
     recipe = load(args, reads=("name", "seed", "tokenizer", "prepare")).recipe
     if not recipe.prepare:
         remedy = "add `prepare:` with an `output` and its `sources`"

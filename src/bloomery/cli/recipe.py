@@ -1,13 +1,28 @@
-"""`bloomery inspect model RECIPE`: parameters by group and FLOPs per token.
+"""`bloomery check RECIPE`: every problem at once, or one line with its parameters, steps and tokens.
+`bloomery inspect model RECIPE`: parameters by group and FLOPs per token.
 `bloomery inspect schedule RECIPE`: the whole plan of a training, before anything runs."""
 
 from __future__ import annotations
 
 import argparse
+import json
+from dataclasses import asdict
 from typing import Any
 
+from bloomery.base.errors import RecipeError
+from bloomery.base.units import format_count
 from bloomery.cli import arguments
-from bloomery.cli.arguments import add_json, add_recipe_arguments, add_run_dir, load, past_of, show, whole_numbers
+from bloomery.cli.arguments import (
+    add_json,
+    add_recipe_arguments,
+    add_run_dir,
+    columns,
+    load,
+    past_of,
+    show,
+    whole_numbers,
+)
+from bloomery.config.load import explain, fingerprint
 from bloomery.config.recipe import Recipe
 from bloomery.families.bloom import alibi_slopes
 from bloomery.families.registry import FAMILIES
@@ -16,6 +31,41 @@ from bloomery.sizing.parameters import count_parameters, padded_vocab_size
 from bloomery.sizing.schedule import TrainingPlan
 
 _SCHEDULE_READS = ("name", "model", "batch", "lr", "train", "checkpoint", "parallel", "launch")
+
+
+def add_arguments_check(parser: argparse.ArgumentParser) -> None:
+    add_recipe_arguments(parser)
+    parser.add_argument("--explain", action="store_true", help="print every resolved value with where it came from")
+    add_json(parser)
+
+
+def run_check(args: argparse.Namespace) -> int:
+    try:
+        checked = load(args)
+    except RecipeError as error:
+        if args.json:
+            print(json.dumps({"ok": False, "problems": [asdict(problem) for problem in error.problems]}, indent=2))
+        raise
+    facts = {
+        "ok": True,
+        "name": checked.recipe.name,
+        "fingerprint": fingerprint(checked.recipe),
+        "warnings": [str(warning) for warning in checked.warnings],
+        "values": explain(checked),
+    }
+    return show(args, facts, lambda facts: _check_text(facts, checked.recipe, every_value=args.explain))
+
+
+def _check_text(facts: dict[str, Any], recipe: Recipe, *, every_value: bool) -> str:
+    rows = []
+    for path, found in facts["values"].items() if every_value else ():
+        value = found["value"]
+        rows.append((path, value if isinstance(value, str) and value else json.dumps(value), found["origin"]))
+    plan, parameters = TrainingPlan.of(recipe), count_parameters(recipe.model).total
+    size = (
+        f"{format_count(parameters)} parameters, {plan.train_steps:,} steps, {format_count(plan.train_tokens)} tokens"
+    )
+    return columns(rows) + "\n" * bool(rows) + f"{recipe.name}: ok. {size}, fingerprint {facts['fingerprint']}"
 
 
 def add_arguments_model(parser: argparse.ArgumentParser) -> None:
