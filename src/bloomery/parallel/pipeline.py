@@ -12,13 +12,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.pipelining import (
-    PipelineStage,
-    Schedule1F1B,
-    ScheduleGPipe,
-    ScheduleInterleaved1F1B,
-    ScheduleInterleavedZeroBubble,
-)
+from torch.distributed import pipelining
 
 from bloomery.config.recipe import PipelineSchedule, Recipe
 from bloomery.data.batch import Batch
@@ -32,10 +26,10 @@ from bloomery.sizing.layout import stage_layers, stages_of_rank
 from bloomery.sizing.parameters import padded_vocab_size
 
 _SCHEDULES: dict[PipelineSchedule, Any] = {
-    "gpipe": ScheduleGPipe,
-    "1f1b": Schedule1F1B,
-    "interleaved": ScheduleInterleaved1F1B,
-    "zero_bubble": ScheduleInterleavedZeroBubble,
+    "gpipe": pipelining.ScheduleGPipe,
+    "1f1b": pipelining.Schedule1F1B,
+    "interleaved": pipelining.ScheduleInterleaved1F1B,
+    "zero_bubble": pipelining.ScheduleInterleavedZeroBubble,
 }
 
 
@@ -142,7 +136,7 @@ class PipelineExecution:
             self._schedule = (num_micro_batches, schedule)
         return self._schedule[1]
 
-    def _stage(self, number: int, stage: nn.Module) -> PipelineStage:
+    def _stage(self, number: int, stage: nn.Module) -> pipelining.PipelineStage:
         return _AccumulatingStage(
             stage,
             number,
@@ -155,7 +149,7 @@ class PipelineExecution:
         )
 
 
-class _AccumulatingStage(PipelineStage):
+class _AccumulatingStage(pipelining.PipelineStage):
     """Hands 16-bit gradients to their fp32 sums after every backward pass, instead of adding them in 16 bits."""
 
     def __init__(self, *args: Any, gradients: Gradients, **kwargs: Any) -> None:
