@@ -83,10 +83,9 @@ class _Reader:
         shell = next((i for i, word in enumerate(words) if re.search(r"(^|/)(ba|z)?sh$", word)), len(words))
         if words[:1] in (["source"], ["."], ["cat"], ["exit"]):
             self.script.unread += [] if doubt else [(at, f"`{' '.join(words)}` is not read")]
-        elif words[:1] == ["eval"]:
-            self.read(" ".join(words[1:]), at, doubt, depth + 1)
-        elif words[shell + 1 : shell + 2] in (["-c"], ["-lc"]) and len(words) > shell + 2:
-            self.read(words[shell + 2], at, doubt, depth + 1)
+        elif words[:1] == ["eval"] or words[shell + 1 : shell + 2] in (["-c"], ["-lc"]):
+            inner = words[1:] if words[0] == "eval" else words[shell + 2 : shell + 3]
+            self.read(" ".join(inner), at, doubt, depth + 1)
         elif words and words[0] != "echo":
             for before, word in pairwise(words):
                 if re.fullmatch(r"\$\w+", word) and (not before.startswith("--") or before[2:] in SWITCHES.split()):

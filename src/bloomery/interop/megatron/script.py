@@ -27,7 +27,7 @@ _SECONDS = 20
 _FILE_BYTES = 4 << 20
 _MOST_FILES = 256
 _SBATCH = re.compile(r"^#SBATCH\s+--?([A-Za-z-]+)(?:[=\s]+(\S+))?", re.MULTILINE)
-_SHORT = {"N": "nodes", "t": "time", "J": "job-name", "a": "array"}
+_SHORT = {"N": "nodes", "J": "job-name"}
 _OWN_TO_BASH = re.compile(r"BASH|PATH$|HOME$|PWD$|OLDPWD$|RANDOM$|SECONDS$|LINENO$|_")
 _STUBS = Path(__file__).with_name("stubs.sh")
 
@@ -97,7 +97,6 @@ def run_script(path: Path, text: str, given: Mapping[str, str]) -> Script:
 
 def _execute(command: list[str], folder: Path, environment: dict[str, str]) -> bool:
     """Run it; whether it came to its end in time. Nothing that it started survives."""
-
     null = subprocess.DEVNULL
     process = subprocess.Popen(
         command, cwd=folder, env=environment, start_new_session=True, stdin=null, stdout=null, stderr=null
