@@ -3,8 +3,6 @@
 The only file of the package that may ask a device for its name, its memory or its clock (a test enforces it).
 """
 
-from __future__ import annotations
-
 import os
 import resource
 import warnings

@@ -6,8 +6,6 @@ while the main thread is in a call that does not return, and ends a process that
 main thread is, for those who must judge that.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import select

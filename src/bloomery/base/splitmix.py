@@ -1,8 +1,6 @@
 """splitmix64: the hash behind data order, masking, document shuffles and initial values. Sole owner of its constants:
 changing one changes the data of every existing run."""
 
-from __future__ import annotations
-
 import numpy as np
 from numpy.typing import NDArray
 

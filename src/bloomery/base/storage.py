@@ -1,7 +1,5 @@
 """Files that are whole or absent: atomic writes, append-only lines that never tear, a run folder proven writable."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import errno

@@ -6,8 +6,6 @@ checkpoints/step-00000100/   tensors-*.safetensors, index.json, state.json, reci
 checkpoints/latest           the name of a complete checkpoint
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import json

@@ -1,7 +1,5 @@
 """The checkpoints of a run for people: a list of all, and what is in one. The list needs no torch."""
 
-from __future__ import annotations
-
 import math
 import os
 import re

@@ -4,8 +4,6 @@ A copy is complete if its manifest is there: uploads write it last. Nothing is e
 the bucket may do that, and also remove what an interrupted upload has left.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import threading

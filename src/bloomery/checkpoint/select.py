@@ -1,7 +1,5 @@
 """Which checkpoint a run resumes from: the newest good one."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`bloomery generate CKPT --prompt TEXT`: continue a text."""
 
-from __future__ import annotations
-
 import argparse
 import math
 from pathlib import Path

@@ -1,8 +1,6 @@
 """`bloomery export CKPT OUT`: a folder that transformers loads, with the proof that it computes the same.
 `bloomery import hf DIR OUT`: a run folder that begins with the weights of a Hugging Face model."""
 
-from __future__ import annotations
-
 import argparse
 import json
 from dataclasses import asdict

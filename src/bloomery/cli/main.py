@@ -1,7 +1,5 @@
 """The `bloomery` command: a table of commands, imported only when run, so that --help is fast."""
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import difflib

@@ -1,7 +1,5 @@
 """`bloomery plan RECIPE`: parameters, memory and checkpoint sizes of the recipe's layout."""
 
-from __future__ import annotations
-
 import argparse
 import shlex
 from typing import Any

@@ -1,7 +1,5 @@
 """`bloomery quickstart`: everything once, each part by the command a user would type."""
 
-from __future__ import annotations
-
 import argparse
 from pathlib import Path
 

@@ -2,8 +2,6 @@
 `bloomery inspect model RECIPE`: parameters by group and FLOPs per token.
 `bloomery inspect schedule RECIPE`: the whole plan of a training, before anything runs."""
 
-from __future__ import annotations
-
 import argparse
 import json
 from dataclasses import asdict

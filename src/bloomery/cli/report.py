@@ -1,7 +1,5 @@
 """`bloomery report RUN`: one self-contained HTML page."""
 
-from __future__ import annotations
-
 import argparse
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """`bloomery train RECIPE`: train, or resume where the run stopped."""
 
-from __future__ import annotations
-
 import argparse
 import os
 import sys

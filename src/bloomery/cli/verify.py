@@ -1,8 +1,6 @@
 """`bloomery verify RECIPE`: the certificate that the layout changes nothing but speed.
 With --simulate-world N: one rank of a world that is larger than the machine."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import tempfile

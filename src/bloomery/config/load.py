@@ -1,8 +1,6 @@
 """From a file or a shipped name, through `base:` and command-line overrides, to a typed recipe or all its problems; and
 back: every value with its origin, the file that a run keeps, and the fingerprint of its science."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Iterator, Sequence

@@ -6,8 +6,6 @@ Derived numbers live in `bloomery.sizing`, rules between fields in `sizing/check
 model family in `families/`.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from dataclasses import dataclass

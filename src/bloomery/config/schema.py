@@ -1,8 +1,6 @@
 """The recipe's fields by dotted path, found by walking its classes; and from plain values to a typed recipe, or to one
 problem per fault, with the field's meaning beside pydantic's rule and the field that an unknown name may mean."""
 
-from __future__ import annotations
-
 import difflib
 import json
 import re

@@ -3,8 +3,6 @@
 Scalars follow YAML 1.2: `on`, `off`, `yes` and `no` are words, `1e-4` is a number; and `216_320` is a number too.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from typing import Any

@@ -6,8 +6,6 @@ one cursor per source, taken when the weights last changed: a change of weights 
 repeats or loses nothing of the past.
 """
 
-from __future__ import annotations
-
 import heapq
 import math
 from collections.abc import Mapping

@@ -1,8 +1,6 @@
 """Samples for next-token prediction: a shard's tokens, cut into windows that overlap by one, in timeless order; and how
 a run that resumes continues in them."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 

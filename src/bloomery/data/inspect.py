@@ -1,7 +1,5 @@
 """What is in the shards, and what a training takes from them, for people who want to see it."""
 
-from __future__ import annotations
-
 import os
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence

@@ -1,7 +1,5 @@
 """What a shard was made from: `<prefix>.manifest.json`, written last, so that a shard with one is complete."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict

@@ -8,8 +8,6 @@ of the chosen tokens 80% become the mask, 10% a random token and 10% stay. All c
 splitmix64: it does not change with the version of a library.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any, Self
 

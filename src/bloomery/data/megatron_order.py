@@ -7,8 +7,6 @@ shuffles, in this sequence (its stream is frozen by numpy's NEP 19). A blend tak
 is furthest behind its share. What Megatron calls a document here is a sequence of the shard.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """From a recipe's `data:` to streams of samples, every source checked before anything else is built."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass

@@ -5,8 +5,6 @@ it leaves [0, N). It depends on the seed, the name of the source and the epoch, 
 sizes, run length or other sources. Changing any constant here changes the data order of every existing run.
 """
 
-from __future__ import annotations
-
 import hashlib
 import math
 

@@ -6,8 +6,6 @@ tokens, int64 pointers[N] in bytes, int64 doc_idx[D] (the sequence at which each
 of a large corpus is larger than memory, and a training that starts needs two numbers of it.
 """
 
-from __future__ import annotations
-
 import errno
 import hashlib
 import os

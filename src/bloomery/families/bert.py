@@ -1,8 +1,6 @@
 """bert: an encoder with masked-token and sentence-order heads. In transformers a norm is named after the part whose
 output it follows, and the bias of the head has two names."""
 
-from __future__ import annotations
-
 from bloomery.families.family import Family, HuggingFace
 
 _BIASES = ("cls.predictions.bias", "cls.predictions.decoder.bias")

@@ -1,7 +1,5 @@
 """bloom: ALiBi instead of positions, a norm after the embedding. In transformers `qkv` has our layout."""
 
-from __future__ import annotations
-
 from bloomery.families.family import Family, HuggingFace
 
 

@@ -4,8 +4,6 @@ Sizes are numbers of the recipe. A new family is one file here, a row in `regist
 layer that no family had, that layer in `model/`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal

@@ -1,7 +1,5 @@
 """gpt2: learned positions, LayerNorm, GELU. In transformers its linear layers are Conv1D."""
 
-from __future__ import annotations
-
 from bloomery.families.family import Family, HuggingFace
 
 _HF = HuggingFace(

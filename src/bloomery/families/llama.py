@@ -1,7 +1,5 @@
 """llama: rotary positions, RMSNorm, gated SiLU, grouped-query attention, no biases."""
 
-from __future__ import annotations
-
 from bloomery.families.family import Family, HuggingFace
 
 TENSORS: dict[str, str | tuple[str, ...]] = {

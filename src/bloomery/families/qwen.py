@@ -1,8 +1,6 @@
 """qwen2 and qwen3, dense: llama with biases of queries, keys and values (qwen2), or with norms of queries and keys and
 a head whose width is a field of its own (qwen3)."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """All families by name, and the defaults that depend on the family."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from bloomery.families.bert import BERT

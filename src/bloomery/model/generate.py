@@ -1,7 +1,5 @@
 """Continue a text: a plain loop of full forwards, to look at a model, not to serve it."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

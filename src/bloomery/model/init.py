@@ -5,8 +5,6 @@ block of any parameter is made without the rest of it. Computed in float64 on th
 bit of a machine's logarithm almost never shows.
 """
 
-from __future__ import annotations
-
 import hashlib
 import math
 import re

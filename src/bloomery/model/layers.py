@@ -1,7 +1,5 @@
 """The parts of a transformer: norms, embeddings, MLP, block, and the heads of an encoder. A Family says which."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 

@@ -3,8 +3,6 @@
 The global loss is the sum over names k of sums[k] / global_counts[k], however the batch is cut.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 
 import torch

@@ -1,7 +1,5 @@
 """What a run's metrics and events add up to: all that the report shows, its curves thinned to what a screen shows."""
 
-from __future__ import annotations
-
 import math
 from array import array
 from collections import defaultdict, deque

@@ -3,8 +3,6 @@
 Both may have millions of lines: they are read one at a time, and nothing else is kept in memory.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from pathlib import Path

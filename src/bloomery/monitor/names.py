@@ -1,7 +1,5 @@
 """Metric and event names, in one place. They are a public contract: dashboards and parsers rely on them."""
 
-from __future__ import annotations
-
 from enum import StrEnum
 
 METRICS_FILE = "metrics.jsonl"

@@ -1,7 +1,5 @@
 """The record of one logged step or one validation, and its JSON: one strict line, NaN included."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import math

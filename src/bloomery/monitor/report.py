@@ -1,8 +1,6 @@
 """One self-contained HTML page about one run, made from its metrics.jsonl and events.jsonl. uPlot (uplot/, report.js)
 draws the charts. Imports no torch."""
 
-from __future__ import annotations
-
 import hashlib
 import math
 import time

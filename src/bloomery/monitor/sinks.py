@@ -3,8 +3,6 @@
 A new sink is a subclass of `Sink` that overrides what it wants to receive, and a line in `journal.open_journal`.
 """
 
-from __future__ import annotations
-
 import math
 import sys
 import time

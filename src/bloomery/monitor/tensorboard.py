@@ -1,7 +1,5 @@
 """TensorBoard event files: the tags of requirements 10.2, a public contract."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """From a recipe and a mesh to a model that trains: the steps in their order."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 

@@ -1,7 +1,5 @@
 """Collectives that gradients flow through. Functional ones, so that they can be compiled."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, cast
 

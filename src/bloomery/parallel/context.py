@@ -4,8 +4,6 @@ A sequence is cut into 2 * cp pieces, and rank r takes piece r from the front an
 causal mask all ranks have the same work.
 """
 
-from __future__ import annotations
-
 from typing import Any, cast
 
 import torch

@@ -1,7 +1,5 @@
 """Batches for a replica: each reads its own samples, and all know when one of them cannot."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -3,8 +3,6 @@
 ZeRO 0 is a shard group of one rank. With fewer shards than ranks the rest are copies (HSDP).
 """
 
-from __future__ import annotations
-
 import warnings
 
 import torch

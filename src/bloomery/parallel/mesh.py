@@ -1,7 +1,5 @@
 """The ranks of a run in their places: one named mesh, and the groups that are cut from it."""
 
-from __future__ import annotations
-
 from dataclasses import asdict, dataclass, field
 from typing import Any, cast
 

@@ -4,8 +4,6 @@ What travels between stages are plain hidden states of a fixed shape. Everything
 reads for itself, so the schedule is only given the number of each micro-batch.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 

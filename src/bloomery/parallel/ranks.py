@@ -1,7 +1,5 @@
 """All the ranks of a run: joining them, agreeing with them, the watchdog for hangs, and naming a lost rank."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -7,8 +7,6 @@ attached to them here. Two tables say it all, CUTS (sizing/layout.py) and BEHAVI
 unless it brings a new kind of layer.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from functools import partial

@@ -3,8 +3,6 @@
 `requests` speaks HTTP (redirects, proxies, logins, TLS), fsspec everything else.
 """
 
-from __future__ import annotations
-
 import errno
 import hashlib
 import os

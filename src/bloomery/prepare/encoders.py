@@ -1,7 +1,5 @@
 """Text to ids: Hugging Face's tokenizers are the reference, and fastokens is used where it equals them."""
 
-from __future__ import annotations
-
 import importlib.metadata
 from collections.abc import Callable, Sequence
 from functools import partial

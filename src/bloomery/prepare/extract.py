@@ -1,7 +1,5 @@
 """`bloomery extract`: many .jsonl files, compressed or not, to N plain ones; no line is lost, cut or joined."""
 
-from __future__ import annotations
-
 import codecs
 import json
 import os

@@ -6,8 +6,6 @@ is a bucket. Memory: two buckets of 64 MB (up to 512 MB for shards beyond 32 GB,
 is known of their documents counted, and the 8 bytes a document of ShardWriter (9 where duplicates are removed).
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from tempfile import TemporaryFile

@@ -5,8 +5,6 @@ have the hash that the marker holds. That is also why parts are not synced to th
 units it destroyed, never the result.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import fcntl

@@ -1,7 +1,5 @@
 """Threads that fetch and unpack; processes that encode, forked because a vocabulary is too large to be sent."""
 
-from __future__ import annotations
-
 import contextlib
 import multiprocessing
 import os

@@ -4,8 +4,6 @@ A unit is a range of lines of a large plain .jsonl, or one or more files. Units 
 the number of workers. What is broken is named or counted; a file that was cut off is an error, never a shorter file.
 """
 
-from __future__ import annotations
-
 import gzip
 import io
 import json

@@ -13,8 +13,6 @@ happens to begin with a capital.
 
 # ruff: noqa: RUF001, SIM905  (signs of many scripts; lists of words that read as words)
 
-from __future__ import annotations
-
 import re
 
 _CLOSERS = "\"'”’»)\\]}」』】》〉）］"

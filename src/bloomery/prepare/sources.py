@@ -1,7 +1,5 @@
 """Where raw text lies: files, folders, globs, URLs (fsspec), and Python's own library. Each becomes a sorted list."""
 
-from __future__ import annotations
-
 import os
 import re
 import sysconfig

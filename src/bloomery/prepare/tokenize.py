@@ -1,7 +1,5 @@
 """One unit: read its documents, encode them, filter them, write its part."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Iterator, Sequence

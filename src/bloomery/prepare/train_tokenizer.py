@@ -1,7 +1,5 @@
 """Trains a byte-level BPE tokenizer, GPT-2's kind: every text can be encoded, and the same texts give the same file."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterable
 

@@ -1,7 +1,5 @@
 """`bloomery prepare --verify`: make the shard again beside it, and compare all that was written."""
 
-from __future__ import annotations
-
 import os
 import tempfile
 from collections.abc import Callable

@@ -1,8 +1,6 @@
 """A recipe that keeps every rule between its fields, or all its problems. The rules are on this floor, not in `config`,
 because several need the ramp and step arithmetic of `sizing`."""
 
-from __future__ import annotations
-
 import math
 import os
 import re

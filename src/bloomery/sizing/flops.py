@@ -1,8 +1,6 @@
 """FLOPs per token under named definitions, and the peak FLOP/s of known devices. One run differs by a quarter between
 definitions, so name the definition beside any TFLOP/s."""
 
-from __future__ import annotations
-
 import re
 from enum import StrEnum
 

@@ -4,8 +4,6 @@ Tests hold it to ranks that the code of training builds (verify/simulate.py). Ac
 found there.
 """
 
-from __future__ import annotations
-
 from dataclasses import asdict, dataclass
 from functools import cache
 from math import prod

@@ -1,8 +1,6 @@
 """The weights of a model from the facts of its family: name, shape and purpose, and how many there are. The owner of
 those; tests hold them to the built model."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import groupby

@@ -4,8 +4,6 @@ Every field is free, or changes only by name (`--change lr.peak`), or is fixed: 
 and docs/training.md has the table. Values are compared resolved: amounts in samples, sources by name and share.
 """
 
-from __future__ import annotations
-
 import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

@@ -3,8 +3,6 @@
 Copies that drift apart do not crash: BLOOM's LayerNorms did so for weeks, unseen.
 """
 
-from __future__ import annotations
-
 from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -4,8 +4,6 @@
 the parts are built in setup.py, why a run stops in stop.py.
 """
 
-from __future__ import annotations
-
 from bloomery.base.errors import BloomeryError, DataError
 from bloomery.monitor.names import Event
 from bloomery.train.drift import watch_drift

@@ -1,7 +1,5 @@
 """After a spike: back to the last good checkpoint, and on behind its data. After an error: save what can be saved."""
 
-from __future__ import annotations
-
 from contextlib import suppress
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """What a run resumes from: nothing, its newest checkpoint, or the one a user names."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The parts of a run, put together once by setup.py and never changed."""
 
-from __future__ import annotations
-
 import platform
 import time
 from collections.abc import Iterator, Mapping

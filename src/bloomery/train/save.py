@@ -1,7 +1,5 @@
 """When to save, what belongs into a checkpoint, and the reports. How it reaches the disk: checkpoint/save.py."""
 
-from __future__ import annotations
-
 import time
 
 from bloomery.base.signals import PULSE

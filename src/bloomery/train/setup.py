@@ -1,7 +1,5 @@
 """Start a run, in the order in which things can fail: folder, resume point, data, journal; then model and saver."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace

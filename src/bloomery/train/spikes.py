@@ -1,7 +1,5 @@
 """Losses and gradient norms far above what they were: the limits, and how long a run has been beyond them."""
 
-from __future__ import annotations
-
 import math
 import struct
 from collections.abc import Callable, Sequence

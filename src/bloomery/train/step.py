@@ -1,7 +1,5 @@
 """One optimizer step, and evaluation. Only `finish_pending_step` waits for the device, and that for the step before."""
 
-from __future__ import annotations
-
 import math
 import time
 from typing import Any

@@ -1,7 +1,5 @@
 """When to stop: the recipe's amounts, the clock, signals, and files in control/, where `save` also requests a save."""
 
-from __future__ import annotations
-
 import math
 import signal
 import time

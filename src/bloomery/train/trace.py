@@ -4,8 +4,6 @@ trace/step-00000001/    the gradients of a step, as a checkpoint of `grad.<name>
 trace/samples.jsonl     {"step": 1, "samples": {"0": "<hash>", ...}}: every sample by its position in the run
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The certificate of a recipe: shrink it, train it in every layout, compare; and its table for people."""
 
-from __future__ import annotations
-
 import json
 import math
 import platform

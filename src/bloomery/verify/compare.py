@@ -2,8 +2,6 @@
 
 The verdict on that is one row of the certificate for each layout."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Mapping, Sequence

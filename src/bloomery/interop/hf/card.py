@@ -1,7 +1,5 @@
 """The model card: what a reader of the exported folder should know, from the recipe, the checkpoint and the run."""
 
-from __future__ import annotations
-
 import hashlib
 from pathlib import Path
 from typing import Any

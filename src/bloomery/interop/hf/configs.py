@@ -1,7 +1,5 @@
 """config.json both ways, from the tables of a family: what transformers calls our fields, and what it must not say."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A checkpoint as a Hugging Face folder: safetensors, config, tokenizer, card and proof. Holds one tensor at a time."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path

@@ -1,8 +1,6 @@
 """A Hugging Face folder on the disk: its safetensors files, read and written one tensor at a time, and the staging
 folder in which an export or an import is written before it gets its name."""
 
-from __future__ import annotations
-
 import json
 import os
 import secrets

@@ -1,7 +1,5 @@
 """A Hugging Face folder as the first checkpoint of a run: its weights, no steps done, moments that are zero."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -1,8 +1,6 @@
 """How our parameters become Hugging Face tensors, and back. Nothing here computes: values are renamed, cut, joined and
 transposed, so a round trip is exact."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """The proof of an export or an import: the folder as transformers loads it against the checkpoint as we load it."""
 
-from __future__ import annotations
-
 import importlib.util
 from collections.abc import Sequence
 from dataclasses import dataclass, field

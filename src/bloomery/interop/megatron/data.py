@@ -1,7 +1,5 @@
 """Flags of the data and of evaluation: paths, blends, and BigScience's weighted split paths."""
 
-from __future__ import annotations
-
 import re
 import shlex
 from contextlib import suppress

@@ -5,8 +5,6 @@ The name of a flag has no dashes; a key of a ds_config is a flag with the name `
 `not understood`.
 """
 
-from __future__ import annotations
-
 import fnmatch
 from collections.abc import Sequence
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """From a command line, or a script that holds one, to a recipe that keeps every rule."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -2,8 +2,6 @@
 `${VAR:-x}`, `bash -c`. Conditions, loops, functions, here-documents and programs are not: what they set has no value.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from itertools import pairwise

@@ -3,8 +3,6 @@
 Flags that are a field of their own: FIELDS of flags.py. Here are those that decide something together.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Callable

@@ -6,8 +6,6 @@ trap puts a function in place of every program that the script names by a path. 
 absolute path is written inside the temporary folder. It is a precaution against accidents, not a jail.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re
