@@ -189,9 +189,12 @@ def test_a_long_run_is_gathered_without_losing_spikes_or_sums(tmp_path: Path) ->
     ]
     rolled_back = [step_record(step, loss=1e9, skipped_steps=50) for step in range(3_601, 3_700)]
     starts = ({"kind": "start"}, {"kind": "start", "job": 2, "step": 3_600})
-    run = make_run(tmp_path / "run", *records[:3_600], *rolled_back, *records[3_600:], events=starts)
+    events = (*starts, *({"kind": "skip"},) * 1_200)
+    run = make_run(tmp_path / "run", *records[:3_600], *rolled_back, *records[3_600:], events=events)
     found = gather.Gathered()
     found.read_metrics(run / "metrics.jsonl")
+    found.read_events(run / "events.jsonl")
+    assert (len(found.events), found.num_events) == (1_000, 1_202)
     kept = [(int(step), loss) for step, loss in found.losses["lm loss"].points.tolist()]
     assert len(kept) < 1500
     assert [step for step, _ in kept] == sorted(step for step, _ in kept)
