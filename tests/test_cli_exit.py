@@ -49,12 +49,12 @@ def test_a_signal_that_a_library_swallows_is_answered_and_the_recipe_is_not_blam
     swallow = """
 import contextlib, os, signal
 from bloomery.base import errors
-from bloomery.cli import check
+from bloomery.cli import recipe
 def run(args):
     with contextlib.suppress(KeyboardInterrupt):
         os.kill(os.getpid(), signal.SIGINT)
     raise errors.RecipeError(errors.Problem("it cannot be read"))
-check.run = run
+recipe.run_check = run
 """
     assert run("check", "quickstart", before=swallow) == (130, "")
 

@@ -242,9 +242,9 @@ def fails(arguments: list[str]) -> int:
 
 def test_the_traceback_of_a_bug_shows_no_secret(tmp_path: Path) -> None:
     planted = (
-        "from bloomery.cli import check, main\n"
+        "from bloomery.cli import main, recipe\n"
         f"def fails(args): raise RuntimeError('no {SIGNED}') from OSError('http://me:{SECRET}@h')\n"
-        "check.run = fails\n"
+        "recipe.run_check = fails\n"
         "main.command()\n"
     )
     done = subprocess.run([sys.executable, "-c", planted, "check", "quickstart"], capture_output=True, text=True)

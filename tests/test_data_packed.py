@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, get_origin, get_type_hints
 
 import numpy as np
 import pytest
@@ -116,11 +116,10 @@ def write_manifest(prefix: Path, *, eod_id: int | None) -> None:
         "tokenizer_hash": "", "vocab_size": VOCAB, "dtype": "uint16", "eod_id": eod_id,
         "append_eod": eod_id is not None, **counts,
     }  # fmt: skip
-    stand_ins: dict[str, Any] = {"tuple": (), "dict": {}, "int": 0, "str": ""}
+    kinds = get_type_hints(ShardManifest)
     for field in dataclasses.fields(ShardManifest):
         if field.name not in values and field.default is dataclasses.MISSING:
-            kind = str(field.type).split("[")[0].split(" ")[0]
-            values[field.name] = stand_ins[kind]
+            values[field.name] = (get_origin(kinds[field.name]) or kinds[field.name])()
     ShardManifest(**values).write(str(prefix))
 
 
