@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from pathlib import Path
+from types import UnionType
 from typing import Any, get_origin, get_type_hints
 
 import numpy as np
@@ -119,7 +120,8 @@ def write_manifest(prefix: Path, *, eod_id: int | None) -> None:
     kinds = get_type_hints(ShardManifest)
     for field in dataclasses.fields(ShardManifest):
         if field.name not in values and field.default is dataclasses.MISSING:
-            values[field.name] = (get_origin(kinds[field.name]) or kinds[field.name])()
+            kind = get_origin(kinds[field.name]) or kinds[field.name]
+            values[field.name] = kind() if isinstance(kind, type) and kind is not UnionType else None
     ShardManifest(**values).write(str(prefix))
 
 
