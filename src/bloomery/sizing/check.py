@@ -266,6 +266,12 @@ def launch(recipe: Recipe) -> Findings:
         remedy = "use launch.on hosts, slurm or azureml, or one node"
         yield Finding(("launch.nodes", "launch.on"), "local means this one machine", remedy)
     limit, exit_after = recipe.launch.time_limit, recipe.train.exit_after
+    if limit and recipe.launch.save_before.seconds >= limit.seconds:
+        rule, remedy = (
+            "the ranks would be asked to save and stop as soon as they start",
+            "leave time to train between them",
+        )
+        yield Finding(("launch.save_before", "launch.time_limit"), rule, remedy)
     if limit and isinstance(exit_after, Duration) and exit_after.seconds >= limit.seconds:
         rule, remedy = "the scheduler would kill the job before it saves", "leave some minutes between them"
         yield Finding(("train.exit_after", "launch.time_limit"), rule, remedy)
