@@ -63,6 +63,26 @@ def test_every_field_of_slurm_is_in_the_script(workshop: Workshop, capsys: pytes
     assert not list(workshop.folder.glob("runs")), "a dry run writes nothing"
 
 
+def test_the_steps_of_the_data_are_arrays_before_the_training(
+    workshop: Workshop, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stages = {
+        "download": {"arguments": ["files.jsonl", "--output", "raw"], "array": 8, "partition": "io"},
+        "extract": {"arguments": ["raw", "--output", "chunks", "--chunks", "32"]},
+        "prepare": {"array": 32, "cpus_per_task": 16, "mem": "100G", "time_limit": "4h"},
+    }
+    words = ["small.yaml", f"launch={json.dumps({'gpus_per_node': 1, 'partition': 'gpu', 'stages': stages})}"]
+    steps = [word for step in (*stages, "train") for word in ("--step", step)]
+    text = dry_run(capsys, *words, "--on", "slurm", *steps)
+    golden("stages.sh", text)
+    assert subprocess.run(["bash", "-n"], input=text, text=True).returncode == 0
+    assert "#SBATCH --array=0-3\n" in dry_run(capsys, *words, "--on", "slurm", "--step", "prepare", "--array", "4")
+    assert main(["launch", *words, "--on", "local", "--step", "prepare"]) == exit_codes.USAGE
+    assert "--step submits arrays to Slurm" in capsys.readouterr().err
+    assert main(["launch", "small.yaml", "--on", "slurm", "--step", "extract", "--dry-run"]) == exit_codes.USAGE
+    assert "launch.stages.extract.arguments is missing" in capsys.readouterr().err
+
+
 def test_the_job_of_azureml(workshop: Workshop, capsys: pytest.CaptureFixture[str]) -> None:
     azure = {**AZURE, "services": ["jupyter_lab", "tensor_board", "vs_code"], "sku": "Standard_NC24s_v3"}
     section = {"nodes": 2, "gpus_per_node": 8, "time_limit": "2h", "azureml": azure}

@@ -25,6 +25,7 @@ export PYTHONUNBUFFERED=1                 # the log has the last lines of a rank
 export TORCH_NCCL_ASYNC_ERROR_HANDLING=1  # a rank that is lost ends the others' collectives
 export TORCH_CPP_LOG_LEVEL=ERROR          # a lost rank is reported once, not in pages of C++ frames
 export NCCL_DEBUG='INFO it'               # launch.env
+export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK  # srun does not take it from sbatch
 module load cuda
 
 echo "[$(date -u +%FT%TZ)] Slurm job $SLURM_JOB_ID, start $((${SLURM_RESTART_COUNT:-0} + 1)), on $SLURM_JOB_NODELIST" | tee -a DIR/runs/x/logs/main_log.txt

@@ -12,9 +12,9 @@ from pathlib import Path
 from bloomery.base import exit_codes, signals
 from bloomery.base.bounded import read_text
 from bloomery.base.errors import Problem, RecipeError
-from bloomery.cli.arguments import add_recipe_arguments, load
+from bloomery.cli.arguments import add_recipe_arguments, load, whole_number
 from bloomery.config.recipe import Recipe
-from bloomery.launch import azureml, here, hosts, slurm
+from bloomery.launch import azureml, here, hosts, slurm, stages
 from bloomery.launch.doctor import BAD_NODES_FILE
 from bloomery.launch.follow import LogTail
 from bloomery.launch.job import Job, training_job, write_recipe
@@ -22,6 +22,7 @@ from bloomery.launch.restart import judge
 from bloomery.launch.watch import remember_job
 
 _TARGETS = ("local", "hosts", "slurm", "azureml")
+_STEPS = ("download", "extract", "prepare", "train")
 _PAUSE_SECONDS = 2.0
 
 
@@ -31,6 +32,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--run-dir", type=Path, help="folder of the run; default: runs/<name>")
     parser.add_argument("--dry-run", action="store_true", help="print what would be submitted; write and start nothing")
     parser.add_argument("--follow", action="store_true", help="show the job's states and log until it ends (slurm)")
+    step = "first this step of the data, as an array of jobs (slurm); repeatable, in order; `train` may be the last"
+    parser.add_argument("--step", dest="steps", action="append", choices=_STEPS, help=step)
+    parser.add_argument("--array", type=whole_number(1), metavar="N", help="shares of each step; default: the recipe's")
     parser.add_argument("--after", type=Path, metavar="RUN", help=argparse.SUPPRESS)
     parser.add_argument("--code", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--ended", action="store_true", help=argparse.SUPPRESS)
@@ -49,6 +53,9 @@ def run(args: argparse.Namespace) -> int:
     job = training_job(recipe, args.after or args.run_dir or Path("runs") / recipe.name)
     if args.after is not None:
         return _after(job, args.code, ended=args.ended)
+    if args.steps and job.section.on != "slurm":
+        remedy = "run `bloomery download`, `extract` and `prepare` themselves, with --unit K/N for a share"
+        raise RecipeError(Problem(f"launch.on is {job.section.on}", "--step submits arrays to Slurm", remedy))
     target: Callable[[Recipe, Job, argparse.Namespace], int] = globals()[f"_on_{job.section.on}"]
     return target(recipe, job, args)
 
@@ -80,13 +87,20 @@ def _on_hosts(recipe: Recipe, job: Job, args: argparse.Namespace) -> int:
 
 
 def _on_slurm(recipe: Recipe, job: Job, args: argparse.Namespace) -> int:
-    text = slurm.script(job)
+    steps = args.steps or ["train"]
+    planned = [(step, *stages.stage_job(job, step, args.array)) for step in steps if step != "train"]
     if args.dry_run:
-        return _print(text)
+        texts = [text for step, each, shares in planned for text in stages.scripts(each, step, shares)]
+        return _print("\n".join([*texts, slurm.script(job)] if "train" in steps else texts))
     write_recipe(job, recipe)
-    job_id = slurm.submit(job.write("job.sh", text), job)
-    remember_job(job.folder, on="slurm", job_id=job_id)
-    print(f"submitted Slurm job {job_id}; logs are in {job.folder}/logs", flush=True)
+    job_id = ""
+    for step, each, shares in planned:
+        job_id = stages.submit(each, step, shares, job_id)
+        print(f"submitted Slurm job {job_id}, which completes {step}; logs are in {job.folder}/logs/{step}", flush=True)
+    if "train" in steps:
+        job_id = slurm.submit(job.write("job.sh", slurm.script(job)), job, *stages.dependency(job_id))
+        remember_job(job.folder, on="slurm", job_id=job_id)
+        print(f"submitted Slurm job {job_id}; logs are in {job.folder}/logs", flush=True)
     return _follow(job, job_id) if args.follow else exit_codes.OK
 
 

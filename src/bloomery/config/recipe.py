@@ -448,6 +448,21 @@ class AzuremlSection(Section):
 Line = Annotated[str, Field(pattern=r"^[^\n\r]+$")]
 
 
+class StageSection(Section):
+    """A step of the data on Slurm: an array of jobs, each with a share of the work, then one that completes it."""
+
+    arguments: list[Line] = []
+    """Of `bloomery download` or `bloomery extract`: `[files.jsonl, --output, raw]`. `prepare` reads the recipe."""
+    array: Size = 1
+    """How many shares."""
+    partition: Line | None = None
+    """This and the next two: instead of those of `launch`."""
+    time_limit: WallClock | None = None
+    mem: Line | None = None
+    cpus_per_task: Size | None = None
+    """Cores of each share."""
+
+
 class LaunchSection(Section):
     on: Literal["local", "hosts", "slurm", "azureml"] = "local"
     """Where the job runs."""
@@ -489,6 +504,8 @@ class LaunchSection(Section):
     """What the container sees of the node: `/data:/data`."""
     extra_lines: list[Annotated[str, Field(pattern=r"^#SBATCH -[^\n\r]*$")]] = []
     """More `#SBATCH` lines, as they are."""
+    stages: dict[Literal["download", "extract", "prepare"], StageSection] = {}
+    """What `bloomery launch --step` does before the training (slurm)."""
     azureml: AzuremlSection | None = None
 
 

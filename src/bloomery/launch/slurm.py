@@ -33,11 +33,11 @@ def script(job: Job) -> str:
     return "\n".join(
         [
             "#!/bin/bash",
-            *_directives(job),
+            *directives(job, _of_training(job)),
             f"# Written by `bloomery launch`. The training is in {job.launch_folder}/recipe.yaml, read at every start.",
             "",
             f"cd {shlex.quote(str(job.directory))} || exit 2",
-            *job.exports(),
+            *exports(job),
             *section.setup,
             "",
             f'echo "[$(date -u +%FT%TZ)] Slurm job $SLURM_JOB_ID, start $((${{SLURM_RESTART_COUNT:-0}} + 1)), '
@@ -54,10 +54,26 @@ def script(job: Job) -> str:
     )
 
 
-def _directives(job: Job) -> list[str]:
+def _of_training(job: Job) -> dict[str, object]:
     section = job.section
-    limit = section.time_limit
-    options = {
+    is_chain = section.array > 1
+    return {
+        "signal": f"TERM@{section.save_before.seconds:.0f}" if section.time_limit else None,
+        "array": f"1-{section.array}%1" if is_chain else None,
+        "output": job.folder / "logs" / f"{job.name}_{'%A_%a' if is_chain else '%j'}.log",
+    }
+
+
+def exports(job: Job) -> list[str]:
+    """Lines of bash."""
+    cores = "export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK  # srun does not take it from sbatch"
+    return [*job.exports(), *([cores] if job.section.cpus_per_task else [])]
+
+
+def directives(job: Job, more: Mapping[str, object]) -> list[str]:
+    """`#SBATCH` lines."""
+    section = job.section
+    options: dict[str, object] = {
         "job-name": job.name,
         "nodes": section.nodes,
         "ntasks-per-node": section.gpus_per_node,
@@ -69,10 +85,8 @@ def _directives(job: Job) -> list[str]:
         "qos": section.qos,
         "constraint": section.constraint,
         "exclude": section.exclude,
-        "time": _clock(limit.seconds) if limit else None,
-        "signal": f"TERM@{section.save_before.seconds:.0f}" if limit else None,
-        "array": f"1-{section.array}%1" if section.array > 1 else None,
-        "output": job.folder / "logs" / f"{job.name}_{'%A_%a' if section.array > 1 else '%j'}.log",
+        "time": _clock(section.time_limit.seconds) if section.time_limit else None,
+        **more,
         "open-mode": "append",
         "kill-on-invalid-dep": "yes",
     }
