@@ -183,6 +183,34 @@ def test_a_node_that_dies_is_replaced(
         cluster("revive-node", "n2")
 
 
+def test_after_the_ramp_the_next_job_has_more_nodes(workshop: Workshop, submit: Callable[..., str]) -> None:
+    run = workshop.folder / "runs" / "small"
+    batch = "batch={micro_batch_size: 2, global_batch_size: 4, rampup: {start: 2, increment: 2, samples: 40}}"
+    job = submit("train.for=60 steps", "train.exit_after=30 steps", batch, nodes=1, nodes_after_ramp=2, array=3)
+    until(lambda: attempts(run)[-1:] == [(0, "finished")] if (run / "launch/attempts.jsonl").exists() else False, 240)
+    assert [start["ranks"] for start in workshop.events(run, "start")] == [1, 2]
+    assert "NumNodes=2" in slurm("scontrol", "show", "job", f"{job}_2")
+
+
+def test_the_data_is_prepared_by_an_array_and_a_share_that_fails_is_retried_alone(
+    workshop: Workshop, submit: Callable[..., str]
+) -> None:
+    run, words = workshop.folder / "runs" / "small", ["--step", "prepare", "--step", "train", "--array", "3"]
+    texts = workshop.folder / "texts"
+    texts.mkdir()
+    for i in range(12):
+        lines = [json.dumps({"text": f"the {i} and {k}. " * 40}) for k in range(30)]
+        (texts / f"{i}.jsonl").write_text("\n".join(lines) + "\n")
+    assert main(["tokenizer", "train", "texts", "--vocab-size", "300", "--output", "tokenizer"]) == 0
+    data = ["tokenizer={path: tokenizer}", "prepare=[{output: shard, sources: [texts]}]", "data.train=[{path: shard}]"]
+    once = workshop.folder / "once"  # the first try of one share fails
+    hurt = f'[ "$SLURM_ARRAY_TASK_ID" != 1 ] || [ -e {once} ] || {{ touch {once}; exit 3; }}'
+    retried = 'if [ -n "$SLURM_ARRAY_TASK_ID" ]; then bloomery() { :; }; fi'
+    assert retried
+    submit(*words, *data, "model.vocab_size=300", "train.for=5 steps", nodes=1, setup=[hurt])
+    until(lambda: (run / "logs" / "prepare" / "complete.log").exists(), 240)
+
+
 def test_what_would_be_pending_for_ever_is_refused(
     workshop: Workshop, submit: Callable[..., str], capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 from bloomery.base import exit_codes, signals
 from bloomery.base.bounded import read_text
 from bloomery.base.errors import Problem, RecipeError
-from bloomery.cli.arguments import add_recipe_arguments, load, whole_number
+from bloomery.cli.arguments import add_recipe_arguments, done_samples, load, run_folder, whole_number
 from bloomery.config.recipe import Recipe
 from bloomery.launch import azureml, here, hosts, slurm, stages
 from bloomery.launch.doctor import BAD_NODES_FILE
@@ -48,9 +48,11 @@ def parse(parser: argparse.ArgumentParser, arguments: list[str]) -> argparse.Nam
 
 
 def run(args: argparse.Namespace) -> int:
+    args.run_dir = args.after or args.run_dir
     args.overrides += [f"launch.on={args.on}"] if args.on else []
     recipe = load(args, warns=args.after is None).recipe
-    job = training_job(recipe, args.after or args.run_dir or Path("runs") / recipe.name)
+    recipe = _grown(recipe, args)
+    job = training_job(recipe, run_folder(args, recipe))
     if args.after is not None:
         return _after(job, args.code, ended=args.ended)
     if args.steps and job.section.on != "slurm":
@@ -60,30 +62,35 @@ def run(args: argparse.Namespace) -> int:
     return target(recipe, job, args)
 
 
+def _grown(recipe: Recipe, args: argparse.Namespace) -> Recipe:
+    """With as many nodes as the next job gets."""
+    launch, ramp = recipe.launch, recipe.batch.rampup
+    if launch is None or ramp is None or not launch.nodes_after_ramp or done_samples(args, recipe) <= ramp.samples:
+        return recipe
+    return recipe.model_copy(update={"launch": launch.model_copy(update={"nodes": launch.nodes_after_ramp})})
+
+
 def _after(job: Job, code: int, *, ended: bool) -> int:
     attempt = judge(job.folder, code, restarts=job.section.restarts, job=slurm.job_name())
     bad = sorted(set(read_text(path).split())) if (path := job.folder / BAD_NODES_FILE).exists() else []
-    signals.say(f"{attempt.why}: {slurm.act(attempt, bad=bad, ended=ended)}")
+    signals.say(f"{attempt.why}: {slurm.act(attempt, nodes=job.section.nodes, bad=bad, ended=ended)}")
     return exit_codes.OK
 
 
 def _on_local(recipe: Recipe, job: Job, args: argparse.Namespace) -> int:
     if args.dry_run:
         return _print("\n".join([*job.exports(), *job.section.setup, job.command()]))
-    return _restarted(recipe, job, lambda: here.run(job))
+    return _restarted(recipe, args, here.run)
 
 
 def _on_hosts(recipe: Recipe, job: Job, args: argparse.Namespace) -> int:
-    section = job.section
-    if section.hostfile is None:
-        raise RecipeError(Problem("launch.hostfile is missing", "launch.on is hosts", "name a file of hosts there"))
-    found = hosts.read_hostfile(Path(section.hostfile), nodes=section.nodes, ranks_per_node=section.gpus_per_node)
+    found = hosts.of(job)
     if args.dry_run:
         first = found[0].name.rpartition("@")[2]
         return _print(
             "\n\n".join(f"# {host.name}\n{hosts.script(job, i, first, 29500)}" for i, host in enumerate(found))
         )
-    return _restarted(recipe, job, lambda: hosts.run(job, found))
+    return _restarted(recipe, args, lambda job: hosts.run(job, hosts.of(job)))
 
 
 def _on_slurm(recipe: Recipe, job: Job, args: argparse.Namespace) -> int:
@@ -121,18 +128,21 @@ def _print(text: str) -> int:
     return exit_codes.OK
 
 
-def _restarted(recipe: Recipe, job: Job, start: Callable[[], int]) -> int:
+def _restarted(recipe: Recipe, args: argparse.Namespace, start: Callable[[Job], int]) -> int:
     """Start again for as long as that helps; the exit code of the last time."""
+    folder = run_folder(args, recipe)
+    job = training_job(recipe, folder)
     write_recipe(job, recipe)
-    remember_job(job.folder, on=job.section.on, process=os.getpid())
+    remember_job(folder, on=job.section.on, process=os.getpid())
     while True:
-        code = start()
-        attempt = judge(job.folder, code, restarts=job.section.restarts)
+        code = start(job)
+        attempt = judge(folder, code, restarts=job.section.restarts)
         if attempt.next != "again" or signals.requested:
             signals.say(attempt.why)
             return code
         signals.say(f"{attempt.why}: starting again")
         time.sleep(_PAUSE_SECONDS)
+        job = training_job(_grown(recipe, args), folder)
 
 
 def _follow(job: Job, job_id: str) -> int:

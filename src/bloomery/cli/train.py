@@ -4,13 +4,14 @@ import argparse
 import os
 import sys
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
 from bloomery.base import exit_codes
 from bloomery.base.errors import Problem, RecipeError
 from bloomery.base.ranks import Started, started_as
 from bloomery.base.signals import Interrupted
-from bloomery.cli.arguments import add_device, add_recipe_arguments, load
+from bloomery.cli.arguments import add_device, add_recipe_arguments, done_samples, load, run_folder
 from bloomery.config.recipe import Recipe
 from bloomery.launch.local import Node, run_local_ranks
 from bloomery.sizing.check import fit
@@ -39,7 +40,7 @@ def run(args: argparse.Namespace) -> int:
         recipe, started = _recipe(args, started)
     except RecipeError as error:
         raise error.reported_once(started.rank if started else 0) from None
-    folder = args.run_dir or Path("runs") / recipe.name
+    folder = run_folder(args, recipe)
     if (switch := folder / "control" / "kill").exists():
         print(f"Detected kill switch at {switch}. Exiting; remove the file to train again.")
         return exit_codes.OK
@@ -75,7 +76,7 @@ def _recipe(args: argparse.Namespace, started: Started | None) -> tuple[Recipe, 
     if started is None or started.size == world_size(recipe):
         return recipe, started
     nodes = started.size // started.local_size if started.size % started.local_size == 0 else 1  # uneven: all as one
-    fitted = fit(recipe, nodes=nodes, ranks_per_node=started.size // nodes)
+    fitted = fit(recipe, nodes=nodes, ranks_per_node=started.size // nodes, done=partial(done_samples, args))
     if fitted is None:
         what = f"{started.size} ranks were started, and no layout of them can train this recipe"
         rule = f"they must divide the global batch, which stays at {recipe.batch.global_batch_size} samples"

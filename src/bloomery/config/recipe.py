@@ -468,6 +468,8 @@ class LaunchSection(Section):
     """Where the job runs."""
     nodes: Size = 1
     """Machines."""
+    nodes_after_ramp: Size | None = None
+    """Machines of the jobs that start when the batch ramp is over (hosts, slurm)."""
     gpus_per_node: Size = 1
     """Ranks per machine."""
     time_limit: WallClock | None = None

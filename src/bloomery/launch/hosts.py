@@ -74,6 +74,14 @@ def read_hostfile(path: Path, *, nodes: int, ranks_per_node: int) -> list[Host]:
     return list(found.values())[:nodes]
 
 
+def of(job: Job) -> list[Host]:
+    """Those of the hostfile that the job needs."""
+    section = job.section
+    if section.hostfile is None:
+        raise RecipeError(Problem("launch.hostfile is missing", "launch.on is hosts", "name a file of hosts there"))
+    return read_hostfile(Path(section.hostfile), nodes=section.nodes, ranks_per_node=section.gpus_per_node)
+
+
 def script(job: Job, node: int, address: str, port: int) -> str:
     """What a host runs in bash."""
     place = {"NODE_RANK": node, "NNODES": job.section.nodes, "MASTER_ADDR": address, "MASTER_PORT": port}

@@ -28,7 +28,7 @@ def script(job: Job) -> str:
     container += [f"--container-mounts={','.join(section.mounts)}"] if section.mounts else []
     after = shlex.join([sys.executable, "-m", "bloomery", "launch", "--after", str(job.folder)])
     check = [*job.program, "doctor", "--node", str(job.launch_folder / "recipe.yaml"), "--run-dir", str(job.folder)]
-    one_each = ["srun", f"--ntasks={section.nodes}", "--ntasks-per-node=1", *container, *check]
+    one_each = shlex.join(["--ntasks-per-node=1", *container, *check])
     srun = shlex.join(["srun", "--kill-on-bad-exit=1", "--wait=60", *container])
     return "\n".join(
         [
@@ -44,7 +44,7 @@ def script(job: Job) -> str:
             f'on $SLURM_JOB_NODELIST" | tee -a {log}',
             f"df -h /dev/shm {shlex.quote(str(job.folder))} >> {log}",
             "trap 'ended=--ended' TERM  # scancel, or the limit itself: the ranks save, this shell goes on to the end",
-            f"{shlex.join(one_each)} {job.keep_errors()} &&",
+            f'srun --ntasks="$SLURM_NNODES" {one_each} {job.keep_errors()} &&',
             f"  {srun} {job.command()} {job.keep_errors()}",
             "code=$?",
             f'{after} --code "$code" ${{ended:-}}',
@@ -166,19 +166,20 @@ def job_name(environment: Mapping[str, str] = os.environ) -> str:
     return environment.get("SLURM_JOB_ID", "")
 
 
-def act(attempt: Attempt, *, bad: Sequence[str], ended: bool, environment: Mapping[str, str] = os.environ) -> str:
+def act(
+    attempt: Attempt, *, nodes: int, bad: Sequence[str], ended: bool, environment: Mapping[str, str] = os.environ
+) -> str:
     """Within a job at its end: put it into the queue again, or call off the rest of its chain; what was done.
 
-    `bad`: nodes that it is not given again. `ended`: Slurm has ended the job itself: at its time limit, or because
-    somebody has cancelled it."""
+    `nodes`: how many it gets then. `bad`: those that it is not given again. `ended`: Slurm has ended the job itself: at
+    its time limit, or because somebody has cancelled it."""
     job, array = environment["SLURM_JOB_ID"], environment.get("SLURM_ARRAY_JOB_ID")
     if attempt.next != "again":
         if array:
             _slurm("scancel", "--state=PENDING", array)
         return "the rest of the chain is cancelled" if array else "nothing is started again"
     if array:
-        if bad:
-            _slurm("scontrol", "update", f"JobId={array}", f"ExcNodeList={','.join(bad)}")
+        _update(array, nodes, bad, environment)
         last = environment.get("SLURM_ARRAY_TASK_ID") == environment.get("SLURM_ARRAY_TASK_MAX")
         return "this was the last job of the chain: launch again" if last else "the next job of the chain goes on"
     facts = tasks(job).get(job, {})
@@ -186,9 +187,17 @@ def act(attempt: Attempt, *, bad: Sequence[str], ended: bool, environment: Mappi
     if ended and (ran is None or limit is None or ran < limit):
         return "somebody has cancelled the job, so it is not started again"
     _slurm("scontrol", "requeue", job)
-    if bad:
-        _slurm("scontrol", "update", f"JobId={job}", f"ExcNodeList={','.join(bad)}")
+    _update(job, nodes, bad, environment)
     return "the job is in the queue again"
+
+
+def _update(job: str, nodes: int, bad: Sequence[str], environment: Mapping[str, str]) -> None:
+    """What waits in the queue."""
+    has = int(environment.get("SLURM_JOB_NUM_NODES", nodes))
+    each = int(environment.get("SLURM_NTASKS_PER_NODE", "1"))
+    changed = [f"NumNodes={nodes}", f"NumTasks={nodes * each}"] if nodes != has else []
+    if changed or bad:
+        _slurm("scontrol", "update", f"JobId={job}", *changed, *([f"ExcNodeList={','.join(bad)}"] if bad else []))
 
 
 def _slurm(*words: str) -> str:

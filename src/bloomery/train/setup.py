@@ -32,6 +32,7 @@ from bloomery.parallel.apply import make_runner, parallelise
 from bloomery.parallel.feed import Feed
 from bloomery.parallel.mesh import Mesh, make_mesh
 from bloomery.parallel.runner import DTYPES, Runner
+from bloomery.sizing.check import layout_problems
 from bloomery.sizing.layout import Layout
 from bloomery.sizing.memory import precision_problems
 from bloomery.train.optimizer import Optimizer
@@ -67,6 +68,10 @@ def prepared_run(
         ledger, taken_over = first_rank_does(ranks, partial(_claim_folder, folder, closing))
         roots = [folder / CHECKPOINTS, folder / LOCAL_CHECKPOINTS]
         past = find_resume_point(recipe, roots, ledger.starts, wanted=start_from, changes=changes, ranks=ranks)
+        if wrong := layout_problems(recipe, lambda _: past.state.consumed_samples):
+            raise RecipeError(
+                Problem(wrong[0], f"at step {past.state.step:,}, where this start resumes")
+            ).reported_once(ranks.rank)
         spent = (past.state.energy, ledger.energy)
         energy = start_meter(energy_sensor(device), folder / names.METRICS_FILE, spent, ranks)
         past.state.energy = energy.before
