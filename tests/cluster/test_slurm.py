@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from bloomery.cli.main import main
 from conftest import Workshop
 
 UP = Path(__file__).with_name("slurm_up.sh")
@@ -203,19 +204,27 @@ def test_the_data_is_prepared_by_an_array_and_a_share_that_fails_is_retried_alon
         (texts / f"{i}.jsonl").write_text("\n".join(lines) + "\n")
     assert main(["tokenizer", "train", "texts", "--vocab-size", "300", "--output", "tokenizer"]) == 0
     data = ["tokenizer={path: tokenizer}", "prepare=[{output: shard, sources: [texts]}]", "data.train=[{path: shard}]"]
-    once = workshop.folder / "once"  # the first try of one share fails
-    hurt = f'[ "$SLURM_ARRAY_TASK_ID" != 1 ] || [ -e {once} ] || {{ touch {once}; exit 3; }}'
-    retried = 'if [ -n "$SLURM_ARRAY_TASK_ID" ]; then bloomery() { :; }; fi'
-    assert retried
-    submit(*words, *data, "model.vocab_size=300", "train.for=5 steps", nodes=1, setup=[hurt])
-    until(lambda: (run / "logs" / "prepare" / "complete.log").exists(), 240)
+    once = workshop.folder / "once"
+    fails = f'[ "$SLURM_ARRAY_TASK_ID" != 1 ] || [ -e {once} ] || {{ touch {once}; srun() {{ return 7; }}; }}'
+    last = submit(*words, *data, "model.vocab_size=300", "train.for=5 steps", nodes=1, setup=[fails])
+    until(
+        lambda: (
+            re.search(r"(\d+_1) PENDING", slurm("squeue", "--noheader", "--array", "--format=%F_%K %T"))
+            and once.exists()
+        )
+    )
+    (share,) = re.findall(r"(\d+_1) PENDING", slurm("squeue", "--noheader", "--array", "--format=%F_%K %T"))
+    slurm("scontrol", "update", f"JobId={share}", "StartTime=now")
+    until(lambda: (run / "events.jsonl").exists() and workshop.events(run, "stop"), 240)
+    assert state(last) == "COMPLETED"
+    assert {path.name for path in (run / "logs" / "prepare").iterdir()} == {"0.log", "1.log", "2.log", "complete.log"}
+    assert "360 documents" in (run / "logs" / "prepare" / "complete.log").read_text()
+    assert workshop.events(run, "stop")[0]["reason"] == "finished"
 
 
 def test_what_would_be_pending_for_ever_is_refused(
     workshop: Workshop, submit: Callable[..., str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from bloomery.cli.main import main
-
     words = ["launch", str(workshop.recipe), *TWO, "--on", "slurm"]
     assert main([*words, "launch={nodes: 2, gpus_per_node: 1, time_limit: 48h}"]) == 2
     assert "Its partition runs jobs of at most 1-00:00:00" in capsys.readouterr().err

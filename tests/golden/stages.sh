@@ -124,7 +124,7 @@ export TORCH_CPP_LOG_LEVEL=ERROR          # a lost rank is reported once, not in
 echo "[$(date -u +%FT%TZ)] Slurm job $SLURM_JOB_ID, start $((${SLURM_RESTART_COUNT:-0} + 1)), on $SLURM_JOB_NODELIST" | tee -a DIR/runs/x/logs/main_log.txt
 df -h /dev/shm DIR/runs/x >> DIR/runs/x/logs/main_log.txt
 trap 'ended=--ended' TERM  # scancel, or the limit itself: the ranks save, this shell goes on to the end
-srun --ntasks=1 --ntasks-per-node=1 PYTHON -m bloomery doctor --node DIR/runs/x/launch/recipe.yaml --run-dir DIR/runs/x 2> >(trap '' HUP INT TERM; exec tee -a DIR/runs/x/logs/main_log.txt >&2) &&
+srun --ntasks="$SLURM_NNODES" --ntasks-per-node=1 PYTHON -m bloomery doctor --node DIR/runs/x/launch/recipe.yaml --run-dir DIR/runs/x 2> >(trap '' HUP INT TERM; exec tee -a DIR/runs/x/logs/main_log.txt >&2) &&
   srun --kill-on-bad-exit=1 --wait=60 PYTHON -m bloomery train DIR/runs/x/launch/recipe.yaml --run-dir DIR/runs/x 2> >(trap '' HUP INT TERM; exec tee -a DIR/runs/x/logs/main_log.txt >&2)
 code=$?
 PYTHON -m bloomery launch --after DIR/runs/x --code "$code" ${ended:-}
