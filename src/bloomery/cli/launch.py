@@ -73,7 +73,10 @@ def _grown(recipe: Recipe, args: argparse.Namespace) -> Recipe:
 def _after(job: Job, code: int, *, ended: bool) -> int:
     attempt = judge(job.folder, code, restarts=job.section.restarts, job=slurm.job_name())
     bad = sorted(set(read_text(path).split())) if (path := job.folder / BAD_NODES_FILE).exists() else []
-    signals.say(f"{attempt.why}: {slurm.act(attempt, nodes=job.section.nodes, bad=bad, ended=ended)}")
+    done, job_id = slurm.act(attempt, job, bad=bad, ended=ended)
+    if job_id:
+        remember_job(job.folder, on="slurm", job_id=job_id)
+    signals.say(f"{attempt.why}: {done}")
     return exit_codes.OK
 
 

@@ -167,37 +167,43 @@ def job_name(environment: Mapping[str, str] = os.environ) -> str:
 
 
 def act(
-    attempt: Attempt, *, nodes: int, bad: Sequence[str], ended: bool, environment: Mapping[str, str] = os.environ
-) -> str:
-    """Within a job at its end: put it into the queue again, or call off the rest of its chain; what was done.
+    attempt: Attempt, job: Job, *, bad: Sequence[str], ended: bool, environment: Mapping[str, str] = os.environ
+) -> tuple[str, str]:
+    """Within a job at its end: put it into the queue again, or call off the rest of its chain. (What was done, the id
+    of a new chain.)
 
-    `nodes`: how many it gets then. `bad`: those that it is not given again. `ended`: Slurm has ended the job itself: at
-    its time limit, or because somebody has cancelled it."""
-    job, array = environment["SLURM_JOB_ID"], environment.get("SLURM_ARRAY_JOB_ID")
+    `job`: as it should be from now on. `bad`: nodes that it is not given again. `ended`: Slurm has ended the job
+    itself: at its time limit, or because somebody has cancelled it."""
+    own, array = environment["SLURM_JOB_ID"], environment.get("SLURM_ARRAY_JOB_ID")
     if attempt.next != "again":
         if array:
             _slurm("scancel", "--state=PENDING", array)
-        return "the rest of the chain is cancelled" if array else "nothing is started again"
+        return ("the rest of the chain is cancelled" if array else "nothing is started again"), ""
+    nodes, has = job.section.nodes, int(environment["SLURM_JOB_NUM_NODES"])
+    without = f"ExcNodeList={','.join(bad)}" if bad else ""
     if array:
-        _update(array, nodes, bad, environment)
-        last = environment.get("SLURM_ARRAY_TASK_ID") == environment.get("SLURM_ARRAY_TASK_MAX")
-        return "this was the last job of the chain: launch again" if last else "the next job of the chain goes on"
-    facts = tasks(job).get(job, {})
+        left = int(environment["SLURM_ARRAY_TASK_MAX"]) - int(environment["SLURM_ARRAY_TASK_ID"])
+        if not left:
+            return "this was the last job of the chain: launch again", ""
+        if nodes != has:  # Slurm does not resize arrays
+            _slurm("scancel", "--state=PENDING", array)
+            size = [f"--nodes={nodes}", f"--array=1-{left}%1", *([f"--exclude={','.join(bad)}"] if bad else [])]
+            script = str(job.launch_folder / "job.sh")
+            return f"the chain goes on with {nodes} nodes", submit(
+                Path(script), job, *size, f"--dependency=afterany:{own}"
+            )
+        if without:
+            _slurm("scontrol", "update", f"JobId={array}", without)
+        return "the next job of the chain goes on", ""
+    facts = tasks(own).get(own, {})
     ran, limit = (_seconds(facts.get(name, "")) for name in ("RunTime", "TimeLimit"))
     if ended and (ran is None or limit is None or ran < limit):
-        return "somebody has cancelled the job, so it is not started again"
-    _slurm("scontrol", "requeue", job)
-    _update(job, nodes, bad, environment)
-    return "the job is in the queue again"
-
-
-def _update(job: str, nodes: int, bad: Sequence[str], environment: Mapping[str, str]) -> None:
-    """What waits in the queue."""
-    has = int(environment.get("SLURM_JOB_NUM_NODES", nodes))
-    each = int(environment.get("SLURM_NTASKS_PER_NODE", "1"))
-    changed = [f"NumNodes={nodes}", f"NumTasks={nodes * each}"] if nodes != has else []
-    if changed or bad:
-        _slurm("scontrol", "update", f"JobId={job}", *changed, *([f"ExcNodeList={','.join(bad)}"] if bad else []))
+        return "somebody has cancelled the job, so it is not started again", ""
+    _slurm("scontrol", "requeue", own)
+    changes = [f"NumNodes={nodes}", f"NumTasks={nodes * job.section.gpus_per_node}"] if nodes != has else []
+    if changes or without:
+        _slurm("scontrol", "update", f"JobId={own}", *changes, *filter(None, [without]))
+    return "the job is in the queue again", ""
 
 
 def _slurm(*words: str) -> str:
