@@ -211,6 +211,8 @@ class StopRules:
         with suppress(OSError):
             (self.control / "stop").unlink()
             self.request(StopReason("control", "control/stop was touched"))
-        self._after_save |= self._take("stop-after-save")
+        with suppress(OSError):
+            (self.control / "stop-after-save").unlink()
+            self._after_save = True
         if (self.control / "kill").exists():  # stays: it also forbids the next start
             self.request(StopReason("control", "control/kill was touched; remove it before the next start"))
