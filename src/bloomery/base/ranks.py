@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from bloomery.base.errors import BloomeryError, LostRankError
 from bloomery.base.signals import PULSE
+from bloomery.base.stacks import stacks
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -31,6 +32,7 @@ class Ranks:
 
     def gather(self, value: Any) -> list[Any]:
         """What every rank gave, in the order of ranks, on every rank. Plain Python values. Collective."""
+        PULSE.mark(waiting=False)
         return [value]
 
     def broadcast(self, value: Any, source: int = 0) -> Any:
@@ -57,8 +59,12 @@ class Ranks:
         """Those that no longer report: stopped, or on a host that is gone."""
         return []
 
-    def report_hang(self, report: Callable[[str], None]) -> None:
-        """Call this when the ranks wait for each other for too long; then the job ends."""
+    def stacks(self) -> dict[int, str]:
+        """Those of all ranks that answer within seconds; from any thread."""
+        return {0: stacks()}
+
+    def report_hang(self, report: Callable[[str, Mapping[int, str]], None]) -> None:
+        """Call this, with the stacks of the ranks, when they wait for each other for too long; then the job ends."""
 
     def lost(self, error: Exception) -> LostRankError | None:
         """Whom we lost, if that is what the error means."""

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 import time
 from pathlib import Path
 
 from bloomery.base import exit_codes, signals
-from bloomery.base.errors import DataError, Problem, mask
-from bloomery.base.storage import open_plain, writing
+from bloomery.base.errors import DataError, Problem
+from bloomery.base.storage import append_line, writing
 from bloomery.cli.arguments import add_json, show
 from bloomery.config.load import load_recipe
 from bloomery.config.recipe import AlertsSection
@@ -32,9 +31,7 @@ def run(args: argparse.Namespace) -> int:
     status, alerts = _look(args.run)
     if args.pulse:
         with writing(args.run):
-            descriptor = open_plain(args.run / names.TEXT_LOG_FILE, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
-            os.write(descriptor, mask(pulse(status)).encode() + b"\n")
-            os.close(descriptor)
+            append_line(args.run / names.TEXT_LOG_FILE, pulse(status))
         for failure in notify(new_alerts(args.run, status.alerts), f"bloomery: {status.name}", alerts):
             signals.say(f"an alert could not be sent by {failure}")
     if args.json or args.pulse or not sys.stdout.isatty():
