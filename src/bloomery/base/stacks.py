@@ -9,6 +9,8 @@ import traceback
 from pathlib import Path
 
 _PACKAGE = str(Path(__file__).parents[1])
+_NOT_SAID = (__file__, f"{_PACKAGE}/parallel/ranks.py")
+"""Where every rank is that waits for others."""
 _WRAPPERS = ("wrapper", "wrapped", "_fn")
 
 
@@ -25,7 +27,9 @@ def call() -> str:
     """`all_reduce, called by reduce_across_ranks (gradients.py:88)`: our innermost call of the main thread, and what it
     called of others."""
     frame, others = sys._current_frames().get(threading.main_thread().ident or 0), list[str]()
-    while frame is not None and not frame.f_code.co_filename.startswith(_PACKAGE):
+    while frame is not None and (
+        frame.f_code.co_filename in _NOT_SAID or not frame.f_code.co_filename.startswith(_PACKAGE)
+    ):
         others += [frame.f_code.co_name] if frame.f_code.co_name not in _WRAPPERS else []
         frame = frame.f_back
     if frame is None:
