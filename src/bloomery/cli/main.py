@@ -37,6 +37,7 @@ COMMANDS = {
     "doctor": ("doctor", "what this machine has, what is missing for which feature, and whether it can train a recipe"),
     "sync": ("sync", "carry a run's new files to a hub, a bucket, a git remote or a folder"),
     "watch": ("watch", "what a run is doing, live; --pulse: a line in its log, and alerts"),
+    "scale": ("scale", "what more nodes bring: tokens per second and efficiency of short trainings"),
     "stop": ("stop", "ask a training to save and stop; --after-save: once its next scheduled checkpoint is begun"),
     "verify": ("verify", "certify, on a small copy of a recipe, that every layout trains the same as one rank"),
     "generate": ("generate", "continue a prompt with a checkpoint"),
