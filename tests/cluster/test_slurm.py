@@ -222,6 +222,24 @@ def test_the_data_is_prepared_by_an_array_and_a_share_that_fails_is_retried_alon
     assert workshop.events(run, "stop")[0]["reason"] == "finished"
 
 
+def test_a_job_that_submits_itself_again_pulses_and_is_watched(
+    workshop: Workshop, submit: Callable[..., str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = workshop.folder / "runs" / "small"
+    submit("train.for=100000 steps", env={"PYTHONPATH": os.environ["PYTHONPATH"]})
+    assert main(["watch", "install", str(run), "--every", "1s", "--sync", str(workshop.folder / "away")]) == 0
+    mark = run / "launch" / "cron-1s" / "own.sh"
+    mark.write_text(f"echo again >> {workshop.folder}/own.txt\n")
+    until(lambda: (workshop.folder / "own.txt").exists() and len((workshop.folder / "own.txt").read_text()) > 6)
+    until(lambda: log(run).count("] PULSE: small is running for") >= 2)
+    assert (workshop.folder / "away" / "metrics.jsonl").exists()
+    slurm("scancel", "--name=small-1s")
+    until(lambda: not slurm("squeue", "--noheader", "--name=small-1s"))
+    capsys.readouterr()
+    assert main(["watch", str(run), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["alerts"]["cron-1s"].endswith("is not in the queue any more")
+
+
 def test_what_would_be_pending_for_ever_is_refused(
     workshop: Workshop, submit: Callable[..., str], capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -14,7 +14,7 @@ from bloomery.base.bounded import read_text
 from bloomery.base.errors import Problem, RecipeError
 from bloomery.cli.arguments import add_recipe_arguments, done_samples, load, run_folder, whole_number
 from bloomery.config.recipe import Recipe
-from bloomery.launch import azureml, here, hosts, slurm, stages
+from bloomery.launch import azureml, cron, here, hosts, slurm, stages
 from bloomery.launch.doctor import BAD_NODES_FILE
 from bloomery.launch.follow import LogTail
 from bloomery.launch.job import Job, training_job, write_recipe
@@ -76,7 +76,8 @@ def _after(job: Job, code: int, *, ended: bool) -> int:
     done, job_id = slurm.act(attempt, job, bad=bad, ended=ended)
     if job_id:
         remember_job(job.folder, on="slurm", job_id=job_id)
-    signals.say(f"{attempt.why}: {done}")
+    for text in [f"{attempt.why}: {done}", *(cron.revive(job.folder) if attempt.next == "again" else [])]:
+        signals.say(text)
     return exit_codes.OK
 
 

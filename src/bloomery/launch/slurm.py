@@ -108,6 +108,11 @@ def submit(path: Path, job: Job, *options: str) -> str:
     if limit and most is not None and limit.seconds > most:
         rule = f"its partition runs jobs of at most {_clock(most)}, so that it would be pending for ever"
         raise RecipeError(Problem(f"launch.time_limit is {limit}", rule, "shorten it, or choose another partition"))
+    return sbatch(path, *options)
+
+
+def sbatch(path: Path, *options: str) -> str:
+    """The id of the job."""
     return _slurm("sbatch", "--parsable", *options, str(path)).strip().partition(";")[0]
 
 

@@ -19,7 +19,7 @@ from bloomery.base.bounded import parse_json, read_text
 from bloomery.base.storage import write_atomically
 from bloomery.base.units import format_bytes, format_count, format_seconds
 from bloomery.config.recipe import AlertsSection
-from bloomery.launch import slurm
+from bloomery.launch import cron, slurm
 from bloomery.monitor import names
 from bloomery.monitor.history import event_of, scan
 from bloomery.monitor.record import StepRecord, from_json
@@ -108,6 +108,9 @@ def _alerts(
         patience = max(limits.silent_after.seconds, _SILENT_INTERVALS * median(gaps) if gaps else 0)
         if status.silent_seconds > patience:
             yield "silent", f"{status.name} has said nothing for {format_seconds(status.silent_seconds)}: it hangs"
+    if status.job.state != "finished":
+        for name, _ in cron.lost(folder):
+            yield name, f"the job {name} of {status.name} is not in the queue any more"
     spike, over = (last.get(kind, {}).get("time", 0) for kind in (names.Event.SPIKE, names.Event.SPIKE_OVER))
     if spike > over:
         yield "spike", f"the loss or gradient norm of {status.name} spiked at step {last[names.Event.SPIKE]['step']}"
