@@ -1,4 +1,4 @@
-"""`environments/setup.sh` makes an environment in which `bloomery` runs. Here, not in `make test`: it takes a minute."""
+"""`environments/setup.sh` makes an environment in which `bloomery` runs. It takes a minute: not for `make test`."""
 
 from __future__ import annotations
 
