@@ -10,6 +10,7 @@ import pytest
 from bloomery.cli.main import main
 from bloomery.config.load import load_recipe
 from bloomery.launch import doctor
+from bloomery.parallel.links import slow_links
 from conftest import Workshop
 
 
@@ -51,6 +52,12 @@ def test_what_a_node_lacks(workshop: Workshop) -> None:
     assert not list(doctor.node_problems(recipe, {**enough, "devices": 0, "device_memory_bytes": 0})), "a CPU is shared"
     assert "n7 writes only 976.6 KiB/s" in doctor.slow_storage(facts)
     assert str(next(iter(doctor.run_problems(recipe, {**facts, "free_disk_bytes": 1})))).startswith("1 B are free")
+
+
+def test_a_node_with_slow_links_is_told_from_its_neighbours() -> None:
+    assert slow_links([10.0, 10.0, 1.0, 1.0, 10.0]) == {2: 1.0}, "what rank 2 receives, and what rank 3 receives of it"
+    assert slow_links([10.0, 9.0, 4.0, 10.0]) == {}, "one link, so nobody knows which end of it"
+    assert slow_links([1.0, 1.0]) == {}
 
 
 def test_a_bad_node_is_remembered(workshop: Workshop, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

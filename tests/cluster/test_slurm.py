@@ -120,6 +120,7 @@ def test_a_chain_goes_on_after_the_time_limit_as_if_there_were_none(
     until(lambda: attempts(run)[-1][1] == "finished", 1200)
     assert {verdict for _, verdict in attempts(run)[:-1]} == {"again"}
     assert workshop.events(run, "stop")[0]["reason"] == "signal"
+    assert re.search(r"2 nodes reach each other with [\d.]+ \w+/s", log(run))
     whole = workshop.train(long, "launch={gpus_per_node: 2}", *TWO, run="whole")
     assert workshop.losses(run) == workshop.losses(whole)
     until(lambda: not slurm("squeue", "--noheader"), 60)  # the rest of the chain is cancelled
