@@ -45,7 +45,7 @@ def _script(job: Job, folder: Path, name: str, every: Duration, bloomery: list[s
             f"cd {shlex.quote(str(job.directory))}",
             *one.exports(),
             *one.section.setup,
-            f"next=$(sbatch --parsable --begin=now+{max(1, round(every.seconds))} {here}/job)",
+            f"next=$(sbatch --parsable --dependency=singleton --begin=now+{max(1, round(every.seconds))} {here}/job)",
             f'echo "$next" > {here}/{_ID}',
             f"for each in {here}/*.sh; do",
             '  echo "[$(date -u +%FT%TZ)] $each"',
