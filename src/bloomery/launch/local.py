@@ -1,5 +1,7 @@
 """Start the ranks of a job on this machine, watch them, and end them together."""
 
+from __future__ import annotations
+
 import multiprocessing
 import os
 import random
