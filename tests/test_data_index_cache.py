@@ -106,15 +106,15 @@ def test_a_builder_killed_while_writing_leaves_nothing_that_counts(tmp_path: Pat
     code = """
 import os, signal, sys
 import numpy as np
-from bloomery.base import storage
 from bloomery.data.megatron import IndexCache
-def dies(descriptor, data):
-    os.write(descriptor, data[: len(data) // 2]); os.kill(os.getpid(), signal.SIGKILL)
-storage.write_all = dies
+save = np.save
+def dies(file, array, **more):
+    save(file, array[: len(array) // 2], **more); file.flush(); os.kill(os.getpid(), signal.SIGKILL)
+np.save = dies
 IndexCache(sys.argv[1]).arrays("x", ("a", "b"), {"idx": "abc", "seed": 1}, lambda: {"a": np.arange(1000)})
 """
     assert subprocess.run([sys.executable, "-c", code, str(tmp_path)]).returncode == -9
-    assert any(path.name.startswith(".tmp-") for path in tmp_path.iterdir())
+    assert any(path.name.startswith(".x-") for path in tmp_path.iterdir())
     build = Builder()
     assert len(IndexCache(tmp_path).arrays("x", NAMES, KEY, build)["a"]) == 1000
     assert build.calls == 1
@@ -130,7 +130,7 @@ def test_a_folder_that_cannot_be_written_is_named_and_nothing_stays(
     def full(*_: Any, **__: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("bloomery.base.storage.write_all", full)
+    monkeypatch.setattr(np, "save", full)
     with pytest.raises(StorageError, match="No space left on device"):
         IndexCache(tmp_path / "c").arrays("x", NAMES, KEY, Builder())
     assert [path.name for path in (tmp_path / "c").iterdir()] == [".lock"]

@@ -179,7 +179,8 @@ def test_a_killed_run_is_said_to_have_no_stop(tmp_path: Path) -> None:
     assert "no stop in the ledger: it is running, or it was killed" in read_page(write_report(run))[1].text
 
 
-def test_a_long_run_is_gathered_without_losing_spikes_or_sums(tmp_path: Path) -> None:
+def test_a_long_run_is_gathered_without_losing_spikes_or_sums(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gather, "_MOST_KEPT", 2000)
     losses = {step: 2.0 + step % 7 for step in range(1, 9_001)}
     losses |= {1_321: 99.0, 1_322: -5.0, 6_000: math.nan}
     job_of = {step: 1 + (step > 3_600) for step in losses}

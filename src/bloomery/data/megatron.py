@@ -7,9 +7,9 @@ are built once and kept in a cache; how they are built is in megatron_order.py.
 from __future__ import annotations
 
 import fcntl
-import io
 import json
 import os
+import secrets
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
@@ -22,7 +22,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from bloomery.base.errors import DataError, Problem
-from bloomery.base.storage import open_plain, write_atomically, writing, written_to
+from bloomery.base.storage import open_plain, publish, writing, written_to
 from bloomery.config.recipe import Recipe, SourceSection
 from bloomery.data.batch import ShardSource, Stream
 from bloomery.data.blend import TimelessBlend
@@ -198,10 +198,18 @@ class IndexCache:
                 if found := self._load(stem, names):
                     return found
                 for name, array in build().items():
-                    np.save(content := io.BytesIO(), array, allow_pickle=False)
-                    checksum = xxhash.xxh3_128_hexdigest(content.getbuffer())
-                    write_atomically(self.folder / f"{stem}.{name}.{checksum}.npy", content.getvalue())
+                    self._store(f"{stem}.{name}", array)
         return self._load(stem, names)
+
+    def _store(self, stem: str, array: NDArray[Any]) -> None:
+        """Straight to the disk: one of a long training is as large as memory allows."""
+        partial = self.folder / f".{stem}.{secrets.token_hex(4)}"
+        try:
+            with open(partial, "xb") as file:
+                np.save(file, array, allow_pickle=False)
+            publish(partial, self.folder / f"{stem}.{file_checksum(partial)}.npy")
+        finally:
+            partial.unlink(missing_ok=True)
 
     def _load(self, stem: str, names: Collection[str]) -> Arrays:
         """These arrays; empty where one of them is missing or damaged."""

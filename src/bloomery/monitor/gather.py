@@ -19,6 +19,8 @@ Points = NDArray[np.float64]
 """(points, 2): step and value."""
 _MOST_POINTS = 1200
 """Of a curve."""
+_MOST_KEPT = 2**16
+"""Points of a curve before it is thinned."""
 _MOST_EVENTS = 1000
 _COLUMNS = ("step", "time", "lr", "tokens_per_second", "grad_norm", "tflops", "mfu")
 _numbers = attrgetter(*_COLUMNS[:-1])
@@ -108,13 +110,15 @@ def is_number(value: Any) -> bool:
 
 
 class Curve:
-    """The points of one series, as they come."""
+    """The points of one series as they come; when there are many they are thinned."""
 
     def __init__(self) -> None:
         self._numbers = array("d")
 
     def add(self, step: int, value: float) -> None:
         self._numbers.extend((step, value))
+        if len(self._numbers) > 2 * _MOST_KEPT:
+            self._numbers = array("d", self.points.tobytes())
 
     @property
     def points(self) -> Points:
@@ -123,7 +127,7 @@ class Curve:
 
 def _thin(points: Points) -> Points:
     """In the order of steps; of two at one step the newer. Of many, those that are the lowest, the highest, not finite
-    or the last of their stretch stay: no spike is lost."""
+    or the last of their stretch stay: no spike is lost, however often they are thinned."""
     points = points[::-1][np.unique(points[::-1, 0], return_index=True)[1]]
     if len(points) <= _MOST_POINTS:
         return points

@@ -1,5 +1,6 @@
 """TensorBoard event files: the tags of requirements 10.2, a public contract."""
 
+import threading
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
@@ -52,6 +53,7 @@ class TensorBoard(Sink):
         from torch.utils.tensorboard import SummaryWriter
 
         own_folder(self.folder, parents=True)
+        _silence_writer_thread()
         self._writer = SummaryWriter(str(self.folder))
         self._writer.add_scalar("iteration-time/world_size", self._world_size, self._resume_step)
         if self._recipe_text:
@@ -107,3 +109,14 @@ def _curves(record: Record) -> Iterator[tuple[str, float | None, int]]:
     yield "energy/joules", Energy.from_json(record.energy).measured_joules, 1
     yield "steps-vs-samples/y=samples,x=steps", record.consumed_samples, 1
     yield "steps-vs-tokens/y=tokens,x=steps", record.consumed_tokens, 1
+
+
+def _silence_writer_thread() -> None:
+    """SummaryWriter writes in a thread that prints a traceback on a full disk, beside the error that `flush` raises."""
+    report = threading.excepthook
+
+    def hook(args: threading.ExceptHookArgs) -> None:
+        if not type(args.thread).__module__.startswith("tensorboard."):
+            report(args)
+
+    threading.excepthook = hook
