@@ -103,7 +103,7 @@ def indices(samples: int) -> tuple[float, int]:
     began, size = time.perf_counter(), 0
     for number in range(SOURCES):
         built = build_index(starts, first=0, last=len(starts) - 1, shape=shape, seed=number)
-        size += sum(array.nbytes for array in vars(built).values())
+        size += sum(array.nbytes for array in built.values())
     return time.perf_counter() - began, size
 
 
