@@ -184,6 +184,11 @@ def test_a_script_that_cannot_be_read_is_refused(tmp_path: Path, text: str, mess
     assert message in str(caught.value)
 
 
+def test_values_that_double_are_an_error(tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match=r"\$A is too long\. The values that a script uses have at most 16,777,216"):
+        read_script(Path("x.sh"), "A=x\n" + "A=$A$A\n" * 100_000, {})
+
+
 def test_a_published_script_can_be_read(tmp_path: Path) -> None:
     given = {"six_ALL_CCFRSCRATCH": "s", "SLURM_JOBID": "7"}
     words = "--seq-length 2048 --max-position-embeddings 2048 --save-interval 1500 --data-path x --loss-scale 4096"

@@ -23,6 +23,7 @@ _TOKEN = re.compile(rf"(?:[ \t]|\\\n|{_COMMENT})+|{_REDIRECTION}|(?P<word>{_WORD
 _PIECE = re.compile(rf"{_QUOTED}|{_PROGRAM}|{_VARIABLE}", re.S)
 _INSIDE = re.compile(rf'\\[$`"\\\n]|{_PROGRAM}|{_VARIABLE}', re.S)
 _HEREDOC = re.compile(r"(?<!<)<<-?[ \t]*(['\"]?)(\w+)\1([^\n]*)\n.*?^\t*\2$", re.S | re.M)
+_MOST_CHARACTERS = 1 << 24
 _ASSIGNMENT = re.compile(r"(\w+)(\+?)=(.*)", re.S)
 
 
@@ -38,6 +39,7 @@ class _Reader:
         self.path, self.script, self.given = path, script, given
         self.values = {name: [value] for name, value in script.variables(given).items()} | {"@": [], "*": [], "#": []}
         """A name that is set where nothing is read stands for itself: `$NAME`."""
+        self.left = _MOST_CHARACTERS
 
     def read(self, text: str, inside: int = 0, doubt: str = "", depth: int = 0) -> None:
         """`inside`, `doubt`: the line of a text that `bash -c` or `eval` runs, and why it may not."""
@@ -95,6 +97,14 @@ class _Reader:
         made = "\0".join(_PIECE.sub(self.piece, word) for word in words)
         return [word.replace("\1", "") for word in made.split("\0") if word]
 
+    def value(self, name: str, *otherwise: str) -> list[str]:
+        found = self.values.get(name, [*otherwise])
+        self.left -= sum(map(len, found))
+        if self.left < 0:
+            rule = f"the values that a script uses have at most {_MOST_CHARACTERS:,} characters in all"
+            raise RecipeError(Problem(f"${name} is too long", rule, "correct the script", str(self.path)))
+        return found
+
     def piece(self, match: re.Match[str]) -> str:
         text, name, rest = match[0], match["name"] or match["plain"], (match["rest"] or "").lstrip(":")
         if text[0] == "\\":
@@ -103,12 +113,12 @@ class _Reader:
             return f"\1{text[1:-1]}"
         if array := re.fullmatch(r'"\$(?:\{(\w+)\[@\]\}|(@))"', text):
             name = array[1] or array[2]
-            return "\0".join(f"\1{item}" for item in self.values.get(name, [f"${name}"]))
+            return "\0".join(f"\1{item}" for item in self.value(name, f"${name}"))
         if text[0] == '"':
             return "\1" + _INSIDE.sub(self.piece, text[1:-1])
         if name is None:  # a program stays, as one word: nobody knows what it prints
             return "$({})".format(re.sub(r"[\s'\"`]|^\$\(|\)$", "", text))
-        made = " ".join(self.values.get(name, []))
+        made = " ".join(self.value(name))
         if rest.startswith("-"):
             made = made or " ".join(self.expand(rest[1:]))
         elif name not in self.values or rest not in ("", "[@]", "[*]"):
