@@ -27,8 +27,12 @@ quickstart: install
 $(AZURITE): | install
 	-command -v npm > /dev/null && npm install --silent --no-fund --no-audit --prefix $(VENV)/azurite azurite@3.35.0
 
-test: install check $(AZURITE)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 4 --dist worksteal
+# pytest keeps what it makes of each `assert` as bytecode: once, beside the checks, and not in each of its workers.
+test: export PYTHONDONTWRITEBYTECODE :=
+test: export OMP_NUM_THREADS := 1
+test: install $(AZURITE)
+	$(BIN)/python -m pytest --collect-only -qq > /dev/null & $(MAKE) --no-print-directory check && wait
+	$(BIN)/python -m pytest -n 6 --dist worksteal
 
 # Every fault in every layout, 100,000 inputs for each parser, deeper interleavings; writes docs/reliability.md.
 chaos: install

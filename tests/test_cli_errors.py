@@ -23,6 +23,20 @@ def run(workshop: Workshop) -> Path:
     return workshop.train("train.for=5 steps")
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["generate", "run", "--prompt", "x", "--temperature", "hot"], "'hot' is not a number from 0 on"),
+        (["generate", "run", "--prompt", "x", "--temperature", "nan"], "'nan' is not a number from 0 on"),
+        (["prepare", "r.yaml", "--unit", "2/2"], "2/2 is not K/N: share K of N"),
+        (["prepare", "r.yaml", "--unit", "0/2/3"], "0/2/3 is not K/N: share K of N"),
+    ],
+)
+def test_an_argument_that_cannot_be_says_what_it_must_be(command: Command, words: list[str], said: str) -> None:
+    code, _, err = command(*words)
+    assert (code, said in err) == (2, True), err
+
+
 @pytest.mark.parametrize("verb", ["export", "generate"])
 def test_a_tokenizer_larger_than_the_model_is_refused(run: Path, command: Command, verb: str) -> None:
     rest = ("out",) if verb == "export" else ("--prompt", "a")

@@ -118,6 +118,7 @@ IndexCache(sys.argv[1]).arrays("x", ("a", "b"), {"idx": "abc", "seed": 1}, lambd
     build = Builder()
     assert len(IndexCache(tmp_path).arrays("x", NAMES, KEY, build)["a"]) == 1000
     assert build.calls == 1
+    assert not list(tmp_path.glob(".x-*")), "what the killed one had written"
 
 
 def test_a_folder_that_cannot_be_written_is_named_and_nothing_stays(
@@ -130,6 +131,10 @@ def test_a_folder_that_cannot_be_written_is_named_and_nothing_stays(
     def full(*_: Any, **__: Any) -> None:
         raise OSError(28, "No space left on device")
 
+    with monkeypatch.context() as patch:
+        patch.setattr(IndexCache, "_load", lambda *_: {})
+        with pytest.raises(StorageError, match="what was just written there reads back otherwise"):
+            IndexCache(tmp_path / "b").arrays("x", NAMES, KEY, Builder())
     monkeypatch.setattr(np, "save", full)
     with pytest.raises(StorageError, match="No space left on device"):
         IndexCache(tmp_path / "c").arrays("x", NAMES, KEY, Builder())

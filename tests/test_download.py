@@ -328,6 +328,15 @@ def test_the_command_ends_with_3_and_names_every_lost_file(tmp_path: Path, serve
     assert [failure["path"] for failure in facts["failures"]] == ["a.bin", "b.bin"]
 
 
+@pytest.mark.parametrize(("name", "coding"), [("a.jsonl.gz", "x-gzip"), ("a.tgz", "gzip"), ("A.ZST", "zstd")])
+def test_a_server_may_say_that_the_file_itself_is_packed(
+    tmp_path: Path, server: Server, name: str, coding: str
+) -> None:
+    entry = server.add(name, 5000, ("labelled", coding))
+    assert not get(tmp_path, [{"url": entry["url"]}]).failures
+    assert (tmp_path / "out" / name).read_bytes() == server.contents[name]
+
+
 def test_a_length_that_nobody_knows_is_no_success(tmp_path: Path, server: Server) -> None:
     entry = server.add("a.bin", 100, ("no length",))
     (failure,) = get(tmp_path, [{"url": entry["url"]}]).failures
@@ -493,15 +502,16 @@ def test_a_full_disk_ends_it_at_once_and_clearly(
     ("path", "reason"),
     [("x" * 300, "File name too long (ENAMETOOLONG)"), ("file/x", "File exists"), ("folder", "Is a directory")],
 )
-def test_a_name_that_cannot_be_written_ends_it_clearly(
+def test_a_name_that_cannot_be_written_is_the_failure_of_that_file(
     tmp_path: Path, server: Server, command: Command, path: str, reason: str
 ) -> None:
     out = tmp_path / "out"
     (out / "folder").mkdir(parents=True)
     (out / "file").write_text("in the way")
-    entries = [{**server.add("a.bin", 10), "path": path}]
+    entries = [{**server.add("a.bin", 10), "path": path}, server.add("b.bin", 10)]
     code, _, err = command("download", manifest(tmp_path, entries), "--output", str(out), "--jobs", "1")
-    assert (code, reason in err) == (5, True), err
+    assert (code, reason in err) == (3, True), err
+    assert (out / "b.bin").exists()
     assert (out / "file").read_text() == "in the way"
 
 

@@ -163,6 +163,13 @@ def test_a_record_that_is_none_makes_its_chunk_again(tmp_path: Path, raw: Path, 
     assert extract([str(raw)], tmp_path / "out", chunks=6).written == 1
 
 
+def test_a_record_of_very_many_inputs_is_read(tmp_path: Path, raw: Path) -> None:
+    extract([str(raw)], tmp_path / "out", chunks=1)
+    (record,) = (tmp_path / "out").glob(".chunk-*.json")
+    record.write_text(record.read_text() + " " * (17 << 20))
+    assert extract([str(raw)], tmp_path / "out", chunks=1).written == 0
+
+
 KILLED = """
 import os, sys, threading, time
 from pathlib import Path

@@ -171,6 +171,7 @@ MAPPED = f"""
 --recompute-activations --num-virtual-stages-per-pipeline-rank 1 -> parallel: {{recompute: selective, chunks: 1}}
 --exit-duration-in-mins 1190 --train-tokens 300e2 -> train: {{exit_after: 19h50m, for: 100 steps}}
 --iterations-to-skip 7 3 --train-tokens 20480 -> train: {{skip: [4-4 steps, 8-8 steps], for: 20480 tokens}}
+--train-tokens 99 --skip-train-iteration-range 3-4 -> train: {{for: 100 steps}}
 --train-tokens 99 --pad-vocab-size-to 512 -> train: {{for: 100 steps}}
 --lr-warmup-fraction .015 -> lr: {{warmup: 12 samples, decay: 100 steps}}
 --lr-decay-tokens 12800 --lr-warmup-fraction .1 --lr-decay-iters 50 -> lr: {{warmup: 40 samples, decay: 12800 tokens}}
@@ -191,6 +192,7 @@ def test_a_flag_becomes_its_field(line: str) -> None:
 
 
 def test_bert_becomes_a_bert() -> None:
+    assert import_megatron(["train_bert.py", *SMALL, "--data-path", "a"]).recipe.model.family == "bert"
     words = "--data-path a --mask-prob 0.2 --vocab-file bert/vocab.txt --no-bias-gelu-fusion"
     done = import_megatron(["pretrain_bert.py", *SMALL, *words.split()])
     assert done.recipe.model.family == "bert"
@@ -210,6 +212,8 @@ REPORTED = """
 --num-experts 1 -> not needed
 --use-flash-attn-v2 -> not needed
 --finetune -> left out
+--tokenizer-model x/tok.model -> left out
+--train-data-path a --valid-data-path $(ls) -> mapped
 --eval-iters 0 --data-path a -> left out
 --valid-weighted-split-paths v --data-path a -> left out
 --data-path 1.0 a -> mapped
@@ -288,7 +292,7 @@ def test_no_value_of_a_flag_is_a_traceback(values: list[str]) -> None:
 def test_every_flag_of_the_table_is_understood_or_refused() -> None:
     for why, names in REFUSED:
         for name in {name.partition("=")[0] for name in names.split() if ":" not in name}:
-            assert f"--{name} 7 is set. {why[:1].upper()}{why[1:]}" in refused(f"--{name}", "7")
+            assert f" is set. {why[:1].upper()}{why[1:]}" in refused(f"--{name}", "7").replace(" 7 ", " ")
     names = [name for *_, names in OTHERS[1:] for name in names.split() if not set("*?:") & set(name)]
     others = [name for name in names if name not in ("eval-interval", "eval-iters")]
     done = import_megatron([*SMALL, *(f"--{name}" for name in others)])
@@ -366,6 +370,15 @@ def test_a_ds_config_that_the_script_writes_is_read(tmp_path: Path, path: str) -
     assert "though --deepspeed is not there" in done.yaml()
 
 
+def test_the_ds_config_that_the_user_names_counts(tmp_path: Path) -> None:
+    (named := tmp_path / "ds.json").write_text('{"fp16": {"enabled": "auto", "initial_scale_power": 9}}')
+    text = f"{_SEEN}pretrain_gpt.py FLAGS --deepspeed_config ds.json --fp16\n"
+    assert script(tmp_path, text, ds_config=named).recipe.loss_scale.initial == 512
+    for flag in ("--sequence-parallel", "--use-flash-attn", "--untie-embeddings-and-output-weights"):
+        with pytest.raises(RecipeError, match=r"\$MORE has no value. It may hold flags"):
+            script(tmp_path, f"pretrain_gpt.py FLAGS {flag} $MORE\n")
+
+
 def test_every_contradiction_shows_both_values(tmp_path: Path) -> None:
     text = TR1
     for old, new in (
@@ -395,6 +408,8 @@ def test_clipping_and_zero_are_those_of_the_ds_config_which_deepspeed_reads(tmp_
     for precision, stage, zero in (("--bf16", 3, 3), ("--bf16", 0, 1), ("--fp16", 0, 0)):
         done = deepspeed(tmp_path, {"zero_optimization": {"stage": stage}}, precision)
         assert {row.result for row in done.rows if row.field == "parallel.zero"} == {str(zero)}
+    with pytest.raises(RecipeError, match="--zero-stage is 0 but that of the ds_config is 1"):
+        deepspeed(tmp_path, {"zero_optimization": {"stage": 1}}, "--bf16", "--zero-stage", "0")
     assert deepspeed(tmp_path, "\ufeff{}").recipe.parallel.zero == 0
 
 

@@ -190,6 +190,16 @@ def text_recipe(tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatc
     return recipe
 
 
+def test_a_text_and_documents_without_ends_are_reported(text_recipe: Path, command: Command) -> None:
+    code, _, err = command("inspect", "data", "fables.jsonl")
+    assert (code, "fables.jsonl is text" in err, "with `bloomery prepare`" in err) == (3, True, True)
+    assert command("prepare", str(text_recipe), "prepare.0.append_eod=false", "prepare.0.output=both")[0] == 0
+    assert (
+        "documents of both have no ends: a decoder learns across them"
+        in command("inspect", "data", str(text_recipe))[2]
+    )
+
+
 def test_files_that_the_manifest_does_not_describe_are_refused(text_recipe: Path, command: Command) -> None:
     assert command("prepare", str(text_recipe), "prepare.0.append_eod=false", "prepare.0.output=other")[0] == 0
     for ending in (".bin", ".idx"):

@@ -126,7 +126,7 @@ for _name, (_point, _victims) in SAVE_POINTS.items():
             "resumes",
             plant=Plant(_point, kill, _victim),
             layouts=FIVE if _victim == 0 else TWO_RANKS,
-            fast=("one rank",) if _victim == 0 else ("dp2 zero3",),
+            fast=("one rank",) if _victim == 0 else ("dp2 zero3",) if "part" in _name else (),
         )
 row("kill -9", "rank 0 between saves", LOST, "resumes", plant=Plant(AfterStep(3), kill), fast=("pp2",))
 row("kill -9", "rank 1 between saves", LOST, "resumes", plant=Plant(AfterStep(3), kill, 1), layouts=TWO_RANKS)
@@ -220,7 +220,7 @@ for _name, _allocation, _place in (
         "resumes",
         says="out of host memory",
         plant=Plant(_place, _allocation),
-        fast=("tp2",) if _allocation is python_allocation else (),
+        fast=("one rank",) if _allocation is python_allocation else (),
     )
 row(
     "numbers",

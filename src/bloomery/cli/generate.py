@@ -2,6 +2,7 @@
 
 import argparse
 import math
+from contextlib import suppress
 from pathlib import Path
 
 from bloomery.base import exit_codes
@@ -21,9 +22,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _temperature(text: str) -> float:
-    if not 0 <= (value := float(text)) < math.inf:
-        raise ValueError
-    return value
+    with suppress(ValueError):
+        if 0 <= (value := float(text)) < math.inf:
+            return value
+    raise argparse.ArgumentTypeError(f"{text!r} is not a number from 0 on")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -59,6 +59,9 @@ def run_data(args: argparse.Namespace) -> int:
     # A shard may be named by any of its files.
     prefixes = [re.sub(r"\.(bin|idx|manifest\.json)$", "", word) for word in args.data]
     word = prefixes[0]
+    if word.endswith((".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet")):
+        rule = "this command takes a recipe, or prefixes of shards"
+        raise DataError(Problem(f"{word} is text", rule, "make a shard of it with `bloomery prepare`"))
     is_shard = os.path.isfile(f"{word}.idx") or os.path.isfile(f"{word}.bin")
     if is_shard or not (word in shipped_recipes() or word.endswith(".yaml") or os.path.isfile(word)):
         return arguments.show(args, _facts_of_shards(prefixes, quick=args.quick), _data_text)

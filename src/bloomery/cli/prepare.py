@@ -6,6 +6,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
@@ -109,10 +110,9 @@ def _line(output: str, how: str, manifest: ShardManifest) -> str:
 
 
 def share(text: str) -> tuple[int, int]:
-    k, n = map(int, text.split("/"))
-    if not 0 <= k < n:
-        raise argparse.ArgumentTypeError(f"{text} is not K/N: share K of N, the first is 0 and the last N-1")
-    return k, n
+    if (found := re.fullmatch(r"(\d{1,9})/(\d{1,9})", text)) and int(found[1]) < int(found[2]):
+        return int(found[1]), int(found[2])
+    raise argparse.ArgumentTypeError(f"{text} is not K/N: share K of N, the first is 0 and the last N-1")
 
 
 def _progress(output: str) -> Callable[[Progress], None]:

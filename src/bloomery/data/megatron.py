@@ -6,6 +6,7 @@ are built once and kept in a cache; how they are built is in megatron_order.py.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
@@ -195,11 +196,15 @@ class IndexCache:
             with open(self.folder / ".lock", "rb", opener=_created) as lock:
                 with suppress(OSError):  # without locks, each process builds
                     fcntl.flock(lock, fcntl.LOCK_EX)
+                    for stale in self.folder.glob(f".{stem}.*"):  # of a builder that was killed
+                        stale.unlink()
                 if found := self._load(stem, names):
                     return found
                 for name, array in build().items():
                     self._store(f"{stem}.{name}", array)
-        return self._load(stem, names)
+                if found := self._load(stem, names):
+                    return found
+                raise OSError(errno.EIO, "what was just written there reads back otherwise")
 
     def _store(self, stem: str, array: NDArray[Any]) -> None:
         """Straight to the disk: one of a long training is as large as memory allows."""

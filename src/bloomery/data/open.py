@@ -5,7 +5,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
 
-from bloomery.base.errors import DataError, Problem
+from bloomery.base.errors import DataError, Problem, first_few
 from bloomery.config.recipe import Recipe, SourceSection
 from bloomery.data import manifest as manifests
 from bloomery.data.batch import Packing, ShardSource, Stream
@@ -182,6 +182,9 @@ class _Opening:
         known = {path: manifest for path, (_, manifest) in self._shards.items() if manifest is not None}
         if bare := [path for path in self._shards if path not in known]:
             self.warnings.append(manifests.without_manifest(bare))
+        endless = [path for path, manifest in known.items() if manifest.eod_id is None]
+        if endless and not self._is_encoder:
+            self.warnings.append(f"documents of {first_few(endless)} have no ends: a decoder learns across them")
         self.problems += manifests.check_fits(known, tokenizer=self.tokenizer, vocab_size=self._recipe.model.vocab_size)
 
     def tokenizer_hash(self) -> str | None:

@@ -24,11 +24,10 @@ import requests
 import urllib3
 import xxhash
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, TypeAdapter, ValidationError, field_validator
-from pydantic import ValidationInfo as Info
 
 from bloomery import __version__
 from bloomery.base.bounded import LARGE_BYTES, open_regular, parse_json, parse_yaml, read_text, wrong_fields
-from bloomery.base.errors import DataError, Problem, first_line
+from bloomery.base.errors import DataError, Problem, StorageError, first_line
 from bloomery.base.storage import locked, make_folder, open_plain, publish, write_all, writing, written_to
 from bloomery.prepare.pool import thread_pool
 from bloomery.prepare.sources import open_store
@@ -41,6 +40,7 @@ _LEAST_BYTES_PER_SECOND = 1 << 10
 """A connection that brings less than this for the time of the timeout is ended, and does not count as a step ahead."""
 _MOST_UNKNOWN_BYTES = 4 << 30
 """Of a file whose length neither the manifest nor the server knows."""
+_NAME_ERRORS = (errno.ENAMETOOLONG, errno.EISDIR, errno.ENOTDIR, errno.EEXIST)
 _BLOCK_BYTES = 1 << 20
 _FINAL = (FileNotFoundError, IsADirectoryError, PermissionError, ValueError, AttributeError, TypeError, LookupError)
 _FORM = "a manifest is a list of {url, size, sha256 or md5 or xxh3, path}, of which all but url may be left out"
@@ -66,7 +66,7 @@ class RemoteFile(BaseModel):
 
     @field_validator("path")
     @classmethod
-    def _below_the_output_folder(cls, path: str, info: Info) -> str:
+    def _below_the_output_folder(cls, path: str, info: Any) -> str:
         name = PurePosixPath(path or unquote(public_url(info.data.get("url", ""))).rpartition("/")[2])
         is_ours = name.name == ".lock" or (name.name.startswith(".") and ".part" in name.name)
         is_path = name.parts and not name.is_absolute() and ".." not in name.parts
@@ -79,10 +79,8 @@ def read_download_manifest(path: str) -> list[RemoteFile]:
     """A list of files in JSON, JSONL or YAML. DataError with everything that is wrong in it."""
     try:
         text = read_text(path, LARGE_BYTES, encoding="utf-8")
-        if path.endswith(".jsonl"):
-            content = [parse_json(line) for line in text.split("\n") if line.strip()]
-        else:
-            content = parse_yaml(text) if path.endswith((".yaml", ".yml")) else parse_json(text)
+        parse = parse_yaml if path.endswith((".yaml", ".yml")) else parse_json
+        content = [parse(line) for line in text.split("\n") if line.strip()] if path.endswith(".jsonl") else parse(text)
         wanted = TypeAdapter(Annotated[list[RemoteFile], Field(min_length=1)]).validate_python(content)
         path_of, count = Counter(file.path for file in wanted).most_common(1)[0]
         if count > 1:
@@ -147,8 +145,11 @@ def download(
             file = futures[future]
             try:
                 size, is_new = future.result()
-            except FetchError as error:
-                result.failures.append({"path": file.path, "url": public_url(file.url), "reason": error.why})
+            except (FetchError, StorageError) as error:
+                why = error.why if isinstance(error, FetchError) else error.problems[0].what
+                if isinstance(error, StorageError) and getattr(error.__cause__, "errno", 0) not in _NAME_ERRORS:
+                    raise
+                result.failures.append({"path": file.path, "url": public_url(file.url), "reason": why})
             else:
                 result.bytes += size
                 result.downloaded += is_new
@@ -271,7 +272,8 @@ def _opened(url: str, offset: int, timeout: float, stack: ExitStack) -> tuple[in
         if found is None or int(found[1]) != offset:
             raise FetchError(f"the server sent another range than the one from byte {offset}", start_over=True)
         length = found[2]
-    is_encoded = answer.headers.get("Content-Encoding", "identity").lower() != "identity"  # the length is of the body
+    is_packed = re.search(r"\.(t?gz|zst)$", public_url(url), re.I)  # which servers call an encoding of the body too
+    is_encoded = not is_packed and answer.headers.get("Content-Encoding", "identity").lower() != "identity"
     total = int(length) if length.isdecimal() and not is_encoded else None
     return offset if status == 206 else 0, total, partial(answer.raw.read1, _BLOCK_BYTES, decode_content=False)
 

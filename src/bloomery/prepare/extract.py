@@ -12,7 +12,7 @@ from pathlib import Path
 from threading import Event
 from typing import Any
 
-from bloomery.base.bounded import read_json
+from bloomery.base.bounded import LARGE_BYTES, read_json
 from bloomery.base.errors import DataError, Problem, mask
 from bloomery.base.storage import locked, make_folder, publish, write_all, write_atomically, writing, written_to
 from bloomery.prepare.download import AGAIN
@@ -44,7 +44,7 @@ class Chunk:
     def record(self) -> dict[str, Any] | None:
         """Facts for the manifest, if the chunk is complete and made of the inputs as they are now."""
         try:
-            record = read_json(self.record_path)
+            record = read_json(self.record_path, LARGE_BYTES)
             facts = dict(record["facts"])
             is_sound = [type(facts[name]) for name in ("documents", "bytes", "inputs")] == [int, int, list]
             return facts if is_sound and record["of"] == self.stamps() else None

@@ -123,6 +123,8 @@ def _proof(checkpoint: Path, folder: Path, recipe: Recipe) -> Proof:
     reason = why_unproven(recipe)
     try:
         proof = Proof(False, reason) if reason else prove_import(read_checkpoint(checkpoint), folder)
+    except DataError:
+        raise
     except Exception as error:  # whatever transformers may raise
         return Proof(False, f"transformers cannot load or run the folder: {type(error).__name__}: {error}")
     if proof.limit is not None and not proof.proven:

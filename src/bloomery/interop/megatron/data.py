@@ -49,7 +49,8 @@ def _paths(b: Builder, flag: str) -> None:
     remark = "Megatron blends one source with a weight: data.order=megatron needs data.blend_one_source=true"
     b.put("data.train", sources, flag, remark=remark if blends_one else "")
     if b.has("valid-data-path"):
-        b.put("data.validation", {"valid": _sources(b, "valid-data-path")}, "valid-data-path")
+        if valid := _sources(b, "valid-data-path"):
+            b.put("data.validation", {"valid": valid}, "valid-data-path")
     else:  # a shell leaves quotes in an item of an array
         b.put("data.split", b.value("split", "969,30,1").strip("'\""), "split")
 

@@ -6,6 +6,7 @@ The name of a flag has no dashes; a key of a ds_config is a flag with the name `
 """
 
 import fnmatch
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -27,7 +28,7 @@ FIELDS: dict[str, tuple[tuple[str, str, str, Any], ...]] = {
         ("norm-epsilon layernorm-epsilon", "model.norm_eps", "float", 1e-5),
         ("make-vocab-size-divisible-by", "model.vocab_multiple", "int", None),
         ("untie-embeddings-and-output-weights", "model.tie_embeddings", "false", True),
-        ("tokenizer-name-or-path tokenizer-model", "tokenizer.path", "str", None),
+        ("tokenizer-name-or-path tokenizer-model", "tokenizer.path", "folder", None),
         ("rampup-batch-size", "batch.rampup", "ramp", None),
         ("micro-batch-size ds:train_micro_batch_size_per_gpu", "batch.micro_batch_size", "int", REQUIRED),
         ("global-batch-size ds:train_batch_size", "batch.global_batch_size", "int", REQUIRED),
@@ -94,8 +95,9 @@ use-rotary-position-embeddings use-alibi-position-embeddings no-position-embeddi
 no-bias-gelu-fusion openai-gelu checkpoint-activations recompute-activations deepspeed-activation-checkpointing
 use-distributed-optimizer use-torch-fsdp2 torch-fsdp2-no-reshard-after-forward use-megatron-fsdp use-custom-fsdp
 bert-no-binary-head reset-position-ids reset-attention-mask eod-mask-loss add-qkv-bias qk-layernorm
+sequence-parallel untie-embeddings-and-output-weights
 """
-"""Flags without a value that recipe.py and data.py map together with others."""
+"""Flags without a value."""
 
 # Flags that change what is trained in a way that a recipe cannot express: an import ends here.
 # (why, names; `name=value` for a value that switches it off)
@@ -255,5 +257,5 @@ def parse_command(words: Sequence[str], place: str) -> CommandLine:
         elif name:
             last = [value] if equals else []
             line.flags[name] = Given(flag, last, place)
-            last = line.stray if name in SWITCHES.split() else last
+            last = line.stray if name in SWITCHES.split() or re.match("(no-(?!rope)|use-|disable-)", name) else last
     return line

@@ -118,13 +118,13 @@ def _find_ds_config(b: Builder, named: Path | None, may_lack: bool) -> None:
     """Reads the one that the user or a flag names, where it is here. Whoever has one means DeepSpeed."""
     flag = b.line.flags.get("deepspeed_config")
     path, b.deepspeed = str(named or (flag.text if flag else "")), b.has("deepspeed") or named is not None
-    if path and (found := b.find_file(path)):
+    if path and (found := (_text_of(named), path) if named else b.find_file(path)):
         b.note("not needed", "deepspeed_config", f"{found[1]} is read and compared with the flags")
         if not b.has("deepspeed"):
             remark = "though --deepspeed is not there: a ds_config means DeepSpeed, so it counts"
             b.rows.append(Row("differs", "ds_config", found[1], remark=remark))
         b.deepspeed = b.has_ds_config = True
-        b.line.flags |= _read_ds_config(*found)
+        b.line.flags |= _read_ds_config(*found, is_fp16=b.has("fp16"))
     elif b.deepspeed or flag:
         remark = "not seen, so it was neither read nor compared with the flags"
         b.rows.append(Row("left out", "--deepspeed_config", flag.text if flag else "", remark=remark))
@@ -134,7 +134,7 @@ def _find_ds_config(b: Builder, named: Path | None, may_lack: bool) -> None:
             b.refuse(b.first("deepspeed_config", "deepspeed"), f"the ds_config {path!r} cannot be seen", rule, remedy)
 
 
-def _read_ds_config(text: str, place: str) -> dict[str, Given]:
+def _read_ds_config(text: str, place: str, *, is_fp16: bool) -> dict[str, Given]:
     """Its keys as flags with the names `ds:KEY`, without `auto` and null, which Hugging Face's Trainer fills in.
     RecipeError if it is no ds_config."""
     try:
@@ -147,6 +147,8 @@ def _read_ds_config(text: str, place: str) -> dict[str, Given]:
     if "bfloat16" in content:
         content["bf16"] = content.pop("bfloat16")
     found, given = dict(_leaves(content, "")), {}
+    if is_fp16 and isinstance(fp16 := content.get("fp16"), dict) and fp16.get("enabled") == "auto":
+        found["fp16.enabled"] = True
     for key, value in found.items():
         section, text = key.partition(".")[0], value if isinstance(value, str) else json.dumps(value)
         is_off = section in ("fp16", "nebula") and key[-8:] != ".enabled" and not found.get(f"{section}.enabled")

@@ -12,7 +12,7 @@ from decimal import Decimal
 from typing import Any, TypeVar
 
 from bloomery.base.bounded import parse_json
-from bloomery.base.errors import Problem
+from bloomery.base.errors import Problem, RecipeError
 from bloomery.base.units import LONGEST_SECONDS, Duration
 from bloomery.config.yaml_nodes import inline_yaml
 from bloomery.families.family import Family
@@ -30,7 +30,10 @@ _FAMILY = (
     "normalization", "swiglu", "disable-bias-linear", "add-qkv-bias", "qk-layernorm", "no-position-embedding",
 )  # fmt: skip
 _FAMILIES = f"the families here are {', '.join(FAMILIES)}, as docs/models.md describes them"
-_BIGSCIENCE = ("tokenizer-name-or-path", "pad-vocab-size-to", "codecarbon-dir", "train-weighted-split-paths-path")
+_BIGSCIENCE = (
+    "tokenizer-name-or-path", "pad-vocab-size-to", "codecarbon-dir", "skip-train-iteration-range",
+    "train-weighted-split-paths", "train-weighted-split-paths-path",
+)  # fmt: skip
 """Flags that only BigScience's Megatron-DeepSpeed has, which reads --train-tokens and never uses it."""
 _SHARDING: dict[str, Any] = {"no_shard": 0, "optim": 1, "optim_grads": 2, "optim_grads_params": 3}
 
@@ -183,7 +186,9 @@ def _sharding(b: Builder, _: str) -> Any:
 _CONVERTERS: dict[str, Callable[[Builder, str], Any]] = {
     "int": lambda b, name: b.value(name, 1),
     "float": lambda b, name: b.value(name, 1.0),
+    "stage": lambda b, name: max(b.value(name, 0), int(b.has("bf16"))),
     "str": lambda b, name: b.value(name, ""),
+    "folder": lambda b, name: None if (path := b.value(name, "")).endswith(".model") else path,
     "lower": lambda b, name: b.value(name, "").lower(),
     "amount": lambda b, name: _amount(b, name),
     "steps": lambda b, name: f"{b.value(name, 1)} steps",
@@ -198,7 +203,6 @@ _CONVERTERS: dict[str, Callable[[Builder, str], Any]] = {
     "chunks": _chunks,
     "offload": lambda b, name: b.line.flags[name].text not in ("none", "false"),
     "power": lambda b, name: 2.0**power if abs(power := b.value(name, 0)) < 1000 else math.inf,
-    "stage": lambda b, name: max(b.value(name, 0), int(b.has("bf16"))),
     "sharding": _sharding,
     "ramp": _ramp,
     "ranges": lambda b, name: [f"{text} steps" for text in b.line.flags[name].values],
@@ -220,6 +224,10 @@ def fill(b: Builder) -> None:
         b.put("parallel.schedule", "interleaved", "num-layers-per-virtual-pipeline-stage")
     if b.deepspeed:  # its bf16 optimizer shards the optimizer state at stage 0
         b.fill("deepspeed", int(b.has("bf16")) if b.has_ds_config else 1)
+        stages = [b.line.flags[name].text for name in ("zero-stage", "ds:zero_optimization.stage") if b.has(name)]
+        if b.has("bf16") and {*stages} == {"0", "1"}:
+            what = f"--zero-stage is {stages[0]} but that of the ds_config is {stages[1]}"
+            b.refuse("zero-stage", what, "they mean the same, so they must agree", "make them equal")
     else:
         b.fill("no deepspeed")
 
@@ -259,7 +267,7 @@ def _family(b: Builder) -> Family:
         "alibi": b.has("use-alibi-position-embeddings") or kind == "alibi",
     }
     positions = [name for name, is_set in asked.items() if is_set] or ["no" * b.has("no-position-embedding") or kind]
-    is_encoder = "pretrain_bert" in program
+    is_encoder = "bert" in program
     facts = {
         "encoder": is_encoder,
         "positions": "learned" if positions == ["absolute"] else " and ".join(positions),
@@ -285,14 +293,17 @@ def _tokenizer(b: Builder) -> None:
     if b.has(flag):
         is_null = flag == "vocab-size" and kind == "NullTokenizer"
         size, remark = b.value(flag, 1) + is_null, "NullTokenizer adds an end of document" if is_null else ""
-    elif found := b.find_file(file):
-        with suppress(ValueError, TypeError):  # it is no vocabulary
-            size = len(parse_json(found[0]) if file.endswith(".json") else found[0].splitlines())
-            remark = "counted in --vocab-file"
+    else:
+        with suppress(ValueError, TypeError, RecipeError):  # it is no vocabulary, or cannot be read
+            if found := b.find_file(file):
+                size = len(parse_json(found[0]) if file.endswith(".json") else found[0].splitlines())
+                remark = "counted in --vocab-file"
     if size is None:
         remedy = "add --vocab-size N (entries of the tokenizer) to the command line"
         b.refuse("tokenizer-type", f"the vocabulary of {kind} is not on the command line", "", remedy)
     b.put("model.vocab_size", size or 1, flag, remark=remark)
+    elsewhere = "a SentencePiece file; a recipe has a folder with a tokenizer.json"
+    b.note("left out", "tokenizer-model" if "tokenizer" not in b.raw else "", elsewhere)
     if "tokenizer" not in b.raw and file:
         folder = file.rpartition("/")[0] or (file if "$" in file else ".")
         remark = "a folder with a tokenizer.json, or with vocab.json and merges.txt"

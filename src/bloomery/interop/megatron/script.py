@@ -152,7 +152,8 @@ def _collect(script: Script, root: Path, before: Mapping[str, str]) -> None:
     work = f"{root / 'work'}/"
     for call in sorted((root / "calls").iterdir(), key=lambda path: path.name)[: 64 * _MOST_FILES]:
         line, *words = call.read_bytes().decode("utf-8", "replace").removesuffix("\0").split("\0")
-        script.commands.append(Command([word.replace(work, "") for word in words], int(line)))
+        if line:  # else it was ended while it wrote this
+            script.commands.append(Command([word.replace(work, "") for word in words], int(line)))
     touched = {os.path.normpath(word) for each in script.commands if not each.is_training for word in each.words[1:]}
     for name, text in _files(root).items():
         is_changed = before.get(name) != text
