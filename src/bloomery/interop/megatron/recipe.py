@@ -267,7 +267,7 @@ def _family(b: Builder) -> Family:
         "alibi": b.has("use-alibi-position-embeddings") or kind == "alibi",
     }
     positions = [name for name, is_set in asked.items() if is_set] or ["no" * b.has("no-position-embedding") or kind]
-    is_encoder = "bert" in program
+    is_encoder = any(family.encoder and name in program for name, family in FAMILIES.items())
     facts = {
         "encoder": is_encoder,
         "positions": "learned" if positions == ["absolute"] else " and ".join(positions),
