@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 AZURITE := $(VENV)/azurite/node_modules/.bin/azurite-blob
 
-.PHONY: install quickstart test chaos check clean
+.PHONY: install quickstart test test-slurm chaos check clean
 
 install: $(STAMP)
 
@@ -31,8 +31,15 @@ $(AZURITE): | install
 test: export PYTHONDONTWRITEBYTECODE :=
 test: export OMP_NUM_THREADS := 1
 test: install $(AZURITE)
-	$(BIN)/python -m pytest --collect-only -qq > /dev/null & $(MAKE) --no-print-directory check && wait
-	$(BIN)/python -m pytest -n 6 --dist worksteal
+	$(BIN)/python -m pytest --collect-only -qq --ignore tests/cluster > /dev/null & $(MAKE) --no-print-directory check && wait
+	$(BIN)/python -m pytest -n 6 --dist worksteal --ignore tests/cluster
+
+# A real Slurm of three nodes, and hosts that ssh reaches, on this machine. Needs root and Debian's packages; a test that
+# cannot run says what is missing.
+test-slurm: install
+	-[ "$$(id -u)" != 0 ] || command -v slurmctld sshd > /dev/null || (apt-get -qq update && DEBIAN_FRONTEND=noninteractive RUNLEVEL=1 \
+	  apt-get -qq install -y --no-install-recommends slurmctld slurmd slurm-client munge openssh-server openssh-client iproute2)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/cluster -rs
 
 # Every fault in every layout, 100,000 inputs for each parser, deeper interleavings; writes docs/reliability.md.
 chaos: install

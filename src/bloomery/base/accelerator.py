@@ -61,6 +61,11 @@ def device_name(device: torch.device) -> str:
     return str(_backend(device).get_device_name(device))
 
 
+def device_total_bytes(device: torch.device) -> int:
+    """Memory of the device; 0 for a CPU."""
+    return 0 if device.type == "cpu" else int(_backend(device).get_device_properties(device).total_memory)
+
+
 def memory_bytes(device: torch.device) -> tuple[int, int]:
     """(now, peak) bytes held on the device; on a CPU, of this process."""
     if device.type == "cpu":
@@ -190,7 +195,7 @@ def out_of_memory_problem(error: BaseException, device: torch.device) -> Problem
     """For a training that does not fit the device or the host; None if the error is another one."""
     if not isinstance(error, torch.OutOfMemoryError):
         return host_memory_problem(error)
-    total = int(_backend(device).get_device_properties(device).total_memory) if device.type != "cpu" else 0
+    total = device_total_bytes(device)
     size = f" of {format_bytes(total)}" if total else ""
     peak = format_bytes(memory_bytes(device)[1])
     remedy = "use a smaller batch.micro_batch_size, parallel.recompute=full, or a smaller model"

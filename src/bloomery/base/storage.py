@@ -318,6 +318,15 @@ class AppendFile:
         return start
 
 
+def append_line(path: Path, line: str) -> None:
+    """To a file that another process may append to as well. OSError if it cannot be written."""
+    descriptor = open_plain(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+    try:
+        write_all(descriptor, mask(line).encode(errors="replace") + b"\n")
+    finally:
+        os.close(descriptor)
+
+
 def write_all(descriptor: int, data: bytes | memoryview) -> None:
     """However small the portions are in which the system takes it."""
     view = memoryview(data)

@@ -44,6 +44,7 @@ class Journal:
 
     def __init__(self, sinks: Sequence[Sink] = (), *, step: int = 0) -> None:
         self._step, self._is_failing = step, False
+        self.is_taken_over: Callable[[], bool] = lambda: False
         self._sinks = list(sinks)
         for file in self._files:
             if file.repaired:
@@ -70,6 +71,7 @@ class Journal:
 
     def silent_when(self, taken_over: Callable[[], bool]) -> None:
         """Nothing more goes into the files when a newer start has taken the run over: they are its own."""
+        self.is_taken_over = taken_over
         for file in self._files:
             file.belongs_to_another = taken_over
 

@@ -1,0 +1,251 @@
+"""`bloomery launch --on slurm` on a real Slurm of three nodes, each with a network and a host name of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bloomery.cli.main import main
+from conftest import Workshop
+
+UP = Path(__file__).with_name("slurm_up.sh")
+MISSING = [
+    name
+    for name in ("slurmctld", "slurmd", "munged")
+    if shutil.which(name, path=f"{os.environ['PATH']}:/usr/sbin") is None
+]
+pytestmark = pytest.mark.skipif(
+    os.geteuid() != 0 or bool(MISSING), reason=f"needs root, and {MISSING or 'nothing else'}"
+)
+TWO = ("batch.micro_batch_size=2", "lr.decay=null")
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., None]]:
+    """Its faults: `cluster("kill-node", "n2")`."""
+    folder = tmp_path_factory.mktemp("slurm") / "ci"
+    os.environ |= {
+        "SLURM_CONF": f"{folder}/slurm.conf",
+        "SLURM_CI_SLURMD_TIMEOUT": "10",
+        "SLURM_CI_TAG": f"b{os.getpid()}",
+    }
+
+    def act(*words: str) -> None:
+        subprocess.run(["bash", str(UP), *words, "--dir", str(folder)], check=True)
+
+    try:
+        act("up", "--netns", "--no-install", "--gpus", "2")
+        yield act
+    finally:
+        act("down")
+        del os.environ["SLURM_CONF"]
+
+
+@pytest.fixture
+def submit(workshop: Workshop, cluster: object) -> Iterator[Callable[..., str]]:
+    """`bloomery launch` of two nodes with a rank on each; the job's id. What still runs at the end is cancelled."""
+    section = {"nodes": 2, "gpus_per_node": 1, "env": {"PYTHONPATH": os.environ.get("PYTHONPATH") or "."}}
+
+    def start(*overrides: str, **more: Any) -> str:
+        words = ["launch", str(workshop.recipe), f"launch={json.dumps({**section, **more})}", *TWO, *overrides]
+        found = subprocess.run(
+            [sys.executable, "-m", "bloomery", *words, "--on", "slurm"], capture_output=True, text=True
+        )
+        assert found.returncode == 0, found.stderr
+        match = re.search(r"submitted Slurm job (\d+)", found.stdout)
+        assert match is not None
+        return match[1]
+
+    yield start
+    # Again and again: jobs that submit themselves may have just done so.
+    until(lambda: slurm("scancel", "--user=root") or not slurm("squeue", "--noheader"), 60)
+
+
+def slurm(*words: str) -> str:
+    return subprocess.run(words, capture_output=True, text=True).stdout.strip()
+
+
+def state(job: str) -> str:
+    """Of a task of an array, or of a job."""
+    return (re.findall(r"JobState=(\w+)", slurm("scontrol", "show", "job", job)) or ["GONE"])[0]
+
+
+def until(holds: Callable[[], object], seconds: float = 120.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < deadline, slurm("scontrol", "show", "job")
+        time.sleep(0.2)
+
+
+def steps(run: Path) -> int:
+    with suppress(FileNotFoundError):
+        return (run / "metrics.jsonl").read_bytes().count(b'"kind": "step"')
+    return 0
+
+
+def attempts(run: Path) -> list[tuple[int, str]]:
+    lines = (run / "launch" / "attempts.jsonl").read_text().splitlines()
+    return [(each["code"], each["next"]) for each in map(json.loads, lines)]
+
+
+def queued_again(job: str) -> None:
+    """A requeued job waits two minutes for its nodes to be clean: not here."""
+    until(lambda: "Restarts=1" in slurm("scontrol", "show", "job", job) and state(job) == "PENDING")
+    slurm("scontrol", "update", f"JobId={job}", "StartTime=now")
+
+
+def log(run: Path) -> str:
+    return (run / "logs" / "main_log.txt").read_text()
+
+
+def test_a_chain_goes_on_after_the_time_limit_as_if_there_were_none(
+    workshop: Workshop, submit: Callable[..., str]
+) -> None:
+    run = workshop.folder / "runs" / "small"
+    long = "train.for=2000 steps"
+    job = submit(long, time_limit="2m", save_before="1m", array=20)
+    until(lambda: state(f"{job}_1") in ("COMPLETED", "TIMEOUT"), 240)
+    assert state(f"{job}_1") == "COMPLETED", "the ranks saved and ended before the limit"
+    until(lambda: attempts(run)[-1][1] == "finished", 1200)
+    assert {verdict for _, verdict in attempts(run)[:-1]} == {"again"}
+    assert workshop.events(run, "stop")[0]["reason"] == "signal"
+    assert re.search(r"2 nodes reach each other with [\d.]+ \w+/s", log(run))
+    whole = workshop.train(long, "launch={gpus_per_node: 2}", *TWO, run="whole")
+    assert workshop.losses(run) == workshop.losses(whole)
+    until(lambda: not slurm("squeue", "--noheader"), 60)  # the rest of the chain is cancelled
+
+
+def test_a_cancelled_job_saves_and_is_not_started_again(workshop: Workshop, submit: Callable[..., str]) -> None:
+    run = workshop.folder / "runs" / "small"
+    job = submit("train.for=100000 steps")
+    until(lambda: steps(run) > 3)
+    slurm("scancel", job)
+    until(lambda: state(job) == "CANCELLED" and (run / "launch" / "attempts.jsonl").exists())
+    assert (run / "checkpoints" / "latest").exists()
+    (job_log,) = run.glob(f"logs/*{job}.log")
+    until(lambda: "somebody has cancelled the job" in job_log.read_text(), 30)
+    assert "Restarts=0" in slurm("scontrol", "show", "job", job)
+
+
+def test_a_preempted_job_goes_on_by_itself(workshop: Workshop, submit: Callable[..., str]) -> None:
+    run = workshop.folder / "runs" / "small"
+    job = submit("train.for=300 steps")
+    until(lambda: steps(run) > 3)
+    urgent = slurm(
+        "sbatch", "--parsable", "--partition=urgent", "--nodes=3", "--exclusive", "--output=/dev/null", "--wrap=sleep 5"
+    )
+    queued_again(job)
+    until(lambda: state(urgent) == "COMPLETED")
+    until(lambda: state(job) == "COMPLETED", 240)
+    assert attempts(run) == [(0, "again"), (0, "finished")]
+    starts = workshop.events(run, "start")
+    assert starts[1]["step"] == workshop.events(run, "stop")[0]["step"] > 0
+
+
+def test_a_dead_rank_is_a_new_start_and_a_wrong_recipe_is_not(workshop: Workshop, submit: Callable[..., str]) -> None:
+    run = workshop.folder / "runs" / "small"
+    job = submit("train.for=300 steps", "checkpoint.phases=[{every: 5 steps}]")
+    until(lambda: steps(run) > 7)
+    ranks = slurm("pgrep", "-f", f"bloomery train {run}/launch").split()
+    subprocess.run(["kill", "-9", ranks[-1]], check=True)
+    queued_again(job)
+    until(lambda: state(job) == "COMPLETED", 240)
+    assert [verdict for _, verdict in attempts(run)] == ["again", "finished"]
+    assert workshop.events(run, "start")[1]["step"] >= 5
+    wrong = submit("data.train=[{path: nothing}]", "name=wrong", array=3)
+    until(lambda: state(f"{wrong}_1") == "FAILED")
+    until(lambda: state(f"{wrong}_3") in ("CANCELLED", "GONE"))
+    assert "ExitCode=3:0" in slurm("scontrol", "show", "job", f"{wrong}_1")
+    assert "nothing" in log(workshop.folder / "runs" / "wrong")
+
+
+def test_a_node_that_dies_is_replaced(
+    workshop: Workshop, submit: Callable[..., str], cluster: Callable[..., None]
+) -> None:
+    run = workshop.folder / "runs" / "small"
+    job = submit("train.for=300 steps", "checkpoint.phases=[{every: 5 steps}]")
+    until(lambda: steps(run) > 7)
+    cluster("kill-node", "n2")
+    try:
+        queued_again(job)
+        until(lambda: state(job) == "COMPLETED", 300)
+        assert "NodeList=n[1,3]" in slurm("scontrol", "show", "job", job)
+    finally:
+        cluster("revive-node", "n2")
+
+
+def test_after_the_ramp_the_next_job_has_more_nodes(workshop: Workshop, submit: Callable[..., str]) -> None:
+    run = workshop.folder / "runs" / "small"
+    batch = "batch={micro_batch_size: 2, global_batch_size: 4, rampup: {start: 2, increment: 2, samples: 40}}"
+    submit("train.for=60 steps", "train.exit_after=30 steps", batch, nodes=1, nodes_after_ramp=2, array=3)
+    until(lambda: attempts(run)[-1:] == [(0, "finished")] if (run / "launch/attempts.jsonl").exists() else False, 240)
+    assert [start["ranks"] for start in workshop.events(run, "start")] == [1, 2]
+    until(lambda: not slurm("squeue", "--noheader"), 60)
+
+
+def test_the_data_is_prepared_by_an_array_and_a_share_that_fails_is_retried_alone(
+    workshop: Workshop, submit: Callable[..., str]
+) -> None:
+    run, words = workshop.folder / "runs" / "small", ["--step", "prepare", "--step", "train", "--array", "3"]
+    texts = workshop.folder / "texts"
+    texts.mkdir()
+    for i in range(12):
+        lines = [json.dumps({"text": f"the {i} and {k}. " * 40}) for k in range(30)]
+        (texts / f"{i}.jsonl").write_text("\n".join(lines) + "\n")
+    assert main(["tokenizer", "train", "texts", "--vocab-size", "280", "--output", "tokenizer"]) == 0
+    data = ["tokenizer={path: tokenizer}", "prepare=[{output: shard, sources: [texts]}]", "data.train=[{path: shard}]"]
+    once = workshop.folder / "once"
+    fails = f'[ "$SLURM_ARRAY_TASK_ID" != 1 ] || [ -e {once} ] || {{ touch {once}; srun() {{ return 7; }}; }}'
+    last = submit(*words, *data, "model.vocab_size=280", "train.for=5 steps", nodes=1, setup=[fails])
+    until(
+        lambda: (
+            re.search(r"(\d+_1) PENDING", slurm("squeue", "--noheader", "--array", "--format=%F_%K %T"))
+            and once.exists()
+        )
+    )
+    (share,) = re.findall(r"(\d+_1) PENDING", slurm("squeue", "--noheader", "--array", "--format=%F_%K %T"))
+    slurm("scontrol", "update", f"JobId={share}", "StartTime=now")
+    until(lambda: (run / "events.jsonl").exists() and workshop.events(run, "stop"), 240)
+    assert state(last) == "COMPLETED"
+    assert {path.name for path in (run / "logs" / "prepare").iterdir()} == {"0.log", "1.log", "2.log", "complete.log"}
+    assert "360 documents" in (run / "logs" / "prepare" / "complete.log").read_text()
+    assert workshop.events(run, "stop")[0]["reason"] == "finished"
+
+
+def test_a_job_that_submits_itself_again_pulses_and_is_watched(
+    workshop: Workshop, submit: Callable[..., str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = workshop.folder / "runs" / "small"
+    submit("train.for=100000 steps", env={"PYTHONPATH": os.environ["PYTHONPATH"]})
+    assert main(["watch", "install", str(run), "--every", "5s", "--sync", str(workshop.folder / "away")]) == 0
+    mark = run / "launch" / "cron-5s" / "own.sh"
+    mark.write_text(f"echo again >> {workshop.folder}/own.txt\n")
+    until(lambda: (workshop.folder / "own.txt").exists() and len((workshop.folder / "own.txt").read_text()) > 6)
+    until(lambda: log(run).count("] PULSE: small is running for") >= 2)
+    until(lambda: (workshop.folder / "away" / "metrics.jsonl").exists())
+    slurm("scancel", "--name=small-5s")
+    until(lambda: not slurm("squeue", "--noheader", "--name=small-5s"))
+    capsys.readouterr()
+    assert main(["watch", str(run), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["alerts"]["cron-5s"].endswith("is not in the queue any more")
+
+
+def test_what_would_be_pending_for_ever_is_refused(
+    workshop: Workshop, submit: Callable[..., str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["launch", str(workshop.recipe), *TWO, "--on", "slurm"]
+    assert main([*words, "launch={nodes: 2, gpus_per_node: 1, time_limit: 48h}"]) == 2
+    assert "Its partition runs jobs of at most 1-00:00:00" in capsys.readouterr().err
+    assert main([*words, "launch={nodes: 4, gpus_per_node: 1}", "batch.micro_batch_size=2"]) == 3
+    assert "`sbatch` refuses" in capsys.readouterr().err

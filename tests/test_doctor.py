@@ -1,0 +1,70 @@
+"""`bloomery doctor`: what is here, what is missing, and what a node lacks."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from bloomery.cli.main import main
+from bloomery.config.load import load_recipe
+from bloomery.launch import doctor
+from bloomery.parallel.links import slow_links
+from conftest import Workshop
+
+
+def test_what_this_machine_has_and_what_installs_the_rest(
+    workshop: Workshop, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PATH", str(workshop.folder))
+    assert main(["doctor", "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["cores"] > 0
+    assert facts["write_bytes_per_second"] > 0
+    features = {each["feature"]: (each["state"], each["remedy"]) for each in facts["features"]}
+    assert features["launch --on slurm"] == ("missing", "use a login node of the cluster")
+    assert features["fast tokenization"][0] == "ok"
+    assert not list(workshop.folder.glob(".bloomery-doctor*"))
+
+
+def test_a_recipe_that_can_be_trained_here_and_one_that_cannot(
+    workshop: Workshop, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["doctor", "small.yaml", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["problems"] == []
+    assert main(["doctor", "small.yaml", "data.train=[{path: nothing}]"]) == 3
+    assert "cannot read nothing.bin. Data needs it" in capsys.readouterr().err
+
+
+def test_what_a_node_lacks(workshop: Workshop) -> None:
+    recipe = load_recipe("tr1-13b").recipe
+    facts = {
+        "host": "n7", "devices": 3, "device_memory_bytes": 2**30, "shared_memory_bytes": 2**20,
+        "free_disk_bytes": 2**40, "write_bytes_per_second": 1e6,
+    }  # fmt: skip
+    said = [str(problem) for problem in doctor.node_problems(recipe, facts)]
+    assert said[0].startswith("n7 has 3 devices. launch.gpus_per_node starts 4 ranks")
+    assert said[1].startswith("a device of n7 has 1 GiB. Without activations, the fullest rank needs")
+    assert said[2].startswith("/dev/shm of n7 has 1 MiB free")
+    enough = {**facts, "devices": 4, "device_memory_bytes": 2**37, "shared_memory_bytes": 2**34}
+    assert not list(doctor.node_problems(recipe, enough))
+    assert not list(doctor.node_problems(recipe, {**enough, "devices": 0, "device_memory_bytes": 0})), "a CPU is shared"
+    assert "n7 writes only 976.6 KiB/s" in doctor.slow_storage(facts)
+    assert str(next(iter(doctor.run_problems(recipe, {**facts, "free_disk_bytes": 1})))).startswith("1 B are free")
+
+
+def test_a_node_with_slow_links_is_told_from_its_neighbours() -> None:
+    assert slow_links([10.0, 10.0, 1.0, 1.0, 10.0]) == {2: 1.0}, "what rank 2 receives, and what rank 3 receives of it"
+    assert slow_links([10.0, 9.0, 4.0, 10.0]) == {}, "one link, so nobody knows which end of it"
+    assert slow_links([1.0, 1.0]) == {}
+
+
+def test_a_bad_node_is_remembered(workshop: Workshop, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    run = workshop.folder / "run"
+    (run / "launch").mkdir(parents=True)
+    real = doctor.machine_facts
+    monkeypatch.setattr("bloomery.cli.doctor.machine_facts", lambda place: {**real(place), "host": "n7", "devices": 1})
+    words = ["doctor", "small.yaml", "launch={gpus_per_node: 2}", "batch.micro_batch_size=2", "--run-dir", str(run)]
+    assert main([*words, "--node"]) == 6
+    assert (run / doctor.BAD_NODES_FILE).read_text() == "n7\n"

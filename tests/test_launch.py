@@ -1,0 +1,253 @@
+"""`bloomery launch`: what it writes for each target, what it starts here, and when it starts again."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from bloomery.base import exit_codes
+from bloomery.base.errors import RecipeError
+from bloomery.base.ranks import Started, started_as
+from bloomery.cli.main import main
+from bloomery.launch import hosts, slurm
+from bloomery.launch.restart import judge
+from bloomery.monitor.sinks import EventFile
+from conftest import Workshop
+
+GOLDEN = Path(__file__).parent / "golden"
+AZURE = {"compute": "gpus", "environment": "azureml:bloomery@latest", "outputs": "azureml://datastores/d/paths/runs",
+         "inputs": {"shards": "azureml://datastores/d/paths/shards"}}  # fmt: skip
+SHARDS = "data.train=[{path: shards/train}]"
+
+
+def dry_run(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    """What would be submitted, without what belongs to this machine."""
+    assert main(["launch", *words, "--dry-run", "--run-dir", "runs/x"]) == exit_codes.OK
+    text = capsys.readouterr().out
+    return text.replace(sys.executable, "PYTHON").replace(os.getcwd(), "DIR")
+
+
+def golden(name: str, text: str) -> None:
+    """Equal to the file; `BLOOMERY_GOLDEN=write` writes it, to be read before it is committed."""
+    path = GOLDEN / name
+    if os.environ.get("BLOOMERY_GOLDEN") == "write":
+        path.write_text(text)
+    assert text == path.read_text(), f"{path} differs: read the change, and write it with BLOOMERY_GOLDEN=write"
+
+
+# ---------------------------------------------------------------- what is written
+
+
+def test_the_script_of_a_chain_on_slurm(capsys: pytest.CaptureFixture[str]) -> None:
+    golden("tr1-13b.sh", dry_run(capsys, "tr1-13b"))
+
+
+def test_every_field_of_slurm_is_in_the_script(workshop: Workshop, capsys: pytest.CaptureFixture[str]) -> None:
+    fields = {
+        "partition": "gpu", "account": "abc@v100", "qos": "long", "constraint": "v100-32g", "exclude": "n[3-4]",
+        "gres": "gpu:v100", "cpus_per_task": 10, "mem": "0", "image": "/images/x.sqsh", "mounts": ["/data:/data"],
+        "extra_lines": ["#SBATCH --hint=nomultithread"], "setup": ["module load cuda"],
+        "env": {"NCCL_DEBUG": "INFO it"}, "nodes": 2, "gpus_per_node": 4, "time_limit": "100h",
+    }  # fmt: skip
+    one = "batch.micro_batch_size=1"
+    text = dry_run(capsys, "small.yaml", f"launch={json.dumps(fields)}", one, "--on", "slurm")
+    golden("every-field.sh", text)
+    assert subprocess.run(["bash", "-n"], input=text, text=True).returncode == 0
+    assert not list(workshop.folder.glob("runs")), "a dry run writes nothing"
+
+
+def test_the_steps_of_the_data_are_arrays_before_the_training(
+    workshop: Workshop, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stages = {
+        "download": {"arguments": ["files.jsonl", "--output", "raw"], "array": 8, "partition": "io"},
+        "extract": {"arguments": ["raw", "--output", "chunks", "--chunks", "32"]},
+        "prepare": {"array": 32, "cpus_per_task": 16, "mem": "100G", "time_limit": "4h"},
+    }
+    words = ["small.yaml", f"launch={json.dumps({'gpus_per_node': 1, 'partition': 'gpu', 'stages': stages})}"]
+    steps = [word for step in (*stages, "train") for word in ("--step", step)]
+    text = dry_run(capsys, *words, "--on", "slurm", *steps)
+    golden("stages.sh", text)
+    assert subprocess.run(["bash", "-n"], input=text, text=True).returncode == 0
+    assert "#SBATCH --array=0-3\n" in dry_run(capsys, *words, "--on", "slurm", "--step", "prepare", "--array", "4")
+    assert main(["launch", *words, "--on", "local", "--step", "prepare"]) == exit_codes.USAGE
+    assert "--step submits arrays to Slurm" in capsys.readouterr().err
+    assert main(["launch", "small.yaml", "--on", "slurm", "--step", "extract", "--dry-run"]) == exit_codes.USAGE
+    assert "launch.stages.extract.arguments is missing" in capsys.readouterr().err
+
+
+def test_the_job_of_azureml(workshop: Workshop, capsys: pytest.CaptureFixture[str]) -> None:
+    azure = {**AZURE, "services": ["jupyter_lab", "tensor_board", "vs_code"], "sku": "Standard_NC24s_v3"}
+    section = {"nodes": 2, "gpus_per_node": 8, "time_limit": "2h", "azureml": azure}
+    more = (SHARDS, "batch={micro_batch_size: 1, global_batch_size: 16}", f"launch={json.dumps(section)}")
+    assert main(["launch", "small.yaml", *more, "--on", "azureml", "--dry-run"]) == exit_codes.OK
+    said = capsys.readouterr()
+    golden("azureml.yaml", said.out)
+    assert "Standard_NC24s_v3 has no InfiniBand. 2 nodes exchange gradients over Ethernet" in said.err
+    assert main(["launch", "small.yaml", *more, "launch.azureml.sku=Standard_ND96asr_v4", "--on", "azureml",
+                 "--dry-run"]) == exit_codes.OK  # fmt: skip
+    assert "InfiniBand" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"shm_size": "16gigs"}, "launch.azureml.shm_size is '16gigs'"),
+        ({"services": ["jupyter"]}, "launch.azureml.services.0 is 'jupyter'"),
+        ({"outputs": "/tmp/outputs"}, "launch.azureml.outputs is '/tmp/outputs'"),
+        ({"inputs": {"shards": "/mnt/shards"}}, "launch.azureml.inputs.shards is '/mnt/shards'"),
+        ({"inputs": {}}, "data.train.0.path is 'shards/train'. Nodes see only the folders of launch.azureml.inputs"),
+        ({"inputs": {"a-b": "azureml://d"}}, "launch.azureml.inputs"),
+        ({"compute": None}, "launch.azureml.compute"),
+        ({"environment": None}, "launch.azureml.environment"),
+        ({"instances": 2}, "launch.azureml.instances"),
+        (None, "launch.azureml is missing"),
+    ],
+)
+def test_a_job_that_azureml_would_take_and_lose_is_refused(
+    workshop: Workshop, capsys: pytest.CaptureFixture[str], changes: dict[str, Any] | None, message: str
+) -> None:
+    azure = (
+        None if changes is None else {key: value for key, value in {**AZURE, **changes}.items() if value is not None}
+    )
+    words = ["launch", "small.yaml", SHARDS, f"launch={json.dumps({'azureml': azure})}", "--on", "azureml", "--dry-run"]
+    assert main(words) == exit_codes.USAGE
+    assert message in capsys.readouterr().err
+
+
+def test_hosts_and_their_file(workshop: Workshop, capsys: pytest.CaptureFixture[str]) -> None:
+    (workshop.folder / "hostfile").write_text(
+        "# the cage\n10.10.100.101 slots=8\nuser@10.10.100.102 slots=8\n\nspare\n"
+    )
+    section = "launch={hostfile: hostfile, nodes: 2, gpus_per_node: 8, env: {A: b c}}"
+    batch = "batch={micro_batch_size: 1, global_batch_size: 16}"
+    golden("hosts.sh", dry_run(capsys, "small.yaml", section, batch, "--on", "hosts"))
+    path = workshop.folder / "hostfile"
+    path.write_text("a slots=4\na slots=8\n-oProxyCommand=x\nb slots=x\n")
+    with pytest.raises(RecipeError) as caught:
+        hosts.read_hostfile(path, nodes=3, ranks_per_node=8)
+    for message in (
+        ":1: a slots=4 has too few",
+        ":2: 'a slots=8'",
+        ":3: '-oProxyCommand=x' is no host",
+        ":4:",
+        "has 1 hosts",
+    ):
+        assert message in str(caught.value)
+    assert main(["launch", "small.yaml", "--on", "hosts"]) == exit_codes.USAGE
+    assert "launch.hostfile is missing" in capsys.readouterr().err
+
+
+def test_without_slurm_there_is_a_sentence(
+    workshop: Workshop, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PATH", str(workshop.folder))
+    assert main(["launch", "small.yaml", "--on", "slurm"]) == exit_codes.USAGE
+    assert "there is no sbatch here" in capsys.readouterr().err
+
+
+# ---------------------------------------------------------------- what is started here
+
+
+def test_a_job_here_is_started_again_until_it_is_done(workshop: Workshop, capfd: pytest.CaptureFixture[str]) -> None:
+    """Every job trains seven steps. The recipe in the launch folder counts, and the log has errors as well."""
+    words = [
+        "launch",
+        "small.yaml",
+        "train.exit_after=7 steps",
+        "launch={gpus_per_node: 2}",
+        "batch.micro_batch_size=2",
+    ]
+    assert main(words) == exit_codes.OK
+    run = workshop.folder / "runs" / "small"
+    attempts = [json.loads(line) for line in (run / "launch" / "attempts.jsonl").read_text().splitlines()]
+    assert [(each["code"], each["step"], each["next"]) for each in attempts] == [
+        (0, 7, "again"), (0, 14, "again"), (0, 20, "finished")
+    ]  # fmt: skip
+    whole = workshop.train("launch={gpus_per_node: 2}", "batch.micro_batch_size=2", run="whole")
+    assert workshop.losses(run) == workshop.losses(whole)
+    recipe = yaml.safe_load((run / "launch" / "recipe.yaml").read_text())
+    recipe["data"]["train"] = [{"path": "nothing"}]
+    (run / "launch" / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    capfd.readouterr()
+    assert main(["launch", "small.yaml", "data.train=[{path: nothing}]", "--run-dir", "other"]) == exit_codes.DATA
+    assert (
+        "exit code 3: an input is missing or damaged, so that starting again would not help" in capfd.readouterr().err
+    )
+    assert "nothing" in (workshop.folder / "other" / "logs" / "main_log.txt").read_text()
+
+
+# ---------------------------------------------------------------- when it is started again
+
+
+@pytest.mark.parametrize(
+    ("code", "stop", "verdict"),
+    [
+        (0, "finished", "finished"),
+        (0, "signal", "again"),
+        (0, "exit_after", "again"),
+        (0, "deadline", "again"),
+        (0, "control", "stop"),
+        (0, None, "stop"),
+        (exit_codes.BUG, None, "again"),
+        (exit_codes.USAGE, None, "stop"),
+        (exit_codes.DATA, None, "stop"),
+        (exit_codes.DIVERGED, "diverged", "stop"),
+        (exit_codes.STORAGE, None, "again"),
+        (exit_codes.LOST_RANK, None, "again"),
+        (exit_codes.INTERRUPTED, None, "again"),
+        (137, None, "again"),
+    ],
+)
+def test_what_follows_from_how_a_job_ended(tmp_path: Path, code: int, stop: str | None, verdict: str) -> None:
+    run = folder_with(tmp_path, began=0, step=5, stop=stop)
+    assert judge(run, code, restarts=3).next == verdict
+
+
+def test_a_crash_loop_is_recognised_and_progress_is_not_one(tmp_path: Path) -> None:
+    def after(began: int, step: int) -> str:
+        return judge(folder_with(tmp_path, began=began, step=step), 1, restarts=2).next
+
+    assert [after(0, 5), after(0, 7), after(5, 9), after(5, 9)] == ["again"] * 4
+    last = judge(folder_with(tmp_path, began=5, step=9, error="boom"), 1, restarts=2)
+    assert (last.next, last.why) == ("stop", "it failed 3 times from step 5 on, now with exit code 1: boom")
+
+
+def folder_with(folder: Path, *, began: int, step: int, stop: str | None = None, error: str = "") -> Path:
+    (folder / "launch").mkdir(exist_ok=True)
+    ledger = EventFile(folder / "events.jsonl", job=1)
+    ledger.event({"kind": "start", "step": began})
+    ledger.event({"kind": "save", "step": step})
+    if error:
+        ledger.event({"kind": "error", "step": step, "text": error})
+    if stop:
+        ledger.event({"kind": "stop", "step": step, "reason": stop, "text": stop})
+    ledger.close()
+    return folder
+
+
+# ---------------------------------------------------------------- AzureML's environment
+
+
+@pytest.mark.parametrize("rank", range(16))
+def test_ranks_under_azureml_know_their_node(rank: int) -> None:
+    place = {"RANK": str(rank), "LOCAL_RANK": str(rank % 8), "NODE_RANK": str(rank // 8), "WORLD_SIZE": "16",
+             "MASTER_ADDR": "10.0.0.4", "MASTER_PORT": "6105"}  # fmt: skip
+    expected = Started(rank, 16, rank % 8, 8, "10.0.0.4", 6105)
+    assert started_as(place, ranks_per_node=8) == expected
+    assert started_as({**place, "AZUREML_NODE_COUNT": "2"}) == expected
+    if rank >= 8:
+        assert started_as(place) == expected
+
+
+def test_a_time_limit_as_slurm_writes_it() -> None:
+    assert [slurm._clock(seconds) for seconds in (30, 3600, 72_000, 360_000)] == [
+        "00:01:00", "01:00:00", "20:00:00", "4-04:00:00"
+    ]  # fmt: skip
