@@ -19,6 +19,7 @@ from bloomery.launch.doctor import (
     machine_facts,
     node_problems,
     run_problems,
+    slow_devices,
     slow_storage,
 )
 
@@ -35,16 +36,15 @@ def run(args: argparse.Namespace) -> int:
     recipe = load(args, warns=not args.node).recipe if args.recipe else None
     with written_to("--run-dir"):
         facts = machine_facts(make_folder(args.run_dir))
-    if args.node:
-        _try_links(facts)
     bad, wrong = (list(find(recipe, facts)) if recipe else [] for find in (node_problems, run_problems))
-    if slow := slow_storage(facts):
+    if args.node and bad:
+        with open(args.run_dir / BAD_NODES_FILE, "a", opener=open_plain) as file:
+            file.write(f"{facts['host']}\n")
+    nodes = _meet(facts) if args.node else [(facts["host"], facts["measured"])]
+    for slow in filter(None, [slow_storage(facts), *slow_devices(nodes)]):
         signals.say(f"warning: {slow}")
     if not args.node:
         show(args, {**facts, "features": feature_facts(), "problems": [str(problem) for problem in [*bad, *wrong]]})
-    elif bad:
-        with open(args.run_dir / BAD_NODES_FILE, "a", opener=open_plain) as file:
-            file.write(f"{facts['host']}\n")
     if bad:
         raise LostRankError([*bad, *wrong])
     if wrong:
@@ -52,20 +52,24 @@ def run(args: argparse.Namespace) -> int:
     return exit_codes.OK
 
 
-def _try_links(facts: dict[str, Any]) -> None:
-    """As one of several nodes: join the others, and say whose links are slow. LostRankError where one is missing."""
+def _meet(facts: dict[str, Any]) -> list[tuple[str, Any]]:
+    """As one of several nodes: join the others, and say whose links are slow. On the first node, the host of each and
+    what was measured there. LostRankError where one is missing."""
+    own = (facts["host"], facts["measured"])
     if (started := started_as()) is None or started.size == 1:
-        return
+        return [own]
     from bloomery.base.accelerator import device_of_rank, pick_device
     from bloomery.parallel.links import received_bytes_per_second, slow_links
     from bloomery.parallel.ranks import joined
 
     device = device_of_rank(pick_device(), started.local_rank, started.local_size)
     with joined(started, device) as ranks:
-        found = ranks.gather((facts["host"], received_bytes_per_second(device)))
-    if ranks.rank == 0:
-        hosts, speeds = zip(*found, strict=True)
-        usual = format_bytes(sorted(speeds)[len(speeds) // 2])
-        print(f"{len(hosts)} nodes reach each other with {usual}/s", file=sys.stderr)
-        for rank, speed in slow_links(speeds).items():
-            signals.say(f"warning: {hosts[rank]} exchanges only {format_bytes(speed)}/s with its neighbours")
+        found = ranks.gather((own, received_bytes_per_second(device)))
+    if ranks.rank:
+        return [own]
+    nodes, speeds = ([each[i] for each in found] for i in (0, 1))
+    usual = format_bytes(sorted(speeds)[len(speeds) // 2])
+    print(f"{len(nodes)} nodes reach each other with {usual}/s", file=sys.stderr)
+    for rank, speed in slow_links(speeds).items():
+        signals.say(f"warning: {nodes[rank][0]} exchanges only {format_bytes(speed)}/s with its neighbours")
+    return nodes

@@ -126,7 +126,7 @@ def _run(arguments: list[str]) -> int:
         print(f"bloomery {__version__}")
         return exit_codes.OK
     group = [command for command in COMMANDS if command.startswith(f"{arguments[0]} ")]
-    words = 2 if " ".join(arguments[:2]) in COMMANDS or (group and arguments[0] not in COMMANDS) else 1
+    words = 2 if " ".join(arguments[:2]) in group or (group and arguments[0] not in COMMANDS) else 1
     if words == 2 and arguments[1:2] in ([], ["-h"], ["--help"]):  # `bloomery inspect`: which of them?
         print(_help(group))
         return exit_codes.OK if arguments[1:] else exit_codes.USAGE

@@ -9,8 +9,9 @@ import secrets
 import shutil
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from bloomery import __version__
@@ -33,7 +34,7 @@ FEATURES = {
     "abfs:// URLs": ("adlfs", "pip install 'bloomery[abfs]'"),
     "hf:// URLs": ("huggingface_hub", "pip install 'bloomery[hf]'"),
     "proof of an export": ("transformers", "pip install transformers"),
-    "energy of NVIDIA devices": ("pynvml", "pip install 'bloomery[energy]'"),
+    "energy and clocks of NVIDIA devices": ("pynvml", "pip install 'bloomery[energy]'"),
 }
 """Feature -> the command or module it needs, and what installs it."""
 _COMMANDS = ("g++", "ssh", "sbatch")
@@ -42,6 +43,8 @@ _SLOW_BYTES_PER_SECOND = 50e6
 BAD_NODES_FILE = "launch/bad_nodes.txt"
 """Hosts that the next job of the run is not given."""
 _LEAST_SHARED_MEMORY_BYTES = 2**30
+_SLOW_DEVICE = 0.8
+"""Of the median: devices of one kind differ by a few percent."""
 
 
 def machine_facts(place: Path) -> dict[str, Any]:
@@ -53,6 +56,8 @@ def machine_facts(place: Path) -> dict[str, Any]:
         device_count,
         device_name,
         device_total_bytes,
+        devices_here,
+        library_versions,
         pick_device,
     )
 
@@ -63,6 +68,7 @@ def machine_facts(place: Path) -> dict[str, Any]:
         "bloomery": __version__,
         "python": platform.python_version(),
         "torch": torch.__version__,
+        **library_versions(),
         "system": platform.platform(),
         "device": device_name(device),
         "devices": device_count(device) or 0,
@@ -72,7 +78,21 @@ def machine_facts(place: Path) -> dict[str, Any]:
         "shared_memory_bytes": shutil.disk_usage("/dev/shm").free if Path("/dev/shm").is_dir() else 0,
         "free_disk_bytes": shutil.disk_usage(place).free,
         "write_bytes_per_second": round(_write_speed(place)),
+        "measured": [_measured(each) for each in devices_here(device)],
     }
+
+
+def _measured(device: Any) -> dict[str, Any]:
+    """How fast a device is, with the clocks that it has under load."""
+    from bloomery.base.accelerator import clocks_mhz, matmul_flops
+
+    tflops, error = 0.0, ""
+    try:
+        tflops = round(matmul_flops(device) / 1e12, 3)
+    except RuntimeError as failed:  # it is broken, or its memory is taken
+        error = str(failed).partition("\n")[0]
+    now, highest = clocks_mhz(device) or (None, None)
+    return {"device": str(device), "tflops": tflops, "clock_mhz": now, "highest_clock_mhz": highest, "error": error}
 
 
 def feature_facts() -> list[dict[str, str]]:
@@ -89,6 +109,10 @@ def node_problems(recipe: Recipe, facts: dict[str, Any]) -> Iterator[Problem]:
     if 0 < facts["devices"] < ranks:
         rule = f"launch.gpus_per_node starts {ranks} ranks on each node"
         yield Problem(f"{host} has {facts['devices']} devices", rule, "exclude it, or start fewer ranks")
+    for each in facts["measured"]:
+        if each["error"]:
+            what = f"{each['device']} of {host} does not compute: {each['error']}"
+            yield Problem(what, "every rank needs its device", "exclude the host, or end what occupies it")
     needed = max(stage["memory_bytes"]["device"] for stage in stage_facts(recipe, Layout.of(recipe)))
     if 0 < facts["device_memory_bytes"] < needed:
         has, rule = format_bytes(facts["device_memory_bytes"]), "without activations, the fullest rank"
@@ -109,6 +133,15 @@ def run_problems(recipe: Recipe, facts: dict[str, Any]) -> Iterator[Problem]:
         if not os.access(path, os.R_OK):
             what = f"{facts['host']} cannot read {path}"
             yield Problem(what, f"{field} needs it", "mount it there, or correct the path")
+
+
+def slow_devices(nodes: Sequence[tuple[str, list[dict[str, Any]]]]) -> Iterator[str]:
+    """Warnings. `nodes`: the host and what was `measured` on each."""
+    usual = median(each["tflops"] for _, measured in nodes for each in measured)
+    for host, measured in nodes:
+        for each in measured:
+            if each["tflops"] < _SLOW_DEVICE * usual:
+                yield f"{each['device']} of {host} computes only {each['tflops']:.4g} TFLOP/s, others {usual:.4g}"
 
 
 def slow_storage(facts: dict[str, Any]) -> str:
