@@ -4,6 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 AZURITE := $(VENV)/azurite/node_modules/.bin/azurite-blob
+AZUREML := $(VENV)/azureml/.installed
 
 .PHONY: install quickstart test test-slurm chaos check clean
 
@@ -27,10 +28,15 @@ quickstart: install
 $(AZURITE): | install
 	-command -v npm > /dev/null && npm install --silent --no-fund --no-audit --prefix $(VENV)/azurite azurite@3.35.0
 
+# Microsoft's SDK, by which tests validate the jobs of AzureML: apart, because its packages are none of ours. They say why
+# they are skipped where it cannot be installed.
+$(AZUREML): | install
+	-$(PYTHON) -m venv $(VENV)/azureml && $(VENV)/azureml/bin/python -m pip install --quiet azure-ai-ml==1.35.2 && touch $@
+
 # pytest keeps what it makes of each `assert` as bytecode: once, beside the checks, and not in each of its workers.
 test: export PYTHONDONTWRITEBYTECODE :=
 test: export OMP_NUM_THREADS := 1
-test: install $(AZURITE)
+test: install $(AZURITE) $(AZUREML)
 	$(BIN)/python -m pytest --collect-only -qq --ignore tests/cluster > /dev/null & $(MAKE) --no-print-directory check && wait
 	$(BIN)/python -m pytest -n 6 --dist worksteal --ignore tests/cluster
 

@@ -16,12 +16,14 @@ from bloomery.base import exit_codes
 from bloomery.base.errors import RecipeError
 from bloomery.base.ranks import Started, started_as
 from bloomery.cli.main import main
+from bloomery.config.load import load_recipe, shipped_recipes
 from bloomery.launch import hosts, slurm
 from bloomery.launch.restart import judge
 from bloomery.monitor.sinks import EventFile
 from conftest import Workshop
 
 GOLDEN = Path(__file__).parent / "golden"
+SDK = Path(__file__).parents[1] / ".venv" / "azureml"
 AZURE = {"compute": "gpus", "environment": "azureml:bloomery@latest", "outputs": "azureml://datastores/d/paths/runs",
          "inputs": {"shards": "azureml://datastores/d/paths/shards"}}  # fmt: skip
 SHARDS = "data.train=[{path: shards/train}]"
@@ -108,6 +110,9 @@ def test_the_job_of_azureml(workshop: Workshop, capsys: pytest.CaptureFixture[st
         ({"compute": None}, "launch.azureml.compute"),
         ({"environment": None}, "launch.azureml.environment"),
         ({"instances": 2}, "launch.azureml.instances"),
+        ({"environment": ""}, "launch.azureml.environment is ''"),
+        ({"compute": "azureml:gpus"}, "launch.azureml.compute is 'azureml:gpus'"),
+        ({"inputs": {"other": "azureml://d"}}, "data.train.0.path is 'shards/train'. Nodes see only the folders"),
         (None, "launch.azureml is missing"),
     ],
 )
@@ -120,6 +125,34 @@ def test_a_job_that_azureml_would_take_and_lose_is_refused(
     words = ["launch", "small.yaml", SHARDS, f"launch={json.dumps({'azureml': azure})}", "--on", "azureml", "--dry-run"]
     assert main(words) == exit_codes.USAGE
     assert message in capsys.readouterr().err
+
+
+def test_microsofts_own_sdk_takes_the_job_of_every_shipped_recipe(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And refuses broken ones, so that its yes means something. Without a network."""
+    if not (SDK / ".installed").exists():
+        pytest.skip("azure-ai-ml is not installed in .venv/azureml (`make test` does it where there are its packages)")
+    (tmp_path / "recipe.yaml").touch()
+    names = [name for name in shipped_recipes() if (launch := load_recipe(name).recipe.launch) and launch.azureml]
+    assert {"bloom-azure-20b", "bloom-azure-25b"} <= {*names}
+    jobs = {name: dry_run(capsys, name) for name in names} | {"golden": (GOLDEN / "azureml.yaml").read_text()}
+    broken = {
+        "distribution.type": jobs["golden"].replace("type: pytorch", "type: torch"),
+        "resources.instance_count": jobs["golden"].replace("instance_count: 2", "instance_count: two"),
+        "instances": f"{jobs['golden']}instances: 2\n",
+        "command": jobs["golden"].replace("command:", "commands:"),
+        "code": jobs["golden"].replace("code: .", "code: nowhere"),
+    }
+    for name, text in {**jobs, **broken}.items():
+        (tmp_path / f"{name}.yaml").write_text(text)
+    files = {name: str(tmp_path / f"{name}.yaml") for name in (*jobs, *broken)}
+    judge = [str(SDK / "bin" / "python"), str(Path(__file__).with_name("azureml_sdk.py")), *files.values()]
+    done = subprocess.run(judge, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": ""}, timeout=300)
+    assert done.returncode == 0, done.stderr
+    said = json.loads(done.stdout)
+    assert {name: said[files[name]] for name in jobs} == dict.fromkeys(jobs, "")
+    assert [name for name in broken if name.rpartition(".")[2] not in said[files[name]]] == []
 
 
 def test_hosts_and_their_file(workshop: Workshop, capsys: pytest.CaptureFixture[str]) -> None:

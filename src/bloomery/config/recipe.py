@@ -427,8 +427,8 @@ class MonitorSection(Section):
 class AzuremlSection(Section):
     """What a command job of Azure Machine Learning needs besides its nodes."""
 
-    compute: PathText
-    """Name of the compute cluster."""
+    compute: Annotated[str, Field(pattern=r"^[A-Za-z][\w-]*$")]
+    """Name of the compute cluster, without `azureml:`."""
     sku: PathText | None = None
     """Size of its machines, to warn of missing InfiniBand: `Standard_ND96asr_v4`."""
     environment: PathText
