@@ -1,4 +1,4 @@
-"""Run by the Python that has the SDK of AzureML: what it says of the job in each file, as JSON; empty where it takes it."""
+"""Run by the Python that has AzureML's SDK: what it says of the job in each file, as JSON; empty where it takes it."""
 
 import json
 import sys

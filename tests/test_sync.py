@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -79,7 +80,7 @@ def test_each_part_of_a_training_has_its_repository(tmp_path: Path) -> None:
 
 def test_an_interrupted_sync_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run, there = make_run(tmp_path / "run"), tmp_path / "there"
-    monkeypatch.setattr(module, "_COMMIT_BYTES", 1)  # every file for itself
+    monkeypatch.setattr(module, "_BATCH_BYTES", 1)  # every file for itself
     monkeypatch.setattr(module, "_FIRST_PAUSE_SECONDS", 0.0)
     real, calls = module._to_store, []
 
@@ -97,6 +98,80 @@ def test_an_interrupted_sync_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(module, "_to_store", real)
     assert len(sync(run, str(there), EVERYTHING)) == 3
     assert arrived(there) == EXPECTED
+
+
+def test_a_batch_has_at_most_a_thousand_files_and_a_gibibyte() -> None:
+    small = {f"logs/{i}": (10, 0) for i in range(2500)}
+    assert [len(batch) for batch in module._batches(small)] == [1000, 1000, 500]
+    large = {f"checkpoints/{i}": (2**29, 0) for i in range(5)}
+    assert [len(batch) for batch in module._batches(large)] == [2, 2, 1]
+    assert list(module._batches({})) == []
+
+
+@pytest.mark.parametrize("goes", ["as a whole", "with some of it sent"])
+def test_a_checkpoint_that_retention_deletes_meanwhile_is_passed_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, goes: str
+) -> None:
+    """Between the listing and the sending of its first, or second, file."""
+    run, there, real = make_run(tmp_path / "run"), tmp_path / "there", module._snapshot
+    (run / "checkpoints/latest").write_text("step-00000005")
+    doomed = "rank-0.safetensors" if goes == "as a whole" else "manifest.json"
+
+    def snapshot(path: Path) -> Any:
+        if path.name == doomed and path.exists():
+            (run / "checkpoints/step-00000005").rename(run / ".gone")
+        return real(path)
+
+    monkeypatch.setattr(module, "_snapshot", snapshot)
+    monkeypatch.setattr(module, "_FIRST_PAUSE_SECONDS", 100.0)  # nothing is wrong with the target, so nobody waits
+    files = sync(run, str(there), EVERYTHING)
+    assert set(files) == {file for file in EXPECTED if "step-" not in file} | {"checkpoints/latest"}
+    assert not list(there.glob("checkpoints/*/manifest.json"))
+    assert sync(run, str(there), EVERYTHING) == []
+
+
+def test_what_names_the_newest_checkpoint_goes_after_it(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run")
+    (run / "checkpoints/latest").write_text("step-00000005")
+    (run / "checkpoints/.writer").write_text("a token")
+    files = sync(run, str(tmp_path / "there"), EVERYTHING)
+    assert files[-1] == "checkpoints/latest"
+    assert set(files) == {*EXPECTED, "checkpoints/latest"}
+
+
+def test_a_missing_package_or_a_wrong_address_is_no_traceback_and_not_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = make_run(tmp_path / "run")
+    monkeypatch.setattr(module, "_FIRST_PAUSE_SECONDS", 100.0)
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    with pytest.raises(DataError, match=r"hf://a/b needs a package that is not installed.*bloomery doctor"):
+        sync(run, "hf://a/b", EVERYTHING)
+    with pytest.raises(DataError, match=r"nosuch://x takes no files: ValueError: Protocol not known: nosuch"):
+        sync(run, "nosuch://x", EVERYTHING)
+
+
+def test_a_sync_that_watches_outlives_a_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    run, pauses = make_run(tmp_path / "run"), list[float]()
+
+    def pause(seconds: float) -> None:
+        pauses.append(seconds)
+        if len(pauses) == 1:
+            (tmp_path / "file").unlink()
+        else:
+            raise KeyboardInterrupt
+
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(module, "_TRIES", 1)
+    monkeypatch.setattr("time.sleep", pause)
+    assert main(["sync", str(run), f"{tmp_path}/file/there", "--watch", "60"]) == 130
+    said = capfd.readouterr()
+    assert "Not a directory" in said.err
+    assert "Next try in 60 s" in said.err
+    assert said.out == f"{tmp_path}/file/there: 5 files\n"
+    assert pauses == [60, 60]
 
 
 def test_two_at_once_and_a_training_that_writes(workshop: Workshop, tmp_path: Path) -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
-from bloomery.base.errors import DataError, Problem
+from bloomery.base import signals
+from bloomery.base.errors import DataError, Problem, StorageError
 from bloomery.cli.arguments import add_json, show, whole_number
 from bloomery.launch.sync import facts_of, sync, targets
 
@@ -32,10 +34,16 @@ def run(args: argparse.Namespace) -> int:
         raise DataError(Problem(f"there is no run at {args.run}", remedy=remedy))
     while True:
         parts = targets(args.target, args.include).items()
-        done = {target: sync(args.run, target, patterns) for target, patterns in parts}
-        code = show(args, facts_of(done), partial(_text, done))
+        try:
+            done = {target: sync(args.run, target, patterns) for target, patterns in parts}
+            code = show(args, facts_of(done), partial(_text, done))
+        except (DataError, StorageError) as error:  # another time the network is back, or the other sync is done
+            if args.watch is None:
+                raise
+            signals.say(f"{error}. Next try in {args.watch} s")
         if args.watch is None:
             return code
+        sys.stdout.flush()
         time.sleep(args.watch)
 
 

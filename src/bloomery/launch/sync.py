@@ -1,7 +1,8 @@
 """Carry what a run makes to another place: new and changed files only, safely beside a training that writes them.
 
-A checkpoint goes once its manifest is there, and its manifest goes last. A record of what has arrived lies in the run
-folder; a lock on it keeps two syncs apart.
+A checkpoint goes once its manifest is there, and its manifest goes last. One that retention deletes meanwhile, by one
+rename of the whole, is passed over. A record of what has arrived lies in the run folder; a lock on it keeps two syncs
+apart.
 """
 
 from __future__ import annotations
@@ -15,13 +16,12 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from functools import partial
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from bloomery.base.bounded import parse_json, read_text
-from bloomery.base.errors import DataError, Problem, RecipeError, mask
+from bloomery.base.errors import DataError, Problem, RecipeError, first_line, mask
 from bloomery.base.storage import locked, own_folder, write_atomically
 
 PATTERNS = {
@@ -31,11 +31,11 @@ PATTERNS = {
     "logs": ["logs/*", "metrics.jsonl", "events.jsonl", "recipe.yaml", "report.html"],
 }
 """What goes to which of the four repositories of a BigScience training; a target named `{part}` has one for each."""
-_MANIFEST = "manifest.json"
+_MANIFEST, _LATEST = "manifest.json", "checkpoints/latest"
 _TRIES = 4
 _FIRST_PAUSE_SECONDS = 1.0
-_COMMIT_BYTES = 2**30
-"""Of one commit at the Hub."""
+_BATCH_BYTES, _BATCH_FILES = 2**30, 1000
+"""Of what goes at once: a commit at the Hub. What has arrived with it does not go again."""
 _LFS_FROM_BYTES = 2**20
 Sizes = dict[str, tuple[int, int]]
 """File of the run -> (bytes, time of its last change)."""
@@ -49,13 +49,21 @@ def sync(run: Path, target: str, patterns: Sequence[str]) -> list[str]:
     own_folder(run / "launch", may_be_linked=True)
     note = run / "launch" / f"sync-{hashlib.sha256(target.encode()).hexdigest()[:12]}.json"
     with _alone(note):
-        arrived = parse_json(read_text(note)) if note.exists() else {}
+        arrived = _arrived(note)
         wanted = {file: facts for file, facts in _files(run, patterns).items() if arrived.get(file) != list(facts)}
-        for files in _batches(wanted):
-            _retried(partial(_sender(target), run, target, files), target)
+        sent = []
+        for batch in _batches(wanted):
+            sent += (files := _send(run, target, batch))
             arrived |= {file: list(wanted[file]) for file in files}
             write_atomically(note, json.dumps(arrived))
-    return list(wanted)
+    return sent
+
+
+def _arrived(note: Path) -> dict[str, Any]:
+    """Without a record that can be read, everything goes again."""
+    with suppress(OSError, ValueError):
+        return dict(parse_json(read_text(note)))
+    return {}
 
 
 def _files(run: Path, patterns: Sequence[str]) -> Sizes:
@@ -68,19 +76,24 @@ def _files(run: Path, patterns: Sequence[str]) -> Sizes:
             folders[:], names = [], []
         for name in sorted(names, key=lambda name: (name == _MANIFEST, name)):
             file = str(inside / name)
+            if name.startswith("."):  # of the writer, and temporary ones
+                continue
             if any(fnmatch.fnmatch(file, pattern) for pattern in patterns) and not (run / file).is_symlink():
-                facts = (run / file).stat()
-                found[file] = (facts.st_size, facts.st_mtime_ns)
-    return found
+                with suppress(FileNotFoundError):
+                    facts = (run / file).stat()
+                    found[file] = (facts.st_size, facts.st_mtime_ns)
+    return dict(sorted(found.items(), key=lambda item: item[0] == _LATEST))  # it names what must be there before
 
 
 def _batches(files: Sizes) -> Iterator[list[str]]:
     batch: list[str] = []
-    for file in files:
+    size = 0
+    for file, (length, _) in files.items():
         batch.append(file)
-        if sum(files[each][0] for each in batch) >= _COMMIT_BYTES:
+        size += length
+        if size >= _BATCH_BYTES or len(batch) == _BATCH_FILES:
             yield batch
-            batch = []
+            batch, size = [], 0
     if batch:
         yield batch
 
@@ -93,18 +106,25 @@ def _alone(note: Path) -> Iterator[None]:
         yield
 
 
-def _retried(send: Callable[[], None], target: str) -> None:
-    for attempt in range(_TRIES):
+def _send(run: Path, target: str, files: list[str]) -> list[str]:
+    """Those that have arrived: all that are still there."""
+    attempt = 0
+    while files:
         try:
-            send()
-            return
-        except (RecipeError, ImportError):
-            raise
+            _sender(target)(run, target, files)
+            break
+        except ImportError as error:
+            what = f"{target} needs a package that is not installed: {first_line(error)}"
+            raise DataError(Problem(what, remedy="`bloomery doctor` says how to install it")) from error
         except Exception as error:  # of any of five libraries
-            if attempt + 1 == _TRIES:
+            before, files = files, [file for file in files if (run / file).exists()]
+            attempt += files == before
+            if attempt == _TRIES or isinstance(error, ValueError):  # of the address: it stays wrong
                 what = f"{target} takes no files: {type(error).__name__}: {str(error)[:300]}"
                 raise DataError(Problem(what, "what has arrived stays", "run the command again")) from error
-            time.sleep(_FIRST_PAUSE_SECONDS * 2**attempt)
+            if files == before:
+                time.sleep(_FIRST_PAUSE_SECONDS * 2 ** (attempt - 1))
+    return files
 
 
 def _sender(target: str) -> Callable[[Path, str, Sequence[str]], None]:
@@ -134,22 +154,25 @@ def _to_hub(run: Path, target: str, files: Sequence[str]) -> None:
 
     api, repository = HfApi(), target.removeprefix("hf://").rstrip("/")
     api.create_repo(repository, private=True, exist_ok=True)
-    with tempfile.TemporaryDirectory() as folder:
-        adds = [CommitOperationAdd(file, shutil.copy(run / file, f"{folder}/{i}")) for i, file in enumerate(files)]
+    with ExitStack() as opened:
+        adds = [CommitOperationAdd(file, opened.enter_context(_snapshot(run / file))) for file in files]
         api.create_commit(repository, adds, commit_message=f"{len(files)} files of {run.name}")
 
 
 def _to_git(run: Path, target: str, files: Sequence[str]) -> None:
     """`git+URL`; what is large goes through LFS, whose `.gitattributes` is there before the first push."""
+    quiet = {**os.environ, "GIT_TERMINAL_PROMPT": "0", "GIT_LFS_SKIP_SMUDGE": "1"}  # no question, no download of all
     with tempfile.TemporaryDirectory() as folder:
 
         def git(*words: str) -> str:
-            done = subprocess.run(["git", "-C", folder, *words], capture_output=True, text=True, timeout=3600)
+            done = subprocess.run(
+                ["git", "-C", folder, *words], capture_output=True, text=True, timeout=3600, env=quiet
+            )
             if done.returncode:
                 raise OSError(f"git {words[0]}: {' '.join(done.stderr.split())}")
             return done.stdout
 
-        git("clone", "--quiet", "--depth=1", target.removeprefix("git+"), ".")
+        git("clone", "--quiet", "--depth=1", "--", target.removeprefix("git+"), ".")
         git("lfs", "install", "--local", "--skip-smudge")
         large = [file for file in files if (run / file).stat().st_size >= _LFS_FROM_BYTES]
         if patterns := sorted({f"*{Path(file).suffix}" if Path(file).suffix else file for file in large}):
