@@ -10,7 +10,7 @@ from pathlib import Path
 
 from bloomery.base import exit_codes, signals
 from bloomery.base.errors import DataError, Problem, RecipeError
-from bloomery.base.storage import append_line, writing
+from bloomery.base.storage import append_line, reason
 from bloomery.base.units import parse_duration
 from bloomery.cli.arguments import add_json, show
 from bloomery.config.load import load_recipe
@@ -18,7 +18,7 @@ from bloomery.config.recipe import AlertsSection, Recipe
 from bloomery.launch import cron
 from bloomery.launch.job import training_job
 from bloomery.launch.notify import notify
-from bloomery.launch.watch import Status, new_alerts, pulse, status_of
+from bloomery.launch.watch import Status, forget_alerts, new_alerts, pulse, status_of
 from bloomery.monitor import names
 
 _SECONDS = 2.0
@@ -34,10 +34,7 @@ def add_arguments_watch(parser: argparse.ArgumentParser) -> None:
 def run_watch(args: argparse.Namespace) -> int:
     status, alerts = _look(args.run)
     if args.pulse:
-        with writing(args.run):
-            append_line(args.run / names.TEXT_LOG_FILE, pulse(status))
-        for failure in notify(new_alerts(args.run, status.alerts), f"bloomery: {status.name}", alerts):
-            signals.say(f"an alert could not be sent by {failure}")
+        _tell(args.run, status, alerts)
     if args.json or args.pulse or not sys.stdout.isatty():
         return show(args, status.facts(), lambda _: pulse(status) if args.pulse else "\n".join(status.lines()))
     while True:
@@ -46,6 +43,21 @@ def run_watch(args: argparse.Namespace) -> int:
             return exit_codes.OK
         time.sleep(_SECONDS)
         status, alerts = _look(args.run)
+
+
+def _tell(run: Path, status: Status, alerts: AlertsSection) -> None:
+    """The people first: the disk of the run may be what is wrong."""
+    new = new_alerts(run, status.alerts)
+    is_untold, failures = notify([status.alerts[kind] for kind in new], f"bloomery: {status.name}", alerts)
+    for failure in failures:
+        signals.say(f"an alert could not be sent by {failure}")
+    if is_untold:
+        forget_alerts(run, new)
+    log = run / names.TEXT_LOG_FILE
+    try:
+        append_line(log, pulse(status))
+    except OSError as error:
+        signals.say(f"warning: {log} could not be written: {reason(error)}")
 
 
 def add_arguments_install(parser: argparse.ArgumentParser) -> None:

@@ -9,9 +9,11 @@ from __future__ import annotations
 import shlex
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 from bloomery.base.bounded import read_text
+from bloomery.base.errors import DataError, RecipeError
 from bloomery.base.storage import own_folder, write_atomically
 from bloomery.base.units import Duration
 from bloomery.launch import slurm
@@ -69,8 +71,9 @@ def lost(run: Path) -> Iterator[tuple[str, Path]]:
     """Names and folders of those that are not in the queue any more."""
     for path in sorted((run / "launch").glob(f"cron-*/{_ID}")):
         job_id = read_text(path).strip()
-        if not any(facts["JobState"] in _LIVE for facts in slurm.tasks(job_id).values()):
-            yield path.parent.name, path.parent
+        with suppress(DataError, RecipeError):  # nobody knows: Slurm cannot be asked from here, or now
+            if not any(facts["JobState"] in _LIVE for facts in slurm.tasks(job_id).values()):
+                yield path.parent.name, path.parent
 
 
 def revive(run: Path) -> list[str]:

@@ -9,13 +9,14 @@ from collections.abc import Callable, Sequence
 from email.message import EmailMessage
 from functools import partial
 
+from bloomery.base.errors import first_line
 from bloomery.config.recipe import AlertsSection
 
 _TIMEOUT_SECONDS = 30.0
 
 
-def notify(texts: Sequence[str], subject: str, section: AlertsSection) -> list[str]:
-    """What could not be sent, and why."""
+def notify(texts: Sequence[str], subject: str, section: AlertsSection) -> tuple[bool, list[str]]:
+    """(whether nobody could be told who should be, what could not be sent and why)."""
     ways: dict[str, Callable[[], None]] = {}
     body = "\n".join(texts)
     if section.email:
@@ -29,8 +30,8 @@ def notify(texts: Sequence[str], subject: str, section: AlertsSection) -> list[s
         try:
             send()
         except Exception as error:  # whatever is wrong with one way, the others are tried
-            failed.append(f"{name}: {type(error).__name__}: {error}")
-    return failed
+            failed.append(f"{name}: {first_line(error)}")
+    return 0 < len(ways) == len(failed), failed
 
 
 def _mail(body: str, subject: str, section: AlertsSection) -> None:
@@ -46,7 +47,13 @@ def _post(body: str, variable: str) -> None:
     """`{"text": ...}`, which Slack and others take. The address is a secret: it stays in the environment."""
     import requests
 
-    requests.post(os.environ[variable], json={"text": body}, timeout=_TIMEOUT_SECONDS).raise_for_status()
+    if not (address := os.environ.get(variable)):
+        raise OSError(f"the environment variable {variable} is not set")
+    try:
+        requests.post(address, json={"text": body}, timeout=_TIMEOUT_SECONDS).raise_for_status()
+    except requests.RequestException as error:  # its text has the address
+        said = f"it answers {error.response.status_code}" if error.response is not None else type(error).__name__
+        raise OSError(f"{said} (the address is that of {variable})") from None
 
 
 def _run(body: str, command: str) -> None:

@@ -133,11 +133,14 @@ def _seconds(clock: str) -> float | None:
 
 
 def tasks(job_id: str) -> dict[str, dict[str, str]]:
-    """Facts of the job, or of every task of its array, by id; empty once Slurm has forgotten it."""
+    """Facts of the job, or of every task of its array, by id; empty once Slurm has forgotten it. DataError where Slurm
+    does not answer, RecipeError where it is not installed."""
     try:
         shown = _slurm("scontrol", "--oneliner", "show", "job", job_id)
-    except DataError:
-        return {}
+    except DataError as error:
+        if "Invalid job id" in str(error):
+            return {}
+        raise
     found = (
         dict(re.findall(r"(?:^| )(\w+(?:/\w+)?)=(.*?)(?= \w+(?:[/:]\w+)*=|$)", line)) for line in shown.splitlines()
     )
@@ -148,7 +151,12 @@ def follow(job_id: str) -> Iterator[str]:
     """A line whenever the state of the job or of a task changes, until all have ended; empty while nothing does."""
     states: dict[str, str] = {}
     while True:
-        now = tasks(job_id)
+        try:
+            now = tasks(job_id)
+        except DataError:  # its controller is restarted, for instance
+            yield ""
+            time.sleep(_POLL_SECONDS)
+            continue
         for name, facts in now.items():
             reason = f" ({facts['Reason']})" if facts.get("Reason", "None") != "None" else ""
             where = f" on {facts['NodeList']}" if facts.get("NodeList", "(null)") != "(null)" else ""
@@ -218,6 +226,8 @@ def _slurm(*words: str) -> str:
     except FileNotFoundError:
         rule = "launch.on=slurm needs Slurm's commands, on a login node of the cluster"
         raise RecipeError(Problem(f"there is no {words[0]} here", rule, "or see the script with --dry-run")) from None
+    except subprocess.TimeoutExpired:
+        raise DataError(Problem(f"`{words[0]}` does not answer", "its controller may be down", "try again")) from None
     if done.returncode:
         said = " ".join(done.stderr.split()) or f"exit code {done.returncode}"
         raise DataError(Problem(f"`{words[0]}` refuses: {said}", remedy="correct `launch:` in the recipe"))

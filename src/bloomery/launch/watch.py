@@ -6,7 +6,8 @@ import os
 import re
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -16,16 +17,18 @@ from typing import Any, Literal
 import orjson
 
 from bloomery.base.bounded import parse_json, read_text
+from bloomery.base.errors import DataError, RecipeError
 from bloomery.base.storage import write_atomically
 from bloomery.base.units import format_bytes, format_count, format_seconds
 from bloomery.config.recipe import AlertsSection
 from bloomery.launch import cron, slurm
 from bloomery.monitor import names
-from bloomery.monitor.history import event_of, scan
+from bloomery.monitor.history import readable_lines
 from bloomery.monitor.record import StepRecord, from_json
 
 JOB_FILE = "launch/job.json"
-_ALERTS_FILE = "launch/alerts.json"
+_ALERT, _PULSE_FILE = "alert.", "launch/pulse"
+"""Empty files in the launch folder: an alert that holds and was sent, and, by its time, the last pulse."""
 _TAIL_BYTES = 2**18
 _SILENT_INTERVALS = 10
 _BARS = "▁▂▃▄▅▆▇█"
@@ -38,6 +41,8 @@ class Job:
     state: Literal["running", "pending", "gone", "finished", "unknown"]
     text: str
     """After the run's name: `is running for 01:02:03 ...`."""
+    since: float = 0.0
+    """When it began; 0 where nobody knows."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +56,7 @@ class Status:
     tokens_per_second: float = 0.0
     eta_seconds: float = 0.0
     silent_seconds: float | None = None
-    """Since the newest record or event; None before there is any."""
+    """Since the newest record or event, or the start of the job; None before there is any."""
     last_save: str = ""
     alerts: dict[str, str] = field(default_factory=dict)
     """What is wrong, by its kind."""
@@ -77,11 +82,9 @@ class Status:
 def status_of(folder: Path, name: str, alerts: AlertsSection) -> Status:
     """`name`: of the run."""
     records = list(_tail(folder / names.METRICS_FILE))
-    last: dict[str, dict[str, Any]] = {}
-    if (events := folder / names.EVENTS_FILE).exists():
-        scan(events, lambda line: last.update({(event := event_of(line))["kind"]: event}))
+    last = {str(event["kind"]): event for event in readable_lines(folder / names.EVENTS_FILE) if "kind" in event}
     job = _job(folder, is_finished=_is_finished(last))
-    times = [record.time for record in records] + [float(event.get("time", 0)) for event in last.values()]
+    times = [record.time for record in records] + [_time(last, kind) for kind in last] + [job.since]
     newest = records[-1] if records else None
     save = last.get(names.Event.SAVE)
     status = Status(
@@ -92,7 +95,7 @@ def status_of(folder: Path, name: str, alerts: AlertsSection) -> Status:
         losses=[next(iter(record.losses.values()), float("nan")) for record in records[-60:]],
         tokens_per_second=newest.tokens_per_second if newest else 0.0,
         eta_seconds=newest.seconds_per_step * max(0, newest.train_steps - newest.step) if newest else 0.0,
-        silent_seconds=time.time() - max(times) if times else None,
+        silent_seconds=time.time() - max(times) if max(times) else None,
         last_save=f"step {save['step']:,} at {save.get('iso_time', '?')}" if save else "",
     )
     return Status(**{**vars(status), "alerts": dict(_alerts(folder, status, records, last, alerts))})
@@ -101,19 +104,25 @@ def status_of(folder: Path, name: str, alerts: AlertsSection) -> Status:
 def _alerts(
     folder: Path, status: Status, records: list[StepRecord], last: dict[str, dict[str, Any]], limits: AlertsSection
 ) -> Iterator[tuple[str, str]]:
+    verdict = str(last[names.Event.HANG].get("text")) if _is_newer(last, names.Event.HANG, names.Event.START) else ""
     if status.job.state == "gone":
-        yield "gone", f"{status.name} is not RUNNING or SCHEDULED!"
+        yield "gone", f"{status.name} is not RUNNING or SCHEDULED! {verdict}".rstrip()
     if status.job.state in ("running", "unknown") and status.silent_seconds is not None and not _is_finished(last):
         gaps = [after.time - before.time for before, after in pairwise(records)]
         patience = max(limits.silent_after.seconds, _SILENT_INTERVALS * median(gaps) if gaps else 0)
-        if status.silent_seconds > patience:
-            yield "silent", f"{status.name} has said nothing for {format_seconds(status.silent_seconds)}: it hangs"
+        if verdict or status.silent_seconds > patience:
+            silence = f"{status.name} has said nothing for {format_seconds(status.silent_seconds)}: it hangs"
+            yield "silent", f"{silence}. {verdict}" if verdict else silence
     if status.job.state != "finished":
         for name, _ in cron.lost(folder):
             yield name, f"the job {name} of {status.name} is not in the queue any more"
-    spike, over = (last.get(kind, {}).get("time", 0) for kind in (names.Event.SPIKE, names.Event.SPIKE_OVER))
-    if spike > over:
-        yield "spike", f"the loss or gradient norm of {status.name} spiked at step {last[names.Event.SPIKE]['step']}"
+    pulse = folder / _PULSE_FILE
+    is_new = pulse.exists() and _time(last, names.Event.SPIKE) > pulse.stat().st_mtime
+    if is_new or _is_newer(last, names.Event.SPIKE, names.Event.SPIKE_OVER, names.Event.REWIND, names.Event.START):
+        yield (
+            "spike",
+            f"the loss or gradient norm of {status.name} spiked at step {last[names.Event.SPIKE].get('step')}",
+        )
     speeds = [record.tokens_per_second for record in records]
     if len(speeds) >= 20 and median(speeds[-5:]) < limits.slow_below * median(speeds):
         rate = f"{format_count(median(speeds[-5:]))} tokens/s instead of {format_count(median(speeds))}"
@@ -125,14 +134,42 @@ def _alerts(
         yield "inodes", f"only {room.f_favail:,} file entries are free at {folder}"
 
 
-def new_alerts(folder: Path, found: dict[str, str]) -> list[str]:
-    """Those that the last call did not have: each is sent once for as long as it holds."""
-    path = folder / _ALERTS_FILE
-    known = parse_json(read_text(path)) if path.exists() else {}
-    if set(known) != set(found):
-        path.parent.mkdir(exist_ok=True)
-        write_atomically(path, orjson.dumps(found))
-    return [text for kind, text in found.items() if kind not in known]
+def new_alerts(folder: Path, found: Collection[str]) -> list[str]:
+    """Those that no call before this one has had, for as long as they hold. Marks are empty files: a full disk takes
+    them too, and of several calls at once one makes the mark. Where none can be made, an alert is sent again and again
+    rather than never."""
+    launch = folder / "launch"
+    with suppress(OSError):
+        launch.mkdir(exist_ok=True)
+    forget_alerts(folder, {mark.name.removeprefix(_ALERT) for mark in launch.glob(f"{_ALERT}*")} - {*found})
+    new = []
+    for kind in found:
+        try:
+            (launch / f"{_ALERT}{kind}").touch(exist_ok=False)
+        except FileExistsError:
+            continue
+        except OSError:
+            pass
+        new.append(kind)
+    with suppress(OSError):
+        (folder / _PULSE_FILE).touch()
+    return new
+
+
+def forget_alerts(folder: Path, kinds: Collection[str]) -> None:
+    """They are new again: over, or told to nobody."""
+    for kind in kinds:
+        with suppress(OSError):
+            (folder / "launch" / f"{_ALERT}{kind}").unlink()
+
+
+def _time(last: dict[str, dict[str, Any]], kind: str) -> float:
+    found = last.get(kind, {}).get("time")
+    return float(found) if isinstance(found, int | float) else 0.0
+
+
+def _is_newer(last: dict[str, dict[str, Any]], kind: str, *others: str) -> bool:
+    return _time(last, kind) > max(_time(last, other) for other in others)
 
 
 def pulse(status: Status) -> str:
@@ -163,32 +200,41 @@ def _job(folder: Path, *, is_finished: bool) -> Job:
     if known.get("on") == "slurm":
         job = _slurm_job(str(known["id"]))
     elif known.get("on") in ("local", "hosts") and known.get("host") == socket.gethostname():
-        alive = known["born"] and _born(known["process"]) == known["born"]
-        job = Job("running", f"is running as process {known['process']}") if alive else Job("gone", "is not running")
+        alive, since = known["born"] and _born(known["process"]) == known["born"], path.stat().st_mtime
+        text = f"is running as process {known['process']}"
+        job = Job("running", text, since) if alive else Job("gone", "is not running")
     else:
         job = Job("unknown", "was not launched from here")
     return Job("finished", "is complete") if is_finished and job.state != "running" else job
 
 
 def _slurm_job(job_id: str) -> Job:
-    tasks = slurm.tasks(job_id).values()
+    try:
+        tasks = slurm.tasks(job_id).values()
+    except (DataError, RecipeError):
+        return Job("unknown", f"is Slurm job {job_id}, for which Slurm cannot be asked from here, or now")
     for facts in tasks:
         if facts["JobState"] == "RUNNING":
-            since = f"for {facts['RunTime']} since {facts['StartTime'].replace('T', ' ')}"
+            began = f"for {facts['RunTime']} since {facts['StartTime'].replace('T', ' ')}"
             where = f"({facts['JobId']} on '{facts['Partition']}' partition ({facts['NodeList']}))"
-            return Job("running", f"is running {since} {where}")
+            return Job("running", f"is running {began} {where}", _seconds(facts["StartTime"]))
     for facts in tasks:
         if facts["JobState"] in ("PENDING", "CONFIGURING", "COMPLETING"):
             start, why = facts.get("StartTime", "Unknown"), facts.get("Reason", "None")
             if why in ("JobArrayTaskLimit", "Dependency"):
                 return Job("pending", f"is waiting for the job before it ({facts['JobId']}, {why})")
             if re.match(r"\d{4}-", start):
-                seconds = max(0.0, time.mktime(time.strptime(start, "%Y-%m-%dT%H:%M:%S")) - time.time())
+                seconds = max(0.0, _seconds(start) - time.time())
                 return Job(
                     "pending", f"is scheduled to start in {format_seconds(seconds)} (at {start.replace('T', ' ')})"
                 )
             return Job("pending", f"is waiting to be scheduled ({facts['JobId']}, {why})")
     return Job("gone", f"has no job {job_id} any more")
+
+
+def _seconds(clock: str) -> float:
+    """Of `2026-11-19T10:20:30`, in the time zone of this machine."""
+    return time.mktime(time.strptime(clock, "%Y-%m-%dT%H:%M:%S"))
 
 
 def _is_finished(last: dict[str, dict[str, Any]]) -> bool:
