@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import types
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from bloomery.cli.main import main
 from bloomery.config.load import load_recipe, shipped_recipes
 from bloomery.launch import hosts, slurm
 from bloomery.launch.restart import judge
+from bloomery.launch.watch import remember_job
 from bloomery.monitor.sinks import EventFile
 from conftest import Workshop
 
@@ -178,12 +180,68 @@ def test_hosts_and_their_file(workshop: Workshop, capsys: pytest.CaptureFixture[
     assert "launch.hostfile is missing" in capsys.readouterr().err
 
 
-def test_without_slurm_there_is_a_sentence(
+def test_a_host_that_the_doctor_has_named_is_not_used(workshop: Workshop) -> None:
+    path = workshop.folder / "hostfile"
+    path.write_text("a\nb\nspare\n")
+    found = hosts.read_hostfile(path, nodes=2, ranks_per_node=8, bad=["b", "elsewhere"])
+    assert [host.name for host in found] == ["a", "spare"]
+    with pytest.raises(RecipeError, match=r"has 2 hosts without b of launch/bad_nodes.txt. launch.nodes is 3"):
+        hosts.read_hostfile(path, nodes=3, ranks_per_node=8, bad=["b"])
+
+
+def test_a_second_job_of_a_run_is_refused(workshop: Workshop, capsys: pytest.CaptureFixture[str]) -> None:
+    run = workshop.folder / "runs" / "small"
+    (run / "launch").mkdir(parents=True)
+    with subprocess.Popen(["sleep", "1000"]) as first:
+        remember_job(run, on="local", process=first.pid)
+        assert main(["launch", "small.yaml"]) == exit_codes.STORAGE
+        first.kill()
+    said = capsys.readouterr().err
+    assert f"runs/small is running as process {first.pid}. Two trainings of one run" in said
+    assert not (run / "launch" / "recipe.yaml").exists()
+
+
+def test_the_log_of_a_job_of_azureml_is_followed(
     workshop: Workshop, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """A stand-in for the SDK: no workspace can be reached from here."""
+    sdk, identity, streamed = types.ModuleType("azure.ai.ml"), types.ModuleType("azure.identity"), list[str]()
+    job = types.SimpleNamespace(name="gentle_toe", studio_url="https://ml.azure.com/runs/gentle_toe")
+    jobs = types.SimpleNamespace(create_or_update=lambda loaded: job, stream=streamed.append)
+    sdk.MLClient = types.SimpleNamespace(from_config=lambda credential: types.SimpleNamespace(jobs=jobs))  # type: ignore[attr-defined]
+    sdk.load_job = Path.read_text  # type: ignore[attr-defined]
+    identity.DefaultAzureCredential = object  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "azure.ai.ml", sdk)
+    monkeypatch.setitem(sys.modules, "azure.identity", identity)
+    words = ["launch", "small.yaml", SHARDS, f"launch={json.dumps({'azureml': AZURE})}", "--on", "azureml"]
+    assert main(words) == exit_codes.OK
+    assert (capsys.readouterr().out, streamed) == ("submitted: https://ml.azure.com/runs/gentle_toe\n", [])
+    assert main([*words, "--follow"]) == exit_codes.OK
+    assert streamed == ["gentle_toe"]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--on", "slurm"], "there is no sbatch here"),
+        (["--on", "hosts", "launch={hostfile: hostfile}"], "there is no ssh here"),
+        (
+            ["--array", "3"],
+            "--array is 3, without --step. It is the number of shares of each --step. A chain of jobs is",
+        ),
+    ],
+)
+def test_what_is_missing_or_means_nothing_is_said_in_a_sentence(
+    workshop: Workshop,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    words: list[str],
+    message: str,
+) -> None:
+    (workshop.folder / "hostfile").write_text("a\n")
     monkeypatch.setenv("PATH", str(workshop.folder))
-    assert main(["launch", "small.yaml", "--on", "slurm"]) == exit_codes.USAGE
-    assert "there is no sbatch here" in capsys.readouterr().err
+    assert main(["launch", "small.yaml", *words]) == exit_codes.USAGE
+    assert message in capsys.readouterr().err
 
 
 # ---------------------------------------------------------------- what is started here
@@ -242,6 +300,15 @@ def test_a_job_here_is_started_again_until_it_is_done(workshop: Workshop, capfd:
 def test_what_follows_from_how_a_job_ended(tmp_path: Path, code: int, stop: str | None, verdict: str) -> None:
     run = folder_with(tmp_path, began=0, step=5, stop=stop)
     assert judge(run, code, restarts=3).next == verdict
+
+
+def test_damaged_lines_do_not_keep_a_run_from_being_restarted(tmp_path: Path) -> None:
+    run = folder_with(tmp_path, began=0, step=5, stop="exit_after")
+    for name in ("events.jsonl", "launch/attempts.jsonl"):
+        with open(run / name, "a") as file:
+            file.write('{"kind": "sto\n\0\0\0\n')
+    assert judge(run, 0, restarts=3).next == "again"
+    assert judge(run, 1, restarts=3).next == "again"
 
 
 def test_a_crash_loop_is_recognised_and_progress_is_not_one(tmp_path: Path) -> None:

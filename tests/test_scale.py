@@ -15,7 +15,7 @@ def test_two_nodes_against_one_and_two_results_in_one_picture(
 ) -> None:
     words = ["scale", str(workshop.recipe), "--steps", "6"]
     assert main([*words, "--nodes", "1,2", "--json"]) == 0
-    facts = json.loads(capfd.readouterr().out.rpartition("\n{\n")[2].join(("{", "")))
+    facts = json.loads(capfd.readouterr().out)
     (one, two), folder = facts["points"], workshop.folder / "runs" / "small-scale"
     assert (one["nodes"], one["efficiency"], one["global_batch"]) == (1, 1.0, 8)
     assert (two["nodes"], two["global_batch"]) == (2, 16)

@@ -9,7 +9,8 @@ export NODE_RANK=0
 export NNODES=2
 export MASTER_ADDR=10.10.100.101
 export MASTER_PORT=29500
-PYTHON -m bloomery train DIR/runs/x/launch/recipe.yaml --run-dir DIR/runs/x 2> >(trap '' HUP INT TERM; exec tee -a DIR/runs/x/logs/main_log.txt >&2)
+RANK=$NODE_RANK WORLD_SIZE=$NNODES LOCAL_RANK=0 LOCAL_WORLD_SIZE=1 MASTER_PORT=$((MASTER_PORT + 1)) PYTHON -m bloomery doctor --node --host 10.10.100.101 DIR/runs/x/launch/recipe.yaml --run-dir DIR/runs/x 2> >(trap '' HUP INT TERM; exec tee -a DIR/runs/x/logs/main_log.txt >&2) &&
+  PYTHON -m bloomery train DIR/runs/x/launch/recipe.yaml --run-dir DIR/runs/x 2> >(trap '' HUP INT TERM; exec tee -a DIR/runs/x/logs/main_log.txt >&2)
 
 # user@10.10.100.102
 cd DIR || exit 2
@@ -22,4 +23,5 @@ export NODE_RANK=1
 export NNODES=2
 export MASTER_ADDR=10.10.100.101
 export MASTER_PORT=29500
-PYTHON -m bloomery train DIR/runs/x/launch/recipe.yaml --run-dir DIR/runs/x 2> >(trap '' HUP INT TERM; exec tee -a DIR/runs/x/logs/main_log.txt >&2)
+RANK=$NODE_RANK WORLD_SIZE=$NNODES LOCAL_RANK=0 LOCAL_WORLD_SIZE=1 MASTER_PORT=$((MASTER_PORT + 1)) PYTHON -m bloomery doctor --node --host user@10.10.100.102 DIR/runs/x/launch/recipe.yaml --run-dir DIR/runs/x 2> >(trap '' HUP INT TERM; exec tee -a DIR/runs/x/logs/main_log.txt >&2) &&
+  PYTHON -m bloomery train DIR/runs/x/launch/recipe.yaml --run-dir DIR/runs/x 2> >(trap '' HUP INT TERM; exec tee -a DIR/runs/x/logs/main_log.txt >&2)

@@ -29,6 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("overrides", metavar="section.field=value", nargs="*", default=[], help="override fields of it")
     parser.add_argument("--run-dir", type=Path, default=Path(), help="where the run would be written; default: here")
     parser.add_argument("--node", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--host", help=argparse.SUPPRESS)
     add_json(parser)
 
 
@@ -36,6 +37,7 @@ def run(args: argparse.Namespace) -> int:
     recipe = load(args, warns=not args.node).recipe if args.recipe else None
     with written_to("--run-dir"):
         facts = machine_facts(make_folder(args.run_dir))
+    facts["host"] = args.host or facts["host"]
     bad, wrong = (list(find(recipe, facts)) if recipe else [] for find in (node_problems, run_problems))
     if args.node and bad:
         with open(args.run_dir / BAD_NODES_FILE, "a", opener=open_plain) as file:

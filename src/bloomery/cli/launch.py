@@ -10,16 +10,15 @@ from collections.abc import Callable
 from pathlib import Path
 
 from bloomery.base import exit_codes, signals
-from bloomery.base.bounded import read_text
-from bloomery.base.errors import Problem, RecipeError
+from bloomery.base.errors import Problem, RecipeError, StorageError
 from bloomery.cli.arguments import add_recipe_arguments, done_samples, load, run_folder, whole_number
 from bloomery.config.recipe import Recipe
 from bloomery.launch import azureml, cron, here, hosts, slurm, stages
-from bloomery.launch.doctor import BAD_NODES_FILE
+from bloomery.launch.doctor import bad_nodes
 from bloomery.launch.follow import LogTail
 from bloomery.launch.job import Job, training_job, write_recipe
 from bloomery.launch.restart import judge
-from bloomery.launch.watch import remember_job
+from bloomery.launch.watch import job_of, remember_job
 
 _TARGETS = ("local", "hosts", "slurm", "azureml")
 _STEPS = ("download", "extract", "prepare", "train")
@@ -31,7 +30,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--on", choices=_TARGETS, help="where; default: launch.on of the recipe")
     parser.add_argument("--run-dir", type=Path, help="folder of the run; default: runs/<name>")
     parser.add_argument("--dry-run", action="store_true", help="print what would be submitted; write and start nothing")
-    parser.add_argument("--follow", action="store_true", help="show the job's states and log until it ends (slurm)")
+    parser.add_argument(
+        "--follow", action="store_true", help="show the job's states and log until it ends (slurm, azureml)"
+    )
     step = "first this step of the data, as an array of jobs (slurm); repeatable, in order; `train` may be the last"
     parser.add_argument("--step", dest="steps", action="append", choices=_STEPS, help=step)
     parser.add_argument("--array", type=whole_number(1), metavar="N", help="shares of each step; default: the recipe's")
@@ -58,6 +59,9 @@ def run(args: argparse.Namespace) -> int:
     if args.steps and job.section.on != "slurm":
         remedy = "run `bloomery download`, `extract` and `prepare` themselves, with --unit K/N for a share"
         raise RecipeError(Problem(f"launch.on is {job.section.on}", "--step submits arrays to Slurm", remedy))
+    if args.array and not args.steps:
+        rule, remedy = "it is the number of shares of each --step", f"a chain of jobs is launch.array={args.array}"
+        raise RecipeError(Problem(f"--array is {args.array}, without --step", rule, remedy, "command line"))
     target: Callable[[Recipe, Job, argparse.Namespace], int] = globals()[f"_on_{job.section.on}"]
     return target(recipe, job, args)
 
@@ -72,8 +76,7 @@ def _grown(recipe: Recipe, args: argparse.Namespace) -> Recipe:
 
 def _after(job: Job, code: int, *, ended: bool) -> int:
     attempt = judge(job.folder, code, restarts=job.section.restarts, job=slurm.job_name())
-    bad = sorted(set(read_text(path).split())) if (path := job.folder / BAD_NODES_FILE).exists() else []
-    done, job_id = slurm.act(attempt, job, bad=bad, ended=ended)
+    done, job_id = slurm.act(attempt, job, bad=bad_nodes(job.folder), ended=ended)
     if job_id:
         remember_job(job.folder, on="slurm", job_id=job_id)
     for text in [f"{attempt.why}: {done}", *(cron.revive(job.folder) if attempt.next == "again" else [])]:
@@ -92,7 +95,7 @@ def _on_hosts(recipe: Recipe, job: Job, args: argparse.Namespace) -> int:
     if args.dry_run:
         first = found[0].name.rpartition("@")[2]
         return _print(
-            "\n\n".join(f"# {host.name}\n{hosts.script(job, i, first, 29500)}" for i, host in enumerate(found))
+            "\n\n".join(f"# {host.name}\n{hosts.script(job, host, i, first, 29500)}" for i, host in enumerate(found))
         )
     return _restarted(recipe, args, lambda job: hosts.run(job, hosts.of(job)))
 
@@ -103,6 +106,7 @@ def _on_slurm(recipe: Recipe, job: Job, args: argparse.Namespace) -> int:
     if args.dry_run:
         texts = [text for step, each, shares in planned for text in stages.scripts(each, step, shares)]
         return _print("\n".join([*texts, slurm.script(job)] if "train" in steps else texts))
+    _refuse_second(job)
     write_recipe(job, recipe)
     job_id = ""
     for step, each, shares in planned:
@@ -124,7 +128,16 @@ def _on_azureml(recipe: Recipe, job: Job, args: argparse.Namespace) -> int:
     if args.dry_run:
         return _print(document)
     write_recipe(job, recipe)
-    return _print(f"submitted: {azureml.submit(job.write('job.yaml', document))}")
+    azureml.submit(job.write("job.yaml", document), follow=args.follow)
+    return exit_codes.OK
+
+
+def _refuse_second(job: Job) -> None:
+    """While the one that was launched before is in the queue or runs, as far as this machine knows."""
+    found = job_of(job.folder)
+    if found.state in ("running", "pending") and str(os.getpid()) not in found.text.split():
+        rule = "two trainings of one run would wait for each other, or undo each other's work"
+        raise StorageError(Problem(f"{job.folder} {found.text}", rule, "end it first, or give another --run-dir"))
 
 
 def _print(text: str) -> int:
@@ -136,6 +149,7 @@ def _restarted(recipe: Recipe, args: argparse.Namespace, start: Callable[[Job], 
     """Start again for as long as that helps; the exit code of the last time."""
     folder = run_folder(args, recipe)
     job = training_job(recipe, folder)
+    _refuse_second(job)
     write_recipe(job, recipe)
     remember_job(folder, on=job.section.on, process=os.getpid())
     while True:

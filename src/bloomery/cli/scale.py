@@ -1,10 +1,13 @@
-"""`bloomery scale RECIPE --nodes 1,2,4`: what more nodes bring, as a table, JSON and a picture.
-`bloomery scale --compare A.json B.json`: several results in one picture."""
+"""`bloomery scale RECIPE --nodes 1,2,4`: what more nodes bring, as a table, JSON and a picture."""
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +50,9 @@ def run(args: argparse.Namespace) -> int:
         remove_tree(folder)  # of an earlier experiment
         on = [f"launch.on={args.on}"] if args.on else []
         words = [*args.overrides, *on, *overrides(recipe, nodes, steps=args.steps, strong=args.strong)]
-        if code := main(["launch", args.recipe, *words, "--run-dir", str(folder), "--follow"]):
+        with _on_standard_error():
+            code = main(["launch", args.recipe, *words, "--run-dir", str(folder), "--follow"])
+        if code:
             return code
         points.append(measured(folder, nodes))
         remove_tree(folder / CHECKPOINTS)  # what a training ends with; nobody needs it
@@ -57,6 +62,20 @@ def run(args: argparse.Namespace) -> int:
     write_atomically(output / _PICTURE, picture(results))
     show(args, {**facts, "picture": str(output / _PICTURE)})
     return exit_codes.OK
+
+
+@contextmanager
+def _on_standard_error() -> Iterator[None]:
+    """What the trainings print, in processes of their own as well: standard output is for the answer."""
+    sys.stdout.flush()
+    kept = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        yield
+    finally:
+        sys.stdout.flush()
+        os.dup2(kept, 1)
+        os.close(kept)
 
 
 def _points(path: Path) -> list[dict[str, Any]]:

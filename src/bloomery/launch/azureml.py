@@ -87,8 +87,8 @@ def document(job: Job, section: AzuremlSection) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def submit(path: Path) -> str:
-    """Through the SDK and the workspace of a config.json; the place of the job in the studio."""
+def submit(path: Path, *, follow: bool) -> None:
+    """Through the SDK and the workspace of a config.json. Prints the place of the job in the studio, then its log."""
     try:
         from azure.ai.ml import MLClient, load_job  # type: ignore[import-untyped]
         from azure.identity import DefaultAzureCredential
@@ -96,10 +96,15 @@ def submit(path: Path) -> str:
         by_hand = f"az ml job create --file {shlex.quote(str(path))}"
         rule = f"the file is written; `{by_hand}` submits it as well"
         raise DataError(
-            Problem("azure-ai-ml is not installed", rule, "pip install azure-ai-ml azure-identity")
+            Problem("azure-ai-ml is not installed", rule, "run `pip install azure-ai-ml azure-identity`")
         ) from None
     try:
         client = MLClient.from_config(DefaultAzureCredential())
-        return str(client.jobs.create_or_update(load_job(path)).studio_url)
+        job = client.jobs.create_or_update(load_job(path))
+        print(f"submitted: {job.studio_url}", flush=True)
+        if follow:
+            client.jobs.stream(job.name)
     except Exception as error:  # the SDK has dozens of kinds
-        raise DataError(Problem(f"the workspace refuses: {str(error)[:300]}", remedy="see `az login`")) from error
+        raise DataError(
+            Problem(f"AzureML reports: {str(error)[:300]}", remedy="see `az login`, or the job's page")
+        ) from error

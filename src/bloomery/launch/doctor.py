@@ -15,6 +15,7 @@ from statistics import median
 from typing import Any
 
 from bloomery import __version__
+from bloomery.base.bounded import read_text
 from bloomery.base.errors import Problem
 from bloomery.base.units import format_bytes
 from bloomery.config.recipe import Recipe
@@ -41,7 +42,7 @@ _COMMANDS = ("g++", "ssh", "sbatch")
 _PROBE_BYTES = 2**26
 _SLOW_BYTES_PER_SECOND = 50e6
 BAD_NODES_FILE = "launch/bad_nodes.txt"
-"""Hosts that the next job of the run is not given."""
+"""Hosts that the next job of the run is not given, until somebody removes them there."""
 _LEAST_SHARED_MEMORY_BYTES = 2**30
 _SLOW_DEVICE = 0.8
 """Of the median: devices of one kind differ by a few percent."""
@@ -142,6 +143,11 @@ def slow_devices(nodes: Sequence[tuple[str, list[dict[str, Any]]]]) -> Iterator[
         for each in measured:
             if each["tflops"] < _SLOW_DEVICE * usual:
                 yield f"{each['device']} of {host} computes only {each['tflops']:.4g} TFLOP/s, others {usual:.4g}"
+
+
+def bad_nodes(run: Path) -> list[str]:
+    path = run / BAD_NODES_FILE
+    return sorted(set(read_text(path).split())) if path.exists() else []
 
 
 def slow_storage(facts: dict[str, Any]) -> str:

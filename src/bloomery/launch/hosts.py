@@ -5,12 +5,13 @@ from __future__ import annotations
 import random
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -18,6 +19,7 @@ from typing import NamedTuple
 from bloomery.base import exit_codes, signals
 from bloomery.base.bounded import read_text
 from bloomery.base.errors import Problem, RecipeError
+from bloomery.launch.doctor import BAD_NODES_FILE, bad_nodes
 from bloomery.launch.job import Job
 
 _SSH = (
@@ -46,8 +48,8 @@ class Host(NamedTuple):
     slots: int | None
 
 
-def read_hostfile(path: Path, *, nodes: int, ranks_per_node: int) -> list[Host]:
-    """The first `nodes` hosts. RecipeError with every problem of the file."""
+def read_hostfile(path: Path, *, nodes: int, ranks_per_node: int, bad: Sequence[str] = ()) -> list[Host]:
+    """The first `nodes` hosts that are not bad. RecipeError with every problem of the file."""
     try:
         lines = read_text(path).splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -66,12 +68,13 @@ def read_hostfile(path: Path, *, nodes: int, ranks_per_node: int) -> list[Host]:
                 problems.append(
                     Problem(f"{match[0]} has too few", rule, "lower it, or use another host", f"{path}:{number}")
                 )
-    if len(found) < nodes:
-        rule = f"launch.nodes is {nodes}"
-        problems.append(Problem(f"{path} has {len(found)} hosts", rule, "add hosts, or lower it", str(path)))
+    good = [host for host in found.values() if host.name not in bad]
+    if len(good) < nodes:
+        rule, but = f"launch.nodes is {nodes}", f" without {', '.join(bad)} of {BAD_NODES_FILE}" if bad else ""
+        problems.append(Problem(f"{path} has {len(good)} hosts{but}", rule, "add hosts, or lower it", str(path)))
     if problems:
         raise RecipeError(problems)
-    return list(found.values())[:nodes]
+    return good[:nodes]
 
 
 def of(job: Job) -> list[Host]:
@@ -79,11 +82,15 @@ def of(job: Job) -> list[Host]:
     section = job.section
     if section.hostfile is None:
         raise RecipeError(Problem("launch.hostfile is missing", "launch.on is hosts", "name a file of hosts there"))
-    return read_hostfile(Path(section.hostfile), nodes=section.nodes, ranks_per_node=section.gpus_per_node)
+    path, bad = Path(section.hostfile), bad_nodes(job.folder)
+    return read_hostfile(path, nodes=section.nodes, ranks_per_node=section.gpus_per_node, bad=bad)
 
 
-def script(job: Job, node: int, address: str, port: int) -> str:
-    """What a host runs in bash."""
+def script(job: Job, host: Host, node: int, address: str, port: int) -> str:
+    """What a host runs in bash: it is examined, together with the others, and then trains."""
+    recipe = str(job.launch_folder / "recipe.yaml")
+    check = [*job.program, "doctor", "--node", "--host", host.name, recipe, "--run-dir", str(job.folder)]
+    as_rank = "RANK=$NODE_RANK WORLD_SIZE=$NNODES LOCAL_RANK=0 LOCAL_WORLD_SIZE=1 MASTER_PORT=$((MASTER_PORT + 1))"
     place = {"NODE_RANK": node, "NNODES": job.section.nodes, "MASTER_ADDR": address, "MASTER_PORT": port}
     return "\n".join(
         [
@@ -91,7 +98,8 @@ def script(job: Job, node: int, address: str, port: int) -> str:
             *job.exports(),
             *(f"export {name}={value}" for name, value in place.items()),
             *job.section.setup,
-            f"{job.command()} {job.keep_errors()}",
+            f"{as_rank} {shlex.join(check)} {job.keep_errors()} &&",
+            f"  {job.command()} {job.keep_errors()}",
         ]
     )
 
@@ -137,9 +145,11 @@ class _Connection(threading.Thread):
 
 def run(job: Job, hosts: list[Host]) -> int:
     """Start on all hosts and wait; when one fails, the others end too. The exit code of the first that failed."""
-    address, port = hosts[0].name.rpartition("@")[2], random.SystemRandom().randrange(16384, 32768)
+    if shutil.which("ssh") is None:
+        raise RecipeError(Problem("there is no ssh here", "launch.on is hosts", "install openssh-client"))
+    address, port = hosts[0].name.rpartition("@")[2], random.SystemRandom().randrange(16384, 32767)
     connections = [
-        _Connection(host, script(job, node, address, port), f"{host.name}: " if node else "")
+        _Connection(host, script(job, host, node, address, port), f"{host.name}: " if node else "")
         for node, host in enumerate(hosts)
     ]
     failed = exit_codes.OK

@@ -44,7 +44,7 @@ class Job:
     @property
     def program(self) -> list[str]:
         """This very `bloomery`, or that of the container."""
-        return ["bloomery"] if self.section.image else [sys.executable, "-m", "bloomery"]
+        return ["bloomery"] if self.section.image and self.section.on == "slurm" else [sys.executable, "-m", "bloomery"]
 
     def command(self) -> str:
         """What every rank does."""

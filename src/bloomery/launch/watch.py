@@ -83,7 +83,7 @@ def status_of(folder: Path, name: str, alerts: AlertsSection) -> Status:
     """`name`: of the run."""
     records = list(_tail(folder / names.METRICS_FILE))
     last = {str(event["kind"]): event for event in readable_lines(folder / names.EVENTS_FILE) if "kind" in event}
-    job = _job(folder, is_finished=_is_finished(last))
+    job = job_of(folder, is_finished=_is_finished(last))
     times = [record.time for record in records] + [_time(last, kind) for kind in last] + [job.since]
     newest = records[-1] if records else None
     save = last.get(names.Event.SAVE)
@@ -194,7 +194,8 @@ def _born(process: int) -> str:
         return ""
 
 
-def _job(folder: Path, *, is_finished: bool) -> Job:
+def job_of(folder: Path, *, is_finished: bool = False) -> Job:
+    """What was launched last, as far as this machine can know."""
     path = folder / JOB_FILE
     known = parse_json(read_text(path)) if path.exists() else {}
     if known.get("on") == "slurm":
