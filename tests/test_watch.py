@@ -209,13 +209,23 @@ def test_a_training_that_is_stopped_is_one_alert(workshop: Workshop, receiver: R
     assert [post["text"] for post in receiver.posts[1:]] == ["small is not RUNNING or SCHEDULED!"]
 
 
-def test_a_hang_that_the_ranks_have_explained_is_told_in_their_words(tmp_path: Path) -> None:
-    run = run_folder(tmp_path / "run")
+def test_a_hang_that_the_ranks_have_explained_is_told_in_their_words(
+    tmp_path: Path, receiver: Receiver, told: dict[str, Any]
+) -> None:
+    """Once, also if the next job runs already."""
+    run = run_folder(tmp_path / "run", disk_below=0.0, **told)
+    remember_job(run, on="local", process=os.getpid())
+    pulses(run, 1)
     event(run, "hang", 30, text="rank 0 has waited 61 s for rank 1, which last reported step 30")
-    assert alerts_of(run)["silent"].endswith("it hangs. rank 0 has waited 61 s for rank 1, which last reported step 30")
+    event(run, "start", 20)
+    pulses(run)
+    assert one_alert(receiver) == "small hangs: rank 0 has waited 61 s for rank 1, which last reported step 30"
+    assert alerts_of(run) == {}
+    event(run, "hang", 31, text="rank 0 has waited 61 s for rank 1, which last reported step 31")
     remember_job(run, on="local", process=2**22 + 1)
     assert alerts_of(run)["gone"].startswith("small is not RUNNING or SCHEDULED! rank 0 has waited 61 s")
-    event(run, "start", 20, at=time.time() + 1)
+    event(run, "start", 20)
+    pulses(run, 1)
     assert alerts_of(run)["gone"] == "small is not RUNNING or SCHEDULED!"
 
 

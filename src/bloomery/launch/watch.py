@@ -104,25 +104,25 @@ def status_of(folder: Path, name: str, alerts: AlertsSection) -> Status:
 def _alerts(
     folder: Path, status: Status, records: list[StepRecord], last: dict[str, dict[str, Any]], limits: AlertsSection
 ) -> Iterator[tuple[str, str]]:
-    verdict = str(last[names.Event.HANG].get("text")) if _is_newer(last, names.Event.HANG, names.Event.START) else ""
+    pulse, began = folder / _PULSE_FILE, _time(last, names.Event.START)
+    told = pulse.stat().st_mtime if pulse.exists() else float("inf")  # what is over by now is told all the same
+    hang = last[names.Event.HANG].get("text") if _time(last, names.Event.HANG) > min(began, told) else ""
     if status.job.state == "gone":
-        yield "gone", f"{status.name} is not RUNNING or SCHEDULED! {verdict}".rstrip()
-    if status.job.state in ("running", "unknown") and status.silent_seconds is not None and not _is_finished(last):
+        yield "gone", f"{status.name} is not RUNNING or SCHEDULED! {hang}".rstrip()
+    elif hang:
+        yield "silent", f"{status.name} hangs: {hang}"
+    elif status.job.state in ("running", "unknown") and status.silent_seconds is not None and not _is_finished(last):
         gaps = [after.time - before.time for before, after in pairwise(records)]
         patience = max(limits.silent_after.seconds, _SILENT_INTERVALS * median(gaps) if gaps else 0)
-        if verdict or status.silent_seconds > patience:
-            silence = f"{status.name} has said nothing for {format_seconds(status.silent_seconds)}: it hangs"
-            yield "silent", f"{silence}. {verdict}" if verdict else silence
+        if status.silent_seconds > patience:
+            yield "silent", f"{status.name} has said nothing for {format_seconds(status.silent_seconds)}: it hangs"
     if status.job.state != "finished":
         for name, _ in cron.lost(folder):
             yield name, f"the job {name} of {status.name} is not in the queue any more"
-    pulse = folder / _PULSE_FILE
-    is_new = pulse.exists() and _time(last, names.Event.SPIKE) > pulse.stat().st_mtime
-    if is_new or _is_newer(last, names.Event.SPIKE, names.Event.SPIKE_OVER, names.Event.REWIND, names.Event.START):
-        yield (
-            "spike",
-            f"the loss or gradient norm of {status.name} spiked at step {last[names.Event.SPIKE].get('step')}",
-        )
+    over = max(began, _time(last, names.Event.SPIKE_OVER), _time(last, names.Event.REWIND))
+    if _time(last, names.Event.SPIKE) > min(over, told):
+        step = last[names.Event.SPIKE].get("step")
+        yield "spike", f"the loss or gradient norm of {status.name} spiked at step {step}"
     speeds = [record.tokens_per_second for record in records]
     if len(speeds) >= 20 and median(speeds[-5:]) < limits.slow_below * median(speeds):
         rate = f"{format_count(median(speeds[-5:]))} tokens/s instead of {format_count(median(speeds))}"
@@ -166,10 +166,6 @@ def forget_alerts(folder: Path, kinds: Collection[str]) -> None:
 def _time(last: dict[str, dict[str, Any]], kind: str) -> float:
     found = last.get(kind, {}).get("time")
     return float(found) if isinstance(found, int | float) else 0.0
-
-
-def _is_newer(last: dict[str, dict[str, Any]], kind: str, *others: str) -> bool:
-    return _time(last, kind) > max(_time(last, other) for other in others)
 
 
 def pulse(status: Status) -> str:
