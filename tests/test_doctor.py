@@ -72,6 +72,9 @@ def test_a_slow_device_is_told_from_those_of_all_nodes() -> None:
     assert not list(doctor.slow_devices(nodes))
     nodes[1][1][2]["tflops"] = 412.25
     assert list(doctor.slow_devices(nodes)) == ["cuda:2 of n1 computes only 412.2 TFLOP/s, others 701"]
+    assert list(doctor.slow_devices([("n0", [measured(700.0)]), ("n1", [measured(300.0, device="cuda:7")])])) == [
+        "cuda:7 of n1 computes only 300 TFLOP/s, others 700"
+    ]
 
 
 def test_a_device_that_fails_is_named_and_does_not_end_the_report(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ import socket
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from statistics import median
+from statistics import median_high
 from typing import Any
 
 from bloomery import __version__
@@ -138,7 +138,7 @@ def run_problems(recipe: Recipe, facts: dict[str, Any]) -> Iterator[Problem]:
 
 def slow_devices(nodes: Sequence[tuple[str, list[dict[str, Any]]]]) -> Iterator[str]:
     """Warnings. `nodes`: the host and what was `measured` on each."""
-    usual = median(each["tflops"] for _, measured in nodes for each in measured)
+    usual = median_high(each["tflops"] for _, measured in nodes for each in measured)
     for host, measured in nodes:
         for each in measured:
             if each["tflops"] < _SLOW_DEVICE * usual:

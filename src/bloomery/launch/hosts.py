@@ -22,18 +22,7 @@ from bloomery.base.errors import Problem, RecipeError
 from bloomery.launch.doctor import BAD_NODES_FILE, bad_nodes
 from bloomery.launch.job import Job
 
-_SSH = (
-    "ssh",
-    "-tt",
-    "-o",
-    "BatchMode=yes",
-    "-o",
-    "ConnectTimeout=10",
-    "-o",
-    "ServerAliveInterval=5",
-    "-o",
-    "ServerAliveCountMax=3",
-)
+_SSH = ("ssh", "-tt", "-oBatchMode=yes", "-oConnectTimeout=10", "-oServerAliveInterval=5", "-oServerAliveCountMax=3")
 """With a terminal, so that what runs there ends with the connection; a dead host is noticed within 15 seconds."""
 _FAILED_SSH = 255
 _POLL_SECONDS = 0.2
