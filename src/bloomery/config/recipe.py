@@ -456,9 +456,11 @@ class StageSection(Section):
     array: Size = 1
     """How many shares."""
     partition: Line | None = None
-    """This and the next two: instead of those of `launch`."""
+    """Instead of that of `launch`."""
     time_limit: WallClock | None = None
+    """Instead of that of `launch`."""
     mem: Line | None = None
+    """Instead of that of `launch`."""
     cpus_per_task: Size | None = None
     """Cores of each share."""
 
@@ -489,7 +491,9 @@ class LaunchSection(Section):
     partition: Line | None = None
     """Queue of the job (this and all below: slurm)."""
     account: Line | None = None
+    """Whom the hours are charged to."""
     qos: Line | None = None
+    """Quality of service: limits and priority that the cluster has a name for."""
     constraint: Line | None = None
     """Features that nodes must have."""
     exclude: Line | None = None
