@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -106,6 +107,30 @@ def test_a_batch_has_at_most_a_thousand_files_and_a_gibibyte() -> None:
     large = {f"checkpoints/{i}": (2**29, 0) for i in range(5)}
     assert [len(batch) for batch in module._batches(large)] == [2, 2, 1]
     assert list(module._batches({})) == []
+
+
+def test_a_library_may_report_a_file_that_is_gone_as_it_likes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """huggingface_hub: `Provided path is not a file on the local file system`, a ValueError."""
+    run, there, real = make_run(tmp_path / "run"), tmp_path / "there", module._to_store
+
+    def send(run: Path, target: str, files: list[str]) -> None:
+        if LARGE in files:
+            (run / "checkpoints/step-00000005").rename(run / ".gone")
+            raise ValueError("it is not a file on the local file system")
+        real(run, target, files)
+
+    monkeypatch.setattr(module, "_to_store", send)
+    assert set(sync(run, str(there), EVERYTHING)) == {file for file in EXPECTED if "step-" not in file}
+
+
+def test_a_batch_of_growing_files_needs_no_open_one_for_each(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run")
+    before = len(os.listdir("/proc/self/fd"))
+    with ExitStack() as opened:
+        copies = [opened.enter_context(module._snapshot(run / "logs/main_log.txt")) for _ in range(20)]
+        assert {Path(copy).read_text() for copy in copies} == {"one\n"}
+        assert len(os.listdir("/proc/self/fd")) == before
+    assert not any(Path(copy).exists() for copy in copies)
 
 
 @pytest.mark.parametrize("goes", ["as a whole", "with some of it sent"])

@@ -118,12 +118,13 @@ def _send(run: Path, target: str, files: list[str]) -> list[str]:
             raise DataError(Problem(what, remedy="`bloomery doctor` says how to install it")) from error
         except Exception as error:  # of any of five libraries
             before, files = files, [file for file in files if (run / file).exists()]
-            attempt += files == before
+            if files != before:
+                continue
+            attempt += 1
             if attempt == _TRIES or isinstance(error, ValueError):  # of the address: it stays wrong
                 what = f"{target} takes no files: {type(error).__name__}: {str(error)[:300]}"
                 raise DataError(Problem(what, "what has arrived stays", "run the command again")) from error
-            if files == before:
-                time.sleep(_FIRST_PAUSE_SECONDS * 2 ** (attempt - 1))
+            time.sleep(_FIRST_PAUSE_SECONDS * 2 ** (attempt - 1))
     return files
 
 
@@ -191,9 +192,8 @@ def _to_git(run: Path, target: str, files: Sequence[str]) -> None:
 def _snapshot(path: Path) -> Iterator[str]:
     """A copy that does not grow while it travels; a checkpoint's files are final."""
     if path.suffix in (".jsonl", ".txt", ".log") or "tfevents" in path.name:
-        with tempfile.NamedTemporaryFile() as copy:
-            shutil.copyfile(path, copy.name)
-            yield copy.name
+        with tempfile.TemporaryDirectory() as folder:  # no open file: a batch has a thousand of them
+            yield shutil.copy(path, folder)
     else:
         yield str(path)
 
