@@ -103,12 +103,18 @@ def test_the_job_of_azureml(workshop: Workshop, capsys: pytest.CaptureFixture[st
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"shm_size": "16gigs"}, "launch.azureml.shm_size is '16gigs'"),
+        (
+            {"shm_size": "16gigs"},
+            "shm_size is '16gigs'. Size of /dev/shm in the container: `64g`, or a number with b, k or m",
+        ),
         ({"services": ["jupyter"]}, "launch.azureml.services.0 is 'jupyter'"),
         ({"outputs": "/tmp/outputs"}, "launch.azureml.outputs is '/tmp/outputs'"),
         ({"inputs": {"shards": "/mnt/shards"}}, "launch.azureml.inputs.shards is '/mnt/shards'"),
         ({"inputs": {}}, "data.train.0.path is 'shards/train'. Nodes see only the folders of launch.azureml.inputs"),
-        ({"inputs": {"a-b": "azureml://d"}}, "launch.azureml.inputs"),
+        (
+            {"inputs": {"a-b": "azureml://d"}},
+            "launch.azureml.inputs.a-b is 'a-b'. Folders (`azureml://...`) that are mounted",
+        ),
         ({"compute": None}, "launch.azureml.compute"),
         ({"environment": None}, "launch.azureml.environment"),
         ({"instances": 2}, "launch.azureml.instances"),

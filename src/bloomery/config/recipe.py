@@ -434,11 +434,12 @@ class AzuremlSection(Section):
     environment: PathText
     """A registered environment such as `azureml:bloomery@latest`, or an image: `docker.io/org/image:tag`."""
     outputs: Annotated[str, Field(pattern="^azureml://")]
-    """Durable place of the run folder: a replaced node resumes from it. `azureml://datastores/NAME/paths/FOLDER`."""
+    """Durable place of the run folder, `azureml://datastores/NAME/paths/FOLDER`: a replaced node resumes from it."""
     inputs: dict[Annotated[str, Field(pattern=r"^[A-Za-z_]\w*$")], Annotated[str, Field(pattern="^azureml://")]] = {}
-    """Folders that are mounted read-only and appear in the working directory under their names: `{shards: URI}`."""
+    """Folders (`azureml://...`) that are mounted read-only and appear in the working directory under their names, which
+    are letters, digits and `_`: `{shards: URI}`."""
     shm_size: Annotated[str, Field(pattern="^[1-9][0-9]*[bkmg]$")] = "64g"
-    """Size of /dev/shm in the container."""
+    """Size of /dev/shm in the container: `64g`, or a number with b, k or m."""
     services: list[Literal["jupyter_lab", "tensor_board", "vs_code"]] = []
     """Interactive services of the job; tensor_board shows those of the run."""
     experiment: PathText | None = None
