@@ -162,8 +162,11 @@ def follow(job_id: str) -> Iterator[str]:
 
 
 def exit_code(job_id: str) -> int:
-    """The worst of the job and its tasks."""
-    codes = [facts.get("ExitCode", "0:0").split(":") for facts in tasks(job_id).values()]
+    """The worst of the job and its tasks; one for interrupts where no task has run to its end."""
+    found = tasks(job_id).values()
+    if found and all(facts.get("JobState") == "CANCELLED" for facts in found):
+        return exit_codes.INTERRUPTED
+    codes = [facts.get("ExitCode", "0:0").split(":") for facts in found]
     return max((int(code) or (exit_codes.LOST_RANK if int(number) else 0) for code, number in codes), default=0)
 
 
