@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gzip
+import hashlib
 import json
 import os
 import re
@@ -16,7 +18,9 @@ from typing import Any
 
 import pytest
 
+from bloomery.base import exit_codes
 from bloomery.cli.main import main
+from bloomery.launch.slurm import exit_code
 from conftest import Workshop
 
 UP = Path(__file__).with_name("slurm_up.sh")
@@ -28,6 +32,11 @@ MISSING = [
 pytestmark = pytest.mark.skipif(
     os.geteuid() != 0 or bool(MISSING), reason=f"needs root, and {MISSING or 'nothing else'}"
 )
+STEPS = ("--step", "download", "--step", "extract", "--step", "prepare", "--step", "train", "--array", "3")
+STAGES = {
+    "download": {"arguments": ["files.json", "--output", "raw"]},
+    "extract": {"arguments": ["raw", "--output", "chunks", "--chunks", "4"]},
+}
 TWO = ("batch.micro_batch_size=2", "lr.decay=null")
 
 
@@ -95,14 +104,25 @@ def steps(run: Path) -> int:
 
 
 def attempts(run: Path) -> list[tuple[int, str]]:
-    lines = (run / "launch" / "attempts.jsonl").read_text().splitlines()
+    path = run / "launch" / "attempts.jsonl"
+    lines = path.read_text().splitlines() if path.exists() else []
     return [(each["code"], each["next"]) for each in map(json.loads, lines)]
 
 
-def queued_again(job: str) -> None:
+def queued_again(job: str, restarts: int = 1) -> None:
     """A requeued job waits two minutes for its nodes to be clean: not here."""
-    until(lambda: "Restarts=1" in slurm("scontrol", "show", "job", job) and state(job) == "PENDING")
+    until(lambda: f"Restarts={restarts}" in slurm("scontrol", "show", "job", job) and state(job) == "PENDING")
     slurm("scontrol", "update", f"JobId={job}", "StartTime=now")
+
+
+def ranks(run: Path) -> list[str]:
+    """Their processes, on any node."""
+    return slurm("pgrep", "-f", f"bloomery train {run}/launch").split()
+
+
+def newest(workshop: Workshop, run: Path) -> dict[int, float]:
+    """The loss of each step, as the last start that came to it has logged it."""
+    return {record["step"]: record["losses"]["lm loss"] for record in workshop.metrics(run)}
 
 
 def log(run: Path) -> str:
@@ -112,18 +132,21 @@ def log(run: Path) -> str:
 def test_a_chain_goes_on_after_the_time_limit_as_if_there_were_none(
     workshop: Workshop, submit: Callable[..., str]
 ) -> None:
-    run = workshop.folder / "runs" / "small"
-    long = "train.for=2000 steps"
-    job = submit(long, time_limit="2m", save_before="1m", array=20)
-    until(lambda: state(f"{job}_1") in ("COMPLETED", "TIMEOUT"), 240)
+    """The shortest limit that Slurm knows. It sends the signal up to half a minute earlier than asked."""
+    run, long = workshop.folder / "runs" / "small", "train.for=100000 steps"
+    job = submit(long, time_limit="1m", save_before="10s", array=3)
+    until(lambda: state(f"{job}_1") in ("COMPLETED", "TIMEOUT"), 150)
     assert state(f"{job}_1") == "COMPLETED", "the ranks saved and ended before the limit"
-    until(lambda: attempts(run)[-1][1] == "finished", 1200)
-    assert {verdict for _, verdict in attempts(run)[:-1]} == {"again"}
-    assert workshop.events(run, "stop")[0]["reason"] == "signal"
-    assert re.search(r"2 nodes reach each other with [\d.]+ \w+/s", log(run))
-    whole = workshop.train(long, "launch={gpus_per_node: 2}", *TWO, run="whole")
-    assert workshop.losses(run) == workshop.losses(whole)
+    before = steps(run)
+    until(lambda: steps(run) > before + 5, 60)
+    assert main(["stop", str(run)]) == 0
     until(lambda: not slurm("squeue", "--noheader"), 60)  # the rest of the chain is cancelled
+    assert attempts(run) == [(0, "again"), (0, "stop")]
+    assert [event["reason"] for event in workshop.events(run, "stop")] == ["signal", "control"]
+    assert re.search(r"2 nodes reach each other with [\d.]+ \w+/s", log(run))
+    exactly = f"train.exit_after={steps(run)} steps"
+    whole = workshop.train(long, exactly, "launch={gpus_per_node: 2}", *TWO, run="whole")
+    assert workshop.losses(run) == workshop.losses(whole)
 
 
 def test_a_cancelled_job_saves_and_is_not_started_again(workshop: Workshop, submit: Callable[..., str]) -> None:
@@ -131,7 +154,7 @@ def test_a_cancelled_job_saves_and_is_not_started_again(workshop: Workshop, subm
     job = submit("train.for=100000 steps")
     until(lambda: steps(run) > 3)
     slurm("scancel", job)
-    until(lambda: state(job) == "CANCELLED" and (run / "launch" / "attempts.jsonl").exists())
+    until(lambda: state(job) == "CANCELLED" and attempts(run))
     assert (run / "checkpoints" / "latest").exists()
     (job_log,) = run.glob(f"logs/*{job}.log")
     until(lambda: "somebody has cancelled the job" in job_log.read_text(), 30)
@@ -157,8 +180,7 @@ def test_a_dead_rank_is_a_new_start_and_a_wrong_recipe_is_not(workshop: Workshop
     run = workshop.folder / "runs" / "small"
     job = submit("train.for=300 steps", "checkpoint.phases=[{every: 5 steps}]")
     until(lambda: steps(run) > 7)
-    ranks = slurm("pgrep", "-f", f"bloomery train {run}/launch").split()
-    subprocess.run(["kill", "-9", ranks[-1]], check=True)
+    subprocess.run(["kill", "-9", ranks(run)[-1]], check=True)
     queued_again(job)
     until(lambda: state(job) == "COMPLETED", 240)
     assert [verdict for _, verdict in attempts(run)] == ["again", "finished"]
@@ -185,11 +207,37 @@ def test_a_node_that_dies_is_replaced(
         cluster("revive-node", "n2")
 
 
+def test_a_node_that_is_cut_off_is_replaced_and_changes_nothing_any_more(
+    workshop: Workshop, submit: Callable[..., str], cluster: Callable[..., None]
+) -> None:
+    """It is the one of rank 0, which writes, and of the job's script. Both live on there."""
+    run = workshop.folder / "runs" / "small"
+    job = submit("train.for=400 steps", "checkpoint.phases=[{every: 5 steps}]")
+    until(lambda: steps(run) > 7)
+    cluster("cut-node", "n1")
+    try:
+        queued_again(job)
+        assert ranks(run), "rank 0 waits for the others"
+        until(lambda: attempts(run) == [(exit_codes.STORAGE, "again")], 60)
+        assert "is in use by process" in log(run)
+        until(lambda: not ranks(run), 90)
+        queued_again(job, restarts=2)
+        until(lambda: state(job) == "RUNNING" and steps(run) > 20)
+        assert "NodeList=n[2-3]" in slurm("scontrol", "show", "job", job)
+    finally:
+        cluster("heal-node", "n1")
+    until(lambda: state(job) == "COMPLETED", 120)
+    assert "Restarts=2" in slurm("scontrol", "show", "job", job), "its old script has not put it into the queue again"
+    assert attempts(run) == [(exit_codes.STORAGE, "again"), (0, "finished")]
+    whole = workshop.train("train.for=400 steps", "launch={gpus_per_node: 2}", *TWO, run="whole")
+    assert newest(workshop, run) == newest(workshop, whole)
+
+
 def test_after_the_ramp_the_next_job_has_more_nodes(workshop: Workshop, submit: Callable[..., str]) -> None:
     run = workshop.folder / "runs" / "small"
     batch = "batch={micro_batch_size: 2, global_batch_size: 4, rampup: {start: 2, increment: 2, samples: 40}}"
     submit("train.for=60 steps", "train.exit_after=30 steps", batch, nodes=1, nodes_after_ramp=2, array=3)
-    until(lambda: attempts(run)[-1:] == [(0, "finished")] if (run / "launch/attempts.jsonl").exists() else False, 240)
+    until(lambda: attempts(run)[-1:] == [(0, "finished")], 240)
     assert [start["ranks"] for start in workshop.events(run, "start")] == [1, 2]
     until(lambda: not slurm("squeue", "--noheader"), 60)
 
@@ -197,17 +245,20 @@ def test_after_the_ramp_the_next_job_has_more_nodes(workshop: Workshop, submit: 
 def test_the_data_is_prepared_by_an_array_and_a_share_that_fails_is_retried_alone(
     workshop: Workshop, submit: Callable[..., str]
 ) -> None:
-    run, words = workshop.folder / "runs" / "small", ["--step", "prepare", "--step", "train", "--array", "3"]
+    run, once = workshop.folder / "runs" / "small", workshop.folder / "once"
     texts = workshop.folder / "texts"
     texts.mkdir()
     for i in range(12):
         lines = [json.dumps({"text": f"the {i} and {k}. " * 40}) for k in range(30)]
-        (texts / f"{i}.jsonl").write_text("\n".join(lines) + "\n")
+        (texts / f"{i}.jsonl.gz").write_bytes(gzip.compress("\n".join(lines).encode()))
     assert main(["tokenizer", "train", "texts", "--vocab-size", "280", "--output", "tokenizer"]) == 0
-    data = ["tokenizer={path: tokenizer}", "prepare=[{output: shard, sources: [texts]}]", "data.train=[{path: shard}]"]
-    once = workshop.folder / "once"
-    fails = f'[ "$SLURM_ARRAY_TASK_ID" != 1 ] || [ -e {once} ] || {{ touch {once}; srun() {{ return 7; }}; }}'
-    last = submit(*words, *data, "model.vocab_size=280", "train.for=5 steps", nodes=1, setup=[fails])
+    files = [{"url": str(path), "md5": hashlib.md5(path.read_bytes()).hexdigest()} for path in texts.iterdir()]
+    (workshop.folder / "files.json").write_text(json.dumps(files))
+    data = ["prepare=[{output: shard, sources: ['chunks/*.jsonl']}]", "data.train=[{path: shard}]"]
+    data += ["tokenizer={path: tokenizer}", "model.vocab_size=280"]
+    fails = f'[ "$SLURM_JOB_NAME-$SLURM_ARRAY_TASK_ID" != small-extract-1 ] || [ -e {once} ] || '
+    fails += f"{{ touch {once}; srun() {{ return 7; }}; }}"
+    last = submit(*STEPS, *data, "train.for=5 steps", nodes=1, setup=[fails], stages=STAGES)
     until(
         lambda: (
             re.search(r"(\d+_1) PENDING", slurm("squeue", "--noheader", "--array", "--format=%F_%K %T"))
@@ -218,9 +269,30 @@ def test_the_data_is_prepared_by_an_array_and_a_share_that_fails_is_retried_alon
     slurm("scontrol", "update", f"JobId={share}", "StartTime=now")
     until(lambda: (run / "events.jsonl").exists() and workshop.events(run, "stop"), 240)
     assert state(last) == "COMPLETED"
-    assert {path.name for path in (run / "logs" / "prepare").iterdir()} == {"0.log", "1.log", "2.log", "complete.log"}
-    assert "360 documents" in (run / "logs" / "prepare" / "complete.log").read_text()
+    for step, said in (
+        ("download", "raw: 12 files, "),
+        ("extract", "chunks: 0 written, 4 already there. 12 files in, 4 out; 360 documents"),
+        ("prepare", "360 documents"),
+    ):
+        logs = {path.name: path.read_text() for path in (run / "logs" / step).iterdir()}
+        assert logs.keys() == {"0.log", "1.log", "2.log", "complete.log"}
+        assert said in logs["complete.log"]
+        assert all(f"share {k}/3" in logs[f"{k}.log"] for k in range(3)), logs
     assert workshop.events(run, "stop")[0]["reason"] == "finished"
+
+
+def test_data_that_cannot_be_made_cancels_the_training(
+    workshop: Workshop, submit: Callable[..., str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    (workshop.folder / "files.json").write_text(json.dumps([{"url": f"{i}.jsonl"} for i in range(3)]))
+    (workshop.folder / "0.jsonl").write_text('{"text": "the only one"}\n')
+    last = submit(*STEPS, nodes=1, restarts=0, stages=STAGES)
+    until(lambda: not slurm("squeue", "--noheader"), 90)
+    assert state(last) == "CANCELLED"
+    assert re.findall(r"small-download (\d) failed with exit code 3", log(workshop.folder / "runs" / "small")) == [
+        "1", "2"
+    ]  # fmt: skip
+    assert exit_code(last) == exit_codes.INTERRUPTED
 
 
 def test_a_job_that_submits_itself_again_pulses_and_is_watched(

@@ -174,6 +174,13 @@ def job_name(environment: Mapping[str, str] = os.environ) -> str:
     return environment.get("SLURM_JOB_ID", "")
 
 
+def is_newest_start(environment: Mapping[str, str] = os.environ) -> bool:
+    """Whether Slurm knows of no later start of this job. A node that was cut off from the network may come back when
+    its job has long been running elsewhere, under the same id: the old one must decide nothing."""
+    own = environment["SLURM_JOB_ID"]
+    return tasks(own).get(own, {}).get("Restarts") == environment.get("SLURM_RESTART_COUNT", "0")
+
+
 def act(
     attempt: Attempt, job: Job, *, bad: Sequence[str], ended: bool, environment: Mapping[str, str] = os.environ
 ) -> tuple[str, str]:
@@ -218,6 +225,8 @@ def _slurm(*words: str) -> str:
     """What a command of Slurm prints. DataError with what it says when it fails."""
     try:
         done = subprocess.run(words, capture_output=True, text=True, timeout=120)
+    except subprocess.TimeoutExpired:
+        raise DataError(Problem(f"`{words[0]}` does not answer", remedy="see whether the controller is up")) from None
     except FileNotFoundError:
         rule = "launch.on=slurm needs Slurm's commands, on a login node of the cluster"
         raise RecipeError(Problem(f"there is no {words[0]} here", rule, "or see the script with --dry-run")) from None
