@@ -259,14 +259,9 @@ def test_the_data_is_prepared_by_an_array_and_a_share_that_fails_is_retried_alon
     fails = f'[ "$SLURM_JOB_NAME-$SLURM_ARRAY_TASK_ID" != small-extract-1 ] || [ -e {once} ] || '
     fails += f"{{ touch {once}; srun() {{ return 7; }}; }}"
     last = submit(*STEPS, *data, "train.for=5 steps", nodes=1, setup=[fails], stages=STAGES)
-    until(
-        lambda: (
-            re.search(r"(\d+_1) PENDING", slurm("squeue", "--noheader", "--array", "--format=%F_%K %T"))
-            and once.exists()
-        )
-    )
-    (share,) = re.findall(r"(\d+_1) PENDING", slurm("squeue", "--noheader", "--array", "--format=%F_%K %T"))
-    slurm("scontrol", "update", f"JobId={share}", "StartTime=now")
+    until(once.exists)
+    (share,) = re.findall(r"\d+_1\b", slurm("squeue", "--noheader", "--array", "--name=small-extract", "--format=%F_%K"))
+    queued_again(share)
     until(lambda: (run / "events.jsonl").exists() and workshop.events(run, "stop"), 240)
     assert state(last) == "COMPLETED"
     for step, said in (
