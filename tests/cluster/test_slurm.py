@@ -103,6 +103,11 @@ def steps(run: Path) -> int:
     return 0
 
 
+def reasons(workshop: Workshop, run: Path) -> list[str]:
+    """Of the stops so far."""
+    return [event["reason"] for event in workshop.events(run, "stop")] if (run / "events.jsonl").exists() else []
+
+
 def attempts(run: Path) -> list[tuple[int, str]]:
     path = run / "launch" / "attempts.jsonl"
     lines = path.read_text().splitlines() if path.exists() else []
@@ -132,17 +137,19 @@ def log(run: Path) -> str:
 def test_a_chain_goes_on_after_the_time_limit_as_if_there_were_none(
     workshop: Workshop, submit: Callable[..., str]
 ) -> None:
-    """The shortest limit that Slurm knows. It sends the signal up to half a minute earlier than asked."""
+    """The shortest limit that Slurm knows. It looks at limits every 30 s, and sends the signal rather early."""
     run, long = workshop.folder / "runs" / "small", "train.for=100000 steps"
-    job = submit(long, time_limit="1m", save_before="10s", array=3)
-    until(lambda: state(f"{job}_1") in ("COMPLETED", "TIMEOUT"), 150)
-    assert state(f"{job}_1") == "COMPLETED", "the ranks saved and ended before the limit"
+    job = submit(long, time_limit="1m", save_before="1s", array=9)
+    until(lambda: reasons(workshop, run) == ["signal"], 240)
     before = steps(run)
-    until(lambda: steps(run) > before + 5, 60)
+    until(lambda: steps(run) > before + 5)
     assert main(["stop", str(run)]) == 0
     until(lambda: not slurm("squeue", "--noheader"), 60)  # the rest of the chain is cancelled
-    assert attempts(run) == [(0, "again"), (0, "stop")]
-    assert [event["reason"] for event in workshop.events(run, "stop")] == ["signal", "control"]
+    *early, first, last = attempts(run)
+    assert (first, last) == ((0, "again"), (0, "stop"))
+    assert {*early} <= {(exit_codes.INTERRUPTED, "again")}, "on a slow machine: before the first step"
+    assert state(f"{job}_{len(early) + 1}") == "COMPLETED", "the ranks saved and ended before the limit"
+    assert reasons(workshop, run) == ["signal", "control"]
     assert re.search(r"2 nodes reach each other with [\d.]+ \w+/s", log(run))
     exactly = f"train.exit_after={steps(run)} steps"
     whole = workshop.train(long, exactly, "launch={gpus_per_node: 2}", *TWO, run="whole")
@@ -211,26 +218,30 @@ def test_a_node_that_is_cut_off_is_replaced_and_changes_nothing_any_more(
     workshop: Workshop, submit: Callable[..., str], cluster: Callable[..., None]
 ) -> None:
     """It is the one of rank 0, which writes, and of the job's script. Both live on there."""
-    run = workshop.folder / "runs" / "small"
-    job = submit("train.for=400 steps", "checkpoint.phases=[{every: 5 steps}]")
+    run, long = workshop.folder / "runs" / "small", "train.for=300 steps"
+    job = submit(long, "checkpoint.phases=[{every: 5 steps}]")
     until(lambda: steps(run) > 7)
+    zombies = {*ranks(run)}
     cluster("cut-node", "n1")
     try:
-        queued_again(job)
-        assert ranks(run), "rank 0 waits for the others"
-        until(lambda: attempts(run) == [(exit_codes.STORAGE, "again")], 60)
-        assert "is in use by process" in log(run)
-        until(lambda: not ranks(run), 90)
-        queued_again(job, restarts=2)
-        until(lambda: state(job) == "RUNNING" and steps(run) > 20)
+        queued_again(job)  # it may still find the folder in use, and queue again
+        until(lambda: slurm("scontrol", "update", f"JobId={job}", "StartTime=now") or resumed(workshop, run))
         assert "NodeList=n[2-3]" in slurm("scontrol", "show", "job", job)
+        until(lambda: not zombies & {*ranks(run)}, 30)
+        restarts = re.findall(r"Restarts=\d", slurm("scontrol", "show", "job", job))
     finally:
         cluster("heal-node", "n1")
-    until(lambda: state(job) == "COMPLETED", 120)
-    assert "Restarts=2" in slurm("scontrol", "show", "job", job), "its old script has not put it into the queue again"
-    assert attempts(run) == [(exit_codes.STORAGE, "again"), (0, "finished")]
-    whole = workshop.train("train.for=400 steps", "launch={gpus_per_node: 2}", *TWO, run="whole")
+    (job_log,) = run.glob(f"logs/*{job}.log")
+    until(lambda: "this start decides nothing" in job_log.read_text(), 60)
+    until(lambda: state(job) == "COMPLETED")
+    assert re.findall(r"Restarts=\d", slurm("scontrol", "show", "job", job)) == restarts
+    assert attempts(run)[-1] == (0, "finished")
+    whole = workshop.train(long, "launch={gpus_per_node: 2}", *TWO, run="whole")
     assert newest(workshop, run) == newest(workshop, whole)
+
+
+def resumed(workshop: Workshop, run: Path) -> bool:
+    return len(workshop.events(run, "start")) == 2
 
 
 def test_after_the_ramp_the_next_job_has_more_nodes(workshop: Workshop, submit: Callable[..., str]) -> None:
@@ -260,7 +271,9 @@ def test_the_data_is_prepared_by_an_array_and_a_share_that_fails_is_retried_alon
     fails += f"{{ touch {once}; srun() {{ return 7; }}; }}"
     last = submit(*STEPS, *data, "train.for=5 steps", nodes=1, setup=[fails], stages=STAGES)
     until(once.exists)
-    (share,) = re.findall(r"\d+_1\b", slurm("squeue", "--noheader", "--array", "--name=small-extract", "--format=%F_%K"))
+    (share,) = re.findall(
+        r"\d+_1\b", slurm("squeue", "--noheader", "--array", "--name=small-extract", "--format=%F_%K")
+    )
     queued_again(share)
     until(lambda: (run / "events.jsonl").exists() and workshop.events(run, "stop"), 240)
     assert state(last) == "COMPLETED"

@@ -47,7 +47,8 @@ def script(job: Job) -> str:
             f'srun --ntasks="$SLURM_NNODES" {one_each} {job.keep_errors()} &&',
             f"  {srun} {job.command()} {job.keep_errors()}",
             "code=$?",
-            f'{after} --code "$code" ${{ended:-}}',
+            "# It decides again where scancel, or the limit itself, has interrupted it.",
+            f'while {after} --code "$code" ${{ended:-}}; [ $? = {exit_codes.INTERRUPTED} ]; do :; done',
             "exit $code  # the job's state is that of the training",
             "",
         ]
