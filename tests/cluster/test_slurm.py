@@ -48,6 +48,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., 
         "SLURM_CONF": f"{folder}/slurm.conf",
         "SLURM_CI_SLURMD_TIMEOUT": "10",
         "SLURM_CI_TAG": f"b{os.getpid()}",
+        "SLURM_CI_NET": f"10.{80 + os.getpid() // 250 % 100}.{os.getpid() % 250}",  # others may run these tests too
     }
 
     def act(*words: str) -> None:
@@ -90,7 +91,7 @@ def state(job: str) -> str:
     return (re.findall(r"JobState=(\w+)", slurm("scontrol", "show", "job", job)) or ["GONE"])[0]
 
 
-def until(holds: Callable[[], object], seconds: float = 120.0) -> None:
+def until(holds: Callable[[], object], seconds: float = 300.0) -> None:
     deadline = time.monotonic() + seconds
     while not holds():
         assert time.monotonic() < deadline, slurm("scontrol", "show", "job")
@@ -140,20 +141,26 @@ def test_a_chain_goes_on_after_the_time_limit_as_if_there_were_none(
     """The shortest limit that Slurm knows. It looks at limits every 30 s, and sends the signal rather early."""
     run, long = workshop.folder / "runs" / "small", "train.for=100000 steps"
     job = submit(long, time_limit="1m", save_before="1s", array=9)
-    until(lambda: reasons(workshop, run) == ["signal"], 240)
+    until(lambda: in_time(f"{job}_1") and steps(run) > 3)
+    until(lambda: reasons(workshop, run) == ["signal"])
     before = steps(run)
-    until(lambda: steps(run) > before + 5)
+    until(lambda: in_time(f"{job}_2") and steps(run) > before + 5)
     assert main(["stop", str(run)]) == 0
-    until(lambda: not slurm("squeue", "--noheader"), 60)  # the rest of the chain is cancelled
-    *early, first, last = attempts(run)
-    assert (first, last) == ((0, "again"), (0, "stop"))
-    assert {*early} <= {(exit_codes.INTERRUPTED, "again")}, "on a slow machine: before the first step"
-    assert state(f"{job}_{len(early) + 1}") == "COMPLETED", "the ranks saved and ended before the limit"
+    until(lambda: not slurm("squeue", "--noheader"))  # the rest of the chain is cancelled
+    assert attempts(run) == [(0, "again"), (0, "stop")]
+    assert state(f"{job}_1") == "COMPLETED", "the ranks saved and ended before the limit"
     assert reasons(workshop, run) == ["signal", "control"]
     assert re.search(r"2 nodes reach each other with [\d.]+ \w+/s", log(run))
     exactly = f"train.exit_after={steps(run)} steps"
     whole = workshop.train(long, exactly, "launch={gpus_per_node: 2}", *TWO, run="whole")
     assert workshop.losses(run) == workshop.losses(whole)
+
+
+def in_time(job: str) -> bool:
+    """Where a slow machine has not begun to train in a third of a minute, it gets another one."""
+    if ran := re.search(r"RunTime=00:(\d+):(\d+)", slurm("scontrol", "show", "job", job)):
+        slurm("scontrol", "update", f"JobId={job}", f"TimeLimit={int(ran[1]) + 1 + (int(ran[2]) > 20)}")
+    return True
 
 
 def test_a_cancelled_job_saves_and_is_not_started_again(workshop: Workshop, submit: Callable[..., str]) -> None:
@@ -177,7 +184,7 @@ def test_a_preempted_job_goes_on_by_itself(workshop: Workshop, submit: Callable[
     )
     queued_again(job)
     until(lambda: state(urgent) == "COMPLETED")
-    until(lambda: state(job) == "COMPLETED", 240)
+    until(lambda: state(job) == "COMPLETED")
     assert attempts(run) == [(0, "again"), (0, "finished")]
     starts = workshop.events(run, "start")
     assert starts[1]["step"] == workshop.events(run, "stop")[0]["step"] > 0
@@ -189,7 +196,7 @@ def test_a_dead_rank_is_a_new_start_and_a_wrong_recipe_is_not(workshop: Workshop
     until(lambda: steps(run) > 7)
     subprocess.run(["kill", "-9", ranks(run)[-1]], check=True)
     queued_again(job)
-    until(lambda: state(job) == "COMPLETED", 240)
+    until(lambda: state(job) == "COMPLETED")
     assert [verdict for _, verdict in attempts(run)] == ["again", "finished"]
     assert workshop.events(run, "start")[1]["step"] >= 5
     wrong = submit("data.train=[{path: nothing}]", "name=wrong", array=3)
@@ -227,7 +234,7 @@ def test_a_node_that_is_cut_off_is_replaced_and_changes_nothing_any_more(
         queued_again(job)  # it may still find the folder in use, and queue again
         until(lambda: slurm("scontrol", "update", f"JobId={job}", "StartTime=now") or resumed(workshop, run))
         assert "NodeList=n[2-3]" in slurm("scontrol", "show", "job", job)
-        until(lambda: not zombies & {*ranks(run)}, 30)
+        until(lambda: not zombies & {*ranks(run)}, 120)
         restarts = re.findall(r"Restarts=\d", slurm("scontrol", "show", "job", job))
     finally:
         cluster("heal-node", "n1")
@@ -248,7 +255,7 @@ def test_after_the_ramp_the_next_job_has_more_nodes(workshop: Workshop, submit: 
     run = workshop.folder / "runs" / "small"
     batch = "batch={micro_batch_size: 2, global_batch_size: 4, rampup: {start: 2, increment: 2, samples: 40}}"
     submit("train.for=60 steps", "train.exit_after=30 steps", batch, nodes=1, nodes_after_ramp=2, array=3)
-    until(lambda: attempts(run)[-1:] == [(0, "finished")], 240)
+    until(lambda: attempts(run)[-1:] == [(0, "finished")])
     assert [start["ranks"] for start in workshop.events(run, "start")] == [1, 2]
     until(lambda: not slurm("squeue", "--noheader"), 60)
 
@@ -275,7 +282,7 @@ def test_the_data_is_prepared_by_an_array_and_a_share_that_fails_is_retried_alon
         r"\d+_1\b", slurm("squeue", "--noheader", "--array", "--name=small-extract", "--format=%F_%K")
     )
     queued_again(share)
-    until(lambda: (run / "events.jsonl").exists() and workshop.events(run, "stop"), 240)
+    until(lambda: (run / "events.jsonl").exists() and workshop.events(run, "stop"))
     assert state(last) == "COMPLETED"
     for step, said in (
         ("download", "raw: 12 files, "),
