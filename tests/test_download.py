@@ -483,6 +483,45 @@ def test_two_at_once_in_one_folder_are_refused(tmp_path: Path, server: Server) -
     assert_whole(tmp_path, server, "a.bin")
 
 
+def test_shares_bring_all_files_at_the_same_time_and_a_last_run_completes_them(
+    tmp_path: Path, server: Server, command: Command
+) -> None:
+    entries = [server.add(f"{n}.bin", 3000 + n, ("slow", 100)) for n in range(7)]
+    entries[4] = server.add("4.bin", 3004, *[("status", 404)] * 2)
+    wanted, out = read_download_manifest(manifest(tmp_path, entries)), tmp_path / "out"
+    results: list[DownloadResult] = []
+
+    def bring(k: int) -> None:
+        results.append(download(wanted, out, jobs=2, retries=4, timeout_seconds=0.5, share=(k, 3)))
+
+    shares = [threading.Thread(target=bring, args=(k,)) for k in range(3)]
+    for share in shares:
+        share.start()
+    while not server.requests:
+        time.sleep(0.01)
+    with pytest.raises(StorageError, match="out is in use by process"):
+        download(wanted, out, jobs=2)
+    for share in shares:
+        share.join()
+    assert sorted((each.files, each.downloaded, len(each.failures)) for each in results) == [
+        (2, 1, 1), (2, 2, 0), (3, 3, 0)
+    ]  # fmt: skip
+    words = ["download", str(tmp_path / "files.json"), "--output", str(out)]
+    code, text, err = command(*words, "--unit", "1/3")
+    assert (code, "4.bin: the server answers 404" in err) == (3, True), err
+    assert text.startswith(f"{out}: share 1/3: 2 files, "), text
+    code, text, _ = command(*words, "--unit", "1/3")
+    assert (code, "(1 downloaded, 1 already there), 0 failed" in text) == (0, True), text
+    (out / "6.bin").unlink()
+    code, text, _ = command(*words)
+    assert (code, "7 files, 20.53 KiB complete (1 downloaded, 6 already there)" in text) == (0, True), text
+    for n in range(7):
+        assert (out / f"{n}.bin").read_bytes() == server.contents[f"{n}.bin"]
+    assert {path.name for path in out.iterdir() if path.name.startswith(".")} == {
+        ".lock", *(f".lock-{k}-of-3" for k in range(3))
+    }  # fmt: skip
+
+
 def test_a_full_disk_ends_it_at_once_and_clearly(
     tmp_path: Path, server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -250,6 +250,37 @@ def test_what_is_missing_or_means_nothing_is_said_in_a_sentence(
     assert message in capsys.readouterr().err
 
 
+def test_a_start_that_slurm_has_replaced_decides_nothing(
+    workshop: Workshop, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Its node was cut off from the network, and is back."""
+    run, asked = folder_with(workshop.folder, began=0, step=5), workshop.folder / "asked"
+    (run / "launch" / "recipe.yaml").write_text(workshop.recipe.read_text())
+    shim = workshop.folder / "scontrol"
+    shim.write_text(f'#!/bin/sh\necho "$@" >> {asked}\necho "JobId=7 JobState=RUNNING Restarts=1 ExitCode=0:0"\n')
+    shim.chmod(0o755)
+    monkeypatch.setenv("PATH", str(workshop.folder))
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.setenv("SLURM_JOB_NUM_NODES", "1")
+    words = ["launch", "--after", str(run), "--code", "6"]
+    assert main(words) == exit_codes.OK
+    assert "this start decides nothing" in capfd.readouterr().err
+    assert not (run / "launch" / "attempts.jsonl").exists()
+    assert "requeue" not in asked.read_text()
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    assert main(words) == exit_codes.OK
+    assert "exit code 6; it resumes from the newest checkpoint" in capfd.readouterr().err
+    assert "requeue 7\n" in asked.read_text()
+
+
+def test_a_job_that_was_cancelled_before_it_ran_did_not_go_well(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = {"7": {"JobState": "CANCELLED", "ExitCode": "0:0"}}
+    monkeypatch.setattr(slurm, "tasks", lambda _: found)
+    assert slurm.exit_code("7") == exit_codes.INTERRUPTED
+    found["6"] = {"JobState": "COMPLETED", "ExitCode": "0:0"}
+    assert slurm.exit_code("7") == exit_codes.OK, "the rest of a chain is cancelled when the training is complete"
+
+
 # ---------------------------------------------------------------- what is started here
 
 

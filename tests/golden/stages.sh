@@ -15,7 +15,9 @@ export TORCH_NCCL_ASYNC_ERROR_HANDLING=1  # a rank that is lost ends the others'
 export TORCH_CPP_LOG_LEVEL=ERROR          # a lost rank is reported once, not in pages of C++ frames
 srun --ntasks=1 PYTHON -m bloomery download files.jsonl --output raw --unit "$SLURM_ARRAY_TASK_ID/8"
 code=$?
-[ "$code" = 0 ] || [ "$code" = 2 ] || [ "${SLURM_RESTART_COUNT:-0}" -ge 3 ] || scontrol requeue "$SLURM_JOB_ID"
+[ "$code" = 0 ] && exit
+[ "$code" = 2 ] || [ "${SLURM_RESTART_COUNT:-0}" -ge 3 ] || { scontrol requeue "$SLURM_JOB_ID" && exit "$code"; }
+echo "[$(date -u +%FT%TZ)] $SLURM_JOB_NAME ${SLURM_ARRAY_TASK_ID:-} failed with exit code $code:" 'see DIR/runs/x/logs/download; what depends on it is cancelled' | tee -a DIR/runs/x/logs/main_log.txt
 exit $code
 
 #!/bin/bash
@@ -34,7 +36,9 @@ export TORCH_NCCL_ASYNC_ERROR_HANDLING=1  # a rank that is lost ends the others'
 export TORCH_CPP_LOG_LEVEL=ERROR          # a lost rank is reported once, not in pages of C++ frames
 srun --ntasks=1 PYTHON -m bloomery download files.jsonl --output raw
 code=$?
-[ "$code" = 0 ] || [ "$code" = 2 ] || [ "${SLURM_RESTART_COUNT:-0}" -ge 3 ] || scontrol requeue "$SLURM_JOB_ID"
+[ "$code" = 0 ] && exit
+[ "$code" = 2 ] || [ "${SLURM_RESTART_COUNT:-0}" -ge 3 ] || { scontrol requeue "$SLURM_JOB_ID" && exit "$code"; }
+echo "[$(date -u +%FT%TZ)] $SLURM_JOB_NAME ${SLURM_ARRAY_TASK_ID:-} failed with exit code $code:" 'see DIR/runs/x/logs/download; what depends on it is cancelled' | tee -a DIR/runs/x/logs/main_log.txt
 exit $code
 
 #!/bin/bash
@@ -53,7 +57,9 @@ export TORCH_NCCL_ASYNC_ERROR_HANDLING=1  # a rank that is lost ends the others'
 export TORCH_CPP_LOG_LEVEL=ERROR          # a lost rank is reported once, not in pages of C++ frames
 srun --ntasks=1 PYTHON -m bloomery extract raw --output chunks --chunks 32
 code=$?
-[ "$code" = 0 ] || [ "$code" = 2 ] || [ "${SLURM_RESTART_COUNT:-0}" -ge 3 ] || scontrol requeue "$SLURM_JOB_ID"
+[ "$code" = 0 ] && exit
+[ "$code" = 2 ] || [ "${SLURM_RESTART_COUNT:-0}" -ge 3 ] || { scontrol requeue "$SLURM_JOB_ID" && exit "$code"; }
+echo "[$(date -u +%FT%TZ)] $SLURM_JOB_NAME ${SLURM_ARRAY_TASK_ID:-} failed with exit code $code:" 'see DIR/runs/x/logs/extract; what depends on it is cancelled' | tee -a DIR/runs/x/logs/main_log.txt
 exit $code
 
 #!/bin/bash
@@ -77,7 +83,9 @@ export TORCH_CPP_LOG_LEVEL=ERROR          # a lost rank is reported once, not in
 export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK  # srun does not take it from sbatch
 srun --ntasks=1 PYTHON -m bloomery prepare DIR/runs/x/launch/recipe.yaml --unit "$SLURM_ARRAY_TASK_ID/32"
 code=$?
-[ "$code" = 0 ] || [ "$code" = 2 ] || [ "${SLURM_RESTART_COUNT:-0}" -ge 3 ] || scontrol requeue "$SLURM_JOB_ID"
+[ "$code" = 0 ] && exit
+[ "$code" = 2 ] || [ "${SLURM_RESTART_COUNT:-0}" -ge 3 ] || { scontrol requeue "$SLURM_JOB_ID" && exit "$code"; }
+echo "[$(date -u +%FT%TZ)] $SLURM_JOB_NAME ${SLURM_ARRAY_TASK_ID:-} failed with exit code $code:" 'see DIR/runs/x/logs/prepare; what depends on it is cancelled' | tee -a DIR/runs/x/logs/main_log.txt
 exit $code
 
 #!/bin/bash
@@ -100,7 +108,9 @@ export TORCH_CPP_LOG_LEVEL=ERROR          # a lost rank is reported once, not in
 export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK  # srun does not take it from sbatch
 srun --ntasks=1 PYTHON -m bloomery prepare DIR/runs/x/launch/recipe.yaml
 code=$?
-[ "$code" = 0 ] || [ "$code" = 2 ] || [ "${SLURM_RESTART_COUNT:-0}" -ge 3 ] || scontrol requeue "$SLURM_JOB_ID"
+[ "$code" = 0 ] && exit
+[ "$code" = 2 ] || [ "${SLURM_RESTART_COUNT:-0}" -ge 3 ] || { scontrol requeue "$SLURM_JOB_ID" && exit "$code"; }
+echo "[$(date -u +%FT%TZ)] $SLURM_JOB_NAME ${SLURM_ARRAY_TASK_ID:-} failed with exit code $code:" 'see DIR/runs/x/logs/prepare; what depends on it is cancelled' | tee -a DIR/runs/x/logs/main_log.txt
 exit $code
 
 #!/bin/bash
@@ -127,6 +137,7 @@ trap 'ended=--ended' TERM  # scancel, or the limit itself: the ranks save, this 
 srun --ntasks="$SLURM_NNODES" --ntasks-per-node=1 PYTHON -m bloomery doctor --node DIR/runs/x/launch/recipe.yaml --run-dir DIR/runs/x 2> >(trap '' HUP INT TERM; exec tee -a DIR/runs/x/logs/main_log.txt >&2) &&
   srun --kill-on-bad-exit=1 --wait=60 PYTHON -m bloomery train DIR/runs/x/launch/recipe.yaml --run-dir DIR/runs/x 2> >(trap '' HUP INT TERM; exec tee -a DIR/runs/x/logs/main_log.txt >&2)
 code=$?
-PYTHON -m bloomery launch --after DIR/runs/x --code "$code" ${ended:-}
+# It decides again where scancel, or the limit itself, has interrupted it.
+while PYTHON -m bloomery launch --after DIR/runs/x --code "$code" ${ended:-}; [ $? = 130 ]; do :; done
 exit $code  # the job's state is that of the training
 

@@ -24,6 +24,7 @@ trap 'ended=--ended' TERM  # scancel, or the limit itself: the ranks save, this 
 srun --ntasks="$SLURM_NNODES" --ntasks-per-node=1 PYTHON -m bloomery doctor --node DIR/runs/x/launch/recipe.yaml --run-dir DIR/runs/x 2> >(trap '' HUP INT TERM; exec tee -a DIR/runs/x/logs/main_log.txt >&2) &&
   srun --kill-on-bad-exit=1 --wait=60 PYTHON -m bloomery train DIR/runs/x/launch/recipe.yaml --run-dir DIR/runs/x 2> >(trap '' HUP INT TERM; exec tee -a DIR/runs/x/logs/main_log.txt >&2)
 code=$?
-PYTHON -m bloomery launch --after DIR/runs/x --code "$code" ${ended:-}
+# It decides again where scancel, or the limit itself, has interrupted it.
+while PYTHON -m bloomery launch --after DIR/runs/x --code "$code" ${ended:-}; [ $? = 130 ]; do :; done
 exit $code  # the job's state is that of the training
 

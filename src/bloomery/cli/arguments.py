@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
 import time
 from collections.abc import Callable, Collection, Sequence
@@ -40,6 +41,23 @@ def add_json(parser: argparse.ArgumentParser, what: str = "answer") -> None:
 
 def add_device(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", help="cpu, cuda, ...; default: this machine's accelerator")
+
+
+def add_unit(parser: argparse._ActionsContainer, what_for: str) -> None:
+    """For shares of one work on several machines, which see the same files."""
+    text = f"do only the K-th of N shares of the work (K from 0); afterwards run once without it, {what_for}"
+    parser.add_argument("--unit", type=_share, metavar="K/N", help=text)
+
+
+def _share(text: str) -> tuple[int, int]:
+    if (found := re.fullmatch(r"(\d{1,9})/(\d{1,9})", text)) and int(found[1]) < int(found[2]):
+        return int(found[1]), int(found[2])
+    raise argparse.ArgumentTypeError(f"{text} is not K/N: share K of N, the first is 0 and the last N-1")
+
+
+def share_text(unit: tuple[int, int] | None) -> str:
+    """Before what a share reports."""
+    return "share {}/{}: ".format(*unit) if unit else ""
 
 
 def show(args: argparse.Namespace, facts: dict[str, Any], text: Callable[[Any], str] | None = None) -> int:

@@ -75,6 +75,9 @@ def _grown(recipe: Recipe, args: argparse.Namespace) -> Recipe:
 
 
 def _after(job: Job, code: int, *, ended: bool) -> int:
+    if not slurm.is_newest_start():
+        signals.say("Slurm has started this job again, or cannot be reached: this start decides nothing")
+        return exit_codes.OK
     attempt = judge(job.folder, code, restarts=job.section.restarts, job=slurm.job_name())
     done, job_id = slurm.act(attempt, job, bad=bad_nodes(job.folder), ended=ended)
     if job_id:

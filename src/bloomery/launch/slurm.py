@@ -47,7 +47,8 @@ def script(job: Job) -> str:
             f'srun --ntasks="$SLURM_NNODES" {one_each} {job.keep_errors()} &&',
             f"  {srun} {job.command()} {job.keep_errors()}",
             "code=$?",
-            f'{after} --code "$code" ${{ended:-}}',
+            "# It decides again where scancel, or the limit itself, has interrupted it.",
+            f'while {after} --code "$code" ${{ended:-}}; [ $? = {exit_codes.INTERRUPTED} ]; do :; done',
             "exit $code  # the job's state is that of the training",
             "",
         ]
@@ -170,13 +171,23 @@ def follow(job_id: str) -> Iterator[str]:
 
 
 def exit_code(job_id: str) -> int:
-    """The worst of the job and its tasks."""
-    codes = [facts.get("ExitCode", "0:0").split(":") for facts in tasks(job_id).values()]
+    """The worst of the job and its tasks; one for interrupts where no task has run to its end."""
+    found = tasks(job_id).values()
+    if found and all(facts.get("JobState") == "CANCELLED" for facts in found):
+        return exit_codes.INTERRUPTED
+    codes = [facts.get("ExitCode", "0:0").split(":") for facts in found]
     return max((int(code) or (exit_codes.LOST_RANK if int(number) else 0) for code, number in codes), default=0)
 
 
 def job_name(environment: Mapping[str, str] = os.environ) -> str:
     return environment.get("SLURM_JOB_ID", "")
+
+
+def is_newest_start(environment: Mapping[str, str] = os.environ) -> bool:
+    """Whether Slurm knows of no later start of this job. A node that was cut off from the network may come back when
+    its job has long been running elsewhere, under the same id: the old one must decide nothing."""
+    own = environment["SLURM_JOB_ID"]
+    return tasks(own).get(own, {}).get("Restarts") == environment.get("SLURM_RESTART_COUNT", "0")
 
 
 def act(
@@ -223,6 +234,8 @@ def _slurm(*words: str) -> str:
     """What a command of Slurm prints. DataError with what it says when it fails."""
     try:
         done = subprocess.run(words, capture_output=True, text=True, timeout=120)
+    except subprocess.TimeoutExpired:
+        raise DataError(Problem(f"`{words[0]}` does not answer", remedy="see whether the controller is up")) from None
     except FileNotFoundError:
         rule = "launch.on=slurm needs Slurm's commands, on a login node of the cluster"
         raise RecipeError(Problem(f"there is no {words[0]} here", rule, "or see the script with --dry-run")) from None

@@ -36,10 +36,11 @@ def scripts(job: Job, step: str, shares: int) -> list[str]:
 
 
 def _script(job: Job, options: dict[str, object], share: str) -> str:
-    """A share that fails is retried alone: those that depend on it wait."""
+    """A share that fails is retried alone: those that depend on it wait, or are cancelled when it fails for good."""
     container = [f"--container-image={job.section.image}"] if job.section.image else []
     container += [f"--container-mounts={','.join(job.section.mounts)}"] if job.section.mounts else []
     start = shlex.join(["srun", "--ntasks=1", *container])
+    given_up = shlex.quote(f"see {job.folder}/logs/{job.words[0]}; what depends on it is cancelled")
     return "\n".join(
         [
             "#!/bin/bash",
@@ -49,8 +50,11 @@ def _script(job: Job, options: dict[str, object], share: str) -> str:
             *job.section.setup,
             f"{start} {job.command()} {share}".rstrip(),
             "code=$?",
-            f'[ "$code" = 0 ] || [ "$code" = {exit_codes.USAGE} ] || '
-            f'[ "${{SLURM_RESTART_COUNT:-0}}" -ge {job.section.restarts} ] || scontrol requeue "$SLURM_JOB_ID"',
+            '[ "$code" = 0 ] && exit',
+            f'[ "$code" = {exit_codes.USAGE} ] || [ "${{SLURM_RESTART_COUNT:-0}}" -ge {job.section.restarts} ] || '
+            '{ scontrol requeue "$SLURM_JOB_ID" && exit "$code"; }',
+            f'echo "[$(date -u +%FT%TZ)] $SLURM_JOB_NAME ${{SLURM_ARRAY_TASK_ID:-}} failed with exit code $code:" '
+            f"{given_up} | tee -a {shlex.quote(str(job.main_log))}",
             "exit $code",
             "",
         ]

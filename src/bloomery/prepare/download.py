@@ -68,7 +68,9 @@ class RemoteFile(BaseModel):
     @classmethod
     def _below_the_output_folder(cls, path: str, info: Any) -> str:
         name = PurePosixPath(path or unquote(public_url(info.data.get("url", ""))).rpartition("/")[2])
-        is_ours = name.name == ".lock" or (name.name.startswith(".") and ".part" in name.name)
+        is_ours = re.fullmatch(r"\.lock(-\d+-of-\d+)?", name.name) or (
+            name.name.startswith(".") and ".part" in name.name
+        )
         is_path = name.parts and not name.is_absolute() and ".." not in name.parts
         if is_ours or not is_path or not re.fullmatch("[^\0\ud800-\udfff]+", str(name)):
             raise ValueError(f"{str(name)!r} is not a name below the output folder")
@@ -100,7 +102,7 @@ def public_url(url: str) -> str:
 @dataclass
 class DownloadResult:
     files: int = 0
-    """In the manifest."""
+    """In the manifest, or in a share of it."""
     bytes: int = 0
     """Of the files that are complete."""
     downloaded: int = 0
@@ -131,15 +133,18 @@ def download(
     jobs: int,
     retries: int = 8,
     timeout_seconds: float = 60.0,
+    share: tuple[int, int] | None = None,
     progress: Callable[[DownloadResult], None] = lambda _: None,
 ) -> DownloadResult:
     """Bring every file into `folder`. Files that cannot be downloaded are in the result; StorageError ends it at once.
 
     `retries`: attempts after the first, counted from 0 again whenever one has brought the file further.
+    `share`: (k, n) for the files k, k + n, k + 2n, ..., as one of several processes or machines.
     """
+    wanted = wanted[share[0] :: share[1]] if share else wanted
     result = DownloadResult(files=len(wanted))
     make_folder(folder)
-    with locked(folder), thread_pool(jobs) as (pool, stop):
+    with locked(folder, share), thread_pool(jobs) as (pool, stop):
         futures = {pool.submit(_bring, file, folder, retries, timeout_seconds, stop): file for file in wanted}
         for future in as_completed(futures):
             file = futures[future]
