@@ -27,12 +27,13 @@ quickstart: install
 $(AZURITE): | install
 	-command -v npm > /dev/null && npm install --silent --no-fund --no-audit --prefix $(VENV)/azurite azurite@3.35.0
 
-# pytest keeps what it makes of each `assert` as bytecode: once, beside the checks, and not in each of its workers.
+# The checks run beside the tests. pytest keeps what it makes of each `assert` as bytecode: once, before its workers start.
 test: export PYTHONDONTWRITEBYTECODE :=
 test: export OMP_NUM_THREADS := 1
 test: install $(AZURITE)
-	$(BIN)/python -m pytest --collect-only -qq > /dev/null & $(MAKE) --no-print-directory check && wait
-	$(BIN)/python -m pytest -n 6 --dist worksteal
+	$(BIN)/python -m pytest --collect-only -qq > /dev/null
+	@$(MAKE) --no-print-directory --output-sync check & checks=$$!; \
+	  $(BIN)/python -m pytest -n 6 --dist worksteal && wait $$checks
 
 # Every fault in every layout, 100,000 inputs for each parser, deeper interleavings; writes docs/reliability.md.
 chaos: install
