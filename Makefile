@@ -33,12 +33,13 @@ $(AZURITE): | install
 $(AZUREML): | install
 	-$(PYTHON) -m venv $(VENV)/azureml && $(VENV)/azureml/bin/python -m pip install --quiet azure-ai-ml==1.35.2 && touch $@
 
-# pytest keeps what it makes of each `assert` as bytecode: once, beside the checks, and not in each of its workers.
+# The checks run beside the tests. pytest keeps what it makes of each `assert` as bytecode: once, before its workers start.
 test: export PYTHONDONTWRITEBYTECODE :=
 test: export OMP_NUM_THREADS := 1
 test: install $(AZURITE) $(AZUREML)
-	$(BIN)/python -m pytest --collect-only -qq --ignore tests/cluster > /dev/null & $(MAKE) --no-print-directory check && wait
-	$(BIN)/python -m pytest -n 6 --dist worksteal --ignore tests/cluster
+	$(BIN)/python -m pytest --collect-only -qq --ignore tests/cluster > /dev/null
+	@$(MAKE) --no-print-directory --output-sync check & checks=$$!; \
+	  $(BIN)/python -m pytest -n 6 --dist worksteal --ignore tests/cluster && wait $$checks
 
 # A real Slurm of three nodes, and hosts that ssh reaches, on this machine. Needs root and Debian's packages; a test that
 # cannot run says what is missing.

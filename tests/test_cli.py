@@ -7,9 +7,9 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import resource
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -57,11 +57,13 @@ def refusal(command: Command, *words: str) -> str:
 
 
 def test_help_answers_in_less_than_a_third_of_a_second() -> None:
+    """Of a core's time: other tests may have the cores for longer."""
     seconds = []
     for _ in range(5):
-        begin = time.perf_counter()
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
         assert run("--help").returncode == 0
-        seconds.append(time.perf_counter() - begin)
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        seconds.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
     assert min(seconds) < 0.3, seconds
 
 

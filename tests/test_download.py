@@ -115,6 +115,18 @@ class Handler(BaseHTTPRequestHandler):
                 self.wfile.write(b"%x\r\n%s\r\n" % (len(piece), piece))
             if details != ["cut"]:
                 self.wfile.write(b"0\r\n\r\n")
+        elif what == "drip":
+            self.send_response(200)
+            self.flush_headers()
+            while True:
+                self.wfile.write(b"X")
+                time.sleep(0.02)
+        elif what == "endless redirect":
+            self.send_response(302)
+            self.send_header("Location", f"/{details[0]}")
+            self.end_headers()
+            while True:
+                self.wfile.write(bytes(2**16))
         elif what == "trickle":
             self.send(content, 0, 1)
             for number in range(1, len(content)):
@@ -352,6 +364,18 @@ def test_a_server_that_trickles_or_never_ends_is_left(
     endless, slow = get(tmp_path, entries, retries=1).failures
     assert "less than 1024 bytes a second arrived (gave up after 2 attempts)" in slow["reason"]
     assert "give its size in the manifest" in endless["reason"]
+
+
+def test_headers_and_redirects_without_an_end_are_left(
+    tmp_path: Path, server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(download_module, "_MOST_TIMEOUTS", 2)
+    entries = [server.add("drips", 10, ("drip",), ("drip",)), server.add("redirects", 0, ("endless redirect", "whole"))]
+    whole = server.add("whole")
+    entries[1] |= {"size": whole["size"], "sha256": whole["sha256"]}
+    (failure,) = get(tmp_path, entries, retries=1).failures
+    assert "its headers do not come to an end (gave up after 2 attempts)" in failure["reason"]
+    assert (tmp_path / "out" / "redirects").read_bytes() == server.contents["whole"]
 
 
 def test_user_and_password_of_a_url_go_to_its_host_alone(tmp_path: Path, server: Server) -> None:

@@ -72,7 +72,8 @@ def _text(done: Imported, output: Path | None) -> str:
     cells = [("flag", "value", "recipe field", "value", "")]
     for row in done.rows:
         kind = "" if row.kind in ("mapped", "default") else f"{row.kind}: "
-        value, result = (_cut(mask(text)) for text in (row.value, row.result))
+        texts = map(mask, (row.value, row.result))
+        value, result = (text if len(text) <= 44 else f"{text[:20]} ... {text[-19:]}" for text in texts)
         cells.append((row.flag or "-", value, row.field or "-", result, f"{kind}{row.remark}"))
     plan, model = TrainingPlan.of(done.recipe), done.recipe.model
     parameters = count_parameters(model).total
@@ -84,7 +85,3 @@ def _text(done: Imported, output: Path | None) -> str:
         + f"warm-up ends at step {plan.warmup_ends_at_step:,}"
         + (f"; not understood: {', '.join(unknown)}" if unknown else "")
     )
-
-
-def _cut(text: str) -> str:
-    return text if len(text) <= 44 else f"{text[:20]} ... {text[-19:]}"

@@ -234,8 +234,6 @@ def _slurm(*words: str) -> str:
     """What a command of Slurm prints. DataError with what it says when it fails."""
     try:
         done = subprocess.run(words, capture_output=True, text=True, timeout=120)
-    except subprocess.TimeoutExpired:
-        raise DataError(Problem(f"`{words[0]}` does not answer", remedy="see whether the controller is up")) from None
     except FileNotFoundError:
         rule = "launch.on=slurm needs Slurm's commands, on a login node of the cluster"
         raise RecipeError(Problem(f"there is no {words[0]} here", rule, "or see the script with --dry-run")) from None

@@ -29,7 +29,7 @@ from bloomery import __version__
 from bloomery.base.bounded import LARGE_BYTES, open_regular, parse_json, parse_yaml, read_text, wrong_fields
 from bloomery.base.errors import DataError, Problem, StorageError, first_line
 from bloomery.base.storage import locked, make_folder, open_plain, publish, write_all, writing, written_to
-from bloomery.prepare.pool import thread_pool
+from bloomery.prepare.pool import in_time, thread_pool
 from bloomery.prepare.sources import open_store
 
 AGAIN = "; run the command again afterwards: what is complete is kept"
@@ -42,6 +42,8 @@ _MOST_UNKNOWN_BYTES = 4 << 30
 """Of a file whose length neither the manifest nor the server knows."""
 _NAME_ERRORS = (errno.ENAMETOOLONG, errno.EISDIR, errno.ENOTDIR, errno.EEXIST)
 _BLOCK_BYTES = 1 << 20
+_MOST_TIMEOUTS = 10
+"""For all headers of an answer and of the redirects before it: a server can send some for ever."""
 _FINAL = (FileNotFoundError, IsADirectoryError, PermissionError, ValueError, AttributeError, TypeError, LookupError)
 _FORM = "a manifest is a list of {url, size, sha256 or md5 or xxh3, path}, of which all but url may be left out"
 
@@ -266,7 +268,12 @@ def _opened(url: str, offset: int, timeout: float, stack: ExitStack) -> tuple[in
         return offset, store.info(path).get("size"), partial(file.read, _BLOCK_BYTES)
     headers = {"User-Agent": f"bloomery/{__version__}", "Accept-Encoding": "identity"}
     headers |= {"Range": f"bytes={offset}-"} if offset else {}
-    answer = stack.enter_context(requests.get(url, headers=headers, stream=True, timeout=timeout))
+    hooks = {"response": _leave_redirect}
+    ask = partial(requests.get, url, headers=headers, hooks=hooks, stream=True, timeout=timeout)
+    try:
+        answer = stack.enter_context(in_time(_MOST_TIMEOUTS * timeout, ask))
+    except TimeoutError:
+        raise FetchError("its headers do not come to an end", retryable=True) from None
     if (status := answer.status_code) not in (200, 206):
         may_pass = status >= 500 or status in (408, 425, 429)
         asked = urllib3.Retry().get_retry_after(answer.raw) if may_pass else None  # at most six hours
@@ -281,6 +288,13 @@ def _opened(url: str, offset: int, timeout: float, stack: ExitStack) -> tuple[in
     is_encoded = not is_packed and answer.headers.get("Content-Encoding", "identity").lower() != "identity"
     total = int(length) if length.isdecimal() and not is_encoded else None
     return offset if status == 206 else 0, total, partial(answer.raw.read1, _BLOCK_BYTES, decode_content=False)
+
+
+def _leave_redirect(answer: requests.Response, **_: Any) -> None:
+    """`requests` would read all of its body, which may have no end."""
+    if answer.is_redirect:
+        answer.close()
+        answer._content = b""
 
 
 @contextmanager

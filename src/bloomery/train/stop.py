@@ -1,6 +1,7 @@
 """When to stop: the recipe's amounts, the clock, signals, and files in control/, where `save` also requests a save."""
 
 import math
+import os
 import signal
 import time
 from collections.abc import Iterator
@@ -214,5 +215,5 @@ class StopRules:
         with suppress(OSError):
             (self.control / "stop-after-save").unlink()
             self._after_save = True
-        if (self.control / "kill").exists():  # stays: it also forbids the next start
+        if os.path.exists(self.control / "kill"):  # stays: it also forbids the next start
             self.request(StopReason("control", "control/kill was touched; remove it before the next start"))

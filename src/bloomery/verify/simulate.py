@@ -278,10 +278,6 @@ def most_held(passes: Iterator[Pass], kept: Sequence[int], working: Sequence[int
     return peak, most
 
 
-def _accelerator_kernel(device_type: str, **facts: Any) -> str:
-    return choose_kernel("cuda", **facts)
-
-
 def _accelerator_dropout(x: Tensor, p: float, training: bool) -> Tensor:
     """Keeps a byte per element; on a CPU it keeps a factor."""
     return torch.native_dropout(x, p, True)[0] if training and p > 0 else x
@@ -310,7 +306,7 @@ def _fused_attention(q: Tensor, k: Tensor, v: Tensor, *_: Any, attn_mask: Tensor
 def fake_accelerator(meter: MemoryMeter) -> Iterator[None]:
     """Tensors are fake and counted, and models keep what the kernels of an accelerator keep."""
     with (
-        patch.object(transformer, "choose_kernel", _accelerator_kernel),
+        patch.object(transformer, "choose_kernel", lambda _, **facts: choose_kernel("cuda", **facts)),
         patch.object(attention, "_flex", _fused_attention),
         patch.object(F, "scaled_dot_product_attention", _fused_attention),
         patch.object(F, "dropout", _accelerator_dropout),

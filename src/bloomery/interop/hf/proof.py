@@ -179,8 +179,8 @@ def _their_model(folder: Path, *, is_encoder: bool) -> Any:
     from transformers import AutoModelForCausalLM, AutoModelForPreTraining  # the heavy extra, only for this
     from transformers.utils import logging
 
-    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()
     kind: Any = AutoModelForPreTraining if is_encoder else AutoModelForCausalLM
     # Foreign folders are only read: no pickles, no code, nothing from elsewhere.
     safely = {"use_safetensors": True, "trust_remote_code": False, "local_files_only": True}
