@@ -123,8 +123,8 @@ def queued_again(job: str, restarts: int = 1) -> None:
 
 
 def ranks(run: Path) -> list[str]:
-    """Their processes, on any node."""
-    return slurm("pgrep", "-f", f"bloomery train {run}/launch").split()
+    """Their processes, on any node; not srun's, which have the same words."""
+    return slurm("pgrep", "-f", f"^{sys.executable} -m bloomery train {run}/launch").split()
 
 
 def newest(workshop: Workshop, run: Path) -> dict[int, float]:
