@@ -203,7 +203,7 @@ class Stream:
     def batch(self, first: int, count: int) -> Batch:
         """The samples at positions [first, first + count) of the run. A pure function; may be called from a thread."""
         owners, ordinals = self.blend.locate(np.arange(first, first + count))
-        rows = {int(owner): np.flatnonzero(owners == owner) for owner in np.unique(owners)}
+        rows = {owner: np.flatnonzero(owners == owner) for owner in sorted({*map(int, owners)})}
         batches = [self.sources[owner].read(ordinals[own]) for owner, own in rows.items()]
         if len(batches) == 1:
             return replace(batches[0], sources=owners)

@@ -16,6 +16,7 @@ from bisect import bisect_right
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, suppress
 from glob import escape, glob
+from io import FileIO
 from pathlib import Path
 from typing import IO, Any
 
@@ -144,14 +145,12 @@ class ShardReader(AbstractContextManager["ShardReader"]):
         with ExitStack() as closing:
             try:
                 self._idx, self._bin = (
-                    closing.enter_context(open(prefix + suffix, "rb", buffering=0, opener=open_regular))
-                    for suffix in (".idx", ".bin")
+                    closing.enter_context(FileIO(prefix + suffix, opener=open_regular)) for suffix in (".idx", ".bin")
                 )
             except OSError as error:
                 raise _not_opened(prefix, error) from error
             self.dtype, count, entries = _read_header(self._idx)
             self.num_sequences, self.num_documents = count, entries - 1
-            self._documents(0, 1)
             self._documents(max(0, entries - _AN_END), entries)
             self.num_tokens = int(self._sequences(max(0, count - _AN_END), count)[-1])
             found, expected = os.fstat(self._bin.fileno()).st_size, self.num_tokens * self.dtype.itemsize
@@ -188,6 +187,8 @@ class ShardReader(AbstractContextManager["ShardReader"]):
     def document_start(self, document: int) -> int:
         """The token at which it begins; behind the last one, the number of tokens. What is read is compared with the
         entries beside it."""
+        if document in (0, self.num_documents):  # the end was compared when this was opened
+            return self.num_tokens if document else 0
         first = max(0, document - 1)
         sequence = int(self._documents(first, min(document + 2, self.num_documents + 1))[document - first])
         if not 0 <= sequence <= self.num_sequences:
@@ -235,7 +236,7 @@ class ShardReader(AbstractContextManager["ShardReader"]):
     def _documents(self, first: int, last: int) -> NDArray[np.int64]:
         """The sequence at which each of these begins."""
         begins = self._array("<i8", 12 * self.num_sequences + 8 * first, last - first)
-        wrong = np.diff(begins, prepend=0) < 0
+        wrong = np.concatenate(([begins[0] < 0], begins[1:] < begins[:-1]))
         wrong[0] |= first == 0 and begins[0] != 0
         wrong[-1] |= last > self.num_documents and begins[-1] != self.num_sequences
         if self.num_documents == self.num_sequences:  # each document has one
