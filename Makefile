@@ -32,7 +32,7 @@ test: export PYTHONDONTWRITEBYTECODE :=
 test: export OMP_NUM_THREADS := 1
 test: install $(AZURITE)
 	$(BIN)/python -m pytest --collect-only -qq > /dev/null
-	@$(MAKE) --no-print-directory --output-sync check & checks=$$!; \
+	@$(MAKE) --no-print-directory check & checks=$$!; \
 	  $(BIN)/python -m pytest -n 6 --dist worksteal && wait $$checks
 
 # Every fault in every layout, 100,000 inputs for each parser, deeper interleavings; writes docs/reliability.md.

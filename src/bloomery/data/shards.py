@@ -187,7 +187,7 @@ class ShardReader(AbstractContextManager["ShardReader"]):
     def document_start(self, document: int) -> int:
         """The token at which it begins; behind the last one, the number of tokens. What is read is compared with the
         entries beside it."""
-        if document in (0, self.num_documents):  # the end was compared when this was opened
+        if document in (0, self.num_documents):  # every shard begins at 0; its end was compared at opening
             return self.num_tokens if document else 0
         first = max(0, document - 1)
         sequence = int(self._documents(first, min(document + 2, self.num_documents + 1))[document - first])
