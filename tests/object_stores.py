@@ -44,9 +44,7 @@ def bucket_in(scheme: str, name: str) -> Iterator[str]:
     """The URL of an empty bucket; the test is skipped where the store's packages are not installed."""
     for package in PACKAGES[scheme]:
         pytest.importorskip(package)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     command, environment = server(scheme, port)
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     with pytest.MonkeyPatch.context() as patch:
@@ -61,6 +59,12 @@ def bucket_in(scheme: str, name: str) -> Iterator[str]:
         finally:
             process.kill()
             process.wait()
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
 
 
 def wait_for(process: subprocess.Popen[bytes], port: int) -> None:

@@ -181,6 +181,14 @@ def stops_after_step_5(rank: int, arguments: Sequence[str]) -> int:
     return main(arguments)
 
 
+def hangs_after_step_5() -> None:
+    """Nothing moves any more; patience is short."""
+    from bloomery.base import signals
+
+    signals.PATIENCE_SECONDS = 6.0
+    after_step(5, lambda run, state: threading.Event().wait())
+
+
 def signal_during_a_hang(arguments: Sequence[str]) -> int:
     """Rank 1 stops for good; rank 0 gets SIGTERM when it has waited for a while, and notes when."""
     if is_rank(1):

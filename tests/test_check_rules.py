@@ -67,6 +67,8 @@ CASES: list[tuple[str, list[str], str]] = [
     ("ignored", ["parallel.shard_size=2", "parallel.zero=0"], "parallel.shard_size is 2 but parallel.zero is 0. It would be ignored. Set it back to null, or change parallel.zero."),
     ("data_parallel", ["parallel.shard_size=3"], "parallel.shard_size is 3 but launch.nodes is 2. It must divide the 4 data- and context-parallel ranks. Use 2 or 4, or null for all of them."),
     ("launch", ["launch.on=local"], "launch.nodes is 2 but launch.on is 'local'. Local means this one machine. Use launch.on hosts, slurm or azureml, or one node."),
+    ("launch", ["launch.nodes_after_ramp=3"], "launch.nodes_after_ramp is 3 but launch.nodes is 2. Every level of the ramp must be a multiple of micro_batch_size 2 times 6 data-parallel replicas, not 64. Change or remove it."),
+    ("launch", ["launch.nodes_after_ramp=4", "batch.rampup=null"], "launch.nodes_after_ramp is 4 but launch.nodes is 2. There is no batch ramp. Change or remove it."),
     ("launch", ["train.exit_after=2h"], "train.exit_after is '2h' but launch.time_limit is '2h'. The scheduler would kill the job before it saves. Leave some minutes between them."),
     ("batch", ["batch.global_batch_size=60", "batch.rampup=null"], "batch.global_batch_size is 60 but batch.micro_batch_size is 2. It must be a multiple of micro_batch_size 2 times 4 data-parallel replicas. Use 56 or 64, or change micro_batch_size."),
     ("batch", ["batch.rampup.start=64"], "batch.rampup.start is 64 but batch.global_batch_size is 64. This ramp has 0 levels below the full batch, and 1 to 10,000 are possible. Change its start and increment, or remove it."),
@@ -170,6 +172,7 @@ def test_tr1_on_64_nodes_fails_because_its_ramp_cannot_feed_32_replicas() -> Non
         (["launch.nodes=64", "parallel.tp=4"], 16),
         (["launch.nodes=64", "batch.rampup.start=32", "batch.rampup.increment=32"], 32),
         (["launch=null"], 1),
+        (["launch.nodes_after_ramp=64"], 16),
     ],
 )
 def test_tr1_passes_where_every_level_can_be_fed(overrides: list[str], replicas: int) -> None:

@@ -5,8 +5,11 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import os
 import random
 import re
+import tempfile
+from collections.abc import Iterator
 from math import isclose, sqrt
 from pathlib import Path
 from typing import Any
@@ -29,6 +32,7 @@ from bloomery.checkpoint.save import save_checkpoint
 from bloomery.checkpoint.select import newest_good, refuse_later
 from bloomery.config.recipe import KeepSection, LocalTierSection, PhaseSection
 from bloomery.sizing.schedule import cadence, daly_seconds, kept_steps, resolve_phases, seconds_between_failures
+from bloomery.train.spikes import SpikeWatch
 from checkpoints import change_manifest, chosen
 from threads_as_ranks import together
 
@@ -113,6 +117,45 @@ def test_the_newest_good_one_of_all_places_is_chosen(tmp_path: Path) -> None:
         newest_good([durable, local])
     assert "state.json is missing" in str(caught.value)
     assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before  # nothing was moved
+
+
+def test_folders_that_may_not_be_read_are_damaged_ones(tmp_path: Path) -> None:
+    """In a run folder that colleagues share. What root may not read does not exist, so somebody else looks."""
+    with tempfile.TemporaryDirectory() as place, as_nobody(Path(place)):
+        root = Path(place) / "checkpoints"
+        save(root, 10)
+        save(root, 20).chmod(0)
+        choice = newest_good([root])
+        assert choice.checkpoint is not None
+        assert choice.checkpoint.folder == root / "step-00000010"
+        assert choice.damaged == {root / "step-00000020": ["manifest.json is missing, or cannot be read"]}
+        root.chmod(0)
+        with pytest.raises(DataError, match="cannot be read: Permission denied"):
+            newest_good([root])
+        root.chmod(0o755)
+
+
+@contextlib.contextmanager
+def as_nobody(place: Path) -> Iterator[None]:
+    """The owner of this place, and not root."""
+    if os.geteuid() != 0:
+        yield
+        return
+    os.chown(place, 65534, 65534)
+    os.seteuid(65534)
+    try:
+        yield
+    finally:
+        os.seteuid(0)
+
+
+def test_frequent_saves_leave_time_to_prove_one(tmp_path: Path) -> None:
+    """Five steps prove a checkpoint, which retention alone would have deleted by then."""
+    for step in range(2, 22, 2):
+        folder = save(tmp_path, step)
+        tier = Tier(take_over(tmp_path), KeepSection(last=2))
+        retention.Retention(tier, is_good=SpikeWatch().good_at(step)).after_save(folder)
+    assert names(tmp_path) == ["latest", *(f"step-000000{step}" for step in (14, 16, 18, 20))]
 
 
 def test_all_ranks_choose_the_same(tmp_path: Path) -> None:

@@ -263,6 +263,30 @@ def test_a_rank_whose_part_never_comes_is_named(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_rank_whose_save_still_hangs_says_so_to_the_next_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else each save would cost all of rank 0's patience."""
+    ends, original = threading.Event(), save_module.SaveJob._write_part
+
+    def held(job: save_module.SaveJob, *rest: Any) -> None:
+        if job.ranks.rank == 1:
+            assert ends.wait(60)
+        original(job, *rest)
+
+    monkeypatch.setattr(save_module.SaveJob, "_write_part", held)
+
+    def act(saver: Saver, ranks: Any, pieces: dict[str, Piece]) -> str:
+        for step in (5, 6):
+            begin(saver, tmp_path, step)
+        errors = {outcome.step: outcome.error for outcome in saver.wait()}
+        ranks.gather(None)
+        ends.set()
+        return str(errors[6])
+
+    first, second = on_ranks(2, tmp_path, act, timeout_seconds=1.0)
+    assert "on rank 1: its save of step 5 still hangs" in first
+    assert "the checkpoint of step 6 was not saved: the save of step 5 still hangs" in second
+
+
 @pytest.mark.parametrize("failing", [[0], [1], [0, 1, 2]])
 def test_storage_that_takes_nothing_at_all_is_told_without_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: list[int]

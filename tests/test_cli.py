@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import resource
@@ -77,6 +78,18 @@ for words in ("--help", "check tr1-13b --explain", "inspect schedule tr1-13b", "
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_command_without_arguments_runs_or_says_which_one_it_needs(
+    name: str, command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = importlib.import_module(f"bloomery.cli.{COMMANDS[name][0]}")
+    own = "run" if hasattr(module, "run") else f"run_{name.split()[-1]}"
+    monkeypatch.setattr(module, own, lambda args: 42)
+    code, _, err = command(*name.split())
+    needs = [] if name in ("doctor", "quickstart", "import megatron") else ["the following arguments are required"]
+    assert (code, [text for text in needs if text not in err]) == (2 if needs else 42, [])
 
 
 def test_help_lists_every_command_and_each_has_help_of_its_own(command: Command) -> None:

@@ -115,6 +115,18 @@ class Handler(BaseHTTPRequestHandler):
                 self.wfile.write(b"%x\r\n%s\r\n" % (len(piece), piece))
             if details != ["cut"]:
                 self.wfile.write(b"0\r\n\r\n")
+        elif what == "drip":
+            self.send_response(200)
+            self.flush_headers()
+            while True:
+                self.wfile.write(b"X")
+                time.sleep(0.02)
+        elif what == "endless redirect":
+            self.send_response(302)
+            self.send_header("Location", f"/{details[0]}")
+            self.end_headers()
+            while True:
+                self.wfile.write(bytes(2**16))
         elif what == "trickle":
             self.send(content, 0, 1)
             for number in range(1, len(content)):
@@ -354,6 +366,18 @@ def test_a_server_that_trickles_or_never_ends_is_left(
     assert "give its size in the manifest" in endless["reason"]
 
 
+def test_headers_and_redirects_without_an_end_are_left(
+    tmp_path: Path, server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(download_module, "_MOST_TIMEOUTS", 2)
+    entries = [server.add("drips", 10, ("drip",), ("drip",)), server.add("redirects", 0, ("endless redirect", "whole"))]
+    whole = server.add("whole")
+    entries[1] |= {"size": whole["size"], "sha256": whole["sha256"]}
+    (failure,) = get(tmp_path, entries, retries=1).failures
+    assert "its headers do not come to an end (gave up after 2 attempts)" in failure["reason"]
+    assert (tmp_path / "out" / "redirects").read_bytes() == server.contents["whole"]
+
+
 def test_user_and_password_of_a_url_go_to_its_host_alone(tmp_path: Path, server: Server) -> None:
     server.login = f"Basic {base64.b64encode(b'me:se@cr:et').decode()}"
     with Server() as other:
@@ -481,6 +505,45 @@ def test_two_at_once_in_one_folder_are_refused(tmp_path: Path, server: Server) -
         get(tmp_path, entries)
     other.join()
     assert_whole(tmp_path, server, "a.bin")
+
+
+def test_shares_bring_all_files_at_the_same_time_and_a_last_run_completes_them(
+    tmp_path: Path, server: Server, command: Command
+) -> None:
+    entries = [server.add(f"{n}.bin", 3000 + n, ("slow", 100)) for n in range(7)]
+    entries[4] = server.add("4.bin", 3004, *[("status", 404)] * 2)
+    wanted, out = read_download_manifest(manifest(tmp_path, entries)), tmp_path / "out"
+    results: list[DownloadResult] = []
+
+    def bring(k: int) -> None:
+        results.append(download(wanted, out, jobs=2, retries=4, timeout_seconds=0.5, share=(k, 3)))
+
+    shares = [threading.Thread(target=bring, args=(k,)) for k in range(3)]
+    for share in shares:
+        share.start()
+    while not server.requests:
+        time.sleep(0.01)
+    with pytest.raises(StorageError, match="out is in use by process"):
+        download(wanted, out, jobs=2)
+    for share in shares:
+        share.join()
+    assert sorted((each.files, each.downloaded, len(each.failures)) for each in results) == [
+        (2, 1, 1), (2, 2, 0), (3, 3, 0)
+    ]  # fmt: skip
+    words = ["download", str(tmp_path / "files.json"), "--output", str(out)]
+    code, text, err = command(*words, "--unit", "1/3")
+    assert (code, "4.bin: the server answers 404" in err) == (3, True), err
+    assert text.startswith(f"{out}: share 1/3: 2 files, "), text
+    code, text, _ = command(*words, "--unit", "1/3")
+    assert (code, "(1 downloaded, 1 already there), 0 failed" in text) == (0, True), text
+    (out / "6.bin").unlink()
+    code, text, _ = command(*words)
+    assert (code, "7 files, 20.53 KiB complete (1 downloaded, 6 already there)" in text) == (0, True), text
+    for n in range(7):
+        assert (out / f"{n}.bin").read_bytes() == server.contents[f"{n}.bin"]
+    assert {path.name for path in out.iterdir() if path.name.startswith(".")} == {
+        ".lock", *(f".lock-{k}-of-3" for k in range(3))
+    }  # fmt: skip
 
 
 def test_a_full_disk_ends_it_at_once_and_clearly(

@@ -29,6 +29,7 @@ Command = Callable[..., tuple[int, str, str]]
         ('[{"url": "http://a/\\ud800"}]', "[0].url "),
         ('[{"url": "http://a/b", "path": "\\ud800"}]', "[0].path "),
         ('[{"url": "http://a/.lock"}]', "not a name below the output folder"),
+        ('[{"url": "http://a/b", "path": ".lock-0-of-2"}]', "not a name below the output folder"),
     ],
 )
 def test_a_wrong_manifest_is_refused(tmp_path: Path, command: Command, content: str, message: str) -> None:

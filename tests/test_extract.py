@@ -119,6 +119,31 @@ def test_the_same_bytes_however_many_jobs(tmp_path: Path, raw: Path) -> None:
     assert outputs(tmp_path / "1") == outputs(tmp_path / "2")
 
 
+def test_shares_and_a_last_run_give_the_bytes_of_one_run(tmp_path: Path, raw: Path, command: Command) -> None:
+    extract([str(raw)], tmp_path / "whole", chunks=5)
+    out = tmp_path / "out"
+    words = ["extract", str(raw), "--output", str(out), "--chunks", "5"]
+    good = (raw / "s8.jsonl.zst").read_bytes()
+    damaged(raw, "s8.jsonl.zst", lambda data: data[:-5])
+    processes = [
+        subprocess.Popen([sys.executable, "-m", "bloomery", *words, "--unit", f"{k}/3"], stderr=subprocess.PIPE)
+        for k in range(3)
+    ]
+    said = [process.communicate()[1].decode() for process in processes]
+    assert ["s8.jsonl.zst" in each for each in said] == [True, False, False], said
+    (raw / "s8.jsonl.zst").write_bytes(good)
+    code, text, err = command(*words, "--unit", "0/3")
+    assert code == 0, err
+    assert text.startswith(f"{out}: share 0/3: 1 written, 1 already there. 4 files in, 2 out; ")
+    assert "manifest" not in text
+    assert {*outputs(out)} == {*outputs(tmp_path / "whole")} - {"manifest.json"}
+    (out / "chunk-00001-of-00005.jsonl").unlink()
+    code, text, _ = command(*words, "--json")
+    assert code == 0
+    assert (json.loads(text)["written"], json.loads(text)["already_there"]) == (1, 4)
+    assert outputs(out) == outputs(tmp_path / "whole")
+
+
 def test_only_what_is_missing_or_changed_is_made_again(
     tmp_path: Path, raw: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

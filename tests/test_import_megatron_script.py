@@ -39,6 +39,33 @@ def test_a_script_starts_no_program_and_writes_nothing_outside(tmp_path: Path) -
     assert [path.name for path in (tmp_path / "in").iterdir()] == ["script.slurm"]
 
 
+JOB = """
+$schema: https://azuremlschemas.azureedge.net/latest/commandJob.schema.json
+type: command
+display_name: bloom-25b
+command: >-
+  mkdir -p ${{outputs.output}} &&
+  python -m torch.distributed.run pretrain_gpt.py FLAGS --seed $SEED --data-path ${{inputs.shards}}/text
+environment_variables: {SEED: 7}
+distribution: {type: pytorch, process_count_per_instance: 8}
+resources: {instance_count: 2}
+"""
+
+
+def test_the_flags_in_a_job_of_azureml(tmp_path: Path) -> None:
+    path = tmp_path / "job.yml"
+    path.write_text(JOB.replace("FLAGS", " ".join(SMALL)))
+    done = import_megatron([], script=path)
+    assert (done.recipe.name, done.recipe.seed) == ("bloom-25b", 7)
+    assert "inputs_shards" in row_of(done, "--data-path").remark
+    done = import_megatron([], script=path, given={"inputs_shards": "shards"})
+    assert done.raw["data"]["train"] == [{"path": "shards/text"}]
+    for text in ("command: [", "name: x\n", "- a\n"):
+        path.write_text(text)
+        with pytest.raises(RecipeError, match="is no job"):
+            import_megatron([], script=path)
+
+
 def test_a_script_that_does_not_end_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runner, "_SECONDS", 1)
     began = time.monotonic()

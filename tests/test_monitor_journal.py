@@ -57,16 +57,16 @@ def test_events_and_notices_carry_their_times(tmp_path: Path) -> None:
     book, screen = journal(tmp_path, job=3)
     book.event("save", 7, path=tmp_path)
     book.notice("two\nlines")
-    book.warning("slow disk")
+    book.warning("slow disk of \x1b[31mred")
     book.close()
     book.close()
     (event,) = read_events(tmp_path / "events.jsonl")
     assert (event["kind"], event["step"], event["job"], event["path"]) == ("save", 7, 3, str(tmp_path))
     assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ", event["iso_time"])
     assert isinstance(event["time"], float)
-    assert screen.getvalue() == "two\nlines\nwarning: slow disk\n"
+    assert screen.getvalue() == "two\nlines\nwarning: slow disk of \\x1b[31mred\n"
     log = (tmp_path / "logs/main_log.txt").read_text()
-    assert re.fullmatch(r"\[\S+Z\] two\n\[\S+Z\] lines\n\[\S+Z\] warning: slow disk\n", log)
+    assert re.fullmatch(r"\[\S+Z\] two\n\[\S+Z\] lines\n\[\S+Z\] warning: slow disk of \\x1b\[31mred\n", log)
 
 
 def test_a_full_disk_is_warned_of_once_and_loses_nothing(tmp_path: Path) -> None:

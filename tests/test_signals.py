@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -160,10 +161,35 @@ def test_a_rank_that_stops_is_named_by_the_one_that_waits(
     assert f"s for rank {stopped}, which last reported step" in said
     assert "Traceback" not in said
     assert f"rank {stopped} did not answer and was killed" in capfd.readouterr().err
-    if stopped:
-        (error,) = workshop.events(workshop.folder / "run", "error")
-        assert "for rank 1" in error["text"]
-        assert error["step"] >= 5  # where it hangs, not where the job began
+    run = workshop.folder / "run"
+    (hang,) = workshop.events(run, "hang")
+    assert f"rank {1 - stopped} has waited" in hang["text"]
+    assert f"rank {stopped} does not answer" in hang["text"]
+    assert "reason (stop.py:" in hang["text"], "who waits says in which call"
+    assert hang["step"] >= 5  # where it hangs, not where the job began
+    stacks = (run / "logs" / "stacks.txt").read_text()
+    assert all(f"in {name}\n" in stacks for name in ("train", "reason"))
+    assert [f"rank {rank}:\n" in stacks for rank in range(2)] == [rank != stopped for rank in range(2)]
+
+
+def test_stacks_on_demand_and_a_single_rank_that_hangs(workshop: Workshop) -> None:
+    run = workshop.folder / "run"
+    process = start_training(workshop, run, "parallel.tp=2")
+    wait_for_steps(run, 2, process)
+    (run / "control" / "stacks-1").touch()
+    while not (run / "logs" / "stacks.txt").exists():
+        assert process.poll() is None
+        time.sleep(0.1)
+    os.kill(process.pid, signal.SIGTERM)
+    process.communicate(timeout=60)
+    assert process.returncode == 0
+    assert "\nrank 1:\nthread MainThread" in (run / "logs" / "stacks.txt").read_text()
+    assert "\nrank 0:\n" not in (run / "logs" / "stacks.txt").read_text()
+    alone = Forked(["train", str(workshop.recipe), "--run-dir", "alone", "--device", "cpu"], workshop.folder / "err",
+                   rank_commands.hangs_after_step_5)  # fmt: skip
+    assert alone.wait(90) == exit_codes.LOST_RANK
+    (hang,) = workshop.events(workshop.folder / "alone", "hang")
+    assert re.search(r"nothing has happened for \d+ s, since step \d: in \w+, called by train", hang["text"])
 
 
 def test_a_signal_during_a_hang_is_answered_within_seconds(workshop: Workshop) -> None:

@@ -6,6 +6,8 @@ import errno
 import json
 import os
 import re
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,7 +15,7 @@ import pytest
 
 from bloomery.base import exit_codes, storage
 from bloomery.base.errors import StorageError
-from bloomery.base.storage import AppendFile, free_space, make_folder, write_atomically, written_to
+from bloomery.base.storage import AppendFile, free_space, locked, make_folder, write_atomically, written_to
 from monitor_samples import fill, mounted
 
 
@@ -215,6 +217,83 @@ def test_lines_that_a_failed_sync_may_have_lost_are_written_again(tmp_path: Path
     assert file.append("c")
     file.close()
     assert (tmp_path / "log").read_text() == "synced\na\nb\nc\n"
+
+
+def test_two_writers_of_one_file_cut_nothing_of_each_other(tmp_path: Path, disk: Disk) -> None:
+    path = tmp_path / "log"
+    one, two = AppendFile(path), AppendFile(path)
+    one.append("a")
+    two.append("b")
+    disk.write_error = errno.ENOSPC
+    assert one.append("c") is False
+    assert path.read_text() == "a\nb\n", "half a line of its own is cut, and nothing else"
+    disk.write_error = 0
+    two.append("d")
+    assert one.append("e")
+    assert path.read_text() == "a\nb\nd\nc\ne\n"
+    disk.sync_error = errno.EIO
+    two.append("f")
+    assert two.flush() is False, "its b, d and f may be lost"
+    disk.sync_error = 0
+    for file in (one, two):
+        file.close()
+    lines = path.read_text().split()
+    assert lines[:5] == ["a", "b", "d", "c", "e"]
+    assert {*lines[5:]} == {"b", "d", "f"}, "written again"
+
+
+def test_what_another_process_appends_while_a_cut_is_not_possible_stays(
+    tmp_path: Path, disk: Disk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "log"
+    one, two = AppendFile(path), AppendFile(path)
+
+    def fail(descriptor: int, size: int) -> None:
+        raise OSError(errno.EIO, "no")
+
+    disk.write_error = errno.EIO
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "ftruncate", fail)
+        assert one.append("torn") is False
+    disk.write_error = 0
+    two.append("whole")
+    assert one.append("last")
+    assert path.read_text() == "towhole\ntorn\nlast\n"
+    one.close()
+    two.close()
+
+
+WRITER = """
+import sys
+from bloomery.base.storage import AppendFile
+file = AppendFile(sys.argv[1])
+for number in range(2000):
+    file.append(f"{sys.argv[2]} {number}")
+file.close()
+"""
+
+
+def test_lines_of_several_processes_are_all_there(tmp_path: Path) -> None:
+    writers = [subprocess.Popen([sys.executable, "-c", WRITER, str(tmp_path / "log"), name]) for name in ("one", "two")]
+    assert [writer.wait(60) for writer in writers] == [0, 0]
+    lines = (tmp_path / "log").read_text().splitlines()
+    for name in ("one", "two"):
+        assert [line for line in lines if line.startswith(name)] == [f"{name} {number}" for number in range(2000)]
+
+
+def test_shares_of_one_number_hold_a_folder_together_and_nobody_else_does(tmp_path: Path) -> None:
+    def refused(share: tuple[int, int] | None) -> bool:
+        try:
+            with locked(tmp_path, share):
+                return False
+        except StorageError as error:
+            return f"{tmp_path} is in use by process {os.getpid()} on " in str(error)
+
+    with locked(tmp_path, (0, 2)):
+        assert [refused(share) for share in (None, (0, 2), (1, 2), (1, 3))] == [True, True, False, True]
+    with locked(tmp_path):
+        assert [refused(share) for share in (None, (0, 2), (1, 3))] == [True, True, True]
+    assert not refused(None)
 
 
 def test_close_names_the_rescue_file_that_holds_the_unwritten_lines(tmp_path: Path, disk: Disk) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from bloomery.cli.main import main
 from checkpoints import assert_same_tensors, forge
 from conftest import Workshop
 
@@ -114,6 +115,7 @@ FORGED: dict[str, Callable[[Path], object]] = {
     "a count below zero": lambda folder: forge(folder, "state.json", state_with(folder, held_samples=-8)),
     "an absurd blend": lambda folder: forge(folder, "state.json", state_with(folder, blend={"first_sample": [], "weights": 1})),
     "a field of another version": lambda folder: forge(folder, "state.json", state_with(folder, pending={})),
+    "a loss with a name of two lines": lambda folder: forge(folder, "state.json", state_with(folder, interval={"losses": {"a\nb": 1.0}, "steps": 1, "seconds": 1.0})),
     "a deep recipe": lambda folder: forge(folder, "recipe.yaml", "[" * 100_000),
     "a recipe that is none": lambda folder: forge(folder, "recipe.yaml", "model: 7"),
     "an empty manifest": lambda folder: (folder / "manifest.json").write_text(""),
@@ -170,3 +172,21 @@ def test_checkpoints_follow_the_phases_and_the_newest_and_the_marked_ones_are_ke
     assert [event["step"] for event in workshop.events(run, "save")] == [2, 4, 6, 9, 10, 16, 17]
     kept = [int(path.name.removeprefix("step-")) for path in sorted((run / "checkpoints").glob("step-*"))]
     assert kept == [6, 9, 10, 16, 17], "10 is the newest that later steps have proven"
+
+
+def test_after_its_ramp_a_run_may_have_more_replicas_than_the_first_levels_could_feed(
+    workshop: Workshop, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ramp = ["batch={micro_batch_size: 1, global_batch_size: 4, rampup: {start: 1, increment: 1, samples: 6}}"]
+    two, whole = "launch={gpus_per_node: 2}", workshop.train(*ramp, "train.for=14 steps", run="whole")
+    check = ["check", str(workshop.recipe), *ramp, two, "--run-dir", "run"]
+    assert main(check) == 2, "a new run would have to do the first levels"
+    workshop.train(*ramp, two, code=2)
+    run = workshop.train(*ramp, "train.for=14 steps", "train.exit_after=2 steps")
+    workshop.train(*ramp, two, code=2)
+    assert "data-parallel replicas, not 3" in capsys.readouterr().err, "the levels before it are done"
+    workshop.train(*ramp, "train.for=14 steps", "train.exit_after=6 steps")
+    assert main(check) == 0
+    workshop.train(*ramp, two, "train.for=14 steps")
+    assert [event["ranks"] for event in workshop.events(run, "start")] == [1, 1, 2]
+    assert workshop.losses(run) == pytest.approx(workshop.losses(whole), abs=1e-5)

@@ -8,13 +8,19 @@ import random
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 import rank_commands
+from bloomery.base.signals import FIRST_SECONDS, PULSE
 from bloomery.checkpoint.folder import complete_checkpoints
 from bloomery.parallel.runner import Runner
+from bloomery.train import loop, recover
+from bloomery.train.run import Run
 from bloomery.train.spikes import RECOVERY_STEPS, SpikeWatch
+from bloomery.train.state import TrainState
 from checkpoints import assert_same_tensors
 from conftest import Workshop
 from test_parallel import TWO, run_ranks, said
@@ -139,6 +145,22 @@ def test_a_checkpoint_that_no_normal_steps_follow_does_not_replace_a_proven_one(
     assert workshop.events(run, "stop")[-1]["last_good"] == "step-00000020"
 
 
+def test_steps_without_a_number_prove_no_checkpoint(workshop: Workshop, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is saved at step 30 is ruined."""
+    original = loop.train_step
+
+    def ruined(run: Run, state: TrainState) -> None:
+        original(run, state)
+        if state.step == 29:
+            with torch.no_grad():
+                for piece in run.optimizer.pieces().values():
+                    piece.tensor.fill_(math.nan)
+
+    monkeypatch.setattr(loop, "train_step", ruined)
+    run = workshop.train(*LONG, "train.stop_after_nan_steps=6", code=4)
+    assert workshop.events(run, "stop")[-1]["last_good"] == "step-00000020"
+
+
 # ---------------------------------------------------------------- one bad step
 
 
@@ -234,6 +256,22 @@ def test_a_stretch_of_bad_data_is_passed_over_by_several_rewinds(
     assert [event["passed_over"] for event in workshop.events(run, "rewind")] == [[21, 27], [21, 29]]
     planting()
     assert_same_tensors(run, workshop.train(*LONG, "train.skip=['21-29 steps']", run="passed"))
+
+
+def test_reading_the_good_checkpoint_is_no_hang(
+    workshop: Workshop, planting: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    patience, original = [], recover.load_pieces
+
+    def load(*words: Any, **options: Any) -> None:
+        patience.append((PULSE.excused, PULSE.limit))
+        original(*words, **options)
+
+    monkeypatch.setattr(recover, "load_pieces", load)
+    planting(SPIKE)
+    workshop.train(*LONG, "train.on_spike=rewind")
+    assert patience == [(True, FIRST_SECONDS)]
+    assert not PULSE.excused
 
 
 def test_rewinds_that_do_not_help_come_to_an_end(

@@ -14,6 +14,7 @@ import pytest
 
 from bloomery.base import signals
 from bloomery.base.signals import STOPS
+from bloomery.cli.main import main
 from bloomery.config.load import load_recipe
 from bloomery.monitor.meters import IntervalMeter
 from bloomery.parallel.runner import Runner
@@ -125,6 +126,21 @@ def test_control_files_save_and_continue_then_stop(workshop: Workshop, at_step: 
     assert list(control.iterdir()) == []
     assert [event["step"] for event in Workshop.events(run, "save")] == [4, 6]
     assert (stop_event(run)["step"], stop_event(run)["reason"]) == (6, "control")
+
+
+def test_a_run_stops_after_its_next_checkpoint(
+    workshop: Workshop, at_step: AtStep, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = workshop.folder / "run"
+    assert main(["stop", str(run)]) == 3
+    assert "is no run that has started" in capsys.readouterr().err
+    at_step(3, lambda: main(["stop", str(run), "--after-save"]))
+    workshop.train("checkpoint.phases=[{every: 6 steps}]")
+    assert [event["step"] for event in Workshop.events(run, "save")] == [6]
+    assert (stop_event(run)["step"], stop_event(run)["reason"]) == (6, "control")
+    assert main(["stop", str(run), "--for-good"]) == 0
+    workshop.train("train.for=8 steps", code=0)
+    assert stop_event(run)["step"] == 6, "control/kill forbids the start"
 
 
 def test_kill_ends_a_live_run_with_a_save_and_forbids_the_next_start(

@@ -4,7 +4,9 @@ The only file of the package that may ask a device for its name, its memory or i
 """
 
 import os
+import re
 import resource
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -22,6 +24,7 @@ from bloomery.base.units import format_bytes
 warnings.filterwarnings("ignore", message="mkldnn_matmul failed")
 
 POWERCAP = Path("/sys/class/powercap")
+_DRIVER = Path("/proc/driver/nvidia/version")
 NO_SENSOR = "no sensor"
 
 
@@ -54,11 +57,21 @@ def device_count(device: torch.device) -> int | None:
     return None if device.type == "cpu" else torch.accelerator.device_count()
 
 
+def devices_here(device: torch.device) -> list[torch.device]:
+    """All of this kind."""
+    return [torch.device(device.type, index) for index in range(device_count(device) or 0)] or [device]
+
+
 def device_name(device: torch.device) -> str:
     """What the maker calls it: `NVIDIA H200`; `cpu` for a CPU."""
     if device.type == "cpu":
         return "cpu"
     return str(_backend(device).get_device_name(device))
+
+
+def device_total_bytes(device: torch.device) -> int:
+    """Memory of the device; 0 for a CPU."""
+    return 0 if device.type == "cpu" else int(_backend(device).get_device_properties(device).total_memory)
 
 
 def memory_bytes(device: torch.device) -> tuple[int, int]:
@@ -68,6 +81,46 @@ def memory_bytes(device: torch.device) -> tuple[int, int]:
             now = int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
         return now, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     return torch.accelerator.memory_allocated(device), torch.accelerator.max_memory_allocated(device)
+
+
+def library_versions() -> dict[str, str]:
+    """Of what lies between torch and NVIDIA's devices; empty where this torch is not made for them."""
+    if torch.version.cuda is None:
+        return {}
+    driver = re.search(r"\d+\.\d[\d.]*", _DRIVER.read_text()) if _DRIVER.exists() else None
+    nccl: Any = torch.cuda.nccl.version() if torch.distributed.is_nccl_available() else ["none"]  # type: ignore[no-untyped-call]
+    found = driver[0] if driver else "not loaded"
+    return {"driver": found, "cuda": torch.version.cuda, "nccl": ".".join(map(str, nccl))}
+
+
+def clocks_mhz(device: torch.device) -> tuple[int, int] | None:
+    """(now, at most) of an NVIDIA board; None where nothing tells."""
+    if device.type != "cuda" or torch.version.cuda is None:
+        return None
+    try:
+        nvml, board = _board(device)
+        kind = nvml.NVML_CLOCK_SM
+        return nvml.nvmlDeviceGetClockInfo(board, kind), nvml.nvmlDeviceGetMaxClockInfo(board, kind)
+    except Exception:  # without the package; on slices of a board (MIG); NVML's errors have no base outside of it
+        return None
+
+
+def matmul_flops(device: torch.device, seconds: float = 0.2) -> float:
+    """FLOPs per second of a product of two matrices, made again and again for so long."""
+    size, dtype = (512, torch.float32) if device.type == "cpu" else (8192, torch.float16)  # every device is fast at it
+    matrix = torch.randn(size, size, device=device, dtype=dtype)
+
+    def multiply() -> None:
+        torch.matmul(matrix, matrix)
+        if device.type != "cpu":
+            torch.accelerator.synchronize(device)  # sync
+
+    multiply()  # the first one loads the kernel
+    count, began = 0, time.monotonic()
+    while (spent := time.monotonic() - began) < seconds:
+        multiply()
+        count += 1
+    return count * 2 * size**3 / spent
 
 
 def available_host_bytes(meminfo: str = "/proc/meminfo") -> int:
@@ -135,18 +188,25 @@ def energy_sensor(device: torch.device) -> Sensor | str:
     if device.type != "cuda" or torch.version.cuda is None:
         return f"{NO_SENSOR} is known for {device_name(device)}"
     try:
-        import pynvml  # type: ignore[import-untyped,import-not-found,unused-ignore]
+        sensor = nvml_sensor(*_board(device))
+        sensor.joules()
     except ImportError:
         return f"{NO_SENSOR} can be read without the package nvidia-ml-py: `pip install bloomery[energy]`"
+    except OSError as error:  # boards before Volta, and slices of a board (MIG)
+        return f"{NO_SENSOR} that answers: {error}"
+    return sensor
+
+
+def _board(device: torch.device) -> tuple[Any, Any]:
+    """NVML and its handle of a device. ImportError without the package, OSError where it does not answer."""
+    import pynvml  # type: ignore[import-untyped,import-not-found,unused-ignore]
+
     try:
         pynvml.nvmlInit()
         # By its identity: NVML's numbers know nothing of CUDA_VISIBLE_DEVICES.
-        uuid = f"GPU-{_backend(device).get_device_properties(device).uuid}"
-        sensor = nvml_sensor(pynvml, pynvml.nvmlDeviceGetHandleByUUID(uuid))
-        sensor.joules()
-    except (pynvml.NVMLError, OSError) as error:  # boards before Volta, and slices of a board (MIG)
-        return f"{NO_SENSOR} that answers: {error}"
-    return sensor
+        return pynvml, pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{_backend(device).get_device_properties(device).uuid}")
+    except pynvml.NVMLError as error:
+        raise OSError(f"NVML: {error}") from error
 
 
 def host_memory(size: int, device: torch.device) -> Tensor:
@@ -190,7 +250,7 @@ def out_of_memory_problem(error: BaseException, device: torch.device) -> Problem
     """For a training that does not fit the device or the host; None if the error is another one."""
     if not isinstance(error, torch.OutOfMemoryError):
         return host_memory_problem(error)
-    total = int(_backend(device).get_device_properties(device).total_memory) if device.type != "cpu" else 0
+    total = device_total_bytes(device)
     size = f" of {format_bytes(total)}" if total else ""
     peak = format_bytes(memory_bytes(device)[1])
     remedy = "use a smaller batch.micro_batch_size, parallel.recompute=full, or a smaller model"

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from bloomery.base.errors import BloomeryError, LostRankError
 from bloomery.base.signals import PULSE
+from bloomery.base.stacks import stacks
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -31,6 +32,7 @@ class Ranks:
 
     def gather(self, value: Any) -> list[Any]:
         """What every rank gave, in the order of ranks, on every rank. Plain Python values. Collective."""
+        PULSE.mark(waiting=False)
         return [value]
 
     def broadcast(self, value: Any, source: int = 0) -> Any:
@@ -57,8 +59,12 @@ class Ranks:
         """Those that no longer report: stopped, or on a host that is gone."""
         return []
 
-    def report_hang(self, report: Callable[[str], None]) -> None:
-        """Call this when the ranks wait for each other for too long; then the job ends."""
+    def stacks(self) -> dict[int, str]:
+        """Those of all ranks that answer within seconds; from any thread."""
+        return {0: stacks()}
+
+    def report_hang(self, report: Callable[[str, Mapping[int, str]], None]) -> None:
+        """Call this, with the stacks of the ranks, when they wait for each other for too long; then the job ends."""
 
     def lost(self, error: Exception) -> LostRankError | None:
         """Whom we lost, if that is what the error means."""
@@ -130,8 +136,9 @@ class Started:
     port: int
 
 
-def started_as(environment: Mapping[str, str] = os.environ) -> Started | None:
-    """The rank that a launcher gave this process; None when it was started alone.
+def started_as(environment: Mapping[str, str] = os.environ, *, ranks_per_node: int = 0) -> Started | None:
+    """The rank that a launcher gave this process; None when it was started alone. `ranks_per_node`: what was asked for,
+    where the launcher does not say it.
 
     torchrun's names come first, so that a user's own MASTER_ADDR and MASTER_PORT win. Slurm counts only inside `srun`:
     a batch script carries SLURM_PROCID too, but is one process, and so is a step of one task.
@@ -142,7 +149,7 @@ def started_as(environment: Mapping[str, str] = os.environ) -> Started | None:
             rank=int(environment["RANK"]),
             size=size,
             local_rank=int(environment.get("LOCAL_RANK", environment["RANK"])),
-            local_size=int(environment.get("LOCAL_WORLD_SIZE", size)),
+            local_size=int(environment.get("LOCAL_WORLD_SIZE", 0)) or _ranks_per_node(environment, ranks_per_node),
             address=environment.get("MASTER_ADDR", "127.0.0.1"),
             port=int(environment.get("MASTER_PORT", "29500")),
         )
@@ -158,6 +165,16 @@ def started_as(environment: Mapping[str, str] = os.environ) -> Started | None:
             port=int(environment.get("MASTER_PORT", _SLURM_PORTS[job % len(_SLURM_PORTS)])),
         )
     return None
+
+
+def _ranks_per_node(environment: Mapping[str, str], asked: int) -> int:
+    """AzureML numbers nodes and the ranks of each, but does not say how many ranks a node has."""
+    rank, size, node = int(environment["RANK"]), int(environment["WORLD_SIZE"]), int(environment.get("NODE_RANK", 0))
+    if node > 0:
+        return (rank - int(environment["LOCAL_RANK"])) // node
+    nodes = int(environment.get("AZUREML_NODE_COUNT", 0))
+    found = size // nodes if nodes else asked if "NODE_RANK" in environment else size
+    return found if found and size % found == 0 else size
 
 
 def first_host(nodes: str) -> str:

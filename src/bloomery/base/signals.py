@@ -214,6 +214,11 @@ class Pulse:
     """Whether `limit` is that of something that has a time limit of its own."""
 
     @property
+    def is_learned(self) -> bool:
+        """Whether `limit` is that of a step."""
+        return not self.excused and self.limit != FIRST_SECONDS
+
+    @property
     def silent_seconds(self) -> float:
         return time.monotonic() - self.since
 

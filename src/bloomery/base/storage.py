@@ -95,31 +95,43 @@ def make_folder(path: str | os.PathLike[str]) -> Path:
 
 
 @contextlib.contextmanager
-def locked(folder: Path) -> Iterator[str]:
-    """Hold the folder against other processes that ask the same way; StorageError names the one that has it.
+def locked(folder: Path, share: tuple[int, int] | None = None) -> Iterator[str]:
+    """Hold the folder against other processes that ask the same way; StorageError names the one that has it. Holders of
+    different shares, (k, n) with one n, work in it beside each other.
 
     The lock goes with the process, however it ends. One that is stopped (SIGSTOP) holds nobody up: a new lock takes the
     place of its lock, and what is said of that is yielded.
     """
-    path = folder / ".lock"
-    with writing(path):
-        descriptor = open_plain(path, os.O_RDWR | os.O_CREAT)
+    path = folder / (f".lock-{share[0]}-of-{share[1]}" if share else ".lock")
+    descriptor, taken_over = _take_lock(path)
     try:
-        if not try_lock(descriptor):
-            holder = os.pread(descriptor, 200, 0).decode(errors="replace").strip() or "another process"
-            if _is_stopped(holder):
-                path.unlink(missing_ok=True)
-                with locked(folder):
-                    yield f"{holder} is stopped, so this start takes {folder} over"
-                return
-            remedy = "wait for it or stop it, or use another --run-dir"
-            raise StorageError(Problem(f"{folder} is in use by {holder}", remedy=remedy))
-        with contextlib.suppress(OSError):  # only for that message
+        with contextlib.suppress(OSError):  # only for the message to others
             os.ftruncate(descriptor, 0)
             os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
-        yield ""
+        # Everybody takes his own lock before he looks at those of others, so that of two at once no one goes unseen.
+        for other in sorted({folder / ".lock", *folder.glob(".lock-*-of-*")} - {path}):
+            if other.exists() and not (share and other.name.endswith(f"-of-{share[1]}")):
+                found, said = _take_lock(other, fcntl.LOCK_SH)  # others may be looking at the same moment
+                os.close(found)
+                taken_over = taken_over or said
+        yield taken_over
     finally:
         os.close(descriptor)
+
+
+def _take_lock(path: Path, how: int = fcntl.LOCK_EX) -> tuple[int, str]:
+    """(its descriptor, from whom it was taken over, if it was)."""
+    with writing(path):
+        descriptor = open_plain(path, os.O_RDWR | os.O_CREAT)
+    if try_lock(descriptor, how):
+        return descriptor, ""
+    holder = os.pread(descriptor, 200, 0).decode(errors="replace").strip() or "another process"
+    os.close(descriptor)
+    if not _is_stopped(holder):
+        remedy = "wait for it or stop it, or use another --run-dir"
+        raise StorageError(Problem(f"{path.parent} is in use by {holder}", remedy=remedy))
+    path.unlink(missing_ok=True)
+    return _take_lock(path, how)[0], f"{holder} is stopped, so this start takes {path.parent} over"
 
 
 def try_lock(file: int | IO[bytes], how: int = fcntl.LOCK_EX) -> bool:
@@ -200,7 +212,8 @@ def free_space(path: Path) -> str:
 
 
 class AppendFile:
-    """Lines appended to one file by one process. A full disk loses nothing: unwritten lines wait in memory."""
+    """Lines appended to a file; other processes may append to it too. A full disk loses nothing: unwritten lines wait
+    in memory."""
 
     def __init__(self, path: str | os.PathLike[str], *, is_whole: Callable[[bytes], bool] | None = None) -> None:
         """`is_whole` judges a last line that lacks its newline; without it such a line is text, kept and completed."""
@@ -270,8 +283,10 @@ class AppendFile:
             return True
         try:
             if self.last_error is not None:
-                os.ftruncate(self._descriptor, self._size)
+                self._cut()
             for line in self._lines[self._written :]:
+                if (end := os.lseek(self._descriptor, 0, os.SEEK_END)) != self._size:  # another process has appended
+                    self._size = self._synced_size = end
                 write_all(self._descriptor, line)
                 self._size += len(line)
                 self._written += 1
@@ -283,8 +298,15 @@ class AppendFile:
     def _fail(self, error: OSError) -> bool:
         self.last_error = error
         with contextlib.suppress(OSError):  # then it is cut before the next write
-            os.ftruncate(self._descriptor, self._size)
+            self._cut()
         return False
+
+    def _cut(self) -> None:
+        """Remove what was torn or not synced, unless another process has appended since: nothing of its is cut."""
+        waiting = b"".join(self._lines[self._written :])
+        tail = os.pread(self._descriptor, len(waiting) + 1, self._size)
+        if waiting.startswith(tail.rstrip(b"\0")):  # a failed sync may leave zeros
+            os.ftruncate(self._descriptor, self._size)
 
     def _rescue(self) -> str:
         try:
@@ -309,13 +331,23 @@ class AppendFile:
         kept = tail.strip(b"\0").decode(errors="ignore").encode()  # a power cut can leave zeros or half a character
         if is_whole is not None and not is_whole(kept):
             kept = b""
-        os.ftruncate(self._descriptor, start)
-        if kept:
-            write_all(self._descriptor, kept + b"\n")
+        if kept != tail:
+            os.ftruncate(self._descriptor, start)
+        if kept:  # where all of it is, nothing is cut: another process may be about to append
+            write_all(self._descriptor, b"\n" if kept == tail else kept + b"\n")
             self.repaired = f"{self.path}: completed the last line, which lacked its newline"
-            return start + len(kept) + 1
-        self.repaired = f"{self.path}: removed a torn last line of {len(tail)} bytes, left by an earlier crash"
-        return start
+        else:
+            self.repaired = f"{self.path}: removed a torn last line of {len(tail)} bytes, left by an earlier crash"
+        return os.lseek(self._descriptor, 0, os.SEEK_END)
+
+
+def append_line(path: Path, line: str) -> None:
+    """To a file that another process may append to as well. OSError if it cannot be written."""
+    descriptor = open_plain(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+    try:
+        write_all(descriptor, mask(line).encode(errors="replace") + b"\n")
+    finally:
+        os.close(descriptor)
 
 
 def write_all(descriptor: int, data: bytes | memoryview) -> None:

@@ -22,7 +22,7 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, BaseModel, Field, ValidationError
 
 from bloomery.base.bounded import LARGE_BYTES, open_regular, parse_json, read_json, read_small
-from bloomery.base.errors import DataError, Problem, StorageError
+from bloomery.base.errors import DataError, Problem, StorageError, unreadable
 from bloomery.base.storage import (
     make_folder,
     open_plain,
@@ -63,15 +63,19 @@ def step_of(folder: Path) -> int:
 
 def complete_checkpoints(root: Path) -> list[Path]:
     """Folders with a manifest, oldest first."""
-    return [path for path in step_folders(root) if (path / MANIFEST).is_file() and not path.is_symlink()]
+    return [path for path in step_folders(root) if os.path.isfile(path / MANIFEST) and not path.is_symlink()]
 
 
 def step_folders(root: Path) -> list[Path]:
     """All that have the name of a checkpoint, oldest first. Neither saves nor deletions leave one without a manifest:
-    such a folder has lost it."""
-    if not root.is_dir():
+    such a folder has lost it, or cannot be read. DataError if that is so of `root`."""
+    try:
+        found = [root / name for name in os.listdir(root) if _NAME.match(name)]
+    except (FileNotFoundError, NotADirectoryError):
         return []
-    return sorted((path for path in root.iterdir() if _NAME.match(path.name) and path.is_dir()), key=step_of)
+    except OSError as error:
+        raise unreadable(str(root), error) from error
+    return sorted((path for path in found if not os.path.isfile(path)), key=step_of)
 
 
 # ---------------------------------------------------------------- the manifest

@@ -138,12 +138,12 @@ def read_checkpoint(folder: Path, *, ranks: Ranks = ALONE, tensors: bool = True,
     DataError or RecipeError for a recipe or a state that cannot be used."""
     manifest = first_rank_does(ranks, partial(read_manifest, folder))  # another node may still see an older one
     files = manifest["files"]
-    holders: list[set[str]] = ranks.gather({name for name in files if (folder / name).exists()})
+    holders: list[set[str]] = ranks.gather({name for name in files if os.path.exists(folder / name)})
     readers = {name: [rank for rank, held in enumerate(holders) if name in held] for name in sorted(files)}
     mine = [name for i, (name, who) in enumerate(readers.items()) if who and who[i % len(who)] == ranks.rank]
     with agreed(ranks):
         wrong = [file_damage(folder / name, files[name], read=not is_tensor_file(name)) for name in mine]
-        absent = {name: (folder / name).is_symlink() for name, who in readers.items() if not who}
+        absent = {name: os.path.islink(folder / name) for name, who in readers.items() if not who}
         _refuse(folder, wrong + [f"{name} is missing" for name, is_link in absent.items() if not is_link])
     with agreed(ranks):
         checkpoint = Checkpoint(folder, manifest, read_index(folder))
@@ -275,14 +275,14 @@ def load_pieces(checkpoint: Checkpoint, pieces: Mapping[str, Piece], *, ranks: R
     folder = checkpoint.folder
     with agreed(ranks):
         parts = _parts(checkpoint, pieces)
-        here = {file for file in parts if ranks is ALONE or (folder / file).exists()}
+        here = {file for file in parts if ranks is ALONE or os.path.exists(folder / file)}
         for file in sorted(here):
             source = TensorFile(folder / file)
             for part, piece in parts[file]:
                 part.copy(source.view(part.key, part.size), piece)
     lacking = {(file, part.key): (part, piece) for file in parts.keys() - here for part, piece in parts[file]}
     wanted = sorted({each for found in ranks.gather(list(lacking)) for each in found})
-    holders: list[set[str]] = ranks.gather({file for file, _ in wanted if (folder / file).exists()})
+    holders: list[set[str]] = ranks.gather({file for file, _ in wanted if os.path.exists(folder / file)})
     for file, key in wanted:
         sender = next(rank for rank, held in enumerate(holders) if file in held)  # read_checkpoint has found one
         values = TensorFile(folder / file).view(key).clone() if sender == ranks.rank else None

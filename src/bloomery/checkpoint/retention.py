@@ -13,7 +13,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -76,7 +75,8 @@ class Retention:
     known: int | None = None
     """The step that this job has loaded or saved last. Without one nothing is deleted to make room."""
     is_good: Callable[[int], bool] = lambda step: False
-    """Which steps have a good checkpoint. The newest of them stays, because this one is not proven yet."""
+    """Which steps have a good checkpoint. The newest of them stays, because this one is not proven yet, and after it
+    the oldest that the next steps may prove."""
     is_suspicious: bool = False
     """The state may be worse than that of older checkpoints: nothing is deleted."""
     is_final: bool = False
@@ -99,8 +99,9 @@ class Retention:
         return [] if self.is_suspicious else self._retain(set())
 
     def _retain(self, spare: set[int]) -> list[str]:
-        good = good_steps(self.tier.root, self.is_good)
-        spare |= {*islice(good, 1), *(self.uploader.protected() if self.uploader else ())}
+        good = next(good_steps(self.tier.root, self.is_good), -1)
+        unproven = [*good_steps(self.tier.root, lambda step: step > good and not self.is_good(step))]
+        spare |= {good, *unproven[-1:], *(self.uploader.protected() if self.uploader else ())}
         return apply_retention(self.tier.writer, self.tier.keep, spare=spare)
 
 

@@ -143,6 +143,7 @@ class Saver:
             assert self._flight is not None
             hung = self._flight.plan.step
             what = f"the checkpoint of step {plan.step} was not saved: the save of step {hung} still hangs"
+            job.report({}, [f"its save of step {hung} still hangs"])
             self._finished.append(replace(job.outcome, error=StorageError(Problem(what, remedy="check the storage"))))
             return
         self._flight = job
@@ -225,9 +226,7 @@ class SaveJob:
             self._note(error)
         if self.ranks.rank > 0:
             files = {name: facts.model_dump() for name, facts in self._files.items()}
-            self.ranks.store_set(
-                self._key_of(self.ranks.rank), [files, self._trouble.get(self.ranks.rank), self._fenced]
-            )
+            self.report(files, self._trouble.get(self.ranks.rank))
         else:
             try:
                 self.commit()
@@ -238,6 +237,10 @@ class SaveJob:
                 shutil.rmtree(self.draft, ignore_errors=True)  # a rank that still writes into it fails
         self.outcome.persist_seconds = time.monotonic() - started
         self.outcome.error = self._error() if self._trouble else None
+
+    def report(self, files: Mapping[str, Any], trouble: list[str] | None) -> None:
+        """To rank 0, which waits for it."""
+        self.ranks.store_set(self._key_of(self.ranks.rank), [files, trouble, self._fenced])
 
     def commit(self) -> None:
         """Wait for all parts, complete the draft and give it its name. For rank 0."""

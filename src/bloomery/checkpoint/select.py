@@ -1,11 +1,12 @@
 """Which checkpoint a run resumes from: the newest good one."""
 
+import os
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from bloomery.base.errors import DataError, Problem, RecipeError, StorageError
-from bloomery.base.ranks import ALONE, Ranks
+from bloomery.base.ranks import ALONE, Ranks, agreed
 from bloomery.checkpoint import folder as folders
 from bloomery.checkpoint.folder import MANIFEST
 from bloomery.checkpoint.load import Check, Checkpoint, Choice, read_checkpoint
@@ -29,14 +30,16 @@ def newest_good(
     """Verify from the newest on; a newer remote one wins. DataError if there are checkpoints but none that can be used.
     All ranks call it, each reads its share."""
     damaged: dict[Path | str, list[str]] = {}
-    found = [path for root in roots for path in folders.step_folders(root)]
+    with agreed(ranks):
+        found = [path for root in roots for path in folders.step_folders(root)]
     order = sorted(found, key=lambda path: -folders.step_of(path))  # stable: of one step the first root's
     good: Checkpoint | None = None
-    for folder, is_complete, is_link in ranks.broadcast([(p, (p / MANIFEST).is_file(), p.is_symlink()) for p in order]):
+    facts = [(path, os.path.isfile(path / MANIFEST), os.path.islink(path)) for path in order]
+    for folder, is_complete, is_link in ranks.broadcast(facts):
         if good is not None and is_complete:
             continue
         if is_link or not is_complete:
-            damaged[folder] = [folders.LINK if is_link else f"{MANIFEST} is missing"]
+            damaged[folder] = [folders.LINK if is_link else f"{MANIFEST} is missing, or cannot be read"]
         else:
             try:
                 good = read_checkpoint(folder, ranks=ranks, check=check)

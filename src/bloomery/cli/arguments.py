@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
 import time
 from collections.abc import Callable, Collection, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bloomery.base import exit_codes, signals
-from bloomery.base.errors import Problem, RecipeError, on_one_line
+from bloomery.base.errors import BloomeryError, Problem, RecipeError, on_one_line
 from bloomery.base.units import format_bytes
 
 if TYPE_CHECKING:  # --help must not wait for what only a run of the command needs
@@ -39,6 +41,23 @@ def add_json(parser: argparse.ArgumentParser, what: str = "answer") -> None:
 
 def add_device(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", help="cpu, cuda, ...; default: this machine's accelerator")
+
+
+def add_unit(parser: argparse._ActionsContainer, what_for: str) -> None:
+    """For shares of one work on several machines, which see the same files."""
+    text = f"do only the K-th of N shares of the work (K from 0); afterwards run once without it, {what_for}"
+    parser.add_argument("--unit", type=_share, metavar="K/N", help=text)
+
+
+def _share(text: str) -> tuple[int, int]:
+    if (found := re.fullmatch(r"(\d{1,9})/(\d{1,9})", text)) and int(found[1]) < int(found[2]):
+        return int(found[1]), int(found[2])
+    raise argparse.ArgumentTypeError(f"{text} is not K/N: share K of N, the first is 0 and the last N-1")
+
+
+def share_text(unit: tuple[int, int] | None) -> str:
+    """Before what a share reports."""
+    return "share {}/{}: ".format(*unit) if unit else ""
 
 
 def show(args: argparse.Namespace, facts: dict[str, Any], text: Callable[[Any], str] | None = None) -> int:
@@ -128,16 +147,34 @@ def whole_numbers(text: str) -> list[int]:
 
 
 def load(args: argparse.Namespace, *, reads: Collection[str] | None = None, warns: bool = True) -> LoadedRecipe:
-    """The checked recipe. `reads`: the sections this command uses, where it is not all of them; an override of another
-    is a warning, so that all commands may share one list of them. `warns`: only one of many processes should."""
+    """The checked recipe, for where the run at `args.run_dir` stands. `reads`: the sections this command uses, where it
+    is not all of them; an override of another is a warning, so that all commands may share one list of them. `warns`:
+    only one of many processes should."""
     from bloomery.sizing.check import load_checked_recipe
 
-    checked = load_checked_recipe(args.recipe, args.overrides)
+    checked = load_checked_recipe(args.recipe, args.overrides, done=partial(done_samples, args))
     idle = [text for text in args.overrides if reads is not None and _section(text) not in reads]
     unread = [f"{text!r} has no effect: this command does not read {_section(text)}" for text in idle]
     if warns:
         warn(*checked.warnings, *unread)
     return checked
+
+
+def run_folder(args: argparse.Namespace, recipe: Recipe) -> Path:
+    return args.run_dir or Path("runs") / recipe.name
+
+
+def done_samples(args: argparse.Namespace, recipe: Recipe) -> int:
+    """That the newest checkpoint of the run has consumed; 0 without one."""
+    if not hasattr(args, "run_dir"):
+        return 0
+    from bloomery.base.bounded import read_json
+    from bloomery.checkpoint.folder import STATE, find_checkpoint
+
+    try:
+        return int(read_json(find_checkpoint(run_folder(args, recipe)) / STATE)["consumed_samples"])
+    except (BloomeryError, OSError, ValueError, TypeError, KeyError):
+        return 0
 
 
 def _section(override: str) -> str:

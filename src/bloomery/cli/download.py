@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from bloomery.base import exit_codes
 from bloomery.base.errors import DataError, Problem
 from bloomery.base.units import format_bytes
-from bloomery.cli.arguments import add_json, now_and_then, show, whole_number
+from bloomery.cli.arguments import add_json, add_unit, now_and_then, share_text, show, whole_number
 
 if TYPE_CHECKING:
     from bloomery.prepare.download import DownloadResult
@@ -25,6 +25,7 @@ def add_arguments_download(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--jobs", metavar="N", type=positive, default=4, help="files at a time; default: 4")
     parser.add_argument("--retries", metavar="N", type=whole_number(0), default=8, help="after the first; default: 8")
     parser.add_argument("--timeout", metavar="SECONDS", type=positive, default=60, help=timeout)
+    add_unit(parser, "to verify all files")
     add_json(parser, "summary")
 
 
@@ -32,12 +33,12 @@ def run_download(args: argparse.Namespace) -> int:
     from bloomery.prepare.download import download, read_download_manifest
 
     wanted = read_download_manifest(args.manifest)
-    options = {"jobs": args.jobs, "retries": args.retries, "timeout_seconds": args.timeout}
+    options = {"jobs": args.jobs, "retries": args.retries, "timeout_seconds": args.timeout, "share": args.unit}
     result = download(
         wanted, args.output, progress=now_and_then(lambda result: _text(result).partition("\n")[0]), **options
     )
     facts = asdict(result) | {"failed": len(result.failures)}
-    show(args, facts, lambda _: f"{args.output}: {_text(result)}")
+    show(args, facts, lambda _: f"{args.output}: {share_text(args.unit)}{_text(result)}")
     if result.failures:
         again = "run the command again: files that are complete stay, others resume where they stopped"
         count = f"{len(result.failures):,} of {result.files:,} files could not be downloaded"
@@ -64,6 +65,7 @@ def add_arguments_extract(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--output", metavar="DIR", type=Path, required=True, help="folder for the chunks")
     parser.add_argument("--chunks", metavar="N", type=whole_number(1), required=True, help="how many files to write")
     parser.add_argument("--jobs", metavar="N", type=whole_number(1), help="chunks at a time; default: one per core")
+    add_unit(parser, "for the manifest")
     add_json(parser, "summary")
 
 
@@ -71,8 +73,9 @@ def run_extract(args: argparse.Namespace) -> int:
     from bloomery.prepare.extract import extract
 
     jobs = args.jobs or len(os.sched_getaffinity(0))
-    result = extract(args.sources, args.output, chunks=args.chunks, jobs=jobs)
-    made = f"{args.output}: {result.written:,} written, {result.already_there:,} already there"
+    result = extract(args.sources, args.output, chunks=args.chunks, jobs=jobs, share=args.unit)
+    made = f"{args.output}: {share_text(args.unit)}{result.written:,} written, {result.already_there:,} already there"
     counts = f"{result.input_files:,} files in, {result.chunks:,} out; {result.documents:,} documents in and out"
-    text = f"{made}. {counts}, {format_bytes(result.bytes)}. Hashes and counts: {result.manifest}"
+    where = f". Hashes and counts: {result.manifest}" if result.manifest else ""
+    text = f"{made}. {counts}, {format_bytes(result.bytes)}{where}"
     return show(args, asdict(result), lambda _: text)

@@ -33,6 +33,13 @@ COMMANDS = {
     "inspect checkpoint": ("inspect_checkpoint", "contents of a checkpoint; --verify, --list"),
     "inspect model": ("recipe", "parameters by group and FLOPs per token of a recipe"),
     "train": ("train", "train, or resume where the run stopped"),
+    "launch": ("launch", "start a training on this machine, hosts, Slurm or AzureML, and again until it is done"),
+    "doctor": ("doctor", "what this machine has, what is missing for which feature, and whether it can train a recipe"),
+    "sync": ("sync", "carry a run's new files to a hub, a bucket, a git remote or a folder"),
+    "watch install": ("watch", "look every hour or day, by a Slurm job that submits itself again"),
+    "watch": ("watch", "what a run is doing, live; --pulse: a line in its log, and alerts"),
+    "scale": ("scale", "what more nodes bring: tokens per second and efficiency of short trainings"),
+    "stop": ("stop", "ask a training to save and stop; --after-save: once its next scheduled checkpoint is begun"),
     "verify": ("verify", "certify, on a small copy of a recipe, that every layout trains the same as one rank"),
     "generate": ("generate", "continue a prompt with a checkpoint"),
     "export": ("hf", "convert a checkpoint to a Hugging Face folder"),
@@ -119,8 +126,8 @@ def _run(arguments: list[str]) -> int:
         print(f"bloomery {__version__}")
         return exit_codes.OK
     group = [command for command in COMMANDS if command.startswith(f"{arguments[0]} ")]
-    words = 2 if group else 1
-    if group and arguments[1:2] in ([], ["-h"], ["--help"]):  # `bloomery inspect`: which of them?
+    words = 2 if " ".join(arguments[:2]) in group or (group and arguments[0] not in COMMANDS) else 1
+    if words == 2 and arguments[1:2] in ([], ["-h"], ["--help"]):  # `bloomery inspect`: which of them?
         print(_help(group))
         return exit_codes.OK if arguments[1:] else exit_codes.USAGE
     name = " ".join(arguments[:words])

@@ -6,7 +6,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import re
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
@@ -15,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from bloomery.base import exit_codes, signals
 from bloomery.base.errors import Problem, RecipeError, mask, on_one_line
 from bloomery.base.units import format_bytes, format_count, format_seconds
-from bloomery.cli.arguments import add_json, add_recipe_arguments, load, now_and_then, whole_number
+from bloomery.cli.arguments import add_json, add_recipe_arguments, add_unit, load, now_and_then, whole_number
 
 if TYPE_CHECKING:
     from bloomery.data.manifest import ShardManifest
@@ -61,8 +60,7 @@ def add_arguments_prepare(parser: argparse.ArgumentParser) -> None:
         "--workers", type=whole_number(1), metavar="N", help="processes; default: one for each processor"
     )
     either = parser.add_mutually_exclusive_group()
-    unit = "do only the K-th of N shares of the work (K from 0); afterwards run once without it, to merge"
-    either.add_argument("--unit", type=share, metavar="K/N", help=unit)
+    add_unit(either, "to merge")
     either.add_argument("--verify", action="store_true", help="read the sources again and compare them with the shards")
     add_json(parser, "manifests")
 
@@ -107,12 +105,6 @@ def _line(output: str, how: str, manifest: ShardManifest) -> str:
         f"{output}: {how}. {manifest.documents:,} documents, {size}, {format_count(manifest.tokens)} tokens "
         f"({usual}{others})"
     )
-
-
-def share(text: str) -> tuple[int, int]:
-    if (found := re.fullmatch(r"(\d{1,9})/(\d{1,9})", text)) and int(found[1]) < int(found[2]):
-        return int(found[1]), int(found[2])
-    raise argparse.ArgumentTypeError(f"{text} is not K/N: share K of N, the first is 0 and the last N-1")
 
 
 def _progress(output: str) -> Callable[[Progress], None]:

@@ -5,6 +5,7 @@
 import argparse
 import json
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from bloomery.base.errors import RecipeError
@@ -34,6 +35,7 @@ _SCHEDULE_READS = ("name", "model", "batch", "lr", "train", "checkpoint", "paral
 def add_arguments_check(parser: argparse.ArgumentParser) -> None:
     add_recipe_arguments(parser)
     parser.add_argument("--explain", action="store_true", help="print every resolved value with where it came from")
+    parser.add_argument("--run-dir", type=Path, help="its run: what is behind it need not fit; default: runs/<name>")
     add_json(parser)
 
 

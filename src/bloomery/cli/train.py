@@ -4,17 +4,18 @@ import argparse
 import os
 import sys
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
 from bloomery.base import exit_codes
 from bloomery.base.errors import Problem, RecipeError
 from bloomery.base.ranks import Started, started_as
 from bloomery.base.signals import Interrupted
-from bloomery.cli.arguments import add_device, add_recipe_arguments, load
+from bloomery.cli.arguments import add_device, add_recipe_arguments, done_samples, load, run_folder
 from bloomery.config.recipe import Recipe
-from bloomery.launch.local import run_local_ranks
+from bloomery.launch.local import Node, run_local_ranks
 from bloomery.sizing.check import fit
-from bloomery.sizing.layout import world_size
+from bloomery.sizing.layout import ranks_per_node, world_size
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -36,10 +37,10 @@ def run(args: argparse.Namespace) -> int:
     started = started_as()
     try:
         check_change_names(args.changes)
-        recipe = _recipe(args, started)
+        recipe, started = _recipe(args, started)
     except RecipeError as error:
         raise error.reported_once(started.rank if started else 0) from None
-    folder = args.run_dir or Path("runs") / recipe.name
+    folder = run_folder(args, recipe)
     if (switch := folder / "control" / "kill").exists():
         print(f"Detected kill switch at {switch}. Exiting; remove the file to train again.")
         return exit_codes.OK
@@ -66,15 +67,16 @@ def run(args: argparse.Namespace) -> int:
     return exit_codes.OK
 
 
-def _recipe(args: argparse.Namespace, started: Started | None) -> Recipe:
+def _recipe(args: argparse.Namespace, started: Started | None) -> tuple[Recipe, Started | None]:
     """The recipe, for the ranks that were really started."""
     warns = started is None or started.rank == 0
     checked = load(args, reads=set(Recipe.model_fields) - {"prepare"}, warns=warns)
     recipe = checked.recipe
+    started = started_as(ranks_per_node=recipe.launch.gpus_per_node if recipe.launch else 0)
     if started is None or started.size == world_size(recipe):
-        return recipe
+        return recipe, started
     nodes = started.size // started.local_size if started.size % started.local_size == 0 else 1  # uneven: all as one
-    fitted = fit(recipe, nodes=nodes, ranks_per_node=started.size // nodes)
+    fitted = fit(recipe, nodes=nodes, ranks_per_node=started.size // nodes, done=partial(done_samples, args))
     if fitted is None:
         what = f"{started.size} ranks were started, and no layout of them can train this recipe"
         rule = f"they must divide the global batch, which stays at {recipe.batch.global_batch_size} samples"
@@ -82,18 +84,21 @@ def _recipe(args: argparse.Namespace, started: Started | None) -> Recipe:
     recipe, reasons = fitted
     if reasons and started.rank == 0:
         print(f"bloomery: another layout, the same training: {'; '.join(reasons)}", file=sys.stderr)
-    return recipe
+    return recipe, started
 
 
 def _run_here(recipe: Recipe, args: argparse.Namespace) -> int:
     """Be the launcher of a recipe that wants several ranks and was started as one process."""
     size = world_size(recipe)
-    if recipe.launch is not None and recipe.launch.on != "local":
+    node = Node.of(os.environ, ranks_per_node(recipe))
+    if node is None and recipe.launch is not None and recipe.launch.on != "local":
         what = f"the recipe needs {size} ranks on {recipe.launch.on}, and this is one process"
         remedy = (
-            f"start it with srun or torchrun, or override launch.on=local launch.nodes=1 to start {size} ranks here"
+            f"start it with `bloomery launch`, srun or torchrun, or override launch.on=local launch.nodes=1 to start "
+            f"{size} ranks here"
         )
         raise RecipeError(Problem(what, "launch.on is what starts the ranks", remedy))
     from bloomery.cli.main import main
 
-    return run_local_ranks(size, main, args.command_line, preload=["bloomery.train.loop", "bloomery.train.setup"])
+    preload = ["bloomery.train.loop", "bloomery.train.setup"]
+    return run_local_ranks(ranks_per_node(recipe), main, args.command_line, preload=preload, node=node)

@@ -390,6 +390,27 @@ class DriftSection(Section):
     """What a difference does."""
 
 
+class AlertsSection(Section):
+    """What `bloomery watch --pulse` reports, and to whom."""
+
+    email: list[PathText] = []
+    """Addresses."""
+    sender: PathText = "bloomery@localhost"
+    """Of the e-mails."""
+    smtp: PathText = "localhost:25"
+    """Mail server, without a password."""
+    webhook_variable: Annotated[str, Field(pattern=r"^[A-Za-z_]\w*$")] | None = None
+    """Environment variable with the address of a webhook, which gets `{"text": ...}`."""
+    command: PathText | None = None
+    """Line of bash that reads the alert from its standard input."""
+    silent_after: WallClock = Duration(900.0)
+    """A run that logs nothing for so long hangs; ten times its usual interval, if that is longer."""
+    slow_below: float = Field(default=0.5, ge=0, lt=1)
+    """Share of the usual tokens/s below which a run is slow."""
+    disk_below: float = Field(default=0.05, ge=0, lt=1)
+    """Share of the file system's bytes or file entries below which they run short."""
+
+
 class MonitorSection(Section):
     log_every: Steps = Amount(10, "steps")
     """Steps between log lines and metric records."""
@@ -399,6 +420,50 @@ class MonitorSection(Section):
     """Watch for ranks that drift apart; null: never."""
     carbon: CarbonSection | None = None
     """Estimate emissions."""
+    alerts: AlertsSection | None = None
+    """Whom to alert of what; omitted: nobody."""
+
+
+class AzuremlSection(Section):
+    """What a command job of Azure Machine Learning needs besides its nodes."""
+
+    compute: Annotated[str, Field(pattern=r"^[A-Za-z][\w-]*$")]
+    """Name of the compute cluster, without `azureml:`."""
+    sku: PathText | None = None
+    """Size of its machines, to warn of missing InfiniBand: `Standard_ND96asr_v4`."""
+    environment: PathText
+    """A registered environment such as `azureml:bloomery@latest`, or an image: `docker.io/org/image:tag`."""
+    outputs: Annotated[str, Field(pattern="^azureml://")]
+    """Durable place of the run folder, `azureml://datastores/NAME/paths/FOLDER`: a replaced node resumes from it."""
+    inputs: dict[Annotated[str, Field(pattern=r"^[A-Za-z_]\w*$")], Annotated[str, Field(pattern="^azureml://")]] = {}
+    """Folders (`azureml://...`) that are mounted read-only and appear in the working directory under their names, which
+    are letters, digits and `_`: `{shards: URI}`."""
+    shm_size: Annotated[str, Field(pattern="^[1-9][0-9]*[bkmg]$")] = "64g"
+    """Size of /dev/shm in the container: `64g`, or a number with b, k or m."""
+    services: list[Literal["jupyter_lab", "tensor_board", "vs_code"]] = []
+    """Interactive services of the job; tensor_board shows those of the run."""
+    experiment: PathText | None = None
+    """Where the studio lists the job; default: the name of the run."""
+
+
+Line = Annotated[str, Field(pattern=r"^[^\n\r]+$")]
+
+
+class StageSection(Section):
+    """A step of the data on Slurm: an array of jobs, each with a share of the work, then one that completes it."""
+
+    arguments: list[Line] = []
+    """Of `bloomery download` or `bloomery extract`: `[files.jsonl, --output, raw]`. `prepare` reads the recipe."""
+    array: Size = 1
+    """How many shares."""
+    partition: Line | None = None
+    """Instead of that of `launch`."""
+    time_limit: WallClock | None = None
+    """Instead of that of `launch`."""
+    mem: Line | None = None
+    """Instead of that of `launch`."""
+    cpus_per_task: Size | None = None
+    """Cores of each share."""
 
 
 class LaunchSection(Section):
@@ -406,12 +471,49 @@ class LaunchSection(Section):
     """Where the job runs."""
     nodes: Size = 1
     """Machines."""
+    nodes_after_ramp: Size | None = None
+    """Machines of the jobs that start when the batch ramp is over (hosts, slurm)."""
     gpus_per_node: Size = 1
     """Ranks per machine."""
     time_limit: WallClock | None = None
     """The scheduler's limit for one job."""
+    save_before: WallClock = Duration(300.0)
+    """How long before the time limit the ranks are asked to save and stop (slurm)."""
     array: Size = 1
-    """Jobs in a chain, one after the other."""
+    """Jobs in a chain, one after the other. With a time limit and no chain, a job puts itself into the queue again."""
+    restarts: int = Field(default=3, ge=0, le=1000)
+    """Failures in a row, without any progress between them, after which the job is not started again."""
+    env: dict[Annotated[str, Field(pattern=r"^[A-Za-z_]\w*$")], Line] = {}
+    """Environment variables of every rank. No secrets: the job's script shows them."""
+    setup: list[Line] = []
+    """Lines of bash before the training, on every node: `module load cuda`, `source env/bin/activate`."""
+    hostfile: PathText | None = None
+    """Lines such as `10.10.100.101 slots=8`; the first host has rank 0 (hosts)."""
+    partition: Line | None = None
+    """Queue of the job (this and all below: slurm)."""
+    account: Line | None = None
+    """Whom the hours are charged to."""
+    qos: Line | None = None
+    """Quality of service: limits and priority that the cluster has a name for."""
+    constraint: Line | None = None
+    """Features that nodes must have."""
+    exclude: Line | None = None
+    """Nodes not to use: `gpu[017-020],gpu031`."""
+    gres: Line | None = "gpu"
+    """What is asked for, gpus_per_node of it on every node: `gpu`, `gpu:a100`; null: nothing."""
+    cpus_per_task: Size | None = None
+    """Cores of each rank."""
+    mem: Line | None = None
+    """Memory of a node: `0` (all of it) or `480G`."""
+    image: Line | None = None
+    """Container of the job, by pyxis: a squash file or `docker://...`."""
+    mounts: list[Line] = []
+    """What the container sees of the node: `/data:/data`."""
+    extra_lines: list[Annotated[str, Field(pattern=r"^#SBATCH -[^\n\r]*$")]] = []
+    """More `#SBATCH` lines, as they are."""
+    stages: dict[Literal["download", "extract", "prepare"], StageSection] = {}
+    """What `bloomery launch --step` does before the training (slurm)."""
+    azureml: AzuremlSection | None = None
 
 
 class PrepareSection(Section):

@@ -113,6 +113,7 @@ def by_place(problem: Problem) -> tuple[str, int]:
 
 
 def _problem(path: tuple[str, ...], item: Any, place: str) -> Problem:
+    path = path[:-1] if path[-1:] == ("[key]",) else path  # a name that the recipe gives: to a folder, a variable
     dotted, kind, value = ".".join(path), item["type"], item["input"]
     if kind == "extra_forbidden":
         guess = meant(path)

@@ -1,5 +1,7 @@
 """Start the ranks of a job on this machine, watch them, and end them together."""
 
+from __future__ import annotations
+
 import multiprocessing
 import os
 import random
@@ -9,8 +11,9 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
@@ -34,18 +37,41 @@ LAST_WORDS_SECONDS = 120.0
 writing."""
 
 
+@dataclass(frozen=True)
+class Node:
+    """The part of a job that is started here."""
+
+    first_rank: int
+    world_size: int
+    address: str
+    port: int
+
+    @classmethod
+    def of(cls, environment: Mapping[str, str], ranks: int) -> Node | None:
+        """Where `launch` has started one `bloomery train` on each of several hosts; None where it has not."""
+        if "NODE_RANK" not in environment or "NNODES" not in environment:
+            return None
+        node, nodes = int(environment["NODE_RANK"]), int(environment["NNODES"])
+        return cls(node * ranks, nodes * ranks, environment["MASTER_ADDR"], int(environment["MASTER_PORT"]))
+
+
 def run_local_ranks(
-    size: int, command: Callable[[Sequence[str]], int], arguments: Sequence[str], *, preload: Sequence[str] = ()
+    size: int,
+    command: Callable[[Sequence[str]], int],
+    arguments: Sequence[str],
+    *,
+    preload: Sequence[str] = (),
+    node: Node | None = None,
 ) -> int:
-    """Run `command(arguments)` as ranks 0..size-1 and return the exit code of all: the first failure's, if any.
+    """Run `command(arguments)` as ranks 0..size-1, or those of this `node`. The exit code of all: the first failure's.
 
     Ranks are forked from one server process that has imported the modules `preload`: eight ranks start like one.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["bloomery.launch.fork_server", *preload])
-    port = _free_port()
+    node = node or Node(0, size, "127.0.0.1", _free_port())
     alive, watched = context.Pipe(duplex=False)
-    what = (size, port, command, list(arguments), alive)
+    what = (size, node, command, list(arguments), alive)
     ranks = [context.Process(target=_be_rank, args=(rank, *what), name=f"rank {rank}") for rank in range(size)]
     try:
         for rank in ranks:
@@ -71,7 +97,12 @@ def run_local_ranks(
 
 
 def _be_rank(
-    rank: int, size: int, port: int, command: Callable[[Sequence[str]], int], arguments: list[str], alive: Connection
+    local_rank: int,
+    size: int,
+    node: Node,
+    command: Callable[[Sequence[str]], int],
+    arguments: list[str],
+    alive: Connection,
 ) -> None:
     signals.end_with_parent(signal.SIGKILL)
     if not os.read(alive.fileno(), 1):  # the launcher was stopped before all ranks were there
@@ -82,12 +113,12 @@ def _be_rank(
         signals.end_with_parent(signal.SIGTERM)
         os.setpgid(0, 0)  # a Ctrl-C reaches the launcher, which passes it on: once
         os.environ |= {
-            "RANK": str(rank),
-            "WORLD_SIZE": str(size),
-            "LOCAL_RANK": str(rank),
+            "RANK": str(node.first_rank + local_rank),
+            "WORLD_SIZE": str(node.world_size),
+            "LOCAL_RANK": str(local_rank),
             "LOCAL_WORLD_SIZE": str(size),
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port),
+            "MASTER_ADDR": node.address,
+            "MASTER_PORT": str(node.port),
         }
         if "OMP_NUM_THREADS" not in os.environ:
             import torch  # the server has imported it already, with the threads of one process

@@ -3,15 +3,16 @@
 Both may have millions of lines: they are read one at a time, and nothing else is kept in memory.
 """
 
+import contextlib
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import orjson
 
 from bloomery.base.bounded import SMALL_BYTES, check_depth, open_regular
-from bloomery.base.errors import DataError, Problem
+from bloomery.base.errors import DataError, Problem, unreadable
 from bloomery.base.units import Energy
 from bloomery.monitor import names
 from bloomery.monitor.record import Record, from_json
@@ -89,6 +90,23 @@ def read_ledger(path: Path) -> Ledger:
     if path.exists():
         scan(path, take)
     return Ledger(starts, spent)
+
+
+def readable_lines(path: Path) -> Iterator[dict[str, Any]]:
+    """For who watches or restarts a run, whatever its files look like: damaged lines are passed over, and a file that
+    is not there has none. DataError where it cannot be read."""
+    try:
+        with open(path, "rb", opener=open_regular) as file:
+            while line := file.readline(SMALL_BYTES):
+                with contextlib.suppress(ValueError):
+                    fields = orjson.loads(line)
+                    check_depth(fields)
+                    if isinstance(fields, dict):
+                        yield fields
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise unreadable(str(path), error) from error
 
 
 def event_of(line: bytes) -> dict[str, Any]:

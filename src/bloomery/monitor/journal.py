@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from bloomery.base.errors import Problem, StorageError
+from bloomery.base.errors import Problem, StorageError, on_one_line
 from bloomery.base.storage import AppendFile, reason
 from bloomery.monitor import names
 from bloomery.monitor.record import StepRecord, ValidationRecord
@@ -44,6 +44,7 @@ class Journal:
 
     def __init__(self, sinks: Sequence[Sink] = (), *, step: int = 0) -> None:
         self._step, self._is_failing = step, False
+        self.is_taken_over: Callable[[], bool] = lambda: False
         self._sinks = list(sinks)
         for file in self._files:
             if file.repaired:
@@ -63,13 +64,14 @@ class Journal:
         self._feed(lambda sink: sink.event({"kind": kind, "step": step, **facts}))
 
     def notice(self, text: str) -> None:
-        self._feed(lambda sink: sink.notice(text))
+        self._feed(lambda sink: sink.notice(_printable(text)))
 
     def warning(self, text: str) -> None:
-        self._feed(lambda sink: sink.warning(text))
+        self._feed(lambda sink: sink.warning(_printable(text)))
 
     def silent_when(self, taken_over: Callable[[], bool]) -> None:
         """Nothing more goes into the files when a newer start has taken the run over: they are its own."""
+        self.is_taken_over = taken_over
         for file in self._files:
             file.belongs_to_another = taken_over
 
@@ -126,3 +128,8 @@ class Journal:
         else:
             self.event(names.Event.STORAGE_RECOVERED, self._step)
             self.notice("the run folder is writable again; every kept record is in its file")
+
+
+def _printable(text: str) -> str:
+    """Names from a foreign checkpoint may hold escapes of the terminal."""
+    return "\n".join(map(on_one_line, text.splitlines()))

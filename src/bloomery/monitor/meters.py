@@ -13,9 +13,9 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-from pydantic import TypeAdapter
+from pydantic import Field, TypeAdapter
 
 from bloomery.base import signals
 from bloomery.base.bounded import parse_json
@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 _FRESH_SECONDS = 1.0
 """A reading that is younger is used again: sensors are not faster, and steps may be."""
 _TAIL_BYTES = 2**20
+_Name = Annotated[str, Field(pattern=r"^[^\x00-\x1f\x7f-\x9f\u{2028}\u{2029}]*$")]
+"""On one line."""
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
@@ -38,8 +40,8 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 class _Sums:
     """Of the interval so far, as a checkpoint keeps them."""
 
-    losses: dict[str, float] = field(default_factory=dict)
-    sources: dict[str, tuple[float, int]] = field(default_factory=dict)
+    losses: dict[_Name, float] = field(default_factory=dict)
+    sources: dict[_Name, tuple[float, int]] = field(default_factory=dict)
     """(sum, tokens)"""
     steps: int = 0
     samples: int = 0

@@ -53,7 +53,7 @@ function draw(figure) {
     scales: {x: {time: false}, y: data.log ? {distr: 3} : {range}},
     axes: [{...axis, incrs: [1, 2, 5].flatMap(n => [...Array(13).keys()].map(e => n * 10 ** e)).sort((a, b) => a - b)},
       {...axis, size: 56}],
-    series: [{label: 'step', value: (u, v) => v == null ? '' : v.toLocaleString()}, ...curves.map(([name, points], i) => ({
+    series: [{label: data.x, value: (u, v) => v == null ? '' : v.toLocaleString()}, ...curves.map(([name, points], i) => ({
       label: name, stroke: color('--c' + i % 6), width: 1.8, value: (u, v) => exact(v),
       points: {size: 6, ...(points.length < 100 && {show: true})}}))],
     cursor: {points: {size: 7}, focus: {prox: 24}},

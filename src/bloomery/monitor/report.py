@@ -61,10 +61,10 @@ def _html(run_folder: Path, found: Gathered) -> str:
         _event_table(found),
         f"<footer>{definition}Written by Bloomery at {iso_time(time.time())}.</footer>",
     ]
-    return _page(mask(f"{name} · Bloomery"), mask("\n".join(body)))
+    return page(mask(f"{name} · Bloomery"), mask("\n".join(body)))
 
 
-def _page(title: str, body: str) -> str:
+def page(title: str, body: str) -> str:
     """`body` is HTML; `title` is text. Nothing is fetched, and the page's policy lets no other script run than ours."""
     here = Path(__file__).parent
     text = {name: (here / name).read_text() for name in (*_STYLES, *_SCRIPTS, _LICENSE)}
@@ -217,10 +217,11 @@ def chart_html(
     may_be_logarithmic: bool = False,
     references: Mapping[str, float] | None = None,
     wide: bool = False,
+    x: str = "step",
 ) -> str:
     """A <figure> with its data in it. Every text is escaped, and the data is JSON without any `<`.
 
-    `curves`: over steps, by name; values that are not finite are gaps with a red tick. `may_be_logarithmic`: log scale
+    `curves`: over `x`, by name; values that are not finite are gaps with a red tick. `may_be_logarithmic`: log scale
     when the values span more than two decades. `references`: dashed horizontal lines, by name."""
     shown = {name: points for name, points in curves.items() if len(points)}
     size = ' class="wide"' if wide else ""
@@ -233,6 +234,7 @@ def chart_html(
         "references": {name: value for name, value in (references or {}).items() if math.isfinite(value)},
         "from_zero": from_zero,
         "log": is_log,
+        "x": x,
     }
     note = f' <span class="unit">{escape(unit)}{" · log scale" * is_log}</span>' if unit or is_log else ""
     summary = "; ".join(f"{name} ends at {number(points[-1][1])}" for name, points in shown.items())

@@ -4,9 +4,11 @@ import contextlib
 import json
 import os
 import re
+import secrets
+import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, NamedTuple, cast
@@ -19,6 +21,7 @@ from bloomery.base import exit_codes, signals
 from bloomery.base.errors import LostRankError, Problem
 from bloomery.base.ranks import Ranks, Started
 from bloomery.base.signals import PULSE
+from bloomery.base.stacks import call, stacks
 
 _TIMEOUT = timedelta(minutes=10)
 """How long a rank waits for another in a collective. A rank that dies is noticed at once, by its closed connection."""
@@ -28,7 +31,8 @@ _COMMUNICATION_WORDS = ("connection", "gloo", "timed out", "socket", "nccl")
 _NOTE_SECONDS = 1.0
 _QUIET_SECONDS = 3.0
 """A rank whose note has not changed for so long is stopped, or its machine is gone."""
-_LAST_WORDS_SECONDS = 2.0
+_LAST_WORDS_SECONDS = 4.0
+_STACKS, _STACKS_SECONDS = "bloomery/stacks", 2.0
 
 
 class _Note(NamedTuple):
@@ -39,6 +43,8 @@ class _Note(NamedTuple):
     beats: int
     waiting: bool
     limit: float
+    place: str
+    """The call it is in, and its host."""
 
 
 class DistributedRanks(Ranks):
@@ -55,7 +61,9 @@ class DistributedRanks(Ranks):
         self._store = cast(Any, _get_default_store())
         self._board = self._store.clone()  # a connection of its own: a wait on the other one would hold it up
         self._hangs = False
-        self._report: Callable[[str], None] = lambda text: None
+        self._report: Callable[[str, Mapping[int, str]], None] = lambda text, found: None
+        self._answered = b""
+        """The newest request for stacks."""
         self._keys = [f"bloomery/watch/{number}" for number in range(self.size)]
         self._notes: dict[int, _Note] = {}
         self._changed: dict[int, float] = {}
@@ -94,8 +102,30 @@ class DistributedRanks(Ranks):
                 self._board.delete_key(f"bloomery/{key}")
         return word
 
-    def report_hang(self, report: Callable[[str], None]) -> None:
+    def report_hang(self, report: Callable[[str, Mapping[int, str]], None]) -> None:
         self._report = report
+
+    def stacks(self) -> dict[int, str]:
+        request, deadline = secrets.token_hex(4), time.monotonic() + _STACKS_SECONDS
+        keys = {rank: f"{_STACKS}/{request}/{rank}" for rank in range(self.size) if rank != self.rank}
+        found = {self.rank: stacks()}
+        if 0 in self.silent_ranks():  # it keeps the store: without it nobody is heard
+            return found
+        with contextlib.suppress(*_COMMUNICATION_ERRORS):
+            self._board.set(_STACKS, request)
+            while len(found) < self.size and time.monotonic() < deadline:
+                time.sleep(_NOTE_SECONDS / 10)
+                come = [rank for rank, key in keys.items() if rank not in found and self._board.check([key])]
+                found |= {rank: self._board.get(keys[rank]).decode() for rank in come}
+        return found
+
+    def _report_with_stacks(self, text: str) -> None:
+        self._report(text, self.stacks())
+
+    def _answer_for_stacks(self) -> None:
+        if self._board.check([_STACKS]) and (request := self._board.get(_STACKS)) != self._answered:
+            self._answered = request
+            self._board.set(f"{_STACKS}/{request.decode()}/{self.rank}", stacks())
 
     def lost(self, error: Exception) -> LostRankError | None:
         """If the error is a broken collective: which ranks are missing. All remaining ranks answer a roll call."""
@@ -139,7 +169,10 @@ class DistributedRanks(Ranks):
             return f"All {self.size} ranks have waited {seconds} for each other, since step {PULSE.step}"
         step = self._notes[behind[0]].step if behind[0] in self._notes else PULSE.step
         whom = f"rank {', '.join(map(str, behind[:8]))}{' and more' if len(behind) > 8 else ''}"
-        return f"rank {self.rank} has waited {seconds} for {whom}, which last reported step {step}"
+        them = self._notes[behind[0]].place if behind[0] in self._notes else "an unknown place"
+        answers = f"rank {behind[0]}{' does not answer and' * (behind[0] in self.silent_ranks())} was last in {them}"
+        waits = f"rank {self.rank} has waited {seconds} for {whom}, which last reported step {step}"
+        return f"{waits}. Rank {self.rank} is in {_place()}; {answers}"
 
     def silent_ranks(self) -> list[int]:
         """Those whose notes no longer change, or that are not heard soon after this rank has begun to read notes."""
@@ -151,14 +184,14 @@ class DistributedRanks(Ranks):
         """Whom all wait for: ranks that are silent, or else those that have not come to what the others wait in."""
         if silent := self.silent_ranks():
             return [0] if 0 in silent else silent  # rank 0 keeps the store: without it nobody is heard
-        unheard = dict.fromkeys(range(self.size), _Note(0.0, PULSE.step, -1, False, 0.0))
+        unheard = dict.fromkeys(range(self.size), _Note(0.0, PULSE.step, -1, False, 0.0, ""))
         notes = {**unheard, **self._notes, self.rank: self._mine()}
         least = min((note.beats, note.waiting) for note in notes.values())
         slow = [rank for rank, note in notes.items() if (note.beats, note.waiting) == least]
         return slow if len(slow) < self.size else []
 
     def _mine(self) -> _Note:
-        return _Note(time.monotonic(), PULSE.step, PULSE.beats, PULSE.waiting, PULSE.limit)
+        return _Note(time.monotonic(), PULSE.step, PULSE.beats, PULSE.waiting, PULSE.limit, _place())
 
     def _write_note(self) -> None:
         self._board.set(self._keys[self.rank], json.dumps(self._mine()))
@@ -167,6 +200,7 @@ class DistributedRanks(Ranks):
         while not self._ended.wait(_NOTE_SECONDS):
             try:
                 self._write_note()
+                self._answer_for_stacks()
                 if PULSE.silent_seconds < _NOTE_SECONDS:
                     continue
                 found = {rank: _Note(*json.loads(text)) for rank, text in enumerate(self._board.multi_get(self._keys))}
@@ -185,13 +219,17 @@ class DistributedRanks(Ranks):
             self._hangs, behind, text = True, self._behind(), f"{self.waits()}. Start again to resume"
             if self.rank == min(set(range(self.size)) - set(behind)):  # the first of those that wait speaks for all
                 signals.say(text)
-                reporting = threading.Thread(target=self._report, args=(text,), daemon=True)
+                reporting = threading.Thread(target=self._report_with_stacks, args=(text,), daemon=True)
                 reporting.start()
                 reporting.join(_LAST_WORDS_SECONDS)  # storage may hang as well
             else:
                 time.sleep(_LAST_WORDS_SECONDS)
             if not self._ended.is_set():
                 os._exit(exit_codes.LOST_RANK)
+
+
+def _place() -> str:
+    return f"{call()} on {socket.gethostname()}"
 
 
 @contextmanager

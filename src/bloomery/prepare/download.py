@@ -29,7 +29,7 @@ from bloomery import __version__
 from bloomery.base.bounded import LARGE_BYTES, open_regular, parse_json, parse_yaml, read_text, wrong_fields
 from bloomery.base.errors import DataError, Problem, StorageError, first_line
 from bloomery.base.storage import locked, make_folder, open_plain, publish, write_all, writing, written_to
-from bloomery.prepare.pool import thread_pool
+from bloomery.prepare.pool import in_time, thread_pool
 from bloomery.prepare.sources import open_store
 
 AGAIN = "; run the command again afterwards: what is complete is kept"
@@ -42,6 +42,8 @@ _MOST_UNKNOWN_BYTES = 4 << 30
 """Of a file whose length neither the manifest nor the server knows."""
 _NAME_ERRORS = (errno.ENAMETOOLONG, errno.EISDIR, errno.ENOTDIR, errno.EEXIST)
 _BLOCK_BYTES = 1 << 20
+_MOST_TIMEOUTS = 10
+"""For all headers of an answer and of the redirects before it: a server can send some for ever."""
 _FINAL = (FileNotFoundError, IsADirectoryError, PermissionError, ValueError, AttributeError, TypeError, LookupError)
 _FORM = "a manifest is a list of {url, size, sha256 or md5 or xxh3, path}, of which all but url may be left out"
 
@@ -68,7 +70,9 @@ class RemoteFile(BaseModel):
     @classmethod
     def _below_the_output_folder(cls, path: str, info: Any) -> str:
         name = PurePosixPath(path or unquote(public_url(info.data.get("url", ""))).rpartition("/")[2])
-        is_ours = name.name == ".lock" or (name.name.startswith(".") and ".part" in name.name)
+        is_ours = re.fullmatch(r"\.lock(-\d+-of-\d+)?", name.name) or (
+            name.name.startswith(".") and ".part" in name.name
+        )
         is_path = name.parts and not name.is_absolute() and ".." not in name.parts
         if is_ours or not is_path or not re.fullmatch("[^\0\ud800-\udfff]+", str(name)):
             raise ValueError(f"{str(name)!r} is not a name below the output folder")
@@ -100,7 +104,7 @@ def public_url(url: str) -> str:
 @dataclass
 class DownloadResult:
     files: int = 0
-    """In the manifest."""
+    """In the manifest, or in a share of it."""
     bytes: int = 0
     """Of the files that are complete."""
     downloaded: int = 0
@@ -131,15 +135,18 @@ def download(
     jobs: int,
     retries: int = 8,
     timeout_seconds: float = 60.0,
+    share: tuple[int, int] | None = None,
     progress: Callable[[DownloadResult], None] = lambda _: None,
 ) -> DownloadResult:
     """Bring every file into `folder`. Files that cannot be downloaded are in the result; StorageError ends it at once.
 
     `retries`: attempts after the first, counted from 0 again whenever one has brought the file further.
+    `share`: (k, n) for the files k, k + n, k + 2n, ..., as one of several processes or machines.
     """
+    wanted = wanted[share[0] :: share[1]] if share else wanted
     result = DownloadResult(files=len(wanted))
     make_folder(folder)
-    with locked(folder), thread_pool(jobs) as (pool, stop):
+    with locked(folder, share), thread_pool(jobs) as (pool, stop):
         futures = {pool.submit(_bring, file, folder, retries, timeout_seconds, stop): file for file in wanted}
         for future in as_completed(futures):
             file = futures[future]
@@ -261,7 +268,12 @@ def _opened(url: str, offset: int, timeout: float, stack: ExitStack) -> tuple[in
         return offset, store.info(path).get("size"), partial(file.read, _BLOCK_BYTES)
     headers = {"User-Agent": f"bloomery/{__version__}", "Accept-Encoding": "identity"}
     headers |= {"Range": f"bytes={offset}-"} if offset else {}
-    answer = stack.enter_context(requests.get(url, headers=headers, stream=True, timeout=timeout))
+    hooks = {"response": _leave_redirect}
+    ask = partial(requests.get, url, headers=headers, hooks=hooks, stream=True, timeout=timeout)
+    try:
+        answer = stack.enter_context(in_time(_MOST_TIMEOUTS * timeout, ask))
+    except TimeoutError:
+        raise FetchError("its headers do not come to an end", retryable=True) from None
     if (status := answer.status_code) not in (200, 206):
         may_pass = status >= 500 or status in (408, 425, 429)
         asked = urllib3.Retry().get_retry_after(answer.raw) if may_pass else None  # at most six hours
@@ -276,6 +288,13 @@ def _opened(url: str, offset: int, timeout: float, stack: ExitStack) -> tuple[in
     is_encoded = not is_packed and answer.headers.get("Content-Encoding", "identity").lower() != "identity"
     total = int(length) if length.isdecimal() and not is_encoded else None
     return offset if status == 206 else 0, total, partial(answer.raw.read1, _BLOCK_BYTES, decode_content=False)
+
+
+def _leave_redirect(answer: requests.Response, **_: Any) -> None:
+    """`requests` would read all of its body, which may have no end."""
+    if answer.is_redirect:
+        answer.close()
+        answer._content = b""
 
 
 @contextmanager

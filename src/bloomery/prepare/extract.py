@@ -60,18 +60,39 @@ class ExtractResult:
     input_files: int
     documents: int
     bytes: int
-    manifest: str
+    manifest: str | None
+    """None for a share, which writes none."""
 
 
 @written_to("--output", AGAIN)
-def extract(sources: Sequence[str], output: Path, *, chunks: int, jobs: int = 1) -> ExtractResult:
-    """Makes the chunks that are not there yet. DataError names every input that is damaged; StorageError ends all."""
-    plan, path, problems = plan_chunks(sources, output, chunks=chunks), output / MANIFEST, list[Problem]()
+def extract(
+    sources: Sequence[str], output: Path, *, chunks: int, jobs: int = 1, share: tuple[int, int] | None = None
+) -> ExtractResult:
+    """Makes the chunks that are not there yet. DataError names every input that is damaged; StorageError ends all.
+
+    `share`: (k, n) for the chunks k, k + n, k + 2n, ..., as one of several processes or machines."""
+    plan, path = plan_chunks(sources, output, chunks=chunks), output / MANIFEST
+    plan = plan[share[0] :: share[1]] if share else plan
     make_folder(output)
-    with locked(output), thread_pool(jobs) as (pool, stop):  # unpacking, hashing and the disk release Python's lock
+    with locked(output, share):
         todo = [chunk for chunk in plan if chunk.record() is None]
-        with writing(path):
-            path.unlink(missing_ok=True)  # it is there only when every chunk is
+        if todo:
+            with writing(path):
+                path.unlink(missing_ok=True)  # it is there only when every chunk is
+            _make_chunks(todo, jobs)
+        records = [chunk.record() or {} for chunk in plan]
+        inputs = [each for record in records for each in record["inputs"]]
+        documents, size = (sum(record[name] for record in records) for name in ("documents", "bytes"))
+        counts = {"documents": documents, "bytes": size, "input_files": len(inputs), "input_documents": documents}
+        if not share:
+            write_atomically(path, json.dumps({"format_version": 1, **counts, "chunks": records}, indent=1) + "\n")
+    made, there = len(todo), len(plan) - len(todo)
+    return ExtractResult(len(plan), made, there, len(inputs), documents, size, None if share else str(path))
+
+
+def _make_chunks(todo: Sequence[Chunk], jobs: int) -> None:
+    problems = list[Problem]()
+    with thread_pool(jobs) as (pool, stop):  # unpacking, hashing and the disk release Python's lock
         for done in as_completed([pool.submit(make_chunk, chunk, stop) for chunk in todo]):
             try:
                 done.result()
@@ -79,12 +100,6 @@ def extract(sources: Sequence[str], output: Path, *, chunks: int, jobs: int = 1)
                 problems += error.problems
     if problems:
         raise DataError(problems)
-    records = [chunk.record() or {} for chunk in plan]
-    inputs = [each for record in records for each in record["inputs"]]
-    documents, size = (sum(record[name] for record in records) for name in ("documents", "bytes"))
-    counts = {"documents": documents, "bytes": size, "input_files": len(inputs), "input_documents": documents}
-    write_atomically(path, json.dumps({"format_version": 1, **counts, "chunks": records}, indent=1) + "\n")
-    return ExtractResult(chunks, len(todo), chunks - len(todo), len(inputs), documents, size, str(path))
 
 
 def plan_chunks(sources: Sequence[str], output: Path, *, chunks: int) -> list[Chunk]:

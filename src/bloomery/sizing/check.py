@@ -19,7 +19,7 @@ from bloomery.config.yaml_nodes import inline_yaml
 from bloomery.families.registry import FAMILIES, READERS, family_defaults
 from bloomery.sizing.layout import Layout, ranks_per_replica, world_size
 from bloomery.sizing.parameters import padded_vocab_size
-from bloomery.sizing.schedule import TrainingPlan, skip_range
+from bloomery.sizing.schedule import BatchPlan, TrainingPlan, skip_range
 
 LAYOUT = ("launch.nodes", "launch.gpus_per_node", "parallel.tp", "parallel.pp", "parallel.cp")
 _SEVERAL_STAGES = ("interleaved", "zero_bubble")
@@ -29,15 +29,23 @@ _SHORTEST_PAIR = 5
 """[CLS], a token, [SEP], a token, [SEP]."""
 
 
-def load_checked_recipe(name: str, overrides: Sequence[str] = ()) -> LoadedRecipe:
+Done = Callable[[Recipe], int]
+"""Samples that its run has consumed: the levels of its ramp that are behind it need not fit the layout any more."""
+
+
+def nothing_done(recipe: Recipe) -> int:
+    return 0
+
+
+def load_checked_recipe(name: str, overrides: Sequence[str] = (), *, done: Done = nothing_done) -> LoadedRecipe:
     """The recipe, or RecipeError with every problem in the order of the file: of the schema, or else of the rules."""
-    return check(load_recipe(name, overrides))
+    return check(load_recipe(name, overrides), done)
 
 
-def check(loaded: LoadedRecipe) -> LoadedRecipe:
+def check(loaded: LoadedRecipe, done: Done = nothing_done) -> LoadedRecipe:
     """The recipe with its warnings, or RecipeError with every broken rule."""
     values, problems, warnings = as_dict(loaded.recipe), list[Problem](), list[Problem]()
-    for found in [found for rule in RULES for found in rule(loaded.recipe)]:
+    for found in _findings(RULES, loaded.recipe, done):
         what = " but ".join(f"{path} is {shown(_at(values, path))}" for path in found.paths[:2])
         problem = Problem(what, found.rule, found.remedy, loaded.places.find(*found.paths))
         (warnings if found.is_warning else problems).append(problem)
@@ -186,15 +194,18 @@ def _multiples(number: int, unit: int) -> str:
     return " or ".join(str(n) for n in (number // unit * unit, (number // unit + 1) * unit) if n)
 
 
-def batch(recipe: Recipe) -> Findings:
+def batch(recipe: Recipe, done: Done = nothing_done) -> Findings:
     """Every level of the ramp must be fed too: the reference finds out days later, when it reaches the level."""
     full, ramp, parallel = recipe.batch.global_batch_size, recipe.batch.rampup, recipe.parallel
     replicas, levels = max(1, Layout.of(recipe).dp), _ramp_levels(recipe)
     unit = recipe.batch.micro_batch_size * replicas
+    if len(levels) <= _MOST_LEVELS and any(size % unit for size in levels) and (samples := done(recipe)):
+        levels = range(BatchPlan.of(recipe.batch).global_batch_at(samples), full, levels.step)
     ramp_paths = ("batch.rampup.start", "batch.rampup.increment") if ramp else ()
     paths = (*ramp_paths, "batch.global_batch_size", "batch.micro_batch_size", *LAYOUT)
-    if ramp and not 1 <= len(levels) <= _MOST_LEVELS:
-        rule = f"this ramp has {len(levels):,} levels below the full batch, and 1 to {_MOST_LEVELS:,} are possible"
+    if ramp and not 1 <= len(_ramp_levels(recipe)) <= _MOST_LEVELS:
+        many = f"{len(_ramp_levels(recipe)):,} levels below the full batch"
+        rule = f"this ramp has {many}, and 1 to {_MOST_LEVELS:,} are possible"
         yield Finding(
             ("batch.rampup.start", "batch.global_batch_size", *paths),
             rule,
@@ -265,7 +276,19 @@ def launch(recipe: Recipe) -> Findings:
     if recipe.launch.on == "local" and recipe.launch.nodes > 1:
         remedy = "use launch.on hosts, slurm or azureml, or one node"
         yield Finding(("launch.nodes", "launch.on"), "local means this one machine", remedy)
+    if more := recipe.launch.nodes_after_ramp:
+        section = recipe.launch.model_copy(update={"nodes": more, "nodes_after_ramp": None})
+        later, ramp = recipe.model_copy(update={"launch": section}), recipe.batch.rampup
+        wrong = layout_problems(later, lambda _: ramp.samples + 1 if ramp else 0)
+        if wrong := wrong if ramp else ["there is no batch ramp"]:
+            yield Finding(("launch.nodes_after_ramp", "launch.nodes"), wrong[0], "change or remove it")
     limit, exit_after = recipe.launch.time_limit, recipe.train.exit_after
+    if limit and recipe.launch.save_before.seconds >= limit.seconds:
+        rule, remedy = (
+            "the ranks would be asked to save and stop as soon as they start",
+            "leave time to train between them",
+        )
+        yield Finding(("launch.save_before", "launch.time_limit"), rule, remedy)
     if limit and isinstance(exit_after, Duration) and exit_after.seconds >= limit.seconds:
         rule, remedy = "the scheduler would kill the job before it saves", "leave some minutes between them"
         yield Finding(("train.exit_after", "launch.time_limit"), rule, remedy)
@@ -333,7 +356,13 @@ _LAYOUT_RULES: tuple[Rule, ...] = (tensor_parallel, context, pipeline, data_para
 RULES: tuple[Rule, ...] = (heads, ignored, *_LAYOUT_RULES, launch, lengths, steps, prepare, data)
 
 
-def fit(recipe: Recipe, *, nodes: int, ranks_per_node: int) -> tuple[Recipe, list[str]] | None:
+def _findings(rules: Sequence[Rule], recipe: Recipe, done: Done) -> list[Finding]:
+    return [found for rule in rules for found in (batch(recipe, done) if rule is batch else rule(recipe))]
+
+
+def fit(
+    recipe: Recipe, *, nodes: int, ranks_per_node: int, done: Done = nothing_done
+) -> tuple[Recipe, list[str]] | None:
     """(the recipe for another number of ranks, what had to change and why); None if nothing fits.
 
     As little is changed as possible. Tried in this order: as it is, smaller micro-batches, other pipeline sizes, other
@@ -343,10 +372,10 @@ def fit(recipe: Recipe, *, nodes: int, ranks_per_node: int) -> tuple[Recipe, lis
     on = "hosts" if section.on == "local" and nodes > 1 else section.on
     section = section.model_copy(update={"on": on, "nodes": nodes, "gpus_per_node": ranks_per_node})
     here = recipe.model_copy(update={"launch": section})
-    wrong = _layout_problems(here)
+    wrong = layout_problems(here, done)
     if not wrong:
         return here, []
-    found = next((other for other in _layouts(here) if not _layout_problems(other)), None)
+    found = next((other for other in _layouts(here) if not layout_problems(other, done)), None)
     if found is None:
         return None
     old, new = dict(leaves(as_dict(here))), dict(leaves(as_dict(found)))
@@ -374,5 +403,5 @@ def _layouts(recipe: Recipe) -> Iterator[Recipe]:
             yield recipe.model_copy(update={"parallel": parallel.model_copy(update=changed), "batch": batch})
 
 
-def _layout_problems(recipe: Recipe) -> list[str]:
-    return [finding.rule for rule in _LAYOUT_RULES for finding in rule(recipe) if not finding.is_warning]
+def layout_problems(recipe: Recipe, done: Done) -> list[str]:
+    return [found.rule for found in _findings(_LAYOUT_RULES, recipe, done) if not found.is_warning]

@@ -4,6 +4,7 @@ from contextlib import suppress
 from dataclasses import replace
 
 from bloomery.base.errors import DataError
+from bloomery.base.signals import FIRST_SECONDS, PULSE
 from bloomery.checkpoint.folder import step_name
 from bloomery.checkpoint.load import Checkpoint, load_pieces, read_checkpoint
 from bloomery.checkpoint.retention import good_steps
@@ -49,7 +50,8 @@ def rewind(run: Run, state: TrainState) -> None:
         run.stop.request(StopReason("diverged", text))
         return
     step = good.manifest["step"]
-    load_pieces(good, run.optimizer.pieces(), ranks=run.ranks)
+    with PULSE.excuse(FIRST_SECONDS):
+        load_pieces(good, run.optimizer.pieces(), ranks=run.ranks)
     run.optimizer.restored()
     then = TrainState.from_json(good.state)
     for name in ("held_samples", "skipped_updates", "nan_steps", "nan_steps_in_a_row", "spikes"):
@@ -65,8 +67,9 @@ def rewind(run: Run, state: TrainState) -> None:
     save(run, state)
 
 
+@PULSE.excuse(FIRST_SECONDS)
 def _last_good(run: Run, state: TrainState, *, tensors: bool = True) -> Checkpoint | None:
-    found = good_steps(run.durable.root, state.spikes.good_at(state.step))
+    found = good_steps(run.durable.root, state.spikes.good_at(state.step - state.nan_steps_in_a_row))
     for step in run.ranks.broadcast(list(found) if run.ranks.rank == 0 else []):
         with suppress(DataError):
             return read_checkpoint(run.durable.root / step_name(step), ranks=run.ranks, tensors=tensors)

@@ -1,6 +1,6 @@
 """Start a run, in the order in which things can fail: folder, resume point, data, journal; then model and saver."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -32,8 +32,10 @@ from bloomery.parallel.apply import make_runner, parallelise
 from bloomery.parallel.feed import Feed
 from bloomery.parallel.mesh import Mesh, make_mesh
 from bloomery.parallel.runner import DTYPES, Runner
+from bloomery.sizing.check import layout_problems
 from bloomery.sizing.layout import Layout
 from bloomery.sizing.memory import precision_problems
+from bloomery.train.hang import watched, write_hang
 from bloomery.train.optimizer import Optimizer
 from bloomery.train.resume import archive_stale, checked_shards, find_resume_point
 from bloomery.train.run import Opened, Run
@@ -67,6 +69,10 @@ def prepared_run(
         ledger, taken_over = first_rank_does(ranks, partial(_claim_folder, folder, closing))
         roots = [folder / CHECKPOINTS, folder / LOCAL_CHECKPOINTS]
         past = find_resume_point(recipe, roots, ledger.starts, wanted=start_from, changes=changes, ranks=ranks)
+        if wrong := layout_problems(recipe, lambda _: past.state.consumed_samples):
+            raise RecipeError(
+                Problem(wrong[0], f"at step {past.state.step:,}, where this start resumes")
+            ).reported_once(ranks.rank)
         spent = (past.state.energy, ledger.energy)
         energy = start_meter(energy_sensor(device), folder / names.METRICS_FILE, spent, ranks)
         past.state.energy = energy.before
@@ -127,9 +133,15 @@ def _errors_reported(opened: Opened) -> Iterator[None]:
     """Whatever ends the run early is an event; out of memory is reported as a problem of the recipe, a broken
     collective by the rank that was lost."""
     journal, state, ranks = opened.journal, opened.past.state, opened.ranks
-    ranks.report_hang(lambda text: journal.event(Event.ERROR, state.step, text=text))
+
+    def report(text: str, found: Mapping[int, str]) -> None:
+        if not journal.is_taken_over():
+            write_hang(opened.folder, opened.job, text, found)
+
+    ranks.report_hang(report)
     try:
-        yield
+        with watched(opened.folder, ranks, report):
+            yield
     except Exception as found:
         error = ranks.lost(found) or found
         if isinstance(error, FencedError):

@@ -1,6 +1,7 @@
 """When to stop: the recipe's amounts, the clock, signals, and files in control/, where `save` also requests a save."""
 
 import math
+import os
 import signal
 import time
 from collections.abc import Iterator
@@ -74,6 +75,8 @@ class StopRules:
     _polled_at: float = 0.0
     _save_seen: bool = False
     _save_agreed: bool = False
+    _after_save: bool = False
+    """Whether control/stop-after-save was touched."""
     _first: tuple[int, int] | None = None
     """(step, samples) at which this job began."""
 
@@ -102,6 +105,8 @@ class StopRules:
             self._poll_control_files()
         if self._requested is not None:
             return self._requested
+        if self._after_save and state.step == state.begun_step:
+            return StopReason("control", "control/stop-after-save was touched")
         if self._signal is not None:
             where = f" on rank {self.ranks.rank}" if self.ranks.size > 1 else ""
             return StopReason("signal", f"received {self._signal.name}{where}")
@@ -207,5 +212,8 @@ class StopRules:
         with suppress(OSError):
             (self.control / "stop").unlink()
             self.request(StopReason("control", "control/stop was touched"))
-        if (self.control / "kill").exists():  # stays: it also forbids the next start
+        with suppress(OSError):
+            (self.control / "stop-after-save").unlink()
+            self._after_save = True
+        if os.path.exists(self.control / "kill"):  # stays: it also forbids the next start
             self.request(StopReason("control", "control/kill was touched; remove it before the next start"))

@@ -3,12 +3,13 @@
 import json
 import os
 import re
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
 
-from bloomery.base.bounded import parse_json, read_text
+from bloomery.base.bounded import parse_json, parse_yaml, read_text
 from bloomery.base.errors import Problem, RecipeError
 from bloomery.config.load import COMMAND_LINE, Places, validated
 from bloomery.config.recipe import Recipe
@@ -69,7 +70,7 @@ def import_megatron(
     found, source = None, COMMAND_LINE
     line = parse_command(words if script is None else ["x.py", *words], COMMAND_LINE)
     if script is not None:
-        found, source = (run_script if execute else read_script)(script, _text_of(script), given or {}), str(script)
+        found, source = (run_script if execute else read_script)(script, _script_of(script), given or {}), str(script)
         own = _training_command(found, source)
         line = CommandLine(own.program, own.flags | line.flags, own.stray + line.stray)
     b = Builder(line, lambda path: _find_file(path, found, source))
@@ -174,6 +175,23 @@ def _find_file(path: str, script: Script | None, source: str) -> tuple[str, str]
         return None if text is None else (text, f"{source} {name}")
     places = (place for place in (Path(path), Path(source).parent / path) if os.path.isfile(place))
     return next(((_text_of(place), str(place)) for place in places), None)
+
+
+def _script_of(path: Path) -> str:
+    """A bash script; that of an AzureML job's YAML, whose `${{inputs.data}}` is a variable `inputs_data`."""
+    text = _text_of(path)
+    if path.suffix not in (".yaml", ".yml"):
+        return text
+    try:
+        job = parse_yaml(text)
+        command, variables = job["command"], job.get("environment_variables") or {}
+        name = job.get("display_name") or job.get("experiment_name") or path.stem
+        exports = [f"export {key}={shlex.quote(str(value))}" for key, value in variables.items()]
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        rule = "a YAML file here is a command job of AzureML, with a `command`"
+        raise RecipeError(Problem(f"{path} is no job: {error!r}", rule, "name a job or a script")) from error
+    lines = [f"#SBATCH --job-name={name}", *exports, str(command)]
+    return re.sub(r"\$\{\{\s*(\w+)\.(\w+)\s*\}\}", r"${\1_\2}", "\n".join(lines)) + "\n"
 
 
 def _text_of(path: Path) -> str:

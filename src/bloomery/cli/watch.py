@@ -1,0 +1,98 @@
+"""`bloomery watch RUN`: what a run is doing, live; `--pulse`: once, into its log, with alerts.
+`bloomery watch install RUN`: that every hour or day, by a Slurm job that submits itself again."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from pathlib import Path
+
+from bloomery.base import exit_codes, signals
+from bloomery.base.errors import DataError, Problem, RecipeError
+from bloomery.base.storage import append_line, reason
+from bloomery.base.units import parse_duration
+from bloomery.cli.arguments import add_json, show
+from bloomery.config.load import load_recipe
+from bloomery.config.recipe import AlertsSection, Recipe
+from bloomery.launch import cron
+from bloomery.launch.job import training_job
+from bloomery.launch.notify import notify
+from bloomery.launch.watch import Status, forget_alerts, new_alerts, pulse, status_of
+from bloomery.monitor import names
+
+_SECONDS = 2.0
+_CLEAR = "\x1b[H\x1b[J"
+
+
+def add_arguments_watch(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run", metavar="RUN", type=Path, help="folder of the run")
+    parser.add_argument("--pulse", action="store_true", help="append a line to its log and send new alerts, for cron")
+    add_json(parser, "status")
+
+
+def run_watch(args: argparse.Namespace) -> int:
+    status, alerts = _look(args.run)
+    if args.pulse:
+        _tell(args.run, status, alerts)
+    if args.json or args.pulse or not sys.stdout.isatty():
+        return show(args, status.facts(), lambda _: pulse(status) if args.pulse else "\n".join(status.lines()))
+    while True:
+        print(_CLEAR + "\n".join(status.lines()), flush=True)
+        if status.job.state == "finished":
+            return exit_codes.OK
+        time.sleep(_SECONDS)
+        status, alerts = _look(args.run)
+
+
+def _tell(run: Path, status: Status, alerts: AlertsSection) -> None:
+    """The people first: the disk of the run may be what is wrong."""
+    new = new_alerts(run, status.alerts)
+    is_untold, failures = notify([status.alerts[kind] for kind in new], f"bloomery: {status.name}", alerts)
+    for failure in failures:
+        signals.say(f"an alert could not be sent by {failure}")
+    if is_untold:
+        forget_alerts(run, new)
+    log = run / names.TEXT_LOG_FILE
+    try:
+        append_line(log, pulse(status))
+    except OSError as error:
+        signals.say(f"warning: {log} could not be written: {reason(error)}")
+
+
+def add_arguments_install(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run", metavar="RUN", type=Path, help="folder of the run")
+    parser.add_argument("--on", choices=("slurm",), default="slurm", help="the scheduler")
+    often = parser.add_mutually_exclusive_group()
+    often.add_argument("--hourly", dest="every", action="store_const", const="1h", default="1h", help="the default")
+    often.add_argument("--daily", dest="every", action="store_const", const="24h")
+    often.add_argument("--every", metavar="TIME", help="such as 30m")
+    parser.add_argument("--sync", metavar="TARGET", help="also `bloomery sync RUN TARGET`")
+
+
+def run_install(args: argparse.Namespace) -> int:
+    recipe = _recipe(args.run)
+    name = {"1h": "hourly", "24h": "daily"}.get(args.every, args.every)
+    try:
+        every = parse_duration(args.every)
+    except ValueError as error:
+        raise RecipeError(
+            Problem(f"--every is {args.every!r}", str(error), "write 30m, 1h or 24h", "command line")
+        ) from error
+    job_id = cron.install(training_job(recipe, args.run), name, every, args.sync)
+    print(f"submitted Slurm job {job_id}; its scripts are in {args.run}/launch/cron-{name}: add your own as *.sh")
+    return exit_codes.OK
+
+
+def _look(run: Path) -> tuple[Status, AlertsSection]:
+    recipe = _recipe(run)
+    alerts = recipe.monitor.alerts or AlertsSection()
+    return status_of(run, recipe.name, alerts), alerts
+
+
+def _recipe(run: Path) -> Recipe:
+    recipes = [path for path in (run / "launch" / names.RECIPE_FILE, run / names.RECIPE_FILE) if path.exists()]
+    if not recipes:
+        rule = f"a run folder holds {names.RECIPE_FILE}, or launch/{names.RECIPE_FILE}"
+        raise DataError(Problem(f"{run} is not a run", rule, "give the folder of a run, usually runs/<name>"))
+    return load_recipe(str(recipes[0]), is_saved=True).recipe

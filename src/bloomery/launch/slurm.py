@@ -1,0 +1,245 @@
+"""Jobs of Slurm: `srun` starts one task for each rank, and the ranks themselves answer signals. (A signal kills the
+agent of torchrun and leaves its workers behind.)"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+from bloomery.base import exit_codes
+from bloomery.base.errors import DataError, Problem, RecipeError
+from bloomery.launch.job import Job
+from bloomery.launch.restart import Attempt
+
+_ENDED = ("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "TIMEOUT")
+_POLL_SECONDS = 1.0
+
+
+def script(job: Job) -> str:
+    """What `sbatch` gets, and a person reads."""
+    section, log = job.section, shlex.quote(str(job.main_log))
+    container = [f"--container-image={section.image}", f"--container-workdir={job.directory}"] if section.image else []
+    container += [f"--container-mounts={','.join(section.mounts)}"] if section.mounts else []
+    after = shlex.join([sys.executable, "-m", "bloomery", "launch", "--after", str(job.folder)])
+    check = [*job.program, "doctor", "--node", str(job.launch_folder / "recipe.yaml"), "--run-dir", str(job.folder)]
+    one_each = shlex.join(["--ntasks-per-node=1", *container, *check])
+    srun = shlex.join(["srun", "--kill-on-bad-exit=1", "--wait=60", *container])
+    return "\n".join(
+        [
+            "#!/bin/bash",
+            *directives(job, _of_training(job)),
+            f"# Written by `bloomery launch`. The training is in {job.launch_folder}/recipe.yaml, read at every start.",
+            "",
+            f"cd {shlex.quote(str(job.directory))} || exit 2",
+            *exports(job),
+            *section.setup,
+            "",
+            f'echo "[$(date -u +%FT%TZ)] Slurm job $SLURM_JOB_ID, start $((${{SLURM_RESTART_COUNT:-0}} + 1)), '
+            f'on $SLURM_JOB_NODELIST" | tee -a {log}',
+            f"df -h /dev/shm {shlex.quote(str(job.folder))} >> {log}",
+            "trap 'ended=--ended' TERM  # scancel, or the limit itself: the ranks save, this shell goes on to the end",
+            f'srun --ntasks="$SLURM_NNODES" {one_each} {job.keep_errors()} &&',
+            f"  {srun} {job.command()} {job.keep_errors()}",
+            "code=$?",
+            "# It decides again where scancel, or the limit itself, has interrupted it.",
+            f'while {after} --code "$code" ${{ended:-}}; [ $? = {exit_codes.INTERRUPTED} ]; do :; done',
+            "exit $code  # the job's state is that of the training",
+            "",
+        ]
+    )
+
+
+def _of_training(job: Job) -> dict[str, object]:
+    section = job.section
+    is_chain = section.array > 1
+    return {
+        "signal": f"TERM@{section.save_before.seconds:.0f}" if section.time_limit else None,
+        "array": f"1-{section.array}%1" if is_chain else None,
+        "output": job.folder / "logs" / f"{job.name}_{'%A_%a' if is_chain else '%j'}.log",
+    }
+
+
+def exports(job: Job) -> list[str]:
+    """Lines of bash."""
+    cores = "export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK  # srun does not take it from sbatch"
+    return [*job.exports(), *([cores] if job.section.cpus_per_task else [])]
+
+
+def directives(job: Job, more: Mapping[str, object]) -> list[str]:
+    """`#SBATCH` lines."""
+    section = job.section
+    options: dict[str, object] = {
+        "job-name": job.name,
+        "nodes": section.nodes,
+        "ntasks-per-node": section.gpus_per_node,
+        "gres": f"{section.gres}:{section.gpus_per_node}" if section.gres else None,
+        "cpus-per-task": section.cpus_per_task,
+        "mem": section.mem,
+        "partition": section.partition,
+        "account": section.account,
+        "qos": section.qos,
+        "constraint": section.constraint,
+        "exclude": section.exclude,
+        "time": _clock(section.time_limit.seconds) if section.time_limit else None,
+        **more,
+        "open-mode": "append",
+        "kill-on-invalid-dep": "yes",
+    }
+    lines = [f"#SBATCH --{name}={value}" for name, value in options.items() if value is not None]
+    return [*lines, "#SBATCH --requeue", *section.extra_lines]
+
+
+def _clock(seconds: float) -> str:
+    """`1-02:03:00`. Slurm counts whole minutes, and rounds up."""
+    minutes = max(1, int(seconds // 60))
+    days = f"{minutes // 1440}-" if minutes >= 1440 else ""
+    return f"{days}{minutes // 60 % 24:02}:{minutes % 60:02}:00"
+
+
+def submit(path: Path, job: Job, *options: str) -> str:
+    """The job's id. RecipeError for what this cluster would refuse, or keep pending for ever."""
+    _slurm("sbatch", "--test-only", *options, str(path))
+    limit, most = job.section.time_limit, _longest_seconds(job.section.partition)
+    if limit and most is not None and limit.seconds > most:
+        rule = f"its partition runs jobs of at most {_clock(most)}, so that it would be pending for ever"
+        raise RecipeError(Problem(f"launch.time_limit is {limit}", rule, "shorten it, or choose another partition"))
+    return sbatch(path, *options)
+
+
+def sbatch(path: Path, *options: str) -> str:
+    """The id of the job."""
+    return _slurm("sbatch", "--parsable", *options, str(path)).strip().partition(";")[0]
+
+
+def _longest_seconds(partition: str | None) -> float | None:
+    shown = _slurm("scontrol", "--oneliner", "show", "partition", *([partition] if partition else []))
+    lines = [line for line in shown.splitlines() if partition or "Default=YES" in line]
+    found = re.search(r"\bMaxTime=(\S+)", lines[0]) if lines else None
+    return _seconds(found[1]) if found else None
+
+
+def _seconds(clock: str) -> float | None:
+    """Of `1-02:03:04`; None of `UNLIMITED`."""
+    found = re.fullmatch(r"(?:(\d+)-)?(\d+):(\d+):(\d+)", clock)
+    if not found:
+        return None
+    days, hours, minutes, seconds = (int(part or 0) for part in found.groups())
+    return ((days * 24 + hours) * 60 + minutes) * 60 + seconds
+
+
+def tasks(job_id: str) -> dict[str, dict[str, str]]:
+    """Facts of the job, or of every task of its array, by id; empty once Slurm has forgotten it. DataError where Slurm
+    does not answer, RecipeError where it is not installed."""
+    try:
+        shown = _slurm("scontrol", "--oneliner", "show", "job", job_id)
+    except DataError as error:
+        if "Invalid job id" in str(error):
+            return {}
+        raise
+    found = (
+        dict(re.findall(r"(?:^| )(\w+(?:/\w+)?)=(.*?)(?= \w+(?:[/:]\w+)*=|$)", line)) for line in shown.splitlines()
+    )
+    return {facts["JobId"]: facts for facts in found if "JobId" in facts}
+
+
+def follow(job_id: str) -> Iterator[str]:
+    """A line whenever the state of the job or of a task changes, until all have ended; empty while nothing does."""
+    states: dict[str, str] = {}
+    while True:
+        try:
+            now = tasks(job_id)
+        except DataError:  # its controller is restarted, for instance
+            yield ""
+            time.sleep(_POLL_SECONDS)
+            continue
+        for name, facts in now.items():
+            reason = f" ({facts['Reason']})" if facts.get("Reason", "None") != "None" else ""
+            where = f" on {facts['NodeList']}" if facts.get("NodeList", "(null)") != "(null)" else ""
+            if states.get(name) != (state := f"{facts['JobState']}{reason}{where}"):
+                states[name] = state
+                yield f"Slurm job {name}: {state}"
+        if all(facts["JobState"] in _ENDED for facts in now.values()):
+            return
+        yield ""
+        time.sleep(_POLL_SECONDS)
+
+
+def exit_code(job_id: str) -> int:
+    """The worst of the job and its tasks; one for interrupts where no task has run to its end."""
+    found = tasks(job_id).values()
+    if found and all(facts.get("JobState") == "CANCELLED" for facts in found):
+        return exit_codes.INTERRUPTED
+    codes = [facts.get("ExitCode", "0:0").split(":") for facts in found]
+    return max((int(code) or (exit_codes.LOST_RANK if int(number) else 0) for code, number in codes), default=0)
+
+
+def job_name(environment: Mapping[str, str] = os.environ) -> str:
+    return environment.get("SLURM_JOB_ID", "")
+
+
+def is_newest_start(environment: Mapping[str, str] = os.environ) -> bool:
+    """Whether Slurm knows of no later start of this job. A node that was cut off from the network may come back when
+    its job has long been running elsewhere, under the same id: the old one must decide nothing."""
+    own = environment["SLURM_JOB_ID"]
+    return tasks(own).get(own, {}).get("Restarts") == environment.get("SLURM_RESTART_COUNT", "0")
+
+
+def act(
+    attempt: Attempt, job: Job, *, bad: Sequence[str], ended: bool, environment: Mapping[str, str] = os.environ
+) -> tuple[str, str]:
+    """Within a job at its end: put it into the queue again, or call off the rest of its chain. (What was done, the id
+    of a new chain.)
+
+    `job`: as it should be from now on. `bad`: nodes that it is not given again. `ended`: Slurm has ended the job
+    itself: at its time limit, or because somebody has cancelled it."""
+    own, array = environment["SLURM_JOB_ID"], environment.get("SLURM_ARRAY_JOB_ID")
+    if attempt.next != "again":
+        if array:
+            _slurm("scancel", "--state=PENDING", array)
+        return ("the rest of the chain is cancelled" if array else "nothing is started again"), ""
+    nodes, has = job.section.nodes, int(environment["SLURM_JOB_NUM_NODES"])
+    without = f"ExcNodeList={','.join(bad)}" if bad else ""
+    if array:
+        left = int(environment["SLURM_ARRAY_TASK_MAX"]) - int(environment["SLURM_ARRAY_TASK_ID"])
+        if not left:
+            return "this was the last job of the chain: launch again", ""
+        if nodes != has:  # Slurm does not resize arrays
+            _slurm("scancel", "--state=PENDING", array)
+            size = [f"--nodes={nodes}", f"--array=1-{left}%1", *([f"--exclude={','.join(bad)}"] if bad else [])]
+            script = str(job.launch_folder / "job.sh")
+            return f"the chain goes on with {nodes} nodes", submit(
+                Path(script), job, *size, f"--dependency=afterany:{own}"
+            )
+        if without:
+            _slurm("scontrol", "update", f"JobId={array}", without)
+        return "the next job of the chain goes on", ""
+    facts = tasks(own).get(own, {})
+    ran, limit = (_seconds(facts.get(name, "")) for name in ("RunTime", "TimeLimit"))
+    if ended and (ran is None or limit is None or ran < limit):
+        return "somebody has cancelled the job, so it is not started again", ""
+    _slurm("scontrol", "requeue", own)
+    changes = [f"NumNodes={nodes}", f"NumTasks={nodes * job.section.gpus_per_node}"] if nodes != has else []
+    if changes or without:
+        _slurm("scontrol", "update", f"JobId={own}", *changes, *filter(None, [without]))
+    return "the job is in the queue again", ""
+
+
+def _slurm(*words: str) -> str:
+    """What a command of Slurm prints. DataError with what it says when it fails."""
+    try:
+        done = subprocess.run(words, capture_output=True, text=True, timeout=120)
+    except FileNotFoundError:
+        rule = "launch.on=slurm needs Slurm's commands, on a login node of the cluster"
+        raise RecipeError(Problem(f"there is no {words[0]} here", rule, "or see the script with --dry-run")) from None
+    except subprocess.TimeoutExpired:
+        raise DataError(Problem(f"`{words[0]}` does not answer", "its controller may be down", "try again")) from None
+    if done.returncode:
+        said = " ".join(done.stderr.split()) or f"exit code {done.returncode}"
+        raise DataError(Problem(f"`{words[0]}` refuses: {said}", remedy="correct `launch:` in the recipe"))
+    return done.stdout

@@ -1,0 +1,39 @@
+"""`bloomery scale`: short trainings on more and more nodes, as a table, JSON and a picture."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from bloomery.cli.main import main
+from conftest import Workshop
+
+
+def test_two_nodes_against_one_and_two_results_in_one_picture(
+    workshop: Workshop, capfd: pytest.CaptureFixture[str]
+) -> None:
+    words = ["scale", str(workshop.recipe), "--steps", "6"]
+    assert main([*words, "--nodes", "1,2", "--json"]) == 0
+    facts = json.loads(capfd.readouterr().out)
+    (one, two), folder = facts["points"], workshop.folder / "runs" / "small-scale"
+    assert (one["nodes"], one["efficiency"], one["global_batch"]) == (1, 1.0, 8)
+    assert (two["nodes"], two["global_batch"]) == (2, 16)
+    assert two["efficiency"] == two["tokens_per_second"] / 2 / one["tokens_per_second"]
+    starts = [workshop.events(folder / f"nodes-{nodes}", "start")[0]["ranks"] for nodes in (1, 2)]
+    assert starts == [1, 2]
+    assert not list(folder.glob("nodes-*/checkpoints"))
+    assert json.loads((folder / "scale.json").read_text())["points"] == facts["points"]
+    other = ["--output", "ethernet", "--strong", "--nodes", "1"]
+    assert main([*words, *other, "--compare", str(folder / "scale.json")]) == 0
+    drawn = (workshop.folder / "ethernet" / "scale.html").read_text()
+    assert '"ethernet": [[1' in drawn
+    assert f'"{folder}/scale.json": [[1' in drawn
+
+
+def test_a_result_that_is_none(workshop: Workshop, capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["scale", str(workshop.recipe)]) == 2
+    assert "--nodes is missing" in capfd.readouterr().err
+    (workshop.folder / "other.json").write_text("{}")
+    assert main(["scale", str(workshop.recipe), "--nodes", "1", "--steps", "2", "--compare", "other.json"]) == 3
+    assert "other.json is no result of a scaling experiment" in capfd.readouterr().err
