@@ -171,6 +171,26 @@ def test_long_rows_of_one_row_group_come_a_few_at_a_time(folder: Path, long_rows
     assert (python < 16 << 20, counted.max_memory() < limit) == (True, True)
 
 
+def test_one_long_value_of_many_rows_expands_a_few_rows_at_a_time(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    parquet.write_table(arrow.table({"text": ["a" * (1 << 20)] * 64}), "a.parquet", compression="zstd")
+    assert Path("a.parquet").stat().st_size < 4096
+    monkeypatch.setattr("bloomery.prepare.read.MOST_DOCUMENT_BYTES", 8 << 20)
+    (unit,) = plan_units(find_files(["a.parquet"]))
+    held = arrow.default_memory_pool()
+    counted = arrow.proxy_memory_pool(held)
+    arrow.set_memory_pool(counted)
+    try:
+        blocks = UnitReader(unit, text_key="text", skip_bad=False).blocks()
+        assert sum(len(text) == 1 << 20 for block in blocks for text in block.texts) == 64
+    finally:
+        arrow.set_memory_pool(held)
+    assert counted.max_memory() < 32 << 20
+
+
 def test_short_rows_make_no_block_of_a_million(folder: Path) -> None:
     arrow = pytest.importorskip("pyarrow")
     parquet = pytest.importorskip("pyarrow.parquet")

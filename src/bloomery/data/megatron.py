@@ -11,7 +11,7 @@ import fcntl
 import json
 import os
 import secrets
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from functools import partial
@@ -33,6 +33,8 @@ from bloomery.data.shards import ShardReader, file_checksum
 from bloomery.sizing.schedule import TrainingPlan
 
 Arrays = dict[str, NDArray[Any]]
+Bounds = Mapping[str, tuple[tuple[int, ...], int, int]]
+"""Of each array: its shape, and where its integers begin and end."""
 
 
 class MegatronSource(ShardSource):
@@ -62,8 +64,13 @@ class MegatronSource(ShardSource):
         """Of all epochs; beyond them there is no order."""
         key = {"idx": file_checksum(f"{self.shard.prefix}.idx"), "sequences": [first, last], "seed": self.seed}
         build = partial(build_index, starts, first=first, last=last, shape=shape, seed=self.seed)
-        names = ("documents", "samples", "shuffle")
-        self.index = self._cache.arrays("samples", names, key | asdict(shape), build)
+        count = shape.epochs * (last - first)
+        bounds: Bounds = {
+            "documents": ((count,), first, last),
+            "samples": ((self.total_samples + 1, 2), 0, max(count, tokens)),
+            "shuffle": ((self.total_samples,), 0, self.total_samples),
+        }
+        self.index = self._cache.arrays("samples", bounds, key | asdict(shape), build)
 
     @property
     def documents(self) -> tuple[int, int]:
@@ -83,9 +90,13 @@ class MegatronSource(ShardSource):
         (first, offset), (last, end) = self.index["samples"][sample : sample + 2].tolist()
         sequences = self.index["documents"][first : last + 1]
         starts, stops = self._starts[sequences], self._starts[sequences + 1]
-        stops[-1] = starts[-1] + end + 1
-        starts[0] += offset
-        return [(start, stop) for start, stop in zip(starts.tolist(), stops.tolist(), strict=True) if stop > start]
+        stops[-1:] = starts[-1:] + end + 1
+        starts[:1] += offset
+        found = [(start, stop) for start, stop in zip(starts.tolist(), stops.tolist(), strict=True) if stop > start]
+        if sum(stop - start for start, stop in found) != self.seq_length + 1:
+            what = f"what {self._cache.folder} holds for {self.key} is no order of it: sample {sample}"
+            raise DataError(Problem(what, "it was changed after it was built", "delete that folder", "data.cache_dir"))
+        return found
 
 
 class GreedyBlend:
@@ -95,8 +106,10 @@ class GreedyBlend:
         """DataError if a source has fewer samples than the blend takes from it."""
         self.size = max(1, request.size)  # empty arrays cannot be mapped
         key = {"weights": [weight.hex() for weight in request.weights.tolist()], "size": self.size}
-        names = ("sources", "ordinals", "taken")
-        arrays = cache.arrays("blend", names, key, lambda: build_blend(request.weights, self.size))
+        many = len(sources)
+        bounds = {"sources": ((self.size,), 0, many), "ordinals": ((self.size,), 0, self.size)}
+        bounds["taken"] = (many,), 0, self.size + 1
+        arrays = cache.arrays("blend", bounds, key, lambda: build_blend(request.weights, self.size))
         self._keys = [source.key for source in sources]
         self._sources, self._ordinals = arrays["sources"], arrays["ordinals"]
         rule = "in the megatron and bigscience orders a source ends after the samples the run requested"
@@ -185,11 +198,11 @@ class IndexCache:
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         self.folder = Path(folder)
 
-    def arrays(self, kind: str, names: Collection[str], key: Mapping[str, Any], build: Callable[[], Arrays]) -> Arrays:
-        """The arrays of these names that `build` returns, from the disk if they were ever built for this key, which
-        must decide them."""
+    def arrays(self, kind: str, bounds: Bounds, key: Mapping[str, Any], build: Callable[[], Arrays]) -> Arrays:
+        """The arrays that `build` returns, from the disk if they were ever built for this key, which must decide
+        them."""
         stem = f"{kind}-{xxhash.xxh3_128_hexdigest(json.dumps(key, sort_keys=True).encode())}"
-        if found := self._load(stem, names):
+        if found := self._load(stem, bounds):
             return found
         with written_to("data.cache_dir"), writing(self.folder, "keep index caches in"):
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -198,11 +211,11 @@ class IndexCache:
                     fcntl.flock(lock, fcntl.LOCK_EX)
                     for stale in self.folder.glob(f".{stem}.*"):  # of a builder that was killed
                         stale.unlink()
-                if found := self._load(stem, names):
+                if found := self._load(stem, bounds):
                     return found
                 for name, array in build().items():
                     self._store(f"{stem}.{name}", array)
-                if found := self._load(stem, names):
+                if found := self._load(stem, bounds):
                     return found
                 raise OSError(errno.EIO, "what was just written there reads back otherwise")
 
@@ -216,15 +229,18 @@ class IndexCache:
         finally:
             partial.unlink(missing_ok=True)
 
-    def _load(self, stem: str, names: Collection[str]) -> Arrays:
-        """These arrays; empty where one of them is missing or damaged."""
+    def _load(self, stem: str, bounds: Bounds) -> Arrays:
+        """These arrays; empty where one of them is missing, damaged, or not within its bounds."""
         found = {}
         for path in self.folder.glob(f"{stem}.*.npy"):
-            with suppress(OSError, ValueError):
+            with suppress(OSError, ValueError, LookupError):
                 _, name, checksum, _ = path.name.split(".")
+                shape, first, end = bounds[name]
                 if file_checksum(path) == checksum:
-                    found[name] = np.load(path, mmap_mode="r", allow_pickle=False)
-        return found if {*found} >= {*names} else {}
+                    array = np.load(path, mmap_mode="r", allow_pickle=False)
+                    if array.shape == shape and array.dtype.kind in "iu" and first <= array.min() <= array.max() < end:
+                        found[name] = array
+        return found if found.keys() == bounds.keys() else {}
 
 
 def _created(path: str, flags: int) -> int:

@@ -8,6 +8,7 @@ import gzip
 import io
 import json
 import os
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -335,7 +336,7 @@ class UnitReader:
                 what = f"has {names.count(key)} columns '{key}': its columns are {', '.join(names)}"
                 remedy = "set text_key to the one column that holds the documents"
                 raise DataError(Problem(what, "each row of a .parquet file is a document", remedy, span.file.name))
-            for column in _columns(table, key, self._block_bytes):
+            for column in _columns(table, raw, key, self._block_bytes):
                 if len(column) == 1 and column.nbytes > MOST_DOCUMENT_BYTES:
                     raise too_long(span.file, row)
                 texts, good, size = [], [], column.nbytes + _ROW_BYTES * len(column)
@@ -378,18 +379,34 @@ class UnitReader:
             raise DataError(Problem(what, rule, remedy, place_of(file, offset)))
 
 
-def _columns(table: Any, name: str, block_bytes: int) -> Iterator[Any]:
+def _columns(table: Any, raw: IO[bytes], name: str, block_bytes: int) -> Iterator[Any]:
     """The column of a .parquet file in arrays of about an eighth of a block, going by its average row. Rows far above
-    it come at most `_MOST_ROWS` at a time from the file, and are cut to blocks; one that may be too long is alone."""
+    it come at most `_MOST_ROWS` at a time from the file, and are cut to blocks; one that may be too long is alone.
+    Fewer where all of them could be one long value that is stored once."""
     groups = [table.metadata.row_group(number) for number in range(table.num_row_groups)]
     stored_bytes = max(sum(group.total_byte_size for group in groups), 1)
-    rows = min(max(block_bytes * table.metadata.num_rows // (8 * stored_bytes), 1), _MOST_ROWS)
+    longest = max((_dictionary_bytes(raw, group, name) for group in groups), default=0)
+    rows = min(block_bytes * table.metadata.num_rows // (8 * stored_bytes), MOST_DOCUMENT_BYTES // max(longest, 1))
+    rows = min(max(rows, 1), _MOST_ROWS)
     for batch in table.iter_batches(rows, columns=[name], use_threads=False):
         column = batch.column(batch.schema.get_field_index(name))
         may_be_long = column.nbytes > MOST_DOCUMENT_BYTES
         step = 1 if may_be_long else max(block_bytes * len(column) // max(column.nbytes, 1), 1)
         for first in range(0, len(column), step):
             yield column[first : first + step]
+
+
+def _dictionary_bytes(raw: IO[bytes], group: Any, name: str) -> int:
+    """Of the values of a column that stand once and are referred to, by the header of its first page: in Thrift's
+    compact protocol the page's type, where 2 is a dictionary, and its unpacked bytes, both as zigzag varints."""
+    most = 0
+    for chunk in map(group.column, range(group.num_columns)):
+        if f"{chunk.path_in_schema}.".startswith(f"{name}."):
+            raw.seek(chunk.dictionary_page_offset or chunk.data_page_offset)
+            found = re.match(rb"\x15\x04\x15([\x80-\xff]{,4}[\0-\x7f])", raw.read(8), re.S)
+            digits = enumerate(found[1] if found else b"")
+            most = max(most, sum((digit & 127) << 7 * place for place, digit in digits) >> 1)
+    return most
 
 
 def _text_of(line: bytes, key: str) -> str:
