@@ -8,11 +8,13 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +57,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., 
     def act(*words: str) -> None:
         subprocess.run(["bash", str(UP), *words, "--dir", str(folder)], check=True)
 
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that the daemons end in any case
     try:
         act("up", "--netns", "--no-install", "--gpus", "2")
         yield act
@@ -117,9 +120,16 @@ def attempts(run: Path) -> list[tuple[int, str]]:
 
 
 def queued_again(job: str, restarts: int = 1) -> None:
-    """A requeued job waits two minutes for its nodes to be clean: not here."""
     until(lambda: f"Restarts={restarts}" in slurm("scontrol", "show", "job", job) and state(job) == "PENDING")
-    slurm("scontrol", "update", f"JobId={job}", "StartTime=now")
+    starts_soon(job)
+
+
+def starts_soon(job: str) -> None:
+    """A requeued job waits two minutes for its nodes to be clean; here some seconds, because nodes refuse what starts in
+    the second in which they were told to forget it."""
+    found = re.search(r"JobState=PENDING.* StartTime=(\d\S+)", slurm("scontrol", "show", "job", job), re.S)
+    if found and datetime.fromisoformat(found[1]) > datetime.now() + timedelta(seconds=10):
+        slurm("scontrol", "update", f"JobId={job}", "StartTime=now+4")
 
 
 def ranks(run: Path) -> list[str]:
@@ -234,7 +244,7 @@ def test_a_node_that_is_cut_off_is_replaced_and_changes_nothing_any_more(
     cluster("cut-node", "n1")
     try:
         queued_again(job)  # it may still find the folder in use, and queue again
-        until(lambda: slurm("scontrol", "update", f"JobId={job}", "StartTime=now") or resumed(workshop, run))
+        until(lambda: starts_soon(job) or resumed(workshop, run))
         assert "NodeList=n[2-3]" in slurm("scontrol", "show", "job", job)
         until(lambda: not zombies & {*ranks(run)}, 120)
         restarts = re.findall(r"Restarts=\d", slurm("scontrol", "show", "job", job))
