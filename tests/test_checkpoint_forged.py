@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from bloomery.checkpoint.folder import MANIFEST
 from bloomery.checkpoint.format import Box, why_not_whole
@@ -74,6 +75,10 @@ def swap_shapes(index: Index) -> None:
     index[W]["pieces"][0]["size"].reverse()
 
 
+def swap_pieces(index: Index, one: str, other: str) -> None:
+    index[one]["pieces"], index[other]["pieces"] = index[other]["pieces"], index[one]["pieces"]
+
+
 INDEX_FORGERIES: dict[str, Callable[[Index], object]] = {
     "no pieces": lambda index: index[W].update(pieces=[]),
     "no pieces of a number": lambda index: index["optim.step"].update(pieces=[]),
@@ -107,6 +112,7 @@ INDEX_FORGERIES: dict[str, Callable[[Index], object]] = {
     "a file of another kind": lambda index: index[W]["pieces"][0].update(file="state.json"),
     "a file that is not there": lambda index: index[W]["pieces"][0].update(file="tensors-00001.safetensors"),
     "another key": lambda index: index[W]["pieces"][0].update(key=MOMENT),
+    "two tensors of one shape swapped": lambda index: swap_pieces(index, W, MOMENT),
 }
 
 
@@ -153,6 +159,16 @@ def test_a_forged_header_is_damage(newer: Path, kind: str) -> None:
     forge_header(newer, HEADER_FORGERIES[kind])
     assert damage(newer)
     assert newest_good([newer.parent]).checkpoint.folder == newer.with_name("step-00000002")
+
+
+def test_values_that_stand_for_two_parts_of_a_tensor_are_damage(newer: Path) -> None:
+    path = newer / "tensors-00000.safetensors"
+    tensors = load_file(path)
+    tensors[W] = tensors[W][:64].clone()
+    save_file(tensors, path)
+    with forged_index(newer) as index:
+        cut(index[W], 64, 64, 64)
+    assert "two pieces overlap" in damage(newer)[0]
 
 
 def test_new_hashes_alone_are_no_damage(newer: Path) -> None:

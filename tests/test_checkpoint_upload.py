@@ -12,7 +12,7 @@ import fsspec
 import pytest
 import torch
 
-from bloomery.base.errors import DataError, Problem
+from bloomery.base.errors import DataError, Problem, StorageError
 from bloomery.base.ranks import ALONE, Piece, Ranks
 from bloomery.checkpoint import folder as folders
 from bloomery.checkpoint import remote as remote_module
@@ -102,6 +102,31 @@ def test_a_copy_without_manifest_is_debris(tmp_path: Path, monkeypatch: pytest.M
     (error,) = upload(newer, writer=old)  # a zombie copies, but its copy does not count
     assert "has taken over" in error
     assert fetch(URL, tmp_path / "there") == tmp_path / "there" / "step-00000001"
+
+
+def test_a_file_that_is_a_link_is_not_copied(tmp_path: Path) -> None:
+    checkpoint, secret = save(tmp_path / "here", 1), tmp_path / "secret"
+    (checkpoint / "state.json").rename(secret)
+    (checkpoint / "state.json").symlink_to(secret)
+    (error,) = upload(checkpoint)
+    assert "state.json is a link, which is not followed" in error
+    assert fetch(URL, tmp_path / "there") is None
+
+
+def test_a_link_that_takes_the_place_of_what_is_fetched_is_not_followed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    upload(save(tmp_path / "here", 1))
+    (tmp_path / "victim").mkdir()
+
+    def swept_and_planted(path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.symlink_to(tmp_path / "victim")
+
+    monkeypatch.setattr(remote_module, "remove_tree", swept_and_planted)
+    with pytest.raises((DataError, StorageError), match=r"symbolic links|Too many levels"):
+        fetch(URL, tmp_path / "there")
+    assert not [*(tmp_path / "victim").iterdir()]
 
 
 def test_copies_wait_for_each_other_and_retention_for_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -258,6 +258,46 @@ def test_a_stretch_of_bad_data_is_passed_over_by_several_rewinds(
     assert_same_tensors(run, workshop.train(*LONG, "train.skip=['21-29 steps']", run="passed"))
 
 
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_a_rewind_takes_back_what_was_counted_and_scaled_since(
+    workshop: Workshop, planting: Callable[..., None], precision: str
+) -> None:
+    """As if those steps had been left out: also the mean loss of an interval, and what a later start reads."""
+    settings = (*LONG, f"precision={precision}", "train.on_spike=rewind", "monitor.log_every=10 steps")
+    settings += ("loss_scale={initial: 256, window: 4 steps, hysteresis: 1}",) if precision == "fp16" else ()
+    planting(SPIKE)
+    rank_commands.plant_spikes([24], math.nan, in_loss=precision == "fp32")
+    rewound = workshop.train(*settings, run="rewound")
+    assert workshop.events(rewound, "rewind")[0]["passed_over"] == [21, 27]
+    planting()
+    passed = workshop.train(*settings, "train.skip=['21-27 steps']", run="passed")
+    counts = ("step", "consumed_samples", "held_samples", "skipped_updates", "nan_steps", "nan_steps_in_a_row")
+    states = [json.loads((run / "checkpoints/step-00000036/state.json").read_text()) for run in (rewound, passed)]
+    for name in (*counts, "loss_scale"):
+        assert states[0][name] == states[1][name], name
+    found = [{each["step"]: each["losses"] for each in workshop.metrics(run)} for run in (rewound, passed)]
+    assert found[0] == found[0] | found[1]
+
+
+def test_a_damaged_good_checkpoint_is_said_and_the_one_before_it_is_used(
+    workshop: Workshop, planting: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    planting(SPIKE)
+    original = recover.rewind
+
+    def rewind(run: Run, state: TrainState) -> None:
+        path = run.durable.root / "step-00000020/tensors-00000.safetensors"
+        path.write_bytes(path.read_bytes()[:-1])
+        original(run, state)
+
+    monkeypatch.setattr(recover, "rewind", rewind)
+    run = workshop.train(*LONG, "train.on_spike=rewind")
+    assert [event["to"] for event in workshop.events(run, "rewind")] == ["step-00000010"]
+    (event,) = workshop.events(run, "damaged")
+    assert (event["folder"], len(event["reasons"])) == ("step-00000020", 1)
+    assert "step-00000020 is damaged (tensors-00000.safetensors has" in (run / "logs/main_log.txt").read_text()
+
+
 def test_reading_the_good_checkpoint_is_no_hang(
     workshop: Workshop, planting: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -125,8 +125,8 @@ def queued_again(job: str, restarts: int = 1) -> None:
 
 
 def starts_soon(job: str) -> None:
-    """A requeued job waits two minutes for its nodes to be clean; here some seconds, because nodes refuse what starts in
-    the second in which they were told to forget it."""
+    """A requeued job waits two minutes for its nodes to be clean; here some seconds, because nodes refuse what starts
+    in the second in which they were told to forget it."""
     found = re.search(r"JobState=PENDING.* StartTime=(\d\S+)", slurm("scontrol", "show", "job", job), re.S)
     if found and datetime.fromisoformat(found[1]) > datetime.now() + timedelta(seconds=10):
         slurm("scontrol", "update", f"JobId={job}", "StartTime=now+4")

@@ -71,8 +71,13 @@ def rewind(run: Run, state: TrainState) -> None:
 def _last_good(run: Run, state: TrainState, *, tensors: bool = True) -> Checkpoint | None:
     found = good_steps(run.durable.root, state.spikes.good_at(state.step - state.nan_steps_in_a_row))
     for step in run.ranks.broadcast(list(found) if run.ranks.rank == 0 else []):
-        with suppress(DataError):
-            return read_checkpoint(run.durable.root / step_name(step), ranks=run.ranks, tensors=tensors)
+        folder = run.durable.root / step_name(step)
+        try:
+            return read_checkpoint(folder, ranks=run.ranks, tensors=tensors)
+        except DataError as error:
+            reasons = [problem.what for problem in error.problems]
+            run.journal.event(Event.DAMAGED, state.step, folder=folder.name, reasons=reasons, place=str(folder.parent))
+            run.journal.warning(f"{folder} is damaged ({'; '.join(reasons)}). It is not used")
     return None
 
 
