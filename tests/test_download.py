@@ -262,6 +262,14 @@ def test_retry_after_may_be_a_date(tmp_path: Path, server: Server) -> None:
     assert server.times[1] - server.times[0] > 0.5
 
 
+def test_a_server_that_asks_for_a_long_pause_is_left_and_named(tmp_path: Path, server: Server) -> None:
+    entries = [server.add("a.bin", 10, ("status", 429, {"Retry_After": "7200"})), server.add("b.bin", 10)]
+    (failure,) = get(tmp_path, entries).failures
+    assert failure["path"] == "a.bin"
+    assert failure["reason"].endswith("and asks for a pause of 120 minutes: try again then")
+    assert_whole(tmp_path, server, "b.bin")
+
+
 @pytest.mark.parametrize("have", [1000, 5000])
 def test_what_has_arrived_is_kept_only_where_a_checksum_verifies_it(tmp_path: Path, server: Server, have: int) -> None:
     entries = [server.add("sized.bin", 5000, ("truncated", 700)), server.add("summed.bin")]

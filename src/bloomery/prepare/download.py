@@ -36,6 +36,8 @@ AGAIN = "; run the command again afterwards: what is complete is kept"
 """What `download` and `extract` add to errors of the disk."""
 FIRST_WAIT_SECONDS, LONGEST_WAIT_SECONDS = 0.5, 60.0
 """Between attempts; doubled with every failure in a row."""
+_MOST_WAIT_SECONDS = 600.0
+"""Where a server asks for a longer pause, its file is a failure."""
 _LEAST_BYTES_PER_SECOND = 1 << 10
 """A connection that brings less than this for the time of the timeout is ended, and does not count as a step ahead."""
 _MOST_UNKNOWN_BYTES = 4 << 30
@@ -276,8 +278,11 @@ def _opened(url: str, offset: int, timeout: float, stack: ExitStack) -> tuple[in
         raise FetchError("its headers do not come to an end", retryable=True) from None
     if (status := answer.status_code) not in (200, 206):
         may_pass = status >= 500 or status in (408, 425, 429)
-        asked = urllib3.Retry().get_retry_after(answer.raw) if may_pass else None  # at most six hours
-        raise FetchError(f"the server answers {status} {answer.reason}", may_pass, status == 416, asked or 0.0)
+        asked = urllib3.Retry().get_retry_after(answer.raw) if may_pass else None
+        why = f"the server answers {status} {answer.reason}"
+        if asked and asked > _MOST_WAIT_SECONDS:
+            raise FetchError(f"{why}, and asks for a pause of {asked / 60:.0f} minutes: try again then")
+        raise FetchError(why, may_pass, status == 416, asked or 0.0)
     length = answer.headers.get("Content-Length", "")
     if status == 206:
         found = re.fullmatch(r"bytes (\d+)-\d+/(\d+|\*)", answer.headers.get("Content-Range", "").strip())
