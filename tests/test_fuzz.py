@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import zstandard
 from hypothesis import HealthCheck, given, settings
@@ -31,12 +32,17 @@ from bloomery.checkpoint import folder, remote
 from bloomery.checkpoint.folder import read_latest, read_manifest
 from bloomery.checkpoint.load import Checkpoint, TensorFile, read_index
 from bloomery.config.load import load_recipe
+from bloomery.config.recipe import AlertsSection
 from bloomery.data.manifest import read_manifest as read_shard_manifest
-from bloomery.data.shards import ShardReader, token_dtype
+from bloomery.data.megatron import IndexCache
+from bloomery.data.shards import ShardReader, file_checksum, token_dtype
 from bloomery.data.tokenizer import Tokenizer
 from bloomery.interop.hf.folder import HfWeights
 from bloomery.interop.hf.importer import read_model
 from bloomery.interop.megatron.importer import import_megatron
+from bloomery.launch.hosts import read_hostfile
+from bloomery.launch.restart import ATTEMPTS_FILE, judge
+from bloomery.launch.watch import JOB_FILE, remember_job, status_of
 from bloomery.monitor.history import read_events, read_metrics
 from bloomery.monitor.record import to_json
 from bloomery.prepare.download import read_download_manifest
@@ -378,6 +384,29 @@ class Samples:
 
         return Parser(path, read, fields=True)
 
+    def watched_events(self) -> Parser:
+        parser = self.events()
+        return Parser(parser.path, lambda: status_of(self.folder, "a", AlertsSection()), fields=True)
+
+    def watched_job(self) -> Parser:
+        self.events()
+        (self.folder / "launch").mkdir()
+        remember_job(self.folder, on="local", process=os.getpid())
+        return Parser(self.folder / JOB_FILE, lambda: status_of(self.folder, "a", AlertsSection()), fields=True)
+
+    def attempts(self) -> Parser:
+        self.events()
+        path = self.folder / ATTEMPTS_FILE
+        path.parent.mkdir()
+        for _ in range(2):
+            judge(self.folder, 6, restarts=3)
+        return Parser(path, lambda: judge(self.folder, 6, restarts=3), fields=True)
+
+    def hostfile(self) -> Parser:
+        path = self.folder / "hosts"
+        path.write_text("10.10.100.101 slots=8\nme@b.example # the second\n")
+        return Parser(path, lambda: read_hostfile(path, nodes=2, ranks_per_node=8))
+
     def metrics(self) -> Parser:
         path = self.folder / "metrics.jsonl"
         records = [step_record(1), validation_record(1), step_record(2, job=2)]
@@ -448,6 +477,32 @@ class Samples:
         parser = self._corpus("a.jsonl.gz")
         parser.path.write_bytes(gzip.compress(jsonl(make_texts(4)), mtime=0))
         return parser
+
+    def corpus_parquet(self) -> Parser:
+        import pyarrow
+        import pyarrow.parquet
+
+        parser = self._corpus("a.parquet")
+        pyarrow.parquet.write_table(pyarrow.table({"text": make_texts(4)}), parser.path)
+        return parser
+
+    def index_cache(self) -> Parser:
+        """Under the checksum of what it has become, as a forger would write it."""
+        cache, bounds = IndexCache(self.folder / "cache"), {"a": ((5,), 0, 5)}
+        path, key, array = self.folder / "array.npy", {"seed": 1}, np.arange(5)
+        np.save(path, array)
+        cache.arrays("x", bounds, key, lambda: {"a": array})
+        (stored,) = cache.folder.glob("x-*.npy")
+
+        def read() -> None:
+            for old in cache.folder.glob("x-*.npy"):
+                old.unlink()
+            name = stored.name.split(".")
+            shutil.copy(path, cache.folder / f"{name[0]}.a.{file_checksum(path)}.npy")
+            found = cache.arrays("x", bounds, key, lambda: {"a": array})["a"]
+            assert (found.shape, found.min() >= 0, found.max() < 5) == ((5,), True, True)
+
+        return Parser(path, read)
 
     def amount(self) -> Parser:
         path = self.folder / "amount"

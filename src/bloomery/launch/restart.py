@@ -14,7 +14,7 @@ import orjson
 from bloomery.base import exit_codes
 from bloomery.base.storage import AppendFile
 from bloomery.monitor import names
-from bloomery.monitor.history import readable_lines
+from bloomery.monitor.history import EVENT, readable_lines
 
 ATTEMPTS_FILE = "launch/attempts.jsonl"
 _HOPELESS = {
@@ -46,7 +46,7 @@ class Attempt:
 def judge(folder: Path, code: int, *, restarts: int, job: str = "") -> Attempt:
     """Decide, and keep the decision for the next one."""
     last = _last_start(folder / names.EVENTS_FILE)
-    before = list(readable_lines(path := folder / ATTEMPTS_FILE))
+    before = list(readable_lines(path := folder / ATTEMPTS_FILE, code=int, started_at=int))
     began, step = int(last.get("began", 0)), int(last.get("step", 0))
     what, why = _decide(code, last, began, before, restarts)
     attempt = Attempt(time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), job, code, began, step, what, why)
@@ -80,8 +80,8 @@ def _last_start(events: Path) -> dict[str, Any]:
     """Of the newest start: where it `began`, its last `step`, and the reason or error it ended with."""
     found: dict[str, Any] = {}
 
-    for event in readable_lines(events):
-        kind, step = event.get("kind"), event.get("step", 0)
+    for event in readable_lines(events, **EVENT):
+        kind, step = event["kind"], event["step"]
         if kind == names.Event.START:
             found.clear()
             found["began"] = step

@@ -16,14 +16,13 @@ from typing import Any, Literal
 
 import orjson
 
-from bloomery.base.bounded import parse_json, read_text
 from bloomery.base.errors import DataError, RecipeError
 from bloomery.base.storage import write_atomically
 from bloomery.base.units import format_bytes, format_count, format_seconds
 from bloomery.config.recipe import AlertsSection
 from bloomery.launch import cron, slurm
 from bloomery.monitor import names
-from bloomery.monitor.history import readable_lines
+from bloomery.monitor.history import EVENT, readable_lines
 from bloomery.monitor.record import StepRecord, from_json
 
 JOB_FILE = "launch/job.json"
@@ -82,7 +81,7 @@ class Status:
 def status_of(folder: Path, name: str, alerts: AlertsSection) -> Status:
     """`name`: of the run."""
     records = list(_tail(folder / names.METRICS_FILE))
-    last = {str(event["kind"]): event for event in readable_lines(folder / names.EVENTS_FILE) if "kind" in event}
+    last = {event["kind"]: event for event in readable_lines(folder / names.EVENTS_FILE, **EVENT)}
     job = job_of(folder, is_finished=_is_finished(last))
     times = [record.time for record in records] + [_time(last, kind) for kind in last] + [job.since]
     newest = records[-1] if records else None
@@ -164,8 +163,7 @@ def forget_alerts(folder: Path, kinds: Collection[str]) -> None:
 
 
 def _time(last: dict[str, dict[str, Any]], kind: str) -> float:
-    found = last.get(kind, {}).get("time")
-    return float(found) if isinstance(found, int | float) else 0.0
+    return float(last[kind]["time"]) if kind in last else 0.0
 
 
 def pulse(status: Status) -> str:
@@ -193,9 +191,9 @@ def _born(process: int) -> str:
 def job_of(folder: Path, *, is_finished: bool = False) -> Job:
     """What was launched last, as far as this machine can know."""
     path = folder / JOB_FILE
-    known = parse_json(read_text(path)) if path.exists() else {}
+    known = next(readable_lines(path, on=str, id=str, process=int, born=str, host=str), {})
     if known.get("on") == "slurm":
-        job = _slurm_job(str(known["id"]))
+        job = _slurm_job(known["id"])
     elif known.get("on") in ("local", "hosts") and known.get("host") == socket.gethostname():
         alive, since = known["born"] and _born(known["process"]) == known["born"], path.stat().st_mtime
         text = f"is running as process {known['process']}"

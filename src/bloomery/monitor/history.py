@@ -17,6 +17,8 @@ from bloomery.base.units import Energy
 from bloomery.monitor import names
 from bloomery.monitor.record import Record, from_json
 
+EVENT: dict[str, type] = {"kind": str, "step": int, "time": float}
+"""Types of the fields that every event has."""
 _STARTS_AND_STOPS = re.compile(rb'"kind": ?"(start|stop)"')
 
 
@@ -92,16 +94,16 @@ def read_ledger(path: Path) -> Ledger:
     return Ledger(starts, spent)
 
 
-def readable_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """For who watches or restarts a run, whatever its files look like: damaged lines are passed over, and a file that
-    is not there has none. DataError where it cannot be read."""
+def readable_lines(path: Path, **types: type) -> Iterator[dict[str, Any]]:
+    """For who watches or restarts a run, whatever its files look like: lines that are damaged, or whose fields are not
+    of these types, are passed over, and a file that is not there has none. DataError where it cannot be read."""
     try:
         with open(path, "rb", opener=open_regular) as file:
             while line := file.readline(SMALL_BYTES):
                 with contextlib.suppress(ValueError):
                     fields = orjson.loads(line)
                     check_depth(fields)
-                    if isinstance(fields, dict):
+                    if isinstance(fields, dict) and all(type(fields.get(name)) is each for name, each in types.items()):
                         yield fields
     except FileNotFoundError:
         return
