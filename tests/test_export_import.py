@@ -177,6 +177,32 @@ def test_a_run_starts_from_an_imported_model(
     assert f"- began with: the weights of `{tmp_path / 'hf'}`, whose own training is not counted here" in card
 
 
+def test_an_imported_model_is_never_lost_in_silence(
+    workshop: Workshop, tokenizer: Path, tmp_path: Path, command: Command
+) -> None:
+    """With the run folder, without it, with the Hugging Face folder named in the recipe: the same first steps."""
+    config = small_config("gpt2", vocab_size=300, seq_length=16)
+    export_checkpoint(checkpoint_of(config, tmp_path / "old", tokenizer), tmp_path / "hf", with_proof=False)
+    assert command("import", "hf", str(tmp_path / "hf"), "new", "--recipe", str(workshop.recipe))[0] == 0
+    short = ("--device", "cpu", "train.for=3 steps", "lr.decay=null", "lr.warmup=0 steps", "--quiet")
+    (tmp_path / "gone").mkdir()
+    runs = {"new": [], "other": [], "direct": [f"init.from={tmp_path / 'hf'}"], "again": ["init.from=direct"]}
+    for name, more in runs.items():
+        assert command("train", "new/recipe.yaml", *more, "--run-dir", name, *short)[0] == 0
+    losses = {name: Workshop.losses(Path(name)) for name in runs}
+    assert losses["new"] == losses["other"] == losses["direct"]
+    assert losses["again"][0] < losses["new"][0], "it begins with what the other has learned"
+    assert Workshop.events(Path("other"), "start")[0]["step"] == 0
+    code, _, err = command("train", "new/recipe.yaml", "init.from=gone", "--run-dir", "x", *short)
+    assert (code, "there is no complete checkpoint at gone" in err) == (3, True), err
+    other = ("model.num_layers=1", "model.norm_eps=1e-3")
+    for begins, said in (("hf", "model.num_layers is 1 but"), ("new", "model.num_layers is 1 but the checkpoint has")):
+        words = ("train", "new/recipe.yaml", f"init.from={tmp_path / begins}", *other, "--run-dir", "x", *short)
+        code, _, err = command(*words)
+        assert (code, said in err, "model.norm_eps" in err, "Traceback" in err) == (3, True, True, False), err
+    assert not [*Path("x").glob("**/step-*")]
+
+
 # ---------------------------------------------------------------- refusals
 
 

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,7 @@ from bloomery.train.state import PendingStep
 from checkpoints import assert_same_tensors, tensors_of
 from conftest import VOCAB, Workshop, start_training, wait_for_steps
 
+SAVES = "checkpoint.phases=[{every: 2 steps}]"
 EVERY_FIVE = "checkpoint.phases=[{every: 5 steps}]"
 
 
@@ -153,6 +155,42 @@ def test_a_checkpoint_that_is_not_there_is_named_and_the_others_are(
     run = workshop.train("train.for=5 steps")
     assert main(["train", str(workshop.recipe), "--run-dir", str(run), "--device", "cpu", "--from", name]) == 3
     assert "there are: step-00000005" in capsys.readouterr().err.lower()
+
+
+def test_a_branch_begins_with_the_full_state_of_another_run(workshop: Workshop) -> None:
+    whole = workshop.train("train.for=8 steps", SAVES, run="whole")
+    before = tree(whole)
+    for wanted, stop in ((f"{whole}@4", 2), (str(whole / "checkpoints/step-00000004"), 9)):
+        # The same command twice: the second time, the branch has a checkpoint of its own.
+        command = ("train.for=8 steps", SAVES, f"train.exit_after={stop} steps")
+        run = workshop.train(*command, run=f"branch-{stop}", start_from=wanted)
+        assert workshop.events(run, "start")[0]["ancestor"] == str(whole / "checkpoints/step-00000004")
+        workshop.train(*command, run=f"branch-{stop}", start_from=wanted)
+        assert workshop.losses(run) == workshop.losses(whole)[4:]
+        assert_same_tensors(run, whole)
+    first, second = workshop.events(workshop.folder / "branch-2", "start")
+    assert (first["resumed_from"], second["resumed_from"], second["ancestor"]) == (
+        "step-00000004",
+        "step-00000006",
+        None,
+    )
+    assert main(["report", str(workshop.folder / "branch-2")]) == 0
+    assert str(whole / "checkpoints/step-00000004") in (workshop.folder / "branch-2/report.html").read_text()
+    assert tree(whole) == before
+
+
+def test_a_branch_of_a_run_that_has_no_such_step_lists_those_it_has(
+    workshop: Workshop, capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole = workshop.train("train.for=4 steps", SAVES, run="whole")
+    workshop.train("train.for=8 steps", run="branch", start_from=f"{whole}@3", code=3)
+    assert "There are: step-00000002, step-00000004" in capsys.readouterr().err
+    workshop.train("train.for=8 steps", "lr.peak=1", run="branch", start_from=f"{whole}@2", code=3)
+    assert "--change lr.peak" in capsys.readouterr().err
+
+
+def tree(folder: Path) -> dict[str, bytes]:
+    return {str(path): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
 
 
 def test_a_checkpoint_may_be_named_by_its_path(workshop: Workshop) -> None:

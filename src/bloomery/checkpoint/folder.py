@@ -226,6 +226,16 @@ def name_of(wanted: str) -> str:
     return step_name(int(wanted)) if wanted.isascii() and wanted.isdecimal() else wanted
 
 
+def checkpoint_elsewhere(roots: Sequence[Path], wanted: str) -> Path | None:
+    """What `runs/r1@100`, `runs/r1` or the path of a checkpoint names, if it is in none of these roots."""
+    run, at, step = wanted.rpartition("@")
+    path = Path(run if at else wanted)
+    if not (path / MANIFEST).is_file() and (at or (path / CHECKPOINTS).is_dir()):
+        path = checkpoint_named([path / CHECKPOINTS], step) if at else find_checkpoint(path)
+    is_ours = path.resolve().parent in [root.resolve() for root in roots]
+    return path if (path / MANIFEST).is_file() and not is_ours else None
+
+
 def checkpoint_named(roots: Sequence[Path], name: str) -> Path:
     """The complete checkpoint `step-00000100` or `100`, in the first root that has it. DataError lists those there
     are."""

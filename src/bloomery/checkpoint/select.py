@@ -3,10 +3,11 @@
 import os
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from bloomery.base.errors import DataError, Problem, RecipeError, StorageError
-from bloomery.base.ranks import ALONE, Ranks, agreed
+from bloomery.base.ranks import ALONE, Ranks, agreed, first_rank_does
 from bloomery.checkpoint import folder as folders
 from bloomery.checkpoint.folder import MANIFEST
 from bloomery.checkpoint.load import Check, Checkpoint, Choice, read_checkpoint
@@ -16,9 +17,14 @@ from bloomery.checkpoint.remote import RemoteSource
 def choose(
     roots: Sequence[Path], wanted: str | None, *, ranks: Ranks, remote: RemoteSource | None, check: Check
 ) -> Choice:
-    """The checkpoint called `wanted`, or else the newest good one, local or remote. All ranks call it."""
-    if wanted is None:
-        return newest_good(roots, ranks=ranks, remote=remote, check=check)
+    """The checkpoint called `wanted`, or else the newest good one, local or remote. From one that is elsewhere, a run
+    without a checkpoint branches off; a restart of the same command resumes from its own. All ranks call it."""
+    branch = first_rank_does(ranks, partial(folders.checkpoint_elsewhere, roots, wanted)) if wanted else None
+    if wanted is None or branch is not None:
+        found = newest_good(roots, ranks=ranks, remote=remote, check=check)
+        if branch is None or found.checkpoint is not None:
+            return found
+        return Choice(read_checkpoint(branch, ranks=ranks, check=check))
     if remote is not None and (found := remote.fetch_named(wanted, roots)).checkpoint is not None:
         return found
     return Choice(read_checkpoint(folders.checkpoint_named(roots, wanted), ranks=ranks))

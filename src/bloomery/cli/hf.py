@@ -5,9 +5,11 @@ import argparse
 import json
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from bloomery.base import exit_codes
 from bloomery.cli.arguments import add_json, show, warn
+from bloomery.config.recipe import Recipe
 
 
 def add_arguments_export(parser: argparse.ArgumentParser) -> None:
@@ -64,26 +66,47 @@ def add_arguments_hf(parser: argparse.ArgumentParser) -> None:
     add_json(parser)
 
 
-def run_hf(args: argparse.Namespace) -> int:
-    from bloomery.interop.hf.importer import START, TOKENIZER, import_weights, origin_of, read_model, tokenizer_files
-    from bloomery.sizing.check import load_checked_recipe
-    from bloomery.sizing.parameters import count_parameters
+def _untrained(folder: Path) -> dict[str, Any]:
+    from bloomery.interop.hf.importer import origin_of
     from bloomery.train.state import TrainState
 
+    return {**TrainState(imported_from=origin_of(folder)).to_json(), "interval": None, "blend": None}
+
+
+def import_for(run: Path, recipe: Recipe) -> None:
+    """The first checkpoint of a run that begins with a Hugging Face model."""
+    from bloomery.interop.hf.importer import import_into
+
+    assert recipe.init is not None
+    folder = Path(recipe.init.from_)
+    import_into(folder, run, recipe, _untrained(folder))
+
+
+def run_hf(args: argparse.Namespace) -> int:
+    from bloomery.checkpoint.folder import CHECKPOINTS, step_name
+    from bloomery.interop.hf.importer import START, TOKENIZER, import_weights, read_model, tokenizer_files
+    from bloomery.sizing.check import load_checked_recipe
+    from bloomery.sizing.parameters import count_parameters
+
     model, warnings = read_model(args.folder)
-    found = [f"model={json.dumps(model)}"]
+    begins = {
+        "from": str(args.output / CHECKPOINTS / step_name(0))
+    }  # also where the recipe is trained in another folder
+    found = [f"model={json.dumps(model)}", f"init={json.dumps(begins)}"]
     if tokenizer_files(args.folder):
         found.append(f"tokenizer={json.dumps({'path': str(args.output / TOKENIZER)})}")
     checked = load_checked_recipe(args.recipe or str(START), [*found, *args.overrides])
     warn(*warnings, *checked.warnings)
-    state = {**TrainState(imported_from=origin_of(args.folder)).to_json(), "interval": None, "blend": None}
-    done = import_weights(args.folder, args.output, checked.recipe, state, with_proof=not args.no_proof)
+    done = import_weights(
+        args.folder, args.output, checked.recipe, _untrained(args.folder), with_proof=not args.no_proof
+    )
     section = checked.recipe.model
     parameters = count_parameters(section).total
     tokenizer = "" if checked.recipe.tokenizer else ", no tokenizer"
+    data = "" if checked.recipe.data else " 'data.train=[{path: SHARD}]' with a shard of `bloomery prepare`"
     text = (
         f"{done.checkpoint}: {section.family}, {parameters:,} parameters, {done.tensors} tensors{tokenizer}\n"
-        f"{done.proof}\nnext: bloomery train {args.output / 'recipe.yaml'} --run-dir {args.output}"
+        f"{done.proof}\nnext: bloomery train {args.output / 'recipe.yaml'} --run-dir {args.output}{data}"
     )
     facts = {"checkpoint": str(done.checkpoint), "parameters": parameters, "model": model, "tensors": done.tensors}
     return show(args, facts | {"proof": asdict(done.proof)}, lambda _: text)

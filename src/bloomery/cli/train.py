@@ -12,6 +12,7 @@ from bloomery.base.errors import Problem, RecipeError
 from bloomery.base.ranks import Started, started_as
 from bloomery.base.signals import Interrupted
 from bloomery.cli.arguments import add_device, add_recipe_arguments, done_samples, load, run_folder
+from bloomery.cli.hf import import_for
 from bloomery.config.recipe import Recipe
 from bloomery.launch.local import Node, run_local_ranks
 from bloomery.sizing.check import fit
@@ -21,7 +22,9 @@ from bloomery.sizing.layout import ranks_per_node, world_size
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_recipe_arguments(parser)
     parser.add_argument("--run-dir", type=Path, help="folder of the run; default: runs/<name>")
-    parser.add_argument("--from", dest="start_from", metavar="CKPT", help="resume from this checkpoint: step-00000100")
+    parser.add_argument(
+        "--from", dest="start_from", metavar="CKPT", help="resume from this checkpoint: 100, or RUN@100 of another run"
+    )
     change = "this field or section may differ from the checkpoint; repeatable"
     parser.add_argument("--change", dest="changes", metavar="FIELD", action="append", default=[], help=change)
     add_device(parser)
@@ -54,6 +57,7 @@ def run(args: argparse.Namespace) -> int:
     device = pick_device(args.device)
     trace = Tracer(args.trace, args.trace_steps, args.trace_steps) if args.trace else None
     options = {"quiet": args.quiet, "start_from": args.start_from, "changes": args.changes, "trace": trace}
+    options["import_weights"] = import_for
     stopped = None
     with ExitStack() as closing:
         closing.push(lambda kind, *_: stopped is not None and kind is Interrupted)  # everything is saved by then

@@ -102,6 +102,7 @@ LENGTH = OnResume(
 ROTARY = OnResume("by name", "the rotary frequencies, which go with the sequence length")
 NUMERICS = OnResume("by name", "how a step is computed")
 SKIPS = OnResume("by name", "only for past steps (redo them with --from); ranges of future steps are free")
+BEGINNING = OnResume("free", "a run that has a checkpoint does not look at it any more")
 ARCHITECTURE = OnResume("fixed", "the architecture and its initial weights")
 TOKENIZER = OnResume("fixed", "compared by content: it may move to another path")
 ORDER = OnResume("fixed", "the order of samples")
@@ -541,6 +542,13 @@ class PrepareSection(Section):
     """What to do with a broken line, invalid UTF-8, a missing text or a forged end: fail, or skip the record."""
 
 
+class InitSection(Section):
+    """Weights to begin with, instead of random ones, where the run has no checkpoint yet."""
+
+    from_: PathText = Field(alias="from")
+    """A checkpoint, a run folder (its newest checkpoint) or a Hugging Face folder: only weights are taken from it."""
+
+
 class Recipe(Section):
     """One training, from raw text to checkpoints."""
 
@@ -549,6 +557,7 @@ class Recipe(Section):
     seed: Annotated[int, ORDER] = Field(default=42, ge=0, lt=2**63)
     """Initial weights, data order and dropout follow from it."""
     model: Annotated[ModelSection, ARCHITECTURE]
+    init: Annotated[InitSection | None, BEGINNING] = None
     tokenizer: Annotated[TokenizerSection | None, TOKENIZER] = None
     prepare: Annotated[list[PrepareSection], REPORTING] = Field(default_factory=list)
     data: Annotated[DataSection | None, SAMPLES] = None

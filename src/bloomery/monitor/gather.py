@@ -93,7 +93,7 @@ class Gathered:
         if is_number(event.get("time")):
             self._at(event["time"])
         self.energy = max(self.energy, Energy.from_json(event.get(names.FACT_ENERGY)), key=Energy.order)
-        shown = (names.FACT_PARAMETERS, names.FACT_RECIPE, names.FACT_ENERGY_SENSOR)
+        shown = (names.FACT_PARAMETERS, names.FACT_RECIPE, names.FACT_ANCESTOR, names.FACT_ENERGY_SENSOR)
         self.facts |= {name: event[name] for name in shown if event.get(name) is not None}
         losses = event.get(names.FACT_REFERENCE_LOSSES)
         if isinstance(losses, dict):

@@ -47,6 +47,7 @@ class Event(StrEnum):
 # Facts of events that the report shows in a place of their own.
 FACT_RECIPE = "recipe"
 FACT_PARAMETERS = "parameters"
+FACT_ANCESTOR = "ancestor"
 FACT_REASON = "reason"
 FACT_ENERGY = "energy"
 FACT_ENERGY_SENSOR = "energy_sensor"

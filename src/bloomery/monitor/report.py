@@ -108,6 +108,8 @@ def _facts(found: Gathered) -> list[str]:
     parameters, last = found.facts.get(names.FACT_PARAMETERS), found.last_step
     if parameters is not None:
         facts.append(_fact("Parameters", format_count(parameters) if is_number(parameters) else str(parameters)))
+    if ancestor := found.facts.get(names.FACT_ANCESTOR):
+        facts.append(_fact("Began with", Path(str(ancestor)).name, str(ancestor)))
     if last is not None:
         facts.append(_fact("Steps", f"{last.step:,}", f"of {last.train_steps:,}"))
         facts.append(_fact("Tokens", format_count(last.consumed_tokens), f"{last.consumed_samples:,} samples"))

@@ -1,16 +1,18 @@
 """What a run resumes from: nothing, its newest checkpoint, or the one a user names."""
 
+import hashlib
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from bloomery.base.bounded import LARGE_BYTES, read_small
 from bloomery.base.errors import DataError, Problem
 from bloomery.base.ranks import ALONE, Ranks, agreed
 from bloomery.base.storage import writing
 from bloomery.checkpoint import load
-from bloomery.checkpoint.folder import RETIRED, tidy
-from bloomery.checkpoint.load import Checkpoint, Choice
+from bloomery.checkpoint.folder import MANIFEST, RETIRED, find_checkpoint, tidy
+from bloomery.checkpoint.load import Checkpoint, Choice, read_checkpoint
 from bloomery.checkpoint.remote import RemoteSource
 from bloomery.checkpoint.select import choose
 from bloomery.config.recipe import Recipe
@@ -44,6 +46,8 @@ class ResumePoint:
     """The logging interval that the stop cut in two."""
     choice: Choice = field(default_factory=Choice)
     """Where the checkpoint comes from, and which others cannot be used."""
+    weights: Checkpoint | None = None
+    """Whose weights a run without a checkpoint begins with, by `init`."""
 
 
 def find_resume_point(
@@ -63,8 +67,13 @@ def find_resume_point(
     with agreed(ranks):
         choice = choose(roots, wanted, ranks=ranks, remote=remote, check=_read)
         if choice.checkpoint is None:
-            scale = LossScale.start(recipe.loss_scale) if recipe.precision == "fp16" else None
-            return ResumePoint(TrainState(loss_scale=scale), TrainingPlan.of(recipe))
+            state = TrainState(loss_scale=LossScale.start(recipe.loss_scale) if recipe.precision == "fp16" else None)
+            weights = None
+            if recipe.init is not None:
+                weights = read_checkpoint(find_checkpoint(Path(recipe.init.from_)), ranks=ranks, check=_read)
+                resume_point_at(weights, recipe, changes=changes, reads=("model", "tokenizer"))
+                state.imported_from = {"folder": str(weights.folder), "sha256 of its manifest": _hash(weights)}
+            return ResumePoint(state, TrainingPlan.of(recipe), weights=weights)
         point = resume_point_at(choice.checkpoint, recipe, changes=changes)
         if choice.checkpoint.folder.parent != roots[0]:
             point.state.saved_step = None  # a node-local checkpoint is no promise: a run that stops here still saves
@@ -182,6 +191,10 @@ def archive_stale(recipe: Recipe, roots: Sequence[Path], past: ResumePoint, jour
         journal.event(Event.DAMAGED, step, folder=name, reasons=reasons, place=parent)
         remark = remarks.get(place, "It is not used")
         journal.warning(f"{place} is damaged ({'; '.join(reasons)}). {remark}; {used} is used")
+
+
+def _hash(checkpoint: Checkpoint) -> str:
+    return hashlib.sha256(read_small(checkpoint.folder / MANIFEST, LARGE_BYTES)).hexdigest()
 
 
 def _is_tokenizer_of(checkpoint: Checkpoint, recipe: Recipe) -> bool:

@@ -78,6 +78,12 @@ class Run(Opened):
     trace: Tracer | None = None
     """Records the gradients and samples of the first steps, for --trace."""
 
+    @property
+    def ancestor(self) -> str | None:
+        """The checkpoint of another run that this start takes its weights from, or its whole state."""
+        source = self.past.checkpoint or self.past.weights
+        return None if source is None or source.folder.parent.parent == self.folder else str(source.folder)
+
     @cached_property
     def start_facts(self) -> dict[str, Any]:
         """For the ledger. Checkpoints have some of them too."""
@@ -90,6 +96,7 @@ class Run(Opened):
             "ranks": self.ranks.size,
             "precision": recipe.precision,
             "resumed_from": checkpoint.folder.name if checkpoint else None,
+            names.FACT_ANCESTOR: self.ancestor,
             "versions": {
                 "bloomery": bloomery.__version__,
                 "torch": torch.__version__,

@@ -1,6 +1,6 @@
 """Start a run, in the order in which things can fail: folder, resume point, data, journal; then model and saver."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -13,7 +13,7 @@ from bloomery.base.errors import BloomeryError, LostRankError, Problem, RecipeEr
 from bloomery.base.ranks import ALONE, Ranks, agreed, first_rank_does
 from bloomery.base.storage import locked, make_folder, own_folder, write_atomically
 from bloomery.base.units import format_count
-from bloomery.checkpoint.folder import CHECKPOINTS, LOCAL_CHECKPOINTS, FencedError, take_over
+from bloomery.checkpoint.folder import CHECKPOINTS, LOCAL_CHECKPOINTS, FencedError, step_folders, take_over
 from bloomery.checkpoint.load import load_pieces
 from bloomery.checkpoint.remote import Uploader
 from bloomery.checkpoint.retention import Tier
@@ -59,15 +59,19 @@ def prepared_run(
     start_from: str | None = None,
     changes: Sequence[str] = (),
     trace: Tracer | None = None,
+    import_weights: Callable[[Path, Recipe], None] | None = None,
 ) -> Iterator[tuple[Run, TrainState]]:
     """A run ready for `train`, resumed from its newest checkpoint, or from the one named `start_from`; closed at the
-    end in any case. `changes`: the fields that may differ from the checkpoint's, by --change.
+    end in any case. `changes`: the fields that may differ from the checkpoint's, by --change. `import_weights` makes
+    the first checkpoint of a run folder where the recipe begins with a Hugging Face model.
 
     One training at a time may hold a run folder; its rank 0 holds it and reports. All ranks take the same steps."""
     with ExitStack() as closing:
         _refuse_unsupported(recipe, ranks)
         ledger, taken_over = first_rank_does(ranks, partial(_claim_folder, folder, closing))
         roots = [folder / CHECKPOINTS, folder / LOCAL_CHECKPOINTS]
+        if import_weights and recipe.init and (Path(recipe.init.from_) / "config.json").is_file():
+            first_rank_does(ranks, lambda: any(map(step_folders, roots)) or import_weights(folder, recipe))
         past = find_resume_point(recipe, roots, ledger.starts, wanted=start_from, changes=changes, ranks=ranks)
         if wrong := layout_problems(recipe, lambda _: past.state.consumed_samples):
             raise RecipeError(
@@ -237,8 +241,9 @@ def _build_model(opened: Opened, mesh: Mesh) -> tuple[Optimizer, Runner]:
         offload=recipe.parallel.offload,
         counts_steps=ranks.rank == 0,
     )
-    if checkpoint is not None:
-        load_pieces(checkpoint, optimizer.pieces(), ranks=ranks)
+    if source := checkpoint or opened.past.weights:
+        pieces = {name: each for name, each in optimizer.pieces().items() if checkpoint or name.startswith("model.")}
+        load_pieces(source, pieces, ranks=ranks)
         optimizer.restored()
     parts = replace(parts, weights=optimizer.weights)
     num_sources = len(opened.data.train.keys)
@@ -265,7 +270,8 @@ def _uploader(opened: Opened, durable: Tier) -> Uploader | None:
 def _report_start(run: Run) -> None:
     """What starts, on the console, and what differs from the checkpoint."""
     facts, past, journal = run.start_facts, run.past, run.journal
-    how = f"resumed at step {past.state.step:,}" if past.checkpoint else "from the beginning"
+    source = f" with {run.ancestor}" if run.ancestor else ""
+    how = f"resumed at step {past.state.step:,}{source}" if past.checkpoint else f"from the beginning{source}"
     many = f"{facts['ranks']} x " if facts["ranks"] > 1 else ""
     size, where = format_count(facts["parameters"]), f"{facts['precision']} on {many}{facts['device']}"
     journal.notice(f"{facts['recipe']}: {size} parameters, {where}, {past.plan.train_steps:,} steps, {how}")

@@ -1,6 +1,7 @@
 """A Hugging Face folder as the first checkpoint of a run: its weights, no steps done, moments that are zero."""
 
 import hashlib
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +32,8 @@ TOKENIZER = "tokenizer"
 _RECIPE = "recipe.yaml"
 _RULE = "an import is the beginning of a run and replaces nothing"
 _WEIGHTS = ("F32", "BF16", "F16")
+_FREE = ("seq_length", "dropout")
+"""Of the model: what a new training may choose. Learned positions still must fit."""
 START = Path(__file__).with_name("start.yaml")
 """What a recipe must say and a config.json does not."""
 
@@ -100,22 +103,49 @@ def import_weights(
         raise DataError(Problem(pair, rule, "leave out model.tie_embeddings=true", str(folder)))
     weights = HfWeights(folder)
     with written_to("OUT"):
-        sources = {f"model.{each.ours}": each for each in _checked_sources(weights, recipe.model)}
-        shapes = {name: shape for name, (_, shape) in saved_tensors(recipe.model)}
-
-        def value(name: str) -> Tensor:
-            found = sources.get(name)
-            return torch.zeros(shapes[name]) if found is None else found.loaded(weights.read).to(torch.float32)
-
+        sources = _checked_sources(weights, recipe.model)
         with staged(output, _publish) as staging:
             _copy(tokenizer_files(folder), staging / TOKENIZER)
-            with torch.device("meta"):
-                pieces = {name: Piece.whole(torch.empty(shape)) for name, shape in shapes.items()}
-            yaml, root = as_yaml(recipe), staging / CHECKPOINTS
-            checkpoint = save_checkpoint(root, step=0, pieces=pieces, state=state, recipe_yaml=yaml, values=value)
-            write_atomically(staging / _RECIPE, yaml)
+            checkpoint = _save(weights, sources, staging / CHECKPOINTS, recipe, state)
+            write_atomically(staging / _RECIPE, as_yaml(recipe))
             proof = _proof(checkpoint, folder, recipe) if with_proof else Proof(False, "--no-proof")
     return Imported(output / CHECKPOINTS / checkpoint.name, len(sources), proof)
+
+
+def import_into(folder: Path, run: Path, recipe: Recipe, state: Mapping[str, Any]) -> None:
+    """Only checkpoints/step-00000000, for a run whose recipe begins with this folder. DataError names every field of
+    the recipe's model that is not the folder's."""
+    section, _ = read_model(folder)
+    ours = recipe.model.model_dump()
+    problems = [
+        Problem(f"model.{name} is {ours[name]} but {folder} has {value}", "", f"use model.{name}={json.dumps(value)}")
+        for name, value in section.items()
+        if name not in _FREE and ours[name] != value
+    ]
+    if problems:
+        raise DataError(problems)
+    weights = HfWeights(folder)
+    sources = _checked_sources(weights, recipe.model)
+
+    def publish(staging: Path, _: Path) -> None:
+        (run / CHECKPOINTS).mkdir(exist_ok=True)
+        move_all(staging / CHECKPOINTS, run / CHECKPOINTS, last="")
+
+    with written_to("--run-dir"), staged(run, publish) as staging:
+        _proof(_save(weights, sources, staging / CHECKPOINTS, recipe, state), folder, recipe)
+
+
+def _save(weights: HfWeights, sources: Sequence[Entry], root: Path, recipe: Recipe, state: Mapping[str, Any]) -> Path:
+    entries = {f"model.{each.ours}": each for each in sources}
+    shapes = {name: shape for name, (_, shape) in saved_tensors(recipe.model)}
+
+    def value(name: str) -> Tensor:
+        found = entries.get(name)
+        return torch.zeros(shapes[name]) if found is None else found.loaded(weights.read).to(torch.float32)
+
+    with torch.device("meta"):
+        pieces = {name: Piece.whole(torch.empty(shape)) for name, shape in shapes.items()}
+    return save_checkpoint(root, step=0, pieces=pieces, state=state, recipe_yaml=as_yaml(recipe), values=value)
 
 
 def _proof(checkpoint: Path, folder: Path, recipe: Recipe) -> Proof:
