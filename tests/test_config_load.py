@@ -398,7 +398,7 @@ train:
         ("peak: 1e-3", "peak: high", "my.yaml:16: lr.peak is 'high'. Must be a valid number"),
         ("peak: 1e-3", "peak: 1e-3\n  warmup: 2000", "my.yaml:17: lr.warmup is 2000. An amount is a number and a unit"),
         ("name: small", "name: small\nseed: -1", "my.yaml:2: seed is -1. Must be greater than or equal to 0"),
-        ("name: small", "name: small\nprecision: int8", "my.yaml:2: precision is 'int8'. Must be one of fp32, bf16, fp16, fp8"),
+        ("name: small", "name: small\nprecision: int8", "my.yaml:2: precision is 'int8'. Must be one of auto, fp32, bf16, fp16, fp8"),
         ("name: small", "name: small\nmonitor: {tensorboard: yes}", "monitor.tensorboard is 'yes'. Must be a valid boolean"),
         ("name: small", "name: small\noptimizer: {betas: [0.9]}", "optimizer.betas is [0.9]. List should have at least 2 items"),
         ("name: small", "name: small\noptimizer: {betas: [0.9, 1.0]}", "optimizer.betas.1 is 1.0. Must be less than 1. `betas`:"),

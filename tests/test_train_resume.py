@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 
 from bloomery.cli.main import main
+from bloomery.config.load import fingerprint
+from bloomery.sizing.check import load_checked_recipe
 from checkpoints import assert_same_tensors, forge
 from conftest import Workshop
 
@@ -190,3 +192,18 @@ def test_after_its_ramp_a_run_may_have_more_replicas_than_the_first_levels_could
     workshop.train(*ramp, two, "train.for=14 steps")
     assert [event["ranks"] for event in workshop.events(run, "start")] == [1, 1, 2]
     assert workshop.losses(run) == pytest.approx(workshop.losses(whole), abs=1e-5)
+
+
+def test_the_precision_fits_the_device_and_a_slow_one_is_said(
+    workshop: Workshop, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = workshop.train("precision=auto", "train.exit_after=1 steps")
+    assert workshop.events(run, "start")[0]["precision"] == "fp32"
+    assert "\nprecision: fp32\n" in (run / "recipe.yaml").read_text()
+    slow = workshop.train("precision=bf16", "train.exit_after=1 steps", run="slow")
+    (said,) = re.findall(r"matrix products in bf16 take ([\d.]+) times as long as in fp32", capsys.readouterr().out)
+    assert float(said) > 1.2
+    workshop.train("precision=auto", run=slow.name, code=3)
+    assert "precision is fp32 but the checkpoint has bf16" in capsys.readouterr().err
+    auto, named = (load_checked_recipe(str(workshop.recipe), [f"precision={each}"]).recipe for each in ("auto", "bf16"))
+    assert fingerprint(auto) == fingerprint(named)

@@ -105,10 +105,18 @@ def clocks_mhz(device: torch.device) -> tuple[int, int] | None:
         return None
 
 
-def matmul_flops(device: torch.device, seconds: float = 0.2) -> float:
-    """FLOPs per second of a product of two matrices, made again and again for so long."""
-    size, dtype = (512, torch.float32) if device.type == "cpu" else (8192, torch.float16)  # every device is fast at it
-    matrix = torch.randn(size, size, device=device, dtype=dtype)
+def is_fast_in_bf16(device: torch.device) -> bool:
+    """CPUs are not, and GPUs before Ampere only emulate it."""
+    if device.type == "cuda" and torch.version.cuda:
+        return torch.cuda.get_device_capability(device) >= (8, 0)
+    return device.type != "cpu"
+
+
+def matmul_flops(device: torch.device, seconds: float = 0.2, dtype: torch.dtype | None = None) -> float:
+    """FLOPs per second of a product of two matrices, made again and again for so long. By default of a type at which
+    every device is fast."""
+    size, usual = (512, torch.float32) if device.type == "cpu" else (8192, torch.float16)
+    matrix = torch.randn(size, size, device=device).to(dtype or usual)
 
     def multiply() -> None:
         torch.matmul(matrix, matrix)

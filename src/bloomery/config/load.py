@@ -205,6 +205,8 @@ def fingerprint(recipe: Recipe) -> str:
         holder = science.get(section) if section else science
         if not spec.on_resume.in_fingerprint and isinstance(holder, dict):
             holder.pop(name, None)
+    if science.get("precision") == "bf16":  # what `auto` is on accelerators, and the default once was
+        del science["precision"]
     return hashlib.sha256(json.dumps(science, sort_keys=True).encode()).hexdigest()[:16]
 
 

@@ -16,7 +16,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSeriali
 from bloomery.base.units import Amount, AmountUnit, Duration, parse_amount, parse_duration
 from bloomery.families.registry import FAMILIES
 
-Precision = Literal["fp32", "bf16", "fp16", "fp8"]
+Precision = Literal["auto", "fp32", "bf16", "fp16", "fp8"]
 Recompute = Literal["none", "selective", "full"]
 Schedule = Literal["constant", "linear", "cosine", "wsd"]
 PipelineSchedule = Literal["gpipe", "1f1b", "interleaved", "zero_bubble"]
@@ -565,8 +565,9 @@ class Recipe(Section):
     optimizer: Annotated[OptimizerSection, UPDATE] = OptimizerSection()
     lr: Annotated[LrSection, RATE]
     train: Annotated[TrainSection, DURATION]
-    precision: Annotated[Precision, NUMERICS] = "bf16"
-    """Arithmetic of forward and backward; weights and optimizer keep fp32 copies."""
+    precision: Annotated[Precision, NUMERICS] = "auto"
+    """Arithmetic of forward and backward; weights and optimizer keep fp32 copies. auto: bf16 where the device is fast
+    in it, else fp32."""
     loss_scale: Annotated[LossScaleSection, NUMERICS] = LossScaleSection()
     parallel: Annotated[ParallelSection, LAYOUT] = ParallelSection()
     checkpoint: Annotated[CheckpointSection, REPORTING] = CheckpointSection()

@@ -24,7 +24,8 @@ from bloomery.sizing.parameters import HEAD, model_shapes, padded_vocab_size
 
 _FP32 = 4
 _MOMENTS = 2
-_COMPUTE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
+_COMPUTE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "auto": 2}
+"""`auto` as on an accelerator."""
 SAVED_BYTES_PER_PARAMETER = _FP32 * (1 + _MOMENTS)
 
 

@@ -77,6 +77,7 @@ def differences(now: Side, then: Side, *, step: int, same_tokenizer: bool = Fals
     """All that the contract covers, in the order of the recipe. `step`: that of the checkpoint."""
     families = {now.recipe.model.family, then.recipe.model.family}
     ignored = [f"model.{name}" for name, readers in READERS.items() if not families & {*readers}]
+    ignored += ["precision"] * (now.recipe.precision == "auto")  # a start resolves it before it asks
     ignored += ["tokenizer"] * same_tokenizer + ["data.train"] * _is_same_blend(now.recipe, then.recipe)
     new, old = now.compared(step), then.compared(step)
     sections = [name for name in new if step or name in _USED_AT_STEP_0]

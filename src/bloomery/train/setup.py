@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from bloomery.base.accelerator import energy_sensor, out_of_memory_problem
+from bloomery.base.accelerator import energy_sensor, is_fast_in_bf16, matmul_flops, out_of_memory_problem
 from bloomery.base.errors import BloomeryError, LostRankError, Problem, RecipeError, StorageError
 from bloomery.base.ranks import ALONE, Ranks, agreed, first_rank_does
 from bloomery.base.storage import locked, make_folder, own_folder, write_atomically
@@ -43,6 +43,7 @@ from bloomery.train.state import TrainState
 from bloomery.train.stop import StopRules
 from bloomery.train.trace import Tracer
 
+_SLOW_PRECISION = 1.2
 _LAST_MOMENT_SECONDS = 60.0
 _SLOW_STORAGE_BYTES_PER_SECOND = 1e8
 """Of a rank, for the deadline of a job that has not saved yet."""
@@ -68,6 +69,8 @@ def prepared_run(
     One training at a time may hold a run folder; its rank 0 holds it and reports. All ranks take the same steps."""
     with ExitStack() as closing:
         _refuse_unsupported(recipe, ranks)
+        if recipe.precision == "auto":
+            recipe = recipe.model_copy(update={"precision": "bf16" if is_fast_in_bf16(device) else "fp32"})
         ledger, taken_over = first_rank_does(ranks, partial(_claim_folder, folder, closing))
         roots = [folder / CHECKPOINTS, folder / LOCAL_CHECKPOINTS]
         if import_weights and recipe.init and (Path(recipe.init.from_) / "config.json").is_file():
@@ -101,7 +104,8 @@ def prepared_run(
         with _errors_reported(opened):
             if taken_over:
                 journal.event(Event.TAKEN_OVER, past.state.step, text=taken_over)
-            for warning in filter(None, [taken_over, *data.warnings]):
+            slow = _slow_precision(recipe, device) if ranks.rank == 0 else ""
+            for warning in filter(None, [taken_over, slow, *data.warnings]):
                 journal.warning(warning)
             run = _build(opened, roots, closing, is_newest=start_from is None, trace=trace)
             _report_start(run)
@@ -119,6 +123,19 @@ def _refuse_unsupported(recipe: Recipe, ranks: Ranks) -> None:
         problems.append(Problem("data is missing", "training needs shards", "add `data:` with `train:` to the recipe"))
     if problems:
         raise RecipeError(problems).reported_once(ranks.rank)
+
+
+def _slow_precision(recipe: Recipe, device: torch.device) -> str:
+    """A warning if this device was not made for it."""
+    is_fp16_fast = device.type != "cpu"
+    if is_fast_in_bf16(device) or recipe.precision == "fp32" or (recipe.precision == "fp16" and is_fp16_fast):
+        return ""
+    speed, of_fp32 = (matmul_flops(device, 0.05, dtype) for dtype in (DTYPES[recipe.precision], torch.float32))
+    if (factor := of_fp32 / speed) < _SLOW_PRECISION:
+        return ""
+    return (
+        f"matrix products in {recipe.precision} take {factor:.1f} times as long as in fp32 here; precision=auto is fp32"
+    )
 
 
 def _claim_folder(folder: Path, closing: ExitStack) -> tuple[Ledger, str]:

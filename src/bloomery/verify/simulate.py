@@ -119,7 +119,7 @@ def _elements_of_stage(recipe: Recipe, layout: Layout, rank: int) -> int:
 def _compute_in(recipe: Recipe, parts: Parallelised) -> Parallelised:
     """Turn plain parameters into what is computed in, beside their masters, as train/optimizer.py does. Masters that
     are offloaded leave the device, and no host is simulated."""
-    dtype = DTYPES[recipe.precision]
+    dtype = DTYPES["bf16" if recipe.precision == "auto" else recipe.precision]
     if parts.mesh.data is not None or dtype == torch.float32:
         return parts
     for weight in parts.weights:
