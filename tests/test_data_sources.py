@@ -57,6 +57,29 @@ def test_an_empty_part_names_itself_and_the_documents(counting):
         CausalSource(ShardReader(counting), seq_length=3, vocab_size=100, seed=0, part="test", split="949,50,1")
 
 
+def test_a_text_that_is_one_document_is_split_by_tokens(tmp_path, counting):
+    (tmp_path / "one").mkdir()
+    shard = ShardReader(make_shard(tmp_path / "one", [np.arange(100)]))
+    settings = {"seq_length": 3, "vocab_size": 100, "seed": 0, "split": "90,10", "part": "valid"}
+    with pytest.raises(DataError, match=r"'90,10' of 1 documents leaves none for valid .*Use data.split_by=tokens"):
+        CausalSource(shard, **settings)
+    parts = [CausalSource(shard, **{**settings, "part": part}, split_by="tokens") for part in ("train", "valid")]
+    tokens = [windows(source)[0] for source in parts]
+    assert (tokens[0].max(), tokens[1].min(), len(parts[0].stretches(0))) == (86, 90, 1)
+    assert [source.documents for source in parts] == [(0, 1), (0, 1)]
+    across = CausalSource(ShardReader(counting), **settings | {"split": "45,55"}, split_by="tokens")
+    assert (windows(across)[0].min(), across.documents) == (45, (4, 10))
+
+
+def test_a_split_and_named_groups_are_evaluated_together(workshop):
+    run = workshop.train(
+        "data={train: [{path: train}], split: '9,1', split_by: tokens, validation: {held: [{path: valid}]}}",
+        "train={for: 2 steps, evaluate: {every: 2 steps, steps: 1}}",
+    )
+    (record,) = workshop.metrics(run, "validation")[-1:]
+    assert {each["group"] for each in workshop.metrics(run, "validation")} == {"valid", "held"}, record
+
+
 def test_samples_are_windows_that_overlap_by_one_and_cover_every_token(counting):
     source = CausalSource(ShardReader(counting), seq_length=8, vocab_size=100, seed=1)
     assert source.num_samples == 99 // 8

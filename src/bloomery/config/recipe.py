@@ -198,7 +198,9 @@ class DataSection(Section):
     validation: Annotated[dict[str, Annotated[list[SourceSection], Field(min_length=1)]], VALIDATION] = {}
     """Named groups, each evaluated and logged on its own."""
     split: Annotated[SplitText | None, ORDER] = None
-    """Train, valid and test parts of each source, by document: one to three numbers, '949,50,1'; missing ones are 0."""
+    """Train, valid and test parts of each source of `train`: one to three numbers, '949,50,1'; missing ones are 0."""
+    split_by: Annotated[Literal["documents", "tokens"], ORDER] = "documents"
+    """What the parts are counted in; tokens cut also a text that is one document (timeless order, not bert)."""
     mask_documents: bool = False
     """Attention does not cross from one document of a packed sample into the next."""
     reset_positions: bool = False

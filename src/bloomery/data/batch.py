@@ -104,6 +104,7 @@ class ShardSource:
         seed: int,
         part: Part = "train",
         split: str | None = None,
+        split_by: str = "documents",
         key: str | None = None,
         packing: Packing | None = None,
     ) -> None:
@@ -112,13 +113,13 @@ class ShardSource:
         apart."""
         self.key = shard.prefix if key is None else key
         self.packing, self.seq_length, self.vocab_size, self.seed = packing, seq_length, vocab_size, seed
-        self.shard, self.part, self.split = shard, part, split
+        self.shard, self.part, self.split, self.split_by = shard, part, split, split_by
         self._index_samples()
         if self.num_samples < 1:
             of = f"{shard.num_tokens} tokens in {shard.num_documents} documents"
             what = f"{f'the {part} part of ' * bool(split)}{of} gives no sample"
             rule = f"one takes seq_length + 1 = {seq_length + 1} tokens (bert: two of one document)"
-            remedy = "prepare more text, use a shorter model.seq_length or another data.split"
+            remedy = "prepare more text, use a shorter model.seq_length, another data.split or data.split_by=tokens"
             raise DataError(Problem(what, rule, remedy, f"{shard.prefix}.bin"))
         self.order = TimelessOrder(seed, self.key, self.num_samples)
 
@@ -155,15 +156,19 @@ class ShardSource:
         return ids
 
     def part_of(self, count: int) -> tuple[int, int]:
-        """The documents, or sequences, [first, last) of the part, of so many. DataError for an empty part."""
+        """The documents, sequences or tokens [first, last) of the part, of so many. DataError for an empty part."""
         if self.split is None:
             return 0, count
         ends = split_boundaries(self.split, count, self.flavour)
         first, last = ends[PARTS.index(self.part) :][:2]
         if not 0 <= first < last:
-            what = f"the split '{self.split}' of {count} documents leaves none for {self.part} (train, valid, test end "
-            what += f"at {', '.join(map(str, ends[1:]))})"
-            remedy = f"give {self.part} a larger share in data.split, or prepare more documents"
+            what = (
+                f"the split '{self.split}' of {count} {self.split_by} leaves none for {self.part} (train, valid, test "
+            )
+            what += f"end at {', '.join(map(str, ends[1:]))})"
+            remedy = (
+                f"use data.split_by=tokens, prepare more documents, or give {self.part} a larger share in data.split"
+            )
             raise DataError(Problem(what, "a part that is used needs one", remedy, f"{self.shard.prefix}.idx"))
         return first, last
 

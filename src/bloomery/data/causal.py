@@ -14,10 +14,17 @@ class CausalSource(ShardSource):
     """Sample i of the part is tokens [start + i * S, start + i * S + S + 1); documents run on behind each other."""
 
     def _index_samples(self) -> None:
-        first, last = self.documents
-        self._start_token = self.shard.document_start(first)
-        self._num_tokens = self.shard.document_start(last) - self._start_token
+        if self.split and self.split_by == "tokens":
+            first, last = self.part_of(self.shard.num_tokens)
+        else:
+            first, last = map(self.shard.document_start, self.part_of(self.shard.num_documents))
+        self._start_token, self._num_tokens = first, last - first
         self.num_samples = self.num_samples_at(self.seq_length)
+
+    @property
+    def documents(self) -> tuple[int, int]:
+        last = self._start_token + self._num_tokens - 1
+        return self.shard.document_at(self._start_token)[0], self.shard.document_at(last)[0] + 1
 
     def num_samples_at(self, seq_length: int) -> int:
         """Samples of one epoch, if they had this length."""

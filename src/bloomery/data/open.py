@@ -55,8 +55,8 @@ def open_data(
     """
     assert recipe.data is not None
     data, notices = recipe.data, list[str]()
-    # The recipe has a split or validation groups, never both; where there is no split, a part is the whole shard.
-    sections = {"valid": data.train} if data.split and recipe.train.evaluate else data.validation
+    sections = {"valid": data.train} if data.split and recipe.train.evaluate else {}
+    sections |= data.validation
     with ExitStack() as closing:
         opening = _Opening(recipe, plan or TrainingPlan.of(recipe), closing)
         train = opening.sources(data.train, "train")
@@ -129,7 +129,8 @@ class _Opening:
             "vocab_size": recipe.model.vocab_size,
             "seed": recipe.seed,
             "part": part,
-            "split": self._data.split,
+            "split": self._data.split if any(section is each for each in self._data.train) else None,
+            "split_by": self._data.split_by,
             "key": source_key(section),
         }
         if self._is_encoder:

@@ -114,6 +114,7 @@ def ignored(recipe: Recipe) -> Findings:
     if data is not None:
         unread["model.family"] += ["data.mask_documents", "data.eod_loss"] if encoder else ["data.masking"]
         unread["model.family"] += ["data.reset_positions"] * (encoder or alibi)  # ALiBi has distances only
+        unread["data.split"] = ["data.split_by"] * (data.split is None)
         unread["data.order"] = ["data.blend_one_source"] * (data.order == "timeless")
         unread["train.evaluate"] = ["data.validation"] * (recipe.train.evaluate is None)
     by_family = family_defaults({name: getattr(model, name) for name in ("family", "hidden_size", "num_heads")})
@@ -319,9 +320,12 @@ def data(recipe: Recipe) -> Findings:
             rule = f"data.train trains on {first_few(known)}, so this loss will not measure the model on new text"
             remedy = "give it its own shard, or split the training sources with data.split"
             yield Finding((place, "data.train"), rule, remedy, is_warning=True)
-    if data.split and data.validation:
-        rule = "validation comes either from a split of the training sources or from groups of its own"
-        yield Finding(("data.split", "data.validation"), rule, "remove one of them")
+    if data.split and "valid" in data.validation:
+        rule = "is the name of the part which the split makes of the training sources"
+        yield Finding(("data.validation", "data.split"), f"`valid` {rule}", "give that group another name")
+    if data.split_by == "tokens" and (data.order != "timeless" or FAMILIES[family].encoder):
+        rule = "only samples of the timeless order may end within a document, and never those of bert"
+        yield Finding(("data.split_by", "data.order", "model.family"), rule, "use data.split_by=documents")
     if evaluate and not (data.split or data.validation):
         rule, remedy = "evaluation needs data.validation or data.split", "add one, or remove train.evaluate"
         yield Finding(("train.evaluate", "data.validation", "data.split"), rule, remedy)
