@@ -68,3 +68,14 @@ def test_a_full_standard_output_is_told(workshop: Workshop) -> None:
     assert done.returncode == 5
     assert "could not be written to standard output" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_what_people_write_elsewhere_is_understood(command: Command, tmp_path: Path) -> None:
+    code, _, err = command("check", "quickstart", "--lr.peak=1e-3")
+    assert (code, err) == (2, "bloomery: fields of the recipe are given without dashes: lr.peak=1e-3\n")
+    (tmp_path / "tab.yaml").write_text("name: x\n\tmodel: 1\n")
+    assert "Indent with spaces: YAML has no tabs" in command("check", str(tmp_path / "tab.yaml"))[2]
+    assert "look at its exponent" in command("check", "quickstart", "lr.peak=1e3")[2].lower()
+    (tmp_path / "tokenizer.json").write_text("{}")
+    named = f"tokenizer={{path: {tmp_path / 'tokenizer.json'}}}"
+    assert f"Name its folder: {tmp_path}" in command("train", "quickstart", named, "data={train: [{path: x}]}")[2]

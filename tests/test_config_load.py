@@ -283,6 +283,11 @@ def test_what_is_not_an_override_is_told_its_form(write: Write, override: str) -
         ("base=tr1-13b", "base is not a field of a recipe. docs/recipe.md lists all fields"),
         ("micro_batch_size=4", "did you mean batch.micro_batch_size?"),
         ("nonsense.deep.path=4", "nonsense is not a field of a recipe"),
+        ("parallel.dp=2", "parallel.dp is not a field of a recipe. It follows from the ranks"),
+        ("optimizer.lr=1e-3", "optimizer.lr is not a field of a recipe. Did you mean lr.peak?"),
+        ("train.max_steps=10", "train.max_steps is not a field of a recipe. Did you mean train.for"),
+        ("train.for=10 epochs", "`bloomery inspect data` says how many tokens a shard has"),
+        ("train.skip=[5-8]", "with their unit, such as '1000-1010 steps'"),
     ],
 )
 def test_a_bad_override_is_one_complaint_at_the_command_line(write: Write, override: str, fragment: str) -> None:

@@ -32,6 +32,8 @@ from bloomery.base.units import (
         ("126,953,125 samples", 126_953_125, "samples"),
         ("0.1M samples", 100_000, "samples"),
         ("0 steps", 0, "steps"),
+        ("1e6 tokens", 1_000_000, "tokens"),
+        ("2.5E3 steps", 2500, "steps"),
         ("  10   steps  ", 10, "steps"),
     ],
 )
@@ -41,7 +43,7 @@ def test_amounts_are_read_as_people_say_them(text: str, count: int, unit: str) -
 
 @pytest.mark.parametrize(
     "text",
-    ["", " ", "steps", "10", "-5 steps", "+5 steps", "1e3 steps", "10 epochs", "10 stps", "1,5M tokens", "1,00 steps",
+    ["", " ", "steps", "10", "-5 steps", "+5 steps", "1e999 steps", "10 epochs", "10 stps", "1,5M tokens", "1,00 steps",
      "1__0 steps", "1_ steps", "_1 steps", ".5k steps", "1.k steps", "5 b tokens", "٣ steps", "10 steps x", "10\tx"],
 )  # fmt: skip
 def test_anything_else_is_told_how_an_amount_is_written(text: str) -> None:

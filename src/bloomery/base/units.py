@@ -14,7 +14,7 @@ _DURATION_RULE = "a duration is written like '19h50m', '90m', '2d' or '45s'"
 _MULTIPLIERS = {"": 1, "k": 10**3, "K": 10**3, "M": 10**6, "B": 10**9, "G": 10**9, "T": 10**12}
 _WHOLE = r"[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+(?:_[0-9]+)*"
 """A comma stands only before three digits: `1,5M tokens` would be read as 15M by some and 1.5M by others."""
-_AMOUNT = re.compile(rf"^((?:{_WHOLE})(?:\.[0-9]+)?)\s*([kKMBGT]?)\s*(steps?|samples?|tokens?)$")
+_AMOUNT = re.compile(rf"^((?:{_WHOLE})(?:\.[0-9]+)?(?:[eE][0-9]{{1,2}})?)\s*([kKMBGT]?)\s*(steps?|samples?|tokens?)$")
 _DURATION = re.compile(r"^(?:([0-9]+)d)?\s*(?:([0-9]+)h)?\s*(?:([0-9]+)m)?\s*(?:([0-9]+(?:\.[0-9]+)?)s)?$")
 _LARGEST_AMOUNT = 10**18
 LONGEST_SECONDS = 10 * 365 * 86400
@@ -51,7 +51,10 @@ def parse_amount(text: str, *, units: tuple[AmountUnit, ...] = ("steps", "sample
     wanted = " or ".join(f"'{_EXAMPLES[unit]}'" for unit in units)
     match = _AMOUNT.match(text.strip())
     if not match:
-        raise ValueError(f"an amount is a number and a unit, such as {wanted}")
+        rule = f"an amount is a number and a unit, such as {wanted}"
+        if "epoch" in text:
+            rule += "; `bloomery inspect data` says how many tokens a shard has, which are an epoch"
+        raise ValueError(rule)
     number, multiplier, unit = match.groups()
     unit = unit.rstrip("s") + "s"
     if unit not in units:

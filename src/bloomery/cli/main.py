@@ -5,8 +5,10 @@ import contextlib
 import difflib
 import errno
 import importlib
+import itertools
 import logging
 import os
+import re
 import signal
 import sys
 import threading
@@ -141,6 +143,10 @@ def _run(arguments: list[str]) -> int:
     own = "" if hasattr(command, "run") else f"_{name.split()[-1]}"
     parser = argparse.ArgumentParser(prog=f"bloomery {name}", description=text, allow_abbrev=False)
     getattr(command, f"add_arguments{own}")(parser)
+    own_words = itertools.takewhile(lambda word: word != "--", arguments[words:])
+    if dashed := [word for word in own_words if re.match(r"--[a-z_]+\.[\w.]+=", word)]:
+        print(f"bloomery: fields of the recipe are given without dashes: {dashed[0].lstrip('-')}", file=sys.stderr)
+        return exit_codes.USAGE
     try:
         parse = getattr(command, "parse", argparse.ArgumentParser.parse_intermixed_args)  # its own, if it has one
         args = parse(parser, arguments[words:])

@@ -277,7 +277,7 @@ class TrainSection(Section):
     evaluate: Annotated[EvaluateSection | None, REPORTING] = None
     """When to evaluate the validation groups; omitted: never."""
     skip: Annotated[list[StepRange], SKIPS] = Field(default_factory=list)
-    """Ranges of steps whose data is skipped, such as '1000-1010 steps'; it counts as consumed."""
+    """Ranges of steps whose data is skipped, with their unit, such as '1000-1010 steps'; it counts as consumed."""
     stop_after_nan_steps: Size = 3
     """A step with a NaN loss or gradient is skipped; this many in a row stop the training."""
     on_spike: Annotated[Literal["warn", "skip_update", "rewind"], SPIKES] = "warn"

@@ -17,6 +17,23 @@ from bloomery.base.errors import Problem, RecipeError
 from bloomery.config.recipe import FIXED, OnResume, Recipe
 
 _SHOWN_CHARACTERS = 60
+_ELSEWHERE = {
+    "dp": "it follows from the ranks: launch.nodes x launch.gpus_per_node / (parallel.tp x parallel.pp x parallel.cp)",
+    "lr": "did you mean lr.peak?",
+    "learning_rate": "did you mean lr.peak?",
+    "max_lr": "did you mean lr.peak?",
+    "min_lr": "did you mean lr.min?",
+    "max_steps": "did you mean train.for, such as '1000 steps'?",
+    "train_iters": "did you mean train.for, such as '1000 steps'?",
+    "epochs": "did you mean train.for? It counts steps, samples or tokens",
+    "max_epochs": "did you mean train.for? It counts steps, samples or tokens",
+    "batch_size": "did you mean batch.global_batch_size, or batch.micro_batch_size?",
+    "n_layer": "did you mean model.num_layers?",
+    "n_embd": "did you mean model.hidden_size?",
+    "n_head": "did you mean model.num_heads?",
+    "block_size": "did you mean model.seq_length?",
+}
+"""What fields of other systems are here, by their names."""
 
 
 @dataclass(frozen=True)
@@ -118,6 +135,7 @@ def _problem(path: tuple[str, ...], item: Any, place: str) -> Problem:
     if kind == "extra_forbidden":
         guess = meant(path)
         remedy = f"did you mean {guess}?" if guess else "docs/recipe.md lists all fields"
+        remedy = _ELSEWHERE.get(path[-1], remedy)
         return Problem(f"{dotted} is not a field of a recipe", remedy=remedy, place=place)
     field = field_at(path)
     meaning, options = (field.meaning, field.options) if field else ("", [])

@@ -36,7 +36,9 @@ def parse_yaml(text: str, place: Callable[[int], str]) -> tuple[Any, dict[str, s
         mark, position = getattr(error, "problem_mark", None), getattr(error, "position", 0)
         what = getattr(error, "problem", None) or str(error).partition("\n")[0]
         at = place((mark.line if mark else text.count("\n", 0, position)) + 1)
-        remedy = "fix the syntax here or on the line above"
+        remedy = (
+            "indent with spaces: YAML has no tabs" if "'\\t'" in what else "fix the syntax here or on the line above"
+        )
         raise RecipeError(Problem(f"not valid YAML: {what}", remedy=remedy, place=at)) from None
     except RecursionError:
         what = "not a recipe: nested too deeply, or too many values"

@@ -240,6 +240,8 @@ def _read(path: str) -> str:
         rule = "a tokenizer is a folder with a Hugging Face tokenizer.json, GPT-2's vocab.json and merges.txt, or "
         rule += "BERT's vocab.txt"
         remedy = "correct tokenizer.path, or make one with `bloomery tokenizer train`"
+        if os.path.isfile(given := os.path.dirname(path)):
+            remedy = f"name its folder: {os.path.dirname(given) or '.'}"
         raise DataError(Problem(what, rule, remedy, path)) from error
 
 

@@ -24,6 +24,7 @@ from bloomery.sizing.schedule import BatchPlan, TrainingPlan, skip_range
 LAYOUT = ("launch.nodes", "launch.gpus_per_node", "parallel.tp", "parallel.pp", "parallel.cp")
 _SEVERAL_STAGES = ("interleaved", "zero_bubble")
 _MOST_LEVELS = 10_000
+_LARGEST_USUAL_RATE = 0.1
 _MOST_STEPS = 100_000_000
 _SHORTEST_PAIR = 5
 """[CLS], a token, [SEP], a token, [SEP]."""
@@ -253,6 +254,9 @@ def lengths(recipe: Recipe) -> Findings:
         counted = f"{plan.train_steps:,} steps and {plan.train_samples:,} samples"
         rule = f"training ends inside the batch ramp; as Megatron counts steps, it takes {counted}"
         yield Finding(paths, rule, "give train.for in steps to set the exact end", is_warning=True)
+    if lr.peak > _LARGEST_USUAL_RATE:
+        rule = f"AdamW diverges: small models learn with at most {_LARGEST_USUAL_RATE}, large ones with far less"
+        yield Finding(("lr.peak",), rule, "look at its exponent", is_warning=True)
     if lr.min > lr.peak:
         yield Finding(("lr.min", "lr.peak"), "the minimum lies below the peak", "lower lr.min")
 
