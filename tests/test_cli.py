@@ -88,7 +88,11 @@ def test_a_command_without_arguments_runs_or_says_which_one_it_needs(
     own = "run" if hasattr(module, "run") else f"run_{name.split()[-1]}"
     monkeypatch.setattr(module, own, lambda args: 42)
     code, _, err = command(*name.split())
-    needs = [] if name in ("doctor", "quickstart", "import megatron") else ["the following arguments are required"]
+    needs = (
+        []
+        if name in ("doctor", "init", "quickstart", "recipes", "import megatron")
+        else ["the following arguments are required"]
+    )
     assert (code, [text for text in needs if text not in err]) == (2 if needs else 42, [])
 
 

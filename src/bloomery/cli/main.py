@@ -21,6 +21,8 @@ from bloomery.base.errors import BloomeryError, host_memory_problem, mask_stream
 
 COMMANDS = {
     "quickstart": ("quickstart", "everything once, on this machine's Python files, from tokenizer to report"),
+    "init": ("init", "write a small recipe that fits a text and this machine, and make its tokenizer and shards"),
+    "recipes": ("recipe", "the recipes that come with Bloomery, or the text of one"),
     "tokenizer train": ("prepare", "train a byte-level BPE tokenizer on raw text"),
     "download": ("download", "download the files of a manifest and verify size and checksum"),
     "extract": ("download", "turn many compressed .jsonl files into N plain ones"),

@@ -1,4 +1,5 @@
 """`bloomery check RECIPE`: every problem at once, or one line with its parameters, steps and tokens.
+`bloomery recipes [NAME]`: those that come with Bloomery.
 `bloomery inspect model RECIPE`: parameters by group and FLOPs per token.
 `bloomery inspect schedule RECIPE`: the whole plan of a training, before anything runs."""
 
@@ -8,6 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from bloomery.base import exit_codes
 from bloomery.base.errors import RecipeError
 from bloomery.base.units import format_count
 from bloomery.cli import arguments
@@ -21,7 +23,7 @@ from bloomery.cli.arguments import (
     show,
     whole_numbers,
 )
-from bloomery.config.load import explain, fingerprint
+from bloomery.config.load import explain, fingerprint, shipped_recipes, shipped_text
 from bloomery.config.recipe import Recipe
 from bloomery.families.bloom import alibi_slopes
 from bloomery.families.registry import FAMILIES
@@ -66,6 +68,21 @@ def _check_text(facts: dict[str, Any], recipe: Recipe, *, every_value: bool) -> 
         f"{format_count(parameters)} parameters, {plan.train_steps:,} steps, {format_count(plan.train_tokens)} tokens"
     )
     return columns(rows) + "\n" * bool(rows) + f"{recipe.name}: ok. {size}, fingerprint {facts['fingerprint']}"
+
+
+def add_arguments_recipes(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("name", metavar="NAME", nargs="?", help="print this one, to be saved as a file of your own")
+    add_json(parser)
+
+
+def run_recipes(args: argparse.Namespace) -> int:
+    texts = {name: shipped_text(name) for name in ([args.name] if args.name else shipped_recipes())}
+    if args.name and not args.json:
+        print(texts[args.name], end="")
+        return exit_codes.OK
+    facts = {"recipes": [{"name": name, "text": text} for name, text in texts.items()]}
+    rows = [[name, text.partition("\n")[0].lstrip("# ")] for name, text in texts.items()]
+    return show(args, facts, lambda _: columns(rows))
 
 
 def add_arguments_model(parser: argparse.ArgumentParser) -> None:

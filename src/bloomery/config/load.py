@@ -64,6 +64,14 @@ def shipped_recipes() -> list[str]:
     return sorted(file.stem for file in _SHIPPED.glob("*.yaml"))
 
 
+def shipped_text(name: str) -> str:
+    """RecipeError if there is no such recipe inside the package."""
+    if name not in shipped_recipes():
+        rule = f"shipped recipes: {', '.join(shipped_recipes())}"
+        raise RecipeError(Problem(f"there is no shipped recipe {name!r}", rule, "name one of them"))
+    return (_SHIPPED / f"{name}.yaml").read_text()
+
+
 def load_recipe(name: str, overrides: Sequence[str] = (), *, is_saved: bool = False) -> LoadedRecipe:
     """RecipeError for what cannot be read, or else with every fault of the schema. The rules: sizing/check.py."""
     places = Places(source=name)

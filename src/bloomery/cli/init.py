@@ -1,0 +1,181 @@
+"""`bloomery init --from TEXT | SHARD | MODEL`: a small recipe that fits text and machine, ready to be trained."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from bloomery.base import exit_codes
+from bloomery.base.errors import Problem, StorageError
+from bloomery.base.storage import write_atomically
+from bloomery.base.units import format_count
+from bloomery.cli.arguments import add_device, warn, whole_number
+
+_BYTES_PER_TOKEN = 3.0
+"""Of a text with a small vocabulary of its own, roughly."""
+_EPOCHS = 4
+"""More of them teach little that is new."""
+_TOKENS_PER_PARAMETER = 5
+"""Fewer than is best for a budget of compute, because a small text is read several times."""
+_STATE_BYTES = 18
+"""Of a parameter in training, without activations; twice that must fit."""
+
+
+class _Size(NamedTuple):
+    layers: int
+    hidden: int
+    heads: int
+    seq_length: int
+    batch: int
+    peak: float
+    most_steps: int
+
+    @property
+    def parameters(self) -> int:
+        """Without embeddings."""
+        return 12 * self.layers * self.hidden**2
+
+
+_ON_CPU = _Size(4, 128, 4, 128, 16, 3e-3, 1000)
+_SIZES = (
+    _ON_CPU._replace(most_steps=20_000),
+    _Size(6, 384, 6, 256, 64, 1e-3, 50_000),
+    _Size(12, 768, 12, 1024, 64, 6e-4, 200_000),
+    _Size(24, 1024, 16, 2048, 128, 3e-4, 500_000),
+    _Size(24, 2048, 16, 2048, 256, 2e-4, 1_000_000),
+)
+_VOCABULARIES = {2**20: 512, 2**25: 2048, 2**28: 8192, 2**31: 32_768}
+"""Up to how many bytes of text which one; above all, 50,304."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    text = "files or folders of text, the prefix of a shard, or a Hugging Face folder; default: Python's own sources"
+    parser.add_argument("--from", dest="sources", metavar="PATH", nargs="+", default=["python-stdlib"], help=text)
+    parser.add_argument("--name", help="of the recipe and its run; default: that of the first PATH")
+    parser.add_argument("--vocab-size", type=whole_number(257, 1 << 24), help="of the tokenizer that a text gets")
+    add_device(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    first = Path(args.sources[0])
+    name = args.name or re.sub(r"[^A-Za-z0-9._-]+", "-", first.name.split(".")[0]).strip("-._") or "mine"
+    path = Path(f"{name}.yaml")
+    place = f"{name}-data"
+    for there in filter(Path.exists, (path, Path(place))):
+        raise StorageError(Problem(f"{there} is there", "init replaces nothing", "give another --name"))
+    if (first / "config.json").is_file():
+        return _from_model(first, name, place, path)
+    from bloomery.cli.main import main
+
+    if Path(f"{first}.idx").is_file():
+        tokens, vocabulary, prepare = _of_shard(str(first))
+        shard, tokenizer = str(first), ""
+        commands: list[list[str]] = []
+    else:
+        tokens, vocabulary = _of_text(args.sources, args.vocab_size)
+        shard, tokenizer = f"{place}/shard", f"tokenizer: {{path: {place}/tokenizer}}\n"
+        prepare = f"prepare:  # text to tokens, by `bloomery prepare {path}`\n"
+        prepare += f"  - {{output: {shard}, sources: [{', '.join(map(repr, args.sources))}]}}\n"
+        train = ["tokenizer", "train", *args.sources, "--vocab-size", str(vocabulary)]
+        commands = [[*train, "--output", f"{place}/tokenizer"], ["prepare", str(path)]]
+    write_atomically(path, _recipe(name, _fitting(tokens, args.device), vocabulary, tokens, tokenizer + prepare, shard))
+    for command in commands:
+        print(f"> bloomery {' '.join(command)}", flush=True)
+        if code := main(command):
+            return code
+    print(f"{path}: written\nnext: bloomery train {path}\nthen: bloomery generate runs/{name} --prompt 'Once'")
+    return exit_codes.OK
+
+
+def _of_text(sources: list[str], vocab_size: int | None) -> tuple[float, int]:
+    """(tokens, roughly, and a size of the vocabulary)."""
+    from bloomery.prepare.sources import find_files
+
+    size = sum(file.size * (4 if file.compression or file.kind == "parquet" else 1) for file in find_files(sources))
+    usual = next((entries for most, entries in _VOCABULARIES.items() if size <= most), 50_304)
+    return size / _BYTES_PER_TOKEN, vocab_size or usual
+
+
+def _of_shard(prefix: str) -> tuple[float, int, str]:
+    """(tokens, vocabulary, a comment)."""
+    from bloomery.data.manifest import read_manifest
+    from bloomery.data.shards import ShardReader
+
+    with ShardReader(prefix) as shard:
+        tokens, manifest = shard.num_tokens, read_manifest(prefix)
+        vocabulary = manifest.vocab_size if manifest else int(shard.read(0, min(tokens, 10**7)).max()) + 1
+    if manifest is None:
+        warn(f"{prefix} has no manifest: model.vocab_size is the largest token of its beginning, plus one")
+    return tokens, vocabulary, "# tokenizer: {path: FOLDER}  # that of the shard, to see and generate text\n"
+
+
+def _fitting(tokens: float, wanted: str | None) -> _Size:
+    from bloomery.base.accelerator import device_total_bytes, pick_device
+
+    device = pick_device(wanted)
+    if device.type == "cpu":
+        return _ON_CPU
+    room = device_total_bytes(device) / (2 * _STATE_BYTES)
+    fits = [
+        size
+        for size in _SIZES
+        if size.parameters * _TOKENS_PER_PARAMETER <= _EPOCHS * tokens and size.parameters <= room
+    ]
+    return fits[-1] if fits else _SIZES[0]
+
+
+def _recipe(name: str, size: _Size, vocabulary: int, tokens: float, text: str, shard: str) -> str:
+    steps = int(_EPOCHS * tokens / (size.batch * size.seq_length))
+    steps = min(max(steps, 100), size.most_steps)
+    seen = steps * size.batch * size.seq_length
+    return f"""\
+# By `bloomery init`. docs/recipe.md has every field; `bloomery check {name}.yaml` says what this one comes to.
+name: {name}
+model:  # a small Llama: {format_count(size.parameters)} parameters, and embeddings
+  family: llama
+  num_layers: {size.layers}
+  hidden_size: {size.hidden}
+  num_heads: {size.heads}
+  seq_length: {size.seq_length}
+  vocab_size: {vocabulary}
+{text}data:
+  train:
+    - {{path: {shard}}}
+  split: "95,5"  # train and valid
+  split_by: tokens
+batch: {{micro_batch_size: {min(size.batch, 16)}, global_batch_size: {size.batch}}}
+lr: {{peak: {size.peak}, min: {size.peak / 10:g}, schedule: cosine, warmup: {max(10, steps // 50)} steps}}
+train:
+  for: {steps} steps  # {format_count(seen)} tokens, {seen / max(tokens, 1):.1f} times the text
+  evaluate: {{every: {max(10, steps // 10)} steps, steps: 5}}
+checkpoint:
+  phases:
+    - {{every: {max(10, steps // 4)} steps}}
+monitor: {{log_every: {max(1, min(10, steps // 50))} steps}}
+# precision: auto  # bf16 where the device is fast in it, else fp32
+"""
+
+
+def _from_model(folder: Path, name: str, place: str, path: Path) -> int:
+    """A recipe that begins with its weights, for a text that the user names."""
+    from bloomery.config.yaml_nodes import dump_yaml
+    from bloomery.interop.hf.importer import read_model, tokenizer_files
+
+    model, warnings = read_model(folder)
+    warn(*warnings)
+    found: dict[str, Any] = {"name": name, "init": {"from": str(folder)}, "model": model}
+    if tokenizer_files(folder):
+        found["tokenizer"] = {"path": str(folder)}
+        found["prepare"] = [{"output": f"{place}/shard", "sources": ["TEXT"]}]
+    found["data"] = {"train": [{"path": f"{place}/shard"}], "split": "95,5", "split_by": "tokens"}
+    found["batch"] = {"micro_batch_size": 1, "global_batch_size": 8}
+    found["lr"] = {"peak": 1e-5, "schedule": "constant", "warmup": "10 steps"}
+    found["train"] = {"for": "1000 steps", "evaluate": {"every": "100 steps", "steps": 5}}
+    head = (
+        "# By `bloomery init`: the weights of a Hugging Face model, trained on. Put your files in the place of TEXT.\n"
+    )
+    write_atomically(path, head + dump_yaml(found))
+    print(f"{path}: written\nnext: name your text in it, then bloomery prepare {path} and bloomery train {path}")
+    return exit_codes.OK
