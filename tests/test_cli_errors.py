@@ -28,6 +28,7 @@ def run(workshop: Workshop) -> Path:
     [
         (["generate", "run", "--prompt", "x", "--temperature", "hot"], "'hot' is not a number from 0 on"),
         (["generate", "run", "--prompt", "x", "--temperature", "nan"], "'nan' is not a number from 0 on"),
+        (["generate", "run", "--top-p", "1.5"], "'1.5' is not a number from 0 to 1"),
         (["prepare", "r.yaml", "--unit", "2/2"], "2/2 is not K/N: share K of N"),
         (["prepare", "r.yaml", "--unit", "0/2/3"], "0/2/3 is not K/N: share K of N"),
     ],

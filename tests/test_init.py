@@ -34,6 +34,9 @@ def test_three_commands_from_a_text_to_a_sample(text: Path, command: Command) ->
     assert command("train", "my-text.yaml", *short)[0] == 0
     code, out, _ = command("generate", "runs/my-text", "--prompt", "Once", "--max-new-tokens", "5", "--device", "cpu")
     assert (code, out.startswith("Once")) == (0, True)
+    words = ("--samples", "3", "--top-p", "0.9", "--max-new-tokens", "8", "--temperature", "2", "--device", "cpu")
+    code, out, _ = command("generate", "runs/my-text", *words)
+    assert (code, len({*out.split("\n---\n")})) == (0, 3)
     code, _, err = command("init", "--from", str(text))
     assert (code, "my-text.yaml is there. Init replaces nothing" in err) == (5, True)
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from bloomery.model.generate import generate
+from bloomery.model.generate import _pick, generate
 from model_samples import random_tokens, small_config, small_model
 
 CONFIG = small_config("bloom", seq_length=16)
@@ -53,3 +53,9 @@ def test_top_k_one_is_greedy_at_any_temperature() -> None:
 def test_rows_end_at_the_end_of_document() -> None:
     made = generate(Counter(), torch.tensor([[3], [6]]), max_new_tokens=30, temperature=0, eod_id=8)
     assert made.tolist() == [[3, 4, 5, 6, 7, 8], [6, 7, 8, 8, 8, 8]]
+
+
+def test_top_p_chooses_among_the_likeliest_that_together_have_it() -> None:
+    logits, random = torch.tensor([[0.15, 0.5, 0.05, 0.3]] * 500).log(), torch.Generator().manual_seed(0)
+    for top_p, among in ((0.0, {1}), (0.5, {1}), (0.7, {1, 3}), (0.9, {0, 1, 3}), (1.0, {0, 1, 2, 3})):
+        assert {*_pick(logits, 1.0, None, top_p, random).tolist()} == among, top_p

@@ -2,6 +2,7 @@
 
 import argparse
 import math
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -12,20 +13,31 @@ from bloomery.cli.arguments import add_device, whole_number
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("checkpoint", metavar="CKPT", type=Path, help="a checkpoint, or a run folder for its newest")
-    parser.add_argument("--prompt", required=True, help="text to continue")
-    parser.add_argument("--max-new-tokens", type=whole_number(0), default=100)
-    parser.add_argument("--temperature", type=_temperature, default=0.8, help="0 always takes the likeliest token")
-    parser.add_argument("--top-k", type=whole_number(0), default=40, help="choose among this many; 0 among all")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--prompt", default="", help="text to continue; default: the beginning of a document")
+    parser.add_argument("--samples", type=whole_number(1, 10_000), default=1, help="how many; default: 1")
+    parser.add_argument("--max-new-tokens", type=whole_number(0), default=100, help="of each; default: 100")
+    text = "0 always takes the likeliest token; default: 0.8"
+    parser.add_argument("--temperature", type=_number_to(math.inf), default=0.8, help=text)
+    parser.add_argument(
+        "--top-k", type=whole_number(0), default=40, help="choose among this many; 0 among all; default: 40"
+    )
+    text = "choose among the likeliest that together have this probability; default: 1, all"
+    parser.add_argument("--top-p", type=_number_to(1), default=1.0, help=text)
+    parser.add_argument("--seed", type=int, default=0, help="of the draws; default: 0")
     parser.add_argument("--tokenizer", help="folder with tokenizer.json; default: the recipe's")
     add_device(parser)
 
 
-def _temperature(text: str) -> float:
-    with suppress(ValueError):
-        if 0 <= (value := float(text)) < math.inf:
-            return value
-    raise argparse.ArgumentTypeError(f"{text!r} is not a number from 0 on")
+def _number_to(most: float) -> Callable[[str], float]:
+    def number(text: str) -> float:
+        with suppress(ValueError):
+            if 0 <= (value := float(text)) <= most and value < math.inf:
+                return value
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a number from 0 {'on' if most == math.inf else f'to {most}'}"
+        )
+
+    return number
 
 
 def run(args: argparse.Namespace) -> int:
@@ -48,12 +60,14 @@ def run(args: argparse.Namespace) -> int:
     ids = tokenizer.encode_batch([args.prompt])[0].tolist() or [tokenizer.eod_id]
     tokens = generate(
         model,
-        torch.tensor([ids], device=device),
+        torch.tensor([ids] * args.samples, device=device),
         max_new_tokens=args.max_new_tokens,
         temperature=args.temperature,
         top_k=args.top_k or None,
+        top_p=args.top_p,
         seed=args.seed,
         eod_id=tokenizer.eod_id,
     )
-    print(tokenizer.decode([token for token in tokens[0].tolist() if token != tokenizer.eod_id]))
+    texts = [tokenizer.decode([token for token in row if token != tokenizer.eod_id]) for row in tokens.tolist()]
+    print("\n---\n".join(texts))
     return exit_codes.OK

@@ -15,19 +15,20 @@ def generate(
     eod_id: int,
     temperature: float = 1.0,
     top_k: int | None = None,
+    top_p: float = 1.0,
     seed: int = 0,
 ) -> Tensor:
     """`tokens` (B, S) with up to max_new_tokens appended; ends early once every row has met eod_id (shorter rows are
     filled with it). `model`: a Decoder in evaluation mode.
 
-    Temperature 0 takes the likeliest token. Ids of padding rows never come out. Beyond its seq_length the model sees
+    Temperature 0 takes the likeliest token; `top_p` chooses among the likeliest that together have this probability. Ids of padding rows never come out. Beyond its seq_length the model sees
     only the last tokens. The draws depend on `seed` alone, not on the device.
     """
     config, random = model.config, torch.Generator().manual_seed(seed)
     done = torch.zeros(tokens.shape[0], dtype=torch.bool, device=tokens.device)
     for _ in range(max_new_tokens):
         logits = model(tokens[:, -config.seq_length :])[:, -1, : config.vocab_size].float().cpu()
-        chosen = torch.where(done, eod_id, _pick(logits, temperature, top_k, random).to(tokens.device))
+        chosen = torch.where(done, eod_id, _pick(logits, temperature, top_k, top_p, random).to(tokens.device))
         done |= chosen == eod_id
         tokens = torch.cat((tokens, chosen[:, None]), dim=1)
         if bool(done.all()):
@@ -35,11 +36,16 @@ def generate(
     return tokens
 
 
-def _pick(logits: Tensor, temperature: float, top_k: int | None, random: torch.Generator) -> Tensor:
+def _pick(logits: Tensor, temperature: float, top_k: int | None, top_p: float, random: torch.Generator) -> Tensor:
     if temperature == 0:
         return logits.argmax(-1)
     if top_k is not None:
         smallest_kept = logits.topk(min(top_k, logits.shape[-1])).values[:, -1:]
         logits = logits.masked_fill(logits < smallest_kept, float("-inf"))
     scaled = (logits - logits.max(-1, keepdim=True).values) / temperature  # so that a tiny temperature cannot overflow
-    return torch.multinomial(scaled.softmax(-1), 1, generator=random)[:, 0]
+    chances = scaled.softmax(-1)
+    if top_p < 1:
+        ordered, order = chances.sort(-1, descending=True)
+        ordered = ordered.masked_fill(ordered.cumsum(-1) - ordered >= top_p, 0)  # the first one always stays
+        chances = torch.zeros_like(chances).scatter(-1, order, ordered)
+    return torch.multinomial(chances, 1, generator=random)[:, 0]
