@@ -21,8 +21,9 @@ def generate(
     """`tokens` (B, S) with up to max_new_tokens appended; ends early once every row has met eod_id (shorter rows are
     filled with it). `model`: a Decoder in evaluation mode.
 
-    Temperature 0 takes the likeliest token; `top_p` chooses among the likeliest that together have this probability. Ids of padding rows never come out. Beyond its seq_length the model sees
-    only the last tokens. The draws depend on `seed` alone, not on the device.
+    Temperature 0 takes the likeliest token; `top_p` chooses among the likeliest that together have this probability. Ids
+    of padding rows never come out. Beyond its seq_length the model sees only the last tokens. The draws depend on `seed`
+    alone, not on the device.
     """
     config, random = model.config, torch.Generator().manual_seed(seed)
     done = torch.zeros(tokens.shape[0], dtype=torch.bool, device=tokens.device)
@@ -46,6 +47,6 @@ def _pick(logits: Tensor, temperature: float, top_k: int | None, top_p: float, r
     chances = scaled.softmax(-1)
     if top_p < 1:
         ordered, order = chances.sort(-1, descending=True)
-        ordered = ordered.masked_fill(ordered.cumsum(-1) - ordered >= top_p, 0)  # the first one always stays
+        ordered = ordered.masked_fill(ordered.cumsum(-1) - ordered >= max(top_p, 1e-9), 0)  # the first one stays
         chances = torch.zeros_like(chances).scatter(-1, order, ordered)
     return torch.multinomial(chances, 1, generator=random)[:, 0]
