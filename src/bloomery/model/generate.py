@@ -21,9 +21,9 @@ def generate(
     """`tokens` (B, S) with up to max_new_tokens appended; ends early once every row has met eod_id (shorter rows are
     filled with it). `model`: a Decoder in evaluation mode.
 
-    Temperature 0 takes the likeliest token; `top_p` chooses among the likeliest that together have this probability. Ids
-    of padding rows never come out. Beyond its seq_length the model sees only the last tokens. The draws depend on `seed`
-    alone, not on the device.
+    Temperature 0 takes the likeliest token; `top_p` chooses among the likeliest that together have this probability.
+    Ids of padding rows never come out. Beyond its seq_length the model sees only the last tokens. The draws depend on
+    `seed` alone, not on the device.
     """
     config, random = model.config, torch.Generator().manual_seed(seed)
     done = torch.zeros(tokens.shape[0], dtype=torch.bool, device=tokens.device)
