@@ -256,7 +256,8 @@ class CopyQueue:
 
 def out_of_memory_problem(error: BaseException, device: torch.device) -> Problem | None:
     """For a training that does not fit the device or the host; None if the error is another one."""
-    if not isinstance(error, torch.OutOfMemoryError):
+    is_librarys = isinstance(error, RuntimeError) and "_STATUS_ALLOC_FAILED" in str(error)  # cuBLAS, cuDNN
+    if not (isinstance(error, torch.OutOfMemoryError) or is_librarys):
         return host_memory_problem(error)
     total = device_total_bytes(device)
     size = f" of {format_bytes(total)}" if total else ""
