@@ -14,7 +14,6 @@ from bloomery.base.errors import Problem, RecipeError, StorageError
 from bloomery.cli.arguments import add_recipe_arguments, done_samples, load, run_folder, whole_number
 from bloomery.config.recipe import Recipe
 from bloomery.launch import azureml, cron, here, hosts, slurm, stages
-from bloomery.launch.doctor import bad_nodes
 from bloomery.launch.follow import LogTail
 from bloomery.launch.job import Job, training_job, write_recipe
 from bloomery.launch.restart import judge
@@ -79,7 +78,7 @@ def _after(job: Job, code: int, *, ended: bool) -> int:
         signals.say("Slurm has started this job again, or cannot be reached: this start decides nothing")
         return exit_codes.OK
     attempt = judge(job.folder, code, restarts=job.section.restarts, job=slurm.job_name())
-    done, job_id = slurm.act(attempt, job, bad=bad_nodes(job.folder), ended=ended)
+    done, job_id = slurm.act(attempt, job, ended=ended)
     if job_id:
         remember_job(job.folder, on="slurm", job_id=job_id)
     for text in [f"{attempt.why}: {done}", *(cron.revive(job.folder) if attempt.next == "again" else [])]:

@@ -16,7 +16,6 @@ from typing import Any, Literal
 
 import orjson
 
-from bloomery.base.bounded import parse_json, read_text
 from bloomery.base.errors import DataError, RecipeError
 from bloomery.base.storage import write_atomically
 from bloomery.base.units import format_bytes, format_count, format_seconds
@@ -82,7 +81,7 @@ class Status:
 def status_of(folder: Path, name: str, alerts: AlertsSection) -> Status:
     """`name`: of the run."""
     records = list(_tail(folder / names.METRICS_FILE))
-    last = {str(event["kind"]): event for event in readable_lines(folder / names.EVENTS_FILE) if "kind" in event}
+    last = {str(event["kind"]): event for event in readable_lines(folder / names.EVENTS_FILE) if _is_whole(event)}
     job = job_of(folder, is_finished=_is_finished(last))
     times = [record.time for record in records] + [_time(last, kind) for kind in last] + [job.since]
     newest = records[-1] if records else None
@@ -95,7 +94,7 @@ def status_of(folder: Path, name: str, alerts: AlertsSection) -> Status:
         losses=[next(iter(record.losses.values()), float("nan")) for record in records[-60:]],
         tokens_per_second=newest.tokens_per_second if newest else 0.0,
         eta_seconds=newest.seconds_per_step * max(0, newest.train_steps - newest.step) if newest else 0.0,
-        silent_seconds=time.time() - max(times) if max(times) else None,
+        silent_seconds=max(0.0, time.time() - max(times)) if max(times) else None,
         last_save=f"step {save['step']:,} at {save.get('iso_time', '?')}" if save else "",
     )
     return Status(**{**vars(status), "alerts": dict(_alerts(folder, status, records, last, alerts))})
@@ -163,6 +162,10 @@ def forget_alerts(folder: Path, kinds: Collection[str]) -> None:
             (folder / "launch" / f"{_ALERT}{kind}").unlink()
 
 
+def _is_whole(event: dict[str, Any]) -> bool:
+    return "kind" in event and isinstance(event.get("step"), int)
+
+
 def _time(last: dict[str, dict[str, Any]], kind: str) -> float:
     found = last.get(kind, {}).get("time")
     return float(found) if isinstance(found, int | float) else 0.0
@@ -193,15 +196,15 @@ def _born(process: int) -> str:
 def job_of(folder: Path, *, is_finished: bool = False) -> Job:
     """What was launched last, as far as this machine can know."""
     path = folder / JOB_FILE
-    known = parse_json(read_text(path)) if path.exists() else {}
-    if known.get("on") == "slurm":
-        job = _slurm_job(str(known["id"]))
-    elif known.get("on") in ("local", "hosts") and known.get("host") == socket.gethostname():
-        alive, since = known["born"] and _born(known["process"]) == known["born"], path.stat().st_mtime
-        text = f"is running as process {known['process']}"
-        job = Job("running", text, since) if alive else Job("gone", "is not running")
-    else:
-        job = Job("unknown", "was not launched from here")
+    match next(readable_lines(path), {}):
+        case {"on": "slurm", "id": str(job_id)}:
+            job = _slurm_job(job_id)
+        case {"on": "local" | "hosts", "host": host, "process": process, "born": born} if host == socket.gethostname():
+            text = f"is running as process {process}"
+            is_alive = born and _born(process) == born
+            job = Job("running", text, path.stat().st_mtime) if is_alive else Job("gone", "is not running")
+        case _:
+            job = Job("unknown", "was not launched from here")
     return Job("finished", "is complete") if is_finished and job.state != "running" else job
 
 
@@ -216,8 +219,10 @@ def _slurm_job(job_id: str) -> Job:
             where = f"({facts['JobId']} on '{facts['Partition']}' partition ({facts['NodeList']}))"
             return Job("running", f"is running {began} {where}", _seconds(facts["StartTime"]))
     for facts in tasks:
-        if facts["JobState"] in ("PENDING", "CONFIGURING", "COMPLETING"):
+        if facts["JobState"] not in slurm.ENDED:
             start, why = facts.get("StartTime", "Unknown"), facts.get("Reason", "None")
+            if facts["JobState"] != "PENDING":
+                return Job("pending", f"is {facts['JobState']} ({facts['JobId']})")
             if why in ("JobArrayTaskLimit", "Dependency"):
                 return Job("pending", f"is waiting for the job before it ({facts['JobId']}, {why})")
             if re.match(r"\d{4}-", start):
