@@ -242,6 +242,26 @@ def test_a_host_that_the_doctor_has_named_is_not_used(workshop: Workshop) -> Non
         hosts.read_hostfile(path, nodes=3, ranks_per_node=8, bad=["b"])
 
 
+def test_a_host_that_was_lost_is_the_last_to_be_used_again(
+    workshop: Workshop, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A stand-in for ssh: `b` is never reached, and the others end as if somebody had asked the run to stop."""
+    (workshop.folder / "hostfile").write_text("a\nb\nspare\n")
+    shim, asked = workshop.folder / "ssh", workshop.folder / "asked"
+    shim.write_text(f'#!/bin/sh\nfor host; do case $host in a|b|spare) break;; esac; done\n'
+                    f'echo $host >> {asked}\n[ $host != b ] || exit 255\n')  # fmt: skip
+    shim.chmod(0o755)
+    monkeypatch.setenv("PATH", str(workshop.folder), prepend=os.pathsep)
+    section = "launch={hostfile: hostfile, nodes: 2, restarts: 1}"
+    assert main(["launch", "small.yaml", section, "--on", "hosts"]) == exit_codes.OK
+    assert "b cannot be reached any more" in capfd.readouterr().err
+    names = asked.read_text().split()
+    assert [sorted(names[:2]), sorted(names[2:])] == [["a", "b"], ["a", "spare"]]
+    (workshop.folder / "hostfile").write_text("a\nb\n")
+    found = hosts.read_hostfile(workshop.folder / "hostfile", nodes=2, ranks_per_node=1, lost=["a"])
+    assert [host.name for host in found] == ["b", "a"]
+
+
 def test_a_second_job_of_a_run_is_refused(workshop: Workshop, capsys: pytest.CaptureFixture[str]) -> None:
     run = workshop.folder / "runs" / "small"
     (run / "launch").mkdir(parents=True)

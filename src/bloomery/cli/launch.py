@@ -99,7 +99,8 @@ def _on_hosts(recipe: Recipe, job: Job, args: argparse.Namespace) -> int:
         return _print(
             "\n\n".join(f"# {host.name}\n{hosts.script(job, host, i, first, 29500)}" for i, host in enumerate(found))
         )
-    return _restarted(recipe, args, lambda job: hosts.run(job, hosts.of(job)))
+    lost = set[str]()
+    return _restarted(recipe, args, lambda job: hosts.run(job, hosts.of(job, lost), lost))
 
 
 def _on_slurm(recipe: Recipe, job: Job, args: argparse.Namespace) -> int:

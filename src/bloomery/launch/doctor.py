@@ -106,8 +106,9 @@ def feature_facts() -> list[dict[str, str]]:
 
 def node_problems(recipe: Recipe, facts: dict[str, Any]) -> Iterator[Problem]:
     """What is wrong with this machine as a node of the training: another one may do."""
-    host, ranks = facts["host"], ranks_per_node(recipe)
-    if 0 < facts["devices"] < ranks:
+    host, ranks, launch = facts["host"], ranks_per_node(recipe), recipe.launch
+    wants = "cuda" in facts and launch is not None and launch.on == "slurm" and launch.gres  # else a CPU will do
+    if (0 if wants else 1) <= facts["devices"] < ranks:
         rule = f"launch.gpus_per_node starts {ranks} ranks on each node"
         yield Problem(f"{host} has {facts['devices']} devices", rule, "exclude it, or start fewer ranks")
     for each in facts["measured"]:

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -37,8 +37,11 @@ class Host(NamedTuple):
     slots: int | None
 
 
-def read_hostfile(path: Path, *, nodes: int, ranks_per_node: int, bad: Sequence[str] = ()) -> list[Host]:
-    """The first `nodes` hosts that are not bad. RecipeError with every problem of the file."""
+def read_hostfile(
+    path: Path, *, nodes: int, ranks_per_node: int, bad: Sequence[str] = (), lost: Collection[str] = ()
+) -> list[Host]:
+    """The first `nodes` hosts that are not bad; those that were lost before come last. RecipeError with every problem
+    of the file."""
     try:
         lines = read_text(path).splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -57,7 +60,7 @@ def read_hostfile(path: Path, *, nodes: int, ranks_per_node: int, bad: Sequence[
                 problems.append(
                     Problem(f"{match[0]} has too few", rule, "lower it, or use another host", f"{path}:{number}")
                 )
-    good = [host for host in found.values() if host.name not in bad]
+    good = sorted((host for host in found.values() if host.name not in bad), key=lambda host: host.name in lost)
     if len(good) < nodes:
         rule, but = f"launch.nodes is {nodes}", f" without {', '.join(bad)} of {BAD_NODES_FILE}" if bad else ""
         problems.append(Problem(f"{path} has {len(good)} hosts{but}", rule, "add hosts, or lower it", str(path)))
@@ -66,13 +69,13 @@ def read_hostfile(path: Path, *, nodes: int, ranks_per_node: int, bad: Sequence[
     return good[:nodes]
 
 
-def of(job: Job) -> list[Host]:
+def of(job: Job, lost: Collection[str] = ()) -> list[Host]:
     """Those of the hostfile that the job needs."""
     section = job.section
     if section.hostfile is None:
         raise RecipeError(Problem("launch.hostfile is missing", "launch.on is hosts", "name a file of hosts there"))
     path, bad = Path(section.hostfile), bad_nodes(job.folder)
-    return read_hostfile(path, nodes=section.nodes, ranks_per_node=section.gpus_per_node, bad=bad)
+    return read_hostfile(path, nodes=section.nodes, ranks_per_node=section.gpus_per_node, bad=bad, lost=lost)
 
 
 def script(job: Job, host: Host, node: int, address: str, port: int) -> str:
@@ -98,7 +101,7 @@ class _Connection(threading.Thread):
 
     def __init__(self, host: Host, script: str, prefix: str) -> None:
         super().__init__(name=host.name, daemon=True)
-        self.host, self._prefix, self.code = host, prefix.encode(), 0
+        self.host, self._prefix, self.code, self.is_lost = host, prefix.encode(), 0, False
         self._ssh = subprocess.Popen(
             [*_SSH, host.name, f"bash -c {shlex.quote(script)}"],
             stdin=subprocess.PIPE,
@@ -116,9 +119,10 @@ class _Connection(threading.Thread):
                 sys.stdout.buffer.write(self._prefix + line.rstrip(b"\r\n") + b"\n")
                 sys.stdout.buffer.flush()
         code = self._ssh.wait()
-        if code == _FAILED_SSH:
+        self.is_lost = code == _FAILED_SSH
+        if self.is_lost:
             signals.say(f"{self.host.name} cannot be reached any more, so the job ends on every host")
-        self.code = exit_codes.LOST_RANK if code == _FAILED_SSH or code < 0 else code  # 0 until then
+        self.code = exit_codes.LOST_RANK if self.is_lost or code < 0 else code  # 0 until then
 
     def interrupt(self) -> None:
         """Type Ctrl-C there: the ranks save and end, and their last words still arrive."""
@@ -132,8 +136,9 @@ class _Connection(threading.Thread):
             self._ssh.send_signal(signal.SIGHUP)
 
 
-def run(job: Job, hosts: list[Host]) -> int:
-    """Start on all hosts and wait; when one fails, the others end too. The exit code of the first that failed."""
+def run(job: Job, hosts: list[Host], lost: set[str]) -> int:
+    """Start on all hosts and wait; when one fails, the others end too. The exit code of the first that failed.
+    `lost` gets those that could not be reached."""
     if shutil.which("ssh") is None:
         raise RecipeError(Problem("there is no ssh here", "launch.on is hosts", "install openssh-client"))
     address, port = hosts[0].name.rpartition("@")[2], random.SystemRandom().randrange(16384, 32767)
@@ -159,4 +164,5 @@ def run(job: Job, hosts: list[Host]) -> int:
                 _, ask = waiting.pop(0)
                 for each in running:
                     ask(each)
+    lost |= {each.host.name for each in connections if each.is_lost}
     return failed or next((each.code for each in connections if each.code), exit_codes.OK)

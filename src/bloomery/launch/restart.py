@@ -70,8 +70,9 @@ def _decide(
         return "stop", f"it was stopped on request ({last.get('text') or 'kill switch'})"
     alike = list(takewhile(lambda each: each.get("code") and each.get("started_at") == began, reversed(before)))
     if len(alike) >= restarts:
+        error = last.get("error", "")
         times = f"{len(alike) + 1} times" if alike else "once"
-        return "stop", f"it failed {times} from step {began:,} on, now with exit code {code}: {last.get('error', '')}"
+        return "stop", f"it failed {times} from step {began:,} on, now with exit code {code}{error and ': '}{error}"
     return "again", f"exit code {code}; it resumes from the newest checkpoint"
 
 
