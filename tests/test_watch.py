@@ -96,6 +96,18 @@ def test_what_is_wrong_is_found_and_only_that(tmp_path: Path) -> None:
     assert alerts_of(gone) == {}
 
 
+def test_json_is_json_whatever_the_loss_is_and_a_command_prints(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    run = run_folder(tmp_path / "run", ago=2000.0, command="cat", disk_below=0.0)
+    with open(run / "metrics.jsonl", "a") as file:
+        file.write(f"{to_json(step_record(step=31, losses={'lm loss': float('nan')}))}\n")
+    assert main(["watch", str(run), "--json", "--pulse"]) == 0
+    said = capfd.readouterr()
+    assert json.loads(said.out, parse_constant=pytest.fail)["losses"][-1] == "NaN"
+    assert "it hangs" in said.err
+
+
 def test_each_alert_is_sent_once_for_as_long_as_it_holds(tmp_path: Path) -> None:
     sent = [new_alerts(tmp_path, found) for found in (["a"], ["a"], ["a", "b"], [], ["a"])]
     assert sent == [["a"], [], ["b"], [], ["a"]]

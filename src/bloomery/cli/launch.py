@@ -77,7 +77,7 @@ def _after(job: Job, code: int, *, ended: bool) -> int:
     if not slurm.is_newest_start():
         signals.say("Slurm has started this job again, or cannot be reached: this start decides nothing")
         return exit_codes.OK
-    attempt = judge(job.folder, code, restarts=job.section.restarts, job=slurm.job_name())
+    attempt = judge(job.folder, code, restarts=job.section.restarts, job=os.environ["SLURM_JOB_ID"])
     done, job_id = slurm.act(attempt, job, ended=ended)
     if job_id:
         remember_job(job.folder, on="slurm", job_id=job_id)
@@ -95,9 +95,9 @@ def _on_local(recipe: Recipe, job: Job, args: argparse.Namespace) -> int:
 def _on_hosts(recipe: Recipe, job: Job, args: argparse.Namespace) -> int:
     found = hosts.of(job)
     if args.dry_run:
-        first = found[0].name.rpartition("@")[2]
+        first = found[0].rpartition("@")[2]
         return _print(
-            "\n\n".join(f"# {host.name}\n{hosts.script(job, host, i, first, 29500)}" for i, host in enumerate(found))
+            "\n\n".join(f"# {host}\n{hosts.script(job, host, i, first, 29500)}" for i, host in enumerate(found))
         )
     lost = set[str]()
     return _restarted(recipe, args, lambda job: hosts.run(job, hosts.of(job, lost), lost))

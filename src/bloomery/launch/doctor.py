@@ -38,7 +38,6 @@ FEATURES = {
     "energy and clocks of NVIDIA devices": ("pynvml", "pip install 'bloomery[energy]'"),
 }
 """Feature -> the command or module it needs, and what installs it."""
-_COMMANDS = ("g++", "ssh", "sbatch")
 _PROBE_BYTES = 2**26
 _SLOW_BYTES_PER_SECOND = 50e6
 BAD_NODES_FILE = "launch/bad_nodes.txt"
@@ -167,10 +166,8 @@ def _inputs(recipe: Recipe) -> Iterator[tuple[str, str]]:
 
 
 def _has(need: str) -> bool:
-    if need in _COMMANDS:
-        return shutil.which(need) is not None
     try:
-        return importlib.util.find_spec(need) is not None
+        return shutil.which(need) is not None or importlib.util.find_spec(need) is not None
     except ModuleNotFoundError:  # of a package around it
         return False
 

@@ -213,10 +213,6 @@ def exit_code(job_id: str) -> int:
     return code or (exit_codes.LOST_RANK if number else exit_codes.OK)
 
 
-def job_name(environment: Mapping[str, str] = os.environ) -> str:
-    return environment.get("SLURM_JOB_ID", "")
-
-
 def is_newest_start(environment: Mapping[str, str] = os.environ) -> bool:
     """Whether Slurm knows of no later start of this job. A node that was cut off from the network may come back when
     its job has long been running elsewhere, under the same id: the old one must decide nothing."""

@@ -217,7 +217,3 @@ def targets(target: str, include: Sequence[str]) -> Mapping[str, Sequence[str]]:
     if "{part}" in target:
         return {target.replace("{part}", part): patterns for part, patterns in PATTERNS.items()}
     return {target: include or [pattern for patterns in PATTERNS.values() for pattern in patterns]}
-
-
-def facts_of(done: Mapping[str, Sequence[str]]) -> dict[str, Any]:
-    return {"targets": [{"target": target, "files": len(files)} for target, files in done.items()]}
