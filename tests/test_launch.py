@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 import types
@@ -19,6 +20,7 @@ from bloomery.base.ranks import Started, started_as
 from bloomery.cli.main import main
 from bloomery.config.load import load_recipe, shipped_recipes
 from bloomery.launch import hosts, slurm
+from bloomery.launch.job import training_job
 from bloomery.launch.restart import judge
 from bloomery.launch.watch import remember_job
 from bloomery.monitor.sinks import EventFile
@@ -85,6 +87,51 @@ def test_the_steps_of_the_data_are_arrays_before_the_training(
     assert "--step submits arrays to Slurm" in capsys.readouterr().err
     assert main(["launch", "small.yaml", "--on", "slurm", "--step", "extract", "--dry-run"]) == exit_codes.USAGE
     assert "launch.stages.extract.arguments is missing" in capsys.readouterr().err
+
+
+def test_any_folder_and_any_value_stay_one_word(workshop: Workshop, capsys: pytest.CaptureFixture[str]) -> None:
+    """In `#SBATCH` lines, where Slurm reads quotes as bash does, and `%` is its own."""
+    folder, value = 'a b/it\'s %j "$(touch pwned)"', 'it\'s "$(touch pwned)" `touch pwned`'
+    section = {"env": {"A": value}, "constraint": "a b", "time_limit": "1h"}
+    words = ["launch", "small.yaml", f"launch={json.dumps(section)}", "--dry-run", "--run-dir", folder, "--on"]
+    for target in ("local", "slurm"):
+        assert main([*words, target]) == exit_codes.OK
+        text = capsys.readouterr().out
+        exports = "\n".join(line for line in text.splitlines() if line.startswith("export"))
+        said = subprocess.run(["bash", "-c", f'{exports}\nprintf %s "$A"'], capture_output=True, text=True)
+        assert said.stdout == value
+        assert subprocess.run(["bash", "-n"], input=text, text=True).returncode == 0
+    options = [word for line in text.splitlines() if line.startswith("#SBATCH") for word in shlex.split(line)[1:]]
+    assert "--constraint=a b" in options
+    assert f"--output={workshop.folder}/{folder.replace('%', '%%')}/logs/small_%j.log" in options
+
+
+def test_the_longest_limit_of_several_partitions_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`launch.partition: a,b`, of which `scontrol` shows none when it is asked for both."""
+    shown = "\n".join(
+        f"PartitionName={name} Default={default} MaxTime={limit}"
+        for name, default, limit in [("a", "YES", "01:00:00"), ("b", "NO", "1-00:00:00"), ("c", "NO", "UNLIMITED")]
+    )
+    monkeypatch.setattr(slurm, "_slurm", lambda *words: shown)
+    limits = [slurm._longest_seconds(names) for names in (None, "a", "a,b", "a,c")]
+    assert limits == [3600, 3600, 86400, None]
+
+
+def test_a_share_that_slurm_ends_is_named_and_not_retried(
+    workshop: Workshop, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By `scancel`, or at its time limit: its shell gets SIGTERM too, and has some seconds left."""
+    run = workshop.folder / "runs" / "x"
+    (run / "logs").mkdir(parents=True)
+    for name, does in (("srun", 'kill -TERM "$PPID"; exit 143'), ("scontrol", f"touch {run}/retried")):
+        (workshop.folder / name).write_text(f"#!/bin/sh\n{does}\n")
+        (workshop.folder / name).chmod(0o755)
+    monkeypatch.setenv("PATH", str(workshop.folder), prepend=os.pathsep)
+    assert main(["launch", "small.yaml", "--on", "slurm", "--step", "prepare", "--run-dir", str(run), "--dry-run"]) == 0
+    done = subprocess.run(["bash"], input=capsys.readouterr().out, text=True, capture_output=True)
+    assert done.returncode == 143, done.stderr
+    assert "failed with exit code 143" in (run / "logs" / "main_log.txt").read_text()
+    assert not (run / "retried").exists()
 
 
 def test_the_job_of_azureml(workshop: Workshop, capsys: pytest.CaptureFixture[str]) -> None:
@@ -190,9 +237,29 @@ def test_a_host_that_the_doctor_has_named_is_not_used(workshop: Workshop) -> Non
     path = workshop.folder / "hostfile"
     path.write_text("a\nb\nspare\n")
     found = hosts.read_hostfile(path, nodes=2, ranks_per_node=8, bad=["b", "elsewhere"])
-    assert [host.name for host in found] == ["a", "spare"]
+    assert found == ["a", "spare"]
     with pytest.raises(RecipeError, match=r"has 2 hosts without b of launch/bad_nodes.txt. launch.nodes is 3"):
         hosts.read_hostfile(path, nodes=3, ranks_per_node=8, bad=["b"])
+
+
+def test_a_host_that_was_lost_is_the_last_to_be_used_again(
+    workshop: Workshop, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A stand-in for ssh: `b` is never reached, and the others end as if somebody had asked the run to stop."""
+    (workshop.folder / "hostfile").write_text("a\nb\nspare\n")
+    shim, asked = workshop.folder / "ssh", workshop.folder / "asked"
+    shim.write_text(f'#!/bin/sh\nfor host; do case $host in a|b|spare) break;; esac; done\n'
+                    f'echo $host >> {asked}\n[ $host != b ] || exit 255\n')  # fmt: skip
+    shim.chmod(0o755)
+    monkeypatch.setenv("PATH", str(workshop.folder), prepend=os.pathsep)
+    section = "launch={hostfile: hostfile, nodes: 2, restarts: 1}"
+    assert main(["launch", "small.yaml", section, "--on", "hosts"]) == exit_codes.OK
+    assert "b cannot be reached any more" in capfd.readouterr().err
+    names = asked.read_text().split()
+    assert [sorted(names[:2]), sorted(names[2:])] == [["a", "b"], ["a", "spare"]]
+    (workshop.folder / "hostfile").write_text("a\nb\n")
+    found = hosts.read_hostfile(workshop.folder / "hostfile", nodes=2, ranks_per_node=1, lost=["a"])
+    assert found == ["b", "a"]
 
 
 def test_a_second_job_of_a_run_is_refused(workshop: Workshop, capsys: pytest.CaptureFixture[str]) -> None:
@@ -224,6 +291,25 @@ def test_the_log_of_a_job_of_azureml_is_followed(
     assert (capsys.readouterr().out, streamed) == ("submitted: https://ml.azure.com/runs/gentle_toe\n", [])
     assert main([*words, "--follow"]) == exit_codes.OK
     assert streamed == ["gentle_toe"]
+
+
+def test_a_job_of_slurm_is_given_neither_excluded_nor_bad_nodes(
+    workshop: Workshop, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Neither one that is launched again nor the next one of a chain."""
+    asked = list[tuple[str, ...]]()
+    monkeypatch.setattr(slurm, "_slurm", lambda *words: asked.append(words) or "")
+    run = workshop.folder / "runs" / "x"
+    (run / "launch").mkdir(parents=True)
+    (run / "launch" / "bad_nodes.txt").write_text("n7\nn5\nn7\n")
+    assert "#SBATCH --exclude='n[1-2],n5,n7'\n" in dry_run(
+        capsys, "small.yaml", "launch.exclude=n[1-2]", "--on", "slurm"
+    )
+    place = {"SLURM_JOB_ID": "9", "SLURM_ARRAY_JOB_ID": "8", "SLURM_JOB_NUM_NODES": "1", "SLURM_ARRAY_TASK_MAX": "3",
+             "SLURM_ARRAY_TASK_ID": "1"}  # fmt: skip
+    job = training_job(load_recipe(str(workshop.recipe), ["launch.exclude=n[1-2]"]).recipe, run)
+    slurm.act(judge(folder_with(run, began=0, step=5), 6, restarts=3), job, ended=False, environment=place)
+    assert asked == [("scontrol", "update", "JobId=8", "ExcNodeList=n[1-2],n5,n7")]
 
 
 @pytest.mark.parametrize(
@@ -274,11 +360,15 @@ def test_a_start_that_slurm_has_replaced_decides_nothing(
 
 
 def test_a_job_that_was_cancelled_before_it_ran_did_not_go_well(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = {"7": {"JobState": "CANCELLED", "ExitCode": "0:0"}}
+    found = {"7": {"JobState": "CANCELLED", "ExitCode": "0:0", "RunTime": "00:00:00", "ArrayTaskId": "3-9%1"}}
     monkeypatch.setattr(slurm, "tasks", lambda _: found)
     assert slurm.exit_code("7") == exit_codes.INTERRUPTED
-    found["6"] = {"JobState": "COMPLETED", "ExitCode": "0:0"}
-    assert slurm.exit_code("7") == exit_codes.OK, "the rest of a chain is cancelled when the training is complete"
+    found["8"] = {"JobState": "FAILED", "ExitCode": "6:0", "RunTime": "00:10:00", "ArrayTaskId": "1"}
+    assert slurm.exit_code("7") == exit_codes.LOST_RANK
+    found["9"] = {"JobState": "COMPLETED", "ExitCode": "0:0", "RunTime": "00:10:00", "ArrayTaskId": "2"}
+    assert slurm.exit_code("7") == exit_codes.OK, "the last job that ran has completed the training"
+    found["9"] |= {"JobState": "CANCELLED", "ExitCode": "0:15"}
+    assert slurm.exit_code("7") == exit_codes.INTERRUPTED
 
 
 # ---------------------------------------------------------------- what is started here
@@ -339,11 +429,23 @@ def test_what_follows_from_how_a_job_ended(tmp_path: Path, code: int, stop: str 
     assert judge(run, code, restarts=3).next == verdict
 
 
+def test_jobs_that_are_interrupted_before_their_first_step_are_a_loop(tmp_path: Path) -> None:
+    """Their time limit is shorter than their start, for instance."""
+    run, codes = folder_with(tmp_path, began=0, step=5, stop="signal"), (0, *[exit_codes.INTERRUPTED] * 3)
+    assert [judge(run, code, restarts=2).next for code in codes] == ["again", "again", "again", "stop"]
+
+
+def test_a_complete_run_whose_next_start_is_refused_is_not_called_complete(tmp_path: Path) -> None:
+    """Its recipe was changed to train longer, and has a mistake."""
+    attempt = judge(folder_with(tmp_path, began=0, step=5, stop="finished"), exit_codes.USAGE, restarts=3)
+    assert (attempt.next, "the recipe or the command line is wrong" in attempt.why) == ("stop", True)
+
+
 def test_damaged_lines_do_not_keep_a_run_from_being_restarted(tmp_path: Path) -> None:
     run = folder_with(tmp_path, began=0, step=5, stop="exit_after")
     for name in ("events.jsonl", "launch/attempts.jsonl"):
         with open(run / name, "a") as file:
-            file.write('{"kind": "sto\n\0\0\0\n')
+            file.write('{"kind": "sto\n\0\0\0\n{"kind": "save", "step": "x"}\n')
     assert judge(run, 0, restarts=3).next == "again"
     assert judge(run, 1, restarts=3).next == "again"
 

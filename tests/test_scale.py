@@ -37,3 +37,4 @@ def test_a_result_that_is_none(workshop: Workshop, capfd: pytest.CaptureFixture[
     (workshop.folder / "other.json").write_text("{}")
     assert main(["scale", str(workshop.recipe), "--nodes", "1", "--steps", "2", "--compare", "other.json"]) == 3
     assert "other.json is no result of a scaling experiment" in capfd.readouterr().err
+    assert not (workshop.folder / "runs").exists(), "found out before anything is trained"

@@ -72,6 +72,34 @@ def test_only_what_is_whole_and_new_goes_to_a_folder(tmp_path: Path, capsys: pyt
     assert sync(run, str(there), ["logs/*"]) == []
 
 
+def test_a_target_is_a_place_outside_of_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A copy onto itself would take the files away that a training appends to."""
+    run = make_run(tmp_path / "run")
+    before = (run / "metrics.jsonl").stat().st_ino
+    for target in (str(run), f"file://{run}", str(run / "inside"), f"{run}/../run", ""):
+        assert main(["sync", str(run), target]) == 2
+        assert "is no place outside of the run" in capsys.readouterr().err
+    assert (run / "metrics.jsonl").stat().st_ino == before
+    for place in ("one", "two"):
+        (tmp_path / place).mkdir()
+        monkeypatch.chdir(tmp_path / place)
+        assert main(["sync", "../run", "there"]) == 0
+        assert arrived(tmp_path / place / "there") == EXPECTED
+    for target, folder in ((f"file://{tmp_path}/a b", tmp_path / "a b"), ("x::y", tmp_path / "two" / "x::y")):
+        assert main(["sync", "../run", target]) == 0
+        assert arrived(folder) == EXPECTED
+
+
+def test_checkpoints_may_lie_on_another_disk(tmp_path: Path) -> None:
+    run, there = make_run(tmp_path / "run"), tmp_path / "there"
+    (run / "checkpoints").rename(tmp_path / "disk")
+    (run / "checkpoints").symlink_to(tmp_path / "disk")
+    assert set(sync(run, str(there), EVERYTHING)) == EXPECTED
+    assert arrived(there) == EXPECTED
+
+
 def test_each_part_of_a_training_has_its_repository(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run")
     assert main(["sync", str(run), f"{tmp_path}/of-{{part}}"]) == 0

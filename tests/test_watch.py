@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import http.server
 import json
 import os
@@ -93,6 +94,18 @@ def test_what_is_wrong_is_found_and_only_that(tmp_path: Path) -> None:
     assert alerts_of(gone) == {"gone": "small is not RUNNING or SCHEDULED!"}
     event(gone, "stop", 100, reason="finished")
     assert alerts_of(gone) == {}
+
+
+def test_json_is_json_whatever_the_loss_is_and_a_command_prints(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    run = run_folder(tmp_path / "run", ago=2000.0, command="cat", disk_below=0.0)
+    with open(run / "metrics.jsonl", "a") as file:
+        file.write(f"{to_json(step_record(step=31, losses={'lm loss': float('nan')}))}\n")
+    assert main(["watch", str(run), "--json", "--pulse"]) == 0
+    said = capfd.readouterr()
+    assert json.loads(said.out, parse_constant=pytest.fail)["losses"][-1] == "NaN"
+    assert "it hangs" in said.err
 
 
 def test_each_alert_is_sent_once_for_as_long_as_it_holds(tmp_path: Path) -> None:
@@ -281,6 +294,24 @@ def test_a_job_that_has_just_begun_does_not_hang(
     assert "small is running for 00:01:00 since 20" in capsys.readouterr().out
 
 
+def test_a_suspended_job_is_not_gone_and_a_preempted_one_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = run_folder(tmp_path / "run")
+    remember_job(run, on="slurm", job_id="7")
+    found = {"7": {"JobId": "7", "JobState": "SUSPENDED", "Reason": "None", "StartTime": "2026-11-19T10:20:30"}}
+    monkeypatch.setattr("bloomery.launch.slurm.tasks", lambda _: found)
+    assert status_of(run, "small", AlertsSection(disk_below=0.0)).job.text == "is SUSPENDED (7)"
+    found["7"]["JobState"] = "PREEMPTED"
+    assert list(alerts_of(run)) == ["gone"]
+
+
+def test_a_second_install_takes_the_place_of_the_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, asked = run_folder(tmp_path / "run"), list[tuple[str, ...]]()
+    monkeypatch.setattr("bloomery.launch.slurm._slurm", lambda *words: asked.append(words) or f"{len(asked)}\n")
+    assert main(["watch", "install", str(run), "--daily"]) == 0
+    assert main(["watch", "install", str(run), "--daily", "--sync", "there"]) == 0
+    assert [words[:2] for words in asked] == [("sbatch", "--parsable"), ("scancel", "1"), ("sbatch", "--parsable")]
+
+
 @pytest.mark.parametrize("answer", ["", "echo 'slurm_load_jobs error: Unable to contact slurm controller' >&2; exit 1"])
 def test_a_scheduler_that_cannot_be_asked_is_no_vanished_job(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answer: str
@@ -302,9 +333,39 @@ def test_a_scheduler_that_cannot_be_asked_is_no_vanished_job(
 def test_a_damaged_line_does_not_end_the_watch(tmp_path: Path) -> None:
     run = run_folder(tmp_path / "run")
     with open(run / "events.jsonl", "a") as file:
-        file.write('{"kind": "spi\n[]\n{"time": 1}\n')
+        file.write('{"kind": "spi\n[]\n{"time": 1}\n{"kind": "save"}\n{"kind": "save", "step": "x"}\n')
     event(run, "spike", 31)
-    assert list(alerts_of(run)) == ["spike"]
+    for damaged in ("", "x", "[]", '{"on": "slurm"}', '{"on": "local"}'):
+        (run / "launch" / "job.json").write_text(damaged)
+        assert list(alerts_of(run)) == ["spike"]
+
+
+def test_a_run_that_may_not_be_read_is_said_in_a_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refused(path: Path, **_: Any) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    for command in ("watch", "stop"):
+        with monkeypatch.context() as patched:
+            patched.setattr(Path, "stat", refused)
+            assert main([command, str(tmp_path)]) == 3
+        assert "cannot be read: Permission denied. Check its path, permissions" in capsys.readouterr().err
+
+
+def test_a_colleague_may_have_asked_already(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The file is hers, and nobody else may write to it; the folder is everybody's."""
+    (tmp_path / "control" / "stop").parent.mkdir()
+    (tmp_path / "control" / "stop").touch(mode=0o444)
+    real = os.open
+
+    def guarded(path: Any, flags: int, *rest: Any, **more: Any) -> int:
+        if str(path).endswith("control/stop") and not flags & os.O_EXCL:
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return real(path, flags, *rest, **more)
+
+    monkeypatch.setattr(os, "open", guarded)
+    assert main(["stop", str(tmp_path)]) == 0
 
 
 def test_an_alert_that_reached_nobody_is_sent_again_and_its_secret_address_stays_one(

@@ -9,7 +9,7 @@
 #SBATCH --account=abc@v100
 #SBATCH --qos=long
 #SBATCH --constraint=v100-32g
-#SBATCH --exclude=n[3-4]
+#SBATCH --exclude='n[3-4]'
 #SBATCH --time=4-04:00:00
 #SBATCH --signal=TERM@300
 #SBATCH --output=DIR/runs/x/logs/small_%j.log

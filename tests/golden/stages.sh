@@ -13,10 +13,12 @@ export OMP_NUM_THREADS=1                  # else every rank starts a thread for 
 export PYTHONUNBUFFERED=1                 # the log has the last lines of a rank that is killed
 export TORCH_NCCL_ASYNC_ERROR_HANDLING=1  # a rank that is lost ends the others' collectives
 export TORCH_CPP_LOG_LEVEL=ERROR          # a lost rank is reported once, not in pages of C++ frames
+trap 'ended=1' TERM  # scancel, or the time limit: the last lines say why what depends on it is cancelled
 srun --ntasks=1 PYTHON -m bloomery download files.jsonl --output raw --unit "$SLURM_ARRAY_TASK_ID/8"
 code=$?
 [ "$code" = 0 ] && exit
-[ "$code" = 2 ] || [ "${SLURM_RESTART_COUNT:-0}" -ge 3 ] || { scontrol requeue "$SLURM_JOB_ID" && exit "$code"; }
+sleep 1  # what has ended srun may come here as well
+[ "$code" = 2 ] || [ "${ended:-}" ] || [ "${SLURM_RESTART_COUNT:-0}" -ge 3 ] || { scontrol requeue "$SLURM_JOB_ID" && exit "$code"; }
 echo "[$(date -u +%FT%TZ)] $SLURM_JOB_NAME ${SLURM_ARRAY_TASK_ID:-} failed with exit code $code:" 'see DIR/runs/x/logs/download; what depends on it is cancelled' | tee -a DIR/runs/x/logs/main_log.txt
 exit $code
 
@@ -34,10 +36,12 @@ export OMP_NUM_THREADS=1                  # else every rank starts a thread for 
 export PYTHONUNBUFFERED=1                 # the log has the last lines of a rank that is killed
 export TORCH_NCCL_ASYNC_ERROR_HANDLING=1  # a rank that is lost ends the others' collectives
 export TORCH_CPP_LOG_LEVEL=ERROR          # a lost rank is reported once, not in pages of C++ frames
+trap 'ended=1' TERM  # scancel, or the time limit: the last lines say why what depends on it is cancelled
 srun --ntasks=1 PYTHON -m bloomery download files.jsonl --output raw
 code=$?
 [ "$code" = 0 ] && exit
-[ "$code" = 2 ] || [ "${SLURM_RESTART_COUNT:-0}" -ge 3 ] || { scontrol requeue "$SLURM_JOB_ID" && exit "$code"; }
+sleep 1  # what has ended srun may come here as well
+[ "$code" = 2 ] || [ "${ended:-}" ] || [ "${SLURM_RESTART_COUNT:-0}" -ge 3 ] || { scontrol requeue "$SLURM_JOB_ID" && exit "$code"; }
 echo "[$(date -u +%FT%TZ)] $SLURM_JOB_NAME ${SLURM_ARRAY_TASK_ID:-} failed with exit code $code:" 'see DIR/runs/x/logs/download; what depends on it is cancelled' | tee -a DIR/runs/x/logs/main_log.txt
 exit $code
 
@@ -55,10 +59,12 @@ export OMP_NUM_THREADS=1                  # else every rank starts a thread for 
 export PYTHONUNBUFFERED=1                 # the log has the last lines of a rank that is killed
 export TORCH_NCCL_ASYNC_ERROR_HANDLING=1  # a rank that is lost ends the others' collectives
 export TORCH_CPP_LOG_LEVEL=ERROR          # a lost rank is reported once, not in pages of C++ frames
+trap 'ended=1' TERM  # scancel, or the time limit: the last lines say why what depends on it is cancelled
 srun --ntasks=1 PYTHON -m bloomery extract raw --output chunks --chunks 32
 code=$?
 [ "$code" = 0 ] && exit
-[ "$code" = 2 ] || [ "${SLURM_RESTART_COUNT:-0}" -ge 3 ] || { scontrol requeue "$SLURM_JOB_ID" && exit "$code"; }
+sleep 1  # what has ended srun may come here as well
+[ "$code" = 2 ] || [ "${ended:-}" ] || [ "${SLURM_RESTART_COUNT:-0}" -ge 3 ] || { scontrol requeue "$SLURM_JOB_ID" && exit "$code"; }
 echo "[$(date -u +%FT%TZ)] $SLURM_JOB_NAME ${SLURM_ARRAY_TASK_ID:-} failed with exit code $code:" 'see DIR/runs/x/logs/extract; what depends on it is cancelled' | tee -a DIR/runs/x/logs/main_log.txt
 exit $code
 
@@ -81,10 +87,12 @@ export PYTHONUNBUFFERED=1                 # the log has the last lines of a rank
 export TORCH_NCCL_ASYNC_ERROR_HANDLING=1  # a rank that is lost ends the others' collectives
 export TORCH_CPP_LOG_LEVEL=ERROR          # a lost rank is reported once, not in pages of C++ frames
 export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK  # srun does not take it from sbatch
+trap 'ended=1' TERM  # scancel, or the time limit: the last lines say why what depends on it is cancelled
 srun --ntasks=1 PYTHON -m bloomery prepare DIR/runs/x/launch/recipe.yaml --unit "$SLURM_ARRAY_TASK_ID/32"
 code=$?
 [ "$code" = 0 ] && exit
-[ "$code" = 2 ] || [ "${SLURM_RESTART_COUNT:-0}" -ge 3 ] || { scontrol requeue "$SLURM_JOB_ID" && exit "$code"; }
+sleep 1  # what has ended srun may come here as well
+[ "$code" = 2 ] || [ "${ended:-}" ] || [ "${SLURM_RESTART_COUNT:-0}" -ge 3 ] || { scontrol requeue "$SLURM_JOB_ID" && exit "$code"; }
 echo "[$(date -u +%FT%TZ)] $SLURM_JOB_NAME ${SLURM_ARRAY_TASK_ID:-} failed with exit code $code:" 'see DIR/runs/x/logs/prepare; what depends on it is cancelled' | tee -a DIR/runs/x/logs/main_log.txt
 exit $code
 
@@ -106,10 +114,12 @@ export PYTHONUNBUFFERED=1                 # the log has the last lines of a rank
 export TORCH_NCCL_ASYNC_ERROR_HANDLING=1  # a rank that is lost ends the others' collectives
 export TORCH_CPP_LOG_LEVEL=ERROR          # a lost rank is reported once, not in pages of C++ frames
 export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK  # srun does not take it from sbatch
+trap 'ended=1' TERM  # scancel, or the time limit: the last lines say why what depends on it is cancelled
 srun --ntasks=1 PYTHON -m bloomery prepare DIR/runs/x/launch/recipe.yaml
 code=$?
 [ "$code" = 0 ] && exit
-[ "$code" = 2 ] || [ "${SLURM_RESTART_COUNT:-0}" -ge 3 ] || { scontrol requeue "$SLURM_JOB_ID" && exit "$code"; }
+sleep 1  # what has ended srun may come here as well
+[ "$code" = 2 ] || [ "${ended:-}" ] || [ "${SLURM_RESTART_COUNT:-0}" -ge 3 ] || { scontrol requeue "$SLURM_JOB_ID" && exit "$code"; }
 echo "[$(date -u +%FT%TZ)] $SLURM_JOB_NAME ${SLURM_ARRAY_TASK_ID:-} failed with exit code $code:" 'see DIR/runs/x/logs/prepare; what depends on it is cancelled' | tee -a DIR/runs/x/logs/main_log.txt
 exit $code
 

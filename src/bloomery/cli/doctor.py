@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -37,7 +38,7 @@ def run(args: argparse.Namespace) -> int:
     recipe = load(args, warns=not args.node).recipe if args.recipe else None
     with written_to("--run-dir"):
         facts = machine_facts(make_folder(args.run_dir))
-    facts["host"] = args.host or facts["host"]
+    facts["host"] = args.host or os.environ.get("SLURMD_NODENAME") or facts["host"]  # as the scheduler knows it
     bad, wrong = (list(find(recipe, facts)) if recipe else [] for find in (node_problems, run_problems))
     if args.node and bad:
         with open(args.run_dir / BAD_NODES_FILE, "a", opener=open_plain) as file:

@@ -14,7 +14,6 @@ from bloomery.base.errors import Problem, RecipeError, StorageError
 from bloomery.cli.arguments import add_recipe_arguments, done_samples, load, run_folder, whole_number
 from bloomery.config.recipe import Recipe
 from bloomery.launch import azureml, cron, here, hosts, slurm, stages
-from bloomery.launch.doctor import bad_nodes
 from bloomery.launch.follow import LogTail
 from bloomery.launch.job import Job, training_job, write_recipe
 from bloomery.launch.restart import judge
@@ -78,8 +77,8 @@ def _after(job: Job, code: int, *, ended: bool) -> int:
     if not slurm.is_newest_start():
         signals.say("Slurm has started this job again, or cannot be reached: this start decides nothing")
         return exit_codes.OK
-    attempt = judge(job.folder, code, restarts=job.section.restarts, job=slurm.job_name())
-    done, job_id = slurm.act(attempt, job, bad=bad_nodes(job.folder), ended=ended)
+    attempt = judge(job.folder, code, restarts=job.section.restarts, job=os.environ["SLURM_JOB_ID"])
+    done, job_id = slurm.act(attempt, job, ended=ended)
     if job_id:
         remember_job(job.folder, on="slurm", job_id=job_id)
     for text in [f"{attempt.why}: {done}", *(cron.revive(job.folder) if attempt.next == "again" else [])]:
@@ -96,11 +95,12 @@ def _on_local(recipe: Recipe, job: Job, args: argparse.Namespace) -> int:
 def _on_hosts(recipe: Recipe, job: Job, args: argparse.Namespace) -> int:
     found = hosts.of(job)
     if args.dry_run:
-        first = found[0].name.rpartition("@")[2]
+        first = found[0].rpartition("@")[2]
         return _print(
-            "\n\n".join(f"# {host.name}\n{hosts.script(job, host, i, first, 29500)}" for i, host in enumerate(found))
+            "\n\n".join(f"# {host}\n{hosts.script(job, host, i, first, 29500)}" for i, host in enumerate(found))
         )
-    return _restarted(recipe, args, lambda job: hosts.run(job, hosts.of(job)))
+    lost = set[str]()
+    return _restarted(recipe, args, lambda job: hosts.run(job, hosts.of(job, lost), lost))
 
 
 def _on_slurm(recipe: Recipe, job: Job, args: argparse.Namespace) -> int:

@@ -17,7 +17,7 @@ from typing import NoReturn
 
 from bloomery import __version__
 from bloomery.base import exit_codes, signals
-from bloomery.base.errors import BloomeryError, host_memory_problem, mask_streams
+from bloomery.base.errors import BloomeryError, host_memory_problem, mask_streams, unreadable
 
 COMMANDS = {
     "quickstart": ("quickstart", "everything once, on this machine's Python files, from tokenizer to report"),
@@ -100,6 +100,9 @@ def _answered(arguments: list[str]) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return exit_codes.OK
     except OSError as error:
+        if error.errno in (errno.EACCES, errno.EIO, errno.ESTALE) and error.filename:
+            print(f"bloomery: {unreadable(str(error.filename), error)}", file=sys.stderr)
+            return exit_codes.DATA
         if error.errno != errno.ENOSPC:
             raise
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -43,6 +43,7 @@ def run(args: argparse.Namespace) -> int:
         raise RecipeError(
             Problem("--nodes is missing", "each is a training of its own", "give for example --nodes 1,2,4")
         )
+    others = {str(path): _points(path) for path in args.compare}
     output = make_folder(args.output or Path("runs") / f"{recipe.name}-scale")
     points: list[dict[str, Any]] = []
     for nodes in sorted(set(args.nodes)):
@@ -58,8 +59,7 @@ def run(args: argparse.Namespace) -> int:
         remove_tree(folder / CHECKPOINTS)  # what a training ends with; nobody needs it
     facts = {"recipe": recipe.name, "strong": args.strong, "points": with_efficiency(points)}
     write_atomically(output / _RESULT, json.dumps(facts, indent=1) + "\n")
-    results = {str(output): facts["points"]} | {str(path): _points(path) for path in args.compare}
-    write_atomically(output / _PICTURE, picture(results))
+    write_atomically(output / _PICTURE, picture({str(output): facts["points"]} | others))
     show(args, {**facts, "picture": str(output / _PICTURE)})
     return exit_codes.OK
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+from contextlib import suppress
 from pathlib import Path
 
 from bloomery.base import exit_codes
@@ -26,7 +27,7 @@ def run(args: argparse.Namespace) -> int:
         rule = "a training makes control/ in its run folder when it starts"
         raise DataError(Problem(f"{args.run} is no run that has started", rule, "give its folder, usually runs/<name>"))
     name = "stop-after-save" if args.after_save else "kill" if args.for_good else "stop"
-    with writing(control / name):
-        os.close(open_plain(control / name, os.O_WRONLY | os.O_CREAT))
+    with writing(control / name), suppress(FileExistsError):  # somebody else's, who has asked already
+        os.close(open_plain(control / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL))
     print(f"{args.run}: asked to stop{' after its next checkpoint' if args.after_save else ''}")
     return exit_codes.OK

@@ -12,7 +12,7 @@ from pathlib import Path
 from bloomery.base import signals
 from bloomery.base.errors import DataError, Problem, StorageError
 from bloomery.cli.arguments import add_json, show, whole_number
-from bloomery.launch.sync import facts_of, sync, targets
+from bloomery.launch.sync import sync, targets
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -36,7 +36,8 @@ def run(args: argparse.Namespace) -> int:
         parts = targets(args.target, args.include).items()
         try:
             done = {target: sync(args.run, target, patterns) for target, patterns in parts}
-            code = show(args, facts_of(done), partial(_text, done))
+            facts = {"targets": [{"target": target, "files": len(files)} for target, files in done.items()]}
+            code = show(args, facts, partial(_text, done))
         except (DataError, StorageError) as error:  # another time the network is back, or the other sync is done
             if args.watch is None:
                 raise

@@ -20,7 +20,6 @@ from bloomery.launch import slurm
 from bloomery.launch.job import Job
 
 _ID = "job.id"
-_LIVE = ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "SUSPENDED", "REQUEUED")
 
 
 def install(job: Job, name: str, every: Duration, sync_target: str | None) -> str:
@@ -42,7 +41,7 @@ def _script(job: Job, folder: Path, name: str, every: Duration, bloomery: list[s
     return "\n".join(
         [
             "#!/bin/bash",
-            *slurm.directives(one, {"output": job.folder / "logs" / f"cron-{name}.log"}),
+            *slurm.directives(one, {"output": slurm.log_file(job, f"cron-{name}")}),
             "# No `set -e`: a script that fails keeps neither the others nor the next job from running.",
             f"cd {shlex.quote(str(job.directory))}",
             *one.exports(),
@@ -62,6 +61,9 @@ def _script(job: Job, folder: Path, name: str, every: Duration, bloomery: list[s
 
 
 def _submit(folder: Path) -> str:
+    if (before := folder / _ID).exists():
+        with suppress(DataError):  # of an earlier `watch install`, or gone
+            slurm.cancel(read_text(before).strip())
     job_id = slurm.sbatch(folder / "job")
     write_atomically(folder / _ID, f"{job_id}\n")
     return job_id
@@ -72,7 +74,7 @@ def lost(run: Path) -> Iterator[tuple[str, Path]]:
     for path in sorted((run / "launch").glob(f"cron-*/{_ID}")):
         job_id = read_text(path).strip()
         with suppress(DataError, RecipeError):  # nobody knows: Slurm cannot be asked from here, or now
-            if not any(facts["JobState"] in _LIVE for facts in slurm.tasks(job_id).values()):
+            if all(facts["JobState"] in slurm.ENDED for facts in slurm.tasks(job_id).values()):
                 yield path.parent.name, path.parent
 
 

@@ -38,7 +38,6 @@ FEATURES = {
     "energy and clocks of NVIDIA devices": ("pynvml", "pip install 'bloomery[energy]'"),
 }
 """Feature -> the command or module it needs, and what installs it."""
-_COMMANDS = ("g++", "ssh", "sbatch")
 _PROBE_BYTES = 2**26
 _SLOW_BYTES_PER_SECOND = 50e6
 BAD_NODES_FILE = "launch/bad_nodes.txt"
@@ -106,8 +105,9 @@ def feature_facts() -> list[dict[str, str]]:
 
 def node_problems(recipe: Recipe, facts: dict[str, Any]) -> Iterator[Problem]:
     """What is wrong with this machine as a node of the training: another one may do."""
-    host, ranks = facts["host"], ranks_per_node(recipe)
-    if 0 < facts["devices"] < ranks:
+    host, ranks, launch = facts["host"], ranks_per_node(recipe), recipe.launch
+    wants = "cuda" in facts and launch is not None and launch.on == "slurm" and launch.gres  # else a CPU will do
+    if (0 if wants else 1) <= facts["devices"] < ranks:
         rule = f"launch.gpus_per_node starts {ranks} ranks on each node"
         yield Problem(f"{host} has {facts['devices']} devices", rule, "exclude it, or start fewer ranks")
     for each in facts["measured"]:
@@ -166,10 +166,8 @@ def _inputs(recipe: Recipe) -> Iterator[tuple[str, str]]:
 
 
 def _has(need: str) -> bool:
-    if need in _COMMANDS:
-        return shutil.which(need) is not None
     try:
-        return importlib.util.find_spec(need) is not None
+        return shutil.which(need) is not None or importlib.util.find_spec(need) is not None
     except ModuleNotFoundError:  # of a package around it
         return False
 

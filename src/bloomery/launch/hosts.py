@@ -11,10 +11,9 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple
 
 from bloomery.base import exit_codes, signals
 from bloomery.base.bounded import read_text
@@ -32,18 +31,16 @@ _LAST_SECONDS = 60.0
 """and after this their connections are closed."""
 
 
-class Host(NamedTuple):
-    name: str
-    slots: int | None
-
-
-def read_hostfile(path: Path, *, nodes: int, ranks_per_node: int, bad: Sequence[str] = ()) -> list[Host]:
-    """The first `nodes` hosts that are not bad. RecipeError with every problem of the file."""
+def read_hostfile(
+    path: Path, *, nodes: int, ranks_per_node: int, bad: Sequence[str] = (), lost: Collection[str] = ()
+) -> list[str]:
+    """The first `nodes` hosts that are not bad; those that were lost before come last. RecipeError with every problem
+    of the file."""
     try:
         lines = read_text(path).splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise RecipeError(Problem(f"launch.hostfile {path} cannot be read: {error}", remedy="correct it")) from error
-    found, problems = dict[str, Host](), list[Problem]()
+    found, problems = list[str](), list[Problem]()
     for number, line in enumerate(lines, 1):
         words = line.partition("#")[0].split()
         match = re.fullmatch(r"([\w.@:-]+)(?: slots=(\d{1,4}))?", " ".join(words))
@@ -51,13 +48,13 @@ def read_hostfile(path: Path, *, nodes: int, ranks_per_node: int, bad: Sequence[
             what, rule = f"{line.strip()!r} is no host, or stands here twice", "a line is `NAME slots=RANKS`"
             problems.append(Problem(what, rule, "correct it", f"{path}:{number}"))
         elif words and match:
-            found[match[1]] = Host(match[1], int(match[2]) if match[2] else None)
+            found.append(match[1])
             if match[2] and int(match[2]) < ranks_per_node:
                 rule = f"launch.gpus_per_node starts {ranks_per_node} ranks on every host"
                 problems.append(
                     Problem(f"{match[0]} has too few", rule, "lower it, or use another host", f"{path}:{number}")
                 )
-    good = [host for host in found.values() if host.name not in bad]
+    good = sorted((host for host in found if host not in bad), key=lambda host: host in lost)
     if len(good) < nodes:
         rule, but = f"launch.nodes is {nodes}", f" without {', '.join(bad)} of {BAD_NODES_FILE}" if bad else ""
         problems.append(Problem(f"{path} has {len(good)} hosts{but}", rule, "add hosts, or lower it", str(path)))
@@ -66,19 +63,19 @@ def read_hostfile(path: Path, *, nodes: int, ranks_per_node: int, bad: Sequence[
     return good[:nodes]
 
 
-def of(job: Job) -> list[Host]:
+def of(job: Job, lost: Collection[str] = ()) -> list[str]:
     """Those of the hostfile that the job needs."""
     section = job.section
     if section.hostfile is None:
         raise RecipeError(Problem("launch.hostfile is missing", "launch.on is hosts", "name a file of hosts there"))
     path, bad = Path(section.hostfile), bad_nodes(job.folder)
-    return read_hostfile(path, nodes=section.nodes, ranks_per_node=section.gpus_per_node, bad=bad)
+    return read_hostfile(path, nodes=section.nodes, ranks_per_node=section.gpus_per_node, bad=bad, lost=lost)
 
 
-def script(job: Job, host: Host, node: int, address: str, port: int) -> str:
+def script(job: Job, host: str, node: int, address: str, port: int) -> str:
     """What a host runs in bash: it is examined, together with the others, and then trains."""
     recipe = str(job.launch_folder / "recipe.yaml")
-    check = [*job.program, "doctor", "--node", "--host", host.name, recipe, "--run-dir", str(job.folder)]
+    check = [*job.program, "doctor", "--node", "--host", host, recipe, "--run-dir", str(job.folder)]
     as_rank = "RANK=$NODE_RANK WORLD_SIZE=$NNODES LOCAL_RANK=0 LOCAL_WORLD_SIZE=1 MASTER_PORT=$((MASTER_PORT + 1))"
     place = {"NODE_RANK": node, "NNODES": job.section.nodes, "MASTER_ADDR": address, "MASTER_PORT": port}
     return "\n".join(
@@ -96,11 +93,11 @@ def script(job: Job, host: Host, node: int, address: str, port: int) -> str:
 class _Connection(threading.Thread):
     """One host: shows what it prints, and knows how it ended."""
 
-    def __init__(self, host: Host, script: str, prefix: str) -> None:
-        super().__init__(name=host.name, daemon=True)
-        self.host, self._prefix, self.code = host, prefix.encode(), 0
+    def __init__(self, host: str, script: str, prefix: str) -> None:
+        super().__init__(name=host, daemon=True)
+        self.host, self._prefix, self.code, self.is_lost = host, prefix.encode(), 0, False
         self._ssh = subprocess.Popen(
-            [*_SSH, host.name, f"bash -c {shlex.quote(script)}"],
+            [*_SSH, host, f"bash -c {shlex.quote(script)}"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -116,9 +113,10 @@ class _Connection(threading.Thread):
                 sys.stdout.buffer.write(self._prefix + line.rstrip(b"\r\n") + b"\n")
                 sys.stdout.buffer.flush()
         code = self._ssh.wait()
-        if code == _FAILED_SSH:
-            signals.say(f"{self.host.name} cannot be reached any more, so the job ends on every host")
-        self.code = exit_codes.LOST_RANK if code == _FAILED_SSH or code < 0 else code  # 0 until then
+        self.is_lost = code == _FAILED_SSH
+        if self.is_lost:
+            signals.say(f"{self.host} cannot be reached any more, so the job ends on every host")
+        self.code = exit_codes.LOST_RANK if self.is_lost or code < 0 else code  # 0 until then
 
     def interrupt(self) -> None:
         """Type Ctrl-C there: the ranks save and end, and their last words still arrive."""
@@ -132,13 +130,14 @@ class _Connection(threading.Thread):
             self._ssh.send_signal(signal.SIGHUP)
 
 
-def run(job: Job, hosts: list[Host]) -> int:
-    """Start on all hosts and wait; when one fails, the others end too. The exit code of the first that failed."""
+def run(job: Job, hosts: list[str], lost: set[str]) -> int:
+    """Start on all hosts and wait; when one fails, the others end too. The exit code of the first that failed.
+    `lost` gets those that could not be reached."""
     if shutil.which("ssh") is None:
         raise RecipeError(Problem("there is no ssh here", "launch.on is hosts", "install openssh-client"))
-    address, port = hosts[0].name.rpartition("@")[2], random.SystemRandom().randrange(16384, 32767)
+    address, port = hosts[0].rpartition("@")[2], random.SystemRandom().randrange(16384, 32767)
     connections = [
-        _Connection(host, script(job, host, node, address, port), f"{host.name}: " if node else "")
+        _Connection(host, script(job, host, node, address, port), f"{host}: " if node else "")
         for node, host in enumerate(hosts)
     ]
     failed = exit_codes.OK
@@ -159,4 +158,5 @@ def run(job: Job, hosts: list[Host]) -> int:
                 _, ask = waiting.pop(0)
                 for each in running:
                     ask(each)
+    lost |= {each.host for each in connections if each.is_lost}
     return failed or next((each.code for each in connections if each.code), exit_codes.OK)

@@ -57,4 +57,4 @@ def _post(body: str, variable: str) -> None:
 
 
 def _run(body: str, command: str) -> None:
-    subprocess.run(["bash", "-c", command], input=body, text=True, check=True, timeout=_TIMEOUT_SECONDS)
+    subprocess.run(["bash", "-c", command], input=body, text=True, check=True, timeout=_TIMEOUT_SECONDS, stdout=2)

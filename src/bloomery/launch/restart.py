@@ -47,7 +47,7 @@ def judge(folder: Path, code: int, *, restarts: int, job: str = "") -> Attempt:
     """Decide, and keep the decision for the next one."""
     last = _last_start(folder / names.EVENTS_FILE)
     before = list(readable_lines(path := folder / ATTEMPTS_FILE, code=int, started_at=int))
-    began, step = int(last.get("began", 0)), int(last.get("step", 0))
+    began, step = last.get("began", 0), last.get("step", 0)
     what, why = _decide(code, last, began, before, restarts)
     attempt = Attempt(time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), job, code, began, step, what, why)
     file = AppendFile(path)
@@ -60,19 +60,19 @@ def _decide(
     code: int, last: Mapping[str, Any], began: int, before: Sequence[Mapping[str, Any]], restarts: int
 ) -> tuple[Literal["finished", "again", "stop"], str]:
     reason = str(last.get("reason", ""))
+    if code in _HOPELESS:
+        return "stop", f"exit code {code}: {_HOPELESS[code]}, so that starting again would not help"
     if reason == "finished":
         return "finished", "the training is complete"
     if code == exit_codes.OK:
         if reason in _PAUSES:
             return "again", f"this job is over ({last.get('text') or reason}), the training is not"
         return "stop", f"it was stopped on request ({last.get('text') or 'kill switch'})"
-    if code in _HOPELESS:
-        return "stop", f"exit code {code}: {_HOPELESS[code]}, so that starting again would not help"
-    alike = list(takewhile(lambda each: each["code"] not in (exit_codes.OK, exit_codes.INTERRUPTED), reversed(before)))
-    alike = list(takewhile(lambda each: each["started_at"] == began, alike))
+    alike = list(takewhile(lambda each: each.get("code") and each.get("started_at") == began, reversed(before)))
     if len(alike) >= restarts:
+        error = last.get("error", "")
         times = f"{len(alike) + 1} times" if alike else "once"
-        return "stop", f"it failed {times} from step {began:,} on, now with exit code {code}: {last.get('error', '')}"
+        return "stop", f"it failed {times} from step {began:,} on, now with exit code {code}{error and ': '}{error}"
     return "again", f"exit code {code}; it resumes from the newest checkpoint"
 
 

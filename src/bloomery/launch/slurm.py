@@ -9,15 +9,28 @@ import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from bloomery.base import exit_codes
 from bloomery.base.errors import DataError, Problem, RecipeError
+from bloomery.launch.doctor import bad_nodes
 from bloomery.launch.job import Job
 from bloomery.launch.restart import Attempt
 
-_ENDED = ("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "TIMEOUT")
+ENDED = (
+    "BOOT_FAIL",
+    "CANCELLED",
+    "COMPLETED",
+    "DEADLINE",
+    "FAILED",
+    "NODE_FAIL",
+    "OUT_OF_MEMORY",
+    "PREEMPTED",
+    "TIMEOUT",
+)
+"""States of jobs that do not come back; all others are in the queue, or run."""
+_NEVER_RAN = ("CANCELLED", "00:00:00")
 _POLL_SECONDS = 1.0
 
 
@@ -61,8 +74,13 @@ def _of_training(job: Job) -> dict[str, object]:
     return {
         "signal": f"TERM@{section.save_before.seconds:.0f}" if section.time_limit else None,
         "array": f"1-{section.array}%1" if is_chain else None,
-        "output": job.folder / "logs" / f"{job.name}_{'%A_%a' if is_chain else '%j'}.log",
+        "output": log_file(job, f"{job.name}_{'%A_%a' if is_chain else '%j'}"),
     }
+
+
+def log_file(job: Job, pattern: str) -> str:
+    """Of a job; `%` of the folder's own name is none of Slurm's."""
+    return f"{str(job.folder).replace('%', '%%')}/logs/{pattern}.log"
 
 
 def exports(job: Job) -> list[str]:
@@ -85,14 +103,19 @@ def directives(job: Job, more: Mapping[str, object]) -> list[str]:
         "account": section.account,
         "qos": section.qos,
         "constraint": section.constraint,
-        "exclude": section.exclude,
+        "exclude": _excluded(job),
         "time": _clock(section.time_limit.seconds) if section.time_limit else None,
         **more,
         "open-mode": "append",
         "kill-on-invalid-dep": "yes",
     }
-    lines = [f"#SBATCH --{name}={value}" for name, value in options.items() if value is not None]
+    lines = [f"#SBATCH --{name}={shlex.quote(str(value))}" for name, value in options.items() if value is not None]
     return [*lines, "#SBATCH --requeue", *section.extra_lines]
+
+
+def _excluded(job: Job) -> str | None:
+    """Nodes that it is not given."""
+    return ",".join([*filter(None, [job.section.exclude]), *bad_nodes(job.folder)]) or None
 
 
 def _clock(seconds: float) -> str:
@@ -112,16 +135,26 @@ def submit(path: Path, job: Job, *options: str) -> str:
     return sbatch(path, *options)
 
 
+def cancel(job_id: str) -> None:
+    _slurm("scancel", job_id)
+
+
 def sbatch(path: Path, *options: str) -> str:
     """The id of the job."""
     return _slurm("sbatch", "--parsable", *options, str(path)).strip().partition(";")[0]
 
 
-def _longest_seconds(partition: str | None) -> float | None:
-    shown = _slurm("scontrol", "--oneliner", "show", "partition", *([partition] if partition else []))
-    lines = [line for line in shown.splitlines() if partition or "Default=YES" in line]
-    found = re.search(r"\bMaxTime=(\S+)", lines[0]) if lines else None
-    return _seconds(found[1]) if found else None
+def _longest_seconds(partitions: str | None) -> float | None:
+    """In any of them, `a,b`, or the default; None without a limit."""
+    lines = _slurm("scontrol", "--oneliner", "--all", "show", "partition").splitlines()
+    found = [dict(re.findall(r"(\w+)=(\S*)", line)) for line in lines]
+    wanted = [
+        each
+        for each in found
+        if (each["PartitionName"] in partitions.split(",") if partitions else each["Default"] == "YES")
+    ]
+    limits = [_seconds(each["MaxTime"]) for each in wanted]
+    return max((limit for limit in limits if limit is not None), default=None) if None not in limits else None
 
 
 def _seconds(clock: str) -> float | None:
@@ -160,27 +193,24 @@ def follow(job_id: str) -> Iterator[str]:
             continue
         for name, facts in now.items():
             reason = f" ({facts['Reason']})" if facts.get("Reason", "None") != "None" else ""
-            where = f" on {facts['NodeList']}" if facts.get("NodeList", "(null)") != "(null)" else ""
+            where = f" on {facts['NodeList']}" if facts.get("NodeList", "(null)") not in ("", "(null)") else ""
             if states.get(name) != (state := f"{facts['JobState']}{reason}{where}"):
                 states[name] = state
                 yield f"Slurm job {name}: {state}"
-        if all(facts["JobState"] in _ENDED for facts in now.values()):
+        if all(facts["JobState"] in ENDED for facts in now.values()):
             return
         yield ""
         time.sleep(_POLL_SECONDS)
 
 
 def exit_code(job_id: str) -> int:
-    """The worst of the job and its tasks; one for interrupts where no task has run to its end."""
-    found = tasks(job_id).values()
-    if found and all(facts.get("JobState") == "CANCELLED" for facts in found):
+    """Of the job, or the last task of its chain that ran; that for interrupts where it was cancelled."""
+    ran = [facts for facts in tasks(job_id).values() if (facts["JobState"], facts["RunTime"]) != _NEVER_RAN]
+    last = max(ran, key=lambda facts: int(facts.get("ArrayTaskId", 0)), default={"JobState": "CANCELLED"})
+    if last["JobState"] == "CANCELLED":
         return exit_codes.INTERRUPTED
-    codes = [facts.get("ExitCode", "0:0").split(":") for facts in found]
-    return max((int(code) or (exit_codes.LOST_RANK if int(number) else 0) for code, number in codes), default=0)
-
-
-def job_name(environment: Mapping[str, str] = os.environ) -> str:
-    return environment.get("SLURM_JOB_ID", "")
+    code, number = map(int, last["ExitCode"].split(":"))
+    return code or (exit_codes.LOST_RANK if number else exit_codes.OK)
 
 
 def is_newest_start(environment: Mapping[str, str] = os.environ) -> bool:
@@ -190,34 +220,31 @@ def is_newest_start(environment: Mapping[str, str] = os.environ) -> bool:
     return tasks(own).get(own, {}).get("Restarts") == environment.get("SLURM_RESTART_COUNT", "0")
 
 
-def act(
-    attempt: Attempt, job: Job, *, bad: Sequence[str], ended: bool, environment: Mapping[str, str] = os.environ
-) -> tuple[str, str]:
+def act(attempt: Attempt, job: Job, *, ended: bool, environment: Mapping[str, str] = os.environ) -> tuple[str, str]:
     """Within a job at its end: put it into the queue again, or call off the rest of its chain. (What was done, the id
     of a new chain.)
 
-    `job`: as it should be from now on. `bad`: nodes that it is not given again. `ended`: Slurm has ended the job
-    itself: at its time limit, or because somebody has cancelled it."""
+    `job`: as it should be from now on. `ended`: Slurm has ended the job itself: at its time limit, or because somebody
+    has cancelled it."""
     own, array = environment["SLURM_JOB_ID"], environment.get("SLURM_ARRAY_JOB_ID")
     if attempt.next != "again":
         if array:
             _slurm("scancel", "--state=PENDING", array)
         return ("the rest of the chain is cancelled" if array else "nothing is started again"), ""
     nodes, has = job.section.nodes, int(environment["SLURM_JOB_NUM_NODES"])
-    without = f"ExcNodeList={','.join(bad)}" if bad else ""
+    excluded = _excluded(job)
+    without = [f"ExcNodeList={excluded}"] if excluded else []
     if array:
         left = int(environment["SLURM_ARRAY_TASK_MAX"]) - int(environment["SLURM_ARRAY_TASK_ID"])
         if not left:
             return "this was the last job of the chain: launch again", ""
         if nodes != has:  # Slurm does not resize arrays
             _slurm("scancel", "--state=PENDING", array)
-            size = [f"--nodes={nodes}", f"--array=1-{left}%1", *([f"--exclude={','.join(bad)}"] if bad else [])]
-            script = str(job.launch_folder / "job.sh")
-            return f"the chain goes on with {nodes} nodes", submit(
-                Path(script), job, *size, f"--dependency=afterany:{own}"
-            )
+            size = [f"--nodes={nodes}", f"--array=1-{left}%1", *([f"--exclude={excluded}"] if excluded else [])]
+            new = submit(job.launch_folder / "job.sh", job, *size, f"--dependency=afterany:{own}")
+            return f"the chain goes on with {nodes} nodes", new
         if without:
-            _slurm("scontrol", "update", f"JobId={array}", without)
+            _slurm("scontrol", "update", f"JobId={array}", *without)
         return "the next job of the chain goes on", ""
     facts = tasks(own).get(own, {})
     ran, limit = (_seconds(facts.get(name, "")) for name in ("RunTime", "TimeLimit"))
@@ -226,7 +253,7 @@ def act(
     _slurm("scontrol", "requeue", own)
     changes = [f"NumNodes={nodes}", f"NumTasks={nodes * job.section.gpus_per_node}"] if nodes != has else []
     if changes or without:
-        _slurm("scontrol", "update", f"JobId={own}", *changes, *filter(None, [without]))
+        _slurm("scontrol", "update", f"JobId={own}", *changes, *without)
     return "the job is in the queue again", ""
 
 

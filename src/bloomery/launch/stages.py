@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from bloomery.base import exit_codes
@@ -29,13 +29,12 @@ def stage_job(job: Job, step: str, array: int | None) -> tuple[Job, int]:
 
 def scripts(job: Job, step: str, shares: int) -> list[str]:
     """That of the shares, if there are several, and that of the job that completes the step."""
-    folder = job.folder / "logs" / step
-    array = {"array": f"0-{shares - 1}", "output": folder / "%a.log"}
+    array = {"array": f"0-{shares - 1}", "output": slurm.log_file(job, f"{step}/%a")}
     several = [_script(job, array, f'--unit "$SLURM_ARRAY_TASK_ID/{shares}"')] if shares > 1 else []
-    return [*several, _script(job, {"output": folder / "complete.log"}, "")]
+    return [*several, _script(job, {"output": slurm.log_file(job, f"{step}/complete")}, "")]
 
 
-def _script(job: Job, options: dict[str, object], share: str) -> str:
+def _script(job: Job, options: Mapping[str, object], share: str) -> str:
     """A share that fails is retried alone: those that depend on it wait, or are cancelled when it fails for good."""
     container = [f"--container-image={job.section.image}"] if job.section.image else []
     container += [f"--container-mounts={','.join(job.section.mounts)}"] if job.section.mounts else []
@@ -48,10 +47,13 @@ def _script(job: Job, options: dict[str, object], share: str) -> str:
             f"cd {shlex.quote(str(job.directory))} || exit {exit_codes.USAGE}",
             *slurm.exports(job),
             *job.section.setup,
+            "trap 'ended=1' TERM  # scancel, or the time limit: the last lines say why what depends on it is cancelled",
             f"{start} {job.command()} {share}".rstrip(),
             "code=$?",
             '[ "$code" = 0 ] && exit',
-            f'[ "$code" = {exit_codes.USAGE} ] || [ "${{SLURM_RESTART_COUNT:-0}}" -ge {job.section.restarts} ] || '
+            "sleep 1  # what has ended srun may come here as well",
+            f'[ "$code" = {exit_codes.USAGE} ] || [ "${{ended:-}}" ] || '
+            f'[ "${{SLURM_RESTART_COUNT:-0}}" -ge {job.section.restarts} ] || '
             '{ scontrol requeue "$SLURM_JOB_ID" && exit "$code"; }',
             f'echo "[$(date -u +%FT%TZ)] $SLURM_JOB_NAME ${{SLURM_ARRAY_TASK_ID:-}} failed with exit code $code:" '
             f"{given_up} | tee -a {shlex.quote(str(job.main_log))}",

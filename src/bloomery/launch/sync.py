@@ -17,6 +17,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,8 @@ def sync(run: Path, target: str, patterns: Sequence[str]) -> list[str]:
     if mask(target) != target:
         rule = "it would stand in logs and in the list of processes"
         raise RecipeError(Problem(f"the target {mask(target)} has a secret in it", rule, "use a credential helper"))
+    if "://" not in target.removeprefix("file://") and not target.startswith("git+"):
+        target = str(_folder(run, target.removeprefix("file://")))
     own_folder(run / "launch", may_be_linked=True)
     note = run / "launch" / f"sync-{hashlib.sha256(target.encode()).hexdigest()[:12]}.json"
     with _alone(note):
@@ -59,6 +62,15 @@ def sync(run: Path, target: str, patterns: Sequence[str]) -> list[str]:
     return sent
 
 
+def _folder(run: Path, target: str) -> Path:
+    """Absolute, so that what has arrived there is not taken for what has arrived elsewhere."""
+    there = Path(target).absolute()
+    if not target or there.resolve().is_relative_to(run.resolve()):
+        rule = "a copy would take the place of what a training writes"
+        raise RecipeError(Problem(f"the target {target!r} is no place outside of the run", rule, "name another folder"))
+    return there
+
+
 def _arrived(note: Path) -> dict[str, Any]:
     """Without a record that can be read, everything goes again."""
     with suppress(OSError, ValueError):
@@ -69,7 +81,8 @@ def _arrived(note: Path) -> dict[str, Any]:
 def _files(run: Path, patterns: Sequence[str]) -> Sizes:
     """Those that are whole, in the order in which they may go: a manifest after what it names. Links stay."""
     found: Sizes = {}
-    for folder, folders, names in os.walk(run):
+    checkpoints = run / "checkpoints"  # may be a link to another disk
+    for folder, folders, names in chain(os.walk(run), os.walk(checkpoints) if checkpoints.is_symlink() else ()):
         inside = Path(folder).relative_to(run)
         folders[:] = [name for name in sorted(folders) if not name.startswith(".") and name != "launch"]
         if inside.parts[:1] == ("checkpoints",) and len(inside.parts) == 2 and _MANIFEST not in names:
@@ -138,12 +151,13 @@ def _to_store(run: Path, target: str, files: Sequence[str]) -> None:
     """Any store that fsspec knows, and folders: there, each file appears whole."""
     import fsspec  # type: ignore[import-untyped]
 
-    store, root = fsspec.core.url_to_fs(target, **({"auto_mkdir": True} if "://" not in target else {}))
+    store, root = fsspec.core.url_to_fs(target) if "://" in target else (None, target)
     for file in files:
         with _snapshot(run / file) as path:
             goal = f"{root.rstrip('/')}/{file}"
-            if "file" in store.protocol:
-                store.put_file(path, f"{goal}.partial")
+            if store is None:
+                os.makedirs(os.path.dirname(goal), exist_ok=True)
+                shutil.copyfile(path, f"{goal}.partial")
                 os.replace(f"{goal}.partial", goal)
             else:
                 store.put_file(path, goal)
@@ -203,7 +217,3 @@ def targets(target: str, include: Sequence[str]) -> Mapping[str, Sequence[str]]:
     if "{part}" in target:
         return {target.replace("{part}", part): patterns for part, patterns in PATTERNS.items()}
     return {target: include or [pattern for patterns in PATTERNS.values() for pattern in patterns]}
-
-
-def facts_of(done: Mapping[str, Sequence[str]]) -> dict[str, Any]:
-    return {"targets": [{"target": target, "files": len(files)} for target, files in done.items()]}

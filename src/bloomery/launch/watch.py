@@ -8,7 +8,7 @@ import socket
 import time
 from collections.abc import Collection, Iterator
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
@@ -23,7 +23,7 @@ from bloomery.config.recipe import AlertsSection
 from bloomery.launch import cron, slurm
 from bloomery.monitor import names
 from bloomery.monitor.history import EVENT, readable_lines
-from bloomery.monitor.record import StepRecord, from_json
+from bloomery.monitor.record import StepRecord, from_json, strict_json
 
 JOB_FILE = "launch/job.json"
 _ALERT, _PULSE_FILE = "alert.", "launch/pulse"
@@ -61,7 +61,7 @@ class Status:
     """What is wrong, by its kind."""
 
     def facts(self) -> dict[str, Any]:
-        return asdict(self)
+        return dict(orjson.loads(strict_json(asdict(self))))  # a loss may be no number
 
     def lines(self) -> list[str]:
         """One screen."""
@@ -94,10 +94,10 @@ def status_of(folder: Path, name: str, alerts: AlertsSection) -> Status:
         losses=[next(iter(record.losses.values()), float("nan")) for record in records[-60:]],
         tokens_per_second=newest.tokens_per_second if newest else 0.0,
         eta_seconds=newest.seconds_per_step * max(0, newest.train_steps - newest.step) if newest else 0.0,
-        silent_seconds=time.time() - max(times) if max(times) else None,
+        silent_seconds=max(0.0, time.time() - max(times)) if max(times) else None,
         last_save=f"step {save['step']:,} at {save.get('iso_time', '?')}" if save else "",
     )
-    return Status(**{**vars(status), "alerts": dict(_alerts(folder, status, records, last, alerts))})
+    return replace(status, alerts=dict(_alerts(folder, status, records, last, alerts)))
 
 
 def _alerts(
@@ -214,8 +214,10 @@ def _slurm_job(job_id: str) -> Job:
             where = f"({facts['JobId']} on '{facts['Partition']}' partition ({facts['NodeList']}))"
             return Job("running", f"is running {began} {where}", _seconds(facts["StartTime"]))
     for facts in tasks:
-        if facts["JobState"] in ("PENDING", "CONFIGURING", "COMPLETING"):
+        if facts["JobState"] not in slurm.ENDED:
             start, why = facts.get("StartTime", "Unknown"), facts.get("Reason", "None")
+            if facts["JobState"] != "PENDING":
+                return Job("pending", f"is {facts['JobState']} ({facts['JobId']})")
             if why in ("JobArrayTaskLimit", "Dependency"):
                 return Job("pending", f"is waiting for the job before it ({facts['JobId']}, {why})")
             if re.match(r"\d{4}-", start):

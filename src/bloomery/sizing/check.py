@@ -222,6 +222,8 @@ def batch(recipe: Recipe, done: Done = nothing_done) -> Findings:
         rule = f"it must be a multiple of {factors}"
         rule = f"every level of the ramp must be a multiple of {factors}, not {first_few(misfits, 6)}" if ramp else rule
         remedy = f"use {f'multiples of {unit}' if ramp else _multiples(full, unit)}, or change micro_batch_size"
+        if ramp and recipe.launch and recipe.launch.nodes > 1 and full % unit == 0:
+            remedy += ", or begin with fewer nodes: launch.nodes_after_ramp is the number of those after the ramp"
         yield Finding(paths, rule, remedy)
     elif parallel.schedule in _SEVERAL_STAGES and any(size // unit % parallel.pp for size in (*levels, full)):
         rule = f"it takes the micro-batches of a batch, {unit} samples at once, in rounds of pp"
