@@ -26,10 +26,10 @@ import xxhash
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, TypeAdapter, ValidationError, field_validator
 
 from bloomery import __version__
-from bloomery.base.bounded import LARGE_BYTES, open_regular, parse_json, parse_yaml, read_text, wrong_fields
+from bloomery.base.bounded import LARGE_BYTES, in_time, open_regular, parse_json, parse_yaml, read_text, wrong_fields
 from bloomery.base.errors import DataError, Problem, StorageError, first_line
 from bloomery.base.storage import locked, make_folder, open_plain, publish, write_all, writing, written_to
-from bloomery.prepare.pool import in_time, thread_pool
+from bloomery.prepare.pool import thread_pool
 from bloomery.prepare.sources import open_store
 
 AGAIN = "; run the command again afterwards: what is complete is kept"
