@@ -1,6 +1,7 @@
 """What a run resumes from: nothing, its newest checkpoint, or the one a user names."""
 
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ from bloomery.base.errors import DataError, Problem
 from bloomery.base.ranks import ALONE, Ranks, agreed
 from bloomery.base.storage import writing
 from bloomery.checkpoint import load
-from bloomery.checkpoint.folder import RETIRED, tidy
+from bloomery.checkpoint.folder import RETIRED, complete_checkpoints, read_manifest, tidy
 from bloomery.checkpoint.load import Checkpoint, Choice
 from bloomery.checkpoint.remote import RemoteSource
 from bloomery.checkpoint.select import choose
@@ -66,9 +67,22 @@ def find_resume_point(
             scale = LossScale.start(recipe.loss_scale) if recipe.precision == "fp16" else None
             return ResumePoint(TrainState(loss_scale=scale), TrainingPlan.of(recipe))
         point = resume_point_at(choice.checkpoint, recipe, changes=changes)
+        if (
+            wanted is not None
+        ):  # the branch that begins here is newer than what is left behind, also by a clock that is not
+            point.state.saved_at = _last_saved(roots)
         if choice.checkpoint.folder.parent != roots[0]:
             point.state.saved_step = None  # a node-local checkpoint is no promise: a run that stops here still saves
         return replace(point, choice=choice)
+
+
+def _last_saved(roots: Sequence[Path]) -> float:
+    """By the clocks of those that saved."""
+    times = [0.0]
+    for path in (path for root in roots for path in complete_checkpoints(root)):
+        with suppress(DataError):
+            times.append(float(read_manifest(path).get("time") or 0.0))
+    return max(times)
 
 
 def resume_point_at(
