@@ -208,6 +208,8 @@ def assert_whole(tmp_path: Path, server: Server, *names: str) -> None:
         [("status", 500)],
         [("status", 503), ("status", 502), ("status", 429)],
         [("status", 408)],
+        [("status", 503, {"Retry_After": "9" * 5000})],
+        [("status", 429, {"Retry_After": "-1"})],
         [("truncated", 1000)],
         [("truncated", 0), ("truncated", 10), ("truncated", 4000)],
         [("reset", 2000)],
@@ -302,6 +304,10 @@ def test_urls_that_are_none_are_named_and_the_others_arrive(tmp_path: Path, serv
     ("mischief", "reason"),
     [
         ([("status", 403)], "the server answers 403 Forbidden"),
+        (
+            [("status", 503, {"Retry_After": "7200"})],
+            "the server answers 503 Service Unavailable, and asks for a wait of",
+        ),
         ([("status", 500)] * 9, "the server answers 500 Internal Server Error (gave up after 5 attempts)"),
         ([("wrong content",)] * 9, "its sha256 is "),
         ([("other file",)] * 9, "the server has 18 bytes, the manifest says 5000"),

@@ -125,6 +125,8 @@ def _read(checkpoint: Checkpoint) -> tuple[TrainState, BlendState | None]:
     saved, facts = checkpoint.recipe, checkpoint.state
     with checkpoint.using_state():
         state = TrainState.from_json(facts)
+        if state.step != checkpoint.manifest["step"]:
+            raise ValueError(f"it is of step {state.step}")
         expected = TrainingPlan.of(saved, state.history).batch.consumed_after_step(state.step)
         if expected != state.consumed_samples:
             raise ValueError(
