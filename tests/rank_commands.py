@@ -172,12 +172,17 @@ def with_spikes(steps: Sequence[int], factor: float, arguments: Sequence[str]) -
 
 
 def stops_after_step_5(rank: int, arguments: Sequence[str]) -> int:
-    """This rank gets SIGSTOP; the ranks' patience is short."""
+    """This rank gets SIGSTOP, in what it may take long for; the ranks' patience is short."""
     from bloomery.base import signals
+
+    def stop(run: Any, state: Any) -> None:
+        with signals.PULSE.excuse(signals.FIRST_SECONDS):
+            time.sleep(1.5)  # so that it notes that
+            os.kill(os.getpid(), signal.SIGSTOP)
 
     signals.PATIENCE_SECONDS = 6.0
     if is_rank(rank):
-        after_step(5, lambda run, state: os.kill(os.getpid(), signal.SIGSTOP))
+        after_step(5, stop)
     return main(arguments)
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fsspec.implementations.local import LocalFileSystem  # type: ignore[import-untyped]
 
 from bloomery.checkpoint import folder as folders
 from bloomery.checkpoint import remote as remote_module
@@ -19,6 +20,7 @@ from bloomery.checkpoint.load import read_checkpoint
 from bloomery.checkpoint.remote import RemoteSource, Uploader
 from checkpoints import assert_same_tensors
 from conftest import Workshop
+from forked import Forked
 from threads_as_ranks import together
 
 TENSORS = "tensors-00000.safetensors"
@@ -232,6 +234,28 @@ def test_copies_are_waited_for_no_longer_than_the_job_may_last(
     assert time.monotonic() - begun < 30
     assert {event["seconds"] for event in workshop.events(site.run, "upload_failed")} == {1.0}
     opened.set()
+
+
+def puts_hang() -> None:
+    LocalFileSystem.put_file = lambda *_, **__: threading.Event().wait()
+
+
+def test_a_place_that_hangs_does_not_keep_the_process(workshop: Workshop) -> None:
+    section = f"checkpoint={{timeout: 1s, upload: {{to: {workshop.folder / 'far'}}}}}"
+    words = ["train", str(workshop.recipe), "train.exit_after=2 steps", section, "--run-dir", "run"]
+    assert Forked([*words, "--device", "cpu"], workshop.folder / "err", puts_hang).wait(60) == 0
+    assert workshop.events(workshop.folder / "run", "upload_failed")
+
+
+def test_a_place_that_never_answers_a_start_is_told(
+    workshop: Workshop, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(remote_module, "_ANSWER_SECONDS", 0.5)
+    monkeypatch.setattr(LocalFileSystem, "exists", lambda *_, **__: threading.Event().wait(20))
+    begun = time.monotonic()
+    Site(workshop).train(code=3)
+    assert time.monotonic() - begun < 15
+    assert "cannot be read: TimeoutError: no answer within 0 s" in capsys.readouterr().err
 
 
 def test_a_place_that_is_added_to_a_finished_run_gets_its_last_checkpoint(workshop: Workshop) -> None:

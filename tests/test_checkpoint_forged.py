@@ -225,6 +225,27 @@ def test_a_file_that_no_tensor_needs_is_refused_before_it_is_read(newer: Path, n
     assert why in damage(newer)[0]
 
 
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"step": 10**12, "consumed_samples": 8 * 10**12}, "ValueError: it is of step 1000000000000"),  # as if finished
+        ({"spikes": {"losses": "x"}}, 'losses "x" (should be a valid list)'),
+    ],
+)
+def test_a_state_that_cannot_be_is_one_sentence_and_the_checkpoint_before_is_used(
+    workshop: Workshop, trained: Path, changes: dict[str, Any], why: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = Path(shutil.copytree(trained, workshop.folder / "run"))
+    path = run / "checkpoints/step-00000004/state.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    rehash(path.parent)
+    workshop.train("train.exit_after=1 steps")
+    assert workshop.events(run, "start")[-1]["resumed_from"] == "step-00000002"
+    (warning,) = [line for line in capsys.readouterr().out.splitlines() if "step-00000004 is damaged" in line]
+    assert f"state.json cannot be used: {why}" in warning
+    assert "step-00000002 is used" in warning
+
+
 def test_a_box_has_few_corners(newer: Path) -> None:
     with forged_index(newer) as index:
         index[W].update(shape=[1] * 8, pieces=[{**index[W]["pieces"][0], "offset": [0] * 8, "size": [1] * 8}])

@@ -149,6 +149,13 @@ def test_a_start_that_cannot_load_leaves_every_checkpoint_where_it_was(
     ]
 
 
+@pytest.mark.parametrize("name", ["consumed_tokens", "time", "step"])
+def test_no_number_of_a_manifest_is_below_zero(tmp_path: Path, name: str) -> None:
+    folder = save(tmp_path, 1)
+    change_manifest(folder, **{name: -1})
+    assert damage(folder) == [f"manifest.json cannot be used: entries are missing or malformed: {name}"]
+
+
 @pytest.mark.parametrize("content", [b"", b"[]", b"{}", b"\xff\xfe", b'{"format": 2, "files": [', b'{"format": "2"}'])
 def test_looking_at_a_manifest_that_is_none_is_one_clear_message(tmp_path: Path, content: bytes) -> None:
     folder = save(tmp_path, 1)

@@ -308,6 +308,20 @@ def test_storage_that_takes_nothing_at_all_is_told_without_it(
     assert list(tmp_path.iterdir()) == []
 
 
+def test_after_a_failure_a_rank_that_hangs_is_waited_for_a_little_longer_only(tmp_path: Path) -> None:
+    def act(saver: Saver, ranks: Any, pieces: dict[str, Piece]) -> SaveOutcome | None:
+        if ranks.rank == 2:
+            return None
+        begin(saver, tmp_path / "w" if ranks.rank == 1 else tmp_path, 5)
+        return in_the_end(saver)
+
+    (tmp_path / "w").write_text("a file in the way")
+    first, *_ = on_ranks(3, tmp_path, act)
+    assert "on rank 1: Not a directory (ENOTDIR)" in str(first.error)
+    assert first.persist_seconds < 30  # its patience is 24 minutes
+    assert folders.complete_checkpoints(tmp_path) == []
+
+
 def test_a_trouble_before_there_is_a_draft_is_told_at_once(tmp_path: Path) -> None:
     """Rank 1 sees a newer start first; rank 0's own view of `.writer` is old, as on some network file systems."""
     old = take_over(tmp_path)

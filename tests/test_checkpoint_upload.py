@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -253,12 +254,17 @@ def test_nothing_is_ever_deleted_there(far: str, tmp_path: Path) -> None:
     assert steps_at(far) == [1, 2, 3]
 
 
-def test_a_run_goes_back_without_the_later_ones(workshop: Workshop, tmp_path: Path) -> None:
+@pytest.mark.parametrize("clock", [0, -86400], ids=["", "on a machine whose clock is behind"])
+def test_a_run_goes_back_without_the_later_ones(
+    workshop: Workshop, tmp_path: Path, clock: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     far = tmp_path / "far"
     upload = f"{{to: {far}}}"
     settings = ("train.for=6 steps", f"checkpoint={{phases: [{{every: 1 steps}}], upload: {upload}}}")
     run = workshop.train(*settings)
     assert steps_at(str(far))[-1] == 6
+    now = time.time
+    monkeypatch.setattr(time, "time", lambda: now() + clock)
     workshop.train(*settings, "train.exit_after=1 steps", start_from="3")
     assert {4, 6} <= {*steps_at(str(far))}
     shutil.rmtree(run)  # a new machine resumes the branch that was saved last

@@ -26,6 +26,7 @@ from bloomery.base.errors import mask
 from bloomery.cli.main import main
 from bloomery.data.manifest import read_manifest
 from bloomery.launch.local import run_local_ranks
+from bloomery.train.hang import write_hang
 from checkpoints import change_manifest
 from conftest import Workshop
 from prepare_samples import jsonl, make, make_texts, make_tokenizer, write_jsonl
@@ -209,6 +210,13 @@ def test_no_file_of_a_run_and_no_line_holds_a_secret(
     assert main(["train", str(newest / "recipe.yaml"), "--run-dir", str(run)]) == 2
     said = capfd.readouterr()
     assert SECRET not in said.out + said.err
+
+
+def test_what_any_rank_appends_holds_no_secret(tmp_path: Path) -> None:
+    (tmp_path / "logs").mkdir()
+    write_hang(tmp_path, 1, f"waits for {SIGNED}", {0: f"File x: {SIGNED}"})
+    assert "***" in (tmp_path / "events.jsonl").read_text()
+    assert not holding(tmp_path)
 
 
 def test_a_manifest_holds_no_secret_of_its_sources(workshop: Workshop) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -215,6 +216,21 @@ def test_a_header_that_cannot_be_is_refused(header: bytes, tmp_path: Path, comma
     told = refused(command, folder, tmp_path / "run")
     assert "model.safetensors cannot be read" in told
     assert "Copy the folder again" in told
+
+
+def test_a_folder_has_transformers_read_its_model_and_nothing_else(
+    tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not the code of an implementation, a table of millions of labels, or a generation_config.json."""
+    transformers = pytest.importorskip("transformers")
+    folder = hf_folder(tmp_path / "hf", _attn_implementation="someone/kernel", num_labels=10**7)
+    begun = time.monotonic()
+    (folder / "generation_config.json").write_text('{"_attn_implementation": "someone/kernel"}')
+    monkeypatch.setattr(transformers.GenerationConfig, "from_pretrained", lambda *_, **__: pytest.fail("it was read"))
+    code, out, _ = command("import", "hf", str(folder), str(tmp_path / "run"))
+    assert code == 0
+    assert "proof: training loss" in out
+    assert time.monotonic() - begun < 30
 
 
 def test_a_full_disk_leaves_no_run(tmp_path: Path, command: Command) -> None:

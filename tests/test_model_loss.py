@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
+import torch.distributed as dist
 from torch.nn import functional as F
 
 from bloomery.families.family import IGNORED_LABEL
 from bloomery.model.loss import row_losses
+from bloomery.parallel.tensor import vocabulary_losses
+from bloomery.sizing.parameters import padded_vocab_size
 from model_samples import random_tokens, small_config, small_model
 
 
@@ -45,3 +50,26 @@ def test_sixteen_bit_logits_are_summed_in_fp32() -> None:
     total = row_losses(logits, {"lm loss": torch.zeros(1, 4096, dtype=torch.long)})["lm loss"]
     assert total.dtype == torch.float32
     assert total.item() == pytest.approx(4096 * torch.log(torch.tensor(8.0)).item(), rel=1e-5)
+
+
+@pytest.fixture
+def group() -> Iterator[dist.ProcessGroup | None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("is_cut", [False, True])
+def test_padding_has_no_part_whatever_the_dtype_and_however_low_the_logits(
+    dtype: torch.dtype, is_cut: bool, group: dist.ProcessGroup
+) -> None:
+    """Also none in the stability of the sum: beside zeros, `exp(-200)` is 0."""
+    config = small_config("gpt2", vocab_size=300)
+    words, rows = 300, padded_vocab_size(config)
+    assert rows > words
+    logits = torch.cat((torch.randn(2, 5, words) - 200, torch.zeros(2, 5, rows - words)), dim=-1).to(dtype)
+    labels = torch.randint(words, (2, 5))
+    found = vocabulary_losses(config, group if is_cut else None, logits.device)(logits, labels)
+    right = F.cross_entropy(logits[..., :words].float().flatten(0, 1), labels.flatten(), reduction="none")
+    torch.testing.assert_close(found.flatten(), right)

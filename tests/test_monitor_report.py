@@ -231,6 +231,16 @@ def test_a_record_of_wrong_kinds_is_named_by_its_line(tmp_path: Path, damage: di
         write_report(run)
 
 
+@pytest.mark.parametrize("opened", ["[", '{"a":'])
+@pytest.mark.parametrize("levels", [100, 900])
+def test_an_event_that_is_nested_deeply_is_named_by_its_line(tmp_path: Path, opened: str, levels: int) -> None:
+    run = make_run(tmp_path / "run", step_record(1), events=({"kind": "start"},))
+    deep = opened * levels + "1" + ("]" if opened == "[" else "}") * levels
+    (run / "events.jsonl").open("a").write(f'{{"kind": "start", "what": {deep}}}\n')
+    with pytest.raises(DataError, match="line 2 is damaged: it is nested more than 64 levels deep"):
+        write_report(run)
+
+
 @pytest.mark.parametrize("name", ["metrics.jsonl", "events.jsonl"])
 def test_a_pipe_or_a_device_in_place_of_a_file_is_never_waited_for(tmp_path: Path, name: str) -> None:
     run = make_run(tmp_path / "run", step_record(1))

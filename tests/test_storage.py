@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from bloomery.base import exit_codes, storage
+from bloomery.base.bounded import parse_json, read_small
 from bloomery.base.errors import StorageError
 from bloomery.base.storage import AppendFile, free_space, locked, make_folder, write_atomically, written_to
 from monitor_samples import fill, mounted
@@ -390,3 +391,31 @@ def test_advice_names_the_option_of_the_command(tmp_path: Path, command: Callabl
         written_to("--there", "; then wait"),
     ):
         write_atomically(tmp_path / "file" / "x", "")
+
+
+# ---------------------------------------------------------------- what comes from elsewhere
+
+
+@pytest.mark.parametrize("opened", ["[", '{"a":', '[{"a":'])
+def test_json_is_refused_where_it_is_nested_deeper_than_the_code_that_walks_it(opened: str) -> None:
+    closed = "".join("]" if char == "[" else "}" for char in reversed(opened) if char in "[{")
+    levels = len(closed)
+    value = parse_json(opened * (60 // levels) + "1" + closed * (60 // levels))
+    assert type(value) in (list, dict)
+    for count in (100, 400, 900, 100_000):
+        with pytest.raises(ValueError, match="nested more than 64 levels deep"):
+            parse_json(opened * (count // levels) + "1" + closed * (count // levels))
+
+
+@pytest.mark.parametrize("digits", [41, 400, 5000])
+def test_json_has_no_number_that_is_too_long_for_a_float(digits: int) -> None:
+    assert parse_json("9" * 40) == 10**40 - 1
+    with pytest.raises(ValueError, match=f"it has a number of {digits} digits"):
+        parse_json("9" * digits)
+
+
+def test_no_more_is_read_of_a_small_file_than_it_may_have(tmp_path: Path) -> None:
+    with open(tmp_path / "small", "wb") as file:
+        file.truncate(1 << 40)  # of holes
+    with pytest.raises(OSError, match="it is larger than 16 MiB"):
+        read_small(tmp_path / "small")

@@ -1,4 +1,5 @@
-"""Small files from elsewhere, which may be anything: regular ones of a bounded size, and JSON of a bounded depth."""
+"""What comes from elsewhere and may be anything: regular files of a bounded size, JSON of a bounded depth, an answer in
+time."""
 
 from __future__ import annotations
 
@@ -7,13 +8,17 @@ import io
 import json
 import os
 import stat
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from concurrent.futures import Future
+from threading import Thread
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from bloomery.base.units import format_bytes
 
 if TYPE_CHECKING:
     from pydantic import ValidationError
 
+T = TypeVar("T")
 SMALL_BYTES = 16 << 20
 LARGE_BYTES = 128 << 20
 """For lists of tensors or files, and vocabularies."""
@@ -79,6 +84,20 @@ def parse_yaml(text: str) -> Any:
         return yaml.load(text, Loader=loader)
     except (yaml.YAMLError, LookupError, AttributeError) as error:  # the others: PyYAML of `!!int ""` and `!!bool x`
         raise ValueError(str(error)) from error
+
+
+def in_time(seconds: float, function: Callable[[], T]) -> T:
+    """What a function returns. TimeoutError if it does not: its thread is left behind."""
+    answer: Future[T] = Future()
+
+    def call() -> None:
+        try:
+            answer.set_result(function())
+        except BaseException as error:
+            answer.set_exception(error)
+
+    Thread(target=call, daemon=True).start()
+    return answer.result(seconds)
 
 
 def wrong_fields(error: ValidationError) -> str:

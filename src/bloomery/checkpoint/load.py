@@ -81,7 +81,8 @@ class Checkpoint:
         try:
             yield
         except (OSError, ArithmeticError, LookupError, TypeError, ValueError, AttributeError) as error:
-            raise damage_error(self.folder, f"{STATE} cannot be used: {type(error).__name__}: {error}"[:500]) from error
+            plain = wrong_fields(error) if isinstance(error, ValidationError) else f"{type(error).__name__}: {error}"
+            raise damage_error(self.folder, f"{STATE} cannot be used: {plain}"[:500]) from error
 
     @property
     def consumed_tokens(self) -> int:

@@ -9,13 +9,12 @@ import os
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from bloomery.base.bounded import LARGE_BYTES, read_small
+from bloomery.base.bounded import LARGE_BYTES, in_time, read_small
 from bloomery.base.errors import DataError, Problem, RecipeError
 from bloomery.base.ranks import ALONE, Ranks, agreed, first_rank_does
 from bloomery.base.storage import own_folder, remove_tree
@@ -24,7 +23,10 @@ from bloomery.checkpoint.folder import MANIFEST, Writer, parse_manifest
 from bloomery.checkpoint.load import Check, Checkpoint, Choice, read_checkpoint
 from bloomery.monitor.history import Start
 
+T = TypeVar("T")
 _FILES_AT_A_TIME = 8
+_ANSWER_SECONDS = 120.0
+"""How long a store may take for one answer: libraries ask one that is silent again and again, for many minutes."""
 
 
 @dataclass(frozen=True)
@@ -73,11 +75,22 @@ def _is_link(store: Any, path: str) -> bool:
 
 def list_remote(url: str) -> list[RemoteCheckpoint]:
     """All that have a manifest, by step."""
-    store, root = open_store(url)
-    entries = store.ls(root, detail=False) if store.exists(root) else []
-    names = {entry.rstrip("/").rsplit("/", 1)[-1] for entry in entries}
-    found = [_read_remote(store, f"{root}/{name}") for name in filter(folders.is_step_name, names)]
+
+    def entries() -> tuple[Any, str, list[str]]:
+        store, root = open_store(url)
+        return store, root, store.ls(root, detail=False) if store.exists(root) else []
+
+    store, root, found_there = _answer(entries)
+    names = {entry.rstrip("/").rsplit("/", 1)[-1] for entry in found_there}
+    found = [_answer(partial(_read_remote, store, f"{root}/{name}")) for name in filter(folders.is_step_name, names)]
     return sorted(filter(None, found), key=lambda each: each.step)
+
+
+def _answer(question: Callable[[], T]) -> T:
+    try:
+        return in_time(_ANSWER_SECONDS, question)
+    except TimeoutError as error:
+        raise TimeoutError(str(error) or f"no answer within {_ANSWER_SECONDS:.0f} s") from error
 
 
 def _read_remote(store: Any, path: str) -> RemoteCheckpoint | None:
@@ -306,5 +319,22 @@ def _publish(staging: Path, final: Path) -> str:
 
 
 def _at_once(function: Callable[[str], None], files: Collection[str]) -> None:
-    with ThreadPoolExecutor(_FILES_AT_A_TIME) as pool:
-        list(pool.map(function, files))
+    """For some files at a time; raises the first error. A process ends without waiting for a store that hangs, as it
+    would for the threads of a pool."""
+    waiting, errors = iter([*files]), list[BaseException]()
+
+    def work() -> None:
+        try:
+            for file in waiting:  # of a list: each goes to one thread
+                if not errors:
+                    function(file)
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, daemon=True) for _ in range(min(_FILES_AT_A_TIME, len(files)))]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join()
+    if errors:
+        raise errors[0]

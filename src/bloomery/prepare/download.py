@@ -12,7 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import as_completed
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path, PurePosixPath
@@ -26,18 +26,19 @@ import xxhash
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, TypeAdapter, ValidationError, field_validator
 
 from bloomery import __version__
-from bloomery.base.bounded import LARGE_BYTES, open_regular, parse_json, parse_yaml, read_text, wrong_fields
+from bloomery.base.bounded import LARGE_BYTES, in_time, open_regular, parse_json, parse_yaml, read_text, wrong_fields
 from bloomery.base.errors import DataError, Problem, StorageError, first_line
 from bloomery.base.storage import locked, make_folder, open_plain, publish, write_all, writing, written_to
-from bloomery.prepare.pool import in_time, thread_pool
+from bloomery.base.units import format_seconds
+from bloomery.prepare.pool import thread_pool
 from bloomery.prepare.sources import open_store
 
 AGAIN = "; run the command again afterwards: what is complete is kept"
 """What `download` and `extract` add to errors of the disk."""
 FIRST_WAIT_SECONDS, LONGEST_WAIT_SECONDS = 0.5, 60.0
 """Between attempts; doubled with every failure in a row."""
-_MOST_WAIT_SECONDS = 600.0
-"""Where a server asks for a longer pause, its file is a failure."""
+_LONGEST_ASKED_SECONDS = 600.0
+"""A server may ask for; whoever asks for more is not waited for."""
 _LEAST_BYTES_PER_SECOND = 1 << 10
 """A connection that brings less than this for the time of the timeout is ended, and does not count as a step ahead."""
 _MOST_UNKNOWN_BYTES = 4 << 30
@@ -278,11 +279,14 @@ def _opened(url: str, offset: int, timeout: float, stack: ExitStack) -> tuple[in
         raise FetchError("its headers do not come to an end", retryable=True) from None
     if (status := answer.status_code) not in (200, 206):
         may_pass = status >= 500 or status in (408, 425, 429)
-        asked = urllib3.Retry().get_retry_after(answer.raw) if may_pass else None
-        why = f"the server answers {status} {answer.reason}"
-        if asked and asked > _MOST_WAIT_SECONDS:
-            raise FetchError(f"{why}, and asks for a pause of {asked / 60:.0f} minutes: try again then")
-        raise FetchError(why, may_pass, status == 416, asked or 0.0)
+        why, asked = f"the server answers {status} {answer.reason}", 0.0
+        with suppress(ValueError, urllib3.exceptions.InvalidHeader):
+            asked = (urllib3.Retry().get_retry_after(answer.raw) or 0.0) if may_pass else 0.0
+        if asked > _LONGEST_ASKED_SECONDS:
+            raise FetchError(
+                f"{why}, and asks for a wait of {format_seconds(asked)} or more: run the command again then"
+            )
+        raise FetchError(why, may_pass, status == 416, asked)
     length = answer.headers.get("Content-Length", "")
     if status == 206:
         found = re.fullmatch(r"bytes (\d+)-\d+/(\d+|\*)", answer.headers.get("Content-Range", "").strip())

@@ -7,7 +7,7 @@ import signal
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from threading import Event, Thread
+from threading import Event
 from typing import Any
 
 from bloomery.base import signals
@@ -29,20 +29,6 @@ def thread_pool(threads: int) -> Iterator[tuple[ThreadPoolExecutor, Event]]:
             stop.set()
             executor.shutdown(cancel_futures=True)
             raise
-
-
-def in_time(seconds: float, function: Callable[[], Any]) -> Any:
-    """What a function returns. TimeoutError if it does not: its thread is left behind."""
-    answer: Future[Any] = Future()
-
-    def call() -> None:
-        try:
-            answer.set_result(function())
-        except BaseException as error:
-            answer.set_exception(error)
-
-    Thread(target=call, daemon=True).start()
-    return answer.result(seconds)
 
 
 @contextlib.contextmanager

@@ -2,6 +2,7 @@
 
 import hashlib
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from bloomery.base.errors import DataError, Problem
 from bloomery.base.ranks import ALONE, Ranks, agreed
 from bloomery.base.storage import writing
 from bloomery.checkpoint import load
-from bloomery.checkpoint.folder import MANIFEST, RETIRED, find_checkpoint, tidy
+from bloomery.checkpoint.folder import MANIFEST, RETIRED, complete_checkpoints, find_checkpoint, read_manifest, tidy
 from bloomery.checkpoint.load import Checkpoint, Choice, read_checkpoint
 from bloomery.checkpoint.remote import RemoteSource
 from bloomery.checkpoint.select import choose
@@ -75,9 +76,20 @@ def find_resume_point(
                 state.imported_from = {"folder": str(weights.folder), "sha256 of its manifest": _hash(weights)}
             return ResumePoint(state, TrainingPlan.of(recipe), weights=weights)
         point = resume_point_at(choice.checkpoint, recipe, changes=changes)
+        if wanted is not None:  # a branch is newer than what it leaves behind, also by a clock that is not
+            point.state.saved_at = max(point.state.saved_at, _last_saved(roots))
         if choice.checkpoint.folder.parent != roots[0]:
             point.state.saved_step = None  # a node-local checkpoint is no promise: a run that stops here still saves
         return replace(point, choice=choice)
+
+
+def _last_saved(roots: Sequence[Path]) -> float:
+    """By the clocks of those that saved."""
+    times = [0.0]
+    for path in (path for root in roots for path in complete_checkpoints(root)):
+        with suppress(DataError):
+            times.append(float(read_manifest(path).get("time") or 0.0))
+    return max(times)
 
 
 def resume_point_at(
@@ -120,6 +132,8 @@ def _read(checkpoint: Checkpoint) -> tuple[TrainState, BlendState | None]:
     saved, facts = checkpoint.recipe, checkpoint.state
     with checkpoint.using_state():
         state = TrainState.from_json(facts)
+        if state.step != checkpoint.manifest["step"]:
+            raise ValueError(f"it is of step {state.step}")
         expected = TrainingPlan.of(saved, state.history).batch.consumed_after_step(state.step)
         if expected != state.consumed_samples:
             raise ValueError(

@@ -1,6 +1,7 @@
 """The proof of an export or an import: the folder as transformers loads it against the checkpoint as we load it."""
 
 import importlib.util
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -12,6 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from bloomery.base.accelerator import available_host_bytes
+from bloomery.base.bounded import read_json
 from bloomery.base.errors import DataError, Problem
 from bloomery.base.units import format_bytes
 from bloomery.checkpoint.load import Checkpoint, load_model
@@ -19,6 +21,7 @@ from bloomery.config.recipe import Recipe
 from bloomery.data.tokenizer import Tokenizer
 from bloomery.families.family import IGNORED_LABEL, LM_LOSS, SOP_LOSS
 from bloomery.families.registry import FAMILIES
+from bloomery.interop.hf.folder import CONFIG
 from bloomery.model.generate import generate
 from bloomery.model.loss import padding_of, row_losses, token_losses
 from bloomery.sizing.parameters import count_parameters
@@ -29,6 +32,9 @@ PROMPTS = ("The", "def main(", "Once upon a time", "1 + 1 =", "In the beginning 
 _LOSS_LIMIT = 1e-5
 _NEW_TOKENS = 16
 _IMPORTED_TOKENS = 512
+_UNUSED = re.compile("^_|_implementation$|label")
+"""What decides nothing that is compared: transformers fetches the code that an implementation names, and makes a table
+of as many labels as a config.json says there are."""
 _BYTES_TO_PROVE = 10
 """A parameter: both models in fp32, and some room for logits."""
 
@@ -176,15 +182,21 @@ class _Both:
 
 
 def _their_model(folder: Path, *, is_encoder: bool) -> Any:
-    from transformers import AutoModelForCausalLM, AutoModelForPreTraining  # the heavy extra, only for this
+    """From its config.json and safetensors files alone."""
+    import transformers  # the heavy extra, only for this
     from transformers.utils import logging
 
     logging.disable_progress_bar()
     logging.set_verbosity_error()
-    kind: Any = AutoModelForPreTraining if is_encoder else AutoModelForCausalLM
+    kind: Any = transformers.AutoModelForPreTraining if is_encoder else transformers.AutoModelForCausalLM
+    content = {name: value for name, value in read_json(folder / CONFIG).items() if not _UNUSED.search(name)}
+    config = type(transformers.AutoConfig.for_model(content["model_type"])).from_dict(content)
+    generation = {} if is_encoder else {"generation_config": transformers.GenerationConfig()}
     # Foreign folders are only read: no pickles, no code, nothing from elsewhere.
-    safely = {"use_safetensors": True, "trust_remote_code": False, "local_files_only": True}
-    return kind.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager", **safely).eval()
+    safely = {"use_safetensors": True, "trust_remote_code": False, "local_files_only": True, **generation}
+    return kind.from_pretrained(
+        folder, config=config, dtype=torch.float32, attn_implementation="eager", **safely
+    ).eval()
 
 
 def _largest(left: Sequence[Tensor], right: Sequence[Tensor]) -> float:
