@@ -100,8 +100,10 @@ class Retention:
 
     def _retain(self, spare: set[int]) -> list[str]:
         good = next(good_steps(self.tier.root, self.is_good), -1)
-        unproven = [*good_steps(self.tier.root, lambda step: step > good and not self.is_good(step))]
-        spare |= {good, *unproven[-1:], *(self.uploader.protected() if self.uploader else ())}
+        spare |= {good, *(self.uploader.protected() if self.uploader else ())}
+        if not self.is_final:  # else frequent saves would delete each before it is proven
+            unproven = [*good_steps(self.tier.root, lambda step: step > good and not self.is_good(step))]
+            spare |= {*unproven[-1:]}
         return apply_retention(self.tier.writer, self.tier.keep, spare=spare)
 
 
