@@ -246,6 +246,14 @@ def test_a_state_that_cannot_be_is_one_sentence_and_the_checkpoint_before_is_use
     assert "step-00000002 is used" in warning
 
 
+def test_a_checkpoint_from_the_end_of_time_does_not_spoil_those_that_follow(workshop: Workshop, trained: Path) -> None:
+    run = Path(shutil.copytree(trained, workshop.folder / "run"))
+    change_manifest(run / "checkpoints/step-00000004", time=1e11)
+    for _ in range(2):
+        workshop.train("train.exit_after=1 steps")
+    assert [each["resumed_from"] for each in workshop.events(run, "start")][1:] == ["step-00000004", "step-00000005"]
+
+
 def test_a_box_has_few_corners(newer: Path) -> None:
     with forged_index(newer) as index:
         index[W].update(shape=[1] * 8, pieces=[{**index[W]["pieces"][0], "offset": [0] * 8, "size": [1] * 8}])

@@ -46,6 +46,8 @@ _NAME = re.compile(r"^step-(\d{8,})$")
 SUSPICIOUS = "suspicious"
 """In a manifest: whether it was saved in a stretch of spikes or NaNs, so that older ones may be better."""
 ANOTHER = "use another checkpoint, `bloomery train` with --from; `bloomery inspect checkpoint RUN --list` names them"
+LATEST_TIME = 1e11
+"""That a manifest may have: what a forged one brings is taken over by those that follow."""
 Count = Annotated[int, Field(ge=0, strict=True)]
 
 
@@ -113,7 +115,7 @@ class _Manifest(BaseModel):
     tokenizer: str | None = None
     shards: dict[str, _Shard] | None = None
     consumed_tokens: Count | None = None
-    time: Annotated[float, Field(ge=0, le=1e11)] | None = None
+    time: Annotated[float, Field(ge=0, le=LATEST_TIME)] | None = None
     validation: _Validation | None = None
     suspicious: bool | None = None
 

@@ -4,7 +4,7 @@ import time
 
 from bloomery.base.signals import PULSE
 from bloomery.base.units import format_seconds
-from bloomery.checkpoint.folder import SUSPICIOUS, FencedError
+from bloomery.checkpoint.folder import LATEST_TIME, SUSPICIOUS, FencedError
 from bloomery.checkpoint.remote import Uploader, UploadOutcome
 from bloomery.checkpoint.retention import Retention, Tier
 from bloomery.checkpoint.save import SaveOutcome, SavePlan, raise_together
@@ -110,7 +110,7 @@ def plan_staged_save(run: Run, state: TrainState) -> SavePlan | None:
     is_durable = tier is run.durable
     run.count_energy(state)
     suspicious = state.is_suspicious or run.stop.is_failing
-    state.saved_at = max(time.time(), state.saved_at + 1e-3)
+    state.saved_at = min(max(time.time(), state.saved_at + 1e-3), LATEST_TIME)
     blend = run.data.blend.state.to_json() if run.data.blend else None
     return SavePlan(
         tier=tier,
