@@ -255,6 +255,9 @@ def test_a_host_that_was_lost_is_the_last_to_be_used_again(
     section = "launch={hostfile: hostfile, nodes: 2, restarts: 1}"
     assert main(["launch", "small.yaml", section, "--on", "hosts"]) == exit_codes.OK
     assert "b cannot be reached any more" in capfd.readouterr().err
+    said = (workshop.folder / "runs" / "small" / "logs" / "main_log.txt").read_text()
+    assert "b cannot be reached any more" in said
+    assert "] exit code 6; it resumes from the newest checkpoint\n" in said
     names = asked.read_text().split()
     assert [sorted(names[:2]), sorted(names[2:])] == [["a", "b"], ["a", "spare"]]
     (workshop.folder / "hostfile").write_text("a\nb\n")

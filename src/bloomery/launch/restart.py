@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from itertools import takewhile
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import Any, Literal
 import orjson
 
 from bloomery.base import exit_codes
-from bloomery.base.storage import AppendFile
+from bloomery.base.storage import AppendFile, append_line
 from bloomery.monitor import names
 from bloomery.monitor.history import readable_lines
 
@@ -53,6 +54,8 @@ def judge(folder: Path, code: int, *, restarts: int, job: str = "") -> Attempt:
     file = AppendFile(path)
     file.append(orjson.dumps(asdict(attempt)).decode())
     file.close()
+    with suppress(OSError):  # its folder may not be there, or full: the decision counts
+        append_line(folder / names.TEXT_LOG_FILE, f"[{attempt.iso_time}] {why}")
     return attempt
 
 
