@@ -444,6 +444,14 @@ def test_a_complete_run_whose_next_start_is_refused_is_not_called_complete(tmp_p
     assert (attempt.next, "the recipe or the command line is wrong" in attempt.why) == ("stop", True)
 
 
+def test_a_kill_switch_is_not_the_end_of_an_earlier_training(tmp_path: Path) -> None:
+    run = folder_with(tmp_path, began=0, step=5, stop="finished")
+    assert judge(run, 0, restarts=3).next == "finished"
+    (run / "control").mkdir()
+    (run / "control" / "kill").touch()
+    assert judge(run, 0, restarts=3).why == "it was stopped on request (kill switch)"
+
+
 def test_damaged_lines_do_not_keep_a_run_from_being_restarted(tmp_path: Path) -> None:
     run = folder_with(tmp_path, began=0, step=5, stop="exit_after")
     for name in ("events.jsonl", "launch/attempts.jsonl"):

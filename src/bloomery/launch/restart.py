@@ -47,6 +47,8 @@ class Attempt:
 def judge(folder: Path, code: int, *, restarts: int, job: str = "") -> Attempt:
     """Decide, and keep the decision for the next one."""
     last = _last_start(folder / names.EVENTS_FILE)
+    if (folder / "control" / "kill").exists():  # this start had no event: that of an earlier one does not count
+        last |= {"reason": "", "text": ""}
     before = list(readable_lines(path := folder / ATTEMPTS_FILE))
     began, step = last.get("began", 0), last.get("step", 0)
     what, why = _decide(code, last, began, before, restarts)
