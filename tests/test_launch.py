@@ -255,6 +255,9 @@ def test_a_host_that_was_lost_is_the_last_to_be_used_again(
     section = "launch={hostfile: hostfile, nodes: 2, restarts: 1}"
     assert main(["launch", "small.yaml", section, "--on", "hosts"]) == exit_codes.OK
     assert "b cannot be reached any more" in capfd.readouterr().err
+    said = (workshop.folder / "runs" / "small" / "logs" / "main_log.txt").read_text()
+    assert "b cannot be reached any more" in said
+    assert "] exit code 6; it resumes from the newest checkpoint\n" in said
     names = asked.read_text().split()
     assert [sorted(names[:2]), sorted(names[2:])] == [["a", "b"], ["a", "spare"]]
     (workshop.folder / "hostfile").write_text("a\nb\n")
@@ -439,6 +442,14 @@ def test_a_complete_run_whose_next_start_is_refused_is_not_called_complete(tmp_p
     """Its recipe was changed to train longer, and has a mistake."""
     attempt = judge(folder_with(tmp_path, began=0, step=5, stop="finished"), exit_codes.USAGE, restarts=3)
     assert (attempt.next, "the recipe or the command line is wrong" in attempt.why) == ("stop", True)
+
+
+def test_a_kill_switch_is_not_the_end_of_an_earlier_training(tmp_path: Path) -> None:
+    run = folder_with(tmp_path, began=0, step=5, stop="finished")
+    assert judge(run, 0, restarts=3).next == "finished"
+    (run / "control").mkdir()
+    (run / "control" / "kill").touch()
+    assert judge(run, 0, restarts=3).why == "it was stopped on request (kill switch)"
 
 
 def test_damaged_lines_do_not_keep_a_run_from_being_restarted(tmp_path: Path) -> None:

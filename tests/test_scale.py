@@ -34,6 +34,8 @@ def test_two_nodes_against_one_and_two_results_in_one_picture(
 def test_a_result_that_is_none(workshop: Workshop, capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["scale", str(workshop.recipe)]) == 2
     assert "--nodes is missing" in capfd.readouterr().err
+    assert main(["scale", str(workshop.recipe), "--nodes", "1", "--on", "azureml"]) == 2
+    assert "Its runs lie in the workspace" in capfd.readouterr().err
     (workshop.folder / "other.json").write_text("{}")
     assert main(["scale", str(workshop.recipe), "--nodes", "1", "--steps", "2", "--compare", "other.json"]) == 3
     assert "other.json is no result of a scaling experiment" in capfd.readouterr().err

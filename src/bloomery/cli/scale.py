@@ -43,6 +43,9 @@ def run(args: argparse.Namespace) -> int:
         raise RecipeError(
             Problem("--nodes is missing", "each is a training of its own", "give for example --nodes 1,2,4")
         )
+    if (args.on or (recipe.launch and recipe.launch.on)) == "azureml":
+        rule, remedy = "its runs lie in the workspace, where nothing measures them", "use another target"
+        raise RecipeError(Problem("launch.on is azureml", rule, remedy))
     others = {str(path): _points(path) for path in args.compare}
     output = make_folder(args.output or Path("runs") / f"{recipe.name}-scale")
     points: list[dict[str, Any]] = []

@@ -18,6 +18,7 @@ from pathlib import Path
 from bloomery.base import exit_codes, signals
 from bloomery.base.bounded import read_text
 from bloomery.base.errors import Problem, RecipeError
+from bloomery.base.storage import append_line
 from bloomery.launch.doctor import BAD_NODES_FILE, bad_nodes
 from bloomery.launch.job import Job
 
@@ -93,9 +94,9 @@ def script(job: Job, host: str, node: int, address: str, port: int) -> str:
 class _Connection(threading.Thread):
     """One host: shows what it prints, and knows how it ended."""
 
-    def __init__(self, host: str, script: str, prefix: str) -> None:
+    def __init__(self, host: str, script: str, prefix: str, log: Path) -> None:
         super().__init__(name=host, daemon=True)
-        self.host, self._prefix, self.code, self.is_lost = host, prefix.encode(), 0, False
+        self.host, self._prefix, self._log, self.code, self.is_lost = host, prefix.encode(), log, 0, False
         self._ssh = subprocess.Popen(
             [*_SSH, host, f"bash -c {shlex.quote(script)}"],
             stdin=subprocess.PIPE,
@@ -115,7 +116,10 @@ class _Connection(threading.Thread):
         code = self._ssh.wait()
         self.is_lost = code == _FAILED_SSH
         if self.is_lost:
-            signals.say(f"{self.host} cannot be reached any more, so the job ends on every host")
+            lost = f"{self.host} cannot be reached any more, so the job ends on every host"
+            signals.say(lost)
+            with suppress(OSError):
+                append_line(self._log, lost)
         self.code = exit_codes.LOST_RANK if self.is_lost or code < 0 else code  # 0 until then
 
     def interrupt(self) -> None:
@@ -137,7 +141,7 @@ def run(job: Job, hosts: list[str], lost: set[str]) -> int:
         raise RecipeError(Problem("there is no ssh here", "launch.on is hosts", "install openssh-client"))
     address, port = hosts[0].rpartition("@")[2], random.SystemRandom().randrange(16384, 32767)
     connections = [
-        _Connection(host, script(job, host, node, address, port), f"{host}: " if node else "")
+        _Connection(host, script(job, host, node, address, port), f"{host}: " if node else "", job.main_log)
         for node, host in enumerate(hosts)
     ]
     failed = exit_codes.OK

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from itertools import takewhile
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import Any, Literal
 import orjson
 
 from bloomery.base import exit_codes
-from bloomery.base.storage import AppendFile
+from bloomery.base.storage import AppendFile, append_line
 from bloomery.monitor import names
 from bloomery.monitor.history import EVENT, readable_lines
 
@@ -46,6 +47,8 @@ class Attempt:
 def judge(folder: Path, code: int, *, restarts: int, job: str = "") -> Attempt:
     """Decide, and keep the decision for the next one."""
     last = _last_start(folder / names.EVENTS_FILE)
+    if (folder / "control" / "kill").exists():  # this start had no event: that of an earlier one does not count
+        last |= {"reason": "", "text": ""}
     before = list(readable_lines(path := folder / ATTEMPTS_FILE, code=int, started_at=int))
     began, step = last.get("began", 0), last.get("step", 0)
     what, why = _decide(code, last, began, before, restarts)
@@ -53,6 +56,8 @@ def judge(folder: Path, code: int, *, restarts: int, job: str = "") -> Attempt:
     file = AppendFile(path)
     file.append(orjson.dumps(asdict(attempt)).decode())
     file.close()
+    with suppress(OSError):  # its folder may not be there, or full: the decision counts
+        append_line(folder / names.TEXT_LOG_FILE, f"[{attempt.iso_time}] {why}")
     return attempt
 
 
