@@ -96,6 +96,7 @@ def setup_of(row: Row) -> dict[str, Any]:
         "zero": stage,
         "shard": 1 if stage == 0 else min(ranks, 8) if "hybrid8" in zero else ranks,
         "recompute": RECOMPUTE.index(row["recompute"]),
+        "per_operator": row["stack"].startswith("torchtitan"),
         "attention": ATTENTION.index(row["attn"] or "flash"),
         "sequence_parallel": row["seq_parallel"] == "1",
         "compiled": row["attn"] == "flash" and "eager" not in row["stack"],
@@ -158,7 +159,7 @@ def stack_scalars(rows: Sequence[Row], log_ratios: Sequence[float]) -> Scalars:
     families: dict[str, list[float]] = defaultdict(list)
     for stack, median in medians.items():
         families[stack.split("-")[0]].append(median)
-    overall = float(np.median([np.mean(found) for found in families.values()]))
+    overall = float(np.median([np.mean(found) for found in families.values()])) if families else 0.0
 
     def scalar(stack: str) -> float:
         siblings = families.get(stack.split("-")[0], [])
@@ -175,7 +176,10 @@ def log_errors(rows: Sequence[Row], predicted: np.ndarray, column: str) -> np.nd
 
 def errors_of(train: Sequence[Row], test: Sequence[Row], predict: Any, column: str) -> tuple[np.ndarray, Scalars]:
     """Predicted over measured, minus 1, of every row of `test`."""
-    scalar = stack_scalars(train, list(-log_errors(train, predict(train), column)))
+    if not test:
+        return np.array([]), lambda _: 0.0
+    known = list(-log_errors(train, predict(train), column)) if train else []
+    scalar = stack_scalars(train, known)
     ratios = log_errors(test, predict(test), column) + [scalar(row["stack"]) for row in test]
     return np.expm1(ratios), scalar
 

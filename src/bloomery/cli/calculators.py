@@ -61,7 +61,7 @@ def run_days(args: argparse.Namespace) -> int:
 
 
 def add_arguments_memory(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--params", type=_count, help="such as 13B: bytes of weights, gradients and optimizer")
+    parser.add_argument("--params", type=_count, required=True, help="such as 13B")
     parser.add_argument("--gpus", type=_ANY, default=1, help="data-parallel ranks that ZeRO shards over")
     _add_shape(parser, required=False)
     for name in ("--heads", "--micro-batch", "--tp", "--pp", "--chunks"):
@@ -84,8 +84,7 @@ def run_memory(args: argparse.Namespace) -> int:
                 sequence_parallel=args.sequence_parallel,
             )
         )
-    params = args.params or (12 * args.layers * args.hidden**2 if args.layers and args.hidden else 0)
-    facts["schemes"] = state_bytes(params, args.gpus)
+    facts["schemes"] = state_bytes(args.params, args.gpus)
     return show(args, facts, as_text)
 
 

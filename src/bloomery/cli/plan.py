@@ -7,7 +7,7 @@ import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bloomery.base.errors import RecipeError
+from bloomery.base.errors import Problem, RecipeError
 from bloomery.cli.arguments import add_json, add_recipe_arguments, as_text, load, show, warn, whole_number
 
 if TYPE_CHECKING:
@@ -71,18 +71,18 @@ def _question(args: argparse.Namespace) -> Question:
 
     catalogue = read_catalogue(args.hardware)
     device = named(catalogue.devices, args.gpu, "device")
-    args.overrides += _launch_words(args, device.node)
+    given = args.overrides
+    args.overrides = [*given, *_launch_words(args, device.node)]
     recipe = _unchecked(args)
-    machine = Machine.of(catalogue, args.gpu, args.network, ranks_per_node(recipe))
+    alone = ranks_per_node(recipe) == 1
+    machine = Machine.of(catalogue, args.gpu, args.network, device.node if alone else ranks_per_node(recipe))
     if args.why:
-        args.overrides, loaded = with_layout(args.recipe, args.overrides, args.why, machine.node)
-        recipe = loaded.recipe
+        recipe = with_layout(args.recipe, args.overrides, args.why, machine.node)[1].recipe
     elif (args.gpus or args.nodes) and (wrong := layout_problems(recipe, nothing_done)):
         ranking = Ranking.of(recipe, machine, world_size(recipe), fitted())
         best = ranking.name(ranking.best(recipe, world_size(recipe)))
-        words, loaded = with_layout(args.recipe, args.overrides, best, machine.node)
-        args.overrides += words
-        recipe = loaded.recipe
+        words, loaded = with_layout(args.recipe, given, best, machine.node)
+        args.overrides, recipe = [*given, *words], loaded.recipe
         warn(f"the layout of the recipe takes another number of devices: {wrong[0]}. This is the plan of {best}")
     else:
         recipe = load(args, reads=_READS).recipe
@@ -104,7 +104,10 @@ def _launch_words(args: argparse.Namespace, usual_node: int) -> list[str]:
     section = _unchecked(args).launch
     usual = section.gpus_per_node if section and section.gpus_per_node > 1 else usual_node
     nodes = args.nodes or max(1, args.gpus // usual)
-    each = max(1, args.gpus // nodes) if args.gpus else usual
+    each, rest = divmod(args.gpus or usual * nodes, nodes)
+    if rest or not each:
+        near = f"use {nodes * each or nodes} or {nodes * (each + 1)}"
+        raise RecipeError(Problem(f"--gpus is {args.gpus}", f"{nodes} nodes have equally many", near, "command line"))
     on = ["launch.on=hosts"] if nodes > 1 and (section is None or section.on == "local") else []
     return [f"launch.nodes={nodes}", f"launch.gpus_per_node={each}", *on]
 

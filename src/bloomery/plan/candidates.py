@@ -44,6 +44,7 @@ def setup_of(recipe: Recipe, machine: Machine, **columns: Any) -> Setup:
         seq=model.seq_length,
         **layouts,
         **_state_bytes(layouts, offload=parallel.offload),
+        per_operator=0,
         attention=ATTENTION.index("flash"),
         sequence_parallel=1,
         compiled=recipe.train.compile is not False and recipe.parallel.schedule != "zero_bubble",
@@ -65,10 +66,10 @@ def _state_bytes(layouts: dict[str, Column], *, offload: bool) -> dict[str, Colu
     zero = layouts["zero"]
     accumulates = layouts["global_batch"] > layouts["micro_batch"] * layouts["dp"]
     sums = 4.0 * ((zero < 2) & (accumulates | alone))
-    states = 0.0 if offload else 12.0
+    states = np.where(alone, 0.0, 4.0) if offload else 12.0
     return {
         "whole_bytes": np.where(zero == 3, 0.0, 2.0 + sums),
-        "shared_bytes": np.where(alone, states, states + 4.0 * (sums == 0)),
+        "shared_bytes": states + np.where(alone, 0.0, 4.0 * (sums == 0)),
     }
 
 

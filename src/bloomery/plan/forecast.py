@@ -12,7 +12,6 @@ from bloomery.plan.candidates import setup_of
 from bloomery.plan.constants import Constants
 from bloomery.plan.hardware import Catalogue, Machine, Storage
 from bloomery.plan.setup import Column
-from bloomery.plan.step_time import step_time
 from bloomery.sizing.flops import FlopCount, flops_per_token
 from bloomery.sizing.layout import Layout, world_size
 from bloomery.sizing.memory import SAVED_BYTES_PER_PARAMETER
@@ -88,7 +87,7 @@ def forecast(recipe: Recipe, machine: Machine, constants: Constants) -> Forecast
     ends = [*(level.first_step for level in levels[1:]), plan.train_steps + 1]
     steps = np.array([end - level.first_step for level, end in zip(levels, ends, strict=True)])
     batches = np.array([float(level.global_batch) for level in levels])
-    time = step_time(setup_of(recipe, machine, global_batch=batches), constants.pace)
+    time = constants.time(setup_of(recipe, machine, global_batch=batches))
     seconds = np.broadcast_to(time.total, steps.shape)
     begins = np.concatenate([[0.0], np.cumsum(steps * seconds)])
     rows = zip(levels, steps.tolist(), seconds.tolist(), begins.tolist(), strict=False)
@@ -191,6 +190,8 @@ def scaling(recipe: Recipe, machine: Machine, constants: Constants, networks: Ca
     base = max(1, -(-replica // machine.node))
     most = batch.global_batch_size // batch.micro_batch_size
     nodes = [base * 2**n for n in range(16) if base * 2**n * machine.node // replica <= most]
+    if not nodes:  # the batch is too small for a whole node
+        return []
     dp = np.array([float(max(1, n * machine.node // replica)) for n in nodes])
     shard = np.ones_like(dp) if recipe.parallel.zero == 0 else dp * layout.cp
     rates: dict[str, Column] = {}
@@ -198,7 +199,7 @@ def scaling(recipe: Recipe, machine: Machine, constants: Constants, networks: Ca
         there = machine.on(name, networks.networks[name])
         setup = setup_of(recipe, there, dp=dp, shard=shard)
         used = setup.micro_batches * setup.micro_batch * dp  # what a batch that does not divide leaves over is not done
-        rates[name] = used / step_time(setup, constants.pace).total / (dp * replica)
+        rates[name] = used / constants.time(setup).total / (dp * replica)
     best = max(float(rate[0]) for rate in rates.values())
     return [
         {"nodes": n, "samples_per_gpu": batch.global_batch_size / (n * machine.node)}

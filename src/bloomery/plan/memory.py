@@ -20,7 +20,7 @@ class Footprint:
     logit_bytes: float = 7.5
     """Kept per logit."""
     partial: float = 0.55
-    """Of the activations of a flash-attention stack, where those of chosen operators are made again."""
+    """Of the activations, where those of most operators are made again."""
     slack: float = 1.06
     """What the allocator holds, for each byte of activations and live weights that is used."""
     context_gib: float = 1.6
@@ -84,7 +84,7 @@ def _parts(found: Memory) -> list[Column]:
 def stage_memory(s: Setup, footprint: Footprint, *, is_last: bool) -> Memory:
     parameters, sharded, slack = s.fullest_parameters, s.zero == 3, footprint.slack
     layer = activation_bytes_per_layer(s, s.recompute, footprint.gated_bytes)
-    layer = layer * np.where((s.recompute == 1) & (s.attention == 2), footprint.partial, 1.0)
+    layer = layer * np.where((s.recompute == 1) & (s.per_operator > 0), footprint.partial, 1.0)
     none = np.zeros_like(s.recompute)
     workspace = np.where(s.recompute == 2, activation_bytes_per_layer(s, none, footprint.gated_bytes), 0.0)
     in_flight = np.minimum(s.micro_batches, 1 + (s.pp - 1) / s.pp) if is_last else micro_batches_in_flight(s)

@@ -42,6 +42,8 @@ class Setup:
     global_batch: Column
     recompute: Column
     """Index in RECOMPUTE."""
+    per_operator: Column
+    """1 where `selective` makes the results of most operators again, 0 where only those of the attention core."""
     attention: Column
     """Index in ATTENTION."""
     sequence_parallel: Column
