@@ -32,12 +32,15 @@ _NEEDED = (*_NUMBERS, "gpu", "recompute")
 _MEGATRON_VOCAB = 51_200
 """GPT-2's, padded for 8 tensor-parallel ranks: assumed where a table does not print one."""
 _NETWORKS = (
-    # What a row says of its network: (devices per node, GB/s out of a node, one direction)
-    (r"V100: 4 GPU/node.*4x OmniPath 100", 4, 50),
-    (r"4x OmniPath 100|4x100Gb", 8, 50),
-    (r"800 Gbps/node", 8, 100),
-    (r"1600 Gbps|8x200Gb|SuperPOD A100", 8, 200),
-    (r"DGX H100|400Gb/s RDMA|EFA", 8, 400),
+    # What a row says of its network: (devices per node, GB/s out of a node, GB/s between two devices of it), one
+    # direction; None: the device's own. Jean Zay connects A100s by 4 NVLinks (bigscience, tr11-176B-ml/README.md), and
+    # in nodes of 4 V100 each has 2 links to each other. A link has 25 GB/s.
+    (r"V100: 4 GPU/node.*4x OmniPath 100", 4, 50, 50),
+    (r"Jean Zay A100", 8, 50, 100),
+    (r"4x100Gb", 8, 50, None),
+    (r"800 Gbps/node", 8, 100, None),
+    (r"1600 Gbps|8x200Gb|SuperPOD A100", 8, 200, None),
+    (r"DGX H100|400Gb/s RDMA|EFA", 8, 400, None),
 )
 _DEFAULT_NIC = {"V100": 12.5, "A100": 200, "A800": 200, "H100": 400}
 _GRADIENT_BYTES = {"megatron-deepspeed": 2, "deepspeed-kernels": 2, "hf-trainer": 2, "deepspeed-zero3-2021": 2}
@@ -70,9 +73,9 @@ def setup_of(row: Row) -> dict[str, Any]:
     device = DEVICES[device_of(row)]
     heads = float(row["heads"] or number["hidden"] / 128)
     head_dim = number["hidden"] / heads
-    node, nic = next(
-        ((node, nic) for pattern, node, nic in _NETWORKS if re.search(pattern, row["interconnect"])),
-        (8, _DEFAULT_NIC.get(row["gpu"], 100)),
+    node, nic, link = next(
+        (found for pattern, *found in _NETWORKS if re.search(pattern, row["interconnect"])),
+        (8, _DEFAULT_NIC.get(row["gpu"], 100), None),
     )
     zero = row["zero"]
     stage = 3 if zero in ("3", "fsdp-full") else 2 if zero == "fsdp-grad-op" else int(zero[:1] or 0)
@@ -107,7 +110,7 @@ def setup_of(row: Row) -> dict[str, Any]:
         "cores": device.cores,
         "memory_bytes": float(row["gpu_mem_gb"] or device.memory_gib) * 2**30,
         "memory_bytes_per_s": device.memory_gb_per_s * 1e9,
-        "link_bytes_per_s": device.link_gb_per_s * 1e9 * (2 / 3 if row["gpu"] == "A800" else 1),
+        "link_bytes_per_s": (link or device.link_gb_per_s) * 1e9 * (2 / 3 if row["gpu"] == "A800" else 1),
         "nic_bytes_per_s": nic * 1e9,
         "node": node,
     }

@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -98,16 +99,41 @@ def test_calculators_answer_on_the_command_line(command: Command) -> None:
     assert facts["schemes"][0]["zero0_bytes"] == 18 * 22_000_000_000
 
 
+def fake_run(folder: Path, **measured: Any) -> Path:
+    """Of the recipe quickstart, at step 50."""
+    record = step_record(50, consumed_tokens=102_400, **measured)
+    folder.mkdir()
+    (folder / "metrics.jsonl").write_text(json.dumps(vars(record)) + "\n")
+    (folder / "events.jsonl").write_text(json.dumps({"kind": "start", "device": "NVIDIA H200", "step": 0}) + "\n")
+    (folder / "recipe.yaml").write_text("base: quickstart\n")
+    return folder
+
+
+def test_runs_are_scored_and_the_trend_is_shown(tmp_path: Path, command: Command) -> None:
+    runs = [
+        fake_run(tmp_path / name, time=began, tokens_per_second=speed, seconds_per_step=2048 / speed)
+        for name, began, speed in (("old", 1.0, 10_000.0), ("new", 2.0, 100_000.0))
+    ]
+    code, out, err = command("plan", "--score", *map(str, reversed(runs)), "--json")
+    assert code == 0, err
+    found = json.loads(out)
+    assert [Path(row["run"]).name for row in found["runs"]] == ["old", "new"]
+    for row in found["runs"]:
+        step = row["step_seconds"]
+        assert step["error"] == pytest.approx(step["predicted"] / step["measured"] - 1)
+        assert row["device"] == "h200"
+        assert row["memory_bytes"]["error"] is None, "it measured none"
+    errors = [abs(row["step_seconds"]["error"]) for row in found["runs"]]
+    assert found["trend"]["step_seconds"] == pytest.approx(errors[1] - errors[0])
+    assert "shows no step of a run" in command("plan", "--score", str(tmp_path))[2]
+
+
 def test_what_is_left_of_a_run_follows_from_its_speed(tmp_path: Path, command: Command) -> None:
-    record = step_record(50, consumed_tokens=245_760, tokens_per_second=2048.0)
-    run = tmp_path / "run"
-    run.mkdir()
-    (run / "metrics.jsonl").write_text(json.dumps(dict(vars(record).items())) + "\n")
-    (run / "recipe.yaml").write_text("base: quickstart\n")
+    run = fake_run(tmp_path / "run", tokens_per_second=2048.0)
     code, out, err = command("plan", "left", str(run), "--json")
     assert code == 0, err
-    assert json.loads(out)["tokens_left"] == 491_520 - 245_760
-    assert json.loads(out)["days_left"] == pytest.approx(245_760 / 2048 / 86400)
+    assert json.loads(out)["tokens_left"] == 491_520 - 102_400
+    assert json.loads(out)["days_left"] == pytest.approx((491_520 - 102_400) / 2048 / 86400)
     code, _, err = command("plan", "left", str(tmp_path))
     assert code == 3
     assert "shows no step of a run" in err

@@ -29,11 +29,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--hardware", type=Path, metavar="FILE", help="YAML with your devices, networks and storage")
     parser.add_argument("--why", metavar="LAYOUT", help="what a layout such as tp4-pp12-dp8-zero1-mb2 has against it")
     parser.add_argument("--emit", type=Path, metavar="FILE", help="write the recipe with the best layout")
+    parser.add_argument("--score", nargs="+", type=Path, metavar="RUN", help="instead: predicted against measured runs")
     parser.add_argument("--html", type=Path, metavar="FILE", help="write pictures of the plan")
     add_json(parser)
 
 
+def parse(parser: argparse.ArgumentParser, words: list[str]) -> argparse.Namespace:
+    """`--score` takes runs instead of a recipe."""
+    if "--score" not in words:
+        return parser.parse_intermixed_args(words)
+    scorer = argparse.ArgumentParser(prog=parser.prog, allow_abbrev=False)
+    scorer.add_argument("--score", nargs="+", type=Path, metavar="RUN", required=True)
+    scorer.add_argument("--hardware", type=Path, metavar="FILE")
+    add_json(scorer)
+    return scorer.parse_args(words)
+
+
 def run(args: argparse.Namespace) -> int:
+    if args.score:
+        return _score(args)
     from bloomery.base.storage import write_atomically
     from bloomery.config.load import as_yaml
     from bloomery.plan.answer import answer
@@ -58,6 +72,14 @@ def run(args: argparse.Namespace) -> int:
     words = ["bloomery", "verify", args.recipe, *args.overrides, "--simulate-world", str(found.facts["world"])]
     hint = f"Activations are estimated. This measures them: {shlex.join(words)}"
     return show(args, found.facts, lambda facts: f"{_text(facts)}\n\n{hint}")
+
+
+def _score(args: argparse.Namespace) -> int:
+    from bloomery.plan.constants import fitted
+    from bloomery.plan.hardware import read_catalogue
+    from bloomery.plan.score import scores
+
+    return show(args, scores(args.score, read_catalogue(args.hardware), fitted()))
 
 
 def _question(args: argparse.Namespace) -> Question:
