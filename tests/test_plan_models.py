@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import random
+import re
 import subprocess
 import sys
 import time
@@ -24,7 +25,7 @@ from bloomery.plan.answer import MOST_LAYOUTS, Question, answer
 from bloomery.plan.calculators import Shape, activation_bytes, days, state_bytes, tflops
 from bloomery.plan.candidates import COLUMNS, Grid, setup_of
 from bloomery.plan.constants import fitted
-from bloomery.plan.forecast import PARTS, forecast, write_minutes
+from bloomery.plan.forecast import PARTS, Assumptions, forecast, write_minutes
 from bloomery.plan.hardware import DEVICES, NETWORKS, STORAGE, Catalogue, Machine, managed_lustre, read_catalogue
 from bloomery.plan.search import Ranking, layout_name, with_layout
 from bloomery.sizing.check import layout_problems, nothing_done
@@ -331,6 +332,12 @@ def test_the_ramp_is_slower_and_its_levels_cover_the_training() -> None:
     assert set(found.costs()) == {*PARTS, "evaluation", "saves", "failures"}
 
 
+def test_energy_and_carbon_of_a_published_training() -> None:
+    """LLaMA-65B (arXiv 2302.13971, table 15): 1,022,362 hours at 400 W and a PUE of 1.1 are 449 MWh and 173 t."""
+    kwh, kilograms = Assumptions(0.0, 385, pue=1.1, load=1.0, host_share=0.0).energy(1_022_362, 400)
+    assert (int(kwh / 1000), int(kilograms / 1000)) == (449, 173)
+
+
 def test_advice_names_the_most_devices_of_the_ramp(command: Command) -> None:
     facts = json.loads(command("plan", "tr1-13b", "--gpu", "v100-32g", "--json")[1])
     ramp = next(text for text in facts["advice"] if text.startswith("Batch ramp"))
@@ -360,6 +367,10 @@ def test_pictures_are_one_page_with_all_of_them(tmp_path: Path, command: Command
     text = page.read_text()
     for title in ("memory of the fullest rank", "a step,", "fastest layout that fits", "the training", "efficiency"):
         assert title in text
+    for data in re.findall(r'<script type="application/json">(.*?)</script>', text):
+        for points in json.loads(data)["curves"].values():
+            places = [place for place, _ in points]
+            assert places == sorted(set(places)), "a chart needs ascending places"
     assert "http://" not in text.replace("http://www.w3.org", "")
 
 

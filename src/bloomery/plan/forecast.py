@@ -45,6 +45,11 @@ class Assumptions:
         own = machine.device.usd_per_hour if price is None else price
         return cls(own, catalogue.grams_per_kwh[country])
 
+    def energy(self, gpu_hours: float, watts: float) -> tuple[float, float]:
+        """(kWh, kg of CO2 equivalents)."""
+        kwh = gpu_hours * watts * self.load * (1 + self.host_share) * self.pue / 1000
+        return kwh, kwh * self.grams_per_kwh / 1000
+
 
 @dataclass(frozen=True)
 class Level:
@@ -130,8 +135,7 @@ def training_facts(recipe: Recipe, machine: Machine, found: Forecast, assumed: A
     """Days, cost, energy and carbon of the whole training."""
     devices, seconds = world_size(recipe), found.total_seconds
     gpu_hours = devices * seconds / 3600
-    watts = machine.device.watts * assumed.load * (1 + assumed.host_share) * assumed.pue
-    kwh = gpu_hours * watts / 1000
+    kwh, carbon_kg = assumed.energy(gpu_hours, machine.device.watts)
     plan = TrainingPlan.of(recipe)
     return {
         "tokens": plan.train_tokens,
@@ -142,7 +146,7 @@ def training_facts(recipe: Recipe, machine: Machine, found: Forecast, assumed: A
         "gpu_hours": gpu_hours,
         "usd": gpu_hours * assumed.usd_per_gpu_hour,
         "energy_mwh": kwh / 1000,
-        "carbon_tonnes": kwh * assumed.grams_per_kwh / 1e6,
+        "carbon_tonnes": carbon_kg / 1000,
         "assumed": asdict(assumed) | {"watts_per_gpu": machine.device.watts},
     }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterable, Mapping
 from html import escape
 from typing import Any
@@ -87,30 +88,32 @@ def _frontier(ranking: Ranking) -> str:
     """Of all legal layouts, the fastest that fits in so much memory."""
     size, speed = ranking.safe_bytes / _GIB, ranking.tokens_per_s
     order = np.argsort(size)
-    points = np.stack([size[order], np.maximum.accumulate(speed[order])], axis=1)[:: max(1, len(order) // _MOST_POINTS)]
-    return chart_html("fastest layout that fits", {"tokens per second": points}, unit="tokens/s per GPU", x="GiB")
+    points = zip(size[order].tolist(), np.maximum.accumulate(speed[order]).tolist(), strict=True)
+    return chart_html(
+        "fastest layout that fits", {"tokens per second": _points(points)}, unit="tokens/s per GPU", x="GiB"
+    )
 
 
 def _timeline(found: Forecast, plan: TrainingPlan) -> str:
-    """The global batch over the days, and the checkpoints."""
-    ramp = [(level.begins_seconds, level.global_batch) for level in found.levels]
-    ends = [(level.begins_seconds + level.steps * level.step_seconds, level.global_batch) for level in found.levels]
-    days = _points(sorted([*ramp, *ends]), 1 / 3600)
-    saves = plan.save_steps()
-    firsts = np.array([level.first_step for level in found.levels])
+    """The global batch over the hours, and the checkpoints."""
+    firsts = [level.first_step for level in found.levels]
+
+    def hour(step: int) -> float:
+        level = found.levels[bisect_right(firsts, step) - 1]
+        return (level.begins_seconds + (step - level.first_step + 1) * level.step_seconds) / 3600
+
+    ends = [(hour(level.first_step + level.steps - 1), level.global_batch) for level in found.levels]
+    batch = _points(sorted([*((level.begins_seconds / 3600, level.global_batch) for level in found.levels), *ends]))
+    saves = list(enumerate(plan.save_steps(), start=1))
     thin = saves[:: max(1, len(saves) // _MOST_POINTS)]
-    places = (found.levels[int(np.searchsorted(firsts, step, side="right")) - 1] for step in thin)
-    hours = [
-        (level.begins_seconds + (step - level.first_step + 1) * level.step_seconds, count)
-        for count, (step, level) in enumerate(zip(thin, places, strict=True), start=1)
-    ]
-    every = max(1, len(saves) // _MOST_POINTS)
-    curves = {"global batch": days, "checkpoints written": _points([(at, n * every) for at, n in hours], 1 / 3600)}
+    curves = {"global batch": batch, "checkpoints written": _points((hour(step), n) for n, step in thin)}
     return chart_html("the training", curves, unit="samples; checkpoints", from_zero=True, x="hours")
 
 
-def _points(pairs: Iterable[tuple[float, float]], scale: float) -> Any:
-    return np.array([(x * scale, y) for x, y in pairs], dtype=np.float64).reshape(-1, 2)
+def _points(pairs: Iterable[tuple[float, float]]) -> Any:
+    """Whole numbers in ascending order, as the charts want them; of several the last."""
+    newest = {int(x): y for x, y in pairs}
+    return np.array(sorted(newest.items()), dtype=np.float64).reshape(-1, 2)
 
 
 def _efficiency(rows: list[dict[str, Any]]) -> str:
