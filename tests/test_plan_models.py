@@ -179,6 +179,7 @@ def test_parts_add_up_and_the_safe_figure_is_larger(command: Command) -> None:
     assert facts["step"]["mfu"] < facts["step"]["hfu"] < 1
     assert [row["storage"] for row in facts["storage"]] == list(STORAGE)
     assert len(facts["largest_costs"]) == 3
+    assert (facts["training"]["assumed"]["grid"], facts["training"]["assumed"]["grams_per_kwh"]) == ("FRA", 56)
 
 
 def test_a_step_is_longer_with_less_of_everything() -> None:
@@ -319,6 +320,21 @@ def test_impossible_asks_get_the_nearest_possible(command: Command, words: list[
     code, out, err = command("plan", *words)
     assert (code, out) == (2, "")
     assert said in err
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["days", "--tokens", "1", "--params", "1", "--gpus", "1", "--tflops", "0"],
+        ["memory", "--params", "many"],
+        ["gpt-1.3b", "--price", "-3"],
+        ["gpt-1.3b", "--gpus", "0"],
+    ],
+)
+def test_numbers_that_make_no_sense_are_refused(command: Command, words: list[str]) -> None:
+    code, out, err = command("plan", *words)
+    assert (code, out) == (2, "")
+    assert f"argument {words[-2]}" in err
 
 
 # ---------------------------------------------------------------- forecasts and advice

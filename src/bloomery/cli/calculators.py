@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from bloomery.base.units import parse_amount
-from bloomery.cli.arguments import add_json, as_text, show, whole_number
+from bloomery.cli.arguments import add_json, as_text, positive, show, whole_number
 
 _ANY = whole_number(1, 10**9)
 
@@ -13,7 +13,7 @@ _ANY = whole_number(1, 10**9)
 def _count(text: str) -> float:
     """300B, 13e9 or 1_000."""
     try:
-        return float(text)
+        return positive(text)
     except ValueError:
         return float(parse_amount(f"{text} tokens").count)
 
@@ -31,7 +31,7 @@ def add_arguments_tflops(parser: argparse.ArgumentParser) -> None:
     _add_shape(parser, required=True)
     parser.add_argument("--global-batch", type=_ANY, required=True, help="samples of a step")
     parser.add_argument("--gpus", type=_ANY, required=True)
-    parser.add_argument("--step-seconds", type=float, required=True)
+    parser.add_argument("--step-seconds", type=positive, required=True)
     _add_recompute(parser)
     add_json(parser)
 
@@ -48,8 +48,8 @@ def add_arguments_days(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tokens", type=_count, required=True, help="such as 300B")
     parser.add_argument("--params", type=_count, required=True, help="such as 13B")
     parser.add_argument("--gpus", type=_ANY, required=True)
-    parser.add_argument("--tflops", type=float, required=True, help="of one GPU, by the definition of the factor")
-    parser.add_argument("--factor", type=float, default=6.0, help="8 with full recomputation, else 6 (the default)")
+    parser.add_argument("--tflops", type=positive, required=True, help="of one GPU, by the definition of the factor")
+    parser.add_argument("--factor", type=positive, default=6.0, help="8 with full recomputation, else 6 (the default)")
     add_json(parser)
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bloomery.base.errors import Problem, RecipeError
-from bloomery.cli.arguments import add_json, add_recipe_arguments, as_text, load, show, warn, whole_number
+from bloomery.cli.arguments import add_json, add_recipe_arguments, as_text, load, positive, show, warn, whole_number
 
 if TYPE_CHECKING:
     from bloomery.config.recipe import Recipe
@@ -25,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--gpus", type=whole_number(1, 1_000_000), help="how many; default: those of the recipe")
     parser.add_argument("--nodes", type=whole_number(1), help="machines; default: as many as the devices fill")
     parser.add_argument("--network", help="between nodes; default: the usual one of the device")
-    parser.add_argument("--price", type=float, metavar="USD", help="of a device for an hour; default: a table's")
+    parser.add_argument("--price", type=positive, metavar="USD", help="of a device for an hour; default: a table's")
     parser.add_argument("--hardware", type=Path, metavar="FILE", help="YAML with your devices, networks and storage")
     parser.add_argument("--why", metavar="LAYOUT", help="what a layout such as tp4-pp12-dp8-zero1-mb2 has against it")
     parser.add_argument("--emit", type=Path, metavar="FILE", help="write the recipe with the best layout")

@@ -31,6 +31,8 @@ class Assumptions:
 
     usd_per_gpu_hour: float
     grams_per_kwh: float
+    grid: str = "WORLD"
+    """The country whose electricity that is."""
     pue: float = 1.2
     """Energy of the building over that of the machines."""
     load: float = 0.9
@@ -43,7 +45,7 @@ class Assumptions:
         carbon = recipe.monitor.carbon
         country = carbon.country if carbon and carbon.country in catalogue.grams_per_kwh else "WORLD"
         own = machine.device.usd_per_hour if price is None else price
-        return cls(own, catalogue.grams_per_kwh[country])
+        return cls(own, catalogue.grams_per_kwh[country], country)
 
     def energy(self, gpu_hours: float, watts: float) -> tuple[float, float]:
         """(kWh, kg of CO2 equivalents)."""
