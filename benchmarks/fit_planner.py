@@ -5,7 +5,8 @@
 
 The fit starts from the defaults of Pace and Footprint and is drawn towards them, by a factor of e^0.5 per standard
 deviation; every software stack has a scalar besides, which is drawn towards 1. Outliers pull no harder than an error of
-10%. `--hold-out` fits again without the rows of each group, source or stack, or of random eighths, and predicts those.
+10%. `--hold-out` fits again without the rows of each group, source or stack, of each third of the groups, or of random
+eighths, and predicts those.
 """
 
 from __future__ import annotations
@@ -106,7 +107,12 @@ def memory_fit(rows: Sequence[Row]) -> Fit:
 
 def folds_of(rows: Sequence[Row], by: str) -> list[str]:
     draw = np.random.default_rng(0)
-    return [str(draw.integers(_FOLDS)) for _ in rows] if by == "rows" else [row[by] for row in rows]
+    if by == "rows":
+        return [str(draw.integers(_FOLDS)) for _ in rows]
+    if by == "third":
+        third = {group: str(draw.integers(3)) for group in sorted({row["group"] for row in rows})}
+        return [third[row["group"]] for row in rows]
+    return [row[by] for row in rows]
 
 
 def held_out(make: Callable[[Sequence[Row]], Fit], rows: Sequence[Row], by: str, *, refit: bool) -> np.ndarray:
@@ -131,7 +137,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("train", type=Path)
     parser.add_argument("--write", action="store_true", help=f"write {FILE.name}")
-    parser.add_argument("--hold-out", choices=["rows", "group", "source", "stack"])
+    parser.add_argument("--hold-out", choices=["rows", "third", "group", "source", "stack"])
     args = parser.parse_args()
     rows = read_rows(args.train)
     if args.hold_out:

@@ -42,8 +42,11 @@ _NETWORKS = (
     (r"1600 Gbps|8x200Gb|SuperPOD A100", 8, 200, None),
     (r"DGX H100|400Gb/s RDMA|EFA", 8, 400, None),
 )
+_CUT_LINKS = {"A800": 2 / 3, "H800": 4 / 9}
 _DEFAULT_NIC = {"V100": 12.5, "A100": 200, "A800": 200, "H100": 400}
 _GRADIENT_BYTES = {"megatron-deepspeed": 2, "deepspeed-kernels": 2, "hf-trainer": 2, "deepspeed-zero3-2021": 2}
+_TEMPORARY_BYTES = {"internevo": 8}
+"""Of an optimizer that is not fused, while it steps: two fp32 copies of what a rank owns."""
 _DOUBT_ROWS, _DOUBT_STACKS = 2, 1
 """As if so many rows had said what the family does of a stack, and so many stacks what all do of a family."""
 _FAMILY = ("group", "layers", "hidden", "seq", "n_gpus", "global_batch", "precision")
@@ -56,15 +59,26 @@ def read_rows(path: Path) -> list[Row]:
 
 
 def is_complete(row: Row) -> bool:
-    return row["quality"] in ("A", "B") and all(row.get(name) for name in _NEEDED)
+    is_graded = row["quality"] in ("A", "B") and all(row.get(name) for name in _NEEDED)
+    return is_graded and row["recompute"] in RECOMPUTE and device_of(row) in DEVICES
 
 
 def device_of(row: Row) -> str:
-    name = {"A800": "a100", "A100": "a100", "V100": "v100"}.get(row["gpu"], row["gpu"].lower())
-    if row["gpu_mem_gb"] == "96":
+    """By our name; a device that we do not know keeps its own."""
+    name = {"A800": "a100", "H800": "h100"}.get(row["gpu"], row["gpu"].lower())
+    if name == "h100" and row["gpu_mem_gb"] == "96":
         return "h100-96g"
-    size = {"v100": "32g", "a100": "40g" if row["gpu_mem_gb"] == "40" else "80g"}.get(name)
+    size = {
+        "v100": "16g" if row["gpu_mem_gb"] == "16" else "32g",
+        "a100": "40g" if row["gpu_mem_gb"] == "40" else "80g",
+    }.get(name)
     return f"{name}-{size}" if size else name
+
+
+def _zero_stage(text: str) -> int:
+    if text.startswith("fsdp"):
+        return 2 if text == "fsdp-grad-op" else 3
+    return int(text[0]) if text[:1].isdigit() else 0
 
 
 def setup_of(row: Row) -> dict[str, Any]:
@@ -78,7 +92,7 @@ def setup_of(row: Row) -> dict[str, Any]:
         (8, _DEFAULT_NIC.get(row["gpu"], 100), None),
     )
     zero = row["zero"]
-    stage = 3 if zero in ("3", "fsdp-full") else 2 if zero == "fsdp-grad-op" else int(zero[:1] or 0)
+    stage = _zero_stage(zero)
     ranks = number["dp"] * number["cp"]
     gradients = 4.0 if stage < 3 else 2.0
     if stage in (0, 1) and row["precision"] == "fp16":
@@ -100,17 +114,17 @@ def setup_of(row: Row) -> dict[str, Any]:
         "shard": 1 if stage == 0 else min(ranks, 8) if "hybrid8" in zero else ranks,
         "recompute": RECOMPUTE.index(row["recompute"]),
         "per_operator": row["stack"].startswith("torchtitan"),
-        "attention": ATTENTION.index(row["attn"] or "flash"),
+        "attention": ATTENTION.index(row["attn"] if row["attn"] in ATTENTION else "flash"),
         "sequence_parallel": row["seq_parallel"] == "1",
         "compiled": row["attn"] == "flash" and "eager" not in row["stack"],
         "whole_bytes": whole,
-        "shared_bytes": 12 + 4.0 * (stage >= 2),
+        "shared_bytes": 12 + 4.0 * (stage >= 2) + _TEMPORARY_BYTES.get(row["stack"], 0),
         "peak_flops": device.peak(row["precision"]),
-        "bf16_flops": device.peak("bf16" if row["gpu"] != "V100" else "fp16"),
+        "bf16_flops": device.peak("bf16"),
         "cores": device.cores,
         "memory_bytes": float(row["gpu_mem_gb"] or device.memory_gib) * 2**30,
         "memory_bytes_per_s": device.memory_gb_per_s * 1e9,
-        "link_bytes_per_s": (link or device.link_gb_per_s) * 1e9 * (2 / 3 if row["gpu"] == "A800" else 1),
+        "link_bytes_per_s": (link or device.link_gb_per_s) * 1e9 * _CUT_LINKS.get(row["gpu"], 1),
         "nic_bytes_per_s": nic * 1e9,
         "node": node,
     }
