@@ -33,8 +33,9 @@ _MEGATRON_VOCAB = 51_200
 """GPT-2's, padded for 8 tensor-parallel ranks: assumed where a table does not print one."""
 _NETWORKS = (
     # What a row says of its network: (devices per node, GB/s out of a node, GB/s between two devices of it), one
-    # direction; None: the device's own. Jean Zay connects A100s by 4 NVLinks (bigscience, tr11-176B-ml/README.md), and
-    # in nodes of 4 V100 each has 2 links to each other. A link has 25 GB/s.
+    # direction; None: the device's own. Jean Zay has "NVLink 4 inter-gpu connects" between A100s (bigscience,
+    # tr11-176B-ml/README.md), which we read as 4 of an A100's 12 links: layouts that were held out agree. In nodes of
+    # 4 V100 each has 2 links to each other. A link has 25 GB/s.
     (r"V100: 4 GPU/node.*4x OmniPath 100", 4, 50, 50),
     (r"Jean Zay A100", 8, 50, 100),
     (r"4x100Gb", 8, 50, None),
