@@ -71,10 +71,11 @@ def test_what_only_answers_imports_no_torch() -> None:
     code = """
 import sys
 from bloomery.cli.main import main
-for words in ("--help", "check tr1-13b --explain", "inspect schedule tr1-13b", "inspect model tr1-13b", "plan tr1-13b",
-              "train --help", "generate --help", "quickstart --help", "nonsense"):
+for words in ("--help", "check tr1-13b --explain", "inspect schedule tr1-13b", "inspect model tr1-13b", "train --help",
+              "generate --help", "quickstart --help", "plan --help", "nonsense", "plan tr1-13b"):
     main(words.split())
-    assert not {"torch", "numpy", "transformers"} & sys.modules.keys(), words
+    heavy = {"torch", "transformers"} | ({"numpy"} if words != "plan tr1-13b" else set())  # it ranks many layouts
+    assert not heavy & sys.modules.keys(), words
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr

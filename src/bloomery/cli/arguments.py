@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import re
 import sys
 import time
@@ -139,6 +140,13 @@ def whole_number(least: int, most: int = 99_999) -> Callable[[str], int]:
         return found
 
     return number
+
+
+def positive(text: str) -> float:
+    """The type of an option."""
+    if not 0 < (found := float(text)) < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
+    return found
 
 
 def whole_numbers(text: str) -> list[int]:

@@ -1,0 +1,214 @@
+"""From the time of a step to a whole training: days, money, energy, and what its checkpoints take."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from bloomery.config.recipe import Recipe
+from bloomery.plan.candidates import setup_of
+from bloomery.plan.constants import Constants
+from bloomery.plan.hardware import Catalogue, Machine, Storage
+from bloomery.plan.setup import Column
+from bloomery.sizing.flops import FlopCount, flops_per_token
+from bloomery.sizing.layout import Layout, world_size
+from bloomery.sizing.memory import SAVED_BYTES_PER_PARAMETER
+from bloomery.sizing.parameters import count_parameters, padded_vocab_size
+from bloomery.sizing.schedule import TrainingPlan, seconds_between_failures
+
+_DAY = 86400.0
+_SNAPSHOT_BYTES_PER_S = 20e9
+"""To pinned host memory, of one device."""
+_RESTART_SECONDS = 600.0
+PARTS = ("compute", "bubble", "communication", "optimizer", "data")
+
+
+@dataclass(frozen=True)
+class Assumptions:
+    """What no recipe says."""
+
+    usd_per_gpu_hour: float
+    grams_per_kwh: float
+    grid: str = "WORLD"
+    """The country whose electricity that is."""
+    pue: float = 1.2
+    """Energy of the building over that of the machines."""
+    load: float = 0.9
+    """Of the devices' rated power, while training."""
+    host_share: float = 0.25
+    """Of what the devices draw, for the host around them."""
+
+    @classmethod
+    def of(cls, recipe: Recipe, machine: Machine, catalogue: Catalogue, price: float | None) -> Assumptions:
+        carbon = recipe.monitor.carbon
+        country = carbon.country if carbon and carbon.country in catalogue.grams_per_kwh else "WORLD"
+        own = machine.device.usd_per_hour if price is None else price
+        return cls(own, catalogue.grams_per_kwh[country], country)
+
+    def energy(self, gpu_hours: float, watts: float) -> tuple[float, float]:
+        """(kWh, kg of CO2 equivalents)."""
+        kwh = gpu_hours * watts * self.load * (1 + self.host_share) * self.pue / 1000
+        return kwh, kwh * self.grams_per_kwh / 1000
+
+
+@dataclass(frozen=True)
+class Level:
+    """Steps with one global batch."""
+
+    global_batch: int
+    first_step: int
+    steps: int
+    step_seconds: float
+    begins_seconds: float
+
+
+@dataclass(frozen=True)
+class Forecast:
+    levels: list[Level]
+    split_seconds: dict[str, float]
+    """Of the steps of the whole training, by part."""
+    evaluation_seconds: float
+    save_seconds: float
+    failure_seconds: float
+    failures: float
+
+    @property
+    def step_seconds(self) -> float:
+        return sum(self.split_seconds.values())
+
+    @property
+    def total_seconds(self) -> float:
+        return self.step_seconds + self.evaluation_seconds + self.save_seconds + self.failure_seconds
+
+    def costs(self) -> dict[str, float]:
+        """Seconds of the whole training, by what they go to."""
+        rest = {"evaluation": self.evaluation_seconds, "saves": self.save_seconds, "failures": self.failure_seconds}
+        return {**self.split_seconds, **rest}
+
+
+def forecast(recipe: Recipe, machine: Machine, constants: Constants) -> Forecast:
+    plan, devices = TrainingPlan.of(recipe), world_size(recipe)
+    levels = [level for level in plan.batch.levels if level.first_step <= plan.train_steps]
+    ends = [*(level.first_step for level in levels[1:]), plan.train_steps + 1]
+    steps = np.array([end - level.first_step for level, end in zip(levels, ends, strict=True)])
+    batches = np.array([float(level.global_batch) for level in levels])
+    time = constants.time(setup_of(recipe, machine, global_batch=batches))
+    seconds = np.broadcast_to(time.total, steps.shape)
+    begins = np.concatenate([[0.0], np.cumsum(steps * seconds)])
+    rows = zip(levels, steps.tolist(), seconds.tolist(), begins.tolist(), strict=False)
+    split = {part: float((steps * getattr(time, part)).sum()) for part in PARTS}
+    saves = len({*plan.save_steps(), plan.train_steps})
+    save_seconds = saves * _snapshot_seconds(recipe)
+    evaluation = _evaluation_seconds(recipe, plan, float(seconds[-1]))
+    busy = float((steps * seconds).sum()) + save_seconds + evaluation
+    between = seconds_between_failures(recipe.checkpoint.failure_every, num_devices=devices)
+    lost = _RESTART_SECONDS + min(busy / max(1, saves) / 2, between)
+    return Forecast(
+        [Level(level.global_batch, level.first_step, n, took, start) for level, n, took, start in rows],
+        split,
+        evaluation_seconds=evaluation,
+        save_seconds=save_seconds,
+        failure_seconds=busy / between * lost,
+        failures=busy / between,
+    )
+
+
+def checkpoint_bytes(recipe: Recipe) -> int:
+    model = recipe.model
+    return SAVED_BYTES_PER_PARAMETER * count_parameters(model, vocab_size=padded_vocab_size(model)).total
+
+
+def _snapshot_seconds(recipe: Recipe) -> float:
+    """That a save stops training for; storage is written behind it."""
+    return checkpoint_bytes(recipe) / world_size(recipe) / _SNAPSHOT_BYTES_PER_S
+
+
+def _evaluation_seconds(recipe: Recipe, plan: TrainingPlan, step_seconds: float) -> float:
+    """A forward pass is a third of a step."""
+    if (section := recipe.train.evaluate) is None:
+        return 0.0
+    groups = max(1, len(recipe.data.validation) if recipe.data else 1)
+    return plan.train_steps // section.every.count * section.steps * groups * step_seconds / 3
+
+
+def training_facts(recipe: Recipe, machine: Machine, found: Forecast, assumed: Assumptions) -> dict[str, Any]:
+    """Days, cost, energy and carbon of the whole training."""
+    devices, seconds = world_size(recipe), found.total_seconds
+    gpu_hours = devices * seconds / 3600
+    kwh, carbon_kg = assumed.energy(gpu_hours, machine.device.watts)
+    plan = TrainingPlan.of(recipe)
+    return {
+        "tokens": plan.train_tokens,
+        "steps": plan.train_steps,
+        "days": seconds / _DAY,
+        "days_by_part": {part: spent / _DAY for part, spent in found.costs().items()},
+        "failures": found.failures,
+        "gpu_hours": gpu_hours,
+        "usd": gpu_hours * assumed.usd_per_gpu_hour,
+        "energy_mwh": kwh / 1000,
+        "carbon_tonnes": carbon_kg / 1000,
+        "assumed": asdict(assumed) | {"watts_per_gpu": machine.device.watts},
+    }
+
+
+def speed_facts(recipe: Recipe, machine: Machine, step_seconds: float) -> dict[str, Any]:
+    """Of a step of the full batch: tokens/s, FLOP/s by every definition, and shares of the peak."""
+    tokens = recipe.batch.global_batch_size * recipe.model.seq_length
+    per_device = tokens / step_seconds / world_size(recipe)
+    counts = {definition: flops_per_token(recipe.model, definition) * per_device for definition in FlopCount}
+    peak = machine.device.peak(recipe.precision)
+    again = {
+        "none": FlopCount.MODEL_FULL,
+        "selective": FlopCount.HARDWARE_SELECTIVE,
+        "full": FlopCount.HARDWARE_FULL_RECOMPUTE,
+    }[recipe.parallel.recompute]
+    return {
+        "step_seconds": step_seconds,
+        "tokens_per_s": tokens / step_seconds,
+        "tokens_per_s_per_gpu": per_device,
+        "tflops_per_gpu": {str(definition): rate / 1e12 for definition, rate in counts.items()},
+        "mfu": counts[FlopCount.MODEL_FULL] / peak,
+        "mfu_definition": str(FlopCount.MODEL_FULL),
+        "hfu": counts[again] / peak,
+        "hfu_definition": str(again),
+        "peak_tflops": peak / 1e12,
+    }
+
+
+def write_minutes(size_bytes: float, storage: Storage) -> float:
+    return size_bytes / 1e9 / storage.gb_per_s / 60
+
+
+def storage_facts(recipe: Recipe, catalogue: Catalogue) -> list[dict[str, Any]]:
+    size = checkpoint_bytes(recipe)
+    return [
+        {"storage": name, "gb_per_s": tier.gb_per_s, "write_minutes": write_minutes(size, tier), "source": tier.source}
+        for name, tier in catalogue.storage.items()
+    ]
+
+
+def scaling(recipe: Recipe, machine: Machine, constants: Constants, networks: Catalogue) -> list[dict[str, Any]]:
+    """Efficiency against the number of nodes, for the recipe's layout with more replicas, on three networks."""
+    layout, batch = Layout.of(recipe), recipe.batch
+    replica = layout.tp * layout.pp * layout.cp
+    base = max(1, -(-replica // machine.node))
+    most = batch.global_batch_size // batch.micro_batch_size
+    nodes = [base * 2**n for n in range(16) if base * 2**n * machine.node // replica <= most]
+    if not nodes:  # the batch is too small for a whole node
+        return []
+    dp = np.array([float(max(1, n * machine.node // replica)) for n in nodes])
+    shard = np.ones_like(dp) if recipe.parallel.zero == 0 else dp * layout.cp
+    rates: dict[str, Column] = {}
+    for name in dict.fromkeys((machine.network_name, "infiniband-hdr", "ethernet-100g")):
+        there = machine.on(name, networks.networks[name])
+        setup = setup_of(recipe, there, dp=dp, shard=shard)
+        used = setup.micro_batches * setup.micro_batch * dp  # what a batch that does not divide leaves over is not done
+        rates[name] = used / constants.time(setup).total / (dp * replica)
+    best = max(float(rate[0]) for rate in rates.values())
+    return [
+        {"nodes": n, "samples_per_gpu": batch.global_batch_size / (n * machine.node)}
+        | {name: float(rate[i]) / best for name, rate in rates.items()}
+        for i, n in enumerate(nodes)
+    ]

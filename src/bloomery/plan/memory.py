@@ -1,0 +1,105 @@
+"""Bytes that a rank needs on its device, by part."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+import numpy as np
+
+from bloomery.plan.setup import Column, Setup
+
+_GIB = 2.0**30
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """What allocators and libraries take besides what is asked of them."""
+
+    gated_bytes: float = 6.6
+    """Kept per token and unit of a gated MLP."""
+    logit_bytes: float = 7.5
+    """Kept per logit."""
+    partial: float = 0.55
+    """Of the activations, where those of most operators are made again."""
+    slack: float = 1.06
+    """What the allocator holds, for each byte of activations and live weights that is used."""
+    context_gib: float = 1.6
+    """CUDA, cuBLAS and NCCL, as nvidia-smi sees them; torch does not count it."""
+    group_gib: float = 0.2
+    """Buffers of the communicators of each kind of parallelism in use."""
+    bucket_parameters: float = 1e9
+    """Most parameters whose gradients are copied for communication at once, at 4 bytes, by the ZeRO 1 and 2 of
+    stacks with unfused attention."""
+    safe: float = 1.15
+    """The out-of-memory-safe figure over the expected one."""
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of the fullest rank."""
+
+    weights: Column
+    gradients: Column
+    optimizer: Column
+    activations: Column
+    logits: Column
+    buffers: Column
+    context: Column
+
+    @property
+    def expected(self) -> Column:
+        states = self.weights + self.gradients + self.optimizer
+        return states + self.activations + self.logits + self.buffers + self.context
+
+
+def activation_bytes_per_layer(s: Setup, kind: Column, gated_bytes: float) -> Column:
+    """Kept for the backward pass, per micro-batch. Korthikanti et al. 2022 (table 2); gated: the same count without
+    dropout."""
+    tokens, h, tp = s.tokens, s.hidden, s.tp
+    outer_ways = np.where(s.sequence_parallel > 0, tp, 1)
+    plain = 10 * h / outer_ways + 24 * h / tp * (s.ffn / (4 * h) * 2 / 3 + 1 / 3)
+    gated = 10 * h / outer_ways + (4 * s.heads_width + 4 * s.kv_width + gated_bytes * s.ffn) / tp
+    scores = np.where((s.attention == 0) & (kind == 0), 5 * s.heads * s.seq / tp, 0.0)
+    whole = np.where(s.gated > 0, gated, plain) + scores
+    return tokens * np.where(kind == 2, 2 * h / outer_ways, whole)
+
+
+def micro_batches_in_flight(s: Setup) -> Column:
+    """Of the first stage under 1F1B; interleaving keeps more, in chunks."""
+    ideal = s.pp * np.where(s.chunks > 1, 1 + (s.pp - 1) / (s.pp * s.chunks), 1.0)
+    return np.minimum(ideal, s.micro_batches)
+
+
+def memory(s: Setup, footprint: Footprint) -> Memory:
+    """Of the fullest rank: of the first stage, which keeps most micro-batches, or of the last, which has the logits."""
+    first, last = stage_memory(s, footprint, is_last=False), stage_memory(s, footprint, is_last=True)
+    is_first = first.expected >= last.expected
+    return Memory(*(np.where(is_first, one, other) for one, other in zip(_parts(first), _parts(last), strict=True)))
+
+
+def _parts(found: Memory) -> list[Column]:
+    return [getattr(found, field.name) for field in fields(Memory)]
+
+
+def stage_memory(s: Setup, footprint: Footprint, *, is_last: bool) -> Memory:
+    parameters, sharded, slack = s.fullest_parameters, s.zero == 3, footprint.slack
+    layer = activation_bytes_per_layer(s, s.recompute, footprint.gated_bytes)
+    layer = layer * np.where((s.recompute == 1) & (s.per_operator > 0), footprint.partial, 1.0)
+    none = np.zeros_like(s.recompute)
+    workspace = np.where(s.recompute == 2, activation_bytes_per_layer(s, none, footprint.gated_bytes), 0.0)
+    in_flight = np.minimum(s.micro_batches, 1 + (s.pp - 1) / s.pp) if is_last else micro_batches_in_flight(s)
+    has_logits = np.where(s.pp > 1, float(is_last), 1.0)
+    live = np.where(sharded, 4 * (2 * s.layer_parameters + s.vocab * s.hidden) / s.tp, 0.0)
+    bucket = np.where(
+        (s.zero > 0) & ~sharded & (s.attention == 0), 4 * np.minimum(parameters, footprint.bucket_parameters), 0.0
+    )
+    groups = (s.tp > 1) * 1.0 + (s.pp > 1) + (s.dp * s.cp > 1)
+    return Memory(
+        weights=parameters * np.where(sharded, 0.0, 2.0),
+        gradients=parameters * (s.whole_bytes - np.where(sharded, 0.0, 2.0)),
+        optimizer=parameters * s.shared_bytes / s.shard,
+        activations=slack * (s.layers_of_stage * layer * in_flight + workspace),
+        logits=slack * has_logits * footprint.logit_bytes * s.tokens * s.vocab / s.tp,
+        buffers=slack * live + bucket + groups * footprint.group_gib * _GIB,
+        context=footprint.context_gib * _GIB + 0 * parameters,
+    )

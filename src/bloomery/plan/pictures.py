@@ -1,0 +1,122 @@
+"""The plan as one HTML page, in the frame of the report of a run: bars by part, and curves."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterable, Mapping
+from html import escape
+from typing import Any
+
+import numpy as np
+
+from bloomery.base.units import format_bytes
+from bloomery.config.recipe import Recipe
+from bloomery.monitor.report import chart_html, page
+from bloomery.plan.answer import Answer
+from bloomery.plan.forecast import PARTS, Forecast
+from bloomery.plan.search import Ranking
+from bloomery.sizing.schedule import TrainingPlan
+
+_COLOURS = ("#3b6ea5", "#6a9f58", "#c9822b", "#a5483b", "#7b5ea7", "#4f9a94", "#8a8a8a", "#c2a83e")
+_MEMORY = ("weights", "gradients", "optimizer", "activations", "logits", "buffers", "context")
+_GIB = 2.0**30
+_MOST_POINTS = 400
+
+
+def picture_page(answer: Answer, recipe: Recipe) -> str:
+    facts = answer.facts
+    ranking, order = answer.ranking, answer.ranking.order[:3]
+    memory = {"this layout": {name: float(facts["memory_bytes"][name]) for name in _MEMORY}} | {
+        ranking.name(row): {name: float(getattr(ranking.memory, name)[row]) for name in _MEMORY} for row in order
+    }
+    seconds = facts["step"]["step_seconds"]
+    steps = {part: facts["step_share"][part] * seconds for part in PARTS}
+    body = [
+        f'<h1>{escape(recipe.name)}</h1><p class="lead">{escape(_lead(facts))}</p>',
+        _bars("memory of the fullest rank", memory, format_bytes, limit=float(facts["memory_bytes"]["device_has"])),
+        _bars("a step, from its start to its end", _waterfall(steps), lambda value: f"{value:.3g} s", limit=seconds),
+        '<div class="charts">',
+        _frontier(ranking),
+        _timeline(answer.forecast, TrainingPlan.of(recipe)),
+        _efficiency(facts["scaling"]),
+        "</div>",
+        *(f"<p>{escape(sentence)}</p>" for sentence in (*answer.warnings, *facts["largest_costs"], *facts["advice"])),
+    ]
+    return page(f"{recipe.name} · plan · Bloomery", "\n".join(body))
+
+
+def _lead(facts: Mapping[str, Any]) -> str:
+    training, machine = facts["training"], facts["machine"]
+    return (
+        f"{facts['world']:,} x {machine['gpu']}, {machine['network']}: {training['days']:.3g} days, "
+        f"{training['usd']:,.0f} USD, {training['energy_mwh']:.3g} MWh, {training['carbon_tonnes']:.3g} t CO2e"
+    )
+
+
+def _bars(title: str, rows: Mapping[str, Mapping[str, float]], text: Any, *, limit: float) -> str:
+    """A stacked bar for each row; a part whose name begins with a space is a gap."""
+    widest = max([limit, *(sum(parts.values()) for parts in rows.values())])
+    names = [name for name in dict.fromkeys(name for parts in rows.values() for name in parts) if name.strip()]
+    colours = dict(zip(names, _COLOURS, strict=False))
+    lines = [f"<figure class='wide'><figcaption>{escape(title)}, of {escape(text(limit))}</figcaption>"]
+    for row, parts in rows.items():
+        pieces = "".join(_piece(name, size, size / widest, colours, text) for name, size in parts.items())
+        lines.append(
+            f"<div>{escape(row)}</div><div style='display:flex;height:1.6em;margin-bottom:.6em'>{pieces}</div>"
+        )
+    swatch = "display:inline-block;width:.8em;height:.8em;margin:0 .3em 0 1em;background:"
+    lines.append("".join(f"<span style='{swatch}{colours[name]}'></span>{escape(name)}" for name in names))
+    return "\n".join([*lines, "</figure>"])
+
+
+def _piece(name: str, size: float, share: float, colours: Mapping[str, str], text: Any) -> str:
+    colour = colours.get(name, "transparent")
+    title = f"{name}: {text(size)}" if name.strip() else ""
+    return f"<div title='{escape(title)}' style='width:{100 * share:.3f}%;background:{colour}'></div>"
+
+
+def _waterfall(steps: Mapping[str, float]) -> dict[str, dict[str, float]]:
+    """Each part begins where the one before it ends."""
+    begins = np.concatenate([[0.0], np.cumsum(list(steps.values()))])
+    return {
+        name: {" before": float(begin), name: spent}
+        for (name, spent), begin in zip(steps.items(), begins, strict=False)
+    }
+
+
+def _frontier(ranking: Ranking) -> str:
+    """Of all legal layouts, the fastest that fits in so much memory."""
+    size, speed = ranking.safe_bytes / _GIB, ranking.tokens_per_s
+    order = np.argsort(size)
+    points = zip(size[order].tolist(), np.maximum.accumulate(speed[order]).tolist(), strict=True)
+    return chart_html(
+        "fastest layout that fits", {"tokens per second": _points(points)}, unit="tokens/s per GPU", x="GiB"
+    )
+
+
+def _timeline(found: Forecast, plan: TrainingPlan) -> str:
+    """The global batch over the hours, and the checkpoints."""
+    firsts = [level.first_step for level in found.levels]
+
+    def hour(step: int) -> float:
+        level = found.levels[bisect_right(firsts, step) - 1]
+        return (level.begins_seconds + (step - level.first_step + 1) * level.step_seconds) / 3600
+
+    ends = [(hour(level.first_step + level.steps - 1), level.global_batch) for level in found.levels]
+    batch = _points(sorted([*((level.begins_seconds / 3600, level.global_batch) for level in found.levels), *ends]))
+    saves = list(enumerate(plan.save_steps(), start=1))
+    thin = saves[:: max(1, len(saves) // _MOST_POINTS)]
+    curves = {"global batch": batch, "checkpoints written": _points((hour(step), n) for n, step in thin)}
+    return chart_html("the training", curves, unit="samples; checkpoints", from_zero=True, x="hours")
+
+
+def _points(pairs: Iterable[tuple[float, float]]) -> Any:
+    """Whole numbers in ascending order, as the charts want them; of several the last."""
+    newest = {int(x): y for x, y in pairs}
+    return np.array(sorted(newest.items()), dtype=np.float64).reshape(-1, 2)
+
+
+def _efficiency(rows: list[dict[str, Any]]) -> str:
+    networks = [name for name in rows[0] if name not in ("nodes", "samples_per_gpu")] if rows else []
+    curves = {name: np.array([(row["nodes"], row[name]) for row in rows]) for name in networks}
+    return chart_html("efficiency against nodes", curves, from_zero=True, x="nodes")

@@ -1,0 +1,232 @@
+"""Seconds of a training step, from the work of one layer up: what is computed, what is moved, and what waits.
+
+benchmarks/fit_planner.py fits the constants to published runs; docs/plan.md says how well they hold.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from bloomery.plan.setup import Column, Setup
+
+_HALF = 2
+"""Bytes of what is computed with."""
+_TILE = 256 * 128
+
+
+@dataclass(frozen=True)
+class Pace:
+    """How far hardware falls short of its data sheet. Shares are of the data sheet's figure."""
+
+    gemm: float = 0.78
+    """Of peak FLOP/s, by a large matrix product on a slow device."""
+    gemm_limit: float = 3500e12
+    """FLOP/s that no device comes near, however high its peak: power and the feeding of its cores."""
+    small_dimension: float = 1.0
+    """A product takes twice its ideal time where a dimension is this many times the FLOPs that the device does in the
+    time that it moves a byte."""
+    waves: float = 0.5
+    """Share of the loss to a last round of tiles that does not fill the device."""
+    misaligned: float = 0.69
+    """Of a product whose inner size is no multiple of 64."""
+    flash: float = 0.7
+    """Of peak, by flash attention."""
+    flash_limit: float = 700e12
+    """FLOP/s as `gemm_limit`, of attention."""
+    flash_first: float = 0.55
+    """Of flash attention, by its first version."""
+    bmm: float = 0.5
+    """Of peak, by the two products of unfused attention."""
+    bmm_misaligned: float = 0.3
+    """Of those, where a head is no multiple of 8 wide."""
+    score_passes: float = 8.0
+    """Times that unfused attention reads or writes its scores, forward."""
+    norm_passes: float = 12.0
+    """Times that a layer reads or writes the residual stream, forward."""
+    inner_passes: float = 4.0
+    """The same, of what lies inside attention and MLP."""
+    fused: float = 0.6
+    """Of these passes, where a compiler fuses them."""
+    loss_passes: float = 6.0
+    """Times that the loss reads or writes fp32 logits."""
+    memory: float = 0.85
+    """Of memory bandwidth."""
+    launch_s: float = 1.5e-3
+    """To launch the kernels of a layer from Python, forward; hidden where they take longer."""
+    launch_fused_s: float = 5e-4
+    """The same where a compiler fuses them."""
+    link: float = 0.7
+    """Of the links in a node, by collectives."""
+    nic: float = 0.7
+    """Of the network."""
+    rank_s: float = 1e-4
+    """For every data-parallel rank, once per step: to bring its part of the weights to the others."""
+    hop_s: float = 4e-6
+    """A collective takes this for every rank."""
+    tp_exposed: float = 0.4
+    """Share of tensor-parallel traffic that a modern stack cannot hide; old ones hide none."""
+    dp_exposed: float = 0.5
+    """The same of reducing gradients."""
+    contention: float = 0.2
+    """Of traffic hidden behind computation, that nevertheless slows it."""
+    p2p_exposed: float = 0.6
+    """Of traffic between pipeline stages."""
+    uneven: float = 0.8
+    """Share of the wait for the slowest stage that is not filled by work of the others."""
+    optimizer_passes: float = 2.5
+    """Times that the step reads or writes all the states it owns."""
+    micro_batch_s: float = 2e-3
+    """Between micro-batches."""
+    step_s: float = 0.05
+    """Between steps: logging, clipping, the schedule."""
+    growth: float = 0.01
+    """By which every doubling of the nodes lengthens a step: the slowest of more."""
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds of one step; they add up to `total`."""
+
+    compute: Column
+    bubble: Column
+    communication: Column
+    """Not hidden behind computation."""
+    optimizer: Column
+    data: Column
+    """Between micro-batches and steps: data, logging, the schedule."""
+
+    @property
+    def total(self) -> Column:
+        return self.compute + self.bubble + self.communication + self.optimizer + self.data
+
+
+def step_time(setup: Setup, pace: Pace) -> StepTime:
+    layer, layer_traffic = _layer(setup, pace)
+    head = _head(setup, pace)
+    stages = setup.pp * setup.chunks
+    most, uneven = setup.layers_of_stage, setup.layers % stages > 0
+    slowest = np.maximum(most * layer, (most - uneven * (setup.pp > 1)) * layer + head)
+    mean = (setup.layers * layer + head) / setup.pp
+    traffic = most * layer_traffic + _between_stages(setup, pace)
+    micro_batches = setup.micro_batches
+    weights, gradients = _data_parallel(setup, pace, slowest)
+    compute = micro_batches * mean
+    fill = (setup.pp - 1) / setup.chunks
+    bubble = micro_batches * pace.uneven * (slowest - mean) + fill * (mean + traffic)
+    nodes = np.maximum(1.0, setup.devices / setup.node)
+    slower = 1 + pace.growth * np.log2(nodes)
+    states = setup.fullest_parameters * (setup.whole_bytes + setup.shared_bytes / setup.shard)
+    optimizer = pace.optimizer_passes * states / (setup.memory_bytes_per_s * pace.memory)
+    data = micro_batches * pace.micro_batch_s + pace.step_s
+    communication = micro_batches * (traffic + weights) + gradients
+    return StepTime(compute * slower, bubble * slower, communication * slower, optimizer, data + 0 * compute)
+
+
+def gemm_seconds(setup: Setup, pace: Pace, m: Column, n: Column, k: Column) -> Column:
+    """Of a product (m, k) x (k, n), both ways of training in their mean: each dimension is the inner one once."""
+    ideal = 2 * m * n * k * (1 / (setup.peak_flops * pace.gemm) + 1 / pace.gemm_limit)
+    least = pace.small_dimension * setup.peak_flops / setup.memory_bytes_per_s
+    small = (1 + least / m) * (1 + least / n) * (1 + least / k)
+    misaligned = (n % 64 > 0) | (k % 64 > 0)
+    moved = _HALF * (m * n + m * k + n * k) / (setup.memory_bytes_per_s * pace.memory)
+    rounds = m * n / (_TILE * setup.cores)
+    uneven = 1 + pace.waves * (np.ceil(rounds) / rounds - 1)
+    return np.maximum(ideal * small * uneven * np.where(misaligned, 1 / pace.misaligned, 1.0), moved)
+
+
+def _layer(setup: Setup, pace: Pace) -> tuple[Column, Column]:
+    """(computation, exposed traffic) of a layer on a micro-batch: forward, backward, and forward again."""
+    s, tokens, h, tp = setup, setup.tokens, setup.hidden, setup.tp
+    products = (
+        gemm_seconds(s, pace, tokens, (s.heads_width + 2 * s.kv_width) / tp, h)
+        + gemm_seconds(s, pace, tokens, h, s.heads_width / tp)
+        + gemm_seconds(s, pace, tokens, (1 + s.gated) * s.ffn / tp, h)
+        + gemm_seconds(s, pace, tokens, h, s.ffn / tp)
+    )
+    attention, backward_of_attention = _attention(s, pace)
+    outer = pace.norm_passes * h / np.where(s.sequence_parallel > 0, tp, 1)
+    inner = pace.inner_passes * (s.heads_width + s.kv_width + (1 + s.gated) * s.ffn) / tp
+    passes = (outer + inner) * np.where(s.compiled > 0, pace.fused, 1.0)
+    elementwise = _HALF * tokens * passes / (s.memory_bytes_per_s * pace.memory)
+    again_all, again_core = s.recompute == 2, s.recompute == 1
+    launch = np.where(s.compiled > 0, pace.launch_fused_s, pace.launch_s)
+    forward = _longer(products + attention + elementwise, launch)
+    backward = _longer(2 * products + backward_of_attention + 2 * elementwise, 1.5 * launch)
+    again = np.where(again_all, forward, np.where(again_core, attention, 0.0))
+    return forward + backward + again, _layer_traffic(s, pace, again_all)
+
+
+def _longer(one: Column, other: Column) -> Column:
+    """Of two that overlap; a little more where they are close."""
+    return (one**4 + other**4) ** 0.25
+
+
+def _attention(s: Setup, pace: Pace) -> tuple[Column, Column]:
+    """Seconds forward and backward of scores, softmax and values."""
+    products = 4 * s.tokens * s.seq * s.heads_width / s.tp
+    rate = 1 / (1 / (s.bf16_flops * pace.flash) + 1 / pace.flash_limit)
+    flash = products / 2 / np.where(s.attention == 1, pace.flash_first, 1.0) / rate
+    scores = s.micro_batch * s.heads / s.tp * s.seq * s.seq / s.cp
+    narrow = np.where(s.head_dim % 8 > 0, 1 / pace.bmm_misaligned, 1.0)
+    bmm = products / (s.bf16_flops * pace.bmm) * narrow
+    moved = _HALF * scores * pace.score_passes / (s.memory_bytes_per_s * pace.memory)
+    unfused = s.attention == 0
+    return np.where(unfused, bmm + moved, flash), np.where(unfused, 2 * bmm + 2 * moved, 2.5 * flash)
+
+
+def _layer_traffic(s: Setup, pace: Pace, again: Column) -> Column:
+    stream = _HALF * s.tokens * s.hidden
+    rounds = 4 + 2 * again
+    bandwidth = np.where(s.tp <= s.node, s.link_bytes_per_s * pace.link, _group_bandwidth(s, pace, s.node))
+    tensor = rounds * 2 * (s.tp - 1) / s.tp * stream / bandwidth + rounds * (s.tp > 1) * 2 * pace.hop_s * s.tp
+    near = np.where(s.tp * s.cp <= s.node, s.link_bytes_per_s * pace.link, _group_bandwidth(s, pace, s.node / s.tp))
+    keys = _HALF * s.tokens * 2 * s.kv_width / s.tp
+    context = 3 * keys * (s.cp - 1) / near
+    overlaps = s.attention == 2
+    return np.where(overlaps, pace.tp_exposed, 1.0) * tensor + context * pace.tp_exposed
+
+
+def _group_bandwidth(s: Setup, pace: Pace, per_node: Column) -> Column:
+    """Bytes/s of a ring through all nodes, of a group that has so many ranks on each: groups share the cards."""
+    share = np.clip(per_node, 1, s.node) / s.node
+    return np.minimum(s.link_bytes_per_s * pace.link, s.nic_bytes_per_s * share * pace.nic)
+
+
+def _head(s: Setup, pace: Pace) -> Column:
+    product = gemm_seconds(s, pace, s.tokens, s.vocab / s.tp, s.hidden)
+    passes = 4 * pace.loss_passes * s.tokens * s.vocab / s.tp / (s.memory_bytes_per_s * pace.memory)
+    return 3 * product + passes
+
+
+def _between_stages(s: Setup, pace: Pace) -> Column:
+    """Exposed seconds per micro-batch: its residual stream to the next stage and its gradient back."""
+    size = _HALF * s.tokens * s.hidden / np.where(s.sequence_parallel > 0, s.tp, 1)
+    inside = s.devices <= s.node
+    bandwidth = np.where(inside, s.link_bytes_per_s * pace.link, s.nic_bytes_per_s / s.node * pace.nic)
+    return np.where(s.pp > 1, 2 * s.chunks * size / bandwidth * pace.p2p_exposed, 0.0)
+
+
+def _data_parallel(s: Setup, pace: Pace, compute: Column) -> tuple[Column, Column]:
+    """Exposed seconds: of gathering sharded weights and reducing their gradients per micro-batch (ZeRO 3), and of
+    reducing gradients and gathering updated weights once per step."""
+    ranks = s.dp * s.cp
+    per_node = np.minimum(np.maximum(1.0, s.node / s.tp), ranks)
+    spans = s.tp * ranks > s.node
+    ring = np.where(spans, _group_bandwidth(s, pace, per_node), s.link_bytes_per_s * pace.link)
+    share = (ranks - 1) / ranks
+    parameters = s.fullest_parameters
+    sharded = s.zero == 3
+    hops = s.layers_of_stage * ranks * pace.hop_s
+    gathered = 3 * share * _HALF * parameters / ring + 3 * hops
+    hidden = np.minimum(gathered, compute)
+    weights = np.where(sharded & (ranks > 1), gathered - hidden + pace.contention * hidden, 0.0)
+    gradient_bytes = np.where(s.whole_bytes > 4, 4, _HALF)
+    reduced = share * (gradient_bytes + _HALF) * parameters / ring + hops
+    overlap = np.where(s.attention == 0, 0.0, np.minimum(reduced, compute / 2)) * (1 - pace.dp_exposed)
+    once = np.where(sharded | (ranks == 1), 0.0, reduced - overlap + pace.rank_s * ranks)
+    tied = np.where(
+        (s.pp > 1) & (s.tied > 0), gradient_bytes * s.vocab * s.hidden / s.tp / (s.nic_bytes_per_s / s.node), 0.0
+    )
+    return weights, once + tied
