@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from bloomery.data.batch import Batch
 from bloomery.families.family import IGNORED_LABEL
 from bloomery.model.loss import row_losses
 from model_samples import random_tokens, small_config, small_model
@@ -38,6 +39,26 @@ def test_bert_has_two_losses() -> None:
     torch.testing.assert_close(sums["lm loss"], F.cross_entropy(outputs[0][:, 3], tokens[:, 3], reduction="none"))
     torch.testing.assert_close(sums["sop loss"][0], -outputs[1][0].log_softmax(-1)[1])
     assert sums["sop loss"][1] == 0
+
+
+def test_a_head_only_where_labels_are_learns_the_same() -> None:
+    config = small_config("bert", dropout=0.0)
+    tokens = random_tokens(config)
+    targets = {"lm loss": torch.full_like(tokens, IGNORED_LABEL), "sop loss": torch.tensor([1, 0])}
+    targets["lm loss"][0, [3, 9, 31]] = tokens[0, [3, 9, 31]]
+    targets["lm loss"][1, 7] = tokens[1, 7]
+    everywhere = Batch({"tokens": tokens}, targets)
+    found = []
+    for batch in (everywhere, everywhere.labelled_only(3), everywhere.labelled_only(5)):
+        model = small_model(config)
+        outputs = model(**batch.inputs)
+        assert outputs[0].shape[1] == batch.targets["lm loss"].shape[1]
+        sums = row_losses(outputs, batch.targets)
+        (sums["lm loss"] + sums["sop loss"]).sum().backward()
+        found.append([sums["lm loss"], *(parameter.grad for parameter in model.parameters())])
+        assert batch.row_counts()["lm loss"].tolist() == [3, 1]
+    for other in found[1:]:
+        torch.testing.assert_close(other, found[0], rtol=1e-4, atol=1e-5)
 
 
 def test_sixteen_bit_logits_are_summed_in_fp32() -> None:

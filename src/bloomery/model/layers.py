@@ -101,7 +101,8 @@ class Block(nn.Module):
 
 
 class MaskedHead(nn.Module):
-    """BERT's: dense, activation, norm, then a vocabulary projection `weight` (tied by default) with its own bias."""
+    """BERT's: dense, activation, norm, then a vocabulary projection `weight` (tied by default) with its own bias; only
+    at the places `predicted` (B, P), where they are given."""
 
     def __init__(self, config: ModelSection, family: Family) -> None:
         super().__init__()
@@ -112,7 +113,9 @@ class MaskedHead(nn.Module):
         self.weight = nn.Parameter(torch.empty(rows, config.hidden_size))
         self.bias = nn.Parameter(torch.zeros(rows))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, predicted: Tensor | None = None) -> Tensor:
+        if predicted is not None:
+            x = x.gather(1, predicted[..., None].expand(-1, -1, x.shape[-1]))
         return F.linear(self.norm(self.activation(self.dense(x))), self.weight, self.bias)
 
 

@@ -155,6 +155,7 @@ class Encoder(Transformer):
         token_types: Tensor | None = None,
         attention_mask: Tensor | None = None,
         places: Tensor | None = None,
+        predicted: Tensor | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """(masked-token logits (B, S, padded vocabulary), order logits (B, 2)) of tokens (B, S). A stage without
         `embed` takes hidden states instead of tokens, one without `head` returns them.
@@ -162,6 +163,7 @@ class Encoder(Transformer):
         attention_mask (B, S): 1 for a real token. Padding sees only padding, so no row of the softmax is empty; what it
         computes there means nothing.
         places (S,): 0..S-1, needed where hidden states do not tell the length because they are cut.
+        predicted (B, P): the tokens whose logits are wanted, then (B, P, padded vocabulary); default all.
         """
         x = tokens if self.embed is None else self.embed(tokens, places, token_types)
         seq_length = x.shape[1] if places is None else len(places)
@@ -172,4 +174,4 @@ class Encoder(Transformer):
             return x
         assert self.pooler is not None, "the heads live on one stage"
         assert self.order_head is not None, "the heads live on one stage"
-        return self.head(x), self.order_head(self.pooler(x))
+        return self.head(x, predicted), self.order_head(self.pooler(x))

@@ -47,7 +47,7 @@ from bloomery.parallel.runner import DTYPES
 from bloomery.parallel.tensor import vocabulary_losses
 from bloomery.sizing.layout import Layout, cut_dimension, micro_batches
 from bloomery.sizing.memory import HeldElements, WeightBytes, layout_facts, stage_part, weight_bytes
-from bloomery.sizing.parameters import count_parameters, padded_vocab_size
+from bloomery.sizing.parameters import count_parameters, labels_per_sample, padded_vocab_size
 
 _CPU = torch.device("cpu")
 
@@ -234,7 +234,7 @@ def _batch(recipe: Recipe) -> Batch:
         return causal_batch(np.zeros((rows, length + 1), dtype=np.int64), packing)
     words = {name: torch.zeros(rows, length, dtype=torch.int64) for name in ("tokens", "token_types", "attention_mask")}
     targets = {LM_LOSS: torch.zeros(rows, length, dtype=torch.int64), SOP_LOSS: torch.zeros(rows, dtype=torch.int64)}
-    return Batch(words, targets)
+    return Batch(words, targets).labelled_only(labels_per_sample(recipe) or length)
 
 
 Pass = tuple[Literal["forward", "backward"], int]
