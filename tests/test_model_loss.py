@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import shutil
+
 import pytest
 import torch
 from torch.nn import functional as F
 
 from bloomery.data.batch import Batch
 from bloomery.families.family import IGNORED_LABEL
+from bloomery.model.layers import drop
 from bloomery.model.loss import row_losses
 from model_samples import random_tokens, small_config, small_model
 
@@ -66,3 +69,18 @@ def test_sixteen_bit_logits_are_summed_in_fp32() -> None:
     total = row_losses(logits, {"lm loss": torch.zeros(1, 4096, dtype=torch.long)})["lm loss"]
     assert total.dtype == torch.float32
     assert total.item() == pytest.approx(4096 * torch.log(torch.tensor(8.0)).item(), rel=1e-5)
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile on a CPU needs g++")
+def test_compiled_dropout_drops_its_share_independently_and_repeats_from_a_seed() -> None:
+    values = torch.ones(64, 129, 96, requires_grad=True)
+    compiled = torch.compile(lambda x: drop(x, 0.1, training=True))
+    torch.manual_seed(0)
+    first, second = compiled(values), compiled(values)
+    torch.manual_seed(0)
+    assert torch.equal(first, compiled(values))
+    one, other = ((each != 0).flatten().double() - 0.9 for each in (first, second))
+    assert first.mean().item() == pytest.approx(1.0, abs=2e-3)
+    for left, right in ((one, other), *((one[:-lag], one[lag:]) for lag in (1, 2, 96, 129 * 96))):
+        assert abs((left * right).mean().item() / 0.09) < 5e-3, "uncorrelated"
+    assert torch.equal(torch.autograd.grad(first.sum(), values)[0], first.detach())

@@ -75,7 +75,7 @@ class Runner:
             parts = [each.sum() / max(1, batch.counts[name]) for name, each in rows.items()]
             return torch.stack(parts).sum() * loss_scale
 
-        self.gradients.clear()
+        self.gradients.clear(micro_batches=len(batch.micro_batches))
         found = self.execution.train(self._own(batch), loss_of, partial(self._seed_dropout, step))
         self.gradients.reduce_across_ranks()
         sums = self._sums(found, list(batch.counts))

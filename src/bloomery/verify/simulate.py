@@ -142,6 +142,7 @@ def _measure(
     count = micro_batches(recipe, mesh.layout)
     passes = _Passes(recipe, parts, gradients)
     peak, in_flight, kept = 0, 1, [0] * len(parts.stages)
+    gradients.clear(micro_batches=count)
     if count > 1:
         for stage in parts.stages:
             passes.forward(stage, last=False)()
