@@ -24,6 +24,7 @@ import torch
 from bloomery.base.accelerator import device_name, memory_bytes, pick_device
 from bloomery.config.recipe import ModelSection
 from bloomery.data.shards import ShardWriter
+from bloomery.families.registry import FAMILIES
 from bloomery.sizing.check import load_checked_recipe
 from bloomery.sizing.flops import FlopCount, flops_per_token, peak_flops
 
@@ -80,13 +81,9 @@ def measure_ours(name: str, batch: int, steps: int, folder: Path, overrides: lis
     """`bloomery train` for some steps; figures from its metrics.jsonl, the first half left out as warm-up."""
     model = load_checked_recipe(name, overrides).recipe.model
     shard, run = folder / f"random-{model.vocab_size}", folder / f"{name}-{batch}"
-    if not shard.with_suffix(".bin").exists():
-        random = np.random.default_rng(0)
-        with ShardWriter(str(shard), "uint16") as writer:
-            for _ in range(2000):
-                writer.append(random.integers(0, model.vocab_size, 4096))
+    words = random_data(shard, model)
     command = [sys.executable, *OURS[who], "train", name, *overrides, "--run-dir", str(run), "--quiet"]
-    command += ["tokenizer=null", "data={train: [{path: '" + str(shard) + "'}]}", "train.evaluate=null"]
+    command += [*words, "data={train: [{path: '" + str(shard) + "'}]}", "train.evaluate=null", "launch=null"]
     command += [f"batch={{micro_batch_size: {batch}, global_batch_size: {batch}}}", f"train.exit_after={steps} steps"]
     command += ["train.for=1000000 steps", "lr.decay=null"]
     command += [
@@ -110,48 +107,47 @@ def measure_ours(name: str, batch: int, steps: int, folder: Path, overrides: lis
     }
 
 
+def random_data(shard: Path, model: ModelSection) -> list[str]:
+    """A shard of random documents, for an encoder of sentences and with a tokenizer; the overrides that go with it."""
+    encoder, tokenizer = FAMILIES[model.family].encoder, shard.with_suffix(".words")
+    if not shard.with_suffix(".bin").exists():
+        random = np.random.default_rng(0)
+        lengths = np.array([32] * 128 if encoder else [4096], "<i4")
+        with ShardWriter(str(shard), "uint16") as writer:
+            for _ in range(2000):
+                tokens = random.integers(5 if encoder else 0, model.vocab_size, 4096).astype("<u2")
+                writer.append_many(tokens.tobytes(), lengths, np.array([len(lengths)], "<i4"))
+        special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+        tokenizer.mkdir()
+        (tokenizer / "vocab.txt").write_text("\n".join([*special, *(f"w{i}" for i in range(5, model.vocab_size))]))
+    return [f"tokenizer.path={tokenizer}"] if encoder else ["tokenizer=null"]
+
+
 def measure_peer(name: str, batch: int, steps: int, overrides: list[str]) -> dict[str, object]:
     """transformers' model of the same shape: autocast bf16, whole-model compile, fused AdamW, clipping at 1.0."""
-    from transformers import BloomConfig, BloomForCausalLM, GPT2Config, GPT2LMHeadModel
-
     model_section = load_checked_recipe(name, overrides).recipe.model
     device = pick_device()
     torch.manual_seed(0)
-    if model_section.family == "gpt2":
-        config = GPT2Config(
-            vocab_size=model_section.vocab_size,
-            n_positions=model_section.seq_length,
-            n_embd=model_section.hidden_size,
-            n_layer=model_section.num_layers,
-            n_head=model_section.num_heads,
-            resid_pdrop=0.0,
-            embd_pdrop=0.0,
-            attn_pdrop=0.0,
-            use_cache=False,
-        )
-        with device:
-            model = GPT2LMHeadModel(config)
-    else:
-        config = BloomConfig(
-            vocab_size=model_section.vocab_size,
-            hidden_size=model_section.hidden_size,
-            n_layer=model_section.num_layers,
-            n_head=model_section.num_heads,
-            use_cache=False,
-        )
-        with device:
-            model = BloomForCausalLM(config)
-    model.train()
+    model = peer_model(model_section, device).train()
     compiled = torch.compile(model, dynamic=False)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-    tokens = torch.randint(model_section.vocab_size, (8, batch, model_section.seq_length), device=device)
+    shape = (8, batch, model_section.seq_length)
+    tokens = torch.randint(model_section.vocab_size, shape, device=device)
+    batches = [{"input_ids": each, "labels": each, "use_cache": False} for each in tokens]
+    if FAMILIES[model_section.family].encoder:
+        labels = tokens.masked_fill(torch.rand(shape, device=device) > 0.15, -100)
+        order, ones = torch.randint(2, shape[:2], device=device), torch.ones_like(tokens[0])
+        batches = [
+            {"input_ids": a, "labels": b, "next_sentence_label": c, "attention_mask": ones, "token_type_ids": ones}
+            for a, b, c in zip(tokens, labels, order, strict=True)
+        ]
     seconds = []
     for step in range(steps):
         if device.type != "cpu":
             torch.accelerator.synchronize(device)
         started = time.monotonic()
         with torch.autocast(device.type, dtype=torch.bfloat16):
-            loss = compiled(input_ids=tokens[step % 8], labels=tokens[step % 8], use_cache=False).loss
+            loss = compiled(**batches[step % 8]).loss
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
@@ -168,6 +164,48 @@ def measure_peer(name: str, batch: int, steps: int, overrides: list[str]) -> dic
         "peak_gb": memory_bytes(device)[1] / 1e9,
         "loss": loss.item(),
     }
+
+
+def peer_model(section: ModelSection, device: torch.device) -> torch.nn.Module:
+    """transformers' model of the same shape."""
+    import transformers
+
+    if section.family == "bert":
+        config = transformers.BertConfig(
+            vocab_size=section.vocab_size,
+            hidden_size=section.hidden_size,
+            num_hidden_layers=section.num_layers,
+            num_attention_heads=section.num_heads,
+            intermediate_size=section.ffn_hidden_size,
+            max_position_embeddings=section.seq_length,
+            hidden_dropout_prob=section.dropout,
+            attention_probs_dropout_prob=section.dropout,
+        )
+        make = transformers.BertForPreTraining
+    elif section.family == "gpt2":
+        config = transformers.GPT2Config(
+            vocab_size=section.vocab_size,
+            n_positions=section.seq_length,
+            n_embd=section.hidden_size,
+            n_layer=section.num_layers,
+            n_head=section.num_heads,
+            resid_pdrop=0.0,
+            embd_pdrop=0.0,
+            attn_pdrop=0.0,
+            use_cache=False,
+        )
+        make = transformers.GPT2LMHeadModel
+    else:
+        config = transformers.BloomConfig(
+            vocab_size=section.vocab_size,
+            hidden_size=section.hidden_size,
+            n_layer=section.num_layers,
+            n_head=section.num_heads,
+            use_cache=False,
+        )
+        make = transformers.BloomForCausalLM
+    with device:
+        return make(config)
 
 
 def figures(model: ModelSection, tokens_per_second: float) -> dict[str, object]:

@@ -18,6 +18,8 @@ from bloomery.data.batch import Batch
 from bloomery.data.masked import MaskedSource, MaskVocabulary, mask_tokens
 from bloomery.data.shards import ShardReader, ShardWriter
 from bloomery.data.tokenizer import Tokenizer
+from bloomery.sizing.check import load_checked_recipe
+from bloomery.sizing.parameters import labels_per_sample
 
 SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 PAD, UNK, CLS, SEP, MASK = range(5)
@@ -320,3 +322,19 @@ def test_without_word_pieces_every_token_is_a_word() -> None:
     made = MaskVocabulary.of(make_tokenizer(model=models.WordLevel(vocab, unk_token="[UNK]")))
     assert not made.continues.any()
     assert made.replacements.tolist() == [5, 6]
+
+
+def test_labels_go_to_the_head_with_their_places_and_none_is_lost(source: MaskedSource) -> None:
+    whole = source.read(np.arange(200))
+    labels = whole.targets["lm loss"]
+    recipe = load_checked_recipe("bert-large", ["model.seq_length=64"]).recipe
+    width = labels_per_sample(recipe)
+    assert width == round(0.15 * 61)
+    batch = whole.labelled_only(width)
+    places, chosen = batch.inputs["predicted"], batch.targets["lm loss"]
+    assert places.shape == chosen.shape == (200, width)
+    assert torch.equal(labels.gather(1, places), chosen)
+    assert all(len(set(row)) == width for row in places.tolist()), "places that fill up are no label's"
+    assert batch.row_counts()["lm loss"].tolist() == whole.row_counts()["lm loss"].tolist()
+    assert whole.labelled_only(2).row_counts()["lm loss"].max() == 2
+    assert labels_per_sample(load_checked_recipe("gpt-1.3b", []).recipe) is None

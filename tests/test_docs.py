@@ -97,8 +97,8 @@ def here(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPat
     log = tmp_path_factory.mktemp("ranks") / "log"
     logged = partial(rank_commands.logged, main, str(log))
 
-    def run_ranks(size: int, _: object, words: Sequence[str], *, preload: Sequence[str]) -> int:
-        return run_local_ranks(size, logged, words, preload=preload)
+    def run_ranks(size: int, _: object, words: Sequence[str], **options: Any) -> int:
+        return run_local_ranks(size, logged, words, **options)
 
     def run(*words: str) -> tuple[int, str, str]:
         log.write_text("")

@@ -69,7 +69,7 @@ def test_causal_sdpa_runs_on_cudnn_or_flash_also_when_compiled() -> None:
         assert names & {"aten::_scaled_dot_product_cudnn_attention", "aten::_scaled_dot_product_flash_attention"}
 
 
-@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+@pytest.mark.parametrize("recompute", ["none", "mlp", "selective", "full"])
 @pytest.mark.parametrize("family", ["gpt2", "bloom", "llama"])
 def test_a_compiled_model_has_the_loss_and_gradients_of_a_plain_bias(
     family: str, recompute: Any, monkeypatch: pytest.MonkeyPatch

@@ -37,7 +37,7 @@ def test_recomputing_gives_identical_loss_and_gradients(family: str) -> None:
     names = [name for name, _ in model.named_parameters()]
     apply_recompute(model, "none")
     loss, gradients, stored = measure(model, tokens)
-    for mode in ("selective", "full"):
+    for mode in ("mlp", "selective", "full"):
         apply_recompute(model, mode)
         assert [name for name, _ in model.named_parameters()] == names
         other_loss, other_gradients, less = measure(model, tokens)
@@ -61,7 +61,22 @@ def test_selective_stores_no_scores() -> None:
     assert stored["full"] < stored["selective"]
 
 
-@pytest.mark.parametrize("mode", ["none", "selective", "full"])
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_mlp_stores_neither_what_its_last_matrix_reads_nor_repeats_the_product(family: str) -> None:
+    config = small_config(family)
+    model, tokens = small_model(config).train(), random_tokens(config)
+    calls: list[torch.Size] = []
+    for layer in model.layers.values():
+        layer.mlp.down.register_forward_hook(lambda _, args, out: calls.append(out.shape))
+    stored = {}
+    for mode in ("none", "mlp"):
+        apply_recompute(model, mode)
+        stored[mode] = measure(model, tokens)[2]
+    assert stored["none"] - stored["mlp"] >= tokens.numel() * config.ffn_hidden_size * 4 * config.num_layers
+    assert len(calls) == 2 * config.num_layers, "the second forward pass ends before the product"
+
+
+@pytest.mark.parametrize("mode", ["none", "mlp", "selective", "full"])
 def test_a_model_compiles_into_one_graph(mode: Any) -> None:
     config = small_config("bloom")
     model, tokens = small_model(config).train(), random_tokens(config)

@@ -115,7 +115,9 @@ def test_known_memory_is_what_a_real_optimizer_holds(recipe_of: Callable[..., Re
     optimizer = Optimizer(parts.weights, recipe.optimizer, compute_dtype=DTYPES[precision])
     held = [weight.parameter.data for weight in parts.weights] + [weight.piece.tensor for weight in parts.weights]
     held += [each for state in optimizer._adamw.state.values() for each in state.values()]
-    held += Gradients(parts.weights, parts.mesh)._buffers or [torch.empty_like(w.piece.tensor) for w in parts.weights]
+    gradients = Gradients(parts.weights, parts.mesh)
+    gradients.clear(micro_batches=48)
+    held += gradients._buffers.values() or [torch.empty_like(w.piece.tensor) for w in parts.weights]
     storages = {each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in held}
     known = weight_bytes(recipe, Layout(), simulate._held_elements(parts))
     assert sum(storages.values()) == known.device

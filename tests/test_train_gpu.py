@@ -41,7 +41,7 @@ def test_compiled_and_bf16_training_follow_eager_fp32(workshop: Workshop, family
     assert fast == pytest.approx(exact, abs=5e-3)  # an H200 was 0.001 away
 
 
-@pytest.mark.parametrize("recompute", ["selective", "full"])
+@pytest.mark.parametrize("recompute", ["mlp", "selective", "full"])
 def test_recomputation_works_compiled(workshop: Workshop, recompute: str) -> None:
     settings = (*WIDE, "model.family=bloom", "precision=bf16")
     plain = workshop.losses(workshop.train(*settings, run="plain", device=None))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -46,8 +47,9 @@ def weights_of(**parameters: nn.Parameter) -> list[Weight]:
     ]
 
 
-def gradients_of(weights: list[Weight], values: list[torch.Tensor]) -> Gradients:
+def gradients_of(weights: list[Weight], values: list[torch.Tensor], *, micro_batches: int = 2) -> Gradients:
     gradients = Gradients(weights, Mesh())
+    gradients.clear(micro_batches=micro_batches)
     for weight, value in zip(weights, values, strict=True):
         weight.parameter.grad = value.to(weight.parameter.dtype)
     gradients.accumulate()
@@ -141,9 +143,36 @@ def test_fp32_masters_keep_updates_that_bf16_would_lose() -> None:
     assert master[0, 0].item() == pytest.approx(1 - 20e-4, abs=1e-5)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_one_micro_batch_needs_no_fp32_gradients_and_updates_the_same(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A few weights at a time, as of large models; the last one is added up over ranks."""
+    monkeypatch.setattr("bloomery.train.optimizer._ELEMENTS_AT_ONCE", 40)
+    random = torch.Generator().manual_seed(4)
+    values = [torch.randn(size, generator=random) for size in ((6, 5), (5,), (50, 2), (3,), (7,))]
+    values[1][2] = 0.0
+    found = []
+    for micro_batches in (1, 2):
+        held = weights_of(**{f"w{i}": nn.Parameter(value.clone()) for i, value in enumerate(values)})
+        held[-1] = replace(held[-1], summed_over_tp=True)
+        optimizer = Optimizer(held, OptimizerSection(clip_grad_norm=0.7), compute_dtype=dtype)
+        for _ in range(3):
+            gradients = gradients_of(held, values, micro_batches=micro_batches)
+            pieces = [piece.tensor for piece in gradients.pieces(scale=0.1).values()]
+            numbers = optimizer.update(gradients, lr=0.1, loss_scale=2.0, count_zeros=True)
+        kept = [gradient.dtype for gradient in gradients.tensors()]
+        assert kept == ([dtype] * 4 if micro_batches == 1 else [torch.float32] * 4) + [torch.float32]
+        masters = [piece.tensor for piece in optimizer.pieces().values()]
+        found.append([numbers.grad_norm, numbers.num_zeros, *pieces, *masters, *(w.parameter.data for w in held)])
+    assert found[0][1] == 1
+    assert all(torch.equal(a, b) and a.dtype == b.dtype for a, b in zip(*found, strict=True))
+
+
 def test_gradients_of_16_bit_weights_are_summed_in_fp32() -> None:
     weight = nn.Parameter(torch.zeros(1, dtype=torch.bfloat16))
     total = Gradients(weights_of(w=weight), Mesh())
+    total.clear(micro_batches=101)
     for value in [256.0] + [1.0] * 100:  # 256 + 1 is 256 in bf16
         weight.grad = torch.tensor([value], dtype=torch.bfloat16)
         total.accumulate()

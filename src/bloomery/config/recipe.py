@@ -17,7 +17,7 @@ from bloomery.base.units import Amount, AmountUnit, Duration, parse_amount, pars
 from bloomery.families.registry import FAMILIES
 
 Precision = Literal["auto", "fp32", "bf16", "fp16", "fp8"]
-Recompute = Literal["none", "selective", "full"]
+Recompute = Literal["none", "mlp", "selective", "full"]
 Schedule = Literal["constant", "linear", "cosine", "wsd"]
 PipelineSchedule = Literal["gpipe", "1f1b", "interleaved", "zero_bubble"]
 
@@ -323,7 +323,8 @@ class ParallelSection(Section):
     chunks: Size = 1
     """Pipeline stages per rank: at least 2 for interleaved and zero_bubble, 1 for the others."""
     recompute: Recompute = "none"
-    """Recompute activations in the backward pass: nothing, attention only, or whole blocks."""
+    """Recompute activations in the backward pass: nothing, what lies between the matrices of each MLP,
+    attention only, or whole blocks."""
     offload: bool = False
     """Keep master weights and optimizer moments in host memory, and update them there."""
 

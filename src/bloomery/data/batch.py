@@ -46,6 +46,15 @@ class Batch:
             labels[max(0, row) :] = IGNORED_LABEL
         return replace(self, targets=targets)
 
+    def labelled_only(self, width: int) -> Batch:
+        """The same with the first `width` labels of each sample and, as input `predicted`, their places: the head is
+        needed nowhere else. Samples with fewer are filled up with places that have no label."""
+        labels = self.targets[LM_LOSS].numpy()
+        places = np.argsort(labels == IGNORED_LABEL, axis=1, kind="stable")[:, :width]
+        chosen = torch.from_numpy(np.take_along_axis(labels, places, axis=1))
+        inputs = {**self.inputs, "predicted": torch.from_numpy(places.copy())}
+        return replace(self, inputs=inputs, targets={**self.targets, LM_LOSS: chosen})
+
     def pin_memory(self) -> Batch:
         """A copy in page-locked memory, from which a device can fetch without waiting."""
         inputs, targets = (
@@ -255,8 +264,10 @@ def read_batch(
     replicas: int = 1,
     pin_memory: bool = False,
     end: int | None = None,
+    labels_per_sample: int | None = None,
 ) -> GlobalBatch:
-    """Samples [first, first + size) of the run, this replica's share of them; those from `end` on carry no loss.
+    """Samples [first, first + size) of the run, this replica's share of them; those from `end` on carry no loss. With
+    `labels_per_sample`, as `labelled_only`.
 
     Each window of micro_batch_size * replicas samples is dealt out to the replicas in their order, so the set of
     samples in a global batch depends on neither number.
@@ -269,6 +280,8 @@ def read_batch(
         batch = source.batch(start, micro_batch_size)
         if end is not None:
             batch = batch.without_loss_from(end - start)
+        if labels_per_sample is not None:
+            batch = batch.labelled_only(labels_per_sample)
         rows.append(batch.row_counts())
         micro_batches.append(batch.pin_memory() if pin_memory else batch)
     row_counts = {name: np.concatenate([counts[name] for counts in rows]) for name in rows[0]}

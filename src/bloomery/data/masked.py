@@ -23,6 +23,7 @@ from bloomery.data.order import stream_key
 from bloomery.data.shards import ShardReader
 from bloomery.data.tokenizer import Tokenizer
 from bloomery.families.family import IGNORED_LABEL, LM_LOSS, SOP_LOSS
+from bloomery.sizing.parameters import SPECIAL_TOKENS
 
 _TWO_WORDS, _THREE_WORDS = 6 / 11, 9 / 11
 """1, 1/2 and 1/3, scaled to sum to 1: a run has two words or more from the first number on, three from the second."""
@@ -133,10 +134,6 @@ def _choose_words(
     return chosen
 
 
-_SPECIAL = 3
-"""[CLS] and two [SEP] in every sample."""
-
-
 class MaskedSource(ShardSource):
     """`read` gives inputs `tokens`, `token_types` and `attention_mask`, and targets `lm loss` and `sop loss`: 1 where
     the two segments have been exchanged, else 0.
@@ -173,7 +170,7 @@ class MaskedSource(ShardSource):
             raise DataError(Problem(what, rule, remedy, f"{shard.prefix}.idx"))
         # Each sample is filled with as many sentences of its document as fit into `room` tokens, or, for some, into a
         # random number of them. One round a sample of the longest document, over all documents at once.
-        room = self.seq_length - _SPECIAL
+        room = self.seq_length - SPECIAL_TOKENS
         starts, lengths, bounds = self._sentences(longest=room)
         before = np.concatenate(([0], np.cumsum(lengths, dtype=np.int64)))
         first, stop = bounds[:-1], bounds[1:]

@@ -26,6 +26,19 @@ def make_norm(config: ModelSection, family: Family) -> nn.Module:
     return nn.LayerNorm(config.hidden_size, eps=config.norm_eps)
 
 
+def drop(x: Tensor, probability: float, training: bool) -> Tensor:
+    """Dropout. In compiled code a number is a hash of the place and of two random seeds (Wellons' lowbias32), in the
+    kernel that reads x: Philox, which makes four and keeps one, takes longer there than the memory does."""
+    if not (training and probability > 0 and torch.compiler.is_compiling()) or x.numel() >= 2**31:
+        return F.dropout(x, probability, training)
+    first, second = torch.randint(2**31 - 1, (2,), device=x.device).to(torch.int32).unbind()
+    bits = torch.arange(x.numel(), dtype=torch.int32, device=x.device).view(x.shape) ^ first
+    bits = (bits ^ (bits >> 16 & 0xFFFF)) * 0x7FEB352D + second
+    bits = (bits ^ (bits >> 15 & 0x1FFFF)) * (0x846CA68B - 2**32)
+    is_kept = ((bits ^ (bits >> 16 & 0xFFFF)) & 0x7FFFFFFF) >= int(probability * 2**31)
+    return torch.where(is_kept, x * (1 / (1 - probability)), 0.0)
+
+
 class Embeddings(nn.Module):
     """Tokens, plus learned positions and token types, then norm, then dropout: each where the family has it."""
 
@@ -49,7 +62,7 @@ class Embeddings(nn.Module):
             x = x + self.token_types(torch.zeros_like(tokens) if token_types is None else token_types)
         if self.norm is not None:
             x = self.norm(x)
-        return F.dropout(x, self.dropout, self.training)
+        return drop(x, self.dropout, self.training)
 
 
 class MLP(nn.Module):
@@ -62,11 +75,15 @@ class MLP(nn.Module):
         self.gate = nn.Linear(narrow, wide, bias=bias) if family.gated else None
         self.up = nn.Linear(narrow, wide, bias=bias)
         self.down = nn.Linear(wide, narrow, bias=bias)
+        self.recompute = False
 
     def forward(self, x: Tensor) -> Tensor:
-        up: Tensor = self.up(x)
-        wide = self.activation(up) if self.gate is None else self.activation(self.gate(x)) * up
-        narrow: Tensor = self.down(wide)
+        wide = (self.up(x),) if self.gate is None else (self.up(x), self.gate(x))
+        return run_recomputable(self._narrow, *wide, recompute=self.recompute)
+
+    def _narrow(self, up: Tensor, gate: Tensor | None = None) -> Tensor:
+        """Recomputed, it ends where `down` has its input: the product itself is not repeated."""
+        narrow: Tensor = self.down(self.activation(up) if gate is None else self.activation(gate) * up)
         return narrow
 
 
@@ -97,11 +114,12 @@ class Block(nn.Module):
         return out
 
     def _drop(self, x: Tensor) -> Tensor:
-        return F.dropout(x, self.dropout, self.training)
+        return drop(x, self.dropout, self.training)
 
 
 class MaskedHead(nn.Module):
-    """BERT's: dense, activation, norm, then a vocabulary projection `weight` (tied by default) with its own bias."""
+    """BERT's: dense, activation, norm, then a vocabulary projection `weight` (tied by default) with its own bias; only
+    at the places `predicted` (B, P), where they are given."""
 
     def __init__(self, config: ModelSection, family: Family) -> None:
         super().__init__()
@@ -112,7 +130,9 @@ class MaskedHead(nn.Module):
         self.weight = nn.Parameter(torch.empty(rows, config.hidden_size))
         self.bias = nn.Parameter(torch.zeros(rows))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, predicted: Tensor | None = None) -> Tensor:
+        if predicted is not None:
+            x = x.gather(1, predicted[..., None].expand(-1, -1, x.shape[-1]))
         return F.linear(self.norm(self.activation(self.dense(x))), self.weight, self.bias)
 
 

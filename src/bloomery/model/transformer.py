@@ -34,11 +34,13 @@ def materialise(model: Transformer, device: torch.device | str) -> None:
 
 
 def apply_recompute(model: Transformer, mode: Recompute) -> None:
-    """Set what `model` recomputes: nothing, the attention cores (their scores are not stored) or whole blocks (only the
-    input of each is stored). May be called again to change it."""
+    """Set what `model` recomputes: nothing, activation functions (what the last matrix of an MLP reads is not stored),
+    the attention cores (their scores are not) or whole blocks (only the input of each is). May be called again to
+    change it."""
     for block in cast(Any, model.layers).values():
         block.recompute = mode == "full"
         block.attention.core.recompute = mode == "selective"
+        block.mlp.recompute = mode == "mlp"
 
 
 class Transformer(nn.Module):
@@ -155,21 +157,23 @@ class Encoder(Transformer):
         token_types: Tensor | None = None,
         attention_mask: Tensor | None = None,
         places: Tensor | None = None,
+        predicted: Tensor | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """(masked-token logits (B, S, padded vocabulary), order logits (B, 2)) of tokens (B, S). A stage without
         `embed` takes hidden states instead of tokens, one without `head` returns them.
 
-        attention_mask (B, S): 1 for a real token. Padding sees only padding, so no row of the softmax is empty; what it
-        computes there means nothing.
+        attention_mask (B, S): 1 for a real token, of which each sample has some. What is computed for padding means
+        nothing.
         places (S,): 0..S-1, needed where hidden states do not tell the length because they are cut.
+        predicted (B, P): the tokens whose logits are wanted, then (B, P, padded vocabulary); default all.
         """
         x = tokens if self.embed is None else self.embed(tokens, places, token_types)
         seq_length = x.shape[1] if places is None else len(places)
-        context = self._context(x, causal=False, seq_length=seq_length, document_ids=attention_mask)
+        context = self._context(x, causal=False, seq_length=seq_length, is_token=attention_mask)
         for layer in self.layers.values():
             x = layer(x, context)
         if self.head is None:
             return x
         assert self.pooler is not None, "the heads live on one stage"
         assert self.order_head is not None, "the heads live on one stage"
-        return self.head(x), self.order_head(self.pooler(x))
+        return self.head(x, predicted), self.order_head(self.pooler(x))

@@ -90,30 +90,42 @@ def _offset(name: str, parameter: Tensor, shape: tuple[int, ...], mesh: Mesh) ->
 
 
 class Gradients:
-    """Owns the fp32 sums of what this rank trains, in the order of its weights.
+    """Owns the sums of what this rank trains, in the order of its weights.
 
     fp32 weights let autograd add into `.grad`, and FSDP adds in fp32 by itself. Plain 16-bit weights get fp32 buffers
-    beside them, because adding many micro-batches in 16 bits loses the small ones.
+    beside them where something is to be added, because adding many micro-batches in 16 bits loses the small ones. With
+    one micro-batch the sum is `.grad` as it is, in 16 bits: whoever reads it computes in fp32.
     """
 
     def __init__(self, weights: Sequence[Weight], mesh: Mesh) -> None:
         self._weights = list(weights)
         self._mesh = mesh
-        self._buffers: list[Tensor] | None = None
-        self._empty = set(range(len(self._weights)))
+        self._buffers: dict[int, Tensor] = {}
+        """By the place of their weight. They stay when a batch does without them."""
+        self._added: list[int] = []
+        """Which gradients have one."""
+        self._empty: set[int] = set()
         """Buffers that hold nothing yet."""
-        if any(weight.parameter.dtype != torch.float32 for weight in weights):
-            self._buffers = [torch.zeros_like(weight.parameter, dtype=torch.float32) for weight in weights]
+
+    def clear(self, *, micro_batches: int) -> None:
+        """Forget them, before the next global batch, of so many micro-batches."""
+        is_added = [
+            weight.parameter.dtype != torch.float32
+            and (micro_batches > 1 or weight.summed_over_tp or weight.tied_over_pp)
+            for weight in self._weights
+        ]
+        self._added = [i for i, each in enumerate(is_added) if each]
+        self._empty = set(self._added)
+        for weight in self._weights:
+            weight.parameter.grad = None
+        for i in self._empty - self._buffers.keys():
+            self._buffers[i] = torch.empty_like(self._weights[i].parameter, dtype=torch.float32)
 
     def accumulate(self) -> None:
         """Take in the gradients that a backward pass left behind. Call it after every one."""
-        if self._buffers is None:
-            return
         for is_first in (True, False):
             chosen = [
-                i
-                for i, weight in enumerate(self._weights)
-                if weight.parameter.grad is not None and (i in self._empty) == is_first
+                i for i in self._added if self._weights[i].parameter.grad is not None and (i in self._empty) == is_first
             ]
             if chosen:
                 add = torch._foreach_copy_ if is_first else torch._foreach_add_
@@ -133,21 +145,20 @@ class Gradients:
                 self._sum_tied_embedding(each)
 
     def tensors(self) -> list[Tensor]:
-        """The sums, in the order of the weights."""
-        if self._buffers is None:
-            return [_grad(weight) for weight in self._weights]
+        """The sums, in the order of the weights: fp32 or, of one micro-batch, what is computed in."""
         assert not self._empty, f"{self._weights[min(self._empty)].name} took no part in the loss"
-        return self._buffers
+        added = set(self._added)
+        return [self._buffers[i] if i in added else _grad(weight) for i, weight in enumerate(self._weights)]
 
     def pieces(self, *, scale: float) -> dict[str, Piece]:
         """A scaled copy of what this rank has of every gradient, by the logical name of its weight."""
         pairs = zip(self._weights, self.tensors(), strict=True)
-        return {weight.name: weight.piece.with_tensor(each.detach() * scale) for weight, each in pairs}
+        return {weight.name: weight.piece.with_tensor(each.detach().float() * scale) for weight, each in pairs}
 
     def norm(self) -> Tensor:
         """Global L2 norm: every element of every logical tensor counts once, whoever holds it."""
         owned = self._owned()
-        norm = total_norm(owned) if owned else self.tensors()[0].new_zeros(())
+        norm = total_norm(owned) if owned else self.tensors()[0].new_zeros((), dtype=torch.float32)
         if self._mesh.layout.world == 1:
             return norm
         total = norm.double().square()  # in fp32 a square overflows where the norm does not
@@ -160,12 +171,6 @@ class Gradients:
         if self._mesh.layout.world > 1:
             dist.all_reduce(total)
         return total
-
-    def clear(self) -> None:
-        """Forget them, before the next global batch."""
-        self._empty = set(range(len(self._weights)))
-        for weight in self._weights:
-            weight.parameter.grad = None
 
     def _owned(self) -> list[Tensor]:
         pairs = zip(self._weights, self.tensors(), strict=True)
@@ -187,10 +192,11 @@ class Gradients:
 
 
 def total_norm(tensors: Sequence[Tensor]) -> Tensor:
-    """L2 norm of all of them, the same however they are cut. On CPUs torch's fp32 norm is low for large tensors (1e-3
-    at 10^7 elements, 3e-2 at 10^8), so chunks are summed in fp64. On CUDA it is right to 2e-8 up to 10^9."""
+    """L2 norm of all of them in fp32, the same however they are cut. On CPUs torch's fp32 norm is low for large tensors
+    (1e-3 at 10^7 elements, 3e-2 at 10^8), so chunks are summed in fp64. On CUDA it is right to 2e-8 up to 10^9."""
     if tensors[0].device.type != "cpu":
-        return torch.nn.utils.get_total_norm(tensors)
+        total: Tensor = torch.stack(torch._foreach_norm(list(tensors), 2, dtype=torch.float32)).norm()
+        return total
     parts = [part for each in tensors for part in torch.split(each.flatten(), _ELEMENTS_AT_ONCE)]
     norms: list[Tensor] = [torch.linalg.vector_norm(part, dtype=torch.float64) for part in parts]
     return torch.stack(norms).square().sum().sqrt().to(torch.float32)
@@ -199,7 +205,7 @@ def total_norm(tensors: Sequence[Tensor]) -> Tensor:
 def count_zeros(tensors: Sequence[Tensor], *, device: torch.device) -> Tensor:
     """In one pass over the memory, where count_nonzero makes four."""
     parts = [part for each in tensors for part in torch.split(each.flatten(), _LARGEST_EXACT_COUNT)]
-    nonzero = [torch.linalg.vector_norm(part, 0) for part in parts]  # that norm is a count, in fp32
+    nonzero = [torch.linalg.vector_norm(part, 0, dtype=torch.float32) for part in parts]  # a count
     total = torch.zeros((), dtype=torch.float64, device=device)
     if nonzero:
         total = sum(part.numel() for part in parts) - torch.stack(nonzero).double().sum()

@@ -21,7 +21,7 @@ from bloomery.parallel.gradients import Gradients
 from bloomery.parallel.mesh import Mesh
 from bloomery.parallel.runner import DTYPES, RowLosses, Seed
 from bloomery.sizing.layout import stage_layers, stages_of_rank
-from bloomery.sizing.parameters import padded_vocab_size
+from bloomery.sizing.parameters import labels_per_sample, padded_vocab_size
 
 _SCHEDULES: dict[PipelineSchedule, Any] = {
     "gpipe": pipelining.ScheduleGPipe,
@@ -201,6 +201,7 @@ def _outputs(recipe: Recipe, mesh: Mesh) -> tuple[Tensor, ...]:
     """What the last stage returns, as it is on the meta device."""
     rows, dtype = recipe.batch.micro_batch_size, DTYPES[recipe.precision]
     words = padded_vocab_size(recipe.model) // mesh.layout.tp
-    logits = torch.empty((rows, recipe.model.seq_length // mesh.layout.cp, words), dtype=dtype, device="meta")
+    places = labels_per_sample(recipe) or recipe.model.seq_length // mesh.layout.cp
+    logits = torch.empty((rows, places, words), dtype=dtype, device="meta")
     order = torch.empty((rows, 2), dtype=dtype, device="meta")
     return (logits, order) if FAMILIES[recipe.model.family].encoder else (logits,)

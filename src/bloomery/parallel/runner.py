@@ -20,8 +20,8 @@ from bloomery.parallel.fsdp import set_fsdp_sync
 from bloomery.parallel.gradients import Gradients
 from bloomery.parallel.mesh import Mesh
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-"""What a recipe's precision computes in."""
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "auto": torch.bfloat16}
+"""What a recipe's precision computes in; a start has resolved `auto`, which is counted as on an accelerator elsewhere."""
 RowLosses = dict[str, Tensor]
 """By name, the loss of each sample of a micro-batch: (B,)."""
 
@@ -75,7 +75,7 @@ class Runner:
             parts = [each.sum() / max(1, batch.counts[name]) for name, each in rows.items()]
             return torch.stack(parts).sum() * loss_scale
 
-        self.gradients.clear()
+        self.gradients.clear(micro_batches=len(batch.micro_batches))
         found = self.execution.train(self._own(batch), loss_of, partial(self._seed_dropout, step))
         self.gradients.reduce_across_ranks()
         sums = self._sums(found, list(batch.counts))

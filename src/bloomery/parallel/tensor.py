@@ -106,8 +106,7 @@ BEHAVIOURS: tuple[tuple[str, type[nn.Module], Attach], ...] = (
     (r"embed\.(positions|token_types)", nn.Embedding, _on_output(own_part)),
     (r"layers\.\d+\.(attention|mlp)", nn.Module, _on_input(gather)),
     (r"layers\.\d+\.(attention\.out|mlp\.down)", nn.Linear, _sum_output),
-    (r"head", nn.Linear, _on_input(gather)),
-    (r"head\.norm", nn.Module, _on_output(gather)),
+    (r"head", nn.Module, _on_input(gather)),
     (r"pooler", nn.Module, _on_input(all_gather_replicated)),
 )
 """What is attached to which modules, by name and kind."""

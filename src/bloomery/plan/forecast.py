@@ -161,6 +161,7 @@ def speed_facts(recipe: Recipe, machine: Machine, step_seconds: float) -> dict[s
     peak = machine.device.peak(recipe.precision)
     again = {
         "none": FlopCount.MODEL_FULL,
+        "mlp": FlopCount.MODEL_FULL,
         "selective": FlopCount.HARDWARE_SELECTIVE,
         "full": FlopCount.HARDWARE_FULL_RECOMPUTE,
     }[recipe.parallel.recompute]

@@ -12,11 +12,11 @@ from bloomery.config.recipe import Recipe
 _FACTOR = re.compile(r"(tp|pp|cp|dp|zero|shard|chunks)(\d{1,6})")
 _WORDS = {
     **dict.fromkeys(("gpipe", "1f1b", "interleaved", "zero_bubble"), "schedule"),
-    **dict.fromkeys(("full", "selective"), "recompute"),
+    **dict.fromkeys(("full", "selective", "mlp"), "recompute"),
 }
 _RULE = (
     "a layout is its factors joined by dashes: dpN, tpN, ppN, cpN, zero0 to zero3, shardN, chunksN, a schedule (gpipe, "
-    "1f1b, interleaved, zero_bubble), a recompute (selective, full) and offload"
+    "1f1b, interleaved, zero_bubble), a recompute (mlp, selective, full) and offload"
 )
 
 

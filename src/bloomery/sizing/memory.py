@@ -53,13 +53,15 @@ class WeightBytes:
     """Weights in the precision that is computed in, where those are other tensors; all that it computes with at once,
     except under ZeRO 3, which gathers one block at a time (that counts as activations)."""
     gradients: int
-    """fp32 sums that are kept between micro-batches."""
+    """fp32 sums that are kept between micro-batches; with one micro-batch, gradients in the precision that is computed
+    in, but for FSDP's."""
     reduced_gradients: int
     """fp32, after data-parallel ranks have added theirs, where those are other tensors."""
     optimizer: int
     """Moments and step counts; 0 with parallel.offload, which keeps them in `host`."""
     host: int
-    """In host memory with parallel.offload: masters, moments, and gradients while they are applied."""
+    """In host memory with parallel.offload: masters, moments, and gradients while they are applied (of large models a
+    part at a time)."""
     saves: int
     """In host memory, pinned: the snapshot that a save writes, of the pieces that the rank alone saves. (Rank 0 adds a
     step count of 4 bytes.)"""
@@ -91,7 +93,7 @@ def weight_bytes(recipe: Recipe, layout: Layout, held: HeldElements) -> WeightBy
     else:
         copies = 0 if itemsize == _FP32 else itemsize * held.pieces
         masters = 0 if copies and offload else pieces
-        gradients, reduced = pieces, 0
+        gradients, reduced = pieces if micro_batches(recipe, layout) > 1 else itemsize * held.pieces, 0
     return WeightBytes(
         masters=masters,
         compute_copies=copies,

@@ -6,12 +6,14 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 from math import prod
 
-from bloomery.config.recipe import ModelSection
+from bloomery.config.recipe import MaskingSection, ModelSection, Recipe
 from bloomery.families.registry import FAMILIES
 
 HEAD = "head.weight"
 """In a tied model it is the token embedding. On a pipeline rank without the embedding it is a copy."""
 _ORDER_CLASSES = 2
+SPECIAL_TOKENS = 3
+"""[CLS] and two [SEP] in every sample of an encoder, never predicted."""
 _EMBEDDING_TABLES = ("token_embedding", "position_embedding", "token_type_embedding")
 
 
@@ -23,6 +25,15 @@ def padded_vocab_size(model: ModelSection) -> int:
 def softmax_size(model: ModelSection) -> int:
     """Rows of the head that take part in the softmax: the entries of the tokenizer, unless the recipe wants all."""
     return padded_vocab_size(model) if model.softmax_over_padding else model.vocab_size
+
+
+def labels_per_sample(recipe: Recipe) -> int | None:
+    """How many tokens of a sample an encoder predicts at most; None for a decoder, which predicts all. Fixed, so that
+    what is compiled and what travels in a pipeline has one shape; only a word longer than that loses labels."""
+    if not FAMILIES[recipe.model.family].encoder:
+        return None
+    masking = (recipe.data and recipe.data.masking) or MaskingSection()
+    return max(1, round(masking.probability * (recipe.model.seq_length - SPECIAL_TOKENS)))
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -14,6 +15,9 @@ from bloomery.base.errors import DivergedError, Problem
 from bloomery.base.ranks import Piece
 from bloomery.config.recipe import LossScaleSection, OptimizerSection
 from bloomery.parallel.gradients import Gradients, Weight
+
+_ELEMENTS_AT_ONCE = 1 << 28
+"""That are updated by one call: 1 GiB of gradients."""
 
 
 @dataclass(frozen=True)
@@ -62,6 +66,7 @@ class Optimizer:
             for weight, master in zip(weights, self._masters, strict=True)
         ]
         """As given, but their pieces are the masters: whoever uses these keeps no other copy alive."""
+        self._portions = _portions(self._masters)
         pairs = [(weight, master) for weight, master in zip(weights, self._masters, strict=True) if master.numel()]
         decayed = [master for weight, master in pairs if len(weight.piece.shape) > 1]
         exempt = [master for weight, master in pairs if len(weight.piece.shape) <= 1]  # every bias and every norm
@@ -102,18 +107,20 @@ class Optimizer:
         skipped = (skipped if unless is None else skipped | unless.to(norm.device)).to(torch.float32)
         # One more pass over the gradients, so only for steps that are logged.
         num_zeros = gradients.num_zeros() if count_zeros else torch.full_like(norm, float("nan"))
-        for master, gradient in zip(self._masters, gradients.tensors(), strict=True):
-            master.grad = gradient.to(master.device) if master.numel() else None
         for group in self._adamw.param_groups:
             group["lr"] = lr
         # The fused kernel divides by grad_scale while it reads the gradient: unscaling and clipping cost no extra pass.
         device = self._masters[0].device
         self._adamw.grad_scale = (clip * loss_scale).to(device)  # type: ignore[attr-defined]
         self._adamw.found_inf = skipped.to(device)  # type: ignore[attr-defined]
-        self._adamw.step()
+        sums = gradients.tensors()
+        for portion in self._portions:
+            for master, gradient in zip(self._masters[portion], _as_masters(sums[portion], self._masters), strict=True):
+                master.grad = gradient if master.numel() else None
+            self._adamw.step()
+            for master in self._masters[portion]:
+                master.grad = None
         self._follow_masters()
-        for master in self._masters:
-            master.grad = None
         return UpdateNumbers(norm, skipped, num_zeros)
 
     def pieces(self) -> dict[str, Piece]:
@@ -148,6 +155,28 @@ class Optimizer:
         if self._followers:
             followers, masters = zip(*self._followers, strict=True)
             torch._foreach_copy_(list(followers), list(masters))
+
+
+def _as_masters(gradients: Sequence[Tensor], masters: Sequence[Tensor]) -> list[Tensor]:
+    """In fp32 and where the masters are; those that are so already are not copied."""
+    device, found = masters[0].device, list(gradients)
+    others = [i for i, each in enumerate(found) if each.dtype != torch.float32 or each.device != device]
+    for i in others:
+        found[i] = torch.empty_like(gradients[i], dtype=torch.float32, device=device)
+    if others:  # in few kernels
+        torch._foreach_copy_([found[i] for i in others], [gradients[i] for i in others])
+    return found
+
+
+def _portions(tensors: Sequence[Tensor]) -> list[slice]:
+    """Neighbours that are updated together, so that never all gradients have copies in fp32."""
+    bounds, size = [0], 0
+    for i, tensor in enumerate(tensors):
+        if size and size + tensor.numel() > _ELEMENTS_AT_ONCE:
+            bounds.append(i)
+            size = 0
+        size += tensor.numel()
+    return [slice(first, stop) for first, stop in pairwise([*bounds, len(tensors)])]
 
 
 @dataclass

@@ -28,7 +28,7 @@ from bloomery.parallel.feed import Feed
 from bloomery.parallel.mesh import Mesh
 from bloomery.parallel.runner import Runner
 from bloomery.sizing.flops import FlopCount, flops_per_token, peak_flops
-from bloomery.sizing.parameters import count_parameters
+from bloomery.sizing.parameters import count_parameters, labels_per_sample
 from bloomery.sizing.schedule import TrainingPlan
 from bloomery.train.optimizer import Optimizer
 from bloomery.train.resume import ResumePoint
@@ -121,7 +121,14 @@ class Run(Opened):
         for first in range(0, end, window):
             with agreed(self.ranks):
                 found = read_batch(
-                    stream, first, window, micro_batch_size=rows, replica=mesh.dp, replicas=mesh.layout.dp, end=end
+                    stream,
+                    first,
+                    window,
+                    micro_batch_size=rows,
+                    replica=mesh.dp,
+                    replicas=mesh.layout.dp,
+                    end=end,
+                    labels_per_sample=labels_per_sample(self.recipe),
                 )
             yield found
 

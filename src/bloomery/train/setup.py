@@ -35,6 +35,7 @@ from bloomery.parallel.runner import DTYPES, Runner
 from bloomery.sizing.check import layout_problems
 from bloomery.sizing.layout import Layout
 from bloomery.sizing.memory import precision_problems
+from bloomery.sizing.parameters import labels_per_sample
 from bloomery.train.hang import watched, write_hang
 from bloomery.train.optimizer import Optimizer
 from bloomery.train.resume import archive_stale, checked_shards, find_resume_point
@@ -201,6 +202,7 @@ def _build(opened: Opened, roots: list[Path], closing: ExitStack, *, is_newest: 
         batch_size_at=past.plan.batch.global_batch_at,
         micro_batch_size=recipe.batch.micro_batch_size,
         pin_memory=device.type != "cpu",
+        labels_per_sample=labels_per_sample(recipe),
     )
     closing.callback(feed.close)
     feed.seek(past.state.consumed_samples)

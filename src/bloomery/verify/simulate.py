@@ -47,7 +47,7 @@ from bloomery.parallel.runner import DTYPES
 from bloomery.parallel.tensor import vocabulary_losses
 from bloomery.sizing.layout import Layout, cut_dimension, micro_batches
 from bloomery.sizing.memory import HeldElements, WeightBytes, layout_facts, stage_part, weight_bytes
-from bloomery.sizing.parameters import count_parameters, padded_vocab_size
+from bloomery.sizing.parameters import count_parameters, labels_per_sample, padded_vocab_size
 
 _CPU = torch.device("cpu")
 
@@ -119,7 +119,7 @@ def _elements_of_stage(recipe: Recipe, layout: Layout, rank: int) -> int:
 def _compute_in(recipe: Recipe, parts: Parallelised) -> Parallelised:
     """Turn plain parameters into what is computed in, beside their masters, as train/optimizer.py does. Masters that
     are offloaded leave the device, and no host is simulated."""
-    dtype = DTYPES["bf16" if recipe.precision == "auto" else recipe.precision]
+    dtype = DTYPES[recipe.precision]
     if parts.mesh.data is not None or dtype == torch.float32:
         return parts
     for weight in parts.weights:
@@ -142,6 +142,7 @@ def _measure(
     count = micro_batches(recipe, mesh.layout)
     passes = _Passes(recipe, parts, gradients)
     peak, in_flight, kept = 0, 1, [0] * len(parts.stages)
+    gradients.clear(micro_batches=count)
     if count > 1:
         for stage in parts.stages:
             passes.forward(stage, last=False)()
@@ -234,7 +235,7 @@ def _batch(recipe: Recipe) -> Batch:
         return causal_batch(np.zeros((rows, length + 1), dtype=np.int64), packing)
     words = {name: torch.zeros(rows, length, dtype=torch.int64) for name in ("tokens", "token_types", "attention_mask")}
     targets = {LM_LOSS: torch.zeros(rows, length, dtype=torch.int64), SOP_LOSS: torch.zeros(rows, dtype=torch.int64)}
-    return Batch(words, targets)
+    return Batch(words, targets).labelled_only(labels_per_sample(recipe) or length)
 
 
 Pass = tuple[Literal["forward", "backward"], int]
