@@ -21,7 +21,7 @@ from bloomery.parallel.gradients import Gradients
 from bloomery.parallel.mesh import Mesh
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "auto": torch.bfloat16}
-"""What a recipe's precision computes in; a start has resolved `auto`, which is counted as on an accelerator elsewhere."""
+"""What a recipe's precision computes in. A start has resolved `auto`: elsewhere it counts as on an accelerator."""
 RowLosses = dict[str, Tensor]
 """By name, the loss of each sample of a micro-batch: (B,)."""
 
