@@ -46,7 +46,7 @@ test: install $(AZURITE) $(AZUREML)
 test-slurm: install
 	-[ "$$(id -u)" != 0 ] || command -v slurmctld sshd > /dev/null || (apt-get -qq update && DEBIAN_FRONTEND=noninteractive RUNLEVEL=1 \
 	  apt-get -qq install -y --no-install-recommends slurmctld slurmd slurm-client munge openssh-server openssh-client iproute2)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/cluster -rs
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/cluster -n 2 --dist loadfile -rs
 
 # Every fault in every layout, 100,000 inputs for each parser, deeper interleavings; writes docs/reliability.md.
 chaos: install

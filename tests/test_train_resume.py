@@ -118,6 +118,7 @@ FORGED: dict[str, Callable[[Path], object]] = {
     "an absurd blend": lambda folder: forge(folder, "state.json", state_with(folder, blend={"first_sample": [], "weights": 1})),
     "a field of another version": lambda folder: forge(folder, "state.json", state_with(folder, pending={})),
     "a loss with a name of two lines": lambda folder: forge(folder, "state.json", state_with(folder, interval={"losses": {"a\nb": 1.0}, "steps": 1, "seconds": 1.0})),
+    "a save that took for ever": lambda folder: forge(folder, "state.json", state_with(folder, save_seconds=1e300)),
     "a deep recipe": lambda folder: forge(folder, "recipe.yaml", "[" * 100_000),
     "a recipe that is none": lambda folder: forge(folder, "recipe.yaml", "model: 7"),
     "an empty manifest": lambda folder: (folder / "manifest.json").write_text(""),

@@ -47,7 +47,8 @@ def run(args: argparse.Namespace) -> int:
     for slow in filter(None, [slow_storage(facts), *slow_devices(nodes)]):
         signals.say(f"warning: {slow}")
     if not args.node:
-        show(args, {**facts, "features": feature_facts(), "problems": [str(problem) for problem in [*bad, *wrong]]})
+        problems = {"problems": [str(problem) for problem in [*bad, *wrong]]} if args.json else {}  # else below
+        show(args, {**facts, "features": feature_facts(), **problems})
     if bad:
         raise LostRankError([*bad, *wrong])
     if wrong:

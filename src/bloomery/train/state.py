@@ -6,9 +6,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cache
-from typing import Any, get_type_hints
+from typing import Annotated, Any, get_type_hints
 
-from pydantic import TypeAdapter
+from pydantic import Field, TypeAdapter
 from torch import Tensor
 
 from bloomery.base.units import Energy
@@ -70,7 +70,7 @@ class TrainState:
     spikes: SpikeWatch = field(default_factory=SpikeWatch)
     history: History = NO_HISTORY
     """Of a run that has changed its batch or its sequence length; changes only when a job starts."""
-    save_seconds: float | None = None
+    save_seconds: Annotated[float, Field(ge=0, le=1e6)] | None = None
     """The longest save so far, for the deadline; None before the first."""
     energy: Energy = field(default_factory=Energy)
     """What the run has spent so far, on all ranks and in all jobs."""
@@ -113,7 +113,9 @@ class TrainState:
     @classmethod
     def from_json(cls, facts: dict[str, Any]) -> TrainState:
         """ValueError where a value is not of its type, LookupError for one that is not known."""
-        kinds = {name: kind for name, kind in get_type_hints(cls).items() if name not in _NOT_SAVED}
+        kinds = {
+            name: kind for name, kind in get_type_hints(cls, include_extras=True).items() if name not in _NOT_SAVED
+        }
         own = {name: value for name, value in facts.items() if name not in ("interval", "blend")}
         own |= {name: own.get(name) or {} for name in ("history", "energy", "spikes")}  # earlier versions have none
         state = cls(**{name: _adapter(kinds[name]).validate_python(value) for name, value in own.items()})
