@@ -95,7 +95,6 @@ def test_a_zombie_training_is_stopped_by_a_newer_start(workshop: Workshop) -> No
     before = {path.name for path in folders.complete_checkpoints(run / "checkpoints")}
     workshop.train("train.for=1000000 steps", "lr.decay=null", every, "train.exit_after=3 steps")
     after = {path.name for path in folders.complete_checkpoints(run / "checkpoints")}
-    assert len(after) == 1
     assert after != before
     os.kill(process.pid, signal.SIGCONT)
     _, err = process.communicate(timeout=60)
@@ -147,4 +146,5 @@ def test_the_best_checkpoint_by_validation_is_kept(workshop: Workshop) -> None:
     run = workshop.train("train.for=20 steps", "lr={peak: 1e-2, schedule: constant}", keep, *settings)
     losses = {record["step"]: record["losses"]["lm loss"] for record in workshop.metrics(run, "validation")}
     kept = [folders.step_of(path) for path in folders.complete_checkpoints(run / "checkpoints")]
-    assert set(kept) == {min(losses, key=lambda step: losses[step]), 20}
+    assert {min(losses, key=lambda step: losses[step]), 20} <= set(kept)
+    assert len(kept) <= 3, "the best, the last, and one that is proven"

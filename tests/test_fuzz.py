@@ -29,7 +29,7 @@ from hypothesis import strategies as st
 from bloomery.base.errors import BloomeryError
 from bloomery.base.units import parse_amount, parse_duration
 from bloomery.checkpoint import folder, remote
-from bloomery.checkpoint.folder import read_latest, read_manifest
+from bloomery.checkpoint.folder import read_latest, read_manifest, step_of
 from bloomery.checkpoint.load import Checkpoint, TensorFile, read_index
 from bloomery.config.load import load_recipe
 from bloomery.config.recipe import AlertsSection
@@ -71,7 +71,7 @@ NASTY: tuple[Any, ...] = (
 
 def unproven(folder: Path) -> Checkpoint:
     """Its state and recipe as they are now, whatever the manifest says of them."""
-    return Checkpoint(folder, {}, {})
+    return Checkpoint(folder, {"step": step_of(folder)}, {})
 
 
 @dataclass

@@ -254,7 +254,7 @@ BOMBS = {
 @pytest.mark.parametrize("bomb", BOMBS)
 def test_a_document_or_blank_lines_without_end_end_with_a_sentence(tokenizer, command, monkeypatch, bomb):
     monkeypatch.setattr("bloomery.prepare.read.MOST_DOCUMENT_BYTES", 100_000)
-    monkeypatch.setattr("bloomery.prepare.read.MOST_BLANK_BYTES", 2_500_000)
+    monkeypatch.setattr("bloomery.prepare.read.MOST_BLANK_BYTES", 1_500_000)
     name, content, message = BOMBS[bomb]
     pack = {".zst": zstandard.compress, ".gz": gzip.compress}.get(Path(name).suffix, bytes)
     Path("bomb").mkdir()

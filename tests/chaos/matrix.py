@@ -106,7 +106,7 @@ SAVE_POINTS = {
     "before the manifest": (Storage("rename", in_save(4, "manifest")), (0,)),
     "before it gets its name": (Storage("rename", r"/step-00000004$"), (0,)),
     "before `latest` names it": (Storage("rename", r"/latest$", 2), (0,)),
-    "before an older one is deleted": (Storage("rename", r"\.step-00000002-[^/]*\.old$"), (0,)),
+    "before an older one is deleted": (Storage("rename", r"\.step-0000000\d-[^/]*\.old$"), (0,)),
     "in the middle of a deletion": (Storage("remove", r"^index\.json$|\.old/"), (0,)),
 }
 

@@ -74,9 +74,9 @@ class Retention:
     uploader: Uploads | None = None
     known: int | None = None
     """The step that this job has loaded or saved last. Without one nothing is deleted to make room."""
-    is_good: Callable[[int], bool] = lambda step: False
-    """Which steps have a good checkpoint. The newest of them stays, because this one is not proven yet, and after it
-    the oldest that the next steps may prove."""
+    is_good: Callable[[int], bool] | None = None
+    """Which steps have a good checkpoint, in the durable tier. The newest of them stays, because this one is not proven
+    yet, and after it the oldest that the next steps may prove."""
     is_suspicious: bool = False
     """The state may be worse than that of older checkpoints: nothing is deleted."""
     is_final: bool = False
@@ -90,7 +90,7 @@ class Retention:
             return apply_retention(self.tier.writer, KeepSection(last=1))
         if self.is_suspicious or self.known is None:
             return []
-        return self._retain({self.known})
+        return self._retain({self.known}, in_need=True)
 
     def after_save(self, folder: Path) -> list[str]:
         """When the checkpoint is complete."""
@@ -98,12 +98,14 @@ class Retention:
             self.uploader.offer(folder, final=self.is_final)
         return [] if self.is_suspicious else self._retain(set())
 
-    def _retain(self, spare: set[int]) -> list[str]:
-        good = next(good_steps(self.tier.root, self.is_good), -1)
-        spare |= {good, *(self.uploader.protected() if self.uploader else ())}
-        if not self.is_final:  # else frequent saves would delete each before it is proven
-            unproven = [*good_steps(self.tier.root, lambda step: step > good and not self.is_good(step))]
-            spare |= {*unproven[-1:]}
+    def _retain(self, spare: set[int], *, in_need: bool = False) -> list[str]:
+        spare |= {*(self.uploader.protected() if self.uploader else ())}
+        if is_good := self.is_good:
+            good = next(good_steps(self.tier.root, is_good), -1)
+            spare |= {good}
+            if not (self.is_final or in_need):  # else frequent saves would delete each before it is proven
+                unproven = [*good_steps(self.tier.root, lambda step: step > good and not is_good(step))]
+                spare |= {*unproven[-1:]}
         return apply_retention(self.tier.writer, self.tier.keep, spare=spare)
 
 

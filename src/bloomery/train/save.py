@@ -132,7 +132,7 @@ def plan_staged_save(run: Run, state: TrainState) -> SavePlan | None:
             tier,
             uploader=run.uploader if is_durable else None,
             known=state.saved_step,
-            is_good=state.spikes.good_at(state.step - state.nan_steps_in_a_row) if is_durable else lambda step: False,
+            is_good=state.spikes.good_at(state.step - state.nan_steps_in_a_row) if is_durable else None,
             is_suspicious=suspicious,
             is_final=state.step >= run.plan.train_steps,
         ),
