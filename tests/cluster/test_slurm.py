@@ -322,7 +322,7 @@ def test_a_job_that_submits_itself_again_pulses_and_is_watched(
     workshop: Workshop, submit: Callable[..., str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = workshop.folder / "runs" / "small"
-    submit("train.for=100000 steps", env={"PYTHONPATH": os.environ["PYTHONPATH"]})
+    submit("train.for=100000 steps")
     assert main(["watch", "install", str(run), "--every", "5s", "--sync", str(workshop.folder / "away")]) == 0
     mark = run / "launch" / "cron-5s" / "own.sh"
     mark.write_text(f"echo again >> {workshop.folder}/own.txt\n")
