@@ -79,6 +79,11 @@ def test_what_init_cannot_read_leaves_nothing(
     code, _, err = command("init", "--from", "nothing.txt")
     assert (code, "matches no file" in err) == (3, True)
     assert not [*tmp_path.iterdir()]
+    Path("it's.jsonl").write_text('{"text": "one line"}\n{"broken')
+    for _ in range(2):  # after the mistake is seen, the same command works
+        code, _, err = command("init", "--from", "it's.jsonl", "--name", "a", "--vocab-size", "260", "--device", "cpu")
+        assert (code, "it's.jsonl:2" in err) == (3, True), err
+    assert [path.name for path in tmp_path.iterdir()] == ["it's.jsonl"]
 
 
 def test_the_shipped_recipes_are_listed_and_printed(command: Command) -> None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import json
 import re
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from bloomery.base import exit_codes
 from bloomery.base.errors import Problem, StorageError
-from bloomery.base.storage import write_atomically
+from bloomery.base.storage import remove_tree, write_atomically
 from bloomery.base.units import format_count
 from bloomery.cli.arguments import add_device, warn, whole_number
 
@@ -77,14 +78,21 @@ def run(args: argparse.Namespace) -> int:
         tokens, vocabulary = _of_text(args.sources, args.vocab_size)
         shard, tokenizer = f"{place}/shard", f"tokenizer: {{path: {place}/tokenizer}}\n"
         prepare = f"prepare:  # text to tokens, by `bloomery prepare {path}`\n"
-        prepare += f"  - {{output: {shard}, sources: [{', '.join(map(repr, args.sources))}]}}\n"
+        prepare += f"  - {{output: {shard}, sources: [{', '.join(map(json.dumps, args.sources))}]}}\n"
         train = ["tokenizer", "train", *args.sources, "--vocab-size", str(vocabulary)]
         commands = [[*train, "--output", f"{place}/tokenizer"], ["prepare", str(path)]]
     write_atomically(path, _recipe(name, _fitting(tokens, args.device), vocabulary, tokens, tokenizer + prepare, shard))
-    for command in commands:
-        print(f"> bloomery {' '.join(command)}", flush=True)
-        if code := main(command):
-            return code
+    is_done = False
+    try:
+        for command in commands:
+            print(f"> bloomery {' '.join(command)}", flush=True)
+            if code := main(command):
+                return code
+        is_done = True
+    finally:
+        if not is_done:  # so that the same command can be given again
+            path.unlink()
+            remove_tree(place)
     print(f"{path}: written\nnext: bloomery train {path}\nthen: bloomery generate runs/{name} --prompt 'Once'")
     return exit_codes.OK
 

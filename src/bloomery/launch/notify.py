@@ -16,7 +16,7 @@ _TIMEOUT_SECONDS = 30.0
 
 
 def notify(texts: Sequence[str], subject: str, section: AlertsSection) -> tuple[bool, list[str]]:
-    """(whether nobody could be told who should be, what could not be sent and why)."""
+    """(whether nobody of those who should be was reached, what could not be sent and why)."""
     ways: dict[str, Callable[[], None]] = {}
     body = "\n".join(texts)
     if section.email:

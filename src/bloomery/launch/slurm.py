@@ -242,10 +242,10 @@ def act(attempt: Attempt, job: Job, *, ended: bool, environment: Mapping[str, st
             _slurm("scancel", "--state=PENDING", array)
             size = [f"--nodes={nodes}", f"--array=1-{left}%1", *([f"--exclude={excluded}"] if excluded else [])]
             new = submit(job.launch_folder / "job.sh", job, *size, f"--dependency=afterany:{own}")
-            return f"the chain goes on with {nodes} nodes", new
+            return f"the chain continues with {nodes} nodes", new
         if without:
             _slurm("scontrol", "update", f"JobId={array}", *without)
-        return "the next job of the chain goes on", ""
+        return "the next job of the chain continues", ""
     facts = tasks(own).get(own, {})
     ran, limit = (_seconds(facts.get(name, "")) for name in ("RunTime", "TimeLimit"))
     if ended and (ran is None or limit is None or ran < limit):

@@ -104,8 +104,8 @@ def _alerts(
     folder: Path, status: Status, records: list[StepRecord], last: dict[str, dict[str, Any]], limits: AlertsSection
 ) -> Iterator[tuple[str, str]]:
     pulse, began = folder / _PULSE_FILE, _time(last, names.Event.START)
-    told = pulse.stat().st_mtime if pulse.exists() else float("inf")  # what is over by now is told all the same
-    hang = last[names.Event.HANG].get("text") if _time(last, names.Event.HANG) > min(began, told) else ""
+    looked = pulse.stat().st_mtime if pulse.exists() else float("inf")  # what has ended since then is reported too
+    hang = last[names.Event.HANG].get("text") if _time(last, names.Event.HANG) > min(began, looked) else ""
     if status.job.state == "gone":
         yield "gone", f"{status.name} is not RUNNING or SCHEDULED! {hang}".rstrip()
     elif hang:
@@ -119,7 +119,7 @@ def _alerts(
         for name, _ in cron.lost(folder):
             yield name, f"the job {name} of {status.name} is not in the queue any more"
     over = max(began, _time(last, names.Event.SPIKE_OVER), _time(last, names.Event.REWIND))
-    if _time(last, names.Event.SPIKE) > min(over, told):
+    if _time(last, names.Event.SPIKE) > min(over, looked):
         step = last[names.Event.SPIKE].get("step")
         yield "spike", f"the loss or gradient norm of {status.name} spiked at step {step}"
     speeds = [record.tokens_per_second for record in records]
@@ -156,7 +156,7 @@ def new_alerts(folder: Path, found: Collection[str]) -> list[str]:
 
 
 def forget_alerts(folder: Path, kinds: Collection[str]) -> None:
-    """They are new again: over, or told to nobody."""
+    """They are new again: over, or nobody was reached."""
     for kind in kinds:
         with suppress(OSError):
             (folder / "launch" / f"{_ALERT}{kind}").unlink()
