@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-from bloomery.base.accelerator import pick_device
 from checkpoints import assert_same_tensors
 from conftest import Workshop
 
@@ -73,22 +72,3 @@ def test_stop_and_resume_equals_one_unbroken_run(workshop: Workshop) -> None:
 def test_device_memory_and_a_known_peak_are_logged(workshop: Workshop) -> None:
     record = workshop.metrics(workshop.train(*WIDE, "precision=bf16", device=None))[-1]
     assert record["peak_memory_bytes"] >= record["memory_bytes"] > 0
-
-
-@pytest.mark.parametrize("left_bytes", [2**20, 2**26])
-def test_a_full_device_is_an_error_of_the_recipe_and_loses_nothing(
-    workshop: Workshop, left_bytes: int, capsys: pytest.CaptureFixture[str]
-) -> None:
-    settings = (*WIDE, "precision=bf16", "train.compile=false", "checkpoint.phases=[{every: 2 steps}]")
-    whole = workshop.train(*settings, run="whole", device=None)
-    workshop.train(*settings, "train.exit_after=4 steps", run="halves", device=None)
-    device = pick_device()
-    torch.accelerator.empty_cache()
-    free, _ = torch.get_device_module(device).mem_get_info(device)
-    held = torch.empty(free - left_bytes, dtype=torch.uint8, device=device)
-    large = "batch={micro_batch_size: 512, global_batch_size: 512}"
-    workshop.train(*settings, large, "lr.decay=null", run="halves", device=None, changes=["batch", "lr"], code=2)
-    assert "ran out of memory" in capsys.readouterr().err
-    del held
-    torch.accelerator.empty_cache()
-    assert_same_tensors(whole, workshop.train(*settings, run="halves", device=None))

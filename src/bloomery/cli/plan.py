@@ -89,7 +89,6 @@ def _question(args: argparse.Namespace) -> Question:
     from bloomery.plan.search import Ranking, with_layout
     from bloomery.sizing.check import layout_problems, nothing_done
     from bloomery.sizing.layout import ranks_per_node, world_size
-    from bloomery.sizing.memory import precision_problems
 
     catalogue = read_catalogue(args.hardware)
     device = named(catalogue.devices, args.gpu, "device")
@@ -108,8 +107,6 @@ def _question(args: argparse.Namespace) -> Question:
         warn(f"the layout of the recipe takes another number of devices: {wrong[0]}. This is the plan of {best}")
     else:
         recipe = load(args, reads=_READS).recipe
-    if problems := precision_problems(recipe):
-        raise RecipeError(problems)
     return Question(recipe, machine, catalogue, fitted(), args.price)
 
 

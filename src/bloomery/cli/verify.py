@@ -11,7 +11,6 @@ from bloomery.base.errors import Problem, RecipeError
 from bloomery.base.storage import write_atomically
 from bloomery.cli.arguments import add_json, add_recipe_arguments, load, show, whole_number
 from bloomery.sizing.layout import world_size
-from bloomery.sizing.memory import precision_problems
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -63,8 +62,6 @@ def _simulate(args: argparse.Namespace) -> int:
         args.overrides += ["launch.nodes=1", f"launch.gpus_per_node={args.simulate_world}"]
     recipe = load(args).recipe
     world = world_size(recipe)
-    if problems := precision_problems(recipe):
-        raise RecipeError(problems)
     if args.rank is not None and args.rank not in range(world):
         rule = f"ranks of this world are 0 to {world - 1}"
         raise RecipeError(Problem(f"--rank is {args.rank}", rule, "use one of them"))

@@ -22,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 from bloomery.config.recipe import ModelSection
 from bloomery.families.family import Family
+from bloomery.model.linear import Linear
 
 Kernel = Literal["sdpa", "flex", "bias"]
 
@@ -169,10 +170,10 @@ class Attention(nn.Module):
         self.head_dim = config.head_size
         self.q_per_kv = config.num_heads // config.num_kv_heads
         width = config.num_kv_heads * (self.q_per_kv + 2) * self.head_dim
-        self.qkv = nn.Linear(config.hidden_size, width, bias=family.qkv_bias)
+        self.qkv = Linear(config.hidden_size, width, bias=family.qkv_bias)
         self.q_norm = RMSNorm(self.head_dim, config.norm_eps) if family.qk_norm else None
         self.k_norm = RMSNorm(self.head_dim, config.norm_eps) if family.qk_norm else None
-        self.out = nn.Linear(config.num_heads * self.head_dim, config.hidden_size, bias=family.bias)
+        self.out = Linear(config.num_heads * self.head_dim, config.hidden_size, bias=family.bias)
         self.core = AttentionCore(config.dropout)
 
     def forward(self, x_BSE: Tensor, context: AttentionContext) -> Tensor:

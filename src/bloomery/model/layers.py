@@ -10,6 +10,7 @@ from torch.nn import functional as F
 from bloomery.config.recipe import ModelSection
 from bloomery.families.family import Family
 from bloomery.model.attention import Attention, AttentionContext, RMSNorm, run_recomputable
+from bloomery.model.linear import Linear
 from bloomery.sizing.parameters import padded_vocab_size
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -72,9 +73,9 @@ class MLP(nn.Module):
         super().__init__()
         narrow, wide, bias = config.hidden_size, config.ffn_hidden_size, family.bias
         self.activation = ACTIVATIONS[family.activation]
-        self.gate = nn.Linear(narrow, wide, bias=bias) if family.gated else None
-        self.up = nn.Linear(narrow, wide, bias=bias)
-        self.down = nn.Linear(wide, narrow, bias=bias)
+        self.gate = Linear(narrow, wide, bias=bias) if family.gated else None
+        self.up = Linear(narrow, wide, bias=bias)
+        self.down = Linear(wide, narrow, bias=bias)
         self.recompute = False
 
     def forward(self, x: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ from bloomery.families.family import Family
 from bloomery.families.registry import FAMILIES
 from bloomery.model.attention import AttentionContext, attention_context, choose_kernel, rotary_table
 from bloomery.model.layers import Block, Embeddings, MaskedHead, Pooler, make_norm
+from bloomery.model.linear import Linear
 from bloomery.sizing.parameters import padded_vocab_size
 
 
@@ -41,6 +42,13 @@ def apply_recompute(model: Transformer, mode: Recompute) -> None:
         block.recompute = mode == "full"
         block.attention.core.recompute = mode == "selective"
         block.mlp.recompute = mode == "mlp"
+
+
+def use_fp8(model: Transformer) -> None:
+    """Let the matrices of the blocks multiply in 8 bits. What stays as it was: embeddings, norms, attention cores, heads."""
+    for module in model.layers.modules():
+        if isinstance(module, Linear):
+            module.fp8 = True
 
 
 class Transformer(nn.Module):

@@ -7,7 +7,7 @@ import torch
 
 from bloomery.config.recipe import Recipe
 from bloomery.model.init import initialise
-from bloomery.model.transformer import Transformer, apply_recompute, materialise
+from bloomery.model.transformer import Transformer, apply_recompute, materialise, use_fp8
 from bloomery.parallel.context import apply_context_parallel
 from bloomery.parallel.fsdp import apply_fsdp, init_fsdp
 from bloomery.parallel.gradients import Gradients, Weight, weights_of
@@ -42,6 +42,8 @@ def outline(recipe: Recipe, mesh: Mesh, *, compile_model: bool) -> Parallelised:
         apply_tensor_parallel(model, mesh)
         apply_context_parallel(model, mesh, recipe.model.seq_length)
         apply_recompute(model, recipe.parallel.recompute)
+        if recipe.precision == "fp8":
+            use_fp8(model)
         if compile_model and not _compiles_whole(mesh):
             for block in model.layers.values():
                 block.forward = torch.compile(block.forward, dynamic=False)

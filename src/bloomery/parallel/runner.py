@@ -20,8 +20,9 @@ from bloomery.parallel.fsdp import set_fsdp_sync
 from bloomery.parallel.gradients import Gradients
 from bloomery.parallel.mesh import Mesh
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "auto": torch.bfloat16}
-"""What a recipe's precision computes in. A start has resolved `auto`: elsewhere it counts as on an accelerator."""
+DTYPES = {"fp32": torch.float32, "fp16": torch.float16} | dict.fromkeys(("bf16", "fp8", "auto"), torch.bfloat16)
+"""What a recipe's precision computes in, fp8 all but the products of model/linear.py. A start has resolved `auto`:
+elsewhere it counts as on an accelerator."""
 RowLosses = dict[str, Tensor]
 """By name, the loss of each sample of a micro-batch: (B,)."""
 

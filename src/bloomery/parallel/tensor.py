@@ -19,6 +19,7 @@ from torch.nn import functional as F
 
 from bloomery.config.recipe import ModelSection
 from bloomery.families.family import IGNORED_LABEL
+from bloomery.model.linear import Linear
 from bloomery.model.loss import padding_of, token_losses, true_logits
 from bloomery.model.transformer import Transformer
 from bloomery.parallel.collectives import (
@@ -81,11 +82,11 @@ def _on_output(collective: Callable[[Tensor, int, dist.ProcessGroup], Tensor]) -
 
 def _sum_output(linear: nn.Module, group: dist.ProcessGroup) -> None:
     """A linear layer whose inputs lie on all ranks: the products are summed, then the bias is added once."""
+    linear = cast(Linear, linear)
 
     def forward(x: Tensor) -> Tensor:
-        weight, bias = cast(Tensor, linear.weight), cast("Tensor | None", linear.bias)
-        out = reduce_scatter_with_grad(F.linear(x, weight), 1, group)
-        return out if bias is None else out + bias
+        out = reduce_scatter_with_grad(linear.product(x), 1, group)
+        return out if linear.bias is None else out + linear.bias
 
     linear.forward = forward
 
@@ -105,7 +106,7 @@ BEHAVIOURS: tuple[tuple[str, type[nn.Module], Attach], ...] = (
     (r"embed\.tokens", nn.Embedding, _embed_vocabulary_parallel),
     (r"embed\.(positions|token_types)", nn.Embedding, _on_output(own_part)),
     (r"layers\.\d+\.(attention|mlp)", nn.Module, _on_input(gather)),
-    (r"layers\.\d+\.(attention\.out|mlp\.down)", nn.Linear, _sum_output),
+    (r"layers\.\d+\.(attention\.out|mlp\.down)", Linear, _sum_output),
     (r"head", nn.Module, _on_input(gather)),
     (r"pooler", nn.Module, _on_input(all_gather_replicated)),
 )

@@ -26,6 +26,7 @@ _SEVERAL_STAGES = ("interleaved", "zero_bubble")
 _MOST_LEVELS = 10_000
 _LARGEST_USUAL_RATE = 0.1
 _MOST_STEPS = 100_000_000
+_FP8_UNIT = 16
 _SHORTEST_PAIR = 5
 """[CLS], a token, [SEP], a token, [SEP]."""
 
@@ -178,6 +179,28 @@ def pipeline(recipe: Recipe) -> Findings:
     if parallel.zero >= 2:
         rule = "under a pipeline, gradients stay whole between micro-batches, so ZeRO 2 and 3 would act as ZeRO 1"
         yield Finding(("parallel.zero", "parallel.pp"), rule, "use parallel.zero=1")
+
+
+def fp8(recipe: Recipe) -> Findings:
+    """What 8-bit matrix units ask for."""
+    model, parallel = recipe.model, recipe.parallel
+    if recipe.precision != "fp8":
+        return
+    if parallel.schedule == "zero_bubble":
+        rule = "its products give the gradients of inputs and of weights at once, which zero_bubble computes apart"
+        yield Finding(("parallel.schedule", "precision"), rule, "use the schedule interleaved")
+    tokens = recipe.batch.micro_batch_size * model.seq_length // parallel.cp
+    sizes = {
+        "model.hidden_size": model.hidden_size,
+        "model.ffn_hidden_size": model.ffn_hidden_size // parallel.tp,
+        "model.num_heads": model.num_heads * model.head_size // parallel.tp,
+        "model.num_kv_heads": (model.num_heads + 2 * model.num_kv_heads) * model.head_size // parallel.tp,
+        "batch.micro_batch_size": tokens,
+    }
+    for path, size in sizes.items():
+        if size % _FP8_UNIT:
+            rule = f"8-bit products need multiples of {_FP8_UNIT} on each rank, and this makes {size}"
+            yield Finding((path, "precision"), rule, "change it, or use precision=bf16")
 
 
 def data_parallel(recipe: Recipe) -> Findings:
@@ -361,7 +384,7 @@ def split_shares(split: str) -> list[float]:
 
 
 Rule = Callable[[Recipe], Findings]
-_LAYOUT_RULES: tuple[Rule, ...] = (tensor_parallel, context, pipeline, data_parallel, batch)
+_LAYOUT_RULES: tuple[Rule, ...] = (tensor_parallel, context, pipeline, fp8, data_parallel, batch)
 """What another number of ranks may break."""
 RULES: tuple[Rule, ...] = (heads, ignored, *_LAYOUT_RULES, launch, lengths, steps, prepare, data)
 

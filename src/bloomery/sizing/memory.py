@@ -24,7 +24,7 @@ from bloomery.sizing.parameters import HEAD, model_shapes, padded_vocab_size
 
 _FP32 = 4
 _MOMENTS = 2
-_COMPUTE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "auto": 2}
+_COMPUTE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 2, "auto": 2}
 """`auto` as on an accelerator."""
 SAVED_BYTES_PER_PARAMETER = _FP32 * (1 + _MOMENTS)
 
@@ -71,14 +71,6 @@ class WeightBytes:
         """At least this much at once on the device: sums of gradients go as reduced ones come."""
         sums = max(self.gradients, self.reduced_gradients)
         return self.masters + self.compute_copies + sums + self.optimizer
-
-
-def precision_problems(recipe: Recipe) -> list[Problem]:
-    """A precision that this version cannot compute in."""
-    if recipe.precision in _COMPUTE_BYTES:
-        return []
-    rule = "this version computes in fp32, bf16 or fp16"
-    return [Problem(f"precision is {recipe.precision}", rule, "use precision=bf16")]
 
 
 def weight_bytes(recipe: Recipe, layout: Layout, held: HeldElements) -> WeightBytes:

@@ -34,7 +34,6 @@ from bloomery.parallel.mesh import Mesh, make_mesh
 from bloomery.parallel.runner import DTYPES, Runner
 from bloomery.sizing.check import layout_problems
 from bloomery.sizing.layout import Layout
-from bloomery.sizing.memory import precision_problems
 from bloomery.sizing.parameters import labels_per_sample
 from bloomery.train.hang import watched, write_hang
 from bloomery.train.optimizer import Optimizer
@@ -115,7 +114,7 @@ def prepared_run(
 
 def _refuse_unsupported(recipe: Recipe, ranks: Ranks) -> None:
     """RecipeError for everything in the recipe that this version of `train` would have to ignore."""
-    problems = precision_problems(recipe)
+    problems = []
     if recipe.monitor.carbon is not None:
         problems.append(
             Problem("monitor.carbon is set", "this version does not measure emissions", "override monitor.carbon=null")
