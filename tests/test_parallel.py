@@ -171,8 +171,8 @@ def test_no_two_ranks_and_stages_draw_the_same_dropout() -> None:
 
 
 def test_a_mistake_that_all_ranks_see_is_told_once(workshop: Workshop) -> None:
-    assert run_ranks(workshop, "parallel.tp=2", "precision=fp8") == exit_codes.USAGE
-    assert said(workshop).count("precision is fp8") == 1
+    assert run_ranks(workshop, "parallel.tp=2", "data=null") == exit_codes.USAGE
+    assert said(workshop).count("data is missing") == 1
 
 
 @pytest.mark.parametrize(("action", "code"), [("stop", exit_codes.DIVERGED), ("warn", exit_codes.OK)])

@@ -257,7 +257,6 @@ def test_the_answer_for_people(command: Command) -> None:
     ("override", "said"),
     [
         ("parallel.tp=3", "parallel.tp is 3 but model.num_heads is 4"),
-        ("precision=fp8", "precision is fp8. This version computes in fp32, bf16 or fp16. Use precision=bf16."),
         ("model.layers=3", "did you mean"),
     ],
 )

@@ -219,10 +219,6 @@ def test_the_three_stages_of_a_pipeline_are_shown(
         (["--simulate-world", "12", "--rank", "12"], "--rank is 12. Ranks of this world are 0 to 11."),
         (["--rank", "6"], "Ranks of this world are 0 to 5."),
         (["--simulate-world", "30"], "it must be a multiple of micro_batch_size 2 times 5 data-parallel replicas"),
-        (
-            ["precision=fp8", "--simulate-world", "12"],
-            "This version computes in fp32, bf16 or fp16. Use precision=bf16.",
-        ),
     ],
 )
 def test_impossible_worlds_are_refused(

@@ -23,8 +23,10 @@ def set_stage(folder: str) -> None:
 def played(cell: Cell) -> tuple[str, str]:
     """(what stands in the cell, what is wrong with it)."""
     fault, layout = FAULTS[cell[0]], cell[1]
+    scene = _stage.scene(layout, *fault.overrides)
     try:
-        seconds = play(fault, _stage.scene(layout, *fault.overrides)).seconds
+        seconds = play(fault, scene).seconds
     except Exception as error:  # whatever it is, the other cells are still worth knowing
-        return "FAILED", f"{type(error).__name__}: {error}"
+        hung = scene.run / "logs" / "stacks.txt"
+        return "FAILED", f"{type(error).__name__}: {error}\n{hung.read_text() if hung.is_file() else ''}"
     return "ok" if seconds is None else f"{seconds:.1f} s", ""

@@ -112,6 +112,18 @@ def is_fast_in_bf16(device: torch.device) -> bool:
     return device.type != "cpu"
 
 
+def lacks_fp8(device: torch.device) -> str:
+    """Why it cannot multiply 8-bit floats; empty for one that can, and for a CPU, where they are emulated."""
+    if device.type == "cpu":
+        return ""
+    if device.type != "cuda" or not torch.version.cuda:
+        return "8-bit products are written for NVIDIA devices"
+    major, minor = torch.cuda.get_device_capability(device)
+    return (
+        "" if (major, minor) >= (8, 9) else f"8-bit matrix units begin with compute capability 8.9, not {major}.{minor}"
+    )
+
+
 def matmul_flops(device: torch.device, seconds: float = 0.2, dtype: torch.dtype | None = None) -> float:
     """FLOPs per second of a product of two matrices, made again and again for so long. By default of a type at which
     every device is fast."""

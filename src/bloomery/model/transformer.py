@@ -45,7 +45,7 @@ def apply_recompute(model: Transformer, mode: Recompute) -> None:
 
 
 def use_fp8(model: Transformer) -> None:
-    """Let the matrices of the blocks multiply in 8 bits. What stays as it was: embeddings, norms, attention cores, heads."""
+    """Let the matrices of the blocks multiply in 8 bits; not embeddings, norms, attention cores and heads."""
     for module in model.layers.modules():
         if isinstance(module, Linear):
             module.fp8 = True

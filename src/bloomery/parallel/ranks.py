@@ -166,7 +166,9 @@ class DistributedRanks(Ranks):
     def waits(self) -> str:
         behind, seconds = self._behind(), f"{PULSE.silent_seconds:.0f} s"
         if not behind:
-            return f"All {self.size} ranks have waited {seconds} for each other, since step {PULSE.step}"
+            places = {rank: note.place for rank, note in self._notes.items()} | {self.rank: _place()}
+            where = "; ".join(f"rank {rank} is in {places[rank]}" for rank in sorted({min(places), max(places)}))
+            return f"All {self.size} ranks have waited {seconds} for each other, since step {PULSE.step}: {where}"
         step = self._notes[behind[0]].step if behind[0] in self._notes else PULSE.step
         whom = f"rank {', '.join(map(str, behind[:8]))}{' and more' if len(behind) > 8 else ''}"
         them = self._notes[behind[0]].place if behind[0] in self._notes else "an unknown place"

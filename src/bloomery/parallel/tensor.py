@@ -80,15 +80,15 @@ def _on_output(collective: Callable[[Tensor, int, dist.ProcessGroup], Tensor]) -
     return attach
 
 
-def _sum_output(linear: nn.Module, group: dist.ProcessGroup) -> None:
+def _sum_output(module: nn.Module, group: dist.ProcessGroup) -> None:
     """A linear layer whose inputs lie on all ranks: the products are summed, then the bias is added once."""
-    linear = cast(Linear, linear)
+    linear = cast(Linear, module)
 
     def forward(x: Tensor) -> Tensor:
         out = reduce_scatter_with_grad(linear.product(x), 1, group)
         return out if linear.bias is None else out + linear.bias
 
-    linear.forward = forward
+    module.forward = forward
 
 
 def _embed_vocabulary_parallel(embedding: nn.Module, group: dist.ProcessGroup) -> None:

@@ -9,7 +9,6 @@ from functools import cache
 from math import prod
 from typing import Any
 
-from bloomery.base.errors import Problem
 from bloomery.config.recipe import Recipe
 from bloomery.sizing.layout import (
     Layout,

@@ -8,7 +8,14 @@ from pathlib import Path
 
 import torch
 
-from bloomery.base.accelerator import energy_sensor, is_fast_in_bf16, matmul_flops, out_of_memory_problem
+from bloomery.base.accelerator import (
+    device_name,
+    energy_sensor,
+    is_fast_in_bf16,
+    lacks_fp8,
+    matmul_flops,
+    out_of_memory_problem,
+)
 from bloomery.base.errors import BloomeryError, LostRankError, Problem, RecipeError, StorageError
 from bloomery.base.ranks import ALONE, Ranks, agreed, first_rank_does
 from bloomery.base.storage import locked, make_folder, own_folder, write_atomically
@@ -68,7 +75,7 @@ def prepared_run(
 
     One training at a time may hold a run folder; its rank 0 holds it and reports. All ranks take the same steps."""
     with ExitStack() as closing:
-        _refuse_unsupported(recipe, ranks)
+        _refuse_unsupported(recipe, device, ranks)
         if recipe.precision == "auto":
             recipe = recipe.model_copy(update={"precision": "bf16" if is_fast_in_bf16(device) else "fp32"})
         ledger, taken_over = first_rank_does(ranks, partial(_claim_folder, folder, closing))
@@ -112,9 +119,11 @@ def prepared_run(
             yield run, past.state
 
 
-def _refuse_unsupported(recipe: Recipe, ranks: Ranks) -> None:
-    """RecipeError for everything in the recipe that this version of `train` would have to ignore."""
+def _refuse_unsupported(recipe: Recipe, device: torch.device, ranks: Ranks) -> None:
+    """RecipeError for everything in the recipe that `train` would have to ignore here."""
     problems = []
+    if recipe.precision == "fp8" and (why := lacks_fp8(device)):
+        problems.append(Problem(f"precision is fp8 on {device_name(device)}", why, "use precision=bf16"))
     if recipe.monitor.carbon is not None:
         problems.append(
             Problem("monitor.carbon is set", "this version does not measure emissions", "override monitor.carbon=null")
@@ -128,6 +137,8 @@ def _refuse_unsupported(recipe: Recipe, ranks: Ranks) -> None:
 def _slow_precision(recipe: Recipe, device: torch.device) -> str:
     """A warning if this device was not made for it."""
     is_fp16_fast = device.type != "cpu"
+    if recipe.precision == "fp8":
+        return "" if is_fp16_fast else "8-bit products are emulated on a CPU, as slowly as that is"
     if is_fast_in_bf16(device) or recipe.precision == "fp32" or (recipe.precision == "fp16" and is_fp16_fast):
         return ""
     speed, of_fp32 = (matmul_flops(device, 0.05, dtype) for dtype in (DTYPES[recipe.precision], torch.float32))
@@ -293,6 +304,8 @@ def _report_start(run: Run) -> None:
     many = f"{facts['ranks']} x " if facts["ranks"] > 1 else ""
     size, where = format_count(facts["parameters"]), f"{facts['precision']} on {many}{facts['device']}"
     journal.notice(f"{facts['recipe']}: {size} parameters, {where}, {past.plan.train_steps:,} steps, {how}")
+    if run.recipe.precision == "fp8":
+        journal.notice("fp8: the matrices of attention and MLPs; bf16: embeddings, norms, attention scores, the head")
     for change in past.changes:
         journal.event(Event.CHANGED, past.state.step, field=change.field, old=change.old, new=change.new)
     if past.changes:
