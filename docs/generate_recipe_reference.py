@@ -25,7 +25,8 @@ _ALIASES = {
     recipe.Steps: "amount (steps)",
     recipe.WallClock: "duration",
     recipe.AmountOrDuration: "amount, duration",
-    recipe.StepsOrAuto: "amount (steps), `auto`",
+    recipe.StepsOrTime: "amount (steps), duration",
+    recipe.StepsOrTimeOrAuto: "amount (steps), duration, `auto`",
 }
 _BY_VALIDATOR = {id(get_args(alias)[1]): words for alias, words in _ALIASES.items()}
 """An amount is known by its validator: that is where the units it takes are fixed."""

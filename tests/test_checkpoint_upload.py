@@ -15,6 +15,7 @@ import torch
 
 from bloomery.base.errors import DataError, Problem, StorageError
 from bloomery.base.ranks import ALONE, Piece, Ranks
+from bloomery.base.units import Amount, Duration
 from bloomery.checkpoint import folder as folders
 from bloomery.checkpoint import remote as remote_module
 from bloomery.checkpoint.folder import take_over
@@ -91,8 +92,16 @@ def test_a_copy_whose_state_cannot_be_used_is_damaged_and_the_next_older_one_is_
 
 
 def test_only_marked_steps_are_copied(tmp_path: Path) -> None:
-    assert upload(save(tmp_path, 3), save(tmp_path, 4), every_steps=4) == [""]
+    assert upload(save(tmp_path, 3), save(tmp_path, 4), every=Amount(4, "steps")) == [""]
     assert fetch(URL, tmp_path / "there") == tmp_path / "there" / "step-00000004"
+
+
+def test_copies_by_the_clock_keep_their_distance_but_for_the_last_of_a_run(tmp_path: Path) -> None:
+    uploader = Uploader(URL, take_over(tmp_path), every=Duration(3600.0))
+    assert uploader.offer(save(tmp_path, 3))
+    assert not uploader.offer(save(tmp_path, 4))
+    assert uploader.offer(save(tmp_path, 5), final=True)
+    uploader.wait(60)
 
 
 def test_a_copy_without_manifest_is_debris(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

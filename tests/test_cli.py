@@ -280,7 +280,9 @@ def test_the_schedule_json_has_exactly_the_keys_of_its_contract(command: Command
     assert all(set(level) == {"global_batch", "first_step", "consumed_samples"} for level in facts["levels"])
     assert [set(row) for row in facts["at_steps"]] == [{"step", "consumed_samples", "global_batch", "lr"}]
     assert [set(row) for row in facts["at_samples"]] == [{"samples", "lr"}]
-    assert all(set(phase) == {"first_step", "last_step", "every_steps", "saves"} for phase in facts["phases"])
+    assert all(
+        set(phase) == {"first_step", "last_step", "every_steps", "every_seconds", "saves"} for phase in facts["phases"]
+    )
 
 
 def test_the_answer_for_people_has_the_facts_of_the_json(command: Command) -> None:

@@ -433,10 +433,14 @@ def test_every_key_of_a_ds_config_is_a_row(tmp_path: Path) -> None:
     assert kinds.keys() == expected | {key for key in config if key not in sections}
     assert {name for name, kind in kinds.items() if kind == "not understood"} == {"fp16.auto_cast", "my_own"}
     left_out = {name for name, kind in kinds.items() if kind == "left out"}
-    assert left_out == {"nebula.persistent_time_interval", "nebula.load_path"}
+    assert left_out == {"nebula.load_path"}
     assert (done.recipe.parallel.zero, done.recipe.parallel.offload) == (2, True)
     phases = [{"every": "50 steps"}]
-    assert done.raw["checkpoint"] == {"phases": phases, "upload": {"to": "/blob/run"}, "keep": {"last": 3}}
+    assert done.raw["checkpoint"] == {
+        "phases": phases,
+        "upload": {"to": "/blob/run", "every": "100s"},
+        "keep": {"last": 3},
+    }
     config["nebula"]["enabled"] = False
     assert deepspeed(tmp_path, config, "--fp16", "--save-interval", "50").raw["checkpoint"] == {"phases": phases}
 

@@ -23,6 +23,7 @@ from bloomery.train import stop as stop_module
 from bloomery.train.state import TrainState
 from bloomery.train.stop import StopRules
 from conftest import Workshop
+from test_parallel import run_ranks
 
 
 def stop_event(run: Path) -> dict[str, object]:
@@ -164,3 +165,15 @@ def test_a_later_interrupt_leaves_at_once(workshop: Workshop, monkeypatch: pytes
         os.kill(os.getpid(), signal.SIGTERM)  # the same request
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_saves_by_the_clock(workshop: Workshop) -> None:
+    often = workshop.train("checkpoint.phases=[{every: 0.001s}]", "train.for=8 steps", run="often")
+    seldom = workshop.train("checkpoint.phases=[{every: 1h}]", "train.for=8 steps", run="seldom")
+    first, *_, last = [event["step"] for event in workshop.events(often, "save")]
+    assert first < 4
+    assert last == 8
+    assert [event["step"] for event in workshop.events(seldom, "save")] == [8]
+    both = "checkpoint.phases=[{until: 4 steps, every: 0.001s}, {every: 4 steps}]"
+    assert run_ranks(workshop, both, "train.for=8 steps", "parallel.tp=2") == 0
+    assert [event["step"] for event in workshop.events(workshop.folder / "run", "save")][-2:] == [4, 8]

@@ -18,6 +18,7 @@ from bloomery.base.bounded import LARGE_BYTES, in_time, read_small
 from bloomery.base.errors import DataError, Problem, RecipeError
 from bloomery.base.ranks import ALONE, Ranks, agreed, first_rank_does
 from bloomery.base.storage import own_folder, remove_tree
+from bloomery.base.units import Amount, Duration
 from bloomery.checkpoint import folder as folders
 from bloomery.checkpoint.folder import MANIFEST, Writer, parse_manifest
 from bloomery.checkpoint.load import Check, Checkpoint, Choice, read_checkpoint
@@ -125,8 +126,9 @@ class UploadOutcome:
 class Uploader:
     """Copies complete checkpoints, one at a time, in a thread. Of those that wait, only the newest is copied."""
 
-    def __init__(self, to: str, writer: Writer, *, every_steps: int | None = None) -> None:
-        self.to, self._writer, self._every_steps = to, writer, every_steps
+    def __init__(self, to: str, writer: Writer, *, every: Amount | Duration | None = None) -> None:
+        self.to, self._writer, self._every = to, writer, every
+        self._due_at = 0.0
         self._changed = threading.Condition()
         self._queue: list[Path] = []
         """The checkpoint that is being copied, and one that waits."""
@@ -135,7 +137,11 @@ class Uploader:
     def offer(self, folder: Path, *, final: bool = False) -> bool:
         """Copy a complete checkpoint if it is due by its step. It must stay until `protected` no longer names its step.
         `final`: the last one of the run, copied at any step."""
-        if not final and self._every_steps is not None and folders.step_of(folder) % self._every_steps:
+        if isinstance(self._every, Duration):
+            if not final and time.monotonic() < self._due_at:
+                return False
+            self._due_at = time.monotonic() + self._every.seconds
+        elif self._every and not final and folders.step_of(folder) % self._every.count:
             return False
         with self._changed:
             self._queue[1:] = [folder]

@@ -153,6 +153,7 @@ def schedule_facts(recipe: Recipe, plan: TrainingPlan, *, at_steps: list[int], a
                 "first_step": phase.first_step,
                 "last_step": min(plan.train_steps, phase.last_step or plan.train_steps),
                 "every_steps": phase.every_steps,
+                "every_seconds": phase.every_seconds,
                 "saves": len(phase.steps(train_steps=plan.train_steps)),
             }
             for phase in plan.save_phases

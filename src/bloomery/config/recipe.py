@@ -55,8 +55,13 @@ def _amount_or_duration(value: Any) -> Amount | Duration:
     return _amount("steps", "samples", "tokens")(value) if is_amount else _duration(value)
 
 
-def _steps_or_auto(value: Any) -> Any:
-    return value if value == "auto" else _amount("steps")(value)
+def _steps_or_time(value: Any) -> Amount | Duration:
+    is_time = re.fullmatch(r"([0-9.]+[dhms])+", str(value).strip())
+    return _duration(value) if is_time else _amount("steps")(value)
+
+
+def _steps_or_time_or_auto(value: Any) -> Any:
+    return value if value == "auto" else _steps_or_time(value)
 
 
 _AS_TEXT = PlainSerializer(str, return_type=str)
@@ -70,7 +75,8 @@ SplitText = Annotated[
 ]
 AnyAmount = Annotated[Amount, BeforeValidator(_amount("steps", "samples", "tokens", positive=False)), _AS_TEXT]
 Steps = Annotated[Amount, BeforeValidator(_amount("steps")), _AS_TEXT]
-StepsOrAuto = Annotated[Amount | Literal["auto"], BeforeValidator(_steps_or_auto), _AS_TEXT]
+StepsOrTime = Annotated[Amount | Duration, BeforeValidator(_steps_or_time), _AS_TEXT]
+StepsOrTimeOrAuto = Annotated[Amount | Duration | Literal["auto"], BeforeValidator(_steps_or_time_or_auto), _AS_TEXT]
 WallClock = Annotated[Duration, BeforeValidator(_duration), _AS_TEXT]
 AmountOrDuration = Annotated[Amount | Duration, BeforeValidator(_amount_or_duration), _AS_TEXT]
 
@@ -332,8 +338,9 @@ class ParallelSection(Section):
 class PhaseSection(Section):
     until: Steps | None = None
     """Last step of this phase (always saved); the last phase has none."""
-    every: StepsOrAuto
-    """Save at every multiple of this; `auto`: chosen from the failure rate (`checkpoint.failure_every`)."""
+    every: StepsOrTimeOrAuto
+    """Save at every multiple of so many steps; or when so much time, such as `10m`, has passed since the last save or
+    the start of the job; `auto`: chosen from the failure rate (`checkpoint.failure_every`)."""
 
 
 class KeepSection(Section):
@@ -359,8 +366,9 @@ class LocalTierSection(Section):
 class UploadSection(Section):
     to: PathText
     """Folder or fsspec URL for the checkpoints of this run alone, such as `s3://bucket/run`."""
-    every: Steps | None = None
-    """Only checkpoints at a multiple of this; omitted: all of the run folder."""
+    every: StepsOrTime | None = None
+    """Only checkpoints at a multiple of so many steps, or so much time after the one copied before; omitted: all of the
+    run folder."""
 
 
 class CheckpointSection(Section):

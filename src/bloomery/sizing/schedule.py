@@ -202,7 +202,8 @@ class SavePhase:
     last_step: int | None
     """None: the phase has no end of its own."""
     every_steps: int | None
-    """None: `auto`, decided while training from what saving costs."""
+    """None: `auto`, decided while training from what saving costs; or by the clock."""
+    every_seconds: float | None = None
 
     def covers(self, step: int) -> bool:
         return self.first_step <= step and (self.last_step is None or step <= self.last_step)
@@ -221,8 +222,9 @@ class SavePhase:
 def resolve_phases(phases: list[PhaseSection]) -> tuple[SavePhase, ...]:
     """Each phase starts on the step after the previous one's `until`."""
     last_steps = [phase.until.count if phase.until else None for phase in phases]
-    intervals = [None if phase.every == "auto" else phase.every.count for phase in phases]
-    return tuple(map(SavePhase, [1, *(last + 1 for last in last_steps if last)], last_steps, intervals))
+    steps = [phase.every.count if isinstance(phase.every, Amount) else None for phase in phases]
+    seconds = [phase.every.seconds if isinstance(phase.every, Duration) else None for phase in phases]
+    return tuple(map(SavePhase, [1, *(last + 1 for last in last_steps if last)], last_steps, steps, seconds))
 
 
 @dataclass(frozen=True)
@@ -296,7 +298,11 @@ class TrainingPlan:
 
     def decides_saves_at(self, step: int) -> bool:
         """Whether this step is in a phase of `every: auto`."""
-        return any(phase.every_steps is None and phase.covers(step) for phase in self.save_phases)
+        return any(each.every_steps is each.every_seconds is None and each.covers(step) for each in self.save_phases)
+
+    def seconds_between_saves_at(self, step: int) -> float:
+        """Infinite where the clock does not decide."""
+        return next((each.every_seconds or math.inf for each in self.save_phases if each.covers(step)), math.inf)
 
     def save_steps(self) -> list[int]:
         """All steps of the training after which the schedule saves."""
@@ -403,7 +409,7 @@ def kept_checkpoints(recipe: Recipe) -> dict[str, dict[str, Any]]:
     if section.local is not None:
         places["local"] = {"count": section.local.keep, "being_written": 1, "bound": "up to"}
     if (upload := section.upload) is not None:
-        every = upload.every.count if upload.every else 1
+        every = upload.every.count if isinstance(upload.every, Amount) else 1
         copies = [step for step in saves if step % every == 0 or step == plan.train_steps]
         places["upload"] = _kept(copies, None, "about")  # of copies that wait, only the newest goes
     return places

@@ -290,8 +290,7 @@ def _uploader(opened: Opened, durable: Tier) -> Uploader | None:
     upload = opened.recipe.checkpoint.upload
     if upload is None:
         return None
-    every_steps = upload.every.count if upload.every else None
-    uploader = Uploader(upload.to, durable.writer, every_steps=every_steps)
+    uploader = Uploader(upload.to, durable.writer, every=upload.every)
     uploader.offer_newest(durable.root, train_steps=opened.plan.train_steps)
     return uploader
 

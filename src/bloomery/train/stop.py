@@ -6,7 +6,7 @@ import signal
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +79,8 @@ class StopRules:
     """Whether control/stop-after-save was touched."""
     _first: tuple[int, int] | None = None
     """(step, samples) at which this job began."""
+    _last_save: tuple[int, float] = field(default_factory=lambda: (-1, time.monotonic()))
+    """(step, when it was begun) of the last one that was seen."""
 
     @property
     def is_failing(self) -> bool:
@@ -103,6 +105,7 @@ class StopRules:
         self._first = self._first or (state.step, state.consumed_samples)
         if self.ranks.rank == 0:  # the files are one for all, and removed once seen
             self._poll_control_files()
+            self._save_seen |= self._is_save_overdue(state)
         if self._requested is not None:
             return self._requested
         if self._after_save and state.step == state.begun_step:
@@ -140,8 +143,14 @@ class StopRules:
         """Stop before the next step, for a reason found elsewhere. The first reason wins."""
         self._requested = self._requested or reason
 
+    def _is_save_overdue(self, state: TrainState) -> bool:
+        """By the clock of a phase such as `every: 10m`."""
+        if state.begun_step != self._last_save[0]:
+            self._last_save = (state.begun_step, time.monotonic())
+        return time.monotonic() - self._last_save[1] >= self.plan.seconds_between_saves_at(state.step + 1)
+
     def take_save_request(self) -> bool:
-        """Whether control/save was touched since the last call; the file is removed. Agreed in `reason`."""
+        """Whether control/save was touched since the last call, or a save is due by the clock. Agreed in `reason`."""
         agreed, self._save_agreed = self._save_agreed, False
         return agreed
 

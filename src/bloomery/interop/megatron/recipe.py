@@ -192,6 +192,7 @@ _CONVERTERS: dict[str, Callable[[Builder, str], Any]] = {
     "lower": lambda b, name: b.value(name, "").lower(),
     "amount": lambda b, name: _amount(b, name),
     "steps": lambda b, name: f"{b.value(name, 1)} steps",
+    "seconds": lambda b, name: f"{b.value(name, 1)}s",
     "phases": lambda b, name: [{"every": f"{every} steps"}] if (every := b.value(name, 0)) else None,
     "true": lambda b, name: True,
     "false": lambda b, name: False,
