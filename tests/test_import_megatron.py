@@ -455,11 +455,13 @@ WRONG = """
 {"fp16": {"enabled": true, "initial_scale_power": 5000}} -> initial_scale_power: loss_scale.initial is Infinity
 {"scheduler": {"type": "WarmupLR", "params": {}}} -> scheduler.type WarmupLR is set
 {"curriculum_learning": {"enabled": true}} -> is set. A recipe has no such field, and it changes what is trained
+{"zero_optimization": {"offload_optimizer": {"device": "nvme"}}} -> offload_optimizer.device is nvme. Optimizer state
+{"zero_optimization": {"offload_param": {"device": "cpu"}}} -> offload_param.device cpu is set. Weights stay on
 {"compression_training": {"a": {"b": {"enabled": true}}}} -> compression_training
 """
 
 
-@pytest.mark.parametrize("line", [*WRONG.strip().splitlines(), "[" * 10_000 + " -> not valid JSON"], ids=range(11))
+@pytest.mark.parametrize("line", [*WRONG.strip().splitlines(), "[" * 10_000 + " -> not valid JSON"], ids=range(13))
 def test_a_ds_config_that_is_wrong_or_does_something_else_is_refused(tmp_path: Path, line: str) -> None:
     config, _, message = line.partition(" -> ")
     with pytest.raises(RecipeError, match=re.escape(message)) as caught:

@@ -130,6 +130,7 @@ REFUSED: tuple[tuple[str, str], ...] = (
         ds:amp"""),
     ("it would replace Megatron's schedule: use --lr-decay-style and --lr-warmup-*", "ds:scheduler.type"),
     ("the scale is dynamic here: 0", "ds:fp16.loss_scale=0"),
+    ("weights stay on the device here; parallel.zero 3 shards them", "ds:zero_optimization.offload_param.device=none"),
 )  # fmt: skip
 
 # Flags that no field comes from: (what is reported of them, why, names and patterns). The first counts.
@@ -152,7 +153,6 @@ OTHERS: tuple[tuple[Kind, str, str], ...] = (
      "data-args-path per-split-data-args-path aml-data-download-path mock-data"),
     ("left out", "the recipe has fields of its own for it: checkpoint, parallel.shard_size, train.exit_after",
      "save-retain-interval non-persistent-* num-distributed-optimizer-instances exit-interval eval-loss-exit-value"),
-    ("differs", "weights stay on the device here; parallel.zero 3 shards them", "ds:zero_optimization.offload_param.*"),
     ("differs", "all layers have one precision; weights, gradients and moments are kept in fp32, on the device",
      """fp32-residual-connection first-last-layers-bf16 num-layers-at-*-in-bf16 use-bnb-optimizer main-grads-dtype
         main-params-dtype exp-avg-dtype exp-avg-sq-dtype remote-device"""),
@@ -167,7 +167,7 @@ OTHERS: tuple[tuple[Kind, str, str], ...] = (
         ds:csv_monitor ds:aio ds:checkpoint ds:data_types ds:zero_force_ds_cpu_optimizer ds:autotuning
         ds:seq_parallel_communication_data_type ds:scheduler.* ds:*contiguous_gradients ds:*overlap_comm
         ds:*reduce_scatter ds:*_bucket_size ds:*allgather_partitions ds:*round_robin_gradients ds:*sub_group_size
-        ds:*ignore_unused_parameters ds:*elastic_checkpoint ds:*.stage3_* ds:zero_optimization.offload_optimizer.*"""),
+        ds:*ignore_unused_parameters ds:*elastic_checkpoint ds:*.stage3_* ds:zero_optimization.offload_*.*"""),
     ("not needed", "kernels, communication, processes, logging and paths of a run: PyTorch and other fields decide",
      """*-fusion *-fusion-impl *flash-attn* *fused-* use-fast-softmax no-persist-layer-norm disable-mem-efficient-ln
         te-* use-te-* *-in-fp32 *query-key-layer-scaling use-mcore-models use-legacy-models disable-bf16-reduced-*

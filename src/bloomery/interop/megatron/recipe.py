@@ -173,6 +173,13 @@ def _chunks(b: Builder, name: str) -> int | None:
     return count or None
 
 
+def _offload(b: Builder, name: str) -> bool:
+    given = b.line.flags[name]
+    if given.text == "nvme":
+        b.refuse(name, f"{given.flag} is nvme", "optimizer state leaves the device for host memory only", 'use "cpu"')
+    return given.text not in ("none", "false")
+
+
 def _sharding(b: Builder, _: str) -> Any:
     """The ZeRO stage without DeepSpeed."""
     if b.has("use-torch-fsdp2"):
@@ -202,7 +209,7 @@ _CONVERTERS: dict[str, Callable[[Builder, str], Any]] = {
         {"recompute-activations": "selective", "checkpoint-activations": "full"}.get(name) or b.value(name, "")
     ),
     "chunks": _chunks,
-    "offload": lambda b, name: b.line.flags[name].text not in ("none", "false"),
+    "offload": _offload,
     "power": lambda b, name: 2.0**power if abs(power := b.value(name, 0)) < 1000 else math.inf,
     "sharding": _sharding,
     "ramp": _ramp,
