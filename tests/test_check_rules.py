@@ -4,14 +4,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from bloomery.base.errors import Problem, RecipeError
 from bloomery.sizing.check import RULES, load_checked_recipe
+from bloomery.train.setup import prepared_run
 
 SOUND = """\
 name: sound
@@ -232,3 +234,17 @@ def test_rules_of_one_subject_do_not_hide_those_of_another(sound: str) -> None:
         "checkpoint.phases",
     ):
         assert path in told
+
+
+def test_check_warns_of_all_that_train_will_refuse(
+    sound: str, tmp_path: Path, command: Callable[..., tuple[int, str, str]]
+) -> None:
+    overrides = [BERT, "data=null", "tokenizer=null", "train.evaluate=null", "launch=null"]
+    code, _, warnings = command("check", sound, *overrides)
+    assert code == 0
+    recipe = load_checked_recipe(sound, overrides).recipe
+    with pytest.raises(RecipeError) as caught, prepared_run(recipe, tmp_path / "run", device=torch.device("cpu")):
+        pass
+    assert [problem.what for problem in caught.value.problems] == ["data is missing", "tokenizer is missing"]
+    for problem in caught.value.problems:
+        assert f"warning: `bloomery train` would refuse it: {problem}" in warnings

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import re
 from collections.abc import Callable
@@ -9,15 +10,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 
 from bloomery.base.errors import RecipeError
+from bloomery.cli.train import add_arguments
 from bloomery.config.load import leaves
-from bloomery.interop.megatron.flags import OTHERS, REFUSED
+from bloomery.config.schema import all_fields
+from bloomery.interop.megatron.flags import FIELDS, OTHERS, RECORDED, REFUSED
 from bloomery.interop.megatron.importer import Imported, import_megatron
+from bloomery.model.linear import FORWARD, GRADIENT
+from bloomery.monitor.tensorboard import scalars
 from bloomery.sizing.check import load_checked_recipe
 from bloomery.sizing.schedule import TrainingPlan
 from megatron_scripts import GPT_TOKENS, LLAMA2, SMALL, TR1, TR11, different_fields, field_of, row_of, script
+from monitor_samples import step_record, validation_record
 
 Command = Callable[..., tuple[int, str, str]]
 LLAMA = "--swiglu --disable-bias-linear --normalization RMSNorm --use-rotary-position-embeddings"
@@ -65,7 +72,7 @@ def test_tr11_becomes_the_shipped_recipe_and_its_published_schedule(tmp_path: Pa
     assert (zero.value, zero.result) == ("0", "1")
     left_out = {row.flag: row.remark for row in done.rows_of("left out")}
     files = {f"--{part}-weighted-split-paths-path" for part in ("train", "valid")}
-    assert left_out.keys() == {*files, "--eval-interval", "--eval-iters"}
+    assert left_out.keys() == {*files, "--eval-interval", "--eval-iters", "--log-timers-to-tensorboard"}
     assert "the file is not here: add --" in left_out["--train-weighted-split-paths-path"]
 
 
@@ -217,6 +224,12 @@ REPORTED = """
 --eval-iters 0 --data-path a -> left out
 --valid-weighted-split-paths v --data-path a -> left out
 --data-path 1.0 a -> mapped
+--fp8-format hybrid -> mapped
+--fp8-format e4m3 -> differs
+--fp8-margin 1 -> not needed
+--fp8-margin 1 --fp8-hybrid -> differs
+--log-num-zeros-in-grad -> not needed
+--test-data-path a -> left out
 """
 
 
@@ -299,6 +312,24 @@ def test_every_flag_of_the_table_is_understood_or_refused() -> None:
     assert len(others) > 60
     assert not done.rows_of("not understood")
     assert {row.flag for row in done.rows} >= {f"--{name}" for name in others}
+
+
+def test_what_the_table_says_of_this_program_is_so() -> None:
+    fields, remarks = all_fields(), [remark for _, remark, _ in OTHERS] + [why for why, _ in REFUSED]
+    assert {path for table in FIELDS.values() for _, path, *_ in table} <= fields.keys()
+    named = {word for remark in remarks for word in re.findall(r"[a-z_]+\.[a-z_]+", remark) if "json" not in word}
+    assert named - {"monitor.carbon"} <= {path.replace("from_", "from") for path in fields}
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    for remark in remarks:
+        for option in re.findall(r"bloomery train.*?(--[a-z]+)", remark):
+            assert option in parser.format_help()
+    record = step_record(
+        1, loss_scale=2.0, memory_bytes=1, energy={"joules": 1.0, "measured_seconds": 1.0, "device_seconds": 1.0}
+    )
+    curves = {tag for each in (record, validation_record(1, group="valid")) for tag, _, _ in scalars(each)}
+    assert set(RECORDED.values()) <= curves
+    assert (torch.float8_e4m3fn, torch.float8_e5m2) == (FORWARD, GRADIENT)  # hybrid
 
 
 # ---------------------------------------------------------------- weighted split paths

@@ -5,7 +5,7 @@
 
 import argparse
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +21,14 @@ from bloomery.cli.arguments import (
     load,
     past_of,
     show,
+    warn,
     whole_numbers,
 )
 from bloomery.config.load import explain, fingerprint, shipped_recipes, shipped_text
 from bloomery.config.recipe import Recipe
 from bloomery.families.bloom import alibi_slopes
 from bloomery.families.registry import FAMILIES
+from bloomery.sizing.check import train_refusals
 from bloomery.sizing.flops import FlopCount, flops_per_token
 from bloomery.sizing.parameters import count_parameters, padded_vocab_size
 from bloomery.sizing.schedule import TrainingPlan
@@ -48,11 +50,16 @@ def run_check(args: argparse.Namespace) -> int:
         if args.json:
             print(json.dumps({"ok": False, "problems": [asdict(problem) for problem in error.problems]}, indent=2))
         raise
+    refusals = [
+        str(replace(each, what=f"`bloomery train` would refuse it: {each.what}"))
+        for each in train_refusals(checked.recipe)
+    ]
+    warn(*refusals)
     facts = {
         "ok": True,
         "name": checked.recipe.name,
         "fingerprint": fingerprint(checked.recipe),
-        "warnings": [str(warning) for warning in checked.warnings],
+        "warnings": [*map(str, checked.warnings), *refusals],
         "values": explain(checked),
     }
     return show(args, facts, lambda facts: _check_text(facts, checked.recipe, every_value=args.explain))

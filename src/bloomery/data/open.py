@@ -147,9 +147,8 @@ class _Opening:
         return self._shards[path]
 
     def _masked(self, shard: ShardReader, manifest: ShardManifest | None, settings: dict[str, Any]) -> MaskedSource:
-        if self._mask_vocabulary is None:  # a problem that has been reported, unless there is no tokenizer at all
-            what, rule = "the recipe names no tokenizer", "masking needs the ids of [CLS], [SEP], [MASK] and [PAD]"
-            raise DataError([] if self.problems else Problem(what, rule, "add `tokenizer: {path: ...}`"))
+        if self._mask_vocabulary is None:  # a problem of the tokenizer, which has been reported
+            raise DataError([])
         return MaskedSource(
             shard,
             **settings,

@@ -372,6 +372,17 @@ def data(recipe: Recipe) -> Findings:
         yield Finding(("model.seq_length", "model.family"), rule, f"use at least {_SHORTEST_PAIR}")
 
 
+def train_refusals(recipe: Recipe) -> list[Problem]:
+    """What `train` needs and other commands do without: `check` warns of it."""
+    found = []
+    if recipe.data is None:
+        found.append(Problem("data is missing", "training needs shards", "add `data:` with `train:` to the recipe"))
+    if recipe.tokenizer is None and FAMILIES[recipe.model.family].encoder:
+        rule = "masking needs the ids of [CLS], [SEP], [MASK] and [PAD]"
+        found.append(Problem("tokenizer is missing", rule, "add `tokenizer: {path: ...}`"))
+    return found
+
+
 def source_key(section: SourceSection) -> str:
     """What names a source in orders, checkpoints and metrics."""
     return section.name or os.path.normpath(section.path)

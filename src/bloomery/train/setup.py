@@ -39,7 +39,7 @@ from bloomery.parallel.apply import make_runner, parallelise
 from bloomery.parallel.feed import Feed
 from bloomery.parallel.mesh import Mesh, make_mesh
 from bloomery.parallel.runner import DTYPES, Runner
-from bloomery.sizing.check import layout_problems
+from bloomery.sizing.check import layout_problems, train_refusals
 from bloomery.sizing.layout import Layout
 from bloomery.sizing.parameters import labels_per_sample
 from bloomery.train.hang import watched, write_hang
@@ -121,15 +121,13 @@ def prepared_run(
 
 def _refuse_unsupported(recipe: Recipe, device: torch.device, ranks: Ranks) -> None:
     """RecipeError for everything in the recipe that `train` would have to ignore here."""
-    problems = []
+    problems = train_refusals(recipe)
     if recipe.precision == "fp8" and (why := lacks_fp8(device)):
         problems.append(Problem(f"precision is fp8 on {device_name(device)}", why, "use precision=bf16"))
     if recipe.monitor.carbon is not None:
         problems.append(
             Problem("monitor.carbon is set", "this version does not measure emissions", "override monitor.carbon=null")
         )
-    if recipe.data is None:
-        problems.append(Problem("data is missing", "training needs shards", "add `data:` with `train:` to the recipe"))
     if problems:
         raise RecipeError(problems).reported_once(ranks.rank)
 

@@ -133,6 +133,18 @@ REFUSED: tuple[tuple[str, str], ...] = (
     ("weights stay on the device here; parallel.zero 3 shards them", "ds:zero_optimization.offload_param.device=none"),
 )  # fmt: skip
 
+RECORDED = {
+    "log-learning-rate-to-tensorboard": "learning-rate/learning-rate",
+    "log-batch-size-to-tensorboard": "batch-size/batch-size",
+    "log-loss-scale-to-tensorboard": "loss-scale/loss-scale",
+    "log-num-zeros-in-grad": "num-zeros/num-zeros",
+    "log-throughput": "iteration-time/TFLOPs per gpu (estimated)",
+    "log-memory-to-tensorboard": "memory/allocated bytes",
+    "log-validation-ppl-to-tensorboard": "lm-loss-validation/valid/lm loss validation ppl",
+    "log-energy": "energy/joules",
+}
+"""Flag -> the curve of TensorBoard, and the value of metrics.jsonl, that every run has."""
+
 # Flags that no field comes from: (what is reported of them, why, names and patterns). The first counts.
 OTHERS: tuple[tuple[Kind, str, str], ...] = (
     ("not needed", "this training does not read it, or decides it with other flags",
@@ -141,55 +153,66 @@ OTHERS: tuple[tuple[Kind, str, str], ...] = (
         num-query-groups pad-vocab-size-to padded-vocab-size vocab-size tokenizer-type vocab-file
         merge-file train-samples train-iters train-tokens adam-beta1 adam-beta2 lr-decay-iters lr-decay-samples
         lr-decay-tokens lr-warmup-iters lr-warmup-samples lr-warmup-tokens lr-warmup-fraction lr-wsd-decay-style
-        loss-scale fp8-format data-parallel-sharding-strategy split deepspeed_config data-path train-data-path
+        loss-scale *fp8-* data-parallel-sharding-strategy split deepspeed_config data-path train-data-path
         valid-data-path train-weighted-split-paths train-weighted-split-paths-path"""),
     ("left out", "name groups of whole shards in data.validation; data.split already validates on what training leaves",
      "valid-weighted-split-paths valid-weighted-split-paths-path"),
     ("left out", "there is nothing to evaluate", "eval-interval eval-iters"),
     ("left out", "`bloomery train --from` chooses a checkpoint", "ckpt-step ds:nebula.load_path"),
-    ("left out", "begins with those weights: see `bloomery import hf`", "finetune pretrained-checkpoint bert-load"),
+    ("left out", "`init.from` begins with the weights of a checkpoint, and with nothing else of it",
+     "finetune pretrained-checkpoint bert-load no-load-optim no-load-rng reset-iteration"),
+    ("left out", "a resumed run keeps its schedule, unless `bloomery train --change lr` is given",
+     "override-opt*-param-scheduler use-checkpoint-opt*-param-scheduler override-opt_param-scheduler"),
+    ("left out", "name the country of the grid in monitor.carbon", "codecarbon-dir"),
+    ("left out", "a run writes metrics.jsonl and, with monitor.tensorboard, event files", "wandb-* one-logger-*"),
+    ("left out", "a recipe has training and validation data: name groups in data.validation", "test-*"),
+    ("left out", "no run records it",
+     "log-params-norm* log-timers-to-tensorboard timing-log-* log-optimizer-states-* profile profile-* *pytorch-prof*"),
+    ("not needed", "every run records it, where it can be measured", " ".join(RECORDED)),
     ("left out", "the checkpoint's arguments would overrule these: check the model", "use-checkpoint-args"),
     ("left out", "add `data:` to the recipe",
      "data-args-path per-split-data-args-path aml-data-download-path mock-data"),
     ("left out", "the recipe has fields of its own for it: checkpoint, parallel.shard_size, train.exit_after",
      "save-retain-interval non-persistent-* num-distributed-optimizer-instances exit-interval eval-loss-exit-value"),
     ("differs", "all layers have one precision; weights, gradients and moments are kept in fp32, on the device",
-     """fp32-residual-connection first-last-layers-bf16 num-layers-at-*-in-bf16 use-bnb-optimizer main-grads-dtype
-        main-params-dtype exp-avg-dtype exp-avg-sq-dtype remote-device"""),
+     """fp16-lm-cross-entropy grad-reduce-in-bf16 fp32-residual-connection first-last-layers-bf16
+        num-layers-at-*-in-bf16 use-bnb-optimizer main-grads-dtype main-params-dtype exp-avg-dtype exp-avg-sq-dtype
+        remote-device ds:data_types ds:communication_data_type ds:seq_parallel_communication_data_type"""),
     ("differs", "evaluations and the order of samples are the recipe's own; batches never follow from the machines",
      """full-validation multiple-validation-sets train-data-exact-num-epochs disable-doc-shuffling
         decrease-batch-size-if-needed"""),
+    ("differs", "a resumed run repeats its steps to the bit on CPUs; kernels of GPUs are not forced to",
+     "deterministic-mode"),
     ("not needed", "it is off, DeepSpeed's own bookkeeping, follows from the batch, or Megatron decides it",
      """ds:off:* ds:optimizer ds:gradient_accumulation_steps ds:nebula.enabled ds:nebula.enable_nebula_load
         ds:steps_per_print ds:wall_clock_breakdown ds:dump_state ds:zero_allow_untested_optimizer ds:prescale_gradients
-        ds:memory_breakdown ds:communication_data_type ds:gradient_predivide_factor ds:sparse_gradients
+        ds:memory_breakdown ds:gradient_predivide_factor ds:sparse_gradients
         ds:disable_allgather ds:activation_checkpointing ds:flops_profiler ds:comms_logger ds:tensorboard ds:wandb
-        ds:csv_monitor ds:aio ds:checkpoint ds:data_types ds:zero_force_ds_cpu_optimizer ds:autotuning
-        ds:seq_parallel_communication_data_type ds:scheduler.* ds:*contiguous_gradients ds:*overlap_comm
+        ds:csv_monitor ds:aio ds:checkpoint ds:zero_force_ds_cpu_optimizer ds:autotuning ds:scheduler.*
+        ds:*contiguous_gradients ds:*overlap_comm
         ds:*reduce_scatter ds:*_bucket_size ds:*allgather_partitions ds:*round_robin_gradients ds:*sub_group_size
         ds:*ignore_unused_parameters ds:*elastic_checkpoint ds:*.stage3_* ds:zero_optimization.offload_*.*"""),
     ("not needed", "kernels, communication, processes, logging and paths of a run: PyTorch and other fields decide",
      """*-fusion *-fusion-impl *flash-attn* *fused-* use-fast-softmax no-persist-layer-norm disable-mem-efficient-ln
         te-* use-te-* *-in-fp32 *query-key-layer-scaling use-mcore-models use-legacy-models disable-bf16-reduced-*
         *cuda-graph* enable-experimental mask-tensor-adding attention-backend transformer-impl onnx-safe *torch-compile*
-        tile-factor apply-layernorm-1p fp16-lm-cross-entropy grad-reduce-in-bf16 *fp8-* deterministic-mode
-        calculate-per-token-loss use-cpu-initialization sequence-parallel recompute-* checkpoint-num-layers
-        *-activations distributed-* local?rank DDP-impl *nccl-* lazy-mpu-init *sharp* wgrad-* *-comm-* ddp-* *delay-*
-        *overlap-* no-align-* *-sizes *-allreduce use-ring-exchange-p2p no-scatter-gather-* use-tp-pp-dp-mapping
-        defer-embedding-* microbatch-group-size-* *contiguous-buffers-in-* *gloo-process-groups
+        tile-factor apply-layernorm-1p calculate-per-token-loss use-cpu-initialization sequence-parallel recompute-*
+        checkpoint-num-layers *-activations distributed-* local?rank DDP-impl *nccl-* lazy-mpu-init *sharp* wgrad-*
+        *-comm-* ddp-* *delay-* *overlap-* no-align-* *-sizes *-allreduce use-ring-exchange-p2p no-scatter-gather-*
+        use-tp-pp-dp-mapping defer-embedding-* microbatch-group-size-* *contiguous-buffers-in-* *gloo-process-groups
         force-ds-sequence-parallel fsdp-* deepspeed_mpi init-model-with-meta-device zero-*
         sync-tp-duplicated-parameters no-pipeline-parallel pp-partition-method decoder-*-pipeline-num-layers
         pipeline-model-parallel-layout standalone-embedding-stage account-for-* checkpoint-in-cpu
         contigious-checkpointing scattered-embeddings *pin-* no-clone-* synchronize-* split-transformers
         cpu-offloading* pytorch-activation-checkpointing ds-sequence-parallel-fpdt* *_adam use-torch-optimizer-*
         use-precision-aware-optimizer optimizer-offload-fraction *manual-gc* empty-unused-* save load load-tag
-        override-* use-checkpoint-* universal-checkpoint no-load-* no-save-* reset-iteration no-initialization exit-*
+        universal-checkpoint no-save-* no-initialization exit-*
         use-mp-args-* load-main-params-* verify-checkpoint* *ckpt* no-use-tokenizer-model-from-* no-strict-fsdp-*
         async-* replication* distrib-optim-* kill-switch-path *log-* logging-level *-logger-* app-tag-*
-        no-barrier-with-level-1-timing no-one-logger tensorboard-* wandb-* profile profile-* use-pytorch-profiler*
-        codecarbon-dir *memory-* *check-* *-ft-* inprocess-* *straggler* adlr-* rerun-mode error-injection-*
+        no-barrier-with-level-1-timing no-one-logger tensorboard-* *memory-* *check-* *-ft-* inprocess-* *straggler*
+        adlr-* rerun-mode error-injection-*
         *num-workers data-impl num-dataset-* *-cache-path *mmap-* no-create-attention-mask-* repeated-*
-        dataloader-type eval-micro-batch-size train-*-path test-* trust-remote-code legacy-tokenizer
+        dataloader-type eval-micro-batch-size train-*-path trust-remote-code legacy-tokenizer
         tokenizer-metadata tiktoken-*"""),
     ("not needed", "only another kind of model or optimizer reads it",
      """moe-* *-moe-* topk mlp-type expert-interval expert-tensor-parallel-size use-tutel inference fim-* mup-*

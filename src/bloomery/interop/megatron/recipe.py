@@ -35,6 +35,7 @@ _BIGSCIENCE = (
     "train-weighted-split-paths", "train-weighted-split-paths-path",
 )  # fmt: skip
 """Flags that only BigScience's Megatron-DeepSpeed has, which reads --train-tokens and never uses it."""
+_FP8 = "e4m3 forwards and e5m2 for gradients (hybrid), with one scale of each tensor itself, not of its history"
 _SHARDING: dict[str, Any] = {"no_shard": 0, "optim": 1, "optim_grads": 2, "optim_grads_params": 3}
 
 
@@ -393,7 +394,11 @@ def _precision(b: Builder) -> None:
             b.refuse(key, what, "DeepSpeed asserts that the two agree, or takes one of them", "make them equal")
     fp8 = [name for name in ("fp8-format", "fp8-hybrid", "fp8-e4m3", "fp8-e5m2") if b.has(name)]
     precision = "fp8" if fp8 else "bf16" if b.has("bf16") else "fp16" if b.has("fp16") else "fp32"
-    b.put("precision", precision, *fp8, "fp16", "bf16", "ds:fp16.enabled", "ds:bf16.enabled")
+    is_hybrid = not b.has("fp8-e4m3", "fp8-e5m2") and b.value("fp8-format", "hybrid") == "hybrid"
+    names = (*fp8, "fp16", "bf16", "ds:fp16.enabled", "ds:bf16.enabled")
+    b.put("precision", precision, *names, kind="mapped" if is_hybrid else "differs", remark="" if is_hybrid else _FP8)
+    for name in (name for name in b.line.flags if fp8 and "fp8-" in name and name not in fp8):
+        b.note("differs", name, _FP8)
     if precision == "fp16":
         b.fill("deepspeed fp16" if b.deepspeed else "fp16")
         if b.has("loss-scale") and not b.deepspeed:
