@@ -70,6 +70,14 @@ def test_a_longer_training_goes_on_from_a_finished_one(workshop: Workshop) -> No
 DAMAGES = ["missing", "short", "changed"]
 
 
+def test_a_resumed_run_saves_checkpoints_that_the_next_start_can_read(workshop: Workshop) -> None:
+    """Between two validations: what a manifest says of the last one comes from the checkpoint before."""
+    settings = ("data.validation={v: [{path: valid}]}", "train.evaluate={every: 3 steps}", "lr.warmup=1 steps")
+    for steps in (4, 1, 1):
+        run = workshop.train("train.for=9 steps", *settings, f"train.exit_after={steps} steps")
+    assert [event["resumed_from"] for event in workshop.events(run, "start")][2] == "step-00000005"
+
+
 def do_damage(folder: Path, damage: str) -> Path:
     tensors = next(folder.glob("*.safetensors"))
     if damage == "missing":
@@ -202,8 +210,10 @@ def test_the_precision_fits_the_device_and_a_slow_one_is_said(
     assert workshop.events(run, "start")[0]["precision"] == "fp32"
     assert "\nprecision: fp32\n" in (run / "recipe.yaml").read_text()
     slow = workshop.train("precision=bf16", "train.exit_after=1 steps", run="slow")
-    (said,) = re.findall(r"matrix products in bf16 take ([\d.]+) times as long as in fp32", capsys.readouterr().out)
-    assert float(said) > 1.2
+    said = re.findall(r"matrix products in bf16 take ([\d.]+) times as long as in fp32", capsys.readouterr().out)
+    flags = Path("/proc/cpuinfo").read_text()
+    if "amx_bf16" not in flags and "avx512_bf16" not in flags:  # such a CPU is fast
+        assert float(said[0]) > 1.2
     workshop.train("precision=auto", run=slow.name, code=3)
     assert "precision is fp32 but the checkpoint has bf16" in capsys.readouterr().err
     auto, named = (load_checked_recipe(str(workshop.recipe), [f"precision={each}"]).recipe for each in ("auto", "bf16"))

@@ -98,7 +98,8 @@ class _Shard(BaseModel):
 
 
 class _Validation(BaseModel):
-    step: Count
+    step: Annotated[float, Field(ge=0)]
+    """Earlier versions wrote 4.0."""
     loss: Annotated[float | str, AfterValidator(float)]
     """One that is no number is a string, as in the metrics."""
 

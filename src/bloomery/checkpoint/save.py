@@ -333,6 +333,7 @@ class SaveJob:
         known = {"step": self.plan.step, "ranks": self.ranks.size, "versions": versions, **self.plan.facts}
         texts = {name: folders.facts_of(text) for name, text in self._texts.items()}
         folders.write_manifest(self.draft, known, self._files | texts)
+        folders.read_manifest(self.draft)  # no save counts that the next start would refuse
 
     def publish(self) -> None:
         """Make the draft the checkpoint of its step, and the latest, by renames."""

@@ -80,7 +80,7 @@ class TrainState:
     staged: Tier | None = field(default=None, repr=False)
     """Where the snapshot goes that was taken after the pending step: it is written when the numbers of that step are
     known. Not saved itself."""
-    validation: dict[str, float] | None = None
+    validation: dict[str, int | float] | None = None
     """The newest validation: `step`, and `loss`, the mean over its groups."""
     auto_every_steps: int | None = None
     """Of `every: auto`, as decided last."""
