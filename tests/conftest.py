@@ -17,6 +17,8 @@ import pytest
 import torch
 import yaml
 
+os.environ["BLOOMERY_SAY_AFTER"] = "600"  # a busy machine makes no test another
+
 from bloomery.cli.main import main
 from bloomery.data.shards import ShardWriter
 from forked import Forked

@@ -225,6 +225,7 @@ def test_skipped_steps_count_as_consumed_and_learn_nothing(workshop: Workshop) -
     assert [row["step"] for row in rows] == [1, 5, 6]
     assert rows[-1]["consumed_samples"] == workshop.metrics(plain)[-1]["consumed_samples"] == 48
     assert [event["first_sample"] for event in workshop.events(run, "skip")] == [8]
+    assert "steps 2 to 4 are skipped, as train.skip says" in (run / "logs" / "main_log.txt").read_text()
     # Step 5 sees its own samples with the weights of step 1: a run of two steps over samples 0-7 and 32-39.
     assert rows[1]["losses"] != workshop.metrics(plain)[1]["losses"]
 

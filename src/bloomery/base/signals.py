@@ -18,16 +18,17 @@ from dataclasses import dataclass, field
 from types import FrameType, TracebackType
 from typing import Any, NamedTuple, NoReturn
 
-from bloomery.base import exit_codes
+from bloomery.base import doing, exit_codes
 
 STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
-ANSWER_SECONDS = 3.0
-"""How long the main thread may take to answer."""
-ONE_REQUEST_SECONDS = 3.0
+ANSWER_SECONDS = 1.8
+"""How long the main thread may take to answer, where nothing is saved."""
+ONE_REQUEST_SECONDS = 1.0
 """Signals within this time are one request: a wrapper passes on what the terminal has sent already. A Ctrl-C after it
 insists: leave at once."""
-_INSISTED_SECONDS = 1.0
+_INSISTED_SECONDS = 0.5
 _POLL_SECONDS = 0.1
+_IDLE_SECONDS = 0.5
 _PR_SET_PDEATHSIG = 1
 
 
@@ -70,6 +71,7 @@ def listen() -> None:
     global _guard
     if _guard is not None:
         return
+    open_streams()
     _install(_interrupt)
     sys.excepthook = _last_words
     read, write = os.pipe()
@@ -77,6 +79,15 @@ def listen() -> None:
     signal.set_wakeup_fd(write, warn_on_full_buffer=False)
     _guard = threading.Thread(target=_watch, args=(read,), name="bloomery-guard", daemon=True)
     _guard.start()
+
+
+def open_streams() -> None:
+    """A standard stream that was closed is opened, to nowhere: else the next file would get its number, and what is
+    said would be written into that file."""
+    while (number := os.open(os.devnull, os.O_RDWR)) <= 2:
+        pass
+    os.close(number)
+    sys.stderr = sys.stderr or open(2, "w")  # noqa: SIM115 - to the end
 
 
 def ignore() -> None:
@@ -171,7 +182,9 @@ def _last_words(kind: type[BaseException], error: BaseException, trace: Tracebac
 def _watch(pipe: int) -> None:
     pending: tuple[Request, Verdict] | None = None
     while True:
-        if select.select([pipe], [], [], None if pending is None else _POLL_SECONDS)[0]:
+        for line in doing.lines_due():
+            say_once(line)
+        if select.select([pipe], [], [], _IDLE_SECONDS if pending is None else _POLL_SECONDS)[0]:
             number, now = os.read(pipe, 1)[0], time.monotonic()
             if number in STOPS and (pending is None or pending[1] is not _verdict):
                 pending = Request(signal.Signals(number).name, now), _verdict

@@ -19,6 +19,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from bloomery.base.bounded import LARGE_BYTES, open_regular, parse_json, read_small, wrong_fields
+from bloomery.base.doing import doing
 from bloomery.base.errors import DataError, Problem, RecipeError, first_few
 from bloomery.base.ranks import ALONE, Piece, Ranks, agreed, first_rank_does
 from bloomery.base.units import Energy
@@ -137,6 +138,11 @@ def read_checkpoint(folder: Path, *, ranks: Ranks = ALONE, tensors: bool = True,
     share, and all return or raise. `tensors`: at the end, read the tensor files too, and compare them with index and
     recipe; without it only their sizes are checked, of those on this node. `check`: before that, on rank 0, raises
     DataError or RecipeError for a recipe or a state that cannot be used."""
+    with doing(f"verifying {folder}"):
+        return _read_checkpoint(folder, ranks, tensors, check)
+
+
+def _read_checkpoint(folder: Path, ranks: Ranks, tensors: bool, check: Check) -> Checkpoint:
     manifest = first_rank_does(ranks, partial(read_manifest, folder))  # another node may still see an older one
     files = manifest["files"]
     holders: list[set[str]] = ranks.gather({name for name in files if os.path.exists(folder / name)})
@@ -319,7 +325,8 @@ def load_model(checkpoint: Checkpoint, *, device: torch.device) -> Transformer:
     model = build_model(checkpoint.recipe.model)
     materialise(model, device)
     weights = {f"model.{name}": Piece.whole(parameter.data) for name, parameter in model.named_parameters()}
-    load_pieces(checkpoint, weights)
+    with doing(f"loading {checkpoint.folder}"):
+        load_pieces(checkpoint, weights)
     return model.eval()
 
 

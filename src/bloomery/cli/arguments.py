@@ -7,13 +7,12 @@ import json
 import math
 import re
 import sys
-import time
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bloomery.base import exit_codes, signals
+from bloomery.base import exit_codes
 from bloomery.base.errors import BloomeryError, Problem, RecipeError, on_one_line
 from bloomery.base.units import format_bytes
 
@@ -23,7 +22,6 @@ if TYPE_CHECKING:  # --help must not wait for what only a run of the command nee
     from bloomery.train.resume import ResumePoint
 
 _MOST_ROWS = 16
-SECONDS_BETWEEN_LINES = 10.0
 
 
 def add_recipe_arguments(parser: argparse.ArgumentParser, *between: tuple[str, dict[str, Any]]) -> None:
@@ -76,20 +74,6 @@ def columns(rows: Sequence[Sequence[str]]) -> str:
     """A line for each row, its cells below each other."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
-
-
-def now_and_then(line: Callable[[Any], str]) -> Callable[[Any], None]:
-    """Called with the progress of a long work, writes its line on standard error at most every ten seconds; the work
-    continues where nobody reads it."""
-    shown = time.monotonic()
-
-    def report(progress: Any) -> None:
-        nonlocal shown
-        if time.monotonic() - shown >= SECONDS_BETWEEN_LINES:
-            shown = time.monotonic()
-            signals.say(on_one_line(line(progress)))
-
-    return report
 
 
 def as_text(facts: dict[str, Any]) -> str:

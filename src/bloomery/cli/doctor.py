@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from bloomery.base import exit_codes, signals
+from bloomery.base.doing import doing
 from bloomery.base.errors import DataError, LostRankError
 from bloomery.base.ranks import started_as
 from bloomery.base.storage import make_folder, open_plain, written_to
@@ -36,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     recipe = load(args, warns=not args.node).recipe if args.recipe else None
-    with written_to("--run-dir"):
+    with doing("measuring this machine"), written_to("--run-dir"):
         facts = machine_facts(make_folder(args.run_dir))
     facts["host"] = args.host or os.environ.get("SLURMD_NODENAME") or facts["host"]  # as the scheduler knows it
     bad, wrong = (list(find(recipe, facts)) if recipe else [] for find in (node_problems, run_problems))

@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from bloomery.base import exit_codes
+from bloomery.base.doing import doing
 from bloomery.base.errors import DataError, Problem
 from bloomery.base.units import format_bytes
-from bloomery.cli.arguments import add_json, add_unit, now_and_then, share_text, show, whole_number
+from bloomery.cli.arguments import add_json, add_unit, share_text, show, whole_number
 
 if TYPE_CHECKING:
     from bloomery.prepare.download import DownloadResult
@@ -34,9 +35,12 @@ def run_download(args: argparse.Namespace) -> int:
 
     wanted = read_download_manifest(args.manifest)
     options = {"jobs": args.jobs, "retries": args.retries, "timeout_seconds": args.timeout, "share": args.unit}
-    result = download(
-        wanted, args.output, progress=now_and_then(lambda result: _text(result).partition("\n")[0]), **options
-    )
+    with doing(f"downloading to {args.output}") as work:
+
+        def report(result: DownloadResult) -> None:
+            work.what = _text(result).partition("\n")[0]
+
+        result = download(wanted, args.output, progress=report, **options)
     facts = asdict(result) | {"failed": len(result.failures)}
     show(args, facts, lambda _: f"{args.output}: {share_text(args.unit)}{_text(result)}")
     if result.failures:
@@ -73,7 +77,8 @@ def run_extract(args: argparse.Namespace) -> int:
     from bloomery.prepare.extract import extract
 
     jobs = args.jobs or len(os.sched_getaffinity(0))
-    result = extract(args.sources, args.output, chunks=args.chunks, jobs=jobs, share=args.unit)
+    with doing(f"extracting to {args.output}"):
+        result = extract(args.sources, args.output, chunks=args.chunks, jobs=jobs, share=args.unit)
     made = f"{args.output}: {share_text(args.unit)}{result.written:,} written, {result.already_there:,} already there"
     counts = f"{result.input_files:,} files in, {result.chunks:,} out; {result.documents:,} documents in and out"
     where = f". Hashes and counts: {result.manifest}" if result.manifest else ""

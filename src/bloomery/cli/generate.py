@@ -7,6 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from bloomery.base import exit_codes
+from bloomery.base.doing import doing
 from bloomery.base.errors import Problem, RecipeError
 from bloomery.cli.arguments import add_device, whole_number
 
@@ -58,16 +59,17 @@ def run(args: argparse.Namespace) -> int:
         raise RecipeError(Problem(f"this checkpoint is a {recipe.model.family}", "an encoder cannot continue a text"))
     tokenizer = tokenizer_of(checkpoint, args.tokenizer)
     ids = tokenizer.encode_batch([args.prompt])[0].tolist() or [tokenizer.eod_id]
-    tokens = generate(
-        model,
-        torch.tensor([ids] * args.samples, device=device),
-        max_new_tokens=args.max_new_tokens,
-        temperature=args.temperature,
-        top_k=args.top_k or None,
-        top_p=args.top_p,
-        seed=args.seed,
-        eod_id=tokenizer.eod_id,
-    )
+    with doing(f"generating {args.samples * args.max_new_tokens:,} tokens"):
+        tokens = generate(
+            model,
+            torch.tensor([ids] * args.samples, device=device),
+            max_new_tokens=args.max_new_tokens,
+            temperature=args.temperature,
+            top_k=args.top_k or None,
+            top_p=args.top_p,
+            seed=args.seed,
+            eod_id=tokenizer.eod_id,
+        )
     texts = [tokenizer.decode([token for token in row if token != tokenizer.eod_id]) for row in tokens.tolist()]
     print("\n---\n".join(texts))
     return exit_codes.OK

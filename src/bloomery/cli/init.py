@@ -68,33 +68,39 @@ def run(args: argparse.Namespace) -> int:
         raise StorageError(Problem(f"{there} is there", "init replaces nothing", "give another --name"))
     if (first / "config.json").is_file():
         return _from_model(first, name, place, path)
-    from bloomery.cli.main import main
-
-    if Path(f"{first}.idx").is_file():
-        tokens, vocabulary, prepare = _of_shard(str(first))
-        shard, tokenizer = str(first), ""
-        commands: list[list[str]] = []
-    else:
+    is_text = not Path(f"{first}.idx").is_file()
+    if is_text:
         tokens, vocabulary = _of_text(args.sources, args.vocab_size)
         shard, tokenizer = f"{place}/shard", f"tokenizer: {{path: {place}/tokenizer}}\n"
         prepare = f"prepare:  # text to tokens, by `bloomery prepare {path}`\n"
         prepare += f"  - {{output: {shard}, sources: [{', '.join(map(json.dumps, args.sources))}]}}\n"
-        train = ["tokenizer", "train", *args.sources, "--vocab-size", str(vocabulary)]
-        commands = [[*train, "--output", f"{place}/tokenizer"], ["prepare", str(path)]]
-    write_atomically(path, _recipe(name, _fitting(tokens, args.device), vocabulary, tokens, tokenizer + prepare, shard))
-    is_done = False
+    else:
+        tokens, vocabulary, prepare = _of_shard(str(first))
+        shard, tokenizer = str(first), ""
+    recipe = _recipe(name, _fitting(tokens, args.device), vocabulary, tokens, tokenizer + prepare, shard)
+    code = exit_codes.BUG
     try:
-        for command in commands:
-            print(f"> bloomery {' '.join(command)}", flush=True)
-            if code := main(command):
-                return code
-        is_done = True
+        # First the tokenizer: in its training, which has no files yet, a Ctrl-C may end the process.
+        train = ["tokenizer", "train", *args.sources, "--vocab-size", str(vocabulary), "--output", f"{place}/tokenizer"]
+        code = _do(*train) if is_text else exit_codes.OK
+        if not code:
+            write_atomically(path, recipe)
+            code = _do("prepare", str(path)) if is_text else exit_codes.OK
     finally:
-        if not is_done:  # so that the same command can be given again
-            path.unlink()
+        if code:  # so that the same command can be given again
+            path.unlink(missing_ok=True)
             remove_tree(place)
+    if code:
+        return code
     print(f"{path}: written\nnext: bloomery train {path}\nthen: bloomery generate runs/{name} --prompt 'Once'")
     return exit_codes.OK
+
+
+def _do(*words: str) -> int:
+    from bloomery.cli.main import main
+
+    print(f"> bloomery {' '.join(words)}", flush=True)
+    return main(words)
 
 
 def _of_text(sources: list[str], vocab_size: int | None) -> tuple[float, int]:

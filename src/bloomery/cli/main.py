@@ -65,10 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     signals.job_seconds()
     os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")  # to look for them takes 15 ms of every command
     os.environ["RUST_BACKTRACE"] = "0"  # a library that panics at a foreign file is reported in a sentence
-    if sys.stderr is None:  # closed: `print` would write to standard output instead, and the next file get its number
-        while os.open(os.devnull, os.O_RDWR) < 2:  # perhaps the other two are closed as well
-            pass
-        sys.stderr = open(2, "w")  # noqa: SIM115 - to the end
+    signals.open_streams()
     arguments = list(sys.argv[1:] if argv is None else argv)
     logging.lastResort = logging.NullHandler()  # libraries that log an error, with pages of traceback, raise it too
     mask_streams(output=not " ".join(arguments).startswith(_AS_IS))
@@ -120,8 +117,9 @@ def command() -> NoReturn:
     signals.listen()
     code = main()
     signals.ignore()
-    multiprocessing = sys.modules.get("multiprocessing")  # the two threads: this one, and the guard of the signals
-    if threading.active_count() > 2 or (multiprocessing and multiprocessing.active_children()):
+    multiprocessing = sys.modules.get("multiprocessing")
+    others = [thread for thread in threading.enumerate() if not thread.daemon and thread is not threading.main_thread()]
+    if others or (multiprocessing and multiprocessing.active_children()):
         sys.exit(code)
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError, AttributeError):  # closed, full or none: `main` has answered

@@ -7,6 +7,7 @@ import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from bloomery.base.doing import doing
 from bloomery.base.errors import Problem, RecipeError
 from bloomery.cli.arguments import add_json, add_recipe_arguments, as_text, load, positive, show, warn, whole_number
 
@@ -59,7 +60,8 @@ def run(args: argparse.Namespace) -> int:
         return show(
             args, {"why": why(question.recipe, question.ranking(), question.machine, question.constants)}, _lines
         )
-    found = answer(question)
+    with doing("ranking the layouts"):
+        found = answer(question)
     warn(*found.warnings)
     if args.emit:
         best = found.ranking.name(found.ranking.best(question.recipe, world_size(question.recipe)))

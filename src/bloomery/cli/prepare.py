@@ -12,9 +12,10 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from bloomery.base import exit_codes, signals
+from bloomery.base.doing import Doing, doing
 from bloomery.base.errors import Problem, RecipeError, mask, on_one_line
 from bloomery.base.units import format_bytes, format_count, format_seconds
-from bloomery.cli.arguments import add_json, add_recipe_arguments, add_unit, load, now_and_then, whole_number
+from bloomery.cli.arguments import add_json, add_recipe_arguments, add_unit, load, whole_number
 
 if TYPE_CHECKING:
     from bloomery.data.manifest import ShardManifest
@@ -35,18 +36,23 @@ def run_train(args: argparse.Namespace) -> int:
     from bloomery.prepare.train_tokenizer import train_tokenizer
 
     files = find_files(args.sources)
-    empty = bad = 0
+    empty = bad = read = 0
+    total = sum(file.size for file in files)
 
     def texts() -> Iterator[str]:
-        nonlocal empty, bad
+        nonlocal empty, bad, read
         for unit in plan_units(files):
+            work.what = f"training the tokenizer: {read / max(total, 1):.0%} of the text is read"
+            read += unit.input_bytes
             reader = UnitReader(unit, text_key=args.text_key, skip_bad=True)
             for block in reader.blocks():
                 empty += block.texts.count("")
                 yield from filter(None, block.texts)
             bad += reader.bad
+        work.what = f"training the tokenizer: finding {args.vocab_size:,} entries"
 
-    tokenizer = train_tokenizer(texts(), vocab_size=args.vocab_size, output=args.output)
+    with doing("training the tokenizer") as work:
+        tokenizer = train_tokenizer(texts(), vocab_size=args.vocab_size, output=args.output)
     print(
         f"{args.output}: {tokenizer.vocab_size:,} entries from {len(files):,} files "
         f"({empty} empty and {bad} unreadable left out), hash {tokenizer.content_hash[:12]}"
@@ -79,13 +85,15 @@ def run_prepare(args: argparse.Namespace) -> int:
     tokenizer = Tokenizer.load(recipe.tokenizer.path)
     manifests: dict[str, Any] = {}
     for preparation in plan_all(recipe.prepare, tokenizer=tokenizer, seed=recipe.seed, workers=workers):
-        output, progress, manifest, notes = preparation.output, _progress(preparation.output), None, list[str]()
-        if args.verify:
-            manifest, how = verify(preparation, progress), "agrees with its sources"
-        else:
-            result = preparation.run(args.unit, progress)
-            manifest, notes = result.manifest, result.notes
-            how = "is up to date" if result.reused else "written"
+        output, manifest, notes = preparation.output, None, list[str]()
+        with doing(f"{output}: comparing with the sources") as work:
+            progress = _progress(output, work)
+            if args.verify:
+                manifest, how = verify(preparation, progress), "agrees with its sources"
+            else:
+                result = preparation.run(args.unit, progress)
+                manifest, notes = result.manifest, result.notes
+                how = "is up to date" if result.reused else "written"
         for note in notes:
             signals.say(mask(on_one_line(f"{output}: {note}")))
         manifests[output] = manifest and asdict(manifest)
@@ -107,15 +115,15 @@ def _line(output: str, how: str, manifest: ShardManifest) -> str:
     )
 
 
-def _progress(output: str) -> Callable[[Progress], None]:
+def _progress(output: str, work: Doing) -> Callable[[Progress], None]:
     started = time.monotonic()
 
-    def line(progress: Progress) -> str:
+    def report(progress: Progress) -> None:
         seconds = time.monotonic() - started
         done = progress.input_bytes + progress.reused_bytes
         rate = progress.input_bytes / seconds
         left = format_seconds((progress.total_input_bytes - done) / rate) if rate else "?"
         what = f"merging {progress.merged:.0%}" if progress.merged else f"{rate / 1e6:.1f} MB/s, {left} left"
-        return f"{output}: {min(done / max(progress.total_input_bytes, 1), 1.0):.1%}, {what}"
+        work.what = f"{output}: {min(done / max(progress.total_input_bytes, 1), 1.0):.1%}, {what}"
 
-    return now_and_then(line)
+    return report

@@ -4,6 +4,7 @@ import argparse
 from pathlib import Path
 
 from bloomery.base import exit_codes
+from bloomery.base.doing import doing
 from bloomery.monitor.report import write_report
 
 
@@ -13,5 +14,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    print(write_report(args.run, output=args.output))
+    with doing(f"reading {args.run}"):
+        print(write_report(args.run, output=args.output))
     return exit_codes.OK

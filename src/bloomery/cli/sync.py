@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 
 from bloomery.base import signals
+from bloomery.base.doing import doing
 from bloomery.base.errors import DataError, Problem, StorageError
 from bloomery.cli.arguments import add_json, show, whole_number
 from bloomery.launch.sync import sync, targets
@@ -35,7 +36,8 @@ def run(args: argparse.Namespace) -> int:
     while True:
         parts = targets(args.target, args.include).items()
         try:
-            done = {target: sync(args.run, target, patterns) for target, patterns in parts}
+            with doing(f"copying to {args.target}"):
+                done = {target: sync(args.run, target, patterns) for target, patterns in parts}
             facts = {"targets": [{"target": target, "files": len(files)} for target, files in done.items()]}
             code = show(args, facts, partial(_text, done))
         except (DataError, StorageError) as error:  # another time the network is back, or the other sync is done

@@ -7,7 +7,7 @@ from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
-from bloomery.base import exit_codes
+from bloomery.base import doing, exit_codes
 from bloomery.base.errors import Problem, RecipeError
 from bloomery.base.ranks import Started, started_as
 from bloomery.base.signals import Interrupted
@@ -37,6 +37,7 @@ def run(args: argparse.Namespace) -> int:
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # a lost rank is reported once, not in pages of C++ frames
     from bloomery.train.contract import check_change_names
 
+    doing.is_quiet = args.quiet
     started = started_as()
     try:
         check_change_names(args.changes)

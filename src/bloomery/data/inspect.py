@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from bloomery.base.doing import doing
 from bloomery.config.recipe import Recipe
 from bloomery.data.batch import Batch, ShardSource, Stream
 from bloomery.data.blend import TimelessBlend
@@ -146,7 +147,7 @@ def recipe_facts(recipe: Recipe, data: OpenData, *, train_samples: int, quick: b
 def shard_facts(prefix: str, *, quick: bool, eod_id: int | None = None) -> dict[str, Any]:
     """One shard, from its index and, unless `quick`, from all its tokens. DataError where it is damaged or its
     manifest is of another."""
-    with ShardReader(prefix) as shard:
+    with doing(f"reading {prefix}"), ShardReader(prefix) as shard:
         lengths = np.diff(shard.document_starts())
         manifest = manifest_of(shard)
         facts = {

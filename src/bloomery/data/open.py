@@ -5,6 +5,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
 
+from bloomery.base.doing import doing
 from bloomery.base.errors import DataError, Problem, first_few
 from bloomery.config.recipe import Recipe, SourceSection
 from bloomery.data import manifest as manifests
@@ -57,7 +58,8 @@ def open_data(
     data, notices = recipe.data, list[str]()
     sections = {"valid": data.train} if data.split and recipe.train.evaluate else {}
     sections |= data.validation
-    with ExitStack() as closing:
+    with ExitStack() as closing, ExitStack() as said:
+        said.enter_context(doing("opening the data"))
         opening = _Opening(recipe, plan or TrainingPlan.of(recipe), closing)
         train = opening.sources(data.train, "train")
         groups = {name: opening.sources(group, "valid") for name, group in sections.items()}
@@ -74,6 +76,7 @@ def open_data(
         validation = {name: opening.stream(sections[name], group, "valid") for name, group in groups.items()}
         tokenizer, tokenizer_hash = opening.tokenizer, opening.tokenizer_hash()
         state = None if opening.megatron is not None else cast(TimelessBlend, stream.blend)
+        said.close()
         yield OpenData(stream, validation, state, opening.warnings, notices, tokenizer, tokenizer_hash)
 
 

@@ -19,7 +19,7 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import cast
 
-from bloomery.base import exit_codes, signals
+from bloomery.base import doing, exit_codes, signals
 from bloomery.base.errors import LostRankError, Problem, mask_streams
 
 _NO_SERVER = 255
@@ -74,8 +74,9 @@ def run_local_ranks(
     what = (size, node, command, list(arguments), alive)
     ranks = [context.Process(target=_be_rank, args=(rank, *what), name=f"rank {rank}") for rank in range(size)]
     try:
-        for rank in ranks:
-            rank.start()
+        with doing.doing(f"starting {size} ranks"):
+            for rank in ranks:
+                rank.start()
     except BaseException as error:
         for rank in ranks:
             _signal(rank, signal.SIGKILL)

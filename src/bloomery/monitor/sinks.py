@@ -125,6 +125,11 @@ def validation_box(record: ValidationRecord) -> list[str]:
     return [rule, line, rule]
 
 
+_CONSOLE_COLUMNS = 80
+_LESS_IMPORTANT = ("norm", "lr", "MFU")
+"""On the console, where there is no room."""
+
+
 class Console(Sink):
     """Writes to `file` (standard output by default). `quiet`: warnings only."""
 
@@ -159,17 +164,24 @@ class Console(Sink):
 
 
 def console_line(record: StepRecord) -> str:
-    losses = " | ".join(f"{name} {_loss(loss)}" for name, loss in record.losses.items())
+    """What fits on a line of a terminal; the files have all of it."""
     seconds = record.seconds_per_step * max(0, record.train_steps - record.step)
-    eta = format_seconds(seconds) if math.isfinite(seconds) else "n/a"
-    mfu = "n/a" if record.mfu is None else f"{record.mfu:.1%}"
-    failures = f" | skipped {record.skipped_steps}" if record.skipped_steps else ""
-    failures += f" | NaN {record.nan_steps}" if record.nan_steps else ""
-    return (
-        f"step {record.step}/{record.train_steps} | {losses} | lr {record.lr:.3g}"
-        f" | grad norm {_number(record.grad_norm)} | {format_count(record.tokens_per_second)} tokens/s"
-        f" | {_number(record.tflops)} TFLOP/s | MFU {mfu} | ETA {eta}{failures}"
-    )
+    fields = {
+        "step": f"{record.step}/{record.train_steps}",
+        **{name: _loss(loss) for name, loss in record.losses.items()},
+        "skipped": record.skipped_steps or None,
+        "NaN": record.nan_steps or None,
+        "lr": f"{record.lr:.3g}",
+        "norm": _number(record.grad_norm),
+        "": f"{format_count(record.tokens_per_second)} tok/s",
+        "MFU": None if record.mfu is None else f"{record.mfu:.0%}",
+        "ETA": format_seconds(seconds) if math.isfinite(seconds) else "n/a",
+    }
+    parts = {name: f"{name} {value}".strip() for name, value in fields.items() if value is not None}
+    for name in _LESS_IMPORTANT:
+        if len("  ".join(parts.values())) > _CONSOLE_COLUMNS:
+            parts.pop(name, None)
+    return "  ".join(parts.values())
 
 
 def _loss(loss: float) -> str:

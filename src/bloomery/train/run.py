@@ -61,6 +61,14 @@ class Opened:
     def plan(self) -> TrainingPlan:
         return self.past.plan
 
+    @property
+    def compiles(self) -> bool:
+        """Whether torch.compile compiles the model, in the first step."""
+        wanted = self.recipe.train.compile
+        if wanted == "auto":
+            return self.device.type != "cpu" and self.recipe.parallel.schedule != "zero_bubble"
+        return wanted
+
 
 @dataclass(frozen=True)
 class Run(Opened):

@@ -2,6 +2,7 @@
 
 import time
 
+from bloomery.base.doing import doing
 from bloomery.base.signals import PULSE
 from bloomery.base.units import format_seconds
 from bloomery.checkpoint.folder import LATEST_TIME, SUSPICIOUS, FencedError
@@ -43,11 +44,13 @@ def save(run: Run, state: TrainState) -> None:
 
 def save_last(run: Run, state: TrainState) -> None:
     """The checkpoint that a job ends with is a promise: an asynchronous save and a wait, StorageError if it fails."""
-    report_saves(run, state, run.saver.wait())
+    with doing("waiting for the checkpoint that is being written"):
+        report_saves(run, state, run.saver.wait())
     state.saved_step = run.ranks.broadcast(state.saved_step)  # rank 0 knows the outcome
     if state.step not in (state.saved_step, state.saving_step):
-        save(run, state)
-        outcomes = run.saver.wait()
+        with doing(f"saving step {state.step:,}"):
+            save(run, state)
+            outcomes = run.saver.wait()
         report_saves(run, state, outcomes, last=True)
         raise_together(run.ranks, outcomes[-1].error)
     if run.uploader is not None:
@@ -149,7 +152,7 @@ def flush_staged_save(run: Run, plan: SavePlan | None) -> None:
 def _wait_for_uploads(run: Run, uploader: Uploader) -> None:
     """At the end of a job, for as long as it may last; what is not copied by then is reported."""
     seconds = min(run.recipe.checkpoint.timeout.seconds, run.stop.seconds_left())
-    with PULSE.excuse(seconds):
+    with PULSE.excuse(seconds), doing(f"copying checkpoints to {uploader.to}"):
         outcomes = uploader.wait(seconds)
     report_uploads(run, outcomes)
     for step in sorted(uploader.protected()):

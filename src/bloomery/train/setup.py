@@ -16,6 +16,7 @@ from bloomery.base.accelerator import (
     matmul_flops,
     out_of_memory_problem,
 )
+from bloomery.base.doing import doing
 from bloomery.base.errors import BloomeryError, LostRankError, Problem, RecipeError, StorageError
 from bloomery.base.ranks import ALONE, Ranks, agreed, first_rank_does
 from bloomery.base.storage import locked, make_folder, own_folder, write_atomically
@@ -196,7 +197,9 @@ def _build(opened: Opened, roots: list[Path], closing: ExitStack, *, is_newest: 
     durable, *local = first_rank_does(ranks, partial(_take_over, opened, roots, is_newest=is_newest))
     opened.journal.silent_when(lambda: durable.writer.fenced() is not None)
     mesh = make_mesh(Layout.of(recipe), device)
-    optimizer, runner = _build_model(opened, mesh)
+    source = past.checkpoint or past.weights
+    with doing(f"loading {source.folder}" if source else "initialising the model"):
+        optimizer, runner = _build_model(opened, mesh)
     first_rank_does(ranks, partial(archive_stale, recipe, roots, past, opened.journal))  # the resume point is loaded
     with agreed(ranks):
         for tier in local:
@@ -257,9 +260,7 @@ def _take_over(opened: Opened, roots: list[Path], *, is_newest: bool) -> list[Ti
 def _build_model(opened: Opened, mesh: Mesh) -> tuple[Optimizer, Runner]:
     """The part of the model on this rank, at the resume point."""
     recipe, device, ranks, checkpoint = opened.recipe, opened.device, opened.ranks, opened.past.checkpoint
-    compile_model = recipe.train.compile
-    if compile_model == "auto":
-        compile_model = device.type != "cpu" and recipe.parallel.schedule != "zero_bubble"
+    compile_model = opened.compiles
     parts = parallelise(recipe, mesh, device=device, compile_model=compile_model)
     optimizer = Optimizer(
         parts.weights,

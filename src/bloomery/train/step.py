@@ -1,12 +1,15 @@
 """One optimizer step, and evaluation. Only `finish_pending_step` waits for the device, and that for the step before."""
 
+import itertools
 import math
 import time
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from bloomery.base.doing import doing
 from bloomery.base.errors import DivergedError
 from bloomery.checkpoint.save import SavePlan
 from bloomery.families.family import LM_LOSS
@@ -33,7 +36,10 @@ def train_step(run: Run, state: TrainState) -> None:
     scale = state.loss_scale.scale if state.loss_scale else 1.0
     batch = run.feed.take()
     assert (batch.first_sample, batch.size) == (state.consumed_samples, size), "loader and loop disagree"
-    losses = run.runner.forward_backward(batch, loss_scale=scale, step=step)
+    is_first = not run.meter.slowest_step_seconds
+    how = f"{'compiling the model, in' if run.compiles else 'computing'} the first step of this job"
+    with doing(how) if is_first else nullcontext():
+        losses = run.runner.forward_backward(batch, loss_scale=scale, step=step)
     if run.trace is not None:
         run.trace.step(step, batch, run.runner.gradients, loss_scale=scale)
     flush_staged_save(run, finish_pending_step(run, state))
@@ -66,6 +72,9 @@ def skip_step(run: Run, state: TrainState) -> None:
     flush_staged_save(run, finish_pending_step(run, state))
     if not run.plan.is_skipped(state.step):
         run.journal.event(Event.SKIP, state.step + 1, reason="train.skip", first_sample=state.consumed_samples)
+        last = next(step for step in itertools.count(state.step + 1) if not run.plan.is_skipped(step + 1))
+        steps = f"step {last:,} is" if last == state.step + 1 else f"steps {state.step + 1:,} to {last:,} are"
+        run.journal.notice(f"{steps} skipped, as train.skip says: nothing is learned from their data")
     state.consumed_samples += run.plan.batch.global_batch_at(state.consumed_samples)
     state.step += 1
     run.feed.seek(state.consumed_samples)
@@ -136,12 +145,13 @@ def evaluate(run: Run, state: TrainState) -> None:
     """Evaluate each group once and log it. Does nothing for a recipe without validation data."""
     flush_staged_save(run, finish_pending_step(run, state))
     main_losses: list[float] = []
-    with run.meter.evaluating():
+    with run.meter.evaluating(), doing("evaluating") as work:
         for group in run.data.validation:
             total: Tensor | None = None
             names: list[str] = []
             batches = 0
             for batch in run.validation_batches(group):
+                work.what = f"evaluating {group}, batch {batches + 1:,}"
                 found = run.runner.evaluate(batch)
                 total = found.double() if total is None else total + found
                 names, batches = list(batch.counts), batches + 1

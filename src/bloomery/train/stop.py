@@ -23,8 +23,8 @@ from bloomery.train.spikes import RECOVERY_STEPS
 from bloomery.train.state import TrainState
 
 _POLL_SECONDS = 0.2
-_SLOW = 3.0
-"""After a signal, a step may take so many times the slowest of the last ten."""
+_SLOW, _LEAST_SECONDS = 3.0, 3.0
+"""After a signal, a step may take so many times the slowest of the last ten, and always so long."""
 _REMEDIES = {
     "diverged": "lower lr.peak, or pass over the bad data with train.skip",
     "drift": "check the machines of these ranks, then resume with --from a checkpoint from before the drift",
@@ -175,10 +175,8 @@ class StopRules:
         """Asked by the guard after a signal: whether the step does not end."""
         silent = PULSE.silent_seconds
         slowest = self.meter.slowest_step_seconds
-        usual = max(signals.ANSWER_SECONDS, _SLOW * slowest)
-        is_busy = (PULSE.excused or silent < usual) and not (
-            silent > signals.ANSWER_SECONDS and self.ranks.silent_ranks()
-        )
+        usual = max(_LEAST_SECONDS, _SLOW * slowest) if slowest else signals.ANSWER_SECONDS
+        is_busy = (PULSE.excused or silent < usual) and not (silent > _LEAST_SECONDS and self.ranks.silent_ranks())
         if not request.is_overdue() or (request.insisted is None and is_busy):
             return None
         if request.insisted is not None or not slowest:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from bloomery.base import exit_codes
+from bloomery.base import doing, exit_codes
 from bloomery.base.accelerator import device_of_rank, pick_device
 from bloomery.base.errors import BloomeryError
 from bloomery.base.ranks import ALONE, Piece, Ranks, agreed, started_as
@@ -80,11 +80,12 @@ RankCommand = Callable[[Trial, str, Sequence[str]], int]
 
 def run_all(trials: Sequence[Trial], command: RankCommand, *, device: str, quiet: bool) -> dict[Path, Outcome]:
     """The outcome of each trial, by its folder."""
-    outcomes = {}
+    outcomes: dict[Path, Outcome] = {}
     for trial in trials:
         trial.folder.mkdir()
         began = time.monotonic()
-        code = run_local_ranks(trial.world, partial(command, trial, device), [], preload=["bloomery.verify.trials"])
+        with doing.doing(f"{trial.layout} trains, {len(outcomes) + 1} of {len(trials)}"):
+            code = run_local_ranks(trial.world, partial(command, trial, device), [], preload=["bloomery.verify.trials"])
         if code == exit_codes.INTERRUPTED:
             raise KeyboardInterrupt
         seconds = time.monotonic() - began
@@ -106,6 +107,7 @@ def _failure(trial: Trial, code: int) -> tuple[str, str]:
 
 def run_trial(trial: Trial, device_name: str, arguments: Sequence[str] = ()) -> int:
     """Exit code of a rank. One that fails leaves a file."""
+    doing.is_quiet = True  # the command reports each training
     started = started_as()
     assert started is not None
     device = device_of_rank(pick_device(device_name), started.local_rank, started.local_size)

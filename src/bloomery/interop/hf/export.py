@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from bloomery.base.bounded import read_small
+from bloomery.base.doing import doing
 from bloomery.base.errors import DataError, Problem, mask
 from bloomery.base.storage import make_folder, write_atomically, writing, written_to
 from bloomery.checkpoint.folder import find_checkpoint
@@ -76,7 +77,7 @@ def export_checkpoint(
     tokenizer = tokenizer_of(saved, tokenizer_path)
     shapes = their_shapes(recipe.model)
     with written_to("folder"), staged(output, replace_export) as staging:
-        with writing(output):
+        with doing(f"writing the weights to {output}"), writing(output):
             tensors = to_hf(lambda ours: saved.read(f"model.{ours}"), recipe.model)
             files = write_weights(staging, shapes, DTYPES[dtype], tensors, shard_bytes=shard_bytes)
         config = _write_configs(staging, recipe, tokenizer, dtype)
@@ -96,7 +97,8 @@ def _proof(saved: Checkpoint, output: Path, tokenizer: Tokenizer, dtype: str) ->
     if reason := why_unproven(saved.recipe):
         return Proof(False, reason)
     try:
-        return prove(saved, output, tokenizer, DTYPES[dtype])
+        with doing("verifying the export with transformers"):
+            return prove(saved, output, tokenizer, DTYPES[dtype])
     except DataError:
         raise
     except Exception as error:  # whatever transformers may raise

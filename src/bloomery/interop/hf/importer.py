@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from bloomery.base.bounded import LARGE_BYTES, read_json, read_small
+from bloomery.base.doing import doing
 from bloomery.base.errors import DataError, Problem
 from bloomery.base.ranks import Piece
 from bloomery.base.storage import make_folder, write_atomically, writing, written_to
@@ -145,14 +146,16 @@ def _save(weights: HfWeights, sources: Sequence[Entry], root: Path, recipe: Reci
 
     with torch.device("meta"):
         pieces = {name: Piece.whole(torch.empty(shape)) for name, shape in shapes.items()}
-    return save_checkpoint(root, step=0, pieces=pieces, state=state, recipe_yaml=as_yaml(recipe), values=value)
+    with doing(f"converting the weights of {weights.folder}"):
+        return save_checkpoint(root, step=0, pieces=pieces, state=state, recipe_yaml=as_yaml(recipe), values=value)
 
 
 def _proof(checkpoint: Path, folder: Path, recipe: Recipe) -> Proof:
     """DataError if transformers computes something else; there are folders that only we can read."""
     reason = why_unproven(recipe)
     try:
-        proof = Proof(False, reason) if reason else prove_import(read_checkpoint(checkpoint), folder)
+        with doing("verifying the import with transformers"):
+            proof = Proof(False, reason) if reason else prove_import(read_checkpoint(checkpoint), folder)
     except DataError:
         raise
     except Exception as error:  # whatever transformers may raise
