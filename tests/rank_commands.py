@@ -186,6 +186,20 @@ def stops_after_step_5(rank: int, arguments: Sequence[str]) -> int:
     return main(arguments)
 
 
+def takes_its_time(arguments: Sequence[str]) -> int:
+    """Forked from a server that imported everything long ago, this rank does something before its first agreement."""
+    from bloomery.base import signals
+    from bloomery.base.ranks import started_as
+    from bloomery.parallel.ranks import joined
+
+    signals.PULSE.since -= 2 * signals.FIRST_SECONDS
+    started = started_as()
+    assert started is not None
+    with joined(started, torch.device("cpu")):
+        time.sleep(1.5)
+    return 0
+
+
 def hangs_after_step_5() -> None:
     """Nothing moves any more; patience is short."""
     from bloomery.base import signals

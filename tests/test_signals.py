@@ -150,6 +150,10 @@ def run_ranks(workshop: Workshop, command: object, *overrides: str) -> tuple[int
     return run_local_ranks(2, logged, words, preload=PRELOAD), log.read_text()
 
 
+def test_the_age_of_the_fork_server_is_no_hang(workshop: Workshop) -> None:
+    assert run_ranks(workshop, rank_commands.takes_its_time) == (0, "")
+
+
 @pytest.mark.parametrize("stopped", [0, 1])
 def test_a_rank_that_stops_is_named_by_the_one_that_waits(
     workshop: Workshop, stopped: int, capfd: pytest.CaptureFixture[str]

@@ -68,6 +68,7 @@ class DistributedRanks(Ranks):
         self._notes: dict[int, _Note] = {}
         self._changed: dict[int, float] = {}
         self._ended = threading.Event()
+        PULSE.since = time.monotonic()  # a forked rank has that of its server, which may serve many starts
         self._write_note()  # whoever reads all notes waits for each rank's first one
         for work in (self._write_notes, self._judge):
             threading.Thread(target=work, name=f"bloomery{work.__name__}", daemon=True).start()
