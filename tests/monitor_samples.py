@@ -34,7 +34,7 @@ def step_record(step: int, *, loss: float = 2.5, job: int = 1, **changes: Any) -
         "samples_per_second": 64.0,
         "tokens_per_second": 2048.0,
         "tflops": 1.5,
-        "tflops_definition": "model FLOPs, per device",
+        "tflops_definition": "model_full",
         "mfu": None,
         "memory_bytes": None,
         "peak_memory_bytes": None,

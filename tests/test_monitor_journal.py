@@ -125,7 +125,9 @@ def test_tensorboard_has_the_tags_of_the_reference(tmp_path: Path) -> None:
     assert not (tmp_path / "tensorboard").exists()  # started by the first record
     sink.step(step_record(9))
     assert not [tag for tag in scalars(tmp_path / "tensorboard") if "loss-scale" in tag or "memory" in tag]
-    sink.step(step_record(10, loss_scale=1024.0, mfu=0.5, memory_bytes=5, peak_memory_bytes=6, replicas=4))
+    measured = {"memory_bytes": 5, "peak_memory_bytes": 6, "memory_share": 0.5, "timers": {"forward": 0.1}}
+    flops = {"megatron_tflops": 3.0, "hardware_tflops": 2.0, "hardware_tflops_definition": "hardware_selective"}
+    sink.step(step_record(10, loss_scale=1024.0, mfu=0.5, replicas=4, params_norm=9.0, **measured, **flops))
     sink.validation(validation_record(10))
     sink.close()
     found = scalars(tmp_path / "tensorboard")
@@ -135,6 +137,7 @@ def test_tensorboard_has_the_tags_of_the_reference(tmp_path: Path) -> None:
         "grad-norm/grad-norm",
         "num-zeros/num-zeros",
         "loss-scale/loss-scale",
+        "params-norm/params-norm",
         "iteration-time/iteration-time",
         "lm-loss-validation/web/lm loss validation",
         "lm-loss-validation/web/lm loss validation ppl",
@@ -146,13 +149,16 @@ def test_tensorboard_has_the_tags_of_the_reference(tmp_path: Path) -> None:
     expected |= {f"iteration-time/{name} per second per replica": 10 for name in ("samples", "tokens")}
     expected |= {"batch-size/batch-size": 10, "batch-size/batch-size vs samples": 160}
     expected |= {f"iteration-time/{name}": 10 for name in ("samples per second", "tokens per second", "MFU")}
-    expected |= {"iteration-time/TFLOPs per gpu (estimated)": 10}
-    expected |= {"memory/allocated bytes": 10, "memory/peak allocated bytes": 10}
+    counts = ("TFLOPs per gpu (estimated)", "model TFLOPs per gpu (model_full)")
+    expected |= {f"iteration-time/{name}": 10 for name in (*counts, "hardware TFLOPs per gpu (hardware_selective)")}
+    shares = ("memory/allocated bytes", "memory/peak allocated bytes", "memory/peak percent of the device")
+    expected |= dict.fromkeys((*shares, "time/forward-time"), 10)
     expected |= {"steps-vs-samples/y=steps,x=samples": 160, "steps-vs-samples/y=samples,x=steps": 10}
     expected |= {"steps-vs-tokens/y=steps,x=tokens": 5120, "steps-vs-tokens/y=tokens,x=steps": 10}
     assert {tag: points[-1][0] for tag, points in found.items()} == expected
     assert found["steps-vs-samples/y=steps,x=samples"][-1] == (160, 10.0)
     assert found["lm-loss-training/lm loss vs tokens"][-1] == (5120, 2.5)
+    assert found["iteration-time/TFLOPs per gpu (estimated)"][-1] == (10, 3.0)
     assert found["iteration-time/world_size"] == [(0, 8.0)]
     assert found["iteration-time/tokens per second per replica"][-1] == (10, 512.0)
 

@@ -160,7 +160,7 @@ def test_one_micro_batch_needs_no_fp32_gradients_and_updates_the_same(
         for _ in range(3):
             gradients = gradients_of(held, values, micro_batches=micro_batches)
             pieces = [piece.tensor for piece in gradients.pieces(scale=0.1).values()]
-            numbers = optimizer.update(gradients, lr=0.1, loss_scale=2.0, count_zeros=True)
+            numbers = optimizer.update(gradients, lr=0.1, loss_scale=2.0, logs=True)
         kept = [gradient.dtype for gradient in gradients.tensors()]
         assert kept == ([dtype] * 4 if micro_batches == 1 else [torch.float32] * 4) + [torch.float32]
         masters = [piece.tensor for piece in optimizer.pieces().values()]

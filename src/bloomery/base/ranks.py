@@ -44,6 +44,14 @@ class Ranks:
         PULSE.mark(waiting=False)
         return list(values)
 
+    def table(self, row: Sequence[float]) -> list[list[float]]:
+        """The rows of all ranks, of one length. As cheap as `sum`. Collective."""
+        size = len(row)
+        padded = [0.0] * (size * self.size)
+        padded[size * self.rank : size * (self.rank + 1)] = row
+        total = self.sum(padded)
+        return [total[size * rank : size * (rank + 1)] for rank in range(self.size)]
+
     def store_set(self, key: str, word: Any) -> None:
         """Leave a word for all ranks, without storage; from any thread. Lost if nobody can hear."""
 

@@ -24,6 +24,7 @@ from bloomery.base.signals import PULSE
 from bloomery.base.storage import open_plain
 from bloomery.base.units import Energy
 from bloomery.monitor import names
+from bloomery.monitor.timers import StepTimers
 
 if TYPE_CHECKING:
     from bloomery.base.accelerator import Sensor
@@ -52,8 +53,10 @@ class _Sums:
 class IntervalMeter:
     """Fed once per finished step."""
 
-    def __init__(self, partial: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, partial: Mapping[str, Any] | None = None, timers: StepTimers | None = None) -> None:
         """`partial`: what a checkpoint kept of an interval that a stop cut in two; it may raise if it is not."""
+        self.timers = timers or StepTimers()
+        self.timers.mark("other")
         PULSE.learn(0.0)
         self._started = self._last_step_at = time.monotonic()
         self._recent: deque[float] = deque(maxlen=10)
@@ -62,6 +65,7 @@ class IntervalMeter:
         self._sums = TypeAdapter(_Sums).validate_python(partial or {})
         self._grad_norm = 0.0
         self._num_zeros: float | None = None
+        self._params_norm: float | None = None
         if partial:
             self._started -= float(partial["seconds"])
 
@@ -75,6 +79,7 @@ class IntervalMeter:
         *,
         grad_norm: float,
         num_zeros: float | None,
+        params_norm: float | None,
         samples: int,
         skipped: bool,
         nan: bool,
@@ -82,6 +87,7 @@ class IntervalMeter:
     ) -> None:
         """Count one step. `source_losses`: (sum, tokens) per source."""
         now, sums = time.monotonic(), self._sums
+        self.timers.finish_step()
         self.time_step(now - self._last_step_at)
         self._last_step_at = now
         for name, value in losses.items():
@@ -89,7 +95,7 @@ class IntervalMeter:
         for source, (total, tokens) in source_losses.items():
             before, tokens_before = sums.sources.get(source, (0.0, 0))
             sums.sources[source] = (before + total, tokens_before + tokens)
-        self._grad_norm, self._num_zeros = grad_norm, num_zeros
+        self._grad_norm, self._num_zeros, self._params_norm = grad_norm, num_zeros, params_norm
         sums.steps += 1
         sums.samples += samples
         sums.skipped += skipped
@@ -112,12 +118,15 @@ class IntervalMeter:
     def take(self) -> dict[str, Any]:
         """Fields of the record of the interval so far; the next one begins. One NaN makes a mean NaN."""
         sums, seconds = self._sums, max(time.monotonic() - self._started, 1e-9)
+        timers = self.timers.take()
         self.drop()
         return {
             "losses": {name: total / sums.steps for name, total in sums.losses.items()},
             "source_losses": {name: total / tokens for name, (total, tokens) in sums.sources.items() if tokens},
             "grad_norm": self._grad_norm,
             "num_zeros": self._num_zeros,
+            "params_norm": self._params_norm,
+            "timers": timers,
             "skipped_steps": sums.skipped,
             "nan_steps": sums.nan,
             "seconds_per_step": seconds / sums.steps,
@@ -127,23 +136,26 @@ class IntervalMeter:
     def drop(self) -> None:
         """Forget the interval so far: its steps were given up."""
         self._started, self._sums = time.monotonic(), _Sums()
+        self.timers.drop()
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
         """For an evaluation: it is timed, and has a time limit of its own; the first one may compile."""
         began = time.monotonic()
         limit = signals.PATIENCE_STEPS * self.evaluation_seconds or signals.FIRST_SECONDS
-        with self.paused(), PULSE.excuse(limit):
+        with self.paused("eval"), PULSE.excuse(limit):
             yield
         self.evaluation_seconds = max(time.monotonic() - began, self.evaluation_seconds)
 
     @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Leave out what happens inside."""
+    def paused(self, phase: str) -> Iterator[None]:
+        """Leave out what happens inside; its timer is that of `phase`."""
         began = time.monotonic()
+        self.timers.mark("other")
         try:
             yield
         finally:
+            self.timers.mark(phase)
             away = time.monotonic() - began
             self._started += away
             self._last_step_at += away

@@ -38,18 +38,35 @@ class StepRecord:
     samples_per_second: float
     tokens_per_second: float
     tflops: float
-    """Model TFLOP/s per device."""
+    """Model TFLOP/s per device, by `tflops_definition`."""
     tflops_definition: str
     mfu: float | None
     """A fraction of the device's peak; None when that peak is not known."""
     memory_bytes: int | None
     peak_memory_bytes: int | None
+    """Like memory_bytes of the rank that has most."""
     job: int
     """Which incarnation of the run wrote this; a restart has the next number."""
     time: float
     """Unix seconds."""
     replicas: int = 1
     """Data-parallel copies of the model."""
+    world_size: int = 1
+    """Ranks."""
+    params_norm: float | None = None
+    """L2 norm of all weights after the last step of the interval."""
+    hardware_tflops: float | None = None
+    """As `tflops`, with what recomputation adds."""
+    hardware_tflops_definition: str = ""
+    megatron_tflops: float | None = None
+    """By the formula of Megatron-DeepSpeed's log line (sizing/flops.py)."""
+    memory_share: float | None = None
+    """Of the device, `peak_memory_bytes`; None on a CPU."""
+    timers: dict[str, float] = field(default_factory=dict)
+    """Seconds on rank 0, by phase: `data`, `forward`, `backward`, `optimizer`, `wait` (for other ranks) and `other` of
+    a step in the mean, which sum to it; and of the whole interval `save` and `eval`, which the step does not count."""
+    rank_timers: dict[str, tuple[float, float, float, int]] = field(default_factory=dict)
+    """Over all ranks, of each phase: the least, the median, the most, and the rank that had it."""
     source_losses: dict[str, float] = field(default_factory=dict)
     """Of a blend: the mean language-model loss over the tokens of each source in the interval; else empty."""
     energy: dict[str, float] = field(default_factory=dict)
@@ -67,6 +84,8 @@ class ValidationRecord:
     consumed_tokens: int
     consumed_gigaflops: int
     group: str
+    part: Literal["validation", "test"] = "validation"
+    """A test group is evaluated once, after the training."""
     losses: dict[str, float]
     perplexity: float
     """perplexity_of the lm loss."""

@@ -107,11 +107,13 @@ def iteration_line(record: StepRecord) -> str:
     fields.append(f"grad norm: {record.grad_norm:.3f}")
     if record.num_zeros is not None:
         fields.append(f"num zeros: {record.num_zeros:.1f}")
+    if record.params_norm is not None:
+        fields.append(f"params norm: {record.params_norm:.3f}")
     fields += [
         f"number of skipped iterations: {record.skipped_steps:3d}",
         f"number of nan iterations: {record.nan_steps:3d}",
         f"samples per second: {record.samples_per_second:.3f}",
-        f"TFLOPs: {record.tflops:.2f}",
+        f"TFLOPs: {record.tflops if record.megatron_tflops is None else record.megatron_tflops:.2f}",
     ]
     return "".join(f" {field} |" for field in fields)
 

@@ -96,16 +96,22 @@ def _curves(record: Record) -> Iterator[tuple[str, float | None, int]]:
     yield "batch-size/batch-size", record.global_batch, 2
     yield "grad-norm/grad-norm", record.grad_norm, 3
     yield "num-zeros/num-zeros", record.num_zeros, 3
+    yield "params-norm/params-norm", record.params_norm, 3
     yield "loss-scale/loss-scale", record.loss_scale, 3
     yield "iteration-time/iteration-time", record.seconds_per_step, 3
     yield "iteration-time/samples per second", record.samples_per_second, 1
     yield "iteration-time/tokens per second", record.tokens_per_second, 1
     yield "iteration-time/samples per second per replica", record.samples_per_second / record.replicas, 1
     yield "iteration-time/tokens per second per replica", record.tokens_per_second / record.replicas, 1
-    yield "iteration-time/TFLOPs per gpu (estimated)", record.tflops, 1
+    yield "iteration-time/TFLOPs per gpu (estimated)", record.megatron_tflops, 1
+    yield f"iteration-time/model TFLOPs per gpu ({record.tflops_definition})", record.tflops, 1
+    if definition := record.hardware_tflops_definition:
+        yield f"iteration-time/hardware TFLOPs per gpu ({definition})", record.hardware_tflops, 1
     yield "iteration-time/MFU", record.mfu, 1
     yield "memory/allocated bytes", record.memory_bytes, 1
     yield "memory/peak allocated bytes", record.peak_memory_bytes, 1
+    yield "memory/peak percent of the device", record.memory_share and 100 * record.memory_share, 1
+    yield from ((f"time/{phase}-time", seconds, 1) for phase, seconds in record.timers.items())
     yield "energy/joules", Energy.from_json(record.energy).measured_joules, 1
     yield "steps-vs-samples/y=samples,x=steps", record.consumed_samples, 1
     yield "steps-vs-tokens/y=tokens,x=steps", record.consumed_tokens, 1

@@ -13,7 +13,7 @@ from bloomery.parallel.fsdp import apply_fsdp, init_fsdp
 from bloomery.parallel.gradients import Gradients, Weight, weights_of
 from bloomery.parallel.mesh import Mesh
 from bloomery.parallel.pipeline import PipelineExecution, build_stages
-from bloomery.parallel.runner import DTYPES, Execution, PlainExecution, Runner
+from bloomery.parallel.runner import DTYPES, Execution, Mark, PlainExecution, Runner, no_mark
 from bloomery.parallel.tensor import apply_tensor_parallel, cut_buffers, vocabulary_losses
 
 
@@ -63,7 +63,13 @@ def give_memory(parts: Parallelised, device: torch.device) -> Parallelised:
 
 
 def make_runner(
-    recipe: Recipe, parts: Parallelised, *, device: torch.device, compile_model: bool, num_sources: int
+    recipe: Recipe,
+    parts: Parallelised,
+    *,
+    device: torch.device,
+    compile_model: bool,
+    num_sources: int,
+    mark: Mark = no_mark,
 ) -> Runner:
     """How this model is run. Call it when the parameters have the type they compute in."""
     mesh, parallel = parts.mesh, recipe.parallel
@@ -72,9 +78,11 @@ def make_runner(
     execution: Execution
     if mesh.layout.pp == 1:
         whole = compile_model and _compiles_whole(mesh)
-        execution = PlainExecution(parts.stages[0], gradients, losses, zero=parallel.zero, compile_model=whole)
+        execution = PlainExecution(
+            parts.stages[0], gradients, losses, zero=parallel.zero, compile_model=whole, mark=mark
+        )
     else:
-        execution = PipelineExecution(recipe, parts.stages, gradients, losses, mesh, device)
+        execution = PipelineExecution(recipe, parts.stages, gradients, losses, mesh, device, mark)
     return Runner(
         execution=execution,
         gradients=gradients,
@@ -83,6 +91,7 @@ def make_runner(
         seq_length=recipe.model.seq_length,
         num_sources=num_sources,
         dropout_seed=recipe.seed if recipe.model.dropout > 0 else None,
+        mark=mark,
     )
 
 

@@ -157,8 +157,12 @@ class Gradients:
 
     def norm(self) -> Tensor:
         """Global L2 norm: every element of every logical tensor counts once, whoever holds it."""
-        owned = self._owned()
-        norm = total_norm(owned) if owned else self.tensors()[0].new_zeros((), dtype=torch.float32)
+        return self.norm_of(self.tensors())
+
+    def norm_of(self, tensors: Sequence[Tensor]) -> Tensor:
+        """That of other tensors which lie as the gradients do."""
+        owned = self._owned(tensors)
+        norm = total_norm(owned) if owned else tensors[0].new_zeros((), dtype=torch.float32)
         if self._mesh.layout.world == 1:
             return norm
         total = norm.double().square()  # in fp32 a square overflows where the norm does not
@@ -167,13 +171,14 @@ class Gradients:
 
     def num_zeros(self) -> Tensor:
         """Entries that are exactly zero, counted like the norm."""
-        total = count_zeros(self._owned(), device=self.tensors()[0].device)
+        tensors = self.tensors()
+        total = count_zeros(self._owned(tensors), device=tensors[0].device)
         if self._mesh.layout.world > 1:
             dist.all_reduce(total)
         return total
 
-    def _owned(self) -> list[Tensor]:
-        pairs = zip(self._weights, self.tensors(), strict=True)
+    def _owned(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        pairs = zip(self._weights, tensors, strict=True)
         return [each for weight, each in pairs if weight.piece.owned and each.numel()]
 
     def _sum_tied_embedding(self, gradient: Tensor) -> None:

@@ -19,7 +19,7 @@ from bloomery.model.loss import row_losses
 from bloomery.model.transformer import Transformer, build_model
 from bloomery.parallel.gradients import Gradients
 from bloomery.parallel.mesh import Mesh
-from bloomery.parallel.runner import DTYPES, RowLosses, Seed
+from bloomery.parallel.runner import DTYPES, Mark, RowLosses, Seed, no_mark
 from bloomery.sizing.layout import stage_layers, stages_of_rank
 from bloomery.sizing.parameters import labels_per_sample, padded_vocab_size
 
@@ -46,7 +46,9 @@ class PipelineExecution:
         vocabulary_losses: Callable[[Tensor, Tensor], Tensor],
         mesh: Mesh,
         device: torch.device,
+        mark: Mark = no_mark,
     ) -> None:
+        self._mark = mark
         self._kind = recipe.parallel.schedule
         self._num_stages = mesh.layout.pp * recipe.parallel.chunks
         self._hidden, self._outputs = hidden_states(recipe, mesh), _outputs(recipe, mesh)
@@ -73,6 +75,7 @@ class PipelineExecution:
         args = (numbers,) if 0 in self._stages else ()
         targets = {"target": numbers, "losses": []} if self._num_stages - 1 in self._stages else {}
         self._schedule_for(len(micro_batches)).step(*args, **targets, micro_batch=numbers, return_outputs=False)
+        self._mark("wait")
         return [self._found[i] for i in sorted(self._found)]
 
     def evaluate(self, micro_batches: Sequence[Batch]) -> list[RowLosses]:
@@ -120,7 +123,9 @@ class PipelineExecution:
         rows = row_losses(outputs, self._micro_batches[number].targets, self._vocabulary_losses)
         self._found[number] = {name: each.detach() for name, each in rows.items()}
         assert self._loss_of is not None
-        return self._loss_of(rows)
+        loss = self._loss_of(rows)
+        self._mark("forward")
+        return loss
 
     def _schedule_for(self, num_micro_batches: int) -> Any:
         """Rebuilt when a batch ramp changes the number of micro-batches: torch fixes it for a schedule's life."""
@@ -135,7 +140,7 @@ class PipelineExecution:
         return self._schedule[1]
 
     def _stage(self, number: int, stage: nn.Module) -> pipelining.PipelineStage:
-        return _AccumulatingStage(
+        return _TrainingStage(
             stage,
             number,
             self._num_stages,
@@ -144,26 +149,38 @@ class PipelineExecution:
             output_args=self._outputs if number == self._num_stages - 1 else (self._hidden,),
             group=self._mesh.pp_group,
             gradients=self._gradients,
+            mark=self._mark,
         )
 
 
-class _AccumulatingStage(pipelining.PipelineStage):
-    """Hands 16-bit gradients to their fp32 sums after every backward pass, instead of adding them in 16 bits."""
+class _TrainingStage(pipelining.PipelineStage):
+    """Hands 16-bit gradients to their fp32 sums after every backward pass, instead of adding them in 16 bits; and says
+    when it has computed. In between, its rank sends, receives and waits for others."""
 
-    def __init__(self, *args: Any, gradients: Gradients, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, gradients: Gradients, mark: Mark, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._gradients = gradients
+        self._gradients, self._mark = gradients, mark
+
+    def forward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
+        self._mark("wait")
+        outputs = super().forward_one_chunk(*args, **kwargs)
+        self._mark("forward")
+        return outputs
 
     def backward_one_chunk(
         self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
     ) -> None:
+        self._mark("wait")
         super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
         if full_backward:
             self._gradients.accumulate()
+        self._mark("backward")
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
+        self._mark("wait")
         super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
         self._gradients.accumulate()
+        self._mark("backward")
 
 
 def build_stages(recipe: Recipe, mesh: Mesh) -> dict[int, Transformer]:

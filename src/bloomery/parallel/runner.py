@@ -53,6 +53,12 @@ class Execution(Protocol):
 
 
 Seed = Callable[[int, int], None]
+Mark = Callable[[str], None]
+"""Says which phase has just ended (monitor/timers.py)."""
+
+
+def no_mark(phase: str) -> None:
+    """Of who times nothing."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,6 +71,7 @@ class Runner:
     num_sources: int
     dropout_seed: int | None
     """None without dropout."""
+    mark: Mark = no_mark
 
     def forward_backward(self, batch: GlobalBatch, *, loss_scale: float, step: int) -> StepLosses:
         """Leave loss_scale * d(loss)/d(weights) in `gradients`; return the losses, unscaled.
@@ -77,7 +84,9 @@ class Runner:
             return torch.stack(parts).sum() * loss_scale
 
         self.gradients.clear(micro_batches=len(batch.micro_batches))
-        found = self.execution.train(self._own(batch), loss_of, partial(self._seed_dropout, step))
+        own = self._own(batch)
+        self.mark("data")
+        found = self.execution.train(own, loss_of, partial(self._seed_dropout, step))
         self.gradients.reduce_across_ranks()
         sums = self._sums(found, list(batch.counts))
         sources = self._by_source(found, batch)
@@ -86,6 +95,7 @@ class Runner:
             dist.all_reduce(together)
             sums, rest = together[: len(sums)], together[len(sums) :]
             sources = None if sources is None else rest.view_as(sources)
+        self.mark("backward")
         means = {name: sums[i] / max(1, count) for i, (name, count) in enumerate(batch.counts.items())}
         return StepLosses(means, sources)
 
@@ -152,8 +162,10 @@ class PlainExecution:
         *,
         zero: int,
         compile_model: bool,
+        mark: Mark = no_mark,
     ) -> None:
         self._model = model
+        self._mark = mark
         self._gradients = gradients
         self._zero = zero
 
@@ -172,8 +184,11 @@ class PlainExecution:
             seed(i, 0)
             set_fsdp_sync(self._model, zero=self._zero, last=i == len(micro_batches) - 1)
             rows = self._rows_of(batch.inputs, batch.targets)
-            torch.autograd.backward(loss_of(rows))
+            loss = loss_of(rows)
+            self._mark("forward")
+            torch.autograd.backward(loss)
             self._gradients.accumulate()
+            self._mark("backward")
             found.append({name: each.detach() for name, each in rows.items()})
         return found
 

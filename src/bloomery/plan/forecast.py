@@ -12,7 +12,7 @@ from bloomery.plan.candidates import setup_of
 from bloomery.plan.constants import Constants
 from bloomery.plan.hardware import Catalogue, Machine, Storage
 from bloomery.plan.setup import Column
-from bloomery.sizing.flops import FlopCount, flops_per_token
+from bloomery.sizing.flops import FlopCount, flops_per_token, hardware_count
 from bloomery.sizing.layout import Layout, world_size
 from bloomery.sizing.memory import SAVED_BYTES_PER_PARAMETER
 from bloomery.sizing.parameters import count_parameters, padded_vocab_size
@@ -159,12 +159,7 @@ def speed_facts(recipe: Recipe, machine: Machine, step_seconds: float) -> dict[s
     per_device = tokens / step_seconds / world_size(recipe)
     counts = {definition: flops_per_token(recipe.model, definition) * per_device for definition in FlopCount}
     peak = machine.device.peak(recipe.precision)
-    again = {
-        "none": FlopCount.MODEL_FULL,
-        "mlp": FlopCount.MODEL_FULL,
-        "selective": FlopCount.HARDWARE_SELECTIVE,
-        "full": FlopCount.HARDWARE_FULL_RECOMPUTE,
-    }[recipe.parallel.recompute]
+    again = hardware_count(recipe.parallel.recompute)
     return {
         "step_seconds": step_seconds,
         "tokens_per_s": tokens / step_seconds,

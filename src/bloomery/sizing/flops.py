@@ -4,7 +4,7 @@ definitions, so name the definition beside any TFLOP/s."""
 import re
 from enum import StrEnum
 
-from bloomery.config.recipe import ModelSection
+from bloomery.config.recipe import ModelSection, Recompute
 from bloomery.families.registry import FAMILIES
 from bloomery.sizing.parameters import count_parameters, matmul_parameters_per_layer, padded_vocab_size
 
@@ -46,6 +46,25 @@ def flops_per_token(model: ModelSection, definition: FlopCount) -> int:
         FlopCount.SIX_N_12LHS: 6 * parameters + 12 * scores,
         FlopCount.SIX_N: 6 * parameters,
     }[definition]
+
+
+MEGATRON_FLOPS = "megatron"
+"""Name of `megatron_flops_per_token`."""
+
+
+def hardware_count(recompute: Recompute) -> FlopCount:
+    """What the device really computes. What lies between the matrices of an MLP counts nowhere."""
+    if recompute == "full":
+        return FlopCount.HARDWARE_FULL_RECOMPUTE
+    return FlopCount.HARDWARE_SELECTIVE if recompute == "selective" else FlopCount.MODEL_FULL
+
+
+def megatron_flops_per_token(model: ModelSection, recompute: Recompute) -> float:
+    """As Megatron-DeepSpeed's log line counts them, whatever the model's attention heads and MLP really are:
+    24 f Lh^2 (1 + s/6h + V/16Lh), where f is 4 if blocks are recomputed, otherwise 3, and 24 is 32 for a gated MLP."""
+    h, layers, vocab_size = model.hidden_size, model.num_layers, padded_vocab_size(model)
+    factor = (32 if FAMILIES[model.family].gated else 24) * (4 if recompute == "full" else 3)
+    return factor * layers * h * h * (1 + model.seq_length / (6 * h) + vocab_size / (16 * layers * h))
 
 
 _PEAK_TFLOPS: tuple[tuple[str, dict[str, float]], ...] = (

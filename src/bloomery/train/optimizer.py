@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from bloomery.base.errors import DivergedError, Problem
 from bloomery.base.ranks import Piece
 from bloomery.config.recipe import LossScaleSection, OptimizerSection
-from bloomery.parallel.gradients import Gradients, Weight
+from bloomery.parallel.gradients import Gradients, Weight, local_of
 
 _ELEMENTS_AT_ONCE = 1 << 28
 """That are updated by one call: 1 GiB of gradients."""
@@ -30,6 +30,8 @@ class UpdateNumbers:
     """1.0 if nothing was changed, because the gradients were not finite or beyond what they may reach; else 0.0."""
     num_zeros: Tensor
     """Gradient entries that are exactly zero; NaN if they were not counted."""
+    params_norm: Tensor
+    """Global L2 norm of the weights after the update; NaN like num_zeros."""
 
 
 class Optimizer:
@@ -66,6 +68,7 @@ class Optimizer:
             for weight, master in zip(weights, self._masters, strict=True)
         ]
         """As given, but their pieces are the masters: whoever uses these keeps no other copy alive."""
+        self._on_device = [local_of(each.parameter.data) for each in weights] if offload else self._masters
         self._portions = _portions(self._masters)
         pairs = [(weight, master) for weight, master in zip(weights, self._masters, strict=True) if master.numel()]
         decayed = [master for weight, master in pairs if len(weight.piece.shape) > 1]
@@ -95,7 +98,7 @@ class Optimizer:
         *,
         lr: float,
         loss_scale: float,
-        count_zeros: bool = False,
+        logs: bool = False,
         most_norm: float = math.inf,
         unless: Tensor | None = None,
     ) -> UpdateNumbers:
@@ -106,7 +109,9 @@ class Optimizer:
         skipped = ~torch.isfinite(norm) | (norm > most_norm)
         skipped = (skipped if unless is None else skipped | unless.to(norm.device)).to(torch.float32)
         # One more pass over the gradients, so only for steps that are logged.
-        num_zeros = gradients.num_zeros() if count_zeros else torch.full_like(norm, float("nan"))
+        num_zeros = params_norm = torch.full_like(norm, float("nan"))
+        if logs:
+            num_zeros = gradients.num_zeros()
         for group in self._adamw.param_groups:
             group["lr"] = lr
         # The fused kernel divides by grad_scale while it reads the gradient: unscaling and clipping cost no extra pass.
@@ -121,7 +126,9 @@ class Optimizer:
             for master in self._masters[portion]:
                 master.grad = None
         self._follow_masters()
-        return UpdateNumbers(norm, skipped, num_zeros)
+        if logs:
+            params_norm = gradients.norm_of(self._on_device)
+        return UpdateNumbers(norm, skipped, num_zeros, params_norm)
 
     def pieces(self) -> dict[str, Piece]:
         """What a checkpoint holds, under stable names; the very tensors, so loading into them restores."""

@@ -11,8 +11,9 @@ from typing import Any
 import torch
 
 import bloomery
-from bloomery.base.accelerator import device_name, memory_bytes
+from bloomery.base.accelerator import device_name, device_total_bytes, memory_bytes
 from bloomery.base.ranks import Ranks, agreed
+from bloomery.base.units import Energy
 from bloomery.checkpoint.remote import Uploader
 from bloomery.checkpoint.retention import Tier
 from bloomery.checkpoint.save import Saver
@@ -24,10 +25,11 @@ from bloomery.monitor import names
 from bloomery.monitor.journal import Journal
 from bloomery.monitor.meters import EnergyMeter, IntervalMeter
 from bloomery.monitor.record import StepRecord
+from bloomery.monitor.timers import PHASES, spread
 from bloomery.parallel.feed import Feed
 from bloomery.parallel.mesh import Mesh
 from bloomery.parallel.runner import Runner
-from bloomery.sizing.flops import FlopCount, flops_per_token, peak_flops
+from bloomery.sizing.flops import FlopCount, flops_per_token, hardware_count, megatron_flops_per_token, peak_flops
 from bloomery.sizing.parameters import count_parameters, labels_per_sample
 from bloomery.sizing.schedule import TrainingPlan
 from bloomery.train.optimizer import Optimizer
@@ -38,6 +40,7 @@ from bloomery.train.stop import StopRules
 from bloomery.train.trace import Tracer
 
 LOGGED_FLOPS = FlopCount.MODEL_FULL
+"""Model FLOPs; the record has two other counts beside them."""
 
 
 @dataclass(frozen=True)
@@ -166,12 +169,19 @@ class Run(Opened):
         self.energy.own()  # its counter is read before it wraps around
         if not (self.logs_at(pending.step) or force):
             return
-        self.count_energy(state)
         interval, consumed = self.meter.take(), pending.consumed_samples
+        spent, memory = self.energy.own().to_json().values(), memory_bytes(self.device)
+        timers = [interval["timers"].get(phase, 0.0) for phase in PHASES]
+        rows = self.ranks.table([*spent, *memory, *timers])
+        joules, measured, seconds, memory_now, memory_peak, *phases = zip(*rows, strict=True)
+        state.energy = self.energy.before + Energy(sum(joules), sum(measured), sum(seconds))
+        model, recompute = self.recipe.model, self.recipe.parallel.recompute
         tokens_per_second = interval["samples_per_second"] * self.plan.seq_length
-        tflops = flops_per_token(self.recipe.model, LOGGED_FLOPS) * tokens_per_second / self.ranks.size / 1e12
+        per_device = tokens_per_second / self.ranks.size / 1e12
+        hardware = hardware_count(recompute)
+        tflops = flops_per_token(model, LOGGED_FLOPS) * per_device
         peak = peak_flops(device_name(self.device), self.recipe.precision)
-        memory_now, memory_peak = memory_bytes(self.device)
+        total_bytes = device_total_bytes(self.device)
         self.journal.step(
             StepRecord(
                 **interval,
@@ -186,12 +196,18 @@ class Run(Opened):
                 tokens_per_second=tokens_per_second,
                 tflops=tflops,
                 tflops_definition=LOGGED_FLOPS.value,
+                hardware_tflops=flops_per_token(model, hardware) * per_device,
+                hardware_tflops_definition=hardware.value,
+                megatron_tflops=megatron_flops_per_token(model, recompute) * per_device,
                 mfu=tflops * 1e12 / peak if peak else None,
-                memory_bytes=memory_now,
-                peak_memory_bytes=memory_peak,
+                memory_bytes=int(max(memory_now)),
+                peak_memory_bytes=int(max(memory_peak)),
+                memory_share=max(memory_peak) / total_bytes if total_bytes else None,
+                rank_timers={name: spread(values) for name, values in zip(PHASES, phases, strict=True) if any(values)},
                 job=self.job,
                 time=time.time(),
                 replicas=self.mesh.layout.dp,
+                world_size=self.ranks.size,
                 energy=state.energy.to_json(),
             )
         )

@@ -96,7 +96,7 @@ def _stage(run: Run, state: TrainState, tier: Tier) -> None:
     """Take the snapshot now, and begin to write it when the numbers of this step are known, which is while the device
     computes the next one. To wait for them here would leave the device idle, and more: on an H200 the main stream,
     once idle, did not start again before the copies beside it were done (0.29 s for 16 GB)."""
-    with run.meter.paused():
+    with run.meter.paused("save"):
         run.saver.stage()
     if tier is run.durable:
         state.saving_step = state.begun_step = state.step
@@ -145,7 +145,7 @@ def plan_staged_save(run: Run, state: TrainState) -> SavePlan | None:
 def flush_staged_save(run: Run, plan: SavePlan | None) -> None:
     """Begin to write a checkpoint that is due, if one is."""
     if plan is not None:
-        with run.meter.paused():
+        with run.meter.paused("save"):
             run.saver.persist(plan)
 
 

@@ -36,10 +36,11 @@ from bloomery.monitor.journal import Journal, open_journal
 from bloomery.monitor.meters import IntervalMeter, start_meter
 from bloomery.monitor.names import Event
 from bloomery.monitor.sinks import Console
+from bloomery.monitor.timers import StepTimers
 from bloomery.parallel.apply import make_runner, parallelise
 from bloomery.parallel.feed import Feed
 from bloomery.parallel.mesh import Mesh, make_mesh
-from bloomery.parallel.runner import DTYPES, Runner
+from bloomery.parallel.runner import DTYPES, Mark, Runner
 from bloomery.sizing.check import layout_problems, train_refusals
 from bloomery.sizing.layout import Layout
 from bloomery.sizing.parameters import labels_per_sample
@@ -198,8 +199,9 @@ def _build(opened: Opened, roots: list[Path], closing: ExitStack, *, is_newest: 
     opened.journal.silent_when(lambda: durable.writer.fenced() is not None)
     mesh = make_mesh(Layout.of(recipe), device)
     source = past.checkpoint or past.weights
+    timers = StepTimers(device)
     with doing(f"loading {source.folder}" if source else "initialising the model"):
-        optimizer, runner = _build_model(opened, mesh)
+        optimizer, runner = _build_model(opened, mesh, timers.mark)
     first_rank_does(ranks, partial(archive_stale, recipe, roots, past, opened.journal))  # the resume point is loaded
     with agreed(ranks):
         for tier in local:
@@ -214,10 +216,11 @@ def _build(opened: Opened, roots: list[Path], closing: ExitStack, *, is_newest: 
         micro_batch_size=recipe.batch.micro_batch_size,
         pin_memory=device.type != "cpu",
         labels_per_sample=labels_per_sample(recipe),
+        mark=timers.mark,
     )
     closing.callback(feed.close)
     feed.seek(past.state.consumed_samples)
-    meter = IntervalMeter(past.interval)
+    meter = IntervalMeter(past.interval, timers)
     return Run(
         **vars(opened),
         mesh=mesh,
@@ -257,7 +260,7 @@ def _take_over(opened: Opened, roots: list[Path], *, is_newest: bool) -> list[Ti
     return tiers
 
 
-def _build_model(opened: Opened, mesh: Mesh) -> tuple[Optimizer, Runner]:
+def _build_model(opened: Opened, mesh: Mesh, mark: Mark) -> tuple[Optimizer, Runner]:
     """The part of the model on this rank, at the resume point."""
     recipe, device, ranks, checkpoint = opened.recipe, opened.device, opened.ranks, opened.past.checkpoint
     compile_model = opened.compiles
@@ -275,7 +278,9 @@ def _build_model(opened: Opened, mesh: Mesh) -> tuple[Optimizer, Runner]:
         optimizer.restored()
     parts = replace(parts, weights=optimizer.weights)
     num_sources = len(opened.data.train.keys)
-    return optimizer, make_runner(recipe, parts, device=device, compile_model=compile_model, num_sources=num_sources)
+    return optimizer, make_runner(
+        recipe, parts, device=device, compile_model=compile_model, num_sources=num_sources, mark=mark
+    )
 
 
 def _finish_saves(saver: Saver, kind: type[BaseException] | None, *_: object) -> None:

@@ -33,8 +33,8 @@ class PendingStep:
     loss_scale: float
     loss_names: list[str]
     values: Tensor
-    """Losses by loss_names, the gradient norm, 1.0 if the update was skipped, the zeros among the gradients, and of a
-    blend the sum of the loss of each source and the tokens of each; on its way to the host."""
+    """Losses by loss_names, the gradient norm, 1.0 if the update was skipped, the zeros among the gradients, the norm
+    of the weights, and of a blend the sum of the loss of each source and the tokens of each; on its way to the host."""
     sources: Sequence[str]
     """The names of those sources; empty without a blend."""
     ready: Any

@@ -15,6 +15,7 @@ from bloomery.checkpoint.save import SavePlan
 from bloomery.families.family import LM_LOSS
 from bloomery.monitor.names import Event
 from bloomery.monitor.record import ValidationRecord, perplexity_of
+from bloomery.monitor.timers import OPTIMIZER
 from bloomery.parallel.runner import StepLosses
 from bloomery.train.optimizer import UpdateNumbers
 from bloomery.train.run import Run
@@ -34,6 +35,7 @@ def train_step(run: Run, state: TrainState) -> None:
     if state.loss_scale is not None:  # fp16 needs to know whether the last step overflowed before it scales this one
         flush_staged_save(run, finish_pending_step(run, state))
     scale = state.loss_scale.scale if state.loss_scale else 1.0
+    run.meter.timers.mark("other")
     batch = run.feed.take()
     assert (batch.first_sample, batch.size) == (state.consumed_samples, size), "loader and loop disagree"
     is_first = not run.meter.slowest_step_seconds
@@ -50,10 +52,11 @@ def train_step(run: Run, state: TrainState) -> None:
         run.runner.gradients,
         lr=lr,
         loss_scale=scale,
-        count_zeros=run.logs_at(step),
+        logs=run.logs_at(step),
         most_norm=most.grad_norm,
         unless=losses.means[LM_LOSS] > most.loss,
     )
+    run.meter.timers.mark(OPTIMIZER)
     state.step, state.consumed_samples = step, state.consumed_samples + size
     state.pending = PendingStep(
         step=step,
@@ -88,7 +91,7 @@ def finish_pending_step(run: Run, state: TrainState) -> SavePlan | None:
         return None
     values = pending.read()
     losses = dict(zip(pending.loss_names, values, strict=False))
-    grad_norm, skipped_flag, num_zeros, *by_source = values[len(losses) :]
+    grad_norm, skipped_flag, num_zeros, params_norm, *by_source = values[len(losses) :]
     skipped = skipped_flag != 0.0
     overflow = not math.isfinite(grad_norm)
     is_nan = not all(math.isfinite(value) for value in losses.values()) or (overflow and state.loss_scale is None)
@@ -100,6 +103,7 @@ def finish_pending_step(run: Run, state: TrainState) -> SavePlan | None:
         losses,
         grad_norm=grad_norm,
         num_zeros=None if math.isnan(num_zeros) else num_zeros,
+        params_norm=None if math.isnan(params_norm) else params_norm,
         samples=pending.global_batch,
         skipped=skipped,
         nan=is_nan,
@@ -179,7 +183,7 @@ def evaluate(run: Run, state: TrainState) -> None:
 
 def _on_its_way_to_the_host(losses: StepLosses, numbers: UpdateNumbers) -> dict[str, Any]:
     """The step's numbers as one small copy that nobody waits for, and the event that says when it has arrived."""
-    scalars = [*losses.means.values(), numbers.grad_norm, numbers.skipped, numbers.num_zeros]
+    scalars = [*losses.means.values(), numbers.grad_norm, numbers.skipped, numbers.num_zeros, numbers.params_norm]
     values = torch.stack([scalar.to(torch.float32) for scalar in scalars])
     if losses.by_source is not None:
         values = torch.cat([values, losses.by_source.flatten()])

@@ -1,0 +1,49 @@
+"""What a run measures about itself, against readings of our own."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from bloomery.config.recipe import ModelSection
+from bloomery.families.registry import family_defaults
+from bloomery.monitor.sinks import iteration_line
+from bloomery.monitor.timers import AWAY
+from bloomery.sizing.flops import FlopCount, flops_per_token, megatron_flops_per_token
+from conftest import Workshop
+from monitor_samples import step_record
+
+
+def test_the_log_line_has_the_flops_of_tr11() -> None:
+    fields = {"family": "bloom", "num_layers": 70, "hidden_size": 14336, "num_heads": 112, "seq_length": 2048}
+    fields |= {"vocab_size": 250880}
+    model = ModelSection.model_validate(fields | family_defaults(fields))
+    flops = megatron_flops_per_token(model, "full")
+    assert flops == pytest.approx(flops_per_token(model, FlopCount.HARDWARE_FULL_RECOMPUTE), rel=1e-12)
+    record = dataclasses.replace(step_record(1), megatron_tflops=flops * 2048 * 2048 / 105.22 / 384 / 1e12)
+    assert iteration_line(record).endswith(" TFLOPs: 149.02 |")
+    assert megatron_flops_per_token(model, "none") == pytest.approx(flops * 3 / 4)
+
+
+def test_timers_sum_to_the_step_and_the_norm_is_that_of_the_weights(workshop: Workshop) -> None:
+    settings = ("train.for=12 steps", "monitor.log_every=4 steps", "data.validation={v: [{path: valid}]}")
+    settings += ("train.evaluate={every: 4 steps}", "model.hidden_size=128", "checkpoint.phases=[{every: 6 steps}]")
+    run = workshop.train(*settings)
+    records = workshop.metrics(run)
+    for record in records:
+        timers = record["timers"]
+        assert {"data", "forward", "backward", "optimizer", "wait", "other"} <= timers.keys()
+        assert sum(seconds for name, seconds in timers.items() if name not in AWAY) == pytest.approx(
+            record["seconds_per_step"], rel=0.03
+        )
+        assert record["rank_timers"]["forward"] == [timers["forward"]] * 3 + [0]
+    assert "eval" not in records[0]["timers"]
+    assert records[1]["timers"]["eval"] > 0 < records[1]["timers"]["save"]
+    tensors = load_file(run / "checkpoints/step-00000012/tensors-00000.safetensors")
+    squares = sum(tensor.double().square().sum() for name, tensor in tensors.items() if name.startswith("model."))
+    assert records[-1]["params_norm"] == pytest.approx(float(torch.as_tensor(squares).sqrt()), rel=1e-6)
+    assert re.search(r"params norm: [0-9]+\.[0-9]{3} \|", (run / "logs/main_log.txt").read_text())
