@@ -25,6 +25,7 @@ from forked import Forked
 from monitor_samples import mounted
 
 torch.set_num_threads(1)
+os.environ["XDG_CONFIG_HOME"] = "/nonexistent"  # what `bloomery calibrate` has found here must not change a test's plan
 # Under nohup, SIGHUP is ignored, and so it would be by every training that a test starts.
 if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
     signal.signal(signal.SIGHUP, lambda *_: None)

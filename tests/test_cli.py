@@ -91,7 +91,7 @@ def test_a_command_without_arguments_runs_or_says_which_one_it_needs(
     code, _, err = command(*name.split())
     needs = (
         []
-        if name in ("doctor", "init", "quickstart", "recipes", "import megatron")
+        if name in ("calibrate", "doctor", "init", "quickstart", "recipes", "import megatron")
         else ["the following arguments are required"]
     )
     assert (code, [text for text in needs if text not in err]) == (2 if needs else 42, [])

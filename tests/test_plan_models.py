@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +24,23 @@ from bloomery.config.recipe import Recipe
 from bloomery.families import registry
 from bloomery.plan.answer import MOST_LAYOUTS, Question, answer
 from bloomery.plan.calculators import Shape, activation_bytes, days, state_bytes, tflops
+from bloomery.plan.calibrate import entry, store, trainings
 from bloomery.plan.candidates import COLUMNS, Grid, setup_of
 from bloomery.plan.constants import fitted
 from bloomery.plan.forecast import PARTS, Assumptions, forecast, write_minutes
-from bloomery.plan.hardware import DEVICES, NETWORKS, STORAGE, Catalogue, Machine, managed_lustre, read_catalogue
+from bloomery.plan.hardware import (
+    DEVICES,
+    NETWORKS,
+    STORAGE,
+    Catalogue,
+    Machine,
+    here,
+    managed_lustre,
+    read_catalogue,
+)
 from bloomery.plan.search import Ranking, layout_name, with_layout
+from bloomery.plan.step_time import gemm_seconds
+from bloomery.plan.trials import Trial
 from bloomery.sizing.check import layout_problems, nothing_done
 from bloomery.sizing.layout import Layout, Place, world_size
 from bloomery.sizing.memory import held_elements, weight_bytes
@@ -388,6 +401,62 @@ def test_pictures_are_one_page_with_all_of_them(tmp_path: Path, command: Command
             places = [place for place, _ in points]
             assert places == sorted(set(places)), "a chart needs ascending places"
     assert "http://" not in text.replace("http://www.w3.org", "")
+
+
+# ---------------------------------------------------------------- calibration
+
+
+def test_calibration_finds_the_constants_that_explain_what_was_measured(tmp_path: Path) -> None:
+    """Measurements made by a planner with other constants: the fit must find the way back from the shipped ones."""
+    true = fitted()
+    true = replace(true, own={**true.own, "speed": 1.0, "gemm": 0.6, "flash": 0.5, "step_s": 0.03, "kept": 1.1})
+    device = DEVICES["h200"]
+    base = recipe("gpt-1.3b", "precision=bf16")
+    setup = setup_of(base, Machine("h200", device, "none", NETWORKS["infiniband-ndr"], 8))
+    gemm = [
+        {
+            "m": m,
+            "n": 4 * k,
+            "k": k,
+            "fp8": False,
+            "seconds": float(gemm_seconds(setup, true.own_pace, *np.array([m, 4 * k, k]))),
+        }
+        for k, m in ((1024, 32768), (2048, 4096), (4096, 16384))
+    ]
+    copied = device.memory_gb_per_s * true.own_pace.memory * 1e9
+    measured = {
+        **{
+            "device": "NVIDIA H200",
+            "devices": 1,
+            "memory_bytes": 140 * 2**30,
+            "cores": 132,
+            "torch": "2",
+            "precision": "bf16",
+        },
+        **{"copy_bytes_per_s": copied, "gemm": gemm, "attention": [], "link_bytes_per_s": None},
+    }
+    trials = []
+    for words in trainings(measured):
+        there = setup_of(recipe("gpt-1.3b", *words), Machine("h200", device, "none", NETWORKS["infiniband-ndr"], 8))
+        step, used = float(true.time(there).total), int(true.memory(there).seen("NVIDIA H200"))
+        trials.append(Trial(words, "ok", step, 1.0, 1.0, used))
+    found, explained = entry(measured, [*trials, Trial([], "out of memory")], [])
+    for row in explained:
+        assert row["explained_step_seconds"] == pytest.approx(row["step_seconds"], rel=0.02)
+        assert row["explained_memory_bytes"] == pytest.approx(row["peak_memory_bytes"], rel=0.01)
+    assert found["measured"]["gemm"] == pytest.approx(0.6, rel=0.1)
+    assert found["measured"]["kept"] == pytest.approx(1.1, rel=0.03)
+    store(found, 1e9, tmp_path / "ours.yaml")
+    device = read_catalogue(tmp_path / "ours.yaml").devices[here()]
+    assert device.memory_gib == 140
+    larger = recipe("gpt-1.3b")
+    there = setup_of(larger, Machine.of(Catalogue({here(): device}), here(), None, 1))
+    assert float(fitted().on(device).time(there).total) == pytest.approx(
+        float(
+            true.time(setup_of(larger, Machine("h200", DEVICES["h200"], "none", NETWORKS["infiniband-ndr"], 8))).total
+        ),
+        rel=0.03,
+    )
 
 
 # ---------------------------------------------------------------- evidence

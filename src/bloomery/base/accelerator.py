@@ -74,6 +74,18 @@ def device_total_bytes(device: torch.device) -> int:
     return 0 if device.type == "cpu" else int(_backend(device).get_device_properties(device).total_memory)
 
 
+def synchronize(device: torch.device) -> None:
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)  # sync
+
+
+def device_cores(device: torch.device) -> int:
+    """Processors that share the tiles of a matrix product, where the backend counts them."""
+    if device.type == "cpu":
+        return len(os.sched_getaffinity(0))
+    return int(getattr(_backend(device).get_device_properties(device), "multi_processor_count", 128))
+
+
 def memory_bytes(device: torch.device) -> tuple[int, int]:
     """(now, peak) bytes held on the device; on a CPU, of this process."""
     if device.type == "cpu":
@@ -132,8 +144,7 @@ def matmul_flops(device: torch.device, seconds: float = 0.2, dtype: torch.dtype 
 
     def multiply() -> None:
         torch.matmul(matrix, matrix)
-        if device.type != "cpu":
-            torch.accelerator.synchronize(device)  # sync
+        synchronize(device)
 
     multiply()  # the first one loads the kernel
     count, began = 0, time.monotonic()

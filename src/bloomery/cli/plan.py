@@ -22,7 +22,9 @@ _SENTENCES = ("largest_costs", "advice")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_recipe_arguments(parser)
-    parser.add_argument("--gpu", default=_GPU, help=f"a device of docs/plan.md or of --hardware; default: {_GPU}")
+    parser.add_argument(
+        "--gpu", help=f"a device of docs/plan.md or of --hardware; default: this one if calibrated, or {_GPU}"
+    )
     parser.add_argument("--gpus", type=whole_number(1, 1_000_000), help="how many; default: those of the recipe")
     parser.add_argument("--nodes", type=whole_number(1), help="machines; default: as many as the devices fill")
     parser.add_argument("--network", help="between nodes; default: the usual one of the device")
@@ -87,29 +89,31 @@ def _score(args: argparse.Namespace) -> int:
 def _question(args: argparse.Namespace) -> Question:
     from bloomery.plan.answer import Question
     from bloomery.plan.constants import fitted
-    from bloomery.plan.hardware import Machine, named, read_catalogue
+    from bloomery.plan.hardware import Machine, here, named, read_catalogue
     from bloomery.plan.search import Ranking, with_layout
     from bloomery.sizing.check import layout_problems, nothing_done
     from bloomery.sizing.layout import ranks_per_node, world_size
 
     catalogue = read_catalogue(args.hardware)
-    device = named(catalogue.devices, args.gpu, "device")
+    name = args.gpu or (here() if here() in catalogue.devices else _GPU)
+    device = named(catalogue.devices, name, "device")
+    constants = fitted().on(device)
     given = args.overrides
     args.overrides = [*given, *_launch_words(args, device.node)]
     recipe = _unchecked(args)
     alone = ranks_per_node(recipe) == 1
-    machine = Machine.of(catalogue, args.gpu, args.network, device.node if alone else ranks_per_node(recipe))
+    machine = Machine.of(catalogue, name, args.network, device.node if alone else ranks_per_node(recipe))
     if args.why:
         recipe = with_layout(args.recipe, args.overrides, args.why, machine.node)[1].recipe
     elif (args.gpus or args.nodes) and (wrong := layout_problems(recipe, nothing_done)):
-        ranking = Ranking.of(recipe, machine, world_size(recipe), fitted())
+        ranking = Ranking.of(recipe, machine, world_size(recipe), constants)
         best = ranking.name(ranking.best(recipe, world_size(recipe)))
         words, loaded = with_layout(args.recipe, given, best, machine.node)
         args.overrides, recipe = [*given, *words], loaded.recipe
         warn(f"the layout of the recipe takes another number of devices: {wrong[0]}. This is the plan of {best}")
     else:
         recipe = load(args, reads=_READS).recipe
-    return Question(recipe, machine, catalogue, fitted(), args.price)
+    return Question(recipe, machine, catalogue, constants, args.price)
 
 
 def _unchecked(args: argparse.Namespace) -> Recipe:

@@ -77,7 +77,7 @@ def machine_facts(place: Path) -> dict[str, Any]:
         "available_memory_bytes": available_host_bytes(),
         "shared_memory_bytes": shutil.disk_usage("/dev/shm").free if Path("/dev/shm").is_dir() else 0,
         "free_disk_bytes": shutil.disk_usage(place).free,
-        "write_bytes_per_second": round(_write_speed(place)),
+        "write_bytes_per_second": round(write_speed(place)),
         "measured": [_measured(each) for each in devices_here(device)],
     }
 
@@ -172,7 +172,7 @@ def _has(need: str) -> bool:
         return False
 
 
-def _write_speed(place: Path) -> float:
+def write_speed(place: Path) -> float:
     """Bytes per second to the disk, of a file that is gone afterwards."""
     path, block = place / f".bloomery-doctor-{secrets.token_hex(4)}", os.urandom(2**20)
     began = time.monotonic()

@@ -26,9 +26,17 @@ def overrides(recipe: Recipe, nodes: int, *, steps: int, strong: bool) -> list[s
     return [
         f"launch.nodes={size[0]}",
         f"launch.gpus_per_node={size[1]}",
+        f"batch.global_batch_size={batch}",
+        *short_training(steps),
+        "monitor.log_every=1 steps",
+    ]
+
+
+def short_training(steps: int) -> list[str]:
+    """Overrides for a training of so many steps whose only checkpoint is its last."""
+    return [
         "launch.array=1",
         "batch.rampup=null",
-        f"batch.global_batch_size={batch}",
         f"train.for={steps} steps",
         "train.exit_after=null",
         "train.evaluate=null",
@@ -39,7 +47,6 @@ def overrides(recipe: Recipe, nodes: int, *, steps: int, strong: bool) -> list[s
         "lr.min=0",
         "lr.cooldown=null",
         f"checkpoint={{phases: [{{every: {10 * steps} steps}}]}}",
-        "monitor.log_every=1 steps",
         "monitor.tensorboard=false",
     ]
 

@@ -113,7 +113,7 @@ def static_facts(recipe: Recipe) -> dict[str, Any]:
 
 def rank_memory(question: Question, stages: list[dict[str, Any]]) -> dict[str, int]:
     """Of the fullest rank, by part: what it holds of the weights is exact, the rest is estimated."""
-    recipe, footprint = question.recipe, question.constants.footprint
+    recipe = question.recipe
     setup = setup_of(recipe, question.machine)
     ranks = []
     for stage in stages:
@@ -129,7 +129,7 @@ def rank_memory(question: Question, stages: list[dict[str, Any]]) -> dict[str, i
         ranks.append({"weights": weights, "gradients": gradients, "optimizer": held["optimizer"], **parts})
     fullest = max(ranks, key=lambda parts: sum(parts.values()))
     expected = sum(fullest.values())
-    return fullest | {"expected": expected, "safe": round(expected * footprint.safe)}
+    return fullest | {"expected": expected, "safe": round(expected * question.constants.safe)}
 
 
 def _machine_facts(machine: Machine) -> dict[str, Any]:

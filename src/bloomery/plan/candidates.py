@@ -21,18 +21,12 @@ _CHUNKS = (1, 2, 3, 4, 6, 8)
 COLUMNS = ("tp", "pp", "chunks", "cp", "dp", "zero", "micro_batch", "recompute")
 
 
-def _recompute_index(recipe: Recipe) -> int:
-    """`mlp` counts as none: it costs no time that could be measured, and its memory is overestimated."""
-    mode = recipe.parallel.recompute
-    return RECOMPUTE.index("none" if mode == "mlp" else mode)
-
-
 def setup_of(recipe: Recipe, machine: Machine, **columns: Any) -> Setup:
     """Of the recipe's own layout but for `columns`: the degrees, zero, shard, micro_batch, global_batch, recompute."""
     model, parallel, layout = recipe.model, recipe.parallel, Layout.of(recipe)
     own = {
         **{"tp": layout.tp, "pp": layout.pp, "cp": layout.cp, "dp": layout.dp, "shard": layout.shard},
-        **{"zero": parallel.zero, "chunks": parallel.chunks, "recompute": _recompute_index(recipe)},
+        **{"zero": parallel.zero, "chunks": parallel.chunks, "recompute": RECOMPUTE.index(parallel.recompute)},
         **{"micro_batch": recipe.batch.micro_batch_size, "global_batch": recipe.batch.global_batch_size},
     }
     layouts = {name: np.asarray(value, dtype=np.float64) for name, value in {**own, **columns}.items()}
@@ -51,7 +45,7 @@ def setup_of(recipe: Recipe, machine: Machine, **columns: Any) -> Setup:
         **layouts,
         **_state_bytes(layouts, offload=parallel.offload),
         per_operator=0,
-        attention=ATTENTION.index("flash"),
+        attention=ATTENTION.index("flex" if FAMILIES[model.family].positions == "alibi" else "flash"),
         sequence_parallel=1,
         compiled=recipe.train.compile is not False and recipe.parallel.schedule != "zero_bubble",
         peak_flops=device.peak(recipe.precision),

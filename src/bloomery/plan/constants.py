@@ -1,50 +1,81 @@
-"""The constants of the models of time and memory: constants.json, which benchmarks/fit_planner.py writes, and what
-measurements of our own training say besides."""
+"""The constants of the models of time and memory: constants.json, which benchmarks/fit_planner.py writes, what
+measurements of our own training say besides, and what `bloomery calibrate` has measured on a machine."""
+
+from __future__ import annotations
 
 import json
-from dataclasses import dataclass, fields, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
 from functools import cache
 from pathlib import Path
+from types import MappingProxyType
+from typing import TypeVar
 
+from bloomery.base.errors import Problem, RecipeError
+from bloomery.plan.hardware import Device
 from bloomery.plan.memory import Footprint, Memory, memory, stage_memory
 from bloomery.plan.setup import Setup
 from bloomery.plan.step_time import Pace, StepTime, step_time
 
+Part = TypeVar("Part", Pace, Footprint)
 FILE = Path(__file__).with_name("constants.json")
-
-
-@dataclass(frozen=True)
-class Own:
-    """`bloomery train` against the stacks of published runs: docs/benchmarks.md, gpt-1.3b and bloom-1.3b on one H200
-    at micro-batch 16, which ran 1.23 and 1.20 times as fast and kept 0.70 of the bytes."""
-
-    speed: float = 1.13
-    step_s: float = 0.01
-    """Between steps. Measured steps are of one length, which cannot tell this from `speed`: with more here, products on
-    an A100 would be faster than any that was measured (0.87 of the peak)."""
-    kept: float = 0.72
-    """Of activations and logits: blocks are compiled, which makes cheap operators again."""
+OWN: Mapping[str, float] = MappingProxyType(
+    {
+        "speed": 1.11,
+        # Measured steps are of one length, which cannot tell this from `speed`: with more here, products on an A100
+        # would be faster than any that was measured (0.87 of the peak).
+        "step_s": 0.01,
+        "cast_bytes": 6.0,
+        # What torch counts, of blocks that are compiled, which makes cheap operators again.
+        "slack": 1.0,
+        "kept": 0.92,
+        "logit_bytes": 2.4,
+        "gated_bytes": 6.6,
+    }
+)
+"""`bloomery train` against the stacks of published runs: docs/benchmarks.md, gpt-1.3b and bloom-1.3b on one H200 at
+micro-batch 16, which ran 1.23 and 1.20 times as fast; memory of 8 and 24 layers."""
 
 
 @dataclass(frozen=True)
 class Constants:
     pace: Pace
     footprint: Footprint
-    own: Own = Own()
+    own: Mapping[str, float] = field(default_factory=lambda: OWN)
+    """Of our own training, on one machine: `speed`, and what replaces the constants of these names."""
+
+    def on(self, device: Device) -> Constants:
+        """With what was measured there. RecipeError for a constant that there is not."""
+        known = {"speed", *(each.name for part in (self.pace, self.footprint) for each in fields(part))}
+        if unknown := sorted(set(device.measured) - known):
+            rule = "`measured` has constants of plan/step_time.py and plan/memory.py"
+            raise RecipeError(Problem(f"{unknown[0]} is no constant of the planner", rule, "run `bloomery calibrate`"))
+        return replace(self, own={**self.own, **device.measured})
 
     def time(self, setup: Setup) -> StepTime:
-        found = step_time(setup, replace(self.pace, step_s=self.own.step_s))
-        return StepTime(*(getattr(found, part.name) / self.own.speed for part in fields(StepTime)))
+        found = step_time(setup, self.own_pace)
+        return StepTime(*(getattr(found, part.name) / self.own["speed"] for part in fields(StepTime)))
 
     def memory(self, setup: Setup) -> Memory:
-        return self._own(memory(setup, self.footprint))
+        return memory(setup, self.own_footprint)
 
     def stage_memory(self, setup: Setup, *, is_last: bool) -> Memory:
-        return self._own(stage_memory(setup, self.footprint, is_last=is_last))
+        return stage_memory(setup, self.own_footprint, is_last=is_last)
 
-    def _own(self, found: Memory) -> Memory:
-        kept = self.own.kept
-        return replace(found, activations=found.activations * kept, logits=found.logits * kept)
+    @property
+    def own_pace(self) -> Pace:
+        return self._with_own(self.pace)
+
+    @property
+    def own_footprint(self) -> Footprint:
+        return self._with_own(self.footprint)
+
+    @property
+    def safe(self) -> float:
+        return self.own_footprint.safe
+
+    def _with_own(self, part: Part) -> Part:
+        return replace(part, **{each.name: self.own[each.name] for each in fields(part) if each.name in self.own})
 
 
 @cache

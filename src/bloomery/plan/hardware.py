@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import difflib
+import os
+import re
+import socket
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -38,6 +41,8 @@ class Device:
     """16-bit peak, where sizing/flops.py has none."""
     clock: float = 1.0
     """Share of the data sheet's peak that a power limit leaves."""
+    measured: dict[str, float] = field(default_factory=dict)
+    """Constants of the planner, as `bloomery calibrate` has found them there."""
 
     def peak(self, precision: str) -> float:
         """FLOP/s; a precision that it lacks runs as the nearest wider one."""
@@ -132,12 +137,27 @@ def named(entries: dict[str, Entry], name: str, kind: str) -> Entry:
     raise RecipeError(Problem(f"no {kind} is called {name!r}", known, f"{remedy}`--hardware FILE` adds your own"))
 
 
+def own_file() -> Path:
+    """This user's hardware file, which `bloomery calibrate` writes."""
+    return Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config") / "bloomery" / "hardware.yaml"
+
+
+def here() -> str:
+    """What an entry of this machine is called."""
+    return re.sub(r"[^a-z0-9]+", "-", socket.gethostname().lower()).strip("-")
+
+
 def read_catalogue(path: Path | None) -> Catalogue:
+    """With the entries of the user's file, and of that at `path`."""
+    known = Catalogue()
+    for file in ([own_file()] if own_file().is_file() else []) + ([path] if path else []):
+        known = _extended(known, file)
+    return known
+
+
+def _extended(known: Catalogue, path: Path) -> Catalogue:
     """With the entries of a YAML file: of `devices`, `networks`, `storage` and `grams_per_kwh`. An entry that begins
     with `like: NAME` changes one that is known; so does one with a known name."""
-    known = Catalogue()
-    if path is None:
-        return known
     try:
         found = yaml.safe_load(read_text(path))
     except (OSError, ValueError) as error:
@@ -167,6 +187,12 @@ def _own(known: dict[str, Any], entries: dict[str, Any], place: str) -> dict[str
             remedy = f"begin with `like: {next(iter(known))}`, and change what differs"
             raise RecipeError(Problem(f"{name} is no whole entry: {error}", "", remedy, place)) from None
     return own
+
+
+def known_as(torch_name: str, catalogue: Catalogue) -> str | None:
+    """A device's name in the tables: that of this machine's own entry, if it is one of these."""
+    names = [name for name, device in catalogue.devices.items() if device.torch_name == torch_name]
+    return here() if here() in names else names[0] if names else None
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,10 @@ class Footprint:
 
     gated_bytes: float = 6.6
     """Kept per token and unit of a gated MLP."""
+    mlp_bytes: float = 2.0
+    """Not kept per token and unit inside an MLP, where what lies between its matrices is made again."""
+    kept: float = 1.0
+    """Of what the blocks would keep if each operator kept its own."""
     logit_bytes: float = 7.5
     """Kept per logit."""
     partial: float = 0.55
@@ -51,16 +55,23 @@ class Memory:
         states = self.weights + self.gradients + self.optimizer
         return states + self.activations + self.logits + self.buffers + self.context
 
+    def seen(self, torch_name: str) -> Column:
+        """As `bloomery train` measures it: torch does not count the context; of a CPU it is the process's."""
+        return self.expected - (0.0 if torch_name == "cpu" else self.context)
 
-def activation_bytes_per_layer(s: Setup, kind: Column, gated_bytes: float) -> Column:
+
+def activation_bytes_per_layer(s: Setup, kind: Column, footprint: Footprint) -> Column:
     """Kept for the backward pass, per micro-batch. Korthikanti et al. 2022 (table 2); gated: the same count without
     dropout."""
     tokens, h, tp = s.tokens, s.hidden, s.tp
     outer_ways = np.where(s.sequence_parallel > 0, tp, 1)
     plain = 10 * h / outer_ways + 24 * h / tp * (s.ffn / (4 * h) * 2 / 3 + 1 / 3)
-    gated = 10 * h / outer_ways + (4 * s.heads_width + 4 * s.kv_width + gated_bytes * s.ffn) / tp
+    gated = 10 * h / outer_ways + (4 * s.heads_width + 4 * s.kv_width + footprint.gated_bytes * s.ffn) / tp
     scores = np.where((s.attention == 0) & (kind == 0), 5 * s.heads * s.seq / tp, 0.0)
-    whole = np.where(s.gated > 0, gated, plain) + scores
+    # 8-bit products keep their inputs in 8 bits, and what attention's own backward pass needs besides.
+    bytes_less = s.is_fp8 * (s.ffn + h) / tp
+    again = np.where(kind == 3, footprint.mlp_bytes * s.ffn / tp / (1 + s.is_fp8), 0.0)
+    whole = footprint.kept * (np.where(s.gated > 0, gated, plain) + scores) - bytes_less - again
     return tokens * np.where(kind == 2, 2 * h / outer_ways, whole)
 
 
@@ -83,16 +94,17 @@ def _parts(found: Memory) -> list[Column]:
 
 def stage_memory(s: Setup, footprint: Footprint, *, is_last: bool) -> Memory:
     parameters, sharded, slack = s.fullest_parameters, s.zero == 3, footprint.slack
-    layer = activation_bytes_per_layer(s, s.recompute, footprint.gated_bytes)
+    layer = activation_bytes_per_layer(s, s.recompute, footprint)
     layer = layer * np.where((s.recompute == 1) & (s.per_operator > 0), footprint.partial, 1.0)
     none = np.zeros_like(s.recompute)
-    workspace = np.where(s.recompute == 2, activation_bytes_per_layer(s, none, footprint.gated_bytes), 0.0)
+    workspace = np.where(s.recompute == 2, activation_bytes_per_layer(s, none, footprint), 0.0)
     in_flight = np.minimum(s.micro_batches, 1 + (s.pp - 1) / s.pp) if is_last else micro_batches_in_flight(s)
     has_logits = np.where(s.pp > 1, float(is_last), 1.0)
     live = np.where(sharded, 4 * (2 * s.layer_parameters + s.vocab * s.hidden) / s.tp, 0.0)
     bucket = np.where(
         (s.zero > 0) & ~sharded & (s.attention == 0), 4 * np.minimum(parameters, footprint.bucket_parameters), 0.0
     )
+    casts = s.is_fp8 * s.layers_of_stage * s.layer_parameters / s.tp
     groups = (s.tp > 1) * 1.0 + (s.pp > 1) + (s.dp * s.cp > 1)
     return Memory(
         weights=parameters * np.where(sharded, 0.0, 2.0),
@@ -100,6 +112,6 @@ def stage_memory(s: Setup, footprint: Footprint, *, is_last: bool) -> Memory:
         optimizer=parameters * s.shared_bytes / s.shard,
         activations=slack * (s.layers_of_stage * layer * in_flight + workspace),
         logits=slack * has_logits * footprint.logit_bytes * s.tokens * s.vocab / s.tp,
-        buffers=slack * live + bucket + groups * footprint.group_gib * _GIB,
+        buffers=slack * live + bucket + casts + groups * footprint.group_gib * _GIB,
         context=footprint.context_gib * _GIB + 0 * parameters,
     )

@@ -49,7 +49,7 @@ class Ranking:
             raise RecipeError(_no_layout(recipe, devices))
         time, used = constants.time(grid.setup), constants.memory(grid.setup)
         speed = grid.setup.global_batch * grid.setup.seq / time.total / devices
-        safe = used.expected * constants.footprint.safe
+        safe = used.expected * constants.safe
         fits = np.flatnonzero(safe <= grid.setup.memory_bytes)
         # Of equals the simpler layout: fewer ways to divide the model first.
         simple = grid.rows[fits, 0] * grid.rows[fits, 1] * grid.rows[fits, 3] * 8 + grid.rows[fits, 5]
@@ -130,7 +130,7 @@ def why(recipe: Recipe, ranking: Ranking, machine: Machine, constants: Constants
     setup = setup_of(recipe, machine)
     time, used = constants.time(setup), constants.memory(setup)
     best = ranking.best(recipe, world_size(recipe))
-    safe = float(used.expected) * constants.footprint.safe
+    safe = float(used.expected) * constants.safe
     have = float(setup.memory_bytes)
     says = [_fits(used, safe, have)]
     mine, theirs = float(time.total), float(ranking.time.total[best])

@@ -11,9 +11,10 @@ from numpy.typing import NDArray
 
 Column = NDArray[np.float64]
 """One number per candidate; a lone number stands for all of them."""
-RECOMPUTE = ("none", "selective", "full")
-ATTENTION = ("unfused", "flash1", "flash")
-"""Scores written to memory (until 2022); the first flash attention; and what replaced it."""
+RECOMPUTE = ("none", "selective", "full", "mlp")
+ATTENTION = ("unfused", "flash1", "flash", "flex")
+"""Scores written to memory (until 2022); the first flash attention; what replaced it; and the same for scores that a
+family changes (ALiBi)."""
 
 
 @dataclass(frozen=True)
@@ -78,6 +79,10 @@ class Setup:
         size = len(chosen)
         columns = {field.name: getattr(self, field.name) for field in fields(self)}
         return Setup(**{name: np.broadcast_to(column, size)[chosen] for name, column in columns.items()})
+
+    @property
+    def is_fp8(self) -> Column:
+        return self.peak_flops > self.bf16_flops
 
     @property
     def devices(self) -> Column:

@@ -37,6 +37,8 @@ class Pace:
     """FLOP/s as `gemm_limit`, of attention."""
     flash_first: float = 0.55
     """Of flash attention, by its first version."""
+    flex: float = 0.7
+    """Of flash attention, by FlexAttention."""
     bmm: float = 0.5
     """Of peak, by the two products of unfused attention."""
     bmm_misaligned: float = 0.3
@@ -51,6 +53,8 @@ class Pace:
     """Of these passes, where a compiler fuses them."""
     loss_passes: float = 6.0
     """Times that the loss reads or writes fp32 logits."""
+    cast_bytes: float = 0.5
+    """Moved to cast a value to 8 bits: two are written, unless it is also read for it."""
     memory: float = 0.85
     """Of memory bandwidth."""
     launch_s: float = 1.5e-3
@@ -145,15 +149,23 @@ def _layer(setup: Setup, pace: Pace) -> tuple[Column, Column]:
         + gemm_seconds(s, pace, tokens, (1 + s.gated) * s.ffn / tp, h)
         + gemm_seconds(s, pace, tokens, h, s.ffn / tp)
     )
-    attention, backward_of_attention = _attention(s, pace)
+    attention, backward_of_attention = attention_seconds(s, pace)
     outer = pace.norm_passes * h / np.where(s.sequence_parallel > 0, tp, 1)
     inner = pace.inner_passes * (s.heads_width + s.kv_width + (1 + s.gated) * s.ffn) / tp
-    passes = (outer + inner) * np.where(s.compiled > 0, pace.fused, 1.0)
-    elementwise = _HALF * tokens * passes / (s.memory_bytes_per_s * pace.memory)
+    fused = np.where(s.compiled > 0, pace.fused, 1.0)
+    moved = _HALF * tokens * fused / (s.memory_bytes_per_s * pace.memory)
+    elementwise, again_mlp = moved * (outer + inner), moved * pace.inner_passes * s.ffn / tp * (s.recompute == 3)
     again_all, again_core = s.recompute == 2, s.recompute == 1
     launch = np.where(s.compiled > 0, pace.launch_fused_s, pace.launch_s)
-    forward = _longer(products + attention + elementwise, launch)
-    backward = _longer(2 * products + backward_of_attention + 2 * elementwise, 1.5 * launch)
+    narrow, wide = (
+        2 * h + (s.heads_width + s.ffn) / tp,
+        h * 2 + (s.heads_width + 2 * s.kv_width + (1 + s.gated) * s.ffn) / tp,
+    )
+    casts = s.is_fp8 * pace.cast_bytes / (s.memory_bytes_per_s * pace.memory)
+    forward = _longer(products + attention + elementwise + casts * (tokens * narrow + s.layer_parameters / tp), launch)
+    backward = _longer(
+        2 * products + backward_of_attention + 2 * elementwise + again_mlp + casts * tokens * wide, 1.5 * launch
+    )
     again = np.where(again_all, forward, np.where(again_core, attention, 0.0))
     return forward + backward + again, _layer_traffic(s, pace, again_all)
 
@@ -163,11 +175,12 @@ def _longer(one: Column, other: Column) -> Column:
     return (one**4 + other**4) ** 0.25
 
 
-def _attention(s: Setup, pace: Pace) -> tuple[Column, Column]:
+def attention_seconds(s: Setup, pace: Pace) -> tuple[Column, Column]:
     """Seconds forward and backward of scores, softmax and values."""
     products = 4 * s.tokens * s.seq * s.heads_width / s.tp
     rate = 1 / (1 / (s.bf16_flops * pace.flash) + 1 / pace.flash_limit)
-    flash = products / 2 / np.where(s.attention == 1, pace.flash_first, 1.0) / rate
+    slower = np.where(s.attention == 1, pace.flash_first, np.where(s.attention == 3, pace.flex, 1.0))
+    flash = products / 2 / slower / rate
     scores = s.micro_batch * s.heads / s.tp * s.seq * s.seq / s.cp
     narrow = np.where(s.head_dim % 8 > 0, 1 / pace.bmm_misaligned, 1.0)
     bmm = products / (s.bf16_flops * pace.bmm) * narrow
@@ -184,7 +197,7 @@ def _layer_traffic(s: Setup, pace: Pace, again: Column) -> Column:
     near = np.where(s.tp * s.cp <= s.node, s.link_bytes_per_s * pace.link, _group_bandwidth(s, pace, s.node / s.tp))
     keys = _HALF * s.tokens * 2 * s.kv_width / s.tp
     context = 3 * keys * (s.cp - 1) / near
-    overlaps = s.attention == 2
+    overlaps = s.attention >= 2
     return np.where(overlaps, pace.tp_exposed, 1.0) * tensor + context * pace.tp_exposed
 
 

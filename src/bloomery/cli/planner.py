@@ -1,11 +1,16 @@
-"""`bloomery plan tflops`, `plan days`, `plan memory` and `plan left`: sums without a recipe."""
+"""`bloomery plan tflops`, `plan days`, `plan memory` and `plan left`: sums without a recipe.
+And `calibrate`: measure this machine, so that later plans are about it."""
 
 import argparse
+import json
+import tempfile
 from pathlib import Path
 from typing import Any
 
+from bloomery.base import signals
+from bloomery.base.errors import BloomeryError, LostRankError, Problem
 from bloomery.base.units import parse_amount
-from bloomery.cli.arguments import add_json, as_text, positive, show, whole_number
+from bloomery.cli.arguments import add_device, add_json, as_text, positive, show, whole_number
 
 _ANY = whole_number(1, 10**9)
 
@@ -97,3 +102,45 @@ def run_left(args: argparse.Namespace) -> int:
     from bloomery.plan.calculators import left
 
     return show(args, left(args.run))
+
+
+def add_arguments_calibrate(parser: argparse.ArgumentParser) -> None:
+    add_device(parser)
+    parser.add_argument("--out", type=Path, metavar="FILE", help="default: bloomery/hardware.yaml in ~/.config")
+    add_json(parser)
+
+
+def run_calibrate(args: argparse.Namespace) -> int:
+    from bloomery.base.accelerator import device_count, pick_device
+    from bloomery.launch.doctor import write_speed
+    from bloomery.launch.local import run_local_ranks
+    from bloomery.parallel.measure import measure_rank
+    from bloomery.plan.calibrate import entry, store, trainings
+    from bloomery.plan.hardware import own_file
+    from bloomery.plan.trials import Bench, Trial, random_data
+
+    device = pick_device(args.device)
+    with tempfile.TemporaryDirectory(prefix="bloomery-calibrate-") as temporary:
+        folder = Path(temporary)
+        file = folder / "measured.json"
+        signals.say("products, attention, copies and links ...")
+        words = [str(file), *([args.device] if args.device else [])]
+        if run_local_ranks(device_count(device) or 1, measure_rank, words, preload=["bloomery.parallel.measure"]):
+            raise LostRankError(Problem("the measurements failed", remedy="see what the processes said above"))
+        measured = json.loads(file.read_text())
+        data = random_data(folder / "random")
+        steps = 2 if device.type == "cpu" else 3
+        bench = Bench("gpt-1.3b", data, folder, args.device, log_every=steps, figures=steps)
+        trials: list[Trial] = []
+        for training in trainings(measured):
+            signals.say(f"training: {' '.join(training[-3:])} ...")
+            trials.append(bench.run(training))
+            if trials[-1].outcome != "ok":
+                signals.say(f"{trials[-1].outcome}: {trials[-1].said}")
+        if all(trial.outcome != "ok" for trial in trials):
+            raise BloomeryError(Problem("no training could be measured", trials[0].said, "see `bloomery doctor`"))
+        found, explained = entry(measured, trials, data)
+        disk = write_speed(Path.cwd())
+    name = store(found, disk, args.out or own_file())
+    facts = {"name": name, "file": str(args.out or own_file()), "disk_bytes_per_s": round(disk), **found}
+    return show(args, facts | {"trainings": explained})

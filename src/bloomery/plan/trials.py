@@ -1,0 +1,148 @@
+"""Short real trainings: each is a `bloomery train` in processes of its own, which end when it is measured."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+
+from bloomery.base import exit_codes, signals
+from bloomery.base.storage import make_folder, remove_tree
+from bloomery.data.shards import ShardWriter
+from bloomery.launch.scale import short_training
+from bloomery.monitor import names
+from bloomery.monitor.history import readable_lines
+
+_POLL_SECONDS = 0.05
+_OUT_OF_MEMORY = "ran out of"
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What one short training measured. A device that runs out of memory is a result."""
+
+    words: list[str]
+    """Overrides of the recipe that make it differ from the untuned one."""
+    outcome: str
+    """ok, out of memory, stopped early (a loser), or failed."""
+    step_seconds: float | None = None
+    tokens_per_second: float | None = None
+    tflops: float | None = None
+    """Of one device."""
+    peak_memory_bytes: int | None = None
+    wall_seconds: float = 0.0
+    said: str = ""
+    """The last line on standard error of one that failed."""
+
+
+@dataclass(frozen=True)
+class Bench:
+    """Where trials run, and how long."""
+
+    recipe: str
+    words: Sequence[str]
+    """Overrides that all trials share."""
+    folder: Path
+    device: str | None = None
+    log_every: int = 3
+    """Steps: the first of these are warm-up (compilation, autotuning of kernels), then each gives a figure."""
+    figures: int = 3
+    on: str = "local"
+    """Another one: trials are jobs of `bloomery launch`, and train to their end."""
+    limit_seconds: float = 900.0
+
+    def run(self, words: Sequence[str], is_loser: Callable[[float], bool] = lambda _: False) -> Trial:
+        """`is_loser`: of tokens per second; one is ended as soon as it is seen to be slow."""
+        run = self.folder / "trial"
+        remove_tree(run)
+        make_folder(self.folder)
+        steps = self.log_every * (self.figures + 1)
+        short = [*short_training(10_000 if self.on == "local" else steps), f"monitor.log_every={self.log_every} steps"]
+        start = ["train", "--quiet"] if self.on == "local" else ["launch", "--follow"]
+        device = ["--device", self.device] if self.device and self.on == "local" else []
+        command = [*start, self.recipe, *self.words, *words, *short, "--run-dir", str(run), *device]
+        began = time.monotonic()
+        with open(self.folder / "stderr.txt", "w+") as said:
+            job = subprocess.Popen(
+                [sys.executable, "-m", "bloomery", *command],
+                stdout=said,
+                stderr=said,
+                start_new_session=True,
+                preexec_fn=partial(signals.end_with_parent, signal.SIGKILL),
+            )
+            try:
+                outcome = self._watch(job, run, is_loser)
+            finally:
+                _end_session(job)
+            said.seek(0)
+            text = said.read()
+        measured = _figures(run)
+        if outcome == "failed":
+            outcome = "out of memory" if _OUT_OF_MEMORY in text or job.returncode == -signal.SIGKILL else outcome
+        found = Trial(list(words), outcome, wall_seconds=time.monotonic() - began)
+        remove_tree(run)
+        if outcome in ("ok", "stopped early") and measured:
+            return Trial(**{**vars(found), **summary(measured)})
+        lines = [line for line in text.splitlines() if line.strip()]
+        return Trial(
+            **{**vars(found), "outcome": outcome if outcome != "ok" else "failed", "said": (lines or [""])[-1]}
+        )
+
+    def _watch(self, job: subprocess.Popen[bytes], run: Path, is_loser: Callable[[float], bool]) -> str:
+        deadline = time.monotonic() + self.limit_seconds
+        while job.poll() is None and time.monotonic() < deadline:
+            if self.on == "local":
+                found = _figures(run)
+                if len(found) >= self.figures:
+                    return "ok"
+                if found and is_loser(max(each["tokens_per_second"] for each in found)):
+                    return "stopped early"
+            time.sleep(_POLL_SECONDS)
+        return "ok" if job.poll() == exit_codes.OK else "failed"
+
+    def command(self, words: Sequence[str]) -> str:
+        return shlex.join(["bloomery", "train", self.recipe, *words])
+
+
+def random_data(prefix: Path) -> list[str]:
+    """Write a shard of random tokens; the overrides with which a recipe of a decoder trains on it, on one rank."""
+    random = np.random.default_rng(0)
+    with ShardWriter(str(prefix), "uint16") as writer:
+        for _ in range(500):
+            writer.append(random.integers(2000, size=4096))
+    return ["tokenizer=null", f"data={{train: [{{path: '{prefix}'}}]}}", "launch=null"]
+
+
+def summary(measured: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    steady = {
+        name: median(each[name] for each in measured) for name in ("seconds_per_step", "tokens_per_second", "tflops")
+    }
+    steady["step_seconds"] = steady.pop("seconds_per_step")
+    return steady | {"peak_memory_bytes": measured[-1].get("peak_memory_bytes")}
+
+
+def _figures(run: Path) -> list[dict[str, Any]]:
+    """Of the steps after the warm-up."""
+    numbers = {"seconds_per_step": float, "tokens_per_second": float, "tflops": float}
+    return list(readable_lines(run / names.METRICS_FILE, **numbers))[1:]
+
+
+def _end_session(job: subprocess.Popen[bytes]) -> None:
+    """Kill all that it has started, without a save: ranks have process groups of their own, the session is one."""
+    for entry in Path("/proc").glob("[0-9]*"):
+        with suppress(ProcessLookupError, PermissionError):
+            if os.getsid(int(entry.name)) == job.pid:
+                os.kill(int(entry.name), signal.SIGKILL)
+    job.wait()
