@@ -46,3 +46,17 @@ def test_timers_sum_to_the_step_and_the_norm_is_that_of_the_weights(workshop: Wo
     squares = sum(tensor.double().square().sum() for name, tensor in tensors.items() if name.startswith("model."))
     assert records[-1]["params_norm"] == pytest.approx(float(torch.as_tensor(squares).sqrt()), rel=1e-6)
     assert re.search(r"params norm: [0-9]+\.[0-9]{3} \|", (run / "logs/main_log.txt").read_text())
+
+
+def test_test_groups_are_evaluated_once_after_the_training(workshop: Workshop) -> None:
+    groups = ("data.split='60,20,20'", "data.test={far: [{path: valid}]}", "train.evaluate={every: 2 steps, steps: 2}")
+    for _ in range(2):  # the second start finds it finished
+        run = workshop.train("train.for=4 steps", *groups)
+        rows = workshop.metrics(run, "validation")
+        found = [(row["step"], row["part"], row["group"]) for row in rows]
+        assert found[:2] == [(2, "validation", "valid"), (4, "validation", "valid")]
+        assert found[2:] == [(4, "test", "test"), (4, "test", "far")]
+        assert len({row["losses"]["lm loss"] for row in rows}) == 4
+    run = workshop.train("train.for=2 steps", "data.split='900,99,1'", groups[-1], run="none")
+    assert {row["part"] for row in workshop.metrics(run, "validation")} == {"validation"}
+    assert "nothing is tested after the training: " in (run / "logs/main_log.txt").read_text()

@@ -132,7 +132,7 @@ class RunFolder:
     @cached_property
     def validation(self) -> dict[str, dict[str, NDArray[Any]]]:
         """The same for every group."""
-        records = [{**each, **each.pop("losses")} for each in self._records("validation")]
+        records = [{**each, **each.pop("losses")} for each in self._records("validation") if each.get("part") != "test"]
         groups = dict.fromkeys(each["group"] for each in records)
         return {group: _columns([each for each in records if each["group"] == group]) for group in groups}
 

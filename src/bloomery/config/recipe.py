@@ -203,6 +203,8 @@ class DataSection(Section):
     """What is trained on."""
     validation: Annotated[dict[str, Annotated[list[SourceSection], Field(min_length=1)]], VALIDATION] = {}
     """Named groups, each evaluated and logged on its own."""
+    test: Annotated[dict[str, Annotated[list[SourceSection], Field(min_length=1)]], VALIDATION] = {}
+    """The same, but evaluated once, when the training is finished."""
     split: Annotated[SplitText | None, ORDER] = None
     """Train, valid and test parts of each source of `train`: one to three numbers, '949,50,1'; missing ones are 0."""
     split_by: Annotated[Literal["documents", "tokens"], ORDER] = "documents"
@@ -217,6 +219,13 @@ class DataSection(Section):
     """How samples are masked (bert only)."""
     cache_dir: Annotated[PathText, REPORTING] = "cache"
     """Where index caches go; the data folder itself may be read-only."""
+
+    @property
+    def groups(self) -> dict[str, list[SourceSection]]:
+        """All sources, by their dotted path."""
+        named = {"validation": self.validation, "test": self.test}
+        evaluated = {f"data.{part}.{name}": group for part, groups in named.items() for name, group in groups.items()}
+        return {"data.train": self.train, **evaluated}
 
 
 class RampupSection(Section):

@@ -124,7 +124,7 @@ def recipe_facts(recipe: Recipe, data: OpenData, *, train_samples: int, quick: b
     eod_id = data.tokenizer.eod_id if data.tokenizer and data.tokenizer.end_of_document else None
     seen: dict[str, dict[str, Any]] = {}
     rows = []
-    for group, stream in {"train": data.train, **data.validation}.items():
+    for group, stream in {"train": data.train, **data.validation, **data.test}.items():
         for source in stream.sources:
             path = source.shard.prefix
             if path not in seen:

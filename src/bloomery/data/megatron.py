@@ -136,7 +136,8 @@ def wanted_samples(recipe: Recipe, plan: TrainingPlan, part: Part) -> int:
     if part == "train":
         return plan.asked_samples
     evaluate = recipe.train.evaluate
-    steps = (plan.train_steps // evaluate.every.count + 1) * evaluate.steps if evaluate else 0
+    times = 1 if part == "test" else plan.train_steps // evaluate.every.count + 1 if evaluate else 0
+    steps = times * evaluate.steps if evaluate else 0
     return steps * recipe.batch.global_batch_size
 
 

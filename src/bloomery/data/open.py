@@ -19,7 +19,7 @@ from bloomery.data.megatron_order import Part
 from bloomery.data.shards import ShardReader
 from bloomery.data.tokenizer import Tokenizer
 from bloomery.families.registry import FAMILIES
-from bloomery.sizing.check import source_key
+from bloomery.sizing.check import source_key, split_shares
 from bloomery.sizing.schedule import TrainingPlan
 
 _FINDS_ENDS = "data.mask_documents, data.reset_positions and data.eod_loss find the ends of documents by their token"
@@ -29,12 +29,13 @@ _FINDS_ENDS = "data.mask_documents, data.reset_positions and data.eod_loss find 
 class OpenData:
     train: Stream
     validation: dict[str, Stream]
+    test: dict[str, Stream]
     blend: TimelessBlend | None
     """The training stream's blend, whose state belongs into the checkpoint; None for orders without state."""
     warnings: list[str]
     """What could not be checked."""
     notices: list[str]
-    """What has changed in the order since the checkpoint."""
+    """What has changed in the order since the checkpoint, and what is not evaluated."""
     tokenizer: Tokenizer | None
     """The recipe's."""
     tokenizer_hash: str | None
@@ -56,13 +57,16 @@ def open_data(
     """
     assert recipe.data is not None
     data, notices = recipe.data, list[str]()
-    sections = {"valid": data.train} if data.split and recipe.train.evaluate else {}
+    shares = split_shares(data.split) if data.split and recipe.train.evaluate else [0.0] * 3
+    sections = {"valid": data.train} if shares[1] else {}
     sections |= data.validation
     with ExitStack() as closing, ExitStack() as said:
         said.enter_context(doing("opening the data"))
         opening = _Opening(recipe, plan or TrainingPlan.of(recipe), closing)
         train = opening.sources(data.train, "train")
         groups = {name: opening.sources(group, "valid") for name, group in sections.items()}
+        tests = {name: opening.sources(group, "test") for name, group in data.test.items()}
+        rest, why = opening.last_part() if shares[2] else ([], "")
         opening.check_together()
         if opening.problems:
             raise DataError(opening.problems)
@@ -74,10 +78,13 @@ def open_data(
             blend, notices = blend_after(cursor, _weights(data.train), windows, seq_length=recipe.model.seq_length)
             stream = Stream(train, blend)
         validation = {name: opening.stream(sections[name], group, "valid") for name, group in groups.items()}
+        test = {"test": opening.stream(data.train, rest, "test")} if rest else {}
+        test |= {name: opening.stream(data.test[name], group, "test") for name, group in tests.items()}
+        notices += [f"nothing is tested after the training: {why}"] if why else []
         tokenizer, tokenizer_hash = opening.tokenizer, opening.tokenizer_hash()
         state = None if opening.megatron is not None else cast(TimelessBlend, stream.blend)
         said.close()
-        yield OpenData(stream, validation, state, opening.warnings, notices, tokenizer, tokenizer_hash)
+        yield OpenData(stream, validation, test, state, opening.warnings, notices, tokenizer, tokenizer_hash)
 
 
 def _weights(sections: Sequence[SourceSection]) -> dict[str, float]:
@@ -117,6 +124,13 @@ class _Opening:
             except DataError as error:
                 self.problems += [each for each in error.problems if each not in self.problems]
         return opened
+
+    def last_part(self) -> tuple[list[ShardSource], str]:
+        """The test part of the training sources, which nobody may have meant; or why it is none."""
+        known = len(self.problems)
+        found = self.sources(self._data.train, "test")
+        problems, self.problems = self.problems[known:], self.problems[:known]
+        return ([], str(problems[0])) if problems else (found, "")
 
     def stream(self, sections: Sequence[SourceSection], sources: list[ShardSource], part: Part) -> Stream:
         if self.megatron is not None:

@@ -50,11 +50,9 @@ def _paths(recipe: Recipe) -> Iterator[tuple[str, str]]:
     if recipe.tokenizer is not None:
         yield "tokenizer.path", recipe.tokenizer.path
     if recipe.data is not None:
-        for i, source in enumerate(recipe.data.train):
-            yield f"data.train.{i}.path", source.path
-        for name, sources in recipe.data.validation.items():
+        for place, sources in recipe.data.groups.items():
             for i, source in enumerate(sources):
-                yield f"data.validation.{name}.{i}.path", source.path
+                yield f"{place}.{i}.path", source.path
 
 
 def document(job: Job, section: AzuremlSection) -> dict[str, Any]:

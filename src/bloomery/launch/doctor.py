@@ -161,7 +161,7 @@ def _inputs(recipe: Recipe) -> Iterator[tuple[str, str]]:
     if recipe.tokenizer is not None:
         yield "tokenizer.path", recipe.tokenizer.path
     if recipe.data is not None:
-        sources = [*recipe.data.train, *(source for group in recipe.data.validation.values() for source in group)]
+        sources = [source for group in recipe.data.groups.values() for source in group]
         yield from (("data", f"{source.path}.bin") for source in sources)
 
 

@@ -41,6 +41,7 @@ def short_training(steps: int) -> list[str]:
         "train.exit_after=null",
         "train.evaluate=null",
         "data.validation={}",
+        "data.test={}",
         "lr.schedule=constant",
         "lr.warmup=0 steps",
         "lr.decay=null",

@@ -75,7 +75,7 @@ class Gathered:
         self.jobs.add(str(record.job))
         if not isinstance(record, StepRecord):
             for name, loss in record.losses.items():
-                self.validation_losses[record.group, name].add(record.step, loss)
+                self.validation_losses[record.group + " (test)" * (record.part == "test"), name].add(record.step, loss)
             return
         self.last_step = record
         for name, loss in record.losses.items():

@@ -120,7 +120,7 @@ def iteration_line(record: StepRecord) -> str:
 
 def validation_box(record: ValidationRecord) -> list[str]:
     """The result between two rules of dashes, one longer than it, as in the reference."""
-    line = f" {record.group} loss at iteration {record.step} | "
+    line = f" {'test ' * (record.part == 'test')}{record.group} loss at iteration {record.step} | "
     for name, loss in record.losses.items():
         line += f"{name} value: {loss:.6E} | {name} PPL: {perplexity_of(loss):.6E} | "
     rule = "-" * (len(line) + 1)
@@ -145,7 +145,7 @@ class Console(Sink):
     def validation(self, record: ValidationRecord) -> None:
         losses = ", ".join(f"{name} {_loss(loss)}" for name, loss in record.losses.items())
         perplexity = _number(record.perplexity)
-        self.notice(f"validation {record.group} at step {record.step}: {losses}, perplexity {perplexity}")
+        self.notice(f"{record.part} {record.group} at step {record.step}: {losses}, perplexity {perplexity}")
 
     def notice(self, text: str) -> None:
         if not self.quiet:

@@ -86,7 +86,7 @@ def _curves(record: Record) -> Iterator[tuple[str, float | None, int]]:
     """Tag, y (None: not measured) and over how many of AXES it is drawn."""
     if not isinstance(record, StepRecord):
         for name, loss in record.losses.items():
-            tag = f"lm-loss-validation/{record.group}/{name} validation"
+            tag = f"lm-loss-{record.part}/{record.group}/{name} {record.part}"
             yield tag, loss, 4
             yield f"{tag} ppl", perplexity_of(loss), 4
         return

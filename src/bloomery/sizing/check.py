@@ -118,7 +118,7 @@ def ignored(recipe: Recipe) -> Findings:
         unread["model.family"] += ["data.reset_positions"] * (encoder or alibi)  # ALiBi has distances only
         unread["data.split"] = ["data.split_by"] * (data.split is None)
         unread["data.order"] = ["data.blend_one_source"] * (data.order == "timeless")
-        unread["train.evaluate"] = ["data.validation"] * (recipe.train.evaluate is None)
+        unread["train.evaluate"] = ["data.validation", "data.test"] * (recipe.train.evaluate is None)
     by_family = family_defaults({name: getattr(model, name) for name in ("family", "hidden_size", "num_heads")})
     for other, paths in unread.items():
         for path in paths:
@@ -338,8 +338,7 @@ def data(recipe: Recipe) -> Findings:
         return
     data, evaluate, family = recipe.data, recipe.train.evaluate, recipe.model.family
     trained = {os.path.normpath(source.path) for source in data.train}
-    groups = {"data.train": data.train} | {f"data.validation.{name}": group for name, group in data.validation.items()}
-    for place, sources in groups.items():
+    for place, sources in data.groups.items():
         if twice := [key for key, count in Counter(map(source_key, sources)).items() if count > 1]:
             rule = f"sources are distinguished by `name`, by default the path, and some share it: {first_few(twice)}"
             remedy = "give each a `name`, or add up their weights in one of them"
@@ -349,13 +348,15 @@ def data(recipe: Recipe) -> Findings:
             rule = f"data.train trains on {first_few(known)}, so this loss will not measure the model on new text"
             remedy = "give it its own shard, or split the training sources with data.split"
             yield Finding((place, "data.train"), rule, remedy, is_warning=True)
-    if data.split and "valid" in data.validation:
-        rule = "is the name of the part which the split makes of the training sources"
-        yield Finding(("data.validation", "data.split"), f"`valid` {rule}", "give that group another name")
+    for name, groups in (("valid", data.validation), ("test", data.test)):
+        if data.split and name in groups:
+            rule = f"`{name}` is the name of the part which the split makes of the training sources"
+            place = "data.validation" if name == "valid" else "data.test"
+            yield Finding((place, "data.split"), rule, "give that group another name")
     if data.split_by == "tokens" and (data.order != "timeless" or FAMILIES[family].encoder):
         rule = "only samples of the timeless order may end within a document, and never those of bert"
         yield Finding(("data.split_by", "data.order", "model.family"), rule, "use data.split_by=documents")
-    if evaluate and not (data.split or data.validation):
+    if evaluate and not (data.split or data.validation or data.test):
         rule, remedy = "evaluation needs data.validation or data.split", "add one, or remove train.evaluate"
         yield Finding(("train.evaluate", "data.validation", "data.split"), rule, remedy)
     train, valid, _ = split_shares(data.split) if data.split else (1.0, 1.0, 1.0)

@@ -36,8 +36,10 @@ def train(run: Run, state: TrainState) -> StopReason:
         if stop.error is not None:  # nothing may be saved, or nothing was learned
             raise stop.error
         flush_staged_save(run, finish_pending_step(run, state))
-        if stop.finished and state.step > first_step and not run.evaluates_at(state.step):
-            evaluate(run, state)
+        if stop.finished and state.step > first_step:
+            if not run.evaluates_at(state.step):
+                evaluate(run, state)
+            evaluate(run, state, "test")
         save_last(run, state)
         run.count_energy(state, fresh=True)
         run.journal.event(Event.STOP, state.step, **stop.facts(), energy=state.energy.to_json())

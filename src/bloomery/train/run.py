@@ -19,7 +19,7 @@ from bloomery.checkpoint.retention import Tier
 from bloomery.checkpoint.save import Saver
 from bloomery.config.load import fingerprint
 from bloomery.config.recipe import Recipe
-from bloomery.data.batch import GlobalBatch, read_batch
+from bloomery.data.batch import GlobalBatch, Stream, read_batch
 from bloomery.data.open import OpenData
 from bloomery.monitor import names
 from bloomery.monitor.journal import Journal
@@ -121,10 +121,10 @@ class Run(Opened):
             names.FACT_ENERGY_SENSOR: self.energy.counted_by,
         }
 
-    def validation_batches(self, group: str) -> Iterator[GlobalBatch]:
+    def evaluation_batches(self, stream: Stream) -> Iterator[GlobalBatch]:
         """This replica's share of a group's samples, one micro-batch at a time: always the same samples, whatever the
         layout, at most as many as the sources have. DataError on every rank if any could not read."""
-        stream, evaluate, batch = self.data.validation[group], self.recipe.train.evaluate, self.recipe.batch
+        evaluate, batch = self.recipe.train.evaluate, self.recipe.batch
         wanted = evaluate.steps * batch.global_batch_size if evaluate else 0
         end = min(wanted, sum(source.num_samples for source in stream.sources))
         rows, mesh = batch.micro_batch_size, self.mesh

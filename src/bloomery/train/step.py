@@ -4,7 +4,7 @@ import itertools
 import math
 import time
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -145,16 +145,16 @@ def watch_spikes(run: Run, state: TrainState, step: int, loss: float, grad_norm:
         run.journal.notice(f"step {step:,}: loss and gradient norm are normal again")
 
 
-def evaluate(run: Run, state: TrainState) -> None:
-    """Evaluate each group once and log it. Does nothing for a recipe without validation data."""
+def evaluate(run: Run, state: TrainState, part: Literal["validation", "test"] = "validation") -> None:
+    """Evaluate each group once and log it. Does nothing for a recipe without such data."""
     flush_staged_save(run, finish_pending_step(run, state))
     main_losses: list[float] = []
     with run.meter.evaluating(), doing("evaluating") as work:
-        for group in run.data.validation:
+        for group, stream in (run.data.validation if part == "validation" else run.data.test).items():
             total: Tensor | None = None
             names: list[str] = []
             batches = 0
-            for batch in run.validation_batches(group):
+            for batch in run.evaluation_batches(stream):
                 work.what = f"evaluating {group}, batch {batches + 1:,}"
                 found = run.runner.evaluate(batch)
                 total = found.double() if total is None else total + found
@@ -170,6 +170,7 @@ def evaluate(run: Run, state: TrainState) -> None:
                     consumed_tokens=run.plan.tokens_at(state.consumed_samples),
                     consumed_gigaflops=run.gigaflops_at(state.consumed_samples),
                     group=group,
+                    part=part,
                     losses=losses,
                     perplexity=perplexity_of(losses[LM_LOSS]),
                     batches=batches,
@@ -177,7 +178,7 @@ def evaluate(run: Run, state: TrainState) -> None:
                     time=time.time(),
                 )
             )
-    if main_losses:
+    if main_losses and part == "validation":
         state.validation = {"step": state.step, "loss": sum(main_losses) / len(main_losses)}
 
 
