@@ -59,6 +59,8 @@ from monitor_samples import step_record, validation_record
 from prepare_samples import jsonl, make, make_texts, make_tokenizer
 
 INPUTS = int(os.environ.get("BLOOMERY_FUZZ_INPUTS", "200"))
+FOUND = {"corpus_parquet": (7852, 21984)}
+"""Far numbers that once were no error: pyarrow ended the process."""
 MOST_SECONDS = 20.0
 """For one input, on a machine that does much else."""
 DEEP = "[" * 100_000
@@ -551,7 +553,7 @@ def test_whatever_a_parser_reads_it_gives_a_value_or_an_error_of_its_own(name, t
         example = parser.path.read_bytes()
         assert survives(parser, example), f"the example for {name} is refused, so its inputs would prove little"
         taken = 0
-        for number in range(INPUTS):
+        for number in (*FOUND.get(name, ()), *range(INPUTS)):
             content = mutated(example, parser, random.Random(f"{name} {number}"))
             try:
                 taken += survives(parser, content)

@@ -385,7 +385,10 @@ def _columns(table: Any, raw: IO[bytes], name: str, block_bytes: int) -> Iterato
     Fewer where all of them could be one long value that is stored once."""
     groups = [table.metadata.row_group(number) for number in range(table.num_row_groups)]
     stored_bytes = max(sum(group.total_byte_size for group in groups), 1)
-    longest = max((_dictionary_bytes(raw, group, name) for group in groups), default=0)
+    for number in range(len(groups)):  # where this is an error of pyarrow's, `group.column` would end the process
+        next(table.iter_batches(1, row_groups=[number], columns=[name]), None)
+    leaves = [leaf for leaf in range(len(table.schema)) if f"{table.schema.column(leaf).path}.".startswith(f"{name}.")]
+    longest = max((_dictionary_bytes(raw, group.column(leaf)) for group in groups for leaf in leaves), default=0)
     rows = min(block_bytes * table.metadata.num_rows // (8 * stored_bytes), MOST_DOCUMENT_BYTES // max(longest, 1))
     rows = min(max(rows, 1), _MOST_ROWS)
     for batch in table.iter_batches(rows, columns=[name], use_threads=False):
@@ -396,17 +399,12 @@ def _columns(table: Any, raw: IO[bytes], name: str, block_bytes: int) -> Iterato
             yield column[first : first + step]
 
 
-def _dictionary_bytes(raw: IO[bytes], group: Any, name: str) -> int:
+def _dictionary_bytes(raw: IO[bytes], chunk: Any) -> int:
     """Of the values of a column that stand once and are referred to, by the header of its first page: in Thrift's
     compact protocol the page's type, where 2 is a dictionary, and its unpacked bytes, both as zigzag varints."""
-    most = 0
-    for chunk in map(group.column, range(group.num_columns)):
-        if f"{chunk.path_in_schema}.".startswith(f"{name}."):
-            raw.seek(chunk.dictionary_page_offset or chunk.data_page_offset)
-            found = re.match(rb"\x15\x04\x15([\x80-\xff]{,4}[\0-\x7f])", raw.read(8), re.S)
-            digits = enumerate(found[1] if found else b"")
-            most = max(most, sum((digit & 127) << 7 * place for place, digit in digits) >> 1)
-    return most
+    raw.seek(chunk.dictionary_page_offset or chunk.data_page_offset)
+    found = re.match(rb"\x15\x04\x15([\x80-\xff]{,4}[\0-\x7f])", raw.read(8), re.S)
+    return sum((digit & 127) << 7 * place for place, digit in enumerate(found[1] if found else b"")) >> 1
 
 
 def _text_of(line: bytes, key: str) -> str:
