@@ -404,7 +404,7 @@ def _dictionary_bytes(raw: IO[bytes], chunk: Any) -> int:
     compact protocol the page's type, where 2 is a dictionary, and its unpacked bytes, both as zigzag varints."""
     raw.seek(chunk.dictionary_page_offset or chunk.data_page_offset)
     found = re.match(rb"\x15\x04\x15([\x80-\xff]{,4}[\0-\x7f])", raw.read(8), re.S)
-    return sum((digit & 127) << 7 * place for place, digit in enumerate(found[1] if found else b"")) >> 1
+    return sum(int(digit & 127) << 7 * place for place, digit in enumerate(found[1] if found else b"")) >> 1
 
 
 def _text_of(line: bytes, key: str) -> str:
