@@ -23,6 +23,7 @@ PAGE, CONTRACT_PAGE = Path(__file__).with_name("recipe.md"), Path(__file__).with
 _ALIASES = {
     recipe.AnyAmount: "amount (steps, samples, tokens)",
     recipe.Steps: "amount (steps)",
+    recipe.Documents: "amount (documents)",
     recipe.WallClock: "duration",
     recipe.AmountOrDuration: "amount, duration",
     recipe.StepsOrTime: "amount (steps), duration",

@@ -71,6 +71,7 @@ CASES: list[tuple[str, list[str], str]] = [
     ("data_parallel", ["launch.nodes=3", "parallel.tp=4"], "launch.nodes is 3 but launch.gpus_per_node is 2. One replica takes tp * pp * cp = 4 of the 6 ranks that are launched, and must divide them. Use 4 or 8 ranks."),
     ("ignored", ["parallel.shard_size=2", "parallel.zero=0"], "parallel.shard_size is 2 but parallel.zero is 0. It would be ignored. Set it back to null, or change parallel.zero."),
     ("data_parallel", ["parallel.shard_size=3"], "parallel.shard_size is 3 but launch.nodes is 2. It must divide the 4 data- and context-parallel ranks. Use 2 or 4, or null for all of them."),
+    ("prepare", ["prepare=[{output: x, sources: [y], limit: 9 documents, shuffle: false}]"], "prepare.0.limit is '9 documents' but prepare.0.shuffle is false. Documents that are drawn at random come in a random order. Remove one of the two."),
     ("launch", ["launch.on=local"], "launch.nodes is 2 but launch.on is 'local'. Local means this one machine. Use launch.on hosts, slurm or azureml, or one node."),
     ("launch", ["launch.nodes_after_ramp=3"], "launch.nodes_after_ramp is 3 but launch.nodes is 2. Every level of the ramp must be a multiple of micro_batch_size 2 times 6 data-parallel replicas, not 64. Change or remove it."),
     ("launch", ["launch.nodes_after_ramp=4", "batch.rampup=null"], "launch.nodes_after_ramp is 4 but launch.nodes is 2. There is no batch ramp. Change or remove it."),

@@ -7,14 +7,21 @@ from dataclasses import asdict, astuple, dataclass
 from decimal import Decimal
 from typing import Any, Literal
 
-AmountUnit = Literal["steps", "samples", "tokens"]
-_EXAMPLES = {"steps": "2000 steps", "samples": "216_320 samples", "tokens": "300B tokens"}
+AmountUnit = Literal["steps", "samples", "tokens", "documents"]
+_EXAMPLES = {
+    "steps": "2000 steps",
+    "samples": "216_320 samples",
+    "tokens": "300B tokens",
+    "documents": "10_000 documents",
+}
 _DURATION_RULE = "a duration is written like '19h50m', '90m', '2d' or '45s'"
 
 _MULTIPLIERS = {"": 1, "k": 10**3, "K": 10**3, "M": 10**6, "B": 10**9, "G": 10**9, "T": 10**12}
 _WHOLE = r"[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+(?:_[0-9]+)*"
 """A comma stands only before three digits: `1,5M tokens` would be read as 15M by some and 1.5M by others."""
-_AMOUNT = re.compile(rf"^((?:{_WHOLE})(?:\.[0-9]+)?(?:[eE][0-9]{{1,2}})?)\s*([kKMBGT]?)\s*(steps?|samples?|tokens?)$")
+_AMOUNT = re.compile(
+    rf"^((?:{_WHOLE})(?:\.[0-9]+)?(?:[eE][0-9]{{1,2}})?)\s*([kKMBGT]?)\s*(steps?|samples?|tokens?|documents?)$"
+)
 _DURATION = re.compile(r"^(?:([0-9]+)d)?\s*(?:([0-9]+)h)?\s*(?:([0-9]+)m)?\s*(?:([0-9]+(?:\.[0-9]+)?)s)?$")
 _LARGEST_AMOUNT = 10**18
 LONGEST_SECONDS = 10 * 365 * 86400
@@ -22,7 +29,7 @@ LONGEST_SECONDS = 10 * 365 * 86400
 
 @dataclass(frozen=True)
 class Amount:
-    """A count of training: steps, samples or tokens."""
+    """A count: of training in steps, samples or tokens; of texts in documents."""
 
     count: int
     unit: AmountUnit

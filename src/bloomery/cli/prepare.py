@@ -15,11 +15,11 @@ from bloomery.base import exit_codes, signals
 from bloomery.base.doing import Doing, doing
 from bloomery.base.errors import Problem, RecipeError, mask, on_one_line
 from bloomery.base.units import format_bytes, format_count, format_seconds
-from bloomery.cli.arguments import add_json, add_recipe_arguments, add_unit, load, whole_number
+from bloomery.cli.arguments import add_json, add_recipe_arguments, add_unit, load, show, whole_number
 
 if TYPE_CHECKING:
     from bloomery.data.manifest import ShardManifest
-    from bloomery.prepare.run import Progress
+    from bloomery.prepare.run import Preparation, Progress
 
 
 def add_arguments_train(parser: argparse.ArgumentParser) -> None:
@@ -67,6 +67,7 @@ def add_arguments_prepare(parser: argparse.ArgumentParser) -> None:
     )
     either = parser.add_mutually_exclusive_group()
     add_unit(either, "to merge")
+    either.add_argument("--estimate", action="store_true", help="tokens, bytes and time, from a sample; writes nothing")
     either.add_argument("--verify", action="store_true", help="read the sources again and compare them with the shards")
     add_json(parser, "manifests")
 
@@ -84,7 +85,10 @@ def run_prepare(args: argparse.Namespace) -> int:
     assert recipe.tokenizer is not None  # a rule of sizing/check.py
     tokenizer = Tokenizer.load(recipe.tokenizer.path)
     manifests: dict[str, Any] = {}
-    for preparation in plan_all(recipe.prepare, tokenizer=tokenizer, seed=recipe.seed, workers=workers):
+    plans = plan_all(recipe.prepare, tokenizer=tokenizer, seed=recipe.seed, workers=workers)
+    if args.estimate:
+        return _estimate(args, plans)
+    for preparation in plans:
         output, manifest, notes = preparation.output, None, list[str]()
         with doing(f"{output}: comparing with the sources") as work:
             progress = _progress(output, work)
@@ -102,6 +106,25 @@ def run_prepare(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(manifests, indent=2))
     return exit_codes.OK
+
+
+def _estimate(args: argparse.Namespace, plans: list[Preparation]) -> int:
+    found = {preparation.output: preparation.estimate() for preparation in plans}
+
+    def text(_: object) -> str:
+        return "\n".join(
+            f"{output}: {format_count(each.tokens)} tokens{_bound(each.error)}, {format_bytes(each.shard_bytes)}, "
+            f"{format_seconds(each.seconds)} with {each.workers} workers and the merge besides; "
+            f"{each.tokens_per_gb:,.0f} tokens per GB of input, {each.bytes_per_token:.3g} bytes a token; "
+            f"from {each.samples} samples, {format_bytes(each.sampled_bytes)} of {format_bytes(each.input_bytes)}"
+            for output, each in found.items()
+        )
+
+    return show(args, {output: asdict(each) for output, each in found.items()}, text)
+
+
+def _bound(error: float | None) -> str:
+    return " (no bound from a single sample)" if error is None else f" (± {error:.1%})" if error else ""
 
 
 def _line(output: str, how: str, manifest: ShardManifest) -> str:

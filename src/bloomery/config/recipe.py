@@ -75,6 +75,7 @@ SplitText = Annotated[
 ]
 AnyAmount = Annotated[Amount, BeforeValidator(_amount("steps", "samples", "tokens", positive=False)), _AS_TEXT]
 Steps = Annotated[Amount, BeforeValidator(_amount("steps")), _AS_TEXT]
+Documents = Annotated[Amount, BeforeValidator(_amount("documents")), _AS_TEXT]
 StepsOrTime = Annotated[Amount | Duration, BeforeValidator(_steps_or_time), _AS_TEXT]
 StepsOrTimeOrAuto = Annotated[Amount | Duration | Literal["auto"], BeforeValidator(_steps_or_time_or_auto), _AS_TEXT]
 WallClock = Annotated[Duration, BeforeValidator(_duration), _AS_TEXT]
@@ -558,6 +559,17 @@ class PrepareSection(Section):
     """Longer documents are dropped."""
     deduplicate: bool = False
     """Keep only the first of documents with exactly the same text."""
+    near_duplicates: Annotated[float, Field(ge=0.1, le=0.95)] | None = None
+    """Drop documents whose runs of five words agree about so much (Jaccard similarity, by MinHash) with an earlier
+    document's: `0.8`. Needs `bloomery[filters]`."""
+    languages: list[Annotated[str, Field(pattern="^[a-z]{2,3}$")]] = []
+    """Drop documents that are in no language of these, as py3langid recognises it: `[en, de]`. Needs
+    `bloomery[filters]`."""
+    files: Annotated[str, Field(pattern=r"^(-?[0-9]{1,9})?:(-?[0-9]{1,9})?$")] | None = None
+    """Which of their files, in natural order (`a9` before `a10`), as Python writes a slice: `:-30` all but the last 30,
+    `-30:-15` the 15 before the last 15, `'-15:'` the last 15."""
+    limit: Documents | None = None
+    """Draw so many documents at random, by the seed, of those that all filters leave: `10_000 documents`."""
     bad_records: Literal["stop", "skip"] = "stop"
     """What to do with a broken line, invalid UTF-8, a missing text or a forged end: fail, or skip the record."""
 

@@ -3,7 +3,6 @@
 import codecs
 import json
 import os
-import re
 from collections.abc import Iterator, Sequence
 from concurrent.futures import as_completed
 from dataclasses import dataclass
@@ -18,7 +17,7 @@ from bloomery.base.storage import locked, make_folder, publish, write_all, write
 from bloomery.prepare.download import AGAIN
 from bloomery.prepare.pool import thread_pool
 from bloomery.prepare.read import Span, content, open_span, whole_lines
-from bloomery.prepare.sources import LINES, InputFile, find_files
+from bloomery.prepare.sources import LINES, InputFile, find_files, natural_order
 
 MANIFEST = "manifest.json"
 
@@ -113,8 +112,7 @@ def plan_chunks(sources: Sequence[str], output: Path, *, chunks: int) -> list[Ch
         raise DataError(Problem(what, "one folder, one extraction", "choose another --output", str(output)))
     ours = {os.path.realpath(path) for path in paths}  # chunks are never made of chunks
     inputs = [file for file in find_files(sources) if file.kind == "jsonl" and file.real not in ours]
-    # Natural order: shard9 before shard10. Text and numbers alternate, so that like is compared with like.
-    inputs.sort(key=lambda file: [int(part) if part.isdecimal() else part for part in re.split(r"(\d+)", file.path)])
+    inputs.sort(key=natural_order)
     if len(inputs) < chunks:
         what = f"{len(inputs)} input files cannot fill {chunks} chunks"
         rule = f"inputs end in {', '.join(LINES)}, plain or with .gz or .zst, and each file goes into one chunk"

@@ -6,7 +6,7 @@ is a bucket. Memory: two buckets of 64 MB (up to 512 MB for shards beyond 32 GB,
 is known of their documents counted, and the 8 bytes a document of ShardWriter (9 where duplicates are removed).
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from tempfile import TemporaryFile
 from typing import IO, Any, cast
@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from bloomery.base.storage import writing
 from bloomery.data.shards import ShardWriter
-from bloomery.prepare.parts import DOCUMENT, LENGTH, PartsFolder, ShardPart
+from bloomery.prepare.parts import LENGTH, PartsFolder, ShardPart
 
 BUCKET_BYTES = 64 << 20
 _LARGEST_BUCKET_BYTES = 512 << 20
@@ -60,30 +60,46 @@ class Merge:
                     file.write(values.view(np.uint8).data)  # not tofile, which does not report why it fails
             mapped: list[NDArray[Any]] = [
                 np.memmap(cast(IO[bytes], file), dtype, "r") if document else np.empty(0, dtype)
-                for file, dtype in ((lengths, LENGTH), (table, DOCUMENT))
+                for file, dtype in ((lengths, LENGTH), (table, folder.document))
             ]
         self.num_documents = document
         self._lengths, self._table = mapped
         self._duplicate = np.broadcast_to(np.False_, document)
 
-    def find_duplicates(self) -> int:
-        """Of documents with the same text all but the first, in the order of the units, are duplicates. How many."""
-        self._duplicate = np.zeros(self.num_documents, bool)
-        passes = max(1, -(-self.num_documents * _HASH_ENTRY_BYTES // BUCKET_BYTES))
-        for number in range(passes):
-            here = np.flatnonzero(self._table["hash"][:, 0] % np.uint64(passes) == number)
-            hashes = self._table["hash"][here]
-            order = np.lexsort((hashes[:, 1], hashes[:, 0]))  # stable: the first of equal ones stays first
-            again = (hashes[order[1:]] == hashes[order[:-1]]).all(axis=1)
-            self._duplicate[here[order[1:][again]]] = True
+    @property
+    def num_dropped(self) -> int:
         return int(self._duplicate.sum())
 
-    def write(self, writer: ShardWriter, *, shuffle: bool) -> Iterator[NDArray[Any]]:
-        """Yields DOCUMENT of the documents that were appended, in their order."""
+    def find_duplicates(self) -> int:
+        """Of documents with the same text all but the first, in the order of the units, are duplicates. How many."""
+        return self._drop_repeated(lambda which: self._table["hash"][which])
+
+    def find_similar(self) -> int:
+        """Documents with a band that an earlier one has too are nearly the same. How many more that drops."""
+        bands = self._table["bands"].swapaxes(0, 1)[..., None]
+        return sum(self._drop_repeated(band.__getitem__) for band in bands)
+
+    def _drop_repeated(self, hashes_of: Callable[[Any], NDArray[Any]]) -> int:
+        before = self.num_dropped
+        self._duplicate = self._duplicate.copy()
+        passes = max(1, -(-self.num_documents * _HASH_ENTRY_BYTES // BUCKET_BYTES))
+        for number in range(passes):
+            here = np.flatnonzero(hashes_of(slice(None))[:, 0] % np.uint64(passes) == number)
+            hashes = hashes_of(here)
+            order = np.lexsort(hashes.T[::-1])  # stable: the first of equal ones stays first
+            again = (hashes[order[1:]] == hashes[order[:-1]]).all(axis=1)
+            self._duplicate[here[order[1:][again]]] = True
+        return self.num_dropped - before
+
+    def write(self, writer: ShardWriter, *, shuffle: bool, limit: int | None = None) -> Iterator[NDArray[Any]]:
+        """Yields DOCUMENT of the documents that were appended, in their order. `limit`: the first so many."""
         for table, lengths, duplicate, tokens in self._buckets(shuffle):
+            if limit is not None and writer.num_documents == limit:
+                return
             if shuffle or duplicate.any():
                 order = np.argsort(table["key"], kind="stable") if shuffle else np.arange(len(table))
                 order = order[~duplicate[order]]
+                order = order[: None if limit is None else limit - writer.num_documents]
                 tokens, lengths = gather(tokens, table["tokens"], order), gather(lengths, table["sequences"], order)
                 table = table[order]
             writer.append_many(tokens.data, lengths, table["sequences"])

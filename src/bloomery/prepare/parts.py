@@ -60,18 +60,19 @@ class ShardPart:
     """(documents, sequences, tokens) of each block; where documents are shuffled, they are sorted within it."""
     dropped: dict[str, NonNegativeInt]
 
-    def num_bytes(self, dtype: np.dtype[Any]) -> int:
-        """Of its file."""
+    def num_bytes(self, *dtypes: np.dtype[Any]) -> int:
+        """Of its file, with documents, lengths and tokens of these types."""
         counts = (sum(run[field] for run in self.runs) for field in range(3))
-        return sum(count * of.itemsize for count, of in zip(counts, (DOCUMENT, LENGTH, dtype), strict=True))
+        return sum(count * of.itemsize for count, of in zip(counts, dtypes, strict=True))
 
 
 class PartsFolder:
     """`<output>.parts`."""
 
-    def __init__(self, output: str, dtype: np.dtype[Any]) -> None:
+    def __init__(self, output: str, dtype: np.dtype[Any], *, bands: int = 0) -> None:
+        """`dtype`: of tokens. `bands`: how many hashes of each document tell near duplicates."""
         self.path, self.dtype = Path(f"{output}.parts"), dtype
-        """Of tokens."""
+        self.document = np.dtype([*DOCUMENT.descr, ("bands", "<u8", (bands,))]) if bands else DOCUMENT
         self._lock = self.path.with_name(f".{self.path.stem}.lock")
 
     @contextlib.contextmanager
@@ -114,7 +115,7 @@ class PartsFolder:
         documents, sequences, tokens = (sum(run[field] for run in part.runs) for field in range(3))
         with open(self.file(part.unit), "rb") as file:
             file.seek(tokens * self.dtype.itemsize)
-            return np.fromfile(file, LENGTH, sequences), np.fromfile(file, DOCUMENT, documents)
+            return np.fromfile(file, LENGTH, sequences), np.fromfile(file, self.document, documents)
 
     def mark(self, part: ShardPart) -> None:
         """From now on the part counts."""
@@ -128,7 +129,11 @@ class PartsFolder:
         documents of these files."""
         try:
             part, path = TypeAdapter(ShardPart).validate_python(read_json(self.marker(unit))), self.file(unit)
-            is_it = (part.unit, part.key, part.num_bytes(self.dtype)) == (unit, key, path.stat().st_size)
+            is_it = (part.unit, part.key, part.num_bytes(self.document, LENGTH, self.dtype)) == (
+                unit,
+                key,
+                path.stat().st_size,
+            )
             return part if is_it and file_checksum(path) == part.part_hash and self._adds_up(part, files) else None
         except (OSError, ValueError):
             return None

@@ -102,11 +102,16 @@ def _split_at_lines(file: InputFile, target: int) -> list[Span]:
         with open_input(file) as raw:
             lines = io.BufferedReader(cast(io.RawIOBase, raw))
             for index in range(1, count):
-                lines.seek(max(file.size * index // count, cuts[-1] - 1))
-                while (line := lines.readline(io.DEFAULT_BUFFER_SIZE)) and not line.endswith(b"\n"):
-                    pass  # of a line of any length
-                cuts.append(lines.tell())
+                cuts.append(next_line(lines, max(file.size * index // count, cuts[-1] - 1)))
     return [Span(file, start, end) for start, end in pairwise([*cuts, file.size]) if end > start]
+
+
+def next_line(lines: IO[bytes], offset: int) -> int:
+    """Where the first line begins behind this one, of any length."""
+    lines.seek(offset)
+    while (line := lines.readline(io.DEFAULT_BUFFER_SIZE)) and not line.endswith(b"\n"):
+        pass
+    return lines.tell()
 
 
 # ---------------------------------------------------------------- content
@@ -327,7 +332,7 @@ class UnitReader:
         except ImportError as error:
             remedy = "install it with `pip install 'bloomery[parquet]'`"
             raise DataError(Problem(f"needs pyarrow: {error}", "", remedy, span.file.name)) from error
-        key, row = self._text_key, 0
+        key, row, begun = self._text_key, 0, self.input_bytes
         try:
             # pre_buffer would read the column of a whole row group at once.
             table = pyarrow.parquet.ParquetFile(raw, buffer_size=_PARQUET_BUFFER_BYTES, pre_buffer=False)
@@ -351,6 +356,7 @@ class UnitReader:
                     else:
                         self._reject(span.file, f"is no text in column '{key}': {value!s:.90}", number)
                 row += len(column)
+                self.input_bytes = begun + span.file.size * row // table.metadata.num_rows
                 del column
                 yield texts, np.array(good, np.int64), size
                 del texts

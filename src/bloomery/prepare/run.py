@@ -26,12 +26,23 @@ from bloomery.data.manifest import ShardManifest, SourceCount, SourceFile, manif
 from bloomery.data.shards import PARTIAL, ShardReader, ShardWriter, file_checksum, token_dtype
 from bloomery.data.tokenizer import Tokenizer
 from bloomery.prepare.encoders import choose_encoder, reject_dropout
+from bloomery.prepare.estimate import Estimate, estimate
+from bloomery.prepare.filters import band_shape, require
 from bloomery.prepare.merge import Merge
 from bloomery.prepare.parts import PartsFolder, ShardPart
 from bloomery.prepare.pool import worker_pool
 from bloomery.prepare.read import Block, Span, Unit, UnitReader, hash_span, plan_units
 from bloomery.prepare.sources import find_files
-from bloomery.prepare.tokenize import DUPLICATE, REASONS, Settings, UnitTokenizer, reusable
+from bloomery.prepare.tokenize import (
+    ALWAYS,
+    DUPLICATE,
+    NOT_DRAWN,
+    REASONS,
+    SIMILAR,
+    Settings,
+    UnitTokenizer,
+    reusable,
+)
 
 AGAIN = "; then run the command again: it needs room for the tokens twice, --verify three times"
 _SAMPLE_UNITS, SAMPLE_DOCUMENTS, _SAMPLE_BYTES = 8, 250, 1 << 14
@@ -98,9 +109,13 @@ class Preparation:
             shuffle_seed=seed if section.shuffle else None,
             **{field.name: getattr(section, field.name) for field in fields(Settings) if hasattr(section, field.name)},
         )
-        self._files = find_files(section.sources, outputs=[section.output, *outputs])
+        limit = section.limit.count if section.limit else None
+        self._settings = replace(self._settings, limit=limit, languages=sorted(section.languages))
+        require(languages=section.languages, similarity=section.near_duplicates)
+        self._files = find_files(section.sources, outputs=[section.output, *outputs], which=section.files)
         self._units = plan_units(self._files)
-        self._folder = PartsFolder(section.output, dtype)
+        self._bands = band_shape(section.near_duplicates)[0] if section.near_duplicates else 0
+        self._folder = PartsFolder(section.output, dtype, bands=self._bands)
         self._report: Callable[[Progress], None] = lambda _: None
         self._progress = Progress(sum(file.size for file in self._files))
         self._notes: list[str] = []
@@ -108,7 +123,7 @@ class Preparation:
     def elsewhere(self, output: str) -> Preparation:
         """The same shard under another name."""
         other = copy.copy(self)
-        other.output, other._folder = output, PartsFolder(output, self._folder.dtype)
+        other.output, other._folder = output, PartsFolder(output, self._folder.dtype, bands=self._bands)
         return other
 
     def run(
@@ -132,6 +147,13 @@ class Preparation:
                 manifest = self._merge([parts[unit.number] for unit in units])
                 self._folder.remove(lock)
                 return PrepareResult(manifest, False, self._notes)
+
+    def estimate(self) -> Estimate:
+        """What `run` would make of all files, and how long its workers would take."""
+        as_ids, no_units = self._settings.special_tokens == "as_ids", np.zeros(0, np.int64)
+        encoder, _ = choose_encoder(self.tokenizer, self._sample_texts(), as_ids=as_ids)
+        worker = UnitTokenizer(self._units, self._settings, self._folder, encoder, self.tokenizer, no_units)
+        return estimate(self._files, worker, workers=self._workers)
 
     def _advance(self, **facts: Any) -> None:
         self._progress = replace(self._progress, **facts)
@@ -191,10 +213,15 @@ class Preparation:
             merge = Merge(parts, self._folder)
             if self._settings.deduplicate:
                 dropped[DUPLICATE] += merge.find_duplicates()
-            for table in merge.write(writer, shuffle=self._settings.shuffle_seed is not None):
+            if self._bands:
+                dropped[SIMILAR] += merge.find_similar()
+            limit, twice = self._settings.limit, merge.num_dropped
+            for table in merge.write(writer, shuffle=self._settings.shuffle_seed is not None, limit=limit):
                 rows = np.ones(len(table), np.int64), table["tokens"], table["text_bytes"]
                 np.add.at(counts, source_of[table["file"]], np.column_stack(rows))
                 self._advance(merged=writer.num_documents / merge.num_documents)
+            dropped[NOT_DRAWN] += merge.num_documents - twice - writer.num_documents
+            dropped = {reason: count for reason, count in dropped.items() if count or reason in ALWAYS}
             if not writer.num_documents:
                 why = ", ".join(f"{count} {reason}" for reason, count in dropped.items() if count)
                 what = "; ".join([f"no document is left ({why or 'there is no text'})", *self._without_bytes()])
@@ -231,6 +258,8 @@ class Preparation:
     def _decisive(self) -> dict[str, Any]:
         """Fields of the manifest that decide the content, besides the files."""
         settings = asdict(self._settings)
+        for name in ("limit", "languages", "near_duplicates"):  # which shards of earlier versions do not have
+            settings[name] or settings.pop(name)
         own = {name: settings.pop(name) for name in ("tokenizer_hash", "dtype", "eod_id", "shuffle_seed")}
         eod = self._settings.eod_id is not None
         return {**own, "vocab_size": self.tokenizer.vocab_size, "append_eod": eod, "settings": settings}

@@ -71,9 +71,15 @@ class InputFile:
         return self.path.lower().removesuffix(f".{self.compression}")
 
 
-def find_files(sources: Sequence[str], *, outputs: Sequence[str] = ()) -> list[InputFile]:
-    """Always in the same order, without what `prepare` writes for these `outputs`. DataError naming every source that
-    matches nothing, files of two sources, and files that are packed in a way that is not read."""
+def natural_order(file: InputFile) -> list[str | int]:
+    """shard9 before shard10. Text and numbers alternate, so that like is compared with like."""
+    return [int(part) if part.isdecimal() else part for part in re.split(r"(\d+)", file.path)]
+
+
+def find_files(sources: Sequence[str], *, outputs: Sequence[str] = (), which: str | None = None) -> list[InputFile]:
+    """Always in the same order, without what `prepare` writes for these `outputs`; `which`: only these, a slice of them
+    in natural order. DataError naming every source that matches nothing, files of two sources, and files that are
+    packed in a way that is not read."""
     problems: list[Problem] = []
     files: list[InputFile] = []
     owners: dict[str, int] = {}
@@ -103,6 +109,14 @@ def find_files(sources: Sequence[str], *, outputs: Sequence[str] = ()) -> list[I
         files += [replace(file, source=number, number=len(files) + index) for index, file in enumerate(found)]
     if problems:
         raise DataError(problems)
+    if which is not None:
+        first, last = (int(text) if text else None for text in which.split(":"))
+        wanted = {file.number for file in sorted(files, key=natural_order)[first:last]}
+        if not wanted:
+            what = f"prepare.files {which!r} takes none of {len(files)} files"
+            raise DataError(Problem(what, "a shard needs a document", "correct it, or prepare.sources"))
+        kept = [file for file in files if file.number in wanted]
+        files = [replace(file, number=number) for number, file in enumerate(kept)]
     return files
 
 

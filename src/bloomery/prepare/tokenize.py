@@ -14,14 +14,17 @@ from bloomery.base.errors import DataError, Problem
 from bloomery.base.splitmix import splitmix64
 from bloomery.data.tokenizer import Tokenizer
 from bloomery.prepare.encoders import Encoder, forbidden_ids
+from bloomery.prepare.filters import bands_of, language_of
 from bloomery.prepare.merge import gather
-from bloomery.prepare.parts import DOCUMENT, PartsFolder, ShardPart, write_part
+from bloomery.prepare.parts import PartsFolder, ShardPart, write_part
 from bloomery.prepare.read import Block, Unit, UnitReader, hash_span, place_of
 
-_FORMAT = 5
+_FORMAT = 6
 """Of parts; another number makes older ones worthless."""
-EMPTY, SHORT, LONG, DUPLICATE, BAD = REASONS = ("empty", "short", "long", "duplicate", "bad")
-"""Why documents are dropped."""
+EMPTY, SHORT, LONG, DUPLICATE, BAD = ALWAYS = ("empty", "short", "long", "duplicate", "bad")
+SIMILAR, LANGUAGE, NOT_DRAWN = ("nearly duplicate", "in other languages", "not drawn")
+REASONS = (*ALWAYS, SIMILAR, LANGUAGE, NOT_DRAWN)
+"""Why documents are dropped. The last three are named only where a filter has dropped some."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +42,9 @@ class Settings:
     max_tokens: int | None
     deduplicate: bool
     bad_records: str
+    limit: int | None
+    languages: list[str]
+    near_duplicates: float | None
 
     def key(self, unit: Unit) -> str:
         inputs = [(span.file.number, span.file.size, span.start, span.end, span.file.name) for span in unit.spans]
@@ -80,18 +86,44 @@ class UnitTokenizer:
         return ShardPart(number, settings.key(unit), self.encoder.name, inputs, part_hash, runs, dropped)
 
     def _encoded(self, reader: UnitReader, dropped: dict[str, int]) -> Iterator[tuple[NDArray[Any], ...]]:
+        keys = np.empty(0, np.uint64)
         for block in reader.blocks():
-            tokens, lengths, table = self._encode_block(block, dropped)
+            tokens, lengths, table = self.encode_block(self._filtered(block, keys, dropped), dropped)
+            if self.draws_early:
+                keys = np.sort(np.concatenate((keys, table["key"])))[: self.settings.limit]
             self.read_bytes[reader.unit.number] = reader.input_bytes
             del block
             if len(table):
                 yield tokens, lengths, table
             del tokens, lengths, table  # before the next block is read
 
-    def _encode_block(self, block: Block, dropped: dict[str, int]) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
+    @property
+    def draws_early(self) -> bool:
+        """Whether a unit need not encode documents of which it has enough with smaller keys: which of them are
+        duplicates is known only when all units are there."""
+        settings = self.settings
+        return settings.limit is not None and not settings.deduplicate and settings.near_duplicates is None
+
+    def _filtered(self, block: Block, keys: NDArray[np.uint64], dropped: dict[str, int]) -> Block:
+        """What is worth encoding. `keys`: the smallest of the documents of this unit so far."""
+        settings, keep = self.settings, np.ones(len(block.texts), bool)
+        if settings.languages:
+            languages = [language_of(text) if text else "" for text in block.texts]
+            keep = np.array([not language or language in settings.languages for language in languages], bool)
+            dropped[LANGUAGE] += len(keep) - int(keep.sum())
+        if self.draws_early and len(keys) == settings.limit and settings.shuffle_seed is not None:
+            late = keep & (shuffle_keys(settings.shuffle_seed, np.concatenate(block.places)) > keys[-1])
+            dropped[NOT_DRAWN] += int(late.sum())
+            keep &= ~late
+        if keep.all():
+            return block
+        texts = [text for text, wanted in zip(block.texts, keep, strict=True) if wanted]
+        return Block(texts, [np.concatenate(block.places)[keep]], block.size)
+
+    def encode_block(self, block: Block, dropped: dict[str, int]) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
         """(tokens, lengths of sequences, DOCUMENT of each document); `dropped` counts the others."""
         settings, texts = self.settings, block.texts
-        table = np.zeros(len(texts), DOCUMENT)
+        table = np.zeros(len(texts), self.folder.document)
         places = np.concatenate(block.places or [np.empty((0, 2), np.uint64)])
         table["file"] = places[:, 0]
         table["text_bytes"] = np.fromiter((len(t) if t.isascii() else len(t.encode()) for t in texts), np.int64)
@@ -100,6 +132,8 @@ class UnitTokenizer:
         if settings.deduplicate:
             hashes = b"".join(xxhash.xxh3_128_digest(text.encode()) for text in texts)
             table["hash"] = np.frombuffer(hashes, "<u8").reshape(-1, 2)
+        if settings.near_duplicates is not None:
+            table["bands"] = bands_of(texts, settings.near_duplicates)
         sequences, sequence_texts = self._split(texts)
         ids, lengths = self.encoder.encode(sequence_texts)
         table["sequences"] = _sums(lengths > 0, sequences)  # a sentence may be nothing but white space

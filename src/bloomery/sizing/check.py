@@ -327,6 +327,10 @@ def launch(recipe: Recipe) -> Findings:
 def prepare(recipe: Recipe) -> Findings:
     if recipe.prepare and recipe.tokenizer is None:
         yield Finding(("prepare", "tokenizer"), "text needs a tokenizer", "add `tokenizer: {path: ...}`")
+    for number, section in enumerate(recipe.prepare):
+        if section.limit and not section.shuffle:
+            rule, remedy = "documents that are drawn at random come in a random order", "remove one of the two"
+            yield Finding((f"prepare.{number}.limit", f"prepare.{number}.shuffle"), rule, remedy)
     outputs = Counter(os.path.normpath(section.output) for section in recipe.prepare)
     if twice := [output for output, count in outputs.items() if count > 1]:
         rule = f"a later section would replace the shard of an earlier one: {first_few(twice)}"

@@ -122,6 +122,8 @@ class BatchPlan:
                 return amount.count
             case "tokens":
                 return self.history.samples_at(amount.count, seq_length=seq_length)
+            case "documents":
+                raise AssertionError("no length of a training")
 
     def global_batch_at_step(self, step: int) -> int:
         """Batch of this step; steps count from 1."""
