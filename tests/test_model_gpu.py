@@ -8,7 +8,10 @@ from typing import Any
 import pytest
 import torch
 
+from bloomery.base.accelerator import pick_device
+from bloomery.base.ranks import Piece
 from bloomery.model import transformer
+from bloomery.model.init import initial_slice, initialise
 from bloomery.model.loss import row_losses
 from bloomery.model.transformer import apply_recompute
 from model_samples import random_tokens, run_attention, small_config, small_model
@@ -106,3 +109,11 @@ def test_blocks_compiled_one_by_one_take_the_context(monkeypatch: pytest.MonkeyP
     for block in model.layers.values():
         block.compile(fullgraph=True)
     torch.testing.assert_close(model(tokens), right, rtol=1e-2, atol=1e-2)
+
+
+def test_initial_values_made_on_a_device_are_the_cpus_to_the_bit() -> None:
+    config, shape, offset, size = small_config("gpt2"), (5000, 8191), (7, 3), (4000, 8001)
+    name = "layers.0.mlp.up.weight"
+    piece = Piece(torch.empty(size, device=pick_device()), shape, offset)
+    initialise([(name, piece)], config, 42)
+    assert torch.equal(piece.tensor.cpu(), torch.from_numpy(initial_slice(config, 42, name, shape, offset, size)))

@@ -63,6 +63,17 @@ def test_threads_do_not_change_a_value(monkeypatch: pytest.MonkeyPatch) -> None:
         torch.set_num_threads(before)
 
 
+@pytest.mark.parametrize("error", [init._DEVICE_ERROR, 2.0**-30])
+def test_values_of_a_device_are_the_cpus_to_the_bit(monkeypatch: pytest.MonkeyPatch, error: float) -> None:
+    """Its steps, taken here: test_model_gpu.py takes them on a GPU. The larger error has the CPU repeat thousands."""
+    monkeypatch.setattr(init, "_DEVICE_ERROR", error)
+    shape, offset, size = (3, 1001, 777), (1, 3, 5), (2, 900, 701)
+    block = (init._key(7, UP), 0.02, shape, offset, size)
+    made = init._device_block(torch.device("cpu"), *block)
+    assert made.dtype == torch.float32
+    assert torch.equal(made, torch.from_numpy(init._normal_block(*block)))
+
+
 def by_hand(seed: int, name: str, pair: int, std: float) -> list[float]:
     """The definition in plain Python: splitmix64 of key and counter, then Box-Muller."""
     z = int.from_bytes(hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest(), "little")

@@ -23,6 +23,7 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -159,6 +160,7 @@ class Saver:
     def poll(self) -> list[SaveOutcome]:
         """How saves since the last call have ended. One that is late is reported once as an error, and again when it
         ends."""
+        self.snapshot.check()
         self._land(0.0)
         job = self._flight
         if job is not None and not self._reported_late and time.monotonic() > self._deadline:
@@ -440,44 +442,66 @@ def _write_synced(path: Path, text: str) -> None:
 
 class HostSnapshot:
     """The bytes of a file of these tensors, in blocks of host memory that are allocated once and used again for every
-    save."""
+    save. For a device they are allocated in a thread, which takes seconds in which the first step compiles."""
 
     def __init__(self, tensors: Mapping[str, Tensor], device: torch.device) -> None:
         self.layout = FileLayout.of(tensors)
         self.queue = CopyQueue(device)
+        self._tensors, self._device = tensors, device
+        self._allocated: Future[list[Tensor]] = Future()
+        if device.type == "cpu":
+            self._allocate()
+        else:  # a daemon: nobody who leaves waits for it
+            threading.Thread(target=self._allocate, name="bloomery-pin", daemon=True).start()
+        self.check()
+
+    def check(self) -> None:
+        """Raise what kept the memory from being allocated, once that is known."""
+        if self._allocated.done():
+            self._allocated.result()
+
+    def _allocate(self) -> None:
         starts = range(0, self.layout.data_bytes, _HOST_BLOCK_BYTES)
         sizes = [min(_HOST_BLOCK_BYTES, self.layout.data_bytes - start) for start in starts]
-        self._blocks = [host_memory(size, device) for size in sizes]
-        # All views are made here: made at every save they would cost it milliseconds.
-        self._targets: list[Tensor] = []
-        self._sources: list[Tensor] = []
+        try:
+            self._allocated.set_result([host_memory(size, self._device) for size in sizes])
+        except Exception as error:
+            self._allocated.set_exception(error)
+
+    @cached_property
+    def _copies(self) -> tuple[list[Tensor], list[Tensor]]:
+        """Targets and sources. Views are made once: made at every save they would cost it milliseconds."""
+        targets: list[Tensor] = []
+        sources: list[Tensor] = []
         position = 0
         for name in self.layout.order:
-            tensor = tensors[name]
+            tensor = self._tensors[name]
             parts = self._parts(position, tensor.nbytes)
             position += tensor.nbytes
             if len(parts) == 1:
-                self._targets.append(parts[0].view(tensor.dtype).view(tensor.shape))
-                self._sources.append(tensor)
+                targets.append(parts[0].view(tensor.dtype).view(tensor.shape))
+                sources.append(tensor)
             else:  # across blocks: only in bytes, so it must lie in one stretch, as weights and moments do
-                self._targets += parts
-                self._sources += as_bytes(tensor).split_with_sizes([len(part) for part in parts])
+                targets += parts
+                sources += as_bytes(tensor).split_with_sizes([len(part) for part in parts])
+        return targets, sources
 
     @torch.no_grad()
     def take(self) -> None:
         """Copy the tensors as they are when the work queued so far is done."""
+        targets, sources = self._copies
         with self.queue.after_all_so_far():
-            if self._targets:  # a loop in C++: a third of the host's time
-                torch._foreach_copy_(self._targets, self._sources, non_blocking=True)
+            if targets:  # a loop in C++: a third of the host's time
+                torch._foreach_copy_(targets, sources, non_blocking=True)
 
     def blocks(self) -> Iterator[memoryview]:
-        return (block.numpy().data for block in self._blocks)
+        return (block.numpy().data for block in self._allocated.result())
 
     def _parts(self, position: int, count: int) -> list[Tensor]:
         """That many bytes from a position on."""
-        parts = []
+        parts, blocks = [], self._allocated.result()
         while count > 0:
-            block, start = self._blocks[position // _HOST_BLOCK_BYTES], position % _HOST_BLOCK_BYTES
+            block, start = blocks[position // _HOST_BLOCK_BYTES], position % _HOST_BLOCK_BYTES
             parts.append(block[start : start + count])
             position, count = position + len(parts[-1]), count - len(parts[-1])
         return parts
@@ -490,6 +514,8 @@ class StreamedSnapshot(HostSnapshot):
         self.layout = FileLayout.of(tensors)
         self.queue = CopyQueue(torch.device("cpu"))
         self._values = values
+
+    def check(self) -> None: ...
 
     def take(self) -> None: ...
 

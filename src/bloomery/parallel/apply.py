@@ -2,19 +2,20 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any, cast
 
 import torch
 
 from bloomery.config.recipe import Recipe
 from bloomery.model.init import initialise
-from bloomery.model.transformer import Transformer, apply_recompute, materialise, use_fp8
+from bloomery.model.transformer import Transformer, apply_recompute, build_model, materialise, use_fp8
 from bloomery.parallel.context import apply_context_parallel
 from bloomery.parallel.fsdp import apply_fsdp, init_fsdp
 from bloomery.parallel.gradients import Gradients, Weight, weights_of
 from bloomery.parallel.mesh import Mesh
-from bloomery.parallel.pipeline import PipelineExecution, build_stages
 from bloomery.parallel.runner import DTYPES, Execution, Mark, PlainExecution, Runner, no_mark
 from bloomery.parallel.tensor import apply_tensor_parallel, cut_buffers, vocabulary_losses
+from bloomery.sizing.layout import stage_layers, stages_of_rank
 
 
 @dataclass(frozen=True)
@@ -26,11 +27,14 @@ class Parallelised:
     mesh: Mesh
 
 
-def parallelise(recipe: Recipe, mesh: Mesh, *, device: torch.device, compile_model: bool) -> Parallelised:
+def parallelise(
+    recipe: Recipe, mesh: Mesh, *, device: torch.device, compile_model: bool, has_values: bool = False
+) -> Parallelised:
     """Build, cut, attach, wrap; only then give it memory and values: no rank ever holds more than its part. All in
-    fp32."""
+    fp32. `has_values`: every weight will be loaded, so none gets an initial value."""
     parts = give_memory(outline(recipe, mesh, compile_model=compile_model), device)
-    initialise(((weight.name, weight.piece) for weight in parts.weights), recipe.model, recipe.seed)
+    if not has_values:
+        initialise(((weight.name, weight.piece) for weight in parts.weights), recipe.model, recipe.seed)
     return parts
 
 
@@ -50,6 +54,29 @@ def outline(recipe: Recipe, mesh: Mesh, *, compile_model: bool) -> Parallelised:
         apply_fsdp(model, mesh, zero=recipe.parallel.zero, dtype=DTYPES[recipe.precision])
     weights = weights_of(stages.values(), shapes, mesh, tied=recipe.model.tie_embeddings)
     return Parallelised(stages, weights, mesh)
+
+
+def build_stages(recipe: Recipe, mesh: Mesh) -> dict[int, Transformer]:
+    """The stages of this rank by their number, on the meta device: the whole model if there is no pipeline."""
+    pp, chunks = mesh.layout.pp, recipe.parallel.chunks
+    if pp == 1:
+        return {0: build_model(recipe.model)}
+    owned = stage_layers(recipe.model.num_layers, pp * chunks)
+    stages = {}
+    for stage in stages_of_rank(mesh.pp, pp, chunks):
+        model = build_model(recipe.model)
+        for key in list(model.layers):
+            if int(key) not in owned[stage]:
+                del model.layers[key]
+        if stage > 0:
+            model.embed = None
+        if stage < len(owned) - 1:
+            model.final_norm = None
+            for end in ("head", "pooler", "order_head"):
+                if hasattr(model, end):
+                    setattr(cast(Any, model), end, None)
+        stages[stage] = model
+    return stages
 
 
 def give_memory(parts: Parallelised, device: torch.device) -> Parallelised:
@@ -82,6 +109,8 @@ def make_runner(
             parts.stages[0], gradients, losses, zero=parallel.zero, compile_model=whole, mark=mark
         )
     else:
+        from bloomery.parallel.pipeline import PipelineExecution  # seconds, where there is no pipeline
+
         execution = PipelineExecution(recipe, parts.stages, gradients, losses, mesh, device, mark)
     return Runner(
         execution=execution,

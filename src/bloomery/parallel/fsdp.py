@@ -3,11 +3,12 @@
 ZeRO 0 is a shard group of one rank. With fewer shards than ranks the rest are copies (HSDP).
 """
 
+import sys
 import warnings
+from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from bloomery.model.transformer import Transformer
 from bloomery.parallel.mesh import Mesh
@@ -23,6 +24,12 @@ def apply_fsdp(model: Transformer, mesh: Mesh, *, zero: int, dtype: torch.dtype)
     """
     if mesh.data is None:
         return
+    from torch.distributed.fsdp import (
+        FSDPModule,
+        MixedPrecisionPolicy,
+        fully_shard,
+    )  # seconds, where nothing is wrapped
+
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     for block in model.layers.values():
         fully_shard(block, mesh=mesh.data, mp_policy=policy, reshard_after_forward=zero == 3)
@@ -36,15 +43,21 @@ def apply_fsdp(model: Transformer, mesh: Mesh, *, zero: int, dtype: torch.dtype)
 
 def set_fsdp_sync(model: nn.Module, *, zero: int, last: bool) -> None:
     """Set what FSDP does in the next backward pass: ZeRO 0 and 1 communicate once a step, 2 and 3 every micro-batch."""
-    if isinstance(model, FSDPModule):
-        model.set_is_last_backward(last)
-        model.set_requires_gradient_sync(last or zero >= 2)
-        model.set_requires_all_reduce(last)
-        model.set_reshard_after_backward(last or zero == 3)
+    if wrapped := _as_fsdp(model):
+        wrapped.set_is_last_backward(last)
+        wrapped.set_requires_gradient_sync(last or zero >= 2)
+        wrapped.set_requires_all_reduce(last)
+        wrapped.set_reshard_after_backward(last or zero == 3)
 
 
 def init_fsdp(model: nn.Module) -> None:
     """Call it once the parameters have memory: FSDP then moves what it must pad, which it would otherwise do in the
     first forward pass, unnoticed by whoever holds a piece."""
-    if isinstance(model, FSDPModule):
-        model._get_fsdp_state()._lazy_init()
+    if wrapped := _as_fsdp(model):
+        wrapped._get_fsdp_state()._lazy_init()
+
+
+def _as_fsdp(model: nn.Module) -> Any:
+    """The model if FSDP has wrapped it, else None."""
+    module = sys.modules.get("torch.distributed.fsdp")
+    return model if module is not None and isinstance(model, module.FSDPModule) else None

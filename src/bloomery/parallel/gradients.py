@@ -3,13 +3,14 @@ micro-batches and ranks; and the norm of these, every element once."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from bloomery.base.ranks import Piece
 from bloomery.parallel.mesh import Mesh
@@ -75,7 +76,13 @@ def weights_of(
 
 def local_of(tensor: Tensor) -> Tensor:
     """The memory of this rank behind a tensor that may be distributed."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return cast(Any, tensor).to_local() if is_distributed(tensor) else tensor
+
+
+def is_distributed(tensor: Tensor) -> bool:
+    """A DTensor. Where nobody has imported their module, which takes a second, there are none."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
 
 
 def _offset(name: str, parameter: Tensor, shape: tuple[int, ...], mesh: Mesh) -> tuple[int, ...]:
@@ -83,7 +90,7 @@ def _offset(name: str, parameter: Tensor, shape: tuple[int, ...], mesh: Mesh) ->
     dim = cut_dimension(name)
     if dim is not None:
         offset[dim] = mesh.tp * (shape[dim] // mesh.layout.tp)
-    if isinstance(parameter, DTensor):  # FSDP cuts rows, after tensor parallelism has cut what it cuts
+    if is_distributed(parameter):  # FSDP cuts rows, after tensor parallelism has cut what it cuts
         rows = -(-parameter.shape[0] // mesh.layout.shard)
         offset[0] += min(mesh.shard * rows, parameter.shape[0])
     return tuple(offset)

@@ -5,7 +5,7 @@ reads for itself, so the schedule is only given the number of each micro-batch.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,11 +16,10 @@ from bloomery.config.recipe import PipelineSchedule, Recipe
 from bloomery.data.batch import Batch
 from bloomery.families.registry import FAMILIES
 from bloomery.model.loss import row_losses
-from bloomery.model.transformer import Transformer, build_model
+from bloomery.model.transformer import Transformer
 from bloomery.parallel.gradients import Gradients
 from bloomery.parallel.mesh import Mesh
 from bloomery.parallel.runner import DTYPES, Mark, RowLosses, Seed, no_mark
-from bloomery.sizing.layout import stage_layers, stages_of_rank
 from bloomery.sizing.parameters import labels_per_sample, padded_vocab_size
 
 _SCHEDULES: dict[PipelineSchedule, Any] = {
@@ -181,29 +180,6 @@ class _TrainingStage(pipelining.PipelineStage):
         super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
         self._gradients.accumulate()
         self._mark("backward")
-
-
-def build_stages(recipe: Recipe, mesh: Mesh) -> dict[int, Transformer]:
-    """The stages of this rank by their number, on the meta device: the whole model if there is no pipeline."""
-    pp, chunks = mesh.layout.pp, recipe.parallel.chunks
-    if pp == 1:
-        return {0: build_model(recipe.model)}
-    owned = stage_layers(recipe.model.num_layers, pp * chunks)
-    stages = {}
-    for stage in stages_of_rank(mesh.pp, pp, chunks):
-        model = build_model(recipe.model)
-        for key in list(model.layers):
-            if int(key) not in owned[stage]:
-                del model.layers[key]
-        if stage > 0:
-            model.embed = None
-        if stage < len(owned) - 1:
-            model.final_norm = None
-            for end in ("head", "pooler", "order_head"):
-                if hasattr(model, end):
-                    setattr(cast(Any, model), end, None)
-        stages[stage] = model
-    return stages
 
 
 def hidden_states(recipe: Recipe, mesh: Mesh) -> Tensor:

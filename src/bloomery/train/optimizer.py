@@ -9,12 +9,11 @@ from itertools import pairwise
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from bloomery.base.errors import DivergedError, Problem
 from bloomery.base.ranks import Piece
 from bloomery.config.recipe import LossScaleSection, OptimizerSection
-from bloomery.parallel.gradients import Gradients, Weight, local_of
+from bloomery.parallel.gradients import Gradients, Weight, is_distributed, local_of
 
 _ELEMENTS_AT_ONCE = 1 << 28
 """That are updated by one call: 1 GiB of gradients."""
@@ -57,7 +56,7 @@ class Optimizer:
             value = weight.piece.tensor
             assert value.dtype == torch.float32, "masters must not start from rounded weights"
             master = value.to("cpu", copy=True) if offload else value
-            if compute_dtype != torch.float32 and not isinstance(weight.parameter, DTensor):
+            if compute_dtype != torch.float32 and not is_distributed(weight.parameter):
                 weight.parameter.data = value.to(compute_dtype)
                 self._followers.append((weight.parameter.data, master))
             elif offload:

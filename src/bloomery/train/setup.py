@@ -263,8 +263,8 @@ def _take_over(opened: Opened, roots: list[Path], *, is_newest: bool) -> list[Ti
 def _build_model(opened: Opened, mesh: Mesh, mark: Mark) -> tuple[Optimizer, Runner]:
     """The part of the model on this rank, at the resume point."""
     recipe, device, ranks, checkpoint = opened.recipe, opened.device, opened.ranks, opened.past.checkpoint
-    compile_model = opened.compiles
-    parts = parallelise(recipe, mesh, device=device, compile_model=compile_model)
+    compile_model, source = opened.compiles, checkpoint or opened.past.weights
+    parts = parallelise(recipe, mesh, device=device, compile_model=compile_model, has_values=source is not None)
     optimizer = Optimizer(
         parts.weights,
         recipe.optimizer,
@@ -272,7 +272,7 @@ def _build_model(opened: Opened, mesh: Mesh, mark: Mark) -> tuple[Optimizer, Run
         offload=recipe.parallel.offload,
         counts_steps=ranks.rank == 0,
     )
-    if source := checkpoint or opened.past.weights:
+    if source is not None:
         pieces = {name: each for name, each in optimizer.pieces().items() if checkpoint or name.startswith("model.")}
         load_pieces(source, pieces, ranks=ranks)
         optimizer.restored()

@@ -84,8 +84,9 @@ def run_all(trials: Sequence[Trial], command: RankCommand, *, device: str, quiet
     for trial in trials:
         trial.folder.mkdir()
         began = time.monotonic()
+        preload = ["bloomery.verify.trials", "bloomery.parallel.pipeline", "torch.distributed.fsdp"]
         with doing.doing(f"{trial.layout} trains, {len(outcomes) + 1} of {len(trials)}"):
-            code = run_local_ranks(trial.world, partial(command, trial, device), [], preload=["bloomery.verify.trials"])
+            code = run_local_ranks(trial.world, partial(command, trial, device), [], preload=preload)
         if code == exit_codes.INTERRUPTED:
             raise KeyboardInterrupt
         seconds = time.monotonic() - began
