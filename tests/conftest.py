@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -162,3 +163,38 @@ def command(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str,
         return code, captured.out, captured.err
 
     return run
+
+
+HUB_TOKEN = "hf_abcdefghijklmnopqrstuvwxyz"
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """The Hub's protocol on this machine; it wants the token."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    words = [
+        sys.executable,
+        str(Path(__file__).with_name("hub_standin.py")),
+        "--port",
+        str(port),
+        "--root",
+        str(tmp_path / "hub"),
+        "--token",
+        HUB_TOKEN,
+    ]
+    process = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    url = f"http://127.0.0.1:{port}"
+    for name, value in {
+        "HF_ENDPOINT": url,
+        "HF_TOKEN": HUB_TOKEN,
+        "HF_HUB_DISABLE_XET": "1",
+        "HF_HOME": str(tmp_path / "hf"),
+    }.items():
+        monkeypatch.setenv(name, value)
+    try:
+        yield url
+    finally:
+        process.kill()
+        process.wait()

@@ -77,9 +77,3 @@ def test_what_people_write_elsewhere_is_understood(command: Command, tmp_path: P
     (tmp_path / "tab.yaml").write_text("name: x\n\tmodel: 1\n")
     assert "Indent with spaces: YAML has no tabs" in command("check", str(tmp_path / "tab.yaml"))[2]
     assert "look at its exponent" in command("check", "quickstart", "lr.peak=1e3")[2].lower()
-    (tmp_path / "tokenizer.json").write_text("{}")
-    named = f"tokenizer={{path: {tmp_path / 'tokenizer.json'}}}"
-    assert (
-        f"Name its folder: {tmp_path}"
-        in command("train", "quickstart", named, "train.evaluate=null", "data={train: [{path: x}]}")[2]
-    )

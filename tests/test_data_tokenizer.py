@@ -1,5 +1,6 @@
 """The tokenizer folder: ids, the end of a document, what is never an id, and what transformers reads."""
 
+import base64
 import json
 
 import numpy as np
@@ -8,7 +9,9 @@ import tokenizers
 
 from bloomery.base.errors import DataError, StorageError
 from bloomery.data.tokenizer import Tokenizer, is_other_tokenizer
+from bloomery.data.tokenizer_files import _byte_letters
 from bloomery.interop.hf.export import write_tokenizer
+from bloomery.prepare.encoders import NASTY
 from bloomery.prepare.train_tokenizer import train_tokenizer
 
 TEXTS = ["def read(self, path):\n    return open(path).read()\n", "the end of the text, the text of the end"] * 3
@@ -395,3 +398,62 @@ def test_training_does_not_replace_another_tokenizer(tmp_path, monkeypatch, comm
     assert "tok/tokenizer.json: is not a tokenizer that" in command("tokenizer", "train", "a.txt", *words)[2]
     file.rename(tmp_path / "tok" / "vocab.txt")
     assert command("tokenizer", "train", "a.txt", *words)[0] == 3, "it would hide BERT's"
+
+
+@pytest.mark.parametrize("prefix", ["gpt2-", "my-"])
+def test_files_may_have_the_names_that_megatron_gives_them(gpt2_folder, tokenizer, prefix):
+    for name in ("vocab.json", "merges.txt"):
+        (gpt2_folder / name).rename(gpt2_folder / f"{prefix}{name}")
+    for path in (gpt2_folder, gpt2_folder / f"{prefix}vocab.json", gpt2_folder / f"{prefix}merges.txt"):
+        assert ids_of(Tokenizer.load(str(path)), "the end") == ids_of(tokenizer, "the end")
+    (gpt2_folder / "others-merges.txt").write_text("")
+    with pytest.raises(DataError, match=rf"several tokenizers: {prefix}merges.txt, others-.* Name the file"):
+        Tokenizer.load(str(gpt2_folder))
+
+
+def test_a_cased_vocabulary_of_bert_is_known_by_its_name(bert_folder, tmp_path):
+    for name, lower in (("bert-large-uncased-vocab.txt", True), ("bert-large-cased-vocab.txt", False)):
+        (tmp_path / name).write_bytes((bert_folder / "vocab.txt").read_bytes())
+        assert Tokenizer.load(str(tmp_path / name)).parsed["normalizer"]["lowercase"] is lower
+
+
+@pytest.mark.parametrize("name", ["r50k_base", "p50k_base", "cl100k_base", "o200k_base"])
+def test_a_tiktoken_file_gives_the_ids_of_tiktoken(folder, tmp_path, monkeypatch, name):
+    import tiktoken
+    from tiktoken_ext import openai_public
+
+    model = json.loads((folder / "tokenizer.json").read_text())["model"]
+    letters = {letter: byte for byte, letter in enumerate(_byte_letters())}
+    tokens = sorted(model["vocab"].keys() - {"<|endoftext|>"}, key=model["vocab"].__getitem__)
+    ranks = {bytes(letters[letter] for letter in token): rank for rank, token in enumerate(tokens)}
+    path = tmp_path / f"{name}.tiktoken"
+    path.write_text("".join(f"{base64.b64encode(token).decode()} {rank}\n" for token, rank in ranks.items()))
+    for load in ("load_tiktoken_bpe", "data_gym_to_mergeable_bpe_ranks"):
+        monkeypatch.setattr(openai_public, load, lambda *_, **__: ranks)
+    right = tiktoken.Encoding(**{**getattr(openai_public, name)(), "explicit_n_vocab": None})
+    loaded, texts = Tokenizer.load(str(tmp_path)), [*NASTY, *TEXTS, "It'S we'LL x\u017f'\u017f 1234567 \r\n\n  y"]
+    assert loaded.eod_id == right.eot_token
+    for text, found in zip(texts, loaded.encode_batch(texts), strict=True):
+        assert (found.tolist(), loaded.decode(found)) == (right.encode_ordinary(text), text)
+    path.write_text("IQ== 0\n")
+    with pytest.raises(DataError, match="needs all 256 bytes"):
+        Tokenizer.load(str(path))
+    (other := tmp_path / "mine.tiktoken").write_text("")
+    with pytest.raises(DataError, match=r"mine.tiktoken is of no known kind.*known are r50k"):
+        Tokenizer.load(str(other))
+
+
+def test_tokenizers_of_bytes_and_of_characters(tmp_path, command):
+    (tmp_path / "a.txt").write_text("To be,\nor not é")
+    words = ("tokenizer", "train", str(tmp_path / "a.txt"), "--output")
+    assert command(*words, str(tmp_path / "b"), "--kind", "bytes")[0] == 0
+    assert command(*words, str(tmp_path / "c"), "--kind", "characters")[0] == 0
+    of_bytes, of_characters = (Tokenizer.load(str(tmp_path / name)) for name in "bc")
+    assert (of_bytes.vocab_size, of_characters.vocab_size) == (257, 2 + len(set("To be,\nor not é")))
+    for tokenizer, length in ((of_bytes, 11), (of_characters, 10)):
+        ids = ids_of(tokenizer, "not\n e é To"[-10:])
+        assert (len(ids), tokenizer.decode(ids)) == (length, "not\n e é To"[-10:])
+    assert ids_of(of_characters, "<|endoftext|>x")[-1] == of_characters.id_of("<|unknown|>")
+    assert of_characters.eod_id not in ids_of(of_characters, "<|endoftext|>")
+    assert "--vocab-size is missing. Bpe needs it" in command(*words, str(tmp_path / "d"))[2]
+    assert "--vocab-size is 300" in command(*words, str(tmp_path / "d"), "--kind", "bytes", "--vocab-size", "300")[2]

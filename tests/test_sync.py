@@ -9,7 +9,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ from bloomery.cli.main import main
 from bloomery.launch import sync as module
 from bloomery.launch.sync import sync, targets
 from conftest import Workshop, start_training, wait_for_steps
-from object_stores import bucket_in, free_port
+from object_stores import bucket_in
 
 EVERYTHING = next(iter(targets("x", []).values()))
 LARGE = "checkpoints/step-00000005/rank-0.safetensors"
@@ -268,36 +267,6 @@ def test_an_object_store_gets_the_same(tmp_path: Path, scheme: str) -> None:
         store.invalidate_cache()
         for file in EXPECTED:
             assert store.cat_file(f"{root}/{file}") == (run / file).read_bytes()
-
-
-@pytest.fixture
-def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """The Hub's protocol on this machine; it wants the token."""
-    port = free_port()
-    words = [
-        sys.executable,
-        str(Path(__file__).with_name("hub_standin.py")),
-        "--port",
-        str(port),
-        "--root",
-        str(tmp_path / "hub"),
-        "--token",
-        SECRET,
-    ]
-    process = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    url = f"http://127.0.0.1:{port}"
-    for name, value in {
-        "HF_ENDPOINT": url,
-        "HF_TOKEN": SECRET,
-        "HF_HUB_DISABLE_XET": "1",
-        "HF_HOME": str(tmp_path / "hf"),
-    }.items():
-        monkeypatch.setenv(name, value)
-    try:
-        yield url
-    finally:
-        process.kill()
-        process.wait()
 
 
 def test_the_hub_gets_a_commit_and_the_token_is_nowhere(tmp_path: Path, hub: str) -> None:

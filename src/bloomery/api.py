@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bloomery.base.errors import Problem, RecipeError
+from bloomery.base.hub import HUB
 from bloomery.config.recipe import Recipe
 from bloomery.sizing.check import load_checked_recipe
 
@@ -96,12 +97,13 @@ def load_model(path: AnyPath, step: int | None = None, *, device: str = "cpu") -
 
 
 def load_tokenizer(path: AnyPath) -> Tokenizer:
-    """From its folder, or of a run or a checkpoint."""
+    """From its folder or file, the Hub (`hf://org/name`), or of a run or a checkpoint."""
     from bloomery.checkpoint.folder import find_checkpoint
     from bloomery.checkpoint.load import read_checkpoint, tokenizer_of
-    from bloomery.data.tokenizer import FILES, Tokenizer
+    from bloomery.data.tokenizer import Tokenizer
+    from bloomery.data.tokenizer_files import tokenizer_file
 
-    if any((Path(path) / name).is_file() for name in FILES):
+    if str(path).startswith(HUB) or tokenizer_file(str(path)):
         return Tokenizer.load(str(path))
     return tokenizer_of(read_checkpoint(find_checkpoint(Path(path)), tensors=False))
 

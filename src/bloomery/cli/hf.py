@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from bloomery.base import exit_codes
+from bloomery.base.hub import local_folder
 from bloomery.cli.arguments import add_json, show, warn
 from bloomery.config.recipe import Recipe
 
@@ -56,7 +57,7 @@ def run_export(args: argparse.Namespace) -> int:
 
 
 def add_arguments_hf(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("folder", metavar="DIR", type=Path, help="Hugging Face folder: config.json and *.safetensors")
+    parser.add_argument("folder", metavar="DIR", type=Path, help="Hugging Face folder or hf://org/name")
     parser.add_argument("output", metavar="OUT", type=Path, help="run folder to make")
     parser.add_argument(
         "overrides", metavar="section.field=value", nargs="*", default=[], help="fields of the recipe: data, batch, lr"
@@ -66,20 +67,21 @@ def add_arguments_hf(parser: argparse.ArgumentParser) -> None:
     add_json(parser)
 
 
-def _untrained(folder: Path) -> dict[str, Any]:
+def _untrained(folder: Path, name: object) -> dict[str, Any]:
     from bloomery.interop.hf.importer import origin_of
     from bloomery.train.state import TrainState
 
-    return {**TrainState(imported_from=origin_of(folder)).to_json(), "interval": None, "blend": None}
+    return {**TrainState(imported_from=origin_of(folder, str(name))).to_json(), "interval": None, "blend": None}
 
 
 def import_for(run: Path, recipe: Recipe) -> None:
-    """The first checkpoint of a run that begins with a Hugging Face model."""
-    from bloomery.interop.hf.importer import import_into
-
+    """The first checkpoint of a run that begins with a Hugging Face model, if it does."""
     assert recipe.init is not None
-    folder = Path(recipe.init.from_)
-    import_into(folder, run, recipe, _untrained(folder))
+    folder = Path(local_folder(recipe.init.from_, weights=True))
+    if (folder / "config.json").is_file():
+        from bloomery.interop.hf.importer import import_into
+
+        import_into(folder, run, recipe, _untrained(folder, recipe.init.from_))
 
 
 def run_hf(args: argparse.Namespace) -> int:
@@ -88,17 +90,18 @@ def run_hf(args: argparse.Namespace) -> int:
     from bloomery.sizing.check import load_checked_recipe
     from bloomery.sizing.parameters import count_parameters
 
-    model, warnings = read_model(args.folder)
+    folder = Path(local_folder(args.folder, weights=True))
+    model, warnings = read_model(folder)
     begins = {
         "from": str(args.output / CHECKPOINTS / step_name(0))
     }  # also where the recipe is trained in another folder
     found = [f"model={json.dumps(model)}", f"init={json.dumps(begins)}"]
-    if tokenizer_files(args.folder):
+    if tokenizer_files(folder):
         found.append(f"tokenizer={json.dumps({'path': str(args.output / TOKENIZER)})}")
     checked = load_checked_recipe(args.recipe or str(START), [*found, *args.overrides])
     warn(*warnings, *checked.warnings)
     done = import_weights(
-        args.folder, args.output, checked.recipe, _untrained(args.folder), with_proof=not args.no_proof
+        folder, args.output, checked.recipe, _untrained(folder, args.folder), with_proof=not args.no_proof
     )
     section = checked.recipe.model
     parameters = count_parameters(section).total

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from bloomery.base import exit_codes
 from bloomery.base.errors import Problem, StorageError
+from bloomery.base.hub import local_folder
 from bloomery.base.storage import remove_tree, write_atomically
 from bloomery.base.units import format_count
 from bloomery.cli.arguments import add_device, warn, whole_number
@@ -52,10 +53,13 @@ _VOCABULARIES = {2**20: 512, 2**25: 2048, 2**28: 8192, 2**31: 32_768}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    text = "files or folders of text, the prefix of a shard, or a Hugging Face folder; default: Python's own sources"
+    text = "files or folders of text, the prefix of a shard, a Hugging Face folder or hf://org/name; default: Python's "
+    text += "own sources"
     parser.add_argument("--from", dest="sources", metavar="PATH", nargs="+", default=["python-stdlib"], help=text)
     parser.add_argument("--name", help="of the recipe and its run; default: that of the first PATH")
     parser.add_argument("--vocab-size", type=whole_number(257, 1 << 24), help="of the tokenizer that a text gets")
+    characters = "a tokenizer of characters, for a small text"
+    parser.add_argument("--characters", action="store_true", help=characters)
     add_device(parser)
 
 
@@ -66,25 +70,30 @@ def run(args: argparse.Namespace) -> int:
     place = f"{name}-data"
     for there in filter(Path.exists, (path, Path(place))):
         raise StorageError(Problem(f"{there} is there", "init replaces nothing", "give another --name"))
-    if (first / "config.json").is_file():
-        return _from_model(first, name, place, path)
-    is_text = not Path(f"{first}.idx").is_file()
+    if (model := Path(local_folder(args.sources[0], weights=True)) / "config.json").is_file():
+        return _from_model(model.parent, args.sources[0], name, place, path)
+    is_text, train = not Path(f"{first}.idx").is_file(), ["--kind", "characters"]
     if is_text:
         tokens, vocabulary = _of_text(args.sources, args.vocab_size)
+        train = train if args.characters else ["--vocab-size", str(vocabulary)]
         shard, tokenizer = f"{place}/shard", f"tokenizer: {{path: {place}/tokenizer}}\n"
         prepare = f"prepare:  # text to tokens, by `bloomery prepare {path}`\n"
         prepare += f"  - {{output: {shard}, sources: [{', '.join(map(json.dumps, args.sources))}]}}\n"
     else:
         tokens, vocabulary, prepare = _of_shard(str(first))
         shard, tokenizer = str(first), ""
-    recipe = _recipe(name, _fitting(tokens, args.device), vocabulary, tokens, tokenizer + prepare, shard)
     code = exit_codes.BUG
     try:
         # First the tokenizer: in its training, which has no files yet, a Ctrl-C may end the process.
-        train = ["tokenizer", "train", *args.sources, "--vocab-size", str(vocabulary), "--output", f"{place}/tokenizer"]
-        code = _do(*train) if is_text else exit_codes.OK
+        words = ["tokenizer", "train", *args.sources, *train, "--output", f"{place}/tokenizer"]
+        code = _do(*words) if is_text else exit_codes.OK
         if not code:
-            write_atomically(path, recipe)
+            if args.characters:
+                from bloomery.data.tokenizer import Tokenizer
+
+                tokens, vocabulary = _BYTES_PER_TOKEN * tokens, Tokenizer.load(f"{place}/tokenizer").vocab_size
+            size = _fitting(tokens, args.device)
+            write_atomically(path, _recipe(name, size, vocabulary, tokens, tokenizer + prepare, shard))
             code = _do("prepare", str(path)) if is_text else exit_codes.OK
     finally:
         if code:  # so that the same command can be given again
@@ -172,16 +181,16 @@ monitor: {{log_every: {max(1, min(10, steps // 50))} steps}}
 """
 
 
-def _from_model(folder: Path, name: str, place: str, path: Path) -> int:
+def _from_model(folder: Path, given: str, name: str, place: str, path: Path) -> int:
     """A recipe that begins with its weights, for a text that the user names."""
     from bloomery.config.yaml_nodes import dump_yaml
     from bloomery.interop.hf.importer import read_model, tokenizer_files
 
     model, warnings = read_model(folder)
     warn(*warnings)
-    found: dict[str, Any] = {"name": name, "init": {"from": str(folder)}, "model": model}
+    found: dict[str, Any] = {"name": name, "init": {"from": given}, "model": model}
     if tokenizer_files(folder):
-        found["tokenizer"] = {"path": str(folder)}
+        found["tokenizer"] = {"path": given}
         found["prepare"] = [{"output": f"{place}/shard", "sources": ["TEXT"]}]
     found["data"] = {"train": [{"path": f"{place}/shard"}], "split": "95,5", "split_by": "tokens"}
     found["batch"] = {"micro_batch_size": 1, "global_batch_size": 8}

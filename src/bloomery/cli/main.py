@@ -23,7 +23,7 @@ COMMANDS = {
     "quickstart": ("quickstart", "everything once, on this machine's Python files, from tokenizer to report"),
     "init": ("init", "write a small recipe that fits a text and this machine, and make its tokenizer and shards"),
     "recipes": ("recipe", "the recipes that come with Bloomery, or the text of one"),
-    "tokenizer train": ("prepare", "train a byte-level BPE tokenizer on raw text"),
+    "tokenizer train": ("prepare", "train a tokenizer on raw text: byte-level BPE, or characters or bytes"),
     "download": ("download", "download the files of a manifest and verify size and checksum"),
     "extract": ("download", "turn many compressed .jsonl files into N plain ones"),
     "prepare": ("prepare", "turn raw text into shards"),

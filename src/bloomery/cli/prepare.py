@@ -25,7 +25,9 @@ if TYPE_CHECKING:
 def add_arguments_train(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("sources", metavar="SOURCE", nargs="+", help="files, folders, globs, URLs, or python-stdlib")
     entries = whole_number(257, 1 << 24)  # from the bytes and the end of text to the most that a tokenizer may have
-    parser.add_argument("--vocab-size", type=entries, required=True, help="entries, special tokens included")
+    kinds = "bpe (default) is byte-level BPE; characters and bytes are for toys"
+    parser.add_argument("--kind", choices=("bpe", "characters", "bytes"), default="bpe", help=kinds)
+    parser.add_argument("--vocab-size", type=entries, help="entries of bpe, special tokens included")
     parser.add_argument("--output", required=True, help="folder for tokenizer.json")
     parser.add_argument("--text-key", default="text", help="where a .jsonl record or parquet row keeps its document")
 
@@ -35,6 +37,11 @@ def run_train(args: argparse.Namespace) -> int:
     from bloomery.prepare.sources import find_files
     from bloomery.prepare.train_tokenizer import train_tokenizer
 
+    if (args.vocab_size is None) == (args.kind == "bpe"):
+        is_missing = args.vocab_size is None
+        what, remedy = ("is missing", "give it, such as 32000") if is_missing else (f"is {args.vocab_size}", "leave it")
+        rule = "bpe needs it; characters and bytes have a size of their own"
+        raise RecipeError(Problem(f"--vocab-size {what}", rule, remedy, "command line"))
     files = find_files(args.sources)
     empty = bad = read = 0
     total = sum(file.size for file in files)
@@ -49,10 +56,10 @@ def run_train(args: argparse.Namespace) -> int:
                 empty += block.texts.count("")
                 yield from filter(None, block.texts)
             bad += reader.bad
-        work.what = f"training the tokenizer: finding {args.vocab_size:,} entries"
+        work.what = "training the tokenizer: finding its entries"
 
     with doing("training the tokenizer") as work:
-        tokenizer = train_tokenizer(texts(), vocab_size=args.vocab_size, output=args.output)
+        tokenizer = train_tokenizer(texts(), vocab_size=args.vocab_size, output=args.output, kind=args.kind)
     print(
         f"{args.output}: {tokenizer.vocab_size:,} entries from {len(files):,} files "
         f"({empty} empty and {bad} unreadable left out), hash {tokenizer.content_hash[:12]}"

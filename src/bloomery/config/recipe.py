@@ -174,7 +174,7 @@ class ModelSection(Section):
 
 class TokenizerSection(Section):
     path: PathText
-    """Folder with a Hugging Face `tokenizer.json`, GPT-2's `vocab.json` and `merges.txt`, or BERT's `vocab.txt`."""
+    """A tokenizer's folder or file, or `hf://org/name` of the Hub; docs/prepare.md lists the kinds."""
 
 
 class SourceSection(Section):
@@ -578,7 +578,7 @@ class InitSection(Section):
     """Weights to begin with, instead of random ones, where the run has no checkpoint yet."""
 
     from_: PathText = Field(alias="from")
-    """A checkpoint, a run folder (its newest checkpoint) or a Hugging Face folder: only weights are taken from it."""
+    """A checkpoint, a run folder (its newest one), a Hugging Face folder or `hf://org/name`: only weights are taken."""
 
 
 class Recipe(Section):

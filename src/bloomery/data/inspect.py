@@ -16,7 +16,7 @@ from bloomery.data.blend import TimelessBlend
 from bloomery.data.manifest import manifest_of
 from bloomery.data.open import OpenData
 from bloomery.data.shards import ShardReader, damaged
-from bloomery.data.tokenizer import HIGHEST_ID
+from bloomery.data.tokenizer_files import HIGHEST_ID
 from bloomery.families.family import IGNORED_LABEL, LM_LOSS
 
 

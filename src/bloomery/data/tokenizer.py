@@ -16,17 +16,15 @@ import numpy as np
 import orjson
 from numpy.typing import NDArray
 
-from bloomery.base.bounded import LARGE_BYTES, parse_json, read_text
+from bloomery.base.doing import doing
 from bloomery.base.errors import DataError, Problem
+from bloomery.base.hub import local_folder
+from bloomery.data.tokenizer_files import as_tokenizer_json, read_settings, token_of, tokenizer_file, vocab_size_of
 
 T = TypeVar("T")
-FILES = ("tokenizer.json", "merges.txt", "vocab.txt")
-"""A folder with one of them holds a tokenizer; the first counts."""
-HIGHEST_ID = (1 << 24) - 1
 END_OF_DOCUMENT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]")
 """Special tokens that end a document, the most specific first; without any of them, the folder's `eos_token` does. Not
 that one first: a chat tokenizer's ends a turn, `<|im_end|>`, where `<|endoftext|>` ends documents."""
-_BERT_SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 _OF_IDS = "-ids"
 """What hashes end with since they cover what decides ids and nothing else."""
 _NOTHING = ("dropout", "continuing_subword_prefix", "end_of_word_suffix")
@@ -72,7 +70,7 @@ class Tokenizer:
             self._tokenizer = tokenizers.Tokenizer.from_str(content)
             self.parsed: dict[str, Any] = orjson.loads(content)
             """The content of the tokenizer.json; not to be changed."""
-            self.vocab_size = _vocab_size(self._tokenizer)
+            self.vocab_size = vocab_size_of(self._tokenizer)
             """Rows an embedding needs: the highest id plus one, added tokens included."""
         except (KeyboardInterrupt, MemoryError):
             raise
@@ -86,11 +84,11 @@ class Tokenizer:
 
     @classmethod
     def load(cls, path: str) -> Tokenizer:
-        """From a folder that holds a tokenizer.json, GPT-2's vocab.json and merges.txt, or BERT's vocab.txt."""
-        files = [os.path.join(path, name) for name in FILES]
-        file = next(filter(os.path.exists, files), files[0])
-        as_json = dict(zip(files, (_read, _gpt2, _bert), strict=True))[file]
-        return cls(as_json(file), path=file)
+        """From its folder, its file, or the Hub (`hf://org/name`)."""
+        path = local_folder(path)
+        file = tokenizer_file(path) or os.path.join(path, "tokenizer.json")
+        with doing(f"reading {file}"):
+            return cls(as_tokenizer_json(file), path=file)
 
     @cached_property
     def special_tokens(self) -> dict[str, int]:
@@ -156,94 +154,3 @@ class Tokenizer:
 
     def decode(self, ids: Sequence[int] | NDArray[np.integer[Any]]) -> str:
         return str(self._tokenizer.decode([int(token) for token in ids], skip_special_tokens=False))
-
-
-def _vocab_size(tokenizer: Any) -> int:
-    """Of one of the library. ValueError where ids are not unique, or so high that tables by id would fill memory."""
-    ids = tokenizer.get_vocab().values()
-    if len({*ids}) != len(ids) or (highest := max(ids, default=-1)) > HIGHEST_ID:
-        raise ValueError(f"each token has an id of its own, from 0 to {HIGHEST_ID:,}")
-    return int(highest) + 1
-
-
-# ---------------------------------------------------------------- files, each as the text of a tokenizer.json
-
-
-def _gpt2(path: str) -> str:
-    from tokenizers import ByteLevelBPETokenizer
-
-    folder = os.path.dirname(path)
-    vocab = read_beside(folder, "vocab.json")
-    lines = [line for line in _read(path).split("\n") if line.strip() and not line.startswith("#version")]
-    prefix_space = bool(read_beside(folder, "tokenizer_config.json").get("add_prefix_space", False))
-    try:
-        pairs = [(first, second) for first, second in map(str.split, lines)]
-        tokenizer = ByteLevelBPETokenizer(vocab, pairs, add_prefix_space=prefix_space)
-        _vocab_size(tokenizer)  # the library takes all memory when it saves a vocabulary with a hole of billions of ids
-    except (KeyboardInterrupt, MemoryError):
-        raise
-    except BaseException as error:  # the library raises bare Exception, and its panics are not even that
-        rule = "a line is a pair of tokens of vocab.json"
-        raise _broken(path, f"does not fit the vocab.json beside it: {error}", rule) from error
-    if END_OF_DOCUMENT[0] in vocab:
-        tokenizer.add_special_tokens([END_OF_DOCUMENT[0]])
-    return str(tokenizer.to_str())
-
-
-def _bert(path: str) -> str:
-    from tokenizers import BertWordPieceTokenizer, decoders
-
-    tokens = _read(path).removesuffix("\n").split("\n")
-    vocab = {token.rstrip("\r"): number for number, token in enumerate(tokens)}
-    if missing := [token for token in _BERT_SPECIAL if token not in vocab]:
-        raise _broken(path, f"lacks {', '.join(missing)}", "BERT's vocabulary has one token a line, these among them")
-    config = read_beside(os.path.dirname(path), "tokenizer_config.json")
-    tokenizer = BertWordPieceTokenizer(
-        vocab,
-        handle_chinese_chars=bool(config.get("tokenize_chinese_chars", True)),
-        strip_accents=accents if type(accents := config.get("strip_accents")) is bool else None,
-        lowercase=bool(config.get("do_lower_case", True)),
-    )
-    tokenizer.decoder, tokenizer.post_processor = decoders.WordPiece(cleanup=False), None
-    return str(tokenizer.to_str())
-
-
-def read_settings(folder: str) -> dict[str, Any]:
-    """What a folder says of its tokenizer beside tokenizer.json, as transformers reads it: the older
-    special_tokens_map.json counts where the config lists no tokens. DataError for a file that is no JSON object."""
-    config, older = read_beside(folder, "tokenizer_config.json"), read_beside(folder, "special_tokens_map.json")
-    return config if "added_tokens_decoder" in config else {**config, **older}
-
-
-def token_of(setting: Any) -> str | None:
-    """The token of a setting such as `eos_token`, which may come with its flags; None where it names none."""
-    text = setting.get("content") if isinstance(setting, dict) else setting
-    return text if isinstance(text, str) else None
-
-
-def read_beside(folder: str, name: str) -> dict[str, Any]:
-    """The object in a JSON file of a tokenizer's folder; empty if there is no such file."""
-    path = os.path.join(folder, name)
-    if not os.path.exists(path):
-        return {}
-    try:
-        return {**parse_json(_read(path))}
-    except (ValueError, TypeError) as error:
-        raise _broken(path, f"holds no JSON object: {error}", "") from error
-
-
-def _read(path: str) -> str:
-    try:
-        return read_text(path, LARGE_BYTES, encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        what = f"cannot be read: {getattr(error, 'strerror', None) or error}"
-        rule = "a tokenizer is a folder with a Hugging Face tokenizer.json, GPT-2's vocab.json and merges.txt, or "
-        rule += "BERT's vocab.txt"
-        remedy = "correct tokenizer.path, or make one with `bloomery tokenizer train`"
-        if os.path.isfile(given := os.path.dirname(path)):
-            remedy = f"name its folder: {os.path.dirname(given) or '.'}"
-        raise DataError(Problem(what, rule, remedy, path)) from error
-
-
-def _broken(path: str, what: str, rule: str) -> DataError:
-    return DataError(Problem(what, rule, "copy the file again from where the tokenizer came from", path))

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from bloomery.base.errors import DataError, Problem, RecipeError
+from bloomery.base.hub import HUB
 from bloomery.config.recipe import AzuremlSection, Recipe
 from bloomery.launch.job import ENVIRONMENT, Job
 
@@ -47,7 +48,7 @@ def warnings(recipe: Recipe) -> list[Problem]:
 
 
 def _paths(recipe: Recipe) -> Iterator[tuple[str, str]]:
-    if recipe.tokenizer is not None:
+    if recipe.tokenizer is not None and not recipe.tokenizer.path.startswith(HUB):
         yield "tokenizer.path", recipe.tokenizer.path
     if recipe.data is not None:
         for place, sources in recipe.data.groups.items():

@@ -17,6 +17,7 @@ from typing import Any
 from bloomery import __version__
 from bloomery.base.bounded import read_text
 from bloomery.base.errors import Problem
+from bloomery.base.hub import HUB
 from bloomery.base.units import format_bytes
 from bloomery.config.recipe import Recipe
 from bloomery.sizing.layout import Layout, ranks_per_node
@@ -158,7 +159,7 @@ def slow_storage(facts: dict[str, Any]) -> str:
 
 
 def _inputs(recipe: Recipe) -> Iterator[tuple[str, str]]:
-    if recipe.tokenizer is not None:
+    if recipe.tokenizer is not None and not recipe.tokenizer.path.startswith(HUB):
         yield "tokenizer.path", recipe.tokenizer.path
     if recipe.data is not None:
         sources = [source for group in recipe.data.groups.values() for source in group]

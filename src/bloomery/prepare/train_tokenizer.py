@@ -1,22 +1,58 @@
-"""Trains a byte-level BPE tokenizer, GPT-2's kind: every text can be encoded, and the same texts give the same file."""
+"""Trains a byte-level BPE tokenizer, GPT-2's kind: every text can be encoded. For toys, one of bytes, which needs no
+training, or of the characters of the texts. The same texts give the same file."""
 
 import os
 from collections.abc import Iterable
+from typing import Literal
 
+from tokenizers import Regex, decoders, models, pre_tokenizers, processors, trainers
 from tokenizers import Tokenizer as HfTokenizer
-from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
 from bloomery.base.errors import DataError, Problem
 from bloomery.base.storage import make_folder, write_atomically, written_to
-from bloomery.data.tokenizer import FILES, Tokenizer
+from bloomery.data.tokenizer import Tokenizer
+from bloomery.data.tokenizer_files import tokenizer_file
 
-END_OF_TEXT = "<|endoftext|>"
+END_OF_TEXT, UNKNOWN = "<|endoftext|>", "<|unknown|>"
+Kind = Literal["bpe", "bytes", "characters"]
 
 
 @written_to("--output")
-def train_tokenizer(texts: Iterable[str], *, vocab_size: int, output: str) -> Tokenizer:
-    """Writes `<output>/tokenizer.json` with exactly `vocab_size` entries and returns it loaded. DataError where another
-    tokenizer is there already; the same one is left as it is."""
+def train_tokenizer(
+    texts: Iterable[str], *, vocab_size: int | None = None, output: str, kind: Kind = "bpe"
+) -> Tokenizer:
+    """Writes `<output>/tokenizer.json` and returns it loaded; of kind `bpe` it has exactly `vocab_size` entries.
+    DataError where another tokenizer is there already; the same one is left as it is."""
+    if kind == "characters":
+        trained = _of_characters(texts)
+    else:
+        assert vocab_size or kind == "bytes"
+        trained = _bpe(texts if kind == "bpe" else [], vocab_size or 257, output)
+    path = os.path.join(output, "tokenizer.json")
+    tokenizer = Tokenizer(trained.to_str(pretty=True), path=path)
+    if tokenizer_file(output):
+        if (there := Tokenizer.load(output)).content_hash != tokenizer.content_hash:
+            hashes = f"hash {there.content_hash[:12]}; the new one has {tokenizer.content_hash[:12]}"
+            what = f"holds another tokenizer already ({hashes})"
+            rule = "shards that were made with that one would no longer fit"
+            raise DataError(Problem(what, rule, "choose another --output, or move that one away", output))
+        return there
+    make_folder(output)
+    write_atomically(path, tokenizer.content)
+    return tokenizer
+
+
+def _of_characters(texts: Iterable[str]) -> HfTokenizer:
+    characters = {character for text in texts for character in set(text)}
+    words = [END_OF_TEXT, UNKNOWN, *sorted(characters)]
+    tokenizer = HfTokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token=UNKNOWN))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"(?m:.)"), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    tokenizer.add_special_tokens([END_OF_TEXT, UNKNOWN])
+    return tokenizer
+
+
+def _bpe(texts: Iterable[str], vocab_size: int, output: str) -> HfTokenizer:
     trained = HfTokenizer(models.BPE())
     trained.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
     trained.decoder = decoders.ByteLevel()
@@ -34,15 +70,4 @@ def train_tokenizer(texts: Iterable[str], *, vocab_size: int, output: str) -> To
         rule = f"the 256 bytes, {END_OF_TEXT}, and pairs that occur in the texts; what is not UTF-8 is left out"
         remedy = f"train on more text, or set vocab_size to {reached} or less"
         raise DataError(Problem(what, rule, remedy, output))
-    path = os.path.join(output, "tokenizer.json")
-    tokenizer = Tokenizer(trained.to_str(pretty=True), path=path)
-    if any(os.path.lexists(os.path.join(output, name)) for name in FILES):
-        if (there := Tokenizer.load(output)).content_hash != tokenizer.content_hash:
-            hashes = f"hash {there.content_hash[:12]}; the new one has {tokenizer.content_hash[:12]}"
-            what = f"holds another tokenizer already ({hashes})"
-            rule = "shards that were made with that one would no longer fit"
-            raise DataError(Problem(what, rule, "choose another --output, or move that one away", output))
-        return there
-    make_folder(output)
-    write_atomically(path, tokenizer.content)
-    return tokenizer
+    return trained

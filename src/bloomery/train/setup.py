@@ -73,7 +73,7 @@ def prepared_run(
 ) -> Iterator[tuple[Run, TrainState]]:
     """A run ready for `train`, resumed from its newest checkpoint, or from the one named `start_from`; closed at the
     end in any case. `changes`: the fields that may differ from the checkpoint's, by --change. `import_weights` makes
-    the first checkpoint of a run folder where the recipe begins with a Hugging Face model.
+    the first checkpoint of a run folder if the recipe begins with a Hugging Face model.
 
     One training at a time may hold a run folder; its rank 0 holds it and reports. All ranks take the same steps."""
     with ExitStack() as closing:
@@ -82,7 +82,7 @@ def prepared_run(
             recipe = recipe.model_copy(update={"precision": "bf16" if is_fast_in_bf16(device) else "fp32"})
         ledger, taken_over = first_rank_does(ranks, partial(_claim_folder, folder, closing))
         roots = [folder / CHECKPOINTS, folder / LOCAL_CHECKPOINTS]
-        if import_weights and recipe.init and (Path(recipe.init.from_) / "config.json").is_file():
+        if import_weights and recipe.init:
             first_rank_does(ranks, lambda: any(map(step_folders, roots)) or import_weights(folder, recipe))
         past = find_resume_point(recipe, roots, ledger.starts, wanted=start_from, changes=changes, ranks=ranks)
         if wrong := layout_problems(recipe, lambda _: past.state.consumed_samples):

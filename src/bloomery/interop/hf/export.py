@@ -14,7 +14,8 @@ from bloomery.base.storage import make_folder, write_atomically, writing, writte
 from bloomery.checkpoint.folder import find_checkpoint
 from bloomery.checkpoint.load import Checkpoint, read_checkpoint, tokenizer_of
 from bloomery.config.recipe import Recipe
-from bloomery.data.tokenizer import Tokenizer, read_settings, token_of
+from bloomery.data.tokenizer import Tokenizer
+from bloomery.data.tokenizer_files import read_settings, token_of
 from bloomery.families.registry import FAMILIES
 from bloomery.interop.hf.card import model_card
 from bloomery.interop.hf.configs import hf_config

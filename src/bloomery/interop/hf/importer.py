@@ -20,14 +20,15 @@ from bloomery.checkpoint.load import read_checkpoint, saved_tensors
 from bloomery.checkpoint.save import save_checkpoint
 from bloomery.config.load import as_yaml
 from bloomery.config.recipe import ModelSection, Recipe
-from bloomery.data.tokenizer import FILES, Tokenizer, read_settings
+from bloomery.data.tokenizer import Tokenizer
+from bloomery.data.tokenizer_files import FILES, read_settings, tokenizer_file
 from bloomery.interop.hf.configs import model_section
 from bloomery.interop.hf.folder import CHAT_TEMPLATE, CONFIG, HfWeights, move_all, require_empty, staged
 from bloomery.interop.hf.maps import Entry, embedding_and_head, sources_of, unused_tensors
 from bloomery.interop.hf.proof import Proof, prove_import, why_unproven
 
 _TOKENIZER_FILES = (
-    *FILES, "tokenizer_config.json", "special_tokens_map.json", "vocab.json", "added_tokens.json", CHAT_TEMPLATE,
+    *FILES, "tokenizer_config.json", "special_tokens_map.json", "*vocab.json", "added_tokens.json", CHAT_TEMPLATE,
 )  # fmt: skip
 TOKENIZER = "tokenizer"
 _RECIPE = "recipe.yaml"
@@ -76,16 +77,17 @@ def _unequal_pair(folder: Path, family: str) -> str:
     return "" if is_same else f"{pair[1]} differs from {pair[0]}"
 
 
-def origin_of(folder: Path) -> dict[str, str]:
+def origin_of(folder: Path, name: str) -> dict[str, str]:
     """What a card says of the model that a run began with."""
     content = read_small(folder / CONFIG)
-    return {"folder": str(folder), "sha256 of its config.json": hashlib.sha256(content).hexdigest()}
+    return {"folder": name, "sha256 of its config.json": hashlib.sha256(content).hexdigest()}
 
 
 def tokenizer_files(folder: Path) -> list[Path]:
     """The folder's tokenizer; nothing if it has none."""
-    files = [folder / name for name in _TOKENIZER_FILES if (folder / name).is_file()]
-    return files if {*FILES} & {path.name for path in files} else []
+    if tokenizer_file(str(folder)) is None:
+        return []
+    return [path for pattern in _TOKENIZER_FILES for path in folder.glob(pattern) if path.is_file()]
 
 
 def import_weights(
