@@ -11,8 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 from statistics import median
@@ -22,7 +20,7 @@ from bloomery.config.load import load_recipe
 from bloomery.plan.candidates import setup_of
 from bloomery.plan.constants import fitted
 from bloomery.plan.hardware import Machine, known_as, read_catalogue
-from bloomery.plan.trials import Bench, random_data
+from bloomery.plan.trials import Bench, random_data, torch_name
 
 _3B = ["model.num_layers=32", "model.hidden_size=2560", "model.num_heads=20"]
 _350M = ["model.num_layers=24", "model.hidden_size=1024", "model.num_heads=16"]
@@ -52,10 +50,8 @@ def main() -> None:
     parser.add_argument("--override", action="append", default=[], help="of all recipes")
     parser.add_argument("--output", type=Path, help="write all rows as JSON")
     args = parser.parse_args()
-    code = "from bloomery.base.accelerator import *; import sys; print(device_name(pick_device(sys.argv[1] or None)))"
-    found = subprocess.run([sys.executable, "-c", code, args.device or ""], capture_output=True, text=True, check=True)
-    catalogue = read_catalogue(None)
-    machine = Machine.of(catalogue, known_as(found.stdout.strip(), catalogue) or found.stdout.strip(), None, 1)
+    catalogue, name = read_catalogue(None), torch_name(args.device)
+    machine = Machine.of(catalogue, known_as(name, catalogue) or name, None, 1)
     constants = fitted().on(machine.device)
     print(f"{machine.gpu}: {machine.device.torch_name}, {machine.device.source}", flush=True)
     rows: list[dict[str, Any]] = []
@@ -99,7 +95,8 @@ def safe_bound(args: Any, data: list[str], folder: Path, safe_bytes: Any, machin
 
 
 def medians(rows: list[dict[str, Any]]) -> dict[str, float]:
-    done = [row for row in rows if row["outcome"] == "ok"]
+    if not (done := [row for row in rows if row["outcome"] == "ok"]):
+        return {"rows": 0}
     return {
         "rows": len(done),
         "step": median(abs(row["predicted_step_seconds"] / row["step_seconds"] - 1) for row in done),

@@ -30,6 +30,7 @@ COMMANDS = {
     "check": ("recipe", "validate a recipe; --explain prints every value and where it came from"),
     "plan": ("plan", "what a recipe will take: memory, time, cost, energy, checkpoints; the best layouts"),
     "calibrate": ("planner", "measure this machine for later plans: products, attention, copies, links, disk, steps"),
+    "tune": ("planner", "find the fastest micro-batch, recomputation, layout and precision here by short real trials"),
     "plan tflops": ("planner", "TFLOP/s by several definitions, from the time of a step"),
     "plan days": ("planner", "days of a training, from tokens, parameters and TFLOP/s"),
     "plan memory": ("planner", "bytes of states under named schemes and ZeRO stages, and of activations"),

@@ -1,18 +1,36 @@
 """`bloomery plan tflops`, `plan days`, `plan memory` and `plan left`: sums without a recipe.
-And `calibrate`: measure this machine, so that later plans are about it."""
+And `calibrate`: measure this machine, so that later plans are about it; `tune`: find its fastest configuration."""
+
+from __future__ import annotations
 
 import argparse
 import json
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from bloomery.base import signals
 from bloomery.base.errors import BloomeryError, LostRankError, Problem
 from bloomery.base.units import parse_amount
-from bloomery.cli.arguments import add_device, add_json, as_text, positive, show, whole_number
+from bloomery.cli.arguments import (
+    add_device,
+    add_json,
+    add_recipe_arguments,
+    as_text,
+    load,
+    positive,
+    show,
+    warn,
+    whole_number,
+)
+
+if TYPE_CHECKING:
+    from bloomery.config.recipe import Recipe
 
 _ANY = whole_number(1, 10**9)
+_LONG_STEP_SECONDS = 2.0
+_OBJECTIVE = "most tokens/s (the default) or FLOP/s, shortest step, or least memory (fit)"
 
 
 def _count(text: str) -> float:
@@ -144,3 +162,61 @@ def run_calibrate(args: argparse.Namespace) -> int:
     name = store(found, disk, args.out or own_file())
     facts = {"name": name, "file": str(args.out or own_file()), "disk_bytes_per_s": round(disk), **found}
     return show(args, facts | {"trainings": explained})
+
+
+def add_arguments_tune(parser: argparse.ArgumentParser) -> None:
+    add_recipe_arguments(parser)
+    parser.add_argument("--objective", choices=["tokens", "latency", "flops", "fit"], default="tokens", help=_OBJECTIVE)
+    parser.add_argument("--trials", type=whole_number(1), default=8, help="at most; default: 8")
+    parser.add_argument("--minutes", type=positive, default=10.0, help="begin no trial after them; default: 10")
+    values = "try these values of a field, such as precision=bf16 or parallel.offload=true,false; repeatable"
+    parser.add_argument("--search", action="append", default=[], metavar="FIELD=V,V", help=values)
+    parser.add_argument("--everything", action="store_true", help="try all, however slow the planner thinks they are")
+    parser.add_argument("--gpu", help="what the planner takes the device for; default: by its name")
+    parser.add_argument("--output", type=Path, metavar="DIR", help="default: runs/<name>-tune")
+    add_device(parser)
+    add_json(parser)
+
+
+def run_tune(args: argparse.Namespace) -> int:
+    from bloomery.base.storage import write_atomically
+    from bloomery.config.load import as_yaml
+    from bloomery.plan.constants import fitted
+    from bloomery.plan.hardware import Machine, known_as, read_catalogue
+    from bloomery.plan.pictures import trial_page
+    from bloomery.plan.trials import Bench, torch_name
+    from bloomery.plan.tune import Search, candidates, tuned
+    from bloomery.sizing.layout import ranks_per_node
+
+    recipe = load(args).recipe
+    on, catalogue = (recipe.launch.on if recipe.launch else "local"), read_catalogue(None)
+    name = args.gpu or torch_name(args.device)
+    machine = Machine.of(catalogue, known_as(name, catalogue) or name, None, ranks_per_node(recipe))
+    constants, device = fitted().on(machine.device), machine.device
+    fields = dict(_searched(recipe, device.torch_name == "cpu", device.peak("fp8") > device.peak("bf16")))
+    fields |= {field: values.split(",") for field, _, values in (text.partition("=") for text in args.search)}
+    output = args.output or Path("runs") / f"{recipe.name}-tune"
+    found = list(candidates(args.recipe, args.overrides, fields, machine, constants))
+    slow = next((each.tokens_per_second for each in found if not each.words), 1e9)
+    tokens = recipe.batch.global_batch_size * recipe.model.seq_length
+    log_every = 3 if tokens / slow < _LONG_STEP_SECONDS else 1
+    bench = Bench(args.recipe, args.overrides, output, args.device, log_every=log_every, on=on)
+    limits = (device.memory_gib * 2**30, args.trials, 60 * args.minutes)
+    search = Search(bench, args.objective, found, *limits, text=as_yaml(recipe), everything=args.everything)
+    search.run(signals.say)
+    facts = {
+        "recipe": recipe.name,
+        "machine": machine.gpu,
+        **tuned(search, args.recipe, args.overrides, output / "tuned.yaml"),
+    }
+    write_atomically(output / "tune.html", trial_page(recipe.name, facts))
+    if "precision=fp8" in facts["best"]:
+        warn("fp8 rounds otherwise: compare its loss with bf16's before a long training, or --search precision=bf16")
+    return show(args, facts | {"picture": str(output / "tune.html")})
+
+
+def _searched(recipe: Recipe, on_cpu: bool, has_fp8: bool) -> Iterator[tuple[str, list[str]]]:
+    """Fields besides those of layouts."""
+    yield "precision", [recipe.precision, *(["fp8"] if has_fp8 and recipe.precision == "bf16" else [])]
+    compiles = str(recipe.train.compile).lower()
+    yield "train.compile", [compiles, *(["false"] if not on_cpu and compiles != "false" else [])]

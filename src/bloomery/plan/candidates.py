@@ -30,7 +30,8 @@ def setup_of(recipe: Recipe, machine: Machine, **columns: Any) -> Setup:
         **{"micro_batch": recipe.batch.micro_batch_size, "global_batch": recipe.batch.global_batch_size},
     }
     layouts = {name: np.asarray(value, dtype=np.float64) for name, value in {**own, **columns}.items()}
-    device = machine.device
+    device, on_cpu = machine.device, machine.device.torch_name == "cpu"
+    may_compile = not on_cpu and parallel.schedule != "zero_bubble"
     return Setup.of(
         layers=model.num_layers,
         hidden=model.hidden_size,
@@ -47,8 +48,8 @@ def setup_of(recipe: Recipe, machine: Machine, **columns: Any) -> Setup:
         per_operator=0,
         attention=ATTENTION.index("flex" if FAMILIES[model.family].positions == "alibi" else "flash"),
         sequence_parallel=1,
-        compiled=recipe.train.compile is not False and recipe.parallel.schedule != "zero_bubble",
-        peak_flops=device.peak(recipe.precision),
+        compiled=recipe.train.compile is True or (recipe.train.compile == "auto" and may_compile),
+        peak_flops=device.peak("fp32" if on_cpu and recipe.precision == "auto" else recipe.precision),
         bf16_flops=device.peak("bf16"),
         cores=device.cores,
         memory_bytes=device.memory_gib * 2**30,

@@ -45,6 +45,25 @@ def picture_page(answer: Answer, recipe: Recipe) -> str:
     return page(f"{recipe.name} · plan · Bloomery", "\n".join(body))
 
 
+def trial_page(name: str, facts: Mapping[str, Any]) -> str:
+    """Throughput and memory of each trial of `bloomery tune`."""
+    done = [(f"{n}: {trial['trial']} ({trial['outcome']})", trial) for n, trial in enumerate(facts["trials"], start=1)]
+    speed = {title: {"tokens/s": trial["tokens_per_second"] or 0.0} for title, trial in done}
+    memory = {title: {"memory": float(trial["peak_memory_bytes"] or 0)} for title, trial in done}
+    better = "" if facts["improvement"] is None else f", {facts['improvement']:+.1%} against the untuned recipe"
+    body = [
+        f"<h1>{escape(name)}, tuned</h1><p class='lead'>{escape(facts['best'])}{better}</p>",
+        _bars("tokens per second", speed, lambda value: f"{value:,.0f}", limit=max(map(_size, speed.values()))),
+        _bars("peak memory", memory, format_bytes, limit=max(map(_size, memory.values()))),
+        f"<p><code>{escape(facts['command'])}</code></p>",
+    ]
+    return page(f"{name} · tuned · Bloomery", "\n".join(body))
+
+
+def _size(parts: Mapping[str, float]) -> float:
+    return sum(parts.values())
+
+
 def _lead(facts: Mapping[str, Any]) -> str:
     training, machine = facts["training"], facts["machine"]
     return (

@@ -82,7 +82,7 @@ class Setup:
 
     @property
     def is_fp8(self) -> Column:
-        return self.peak_flops > self.bf16_flops
+        return np.where(self.peak_flops > self.bf16_flops, 1.0, 0.0)
 
     @property
     def devices(self) -> Column:

@@ -116,6 +116,14 @@ class Bench:
         return shlex.join(["bloomery", "train", self.recipe, *words])
 
 
+def torch_name(device: str | None) -> str:
+    """What torch calls this machine's device, asked in a process of its own: it takes memory of the device."""
+    code = "import sys; from bloomery.base.accelerator import device_name, pick_device"
+    code += "; print(device_name(pick_device(sys.argv[1] if sys.argv[1:] else None)))"
+    command = [sys.executable, "-c", code, *([device] if device else [])]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+
 def random_data(prefix: Path) -> list[str]:
     """Write a shard of random tokens; the overrides with which a recipe of a decoder trains on it, on one rank."""
     random = np.random.default_rng(0)
