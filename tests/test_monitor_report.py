@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import base64
+import csv
 import hashlib
 import json
 import math
 import os
 import re
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -15,10 +17,12 @@ from typing import Any
 import pytest
 
 from bloomery.base.errors import DataError
+from bloomery.cli.main import main
+from bloomery.config.load import as_yaml, load_recipe
 from bloomery.monitor import gather
 from bloomery.monitor.history import scan
-from bloomery.monitor.record import to_json
-from bloomery.monitor.report import write_report
+from bloomery.monitor.record import StepRecord, ValidationRecord, to_json
+from bloomery.monitor.report import read_runs, write_report
 from monitor_samples import step_record, validation_record
 
 VOID = {"meta", "link", "tr", "td", "th", "p"}
@@ -57,8 +61,9 @@ def read_page(path: Path) -> tuple[str, Checker]:
 
 
 def data_of(page: str) -> list[dict[str, Any]]:
-    """What each figure draws."""
-    return [json.loads(text) for text in re.findall(r'application/json">(.*?)</script>', page)]
+    """What each figure draws, its curves by name."""
+    found = [json.loads(text) for text in re.findall(r'application/json">(.*?)</script>', page)]
+    return [{**each, "curves": {line["name"]: line["points"] for line in each["curves"]}} for each in found]
 
 
 def make_run(folder: Path, *records: object, events: tuple[dict[str, object], ...] = ()) -> Path:
@@ -73,7 +78,13 @@ def test_a_report_tells_the_whole_story_of_a_run(tmp_path: Path) -> None:
     run = make_run(
         tmp_path / "run",
         *(step_record(step, loss=4 - step / 10, mfu=0.4, grad_norm=10.0**-step) for step in range(1, 10)),
-        step_record(10, loss=3.0, mfu=0.4, source_losses={"oscar-en": 3.0, "wiki <fr>": 2.0}),
+        step_record(
+            10,
+            loss=3.0,
+            mfu=0.4,
+            source_losses={"oscar-en": 3.0, "wiki <fr>": 2.0},
+            source_samples={"oscar-en": 90, "wiki <fr>": 70},
+        ),
         *(validation_record(step, group=group) for step in (5, 10) for group in ("web", "code")),
         events=(
             {"kind": "start", "recipe": "tiny-bloom", "parameters": 559_214_592},
@@ -89,23 +100,22 @@ def test_a_report_tells_the_whole_story_of_a_run(tmp_path: Path) -> None:
     for words in (
         "stopped at step 10: train.for reached",
         "MFU 40.0%",
-        "model FLOPs, per device",
+        "TFLOP/s are counted as model_full",
         "2023-11-14 22:13:20",
     ):
         assert words in checker.text
     losses, *others = data_of(page)
-    assert list(losses["curves"]) == ["training", "validation: web", "validation: code"]
-    assert losses["curves"]["training"][-1] == [10, 3.0]
+    assert list(losses["curves"]) == ["training, raw", "training", "validation: web", "validation: code"]
+    assert losses["curves"]["training, raw"][-1] == [10, 3.0]
+    assert losses["curves"]["training"][4] == [5, 3.5], "the mean of steps 3 to 7"
     assert losses["references"] == {"unigram entropy": 7.41}
     assert [list(each["curves"]) for each in others] == [
-        ["oscar-en", "wiki <fr>"],
         ["learning rate"],
-        ["tokens per second"],
         ["gradient norm"],
-    ]
+    ], "what never changes is not drawn"
     assert others[-1]["log"], "a wide range is drawn on a log scale"
-    assert 'aria-label="lm loss: training ends at 3; validation: web ends at 2; validation: code ends at 2"' in page
-    assert "prefers-color-scheme: dark" in page
+    assert 'aria-label="lm loss: training ends at 3.1; validation: web ends at 2; validation: code ends at 2"' in page
+    assert "color-scheme: light dark" in page
     assert 'name="viewport"' in page
 
 
@@ -138,7 +148,7 @@ def test_every_text_is_escaped(tmp_path: Path) -> None:
     assert "<img" not in page
     assert nasty in checker.text
     assert f"validation: {nasty}" in data_of(page)[0]["curves"]
-    for text in re.findall(r'application/json">(.*?)</script>', page):
+    for text in re.findall(r'application/json"[^>]*>(.*?)</script>', page):
         assert "<" not in text
 
 
@@ -158,7 +168,10 @@ def test_any_values_can_be_drawn(tmp_path: Path, values: list[float]) -> None:
         step_record(n, loss=value, grad_norm=value, lr=value, tokens_per_second=value) for n, value in enumerate(values)
     ]
     page, checker = read_page(write_report(make_run(tmp_path / "run", *records)))
-    assert len(data_of(page)) == (4 if values else 0)
+    changing = len(values) > 1 or not all(map(math.isfinite, values))
+    assert len(data_of(page)) == (4 if changing else 2 if values else 0), (
+        "loss and rate always, the others if they change"
+    )
     assert ("No values yet." in checker.text) == (not values)
 
 
@@ -193,8 +206,7 @@ def test_a_long_run_is_gathered_without_losing_spikes_or_sums(tmp_path: Path, mo
     events = (*starts, *({"kind": "skip"},) * 1_200)
     run = make_run(tmp_path / "run", *records[:3_600], *rolled_back, *records[3_600:], events=events)
     found = gather.Gathered()
-    found.read_metrics(run / "metrics.jsonl")
-    found.read_events(run / "events.jsonl")
+    found.read(run)
     assert (len(found.events), found.num_events) == (1_000, 1_202)
     kept = [(int(step), loss) for step, loss in found.losses["lm loss"].points.tolist()]
     assert len(kept) < 1500
@@ -207,6 +219,66 @@ def test_a_long_run_is_gathered_without_losing_spikes_or_sums(tmp_path: Path, mo
     assert found.median("tokens_per_second") == 4_500.5
     assert found.last_step == records[-1]
     assert write_report(run).stat().st_size < 500_000
+
+
+def test_every_second_of_a_run_is_booked_once(tmp_path: Path) -> None:
+    """Two jobs: the first is killed after a hang, the second goes back to step 40."""
+
+    def at(second: float, step: int, **facts: Any) -> dict[str, Any]:
+        return {"step": step, "time": 1_000.0 + second, "seconds_per_step": 1.0, **facts}
+
+    def logged(second: float, step: int, **facts: Any) -> StepRecord:
+        found = at(second, step, **facts)
+        return step_record(found.pop("step"), **found)
+
+    def validated(second: float, step: int) -> ValidationRecord:
+        return replace(validation_record(step), time=1_000.0 + second)
+
+    run = make_run(
+        tmp_path / "run",
+        logged(30, 20, seconds_per_step=1.5),  # ten seconds of them were spent compiling
+        logged(50, 40),
+        validated(55, 40),
+        logged(77, 60),  # two seconds away: a save
+        logged(400, 60, job=2),
+        logged(420, 80, job=2),
+        events=(
+            {"kind": "start", **at(0, 0), "setup_seconds": 7.0},
+            {"kind": "save", **at(56, 40), "blocking_seconds": 2.0},
+            {"kind": "hang", **at(177, 61)},
+            {"kind": "start", **at(380, 40), "job": 2, "setup_seconds": 3.0, "scheduler": "slurm"},
+            {"kind": "stop", **at(421, 80), "job": 2, "reason": "finished"},
+        ),
+    )
+    (found,) = read_runs([run])
+    expected = {"training": 80, "lost work": 20, "compile": 10, "evaluation": 5, "exposed save": 2, "start-up": 10}
+    assert found.goodput == {**expected, "queue": 200, "down": 0, "hung": 100, "other": 1}
+    assert sum(found.goodput.values()) == 421 + 7
+    page, checker = read_page(write_report(run))
+    assert "Goodput 18.7% of 7m08s" in checker.text
+    assert "left, job 1" in page
+
+
+def test_a_comparison_shows_results_and_what_differs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name, peak in (("a", 1e-4), ("b", 2e-4)):
+        start = {"kind": "start", "recipe": "demo", "parameters": 1_000_000, "ranks": 8}
+        run = make_run(tmp_path / name, step_record(10, replicas=4), validation_record(10), events=(start,))
+        recipe = load_recipe("quickstart", [f"lr.peak={peak}", "lr.min=1e-5", "parallel.tp=2"]).recipe
+        (run / "recipe.yaml").write_text(as_yaml(recipe))
+    folders = [tmp_path / "a", tmp_path / "b"]
+    text = read_page(write_report(*folders, output=tmp_path / "both.html"))[1].text
+    assert re.search(r"a +1M +8 +2 +1 +4 +16 +1\.5 +64 +- +0\.25 +10 +2\.5", text)
+    assert re.search(r"lr\.peak +0\.0001 +0\.0002", text)
+    assert main(["report", *map(str, folders), "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["recipe_differences"] == {"lr.peak": [1e-4, 2e-4]}
+    assert facts["runs"][1]["results"]["GPUs"] == 8
+    assert main(["report", *map(str, folders), "--csv"]) == 0
+    rows = list(csv.DictReader(capsys.readouterr().out.splitlines()))
+    assert [(row["lr"], row["losses lm loss"], row["validation: web lm loss"]) for row in rows] == [
+        ("0.0001", "2.5", ""),
+        ("", "", "2.0"),
+    ] * 2
 
 
 @pytest.mark.parametrize(

@@ -55,7 +55,7 @@ COMMANDS = {
     "export": ("hf", "convert a checkpoint to a Hugging Face folder"),
     "import hf": ("hf", "start a run from a Hugging Face folder"),
     "import megatron": ("import_megatron", "convert a Megatron command line, launch script and ds_config to a recipe"),
-    "report": ("report", "write one HTML page about a run"),
+    "report": ("report", "write one HTML page about a run, or about several side by side"),
 }
 """Name -> module and what it does. A module of several commands has a `run_<last word>` for each."""
 _AS_IS = ("generate", "inspect sample", "inspect step")

@@ -13,8 +13,8 @@ from bloomery.base.errors import DataError, Problem
 from bloomery.config.recipe import Recipe
 from bloomery.monitor import names
 from bloomery.monitor.history import scan_metrics
+from bloomery.monitor.page import chart_html, page
 from bloomery.monitor.record import Record, StepRecord
-from bloomery.monitor.report import chart_html, page
 
 
 def overrides(recipe: Recipe, nodes: int, *, steps: int, strong: bool) -> list[str]:

@@ -43,14 +43,15 @@ def read_metrics(path: Path) -> list[Record]:
     return sorted(records, key=lambda record: record.step)
 
 
-def scan_metrics(path: Path, take: Callable[[Record], object]) -> None:
-    """Give `take` the records that no later job rolled back, in the order written."""
+def scan_metrics(
+    path: Path, take: Callable[[Record], object], leave: Callable[[Record], object] = lambda _: None
+) -> None:
+    """Give `take` the records that no later job rolled back, in the order written; the others to `leave`."""
     last_valid = _last_valid_steps(path)
 
     def check(line: bytes) -> None:
         record = from_json(line)
-        if record.step <= last_valid.get(record.job, record.step):
-            take(record)
+        (take if record.step <= last_valid.get(record.job, record.step) else leave)(record)
 
     scan(path, check)
 

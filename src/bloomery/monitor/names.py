@@ -52,3 +52,12 @@ FACT_REASON = "reason"
 FACT_ENERGY = "energy"
 FACT_ENERGY_SENSOR = "energy_sensor"
 FACT_REFERENCE_LOSSES = "reference_losses"
+FACT_SETUP_SECONDS = "setup_seconds"
+FACT_SCHEDULER = "scheduler"
+SHOWN_FACTS = (
+    FACT_RECIPE,
+    FACT_PARAMETERS,
+    FACT_ANCESTOR,
+    FACT_ENERGY_SENSOR,
+    *("device", "ranks", "precision", "fingerprint", "versions", "host", "command", "commit"),
+)

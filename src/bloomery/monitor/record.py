@@ -69,6 +69,8 @@ class StepRecord:
     """Over all ranks, of each phase: the least, the median, the most, and the rank that had it."""
     source_losses: dict[str, float] = field(default_factory=dict)
     """Of a blend: the mean language-model loss over the tokens of each source in the interval; else empty."""
+    source_samples: dict[str, int] = field(default_factory=dict)
+    """Of a blend: samples taken from each source so far."""
     energy: dict[str, float] = field(default_factory=dict)
     """What the run has spent until then, on all ranks and in all jobs: `joules`, and the device-seconds that they cover
     (`measured_seconds`) of all (`device_seconds`). Empty in records of older versions."""

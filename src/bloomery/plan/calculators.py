@@ -111,10 +111,8 @@ def activation_bytes(
 
 def left(run: Path) -> dict[str, Any]:
     """What remains of a live run, at its median speed."""
-    metrics, recipe = run / names.METRICS_FILE, run / names.RECIPE_FILE
-    found = Gathered()
-    if metrics.is_file():
-        found.read_metrics(metrics)
+    recipe, found = run / names.RECIPE_FILE, Gathered()
+    found.read(run)
     if found.last_step is None or not recipe.is_file():
         rule = f"a run that trains has {names.RECIPE_FILE} and a step in {names.METRICS_FILE}"
         raise DataError(Problem(f"{run} shows no step of a run", rule, "give the folder that `bloomery train` writes"))

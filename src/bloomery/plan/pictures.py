@@ -11,7 +11,7 @@ import numpy as np
 
 from bloomery.base.units import format_bytes
 from bloomery.config.recipe import Recipe
-from bloomery.monitor.report import chart_html, page
+from bloomery.monitor.page import chart_html, page
 from bloomery.plan.answer import Answer
 from bloomery.plan.forecast import PARTS, Forecast
 from bloomery.plan.search import Ranking

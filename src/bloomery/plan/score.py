@@ -15,7 +15,6 @@ from bloomery.base.errors import DataError, Problem
 from bloomery.config.load import load_recipe
 from bloomery.monitor import names
 from bloomery.monitor.gather import Gathered
-from bloomery.monitor.history import event_of, scan
 from bloomery.plan.answer import Question, rank_memory, static_facts
 from bloomery.plan.constants import Constants
 from bloomery.plan.forecast import forecast
@@ -43,17 +42,15 @@ def _trend(errors: list[float]) -> float | None:
 
 
 def _score(run: Path, catalogue: Catalogue, constants: Constants) -> dict[str, Any]:
-    found, started = Gathered(), dict[str, Any]()
-    metrics, events, saved = (run / name for name in (names.METRICS_FILE, names.EVENTS_FILE, names.RECIPE_FILE))
-    if metrics.is_file():
-        found.read_metrics(metrics)
-    if events.is_file():
-        scan(events, lambda line: started.update(_start(event_of(line))))
+    found, saved = Gathered(), run / names.RECIPE_FILE
+    found.read(run)
     if (last := found.last_step) is None or not saved.is_file():
         rule = f"a run that trains has {names.RECIPE_FILE} and a step in {names.METRICS_FILE}"
         raise DataError(Problem(f"{run} shows no step of a run", rule, "give the folder that `bloomery train` writes"))
     recipe = load_recipe(str(saved), is_saved=True).recipe
-    machine = Machine.of(catalogue, _device(str(started.get("device", "cpu")), catalogue), None, ranks_per_node(recipe))
+    machine = Machine.of(
+        catalogue, _device(str(found.facts.get("device", "cpu")), catalogue), None, ranks_per_node(recipe)
+    )
     question = Question(recipe, machine, catalogue, constants, None)
     memory, levels = rank_memory(question, static_facts(recipe)["stages"]), forecast(recipe, machine, constants).levels
     level = next(level for level in reversed(levels) if level.first_step <= last.step)
@@ -68,10 +65,6 @@ def _score(run: Path, catalogue: Catalogue, constants: Constants) -> dict[str, A
         "memory_bytes": _pair(memory["expected"] - memory["context"], last.peak_memory_bytes),
         "total_seconds": _pair(total, last.step * last.seconds_per_step),
     }
-
-
-def _start(event: dict[str, Any]) -> dict[str, Any]:
-    return {"device": event["device"]} if event.get("kind") == names.Event.START and "device" in event else {}
 
 
 def _device(torch_name: str, catalogue: Catalogue) -> str:

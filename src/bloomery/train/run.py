@@ -33,6 +33,7 @@ from bloomery.sizing.flops import FlopCount, flops_per_token, hardware_count, me
 from bloomery.sizing.parameters import count_parameters, labels_per_sample
 from bloomery.sizing.schedule import TrainingPlan
 from bloomery.train.optimizer import Optimizer
+from bloomery.train.origin import origin
 from bloomery.train.resume import ResumePoint
 from bloomery.train.spikes import Limits
 from bloomery.train.state import PendingStep, TrainState
@@ -117,6 +118,7 @@ class Run(Opened):
             "tokenizer": self.data.tokenizer_hash,
             "shards": self.shards,
             "save_host_bytes": self.saver.host_bytes,
+            **(origin() if self.ranks.rank == 0 else {}),
             names.FACT_ENERGY: self.energy.before.to_json(),
             names.FACT_ENERGY_SENSOR: self.energy.counted_by,
         }
@@ -208,6 +210,7 @@ class Run(Opened):
                 time=time.time(),
                 replicas=self.mesh.layout.dp,
                 world_size=self.ranks.size,
+                source_samples=self.data.train.blend.taken(consumed) if len(self.data.train.sources) > 1 else {},
                 energy=state.energy.to_json(),
             )
         )
