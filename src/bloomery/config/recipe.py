@@ -441,7 +441,7 @@ class MonitorSection(Section):
     drift: DriftSection | None = DriftSection()
     """Watch for ranks that drift apart; null: never."""
     carbon: CarbonSection | None = None
-    """Estimate emissions."""
+    """Measure and estimate emissions with CodeCarbon, `pip install bloomery[carbon]`."""
     alerts: AlertsSection | None = None
     """Whom to alert of what; omitted: nobody."""
 

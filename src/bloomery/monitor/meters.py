@@ -200,7 +200,7 @@ def start_meter(sensor: Sensor | str, metrics: Path, known: Sequence[Energy], ra
     the run have spent; the records in `metrics` may know more. The checkpoint may have come from another machine. All
     sums only grow, so the largest one counts."""
     name, is_shared = (sensor, False) if isinstance(sensor, str) else (sensor.name, sensor.shared)
-    found = ranks.gather((_machine(), name))
+    found = ranks.gather((machine(), name))
     here = [rank for rank, (machine, _) in enumerate(found) if machine == found[ranks.rank][0]]
     words = "; ".join(dict.fromkeys(name for _, name in found))
     spent = max([*known, *_logged(metrics)], key=Energy.order) if ranks.rank == 0 else None
@@ -223,7 +223,7 @@ def _logged(metrics: Path) -> list[Energy]:
     return found
 
 
-def _machine() -> str:
+def machine() -> str:
     """The same for all containers of a machine: they share its counters."""
     try:
         return _BOOT_ID.read_text().strip()

@@ -15,6 +15,8 @@ class Event(StrEnum):
     """Kinds of events.jsonl (docs/run-folder.md). `journal.event` takes no other, so that none is spelled twice."""
 
     CADENCE = "cadence"
+    CARBON = "carbon"
+    CARBON_OFF = "carbon_off"
     CHANGED = "changed"
     DAMAGED = "damaged"
     DEBRIS_REMOVED = "debris_removed"

@@ -75,6 +75,9 @@ class StepRecord:
     """What the run has spent until then, on all ranks and in all jobs: `joules`, and the device-seconds that they cover
     (`measured_seconds`) of all (`device_seconds`). Empty in records of older versions."""
 
+    emissions: dict[str, float] = field(default_factory=dict)
+    """CodeCarbon's newest reading of this job, summed over nodes: `kg_co2e`, `joules`, `nodes`; else empty."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class ValidationRecord:

@@ -2,7 +2,7 @@
 
 import platform
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -22,9 +22,11 @@ from bloomery.config.recipe import Recipe
 from bloomery.data.batch import GlobalBatch, Stream, read_batch
 from bloomery.data.open import OpenData
 from bloomery.monitor import names
+from bloomery.monitor.carbon import Carbon, emissions
 from bloomery.monitor.journal import Journal
 from bloomery.monitor.meters import EnergyMeter, IntervalMeter
 from bloomery.monitor.record import StepRecord
+from bloomery.monitor.resources import Nodes
 from bloomery.monitor.timers import PHASES, spread
 from bloomery.parallel.feed import Feed
 from bloomery.parallel.mesh import Mesh
@@ -57,6 +59,9 @@ class Opened:
     shards: Mapping[str, Any]
     """On rank 0, by source, what identifies every shard that the run was ever trained on."""
     energy: EnergyMeter
+    nodes: Nodes
+    carbon: Carbon | None
+    """On the first rank of each node, if the recipe asks for it."""
     journal: Journal
     job: int
     """Which start of this run this is, from 1."""
@@ -163,8 +168,25 @@ class Run(Opened):
         return state.spikes.limits(self.recipe.train.spike_factor, self.recipe.optimizer.clip_grad_norm)
 
     def count_energy(self, state: TrainState, *, fresh: bool = False) -> None:
-        """What the run has spent up to now. Collective."""
+        """What the run has spent up to now; `fresh` at its end. Collective."""
         state.energy = self.energy.total(self.ranks, fresh=fresh)
+        if fresh and self.recipe.monitor.carbon is not None:
+            if self.carbon is not None:
+                self.carbon.close()
+            self._emissions(state.step, self.ranks.table(self._emitted))
+
+    @property
+    def _emitted(self) -> list[float]:
+        return self.carbon.numbers if self.carbon else [0.0, 0.0]
+
+    def _emissions(self, step: int, rows: Sequence[Sequence[float]]) -> dict[str, float]:
+        """Of all nodes, reported; `rows`: what every rank has `_emitted`."""
+        if self.recipe.monitor.carbon is None:
+            return {}
+        total = emissions(rows[members[0]] for members in self.nodes.members)
+        if self.carbon is not None:
+            self.carbon.report(self.journal, step, total)
+        return total
 
     def log_if_due(self, pending: PendingStep, state: TrainState, *, force: bool) -> None:
         """One record per log_every steps, one for the last step, and one for every step with a NaN. Collective."""
@@ -174,8 +196,8 @@ class Run(Opened):
         interval, consumed = self.meter.take(), pending.consumed_samples
         spent, memory = self.energy.own().to_json().values(), memory_bytes(self.device)
         timers = [interval["timers"].get(phase, 0.0) for phase in PHASES]
-        rows = self.ranks.table([*spent, *memory, *timers])
-        joules, measured, seconds, memory_now, memory_peak, *phases = zip(*rows, strict=True)
+        rows = self.ranks.table([*spent, *memory, *self._emitted, *timers])
+        joules, measured, seconds, memory_now, memory_peak, _, _, *phases = zip(*rows, strict=True)
         state.energy = self.energy.before + Energy(sum(joules), sum(measured), sum(seconds))
         model, recompute = self.recipe.model, self.recipe.parallel.recompute
         tokens_per_second = interval["samples_per_second"] * self.plan.seq_length
@@ -212,5 +234,6 @@ class Run(Opened):
                 world_size=self.ranks.size,
                 source_samples=self.data.train.blend.taken(consumed) if len(self.data.train.sources) > 1 else {},
                 energy=state.energy.to_json(),
+                emissions=self._emissions(pending.step, [row[5:7] for row in rows]),
             )
         )

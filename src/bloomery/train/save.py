@@ -98,6 +98,8 @@ def _stage(run: Run, state: TrainState, tier: Tier) -> None:
     once idle, did not start again before the copies beside it were done (0.29 s for 16 GB)."""
     with run.meter.paused("save"):
         run.saver.stage()
+    if run.carbon is not None:
+        run.carbon.flush()
     if tier is run.durable:
         state.saving_step = state.begun_step = state.step
     state.staged = tier

@@ -31,10 +31,12 @@ from bloomery.config.load import as_yaml
 from bloomery.config.recipe import Recipe
 from bloomery.data.open import open_data
 from bloomery.monitor import names
+from bloomery.monitor.carbon import Carbon
 from bloomery.monitor.history import Ledger, read_ledger
 from bloomery.monitor.journal import Journal, open_journal
 from bloomery.monitor.meters import IntervalMeter, start_meter
 from bloomery.monitor.names import Event
+from bloomery.monitor.resources import Nodes
 from bloomery.monitor.sinks import Console
 from bloomery.monitor.timers import StepTimers
 from bloomery.parallel.apply import make_runner, parallelise
@@ -96,20 +98,12 @@ def prepared_run(
             data = closing.enter_context(open_data(recipe, plan=past.plan, cursor=past.before))
             shards = checked_shards(past, data, ranks)
         job = 1 + len(ledger.starts)
-        journal = Journal()
-        with agreed(ranks):
-            if ranks.rank == 0:
-                journal = open_journal(
-                    folder,
-                    console=Console(quiet=quiet),
-                    job=job,
-                    tensorboard=recipe.monitor.tensorboard,
-                    resume_step=past.state.step,
-                    recipe_text=as_yaml(recipe),
-                    world_size=ranks.size,
-                )
+        journal = _journal(recipe, folder, job, past.state.step, ranks, quiet=quiet)
         closing.callback(journal.close)
-        opened = Opened(recipe, folder, device, ranks, past, data, shards, energy, journal, job)
+        nodes = Nodes.of(ranks)
+        carbon = _carbon(recipe, folder, job, nodes)
+        closing.callback(carbon.close if carbon else lambda: None)
+        opened = Opened(recipe, folder, device, ranks, past, data, shards, energy, nodes, carbon, journal, job)
         with _errors_reported(opened):
             if taken_over:
                 journal.event(Event.TAKEN_OVER, past.state.step, text=taken_over)
@@ -126,12 +120,30 @@ def _refuse_unsupported(recipe: Recipe, device: torch.device, ranks: Ranks) -> N
     problems = train_refusals(recipe)
     if recipe.precision == "fp8" and (why := lacks_fp8(device)):
         problems.append(Problem(f"precision is fp8 on {device_name(device)}", why, "use precision=bf16"))
-    if recipe.monitor.carbon is not None:
-        problems.append(
-            Problem("monitor.carbon is set", "this version does not measure emissions", "override monitor.carbon=null")
-        )
     if problems:
         raise RecipeError(problems).reported_once(ranks.rank)
+
+
+def _journal(recipe: Recipe, folder: Path, job: int, resume_step: int, ranks: Ranks, *, quiet: bool) -> Journal:
+    with agreed(ranks):
+        if ranks.rank == 0:
+            return open_journal(
+                folder,
+                console=Console(quiet=quiet),
+                job=job,
+                tensorboard=recipe.monitor.tensorboard,
+                resume_step=resume_step,
+                recipe_text=as_yaml(recipe),
+                world_size=ranks.size,
+            )
+    return Journal()
+
+
+def _carbon(recipe: Recipe, folder: Path, job: int, nodes: Nodes) -> Carbon | None:
+    if recipe.monitor.carbon is None or not nodes.leads:
+        return None
+    node = f"-{nodes.own:03d}" if nodes.own else ""
+    return Carbon(recipe.monitor.carbon.country, folder, f"emissions-{job:03d}{node}.csv")
 
 
 def _slow_precision(recipe: Recipe, device: torch.device) -> str:
