@@ -14,20 +14,22 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
+from bloomery.config import fields as kinds
 from bloomery.config import recipe
-from bloomery.config.recipe import OnResume, Recipe, Section
+from bloomery.config.fields import OnResume, Section
+from bloomery.config.recipe import Recipe
 from bloomery.config.schema import all_fields
 from bloomery.families.registry import READERS, family_defaults
 
 PAGE, CONTRACT_PAGE = Path(__file__).with_name("recipe.md"), Path(__file__).with_name("training.md")
 _ALIASES = {
-    recipe.AnyAmount: "amount (steps, samples, tokens)",
-    recipe.Steps: "amount (steps)",
-    recipe.Documents: "amount (documents)",
-    recipe.WallClock: "duration",
-    recipe.AmountOrDuration: "amount, duration",
-    recipe.StepsOrTime: "amount (steps), duration",
-    recipe.StepsOrTimeOrAuto: "amount (steps), duration, `auto`",
+    kinds.AnyAmount: "amount (steps, samples, tokens)",
+    kinds.Steps: "amount (steps)",
+    kinds.Documents: "amount (documents)",
+    kinds.WallClock: "duration",
+    kinds.AmountOrDuration: "amount, duration",
+    kinds.StepsOrTime: "amount (steps), duration",
+    kinds.StepsOrTimeOrAuto: "amount (steps), duration, `auto`",
 }
 _BY_VALIDATOR = {id(get_args(alias)[1]): words for alias, words in _ALIASES.items()}
 """An amount is known by its validator: that is where the units it takes are fixed."""

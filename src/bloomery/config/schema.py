@@ -14,7 +14,8 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
 from bloomery.base.errors import Problem, RecipeError
-from bloomery.config.recipe import FIXED, OnResume, Recipe
+from bloomery.config.fields import FIXED, OnResume
+from bloomery.config.recipe import Recipe
 
 _SHOWN_CHARACTERS = 60
 _ELSEWHERE = {

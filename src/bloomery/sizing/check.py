@@ -12,8 +12,9 @@ from typing import Any
 
 from bloomery.base.errors import Problem, RecipeError, first_few
 from bloomery.base.units import Duration
+from bloomery.config.fields import Section
 from bloomery.config.load import LoadedRecipe, as_dict, leaves, load_recipe
-from bloomery.config.recipe import LaunchSection, Recipe, Section, SourceSection
+from bloomery.config.recipe import LaunchSection, Recipe, SourceSection
 from bloomery.config.schema import all_fields, by_place, shown
 from bloomery.config.yaml_nodes import inline_yaml
 from bloomery.families.registry import FAMILIES, READERS, family_defaults

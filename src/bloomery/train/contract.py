@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from bloomery.base.errors import Problem, RecipeError
+from bloomery.config.fields import OnResume
 from bloomery.config.load import COMMAND_LINE, as_dict, is_inside
-from bloomery.config.recipe import OnResume, Recipe
+from bloomery.config.recipe import Recipe
 from bloomery.config.schema import all_fields, field_at, meant
 from bloomery.config.yaml_nodes import inline_yaml
 from bloomery.data.blend import same_shares
