@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 from dataclasses import asdict
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING
 from bloomery.base import exit_codes
 from bloomery.base.doing import doing
 from bloomery.base.errors import DataError, Problem
+from bloomery.base.storage import write_atomically, written_to
 from bloomery.base.units import format_bytes
 from bloomery.cli.arguments import add_json, add_unit, share_text, show, whole_number
 
@@ -21,8 +23,11 @@ if TYPE_CHECKING:
 
 def add_arguments_download(parser: argparse.ArgumentParser) -> None:
     positive, timeout = whole_number(1), "silence that ends a connection; default: 60"
-    parser.add_argument("manifest", metavar="MANIFEST", help=".json, .jsonl or .yaml list of {url, size, sha256, path}")
-    parser.add_argument("--output", metavar="DIR", type=Path, required=True, help="folder for the files")
+    manifest_help = ".json, .jsonl or .yaml list of {url, size, sha256, path}; with --list a URL"
+    parser.add_argument("manifest", metavar="MANIFEST", help=manifest_help)
+    list_help = "write the manifest of a dataset of the Hub, an index page or a bucket, and download nothing"
+    parser.add_argument("--list", action="store_true", help=list_help)
+    parser.add_argument("--output", metavar="DIR", type=Path, required=True, help="folder; with --list the .jsonl")
     parser.add_argument("--jobs", metavar="N", type=positive, default=4, help="files at a time; default: 4")
     parser.add_argument("--retries", metavar="N", type=whole_number(0), default=8, help="after the first; default: 8")
     parser.add_argument("--timeout", metavar="SECONDS", type=positive, default=60, help=timeout)
@@ -31,6 +36,8 @@ def add_arguments_download(parser: argparse.ArgumentParser) -> None:
 
 
 def run_download(args: argparse.Namespace) -> int:
+    if args.list:
+        return _list(args)
     from bloomery.prepare.download import download, read_download_manifest
 
     wanted = read_download_manifest(args.manifest)
@@ -51,6 +58,25 @@ def run_download(args: argparse.Namespace) -> int:
         ]
         raise DataError([*problems, Problem(count, "", again, str(args.output))])
     return exit_codes.OK
+
+
+def _list(args: argparse.Namespace) -> int:
+    from bloomery.prepare.listing import list_files
+
+    with doing("listing the files"):
+        found = list_files(args.manifest)
+    lines = [json.dumps(file.model_dump(exclude_none=True)) for file in found]
+    with written_to("--output"):
+        write_atomically(args.output, "\n".join(lines) + "\n")
+    facts = {
+        "files": len(found),
+        "bytes": sum(file.size or 0 for file in found),
+        "without_size": sum(file.size is None for file in found),
+        "without_checksum": sum(not file.hashes for file in found),
+    }
+
+    unknown = f"; {facts['without_size']:,} without a size, {facts['without_checksum']:,} without a checksum"
+    return show(args, facts, lambda _: f"{args.output}: {len(found):,} files, {format_bytes(facts['bytes'])}{unknown}")
 
 
 def _text(result: DownloadResult) -> str:

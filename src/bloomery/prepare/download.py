@@ -271,6 +271,9 @@ def _opened(url: str, offset: int, timeout: float, stack: ExitStack) -> tuple[in
         return offset, store.info(path).get("size"), partial(file.read, _BLOCK_BYTES)
     headers = {"User-Agent": f"bloomery/{__version__}", "Accept-Encoding": "identity"}
     headers |= {"Range": f"bytes={offset}-"} if offset else {}
+    hub = os.environ.get("HF_ENDPOINT", "https://huggingface.co").rstrip("/")
+    if url.startswith(f"{hub}/") and (token := os.environ.get("HF_TOKEN")):
+        headers["Authorization"] = f"Bearer {token}"  # which `requests` does not send to another host
     hooks = {"response": _leave_redirect}
     ask = partial(requests.get, url, headers=headers, hooks=hooks, stream=True, timeout=timeout)
     try:

@@ -112,7 +112,7 @@ def plan_chunks(sources: Sequence[str], output: Path, *, chunks: int) -> list[Ch
         raise DataError(Problem(what, "one folder, one extraction", "choose another --output", str(output)))
     ours = {os.path.realpath(path) for path in paths}  # chunks are never made of chunks
     inputs = [file for file in find_files(sources) if file.kind == "jsonl" and file.real not in ours]
-    inputs.sort(key=natural_order)
+    inputs.sort(key=lambda file: natural_order(file.path))
     if len(inputs) < chunks:
         what = f"{len(inputs)} input files cannot fill {chunks} chunks"
         rule = f"inputs end in {', '.join(LINES)}, plain or with .gz or .zst, and each file goes into one chunk"

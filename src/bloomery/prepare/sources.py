@@ -71,9 +71,9 @@ class InputFile:
         return self.path.lower().removesuffix(f".{self.compression}")
 
 
-def natural_order(file: InputFile) -> list[str | int]:
+def natural_order(path: str) -> list[str | int]:
     """shard9 before shard10. Text and numbers alternate, so that like is compared with like."""
-    return [int(part) if part.isdecimal() else part for part in re.split(r"(\d+)", file.path)]
+    return [int(part) if part.isdecimal() else part for part in re.split(r"(\d+)", path)]
 
 
 def find_files(sources: Sequence[str], *, outputs: Sequence[str] = (), which: str | None = None) -> list[InputFile]:
@@ -111,7 +111,7 @@ def find_files(sources: Sequence[str], *, outputs: Sequence[str] = (), which: st
         raise DataError(problems)
     if which is not None:
         first, last = (int(text) if text else None for text in which.split(":"))
-        wanted = {file.number for file in sorted(files, key=natural_order)[first:last]}
+        wanted = {file.number for file in sorted(files, key=lambda file: natural_order(file.path))[first:last]}
         if not wanted:
             what = f"prepare.files {which!r} takes none of {len(files)} files"
             raise DataError(Problem(what, "a shard needs a document", "correct it, or prepare.sources"))
