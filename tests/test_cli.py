@@ -86,7 +86,7 @@ def test_a_command_without_arguments_runs_or_says_which_one_it_needs(
     name: str, command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     module = importlib.import_module(f"bloomery.cli.{COMMANDS[name][0]}")
-    own = "run" if hasattr(module, "run") else f"run_{name.split()[-1]}"
+    own = "run" if hasattr(module, "run") else f"run_{name.replace('-', ' ').split()[-1]}"
     monkeypatch.setattr(module, own, lambda args: 42)
     code, _, err = command(*name.split())
     needs = (

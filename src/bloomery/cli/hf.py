@@ -1,5 +1,6 @@
 """`bloomery export CKPT OUT`: a folder that transformers loads, with the proof that it computes the same.
-`bloomery import hf DIR OUT`: a run folder that begins with the weights of a Hugging Face model."""
+`bloomery import hf DIR OUT`: a run folder that begins with the weights of a Hugging Face model.
+`bloomery import megatron-checkpoint DIR OUT`: one that continues a training of Megatron."""
 
 import argparse
 import json
@@ -9,6 +10,7 @@ from typing import Any
 
 from bloomery.base import exit_codes
 from bloomery.base.hub import local_folder
+from bloomery.base.units import format_count
 from bloomery.cli.arguments import add_json, show, warn
 from bloomery.config.recipe import Recipe
 
@@ -113,3 +115,53 @@ def run_hf(args: argparse.Namespace) -> int:
     )
     facts = {"checkpoint": str(done.checkpoint), "parameters": parameters, "model": model, "tensors": done.tensors}
     return show(args, facts | {"proof": asdict(done.proof)}, lambda _: text)
+
+
+def add_arguments_checkpoint(parser: argparse.ArgumentParser) -> None:
+    folder_help = "checkpoint of Megatron-LM, megatron-core or Megatron-DeepSpeed: its folder, or that of a step"
+    parser.add_argument("folder", metavar="DIR", type=Path, help=folder_help)
+    parser.add_argument("output", metavar="OUT", type=Path, help="run folder to make")
+    parser.add_argument(
+        "overrides", metavar="section.field=value", nargs="*", default=[], help="fields of the recipe: data, parallel"
+    )
+    parser.add_argument("--recipe", help="take all but `model` from this recipe, not from the checkpoint's arguments")
+    parser.add_argument("--weights-only", action="store_true", help="begin at step 0, without moments")
+    parser.add_argument("--compare-hf", metavar="DIR", type=Path, help="prove it against this Hugging Face conversion")
+    add_json(parser)
+
+
+def run_checkpoint(args: argparse.Namespace) -> int:
+    from bloomery.interop.megatron.checkpoint import read_checkpoint
+    from bloomery.interop.megatron.continued import continued, import_checkpoint, recipe_of
+    from bloomery.sizing.parameters import count_parameters
+    from bloomery.train.optimizer import LossScale
+    from bloomery.train.state import TrainState
+
+    found = read_checkpoint(args.folder)
+    recipe = recipe_of(found, args.recipe, args.overrides, weights_only=args.weights_only)
+    done = continued(found, recipe, weights_only=args.weights_only)
+    warn(*done.warnings)
+    scale = LossScale.start(recipe.loss_scale) if recipe.precision == "fp16" else None
+    if scale is not None and done.loss_scale:
+        scale.scale = done.loss_scale
+    state = TrainState(
+        step=done.step,
+        consumed_samples=done.consumed_samples,
+        held_samples=done.held_samples,
+        skipped_updates=done.skipped_updates,
+        history=done.history,
+        loss_scale=scale,
+        imported_from={"folder": str(found.folder), "layout": found.layout},
+    )
+    facts = {**state.to_json(), "interval": None, "blend": done.blend}
+    checkpoint, proof = import_checkpoint(found, args.output, done, facts, args.compare_hf)
+    model = recipe.model
+    text = (
+        f"{checkpoint}: {model.family}, {format_count(count_parameters(model).total)} parameters, of {found.layout}\n"
+        f"step {done.step:,}, {done.consumed_samples:,} samples, {'with' if done.has_moments else 'without'} moments\n"
+        f"{proof}\nnext: bloomery train {args.output / 'recipe.yaml'} --run-dir {args.output}"
+    )
+    answer = {"checkpoint": str(checkpoint), "step": done.step, "consumed_samples": done.consumed_samples}
+    return show(
+        args, answer | {"layout": found.layout, "has_moments": done.has_moments, "proof": proof}, lambda _: text
+    )

@@ -54,6 +54,7 @@ COMMANDS = {
     "generate": ("generate", "continue a prompt with a checkpoint"),
     "export": ("hf", "convert a checkpoint to a Hugging Face folder"),
     "import hf": ("hf", "start a run from a Hugging Face folder"),
+    "import megatron-checkpoint": ("hf", "start a run from a checkpoint of Megatron, where that stopped"),
     "import megatron": ("import_megatron", "convert a Megatron command line, launch script and ds_config to a recipe"),
     "report": ("report", "write one HTML page about a run, or about several side by side"),
 }
@@ -149,7 +150,7 @@ def _run(arguments: list[str]) -> int:
         return exit_codes.USAGE
     module, text = COMMANDS[name]
     command = importlib.import_module(f"bloomery.cli.{module}")
-    own = "" if hasattr(command, "run") else f"_{name.split()[-1]}"
+    own = "" if hasattr(command, "run") else f"_{re.split('[ -]', name)[-1]}"
     parser = argparse.ArgumentParser(prog=f"bloomery {name}", description=text, allow_abbrev=False)
     getattr(command, f"add_arguments{own}")(parser)
     own_words = itertools.takewhile(lambda word: word != "--", arguments[words:])
@@ -166,7 +167,7 @@ def _run(arguments: list[str]) -> int:
 
 
 def _help(commands: Collection[str]) -> str:
-    rows = "\n".join(f"  {name:<20}{COMMANDS[name][1]}" for name in commands)
+    rows = "\n".join(f"  {name:<28}{COMMANDS[name][1]}" for name in commands)
     return (
         "usage: bloomery COMMAND [...]\n\nFrom raw text to a pretrained language model, with one recipe.\n\n"
         f"commands:\n{rows}\n\nSee also bloomery COMMAND --help. RECIPE is a file or the name of a shipped recipe."

@@ -79,7 +79,7 @@ def load_recipe(name: str, overrides: Sequence[str] = (), *, is_saved: bool = Fa
     if is_saved and isinstance(upload := raw.get("checkpoint", {}).get("upload"), dict):
         upload.pop("keep", None)  # of earlier versions; nothing reads it
     for override in overrides:
-        _apply_override(raw, override, places)
+        apply_override(raw, override, places)
     return validated(raw, places)
 
 
@@ -162,7 +162,7 @@ def _name(path: Path) -> str:
     return path.name if path.parent == _SHIPPED else str(path)
 
 
-def _apply_override(raw: Any, override: str, places: Places) -> None:
+def apply_override(raw: Any, override: str, places: Places) -> None:
     """Put `section.field=value` into `raw`; its place is the command line."""
     place = f"{COMMAND_LINE} '{mask(override.encode(errors='backslashreplace').decode()):.200}'"
     name, equals, text = override.partition("=")

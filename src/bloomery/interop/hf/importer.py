@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -107,7 +107,7 @@ def import_weights(
     weights = HfWeights(folder)
     with written_to("OUT"):
         sources = _checked_sources(weights, recipe.model)
-        with staged(output, _publish) as staging:
+        with staged(output, publish_run) as staging:
             _copy(tokenizer_files(folder), staging / TOKENIZER)
             checkpoint = _save(weights, sources, staging / CHECKPOINTS, recipe, state)
             write_atomically(staging / _RECIPE, as_yaml(recipe))
@@ -140,16 +140,37 @@ def import_into(folder: Path, run: Path, recipe: Recipe, state: Mapping[str, Any
 
 def _save(weights: HfWeights, sources: Sequence[Entry], root: Path, recipe: Recipe, state: Mapping[str, Any]) -> Path:
     entries = {f"model.{each.ours}": each for each in sources}
-    shapes = {name: shape for name, (_, shape) in saved_tensors(recipe.model)}
 
-    def value(name: str) -> Tensor:
+    def value(name: str, shape: tuple[int, ...]) -> Tensor:
         found = entries.get(name)
-        return torch.zeros(shapes[name]) if found is None else found.loaded(weights.read).to(torch.float32)
+        return torch.zeros(shape) if found is None else found.loaded(weights.read).to(torch.float32)
 
+    with doing(f"converting the weights of {weights.folder}"):
+        return save_tensors(root, recipe, state, value, step=0)
+
+
+def save_tensors(
+    root: Path,
+    recipe: Recipe,
+    state: Mapping[str, Any],
+    value: Callable[[str, tuple[int, ...]], Tensor],
+    *,
+    step: int,
+    facts: Mapping[str, Any] | None = None,
+) -> Path:
+    """A checkpoint of tensors that come from elsewhere, one at a time, by name and shape."""
+    shapes = {name: shape for name, (_, shape) in saved_tensors(recipe.model)}
     with torch.device("meta"):
         pieces = {name: Piece.whole(torch.empty(shape)) for name, shape in shapes.items()}
-    with doing(f"converting the weights of {weights.folder}"):
-        return save_checkpoint(root, step=0, pieces=pieces, state=state, recipe_yaml=as_yaml(recipe), values=value)
+    return save_checkpoint(
+        root,
+        step=step,
+        pieces=pieces,
+        state=state,
+        recipe_yaml=as_yaml(recipe),
+        facts=facts,
+        values=lambda name: value(name, shapes[name]),
+    )
 
 
 def _proof(checkpoint: Path, folder: Path, recipe: Recipe) -> Proof:
@@ -169,7 +190,7 @@ def _proof(checkpoint: Path, folder: Path, recipe: Recipe) -> Proof:
     return proof
 
 
-def _publish(staging: Path, output: Path) -> None:
+def publish_run(staging: Path, output: Path) -> None:
     """With the recipe, by which the folder is a run, last."""
     require_empty(output, _RULE)  # still
     move_all(staging, output, last=_RECIPE)

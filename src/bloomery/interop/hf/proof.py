@@ -4,7 +4,6 @@ import importlib.util
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +15,15 @@ from bloomery.base.accelerator import available_host_bytes
 from bloomery.base.bounded import read_json
 from bloomery.base.errors import DataError, Problem
 from bloomery.base.units import format_bytes
+from bloomery.checkpoint.format import DTYPES
 from bloomery.checkpoint.load import Checkpoint, load_model
 from bloomery.config.recipe import Recipe
 from bloomery.data.tokenizer import Tokenizer
 from bloomery.families.family import IGNORED_LABEL, LM_LOSS, SOP_LOSS
 from bloomery.families.registry import FAMILIES
-from bloomery.interop.hf.folder import CONFIG
+from bloomery.interop.hf.folder import CONFIG, HfWeights
 from bloomery.model.generate import generate
-from bloomery.model.loss import padding_of, row_losses, token_losses
+from bloomery.model.loss import row_losses, token_losses
 from bloomery.sizing.parameters import count_parameters
 
 LIMIT = 1e-4
@@ -113,18 +113,21 @@ def prove(checkpoint: Checkpoint, exported: Path, tokenizer: Tokenizer, dtype: t
 
 @torch.no_grad()
 def prove_import(checkpoint: Checkpoint, folder: Path) -> Proof:
-    """Logits and training loss of a first checkpoint against the folder that it was made of, on random tokens."""
+    """Logits and training loss of a first checkpoint against the folder that it was made of, on random tokens; or
+    against one that was made of the same weights, with fewer rows of the vocabulary or rounded to 16 bits."""
     both = _Both(checkpoint, folder)
+    for parameter in both.model.parameters():
+        parameter.copy_(parameter.to(both.their_dtype))
     config = both.recipe.model
     tokens = both.random_tokens(min(config.seq_length, _IMPORTED_TOKENS))
     targets, labels = {LM_LOSS: F.pad(tokens[:, 1:], (0, 1), value=IGNORED_LABEL)}, {"labels": tokens}
     if both.is_encoder:
         order = torch.ones(1).long()
         targets, labels = {LM_LOSS: tokens, SOP_LOSS: order}, {"labels": tokens, "next_sentence_label": order}
-    losses = partial(token_losses, padding=padding_of(config, tokens.device))
-    rows = row_losses(both.model(tokens), targets, losses)
+    ours = both.ours(tokens)
+    rows = row_losses((ours[0], ours[1]) if both.is_encoder else ours[0], targets, token_losses)
     loss = sum(float(rows[name].sum()) / int((target != IGNORED_LABEL).sum()) for name, target in targets.items())
-    proof = both.compare(both.ours(tokens), [tokens])
+    proof = both.compare(ours, [tokens])
     proof.training_loss, proof.their_loss = loss, float(both.their_model(tokens, **labels).loss)
     proof.proven = proof.proven and abs(loss - proof.their_loss) <= _LOSS_LIMIT * max(1.0, proof.their_loss)
     return proof
@@ -137,15 +140,17 @@ class _Both:
         self.recipe, self.model = checkpoint.recipe, load_model(checkpoint, device=torch.device("cpu"))
         self.is_encoder = FAMILIES[self.recipe.model.family].encoder
         self.their_model = _their_model(folder, is_encoder=self.is_encoder)
+        self.vocab_size: int = min(self.recipe.model.vocab_size, self.their_model.config.vocab_size)
+        self.their_dtype = DTYPES[HfWeights(folder).dtypes.popitem()[1]]
 
     def random_tokens(self, length: int) -> Tensor:
-        return torch.randint(self.recipe.model.vocab_size, (1, length), generator=torch.Generator().manual_seed(0))
+        return torch.randint(self.vocab_size, (1, length), generator=torch.Generator().manual_seed(0))
 
     def ours(self, *sequences: Tensor) -> list[Tensor]:
         """The logits of each head: an encoder has a second one, for the order of sentences."""
         made = [self.model(tokens) for tokens in sequences]
         heads = [head for each in made for head in (each if self.is_encoder else (each,))]
-        return [head[..., : self.recipe.model.vocab_size] for head in heads]
+        return [head[..., : self.vocab_size] for head in heads]
 
     def theirs(self, *sequences: Tensor) -> list[Tensor]:
         made = [self.their_model(tokens) for tokens in sequences]
