@@ -42,6 +42,15 @@ def test_the_pinned_recipes_are_the_shipped_ones() -> None:
 
 
 @pytest.mark.parametrize("name", sorted(PARAMETERS))
+def test_a_shipped_recipe_is_whole_from_raw_text(name: str) -> None:
+    found = recipe(name)
+    assert found.data is not None
+    groups = [found.data.train, *found.data.validation.values(), *found.data.test.values()]
+    assert {source.path for group in groups for source in group} <= {section.output for section in found.prepare}
+    assert all(section.split_sentences == (found.model.family == "bert") for section in found.prepare)
+
+
+@pytest.mark.parametrize("name", sorted(PARAMETERS))
 def test_a_shipped_recipe_is_sound_and_is_the_model_that_gets_built(name: str) -> None:
     text = (resources.files("bloomery") / "recipes" / f"{name}.yaml").read_text(encoding="utf-8")
     assert text.startswith("# ")
