@@ -95,6 +95,19 @@ def memory_bytes(device: torch.device) -> tuple[int, int]:
     return torch.accelerator.memory_allocated(device), torch.accelerator.max_memory_allocated(device)
 
 
+def record_memory(device: torch.device) -> None:
+    """Note from now on who allocates what (CUDA)."""
+    if device.type == "cuda":
+        torch.cuda.memory._record_memory_history(max_entries=100_000)
+
+
+def write_memory(device: torch.device, path: Path) -> None:
+    """What was noted, for pytorch.org/memory_viz, and stop noting."""
+    if device.type == "cuda":
+        torch.cuda.memory._dump_snapshot(str(path))  # type: ignore[no-untyped-call]
+        torch.cuda.memory._record_memory_history(enabled=None)
+
+
 def library_versions() -> dict[str, str]:
     """Of what lies between torch and NVIDIA's devices; empty where this torch is not made for them."""
     if torch.version.cuda is None:

@@ -30,6 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_device(parser)
     parser.add_argument("--trace", type=Path, metavar="DIR", help="write the first steps' gradients and samples here")
     parser.add_argument("--trace-steps", type=int, default=2, metavar="N", help="how many steps; default: 2")
+    parser.add_argument("--profile-at", type=int, metavar="STEP", help="profile steps from here on (monitor.profile)")
     parser.add_argument("--quiet", action="store_true", help="print warnings and errors only")
 
 
@@ -58,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
     device = pick_device(args.device)
     trace = Tracer(args.trace, args.trace_steps, args.trace_steps) if args.trace else None
     options = {"quiet": args.quiet, "start_from": args.start_from, "changes": args.changes, "trace": trace}
-    options["import_weights"] = import_for
+    options |= {"import_weights": import_for, "profile_at": args.profile_at}
     stopped = None
     with ExitStack() as closing:
         closing.push(lambda kind, *_: stopped is not None and kind is Interrupted)  # everything is saved by then

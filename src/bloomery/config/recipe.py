@@ -356,6 +356,27 @@ class AlertsSection(Section):
     """Share of the file system's bytes or file entries below which they run short."""
 
 
+class ProfileSection(Section):
+    """Which steps of a job are profiled: cycles of some left alone, some to warm up, some recorded."""
+
+    wait: int = Field(default=2, ge=0)
+    """Steps left alone, in each cycle."""
+    warmup: int = Field(default=1, ge=0)
+    """Steps that only warm the profiler up."""
+    active: Size = 3
+    """Steps recorded."""
+    repeat: Size = 2
+    """Cycles, each with a trace of its own."""
+    shapes: bool = False
+    """Record the shapes of tensors."""
+    stacks: bool = False
+    """Record where in the source."""
+    memory: bool = False
+    """Record allocations; on CUDA also a snapshot of its memory."""
+    ranks: list[Annotated[int, Field(ge=0)]] = [0]
+    """Who records."""
+
+
 class MonitorSection(Section):
     log_every: Steps = Amount(10, "steps")
     """Steps between log lines and metric records."""
@@ -365,6 +386,8 @@ class MonitorSection(Section):
     """Watch for ranks that drift apart; null: never."""
     carbon: CarbonSection | None = None
     """Measure and estimate emissions with CodeCarbon, `pip install bloomery[carbon]`."""
+    profile: ProfileSection | None = None
+    """Profile some steps of every job; omitted: only those asked for on a live run."""
     alerts: AlertsSection | None = None
     """Whom to alert of what; omitted: nobody."""
 

@@ -26,6 +26,7 @@ class Event(StrEnum):
     HANG = "hang"
     LATEST_MENDED = "latest_mended"
     NOTE = "note"
+    PROFILE = "profile"
     REPAIRED = "file_repaired"
     RETENTION_FAILED = "retention_failed"
     RETIRED = "retired"

@@ -64,7 +64,8 @@ class StepRecord:
     """Of the device, `peak_memory_bytes`; None on a CPU."""
     timers: dict[str, float] = field(default_factory=dict)
     """Seconds on rank 0, by phase: `data`, `forward`, `backward`, `optimizer`, `wait` (for other ranks) and `other` of
-    a step in the mean, which sum to it; and of the whole interval `save` and `eval`, which the step does not count."""
+    a step in the mean, which sum to it; and of the whole interval `save`, `eval` and `profile`, which the step does not
+    count."""
     rank_timers: dict[str, tuple[float, float, float, int]] = field(default_factory=dict)
     """Over all ranks, of each phase: the least, the median, the most, and the rank that had it."""
     source_losses: dict[str, float] = field(default_factory=dict)

@@ -10,8 +10,8 @@ import torch
 
 OPTIMIZER = "optimizer"
 """The phase that ends a step."""
-PHASES = ("data", "forward", "backward", OPTIMIZER, "wait", "other", "save", "eval")
-AWAY = ("save", "eval")
+PHASES = ("data", "forward", "backward", OPTIMIZER, "wait", "other", "save", "eval", "profile")
+AWAY = ("save", "eval", "profile")
 """Phases that are no part of a step: their whole time is reported, not that of a step."""
 OWN = ("data", "forward", OPTIMIZER)
 """Phases in which a replica does not wait for others (but for the ranks that share its layers)."""

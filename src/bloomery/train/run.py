@@ -25,6 +25,7 @@ from bloomery.monitor import names
 from bloomery.monitor.carbon import Carbon, emissions
 from bloomery.monitor.journal import Journal
 from bloomery.monitor.meters import EnergyMeter, IntervalMeter
+from bloomery.monitor.profile import Profiler
 from bloomery.monitor.record import StepRecord
 from bloomery.monitor.resources import Nodes
 from bloomery.monitor.timers import PHASES, spread
@@ -92,6 +93,7 @@ class Run(Opened):
     uploader: Uploader | None
     meter: IntervalMeter
     stop: StopRules
+    profiler: Profiler
     trace: Tracer | None = None
     """Records the gradients and samples of the first steps, for --trace."""
 

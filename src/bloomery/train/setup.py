@@ -36,6 +36,7 @@ from bloomery.monitor.history import Ledger, read_ledger
 from bloomery.monitor.journal import Journal, open_journal
 from bloomery.monitor.meters import IntervalMeter, start_meter
 from bloomery.monitor.names import Event
+from bloomery.monitor.profile import Profiler
 from bloomery.monitor.resources import Nodes
 from bloomery.monitor.sinks import Console
 from bloomery.monitor.timers import StepTimers
@@ -72,6 +73,7 @@ def prepared_run(
     changes: Sequence[str] = (),
     trace: Tracer | None = None,
     import_weights: Callable[[Path, Recipe], None] | None = None,
+    profile_at: int | None = None,
 ) -> Iterator[tuple[Run, TrainState]]:
     """A run ready for `train`, resumed from its newest checkpoint, or from the one named `start_from`; closed at the
     end in any case. `changes`: the fields that may differ from the checkpoint's, by --change. `import_weights` makes
@@ -110,7 +112,7 @@ def prepared_run(
             slow = _slow_precision(recipe, device) if ranks.rank == 0 else ""
             for warning in filter(None, [taken_over, slow, *data.warnings]):
                 journal.warning(warning)
-            run = _build(opened, roots, closing, is_newest=start_from is None, trace=trace)
+            run = _build(opened, roots, closing, is_newest=start_from is None, trace=trace, profile_at=profile_at)
             _report_start(run)
             yield run, past.state
 
@@ -204,7 +206,15 @@ def _errors_reported(opened: Opened) -> Iterator[None]:
         raise error from found
 
 
-def _build(opened: Opened, roots: list[Path], closing: ExitStack, *, is_newest: bool, trace: Tracer | None) -> Run:
+def _build(
+    opened: Opened,
+    roots: list[Path],
+    closing: ExitStack,
+    *,
+    is_newest: bool,
+    trace: Tracer | None,
+    profile_at: int | None,
+) -> Run:
     """Take over the checkpoints, and build what trains and what saves. `is_newest`: see _take_over."""
     recipe, past, device, ranks = opened.recipe, opened.past, opened.device, opened.ranks
     durable, *local = first_rank_does(ranks, partial(_take_over, opened, roots, is_newest=is_newest))
@@ -253,8 +263,25 @@ def _build(opened: Opened, roots: list[Path], closing: ExitStack, *, is_newest: 
             ranks=ranks,
             writer=durable.writer,
         ),
+        profiler=_profiler(opened, meter, profile_at, closing),
         trace=replace(trace, recipe_yaml=as_yaml(recipe), ranks=ranks) if trace else None,
     )
+
+
+def _profiler(opened: Opened, meter: IntervalMeter, at: int | None, closing: ExitStack) -> Profiler:
+    state = opened.past.state
+    profiler = Profiler(
+        opened.recipe.monitor.profile,
+        opened.folder,
+        rank=opened.ranks.rank,
+        device=opened.device,
+        first=state.step + 1,
+        at=at,
+        journal=opened.journal,
+        meter=meter,
+    )
+    closing.callback(lambda: profiler.finish(state.step + 1))
+    return profiler
 
 
 def _take_over(opened: Opened, roots: list[Path], *, is_newest: bool) -> list[Tier]:

@@ -75,6 +75,8 @@ class StopRules:
     _polled_at: float = 0.0
     _save_seen: bool = False
     _save_agreed: bool = False
+    _profile_seen: bool = False
+    _profile_agreed: bool = False
     _after_save: bool = False
     """Whether control/stop-after-save was touched."""
     _first: tuple[int, int] | None = None
@@ -91,8 +93,9 @@ class StopRules:
         """Why to stop now, or None. All ranks get the same answer: what one of them sees, all act on."""
         PULSE.step = state.step
         mine = self._own_reason(state)
-        stops, saves = self.ranks.sum([float(mine is not None), float(self._save_seen)])
+        stops, saves, profiles = self.ranks.sum([float(mine is not None), self._save_seen, self._profile_seen])
         self._save_agreed, self._save_seen = self._save_agreed or saves > 0, False
+        self._profile_agreed, self._profile_seen = self._profile_agreed or profiles > 0, False
         if not stops:
             return None
         reasons: list[StopReason | None] = self.ranks.gather(mine)
@@ -152,6 +155,11 @@ class StopRules:
     def take_save_request(self) -> bool:
         """Whether control/save was touched since the last call, or a save is due by the clock. Agreed in `reason`."""
         agreed, self._save_agreed = self._save_agreed, False
+        return agreed
+
+    def take_profile_request(self) -> bool:
+        """Whether control/profile was touched since the last call."""
+        agreed, self._profile_agreed = self._profile_agreed, False
         return agreed
 
     @contextmanager
@@ -216,6 +224,9 @@ class StopRules:
         with suppress(OSError):
             (self.control / "save").unlink()
             self._save_seen = True
+        with suppress(OSError):
+            (self.control / "profile").unlink()
+            self._profile_seen = True
         with suppress(OSError):
             (self.control / "stop").unlink()
             self.request(StopReason("control", "control/stop was touched"))
