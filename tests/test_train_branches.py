@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import signal
 import subprocess
@@ -45,6 +46,10 @@ def test_going_back_leaves_the_old_branch_aside_and_saves_the_new_one(workshop: 
     assert any(not np.array_equal(old[name], new[name]) for name in old)
     assert_same_tensors(run, workshop.train(EVERY_FIVE, "train.skip=['11-13 steps']", run="fresh"))
     assert [record.job for record in read_metrics(run / "metrics.jsonl")][10:] == [2] * 7
+    logged = [record["step"] for record in workshop.metrics(run)]
+    assert logged == [*range(1, 11), *range(14, 21)], "who plots the file as it is sees no zigzag"
+    aside = [json.loads(line) for line in (run / "metrics-abandoned.jsonl").read_text().splitlines()]
+    assert [(record["step"], record["job"]) for record in aside] == [(step, 1) for step in range(11, 21)]
 
 
 def test_retention_after_going_back_keeps_what_was_just_saved(workshop: Workshop) -> None:

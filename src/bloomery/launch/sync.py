@@ -29,7 +29,7 @@ PATTERNS = {
     "checkpoints": ["checkpoints/*"],
     "tensorboard": ["tensorboard/*"],
     "codecarbon": ["codecarbon/*"],
-    "logs": ["logs/*", "metrics.jsonl", "events.jsonl", "recipe.yaml", "report.html"],
+    "logs": ["logs/*", "metrics*.jsonl", "events.jsonl", "recipe.yaml", "report.html"],
 }
 """What goes to which of the four repositories of a BigScience training; a target named `{part}` has one for each."""
 _MANIFEST, _LATEST = "manifest.json", "checkpoints/latest"

@@ -4,6 +4,8 @@ Both may have millions of lines: they are read one at a time, and nothing else i
 """
 
 import contextlib
+import mmap
+import os
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,6 +15,7 @@ import orjson
 
 from bloomery.base.bounded import SMALL_BYTES, check_depth, open_regular
 from bloomery.base.errors import DataError, Problem, unreadable
+from bloomery.base.storage import open_plain
 from bloomery.base.units import Energy
 from bloomery.monitor import names
 from bloomery.monitor.record import Record, from_json
@@ -66,6 +69,25 @@ def _last_valid_steps(metrics: Path) -> dict[int, float]:
         last_valid[job] = earliest
         earliest = min(earliest, began_after[job])
     return last_valid
+
+
+def set_abandoned_aside(run: Path, step: int) -> None:
+    """Move the lines at the end of metrics.jsonl that are beyond `step`, where a start resumes, into a file beside it:
+    who plots the one file sees the run as it counts. A crash in between leaves lines in both, which readers here know
+    to pass over; storage that fails leaves them where they were."""
+    path = run / names.METRICS_FILE
+    with contextlib.suppress(OSError, ValueError), open(path, "r+b", opener=open_plain) as file:
+        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+            cut = len(content)
+            while cut and from_json(content[(start := content.rfind(b"\n", 0, cut - 1) + 1) : cut]).step > step:
+                cut = start
+            abandoned = content[cut:]
+        if abandoned:
+            with open(run / names.ABANDONED_METRICS_FILE, "ab", opener=open_plain) as other:
+                other.write(abandoned)
+                other.flush()
+                os.fsync(other.fileno())
+            file.truncate(cut)
 
 
 def read_events(path: Path) -> list[dict[str, Any]]:

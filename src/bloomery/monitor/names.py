@@ -3,6 +3,7 @@
 from enum import StrEnum
 
 METRICS_FILE = "metrics.jsonl"
+ABANDONED_METRICS_FILE = "metrics-abandoned.jsonl"
 EVENTS_FILE = "events.jsonl"
 TEXT_LOG_FILE = "logs/main_log.txt"
 STACKS_FILE = "logs/stacks.txt"
