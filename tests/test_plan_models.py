@@ -38,12 +38,14 @@ from bloomery.plan.hardware import (
     managed_lustre,
     read_catalogue,
 )
+from bloomery.plan.score import stored_plan
 from bloomery.plan.search import Ranking, layout_name, with_layout
 from bloomery.plan.step_time import gemm_seconds
 from bloomery.plan.trials import Trial
 from bloomery.sizing.check import layout_problems, nothing_done
 from bloomery.sizing.layout import Layout, Place, world_size
 from bloomery.sizing.memory import held_elements, weight_bytes
+from conftest import Workshop
 from monitor_samples import step_record
 
 Command = Callable[..., tuple[int, str, str]]
@@ -118,7 +120,8 @@ def fake_run(folder: Path, **measured: Any) -> Path:
     record = step_record(50, consumed_tokens=102_400, **measured)
     folder.mkdir()
     (folder / "metrics.jsonl").write_text(json.dumps(vars(record)) + "\n")
-    (folder / "events.jsonl").write_text(json.dumps({"kind": "start", "device": "NVIDIA H200", "step": 0}) + "\n")
+    foretold = stored_plan(recipe("quickstart"), "NVIDIA H200")
+    (folder / "events.jsonl").write_text(json.dumps({"kind": "plan", "step": 0, **foretold}) + "\n")
     (folder / "recipe.yaml").write_text("base: quickstart\n")
     return folder
 
@@ -135,11 +138,30 @@ def test_runs_are_scored_and_the_trend_is_shown(tmp_path: Path, command: Command
     for row in found["runs"]:
         step = row["step_seconds"]
         assert step["error"] == pytest.approx(step["predicted"] / step["measured"] - 1)
-        assert row["device"] == "h200"
-        assert row["memory_bytes"]["error"] is None, "it measured none"
+        assert row["machine"] == "h200"
+        assert step["measured"] == pytest.approx(2048 / (10_000 if row is found["runs"][0] else 100_000))
+        assert "memory_bytes" not in row, "it measured none"
     errors = [abs(row["step_seconds"]["error"]) for row in found["runs"]]
     assert found["trend"]["step_seconds"] == pytest.approx(errors[1] - errors[0])
-    assert "shows no step of a run" in command("plan", "--score", str(tmp_path))[2]
+    assert "shows no plan or no step" in command("plan", "--score", str(tmp_path))[2]
+
+
+def test_a_start_stores_its_plan_and_the_report_shows_it(
+    workshop: Workshop, command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = workshop.train("train.exit_after=3 steps")
+    (plan,) = workshop.events(run, "plan")
+    assert plan["machine"] == "cpu"
+    score = json.loads(command("plan", "--score", str(run), "--json")[1])
+    (row,) = score["runs"]
+    assert row["step_seconds"]["predicted"] == plan["step_seconds"]
+    assert row["memory_bytes"]["measured"] > 1e8
+    assert command("report", str(run))[0] == 0
+    page = (run / "report.html").read_text()
+    assert page.count("predicted (") == 3
+    monkeypatch.setattr("bloomery.plan.score.stored_plan", lambda *_: 1 / 0)
+    again = workshop.train("train.exit_after=3 steps", run="again")
+    assert not workshop.events(again, "plan")
 
 
 def test_what_is_left_of_a_run_follows_from_its_speed(tmp_path: Path, command: Command) -> None:
@@ -397,8 +419,8 @@ def test_pictures_are_one_page_with_all_of_them(tmp_path: Path, command: Command
     for title in ("memory of the fullest rank", "a step,", "fastest layout that fits", "the training", "efficiency"):
         assert title in text
     for data in re.findall(r'<script type="application/json">(.*?)</script>', text):
-        for points in json.loads(data)["curves"].values():
-            places = [place for place, _ in points]
+        for line in json.loads(data)["curves"]:
+            places = [place for place, _ in line["points"]]
             assert places == sorted(set(places)), "a chart needs ascending places"
     assert "http://" not in text.replace("http://www.w3.org", "")
 

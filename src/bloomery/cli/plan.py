@@ -43,7 +43,6 @@ def parse(parser: argparse.ArgumentParser, words: list[str]) -> argparse.Namespa
         return parser.parse_intermixed_args(words)
     scorer = argparse.ArgumentParser(prog=parser.prog, allow_abbrev=False)
     scorer.add_argument("--score", nargs="+", type=Path, metavar="RUN", required=True)
-    scorer.add_argument("--hardware", type=Path, metavar="FILE")
     add_json(scorer)
     return scorer.parse_args(words)
 
@@ -79,11 +78,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _score(args: argparse.Namespace) -> int:
-    from bloomery.plan.constants import fitted
-    from bloomery.plan.hardware import read_catalogue
     from bloomery.plan.score import scores
 
-    return show(args, scores(args.score, read_catalogue(args.hardware), fitted()))
+    return show(args, scores(args.score))
 
 
 def _question(args: argparse.Namespace) -> Question:

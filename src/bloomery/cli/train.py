@@ -6,6 +6,7 @@ import sys
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from bloomery.base import doing, exit_codes
 from bloomery.base.errors import Problem, RecipeError
@@ -15,6 +16,7 @@ from bloomery.cli.arguments import add_device, add_recipe_arguments, done_sample
 from bloomery.cli.hf import import_for
 from bloomery.config.recipe import Recipe
 from bloomery.launch.local import Node, run_local_ranks
+from bloomery.monitor.names import Event
 from bloomery.sizing.check import fit
 from bloomery.sizing.layout import ranks_per_node, world_size
 
@@ -51,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
         return exit_codes.OK
     if started is None and world_size(recipe) > 1:
         return _run_here(recipe, args)
-    from bloomery.base.accelerator import device_of_rank, pick_device
+    from bloomery.base.accelerator import device_name, device_of_rank, pick_device
     from bloomery.train.loop import train
     from bloomery.train.setup import prepared_run
     from bloomery.train.trace import Tracer
@@ -69,8 +71,20 @@ def run(args: argparse.Namespace) -> int:
             device = device_of_rank(device, started.local_rank, started.local_size)
             options["ranks"] = closing.enter_context(joined(started, device))
         prepared, state = closing.enter_context(prepared_run(recipe, folder, device=device, **options))
+        if prepared.ranks.rank == 0 and (plan := _plan(prepared.recipe, device_name(device))):
+            prepared.journal.event(Event.PLAN, state.step, **plan)
         stopped = train(prepared, state)
     return exit_codes.OK
+
+
+def _plan(recipe: Recipe, device: str) -> dict[str, Any]:
+    """What is foretold of this run, for its report and `plan --score`."""
+    from bloomery.plan.score import stored_plan
+
+    try:
+        return stored_plan(recipe, device)
+    except Exception:  # a training never fails for a forecast
+        return {}
 
 
 def _recipe(args: argparse.Namespace, started: Started | None) -> tuple[Recipe, Started | None]:

@@ -11,6 +11,7 @@ _HEAD = ("kind", "step", "iso_time", "time", "job")
 _HIDDEN = ("start", "shards", "tokenizer", "fingerprint", "energy", "versions", "save_host_bytes", "recipe")
 _SENTENCES = {
     Event.START: "{ranks} x {device}, {precision}; from {resumed_from}",
+    Event.PLAN: "{step_seconds} for a step, {memory_bytes}, {total_seconds} in all, on {machine} ({machine_source})",
     Event.STOP: "{reason}: {text}",
     Event.SAVE: "{bytes} in {seconds}; training stood still for {blocking_seconds}",
     Event.SPIKE: "loss {loss} (limit {loss_limit}), gradient norm {grad_norm} (limit {grad_norm_limit}): {action}",

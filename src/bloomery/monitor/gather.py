@@ -30,6 +30,8 @@ _AT_ONCE = 64
 """Points whose mean stands for them when a curve is thinned."""
 _MOST_EVENTS = 1000
 _MOST_BRANCHES = 8
+PREDICTED = ("step_seconds", "memory_bytes", "total_seconds")
+"""What `bloomery plan` foretells of a run and its events keep."""
 AXES = ("step", "consumed_tokens", "time", "consumed_gigaflops")
 """What curves may be drawn over."""
 _NOT_DRAWN = {"train_steps", "consumed_samples", "job", *AXES}
@@ -68,6 +70,8 @@ class Gathered:
         self.facts: dict[str, Any] = {}
         """The newest of each that any event has."""
         self.references: dict[str, float] = {}
+        self.plan: dict[str, Any] = {}
+        """What was foretold at the newest start."""
         self.last_word: dict[str, Any] = {}
         """The newest start or stop."""
         self.ledger = Ledger()
@@ -112,6 +116,19 @@ class Gathered:
         values = np.concatenate(self._all[column] or [np.empty(0, np.float32)])
         finite = values[np.isfinite(values)]
         return float(np.median(finite)) if len(finite) else math.nan
+
+    def scores(self) -> dict[str, tuple[float, float]]:
+        """(predicted, measured) of PREDICTED, as far as both are known: of steps with the full batch. The measured
+        total of a run that is not finished adds what remains at its median speed."""
+        last, plan, speed = self.last_step, self.plan, self.median("tokens_per_second")
+        if last is None or last.global_batch != plan.get("global_batch") or not speed > 0:
+            return {}
+        if not all(is_number(plan.get(name)) for name in (*PREDICTED, "tokens_per_second")):
+            return {}
+        step = plan["step_seconds"] * plan["tokens_per_second"] / speed
+        total = self.last_time - self.first_time + (last.train_steps - last.step) * step
+        measured = {"step_seconds": step, "memory_bytes": last.peak_memory_bytes, "total_seconds": total}
+        return {name: (float(plan[name]), float(value)) for name, value in measured.items() if value}
 
     def read(self, folder: Path) -> None:
         """What there is of metrics and events."""
@@ -166,6 +183,8 @@ class Gathered:
         losses = event.get(names.FACT_REFERENCE_LOSSES)
         if isinstance(losses, dict):
             self.references |= {name: float(value) for name, value in losses.items() if is_number(value)}
+        if event["kind"] == names.Event.PLAN:
+            self.plan = event
         if event["kind"] in (names.Event.START, names.Event.STOP):
             self.last_word = event
         elif event["kind"] == names.Event.SAVE:

@@ -27,6 +27,7 @@ class Event(StrEnum):
     HANG = "hang"
     LATEST_MENDED = "latest_mended"
     NOTE = "note"
+    PLAN = "plan"
     PROFILE = "profile"
     REPAIRED = "file_repaired"
     RETENTION_FAILED = "retention_failed"

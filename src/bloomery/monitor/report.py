@@ -3,7 +3,7 @@
 import csv
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from html import escape
@@ -359,6 +359,13 @@ def goodput_bar(parts: Mapping[str, float]) -> str:
     return f'<div class="goodput"><b>{title}</b><div class="parts">{pieces}</div><ul>{words}</ul></div>'
 
 
+_FORETOLD: dict[str, tuple[str, Callable[[Any], str]]] = {
+    "step_seconds": ("Step", lambda seconds: f"{seconds:.3g} s"),
+    "memory_bytes": ("Peak memory", format_bytes),
+    "total_seconds": ("Whole training", format_seconds),
+}
+
+
 def _facts(run: RunOf) -> Iterator[str]:
     found, last = run.found, run.found.last_step
     parameters = found.facts.get(names.FACT_PARAMETERS)
@@ -380,10 +387,13 @@ def _facts(run: RunOf) -> Iterator[str]:
         mfu = found.median("mfu")
         note = "MFU n/a" if math.isnan(mfu) else f"MFU {mfu:.1%}"
         yield fact("TFLOP/s per device", number(found.median("tflops")), f"median · {note}")
-        if last.peak_memory_bytes:
+        if last.peak_memory_bytes and not found.scores():
             yield fact("Peak memory", format_bytes(last.peak_memory_bytes), "of a device")
         nan = math.nan if found.nan_steps else 0.0
         yield fact("Skipped steps", f"{found.skipped_steps:,}", f"{found.nan_steps:,} NaN", nan)
+    for name, (predicted, measured) in found.scores().items():
+        title, text = _FORETOLD[name]
+        yield fact(title, text(measured), f"{text(predicted)} predicted ({predicted / measured - 1:+.1%})")
     yield from _energy_fact(found)
     if found.last_time >= found.first_time:
         jobs = max(1, len(found.jobs))

@@ -1,7 +1,4 @@
-"""What the planner would have said of runs that have been, against what they measured.
-
-A prediction is a function of the run's recipe and device, so it is made again, by the constants of today.
-"""
+"""What the planner foretells of a run that starts, which the run keeps, and how that compares with what it measured."""
 
 from __future__ import annotations
 
@@ -12,22 +9,45 @@ from typing import Any
 import numpy as np
 
 from bloomery.base.errors import DataError, Problem
-from bloomery.config.load import load_recipe
+from bloomery.config.recipe import Recipe
 from bloomery.monitor import names
-from bloomery.monitor.gather import Gathered
-from bloomery.plan.answer import Question, rank_memory, static_facts
-from bloomery.plan.constants import Constants
+from bloomery.monitor.gather import PREDICTED, Gathered
+from bloomery.plan.answer import Question, rank_memory
+from bloomery.plan.constants import fitted
 from bloomery.plan.forecast import forecast
-from bloomery.plan.hardware import Catalogue, Machine
-from bloomery.sizing.layout import ranks_per_node
+from bloomery.plan.hardware import Machine, known_as, read_catalogue
+from bloomery.sizing.layout import Layout, ranks_per_node
+from bloomery.sizing.memory import stage_facts
 
-_QUANTITIES = ("step_seconds", "memory_bytes", "total_seconds")
+
+def stored_plan(recipe: Recipe, torch_name: str) -> dict[str, Any]:
+    """Facts of a run's `plan` event; none on a device that no table has."""
+    catalogue = read_catalogue(None)
+    if (name := known_as(torch_name, catalogue)) is None:
+        return {}
+    machine = Machine.of(catalogue, name, None, ranks_per_node(recipe))
+    constants = fitted().on(machine.device)
+    found = forecast(recipe, machine, constants)
+    memory = rank_memory(Question(recipe, machine, catalogue, constants, None), stage_facts(recipe, Layout.of(recipe)))
+    tokens = recipe.batch.global_batch_size * recipe.model.seq_length
+    step = found.levels[-1].step_seconds
+    return {
+        "step_seconds": step,
+        "tokens_per_second": tokens / step,
+        "global_batch": found.levels[-1].global_batch,
+        "memory_bytes": memory["expected"] - (0 if torch_name == "cpu" else memory["context"]),
+        "total_seconds": found.total_seconds,
+        "machine": name,
+        "machine_source": machine.device.source,
+        "network": machine.network_name,
+        "failures": found.failures,
+    }
 
 
-def scores(runs: Sequence[Path], catalogue: Catalogue, constants: Constants) -> dict[str, Any]:
+def scores(runs: Sequence[Path]) -> dict[str, Any]:
     """Of each run, the oldest first: predicted, measured, and the error as a share of what was measured."""
-    rows = sorted((_score(run, catalogue, constants) for run in runs), key=lambda row: row["began"])
-    errors = {name: [abs(row[name]["error"]) for row in rows if row[name]["error"] is not None] for name in _QUANTITIES}
+    rows = sorted(map(_score, runs), key=lambda row: row["began"])
+    errors = {name: [abs(row[name]["error"]) for row in rows if name in row] for name in PREDICTED}
     return {
         "runs": rows,
         "median_error": {name: float(np.median(found)) if found else None for name, found in errors.items()},
@@ -41,37 +61,14 @@ def _trend(errors: list[float]) -> float | None:
     return float(np.median(errors[half:]) - np.median(errors[:half])) if half else None
 
 
-def _score(run: Path, catalogue: Catalogue, constants: Constants) -> dict[str, Any]:
-    found, saved = Gathered(), run / names.RECIPE_FILE
+def _score(run: Path) -> dict[str, Any]:
+    found = Gathered()
     found.read(run)
-    if (last := found.last_step) is None or not saved.is_file():
-        rule = f"a run that trains has {names.RECIPE_FILE} and a step in {names.METRICS_FILE}"
-        raise DataError(Problem(f"{run} shows no step of a run", rule, "give the folder that `bloomery train` writes"))
-    recipe = load_recipe(str(saved), is_saved=True).recipe
-    machine = Machine.of(
-        catalogue, _device(str(found.facts.get("device", "cpu")), catalogue), None, ranks_per_node(recipe)
-    )
-    question = Question(recipe, machine, catalogue, constants, None)
-    memory, levels = rank_memory(question, static_facts(recipe)["stages"]), forecast(recipe, machine, constants).levels
-    level = next(level for level in reversed(levels) if level.first_step <= last.step)
-    total = level.begins_seconds + (last.step - level.first_step + 1) * level.step_seconds
-    measured = found.median("tokens_per_second")
-    return {
-        "run": str(run),
-        "began": found.first_time,
-        "device": machine.gpu,
-        "step_seconds": _pair(level.step_seconds, last.global_batch * recipe.model.seq_length / measured),
-        # torch does not count the context
-        "memory_bytes": _pair(memory["expected"] - memory["context"], last.peak_memory_bytes),
-        "total_seconds": _pair(total, last.step * last.seconds_per_step),
+    if not (compared := found.scores()):
+        rule = f"a run has its plan in {names.EVENTS_FILE} and steps of the full batch in {names.METRICS_FILE}"
+        raise DataError(Problem(f"{run} shows no plan or no step", rule, "give a folder that `bloomery train` wrote"))
+    pairs = {
+        name: {"predicted": predicted, "measured": measured, "error": predicted / measured - 1}
+        for name, (predicted, measured) in compared.items()
     }
-
-
-def _device(torch_name: str, catalogue: Catalogue) -> str:
-    """Its name in the tables; `Machine.of` refuses one that none has."""
-    return next((name for name, device in catalogue.devices.items() if device.torch_name == torch_name), torch_name)
-
-
-def _pair(predicted: float, measured: float | None) -> dict[str, float | None]:
-    error = predicted / measured - 1 if measured else None
-    return {"predicted": float(predicted), "measured": measured, "error": error}
+    return {"run": str(run), "began": found.first_time, "machine": found.plan["machine"], **pairs}
