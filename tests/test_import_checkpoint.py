@@ -31,7 +31,7 @@ def trained(workshop: Workshop, family: str, order: str) -> tuple[ModelSection, 
     """Model, the tensors after step 3, and the losses of all 6 steps."""
     fields = {"family": family, "num_layers": 2, "hidden_size": 32, "num_heads": 4, "seq_length": 16,
               "vocab_size": VOCAB, "vocab_multiple": 32, "dropout": 0.0}  # fmt: skip
-    fields |= {"num_kv_heads": 2, "norm_eps": 1e-6} if family == "llama" else {}
+    fields |= {"num_kv_heads": 2, "norm_eps": 1e-6} if family in ("llama", "qwen3") else {}
     data = f"data={{train: [{{path: train}}], split: '80,20,0', order: {order}}}"
     words = [f"model={json.dumps(fields)}", data, *UNCUT[:-1], "checkpoint.phases=[{every: 3 steps}]"]
     run = workshop.train(*words, "train.exit_after=6 steps", run="uncut")
@@ -71,6 +71,23 @@ def test_a_training_of_megatron_goes_on_as_if_it_were_never_cut(
     config, tensors, losses = trained(workshop, family, order)
     source = write(workshop.folder / "theirs", tensors, config)
     assert go_on(workshop, command, source)[1] == losses[3:]
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama", "qwen3"])
+def test_an_export_for_megatron_comes_back_bit_by_bit(family: str, workshop: Workshop, command: Command) -> None:
+    losses = trained(workshop, family, "megatron")[2]
+    code, out, err = command("export", "step3", "theirs", "--format", "megatron")
+    assert code == 0, err
+    assert "theirs/iter_0000003: torch_dist of megatron-core" in out
+    data = "data={train: [{path: train}], split: '80,20,0', order: megatron}"
+    assert go_on(workshop, command, Path("theirs"), data, "monitor.log_every=1 steps")[1] == losses[3:]
+    code, _, err = command("export", "step3", "theirs", "--format", "megatron")
+    assert "theirs is not empty" in err
+
+
+def test_a_model_that_megatron_core_does_not_have_is_not_exported(workshop: Workshop, command: Command) -> None:
+    trained(workshop, "bloom", "timeless")
+    assert "the model is a bloom" in command("export", "step3", "theirs", "--format", "megatron")[2]
 
 
 def made_of(folder: Path, config: ModelSection, **layout: Any) -> Path:

@@ -26,6 +26,7 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     saving = pytest.importorskip("megatron.core.dist_checkpointing", reason=REASON)
     optimizers = pytest.importorskip("megatron.core.dist_checkpointing.optimizer", reason=REASON)
+    validation = pytest.importorskip("megatron.core.dist_checkpointing.validation", reason=REASON)
     state = pytest.importorskip("megatron.core.parallel_state", reason=REASON)
     models = pytest.importorskip("megatron.core.models.gpt", reason=REASON)
     specs = pytest.importorskip("megatron.core.models.gpt.gpt_layer_specs", reason=REASON)
@@ -115,3 +116,29 @@ def test_what_megatron_core_saves_is_continued(family: str, workshop: Workshop, 
     mask = torch.ones(1, 1, config.seq_length, config.seq_length).triu(1).bool()
     with torch.no_grad():
         assert torch.allclose(model(tokens, tokens, mask), first(tokens), atol=1e-5)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+@pytest.mark.usefixtures("one_rank")
+def test_what_is_exported_is_loaded_by_megatron_core(family: str, workshop: Workshop, command: Any) -> None:
+    config, tensors, _ = trained(workshop, family, "megatron")
+    code, _, err = command("export", "step3", "theirs", "--format", "megatron")
+    assert code == 0, err
+    model, names = their_model(family, config), their_names(config)
+    adam = torch.optim.Adam(model.parameters())
+    for parameter in model.parameters():
+        adam.state[parameter] = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
+    sharded, wanted = model.sharded_state_dict(), adam.state_dict()
+    numbers = optimizers.get_param_id_to_sharded_param_map(sharded, model.parameters())
+    optimizers.optim_state_to_sharding_state(wanted, numbers)
+    strict = validation.StrictHandling.LOG_ALL  # states of modules that megatron-core saves are not weights
+    loaded = saving.load({"model": sharded, "optimizer": wanted}, "theirs/iter_0000003", strict=strict)
+    model.load_state_dict(loaded["model"], strict=False)
+    assert (loaded["iteration"], loaded["args"].consumed_train_samples) == (3, 24)
+    for number, (name, parameter) in enumerate(model.named_parameters()):
+        module, _, part = name.rpartition(".")
+        ours = [f"{each}.{part}" for each in names[module]]
+        assert torch.equal(parameter, torch.cat([tensors[f"model.{each}"] for each in ours])), name
+        for moment in ("exp_avg", "exp_avg_sq"):
+            joined = torch.cat([tensors[f"optim.{each}.{moment}"] for each in ours])
+            assert torch.equal(loaded["optimizer"]["state"][number][moment], joined), (name, moment)

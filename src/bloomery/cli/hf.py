@@ -18,6 +18,7 @@ from bloomery.config.recipe import Recipe
 def add_arguments_export(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("checkpoint", metavar="CKPT", type=Path, help="a checkpoint, or a run folder for its newest")
     parser.add_argument("output", metavar="OUT", type=Path, help="folder to write")
+    parser.add_argument("--format", choices=("hf", "megatron"), default="hf", help="hf (default), or megatron-core's")
     parser.add_argument("--tokenizer", help="folder with tokenizer.json; default: the recipe's")
     parser.add_argument(
         "--dtype", choices=("fp32", "bf16", "fp16"), default="fp32", help="of the weights; default: fp32"
@@ -39,8 +40,13 @@ def _size(text: str) -> int:
 
 
 def run_export(args: argparse.Namespace) -> int:
-    from bloomery.interop.hf.export import export_checkpoint
+    from bloomery.interop.hf.export import DTYPES, export_checkpoint
+    from bloomery.interop.megatron.export import export_megatron
 
+    if args.format == "megatron":
+        folder, count = export_megatron(args.checkpoint, args.output, DTYPES[args.dtype])
+        print(f"{folder}: torch_dist of megatron-core, {count} tensors with masters and moments")
+        return exit_codes.OK
     done = export_checkpoint(
         args.checkpoint,
         args.output,
