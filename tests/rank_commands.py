@@ -84,6 +84,20 @@ def newer_start_seen_by(numbers: Sequence[int], arguments: Sequence[str]) -> int
     return main(arguments)
 
 
+def slow_data_on_rank_1(arguments: Sequence[str]) -> int:
+    if is_rank(1):
+        from bloomery.data import batch
+
+        read: Any = batch.read_batch
+
+        def slowly(*args: Any, **kwargs: Any) -> Any:
+            time.sleep(0.5)
+            return read(*args, **kwargs)
+
+        batch.read_batch = slowly
+    return main(arguments)
+
+
 def broken_data_on_rank_1(use: str, arguments: Sequence[str]) -> int:
     """Rank 1 cannot read its fourth batch (`train`), or what it is to evaluate (`valid`)."""
     if is_rank(1):

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import shutil
+import socket
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,8 +14,9 @@ from safetensors.torch import load_file
 
 from bloomery.config.recipe import ModelSection
 from bloomery.families.registry import family_defaults
+from bloomery.monitor.resources import Nodes, ResourceMeter
 from bloomery.monitor.sinks import iteration_line
-from bloomery.monitor.timers import AWAY
+from bloomery.monitor.timers import AWAY, SlowRanks
 from bloomery.sizing.flops import FlopCount, flops_per_token, megatron_flops_per_token
 from conftest import Workshop
 from monitor_samples import step_record
@@ -60,3 +64,38 @@ def test_test_groups_are_evaluated_once_after_the_training(workshop: Workshop) -
     run = workshop.train("train.for=2 steps", "data.split='900,99,1'", groups[-1], run="none")
     assert {row["part"] for row in workshop.metrics(run, "validation")} == {"validation"}
     assert "nothing is tested after the training: " in (run / "logs/main_log.txt").read_text()
+
+
+def ranks(*seconds: float) -> list[dict[str, float]]:
+    """Timers of ranks whose forward passes take so long."""
+    return [{"data": 0.1, "forward": each, "backward": 2.0, "optimizer": 0.1, "wait": 0.0} for each in seconds]
+
+
+def test_a_slow_rank_is_named_once_and_other_work_is_not_slowness() -> None:
+    watch, stages = SlowRanks(), [0, 0, 0, 1]
+    assert [watch.follow(ranks(1.0, 1.1, 0.9, 3.0), stages) for _ in range(5)] == [None] * 5  # another stage
+    assert watch.follow(ranks(1.0, 1.0, 2.0, 3.0), stages) is None
+    assert watch.follow(ranks(2.0, 1.0, 1.0, 3.0), stages) is None  # now and then anybody is
+    verdicts = [watch.follow(ranks(1.0, 1.1, 2.0, 3.0), stages) for _ in range(5)]
+    assert verdicts[:2] == verdicts[3:] == [None, None]
+    expected = {"rank": 2, "seconds": 2.2, "usual_seconds": 1.3, "phase_seconds": 2.0, "usual_phase_seconds": 1.1}
+    assert verdicts[2] is not None
+    assert verdicts[2].pop("phase") == "forward"
+    assert verdicts[2] == pytest.approx(expected)
+
+
+def test_resources_of_the_node_are_those_of_the_system(workshop: Workshop) -> None:
+    run = workshop.train("train.for=3 steps")
+    (values,) = [values for record in workshop.metrics(run) for values in record["resources"].values()]
+    memory = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+    total, free = (int(memory[name].split()[0]) * 1024 for name in ("MemTotal", "MemAvailable"))
+    assert values["host memory bytes"] == pytest.approx(total - free, abs=0.2 * total)
+    assert values["host memory share"] == pytest.approx(values["host memory bytes"] / total)
+    disk = shutil.disk_usage(run)
+    assert values["disk share"] == pytest.approx(disk.used / disk.total, abs=0.02)
+    assert list(workshop.metrics(run)[0]["resources"]) == [socket.gethostname()]
+    meter = ResourceMeter(run, torch.device("cpu"), Nodes(0, [[0]], ["here"], leads=False))
+    meter.read()
+    later = meter.read()
+    assert 0 <= later["cpu busy"] <= 1
+    assert later["network bytes per second"] >= 0

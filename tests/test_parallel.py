@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import yaml
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import rank_commands
 from bloomery.base import exit_codes
@@ -153,6 +154,27 @@ def test_data_that_one_rank_cannot_read_is_an_error_of_all_after_a_save(workshop
     assert run_ranks(workshop, *TWO, *evaluates, command=command) == exit_codes.DATA
     assert said(workshop).count(f"shard {use}.bin has gone") == 1
     assert (workshop.folder / "run" / "checkpoints" / "latest").read_text().strip() == "step-00000003"
+
+
+def test_two_ranks_share_a_table_and_a_planted_slow_one_is_named(workshop: Workshop) -> None:
+    settings = (*TWO, "train.for=8 steps", "monitor.tensorboard=true")
+    assert run_ranks(workshop, *settings, command=rank_commands.slow_data_on_rank_1) == 0
+    run = workshop.folder / "run"
+    (event,) = workshop.events(run, "slow_rank")
+    assert (event["rank"], event["phase"]) == (1, "data")
+    assert 0.2 <= event["phase_seconds"] < 2
+    assert event["usual_phase_seconds"] < 0.1
+    assert "rank 1 on" in (run / "logs/main_log.txt").read_text()
+    record = workshop.metrics(run)[-1]
+    assert (record["world_size"], record["replicas"]) == (2, 2)
+    low, _, high, rank = record["rank_timers"]["data"]
+    assert low < 0.1 < 0.2 <= high
+    assert rank == 1
+    reader = EventAccumulator(str(run / "tensorboard")).Reload()
+    points = {tag: reader.Scalars(tag)[-1].value for tag in reader.Tags()["scalars"]}
+    assert points["iteration-time/world_size"] == 2
+    ratio = points["iteration-time/tokens per second"] / points["iteration-time/tokens per second per replica"]
+    assert ratio == pytest.approx(2)
 
 
 def test_no_two_ranks_and_stages_draw_the_same_dropout() -> None:

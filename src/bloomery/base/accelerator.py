@@ -130,6 +130,23 @@ def clocks_mhz(device: torch.device) -> tuple[int, int] | None:
         return None
 
 
+def read_boards(device: torch.device) -> list[tuple[float, float, float, float]]:
+    """Of each NVIDIA board that this process sees: share of the last moments in which it was busy, bytes used, watts and
+    degrees Celsius. None where nothing tells."""
+    if device.type != "cuda" or torch.version.cuda is None:
+        return []
+    found = []
+    for each in devices_here(device):
+        try:
+            nvml, board = _board(each)
+            busy, used = nvml.nvmlDeviceGetUtilizationRates(board).gpu / 100, nvml.nvmlDeviceGetMemoryInfo(board).used
+            watts = nvml.nvmlDeviceGetPowerUsage(board) / 1000
+            found.append((busy, used, watts, nvml.nvmlDeviceGetTemperature(board, nvml.NVML_TEMPERATURE_GPU)))
+        except Exception:  # as above
+            continue
+    return found
+
+
 def is_fast_in_bf16(device: torch.device) -> bool:
     """CPUs are not, and GPUs before Ampere only emulate it."""
     if device.type == "cuda" and torch.version.cuda:

@@ -37,6 +37,7 @@ class Event(StrEnum):
     SAVE_FAILED = "save_failed"
     SKIP = "skip"
     SKIPPED_UPDATE = "skipped_update"
+    SLOW_RANK = "slow_rank"
     SPIKE = "spike"
     SPIKE_OVER = "spike_over"
     START = "start"

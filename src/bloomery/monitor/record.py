@@ -76,6 +76,8 @@ class StepRecord:
     """What the run has spent until then, on all ranks and in all jobs: `joules`, and the device-seconds that they cover
     (`measured_seconds`) of all (`device_seconds`). Empty in records of older versions."""
 
+    resources: dict[str, dict[str, float]] = field(default_factory=dict)
+    """By host what it has and uses (monitor/resources.py): every ten seconds at most, else empty."""
     emissions: dict[str, float] = field(default_factory=dict)
     """CodeCarbon's newest reading of this job, summed over nodes: `kg_co2e`, `joules`, `nodes`; else empty."""
 

@@ -112,6 +112,8 @@ def _curves(record: Record) -> Iterator[tuple[str, float | None, int]]:
     yield "memory/peak allocated bytes", record.peak_memory_bytes, 1
     yield "memory/peak percent of the device", record.memory_share and 100 * record.memory_share, 1
     yield from ((f"time/{phase}-time", seconds, 1) for phase, seconds in record.timers.items())
+    for host, values in record.resources.items():
+        yield from ((f"resources/{host}/{name}", value, 1) for name, value in values.items())
     yield "energy/kg CO2e", record.emissions.get("kg_co2e"), 1
     yield "energy/joules", Energy.from_json(record.energy).measured_joules, 1
     yield "steps-vs-samples/y=samples,x=steps", record.consumed_samples, 1

@@ -2,7 +2,7 @@
 
 import time
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from statistics import median_low
 from typing import Any
 
@@ -15,6 +15,8 @@ AWAY = ("save", "eval", "profile")
 """Phases that are no part of a step: their whole time is reported, not that of a step."""
 OWN = ("data", "forward", OPTIMIZER)
 """Phases in which a replica does not wait for others (but for the ranks that share its layers)."""
+
+_SLOW, _SLOW_OF_STEP, _SLOW_INTERVALS = 0.25, 0.05, 3
 
 
 class StepTimers:
@@ -56,6 +58,41 @@ class StepTimers:
 
     def drop(self) -> None:
         self._seconds, self._steps = Counter(), 0
+
+
+class SlowRanks:
+    """Judges logged intervals: a rank whose own work takes far longer than that of the others, again and again."""
+
+    def __init__(self) -> None:
+        self._rank, self._times = -1, 0
+
+    def follow(self, rows: Sequence[Mapping[str, float]], stages: Sequence[int]) -> dict[str, Any] | None:
+        """`rows`: the timers of each rank; `stages`: who has the same part of a pipeline, and so the same work. What is
+        to be reported, once for a rank that stays slow."""
+
+        def beyond(values: Sequence[float]) -> list[float]:
+            alike = [[value for value, other in zip(values, stages, strict=True) if other == own] for own in stages]
+            return [value - median_low(each) for value, each in zip(values, alike, strict=True)]
+
+        own = [sum(row[phase] for phase in OWN) for row in rows]
+        excess = beyond(own)
+        rank = excess.index(max(excess))
+        worst, usual = own[rank], own[rank] - excess[rank]
+        step = sum(seconds for phase, seconds in rows[rank].items() if phase not in AWAY)
+        if worst - usual < max(_SLOW * usual, _SLOW_OF_STEP * step):
+            self._times = 0
+            return None
+        self._rank, self._times = rank, self._times + 1 if rank == self._rank else 1
+        if self._times != _SLOW_INTERVALS:
+            return None
+        above = {each: beyond([row[each] for row in rows])[rank] for each in OWN}
+        phase = max(above, key=lambda each: above[each])
+        more = {
+            "phase": phase,
+            "phase_seconds": rows[rank][phase],
+            "usual_phase_seconds": rows[rank][phase] - above[phase],
+        }
+        return {"rank": rank, "seconds": worst, "usual_seconds": usual, **more}
 
 
 def spread(values: Sequence[float]) -> tuple[float, float, float, int]:

@@ -27,8 +27,8 @@ from bloomery.monitor.journal import Journal
 from bloomery.monitor.meters import EnergyMeter, IntervalMeter
 from bloomery.monitor.profile import Profiler
 from bloomery.monitor.record import StepRecord
-from bloomery.monitor.resources import Nodes
-from bloomery.monitor.timers import PHASES, spread
+from bloomery.monitor.resources import Nodes, ResourceMeter
+from bloomery.monitor.timers import PHASES, SlowRanks, spread
 from bloomery.parallel.feed import Feed
 from bloomery.parallel.mesh import Mesh
 from bloomery.parallel.runner import Runner
@@ -59,13 +59,15 @@ class Opened:
     data: OpenData
     shards: Mapping[str, Any]
     """On rank 0, by source, what identifies every shard that the run was ever trained on."""
-    energy: EnergyMeter
-    nodes: Nodes
-    carbon: Carbon | None
-    """On the first rank of each node, if the recipe asks for it."""
     journal: Journal
     job: int
     """Which start of this run this is, from 1."""
+    energy: EnergyMeter
+    nodes: Nodes
+    resources: ResourceMeter
+    slow_ranks: SlowRanks
+    carbon: Carbon | None
+    """On the first rank of each node, if the recipe asks for it."""
 
     @property
     def plan(self) -> TrainingPlan:
@@ -190,6 +192,16 @@ class Run(Opened):
             self.carbon.report(self.journal, step, total)
         return total
 
+    def _name_slow_rank(self, step: int, timers: Sequence[Mapping[str, float]]) -> None:
+        layout = self.mesh.layout
+        if found := self.slow_ranks.follow(timers, [layout.place_of(rank).pp for rank in range(self.ranks.size)]):
+            host = self.nodes.hosts[found["rank"]]
+            self.journal.event(names.Event.SLOW_RANK, step, **found, host=host)
+            self.journal.warning(
+                f"rank {found['rank']} on {host} is slow: its own work takes {found['seconds']:.4g} s a step, that of "
+                f"the others {found['usual_seconds']:.4g} s; most of it in {found['phase']}"
+            )
+
     def log_if_due(self, pending: PendingStep, state: TrainState, *, force: bool) -> None:
         """One record per log_every steps, one for the last step, and one for every step with a NaN. Collective."""
         self.energy.own()  # its counter is read before it wraps around
@@ -198,8 +210,10 @@ class Run(Opened):
         interval, consumed = self.meter.take(), pending.consumed_samples
         spent, memory = self.energy.own().to_json().values(), memory_bytes(self.device)
         timers = [interval["timers"].get(phase, 0.0) for phase in PHASES]
-        rows = self.ranks.table([*spent, *memory, *self._emitted, *timers])
-        joules, measured, seconds, memory_now, memory_peak, _, _, *phases = zip(*rows, strict=True)
+        rows = self.ranks.table([*spent, *memory, *self._emitted, *timers, *self.resources.row()])
+        joules, measured, seconds, memory_now, memory_peak, *_ = zip(*rows, strict=True)
+        by_rank = [dict(zip(PHASES, row[7:], strict=False)) for row in rows]
+        self._name_slow_rank(pending.step, by_rank)
         state.energy = self.energy.before + Energy(sum(joules), sum(measured), sum(seconds))
         model, recompute = self.recipe.model, self.recipe.parallel.recompute
         tokens_per_second = interval["samples_per_second"] * self.plan.seq_length
@@ -229,13 +243,14 @@ class Run(Opened):
                 memory_bytes=int(max(memory_now)),
                 peak_memory_bytes=int(max(memory_peak)),
                 memory_share=max(memory_peak) / total_bytes if total_bytes else None,
-                rank_timers={name: spread(values) for name, values in zip(PHASES, phases, strict=True) if any(values)},
+                rank_timers={name: spread([row[name] for row in by_rank]) for name in interval["timers"]},
                 job=self.job,
                 time=time.time(),
                 replicas=self.mesh.layout.dp,
                 world_size=self.ranks.size,
                 source_samples=self.data.train.blend.taken(consumed) if len(self.data.train.sources) > 1 else {},
                 energy=state.energy.to_json(),
+                resources=self.resources.due([row[7 + len(PHASES) :] for row in rows]),
                 emissions=self._emissions(pending.step, [row[5:7] for row in rows]),
             )
         )

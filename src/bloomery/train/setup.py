@@ -5,6 +5,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -37,9 +38,9 @@ from bloomery.monitor.journal import Journal, open_journal
 from bloomery.monitor.meters import IntervalMeter, start_meter
 from bloomery.monitor.names import Event
 from bloomery.monitor.profile import Profiler
-from bloomery.monitor.resources import Nodes
+from bloomery.monitor.resources import Nodes, ResourceMeter
 from bloomery.monitor.sinks import Console
-from bloomery.monitor.timers import StepTimers
+from bloomery.monitor.timers import SlowRanks, StepTimers
 from bloomery.parallel.apply import make_runner, parallelise
 from bloomery.parallel.feed import Feed
 from bloomery.parallel.mesh import Mesh, make_mesh
@@ -102,10 +103,8 @@ def prepared_run(
         job = 1 + len(ledger.starts)
         journal = _journal(recipe, folder, job, past.state.step, ranks, quiet=quiet)
         closing.callback(journal.close)
-        nodes = Nodes.of(ranks)
-        carbon = _carbon(recipe, folder, job, nodes)
-        closing.callback(carbon.close if carbon else lambda: None)
-        opened = Opened(recipe, folder, device, ranks, past, data, shards, energy, nodes, carbon, journal, job)
+        meters = _meters(recipe, folder, job, device, ranks, closing)
+        opened = Opened(recipe, folder, device, ranks, past, data, shards, journal, job, energy, **meters)
         with _errors_reported(opened):
             if taken_over:
                 journal.event(Event.TAKEN_OVER, past.state.step, text=taken_over)
@@ -141,11 +140,18 @@ def _journal(recipe: Recipe, folder: Path, job: int, resume_step: int, ranks: Ra
     return Journal()
 
 
-def _carbon(recipe: Recipe, folder: Path, job: int, nodes: Nodes) -> Carbon | None:
-    if recipe.monitor.carbon is None or not nodes.leads:
-        return None
-    node = f"-{nodes.own:03d}" if nodes.own else ""
-    return Carbon(recipe.monitor.carbon.country, folder, f"emissions-{job:03d}{node}.csv")
+def _meters(
+    recipe: Recipe, folder: Path, job: int, device: torch.device, ranks: Ranks, closing: ExitStack
+) -> dict[str, Any]:
+    """What measures the nodes, on the first rank of each; and who judges the ranks."""
+    nodes, section = Nodes.of(ranks), recipe.monitor.carbon
+    resources, carbon = ResourceMeter(folder, device, nodes), None
+    closing.callback(resources.close)
+    if section is not None and nodes.leads:
+        node = f"-{nodes.own:03d}" if nodes.own else ""
+        carbon = Carbon(section.country, folder, f"emissions-{job:03d}{node}.csv")
+        closing.callback(carbon.close)
+    return {"nodes": nodes, "resources": resources, "carbon": carbon, "slow_ranks": SlowRanks()}
 
 
 def _slow_precision(recipe: Recipe, device: torch.device) -> str:
