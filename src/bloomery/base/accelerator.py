@@ -131,7 +131,7 @@ def clocks_mhz(device: torch.device) -> tuple[int, int] | None:
 
 
 def read_boards(device: torch.device) -> list[tuple[float, float, float, float]]:
-    """Of each NVIDIA board that this process sees: share of the last moments in which it was busy, bytes used, watts and
+    """Of each NVIDIA board that this process sees: share of the last moments in which it was busy, bytes used, watts,
     degrees Celsius. None where nothing tells."""
     if device.type != "cuda" or torch.version.cuda is None:
         return []
