@@ -238,18 +238,8 @@ def _build(
             tier.prepare_node_dir()
     saver = Saver(optimizer.pieces(), device=device, ranks=ranks, timeout_seconds=recipe.checkpoint.timeout.seconds)
     closing.push(partial(_finish_saves, saver))
-    feed = Feed(
-        opened.data.train,
-        mesh,
-        ranks,
-        batch_size_at=past.plan.batch.global_batch_at,
-        micro_batch_size=recipe.batch.micro_batch_size,
-        pin_memory=device.type != "cpu",
-        labels_per_sample=labels_per_sample(recipe),
-        mark=timers.mark,
-    )
+    feed = _feed(opened, mesh, timers.mark)
     closing.callback(feed.close)
-    feed.seek(past.state.consumed_samples)
     meter = IntervalMeter(past.interval, timers)
     return Run(
         **vars(opened),
@@ -274,6 +264,21 @@ def _build(
         profiler=_profiler(opened, meter, profile_at, closing),
         trace=replace(trace, recipe_yaml=as_yaml(recipe), ranks=ranks) if trace else None,
     )
+
+
+def _feed(opened: Opened, mesh: Mesh, mark: Mark) -> Feed:
+    feed = Feed(
+        opened.data.train,
+        mesh,
+        opened.ranks,
+        batch_size_at=opened.plan.batch.global_batch_at,
+        micro_batch_size=opened.recipe.batch.micro_batch_size,
+        pin_memory=opened.device.type != "cpu",
+        labels_per_sample=labels_per_sample(opened.recipe),
+        mark=mark,
+    )
+    feed.seek(opened.past.state.consumed_samples)
+    return feed
 
 
 def _profiler(opened: Opened, meter: IntervalMeter, at: int | None, closing: ExitStack) -> Profiler:
