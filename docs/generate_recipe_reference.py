@@ -24,6 +24,7 @@ from bloomery.families.registry import READERS, family_defaults
 PAGE, CONTRACT_PAGE = Path(__file__).with_name("recipe.md"), Path(__file__).with_name("training.md")
 _ALIASES = {
     kinds.AnyAmount: "amount (steps, samples, tokens)",
+    kinds.Length: "amount (steps, samples, tokens, epochs)",
     kinds.Steps: "amount (steps)",
     kinds.Documents: "amount (documents)",
     kinds.WallClock: "duration",

@@ -286,7 +286,7 @@ def test_what_is_not_an_override_is_told_its_form(write: Write, override: str) -
         ("parallel.dp=2", "parallel.dp is not a field of a recipe. It follows from the ranks"),
         ("optimizer.lr=1e-3", "optimizer.lr is not a field of a recipe. Did you mean lr.peak?"),
         ("train.max_steps=10", "train.max_steps is not a field of a recipe. Did you mean train.for"),
-        ("train.for=10 epochs", "`bloomery inspect data` says how many tokens a shard has"),
+        ("lr.warmup=1 epochs", "epochs are a length for train.for: `2 epochs`, `2 epochs of SOURCE`"),
         ("train.skip=[5-8]", "with their unit, such as '1000-1010 steps'"),
     ],
 )

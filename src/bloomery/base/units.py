@@ -39,6 +39,18 @@ class Amount:
 
 
 @dataclass(frozen=True)
+class Epochs:
+    """How often all samples of a source are to be seen."""
+
+    count: int
+    source: str | None
+    """Its name; None: of the smallest."""
+
+    def __str__(self) -> str:
+        return f"{self.count} epochs" + (f" of {self.source}" if self.source else "")
+
+
+@dataclass(frozen=True)
 class Duration:
     """A length of wall-clock time."""
 
@@ -60,7 +72,7 @@ def parse_amount(text: str, *, units: tuple[AmountUnit, ...] = ("steps", "sample
     if not match:
         rule = f"an amount is a number and a unit, such as {wanted}"
         if "epoch" in text:
-            rule += "; `bloomery inspect data` says how many tokens a shard has, which are an epoch"
+            rule += "; epochs are a length for train.for: `2 epochs`, `2 epochs of SOURCE`"
         raise ValueError(rule)
     number, multiplier, unit = match.groups()
     unit = unit.rstrip("s") + "s"

@@ -34,10 +34,12 @@ def _opened_run(args: argparse.Namespace) -> Iterator[tuple[Recipe, TrainingPlan
     if recipe.data is None:
         remedy = "add `data:` with `train:` to the recipe"
         raise RecipeError(Problem("the recipe has no data", remedy=remedy, place=args.recipe))
+    from bloomery.data.epochs import counted
     from bloomery.data.open import open_data
     from bloomery.sizing.schedule import TrainingPlan
     from bloomery.train.resume import checked_shards
 
+    recipe = counted(recipe)
     past = arguments.past_of(recipe, args, reads=_READS)
     plan = past.plan if past else TrainingPlan.of(recipe)
     with open_data(recipe, plan=plan, cursor=past.before if past else None) as data:

@@ -11,7 +11,7 @@ from typing import Any
 
 from bloomery.base import exit_codes
 from bloomery.base.errors import RecipeError
-from bloomery.base.units import format_count
+from bloomery.base.units import Epochs, format_count
 from bloomery.cli import arguments
 from bloomery.cli.arguments import (
     add_json,
@@ -70,11 +70,15 @@ def _check_text(facts: dict[str, Any], recipe: Recipe, *, every_value: bool) -> 
     for path, found in facts["values"].items() if every_value else ():
         value = found["value"]
         rows.append((path, value if isinstance(value, str) and value else json.dumps(value), found["origin"]))
-    plan, parameters = TrainingPlan.of(recipe), count_parameters(recipe.model).total
-    size = (
-        f"{format_count(parameters)} parameters, {plan.train_steps:,} steps, {format_count(plan.train_tokens)} tokens"
-    )
+    size = f"{format_count(count_parameters(recipe.model).total)} parameters, {_length(recipe)}"
     return columns(rows) + "\n" * bool(rows) + f"{recipe.name}: ok. {size}, fingerprint {facts['fingerprint']}"
+
+
+def _length(recipe: Recipe) -> str:
+    if isinstance(recipe.train.for_, Epochs):
+        return str(recipe.train.for_)
+    plan = TrainingPlan.of(recipe)
+    return f"{plan.train_steps:,} steps, {format_count(plan.train_tokens)} tokens"
 
 
 def add_arguments_recipes(parser: argparse.ArgumentParser) -> None:
@@ -134,6 +138,10 @@ def add_arguments_schedule(parser: argparse.ArgumentParser) -> None:
 
 def run_schedule(args: argparse.Namespace) -> int:
     recipe = load(args, reads=_SCHEDULE_READS).recipe
+    if isinstance(recipe.train.for_, Epochs):
+        from bloomery.data.epochs import counted
+
+        recipe = counted(recipe)
     past = past_of(recipe, args, reads=_SCHEDULE_READS)
     plan = past.plan if past else TrainingPlan.of(recipe)
     return show(args, schedule_facts(recipe, plan, at_steps=args.at_steps, at_samples=args.at_samples))

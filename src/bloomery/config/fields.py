@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer
 
-from bloomery.base.units import Amount, AmountUnit, Duration, parse_amount, parse_duration
+from bloomery.base.units import Amount, AmountUnit, Duration, Epochs, parse_amount, parse_duration
 
 
 @dataclass(frozen=True)
@@ -30,6 +30,14 @@ def _amount(*units: AmountUnit, positive: bool = True) -> Callable[[Any], Amount
         return found
 
     return parse
+
+
+def _length(value: Any) -> Amount | Epochs:
+    if not (match := re.fullmatch(r"\s*([0-9]{1,9})\s+epochs?(?:\s+of\s+(\S.*?))?\s*", str(value))):
+        return _amount("steps", "samples", "tokens", positive=False)(value)
+    if not (count := int(match[1])):
+        raise ValueError("must be greater than 0")
+    return Epochs(count, match[2])
 
 
 def _duration(value: Any) -> Duration:
@@ -63,6 +71,7 @@ SplitText = Annotated[
     Field(pattern=r"^[0-9]{1,50}(\.[0-9]+)?([,/]\s*[0-9]{1,50}(\.[0-9]+)?){0,2}$"),
 ]
 AnyAmount = Annotated[Amount, BeforeValidator(_amount("steps", "samples", "tokens", positive=False)), _AS_TEXT]
+Length = Annotated[Amount | Epochs, BeforeValidator(_length), _AS_TEXT]
 Steps = Annotated[Amount, BeforeValidator(_amount("steps")), _AS_TEXT]
 Documents = Annotated[Amount, BeforeValidator(_amount("documents")), _AS_TEXT]
 StepsOrTime = Annotated[Amount | Duration, BeforeValidator(_steps_or_time), _AS_TEXT]

@@ -36,6 +36,7 @@ from bloomery.config.fields import (
     AmountOrDuration,
     AnyAmount,
     Documents,
+    Length,
     PathText,
     Section,
     Size,
@@ -209,8 +210,8 @@ StepRange = Annotated[str, Field(pattern=r"^[0-9]{1,12}-[0-9]{1,12} steps$")]
 
 
 class TrainSection(Section):
-    for_: AnyAmount = Field(alias="for")
-    """The length of the whole training, in steps, samples or tokens."""
+    for_: Length = Field(alias="for")
+    """Length of the training: steps, samples, tokens, `2 epochs` (of the smallest source) or `2 epochs of NAME`."""
     exit_after: Annotated[AmountOrDuration | None, JOB_END] = None
     """End this job (not the training) after a wall-clock time or an amount; it saves and can be resumed."""
     evaluate: Annotated[EvaluateSection | None, REPORTING] = None

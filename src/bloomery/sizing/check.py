@@ -11,7 +11,7 @@ from itertools import product
 from typing import Any
 
 from bloomery.base.errors import Problem, RecipeError, first_few
-from bloomery.base.units import Duration
+from bloomery.base.units import Duration, Epochs
 from bloomery.config.fields import Section
 from bloomery.config.load import LoadedRecipe, as_dict, leaves, load_recipe
 from bloomery.config.recipe import LaunchSection, Recipe, SourceSection
@@ -264,6 +264,14 @@ def _ramp_levels(recipe: Recipe) -> range:
 def lengths(recipe: Recipe) -> Findings:
     if len(_ramp_levels(recipe)) > _MOST_LEVELS:
         return  # the plan would take forever
+    if isinstance(length := recipe.train.for_, Epochs):  # counted when the data is opened
+        if recipe.data and recipe.data.order != "timeless":
+            rule = "the order of these follows from the length"
+            yield Finding(("train.for", "data.order"), rule, "give it in samples, as that run had it")
+        elif recipe.data and length.source and length.source not in map(source_key, recipe.data.train):
+            names = first_few([*map(source_key, recipe.data.train)])
+            yield Finding(("train.for", "data.train"), f"the sources of data.train are {names}", "name one of them")
+        return
     plan, lr, rampup = TrainingPlan.of(recipe), recipe.lr, recipe.batch.rampup
     warmup, decay, cooldown = plan.lr.warmup_samples, plan.lr.decay_samples, plan.lr.cooldown_samples
     paths = ("train.for", "batch.global_batch_size", "batch.rampup", "model.seq_length")
@@ -276,7 +284,7 @@ def lengths(recipe: Recipe) -> Findings:
     elif lr.schedule == "wsd" and (lr.cooldown is None or cooldown > decay - warmup):
         rule = f"wsd needs a final decay that fits between {warmup:,} samples, the warm-up, and {decay:,} samples"
         yield Finding(("lr.cooldown", "lr.schedule", *paths), rule, "give for example `cooldown: 1000 steps`")
-    elif rampup and recipe.train.for_.unit != "steps" and plan.asked_samples <= rampup.samples:
+    elif rampup and length.unit != "steps" and plan.asked_samples <= rampup.samples:
         counted = f"{plan.train_steps:,} steps and {plan.train_samples:,} samples"
         rule = f"training ends inside the batch ramp; as Megatron counts steps, it takes {counted}"
         yield Finding(paths, rule, "give train.for in steps to set the exact end", is_warning=True)
@@ -455,3 +463,7 @@ def _layouts(recipe: Recipe) -> Iterator[Recipe]:
 
 def layout_problems(recipe: Recipe, done: Done) -> list[str]:
     return [found.rule for found in _findings(_LAYOUT_RULES, recipe, done) if not found.is_warning]
+
+
+def length_problems(recipe: Recipe) -> list[str]:
+    return [f"{found.rule}: {found.remedy}" for found in lengths(recipe) if not found.is_warning]

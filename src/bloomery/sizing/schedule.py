@@ -11,7 +11,8 @@ from functools import cached_property
 from operator import attrgetter
 from typing import Any, Self, TypeVar
 
-from bloomery.base.units import Amount, Duration, format_seconds
+from bloomery.base.errors import Problem, RecipeError
+from bloomery.base.units import Amount, Duration, Epochs, format_seconds
 from bloomery.config.recipe import BatchSection, KeepSection, PhaseSection, Recipe, Schedule
 
 
@@ -252,6 +253,9 @@ class TrainingPlan:
         """`history`: of a run that has changed its batch or its sequence length on the way."""
         batch, seq_length, lr = BatchPlan.of(recipe.batch, history), recipe.model.seq_length, recipe.lr
         length = recipe.train.for_
+        if isinstance(length, Epochs):
+            rule, remedy = "they are counted when the data is opened", "give train.for as `inspect schedule` counts it"
+            raise RecipeError(Problem(f"train.for is {length}", rule, remedy))
         asked_samples = batch.samples_in(length, seq_length=seq_length)
         train_steps = length.count if length.unit == "steps" else batch.train_steps_for_samples(asked_samples)
         train_samples = batch.consumed_after_step(train_steps)

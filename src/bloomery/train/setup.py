@@ -30,6 +30,7 @@ from bloomery.checkpoint.save import Saver
 from bloomery.checkpoint.select import refuse_later
 from bloomery.config.load import as_yaml
 from bloomery.config.recipe import Recipe
+from bloomery.data.epochs import counted
 from bloomery.data.open import open_data
 from bloomery.monitor import names
 from bloomery.monitor.carbon import Carbon
@@ -85,6 +86,8 @@ def prepared_run(
         _refuse_unsupported(recipe, device, ranks)
         if recipe.precision == "auto":
             recipe = recipe.model_copy(update={"precision": "bf16" if is_fast_in_bf16(device) else "fp32"})
+        with agreed(ranks):
+            recipe = counted(recipe)
         ledger, taken_over = first_rank_does(ranks, partial(_claim_folder, folder, closing))
         roots = [folder / CHECKPOINTS, folder / LOCAL_CHECKPOINTS]
         if import_weights and recipe.init:
